@@ -1,0 +1,40 @@
+"""Differentially private fine-tuning for Hugging Face models.
+
+Public names, each loaded when first used, so that ``import hf_dp.accounting`` needs neither torch nor transformers.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from hf_dp._version import __version__ as __version__
+
+if TYPE_CHECKING:
+    from hf_dp.accounting import Ledger as Ledger
+    from hf_dp.cards.statement import PrivacyStatement as PrivacyStatement
+    from hf_dp.clipping import ClippingEngine as ClippingEngine
+    from hf_dp.plan import PrivacyPlan as PrivacyPlan
+    from hf_dp.trainer.arguments import DPTrainingArguments as DPTrainingArguments
+    from hf_dp.trainer.trainer import DPTrainer as DPTrainer
+
+_HOMES = {
+    "ClippingEngine": "hf_dp.clipping",
+    "DPTrainer": "hf_dp.trainer.trainer",
+    "DPTrainingArguments": "hf_dp.trainer.arguments",
+    "Ledger": "hf_dp.accounting",
+    "PrivacyPlan": "hf_dp.plan",
+    "PrivacyStatement": "hf_dp.cards.statement",
+}
+
+__all__ = ["__version__", *sorted(_HOMES)]  # noqa: PLE0604
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOMES:
+        return getattr(importlib.import_module(_HOMES[name]), name)
+    raise AttributeError(f"module 'hf_dp' has no attribute {name!r}; it offers {__all__}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_HOMES})

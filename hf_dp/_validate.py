@@ -1,0 +1,76 @@
+"""One message shape for every bad value: argument, value, what was expected, the next move.
+
+Each helper returns the (converted) value, so a check reads ``self.x = positive("x", x)``.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Iterable
+
+from hf_dp.errors import InvalidArgumentError
+
+
+def invalid(
+    name: str,
+    value: object,
+    expected: str,
+    next_move: str = "",
+    error: type[InvalidArgumentError] = InvalidArgumentError,
+) -> InvalidArgumentError:
+    """The error for one bad value; the caller raises it."""
+    message = f"Expected `{name}` {expected}, got {value!r}."
+    return error(f"{message} {next_move}".rstrip())
+
+
+def real(name: str, value: object, next_move: str = "") -> float:
+    """A finite real number; refuses bool, strings, NaN and infinity."""
+    if isinstance(value, bool) or not hasattr(value, "__float__"):
+        raise invalid(name, value, "to be a number", next_move)
+    number = float(value)
+    if not math.isfinite(number):
+        raise invalid(name, value, "to be finite", next_move)
+    return number
+
+
+def positive(name: str, value: object, next_move: str = "") -> float:
+    """A finite number > 0."""
+    number = real(name, value, next_move)
+    if number <= 0:
+        raise invalid(name, value, "to be > 0", next_move)
+    return number
+
+
+def non_negative(name: str, value: object, next_move: str = "") -> float:
+    """A finite number >= 0."""
+    number = real(name, value, next_move)
+    if number < 0:
+        raise invalid(name, value, "to be >= 0", next_move)
+    return number
+
+
+def in_unit_interval(name: str, value: object, next_move: str = "", *, zero: bool = False, one: bool = False) -> float:
+    """A number between 0 and 1; each end is allowed only when asked for."""
+    number = real(name, value, next_move)
+    if not ((0 < number or (zero and number == 0)) and (number < 1 or (one and number == 1))):
+        raise invalid(name, value, f"to be in {'[' if zero else '('}0, 1{']' if one else ')'}", next_move)
+    return number
+
+
+def integer(name: str, value: object, minimum: int, next_move: str = "") -> int:
+    """A whole number >= ``minimum``; 3.0 is accepted, 3.5 and True are not."""
+    number = real(name, value, next_move)
+    if number != int(number) or number < minimum:
+        raise invalid(name, value, f"to be a whole number >= {minimum}", next_move)
+    return int(number)
+
+
+def one_of(name: str, value: object, choices: Iterable[str], next_move: str = "") -> str:
+    """One of the listed strings; the message lists them and suggests the nearest."""
+    known = list(choices)
+    if not isinstance(value, str) or value not in known:
+        close = difflib.get_close_matches(str(value), known, n=1)
+        hint = f"Did you mean {close[0]!r}?" if close else ""
+        raise invalid(name, value, f"to be one of {known}", " ".join(filter(None, (hint, next_move))))
+    return value

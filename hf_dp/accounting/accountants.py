@@ -1,0 +1,55 @@
+"""The one question: what epsilon did these events cost?"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterable
+from typing import Protocol, cast
+
+from hf_dp._validate import in_unit_interval, one_of
+from hf_dp.accounting.composition import Composition, compose
+from hf_dp.accounting.events import Event
+from hf_dp.accounting.ranges import Range
+from hf_dp.accounting.value import Epsilon
+
+ACCOUNTANTS: tuple[str, ...] = ("pld", "rdp", "prv", "gdp_clt")
+"""Known accountants; each is the module ``hf_dp.accounting.<name>``, imported when first asked (a second of scipy)."""
+
+BOUNDS: tuple[str, ...] = ("pld", "rdp", "prv")
+"""Those whose result is an upper bound and may be calibrated to."""
+
+
+class Accountant(Protocol):
+    """What a module of this package offers to be an accountant."""
+
+    RANGE: Range
+
+    def epsilon(self, composition: Composition, delta: float) -> Epsilon:
+        """Epsilon at ``delta``: 0 for nothing, infinity without noise, AccountingRangeError where it may be wrong."""
+        ...
+
+
+def load(accountant: str) -> Accountant:
+    """The accountant of this name; InvalidArgumentError for an unknown one."""
+    name = one_of("accountant", accountant, ACCOUNTANTS)
+    return cast(Accountant, importlib.import_module(f"hf_dp.accounting.{name}"))
+
+
+def epsilon(events: Event | Iterable[Event], delta: float, accountant: str = "pld") -> Epsilon:
+    """Epsilon of one event or of several composed adaptively, under zero-out.
+
+    Changes nothing: it may be asked at any time, during a run included.
+
+    Args:
+        events: what ran, in any order; an empty sequence costs 0.
+        delta: in (0, 1); meaningful only well below 1 / number of records.
+        accountant: "pld" (default; min of PLD and RDP), "rdp", "prv" (upper end) or "gdp_clt" (an estimate).
+
+    Raises:
+        InvalidArgumentError: delta or accountant is not one.
+        AccountingRangeError: this accountant is not known to be right here; the message names one that is.
+        UnsupportedEventError: an event of unknown kind.
+    """
+    module = load(accountant)
+    delta = in_unit_interval("delta", delta)
+    return module.epsilon(compose(events), delta)

@@ -1,0 +1,227 @@
+"""The smallest noise, or the most steps, that keeps a run inside its budget.
+
+Every answer is checked by evaluating the accountant at the very number that is returned: it lands on the private side
+or an error is raised. The target must be met by a bound; an estimate cannot be calibrated to.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from decimal import ROUND_CEILING, Decimal
+
+from hf_dp._validate import in_unit_interval, integer, non_negative, one_of, positive
+from hf_dp.accounting.accountants import BOUNDS, epsilon, load
+from hf_dp.accounting.events import Event, Gaussian, PoissonSampledGaussian
+from hf_dp.accounting.ranges import Range
+from hf_dp.errors import AccountingRangeError, CalibrationError
+
+# The returned noise multiplier exceeds the smallest sufficient one by at most this fraction.
+TOLERANCE = 1e-4
+
+# Digits of the returned noise multiplier, so that the number published is the number used.
+SIGNIFICANT_DIGITS = 6
+
+Point = tuple[float, float]  # a noise multiplier and its gap
+Gap = Callable[[float], float]
+
+_CLT_HINT = "Calibration needs a bound; 'gdp_clt' is an estimate and would give too little noise."
+
+
+def calibrate_noise_multiplier(
+    target_epsilon: float,
+    target_delta: float,
+    sample_rate: float,
+    steps: int,
+    accountant: str = "pld",
+    prior_events: Iterable[Event] = (),
+) -> float:
+    """The smallest noise multiplier with which ``steps`` more Poisson-sampled steps stay inside the target.
+
+    Args:
+        target_epsilon: epsilon of everything together, prior events included, > 0.
+        target_delta: delta in (0, 1).
+        sample_rate: probability with which each record joins a step, in (0, 1].
+        steps: number of steps to pay for, >= 1.
+        accountant: "pld", "rdp" or "prv".
+        prior_events: what already ran on the same records.
+
+    Returns:
+        Noise standard deviation / clipping norm, with SIGNIFICANT_DIGITS digits, such that epsilon(prior_events +
+        steps) <= target_epsilon, at most TOLERANCE (relative) above the smallest such number. With "pld", 1 to 5 s.
+
+    Raises:
+        InvalidArgumentError: a bad value, or an accountant that is not a bound.
+        CalibrationError: the target cannot be met, or is met by all the noise multipliers the accountant covers.
+        AccountingRangeError: the accountant does not cover delta, sample_rate or steps.
+    """
+    target, delta, name, prior = _checked(target_epsilon, target_delta, accountant, prior_events)
+    sample_rate = in_unit_interval("sample_rate", sample_rate, "It is expected_batch_size / num_examples.", one=True)
+    steps = integer("steps", steps, 1)
+    spent = epsilon(prior, delta, name).value
+    if spent > target:
+        raise CalibrationError(
+            f"The prior events alone cost epsilon {spent:.6g} > target_epsilon {target:.6g} at delta {delta:.6g}. "
+            "Raise `target_epsilon`."
+        )
+
+    limits = load(name).RANGE
+
+    def gap(sigma: float) -> float:
+        """log(epsilon / target): positive means too little noise."""
+        try:
+            value = epsilon((*prior, PoissonSampledGaussian(sigma, sample_rate, steps)), delta, name).value
+        except AccountingRangeError:
+            # With little noise epsilon can grow beyond what the accountant covers, which is "too little". With the
+            # most noise the cause is another argument, and the caller must hear it.
+            if sigma >= limits.max_noise_multiplier:
+                raise
+            return math.inf
+        return math.log(value / target) if value > 0 else -math.inf
+
+    # First, because it also refuses at once a delta, rate or number of steps that the accountant does not cover.
+    if (least := gap(limits.max_noise_multiplier)) > 0:
+        raise CalibrationError(
+            f"target_epsilon {target:.6g} is not met even at noise multiplier {limits.max_noise_multiplier}, the most "
+            f"that accountant {name!r} covers (epsilon {target * math.exp(least):.6g}). Raise `target_epsilon`, or "
+            "lower `steps` or `sample_rate`."
+        )
+    return _narrow(gap, *_bracket(gap, _start(target, delta, sample_rate, steps, prior, name), target, limits))
+
+
+def calibrate_steps(
+    target_epsilon: float,
+    target_delta: float,
+    noise_multiplier: float,
+    sample_rate: float,
+    accountant: str = "pld",
+    prior_events: Iterable[Event] = (),
+) -> int:
+    """The largest number of further Poisson-sampled steps that stays inside the target.
+
+    Arguments and errors as for :func:`calibrate_noise_multiplier`; ``sample_rate`` may be 0 and ``noise_multiplier``
+    0.
+
+    Returns:
+        A number of steps n >= 0 with epsilon(prior_events + n steps) <= target_epsilon and epsilon(n + 1 steps) >
+        target_epsilon; 0 if even one step, or the prior events alone, pass the target.
+
+    Raises:
+        CalibrationError: the target is not reached within the steps that the accountant covers.
+    """
+    target, delta, name, prior = _checked(target_epsilon, target_delta, accountant, prior_events)
+    sigma = non_negative("noise_multiplier", noise_multiplier)
+    sample_rate = in_unit_interval("sample_rate", sample_rate, zero=True, one=True)
+
+    def fits(count: int) -> bool:
+        return epsilon((*prior, PoissonSampledGaussian(sigma, sample_rate, count)), delta, name).value <= target
+
+    if not fits(0) or not fits(1):
+        return 0
+    most = load(name).RANGE.max_steps - sum(event.steps for event in prior)
+    good, bad = 1, min(2, most)
+    while _within_range(fits, bad):
+        if bad == most:
+            raise CalibrationError(
+                f"All the {most} steps that accountant {name!r} covers stay inside target_epsilon {target:.6g} at "
+                f"noise multiplier {sigma:.6g} and sample rate {sample_rate:.6g}. Choose the number of steps "
+                "yourself, or calibrate the noise multiplier."
+            )
+        good, bad = bad, min(2 * bad, most)
+    while bad - good > 1:
+        middle = (good + bad) // 2
+        if _within_range(fits, middle):
+            good = middle
+        else:
+            bad = middle
+    return good
+
+
+def _checked(
+    target_epsilon: float, target_delta: float, accountant: str, prior_events: Iterable[Event]
+) -> tuple[float, float, str, tuple[Event, ...]]:
+    name = one_of("accountant", accountant, BOUNDS, _CLT_HINT)
+    prior = (prior_events,) if isinstance(prior_events, (Gaussian, PoissonSampledGaussian)) else tuple(prior_events)
+    return positive("target_epsilon", target_epsilon), in_unit_interval("target_delta", target_delta), name, prior
+
+
+def _within_range(fits: Callable[[int], bool], count: int) -> bool:
+    """More steps may leave the accountant's range (epsilon too large for it): then they do not fit either."""
+    try:
+        return fits(count)
+    except AccountingRangeError:
+        return False
+
+
+def _start(target: float, delta: float, sample_rate: float, steps: int, prior: tuple[Event, ...], name: str) -> float:
+    """Where to begin the search: RDP's answer, which costs milliseconds and is near the others', else 1."""
+    if name == "rdp":
+        return 1.0
+    limits = load(name).RANGE
+    try:
+        sigma = calibrate_noise_multiplier(target, delta, sample_rate, steps, "rdp", prior)
+    except (AccountingRangeError, CalibrationError):
+        return 1.0
+    return min(max(sigma, limits.min_noise_multiplier), limits.max_noise_multiplier)
+
+
+def _bracket(gap: Gap, start: float, target: float, limits: Range) -> tuple[Point, Point]:
+    """Two noise multipliers with gap > 0 (too little noise) and gap <= 0 (enough), walking out from ``start``.
+
+    The largest noise multiplier is known to be enough.
+    """
+    smallest, largest = limits.min_noise_multiplier, limits.max_noise_multiplier
+    point, factor = (start, gap(start)), 1.1
+    while point[1] <= 0:
+        if point[0] <= smallest:
+            raise CalibrationError(
+                f"target_epsilon {target:.6g} is met even at noise multiplier {smallest}, the least that accountant "
+                f"{limits.accountant!r} covers. Lower `target_epsilon`, or set `noise_multiplier` yourself."
+            )
+        sigma = max(point[0] / factor, smallest)
+        point, above, factor = (sigma, gap(sigma)), point, factor**2
+        if point[1] > 0:
+            return point, above
+    while point[1] > 0:
+        sigma = min(point[0] * factor, largest)
+        point, below, factor = (sigma, gap(sigma)), point, factor**2
+    return below, point
+
+
+def _narrow(gap: Gap, low: Point, high: Point) -> float:
+    """Shrinks the bracket by interpolation; returns its upper end, rounded up, when within TOLERANCE of its lower end.
+
+    Probes are placed a little above the interpolated root and then a little below it, so that two good guesses end the
+    search; an end that stays put twice has its gap halved (the Illinois rule), and late rounds bisect.
+    """
+    aim = TOLERANCE / 3
+    (left, left_gap), (right, right_gap) = low, high
+    last, rounds = "", 0
+    while round_sigma_up(right) / left - 1 > TOLERANCE:
+        rounds += 1
+        share = left_gap / (left_gap - right_gap) if math.isfinite(left_gap - right_gap) and rounds < 20 else 0.5
+        root = left * (right / left) ** min(max(share, 0.0), 1.0)
+        probe = root * (1 - aim) if last == "right" else root * (1 + aim)
+        if not left * (1 + aim / 2) < probe < right / (1 + aim / 2):
+            probe = math.sqrt(left * right)
+        value = gap(probe)
+        if value > 0:
+            left, left_gap = probe, value
+            right_gap = right_gap / 2 if last == "left" else right_gap
+            last = "left"
+        else:
+            right, right_gap = probe, value
+            left_gap = left_gap / 2 if last == "right" else left_gap
+            last = "right"
+    answer = round_sigma_up(right)
+    # The accountant's result may wiggle by its rounding errors: only the returned number itself counts.
+    while gap(answer) > 0:
+        answer = round_sigma_up(answer * (1 + aim))
+    return answer
+
+
+def round_sigma_up(sigma: float) -> float:
+    """``sigma`` with SIGNIFICANT_DIGITS digits, never smaller: more noise, so still private."""
+    exact = Decimal(repr(sigma))
+    unit = Decimal(1).scaleb(exact.adjusted() - SIGNIFICANT_DIGITS + 1)
+    return float(exact.quantize(unit, rounding=ROUND_CEILING))

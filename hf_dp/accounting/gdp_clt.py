@@ -1,0 +1,66 @@
+"""Gaussian DP by the central limit theorem: an estimate, for comparison with papers that report it; never a guarantee.
+
+Bu, Dong, Long, Su 2019 (arXiv 1911.11607): T Poisson-sampled steps at rate q and noise multiplier sigma approach
+mu-GDP with mu = q sqrt(T (exp(1/sigma^2) - 1)) as T grows with q sqrt(T) fixed; mechanisms compose by the square root
+of the sum of squares. Away from that limit the value can be far too small: (sigma 0.4, q 1e-4, T 1000, delta 1e-6)
+gives 0.279 where the true epsilon is 4.022.
+"""
+
+from __future__ import annotations
+
+import math
+
+from scipy.optimize import brentq
+from scipy.special import log_ndtr
+
+from hf_dp.accounting.composition import Composition
+from hf_dp.accounting.ranges import Range
+from hf_dp.accounting.value import Epsilon
+
+# exp(1/sigma^2) and the tails are representable here; whether the limit theorem means anything is another matter.
+RANGE = Range(
+    "gdp_clt",
+    min_noise_multiplier=0.1,
+    max_noise_multiplier=1000.0,
+    min_sample_rate=1e-8,
+    max_steps=10**9,
+    min_delta=1e-100,
+    next_move='Use accountant="rdp", which is a bound.',
+)
+
+
+def mu(composition: Composition) -> float:
+    """The GDP parameter of the limit; unsampled Gaussians enter exactly, with sqrt(T) / sigma."""
+    squares = [composition.gaussian_mu**2]
+    for sigma, rate, steps in composition.sampled:
+        squares.append(rate**2 * steps * math.expm1(1 / sigma**2))
+    return math.sqrt(math.fsum(squares))
+
+
+def gaussian_epsilon(mu: float, delta: float) -> float:
+    """Epsilon >= 0 at which mu-GDP is (epsilon, delta)-DP, relative accuracy about 1e-10.
+
+    Solves delta = Phi(-eps/mu + mu/2) - exp(eps) Phi(-eps/mu - mu/2) (Dong, Roth, Su 2019, Corollary 2.13; Balle, Wang
+    2018, Theorem 8), in logarithms so that exp(eps) does not overflow.
+    """
+
+    def excess(eps: float) -> float:
+        upper = float(log_ndtr(-eps / mu + mu / 2))
+        lower = eps + float(log_ndtr(-eps / mu - mu / 2))
+        # log(exp(upper) - exp(lower)); the two meet only where the difference underflows.
+        log_delta = upper + math.log(-math.expm1(lower - upper)) if lower < upper else -math.inf
+        return max(log_delta, -1e4) - math.log(delta)
+
+    if excess(0.0) <= 0:
+        return 0.0
+    # Gaussian tail: the loss has mean mu^2/2 and standard deviation mu, so delta is passed before this point.
+    high = mu**2 / 2 + mu * math.sqrt(2 * math.log(1 / delta)) + 1e-9
+    return float(brentq(excess, 0.0, high, xtol=1e-12, rtol=1e-12))
+
+
+def epsilon(composition: Composition, delta: float) -> Epsilon:
+    """Estimate of epsilon at ``delta``; AccountingRangeError outside RANGE."""
+    if composition.empty or composition.noiseless:
+        return Epsilon(math.inf if composition.noiseless else 0.0, "estimate")
+    RANGE.check(composition, delta)
+    return Epsilon(gaussian_epsilon(mu(composition), delta), "estimate")

@@ -1,0 +1,138 @@
+"""The ledger: the append-only list of what ran on the private records, and why. It is the evidence behind an epsilon.
+
+Pure data: making it durable is the trainer's work. Steps are counted when they ran, never when they were planned.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from hf_dp._validate import invalid
+from hf_dp.accounting.accountants import epsilon
+from hf_dp.accounting.events import Event, Gaussian, PoissonSampledGaussian, event_from_dict
+from hf_dp.accounting.value import Epsilon
+from hf_dp.errors import LedgerError, UnsupportedEventError
+
+
+@dataclass(frozen=True)
+class LedgerEntry:
+    """Consecutive steps of one mechanism with one purpose ("training", "selection", ...)."""
+
+    event: Event
+    purpose: str
+
+    def __post_init__(self) -> None:
+        if type(self.event) not in (Gaussian, PoissonSampledGaussian):
+            raise UnsupportedEventError(f"Expected a Gaussian or PoissonSampledGaussian event, got {self.event!r}.")
+        if not isinstance(self.purpose, str) or not self.purpose:
+            raise invalid("purpose", self.purpose, "to be a non-empty string", 'For example "training".')
+        if self.event.steps < 1:
+            raise invalid("steps", self.event.steps, "to be >= 1", "A ledger holds what ran.")
+
+    def continues(self, earlier: LedgerEntry) -> bool:
+        """Same mechanism and purpose: only the number of steps may differ."""
+        return self.purpose == earlier.purpose and _with_steps(self.event, 1) == _with_steps(earlier.event, 1)
+
+
+def _with_steps(event: Event, steps: int) -> Event:
+    return dataclasses.replace(event, steps=steps)
+
+
+class Ledger:
+    """Append-only history of one run; equal consecutive mechanisms are kept as one entry with more steps.
+
+    Entries are immutable and cannot be removed or reordered; the methods below are all there is.
+    """
+
+    def __init__(self) -> None:
+        self._entries: list[LedgerEntry] = []
+
+    def append(self, event: Event, purpose: str) -> None:
+        """Records that ``event`` ran. Call it before its result becomes visible to anyone.
+
+        Raises:
+            InvalidArgumentError: no steps, or an empty purpose.
+            UnsupportedEventError: not an event.
+        """
+        entry = LedgerEntry(event, purpose)
+        if self._entries and entry.continues(self._entries[-1]):
+            steps = self._entries[-1].event.steps + event.steps
+            self._entries[-1] = LedgerEntry(_with_steps(event, steps), purpose)
+        else:
+            self._entries.append(entry)
+
+    @property
+    def entries(self) -> tuple[LedgerEntry, ...]:
+        """The history in order."""
+        return tuple(self._entries)
+
+    @property
+    def events(self) -> tuple[Event, ...]:
+        """The events in order, as :func:`hf_dp.accounting.epsilon` takes them."""
+        return tuple(entry.event for entry in self._entries)
+
+    def steps(self, purpose: str | None = None) -> int:
+        """Steps that ran, of one purpose or of all."""
+        return sum(entry.event.steps for entry in self._entries if purpose in (None, entry.purpose))
+
+    def epsilon(self, delta: float, accountant: str = "pld") -> Epsilon:
+        """What all entries together cost; arguments and errors of :func:`hf_dp.accounting.epsilon`."""
+        return epsilon(self.events, delta, accountant)
+
+    def extends(self, other: Ledger) -> bool:
+        """True if ``other``'s history is a prefix of this one (equal histories included).
+
+        A run may resume from a checkpoint only if the run's ledger extends the checkpoint's.
+        """
+        if not other._entries:
+            return True
+        *earlier, last = other._entries
+        here = len(earlier)
+        if len(self._entries) <= here or self._entries[:here] != earlier:
+            return False
+        mine = self._entries[here]
+        return mine.continues(last) and mine.event.steps >= last.event.steps
+
+    def to_list(self) -> list[dict[str, Any]]:
+        """JSON-ready rows ``{"type", "purpose", ...event fields}``, in order."""
+        rows = []
+        for entry in self._entries:
+            fields = entry.event.to_dict()
+            rows.append({"type": fields.pop("type"), "purpose": entry.purpose, **fields})
+        return rows
+
+    @classmethod
+    def from_list(cls, rows: Iterable[Mapping[str, Any]]) -> Ledger:
+        """The ledger that ``to_list`` wrote.
+
+        Raises:
+            LedgerError: a row cannot be read; a ledger with a hole would under-report.
+        """
+        ledger = cls()
+        if isinstance(rows, (str, bytes, Mapping)) or not isinstance(rows, Iterable):
+            raise LedgerError(f"Expected a ledger as a list of rows, got {type(rows).__name__}.")
+        for number, row in enumerate(rows):
+            try:
+                fields = dict(row)
+                purpose = fields.pop("purpose")
+                ledger.append(event_from_dict(fields), purpose)
+            except (KeyError, TypeError, ValueError) as error:
+                raise LedgerError(
+                    f"Row {number} of the ledger cannot be read: {row!r} ({error}). Restore the file from a backup; "
+                    "without it the privacy of this run is not known."
+                ) from error
+        return ledger
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Ledger) and self._entries == other._entries
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __repr__(self) -> str:
+        return f"Ledger({self.to_list()!r})"

@@ -1,0 +1,49 @@
+"""An epsilon with what it is worth: a proven upper bound or an estimate."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from decimal import ROUND_CEILING, Decimal
+from typing import Literal
+
+from hf_dp._validate import one_of
+from hf_dp.errors import InvalidArgumentError
+
+Kind = Literal["bound", "estimate"]
+
+
+def round_up(value: float, digits: int = 3) -> float:
+    """The smallest number with ``digits`` decimals that is not below ``value``; infinity stays infinity.
+
+    A printed epsilon is rounded up so that the sentence "this run is (epsilon, delta)-DP" stays true. The rounding is
+    done in decimal on the shortest form of the float: 2.41 stays 2.41 although its binary value is a little above.
+    """
+    if not math.isfinite(value):
+        return value
+    return float(Decimal(repr(float(value))).quantize(Decimal(1).scaleb(-digits), rounding=ROUND_CEILING))
+
+
+@dataclass(frozen=True)
+class Epsilon:
+    """The result of an accountant.
+
+    Args:
+        value: epsilon >= 0, possibly infinite.
+        kind: "bound" if the events are (value, delta)-DP; "estimate" if the value may be below the true epsilon.
+        estimate: the accountant's point estimate beside its bound, where it has one (``prv``), otherwise None.
+    """
+
+    value: float
+    kind: Kind
+    estimate: float | None = None
+
+    def __post_init__(self) -> None:
+        one_of("kind", self.kind, ("bound", "estimate"))
+        if math.isnan(self.value) or self.value < 0:
+            raise InvalidArgumentError(f"Expected an epsilon >= 0, got {self.value!r}.")
+        object.__setattr__(self, "value", float(self.value))  # never a numpy scalar: it is printed and written to JSON
+
+    def rounded_up(self, digits: int = 3) -> float:
+        """``value`` as it is printed: rounded up, never to nearest."""
+        return round_up(self.value, digits)

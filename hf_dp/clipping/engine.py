@@ -1,0 +1,215 @@
+"""The clipping engine: sums of per-example gradients, each clipped to one norm, from an ordinary forward.
+
+    with ClippingEngine(model, clipping_norm=0.1) as engine:
+        losses = per_example_losses(model(**inputs).logits, labels)     # (b,)
+        norms = engine.backward(losses)                                 # (b,), adds to the running clipped sums
+        sums = engine.collect()                                         # {parameter name: sum of clipped gradients}
+
+Book-keeping (Bu et al. 2023, after the ghost norm of Li et al., section 4): one backward pass records what each trainable
+parameter met; norms follow from the records, then each weight gradient is formed once, as a weighted matrix product.
+Autograd itself computes no weight gradient.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hf_dp import _validate
+from hf_dp.clipping.coupling import refuse_coupling
+from hf_dp.clipping.norms import example_norms
+from hf_dp.clipping.per_example import own_gradients, per_example_gradients, unknown_module
+from hf_dp.clipping.recorder import Tape
+from hf_dp.clipping.rules import find_rule
+from hf_dp.clipping.uses import Use, accumulation_dtype
+from hf_dp.clipping.weights import flat_weights
+from hf_dp.errors import UnaccountedGradientError, UnsupportedLossError, UnsupportedModelError
+
+STRATEGIES = ("book_keeping", "per_example")
+CLIPPINGS = ("flat",)
+
+
+class ClippingEngine:
+    """Context manager; the forward runs inside it, on the unmodified model.
+
+    Args:
+        model: its trainable parameters (``requires_grad``) are clipped together; frozen modules are left alone.
+        clipping_norm: C, the largest L2 norm of one example's contribution to a sum.
+        clipping: ``"flat"``, one norm over all parameters.
+        strategy: ``"book_keeping"`` or ``"per_example"`` (one backward an example: slow, the oracle). Same result.
+
+    Raises:
+        UnsupportedModelError: the model couples examples, or nothing in it is trainable, or (in backward) an input
+            cannot be split by example. UnaccountedGradientError: a gradient reached a parameter past the engine.
+
+    The sums' sensitivity to one example is C when losses are per-example, which :func:`hf_dp.clipping.self_check` tests;
+    call it once for a new model. Sums and norms are float32, or float64 for a float64 model.
+    """
+
+    def __init__(self, model: nn.Module, clipping_norm: float, clipping: str = "flat", strategy: str = "book_keeping"):
+        self.model = model
+        self.clipping_norm = _validate.positive("clipping_norm", clipping_norm)
+        self.clipping = _validate.one_of("clipping", clipping, CLIPPINGS)
+        self.strategy = _validate.one_of("strategy", strategy, STRATEGIES)
+        self._tape = Tape()
+        self._restore: list[Callable[[], None]] = []
+        self._parameters: dict[str, nn.Parameter] = {}
+        self._sums: dict[nn.Parameter, Tensor] = {}
+
+    def __enter__(self) -> ClippingEngine:
+        if self._restore or any(isinstance(_target(module), _Recorded) for module in self.model.modules()):
+            raise UnaccountedGradientError("This model is already inside a ClippingEngine; leave that one first.")
+        refuse_coupling(self.model)
+        self._parameters = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
+        if not self._parameters:
+            raise UnsupportedModelError("The model has no trainable parameter. Set requires_grad_(True) on what to train.")
+        try:
+            handle = self.model.register_forward_pre_hook(self._note_batch_size, with_kwargs=True)
+            self._restore.append(handle.remove)
+            if self.strategy == "book_keeping":
+                for module in self.model.modules():
+                    if any(p.requires_grad for p in module.parameters(recurse=False)):
+                        self._record(module)
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        while self._restore:
+            self._restore.pop()()
+        self._tape = Tape()
+
+    def backward(self, losses: Tensor) -> Tensor:
+        """Back-propagate per-example losses and add the clipped gradients to the running sums.
+
+        Args: losses: (b,), each a function of its own example only, unscaled. b = 0 is allowed and adds nothing.
+        Returns: the examples' gradient norms before clipping, (b,), detached; ``inf`` for an example whose norm is not
+            finite, which is removed from the sums.
+        Raises: UnsupportedLossError, UnaccountedGradientError, UnsupportedModelError.
+        """
+        if not self._restore:
+            raise UnaccountedGradientError("engine.backward() works only inside `with engine:`.")
+        if losses.dim() != 1 or not losses.is_floating_point():
+            raise UnsupportedLossError(
+                f"Expected per-example losses of shape (b,), got shape {tuple(losses.shape)}, {losses.dtype}. "
+                "Use reduction='none' and average each example over its own positions."
+            )
+        examples = len(losses)
+        if self._tape.examples is not None and examples != self._tape.examples:
+            raise UnsupportedLossError(
+                f"Expected one loss for each of the {self._tape.examples} examples of the forward, got {examples}."
+            )
+        self._refuse_stray_gradients("before engine.backward(); call optimizer.zero_grad() after each step")
+        if examples == 0:
+            return losses.detach()
+        norms = self._book_keeping(losses) if self.strategy == "book_keeping" else self._one_by_one(losses)
+        return torch.where(torch.isfinite(norms), norms, torch.full_like(norms, torch.inf))
+
+    def collect(self) -> dict[str, Tensor]:
+        """The clipped sums since the last call, keyed as ``model.named_parameters()`` (zeros where unused), and reset."""
+        sums, self._sums = self._sums, {}
+        return {name: sums[p] if p in sums else self._zeros(p) for name, p in self._parameters.items()}
+
+    # -- book-keeping ------------------------------------------------------------------------------------------------
+
+    def _book_keeping(self, losses: Tensor) -> Tensor:
+        examples = len(losses)
+        self._tape.open(examples)
+        try:
+            torch.autograd.backward(losses, torch.ones_like(losses))
+            with self._tape.originals(), torch.no_grad():
+                for call in self._tape.calls:
+                    for parameter, use in own_gradients(call, examples).items():
+                        self._tape.record(parameter, use)
+        finally:
+            uses = self._tape.close()
+        self._refuse_stray_gradients(
+            "by autograd itself, on a path that does not pass through the forward of the module that owns it (its "
+            "gradient would have been added unclipped). Freeze it, or use strategy='per_example'"
+        )
+        with torch.no_grad():
+            norms = example_norms(uses, examples)
+            weights = flat_weights(norms, self.clipping_norm)
+            keep = torch.isfinite(norms)
+            all_kept = bool(keep.all())
+            while uses:
+                parameter, of_parameter = uses.popitem()
+                for use in of_parameter:
+                    if not all_kept:
+                        use.keep_only(keep)
+                    self._add(parameter, use, weights)
+        return norms
+
+    def _add(self, parameter: nn.Parameter, use: Use, weights: Tensor) -> None:
+        if parameter not in self._sums:
+            self._sums[parameter] = self._zeros(parameter)
+        use.add_weighted_sum(self._sums[parameter], weights)
+
+    def _zeros(self, parameter: nn.Parameter) -> Tensor:
+        return torch.zeros(parameter.shape, dtype=accumulation_dtype(parameter.dtype), device=parameter.device)
+
+    def _record(self, module: nn.Module) -> None:
+        """Give one module a recording forward, as an instance attribute, and note how to take it back."""
+        previous = module.__dict__.get("forward")
+        rule = find_rule(module)
+        run = partial(unknown_module, self._tape, module.forward) if rule is None else partial(rule, self._tape)
+        module.forward = types.MethodType(_Recorded(self._tape, run, previous), module)
+
+        def restore() -> None:
+            if previous is None:
+                del module.__dict__["forward"]
+            else:
+                module.forward = previous
+
+        self._restore.append(restore)
+
+    def _note_batch_size(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        named = [kwargs.get(name) for name in ("input_ids", "inputs_embeds", "pixel_values")]
+        for value in (*named, *args, *kwargs.values()):
+            if isinstance(value, Tensor) and value.dim() > 0:
+                self._tape.examples = value.shape[0]
+                return
+
+    def _refuse_stray_gradients(self, how: str) -> None:
+        stray = [name for name, p in self._parameters.items() if p.grad is not None]
+        if stray:
+            raise UnaccountedGradientError(f"`.grad` of {stray[0]!r} ({len(stray)} parameters in all) was set {how}.")
+
+    # -- oracle ------------------------------------------------------------------------------------------------------
+
+    def _one_by_one(self, losses: Tensor) -> Tensor:
+        norms = []
+        for gradients in per_example_gradients(losses, self._parameters):
+            squares = [g.to(accumulation_dtype(g.dtype)).square().sum() for g in gradients.values()]
+            norm = torch.stack([s.to(squares[0].device) for s in squares]).sum().sqrt()
+            norms.append(norm)
+            if bool(torch.isfinite(norm)):
+                weight = flat_weights(norm[None], self.clipping_norm)[0]
+                for name, gradient in gradients.items():
+                    parameter = self._parameters[name]
+                    if parameter not in self._sums:
+                        self._sums[parameter] = self._zeros(parameter)
+                    self._sums[parameter].add_(gradient * weight)
+        return torch.stack(norms)
+
+
+class _Recorded:
+    """The forward a module has inside the engine. Called with the module, so a deep copy uses its own weights."""
+
+    def __init__(self, tape: Tape, run: Callable[..., Any], previous: Callable[..., Any] | None):
+        self.tape, self.run, self.previous = tape, run, previous
+
+    def __call__(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if self.tape.bypassed:
+            return self.previous(*args, **kwargs) if self.previous else type(module).forward(module, *args, **kwargs)
+        return self.run(module, *args, **kwargs)
+
+
+def _target(module: nn.Module) -> object:
+    return getattr(module.__dict__.get("forward"), "__func__", None)

@@ -1,0 +1,126 @@
+"""Before the first draw: does the engine, on *this* model and loss, agree with one-by-one gradients?
+
+Two synthetic examples of different length go through the model together, padded, inside the engine; then each alone,
+unpadded, through plain autograd. Dropout is off. The private data is never looked at.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+
+from hf_dp.clipping.engine import ClippingEngine
+from hf_dp.clipping.per_example import per_example_gradients
+from hf_dp.errors import SelfCheckError
+
+Batch = Mapping[str, Any]
+PerExampleLoss = Callable[[nn.Module, Batch], Tensor]
+
+_DROPOUTS = frozenset(
+    {
+        F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout,
+        torch.dropout, torch.alpha_dropout, torch.feature_dropout, torch.feature_alpha_dropout,
+    }
+)  # fmt: skip
+
+
+class _NoDropout(TorchFunctionMode):
+    """Training-mode forwards with every dropout an identity, wherever it is called."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if func in _DROPOUTS:
+            return args[0] if args else kwargs["input"]
+        if func is F.scaled_dot_product_attention:
+            kwargs["dropout_p"] = 0.0
+            args = args[:4]  # a positional dropout_p is the fifth
+        return func(*args, **kwargs)
+
+
+def self_check(
+    model: nn.Module,
+    per_example_loss: PerExampleLoss,
+    padded: Batch,
+    alone: Sequence[Batch],
+    *,
+    clipping: str = "flat",
+    strategy: str = "book_keeping",
+    rtol: float | None = None,
+) -> None:
+    """Compare the engine with one-by-one gradients on synthetic examples.
+
+    Args:
+        per_example_loss: ``(model, batch) -> (b,)``.
+        padded: the examples as one batch, of different lengths. alone: each as a batch of one, unpadded.
+        rtol: relative tolerance on losses, norms and clipped sums; default by the parameters' dtype (1e-3 in float32).
+
+    Raises: SelfCheckError saying what differed: a loss (it depends on neighbours or padding), a norm, a clipped sum, or a
+        buffer that the forward changed. Parameters, their gradients and training mode are left as found.
+    """
+    trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    rtol = _tolerance(trainable) if rtol is None else rtol
+    with _training(model), _NoDropout():
+        buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+        losses, norms, gradients = [], [], []
+        for example in alone:
+            loss = per_example_loss(model, example)
+            gradient = next(per_example_gradients(loss, trainable))
+            losses.append(loss.detach()[0].double())
+            norms.append(torch.stack([g.double().square().sum() for g in gradient.values()]).sum().sqrt())
+            gradients.append(gradient)
+        scale = max(float(torch.stack(norms).max()), 1e-30)
+        clipping_norm = float(torch.stack(norms).min()) / 2 or scale  # so that every example is clipped
+        with ClippingEngine(model, clipping_norm, clipping=clipping, strategy=strategy) as engine:
+            batch_losses = per_example_loss(model, padded)
+            batch_norms = engine.backward(batch_losses)
+            sums = engine.collect()
+    for index, (loss, norm) in enumerate(zip(losses, norms, strict=True)):
+        together = float(batch_losses[index].detach())
+        if not abs(together - float(loss)) <= rtol * max(abs(float(loss)), 1.0):
+            raise SelfCheckError(
+                f"The loss of a synthetic example is {float(loss):.6g} alone but {together:.6g} beside a longer one, so an "
+                "example's gradient depends on its neighbours. Look for a batch mean, positions that count padding, or "
+                "attention to padding; override DPTrainer.compute_per_example_loss if the loss is your own."
+            )
+        measured = float(batch_norms[index])
+        if not abs(measured - float(norm)) <= rtol * max(float(norm), 1e-3 * scale):
+            raise SelfCheckError(
+                f"A synthetic example's gradient norm is {float(norm):.6g} by autograd but {measured:.6g} by the clipping "
+                "engine: some layer of this model is used in a way that its rule does not cover. Freeze parts of the "
+                "model to find it, or train with clipping_strategy='per_example'."
+            )
+    for name in trainable:
+        expected = sum(g[name].double() * min(1.0, clipping_norm / float(n)) for g, n in zip(gradients, norms, strict=True) if float(n))
+        error = float((sums[name].double() - expected).norm())
+        if not error <= rtol * len(alone) * clipping_norm:
+            raise SelfCheckError(f"The clipped sum of {name!r} is off by {error:.3g} (clipping norm {clipping_norm:.3g}).")
+    for name, buffer in model.named_buffers():
+        if name in buffers and not torch.equal(buffer, buffers[name]):
+            raise SelfCheckError(
+                f"A training forward changed the buffer {name!r}: it stores something computed from the examples, which "
+                "would be saved without noise. Freeze or replace the module that owns it."
+            )
+
+
+def _tolerance(trainable: Mapping[str, nn.Parameter]) -> float:
+    dtypes = {p.dtype for p in trainable.values()}
+    if dtypes & {torch.bfloat16, torch.float16} or any(torch.is_autocast_enabled(p.device.type) for p in trainable.values()):
+        return 5e-2
+    return 1e-7 if dtypes == {torch.float64} else 1e-3
+
+
+@contextmanager
+def _training(model: nn.Module) -> Iterator[None]:
+    modes = {module: module.training for module in model.modules()}
+    model.train()
+    try:
+        yield
+    finally:
+        for module, mode in modes.items():
+            module.training = mode

@@ -1,0 +1,63 @@
+"""Every error that hf_dp raises on purpose.
+
+All derive from :class:`HfDpError`, so one ``except`` catches the library; each also derives from the built-in error a
+Python user would expect, so code that knows nothing of hf_dp still handles it.
+"""
+
+from __future__ import annotations
+
+
+class HfDpError(Exception):
+    """Base class of all errors raised by hf_dp."""
+
+
+class InvalidArgumentError(HfDpError, ValueError):
+    """A value given by the user is out of range or of the wrong kind. The message names argument, value and next move."""
+
+
+class UnsupportedArgumentError(InvalidArgumentError):
+    """A setting that is legal for ``transformers`` but would break the privacy statement of this run."""
+
+
+class UnsupportedModelError(HfDpError, ValueError):
+    """The model couples examples, or has a trainable parameter whose per-example gradient is not known."""
+
+
+class UnsupportedLossError(HfDpError, ValueError):
+    """No per-example loss is known for this model and these labels."""
+
+
+class UnsupportedEventError(HfDpError, ValueError):
+    """An accountant was handed an event it cannot describe exactly."""
+
+
+class AccountingRangeError(HfDpError, ValueError):
+    """The accountant is not known to be right at these parameters; the message names one that is."""
+
+
+class CalibrationError(HfDpError, ValueError):
+    """No noise (or number of steps) meets the target."""
+
+
+class DataError(HfDpError, ValueError):
+    """A data set, file or collator cannot be used for private training."""
+
+
+class ConfigError(HfDpError, ValueError):
+    """A configuration file has an unknown key or an unreadable value."""
+
+
+class LedgerError(HfDpError, RuntimeError):
+    """The ledger of a run is missing, damaged, or belongs to another run."""
+
+
+class BudgetExceededError(HfDpError, RuntimeError):
+    """The next release would pass the target epsilon."""
+
+
+class UnaccountedGradientError(HfDpError, RuntimeError):
+    """Autograd reached a trainable parameter on a path that does not pass the clipping engine."""
+
+
+class SelfCheckError(HfDpError, RuntimeError):
+    """On synthetic examples the engine disagreed with one-by-one gradients, so training was not started."""

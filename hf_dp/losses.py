@@ -1,0 +1,127 @@
+"""Per-example losses from logits. The model is called *without* labels: a model's own loss averages over the batch, which
+makes one example's gradient depend on its neighbours (and on their number of tokens)."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers.models.auto import modeling_auto
+
+from hf_dp.errors import DataError, UnsupportedLossError
+
+_SEQUENCE_CLASSIFICATION = frozenset(modeling_auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES.values())
+_CAUSAL_LM = frozenset(modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values())
+_DECODER_ONLY = frozenset(modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES) - frozenset(
+    modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES
+)
+
+IGNORED_LABEL = -100
+
+
+def base_model(model: nn.Module) -> nn.Module:
+    """The transformers model inside a PEFT wrapper, or the model itself."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+def task_of(model: nn.Module) -> str:
+    """``"sequence_classification"`` or ``"causal_lm"``.
+
+    Raises: UnsupportedLossError naming the class, when hf_dp knows no per-example loss for it.
+    """
+    names = {cls.__name__ for cls in type(base_model(model)).__mro__}
+    if names & _SEQUENCE_CLASSIFICATION:
+        return "sequence_classification"
+    if names & _CAUSAL_LM:
+        return "causal_lm"
+    raise UnsupportedLossError(
+        f"No per-example loss is known for {type(base_model(model)).__name__}: known are the ...ForSequenceClassification "
+        "and ...ForCausalLM classes of transformers. Override DPTrainer.compute_per_example_loss(self, model, inputs) to "
+        "return one loss per example, shape (b,), each from that example alone."
+    )
+
+
+def per_example_loss(model: nn.Module, inputs: Mapping[str, Any]) -> Tensor:
+    """One loss per example, (b,), each a function of its own example only.
+
+    Args: inputs: a collated batch with ``labels``: (b,) integers (single label) or floats (regression, one output),
+        (b, K) floats (multi-label), or (b, T) token ids with -100 where nothing is predicted (causal LM).
+    Raises: UnsupportedLossError; DataError when the labels are missing or do not fit.
+    """
+    loss: Callable[[nn.Module, Tensor, Tensor], Tensor] = _LOSSES[task_of(model)]
+    inputs = dict(inputs)
+    labels = inputs.pop("labels", None)
+    if labels is None:
+        raise DataError(
+            f"The batches have no `labels` (they have {sorted(inputs)}). Name the label column `label` or `labels`, or "
+            "use a collator that makes labels."
+        )
+    output = model(**with_position_ids(model, inputs))
+    logits = getattr(output, "logits", None)
+    if logits is None:
+        raise UnsupportedLossError(f"{type(base_model(model)).__name__} returned no logits, so no loss can be formed.")
+    return loss(base_model(model), logits, labels)
+
+
+def with_position_ids(model: nn.Module, inputs: dict[str, Any]) -> dict[str, Any]:
+    """Left-padded rows of a decoder-only model get explicit position ids.
+
+    Without them absolute positions count the padding, which is as long as the batch's longest neighbour needs it.
+    """
+    mask = inputs.get("attention_mask")
+    base = base_model(model)
+    if (
+        mask is None
+        or "position_ids" in inputs
+        or getattr(getattr(base, "config", None), "model_type", None) not in _DECODER_ONLY
+        or "position_ids" not in inspect.signature(base.forward).parameters
+        or bool(mask[:, 0].all())
+    ):
+        return inputs
+    return {**inputs, "position_ids": (mask.long().cumsum(-1) - 1).clamp_min(0)}
+
+
+def problem_type(model: nn.Module, labels: Tensor) -> str:
+    """``config.problem_type``, or what transformers would infer from the number of labels and their dtype."""
+    config: Any = model.config
+    if config.problem_type is not None:
+        return config.problem_type
+    if config.num_labels == 1:
+        return "regression"
+    return "multi_label_classification" if labels.is_floating_point() else "single_label_classification"
+
+
+def _classification(model: nn.Module, logits: Tensor, labels: Tensor) -> Tensor:
+    kind = problem_type(model, labels)
+    logits = logits.float() if logits.dtype in (torch.float16, torch.bfloat16) else logits
+    if kind == "single_label_classification":
+        if labels.shape != logits.shape[:1]:
+            raise DataError(f"Expected one label per example, shape {(len(logits),)}, got {tuple(labels.shape)}.")
+        return F.cross_entropy(logits, labels.long(), reduction="none")
+    labels = labels.to(logits.dtype).reshape(logits.shape)
+    if kind == "regression":
+        return F.mse_loss(logits, labels, reduction="none").flatten(1).mean(1)
+    if kind == "multi_label_classification":
+        return F.binary_cross_entropy_with_logits(logits, labels, reduction="none").flatten(1).mean(1)
+    raise UnsupportedLossError(
+        f"Expected `config.problem_type` to be regression, single_label_classification or multi_label_classification, "
+        f"got {kind!r}."
+    )
+
+
+def _causal_lm(model: nn.Module, logits: Tensor, labels: Tensor) -> Tensor:
+    """Mean cross-entropy over the example's *own* predicted tokens; 0 for an example that predicts none."""
+    logits, targets = logits[:, :-1], labels[:, 1:]
+    logits = logits.float() if logits.dtype in (torch.float16, torch.bfloat16) else logits
+    tokens = F.cross_entropy(logits.mT, targets, reduction="none", ignore_index=IGNORED_LABEL)
+    return tokens.sum(1) / (targets != IGNORED_LABEL).sum(1).clamp_min(1)
+
+
+_LOSSES: dict[str, Callable[[nn.Module, Tensor, Tensor], Tensor]] = {
+    "sequence_classification": _classification,
+    "causal_lm": _causal_lm,
+}

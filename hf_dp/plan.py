@@ -1,0 +1,135 @@
+"""The privacy plan: the one place where sample rate, steps, noise and delta are decided and coupled."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+from hf_dp import _validate
+from hf_dp.accounting import Event, calibrate_noise_multiplier
+from hf_dp.accounting.events import PoissonSampledGaussian
+from hf_dp.errors import ConfigError
+from hf_dp.sampling import PoissonSampler, RandomBytes
+
+
+@dataclass(frozen=True)
+class PrivacyPlan:
+    """What a private run will do. Sampler, noise and accountant all read it; nothing else computes these numbers.
+
+    Args:
+        num_examples: N, the rows of the training set, stated as public.
+        expected_batch_size: B, the expected logical batch; also the divisor of the noisy sum.
+        steps: optimizer steps, each one release of a noisy sum.
+        noise_multiplier: standard deviation of the noise on the sum / ``clipping_norm``.
+        clipping_norm: C, the largest L2 norm of one example's contribution.
+        delta: of the (epsilon, delta) guarantee.
+        accountant: the one whose epsilon is the headline.
+        target_epsilon: what the noise was calibrated to, or None when the noise was given.
+    """
+
+    num_examples: int
+    expected_batch_size: float
+    steps: int
+    noise_multiplier: float
+    clipping_norm: float
+    delta: float
+    accountant: str = "pld"
+    target_epsilon: float | None = None
+    clipping: str = "flat"
+    privacy_unit: str = "example"
+    neighboring_relation: str = "zero_out"
+
+    @property
+    def sample_rate(self) -> float:
+        """q = B / N: the probability with which each example joins a logical batch."""
+        return self.expected_batch_size / self.num_examples
+
+    @property
+    def noise_std(self) -> float:
+        """Standard deviation of the noise added to the sum of clipped gradients, in gradient units."""
+        return self.noise_multiplier * self.clipping_norm
+
+    def sampler(self, steps: int | None = None, **source: RandomBytes) -> PoissonSampler:
+        """A sampler of this plan; ``random_bytes=`` replaces the operating system's source (tests only)."""
+        return PoissonSampler(self.num_examples, self.sample_rate, self.steps if steps is None else steps, **source)
+
+    def event(self, steps: int | None = None) -> PoissonSampledGaussian:
+        """What the accountant is told about ``steps`` (default: all) steps of this plan."""
+        return self.sampler().event(self.noise_multiplier, self.steps if steps is None else steps)
+
+    @classmethod
+    def create(
+        cls,
+        *,
+        num_examples: int,
+        expected_batch_size: float | None,
+        clipping_norm: float,
+        num_train_epochs: float = 3.0,
+        max_steps: int = -1,
+        target_epsilon: float | None = None,
+        noise_multiplier: float | None = None,
+        target_delta: float | None = None,
+        accountant: str = "pld",
+        clipping: str = "flat",
+        prior_events: Sequence[Event] = (),
+    ) -> PrivacyPlan:
+        """Derive a plan from what users give.
+
+        ``steps`` is ``max_steps`` if positive, else ``ceil(num_train_epochs * N / B)``; delta defaults to 1/(2N) as in
+        Li et al.; exactly one of ``target_epsilon`` (calibrated here) and ``noise_multiplier`` is given.
+
+        Raises: InvalidArgumentError, naming the argument; CalibrationError when no noise meets the target.
+        """
+        n = _validate.integer("num_examples", num_examples, 2, "A private training set has at least two rows.")
+        if expected_batch_size is None:
+            raise _validate.invalid(
+                "expected_batch_size", None, "to be given", "It is the logical batch size; 1024 suits many tasks."
+            )
+        b = _validate.positive("expected_batch_size", expected_batch_size)
+        if b > n:
+            raise _validate.invalid(
+                "expected_batch_size", expected_batch_size, f"to be at most num_examples ({n})", "Lower it."
+            )
+        if (target_epsilon is None) == (noise_multiplier is None):
+            raise _validate.invalid(
+                "target_epsilon",
+                target_epsilon,
+                f"or `noise_multiplier` ({noise_multiplier!r}) to be given, exactly one of them",
+            )
+        delta = 1 / (2 * n) if target_delta is None else _validate.in_unit_interval("target_delta", target_delta)
+        if delta >= 1 / n:
+            raise _validate.invalid(
+                "target_delta",
+                target_delta,
+                f"to be < 1/num_examples ({1 / n:.3g})",
+                "At 1/N publishing one random row would count as private. Leave it unset for 1/(2N).",
+            )
+        steps = int(max_steps) if max_steps > 0 else math.ceil(_validate.positive("num_train_epochs", num_train_epochs) * n / b)
+        c = _validate.positive("per_example_max_grad_norm", clipping_norm)
+        if noise_multiplier is None:
+            sigma = calibrate_noise_multiplier(
+                _validate.positive("target_epsilon", target_epsilon),
+                delta,
+                b / n,
+                steps,
+                accountant=accountant,
+                prior_events=prior_events,
+            )
+        else:
+            sigma = _validate.positive("noise_multiplier", noise_multiplier, "Noise 0 gives no privacy.")
+        return cls(n, b, steps, sigma, c, delta, accountant, target_epsilon, clipping)
+
+    def to_dict(self) -> dict[str, Any]:
+        """All fields and what is derived from them, for ``privacy.json``."""
+        return {**asdict(self), "sample_rate": self.sample_rate, "noise_std": self.noise_std}
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> PrivacyPlan:
+        """Read back what :meth:`to_dict` wrote. Raises: ConfigError when a field is missing."""
+        names = [field.name for field in fields(cls)]
+        missing = [name for name in names if name not in values]
+        if missing:
+            raise ConfigError(f"The plan lacks {missing}: it was not written by this version of hf_dp, or was edited.")
+        return cls(**{name: values[name] for name in names})

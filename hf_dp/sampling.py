@@ -1,0 +1,71 @@
+"""Poisson sampling: who joins a logical batch, and how that batch is cut into physical ones.
+
+The sampler owns its event, so the accountant is told exactly what was drawn.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from hf_dp import _validate
+from hf_dp.accounting.events import PoissonSampledGaussian
+
+RandomBytes = Callable[[int], bytes]
+
+
+@dataclass(frozen=True)
+class PoissonSampler:
+    """Each of ``num_examples`` examples joins a draw independently with probability ``sample_rate``.
+
+    Args:
+        num_examples: N >= 1.
+        sample_rate: q in (0, 1].
+        steps: how many draws one iteration over the sampler makes, >= 1.
+        random_bytes: where randomness comes from, ``n -> n bytes``; the operating system's cryptographic source. Another
+            one is for tests only: a sampler that can be predicted voids the amplification that the accountant counts on.
+
+    A draw compares 64 uniform bits with ``round(q * 2**64)``, so the probability is exact to 2**-65. Iterating yields
+    ``steps`` draws, each a list of indices in increasing order, possibly empty.
+    """
+
+    num_examples: int
+    sample_rate: float
+    steps: int
+    random_bytes: RandomBytes = field(default=os.urandom, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        _validate.integer("num_examples", self.num_examples, 1)
+        _validate.in_unit_interval("sample_rate", self.sample_rate, one=True)
+        _validate.integer("steps", self.steps, 1)
+
+    def draw(self) -> list[int]:
+        """The indices of one logical batch."""
+        if self.sample_rate == 1:
+            return list(range(self.num_examples))
+        uniform = np.frombuffer(self.random_bytes(8 * self.num_examples), dtype=np.uint64)
+        return np.flatnonzero(uniform < np.uint64(round(self.sample_rate * 2**64))).tolist()
+
+    def event(self, noise_multiplier: float, steps: int = 1) -> PoissonSampledGaussian:
+        """What ``steps`` draws are to the accountant, each released with this noise multiplier."""
+        return PoissonSampledGaussian(noise_multiplier, self.sample_rate, steps)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        for _ in range(self.steps):
+            yield self.draw()
+
+    def __len__(self) -> int:
+        return self.steps
+
+
+def physical_batches(lengths: Sequence[int], size: int) -> list[list[int]]:
+    """Positions 0..len(lengths)-1 cut into groups of at most ``size``, examples of similar length together.
+
+    Which group an example falls in changes padding and memory, never the clipped sum. An empty draw gives no group.
+    """
+    _validate.integer("size", size, 1)
+    order = sorted(range(len(lengths)), key=lambda position: -lengths[position])
+    return [order[start : start + size] for start in range(0, len(order), size)]

@@ -1,0 +1,1 @@
+"""Tasks that ship with hf_dp: public synthetic data for demonstrations."""

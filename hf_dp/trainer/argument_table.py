@@ -1,0 +1,501 @@
+"""What a private run does with each argument of ``transformers.TrainingArguments``: one row a field, none left out.
+
+Guarantee: in private modes a setting that would break the privacy statement is refused, by name and before anything of
+the process is touched; a field this table does not know (a newer transformers) is refused unless it has its default.
+
+The predicates read raw values (as given, before transformers parses them) as well as parsed ones. Rows cover
+transformers >= 5.19, < 6; ``VERSION_DEPENDENT`` names those that only part of that range has.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from collections.abc import Callable, Collection, Mapping
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+from transformers import TrainingArguments
+
+from hf_dp._validate import invalid
+from hf_dp.errors import InvalidArgumentError, UnsupportedArgumentError
+
+
+class Verdict(Enum):
+    """What a private run does with an argument."""
+
+    WORKS = "works"  # does what transformers documents, and the privacy statement holds
+    NEUTRAL = "neutral"  # accepted; in a private run it changes nothing
+    REFUSED = "refused"  # some of its values would break the privacy statement, or be ignored in silence
+
+
+@dataclasses.dataclass(frozen=True)
+class ArgumentRow:
+    """One row: the verdict and its reason; for ``REFUSED`` also which values, what is expected and the next move."""
+
+    verdict: Verdict
+    reason: str
+    refuses: Callable[[Any], bool] | None = None
+    expected: str = ""
+    next_move: str = ""
+
+    def problem(self, name: str, value: object) -> InvalidArgumentError | None:
+        """The error for this value, or None if the value is fine; the caller raises it."""
+        if self.refuses is None or not self.refuses(value):
+            return None
+        move = f"{self.reason} {self.next_move}"
+        return invalid(name, value, f"{self.expected} in private modes", move, UnsupportedArgumentError)
+
+
+def _works(reason: str) -> ArgumentRow:
+    return ArgumentRow(Verdict.WORKS, reason)
+
+
+def _neutral(reason: str) -> ArgumentRow:
+    return ArgumentRow(Verdict.NEUTRAL, reason)
+
+
+def _refused(refuses: Callable[[Any], bool], expected: str, reason: str, next_move: str) -> ArgumentRow:
+    return ArgumentRow(Verdict.REFUSED, reason, refuses, expected, next_move)
+
+
+# --- predicates ---
+
+
+def _plain(value: object) -> object:
+    """An enum member as its value."""
+    return value.value if isinstance(value, Enum) else value
+
+
+def _is_set(value: object) -> bool:
+    return value is not None
+
+
+def _is_on(value: object) -> bool:
+    return bool(value)
+
+
+def _other_than(*allowed: object) -> Callable[[Any], bool]:
+    return lambda value: _plain(value) not in allowed
+
+
+def _as_dict(value: object) -> Mapping[str, Any]:
+    """A dict argument in any form transformers takes: dict, JSON text, path of a JSON file, or a parsed config object.
+
+    What cannot be read counts as empty here: ``TrainingArguments`` refuses it with its own message a moment later.
+    """
+    if isinstance(value, Mapping):
+        return value
+    if isinstance(value, str):
+        try:
+            loaded = json.loads(value if value.lstrip().startswith("{") else Path(value).read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            return {}
+        return loaded if isinstance(loaded, dict) else {}
+    to_dict = getattr(value, "to_dict", None)
+    return to_dict() if callable(to_dict) else {}
+
+
+def _truthy(value: object) -> bool:
+    """True also for the text "true", which transformers converts in JSON arguments."""
+    return value.lower() == "true" if isinstance(value, str) else bool(value)
+
+
+def _is_reentrant(value: object) -> bool:
+    return _truthy(_as_dict(value).get("use_reentrant"))
+
+
+def _reshapes_batches(value: object) -> bool:
+    config = _as_dict(value)
+    return (
+        _truthy(config.get("split_batches"))
+        or _truthy(config.get("dispatch_batches"))
+        or not _truthy(config.get("even_batches", True))
+        or _truthy(config.get("use_configured_state"))
+        or bool(config.get("gradient_accumulation_kwargs"))
+    )
+
+
+# Optimizers that step after the backward pass, from `.grad`: what they do is post-processing of the noised gradient.
+STEPPING_OPTIMIZERS = frozenset(
+    """adamw_torch adamw_torch_fused adamw_torch_xla adamw_torch_npu_fused adamw_torch_4bit adamw_torch_8bit
+    adamw_anyprecision adamw_bnb_8bit adamw_8bit paged_adamw_32bit paged_adamw_8bit adafactor ademamix ademamix_8bit
+    paged_ademamix_32bit paged_ademamix_8bit sgd adagrad lion_8bit lion_32bit paged_lion_32bit paged_lion_8bit rmsprop
+    rmsprop_bnb rmsprop_bnb_8bit rmsprop_bnb_32bit galore_adamw galore_adamw_8bit galore_adafactor apollo_adamw
+    grokadamw schedule_free_radam schedule_free_adamw schedule_free_sgd stable_adamw""".split()
+)
+# Optimizers that step parameter by parameter inside the backward pass, before any noise is added.
+STEPPING_IN_BACKWARD = frozenset(
+    """lomo adalomo galore_adamw_layerwise galore_adamw_8bit_layerwise galore_adafactor_layerwise
+    apollo_adamw_layerwise""".split()
+)
+
+# --- rows that several fields share ---
+
+_SCRIPT_FLAG = _works("Read by scripts, not by the Trainer.")
+_EVALUATION = _works("Concerns evaluation only; evaluation data are not covered by epsilon.")
+_SELECTION = _works("Looks at evaluation metrics only; model selection on evaluation data is not covered by epsilon.")
+_LOGGING = _works("Only what may leave is logged: un-noised quantities are left out unless named in `release`.")
+_TRACKER = _works("Names where the tracker stores what is logged; what is logged is filtered before it.")
+_SAVING = _works("A checkpoint holds released (noised) weights and a copy of the ledger.")
+_HUB = _works("What is pushed is listed in the card, which is written with every save.")
+_AFTER_NOISE = _works("Acts on the noised gradient: post-processing.")
+_LOADER = _works("Concerns how examples are fetched, not which are drawn.")
+_ONE_PROCESS = _neutral("A private run has one process and no DistributedDataParallel.")
+_PRECISION_16 = "fp16 scales the loss and skips steps on overflow, which depends on the data."
+_COMPILE = _refused(
+    _is_set, "to be None", "It turns on `torch_compile`, whose graphs bypass the clipping engine.", "Remove it."
+)
+_CHECKPOINTING_KWARGS = _refused(
+    _is_reentrant,
+    "to have use_reentrant=False",
+    "The reentrant form runs its own backward, outside the clipping engine.",
+    "Remove use_reentrant, or set it to False.",
+)
+_CHECKPOINTING = _works("The non-reentrant form recomputes activations inside the one backward of the engine.")
+
+ARGUMENT_TABLE: Mapping[str, ArgumentRow] = {
+    # duration and batch size
+    "output_dir": _works("Also holds the ledger of the run."),
+    "per_device_train_batch_size": _works("The physical batch: memory only, never part of the privacy statement."),
+    "num_train_epochs": _works("Becomes a number of steps in PrivacyPlan."),
+    "max_steps": _works("The number of private steps, if above 0."),
+    "auto_find_batch_size": _refused(
+        _is_on,
+        "to be False",
+        "After an out-of-memory error it restarts training from changed weights, so steps run that no plan counts.",
+        "Lower `per_device_train_batch_size` instead; it does not change the result.",
+    ),
+    "gradient_accumulation_steps": _refused(
+        _other_than(1),
+        "to be 1",
+        "One step already accumulates a whole logical batch, and noise is added once for it.",
+        "Set `expected_batch_size` for the logical batch and `per_device_train_batch_size` for memory.",
+    ),
+    "average_tokens_across_devices": _neutral(
+        "Set to False: dividing by a count of label tokens makes one example's gradient depend on its neighbors."
+    ),
+    # optimizer and schedule
+    "learning_rate": _AFTER_NOISE,
+    "lr_scheduler_type": _works("A function of the step, or (reduce_lr_on_plateau, greedy) of evaluation metrics."),
+    "lr_scheduler_kwargs": _works("Parameters of the schedule."),
+    "warmup_steps": _works("Counts private steps; below 1, a share of them."),
+    "optim": _refused(
+        lambda value: _plain(value) not in STEPPING_OPTIMIZERS,
+        "to be an optimizer that steps after the backward pass",
+        "LOMO and layerwise optimizers step inside the backward pass, before clipping and noise; a name that is not "
+        "known here might.",
+        'Use "adamw_torch", "sgd", "adafactor" or another one that is not layerwise.',
+    ),
+    "optim_args": _AFTER_NOISE,
+    "optim_target_modules": _AFTER_NOISE,
+    "weight_decay": _works("A function of the released weights."),
+    "adam_beta1": _AFTER_NOISE,
+    "adam_beta2": _AFTER_NOISE,
+    "adam_epsilon": _AFTER_NOISE,
+    "max_grad_norm": _works("Clips the noised averaged gradient; above 0 only with `clip_noised_gradient=True`."),
+    # what changes the loss
+    "label_smoothing_factor": _refused(
+        _other_than(0, None),
+        "to be 0",
+        "The Trainer's label smoother averages over the whole batch, so an example's loss depends on its neighbors.",
+        "Remove it.",
+    ),
+    "neftune_noise_alpha": _refused(
+        _is_set,
+        "to be None",
+        "Its noise is drawn from a public seed and scaled by the padded length, so by the longest neighbor.",
+        "Remove it.",
+    ),
+    "use_liger_kernel": _refused(
+        _is_on,
+        "to be False",
+        "Fused kernels hide the layers from the clipping engine and the logits from the per-example loss.",
+        "Remove it.",
+    ),
+    "liger_kernel_config": _neutral("Read only with `use_liger_kernel`, which is refused."),
+    # precision, memory and compilation
+    "bf16": _works("Activations are bfloat16; norms and sums are formed in float32."),
+    "fp16": _refused(_is_on, "to be False", _PRECISION_16, "Use bf16=True, or full precision."),
+    "bf16_full_eval": _EVALUATION,
+    "fp16_full_eval": _EVALUATION,
+    "tf32": _refused(
+        _is_on,
+        "to be None or False",
+        "TF32 rounds float32 products to 10 bits, so a per-example norm may come out below the true one.",
+        "Use bf16=True for speed: its norms and sums are formed in float32.",
+    ),
+    "activation_checkpointing": _CHECKPOINTING,
+    "activation_checkpointing_kwargs": _CHECKPOINTING_KWARGS,
+    "gradient_checkpointing": _CHECKPOINTING,
+    "gradient_checkpointing_kwargs": _CHECKPOINTING_KWARGS,
+    "torch_compile": _refused(
+        _is_on, "to be False", "Compiled graphs bypass the clipping engine.", "Remove it; compile for inference only."
+    ),
+    "torch_compile_backend": _COMPILE,
+    "torch_compile_mode": _COMPILE,
+    "use_cache": _works("A setting of the model; keys and values are kept per example."),
+    "torch_empty_cache_steps": _refused(
+        _is_set,
+        "to be None",
+        "It acts inside the training step that the private step replaces, so it would be ignored in silence.",
+        "Remove it; to save memory lower `per_device_train_batch_size`.",
+    ),
+    # logging
+    "logging_strategy": _LOGGING,
+    "logging_steps": _LOGGING,
+    "logging_first_step": _LOGGING,
+    "log_on_each_node": _ONE_PROCESS,
+    "logging_nan_inf_filter": _neutral("The loss handed to the Trainer is a constant, never NaN."),
+    "include_num_input_tokens_seen": _refused(
+        _other_than(False, None, "no"),
+        'to be "no"',
+        "The number of tokens seen reveals the size of each secret draw.",
+        "Remove it.",
+    ),
+    "log_level": _works("How much is printed, not what is measured."),
+    "log_level_replica": _ONE_PROCESS,
+    "disable_tqdm": _works("The bar shows steps and time on the local screen; timing is not covered by epsilon."),
+    "report_to": _LOGGING,
+    "run_name": _TRACKER,
+    "project": _TRACKER,
+    "trackio_space_id": _TRACKER,
+    "trackio_bucket_id": _TRACKER,
+    "trackio_static_space_id": _TRACKER,
+    "skip_memory_metrics": _refused(
+        _other_than(True),
+        "to be True",
+        "Peak memory reveals the size and the longest row of each secret draw.",
+        "Remove it; `hf-dp bench memory` measures on synthetic data.",
+    ),
+    "debug": _refused(
+        _is_on,
+        "to be empty",
+        "Its reports print activations and counts of private examples.",
+        "Remove it; debug on public data with privacy_mode='non_private'.",
+    ),
+    # evaluation
+    "eval_strategy": _EVALUATION,
+    "eval_steps": _EVALUATION,
+    "eval_delay": _EVALUATION,
+    "per_device_eval_batch_size": _EVALUATION,
+    "prediction_loss_only": _EVALUATION,
+    "eval_on_start": _EVALUATION,
+    "eval_do_concat_batches": _EVALUATION,
+    "eval_use_gather_object": _EVALUATION,
+    "eval_accumulation_steps": _EVALUATION,
+    "include_for_metrics": _EVALUATION,
+    "batch_eval_metrics": _EVALUATION,
+    "load_best_model_at_end": _SELECTION,
+    "metric_for_best_model": _SELECTION,
+    "greater_is_better": _SELECTION,
+    # saving and resuming
+    "save_only_model": _works("Such a checkpoint cannot be resumed; the ledger of the run is kept all the same."),
+    "save_strategy": _SAVING,
+    "save_steps": _SAVING,
+    "save_on_each_node": _ONE_PROCESS,
+    "save_total_limit": _works("Deletes checkpoints, never the ledger in `output_dir`."),
+    "enable_jit_checkpoint": _works("A checkpoint on SIGTERM; the ledger is durable before the noised gradient is."),
+    "ignore_data_skip": _neutral("Every logical batch is a fresh draw, so there is nothing to skip."),
+    "restore_callback_states_from_checkpoint": _works("Callbacks hold no privacy state; the ledger does."),
+    "resume_from_checkpoint": _works("Read by scripts; resuming needs the ledger of the run."),
+    # hub
+    "push_to_hub": _HUB,
+    "hub_token": _HUB,
+    "hub_private_repo": _HUB,
+    "hub_model_id": _HUB,
+    "hub_strategy": _refused(
+        lambda value: _plain(value) in ("checkpoint", "all_checkpoints"),
+        'to be "end" or "every_save"',
+        "It also pushes optimizer, random and trainer state of checkpoints, which the card does not list.",
+        'Use hub_strategy="end", and keep checkpoints local.',
+    ),
+    "hub_always_push": _HUB,
+    "hub_revision": _HUB,
+    # randomness
+    "seed": _works(
+        "Governs only what no data touches: initialization of heads and adapters. Draws and noise are secret."
+    ),
+    "full_determinism": _works(
+        "Makes kernels deterministic and seeds public generators; draws and noise stay secret."
+    ),
+    "data_seed": _refused(
+        _is_set,
+        "to be None",
+        "Which examples are drawn must stay secret; a seed in training_args.bin would publish it.",
+        "Remove it; for a reproducible test that is not private use `insecure_seed`.",
+    ),
+    # hardware and accelerate
+    "use_cpu": _works("Chooses the device."),
+    "accelerator_config": _refused(
+        _reshapes_batches,
+        "to leave split_batches, dispatch_batches, even_batches, use_configured_state and "
+        "gradient_accumulation_kwargs at their defaults",
+        "They reshape the drawn batches, or bring in settings that are not checked here.",
+        "Remove them; `non_blocking` may stay.",
+    ),
+    "parallelism_config": _refused(
+        _is_set, "to be None", "Per-example norms over sharded parameters are not implemented.", "Remove it."
+    ),
+    # data
+    "dataloader_drop_last": _refused(
+        _is_on,
+        "to be False",
+        "Batches are Poisson draws of varying size; dropping one would change the sampling that is accounted for.",
+        "Remove it.",
+    ),
+    "dataloader_num_workers": _works("Draws happen in the main process; worker seeds come from the operating system."),
+    "dataloader_pin_memory": _LOADER,
+    "dataloader_persistent_workers": _LOADER,
+    "dataloader_prefetch_factor": _LOADER,
+    "dataloader_multiprocessing_context": _LOADER,
+    "dataloader_in_order": _refused(
+        _other_than(True, None),
+        "to be True",
+        "Small draws would overtake large ones, so the batch of a step would depend on the data.",
+        "Remove it.",
+    ),
+    "remove_unused_columns": _LOADER,
+    "label_names": _works("Names the label columns of evaluation and of the per-example loss."),
+    "train_sampling_strategy": _refused(
+        _other_than("random", None),
+        'to be "random"',
+        "Every logical batch is a Poisson draw; another order would void the sampling that is accounted for.",
+        "Remove it; physical batches are sorted by length anyway.",
+    ),
+    "length_column_name": _neutral("Read only by sampling strategies that are refused."),
+    # distribution
+    "ddp_find_unused_parameters": _ONE_PROCESS,
+    "ddp_bucket_cap_mb": _ONE_PROCESS,
+    "ddp_broadcast_buffers": _ONE_PROCESS,
+    "ddp_static_graph": _ONE_PROCESS,
+    "ddp_backend": _ONE_PROCESS,
+    "ddp_timeout": _ONE_PROCESS,
+    "local_rank": _ONE_PROCESS,
+    "fsdp": _refused(
+        _is_on,
+        "to be None",
+        "Per-example norms over sharded parameters are not implemented.",
+        "Remove it; train fewer parameters with `peft_config` if memory is short.",
+    ),
+    "fsdp_config": _neutral("Read only with `fsdp`, which is refused."),
+    "deepspeed": _refused(
+        _is_on,
+        "to be None",
+        "DeepSpeed owns the backward pass, the clipping and the step.",
+        "Remove it; train fewer parameters with `peft_config` if memory is short.",
+    ),
+    # flags of scripts
+    "do_train": _SCRIPT_FLAG,
+    "do_eval": _SCRIPT_FLAG,
+    "do_predict": _SCRIPT_FLAG,
+}
+
+# Rows whose field is missing from some transformers in the range (both came in 5.23).
+VERSION_DEPENDENT = frozenset({"activation_checkpointing", "activation_checkpointing_kwargs"})
+
+# --- the environment: what accelerate, launchers and trackers read from it ---
+
+
+def _flag(value: str) -> bool:
+    return value.strip().lower() not in ("", "0", "false", "no", "off", "n", "f")
+
+
+def _flag_row(reason: str) -> ArgumentRow:
+    return _refused(_flag, "to be unset or false", reason, "Unset it, or choose another accelerate configuration.")
+
+
+ENVIRONMENT_TABLE: Mapping[str, ArgumentRow] = {
+    "WORLD_SIZE": _refused(
+        _other_than("", "1"),
+        "to be unset or 1",
+        "Private training runs in one process for now; two would release two models from one budget.",
+        "Launch with one process.",
+    ),
+    "ACCELERATE_MIXED_PRECISION": _refused(
+        lambda value: value.lower() not in ("", "no", "bf16"), 'to be "no" or "bf16"', _PRECISION_16, 'Use "bf16".'
+    ),
+    "ACCELERATE_DYNAMO_BACKEND": _refused(
+        lambda value: value.lower() not in ("", "no"), 'to be "no"', "Compiled graphs bypass the engine.", "Unset it."
+    ),
+    "ACCELERATE_USE_DEEPSPEED": _flag_row("DeepSpeed owns the backward pass, the clipping and the step."),
+    "ACCELERATE_USE_FSDP": _flag_row("Per-example norms over sharded parameters are not implemented."),
+    "ACCELERATE_USE_MEGATRON_LM": _flag_row("Megatron-LM owns the backward pass, the clipping and the step."),
+    "ACCELERATE_USE_PARALLELISM_CONFIG": _flag_row("Per-example norms over sharded parameters are not implemented."),
+    "WANDB_WATCH": _refused(
+        lambda value: value.lower() in ("gradients", "all"),
+        'to be "false" or "parameters"',
+        "It hooks gradients, and would publish them before noise.",
+        "Unset it.",
+    ),
+    "WANDB_LOG_MODEL": _refused(
+        lambda value: value.lower() == "checkpoint",
+        'to be "false" or "end"',
+        "It uploads whole checkpoints: optimizer, random and trainer state, which the card does not list.",
+        'Use "end".',
+    ),
+    "HF_MLFLOW_LOG_ARTIFACTS": _flag_row(
+        "It uploads whole checkpoints: optimizer, random and trainer state, which the card does not list."
+    ),
+}
+# Read by one tracker only: checked only when `report_to` names it.
+TRACKER_OF_VARIABLE = {"WANDB_WATCH": "wandb", "WANDB_LOG_MODEL": "wandb", "HF_MLFLOW_LOG_ARTIFACTS": "mlflow"}
+
+# --- checks ---
+
+
+def _default(field: dataclasses.Field[Any]) -> object:
+    if field.default_factory is not dataclasses.MISSING:
+        return field.default_factory()
+    return field.default
+
+
+def _row_of_an_unknown(field: dataclasses.Field[Any]) -> ArgumentRow:
+    """The row of a field that came with a transformers newer than the table: nothing but its default."""
+    default = _default(field)
+    return _refused(
+        lambda value: value != default,
+        f"to be {default!r}",
+        "This transformers is newer than hf_dp, which does not know what the argument does.",
+        "Remove it, or use an older transformers.",
+    )
+
+
+def fields_without_a_row(arguments_class: type[TrainingArguments] = TrainingArguments) -> list[str]:
+    """Names of the fields of this class that the table does not know, in their order."""
+    return [field.name for field in dataclasses.fields(arguments_class) if field.name not in ARGUMENT_TABLE]
+
+
+def table_problems(
+    args: TrainingArguments, arguments_class: type[TrainingArguments] = TrainingArguments
+) -> dict[str, InvalidArgumentError]:
+    """The problems of a private run with these values, by argument; reads the fields of ``arguments_class``."""
+    problems: dict[str, InvalidArgumentError] = {}
+    for field in dataclasses.fields(arguments_class):
+        value = getattr(args, field.name)
+        row = ARGUMENT_TABLE.get(field.name) or _row_of_an_unknown(field)
+        problem = row.problem(field.name, value)
+        if problem is not None:
+            problems[field.name] = problem
+    return problems
+
+
+def _trackers(report_to: object) -> Collection[str]:
+    """Names in ``report_to``, in any form transformers takes."""
+    return [report_to] if isinstance(report_to, str) else list(report_to) if isinstance(report_to, list) else []
+
+
+def environment_problems(report_to: object) -> dict[str, InvalidArgumentError]:
+    """The problems with environment variables of a private run that reports to these trackers, by variable."""
+    trackers = _trackers(report_to)
+    problems: dict[str, InvalidArgumentError] = {}
+    for name, row in ENVIRONMENT_TABLE.items():
+        tracker = TRACKER_OF_VARIABLE.get(name)
+        if name not in os.environ or (tracker is not None and not {tracker, "all"} & set(trackers)):
+            continue
+        problem = row.problem(f"${name}", os.environ[name])
+        if problem is not None:
+            problems[name] = problem
+    return problems

@@ -1,0 +1,431 @@
+"""``DPTrainingArguments``: ``TrainingArguments`` and what a private run needs, checked before the run starts."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import types
+import typing
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from transformers import TrainingArguments
+
+from hf_dp._validate import in_unit_interval, integer, invalid, non_negative, one_of, positive
+from hf_dp.errors import InvalidArgumentError, UnsupportedArgumentError
+from hf_dp.trainer.argument_table import environment_problems, table_problems
+
+NON_PRIVATE = "non_private"
+PRIVACY_MODES = (NON_PRIVATE, "dp_sgd")
+CLIPPINGS = ("flat",)
+CLIPPING_STRATEGIES = ("book_keeping", "per_example")
+ACCOUNTANTS = ("pld", "rdp", "prv", "gdp_clt")
+PRIVACY_UNITS = ("example",)
+NEIGHBORING_RELATIONS = ("zero_out",)
+# Un-noised quantities that a user may let out; the card then says so.
+RELEASABLE = ("training_loss",)
+
+Problems = dict[str, InvalidArgumentError]
+
+
+@dataclass
+class DPTrainingArguments(TrainingArguments):
+    r"""
+    Configuration of [`DPTrainer`]: every argument of [`~transformers.TrainingArguments`], and those below.
+
+    In private modes each inherited argument works as documented, has no effect, or is refused with a reason: see
+    `hf_dp.trainer.argument_table`. All problems of arguments and environment variables are reported at once, before
+    anything is written, a device taken or a process group started; the numbers of processes and GPUs are checked
+    next. Numbers given as text (YAML leaves `5e-4` a string) are converted.
+
+    > Parameters that control the privacy budget
+
+        privacy_mode (`str`, *optional*, defaults to `"dp_sgd"`):
+            How privacy is obtained: `"dp_sgd"` (per-example clipping and Gaussian noise, with any optimizer) or
+            `"non_private"` (the plain Trainer; privacy arguments are then refused).
+        target_epsilon (`float`, *optional*):
+            Epsilon to spend over the whole run, above 0; the noise is calibrated to it. In private modes give exactly
+            one of `target_epsilon` and `noise_multiplier`.
+        target_delta (`float`, *optional*):
+            Delta, a probability in (0, 1). `None` means 1/(2N) for N training examples, resolved by `PrivacyPlan`.
+        noise_multiplier (`float`, *optional*):
+            Standard deviation of the noise in units of `per_example_max_grad_norm`, above 0.
+        accountant (`str`, *optional*, defaults to `"pld"`):
+            Who computes epsilon: `"pld"`, `"rdp"`, `"prv"` (bounds) or `"gdp_clt"` (an estimate, labelled so; not
+            with `target_epsilon`, since calibration needs a bound).
+        privacy_unit (`str`, *optional*, defaults to `"example"`):
+            What is protected: one row of the training data. A person in k rows is protected k-fold weaker.
+        neighboring_relation (`str`, *optional*, defaults to `"zero_out"`):
+            Which data sets count as neighbors: one example's contribution is replaced by nothing, N is public.
+
+    > Parameters that control the mechanism
+
+        expected_batch_size (`int`, *optional*):
+            Expected number of examples in a logical batch: a Poisson draw, the unit of one optimizer step and one
+            noise. Required in private modes. `per_device_train_batch_size` is the physical batch: memory only.
+        per_example_max_grad_norm (`float`, *optional*, defaults to `0.1`):
+            Largest L2 norm with which one example's gradient enters the sum, above 0.
+        clipping (`str`, *optional*, defaults to `"flat"`):
+            How a norm becomes a weight. `"flat"`: one norm over all trainable parameters.
+        clipping_strategy (`str`, *optional*, defaults to `"book_keeping"`):
+            How clipped sums are computed, never what they are: `"book_keeping"` (one backward pass) or
+            `"per_example"` (one gradient per example; slow, for checks).
+        max_grad_norm (`float`, *optional*):
+            The Trainer's own clip, of the averaged gradient after noise. `None` becomes 0 (off) in private modes and
+            1.0 in `"non_private"`.
+        clip_noised_gradient (`bool`, *optional*, defaults to `False`):
+            Whether `max_grad_norm` above 0 is meant: it clips the noised gradient, which costs no privacy, but is
+            easily taken for the per-example clip.
+
+    > Parameters that control what leaves the run
+
+        release (`list[str]`, *optional*, defaults to `[]`):
+            Names of un-noised quantities to log and publish anyway: `"training_loss"`. Epsilon does not cover them and
+            the card says so.
+        hub_strategy (`str`, *optional*, defaults to `"end"`):
+            When to push to the Hub. `"checkpoint"` and `"all_checkpoints"` are refused in private modes.
+
+    > Parameters that control tests
+
+        insecure_seed (`int`, *optional*):
+            Makes noise and draws reproducible. For tests only: whoever knows the seed can remove the noise, and the
+            card says that the run is not private.
+
+    > [!NOTE]
+    > Defaults that differ from [`~transformers.TrainingArguments`]:
+    > - `max_grad_norm`: `None` instead of `1.0`; it becomes 0 in private modes and 1.0 in `"non_private"`.
+    > - `hub_strategy`: `"end"` instead of `"every_save"`.
+    > - `average_tokens_across_devices`: always `False` in private modes instead of `True`.
+
+    Raises:
+        UnsupportedArgumentError: an argument that transformers knows would break the privacy statement.
+        InvalidArgumentError: a value is out of range, missing or contradicts another one.
+    """
+
+    # --- privacy budget ---
+    privacy_mode: str = field(
+        default="dp_sgd",
+        metadata={"help": f"How privacy is obtained: one of {', '.join(PRIVACY_MODES)}."},
+    )
+    target_epsilon: float | None = field(
+        default=None,
+        metadata={
+            "help": "Epsilon to spend over the whole run, above 0; the noise is calibrated to it. In private modes "
+            "give exactly one of target_epsilon and noise_multiplier."
+        },
+    )
+    target_delta: float | None = field(
+        default=None,
+        metadata={"help": "Delta, a probability in (0, 1). Unset means 1/(2N) for N training examples."},
+    )
+    noise_multiplier: float | None = field(
+        default=None,
+        metadata={"help": "Standard deviation of the noise in units of per_example_max_grad_norm, above 0."},
+    )
+    accountant: str = field(
+        default="pld",
+        metadata={
+            "help": f"Who computes epsilon: one of {', '.join(ACCOUNTANTS)}. gdp_clt is an estimate, the others are "
+            "bounds."
+        },
+    )
+    privacy_unit: str = field(
+        default="example",
+        metadata={"help": "What is protected: example (one row of the training data)."},
+    )
+    neighboring_relation: str = field(
+        default="zero_out",
+        metadata={
+            "help": "Which data sets count as neighbors: zero_out (one example's contribution is replaced by nothing)."
+        },
+    )
+
+    # --- mechanism ---
+    expected_batch_size: int | None = field(
+        default=None,
+        metadata={
+            "help": "Expected number of examples in a logical batch (one optimizer step). Required in private modes. "
+            "per_device_train_batch_size is the physical batch: memory only."
+        },
+    )
+    per_example_max_grad_norm: float = field(
+        default=0.1,
+        metadata={"help": "Largest L2 norm with which one example's gradient enters the sum, above 0."},
+    )
+    clipping: str = field(
+        default="flat",
+        metadata={"help": "How a norm becomes a weight: flat (one norm over all trainable parameters)."},
+    )
+    clipping_strategy: str = field(
+        default="book_keeping",
+        metadata={
+            "help": f"How clipped sums are computed, never what they are: one of {', '.join(CLIPPING_STRATEGIES)}."
+        },
+    )
+    max_grad_norm: float | None = field(  # type: ignore[assignment]
+        default=None,
+        metadata={
+            "help": "The Trainer's own clip, of the averaged gradient after noise. Unset means 0 (off) in private "
+            "modes and 1.0 in non_private."
+        },
+    )
+    clip_noised_gradient: bool = field(
+        default=False,
+        metadata={"help": "Whether max_grad_norm above 0 is meant: it clips the gradient after noise."},
+    )
+
+    # --- what leaves the run ---
+    release: list[str] = field(
+        default_factory=list,
+        metadata={
+            "help": f"Un-noised quantities to log and publish anyway: {', '.join(RELEASABLE)}. Epsilon does not cover "
+            "them."
+        },
+    )
+    hub_strategy: str = field(
+        default="end",
+        metadata={
+            "help": "When to push to the Hub: end or every_save; checkpoint and all_checkpoints only in non_private."
+        },
+    )
+
+    # --- tests ---
+    insecure_seed: int | None = field(
+        default=None,
+        metadata={"help": "Tests only: makes noise and draws reproducible; the run is then not private."},
+    )
+
+    def __post_init__(self) -> None:
+        problems = _numbers_from_text(self)
+        if self.max_grad_norm is None:
+            self.max_grad_norm = 0.0 if self.is_private else 1.0
+        if self.is_private:
+            # True would divide every example's loss by the number of label tokens in the whole logical batch.
+            self.average_tokens_across_devices = False
+        # Settings first: `super().__post_init__` takes devices, starts process groups, writes environment variables.
+        _raise_all({**self._setting_problems(), **problems})
+        super().__post_init__()
+        _raise_all(self._surrounding_problems())
+
+    @property
+    def is_private(self) -> bool:
+        """Whether this run claims an epsilon."""
+        return self.privacy_mode != NON_PRIVATE
+
+    def check(self) -> None:
+        """Repeats all checks, since arguments can be assigned after construction.
+
+        Raises:
+            UnsupportedArgumentError, InvalidArgumentError: as on construction.
+        """
+        _raise_all({**self._setting_problems(), **self._surrounding_problems()})
+
+    def _setting_problems(self) -> Problems:
+        """What is wrong with the arguments and the environment variables, by name."""
+        problems: Problems = {}
+        self._try(problems, "privacy_mode", one_of, PRIVACY_MODES)
+        if problems:  # which checks apply is not known
+            return problems
+        if not self.is_private:
+            return self._ignored_privacy_arguments()
+        self._check_budget(problems)
+        self._check_mechanism(problems)
+        self._check_release(problems)
+        return {**table_problems(self), **environment_problems(self.report_to), **problems}
+
+    def _try(self, problems: Problems, name: str, check: Callable[..., object], *details: object) -> None:
+        """Sets the argument to what the check returns, or notes the problem."""
+        try:
+            setattr(self, name, check(name, getattr(self, name), *details))
+        except InvalidArgumentError as error:
+            problems[name] = error
+
+    def _check_budget(self, problems: Problems) -> None:
+        if self.target_epsilon is not None:
+            self._try(problems, "target_epsilon", positive, "Typical values are 1 to 10.")
+        if self.target_delta is not None:
+            self._try(problems, "target_delta", in_unit_interval, "Leave it unset for 1/(2N).")
+        if self.noise_multiplier is not None:
+            self._try(
+                problems, "noise_multiplier", positive, "For a run without noise use privacy_mode='non_private'."
+            )
+        self._try(problems, "accountant", one_of, ACCOUNTANTS)
+        self._try(problems, "privacy_unit", one_of, PRIVACY_UNITS, "Other units need their own sampler.")
+        self._try(problems, "neighboring_relation", one_of, NEIGHBORING_RELATIONS, "Use 'zero_out'.")
+        if self.target_epsilon is None and self.noise_multiplier is None:
+            problems["target_epsilon"] = invalid(
+                "target_epsilon",
+                None,
+                "to be given when `noise_multiplier` is not",
+                "One of the two fixes the privacy of the run. Set exactly one.",
+            )
+        if self.target_epsilon is not None and self.noise_multiplier is not None:
+            problems.setdefault(
+                "target_epsilon",
+                invalid(
+                    "target_epsilon",
+                    self.target_epsilon,
+                    f"to be unset when `noise_multiplier` ({self.noise_multiplier!r}) is given",
+                    "Each fixes the other. Remove one of the two.",
+                ),
+            )
+        if self.accountant == "gdp_clt" and self.target_epsilon is not None:
+            problems["accountant"] = invalid(
+                "accountant",
+                self.accountant,
+                "to be a bound when `target_epsilon` is given",
+                "The noise is calibrated to a bound, and gdp_clt is an estimate. "
+                "Use 'pld', or give `noise_multiplier` instead.",
+            )
+
+    def _check_mechanism(self, problems: Problems) -> None:
+        self._try(
+            problems,
+            "expected_batch_size",
+            integer,
+            1,
+            "It is the logical batch of a private step; set it (per_device_train_batch_size is memory only).",
+        )
+        self._try(problems, "per_device_train_batch_size", integer, 1, "It is the physical batch: memory only.")
+        self._try(problems, "per_example_max_grad_norm", positive, "The default is 0.1.")
+        self._try(problems, "clipping", one_of, CLIPPINGS)
+        self._try(problems, "clipping_strategy", one_of, CLIPPING_STRATEGIES)
+        self._try(problems, "max_grad_norm", non_negative, "Use 0 to switch it off.")
+        self._try(problems, "clip_noised_gradient", _true_or_false)
+        if problems.keys() & {"max_grad_norm", "clip_noised_gradient"}:
+            return
+        if self.max_grad_norm and not self.clip_noised_gradient:
+            problems["max_grad_norm"] = invalid(
+                "max_grad_norm",
+                self.max_grad_norm,
+                "to be unset or 0 in private modes",
+                "It clips the averaged gradient after noise, not each example's. For that set "
+                "`per_example_max_grad_norm`; if the clip after noise is meant, set clip_noised_gradient=True.",
+                UnsupportedArgumentError,
+            )
+        if self.clip_noised_gradient and not self.max_grad_norm:
+            problems["clip_noised_gradient"] = invalid(
+                "clip_noised_gradient", True, "to be False when `max_grad_norm` is 0", "Set `max_grad_norm` above 0."
+            )
+
+    def _check_release(self, problems: Problems) -> None:
+        self._try(problems, "release", _list_of_names, RELEASABLE)
+        if self.insecure_seed is not None:
+            self._try(problems, "insecure_seed", integer, 0, "Leave it unset outside tests.")
+
+    def _ignored_privacy_arguments(self) -> Problems:
+        """Privacy arguments that were set although the mode does not read them."""
+        moves = {
+            "expected_batch_size": "Use `per_device_train_batch_size` and `gradient_accumulation_steps`",
+        }
+        problems: Problems = {}
+        for own in _own_fields():
+            value, default = getattr(self, own.name), _default(own)
+            if value != default:
+                problems[own.name] = invalid(
+                    own.name,
+                    value,
+                    f"to be left at {default!r} when privacy_mode='non_private'",
+                    "That mode has no epsilon: it clips nothing per example and adds no noise. "
+                    f"{moves.get(own.name, 'Remove it')}, or set privacy_mode='dp_sgd'.",
+                )
+        return problems
+
+    def _surrounding_problems(self) -> Problems:
+        """What is wrong with the processes and devices of this run; they are known after ``super().__post_init__``."""
+        problems: Problems = {}
+        if not self.is_private:
+            return problems
+        if self.world_size != 1:  # $WORLD_SIZE is a row of the environment table; MPI launchers set other variables
+            problems["world_size"] = invalid(
+                "world_size",
+                self.world_size,
+                "to be 1 in private modes",
+                "Private training runs in one process for now; two would release two models from one budget. "
+                "Launch with one process.",
+                UnsupportedArgumentError,
+            )
+        if self.n_gpu > 1:
+            problems["n_gpu"] = invalid(
+                "n_gpu",
+                self.n_gpu,
+                "to be at most 1 in private modes",
+                "One process with several GPUs uses DataParallel, which splits batches behind the clipping engine. "
+                "Set CUDA_VISIBLE_DEVICES to one device.",
+                UnsupportedArgumentError,
+            )
+        return problems
+
+
+def _raise_all(problems: Problems) -> None:
+    """Raises one error for all problems: a single one as it is, several as a list."""
+    errors = list(problems.values())
+    if not errors:
+        return
+    if len(errors) == 1:
+        raise errors[0]
+    all_unsupported = all(isinstance(error, UnsupportedArgumentError) for error in errors)
+    kind = UnsupportedArgumentError if all_unsupported else InvalidArgumentError
+    raise kind("\n- ".join([f"{len(errors)} arguments must change before this run can start:", *map(str, errors)]))
+
+
+def _true_or_false(name: str, value: object) -> bool:
+    if not isinstance(value, bool):
+        raise invalid(name, value, "to be True or False", "Write it without quotes.")
+    return value
+
+
+def _list_of_names(name: str, value: object, known: tuple[str, ...]) -> list[str]:
+    if not isinstance(value, (list, tuple)):
+        raise invalid(name, value, f"to be a list of names among {list(known)}", "Leave it empty to release nothing.")
+    return [one_of(name, item, known, "Leave it empty to release nothing.") for item in value]
+
+
+def _own_fields() -> list[dataclasses.Field[typing.Any]]:
+    """Fields that transformers does not have, except the mode itself."""
+    inherited = {inherited.name for inherited in dataclasses.fields(TrainingArguments)}
+    own = dataclasses.fields(DPTrainingArguments)
+    return [one for one in own if one.name not in inherited and one.name != "privacy_mode"]
+
+
+def _default(own: dataclasses.Field[typing.Any]) -> object:
+    return own.default if own.default_factory is dataclasses.MISSING else own.default_factory()
+
+
+@functools.cache
+def _number_fields() -> dict[str, type]:
+    """The fields whose type is a plain number (or None), inherited ones included, with that type."""
+    numbers: dict[str, type] = {}
+    for name, hint in typing.get_type_hints(DPTrainingArguments).items():
+        kinds = set(typing.get_args(hint) or [hint]) - {types.NoneType}
+        for number in (int, float):
+            if kinds == {number}:
+                numbers[name] = number
+    return numbers
+
+
+def _number(text: str, kind: type) -> int | float:
+    """The number that a text spells; "1e3" is a whole number too. Raises ValueError if there is none of this kind."""
+    number = float(text)
+    if kind is float:
+        return number
+    try:
+        return int(text)
+    except ValueError:
+        if not number.is_integer():
+            raise
+        return int(number)
+
+
+def _numbers_from_text(args: DPTrainingArguments) -> Problems:
+    """Converts numbers given as text in place; what cannot be read is a problem."""
+    problems: Problems = {}
+    for name, kind in _number_fields().items():
+        value = getattr(args, name)
+        if isinstance(value, str):
+            try:
+                setattr(args, name, _number(value, kind))
+            except ValueError:
+                wanted = "a whole number" if kind is int else "a number"
+                problems[name] = invalid(name, value, f"to be {wanted}", "Correct it, or remove it for the default.")
+    return problems

@@ -1,0 +1,135 @@
+"""Every argument of the installed ``TrainingArguments`` has a verdict, and the table cannot go stale unnoticed."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+from transformers import TrainingArguments
+from transformers.training_args import OptimizerNames
+
+from hf_dp.errors import UnsupportedArgumentError
+from hf_dp.trainer.argument_table import (
+    ARGUMENT_TABLE,
+    ENVIRONMENT_TABLE,
+    STEPPING_IN_BACKWARD,
+    STEPPING_OPTIMIZERS,
+    VERSION_DEPENDENT,
+    Verdict,
+    environment_problems,
+    fields_without_a_row,
+    table_problems,
+)
+
+INSTALLED = {field.name for field in dataclasses.fields(TrainingArguments)}
+
+
+@dataclasses.dataclass
+class NewerTrainingArguments(TrainingArguments):
+    """What a later transformers may look like: one argument more."""
+
+    share_everything: bool = dataclasses.field(default=False, metadata={"help": "New."})
+
+
+def test_every_installed_field_has_a_row():
+    assert fields_without_a_row() == []
+
+
+def test_rows_without_an_installed_field_are_those_known_to_depend_on_the_version():
+    assert set(ARGUMENT_TABLE) - INSTALLED <= VERSION_DEPENDENT
+    assert set(ARGUMENT_TABLE) >= VERSION_DEPENDENT
+
+
+def test_a_planted_new_field_is_found():
+    assert fields_without_a_row(NewerTrainingArguments) == ["share_everything"]
+
+
+def test_a_planted_new_field_is_refused_unless_it_has_its_default(tmp_path):
+    unset = NewerTrainingArguments(str(tmp_path), use_cpu=True)
+    used = NewerTrainingArguments(str(tmp_path), use_cpu=True, share_everything=True)
+    assert table_problems(unset, NewerTrainingArguments) == {}
+    problems = table_problems(used, NewerTrainingArguments)
+    assert list(problems) == ["share_everything"]
+    with pytest.raises(UnsupportedArgumentError, match="`share_everything` to be False.*got True.*Remove it"):
+        raise problems["share_everything"]
+
+
+def test_rows_are_complete():
+    for name, row in {**ARGUMENT_TABLE, **ENVIRONMENT_TABLE}.items():
+        assert row.reason.endswith("."), name
+        refused = row.verdict is Verdict.REFUSED or name.endswith("checkpointing_kwargs")
+        assert refused == (row.refuses is not None) == bool(row.expected) == bool(row.next_move), name
+
+
+def test_defaults_and_parsed_defaults_are_accepted(tmp_path):
+    assert table_problems(TrainingArguments(str(tmp_path), use_cpu=True)) == {}
+    raw = {
+        field.name: field.default
+        for field in dataclasses.fields(TrainingArguments)
+        if ARGUMENT_TABLE[field.name].refuses
+    }
+    assert [name for name, value in raw.items() if ARGUMENT_TABLE[name].problem(name, value)] == []
+
+
+def test_every_optimizer_of_transformers_is_sorted():
+    names = {member.value for member in OptimizerNames}
+    assert names == STEPPING_OPTIMIZERS | STEPPING_IN_BACKWARD
+    assert not STEPPING_OPTIMIZERS & STEPPING_IN_BACKWARD
+    row = ARGUMENT_TABLE["optim"]
+    assert {member.value for member in OptimizerNames if row.problem("optim", member)} == STEPPING_IN_BACKWARD
+    assert row.problem("optim", "an_optimizer_of_next_year")
+
+
+@pytest.mark.parametrize(
+    ("value", "refused"),
+    [
+        (None, False),
+        ({"non_blocking": True, "use_seedable_sampler": False}, False),
+        ('{"split_batches": "true"}', True),
+        ({"dispatch_batches": False, "gradient_accumulation_kwargs": None}, False),
+        ("/no/such/file.json", False),  # TrainingArguments refuses it itself
+    ],
+)
+def test_accelerator_config_in_every_form(value, refused):
+    assert bool(ARGUMENT_TABLE["accelerator_config"].problem("accelerator_config", value)) == refused
+
+
+def test_accelerator_config_file_is_read(tmp_path):
+    path = tmp_path / "accelerator.json"
+    path.write_text('{"even_batches": false}')
+    assert ARGUMENT_TABLE["accelerator_config"].problem("accelerator_config", str(path))
+
+
+@pytest.mark.parametrize(
+    ("variable", "bad", "good"),
+    [
+        ("WORLD_SIZE", "2", "1"),
+        ("WORLD_SIZE", "two", ""),
+        ("ACCELERATE_MIXED_PRECISION", "fp16", "bf16"),
+        ("ACCELERATE_MIXED_PRECISION", "fp8", "no"),
+        ("ACCELERATE_DYNAMO_BACKEND", "inductor", "NO"),
+        ("ACCELERATE_USE_DEEPSPEED", "true", "false"),
+        ("ACCELERATE_USE_FSDP", "1", "0"),
+        ("ACCELERATE_USE_MEGATRON_LM", "true", "false"),
+        ("ACCELERATE_USE_PARALLELISM_CONFIG", "true", "false"),
+        ("WANDB_WATCH", "all", "false"),
+        ("WANDB_WATCH", "gradients", "parameters"),
+        ("WANDB_LOG_MODEL", "checkpoint", "end"),
+        ("HF_MLFLOW_LOG_ARTIFACTS", "TRUE", "0"),
+    ],
+)
+def test_environment(variable, bad, good, monkeypatch):
+    tracker = {"WANDB_WATCH": "wandb", "WANDB_LOG_MODEL": "wandb", "HF_MLFLOW_LOG_ARTIFACTS": "mlflow"}.get(variable)
+    report_to = ["tensorboard", tracker] if tracker else "none"
+    monkeypatch.setenv(variable, bad)
+    problem = environment_problems(report_to)[variable]
+    assert isinstance(problem, UnsupportedArgumentError)
+    assert f"Expected `${variable}`" in str(problem)
+    assert repr(bad) in str(problem)
+    if tracker:
+        assert environment_problems("all").keys() == {variable}
+        assert environment_problems(["tensorboard"]) == {}
+    monkeypatch.setenv(variable, good)
+    assert environment_problems(report_to) == {}
+    monkeypatch.delenv(variable)
+    assert environment_problems(report_to) == {}

@@ -1,0 +1,354 @@
+"""``DPTrainingArguments``: defaults, round trips, and every refusal by argument and next move."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+
+import pytest
+from transformers import HfArgumentParser, TrainingArguments
+
+from hf_dp.errors import InvalidArgumentError, UnsupportedArgumentError
+from hf_dp.trainer.argument_table import ARGUMENT_TABLE
+from hf_dp.trainer.arguments import RELEASABLE, DPTrainingArguments
+
+OWN = [
+    field
+    for field in dataclasses.fields(DPTrainingArguments)
+    if field.name not in {inherited.name for inherited in dataclasses.fields(TrainingArguments)}
+]
+
+
+@pytest.fixture(autouse=True)
+def _plain_environment(monkeypatch):
+    for name in ("WORLD_SIZE", "LOCAL_RANK", "ACCELERATE_MIXED_PRECISION"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture
+def output_dir(tmp_path):
+    return tmp_path / "run"
+
+
+def make(output_dir, **changes):
+    """A small valid private configuration with some arguments changed."""
+    values = {"noise_multiplier": 1.0, "expected_batch_size": 4, "use_cpu": True} | changes
+    return DPTrainingArguments(output_dir=str(output_dir), **values)
+
+
+PUBLIC = {"privacy_mode": "non_private", "noise_multiplier": None, "expected_batch_size": None}
+
+# (changed arguments, what the message says: the argument, and after it the next move)
+REFUSALS = [
+    # budget
+    ({"privacy_mode": "dp_fp"}, r"`privacy_mode`.*\['non_private', 'dp_sgd'\].*'dp_fp'"),
+    ({"privacy_mode": "dpsgd"}, r"`privacy_mode`.*Did you mean 'dp_sgd'"),
+    ({"privacy_mode": None}, r"`privacy_mode`.*got None"),
+    ({"target_epsilon": 3.0}, r"`target_epsilon` to be unset when `noise_multiplier` \(1.0\).*Remove one of the two"),
+    ({"noise_multiplier": None}, r"`target_epsilon` to be given when `noise_multiplier` is not.*Set exactly one"),
+    ({"target_epsilon": 0, "noise_multiplier": None}, r"`target_epsilon` to be > 0, got 0\. Typical"),
+    ({"target_epsilon": -1.0, "noise_multiplier": None}, r"`target_epsilon` to be > 0, got -1.0"),
+    ({"target_epsilon": float("inf"), "noise_multiplier": None}, r"`target_epsilon` to be finite"),
+    ({"target_epsilon": True, "noise_multiplier": None}, r"`target_epsilon` to be a number, got True"),
+    ({"target_epsilon": "three", "noise_multiplier": None}, r"`target_epsilon` to be a number, got 'three'.*Correct"),
+    ({"target_epsilon": "nan", "noise_multiplier": None}, r"`target_epsilon` to be finite"),
+    ({"target_delta": 0.0}, r"`target_delta` to be in \(0, 1\), got 0.0.*unset"),
+    ({"target_delta": 1}, r"`target_delta` to be in \(0, 1\), got 1\. Leave it unset"),
+    ({"noise_multiplier": 0.0}, r"`noise_multiplier` to be > 0, got 0.0.*privacy_mode='non_private'"),
+    ({"noise_multiplier": -1}, r"`noise_multiplier` to be > 0"),
+    ({"accountant": "moments"}, r"`accountant` to be one of \['pld', 'rdp', 'prv', 'gdp_clt'\]"),
+    (
+        {"accountant": "gdp_clt", "target_epsilon": 3.0, "noise_multiplier": None},
+        r"`accountant` to be a bound.*Use 'pld', or give `noise_multiplier`",
+    ),
+    ({"privacy_unit": "user"}, r"`privacy_unit` to be one of \['example'\].*sampler"),
+    ({"neighboring_relation": "add_remove"}, r"`neighboring_relation`.*Use 'zero_out'"),
+    # mechanism
+    ({"expected_batch_size": None}, r"`expected_batch_size`.*got None.*set it"),
+    ({"expected_batch_size": 0}, r"`expected_batch_size` to be a whole number >= 1"),
+    ({"expected_batch_size": "3.5"}, r"`expected_batch_size` to be a whole number, got '3.5'.*Correct it"),
+    ({"per_device_train_batch_size": 0}, r"`per_device_train_batch_size` to be a whole number >= 1"),
+    ({"per_example_max_grad_norm": 0}, r"`per_example_max_grad_norm` to be > 0.*default is 0.1"),
+    ({"clipping": "automatic"}, r"`clipping` to be one of \['flat'\]"),
+    ({"clipping_strategy": "two_pass"}, r"`clipping_strategy` to be one of \['book_keeping', 'per_example'\]"),
+    (
+        {"max_grad_norm": 1.0},
+        r"`max_grad_norm` to be unset or 0.*`per_example_max_grad_norm`.*clip_noised_gradient=True",
+    ),
+    ({"max_grad_norm": -1.0}, r"`max_grad_norm` to be >= 0"),
+    ({"clip_noised_gradient": True}, r"`clip_noised_gradient` to be False when.*Set `max_grad_norm` above 0"),
+    ({"clip_noised_gradient": "no"}, r"`clip_noised_gradient` to be True or False.*quotes"),
+    # what leaves, tests
+    ({"release": ["grad_norm"]}, r"`release` to be one of \['training_loss'\].*Leave it empty"),
+    ({"release": "training_loss"}, r"`release` to be a list of names.*Leave it empty"),
+    ({"insecure_seed": -1}, r"`insecure_seed` to be a whole number >= 0.*outside tests"),
+    ({"insecure_seed": True}, r"`insecure_seed`.*got True"),
+    # arguments of transformers
+    ({"fp16": True}, r"`fp16` to be False.*bf16=True"),
+    ({"tf32": True}, r"`tf32` to be None or False.*bf16=True"),
+    ({"gradient_accumulation_steps": 2}, r"`gradient_accumulation_steps` to be 1.*Set `expected_batch_size`"),
+    ({"label_smoothing_factor": 0.1}, r"`label_smoothing_factor` to be 0.*Remove it"),
+    ({"neftune_noise_alpha": 5.0}, r"`neftune_noise_alpha` to be None.*Remove it"),
+    ({"neftune_noise_alpha": 0.0}, r"`neftune_noise_alpha` to be None.*Remove it"),
+    ({"auto_find_batch_size": True}, r"`auto_find_batch_size`.*Lower `per_device_train_batch_size`"),
+    ({"use_liger_kernel": True}, r"`use_liger_kernel` to be False.*Remove it"),
+    ({"deepspeed": "ds_config.json"}, r"`deepspeed` to be None.*Remove it"),
+    ({"deepspeed": {"zero_optimization": {"stage": 2}}}, r"`deepspeed` to be None.*Remove it"),
+    ({"fsdp": True}, r"`fsdp` to be None.*Remove it"),
+    ({"fsdp": "full_shard"}, r"`fsdp` to be None.*Remove it"),
+    ({"parallelism_config": object()}, r"`parallelism_config` to be None.*Remove it"),
+    ({"torch_compile": True}, r"`torch_compile` to be False.*Remove it"),
+    ({"torch_compile_backend": "inductor"}, r"`torch_compile_backend` to be None.*Remove it"),
+    ({"torch_compile_mode": "default"}, r"`torch_compile_mode` to be None.*Remove it"),
+    ({"optim": "lomo"}, r"`optim` to be an optimizer that steps after the backward pass in.*Use \"adamw_torch\""),
+    ({"optim": "adalomo"}, r"`optim`.*Use \"adamw_torch\""),
+    ({"optim": "galore_adamw_layerwise"}, r"`optim`.*Use \"adamw_torch\""),
+    ({"optim": "apollo_adamw_layerwise"}, r"`optim`.*Use \"adamw_torch\""),
+    ({"include_num_input_tokens_seen": True}, r"`include_num_input_tokens_seen`.*Remove it"),
+    ({"include_num_input_tokens_seen": "non_padding"}, r"`include_num_input_tokens_seen` to be \"no\".*Remove it"),
+    ({"dataloader_drop_last": True}, r"`dataloader_drop_last` to be False.*Remove it"),
+    ({"dataloader_in_order": False}, r"`dataloader_in_order` to be True.*Remove it"),
+    ({"train_sampling_strategy": "group_by_length"}, r"`train_sampling_strategy` to be \"random\".*Remove it"),
+    ({"data_seed": 0}, r"`data_seed` to be None.*`insecure_seed`"),
+    ({"skip_memory_metrics": False}, r"`skip_memory_metrics` to be True.*Remove it"),
+    ({"debug": "underflow_overflow"}, r"`debug` to be empty.*Remove it"),
+    ({"torch_empty_cache_steps": 10}, r"`torch_empty_cache_steps` to be None.*Remove it"),
+    ({"hub_strategy": "checkpoint"}, r"`hub_strategy` to be \"end\" or \"every_save\".*hub_strategy=\"end\""),
+    ({"hub_strategy": "all_checkpoints"}, r"`hub_strategy`.*hub_strategy=\"end\""),
+    ({"accelerator_config": {"split_batches": True}}, r"`accelerator_config` to leave split_batches.*Remove them"),
+    ({"accelerator_config": {"dispatch_batches": True}}, r"`accelerator_config`.*Remove them"),
+    ({"accelerator_config": {"even_batches": False}}, r"`accelerator_config`.*Remove them"),
+    ({"accelerator_config": {"use_configured_state": True}}, r"`accelerator_config`.*Remove them"),
+    ({"accelerator_config": {"gradient_accumulation_kwargs": {"num_steps": 2}}}, r"`accelerator_config`.*Remove them"),
+    (
+        {"activation_checkpointing_kwargs": {"use_reentrant": True}},
+        r"`activation_checkpointing_kwargs`.*set it to False",
+    ),
+    (
+        {"gradient_checkpointing_kwargs": '{"use_reentrant": true}'},
+        r"`gradient_checkpointing_kwargs`.*set it to False",
+    ),
+    ({"learning_rate": "fast"}, r"`learning_rate` to be a number, got 'fast'.*Correct it"),
+    # without privacy, arguments about privacy
+    (PUBLIC | {"target_epsilon": 3.0}, r"`target_epsilon` to be left at None when privacy_mode='non_private'.*Remove"),
+    (PUBLIC | {"target_delta": 1e-5}, r"`target_delta` to be left at None.*Remove it, or set privacy_mode"),
+    (PUBLIC | {"noise_multiplier": 0.0}, r"`noise_multiplier` to be left at None.*got 0.0.*Remove it"),
+    (PUBLIC | {"expected_batch_size": 4}, r"`expected_batch_size`.*Use `per_device_train_batch_size`"),
+    (PUBLIC | {"per_example_max_grad_norm": 1.0}, r"`per_example_max_grad_norm` to be left at 0.1.*Remove it"),
+    (PUBLIC | {"clipping": "automatic"}, r"`clipping` to be left at 'flat'.*Remove it"),
+    (PUBLIC | {"clipping_strategy": "per_example"}, r"`clipping_strategy` to be left.*Remove it"),
+    (PUBLIC | {"accountant": "rdp"}, r"`accountant` to be left at 'pld'.*Remove it"),
+    (PUBLIC | {"privacy_unit": "user"}, r"`privacy_unit` to be left.*Remove it"),
+    (PUBLIC | {"neighboring_relation": "add_remove"}, r"`neighboring_relation` to be left.*Remove it"),
+    (PUBLIC | {"clip_noised_gradient": True}, r"`clip_noised_gradient` to be left at False.*Remove it"),
+    (PUBLIC | {"release": ["training_loss"]}, r"`release` to be left at \[\].*Remove it"),
+    (PUBLIC | {"insecure_seed": 0}, r"`insecure_seed` to be left at None.*Remove it"),
+]
+
+
+@pytest.mark.parametrize(("changes", "message"), REFUSALS)
+def test_refused(changes, message, output_dir, monkeypatch):
+    before = dict(os.environ)
+    supported = {field.name for field in dataclasses.fields(DPTrainingArguments)}
+    if not changes.keys() <= supported:
+        pytest.skip("this transformers does not have the argument")
+
+    def reached(self):
+        raise AssertionError("devices and processes must not be touched")
+
+    monkeypatch.setattr(TrainingArguments, "__post_init__", reached)
+    with pytest.raises(InvalidArgumentError, match=re.compile(message)) as error:
+        make(output_dir, **changes)
+    assert "\n" not in str(error.value), "one problem: just its message"
+    in_table = set(changes) & {name for name, row in ARGUMENT_TABLE.items() if row.refuses}
+    if in_table:
+        assert type(error.value) is UnsupportedArgumentError
+    assert not output_dir.exists()
+    assert dict(os.environ) == before
+
+
+def test_every_refusing_row_of_the_table_is_tested_above():
+    tested = {name for changes, _ in REFUSALS for name in changes}
+    assert {name for name, row in ARGUMENT_TABLE.items() if row.refuses} <= tested
+
+
+def test_every_own_argument_is_refused_without_privacy():
+    tested = {name for changes, _ in REFUSALS if changes.get("privacy_mode") == "non_private" for name in changes}
+    assert {field.name for field in OWN} - {"privacy_mode"} <= tested
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"target_epsilon": 3.0, "noise_multiplier": None},
+        {"accountant": "gdp_clt"},
+        {"clipping_strategy": "per_example"},
+        {"max_grad_norm": 1.0, "clip_noised_gradient": True},
+        {"max_grad_norm": 0.0},
+        {"release": ["training_loss"]},
+        {"insecure_seed": 0},
+        {"bf16": True, "fp16_full_eval": True},
+        {"hub_strategy": "every_save", "push_to_hub": True},
+        {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": False}},
+        {"lr_scheduler_type": "reduce_lr_on_plateau", "eval_strategy": "epoch"},
+        {"optim": "sgd"},
+        {"eval_strategy": "steps", "load_best_model_at_end": True, "enable_jit_checkpoint": True},
+        {"dataloader_num_workers": 2, "dataloader_prefetch_factor": 2},
+        {"full_determinism": True, "seed": 1, "restore_callback_states_from_checkpoint": True},
+        {"accelerator_config": {"non_blocking": True}},
+    ],
+)
+def test_accepted(changes, output_dir):
+    args = make(output_dir, **changes)
+    args.check()
+    assert args.is_private
+
+
+def test_defaults(output_dir):
+    args = make(output_dir)
+    assert (args.privacy_mode, args.is_private) == ("dp_sgd", True)
+    assert (args.target_epsilon, args.target_delta, args.insecure_seed) == (None, None, None)
+    assert (args.per_example_max_grad_norm, args.clipping, args.clipping_strategy) == (0.1, "flat", "book_keeping")
+    assert (args.accountant, args.privacy_unit, args.neighboring_relation) == ("pld", "example", "zero_out")
+    assert (args.max_grad_norm, args.clip_noised_gradient, args.release) == (0.0, False, [])
+    assert args.hub_strategy == "end"
+    assert args.average_tokens_across_devices is False
+    assert not output_dir.exists()
+
+
+def test_only_the_defaults_in_the_note_differ_from_training_arguments(output_dir):
+    ours = DPTrainingArguments(output_dir=str(output_dir), use_cpu=True, privacy_mode="non_private").to_dict()
+    theirs = TrainingArguments(output_dir=str(output_dir), use_cpu=True).to_dict()
+    assert {name for name in theirs if ours[name] != theirs[name]} == {"hub_strategy"}
+    assert ours["max_grad_norm"] == 1.0
+    ours = make(output_dir).to_dict()
+    differing = {name for name in theirs if ours[name] != theirs[name]}
+    assert differing == {"hub_strategy", "max_grad_norm", "average_tokens_across_devices"}
+    note = DPTrainingArguments.__doc__.split("[!NOTE]")[1]
+    assert set(re.findall(r"> - `(\w+)`", note)) == differing
+
+
+def test_numbers_given_as_text_are_converted(output_dir):
+    args = make(
+        output_dir,
+        noise_multiplier="1e0",
+        expected_batch_size="1e3",
+        target_delta="1e-5",
+        per_example_max_grad_norm="0.5",
+        learning_rate="5e-4",
+        max_steps="10",
+        seed="9007199254740993",  # 2**53 + 1: not through a float
+    )
+    assert (args.noise_multiplier, args.target_delta, args.per_example_max_grad_norm) == (1.0, 1e-5, 0.5)
+    assert (args.expected_batch_size, type(args.expected_batch_size)) == (1000, int)
+    assert (args.learning_rate, args.max_steps, args.seed) == (5e-4, 10, 9007199254740993)
+
+
+def test_all_problems_at_once(output_dir):
+    with pytest.raises(InvalidArgumentError) as error:
+        make(output_dir, expected_batch_size=None, target_delta=2, fp16=True, data_seed=1)
+    lines = str(error.value).splitlines()
+    assert lines[0] == "4 arguments must change before this run can start:"
+    assert len(lines) == 5
+    for name in ("expected_batch_size", "target_delta", "fp16", "data_seed"):
+        assert f"- Expected `{name}`" in str(error.value)
+    assert type(error.value) is InvalidArgumentError
+    with pytest.raises(UnsupportedArgumentError, match="2 arguments"):
+        make(output_dir, fp16=True, data_seed=1)
+    assert not output_dir.exists()
+
+
+def test_without_privacy_transformers_rules(output_dir):
+    args = make(output_dir, **PUBLIC, gradient_accumulation_steps=2, data_seed=3, label_smoothing_factor=0.1)
+    args.check()
+    assert not args.is_private
+    assert args.average_tokens_across_devices is True
+
+
+def test_more_than_one_process_is_refused(output_dir, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(UnsupportedArgumentError, match=r"`\$WORLD_SIZE`.*'2'.*Launch with one process"):
+        make(output_dir)
+    monkeypatch.delenv("WORLD_SIZE")
+    args = make(output_dir)
+    monkeypatch.setattr(TrainingArguments, "world_size", 2)
+    with pytest.raises(UnsupportedArgumentError, match=r"`world_size` to be 1.*got 2.*Launch with one process"):
+        args.check()
+    with pytest.raises(UnsupportedArgumentError, match=r"`world_size` to be 1"):
+        make(output_dir)
+
+
+def test_data_parallel_is_refused(output_dir, monkeypatch):
+    monkeypatch.setattr(TrainingArguments, "n_gpu", 2)
+    with pytest.raises(UnsupportedArgumentError, match=r"`n_gpu` to be at most 1.*CUDA_VISIBLE_DEVICES"):
+        make(output_dir)
+    assert make(output_dir, **PUBLIC).n_gpu == 2
+
+
+def test_arguments_assigned_later_are_found_by_check(output_dir):
+    args = make(output_dir)
+    args.fp16 = True
+    args.gradient_accumulation_steps = 4
+    with pytest.raises(UnsupportedArgumentError, match=r"(?s)`gradient_accumulation_steps`.*`fp16`"):
+        args.check()
+
+
+def test_round_trip_through_a_dict(output_dir):
+    args = make(output_dir, release=["training_loss"], target_delta=1e-6, eval_strategy="epoch")
+    again = DPTrainingArguments(**args.to_dict())
+    assert again.to_dict() == args.to_dict()
+    assert dataclasses.replace(args, noise_multiplier=2.0).noise_multiplier == 2.0
+    assert '"release": [' in args.to_json_string()
+
+
+def test_built_from_training_arguments(output_dir):
+    plain = TrainingArguments(output_dir=str(output_dir), use_cpu=True, learning_rate=1e-3).to_dict()
+    assert DPTrainingArguments(**plain, privacy_mode="non_private").learning_rate == 1e-3
+    private = {"target_epsilon": 3.0, "expected_batch_size": 4}
+    with pytest.raises(UnsupportedArgumentError, match="`max_grad_norm`.*got 1.0"):  # not what a private run means
+        DPTrainingArguments(**plain, **private)
+    assert DPTrainingArguments(**plain | {"max_grad_norm": None}, **private).max_grad_norm == 0.0
+
+
+def test_command_line(output_dir):
+    parser = HfArgumentParser(DPTrainingArguments)
+    line = (
+        "--target_epsilon 8 --expected_batch_size 16 --release training_loss --clip_noised_gradient --max_grad_norm 1"
+    )
+    (args,) = parser.parse_args_into_dataclasses(["--output_dir", str(output_dir), "--use_cpu", *line.split()])
+    assert (args.target_epsilon, args.expected_batch_size, args.max_grad_norm) == (8.0, 16, 1.0)
+    assert (args.release, args.clip_noised_gradient, args.noise_multiplier) == (["training_loss"], True, None)
+
+
+def test_help_of_the_command_line(capsys):
+    parser = HfArgumentParser(DPTrainingArguments)
+    with pytest.raises(SystemExit) as stop:
+        parser.parse_args(["--help"])
+    assert stop.value.code == 0
+    shown = capsys.readouterr().out
+    for field in OWN:
+        assert f"--{field.name}" in shown
+
+
+def test_docstring_and_help_name_every_field_with_its_type_and_default():
+    documented = dict(re.findall(r"^        (\w+) \((.*)\):$", DPTrainingArguments.__doc__, flags=re.MULTILINE))
+    redefined = {"max_grad_norm", "hub_strategy"}
+    fields = {field.name: field for field in dataclasses.fields(DPTrainingArguments)}
+    assert documented.keys() == {field.name for field in OWN} | redefined
+    for name, text in documented.items():
+        field = fields[name]
+        assert field.metadata["help"].endswith("."), name
+        assert not re.search(r"(?<!%)%(?!%)", field.metadata["help"]), name
+        default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+        shown = f'"{default}"' if isinstance(default, str) else str(default)
+        expected = "*optional*" if default is None else f"*optional*, defaults to `{shown}`"
+        annotation = DPTrainingArguments.__annotations__[name]  # as written; HfArgumentParser resolves `field.type`
+        assert text == f"`{annotation.removesuffix(' | None')}`, {expected}", name
+
+
+def test_releasable_names_are_in_docstring_and_help():
+    help_text = next(field for field in OWN if field.name == "release").metadata["help"]
+    for name in RELEASABLE:
+        assert name in DPTrainingArguments.__doc__
+        assert name in help_text
