@@ -121,11 +121,12 @@ VOCABULARIES = {
         ),
         adjectives=_words(
             """horrible bad pathetic worthless unbearable ghastly ridiculous inferior tedious rotten dismal grim ugly
-            inept|fantastic good brilliant delightful fabulous magnificent perfect dazzling enjoyable outstanding excellent
-            admirable satisfying exceptional"""
+            inept|fantastic good brilliant delightful fabulous magnificent perfect dazzling enjoyable outstanding
+            excellent admirable satisfying exceptional"""
         ),
         verbs=_words(
-            "angered outraged enraged offended bored exasperated|delighted satisfied wowed cheered fascinated reassured"
+            """angered outraged enraged offended bored exasperated|
+            delighted satisfied wowed cheered fascinated reassured"""
         ),
     ),
 }
@@ -187,8 +188,7 @@ def demo_rows(split: str, num_rows: int) -> list[dict[str, Any]]:
 def demo_dataset(num_train: int = 8_000, num_validation: int = 1_000) -> DatasetDict:
     """The demo set as a ``datasets.DatasetDict`` with splits ``train`` and ``validation``.
 
-    Columns as in SST-2: ``sentence`` (string) and ``label`` (``ClassLabel`` with names negative, positive). Sizes and
-    errors are those of :func:`demo_rows`.
+    Columns as in SST-2: ``sentence``, ``label`` (``ClassLabel``: negative, positive). Errors: as :func:`demo_rows`.
     """
     from datasets import ClassLabel, Dataset, DatasetDict, Features, Value
 

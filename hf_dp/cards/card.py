@@ -1,0 +1,294 @@
+"""The model card (README.md) of a private run: the privacy statement first, then everything else.
+
+Every value that is not ours is data: it goes into YAML through a YAML writer and into Markdown escaped, and a local
+path is reduced to its last component, since a card is published.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import unicodedata
+from collections.abc import Callable, Iterable, Mapping
+from functools import cache
+from importlib import resources
+from pathlib import PurePosixPath, PureWindowsPath
+from typing import Any
+
+from huggingface_hub import ModelCardData
+from jinja2 import Environment, StrictUndefined, Template
+
+from hf_dp._version import __version__
+from hf_dp.accounting import event_from_dict
+from hf_dp.cards.statement import AccountantResult, PrivacyStatement, epsilon_text
+from hf_dp.errors import InvalidArgumentError
+
+TAGS = ("differential-privacy", "differential_privacy", "dp-sgd", "hf_dp")
+UNKNOWN = "unknown"
+
+# Quantities computed from training rows without noise: name in logs and metrics -> name under which it is released.
+_UNNOISED = {
+    "loss": "training_loss",
+    "train_loss": "training_loss",
+    "training_loss": "training_loss",
+    "grad_norm": "grad_norm",
+    "total_flos": "total_flos",
+    "num_input_tokens_seen": "num_input_tokens_seen",
+}
+
+
+def render_card(
+    statement: PrivacyStatement,
+    *,
+    model_name: str,
+    base_model: str | None = None,
+    dataset: str | None = None,
+    task_tag: str | None = None,
+    metrics: Mapping[str, float] | None = None,
+    training: Mapping[str, Any] | None = None,
+    license: str | None = None,
+    language: str | list[str] | None = None,
+    tags: Iterable[str] | None = None,
+    library_name: str = "transformers",
+) -> str:
+    """The complete README.md: YAML metadata, then Markdown.
+
+    Args:
+        model_name: title; a path is reduced to its last component, as are ``base_model`` and ``dataset``.
+        base_model, dataset: hub ids or names.
+        task_tag: the hub's pipeline tag, for example "text-classification".
+        metrics: computed on evaluation data.
+        training: public settings (learning rate, epochs, batch sizes, ...), shown as given.
+        license, language: as the hub spells them. tags: further ones, kept.
+        library_name: "transformers" or "peft".
+
+    Returns: text; unknown values read "unknown". Metadata that the hub checks against its lists or links to (language,
+        base model, data set, pipeline tag) is left out of the YAML block when unknown.
+
+    Raises: InvalidArgumentError when ``metrics`` or ``training`` holds an un-noised quantity of the training rows that
+        the run did not declare as released.
+    """
+    metrics, training = dict(metrics or {}), dict(training or {})
+    _refuse_unnoised([*metrics, *training], statement.facts.released)
+    base_model, dataset = public_name(base_model), public_name(dataset)
+    title = public_name(model_name) or UNKNOWN
+    languages = [language] if isinstance(language, str) else list(language or ())
+    data = ModelCardData(
+        license=public_name(license) or UNKNOWN,
+        language=[one_line(item) for item in languages] or None,
+        library_name=one_line(library_name),
+        base_model=base_model,
+        datasets=None if dataset is None else [dataset],
+        pipeline_tag=None if task_tag is None else one_line(task_tag),
+        tags=list(dict.fromkeys([*(one_line(tag) for tag in tags or ()), *TAGS])),
+        differential_privacy=metadata(statement),
+    )
+    body = _template().render(
+        title=title,
+        statement=statement,
+        accountant_rows=[_accountant_row(row) for row in statement.epsilons],
+        parameter_rows=_parameter_rows(statement),
+        check=_check(statement),
+        about_rows=_rows(
+            {
+                "Base model": base_model,
+                "Training data": dataset,
+                "Task": task_tag,
+                "Language": ", ".join(languages) or None,
+                "License": license,
+                "Trained": statement.facts.trained,
+            }
+        ),
+        metric_rows=_rows(metrics),
+        training_rows=_rows(training),
+        version_rows=_rows({"hf_dp": __version__, **statement.facts.versions}),
+    )
+    return f"---\n{data.to_yaml()}\n---\n\n{body.strip()}\n"
+
+
+def metadata(statement: PrivacyStatement) -> dict[str, Any]:
+    """The card's ``differential_privacy`` key: plain data, ``epsilon`` None unless the status is a proven one."""
+    facts = statement.facts
+    return {
+        "status": statement.status,
+        "status_reason": one_line(statement.status_reason),
+        "epsilon": statement.epsilon,
+        "epsilon_kind": "bound" if statement.proven else None,
+        "delta": statement.delta,
+        "accountant": statement.accountant if statement.proven else None,
+        "epsilon_by_accountant": {
+            row.accountant: {
+                "epsilon": row.epsilon,
+                "kind": row.kind,
+                **({} if row.estimate is None else {"estimate": row.estimate}),
+                **({"note": one_line(row.note)} if row.note else {}),
+            }
+            for row in statement.epsilons
+        },
+        "target_epsilon": statement.target_epsilon,
+        "unit": "example",
+        "neighboring_relation": "zero_out",
+        "mechanism": statement.mechanism_name,
+        "sampling": "poisson",
+        "noise_multiplier": _one_or_list(statement.noise_multipliers),
+        "sample_rate": _one_or_list(statement.sample_rates),
+        "steps": statement.steps,
+        "steps_planned": statement.steps_planned,
+        "clipping": statement.clipping,
+        "clipping_norm": statement.clipping_norm,
+        "expected_batch_size": statement.expected_batch_size,
+        "num_examples": statement.num_examples,
+        "num_examples_public": True,
+        "released_without_noise": [one_line(name) for name in facts.released],
+        "precision": one_line(facts.precision),
+        "noise_generator": one_line(facts.noise_generator),
+        "sampling_generator": one_line(facts.sampling_generator),
+        "events": [dict(row) for row in statement.mechanisms],
+        "library": f"hf_dp {__version__}",
+    }
+
+
+def one_line(value: object) -> str:
+    """Text without line breaks, control and formatting characters (bidirectional overrides, zero-width ones)."""
+    text = "".join(" " if unicodedata.category(char)[0] in "CZ" else char for char in str(value))
+    return " ".join(text.split())
+
+
+def public_name(value: object) -> str | None:
+    """One line; the last component if it looks like a local path; None if there is nothing to show."""
+    if value is None:
+        return None
+    text = one_line(value)
+    if not _is_local(text):
+        return text or None
+    last = PureWindowsPath(text).name if "\\" in text else PurePosixPath(text).name
+    return None if last in ("", ".", "..", "~") else last
+
+
+def markdown(value: object) -> str:
+    """One line in which Markdown and HTML see only text."""
+    return re.sub(r"([\\`*_{}\[\]<>#|~!&$:@^=+])", r"\\\1", one_line(value)).replace("\\:", ":")
+
+
+def code(value: object) -> str:
+    """One line as a code span, inside a table or outside one."""
+    text = one_line(value)
+    if not text:
+        return UNKNOWN
+    if "|" in text:  # a table would end the cell here, and outside one the escape would show
+        return markdown(text)
+    longest = max(map(len, re.findall("`+", text)), default=0)
+    fence, pad = "`" * (longest + 1), " " if longest else ""
+    return f"{fence}{pad}{text}{pad}{fence}"
+
+
+def _is_local(text: str) -> bool:
+    if text.startswith((".", "/", "~", "\\", "file:")) or re.match(r"[A-Za-z]:[\\/]", text):
+        return True
+    return os.sep in text and os.path.exists(text)
+
+
+def _refuse_unnoised(names: Iterable[str], released: tuple[str, ...]) -> None:
+    for name in names:
+        quantity = _UNNOISED.get(name, name if name.startswith("train_") else None)
+        if quantity is not None and quantity not in released:
+            raise InvalidArgumentError(
+                f"Expected no quantity of the training rows in the card, got {name!r}: it is not noised and epsilon "
+                f"does not cover it. Leave it out, or release it (then the statement lists {quantity!r})."
+            )
+
+
+def _one_or_list(values: tuple[float, ...]) -> float | list[float]:
+    return values[0] if len(values) == 1 else list(values)
+
+
+def _accountant_row(row: AccountantResult) -> tuple[str, str, str]:
+    kind = {None: "-", "bound": "upper bound", "estimate": "estimate, not a guarantee"}[row.kind]
+    if row.estimate is not None:
+        kind += f" (point estimate {epsilon_text(row.estimate)})"
+    return code(row.accountant), epsilon_text(row.epsilon) if row.epsilon is not None else "-", kind + _note(row)
+
+
+def _note(row: AccountantResult) -> str:
+    return f": {markdown(row.note)}" if row.note else ""
+
+
+def _rows(values: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Name and value, escaped for a table; None and empty read "unknown"."""
+    return [(markdown(name), _shown(value)) for name, value in values.items()]
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, (list, tuple)):
+        return ", ".join(_shown(item) for item in value) or "none"
+    if isinstance(value, float):
+        return f"{value:.6g}"
+    text = public_name(value)
+    return UNKNOWN if text is None else markdown(text)
+
+
+def _capitalized(text: str) -> str:
+    return text[:1].upper() + text[1:]
+
+
+def _numbers(values: Iterable[float]) -> str:
+    return ", ".join(repr(value) for value in values)
+
+
+def _parameter_rows(statement: PrivacyStatement) -> list[tuple[str, str]]:
+    facts = statement.facts
+    texts: dict[str, str] = {
+        "Privacy unit": statement.unit,
+        "Neighboring relation": statement.neighboring_relation,
+        "Mechanism": statement.mechanism,
+        "Sampling": statement.sampling,
+        "Noise multiplier": _numbers(statement.noise_multipliers),
+        "Clipping norm (L2)": repr(statement.clipping_norm),
+        "Clipping": statement.clipping,
+        "Sample rate": _numbers(statement.sample_rates),
+        "Expected batch size": f"{statement.expected_batch_size:g}",
+        "Steps (run / planned)": f"{statement.steps} / {statement.steps_planned}",
+        "Rows in the training set (public)": str(statement.num_examples),
+        "Delta": f"{statement.delta_text} (exactly {statement.delta!r})",
+        "Target epsilon": "none: the noise was given"
+        if statement.target_epsilon is None
+        else repr(statement.target_epsilon),
+        "Precision of sums and noise": facts.precision,
+        "Noise generator": facts.noise_generator,
+        "Sampling generator": facts.sampling_generator,
+        "Privacy mode": facts.privacy_mode,
+    }
+    return [(markdown(name), markdown(text) or UNKNOWN) for name, text in texts.items()]
+
+
+def _check(statement: PrivacyStatement) -> str:
+    """Commands that give the same epsilons: the command line for one mechanism, Python for several."""
+    merged: dict[tuple[float, float], int] = {}
+    for row in statement.mechanisms:
+        event = event_from_dict({key: value for key, value in row.items() if key != "purpose"})
+        key = (event.noise_multiplier, getattr(event, "sample_rate", 1.0))
+        merged[key] = merged.get(key, 0) + event.steps
+    merged = merged or {(statement.noise_multipliers[0], statement.sample_rates[0]): 0}
+    if len(merged) == 1:
+        ((sigma, rate), steps), *_ = merged.items()
+        return (
+            f"```bash\nhf-dp account epsilon --noise-multiplier {sigma!r} --sample-rate {rate!r} --steps {steps} "
+            f"--delta {statement.delta!r}\n```"
+        )
+    events = "".join(
+        f"    PoissonSampledGaussian(noise_multiplier={sigma!r}, sample_rate={rate!r}, steps={steps}),\n"
+        for (sigma, rate), steps in merged.items()
+    )
+    return (
+        "```python\nfrom hf_dp.accounting import ACCOUNTANTS, PoissonSampledGaussian, epsilon\n\n"
+        f"events = [\n{events}]\nfor accountant in ACCOUNTANTS:\n"
+        f"    print(accountant, epsilon(events, {statement.delta!r}, accountant).rounded_up())\n```"
+    )
+
+
+@cache
+def _template() -> Template:
+    filters: dict[str, Callable[..., Any]] = {"md": markdown, "capitalize_first": _capitalized}
+    environment = Environment(undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True, autoescape=False)
+    environment.filters.update(filters)
+    return environment.from_string(resources.files(__package__).joinpath("template.md").read_text(encoding="utf-8"))

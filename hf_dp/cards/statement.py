@@ -1,0 +1,407 @@
+"""The privacy statement: what a run may claim, computed from what ran and printed everywhere the same.
+
+The numbers come from the ledger, never from the plan's intentions; epsilon is a bound, rounded up; what it does not
+cover is part of the statement. What must be said follows Ponomareva et al. 2023 (arXiv 2303.00654), "How to report".
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from decimal import ROUND_CEILING, Decimal
+from typing import Any, TypeVar
+
+from hf_dp import _validate
+from hf_dp.accounting import ACCOUNTANTS, BOUNDS, Ledger, round_up
+from hf_dp.errors import AccountingRangeError, InvalidArgumentError, LedgerError
+from hf_dp.plan import PrivacyPlan
+
+PROVEN = "proven"
+PROVEN_WEIGHTS_ONLY = "proven for the weights only"
+NOT_PRIVATE = "not private"
+
+EPSILON_DIGITS = 3  # decimals of a printed epsilon
+DELTA_DIGITS = 4  # significant digits of a printed delta
+
+UNIT = (
+    "one row of the training set; a person or text that appears in k rows is protected k-fold weaker "
+    "(k times epsilon, and delta times k exp((k - 1) epsilon))"
+)
+RELATION = (
+    "zero-out: the contribution of one row is replaced by nothing, while the number of rows is public. The value of "
+    "epsilon is the same as for adding or removing one row, but that relation is not claimed, because sample rate, "
+    "steps, delta and divisor are derived from the number of rows"
+)
+SAMPLING = (
+    "Poisson: each row joins each step independently with the probability `sample_rate`; an empty draw is a step"
+)
+COVERED = (
+    "the released weights, every checkpoint of this run, optimizer state, and whatever is computed from them without "
+    "the training set"
+)
+
+_Record = TypeVar("_Record", "RunFacts", "AccountantResult")
+
+
+@dataclass(frozen=True)
+class RunFacts:
+    """What the ledger does not know.
+
+    Args:
+        privacy_mode: how privacy was obtained; "dp_sgd" (any optimizer).
+        trained: which parameters were trained, in words and numbers.
+        precision: of gradient sums and noise, for example "float32".
+        noise_generator, sampling_generator: their kind and how they were seeded; never a seed.
+        released: names of un-noised quantities that the user let out, for example "training_loss".
+        insecure_seed: the randomness of noise or sampling can be reproduced; such a run is not private.
+        model_selection: a checkpoint was chosen by evaluation (load_best_model_at_end, early stopping).
+        versions: library -> version.
+
+    Raises: InvalidArgumentError for a privacy mode whose statement is not known.
+    """
+
+    privacy_mode: str
+    trained: str
+    precision: str
+    noise_generator: str
+    sampling_generator: str
+    released: tuple[str, ...] = ()
+    insecure_seed: bool = False
+    model_selection: bool = False
+    versions: Mapping[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        _validate.one_of("privacy_mode", self.privacy_mode, ("dp_sgd",), "Only such a run has a privacy statement.")
+        if isinstance(self.released, str):
+            raise _validate.invalid("released", self.released, "to be a list of names", f"Use [{self.released!r}].")
+        for name in ("insecure_seed", "model_selection"):
+            if not isinstance(getattr(self, name), bool):
+                raise _validate.invalid(name, getattr(self, name), "to be True or False")
+        object.__setattr__(self, "released", tuple(self.released))
+        object.__setattr__(self, "versions", dict(self.versions))
+
+    def merged(self, earlier: RunFacts) -> RunFacts:
+        """These facts for a run that continues an earlier one: what weakened the claim once weakens it for good."""
+        values = {item.name: getattr(self, item.name) for item in fields(self)}
+        values["released"] = tuple(dict.fromkeys((*earlier.released, *self.released)))
+        values["insecure_seed"] = self.insecure_seed or earlier.insecure_seed
+        values["model_selection"] = self.model_selection or earlier.model_selection
+        return RunFacts(**values)
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-ready; :meth:`from_dict` reads it back."""
+        return _plain(asdict(self))
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> RunFacts:
+        """Read back what :meth:`to_dict` wrote. Raises: LedgerError for unknown, missing or bad fields."""
+        return _record(cls, values)
+
+
+@dataclass(frozen=True)
+class AccountantResult:
+    """What one accountant says about the run.
+
+    Args:
+        accountant: "pld", "rdp", "prv" or "gdp_clt".
+        epsilon: rounded up to three decimals, or None if there is none to give; ``note`` then says why.
+        kind: "bound" or "estimate" (may be below the true epsilon); None without an epsilon.
+        estimate: point estimate beside the bound (prv), rounded up to three decimals, otherwise None.
+        note: why there is no epsilon, else empty.
+    """
+
+    accountant: str
+    epsilon: float | None
+    kind: str | None
+    estimate: float | None = None
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class PrivacyStatement:
+    """What the run may claim. Made by :meth:`from_ledger`; nothing else computes these values.
+
+    Attributes:
+        status: PROVEN, PROVEN_WEIGHTS_ONLY (the user released un-noised quantities) or NOT_PRIVATE.
+        status_reason: in words.
+        epsilon: the headline, an upper bound rounded up to three decimals; None when the run is not private.
+        delta: as in the plan, not rounded (:attr:`delta_text` is rounded up).
+        accountant: whose bound the headline is; ``accountant_note`` says why, if not the one asked for.
+        epsilons: one result for each of :data:`hf_dp.accounting.ACCOUNTANTS`.
+        target_epsilon: what the noise was calibrated to, or None when the noise was given.
+        noise_multipliers, sample_rates: of the mechanisms that ran (the plan's when nothing ran), in order.
+        noise standard deviations are noise_multiplier x clipping_norm, on the sum of clipped gradients.
+        steps: that ran, by the ledger; steps_planned: by the plan.
+        expected_batch_size: the public divisor of the noisy sum.
+        num_examples: N, stated as public.
+        mechanisms: the ledger's rows.
+        covered, not_covered: in words.
+        facts: what the trainer said about the run.
+    """
+
+    status: str
+    status_reason: str
+    epsilon: float | None
+    delta: float
+    accountant: str
+    accountant_note: str
+    epsilons: tuple[AccountantResult, ...]
+    target_epsilon: float | None
+    unit: str
+    neighboring_relation: str
+    sampling: str
+    mechanism: str
+    noise_multipliers: tuple[float, ...]
+    clipping_norm: float
+    clipping: str
+    sample_rates: tuple[float, ...]
+    expected_batch_size: float
+    steps: int
+    steps_planned: int
+    num_examples: int
+    mechanisms: tuple[Mapping[str, Any], ...]
+    covered: str
+    not_covered: tuple[str, ...]
+    facts: RunFacts
+
+    @classmethod
+    def from_ledger(cls, plan: PrivacyPlan, ledger: Ledger, facts: RunFacts) -> PrivacyStatement:
+        """The statement of a run; pure, about a second (four accountants).
+
+        An accountant outside its range is listed without epsilon. Where the plan's accountant is out of range, or is
+        no bound, the headline is the smallest bound that there is, and ``accountant_note`` says so.
+
+        Raises:
+            AccountingRangeError: no accountant gives a finite bound.
+            InvalidArgumentError: a unit or relation for which no statement is known.
+        """
+        _validate.one_of("privacy_unit", plan.privacy_unit, ("example",))
+        _validate.one_of("neighboring_relation", plan.neighboring_relation, ("zero_out",))
+        reason = _why_not_private(ledger, facts)
+        if reason:
+            note = "not computed: the run is not private"
+            epsilons = tuple(AccountantResult(name, None, None, note=note) for name in ACCOUNTANTS)
+            epsilon, accountant, accountant_note = None, plan.accountant, note
+            status = NOT_PRIVATE
+        else:
+            epsilons = tuple(_result(ledger, plan.delta, name) for name in ACCOUNTANTS)
+            chosen, accountant_note = _headline(epsilons, plan.accountant)
+            epsilon, accountant = chosen.epsilon, chosen.accountant
+            status, reason = _proven(facts)
+        rates = [(event.noise_multiplier, getattr(event, "sample_rate", 1.0)) for event in ledger.events]
+        ran = rates or [(plan.noise_multiplier, plan.sample_rate)]
+        return cls(
+            status=status,
+            status_reason=reason,
+            epsilon=epsilon,
+            delta=plan.delta,
+            accountant=accountant,
+            accountant_note=accountant_note,
+            epsilons=epsilons,
+            target_epsilon=plan.target_epsilon,
+            unit=UNIT,
+            neighboring_relation=RELATION,
+            sampling=SAMPLING,
+            mechanism=_mechanism(plan),
+            noise_multipliers=tuple(dict.fromkeys(sigma for sigma, _ in ran)),
+            clipping_norm=plan.clipping_norm,
+            clipping=plan.clipping,
+            sample_rates=tuple(dict.fromkeys(rate for _, rate in ran)),
+            expected_batch_size=plan.expected_batch_size,
+            steps=ledger.steps(),
+            steps_planned=plan.steps,
+            num_examples=plan.num_examples,
+            mechanisms=tuple(ledger.to_list()),
+            covered=COVERED,
+            not_covered=_not_covered(facts),
+            facts=facts,
+        )
+
+    @property
+    def proven(self) -> bool:
+        """The headline holds: for all that left the run, or (un-noised releases) for the weights."""
+        return self.status in (PROVEN, PROVEN_WEIGHTS_ONLY)
+
+    @property
+    def epsilon_text(self) -> str:
+        """The headline as it is printed, or "none"."""
+        return epsilon_text(self.epsilon)
+
+    @property
+    def delta_text(self) -> str:
+        """Delta with four significant digits, rounded up."""
+        return delta_text(self.delta)
+
+    def sentence(self) -> str:
+        """The claim in one sentence; when there is none to make, that."""
+        if not self.proven:
+            return f"This run is NOT private: {self.status_reason}. No epsilon is claimed."
+        what = "The released weights"
+        claim = f"are ({self.epsilon_text}, {self.delta_text})-differentially private with respect to zero-out of"
+        of = f"one row of the training set of {self.num_examples:,} rows ({self.accountant} upper bound"
+        steps = f"{self.steps:,} steps" if self.steps != 1 else "1 step"
+        ran = f"{steps} of {self.mechanism_name} with Poisson sampling)"
+        if self.steps == 0:
+            ran = "no step on the training set has run)"
+        end = ""
+        if self.status == PROVEN_WEIGHTS_ONLY:
+            what = "The released weights alone"
+            end = f"; this does not cover {', '.join(self.facts.released)}, released without noise"
+        return f"{what} {claim} {of}, {ran}{end}."
+
+    @property
+    def mechanism_name(self) -> str:
+        """Short name of the mechanism."""
+        return "DP-SGD"
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-ready; :meth:`from_dict` reads it back."""
+        return _plain(asdict(self))
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> PrivacyStatement:
+        """Read back what :meth:`to_dict` wrote. Raises: LedgerError for unknown, missing or bad fields."""
+        given = _checked_fields(cls, values)
+        try:
+            given["epsilons"] = tuple(_record(AccountantResult, row) for row in given["epsilons"])
+            given["facts"] = RunFacts.from_dict(given["facts"])
+            for name in ("noise_multipliers", "sample_rates", "mechanisms", "not_covered"):
+                given[name] = tuple(given[name])
+        except TypeError as error:
+            raise LedgerError(f"The privacy statement cannot be read ({error}): it was edited or damaged.") from error
+        return cls(**given)
+
+    def __str__(self) -> str:
+        lines = [f"Privacy: {self.status}", f"  {self.sentence()}"]
+        if self.proven:
+            lines += [f"  {_row_text(row)}" for row in self.epsilons]
+        if self.accountant_note and self.proven:
+            lines.append(f"  {self.accountant_note}")
+        return "\n".join(lines)
+
+
+def epsilon_text(epsilon: float | None) -> str:
+    """An epsilon that is already rounded up, as printed; "none" where there is none."""
+    if epsilon is None:
+        return "none"
+    return "0" if epsilon == 0 else f"{epsilon:.{EPSILON_DIGITS}f}"
+
+
+def delta_text(delta: float) -> str:
+    """Delta rounded up to four significant digits, so that "(epsilon, delta)-private" stays true."""
+    exact = Decimal(repr(float(delta)))
+    if exact == 0:
+        return "0"
+    return f"{float(exact.quantize(Decimal(1).scaleb(exact.adjusted() - DELTA_DIGITS + 1), ROUND_CEILING)):g}"
+
+
+def _why_not_private(ledger: Ledger, facts: RunFacts) -> str:
+    if facts.insecure_seed:
+        return "noise and sampling came from a fixed seed (insecure_seed), and whoever knows it can subtract the noise"
+    noiseless = sum(event.steps for event in ledger.events if event.noise_multiplier == 0)
+    return f"{noiseless} of {ledger.steps()} steps ran without noise" if noiseless else ""
+
+
+def _proven(facts: RunFacts) -> tuple[str, str]:
+    reason = "Poisson sampling, per-example clipping and Gaussian noise, composed over the steps in the ledger"
+    if not facts.released:
+        return PROVEN, reason
+    names = ", ".join(facts.released)
+    return PROVEN_WEIGHTS_ONLY, (
+        f"{reason}; epsilon covers the weights only, because these were released without noise at the user's request: "
+        f"{names}"
+    )
+
+
+def _result(ledger: Ledger, delta: float, accountant: str) -> AccountantResult:
+    try:
+        value = ledger.epsilon(delta, accountant)
+    except AccountingRangeError as error:
+        return AccountantResult(accountant, None, None, note=str(error))
+    if not math.isfinite(value.value):
+        return AccountantResult(accountant, None, None, note="no finite epsilon")
+    point = None if value.estimate is None else round_up(value.estimate, EPSILON_DIGITS)
+    return AccountantResult(accountant, value.rounded_up(EPSILON_DIGITS), value.kind, point)
+
+
+def _headline(rows: tuple[AccountantResult, ...], wanted: str) -> tuple[AccountantResult, str]:
+    """The result that the claim is made with, and why if it is not the one asked for."""
+    bounds = {row.accountant: row for row in rows if row.epsilon is not None and row.accountant in BOUNDS}
+    if wanted in bounds:
+        return bounds[wanted], ""
+    if not bounds:
+        notes = " ".join(f"{row.accountant}: {row.note}" for row in rows if row.note)
+        raise AccountingRangeError(f"No accountant gives an upper bound for this run, so nothing is claimed. {notes}")
+    best = min(bounds.values(), key=lambda row: row.epsilon or 0.0)
+    why = next((row.note for row in rows if row.accountant == wanted and row.note), "it is an estimate, not a bound.")
+    return best, f"The headline is {best.accountant}'s bound, not that of {wanted}, the accountant asked for: {why}"
+
+
+def _mechanism(plan: PrivacyPlan) -> str:
+    how = {
+        "flat": "clipped to an L2 norm of at most",
+        "automatic": "rescaled (automatic clipping) to an L2 norm of at most",
+        "per_layer": "clipped layer by layer to a total L2 norm of at most",
+    }
+    clipping = how[_validate.one_of("clipping", plan.clipping, how)]
+    return (
+        f"DP-SGD: per-example gradients {clipping} {plan.clipping_norm!r}; Gaussian noise with standard deviation "
+        "noise_multiplier x clipping_norm is added once to their sum, which is divided by the expected batch size and "
+        "handed to the optimizer"
+    )
+
+
+def _not_covered(facts: RunFacts) -> tuple[str, ...]:
+    selected = "used in this run" if facts.model_selection else "not used by this run's trainer"
+    return (
+        "evaluation data: metrics and choices made with it are not noised",
+        f"model selection on evaluation data (best checkpoint, early stopping): {selected}, and not accounted for",
+        "hyperparameter tuning and other runs on the same data: each run adds its own epsilon",
+        "tokenizer, vocabulary or label set, if built from the training set",
+        "pretraining data of the base model",
+        f"the number of rows, which is stated as public (with what is derived from it: {_DERIVED})",
+        "running time and memory use",
+        "floating-point attacks on the noise: the proof assumes real-number Gaussian noise",
+        f"attacks on the random generators: the proof assumes ideal randomness; noise from {facts.noise_generator}, "
+        f"sampling from {facts.sampling_generator}",
+        *(f"{name}: released without noise at the user's request" for name in facts.released),
+    )
+
+
+_DERIVED = "sample rate, steps, delta, divisor"
+
+
+def _row_text(row: AccountantResult) -> str:
+    if row.epsilon is None:
+        return f"{row.accountant:<8} -        {row.note}"
+    point = "" if row.estimate is None else f" (point estimate {epsilon_text(row.estimate)})"
+    return f"{row.accountant:<8} {epsilon_text(row.epsilon):<8} {row.kind}{point}"
+
+
+def _plain(value: Any) -> Any:
+    """Tuples to lists, mappings to dicts: what JSON and YAML give back."""
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    return value
+
+
+def _checked_fields(cls: type[Any], values: Any) -> dict[str, Any]:
+    known = [item.name for item in fields(cls)]
+    given = dict(values) if isinstance(values, Mapping) else {}
+    unknown, missing = sorted(set(given) - set(known)), sorted(set(known) - set(given))
+    if unknown or missing:
+        raise LedgerError(
+            f"{cls.__name__} cannot be read: unknown fields {unknown}, missing {missing}. "
+            "It was edited, or written by another version of hf_dp."
+        )
+    return given
+
+
+def _record(cls: type[_Record], values: Any) -> _Record:
+    try:
+        return cls(**_checked_fields(cls, values))
+    except (InvalidArgumentError, TypeError, ValueError) as error:
+        raise LedgerError(f"{cls.__name__} cannot be read: {error}") from error

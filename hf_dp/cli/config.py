@@ -1,0 +1,94 @@
+"""Flat YAML and command line into dataclasses: the command line wins, an unknown key is an error."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from hf_dp.errors import ConfigError
+
+
+def split_config(argv: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
+    """Take ``--config FILE`` out of ``argv`` and read it: (its keys, the other words).
+
+    Raises: ConfigError for a missing, unreadable or non-flat file.
+    """
+    words, path = [], None
+    waiting = iter(argv)
+    for word in waiting:
+        if word == "--config":
+            path = next(waiting, None)
+            if path is None:
+                raise ConfigError("--config needs a file, for example --config recipes/demo/minilm_dp_adam.yaml")
+        elif word.startswith("--config="):
+            path = word.removeprefix("--config=")
+        else:
+            words.append(word)
+    return ({} if path is None else read_yaml(path)), words
+
+
+def read_yaml(path: str) -> dict[str, Any]:
+    """The keys of one configuration file. Raises: ConfigError."""
+    try:
+        values = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    except OSError as problem:
+        raise ConfigError(f"The configuration file {path!r} cannot be read: {problem.strerror}.") from problem
+    except yaml.YAMLError as problem:
+        raise ConfigError(f"The configuration file {path!r} is not valid YAML: {problem}") from problem
+    if not isinstance(values, dict) or not all(isinstance(key, str) for key in values):
+        raise ConfigError(f"The configuration file {path!r} must be a mapping of names to values.")
+    return values
+
+
+def parse(
+    dataclass_types: Sequence[type], values: dict[str, Any], words: Sequence[str], *, prog: str, extra: Sequence[str] = ()
+) -> tuple[Any, ...]:
+    """Instances of the dataclasses, from YAML ``values`` overridden by command-line ``words``.
+
+    Raises: ConfigError naming every unknown key, with the nearest known one. (argparse reports a wrong word and exits.)
+    """
+    from transformers import HfArgumentParser
+
+    known = {field.name for cls in dataclass_types for field in dataclasses.fields(cls) if field.init}
+    check_keys(values, known | set(extra))
+    parser = HfArgumentParser(list(dataclass_types), prog=prog, allow_abbrev=False)  # type: ignore[arg-type]
+    parser.set_defaults(**{name: value for name, value in values.items() if name in known})
+    for action in parser._actions:
+        if action.dest in values:
+            action.required = False
+    return parser.parse_args_into_dataclasses(args=list(words), args_file_flag=None)
+
+
+def check_keys(values: dict[str, Any], known: set[str]) -> None:
+    """Raise ConfigError for every key of ``values`` that is not in ``known``."""
+    problems = []
+    for key in values:
+        if key not in known:
+            near = difflib.get_close_matches(key, known, n=1)
+            problems.append(f"`{key}`" + (f" (did you mean `{near[0]}`?)" if near else ""))
+    if problems:
+        raise ConfigError(f"Unknown configuration key {', '.join(problems)}. See `hf-dp train --help-all` for all keys.")
+
+
+def peft_config(values: dict[str, Any] | None) -> Any:
+    """A PEFT config from a YAML block ``{peft_type: lora, r: 8, ...}``, or None.
+
+    Raises: ConfigError for an unknown method or option.
+    """
+    if not values:
+        return None
+    from peft import PEFT_TYPE_TO_CONFIG_MAPPING
+
+    methods = {str(getattr(kind, "value", kind)).lower(): cls for kind, cls in PEFT_TYPE_TO_CONFIG_MAPPING.items()}
+    options = dict(values)
+    method = str(options.pop("peft_type", "")).lower()
+    if method not in methods:
+        raise ConfigError(f"Expected `peft.peft_type` to be one of {sorted(methods)}, got {method!r}.")
+    fields = {field.name for field in dataclasses.fields(methods[method]) if field.init}
+    check_keys(options, fields)
+    return methods[method](**options)

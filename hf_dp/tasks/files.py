@@ -1,0 +1,50 @@
+"""Local files and package-borne models, with errors that say which file or name was wrong."""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+from typing import Any
+
+from hf_dp.errors import DataError
+
+_LOADERS = {".parquet": "parquet", ".csv": "csv", ".json": "json", ".jsonl": "json"}
+
+
+def load_file(path: str) -> Any:
+    """A ``datasets.Dataset`` from a Parquet, CSV or JSON(-lines) file.
+
+    Raises: DataError for a missing or unreadable file, an unknown ending, or no rows.
+    """
+    import datasets
+
+    file = Path(path)
+    if file.suffix not in _LOADERS:
+        raise DataError(f"Expected a data file ending in {sorted(_LOADERS)}, got {file.name!r}.")
+    if not file.is_file():
+        raise DataError(f"The data file {path!r} does not exist (working directory: {Path.cwd().name!r}).")
+    try:
+        dataset = datasets.load_dataset(_LOADERS[file.suffix], data_files=str(file), split="train")
+    except Exception as problem:  # each reader has its own errors: pyarrow, pandas, json, datasets
+        cause = problem.__cause__ or problem
+        raise DataError(f"The data file {file.name!r} could not be read as {_LOADERS[file.suffix]}: {cause}") from problem
+    if len(dataset) == 0:
+        raise DataError(f"The data file {file.name!r} has no rows.")
+    return dataset
+
+
+def resolve_model(name: str) -> str:
+    """A model name or path as ``from_pretrained`` takes it; ``package:NAME`` is the model inside a Python package.
+
+    Raises: DataError when that package is not installed.
+    """
+    kind, separator, package = name.partition(":")
+    if kind != "package" or not separator:
+        return name
+    try:
+        return str(importlib.import_module(package).get_model_path())
+    except ModuleNotFoundError as problem:
+        raise DataError(
+            f"The model {name!r} comes with the Python package {package.replace('_', '-')!r}, which is not installed. Install "
+            "it with: pip install 'hf-dp[demo]'"
+        ) from problem

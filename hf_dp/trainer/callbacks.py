@@ -1,0 +1,41 @@
+"""What Trainer's loop asks between steps: stop before the target is passed, and show epsilon beside the progress."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers import TrainerCallback
+from transformers.trainer_callback import ProgressCallback
+
+from hf_dp.trainer.run_ledger import RunLedger
+
+
+class StopBeforeTarget(TrainerCallback):
+    """Ends training when one more step would pass ``target_epsilon``."""
+
+    def __init__(self, run: RunLedger):
+        self.run = run
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self.run.exhausted:
+            control.should_training_stop = True
+
+
+class EpsilonProgress(ProgressCallback):
+    """The terminal bar, with the epsilon spent at the last log."""
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+        if self.training_bar is not None and "epsilon" in (logs or {}):
+            self.training_bar.set_postfix_str(f"epsilon {logs['epsilon']:g}", refresh=False)
+        super().on_log(args, state, control, logs=logs, **kwargs)
+
+
+def with_epsilon(callback: Any) -> Any:
+    """The counterpart of a stock progress callback that also shows epsilon; any other callback unchanged."""
+    if type(callback) is ProgressCallback:
+        return EpsilonProgress()
+    if type(callback).__name__ == "NotebookProgressCallback":
+        from hf_dp.trainer.notebook import NotebookEpsilonProgress
+
+        return NotebookEpsilonProgress()
+    return callback

@@ -1,0 +1,87 @@
+"""One data-loader item is one logical batch: a list of physical batches, empty for an empty draw.
+
+The loader is not passed through ``accelerator.prepare``: its sharding hands ranks alternate logical batches, repeats the
+first at the tail and drops those of unexpected size, so what would be drawn is no longer a Poisson sample.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, get_worker_info
+
+from hf_dp.errors import DataError
+from hf_dp.noise import SecretRandomness
+from hf_dp.plan import PrivacyPlan
+from hf_dp.sampling import physical_batches
+
+Collator = Callable[[list[Any]], Mapping[str, Any]]
+
+
+class PhysicalBatchCollator:
+    """Cuts one draw into physical batches of similar length and collates each with the user's collator.
+
+    Raises: DataError when a collated batch has not one row per drawn example (packing, flattening): a row would then be
+        no example, and clipping rows would bound nothing.
+    """
+
+    def __init__(self, collator: Collator, size: int, randomness: SecretRandomness):
+        self.collator, self.size, self.randomness = collator, size, randomness
+
+    def __call__(self, examples: Sequence[Any]) -> list[Mapping[str, Any]]:
+        groups = physical_batches([_length(example) for example in examples], self.size)
+        if get_worker_info() is not None:  # a worker's generators were seeded by the operating system
+            return [self._collate([examples[i] for i in group]) for group in groups]
+        with self.randomness.streams():
+            return [self._collate([examples[i] for i in group]) for group in groups]
+
+    def _collate(self, group: list[Any]) -> Mapping[str, Any]:
+        batch = self.collator(group)
+        check_rows(batch, len(group))
+        return batch
+
+
+def check_rows(batch: Mapping[str, Any], examples: int) -> None:
+    """Raise DataError unless every tensor of a collated batch has one row per example."""
+    for name, value in batch.items():
+        if isinstance(value, torch.Tensor) and (value.dim() == 0 or value.shape[0] != examples):
+            raise DataError(
+                f"Expected the data collator to return one row per example ({examples}), but `{name}` has shape "
+                f"{tuple(value.shape)}. Packing and flattening collators mix examples in a row; use a padding one."
+            )
+
+
+def private_dataloader(
+    dataset: Any, plan: PrivacyPlan, collator: Collator, physical_size: int, randomness: SecretRandomness, args: Any
+) -> DataLoader:
+    """A loader over one nominal epoch, ``round(1 / sample_rate)`` draws; Trainer iterates it until ``max_steps``."""
+    sampler = plan.sampler(steps=max(1, round(1 / plan.sample_rate)), random_bytes=randomness.random_bytes)
+    return DataLoader(
+        dataset,
+        batch_sampler=sampler,  # type: ignore[arg-type]
+        collate_fn=PhysicalBatchCollator(collator, physical_size, randomness),
+        num_workers=args.dataloader_num_workers,
+        pin_memory=args.dataloader_pin_memory,
+        persistent_workers=args.dataloader_persistent_workers,
+        prefetch_factor=args.dataloader_prefetch_factor,
+        multiprocessing_context=args.dataloader_multiprocessing_context,
+        worker_init_fn=_seed_worker_from_os,
+    )
+
+
+def _seed_worker_from_os(worker_id: int) -> None:
+    # torch derives worker seeds from the global generator, that is from `seed`, also after a resume.
+    seed = int.from_bytes(os.urandom(8), "little") >> 1
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+
+
+def _length(example: Any) -> int:
+    tokens = example.get("input_ids") if isinstance(example, Mapping) else None
+    return len(tokens) if tokens is not None else 0

@@ -1,0 +1,75 @@
+"""What the card and the statement say that the ledger does not know: what trained, with which generators and versions."""
+
+from __future__ import annotations
+
+from importlib import metadata
+from typing import Any
+
+from torch import nn
+
+from hf_dp._version import __version__
+from hf_dp.cards.statement import RunFacts
+from hf_dp.losses import base_model, task_of
+from hf_dp.trainer.arguments import DPTrainingArguments
+from hf_dp.trainer.loading import describe_training
+
+_PIPELINES = {"sequence_classification": "text-classification", "causal_lm": "text-generation"}
+_PACKAGES = ("torch", "transformers", "accelerate", "peft", "dp-accounting", "prv-accountant")
+
+
+def run_facts(model: nn.Module, args: DPTrainingArguments, *, model_selection: bool) -> RunFacts:
+    """The facts of a private run, for its :class:`PrivacyStatement`."""
+    on_cpu = args.device.type == "cpu"
+    return RunFacts(
+        privacy_mode=args.privacy_mode,
+        trained=describe_training(model),
+        precision="bfloat16 autocast; norms, clipped sums and noise in float32" if args.bf16 else "float32",
+        noise_generator=(
+            "NumPy SFC64 seeded with 128 bits by the operating system (not cryptographic)"
+            if on_cpu
+            else f"PyTorch's {args.device.type} generator seeded with 63 bits by the operating system (not cryptographic)"
+        ),
+        sampling_generator="the operating system's cryptographic generator",
+        released=tuple(args.release),
+        insecure_seed=args.insecure_seed is not None,
+        model_selection=model_selection,
+        versions={"hf_dp": __version__, **{name: metadata.version(name) for name in _PACKAGES}},
+    )
+
+
+def card_details(trainer: Any, **given: Any) -> dict[str, Any]:
+    """Keyword arguments of :func:`render_card` for a trainer; what the user passed to ``create_model_card`` wins."""
+    args, model = trainer.args, base_model(trainer.model)
+    name = args.hub_model_id or args.output_dir
+    dataset = given.pop("dataset", None) or given.pop("dataset_name", None)
+    tags = given.pop("tags", None) or []
+    known = {
+        "model_name": given.pop("model_name", None) or str(name).rstrip("/\\").replace("\\", "/").split("/")[-1],
+        "base_model": given.pop("finetuned_from", None) or getattr(getattr(model, "config", None), "_name_or_path", None) or None,
+        "dataset": dataset[0] if isinstance(dataset, (list, tuple)) and dataset else dataset or trainer.dataset_name,
+        "task_tag": _PIPELINES.get(_task(model)),
+        "metrics": trainer.evaluation_metrics(),
+        "training": _public_settings(args),
+        "license": given.pop("license", None),
+        "language": given.pop("language", None),
+        "tags": [tags] if isinstance(tags, str) else list(tags),
+    }
+    given.pop("tasks", None)
+    given.pop("dataset_tags", None)
+    given.pop("dataset_args", None)
+    if given:
+        raise TypeError(f"create_model_card() got unexpected arguments {sorted(given)}")
+    return known
+
+
+def _task(model: nn.Module) -> str:
+    try:
+        return task_of(model)
+    except ValueError:  # a task of the user's own, with its own per-example loss
+        return "other"
+
+
+def _public_settings(args: DPTrainingArguments) -> dict[str, Any]:
+    names = ("learning_rate", "optim", "lr_scheduler_type", "warmup_steps", "weight_decay", "num_train_epochs", "max_steps")
+    values = {name: getattr(args, name) for name in (*names, "per_device_train_batch_size", "expected_batch_size", "seed")}
+    return {name: getattr(value, "value", value) for name, value in values.items()}

@@ -1,0 +1,64 @@
+"""From what a user passes as ``model`` and ``peft_config`` to the module that trains."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+from transformers import AutoConfig
+
+from hf_dp.errors import InvalidArgumentError, UnsupportedLossError
+from hf_dp.losses import task_of
+
+logger = logging.getLogger(__name__)
+
+_PEFT_TASKS = {"sequence_classification": "SEQ_CLS", "causal_lm": "CAUSAL_LM"}
+
+
+def load_model(name_or_path: str) -> nn.Module:
+    """Load a model by name or path, with the class that its config names.
+
+    Raises: InvalidArgumentError when the config names no class of transformers.
+    """
+    config = AutoConfig.from_pretrained(name_or_path)
+    architecture = (config.architectures or [None])[0]
+    cls = getattr(transformers, architecture or "", None)
+    if cls is None:
+        raise InvalidArgumentError(
+            f"Expected `model`={name_or_path!r} to name its class in config.architectures, got {config.architectures!r}. Load "
+            "it yourself, for example with AutoModelForSequenceClassification.from_pretrained, and pass the model."
+        )
+    return cls.from_pretrained(name_or_path)
+
+
+def apply_peft(model: nn.Module, peft_config: Any, device: torch.device) -> nn.Module:
+    """Wrap the model for the adapter, after it has been placed on its device.
+
+    (A model moved after wrapping leaves an optimizer that updates copies: a run that looks right and learns nothing.) A
+    missing ``task_type`` is set from the model's class, so that the head trains and is saved, and the log says so.
+    """
+    from peft import PeftModel, get_peft_model
+
+    if isinstance(model, PeftModel):
+        raise InvalidArgumentError("Expected `peft_config` to be None for a model that is a PeftModel already.")
+    if peft_config.task_type is None:
+        try:
+            peft_config.task_type = _PEFT_TASKS[task_of(model)]
+            logger.info("peft_config.task_type was not set; using %s.", peft_config.task_type)
+        except UnsupportedLossError:
+            logger.info("peft_config.task_type is not set and %s suggests none.", type(model).__name__)
+    return get_peft_model(model.to(device), peft_config)
+
+
+def describe_training(model: nn.Module) -> str:
+    """What trains, in words with counts: goes into the card."""
+    trainable = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    total = sum(p.numel() for p in model.parameters())
+    if trainable == total:
+        return f"all {total:,} parameters"
+    adapters = getattr(model, "peft_config", None)
+    kind = f" ({', '.join(sorted({str(getattr(c.peft_type, 'value', c.peft_type)) for c in adapters.values()}))})" if adapters else ""
+    return f"{trainable:,} of {total:,} parameters{kind}"

@@ -1,0 +1,1 @@
+"""How privacy is obtained: one small class a mode."""

@@ -1,0 +1,34 @@
+"""DP-SGD: noise on the clipped sum, in ``p.grad``; any optimizer then makes it DP-Adam and so on (Li et al., algorithm 1)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+from hf_dp.noise import SecretRandomness
+from hf_dp.plan import PrivacyPlan
+from hf_dp.trainer.run_ledger import RunLedger
+
+PURPOSE = "training"
+
+
+@torch.no_grad()
+def release_gradient(
+    parameters: Mapping[str, nn.Parameter],
+    sums: dict[str, Tensor],
+    plan: PrivacyPlan,
+    randomness: SecretRandomness,
+    run: RunLedger,
+) -> None:
+    """``p.grad = (clipped sum + N(0, (noise_multiplier C)^2)) / expected_batch_size`` for every trainable parameter.
+
+    The noise is drawn once per logical batch and the divisor is a public constant, also for an empty draw. The step is in
+    the durable ledger before any ``p.grad`` is set: whatever is killed afterwards, nothing unrecorded was visible.
+    """
+    for name, total in sums.items():
+        total.add_(randomness.gaussian_like(total, plan.noise_std)).div_(plan.expected_batch_size)
+    run.append(plan.event(steps=1), PURPOSE)
+    for name, parameter in parameters.items():
+        parameter.grad = sums.pop(name).to(parameter.dtype)

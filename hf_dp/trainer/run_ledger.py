@@ -1,0 +1,123 @@
+"""The ledger of one run on disk: made durable before the release it records becomes visible to anyone."""
+
+from __future__ import annotations
+
+import math
+import os
+import uuid
+from pathlib import Path
+
+from hf_dp.accounting import Event, Ledger, calibrate_steps
+from hf_dp.cards.document import FILE_NAME, document, read, write
+from hf_dp.cards.statement import PrivacyStatement
+from hf_dp.errors import BudgetExceededError, LedgerError
+from hf_dp.plan import PrivacyPlan
+
+
+class RunLedger:
+    """One append-only ledger per run, kept in ``output_dir``; checkpoints hold copies.
+
+    Args: folder: the run's output folder. plan: what the run does; a resumed run must have the same.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str], plan: PrivacyPlan):
+        self.folder, self.plan = Path(folder), plan
+        self.ledger = Ledger()
+        self.run_id = uuid.uuid4().hex
+        self._allowed = math.inf
+
+    def start(self, planned_steps: int) -> None:
+        """Begin (or go on with) ``planned_steps`` steps in this process.
+
+        Raises: LedgerError when the folder holds another run's ledger, which would be lost; BudgetExceededError when not
+            one further step fits under the target.
+        """
+        self._refuse_foreign_ledger()
+        self._allowed = self.allowed_steps(planned_steps)
+        if self._allowed <= self.ledger.steps() and planned_steps > 0:
+            raise BudgetExceededError(
+                f"This run has spent epsilon {self.ledger.epsilon(self.plan.delta, self.plan.accountant).rounded_up()} of "
+                f"target_epsilon={self.plan.target_epsilon} in {self.ledger.steps()} steps; one more would pass it. Publish "
+                "what there is, or start a new run with a new output_dir (both then count together)."
+            )
+
+    def allowed_steps(self, planned_steps: int) -> float:
+        """The largest number of steps in the ledger that stays within the target, infinity when none was set."""
+        done = self.ledger.steps()
+        if self.plan.target_epsilon is None:
+            return math.inf
+        if done + planned_steps <= self.plan.steps:
+            return self.plan.steps  # the plan was calibrated to meet the target at exactly these
+        return done + calibrate_steps(
+            self.plan.target_epsilon,
+            self.plan.delta,
+            self.plan.noise_multiplier,
+            self.plan.sample_rate,
+            self.plan.accountant,
+            prior_events=self.ledger.events,
+        )
+
+    @property
+    def exhausted(self) -> bool:
+        """True when the next step would pass the target."""
+        return self.ledger.steps() + 1 > self._allowed
+
+    def append(self, event: Event, purpose: str) -> None:
+        """Record one release and make it durable; only then may its result be used.
+
+        Raises: BudgetExceededError before anything is recorded when the target would be passed.
+        """
+        if self.exhausted:
+            raise BudgetExceededError(
+                f"The next step would pass target_epsilon={self.plan.target_epsilon} after {self.ledger.steps()} steps."
+            )
+        self.ledger.append(event, purpose)
+        self.save(self.folder)
+
+    def save(self, folder: str | os.PathLike[str], statement: PrivacyStatement | None = None) -> None:
+        """Write ``privacy.json`` into ``folder``; refuses to overwrite a ledger that this one does not continue."""
+        write(folder, document(self.plan, self.ledger, run_id=self.run_id, statement=statement))
+
+    def resume(self, checkpoint: str | os.PathLike[str]) -> None:
+        """Take over the *run's* ledger, so that repeated steps and branches all count.
+
+        Raises: LedgerError when the checkpoint or the run has no ledger, when they are of different runs, when the run's is
+            shorter than the checkpoint's, or when the plan changed.
+        """
+        at_checkpoint = read(checkpoint)
+        try:
+            run = read(self.folder)
+        except LedgerError as problem:
+            raise LedgerError(
+                f"Cannot resume: the run's own {FILE_NAME} in output_dir is missing or damaged ({problem}). The checkpoint's "
+                "copy does not know the steps made after it. Resume with the output_dir of the original run."
+            ) from problem
+        if run.run_id != at_checkpoint.run_id:
+            raise LedgerError(
+                f"Cannot resume: the checkpoint belongs to run {at_checkpoint.run_id}, output_dir to run {run.run_id}. Use "
+                "the output_dir that the checkpoint was written under."
+            )
+        if not run.ledger.extends(at_checkpoint.ledger):
+            raise LedgerError(
+                f"Cannot resume: the run's ledger ({run.ledger.steps()} steps) does not contain the checkpoint's "
+                f"({at_checkpoint.ledger.steps()} steps). One of the two {FILE_NAME} files was replaced."
+            )
+        for name, now in self.plan.to_dict().items():
+            then = run.plan.to_dict()[name]
+            if name != "steps" and now != then:
+                raise LedgerError(
+                    f"Cannot resume: `{name}` is {now!r} but the run was started with {then!r}. Resume with the same "
+                    "arguments and data, or start a new run in a new output_dir."
+                )
+        self.ledger, self.run_id = run.ledger, run.run_id
+
+    def _refuse_foreign_ledger(self) -> None:
+        if not (self.folder / FILE_NAME).exists():
+            return
+        earlier = read(self.folder)
+        if earlier.run_id != self.run_id:
+            raise LedgerError(
+                f"output_dir {self.folder.name!r} already holds the {FILE_NAME} of another run ({earlier.ledger.steps()} "
+                "steps). Pass resume_from_checkpoint to go on with it, or choose a new output_dir: overwriting it would lose "
+                "the evidence of what was spent."
+            )

@@ -1,0 +1,365 @@
+"""``DPTrainer``: transformers' Trainer with differentially private steps.
+
+Only seams of Trainer are overridden; its loop, schedulers, callbacks, evaluation and saving run as ever. What a private
+step does is on one screen: :meth:`DPTrainer.training_step`.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+from transformers import EarlyStoppingCallback, PreTrainedModel, Trainer
+from transformers.trainer_utils import SaveStrategy, TrainOutput, get_last_checkpoint
+
+from hf_dp._validate import invalid
+from hf_dp.accounting import Epsilon, Ledger, epsilon
+from hf_dp.cards.card import render_card
+from hf_dp.cards.statement import PrivacyStatement, RunFacts
+from hf_dp.clipping import ClippingEngine, self_check
+from hf_dp.errors import LedgerError, UnsupportedArgumentError
+from hf_dp.losses import per_example_loss
+from hf_dp.noise import SecretRandomness
+from hf_dp.plan import PrivacyPlan
+from hf_dp.trainer.arguments import DPTrainingArguments
+from hf_dp.trainer.callbacks import StopBeforeTarget, with_epsilon
+from hf_dp.trainer.checks import (
+    check_collator,
+    check_head_is_trainable,
+    check_not_training_data,
+    check_subclass,
+    check_train_dataset,
+)
+from hf_dp.trainer.dataloader import private_dataloader
+from hf_dp.trainer.facts import card_details, run_facts
+from hf_dp.trainer.loading import apply_peft, load_model
+from hf_dp.trainer.modes.dp_sgd import release_gradient
+from hf_dp.trainer.run_ledger import RunLedger
+from hf_dp.trainer.synthetic import synthetic_batches
+
+# Un-noised, or telling the size of a draw: kept out of logs, trackers, trainer_state.json and what train() returns.
+_WITHHELD = {
+    "loss": "training_loss",
+    "train_loss": "training_loss",
+    "total_flos": None,
+    "num_input_tokens_seen": None,
+    "train_runtime": None,
+    "train_samples_per_second": None,
+    "train_steps_per_second": None,
+    "train_tokens_per_second": None,
+}
+
+
+class DPTrainer(Trainer):
+    """Drop-in for :class:`transformers.Trainer`; the arguments are Trainer's, in Trainer's order, and ``peft_config``.
+
+    Args:
+        model: a model, or a name or path that is loaded with the class its config names.
+        args: :class:`DPTrainingArguments`; says how privacy is obtained and how much of it.
+        compute_loss_func: refused in private modes; override :meth:`compute_per_example_loss` instead.
+        peft_config: a PEFT config; the model is wrapped after it was placed on its device.
+
+    Attributes: ``privacy_plan`` (:class:`PrivacyPlan`), ``ledger`` (:class:`Ledger`, what ran so far); both None in
+    ``non_private`` mode and before a training set is known.
+
+    Raises: InvalidArgumentError, DataError, UnsupportedModelError, CalibrationError, before anything is written.
+    """
+
+    loss_is_scaled_for_ga = True
+
+    def __init__(
+        self,
+        model: str | PreTrainedModel | nn.Module | None = None,
+        args: DPTrainingArguments | None = None,
+        data_collator: Callable[[list[Any]], dict[str, Any]] | None = None,
+        train_dataset: Any = None,
+        eval_dataset: Any = None,
+        processing_class: Any = None,
+        model_init: Callable[..., PreTrainedModel] | None = None,
+        compute_loss_func: Callable[..., Any] | None = None,
+        compute_metrics: Callable[..., dict[str, float]] | None = None,
+        callbacks: list[Any] | None = None,
+        optimizers: tuple[Any, Any] = (None, None),
+        preprocess_logits_for_metrics: Callable[[Tensor, Tensor], Tensor] | None = None,
+        *,
+        peft_config: Any = None,
+    ):
+        if not isinstance(args, DPTrainingArguments):
+            raise invalid(
+                "args",
+                type(args).__name__,
+                "to be DPTrainingArguments",
+                "Replace TrainingArguments(...) by DPTrainingArguments(..., target_epsilon=3, expected_batch_size=1024).",
+            )
+        args = copy.copy(args)  # steps are written into it below; the caller's may serve another run
+        args.check()
+        self.privacy_plan: PrivacyPlan | None = None
+        if args.is_private:
+            check_subclass(type(self), Trainer)
+            if compute_loss_func is not None:
+                raise invalid(
+                    "compute_loss_func",
+                    compute_loss_func,
+                    "to be None in private modes",
+                    "It returns one number for a batch. Override DPTrainer.compute_per_example_loss(self, model, inputs).",
+                    UnsupportedArgumentError,
+                )
+            if train_dataset is not None:
+                check_not_training_data(eval_dataset, train_dataset)
+                self.privacy_plan = _plan(args, check_train_dataset(train_dataset))
+                args.max_steps = self.privacy_plan.steps
+        if peft_config is not None and model_init is not None:
+            raise invalid("peft_config", peft_config, "to be None with `model_init`", "Wrap the model in model_init.")
+        model = load_model(model) if isinstance(model, str) else model
+        if peft_config is not None:
+            model = apply_peft(model, peft_config, args.device)
+        if args.is_private and model is not None:
+            check_head_is_trainable(model)
+        super().__init__(
+            model,
+            args,
+            data_collator,
+            train_dataset,
+            eval_dataset,
+            processing_class,
+            model_init,
+            compute_loss_func,
+            compute_metrics,
+            callbacks,
+            optimizers,
+            preprocess_logits_for_metrics=preprocess_logits_for_metrics,
+        )
+        self._randomness = SecretRandomness(args.insecure_seed)
+        self._run: RunLedger | None = None
+        self._evaluation: dict[str, float] = {}
+        self.dataset_name: str | None = None  # for the card; the trainer cannot know it
+        if self.privacy_plan is not None:
+            self._run = RunLedger(args.output_dir, self.privacy_plan)
+            self.callback_handler.callbacks = [with_epsilon(cb) for cb in self.callback_handler.callbacks]
+            self.add_callback(StopBeforeTarget(self._run))
+
+    # -- privacy: what was spent ---------------------------------------------------------------------------------------
+
+    @property
+    def ledger(self) -> Ledger | None:
+        """What ran so far on the training set, append-only."""
+        return None if self._run is None else self._run.ledger
+
+    def epsilon(self, accountant: str | None = None) -> Epsilon:
+        """Epsilon spent so far, at the plan's delta. Raises: UnsupportedArgumentError in ``non_private`` mode."""
+        plan, run = self._private()
+        return run.ledger.epsilon(plan.delta, accountant or plan.accountant)
+
+    def privacy_statement(self) -> PrivacyStatement:
+        """What may be said about this run so far; the card and ``privacy.json`` say the same."""
+        plan, run = self._private()
+        return PrivacyStatement.from_ledger(plan, run.ledger, self._facts())
+
+    # -- the private step ----------------------------------------------------------------------------------------------
+
+    def compute_per_example_loss(self, model: nn.Module, inputs: dict[str, Any]) -> Tensor:
+        """One loss per example, (b,), each from that example alone: the point to override for a task of your own.
+
+        Args: inputs: a collated physical batch of b examples, on the model's device.
+        """
+        return per_example_loss(model, inputs)
+
+    def training_step(
+        self, model: nn.Module, inputs: Any, num_items_in_batch: Tensor | int | None = None
+    ) -> Tensor:
+        """One optimizer step's gradient. In private modes ``inputs`` is a whole logical batch, a list of physical ones."""
+        if not self.args.is_private:
+            return super().training_step(model, inputs, num_items_in_batch)
+        plan, run = self._private()
+        model.train()
+        if hasattr(self.optimizer, "train") and callable(self.optimizer.train):
+            self.optimizer.train()
+        loss_sum = torch.zeros((), device=self.args.device)
+        with self._randomness.streams(), self._engine(plan) as engine:
+            for batch in inputs:
+                batch = self._prepare_inputs(batch)
+                with self.compute_loss_context_manager():
+                    losses = self.compute_per_example_loss(self.model, batch)
+                engine.backward(losses)
+                loss_sum += losses.detach().nan_to_num().sum()
+            sums = engine.collect()
+        trainable = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
+        release_gradient(trainable, sums, plan, self._randomness, run)
+        if "training_loss" in self.args.release:
+            return loss_sum / plan.expected_batch_size
+        return torch.zeros((), device=self.args.device)
+
+    def _engine(self, plan: PrivacyPlan) -> ClippingEngine:
+        return ClippingEngine(self.model, plan.clipping_norm, plan.clipping, self.args.clipping_strategy)
+
+    # -- Trainer's seams -----------------------------------------------------------------------------------------------
+
+    def get_train_dataloader(self) -> DataLoader:
+        if not self.args.is_private:
+            return super().get_train_dataloader()
+        plan, _ = self._private()
+        dataset, collator = self._columns_for_training()
+        check_collator(collator, dataset)
+        size = self.args.per_device_train_batch_size
+        return private_dataloader(dataset, plan, collator, size, self._randomness, self.args)
+
+    def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> TrainOutput:
+        """As Trainer's. A resumed private run goes on with the *run's* ledger; a run stops before its target is passed.
+
+        Raises: LedgerError when resuming without, or with another, ledger; BudgetExceededError when nothing is left;
+            SelfCheckError, before the first draw, when the clipping engine disagrees with one-by-one gradients.
+        """
+        if not self.args.is_private:
+            return super().train(resume_from_checkpoint, *args, **kwargs)
+        _, run = self._private()
+        if resume_from_checkpoint:
+            checkpoint = resume_from_checkpoint
+            if checkpoint is True:
+                checkpoint = get_last_checkpoint(self.args.output_dir) if os.path.isdir(self.args.output_dir) else None
+                if checkpoint is None:
+                    raise LedgerError(
+                        f"resume_from_checkpoint=True, but output_dir {Path(self.args.output_dir).name!r} has no checkpoint. "
+                        "Pass False to start a run."
+                    )
+            run.resume(checkpoint)
+        output = super().train(resume_from_checkpoint, *args, **kwargs)
+        self._write_privacy_files(self.args.output_dir)
+        if "training_loss" not in self.args.release:
+            output = output._replace(training_loss=float("nan"))
+        return output
+
+    def _prepare_for_training(self, max_steps: int, *args: Any, **kwargs: Any) -> Any:
+        prepared = super()._prepare_for_training(max_steps, *args, **kwargs)
+        if self.args.is_private:
+            plan, run = self._private()
+            with self._randomness.streams(), self.compute_loss_context_manager():
+                padded, alone = self.synthetic_batches()
+                strategy = self.args.clipping_strategy
+                self_check(
+                    self.model, self.compute_per_example_loss, padded, alone, clipping=plan.clipping, strategy=strategy
+                )
+            run.start(max_steps - self.state.global_step)
+        return prepared
+
+    def synthetic_batches(self) -> tuple[dict[str, Tensor], list[dict[str, Tensor]]]:
+        """``(padded, alone)``: two made-up examples as one padded batch and one by one, for the self-check.
+
+        Override for a model whose inputs are not token ids. Must not look at the training data.
+        """
+        return synthetic_batches(self.model, self.args.device)
+
+    def floating_point_ops(self, inputs: Any) -> int:
+        """0 in private modes: the sum over steps would tell the sizes of the draws."""
+        return 0 if self.args.is_private else super().floating_point_ops(inputs)
+
+    def get_total_train_batch_size(self, args: Any) -> int:
+        """The expected logical batch in private modes."""
+        if self.privacy_plan is None:
+            return super().get_total_train_batch_size(args)
+        return round(self.privacy_plan.expected_batch_size)
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """As Trainer's, without what a private run withholds, with the epsilon spent so far."""
+        if self.args.is_private:
+            for name, released_as in _WITHHELD.items():
+                if released_as not in self.args.release:
+                    logs.pop(name, None)
+            if self.is_in_train and self._run is not None:
+                logs["epsilon"] = self.epsilon().rounded_up()
+        super().log(logs, start_time)
+
+    def evaluate(self, eval_dataset: Any = None, *args: Any, **kwargs: Any) -> dict[str, float]:
+        """As Trainer's. Raises: UnsupportedArgumentError for the training set in private modes."""
+        if self.args.is_private:
+            check_not_training_data(eval_dataset, self.train_dataset)
+        metrics = super().evaluate(eval_dataset, *args, **kwargs)
+        self._evaluation.update(metrics)
+        return metrics
+
+    def predict(self, test_dataset: Any, *args: Any, **kwargs: Any) -> Any:
+        """As Trainer's. Raises: UnsupportedArgumentError for the training set in private modes."""
+        if self.args.is_private:
+            check_not_training_data(test_dataset, self.train_dataset)
+        return super().predict(test_dataset, *args, **kwargs)
+
+    def hyperparameter_search(self, *args: Any, **kwargs: Any) -> Any:
+        """Refused in private modes: each trial is a release on the same rows."""
+        if self.args.is_private:
+            raise UnsupportedArgumentError(
+                "hyperparameter_search trains on the private rows once per trial, and the epsilon of one run does not cover "
+                "the search. Tune on public data, or run trials one by one and add up their ledgers with hf-dp account."
+            )
+        return super().hyperparameter_search(*args, **kwargs)
+
+    # -- what is written -----------------------------------------------------------------------------------------------
+
+    def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
+        super()._save(output_dir, state_dict)
+        if self._run is not None and self.args.should_save:
+            self._write_privacy_files(output_dir or self.args.output_dir)
+
+    def create_model_card(self, *args: Any, **kwargs: Any) -> None:
+        """In private modes the card with the privacy statement, and ``privacy.json`` beside it."""
+        if self._run is None:
+            return super().create_model_card(*args, **kwargs)
+        if self.is_world_process_zero():
+            self._write_privacy_files(self.args.output_dir, **kwargs)
+
+    def _write_privacy_files(self, folder: str, **card_options: Any) -> None:
+        _, run = self._private()
+        statement = self.privacy_statement()
+        os.makedirs(folder, exist_ok=True)
+        run.save(folder, statement)
+        card = render_card(statement, **card_details(self, **card_options))
+        Path(folder, "README.md").write_text(card, encoding="utf-8")
+
+    def evaluation_metrics(self) -> dict[str, float]:
+        """The latest metrics of each evaluation, without timings: what the card shows."""
+        timings = ("_runtime", "_per_second", "_preparation_time")
+        return {k: v for k, v in self._evaluation.items() if k.startswith("eval_") and not k.endswith(timings)}
+
+    # -- helpers -------------------------------------------------------------------------------------------------------
+
+    def _private(self) -> tuple[PrivacyPlan, RunLedger]:
+        if self.privacy_plan is None or self._run is None:
+            raise UnsupportedArgumentError(
+                "There is no privacy plan: privacy_mode is 'non_private' or the trainer has no train_dataset."
+            )
+        return self.privacy_plan, self._run
+
+    def _facts(self) -> RunFacts:
+        selects = self.args.load_best_model_at_end or self.args.save_strategy == SaveStrategy.BEST
+        early = any(isinstance(callback, EarlyStoppingCallback) for callback in self.callback_handler.callbacks)
+        return run_facts(self.model, self.args, model_selection=selects or early)
+
+    def _columns_for_training(self) -> tuple[Any, Callable[..., Any]]:
+        """Dataset and collator with the columns that the model's forward does not take removed, as Trainer does."""
+        import datasets
+
+        if isinstance(self.train_dataset, datasets.Dataset):
+            return self._remove_unused_columns(self.train_dataset, description="Training"), self.data_collator
+        return self.train_dataset, self._get_collator_with_removed_columns(self.data_collator, description="Training")
+
+
+def _plan(args: DPTrainingArguments, num_examples: int) -> PrivacyPlan:
+    """The plan for these arguments; an accountant that cannot describe it refuses here, not after the training."""
+    plan = PrivacyPlan.create(
+        num_examples=num_examples,
+        expected_batch_size=args.expected_batch_size,
+        clipping_norm=args.per_example_max_grad_norm,
+        num_train_epochs=args.num_train_epochs,
+        max_steps=args.max_steps,
+        target_epsilon=args.target_epsilon,
+        noise_multiplier=args.noise_multiplier,
+        target_delta=args.target_delta,
+        accountant=args.accountant,
+        clipping=args.clipping,
+    )
+    epsilon(plan.event(), plan.delta, plan.accountant)
+    return plan

@@ -1,0 +1,13 @@
+"""Fine-tune an encoder to classify texts with differential privacy.
+
+    accelerate launch recipes/text_classification.py --config recipes/demo/minilm_dp_adam.yaml
+
+The same main as `hf-dp train`; read hf_dp/cli/tasks/text_classification.py to see each step.
+"""
+
+import sys
+
+from hf_dp.cli.main import main
+
+if __name__ == "__main__":
+    raise SystemExit(main(["train", *sys.argv[1:]]))
