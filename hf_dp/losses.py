@@ -25,7 +25,8 @@ IGNORED_LABEL = -100
 
 def base_model(model: nn.Module) -> nn.Module:
     """The transformers model inside a PEFT wrapper, or the model itself."""
-    return model.get_base_model() if hasattr(model, "get_base_model") else model
+    unwrap: Any = getattr(model, "get_base_model", None)
+    return model if unwrap is None else unwrap()
 
 
 def task_of(model: nn.Module) -> str:

@@ -106,7 +106,11 @@ class PrivacyPlan:
                 f"to be < 1/num_examples ({1 / n:.3g})",
                 "At 1/N publishing one random row would count as private. Leave it unset for 1/(2N).",
             )
-        steps = int(max_steps) if max_steps > 0 else math.ceil(_validate.positive("num_train_epochs", num_train_epochs) * n / b)
+        steps = (
+            int(max_steps)
+            if max_steps > 0
+            else math.ceil(_validate.positive("num_train_epochs", num_train_epochs) * n / b)
+        )
         c = _validate.positive("per_example_max_grad_norm", clipping_norm)
         if noise_multiplier is None:
             sigma = calibrate_noise_multiplier(

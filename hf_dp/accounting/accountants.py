@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 from collections.abc import Iterable
 from typing import Protocol, cast
@@ -50,6 +51,10 @@ def epsilon(events: Event | Iterable[Event], delta: float, accountant: str = "pl
         AccountingRangeError: this accountant is not known to be right here; the message names one that is.
         UnsupportedEventError: an event of unknown kind.
     """
-    module = load(accountant)
-    delta = in_unit_interval("delta", delta)
-    return module.epsilon(compose(events), delta)
+    load(accountant)  # names the known ones when this is none
+    return _epsilon(accountant, compose(events), in_unit_interval("delta", delta))
+
+
+@functools.lru_cache(maxsize=4096)  # a log, a card and privacy.json ask the same question of the same ledger
+def _epsilon(accountant: str, composition: Composition, delta: float) -> Epsilon:
+    return load(accountant).epsilon(composition, delta)

@@ -24,6 +24,7 @@ from hf_dp.cards.statement import AccountantResult, PrivacyStatement, epsilon_te
 from hf_dp.errors import InvalidArgumentError
 
 TAGS = ("differential-privacy", "differential_privacy", "dp-sgd", "hf_dp")
+NOT_PRIVATE_TAGS = ("hf_dp",)  # a search for private models must not find one that is not
 UNKNOWN = "unknown"
 
 # Quantities computed from training rows without noise: name in logs and metrics -> name under which it is released.
@@ -34,6 +35,9 @@ _UNNOISED = {
     "grad_norm": "grad_norm",
     "total_flos": "total_flos",
     "num_input_tokens_seen": "num_input_tokens_seen",
+    "train_runtime": "train_runtime",
+    "train_samples_per_second": "train_samples_per_second",
+    "train_steps_per_second": "train_steps_per_second",
 }
 
 
@@ -69,7 +73,8 @@ def render_card(
         the run did not declare as released.
     """
     metrics, training = dict(metrics or {}), dict(training or {})
-    _refuse_unnoised([*metrics, *training], statement.facts.released)
+    _refuse_unnoised(list(metrics), list(training), statement.facts.released)
+    hub_base, hub_dataset = hub_id(base_model), hub_id(dataset)
     base_model, dataset = public_name(base_model), public_name(dataset)
     title = public_name(model_name) or UNKNOWN
     languages = [language] if isinstance(language, str) else list(language or ())
@@ -77,10 +82,10 @@ def render_card(
         license=public_name(license) or UNKNOWN,
         language=[one_line(item) for item in languages] or None,
         library_name=one_line(library_name),
-        base_model=base_model,
-        datasets=None if dataset is None else [dataset],
+        base_model=hub_base,
+        datasets=None if hub_dataset is None else [hub_dataset],
         pipeline_tag=None if task_tag is None else one_line(task_tag),
-        tags=list(dict.fromkeys([*(one_line(tag) for tag in tags or ()), *TAGS])),
+        tags=_tags(statement, tags or ()),
         differential_privacy=metadata(statement),
     )
     body = _template().render(
@@ -165,21 +170,18 @@ def public_name(value: object) -> str | None:
     return None if last in ("", ".", "..", "~") else last
 
 
+def hub_id(value: object) -> str | None:
+    """The value if it can be a hub id; the hub refuses a card whose metadata links to something else."""
+    if value is None or _is_local(one_line(value)):
+        return None
+    return one_line(value) if re.fullmatch(r"[\w.-]+(/[\w.-]+)?", one_line(value)) else None
+
+
 def markdown(value: object) -> str:
-    """One line in which Markdown and HTML see only text."""
-    return re.sub(r"([\\`*_{}\[\]<>#|~!&$:@^=+])", r"\\\1", one_line(value)).replace("\\:", ":")
-
-
-def code(value: object) -> str:
-    """One line as a code span, inside a table or outside one."""
-    text = one_line(value)
-    if not text:
-        return UNKNOWN
-    if "|" in text:  # a table would end the cell here, and outside one the escape would show
-        return markdown(text)
-    longest = max(map(len, re.findall("`+", text)), default=0)
-    fence, pad = "`" * (longest + 1), " " if longest else ""
-    return f"{fence}{pad}{text}{pad}{fence}"
+    """One line in which Markdown and HTML see only text; underscores inside a word need no escape."""
+    text = re.sub(r"([\\`*{}\[\]<>#|~!&$@^])", r"\\\1", one_line(value))
+    text = re.sub(r"(?<![A-Za-z0-9])_|_(?![A-Za-z0-9])", r"\\_", text)
+    return re.sub(r"^(\d*)([-+=.)])(?=[\s=-]|$)", r"\1\\\2", text)  # a list item or an underlined heading
 
 
 def _is_local(text: str) -> bool:
@@ -188,14 +190,20 @@ def _is_local(text: str) -> bool:
     return os.sep in text and os.path.exists(text)
 
 
-def _refuse_unnoised(names: Iterable[str], released: tuple[str, ...]) -> None:
-    for name in names:
-        quantity = _UNNOISED.get(name, name if name.startswith("train_") else None)
-        if quantity is not None and quantity not in released:
+def _refuse_unnoised(metrics: Iterable[str], training: Iterable[str], released: tuple[str, ...]) -> None:
+    of_training_rows = {name: name for name in metrics if name.startswith("train_")}
+    of_training_rows |= {name: _UNNOISED[name] for name in (*metrics, *training) if name in _UNNOISED}
+    for name, quantity in of_training_rows.items():
+        if quantity not in released:
             raise InvalidArgumentError(
                 f"Expected no quantity of the training rows in the card, got {name!r}: it is not noised and epsilon "
                 f"does not cover it. Leave it out, or release it (then the statement lists {quantity!r})."
             )
+
+
+def _tags(statement: PrivacyStatement, given: Iterable[str]) -> list[str]:
+    kept = [tag for tag in map(public_name, given) if tag and (statement.proven or tag not in TAGS)]
+    return list(dict.fromkeys([*kept, *(TAGS if statement.proven else NOT_PRIVATE_TAGS)]))
 
 
 def _one_or_list(values: tuple[float, ...]) -> float | list[float]:
@@ -206,7 +214,7 @@ def _accountant_row(row: AccountantResult) -> tuple[str, str, str]:
     kind = {None: "-", "bound": "upper bound", "estimate": "estimate, not a guarantee"}[row.kind]
     if row.estimate is not None:
         kind += f" (point estimate {epsilon_text(row.estimate)})"
-    return code(row.accountant), epsilon_text(row.epsilon) if row.epsilon is not None else "-", kind + _note(row)
+    return markdown(row.accountant), epsilon_text(row.epsilon) if row.epsilon is not None else "-", kind + _note(row)
 
 
 def _note(row: AccountantResult) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -34,6 +34,7 @@ class PrivacyRecord:
     Attributes:
         plan, ledger: of the run.
         run_id: which run; a ledger continues only its own.
+        insecure_seed, released: what weakened the claim once weakens it for good, also after a resume.
         status: the statement's, or "running".
         statement: as a dict (``PrivacyStatement.from_dict`` reads it), or None while the run has not ended.
     """
@@ -41,19 +42,32 @@ class PrivacyRecord:
     plan: PrivacyPlan
     ledger: Ledger
     run_id: str
+    insecure_seed: bool
+    released: tuple[str, ...]
     status: str
     statement: dict[str, Any] | None
 
 
 def document(
-    plan: PrivacyPlan, ledger: Ledger, *, run_id: str, statement: PrivacyStatement | None = None
+    plan: PrivacyPlan,
+    ledger: Ledger,
+    *,
+    run_id: str,
+    insecure_seed: bool = False,
+    released: Iterable[str] = (),
+    statement: PrivacyStatement | None = None,
 ) -> dict[str, Any]:
     """The content of ``privacy.json``: JSON-ready, no realised batch sizes, no seeds, no paths."""
     return {
         "schema_version": SCHEMA_VERSION,
         "hf_dp_version": __version__,
         "status": RUNNING if statement is None else statement.status,
-        "plan": {**plan.to_dict(), "run_id": run_id},
+        "plan": {
+            **plan.to_dict(),
+            "run_id": run_id,
+            "insecure_seed": insecure_seed,
+            "released": list(released),
+        },
         "ledger": ledger.to_list(),
         "statement": None if statement is None else statement.to_dict(),
     }
@@ -77,7 +91,7 @@ def write(path_or_dir: str | os.PathLike[str], document: Mapping[str, Any]) -> P
     if os.path.lexists(path):
         _refuse_to_lose(read(path), new, path)
     text = json.dumps(dict(document), indent=2, allow_nan=False) + "\n"
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary = path.with_name(f"_{path.name}.{os.getpid()}.tmp")
     try:
         with open(temporary, "w", encoding="utf-8") as stream:
             stream.write(text)
@@ -138,27 +152,28 @@ def _record(data: Any, path: Path) -> PrivacyRecord:
         )
     if version != SCHEMA_VERSION or set(data) != set(_KEYS):
         raise LedgerError(f"{path} was edited: expected the keys {list(_KEYS)}, got {list(data)}. {_RESTORE}")
-    plan, run_id = _plan(data["plan"], path)
+    plan, run = _plan(data["plan"], path)
     try:
         ledger = Ledger.from_list(data["ledger"])
     except LedgerError as error:
         raise LedgerError(f"{path} was edited or damaged: {error}") from error
     status, statement = data["status"], data["statement"]
     _check_statement(status, statement, plan, ledger, path)
-    return PrivacyRecord(plan, ledger, run_id, status, statement)
+    return PrivacyRecord(plan, ledger, run["run_id"], run["insecure_seed"], tuple(run["released"]), status, statement)
 
 
-def _plan(values: Any, path: Path) -> tuple[PrivacyPlan, str]:
+def _plan(values: Any, path: Path) -> tuple[PrivacyPlan, dict[str, Any]]:
     values = dict(values) if isinstance(values, Mapping) else {}
-    run_id = values.pop("run_id", None)
+    run = {name: values.pop(name, None) for name in ("run_id", "insecure_seed", "released")}
     try:
         plan = PrivacyPlan.from_dict(values)
         intact = plan.to_dict() == values
     except (ConfigError, TypeError, ValueError, ArithmeticError) as error:
         raise LedgerError(f"{path} was edited: its plan cannot be read ({error}). {_RESTORE}") from error
-    if not intact or not isinstance(run_id, str) or not run_id:
+    named = isinstance(run["run_id"], str) and bool(run["run_id"])
+    if not intact or not named or not isinstance(run["insecure_seed"], bool) or not isinstance(run["released"], list):
         raise LedgerError(f"{path} was edited: its plan contradicts itself or has no run_id. {_RESTORE}")
-    return plan, run_id
+    return plan, run
 
 
 def _check_statement(status: Any, statement: Any, plan: PrivacyPlan, ledger: Ledger, path: Path) -> None:

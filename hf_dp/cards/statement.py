@@ -33,9 +33,7 @@ RELATION = (
     "epsilon is the same as for adding or removing one row, but that relation is not claimed, because sample rate, "
     "steps, delta and divisor are derived from the number of rows"
 )
-SAMPLING = (
-    "Poisson: each row joins each step independently with the probability `sample_rate`; an empty draw is a step"
-)
+SAMPLING = "Poisson: each row joins each step independently with the probability sample_rate; an empty draw is a step"
 COVERED = (
     "the released weights, every checkpoint of this run, optimizer state, and whatever is computed from them without "
     "the training set"

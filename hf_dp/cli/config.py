@@ -46,7 +46,12 @@ def read_yaml(path: str) -> dict[str, Any]:
 
 
 def parse(
-    dataclass_types: Sequence[type], values: dict[str, Any], words: Sequence[str], *, prog: str, extra: Sequence[str] = ()
+    dataclass_types: Sequence[type],
+    values: dict[str, Any],
+    words: Sequence[str],
+    *,
+    prog: str,
+    extra: Sequence[str] = (),
 ) -> tuple[Any, ...]:
     """Instances of the dataclasses, from YAML ``values`` overridden by command-line ``words``.
 
@@ -72,7 +77,9 @@ def check_keys(values: dict[str, Any], known: set[str]) -> None:
             near = difflib.get_close_matches(key, known, n=1)
             problems.append(f"`{key}`" + (f" (did you mean `{near[0]}`?)" if near else ""))
     if problems:
-        raise ConfigError(f"Unknown configuration key {', '.join(problems)}. See `hf-dp train --help-all` for all keys.")
+        raise ConfigError(
+            f"Unknown configuration key {', '.join(problems)}. See `hf-dp train --help-all` for all keys."
+        )
 
 
 def peft_config(values: dict[str, Any] | None) -> Any:

@@ -67,7 +67,9 @@ class ClippingEngine:
         refuse_coupling(self.model)
         self._parameters = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
         if not self._parameters:
-            raise UnsupportedModelError("The model has no trainable parameter. Set requires_grad_(True) on what to train.")
+            raise UnsupportedModelError(
+                "The model has no trainable parameter. Set requires_grad_(True) on what to train."
+            )
         try:
             handle = self.model.register_forward_pre_hook(self._note_batch_size, with_kwargs=True)
             self._restore.append(handle.remove)
@@ -116,7 +118,7 @@ class ClippingEngine:
         sums, self._sums = self._sums, {}
         return {name: sums[p] if p in sums else self._zeros(p) for name, p in self._parameters.items()}
 
-    # -- book-keeping ------------------------------------------------------------------------------------------------
+    # -- book-keeping ---
 
     def _book_keeping(self, losses: Tensor) -> Tensor:
         examples = len(losses)
@@ -125,8 +127,8 @@ class ClippingEngine:
             torch.autograd.backward(losses, torch.ones_like(losses))
             with self._tape.originals(), torch.no_grad():
                 for call in self._tape.calls:
-                    for parameter, use in own_gradients(call, examples).items():
-                        self._tape.record(parameter, use)
+                    for parameter, dense in own_gradients(call, examples).items():
+                        self._tape.record(parameter, dense)
         finally:
             uses = self._tape.close()
         self._refuse_stray_gradients(
@@ -181,7 +183,7 @@ class ClippingEngine:
         if stray:
             raise UnaccountedGradientError(f"`.grad` of {stray[0]!r} ({len(stray)} parameters in all) was set {how}.")
 
-    # -- oracle ------------------------------------------------------------------------------------------------------
+    # -- oracle ---
 
     def _one_by_one(self, losses: Tensor) -> Tensor:
         norms = []

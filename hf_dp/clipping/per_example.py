@@ -154,7 +154,7 @@ def _mapped(call: OwnerCall, examples: int) -> dict[str, Tensor]:
             return [produced[position] for position in positions]
 
         parameters = {name: parameter.detach() for name, parameter in call.parameters.items()}
-        _, pullback = torch.func.vjp(outputs, parameters)
+        pullback: Any = torch.func.vjp(outputs, parameters)[1]
         return pullback([row[None] for row in output_rows])[0]
 
     # vmap takes tensors only where it maps; everything else is bound around it.
@@ -162,7 +162,9 @@ def _mapped(call: OwnerCall, examples: int) -> dict[str, Tensor]:
 
     def with_shared(rows: list[Tensor], output_rows: list[Tensor]) -> dict[str, Tensor]:
         given = iter(rows)
-        return one_example([next(given) if is_split else leaf for leaf, is_split in zip(leaves, split, strict=True)], output_rows)
+        return one_example(
+            [next(given) if is_split else leaf for leaf, is_split in zip(leaves, split, strict=True)], output_rows
+        )
 
     try:
         return torch.func.vmap(with_shared)(mapped_leaves, grads)

@@ -19,7 +19,7 @@ from hf_dp.clipping.engine import ClippingEngine
 from hf_dp.clipping.per_example import per_example_gradients
 from hf_dp.errors import SelfCheckError
 
-Batch = Mapping[str, Any]
+Batch = Any  # a mapping of inputs
 PerExampleLoss = Callable[[nn.Module, Batch], Tensor]
 
 _DROPOUTS = frozenset(
@@ -96,10 +96,16 @@ def self_check(
                 "model to find it, or train with clipping_strategy='per_example'."
             )
     for name in trainable:
-        expected = sum(g[name].double() * min(1.0, clipping_norm / float(n)) for g, n in zip(gradients, norms, strict=True) if float(n))
+        expected = sum(
+            g[name].double() * min(1.0, clipping_norm / float(n))
+            for g, n in zip(gradients, norms, strict=True)
+            if float(n)
+        )
         error = float((sums[name].double() - expected).norm())
         if not error <= rtol * len(alone) * clipping_norm:
-            raise SelfCheckError(f"The clipped sum of {name!r} is off by {error:.3g} (clipping norm {clipping_norm:.3g}).")
+            raise SelfCheckError(
+                f"The clipped sum of {name!r} is off by {error:.3g} (clipping norm {clipping_norm:.3g})."
+            )
     for name, buffer in model.named_buffers():
         if name in buffers and not torch.equal(buffer, buffers[name]):
             raise SelfCheckError(
@@ -110,7 +116,9 @@ def self_check(
 
 def _tolerance(trainable: Mapping[str, nn.Parameter]) -> float:
     dtypes = {p.dtype for p in trainable.values()}
-    if dtypes & {torch.bfloat16, torch.float16} or any(torch.is_autocast_enabled(p.device.type) for p in trainable.values()):
+    if dtypes & {torch.bfloat16, torch.float16} or any(
+        torch.is_autocast_enabled(p.device.type) for p in trainable.values()
+    ):
         return 5e-2
     return 1e-7 if dtypes == {torch.float64} else 1e-3
 

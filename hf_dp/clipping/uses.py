@@ -57,7 +57,9 @@ class Use(ABC):
 
 
 def _where(keep: Tensor, value: Tensor) -> Tensor:
-    return torch.where(keep.view(-1, *[1] * (value.dim() - 1)), value, torch.zeros((), dtype=value.dtype, device=value.device))
+    return torch.where(
+        keep.view(-1, *[1] * (value.dim() - 1)), value, torch.zeros((), dtype=value.dtype, device=value.device)
+    )
 
 
 @dataclass

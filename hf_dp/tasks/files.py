@@ -27,7 +27,9 @@ def load_file(path: str) -> Any:
         dataset = datasets.load_dataset(_LOADERS[file.suffix], data_files=str(file), split="train")
     except Exception as problem:  # each reader has its own errors: pyarrow, pandas, json, datasets
         cause = problem.__cause__ or problem
-        raise DataError(f"The data file {file.name!r} could not be read as {_LOADERS[file.suffix]}: {cause}") from problem
+        raise DataError(
+            f"The data file {file.name!r} could not be read as {_LOADERS[file.suffix]}: {cause}"
+        ) from problem
     if len(dataset) == 0:
         raise DataError(f"The data file {file.name!r} has no rows.")
     return dataset

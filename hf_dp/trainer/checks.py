@@ -87,7 +87,9 @@ def check_head_is_trainable(model: nn.Module) -> None:
     frozen = sorted(
         name
         for name, child in base.named_children()
-        if name != backbone and any(True for _ in child.parameters()) and not any(p.requires_grad for p in child.parameters())
+        if name != backbone
+        and any(True for _ in child.parameters())
+        and not any(p.requires_grad for p in child.parameters())
     )
     if frozen:
         raise UnsupportedModelError(

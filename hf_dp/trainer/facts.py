@@ -17,7 +17,14 @@ _PIPELINES = {"sequence_classification": "text-classification", "causal_lm": "te
 _PACKAGES = ("torch", "transformers", "accelerate", "peft", "dp-accounting", "prv-accountant")
 
 
-def run_facts(model: nn.Module, args: DPTrainingArguments, *, model_selection: bool) -> RunFacts:
+def run_facts(
+    model: nn.Module,
+    args: DPTrainingArguments,
+    *,
+    model_selection: bool,
+    insecure_seed: bool,
+    released: tuple[str, ...],
+) -> RunFacts:
     """The facts of a private run, for its :class:`PrivacyStatement`."""
     on_cpu = args.device.type == "cpu"
     return RunFacts(
@@ -30,8 +37,8 @@ def run_facts(model: nn.Module, args: DPTrainingArguments, *, model_selection: b
             else f"PyTorch's {args.device.type} generator seeded with 63 bits by the operating system (not cryptographic)"
         ),
         sampling_generator="the operating system's cryptographic generator",
-        released=tuple(args.release),
-        insecure_seed=args.insecure_seed is not None,
+        released=released,
+        insecure_seed=insecure_seed,
         model_selection=model_selection,
         versions={"hf_dp": __version__, **{name: metadata.version(name) for name in _PACKAGES}},
     )
@@ -45,10 +52,14 @@ def card_details(trainer: Any, **given: Any) -> dict[str, Any]:
     tags = given.pop("tags", None) or []
     known = {
         "model_name": given.pop("model_name", None) or str(name).rstrip("/\\").replace("\\", "/").split("/")[-1],
-        "base_model": given.pop("finetuned_from", None) or getattr(getattr(model, "config", None), "_name_or_path", None) or None,
+        "base_model": given.pop("finetuned_from", None)
+        or trainer.base_model_name
+        or getattr(getattr(model, "config", None), "_name_or_path", None)
+        or None,
         "dataset": dataset[0] if isinstance(dataset, (list, tuple)) and dataset else dataset or trainer.dataset_name,
         "task_tag": _PIPELINES.get(_task(model)),
         "metrics": trainer.evaluation_metrics(),
+        "library_name": "peft" if hasattr(trainer.model, "peft_config") else "transformers",
         "training": _public_settings(args),
         "license": given.pop("license", None),
         "language": given.pop("language", None),
@@ -70,6 +81,16 @@ def _task(model: nn.Module) -> str:
 
 
 def _public_settings(args: DPTrainingArguments) -> dict[str, Any]:
-    names = ("learning_rate", "optim", "lr_scheduler_type", "warmup_steps", "weight_decay", "num_train_epochs", "max_steps")
-    values = {name: getattr(args, name) for name in (*names, "per_device_train_batch_size", "expected_batch_size", "seed")}
+    names = (
+        "learning_rate",
+        "optim",
+        "lr_scheduler_type",
+        "warmup_steps",
+        "weight_decay",
+        "num_train_epochs",
+        "max_steps",
+    )
+    values = {
+        name: getattr(args, name) for name in (*names, "per_device_train_batch_size", "expected_batch_size", "seed")
+    }
     return {name: getattr(value, "value", value) for name, value in values.items()}

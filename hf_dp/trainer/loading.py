@@ -34,7 +34,7 @@ def load_model(name_or_path: str) -> nn.Module:
     return cls.from_pretrained(name_or_path)
 
 
-def apply_peft(model: nn.Module, peft_config: Any, device: torch.device) -> nn.Module:
+def apply_peft(model: Any, peft_config: Any, device: torch.device) -> nn.Module:
     """Wrap the model for the adapter, after it has been placed on its device.
 
     (A model moved after wrapping leaves an optimizer that updates copies: a run that looks right and learns nothing.) A
@@ -60,5 +60,9 @@ def describe_training(model: nn.Module) -> str:
     if trainable == total:
         return f"all {total:,} parameters"
     adapters = getattr(model, "peft_config", None)
-    kind = f" ({', '.join(sorted({str(getattr(c.peft_type, 'value', c.peft_type)) for c in adapters.values()}))})" if adapters else ""
+    kind = (
+        f" ({', '.join(sorted({str(getattr(c.peft_type, 'value', c.peft_type)) for c in adapters.values()}))})"
+        if adapters
+        else ""
+    )
     return f"{trainable:,} of {total:,} parameters{kind}"

@@ -5,7 +5,10 @@ from __future__ import annotations
 import math
 import os
 import uuid
+from collections.abc import Iterable
 from pathlib import Path
+
+from filelock import FileLock, Timeout
 
 from hf_dp.accounting import Event, Ledger, calibrate_steps
 from hf_dp.cards.document import FILE_NAME, document, read, write
@@ -17,22 +20,35 @@ from hf_dp.plan import PrivacyPlan
 class RunLedger:
     """One append-only ledger per run, kept in ``output_dir``; checkpoints hold copies.
 
-    Args: folder: the run's output folder. plan: what the run does; a resumed run must have the same.
+    Args:
+        folder: the run's output folder.
+        plan: what the run does; a resumed run must have the same.
+        insecure_seed, released: what weakens the claim; once true of a run, true for good.
     """
 
-    def __init__(self, folder: str | os.PathLike[str], plan: PrivacyPlan):
+    def __init__(
+        self,
+        folder: str | os.PathLike[str],
+        plan: PrivacyPlan,
+        *,
+        insecure_seed: bool = False,
+        released: Iterable[str] = (),
+    ):
         self.folder, self.plan = Path(folder), plan
+        self.insecure_seed, self.released = insecure_seed, tuple(released)
         self.ledger = Ledger()
         self.run_id = uuid.uuid4().hex
         self._allowed = math.inf
+        self._lock: FileLock | None = None
 
     def start(self, planned_steps: int) -> None:
         """Begin (or go on with) ``planned_steps`` steps in this process.
 
-        Raises: LedgerError when the folder holds another run's ledger, which would be lost; BudgetExceededError when not
-            one further step fits under the target.
+        Raises: LedgerError when the folder holds another run's ledger, which would be lost, or another process is at work
+            on this run; BudgetExceededError when not one further step fits under the target.
         """
         self._refuse_foreign_ledger()
+        self._acquire()
         self._allowed = self.allowed_steps(planned_steps)
         if self._allowed <= self.ledger.steps() and planned_steps > 0:
             raise BudgetExceededError(
@@ -76,7 +92,8 @@ class RunLedger:
 
     def save(self, folder: str | os.PathLike[str], statement: PrivacyStatement | None = None) -> None:
         """Write ``privacy.json`` into ``folder``; refuses to overwrite a ledger that this one does not continue."""
-        write(folder, document(self.plan, self.ledger, run_id=self.run_id, statement=statement))
+        facts = {"run_id": self.run_id, "insecure_seed": self.insecure_seed, "released": self.released}
+        write(folder, document(self.plan, self.ledger, **facts, statement=statement))  # type: ignore[arg-type]
 
     def resume(self, checkpoint: str | os.PathLike[str]) -> None:
         """Take over the *run's* ledger, so that repeated steps and branches all count.
@@ -110,6 +127,28 @@ class RunLedger:
                     "arguments and data, or start a new run in a new output_dir."
                 )
         self.ledger, self.run_id = run.ledger, run.run_id
+        self.insecure_seed = self.insecure_seed or run.insecure_seed
+        self.released = tuple(dict.fromkeys((*run.released, *self.released)))
+
+    def stop(self) -> None:
+        """Let another process go on with this run."""
+        if self._lock is not None:
+            self._lock.release()
+            self._lock = None
+
+    def _acquire(self) -> None:
+        # Two processes resuming one run would each record "step 51" once, and the ledger would hold one of them. The
+        # operating system drops the lock when a process dies. (Names starting with "_" are never pushed to the Hub.)
+        self.folder.mkdir(parents=True, exist_ok=True)
+        lock = FileLock(self.folder / "_privacy.lock")
+        try:
+            lock.acquire(timeout=0)
+        except Timeout:
+            raise LedgerError(
+                f"Another process is training in output_dir {self.folder.name!r}; its steps and ours would share one ledger. "
+                "Wait for it to end, or use another output_dir."
+            ) from None
+        self._lock = lock
 
     def _refuse_foreign_ledger(self) -> None:
         if not (self.folder / FILE_NAME).exists():

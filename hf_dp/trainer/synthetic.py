@@ -62,7 +62,11 @@ def _labels(model: Any, ids: Tensor) -> Tensor:
     if config.problem_type == "multi_label_classification":
         return torch.randint(2, (1, config.num_labels)).float()
     if config.problem_type == "regression" or config.num_labels == 1:
-        return torch.randn(1, config.num_labels).squeeze(-1) if config.num_labels == 1 else torch.randn(1, config.num_labels)
+        return (
+            torch.randn(1, config.num_labels).squeeze(-1)
+            if config.num_labels == 1
+            else torch.randn(1, config.num_labels)
+        )
     return torch.randint(config.num_labels, (1,))
 
 

@@ -22,7 +22,7 @@ from hf_dp._validate import invalid
 from hf_dp.accounting import Epsilon, Ledger, epsilon
 from hf_dp.cards.card import render_card
 from hf_dp.cards.statement import PrivacyStatement, RunFacts
-from hf_dp.clipping import ClippingEngine, self_check
+from hf_dp.clipping import ClippingEngine, refuse_coupling, self_check
 from hf_dp.errors import LedgerError, UnsupportedArgumentError
 from hf_dp.losses import per_example_loss
 from hf_dp.noise import SecretRandomness
@@ -71,6 +71,8 @@ class DPTrainer(Trainer):
     Raises: InvalidArgumentError, DataError, UnsupportedModelError, CalibrationError, before anything is written.
     """
 
+    args: DPTrainingArguments
+    model: Any
     loss_is_scaled_for_ga = True
 
     def __init__(
@@ -120,6 +122,7 @@ class DPTrainer(Trainer):
         if peft_config is not None:
             model = apply_peft(model, peft_config, args.device)
         if args.is_private and model is not None:
+            refuse_coupling(model)
             check_head_is_trainable(model)
         super().__init__(
             model,
@@ -138,13 +141,20 @@ class DPTrainer(Trainer):
         self._randomness = SecretRandomness(args.insecure_seed)
         self._run: RunLedger | None = None
         self._evaluation: dict[str, float] = {}
-        self.dataset_name: str | None = None  # for the card; the trainer cannot know it
+        self.dataset_name: str | None = None  # for the card, as base_model_name; the trainer cannot know them
+        self.base_model_name: str | None = None
         if self.privacy_plan is not None:
-            self._run = RunLedger(args.output_dir, self.privacy_plan)
+            insecure = args.insecure_seed is not None
+            self._run = RunLedger(self.folder, self.privacy_plan, insecure_seed=insecure, released=args.release)
             self.callback_handler.callbacks = [with_epsilon(cb) for cb in self.callback_handler.callbacks]
             self.add_callback(StopBeforeTarget(self._run))
 
-    # -- privacy: what was spent ---------------------------------------------------------------------------------------
+    @property
+    def folder(self) -> str:
+        """The run's output folder."""
+        return str(self.args.output_dir)
+
+    # -- privacy: what was spent ---
 
     @property
     def ledger(self) -> Ledger | None:
@@ -161,7 +171,7 @@ class DPTrainer(Trainer):
         plan, run = self._private()
         return PrivacyStatement.from_ledger(plan, run.ledger, self._facts())
 
-    # -- the private step ----------------------------------------------------------------------------------------------
+    # -- the private step ---
 
     def compute_per_example_loss(self, model: nn.Module, inputs: dict[str, Any]) -> Tensor:
         """One loss per example, (b,), each from that example alone: the point to override for a task of your own.
@@ -170,16 +180,14 @@ class DPTrainer(Trainer):
         """
         return per_example_loss(model, inputs)
 
-    def training_step(
-        self, model: nn.Module, inputs: Any, num_items_in_batch: Tensor | int | None = None
-    ) -> Tensor:
+    def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Tensor | int | None = None) -> Tensor:
         """One optimizer step's gradient. In private modes ``inputs`` is a whole logical batch, a list of physical ones."""
         if not self.args.is_private:
             return super().training_step(model, inputs, num_items_in_batch)
         plan, run = self._private()
         model.train()
-        if hasattr(self.optimizer, "train") and callable(self.optimizer.train):
-            self.optimizer.train()
+        if callable(getattr(self.optimizer, "train", None)):  # schedule-free optimizers
+            self.optimizer.train()  # type: ignore[union-attr]
         loss_sum = torch.zeros((), device=self.args.device)
         with self._randomness.streams(), self._engine(plan) as engine:
             for batch in inputs:
@@ -198,7 +206,7 @@ class DPTrainer(Trainer):
     def _engine(self, plan: PrivacyPlan) -> ClippingEngine:
         return ClippingEngine(self.model, plan.clipping_norm, plan.clipping, self.args.clipping_strategy)
 
-    # -- Trainer's seams -----------------------------------------------------------------------------------------------
+    # -- Trainer's seams ---
 
     def get_train_dataloader(self) -> DataLoader:
         if not self.args.is_private:
@@ -219,17 +227,20 @@ class DPTrainer(Trainer):
             return super().train(resume_from_checkpoint, *args, **kwargs)
         _, run = self._private()
         if resume_from_checkpoint:
-            checkpoint = resume_from_checkpoint
+            checkpoint: Any = resume_from_checkpoint
             if checkpoint is True:
-                checkpoint = get_last_checkpoint(self.args.output_dir) if os.path.isdir(self.args.output_dir) else None
+                checkpoint = get_last_checkpoint(self.folder) if os.path.isdir(self.folder) else None
                 if checkpoint is None:
                     raise LedgerError(
-                        f"resume_from_checkpoint=True, but output_dir {Path(self.args.output_dir).name!r} has no checkpoint. "
+                        f"resume_from_checkpoint=True, but output_dir {Path(self.folder).name!r} has no checkpoint. "
                         "Pass False to start a run."
                     )
             run.resume(checkpoint)
-        output = super().train(resume_from_checkpoint, *args, **kwargs)
-        self._write_privacy_files(self.args.output_dir)
+        try:
+            output = super().train(resume_from_checkpoint, *args, **kwargs)
+            self._write_privacy_files(self.folder)
+        finally:
+            run.stop()
         if "training_loss" not in self.args.release:
             output = output._replace(training_loss=float("nan"))
         return output
@@ -297,19 +308,19 @@ class DPTrainer(Trainer):
             )
         return super().hyperparameter_search(*args, **kwargs)
 
-    # -- what is written -----------------------------------------------------------------------------------------------
+    # -- what is written ---
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
         super()._save(output_dir, state_dict)
         if self._run is not None and self.args.should_save:
-            self._write_privacy_files(output_dir or self.args.output_dir)
+            self._write_privacy_files(output_dir or self.folder)
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
         """In private modes the card with the privacy statement, and ``privacy.json`` beside it."""
         if self._run is None:
             return super().create_model_card(*args, **kwargs)
         if self.is_world_process_zero():
-            self._write_privacy_files(self.args.output_dir, **kwargs)
+            self._write_privacy_files(self.folder, **kwargs)
 
     def _write_privacy_files(self, folder: str, **card_options: Any) -> None:
         _, run = self._private()
@@ -324,7 +335,7 @@ class DPTrainer(Trainer):
         timings = ("_runtime", "_per_second", "_preparation_time")
         return {k: v for k, v in self._evaluation.items() if k.startswith("eval_") and not k.endswith(timings)}
 
-    # -- helpers -------------------------------------------------------------------------------------------------------
+    # -- helpers ---
 
     def _private(self) -> tuple[PrivacyPlan, RunLedger]:
         if self.privacy_plan is None or self._run is None:
@@ -336,7 +347,14 @@ class DPTrainer(Trainer):
     def _facts(self) -> RunFacts:
         selects = self.args.load_best_model_at_end or self.args.save_strategy == SaveStrategy.BEST
         early = any(isinstance(callback, EarlyStoppingCallback) for callback in self.callback_handler.callbacks)
-        return run_facts(self.model, self.args, model_selection=selects or early)
+        _, run = self._private()
+        return run_facts(
+            self.model,
+            self.args,
+            model_selection=selects or early,
+            insecure_seed=run.insecure_seed,
+            released=run.released,
+        )
 
     def _columns_for_training(self) -> tuple[Any, Callable[..., Any]]:
         """Dataset and collator with the columns that the model's forward does not take removed, as Trainer does."""

@@ -48,7 +48,9 @@ def load_data(data: DataArguments) -> tuple[Any, Any, str]:
         splits = demo_dataset()
         return splits["train"], splits["validation"], "hf_dp demo sentences (synthetic)"
     if data.dataset_name is not None:
-        raise ConfigError(f"Expected `dataset_name` to be 'demo', got {data.dataset_name!r}. Use train_file for your data.")
+        raise ConfigError(
+            f"Expected `dataset_name` to be 'demo', got {data.dataset_name!r}. Use train_file for your data."
+        )
     if data.train_file is None or data.validation_file is None:
         raise ConfigError("Expected `train_file` and `validation_file` (or `dataset_name: demo`) to be given.")
     return load_file(data.train_file), load_file(data.validation_file), "private"
@@ -102,7 +104,7 @@ def build_trainer(model_args: ModelArguments, data_args: DataArguments, args: An
         compute_metrics=accuracy(),
         peft_config=adapter,
     )
-    trainer.dataset_name = dataset
+    trainer.dataset_name, trainer.base_model_name = dataset, model_args.model_name_or_path
     return trainer
 
 

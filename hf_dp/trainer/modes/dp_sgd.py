@@ -27,7 +27,7 @@ def release_gradient(
     The noise is drawn once per logical batch and the divisor is a public constant, also for an empty draw. The step is in
     the durable ledger before any ``p.grad`` is set: whatever is killed afterwards, nothing unrecorded was visible.
     """
-    for name, total in sums.items():
+    for total in sums.values():
         total.add_(randomness.gaussian_like(total, plan.noise_std)).div_(plan.expected_batch_size)
     run.append(plan.event(steps=1), PURPOSE)
     for name, parameter in parameters.items():

@@ -17,7 +17,9 @@ class Accuracy(evaluate.Metric):
             description=__doc__,
             citation="",
             inputs_description="predictions, references: lists of class ids",
-            features=datasets.Features({"predictions": datasets.Value("int64"), "references": datasets.Value("int64")}),
+            features=datasets.Features(
+                {"predictions": datasets.Value("int64"), "references": datasets.Value("int64")}
+            ),
         )
 
     def _compute(self, predictions: Any, references: Any) -> dict[str, float]:

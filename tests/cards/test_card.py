@@ -1,0 +1,265 @@
+"""The card: statement first, machine-readable key equal to it, nothing local, nothing that breaks YAML or Markdown."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from huggingface_hub import ModelCard
+
+from hf_dp.accounting import ACCOUNTANTS, Ledger, PoissonSampledGaussian
+from hf_dp.cards.card import TAGS, markdown, metadata, public_name, render_card
+from hf_dp.cards.statement import PrivacyStatement, RunFacts
+from hf_dp.cli.account import main as account
+from hf_dp.errors import InvalidArgumentError
+from hf_dp.plan import PrivacyPlan
+
+N = 67349
+PLAN = PrivacyPlan(N, 1024.0, 198, 0.825421, 0.1, 1 / (2 * N))
+SMALL = PrivacyPlan(1000, 100.0, 10, 2.0, 1.0, 1e-4)
+FACTS = RunFacts(
+    "dp_sgd",
+    "all 22,713,986 parameters",
+    "float32",
+    "SFC64 (not cryptographic)",
+    "os",
+    versions={"torch": "2.9.0+cpu"},
+)
+
+HOSTILE = (
+    "x: y\n---\n# Owned\n- [a](http://b) | <script>alert(1)</script> `c` \"q\" 'r' {{ 1234567*3 }} {% raw %} "
+    "*b* _u_ \\ &amp;\u2028\u202e"
+)
+
+
+def ledger_of(plan: PrivacyPlan) -> Ledger:
+    ledger = Ledger()
+    ledger.append(plan.event(), "training")
+    return ledger
+
+
+def statement_of(plan: PrivacyPlan = SMALL, ledger: Ledger | None = None, **changes: Any) -> PrivacyStatement:
+    return PrivacyStatement.from_ledger(
+        plan, ledger_of(plan) if ledger is None else ledger, dataclasses.replace(FACTS, **changes)
+    )
+
+
+def render(statement: PrivacyStatement, **values: Any) -> str:
+    return render_card(statement, **{"model_name": "my-model", **values})
+
+
+def loaded(text: str, folder: Path) -> ModelCard:
+    (folder / "README.md").write_text(text, encoding="utf-8")
+    card = ModelCard.load(folder / "README.md")
+    assert card.content == text
+    return card
+
+
+@pytest.fixture(scope="module")
+def sst2() -> PrivacyStatement:
+    return statement_of(PLAN)
+
+
+@pytest.fixture(scope="module")
+def small() -> PrivacyStatement:
+    return statement_of()
+
+
+def test_sst2_card(sst2: PrivacyStatement, tmp_path: Path) -> None:
+    text = render(
+        sst2,
+        base_model="distilroberta-base",
+        dataset="stanfordnlp/sst2",
+        task_tag="text-classification",
+        metrics={"eval_accuracy": 0.9123456789},
+        training={"learning_rate": 5e-4, "num_train_epochs": 3.0, "max_steps": -1},
+        license="apache-2.0",
+        language="en",
+        tags=["mine", "dp-sgd"],
+        library_name="peft",
+    )
+    card = loaded(text, tmp_path)
+    data = card.data
+    assert (
+        data["differential_privacy"]
+        == metadata(sst2)
+        == yaml.safe_load(text.split("---\n")[1])["differential_privacy"]
+    )
+    assert data["differential_privacy"]["epsilon"] == sst2.epsilon
+    assert data["differential_privacy"]["delta"] == PLAN.delta
+    assert data["differential_privacy"]["epsilon_kind"] == "bound"
+    assert data["differential_privacy"]["epsilon_by_accountant"]["gdp_clt"]["kind"] == "estimate"
+    assert data["differential_privacy"]["epsilon_by_accountant"]["prv"]["estimate"] == 2.41
+    assert (data.base_model, data.datasets, data.license) == ("distilroberta-base", ["stanfordnlp/sst2"], "apache-2.0")
+    assert (data.pipeline_tag, data.library_name, data.language) == ("text-classification", "peft", ["en"])
+    assert data.tags == ["mine", "dp-sgd", *(tag for tag in TAGS if tag != "dp-sgd")]
+    assert f"({sst2.epsilon:.3f}, 7.425e-06)-differentially private" in card.text
+    assert re.search(r"\| gdp_clt \| 1\.5\d+ \| estimate, not a guarantee \|", card.text)
+    assert f"| pld | {sst2.epsilon:.3f} | upper bound |" in card.text
+    assert "point estimate 2.410" in card.text
+    assert "evaluation data" in card.text
+    assert "| eval_accuracy | 0.912346 |" in card.text
+    assert "| max_steps | -1 |" in card.text
+    assert card.text.index("differentially private") < card.text.index("## Model\n")
+
+
+def command_results(text: str, capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
+    (command,) = re.findall(r"^hf-dp account (epsilon .*)$", text, re.MULTILINE)
+    assert account([*command.split(), "--json"]) == 0
+    return {row["accountant"]: row["epsilon"] for row in json.loads(capsys.readouterr().out)["results"]}
+
+
+def test_the_printed_command_gives_the_same_epsilons(
+    sst2: PrivacyStatement, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert command_results(render(sst2), capsys) == {row.accountant: row.epsilon for row in sst2.epsilons}
+
+
+def test_zero_steps_card_reproduces_too(capsys: pytest.CaptureFixture[str]) -> None:
+    text = render(statement_of(ledger=Ledger()))
+    assert command_results(text, capsys) == dict.fromkeys(ACCOUNTANTS, 0.0)
+    assert "no step on the training set has run" in text
+
+
+def test_several_mechanisms_are_checked_by_python(capsys: pytest.CaptureFixture[str]) -> None:
+    ledger = Ledger()
+    ledger.append(PoissonSampledGaussian(3.0, 0.05, 2), "selection")
+    ledger.append(SMALL.event(4), "training")
+    statement = statement_of(ledger=ledger)
+    (code,) = re.findall(r"```python\n(.*?)```", render(statement), re.DOTALL)
+    exec(code)
+    printed = dict(line.split() for line in capsys.readouterr().out.splitlines())
+    assert {name: float(value) for name, value in printed.items()} == {
+        row.accountant: row.epsilon for row in statement.epsilons
+    }
+    assert metadata(statement)["noise_multiplier"] == [3.0, 2.0]
+
+
+def test_a_run_that_is_not_private_has_no_epsilon_and_no_dp_tags(tmp_path: Path) -> None:
+    statement = statement_of(insecure_seed=True)
+    card = loaded(render(statement, tags=["differential-privacy", "mine"]), tmp_path)
+    key = card.data["differential_privacy"]
+    assert (key["status"], key["epsilon"], key["epsilon_kind"], key["accountant"]) == ("not private", None, None, None)
+    assert all(row["epsilon"] is None for row in key["epsilon_by_accountant"].values())
+    assert card.data.tags == ["mine", "hf_dp"]
+    assert "This run is NOT private" in card.text
+    assert "differentially private" not in card.text
+
+
+def test_a_release_is_said_in_prose_and_metadata(tmp_path: Path) -> None:
+    statement = statement_of(released=("training_loss",))
+    card = loaded(render(statement), tmp_path)
+    assert card.data["differential_privacy"]["released_without_noise"] == ["training_loss"]
+    assert "training_loss: released without noise at the user's request" in card.text
+    assert "proven for the weights only" in card.text
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"metrics": {"train_accuracy": 0.9}},
+        {"metrics": {"loss": 0.9}},
+        {"training": {"train_loss": 0.3}},
+        {"training": {"grad_norm": 0.3}},
+        {"training": {"total_flos": 1e9}},
+    ],
+)
+def test_unnoised_training_quantities_are_refused(small: PrivacyStatement, values: dict[str, Any]) -> None:
+    with pytest.raises(InvalidArgumentError, match="not noised"):
+        render(small, **values)
+
+
+def test_a_released_loss_may_be_shown(small: PrivacyStatement) -> None:
+    released = statement_of(released=("training_loss",))
+    assert "| training_loss | 0.3 |" in render(released, training={"training_loss": 0.3})
+    assert "| train_batch_size | 8 |" in render(small, training={"train_batch_size": 8})
+
+
+def test_unknown_values_are_written_as_unknown(small: PrivacyStatement, tmp_path: Path) -> None:
+    card = loaded(render(small, training={"seed": None}), tmp_path)
+    for name in ("Base model", "Training data", "Task", "Language", "License", "seed"):
+        assert f"| {name} | unknown |" in card.text
+    assert re.search(r"## Evaluation results\n\nunknown", card.text)
+    assert card.data.license == "unknown"
+    assert card.data.base_model is None
+
+
+def test_no_local_path_gets_in(small: PrivacyStatement, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "here" / "encoder").mkdir(parents=True)
+    text = render(
+        small,
+        model_name="/work/main/runs/my-model",
+        base_model="here/encoder",
+        dataset=str(tmp_path / "train.csv"),
+        training={"optim_args": "/work/secret/args.yaml", "files": ["./a/b.json", "C:\\data\\c.json"]},
+        tags=["/work/tag"],
+        metrics={"eval_accuracy": 0.9},
+    )
+    assert "/work" not in text
+    assert str(tmp_path) not in text
+    assert "/tmp" not in text
+    assert "secret" not in text
+    card = loaded(text, tmp_path)
+    assert (card.data.base_model, card.data.datasets) == ("encoder", ["train.csv"])
+    assert card.text.lstrip().startswith("# my-model\n")
+    assert "| files | b.json, c.json |" in text
+
+
+@pytest.mark.parametrize(
+    ("value", "name"),
+    [
+        ("org/model", "org/model"),
+        ("/a/b/", "b"),
+        ("./run", "run"),
+        ("~/run", "run"),
+        ("file:///a/b", "b"),
+        ("C:\\a\\b", "b"),
+        ("..", None),
+        ("/", None),
+        ("", None),
+        (None, None),
+    ],
+)
+def test_public_name(value: str | None, name: str | None) -> None:
+    assert public_name(value) == name
+
+
+@pytest.mark.parametrize(
+    "field", ["model_name", "base_model", "dataset", "task_tag", "license", "language", "tags", "trained"]
+)
+def test_hostile_names_break_neither_yaml_nor_markdown(small: PrivacyStatement, field: str, tmp_path: Path) -> None:
+    statement = statement_of(trained=HOSTILE, released=(HOSTILE,)) if field == "trained" else small
+    values = {} if field == "trained" else {field: [HOSTILE] if field == "tags" else HOSTILE}
+    check_intact(render(statement, **values), statement, tmp_path)
+
+
+def test_hostile_metrics_and_settings(small: PrivacyStatement, tmp_path: Path) -> None:
+    check_intact(render(small, metrics={HOSTILE: 0.1}, training={HOSTILE: HOSTILE}), small, tmp_path)
+
+
+def check_intact(text: str, statement: PrivacyStatement, folder: Path) -> None:
+    card = loaded(text, folder)
+    assert card.data["differential_privacy"] == metadata(statement)
+    plain = [line for line in card.text.splitlines() if line.startswith("#")]
+    assert [line for line in plain if "Owned" in line and not line.startswith("# x: y --- \\# Owned")] == []
+    assert len(plain) == 11
+    assert not re.search(r"(?<!\\)<script", card.text)
+    assert not re.search(r"(?<!\\)\[a(?<!\\)\]", card.text)
+    assert "3703701" not in text
+    for line in card.text.splitlines():
+        if line.startswith("|"):
+            assert len(re.findall(r"(?<!\\)\|", line)) in (3, 4)
+        assert "---" not in line or set(line) <= set("|-") or "\\# Owned" in line
+
+
+def test_markdown_keeps_ordinary_text_readable() -> None:
+    assert markdown("eval_accuracy 0.91 (7.4e-06, -1) a-b") == "eval_accuracy 0.91 (7.4e-06, -1) a-b"
+    assert markdown("- a") == "\\- a"
+    assert markdown("1. a") == "1\\. a"
+    assert markdown("_u_") == "\\_u\\_"

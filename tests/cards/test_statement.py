@@ -1,0 +1,256 @@
+"""The statement says what the ledger proves, rounded up, and says what it does not cover."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import subprocess
+import sys
+
+import pytest
+
+from hf_dp.accounting import ACCOUNTANTS, Gaussian, Ledger, PoissonSampledGaussian
+from hf_dp.cards.statement import (
+    NOT_PRIVATE,
+    PROVEN,
+    PROVEN_WEIGHTS_ONLY,
+    PrivacyStatement,
+    RunFacts,
+    delta_text,
+    epsilon_text,
+)
+from hf_dp.errors import AccountingRangeError, InvalidArgumentError, LedgerError
+from hf_dp.plan import PrivacyPlan
+
+N = 67349
+PLAN = PrivacyPlan(N, 1024.0, 198, 0.825421, 0.1, 1 / (2 * N))
+SMALL = PrivacyPlan(1000, 100.0, 10, 2.0, 1.0, 1e-4)
+FACTS = RunFacts(
+    privacy_mode="dp_sgd",
+    trained="all 22,713,986 parameters",
+    precision="float32",
+    noise_generator="SFC64, OS-seeded (not cryptographic)",
+    sampling_generator="the operating system's cryptographic generator",
+    versions={"torch": "2.9.0"},
+)
+
+
+def ledger_of(plan: PrivacyPlan, steps: int | None = None) -> Ledger:
+    ledger = Ledger()
+    ledger.append(plan.event(steps), "training")
+    return ledger
+
+
+def facts(**changes: object) -> RunFacts:
+    return dataclasses.replace(FACTS, **changes)  # type: ignore[arg-type]
+
+
+def by_accountant(statement: PrivacyStatement) -> dict[str, object]:
+    return {row.accountant: row for row in statement.epsilons}
+
+
+@pytest.fixture(scope="module")
+def sst2() -> PrivacyStatement:
+    return PrivacyStatement.from_ledger(PLAN, ledger_of(PLAN), FACTS)
+
+
+def test_sst2_numbers(sst2: PrivacyStatement) -> None:
+    rows = by_accountant(sst2)
+    assert tuple(rows) == ACCOUNTANTS
+    # Independent values: PLD 2.410, RDP 3, PRV estimate 2.410 (research/accounting.md A.1), bounds up to slack above.
+    assert 2.410 <= sst2.epsilon <= 2.412
+    assert rows["pld"].epsilon == sst2.epsilon
+    assert rows["rdp"].epsilon == 3.0
+    assert rows["prv"].estimate == 2.41
+    assert 2.41 < rows["prv"].epsilon < 2.43
+    assert [rows[name].kind for name in ACCOUNTANTS] == ["bound", "bound", "bound", "estimate"]
+    assert rows["gdp_clt"].epsilon < 2.41
+    assert sst2.status == PROVEN
+    assert (sst2.accountant, sst2.accountant_note) == ("pld", "")
+    assert sst2.sentence().startswith(
+        f"The released weights are ({sst2.epsilon:.3f}, 7.425e-06)-differentially private with respect to zero-out of "
+        "one row"
+    )
+    assert "gdp_clt  1.5" in str(sst2)
+    assert "estimate" in str(sst2)
+
+
+def test_a_printed_value_is_never_below_the_true_one(sst2: PrivacyStatement) -> None:
+    ledger = ledger_of(PLAN)
+    for row in sst2.epsilons:
+        exact = ledger.epsilon(PLAN.delta, row.accountant).value
+        assert 0 <= row.epsilon - exact < 1e-3
+        assert float(epsilon_text(row.epsilon)) == row.epsilon
+
+
+@pytest.mark.parametrize(
+    ("delta", "text"),
+    [
+        (1e-5, "1e-05"),
+        (1 / (2 * N), "7.425e-06"),
+        (9.99991e-6, "1e-05"),
+        (0.00012345001, "0.0001235"),
+        (1.1e-10, "1.1e-10"),
+    ],
+)
+def test_delta_is_printed_rounded_up(delta: float, text: str) -> None:
+    assert delta_text(delta) == text
+    assert float(text) >= delta
+
+
+def test_steps_mechanism_and_rates_come_from_the_ledger_not_the_plan() -> None:
+    ledger = Ledger()
+    ledger.append(PoissonSampledGaussian(3.0, 0.05, 2), "selection")
+    ledger.append(SMALL.event(4), "training")
+    statement = PrivacyStatement.from_ledger(SMALL, ledger, FACTS)
+    assert (statement.steps, statement.steps_planned) == (6, 10)
+    assert statement.noise_multipliers == (3.0, 2.0)
+    assert statement.sample_rates == (0.05, 0.1)
+    assert [row["purpose"] for row in statement.mechanisms] == ["selection", "training"]
+    assert statement.epsilon == ledger.epsilon(SMALL.delta, "pld").rounded_up()
+    assert "6 steps" in statement.sentence()
+
+
+def test_zero_steps_cost_nothing_and_say_so() -> None:
+    statement = PrivacyStatement.from_ledger(SMALL, Ledger(), FACTS)
+    assert (statement.epsilon, statement.steps, statement.status) == (0.0, 0, PROVEN)
+    assert "(0, 0.0001)" in statement.sentence()
+    assert "no step on the training set has run" in statement.sentence()
+
+
+def test_an_insecure_seed_gives_no_epsilon_anywhere() -> None:
+    statement = PrivacyStatement.from_ledger(SMALL, ledger_of(SMALL), facts(insecure_seed=True))
+    assert (statement.status, statement.epsilon, statement.proven) == (NOT_PRIVATE, None, False)
+    assert all(row.epsilon is None and row.estimate is None for row in statement.epsilons)
+    assert statement.sentence().startswith("This run is NOT private: ")
+    assert "seed" in statement.status_reason
+    true_value = ledger_of(SMALL).epsilon(SMALL.delta).rounded_up()
+    assert str(true_value) not in str(statement) + json.dumps(statement.to_dict())
+
+
+def test_a_step_without_noise_is_not_private() -> None:
+    ledger = ledger_of(SMALL, 3)
+    ledger.append(Gaussian(0.0, 1), "training")
+    statement = PrivacyStatement.from_ledger(SMALL, ledger, FACTS)
+    assert (statement.status, statement.epsilon) == (NOT_PRIVATE, None)
+    assert "1 of 4 steps ran without noise" in statement.sentence()
+
+
+def test_a_release_limits_the_claim_to_the_weights() -> None:
+    statement = PrivacyStatement.from_ledger(SMALL, ledger_of(SMALL), facts(released=("training_loss", "grad_norm")))
+    assert statement.status == PROVEN_WEIGHTS_ONLY
+    assert statement.proven
+    assert "weights only" in statement.status_reason
+    assert "The released weights alone" in statement.sentence()
+    assert "does not cover training_loss, grad_norm" in statement.sentence()
+    assert "training_loss: released without noise at the user's request" in statement.not_covered
+
+
+def test_what_is_not_covered_is_listed() -> None:
+    text = "\n".join(PrivacyStatement.from_ledger(SMALL, Ledger(), FACTS).not_covered)
+    for item in (
+        "evaluation data",
+        "model selection on evaluation data",
+        "hyperparameter tuning",
+        "other runs on the same data",
+        "label set",
+        "pretraining data",
+        "number of rows",
+        "time and memory",
+        "floating-point",
+        FACTS.noise_generator,
+    ):
+        assert item in text
+    assert "not used by this run" in text
+    used = PrivacyStatement.from_ledger(SMALL, Ledger(), facts(model_selection=True)).not_covered
+    assert any("model selection" in item and "used in this run" in item for item in used)
+
+
+def test_an_estimate_is_never_the_headline() -> None:
+    plan = dataclasses.replace(SMALL, accountant="gdp_clt")
+    statement = PrivacyStatement.from_ledger(plan, ledger_of(plan), FACTS)
+    rows = by_accountant(statement)
+    assert statement.epsilon == min(rows[name].epsilon for name in ("pld", "rdp", "prv"))
+    assert statement.accountant != "gdp_clt"
+    assert "estimate, not a bound" in statement.accountant_note
+    assert statement.accountant_note in str(statement)
+
+
+def test_an_accountant_out_of_range_is_replaced_and_that_is_said() -> None:
+    plan = dataclasses.replace(SMALL, delta=1e-12)  # below what pld and prv are known to be right at
+    statement = PrivacyStatement.from_ledger(plan, ledger_of(plan), FACTS)
+    rows = by_accountant(statement)
+    assert rows["pld"].epsilon is None
+    assert "delta" in rows["pld"].note
+    assert (statement.accountant, statement.epsilon) == ("rdp", rows["rdp"].epsilon)
+    assert "rdp" in statement.accountant_note
+    assert "pld" in statement.accountant_note
+
+
+def test_without_any_bound_nothing_is_claimed() -> None:
+    plan = dataclasses.replace(SMALL, delta=1e-200)
+    with pytest.raises(AccountingRangeError, match="nothing is claimed"):
+        PrivacyStatement.from_ledger(plan, ledger_of(plan), FACTS)
+
+
+@pytest.mark.parametrize(
+    "change", [{"privacy_unit": "user"}, {"neighboring_relation": "add_remove"}, {"clipping": "other"}]
+)
+def test_what_no_statement_is_known_for_is_refused(change: dict[str, str]) -> None:
+    with pytest.raises(InvalidArgumentError, match=next(iter(change))):
+        PrivacyStatement.from_ledger(dataclasses.replace(SMALL, **change), Ledger(), FACTS)
+
+
+@pytest.mark.parametrize(
+    "change", [{"privacy_mode": "dp_fp"}, {"privacy_mode": "non_private"}, {"released": "training_loss"}]
+)
+def test_facts_refuse_what_they_cannot_describe(change: dict[str, str]) -> None:
+    with pytest.raises(InvalidArgumentError, match=next(iter(change))):
+        facts(**change)
+
+
+def test_facts_of_a_resumed_run_keep_what_weakened_it() -> None:
+    earlier = facts(released=("training_loss",), insecure_seed=True, model_selection=True)
+    merged = facts(released=("grad_norm",)).merged(earlier)
+    assert merged.released == ("training_loss", "grad_norm")
+    assert merged.insecure_seed
+    assert merged.model_selection
+
+
+def test_round_trip_through_json(sst2: PrivacyStatement) -> None:
+    written = json.loads(json.dumps(sst2.to_dict(), allow_nan=False))
+    assert written == sst2.to_dict()
+    assert PrivacyStatement.from_dict(written) == sst2
+    assert RunFacts.from_dict(json.loads(json.dumps(FACTS.to_dict()))) == FACTS
+
+
+@pytest.mark.parametrize("edit", ["unknown", "missing", "row", "facts"])
+def test_an_edited_statement_is_refused(sst2: PrivacyStatement, edit: str) -> None:
+    values = sst2.to_dict()
+    if edit == "unknown":
+        values["extra"] = 1
+    elif edit == "missing":
+        del values["epsilon"]
+    elif edit == "row":
+        values["epsilons"][0]["bonus"] = 1
+    else:
+        values["facts"] = None
+    with pytest.raises(LedgerError, match="cannot be read"):
+        PrivacyStatement.from_dict(values)
+
+
+def test_the_statement_is_pure(sst2: PrivacyStatement) -> None:
+    ledger = ledger_of(PLAN)
+    before = ledger.to_list()
+    assert PrivacyStatement.from_ledger(PLAN, ledger, FACTS) == sst2
+    assert ledger.to_list() == before
+    assert math.isfinite(sst2.epsilon)
+
+
+def test_cards_need_neither_torch_nor_transformers() -> None:
+    code = (
+        "import sys, hf_dp.cards.card, hf_dp.cards.document; "
+        "raise SystemExit(any(name in sys.modules for name in ('torch', 'transformers')))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

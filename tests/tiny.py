@@ -1,0 +1,104 @@
+"""A task small enough for a test of the whole trainer: random BERT of 10k parameters, 40 rows, no download."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import datasets
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from transformers import BertConfig, BertForSequenceClassification, DataCollatorWithPadding, PreTrainedTokenizerFast
+
+from hf_dp.trainer.arguments import DPTrainingArguments
+from hf_dp.trainer.trainer import DPTrainer
+
+WORDS = ["good", "bad", "fine", "poor", "the", "a", "film", "plot", "was", "is", "very", "not", "and", "long", "short"]
+
+
+def tokenizer() -> PreTrainedTokenizerFast:
+    vocabulary = {word: index for index, word in enumerate(["[PAD]", "[UNK]", "[CLS]", "[SEP]", *WORDS])}
+    words = Tokenizer(models.WordLevel(vocabulary, unk_token="[UNK]"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    words.post_processor = processors.TemplateProcessing(
+        single="[CLS] $A [SEP]", special_tokens=[("[CLS]", 2), ("[SEP]", 3)]
+    )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=words, pad_token="[PAD]", unk_token="[UNK]", cls_token="[CLS]", sep_token="[SEP]"
+    )
+
+
+def rows(count: int = 40) -> list[dict[str, Any]]:
+    return [
+        {"sentence": " ".join(WORDS[(i * 7 + j * (i % 3 + 1)) % len(WORDS)] for j in range(1 + i % 6)), "label": i % 2}
+        for i in range(count)
+    ]
+
+
+def dataset(count: int = 40) -> datasets.Dataset:
+    encoded = tokenizer()([row["sentence"] for row in rows(count)])
+    return datasets.Dataset.from_dict(
+        {
+            "input_ids": encoded["input_ids"],
+            "attention_mask": encoded["attention_mask"],
+            "label": [row["label"] for row in rows(count)],
+        }
+    )
+
+
+def evaluation_set() -> datasets.Dataset:
+    return dataset(60).select(range(40, 60)).flatten_indices()
+
+
+def model(dropout: float = 0.0, seed: int = 0, **options: Any) -> BertForSequenceClassification:
+    torch.manual_seed(seed)
+    config = BertConfig(
+        vocab_size=len(WORDS) + 4,
+        hidden_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        intermediate_size=32,
+        max_position_embeddings=24,
+        hidden_dropout_prob=dropout,
+        attention_probs_dropout_prob=dropout,
+        **options,
+    )
+    return BertForSequenceClassification(config)
+
+
+def arguments(folder: Path, **options: Any) -> DPTrainingArguments:
+    values: dict[str, Any] = {
+        "output_dir": str(folder),
+        "noise_multiplier": 1.0,
+        "expected_batch_size": 8,
+        "per_device_train_batch_size": 4,
+        "per_device_eval_batch_size": 8,
+        "max_steps": 4,
+        "learning_rate": 1e-2,
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "use_cpu": True,
+        "disable_tqdm": True,
+        "dataloader_pin_memory": False,
+    }
+    values.update(options)
+    if values.get("target_epsilon") is not None and "noise_multiplier" not in options:
+        values["noise_multiplier"] = None
+    if values.get("privacy_mode") == "non_private":
+        for name in ("noise_multiplier", "expected_batch_size"):
+            values.pop(name)
+    return DPTrainingArguments(**values)
+
+
+def trainer(
+    folder: Path, *, cls: type[DPTrainer] = DPTrainer, given: dict[str, Any] | None = None, **options: Any
+) -> DPTrainer:
+    """A trainer on the tiny task; ``given`` are DPTrainer's keywords, the rest DPTrainingArguments'."""
+    keywords: dict[str, Any] = {
+        "train_dataset": dataset(),
+        "eval_dataset": evaluation_set(),
+        "data_collator": DataCollatorWithPadding(tokenizer()),
+    }
+    keywords.update(given or {})
+    keywords.setdefault("model", model())
+    return cls(args=arguments(folder, **options), **keywords)

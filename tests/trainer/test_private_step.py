@@ -1,0 +1,292 @@
+"""What one private step does, each property with the bug it guards against planted."""
+
+from __future__ import annotations
+
+import pytest
+import tiny
+import torch
+from scipy import stats
+
+from hf_dp.clipping import per_example_gradients
+from hf_dp.errors import BudgetExceededError
+from hf_dp.losses import per_example_loss
+from hf_dp.noise import SecretRandomness
+from hf_dp.sampling import PoissonSampler
+from hf_dp.trainer.modes import dp_sgd
+from hf_dp.trainer.run_ledger import RunLedger
+
+
+@pytest.fixture
+def trainer(tmp_path):
+    return tiny.trainer(tmp_path)
+
+
+def gradients(trainer) -> dict[str, torch.Tensor]:
+    return {name: p.grad.clone() for name, p in trainer.model.named_parameters() if p.grad is not None}
+
+
+def batches(trainer, indices):
+    trainer.create_optimizer()
+    loader = trainer.get_train_dataloader()
+    return loader.collate_fn([loader.dataset[i] for i in indices])
+
+
+def step(trainer, indices):
+    trainer.model.zero_grad()
+    trainer.training_step(trainer.model, batches(trainer, indices))
+    return gradients(trainer)
+
+
+def noise_pvalue(trainer) -> float:
+    """KS test of an empty draw's gradient against N(0, (noise_multiplier C / B)^2), from the public numbers alone."""
+    flat = torch.cat([g.flatten() for g in step(trainer, []).values()])
+    std = trainer.args.noise_multiplier * trainer.args.per_example_max_grad_norm / trainer.args.expected_batch_size
+    return stats.kstest((flat / std).numpy(), "norm").pvalue
+
+
+def test_an_empty_draw_is_pure_noise_of_the_planned_size(trainer):
+    assert noise_pvalue(trainer) > 1e-4
+
+
+def test_planted_half_noise_is_seen(trainer, monkeypatch):
+    original = SecretRandomness.gaussian_like
+    monkeypatch.setattr(SecretRandomness, "gaussian_like", lambda self, t, std: original(self, t, std) * 0.5)
+    assert noise_pvalue(trainer) < 1e-4
+
+
+def test_planted_double_noise_is_seen(trainer, monkeypatch):
+    original = SecretRandomness.gaussian_like
+    monkeypatch.setattr(
+        SecretRandomness, "gaussian_like", lambda self, t, std: original(self, t, std) + original(self, t, std)
+    )
+    assert noise_pvalue(trainer) < 1e-4
+
+
+def clipped_mean(trainer, indices, clipping_norm=0.1) -> dict[str, torch.Tensor]:
+    """Sum of clipped gradients / expected batch size, by a loop over single unpadded examples."""
+    parameters = dict(trainer.model.named_parameters())
+    total = {name: torch.zeros_like(p) for name, p in parameters.items()}
+    for i in indices:
+        row = trainer.train_dataset[i]
+        inputs = {k: torch.tensor([row[k]]) for k in ("input_ids", "attention_mask")}
+        loss = per_example_loss(trainer.model, {**inputs, "labels": torch.tensor([row["label"]])})
+        gradient = next(per_example_gradients(loss, parameters))
+        norm = torch.stack([g.square().sum() for g in gradient.values()]).sum().sqrt()
+        for name, g in gradient.items():
+            total[name] += g * min(1.0, clipping_norm / float(norm))
+    return {name: t / trainer.args.expected_batch_size for name, t in total.items()}
+
+
+def step_error(trainer, indices) -> float:
+    expected = clipped_mean(trainer, indices)
+    got = step(trainer, indices)
+    return max(float((got[name] - expected[name]).abs().max()) for name in expected)
+
+
+@pytest.fixture
+def without_noise(monkeypatch):
+    monkeypatch.setattr(SecretRandomness, "gaussian_like", lambda self, t, std: torch.zeros_like(t))
+
+
+@pytest.mark.parametrize("indices", [[3], [0, 5, 6], list(range(23))])
+def test_the_divisor_is_the_expected_batch_size_whatever_was_drawn(trainer, without_noise, indices):
+    assert step_error(trainer, indices) < 1e-6
+
+
+def test_planted_realised_divisor_is_seen(trainer, without_noise, monkeypatch):
+    original = dp_sgd.release_gradient
+
+    def realised(parameters, sums, plan, randomness, run):
+        original(parameters, sums, plan, randomness, run)
+        for p in parameters.values():
+            p.grad.mul_(plan.expected_batch_size / 3)
+
+    monkeypatch.setattr("hf_dp.trainer.trainer.release_gradient", realised)
+    assert step_error(trainer, [0, 5, 6]) > 1e-4
+
+
+def test_planted_batch_mean_loss_is_seen(trainer, without_noise, monkeypatch):
+    monkeypatch.setattr(trainer, "compute_per_example_loss", lambda m, i: per_example_loss(m, i) / 64)
+    assert step_error(trainer, [0, 5, 6]) > 1e-4
+
+
+@pytest.mark.parametrize("size", [1, 3, 64])
+def test_the_physical_batch_size_does_not_change_the_update(tmp_path, without_noise, size):
+    indices = list(range(17))
+    reference = step(tiny.trainer(tmp_path / "a", per_device_train_batch_size=8), indices)
+    got = step(tiny.trainer(tmp_path / "b", per_device_train_batch_size=size), indices)
+    for name in reference:
+        torch.testing.assert_close(got[name], reference[name], rtol=1e-4, atol=1e-7)
+
+
+def test_an_example_that_is_not_finite_is_removed_and_the_step_goes_on(trainer, without_noise, monkeypatch):
+    def broken(model, inputs):
+        factor = torch.ones(len(inputs["labels"]))
+        factor[inputs["attention_mask"].sum(1) == 8] = float("nan")
+        return per_example_loss(model, inputs) * factor
+
+    monkeypatch.setattr(trainer, "compute_per_example_loss", broken)
+    lengths = [len(row["input_ids"]) for row in trainer.train_dataset]
+    finite = [i for i in range(12) if lengths[i] != 8]
+    assert len(finite) < 12
+    expected = clipped_mean(trainer, finite)
+    got = step(trainer, list(range(12)))
+    assert max(float((got[name] - expected[name]).abs().max()) for name in expected) < 1e-6
+
+
+# -- the ledger ---
+
+
+def test_the_step_is_durable_before_any_gradient_is_visible(trainer, monkeypatch):
+    seen = []
+    original = RunLedger.append
+
+    def watched(self, event, purpose):
+        original(self, event, purpose)
+        on_disk = trainer.args.output_dir
+        seen.append((all(p.grad is None for p in trainer.model.parameters()), (on_disk, self.ledger.steps())))
+
+    monkeypatch.setattr(RunLedger, "append", watched)
+    step(trainer, [1, 2])
+    assert seen == [(True, (trainer.args.output_dir, 1))]
+    from hf_dp.cards.document import read
+
+    assert read(trainer.args.output_dir).ledger.steps() == 1
+
+
+def recorded_all(trainer) -> bool:
+    trainer.train()
+    return trainer.ledger.steps() == trainer.state.global_step == 4
+
+
+def test_every_step_is_recorded(trainer):
+    assert recorded_all(trainer)
+
+
+def test_planted_unrecorded_step_is_seen(trainer, monkeypatch):
+    original = RunLedger.append
+    calls = []
+
+    def forgetful(self, event, purpose):
+        calls.append(event)
+        if len(calls) != 2:
+            original(self, event, purpose)
+
+    monkeypatch.setattr(RunLedger, "append", forgetful)
+    assert not recorded_all(trainer)
+
+
+def test_a_step_beyond_the_target_is_refused_before_it_is_recorded(tmp_path):
+    trainer = tiny.trainer(tmp_path, target_epsilon=4.0)
+    trainer.train()
+    with pytest.raises(BudgetExceededError, match="target_epsilon=4"):
+        step(trainer, [1])
+    assert trainer.ledger.steps() == 4
+    assert all(p.grad is None for p in trainer.model.parameters())
+
+
+# -- randomness ---
+
+
+def draws(trainer) -> list[list[int]]:
+    return list(trainer.get_train_dataloader().batch_sampler)
+
+
+def reproducible_from_seed(folder) -> list[str]:
+    """What two runs with the same ``seed`` have in common; must be nothing."""
+    first = tiny.trainer(folder / "a", seed=7, given={"model": tiny.model(dropout=0.5)})
+    one = (draws(first), step(first, []), step(first, [1, 2, 3]))
+    second = tiny.trainer(folder / "b", seed=7, given={"model": tiny.model(dropout=0.5)})
+    two = (draws(second), step(second, []), step(second, [1, 2, 3]))
+    common = ["draws"] if one[0] == two[0] else []
+    common += ["noise"] if any(torch.equal(one[1][n], two[1][n]) for n in one[1]) else []
+    return common
+
+
+def test_noise_and_draws_do_not_follow_from_the_seed(tmp_path):
+    assert reproducible_from_seed(tmp_path) == []
+
+
+def test_planted_noise_and_draws_from_the_seed_are_seen(tmp_path, monkeypatch):
+    original = SecretRandomness.__init__
+    monkeypatch.setattr(SecretRandomness, "__init__", lambda self, seed=None: original(self, 7))
+    assert reproducible_from_seed(tmp_path) == ["draws", "noise"]
+
+
+def dropout_follows_the_seed(folder) -> bool:
+    results = []
+    for name in "ab":
+        trainer = tiny.trainer(folder / name, seed=7, given={"model": tiny.model(dropout=0.5)})
+        torch.manual_seed(7)
+        results.append(step(trainer, list(range(12))))
+    return all(torch.equal(results[0][n], results[1][n]) for n in results[0])
+
+
+def test_dropout_does_not_follow_from_the_seed(tmp_path, without_noise):
+    assert not dropout_follows_the_seed(tmp_path)
+
+
+def test_planted_dropout_from_the_seed_is_seen(tmp_path, without_noise, monkeypatch):
+    import contextlib
+
+    monkeypatch.setattr(SecretRandomness, "streams", lambda self: contextlib.nullcontext())
+    assert dropout_follows_the_seed(tmp_path)
+
+
+def test_a_step_leaves_the_public_generators_as_they_were(trainer):
+    torch.manual_seed(3)
+    expected = torch.rand(3)
+    torch.manual_seed(3)
+    step(trainer, [1, 2])
+    assert torch.equal(torch.rand(3), expected)
+
+
+def sampler_is_poisson(trainer) -> bool:
+    """The loader draws by a PoissonSampler with the plan's rate, and draw sizes vary as Binomial(N, q) does."""
+    sampler = trainer.get_train_dataloader().batch_sampler
+    sizes = [len(draw) for _ in range(60) for draw in sampler]
+    spread = sum((s - 8) ** 2 for s in sizes) / len(sizes)  # 40 * 0.2 * 0.8 = 6.4
+    return type(sampler) is PoissonSampler and sampler.sample_rate == 0.2 and 4.5 < spread < 9
+
+
+def test_draws_are_poisson(trainer):
+    assert sampler_is_poisson(trainer)
+
+
+def test_planted_shuffling_is_seen(trainer, monkeypatch):
+    def shuffled(self):
+        for batch in torch.randperm(self.num_examples).split(8):
+            yield batch.tolist()
+
+    monkeypatch.setattr(PoissonSampler, "__iter__", shuffled)
+    assert not sampler_is_poisson(trainer)
+
+
+# -- the self-check ---
+
+
+def self_check_saw_real_rows(trainer) -> bool:
+    """Whether any row that the model saw before the first draw is a row of the training set."""
+    seen: list[torch.Tensor] = []
+    handle = trainer.model.register_forward_pre_hook(
+        lambda module, args, kwargs: seen.append(kwargs["input_ids"].clone()), with_kwargs=True
+    )
+    trainer.create_optimizer = lambda *args, **kwargs: None  # the seam under test starts after the optimizer exists
+    padded, alone = trainer.synthetic_batches()
+    handle.remove()
+    rows = {tuple(row["input_ids"]) for row in trainer.train_dataset}
+    tokens = [example["input_ids"][0].tolist() for example in alone] + padded["input_ids"].tolist()
+    return any(tuple(t for t in row if t != 0) in rows for row in tokens)
+
+
+def test_the_self_check_runs_on_synthetic_rows(trainer):
+    assert not self_check_saw_real_rows(trainer)
+
+
+def test_planted_self_check_on_real_rows_is_seen(trainer, monkeypatch):
+    def real():
+        batch = batches(trainer, [3, 4])[0]
+        return batch, [{k: v[i : i + 1] for k, v in batch.items()} for i in range(2)]
+
+    monkeypatch.setattr(trainer, "synthetic_batches", real)
+    assert self_check_saw_real_rows(trainer)

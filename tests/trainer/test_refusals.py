@@ -1,0 +1,213 @@
+"""Bad input ends before anything is written, with the argument, its value and the next move."""
+
+from __future__ import annotations
+
+import datasets
+import pytest
+import tiny
+import torch
+from peft import LoraConfig
+from transformers import DataCollatorWithFlattening, TrainingArguments
+
+from hf_dp.errors import (
+    CalibrationError,
+    DataError,
+    HfDpError,
+    InvalidArgumentError,
+    SelfCheckError,
+    UnsupportedArgumentError,
+    UnsupportedLossError,
+    UnsupportedModelError,
+)
+from hf_dp.trainer.trainer import DPTrainer
+
+
+class OwnLoss(DPTrainer):
+    def compute_loss(self, model, inputs, return_outputs=False, **kwargs):
+        return super().compute_loss(model, inputs, return_outputs, **kwargs)
+
+
+class BatchMean(DPTrainer):
+    def compute_per_example_loss(self, model, inputs):
+        losses = super().compute_per_example_loss(model, inputs)
+        return losses * inputs["attention_mask"].sum() / 10
+
+
+class WithBatchNorm(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner, self.norm = tiny.model(), torch.nn.BatchNorm1d(2)
+        self.config, self.main_input_name = self.inner.config, "input_ids"
+
+    def forward(self, input_ids=None, attention_mask=None, labels=None):
+        return self.norm(self.inner(input_ids=input_ids, attention_mask=attention_mask).logits)
+
+
+def without_length(rows):
+    class Stream(torch.utils.data.IterableDataset):
+        def __iter__(self):
+            return iter(rows)
+
+    return Stream()
+
+
+def unlabeled():
+    return tiny.dataset().remove_columns("label")
+
+
+AT_CREATION = {
+    "compute_loss overridden": (
+        lambda p: tiny.trainer(p, cls=OwnLoss),
+        UnsupportedArgumentError,
+        "compute_per_example_loss",
+    ),
+    "compute_loss_func": (
+        lambda p: tiny.trainer(p, given={"compute_loss_func": lambda *a, **k: 0}),
+        UnsupportedArgumentError,
+        "`compute_loss_func` to be None",
+    ),
+    "plain TrainingArguments": (
+        lambda p: DPTrainer(
+            model=tiny.model(), args=TrainingArguments(str(p), use_cpu=True), train_dataset=tiny.dataset()
+        ),
+        InvalidArgumentError,
+        "DPTrainingArguments",
+    ),
+    "no length": (
+        lambda p: tiny.trainer(p, given={"train_dataset": without_length(tiny.dataset())}),
+        DataError,
+        "has no length",
+    ),
+    "one row": (
+        lambda p: tiny.trainer(p, given={"train_dataset": tiny.dataset().select([0])}),
+        DataError,
+        "at least two rows, got 1",
+    ),
+    "no rows": (
+        lambda p: tiny.trainer(p, given={"train_dataset": tiny.dataset().select([])}),
+        DataError,
+        "at least two rows, got 0",
+    ),
+    "batch larger than the data": (
+        lambda p: tiny.trainer(p, expected_batch_size=41),
+        InvalidArgumentError,
+        r"`expected_batch_size` to be at most num_examples \(40\)",
+    ),
+    "delta of at least 1/N": (
+        lambda p: tiny.trainer(p, target_delta=0.03),
+        InvalidArgumentError,
+        "`target_delta` to be < 1/num_examples",
+    ),
+    "target that cannot be met": (
+        lambda p: tiny.trainer(p, target_epsilon=1e-6, target_delta=1e-9, accountant="rdp"),
+        CalibrationError,
+        "1e-06",
+    ),
+    "evaluation on the training set": (
+        lambda p: tiny.trainer(p, given=dict.fromkeys(("train_dataset", "eval_dataset"), tiny.dataset())),
+        UnsupportedArgumentError,
+        "held-out set",
+    ),
+    "evaluation on an equal copy of the training set": (
+        lambda p: tiny.trainer(p, given={"eval_dataset": {"a": tiny.dataset()}}),
+        UnsupportedArgumentError,
+        "held-out set",
+    ),
+    "batch normalization": (
+        lambda p: tiny.trainer(p, given={"model": WithBatchNorm()}),
+        UnsupportedModelError,
+        "`norm` is a BatchNorm1d.*GroupNorm",
+    ),
+    "a new head frozen under LoRA": (
+        lambda p: tiny.trainer(
+            p, given={"peft_config": LoraConfig(r=2, target_modules=["query"], task_type="FEATURE_EXTRACTION")}
+        ),
+        UnsupportedModelError,
+        r"modules_to_save=\['classifier'\]",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", AT_CREATION)
+def test_refused_at_creation(case, tmp_path):
+    make, error, message = AT_CREATION[case]
+    folder = tmp_path / "run"
+    with pytest.raises(error, match=message):
+        make(folder)
+    assert not folder.exists()
+
+
+AT_TRAINING = {
+    "no labels": (lambda p: tiny.trainer(p, given={"train_dataset": unlabeled()}), DataError, "no `labels`"),
+    "flattening collator": (
+        lambda p: tiny.trainer(p, given={"data_collator": DataCollatorWithFlattening()}),
+        DataError,
+        "DataCollatorWithPadding",
+    ),
+    "collator that packs": (
+        lambda p: tiny.trainer(
+            p,
+            given={
+                "data_collator": lambda rows: {
+                    "input_ids": torch.tensor([sum((r["input_ids"] for r in rows), [])]),
+                    "labels": torch.tensor([r["label"] for r in rows]),
+                }
+            },
+        ),
+        DataError,
+        "one row per example",
+    ),
+    "loss that depends on neighbors": (lambda p: tiny.trainer(p, cls=BatchMean), SelfCheckError, "neighbours"),
+}
+
+
+@pytest.mark.parametrize("case", AT_TRAINING)
+def test_refused_before_the_first_draw(case, tmp_path):
+    make, error, message = AT_TRAINING[case]
+    trainer = make(tmp_path)
+    with pytest.raises(error, match=message):
+        trainer.train()
+    assert trainer.ledger.steps() == 0
+    assert not (tmp_path / "privacy.json").exists()
+
+
+def test_evaluating_and_predicting_the_training_set_are_refused(tmp_path):
+    trainer = tiny.trainer(tmp_path)
+    for call in (trainer.evaluate, trainer.predict):
+        with pytest.raises(UnsupportedArgumentError, match="held-out"):
+            call(tiny.dataset())
+
+
+def test_hyperparameter_search_is_refused_with_the_way_to_do_it(tmp_path):
+    with pytest.raises(UnsupportedArgumentError, match="public data"):
+        tiny.trainer(tmp_path).hyperparameter_search()
+
+
+def test_a_class_without_a_known_loss_is_refused_by_name(tmp_path):
+    from transformers import BertForTokenClassification
+
+    model = BertForTokenClassification(tiny.model().config)
+    trainer = tiny.trainer(tmp_path, given={"model": model})
+    with pytest.raises(UnsupportedLossError, match="BertForTokenClassification.*compute_per_example_loss"):
+        trainer.train()
+
+
+def test_every_refusal_is_one_family():
+    assert issubclass(DataError, HfDpError)
+    assert issubclass(UnsupportedArgumentError, ValueError)
+
+
+def test_an_example_of_a_torch_dataset(tmp_path):
+    rows = [tiny.dataset()[i] for i in range(40)]
+
+    class Rows(torch.utils.data.Dataset):
+        def __len__(self):
+            return len(rows)
+
+        def __getitem__(self, i):
+            return rows[i]
+
+    trainer = tiny.trainer(tmp_path, given={"train_dataset": Rows()})
+    trainer.train()
+    assert trainer.ledger.steps() == 4
+    assert isinstance(tiny.dataset(), datasets.Dataset)

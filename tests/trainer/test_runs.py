@@ -1,0 +1,354 @@
+"""Whole runs: what is written, logged and withheld; resuming; stopping; what a Trainer user expects."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import tiny
+import torch
+from peft import LoraConfig, PeftModel
+from transformers import AutoModelForSequenceClassification, EarlyStoppingCallback, TrainerCallback
+
+from hf_dp.cards.document import read
+from hf_dp.errors import BudgetExceededError, LedgerError, UnsupportedArgumentError
+from hf_dp.trainer import trainer as trainer_module
+from hf_dp.trainer.trainer import DPTrainer
+
+WITHHELD = {
+    "loss",
+    "train_loss",
+    "total_flos",
+    "num_input_tokens_seen",
+    "train_runtime",
+    "train_samples_per_second",
+    "train_steps_per_second",
+}
+
+
+def accuracy(prediction) -> dict[str, float]:
+    return {"accuracy": float((prediction.predictions.argmax(-1) == prediction.label_ids).mean())}
+
+
+class Recorder(TrainerCallback):
+    def __init__(self):
+        self.logs: list[dict] = []
+
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        self.logs.append(dict(logs))
+
+
+def leaks(folder: Path) -> set[str]:
+    """Withheld names with a value other than 0 in any trainer_state.json below a folder."""
+    found = set()
+    for path in folder.rglob("trainer_state.json"):
+        state = json.loads(path.read_text())
+        records = [*state["log_history"], {k: v for k, v in state.items() if k != "log_history"}]
+        found |= {name for record in records for name in WITHHELD & set(record) if record[name]}
+    return found
+
+
+def test_each_checkpoint_has_its_card_and_ledger_and_no_unnoised_number(tmp_path):
+    trainer = tiny.trainer(tmp_path, save_strategy="steps", save_steps=2)
+    output = trainer.train()
+    for step in (2, 4):
+        folder = tmp_path / f"checkpoint-{step}"
+        assert read(folder).ledger.steps() == step
+        document = json.loads((folder / "privacy.json").read_text())
+        assert list(document) == ["schema_version", "hf_dp_version", "status", "plan", "ledger", "statement"]
+        assert document["statement"]["steps"] == step
+        epsilon = document["statement"]["epsilon"]
+        assert f"{epsilon:.3f}" in (folder / "README.md").read_text()
+    assert read(tmp_path).ledger.steps() == 4
+    assert read(tmp_path).status == "proven"
+    assert leaks(tmp_path) == set()
+    assert WITHHELD.isdisjoint(output.metrics)
+    assert output.training_loss != output.training_loss  # NaN: not released
+
+
+def test_planted_unnoised_loss_in_the_state_is_seen(tmp_path, monkeypatch):
+    monkeypatch.setattr(trainer_module, "_WITHHELD", {})
+    trainer = tiny.trainer(tmp_path, save_strategy="steps", save_steps=2)
+    monkeypatch.setattr(trainer, "training_step", lambda *a: torch.ones(()) * 0.7)
+    trainer.train()
+    assert leaks(tmp_path) == {"loss"}
+
+
+def test_callbacks_get_epsilon_at_each_log_and_never_a_withheld_number(tmp_path):
+    recorder = Recorder()
+    trainer = tiny.trainer(tmp_path, eval_strategy="steps", eval_steps=2, given={"callbacks": [recorder]})
+    trainer.train()
+    assert len(recorder.logs) >= 6
+    assert all("epsilon" in logs for logs in recorder.logs)
+    assert all(WITHHELD.isdisjoint(logs) for logs in recorder.logs)
+    spent = [logs["epsilon"] for logs in recorder.logs]
+    assert spent == sorted(spent)
+    assert spent[-1] == trainer.epsilon().rounded_up()
+
+
+def test_tensorboard_gets_epsilon_and_no_loss(tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    trainer = tiny.trainer(tmp_path, report_to=["tensorboard"])
+    trainer.train()
+    (events,) = {path.parent for path in tmp_path.rglob("events.out.tfevents*")}
+    accumulator = EventAccumulator(str(events))
+    accumulator.Reload()
+    names = set(accumulator.Tags()["scalars"])
+    assert "train/epsilon" in names
+    assert not {name for name in names if name.split("/")[-1] in WITHHELD}
+
+
+def test_a_released_loss_is_logged_and_the_statement_says_so(tmp_path):
+    recorder = Recorder()
+    trainer = tiny.trainer(tmp_path, release=["training_loss"], given={"callbacks": [recorder]})
+    output = trainer.train()
+    assert recorder.logs[0]["loss"] > 0
+    assert output.training_loss > 0
+    assert any("training_loss" in line for line in trainer.privacy_statement().not_covered)
+
+
+def test_training_learns_without_much_noise(tmp_path):
+    marked = tiny.dataset(40)
+    # label = does the row contain the word with id 4; learnable in a few steps
+    marked = marked.map(lambda row: {"label": int(4 in row["input_ids"])})
+    options = {"noise_multiplier": 0.05, "accountant": "rdp", "max_steps": 60, "expected_batch_size": 40}
+    trainer = tiny.trainer(
+        tmp_path, given={"train_dataset": marked}, per_example_max_grad_norm=1.0, logging_steps=999, **options
+    )
+    before = trainer.predict(marked.select(range(39))).metrics["test_loss"]
+    trainer.train()
+    assert trainer.predict(marked.select(range(39))).metrics["test_loss"] < before - 0.1
+
+
+# -- resuming ---
+
+
+def interrupted(tmp_path, **options) -> DPTrainer:
+    """A run of 4 planned steps with checkpoints at 2 and 4."""
+    trainer = tiny.trainer(tmp_path, save_strategy="steps", save_steps=2, **options)
+    trainer.train()
+    return trainer
+
+
+def test_resuming_from_an_earlier_checkpoint_counts_the_branch(tmp_path):
+    interrupted(tmp_path)
+    trainer = tiny.trainer(tmp_path, save_strategy="steps", save_steps=2)
+    trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert trainer.state.global_step == 4
+    assert trainer.ledger.steps() == 6
+    assert read(tmp_path).ledger.steps() == 6
+
+
+def test_a_branch_stops_before_the_target_is_passed(tmp_path):
+    first = interrupted(tmp_path, target_epsilon=4.0)
+    assert first.epsilon().value <= 4.0
+    trainer = tiny.trainer(tmp_path, save_strategy="steps", save_steps=2, target_epsilon=4.0)
+    with pytest.raises(BudgetExceededError, match="would pass it"):
+        trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert read(tmp_path).ledger.steps() == 4
+
+
+def test_a_run_stops_early_when_earlier_steps_used_part_of_the_target(tmp_path):
+    trainer = tiny.trainer(tmp_path, save_strategy="steps", save_steps=2, target_epsilon=4.0)
+
+    class Crash(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            if state.global_step == 3:
+                raise KeyboardInterrupt
+
+    trainer.add_callback(Crash())
+    with pytest.raises(KeyboardInterrupt):
+        trainer.train()
+    assert read(tmp_path).ledger.steps() == 3
+    again = tiny.trainer(tmp_path, save_strategy="steps", save_steps=2, target_epsilon=4.0)
+    again.train(resume_from_checkpoint=True)
+    assert again.ledger.steps() == 4  # one more step fits, not the two that were left of the schedule
+    assert again.state.global_step == 3
+    assert again.epsilon().value <= 4.0
+
+
+def test_resume_without_the_runs_ledger_is_refused(tmp_path):
+    interrupted(tmp_path)
+    (tmp_path / "privacy.json").unlink()
+    with pytest.raises(LedgerError, match="output_dir is missing or damaged"):
+        tiny.trainer(tmp_path).train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+
+
+def test_resume_without_the_checkpoints_ledger_is_refused(tmp_path):
+    interrupted(tmp_path)
+    (tmp_path / "checkpoint-2" / "privacy.json").unlink()
+    with pytest.raises(LedgerError, match="privacy.json"):
+        tiny.trainer(tmp_path).train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+
+
+def test_resume_with_another_runs_ledger_is_refused(tmp_path):
+    interrupted(tmp_path / "a")
+    interrupted(tmp_path / "b")
+    with pytest.raises(LedgerError, match="belongs to run"):
+        tiny.trainer(tmp_path / "a").train(resume_from_checkpoint=str(tmp_path / "b" / "checkpoint-2"))
+
+
+@pytest.mark.parametrize(
+    ("changed", "name"),
+    [
+        ({"noise_multiplier": 0.9}, "noise_multiplier"),
+        ({"expected_batch_size": 9}, "expected_batch_size"),
+        ({"per_example_max_grad_norm": 0.2}, "clipping_norm"),
+        ({"target_delta": 1e-3}, "delta"),
+    ],
+)
+def test_resume_with_another_plan_is_refused(tmp_path, changed, name):
+    interrupted(tmp_path)
+    with pytest.raises(LedgerError, match=f"`{name}` is"):
+        tiny.trainer(tmp_path, **changed).train(resume_from_checkpoint=True)
+
+
+def test_resume_after_weights_were_published_as_insecure_stays_not_private(tmp_path):
+    interrupted(tmp_path, insecure_seed=1)
+    trainer = tiny.trainer(tmp_path)
+    trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert trainer.privacy_statement().status == "not private"
+
+
+def test_a_second_run_in_the_same_folder_is_refused_and_nothing_lost(tmp_path):
+    interrupted(tmp_path)
+    before = (tmp_path / "privacy.json").read_bytes()
+    with pytest.raises(LedgerError, match="another run"):
+        tiny.trainer(tmp_path).train()
+    assert (tmp_path / "privacy.json").read_bytes() == before
+
+
+def test_rng_states_of_a_checkpoint_hold_no_private_stream(tmp_path):
+    trainer = interrupted(tmp_path)
+    saved = torch.load(tmp_path / "checkpoint-4" / "rng_state.pth", weights_only=False)
+    private = trainer._randomness._streams["torch"]
+    assert not torch.equal(saved["cpu"], private)
+
+
+# -- what a Trainer user expects ---
+
+
+def test_evaluate_predict_save_and_reload(tmp_path):
+    trainer = tiny.trainer(tmp_path, given={"compute_metrics": accuracy})
+    trainer.train()
+    metrics = trainer.evaluate()
+    assert 0 <= metrics["eval_accuracy"] <= 1
+    predicted = trainer.predict(tiny.evaluation_set())
+    trainer.save_model(str(tmp_path / "final"))
+    assert "eval_accuracy" in (tmp_path / "final" / "README.md").read_text()
+    reloaded = AutoModelForSequenceClassification.from_pretrained(tmp_path / "final")
+    row = tiny.evaluation_set()[0]
+    with torch.no_grad():
+        logits = reloaded(input_ids=torch.tensor([row["input_ids"]])).logits
+    torch.testing.assert_close(logits[0], torch.tensor(predicted.predictions[0]), rtol=1e-4, atol=1e-5)
+
+
+def test_best_model_and_early_stopping_are_stated(tmp_path):
+    trainer = tiny.trainer(
+        tmp_path,
+        save_strategy="steps",
+        save_steps=2,
+        eval_strategy="steps",
+        eval_steps=2,
+        load_best_model_at_end=True,
+        given={"callbacks": [EarlyStoppingCallback(early_stopping_patience=1)]},
+    )
+    trainer.train()
+    assert trainer.state.best_model_checkpoint is not None
+    (line,) = [line for line in trainer.privacy_statement().not_covered if "model selection" in line]
+    assert "not used by this run" not in line
+
+
+def test_schedulers_count_private_steps(tmp_path):
+    recorder = Recorder()
+    tiny.trainer(tmp_path, lr_scheduler_type="linear", given={"callbacks": [recorder]}).train()
+    rates = [logs["learning_rate"] for logs in recorder.logs if "learning_rate" in logs]
+    assert rates == pytest.approx([1e-2, 7.5e-3, 5e-3, 2.5e-3])
+
+
+def test_steps_follow_from_epochs_and_the_callers_arguments_are_untouched(tmp_path):
+    args = tiny.arguments(tmp_path, max_steps=-1, num_train_epochs=1.5)
+    trainer = DPTrainer(model=tiny.model(), args=args, train_dataset=tiny.dataset())
+    assert trainer.privacy_plan.steps == 8  # ceil(1.5 * 40 / 8)
+    assert args.max_steps == -1
+
+
+def test_empty_draws_are_steps(tmp_path):
+    trainer = tiny.trainer(tmp_path, expected_batch_size=1, max_steps=12, accountant="rdp")
+    trainer.train()
+    assert trainer.ledger.steps() == 12
+
+
+def test_loader_workers_work(tmp_path):
+    trainer = tiny.trainer(tmp_path, dataloader_num_workers=1, max_steps=2)
+    trainer.train()
+    assert trainer.ledger.steps() == 2
+
+
+def test_gradient_checkpointing_and_bf16_run(tmp_path):
+    trainer = tiny.trainer(tmp_path, gradient_checkpointing=True, bf16=True, max_steps=2)
+    trainer.train()
+    assert trainer.ledger.steps() == 2
+
+
+def test_stock_lora_by_peft_config(tmp_path):
+    config = LoraConfig(r=2, target_modules=["query", "value"])
+    trainer = tiny.trainer(tmp_path, given={"peft_config": config})
+    frozen = {n: p.clone() for n, p in trainer.model.named_parameters() if not p.requires_grad}
+    trainable = {n: p.clone() for n, p in trainer.model.named_parameters() if p.requires_grad}
+    assert trainer.model.peft_config["default"].task_type == "SEQ_CLS"
+    assert any("classifier" in name for name in trainable)
+    trainer.train()
+    for name, parameter in trainer.model.named_parameters():
+        if name in frozen:
+            assert torch.equal(parameter, frozen[name]), name
+        else:
+            assert not torch.equal(parameter, trainable[name]), name
+    trainer.save_model()
+    assert (tmp_path / "adapter_model.safetensors").exists()
+    assert "differential_privacy:" in (tmp_path / "README.md").read_text()
+    base = tiny.model()
+    assert isinstance(PeftModel.from_pretrained(base, tmp_path), PeftModel)
+
+
+def test_non_private_mode_is_stock_trainer(tmp_path):
+    recorder = Recorder()
+    trainer = tiny.trainer(tmp_path, privacy_mode="non_private", given={"callbacks": [recorder]})
+    trainer.train()
+    assert recorder.logs[0]["loss"] > 0
+    assert "epsilon" not in recorder.logs[0]
+    assert trainer.ledger is None
+    assert trainer.privacy_plan is None
+    assert not (tmp_path / "privacy.json").exists()
+    with pytest.raises(UnsupportedArgumentError, match="no privacy plan"):
+        trainer.epsilon()
+
+
+def test_a_model_by_path(tmp_path):
+    tiny.model().save_pretrained(tmp_path / "base")
+    trainer = tiny.trainer(tmp_path / "run", given={"model": str(tmp_path / "base")})
+    trainer.train()
+    assert trainer.ledger.steps() == 4
+
+
+def test_create_model_card_states_epsilon(tmp_path):
+    trainer = tiny.trainer(tmp_path)
+    trainer.train()
+    trainer.create_model_card(model_name="mine", dataset="my/data", language="en", license="mit")
+    card = (tmp_path / "README.md").read_text()
+    assert "# mine" in card
+    assert f"{trainer.epsilon().rounded_up():.3f}" in card
+    assert str(tmp_path) not in card
+
+
+def test_an_insecure_seed_reproduces_the_run_and_marks_it_not_private(tmp_path):
+    weights = []
+    for name in "ab":
+        trainer = tiny.trainer(tmp_path / name, insecure_seed=3, given={"model": tiny.model(dropout=0.3)})
+        trainer.train()
+        weights.append({n: p.detach().clone() for n, p in trainer.model.named_parameters()})
+    assert all(torch.equal(weights[0][n], weights[1][n]) for n in weights[0])
+    assert "NOT private" in (tmp_path / "b" / "README.md").read_text()
+    assert read(tmp_path / "b").status == "not private"
