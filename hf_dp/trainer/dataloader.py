@@ -66,7 +66,7 @@ def private_dataloader(
         batch_sampler=sampler,  # type: ignore[arg-type]
         collate_fn=PhysicalBatchCollator(collator, physical_size, randomness),
         num_workers=args.dataloader_num_workers,
-        pin_memory=args.dataloader_pin_memory,
+        pin_memory=args.dataloader_pin_memory and args.device.type != "cpu",
         persistent_workers=args.dataloader_persistent_workers,
         prefetch_factor=args.dataloader_prefetch_factor,
         multiprocessing_context=args.dataloader_multiprocessing_context,

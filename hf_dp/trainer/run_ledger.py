@@ -47,7 +47,7 @@ class RunLedger:
         Raises: LedgerError when the folder holds another run's ledger, which would be lost, or another process is at work
             on this run; BudgetExceededError when not one further step fits under the target.
         """
-        self._refuse_foreign_ledger()
+        refuse_foreign_ledger(self.folder, self.run_id)
         self._acquire()
         self._allowed = self.allowed_steps(planned_steps)
         if self._allowed <= self.ledger.steps() and planned_steps > 0:
@@ -150,13 +150,15 @@ class RunLedger:
             ) from None
         self._lock = lock
 
-    def _refuse_foreign_ledger(self) -> None:
-        if not (self.folder / FILE_NAME).exists():
-            return
-        earlier = read(self.folder)
-        if earlier.run_id != self.run_id:
-            raise LedgerError(
-                f"output_dir {self.folder.name!r} already holds the {FILE_NAME} of another run ({earlier.ledger.steps()} "
-                "steps). Pass resume_from_checkpoint to go on with it, or choose a new output_dir: overwriting it would lose "
-                "the evidence of what was spent."
-            )
+
+def refuse_foreign_ledger(folder: str | os.PathLike[str], run_id: str | None) -> None:
+    """Raise LedgerError when a folder holds the ledger of a run other than ``run_id`` (None: of any run)."""
+    if not Path(folder, FILE_NAME).exists():
+        return
+    earlier = read(folder)
+    if earlier.run_id != run_id:
+        raise LedgerError(
+            f"The folder {Path(folder).name!r} already holds the {FILE_NAME} of another run ({earlier.ledger.steps()} steps). "
+            "Pass resume_from_checkpoint to go on with that run, or choose another folder (a new output_dir): overwriting it "
+            "would lose the evidence of what was spent, or leave it beside weights that it does not describe."
+        )

@@ -40,7 +40,7 @@ from hf_dp.trainer.dataloader import private_dataloader
 from hf_dp.trainer.facts import card_details, run_facts
 from hf_dp.trainer.loading import apply_peft, load_model
 from hf_dp.trainer.modes.dp_sgd import release_gradient
-from hf_dp.trainer.run_ledger import RunLedger
+from hf_dp.trainer.run_ledger import RunLedger, refuse_foreign_ledger
 from hf_dp.trainer.synthetic import synthetic_batches
 
 # Un-noised, or telling the size of a draw: kept out of logs, trackers, trainer_state.json and what train() returns.
@@ -213,7 +213,8 @@ class DPTrainer(Trainer):
             return super().get_train_dataloader()
         plan, _ = self._private()
         dataset, collator = self._columns_for_training()
-        check_collator(collator, dataset)
+        with self._randomness.streams():
+            check_collator(collator, dataset)
         size = self.args.per_device_train_batch_size
         return private_dataloader(dataset, plan, collator, size, self._randomness, self.args)
 
@@ -311,9 +312,16 @@ class DPTrainer(Trainer):
     # -- what is written ---
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
+        # Before the weights: a folder must never hold one run's weights beside another's statement.
+        refuse_foreign_ledger(output_dir or self.folder, None if self._run is None else self._run.run_id)
         super()._save(output_dir, state_dict)
         if self._run is not None and self.args.should_save:
             self._write_privacy_files(output_dir or self.folder)
+
+    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
+        if self._run is not None and self.is_world_process_zero():
+            self._write_privacy_files(self.folder)  # so that no push leaves without its card
+        super()._push_from_checkpoint(checkpoint_folder)
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
         """In private modes the card with the privacy statement, and ``privacy.json`` beside it."""

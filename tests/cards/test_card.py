@@ -194,14 +194,14 @@ def test_no_local_path_gets_in(small: PrivacyStatement, tmp_path: Path, monkeypa
     (tmp_path / "here" / "encoder").mkdir(parents=True)
     text = render(
         small,
-        model_name="/work/main/runs/my-model",
+        model_name="/data/main/runs/my-model",
         base_model="here/encoder",
         dataset=str(tmp_path / "train.csv"),
-        training={"optim_args": "/work/secret/args.yaml", "files": ["./a/b.json", "C:\\data\\c.json"]},
-        tags=["/work/tag"],
+        training={"optim_args": "/data/secret/args.yaml", "files": ["./a/b.json", "C:\\data\\c.json"]},
+        tags=["/data/tag"],
         metrics={"eval_accuracy": 0.9},
     )
-    assert "/work" not in text
+    assert "/data" not in text
     assert str(tmp_path) not in text
     assert "/tmp" not in text
     assert "secret" not in text

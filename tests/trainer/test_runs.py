@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -113,7 +115,13 @@ def test_training_learns_without_much_noise(tmp_path):
     marked = tiny.dataset(40)
     # label = does the row contain the word with id 4; learnable in a few steps
     marked = marked.map(lambda row: {"label": int(4 in row["input_ids"])})
-    options = {"noise_multiplier": 0.05, "accountant": "rdp", "max_steps": 60, "expected_batch_size": 40}
+    options = {
+        "noise_multiplier": 0.05,
+        "accountant": "rdp",
+        "max_steps": 150,
+        "expected_batch_size": 40,
+        "learning_rate": 1e-3,
+    }
     trainer = tiny.trainer(
         tmp_path, given={"train_dataset": marked}, per_example_max_grad_norm=1.0, logging_steps=999, **options
     )
@@ -218,6 +226,37 @@ def test_a_second_run_in_the_same_folder_is_refused_and_nothing_lost(tmp_path):
     with pytest.raises(LedgerError, match="another run"):
         tiny.trainer(tmp_path).train()
     assert (tmp_path / "privacy.json").read_bytes() == before
+
+
+@pytest.mark.parametrize("mode", ["dp_sgd", "non_private"])
+def test_weights_are_never_saved_beside_another_runs_statement(tmp_path, mode):
+    interrupted(tmp_path / "a")
+    before = (tmp_path / "a" / "checkpoint-4" / "model.safetensors").read_bytes()
+    other = tiny.trainer(tmp_path / "b", privacy_mode=mode)
+    other.train()
+    with pytest.raises(LedgerError, match="another run"):
+        other.save_model(str(tmp_path / "a" / "checkpoint-4"))
+    assert (tmp_path / "a" / "checkpoint-4" / "model.safetensors").read_bytes() == before
+
+
+def test_two_processes_cannot_share_a_run(tmp_path):
+    interrupted(tmp_path)
+    trainer = tiny.trainer(tmp_path)
+
+    class Intruder(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            code = (
+                "import sys; sys.path.insert(0, sys.argv[1]); import tiny, pathlib\n"
+                "tiny.trainer(pathlib.Path(sys.argv[2])).train(resume_from_checkpoint=True)"
+            )
+            command = [sys.executable, "-c", code, str(Path(tiny.__file__).parent), str(tmp_path)]
+            self.done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+            control.should_training_stop = True
+
+    intruder = Intruder()
+    trainer.add_callback(intruder)
+    trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert "LedgerError: Another process is training" in intruder.done.stderr
 
 
 def test_rng_states_of_a_checkpoint_hold_no_private_stream(tmp_path):

@@ -1,0 +1,41 @@
+# Everything runs in .venv with the versions of constraints.txt; `make demo` and `make test` work on a fresh machine.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+# No hub is needed, and none is asked.
+export HF_HUB_OFFLINE = 1
+export TOKENIZERS_PARALLELISM = false
+
+.PHONY: demo test lint slow clean
+
+demo: $(VENV)/installed-demo
+	rm -rf outputs/demo
+	$(BIN)/hf-dp train --config recipes/demo/minilm_dp_adam.yaml
+
+test: $(VENV)/installed-test lint
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+
+slow: $(VENV)/installed-test
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m slow
+
+lint: $(VENV)/installed-test
+	$(BIN)/ruff check hf_dp tests recipes
+	$(BIN)/ruff format --check hf_dp tests recipes
+	$(BIN)/mypy
+
+# torch first and exactly: a range would let pip take a build with gigabytes of CUDA libraries on a machine without a GPU.
+$(VENV)/torch: constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet torch -c constraints.txt
+	touch $@
+
+$(VENV)/installed-demo: $(VENV)/torch pyproject.toml
+	$(BIN)/python -m pip install --quiet -e '.[demo]' -c constraints.txt
+	touch $@
+
+$(VENV)/installed-test: $(VENV)/torch pyproject.toml
+	$(BIN)/python -m pip install --quiet -e '.[test]' -c constraints.txt
+	touch $@
+
+clean:
+	rm -rf $(VENV) outputs build *.egg-info
