@@ -91,7 +91,9 @@ def distilbert(dropout: float = 0.0, dtype: torch.dtype = torch.float64) -> Dist
 def albert(dropout: float = 0.0, dtype: torch.dtype = torch.float64) -> AlbertForSequenceClassification:
     """One layer used three times."""
     torch.manual_seed(0)
-    config = AlbertConfig(**_encoder(dropout) | {"num_hidden_layers": 3}, embedding_size=8, classifier_dropout_prob=dropout)
+    config = AlbertConfig(
+        **_encoder(dropout) | {"num_hidden_layers": 3}, embedding_size=8, classifier_dropout_prob=dropout
+    )
     return _ready(AlbertForSequenceClassification(config), dtype)
 
 

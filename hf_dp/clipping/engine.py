@@ -23,14 +23,14 @@ from torch import Tensor, nn
 from hf_dp import _validate
 from hf_dp.clipping.coupling import refuse_coupling
 from hf_dp.clipping.norms import example_norms
-from hf_dp.clipping.per_example import own_gradients, per_example_gradients, unknown_module
+from hf_dp.clipping.per_example import own_gradients, unknown_module
 from hf_dp.clipping.recorder import Tape
 from hf_dp.clipping.rules import find_rule
 from hf_dp.clipping.uses import Use, accumulation_dtype
 from hf_dp.clipping.weights import flat_weights
 from hf_dp.errors import UnaccountedGradientError, UnsupportedLossError, UnsupportedModelError
 
-STRATEGIES = ("book_keeping", "per_example")
+STRATEGIES = ("book_keeping",)
 CLIPPINGS = ("flat",)
 
 
@@ -41,7 +41,7 @@ class ClippingEngine:
         model: its trainable parameters (``requires_grad``) are clipped together; frozen modules are left alone.
         clipping_norm: C, the largest L2 norm of one example's contribution to a sum.
         clipping: ``"flat"``, one norm over all parameters.
-        strategy: ``"book_keeping"`` or ``"per_example"`` (one backward an example: slow, the oracle). Same result.
+        strategy: ``"book_keeping"``.
 
     Raises:
         UnsupportedModelError: the model couples examples, or nothing in it is trainable, or (in backward) an input
@@ -73,10 +73,9 @@ class ClippingEngine:
         try:
             handle = self.model.register_forward_pre_hook(self._note_batch_size, with_kwargs=True)
             self._restore.append(handle.remove)
-            if self.strategy == "book_keeping":
-                for module in self.model.modules():
-                    if any(p.requires_grad for p in module.parameters(recurse=False)):
-                        self._record(module)
+            for module in self.model.modules():
+                if any(p.requires_grad for p in module.parameters(recurse=False)):
+                    self._record(module)
         except BaseException:
             self.__exit__()
             raise
@@ -110,7 +109,7 @@ class ClippingEngine:
         self._refuse_stray_gradients("before engine.backward(); call optimizer.zero_grad() after each step")
         if examples == 0:
             return losses.detach()
-        norms = self._book_keeping(losses) if self.strategy == "book_keeping" else self._one_by_one(losses)
+        norms = self._book_keeping(losses)
         return torch.where(torch.isfinite(norms), norms, torch.full_like(norms, torch.inf))
 
     def collect(self) -> dict[str, Tensor]:
@@ -133,7 +132,7 @@ class ClippingEngine:
             uses = self._tape.close()
         self._refuse_stray_gradients(
             "by autograd itself, on a path that does not pass through the forward of the module that owns it (its "
-            "gradient would have been added unclipped). Freeze it, or use strategy='per_example'"
+            "gradient would have been added unclipped). Freeze it"
         )
         with torch.no_grad():
             norms = example_norms(uses, examples)
@@ -182,23 +181,6 @@ class ClippingEngine:
         stray = [name for name, p in self._parameters.items() if p.grad is not None]
         if stray:
             raise UnaccountedGradientError(f"`.grad` of {stray[0]!r} ({len(stray)} parameters in all) was set {how}.")
-
-    # -- oracle ---
-
-    def _one_by_one(self, losses: Tensor) -> Tensor:
-        norms = []
-        for gradients in per_example_gradients(losses, self._parameters):
-            squares = [g.to(accumulation_dtype(g.dtype)).square().sum() for g in gradients.values()]
-            norm = torch.stack([s.to(squares[0].device) for s in squares]).sum().sqrt()
-            norms.append(norm)
-            if bool(torch.isfinite(norm)):
-                weight = flat_weights(norm[None], self.clipping_norm)[0]
-                for name, gradient in gradients.items():
-                    parameter = self._parameters[name]
-                    if parameter not in self._sums:
-                        self._sums[parameter] = self._zeros(parameter)
-                    self._sums[parameter].add_(gradient * weight)
-        return torch.stack(norms)
 
 
 class _Recorded:

@@ -43,7 +43,6 @@ class OwnerCall:
     parameters: dict[str, nn.Parameter]
     spec: pytree.TreeSpec
     arguments: list[Any]  # leaves of (args, kwargs); tensors are replaced by None and come from the autograd graph
-    random_state: list[Tensor] | None
     autocast: tuple[str, bool, torch.dtype]
     tensors: tuple[Tensor, ...] = ()
     output_grads: dict[int, Tensor] = field(default_factory=dict)
@@ -74,7 +73,12 @@ def unknown_module(tape: Tape, original: Callable[..., Any], module: nn.Module, 
     with _detached(module, own):
         output = original(*args, **kwargs)
     after = _random_state(next(iter(own.values())).device)
-    used_randomness = any(not torch.equal(x, y) for x, y in zip(before, after, strict=True))
+    if any(not torch.equal(x, y) for x, y in zip(before, after, strict=True)):
+        # Replaying the draws needs the whole batch at once, where 0 * NaN would carry one example's NaN to all others.
+        raise UnsupportedModelError(
+            f"{type(module).__name__} has no clipping rule and draws random numbers (dropout?), so it cannot be run again "
+            f"example by example. Set its dropout to 0 or freeze its parameters {sorted(own)} (requires_grad_(False))."
+        )
     leaves, spec = pytree.tree_flatten((args, kwargs))
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     device = next(iter(own.values())).device.type
@@ -83,7 +87,6 @@ def unknown_module(tape: Tape, original: Callable[..., Any], module: nn.Module, 
         own,
         spec,
         [_TENSOR if isinstance(leaf, Tensor) else leaf for leaf in leaves],
-        before if used_randomness else None,
         (device, torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)),
     )
     outputs, output_spec = pytree.tree_flatten(output)
@@ -132,7 +135,7 @@ def own_gradients(call: OwnerCall, examples: int) -> dict[nn.Parameter, Dense]:
                 f"not one row per example ({examples}), so its parameters {sorted(call.parameters)} cannot be "
                 "differentiated example by example. Freeze them (requires_grad_(False))."
             )
-    gradients = _mapped(call, examples) if call.random_state is None else _replayed(call, examples)
+    gradients = _mapped(call, examples)
     return {
         parameter: Dense(gradients[name].to(accumulation_dtype(gradients[name].dtype)))
         for name, parameter in call.parameters.items()
@@ -140,7 +143,7 @@ def own_gradients(call: OwnerCall, examples: int) -> dict[nn.Parameter, Dense]:
 
 
 def _mapped(call: OwnerCall, examples: int) -> dict[str, Tensor]:
-    """vmap over examples of the vector-Jacobian product; for a module that draws no random numbers."""
+    """vmap over examples of the vector-Jacobian product: one example's NaN stays its own."""
     leaves = call.leaves()
     split = [isinstance(leaf, Tensor) and leaf.dim() > 0 and leaf.shape[0] == examples for leaf in leaves]
     positions = sorted(call.output_grads)
@@ -175,33 +178,6 @@ def _mapped(call: OwnerCall, examples: int) -> dict[str, Tensor]:
         ) from problem
 
 
-def _replayed(call: OwnerCall, examples: int) -> dict[str, Tensor]:
-    """One forward on the whole batch with the same random draws, then one backward an example; O(b^2) but exact."""
-    device = next(iter(call.parameters.values())).device
-    saved = _random_state(device)
-    _set_random_state(device, call.random_state or [])
-    try:
-        parameters = {name: p.detach().requires_grad_() for name, p in call.parameters.items()}
-        with torch.enable_grad():
-            produced = call.run(parameters, call.leaves())
-    finally:
-        _set_random_state(device, saved)
-    rows: dict[str, list[Tensor]] = {name: [] for name in parameters}
-    for index in range(examples):
-        masked = []
-        for grad in call.output_grads.values():
-            only = torch.zeros_like(grad)
-            only[index] = grad[index]
-            masked.append(only)
-        outputs = [produced[position] for position in call.output_grads]
-        gradients = torch.autograd.grad(
-            outputs, list(parameters.values()), masked, retain_graph=True, allow_unused=True, materialize_grads=True
-        )
-        for name, gradient in zip(parameters, gradients, strict=True):
-            rows[name].append(gradient)
-    return {name: torch.stack(of_name) for name, of_name in rows.items()}
-
-
 @contextmanager
 def _detached(module: nn.Module, own: Mapping[str, nn.Parameter]) -> Iterator[None]:
     for name, parameter in own.items():
@@ -215,9 +191,3 @@ def _detached(module: nn.Module, own: Mapping[str, nn.Parameter]) -> Iterator[No
 
 def _random_state(device: torch.device) -> list[Tensor]:
     return [torch.get_rng_state()] + ([torch.cuda.get_rng_state(device)] if device.type == "cuda" else [])
-
-
-def _set_random_state(device: torch.device, state: Sequence[Tensor]) -> None:
-    torch.set_rng_state(state[0])
-    if len(state) > 1:
-        torch.cuda.set_rng_state(state[1], device)

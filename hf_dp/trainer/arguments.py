@@ -18,7 +18,7 @@ from hf_dp.trainer.argument_table import environment_problems, table_problems
 NON_PRIVATE = "non_private"
 PRIVACY_MODES = (NON_PRIVATE, "dp_sgd")
 CLIPPINGS = ("flat",)
-CLIPPING_STRATEGIES = ("book_keeping", "per_example")
+CLIPPING_STRATEGIES = ("book_keeping",)
 ACCOUNTANTS = ("pld", "rdp", "prv", "gdp_clt")
 PRIVACY_UNITS = ("example",)
 NEIGHBORING_RELATIONS = ("zero_out",)
@@ -68,8 +68,7 @@ class DPTrainingArguments(TrainingArguments):
         clipping (`str`, *optional*, defaults to `"flat"`):
             How a norm becomes a weight. `"flat"`: one norm over all trainable parameters.
         clipping_strategy (`str`, *optional*, defaults to `"book_keeping"`):
-            How clipped sums are computed, never what they are: `"book_keeping"` (one backward pass) or
-            `"per_example"` (one gradient per example; slow, for checks).
+            How clipped sums are computed, never what they are: `"book_keeping"` (one backward pass).
         max_grad_norm (`float`, *optional*):
             The Trainer's own clip, of the averaged gradient after noise. `None` becomes 0 (off) in private modes and
             1.0 in `"non_private"`.

@@ -71,7 +71,7 @@ REFUSALS = [
     ({"per_device_train_batch_size": 0}, r"`per_device_train_batch_size` to be a whole number >= 1"),
     ({"per_example_max_grad_norm": 0}, r"`per_example_max_grad_norm` to be > 0.*default is 0.1"),
     ({"clipping": "automatic"}, r"`clipping` to be one of \['flat'\]"),
-    ({"clipping_strategy": "two_pass"}, r"`clipping_strategy` to be one of \['book_keeping', 'per_example'\]"),
+    ({"clipping_strategy": "two_pass"}, r"`clipping_strategy` to be one of \['book_keeping'\]"),
     (
         {"max_grad_norm": 1.0},
         r"`max_grad_norm` to be unset or 0.*`per_example_max_grad_norm`.*clip_noised_gradient=True",
@@ -183,7 +183,6 @@ def test_every_own_argument_is_refused_without_privacy():
     [
         {"target_epsilon": 3.0, "noise_multiplier": None},
         {"accountant": "gdp_clt"},
-        {"clipping_strategy": "per_example"},
         {"max_grad_norm": 1.0, "clip_noised_gradient": True},
         {"max_grad_norm": 0.0},
         {"release": ["training_loss"]},

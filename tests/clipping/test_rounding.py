@@ -1,0 +1,99 @@
+"""A norm is never taken for small because its terms cancelled."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from hf_dp.clipping import norms
+from hf_dp.clipping.norms import example_norms
+from hf_dp.clipping.uses import Lookups, OuterProducts, Use, cross_term
+
+
+def exact_norm(parameter: torch.Tensor, uses: list[Use]) -> torch.Tensor:
+    examples = len(uses[0].left) if isinstance(uses[0], OuterProducts) else len(uses[0].grads)
+    totals = [sum(use.example_gradient(i, parameter.shape) for use in uses) for i in range(examples)]
+    return torch.stack([total.norm() for total in totals])
+
+
+def cancelling(length: int, width: int, remainder: float) -> OuterProducts:
+    """Pairs of positions that cancel but for ``remainder``: the terms are 1/remainder larger than the result."""
+    generator = torch.Generator().manual_seed(length + width)
+    left = torch.randn(2, length // 2, width, generator=generator)
+    right = 1 + 0.1 * torch.randn(2, length // 2, width, generator=generator)
+    left = torch.cat([left, -left * (1 - remainder)], 1)
+    return OuterProducts(left, torch.cat([right, right], 1))
+
+
+@pytest.mark.parametrize("remainder", [1e-2, 1e-3, 1e-4, 1e-5, 1e-6])
+@pytest.mark.parametrize(("length", "width"), [(8, 16), (64, 128), (128, 256)])
+def test_cancelling_positions(length, width, remainder):
+    use = cancelling(length, width, remainder)
+    weight = torch.nn.Parameter(torch.zeros(width, width))
+    got = example_norms({weight: [use]}, 2).double()
+    torch.testing.assert_close(got, exact_norm(weight, [use]), rtol=1e-4, atol=0)
+
+
+def test_planted_trust_in_the_gram_sum_is_seen(monkeypatch):
+    """Without the second look a norm comes out far off, so the tests above do guard something."""
+    monkeypatch.setattr(norms, "_TOLERANCE", float("inf"))
+    use = cancelling(128, 256, 1e-6)
+    weight = torch.nn.Parameter(torch.zeros(256, 256))
+    got = example_norms({weight: [use]}, 2).double()
+    assert ((got / exact_norm(weight, [use]) - 1).abs() > 0.01).any()
+
+
+@pytest.mark.parametrize("remainder", [1e-1, 1e-3, 1e-5, 1e-7])
+def test_cancelling_tied_uses(remainder):
+    """A head whose gradient is minus the embedding's, nearly: |G_u|^2 + |G_v|^2 + 2 <G_u, G_v> cancels."""
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.arange(12).repeat(2, 1)
+    right = torch.randn(2, 12, 8, generator=generator) * 30
+    one_hot = torch.nn.functional.one_hot(tokens, 20).float()
+    head, embedding = OuterProducts(one_hot, right), Lookups(tokens, -right * (1 - remainder))
+    weight = torch.nn.Parameter(torch.zeros(20, 8))
+    got = example_norms({weight: [head, embedding]}, 2).double()
+    torch.testing.assert_close(got, exact_norm(weight, [head, embedding]), rtol=1e-4, atol=0)
+
+
+@pytest.mark.parametrize("kind", ["random", "coherent", "cancelling", "aligned"])
+@pytest.mark.parametrize(("length", "width"), [(16, 64), (128, 384), (512, 256)])
+def test_the_claimed_rounding_error_covers_the_real_one(kind, length, width):
+    generator = torch.Generator().manual_seed(1)
+    left = torch.randn(4, length, width, generator=generator)
+    right = torch.randn(4, length, width, generator=generator)
+    if kind == "coherent":
+        left, right = left + 3, right + 3
+    elif kind == "cancelling":
+        left = torch.cat([left[:, ::2], -left[:, ::2]], 1)
+        right = right.mean(1, keepdim=True).expand(-1, length, -1)
+    elif kind == "aligned":
+        left, right = left[:, :1].expand(-1, length, -1), right[:, :1].expand(-1, length, -1)
+    use = OuterProducts(left.contiguous(), right.contiguous())
+    squared, error = use.squared_norms()
+    true = torch.stack([use.example_gradient(i, torch.Size()).square().sum() for i in range(4)])
+    assert ((squared.double() - true).abs() <= error.double()).all()
+
+
+def test_ordinary_gradients_do_not_take_the_slow_path():
+    generator = torch.Generator().manual_seed(2)
+    left, right = torch.randn(16, 128, 64, generator=generator), 1 + torch.randn(16, 128, 64, generator=generator)
+    squared, error = OuterProducts(left, right).squared_norms()
+    assert (error < norms._TOLERANCE * squared).all()
+
+
+def test_mixed_cross_terms_equal_the_explicit_product():
+    generator = torch.Generator().manual_seed(3)
+    tokens = torch.randint(0, 20, (3, 5), generator=generator)
+    lookups = Lookups(tokens, torch.randn(3, 5, 8, generator=generator).double())
+    outer = OuterProducts(*(torch.randn(3, 7, n, generator=generator).double() for n in (20, 8)))
+    from hf_dp.clipping.uses import Dense
+
+    dense = Dense(torch.randn(3, 20, 8, generator=generator).double())
+    for one, other in ((outer, lookups), (lookups, outer), (dense, outer), (dense, lookups)):
+        got, _ = cross_term(one, other)
+        shape = torch.Size((20, 8))
+        expected = torch.stack(
+            [(one.example_gradient(i, shape) * other.example_gradient(i, shape)).sum() for i in range(3)]
+        )
+        torch.testing.assert_close(got, expected, rtol=1e-9, atol=1e-9)

@@ -1,0 +1,196 @@
+"""Norms and clipped sums against a loop over single, unpadded examples in float64; each bug of this kind planted."""
+
+from __future__ import annotations
+
+import sys
+
+import models
+import pytest
+import torch
+from models import (
+    BUILDERS,
+    LONG,
+    SHORT,
+    assert_same_sums,
+    batch_for,
+    engine_result,
+    loop_oracle,
+    middle_norm,
+    rows,
+)
+from peft import LoraConfig, get_peft_model
+
+from hf_dp.clipping import ClippingEngine, norms, uses
+from hf_dp.losses import per_example_loss
+
+EXACT = 1e-9
+
+
+def disagreement(model, batch, clipping_norm=None, **options) -> float:
+    """Largest relative difference of norms, or of sums relative to the clipping norm, between engine and loop."""
+    expected_norms, expected = loop_oracle(model, batch, clipping_norm or 1e9)
+    clipping_norm = clipping_norm or middle_norm(expected_norms) or 1.0  # 0: rows with nothing to predict
+    expected_norms, expected = loop_oracle(model, batch, clipping_norm)
+    got_norms, got = engine_result(model, batch, clipping_norm, **options)
+    assert list(got) == list(expected)
+    of_norms = float(((got_norms.double() - expected_norms).abs() / expected_norms.clamp_min(1e-12)).max())
+    of_sums = max(float((got[name].double() - expected[name]).abs().max()) for name in expected) / clipping_norm
+    return max(of_norms, of_sums)
+
+
+@pytest.mark.parametrize("lengths", [SHORT, LONG, (6,), (1,), (1, 1, 1), (7, 7)], ids=str)
+@pytest.mark.parametrize("name", BUILDERS)
+def test_every_model_equals_the_loop(name, lengths):
+    model = BUILDERS[name]()
+    assert disagreement(model, batch_for(model, lengths)) < EXACT
+
+
+@pytest.mark.parametrize("name", BUILDERS)
+def test_float32_norms_are_never_too_small(name):
+    model = BUILDERS[name](dtype=torch.float32)
+    batch = batch_for(model, LONG)
+    got, _ = engine_result(model, batch, 0.1)
+    expected, _ = loop_oracle(model.double(), batch, 0.1)
+    assert ((got.double() - expected).abs() <= 1e-4 * expected).all()
+
+
+FREEZERS = {
+    "embeddings frozen": lambda name: "embed" not in name,
+    "biases only": lambda name: name.endswith("bias"),
+    "LayerNorm only": lambda name: "LayerNorm" in name,
+    "one linear weight": lambda name: name.endswith("layer.1.output.dense.weight"),
+    "position embeddings only": lambda name: "position_embeddings" in name,
+}
+
+
+@pytest.mark.parametrize("case", FREEZERS)
+def test_frozen_parts(case):
+    model = models.bert()
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(FREEZERS[case](name))
+    assert disagreement(model, batch_for(model, LONG)) < EXACT
+
+
+def test_tied_bias_owned_by_a_module_without_a_rule_is_counted_once():
+    model = models.bert_masked_lm()
+    batch = batch_for(models.bert(), SHORT)
+    batch["labels"] = torch.where(batch["attention_mask"].bool(), batch["input_ids"], -100)
+
+    def loss(m, inputs):
+        logits = m(input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"]).logits
+        tokens = torch.nn.functional.cross_entropy(logits.mT, inputs["labels"], reduction="none")
+        return tokens.sum(1) / (inputs["labels"] != -100).sum(1)
+
+    expected_norms, expected = loop_oracle(model, batch, 0.5, loss=loss)
+    got_norms, got = engine_result(model, batch, 0.5, loss=loss)
+    torch.testing.assert_close(got_norms, expected_norms, rtol=EXACT, atol=0)
+    assert_same_sums(got, expected, EXACT)
+
+
+@pytest.mark.parametrize(("name", "targets"), [("bert", ["query", "dense"]), ("gpt2_tied", ["c_attn", "c_proj"])])
+def test_stock_lora(name, targets):
+    config = LoraConfig(r=2, target_modules=targets, fan_in_fan_out="gpt2" in name, lora_dropout=0.0)
+    model = get_peft_model(BUILDERS[name](), config)
+    for parameter_name, parameter in model.named_parameters():
+        if "lora_B" in parameter_name:  # zero at the start, which would hide lora_A's gradient
+            torch.nn.init.normal_(parameter)
+    assert disagreement(model, batch_for(model, LONG)) < EXACT
+
+
+@pytest.mark.parametrize("name", ["bert", "gpt2_tied", "llama"])
+def test_non_reentrant_checkpointing(name):
+    model = BUILDERS[name]()
+    batch = batch_for(model, SHORT)
+    expected_norms, expected = loop_oracle(model, batch, 0.5)
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    got_norms, got = engine_result(model, batch, 0.5)
+    torch.testing.assert_close(got_norms, expected_norms, rtol=EXACT, atol=EXACT)
+    assert_same_sums(got, expected, EXACT)
+
+
+@pytest.mark.parametrize("cuts", [[[0, 1, 2, 3]], [[2], [0, 3], [1]], [[0], [1], [2], [3]]], ids=len)
+def test_physical_batches_do_not_change_the_sums(cuts):
+    model = models.gpt2()
+    assert disagreement(model, batch_for(model, SHORT), cuts=cuts) < EXACT
+
+
+def test_repeated_examples_count_each_time():
+    model = models.bert()
+    batch = {name: value.repeat_interleave(3, 0) for name, value in batch_for(model, SHORT).items()}
+    assert disagreement(model, batch) < EXACT
+
+
+def test_padding_idx_gets_no_gradient_and_unused_parameters_get_zeros():
+    model = models.TinyTied(padding_idx=0).double()
+    model.unused = torch.nn.Linear(2, 2).double()
+    tokens = torch.tensor([[1, 2, 0, 0], [3, 0, 3, 1]])
+    with ClippingEngine(model, 1e9) as engine:
+        engine.backward(model.embedding(tokens).square().sum((1, 2)))
+        sums = engine.collect()
+    assert sums["embedding.weight"][0].abs().max() == 0
+    assert sums["embedding.weight"][3].abs().max() > 0
+    assert sums["unused.weight"].abs().max() == 0
+
+
+def test_collect_resets():
+    model = models.bert()
+    batch = batch_for(model, SHORT)
+    with ClippingEngine(model, 0.1) as engine:
+        engine.backward(per_example_loss(model, batch))
+        first = engine.collect()
+        assert all(total.abs().max() == 0 for total in engine.collect().values())
+        engine.backward(per_example_loss(model, batch))
+        assert_same_sums(engine.collect(), first, EXACT)
+
+
+def test_bf16_contributions_stay_within_the_clipping_norm():
+    """Sums of neighbouring batches (one example more) differ by at most C, in float32, under bf16 autocast."""
+    model = models.bert(dtype=torch.float32)
+    batch = batch_for(model, (9, 9, 9, 9, 9))
+
+    def loss(m, inputs):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return per_example_loss(m, inputs)
+
+    _, every = engine_result(model, batch, 0.1, loss=loss, cuts=None)
+    _, fewer = engine_result(model, rows(batch, range(4)), 0.1, loss=loss)
+    assert all(total.dtype == torch.float32 for total in every.values())
+    difference = torch.stack([(every[n].double() - fewer[n].double()).square().sum() for n in every]).sum().sqrt()
+    assert 0.099 < float(difference) <= 0.1 * (1 + 1e-3)
+
+
+# -- planted bugs ---
+
+
+def test_planted_missing_cross_term_is_seen(monkeypatch):
+    original = norms.cross_term
+    monkeypatch.setattr(norms, "cross_term", lambda a, b: tuple(0 * x for x in original(a, b)))
+    model = models.gpt2(tied=True)
+    assert disagreement(model, batch_for(model, SHORT)) > 1e-3
+
+
+def test_planted_unclipped_layer_is_seen(monkeypatch):
+    original = uses.OuterProducts.add_weighted_sum
+
+    def unclipped(self, total, weights):
+        original(self, total, torch.ones_like(weights) if total.shape == (24, 16) else weights)
+
+    monkeypatch.setattr(uses.OuterProducts, "add_weighted_sum", unclipped)
+    model = models.bert()
+    assert disagreement(model, batch_for(model, SHORT)) > 1e-3
+
+
+def test_planted_half_norm_in_one_rule_is_seen(monkeypatch):
+    linear = sys.modules["hf_dp.clipping.rules.linear"]
+    original = linear._weight_use
+    monkeypatch.setattr(linear, "_weight_use", lambda x, grad, transposed: original(x, grad / 2, transposed))
+    model = models.bert()
+    assert disagreement(model, batch_for(model, SHORT)) > 1e-3
+
+
+def test_planted_batch_mean_loss_is_seen():
+    model = models.bert()
+    batch = batch_for(model, SHORT)
+    got, _ = engine_result(model, batch, 0.1, loss=lambda m, i: per_example_loss(m, i) / len(i["labels"]))
+    expected, _ = loop_oracle(model, batch, 0.1)
+    assert ((got - expected).abs() > 1e-3).any()
