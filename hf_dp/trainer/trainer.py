@@ -23,7 +23,7 @@ from hf_dp.accounting import Epsilon, Ledger, epsilon
 from hf_dp.cards.card import render_card
 from hf_dp.cards.statement import PrivacyStatement, RunFacts
 from hf_dp.clipping import ClippingEngine, refuse_coupling, self_check
-from hf_dp.errors import LedgerError, UnsupportedArgumentError
+from hf_dp.errors import DataError, LedgerError, UnsupportedArgumentError
 from hf_dp.losses import per_example_loss
 from hf_dp.noise import SecretRandomness
 from hf_dp.plan import PrivacyPlan
@@ -74,6 +74,11 @@ class DPTrainer(Trainer):
     args: DPTrainingArguments
     model: Any
     loss_is_scaled_for_ga = True
+    privacy_plan: PrivacyPlan | None
+    dataset_name: str | None  # for the card, as base_model_name: the trainer cannot know them
+    base_model_name: str | None
+    _run: RunLedger | None
+    _evaluation: dict[str, float]
 
     def __init__(
         self,
@@ -92,26 +97,10 @@ class DPTrainer(Trainer):
         *,
         peft_config: Any = None,
     ):
-        if not isinstance(args, DPTrainingArguments):
-            raise invalid(
-                "args",
-                type(args).__name__,
-                "to be DPTrainingArguments",
-                "Replace TrainingArguments(...) by DPTrainingArguments(..., target_epsilon=3, expected_batch_size=1024).",
-            )
-        args = copy.copy(args)  # steps are written into it below; the caller's may serve another run
-        args.check()
-        self.privacy_plan: PrivacyPlan | None = None
+        args = _own_copy(args)
+        self.privacy_plan = None
         if args.is_private:
-            check_subclass(type(self), Trainer)
-            if compute_loss_func is not None:
-                raise invalid(
-                    "compute_loss_func",
-                    compute_loss_func,
-                    "to be None in private modes",
-                    "It returns one number for a batch. Override DPTrainer.compute_per_example_loss(self, model, inputs).",
-                    UnsupportedArgumentError,
-                )
+            self._refuse_batch_losses(compute_loss_func)
             if train_dataset is not None:
                 check_not_training_data(eval_dataset, train_dataset)
                 self.privacy_plan = _plan(args, check_train_dataset(train_dataset))
@@ -139,10 +128,9 @@ class DPTrainer(Trainer):
             preprocess_logits_for_metrics=preprocess_logits_for_metrics,
         )
         self._randomness = SecretRandomness(args.insecure_seed)
-        self._run: RunLedger | None = None
-        self._evaluation: dict[str, float] = {}
-        self.dataset_name: str | None = None  # for the card, as base_model_name; the trainer cannot know them
-        self.base_model_name: str | None = None
+        self._run = None
+        self._evaluation = {}
+        self.dataset_name = self.base_model_name = None
         if self.privacy_plan is not None:
             insecure = args.insecure_seed is not None
             self._run = RunLedger(self.folder, self.privacy_plan, insecure_seed=insecure, released=args.release)
@@ -199,7 +187,7 @@ class DPTrainer(Trainer):
             sums = engine.collect()
         trainable = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
         release_gradient(trainable, sums, plan, self._randomness, run)
-        if "training_loss" in self.args.release:
+        if "training_loss" in run.released:
             return loss_sum / plan.expected_batch_size
         return torch.zeros((), device=self.args.device)
 
@@ -213,6 +201,11 @@ class DPTrainer(Trainer):
             return super().get_train_dataloader()
         plan, _ = self._private()
         dataset, collator = self._columns_for_training()
+        if len(dataset) != plan.num_examples:
+            raise DataError(
+                f"The train_dataset has {len(dataset)} rows, but the privacy plan was made for {plan.num_examples}. "
+                "Create a new DPTrainer (and output_dir) for other data."
+            )
         with self._randomness.streams():
             check_collator(collator, dataset)
         size = self.args.per_device_train_batch_size
@@ -242,7 +235,7 @@ class DPTrainer(Trainer):
             self._write_privacy_files(self.folder)
         finally:
             run.stop()
-        if "training_loss" not in self.args.release:
+        if "training_loss" not in run.released:
             output = output._replace(training_loss=float("nan"))
         return output
 
@@ -279,8 +272,9 @@ class DPTrainer(Trainer):
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """As Trainer's, without what a private run withholds, with the epsilon spent so far."""
         if self.args.is_private:
+            released = () if self._run is None else self._run.released
             for name, released_as in _WITHHELD.items():
-                if released_as not in self.args.release:
+                if released_as not in released:
                     logs.pop(name, None)
             if self.is_in_train and self._run is not None:
                 logs["epsilon"] = self.epsilon().rounded_up()
@@ -345,6 +339,17 @@ class DPTrainer(Trainer):
 
     # -- helpers ---
 
+    def _refuse_batch_losses(self, compute_loss_func: object) -> None:
+        check_subclass(type(self), Trainer)
+        if compute_loss_func is not None:
+            raise invalid(
+                "compute_loss_func",
+                compute_loss_func,
+                "to be None in private modes",
+                "It returns one number for a batch. Override DPTrainer.compute_per_example_loss(self, model, inputs).",
+                UnsupportedArgumentError,
+            )
+
     def _private(self) -> tuple[PrivacyPlan, RunLedger]:
         if self.privacy_plan is None or self._run is None:
             raise UnsupportedArgumentError(
@@ -371,6 +376,20 @@ class DPTrainer(Trainer):
         if isinstance(self.train_dataset, datasets.Dataset):
             return self._remove_unused_columns(self.train_dataset, description="Training"), self.data_collator
         return self.train_dataset, self._get_collator_with_removed_columns(self.data_collator, description="Training")
+
+
+def _own_copy(args: object) -> DPTrainingArguments:
+    """A checked copy of the arguments: steps are written into it, and the caller's may serve another run."""
+    if not isinstance(args, DPTrainingArguments):
+        raise invalid(
+            "args",
+            type(args).__name__,
+            "to be DPTrainingArguments",
+            "Replace TrainingArguments(...) by DPTrainingArguments(..., target_epsilon=3, expected_batch_size=1024).",
+        )
+    args = copy.copy(args)
+    args.check()
+    return args
 
 
 def _plan(args: DPTrainingArguments, num_examples: int) -> PrivacyPlan:

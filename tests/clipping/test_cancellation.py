@@ -10,7 +10,7 @@ import torch
 from models import TinyTied, batch_for, engine_result, loop_oracle, roberta
 from torch import Tensor, nn
 
-from hf_dp.clipping import ClippingEngine, norms, uses
+from hf_dp.clipping import ClippingEngine, norms
 from hf_dp.clipping.norms import example_norms
 from hf_dp.clipping.uses import Dense, Lookups, OuterProducts, Use, cross_term
 
@@ -158,19 +158,24 @@ def test_lookups_that_cancel_to_nothing_in_float32_are_not_taken_for_zero():
 
 
 @pytest.mark.parametrize("residue", [1e-2, 1e-4, 1e-6, 1e-7])
-def test_contribution_of_a_cancelling_example_to_the_sum(residue):
+@pytest.mark.parametrize("length", [16, 64], ids=["outer_products", "formed_at_once"])
+def test_contribution_of_a_cancelling_example_to_the_sum(length, residue):
     """What enters the sum has the clipping norm, even where its terms are far larger than their sum."""
-    use = cancelling(Source(0), 64, 64, residue)
-    shape = torch.Size((64, 64))
-    clipping_norm = 0.1 * float(truth([[use]], shape))
-    with torch.no_grad():
-        # The engine's own steps, for records that no small model produces.
-        parameter = nn.Parameter(torch.zeros(shape))
-        norm = example_norms({parameter: [use]}, 1)
-        total = clipping_norm * Source(1)(64, 64)
-        before = total.clone()
-        use.add_weighted_sum(total, clipping_norm / norm)
-    moved = float((total.double() - before.double()).norm())
+    source = Source(0)
+    linear = nn.Linear(64, 64, bias=False)
+    x, direction = source(4, length, 64), source(64)
+    coefficients = source(4, length)
+    coefficients[0] -= coefficients[0].mean()
+    x[0] = source(1, 64) + residue * x[0]
+    clipping_norm = 0.1 * float((coefficients[0].double() @ x[0].double()).norm() * direction.double().norm())
+
+    def sums(factor: float) -> Tensor:
+        with ClippingEngine(linear, clipping_norm) as engine:
+            losses = ((linear(x) @ direction) * coefficients).sum(1)
+            engine.backward(losses * torch.tensor([factor, 1.0, 1.0, 1.0]))
+            return engine.collect()["weight"].double()
+
+    moved = float((sums(1.0) - sums(torch.nan)).norm())  # a NaN removes the example and changes nothing else
     assert moved <= clipping_norm * (1 + 1e-3)
 
 
@@ -305,7 +310,3 @@ def test_ordinary_gradients_never_need_the_slow_path(monkeypatch):
         example_norms(
             {nn.Parameter(torch.zeros(64, 64)): [OuterProducts(source(4, length, 64), source(4, length, 64))]}, 4
         )
-
-
-def test_the_rounding_constant_is_where_the_measurements_are_made():
-    assert uses._ROUNDING >= 8

@@ -1,0 +1,343 @@
+"""What the engine refuses, in which words, and what it leaves behind."""
+
+from __future__ import annotations
+
+import copy
+import re
+
+import pytest
+import torch
+from models import BUILDERS, SHORT, alone, batch_for, bert, engine_result, gpt2, llama
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from hf_dp.clipping import ClippingEngine
+from hf_dp.errors import InvalidArgumentError, UnaccountedGradientError, UnsupportedLossError, UnsupportedModelError
+from hf_dp.losses import per_example_loss
+
+
+def linear() -> nn.Linear:
+    torch.manual_seed(0)
+    return nn.Linear(4, 1)
+
+
+def x(examples: int = 3) -> Tensor:
+    return torch.randn(examples, 4, generator=torch.Generator().manual_seed(0))
+
+
+# -- arguments ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("value", [0, -1.0, float("nan"), float("inf"), "1", None, True])
+def test_bad_clipping_norm(value):
+    with pytest.raises(InvalidArgumentError, match=r"`clipping_norm` to be .*, got " + re.escape(repr(value))):
+        ClippingEngine(linear(), value)
+
+
+@pytest.mark.parametrize(("name", "value"), [("clipping", "flatt"), ("strategy", "book-keeping")])
+def test_unknown_choice_names_the_nearest(name, value):
+    with pytest.raises(InvalidArgumentError, match=f"`{name}` to be one of .*Did you mean"):
+        ClippingEngine(linear(), 1.0, **{name: value})
+
+
+# -- backward ----------------------------------------------------------------------------------------------------------
+
+
+def test_engine_backward_outside_the_with():
+    model = linear()
+    engine = ClippingEngine(model, 1.0)
+    losses = model(x()).squeeze(1)
+    with pytest.raises(UnaccountedGradientError, match="only inside `with engine:`"):
+        engine.backward(losses)
+    with engine:
+        losses = model(x()).squeeze(1)
+    with pytest.raises(UnaccountedGradientError, match="only inside `with engine:`"):
+        engine.backward(losses)
+
+
+@pytest.mark.parametrize("leave_first", [False, True])
+@pytest.mark.parametrize("name", ["bert", "llama"])
+def test_autograd_backward_past_the_engine(name, leave_first):
+    model = BUILDERS[name]()
+    batch = batch_for(model, SHORT)
+    with ClippingEngine(model, 1.0):
+        losses = per_example_loss(model, batch)
+        if not leave_first:
+            with pytest.raises(UnaccountedGradientError, match=r"Call engine\.backward"):
+                losses.sum().backward()
+    if leave_first:
+        with pytest.raises(UnaccountedGradientError, match=r"Call engine\.backward"):
+            losses.sum().backward()
+    assert all(p.grad is None for p in model.parameters())
+
+
+@pytest.mark.parametrize("count", [1, 2, 4])
+def test_number_of_losses_that_is_not_the_number_of_examples(count):
+    model = linear()
+    with ClippingEngine(model, 1.0) as engine:
+        losses = torch.cat([model(x()).squeeze(1)] * 2)[:count]
+        with pytest.raises(UnsupportedLossError, match=f"each of the 3 examples of the forward, got {count}"):
+            engine.backward(losses)
+
+
+@pytest.mark.parametrize("after", [False, True], ids=["first", "after_another"])
+def test_an_empty_batch_adds_nothing(after):
+    model = linear()
+    with ClippingEngine(model, 1.0) as engine:
+        if after:
+            engine.backward(model(x()).squeeze(1))
+            engine.collect()
+        assert engine.backward(torch.zeros(0)).shape == (0,)
+        assert not any(value.any() for value in engine.collect().values())
+
+
+def test_refused_batches_add_nothing():
+    """An error half way leaves neither sums nor gradients of what was not clipped."""
+    model = OutsideUse()
+    with ClippingEngine(model, 1.0) as engine:
+        with pytest.raises(UnaccountedGradientError):
+            engine.backward(model(x()))
+        assert not any(value.any() for value in engine.collect().values())
+
+
+# -- nesting and restoring ---------------------------------------------------------------------------------------------
+
+
+def test_nested_engines_are_refused_and_the_outer_one_goes_on():
+    model = linear()
+    with ClippingEngine(model, 1.0) as outer:
+        for inner in (ClippingEngine(model, 1.0), outer):
+            with pytest.raises(UnaccountedGradientError, match="already inside a ClippingEngine"):
+                inner.__enter__()
+        assert outer.backward(model(x()).squeeze(1)).shape == (3,)
+
+
+def test_an_engine_can_be_entered_again():
+    model, engine = linear(), ClippingEngine(linear(), 1.0)
+    engine = ClippingEngine(model, 1.0)
+    for _ in range(2):
+        with engine:
+            engine.backward(model(x()).squeeze(1))
+    once, _ = ClippingEngine(model, 1.0), None
+    with once:
+        once.backward(model(x()).squeeze(1))
+    torch.testing.assert_close(engine.collect()["weight"], 2 * once.collect()["weight"])
+
+
+def forwards(model: nn.Module) -> dict[str, object]:
+    return {name: module.__dict__.get("forward") for name, module in model.named_modules()}
+
+
+@pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.parametrize("name", ["bert", "gpt2_tied", "llama"])
+def test_the_model_is_restored(name, fails):
+    model = BUILDERS[name]()
+    model.train()
+    patched = next(
+        module for module in model.modules() if isinstance(module, nn.Linear) and not module._forward_pre_hooks
+    )
+    original = patched.forward
+    patched.forward = lambda *args: original(*args)
+    before, hooks = forwards(model), len(model._forward_pre_hooks)
+    if fails:
+        with pytest.raises(KeyError), ClippingEngine(model, 1.0):
+            raise KeyError
+    else:
+        engine_result(model, batch_for(model, SHORT), 1.0)
+    assert forwards(model) == before
+    assert len(model._forward_pre_hooks) == hooks
+    assert all(p.grad is None and p.requires_grad for p in model.parameters())
+
+
+def test_the_model_is_restored_after_a_refusal_at_the_door():
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    before = forwards(model)
+    with pytest.raises(UnsupportedModelError), ClippingEngine(model, 1.0):
+        pass
+    assert forwards(model) == before
+    assert not model._forward_pre_hooks
+
+
+@pytest.mark.parametrize("name", BUILDERS)
+def test_the_output_is_the_same_inside_and_outside(name):
+    model = BUILDERS[name]()
+    inputs = {key: value for key, value in batch_for(model, SHORT).items() if key != "labels"}
+    outside = model(**inputs).logits
+    with ClippingEngine(model, 1.0):
+        # Conv1D and fused biases may add in another order: the last bit of float64 only
+        torch.testing.assert_close(model(**inputs).logits, outside, rtol=1e-12, atol=1e-12)
+        with torch.no_grad():
+            torch.testing.assert_close(model(**inputs).logits, outside, rtol=1e-12, atol=1e-12)
+
+
+def test_the_output_under_autocast_is_the_same_inside_and_outside():
+    for model in (bert(dtype=torch.float32), gpt2(dtype=torch.float32), llama(dtype=torch.float32)):
+        inputs = {key: value for key, value in batch_for(model, SHORT).items() if key != "labels"}
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            outside = model(**inputs).logits
+            with ClippingEngine(model, 1.0):
+                inside = model(**inputs).logits
+        assert inside.dtype == outside.dtype
+        torch.testing.assert_close(inside, outside, rtol=2e-2, atol=2e-2)  # bf16 has 8 bits, some sums differ in order
+
+
+@pytest.mark.parametrize("name", ["bert", "llama"])
+def test_a_deep_copy_made_inside_uses_its_own_weights(name):
+    model = BUILDERS[name]()
+    inputs = {key: value for key, value in alone(batch_for(model, SHORT), 0).items() if key != "labels"}
+    with ClippingEngine(model, 1.0):
+        twin = copy.deepcopy(model)
+        with torch.no_grad():
+            for parameter in twin.parameters():
+                parameter.mul_(0.5)
+        inside = twin(**inputs).logits
+    reference = copy.deepcopy(model)
+    reference.load_state_dict(twin.state_dict())
+    torch.testing.assert_close(inside, reference(**inputs).logits, rtol=1e-12, atol=1e-12)
+
+
+# -- models it cannot serve --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "layer", [nn.BatchNorm1d(4), nn.SyncBatchNorm(4), nn.InstanceNorm1d(4, track_running_stats=True)], ids=repr
+)
+def test_batch_statistics_are_refused_by_name(layer):
+    model = nn.Sequential(nn.Linear(4, 4), layer)
+    with pytest.raises(UnsupportedModelError, match=r"`1` is a .*GroupNorm or nn\.LayerNorm"):
+        ClippingEngine(model, 1.0).__enter__()
+
+
+def test_frozen_batch_norm_is_refused_too():
+    """In training mode it still mixes examples, whatever its parameters do."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4).requires_grad_(False))
+    with pytest.raises(UnsupportedModelError, match="BatchNorm1d"):
+        ClippingEngine(model, 1.0).__enter__()
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "longrope"])
+@pytest.mark.parametrize("key", ["rope_type", "type"])
+def test_rotary_embeddings_that_read_the_longest_example(kind, key):
+    model = llama()
+    model.config.rope_parameters = {key: kind, "factor": 2.0}
+    with pytest.raises(UnsupportedModelError, match=f"{kind} rotary"):
+        ClippingEngine(model, 1.0).__enter__()
+
+
+def test_rotary_embeddings_by_layer_type():
+    model = llama()
+    model.config.rope_parameters = {"full": {"rope_type": "default"}, "sliding": {"rope_type": "dynamic"}}
+    with pytest.raises(UnsupportedModelError, match="dynamic rotary"):
+        ClippingEngine(model, 1.0).__enter__()
+
+
+def test_load_balancing_loss():
+    model = llama()
+    model.config.output_router_logits = True
+    with pytest.raises(UnsupportedModelError, match="output_router_logits"):
+        ClippingEngine(model, 1.0).__enter__()
+
+
+class OutsideUse(nn.Module):
+    """Reads one layer's weight from outside that layer, as a head tied by hand does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+
+    def forward(self, value: Tensor) -> Tensor:
+        return F.linear(self.inner(value), self.inner.weight).sum(1)
+
+
+class LookUp(nn.Module):
+    def __init__(self, **options: object):
+        super().__init__()
+        self.embedding, self.out = nn.Embedding(5, 4, **options), nn.Linear(4, 1)  # type: ignore[arg-type]
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.out(self.embedding(tokens)).mean((1, 2))
+
+
+TOKENS = torch.tensor([[0, 1], [2, 2], [4, 0]])
+
+
+@pytest.mark.parametrize("trainable", [True, False], ids=["trainable", "frozen"])
+@pytest.mark.parametrize("options", [{"max_norm": 1.0}, {"scale_grad_by_freq": True}, {"sparse": True}], ids=str)
+def test_embedding_options_that_couple_examples(options, trainable):
+    """A frozen embedding with max_norm still rewrites the rows that an example looks up; the others are harmless then."""
+    if not trainable and "max_norm" not in options:
+        pytest.skip("a frozen embedding computes no gradient")
+    model = LookUp(**options)
+    model.embedding.requires_grad_(trainable)
+    before = model.embedding.weight.detach().clone()
+    with pytest.raises(UnsupportedModelError, match=next(iter(options))), ClippingEngine(model, 1.0) as engine:
+        engine.backward(model(TOKENS))
+    assert torch.equal(model.embedding.weight, before)
+
+
+def test_time_first_input_is_refused_by_shape():
+    model = nn.Linear(4, 1)
+    with ClippingEngine(model, 1.0) as engine:
+        losses = model(torch.randn(5, 3, 4)).squeeze(2).sum(0)
+        with pytest.raises(UnsupportedLossError, match="5 examples of the forward, got 3"):
+            engine.backward(losses)
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+@pytest.mark.parametrize("kind", ["hook", "parametrization"])
+@pytest.mark.parametrize("examples", [2, 3])
+def test_weight_norm_is_exact_or_refused(kind, examples):
+    """Its weight is computed anew at each forward: the plain rule would clip and sum a gradient of no parameter."""
+    from torch.nn.utils import parametrizations, weight_norm
+
+    torch.manual_seed(0)
+    model = (weight_norm if kind == "hook" else parametrizations.weight_norm)(nn.Linear(4, 3))
+    expected = []
+    for i in range(examples):
+        loss = model(x(examples)[i : i + 1]).square().sum()
+        gradients = torch.autograd.grad(loss, list(model.parameters()))
+        expected.append(torch.cat([g.flatten() for g in gradients]).norm())
+    with ClippingEngine(model, 1.0) as engine:
+        try:
+            norms = engine.backward(model(x(examples)).square().sum(1))
+        except (UnaccountedGradientError, UnsupportedModelError):
+            return
+    torch.testing.assert_close(norms, torch.stack(expected))
+
+
+# -- bf16 --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["bert", "gpt2_tied", "llama"])
+def test_contributions_under_bf16_autocast(name):
+    """One example moves the sum by at most C: norms are of the very numbers that are summed, and sums are float32."""
+    model = BUILDERS[name](dtype=torch.float32)
+    batch = batch_for(model, (30, 7, 30, 2))
+    clipping_norm = 0.05
+
+    def sums(factors: Tensor) -> dict[str, Tensor]:
+        with ClippingEngine(model, clipping_norm) as engine:
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                losses = per_example_loss(model, batch)
+            assert bool((engine.backward(losses * factors)[torch.isfinite(factors)] > clipping_norm).all())
+            return engine.collect()
+
+    everyone = sums(torch.ones(4))
+    assert {value.dtype for value in everyone.values()} == {torch.float32}
+    for removed in range(4):
+        factors = torch.ones(4)
+        factors[removed] = torch.nan  # removes the example and changes no other number
+        without = sums(factors)
+        squares = [(everyone[key].double() - without[key].double()).square().sum() for key in everyone]
+        moved = float(torch.stack(squares).sum().sqrt())
+        assert 0.99 * clipping_norm < moved <= clipping_norm * (1 + 1e-3)
+
+
+def test_contributions_of_a_bf16_model():
+    model = bert(dtype=torch.bfloat16)
+    batch = batch_for(model, (12,))
+    (norm,), sums = engine_result(model, batch, 0.05)
+    assert float(norm) > 0.05
+    assert {value.dtype for value in sums.values()} == {torch.float32}
+    moved = float(torch.stack([value.double().square().sum() for value in sums.values()]).sum().sqrt())
+    assert 0.99 * 0.05 < moved <= 0.05 * (1 + 1e-3)
