@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -95,6 +96,7 @@ def test_a_lora_block(task, capsys):
         ({"privacy_mode": "dpsgd"}, "privacy_mode"),
         ({"fp16": True}, "fp16"),
         ({"model_name_or_path": "package:no_such_package"}, "pip install"),
+        ({"model_name_or_path": "no/such-model"}, "'no/such-model' could not be loaded"),
         ({"freeze": ["encoder.wrong"]}, "`freeze` names 'encoder.wrong'"),
         ({"task": "translation"}, "`task` to be one of"),
     ],
@@ -104,8 +106,6 @@ def test_bad_input_is_one_line_and_nothing_is_written(task, capsys, change, mess
     task.write_text(yaml.safe_dump({k: v for k, v in values.items() if v is not None}))
     assert main(["train", "--config", str(task)]) == 2
     error = capsys.readouterr().err
-    import re
-
     assert re.search(message, error), error
     assert "Traceback" not in error
     assert not (task.parent / "out").exists()

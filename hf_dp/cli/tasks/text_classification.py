@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hf_dp.cli.config import parse, peft_config, split_config
-from hf_dp.errors import ConfigError
+from hf_dp.errors import ConfigError, DataError
 
 
 @dataclass
@@ -87,7 +87,13 @@ def build_trainer(model_args: ModelArguments, data_args: DataArguments, args: An
     train_rows, evaluation_rows, dataset = load_data(data_args)
     names = label_names(train_rows, data_args.label_column, data_args.class_names)
     path = resolve_model(model_args.model_name_or_path)
-    tokenizer = AutoTokenizer.from_pretrained(path)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(path)
+    except (OSError, ValueError) as problem:
+        raise DataError(
+            f"The model {model_args.model_name_or_path!r} could not be loaded: {str(problem).splitlines()[0]} Give a Hub name, a "
+            "folder with config.json, weights and tokenizer, or package:NAME."
+        ) from problem
     columns = (tokenizer, data_args.text_columns, data_args.label_column, names, data_args.max_length)
     train_set, evaluation_set = encode(train_rows, *columns), encode(evaluation_rows, *columns)
     set_seed(args.seed)  # the head's initial weights
