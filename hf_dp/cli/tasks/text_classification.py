@@ -91,8 +91,8 @@ def build_trainer(model_args: ModelArguments, data_args: DataArguments, args: An
         tokenizer = AutoTokenizer.from_pretrained(path)
     except (OSError, ValueError) as problem:
         raise DataError(
-            f"The model {model_args.model_name_or_path!r} could not be loaded: {str(problem).splitlines()[0]} Give a Hub name, a "
-            "folder with config.json, weights and tokenizer, or package:NAME."
+            f"The model {model_args.model_name_or_path!r} could not be loaded: {str(problem).splitlines()[0]} "
+            "Give a Hub name, a folder with config.json, weights and tokenizer, or package:NAME."
         ) from problem
     columns = (tokenizer, data_args.text_columns, data_args.label_column, names, data_args.max_length)
     train_set, evaluation_set = encode(train_rows, *columns), encode(evaluation_rows, *columns)
