@@ -65,6 +65,11 @@ def per_example_loss(model: nn.Module, inputs: Mapping[str, Any]) -> Tensor:
     logits = getattr(output, "logits", None)
     if logits is None:
         raise UnsupportedLossError(f"{type(base_model(model)).__name__} returned no logits, so no loss can be formed.")
+    mask = inputs.get("attention_mask")
+    if loss is _causal_lm and mask is not None and mask.shape == labels.shape:
+        # A left-padded row's first token would be predicted from padding, which the row alone does not have.
+        after_padding = F.pad(mask[:, :-1] == 0, (1, 0))
+        labels = labels.masked_fill(after_padding, IGNORED_LABEL)
     return loss(base_model(model), logits, labels)
 
 
@@ -103,6 +108,11 @@ def _classification(model: nn.Module, logits: Tensor, labels: Tensor) -> Tensor:
         if labels.shape != logits.shape[:1]:
             raise DataError(f"Expected one label per example, shape {(len(logits),)}, got {tuple(labels.shape)}.")
         return F.cross_entropy(logits, labels.long(), reduction="none")
+    if labels.numel() != logits.numel() or len(labels) != len(logits):
+        raise DataError(
+            f"Expected labels for {kind} of the shape of the logits, {tuple(logits.shape)}, got {tuple(labels.shape)}. Check "
+            "config.num_labels and config.problem_type."
+        )
     labels = labels.to(logits.dtype).reshape(logits.shape)
     if kind == "regression":
         return F.mse_loss(logits, labels, reduction="none").flatten(1).mean(1)

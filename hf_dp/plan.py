@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from hf_dp import _validate
-from hf_dp.accounting import Event, calibrate_noise_multiplier
+from hf_dp.accounting import ACCOUNTANTS, Event, calibrate_noise_multiplier
 from hf_dp.accounting.events import PoissonSampledGaussian
 from hf_dp.errors import ConfigError
 from hf_dp.sampling import PoissonSampler, RandomBytes
@@ -107,11 +107,13 @@ class PrivacyPlan:
                 "At 1/N publishing one random row would count as private. Leave it unset for 1/(2N).",
             )
         steps = (
-            int(max_steps)
+            _validate.integer("max_steps", max_steps, 1)
             if max_steps > 0
             else math.ceil(_validate.positive("num_train_epochs", num_train_epochs) * n / b)
         )
         c = _validate.positive("per_example_max_grad_norm", clipping_norm)
+        _validate.one_of("accountant", accountant, ACCOUNTANTS)
+        _validate.one_of("clipping", clipping, ("flat",))
         if noise_multiplier is None:
             sigma = calibrate_noise_multiplier(
                 _validate.positive("target_epsilon", target_epsilon),

@@ -21,6 +21,13 @@ def refuse_coupling(model: nn.Module) -> None:
                 "whole batch (and stores them), so one example's gradient depends on the others and clipping it bounds "
                 "nothing. Replace it by nn.GroupNorm or nn.LayerNorm before creating the trainer."
             )
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
+            for option in ("max_norm", "scale_grad_by_freq", "sparse"):
+                if getattr(module, option):
+                    raise UnsupportedModelError(
+                        f"`{name}` is a {type(module).__name__} with {option}={getattr(module, option)!r}: it changes "
+                        "rows, or reads counts, that other examples share, or is sparse. Build the model without it."
+                    )
     config = getattr(model, "config", None)
     rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
     kinds = [rope] if not all(isinstance(value, dict) for value in rope.values()) else list(rope.values())

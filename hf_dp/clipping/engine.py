@@ -102,13 +102,13 @@ class ClippingEngine:
                 "Use reduction='none' and average each example over its own positions."
             )
         examples = len(losses)
+        if examples == 0:
+            return losses.detach()
         if self._tape.examples is not None and examples != self._tape.examples:
             raise UnsupportedLossError(
                 f"Expected one loss for each of the {self._tape.examples} examples of the forward, got {examples}."
             )
         self._refuse_stray_gradients("before engine.backward(); call optimizer.zero_grad() after each step")
-        if examples == 0:
-            return losses.detach()
         norms = self._book_keeping(losses)
         return torch.where(torch.isfinite(norms), norms, torch.full_like(norms, torch.inf))
 
@@ -135,9 +135,9 @@ class ClippingEngine:
             "gradient would have been added unclipped). Freeze it"
         )
         with torch.no_grad():
-            norms = example_norms(uses, examples)
-            weights = flat_weights(norms, self.clipping_norm)
-            keep = torch.isfinite(norms)
+            norms, slack = example_norms(uses, examples)
+            weights = flat_weights(norms + slack, self.clipping_norm)
+            keep = weights > 0
             all_kept = bool(keep.all())
             while uses:
                 parameter, of_parameter = uses.popitem()
@@ -159,7 +159,7 @@ class ClippingEngine:
         """Give one module a recording forward, as an instance attribute, and note how to take it back."""
         previous = module.__dict__.get("forward")
         rule = find_rule(module)
-        run = partial(unknown_module, self._tape, module.forward) if rule is None else partial(rule, self._tape)
+        run = partial(unknown_module, self._tape, _original(previous)) if rule is None else partial(rule, self._tape)
         module.forward = types.MethodType(_Recorded(self._tape, run, previous), module)
 
         def restore() -> None:
@@ -191,8 +191,15 @@ class _Recorded:
 
     def __call__(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if self.tape.bypassed:
-            return self.previous(*args, **kwargs) if self.previous else type(module).forward(module, *args, **kwargs)
+            return _original(self.previous)(module, *args, **kwargs)
         return self.run(module, *args, **kwargs)
+
+
+def _original(previous: Callable[..., Any] | None) -> Callable[..., Any]:
+    """The forward a module had, as a function of the module: the class's unless an instance had one of its own."""
+    if previous is not None:
+        return lambda module, *args, **kwargs: previous(*args, **kwargs)
+    return lambda module, *args, **kwargs: type(module).forward(module, *args, **kwargs)
 
 
 def _target(module: nn.Module) -> object:

@@ -67,11 +67,11 @@ _TENSOR = object()
 def unknown_module(tape: Tape, original: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """Forward of a module without a rule: as ever, but its own parameters' gradients are taken per example later."""
     if not torch.is_grad_enabled():
-        return original(*args, **kwargs)
+        return original(module, *args, **kwargs)
     own = {name: p for name, p in module.named_parameters(recurse=False) if p.requires_grad}
     before = _random_state(next(iter(own.values())).device)
     with _detached(module, own):
-        output = original(*args, **kwargs)
+        output = original(module, *args, **kwargs)
     after = _random_state(next(iter(own.values())).device)
     if any(not torch.equal(x, y) for x, y in zip(before, after, strict=True)):
         # Replaying the draws needs the whole batch at once, where 0 * NaN would carry one example's NaN to all others.
@@ -90,6 +90,12 @@ def unknown_module(tape: Tape, original: Callable[..., Any], module: nn.Module, 
         (device, torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)),
     )
     outputs, output_spec = pytree.tree_flatten(output)
+    opaque = [leaf for leaf in outputs if not isinstance(leaf, (Tensor, bool, int, float, str, type(None)))]
+    if opaque:
+        raise UnsupportedModelError(
+            f"{type(module).__name__} has no clipping rule and returns a {type(opaque[0]).__name__}, into which the engine "
+            f"cannot see, so the gradients of its parameters {sorted(own)} are not known. Freeze them (requires_grad_(False))."
+        )
     anchor = next(iter(own.values()))
     captured = [
         _Capture.apply(leaf, anchor, call, tape, position, *tensors)

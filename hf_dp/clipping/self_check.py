@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.overrides import TorchFunctionMode
 
 from hf_dp.clipping.engine import ClippingEngine
 from hf_dp.clipping.per_example import per_example_gradients
@@ -22,25 +21,38 @@ from hf_dp.errors import SelfCheckError
 Batch = Any  # a mapping of inputs
 PerExampleLoss = Callable[[nn.Module, Batch], Tensor]
 
-_DROPOUTS = frozenset(
-    {
-        F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout,
-        torch.dropout, torch.alpha_dropout, torch.feature_dropout, torch.feature_alpha_dropout,
-    }
-)  # fmt: skip
+_DROPOUTS = ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout")
 
 
-class _NoDropout(TorchFunctionMode):
-    """Training-mode forwards with every dropout an identity, wherever it is called."""
+@contextmanager
+def _no_dropout() -> Iterator[None]:
+    """Training-mode forwards with every dropout an identity, wherever it is called.
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = dict(kwargs or {})
-        if func in _DROPOUTS:
-            return args[0] if args else kwargs["input"]
-        if func is F.scaled_dot_product_attention:
-            kwargs["dropout_p"] = 0.0
-            args = args[:4]  # a positional dropout_p is the fifth
-        return func(*args, **kwargs)
+    The functions are replaced, not intercepted: an interceptor (TorchFunctionMode) is off during backward, where gradient
+    checkpointing runs forwards again.
+    """
+    originals = {name: getattr(F, name) for name in (*_DROPOUTS, "scaled_dot_product_attention")}
+
+    def identity(input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        return input
+
+    def attention(*args: Any, **kwargs: Any) -> Tensor:
+        kwargs["dropout_p"] = 0.0
+        return originals["scaled_dot_product_attention"](*args[:4], **_positional(args), **kwargs)
+
+    try:
+        for name in _DROPOUTS:
+            setattr(F, name, identity)
+        F.scaled_dot_product_attention = attention
+        yield
+    finally:
+        for name, function in originals.items():
+            setattr(F, name, function)
+
+
+def _positional(args: tuple[Any, ...]) -> dict[str, Any]:
+    """What follows query, key, value and mask, by name; the fifth, dropout_p, is left out."""
+    return dict(zip(("is_causal",), args[5:6], strict=False))
 
 
 def self_check(
@@ -65,7 +77,7 @@ def self_check(
     """
     trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
     rtol = _tolerance(trainable) if rtol is None else rtol
-    with _training(model), _NoDropout():
+    with _training(model), _no_dropout():
         buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
         losses, norms, gradients = [], [], []
         for example in alone:
@@ -74,6 +86,11 @@ def self_check(
             losses.append(loss.detach()[0].double())
             norms.append(torch.stack([g.double().square().sum() for g in gradient.values()]).sum().sqrt())
             gradients.append(gradient)
+        if not all(bool(torch.isfinite(value)) for value in (*losses, *norms)):
+            raise SelfCheckError(
+                "On synthetic examples the model's losses or gradients are not finite, so no private step could use a row. "
+                "Look for weights that are not finite, or a precision that overflows."
+            )
         scale = max(float(torch.stack(norms).max()), 1e-30)
         clipping_norm = float(torch.stack(norms).min()) / 2 or scale  # so that every example is clipped
         with ClippingEngine(model, clipping_norm, clipping=clipping, strategy=strategy) as engine:

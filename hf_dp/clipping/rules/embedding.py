@@ -14,21 +14,13 @@ from torch.nn import functional as F
 
 from hf_dp.clipping.recorder import Tape
 from hf_dp.clipping.uses import Lookups
-from hf_dp.errors import UnsupportedModelError
 
 
 def embedding(tape: Tape, module: nn.Embedding, input: Tensor) -> Tensor:
     """Forward of ``nn.Embedding`` that records, in backward, which rows each example looked up.
 
-    Raises: UnsupportedModelError for ``max_norm`` (a forward that changes the weight), ``scale_grad_by_freq`` (counts
-    tokens of other examples) and ``sparse``.
+    (``max_norm``, ``scale_grad_by_freq`` and ``sparse`` were refused when the engine was entered.)
     """
-    for option in ("max_norm", "scale_grad_by_freq", "sparse"):
-        if getattr(module, option):
-            raise UnsupportedModelError(
-                f"nn.Embedding with {option}={getattr(module, option)!r} has no per-example gradient that the engine "
-                "knows (it reads or changes what other examples use). Build the model without this option."
-            )
     if tape.examples is not None and tape.examples > 1 and input.dim() >= 1 and input.shape[0] == 1:
         input = input.expand(tape.examples, *input.shape[1:])
     return _Embedding.apply(input, module.weight, module, tape)

@@ -1,0 +1,123 @@
+"""A module imports only its own layer and lower ones, and every module has a layer (design, section 2)."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parent.parent / "hf_dp"
+
+LAYERS = {
+    "errors": 0, "_validate": 0, "_version": 0,
+    "accounting": 1,
+    "sampling": 2, "plan": 2,
+    "clipping": 3, "noise": 3, "losses": 3, "representation": 3,
+    "tasks": 4, "cards": 4, "tuners": 4,
+    "trainer": 5,
+    "cli": 6, "audit": 6, "benchmarks": 6,
+}  # fmt: skip
+
+# `__init__` lists the public names and loads each when first used, so it may name all layers; nobody may import from it.
+FACADE = "__init__"
+
+
+def modules(package: Path) -> Iterator[tuple[str, Path]]:
+    """Dotted names below the package, ``clipping.rules.linear``, and their files."""
+    for path in sorted(package.rglob("*.py")):
+        parts = path.relative_to(package).with_suffix("").parts
+        yield ".".join(parts[:-1] if parts[-1] == "__init__" and len(parts) > 1 else parts), path
+
+
+def imported(source: str, module: str, is_package: bool) -> Iterator[str]:
+    """Top-level modules of hf_dp that this source imports, at any depth and also for type checking; '' is hf_dp itself."""
+    here = ["hf_dp", *module.split(".")]
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                above = here[: len(here) - node.level + (1 if is_package else 0)]
+                base = ".".join([*above, *filter(None, [node.module])])
+            # `from hf_dp import plan` names a module, `from hf_dp.plan import PrivacyPlan` does not
+            names = [f"{base}.{alias.name}" for alias in node.names] if base == "hf_dp" else [base]
+        else:
+            continue
+        for name in names:
+            package, *rest = name.split(".")
+            if package == "hf_dp":
+                yield rest[0] if rest else ""
+
+
+def violations(package: Path) -> list[str]:
+    found = []
+    for module, path in modules(package):
+        top = module.split(".")[0]
+        if module == FACADE:
+            continue
+        if top not in LAYERS:
+            found.append(f"{module} has no layer: add it to LAYERS and to the design")
+            continue
+        for target in imported(path.read_text(encoding="utf-8"), module, path.name == "__init__.py"):
+            if target not in LAYERS:
+                found.append(f"{module} imports hf_dp{'.' if target else ''}{target}, which has no layer")
+            elif LAYERS[target] > LAYERS[top]:
+                found.append(f"{module} (layer {LAYERS[top]}) imports {target} (layer {LAYERS[target]})")
+    return found
+
+
+def test_no_module_imports_a_higher_layer():
+    assert violations(PACKAGE) == []
+
+
+def test_the_checker_reads_every_module():
+    names = dict(modules(PACKAGE))
+    assert {"errors", "accounting", "accounting.pld", "clipping.rules.linear", "plan", FACADE} <= set(names)
+
+
+PLANTED = {
+    "absolute": ("clipping/engine.py", "from hf_dp.trainer.arguments import X", "clipping.engine (layer 3) imports trainer"),
+    "plain import": ("plan.py", "import hf_dp.clipping.engine", "plan (layer 2) imports clipping (layer 3)"),
+    "from the package": ("accounting/pld.py", "from hf_dp import plan", "accounting.pld (layer 1) imports plan (layer 2)"),
+    "relative": ("accounting/pld.py", "from ..plan import PrivacyPlan", "accounting.pld (layer 1) imports plan (layer 2)"),
+    "relative to the package": ("noise.py", "from . import trainer", "noise (layer 3) imports trainer (layer 5)"),
+    "inside a package's init": ("clipping/__init__.py", "from ..cards import x", "clipping (layer 3) imports cards (layer 4)"),
+    "inside a function": ("errors.py", "def f():\n    from hf_dp import plan", "errors (layer 0) imports plan (layer 2)"),
+    "for type checking": (
+        "errors.py",
+        "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import hf_dp.cli.main",
+        "errors (layer 0) imports cli (layer 6)",
+    ),
+    "a new module": ("novelty.py", "", "novelty has no layer"),
+    "a new package": ("novelty/inner.py", "", "novelty.inner has no layer"),
+    "a public name from the facade": ("cli/main.py", "from hf_dp import DPTrainer", "imports hf_dp.DPTrainer, which has no"),
+}
+
+
+@pytest.mark.parametrize("case", PLANTED)
+def test_planted_violations_are_seen(case, tmp_path):
+    name, source, message = PLANTED[case]
+    path = tmp_path / "hf_dp" / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(source)
+    found = violations(tmp_path / "hf_dp")
+    assert len(found) == 1
+    assert message in found[0]
+
+
+@pytest.mark.parametrize(
+    ("name", "source"),
+    [
+        ("trainer/trainer.py", "from hf_dp.clipping import ClippingEngine\nfrom hf_dp import _validate\nimport torch"),
+        ("clipping/rules/linear.py", "from ..uses import Dense\nfrom hf_dp.clipping.recorder import Tape"),
+        ("accounting/__init__.py", "from .pld import f\nfrom hf_dp.errors import HfDpError"),
+    ],
+)
+def test_lower_and_own_layers_are_allowed(name, source, tmp_path):
+    path = tmp_path / "hf_dp" / name
+    path.parent.mkdir(parents=True)
+    path.write_text(source)
+    assert violations(tmp_path / "hf_dp") == []

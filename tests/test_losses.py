@@ -1,0 +1,269 @@
+"""Per-example losses equal the model's own loss on a batch of one, and are functions of their own example only."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+from models import (
+    BUILDERS,
+    CLASSIFIERS,
+    LANGUAGE_MODELS,
+    SHORT,
+    alone,
+    batch_for,
+    bert,
+    bert_masked_lm,
+    distilbert,
+    gpt2,
+    gpt2_classifier,
+    llama,
+    rows,
+)
+from peft import LoraConfig, get_peft_model
+from torch import nn
+
+from hf_dp.errors import DataError, UnsupportedLossError
+from hf_dp.losses import per_example_loss, problem_type, task_of, with_position_ids
+
+# transformers rounds language-model logits to float32 before its loss; classifiers stay in float64
+RTOL = {"classifier": 1e-12, "language_model": 1e-5}
+
+
+@pytest.mark.parametrize("name", BUILDERS)
+def test_each_loss_is_the_models_own_on_that_example_alone(name):
+    model = BUILDERS[name]()
+    batch = batch_for(model, (5, 2, 3, 5))
+    found = per_example_loss(model, batch)
+    assert found.shape == (4,)
+    expected = torch.stack([model(**alone(batch, i)).loss for i in range(4)])
+    kind = "classifier" if name in CLASSIFIERS else "language_model"
+    torch.testing.assert_close(found, expected.to(found.dtype), rtol=RTOL[kind], atol=1e-12)
+
+
+@pytest.mark.parametrize("name", BUILDERS)
+def test_neighbors_and_their_padding_do_not_matter(name):
+    model = BUILDERS[name]()
+    batch = batch_for(model, (5, 2, 13, 4))
+    together = per_example_loss(model, batch)
+    for cut in ([0], [1, 0], [3, 1, 0]):
+        torch.testing.assert_close(per_example_loss(model, rows(batch, cut)), together[cut], rtol=1e-7, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", BUILDERS)
+def test_each_loss_has_a_gradient_at_its_own_example_only(name):
+    """By autograd at the input embeddings: the strictest form of 'a function of its own example'."""
+    model = BUILDERS[name]()
+    batch = batch_for(model, SHORT if name in CLASSIFIERS else (5, 2, 3, 4))
+    seen = []
+    handle = model.get_input_embeddings().register_forward_hook(lambda module, args, output: seen.append(output))
+    losses = per_example_loss(model, batch)
+    handle.remove()
+    for i, loss in enumerate(losses):
+        (gradient,) = torch.autograd.grad(loss, seen[0], retain_graph=True)
+        touched = gradient.flatten(1).abs().sum(1) > 0
+        assert touched.tolist() == [j == i for j in range(len(losses))]
+
+
+# -- classification ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("labels", [torch.tensor([0.5, -1.0, 2.0]), torch.tensor([[0.5], [-1.0], [2.0]])], ids=["b", "b1"])
+def test_regression(labels):
+    model = bert(num_labels=1)
+    batch = {**batch_for(model, (4, 2, 3)), "labels": labels.double()}
+    found = per_example_loss(model, batch)
+    single = [{**alone(batch_for(model, (4, 2, 3)), i), "labels": labels[i : i + 1].double()} for i in range(3)]
+    expected = torch.stack([model(**inputs).loss for inputs in single])
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=0)
+
+
+def test_regression_takes_integer_targets():
+    model = bert(num_labels=1)
+    batch = {**batch_for(model, (4, 2)), "labels": torch.tensor([1, 3])}
+    expected = (model(**without_labels(batch)).logits[:, 0] - batch["labels"]) ** 2
+    torch.testing.assert_close(per_example_loss(model, batch), expected)
+
+
+def test_regression_of_several_targets_is_their_mean():
+    model = bert(num_labels=2, problem_type="regression")
+    batch = {**batch_for(model, (4, 2)), "labels": torch.randn(2, 2).double()}
+    expected = torch.stack([model(**{k: v[i : i + 1] for k, v in batch.items()}).loss for i in range(2)])
+    torch.testing.assert_close(per_example_loss(model, batch), expected, rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize("declared", [None, "multi_label_classification"])
+def test_multi_label(declared):
+    model = bert(problem_type=declared)
+    batch = {**batch_for(model, (4, 4)), "labels": torch.tensor([[0.0, 1.0, 1.0], [1.0, 0.0, 0.0]]).double()}
+    found = per_example_loss(model, batch)
+    model.config.problem_type = "multi_label_classification"
+    expected = torch.stack([model(**{k: v[i : i + 1] for k, v in batch.items()}).loss for i in range(2)])
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("options", "labels", "kind"),
+    [
+        ({"num_labels": 1}, torch.tensor([1.0]), "regression"),
+        ({"num_labels": 3}, torch.tensor([1]), "single_label_classification"),
+        ({"num_labels": 3}, torch.tensor([[1.0, 0.0, 1.0]]), "multi_label_classification"),
+        ({"num_labels": 3, "problem_type": "regression"}, torch.tensor([1]), "regression"),
+    ],
+)
+def test_problem_type_is_inferred_as_transformers_does(options, labels, kind):
+    model = bert(**options)
+    assert problem_type(model, labels) == kind
+    assert model.config.problem_type == options.get("problem_type")  # looking does not decide for the next batch
+
+
+def test_unknown_problem_type():
+    model = bert()
+    model.config.problem_type = "ranking"
+    with pytest.raises(UnsupportedLossError, match="problem_type.*got 'ranking'"):
+        per_example_loss(model, {**batch_for(model, (3,)), "labels": torch.zeros(1, 3)})
+
+
+@pytest.mark.parametrize("labels", [torch.tensor([1]), torch.tensor([[1], [0]])], ids=["one missing", "two dimensions"])
+def test_labels_that_do_not_fit_a_single_label_model(labels):
+    model = bert()
+    with pytest.raises(DataError, match=r"one label per example, shape \(2,\), got "):
+        per_example_loss(model, {**batch_for(model, (3, 2)), "labels": labels})
+
+
+@pytest.mark.parametrize("options", [{"num_labels": 1}, {"problem_type": "multi_label_classification"}], ids=str)
+def test_labels_that_do_not_fit_the_outputs(options):
+    """(b, K) wanted, (b + 1,) given; a raw 'shape is invalid for input of size' would not say so."""
+    model = bert(**options)
+    with pytest.raises(DataError, match=r"got \(3,\)"):
+        per_example_loss(model, {**batch_for(model, (3, 2)), "labels": torch.zeros(3)})
+
+
+def without_labels(batch: dict) -> dict:
+    return {key: value for key, value in batch.items() if key != "labels"}
+
+
+def test_missing_labels():
+    model = bert()
+    with pytest.raises(DataError, match=re.escape("no `labels` (they have ['attention_mask', 'input_ids'])")):
+        per_example_loss(model, without_labels(batch_for(model, (3,))))
+
+
+# -- causal language models --------------------------------------------------------------------------------------------
+
+
+def test_a_language_model_averages_over_its_own_tokens_that_count():
+    """Two of five targets count for the first example, all for the second; a batch mean would weight them by tokens."""
+    model = gpt2()
+    batch = batch_for(model, (6, 6))
+    batch["labels"][0, :4] = -100
+    found = per_example_loss(model, batch)
+    expected = [model(**alone(batch, i)).loss for i in range(2)]
+    torch.testing.assert_close(found, torch.stack(expected).to(found.dtype), rtol=1e-5, atol=0)
+    batch_mean = model(**batch).loss
+    assert abs(float(found.mean() - batch_mean)) > 1e-3  # the two conventions differ here
+
+
+@pytest.mark.parametrize("name", LANGUAGE_MODELS)
+def test_an_example_without_targets_has_loss_zero_and_no_gradient(name):
+    model = LANGUAGE_MODELS[name]()
+    batch = batch_for(model, (4, 1, 3))
+    batch["labels"][2] = -100
+    losses = per_example_loss(model, batch)
+    assert losses[1:].tolist() == [0.0, 0.0]  # one token only; nothing but -100
+    gradients = torch.autograd.grad(losses[1:].sum(), list(model.parameters()), allow_unused=True)
+    assert all(g is None or (bool(torch.isfinite(g).all()) and not bool(g.any())) for g in gradients)
+
+
+def test_one_position_only():
+    model = gpt2()
+    assert per_example_loss(model, batch_for(model, (1, 1))).tolist() == [0.0, 0.0]
+
+
+@pytest.mark.parametrize("name", ["gpt2_tied", "llama"])
+def test_left_padding_equals_no_padding(name):
+    """The first real token must not count as predicted from the last padding position: what a padding position attends
+    to depends on how much padding the batch's longest row calls for."""
+    model = LANGUAGE_MODELS[name]()
+    batch = batch_for(model, (7, 3, 2), left=True)
+    expected = torch.stack([per_example_loss(model, alone(batch, i))[0] for i in range(3)])
+    found = per_example_loss(model, batch)
+    # llama normalises in float32 also in a float64 model
+    torch.testing.assert_close(found, expected, rtol=1e-10 if name == "gpt2_tied" else 1e-5, atol=0)
+    gradients = torch.autograd.grad(found.sum(), list(model.parameters()))
+    assert all(bool(torch.isfinite(g).all()) for g in gradients)
+
+
+def test_left_padding_of_a_decoder_used_as_classifier():
+    model = gpt2_classifier()
+    batch = batch_for(model, (7, 3, 2), left=True)
+    expected = torch.stack([per_example_loss(model, alone(batch, i))[0] for i in range(3)])
+    torch.testing.assert_close(per_example_loss(model, batch), expected, rtol=1e-10, atol=0)
+
+
+def test_position_ids_count_real_tokens():
+    model = gpt2()
+    mask = torch.tensor([[0, 0, 1, 1], [1, 1, 1, 1], [0, 1, 1, 0]])
+    found = with_position_ids(model, {"input_ids": mask, "attention_mask": mask})["position_ids"]
+    assert found.tolist() == [[0, 0, 0, 1], [0, 1, 2, 3], [0, 0, 1, 1]]
+
+
+def test_position_ids_are_left_alone_where_nothing_is_to_be_done():
+    mask = torch.tensor([[1, 1, 0], [1, 1, 1]])
+    left = mask.flip(1)
+    assert "position_ids" not in with_position_ids(gpt2(), {"input_ids": mask, "attention_mask": mask})
+    assert "position_ids" not in with_position_ids(gpt2(), {"input_ids": mask})
+    assert "position_ids" not in with_position_ids(bert(), {"input_ids": left, "attention_mask": left})
+    given = {"input_ids": left, "attention_mask": left, "position_ids": left}
+    assert with_position_ids(gpt2(), given)["position_ids"] is left
+
+
+def test_bf16_logits_are_reduced_in_float32():
+    for model in (bert(dtype=torch.bfloat16), llama(dtype=torch.bfloat16)):
+        assert per_example_loss(model, batch_for(model, (4, 3))).dtype == torch.float32
+
+
+# -- which loss --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", BUILDERS)
+def test_task_of(name):
+    assert task_of(BUILDERS[name]()) == ("sequence_classification" if name in CLASSIFIERS else "causal_lm")
+
+
+def test_task_of_a_subclass_and_of_a_peft_model():
+    class Mine(type(distilbert())):  # type: ignore[misc]
+        pass
+
+    assert task_of(Mine(distilbert().config)) == "sequence_classification"
+    model = get_peft_model(gpt2(), LoraConfig(task_type="CAUSAL_LM", target_modules=["c_attn"], fan_in_fan_out=True))
+    assert task_of(model) == "causal_lm"
+    assert per_example_loss(model, batch_for(model, (4, 2), left=True)).shape == (2,)
+
+
+@pytest.mark.parametrize("model", [bert_masked_lm(), nn.Linear(2, 2)], ids=lambda model: type(model).__name__)
+def test_other_classes_are_refused_by_name(model):
+    with pytest.raises(UnsupportedLossError, match=f"known for {type(model).__name__}.*compute_per_example_loss"):
+        task_of(model)
+
+
+# -- planted -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "planted",
+    [
+        lambda model, inputs: per_example_loss(model, inputs) / len(inputs["input_ids"]),
+        lambda model, inputs: per_example_loss(model, inputs).mean().expand(len(inputs["input_ids"])),
+        lambda model, inputs: per_example_loss(model, inputs) / inputs["attention_mask"].sum(),
+        lambda model, inputs: per_example_loss(model, inputs) / inputs["input_ids"].shape[1],
+    ],
+    ids=["divided by the batch size", "batch mean", "divided by the batch's tokens", "divided by the padded length"],
+)
+def test_planted_coupled_losses_are_seen(planted):
+    model = gpt2()
+    batch = batch_for(model, (5, 2, 4))
+    together = planted(model, batch)
+    apart = torch.stack([planted(model, alone(batch, i))[0] for i in range(3)])
+    assert float((together - apart).abs().max()) > 1e-3

@@ -1,0 +1,155 @@
+"""The plan couples sample rate, steps, noise and delta; each is derived once and each bad value is refused by name."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import FrozenInstanceError, replace
+
+import pytest
+
+from hf_dp.accounting import PoissonSampledGaussian, epsilon
+from hf_dp.errors import ConfigError, InvalidArgumentError
+from hf_dp.plan import PrivacyPlan
+
+GIVEN = {
+    "num_examples": 1000,
+    "expected_batch_size": 50,
+    "clipping_norm": 0.1,
+    "num_train_epochs": 2.0,
+    "noise_multiplier": 1.5,
+}
+
+
+def create(**changes: object) -> PrivacyPlan:
+    return PrivacyPlan.create(**{**GIVEN, **changes})
+
+
+def test_derived_numbers():
+    plan = create()
+    assert plan.sample_rate == 50 / 1000
+    assert plan.steps == 40
+    assert plan.delta == 1 / 2000
+    assert plan.noise_std == pytest.approx(0.15, rel=1e-15)
+    assert plan.target_epsilon is None
+    assert (plan.accountant, plan.clipping) == ("pld", "flat")
+    assert (plan.privacy_unit, plan.neighboring_relation) == ("example", "zero_out")
+
+
+@pytest.mark.parametrize(
+    ("changes", "steps"),
+    [
+        ({"num_train_epochs": 3}, 60),
+        ({"num_train_epochs": 0.01}, 1),
+        ({"num_train_epochs": 1, "expected_batch_size": 300}, 4),  # ceil: never fewer passes than asked for
+        ({"max_steps": 7}, 7),
+        ({"max_steps": -1}, 40),
+        ({"num_train_epochs": 1, "expected_batch_size": 1000}, 1),
+    ],
+)
+def test_steps(changes, steps):
+    assert create(**changes).steps == steps
+
+
+def test_sampler_event_and_noise_read_the_same_numbers():
+    plan = create()
+    sampler = plan.sampler()
+    assert (sampler.num_examples, sampler.sample_rate, sampler.steps) == (1000, 0.05, 40)
+    assert plan.event() == PoissonSampledGaussian(1.5, 0.05, 40)
+    assert plan.event(3) == PoissonSampledGaussian(1.5, 0.05, 3)
+    assert plan.sampler(5).steps == 5
+    assert sampler.event(plan.noise_multiplier, plan.steps) == plan.event()
+
+
+def test_the_samplers_source_can_be_replaced_in_tests():
+    plan = create()
+    assert plan.sampler(random_bytes=lambda count: bytes(count)).draw() == list(range(1000))
+
+
+@pytest.mark.parametrize("accountant", ["pld", "rdp"])
+def test_calibrated_noise_meets_the_target_and_not_much_more(accountant):
+    plan = create(noise_multiplier=None, target_epsilon=3.0, accountant=accountant)
+    assert plan.target_epsilon == 3.0
+    assert plan.accountant == accountant
+    spent = epsilon([plan.event()], plan.delta, accountant).value
+    assert 3.0 * 0.98 < spent <= 3.0
+
+
+def test_prior_events_are_paid_for():
+    alone = create(noise_multiplier=None, target_epsilon=3.0, accountant="rdp")
+    prior = [PoissonSampledGaussian(1.0, 0.05, 20)]
+    after = create(noise_multiplier=None, target_epsilon=3.0, accountant="rdp", prior_events=prior)
+    assert after.noise_multiplier > alone.noise_multiplier
+    assert epsilon([*prior, after.event()], after.delta, "rdp").value <= 3.0
+
+
+def test_the_plan_cannot_be_changed():
+    with pytest.raises(FrozenInstanceError):
+        create().noise_multiplier = 0.1  # type: ignore[misc]
+
+
+def test_delta_given():
+    assert create(target_delta=1e-5).delta == 1e-5
+
+
+REFUSED = [
+    ({"num_examples": 1}, "`num_examples` to be a whole number >= 2, got 1"),
+    ({"num_examples": 10.5}, "`num_examples` to be a whole number >= 2, got 10.5"),
+    ({"num_examples": True}, "`num_examples` to be a number, got True"),
+    ({"expected_batch_size": None}, "`expected_batch_size` to be given, got None"),
+    ({"expected_batch_size": 0}, "`expected_batch_size` to be > 0, got 0"),
+    ({"expected_batch_size": -5}, "`expected_batch_size` to be > 0, got -5"),
+    ({"expected_batch_size": 1001}, "`expected_batch_size` to be at most num_examples (1000), got 1001"),
+    ({"expected_batch_size": float("nan")}, "`expected_batch_size` to be finite, got nan"),
+    ({"noise_multiplier": None}, "`target_epsilon` or `noise_multiplier` (None) to be given, exactly one of them"),
+    ({"target_epsilon": 3.0}, "`target_epsilon` or `noise_multiplier` (1.5) to be given, exactly one of them, got 3.0"),
+    ({"noise_multiplier": 0}, "`noise_multiplier` to be > 0, got 0. Noise 0 gives no privacy."),
+    ({"noise_multiplier": -1.0}, "`noise_multiplier` to be > 0, got -1.0"),
+    ({"noise_multiplier": float("inf")}, "`noise_multiplier` to be finite, got inf"),
+    ({"noise_multiplier": None, "target_epsilon": 0}, "`target_epsilon` to be > 0, got 0"),
+    ({"noise_multiplier": None, "target_epsilon": "3"}, "`target_epsilon` to be a number, got '3'"),
+    ({"target_delta": 0}, "`target_delta` to be in (0, 1), got 0"),
+    ({"target_delta": 1}, "`target_delta` to be in (0, 1), got 1"),
+    ({"target_delta": 1e-3}, "`target_delta` to be < 1/num_examples (0.001), got 0.001"),
+    ({"num_train_epochs": 0}, "`num_train_epochs` to be > 0, got 0"),
+    ({"num_train_epochs": float("inf")}, "`num_train_epochs` to be finite, got inf"),
+    ({"clipping_norm": 0}, "`per_example_max_grad_norm` to be > 0, got 0"),
+    ({"clipping_norm": None}, "`per_example_max_grad_norm` to be a number, got None"),
+    ({"max_steps": 2.5}, "`max_steps` to be a whole number"),
+    ({"max_steps": float("inf")}, "`max_steps` to be finite, got inf"),
+    ({"accountant": "plt"}, "`accountant` to be one of"),
+    ({"clipping": "flatt"}, "`clipping` to be one of"),
+]
+
+
+@pytest.mark.parametrize(("changes", "message"), REFUSED, ids=[str(changes) for changes, _ in REFUSED])
+def test_bad_values_are_named(changes, message):
+    with pytest.raises(InvalidArgumentError, match=re.escape(message)):
+        create(**changes)
+
+
+def test_dict_round_trip_through_json():
+    for plan in (create(), create(noise_multiplier=None, target_epsilon=2.0, accountant="rdp", max_steps=3)):
+        values = json.loads(json.dumps(plan.to_dict()))
+        assert PrivacyPlan.from_dict(values) == plan
+        assert values["sample_rate"] == plan.sample_rate
+        assert values["noise_std"] == plan.noise_std
+
+
+def test_a_missing_field_is_named():
+    values = create().to_dict()
+    del values["delta"], values["steps"]
+    with pytest.raises(ConfigError, match=r"lacks \['steps', 'delta'\]"):
+        PrivacyPlan.from_dict(values)
+
+
+@pytest.mark.parametrize("derived", ["sample_rate", "noise_std"])
+def test_an_edited_derived_number_is_not_believed(derived):
+    """They are computed from the fields, so an edit cannot make the sampler and the accountant disagree."""
+    plan = create()
+    assert PrivacyPlan.from_dict({**plan.to_dict(), derived: 123.0}) == plan
+
+
+def test_sampling_more_than_everyone_is_impossible():
+    with pytest.raises(InvalidArgumentError, match="sample_rate"):
+        replace(create(), expected_batch_size=2000.0).sampler()

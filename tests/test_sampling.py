@@ -1,0 +1,247 @@
+"""Poisson draws, tested against the binomial law, and their cut into physical batches.
+
+Statistical tests draw a few hundred thousand bits and reject below p = 1e-6, so a right sampler fails one run in a million
+or so; the planted samplers below fail by tens of orders of magnitude.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+from scipy import stats
+
+from hf_dp.accounting.events import PoissonSampledGaussian
+from hf_dp.errors import InvalidArgumentError
+from hf_dp.sampling import PoissonSampler, physical_batches
+
+REJECT = 1e-6
+Draw = Callable[[], list[int]]
+
+
+def membership(draw: Draw, num_examples: int, steps: int) -> np.ndarray:
+    """(steps, N): who joined."""
+    joined = np.zeros((steps, num_examples), dtype=bool)
+    for step in range(steps):
+        joined[step, draw()] = True
+    return joined
+
+
+def poisson_p_values(draw: Draw, num_examples: int, rate: float, steps: int) -> dict[str, float]:
+    """p-values of what Poisson sampling implies; every one must be unremarkable."""
+    joined = membership(draw, num_examples, steps)
+    sizes, counts = joined.sum(1), joined.sum(0)
+    variance = rate * (1 - rate)
+    centered = joined - rate
+    scale = variance * np.sqrt(steps * num_examples)
+    return {
+        "batch sizes are Binomial(N, q)": dispersion(sizes, num_examples, rate),
+        "inclusions of an example are Binomial(steps, q)": dispersion(counts, steps, rate),
+        "all inclusions together": stats.binomtest(int(joined.sum()), joined.size, rate).pvalue,
+        "steps are independent": normal_p(np.sum(centered[1:] * centered[:-1]) / scale),
+        "steps are independent at a distance of two": normal_p(np.sum(centered[2:] * centered[:-2]) / scale),
+        "neighboring rows are independent": normal_p(np.sum(centered[:, 1:] * centered[:, :-1]) / scale),
+    }
+
+
+def dispersion(counts: np.ndarray, trials: int, rate: float) -> float:
+    """Two-sided chi-square test of the variance: too even is as wrong as too uneven."""
+    statistic = float(np.square(counts - trials * rate).sum() / (trials * rate * (1 - rate)))
+    below = stats.chi2.cdf(statistic, len(counts))
+    return 2 * min(below, 1 - below)
+
+
+def normal_p(z: float) -> float:
+    return float(2 * stats.norm.sf(abs(z)))
+
+
+@pytest.mark.parametrize(("num_examples", "rate"), [(400, 0.05), (300, 0.5), (50, 0.9)])
+def test_draws_are_poisson(num_examples, rate):
+    sampler = PoissonSampler(num_examples, rate, 1)
+    p_values = poisson_p_values(sampler.draw, num_examples, rate, steps=800)
+    assert min(p_values.values()) > REJECT, p_values
+
+
+def test_batch_sizes_follow_the_binomial_distribution():
+    """Not its mean and variance alone: a chi-square test over the whole distribution."""
+    sampler = PoissonSampler(40, 0.1, 1)
+    observed = np.bincount([len(sampler.draw()) for _ in range(4000)], minlength=41)
+    expected = 4000 * stats.binom.pmf(np.arange(41), 40, 0.1)
+    common = expected >= 5
+    table = np.append(observed[common], observed[~common].sum()), np.append(expected[common], expected[~common].sum())
+    assert stats.chisquare(*table).pvalue > REJECT
+
+
+def shuffling(num_examples: int, size: int) -> Draw:
+    order: list[int] = []
+
+    def draw() -> list[int]:
+        nonlocal order
+        if len(order) < size:
+            order = random.sample(range(num_examples), num_examples)
+        batch, order = order[:size], order[size:]
+        return batch
+
+    return draw
+
+
+@pytest.mark.parametrize(
+    "planted",
+    [
+        shuffling(400, 20),
+        lambda: random.sample(range(400), 20),
+        lambda: [i for i in range(400) if random.random() < 0.04],
+        lambda: [i for i in range(400) if random.randrange(64) < 4],
+    ],
+    ids=["shuffled epochs", "fixed size", "wrong rate", "rate rounded to 6 bits"],
+)
+def test_planted_samplers_are_seen(planted):
+    assert min(poisson_p_values(planted, 400, 0.05, steps=800).values()) < REJECT
+
+
+def test_planted_correlated_steps_are_seen():
+    previous: list[int] = []
+
+    def draw() -> list[int]:
+        nonlocal previous
+        kept = [i for i in previous if random.random() < 0.5]
+        fresh = [i for i in range(400) if i not in previous and random.random() < 0.05 * 0.5 / 0.95]
+        previous = kept + fresh
+        return previous
+
+    assert poisson_p_values(draw, 400, 0.05, steps=800)["steps are independent"] < REJECT
+
+
+# -- the threshold, bit by bit -----------------------------------------------------------------------------------------
+
+
+def bits(*values: int) -> Callable[[int], bytes]:
+    content = np.array(values, dtype=np.uint64).tobytes()
+
+    def source(count: int) -> bytes:
+        assert count == len(content), "one 64-bit number for each example, no more and no less"
+        return content
+
+    return source
+
+
+@pytest.mark.parametrize(("rate", "threshold"), [(0.5, 2**63), (0.25, 2**62), (2**-64, 1), (1 - 2**-53, 2**64 - 2**11)])
+def test_an_example_joins_exactly_below_the_threshold(rate, threshold):
+    source = bits(threshold - 1, threshold, 0, 2**64 - 1)
+    assert PoissonSampler(4, rate, 1, source).draw() == [0, 2]
+
+
+@pytest.mark.parametrize("rate", [0.1, 1 / 3, 0.015204, 1e-9])
+def test_the_probability_is_exact_to_the_last_bit(rate):
+    threshold = round(rate * 2**64)
+    assert abs(threshold / 2**64 - rate) <= 2**-65
+    source = bits(threshold - 1, threshold)
+    assert PoissonSampler(2, rate, 1, source).draw() == [0]
+
+
+def test_rate_one_takes_everyone_always():
+    assert list(PoissonSampler(5, 1.0, 3)) == [[0, 1, 2, 3, 4]] * 3
+
+
+def test_an_empty_draw_is_a_step():
+    assert list(PoissonSampler(3, 2.0**-64, 4, bits(9, 9, 9))) == [[]] * 4
+    assert len(PoissonSampler(3, 0.5, 4)) == 4
+
+
+def test_indices_increase():
+    draw = PoissonSampler(1000, 0.5, 1).draw()
+    assert draw == sorted(set(draw))
+    assert all(isinstance(i, int) and 0 <= i < 1000 for i in draw)
+
+
+# -- where the randomness comes from -----------------------------------------------------------------------------------
+
+
+def seed_everything() -> None:
+    torch.manual_seed(0)
+    np.random.seed(0)
+    random.seed(0)
+
+
+def test_seeds_do_not_repeat_a_draw():
+    draws = []
+    for _ in range(2):
+        seed_everything()
+        draws.append(PoissonSampler(500, 0.5, 1).draw())
+    assert draws[0] != draws[1]  # equal with probability 2**-500
+
+
+def test_drawing_leaves_the_global_generators_alone():
+    seed_everything()
+    expected = (torch.rand(3), np.random.rand(3).tolist(), random.random())
+    seed_everything()
+    list(PoissonSampler(100, 0.3, 5))
+    found = (torch.rand(3), np.random.rand(3).tolist(), random.random())
+    assert torch.equal(found[0], expected[0])
+    assert found[1:] == expected[1:]
+
+
+def test_the_default_source_is_the_operating_system():
+    assert PoissonSampler(1, 0.5, 1).random_bytes is os.urandom
+
+
+def test_the_source_is_not_shown():
+    assert "random_bytes" not in repr(PoissonSampler(1, 0.5, 1))
+
+
+# -- coupling and refusals ---------------------------------------------------------------------------------------------
+
+
+def test_the_event_is_what_was_drawn():
+    assert PoissonSampler(10, 0.125, 7).event(1.5, 3) == PoissonSampledGaussian(1.5, 0.125, 3)
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments"),
+    [
+        ("num_examples", (0, 0.5, 1)),
+        ("num_examples", (2.5, 0.5, 1)),
+        ("sample_rate", (10, 0.0, 1)),
+        ("sample_rate", (10, -0.1, 1)),
+        ("sample_rate", (10, 1.1, 1)),
+        ("sample_rate", (10, float("nan"), 1)),
+        ("steps", (10, 0.5, 0)),
+        ("steps", (10, 0.5, True)),
+    ],
+)
+def test_bad_values_are_named(name, arguments):
+    with pytest.raises(InvalidArgumentError, match=f"Expected `{name}` to be .*, got "):
+        PoissonSampler(*arguments)
+
+
+# -- physical batches --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", [1, 3, 7, 100])
+@pytest.mark.parametrize("count", [0, 1, 6, 7, 50])
+def test_physical_batches_are_a_partition(count, size):
+    lengths = [(7 * i) % 13 for i in range(count)]
+    groups = physical_batches(lengths, size)
+    assert sorted(position for group in groups for position in group) == list(range(count))
+    assert all(1 <= len(group) <= size for group in groups)
+    assert len(groups) == -(-count // size)
+
+
+def test_physical_batches_put_similar_lengths_together():
+    lengths = [3, 50, 4, 49, 2, 51]
+    groups = physical_batches(lengths, 3)
+    assert [{lengths[position] for position in group} for group in groups] == [{51, 50, 49}, {4, 3, 2}]
+
+
+def test_an_empty_draw_has_no_physical_batch():
+    assert physical_batches([], 8) == []
+
+
+@pytest.mark.parametrize("size", [0, -1, 2.5, None])
+def test_bad_physical_size(size):
+    with pytest.raises(InvalidArgumentError, match="`size` to be"):
+        physical_batches([1, 2], size)
