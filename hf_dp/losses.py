@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers.models.auto import modeling_auto
 
-from hf_dp.errors import DataError, UnsupportedLossError
+from hf_dp.errors import DataError, UnsupportedLossError, UnsupportedModelError
 
 _SEQUENCE_CLASSIFICATION = frozenset(modeling_auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES.values())
 _CAUSAL_LM = frozenset(modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values())
@@ -61,6 +61,7 @@ def per_example_loss(model: nn.Module, inputs: Mapping[str, Any]) -> Tensor:
             f"The batches have no `labels` (they have {sorted(inputs)}). Name the label column `label` or `labels`, or "
             "use a collator that makes labels."
         )
+    _require_attention_mask(model, inputs)
     output = model(**with_position_ids(model, inputs))
     logits = getattr(output, "logits", None)
     if logits is None:
@@ -77,18 +78,34 @@ def with_position_ids(model: nn.Module, inputs: dict[str, Any]) -> dict[str, Any
     """Left-padded rows of a decoder-only model get explicit position ids.
 
     Without them absolute positions count the padding, which is as long as the batch's longest neighbour needs it.
+    Raises: UnsupportedModelError for a left-padded row of a model that takes no position ids.
     """
     mask = inputs.get("attention_mask")
     base = base_model(model)
-    if (
-        mask is None
-        or "position_ids" in inputs
-        or getattr(getattr(base, "config", None), "model_type", None) not in _DECODER_ONLY
-        or "position_ids" not in inspect.signature(base.forward).parameters
-        or bool(mask[:, 0].all())
-    ):
+    if mask is None or mask.dim() != 2 or "position_ids" in inputs or bool(mask[:, 0].all()):
         return inputs
+    decoder_only = getattr(getattr(base, "config", None), "model_type", None) in _DECODER_ONLY
+    if not decoder_only or "position_ids" not in _forward_parameters(base):
+        raise UnsupportedModelError(
+            f"Rows are padded on the left, and {type(base).__name__} would count the padding as positions, which is as long "
+            "as an example's neighbours need it. Set tokenizer.padding_side = 'right'."
+        )
     return {**inputs, "position_ids": (mask.long().cumsum(-1) - 1).clamp_min(0)}
+
+
+def _forward_parameters(model: nn.Module) -> Mapping[str, inspect.Parameter]:
+    return inspect.signature(
+        type(model).forward
+    ).parameters  # the class's: inside the engine an instance may have another
+
+
+def _require_attention_mask(model: nn.Module, inputs: Mapping[str, Any]) -> None:
+    # Without a mask an example attends to its padding, and how much padding there is depends on its neighbours.
+    if "attention_mask" in _forward_parameters(base_model(model)) and "attention_mask" not in inputs:
+        raise DataError(
+            f"The batches have no `attention_mask` (they have {sorted(inputs)}), so an example would attend to padding. Let "
+            "the tokenizer return it and keep it in the data collator (all ones where nothing is padded)."
+        )
 
 
 def problem_type(model: nn.Module, labels: Tensor) -> str:

@@ -79,13 +79,33 @@ def test_the_checker_reads_every_module():
 
 
 PLANTED = {
-    "absolute": ("clipping/engine.py", "from hf_dp.trainer.arguments import X", "clipping.engine (layer 3) imports trainer"),
+    "absolute": (
+        "clipping/engine.py",
+        "from hf_dp.trainer.arguments import X",
+        "clipping.engine (layer 3) imports trainer",
+    ),
     "plain import": ("plan.py", "import hf_dp.clipping.engine", "plan (layer 2) imports clipping (layer 3)"),
-    "from the package": ("accounting/pld.py", "from hf_dp import plan", "accounting.pld (layer 1) imports plan (layer 2)"),
-    "relative": ("accounting/pld.py", "from ..plan import PrivacyPlan", "accounting.pld (layer 1) imports plan (layer 2)"),
+    "from the package": (
+        "accounting/pld.py",
+        "from hf_dp import plan",
+        "accounting.pld (layer 1) imports plan (layer 2)",
+    ),
+    "relative": (
+        "accounting/pld.py",
+        "from ..plan import PrivacyPlan",
+        "accounting.pld (layer 1) imports plan (layer 2)",
+    ),
     "relative to the package": ("noise.py", "from . import trainer", "noise (layer 3) imports trainer (layer 5)"),
-    "inside a package's init": ("clipping/__init__.py", "from ..cards import x", "clipping (layer 3) imports cards (layer 4)"),
-    "inside a function": ("errors.py", "def f():\n    from hf_dp import plan", "errors (layer 0) imports plan (layer 2)"),
+    "inside a package's init": (
+        "clipping/__init__.py",
+        "from ..cards import x",
+        "clipping (layer 3) imports cards (layer 4)",
+    ),
+    "inside a function": (
+        "errors.py",
+        "def f():\n    from hf_dp import plan",
+        "errors (layer 0) imports plan (layer 2)",
+    ),
     "for type checking": (
         "errors.py",
         "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import hf_dp.cli.main",
@@ -93,7 +113,11 @@ PLANTED = {
     ),
     "a new module": ("novelty.py", "", "novelty has no layer"),
     "a new package": ("novelty/inner.py", "", "novelty.inner has no layer"),
-    "a public name from the facade": ("cli/main.py", "from hf_dp import DPTrainer", "imports hf_dp.DPTrainer, which has no"),
+    "a public name from the facade": (
+        "cli/main.py",
+        "from hf_dp import DPTrainer",
+        "imports hf_dp.DPTrainer, which has no",
+    ),
 }
 
 

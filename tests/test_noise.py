@@ -144,8 +144,7 @@ def test_streams_leave_the_public_generators_as_found_after_an_error():
     expected = draw_everything()
     seed_everything()
     with pytest.raises(KeyError), SecretRandomness().streams():
-        draw_everything()
-        raise KeyError
+        raise KeyError(draw_everything())
     assert draw_everything() == expected
 
 

@@ -102,7 +102,10 @@ REFUSED = [
     ({"expected_batch_size": 1001}, "`expected_batch_size` to be at most num_examples (1000), got 1001"),
     ({"expected_batch_size": float("nan")}, "`expected_batch_size` to be finite, got nan"),
     ({"noise_multiplier": None}, "`target_epsilon` or `noise_multiplier` (None) to be given, exactly one of them"),
-    ({"target_epsilon": 3.0}, "`target_epsilon` or `noise_multiplier` (1.5) to be given, exactly one of them, got 3.0"),
+    (
+        {"target_epsilon": 3.0},
+        "`target_epsilon` or `noise_multiplier` (1.5) to be given, exactly one of them, got 3.0",
+    ),
     ({"noise_multiplier": 0}, "`noise_multiplier` to be > 0, got 0. Noise 0 gives no privacy."),
     ({"noise_multiplier": -1.0}, "`noise_multiplier` to be > 0, got -1.0"),
     ({"noise_multiplier": float("inf")}, "`noise_multiplier` to be finite, got inf"),

@@ -129,7 +129,9 @@ def bits(*values: int) -> Callable[[int], bytes]:
     return source
 
 
-@pytest.mark.parametrize(("rate", "threshold"), [(0.5, 2**63), (0.25, 2**62), (2**-64, 1), (1 - 2**-53, 2**64 - 2**11)])
+@pytest.mark.parametrize(
+    ("rate", "threshold"), [(0.5, 2**63), (0.25, 2**62), (2**-64, 1), (1 - 2**-53, 2**64 - 2**11)]
+)
 def test_an_example_joins_exactly_below_the_threshold(rate, threshold):
     source = bits(threshold - 1, threshold, 0, 2**64 - 1)
     assert PoissonSampler(4, rate, 1, source).draw() == [0, 2]

@@ -29,6 +29,11 @@ def refuse_coupling(model: nn.Module) -> None:
                         "rows, or reads counts, that other examples share, or is sparse. Build the model without it."
                     )
     config = getattr(model, "config", None)
+    for each in (config, *(getattr(config, name, None) for name in getattr(config, "sub_configs", None) or {})):
+        _refuse_config(each)
+
+
+def _refuse_config(config: object) -> None:
     rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
     kinds = [rope] if not all(isinstance(value, dict) for value in rope.values()) else list(rope.values())
     for kind in kinds:

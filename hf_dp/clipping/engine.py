@@ -13,7 +13,8 @@ Autograd itself computes no weight gradient.
 from __future__ import annotations
 
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -124,7 +125,7 @@ class ClippingEngine:
         self._tape.open(examples)
         try:
             torch.autograd.backward(losses, torch.ones_like(losses))
-            with self._tape.originals(), torch.no_grad():
+            with self._tape.originals(), torch.no_grad(), _full_precision():
                 for call in self._tape.calls:
                     for parameter, dense in own_gradients(call, examples).items():
                         self._tape.record(parameter, dense)
@@ -134,7 +135,7 @@ class ClippingEngine:
             "by autograd itself, on a path that does not pass through the forward of the module that owns it (its "
             "gradient would have been added unclipped). Freeze it"
         )
-        with torch.no_grad():
+        with torch.no_grad(), _full_precision():
             norms, slack = example_norms(uses, examples)
             weights = flat_weights(norms + slack, self.clipping_norm)
             keep = weights > 0
@@ -181,6 +182,17 @@ class ClippingEngine:
         stray = [name for name, p in self._parameters.items() if p.grad is not None]
         if stray:
             raise UnaccountedGradientError(f"`.grad` of {stray[0]!r} ({len(stray)} parameters in all) was set {how}.")
+
+
+@contextmanager
+def _full_precision() -> Iterator[None]:
+    """Norms and sums in true float32: TF32 products round to 1e-3, far above the rounding that the norms allow for."""
+    precision = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(precision)
 
 
 class _Recorded:

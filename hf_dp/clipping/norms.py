@@ -28,12 +28,14 @@ def example_norms(uses: dict[nn.Parameter, list[Use]], examples: int) -> tuple[T
     error = torch.stack([part.error for part in parts])
     slack = torch.stack([part.slack for part in parts]).square().sum(0).sqrt()
     total = squared.sum(0)
-    doubtful = (error.sum(0) > _TOLERANCE * total.clamp_min(0)) & torch.isfinite(total)
+    doubtful = (error.sum(0) > _TOLERANCE * total.clamp_min(0)) & torch.isfinite(total) & torch.isfinite(error.sum(0))
     if bool(doubtful.any()):
         for index in doubtful.nonzero().flatten().tolist():
             _settle(list(uses.items()), squared[:, index], error[:, index], index)
         total = squared.sum(0)
-    return total.clamp_min(0).sqrt(), slack
+    # Not finite in any part, -inf and an error too large to judge included: no norm, the example is removed.
+    usable = torch.isfinite(total) & torch.isfinite(error.sum(0)) & torch.isfinite(slack)
+    return torch.where(usable, total.clamp_min(0).sqrt(), torch.full_like(total, torch.inf)), slack
 
 
 def _settle(uses: list[tuple[nn.Parameter, list[Use]]], squared: Tensor, error: Tensor, index: int) -> None:

@@ -79,6 +79,7 @@ def self_check(
     rtol = _tolerance(trainable) if rtol is None else rtol
     with _training(model), _no_dropout():
         buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+        versions = {name: parameter._version for name, parameter in model.named_parameters()}
         losses, norms, gradients = [], [], []
         for example in alone:
             loss = per_example_loss(model, example)
@@ -125,12 +126,17 @@ def self_check(
             raise SelfCheckError(
                 f"The clipped sum of {name!r} is off by {error:.3g} (clipping norm {clipping_norm:.3g})."
             )
-    for name, buffer in model.named_buffers():
-        if name in buffers and not torch.equal(buffer, buffers[name]):
-            raise SelfCheckError(
-                f"A training forward changed the buffer {name!r}: it stores something computed from the examples, which "
-                "would be saved without noise. Freeze or replace the module that owns it."
-            )
+    _refuse_changes(model, buffers, versions)
+
+
+def _refuse_changes(model: nn.Module, buffers: Mapping[str, Tensor], versions: Mapping[str, int]) -> None:
+    changed = [n for n, buffer in model.named_buffers() if n in buffers and not torch.equal(buffer, buffers[n])]
+    changed += [name for name, parameter in model.named_parameters() if parameter._version != versions[name]]
+    if changed:
+        raise SelfCheckError(
+            f"A training forward changed the buffer or parameter {changed[0]!r}: it stores something computed from the "
+            "examples, which would be saved without noise. Replace the module that owns it."
+        )
 
 
 def _tolerance(trainable: Mapping[str, nn.Parameter]) -> float:

@@ -129,13 +129,15 @@ class Lookups(Use):
         stride = int(self.tokens.max()) + 1 if self.tokens.numel() else 1
         example = torch.arange(b, device=self.tokens.device)[:, None]
         rows, row_of = torch.unique((self.tokens + example * stride).flatten(), return_inverse=True)
-        sums = torch.zeros(len(rows), self.grads.shape[2], dtype=dtype, device=self.grads.device)
-        sums.index_add_(0, row_of, self.grads.flatten(0, 1).to(dtype))
-        squared = torch.zeros(b, dtype=dtype, device=self.grads.device)
-        squared.index_add_(0, rows // stride, sums.square().sum(-1))
-        # sum_t |grad_t| <= sqrt(T sum_t |grad_t|^2); an error e of the row sums is 2 e |G| + e^2 of the square
+        sums = torch.zeros(len(rows), self.grads.shape[2], dtype=torch.float64, device=self.grads.device)
+        sums.index_add_(0, row_of, self.grads.flatten(0, 1).double())
+        in_full = torch.zeros(b, dtype=torch.float64, device=self.grads.device)
+        in_full.index_add_(0, rows // stride, sums.square().sum(-1))
+        squared = in_full.to(dtype)
+        # The norm is exact to its last rounding; the sum over positions in float32 is not:
+        # sum_t |grad_t| <= sqrt(T sum_t |grad_t|^2)
         slack = _ROUNDING * torch.finfo(dtype).eps * self.grads.to(dtype).square().sum((1, 2)).mul(length).sqrt()
-        return Norms(squared, slack * (2 * squared.sqrt() + slack), slack)
+        return Norms(squared, 4 * torch.finfo(dtype).eps * squared, slack)
 
     def add_weighted_sum(self, total: Tensor, weights: Tensor) -> None:
         weighted = self.grads.to(total.dtype) * weights.to(total.dtype)[:, None, None]

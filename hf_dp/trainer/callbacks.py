@@ -7,16 +7,26 @@ from typing import Any
 from transformers import TrainerCallback
 from transformers.trainer_callback import ProgressCallback
 
+from hf_dp.errors import LedgerError
 from hf_dp.trainer.run_ledger import RunLedger
 
 
 class StopBeforeTarget(TrainerCallback):
-    """Ends training when one more step would pass ``target_epsilon``."""
+    """Ends training when one more step would pass ``target_epsilon``, and at once when a step is not in the ledger."""
 
     def __init__(self, run: RunLedger):
         self.run = run
+        self._ahead = 0  # ledger steps beyond the optimizer's: branches, and earlier calls of train()
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._ahead = self.run.ledger.steps() - state.global_step
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self.run.ledger.steps() != state.global_step + self._ahead:
+            raise LedgerError(
+                f"The optimizer made step {state.global_step}, but the ledger holds {self.run.ledger.steps() - self._ahead}: "
+                "a step ran that was not recorded. The weights in memory have no privacy statement; do not publish them."
+            )
         if self.run.exhausted:
             control.should_training_stop = True
 

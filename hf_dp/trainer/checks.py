@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from hf_dp.errors import DataError, UnsupportedArgumentError, UnsupportedModelError
+from hf_dp.errors import DataError, UnaccountedGradientError, UnsupportedArgumentError, UnsupportedModelError
 from hf_dp.losses import base_model
 from hf_dp.trainer.dataloader import check_rows
 
@@ -66,13 +66,34 @@ def check_not_training_data(dataset: Any, train_dataset: Any) -> None:
             )
 
 
-def check_subclass(trainer_class: type, base: type) -> None:
-    """Raise when a subclass overrides ``compute_loss``, which private steps do not call."""
+_PRIVATE_SEAMS = ("training_step", "get_train_dataloader", "get_batch_samples", "_prepare_for_training", "_run_epoch")
+
+
+def check_subclass(trainer_class: type, dp_trainer: type, base: type) -> None:
+    """Raise when a subclass overrides ``compute_loss``, which private steps do not call, or what a private step is."""
+    for name in _PRIVATE_SEAMS:
+        if getattr(trainer_class, name) is not getattr(dp_trainer, name):
+            raise UnsupportedArgumentError(
+                f"{trainer_class.__name__} overrides {name}, which draws, clips, adds noise or records the step: the privacy "
+                "statement would describe something that did not run. Override compute_per_example_loss, or use callbacks."
+            )
     if trainer_class.compute_loss is not base.compute_loss:  # type: ignore[attr-defined]
         raise UnsupportedArgumentError(
             f"{trainer_class.__name__} overrides compute_loss, which returns one number for a batch; a private step needs one "
             "loss per example. Override compute_per_example_loss(self, model, inputs) -> Tensor (b,) instead."
         )
+
+
+def check_optimizer(optimizer: Any, model: nn.Module) -> None:
+    """Raise UnaccountedGradientError when the optimizer trains a parameter that the model does not have."""
+    known = {id(parameter) for parameter in model.parameters()}
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if parameter.requires_grad and id(parameter) not in known:
+                raise UnaccountedGradientError(
+                    f"The optimizer trains a parameter of shape {tuple(parameter.shape)} that is not in the model, so its "
+                    "gradient would be neither clipped nor noised. Make it part of the model."
+                )
 
 
 def check_head_is_trainable(model: nn.Module) -> None:

@@ -46,6 +46,33 @@ class PhysicalBatchCollator:
         return batch
 
 
+class SecretFetch:
+    """A data set whose rows are fetched on the private streams.
+
+    A transform that draws random numbers for each row would otherwise tell, through the state of the public generators,
+    how many rows were drawn, and let one row shift what all later rows get.
+    """
+
+    def __init__(self, dataset: Any, randomness: SecretRandomness):
+        self.dataset, self.randomness = dataset, randomness
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitem__(self, index: int) -> Any:
+        return self.__getitems__([index])[0]
+
+    def __getitems__(self, indices: list[int]) -> list[Any]:
+        if get_worker_info() is not None:
+            return self._rows(indices)
+        with self.randomness.streams():
+            return self._rows(indices)
+
+    def _rows(self, indices: list[int]) -> list[Any]:
+        many = getattr(self.dataset, "__getitems__", None)
+        return many(indices) if callable(many) else [self.dataset[index] for index in indices]
+
+
 def check_rows(batch: Mapping[str, Any], examples: int) -> None:
     """Raise DataError unless every tensor of a collated batch has one row per example."""
     for name, value in batch.items():
@@ -62,7 +89,7 @@ def private_dataloader(
     """A loader over one nominal epoch, ``round(1 / sample_rate)`` draws; Trainer iterates it until ``max_steps``."""
     sampler = plan.sampler(steps=max(1, round(1 / plan.sample_rate)), random_bytes=randomness.random_bytes)
     return DataLoader(
-        dataset,
+        SecretFetch(dataset, randomness),  # type: ignore[arg-type]
         batch_sampler=sampler,  # type: ignore[arg-type]
         collate_fn=PhysicalBatchCollator(collator, physical_size, randomness),
         num_workers=args.dataloader_num_workers,

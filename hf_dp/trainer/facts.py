@@ -30,7 +30,7 @@ def run_facts(
     return RunFacts(
         privacy_mode=args.privacy_mode,
         trained=describe_training(model),
-        precision="bfloat16 autocast; norms, clipped sums and noise in float32" if args.bf16 else "float32",
+        precision=_precision(model, args),
         noise_generator=(
             "NumPy SFC64 seeded with 128 bits by the operating system (not cryptographic)"
             if on_cpu
@@ -42,6 +42,12 @@ def run_facts(
         model_selection=model_selection,
         versions={"hf_dp": __version__, **{name: metadata.version(name) for name in _PACKAGES}},
     )
+
+
+def _precision(model: nn.Module, args: DPTrainingArguments) -> str:
+    dtypes = sorted({str(p.dtype).removeprefix("torch.") for p in model.parameters() if p.requires_grad})
+    forward = "bfloat16 autocast" if args.bf16 else " and ".join(dtypes)
+    return f"forward and backward {forward}; norms, clipped sums and noise float32 or better"
 
 
 def card_details(trainer: Any, **given: Any) -> dict[str, Any]:

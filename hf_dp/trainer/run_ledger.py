@@ -48,6 +48,8 @@ class RunLedger:
             on this run; BudgetExceededError when not one further step fits under the target.
         """
         refuse_foreign_ledger(self.folder, self.run_id)
+        if not len(self.ledger):
+            _refuse_leftovers(self.folder)
         self._acquire()
         self._allowed = self.allowed_steps(planned_steps)
         if self._allowed <= self.ledger.steps() and planned_steps > 0:
@@ -149,6 +151,17 @@ class RunLedger:
                 "Wait for it to end, or use another output_dir."
             ) from None
         self._lock = lock
+
+
+def _refuse_leftovers(folder: Path) -> None:
+    """A new run starts in a folder without another run's weights or logs, which its statement would seem to cover."""
+    patterns = ("*.safetensors", "*.bin", "checkpoint-*", "trainer_state.json")
+    found = sorted(path.name for pattern in patterns for path in folder.glob(pattern))
+    if found:
+        raise LedgerError(
+            f"output_dir {folder.name!r} already holds {found[0]!r} but no {FILE_NAME}: weights or logs of a run that is not "
+            "this one. Choose a new output_dir, so that the privacy statement is not taken to cover them."
+        )
 
 
 def refuse_foreign_ledger(folder: str | os.PathLike[str], run_id: str | None) -> None:

@@ -28,12 +28,14 @@ def synthetic_batches(model: nn.Module, device: torch.device) -> tuple[dict[str,
         )
     config = base.config
     pad = config.pad_token_id if isinstance(config.pad_token_id, int) else 0
-    vocabulary = base.get_input_embeddings().num_embeddings
+    vocabulary = base.get_input_embeddings().weight.shape[0]
     tokens = torch.tensor([token for token in range(vocabulary) if token != pad])
     names = inspect.signature(base.forward).parameters
     alone = []
     for length in _LENGTHS:
         ids = tokens[torch.randint(len(tokens), (1, length))]
+        if isinstance(config.eos_token_id, int) and 0 <= config.eos_token_id < vocabulary:
+            ids[:, -1] = config.eos_token_id  # some heads read the position of it
         example = {"input_ids": ids, "labels": _labels(base, ids)}
         if "attention_mask" in names:
             example["attention_mask"] = torch.ones_like(ids)

@@ -33,6 +33,7 @@ from hf_dp.trainer.checks import (
     check_collator,
     check_head_is_trainable,
     check_not_training_data,
+    check_optimizer,
     check_subclass,
     check_train_dataset,
 )
@@ -128,6 +129,7 @@ class DPTrainer(Trainer):
             preprocess_logits_for_metrics=preprocess_logits_for_metrics,
         )
         self._randomness = SecretRandomness(args.insecure_seed)
+        self._started_private = args.is_private
         self._run = None
         self._evaluation = {}
         self.dataset_name = self.base_model_name = None
@@ -217,6 +219,7 @@ class DPTrainer(Trainer):
         Raises: LedgerError when resuming without, or with another, ledger; BudgetExceededError when nothing is left;
             SelfCheckError, before the first draw, when the clipping engine disagrees with one-by-one gradients.
         """
+        self._refuse_changed_arguments()
         if not self.args.is_private:
             return super().train(resume_from_checkpoint, *args, **kwargs)
         _, run = self._private()
@@ -243,6 +246,7 @@ class DPTrainer(Trainer):
         prepared = super()._prepare_for_training(max_steps, *args, **kwargs)
         if self.args.is_private:
             plan, run = self._private()
+            check_optimizer(self.optimizer, self.model)
             with self._randomness.streams(), self.compute_loss_context_manager():
                 padded, alone = self.synthetic_batches()
                 strategy = self.args.clipping_strategy
@@ -283,7 +287,10 @@ class DPTrainer(Trainer):
     def evaluate(self, eval_dataset: Any = None, *args: Any, **kwargs: Any) -> dict[str, float]:
         """As Trainer's. Raises: UnsupportedArgumentError for the training set in private modes."""
         if self.args.is_private:
-            check_not_training_data(eval_dataset, self.train_dataset)
+            known: Any = self.eval_dataset
+            effective = known if eval_dataset is None else eval_dataset
+            effective = known[effective] if isinstance(effective, str) else effective
+            check_not_training_data(effective, self.train_dataset)
         metrics = super().evaluate(eval_dataset, *args, **kwargs)
         self._evaluation.update(metrics)
         return metrics
@@ -307,6 +314,7 @@ class DPTrainer(Trainer):
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
         # Before the weights: a folder must never hold one run's weights beside another's statement.
+        self._refuse_changed_arguments()
         refuse_foreign_ledger(output_dir or self.folder, None if self._run is None else self._run.run_id)
         super()._save(output_dir, state_dict)
         if self._run is not None and self.args.should_save:
@@ -339,8 +347,19 @@ class DPTrainer(Trainer):
 
     # -- helpers ---
 
+    def _refuse_changed_arguments(self) -> None:
+        if self.args.is_private != self._started_private:
+            raise invalid(
+                "privacy_mode",
+                self.args.privacy_mode,
+                "to stay as it was when the trainer was created",
+                "Weights of both modes in one trainer have no true statement. Create a new DPTrainer with a new output_dir.",
+                UnsupportedArgumentError,
+            )
+        self.args.check()
+
     def _refuse_batch_losses(self, compute_loss_func: object) -> None:
-        check_subclass(type(self), Trainer)
+        check_subclass(type(self), DPTrainer, Trainer)
         if compute_loss_func is not None:
             raise invalid(
                 "compute_loss_func",

@@ -309,3 +309,15 @@ def test_ordinary_gradients_never_need_the_slow_path(monkeypatch):
         example_norms(
             {nn.Parameter(torch.zeros(64, 64)): [OuterProducts(source(4, length, 64), source(4, length, 64))]}, 4
         )
+
+
+def test_long_lookups_never_need_the_slow_path(monkeypatch):
+    """With only an embedding training nothing hides its rounding error; 512 random positions are an ordinary example."""
+
+    def refuse(self: Use, index: int, shape: torch.Size) -> Tensor:
+        raise AssertionError("slow path")
+
+    monkeypatch.setattr(Lookups, "example_gradient", refuse)
+    source = Source(0)
+    tokens = torch.randint(0, 200, (4, 512), generator=source.generator)
+    example_norms({nn.Parameter(torch.zeros(200, 16)): [Lookups(tokens, source(4, 512, 16))]}, 4)

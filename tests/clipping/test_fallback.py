@@ -4,7 +4,17 @@ from __future__ import annotations
 
 import pytest
 import torch
-from models import Batch, alone, assert_same_sums, batch_for, bert_masked_lm, engine_result, llama, loop_oracle, middle_norm
+from models import (
+    Batch,
+    alone,
+    assert_same_sums,
+    batch_for,
+    bert_masked_lm,
+    engine_result,
+    llama,
+    loop_oracle,
+    middle_norm,
+)
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import ViTConfig, ViTForImageClassification

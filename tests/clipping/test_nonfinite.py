@@ -114,3 +114,15 @@ def test_the_self_check_refuses_a_model_that_is_not_finite():
     batch = batch_for(model, (3, 5))
     with pytest.raises(SelfCheckError):
         self_check(model, per_example_loss, batch, [rows(batch, [0]), rows(batch, [1])])
+
+
+def test_a_squared_norm_of_minus_infinity_is_not_a_small_one():
+    """Products that overflow can sum to -inf; clamped to 0 the example would enter the sum unclipped."""
+    left = torch.tensor([[[1e20, 1.0], [-1e20, 1.0]], [[1.0, 2.0], [0.5, 0.1]]])
+    right = torch.tensor([[[1.0, 1e20], [1.0, 1e20]], [[1.0, 1.0], [1.0, 2.0]]])
+    from hf_dp.clipping.norms import example_norms
+    from hf_dp.clipping.uses import OuterProducts
+
+    norms, _ = example_norms({torch.nn.Parameter(torch.zeros(2, 2)): [OuterProducts(left, right)]}, 2)
+    assert torch.isinf(norms[0])
+    assert torch.isfinite(norms[1])

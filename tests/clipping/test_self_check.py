@@ -44,7 +44,7 @@ COUPLED = {
     "divided by the batch size": lambda m, i: per_example_loss(m, i) / len(i["labels"]),
     "divided by the padded length": lambda m, i: per_example_loss(m, i) / i["input_ids"].shape[1],
     "centered on the batch": lambda m, i: (lambda x: x - 0.1 * x.mean())(per_example_loss(m, i)),
-    "no attention mask": lambda m, i: per_example_loss(m, {k: v for k, v in i.items() if k != "attention_mask"}),
+    "attention to padding": lambda m, i: per_example_loss(m, {**i, "attention_mask": torch.ones_like(i["input_ids"])}),
     "exchanged": lambda m, i: per_example_loss(m, i).flip(0),
 }
 

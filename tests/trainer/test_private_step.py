@@ -8,10 +8,11 @@ import torch
 from scipy import stats
 
 from hf_dp.clipping import per_example_gradients
-from hf_dp.errors import BudgetExceededError
+from hf_dp.errors import BudgetExceededError, LedgerError
 from hf_dp.losses import per_example_loss
 from hf_dp.noise import SecretRandomness
 from hf_dp.sampling import PoissonSampler
+from hf_dp.trainer.callbacks import StopBeforeTarget
 from hf_dp.trainer.modes import dp_sgd
 from hf_dp.trainer.run_ledger import RunLedger
 
@@ -173,7 +174,14 @@ def test_planted_unrecorded_step_is_seen(trainer, monkeypatch):
             original(self, event, purpose)
 
     monkeypatch.setattr(RunLedger, "append", forgetful)
+    monkeypatch.setattr(StopBeforeTarget, "on_step_end", lambda *args, **kwargs: None)
     assert not recorded_all(trainer)
+
+
+def test_an_unrecorded_step_stops_the_run(trainer, monkeypatch):
+    monkeypatch.setattr(RunLedger, "append", lambda self, event, purpose: None)
+    with pytest.raises(LedgerError, match="step ran that was not recorded"):
+        trainer.train()
 
 
 def test_a_step_beyond_the_target_is_refused_before_it_is_recorded(tmp_path):
@@ -239,6 +247,27 @@ def test_a_step_leaves_the_public_generators_as_they_were(trainer):
     torch.manual_seed(3)
     step(trainer, [1, 2])
     assert torch.equal(torch.rand(3), expected)
+
+
+def test_fetching_rows_draws_nothing_from_the_public_generators(tmp_path):
+    """A transform's draws would otherwise tell from rng_state.pth how many rows were drawn."""
+
+    class Augmented(torch.utils.data.Dataset):
+        rows = [tiny.dataset()[i] for i in range(40)]
+
+        def __len__(self):
+            return 40
+
+        def __getitem__(self, index):
+            torch.rand(3)
+            return self.rows[index]
+
+    trainer = tiny.trainer(tmp_path, given={"train_dataset": Augmented()}, dataloader_num_workers=0)
+    before = torch.get_rng_state()
+    loader = trainer.get_train_dataloader()
+    batch = loader.collate_fn(loader.dataset.__getitems__([1, 5, 7]))
+    assert sum(len(part["labels"]) for part in batch) == 3
+    assert torch.equal(torch.get_rng_state(), before)
 
 
 def sampler_is_poisson(trainer) -> bool:

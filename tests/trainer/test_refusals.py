@@ -14,7 +14,9 @@ from hf_dp.errors import (
     DataError,
     HfDpError,
     InvalidArgumentError,
+    LedgerError,
     SelfCheckError,
+    UnaccountedGradientError,
     UnsupportedArgumentError,
     UnsupportedLossError,
     UnsupportedModelError,
@@ -55,7 +57,47 @@ def unlabeled():
     return tiny.dataset().remove_columns("label")
 
 
+class OwnStep(DPTrainer):
+    def training_step(self, model, inputs, num_items_in_batch=None):
+        return torch.zeros(())
+
+
+class OwnLoader(DPTrainer):
+    def get_train_dataloader(self):
+        return super().get_train_dataloader()
+
+
+def without_mask(rows):
+    ids = [torch.tensor(row["input_ids"]) for row in rows]
+    padded = torch.nn.utils.rnn.pad_sequence(ids, batch_first=True)
+    return {"input_ids": padded, "labels": torch.tensor([row["label"] for row in rows])}
+
+
+class Codebook(torch.nn.Module):
+    """Keeps a running mean of what it saw in a frozen parameter."""
+
+    def __init__(self):
+        super().__init__()
+        self.mean = torch.nn.Parameter(torch.zeros(16), requires_grad=False)
+
+    def forward(self, x):
+        with torch.no_grad():
+            self.mean.mul_(0.9).add_(x.detach().mean((0, 1)), alpha=0.1)
+        return x
+
+
+def with_codebook():
+    model = tiny.model()
+    model.bert.encoder.layer.insert(0, model.bert.encoder.layer[0])
+    codebook = Codebook()
+    model.codebook = codebook
+    model.bert.embeddings.LayerNorm.register_forward_hook(lambda module, args, output: codebook(output))
+    return model
+
+
 AT_CREATION = {
+    "training_step overridden": (lambda p: tiny.trainer(p, cls=OwnStep), UnsupportedArgumentError, "training_step"),
+    "loader overridden": (lambda p: tiny.trainer(p, cls=OwnLoader), UnsupportedArgumentError, "get_train_dataloader"),
     "compute_loss overridden": (
         lambda p: tiny.trainer(p, cls=OwnLoss),
         UnsupportedArgumentError,
@@ -138,6 +180,16 @@ def test_refused_at_creation(case, tmp_path):
 
 
 AT_TRAINING = {
+    "no attention mask": (
+        lambda p: tiny.trainer(p, given={"data_collator": without_mask}),
+        DataError,
+        "no `attention_mask`",
+    ),
+    "a frozen parameter that a forward changes": (
+        lambda p: tiny.trainer(p, given={"model": with_codebook()}),
+        SelfCheckError,
+        "codebook.mean",
+    ),
     "no labels": (lambda p: tiny.trainer(p, given={"train_dataset": unlabeled()}), DataError, "no `labels`"),
     "flattening collator": (
         lambda p: tiny.trainer(p, given={"data_collator": DataCollatorWithFlattening()}),
@@ -211,3 +263,47 @@ def test_an_example_of_a_torch_dataset(tmp_path):
     trainer.train()
     assert trainer.ledger.steps() == 4
     assert isinstance(tiny.dataset(), datasets.Dataset)
+
+
+def test_a_parameter_outside_the_model_is_refused(tmp_path):
+    head = torch.nn.Linear(2, 2)
+
+    class Outside(DPTrainer):
+        def create_optimizer(self, *args, **kwargs):
+            super().create_optimizer(*args, **kwargs)
+            self.optimizer.add_param_group({"params": list(head.parameters())})
+            return self.optimizer
+
+    with pytest.raises(UnaccountedGradientError, match="not in the model"):
+        tiny.trainer(tmp_path, cls=Outside).train()
+
+
+def test_a_folder_with_other_weights_is_refused(tmp_path):
+    public = tiny.trainer(tmp_path, privacy_mode="non_private")
+    public.train()
+    public.save_model()
+    with pytest.raises(LedgerError, match="model.safetensors"):
+        tiny.trainer(tmp_path).train()
+    assert not (tmp_path / "privacy.json").exists()
+
+
+def test_the_mode_cannot_change_after_creation(tmp_path):
+    trainer = tiny.trainer(tmp_path)
+    trainer.train()
+    trainer.args.privacy_mode = "non_private"
+    with pytest.raises(UnsupportedArgumentError, match="`privacy_mode` to stay"):
+        trainer.train()
+
+
+def test_the_effective_evaluation_set_counts(tmp_path):
+    trainer = tiny.trainer(tmp_path)
+    trainer.eval_dataset = trainer.train_dataset
+    with pytest.raises(UnsupportedArgumentError, match="held-out"):
+        trainer.evaluate()
+
+
+def test_another_training_set_of_other_length_is_refused(tmp_path):
+    trainer = tiny.trainer(tmp_path)
+    trainer.train_dataset = tiny.dataset(30)
+    with pytest.raises(DataError, match="30 rows"):
+        trainer.train()

@@ -72,7 +72,8 @@ def test_each_checkpoint_has_its_card_and_ledger_and_no_unnoised_number(tmp_path
 def test_planted_unnoised_loss_in_the_state_is_seen(tmp_path, monkeypatch):
     monkeypatch.setattr(trainer_module, "_WITHHELD", {})
     trainer = tiny.trainer(tmp_path, save_strategy="steps", save_steps=2)
-    monkeypatch.setattr(trainer, "training_step", lambda *a: torch.ones(()) * 0.7)
+    step = trainer.training_step
+    monkeypatch.setattr(trainer, "training_step", lambda *args: step(*args) + 0.7)
     trainer.train()
     assert leaks(tmp_path) == {"loss"}
 

@@ -30,4 +30,6 @@ def find_rule(module: nn.Module) -> Rule | None:
     """The rule for this very module, or None when its class is unknown, its forward replaced or a weight parametrised."""
     if "forward" in module.__dict__ or parametrize.is_parametrized(module):
         return None
+    if not isinstance(module._parameters.get("weight"), nn.Parameter):
+        return None  # computed anew before each forward, as torch.nn.utils.weight_norm does
     return _RULES.get(type(module))
