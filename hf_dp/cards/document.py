@@ -24,6 +24,7 @@ FILE_NAME = "privacy.json"
 RUNNING = "running"
 
 _KEYS = ("schema_version", "hf_dp_version", "status", "plan", "ledger", "statement")
+_RUN_FACTS = ("run_id", "insecure_seed", "released", "model_selection")  # beside the plan's own fields
 _RESTORE = "Restore it from a backup or a checkpoint of the same run; without it the privacy of this run is not known."
 
 
@@ -34,7 +35,7 @@ class PrivacyRecord:
     Attributes:
         plan, ledger: of the run.
         run_id: which run; a ledger continues only its own.
-        insecure_seed, released: what weakened the claim once weakens it for good, also after a resume.
+        insecure_seed, released, model_selection: what weakened the claim once weakens it for good, also after a resume.
         status: the statement's, or "running".
         statement: as a dict (``PrivacyStatement.from_dict`` reads it), or None while the run has not ended.
     """
@@ -44,6 +45,7 @@ class PrivacyRecord:
     run_id: str
     insecure_seed: bool
     released: tuple[str, ...]
+    model_selection: bool
     status: str
     statement: dict[str, Any] | None
 
@@ -55,6 +57,7 @@ def document(
     run_id: str,
     insecure_seed: bool = False,
     released: Iterable[str] = (),
+    model_selection: bool = False,
     statement: PrivacyStatement | None = None,
 ) -> dict[str, Any]:
     """The content of ``privacy.json``: JSON-ready, no realised batch sizes, no seeds, no paths."""
@@ -67,6 +70,7 @@ def document(
             "run_id": run_id,
             "insecure_seed": insecure_seed,
             "released": list(released),
+            "model_selection": model_selection,
         },
         "ledger": ledger.to_list(),
         "statement": None if statement is None else statement.to_dict(),
@@ -159,19 +163,21 @@ def _record(data: Any, path: Path) -> PrivacyRecord:
         raise LedgerError(f"{path} was edited or damaged: {error}") from error
     status, statement = data["status"], data["statement"]
     _check_statement(status, statement, plan, ledger, path)
-    return PrivacyRecord(plan, ledger, run["run_id"], run["insecure_seed"], tuple(run["released"]), status, statement)
+    run["released"] = tuple(run["released"])
+    return PrivacyRecord(plan, ledger, **run, status=status, statement=statement)
 
 
 def _plan(values: Any, path: Path) -> tuple[PrivacyPlan, dict[str, Any]]:
     values = dict(values) if isinstance(values, Mapping) else {}
-    run = {name: values.pop(name, None) for name in ("run_id", "insecure_seed", "released")}
+    run = {name: values.pop(name, None) for name in _RUN_FACTS}
     try:
         plan = PrivacyPlan.from_dict(values)
         intact = plan.to_dict() == values
     except (ConfigError, TypeError, ValueError, ArithmeticError) as error:
         raise LedgerError(f"{path} was edited: its plan cannot be read ({error}). {_RESTORE}") from error
-    named = isinstance(run["run_id"], str) and bool(run["run_id"])
-    if not intact or not named or not isinstance(run["insecure_seed"], bool) or not isinstance(run["released"], list):
+    named = isinstance(run["run_id"], str) and bool(run["run_id"]) and isinstance(run["released"], list)
+    flags = isinstance(run["insecure_seed"], bool) and isinstance(run["model_selection"], bool)
+    if not (intact and named and flags):
         raise LedgerError(f"{path} was edited: its plan contradicts itself or has no run_id. {_RESTORE}")
     return plan, run
 

@@ -23,7 +23,7 @@ class RunLedger:
     Args:
         folder: the run's output folder.
         plan: what the run does; a resumed run must have the same.
-        insecure_seed, released: what weakens the claim; once true of a run, true for good.
+        insecure_seed, released, model_selection: what weakens the claim; once true of a run, true for good.
     """
 
     def __init__(
@@ -35,7 +35,7 @@ class RunLedger:
         released: Iterable[str] = (),
     ):
         self.folder, self.plan = Path(folder), plan
-        self.insecure_seed, self.released = insecure_seed, tuple(released)
+        self.insecure_seed, self.released, self.model_selection = insecure_seed, tuple(released), False
         self.ledger = Ledger()
         self.run_id = uuid.uuid4().hex
         self._allowed = math.inf
@@ -94,8 +94,16 @@ class RunLedger:
 
     def save(self, folder: str | os.PathLike[str], statement: PrivacyStatement | None = None) -> None:
         """Write ``privacy.json`` into ``folder``; refuses to overwrite a ledger that this one does not continue."""
-        facts = {"run_id": self.run_id, "insecure_seed": self.insecure_seed, "released": self.released}
-        write(folder, document(self.plan, self.ledger, **facts, statement=statement))  # type: ignore[arg-type]
+        record = document(
+            self.plan,
+            self.ledger,
+            run_id=self.run_id,
+            insecure_seed=self.insecure_seed,
+            released=self.released,
+            model_selection=self.model_selection,
+            statement=statement,
+        )
+        write(folder, record)
 
     def resume(self, checkpoint: str | os.PathLike[str]) -> None:
         """Take over the *run's* ledger, so that repeated steps and branches all count.
@@ -130,6 +138,7 @@ class RunLedger:
                 )
         self.ledger, self.run_id = run.ledger, run.run_id
         self.insecure_seed = self.insecure_seed or run.insecure_seed
+        self.model_selection = self.model_selection or run.model_selection
         self.released = tuple(dict.fromkeys((*run.released, *self.released)))
 
     def stop(self) -> None:

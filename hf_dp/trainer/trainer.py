@@ -253,6 +253,7 @@ class DPTrainer(Trainer):
                 self_check(
                     self.model, self.compute_per_example_loss, padded, alone, clipping=plan.clipping, strategy=strategy
                 )
+            self._facts()  # what weakens the claim is noted before the first step is recorded
             run.start(max_steps - self.state.global_step)
         return prepared
 
@@ -377,13 +378,14 @@ class DPTrainer(Trainer):
         return self.privacy_plan, self._run
 
     def _facts(self) -> RunFacts:
+        _, run = self._private()
         selects = self.args.load_best_model_at_end or self.args.save_strategy == SaveStrategy.BEST
         early = any(isinstance(callback, EarlyStoppingCallback) for callback in self.callback_handler.callbacks)
-        _, run = self._private()
+        run.model_selection = run.model_selection or bool(selects or early)
         return run_facts(
             self.model,
             self.args,
-            model_selection=selects or early,
+            model_selection=run.model_selection,
             insecure_seed=run.insecure_seed,
             released=run.released,
         )

@@ -301,6 +301,14 @@ def test_best_model_and_early_stopping_are_stated(tmp_path):
     assert "not used by this run" not in line
 
 
+def test_model_selection_is_remembered_after_a_resume(tmp_path):
+    options = {"save_strategy": "steps", "save_steps": 2, "eval_strategy": "steps", "eval_steps": 2}
+    tiny.trainer(tmp_path, load_best_model_at_end=True, **options).train()
+    again = tiny.trainer(tmp_path, **options)
+    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert again.privacy_statement().facts.model_selection
+
+
 def test_schedulers_count_private_steps(tmp_path):
     recorder = Recorder()
     tiny.trainer(tmp_path, lr_scheduler_type="linear", given={"callbacks": [recorder]}).train()
