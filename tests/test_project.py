@@ -59,6 +59,23 @@ def test_readme_quick_start_is_short_and_runs_as_printed(tmp_path):
     assert "differentially private" in done.stdout
 
 
+def test_the_other_readme_programs_run(tmp_path):
+    _, *others = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), flags=re.S)
+    assert others
+    for program in others:
+        subprocess.run([sys.executable, "-c", program], cwd=tmp_path, env=OFFLINE, check=True, timeout=120)
+
+
+def test_the_account_commands_of_the_readme_run(capsys):
+    from hf_dp.cli.main import main
+
+    commands = re.findall(r"^hf-dp (account .*)$", (ROOT / "README.md").read_text(), flags=re.M)
+    assert len(commands) == 2
+    for command in commands:
+        assert main(command.split()) == 0
+    assert "2.41" in capsys.readouterr().out
+
+
 def test_no_file_names_a_machine():
     tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=False).stdout.split()
     if not tracked:

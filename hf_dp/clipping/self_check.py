@@ -6,8 +6,10 @@ unpadded, through plain autograd. Dropout is off. The private data is never look
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -80,53 +82,78 @@ def self_check(
     with _training(model), _no_dropout():
         buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
         versions = {name: parameter._version for name, parameter in model.named_parameters()}
-        losses, norms, gradients = [], [], []
-        for example in alone:
-            loss = per_example_loss(model, example)
-            gradient = next(per_example_gradients(loss, trainable))
-            losses.append(loss.detach()[0].double())
-            norms.append(torch.stack([g.double().square().sum() for g in gradient.values()]).sum().sqrt())
-            gradients.append(gradient)
-        if not all(bool(torch.isfinite(value)) for value in (*losses, *norms)):
-            raise SelfCheckError(
-                "On synthetic examples the model's losses or gradients are not finite, so no private step could use a row. "
-                "Look for weights that are not finite, or a precision that overflows."
-            )
-        scale = max(float(torch.stack(norms).max()), 1e-30)
-        clipping_norm = float(torch.stack(norms).min()) / 2 or scale  # so that every example is clipped
+        expected = [_alone(model, per_example_loss, example, trainable) for example in alone]
+        clipping_norm = min(example.norm for example in expected) / 2 or 1.0  # so that every example is clipped
         with ClippingEngine(model, clipping_norm, clipping=clipping, strategy=strategy) as engine:
-            batch_losses = per_example_loss(model, padded)
-            batch_norms = engine.backward(batch_losses)
+            losses = per_example_loss(model, padded)
+            norms = engine.backward(losses)
             sums = engine.collect()
     with _training(model), ClippingEngine(model, clipping_norm, clipping=clipping, strategy=strategy) as engine:
         engine.backward(per_example_loss(model, padded))  # and once with dropout on, as it will run
-    for index, (loss, norm) in enumerate(zip(losses, norms, strict=True)):
-        together = float(batch_losses[index].detach())
-        if not abs(together - float(loss)) <= rtol * max(abs(float(loss)), 1.0):
+    _compare_losses(losses.detach().double(), expected, rtol)
+    _compare_norms(norms.double(), expected, rtol)
+    _compare_sums(sums, expected, clipping_norm, rtol)
+    _refuse_changes(model, buffers, versions)
+
+
+@dataclass
+class _Expected:
+    """One example by plain autograd, unpadded and alone."""
+
+    loss: float
+    norm: float
+    gradients: dict[str, Tensor]
+
+
+def _alone(
+    model: nn.Module, per_example_loss: PerExampleLoss, example: Batch, trainable: Mapping[str, nn.Parameter]
+) -> _Expected:
+    loss = per_example_loss(model, example)
+    gradients = next(per_example_gradients(loss, trainable))
+    norm = torch.stack([g.double().square().sum() for g in gradients.values()]).sum().sqrt()
+    expected = _Expected(float(loss.detach()[0]), float(norm), gradients)
+    if not (math.isfinite(expected.loss) and math.isfinite(expected.norm)):
+        raise SelfCheckError(
+            "On synthetic examples the model's losses or gradients are not finite, so no private step could use a row. "
+            "Look for weights that are not finite, or a precision that overflows."
+        )
+    return expected
+
+
+def _compare_losses(losses: Tensor, expected: Sequence[_Expected], rtol: float) -> None:
+    for together, example in zip(losses.tolist(), expected, strict=True):
+        if not abs(together - example.loss) <= rtol * max(abs(example.loss), 1.0):
             raise SelfCheckError(
-                f"The loss of a synthetic example is {float(loss):.6g} alone but {together:.6g} beside a longer one, so an "
+                f"The loss of a synthetic example is {example.loss:.6g} alone but {together:.6g} beside a longer one, so an "
                 "example's gradient depends on its neighbours. Look for a batch mean, positions that count padding, or "
                 "attention to padding; override DPTrainer.compute_per_example_loss if the loss is your own."
             )
-        measured = float(batch_norms[index])
-        if not abs(measured - float(norm)) <= rtol * max(float(norm), 1e-3 * scale):
+
+
+def _compare_norms(norms: Tensor, expected: Sequence[_Expected], rtol: float) -> None:
+    largest = max(example.norm for example in expected)
+    for measured, example in zip(norms.tolist(), expected, strict=True):
+        if not abs(measured - example.norm) <= rtol * max(example.norm, 1e-3 * largest):
             raise SelfCheckError(
-                f"A synthetic example's gradient norm is {float(norm):.6g} by autograd but {measured:.6g} by the clipping "
+                f"A synthetic example's gradient norm is {example.norm:.6g} by autograd but {measured:.6g} by the clipping "
                 "engine: some layer of this model is used in a way that its rule does not cover. Freeze parts of the "
                 "model to find it."
             )
-    for name in trainable:
-        expected = sum(
-            g[name].double() * min(1.0, clipping_norm / float(n))
-            for g, n in zip(gradients, norms, strict=True)
-            if float(n)
-        )
-        error = float((sums[name].double() - expected).norm())
-        if not error <= rtol * len(alone) * clipping_norm:
+
+
+def _compare_sums(
+    sums: Mapping[str, Tensor], expected: Sequence[_Expected], clipping_norm: float, rtol: float
+) -> None:
+    for name, total in sums.items():
+        exact = torch.zeros_like(total, dtype=torch.float64)
+        for example in expected:
+            if example.norm:
+                exact += example.gradients[name].double() * min(1.0, clipping_norm / example.norm)
+        error = float((total.double() - exact).norm())
+        if not error <= rtol * len(expected) * clipping_norm:
             raise SelfCheckError(
                 f"The clipped sum of {name!r} is off by {error:.3g} (clipping norm {clipping_norm:.3g})."
             )
-    _refuse_changes(model, buffers, versions)
 
 
 def _refuse_changes(model: nn.Module, buffers: Mapping[str, Tensor], versions: Mapping[str, int]) -> None:
