@@ -10,7 +10,7 @@ import torch
 from models import SHORT, assert_same_sums, batch_for, engine_result, rows
 from torch import nn
 
-from hf_dp.clipping import ClippingEngine, uses
+from hf_dp.clipping import ClippingEngine, engine, uses
 from hf_dp.errors import InvalidArgumentError, UnaccountedGradientError, UnsupportedLossError, UnsupportedModelError
 from hf_dp.losses import per_example_loss
 
@@ -184,3 +184,23 @@ def test_an_empty_batch_of_losses_adds_nothing(model):
     with ClippingEngine(model, 0.1) as engine:
         engine.backward(torch.zeros(0))
         assert all(total.abs().max() == 0 for total in engine.collect().values())
+
+
+def test_norms_and_sums_are_formed_in_full_precision_whatever_the_process_set(model, batch, monkeypatch):
+    """TF32 products round to 1e-3, far above the rounding that the norms allow for; the user's setting is put back."""
+    seen = []
+    original = engine.example_norms
+
+    def watched(*args):
+        seen.append(torch.get_float32_matmul_precision())
+        return original(*args)
+
+    monkeypatch.setattr(engine, "example_norms", watched)
+    before = torch.get_float32_matmul_precision()
+    try:
+        torch.set_float32_matmul_precision("high")
+        engine_result(model, batch, 0.1)
+        assert torch.get_float32_matmul_precision() == "high"
+    finally:
+        torch.set_float32_matmul_precision(before)
+    assert seen == ["highest"]
