@@ -71,6 +71,9 @@ def per_example_loss(model: nn.Module, inputs: Mapping[str, Any]) -> Tensor:
         # A left-padded row's first token would be predicted from padding, which the row alone does not have.
         after_padding = F.pad(mask[:, :-1] == 0, (1, 0))
         labels = labels.masked_fill(after_padding, IGNORED_LABEL)
+    if loss is _causal_lm and labels.dim() == 2 and logits.shape[1] > labels.shape[1]:
+        # Virtual tokens of prompt tuning stand before the row; nothing predicts them.
+        labels = F.pad(labels, (logits.shape[1] - labels.shape[1], 0), value=IGNORED_LABEL)
     return loss(base_model(model), logits, labels)
 
 

@@ -30,6 +30,8 @@ from transformers import (
 )
 
 from hf_dp.clipping import ClippingEngine
+from hf_dp.clipping.norms import ExampleNorms
+from hf_dp.clipping.uses import Use
 from hf_dp.losses import per_example_loss
 
 Batch = dict[str, Tensor]
@@ -230,6 +232,16 @@ def engine_result(
             for position, norm in zip(cut, engine.backward(loss(model, rows(batch, cut))), strict=True):
                 norms[position] = norm
         return torch.stack(norms), engine.collect()
+
+
+def example_norms(uses: Mapping[nn.Parameter, Sequence[Use]], examples: int) -> tuple[Tensor, Tensor]:
+    """Norms (b,) and their slack (b,) of all these parameters together, as the engine finds them."""
+    table = ExampleNorms(dict.fromkeys(uses, 0), examples)
+    for parameter, of_parameter in uses.items():
+        table.add(parameter, of_parameter)
+    table.settle(uses)
+    norms, slack = table.result()
+    return norms[0], slack[0]
 
 
 def middle_norm(norms: Tensor) -> float:

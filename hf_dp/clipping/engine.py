@@ -5,16 +5,14 @@
         norms = engine.backward(losses)                                 # (b,), adds to the running clipped sums
         sums = engine.collect()                                         # {parameter name: sum of clipped gradients}
 
-Book-keeping (Bu et al. 2023, after the ghost norm of Li et al., section 4): one backward pass records what each trainable
-parameter met; norms follow from the records, then each weight gradient is formed once, as a weighted matrix product.
-Autograd itself computes no weight gradient.
+Autograd itself computes no weight gradient. Inside the ``with``, each module that owns trainable parameters has a forward
+that lets its rule see, in backward, what its parameters met.
 """
 
 from __future__ import annotations
 
 import types
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -22,17 +20,21 @@ import torch
 from torch import Tensor, nn
 
 from hf_dp import _validate
+from hf_dp.clipping.book_keeping import book_keeping
 from hf_dp.clipping.coupling import refuse_coupling
-from hf_dp.clipping.norms import example_norms
-from hf_dp.clipping.per_example import own_gradients, unknown_module
+from hf_dp.clipping.owners import own_parameters, shared_method, unknown_module
 from hf_dp.clipping.recorder import Tape
 from hf_dp.clipping.rules import find_rule
-from hf_dp.clipping.uses import Use, accumulation_dtype
-from hf_dp.clipping.weights import flat_weights
+from hf_dp.clipping.shared import SharedMethod, find_shared_method
+from hf_dp.clipping.step import ClippedStep
+from hf_dp.clipping.two_pass import two_pass
+from hf_dp.clipping.uses import accumulation_dtype
+from hf_dp.clipping.weights import CLIPPINGS
 from hf_dp.errors import UnaccountedGradientError, UnsupportedLossError, UnsupportedModelError
 
-STRATEGIES = ("book_keeping",)
-CLIPPINGS = ("flat",)
+# ``per_example`` is book-keeping of explicit gradients: no module has a rule, each is differentiated example by example.
+_STRATEGIES = {"book_keeping": book_keeping, "two_pass": two_pass, "per_example": book_keeping}
+STRATEGIES = tuple(_STRATEGIES)
 
 
 class ClippingEngine:
@@ -41,8 +43,11 @@ class ClippingEngine:
     Args:
         model: its trainable parameters (``requires_grad``) are clipped together; frozen modules are left alone.
         clipping_norm: C, the largest L2 norm of one example's contribution to a sum.
-        clipping: ``"flat"``, one norm over all parameters.
-        strategy: ``"book_keeping"``.
+        clipping: ``"flat"``, one norm over all parameters; ``"automatic"`` (AUTO-S); ``"per_layer"``, each of the K modules
+            that own trainable parameters to C / sqrt(K). See :mod:`hf_dp.clipping.weights`.
+        strategy: the same sums in different ways. ``"book_keeping"``: one backward, all records held until its end.
+            ``"two_pass"``: two backwards over one graph, a record held only while it is looked at; for models that use
+            gradient checkpointing or fill the memory. ``"per_example"``: explicit per-example gradients, without rules.
 
     Raises:
         UnsupportedModelError: the model couples examples, or nothing in it is trainable, or (in backward) an input
@@ -60,6 +65,7 @@ class ClippingEngine:
         self._tape = Tape()
         self._restore: list[Callable[[], None]] = []
         self._parameters: dict[str, nn.Parameter] = {}
+        self._groups: dict[nn.Parameter, int] = {}
         self._sums: dict[nn.Parameter, Tensor] = {}
 
     def __enter__(self) -> ClippingEngine:
@@ -71,12 +77,17 @@ class ClippingEngine:
             raise UnsupportedModelError(
                 "The model has no trainable parameter. Set requires_grad_(True) on what to train."
             )
+        self._tape = Tape({module: name for name, module in self.model.named_modules()})
+        self._groups = self._group()
         try:
             handle = self.model.register_forward_pre_hook(self._note_batch_size, with_kwargs=True)
             self._restore.append(handle.remove)
             for module in self.model.modules():
-                if any(p.requires_grad for p in module.parameters(recurse=False)):
+                if own_parameters(module) and not isinstance(module, (nn.ParameterDict, nn.ParameterList)):
                     self._record(module)
+                method = find_shared_method(module)
+                if method is not None:
+                    self._share(module, method)
         except BaseException:
             self.__exit__()
             raise
@@ -110,64 +121,62 @@ class ClippingEngine:
                 f"Expected one loss for each of the {self._tape.examples} examples of the forward, got {examples}."
             )
         self._refuse_stray_gradients("before engine.backward(); call optimizer.zero_grad() after each step")
-        norms = self._book_keeping(losses)
+        step = ClippedStep(
+            self._tape,
+            self._groups,
+            self.clipping,
+            self.clipping_norm,
+            self._sums,
+            check=lambda: self._refuse_stray_gradients(
+                "by autograd itself, on a path that does not pass through the forward of the module that owns it (its "
+                "gradient would have been added unclipped). Freeze it"
+            ),
+        )
+        try:
+            # The sums are float32 also where the forward, and so perhaps this call, runs under autocast.
+            with torch.autocast(losses.device.type, enabled=False):
+                norms = _STRATEGIES[self.strategy](step, losses)
+        finally:
+            self._tape.forward_uses.clear()
         return torch.where(torch.isfinite(norms), norms, torch.full_like(norms, torch.inf))
 
     def collect(self) -> dict[str, Tensor]:
         """The clipped sums since the last call, keyed as ``model.named_parameters()`` (zeros where unused), and reset."""
         sums, self._sums = self._sums, {}
-        return {name: sums[p] if p in sums else self._zeros(p) for name, p in self._parameters.items()}
+        return {name: sums[p] if p in sums else _zeros(p) for name, p in self._parameters.items()}
 
-    # -- book-keeping ---
+    # -- recording forwards ---
 
-    def _book_keeping(self, losses: Tensor) -> Tensor:
-        examples = len(losses)
-        self._tape.open(examples)
-        try:
-            torch.autograd.backward(losses, torch.ones_like(losses))
-            with self._tape.originals(), torch.no_grad(), _full_precision():
-                for call in self._tape.calls:
-                    for parameter, dense in own_gradients(call, examples).items():
-                        self._tape.record(parameter, dense)
-        finally:
-            uses = self._tape.close()
-        self._refuse_stray_gradients(
-            "by autograd itself, on a path that does not pass through the forward of the module that owns it (its "
-            "gradient would have been added unclipped). Freeze it"
-        )
-        with torch.no_grad(), _full_precision():
-            norms, slack = example_norms(uses, examples)
-            weights = flat_weights(norms + slack, self.clipping_norm)
-            keep = weights > 0
-            all_kept = bool(keep.all())
-            while uses:
-                parameter, of_parameter = uses.popitem()
-                for use in of_parameter:
-                    if not all_kept:
-                        use.keep_only(keep)
-                    self._add(parameter, use, weights)
-        return norms
-
-    def _add(self, parameter: nn.Parameter, use: Use, weights: Tensor) -> None:
-        if parameter not in self._sums:
-            self._sums[parameter] = self._zeros(parameter)
-        use.add_weighted_sum(self._sums[parameter], weights)
-
-    def _zeros(self, parameter: nn.Parameter) -> Tensor:
-        return torch.zeros(parameter.shape, dtype=accumulation_dtype(parameter.dtype), device=parameter.device)
+    def _group(self) -> dict[nn.Parameter, int]:
+        """Parameters that are clipped together: all, or those of one owner (a tied one belongs to its first owner)."""
+        if self.clipping != "per_layer":
+            return dict.fromkeys(self._parameters.values(), 0)
+        groups: dict[nn.Parameter, int] = {}
+        for module in self.model.modules():
+            new = [p for p in own_parameters(module).values() if p not in groups]
+            groups |= dict.fromkeys(new, len(set(groups.values())))
+        return groups
 
     def _record(self, module: nn.Module) -> None:
         """Give one module a recording forward, as an instance attribute, and note how to take it back."""
         previous = module.__dict__.get("forward")
-        rule = find_rule(module)
+        rule = None if self.strategy == "per_example" else find_rule(module)
         run = partial(unknown_module, self._tape, _original(previous)) if rule is None else partial(rule, self._tape)
-        module.forward = types.MethodType(_Recorded(self._tape, run, previous), module)
+        self._replace(module, "forward", _Recorded(self._tape, run, previous))
+
+    def _share(self, module: nn.Module, method: SharedMethod) -> None:
+        self._replace(module, method.name, partial(shared_method, self._tape, method.call, method.parameters))
+
+    def _replace(self, module: nn.Module, name: str, function: Callable[..., Any]) -> None:
+        """Set an instance method; one that the instance had already comes back at the end."""
+        previous = module.__dict__.get(name)
+        object.__setattr__(module, name, types.MethodType(function, module))
 
         def restore() -> None:
             if previous is None:
-                del module.__dict__["forward"]
+                del module.__dict__[name]
             else:
-                module.forward = previous
+                object.__setattr__(module, name, previous)
 
         self._restore.append(restore)
 
@@ -184,15 +193,8 @@ class ClippingEngine:
             raise UnaccountedGradientError(f"`.grad` of {stray[0]!r} ({len(stray)} parameters in all) was set {how}.")
 
 
-@contextmanager
-def _full_precision() -> Iterator[None]:
-    """Norms and sums in true float32: TF32 products round to 1e-3, far above the rounding that the norms allow for."""
-    precision = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("highest")
-    try:
-        yield
-    finally:
-        torch.set_float32_matmul_precision(precision)
+def _zeros(parameter: nn.Parameter) -> Tensor:
+    return torch.zeros(parameter.shape, dtype=accumulation_dtype(parameter.dtype), device=parameter.device)
 
 
 class _Recorded:

@@ -2,79 +2,122 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
-from hf_dp.clipping.uses import Dense, Lookups, OuterProducts, Use
+from hf_dp.clipping.uses import Dense, Use, accumulation_dtype, compact
 from hf_dp.errors import UnaccountedGradientError, UnsupportedModelError
+
+Sink = Callable[[nn.Parameter, Use], None]
 
 
 class Tape:
-    """Collects :class:`~hf_dp.clipping.uses.Use` objects by parameter while a backward pass runs.
+    """Hands each :class:`~hf_dp.clipping.uses.Use` of a parameter to a sink while a backward pass runs.
 
-    ``examples`` is the batch size seen by the model's own forward (None before it ran); a lookup whose indices are
-    shared by all examples (position ids of shape (1, T)) is expanded to it, so that each example gets its own gradient.
+    ``examples`` is the batch size seen by the model's own forward (None before it ran); what is shared by all examples
+    (position ids of shape (1, T)) is expanded to it, so that each example gets its own gradient.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, names: Mapping[nn.Module, str] | None = None) -> None:
         self.examples: int | None = None
         self.bypassed = False  # True while the originals run, for modules without a rule
         self.calls: list[Any] = []  # forwards of modules without a rule that received output gradients
+        self.forward_uses: Counter[nn.Parameter] = Counter()  # how often the forward used each parameter
+        self._names = names or {}
         self._open_for: int | None = None
-        self._uses: dict[nn.Parameter, dict[type[Use], Use]] = {}
+        self._sink: Sink | None = None
 
-    def open(self, examples: int) -> None:
-        """Start recording a backward pass over ``examples`` per-example losses."""
-        self._open_for = examples
-        self._uses, self.calls = {}, []
-
-    def close(self) -> dict[nn.Parameter, list[Use]]:
-        """Stop recording and hand over the uses, at most one of each form per parameter."""
-        uses, self._uses, self.calls, self._open_for = self._uses, {}, [], None
-        return {parameter: list(by_form.values()) for parameter, by_form in uses.items()}
+    @contextmanager
+    def recording(self, examples: int, sink: Sink) -> Iterator[None]:
+        """Inside, a backward pass over ``examples`` per-example losses is recorded."""
+        self._open_for, self._sink, self.calls = examples, sink, []
+        try:
+            yield
+        finally:
+            for call in self.calls:
+                call.output_grads.clear()
+            self._open_for, self._sink, self.calls = None, None, []
 
     @contextmanager
     def originals(self) -> Iterator[None]:
         """Inside, every recorded module runs its own forward."""
-        self.bypassed = True
+        before, self.bypassed = self.bypassed, True
         try:
             yield
         finally:
-            self.bypassed = False
+            self.bypassed = before
+
+    def note_forward(self, *parameters: Tensor | None) -> None:
+        """Count one use in a forward; a forward that checkpointing runs again during backward does not count."""
+        if self._open_for is None and torch.is_grad_enabled():
+            self.forward_uses.update(p for p in parameters if isinstance(p, nn.Parameter) and p.requires_grad)
 
     def record_call(self, call: Any) -> None:
         """Note a module without a rule; it is differentiated when the backward pass is over."""
+        self.expected_examples()
         if not any(call is known for known in self.calls):
             self.calls.append(call)
 
-    def check_batch_first(self, module: nn.Module, tensor: Tensor) -> None:
-        """Raise unless the first dimension of ``tensor`` counts the examples of this backward pass.
-
-        Raises: UnaccountedGradientError outside ``ClippingEngine.backward``; UnsupportedModelError for another shape.
-        """
+    def expected_examples(self) -> int:
+        """How many examples this backward pass has. Raises: UnaccountedGradientError outside ``engine.backward``."""
         if self._open_for is None:
             raise UnaccountedGradientError(
                 "backward() was called on a model inside a ClippingEngine, so no gradient was clipped or kept. "
                 "Call engine.backward(per_example_losses) instead."
             )
-        if tensor.dim() < 1 or tensor.shape[0] != self._open_for:
+        return self._open_for
+
+    def by_example(self, module: nn.Module, tensor: Tensor) -> Tensor:
+        """``tensor`` with one row per example: as it is, or (b * T, d) seen as (b, T, d), example by example.
+
+        (That flattened rows are ordered by example is what ``view(-1, d)`` gives; :func:`~hf_dp.clipping.self_check` tells.)
+        Raises: UnaccountedGradientError outside ``ClippingEngine.backward``; UnsupportedModelError for another shape.
+        """
+        examples = self.expected_examples()
+        if tensor.dim() >= 1 and tensor.shape[0] == examples:
+            return tensor
+        if tensor.dim() == 2 and tensor.shape[0] % examples == 0 and tensor.shape[0]:
+            return tensor.view(examples, -1, tensor.shape[1])
+        raise UnsupportedModelError(
+            f"{self.describe(module)} worked on a tensor of shape {tuple(tensor.shape)}, whose first dimension is "
+            f"not the number of examples ({examples}), so its gradient cannot be split by example. Freeze "
+            "this module (requires_grad_(False)) or pass its inputs with one row per example."
+        )
+
+    def refuse_parameter(self, module: nn.Module, input: Tensor) -> None:
+        """Raise for a module applied to a parameter: its rows are no examples, however many they are.
+
+        (DeBERTa normalises its table of relative positions.)
+        """
+        if isinstance(input, nn.Parameter):
             raise UnsupportedModelError(
-                f"{type(module).__name__} worked on a tensor of shape {tuple(tensor.shape)}, whose first dimension is "
-                f"not the number of examples ({self._open_for}), so its gradient cannot be split by example. Freeze "
-                "this module (requires_grad_(False)) or pass its inputs with one row per example."
+                f"{self.describe(module)} is applied to a parameter of shape {tuple(input.shape)}, which all examples share, "
+                "so its gradient cannot be split by example. Freeze this module and that parameter (requires_grad_(False))."
             )
 
-    def record(self, parameter: nn.Parameter, use: Use) -> None:
-        """Add one use of a parameter; a second use of the same form is joined to the first."""
-        by_form = self._uses.setdefault(parameter, {})
-        earlier = by_form.get(type(use))
-        if isinstance(earlier, OuterProducts) and isinstance(use, OuterProducts):
-            use = earlier.joined(use)
-        elif isinstance(earlier, Lookups) and isinstance(use, Lookups):
-            use = earlier.joined(use)
-        elif isinstance(earlier, Dense) and isinstance(use, Dense):
-            use = earlier.joined(use)
-        by_form[type(use)] = use
+    def describe(self, module: nn.Module) -> str:
+        """``Linear `encoder.layer.0.dense` ``, for messages."""
+        name = self._names.get(module)
+        return f"{type(module).__name__} `{name}`" if name else type(module).__name__
+
+    def record(self, module: nn.Module, parameter: nn.Parameter, use: Use | Tensor) -> None:
+        """Hand over one use of a parameter by ``module``; a tensor is its per-example gradient (b, *shape).
+
+        Raises: UnsupportedModelError when the shape is not that of per-example gradients of this parameter.
+        """
+        if isinstance(use, Tensor):
+            use = Dense(use.to(accumulation_dtype(use.dtype)))
+        if not use.fits(parameter.shape, self.expected_examples()):
+            shapes = {name: tuple(value.shape) for name, value in vars(use).items()}
+            raise UnsupportedModelError(
+                f"The clipping rule of {self.describe(module)} gave {type(use).__name__} of shapes {shapes} for a parameter "
+                f"of shape {tuple(parameter.shape)} and {self._open_for} examples. Correct the rule's gradients function."
+            )
+        assert self._sink is not None
+        for each in compact([use]):
+            self._sink(parameter, each)

@@ -2,14 +2,14 @@
 
 For example ``i`` every layer's gradient has one of three forms, with ``t`` running over the positions of that example:
 
-* outer products: ``G_i = sum_t left_it right_it^T``, parameter of shape (m, n). ``nn.Linear``: left = output gradient,
-  right = input; GPT-2's ``Conv1D`` (weight stored in x out): left = input, right = output gradient.
+* outer products: ``G_i = sum_t left_it right_it^T``, parameter of shape (m, n) once its trailing dimensions are flattened.
+  ``nn.Linear``: left = output gradient, right = input; GPT-2's ``Conv1D`` (weight stored in x out): the other way round;
+  ``nn.Conv2d``: left = output gradient, right = the patch under the kernel.
 * lookups: ``G_i = sum_t onehot(token_it) grad_it^T``, parameter of shape (V, n).
 * dense: the gradient itself, shape (b, *parameter.shape); for biases, norms and whatever is smaller than its records.
 
-Two uses of one parameter (a reused layer, a tied embedding) add their gradients, so their norm needs the cross term:
-uses of one form are concatenated along ``t`` (the Gram matrix of the concatenation *contains* the cross terms), and the
-mixed pairs have :func:`cross_term`.
+Two uses of one parameter (a reused layer, a tied embedding) add their gradients, so their norm needs the inner product of
+every pair of uses, :func:`inner_product`; uses of which that is cheap to do are joined into one.
 
 Rounding (:class:`Norms`). The Gram form sums ``T * T`` signed terms, which can cancel to a result far smaller than the
 terms (Li et al., section 4, does not treat this). With u = ``_ROUNDING * eps`` its ``error`` is ``u (S + D)``, S the sum
@@ -24,6 +24,8 @@ what was measured.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -31,11 +33,25 @@ from torch import Tensor
 
 # Blocked float sums of some thousand terms are accurate to some eps; tests/clipping measures 18 at most.
 _ROUNDING = 32.0
+# Gram matrices are symmetric: longer ones are halved, so that only one of the two mixed blocks is computed. Below this
+# length a product is too small to run at full speed (a GPU needs larger ones).
+_SMALLEST_HALVED = {"cpu": 64, "cuda": 512}
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     """Norms and sums are formed in float32, or in float64 for a float64 model."""
     return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+@contextmanager
+def full_precision() -> Iterator[None]:
+    """Norms and sums in true float32: TF32 products round to 1e-3, far above the rounding that the norms allow for."""
+    precision = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(precision)
 
 
 @dataclass
@@ -51,16 +67,20 @@ class Use(ABC):
     """The per-example gradients of one parameter, in one of the three forms."""
 
     @abstractmethod
+    def fits(self, shape: torch.Size, examples: int) -> bool:
+        """Whether this describes gradients of ``examples`` examples for a parameter of this shape."""
+
+    @abstractmethod
     def norms(self) -> Norms:
         """Squared norms with their rounding."""
 
     @abstractmethod
-    def add_weighted_sum(self, total: Tensor, weights: Tensor) -> None:
-        """``total += sum_i weights[i] * G_i``, in place; ``total`` has the parameter's shape."""
+    def add_weighted_sum(self, total: Tensor | None, shape: torch.Size, weights: Tensor) -> Tensor:
+        """``total + sum_i weights[i] * G_i``, of this shape, in place where there is a total."""
 
     @abstractmethod
     def example_gradient(self, index: int, shape: torch.Size) -> Tensor:
-        """``G_index`` in float64, shape (*shape): the slow, cancellation-free form."""
+        """``G_index`` in float64, of this shape: the slow, cancellation-free form."""
 
     @abstractmethod
     def keep_only(self, keep: Tensor) -> None:
@@ -80,35 +100,57 @@ class OuterProducts(Use):
     left: Tensor
     right: Tensor
 
-    def joined(self, other: OuterProducts) -> OuterProducts:
-        """Both uses as one, along the positions."""
-        return OuterProducts(torch.cat([self.left, other.left], 1), torch.cat([self.right, other.right], 1))
+    def fits(self, shape: torch.Size, examples: int) -> bool:
+        left, right = self.left.shape, self.right.shape
+        rows = len(left) == len(right) == 3 and left[:2] == right[:2] and left[0] == examples
+        return rows and len(shape) >= 2 and left[2] == shape[0] and left[2] * right[2] == shape.numel()
 
     def norms(self) -> Norms:
         dtype = accumulation_dtype(self.left.dtype)
-        left, right = self.left.to(dtype), self.right.to(dtype)
-        # |G|^2 = sum_{s,t} (left_s . left_t)(right_s . right_t)          (Li et al., section 4, equation 3)
-        terms = torch.bmm(left, left.mT).mul_(torch.bmm(right, right.mT))
-        diagonal = terms.diagonal(dim1=1, dim2=2).clone()
-        squared = terms.sum((1, 2))
-        magnitude = terms.abs_().sum((1, 2))
+        squared, magnitude, diagonal, roots = _gram_sums(self.left.to(dtype), self.right.to(dtype))
         unit = _ROUNDING * torch.finfo(dtype).eps
-        return Norms(squared, unit * (magnitude + diagonal.sum(1)), unit * diagonal.sqrt().sum(1))
+        return Norms(squared, unit * (magnitude + diagonal), unit * roots)
 
-    def add_weighted_sum(self, total: Tensor, weights: Tensor) -> None:
-        left, right = self.left.to(total.dtype), self.right.to(total.dtype)
-        scale = weights.to(total.dtype)[:, None, None]
+    def add_weighted_sum(self, total: Tensor | None, shape: torch.Size, weights: Tensor) -> Tensor:
+        dtype = accumulation_dtype(self.left.dtype)
+        left, right = self.left.to(dtype), self.right.to(dtype)
+        scale = weights.to(dtype)[:, None, None]
         if left.shape[2] < right.shape[2]:
             left = left * scale
         else:
             right = right * scale
-        total.addmm_(left.flatten(0, 1).mT, right.flatten(0, 1))
+        left, right = left.flatten(0, 1).mT, right.flatten(0, 1)
+        if total is None:
+            return torch.mm(left, right).view(shape)
+        total.view(len(left), -1).addmm_(left, right)
+        return total
 
     def example_gradient(self, index: int, shape: torch.Size) -> Tensor:
-        return self.left[index].double().mT @ self.right[index].double()
+        return (self.left[index].double().mT @ self.right[index].double()).view(shape)
 
     def keep_only(self, keep: Tensor) -> None:
         self.left, self.right = _where(keep, self.left), _where(keep, self.right)
+
+
+def _gram_sums(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Of ``terms[s, t] = (left_s . left_t)(right_s . right_t)``: sum, sum of magnitudes, trace, sum of diagonal roots.
+
+    ``|G|^2 = sum_{s,t} terms[s, t]`` (Li et al., section 4, equation 3); each (b,).
+    """
+    length = left.shape[1]
+    half = length // 2
+    if length <= _SMALLEST_HALVED.get(left.device.type, 64):
+        terms = torch.bmm(left, left.mT).mul_(torch.bmm(right, right.mT))
+        diagonal = terms.diagonal(dim1=1, dim2=2).clone()
+        squared = terms.sum((1, 2))
+        return squared, terms.abs_().sum((1, 2)), diagonal.sum(1), diagonal.sqrt().sum(1)
+    early, late = left[:, :half], left[:, half:]
+    mixed = torch.bmm(late, early.mT).mul_(torch.bmm(right[:, half:], right[:, :half].mT))
+    squared = 2 * mixed.sum((1, 2))
+    magnitude = 2 * mixed.abs_().sum((1, 2))
+    del mixed
+    one, other = _gram_sums(early, right[:, :half]), _gram_sums(late, right[:, half:])
+    return squared + one[0] + other[0], magnitude + one[1] + other[1], one[2] + other[2], one[3] + other[3]
 
 
 @dataclass
@@ -117,6 +159,10 @@ class Lookups(Use):
 
     tokens: Tensor
     grads: Tensor
+
+    def fits(self, shape: torch.Size, examples: int) -> bool:
+        rows = self.tokens.dim() == 2 and len(self.tokens) == examples
+        return rows and len(shape) == 2 and self.grads.shape == (*self.tokens.shape, shape[1])
 
     def joined(self, other: Lookups) -> Lookups:
         """Both uses as one, along the positions."""
@@ -139,9 +185,11 @@ class Lookups(Use):
         slack = _ROUNDING * torch.finfo(dtype).eps * self.grads.to(dtype).square().sum((1, 2)).mul(length).sqrt()
         return Norms(squared, 4 * torch.finfo(dtype).eps * squared, slack)
 
-    def add_weighted_sum(self, total: Tensor, weights: Tensor) -> None:
-        weighted = self.grads.to(total.dtype) * weights.to(total.dtype)[:, None, None]
-        total.index_add_(0, self.tokens.flatten(), weighted.flatten(0, 1))
+    def add_weighted_sum(self, total: Tensor | None, shape: torch.Size, weights: Tensor) -> Tensor:
+        dtype = accumulation_dtype(self.grads.dtype)
+        total = torch.zeros(shape, dtype=dtype, device=self.grads.device) if total is None else total
+        weighted = self.grads.to(dtype) * weights.to(dtype)[:, None, None]
+        return total.index_add_(0, self.tokens.flatten(), weighted.flatten(0, 1))
 
     def example_gradient(self, index: int, shape: torch.Size) -> Tensor:
         gradient = torch.zeros(shape, dtype=torch.float64, device=self.grads.device)
@@ -157,6 +205,9 @@ class Dense(Use):
 
     gradients: Tensor
 
+    def fits(self, shape: torch.Size, examples: int) -> bool:
+        return self.gradients.shape == (examples, *shape)
+
     def joined(self, other: Dense) -> Dense:
         """The gradients of both uses, added."""
         return Dense(self.gradients + other.gradients)
@@ -165,9 +216,13 @@ class Dense(Use):
         squared = torch.linalg.vector_norm(self.gradients.flatten(1), dim=1).square()
         return Norms(squared, torch.zeros_like(squared), torch.zeros_like(squared))
 
-    def add_weighted_sum(self, total: Tensor, weights: Tensor) -> None:
-        flat = self.gradients.flatten(1).to(total.dtype)
-        total.view(-1).addmv_(flat.mT, weights.to(total.dtype))
+    def add_weighted_sum(self, total: Tensor | None, shape: torch.Size, weights: Tensor) -> Tensor:
+        dtype = accumulation_dtype(self.gradients.dtype)
+        flat, weights = self.gradients.flatten(1).to(dtype), weights.to(dtype)
+        if total is None:
+            return torch.mv(flat.mT, weights).view(shape)
+        total.view(-1).addmv_(flat.mT, weights)
+        return total
 
     def example_gradient(self, index: int, shape: torch.Size) -> Tensor:
         return self.gradients[index].double()
@@ -176,19 +231,42 @@ class Dense(Use):
         self.gradients = _where(keep, self.gradients)
 
 
-def cross_term(one: Use, other: Use) -> tuple[Tensor, Tensor]:
-    """``<G_i, H_i>`` for two uses of different forms, (b,), and a bound on its rounding error (b,)."""
+def compact(uses: Sequence[Use]) -> list[Use]:
+    """The same gradients in the cheapest form: many outer products of one parameter become its explicit gradient.
+
+    Forming G costs ``2 T m n`` flops an example and m n numbers to keep; the Gram form ``2 T^2 (m + n)`` flops and
+    ``T (m + n)`` numbers, T counted over all uses together. Both comparisons come out the same way, so what is cheaper to
+    compute is cheaper to keep, too. A parameter used once is decided as soon as it is seen, by the same function.
+    """
+    outer = [use for use in uses if isinstance(use, OuterProducts)]
+    others: list[Use] = [use for use in uses if not isinstance(use, OuterProducts)]
+    if not outer:
+        return others
+    m, n = outer[0].left.shape[2], outer[0].right.shape[2]
+    length = sum(use.left.shape[1] for use in outer)
+    if m * n >= length * (m + n):
+        return [*outer, *others]
+    dtype = accumulation_dtype(outer[0].left.dtype)
+    explicit: Tensor | None = None
+    with full_precision():
+        for use in outer:
+            left, right = use.left.to(dtype).mT, use.right.to(dtype)
+            explicit = torch.bmm(left, right) if explicit is None else explicit.baddbmm_(left, right)
+    assert explicit is not None
+    return [Dense(explicit), *others]
+
+
+def inner_product(one: Use, other: Use) -> tuple[Tensor, Tensor]:
+    """``<G_i, H_i>`` for two uses of one parameter, (b,), and a bound on its rounding error (b,)."""
     if isinstance(one, Dense) or isinstance(other, Dense):
         dense, records = (one, other) if isinstance(one, Dense) else (other, one)
         assert isinstance(dense, Dense)
-        if isinstance(records, OuterProducts):
-            # <D, sum_t l_t r_t^T> = sum_t l_t^T D r_t
-            left, right = records.left.to(dense.gradients.dtype), records.right.to(dense.gradients.dtype)
-            terms = torch.bmm(left, dense.gradients).mul_(right).sum(-1)
-        else:
-            assert isinstance(records, Lookups)
-            rows = torch.stack([d[tokens] for d, tokens in zip(dense.gradients, records.tokens, strict=True)])
-            terms = rows.mul_(records.grads.to(rows.dtype)).sum(-1)
+        terms = _with_dense(dense.gradients, records)
+    elif isinstance(one, OuterProducts) and isinstance(other, OuterProducts):
+        # <sum_s l_s r_s^T, sum_t k_t q_t^T> = sum_{s,t} (l_s . k_t)(r_s . q_t)
+        dtype = accumulation_dtype(one.left.dtype)
+        terms = torch.bmm(one.left.to(dtype), other.left.to(dtype).mT)
+        terms.mul_(torch.bmm(one.right.to(dtype), other.right.to(dtype).mT))
     else:
         outer, lookups = (one, other) if isinstance(one, OuterProducts) else (other, one)
         assert isinstance(outer, OuterProducts) and isinstance(lookups, Lookups)
@@ -201,3 +279,15 @@ def cross_term(one: Use, other: Use) -> tuple[Tensor, Tensor]:
     # The terms are themselves rounded dot products; their count stands in for the walk of the small ones.
     eps = torch.finfo(terms.dtype).eps
     return terms.sum(1), _ROUNDING * eps * terms.abs().sum(1)
+
+
+def _with_dense(gradients: Tensor, records: Use) -> Tensor:
+    if isinstance(records, OuterProducts):
+        # <D, sum_t l_t r_t^T> = sum_t l_t^T D r_t
+        left, right = records.left.to(gradients.dtype), records.right.to(gradients.dtype)
+        return torch.bmm(left, gradients.flatten(2)).mul_(right).sum(-1)
+    if isinstance(records, Lookups):
+        rows = torch.stack([d[tokens] for d, tokens in zip(gradients, records.tokens, strict=True)])
+        return rows.mul_(records.grads.to(rows.dtype)).sum(-1)
+    assert isinstance(records, Dense)
+    return (gradients * records.gradients).flatten(1)

@@ -1,25 +1,44 @@
-"""From per-example gradient norms to clipping weights."""
+"""From per-example gradient norms to clipping weights. Adding or removing one example moves a weighted sum by at most C.
+
+Each function gives one weight to each *group* of parameters of each example. With n_k the norm of group k and w_k its
+weight, the example's contribution is the concatenation of the ``w_k G_k``, of norm ``sqrt(sum_k (w_k n_k)^2)``:
+
+* ``flat``, one group: ``w = min(1, C / n)``, so ``w n <= C`` (Abadi et al. 2016; Li et al., algorithm 1).
+* ``automatic``, one group: ``w = C / (n + gamma)``, so ``w n = C n / (n + gamma) < C`` (AUTO-S, Bu et al. 2023, section 4).
+  Every example is scaled, small gradients up: the learning rate is not interchangeable with flat clipping's.
+* ``per_layer``, K groups: ``w_k = min(1, (C / sqrt(K)) / n_k)``, so the norm is at most ``sqrt(K (C / sqrt(K))^2) = C``
+  (McMahan et al. 2018, section 2.3, all layers alike).
+"""
 
 from __future__ import annotations
+
+import math
 
 import torch
 from torch import Tensor
 
+CLIPPINGS = ("flat", "automatic", "per_layer")
+# AUTO-S's stability constant; its authors' default (Bu et al. 2023, section 4.2).
+AUTOMATIC_GAMMA = 0.01
 
-def flat_weights(norms: Tensor, clipping_norm: float) -> Tensor:
-    """``min(1, C / norm)`` for each example (Abadi et al. 2016; Li et al., algorithm 1).
 
-    Guarantee: for a finite norm, ``weight * norm <= clipping_norm`` up to one rounding, so adding or removing one example
-    moves the weighted sum by at most ``clipping_norm``: the sensitivity that the noise is scaled to.
+def clipping_weights(clipping: str, norms: Tensor, clipping_norm: float) -> Tensor:
+    """The weight of each group of each example, (K, b) as ``norms``.
 
-    | norm        | weight |
+    Guarantee: for finite norms, ``sqrt(sum_k (weights[k] norms[k])^2) <= clipping_norm`` up to one rounding.
+
+    | norm (flat) | weight |
     |-------------|--------|
     | 0           | 1      |
     | <= C        | 1      |
     | > C         | C/norm |
-    | inf or NaN  | 0 (the caller also zeroes its records: 0 * NaN is NaN) |
+    | inf or NaN  | 0 in all groups (the caller also zeroes its records: 0 * NaN is NaN) |
 
-    Args: norms: (b,), float. clipping_norm: C > 0, in the units of the norms. Returns: (b,).
+    Args: clipping: one of CLIPPINGS. norms: (K, b), float. clipping_norm: C > 0, in the units of the norms.
     """
-    weights = clipping_norm / norms.clamp_min(clipping_norm)
-    return torch.where(torch.isfinite(norms), weights, torch.zeros_like(weights))
+    if clipping == "automatic":
+        weights = clipping_norm / (norms + AUTOMATIC_GAMMA)
+    else:
+        bound = clipping_norm / math.sqrt(len(norms))  # one group: C itself
+        weights = bound / norms.clamp_min(bound)
+    return torch.where(torch.isfinite(norms).all(0), weights, torch.zeros_like(weights))

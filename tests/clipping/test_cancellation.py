@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from models import TinyTied, batch_for, engine_result, loop_oracle, roberta
+from models import TinyTied, batch_for, engine_result, example_norms, loop_oracle, roberta
 from torch import Tensor, nn
 
 from hf_dp.clipping import ClippingEngine, norms
-from hf_dp.clipping.norms import example_norms
-from hf_dp.clipping.uses import Dense, Lookups, OuterProducts, Use, cross_term
+from hf_dp.clipping.uses import Dense, Lookups, OuterProducts, Use, inner_product
 
 NORM_RTOL = 1e-4  # invariant 2
 
@@ -99,7 +98,7 @@ def test_the_naive_sum_fails_on_these_inputs():
     negative = False
     for seed in range(20):
         outer, lookups = tied_uses(Source(seed), 64, 50, 32, 1e-1)
-        naive = outer.norms().squared + lookups.norms().squared + 2 * cross_term(outer, lookups)[0]
+        naive = outer.norms().squared + lookups.norms().squared + 2 * inner_product(outer, lookups)[0]
         expected = truth([[outer, lookups]], torch.Size((50, 32)))
         worst = max(worst, abs(float(naive.clamp_min(0).sqrt() / expected) - 1))
         negative = negative or bool(naive < 0)
@@ -257,7 +256,7 @@ def test_claimed_rounding_error_of_two_uses_is_an_upper_bound(length, orthogonal
             grads = grads - (grads * right).sum(-1, keepdim=True) * right / right.square().sum(-1, keepdim=True)
         outer = OuterProducts(source(2, length, 12), right)
         lookups = Lookups(torch.randint(0, 12, (2, length), generator=source.generator), grads)
-        both = norms._norms([outer, lookups])
+        both = norms.norms_of([outer, lookups])
         found, claimed = both.squared, both.error
         shape = torch.Size((12, 16))
         exact = torch.stack(
@@ -267,7 +266,7 @@ def test_claimed_rounding_error_of_two_uses_is_an_upper_bound(length, orthogonal
 
 
 @pytest.mark.parametrize("form", ["outer", "lookups"])
-def test_cross_term_with_a_dense_use(form):
+def test_inner_product_with_a_dense_use(form):
     source = Source(0)
     dense = Dense(source(2, 12, 16))
     other: Use = (
@@ -279,8 +278,8 @@ def test_cross_term_with_a_dense_use(form):
     exact = torch.stack(
         [(dense.example_gradient(i, shape) * other.example_gradient(i, shape)).sum() for i in range(2)]
     )
-    torch.testing.assert_close(cross_term(dense, other)[0].double(), exact, rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(cross_term(other, dense)[0].double(), exact, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(inner_product(dense, other)[0].double(), exact, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(inner_product(other, dense)[0].double(), exact, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("form", ["linear", "tied"])

@@ -10,6 +10,7 @@ import torch
 from models import BUILDERS, alone, batch_for
 
 from hf_dp.clipping import norms, self_check
+from hf_dp.clipping.uses import OuterProducts
 from hf_dp.errors import SelfCheckError
 from hf_dp.losses import per_example_loss
 
@@ -34,15 +35,14 @@ def test_a_loss_coupled_to_neighbors_is_refused():
 
 def test_a_wrong_rule_is_refused(monkeypatch):
     linear = sys.modules["hf_dp.clipping.rules.linear"]
-    original = linear._weight_use
-    monkeypatch.setattr(linear, "_weight_use", lambda x, grad, transposed: original(x, grad * 0.9, transposed))
+    monkeypatch.setattr(linear, "OuterProducts", lambda left, right: OuterProducts(left * 0.9, right))
     with pytest.raises(SelfCheckError, match="norm"):
         check(models.bert())
 
 
-def test_a_dropped_cross_term_is_refused(monkeypatch):
-    original = norms.cross_term
-    monkeypatch.setattr(norms, "cross_term", lambda a, b: tuple(0 * x for x in original(a, b)))
+def test_a_dropped_inner_product_is_refused(monkeypatch):
+    original = norms.inner_product
+    monkeypatch.setattr(norms, "inner_product", lambda a, b: tuple(0 * x for x in original(a, b)))
     with pytest.raises(SelfCheckError, match="norm"):
         check(models.gpt2(tied=True))
 

@@ -10,7 +10,7 @@ import torch
 from models import SHORT, assert_same_sums, batch_for, engine_result, rows
 from torch import nn
 
-from hf_dp.clipping import ClippingEngine, engine, uses
+from hf_dp.clipping import ClippingEngine, per_example_gradients, uses
 from hf_dp.errors import InvalidArgumentError, UnaccountedGradientError, UnsupportedLossError, UnsupportedModelError
 from hf_dp.losses import per_example_loss
 
@@ -91,17 +91,35 @@ def test_one_loss_for_each_example_of_the_forward(model, batch):
         engine.backward(per_example_loss(model, batch)[:3])
 
 
-def test_flattened_positions_are_refused_by_shape():
-    class Flattening(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.inner = nn.Linear(3, 1)
+class Flattening(nn.Module):
+    """OPT's way: (b * T, d) inside."""
 
-        def forward(self, x):
-            return self.inner(x.flatten(0, 1)).view(len(x), -1).sum(1)
+    def __init__(self, drop: int = 0):
+        super().__init__()
+        self.drop = drop
+        self.inner = nn.Linear(3, 1)
 
-    model = Flattening()
-    with ClippingEngine(model, 0.1) as engine, pytest.raises(UnsupportedModelError, match=r"Linear .*\(20, 1\)"):
+    def forward(self, x):
+        rows = self.inner(x.flatten(0, 1)[self.drop :])
+        return torch.cat([rows.new_zeros(self.drop, 1), rows]).view(len(x), -1).sum(1)
+
+
+def test_flattened_positions_are_split_by_example():
+    model, x = Flattening().double(), torch.randn(4, 5, 3).double()
+    with ClippingEngine(model, 0.1) as engine:
+        norms = engine.backward(model(x))
+    expected = [
+        g["inner.weight"].square().sum() + 25 for g in per_example_gradients(model(x), dict(model.named_parameters()))
+    ]
+    torch.testing.assert_close(norms, torch.stack(expected).sqrt(), rtol=1e-12, atol=0)
+
+
+def test_rows_that_are_no_multiple_of_the_examples_are_refused_by_shape():
+    model = Flattening(drop=1)
+    with (
+        ClippingEngine(model, 0.1) as engine,
+        pytest.raises(UnsupportedModelError, match=r"Linear `inner` .*\(19, 1\)"),
+    ):
         engine.backward(model(torch.randn(4, 5, 3)))
 
 
@@ -189,13 +207,13 @@ def test_an_empty_batch_of_losses_adds_nothing(model):
 def test_norms_and_sums_are_formed_in_full_precision_whatever_the_process_set(model, batch, monkeypatch):
     """TF32 products round to 1e-3, far above the rounding that the norms allow for; the user's setting is put back."""
     seen = []
-    original = engine.example_norms
+    original = uses._gram_sums
 
     def watched(*args):
         seen.append(torch.get_float32_matmul_precision())
         return original(*args)
 
-    monkeypatch.setattr(engine, "example_norms", watched)
+    monkeypatch.setattr(uses, "_gram_sums", watched)
     before = torch.get_float32_matmul_precision()
     try:
         torch.set_float32_matmul_precision("high")
@@ -203,4 +221,4 @@ def test_norms_and_sums_are_formed_in_full_precision_whatever_the_process_set(mo
         assert torch.get_float32_matmul_precision() == "high"
     finally:
         torch.set_float32_matmul_precision(before)
-    assert seen == ["highest"]
+    assert seen and set(seen) == {"highest"}

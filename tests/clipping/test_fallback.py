@@ -19,7 +19,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import ViTConfig, ViTForImageClassification
 
-from hf_dp.clipping import ClippingEngine
+from hf_dp.clipping import ClippingEngine, per_example_gradients
+from hf_dp.clipping.engine import STRATEGIES
 from hf_dp.errors import UnsupportedModelError
 
 RTOL = 1e-9
@@ -85,10 +86,23 @@ def test_vision_transformer_with_bare_parameters_and_a_convolution():
     assert all(sums[name].any() for name in sums if name.endswith(("cls_token", "position_embeddings")))
 
 
-def test_vision_transformer_with_dropout_beside_bare_parameters_is_refused():
-    model = vit(dropout=0.1)
-    with ClippingEngine(model, 1.0), pytest.raises(UnsupportedModelError, match="ViTEmbeddings .*dropout"):
-        model(torch.randn(2, 3, 8, 8).double())
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_vision_transformer_with_dropout_beside_bare_parameters(strategy):
+    """The module that owns cls_token also drops: it is run again with the masks of the batch."""
+    model = vit(dropout=0.5)
+    pixels, labels = torch.randn(3, 3, 8, 8).double(), torch.tensor([0, 2, 1])
+
+    def losses() -> Tensor:
+        torch.manual_seed(5)
+        return F.cross_entropy(model(pixels).logits, labels, reduction="none")
+
+    expected = [
+        torch.stack([g.square().sum() for g in one.values()]).sum().sqrt()
+        for one in per_example_gradients(losses(), dict(model.named_parameters()))
+    ]
+    with ClippingEngine(model, 1.0, strategy=strategy) as engine:
+        found = engine.backward(losses())
+    torch.testing.assert_close(found, torch.stack(expected), rtol=RTOL, atol=0)
 
 
 class Doubled(nn.Embedding):

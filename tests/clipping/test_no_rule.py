@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from hf_dp.clipping import ClippingEngine, per_example_gradients
+from hf_dp.clipping.engine import STRATEGIES
 from hf_dp.errors import UnsupportedModelError
 
 
@@ -70,11 +71,13 @@ CASES = {
     "two outputs": lambda: Net(Pair(), 4),
     "inside a sequence, twice": lambda: Net((lambda s: nn.Sequential(s, nn.ReLU(), s))(Scale()), 4),
     "at the root": lambda: Scale(3),
+    "dropout": lambda: Net(Noisy(), 4),
 }
 
 
+@pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("case", CASES)
-def test_equal_to_one_backward_an_example_on_the_same_masks(case):
+def test_equal_to_one_backward_an_example_on_the_same_masks(case, strategy):
     torch.manual_seed(0)
     model = CASES[case]().double()
     x = torch.randn(5, 5, 3).double()
@@ -87,7 +90,7 @@ def test_equal_to_one_backward_an_example_on_the_same_masks(case):
     parameters = dict(model.named_parameters())
     gradients = list(per_example_gradients(losses(), parameters))
     norms = [torch.stack([g.square().sum() for g in one.values()]).sum().sqrt() for one in gradients]
-    with ClippingEngine(model, 0.5) as engine:
+    with ClippingEngine(model, 0.5, strategy=strategy) as engine:
         got_norms = engine.backward(losses())
         got = engine.collect()
     torch.testing.assert_close(got_norms, torch.stack(norms), rtol=1e-9, atol=0)
@@ -96,10 +99,73 @@ def test_equal_to_one_backward_an_example_on_the_same_masks(case):
         torch.testing.assert_close(got[name], expected, rtol=1e-9, atol=1e-12)
 
 
-def test_a_module_that_draws_random_numbers_is_refused():
-    model = Net(Noisy(), 4)
-    with ClippingEngine(model, 0.1), pytest.raises(UnsupportedModelError, match="Noisy .*dropout"):
+class Jitter(Noisy):
+    def forward(self, x):
+        return x * self.gain + torch.rand_like(x)
+
+
+class DropsAndJitters(Noisy):
+    def forward(self, x):
+        return super().forward(x) * torch.rand_like(x)
+
+
+@pytest.mark.parametrize("noisy", [Jitter, DropsAndJitters])
+def test_a_module_that_draws_random_numbers_other_than_dropout_is_refused(noisy):
+    model = Net(noisy(), 4)
+    with (
+        ClippingEngine(model, 0.1),
+        pytest.raises(UnsupportedModelError, match=f"{noisy.__name__} `middle` .*dropout"),
+    ):
         model(torch.randn(4, 5, 3))
+
+
+class Mixes(Scale):
+    def forward(self, x):
+        return super().forward(x) + 0.1 * x.mean(0)
+
+
+def test_a_module_that_mixes_examples_is_refused():
+    model = Net(Mixes(), 4)
+    with ClippingEngine(model, 0.1) as engine, pytest.raises(UnsupportedModelError, match="Mixes .*mixes examples"):
+        engine.backward(model(torch.randn(4, 5, 3)))
+
+
+def test_a_shared_table_of_as_many_rows_as_examples_is_refused_and_not_split():
+    class Shifted(Scale):
+        def forward(self, x, table):
+            return super().forward(x) + table.sum(0)
+
+    class Outer(Net):
+        def forward(self, x):
+            return self.last(self.middle(self.first(x), torch.ones(len(x), 4))).flatten(1).sum(1)
+
+    model = Outer(Shifted(), 4)
+    with (
+        ClippingEngine(model, 0.1) as engine,
+        pytest.raises(UnsupportedModelError, match="Shifted .*one row per example"),
+    ):
+        engine.backward(model(torch.randn(4, 5, 3)))
+
+
+class Branching(Scale):
+    """Cannot be mapped: it looks at values. It is run once for each example instead."""
+
+    def forward(self, x):
+        return super().forward(x) if float(x.detach().sum()) > 0 else 2 * super().forward(x)
+
+
+def test_a_module_that_cannot_be_mapped_is_run_for_each_example():
+    class PerRow(Branching):
+        def forward(self, x):
+            return torch.cat([super(PerRow, self).forward(row) for row in x.split(1)])
+
+    model, x = Net(PerRow(), 4).double(), torch.randn(4, 5, 3).double()
+    expected = [
+        torch.stack([g.square().sum() for g in one.values()]).sum().sqrt()
+        for one in per_example_gradients(model(x), dict(model.named_parameters()))
+    ]
+    with ClippingEngine(model, 0.1) as engine:
+        torch.testing.assert_close(engine.backward(model(x)), torch.stack(expected), rtol=1e-9, atol=0)
 
 
 def test_a_nan_stays_with_its_example():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from models import BUILDERS, TinyTied, assert_same_sums, batch_for, bert, engine_result, rows
+from models import BUILDERS, TinyTied, assert_same_sums, batch_for, bert, engine_result, example_norms, rows
 from torch import Tensor, nn
 
 from hf_dp.clipping import ClippingEngine, self_check
@@ -120,7 +120,6 @@ def test_a_squared_norm_of_minus_infinity_is_not_a_small_one():
     """Products that overflow can sum to -inf; clamped to 0 the example would enter the sum unclipped."""
     left = torch.tensor([[[1e20, 1.0], [-1e20, 1.0]], [[1.0, 2.0], [0.5, 0.1]]])
     right = torch.tensor([[[1.0, 1e20], [1.0, 1e20]], [[1.0, 1.0], [1.0, 2.0]]])
-    from hf_dp.clipping.norms import example_norms
     from hf_dp.clipping.uses import OuterProducts
 
     norms, _ = example_norms({torch.nn.Parameter(torch.zeros(2, 2)): [OuterProducts(left, right)]}, 2)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from models import example_norms
 
 from hf_dp.clipping import norms
-from hf_dp.clipping.norms import example_norms
-from hf_dp.clipping.uses import Lookups, OuterProducts, Use, cross_term
+from hf_dp.clipping.uses import Lookups, OuterProducts, Use, inner_product
 
 
 def exact_norm(parameter: torch.Tensor, uses: list[Use]) -> torch.Tensor:
@@ -71,7 +71,7 @@ def test_the_claimed_rounding_error_covers_the_real_one(kind, length, width):
         left, right = left[:, :1].expand(-1, length, -1), right[:, :1].expand(-1, length, -1)
     use = OuterProducts(left.contiguous(), right.contiguous())
     found = use.norms()
-    true = torch.stack([use.example_gradient(i, torch.Size()).square().sum() for i in range(4)])
+    true = torch.stack([use.example_gradient(i, torch.Size((width, width))).square().sum() for i in range(4)])
     assert ((found.squared.double() - true).abs() <= found.error.double()).all()
 
 
@@ -82,7 +82,7 @@ def test_ordinary_gradients_do_not_take_the_slow_path():
     assert (found.error < norms._TOLERANCE * found.squared).all()
 
 
-def test_mixed_cross_terms_equal_the_explicit_product():
+def test_mixed_inner_products_equal_the_explicit_product():
     generator = torch.Generator().manual_seed(3)
     tokens = torch.randint(0, 20, (3, 5), generator=generator)
     lookups = Lookups(tokens, torch.randn(3, 5, 8, generator=generator).double())
@@ -91,7 +91,7 @@ def test_mixed_cross_terms_equal_the_explicit_product():
 
     dense = Dense(torch.randn(3, 20, 8, generator=generator).double())
     for one, other in ((outer, lookups), (lookups, outer), (dense, outer), (dense, lookups)):
-        got, _ = cross_term(one, other)
+        got, _ = inner_product(one, other)
         shape = torch.Size((20, 8))
         expected = torch.stack(
             [(one.example_gradient(i, shape) * other.example_gradient(i, shape)).sum() for i in range(3)]

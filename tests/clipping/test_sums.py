@@ -162,9 +162,9 @@ def test_bf16_contributions_stay_within_the_clipping_norm():
 # -- planted bugs ---
 
 
-def test_planted_missing_cross_term_is_seen(monkeypatch):
-    original = norms.cross_term
-    monkeypatch.setattr(norms, "cross_term", lambda a, b: tuple(0 * x for x in original(a, b)))
+def test_planted_missing_inner_product_is_seen(monkeypatch):
+    original = norms.inner_product
+    monkeypatch.setattr(norms, "inner_product", lambda a, b: tuple(0 * x for x in original(a, b)))
     model = models.gpt2(tied=True)
     assert disagreement(model, batch_for(model, SHORT)) > 1e-3
 
@@ -172,8 +172,8 @@ def test_planted_missing_cross_term_is_seen(monkeypatch):
 def test_planted_unclipped_layer_is_seen(monkeypatch):
     original = uses.OuterProducts.add_weighted_sum
 
-    def unclipped(self, total, weights):
-        original(self, total, torch.ones_like(weights) if total.shape == (24, 16) else weights)
+    def unclipped(self, total, shape, weights):
+        return original(self, total, shape, torch.ones_like(weights) if shape == (24, 16) else weights)
 
     monkeypatch.setattr(uses.OuterProducts, "add_weighted_sum", unclipped)
     model = models.bert()
@@ -182,8 +182,7 @@ def test_planted_unclipped_layer_is_seen(monkeypatch):
 
 def test_planted_half_norm_in_one_rule_is_seen(monkeypatch):
     linear = sys.modules["hf_dp.clipping.rules.linear"]
-    original = linear._weight_use
-    monkeypatch.setattr(linear, "_weight_use", lambda x, grad, transposed: original(x, grad / 2, transposed))
+    monkeypatch.setattr(linear, "OuterProducts", lambda left, right: uses.OuterProducts(left / 2, right))
     model = models.bert()
     assert disagreement(model, batch_for(model, SHORT)) > 1e-3
 

@@ -1,20 +1,24 @@
 """Which rule serves which class. Exact class only: a subclass may scale or shift what its parent computes.
 
-(The plain embedding rule on Gemma's scaled embedding under-counts the norm by sqrt(hidden size), silently.)
+(The plain embedding rule on Gemma's scaled embedding under-counts the norm by sqrt(hidden size), silently. Subclasses of
+``nn.Embedding`` are served by a rule that runs their own forward.)
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 from torch import nn
 from torch.nn.utils import parametrize
 from transformers.pytorch_utils import Conv1D
 
-from hf_dp.clipping.rules.embedding import embedding
-from hf_dp.clipping.rules.layer_norm import layer_norm
+from hf_dp._validate import invalid
+from hf_dp.clipping.rules.convolution import conv2d, is_plain_conv2d
+from hf_dp.clipping.rules.embedding import embedding, embedding_subclass
 from hf_dp.clipping.rules.linear import conv1d, linear
+from hf_dp.clipping.rules.norms import group_norm, is_rms_norm, layer_norm, rms_norm
+from hf_dp.clipping.rules.pair import Gradients, Keep, PairRule
 
 Rule = Callable[..., Any]
 
@@ -23,6 +27,9 @@ _RULES: dict[type[nn.Module], Rule] = {
     Conv1D: conv1d,
     nn.Embedding: embedding,
     nn.LayerNorm: layer_norm,
+    nn.RMSNorm: rms_norm,
+    nn.GroupNorm: group_norm,
+    nn.Conv2d: conv2d,
 }
 
 
@@ -30,6 +37,53 @@ def find_rule(module: nn.Module) -> Rule | None:
     """The rule for this very module, or None when its class is unknown, its forward replaced or a weight parametrised."""
     if "forward" in module.__dict__ or parametrize.is_parametrized(module):
         return None
+    rule = _RULES.get(type(module))
+    if isinstance(rule, PairRule) and rule not in _BUILT_IN:
+        return rule
     if not isinstance(module._parameters.get("weight"), nn.Parameter):
         return None  # computed anew before each forward, as torch.nn.utils.weight_norm does
-    return _RULES.get(type(module))
+    if isinstance(module, nn.Conv2d) and not is_plain_conv2d(module):
+        return None
+    if rule is None and isinstance(module, nn.Embedding):
+        return embedding_subclass
+    if rule is None and is_rms_norm(cast(Any, type(module))) and set(module._parameters) == {"weight"}:
+        return rms_norm
+    return rule
+
+
+def register_rule(module_class: type[nn.Module], keep: Keep, gradients: Gradients) -> None:
+    """Teach the engine the per-example gradients of a module class of your own (this class, not its subclasses).
+
+    Args:
+        keep: ``keep(module, *args, **kwargs) -> tuple of tensors``, called with the forward's arguments: what the gradients
+            will need of the inputs, one row per example each.
+        gradients: ``gradients(module, kept, output_grad) -> {parameter name: gradient}``: for each trainable parameter that
+            the module owns, its per-example gradient (b, *parameter.shape), or where that is large
+            :class:`~hf_dp.clipping.uses.OuterProducts` or :class:`~hf_dp.clipping.uses.Lookups`. It must not mix examples.
+
+    The module's forward must return one tensor with one row per example. The rule is checked on synthetic examples before
+    training, as all are. A module without a rule works too, more slowly: it is differentiated example by example.
+
+    Raises: InvalidArgumentError when ``module_class`` is no module class, or has a rule already.
+
+    Example, a learned scale of each feature::
+
+        register_rule(
+            Scale,
+            keep=lambda module, x: (x,),
+            gradients=lambda module, kept, grad: {"scale": (kept[0] * grad).flatten(1, -2).sum(1)},
+        )
+    """
+    if not (isinstance(module_class, type) and issubclass(module_class, nn.Module)):
+        raise invalid("module_class", module_class, "to be a subclass of torch.nn.Module", "Pass the class itself.")
+    if module_class in _RULES:
+        raise invalid(
+            "module_class",
+            module_class.__name__,
+            "to have no rule yet",
+            "Derive a class of your own and register that one.",
+        )
+    _RULES[module_class] = PairRule(keep, gradients)
+
+
+_BUILT_IN = tuple(rule for rule in _RULES.values() if isinstance(rule, PairRule))

@@ -1,4 +1,8 @@
-"""``nn.Embedding``: the gradient of row k is the sum of output gradients at positions that looked k up.
+"""``nn.Embedding`` and its subclasses: the gradient of row k is the sum of output gradients at positions that looked k up.
+
+A subclass (Gemma's and BART's scaled embeddings, the shifted positions of OPT and BART) runs its own forward; only its call
+of ``torch.nn.functional.embedding`` on its weight is recorded, so what it does before and after is differentiated by
+autograd. A subclass that uses its weight in any other way gives autograd a gradient for it, which the engine refuses.
 
 ``padding_idx`` gets no gradient, as in autograd. Indices shared by all examples, shape (1, ...), are expanded to the
 batch: their output gradient would arrive summed over examples, from which no per-example gradient can be recovered.
@@ -6,11 +10,13 @@ batch: their output gradient would arrive summed over examples, from which no pe
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
 
 from hf_dp.clipping.recorder import Tape
 from hf_dp.clipping.uses import Lookups
@@ -23,7 +29,28 @@ def embedding(tape: Tape, module: nn.Embedding, input: Tensor) -> Tensor:
     """
     if tape.examples is not None and tape.examples > 1 and input.dim() >= 1 and input.shape[0] == 1:
         input = input.expand(tape.examples, *input.shape[1:])
+    tape.note_forward(module.weight)
     return _Embedding.apply(input, module.weight, module, tape)
+
+
+def embedding_subclass(tape: Tape, module: nn.Embedding, *args: Any, **kwargs: Any) -> Any:
+    """The subclass's own forward, its lookups recorded."""
+    with _RecordedLookups(tape, module):
+        return type(module).forward(module, *args, **kwargs)
+
+
+class _RecordedLookups(TorchFunctionMode):
+    def __init__(self, tape: Tape, module: nn.Embedding):
+        super().__init__()
+        self.tape, self.module = tape, module
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is F.embedding and len(args) > 1 and args[1] is self.module.weight:
+            return embedding(self.tape, self.module, args[0])
+        return func(*args, **kwargs)
 
 
 class _Embedding(torch.autograd.Function):
@@ -38,11 +65,12 @@ class _Embedding(torch.autograd.Function):
         (grad,) = grad_outputs
         (tokens,) = ctx.saved_tensors
         module: nn.Embedding = ctx.module
-        ctx.tape.check_batch_first(module, tokens)
         if ctx.needs_input_grad[1]:
+            if tokens.shape[:1] != (ctx.tape.expected_examples(),):
+                ctx.tape.by_example(module, tokens[..., None, None])  # refuses, naming the shape
             tokens = tokens.reshape(tokens.shape[0], -1)
             grad = grad.reshape(*tokens.shape, -1)
             if module.padding_idx is not None:
                 grad = grad.masked_fill((tokens == module.padding_idx)[..., None], 0)
-            ctx.tape.record(module.weight, Lookups(tokens, grad))
+            ctx.tape.record(module, module.weight, Lookups(tokens, grad))
         return None, None, None, None

@@ -1,0 +1,30 @@
+"""Book-keeping (Bu et al. 2023, after the ghost norm of Li et al., section 4): one backward pass records what each trainable
+parameter met; norms follow from the records, then each weight gradient is formed once, as a weighted matrix product."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from hf_dp.clipping.norms import ExampleNorms, gathered
+from hf_dp.clipping.step import ClippedStep
+from hf_dp.clipping.uses import Use
+
+
+def book_keeping(step: ClippedStep, losses: Tensor) -> Tensor:
+    """Adds the clipped gradients to the step's sums; returns the examples' norms (b,). Holds all records at once."""
+    uses: dict[nn.Parameter, list[Use]] = {}
+
+    def keep(parameter: nn.Parameter, use: Use) -> None:
+        uses[parameter] = gathered([*uses.get(parameter, ()), use])
+
+    step.backward(losses, keep)
+    table = ExampleNorms(step.groups, len(losses))
+    for parameter, of_parameter in uses.items():
+        table.add(parameter, of_parameter)
+    table.settle(uses)
+    decision = step.decide(table)
+    while uses:  # records are freed as they are used
+        parameter, of_parameter = uses.popitem()
+        for use in of_parameter:
+            step.add(parameter, use, decision)
+    return decision.norms

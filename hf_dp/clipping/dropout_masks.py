@@ -1,0 +1,80 @@
+"""Dropout in a module that is run again: masks are drawn once for the batch, kept, and given to the second run.
+
+The functions intercept ``torch.nn.functional.dropout``, which ``nn.Dropout`` calls too. Interception is entered inside the
+module's forward and not around the whole model, because it does not reach the forwards that checkpointing runs again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+
+
+def _arguments(
+    input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
+) -> tuple[Tensor, float, bool]:
+    return input, p, training
+
+
+class DrawnMasks(TorchFunctionMode):
+    """Inside, dropout multiplies by a mask that is kept in ``drawn``; the mask is drawn as torch draws it.
+
+    ``other_draws``: whether anything else drew random numbers (fused attention with dropout, for instance).
+    """
+
+    def __init__(self, device: torch.device):
+        super().__init__()
+        self.device = device
+        self.drawn: list[Tensor] = []
+        self.other_draws = False
+
+    def __enter__(self) -> DrawnMasks:
+        self._last = self._state()
+        return super().__enter__()
+
+    def __exit__(self, *exception: Any) -> None:
+        super().__exit__(*exception)
+        self._look()
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if func is not F.dropout:
+            return func(*args, **(kwargs or {}))
+        input, p, training = _arguments(*args, **(kwargs or {}))
+        if not training or p == 0:
+            return input
+        self._look()
+        mask = torch.zeros_like(input) if p == 1 else torch.empty_like(input).bernoulli_(1 - p).div_(1 - p)
+        self._last = self._state()
+        self.drawn.append(mask)
+        return input * mask
+
+    def _look(self) -> None:
+        now = self._state()
+        self.other_draws |= any(not torch.equal(x, y) for x, y in zip(self._last, now, strict=True))
+
+    def _state(self) -> list[Tensor]:
+        cuda = [torch.cuda.get_rng_state(self.device)] if self.device.type == "cuda" else []
+        return [torch.get_rng_state(), *cuda]
+
+
+class GivenMasks(TorchFunctionMode):
+    """Inside, dropout multiplies by these masks, in their order."""
+
+    def __init__(self, masks: Sequence[Tensor]):
+        super().__init__()
+        self._masks: Iterator[Tensor] = iter(masks)
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if func is not F.dropout:
+            return func(*args, **(kwargs or {}))
+        input, p, training = _arguments(*args, **(kwargs or {}))
+        return input * next(self._masks) if training and p != 0 else input

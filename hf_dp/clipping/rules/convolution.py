@@ -1,0 +1,34 @@
+"""``nn.Conv2d``: an affine map of the patch under the kernel, so its weight gradient is ``sum_t g_t patch_t^T``, t the output
+positions. (For the patch embedding of a vision transformer the patches do not overlap and are no larger than the image.)"""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from hf_dp.clipping.rules.pair import PairRule
+from hf_dp.clipping.uses import OuterProducts, Use, accumulation_dtype
+
+
+def _keep_input(module: nn.Conv2d, input: Tensor) -> tuple[Tensor]:
+    return (input,)
+
+
+def _conv2d_gradients(module: nn.Conv2d, kept: tuple[Tensor, ...], grad: Tensor) -> dict[str, Tensor | Use]:
+    padding = module.padding
+    assert not isinstance(padding, str)  # such a module has no rule
+    x = kept[0].to(grad.dtype)
+    patches = F.unfold(x, module.kernel_size, module.dilation, padding, module.stride).mT  # (b, T, in * kh * kw)
+    output_grads = grad.flatten(2).mT  # (b, T, out)
+    return {
+        "weight": OuterProducts(output_grads, patches),
+        "bias": output_grads.sum(1, dtype=accumulation_dtype(grad.dtype)),
+    }
+
+
+conv2d = PairRule(_keep_input, _conv2d_gradients)
+
+
+def is_plain_conv2d(module: nn.Conv2d) -> bool:
+    """One group, zeros for padding: what the rule covers."""
+    return module.groups == 1 and module.padding_mode == "zeros" and not isinstance(module.padding, str)

@@ -1,0 +1,91 @@
+"""A rule as a pair of functions: what to keep of the inputs, and the per-example gradients from it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hf_dp.clipping.recorder import Tape
+from hf_dp.clipping.uses import Use
+from hf_dp.errors import UnsupportedModelError
+
+Keep = Callable[..., tuple[Tensor, ...]]
+Gradients = Callable[[Any, tuple[Tensor, ...], Tensor], Mapping[str, "Tensor | Use"]]
+
+
+@dataclass(frozen=True)
+class PairRule:
+    """Runs the module's own forward on detached parameters, so that autograd gives the input gradients and no other.
+
+    Args:
+        keep: ``(module, *args, **kwargs) -> tensors`` that the gradients need, each with one row per example.
+        gradients: ``(module, kept, output_grad) -> {parameter name: per-example gradient (b, *shape), or a Use}`` for at
+            least the trainable parameters of the module; tensors have one row per example first, also where the module
+            worked on flattened (b * T, d) inputs.
+    """
+
+    keep: Keep
+    gradients: Gradients
+
+    def __call__(self, tape: Tape, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        own = {name: p for name, p in module.named_parameters(recurse=False) if p.requires_grad}
+        if not torch.is_grad_enabled():
+            return type(module).forward(module, *args, **kwargs)
+        kept = self.keep(module, *args, **kwargs)
+        for tensor in kept:
+            tape.refuse_parameter(module, tensor)
+        tape.note_forward(*own.values())
+        for name, parameter in own.items():
+            module._parameters[name] = parameter.detach()  # type: ignore[assignment]
+        try:
+            output = type(module).forward(module, *args, **kwargs)
+        finally:
+            module._parameters.update(own)
+        if not isinstance(output, Tensor):
+            raise UnsupportedModelError(
+                f"{tape.describe(module)} returned a {type(output).__name__}, where its clipping rule expects one tensor. "
+                "Remove the rule: a module without one is differentiated example by example."
+            )
+        return _Kept.apply(output, next(iter(own.values())), self, module, tape, own, *kept)
+
+
+class _Kept(torch.autograd.Function):
+    """Identity that keeps a rule's tensors and, in backward, records what the rule makes of them.
+
+    The parameter is an input so that there is a backward in any case.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        output: Tensor,
+        anchor: Tensor,
+        rule: PairRule,
+        module: nn.Module,
+        tape: Tape,
+        own: dict[str, nn.Parameter],
+        *kept: Tensor,
+    ) -> Tensor:
+        ctx.rule, ctx.module, ctx.tape, ctx.own = rule, module, tape, own
+        ctx.save_for_backward(*kept)
+        return output.view_as(output)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
+        (grad,) = grad_outputs
+        tape: Tape = ctx.tape
+        kept = tuple(tape.by_example(ctx.module, tensor.detach()) for tensor in ctx.saved_tensors)
+        found = ctx.rule.gradients(ctx.module, kept, tape.by_example(ctx.module, grad))
+        missing = sorted(set(ctx.own) - set(found))
+        if missing:
+            raise UnsupportedModelError(
+                f"The clipping rule of {tape.describe(ctx.module)} gave gradients for {sorted(found)} and none for its "
+                f"trainable {missing}. Let its gradients function return them, or freeze them (requires_grad_(False))."
+            )
+        for name, parameter in ctx.own.items():
+            tape.record(ctx.module, parameter, found[name])
+        return grad, None, None, None, None, None, *[None] * len(kept)

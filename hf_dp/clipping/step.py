@@ -1,0 +1,81 @@
+"""What every clipping strategy is built from: a recorded backward pass, weights from norms, and the running sums."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from hf_dp.clipping.norms import ExampleNorms
+from hf_dp.clipping.owners import own_gradients
+from hf_dp.clipping.recorder import Sink, Tape
+from hf_dp.clipping.uses import Use, full_precision
+from hf_dp.clipping.weights import clipping_weights
+
+
+@dataclass
+class Decision:
+    """Norms before clipping (b,), one weight per group and example (K, b), and which examples are used at all (b,)."""
+
+    norms: Tensor
+    weights: Tensor
+    keep: Tensor
+    all_kept: bool
+
+
+class ClippedStep:
+    """One physical batch on its way into the sums.
+
+    Args:
+        groups: which parameters are clipped together, numbered from 0.
+        sums: the running sums, added to in place.
+        check: raises when autograd itself wrote a gradient.
+    """
+
+    def __init__(
+        self,
+        tape: Tape,
+        groups: Mapping[nn.Parameter, int],
+        clipping: str,
+        clipping_norm: float,
+        sums: dict[nn.Parameter, Tensor],
+        check: Callable[[], None],
+    ):
+        self.tape, self.groups = tape, groups
+        self._clipping, self._clipping_norm, self._sums, self._check = clipping, clipping_norm, sums, check
+
+    def forward_uses(self) -> Counter[nn.Parameter]:
+        """How often the forward used each parameter."""
+        return self.tape.forward_uses
+
+    def backward(self, losses: Tensor, sink: Sink, retain_graph: bool = False) -> None:
+        """One backward pass from all losses at once; each use of a trainable parameter goes to ``sink``.
+
+        The losses are those of different examples, so their unweighted sum keeps the examples' gradients apart.
+        """
+        with self.tape.recording(len(losses), sink):
+            torch.autograd.backward(losses, torch.ones_like(losses), retain_graph=retain_graph)
+            with self.tape.originals(), torch.no_grad(), full_precision():
+                for call in self.tape.calls:
+                    own_gradients(call, self.tape)
+        self._check()
+
+    @torch.no_grad()
+    def decide(self, table: ExampleNorms) -> Decision:
+        """Weights from the norms; an example whose norm is not finite is not used."""
+        norms, slack = table.result()
+        weights = clipping_weights(self._clipping, norms + slack, self._clipping_norm)
+        keep = torch.isfinite(norms + slack).all(0)
+        return Decision(norms.square().sum(0).sqrt(), weights, keep, bool(keep.all()))
+
+    @torch.no_grad()
+    def add(self, parameter: nn.Parameter, use: Use, decision: Decision) -> None:
+        """Add one use of a parameter, weighted, to its sum."""
+        with full_precision():
+            if not decision.all_kept:
+                use.keep_only(decision.keep)
+            weights = decision.weights[self.groups[parameter]]
+            self._sums[parameter] = use.add_weighted_sum(self._sums.get(parameter), parameter.shape, weights)
