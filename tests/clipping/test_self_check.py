@@ -68,7 +68,7 @@ def test_a_coupling_that_keeps_every_loss_is_refused():
 
 RULES = {
     "linear": "_Affine",
-    "pair": "_Kept",
+    "layer_norm": "_LayerNorm",
     "embedding": "_Embedding",
 }
 

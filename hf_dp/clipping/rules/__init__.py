@@ -16,8 +16,9 @@ from transformers.pytorch_utils import Conv1D
 from hf_dp._validate import invalid
 from hf_dp.clipping.rules.convolution import conv2d, is_plain_conv2d
 from hf_dp.clipping.rules.embedding import embedding, embedding_subclass
+from hf_dp.clipping.rules.layer_norm import layer_norm
 from hf_dp.clipping.rules.linear import conv1d, linear
-from hf_dp.clipping.rules.norms import group_norm, is_rms_norm, layer_norm, rms_norm
+from hf_dp.clipping.rules.other_norms import group_norm, is_rms_norm, rms_norm
 from hf_dp.clipping.rules.pair import Gradients, Keep, PairRule
 
 Rule = Callable[..., Any]

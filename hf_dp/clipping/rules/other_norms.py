@@ -1,9 +1,5 @@
-"""Normalisation layers: with x_hat the normalised input, weight gradient ``sum_t g_t * x_hat_t``, bias gradient ``sum_t g_t``.
-
-Both are as small as one position's activation, so they are formed per example at once and no record is kept. LayerNorm's sums
-over positions are matrix products with the scale r_t of each position, ``sum_t r_t (g_t * x_t)``: one pass over the
-data where forming x_hat takes three.
-"""
+"""Root-mean-square and group norms: with x_hat the normalised input, weight gradient ``sum_t g_t * x_hat_t`` and bias gradient
+``sum_t g_t``, as small as one position's activation: formed per example at once."""
 
 from __future__ import annotations
 
@@ -22,24 +18,8 @@ from hf_dp.clipping.rules.pair import PairRule
 from hf_dp.clipping.uses import accumulation_dtype
 
 
-def _scaled_sum(scales: Tensor, values: Tensor) -> Tensor:
-    """``sum_t scales[:, t] * values[:, t]``: (b, T), (b, T, d) -> (b, d)."""
-    return torch.bmm(scales[:, None], values)[:, 0]
-
-
 def _keep_input(module: nn.Module, input: Tensor) -> tuple[Tensor]:
     return (input,)
-
-
-def _layer_norm_gradients(module: nn.LayerNorm, kept: tuple[Tensor, ...], grad: Tensor) -> dict[str, Tensor]:
-    shape, dims = module.weight.shape, len(module.normalized_shape)
-    dtype = accumulation_dtype(grad.dtype)
-    x, g = positions(kept[0], dims).to(dtype), positions(grad, dims).to(dtype)
-    variance, mean = torch.var_mean(x, dim=2, correction=0)
-    scale = (variance + module.eps).rsqrt()
-    total = _scaled_sum(torch.ones_like(scale), g)
-    weight = _scaled_sum(scale, x * g) - _scaled_sum(scale * mean, g)
-    return {"weight": weight.view(-1, *shape), "bias": total.view(-1, *shape)}
 
 
 def _rms_norm_gradients(module: nn.Module, kept: tuple[Tensor, ...], grad: Tensor) -> dict[str, Tensor]:
@@ -65,7 +45,6 @@ def _group_norm_gradients(module: nn.GroupNorm, kept: tuple[Tensor, ...], grad: 
     return {"weight": (g * x_hat).sum(2), "bias": g.sum(2)}
 
 
-layer_norm = PairRule(_keep_input, _layer_norm_gradients)
 group_norm = PairRule(_keep_input, _group_norm_gradients)
 rms_norm = PairRule(lambda module, x: (x,), _rms_norm_gradients)
 

@@ -1,0 +1,167 @@
+"""The largest physical batch of each mode, and speed there, as Li et al. measure it (appendix G).
+
+The largest batch comes from a binary search over whether a step runs out of memory. To compare two modes at their largest
+batches on the same number of examples and updates, both do a logical batch of the least common multiple of the two.
+"""
+
+from __future__ import annotations
+
+import gc
+import math
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from hf_dp.benchmarks.modes import NON_PRIVATE, Refused, build_mode, is_out_of_memory, refusals
+from hf_dp.benchmarks.rounds import interleave, ratio, seconds_per_step
+from hf_dp.benchmarks.workload import Workload, make_batch
+from hf_dp.errors import HfDpError
+
+Fits = Callable[[int], bool]
+
+
+def largest_batch(fits: Fits, limit: int = 1 << 16) -> int:
+    """The largest batch size that fits, 0 when not even 1 does; ``limit`` when that still fits.
+
+    Doubles until one does not fit, then halves the interval. Assumes that whatever is smaller than a fitting batch fits.
+    """
+    low, high = 0, 1
+    while high <= limit and fits(high):
+        low, high = high, 2 * high
+    high = min(high, limit + 1)
+    while high - low > 1:
+        middle = (low + high) // 2
+        if fits(middle):
+            low = middle
+        else:
+            high = middle
+    return low
+
+
+def physical_batches(one: int, other: int, limit: int) -> tuple[int, int]:
+    """How many batches of each size make the same number of examples: their least common multiple.
+
+    Batch sizes without a common factor have a huge one. Beyond ``limit`` examples both do whole batches up to the limit
+    (at least one), and speeds per example are compared instead.
+    """
+    examples = math.lcm(one, other)
+    if examples <= limit:
+        return examples // one, examples // other
+    return max(1, limit // one), max(1, limit // other)
+
+
+def batch_fits(workload: Workload, mode: str) -> Fits:
+    """Whether two steps (the second one finds the memory as training leaves it) run without running out of memory.
+
+    The predicate raises Refused when the mode cannot do this workload at any size.
+    """
+
+    def fits(examples: int) -> bool:
+        try:
+            with refusals(mode):
+                _steps(workload.replace(batch_size=examples), mode, 2)
+        except Refused as refused:
+            if not is_out_of_memory(refused.__cause__ or refused):
+                raise
+            return False
+        finally:
+            _free()
+        return True
+
+    return fits
+
+
+def seconds_at(workload: Workload, mode: str, batches: int) -> float:
+    """Seconds of one logical batch of ``batches`` full physical ones, on a model built for this timing alone.
+
+    Two modes at their largest batches do not fit side by side, so each timing builds, warms up, measures and frees.
+    """
+    try:
+        with refusals(mode):
+            return _time(workload, mode, batches)
+    finally:
+        _free()
+
+
+def measure_capacity(
+    workload: Workload,
+    modes: Sequence[str],
+    rounds: int,
+    limit: int,
+    fits: Callable[[Workload, str], Fits] = batch_fits,
+    seconds: Callable[[Workload, str, int], float] = seconds_at,
+) -> dict[str, dict[str, Any]]:
+    """For each mode: largest batch, logical batch, examples per second there, ratio to non-private with its spread.
+
+    Args: limit: largest logical batch in examples. fits, seconds: how to try a size and time a mode, for tests.
+    Returns: {mode: row}; a row has ``refused`` instead where the mode cannot do the workload.
+    Raises: HfDpError when non-private training itself does not fit.
+    """
+    rows: dict[str, dict[str, Any]] = {}
+    _free()  # whatever the caller let go of
+    for mode in modes:
+        try:
+            rows[mode] = {"max_batch": largest_batch(fits(workload, mode))}
+        except Refused as refused:
+            rows[mode] = {"refused": str(refused)}
+        if rows[mode].get("max_batch") == 0:
+            rows[mode] = {"refused": "out of memory at batch size 1"}
+    if "refused" in rows[NON_PRIVATE]:
+        raise HfDpError(
+            f"Non-private training of `model` {workload.model!r} cannot run: {rows[NON_PRIVATE]['refused']}. Choose a "
+            "smaller model or `length`."
+        )
+    for mode in (name for name, row in rows.items() if "refused" not in row):
+        base, own = rows[NON_PRIVATE]["max_batch"], rows[mode]["max_batch"]
+        try:
+            rows[mode] |= _pair(workload, mode, base, own, rounds, limit, seconds)
+        except Refused as refused:  # it fitted in the search; a fragmented memory may not take it again
+            rows[mode]["refused"] = f"{refused}, when timed at its largest batch"
+    return rows
+
+
+def _pair(
+    workload: Workload, mode: str, base: int, own: int, rounds: int, limit: int, seconds: Callable[..., float]
+) -> dict[str, Any]:
+    """One mode against non-private training, each at its largest batch, interleaved."""
+    base_count, count = physical_batches(base, own, limit)
+
+    def per_example(name: str, size: int, batches: int) -> float:
+        return seconds(workload.replace(batch_size=size), name, batches) / (size * batches)
+
+    timers: Mapping[str, Callable[[], float]] = {NON_PRIVATE: lambda: per_example(NON_PRIVATE, base, base_count)}
+    if mode != NON_PRIVATE:
+        timers = {**timers, mode: lambda: per_example(mode, own, count)}
+    timings = interleave(timers, rounds)
+    result = ratio(timings, mode, NON_PRIVATE)
+    return {
+        "logical_batch": own * count,
+        "non_private_logical_batch": base * base_count,
+        "examples_per_second": 1 / statistics.median(each[mode] for each in timings),
+        "ratio": result.median,
+        "interquartile_range": result.interquartile_range,
+        "counts": result.counts,
+        "seconds_per_example": timings,
+    }
+
+
+def _steps(workload: Workload, mode: str, steps: int) -> None:
+    runner = build_mode(mode, workload)
+    batch = make_batch(workload, runner.model)
+    for _ in range(steps):
+        runner.step([batch])
+
+
+def _time(workload: Workload, mode: str, batches: int) -> float:
+    runner = build_mode(mode, workload)
+    batch = make_batch(workload, runner.model)
+    runner.step([batch])
+    return seconds_per_step(runner, [batch] * batches, 1)
+
+
+def _free() -> None:
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()

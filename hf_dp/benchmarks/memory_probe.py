@@ -1,0 +1,112 @@
+"""One mode's peak memory, measured in the process it runs in: ``python -m hf_dp.benchmarks.memory_probe REQUEST``.
+
+REQUEST is JSON: ``workload`` (fields of Workload), ``mode``, ``steps``. One JSON line on stdout answers, see
+:func:`hf_dp.benchmarks.memory.probe`.
+
+CPU: resident size. A tiny model trains first in the same mode, so that libraries that load on first use are there; what is
+resident then is subtracted. The kernel's high-water mark is reset after the first step of the measured model where
+the system allows it (writing 5 to /proc/self/clear_refs, see proc(5)), so that neither building the model nor first-use
+buffers set the peak; else the mark of the whole process stands. CUDA: the allocator's own peak, reset likewise.
+"""
+
+from __future__ import annotations
+
+import json
+import resource
+import sys
+from contextlib import suppress
+from typing import Any
+
+import torch
+
+from hf_dp.benchmarks.modes import Refused, build_mode, refusals
+from hf_dp.benchmarks.workload import Workload, make_batch
+
+
+def measure(workload: Workload, name: str, steps: int) -> dict[str, Any]:
+    """Peak bytes of steps 2 to ``steps`` above what was in use before the model was built, and how it was measured."""
+    torch.set_num_threads(workload.threads or 1)
+    with suppress(Refused):
+        _train(workload.replace(model="tiny", batch_size=2, length=8), name, 1)
+    meter = CudaMeter() if workload.on_cuda else ResidentMeter()
+    try:
+        note = _train(workload, name, steps, meter)
+    except Refused as refused:
+        return {"refused": str(refused)}
+    return {"bytes": meter.peak(), "measured": meter.measured, "note": note}
+
+
+def _train(workload: Workload, name: str, steps: int, meter: CudaMeter | ResidentMeter | None = None) -> str:
+    """Train a new model for some steps; the meter starts after the first. Returns the mode's note."""
+    with refusals(name):
+        mode = build_mode(name, workload)
+        batch = make_batch(workload, mode.model)
+        mode.step([batch])
+        if meter is not None:
+            meter.start()
+        for _ in range(steps - 1):
+            mode.step([batch])
+        return mode.note
+
+
+class ResidentMeter:
+    """Peak resident size of this process above what it was when the meter was made, bytes."""
+
+    def __init__(self) -> None:
+        self.before = _status("VmRSS") or _lifetime_peak()
+        self.measured = "peak resident size, model building and first step included"
+
+    def start(self) -> None:
+        """Forget the peak so far, where the system allows it."""
+        with suppress(OSError):
+            with open("/proc/self/clear_refs", "w", encoding="ascii") as file:
+                file.write("5")
+            self.measured = "peak resident size from the second step on"
+
+    def peak(self) -> int:
+        """Bytes; 0 at least."""
+        return max(0, (_status("VmHWM") or _lifetime_peak()) - self.before)
+
+
+class CudaMeter:
+    """Peak of what torch's allocator handed out above what it had when the meter was made, bytes."""
+
+    measured = "torch.cuda.max_memory_allocated from the second step on"
+
+    def __init__(self) -> None:
+        self.before = torch.cuda.memory_allocated()
+
+    def start(self) -> None:
+        """Forget the peak so far."""
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+
+    def peak(self) -> int:
+        """Bytes."""
+        torch.cuda.synchronize()
+        return torch.cuda.max_memory_allocated() - self.before
+
+
+def _status(field: str) -> int | None:
+    """A size of /proc/self/status in bytes, None where there is none."""
+    with suppress(OSError), open("/proc/self/status", encoding="ascii", errors="replace") as lines:
+        for line in lines:
+            if line.startswith(field + ":"):
+                return int(line.split()[1]) * 1024
+    return None
+
+
+def _lifetime_peak() -> int:
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024  # macOS counts bytes, Linux KiB
+
+
+def main() -> None:
+    """Answer the request on the command line."""
+    request = json.loads(sys.argv[1])
+    answer = measure(Workload(**request["workload"]), request["mode"], request["steps"])
+    sys.stdout.write("\n" + json.dumps(answer) + "\n")
+
+
+if __name__ == "__main__":
+    main()

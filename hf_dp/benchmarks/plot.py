@@ -1,0 +1,55 @@
+"""Bars of memory and speed by mode, side by side, as Figure 5 of Li et al. (ICLR 2022)."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from hf_dp import _validate
+
+Panel = tuple[str, dict[str, float]]
+
+
+def require_matplotlib(path: str) -> None:
+    """Raises: InvalidArgumentError naming the extra, where matplotlib is not installed; before anything is measured."""
+    if importlib.util.find_spec("matplotlib") is None:
+        raise _validate.invalid("plot", path, "with matplotlib installed", "Run `pip install hf-dp[plot]`.")
+
+
+def panels(reports: Sequence[Mapping[str, Any]]) -> list[Panel]:
+    """(axis label, {mode: value}) of every figure in the reports, memory first; refused modes have no bar."""
+    found = [panel for report in reports for panel in _panels_of(report)]
+    return sorted(found, key=lambda panel: "examples per second" in panel[0])
+
+
+def _panels_of(report: Mapping[str, Any]) -> Iterator[Panel]:
+    def values(rows: Mapping[str, Mapping[str, Any]], key: str) -> dict[str, float]:
+        return {mode: row[key] for mode, row in rows.items() if key in row}
+
+    if report["benchmark"] == "memory":
+        yield "peak memory, MiB", values(report["modes"], "mebibytes")
+        return
+    size = f"batch {report['workload']['batch_size']}"
+    yield f"examples per second, {size}", values(report["modes"], "examples_per_second")
+    if "max_batch" in report:
+        yield "maximum batch size", values(report["max_batch"], "max_batch")
+        yield "examples per second, maximum batch", values(report["max_batch"], "examples_per_second")
+
+
+def draw(reports: Sequence[Mapping[str, Any]], path: str | Path) -> None:
+    """Write one figure with a panel of bars for each measurement; the file's ending chooses the format."""
+    from matplotlib.figure import Figure  # not pyplot: no display is touched
+
+    shown = panels(reports)
+    figure = Figure(figsize=(4.5 * len(shown), 3.6), layout="constrained")
+    for axes, (label, bars) in zip(figure.subplots(1, len(shown), squeeze=False)[0], shown, strict=True):
+        drawn = axes.bar(list(bars), list(bars.values()), color=[f"C{number}" for number in range(len(bars))])
+        axes.bar_label(drawn, fmt="{:.4g}", fontsize=8)
+        axes.set_ylabel(label)
+        axes.tick_params(axis="x", labelrotation=30)
+        axes.spines[["top", "right"]].set_visible(False)
+    w = reports[0]["workload"]
+    figure.suptitle(f"{w['model']}, {w['length']} positions, {w['precision']}, {reports[0]['environment']['device']}")
+    figure.savefig(path, dpi=150)

@@ -1,0 +1,91 @@
+"""Interleaved timings, and the one statistic taken from them.
+
+A shared machine speeds up and slows down by more than the differences that matter, but slowly. So every round times every
+mode once, and only times of the same round are divided by each other; the order rotates, so that no mode always runs first.
+"""
+
+from __future__ import annotations
+
+import gc
+import math
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from hf_dp.benchmarks.modes import Mode
+from hf_dp.benchmarks.workload import Batch
+
+Round = dict[str, float]  # mode -> seconds for the same work
+
+LARGEST_IQR = 0.04  # a run with a wider spread of its ratios does not count
+AGREEMENT = 0.03  # runs agree when their median ratios lie within this of each other
+
+
+@dataclass(frozen=True)
+class Ratio:
+    """Speed of a mode relative to non-private training over the rounds of one run."""
+
+    median: float
+    interquartile_range: float
+
+    @property
+    def counts(self) -> bool:
+        """Whether the machine was steady enough; otherwise the run must be repeated."""
+        return self.interquartile_range < LARGEST_IQR
+
+
+def interleave(
+    timers: Mapping[str, Callable[[], float]], rounds: int, log: Callable[[str], None] = lambda line: None
+) -> list[Round]:
+    """``rounds`` times the seconds of every timer, round r starting with timer r; ``log`` hears of every round."""
+    names = list(timers)
+    results = []
+    for r in range(rounds):
+        first = r % len(names)
+        results.append({name: timers[name]() for name in names[first:] + names[:first]})
+        log(f"round {r + 1} of {rounds}")
+    return results
+
+
+def ratio(rounds: Sequence[Mapping[str, float]], mode: str, baseline: str) -> Ratio:
+    """Median and interquartile range (inclusive method) of ``time of baseline / time of mode`` within each of >= 2 rounds."""
+    values = [each[baseline] / each[mode] for each in rounds]
+    low, middle, high = statistics.quantiles(values, n=4, method="inclusive")
+    return Ratio(middle, high - low)
+
+
+def verdict(runs: Sequence[Ratio]) -> str:
+    """``repeat`` when a run does not count; of several runs also ``agree`` or ``differ``; else ``counts``."""
+    if not all(run.counts for run in runs):
+        return "repeat"
+    if len(runs) == 1:
+        return "counts"
+    medians = [run.median for run in runs]
+    return "agree" if max(medians) - min(medians) <= AGREEMENT else "differ"
+
+
+def enough_repeats(seconds_per_step: float, at_least: float = 1.0) -> int:
+    """Steps in one timing so that it lasts ``at_least`` seconds: short timings measure the clock and the scheduler."""
+    return max(1, math.ceil(at_least / max(seconds_per_step, 1e-6)))
+
+
+def seconds_per_step(mode: Mode, batches: Sequence[Batch], repeats: int) -> float:
+    """Wall-clock seconds of one step, the mean of ``repeats`` in a row; leaves the model without gradients."""
+    gc.collect()  # what another mode left is not collected in this one's time
+    _synchronize(mode)
+    start = time.perf_counter()
+    for _ in range(repeats):
+        mode.step(batches)
+    _synchronize(mode)
+    seconds = time.perf_counter() - start
+    mode.reset()
+    return seconds / repeats
+
+
+def _synchronize(mode: Mode) -> None:
+    # CUDA kernels run after the call that started them has returned.
+    if mode.workload.on_cuda:
+        torch.cuda.synchronize()

@@ -1,0 +1,133 @@
+"""What is measured: model, batch, precision, device. The same for every mode, so that all do equal work."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hf_dp import _validate
+from hf_dp.benchmarks.shapes import SHAPES, Shape
+from hf_dp.losses import task_of
+
+Batch = dict[str, Tensor]
+PRECISIONS = ("fp32", "bf16")
+DEVICES = ("cpu", "cuda")
+_FIRST_TOKEN = 4  # lower ids are padding and the like, which would shift RoBERTa's position ids
+
+
+@dataclasses.dataclass(frozen=True)
+class Workload:
+    """The fixed choices of one measurement; a field left at None takes the shape's default, or the machine's.
+
+    Attributes: model: a key of SHAPES. batch_size: examples in a physical batch. length: positions of each example.
+        precision: ``fp32``, or ``bf16`` (autocast of the forward, weights float32). device: ``cpu`` or ``cuda``.
+        gradient_checkpointing: non-reentrant. threads: torch's intra-op threads. dropout: probability everywhere.
+    Raises: InvalidArgumentError naming the field.
+    """
+
+    model: str
+    batch_size: int | None = None
+    length: int | None = None
+    precision: str = "fp32"
+    device: str | None = None
+    gradient_checkpointing: bool = False
+    threads: int | None = None
+    dropout: float = 0.1
+
+    def __post_init__(self) -> None:
+        _validate.one_of("model", self.model, SHAPES)
+        _validate.one_of("precision", self.precision, PRECISIONS)
+        fill = {
+            "batch_size": self.shape.batch_size if self.batch_size is None else self.batch_size,
+            "length": self.shape.length if self.length is None else self.length,
+            "threads": torch.get_num_threads() if self.threads is None else self.threads,
+        }
+        for name, value in fill.items():
+            object.__setattr__(self, name, _validate.integer(name, value, 2 if name == "length" else 1))
+        if self.positions > self.shape.positions:
+            raise _validate.invalid(
+                "length", self.length, f"to be at most {self.shape.positions}, the positions of {self.model}"
+            )
+        has_cuda = torch.cuda.is_available()
+        device = self.device or ("cuda" if has_cuda else "cpu")
+        object.__setattr__(self, "device", _validate.one_of("device", device, DEVICES))
+        if device == "cuda" and not has_cuda:
+            raise _validate.invalid("device", device, "to be there, but torch finds no CUDA device", "Use 'cpu'.")
+
+    @property
+    def shape(self) -> Shape:
+        """The model's sizes."""
+        return SHAPES[self.model]
+
+    @property
+    def examples(self) -> int:
+        """``batch_size``, filled in."""
+        assert self.batch_size is not None
+        return self.batch_size
+
+    @property
+    def positions(self) -> int:
+        """``length``, filled in."""
+        assert self.length is not None
+        return self.length
+
+    @property
+    def on_cuda(self) -> bool:
+        """Whether the work runs on a CUDA device."""
+        return self.device == "cuda"
+
+    def replace(self, **changes: Any) -> Workload:
+        """A copy with other values."""
+        return dataclasses.replace(self, **changes)
+
+    def to_dict(self) -> dict[str, Any]:
+        """All fields, filled in; ``Workload(**...)`` reads them back."""
+        return dataclasses.asdict(self)
+
+
+def build_model(workload: Workload, tied: bool = True) -> nn.Module:
+    """The model with random weights, built on the device, in training mode. ``tied=False`` gives the head its own weight."""
+    torch.manual_seed(0)
+    assert workload.device is not None
+    with torch.device(workload.device):
+        model = workload.shape.build(workload.dropout, tied)
+    if workload.gradient_checkpointing:
+        # The newer name where transformers has it; both are non-reentrant unless told otherwise.
+        enable: Any = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+        enable()
+    return model.to(workload.device).train()
+
+
+def make_batch(workload: Workload, model: nn.Module, examples: int | None = None) -> Batch:
+    """Random tokens and labels, every row of full length: ``input_ids``, ``attention_mask`` (b, T) and ``labels``."""
+    generator = torch.Generator().manual_seed(1)
+    size = (examples or workload.examples, workload.positions)
+    tokens = torch.randint(_FIRST_TOKEN, workload.shape.vocabulary, size, generator=generator)
+    labels = tokens if task_of(model) == "causal_lm" else torch.randint(0, 2, size[:1], generator=generator)
+    batch = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens), "labels": labels.clone()}
+    return {name: value.to(workload.device) for name, value in batch.items()}
+
+
+@contextmanager
+def forward_precision(workload: Workload) -> Iterator[None]:
+    """Around a forward and its loss, as the Trainer does: autocast to bfloat16, or nothing."""
+    assert workload.device is not None
+    with torch.autocast(workload.device, torch.bfloat16, enabled=workload.precision == "bf16"):
+        yield
+
+
+@contextmanager
+def threads_of(workload: Workload) -> Iterator[None]:
+    """Inside, torch works with the workload's number of threads."""
+    before = torch.get_num_threads()
+    assert workload.threads is not None
+    torch.set_num_threads(workload.threads)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

@@ -1,0 +1,185 @@
+"""``hf-dp bench throughput|memory``: what private training costs beside non-private training on equal work."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import textwrap
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from hf_dp import _validate
+from hf_dp.benchmarks.shapes import SHAPES
+from hf_dp.cli.main import hyphenated
+
+MODELS = ", ".join(f"{name} (T={shape.length}, batch {shape.batch_size})" for name, shape in SHAPES.items())
+NOTE = (
+    "Models have random weights and are built offline. A step is forward and backward on one batch, dropout on; noise and "
+    f"optimizer, equal for all modes, are left out. Models, with their defaults: {MODELS}."
+)
+THROUGHPUT_EXAMPLE = """example (RoBERTa-base on two cores, about 5 minutes):
+  hf-dp bench throughput --model roberta-base --modes non_private,book_keeping --threads 2 --json roberta.json
+largest batches and speed there, on a GPU:
+  hf-dp bench throughput --model gpt2 --modes all --device cuda --max-batch --plot gpt2.png
+"""
+MEMORY_EXAMPLE = """example:
+  hf-dp bench memory --model gpt2 --modes non_private,book_keeping,opacus_hooks --json memory.json
+both panels of one figure, speed measured before with --json speed.json:
+  hf-dp bench memory --model gpt2 --plot gpt2.png --beside speed.json
+"""
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The parser of both sub-commands."""
+    parser = argparse.ArgumentParser("hf-dp bench", description=NOTE, allow_abbrev=False)
+    commands = parser.add_subparsers(dest="benchmark", required=True, metavar="{throughput,memory}")
+    speed = _command(
+        commands, "throughput", "examples per second, ratio to non-private and its bound", THROUGHPUT_EXAMPLE
+    )
+    add = speed.add_argument
+    add("--rounds", type=int, default=7, help="timings of every mode in a run, interleaved, at least 3 (default: 7)")
+    add("--warmups", type=int, default=2, help="untimed steps of every mode before a run (default: 2)")
+    add("--repeats", type=int, help="steps in one timing (default: as many as last 1 second)")
+    add("--runs", type=int, default=1, help="repeat the whole and say whether the runs agree (default: 1)")
+    add("--profile", action="store_true", help="also milliseconds by operator that a mode takes more than non_private")
+    add("--max-batch", action="store_true", help="CUDA: also the largest batch of each mode and the speed there")
+    add(
+        "--lcm-limit",
+        type=int,
+        default=16384,
+        metavar="N",
+        help="with --max-batch: largest common logical batch, examples (default: 16384)",
+    )
+    memory = _command(commands, "memory", "peak memory, each mode in a process of its own", MEMORY_EXAMPLE)
+    memory.add_argument(
+        "--repeats", type=int, default=1, help="processes of each mode; the median counts (default: 1)"
+    )
+    memory.add_argument(
+        "--steps", type=int, default=3, help="steps a process, the peak from the second on (default: 3)"
+    )
+    return parser
+
+
+def _command(commands: Any, name: str, text: str, example: str) -> argparse.ArgumentParser:
+    raw = argparse.RawDescriptionHelpFormatter
+    note = textwrap.fill(f"{text[0].upper()}{text[1:]}. {NOTE}", 100, break_on_hyphens=False)
+    parser: argparse.ArgumentParser = commands.add_parser(
+        name, help=text, description=note, epilog=example, formatter_class=raw, allow_abbrev=False
+    )
+    add = parser.add_argument
+    add("--model", required=True, help="a model listed above")
+    add("--batch-size", type=int, metavar="B", help="examples in a physical batch (default: the model's)")
+    add("--length", type=int, metavar="T", help="positions of each example (default: the model's)")
+    add(
+        "--modes",
+        default="non_private,book_keeping",
+        metavar="A,B",
+        help="comma-separated: non_private, the engine's clipping strategies (book_keeping, ...), opacus_hooks, "
+        "opacus_ghost; or all (default: non_private,book_keeping)",
+    )
+    add("--precision", default="fp32", metavar="fp32|bf16", help="bf16 is autocast, float32 weights (default: fp32)")
+    add("--device", metavar="cpu|cuda", help="default: cuda where there is a device")
+    add("--threads", type=int, help="torch's intra-op threads (default: torch's own choice)")
+    add("--gradient-checkpointing", action="store_true", help="non-reentrant, in every mode (default: off)")
+    add("--json", metavar="PATH", help="write everything: versions, device, arguments, all raw numbers")
+    add("--plot", metavar="PATH.png", help="draw bars by mode (needs hf-dp[plot])")
+    add("--beside", metavar="PATH", help="with --plot: a --json report of the other command, as a further panel")
+    return parser
+
+
+def main(argv: Sequence[str]) -> int:
+    """Measures, prints a table, writes the files asked for; exit code 2 (and a line on stderr) for what cannot be done."""
+    args = build_parser().parse_args(hyphenated(argv))
+    _validate.one_of("model", args.model, SHAPES)  # before the heavy imports
+    _check_files(args)
+    beside = _beside(args)
+    report = _throughput(args) if args.benchmark == "throughput" else _memory(args)
+    if args.json:
+        Path(args.json).write_text(json.dumps(report, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+    if args.plot:
+        from hf_dp.benchmarks.plot import draw
+
+        draw([report, *beside], args.plot)
+    return 0
+
+
+def _throughput(args: argparse.Namespace) -> dict[str, Any]:
+    from hf_dp.benchmarks.tables import throughput_table
+    from hf_dp.benchmarks.throughput import Protocol, measure_throughput
+
+    protocol = Protocol(
+        args.rounds, args.warmups, args.repeats, args.runs, args.profile, args.max_batch, args.lcm_limit
+    )
+    report = measure_throughput(_workload(args), _modes(args), protocol, _progress)
+    print(throughput_table(report))
+    return report
+
+
+def _memory(args: argparse.Namespace) -> dict[str, Any]:
+    from hf_dp.benchmarks.memory import measure_memory
+    from hf_dp.benchmarks.tables import memory_table
+
+    report = measure_memory(_workload(args), _modes(args), args.repeats, args.steps, log=_progress)
+    print(memory_table(report))
+    return report
+
+
+def _workload(args: argparse.Namespace) -> Any:
+    from hf_dp.benchmarks.workload import Workload
+
+    return Workload(
+        args.model,
+        args.batch_size,
+        args.length,
+        args.precision,
+        args.device,
+        args.gradient_checkpointing,
+        args.threads,
+    )
+
+
+def _modes(args: argparse.Namespace) -> list[str]:
+    from hf_dp.benchmarks.modes import installed_modes
+
+    return list(installed_modes()) if args.modes == "all" else [name.strip() for name in args.modes.split(",")]
+
+
+def _check_files(args: argparse.Namespace) -> None:
+    """Refuses, before minutes of measuring, what could not be written afterwards."""
+    for name in ("json", "plot"):
+        path = getattr(args, name)
+        if path and not Path(path).absolute().parent.is_dir():
+            raise _validate.invalid(name, path, "to be in a folder that exists", "Create it first.")
+    if args.plot:
+        from hf_dp.benchmarks.plot import require_matplotlib
+
+        require_matplotlib(args.plot)
+
+
+def _beside(args: argparse.Namespace) -> list[Mapping[str, Any]]:
+    """The report that --beside names, none or one; it must be of the same work."""
+    if not args.beside:
+        return []
+    if not args.plot:
+        raise _validate.invalid("beside", args.beside, "only together with --plot", "Add --plot PATH.png.")
+    try:
+        report = json.loads(Path(args.beside).read_text(encoding="utf-8"))
+        other, kind = report["workload"], report["benchmark"]
+    except (OSError, ValueError, KeyError, TypeError):
+        raise _validate.invalid(
+            "beside", args.beside, "to be a report that `hf-dp bench ... --json` wrote", "Measure it first."
+        ) from None
+    mine = _workload(args).to_dict()
+    differing = [name for name in ("model", "length", "precision", "device") if mine[name] != other.get(name)]
+    if kind == args.benchmark or differing:
+        raise _validate.invalid(
+            "beside", args.beside, "to be a report of the other command on the same model, length, precision and device",
+            f"It is of {kind}" + (f", with another {' and '.join(differing)}." if differing else "."),
+        )  # fmt: skip
+    return [report]
+
+
+def _progress(line: str) -> None:
+    print(f"hf-dp bench: {line}", file=sys.stderr, flush=True)

@@ -1,0 +1,415 @@
+"""The model zoo of the clipping tests: tiny random models of many architectures, their examples, and a loop over them.
+
+Examples are made one by one, unpadded; :func:`collate` pads them into the batch that the engine sees. The oracle never
+sees a batch, a padding token or an attention mask, uses plain autograd in float64, and shares no code with hf_dp.
+
+    architecture = ARCHITECTURES["bert"]
+    model = architecture.build()
+    examples = architecture.examples(model, (5, 1, 3))
+    assert_exact(architecture, model, examples)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+from unittest.mock import patch
+
+import models
+import torch
+import transformers as hf
+from models import POSITIONS, VOCABULARY, Batch, Loss, _ready, assert_same_sums, is_language_model
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from hf_dp.clipping import ClippingEngine
+from hf_dp.losses import per_example_loss
+
+EXACT = 1e-9  # float64: some hundred roundings of 1e-16, in another order
+MASK = 3
+POISON = 60  # a token that only the poisoned example has
+IGNORED = -100
+LABELS = 3
+
+
+# -- one architecture ---
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """A builder and the task its examples are made for.
+
+    ``build(dropout, dtype, **config)``; ``task``: classification, causal_lm, masked_lm, seq2seq or image;
+    ``float32_inside``: transformers casts to float32 within (see :func:`without_downcasts`); ``end``: the last token of
+    each example, where the model looks for one.
+    """
+
+    build: Callable[..., Any]
+    task: str
+    float32_inside: bool = False
+    end: int | None = None
+
+    def examples(self, model: Any, lengths: Sequence[int], seed: int = 0) -> list[Batch]:
+        """One batch of one for each length, unpadded; for images the lengths only count."""
+        generator = torch.Generator().manual_seed(seed)
+        return [_EXAMPLES[self.task](self, model, length, generator) for length in lengths]
+
+    def precision(self) -> AbstractContextManager[None]:
+        return without_downcasts() if self.float32_inside else nullcontext()
+
+
+def _tokens(count: int, generator: torch.Generator) -> Tensor:
+    tokens = torch.randint(4, VOCABULARY, (1, count), generator=generator)
+    tokens[:, ::3] = 7  # equal tokens in one example: their rows must be added before squaring
+    return tokens
+
+
+def _label(generator: torch.Generator) -> Tensor:
+    return torch.randint(0, LABELS, (1,), generator=generator)
+
+
+def _classification(a: Architecture, model: Any, length: int, generator: torch.Generator) -> Batch:
+    tokens = _tokens(length, generator)
+    if a.end is not None:
+        tokens[:, -1] = a.end
+    return {"input_ids": tokens, "labels": _label(generator)}
+
+
+def _causal_lm(a: Architecture, model: Any, length: int, generator: torch.Generator) -> Batch:
+    tokens = _tokens(length, generator)
+    return {"input_ids": tokens, "labels": tokens.clone()}
+
+
+def _masked_lm(a: Architecture, model: Any, length: int, generator: torch.Generator) -> Batch:
+    tokens = _tokens(length, generator)
+    chosen = torch.arange(length)[None] % 2 == 0
+    return {"input_ids": tokens.masked_fill(chosen, MASK), "labels": tokens.masked_fill(~chosen, IGNORED)}
+
+
+def _seq2seq(a: Architecture, model: Any, length: int, generator: torch.Generator) -> Batch:
+    labels = _tokens(1 + length // 2, generator)
+    start = torch.full((1, 1), model.config.decoder_start_token_id)
+    return {
+        "input_ids": _tokens(length, generator),
+        "decoder_input_ids": torch.cat([start, labels[:, :-1]], 1),
+        "labels": labels,
+    }
+
+
+def _image(a: Architecture, model: Any, length: int, generator: torch.Generator) -> Batch:
+    size = model.config.image_size
+    pixels = torch.randn(1, 3, size, size, generator=generator, dtype=torch.float64)
+    return {"pixel_values": pixels.to(next(model.parameters()).dtype), "labels": _label(generator)}
+
+
+_EXAMPLES: dict[str, Callable[..., Batch]] = {
+    "classification": _classification,
+    "causal_lm": _causal_lm,
+    "masked_lm": _masked_lm,
+    "seq2seq": _seq2seq,
+    "image": _image,
+}
+
+
+def collate(model: Any, examples: Sequence[Batch]) -> Batch:
+    """The examples as one right-padded batch, with an attention mask where there are tokens."""
+    model = base_of(model)
+    pad = getattr(model.config, "pad_token_id", None) or 0
+    fill = {"input_ids": pad, "decoder_input_ids": pad, "labels": IGNORED}
+    batch = {name: _padded([e[name] for e in examples], fill.get(name, 0)) for name in examples[0]}
+    if "input_ids" in batch:
+        batch["attention_mask"] = _padded([torch.ones_like(e["input_ids"]) for e in examples], 0)
+    return batch
+
+
+def _padded(tensors: Sequence[Tensor], value: int) -> Tensor:
+    if tensors[0].dim() != 2:
+        return torch.cat(list(tensors))
+    longest = max(t.shape[1] for t in tensors)
+    return torch.cat([F.pad(t, (0, longest - t.shape[1]), value=value) for t in tensors])
+
+
+def base_of(model: Any) -> nn.Module:
+    """The transformers model inside a PEFT wrapper, or the model itself."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+# -- losses: for the batch as a user writes them, for one example as the model has them ---
+
+
+def together(model: nn.Module, batch: Batch) -> Tensor:
+    """Per-example losses (b,) of a padded batch: hf_dp's own where it knows the task, else written out."""
+    if "pixel_values" in batch:
+        return F.cross_entropy(model(pixel_values=batch["pixel_values"]).logits, batch["labels"], reduction="none")
+    if batch["labels"].dim() == 1 or is_language_model(base_of(model)):
+        return per_example_loss(model, batch)
+    inputs = {name: value for name, value in batch.items() if name != "labels"}
+    return token_mean(model(**inputs).logits, batch["labels"])
+
+
+def token_mean(logits: Tensor, labels: Tensor) -> Tensor:
+    """(b,) means over each example's own labeled positions."""
+    tokens = F.cross_entropy(logits.mT, labels, reduction="none", ignore_index=IGNORED)
+    return tokens.sum(1) / (labels != IGNORED).sum(1)
+
+
+def single(model: nn.Module, example: Batch) -> Tensor:
+    """The model's own loss of one example; for causal models without their cast to float32, 0 with nothing to predict."""
+    if not is_language_model(base_of(model)):
+        return model(**example).loss
+    logits = model(input_ids=example["input_ids"]).logits[0, :-1]
+    return F.cross_entropy(logits, example["labels"][0, 1:], reduction="sum") / max(len(logits), 1)
+
+
+# -- the oracle ---
+
+
+@dataclass
+class Expected:
+    """What a loop over single examples gives: norms (b,), and sums clipped to ``clipping_norm``."""
+
+    norms: Tensor
+    clipping_norm: float
+    sums: dict[str, Tensor]
+
+
+def loop(
+    model: nn.Module,
+    examples: Sequence[Any],
+    loss: Callable[[nn.Module, Any], Tensor] = single,
+    clipping_norm: float | None = None,
+) -> Expected:
+    """One backward pass an example, by plain autograd. Default clipping norm: some examples above, some below."""
+    trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    found = [torch.autograd.grad(loss(model, e), list(trainable.values()), allow_unused=True) for e in examples]
+    return clip(trainable, found, clipping_norm)
+
+
+def loop_over_losses(model: nn.Module, losses: Tensor, clipping_norm: float | None = None) -> Expected:
+    """The same from one forward of the whole batch: for dropout, whose masks belong to that forward."""
+    trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    parameters = list(trainable.values())
+    found = [torch.autograd.grad(each, parameters, retain_graph=True, allow_unused=True) for each in losses]
+    return clip(trainable, found, clipping_norm)
+
+
+def clip(
+    trainable: dict[str, nn.Parameter], found: Sequence[Sequence[Tensor | None]], clipping_norm: float | None
+) -> Expected:
+    norms = torch.tensor([_norm(gradients) for gradients in found], dtype=torch.float64)
+    if clipping_norm is None:
+        clipping_norm = float(norms.median()) * 0.99 or 1.0  # 0: nothing to predict in most examples
+    sums = {name: torch.zeros(p.shape, dtype=torch.float64) for name, p in trainable.items()}
+    for gradients, norm in zip(found, norms.tolist(), strict=True):
+        for name, gradient in zip(trainable, gradients, strict=True):
+            if gradient is not None:
+                sums[name] += gradient.double() * (min(1.0, clipping_norm / norm) if norm else 1.0)
+    return Expected(norms, clipping_norm, sums)
+
+
+def _norm(gradients: Sequence[Tensor | None]) -> float:
+    return sum(float(g.double().square().sum()) for g in gradients if g is not None) ** 0.5
+
+
+# -- the engine, and both compared ---
+
+
+def clipped(
+    model: nn.Module,
+    batch: Any,
+    clipping_norm: float,
+    strategy: str = "book_keeping",
+    loss: Loss = together,
+    seed: int | None = None,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Norms and clipped sums of one batch by the engine; ``seed`` fixes the dropout masks."""
+    with ClippingEngine(model, clipping_norm, clipping="flat", strategy=strategy) as engine:
+        if seed is not None:
+            torch.manual_seed(seed)
+        norms = engine.backward(loss(model, batch))
+        return norms, engine.collect()
+
+
+def assert_equal(norms: Tensor, sums: dict[str, Tensor], expected: Expected, tolerance: float = EXACT) -> None:
+    scale = float(expected.norms.max())
+    torch.testing.assert_close(norms.double(), expected.norms, rtol=tolerance, atol=1e-6 * tolerance * scale)
+    assert_same_sums(sums, expected.sums, atol=tolerance * expected.clipping_norm)
+
+
+def assert_exact(
+    architecture: Architecture, model: nn.Module, examples: Sequence[Batch], strategy: str = "book_keeping"
+) -> None:
+    """Engine on the padded batch equals the loop over single, unpadded examples."""
+    with architecture.precision():
+        expected = loop(model, examples)
+        norms, sums = clipped(model, collate(model, examples), expected.clipping_norm, strategy)
+    assert_equal(norms, sums, expected)
+
+
+@contextmanager
+def without_downcasts() -> Iterator[None]:
+    """Casts of float64 tensors to float32 do nothing.
+
+    transformers computes RMS norms and rotary embeddings in float32 also in a float64 model: a rounding of 1e-7, which
+    depends on the order of operations and hides any error of that size. Engine and oracle both run without it.
+    """
+    to, softmax = torch.Tensor.to, F.softmax
+
+    def kept(value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        if value.dtype == torch.float64:
+            args = tuple(torch.float64 if each is torch.float32 else each for each in args)
+            kwargs = {name: torch.float64 if each is torch.float32 else each for name, each in kwargs.items()}
+        return to(value, *args, **kwargs)
+
+    def in_own_dtype(value: Tensor, *args: Any, dtype: torch.dtype | None = None, **kwargs: Any) -> Tensor:
+        return softmax(value, *args, dtype=None if value.dtype == torch.float64 else dtype, **kwargs)
+
+    with (
+        patch.object(torch.Tensor, "to", kept),
+        patch.object(torch.Tensor, "float", lambda value: kept(value, torch.float32)),
+        patch.object(F, "softmax", in_own_dtype),
+    ):
+        yield
+
+
+# -- an example that is not finite ---
+
+
+def poison(model: nn.Module, examples: list[Batch], position: int, value: float) -> None:
+    """One example's pixel, or what one of its tokens is looked up as: forward and what flows back into the table."""
+    if "pixel_values" in examples[position]:
+        examples[position]["pixel_values"][0, 0, 0, 0] = value
+        return
+    for example in examples:
+        example["input_ids"][example["input_ids"] == POISON] = POISON - 1
+    examples[position]["input_ids"][0, 0] = POISON
+
+    def spoil(module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> Tensor:
+        return output * torch.where(args[0] == POISON, value, 1.0)[..., None]
+
+    names = ("word_embeddings", "embed_tokens", "wte")
+    tables = [module for name, module in model.named_modules() if name.endswith(names)]
+    assert tables
+    for table in tables:
+        table.register_forward_hook(spoil)
+
+
+# -- builders ---
+
+
+def _builder(model_class: Any, config_class: Any, **fixed: Any) -> Callable[..., Any]:
+    def build(dropout: float = 0.0, dtype: torch.dtype = torch.float64, **overrides: Any) -> Any:
+        torch.manual_seed(0)
+        config = config_class(**fixed | overrides)
+        for name in vars(config):
+            if name.endswith(("dropout", "dropout_prob", "dropout_rate", "_pdrop")):
+                setattr(config, name, dropout)
+        return _ready(model_class(config), dtype)
+
+    return build
+
+
+_ENCODER = {
+    "vocab_size": VOCABULARY, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2,
+    "intermediate_size": 24, "max_position_embeddings": POSITIONS, "num_labels": LABELS,
+}  # fmt: skip
+_DECODER = {
+    "vocab_size": VOCABULARY, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2,
+    "num_key_value_heads": 1, "intermediate_size": 24, "max_position_embeddings": POSITIONS, "bos_token_id": 2,
+    "eos_token_id": 3, "pad_token_id": 0,
+}  # fmt: skip
+_GEMMA = _DECODER | {"head_dim": 8, "sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"]}
+_BART = {
+    "vocab_size": VOCABULARY, "d_model": 16, "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 2,
+    "decoder_attention_heads": 2, "encoder_ffn_dim": 24, "decoder_ffn_dim": 24, "scale_embedding": True,
+    "max_position_embeddings": POSITIONS,
+}  # fmt: skip
+_T5 = {
+    "vocab_size": VOCABULARY, "d_model": 16, "d_kv": 8, "d_ff": 24, "num_layers": 2, "num_heads": 2,
+    "relative_attention_num_buckets": 8, "relative_attention_max_distance": 12, "decoder_start_token_id": 0,
+}  # fmt: skip
+_OPT = {
+    "vocab_size": VOCABULARY, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "ffn_dim": 24,
+    "max_position_embeddings": POSITIONS, "word_embed_proj_dim": 8, "pad_token_id": 1, "bos_token_id": 2,
+    "eos_token_id": 3,
+}  # fmt: skip
+_VIT = {
+    "image_size": 8, "patch_size": 4, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2,
+    "intermediate_size": 24, "mlp_ratio": 2, "num_labels": LABELS,
+}  # fmt: skip
+_CONVNEXT = {"image_size": 8, "patch_size": 2, "hidden_sizes": [8, 12], "depths": [1, 1], "num_stages": 2}
+
+mixtral = _builder(hf.MixtralForCausalLM, hf.MixtralConfig, **_DECODER, num_local_experts=4, num_experts_per_tok=2)
+qwen3_moe = _builder(
+    hf.Qwen3MoeForCausalLM, hf.Qwen3MoeConfig, **_DECODER, head_dim=8, num_experts=4, num_experts_per_tok=2,
+    moe_intermediate_size=8,
+)  # fmt: skip
+deberta_v2 = _builder(
+    hf.DebertaV2ForSequenceClassification, hf.DebertaV2Config, **_ENCODER, pos_att_type=["c2p", "p2c"],
+    problem_type="single_label_classification",  # left to itself the model casts its logits to float32
+)  # fmt: skip
+
+
+def _classifier(model_class: Any, config_class: Any, **fixed: Any) -> Architecture:
+    return Architecture(_builder(model_class, config_class, **_ENCODER | fixed), "classification")
+
+
+def _language_model(model_class: Any, config_class: Any, **fixed: Any) -> Architecture:
+    return Architecture(_builder(model_class, config_class, **fixed), "causal_lm", float32_inside=True)
+
+
+ARCHITECTURES: dict[str, Architecture] = {
+    "bert": Architecture(models.bert, "classification"),
+    "distilbert": Architecture(models.distilbert, "classification"),
+    "roberta": Architecture(models.roberta, "classification"),
+    "albert": Architecture(models.albert, "classification"),
+    "deberta_v2": Architecture(lambda **o: deberta_v2(relative_attention=False, type_vocab_size=2, **o), "classification"),
+    "electra": _classifier(hf.ElectraForSequenceClassification, hf.ElectraConfig, embedding_size=8),
+    "modernbert": Architecture(
+        _builder(
+            hf.ModernBertForSequenceClassification, hf.ModernBertConfig, **_ENCODER, classifier_pooling="mean",
+            pad_token_id=0, cls_token_id=2, bos_token_id=2, sep_token_id=3, eos_token_id=3, local_attention=4,
+            global_attn_every_n_layers=2,
+        ),
+        "classification",
+        float32_inside=True,
+    ),  # fmt: skip
+    "mpnet": _classifier(hf.MPNetForSequenceClassification, hf.MPNetConfig),
+    "bert_masked_lm": Architecture(models.bert_masked_lm, "masked_lm"),
+    "roberta_masked_lm": Architecture(
+        _builder(hf.RobertaForMaskedLM, hf.RobertaConfig, **_ENCODER, pad_token_id=1), "masked_lm"
+    ),
+    "gpt2_classifier": Architecture(models.gpt2_classifier, "classification"),
+    "gpt2_tied": Architecture(models.gpt2, "causal_lm"),
+    "gpt2_untied": Architecture(lambda **options: models.gpt2(tied=False, **options), "causal_lm"),
+    "opt": Architecture(_builder(hf.OPTForCausalLM, hf.OPTConfig, **_OPT), "causal_lm"),
+    "llama": _language_model(hf.LlamaForCausalLM, hf.LlamaConfig, **_DECODER, attention_bias=True),
+    "mistral": _language_model(hf.MistralForCausalLM, hf.MistralConfig, **_DECODER, sliding_window=4),
+    "qwen2": _language_model(hf.Qwen2ForCausalLM, hf.Qwen2Config, **_DECODER),
+    "qwen3_tied": _language_model(
+        hf.Qwen3ForCausalLM, hf.Qwen3Config, **_DECODER, head_dim=8, tie_word_embeddings=True
+    ),
+    "gemma2": _language_model(hf.Gemma2ForCausalLM, hf.Gemma2Config, **_GEMMA),
+    "gemma3": _language_model(hf.Gemma3ForCausalLM, hf.Gemma3TextConfig, **_GEMMA),
+    "gemma3_untied": _language_model(
+        hf.Gemma3ForCausalLM, hf.Gemma3TextConfig, **_GEMMA, tie_word_embeddings=False
+    ),
+    "phi3": _language_model(hf.Phi3ForCausalLM, hf.Phi3Config, **_DECODER),
+    "gpt_neox": _language_model(
+        hf.GPTNeoXForCausalLM, hf.GPTNeoXConfig, **{k: v for k, v in _DECODER.items() if k != "num_key_value_heads"}
+    ),
+    "t5": Architecture(
+        _builder(hf.T5ForConditionalGeneration, hf.T5Config, **_T5), "seq2seq", float32_inside=True
+    ),
+    "bart_classifier": Architecture(
+        _builder(hf.BartForSequenceClassification, hf.BartConfig, **_BART, num_labels=LABELS), "classification", end=2
+    ),
+    "bart": Architecture(_builder(hf.BartForConditionalGeneration, hf.BartConfig, **_BART), "seq2seq"),
+    "vit": Architecture(_builder(hf.ViTForImageClassification, hf.ViTConfig, **_VIT), "image"),
+    "dinov2": Architecture(_builder(hf.Dinov2ForImageClassification, hf.Dinov2Config, **_VIT), "image"),
+    "convnext": Architecture(
+        _builder(hf.ConvNextForImageClassification, hf.ConvNextConfig, **_CONVNEXT, num_labels=LABELS), "image"
+    ),
+}  # fmt: skip

@@ -1,0 +1,78 @@
+"""Peak memory: the statistic with an invented probe, and the real probe in its own process."""
+
+from __future__ import annotations
+
+import subprocess
+
+import pytest
+
+from hf_dp.benchmarks.memory import MIB, measure_memory, probe
+from hf_dp.benchmarks.modes import NON_PRIVATE
+from hf_dp.benchmarks.tables import memory_table
+from hf_dp.benchmarks.workload import Workload
+from hf_dp.errors import HfDpError, InvalidArgumentError
+
+TINY = Workload("tiny-bert", threads=1, device="cpu")
+
+
+def invented(**peaks):
+    left = {mode: list(values) for mode, values in peaks.items()}
+
+    def run(workload, mode, steps):
+        value = left[mode].pop(0)
+        return (
+            {"refused": value}
+            if isinstance(value, str)
+            else {"bytes": value * MIB, "measured": "invented", "note": ""}
+        )
+
+    return run
+
+
+def test_medians_and_the_ratio_to_non_private():
+    run = invented(non_private=[10, 30, 11], book_keeping=[12, 11, 90])
+    report = measure_memory(TINY, ["book_keeping"], repeats=3, run=run)
+    assert report["modes"][NON_PRIVATE] == {"mebibytes": 11, "ratio": 1, "repeats": [10, 30, 11], "note": ""}
+    assert report["modes"]["book_keeping"]["ratio"] == pytest.approx(12 / 11)
+    text = memory_table(report)
+    assert "book_keeping  12.0  1.091" in text
+    assert "invented" in text
+
+
+def test_a_refused_mode_is_a_row():
+    report = measure_memory(TINY, ["book_keeping"], run=invented(non_private=[10], book_keeping=["killed"]))
+    assert report["modes"]["book_keeping"] == {"refused": "killed"}
+    assert "refused: killed" in memory_table(report)
+
+
+def test_without_the_yardstick_there_is_no_measurement():
+    with pytest.raises(HfDpError, match="`batch_size` 4 cannot run: killed"):
+        measure_memory(TINY, ["book_keeping"], run=invented(non_private=["killed"], book_keeping=[1]))
+
+
+@pytest.mark.parametrize(("field", "value"), [("repeats", 0), ("steps", 1)])
+def test_wrong_numbers_are_refused(field, value):
+    with pytest.raises(InvalidArgumentError, match=f"`{field}`"):
+        measure_memory(TINY, [], **{field: value}, run=invented())
+
+
+def test_a_larger_batch_takes_more_memory():
+    small, large = (
+        probe(TINY.replace(batch_size=size, length=32), "book_keeping", 2) for size in (8, 256)
+    )  # at 256 one hidden state is 512 KiB, some dozens are kept for the backward
+    assert large["bytes"] > small["bytes"] + 10 * MIB
+    assert large["bytes"] < 500 * MIB
+    assert "resident" in large["measured"]
+
+
+@pytest.mark.parametrize("code", [1, -9])
+def test_a_probe_that_fails_says_why(code, monkeypatch):
+    def run(command, **options):
+        return subprocess.CompletedProcess(command, code, "", "Traceback ...\nKeyError: 'no such mode'\n")
+
+    monkeypatch.setattr(subprocess, "run", run)
+    if code == -9:
+        assert "memory" in probe(TINY, "book_keeping", 2)["refused"]
+        return
+    with pytest.raises(HfDpError, match="'book_keeping' failed: KeyError: 'no such mode'"):
+        probe(TINY, "book_keeping", 2)

@@ -1,0 +1,152 @@
+"""Every mode does the same work: equal gradients without dropout; what cannot be done is refused with its reason."""
+
+from __future__ import annotations
+
+import importlib.util
+
+import pytest
+import torch
+
+from hf_dp.benchmarks import modes
+from hf_dp.benchmarks.modes import NON_PRIVATE, OPACUS, Refused, build_mode, check_modes, mode_names, refusals
+from hf_dp.benchmarks.shapes import SHAPES
+from hf_dp.benchmarks.workload import Workload, build_model, forward_precision, make_batch
+from hf_dp.clipping.engine import STRATEGIES
+from hf_dp.errors import HfDpError, InvalidArgumentError, UnsupportedModelError
+from hf_dp.losses import per_example_loss
+
+HAS_OPACUS = importlib.util.find_spec("opacus") is not None
+
+
+def clipped_sum(workload, batches):
+    """One example at a time, plain autograd."""
+    model = build_model(workload)
+    total = {name: torch.zeros_like(p) for name, p in model.named_parameters()}
+    for batch in batches:
+        for i in range(len(batch["labels"])):
+            model.zero_grad()
+            with forward_precision(workload):
+                loss = per_example_loss(model, {name: value[i : i + 1] for name, value in batch.items()}).sum()
+            loss.backward()
+            norm = torch.stack([p.grad.norm() for p in model.parameters()]).norm()
+            for name, p in model.named_parameters():
+                total[name] += p.grad * min(1.0, modes.CLIPPING_NORM / float(norm))
+    return total
+
+
+@pytest.mark.parametrize("name", [*STRATEGIES, *OPACUS])
+@pytest.mark.parametrize("model", ["tiny", "tiny-bert"])
+def test_private_modes_form_the_clipped_sum_of_a_logical_batch(model, name):
+    if name in OPACUS and not HAS_OPACUS:
+        pytest.skip("opacus is not installed")
+    workload = Workload(model, dropout=0.0, threads=1)
+    mode = build_mode(name, workload)
+    if mode.note:
+        pytest.skip(mode.note)  # another model: the head has a weight of its own
+    batches = [make_batch(workload, mode.model), make_batch(workload, mode.model, 3)]
+    for _ in range(2):  # a step starts from nothing
+        mode.step(batches)
+    found, expected = mode.gradients(), clipped_sum(workload, batches)
+    assert found.keys() == expected.keys()
+    for parameter in expected:
+        torch.testing.assert_close(found[parameter], expected[parameter], rtol=1e-3, atol=1e-6)
+    mode.reset()
+    assert all(p.grad is None for p in mode.model.parameters())
+
+
+def test_non_private_mode_forms_the_mean_gradient():
+    workload = Workload("tiny", dropout=0.0, threads=1)
+    mode = build_mode(NON_PRIVATE, workload)
+    batch = make_batch(workload, mode.model)
+    mode.step([batch])
+    once = {name: value.clone() for name, value in mode.gradients().items()}
+    mode.step([batch, batch])
+    assert len(once) == len(list(mode.model.parameters()))
+    for name, value in mode.gradients().items():
+        torch.testing.assert_close(value, once[name])
+    mode.reset()
+    assert mode.gradients() == {}
+
+
+def test_ghost_unties_a_tied_head_and_says_so():
+    pytest.importorskip("opacus")
+    mode = build_mode("opacus_ghost", Workload("tiny", threads=1))
+    assert "untied" in mode.note
+    assert mode.model.lm_head.weight is not mode.model.transformer.wte.weight
+    assert build_mode("opacus_ghost", Workload("tiny-bert", threads=1)).note == ""
+
+
+@pytest.mark.parametrize("name", OPACUS)
+def test_what_opacus_cannot_do_is_refused_with_its_own_words(name):
+    pytest.importorskip("opacus")
+    workload = Workload("tiny-bert", threads=1, gradient_checkpointing=True)
+    mode = build_mode(name, workload)
+    with pytest.raises(Refused, match="Error: .+"), refusals(name):
+        mode.step([make_batch(workload, mode.model)])
+
+
+def test_only_known_inabilities_of_our_own_modes_are_refusals():
+    with pytest.raises(Refused, match="UnsupportedModelError: no"), refusals("book_keeping"):
+        raise UnsupportedModelError("no\nmore")
+    with pytest.raises(Refused, match="out of memory"), refusals(NON_PRIVATE):
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes")
+    with pytest.raises(KeyError), refusals("book_keeping"):
+        raise KeyError("a bug")
+
+
+def test_modes_are_checked():
+    assert check_modes(["book_keeping", "book_keeping"]) == (NON_PRIVATE, "book_keeping")
+    assert mode_names() == (NON_PRIVATE, *STRATEGIES, *OPACUS)
+    with pytest.raises(InvalidArgumentError, match=r"`modes`.*'book_keeping'.*Did you mean 'book_keeping'"):
+        check_modes(["bookkeeping"])
+
+
+def test_opacus_is_named_with_its_extra_where_it_is_missing(monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(HfDpError, match=r"`modes`.*'opacus_ghost'.*pip install hf-dp\[bench\]"):
+        check_modes(["opacus_ghost"])
+    assert modes.installed_modes() == (NON_PRIVATE, *STRATEGIES)
+
+
+PARAMETERS = {  # published, in millions; a classifier's head included
+    "gpt2": 124.4, "gpt2-medium": 354.8, "gpt2-large": 774.0, "roberta-base": 124.6, "roberta-large": 355.4, "minilm": 22.7,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PARAMETERS)
+def test_shapes_have_the_published_number_of_parameters(name):
+    with torch.device("meta"):
+        model = SHAPES[name].build(0.1, True)
+    assert sum(p.numel() for p in model.parameters()) / 1e6 == pytest.approx(PARAMETERS[name], abs=0.1)
+    assert {m.p for m in model.modules() if isinstance(m, torch.nn.Dropout)} == {0.1}
+
+
+def test_lora_trains_its_own_weights_only():
+    with torch.device("meta"):
+        model = SHAPES["gpt2-lora"].build(0.1, True)
+    trained = {name: p.numel() for name, p in model.named_parameters() if p.requires_grad}
+    assert sum(trained.values()) == 12 * 8 * (768 + 3 * 768)
+    assert all("lora_" in name for name in trained)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"model": "gpt-2"}, "`model`.*Did you mean 'gpt2'"),
+        ({"precision": "fp16"}, r"`precision`.*\['fp32', 'bf16'\]"),
+        ({"batch_size": 0}, "`batch_size`.*>= 1"),
+        ({"length": 33}, "`length`.*at most 32.*33"),
+        ({"length": 1}, "`length`.*>= 2"),
+        ({"threads": 0.5}, "`threads`.*whole"),
+        ({"device": "tpu"}, "`device`"),
+    ],
+)
+def test_a_wrong_workload_is_refused(fields, message):
+    with pytest.raises(InvalidArgumentError, match=message):
+        Workload(**{"model": "tiny", **fields})
+
+
+def test_a_workload_survives_the_way_to_another_process():
+    workload = Workload("tiny", precision="bf16", gradient_checkpointing=True)
+    assert Workload(**workload.to_dict()) == workload
+    assert (workload.batch_size, workload.length) == (4, 12)

@@ -1,0 +1,77 @@
+"""Interleaving and the ratio statistic on clocks whose truth is known."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from hf_dp.benchmarks.modes import NON_PRIVATE, Mode
+from hf_dp.benchmarks.rounds import Ratio, enough_repeats, interleave, ratio, seconds_per_step, verdict
+from hf_dp.benchmarks.workload import Workload
+
+
+def test_every_round_times_every_mode_and_the_order_rotates():
+    called = []
+    timers = {name: lambda name=name: called.append(name) or 1.0 for name in "abc"}
+    heard = []
+    rounds = interleave(timers, 4, heard.append)
+    assert "".join(called) == "abc" + "bca" + "cab" + "abc"
+    assert all(set(each) == set("abc") for each in rounds)
+    assert heard == [f"round {r} of 4" for r in (1, 2, 3, 4)]
+
+
+def test_a_machine_that_slows_down_does_not_move_the_ratio():
+    # 0.8 in every round; dividing medians of a drifting machine, or times of neighbouring rounds, would not give that
+    rounds = [{NON_PRIVATE: 0.8 * drift, "mode": drift} for drift in (1.0, 1.5, 9.0, 2.0, 1.1)]
+    found = ratio(rounds, "mode", NON_PRIVATE)
+    assert found.median == pytest.approx(0.8)
+    assert found.interquartile_range == pytest.approx(0)
+    assert found.counts
+
+
+def test_median_and_quartiles_by_hand():
+    rounds = [{NON_PRIVATE: r, "mode": 1.0} for r in (0.9, 0.5, 0.8, 0.6, 0.7)]
+    found = ratio(rounds, "mode", NON_PRIVATE)
+    assert (found.median, found.interquartile_range) == (pytest.approx(0.7), pytest.approx(0.2))
+    assert not found.counts
+
+
+@pytest.mark.parametrize(
+    ("runs", "expected"),
+    [
+        ([(0.9, 0.039)], "counts"),
+        ([(0.9, 0.04)], "repeat"),
+        ([(0.90, 0.01), (0.92, 0.01), (0.91, 0.01)], "agree"),
+        ([(0.90, 0.01), (0.94, 0.01), (0.91, 0.01)], "differ"),
+        ([(0.90, 0.01), (0.90, 0.05)], "repeat"),
+    ],
+)
+def test_verdict(runs, expected):
+    assert verdict([Ratio(*run) for run in runs]) == expected
+
+
+def test_a_timing_is_long_enough():
+    assert enough_repeats(0.3) == 4
+    assert enough_repeats(5.0) == 1
+    assert enough_repeats(0.0) > 1
+
+
+def test_a_timing_is_the_mean_of_its_steps_and_cleans_up(monkeypatch):
+    class Fake(Mode):
+        done: list[str] = []
+
+        def step(self, batches):
+            self.done.append("step")
+
+        def reset(self):
+            self.done.append("reset")
+
+        def gradients(self):
+            return {}
+
+    clock = itertools.count(100.0, 6.0)
+    monkeypatch.setattr("hf_dp.benchmarks.rounds.time.perf_counter", lambda: next(clock))
+    mode = Fake(None, Workload("tiny"))
+    assert seconds_per_step(mode, [], 3) == 2.0
+    assert mode.done == ["step"] * 3 + ["reset"]

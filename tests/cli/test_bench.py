@@ -1,0 +1,140 @@
+"""``hf-dp bench`` as a user calls it."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+import subprocess
+import sys
+import time
+
+import pytest
+
+from hf_dp.benchmarks import memory
+from hf_dp.benchmarks.shapes import SHAPES
+from hf_dp.cli.main import main
+from hf_dp.clipping.engine import STRATEGIES
+
+SPEED = [
+    "bench",
+    "throughput",
+    "--model",
+    "tiny",
+    "--device",
+    "cpu",
+    "--threads",
+    "1",
+    "--rounds",
+    "3",
+    "--repeats",
+    "1",
+]
+MEMORY = ["bench", "memory", "--model", "tiny", "--device", "cpu", "--threads", "1"]
+
+
+@pytest.mark.parametrize("command", ["throughput", "memory"])
+def test_help_is_quick_and_complete(command):
+    code = (
+        "import sys; from hf_dp.cli.main import main\n"
+        "try: main()\nfinally: assert not {'torch', 'transformers'} & set(sys.modules)"
+    )
+    start = time.perf_counter()
+    done = subprocess.run([sys.executable, "-c", code, "bench", command, "--help"], capture_output=True, text=True)
+    assert time.perf_counter() - start < 2
+    assert done.returncode == 0, done.stderr
+    for text in ("default: fp32", "example", "--gradient-checkpointing", *SHAPES, STRATEGIES[0], "opacus_ghost"):
+        assert text in done.stdout
+
+
+def test_throughput_end_to_end(tmp_path, capsys):
+    path = tmp_path / "speed.json"
+    assert main([*SPEED, "--batch_size", "2", "--length=8", "--precision", "bf16", "--json", str(path)]) == 0
+    report = json.loads(path.read_text())
+    assert (report["workload"]["batch_size"], report["workload"]["length"]) == (2, 8)
+    assert set(report["modes"]) == {"non_private", "book_keeping"}
+    assert len(report["runs"][0]) == 3
+    output = capsys.readouterr()
+    assert "bf16" in output.out and "book_keeping" in output.out
+    assert "round 3 of 3" in output.err
+
+
+def test_memory_end_to_end(tmp_path, capsys):
+    path = tmp_path / "memory.json"
+    assert (
+        main([*MEMORY, "--modes", "non_private", "--gradient_checkpointing", "--steps", "2", "--json", str(path)]) == 0
+    )
+    report = json.loads(path.read_text())
+    assert report["modes"]["non_private"]["mebibytes"] > 0
+    assert report["workload"]["gradient_checkpointing"] is True
+    assert "MiB" in capsys.readouterr().out
+
+
+def test_all_modes_that_are_installed(monkeypatch, tmp_path, capsys):
+    def run(workload, mode, steps):
+        return {"bytes": 2**20, "measured": "invented", "note": ""}
+
+    monkeypatch.setattr(memory.measure_memory, "__defaults__", (1, 3, run, lambda line: None))
+    assert main([*MEMORY, "--modes", "all"]) == 0
+    output = capsys.readouterr().out
+    opacus = importlib.util.find_spec("opacus") is not None
+    assert [name in output for name in (*STRATEGIES, "opacus_ghost")] == [True] * len(STRATEGIES) + [opacus]
+
+
+def test_both_bars_in_one_figure(monkeypatch, tmp_path):
+    pytest.importorskip("matplotlib")
+
+    def run(workload, mode, steps):
+        return {"bytes": 2**20, "measured": "invented", "note": ""}
+
+    monkeypatch.setattr(memory.measure_memory, "__defaults__", (1, 3, run, lambda line: None))
+    report, one, both = tmp_path / "memory.json", tmp_path / "one.png", tmp_path / "both.png"
+    assert main([*MEMORY, "--json", str(report), "--plot", str(one)]) == 0
+    assert main([*SPEED, "--plot", str(both), "--beside", str(report)]) == 0
+    from PIL import Image
+
+    widths = [Image.open(path).size[0] for path in (one, both)]
+    assert widths[1] == 2 * widths[0]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([*SPEED[:3], "tinny"], "Did you mean 'tiny'"),
+        ([*SPEED, "--modes", "non_private,ghost"], "`modes`"),
+        ([*SPEED, "--max-batch"], "`max_batch`"),
+        ([*SPEED, "--precision", "fp64"], "`precision`"),
+        ([*SPEED, "--rounds", "2"], "`rounds`"),
+        ([*SPEED, "--json", "no/such/folder/x.json"], "`json`.*folder"),
+        ([*SPEED, "--beside", "x.json"], "`beside`.*--plot"),
+        ([*MEMORY, "--steps", "1"], "`steps`"),
+    ],
+)
+def test_wrong_arguments_are_one_line(words, message, capsys):
+    assert main(words) == 2
+    error = capsys.readouterr().err.strip()
+    assert error.startswith("hf-dp bench: Expected")
+    assert "\n" not in error
+    assert re.search(message, error)
+
+
+def test_a_figure_of_different_work_is_refused(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("hf_dp.benchmarks.plot.require_matplotlib", lambda path: None)
+    report = tmp_path / "memory.json"
+    plot = ["--plot", str(tmp_path / "x.png"), "--beside", str(report)]
+    other = {"model": "gpt2", "length": 12, "precision": "fp32", "device": "cpu"}
+    report.write_text(json.dumps({"benchmark": "memory", "workload": other}))
+    assert main([*SPEED, *plot]) == 2
+    assert "another model" in capsys.readouterr().err
+    report.write_text(json.dumps({"benchmark": "throughput", "workload": {**other, "model": "tiny"}}))
+    assert main([*SPEED, *plot]) == 2
+    assert "other command" in capsys.readouterr().err
+    report.write_text("[]")
+    assert main([*SPEED, *plot]) == 2
+    assert "Measure it first" in capsys.readouterr().err
+
+
+def test_a_plot_without_matplotlib_names_the_extra(monkeypatch, capsys):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert main([*SPEED, "--plot", "x.png"]) == 2
+    assert "pip install hf-dp[plot]" in capsys.readouterr().err

@@ -1,0 +1,446 @@
+"""The zoo: norms and clipped sums of many architectures against a loop over single, unpadded examples, or a refusal.
+
+Each case is run with every strategy; the full matrix with the first one, book-keeping.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import architectures
+import pytest
+import torch
+import transformers as hf
+from architectures import (
+    ARCHITECTURES,
+    EXACT,
+    LABELS,
+    Architecture,
+    assert_equal,
+    assert_exact,
+    clipped,
+    collate,
+    loop,
+    loop_over_losses,
+    poison,
+    together,
+)
+from models import POSITIONS, VOCABULARY, assert_same_sums
+from torch import nn
+
+from hf_dp.clipping import ClippingEngine
+from hf_dp.clipping.engine import STRATEGIES
+from hf_dp.errors import HfDpError, UnsupportedLossError, UnsupportedModelError
+from hf_dp.losses import per_example_loss, task_of
+
+LENGTHS = {
+    "padded": (5, 1, 3),
+    "as many positions as examples": (2, 1),  # a (T, T) look-up or a (T,) one then passes for one row per example
+    "as many positions as examples, three": (3, 1, 3),
+    "long": (19, 1, 8),
+    "one token each": (1, 1, 1),
+    "one example": (6,),
+    "one example of one token": (1,),
+}
+FEW = ("padded", "as many positions as examples", "one token each", "one example")
+
+
+def over(strategies: dict[str, Any]) -> list[tuple[str, Any]]:
+    return [(strategy, case) for strategy, cases in strategies.items() for case in cases]
+
+
+def full_then_few(every: Any, few: Any) -> list[tuple[str, Any]]:
+    """(strategy, case): every case with the first strategy, few with the others."""
+    return over({strategy: few if number else every for number, strategy in enumerate(STRATEGIES)})
+
+
+@pytest.mark.parametrize(("strategy", "case"), full_then_few(LENGTHS, FEW))
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_equals_the_loop(name, strategy, case):
+    architecture = ARCHITECTURES[name]
+    model = architecture.build()
+    assert_exact(architecture, model, architecture.examples(model, LENGTHS[case]), strategy)
+
+
+@pytest.mark.parametrize("case", ["padded", "long"])
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_the_models_themselves_do_not_couple_examples(name, case):
+    """Plain autograd on the padded batch equals the loop: what differs in another test is the engine's doing."""
+    architecture = ARCHITECTURES[name]
+    model = architecture.build()
+    examples = architecture.examples(model, LENGTHS[case])
+    with architecture.precision():
+        expected = loop(model, examples)
+        padded = loop_over_losses(model, together(model, collate(model, examples)), expected.clipping_norm)
+    assert_equal(padded.norms, padded.sums, expected)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("name", ["bert", "gpt2_tied", "gemma3", "t5", "vit"])
+def test_repeated_examples_count_each_time(name, strategy):
+    architecture = ARCHITECTURES[name]
+    model = architecture.build()
+    one, two = architecture.examples(model, (4, 2))
+    assert_exact(architecture, model, [one, two, one, one], strategy)
+
+
+# -- frozen parts ---
+
+
+def _is_embedding(name: str) -> bool:
+    return any(word in name for word in ("embed", "wte", "wpe", "shared", "relative_attention_bias"))
+
+
+def _owned_by(model: nn.Module, wanted: Callable[[nn.Module], bool]) -> set[nn.Parameter]:
+    return {p for module in model.modules() if wanted(module) for p in module.parameters(recurse=False)}
+
+
+def _last_owner(model: nn.Module) -> set[nn.Parameter]:
+    return set([m for m in model.modules() if list(m.parameters(recurse=False))][-1].parameters(recurse=False))
+
+
+SELECTIONS: dict[str, Callable[[nn.Module], set[nn.Parameter]]] = {
+    "no embeddings": lambda model: {p for name, p in model.named_parameters() if not _is_embedding(name)},
+    "only embeddings": lambda model: {p for name, p in model.named_parameters() if _is_embedding(name)},
+    "only norms": lambda model: _owned_by(model, lambda module: "Norm" in type(module).__name__),
+    "only biases": lambda model: {p for name, p in model.named_parameters() if name.endswith("bias")},
+    "only the last layer": _last_owner,
+}
+NO_BIAS = {"mistral", "qwen3_tied", "gemma2", "gemma3", "gemma3_untied", "phi3", "t5"}
+FROZEN = [
+    (name, strategy, selection)
+    for strategy, names in full_then_few([ARCHITECTURES], [["bert", "gpt2_tied", "gemma3", "t5", "vit"]])
+    for name in names
+    for selection in SELECTIONS
+    if not (selection == "only biases" and name in NO_BIAS)
+]
+
+
+@pytest.mark.parametrize(("name", "strategy", "selection"), FROZEN)
+def test_frozen_parts(name, strategy, selection):
+    architecture = ARCHITECTURES[name]
+    model = architecture.build()
+    train_only(model, SELECTIONS[selection](model))
+    assert_exact(architecture, model, architecture.examples(model, (5, 1, 3)), strategy)
+
+
+def train_only(model: nn.Module, wanted: set[nn.Parameter]) -> None:
+    assert wanted
+    for parameter in model.parameters():
+        parameter.requires_grad_(parameter in wanted)
+
+
+# -- dropout and gradient checkpointing ---
+
+# ALBERT, DistilBERT and MPNet have no gradient checkpointing in transformers 5.
+CHECKPOINTED = ["bert", "modernbert", "gpt2_tied", "opt", "llama", "gemma3", "t5", "bart", "vit", "dinov2"]
+DROPOUT = [(name, checkpointing) for name in CHECKPOINTED for checkpointing in (False, True)]
+DROPOUT += [(name, False) for name in ("albert", "mpnet", "convnext", "bert_masked_lm")]
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("name", CHECKPOINTED)
+def test_gradient_checkpointing(name, strategy):
+    architecture = ARCHITECTURES[name]
+    model = architecture.build()
+    examples = architecture.examples(model, (5, 1, 3))
+    with architecture.precision():
+        expected = loop(model, examples)
+        checkpoint(model)
+        norms, sums = clipped(model, collate(model, examples), expected.clipping_norm, strategy)
+    assert_equal(norms, sums, expected)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize(("name", "checkpointing"), DROPOUT)
+def test_fixed_dropout_masks_give_the_same_sums(name, strategy, checkpointing):
+    """Against plain autograd on the masks of one forward of the whole batch, so the strategies also equal each other."""
+    architecture = ARCHITECTURES[name]
+    model = architecture.build(dropout=0.5)
+    batch = collate(model, architecture.examples(model, (5, 2, 3)))
+    with architecture.precision():
+        torch.manual_seed(7)
+        expected = loop_over_losses(model, together(model, batch))
+        if checkpointing:
+            checkpoint(model)
+        norms, sums = clipped(model, batch, expected.clipping_norm, strategy, seed=7)
+    assert_equal(norms, sums, expected)
+
+
+def checkpoint(model: Any) -> None:
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    assert model.is_gradient_checkpointing
+
+
+def test_dropout_is_on_in_the_test_above():
+    architecture = ARCHITECTURES["vit"]
+    model = architecture.build(dropout=0.5)
+    batch = collate(model, architecture.examples(model, (1, 1)))
+    losses = []
+    for seed in (7, 7, 8):
+        torch.manual_seed(seed)
+        losses.append(together(model, batch))
+    assert torch.equal(losses[0], losses[1])
+    assert not torch.equal(losses[0], losses[2])
+
+
+# -- float32: never too small, and what is not finite leaves ---
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_float32_norms(name):
+    """Against the float64 loop of the same weights; 1e-4 is the design's bound for float32."""
+    architecture = ARCHITECTURES[name]
+    model = architecture.build(dtype=torch.float32)
+    batch = collate(model, architecture.examples(model, (19, 1, 8)))
+    norms, sums = clipped(model, batch, 0.1)
+    assert norms.dtype == torch.float32
+    assert all(total.dtype == torch.float32 for total in sums.values())
+    model = model.double()
+    with architecture.precision():
+        expected = loop(model, architecture.examples(model, (19, 1, 8)), clipping_norm=0.1)
+    assert_equal(norms, sums, expected, tolerance=1e-4)
+
+
+# One for each rule: Linear, Embedding and LayerNorm; Conv1D and ties; RMSNorm; scaled, shifted, (T, T) look-ups; flattened
+# positions; convolutions; bare parameters; a bias tied to a module without a rule.
+EACH_RULE = [
+    "bert", "gpt2_tied", "llama", "gemma3", "opt", "mpnet", "t5", "bart", "bert_masked_lm", "vit", "dinov2", "convnext",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("name", EACH_RULE)
+def test_an_example_that_is_not_finite_leaves_no_trace(name, strategy, value):
+    architecture = ARCHITECTURES[name]
+    model = architecture.build(dtype=torch.float32)
+    examples = architecture.examples(model, (5, 5, 3))
+    poison(model, examples, 1, value)
+    expected_norms, expected = clipped(model, collate(model, [examples[0], examples[2]]), 0.5, strategy)
+    norms, sums = clipped(model, collate(model, examples), 0.5, strategy)
+    assert norms[1] == torch.inf
+    torch.testing.assert_close(norms[[0, 2]], expected_norms, rtol=1e-4, atol=0)
+    assert_same_sums(sums, expected, atol=1e-4 * 0.5)
+
+
+# -- exact or refused by name, never wrong ---
+
+
+def exact_or_refused(architecture: Architecture, model: nn.Module, lengths: Any, strategy: str, match: str) -> str:
+    """Which of the two; a refusal names what matches."""
+    examples = architecture.examples(model, lengths)
+    refusal = refused(model, collate(model, examples), strategy)
+    if refusal is None:
+        assert_exact(architecture, model, examples, strategy)
+        return "exact"
+    assert re.search(match, refusal), refusal
+    return "refused"
+
+
+def refused(model: nn.Module, batch: Any, strategy: str) -> str | None:
+    """Why the engine refuses this batch; None when it does not."""
+    try:
+        clipped(model, batch, 1.0, strategy)
+    except HfDpError as error:
+        return str(error)
+    return None
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("lengths", [(5, 1, 3), (1, 1), (2, 1), (6,)], ids=str)
+@pytest.mark.parametrize("name", ["mixtral", "qwen3_moe"])
+def test_mixture_of_experts_without_its_batch_loss(name, lengths, strategy):
+    """Experts and router see all positions of the batch at once: (B * T, H)."""
+    architecture = Architecture(getattr(architectures, name), "causal_lm", float32_inside=True)
+    model = architecture.build(experts_implementation="eager")  # the default, grouped_mm, knows no float64
+    exact_or_refused(architecture, model, lengths, strategy, match="Router|Experts")
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("name", ["mixtral", "qwen3_moe"])
+def test_mixture_of_experts_with_its_default_kernel(name, strategy):
+    architecture = Architecture(getattr(architectures, name), "causal_lm")
+    model = architecture.build(dtype=torch.float32)
+    examples = architecture.examples(model, (5, 1, 3))
+    refusal = refused(model, collate(model, examples), strategy)
+    if refusal is None:
+        expected = loop(model, examples)
+        assert_equal(*clipped(model, collate(model, examples), expected.clipping_norm, strategy), expected, 1e-4)
+    else:
+        assert re.search("Router|Experts", refusal), refusal
+
+
+RELATIVE = {
+    "everything trains": ((), {}),
+    "everything trains, no norm": ((), {"norm_rel_ebd": "none"}),
+    "table frozen": (("rel_embeddings", "encoder.LayerNorm"), {}),
+    "table frozen, no norm": (("rel_embeddings",), {"norm_rel_ebd": "none"}),
+}
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("lengths", [(5, 1, 3), (4, 1, 3, 2), (1, 1), (6,)], ids=str)
+@pytest.mark.parametrize("shared", [False, True], ids=["own projections", "shared projections"])
+@pytest.mark.parametrize("trains", RELATIVE)
+def test_deberta_with_relative_attention(trains, shared, lengths, strategy):
+    """`rel_embeddings.weight` is used outside its module, and projections run on (1, 2k, H) rows of no example.
+
+    With two buckets the table has four rows, as many as one of the batches has examples.
+    """
+    architecture = Architecture(relative_deberta, "classification")
+    frozen, options = RELATIVE[trains]
+    model = relative_deberta(share_att_key=shared, **options)
+    train_only(model, {p for name, p in model.named_parameters() if not any(word in name for word in frozen)})
+    exact_or_refused(
+        architecture, model, lengths, strategy, match="rel_embeddings|LayerNorm|_proj|DisentangledSelfAttention"
+    )
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("lengths", [(5, 1, 3), (4, 1, 3, 2), (1, 1), (6,)], ids=str)
+@pytest.mark.parametrize("shared", [False, True], ids=["own projections", "shared projections"])
+def test_deberta_is_exact_with_its_relative_parts_frozen(shared, lengths, strategy):
+    architecture = Architecture(relative_deberta, "classification")
+    model = relative_deberta(share_att_key=shared)
+    relative = ("rel_embeddings", "encoder.LayerNorm", "pos_key_proj", "pos_query_proj")
+    relative += ("key_proj", "query_proj") if shared else ()
+    train_only(model, {p for name, p in model.named_parameters() if not any(word in name for word in relative)})
+    assert_exact(architecture, model, architecture.examples(model, lengths), strategy)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_the_norm_of_a_table_with_as_many_rows_as_examples(strategy):
+    """Its rows are relative positions, shared by all examples; only their number says otherwise."""
+    architecture = Architecture(relative_deberta, "classification")
+    model = relative_deberta()
+    train_only(model, set(model.deberta.encoder.LayerNorm.parameters()) | set(model.classifier.parameters()))
+    exact_or_refused(architecture, model, (4, 1, 3, 2), strategy, match="LayerNorm")
+
+
+def relative_deberta(**options: Any) -> Any:
+    options = {"position_buckets": 2, "norm_rel_ebd": "layer_norm", "position_biased_input": False} | options
+    return architectures.deberta_v2(relative_attention=True, **options)
+
+
+HALVED = {
+    "llama": ("model.norm", "model.layers.0.self_attn.q_proj"),
+    "gemma3": ("model.embed_tokens", "model.layers.0.self_attn.q_norm"),
+    "vit": ("vit.embeddings", "vit.embeddings.patch_embeddings.projection"),
+    "dinov2": ("dinov2.encoder.layer.0.layer_scale1",),
+}
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("name", HALVED)
+def test_forward_hooks_are_applied_once(name, strategy):
+    """A module that is run again to be differentiated must not meet its hooks again: halved twice, a norm is too small."""
+    architecture = ARCHITECTURES[name]
+    model = architecture.build()
+    for path in HALVED[name]:
+        module = model.get_submodule(path)
+        module.register_forward_hook(lambda module, args, output: 0.5 * output)
+        if not isinstance(module, nn.Embedding):  # token ids cannot be halved
+            module.register_forward_pre_hook(lambda module, args: (0.5 * args[0], *args[1:]))
+    assert_exact(architecture, model, architecture.examples(model, (5, 1, 3)), strategy)
+
+
+# -- refused, with the reason ---
+
+
+@pytest.mark.parametrize("name", ["mixtral", "qwen3_moe"])
+def test_the_load_balancing_loss_of_a_mixture_of_experts_is_refused(name):
+    model = getattr(architectures, name)(output_router_logits=True)
+    with pytest.raises(UnsupportedModelError, match="load-balancing loss .* couples examples"):
+        ClippingEngine(model, 1.0).__enter__()
+
+
+def clip_model() -> nn.Module:
+    tower = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 24}
+    text = tower | {
+        "vocab_size": VOCABULARY,
+        "max_position_embeddings": POSITIONS,
+        "eos_token_id": 3,
+        "pad_token_id": 0,
+    }
+    return hf.CLIPModel(
+        hf.CLIPConfig(text_config=text, vision_config=tower | {"image_size": 8, "patch_size": 4}, projection_dim=8)
+    )
+
+
+def test_a_contrastive_loss_is_refused():
+    """Each pair's loss has every other pair of the batch in its denominator."""
+    model = clip_model()
+    with pytest.raises(UnsupportedLossError, match="CLIPModel"):
+        task_of(model)
+    inputs = {
+        "input_ids": torch.tensor([[5, 6, 3]]),
+        "pixel_values": torch.zeros(1, 3, 8, 8),
+        "labels": torch.zeros(1),
+    }
+    with pytest.raises(UnsupportedLossError, match="No per-example loss is known for CLIPModel"):
+        per_example_loss(model, inputs)
+
+
+BATCH_NORMS = {
+    "resnet": lambda: hf.ResNetForImageClassification(
+        hf.ResNetConfig(embedding_size=8, hidden_sizes=[8, 8], depths=[1, 1], num_labels=LABELS)
+    ),
+    "mobilenet_v2": lambda: hf.MobileNetV2ForImageClassification(
+        hf.MobileNetV2Config(depth_multiplier=0.25, min_depth=4, num_labels=LABELS)
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BATCH_NORMS)
+def test_batch_normalization_is_refused(name):
+    model = BATCH_NORMS[name]()
+    with pytest.raises(UnsupportedModelError, match="BatchNorm2d.*statistics of the whole batch"):
+        ClippingEngine(model, 1.0).__enter__()
+    assert not any("forward" in module.__dict__ for module in model.modules())
+
+
+def test_a_frozen_batch_norm_in_training_mode_is_refused_too():
+    """It still mixes examples, and stores their statistics in its buffers."""
+    model = BATCH_NORMS["resnet"]()
+    train_only(model, set(model.classifier.parameters()))
+    with pytest.raises(UnsupportedModelError, match="BatchNorm2d"):
+        ClippingEngine(model, 1.0).__enter__()
+
+
+# -- the tests can fail ---
+
+
+def test_planted_coupling_is_seen():
+    """A loss that reads its neighbors differs from the loop: the oracle sees examples alone."""
+    architecture = ARCHITECTURES["bert"]
+    model = architecture.build()
+    examples = architecture.examples(model, (5, 1, 3))
+    expected = loop(model, examples)
+    batch = collate(model, examples)
+    norms, _ = clipped(model, batch, 1.0, loss=lambda m, b: together(m, b) * (1 + b["attention_mask"].float().mean()))
+    assert (norms / expected.norms - 1).abs().min() > 1e-3
+
+
+def test_planted_missing_mask_is_seen():
+    architecture = ARCHITECTURES["t5"]
+    model = architecture.build()
+    examples = architecture.examples(model, (5, 1, 3))
+    batch = collate(model, examples)
+    padded, alone = (together(model, {**batch, "attention_mask": mask}) for mask in (batch["attention_mask"], None))
+    assert (padded / alone - 1).abs().max() > 1e-3
+    assert loop(model, examples).norms.isfinite().all()
+
+
+def test_without_downcasts_the_norms_of_llama_are_float64():
+    """In float32 a weight's gradient would carry roundings of 1e-7: more than the tolerance of these tests."""
+    norm = ARCHITECTURES["llama"].build().model.norm.requires_grad_(False)
+    value = torch.randn(4, 16, dtype=torch.float64)
+    exact = norm.weight * value / (value.square().mean(-1, keepdim=True) + norm.variance_epsilon).sqrt()
+    rounded = float((norm(value) - exact).abs().max())
+    with architectures.without_downcasts():
+        kept = float((norm(value) - exact).abs().max())
+    assert rounded > EXACT > 1e-14 > kept
+    assert torch.zeros(1, dtype=torch.float64).float().dtype == torch.float32

@@ -1,0 +1,379 @@
+"""Parameter-efficient tuning as stock PEFT does it: exact against the loop, or refused by name; the base left alone."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import peft
+import pytest
+import torch
+from architectures import (
+    ARCHITECTURES,
+    Architecture,
+    Expected,
+    assert_equal,
+    clipped,
+    collate,
+    loop,
+    loop_over_losses,
+    poison,
+    single,
+    together,
+    token_mean,
+)
+from models import VOCABULARY, Batch, assert_same_sums
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from hf_dp.clipping import ClippingEngine
+from hf_dp.clipping.engine import STRATEGIES
+from hf_dp.errors import HfDpError
+from hf_dp.losses import per_example_loss
+
+LENGTHS = ((5, 1, 3), (2, 1), (6,))
+VIRTUAL = 3
+
+
+class Case:
+    """A base of the zoo and what PEFT adds to it."""
+
+    def __init__(self, base: str, config: Callable[..., Any], **options: Any):
+        self.architecture: Architecture = ARCHITECTURES[base]
+        self.config, self.options = config, options
+
+    def build(self, dropout: float = 0.0, **more: Any) -> Any:
+        """The adapted model in float64, away from PEFT's zeros and ones, which hide gradients."""
+        torch.manual_seed(0)
+        model = peft.get_peft_model(self.architecture.build(dropout=dropout), self.config(**self.options | more))
+        with torch.no_grad():
+            for parameter in model.parameters():
+                if parameter.requires_grad:
+                    parameter.add_(0.2 * torch.randn_like(parameter))
+        return model.double().train()
+
+    def examples(self, model: Any, lengths: Sequence[int]) -> list[Batch]:
+        return self.architecture.examples(model.get_base_model(), lengths)
+
+
+def lora(**options: Any) -> peft.LoraConfig:
+    return peft.LoraConfig(**{"r": 2, "lora_alpha": 4, "lora_dropout": 0.0} | options)
+
+
+BERT = {"task_type": "SEQ_CLS", "target_modules": ["query", "output.dense"]}
+GPT2 = {"task_type": "CAUSAL_LM", "target_modules": ["c_attn", "c_proj"], "fan_in_fan_out": True}
+PROMPT = {"num_virtual_tokens": VIRTUAL}
+PREFIX = PROMPT | {"num_layers": 2, "token_dim": 16, "num_attention_heads": 2}
+
+EXACT = {
+    "LoRA on Linear, and the classifier": Case("bert", lora, **BERT),
+    "LoRA on Conv1D": Case("gpt2_tied", lora, **GPT2),
+    "LoRA on Conv1D, head untied": Case("gpt2_untied", lora, **GPT2),
+    "LoRA on Linear, RMSNorm base": Case("llama", lora, task_type="CAUSAL_LM", target_modules=["q_proj", "up_proj"]),
+    "LoRA on every Linear": Case("modernbert", lora, task_type="SEQ_CLS", target_modules="all-linear"),
+    "LoRA on flattened positions": Case("opt", lora, task_type="CAUSAL_LM", target_modules=["fc1", "q_proj"]),
+    "LoRA on Embedding": Case("bert", lora, **BERT | {"target_modules": ["word_embeddings"]}),
+    "LoRA on a tied Embedding": Case("gpt2_tied", lora, **GPT2 | {"target_modules": ["wte"]}),
+    "LoRA on a shared layer": Case("albert", lora, task_type="SEQ_CLS", target_modules=["query", "ffn"]),
+    "LoRA on Conv2d": Case("vit", lora, target_modules=["projection", "q_proj"], modules_to_save=["classifier"]),
+    "LoRA and every bias": Case("bert", lora, **BERT, bias="all"),
+    "LoRA with a bias of its own": Case("bert", lora, **BERT, lora_bias=True),
+    "rsLoRA": Case("bert", lora, **BERT, use_rslora=True, r=4),
+    "LoRA and saved modules": Case("gpt2_untied", lora, **GPT2, modules_to_save=["lm_head", "ln_f", "wpe"]),
+    "IA3 on Linear": Case(
+        "bert", peft.IA3Config, task_type="SEQ_CLS", target_modules=["key", "intermediate.dense"],
+        feedforward_modules=["intermediate.dense"],
+    ),
+    "IA3 on Conv1D": Case(
+        "gpt2_tied", peft.IA3Config, task_type="CAUSAL_LM", target_modules=["c_attn", "c_fc"],
+        feedforward_modules=["c_fc"], fan_in_fan_out=True,
+    ),
+    "LN tuning": Case("bert", peft.LNTuningConfig, task_type="SEQ_CLS", target_modules=["LayerNorm"]),
+    "LN tuning on RMSNorm": Case("llama", peft.LNTuningConfig, task_type="CAUSAL_LM", target_modules=["input_layernorm"]),
+    "prompt tuning, classifier": Case("bert", peft.PromptTuningConfig, task_type="SEQ_CLS", **PROMPT),
+    "prompt tuning, language model": Case("gpt2_tied", peft.PromptTuningConfig, task_type="CAUSAL_LM", **PROMPT),
+    "prompt tuning, RoPE": Case("llama", peft.PromptTuningConfig, task_type="CAUSAL_LM", **PROMPT),
+    "prefix tuning, language model": Case("gpt2_tied", peft.PrefixTuningConfig, task_type="CAUSAL_LM", **PREFIX),
+    "prefix tuning, projected": Case(
+        "gpt2_tied", peft.PrefixTuningConfig, task_type="CAUSAL_LM", **PREFIX, prefix_projection=True, encoder_hidden_size=6
+    ),
+    "prefix tuning, classifier": Case("gpt2_classifier", peft.PrefixTuningConfig, task_type="SEQ_CLS", **PREFIX),
+}  # fmt: skip
+
+# Each with the words of a refusal, should there be one.
+EXACT_OR_REFUSED = {
+    "DoRA": (Case("bert", lora, **BERT, use_dora=True), "lora|Dora"),
+    "DoRA on Conv1D": (Case("gpt2_tied", lora, **GPT2, use_dora=True), "lora|Dora"),
+    "DoRA on Embedding": (Case("bert", lora, **BERT | {"target_modules": ["word_embeddings"]}, use_dora=True), "lora|Dora"),
+    "LoRA on position embeddings": (Case("bert", lora, **BERT | {"target_modules": ["position_embeddings"]}), "lora"),
+    "LoRA and some rows of the embedding": (
+        Case("bert", lora, **BERT, trainable_token_indices={"word_embeddings": [7, 9]}), "token_adapter|trainable_tokens",
+    ),
+    "VeRA": (Case("bert", peft.VeraConfig, task_type="SEQ_CLS", target_modules=["query", "value"], r=4), "vera_lambda"),
+    "AdaLoRA": (
+        Case("bert", peft.AdaLoraConfig, task_type="SEQ_CLS", target_modules=["query"], init_r=4, total_step=10), "lora_"
+    ),
+    "LoHa": (Case("bert", peft.LoHaConfig, task_type="SEQ_CLS", target_modules=["query"], r=2), "hada_"),
+    "LoKr": (Case("bert", peft.LoKrConfig, task_type="SEQ_CLS", target_modules=["query"], r=2), "lokr_"),
+    "OFT": (
+        Case("bert", peft.OFTConfig, task_type="SEQ_CLS", target_modules=["query"], oft_block_size=4), "oft_|OFTRotation"
+    ),
+    "FourierFT": (
+        Case("bert", peft.FourierFTConfig, task_type="SEQ_CLS", target_modules=["query"], n_frequency=5), "fourierft_"
+    ),
+    "p-tuning": (
+        Case("bert", peft.PromptEncoderConfig, task_type="SEQ_CLS", **PROMPT, encoder_hidden_size=8), "PromptEncoder|Linear"
+    ),
+    "p-tuning, LSTM": (
+        Case(
+            "gpt2_tied", peft.PromptEncoderConfig, task_type="CAUSAL_LM", **PROMPT, encoder_hidden_size=8,
+            encoder_reparameterization_type="LSTM", encoder_dropout=0.0,
+        ),
+        "LSTM",
+    ),
+}  # fmt: skip
+
+
+# -- losses of models whose logits begin with virtual tokens ---
+
+
+def is_prompted(model: Any) -> bool:
+    config = model.active_peft_config
+    return config.peft_type in ("PROMPT_TUNING", "P_TUNING") and config.task_type == "CAUSAL_LM"
+
+
+def batch_loss(model: Any, batch: Batch) -> Tensor:
+    """(b,); the last virtual token predicts the first real one, as in PEFT's own loss."""
+    if not is_prompted(model):
+        return together(model, batch)
+    logits = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits
+    return token_mean(logits[:, VIRTUAL - 1 : -1], batch["labels"])
+
+
+def own_loss(model: Any, example: Batch) -> Tensor:
+    """Of one example alone; for classes written out, because AdaLoRA adds a penalty on its weights to the model's own."""
+    if example["labels"].dim() == 1:
+        inputs = {name: value for name, value in example.items() if name != "labels"}
+        return F.cross_entropy(model(**inputs).logits, example["labels"])
+    if not is_prompted(model):
+        return single(model, example)
+    logits = model(input_ids=example["input_ids"]).logits[0, VIRTUAL - 1 : -1]
+    return F.cross_entropy(logits, example["labels"][0])
+
+
+def expectation(case: Case, model: Any, lengths: Sequence[int]) -> Expected:
+    return loop(model, case.examples(model, lengths), own_loss)
+
+
+def result(case: Case, model: Any, lengths: Sequence[int], clipping_norm: float, strategy: str) -> Any:
+    batch = collate(model, case.examples(model, lengths))
+    return clipped(model, batch, clipping_norm, strategy, loss=batch_loss)
+
+
+# -- exact ---
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("name", EXACT)
+def test_exact(name, strategy):
+    case = EXACT[name]
+    model = case.build()
+    for lengths in LENGTHS:
+        with case.architecture.precision():
+            expected = expectation(case, model, lengths)
+            found = result(case, model, lengths, expected.clipping_norm, strategy)
+        assert_equal(*found, expected)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("lengths", [*LENGTHS, (1,) * 16], ids=["padded", "square", "one", "as many as the width"])
+@pytest.mark.parametrize("name", EXACT_OR_REFUSED)
+def test_exact_or_refused_by_name(name, lengths, strategy):
+    """Sixteen examples of one token: DoRA runs its LoRA layers on an identity matrix of (16, 16)."""
+    case, words = EXACT_OR_REFUSED[name]
+    model = case.build()
+    refusal = refused(case, model, lengths, strategy)
+    if refusal is None:
+        expected = expectation(case, model, lengths)
+        assert_equal(*result(case, model, lengths, expected.clipping_norm, strategy), expected)
+    else:
+        assert re.search(words, refusal), refusal
+
+
+def refused(case: Case, model: Any, lengths: Sequence[int], strategy: str) -> str | None:
+    try:
+        result(case, model, lengths, 1.0, strategy)
+    except HfDpError as error:
+        return str(error)
+    return None
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize(
+    "name", ["LoRA on Linear, and the classifier", "LoRA on Conv1D", "LoRA on Embedding", "LoRA on Conv2d"]
+)
+def test_lora_dropout_with_fixed_masks(name, strategy):
+    """Against plain autograd on the same masks, so the strategies also equal each other."""
+    case = EXACT[name]
+    model = case.build(dropout=0.5, lora_dropout=0.5)
+    batch = collate(model, case.examples(model, (5, 2, 3)))
+    torch.manual_seed(7)
+    expected = loop_over_losses(model, batch_loss(model, batch))
+    assert_equal(*clipped(model, batch, expected.clipping_norm, strategy, loss=batch_loss, seed=7), expected)
+    torch.manual_seed(8)
+    assert not torch.allclose(loop_over_losses(model, batch_loss(model, batch)).norms, expected.norms)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("name", ["LoRA on Linear, and the classifier", "LoRA on Conv1D", "IA3 on Conv1D"])
+def test_gradient_checkpointing_of_a_frozen_base(name, strategy):
+    """transformers makes the embedding's output require gradients, or nothing would flow through the frozen layers."""
+    case = EXACT[name]
+    model = case.build()
+    expected = expectation(case, model, (5, 1, 3))
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    model.enable_input_require_grads()
+    assert_equal(*result(case, model, (5, 1, 3), expected.clipping_norm, strategy), expected)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize(
+    "name",
+    ["LoRA on Linear, and the classifier", "LoRA on Embedding", "IA3 on Conv1D", "prefix tuning, language model"],
+)
+def test_an_example_that_is_not_finite_leaves_no_trace(name, strategy):
+    case = EXACT[name]
+    model = case.build()
+    examples = case.examples(model, (5, 5, 3))
+    poison(model, examples, 1, torch.nan)
+    _, expected = clipped(model, collate(model, [examples[0], examples[2]]), 0.5, strategy)
+    norms, sums = clipped(model, collate(model, examples), 0.5, strategy)
+    assert torch.isinf(norms).tolist() == [False, True, False]
+    assert_same_sums(sums, expected, atol=1e-9)
+
+
+def test_hf_dp_knows_the_loss_of_a_prompted_language_model():
+    """Its logits begin with the virtual tokens, which have no labels."""
+    case = EXACT["prompt tuning, language model"]
+    model = case.build()
+    examples = case.examples(model, (5, 2, 3))
+    expected = torch.stack([model(**example).loss for example in examples])  # in float32
+    found = per_example_loss(model, collate(model, examples))
+    torch.testing.assert_close(found.double(), expected.double(), rtol=1e-6, atol=0)
+
+
+# -- the base is left alone ---
+
+
+def state(model: nn.Module) -> dict[str, Any]:
+    """What must be the same before and after: which module has a forward or hooks of its own, and every value."""
+    hooks = {
+        name: (module.__dict__.get("forward"), len(module._forward_hooks), len(module._forward_pre_hooks))
+        for name, module in model.named_modules()
+    }
+    values = {name: (value.clone(), value.requires_grad) for name, value in model.named_parameters()}
+    return {"hooks": hooks, "values": values, "buffers": {n: b.clone() for n, b in model.named_buffers()}}
+
+
+def assert_untouched(model: nn.Module, before: dict[str, Any]) -> None:
+    after = state(model)
+    assert after["hooks"] == before["hooks"]
+    for name, (value, trains) in after["values"].items():
+        assert torch.equal(value, before["values"][name][0]), name
+        assert trains == before["values"][name][1], name
+    assert all(torch.equal(value, before["buffers"][name]) for name, value in after["buffers"].items())
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize(
+    "name", ["LoRA on Linear, and the classifier", "LoRA on Conv1D", "IA3 on Linear", "prefix tuning, language model"]
+)
+def test_the_base_is_left_alone(name, strategy):
+    case = EXACT[name]
+    model = case.build()
+    before = state(model)
+    _, sums = result(case, model, (5, 1, 3), 0.1, strategy)
+    assert_untouched(model, before)
+    trainable = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+    assert list(sums) == trainable
+    assert 0 < len(trainable) < len(list(model.parameters()))
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_frozen_module_has_its_own_forward_inside(strategy):
+    model = EXACT["LoRA on Linear, and the classifier"].build()
+    with ClippingEngine(model, 1.0, strategy=strategy):
+        for module in model.modules():
+            if not any(p.requires_grad for p in module.parameters()):
+                assert "forward" not in module.__dict__
+
+
+# -- a quantized base: a layer whose weight is integers and has no gradient ---
+
+
+class Int8Linear(nn.Module):
+    """As bitsandbytes' layers look to the engine: an integer weight, dequantized in the forward; never trained."""
+
+    def __init__(self, inputs: int, outputs: int, as_parameter: bool):
+        super().__init__()
+        weight = torch.randint(-127, 128, (outputs, inputs), dtype=torch.int8)
+        if as_parameter:
+            self.weight = nn.Parameter(weight, requires_grad=False)
+        else:
+            self.register_buffer("weight", weight)
+        self.register_buffer("scale", torch.rand(outputs, 1, dtype=torch.float64) / 64)
+
+    def forward(self, value: Tensor) -> Tensor:
+        return F.linear(value, self.weight.to(value.dtype) * self.scale)
+
+
+class Adapted(nn.Module):
+    """The quantized layer beside a low-rank update of its own."""
+
+    def __init__(self, inputs: int, outputs: int, as_parameter: bool):
+        super().__init__()
+        self.base = Int8Linear(inputs, outputs, as_parameter)
+        self.down, self.up = nn.Linear(inputs, 2, bias=False), nn.Linear(2, outputs, bias=False)
+
+    def forward(self, value: Tensor) -> Tensor:
+        return self.base(value) + 2 * self.up(self.down(value))
+
+
+class QuantizedModel(nn.Module):
+    def __init__(self, as_parameter: bool):
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, 8).requires_grad_(False)
+        self.first, self.second = Adapted(8, 8, as_parameter), Adapted(8, 8, as_parameter)
+        self.norm, self.head = nn.LayerNorm(8).requires_grad_(False), nn.Linear(8, 3)
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        value = self.embedding(input_ids)
+        value = value + torch.tanh(self.first(value))
+        value = torch.softmax(value @ value.mT, -1) @ self.second(self.norm(value))
+        return self.head(value).mean(1).square().sum(1)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("as_parameter", [False, True], ids=["buffer", "parameter"])
+def test_adapters_on_a_quantized_base(as_parameter, strategy):
+    torch.manual_seed(0)
+    model = QuantizedModel(as_parameter)
+    for part in (
+        model.embedding,
+        model.norm,
+        model.head,
+        model.first.down,
+        model.first.up,
+        model.second.down,
+        model.second.up,
+    ):
+        part.double()  # model.double() leaves integers, but says so for buffers only
+    tokens = torch.randint(0, VOCABULARY, (4, 6))
+    expected = loop(model, tokens.split(1), loss=lambda m, row: m(row)[0])
+    before = state(model)
+    found = clipped(model, tokens, expected.clipping_norm, strategy, loss=lambda m, rows: m(rows))
+    assert_equal(*found, expected)
+    assert_untouched(model, before)
+    assert model.first.base.weight.dtype == torch.int8
