@@ -61,11 +61,23 @@ class PoissonSampler:
         return self.steps
 
 
-def physical_batches(lengths: Sequence[int], size: int) -> list[list[int]]:
+def physical_batches(lengths: Sequence[int], size: int, max_tokens: int | None = None) -> list[list[int]]:
     """Positions 0..len(lengths)-1 cut into groups of at most ``size``, examples of similar length together.
+
+    Args: max_tokens: largest number of tokens of a group, padding to its longest example included; an example that is
+        longer makes a group of its own.
 
     Which group an example falls in changes padding and memory, never the clipped sum. An empty draw gives no group.
     """
     _validate.integer("size", size, 1)
+    if max_tokens is not None:
+        _validate.integer("max_tokens", max_tokens, 1)
     order = sorted(range(len(lengths)), key=lambda position: -lengths[position])
-    return [order[start : start + size] for start in range(0, len(order), size)]
+    groups: list[list[int]] = []
+    start = 0
+    while start < len(order):
+        longest = max(1, lengths[order[start]])  # the first: they get shorter
+        count = size if max_tokens is None else max(1, min(size, max_tokens // longest))
+        groups.append(order[start : start + count])
+        start += count
+    return groups

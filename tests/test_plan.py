@@ -10,7 +10,7 @@ import pytest
 
 from hf_dp.accounting import PoissonSampledGaussian, epsilon
 from hf_dp.errors import ConfigError, InvalidArgumentError
-from hf_dp.plan import PrivacyPlan
+from hf_dp.plan import ROUNDING_MARGIN, PrivacyPlan
 
 GIVEN = {
     "num_examples": 1000,
@@ -30,7 +30,7 @@ def test_derived_numbers():
     assert plan.sample_rate == 50 / 1000
     assert plan.steps == 40
     assert plan.delta == 1 / 2000
-    assert plan.noise_std == pytest.approx(0.15, rel=1e-15)
+    assert plan.noise_std == pytest.approx(0.15 * (1 + ROUNDING_MARGIN), rel=1e-15)
     assert plan.target_epsilon is None
     assert (plan.accountant, plan.clipping) == ("pld", "flat")
     assert (plan.privacy_unit, plan.neighboring_relation) == ("example", "zero_out")

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 from hf_dp import _validate
 from hf_dp.accounting import ACCOUNTANTS, BOUNDS, Ledger, round_up
 from hf_dp.errors import AccountingRangeError, InvalidArgumentError, LedgerError
-from hf_dp.plan import PrivacyPlan
+from hf_dp.plan import ROUNDING_MARGIN, PrivacyPlan
 
 PROVEN = "proven"
 PROVEN_WEIGHTS_ONLY = "proven for the weights only"
@@ -345,8 +345,8 @@ def _mechanism(plan: PrivacyPlan) -> str:
     clipping = how[_validate.one_of("clipping", plan.clipping, how)]
     return (
         f"DP-SGD: per-example gradients {clipping} {plan.clipping_norm!r}; Gaussian noise with standard deviation "
-        "noise_multiplier x clipping_norm is added once to their sum, which is divided by the expected batch size and "
-        "handed to the optimizer"
+        f"noise_multiplier x clipping_norm (and {ROUNDING_MARGIN:.1e} of it more, for the rounding of sums) is added once to "
+        "their sum, which is divided by the expected batch size and handed to the optimizer"
     )
 
 

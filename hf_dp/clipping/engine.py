@@ -29,8 +29,8 @@ from hf_dp.clipping.shared import SharedMethod, find_shared_method
 from hf_dp.clipping.step import ClippedStep
 from hf_dp.clipping.two_pass import two_pass
 from hf_dp.clipping.uses import accumulation_dtype
-from hf_dp.clipping.weights import CLIPPINGS
 from hf_dp.errors import UnaccountedGradientError, UnsupportedLossError, UnsupportedModelError
+from hf_dp.plan import CLIPPINGS
 
 # ``per_example`` is book-keeping of explicit gradients: no module has a rule, each is differentiated example by example.
 _STRATEGIES = {"book_keeping": book_keeping, "two_pass": two_pass, "per_example": book_keeping}
@@ -97,6 +97,11 @@ class ClippingEngine:
         while self._restore:
             self._restore.pop()()
         self._tape = Tape()
+
+    @property
+    def groups(self) -> dict[str, int]:
+        """Which parameters are clipped together, numbered from 0; inside the ``with``."""
+        return {name: self._groups[parameter] for name, parameter in self._parameters.items()}
 
     def backward(self, losses: Tensor) -> Tensor:
         """Back-propagate per-example losses and add the clipped gradients to the running sums.

@@ -18,6 +18,7 @@ from torch.nn import functional as F
 
 from hf_dp.clipping.engine import ClippingEngine
 from hf_dp.clipping.per_example import per_example_gradients
+from hf_dp.clipping.weights import clipping_weights
 from hf_dp.errors import SelfCheckError
 
 Batch = Any  # a mapping of inputs
@@ -88,11 +89,12 @@ def self_check(
             losses = per_example_loss(model, padded)
             norms = engine.backward(losses)
             sums = engine.collect()
+            groups = engine.groups
     with _training(model), ClippingEngine(model, clipping_norm, clipping=clipping, strategy=strategy) as engine:
         engine.backward(per_example_loss(model, padded))  # and once with dropout on, as it will run
     _compare_losses(losses.detach().double(), expected, rtol)
     _compare_norms(norms.double(), expected, rtol)
-    _compare_sums(sums, expected, clipping_norm, rtol)
+    _compare_sums(sums, expected, groups, clipping, clipping_norm, rtol)
     _refuse_changes(model, buffers, versions)
 
 
@@ -142,13 +144,22 @@ def _compare_norms(norms: Tensor, expected: Sequence[_Expected], rtol: float) ->
 
 
 def _compare_sums(
-    sums: Mapping[str, Tensor], expected: Sequence[_Expected], clipping_norm: float, rtol: float
+    sums: Mapping[str, Tensor],
+    expected: Sequence[_Expected],
+    groups: Mapping[str, int],
+    clipping: str,
+    clipping_norm: float,
+    rtol: float,
 ) -> None:
+    norms = torch.zeros(len(set(groups.values())), len(expected), dtype=torch.float64)
+    for column, example in enumerate(expected):
+        for name, gradient in example.gradients.items():
+            norms[groups[name], column] += gradient.double().square().sum().cpu()
+    weights = clipping_weights(clipping, norms.sqrt(), clipping_norm)
     for name, total in sums.items():
         exact = torch.zeros_like(total, dtype=torch.float64)
-        for example in expected:
-            if example.norm:
-                exact += example.gradients[name].double() * min(1.0, clipping_norm / example.norm)
+        for column, example in enumerate(expected):
+            exact += example.gradients[name].double() * float(weights[groups[name], column])
         error = float((total.double() - exact).norm())
         if not error <= rtol * len(expected) * clipping_norm:
             raise SelfCheckError(

@@ -17,7 +17,6 @@ import math
 import torch
 from torch import Tensor
 
-CLIPPINGS = ("flat", "automatic", "per_layer")
 # AUTO-S's stability constant; its authors' default (Bu et al. 2023, section 4.2).
 AUTOMATIC_GAMMA = 0.01
 
@@ -34,7 +33,7 @@ def clipping_weights(clipping: str, norms: Tensor, clipping_norm: float) -> Tens
     | > C         | C/norm |
     | inf or NaN  | 0 in all groups (the caller also zeroes its records: 0 * NaN is NaN) |
 
-    Args: clipping: one of CLIPPINGS. norms: (K, b), float. clipping_norm: C > 0, in the units of the norms.
+    Args: clipping: one of ``hf_dp.plan.CLIPPINGS``. norms: (K, b), float. clipping_norm: C > 0, in the units of the norms.
     """
     if clipping == "automatic":
         weights = clipping_norm / (norms + AUTOMATIC_GAMMA)

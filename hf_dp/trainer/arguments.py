@@ -12,13 +12,13 @@ from dataclasses import dataclass, field
 from transformers import TrainingArguments
 
 from hf_dp._validate import in_unit_interval, integer, invalid, non_negative, one_of, positive
+from hf_dp.clipping.engine import STRATEGIES
 from hf_dp.errors import InvalidArgumentError, UnsupportedArgumentError
+from hf_dp.plan import CLIPPINGS
 from hf_dp.trainer.argument_table import environment_problems, table_problems
 
 NON_PRIVATE = "non_private"
 PRIVACY_MODES = (NON_PRIVATE, "dp_sgd")
-CLIPPINGS = ("flat",)
-CLIPPING_STRATEGIES = ("book_keeping",)
 ACCOUNTANTS = ("pld", "rdp", "prv", "gdp_clt")
 PRIVACY_UNITS = ("example",)
 NEIGHBORING_RELATIONS = ("zero_out",)
@@ -66,9 +66,17 @@ class DPTrainingArguments(TrainingArguments):
         per_example_max_grad_norm (`float`, *optional*, defaults to `0.1`):
             Largest L2 norm with which one example's gradient enters the sum, above 0.
         clipping (`str`, *optional*, defaults to `"flat"`):
-            How a norm becomes a weight. `"flat"`: one norm over all trainable parameters.
-        clipping_strategy (`str`, *optional*, defaults to `"book_keeping"`):
-            How clipped sums are computed, never what they are: `"book_keeping"` (one backward pass).
+            How a norm becomes a weight. `"flat"`: one norm over all trainable parameters, larger ones are scaled down to
+            it. `"automatic"`: every example is scaled to about it (AUTO-S; wants a smaller learning rate where gradients
+            are small). `"per_layer"`: each of the K layers to it divided by sqrt(K). The sensitivity is the same.
+        clipping_strategy (`str`, *optional*):
+            How clipped sums are computed, never what they are: `"book_keeping"` (one backward pass, all records held),
+            `"two_pass"` (two backward passes over one graph, the least memory) or `"per_example"` (explicit per-example
+            gradients, slow; to compare with). Unset means `"two_pass"` under gradient checkpointing, else
+            `"book_keeping"`.
+        max_tokens_per_physical_batch (`int`, *optional*):
+            Largest number of tokens of a physical batch, padding included, beside `per_device_train_batch_size`: short
+            examples then come in larger batches than long ones. Memory and speed only.
         max_grad_norm (`float`, *optional*):
             The Trainer's own clip, of the averaged gradient after noise. `None` becomes 0 (off) in private modes and
             1.0 in `"non_private"`.
@@ -153,12 +161,22 @@ class DPTrainingArguments(TrainingArguments):
     )
     clipping: str = field(
         default="flat",
-        metadata={"help": "How a norm becomes a weight: flat (one norm over all trainable parameters)."},
-    )
-    clipping_strategy: str = field(
-        default="book_keeping",
         metadata={
-            "help": f"How clipped sums are computed, never what they are: one of {', '.join(CLIPPING_STRATEGIES)}."
+            "help": "How a norm becomes a weight: flat (one norm over all trainable parameters), automatic (AUTO-S: every "
+            "example is scaled) or per_layer (each of K layers to C / sqrt(K))."
+        },
+    )
+    clipping_strategy: str | None = field(
+        default=None,
+        metadata={
+            "help": f"How clipped sums are computed, never what they are: one of {', '.join(STRATEGIES)}. Unset means "
+            "two_pass under gradient checkpointing, else book_keeping."
+        },
+    )
+    max_tokens_per_physical_batch: int | None = field(
+        default=None,
+        metadata={
+            "help": "Largest number of tokens of a physical batch, padding included, beside per_device_train_batch_size."
         },
     )
     max_grad_norm: float | None = field(  # type: ignore[assignment]
@@ -288,7 +306,10 @@ class DPTrainingArguments(TrainingArguments):
         self._try(problems, "per_device_train_batch_size", integer, 1, "It is the physical batch: memory only.")
         self._try(problems, "per_example_max_grad_norm", positive, "The default is 0.1.")
         self._try(problems, "clipping", one_of, CLIPPINGS)
-        self._try(problems, "clipping_strategy", one_of, CLIPPING_STRATEGIES)
+        if self.clipping_strategy is not None:
+            self._try(problems, "clipping_strategy", one_of, STRATEGIES)
+        if self.max_tokens_per_physical_batch is not None:
+            self._try(problems, "max_tokens_per_physical_batch", integer, 1, "Leave it unset for no limit.")
         self._try(problems, "max_grad_norm", non_negative, "Use 0 to switch it off.")
         self._try(problems, "clip_noised_gradient", _true_or_false)
         if problems.keys() & {"max_grad_norm", "clip_noised_gradient"}:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+from torch import Tensor
 from transformers import TrainerCallback
 from transformers.trainer_callback import ProgressCallback
 
-from hf_dp.errors import LedgerError
+from hf_dp.errors import LedgerError, UnaccountedGradientError
 from hf_dp.trainer.run_ledger import RunLedger
 
 
@@ -29,6 +31,46 @@ class StopBeforeTarget(TrainerCallback):
             )
         if self.run.exhausted:
             control.should_training_stop = True
+
+
+class WeightsMove(TrainerCallback):
+    """Ends the run when the first optimizer steps change no trainable weight: the budget would buy nothing.
+
+    (An optimizer that holds other tensors than the model: it was made before ``get_peft_model``, or the model was moved or
+    its parameters replaced since.) Looks at the first values of each weight until one has changed once.
+    """
+
+    _LOOKED_AT = 4096
+
+    def __init__(self) -> None:
+        self._moved = False
+        self._before: list[Tensor] = []
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        if not self._moved:
+            self._before = self._values(model)
+
+    def on_optimizer_step(
+        self, args: Any, state: Any, control: Any, model: Any = None, optimizer: Any = None, **kwargs: Any
+    ) -> None:
+        rates = [float(group["lr"]) for group in optimizer.param_groups if "lr" in group]
+        if self._moved or (rates and not any(rates)):  # warmup starts at a rate of 0
+            return
+        self._moved = any(not torch.equal(x, y) for x, y in zip(self._before, self._values(model), strict=True))
+        if not self._moved:
+            raise UnaccountedGradientError(
+                "The optimizer step changed none of the model's trainable weights. It holds other tensors, or the learning "
+                f"rate is too small for their precision (rates {rates}). Wrap the model (get_peft_model), move it to its "
+                "device and set its dtype before you create optimizer and trainer."
+            )
+        self._before = []
+
+    def _values(self, model: Any) -> list[Tensor]:
+        return [
+            p.detach().flatten()[: self._LOOKED_AT].clone()
+            for p in model.parameters()
+            if p.requires_grad and p.numel()
+        ]
 
 
 class EpsilonProgress(ProgressCallback):

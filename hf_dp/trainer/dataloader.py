@@ -30,11 +30,17 @@ class PhysicalBatchCollator:
         no example, and clipping rows would bound nothing.
     """
 
-    def __init__(self, collator: Collator, size: int, randomness: SecretRandomness):
-        self.collator, self.size, self.randomness = collator, size, randomness
+    def __init__(self, collator: Collator, size: int, randomness: SecretRandomness, max_tokens: int | None = None):
+        self.collator, self.size, self.randomness, self.max_tokens = collator, size, randomness, max_tokens
 
     def __call__(self, examples: Sequence[Any]) -> list[Mapping[str, Any]]:
-        groups = physical_batches([_length(example) for example in examples], self.size)
+        lengths = [_length(example) for example in examples]
+        if self.max_tokens is not None and not all(lengths):
+            raise DataError(
+                "max_tokens_per_physical_batch is set, but an example has no `input_ids` to count. Leave it unset for data "
+                "without tokens, or remove empty rows."
+            )
+        groups = physical_batches(lengths, self.size, self.max_tokens)
         if get_worker_info() is not None:  # a worker's generators were seeded by the operating system
             return [self._collate([examples[i] for i in group]) for group in groups]
         with self.randomness.streams():
@@ -84,14 +90,17 @@ def check_rows(batch: Mapping[str, Any], examples: int) -> None:
 
 
 def private_dataloader(
-    dataset: Any, plan: PrivacyPlan, collator: Collator, physical_size: int, randomness: SecretRandomness, args: Any
+    dataset: Any, plan: PrivacyPlan, collator: Collator, randomness: SecretRandomness, args: Any
 ) -> DataLoader:
     """A loader over one nominal epoch, ``round(1 / sample_rate)`` draws; Trainer iterates it until ``max_steps``."""
+    cut = PhysicalBatchCollator(
+        collator, args.per_device_train_batch_size, randomness, args.max_tokens_per_physical_batch
+    )
     sampler = plan.sampler(steps=max(1, round(1 / plan.sample_rate)), random_bytes=randomness.random_bytes)
     return DataLoader(
         SecretFetch(dataset, randomness),  # type: ignore[arg-type]
         batch_sampler=sampler,  # type: ignore[arg-type]
-        collate_fn=PhysicalBatchCollator(collator, physical_size, randomness),
+        collate_fn=cut,
         num_workers=args.dataloader_num_workers,
         pin_memory=args.dataloader_pin_memory and args.device.type != "cpu",
         persistent_workers=args.dataloader_persistent_workers,

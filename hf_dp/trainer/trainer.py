@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from transformers import EarlyStoppingCallback, PreTrainedModel, Trainer
 from transformers.trainer_utils import SaveStrategy, TrainOutput, get_last_checkpoint
+from transformers.utils import logging
 
 from hf_dp._validate import invalid
 from hf_dp.accounting import Epsilon, Ledger, epsilon
@@ -24,11 +25,11 @@ from hf_dp.cards.card import render_card
 from hf_dp.cards.statement import PrivacyStatement, RunFacts
 from hf_dp.clipping import ClippingEngine, refuse_coupling, self_check
 from hf_dp.errors import DataError, LedgerError, UnsupportedArgumentError
-from hf_dp.losses import per_example_loss
+from hf_dp.losses import base_model, per_example_loss
 from hf_dp.noise import SecretRandomness
 from hf_dp.plan import PrivacyPlan
 from hf_dp.trainer.arguments import DPTrainingArguments
-from hf_dp.trainer.callbacks import StopBeforeTarget, with_epsilon
+from hf_dp.trainer.callbacks import StopBeforeTarget, WeightsMove, with_epsilon
 from hf_dp.trainer.checks import (
     check_collator,
     check_head_is_trainable,
@@ -43,6 +44,8 @@ from hf_dp.trainer.loading import apply_peft, load_model
 from hf_dp.trainer.modes.dp_sgd import release_gradient
 from hf_dp.trainer.run_ledger import RunLedger, refuse_foreign_ledger
 from hf_dp.trainer.synthetic import synthetic_batches
+
+logger = logging.get_logger(__name__)
 
 # Un-noised, or telling the size of a draw: kept out of logs, trackers, trainer_state.json and what train() returns.
 _WITHHELD = {
@@ -138,6 +141,7 @@ class DPTrainer(Trainer):
             self._run = RunLedger(self.folder, self.privacy_plan, insecure_seed=insecure, released=args.release)
             self.callback_handler.callbacks = [with_epsilon(cb) for cb in self.callback_handler.callbacks]
             self.add_callback(StopBeforeTarget(self._run))
+            self.add_callback(WeightsMove())
 
     @property
     def folder(self) -> str:
@@ -194,7 +198,13 @@ class DPTrainer(Trainer):
         return torch.zeros((), device=self.args.device)
 
     def _engine(self, plan: PrivacyPlan) -> ClippingEngine:
-        return ClippingEngine(self.model, plan.clipping_norm, plan.clipping, self.args.clipping_strategy)
+        return ClippingEngine(self.model, plan.clipping_norm, plan.clipping, self._clipping_strategy())
+
+    def _clipping_strategy(self) -> str:
+        """As asked for; else two passes for a model that checkpoints, whose memory held records would fill again."""
+        if self.args.clipping_strategy is not None:
+            return self.args.clipping_strategy
+        return "two_pass" if getattr(base_model(self.model), "is_gradient_checkpointing", False) else "book_keeping"
 
     # -- Trainer's seams ---
 
@@ -210,8 +220,7 @@ class DPTrainer(Trainer):
             )
         with self._randomness.streams():
             check_collator(collator, dataset)
-        size = self.args.per_device_train_batch_size
-        return private_dataloader(dataset, plan, collator, size, self._randomness, self.args)
+        return private_dataloader(dataset, plan, collator, self._randomness, self.args)
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> TrainOutput:
         """As Trainer's. A resumed private run goes on with the *run's* ledger; a run stops before its target is passed.
@@ -249,7 +258,8 @@ class DPTrainer(Trainer):
             check_optimizer(self.optimizer, self.model)
             with self._randomness.streams(), self.compute_loss_context_manager():
                 padded, alone = self.synthetic_batches()
-                strategy = self.args.clipping_strategy
+                strategy = self._clipping_strategy()
+                logger.info("Clipping strategy: %s.", strategy)
                 self_check(
                     self.model, self.compute_per_example_loss, padded, alone, clipping=plan.clipping, strategy=strategy
                 )

@@ -70,8 +70,12 @@ REFUSALS = [
     ({"expected_batch_size": "3.5"}, r"`expected_batch_size` to be a whole number, got '3.5'.*Correct it"),
     ({"per_device_train_batch_size": 0}, r"`per_device_train_batch_size` to be a whole number >= 1"),
     ({"per_example_max_grad_norm": 0}, r"`per_example_max_grad_norm` to be > 0.*default is 0.1"),
-    ({"clipping": "automatic"}, r"`clipping` to be one of \['flat'\]"),
-    ({"clipping_strategy": "two_pass"}, r"`clipping_strategy` to be one of \['book_keeping'\]"),
+    ({"clipping": "auto"}, r"`clipping` to be one of \['flat', 'automatic', 'per_layer'\]"),
+    (
+        {"clipping_strategy": "ghost"},
+        r"`clipping_strategy` to be one of \['book_keeping', 'two_pass', 'per_example'\]",
+    ),
+    ({"max_tokens_per_physical_batch": 0}, "`max_tokens_per_physical_batch` to be a whole number >= 1, got 0"),
     (
         {"max_grad_norm": 1.0},
         r"`max_grad_norm` to be unset or 0.*`per_example_max_grad_norm`.*clip_noised_gradient=True",
@@ -138,6 +142,7 @@ REFUSALS = [
     (PUBLIC | {"per_example_max_grad_norm": 1.0}, r"`per_example_max_grad_norm` to be left at 0.1.*Remove it"),
     (PUBLIC | {"clipping": "automatic"}, r"`clipping` to be left at 'flat'.*Remove it"),
     (PUBLIC | {"clipping_strategy": "per_example"}, r"`clipping_strategy` to be left.*Remove it"),
+    (PUBLIC | {"max_tokens_per_physical_batch": 64}, r"`max_tokens_per_physical_batch` to be left.*Remove it"),
     (PUBLIC | {"accountant": "rdp"}, r"`accountant` to be left at 'pld'.*Remove it"),
     (PUBLIC | {"privacy_unit": "user"}, r"`privacy_unit` to be left.*Remove it"),
     (PUBLIC | {"neighboring_relation": "add_remove"}, r"`neighboring_relation` to be left.*Remove it"),
@@ -208,7 +213,7 @@ def test_defaults(output_dir):
     args = make(output_dir)
     assert (args.privacy_mode, args.is_private) == ("dp_sgd", True)
     assert (args.target_epsilon, args.target_delta, args.insecure_seed) == (None, None, None)
-    assert (args.per_example_max_grad_norm, args.clipping, args.clipping_strategy) == (0.1, "flat", "book_keeping")
+    assert (args.per_example_max_grad_norm, args.clipping, args.clipping_strategy) == (0.1, "flat", None)
     assert (args.accountant, args.privacy_unit, args.neighboring_relation) == ("pld", "example", "zero_out")
     assert (args.max_grad_norm, args.clip_noised_gradient, args.release) == (0.0, False, [])
     assert args.hub_strategy == "end"

@@ -1,0 +1,66 @@
+"""How far the *sum* moves when one example is added to many aligned ones: rounding of a large sum must not pass C.
+
+Every example pulls in the same direction, so the sum is about a thousand times what one example may add, and its rounding is
+as large as it gets. Sums kept in bfloat16 moved by 1.87 C here.
+"""
+
+from __future__ import annotations
+
+import models
+import pytest
+import torch
+from models import batch_for
+from torch import Tensor
+
+from hf_dp.clipping import ClippingEngine
+from hf_dp.clipping.engine import STRATEGIES
+from hf_dp.losses import per_example_loss
+from hf_dp.plan import ROUNDING_MARGIN
+
+ALIGNED = 1024
+PHYSICAL = 64
+C = 0.01
+
+
+def clipped_sum(
+    model: torch.nn.Module, batch: dict[str, Tensor], keep: list[int], bf16: bool, strategy: str
+) -> Tensor:
+    with ClippingEngine(model, C, strategy=strategy) as engine:
+        for start in range(0, len(keep), PHYSICAL):
+            part = {name: value[keep[start : start + PHYSICAL]] for name, value in batch.items()}
+            with torch.autocast("cpu", dtype=torch.bfloat16, enabled=bf16):
+                losses = per_example_loss(model, part)
+            engine.backward(losses)
+        return torch.cat([total.flatten().double() for total in engine.collect().values()])
+
+
+def moved(model: torch.nn.Module, bf16: bool, strategy: str = "book_keeping", distinct: int = 1) -> float:
+    """``|sum with - sum without| / C``, the example taken from the front: all others change their physical batch."""
+    rows = torch.arange(ALIGNED + 1) % distinct
+    batch = {name: value[rows] for name, value in batch_for(model, (12,) * distinct).items()}
+    everyone = list(range(ALIGNED + 1))
+    both = [clipped_sum(model, batch, keep, bf16, strategy) for keep in (everyone, everyone[1:])]
+    assert both[0].norm() > 0.5 * ALIGNED * C  # they are aligned
+    return float((both[0] - both[1]).norm()) / C
+
+
+@pytest.mark.parametrize("distinct", [1, 2])
+@pytest.mark.parametrize("bf16", [False, True], ids=["float32", "bf16"])
+@pytest.mark.parametrize("name", ["bert", "gpt2_tied", "llama"])
+def test_one_example_moves_the_sum_of_a_thousand_by_no_more_than_the_noise_is_scaled_to(name, bf16, distinct):
+    model = models.BUILDERS[name](dtype=torch.float32)
+    assert moved(model, bf16, distinct=distinct) <= 1 + ROUNDING_MARGIN
+
+
+@pytest.mark.parametrize("strategy", [s for s in STRATEGIES if s != "book_keeping"])
+def test_the_other_strategies_move_it_no_further(strategy):
+    assert moved(models.bert(dtype=torch.float32), True, strategy) <= 1 + ROUNDING_MARGIN
+
+
+def test_planted_sums_in_bf16_are_seen(monkeypatch):
+    """As when autograd keeps ``.grad`` of a bf16 model: each number jumps by a whole step of the large sum, or not at all."""
+    original = ClippingEngine.collect
+    monkeypatch.setattr(
+        ClippingEngine, "collect", lambda self: {name: s.bfloat16() for name, s in original(self).items()}
+    )
+    assert moved(models.bert(dtype=torch.float32), False, distinct=2) > 1.2
