@@ -247,3 +247,25 @@ def test_an_empty_draw_has_no_physical_batch():
 def test_bad_physical_size(size):
     with pytest.raises(InvalidArgumentError, match="`size` to be"):
         physical_batches([1, 2], size)
+
+
+@pytest.mark.parametrize("max_tokens", [1, 12, 40, 1000])
+@pytest.mark.parametrize("size", [1, 3, 100])
+def test_physical_batches_by_tokens(size, max_tokens):
+    lengths = [1 + (7 * i) % 13 for i in range(50)]
+    groups = physical_batches(lengths, size, max_tokens)
+    assert sorted(position for group in groups for position in group) == list(range(50))
+    for group in groups:
+        padded = len(group) * max(lengths[position] for position in group)
+        assert len(group) <= size and (padded <= max_tokens or len(group) == 1)
+    assert len(groups) <= len(physical_batches(lengths, 1))
+
+
+def test_short_examples_come_in_larger_batches_than_long_ones():
+    assert [len(group) for group in physical_batches([12, 2, 2, 6, 2, 6, 2], 100, 12)] == [1, 2, 4]
+
+
+@pytest.mark.parametrize("max_tokens", [0, -5, 2.5])
+def test_bad_number_of_tokens(max_tokens):
+    with pytest.raises(InvalidArgumentError, match="`max_tokens` to be"):
+        physical_batches([1, 2], 4, max_tokens)

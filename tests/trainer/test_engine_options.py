@@ -1,0 +1,138 @@
+"""The engine's options through the trainer: they change memory and time, and nothing else."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import tiny
+import torch
+from torch import Tensor
+
+from hf_dp.clipping import engine as engine_module
+from hf_dp.clipping.engine import STRATEGIES
+from hf_dp.errors import DataError, UnaccountedGradientError, UnsupportedLossError
+from hf_dp.noise import SecretRandomness
+from hf_dp.plan import CLIPPINGS
+
+
+@pytest.fixture
+def without_noise(monkeypatch):
+    monkeypatch.setattr(SecretRandomness, "gaussian_like", lambda self, t, std: torch.zeros_like(t))
+
+
+def trained(folder, **options) -> dict[str, Tensor]:
+    trainer = tiny.trainer(folder, insecure_seed=3, **options)
+    trainer.train()
+    return {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
+
+
+def test_all_ways_give_the_same_weights(tmp_path, without_noise):
+    ways = {
+        "reference": {},
+        "physical 1": {"per_device_train_batch_size": 1},
+        "by tokens": {"per_device_train_batch_size": 64, "max_tokens_per_physical_batch": 9},
+        "checkpointing": {"gradient_checkpointing": True},
+        "checkpointing, records held": {"gradient_checkpointing": True, "clipping_strategy": "book_keeping"},
+    } | {strategy: {"clipping_strategy": strategy} for strategy in STRATEGIES}
+    results = {
+        name: trained(tmp_path / name, optim="sgd", learning_rate=1.0, **options) for name, options in ways.items()
+    }
+    for name, weights in results.items():
+        for parameter, value in weights.items():
+            torch.testing.assert_close(
+                value, results["reference"][parameter], rtol=0, atol=1e-6, msg=lambda text, n=name: f"{n}: {text}"
+            )
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({}, "book_keeping"),
+        ({"gradient_checkpointing": True}, "two_pass"),
+        ({"gradient_checkpointing": True, "clipping_strategy": "book_keeping"}, "book_keeping"),
+        ({"clipping_strategy": "two_pass"}, "two_pass"),
+    ],
+    ids=str,
+)
+def test_checkpointing_means_two_passes_unless_said_otherwise(tmp_path, monkeypatch, options, expected):
+    seen = set()
+    original = dict(engine_module._STRATEGIES)
+    for name in original:
+
+        def watched(step, losses, name=name):
+            seen.add(name)
+            return original[name](step, losses)
+
+        monkeypatch.setitem(engine_module._STRATEGIES, name, watched)
+    tiny.trainer(tmp_path, max_steps=1, **options).train()
+    assert seen == {expected}
+
+
+@pytest.mark.parametrize("clipping", CLIPPINGS)
+def test_the_statement_names_the_clipping_function(tmp_path, clipping):
+    trainer = tiny.trainer(tmp_path, max_steps=2, clipping=clipping)
+    trainer.train()
+    words = {"flat": "clipped to an L2", "automatic": "automatic clipping", "per_layer": "layer by layer"}
+    statement = trainer.privacy_statement()
+    assert words[clipping] in statement.mechanism and statement.clipping == clipping
+    assert trainer.privacy_plan.clipping == clipping and f'"clipping": "{clipping}"' in (
+        tmp_path / "privacy.json"
+    ).read_text(encoding="utf-8")
+
+
+def test_tokens_cannot_be_counted_without_input_ids(tmp_path):
+    data = tiny.dataset().rename_column("input_ids", "tokens")
+
+    def collate(rows):
+        width = max(len(row["tokens"]) for row in rows)
+        padded = torch.tensor([row["tokens"] + [0] * (width - len(row["tokens"])) for row in rows])
+        return {
+            "input_ids": padded,
+            "attention_mask": (padded != 0).long(),
+            "labels": torch.tensor([row["label"] for row in rows]),
+        }
+
+    given = {"train_dataset": data, "data_collator": collate}
+    trainer = tiny.trainer(tmp_path, given=given, max_tokens_per_physical_batch=9, remove_unused_columns=False)
+    with pytest.raises(DataError, match="max_tokens_per_physical_batch.*input_ids"):
+        trainer.train()
+
+
+class Deaf(torch.optim.SGD):
+    """An optimizer whose tensors are not the model's: what is left when the model moved after the optimizer was made."""
+
+    def step(self, closure=None):
+        return None
+
+
+def test_weights_that_never_change_are_an_error(tmp_path):
+    model = tiny.model()
+    optimizer = Deaf(model.parameters(), lr=0.1)
+    schedule = torch.optim.lr_scheduler.ConstantLR(optimizer, factor=1.0)
+    trainer = tiny.trainer(tmp_path, given={"model": model, "optimizers": (optimizer, schedule)})
+    with pytest.raises(UnaccountedGradientError, match="changed none of the model's trainable weights"):
+        trainer.train()
+    assert trainer.ledger.steps() == 1  # what was spent is recorded
+
+
+def test_a_warmup_that_starts_at_zero_is_no_such_error(tmp_path):
+    trainer = tiny.trainer(tmp_path, warmup_steps=2, lr_scheduler_type="linear")
+    trainer.train()
+    assert trainer.state.global_step == 4
+
+
+def test_a_forward_without_logits_is_refused(tmp_path, monkeypatch):
+    trainer = tiny.trainer(tmp_path)
+    forward = type(trainer.model).forward
+
+    @functools.wraps(forward)
+    def without_logits(self, *args, **kwargs):
+        output = forward(self, *args, **kwargs)
+        output.pop("logits", None)
+        output.logits = None
+        return output
+
+    monkeypatch.setattr(type(trainer.model), "forward", without_logits)
+    with pytest.raises(UnsupportedLossError, match="returned no logits"):
+        trainer.train()
