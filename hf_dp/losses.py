@@ -14,8 +14,20 @@ from transformers.models.auto import modeling_auto
 
 from hf_dp.errors import DataError, UnsupportedLossError, UnsupportedModelError
 
-_SEQUENCE_CLASSIFICATION = frozenset(modeling_auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES.values())
-_CAUSAL_LM = frozenset(modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values())
+
+def _class_names(mapping: Mapping[str, Any]) -> frozenset[str]:
+    return frozenset(name for names in mapping.values() for name in ([names] if isinstance(names, str) else names))
+
+
+# Which classes belong to a task, by transformers' own tables; the first that names a class decides.
+_TASKS = {
+    "sequence_classification": _class_names(modeling_auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES),
+    "image_classification": _class_names(modeling_auto.MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES),
+    "token_classification": _class_names(modeling_auto.MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES),
+    "causal_lm": _class_names(modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES),
+    "seq2seq_lm": _class_names(modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES),
+    "masked_lm": _class_names(modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES),
+}
 _DECODER_ONLY = frozenset(modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES) - frozenset(
     modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES
 )
@@ -30,19 +42,19 @@ def base_model(model: nn.Module) -> nn.Module:
 
 
 def task_of(model: nn.Module) -> str:
-    """``"sequence_classification"`` or ``"causal_lm"``.
+    """The model's kind of task, a key of ``_TASKS``: ``"sequence_classification"``, ``"causal_lm"``, ...
 
     Raises: UnsupportedLossError naming the class, when hf_dp knows no per-example loss for it.
     """
     names = {cls.__name__ for cls in type(base_model(model)).__mro__}
-    if names & _SEQUENCE_CLASSIFICATION:
-        return "sequence_classification"
-    if names & _CAUSAL_LM:
-        return "causal_lm"
+    for task, classes in _TASKS.items():
+        if names & classes:
+            return task
     raise UnsupportedLossError(
-        f"No per-example loss is known for {type(base_model(model)).__name__}: known are the ...ForSequenceClassification "
-        "and ...ForCausalLM classes of transformers. Override DPTrainer.compute_per_example_loss(self, model, inputs) to "
-        "return one loss per example, shape (b,), each from that example alone."
+        f"No per-example loss is known for {type(base_model(model)).__name__}: known are transformers' classes for sequence, "
+        "image and token classification, causal, masked and sequence-to-sequence language models. Override "
+        "DPTrainer.compute_per_example_loss(self, model, inputs) to return one loss per example, shape (b,), each from that "
+        "example alone."
     )
 
 
@@ -50,10 +62,12 @@ def per_example_loss(model: nn.Module, inputs: Mapping[str, Any]) -> Tensor:
     """One loss per example, (b,), each a function of its own example only.
 
     Args: inputs: a collated batch with ``labels``: (b,) integers (single label) or floats (regression, one output),
-        (b, K) floats (multi-label), or (b, T) token ids with -100 where nothing is predicted (causal LM).
+        (b, K) floats (multi-label), or (b, T) class or token ids with -100 where nothing is predicted; an example's loss
+        is then the mean over its own labelled tokens, 0 when it has none.
     Raises: UnsupportedLossError; DataError when the labels are missing or do not fit.
     """
-    loss: Callable[[nn.Module, Tensor, Tensor], Tensor] = _LOSSES[task_of(model)]
+    task = task_of(model)
+    loss: Callable[[nn.Module, Tensor, Tensor], Tensor] = _LOSSES[task]
     inputs = dict(inputs)
     labels = inputs.pop("labels", None)
     if labels is None:
@@ -62,6 +76,8 @@ def per_example_loss(model: nn.Module, inputs: Mapping[str, Any]) -> Tensor:
             "use a collator that makes labels."
         )
     _require_attention_mask(model, inputs)
+    if task == "seq2seq_lm" and "decoder_input_ids" not in inputs:
+        inputs["decoder_input_ids"] = _shifted_labels(base_model(model), labels)
     output = model(**with_position_ids(model, inputs))
     logits = getattr(output, "logits", None)
     if logits is None:
@@ -104,7 +120,8 @@ def _forward_parameters(model: nn.Module) -> Mapping[str, inspect.Parameter]:
 
 def _require_attention_mask(model: nn.Module, inputs: Mapping[str, Any]) -> None:
     # Without a mask an example attends to its padding, and how much padding there is depends on its neighbours.
-    if "attention_mask" in _forward_parameters(base_model(model)) and "attention_mask" not in inputs:
+    takes_mask = "attention_mask" in _forward_parameters(base_model(model))
+    if takes_mask and "pixel_values" not in inputs and "attention_mask" not in inputs:
         raise DataError(
             f"The batches have no `attention_mask` (they have {sorted(inputs)}), so an example would attend to padding. Let "
             "the tokenizer return it and keep it in the data collator (all ones where nothing is padded)."
@@ -144,15 +161,34 @@ def _classification(model: nn.Module, logits: Tensor, labels: Tensor) -> Tensor:
     )
 
 
-def _causal_lm(model: nn.Module, logits: Tensor, labels: Tensor) -> Tensor:
-    """Mean cross-entropy over the example's *own* predicted tokens; 0 for an example that predicts none."""
-    logits, targets = logits[:, :-1], labels[:, 1:]
+def _shifted_labels(base: Any, labels: Tensor) -> Tensor:
+    shift = getattr(base, "prepare_decoder_input_ids_from_labels", None)
+    if shift is None:
+        raise DataError(
+            f"The batches have no `decoder_input_ids`, and {type(base).__name__} does not make them from labels. Let the data "
+            "collator return them."
+        )
+    return shift(labels=labels)
+
+
+def _tokens(model: nn.Module, logits: Tensor, labels: Tensor) -> Tensor:
+    """Mean cross-entropy over the example's *own* labelled tokens; 0 for an example that has none."""
+    if labels.shape != logits.shape[:2]:
+        raise DataError(f"Expected one label per token, shape {tuple(logits.shape[:2])}, got {tuple(labels.shape)}.")
     logits = logits.float() if logits.dtype in (torch.float16, torch.bfloat16) else logits
-    tokens = F.cross_entropy(logits.mT, targets, reduction="none", ignore_index=IGNORED_LABEL)
-    return tokens.sum(1) / (targets != IGNORED_LABEL).sum(1).clamp_min(1)
+    tokens = F.cross_entropy(logits.mT, labels, reduction="none", ignore_index=IGNORED_LABEL)
+    return tokens.sum(1) / (labels != IGNORED_LABEL).sum(1).clamp_min(1)
+
+
+def _causal_lm(model: nn.Module, logits: Tensor, labels: Tensor) -> Tensor:
+    return _tokens(model, logits[:, :-1], labels[:, 1:])
 
 
 _LOSSES: dict[str, Callable[[nn.Module, Tensor, Tensor], Tensor]] = {
     "sequence_classification": _classification,
+    "image_classification": _classification,
+    "token_classification": _tokens,
     "causal_lm": _causal_lm,
+    "seq2seq_lm": _tokens,
+    "masked_lm": _tokens,
 }

@@ -14,7 +14,6 @@ from models import (
     alone,
     batch_for,
     bert,
-    bert_masked_lm,
     distilbert,
     gpt2,
     gpt2_classifier,
@@ -253,7 +252,7 @@ def test_task_of_a_subclass_and_of_a_peft_model():
     assert per_example_loss(model, batch_for(model, (4, 2), left=True)).shape == (2,)
 
 
-@pytest.mark.parametrize("model", [bert_masked_lm(), nn.Linear(2, 2)], ids=lambda model: type(model).__name__)
+@pytest.mark.parametrize("model", [bert().bert, nn.Linear(2, 2)], ids=lambda model: type(model).__name__)
 def test_other_classes_are_refused_by_name(model):
     with pytest.raises(UnsupportedLossError, match=f"known for {type(model).__name__}.*compute_per_example_loss"):
         task_of(model)

@@ -13,64 +13,91 @@ from hf_dp.errors import UnsupportedModelError
 from hf_dp.losses import IGNORED_LABEL, base_model, task_of
 
 _LENGTHS = (7, 12)
+_TARGET_LENGTHS = (5, 3)  # of sequence-to-sequence models; the longer text has the shorter target
+
+Batch = dict[str, Tensor]
 
 
-def synthetic_batches(model: nn.Module, device: torch.device) -> tuple[dict[str, Tensor], list[dict[str, Tensor]]]:
-    """``(padded, alone)``: two examples of different length as one right-padded batch, and each as a batch of one.
+def synthetic_batches(model: nn.Module, device: torch.device) -> tuple[Batch, list[Batch]]:
+    """``(padded, alone)``: two examples, of different length where they have one, as one right-padded batch and one by one.
 
-    Raises: UnsupportedModelError for a model whose inputs are not token ids.
+    Raises: UnsupportedModelError for a model whose inputs are neither token ids nor images.
     """
     base: Any = base_model(model)
-    if getattr(base, "main_input_name", None) != "input_ids":
+    main_input = getattr(base, "main_input_name", None)
+    if main_input == "input_ids":
+        padded, alone = _texts(model, base)
+    elif main_input == "pixel_values":
+        padded, alone = _images(base)
+    else:
         raise UnsupportedModelError(
-            f"{type(base).__name__} takes {getattr(base, 'main_input_name', None)!r}, for which hf_dp cannot make synthetic "
+            f"{type(base).__name__} takes {main_input!r}, for which hf_dp cannot make synthetic "
             "examples to check the clipping engine with. Override DPTrainer.synthetic_batches(self) to return them."
         )
-    config = base.config
-    pad = config.pad_token_id if isinstance(config.pad_token_id, int) else 0
-    vocabulary = base.get_input_embeddings().weight.shape[0]
-    tokens = torch.tensor([token for token in range(vocabulary) if token != pad])
-    names = inspect.signature(base.forward).parameters
-    alone = []
-    for length in _LENGTHS:
-        ids = tokens[torch.randint(len(tokens), (1, length))]
-        if isinstance(config.eos_token_id, int) and 0 <= config.eos_token_id < vocabulary:
-            ids[:, -1] = config.eos_token_id  # some heads read the position of it
-        example = {"input_ids": ids, "labels": _labels(base, ids)}
-        if "attention_mask" in names:
-            example["attention_mask"] = torch.ones_like(ids)
-        alone.append(example)
-    longest = max(_LENGTHS)
-    fill = {"input_ids": pad, "labels": IGNORED_LABEL, "attention_mask": 0}
-    per_token = {"input_ids", "attention_mask"} | ({"labels"} if task_of(model) == "causal_lm" else set())
-    padded = {
-        name: torch.cat(
-            [
-                F.pad(example[name], (0, longest - example[name].shape[1]), value=fill[name])
-                if name in per_token
-                else example[name]
-                for example in alone
-            ]
-        )
-        for name in alone[0]
-    }
     return _to(padded, device), [_to(example, device) for example in alone]
 
 
-def _labels(model: Any, ids: Tensor) -> Tensor:
-    if task_of(model) == "causal_lm":
-        return ids.clone()
+def _texts(model: nn.Module, base: Any) -> tuple[Batch, list[Batch]]:
+    config, task = base.config, task_of(model)
+    pad = config.pad_token_id if isinstance(config.pad_token_id, int) else 0
+    vocabulary = base.get_input_embeddings().weight.shape[0]
+    tokens = torch.tensor([token for token in range(vocabulary) if token != pad])
+    has_mask = "attention_mask" in inspect.signature(base.forward).parameters
+    alone = []
+    for length, target_length in zip(_LENGTHS, _TARGET_LENGTHS, strict=True):
+        ids = tokens[torch.randint(len(tokens), (1, length))]
+        if isinstance(config.eos_token_id, int) and 0 <= config.eos_token_id < vocabulary:
+            ids[:, :-1][ids[:, :-1] == config.eos_token_id] = (
+                ids[0, 0] if ids[0, 0] != config.eos_token_id else tokens[0]
+            )
+            ids[:, -1] = config.eos_token_id  # some heads read the position of it
+        if task == "seq2seq_lm":
+            labels = tokens[torch.randint(len(tokens), (1, target_length))]
+        else:
+            labels = _labels(base, task, ids)
+        example = {"input_ids": ids, "labels": labels}
+        if has_mask:
+            example["attention_mask"] = torch.ones_like(ids)
+        alone.append(example)
+    fill = {"input_ids": pad, "labels": IGNORED_LABEL, "attention_mask": 0}
+    padded = {}
+    for name in alone[0]:
+        values = [example[name] for example in alone]
+        if name != "labels" or task in ("causal_lm", "masked_lm", "token_classification", "seq2seq_lm"):
+            longest = max(value.shape[1] for value in values)
+            values = [F.pad(value, (0, longest - value.shape[1]), value=fill[name]) for value in values]
+        padded[name] = torch.cat(values)
+    return padded, alone
+
+
+def _images(base: Any) -> tuple[Batch, list[Batch]]:
+    size = base.config.image_size
+    height, width = (size, size) if isinstance(size, int) else size
+    alone = [
+        {
+            "pixel_values": torch.randn(1, base.config.num_channels, height, width, dtype=base.dtype),
+            "labels": _labels(base, "image_classification", None),
+        }
+        for _ in range(2)
+    ]
+    return {name: torch.cat([example[name] for example in alone]) for name in alone[0]}, alone
+
+
+def _labels(model: Any, task: str, ids: Tensor | None) -> Tensor:
     config = model.config
+    if task in ("causal_lm", "masked_lm"):
+        assert ids is not None
+        return ids.clone()
+    if task == "token_classification":
+        assert ids is not None
+        return torch.randint(config.num_labels, ids.shape)
     if config.problem_type == "multi_label_classification":
         return torch.randint(2, (1, config.num_labels)).float()
     if config.problem_type == "regression" or config.num_labels == 1:
-        return (
-            torch.randn(1, config.num_labels).squeeze(-1)
-            if config.num_labels == 1
-            else torch.randn(1, config.num_labels)
-        )
+        values = torch.randn(1, config.num_labels)
+        return values.squeeze(-1) if config.num_labels == 1 else values
     return torch.randint(config.num_labels, (1,))
 
 
-def _to(batch: dict[str, Tensor], device: torch.device) -> dict[str, Tensor]:
+def _to(batch: Batch, device: torch.device) -> Batch:
     return {name: value.to(device) for name, value in batch.items()}

@@ -1,0 +1,88 @@
+"""Every kind of model that has a per-example loss gets synthetic examples, and passes the self-check on them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from architectures import ARCHITECTURES, collate, without_downcasts
+from torch.nn import functional as F
+from transformers import BertConfig, BertForTokenClassification
+
+from hf_dp.clipping import self_check
+from hf_dp.clipping.engine import STRATEGIES
+from hf_dp.errors import DataError, SelfCheckError, UnsupportedModelError
+from hf_dp.losses import per_example_loss, task_of
+from hf_dp.trainer.synthetic import synthetic_batches
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_the_whole_zoo_passes_the_self_check(name):
+    model = ARCHITECTURES[name].build()
+    padded, alone = synthetic_batches(model, CPU)
+    with without_downcasts():
+        self_check(model, per_example_loss, padded, alone)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("name", ["bert_masked_lm", "t5", "vit", "gemma3"])
+def test_by_every_strategy_in_float32(name, strategy):
+    model = ARCHITECTURES[name].build(dtype=torch.float32)
+    self_check(model, per_example_loss, *synthetic_batches(model, CPU), strategy=strategy)
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_the_loss_of_an_example_is_the_models_own(name):
+    """Transformers' mean over a batch of one is the mean over that example's own tokens."""
+    architecture = ARCHITECTURES[name]
+    model = architecture.build()
+    for example in architecture.examples(model, (5, 3)):
+        batch = collate(model, [example])
+        with torch.no_grad(), without_downcasts():
+            own = model(**batch).loss
+            found = per_example_loss(model, batch)
+        torch.testing.assert_close(found, own[None].to(found.dtype), rtol=1e-6, atol=1e-6)
+
+
+def token_classifier() -> BertForTokenClassification:
+    torch.manual_seed(0)
+    config = BertConfig(
+        vocab_size=61, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=24, num_labels=4
+    )
+    return BertForTokenClassification(config).double()
+
+
+def test_token_classification():
+    model = token_classifier()
+    padded, alone = synthetic_batches(model, CPU)
+    self_check(model, per_example_loss, padded, alone)
+    assert task_of(model) == "token_classification"
+    model.eval()
+    for example in alone:
+        torch.testing.assert_close(per_example_loss(model, example)[0], model(**example).loss, rtol=1e-9, atol=0)
+
+
+def test_labels_of_another_shape_are_refused():
+    model = token_classifier()
+    _, (example, _) = synthetic_batches(model, CPU)
+    with pytest.raises(DataError, match=r"one label per token, shape \(1, 7\), got \(1, 8\)"):
+        per_example_loss(model, {**example, "labels": F.pad(example["labels"], (0, 1))})
+
+
+def test_other_inputs_are_refused_by_name():
+    model = ARCHITECTURES["vit"].build()
+    model.main_input_name = "input_values"
+    with pytest.raises(UnsupportedModelError, match="takes 'input_values'.*synthetic_batches"):
+        synthetic_batches(model, CPU)
+
+
+def test_a_coupled_loss_is_seen_on_images_too():
+    model = ARCHITECTURES["vit"].build()
+    padded, alone = synthetic_batches(model, CPU)
+
+    def coupled(m, inputs):
+        return per_example_loss(m, inputs) * inputs["pixel_values"].mean()
+
+    with pytest.raises(SelfCheckError, match="alone but"):
+        self_check(model, coupled, padded, alone)
