@@ -109,7 +109,10 @@ def with_position_ids(model: nn.Module, inputs: dict[str, Any]) -> dict[str, Any
             f"Rows are padded on the left, and {type(base).__name__} would count the padding as positions, which is as long "
             "as an example's neighbours need it. Set tokenizer.padding_side = 'right'."
         )
-    return {**inputs, "position_ids": (mask.long().cumsum(-1) - 1).clamp_min(0)}
+    # Only rows that begin with padding: one with a hole in its mask has its usual positions, whoever is beside it.
+    usual = torch.arange(mask.shape[1], device=mask.device).expand_as(mask)
+    positions = torch.where(mask[:, :1] == 0, (mask.long().cumsum(-1) - 1).clamp_min(0), usual)
+    return {**inputs, "position_ids": positions}
 
 
 def _forward_parameters(model: nn.Module) -> Mapping[str, inspect.Parameter]:

@@ -11,6 +11,7 @@ from typing import Any
 from torch import nn
 
 from hf_dp import _validate
+from hf_dp.benchmarks.allocator import keep_freed_memory
 from hf_dp.benchmarks.bound import Flops, count_flops, trace_model
 from hf_dp.benchmarks.capacity import measure_capacity
 from hf_dp.benchmarks.environment import environment
@@ -81,7 +82,7 @@ def measure_throughput(
 
 
 def _measure(workload: Workload, names: Sequence[str], protocol: Protocol, log: Log) -> dict[str, Any]:
-    machine = environment(workload)
+    machine = environment(workload) | {"keeps_freed_memory": not workload.on_cuda and keep_freed_memory()}
     shared = build_model(workload)
     flops = count_flops(trace_model(shared, workload))
     bench = _prepare(workload, names, shared, log)

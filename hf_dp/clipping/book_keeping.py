@@ -15,7 +15,7 @@ def book_keeping(step: ClippedStep, losses: Tensor) -> Tensor:
     uses: dict[nn.Parameter, list[Use]] = {}
 
     def keep(parameter: nn.Parameter, use: Use) -> None:
-        uses[parameter] = gathered([*uses.get(parameter, ()), use])
+        uses[parameter] = gathered([*uses.get(parameter, ()), use], parameter.shape)
 
     step.backward(losses, keep)
     table = ExampleNorms(step.groups, len(losses))

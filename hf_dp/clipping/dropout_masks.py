@@ -21,6 +21,18 @@ def _arguments(
     return input, p, training
 
 
+def random_state(device: torch.device) -> list[Tensor]:
+    """The state of torch's generators that a forward on this device draws from."""
+    return [torch.get_rng_state()] + ([torch.cuda.get_rng_state(device)] if device.type == "cuda" else [])
+
+
+def set_random_state(device: torch.device, state: Sequence[Tensor]) -> None:
+    """Put back what :func:`random_state` gave."""
+    torch.set_rng_state(state[0])
+    if device.type == "cuda":
+        torch.cuda.set_rng_state(state[1], device)
+
+
 class DrawnMasks(TorchFunctionMode):
     """Inside, dropout multiplies by a mask that is kept in ``drawn``; the mask is drawn as torch draws it.
 
@@ -34,7 +46,7 @@ class DrawnMasks(TorchFunctionMode):
         self.other_draws = False
 
     def __enter__(self) -> DrawnMasks:
-        self._last = self._state()
+        self._last = random_state(self.device)
         return super().__enter__()
 
     def __exit__(self, *exception: Any) -> None:
@@ -51,17 +63,13 @@ class DrawnMasks(TorchFunctionMode):
             return input
         self._look()
         mask = torch.zeros_like(input) if p == 1 else torch.empty_like(input).bernoulli_(1 - p).div_(1 - p)
-        self._last = self._state()
+        self._last = random_state(self.device)
         self.drawn.append(mask)
         return input * mask
 
     def _look(self) -> None:
-        now = self._state()
+        now = random_state(self.device)
         self.other_draws |= any(not torch.equal(x, y) for x, y in zip(self._last, now, strict=True))
-
-    def _state(self) -> list[Tensor]:
-        cuda = [torch.cuda.get_rng_state(self.device)] if self.device.type == "cuda" else []
-        return [torch.get_rng_state(), *cuda]
 
 
 class GivenMasks(TorchFunctionMode):

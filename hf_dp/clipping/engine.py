@@ -35,6 +35,7 @@ from hf_dp.plan import CLIPPINGS
 # ``per_example`` is book-keeping of explicit gradients: no module has a rule, each is differentiated example by example.
 _STRATEGIES = {"book_keeping": book_keeping, "two_pass": two_pass, "per_example": book_keeping}
 STRATEGIES = tuple(_STRATEGIES)
+_SMALLEST_CLIPPING_NORM = 1e-12
 
 
 class ClippingEngine:
@@ -60,6 +61,13 @@ class ClippingEngine:
     def __init__(self, model: nn.Module, clipping_norm: float, clipping: str = "flat", strategy: str = "book_keeping"):
         self.model = model
         self.clipping_norm = _validate.positive("clipping_norm", clipping_norm)
+        if self.clipping_norm < _SMALLEST_CLIPPING_NORM:
+            raise _validate.invalid(
+                "clipping_norm",
+                clipping_norm,
+                f"to be at least {_SMALLEST_CLIPPING_NORM}",
+                "Squares of gradients as small as that are 0 in float32. Scale the loss up.",
+            )
         self.clipping = _validate.one_of("clipping", clipping, CLIPPINGS)
         self.strategy = _validate.one_of("strategy", strategy, STRATEGIES)
         self._tape = Tape()
@@ -67,6 +75,7 @@ class ClippingEngine:
         self._parameters: dict[str, nn.Parameter] = {}
         self._groups: dict[nn.Parameter, int] = {}
         self._sums: dict[nn.Parameter, Tensor] = {}
+        self._spoiled = False
 
     def __enter__(self) -> ClippingEngine:
         if self._restore or any(isinstance(_target(module), _Recorded) for module in self.model.modules()):
@@ -77,6 +86,7 @@ class ClippingEngine:
             raise UnsupportedModelError(
                 "The model has no trainable parameter. Set requires_grad_(True) on what to train."
             )
+        self._sums, self._spoiled = {}, False
         self._tape = Tape({module: name for name, module in self.model.named_modules()})
         self._groups = self._group()
         try:
@@ -134,19 +144,28 @@ class ClippingEngine:
             self._sums,
             check=lambda: self._refuse_stray_gradients(
                 "by autograd itself, on a path that does not pass through the forward of the module that owns it (its "
-                "gradient would have been added unclipped). Freeze it"
+                "gradient would have been added unclipped). Freeze it",
+                drop=True,
             ),
         )
         try:
             # The sums are float32 also where the forward, and so perhaps this call, runs under autocast.
             with torch.autocast(losses.device.type, enabled=False):
                 norms = _STRATEGIES[self.strategy](step, losses)
+        except BaseException:
+            self._spoiled = self._spoiled or step.adding
+            raise
         finally:
             self._tape.forward_uses.clear()
         return torch.where(torch.isfinite(norms), norms, torch.full_like(norms, torch.inf))
 
     def collect(self) -> dict[str, Tensor]:
         """The clipped sums since the last call, keyed as ``model.named_parameters()`` (zeros where unused), and reset."""
+        if self._spoiled:
+            raise UnaccountedGradientError(
+                "engine.backward() failed while it added to the sums, so parts of some gradients are in them and parts are "
+                "not. Leave the engine and start this logical batch again."
+            )
         sums, self._sums = self._sums, {}
         return {name: sums[p] if p in sums else _zeros(p) for name, p in self._parameters.items()}
 
@@ -179,7 +198,7 @@ class ClippingEngine:
 
         def restore() -> None:
             if previous is None:
-                del module.__dict__[name]
+                module.__dict__.pop(name, None)
             else:
                 object.__setattr__(module, name, previous)
 
@@ -192,8 +211,12 @@ class ClippingEngine:
                 self._tape.examples = value.shape[0]
                 return
 
-    def _refuse_stray_gradients(self, how: str) -> None:
-        stray = [name for name, p in self._parameters.items() if p.grad is not None]
+    def _refuse_stray_gradients(self, how: str, drop: bool = False) -> None:
+        found = {name: p for name, p in self.model.named_parameters() if p.requires_grad and p.grad is not None}
+        if drop:  # no optimizer may find it
+            for parameter in found.values():
+                parameter.grad = None
+        stray = list(found)
         if stray:
             raise UnaccountedGradientError(f"`.grad` of {stray[0]!r} ({len(stray)} parameters in all) was set {how}.")
 

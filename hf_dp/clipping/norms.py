@@ -119,10 +119,10 @@ def norms_of(uses: Sequence[Use]) -> Norms:
     return Norms(squared, error, torch.stack([part.slack for part in parts]).sum(0))
 
 
-def gathered(uses: Sequence[Use]) -> list[Use]:
+def gathered(uses: Sequence[Use], shape: torch.Size) -> list[Use]:
     """All uses of one parameter with those of one form joined, where that makes them cheaper."""
     joined: list[Use] = []
-    for use in compact(uses):
+    for use in compact(uses, shape):
         for position, known in enumerate(joined):
             if (isinstance(use, Dense) and isinstance(known, Dense)) or (
                 isinstance(use, Lookups) and isinstance(known, Lookups)

@@ -144,6 +144,12 @@ def _captured(
     for tensor in tensors:
         tape.refuse_parameter(module, tensor)
     outputs, output_spec = pytree.tree_flatten(output)
+    complex_valued = [leaf for leaf in (*outputs, *own.values()) if isinstance(leaf, Tensor) and leaf.is_complex()]
+    if complex_valued:
+        raise UnsupportedModelError(
+            f"{tape.describe(module)} has no clipping rule and works with complex numbers. Freeze its parameters "
+            f"{sorted(own)} (requires_grad_(False))."
+        )
     opaque = [leaf for leaf in outputs if not isinstance(leaf, (Tensor, bool, int, float, str, type(None)))]
     if opaque:
         raise UnsupportedModelError(
@@ -166,7 +172,8 @@ def _captured(
     def capture(position: int, leaf: Any) -> Any:
         if not isinstance(leaf, Tensor) or not leaf.is_floating_point():
             return leaf
-        if shared and tape.examples is not None and leaf.shape[:1] == (1,):
+        # (1, T, d), (1, heads, T, T): a scalar or a vector is more likely meant to broadcast as it is.
+        if shared and tape.examples is not None and leaf.dim() >= 3 and leaf.shape[0] == 1:
             call.expanded = True
             leaf = leaf.expand(tape.examples, *leaf.shape[1:])
         return _Capture.apply(leaf, anchor, call, tape, position, *tensors, *masks)
@@ -289,13 +296,13 @@ def _for_each_example(
 def _compare(alone: Tensor, together: Tensor, call: OwnerCall, tape: Tape) -> None:
     """Raise unless the module gave each example alone what it gave it in the batch (up to rounding)."""
     if alone.shape == together.shape:
-        finite = torch.isfinite(alone) & torch.isfinite(together)
-        gap = torch.where(finite, alone.double() - together.double(), 0.0).abs()
-        size = torch.where(finite, together.double(), 0.0).abs()
+        dims = tuple(range(1, together.dim()))
+        usable = torch.isfinite(together).all(dim=dims, keepdim=True)  # a spoiled example is removed anyway
+        gap = torch.where(usable, alone.double() - together.double(), 0.0).abs()  # NaN if only alone
+        size = torch.where(usable, together.double(), 0.0).abs()
         tolerance = {torch.float64: 1e-9, torch.float32: 1e-3}.get(together.dtype, 5e-2)
         if call.autocast[1]:
             tolerance = 5e-2
-        dims = tuple(range(1, gap.dim()))
         if bool((gap.amax(dims) <= tolerance * size.amax(dims).clamp_min(1e-6)).all()):
             return
     raise UnsupportedModelError(

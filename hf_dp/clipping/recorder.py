@@ -72,7 +72,7 @@ class Tape:
             )
         return self._open_for
 
-    def by_example(self, module: nn.Module, tensor: Tensor) -> Tensor:
+    def by_example(self, module: nn.Module, tensor: Tensor, flattened: bool = True) -> Tensor:
         """``tensor`` with one row per example: as it is, or (b * T, d) seen as (b, T, d), example by example.
 
         (That flattened rows are ordered by example is what ``view(-1, d)`` gives; :func:`~hf_dp.clipping.self_check` tells.)
@@ -81,7 +81,7 @@ class Tape:
         examples = self.expected_examples()
         if tensor.dim() >= 1 and tensor.shape[0] == examples:
             return tensor
-        if tensor.dim() == 2 and tensor.shape[0] % examples == 0 and tensor.shape[0]:
+        if flattened and tensor.dim() == 2 and tensor.shape[0] % examples == 0 and tensor.shape[0]:
             return tensor.view(examples, -1, tensor.shape[1])
         raise UnsupportedModelError(
             f"{self.describe(module)} worked on a tensor of shape {tuple(tensor.shape)}, whose first dimension is "
@@ -111,7 +111,9 @@ class Tape:
         Raises: UnsupportedModelError when the shape is not that of per-example gradients of this parameter.
         """
         if isinstance(use, Tensor):
-            use = Dense(use.to(accumulation_dtype(use.dtype)))
+            use = Dense(use)
+        if isinstance(use, Dense):
+            use = Dense(use.gradients.to(accumulation_dtype(use.gradients.dtype)))
         if not use.fits(parameter.shape, self.expected_examples()):
             shapes = {name: tuple(value.shape) for name, value in vars(use).items()}
             raise UnsupportedModelError(
@@ -119,5 +121,5 @@ class Tape:
                 f"of shape {tuple(parameter.shape)} and {self._open_for} examples. Correct the rule's gradients function."
             )
         assert self._sink is not None
-        for each in compact([use]):
+        for each in compact([use], parameter.shape):
             self._sink(parameter, each)

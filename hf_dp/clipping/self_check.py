@@ -1,7 +1,7 @@
 """Before the first draw: does the engine, on *this* model and loss, agree with one-by-one gradients?
 
-Two synthetic examples of different length go through the model together, padded, inside the engine; then each alone,
-unpadded, through plain autograd. Dropout is off. The private data is never looked at.
+Synthetic examples of different length go through the model together, padded, inside the engine; then each alone, unpadded,
+through plain autograd. Dropout is off. The private data is never looked at.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from hf_dp.errors import SelfCheckError
 Batch = Any  # a mapping of inputs
 PerExampleLoss = Callable[[nn.Module, Batch], Tensor]
 
+_MOVE = 0.01  # about as much as an initial weight
 _DROPOUTS = ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout")
 
 
@@ -72,7 +74,7 @@ def self_check(
 
     Args:
         per_example_loss: ``(model, batch) -> (b,)``.
-        padded: the examples as one batch, of different lengths. alone: each as a batch of one, unpadded.
+        padded: the examples as one batch, of different lengths, not sorted by them. alone: each as a batch of one, unpadded.
         rtol: relative tolerance on losses, norms and clipped sums; default by the parameters' dtype (1e-3 in float32).
 
     Raises: SelfCheckError saying what differed: a loss (it depends on neighbours or padding), a norm, a clipped sum, or a
@@ -80,22 +82,80 @@ def self_check(
     """
     trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
     rtol = _tolerance(trainable) if rtol is None else rtol
-    with _training(model), _no_dropout():
+
+    def engine(clipping_norm: float) -> ClippingEngine:
+        return ClippingEngine(model, clipping_norm, clipping=clipping, strategy=strategy)
+
+    with _training(model), _moved(trainable):
         buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
         versions = {name: parameter._version for name, parameter in model.named_parameters()}
-        expected = [_alone(model, per_example_loss, example, trainable) for example in alone]
-        clipping_norm = min(example.norm for example in expected) / 2 or 1.0  # so that every example is clipped
-        with ClippingEngine(model, clipping_norm, clipping=clipping, strategy=strategy) as engine:
-            losses = per_example_loss(model, padded)
-            norms = engine.backward(losses)
-            sums = engine.collect()
-            groups = engine.groups
-    with _training(model), ClippingEngine(model, clipping_norm, clipping=clipping, strategy=strategy) as engine:
-        engine.backward(per_example_loss(model, padded))  # and once with dropout on, as it will run
-    _compare_losses(losses.detach().double(), expected, rtol)
-    _compare_norms(norms.double(), expected, rtol)
-    _compare_sums(sums, expected, groups, clipping, clipping_norm, rtol)
-    _refuse_changes(model, buffers, versions)
+        with _no_dropout():
+            expected = [_alone(model, per_example_loss, example, trainable) for example in alone]
+            clipping_norm = min(example.norm for example in expected) / 2 or 1.0  # so that every example is clipped
+            with engine(clipping_norm) as running:
+                losses = per_example_loss(model, padded)
+                norms = running.backward(losses)
+                sums = running.collect()
+                groups = running.groups
+            _compare_losses(losses.detach().double(), expected, rtol)
+            _compare_norms(norms.double(), expected, rtol)
+            _compare_sums(sums, expected, groups, clipping, clipping_norm, rtol)
+            for batch, order in _arrangements(padded, len(alone)):
+                with engine(clipping_norm) as running:
+                    norms = running.backward(per_example_loss(model, batch))
+                    _compare_norms(norms.double(), [expected[row] for row in order], rtol)
+                    _compare_rows(running, partial(per_example_loss, model, batch), len(order))
+        with engine(clipping_norm) as running:
+            running.backward(per_example_loss(model, padded))  # and once with dropout on, as it will run
+        _refuse_changes(model, buffers, versions)
+
+
+def _arrangements(padded: Batch, count: int) -> Iterator[tuple[Batch, list[int]]]:
+    """The batch as it is, and repeated until it has as many examples as positions.
+
+    A tensor of positions, or one that begins with the positions, then looks like one of examples.
+    """
+    yield padded, list(range(count))
+    tokens = padded.get("input_ids") if isinstance(padded, Mapping) else None
+    if isinstance(tokens, Tensor) and tokens.dim() == 2 and tokens.shape[1] != count:
+        order = [position % count for position in range(tokens.shape[1])]
+        yield {name: value[order] if isinstance(value, Tensor) else value for name, value in padded.items()}, order
+
+
+def _compare_rows(engine: ClippingEngine, losses: Callable[[], Tensor], examples: int) -> None:
+    """Back-propagate one example's loss alone: no other example may have a gradient then.
+
+    Not the first example's: what is taken for it by mistake (a row that all share) would not be seen.
+    """
+    for index in sorted({examples // 2, examples - 1} - {0}):
+        values = losses()
+        norms = engine.backward(values * (torch.arange(examples, device=values.device) == index))
+        norms[index] = 0
+        if bool(norms.any()):
+            other = int(norms.argmax())
+            raise SelfCheckError(
+                f"The loss of synthetic example {index} alone gave example {other} a gradient norm of "
+                f"{float(norms[other]):.3g} in the clipping engine: a layer sees rows that are not the examples in their "
+                "order (sorted, transposed, packed or shared by all). Freeze parts of the model to find it, or give the layer "
+                "one row per example."
+            )
+
+
+@contextmanager
+def _moved(trainable: Mapping[str, nn.Parameter]) -> Iterator[None]:
+    """Trainable parameters a little off their values: zeros (LoRA's B, gates) would hide what is behind them."""
+    values = {name: parameter.detach().clone() for name, parameter in trainable.items()}
+    try:
+        with torch.no_grad():
+            for parameter in trainable.values():
+                generator = torch.Generator(parameter.device).manual_seed(0)
+                noise = torch.randn(parameter.shape, generator=generator, device=parameter.device)
+                parameter.add_(noise.to(parameter.dtype), alpha=_MOVE)
+        yield
+    finally:
+        with torch.no_grad():
+            for name, parameter in trainable.items():
+                parameter.copy_(values[name])
 
 
 @dataclass
@@ -161,7 +221,8 @@ def _compare_sums(
         for column, example in enumerate(expected):
             exact += example.gradients[name].double() * float(weights[groups[name], column])
         error = float((total.double() - exact).norm())
-        if not error <= rtol * len(expected) * clipping_norm:
+        # Relative to this parameter's own sum: a small one must not hide behind the others.
+        if not error <= rtol * len(expected) * max(min(float(exact.norm()), clipping_norm), 1e-2 * clipping_norm):
             raise SelfCheckError(
                 f"The clipped sum of {name!r} is off by {error:.3g} (clipping norm {clipping_norm:.3g})."
             )

@@ -45,6 +45,7 @@ class ClippedStep:
         check: Callable[[], None],
     ):
         self.tape, self.groups = tape, groups
+        self.adding = False
         self._clipping, self._clipping_norm, self._sums, self._check = clipping, clipping_norm, sums, check
 
     def forward_uses(self) -> Counter[nn.Parameter]:
@@ -74,6 +75,7 @@ class ClippedStep:
     @torch.no_grad()
     def add(self, parameter: nn.Parameter, use: Use, decision: Decision) -> None:
         """Add one use of a parameter, weighted, to its sum."""
+        self.adding = True
         with full_precision():
             if not decision.all_kept:
                 use.keep_only(decision.keep)

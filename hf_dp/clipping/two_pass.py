@@ -2,17 +2,23 @@
 as its norm is known, the second meets the same records again and adds them, weighted, to the sums.
 
 The weights multiply the records and not the losses, as published: both backwards then do the same arithmetic, so what is
-added is what was measured, to the last bit, also in bfloat16 and where an example's gradient is not finite.
+added is what was measured, also in bfloat16 and where an example's gradient is not finite. Random numbers drawn in backward
+(by checkpoints) are the same in both, and every record is compared with the first by its norm.
 """
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor, nn
 
+from hf_dp.clipping.dropout_masks import random_state, set_random_state
 from hf_dp.clipping.norms import ExampleNorms, gathered
 from hf_dp.clipping.step import ClippedStep
 from hf_dp.clipping.uses import Use
 from hf_dp.errors import UnsupportedModelError
+
+# Largest relative difference between two runs of the same kernels (atomic additions on a GPU).
+_REPEATABLE = 1e-4
 
 
 def two_pass(step: ClippedStep, losses: Tensor) -> Tensor:
@@ -24,6 +30,7 @@ def two_pass(step: ClippedStep, losses: Tensor) -> Tensor:
     expected = step.forward_uses()
     waiting: dict[nn.Parameter, list[Use]] = {}
     counts: dict[nn.Parameter, int] = {}
+    fingerprints: dict[nn.Parameter, list[Tensor]] = {}
 
     def finish(parameter: nn.Parameter) -> None:
         uses = waiting.pop(parameter)
@@ -36,14 +43,38 @@ def two_pass(step: ClippedStep, losses: Tensor) -> Tensor:
                 f"A parameter of shape {tuple(parameter.shape)} met more gradients in backward than uses in the forward, so "
                 "its norm is not known when it is needed. Use clipping_strategy='book_keeping'."
             )
-        waiting[parameter] = gathered([*waiting.get(parameter, ()), use])
+        fingerprints.setdefault(parameter, []).append(use.fingerprint())
+        waiting[parameter] = gathered([*waiting.get(parameter, ()), use], parameter.shape)
         counts[parameter] = counts.get(parameter, 0) + 1
         if counts[parameter] == expected[parameter]:
             finish(parameter)
 
+    def add(parameter: nn.Parameter, use: Use) -> None:
+        # What is added must be what was measured, or its norm is not known to be within the clipping norm.
+        seen = fingerprints.get(parameter)
+        if not seen or not _same(seen.pop(0), use.fingerprint()):
+            raise UnsupportedModelError(
+                f"The second backward pass met other values at a parameter of shape {tuple(parameter.shape)} than the first: "
+                "a checkpointed forward draws random numbers that are not restored, or keeps state. Use "
+                "clipping_strategy='book_keeping', and preserve_rng_state=True for checkpoints."
+            )
+        step.add(parameter, use, decision)
+
+    device = losses.device
+    before = random_state(device)
     step.backward(losses, measure, retain_graph=True)
     for parameter in list(waiting):
         finish(parameter)
     decision = step.decide(table)
-    step.backward(losses, lambda parameter, use: step.add(parameter, use, decision))
+    after = random_state(device)
+    set_random_state(device, before)  # a checkpointed forward that does not restore it runs again
+    try:
+        step.backward(losses, add)
+    finally:
+        set_random_state(device, after)
     return decision.norms
+
+
+def _same(first: Tensor, second: Tensor) -> bool:
+    finite = torch.isfinite(first)  # other examples are not used
+    return bool(((first - second).abs() <= _REPEATABLE * first.abs())[finite].all())

@@ -43,6 +43,7 @@ def resolve_model(name: str) -> str:
     kind, separator, package = name.partition(":")
     if kind != "package" or not separator:
         return name
+    package = package.replace("-", "_")
     try:
         return str(importlib.import_module(package).get_model_path())
     except ModuleNotFoundError as problem:

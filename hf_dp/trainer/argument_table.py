@@ -103,8 +103,14 @@ def _truthy(value: object) -> bool:
     return value.lower() == "true" if isinstance(value, str) else bool(value)
 
 
-def _is_reentrant(value: object) -> bool:
-    return _truthy(_as_dict(value).get("use_reentrant"))
+def _is_unlike_one_backward(value: object) -> bool:
+    options = _as_dict(value)
+    return _truthy(options.get("use_reentrant")) or options.get("preserve_rng_state", True) in (
+        False,
+        "false",
+        "False",
+        0,
+    )
 
 
 def _reshapes_batches(value: object) -> bool:
@@ -149,10 +155,11 @@ _COMPILE = _refused(
     _is_set, "to be None", "It turns on `torch_compile`, whose graphs bypass the clipping engine.", "Remove it."
 )
 _CHECKPOINTING_KWARGS = _refused(
-    _is_reentrant,
-    "to have use_reentrant=False",
-    "The reentrant form runs its own backward, outside the clipping engine.",
-    "Remove use_reentrant, or set it to False.",
+    _is_unlike_one_backward,
+    "to have use_reentrant=False and preserve_rng_state=True",
+    "The reentrant form runs its own backward, outside the clipping engine; without the random state a forward that runs "
+    "again has other dropout masks, and its gradients belong to no loss.",
+    "Remove both options.",
 )
 _CHECKPOINTING = _works("The non-reentrant form recomputes activations inside the one backward of the engine.")
 

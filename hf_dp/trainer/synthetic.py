@@ -1,4 +1,4 @@
-"""Two synthetic examples in a model's declared ranges, for the self-check. No private row is involved."""
+"""Synthetic examples in a model's declared ranges, for the self-check. No private row is involved."""
 
 from __future__ import annotations
 
@@ -12,14 +12,18 @@ from torch.nn import functional as F
 from hf_dp.errors import UnsupportedModelError
 from hf_dp.losses import IGNORED_LABEL, base_model, task_of
 
-_LENGTHS = (7, 12)
-_TARGET_LENGTHS = (5, 3)  # of sequence-to-sequence models; the longer text has the shorter target
+_LENGTHS = (
+    7,
+    12,
+    4,
+)  # neither ascending nor descending: a model that sorts its rows must not look like one that does not
+_TARGET_LENGTHS = (5, 3, 4)  # of sequence-to-sequence models; the longer text has the shorter target
 
 Batch = dict[str, Tensor]
 
 
 def synthetic_batches(model: nn.Module, device: torch.device) -> tuple[Batch, list[Batch]]:
-    """``(padded, alone)``: two examples, of different length where they have one, as one right-padded batch and one by one.
+    """``(padded, alone)``: three examples, of different length where they have one, as one right-padded batch and one by one.
 
     Raises: UnsupportedModelError for a model whose inputs are neither token ids nor images.
     """
@@ -78,7 +82,7 @@ def _images(base: Any) -> tuple[Batch, list[Batch]]:
             "pixel_values": torch.randn(1, base.config.num_channels, height, width, dtype=base.dtype),
             "labels": _labels(base, "image_classification", None),
         }
-        for _ in range(2)
+        for _ in _LENGTHS
     ]
     return {name: torch.cat([example[name] for example in alone]) for name in alone[0]}, alone
 

@@ -25,7 +25,7 @@ from hf_dp.cards.card import render_card
 from hf_dp.cards.statement import PrivacyStatement, RunFacts
 from hf_dp.clipping import ClippingEngine, refuse_coupling, self_check
 from hf_dp.errors import DataError, LedgerError, UnsupportedArgumentError
-from hf_dp.losses import base_model, per_example_loss
+from hf_dp.losses import per_example_loss
 from hf_dp.noise import SecretRandomness
 from hf_dp.plan import PrivacyPlan
 from hf_dp.trainer.arguments import DPTrainingArguments
@@ -204,7 +204,8 @@ class DPTrainer(Trainer):
         """As asked for; else two passes for a model that checkpoints, whose memory held records would fill again."""
         if self.args.clipping_strategy is not None:
             return self.args.clipping_strategy
-        return "two_pass" if getattr(base_model(self.model), "is_gradient_checkpointing", False) else "book_keeping"
+        checkpoints = any(getattr(module, "gradient_checkpointing", False) for module in self.model.modules())
+        return "two_pass" if checkpoints else "book_keeping"
 
     # -- Trainer's seams ---
 
@@ -268,7 +269,7 @@ class DPTrainer(Trainer):
         return prepared
 
     def synthetic_batches(self) -> tuple[dict[str, Tensor], list[dict[str, Tensor]]]:
-        """``(padded, alone)``: two made-up examples as one padded batch and one by one, for the self-check.
+        """``(padded, alone)``: made-up examples, not sorted by length, as one padded batch and one by one, for the self-check.
 
         Override for a model whose inputs are not token ids. Must not look at the training data.
         """

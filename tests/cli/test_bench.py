@@ -10,6 +10,7 @@ import sys
 import time
 
 import pytest
+import tiny
 
 from hf_dp.benchmarks import memory
 from hf_dp.benchmarks.shapes import SHAPES
@@ -31,10 +32,21 @@ SPEED = [
     "1",
 ]
 MEMORY = ["bench", "memory", "--model", "tiny", "--device", "cpu", "--threads", "1"]
+TRAINING = ["bench", "training", "--train-file", "no.csv", "--model", "tiny", "--device", "cpu", "--threads", "1"]
 
 
-@pytest.mark.parametrize("command", ["throughput", "memory"])
-def test_help_is_quick_and_complete(command):
+COMMON = ("default: fp32", "example", "--gradient-checkpointing", *SHAPES, STRATEGIES[0], "opacus_ghost")
+
+
+@pytest.mark.parametrize(
+    ("command", "texts"),
+    [
+        ("throughput", COMMON),
+        ("memory", COMMON),
+        ("training", ("example", "default: 1024", "--train-file", "stock_by_length", "ours_by_tokens")),
+    ],
+)
+def test_help_is_quick_and_complete(command, texts):
     code = (
         "import sys; from hf_dp.cli.main import main\n"
         "try: main()\nfinally: assert not {'torch', 'transformers'} & set(sys.modules)"
@@ -43,7 +55,7 @@ def test_help_is_quick_and_complete(command):
     done = subprocess.run([sys.executable, "-c", code, "bench", command, "--help"], capture_output=True, text=True)
     assert time.perf_counter() - start < 2
     assert done.returncode == 0, done.stderr
-    for text in ("default: fp32", "example", "--gradient-checkpointing", *SHAPES, STRATEGIES[0], "opacus_ghost"):
+    for text in texts:
         assert text in done.stdout
 
 
@@ -68,6 +80,28 @@ def test_memory_end_to_end(tmp_path, capsys):
     assert report["modes"]["non_private"]["mebibytes"] > 0
     assert report["workload"]["gradient_checkpointing"] is True
     assert "MiB" in capsys.readouterr().out
+
+
+def test_training_end_to_end(tmp_path, capsys):
+    rows = [f"{row['sentence']},{row['label']}" for row in tiny.rows(20)]
+    (tmp_path / "rows.csv").write_text("\n".join(["text,class", *rows]))
+    tiny.model().save_pretrained(tmp_path / "model")
+    tiny.tokenizer().save_pretrained(tmp_path / "model")
+    words = ["bench", "training", "--train_file", str(tmp_path / "rows.csv"), "--model", str(tmp_path / "model")]
+    words += ["--text-columns", "text", "--label-column", "class", "--class-names", "bad, good", "--rows=20"]
+    words += ["--logical-batch-size", "8", "--physical-batch-size", "4", "--rounds", "1", "--max-length", "8"]
+    words += ["--modes", "stock,ours"]
+    path = tmp_path / "training.json"
+    assert main([*words, "--device", "cpu", "--threads", "1", "--json", str(path)]) == 0
+    text = path.read_text()
+    report = json.loads(text)
+    assert str(tmp_path) not in text
+    assert list(report["modes"]) == ["stock", "ours"]
+    assert report["runs"]["stock"][0]["examples"] == 24
+    assert report["workload"]["steps"] == 3
+    output = capsys.readouterr()
+    assert "ours/stock" in output.out
+    assert "round 1 of 1" in output.err
 
 
 def test_all_modes_that_are_installed(monkeypatch, tmp_path, capsys):
@@ -108,6 +142,9 @@ def test_both_bars_in_one_figure(monkeypatch, tmp_path):
         ([*SPEED, "--json", "no/such/folder/x.json"], "`json`.*folder"),
         ([*SPEED, "--beside", "x.json"], "`beside`.*--plot"),
         ([*MEMORY, "--steps", "1"], "`steps`"),
+        ([*TRAINING, "--modes", "stock,our"], "`modes`.*'ours'"),
+        ([*TRAINING, "--logical-batch-size", "1000"], "multiple of `physical_batch_size`"),
+        ([*TRAINING, "--json", "no/such/folder/x.json"], "`json`.*folder"),
     ],
 )
 def test_wrong_arguments_are_one_line(words, message, capsys):

@@ -121,7 +121,8 @@ def test_an_engine_can_be_entered_again():
     once, _ = ClippingEngine(model, 1.0), None
     with once:
         once.backward(model(x()).squeeze(1))
-    torch.testing.assert_close(engine.collect()["weight"], 2 * once.collect()["weight"])
+    # What an earlier block left uncollected is not part of this one's sums: it may have ended in an error.
+    torch.testing.assert_close(engine.collect()["weight"], once.collect()["weight"])
 
 
 def forwards(model: nn.Module) -> dict[str, object]:

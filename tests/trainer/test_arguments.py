@@ -127,11 +127,11 @@ REFUSALS = [
     ({"accelerator_config": {"gradient_accumulation_kwargs": {"num_steps": 2}}}, r"`accelerator_config`.*Remove them"),
     (
         {"activation_checkpointing_kwargs": {"use_reentrant": True}},
-        r"`activation_checkpointing_kwargs`.*set it to False",
+        r"`activation_checkpointing_kwargs`.*Remove both options",
     ),
     (
         {"gradient_checkpointing_kwargs": '{"use_reentrant": true}'},
-        r"`gradient_checkpointing_kwargs`.*set it to False",
+        r"`gradient_checkpointing_kwargs`.*Remove both options",
     ),
     ({"learning_rate": "fast"}, r"`learning_rate` to be a number, got 'fast'.*Correct it"),
     # without privacy, arguments about privacy

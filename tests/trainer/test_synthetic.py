@@ -65,7 +65,7 @@ def test_token_classification():
 
 def test_labels_of_another_shape_are_refused():
     model = token_classifier()
-    _, (example, _) = synthetic_batches(model, CPU)
+    _, (example, *_) = synthetic_batches(model, CPU)
     with pytest.raises(DataError, match=r"one label per token, shape \(1, 7\), got \(1, 8\)"):
         per_example_loss(model, {**example, "labels": F.pad(example["labels"], (0, 1))})
 

@@ -41,14 +41,15 @@ def find_rule(module: nn.Module) -> Rule | None:
     rule = _RULES.get(type(module))
     if isinstance(rule, PairRule) and rule not in _BUILT_IN:
         return rule
-    if not isinstance(module._parameters.get("weight"), nn.Parameter):
+    weight = module._parameters.get("weight")
+    if not isinstance(weight, nn.Parameter):
         return None  # computed anew before each forward, as torch.nn.utils.weight_norm does
     if isinstance(module, nn.Conv2d) and not is_plain_conv2d(module):
         return None
     if rule is None and isinstance(module, nn.Embedding):
         return embedding_subclass
     if rule is None and is_rms_norm(cast(Any, type(module))) and set(module._parameters) == {"weight"}:
-        return rms_norm
+        return rms_norm if weight.dim() == 1 else None
     return rule
 
 

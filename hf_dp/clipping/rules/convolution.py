@@ -26,7 +26,7 @@ def _conv2d_gradients(module: nn.Conv2d, kept: tuple[Tensor, ...], grad: Tensor)
     }
 
 
-conv2d = PairRule(_keep_input, _conv2d_gradients)
+conv2d = PairRule(_keep_input, _conv2d_gradients, flattens=False)
 
 
 def is_plain_conv2d(module: nn.Conv2d) -> bool:

@@ -20,6 +20,7 @@ from torch.overrides import TorchFunctionMode
 
 from hf_dp.clipping.recorder import Tape
 from hf_dp.clipping.uses import Lookups
+from hf_dp.errors import UnsupportedModelError
 
 
 def embedding(tape: Tape, module: nn.Embedding, input: Tensor) -> Tensor:
@@ -27,7 +28,7 @@ def embedding(tape: Tape, module: nn.Embedding, input: Tensor) -> Tensor:
 
     (``max_norm``, ``scale_grad_by_freq`` and ``sparse`` were refused when the engine was entered.)
     """
-    if tape.examples is not None and tape.examples > 1 and input.dim() >= 1 and input.shape[0] == 1:
+    if tape.examples is not None and tape.examples > 1 and input.dim() >= 2 and input.shape[0] == 1:
         input = input.expand(tape.examples, *input.shape[1:])
     tape.note_forward(module.weight)
     return _Embedding.apply(input, module.weight, module, tape)
@@ -49,8 +50,27 @@ class _RecordedLookups(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         if func is F.embedding and len(args) > 1 and args[1] is self.module.weight:
+            self._refuse_other_options(*args, **kwargs)
             return embedding(self.tape, self.module, args[0])
         return func(*args, **kwargs)
+
+    def _refuse_other_options(
+        self,
+        input: Tensor,
+        weight: Tensor,
+        padding_idx: int | None = None,
+        max_norm: float | None = None,
+        norm_type: float = 2.0,
+        scale_grad_by_freq: bool = False,
+        sparse: bool = False,
+    ) -> None:
+        """What the lookup is asked for must be what the module says, which is what is recorded."""
+        if padding_idx != self.module.padding_idx or max_norm is not None or scale_grad_by_freq or sparse:
+            raise UnsupportedModelError(
+                f"{self.tape.describe(self.module)} looks its rows up with padding_idx={padding_idx}, max_norm={max_norm}, "
+                f"scale_grad_by_freq={scale_grad_by_freq}, sparse={sparse}, and says padding_idx={self.module.padding_idx} of "
+                "itself. Let both agree and leave the others out, or freeze it (requires_grad_(False))."
+            )
 
 
 class _Embedding(torch.autograd.Function):

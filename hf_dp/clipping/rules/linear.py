@@ -44,7 +44,9 @@ class _Affine(torch.autograd.Function):
         ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)
         with torch.autocast(x.device.type, enabled=False):
             matrix = weight.to(dtype).mT if transposed else weight.to(dtype)
-            return F.linear(x, matrix, None if bias is None else bias.to(dtype))
+            output = F.linear(x, matrix, None if bias is None else bias.to(dtype))
+            # Not as a view of what it is computed in: a model may change it in place (Longformer does).
+            return torch.ops.aten._unsafe_view(output, output.shape)
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:

@@ -24,17 +24,20 @@ def _keep_input(module: nn.Module, input: Tensor) -> tuple[Tensor]:
 
 def _rms_norm_gradients(module: nn.Module, kept: tuple[Tensor, ...], grad: Tensor) -> dict[str, Tensor]:
     """Also of Gemma's ``(1 + w) x_hat``: the derivative by w is the same."""
-    weight: Tensor = module.weight  # type: ignore[assignment]
     (x,) = kept
     eps = getattr(module, "variance_epsilon", None)
     eps = getattr(module, "eps", None) if eps is None else eps
     eps = torch.finfo(x.dtype).eps if eps is None else eps  # nn.RMSNorm's default
-    # x_hat as the forward rounds it: transformers' classes compute in float32, whatever the model's dtype.
-    x_hat = positions(x, weight.dim()).to(accumulation_dtype(x.dtype) if type(module) is nn.RMSNorm else torch.float32)
-    x_hat = x_hat * torch.rsqrt(x_hat.pow(2).mean(-1, keepdim=True) + eps)
     dtype = accumulation_dtype(grad.dtype)
-    products = x_hat.to(x.dtype).to(dtype).mul_(positions(grad, weight.dim()))
-    return {"weight": products.sum(1).view(-1, *weight.shape)}
+    x = positions(x)
+    # x_hat as the forward rounds it: transformers' classes compute in float32, whatever the model's dtype.
+    if type(module) is nn.RMSNorm:
+        x_hat = x.to(dtype) * torch.rsqrt(x.to(dtype).pow(2).mean(-1, keepdim=True) + eps)
+    else:
+        scale = torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + eps)
+        x_hat = x * scale if _keeps_dtype(type(module)) else (x.float() * scale).to(x.dtype)
+    products = x_hat.to(dtype).mul_(positions(grad))
+    return {"weight": products.sum(1)}
 
 
 def _group_norm_gradients(module: nn.GroupNorm, kept: tuple[Tensor, ...], grad: Tensor) -> dict[str, Tensor]:
@@ -45,12 +48,26 @@ def _group_norm_gradients(module: nn.GroupNorm, kept: tuple[Tensor, ...], grad: 
     return {"weight": (g * x_hat).sum(2), "bias": g.sum(2)}
 
 
-group_norm = PairRule(_keep_input, _group_norm_gradients)
+group_norm = PairRule(_keep_input, _group_norm_gradients, flattens=False)
 rms_norm = PairRule(lambda module, x: (x,), _rms_norm_gradients)
+
+
+def _keeps_dtype(module_class: Any) -> bool:
+    """T5's takes only the variance in float32."""
+    return _body(module_class.forward) == _normal(ast.parse(textwrap.dedent(_T5_FORWARD)).body)
+
 
 # What the forward of an RMSNorm in transformers 5 looks like, for about 190 classes of that name. A class is taken for one
 # when its source is one of these, letter by letter: its name says nothing about what a next version computes.
+_T5_FORWARD = """
+    variance = hidden_states.to(torch.float32).pow(2).mean(-1, keepdim=True)
+    hidden_states = hidden_states * torch.rsqrt(variance + self.variance_epsilon)
+    if self.weight.dtype in [torch.float16, torch.bfloat16]:
+        hidden_states = hidden_states.to(self.weight.dtype)
+    return self.weight * hidden_states
+"""
 _RMS_NORM_FORWARDS = (
+    _T5_FORWARD,
     # Llama, Mistral, Qwen, Phi-3, ...
     """
     input_dtype = hidden_states.dtype
@@ -66,14 +83,6 @@ _RMS_NORM_FORWARDS = (
     variance = hidden_states.pow(2).mean(-1, keepdim=True)
     hidden_states = hidden_states * torch.rsqrt(variance + self.variance_epsilon)
     return (self.weight * hidden_states).to(input_dtype)
-    """,
-    # T5 and its family
-    """
-    variance = hidden_states.to(torch.float32).pow(2).mean(-1, keepdim=True)
-    hidden_states = hidden_states * torch.rsqrt(variance + self.variance_epsilon)
-    if self.weight.dtype in [torch.float16, torch.bfloat16]:
-        hidden_states = hidden_states.to(self.weight.dtype)
-    return self.weight * hidden_states
     """,
     # Gemma: 1 + w
     """
@@ -95,14 +104,18 @@ def is_rms_norm(module_class: Any) -> bool:
     return "_norm" not in body or _body(helper) == _normal(ast.parse(_RMS_NORM_HELPER).body)
 
 
-def _body(function: object) -> str:
-    """The statements of a function without docstring and comments; empty where there is no source."""
+@functools.cache
+def _body(function: Any) -> str:
+    """The statements of a function without docstring and comments; empty where there is no source, or a decorator."""
+    if hasattr(function, "__wrapped__"):  # the source would be that of what is wrapped
+        return ""
     try:
         source = textwrap.dedent(inspect.getsource(function))  # type: ignore[arg-type]
         definition = ast.parse(source).body[0]
     except (TypeError, OSError, SyntaxError):
         return ""
-    statements = definition.body if isinstance(definition, ast.FunctionDef) else []
+    plain = isinstance(definition, ast.FunctionDef) and not definition.decorator_list
+    statements = definition.body if isinstance(definition, ast.FunctionDef) and plain else []
     if statements and isinstance(statements[0], ast.Expr) and isinstance(statements[0].value, ast.Constant):
         statements = statements[1:]
     return _normal(statements)

@@ -30,6 +30,7 @@ class PairRule:
 
     keep: Keep
     gradients: Gradients
+    flattens: bool = True  # whether rows (b * T, d) mean what (b, T, d) does
 
     def __call__(self, tape: Tape, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         own = {name: p for name, p in module.named_parameters(recurse=False) if p.requires_grad}
@@ -78,8 +79,8 @@ class _Kept(torch.autograd.Function):
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         (grad,) = grad_outputs
         tape: Tape = ctx.tape
-        kept = tuple(tape.by_example(ctx.module, tensor.detach()) for tensor in ctx.saved_tensors)
-        found = ctx.rule.gradients(ctx.module, kept, tape.by_example(ctx.module, grad))
+        kept = tuple(tape.by_example(ctx.module, t.detach(), ctx.rule.flattens) for t in ctx.saved_tensors)
+        found = ctx.rule.gradients(ctx.module, kept, tape.by_example(ctx.module, grad, ctx.rule.flattens))
         missing = sorted(set(ctx.own) - set(found))
         if missing:
             raise UnsupportedModelError(
