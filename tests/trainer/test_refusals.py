@@ -236,11 +236,11 @@ def test_hyperparameter_search_is_refused_with_the_way_to_do_it(tmp_path):
 
 
 def test_a_class_without_a_known_loss_is_refused_by_name(tmp_path):
-    from transformers import BertForTokenClassification
+    from transformers import BertForNextSentencePrediction
 
-    model = BertForTokenClassification(tiny.model().config)
+    model = BertForNextSentencePrediction(tiny.model().config)
     trainer = tiny.trainer(tmp_path, given={"model": model})
-    with pytest.raises(UnsupportedLossError, match="BertForTokenClassification.*compute_per_example_loss"):
+    with pytest.raises(UnsupportedLossError, match="BertForNextSentencePrediction.*compute_per_example_loss"):
         trainer.train()
 
 
