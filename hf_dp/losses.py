@@ -87,7 +87,12 @@ def per_example_loss(model: nn.Module, inputs: Mapping[str, Any]) -> Tensor:
         # A left-padded row's first token would be predicted from padding, which the row alone does not have.
         after_padding = F.pad(mask[:, :-1] == 0, (1, 0))
         labels = labels.masked_fill(after_padding, IGNORED_LABEL)
-    if loss is _causal_lm and labels.dim() == 2 and logits.shape[1] > labels.shape[1]:
+    if (
+        loss is _causal_lm
+        and base_model(model) is not model
+        and labels.dim() == 2
+        and logits.shape[1] > labels.shape[1]
+    ):
         # Virtual tokens of prompt tuning stand before the row; nothing predicts them.
         labels = F.pad(labels, (logits.shape[1] - labels.shape[1], 0), value=IGNORED_LABEL)
     return loss(base_model(model), logits, labels)
@@ -124,7 +129,8 @@ def _forward_parameters(model: nn.Module) -> Mapping[str, inspect.Parameter]:
 def _require_attention_mask(model: nn.Module, inputs: Mapping[str, Any]) -> None:
     # Without a mask an example attends to its padding, and how much padding there is depends on its neighbours.
     takes_mask = "attention_mask" in _forward_parameters(base_model(model))
-    if takes_mask and "pixel_values" not in inputs and "attention_mask" not in inputs:
+    only_images = "pixel_values" in inputs and not {"input_ids", "inputs_embeds"} & set(inputs)
+    if takes_mask and not only_images and "attention_mask" not in inputs:
         raise DataError(
             f"The batches have no `attention_mask` (they have {sorted(inputs)}), so an example would attend to padding. Let "
             "the tokenizer return it and keep it in the data collator (all ones where nothing is padded)."

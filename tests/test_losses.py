@@ -277,3 +277,19 @@ def test_planted_coupled_losses_are_seen(planted):
     together = planted(model, batch)
     apart = torch.stack([planted(model, alone(batch, i))[0] for i in range(3)])
     assert float((together - apart).detach().abs().max()) > 1e-3
+
+
+def test_images_beside_text_do_not_excuse_a_missing_mask():
+    """Only a batch of images alone has nothing to pad."""
+    model = bert()
+    batch = batch_for(model, (4, 2))
+    batch.pop("attention_mask")
+    with pytest.raises(DataError, match="no `attention_mask`"):
+        per_example_loss(model, {**batch, "pixel_values": torch.zeros(2, 3, 4, 4)})
+
+
+def test_longer_logits_are_taken_for_virtual_tokens_only_under_peft():
+    model = gpt2()
+    batch = batch_for(model, (4, 4))
+    with pytest.raises(DataError, match="one label per token"):
+        per_example_loss(model, {**batch, "labels": batch["labels"][:, :3]})

@@ -129,7 +129,7 @@ class PrivacyStatement:
         epsilons: one result for each of :data:`hf_dp.accounting.ACCOUNTANTS`.
         target_epsilon: what the noise was calibrated to, or None when the noise was given.
         noise_multipliers, sample_rates: of the mechanisms that ran (the plan's when nothing ran), in order.
-        noise standard deviations are noise_multiplier x clipping_norm, on the sum of clipped gradients.
+        noise standard deviations are noise_multiplier x the sensitivity (clipping_norm and its rounding margin), on the sum.
         steps: that ran, by the ledger; steps_planned: by the plan.
         expected_batch_size: the public divisor of the noisy sum.
         num_examples: N, stated as public.

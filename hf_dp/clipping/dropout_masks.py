@@ -33,8 +33,24 @@ def set_random_state(device: torch.device, state: Sequence[Tensor]) -> None:
         torch.cuda.set_rng_state(state[1], device)
 
 
-class DrawnMasks(TorchFunctionMode):
-    """Inside, dropout multiplies by a mask that is kept in ``drawn``; the mask is drawn as torch draws it.
+class _Dropout(TorchFunctionMode):
+    """Inside, dropout multiplies by a mask that the subclass gives."""
+
+    def mask(self, input: Tensor, p: float) -> Tensor:
+        """The mask for one call, of the shape of ``input``: 0 or 1 / (1 - p)."""
+        raise NotImplementedError
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if func is not F.dropout:
+            return func(*args, **(kwargs or {}))
+        input, p, training = _arguments(*args, **(kwargs or {}))
+        return input * self.mask(input, p) if training and p != 0 else input
+
+
+class DrawnMasks(_Dropout):
+    """Masks drawn as torch draws them, and kept in ``drawn``.
 
     ``other_draws``: whether anything else drew random numbers (fused attention with dropout, for instance).
     """
@@ -53,36 +69,24 @@ class DrawnMasks(TorchFunctionMode):
         super().__exit__(*exception)
         self._look()
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        if func is not F.dropout:
-            return func(*args, **(kwargs or {}))
-        input, p, training = _arguments(*args, **(kwargs or {}))
-        if not training or p == 0:
-            return input
+    def mask(self, input: Tensor, p: float) -> Tensor:
         self._look()
         mask = torch.zeros_like(input) if p == 1 else torch.empty_like(input).bernoulli_(1 - p).div_(1 - p)
         self._last = random_state(self.device)
         self.drawn.append(mask)
-        return input * mask
+        return mask
 
     def _look(self) -> None:
         now = random_state(self.device)
         self.other_draws |= any(not torch.equal(x, y) for x, y in zip(self._last, now, strict=True))
 
 
-class GivenMasks(TorchFunctionMode):
-    """Inside, dropout multiplies by these masks, in their order."""
+class GivenMasks(_Dropout):
+    """These masks, in their order."""
 
     def __init__(self, masks: Sequence[Tensor]):
         super().__init__()
         self._masks: Iterator[Tensor] = iter(masks)
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        if func is not F.dropout:
-            return func(*args, **(kwargs or {}))
-        input, p, training = _arguments(*args, **(kwargs or {}))
-        return input * next(self._masks) if training and p != 0 else input
+    def mask(self, input: Tensor, p: float) -> Tensor:
+        return next(self._masks)
