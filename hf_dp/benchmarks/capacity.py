@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from hf_dp.benchmarks.modes import NON_PRIVATE, Refused, build_mode, is_out_of_memory, refusals
-from hf_dp.benchmarks.rounds import interleave, ratio, seconds_per_step
+from hf_dp.benchmarks.rounds import interleave, ratio, seconds_of_step
 from hf_dp.benchmarks.workload import Workload, make_batch
 from hf_dp.errors import HfDpError
 
@@ -158,7 +158,7 @@ def _time(workload: Workload, mode: str, batches: int) -> float:
     runner = build_mode(mode, workload)
     batch = make_batch(workload, runner.model)
     runner.step([batch])
-    return seconds_per_step(runner, [batch] * batches, 1)
+    return seconds_of_step(runner, [batch] * batches)
 
 
 def _free() -> None:

@@ -1,7 +1,8 @@
 """Interleaved timings, and the one statistic taken from them.
 
-A shared machine speeds up and slows down by more than the differences that matter, but slowly. So every round times every
-mode once, and only times of the same round are divided by each other; the order rotates, so that no mode always runs first.
+A shared machine speeds up and slows down by more than the differences that matter, over seconds. So modes take turns step by
+step, a round sums several turns of each, and only times of the same round are divided by each other; the order rotates, so
+that no mode always runs first.
 """
 
 from __future__ import annotations
@@ -38,14 +39,24 @@ class Ratio:
 
 
 def interleave(
-    timers: Mapping[str, Callable[[], float]], rounds: int, log: Callable[[str], None] = lambda line: None
+    timers: Mapping[str, Callable[[], float]],
+    rounds: int,
+    log: Callable[[str], None] = lambda line: None,
+    repeats: int = 1,
 ) -> list[Round]:
-    """``rounds`` times the seconds of every timer, round r starting with timer r; ``log`` hears of every round."""
+    """``rounds`` times the mean seconds of every timer over ``repeats`` turns, each turn starting with the next timer.
+
+    ``log`` hears of every round.
+    """
     names = list(timers)
     results = []
     for r in range(rounds):
-        first = r % len(names)
-        results.append({name: timers[name]() for name in names[first:] + names[:first]})
+        seconds = dict.fromkeys(names, 0.0)
+        for turn in range(r * repeats, (r + 1) * repeats):
+            first = turn % len(names)
+            for name in names[first:] + names[:first]:
+                seconds[name] += timers[name]() / repeats
+        results.append(seconds)
         log(f"round {r + 1} of {rounds}")
     return results
 
@@ -67,22 +78,21 @@ def verdict(runs: Sequence[Ratio]) -> str:
     return "agree" if max(medians) - min(medians) <= AGREEMENT else "differ"
 
 
-def enough_repeats(seconds_per_step: float, at_least: float = 1.0) -> int:
-    """Steps in one timing so that it lasts ``at_least`` seconds: short timings measure the clock and the scheduler."""
+def enough_repeats(seconds_per_step: float, at_least: float = 8.0) -> int:
+    """Steps in one round so that they last ``at_least`` seconds, over which a shared machine's speed averages out."""
     return max(1, math.ceil(at_least / max(seconds_per_step, 1e-6)))
 
 
-def seconds_per_step(mode: Mode, batches: Sequence[Batch], repeats: int) -> float:
-    """Wall-clock seconds of one step, the mean of ``repeats`` in a row; leaves the model without gradients."""
+def seconds_of_step(mode: Mode, batches: Sequence[Batch]) -> float:
+    """Wall-clock seconds of one step; leaves the model without gradients."""
     gc.collect()  # what another mode left is not collected in this one's time
     _synchronize(mode)
     start = time.perf_counter()
-    for _ in range(repeats):
-        mode.step(batches)
+    mode.step(batches)
     _synchronize(mode)
     seconds = time.perf_counter() - start
     mode.reset()
-    return seconds / repeats
+    return seconds
 
 
 def _synchronize(mode: Mode) -> None:

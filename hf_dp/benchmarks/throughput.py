@@ -17,7 +17,7 @@ from hf_dp.benchmarks.capacity import measure_capacity
 from hf_dp.benchmarks.environment import environment
 from hf_dp.benchmarks.modes import NON_PRIVATE, Mode, Refused, build_mode, check_modes, refusals
 from hf_dp.benchmarks.operators import left_over, operator_seconds
-from hf_dp.benchmarks.rounds import Round, enough_repeats, interleave, ratio, seconds_per_step, verdict
+from hf_dp.benchmarks.rounds import Round, enough_repeats, interleave, ratio, seconds_of_step, verdict
 from hf_dp.benchmarks.workload import Batch, Workload, build_model, make_batch, threads_of
 from hf_dp.errors import HfDpError
 
@@ -29,8 +29,8 @@ class Protocol:
     """How it is timed.
 
     Attributes: rounds: timings of each mode in a run. warmups: steps of each mode before a run, not timed. repeats: steps
-        in one timing; None for as many as last a second. runs: repetitions of the whole. profile: also time by operator.
-        max_batch: also the largest batch of each mode and the speed there (CUDA). lcm_limit: largest logical batch then.
+        of each mode in a round; None for as many as last 8 seconds. runs: repetitions of the whole. profile: also time by
+        operator. max_batch: also the largest batch of each mode and the speed there (CUDA). lcm_limit: largest logical batch then.
     """
 
     rounds: int = 7
@@ -57,9 +57,9 @@ class Bench:
     batches: dict[str, Sequence[Batch]] = field(default_factory=dict)
     refused: dict[str, str] = field(default_factory=dict)
 
-    def time(self, name: str, steps: int) -> float:
-        """Seconds per step of one mode."""
-        return seconds_per_step(self.modes[name], self.batches[name], steps)
+    def time(self, name: str) -> float:
+        """Seconds of one step of one mode."""
+        return seconds_of_step(self.modes[name], self.batches[name])
 
 
 def measure_throughput(
@@ -86,7 +86,7 @@ def _measure(workload: Workload, names: Sequence[str], protocol: Protocol, log: 
     shared = build_model(workload)
     flops = count_flops(trace_model(shared, workload))
     bench = _prepare(workload, names, shared, log)
-    repeats = protocol.repeats or enough_repeats(bench.time(NON_PRIVATE, 1))
+    repeats = protocol.repeats or enough_repeats(bench.time(NON_PRIVATE))
     runs = [
         _run(bench, protocol, repeats, f"run {number + 1} of {protocol.runs}", log) for number in range(protocol.runs)
     ]
@@ -134,10 +134,11 @@ def _prepare(workload: Workload, names: Sequence[str], shared: nn.Module, log: L
 
 def _run(bench: Bench, protocol: Protocol, repeats: int, title: str, log: Log) -> list[Round]:
     for name in bench.modes:
-        bench.time(name, protocol.warmups)
+        for _ in range(protocol.warmups):
+            bench.time(name)
     log(f"{title}: {protocol.rounds} rounds of {repeats} steps in {len(bench.modes)} modes")
-    timers = {name: partial(bench.time, name, repeats) for name in bench.modes}
-    return interleave(timers, protocol.rounds, lambda line: log(f"{title}: {line}"))
+    timers = {name: partial(bench.time, name) for name in bench.modes}
+    return interleave(timers, protocol.rounds, lambda line: log(f"{title}: {line}"), repeats)
 
 
 def _row(name: str, bench: Bench, runs: Sequence[Sequence[Round]], flops: Flops, examples: int) -> dict[str, Any]:

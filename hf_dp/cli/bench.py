@@ -51,7 +51,7 @@ def build_parser() -> argparse.ArgumentParser:
     add = speed.add_argument
     add("--rounds", type=int, default=7, help="timings of every mode in a run, interleaved, at least 3 (default: 7)")
     add("--warmups", type=int, default=2, help="untimed steps of every mode before a run (default: 2)")
-    add("--repeats", type=int, help="steps in one timing (default: as many as last 1 second)")
+    add("--repeats", type=int, help="steps of every mode in a round, in turns (default: as many as last 8 seconds)")
     add("--runs", type=int, default=1, help="repeat the whole and say whether the runs agree (default: 1)")
     add("--profile", action="store_true", help="also milliseconds by operator that a mode takes more than non_private")
     add("--max-batch", action="store_true", help="CUDA: also the largest batch of each mode and the speed there")

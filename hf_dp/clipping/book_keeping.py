@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
+from hf_dp.clipping.bundles import bundled
 from hf_dp.clipping.norms import ExampleNorms, gathered
 from hf_dp.clipping.step import ClippedStep
 from hf_dp.clipping.uses import Use
@@ -18,13 +19,17 @@ def book_keeping(step: ClippedStep, losses: Tensor) -> Tensor:
         uses[parameter] = gathered([*uses.get(parameter, ()), use], parameter.shape)
 
     step.backward(losses, keep)
+    bundles = bundled(uses, step.groups)
     table = ExampleNorms(step.groups, len(losses))
+    for bundle in bundles:  # one row for all: nothing in it can be in doubt
+        table.add(bundle.parameters[0], [bundle.use])
     for parameter, of_parameter in uses.items():
         table.add(parameter, of_parameter)
     table.settle(uses)
     decision = step.decide(table)
-    while uses:  # records are freed as they are used
-        parameter, of_parameter = uses.popitem()
-        for use in of_parameter:
+    for parameter in list(uses):
+        for use in uses.pop(parameter):  # records are freed as they are used
             step.add(parameter, use, decision)
+    for bundle in bundles:
+        step.add_bundle(bundle, decision)
     return decision.norms

@@ -72,7 +72,8 @@ class ClippingEngine:
         self.strategy = _validate.one_of("strategy", strategy, STRATEGIES)
         self._tape = Tape()
         self._restore: list[Callable[[], None]] = []
-        self._parameters: dict[str, nn.Parameter] = {}
+        self._everything: dict[str, nn.Parameter] = {}
+        self._parameters: dict[str, nn.Parameter] = {}  # those that train
         self._groups: dict[nn.Parameter, int] = {}
         self._sums: dict[nn.Parameter, Tensor] = {}
         self._spoiled = False
@@ -81,7 +82,8 @@ class ClippingEngine:
         if self._restore or any(isinstance(_target(module), _Recorded) for module in self.model.modules()):
             raise UnaccountedGradientError("This model is already inside a ClippingEngine; leave that one first.")
         refuse_coupling(self.model)
-        self._parameters = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
+        self._everything = dict(self.model.named_parameters())
+        self._parameters = {name: p for name, p in self._everything.items() if p.requires_grad}
         if not self._parameters:
             raise UnsupportedModelError(
                 "The model has no trainable parameter. Set requires_grad_(True) on what to train."
@@ -212,7 +214,7 @@ class ClippingEngine:
                 return
 
     def _refuse_stray_gradients(self, how: str, drop: bool = False) -> None:
-        found = {name: p for name, p in self.model.named_parameters() if p.requires_grad and p.grad is not None}
+        found = {name: p for name, p in self._everything.items() if p.requires_grad and p.grad is not None}
         if drop:  # no optimizer may find it
             for parameter in found.values():
                 parameter.grad = None

@@ -110,6 +110,8 @@ def _settle(
 
 def norms_of(uses: Sequence[Use]) -> Norms:
     """Of one parameter's gradient: ``|sum_u G_u|^2 = sum_u |G_u|^2 + 2 sum_{u<v} <G_u, G_v>``."""
+    if len(uses) == 1:
+        return uses[0].norms()
     parts = [use.norms() for use in uses]
     squared = torch.stack([part.squared for part in parts]).sum(0)
     error = torch.stack([part.error for part in parts]).sum(0)
@@ -120,7 +122,9 @@ def norms_of(uses: Sequence[Use]) -> Norms:
 
 
 def gathered(uses: Sequence[Use], shape: torch.Size) -> list[Use]:
-    """All uses of one parameter with those of one form joined, where that makes them cheaper."""
+    """All uses of one parameter, each as the tape handed it over, with those of one form joined where that is cheaper."""
+    if len(uses) == 1:
+        return list(uses)
     joined: list[Use] = []
     for use in compact(uses, shape):
         for position, known in enumerate(joined):

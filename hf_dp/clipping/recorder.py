@@ -55,7 +55,9 @@ class Tape:
     def note_forward(self, *parameters: Tensor | None) -> None:
         """Count one use in a forward; a forward that checkpointing runs again during backward does not count."""
         if self._open_for is None and torch.is_grad_enabled():
-            self.forward_uses.update(p for p in parameters if isinstance(p, nn.Parameter) and p.requires_grad)
+            for parameter in parameters:
+                if isinstance(parameter, nn.Parameter) and parameter.requires_grad:
+                    self.forward_uses[parameter] += 1
 
     def record_call(self, call: Any) -> None:
         """Note a module without a rule; it is differentiated when the backward pass is over."""

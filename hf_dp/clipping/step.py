@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from hf_dp.clipping.bundles import Bundle
 from hf_dp.clipping.norms import ExampleNorms
 from hf_dp.clipping.owners import own_gradients
 from hf_dp.clipping.recorder import Sink, Tape
@@ -75,9 +76,23 @@ class ClippedStep:
     @torch.no_grad()
     def add(self, parameter: nn.Parameter, use: Use, decision: Decision) -> None:
         """Add one use of a parameter, weighted, to its sum."""
+        self._sums[parameter] = self._weighted(self._sums.get(parameter), parameter, parameter.shape, use, decision)
+
+    @torch.no_grad()
+    def add_bundle(self, bundle: Bundle, decision: Decision) -> None:
+        """Add the gradients of a bundle, weighted, to the sums of its parameters."""
+        size = torch.Size((bundle.use.gradients.shape[1],))
+        total = self._weighted(None, bundle.parameters[0], size, bundle.use, decision)
+        for parameter, part in zip(bundle.parameters, bundle.split(total), strict=True):
+            known = self._sums.get(parameter)
+            self._sums[parameter] = part if known is None else known.add_(part)
+
+    def _weighted(
+        self, total: Tensor | None, parameter: nn.Parameter, shape: torch.Size, use: Use, decision: Decision
+    ) -> Tensor:
+        """``total`` plus the examples of ``use``, each times its weight in the parameter's group."""
         self.adding = True
         with full_precision():
             if not decision.all_kept:
                 use.keep_only(decision.keep)
-            weights = decision.weights[self.groups[parameter]]
-            self._sums[parameter] = use.add_weighted_sum(self._sums.get(parameter), parameter.shape, weights)
+            return use.add_weighted_sum(total, shape, decision.weights[self.groups[parameter]])

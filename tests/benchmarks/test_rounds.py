@@ -7,7 +7,7 @@ import itertools
 import pytest
 
 from hf_dp.benchmarks.modes import NON_PRIVATE, Mode
-from hf_dp.benchmarks.rounds import Ratio, enough_repeats, interleave, ratio, seconds_per_step, verdict
+from hf_dp.benchmarks.rounds import Ratio, enough_repeats, interleave, ratio, seconds_of_step, verdict
 from hf_dp.benchmarks.workload import Workload
 
 
@@ -19,6 +19,14 @@ def test_every_round_times_every_mode_and_the_order_rotates():
     assert "".join(called) == "abc" + "bca" + "cab" + "abc"
     assert all(set(each) == set("abc") for each in rounds)
     assert heard == [f"round {r} of 4" for r in (1, 2, 3, 4)]
+
+
+def test_a_round_is_the_mean_of_turns_taken_step_by_step():
+    called = []
+    clock = {name: itertools.count(start) for name, start in (("a", 1.0), ("b", 11.0))}
+    timers = {name: lambda name=name: called.append(name) or next(clock[name]) for name in "ab"}
+    assert interleave(timers, 2, repeats=3) == [{"a": 2.0, "b": 12.0}, {"a": 5.0, "b": 15.0}]
+    assert "".join(called) == "ab" + "ba" + "ab" + "ba" + "ab" + "ba"
 
 
 def test_a_machine_that_slows_down_does_not_move_the_ratio():
@@ -52,12 +60,12 @@ def test_verdict(runs, expected):
 
 
 def test_a_timing_is_long_enough():
-    assert enough_repeats(0.3) == 4
-    assert enough_repeats(5.0) == 1
+    assert enough_repeats(3.0) == 3
+    assert enough_repeats(9.0) == 1
     assert enough_repeats(0.0) > 1
 
 
-def test_a_timing_is_the_mean_of_its_steps_and_cleans_up(monkeypatch):
+def test_a_timing_is_one_step_and_cleans_up(monkeypatch):
     class Fake(Mode):
         done: list[str] = []
 
@@ -73,5 +81,5 @@ def test_a_timing_is_the_mean_of_its_steps_and_cleans_up(monkeypatch):
     clock = itertools.count(100.0, 6.0)
     monkeypatch.setattr("hf_dp.benchmarks.rounds.time.perf_counter", lambda: next(clock))
     mode = Fake(None, Workload("tiny"))
-    assert seconds_per_step(mode, [], 3) == 2.0
-    assert mode.done == ["step"] * 3 + ["reset"]
+    assert seconds_of_step(mode, []) == 6.0
+    assert mode.done == ["step", "reset"]

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import BlenderbotConfig, BlenderbotForCausalLM
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from hf_dp.clipping import ClippingEngine, per_example_gradients, self_check
+from hf_dp.clipping import ClippingEngine, per_example_gradients, self_check, uses
 from hf_dp.clipping.engine import STRATEGIES
 from hf_dp.clipping.rules import find_rule
 from hf_dp.clipping.step import ClippedStep
@@ -93,14 +93,35 @@ def test_the_norm_of_a_large_explicit_gradient(count):
     )
 
 
-@pytest.mark.parametrize("length", [1, 2, 3, 7, 8])
-def test_few_positions_of_a_large_vocabulary(length):
-    """Products of a few rows add up one by one: 3e-4 off where 8e-6 was claimed."""
-    left, right = torch.rand(1, length, 256_000) + 1, torch.rand(1, length, 4)
-    use = OuterProducts(left, right)
-    exact = use.example_gradient(0, torch.Size((256_000, 4))).square().sum()
+def error_of_claimed(examples: int, length: int, features: int) -> float:
+    """Of equal positions, the worst for adding up: rounding errors of one sign."""
+    left = torch.full((examples, length, features), 0.1)
+    use = OuterProducts(left, left[:, :, :1] * 7)
+    exact = use.example_gradient(0, torch.Size((features, 1))).square().sum()
     norms = use.norms()
-    assert abs(float(norms.squared[0]) - float(exact)) <= float(norms.error[0])
+    return abs(float(norms.squared[0]) - float(exact)) / float(norms.error[0])
+
+
+@pytest.mark.parametrize("features", [768, 1024, 1025, 3072, 50_257, 256_000])
+def test_few_positions_of_many_features(features):
+    """Products of a few rows add up one by one: 5e-4 off where 8e-6 was claimed."""
+    for length in (1, 2, 4, 8, 11, 12, 15, 16, 17, 33):
+        assert error_of_claimed(4, length, features) <= 1, length
+
+
+def test_an_inner_product_of_few_positions():
+    left = torch.full((1, 8, 256_000), 0.1)
+    one, other = OuterProducts(left, left[:, :, :1] * 7), OuterProducts(left[:, :4].clone(), left[:, :4, :1] * 7)
+    exact = (
+        one.example_gradient(0, torch.Size((256_000, 1))) * other.example_gradient(0, torch.Size((256_000, 1)))
+    ).sum()
+    found, error = uses.inner_product(one, other)
+    assert abs(float(found[0]) - float(exact)) <= float(error[0])
+
+
+def test_planted_float32_for_few_positions_is_seen(monkeypatch):
+    monkeypatch.setattr(uses, "_SHORT", 0)
+    assert max(error_of_claimed(4, length, 256_000) for length in (1, 2, 4, 8, 11)) > 1
 
 
 def test_a_clipping_norm_whose_square_underflows_is_refused():
@@ -230,6 +251,47 @@ def test_a_sound_model_passes_and_keeps_its_weights():
     batch = batch_for(model, (5, 9, 2))
     self_check(model, per_example_loss, batch, [alone(batch, i) for i in range(3)])
     assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
+
+
+class Swapped(Pairs):
+    """Its last layer sees the examples from the last to the first."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(x.flip(0)).flip(0).square().sum((1, 2))
+
+
+def test_a_single_loss_shows_rows_in_another_order():
+    """Of equal examples norms and sums are right in any order."""
+    torch.manual_seed(0)
+    example = torch.randn(1, 4, 6)
+    with pytest.raises(SelfCheckError, match="loss of synthetic example 2 alone gave example 0"):
+        self_check(Swapped(), lambda model, x: model(x), example.expand(3, -1, -1), [example] * 3)
+
+
+class GuessesItsLayout(nn.Module):
+    """Right, except for as many examples as positions."""
+
+    def __init__(self):
+        super().__init__()
+        self.tokens, self.last = nn.Embedding(9, 6), nn.Linear(6, 1)
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        rows = self.tokens(input_ids)
+        if len(rows) == rows.shape[1]:
+            return self.last(rows.transpose(0, 1)).transpose(0, 1).square().sum((1, 2))
+        return self.last(rows).square().sum((1, 2))
+
+
+def test_as_many_examples_as_positions_are_tried():
+    torch.manual_seed(0)
+    ids = torch.randint(0, 9, (3, 4))
+    with pytest.raises(SelfCheckError, match="norm"):
+        self_check(
+            GuessesItsLayout(),
+            lambda model, batch: model(**batch),
+            {"input_ids": ids},
+            [{"input_ids": row[None]} for row in ids],
+        )
 
 
 def test_planted_blindness_to_rows_is_seen(monkeypatch):
@@ -373,15 +435,16 @@ def test_outputs_of_linear_layers_may_be_changed_in_place():
 def test_sums_that_an_error_left_half_added_cannot_be_collected(monkeypatch, strategy):
     model, calls = models.bert(), []
     batch = batch_for(model, (5, 3))
-    original = ClippedStep.add
+    original = ClippedStep._weighted
 
     def failing(self, *args):
         calls.append(1)
-        original(self, *args)
-        if len(calls) == 3:
+        total = original(self, *args)
+        if len(calls) == 1:
             raise RuntimeError("out of memory")
+        return total
 
-    monkeypatch.setattr(ClippedStep, "add", failing)
+    monkeypatch.setattr(ClippedStep, "_weighted", failing)
     with ClippingEngine(model, C, strategy=strategy) as engine:
         with pytest.raises(RuntimeError, match="out of memory"):
             engine.backward(per_example_loss(model, batch))

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from transformers.pytorch_utils import Conv1D
 
 from hf_dp.clipping.recorder import Tape
-from hf_dp.clipping.rules._autocast import matmul_dtype
+from hf_dp.clipping.rules._autocast import matmul_dtype, no_autocast
 from hf_dp.clipping.rules._positions import positions
 from hf_dp.clipping.uses import OuterProducts, accumulation_dtype
 
@@ -42,7 +42,7 @@ class _Affine(torch.autograd.Function):
         x = x.to(dtype)
         ctx.module, ctx.tape, ctx.transposed = module, tape, transposed
         ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)
-        with torch.autocast(x.device.type, enabled=False):
+        with no_autocast(x.device.type):
             matrix = weight.to(dtype).mT if transposed else weight.to(dtype)
             output = F.linear(x, matrix, None if bias is None else bias.to(dtype))
             # Not as a view of what it is computed in: a model may change it in place (Longformer does).
