@@ -30,7 +30,8 @@ class Protocol:
 
     Attributes: rounds: timings of each mode in a run. warmups: steps of each mode before a run, not timed. repeats: steps
         of each mode in a round; None for as many as last 8 seconds. runs: repetitions of the whole. profile: also time by
-        operator. max_batch: also the largest batch of each mode and the speed there (CUDA). lcm_limit: largest logical batch then.
+        operator. max_batch: also the largest batch of each mode and the speed there (CUDA). lcm_limit: largest logical batch
+        then.
     """
 
     rounds: int = 7

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from hf_dp.clipping.uses import Dense, Lookups, Norms, Use, compact, full_precision, inner_product
+from hf_dp.clipping.uses import Dense, Grams, Lookups, Norms, Use, compact, full_precision, inner_product
 
 # Largest relative rounding error of a squared norm that is accepted; half of it reaches the norm.
 _TOLERANCE = 1e-4
@@ -28,6 +28,7 @@ class ExampleNorms:
         self._groups = groups
         self._examples = examples
         self._rows: dict[nn.Parameter, Norms] = {}
+        self._grams = Grams()
 
     def __contains__(self, parameter: nn.Parameter) -> bool:
         return parameter in self._rows
@@ -36,7 +37,7 @@ class ExampleNorms:
     @full_precision()
     def add(self, parameter: nn.Parameter, uses: Sequence[Use]) -> None:
         """Note a parameter, given all its uses."""
-        self._rows[parameter] = norms_of(uses)
+        self._rows[parameter] = norms_of(uses, self._grams)
 
     @torch.no_grad()
     @full_precision()
@@ -108,11 +109,11 @@ def _settle(
         error[row] = open_error[row] = 0
 
 
-def norms_of(uses: Sequence[Use]) -> Norms:
+def norms_of(uses: Sequence[Use], grams: Grams | None = None) -> Norms:
     """Of one parameter's gradient: ``|sum_u G_u|^2 = sum_u |G_u|^2 + 2 sum_{u<v} <G_u, G_v>``."""
     if len(uses) == 1:
-        return uses[0].norms()
-    parts = [use.norms() for use in uses]
+        return uses[0].norms(grams)
+    parts = [use.norms(grams) for use in uses]
     squared = torch.stack([part.squared for part in parts]).sum(0)
     error = torch.stack([part.error for part in parts]).sum(0)
     for one, other in itertools.combinations(uses, 2):

@@ -76,8 +76,8 @@ class Use(ABC):
         """Whether this describes gradients of ``examples`` examples for a parameter of this shape."""
 
     @abstractmethod
-    def norms(self) -> Norms:
-        """Squared norms with their rounding."""
+    def norms(self, grams: Grams | None = None) -> Norms:
+        """Squared norms with their rounding. Args: grams: shared by uses that are looked at one after the other."""
 
     @abstractmethod
     def add_weighted_sum(self, total: Tensor | None, shape: torch.Size, weights: Tensor) -> Tensor:
@@ -114,14 +114,19 @@ class OuterProducts(Use):
         rows = len(left) == len(right) == 3 and left[:2] == right[:2] and left[0] == examples
         return rows and len(shape) >= 2 and left[2] == shape[0] and left[2] * right[2] == shape.numel()
 
-    def norms(self) -> Norms:
+    def norms(self, grams: Grams | None = None) -> Norms:
         dtype = accumulation_dtype(self.left.dtype)
         unit = _ROUNDING * torch.finfo(dtype).eps
         exact = _gram_dtype(dtype, self.left, self.right)
-        squared, magnitude, diagonal, roots = (
-            each.to(dtype) for each in _gram_sums(self.left.to(exact), self.right.to(exact))
-        )
-        return Norms(squared, unit * (magnitude + diagonal), unit * roots)
+        # |G|^2 = sum_{s,t} terms[s, t], terms[s, t] = (left_s . left_t)(right_s . right_t)   (Li et al., section 4, eq. 3)
+        of_inputs = (grams or Grams()).blocks(self.right, exact)
+        pairs = zip(_gram_blocks(self.left.to(exact)), of_inputs, strict=True)
+        terms = [left.mul_(right) for left, right in pairs]
+        trace = terms[-1].diagonal(dim1=1, dim2=2).reshape(len(self.left), -1)
+        squared = _sum_of_blocks(terms, len(self.left))
+        magnitude = _sum_of_blocks([block.abs_() for block in terms], len(self.left))
+        error, slack = unit * (magnitude + trace.sum(1)), unit * trace.sqrt_().sum(1)
+        return Norms(squared.to(dtype), error.to(dtype), slack.to(dtype))
 
     def add_weighted_sum(self, total: Tensor | None, shape: torch.Size, weights: Tensor) -> Tensor:
         dtype = accumulation_dtype(self.left.dtype)
@@ -153,25 +158,42 @@ def _gram_dtype(dtype: torch.dtype, *records: Tensor) -> torch.dtype:
     return torch.float64 if short and max(record.shape[2] for record in records) > _MANY_FEATURES else dtype
 
 
-def _gram_sums(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Of ``terms[s, t] = (left_s . left_t)(right_s . right_t)``: sum, sum of magnitudes, trace, sum of diagonal roots.
+def _gram_blocks(records: Tensor) -> list[Tensor]:
+    """Of ``records[s] . records[t]``, (b, T, T), what symmetry leaves: mixed blocks, which count twice, and the last ones.
 
-    ``|G|^2 = sum_{s,t} terms[s, t]`` (Li et al., section 4, equation 3); each (b,).
+    Halving: the product of the second half with the first is one mixed block; then both halves of all examples go on as twice
+    as many examples of half the length.
     """
-    examples, length = left.shape[:2]
-    half = length // 2
-    if length % 2 or length <= _SMALLEST_HALVED.get(left.device.type, 64):
-        terms = torch.bmm(left, left.mT).mul_(torch.bmm(right, right.mT))
-        diagonal = terms.diagonal(dim1=1, dim2=2).clone()
-        squared = terms.sum((1, 2))
-        return squared, terms.abs_().sum((1, 2)), diagonal.sum(1), diagonal.sqrt().sum(1)
-    mixed = torch.bmm(left[:, half:], left[:, :half].mT).mul_(torch.bmm(right[:, half:], right[:, :half].mT))
-    squared, magnitude = 2 * mixed.sum((1, 2)), 2 * mixed.abs_().sum((1, 2))
-    del mixed
-    # Both halves of all examples at once, as twice as many examples of half the length.
-    halves = _gram_sums(left.reshape(2 * examples, half, -1), right.reshape(2 * examples, half, -1))
-    sums, magnitudes, trace, roots = (each.view(examples, 2).sum(1) for each in halves)
-    return squared + sums, magnitude + magnitudes, trace, roots
+    blocks = []
+    while records.shape[1] % 2 == 0 and records.shape[1] > _SMALLEST_HALVED.get(records.device.type, 64):
+        half = records.shape[1] // 2
+        blocks.append(torch.bmm(records[:, half:], records[:, :half].mT))
+        records = records.reshape(2 * len(records), half, -1)
+    return [*blocks, torch.bmm(records, records.mT)]
+
+
+def _sum_of_blocks(blocks: Sequence[Tensor], examples: int) -> Tensor:
+    """Of symmetric matrices as :func:`_gram_blocks` orders them: the sum of all entries, (b,)."""
+    *mixed, total = (block.view(examples, -1).sum(1) for block in blocks)
+    for each in mixed:
+        total = total.add(each, alpha=2)
+    return total
+
+
+class Grams:
+    """Gram matrices of inputs, the last one remembered: query, key and value, or gate and up projection, read the same."""
+
+    def __init__(self) -> None:
+        self._key: object = None
+        self._records: Tensor | None = None  # held, so that its address stays its own
+        self._blocks: list[Tensor] = []
+
+    def blocks(self, records: Tensor, dtype: torch.dtype) -> list[Tensor]:
+        """:func:`_gram_blocks` of ``records`` in this dtype; not to be changed in place."""
+        key = (records.data_ptr(), records.shape, records.stride(), records.dtype, records._version, dtype)
+        if self._records is None or key != self._key:
+            self._key, self._records, self._blocks = key, records, _gram_blocks(records.to(dtype))
+        return self._blocks
 
 
 @dataclass
@@ -189,7 +211,7 @@ class Lookups(Use):
         """Both uses as one, along the positions."""
         return Lookups(torch.cat([self.tokens, other.tokens], 1), torch.cat([self.grads, other.grads], 1))
 
-    def norms(self) -> Norms:
+    def norms(self, grams: Grams | None = None) -> Norms:
         dtype = accumulation_dtype(self.grads.dtype)
         b, length = self.tokens.shape
         # Sum the gradients of equal tokens of one example first, then square: O(b T n) and nothing cancels afterwards.
@@ -236,7 +258,7 @@ class Dense(Use):
         """The gradients of both uses, added."""
         return Dense(self.gradients + other.gradients)
 
-    def norms(self) -> Norms:
+    def norms(self, grams: Grams | None = None) -> Norms:
         squared = _squared_norms(self.gradients.flatten(1))
         return Norms(squared, torch.zeros_like(squared), torch.zeros_like(squared))
 

@@ -7,7 +7,7 @@ import torch
 from models import example_norms
 
 from hf_dp.clipping import norms
-from hf_dp.clipping.uses import Lookups, OuterProducts, Use, inner_product
+from hf_dp.clipping.uses import Grams, Lookups, OuterProducts, Use, inner_product
 
 
 def exact_norm(parameter: torch.Tensor, uses: list[Use]) -> torch.Tensor:
@@ -97,3 +97,18 @@ def test_mixed_inner_products_equal_the_explicit_product():
             [(one.example_gradient(i, shape) * other.example_gradient(i, shape)).sum() for i in range(3)]
         )
         torch.testing.assert_close(got, expected, rtol=1e-9, atol=1e-9)
+
+
+def test_a_remembered_gram_matrix_is_that_of_the_same_numbers():
+    """The memory holds what it knows by address, so it keeps it alive and sees changes in place."""
+    generator = torch.Generator().manual_seed(4)
+    right = torch.randn(2, 66, 8, generator=generator)
+    grams = Grams()
+    for change in (lambda: None, lambda: None, lambda: right.mul_(2)):
+        change()
+        left = torch.randn(2, 66, 4, generator=generator)
+        alone, remembered = OuterProducts(left, right).norms(), OuterProducts(left, right).norms(grams)
+        assert torch.equal(alone.squared, remembered.squared)
+        assert torch.equal(alone.error, remembered.error)
+    other = OuterProducts(left, right.roll(1, 1))
+    assert not torch.allclose(other.norms(grams).squared, remembered.squared)
