@@ -19,6 +19,7 @@ from torch.nn import functional as F
 
 from hf_dp.clipping.engine import ClippingEngine
 from hf_dp.clipping.per_example import per_example_gradients
+from hf_dp.clipping.uses import squared_norms
 from hf_dp.clipping.weights import clipping_weights
 from hf_dp.errors import SelfCheckError
 
@@ -172,7 +173,7 @@ def _alone(
 ) -> _Expected:
     loss = per_example_loss(model, example)
     gradients = next(per_example_gradients(loss, trainable))
-    norm = torch.stack([g.double().square().sum() for g in gradients.values()]).sum().sqrt()
+    norm = torch.stack([_squared_norm(g) for g in gradients.values()]).sum().sqrt()
     expected = _Expected(float(loss.detach()[0]), float(norm), gradients)
     if not (math.isfinite(expected.loss) and math.isfinite(expected.norm)):
         raise SelfCheckError(
@@ -180,6 +181,11 @@ def _alone(
             "Look for weights that are not finite, or a precision that overflows."
         )
     return expected
+
+
+def _squared_norm(gradient: Tensor) -> Tensor:
+    """In float64, without a copy of the gradient in it."""
+    return squared_norms(gradient.reshape(1, -1))[0].double()
 
 
 def _compare_losses(losses: Tensor, expected: Sequence[_Expected], rtol: float) -> None:
@@ -214,13 +220,13 @@ def _compare_sums(
     norms = torch.zeros(len(set(groups.values())), len(expected), dtype=torch.float64)
     for column, example in enumerate(expected):
         for name, gradient in example.gradients.items():
-            norms[groups[name], column] += gradient.double().square().sum().cpu()
+            norms[groups[name], column] += _squared_norm(gradient).cpu()
     weights = clipping_weights(clipping, norms.sqrt(), clipping_norm)
     for name, total in sums.items():
-        exact = torch.zeros_like(total, dtype=torch.float64)
+        exact = torch.zeros_like(total)
         for column, example in enumerate(expected):
-            exact += example.gradients[name].double() * float(weights[groups[name], column])
-        error = float((total.double() - exact).norm())
+            exact.add_(example.gradients[name], alpha=float(weights[groups[name], column]))
+        error = float((total - exact).norm())
         # Relative to this parameter's own sum: a small one must not hide behind the others.
         if not error <= rtol * len(expected) * max(min(float(exact.norm()), clipping_norm), 1e-2 * clipping_norm):
             raise SelfCheckError(

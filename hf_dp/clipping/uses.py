@@ -30,6 +30,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 # Blocked float sums of some thousand terms are accurate to some eps; tests/clipping measures 18 at most.
 _ROUNDING = 32.0
@@ -37,9 +38,8 @@ _ROUNDING = 32.0
 # this length a product is too small to run at full speed (a GPU needs larger ones).
 _SMALLEST_HALVED = {"cpu": 64, "cuda": 512}
 # A product of few rows runs in kernels that add up their features one by one (below 12 rows where this was measured): over
-# 256,000 of them 5e-4 was lost, over 3,072 1e-5, over 1,024 3e-6. Gram matrices of fewer rows and more features than these
-# are formed in float64.
-_SHORT, _MANY_FEATURES = 16, 1024
+# 256,000 of them 5e-4 was lost, over 3,072 1e-5, over 1,024 3e-6. So products of fewer rows go by so many features at once.
+_FEW_ROWS, _MANY_FEATURES = 16, 1024
 _BLOCK = 1024  # numbers whose norm is taken at once
 
 
@@ -117,16 +117,15 @@ class OuterProducts(Use):
     def norms(self, grams: Grams | None = None) -> Norms:
         dtype = accumulation_dtype(self.left.dtype)
         unit = _ROUNDING * torch.finfo(dtype).eps
-        exact = _gram_dtype(dtype, self.left, self.right)
         # |G|^2 = sum_{s,t} terms[s, t], terms[s, t] = (left_s . left_t)(right_s . right_t)   (Li et al., section 4, eq. 3)
-        of_inputs = (grams or Grams()).blocks(self.right, exact)
-        pairs = zip(_gram_blocks(self.left.to(exact)), of_inputs, strict=True)
+        of_inputs = (grams or Grams()).blocks(self.right, dtype)
+        pairs = zip(_gram_blocks(self.left.to(dtype)), of_inputs, strict=True)
         terms = [left.mul_(right) for left, right in pairs]
         trace = terms[-1].diagonal(dim1=1, dim2=2).reshape(len(self.left), -1)
         squared = _sum_of_blocks(terms, len(self.left))
         magnitude = _sum_of_blocks([block.abs_() for block in terms], len(self.left))
         error, slack = unit * (magnitude + trace.sum(1)), unit * trace.sqrt_().sum(1)
-        return Norms(squared.to(dtype), error.to(dtype), slack.to(dtype))
+        return Norms(squared, error, slack)
 
     def add_weighted_sum(self, total: Tensor | None, shape: torch.Size, weights: Tensor) -> Tensor:
         dtype = accumulation_dtype(self.left.dtype)
@@ -152,24 +151,38 @@ class OuterProducts(Use):
         self.left, self.right = _where(keep, self.left), _where(keep, self.right)
 
 
-def _gram_dtype(dtype: torch.dtype, *records: Tensor) -> torch.dtype:
-    """In which products of records (b, T, features) with each other are precise enough."""
-    short = min(record.shape[1] for record in records) < _SHORT
-    return torch.float64 if short and max(record.shape[2] for record in records) > _MANY_FEATURES else dtype
+def _products(one: Tensor, other: Tensor) -> Tensor:
+    """``one[s] . other[t]`` of records (b, S, d) and (b, T, d): (b, S, T)."""
+    features = one.shape[2]
+    if min(one.shape[1], other.shape[1]) >= _FEW_ROWS or features <= _MANY_FEATURES:
+        return torch.bmm(one, other.mT)
+    total = torch.bmm(one[..., :_MANY_FEATURES], other[..., :_MANY_FEATURES].mT)
+    for start in range(_MANY_FEATURES, features, _MANY_FEATURES):
+        part = slice(start, start + _MANY_FEATURES)
+        total.baddbmm_(one[..., part], other[..., part].mT)
+    return total
 
 
 def _gram_blocks(records: Tensor) -> list[Tensor]:
     """Of ``records[s] . records[t]``, (b, T, T), what symmetry leaves: mixed blocks, which count twice, and the last ones.
 
     Halving: the product of the second half with the first is one mixed block; then both halves of all examples go on as twice
-    as many examples of half the length.
+    as many examples of half the length. Rows of zeros fill up to lengths at which products are fast; they add nothing.
     """
+    length = records.shape[1]
+    halvings = 0
+    while length >> halvings > _SMALLEST_HALVED.get(records.device.type, 64):
+        halvings += 1
+    missing = -length % (4 << halvings)
+    # Measured: 13 rows are slower than 16, but one row beyond another multiple of 4 is no slower than padding it.
+    if missing and (halvings or length == 13 or (length > 12 and missing <= 2)):
+        records = F.pad(records, (0, 0, 0, missing))
     blocks = []
-    while records.shape[1] % 2 == 0 and records.shape[1] > _SMALLEST_HALVED.get(records.device.type, 64):
+    for _ in range(halvings):
         half = records.shape[1] // 2
-        blocks.append(torch.bmm(records[:, half:], records[:, :half].mT))
+        blocks.append(_products(records[:, half:], records[:, :half]))
         records = records.reshape(2 * len(records), half, -1)
-    return [*blocks, torch.bmm(records, records.mT)]
+    return [*blocks, _products(records, records)]
 
 
 def _sum_of_blocks(blocks: Sequence[Tensor], examples: int) -> Tensor:
@@ -259,7 +272,7 @@ class Dense(Use):
         return Dense(self.gradients + other.gradients)
 
     def norms(self, grams: Grams | None = None) -> Norms:
-        squared = _squared_norms(self.gradients.flatten(1))
+        squared = squared_norms(self.gradients.flatten(1))
         return Norms(squared, torch.zeros_like(squared), torch.zeros_like(squared))
 
     def add_weighted_sum(self, total: Tensor | None, shape: torch.Size, weights: Tensor) -> Tensor:
@@ -280,7 +293,7 @@ class Dense(Use):
         self.gradients = _where(keep, self.gradients)
 
 
-def _squared_norms(rows: Tensor) -> Tensor:
+def squared_norms(rows: Tensor) -> Tensor:
     """(b, n) -> (b,). In blocks: over 4e7 numbers a float32 norm on the CPU loses 1.4 % of their sum of squares."""
     if rows.shape[1] <= _BLOCK:
         return torch.linalg.vector_norm(rows, dim=1).square()
@@ -326,20 +339,17 @@ def inner_product(one: Use, other: Use) -> tuple[Tensor, Tensor]:
         terms = _with_dense(dense.gradients, records)
     elif isinstance(one, OuterProducts) and isinstance(other, OuterProducts):
         # <sum_s l_s r_s^T, sum_t k_t q_t^T> = sum_{s,t} (l_s . k_t)(r_s . q_t)
-        pairs = (one.left, other.left, one.right, other.right)
         dtype = accumulation_dtype(one.left.dtype)
-        exact = _gram_dtype(dtype, *pairs)
-        a, b, c, d = (record.to(exact) for record in pairs)
-        terms = torch.bmm(a, b.mT).mul_(torch.bmm(c, d.mT)).to(dtype)
+        terms = _products(one.left.to(dtype), other.left.to(dtype))
+        terms.mul_(_products(one.right.to(dtype), other.right.to(dtype)))
     else:
         outer, lookups = (one, other) if isinstance(one, OuterProducts) else (other, one)
         assert isinstance(outer, OuterProducts) and isinstance(lookups, Lookups)
         dtype = accumulation_dtype(outer.left.dtype)
         # <sum_s l_s r_s^T, sum_t onehot(k_t) e_t^T> = sum_{s,t} l_s[k_t] (r_s . e_t)
         index = lookups.tokens[:, None, :].expand(-1, outer.left.shape[1], -1)
-        exact = _gram_dtype(dtype, outer.right, lookups.grads)
-        terms = torch.bmm(outer.right.to(exact), lookups.grads.to(exact).mT)
-        terms = terms.mul_(outer.left.gather(2, index)).to(dtype)
+        terms = _products(outer.right.to(dtype), lookups.grads.to(dtype))
+        terms.mul_(outer.left.gather(2, index).to(dtype))
     terms = terms.flatten(1)
     # The terms are themselves rounded dot products; their count stands in for the walk of the small ones.
     eps = torch.finfo(terms.dtype).eps

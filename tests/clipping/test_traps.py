@@ -120,7 +120,7 @@ def test_an_inner_product_of_few_positions():
 
 
 def test_planted_float32_for_few_positions_is_seen(monkeypatch):
-    monkeypatch.setattr(uses, "_SHORT", 0)
+    monkeypatch.setattr(uses, "_FEW_ROWS", 0)
     assert max(error_of_claimed(4, length, 256_000) for length in (1, 2, 4, 8, 11)) > 1
 
 
