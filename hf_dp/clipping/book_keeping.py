@@ -8,23 +8,30 @@ from torch import Tensor, nn
 from hf_dp.clipping.bundles import bundled
 from hf_dp.clipping.norms import ExampleNorms, gathered
 from hf_dp.clipping.step import ClippedStep
-from hf_dp.clipping.uses import Use
+from hf_dp.clipping.uses import OuterProducts, Use
 
 
 def book_keeping(step: ClippedStep, losses: Tensor) -> Tensor:
     """Adds the clipped gradients to the step's sums; returns the examples' norms (b,). Holds all records at once."""
     uses: dict[nn.Parameter, list[Use]] = {}
+    table = ExampleNorms(step.groups, len(losses))
+    expected = step.forward_uses()
 
     def keep(parameter: nn.Parameter, use: Use) -> None:
-        uses[parameter] = gathered([*uses.get(parameter, ()), use], parameter.shape)
+        known = uses.get(parameter, [])
+        uses[parameter] = gathered([*known, use], parameter.shape)
+        if not known and isinstance(use, OuterProducts) and expected[parameter] == 1:
+            table.add(parameter, [use])  # while the record is in the processor's cache
+        else:
+            table.forget(parameter)  # used again: all its uses are measured together
 
     step.backward(losses, keep)
     bundles = bundled(uses, step.groups)
-    table = ExampleNorms(step.groups, len(losses))
     for bundle in bundles:  # one row for all: nothing in it can be in doubt
         table.add(bundle.parameters[0], [bundle.use])
     for parameter, of_parameter in uses.items():
-        table.add(parameter, of_parameter)
+        if parameter not in table:
+            table.add(parameter, of_parameter)
     table.settle(uses)
     decision = step.decide(table)
     for parameter in list(uses):
