@@ -62,18 +62,18 @@ def gaussian_epsilon(mu: float, delta: float) -> float:
 def noise_multiplier(target_epsilon: float, delta: float, sample_rate: float, steps: int) -> float:
     """The noise that the limit theorem asks for; to reproduce papers that calibrate by it, and for nothing else.
 
-    Solves ``mu = q sqrt(T (exp(1/sigma^2) - 1))`` for the mu whose epsilon at ``delta`` is the target (Du and Mi 2021, equations 3
-    and 11, where T counts micro-batches). What such a run really costs can be several times the target: at their setting for
-    1.73 it is 5.90 by PLD.
+    Solves ``mu = q sqrt(T (exp(1/sigma^2) - 1))`` for the mu whose epsilon at ``delta`` is the target (Du and Mi 2021,
+    equations 3 and 11, where T counts micro-batches). What such a run really costs can be several times the target: at their
+    setting for 1.73 it is 5.90 by PLD.
 
     Raises: InvalidArgumentError.
     """
     target, delta = positive("target_epsilon", target_epsilon), in_unit_interval("delta", delta)
     rate, steps = in_unit_interval("sample_rate", sample_rate, one=True), integer("steps", steps, 1)
-    # mu-GDP has epsilon of about mu^2 / 2 + mu sqrt(2 log 1/delta), so this bracket holds every target.
-    mu = float(
-        brentq(lambda mu: gaussian_epsilon(mu, delta) - target, 1e-9, 2 * math.sqrt(target) + target, xtol=1e-13)
-    )
+    high = 1.0
+    while gaussian_epsilon(high, delta) < target:
+        high *= 2
+    mu = float(brentq(lambda mu: gaussian_epsilon(mu, delta) - target, 1e-12, high, xtol=1e-14))
     return 1 / math.sqrt(math.log1p(mu**2 / (rate**2 * steps)))
 
 
