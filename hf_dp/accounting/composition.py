@@ -99,7 +99,7 @@ def compose(events: Event | Iterable[Event]) -> Composition:
     Raises:
         UnsupportedEventError: something in the list is not an event of :mod:`hf_dp.accounting.events`.
     """
-    if isinstance(events, _EVENTS):
+    if isinstance(events, Event):
         events = (events,)
     merged: dict[tuple[float, float], int] = {}
     truncated: dict[tuple[float, float, int, int], int] = {}

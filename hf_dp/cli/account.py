@@ -115,7 +115,7 @@ def _calibrated(args: argparse.Namespace) -> int:
 
     name = args.accountant or "pld"
     given = {"target_epsilon": args.target_epsilon, "target_delta": args.delta, "accountant": name}
-    parts = {key: getattr(args, key, None) for key in ("noise_multiplier", "sample_rate", "steps")}
+    parts: dict[str, Any] = {key: getattr(args, key, None) for key in ("noise_multiplier", "sample_rate", "steps")}
     solve: dict[str, tuple[str, Callable[..., float]]] = {
         "noise": ("noise_multiplier", accounting.calibrate_noise_multiplier),
         "steps": ("steps", accounting.calibrate_steps),

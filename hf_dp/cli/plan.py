@@ -206,12 +206,12 @@ def _sweep(args: argparse.Namespace, settings: dict[str, Any]) -> int:
     names = [answer.accountant for answer in rows[0].answers]
     header = [key, "sample rate", "steps", "noise", "effective", *names]
     with_signal = rows[0].signal_to_noise is not None
-    lines = [header + ["signal/noise"] * with_signal]
+    lines = [[*header, "signal/noise"] if with_signal else header]
     for value, row in zip(values, rows, strict=True):
         plan = row.plan
         cells = [f"{value:g}", f"{plan.sample_rate:.6g}", str(plan.steps), f"{plan.noise_multiplier:.6g}",
                  f"{row.effective_noise_multiplier:.5g}", *(_cell(answer) for answer in row.answers)]  # fmt: skip
-        lines.append(cells + [f"{row.signal_to_noise:.3g}"] * with_signal)
+        lines.append([*cells, f"{row.signal_to_noise:.3g}"] if row.signal_to_noise is not None else cells)
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     for line in lines:
         print("  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)))

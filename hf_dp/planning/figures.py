@@ -22,8 +22,8 @@ Curve = tuple[list[float], list[float]]
 
 
 def sample_rates(smallest: float = _SMALLEST_RATE) -> list[float]:
-    """1, 1/2, 1/4, ... down to ``smallest``, rising."""
-    return [2.0**-power for power in range(round(-math.log2(smallest)), -1, -1)]
+    """1, 1/4, 1/16, ... down to ``smallest``, rising."""
+    return [4.0**-power for power in range(round(-math.log2(smallest) / 2), -1, -1)]
 
 
 def effective_noise(target: float, delta: float, steps: int, rates: Sequence[float]) -> Curve:

@@ -17,8 +17,8 @@ noise = st.floats(0.5, 20)
 rates = st.floats(math.log(1e-4), math.log(0.3)).map(math.exp)
 steps = st.integers(1, 2000)
 deltas = st.floats(math.log(1e-8), math.log(1e-3)).map(math.exp)
-few = settings(max_examples=8, deadline=None)  # PLD takes half a second
-many = settings(max_examples=60, deadline=None)
+few = settings(max_examples=20, deadline=None)  # PLD takes half a second, the oracle seconds
+many = settings(max_examples=25, deadline=None)
 EXACT = 1e-9  # of epsilon, for what only rounding may change
 
 
@@ -40,6 +40,8 @@ def test_monotone(sigma, q, n, delta, accountant):
     check_monotone(sigma, q, n, delta, accountant, EXACT * (1 + cost(sigma, q, n, delta, accountant)))
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
 @few
 @given(noise, rates, steps, deltas)
 def test_monotone_pld(sigma, q, n, delta):
@@ -59,6 +61,8 @@ def test_splitting_a_run_and_composing_nothing_change_nothing(sigma, q, n, delta
     )
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
 @few
 @given(noise, rates, steps, deltas)
 def test_no_bound_is_below_the_oracle_and_pld_is_below_rdp(sigma, q, n, delta):
@@ -71,6 +75,8 @@ def test_no_bound_is_below_the_oracle_and_pld_is_below_rdp(sigma, q, n, delta):
             assert accountant == "prv"
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
 @few
 @given(st.lists(st.tuples(noise, rates, st.integers(1, 300)), min_size=2, max_size=3), deltas)
 def test_different_mechanisms_compose(mechanisms, delta):

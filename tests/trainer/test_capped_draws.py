@@ -35,6 +35,7 @@ def test_what_ran_is_what_is_accounted(tmp_path):
     trainer.save_model()
     written = json.loads((tmp_path / "privacy.json").read_text())
     assert written["plan"]["max_batch_size"] == 9
+    assert "hf-dp account ledger privacy.json" in (tmp_path / "README.md").read_text()
     assert written["ledger"][0]["type"] == "TruncatedPoissonSampledGaussian"
 
 
