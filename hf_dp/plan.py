@@ -9,7 +9,7 @@ from typing import Any
 
 from hf_dp import _validate
 from hf_dp.accounting import ACCOUNTANTS, Event, calibrate_noise_multiplier
-from hf_dp.accounting.events import PoissonSampledGaussian
+from hf_dp.accounting.events import PoissonSampledGaussian, TruncatedPoissonSampledGaussian
 from hf_dp.errors import ConfigError
 from hf_dp.sampling import PoissonSampler, RandomBytes
 
@@ -32,6 +32,7 @@ class PrivacyPlan:
         delta: of the (epsilon, delta) guarantee.
         accountant: the one whose epsilon is the headline.
         target_epsilon: what the noise was calibrated to, or None when the noise was given.
+        max_batch_size: the most examples of a draw that a step uses, a random part of a larger one; None: all.
     """
 
     num_examples: int
@@ -43,6 +44,7 @@ class PrivacyPlan:
     accountant: str = "pld"
     target_epsilon: float | None = None
     clipping: str = "flat"
+    max_batch_size: int | None = None
     privacy_unit: str = "example"
     neighboring_relation: str = "zero_out"
 
@@ -63,9 +65,10 @@ class PrivacyPlan:
 
     def sampler(self, steps: int | None = None, **source: RandomBytes) -> PoissonSampler:
         """A sampler of this plan; ``random_bytes=`` replaces the operating system's source (tests only)."""
-        return PoissonSampler(self.num_examples, self.sample_rate, self.steps if steps is None else steps, **source)
+        count = self.steps if steps is None else steps
+        return PoissonSampler(self.num_examples, self.sample_rate, count, max_batch_size=self.max_batch_size, **source)
 
-    def event(self, steps: int | None = None) -> PoissonSampledGaussian:
+    def event(self, steps: int | None = None) -> PoissonSampledGaussian | TruncatedPoissonSampledGaussian:
         """What the accountant is told about ``steps`` (default: all) steps of this plan."""
         return self.sampler().event(self.noise_multiplier, self.steps if steps is None else steps)
 
@@ -83,6 +86,7 @@ class PrivacyPlan:
         target_delta: float | None = None,
         accountant: str = "pld",
         clipping: str = "flat",
+        max_batch_size: int | None = None,
         prior_events: Sequence[Event] = (),
     ) -> PrivacyPlan:
         """Derive a plan from what users give.
@@ -124,6 +128,15 @@ class PrivacyPlan:
         c = _validate.positive("per_example_max_grad_norm", clipping_norm)
         _validate.one_of("accountant", accountant, ACCOUNTANTS)
         _validate.one_of("clipping", clipping, CLIPPINGS)
+        if max_batch_size is not None:
+            max_batch_size = _validate.integer("max_logical_batch_size", max_batch_size, 1)
+            if max_batch_size < b:
+                raise _validate.invalid(
+                    "max_logical_batch_size",
+                    max_batch_size,
+                    f"to be at least expected_batch_size ({b:g})",
+                    "Most draws would be cut, which costs privacy; 1.2 times expected_batch_size costs little at 1024.",
+                )
         if noise_multiplier is None:
             sigma = calibrate_noise_multiplier(
                 _validate.positive("target_epsilon", target_epsilon),
@@ -132,10 +145,11 @@ class PrivacyPlan:
                 steps,
                 accountant=accountant,
                 prior_events=prior_events,
+                event=PoissonSampler(n, b / n, steps, max_batch_size=max_batch_size).event,
             )
         else:
             sigma = _validate.positive("noise_multiplier", noise_multiplier, "Noise 0 gives no privacy.")
-        return cls(n, b, steps, sigma, c, delta, accountant, target_epsilon, clipping)
+        return cls(n, b, steps, sigma, c, delta, accountant, target_epsilon, clipping, max_batch_size)
 
     def to_dict(self) -> dict[str, Any]:
         """All fields and what is derived from them, for ``privacy.json``."""

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from hf_dp import _validate
-from hf_dp.accounting.events import PoissonSampledGaussian
+from hf_dp.accounting.events import PoissonSampledGaussian, TruncatedPoissonSampledGaussian
 
 RandomBytes = Callable[[int], bytes]
 
@@ -27,6 +27,7 @@ class PoissonSampler:
         steps: how many draws one iteration over the sampler makes, >= 1.
         random_bytes: where randomness comes from, ``n -> n bytes``; the operating system's cryptographic source. Another
             one is for tests only: a sampler that can be predicted voids the amplification that the accountant counts on.
+        max_batch_size: the most examples that a draw keeps; of a larger one a uniformly random part. None: all of them.
 
     A draw compares 64 uniform bits with ``round(q * 2**64)``, so the probability is exact to 2**-65. Iterating yields
     ``steps`` draws, each a list of indices in increasing order, possibly empty.
@@ -36,22 +37,38 @@ class PoissonSampler:
     sample_rate: float
     steps: int
     random_bytes: RandomBytes = field(default=os.urandom, repr=False, compare=False)
+    max_batch_size: int | None = None
 
     def __post_init__(self) -> None:
         _validate.integer("num_examples", self.num_examples, 1)
         _validate.in_unit_interval("sample_rate", self.sample_rate, one=True)
         _validate.integer("steps", self.steps, 1)
+        if self.max_batch_size is not None:
+            _validate.integer("max_batch_size", self.max_batch_size, 1)
 
     def draw(self) -> list[int]:
-        """The indices of one logical batch."""
+        """The indices of one logical batch, in increasing order."""
         if self.sample_rate == 1:
-            return list(range(self.num_examples))
-        uniform = np.frombuffer(self.random_bytes(8 * self.num_examples), dtype=np.uint64)
-        return np.flatnonzero(uniform < np.uint64(round(self.sample_rate * 2**64))).tolist()
+            drawn = np.arange(self.num_examples)
+        else:
+            uniform = np.frombuffer(self.random_bytes(8 * self.num_examples), dtype=np.uint64)
+            drawn = np.flatnonzero(uniform < np.uint64(round(self.sample_rate * 2**64)))
+        if self.max_batch_size is not None and len(drawn) > self.max_batch_size:
+            # The order of independent random keys is a uniformly random order (two of 64 bits are never equal in practice;
+            # if they were, the earlier index would be kept, with a chance of 2^-64 a pair).
+            keys = np.frombuffer(self.random_bytes(8 * len(drawn)), dtype=np.uint64)
+            drawn = np.sort(drawn[np.argsort(keys, kind="stable")[: self.max_batch_size]])
+        return drawn.tolist()
 
-    def event(self, noise_multiplier: float, steps: int = 1) -> PoissonSampledGaussian:
+    def event(
+        self, noise_multiplier: float, steps: int = 1
+    ) -> PoissonSampledGaussian | TruncatedPoissonSampledGaussian:
         """What ``steps`` draws are to the accountant, each released with this noise multiplier."""
-        return PoissonSampledGaussian(noise_multiplier, self.sample_rate, steps)
+        if self.max_batch_size is None:
+            return PoissonSampledGaussian(noise_multiplier, self.sample_rate, steps)
+        return TruncatedPoissonSampledGaussian(
+            noise_multiplier, self.sample_rate, steps, self.num_examples, self.max_batch_size
+        )
 
     def __iter__(self) -> Iterator[list[int]]:
         for _ in range(self.steps):

@@ -120,6 +120,8 @@ REFUSED = [
     ({"clipping_norm": None}, "`per_example_max_grad_norm` to be a number, got None"),
     ({"max_steps": 2.5}, "`max_steps` to be a whole number"),
     ({"max_steps": float("inf")}, "`max_steps` to be finite, got inf"),
+    ({"max_batch_size": 5}, "`max_logical_batch_size` to be at least expected_batch_size"),
+    ({"max_batch_size": 0}, "`max_logical_batch_size` to be a whole number >= 1, got 0"),
     ({"accountant": "plt"}, "`accountant` to be one of"),
     ({"clipping": "flatt"}, "`clipping` to be one of"),
 ]

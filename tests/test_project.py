@@ -69,7 +69,7 @@ def test_the_other_readme_programs_run(tmp_path):
 def test_the_account_commands_of_the_readme_run(capsys):
     from hf_dp.cli.main import main
 
-    commands = re.findall(r"^hf-dp (account .*)$", (ROOT / "README.md").read_text(), flags=re.M)
+    commands = re.findall(r"^hf-dp (account (?:epsilon|noise) .*)$", (ROOT / "README.md").read_text(), flags=re.M)
     assert len(commands) == 2
     for command in commands:
         assert main(command.split()) == 0

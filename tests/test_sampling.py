@@ -15,7 +15,7 @@ import pytest
 import torch
 from scipy import stats
 
-from hf_dp.accounting.events import PoissonSampledGaussian
+from hf_dp.accounting import PoissonSampledGaussian, TruncatedPoissonSampledGaussian, epsilon
 from hf_dp.errors import InvalidArgumentError
 from hf_dp.sampling import PoissonSampler, physical_batches
 
@@ -114,6 +114,44 @@ def test_planted_correlated_steps_are_seen():
         return previous
 
     assert poisson_p_values(draw, 400, 0.05, steps=800)["steps are independent"] < REJECT
+
+
+def test_a_capped_draw_keeps_a_uniformly_random_part():
+    """Each of the examples of a draw that is too large is kept with the same probability, and the others as ever."""
+    sampler = PoissonSampler(40, 0.5, 1, max_batch_size=15)
+    draws = [sampler.draw() for _ in range(4000)]
+    assert max(map(len, draws)) == 15
+    assert all(draw == sorted(set(draw)) for draw in draws)
+    sizes = np.bincount([len(draw) for draw in draws], minlength=16)
+    expected = stats.binom.pmf(np.arange(16), 40, 0.5)
+    expected[15] = stats.binom.sf(14, 40, 0.5)
+    common = 4000 * expected >= 5
+    assert (
+        stats.chisquare(
+            np.append(sizes[common], sizes[~common].sum()),
+            4000 * np.append(expected[common], expected[~common].sum()),
+        ).pvalue
+        > REJECT
+    )
+    full = np.concatenate([draw for draw in draws if len(draw) == 15])
+    assert stats.chisquare(np.bincount(full, minlength=40)).pvalue > REJECT
+
+
+def test_planted_cut_by_position_is_seen():
+    sampler = PoissonSampler(40, 0.5, 1)
+    full = np.concatenate([draw[:15] for draw in (sampler.draw() for _ in range(4000)) if len(draw) >= 15])
+    assert stats.chisquare(np.bincount(full, minlength=40)).pvalue < REJECT
+
+
+def test_a_cap_that_cannot_bind_changes_nothing_but_is_said():
+    assert PoissonSampler(10, 0.5, 1, max_batch_size=10).event(1.0, 3) == TruncatedPoissonSampledGaussian(
+        1.0, 0.5, 3, 10, 10
+    )
+    assert epsilon(TruncatedPoissonSampledGaussian(1.0, 0.5, 3, 10, 10), 1e-5) == epsilon(
+        PoissonSampledGaussian(1.0, 0.5, 3), 1e-5
+    )
+    with pytest.raises(InvalidArgumentError, match="max_batch_size"):
+        PoissonSampler(10, 0.5, 1, max_batch_size=0)
 
 
 # -- the threshold, bit by bit -----------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""The smallest noise, or the most steps, that keeps a run inside its budget.
+"""The smallest noise, the most steps or the largest sample rate that keeps a run inside its budget.
 
 Every answer is checked by evaluating the accountant at the very number that is returned: it lands on the private side
 or an error is raised. The target must be met by a bound; an estimate cannot be calibrated to.
@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
-from decimal import ROUND_CEILING, Decimal
+from decimal import ROUND_CEILING, ROUND_FLOOR, Decimal
+from typing import get_args
 
 from hf_dp._validate import in_unit_interval, integer, non_negative, one_of, positive
 from hf_dp.accounting.accountants import BOUNDS, epsilon, load
-from hf_dp.accounting.events import Event, Gaussian, PoissonSampledGaussian
+from hf_dp.accounting.events import Event, PoissonSampledGaussian
 from hf_dp.accounting.ranges import Range
 from hf_dp.errors import AccountingRangeError, CalibrationError
 
@@ -24,6 +25,7 @@ SIGNIFICANT_DIGITS = 6
 
 Point = tuple[float, float]  # a noise multiplier and its gap
 Gap = Callable[[float], float]
+MakeEvent = Callable[[float, int], Event]
 
 _CLT_HINT = "Calibration needs a bound; 'gdp_clt' is an estimate and would give too little noise."
 
@@ -35,8 +37,9 @@ def calibrate_noise_multiplier(
     steps: int,
     accountant: str = "pld",
     prior_events: Iterable[Event] = (),
+    event: MakeEvent | None = None,
 ) -> float:
-    """The smallest noise multiplier with which ``steps`` more Poisson-sampled steps stay inside the target.
+    """The smallest noise multiplier with which ``steps`` more sampled steps stay inside the target.
 
     Args:
         target_epsilon: epsilon of everything together, prior events included, > 0.
@@ -45,6 +48,8 @@ def calibrate_noise_multiplier(
         steps: number of steps to pay for, >= 1.
         accountant: "pld", "rdp" or "prv".
         prior_events: what already ran on the same records.
+        event: what ``steps`` steps with a noise multiplier are, ``(noise_multiplier, steps) -> Event``; a sampler's
+            ``event``. None: Poisson sampling at ``sample_rate``.
 
     Returns:
         Noise standard deviation / clipping norm, with SIGNIFICANT_DIGITS digits, such that epsilon(prior_events +
@@ -66,11 +71,12 @@ def calibrate_noise_multiplier(
         )
 
     limits = load(name).RANGE
+    make = event or (lambda sigma, count: PoissonSampledGaussian(sigma, sample_rate, count))
 
     def gap(sigma: float) -> float:
         """log(epsilon / target): positive means too little noise."""
         try:
-            value = epsilon((*prior, PoissonSampledGaussian(sigma, sample_rate, steps)), delta, name).value
+            value = epsilon((*prior, make(sigma, steps)), delta, name).value
         except AccountingRangeError:
             # With little noise epsilon can grow beyond what the accountant covers, which is "too little". With the
             # most noise the cause is another argument, and the caller must hear it.
@@ -137,11 +143,57 @@ def calibrate_steps(
     return good
 
 
+def calibrate_sample_rate(
+    target_epsilon: float,
+    target_delta: float,
+    noise_multiplier: float,
+    steps: int,
+    accountant: str = "pld",
+    prior_events: Iterable[Event] = (),
+) -> float:
+    """The largest sample rate with which ``steps`` further Poisson-sampled steps stay inside the target.
+
+    Arguments and errors as for :func:`calibrate_noise_multiplier`.
+
+    Returns:
+        q in (0, 1] with SIGNIFICANT_DIGITS digits, such that epsilon(prior_events + steps) <= target_epsilon, at most
+        TOLERANCE (relative) below the largest such number.
+    """
+    target, delta, name, prior = _checked(target_epsilon, target_delta, accountant, prior_events)
+    sigma = positive("noise_multiplier", noise_multiplier, "Without noise no sample rate is private.")
+    steps = integer("steps", steps, 1)
+
+    def fits(rate: float) -> bool:
+        try:
+            return epsilon((*prior, PoissonSampledGaussian(sigma, rate, steps)), delta, name).value <= target
+        except AccountingRangeError:
+            if rate <= smallest:  # the cause is another argument, and the caller must hear it
+                raise
+            return False  # epsilon beyond what the accountant covers
+
+    smallest = load(name).RANGE.min_sample_rate
+    if not fits(smallest):
+        raise CalibrationError(
+            f"target_epsilon {target:.6g} is not met even at sample rate {smallest}, the least that accountant {name!r} "
+            f"covers, with noise multiplier {sigma:.6g} and {steps} steps. Raise `noise_multiplier` or `target_epsilon`."
+        )
+    if fits(1.0):
+        return 1.0
+    good, bad = smallest, 1.0
+    while bad / good - 1 > TOLERANCE:
+        middle = _significant(math.sqrt(good * bad), ROUND_FLOOR)
+        if fits(middle):
+            good = middle
+        else:
+            bad = middle
+    return good
+
+
 def _checked(
     target_epsilon: float, target_delta: float, accountant: str, prior_events: Iterable[Event]
 ) -> tuple[float, float, str, tuple[Event, ...]]:
     name = one_of("accountant", accountant, BOUNDS, _CLT_HINT)
-    prior = (prior_events,) if isinstance(prior_events, (Gaussian, PoissonSampledGaussian)) else tuple(prior_events)
+    prior = (prior_events,) if isinstance(prior_events, get_args(Event)) else tuple(prior_events)
     return positive("target_epsilon", target_epsilon), in_unit_interval("target_delta", target_delta), name, prior
 
 
@@ -222,6 +274,10 @@ def _narrow(gap: Gap, low: Point, high: Point) -> float:
 
 def round_sigma_up(sigma: float) -> float:
     """``sigma`` with SIGNIFICANT_DIGITS digits, never smaller: more noise, so still private."""
-    exact = Decimal(repr(sigma))
+    return _significant(sigma, ROUND_CEILING)
+
+
+def _significant(value: float, rounding: str) -> float:
+    exact = Decimal(repr(value))
     unit = Decimal(1).scaleb(exact.adjusted() - SIGNIFICANT_DIGITS + 1)
-    return float(exact.quantize(unit, rounding=ROUND_CEILING))
+    return float(exact.quantize(unit, rounding=rounding))

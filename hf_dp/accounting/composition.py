@@ -9,10 +9,17 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, get_args
 
-from hf_dp.accounting.events import Event, Gaussian, PoissonSampledGaussian
+from hf_dp.accounting.events import (
+    BestOfRandomRuns,
+    Event,
+    Gaussian,
+    TruncatedPoissonSampledGaussian,
+)
 from hf_dp.errors import UnsupportedEventError
+
+_EVENTS = get_args(Event)
 
 
 class SampledTerm(NamedTuple):
@@ -23,16 +30,37 @@ class SampledTerm(NamedTuple):
     steps: int
 
 
+class TruncatedTerm(NamedTuple):
+    """A truncated one, with 0 < sample_rate <= 1, noise_multiplier > 0, steps > 0 and a cut that can happen."""
+
+    noise_multiplier: float
+    sample_rate: float
+    steps: int
+    num_examples: int
+    max_batch_size: int
+
+
+class SearchTerm(NamedTuple):
+    """The best of randomly many runs; ``shape`` is that of the truncated negative binomial, None for Poisson."""
+
+    run: Composition
+    mean_runs: float
+    shape: float | None
+    times: int
+
+
 @dataclass(frozen=True)
 class Composition:
     """The canonical form of a list of events.
 
     Attributes:
         sampled: the distinct Poisson-sampled mechanisms, sorted, with their total steps.
+        truncated, searches: the same of the other kinds, as they came; not every accountant can describe them.
         gaussian_mu: sensitivity / standard deviation of the one Gaussian that all unsampled ones compose to,
             sqrt(sum steps / noise_multiplier^2) (Dong, Roth, Su 2019, Corollary 3.3); 0 if there are none.
         noiseless: a record entered some step without noise, so no finite epsilon holds.
-        noise_multipliers, sample_rates, steps: what ran, for range checks (unsampled ones included; rate 1).
+        noise_multipliers, sample_rates, steps: what ran, for range checks (unsampled ones included, rate 1; of a search
+            those of one run).
     """
 
     sampled: tuple[SampledTerm, ...]
@@ -41,11 +69,28 @@ class Composition:
     noise_multipliers: tuple[float, ...]
     sample_rates: tuple[float, ...]
     steps: int
+    truncated: tuple[TruncatedTerm, ...] = ()
+    searches: tuple[SearchTerm, ...] = ()
 
     @property
     def empty(self) -> bool:
         """Nothing that depends on a record ran: epsilon is exactly 0."""
-        return not self.sampled and self.gaussian_mu == 0 and not self.noiseless
+        parts = self.sampled or self.truncated or self.searches
+        return not parts and self.gaussian_mu == 0 and not self.noiseless
+
+    def refuse(self, accountant: str, relation: str, *, truncated: str = "", searches: str = "") -> None:
+        """Raises UnsupportedEventError for replace-one, and for a kind of event for which a next move is given."""
+        if relation == "replace_one" and accountant != "pld":
+            raise UnsupportedEventError(
+                f"Accountant {accountant!r} does not know relation 'replace_one'. Use accountant=\"pld\"."
+            )
+        cut = self.truncated or tuple(term for search in self.searches for term in search.run.truncated)
+        for kind, terms, next_move in (
+            (TruncatedPoissonSampledGaussian, cut, truncated),
+            (BestOfRandomRuns, self.searches, searches),
+        ):
+            if terms and next_move:
+                raise UnsupportedEventError(f"Accountant {accountant!r} cannot describe {kind.__name__}. {next_move}")
 
 
 def compose(events: Event | Iterable[Event]) -> Composition:
@@ -54,27 +99,52 @@ def compose(events: Event | Iterable[Event]) -> Composition:
     Raises:
         UnsupportedEventError: something in the list is not an event of :mod:`hf_dp.accounting.events`.
     """
-    if isinstance(events, (Gaussian, PoissonSampledGaussian)):
+    if isinstance(events, Event):
         events = (events,)
     merged: dict[tuple[float, float], int] = {}
+    truncated: dict[tuple[float, float, int, int], int] = {}
+    searches: list[SearchTerm] = []
     for event in events:
         # Exact classes: a subclass could mean another mechanism.
-        if type(event) is Gaussian:
-            key = (event.noise_multiplier, 1.0)
-        elif type(event) is PoissonSampledGaussian:
-            key = (event.noise_multiplier, event.sample_rate)
+        if type(event) not in _EVENTS:
+            known = [cls.__name__ for cls in _EVENTS]
+            raise UnsupportedEventError(f"Expected events of types {known}, got {event!r} of type {type(event)}.")
+        if event.steps == 0:
+            continue
+        if isinstance(event, BestOfRandomRuns):
+            run = compose(event.run)
+            if not run.empty:
+                searches.append(SearchTerm(run, event.mean_runs, event.shape, event.steps))
+        elif isinstance(event, TruncatedPoissonSampledGaussian) and event.max_batch_size < event.num_examples:
+            cut = (event.noise_multiplier, event.sample_rate, event.num_examples, event.max_batch_size)
+            if event.sample_rate > 0:
+                truncated[cut] = truncated.get(cut, 0) + event.steps
         else:
-            raise UnsupportedEventError(
-                f"Expected events of type Gaussian or PoissonSampledGaussian, got {event!r} of type {type(event)}."
-            )
-        if event.steps > 0 and key[1] > 0:
-            merged[key] = merged.get(key, 0) + event.steps
+            rate = 1.0 if isinstance(event, Gaussian) else event.sample_rate
+            if rate > 0:
+                merged[event.noise_multiplier, rate] = merged.get((event.noise_multiplier, rate), 0) + event.steps
+    return _composition(merged, truncated, tuple(searches))
+
+
+def _composition(
+    merged: dict[tuple[float, float], int],
+    truncated: dict[tuple[float, float, int, int], int],
+    searches: tuple[SearchTerm, ...],
+) -> Composition:
     noisy = sorted((sigma, rate, steps) for (sigma, rate), steps in merged.items() if sigma > 0)
+    cut = sorted(TruncatedTerm(key[0], key[1], steps, *key[2:]) for key, steps in truncated.items() if key[0] > 0)
+    plain: list[tuple[float, float, int]] = [*noisy, *(term[:3] for term in cut)]
     return Composition(
         sampled=tuple(SampledTerm(*term) for term in noisy if term[1] < 1),
         gaussian_mu=math.sqrt(math.fsum(steps / sigma**2 for sigma, rate, steps in noisy if rate == 1)),
-        noiseless=any(sigma == 0 for sigma, _ in merged),
-        noise_multipliers=tuple(sigma for sigma, _, _ in noisy),
-        sample_rates=tuple(rate for _, rate, _ in noisy),
-        steps=sum(merged.values()),
+        noiseless=any(key[0] == 0 for key in (*merged, *truncated)) or any(term.run.noiseless for term in searches),
+        noise_multipliers=_with_runs([sigma for sigma, _, _ in plain], [t.run.noise_multipliers for t in searches]),
+        sample_rates=_with_runs([rate for _, rate, _ in plain], [t.run.sample_rates for t in searches]),
+        steps=sum(merged.values()) + sum(truncated.values()) + sum(t.times * t.run.steps for t in searches),
+        truncated=tuple(cut),
+        searches=searches,
     )
+
+
+def _with_runs(own: list[float], of_runs: list[tuple[float, ...]]) -> tuple[float, ...]:
+    return tuple(own) + tuple(value for values in of_runs for value in values)

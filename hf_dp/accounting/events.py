@@ -2,8 +2,7 @@
 
 An event says nothing about epsilon; the accountants do. In every event ``noise_multiplier`` is the standard deviation
 of the Gaussian noise divided by the clipping norm, the noise being added once to the *sum* of the clipped
-contributions, and the neighboring relation is zero-out: one record's contribution is replaced by nothing while the
-number of records stays public (it gives the same epsilon as add-or-remove-one).
+contributions. What a neighboring data set is, is asked of the accountant (``hf_dp.accounting.RELATIONS``).
 """
 
 from __future__ import annotations
@@ -11,9 +10,9 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_args
 
-from hf_dp._validate import in_unit_interval, integer, non_negative
+from hf_dp._validate import in_unit_interval, integer, invalid, non_negative, one_of, real
 from hf_dp.errors import InvalidArgumentError, UnsupportedEventError
 
 
@@ -72,12 +71,98 @@ class PoissonSampledGaussian:
         return _to_dict(self)
 
 
-Event = Gaussian | PoissonSampledGaussian
+@dataclass(frozen=True)
+class TruncatedPoissonSampledGaussian:
+    """As :class:`PoissonSampledGaussian`, but of a sample larger than ``max_batch_size`` a uniformly random part is used.
 
-EVENT_TYPES: dict[str, type[Gaussian] | type[PoissonSampledGaussian]] = {
-    "Gaussian": Gaussian,
-    "PoissonSampledGaussian": PoissonSampledGaussian,
-}
+    A record can then push another one out of the sample, which costs more than leaving one out; accounted as in Chua et
+    al. 2025 (arXiv 2508.15089).
+
+    Args:
+        noise_multiplier, sample_rate, steps: as there; ``sample_rate`` is that of the draw before the cut.
+        num_examples: N, the records drawn from, >= 1.
+        max_batch_size: the most records that one step uses, >= 1.
+
+    Raises:
+        InvalidArgumentError: a value is out of range or not a number.
+    """
+
+    noise_multiplier: float
+    sample_rate: float
+    steps: int
+    num_examples: int
+    max_batch_size: int
+
+    def __post_init__(self) -> None:
+        poisson = PoissonSampledGaussian(self.noise_multiplier, self.sample_rate, self.steps)
+        for name, value in dataclasses.asdict(poisson).items():
+            object.__setattr__(self, name, value)
+        for name in ("num_examples", "max_batch_size"):
+            object.__setattr__(self, name, integer(name, getattr(self, name), 1))
+
+    def to_dict(self) -> dict[str, Any]:
+        """A JSON-ready description that :func:`event_from_dict` reads back."""
+        return _to_dict(self)
+
+
+RUN_DISTRIBUTIONS = ("truncated_negative_binomial", "poisson")
+
+
+@dataclass(frozen=True)
+class BestOfRandomRuns:
+    """A search: K independent runs, K random, of which only the best leaves (Papernot and Steinke 2021, 2110.03620).
+
+    It describes a search only if K was drawn secretly and stays secret; each run drew its hyperparameters independently
+    from one distribution fixed beforehand (nothing adaptive, no pruning of runs); the score that chose was public or an
+    accounted release, part of ``run``; and of the other runs nothing leaves, their number included. Otherwise all runs
+    compose.
+
+    Args:
+        run: everything that one run releases, its most expensive hyperparameters where they change privacy; no search.
+        mean_runs: the expectation of K, >= 1.
+        distribution: of K: "truncated_negative_binomial" (K >= 1) or "poisson" (K may be 0: then nothing leaves).
+        shape: of the former, >= 0: 1 (default) is the geometric distribution, 0 the logarithmic one; with "poisson" it has
+            no meaning and is None.
+        steps: how many such searches ran, >= 0.
+
+    Raises:
+        InvalidArgumentError: a value is out of range, or ``run`` holds no event or a search.
+    """
+
+    run: tuple[Gaussian | PoissonSampledGaussian | TruncatedPoissonSampledGaussian, ...]
+    mean_runs: float
+    distribution: str = "truncated_negative_binomial"
+    shape: float | None = 1.0
+    steps: int = 1
+
+    def __post_init__(self) -> None:
+        simple = (Gaussian, PoissonSampledGaussian, TruncatedPoissonSampledGaussian)
+        run = (self.run,) if isinstance(self.run, simple) else self.run
+        if not isinstance(run, (tuple, list)) or not run or not all(type(event) in simple for event in run):
+            raise invalid("run", self.run, "to be the events of one run, none of them a search")
+        object.__setattr__(self, "run", tuple(run))
+        mean = real("mean_runs", self.mean_runs)
+        if mean < 1:
+            raise invalid("mean_runs", self.mean_runs, "to be >= 1")
+        object.__setattr__(self, "mean_runs", mean)
+        one_of("distribution", self.distribution, RUN_DISTRIBUTIONS)
+        if self.distribution == "poisson":
+            if self.shape is not None:
+                raise invalid("shape", self.shape, "to be None with distribution 'poisson'")
+        else:
+            object.__setattr__(self, "shape", non_negative("shape", self.shape))
+            if mean == 1:
+                raise invalid("mean_runs", self.mean_runs, "to be > 1", "A single run is no search.")
+        object.__setattr__(self, "steps", integer("steps", self.steps, 0))
+
+    def to_dict(self) -> dict[str, Any]:
+        """A JSON-ready description that :func:`event_from_dict` reads back."""
+        return {**_to_dict(self), "run": [event.to_dict() for event in self.run]}
+
+
+Event = Gaussian | PoissonSampledGaussian | TruncatedPoissonSampledGaussian | BestOfRandomRuns
+
+EVENT_TYPES: dict[str, type[Event]] = {cls.__name__: cls for cls in get_args(Event)}
 
 
 def _to_dict(event: Event) -> dict[str, Any]:
@@ -103,13 +188,17 @@ def event_from_dict(data: Mapping[str, Any]) -> Event:
         )
     cls = EVENT_TYPES[name]
     known = [field.name for field in dataclasses.fields(cls)]
-    values = {key: value for key, value in data.items() if key != "type"}
+    values: dict[str, Any] = {key: value for key, value in data.items() if key != "type"}
     unknown, missing = sorted(set(values) - set(known)), sorted(set(known) - set(values))
     if unknown or missing:
         raise UnsupportedEventError(
             f"Event {name} has fields {known}; unknown here: {unknown}, missing: {missing}. "
             "Read it with the version of hf_dp that wrote it."
         )
+    if cls is BestOfRandomRuns:
+        if not isinstance(values["run"], list):
+            raise UnsupportedEventError(f"Event {name} has no list of events as `run`: {values['run']!r}.")
+        values["run"] = tuple(event_from_dict(each) for each in values["run"])
     try:
         return cls(**values)
     except InvalidArgumentError as error:

@@ -13,6 +13,7 @@ import math
 from scipy.optimize import brentq
 from scipy.special import log_ndtr
 
+from hf_dp._validate import in_unit_interval, integer, positive
 from hf_dp.accounting.composition import Composition
 from hf_dp.accounting.ranges import Range
 from hf_dp.accounting.value import Epsilon
@@ -58,8 +59,27 @@ def gaussian_epsilon(mu: float, delta: float) -> float:
     return float(brentq(excess, 0.0, high, xtol=1e-12, rtol=1e-12))
 
 
-def epsilon(composition: Composition, delta: float) -> Epsilon:
-    """Estimate of epsilon at ``delta``; AccountingRangeError outside RANGE."""
+def noise_multiplier(target_epsilon: float, delta: float, sample_rate: float, steps: int) -> float:
+    """The noise that the limit theorem asks for; to reproduce papers that calibrate by it, and for nothing else.
+
+    Solves ``mu = q sqrt(T (exp(1/sigma^2) - 1))`` for the mu whose epsilon at ``delta`` is the target (Du and Mi 2021,
+    equations 3 and 11, where T counts micro-batches). What such a run really costs can be several times the target: at their
+    setting for 1.73 it is 5.90 by PLD.
+
+    Raises: InvalidArgumentError.
+    """
+    target, delta = positive("target_epsilon", target_epsilon), in_unit_interval("delta", delta)
+    rate, steps = in_unit_interval("sample_rate", sample_rate, one=True), integer("steps", steps, 1)
+    high = 1.0
+    while gaussian_epsilon(high, delta) < target:
+        high *= 2
+    mu = float(brentq(lambda mu: gaussian_epsilon(mu, delta) - target, 1e-12, high, xtol=1e-14))
+    return 1 / math.sqrt(math.log1p(mu**2 / (rate**2 * steps)))
+
+
+def epsilon(composition: Composition, delta: float, relation: str = "zero_out") -> Epsilon:
+    """Estimate of epsilon at ``delta``; AccountingRangeError outside RANGE, UnsupportedEventError for other kinds."""
+    composition.refuse("gdp_clt", relation, truncated='Use accountant="pld".', searches='Use accountant="rdp".')
     if composition.empty or composition.noiseless:
         return Epsilon(math.inf if composition.noiseless else 0.0, "estimate")
     RANGE.check(composition, delta)

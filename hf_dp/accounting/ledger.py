@@ -12,7 +12,7 @@ from typing import Any
 
 from hf_dp._validate import invalid
 from hf_dp.accounting.accountants import epsilon
-from hf_dp.accounting.events import Event, Gaussian, PoissonSampledGaussian, event_from_dict
+from hf_dp.accounting.events import EVENT_TYPES, Event, event_from_dict
 from hf_dp.accounting.value import Epsilon
 from hf_dp.errors import LedgerError, UnsupportedEventError
 
@@ -25,8 +25,8 @@ class LedgerEntry:
     purpose: str
 
     def __post_init__(self) -> None:
-        if type(self.event) not in (Gaussian, PoissonSampledGaussian):
-            raise UnsupportedEventError(f"Expected a Gaussian or PoissonSampledGaussian event, got {self.event!r}.")
+        if type(self.event) not in EVENT_TYPES.values():
+            raise UnsupportedEventError(f"Expected an event, one of {sorted(EVENT_TYPES)}, got {self.event!r}.")
         if not isinstance(self.purpose, str) or not self.purpose:
             raise invalid("purpose", self.purpose, "to be a non-empty string", 'For example "training".')
         if self.event.steps < 1:

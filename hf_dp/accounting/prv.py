@@ -45,14 +45,16 @@ MAX_MEAN_ERROR = 1e-3
 _OTHER = 'Use accountant="pld" or accountant="rdp".'
 
 
-def epsilon(composition: Composition, delta: float) -> Epsilon:
+def epsilon(composition: Composition, delta: float, relation: str = "zero_out") -> Epsilon:
     """Upper end of the certified interval at ``delta``, with the point estimate beside it.
 
     Raises:
         AccountingRangeError: outside RANGE; the mesh would not fit in memory; the package failed; or its discretized
             mean is off by more than MAX_MEAN_ERROR over all steps (released versions integrate it with fixed break
             points).
+        UnsupportedEventError: a truncated sample, a search, or replace-one.
     """
+    composition.refuse("prv", relation, truncated='Use accountant="pld".', searches='Use accountant="rdp".')
     if composition.empty or composition.noiseless:
         return Epsilon(math.inf if composition.noiseless else 0.0, "bound")
     RANGE.check(composition, delta)

@@ -17,6 +17,7 @@ from functools import lru_cache
 import numpy as np
 from dp_accounting import dp_event
 from dp_accounting.rdp import rdp_privacy_accountant as google_rdp
+from scipy.optimize import brentq
 
 from hf_dp.accounting.composition import Composition
 from hf_dp.accounting.ranges import Range
@@ -71,15 +72,52 @@ def _curve(noise_multiplier: float, sample_rate: float) -> np.ndarray:
 
 def epsilon_and_order(composition: Composition, delta: float) -> tuple[float, float]:
     """The smallest epsilon over ORDERS and its order, without a range check (``pld``, ``prv`` use it too)."""
-    curve = composition.gaussian_mu**2 / 2 * np.asarray(ORDERS)
-    for term in composition.sampled:
-        curve = curve + term.steps * _curve(term.noise_multiplier, term.sample_rate)
-    value, order = google_rdp.compute_epsilon(ORDERS, curve, delta)
+    value, order = google_rdp.compute_epsilon(ORDERS, _total(composition), delta)
     return float(value), float(order)
 
 
-def epsilon(composition: Composition, delta: float) -> Epsilon:
-    """Upper bound on epsilon at ``delta``; AccountingRangeError outside RANGE."""
+def _total(composition: Composition) -> np.ndarray:
+    """The curve of all events: the sum of theirs."""
+    curve = composition.gaussian_mu**2 / 2 * np.asarray(ORDERS)
+    for term in composition.sampled:
+        curve = curve + term.steps * _curve(term.noise_multiplier, term.sample_rate)
+    for search in composition.searches:
+        curve = curve + search.times * _best_of(_total(search.run), search.mean_runs, search.shape)
+    return curve
+
+
+def _best_of(curve: np.ndarray, mean_runs: float, shape: float | None) -> np.ndarray:
+    """Of the best of K runs, each with this curve (Papernot and Steinke 2021); all orders here are above 1.
+
+    Poisson, Theorem 6: at order a with e = log(1 + 1/(a - 1)), ``curve(a) + mean delta(e) + log(mean) / (a - 1)``, where one
+    run is (e, delta(e))-DP. Truncated negative binomial, Theorem 2: ``curve(a) + log(mean) / (a - 1) + (1 + shape) min over
+    b of ((1 - 1/b) curve(b) - log(gamma) / b)``; the theorem holds for every b, so the least may be taken.
+    """
+    orders = np.asarray(ORDERS)
+    base = curve + math.log(mean_runs) / (orders - 1)
+    if shape is None:
+        deltas = [google_rdp.compute_delta(orders, curve, math.log1p(1 / (order - 1)))[0] for order in ORDERS]
+        return base + mean_runs * np.asarray(deltas)
+    finite = np.isfinite(curve)
+    terms = (1 - 1 / orders[finite]) * curve[finite] - math.log(_gamma(mean_runs, shape)) / orders[finite]
+    best = base + (1 + shape) * float(terms.min(initial=math.inf))
+    # Renyi divergence grows with its order: a larger order's value bounds a smaller one's.
+    return np.minimum.accumulate(best[::-1])[::-1]
+
+
+def _gamma(mean_runs: float, shape: float) -> float:
+    """The parameter in (0, 1) with which the truncated negative binomial has this mean (ibid., Definition 1)."""
+
+    def mean(t: float) -> float:  # t = log(1/gamma): shape (1/gamma - 1) / (1 - gamma^shape); its limit for shape 0
+        return math.expm1(t) / (t if shape == 0 else -math.expm1(-shape * t) / shape)
+
+    t = brentq(lambda t: mean(t) - mean_runs, 1e-9, 700.0, xtol=1e-14, rtol=1e-14)
+    return math.exp(-float(t))
+
+
+def epsilon(composition: Composition, delta: float, relation: str = "zero_out") -> Epsilon:
+    """Upper bound on epsilon at ``delta``; AccountingRangeError outside RANGE, UnsupportedEventError for other kinds."""
+    composition.refuse("rdp", relation, truncated='Use accountant="pld".')
     if composition.empty or composition.noiseless:
         return Epsilon(math.inf if composition.noiseless else 0.0, "bound")
     RANGE.check(composition, delta)

@@ -2,20 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from hf_dp import _validate
+from hf_dp import _plotting
 
 Panel = tuple[str, dict[str, float]]
-
-
-def require_matplotlib(path: str) -> None:
-    """Raises: InvalidArgumentError naming the extra, where matplotlib is not installed; before anything is measured."""
-    if importlib.util.find_spec("matplotlib") is None:
-        raise _validate.invalid("plot", path, "with matplotlib installed", "Run `pip install hf-dp[plot]`.")
 
 
 def panels(reports: Sequence[Mapping[str, Any]]) -> list[Panel]:
@@ -40,16 +33,13 @@ def _panels_of(report: Mapping[str, Any]) -> Iterator[Panel]:
 
 def draw(reports: Sequence[Mapping[str, Any]], path: str | Path) -> None:
     """Write one figure with a panel of bars for each measurement; the file's ending chooses the format."""
-    from matplotlib.figure import Figure  # not pyplot: no display is touched
-
     shown = panels(reports)
-    figure = Figure(figsize=(4.5 * len(shown), 3.6), layout="constrained")
-    for axes, (label, bars) in zip(figure.subplots(1, len(shown), squeeze=False)[0], shown, strict=True):
+    figure, places = _plotting.panels(len(shown))
+    for axes, (label, bars) in zip(places, shown, strict=True):
         drawn = axes.bar(list(bars), list(bars.values()), color=[f"C{number}" for number in range(len(bars))])
         axes.bar_label(drawn, fmt="{:.4g}", fontsize=8)
         axes.set_ylabel(label)
         axes.tick_params(axis="x", labelrotation=30)
-        axes.spines[["top", "right"]].set_visible(False)
     w = reports[0]["workload"]
     figure.suptitle(f"{w['model']}, {w['length']} positions, {w['precision']}, {reports[0]['environment']['device']}")
     figure.savefig(path, dpi=150)

@@ -19,7 +19,7 @@ from huggingface_hub import ModelCardData
 from jinja2 import Environment, StrictUndefined, Template
 
 from hf_dp._version import __version__
-from hf_dp.accounting import event_from_dict
+from hf_dp.accounting import Gaussian, PoissonSampledGaussian, event_from_dict
 from hf_dp.cards.statement import AccountantResult, PrivacyStatement, epsilon_text
 from hf_dp.errors import InvalidArgumentError
 
@@ -274,6 +274,8 @@ def _check(statement: PrivacyStatement) -> str:
     merged: dict[tuple[float, float], int] = {}
     for row in statement.mechanisms:
         event = event_from_dict({key: value for key, value in row.items() if key != "purpose"})
+        if not isinstance(event, Gaussian | PoissonSampledGaussian):
+            return "```bash\nhf-dp account ledger privacy.json --cross-check\n```"
         key = (event.noise_multiplier, getattr(event, "sample_rate", 1.0))
         merged[key] = merged.get(key, 0) + event.steps
     merged = merged or {(statement.noise_multipliers[0], statement.sample_rates[0]): 0}
@@ -281,7 +283,7 @@ def _check(statement: PrivacyStatement) -> str:
         ((sigma, rate), steps), *_ = merged.items()
         return (
             f"```bash\nhf-dp account epsilon --noise-multiplier {sigma!r} --sample-rate {rate!r} --steps {steps} "
-            f"--delta {statement.delta!r}\n```"
+            f"--delta {statement.delta!r} --cross-check\n```"
         )
     events = "".join(
         f"    PoissonSampledGaussian(noise_multiplier={sigma!r}, sample_rate={rate!r}, steps={steps}),\n"

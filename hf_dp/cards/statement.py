@@ -13,7 +13,9 @@ from decimal import ROUND_CEILING, Decimal
 from typing import Any, TypeVar
 
 from hf_dp import _validate
-from hf_dp.accounting import ACCOUNTANTS, BOUNDS, Ledger, round_up
+from hf_dp.accounting import ACCOUNTANTS, BOUNDS, BestOfRandomRuns, Event, Ledger, round_up
+from hf_dp.accounting.comparison import compare
+from hf_dp.accounting.composition import compose
 from hf_dp.errors import AccountingRangeError, InvalidArgumentError, LedgerError
 from hf_dp.plan import ROUNDING_MARGIN, PrivacyPlan
 
@@ -187,7 +189,7 @@ class PrivacyStatement:
             chosen, accountant_note = _headline(epsilons, plan.accountant)
             epsilon, accountant = chosen.epsilon, chosen.accountant
             status, reason = _proven(facts)
-        rates = [(event.noise_multiplier, getattr(event, "sample_rate", 1.0)) for event in ledger.events]
+        rates = [pair for event in ledger.events for pair in _rates(event)]
         ran = rates or [(plan.noise_multiplier, plan.sample_rate)]
         return cls(
             status=status,
@@ -200,7 +202,7 @@ class PrivacyStatement:
             target_epsilon=plan.target_epsilon,
             unit=UNIT,
             neighboring_relation=RELATION,
-            sampling=SAMPLING,
+            sampling=_sampling(plan),
             mechanism=_mechanism(plan),
             noise_multipliers=tuple(dict.fromkeys(sigma for sigma, _ in ran)),
             clipping_norm=plan.clipping_norm,
@@ -239,7 +241,8 @@ class PrivacyStatement:
         claim = f"are ({self.epsilon_text}, {self.delta_text})-differentially private with respect to zero-out of"
         of = f"one row of the training set of {self.num_examples:,} rows ({self.accountant} upper bound"
         steps = f"{self.steps:,} steps" if self.steps != 1 else "1 step"
-        ran = f"{steps} of {self.mechanism_name} with Poisson sampling)"
+        sampling = "Poisson sampling" if self.sampling == SAMPLING else "truncated Poisson sampling"
+        ran = f"{steps} of {self.mechanism_name} with {sampling})"
         if self.steps == 0:
             ran = "no step on the training set has run)"
         end = ""
@@ -297,7 +300,7 @@ def delta_text(delta: float) -> str:
 def _why_not_private(ledger: Ledger, facts: RunFacts) -> str:
     if facts.insecure_seed:
         return "noise and sampling came from a fixed seed (insecure_seed), and whoever knows it can subtract the noise"
-    noiseless = sum(event.steps for event in ledger.events if event.noise_multiplier == 0)
+    noiseless = sum(event.steps for event in ledger.events if compose(event).noiseless)
     return f"{noiseless} of {ledger.steps()} steps ran without noise" if noiseless else ""
 
 
@@ -313,10 +316,10 @@ def _proven(facts: RunFacts) -> tuple[str, str]:
 
 
 def _result(ledger: Ledger, delta: float, accountant: str) -> AccountantResult:
-    try:
-        value = ledger.epsilon(delta, accountant)
-    except AccountingRangeError as error:
-        return AccountantResult(accountant, None, None, note=str(error))
+    (answer,) = compare(ledger.events, delta, (accountant,))
+    value = answer.epsilon
+    if value is None:
+        return AccountantResult(accountant, None, None, note=answer.note)
     if not math.isfinite(value.value):
         return AccountantResult(accountant, None, None, note="no finite epsilon")
     point = None if value.estimate is None else round_up(value.estimate, EPSILON_DIGITS)
@@ -334,6 +337,21 @@ def _headline(rows: tuple[AccountantResult, ...], wanted: str) -> tuple[Accounta
     best = min(bounds.values(), key=lambda row: row.epsilon or 0.0)
     why = next((row.note for row in rows if row.accountant == wanted and row.note), "it is an estimate, not a bound.")
     return best, f"The headline is {best.accountant}'s bound, not that of {wanted}, the accountant asked for: {why}"
+
+
+def _rates(event: Event) -> list[tuple[float, float]]:
+    """(noise multiplier, sample rate) of what an event consists of."""
+    if isinstance(event, BestOfRandomRuns):
+        return [pair for each in event.run for pair in _rates(each)]
+    return [(event.noise_multiplier, getattr(event, "sample_rate", 1.0))]
+
+
+def _sampling(plan: PrivacyPlan) -> str:
+    if plan.max_batch_size is None:
+        return SAMPLING
+    return (
+        f"{SAMPLING}; of a draw of more than {plan.max_batch_size} rows a uniformly random part of that size is used"
+    )
 
 
 def _mechanism(plan: PrivacyPlan) -> str:

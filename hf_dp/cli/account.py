@@ -1,139 +1,184 @@
-"""``hf-dp account epsilon|noise``: privacy accounting from numbers alone."""
+"""``hf-dp account epsilon|noise|steps|sample-rate|ledger``: privacy accounting from numbers, or from what a run recorded."""
 
 from __future__ import annotations
 
 import argparse
 import json
-import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+from hf_dp.cli.answers import json_row, table
 from hf_dp.cli.main import hyphenated
-from hf_dp.errors import AccountingRangeError
 
-# Repeated here so that --help need not import scipy; a test compares it with hf_dp.accounting.ACCOUNTANTS.
+# Repeated here so that --help need not import scipy; a test compares them with hf_dp.accounting's.
 ACCOUNTANTS = ("pld", "rdp", "prv", "gdp_clt")
+RELATIONS = ("zero_out", "add_remove", "replace_one")
 
-EPSILON_EXAMPLE = """example (SST-2, 1024 of 67349 examples a step, 3 epochs):
-  hf-dp account epsilon --noise-multiplier 0.8254 --sample-rate 0.0152044 --steps 198 --delta 7.424e-6
-"""
-NOISE_EXAMPLE = """example (SST-2, 1024 of 67349 examples a step, 3 epochs):
-  hf-dp account noise --target-epsilon 3 --sample-rate 0.0152044 --steps 198 --delta 7.424e-6
-"""
 NOTE = (
-    "Poisson sampling, Gaussian noise on the sum of clipped gradients, one example replaced by nothing (zero-out). "
-    "A bound holds; an estimate may be below the true epsilon. Epsilon is rounded up."
+    "Poisson sampling, Gaussian noise on the sum of clipped gradients. A bound holds; an estimate may be below the true "
+    "epsilon. Epsilon is rounded up."
 )
+_SST2 = "example (SST-2, 1024 of 67349 examples a step, 3 epochs):\n  hf-dp account "
+_COMMON = "--steps 198 --delta 7.424e-6"
+# question -> (help, example)
+QUESTIONS = {
+    "epsilon": ("epsilon of a run", f"epsilon --noise-multiplier 0.8254 --sample-rate 0.0152044 {_COMMON}"),
+    "noise": ("smallest noise that meets a target", f"noise --target-epsilon 3 --sample-rate 0.0152044 {_COMMON}"),
+    "steps": (
+        "most steps that stay inside a target",
+        "steps --target-epsilon 3 --noise-multiplier 0.8254 --sample-rate 0.0152044 --delta 7.424e-6",
+    ),
+    "sample-rate": (
+        "largest sample rate that stays inside a target",
+        f"sample-rate --target-epsilon 3 --noise-multiplier 0.8254 {_COMMON}",
+    ),
+    "ledger": ("recompute what a finished or interrupted run cost", "ledger outputs/demo"),
+}
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The parser of both sub-commands."""
+    """The parser of all questions."""
     parser = argparse.ArgumentParser("hf-dp account", description=NOTE, allow_abbrev=False)
-    commands = parser.add_subparsers(dest="question", required=True, metavar="{epsilon,noise}")
-
-    raw = argparse.RawDescriptionHelpFormatter
-    ask = commands.add_parser(
-        "epsilon",
-        help="epsilon of a run",
-        description=NOTE,
-        epilog=EPSILON_EXAMPLE,
-        formatter_class=raw,
-        allow_abbrev=False,
-    )
-    ask.add_argument(
-        "--noise-multiplier",
-        type=float,
-        required=True,
-        metavar="SIGMA",
-        help="noise standard deviation / clipping norm",
-    )
-    _common(ask)
-    ask.add_argument("--accountant", choices=ACCOUNTANTS, help="only this one (default: all, each with its kind)")
-
-    find = commands.add_parser(
-        "noise",
-        help="smallest noise that meets a target",
-        description=NOTE,
-        epilog=NOISE_EXAMPLE,
-        formatter_class=raw,
-        allow_abbrev=False,
-    )
-    find.add_argument(
-        "--target-epsilon", type=float, required=True, metavar="EPSILON", help="epsilon to stay within, > 0"
-    )
-    _common(find)
-    find.add_argument(
-        "--accountant", choices=ACCOUNTANTS, default="pld", help="a bound: pld, rdp or prv (default: pld)"
-    )
+    commands = parser.add_subparsers(dest="question", required=True, metavar="{" + ",".join(QUESTIONS) + "}")
+    for question, (text, example) in QUESTIONS.items():
+        add = commands.add_parser(
+            question,
+            help=text,
+            description=NOTE,
+            epilog=f"{_SST2 if question != 'ledger' else 'example:' + chr(10) + '  hf-dp account '}{example}",
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+            allow_abbrev=False,
+        ).add_argument
+        _numbers(question, add)
+        if question in ("epsilon", "ledger"):
+            add("--cross-check", action="store_true", help="every accountant with its kind, side by side")
+            default = "pld" if question == "epsilon" else "the run's own"
+        else:
+            default = "pld"
+        bounds = "" if question in ("epsilon", "ledger") else "; a bound: pld, rdp or prv"
+        add("--accountant", choices=ACCOUNTANTS, help=f"which one (default: {default}{bounds})")
+        if question == "epsilon":
+            help_text = "what a neighboring data set is (default: zero_out; replace_one only with pld)"
+            add("--relation", choices=RELATIONS, default="zero_out", help=help_text)
+        add("--json", action="store_true", help='one JSON object on stdout; an infinite epsilon is "inf"')
     return parser
 
 
-def _common(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--sample-rate",
-        type=float,
-        required=True,
-        metavar="Q",
-        help="probability that an example joins a step = expected batch size / number of examples",
-    )
-    parser.add_argument("--steps", type=int, required=True, metavar="T", help="number of optimizer steps")
-    parser.add_argument("--delta", type=float, required=True, help="delta, for example 1 / (2 x number of examples)")
-    parser.add_argument("--json", action="store_true", help='one JSON object on stdout; an infinite epsilon is "inf"')
+def _numbers(question: str, add: Callable[..., Any]) -> None:
+    if question == "ledger":
+        add("path", metavar="PATH", help="a privacy.json, or the folder that holds it")
+        return
+    options: dict[str, dict[str, Any]] = {
+        "--noise-multiplier": {
+            "type": float, "metavar": "SIGMA", "help": "noise standard deviation / clipping norm",
+        },
+        "--sample-rate": {
+            "type": float, "metavar": "Q",
+            "help": "probability that an example joins a step = expected batch size / number of examples",
+        },
+        "--steps": {"type": int, "metavar": "T", "help": "number of optimizer steps"},
+        "--target-epsilon": {"type": float, "metavar": "EPSILON", "help": "epsilon to stay within, > 0"},
+        "--delta": {"type": float, "help": "delta, for example 1 / (2 x number of examples)"},
+    }  # fmt: skip
+    asked = {"epsilon": "--target-epsilon", "noise": "--noise-multiplier"}.get(question, f"--{question}")
+    for name, settings in options.items():
+        if name != asked:
+            add(name, required=True, **settings)
 
 
 def main(argv: Sequence[str]) -> int:
     """Answers one question on stdout; exit code 2 (and a line on stderr) for what cannot be answered."""
     args = build_parser().parse_args(hyphenated(argv))
-    return _epsilon(args) if args.question == "epsilon" else _noise(args)
+    if args.question == "epsilon":
+        return _epsilon(args)
+    return _ledger(args) if args.question == "ledger" else _calibrated(args)
 
 
 def _epsilon(args: argparse.Namespace) -> int:
     from hf_dp.accounting import PoissonSampledGaussian, epsilon
+    from hf_dp.accounting.comparison import Answer, compare
 
     event = PoissonSampledGaussian(args.noise_multiplier, args.sample_rate, args.steps)
-    rows: list[dict[str, Any]] = []
-    for name in [args.accountant] if args.accountant else ACCOUNTANTS:
-        try:
-            rows.append({"accountant": name, **_result(epsilon(event, args.delta, name))})
-        except AccountingRangeError as error:
-            if args.accountant:
-                raise
-            rows.append({"accountant": name, "kind": None, "epsilon": None, "error": str(error)})
-    if args.json:
-        print(json.dumps({"event": event.to_dict(), "delta": args.delta, "results": rows}, allow_nan=False))
+    name = args.accountant or "pld"
+    if args.cross_check:
+        names = (args.accountant,) if args.accountant else ACCOUNTANTS
+        answers = compare(event, args.delta, names, args.relation)
     else:
-        print(_table(rows, args.delta))
-    return 0
+        answers = (Answer(name, epsilon(event, args.delta, name, args.relation)),)
+    found = {"event": event.to_dict(), "delta": args.delta, "relation": args.relation}
+    return _print(args, found, answers, "")
 
 
-def _noise(args: argparse.Namespace) -> int:
-    from hf_dp.accounting import PoissonSampledGaussian, calibrate_noise_multiplier, epsilon
+def _calibrated(args: argparse.Namespace) -> int:
+    from hf_dp import accounting
+    from hf_dp.accounting.comparison import compare
 
-    sigma = calibrate_noise_multiplier(args.target_epsilon, args.delta, args.sample_rate, args.steps, args.accountant)
-    event = PoissonSampledGaussian(sigma, args.sample_rate, args.steps)
-    row = {"accountant": args.accountant, **_result(epsilon(event, args.delta, args.accountant))}
+    name = args.accountant or "pld"
+    given = {"target_epsilon": args.target_epsilon, "target_delta": args.delta, "accountant": name}
+    parts: dict[str, Any] = {key: getattr(args, key, None) for key in ("noise_multiplier", "sample_rate", "steps")}
+    solve: dict[str, tuple[str, Callable[..., float]]] = {
+        "noise": ("noise_multiplier", accounting.calibrate_noise_multiplier),
+        "steps": ("steps", accounting.calibrate_steps),
+        "sample-rate": ("sample_rate", accounting.calibrate_sample_rate),
+    }
+    unknown, calibrate = solve[args.question]
+    parts[unknown] = calibrate(**given, **{key: value for key, value in parts.items() if key != unknown})
+    event = accounting.PoissonSampledGaussian(**parts)
+    heading = f"{unknown.replace('_', ' ')} {parts[unknown]!r}"
+    if unknown != "noise_multiplier":
+        heading += f" ({event.steps * event.sample_rate:.4g} epochs)"
+    found = {"event": event.to_dict(), "delta": args.delta}
+    return _print(args, found, compare(event, args.delta, (name,)), heading)
+
+
+def _ledger(args: argparse.Namespace) -> int:
+    from hf_dp.accounting.comparison import compare
+    from hf_dp.cards import document
+
+    record = document.read(args.path)
+    name = args.accountant or record.plan.accountant
+    names = ACCOUNTANTS if args.cross_check and not args.accountant else (name,)
+    answers = compare(record.ledger.events, record.plan.delta, names)
+    said = None if record.statement is None else record.statement["epsilon"]
+    verdict = _verdict(record, said)
+    rows = record.ledger.to_list()
+    found = {
+        "status": record.status, "verdict": verdict, "ledger": rows, "delta": record.plan.delta, "stated_epsilon": said,
+    }  # fmt: skip
+    lines = [f"run {record.run_id}, status: {record.status}", *map(_event_line, rows)]
+    return _print(args, found, answers, "\n".join([*lines, f"stated epsilon: {said}; {verdict}"]))
+
+
+def _verdict(record: Any, said: float | None) -> str:
+    """Whether the statement in the file is what its ledger gives, recomputed now."""
+    from hf_dp.cards.statement import NOT_PRIVATE, PrivacyStatement, RunFacts
+
+    if record.statement is None:
+        return "the run has not ended, so nothing is stated yet"
+    if record.status == NOT_PRIVATE:
+        return "the run is not private and states none"
+    facts = RunFacts.from_dict(record.statement["facts"])
+    again = PrivacyStatement.from_ledger(record.plan, record.ledger, facts)
+    if said is not None and again.epsilon is not None and said >= again.epsilon:
+        same = "the ledger gives the same" if said == again.epsilon else f"the ledger gives less, {again.epsilon}"
+        return f"confirmed: {same}"
+    from hf_dp.errors import LedgerError
+
+    raise LedgerError(
+        f"The file states epsilon {said}, but its ledger gives {again.epsilon} at delta {record.plan.delta:g}: the statement "
+        "was edited, or computed by another version. Do not rely on it; state the ledger's."
+    )
+
+
+def _event_line(row: dict[str, Any]) -> str:
+    fields = ", ".join(f"{key} {value}" for key, value in row.items() if key not in ("type", "purpose"))
+    return f"  {row['purpose']}: {row['type']}({fields})"
+
+
+def _print(args: argparse.Namespace, found: dict[str, Any], answers: Iterable[Any], heading: str) -> int:
+    answers = list(answers)
     if args.json:
-        print(json.dumps({"event": event.to_dict(), "delta": args.delta, "results": [row]}, allow_nan=False))
+        print(json.dumps({**found, "results": [json_row(answer) for answer in answers]}, allow_nan=False))
     else:
-        print(f"noise multiplier {sigma!r}")
-        print(_table([row], args.delta))
+        print("\n".join(filter(None, [heading, table(answers, found["delta"])])))
     return 0
-
-
-def _result(result: Any) -> dict[str, Any]:
-    """An Epsilon as JSON: rounded up, as everywhere it is printed."""
-    value = result.rounded_up(3)
-    row = {"kind": result.kind, "epsilon": value if math.isfinite(value) else "inf"}
-    return row if result.estimate is None else {**row, "estimate": result.estimate}
-
-
-def _table(rows: list[dict[str, Any]], delta: float) -> str:
-    lines = [f"{'accountant':<11}{'kind':<10}epsilon at delta {delta:g}"]
-    for row in rows:
-        if row["epsilon"] is None:
-            lines.append(f"{row['accountant']:<11}{'-':<10}not computed: {row['error']}")
-            continue
-        text = row["epsilon"] if isinstance(row["epsilon"], str) else f"{row['epsilon']:.3f}"
-        point = f"  (point estimate {row['estimate']:.3f})" if "estimate" in row else ""
-        lines.append(f"{row['accountant']:<11}{row['kind']:<10}{text}{point}")
-    return "\n".join(lines)

@@ -211,7 +211,7 @@ def _check_files(args: argparse.Namespace) -> None:
         if path and not Path(path).absolute().parent.is_dir():
             raise _validate.invalid(name, path, "to be in a folder that exists", "Create it first.")
     if args.plot:
-        from hf_dp.benchmarks.plot import require_matplotlib
+        from hf_dp._plotting import require_matplotlib
 
         require_matplotlib(args.plot)
 

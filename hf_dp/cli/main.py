@@ -22,6 +22,7 @@ from hf_dp.errors import HfDpError
 # command -> (module, one-line help)
 COMMANDS: dict[str, tuple[str, str]] = {
     "train": ("hf_dp.cli.train", "fine-tune a model and publish a checkpoint whose card states epsilon"),
+    "plan": ("hf_dp.cli.plan", "what a run or a recipe will cost, before anything is spent"),
     "account": ("hf_dp.cli.account", "epsilon of a run, or the noise a target needs (no GPU, no torch)"),
     "bench": ("hf_dp.cli.bench", "speed and memory of private training beside non-private training"),
 }

@@ -26,6 +26,7 @@ privacy (defaults in parentheses)
   --target_epsilon E | --noise_multiplier S   exactly one; S = noise standard deviation / clipping norm
   --target_delta D              (1 / (2 x number of training rows))
   --expected_batch_size B       logical batch: expected rows drawn a step; sample rate = B / rows
+  --max_logical_batch_size B    largest draw that is used whole; accounted for, by pld only (no limit)
   --per_device_train_batch_size b   physical batch: memory only, never the result (8)
   --per_example_max_grad_norm C     clipping norm, L2 (0.1)
   --accountant NAME             pld, rdp, prv (pld)

@@ -63,6 +63,10 @@ class DPTrainingArguments(TrainingArguments):
         expected_batch_size (`int`, *optional*):
             Expected number of examples in a logical batch: a Poisson draw, the unit of one optimizer step and one
             noise. Required in private modes. `per_device_train_batch_size` is the physical batch: memory only.
+        max_logical_batch_size (`int`, *optional*):
+            Most examples of a draw that a step uses; of a larger draw a random part is left out (truncated Poisson
+            sampling). Bounds the time and memory of a step; costs little epsilon from about 1.2 times
+            `expected_batch_size` on, and much below. Only `accountant="pld"` knows it.
         per_example_max_grad_norm (`float`, *optional*, defaults to `0.1`):
             Largest L2 norm with which one example's gradient enters the sum, above 0.
         clipping (`str`, *optional*, defaults to `"flat"`):
@@ -153,6 +157,13 @@ class DPTrainingArguments(TrainingArguments):
         metadata={
             "help": "Expected number of examples in a logical batch (one optimizer step). Required in private modes. "
             "per_device_train_batch_size is the physical batch: memory only."
+        },
+    )
+    max_logical_batch_size: int | None = field(
+        default=None,
+        metadata={
+            "help": "Most examples of a draw that a step uses; of a larger draw a random part is left out. Unset: no limit. "
+            "Only accountant pld knows it."
         },
     )
     per_example_max_grad_norm: float = field(
@@ -303,6 +314,8 @@ class DPTrainingArguments(TrainingArguments):
             1,
             "It is the logical batch of a private step; set it (per_device_train_batch_size is memory only).",
         )
+        if self.max_logical_batch_size is not None:
+            self._try(problems, "max_logical_batch_size", integer, 1, "Leave it unset for no limit.")
         self._try(problems, "per_device_train_batch_size", integer, 1, "It is the physical batch: memory only.")
         self._try(problems, "per_example_max_grad_norm", positive, "The default is 0.1.")
         self._try(problems, "clipping", one_of, CLIPPINGS)

@@ -318,7 +318,8 @@ class DPTrainer(Trainer):
         if self.args.is_private:
             raise UnsupportedArgumentError(
                 "hyperparameter_search trains on the private rows once per trial, and the epsilon of one run does not cover "
-                "the search. Tune on public data, or run trials one by one and add up their ledgers with hf-dp account."
+                "the search. Tune on public data; or run trials one by one, all of which count (epsilon of their ledgers' "
+                "events together); or draw their number secretly and release only the best (accounting.BestOfRandomRuns)."
             )
         return super().hyperparameter_search(*args, **kwargs)
 
@@ -437,6 +438,7 @@ def _plan(args: DPTrainingArguments, num_examples: int) -> PrivacyPlan:
         target_delta=args.target_delta,
         accountant=args.accountant,
         clipping=args.clipping,
+        max_batch_size=args.max_logical_batch_size,
     )
     epsilon(plan.event(), plan.delta, plan.accountant)
     return plan

@@ -9,9 +9,12 @@ import time
 
 import pytest
 
-from hf_dp.accounting import ACCOUNTANTS, PoissonSampledGaussian, epsilon, round_up
+from hf_dp.accounting import ACCOUNTANTS, Ledger, PoissonSampledGaussian, epsilon, round_up
+from hf_dp.cards import document
+from hf_dp.cards.statement import PrivacyStatement, RunFacts
 from hf_dp.cli import account
 from hf_dp.cli.main import hyphenated, main
+from hf_dp.plan import PrivacyPlan
 
 RUN = ["--sample-rate", "0.0152043831", "--steps", "198", "--delta", "7.424e-6"]
 EPSILON = ["account", "epsilon", "--noise-multiplier", "0.82539", *RUN]
@@ -24,6 +27,7 @@ def run(*words, code="from hf_dp.cli.main import main; raise SystemExit(main())"
 def test_every_accountant_with_its_kind_and_no_torch():
     done = run(
         *EPSILON,
+        "--cross-check",
         code="import sys; from hf_dp.cli.main import main; code = main(); "
         "assert not {'torch', 'transformers'} & set(sys.modules); raise SystemExit(code)",
     )
@@ -60,12 +64,13 @@ def test_json_and_one_accountant(capsys):
     assert data == {
         "event": event.to_dict(),
         "delta": 7.424e-6,
+        "relation": "zero_out",
         "results": [{"accountant": "rdp", "kind": "bound", "epsilon": value}],
     }
 
 
 def test_no_noise_is_inf(capsys):
-    assert main(["account", "epsilon", "--noise-multiplier", "0", *RUN, "--json"]) == 0
+    assert main(["account", "epsilon", "--noise-multiplier", "0", *RUN, "--json", "--cross-check"]) == 0
     results = json.loads(capsys.readouterr().out)["results"]
     assert [row["epsilon"] for row in results] == ["inf"] * 4
 
@@ -86,7 +91,7 @@ def test_noise_in_both_spellings(capsys):
 
 def test_one_accountant_out_of_range_does_not_hide_the_others(capsys):
     words = ["account", "epsilon", "--noise-multiplier", "0.2", *RUN]
-    assert main(words) == 0
+    assert main([*words, "--cross-check"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert "not computed" in lines[1]
     assert lines[2].split()[:2] == ["rdp", "bound"]
@@ -103,7 +108,7 @@ def test_one_accountant_out_of_range_does_not_hide_the_others(capsys):
          "`sample_rate` to be in [0, 1], got 1.5. It is expected_batch_size / num_examples"),
         (["account", "noise", "--target-epsilon", "3", *RUN, "--accountant", "gdp_clt"], "Calibration needs a bound"),
         (["account", "noise", "--target-epsilon", "-3", *RUN], "`target_epsilon` to be > 0"),
-        (["acount"], "unknown command 'acount'; known: train, account"),
+        (["acount"], "unknown command 'acount'; known: train, plan, account"),
     ],
 )  # fmt: skip
 def test_bad_input_is_one_line_on_stderr(words, match, capsys):
@@ -137,3 +142,87 @@ def test_top_level(capsys):
 def test_tables_agree():
     assert account.ACCOUNTANTS == ACCOUNTANTS
     assert hyphenated(["--a_b=c_d", "e_f", "--g_h", "-x_y"]) == ["--a-b=c_d", "e_f", "--g-h", "-x_y"]
+
+
+def test_one_accountant_by_default_and_a_relation(capsys):
+    assert main(EPSILON) == 0
+    assert capsys.readouterr().out.splitlines()[1].split() == ["pld", "bound", "2.412"]
+    assert main([*EPSILON, "--relation", "replace_one"]) == 0
+    assert capsys.readouterr().out.splitlines()[1].split() == ["pld", "bound", "2.901"]
+    assert main([*EPSILON, "--relation", "replace_one", "--accountant", "rdp"]) == 2
+    assert "does not know relation 'replace_one'" in capsys.readouterr().err
+
+
+def test_steps_and_sample_rate(capsys):
+    numbers = ["--target-epsilon", "3", "--noise-multiplier", "0.82539", "--delta", "7.424e-6", "--accountant", "rdp"]
+    assert main(["account", "steps", *numbers, "--sample-rate", "0.0152043831"]) == 0
+    assert capsys.readouterr().out.splitlines()[0] == "steps 197 (2.995 epochs)"
+    assert main(["account", "sample-rate", *numbers, "--steps", "198"]) == 0
+    first, *_, row = capsys.readouterr().out.splitlines()
+    assert float(first.split()[2]) == pytest.approx(0.0152, abs=5e-5)
+    assert row.split() == ["rdp", "bound", "3.000"]
+
+
+@pytest.mark.parametrize(("accountant", "limit"), [("pld", 3.0), ("gdp_clt", 1.0)])
+def test_cpu_time(accountant, limit):
+    """Each accountant's package is imported only when asked for. (CPU time: the machine may be busy.)"""
+    code = (
+        "import os, sys; from hf_dp.cli.main import main; code = main(); t = os.times(); "
+        "print(t.user + t.system, {'torch', 'dp_accounting', 'prv_accountant'} & set(sys.modules), file=sys.stderr)"
+    )
+    done = run(*EPSILON, "--accountant", accountant, code=code)
+    seconds, _, loaded = done.stderr.partition(" ")
+    assert float(seconds) < limit
+    assert loaded.strip() == ("{'dp_accounting'}" if accountant == "pld" else "set()")
+
+
+class TestLedger:
+    """``hf-dp account ledger``: what a run recorded, computed again."""
+
+    @pytest.fixture
+    def folder(self, tmp_path):
+        plan = PrivacyPlan.create(
+            num_examples=67349, expected_batch_size=1024, clipping_norm=0.1, noise_multiplier=0.82539, max_steps=198
+        )
+        ledger = Ledger()
+        ledger.append(plan.event(), "training")
+        facts = RunFacts("dp_sgd", "all parameters", "float32", "SFC64, seeded by the system", "the system's")
+        statement = PrivacyStatement.from_ledger(plan, ledger, facts)
+        document.write(tmp_path, document.document(plan, ledger, run_id="a-run", statement=statement))
+        return tmp_path
+
+    def test_is_computed_again(self, folder, capsys):
+        assert main(["account", "ledger", str(folder), "--cross-check"]) == 0
+        out = capsys.readouterr().out
+        assert "run a-run, status: proven" in out
+        assert "training: PoissonSampledGaussian(noise_multiplier 0.82539, sample_rate 0.0152" in out
+        assert "stated epsilon: 2.412; confirmed: the ledger gives the same" in out
+        for row in (["pld", "bound", "2.412"], ["rdp", "bound", "3.001"], ["gdp_clt", "estimate", "1.545"]):
+            assert row in [line.split() for line in out.splitlines()]
+
+    def test_json(self, folder, capsys):
+        assert main(["account", "ledger", str(folder / "privacy.json"), "--json"]) == 0
+        found = json.loads(capsys.readouterr().out)
+        assert found["stated_epsilon"] == 2.412
+        assert found["results"] == [{"accountant": "pld", "kind": "bound", "epsilon": 2.412}]
+
+    @pytest.mark.parametrize(
+        ("edit", "match"),
+        [
+            (lambda text: text.replace('"epsilon": 2.412', '"epsilon": 1.5', 1), "states epsilon 1.5, but its ledger gives"),
+            (lambda text: text.replace('"steps": 198', '"steps": 98', 2), "was edited"),
+            (lambda text: text[: len(text) // 2], "is not complete JSON"),
+            (lambda text: "{}", "is not a privacy record"),
+        ],
+    )  # fmt: skip
+    def test_tampered(self, folder, capsys, edit, match):
+        path = folder / "privacy.json"
+        path.write_text(edit(path.read_text()))
+        assert main(["account", "ledger", str(folder)]) == 2
+        captured = capsys.readouterr()
+        assert match in captured.err
+        assert captured.out == ""
+
+    def test_missing(self, tmp_path, capsys):
+        assert main(["account", "ledger", str(tmp_path)]) == 2
+        assert "privacy.json is missing" in capsys.readouterr().err

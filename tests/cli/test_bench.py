@@ -156,7 +156,7 @@ def test_wrong_arguments_are_one_line(words, message, capsys):
 
 
 def test_a_figure_of_different_work_is_refused(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("hf_dp.benchmarks.plot.require_matplotlib", lambda path: None)
+    monkeypatch.setattr("hf_dp._plotting.require_matplotlib", lambda path: None)
     report = tmp_path / "memory.json"
     plot = ["--plot", str(tmp_path / "x.png"), "--beside", str(report)]
     other = {"model": "gpt2", "length": 12, "precision": "fp32", "device": "cpu"}

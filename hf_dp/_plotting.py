@@ -1,0 +1,25 @@
+"""What every figure needs: matplotlib where it is installed, and a clear word where it is not."""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import Any
+
+from hf_dp import _validate
+
+
+def require_matplotlib(path: str) -> None:
+    """Raises: InvalidArgumentError naming the extra, where matplotlib is not installed; before anything is computed."""
+    if importlib.util.find_spec("matplotlib") is None:
+        raise _validate.invalid("plot", path, "with matplotlib installed", "Run `pip install hf-dp[plot]`.")
+
+
+def panels(count: int, width: float = 4.5, height: float = 3.6) -> tuple[Any, list[Any]]:
+    """A figure and its ``count`` axes side by side, without upper and right edges."""
+    from matplotlib.figure import Figure  # not pyplot: no display is touched
+
+    figure = Figure(figsize=(width * count, height), layout="constrained")
+    axes = list(figure.subplots(1, count, squeeze=False)[0])
+    for each in axes:
+        each.spines[["top", "right"]].set_visible(False)
+    return figure, axes

@@ -1,0 +1,41 @@
+"""All accountants side by side: what each says of the same events, or why it says nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from hf_dp.accounting.accountants import ACCOUNTANTS, epsilon
+from hf_dp.accounting.events import Event
+from hf_dp.accounting.value import Epsilon
+from hf_dp.errors import AccountingRangeError, UnsupportedEventError
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What one accountant says.
+
+    Attributes: accountant: its name. epsilon: with its kind, or None. note: why there is none, else empty.
+    """
+
+    accountant: str
+    epsilon: Epsilon | None
+    note: str = ""
+
+
+def compare(
+    events: Event | Iterable[Event],
+    delta: float,
+    accountants: Sequence[str] = ACCOUNTANTS,
+    relation: str = "zero_out",
+) -> tuple[Answer, ...]:
+    """One answer for each accountant; arguments and errors of :func:`hf_dp.accounting.epsilon`, but an accountant that is
+    out of its range, or cannot describe an event, has an answer without epsilon."""
+    events = (events,) if isinstance(events, Event) else tuple(events)
+    answers = []
+    for name in accountants:
+        try:
+            answers.append(Answer(name, epsilon(events, delta, name, relation)))
+        except (AccountingRangeError, UnsupportedEventError) as error:
+            answers.append(Answer(name, None, str(error)))
+    return tuple(answers)

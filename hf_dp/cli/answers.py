@@ -1,0 +1,33 @@
+"""Accountants' answers as JSON rows and as a table; epsilon rounded up, as everywhere it is printed."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Any
+
+
+def json_row(answer: Any) -> dict[str, Any]:
+    """A :class:`hf_dp.accounting.comparison.Answer`; an infinite epsilon is the string "inf"."""
+    if answer.epsilon is None:
+        return {"accountant": answer.accountant, "kind": None, "epsilon": None, "error": answer.note}
+    value = answer.epsilon.rounded_up(3)
+    row = {
+        "accountant": answer.accountant,
+        "kind": answer.epsilon.kind,
+        "epsilon": value if math.isfinite(value) else "inf",
+    }
+    return row if answer.epsilon.estimate is None else {**row, "estimate": answer.epsilon.estimate}
+
+
+def table(answers: Iterable[Any], delta: float) -> str:
+    """A line for each accountant under a heading."""
+    lines = [f"{'accountant':<11}{'kind':<10}epsilon at delta {delta:g}"]
+    for row in map(json_row, answers):
+        if row["epsilon"] is None:
+            lines.append(f"{row['accountant']:<11}{'-':<10}not computed: {row['error']}")
+            continue
+        text = row["epsilon"] if isinstance(row["epsilon"], str) else f"{row['epsilon']:.3f}"
+        point = f"  (point estimate {row['estimate']:.3f})" if "estimate" in row else ""
+        lines.append(f"{row['accountant']:<11}{row['kind']:<10}{text}{point}")
+    return "\n".join(lines)

@@ -1,0 +1,255 @@
+"""``hf-dp plan``: what a run, or a recipe, will cost, before anything is spent."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from hf_dp.cli.account import ACCOUNTANTS
+from hf_dp.cli.answers import json_row, table
+from hf_dp.cli.config import split_config
+from hf_dp.cli.main import hyphenated
+from hf_dp.errors import ConfigError
+
+if TYPE_CHECKING:
+    from hf_dp.planning import Forecast
+
+EXAMPLES = """examples (SST-2):
+  hf-dp plan --num-examples 67349 --batch-size 1024 --epochs 3 --target-epsilon 3 --cross-check
+  hf-dp plan --num-examples 67349 --epochs 3 --target-epsilon 3 --sweep batch_size=64..4096
+  hf-dp plan --config recipes/sst2/minilm_dp_adam_eps3.yaml --num-examples 67349 --plot plan.png
+  hf-dp plan --num-examples 67349 --batch-size 1024 --epochs 3 --target-epsilon 3 --transfer-to 392702
+"""
+
+# option -> the key of a recipe, whose value it replaces
+_KEYS = {
+    "batch_size": "expected_batch_size",
+    "max_batch_size": "max_logical_batch_size",
+    "epochs": "num_train_epochs",
+    "steps": "max_steps",
+    "delta": "target_delta",
+    "clipping_norm": "per_example_max_grad_norm",
+    "target_epsilon": "target_epsilon",
+    "noise_multiplier": "noise_multiplier",
+    "accountant": "accountant",
+    "clipping": "clipping",
+}
+_SWEPT = {"num_examples": int, "batch_size": int, "epochs": float, "steps": int, "target_epsilon": float,
+          "noise_multiplier": float, "delta": float, "clipping_norm": float}  # fmt: skip
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The parser."""
+    parser = argparse.ArgumentParser(
+        "hf-dp plan",
+        description="What a private run will cost: noise, epsilon, signal beside noise, time. Nothing is run.",
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("--config", metavar="FILE", help="a recipe; options given here replace its values")
+    add("--num-examples", type=int, metavar="N", help="rows of the training set (default: those of the recipe's data)")
+    add("--batch-size", type=int, metavar="B", help="expected logical batch; sample rate = B / N")
+    add("--max-batch-size", type=int, metavar="B", help="most examples of a draw that a step uses (default: no limit)")
+    add("--epochs", type=float, metavar="E", help="steps = E N / B, rounded up (default: 3)")
+    add("--steps", type=int, metavar="T", help="number of optimizer steps, instead of epochs")
+    add("--target-epsilon", type=float, metavar="EPSILON", help="calibrate the noise to it")
+    add("--noise-multiplier", type=float, metavar="SIGMA", help="noise standard deviation / clipping norm, instead")
+    add("--delta", type=float, help="default: 1 / (2 N)")
+    add("--accountant", choices=ACCOUNTANTS, help="whose epsilon counts (default: pld)")
+    add("--clipping-norm", type=float, metavar="C", help="largest L2 norm of one example's gradient (default: 0.1)")
+    add("--cross-check", action="store_true", help="epsilon by every accountant, with its kind")
+    add(
+        "--gradient-norm",
+        type=float,
+        metavar="G",
+        help="norm of the mean clipped gradient, for the signal beside noise",
+    )
+    add("--parameters", type=int, metavar="P", help="trainable parameters, for memory and the signal beside noise")
+    add("--throughput", type=float, metavar="X", help="examples per second (hf-dp bench throughput), for the time")
+    add(
+        "--sweep",
+        metavar="KEY=VALUES",
+        help="a table over one option: batch_size=64..4096 (doubling) or epochs=1,3,10",
+    )
+    add("--transfer-to", type=int, metavar="N", help="settings with the same sample rate and steps for N examples")
+    add("--plot", metavar="PATH", help="effective noise, noise and epsilon as a PNG, PDF or SVG (takes a minute)")
+    add("--json", action="store_true", help="one JSON object on stdout")
+    return parser
+
+
+def main(argv: Sequence[str]) -> int:
+    """Prints the plan; exit code 2 (and a line on stderr) for what cannot be planned."""
+    parser = build_parser()
+    args = parser.parse_args(hyphenated(argv))
+    recipe, _ = split_config([] if args.config is None else ["--config", args.config])
+    if recipe.get("privacy_mode", "dp_sgd") != "dp_sgd":
+        raise ConfigError(f"The recipe's privacy_mode is {recipe['privacy_mode']!r}: it spends no privacy.")
+    if args.plot is not None:
+        from hf_dp._plotting import require_matplotlib
+
+        require_matplotlib(args.plot)
+    settings = _settings(args, recipe)
+    if args.sweep is not None:
+        return _sweep(args, settings)
+    found = _forecast(args, settings)
+    if args.plot is not None:
+        from hf_dp.planning.figures import draw
+
+        draw(found.plan, args.plot)
+    to = None
+    if args.transfer_to is not None:
+        from hf_dp.planning import transfer
+
+        to = transfer(sample_rate=found.plan.sample_rate, steps=found.plan.steps, num_examples=args.transfer_to)
+    if args.json:
+        transferred = None if to is None else dataclasses.asdict(to)
+        print(json.dumps({**_json(found), "transfer": transferred}, allow_nan=False))
+        return 0
+    print(_text(found))
+    if to is not None:
+        print(
+            f"\nfor {to.num_examples:,} examples, same sample rate and steps: expected batch size "
+            f"{to.expected_batch_size}, epochs {to.num_train_epochs:.6g} ({to.steps} steps)"
+        )
+    return 0
+
+
+def _settings(args: argparse.Namespace, recipe: dict[str, Any]) -> dict[str, Any]:
+    """By option name: the command line's, else the recipe's."""
+    settings: dict[str, Any] = {option: _number(recipe.get(key)) for option, key in _KEYS.items()}
+    given = {option: getattr(args, option, None) for option in _KEYS}
+    for one, other in (("epochs", "steps"), ("target_epsilon", "noise_multiplier")):
+        if given[one] is not None or given[other] is not None:  # one of a pair replaces the recipe's other
+            settings[one] = settings[other] = None
+    settings |= {option: value for option, value in given.items() if value is not None}
+    settings["num_examples"] = args.num_examples
+    if args.num_examples is None and recipe:
+        settings["num_examples"] = _rows(recipe)
+    return settings
+
+
+def _number(value: Any) -> Any:
+    """YAML reads 1e-5 as text; words stay what they are."""
+    try:
+        return float(value) if isinstance(value, str) else value
+    except ValueError:
+        return value
+
+
+def _rows(recipe: dict[str, Any]) -> int:
+    """The training rows of a recipe's data, where they are at hand."""
+    if recipe.get("dataset_name") == "demo":
+        from hf_dp.tasks.demo_sentences import demo_dataset
+
+        return len(demo_dataset()["train"])
+    if recipe.get("train_file"):
+        from hf_dp.tasks.files import load_file
+
+        return len(load_file(recipe["train_file"]))
+    raise ConfigError("The recipe names no data, so the number of rows is not known. Give --num-examples N.")
+
+
+def _plan(settings: dict[str, Any]) -> Any:
+    from hf_dp.plan import PrivacyPlan
+
+    if settings["num_examples"] is None:
+        raise ConfigError("Expected --num-examples N, the rows of the training set (or --config with data).")
+    epochs, steps = settings["epochs"], settings["steps"]
+    return PrivacyPlan.create(
+        num_examples=settings["num_examples"],
+        expected_batch_size=settings["batch_size"],
+        max_batch_size=settings["max_batch_size"],
+        clipping_norm=0.1 if settings["clipping_norm"] is None else settings["clipping_norm"],
+        num_train_epochs=3.0 if epochs is None else epochs,
+        max_steps=-1 if steps is None else steps,
+        target_epsilon=settings["target_epsilon"],
+        noise_multiplier=settings["noise_multiplier"],
+        target_delta=settings["delta"],
+        accountant=settings["accountant"] or "pld",
+        clipping=settings["clipping"] or "flat",
+    )
+
+
+def _forecast(args: argparse.Namespace, settings: dict[str, Any]) -> Forecast:
+    from hf_dp.planning import forecast
+
+    plan = _plan(settings)
+    return forecast(
+        plan,
+        ACCOUNTANTS if args.cross_check else None,
+        gradient_norm=args.gradient_norm,
+        parameters=args.parameters,
+        throughput=args.throughput,
+    )
+
+
+def _sweep(args: argparse.Namespace, settings: dict[str, Any]) -> int:
+    from hf_dp.planning import parse_sweep
+
+    key, values = parse_sweep(args.sweep, _SWEPT)
+    rows = []
+    for value in values:
+        changed = {**settings, key: value}
+        if key in ("epochs", "steps"):
+            changed["steps" if key == "epochs" else "epochs"] = None
+        if key in ("target_epsilon", "noise_multiplier"):
+            changed["noise_multiplier" if key == "target_epsilon" else "target_epsilon"] = None
+        rows.append(_forecast(args, changed))
+    if args.json:
+        print(json.dumps({"sweep": key, "rows": [_json(row) for row in rows]}, allow_nan=False))
+        return 0
+    names = [answer.accountant for answer in rows[0].answers]
+    header = [key, "sample rate", "steps", "noise", "effective", *names]
+    with_signal = rows[0].signal_to_noise is not None
+    lines = [[*header, "signal/noise"] if with_signal else header]
+    for value, row in zip(values, rows, strict=True):
+        plan = row.plan
+        cells = [f"{value:g}", f"{plan.sample_rate:.6g}", str(plan.steps), f"{plan.noise_multiplier:.6g}",
+                 f"{row.effective_noise_multiplier:.5g}", *(_cell(answer) for answer in row.answers)]  # fmt: skip
+        lines.append([*cells, f"{row.signal_to_noise:.3g}"] if row.signal_to_noise is not None else cells)
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    for line in lines:
+        print("  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)))
+    print(f"noise: noise multiplier; effective: noise multiplier / sample rate; epsilon by {', '.join(names)}")
+    return 0
+
+
+def _cell(answer: Any) -> str:
+    return "-" if answer.epsilon is None else f"{answer.epsilon.rounded_up(3):.3f}"
+
+
+def _json(found: Forecast) -> dict[str, Any]:
+    return {
+        "plan": found.plan.to_dict(),
+        "epochs": found.epochs,
+        "effective_noise_multiplier": found.effective_noise_multiplier,
+        "signal_to_noise": found.signal_to_noise,
+        "examples": found.examples,
+        "seconds": found.seconds,
+        "state_bytes": found.state_bytes,
+        "results": [json_row(answer) for answer in found.answers],
+    }
+
+
+def _text(found: Forecast) -> str:
+    plan = found.plan
+    capped = "" if plan.max_batch_size is None else f", of which at most {plan.max_batch_size} are used"
+    lines = [
+        f"{plan.num_examples:,} examples, {plan.expected_batch_size:g} expected in a step{capped}: "
+        f"sample rate {plan.sample_rate:.6g}",
+        f"{plan.steps:,} steps, {found.epochs:.4g} epochs, {found.examples:,.0f} examples in all",
+        f"noise multiplier {plan.noise_multiplier:.6g}, effective {found.effective_noise_multiplier:.5g} (/ sample rate)",
+    ]
+    if found.signal_to_noise is not None:
+        lines.append(f"signal / noise of a step {found.signal_to_noise:.4g}")
+    if found.seconds is not None:
+        lines.append(f"{found.seconds / 3600:.2f} hours at that throughput, without start, evaluation and saving")
+    if found.state_bytes is not None:
+        size = f"{found.state_bytes / 2**30:.2f} GiB"
+        lines.append(f"{size} for weights, gradient sums and Adam's moments in float32; activations on top")
+    return "\n".join([*lines, "", table(found.answers, plan.delta)])

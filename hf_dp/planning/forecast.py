@@ -1,0 +1,92 @@
+"""What a plan will cost: epsilon by each accountant, noise beside signal, time and memory. Nothing is run."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from hf_dp import _validate
+from hf_dp.accounting.comparison import Answer, compare
+from hf_dp.plan import PrivacyPlan
+
+# Weights, gradient sums, and Adam's two moments, float32.
+_BYTES_PER_PARAMETER = 16
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """What a plan will cost.
+
+    Attributes:
+        plan: as given.
+        answers: epsilon after all steps, by accountant.
+        signal_to_noise: norm of the mean clipped gradient / expected norm of its noise, for one step; None without
+            ``gradient_norm`` and ``parameters``.
+        examples: expected number of examples that go through the model.
+        seconds: for those at the given throughput, without start, evaluation and saving; None without one.
+        state_bytes: weights, gradient sums and Adam's moments in float32; activations come on top. None without
+            ``parameters``.
+    """
+
+    plan: PrivacyPlan
+    answers: tuple[Answer, ...]
+    signal_to_noise: float | None
+    examples: float
+    seconds: float | None
+    state_bytes: int | None
+
+    @property
+    def effective_noise_multiplier(self) -> float:
+        """sigma / q, what the noise on the mean gradient is proportional to (Li et al. 2022, section 3.1.1)."""
+        return self.plan.noise_multiplier / self.plan.sample_rate
+
+    @property
+    def epochs(self) -> float:
+        """Expected number of times that an example is used."""
+        return self.plan.steps * self.plan.sample_rate
+
+
+def forecast(
+    plan: PrivacyPlan,
+    accountants: Sequence[str] | None = None,
+    *,
+    gradient_norm: float | None = None,
+    parameters: int | None = None,
+    throughput: float | None = None,
+) -> Forecast:
+    """What ``plan`` will cost.
+
+    Args:
+        accountants: which to ask; default the plan's own.
+        gradient_norm: L2 norm of the mean clipped gradient, at most the clipping norm, > 0.
+        parameters: number of trainable parameters, >= 1.
+        throughput: examples per second, > 0.
+
+    Raises: InvalidArgumentError naming the argument.
+    """
+    if parameters is not None:
+        parameters = _validate.integer("parameters", parameters, 1)
+    ratio = None
+    if gradient_norm is not None:
+        signal = _validate.positive("gradient_norm", gradient_norm)
+        if signal > plan.clipping_norm:
+            raise _validate.invalid(
+                "gradient_norm",
+                gradient_norm,
+                f"to be at most the clipping norm {plan.clipping_norm:g}",
+                "It is the norm of a mean of clipped gradients.",
+            )
+        if parameters is None:
+            raise _validate.invalid("parameters", None, "to be given with `gradient_norm`", "Noise grows with it.")
+        # The noise on the mean is N(0, (noise_std / B)^2) in each of p coordinates: its norm is about that times sqrt(p).
+        ratio = signal * plan.expected_batch_size / (plan.noise_std * math.sqrt(parameters))
+    examples = plan.steps * plan.expected_batch_size
+    return Forecast(
+        plan=plan,
+        answers=compare(plan.event(), plan.delta, accountants or (plan.accountant,)),
+        signal_to_noise=ratio,
+        examples=examples,
+        seconds=None if throughput is None else examples / _validate.positive("throughput", throughput),
+        state_bytes=None if parameters is None else _BYTES_PER_PARAMETER * parameters,
+    )

@@ -1,0 +1,153 @@
+"""``hf-dp plan`` as a user calls it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from hf_dp.accounting import calibrate_noise_multiplier
+from hf_dp.cli.main import main
+from hf_dp.planning import figures
+
+SST2 = ["plan", "--num-examples", "67349", "--batch-size", "1024", "--epochs", "3"]
+RDP = ["--accountant", "rdp"]
+
+
+def printed(capsys, *words) -> str:
+    assert main(list(words)) == 0
+    return capsys.readouterr().out
+
+
+def test_text(capsys):
+    out = printed(
+        capsys, *SST2, "--target-epsilon", "3", *RDP, "--gradient-norm", "0.05", "--parameters", "22700000",
+        "--throughput", "100",
+    )  # fmt: skip
+    lines = out.splitlines()
+    assert lines[0] == "67,349 examples, 1024 expected in a step: sample rate 0.0152044"
+    assert lines[1] == "198 steps, 3.01 epochs, 202,752 examples in all"
+    assert lines[2].startswith("noise multiplier 0.8254")
+    # 0.05 x 1024 / (0.8254 x 0.1 x sqrt(22.7e6))
+    assert lines[3] == "signal / noise of a step 0.1302"
+    assert lines[4].startswith("0.56 hours")
+    assert lines[5].startswith("0.34 GiB")
+    assert lines[-1].split() == ["rdp", "bound", "3.000"]
+
+
+def test_json_and_cross_check(capsys):
+    found = json.loads(printed(capsys, *SST2, "--noise-multiplier", "0.82539", "--cross-check", "--json"))
+    assert [(row["accountant"], row["epsilon"]) for row in found["results"]] == [
+        ("pld", 2.412), ("rdp", 3.001), ("prv", 2.421), ("gdp_clt", 1.545),
+    ]  # fmt: skip
+    assert found["effective_noise_multiplier"] == pytest.approx(0.82539 * 67349 / 1024)
+    assert found["plan"]["steps"] == 198
+    assert found["signal_to_noise"] is found["seconds"] is found["transfer"] is None
+
+
+def test_sweep(capsys):
+    out = printed(
+        capsys, "plan", "--num-examples", "67349", "--epochs", "3", "--target-epsilon", "3", *RDP, "--sweep",
+        "batch_size=64..4096",
+    )  # fmt: skip
+    rows = [line.split() for line in out.splitlines()[1:-1]]
+    assert [row[0] for row in rows] == ["64", "128", "256", "512", "1024", "2048", "4096"]
+    effective = [float(row[4]) for row in rows]
+    assert effective == sorted(effective, reverse=True)  # Li et al., Figure 3: large batches, less noise on the mean
+    noise = calibrate_noise_multiplier(3, 1 / (2 * 67349), 1024 / 67349, 198, "rdp")
+    assert rows[4][1:4] == ["0.0152044", "198", f"{noise:.6g}"]
+    assert all(float(row[5]) <= 3 for row in rows)
+
+
+def test_sweep_of_the_noise_replaces_the_target(capsys):
+    words = [*SST2, "--target-epsilon", "3", *RDP, "--sweep", "noise-multiplier=0.8,1.6", "--json"]
+    rows = json.loads(printed(capsys, *words))["rows"]
+    assert [row["plan"]["noise_multiplier"] for row in rows] == [0.8, 1.6]
+    assert rows[0]["results"][0]["epsilon"] > rows[1]["results"][0]["epsilon"]
+
+
+def test_transfer(capsys):
+    found = json.loads(printed(capsys, *SST2, "--noise-multiplier", "1", *RDP, "--transfer-to", "392702", "--json"))
+    to = found["transfer"]
+    assert (to["expected_batch_size"], to["steps"]) == (5971, 198)
+    words = ["plan", "--num-examples", "392702", "--batch-size", "5971", "--epochs", str(to["num_train_epochs"])]
+    again = json.loads(printed(capsys, *words, "--noise-multiplier", "1", *RDP, "--json"))
+    assert again["plan"]["steps"] == 198
+    assert again["effective_noise_multiplier"] == pytest.approx(found["effective_noise_multiplier"], rel=1e-4)
+
+
+@pytest.fixture
+def recipe(tmp_path) -> Path:
+    path = tmp_path / "recipe.yaml"
+    path.write_text(
+        "task: text_classification\nprivacy_mode: dp_sgd\ntarget_epsilon: 3\naccountant: rdp\ntarget_delta: 7e-6\n"
+        "expected_batch_size: 1024\nnum_train_epochs: 3\nlearning_rate: 1e-3\n"
+    )
+    return path
+
+
+def test_a_recipe_and_what_replaces_its_values(capsys, recipe):
+    words = ["plan", "--config", str(recipe), "--num-examples", "67349", "--json"]
+    found = json.loads(printed(capsys, *words))
+    assert (found["plan"]["steps"], found["plan"]["accountant"]) == (198, "rdp")
+    assert found["results"][0]["epsilon"] <= 3
+    assert found["plan"]["delta"] == 7e-6
+    found = json.loads(printed(capsys, *words, "--noise-multiplier", "2", "--steps", "10"))
+    assert (found["plan"]["steps"], found["plan"]["noise_multiplier"], found["plan"]["target_epsilon"]) == (
+        10,
+        2.0,
+        None,
+    )
+
+
+def test_the_demo_recipe_counts_its_rows(capsys):
+    demo = Path(__file__).parents[2] / "recipes" / "demo" / "minilm_dp_adam.yaml"
+    found = json.loads(printed(capsys, "plan", "--config", str(demo), *RDP, "--json"))
+    assert found["plan"]["num_examples"] == 8000
+
+
+def test_a_capped_draw(capsys):
+    found = json.loads(printed(capsys, *SST2, "--noise-multiplier", "0.82543", "--max-batch-size", "1152", "--json"))
+    assert found["results"][0]["epsilon"] == pytest.approx(2.6141 + 1e-3, abs=2e-3)
+    assert main([*SST2, "--noise-multiplier", "1", "--max-batch-size", "1000"]) == 2
+    assert "at least expected_batch_size" in capsys.readouterr().err
+
+
+def test_plot(tmp_path, capsys, monkeypatch):
+    pytest.importorskip("matplotlib")
+    monkeypatch.setattr(figures, "STEPS", (16, 64))
+    monkeypatch.setattr(figures, "sample_rates", lambda: [0.25, 1.0])
+    path = tmp_path / "plan.png"
+    printed(capsys, *SST2, "--noise-multiplier", "1", *RDP, "--plot", str(path))
+    assert path.read_bytes()[:4] == b"\x89PNG"
+
+
+@pytest.mark.parametrize(
+    ("words", "match"),
+    [
+        (["plan", "--batch-size", "10", "--target-epsilon", "1"], "--num-examples N"),
+        (["plan", "--num-examples", "100", "--batch-size", "170", "--target-epsilon", "1"],
+         "`expected_batch_size` to be at most num_examples (100)"),
+        ([*SST2], "`target_epsilon` or `noise_multiplier`"),
+        ([*SST2, "--noise-multiplier", "1", "--gradient-norm", "1", "--parameters", "5"], "at most the clipping norm 0.1"),
+        ([*SST2, "--noise-multiplier", "1", "--gradient-norm", "0.1"], "`parameters` to be given"),
+        ([*SST2, "--noise-multiplier", "1", "--sweep", "batchsize=1..2"], "Did you mean 'batch_size'?"),
+        ([*SST2, "--noise-multiplier", "1", "--sweep", "batch_size=9..2"], "not smaller"),
+        ([*SST2, "--noise-multiplier", "1", "--sweep", "batch_size=1,x"], "to have values like"),
+        ([*SST2, "--noise-multiplier", "1", "--transfer-to", "20"], "`num_examples` to be large enough"),
+        (["plan", "--config", "nowhere.yaml"], "cannot be read"),
+    ],
+)  # fmt: skip
+def test_bad_input_is_one_line_on_stderr(words, match, capsys):
+    assert main(words) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert match in captured.err
+    assert len(captured.err.splitlines()) == 1
+
+
+def test_a_recipe_without_privacy_is_refused(capsys, recipe):
+    recipe.write_text("privacy_mode: non_private\n")
+    assert main(["plan", "--config", str(recipe), "--num-examples", "10"]) == 2
+    assert "spends no privacy" in capsys.readouterr().err

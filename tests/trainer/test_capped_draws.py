@@ -1,0 +1,46 @@
+"""Draws with a largest size, from the argument to the card: sampler, noise, ledger and statement tell the same story."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import tiny
+
+from hf_dp.accounting import PoissonSampledGaussian, TruncatedPoissonSampledGaussian, epsilon
+from hf_dp.errors import InvalidArgumentError, UnsupportedEventError
+
+
+def test_what_ran_is_what_is_accounted(tmp_path):
+    trainer = tiny.trainer(tmp_path, max_logical_batch_size=9, max_steps=6)
+    draw = type(trainer.privacy_plan.sampler()).draw
+    drawn = []
+
+    def watched(self):
+        drawn.append(draw(self))
+        return drawn[-1]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("hf_dp.sampling.PoissonSampler.draw", watched)
+        trainer.train()
+    assert len(drawn) >= 6
+    assert max(map(len, drawn)) <= 9
+    event = TruncatedPoissonSampledGaussian(1.0, 8 / 40, 6, 40, 9)
+    assert trainer.ledger.events == (event,)
+    statement = trainer.privacy_statement()
+    assert statement.epsilon == epsilon(event, 1 / 80).rounded_up(3)
+    assert statement.epsilon > epsilon(PoissonSampledGaussian(1.0, 0.2, 6), 1 / 80).rounded_up(3)
+    assert "of a draw of more than 9 rows" in statement.sampling
+    assert "with truncated Poisson sampling" in statement.sentence()
+    trainer.save_model()
+    written = json.loads((tmp_path / "privacy.json").read_text())
+    assert written["plan"]["max_batch_size"] == 9
+    assert "hf-dp account ledger privacy.json" in (tmp_path / "README.md").read_text()
+    assert written["ledger"][0]["type"] == "TruncatedPoissonSampledGaussian"
+
+
+def test_an_accountant_that_does_not_know_it_refuses_before_training(tmp_path):
+    with pytest.raises(UnsupportedEventError, match='Use accountant="pld"'):
+        tiny.trainer(tmp_path, max_logical_batch_size=9, accountant="rdp")
+    with pytest.raises(InvalidArgumentError, match="max_logical_batch_size"):
+        tiny.trainer(tmp_path, max_logical_batch_size=0)
