@@ -81,6 +81,31 @@ def test_a_generator_of_the_models_own_is_seen_in_the_second_pass():
     assert contribution(model, torch.randn(1, 16), "book_keeping") <= 1 + 1e-5
 
 
+class Hooked(nn.Module):
+    """Both terms of the sum get one gradient tensor; a hook changes it in place after `last` has seen it."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(16, 16), nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.first(x)
+        hidden.register_hook(lambda grad: grad.mul_(100))
+        return (self.last(x) + hidden).square().sum((1, 2))
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_gradient_changed_in_place_after_it_was_seen(strategy):
+    torch.manual_seed(0)
+    assert contribution(Hooked(), torch.randn(1, 3, 16), strategy) <= 1 + 1e-5
+
+
+def test_planted_belief_in_early_norms_is_seen(monkeypatch):
+    monkeypatch.setattr("hf_dp.clipping.book_keeping._versions", lambda use: (0, 0))
+    torch.manual_seed(0)
+    assert contribution(Hooked(), torch.randn(1, 3, 16)) > 1.1
+
+
 # -- rounding of long sums ---
 
 
