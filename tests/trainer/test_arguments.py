@@ -76,6 +76,7 @@ REFUSALS = [
         r"`clipping_strategy` to be one of \['book_keeping', 'two_pass', 'per_example'\]",
     ),
     ({"max_tokens_per_physical_batch": 0}, "`max_tokens_per_physical_batch` to be a whole number >= 1, got 0"),
+    ({"max_logical_batch_size": 0}, "`max_logical_batch_size` to be a whole number >= 1, got 0"),
     (
         {"max_grad_norm": 1.0},
         r"`max_grad_norm` to be unset or 0.*`per_example_max_grad_norm`.*clip_noised_gradient=True",
@@ -143,6 +144,7 @@ REFUSALS = [
     (PUBLIC | {"clipping": "automatic"}, r"`clipping` to be left at 'flat'.*Remove it"),
     (PUBLIC | {"clipping_strategy": "per_example"}, r"`clipping_strategy` to be left.*Remove it"),
     (PUBLIC | {"max_tokens_per_physical_batch": 64}, r"`max_tokens_per_physical_batch` to be left.*Remove it"),
+    (PUBLIC | {"max_logical_batch_size": 64}, r"`max_logical_batch_size` to be left.*Remove it"),
     (PUBLIC | {"accountant": "rdp"}, r"`accountant` to be left at 'pld'.*Remove it"),
     (PUBLIC | {"privacy_unit": "user"}, r"`privacy_unit` to be left.*Remove it"),
     (PUBLIC | {"neighboring_relation": "add_remove"}, r"`neighboring_relation` to be left.*Remove it"),
