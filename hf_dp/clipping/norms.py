@@ -39,10 +39,6 @@ class ExampleNorms:
         """Note a parameter, given all its uses."""
         self._rows[parameter] = norms_of(uses, self._grams)
 
-    def forget(self, parameter: nn.Parameter) -> None:
-        """Drop what was noted of a parameter, if anything: more uses of it are coming."""
-        self._rows.pop(parameter, None)
-
     @torch.no_grad()
     @full_precision()
     def settle(self, uses: Mapping[nn.Parameter, Sequence[Use]]) -> None:
