@@ -32,7 +32,8 @@ def epsilon(mechanisms: Sequence[Mechanism], delta: float, width: float | None =
         return 0.0
     if width is None:
         total = sum(steps for _, _, steps in mechanisms)
-        width = min(2e-3, 2e-3 / math.sqrt(total))
+        # Fine beside what all steps add up to, and beside what one step's loss is.
+        width = min(2e-3 / math.sqrt(total), *(_moments(sigma, q)[1] / 50 for sigma, q, _ in mechanisms))
     cells = [_cells(sigma, q, width) for sigma, q, _ in mechanisms]
     counts = [steps for _, _, steps in mechanisms]
 
@@ -72,7 +73,7 @@ def epsilon(mechanisms: Sequence[Mechanism], delta: float, width: float | None =
     loss, composed = loss[order], composed[order]
     # Where a cell holds much of the mass its midpoint is not its mean; over many steps that adds up.
     shift = sum(
-        n * (_mean_loss(sigma, q) - float(p @ (width * k)))
+        n * (_moments(sigma, q)[0] - float(p @ (width * k)))
         for (k, p), (sigma, q, n) in zip(cells, mechanisms, strict=True)
     )
 
@@ -126,14 +127,15 @@ def _cells(sigma: float, q: float, width: float) -> tuple[np.ndarray, np.ndarray
     return k[kept], points[kept] / points.sum()
 
 
-def _mean_loss(sigma: float, q: float) -> float:
-    """The exact mean: the trapezoidal rule over a smooth integrand that vanishes at both ends."""
+def _moments(sigma: float, q: float) -> tuple[float, float]:
+    """Mean and standard deviation of one step's loss: the trapezoidal rule, exact for what is smooth and ends in zeros."""
     x = np.linspace(-_REACH * sigma, 1 + _REACH * sigma, 20_001)
     log_noise = -0.5 * (x / sigma) ** 2
     log_one = -0.5 * ((x - 1) / sigma) ** 2
     mixture = (1 - q) * np.exp(log_noise) + q * np.exp(log_one)
     losses = np.logaddexp(math.log1p(-q) if q < 1 else -np.inf, math.log(q) + (2 * x - 1) / (2 * sigma**2))
-    return float(mixture @ losses / mixture.sum())
+    mean = float(mixture @ losses / mixture.sum())
+    return mean, math.sqrt(float(mixture @ (losses - mean) ** 2 / mixture.sum()))
 
 
 def _between(z: np.ndarray) -> np.ndarray:
