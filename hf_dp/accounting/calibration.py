@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable
 from decimal import ROUND_CEILING, ROUND_FLOOR, Decimal
-from typing import get_args
 
 from hf_dp._validate import in_unit_interval, integer, non_negative, one_of, positive
 from hf_dp.accounting.accountants import BOUNDS, epsilon, load
@@ -102,8 +101,9 @@ def calibrate_steps(
     sample_rate: float,
     accountant: str = "pld",
     prior_events: Iterable[Event] = (),
+    event: MakeEvent | None = None,
 ) -> int:
-    """The largest number of further Poisson-sampled steps that stays inside the target.
+    """The largest number of further sampled steps that stays inside the target.
 
     Arguments and errors as for :func:`calibrate_noise_multiplier`; ``sample_rate`` may be 0 and ``noise_multiplier``
     0.
@@ -119,8 +119,10 @@ def calibrate_steps(
     sigma = non_negative("noise_multiplier", noise_multiplier)
     sample_rate = in_unit_interval("sample_rate", sample_rate, zero=True, one=True)
 
+    make = event or (lambda noise, count: PoissonSampledGaussian(noise, sample_rate, count))
+
     def fits(count: int) -> bool:
-        return epsilon((*prior, PoissonSampledGaussian(sigma, sample_rate, count)), delta, name).value <= target
+        return epsilon((*prior, make(sigma, count)), delta, name).value <= target
 
     if not fits(0) or not fits(1):
         return 0
@@ -193,7 +195,7 @@ def _checked(
     target_epsilon: float, target_delta: float, accountant: str, prior_events: Iterable[Event]
 ) -> tuple[float, float, str, tuple[Event, ...]]:
     name = one_of("accountant", accountant, BOUNDS, _CLT_HINT)
-    prior = (prior_events,) if isinstance(prior_events, get_args(Event)) else tuple(prior_events)
+    prior = (prior_events,) if isinstance(prior_events, Event) else tuple(prior_events)
     return positive("target_epsilon", target_epsilon), in_unit_interval("target_delta", target_delta), name, prior
 
 

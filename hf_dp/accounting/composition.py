@@ -20,6 +20,7 @@ from hf_dp.accounting.events import (
 from hf_dp.errors import UnsupportedEventError
 
 _EVENTS = get_args(Event)
+USE_PLD = 'Use accountant="pld".'  # where only it knows an event or a relation
 
 
 class SampledTerm(NamedTuple):
@@ -78,11 +79,13 @@ class Composition:
         parts = self.sampled or self.truncated or self.searches
         return not parts and self.gaussian_mu == 0 and not self.noiseless
 
-    def refuse(self, accountant: str, relation: str, *, truncated: str = "", searches: str = "") -> None:
-        """Raises UnsupportedEventError for replace-one, and for a kind of event for which a next move is given."""
-        if relation == "replace_one" and accountant != "pld":
+    def refuse(
+        self, accountant: str, relation: str, *, replace_one: str = "", truncated: str = "", searches: str = ""
+    ) -> None:
+        """Raises UnsupportedEventError for that relation, or a kind of event, where a next move is given for it."""
+        if relation == "replace_one" and replace_one:
             raise UnsupportedEventError(
-                f"Accountant {accountant!r} does not know relation 'replace_one'. Use accountant=\"pld\"."
+                f"Accountant {accountant!r} does not know relation 'replace_one'. {replace_one}"
             )
         cut = self.truncated or tuple(term for search in self.searches for term in search.run.truncated)
         for kind, terms, next_move in (

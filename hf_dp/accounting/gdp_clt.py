@@ -14,7 +14,7 @@ from scipy.optimize import brentq
 from scipy.special import log_ndtr
 
 from hf_dp._validate import in_unit_interval, integer, positive
-from hf_dp.accounting.composition import Composition
+from hf_dp.accounting.composition import USE_PLD, Composition
 from hf_dp.accounting.ranges import Range
 from hf_dp.accounting.value import Epsilon
 
@@ -79,7 +79,7 @@ def noise_multiplier(target_epsilon: float, delta: float, sample_rate: float, st
 
 def epsilon(composition: Composition, delta: float, relation: str = "zero_out") -> Epsilon:
     """Estimate of epsilon at ``delta``; AccountingRangeError outside RANGE, UnsupportedEventError for other kinds."""
-    composition.refuse("gdp_clt", relation, truncated='Use accountant="pld".', searches='Use accountant="rdp".')
+    composition.refuse("gdp_clt", relation, replace_one=USE_PLD, truncated=USE_PLD, searches='Use accountant="rdp".')
     if composition.empty or composition.noiseless:
         return Epsilon(math.inf if composition.noiseless else 0.0, "estimate")
     RANGE.check(composition, delta)

@@ -19,7 +19,7 @@ from dp_accounting import dp_event
 from dp_accounting.rdp import rdp_privacy_accountant as google_rdp
 from scipy.optimize import brentq
 
-from hf_dp.accounting.composition import Composition
+from hf_dp.accounting.composition import USE_PLD, Composition
 from hf_dp.accounting.ranges import Range
 from hf_dp.accounting.value import Epsilon
 
@@ -117,7 +117,7 @@ def _gamma(mean_runs: float, shape: float) -> float:
 
 def epsilon(composition: Composition, delta: float, relation: str = "zero_out") -> Epsilon:
     """Upper bound on epsilon at ``delta``; AccountingRangeError outside RANGE, UnsupportedEventError for other kinds."""
-    composition.refuse("rdp", relation, truncated='Use accountant="pld".')
+    composition.refuse("rdp", relation, replace_one=USE_PLD, truncated=USE_PLD)
     if composition.empty or composition.noiseless:
         return Epsilon(math.inf if composition.noiseless else 0.0, "bound")
     RANGE.check(composition, delta)

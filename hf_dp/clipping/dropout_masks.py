@@ -6,6 +6,7 @@ module's forward and not around the whole model, because it does not reach the f
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -33,12 +34,12 @@ def set_random_state(device: torch.device, state: Sequence[Tensor]) -> None:
         torch.cuda.set_rng_state(state[1], device)
 
 
-class _Dropout(TorchFunctionMode):
+class _Dropout(TorchFunctionMode, ABC):
     """Inside, dropout multiplies by a mask that the subclass gives."""
 
+    @abstractmethod
     def mask(self, input: Tensor, p: float) -> Tensor:
         """The mask for one call, of the shape of ``input``: 0 or 1 / (1 - p)."""
-        raise NotImplementedError
 
     def __torch_function__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None

@@ -73,6 +73,7 @@ class RunLedger:
             self.plan.sample_rate,
             self.plan.accountant,
             prior_events=self.ledger.events,
+            event=self.plan.sampler().event,
         )
 
     @property

@@ -9,6 +9,8 @@ import tiny
 
 from hf_dp.accounting import PoissonSampledGaussian, TruncatedPoissonSampledGaussian, epsilon
 from hf_dp.errors import InvalidArgumentError, UnsupportedEventError
+from hf_dp.plan import PrivacyPlan
+from hf_dp.trainer.run_ledger import RunLedger
 
 
 def test_what_ran_is_what_is_accounted(tmp_path):
@@ -44,3 +46,15 @@ def test_an_accountant_that_does_not_know_it_refuses_before_training(tmp_path):
         tiny.trainer(tmp_path, max_logical_batch_size=9, accountant="rdp")
     with pytest.raises(InvalidArgumentError, match="max_logical_batch_size"):
         tiny.trainer(tmp_path, max_logical_batch_size=0)
+
+
+def test_steps_beyond_the_plan_are_paid_for_as_capped_draws(tmp_path):
+    """A run that is asked for more steps than its plan has stops where *these* draws meet the target."""
+    plan = PrivacyPlan.create(
+        num_examples=40, expected_batch_size=8, clipping_norm=0.1, target_epsilon=8.0, max_steps=5, max_batch_size=8
+    )
+    allowed = RunLedger(tmp_path, plan).allowed_steps(100)
+    assert epsilon(plan.event(int(allowed)), plan.delta).value <= 8
+    assert epsilon(plan.event(int(allowed) + 1), plan.delta).value > 8
+    # As plain Poisson draws many more would have seemed to fit.
+    assert epsilon(PoissonSampledGaussian(plan.noise_multiplier, 0.2, int(allowed) + 1), plan.delta).value < 8
