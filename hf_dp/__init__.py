@@ -9,6 +9,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from hf_dp._version import __version__ as __version__
+from hf_dp._when_imported import when_imported
 
 if TYPE_CHECKING:
     from hf_dp.accounting import Ledger as Ledger
@@ -26,6 +27,8 @@ _HOMES = {
     "PrivacyPlan": "hf_dp.plan",
     "PrivacyStatement": "hf_dp.cards.statement",
 }
+
+when_imported("transformers.models.auto.configuration_auto", "hf_dp.tasks.infilling_config:register")
 
 __all__ = ["__version__", *sorted(_HOMES)]  # noqa: PLE0604
 

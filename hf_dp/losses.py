@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers.models.auto import modeling_auto
 
+from hf_dp._validate import one_of
 from hf_dp.errors import DataError, UnsupportedLossError, UnsupportedModelError
 
 
@@ -28,6 +29,7 @@ _TASKS = {
     "seq2seq_lm": _class_names(modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES),
     "masked_lm": _class_names(modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES),
 }
+_REGISTERED: dict[type[nn.Module], str] = {}
 _DECODER_ONLY = frozenset(modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES) - frozenset(
     modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES
 )
@@ -41,14 +43,23 @@ def base_model(model: nn.Module) -> nn.Module:
     return model if unwrap is None else unwrap()
 
 
+def register_model_class(model_class: type[nn.Module], task: str) -> None:
+    """Declare that the logits of this class, and of its subclasses, are those of ``task``, a key of :func:`task_of`."""
+    _REGISTERED[model_class] = one_of("task", task, _TASKS)
+
+
 def task_of(model: nn.Module) -> str:
     """The model's kind of task, a key of ``_TASKS``: ``"sequence_classification"``, ``"causal_lm"``, ...
 
     Raises: UnsupportedLossError naming the class, when hf_dp knows no per-example loss for it.
     """
-    names = {cls.__name__ for cls in type(base_model(model)).__mro__}
-    for task, classes in _TASKS.items():
-        if names & classes:
+    classes = type(base_model(model)).__mro__
+    for known in classes:
+        if known in _REGISTERED:
+            return _REGISTERED[known]
+    names = {cls.__name__ for cls in classes}
+    for task, of_task in _TASKS.items():
+        if names & of_task:
             return task
     raise UnsupportedLossError(
         f"No per-example loss is known for {type(base_model(model)).__name__}: known are transformers' classes for sequence, "

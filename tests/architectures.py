@@ -11,6 +11,7 @@ sees a batch, a padding token or an attention mask, uses plain autograd in float
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -26,6 +27,8 @@ from torch.nn import functional as F
 
 from hf_dp.clipping import ClippingEngine
 from hf_dp.losses import per_example_loss
+from hf_dp.tasks.infilling import InfillingForSequenceClassification
+from hf_dp.tasks.infilling_config import InfillingConfig
 
 EXACT = 1e-9  # float64: some hundred roundings of 1e-16, in another order
 MASK = 3
@@ -41,7 +44,7 @@ LABELS = 3
 class Architecture:
     """A builder and the task its examples are made for.
 
-    ``build(dropout, dtype, **config)``; ``task``: classification, causal_lm, masked_lm, seq2seq or image;
+    ``build(dropout, dtype, **config)``; ``task``: classification, causal_lm, masked_lm, infilling, seq2seq or image;
     ``float32_inside``: transformers casts to float32 within (see :func:`without_downcasts`); ``end``: the last token of
     each example, where the model looks for one.
     """
@@ -88,6 +91,13 @@ def _masked_lm(a: Architecture, model: Any, length: int, generator: torch.Genera
     return {"input_ids": tokens.masked_fill(chosen, MASK), "labels": tokens.masked_fill(~chosen, IGNORED)}
 
 
+def _infilling(a: Architecture, model: Any, length: int, generator: torch.Generator) -> Batch:
+    """The mask in the middle; where the text is long enough, label words stand in it (7, by :func:`_tokens`)."""
+    tokens = _tokens(length, generator)
+    tokens[:, length // 2] = MASK
+    return {"input_ids": tokens, "labels": _label(generator)}
+
+
 def _seq2seq(a: Architecture, model: Any, length: int, generator: torch.Generator) -> Batch:
     labels = _tokens(1 + length // 2, generator)
     start = torch.full((1, 1), model.config.decoder_start_token_id)
@@ -108,6 +118,7 @@ _EXAMPLES: dict[str, Callable[..., Batch]] = {
     "classification": _classification,
     "causal_lm": _causal_lm,
     "masked_lm": _masked_lm,
+    "infilling": _infilling,
     "seq2seq": _seq2seq,
     "image": _image,
 }
@@ -356,6 +367,20 @@ def _classifier(model_class: Any, config_class: Any, **fixed: Any) -> Architectu
     return Architecture(_builder(model_class, config_class, **_ENCODER | fixed), "classification")
 
 
+def _infilling_classifier(model_class: Any, config_class: Any, **fixed: Any) -> Architecture:
+    build = _builder(model_class, config_class, **_ENCODER | fixed)
+
+    def classifier(**options: Any) -> Any:
+        masked_lm = build(**options)
+        config = InfillingConfig(
+            base_config=masked_lm.config, label_word_ids=[7, 9, 11], mask_token_id=MASK, num_labels=LABELS,
+            attn_implementation=masked_lm.config._attn_implementation, pad_token_id=masked_lm.config.pad_token_id,
+        )  # fmt: skip
+        return InfillingForSequenceClassification(config, masked_lm).train()
+
+    return Architecture(classifier, "infilling")
+
+
 def _language_model(model_class: Any, config_class: Any, **fixed: Any) -> Architecture:
     return Architecture(_builder(model_class, config_class, **fixed), "causal_lm", float32_inside=True)
 
@@ -381,6 +406,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "roberta_masked_lm": Architecture(
         _builder(hf.RobertaForMaskedLM, hf.RobertaConfig, **_ENCODER, pad_token_id=1), "masked_lm"
     ),
+    "infilling_bert": _infilling_classifier(hf.BertForMaskedLM, hf.BertConfig),
     "gpt2_classifier": Architecture(models.gpt2_classifier, "classification"),
     "gpt2_tied": Architecture(models.gpt2, "causal_lm"),
     "gpt2_untied": Architecture(lambda **options: models.gpt2(tied=False, **options), "causal_lm"),
@@ -411,5 +437,26 @@ ARCHITECTURES: dict[str, Architecture] = {
     "dinov2": Architecture(_builder(hf.Dinov2ForImageClassification, hf.Dinov2Config, **_VIT), "image"),
     "convnext": Architecture(
         _builder(hf.ConvNextForImageClassification, hf.ConvNextConfig, **_CONVNEXT, num_labels=LABELS), "image"
+    ),
+}  # fmt: skip
+
+# More bases for infilling; tests/tasks/test_infilling.py runs them.
+INFILLING: dict[str, Architecture] = {
+    "bert": ARCHITECTURES["infilling_bert"],
+    "bert untied": _infilling_classifier(hf.BertForMaskedLM, hf.BertConfig, tie_word_embeddings=False),
+    "roberta": _infilling_classifier(hf.RobertaForMaskedLM, hf.RobertaConfig, pad_token_id=1),
+    "distilbert": _infilling_classifier(hf.DistilBertForMaskedLM, hf.DistilBertConfig, n_layers=2, n_heads=2, dim=16),
+    "albert": _infilling_classifier(hf.AlbertForMaskedLM, hf.AlbertConfig, embedding_size=8),
+    "deberta_v2": _infilling_classifier(
+        hf.DebertaV2ForMaskedLM, hf.DebertaV2Config, relative_attention=False, type_vocab_size=2
+    ),
+    "electra": _infilling_classifier(hf.ElectraForMaskedLM, hf.ElectraConfig, embedding_size=8),
+    "mpnet": _infilling_classifier(hf.MPNetForMaskedLM, hf.MPNetConfig),
+    "modernbert": dataclasses.replace(
+        _infilling_classifier(
+            hf.ModernBertForMaskedLM, hf.ModernBertConfig, pad_token_id=0, cls_token_id=2, bos_token_id=2, sep_token_id=3,
+            eos_token_id=3, local_attention=4, global_attn_every_n_layers=2,
+        ),
+        float32_inside=True,
     ),
 }  # fmt: skip

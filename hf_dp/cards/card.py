@@ -20,6 +20,7 @@ from jinja2 import Environment, StrictUndefined, Template
 
 from hf_dp._version import __version__
 from hf_dp.accounting import Gaussian, PoissonSampledGaussian, event_from_dict
+from hf_dp.cards.provenance import seen_in_pretraining
 from hf_dp.cards.statement import AccountantResult, PrivacyStatement, epsilon_text
 from hf_dp.errors import InvalidArgumentError
 
@@ -54,6 +55,7 @@ def render_card(
     language: str | list[str] | None = None,
     tags: Iterable[str] | None = None,
     library_name: str = "transformers",
+    pretraining_sources: Iterable[str] | None = None,
 ) -> str:
     """The complete README.md: YAML metadata, then Markdown.
 
@@ -65,6 +67,7 @@ def render_card(
         training: public settings (learning rate, epochs, batch sizes, ...), shown as given.
         license, language: as the hub spells them. tags: further ones, kept.
         library_name: "transformers" or "peft".
+        pretraining_sources: names of public data sets the base has seen; the card warns when ``dataset`` is among them.
 
     Returns: text; unknown values read "unknown". Metadata that the hub checks against its lists or links to (language,
         base model, data set, pipeline tag) is left out of the YAML block when unknown.
@@ -74,6 +77,8 @@ def render_card(
     """
     metrics, training = dict(metrics or {}), dict(training or {})
     _refuse_unnoised(list(metrics), list(training), statement.facts.released)
+    sources = [one_line(source) for source in pretraining_sources or ()]
+    seen = seen_in_pretraining(dataset, sources)
     hub_base, hub_dataset = hub_id(base_model), hub_id(dataset)
     base_model, dataset = public_name(base_model), public_name(dataset)
     title = public_name(model_name) or UNKNOWN
@@ -94,9 +99,11 @@ def render_card(
         accountant_rows=[_accountant_row(row) for row in statement.epsilons],
         parameter_rows=_parameter_rows(statement),
         check=_check(statement),
+        seen_in_pretraining=seen,
         about_rows=_rows(
             {
                 "Base model": base_model,
+                "Pretraining data, as far as listed": ", ".join(sources) or None,
                 "Training data": dataset,
                 "Task": task_tag,
                 "Language": ", ".join(languages) or None,

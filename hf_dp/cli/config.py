@@ -59,10 +59,14 @@ def parse(
     """
     from transformers import HfArgumentParser
 
-    known = {field.name for cls in dataclass_types for field in dataclasses.fields(cls) if field.init}
-    check_keys(values, known | set(extra))
+    known = {field.name: field for cls in dataclass_types for field in dataclasses.fields(cls) if field.init}
+    check_keys(values, {*known, *extra})
     parser = HfArgumentParser(list(dataclass_types), prog=prog, allow_abbrev=False)  # type: ignore[arg-type]
-    parser.set_defaults(**{name: value for name, value in values.items() if name in known})
+    defaults = {name: value for name, value in values.items() if name in known}
+    for name, value in defaults.items():
+        if isinstance(value, str) and str(known[name].type).startswith("list"):
+            defaults[name] = [value]  # one value of a list need not be written as one
+    parser.set_defaults(**defaults)
     for action in parser._actions:
         if action.dest in values:
             action.required = False

@@ -5,7 +5,7 @@ For example ``i`` every layer's gradient has one of three forms, with ``t`` runn
 * outer products: ``G_i = sum_t left_it right_it^T``, parameter of shape (m, n) once its trailing dimensions are flattened.
   ``nn.Linear``: left = output gradient, right = input; GPT-2's ``Conv1D`` (weight stored in x out): the other way round;
   ``nn.Conv2d``: left = output gradient, right = the patch under the kernel.
-* lookups: ``G_i = sum_t onehot(token_it) grad_it^T``, parameter of shape (V, n).
+* lookups: ``G_i = sum_t onehot(token_it) grad_it^T``, parameter of shape (V, n), or (V,) with n = 1.
 * dense: the gradient itself, shape (b, *parameter.shape); for biases, norms and whatever is smaller than its records.
 
 Two uses of one parameter (a reused layer, a tied embedding) add their gradients, so their norm needs the inner product of
@@ -218,7 +218,7 @@ class Lookups(Use):
 
     def fits(self, shape: torch.Size, examples: int) -> bool:
         rows = self.tokens.dim() == 2 and len(self.tokens) == examples
-        return rows and len(shape) == 2 and self.grads.shape == (*self.tokens.shape, shape[1])
+        return rows and len(shape) in (1, 2) and self.grads.shape == (*self.tokens.shape, shape[1:].numel())
 
     def joined(self, other: Lookups) -> Lookups:
         """Both uses as one, along the positions."""
@@ -245,11 +245,13 @@ class Lookups(Use):
         dtype = accumulation_dtype(self.grads.dtype)
         total = torch.zeros(shape, dtype=dtype, device=self.grads.device) if total is None else total
         weighted = self.grads.to(dtype) * weights.to(dtype)[:, None, None]
-        return total.index_add_(0, self.tokens.flatten(), weighted.flatten(0, 1))
+        total.view(len(total), -1).index_add_(0, self.tokens.flatten(), weighted.flatten(0, 1))
+        return total
 
     def example_gradient(self, index: int, shape: torch.Size) -> Tensor:
         gradient = torch.zeros(shape, dtype=torch.float64, device=self.grads.device)
-        return gradient.index_add_(0, self.tokens[index], self.grads[index].double())
+        gradient.view(len(gradient), -1).index_add_(0, self.tokens[index], self.grads[index].double())
+        return gradient
 
     def fingerprint(self) -> Tensor:
         return torch.linalg.vector_norm(self.grads, dim=(1, 2))
@@ -363,6 +365,6 @@ def _with_dense(gradients: Tensor, records: Use) -> Tensor:
         return torch.bmm(left, gradients.flatten(2)).mul_(right).sum(-1)
     if isinstance(records, Lookups):
         rows = torch.stack([d[tokens] for d, tokens in zip(gradients, records.tokens, strict=True)])
-        return rows.mul_(records.grads.to(rows.dtype)).sum(-1)
+        return rows.view_as(records.grads).mul_(records.grads.to(rows.dtype)).sum(-1)
     assert isinstance(records, Dense)
     return (gradients * records.gradients).flatten(1)

@@ -6,17 +6,23 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from hf_dp._validate import invalid, one_of
 from hf_dp.errors import DataError
+from hf_dp.tasks.template_tokenizer import room_for_text
 
 
 def label_names(dataset: Any, label_column: str, given: Sequence[str] | None) -> list[str]:
     """The class names: ``given``, else those the file's schema declares. Rows are never scanned for them.
 
     (A label set read off private rows would itself be a release: a class with one member tells of that member.)
-    Raises: DataError when neither is there.
+    Raises: DataError when neither is there; InvalidArgumentError for fewer than two names, or a name twice.
     """
     require_columns(dataset, [label_column], "label_column")
     if given:
+        if len(set(given)) < max(2, len(given)):
+            raise invalid(
+                "class_names", list(given), "to name at least two different classes", "In the order of their ids."
+            )
         return list(given)
     declared = getattr(dataset.features[label_column], "names", None)
     if declared is None:
@@ -39,8 +45,17 @@ def encode(
 ) -> Any:
     """Token ids, attention mask and ``label`` for each row; one or two text columns, cut at ``max_length`` tokens.
 
-    Raises: DataError for missing columns, text that is no string, or a label outside ``0 .. len(names) - 1``.
+    The tokenizer decides what the text becomes: a sequence for a classification head, or a filled template
+    (:func:`~hf_dp.tasks.template_tokenizer.with_template`), of which only the texts are cut, the longer one first.
+
+    Raises: DataError for missing columns, text that is no string, or a label outside ``0 .. len(names) - 1``;
+        InvalidArgumentError for other than one or two text columns, or where no token of text would fit.
     """
+    if len(text_columns) not in (1, 2):
+        raise invalid(
+            "text_columns", list(text_columns), "to name one or two columns", "A model reads a text or a pair."
+        )
+    room_for_text(tokenizer, len(text_columns), max_length)
     require_columns(dataset, text_columns, "text_columns")
     require_columns(dataset, [label_column], "label_column")
     ids = {name: index for index, name in enumerate(names)}
@@ -60,14 +75,29 @@ def encode(
     return dataset.map(rows, batched=True, remove_columns=dataset.column_names, desc="Tokenizing")
 
 
-def accuracy() -> Callable[[Any], dict[str, float]]:
-    """``compute_metrics`` for Trainer: accuracy, through ``evaluate``'s metric shipped with this package."""
+METRICS = ("accuracy", "f1")
+
+
+def metrics(names: Sequence[str], classes: int) -> Callable[[Any], dict[str, float]]:
+    """``compute_metrics`` for Trainer, through ``evaluate``'s modules of these names shipped with this package.
+
+    Raises: InvalidArgumentError for an unknown metric, or for F1 where there are not two classes.
+    """
     import evaluate
 
-    metric = evaluate.load(str(Path(__file__).parent / "metrics" / "accuracy"))
+    for name in names:
+        one_of("metrics", name, METRICS)
+    if "f1" in names and classes != 2:
+        raise invalid(
+            "metrics", list(names), f"to be without f1 for {classes} classes", "F1 here is that of class 1 of two."
+        )
+    modules = [evaluate.load(str(Path(__file__).parent / "metrics" / name)) for name in names]
 
     def compute(prediction: Any) -> dict[str, float]:
         logits = prediction.predictions[0] if isinstance(prediction.predictions, tuple) else prediction.predictions
-        return metric.compute(predictions=logits.argmax(-1), references=prediction.label_ids) or {}
+        found: dict[str, float] = {}
+        for module in modules:
+            found |= module.compute(predictions=logits.argmax(-1), references=prediction.label_ids) or {}
+        return found
 
     return compute

@@ -35,6 +35,19 @@ def load_file(path: str) -> Any:
     return dataset
 
 
+def load_hub(name: str, config: str | None, split: str) -> Any:
+    """One split of a data set on the Hub, or in a local folder laid out like one. Raises: DataError."""
+    import datasets
+
+    try:
+        return datasets.load_dataset(name, config, split=split)
+    except Exception as problem:  # no such data set, config or split, no network, a damaged file: each its own error
+        raise DataError(
+            f"The split {split!r} of the data set {name!r} (dataset_config {config!r}) could not be loaded: "
+            f"{str(problem).splitlines()[0]}"
+        ) from problem
+
+
 def resolve_model(name: str) -> str:
     """A model name or path as ``from_pretrained`` takes it; ``package:NAME`` is the model inside a Python package.
 

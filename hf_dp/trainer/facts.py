@@ -69,6 +69,7 @@ def card_details(trainer: Any, **given: Any) -> dict[str, Any]:
         "training": _public_settings(args),
         "license": given.pop("license", None),
         "language": given.pop("language", None),
+        "pretraining_sources": pretraining_sources(model),
         "tags": [tags] if isinstance(tags, str) else list(tags),
     }
     given.pop("tasks", None)
@@ -77,6 +78,11 @@ def card_details(trainer: Any, **given: Any) -> dict[str, Any]:
     if given:
         raise TypeError(f"create_model_card() got unexpected arguments {sorted(given)}")
     return known
+
+
+def pretraining_sources(model: nn.Module) -> list[str]:
+    """Names of public data sets that the base has seen, as far as its configuration lists them."""
+    return list(getattr(getattr(base_model(model), "config", None), "pretraining_sources", None) or [])
 
 
 def _task(model: nn.Module) -> str:

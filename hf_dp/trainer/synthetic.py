@@ -50,6 +50,8 @@ def _texts(model: nn.Module, base: Any) -> tuple[Batch, list[Batch]]:
     alone = []
     for length, target_length in zip(_LENGTHS, _TARGET_LENGTHS, strict=True):
         ids = tokens[torch.randint(len(tokens), (1, length))]
+        if valid := getattr(base, "valid_input_ids", None):
+            ids = valid(ids)
         if isinstance(config.eos_token_id, int) and 0 <= config.eos_token_id < vocabulary:
             ids[:, :-1][ids[:, :-1] == config.eos_token_id] = (
                 ids[0, 0] if ids[0, 0] != config.eos_token_id else tokens[0]

@@ -22,6 +22,7 @@ from transformers.utils import logging
 from hf_dp._validate import invalid
 from hf_dp.accounting import Epsilon, Ledger, epsilon
 from hf_dp.cards.card import render_card
+from hf_dp.cards.provenance import seen_in_pretraining
 from hf_dp.cards.statement import PrivacyStatement, RunFacts
 from hf_dp.clipping import ClippingEngine, refuse_coupling, self_check
 from hf_dp.errors import DataError, LedgerError, UnsupportedArgumentError
@@ -39,7 +40,7 @@ from hf_dp.trainer.checks import (
     check_train_dataset,
 )
 from hf_dp.trainer.dataloader import private_dataloader
-from hf_dp.trainer.facts import card_details, run_facts
+from hf_dp.trainer.facts import card_details, pretraining_sources, run_facts
 from hf_dp.trainer.loading import apply_peft, load_model
 from hf_dp.trainer.modes.dp_sgd import release_gradient
 from hf_dp.trainer.run_ledger import RunLedger, refuse_foreign_ledger
@@ -243,6 +244,13 @@ class DPTrainer(Trainer):
                         "Pass False to start a run."
                     )
             run.resume(checkpoint)
+        if seen := seen_in_pretraining(self.dataset_name, pretraining_sources(self.model)):
+            logger.warning(
+                "The base model was pretrained on %s, the same text as the training data %s: what it knows of these rows is "
+                "not covered by epsilon. The card says so.",
+                ", ".join(seen),
+                self.dataset_name,
+            )
         try:
             output = super().train(resume_from_checkpoint, *args, **kwargs)
             self._write_privacy_files(self.folder)

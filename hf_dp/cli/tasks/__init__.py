@@ -2,4 +2,7 @@
 
 from __future__ import annotations
 
-TASKS = {"text_classification": "hf_dp.cli.tasks.text_classification"}
+TASKS = {
+    "text_classification": "hf_dp.cli.tasks.text_classification",
+    "masked_lm": "hf_dp.cli.tasks.masked_lm",
+}

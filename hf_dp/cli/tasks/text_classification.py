@@ -1,59 +1,36 @@
-"""Fine-tune an encoder to classify texts, privately or not: load, encode, train, evaluate, save, state epsilon."""
+"""Fine-tune an encoder to classify texts, privately or not: load, encode, train, evaluate, save, state epsilon.
+
+With a head on top, or, with ``infilling``, by the word a masked language model puts into a template.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from hf_dp.cli.config import parse, peft_config, split_config
-from hf_dp.errors import ConfigError, DataError
+from hf_dp.cli.tasks.classification_data import DataArguments, encode_all, load_evaluation, load_train
+from hf_dp.errors import ConfigError, DataError, HfDpError
 
 
 @dataclass
 class ModelArguments:
-    """Which model starts."""
+    """Which model starts, and how it classifies."""
 
     model_name_or_path: str = field(
         metadata={"help": "Hub name, local folder, or package:NAME for a model inside an installed Python package."}
     )
+    infilling: str | None = field(
+        default=None,
+        metadata={
+            "help": "Classify by filling in a word: sst2, mnli, qnli or qqp for the papers' templates; in YAML also "
+            "{template: '<S1> It was [MASK] .', label_words: {negative: terrible, positive: great}}. Default: a new head."
+        },
+    )
     freeze: list[str] = field(
         default_factory=list, metadata={"help": "Prefixes of parameter names to freeze, for example bert.embeddings."}
     )
-
-
-@dataclass
-class DataArguments:
-    """Which rows, and which of their columns."""
-
-    dataset_name: str | None = field(default=None, metadata={"help": "`demo` for the built-in synthetic sentences."})
-    train_file: str | None = field(default=None, metadata={"help": "Training rows: .parquet, .csv, .json or .jsonl."})
-    validation_file: str | None = field(default=None, metadata={"help": "Evaluation rows, same columns."})
-    text_columns: list[str] = field(
-        default_factory=lambda: ["sentence"], metadata={"help": "One or two columns of text."}
-    )
-    label_column: str = field(default="label", metadata={"help": "Column of class ids or class names."})
-    class_names: list[str] = field(
-        default_factory=list, metadata={"help": "Class names by id; needed when the file declares none."}
-    )
-    max_length: int = field(default=128, metadata={"help": "Longest text, in tokens; longer ones are cut."})
-
-
-def load_data(data: DataArguments) -> tuple[Any, Any, str]:
-    """(training rows, evaluation rows, name for the card). Raises: ConfigError, DataError."""
-    from hf_dp.tasks.demo_sentences import demo_dataset
-    from hf_dp.tasks.files import load_file
-
-    if data.dataset_name == "demo":
-        splits = demo_dataset()
-        return splits["train"], splits["validation"], "hf_dp demo sentences (synthetic)"
-    if data.dataset_name is not None:
-        raise ConfigError(
-            f"Expected `dataset_name` to be 'demo', got {data.dataset_name!r}. Use train_file for your data."
-        )
-    if data.train_file is None or data.validation_file is None:
-        raise ConfigError("Expected `train_file` and `validation_file` (or `dataset_name: demo`) to be given.")
-    return load_file(data.train_file), load_file(data.validation_file), "private"
 
 
 def main(argv: Sequence[str]) -> int:
@@ -78,40 +55,61 @@ def main(argv: Sequence[str]) -> int:
 
 def build_trainer(model_args: ModelArguments, data_args: DataArguments, args: Any, adapter: Any) -> Any:
     """A :class:`DPTrainer` for the task. Raises: DataError, ConfigError, InvalidArgumentError."""
-    from transformers import AutoModelForSequenceClassification, AutoTokenizer, set_seed
+    from transformers import set_seed
 
-    from hf_dp.tasks.classification import accuracy, encode, label_names
-    from hf_dp.tasks.files import resolve_model
+    from hf_dp.tasks.classification import encode, label_names, metrics
     from hf_dp.trainer.trainer import DPTrainer
 
-    train_rows, evaluation_rows, dataset = load_data(data_args)
+    train_rows, evaluation_rows = load_train(data_args), load_evaluation(data_args)
     names = label_names(train_rows, data_args.label_column, data_args.class_names)
+    set_seed(args.seed)  # the head's initial weights
+    model, tokenizer = load_classifier(model_args, data_args, names)
+    columns = (tokenizer, data_args.text_columns, data_args.label_column, names, data_args.max_length)
+    freeze(model, model_args.freeze)
+    trainer = DPTrainer(
+        model,
+        args,
+        train_dataset=encode(train_rows, *columns),
+        eval_dataset=encode_all(evaluation_rows, columns),
+        processing_class=tokenizer,
+        compute_metrics=metrics(data_args.metrics, len(names)),
+        peft_config=adapter,
+    )
+    trainer.dataset_name, trainer.base_model_name = data_args.public_name, model_args.model_name_or_path
+    return trainer
+
+
+def load_classifier(model_args: ModelArguments, data_args: DataArguments, names: Sequence[str]) -> tuple[Any, Any]:
+    """(model, tokenizer): with a new head, or infilling with its template in the tokenizer.
+
+    Raises: DataError for what cannot be loaded, ConfigError for a template of other than ``text_columns``' number of texts.
+    """
+    from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+    from hf_dp.tasks.files import resolve_model
+    from hf_dp.tasks.infilling import load_infilling
+    from hf_dp.tasks.templates import Infilling
+
+    infilling = None if model_args.infilling is None else Infilling.of(model_args.infilling)
+    if infilling is not None and infilling.template.texts != len(data_args.text_columns):
+        raise ConfigError(
+            f"The template {infilling.template.text!r} takes {infilling.template.texts} text column(s), but `text_columns` "
+            f"names {data_args.text_columns}. Let both agree."
+        )
     path = resolve_model(model_args.model_name_or_path)
     try:
         tokenizer = AutoTokenizer.from_pretrained(path)
+        if infilling is not None:
+            return load_infilling(path, tokenizer, infilling, names)
+        labels = {"id2label": dict(enumerate(names)), "label2id": {name: index for index, name in enumerate(names)}}
+        return AutoModelForSequenceClassification.from_pretrained(path, num_labels=len(names), **labels), tokenizer
+    except HfDpError:
+        raise  # says what is wrong itself, and may be a ValueError
     except (OSError, ValueError) as problem:
         raise DataError(
             f"The model {model_args.model_name_or_path!r} could not be loaded: {str(problem).splitlines()[0]} "
             "Give a Hub name, a folder with config.json, weights and tokenizer, or package:NAME."
         ) from problem
-    columns = (tokenizer, data_args.text_columns, data_args.label_column, names, data_args.max_length)
-    train_set, evaluation_set = encode(train_rows, *columns), encode(evaluation_rows, *columns)
-    set_seed(args.seed)  # the head's initial weights
-    model = AutoModelForSequenceClassification.from_pretrained(
-        path, num_labels=len(names), id2label=dict(enumerate(names)), label2id={n: i for i, n in enumerate(names)}
-    )
-    freeze(model, model_args.freeze)
-    trainer = DPTrainer(
-        model,
-        args,
-        train_dataset=train_set,
-        eval_dataset=evaluation_set,
-        processing_class=tokenizer,
-        compute_metrics=accuracy(),
-        peft_config=adapter,
-    )
-    trainer.dataset_name, trainer.base_model_name = dataset, model_args.model_name_or_path
-    return trainer
 
 
 def freeze(model: Any, prefixes: Sequence[str]) -> None:
@@ -124,10 +122,22 @@ def freeze(model: Any, prefixes: Sequence[str]) -> None:
             parameter.requires_grad_(False)
 
 
+def metric_lines(metrics: Mapping[str, float], evaluation: Any) -> list[str]:
+    """``accuracy on the 872 evaluation rows: 0.9`` for each metric of each evaluation set."""
+    sets = evaluation if isinstance(evaluation, Mapping) else {"": evaluation}
+    lines = []
+    for name, rows in sets.items():
+        prefix = f"eval_{name}_" if name else "eval_"
+        found = {key.removeprefix(prefix): value for key, value in metrics.items() if key.startswith(prefix)}
+        where = f"{len(rows)} {name + ' ' if name else ''}evaluation rows"
+        lines += [f"{metric} on the {where}: {found[metric]:.4f}" for metric in ("accuracy", "f1") if metric in found]
+    return lines
+
+
 def print_summary(trainer: Any, metrics: dict[str, float]) -> None:
-    """Accuracy, epsilon by every accountant, and last the folder of checkpoint and card."""
+    """Metrics, epsilon by every accountant, and last the folder of checkpoint and card."""
     print()
-    print(f"accuracy on the {len(trainer.eval_dataset)} evaluation rows: {metrics['eval_accuracy']:.4f}")
+    print("\n".join(metric_lines(metrics, trainer.eval_dataset)))
     if trainer.args.is_private:
         print(trainer.privacy_statement())
     print(trainer.args.output_dir)

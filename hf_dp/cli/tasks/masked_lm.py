@@ -1,0 +1,196 @@
+"""Continue the pretraining of a masked language model on public text: plain, without privacy.
+
+For a base whose masked-LM head is missing (a sentence encoder, say), so that infilling has words to compare. Only public
+text may go in: nothing of it is protected, and the checkpoint lists it under ``pretraining_sources``.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from hf_dp._validate import in_unit_interval, positive
+from hf_dp.cli.config import parse, split_config
+from hf_dp.errors import DataError
+
+
+@dataclass
+class PretrainingArguments:
+    """What is trained, on which text, and when it ends."""
+
+    model_name_or_path: str = field(metadata={"help": "Hub name, folder, or package:NAME; its head may be missing."})
+    text_files: list[str] = field(metadata={"help": "Files of public text: .parquet, .csv, .json or .jsonl."})
+    text_columns: list[str] = field(
+        metadata={"help": "Columns of text, of whichever file has them; annotations.text for nested ones."}
+    )
+    pretraining_sources: list[str] = field(
+        metadata={"help": "Names of all public data sets the checkpoint will have seen, the base's own included."}
+    )
+    max_length: int = field(default=64, metadata={"help": "Longest text, in tokens; longer ones are cut."})
+    mlm_probability: float = field(default=0.3, metadata={"help": "Share of tokens that are predicted."})
+    held_out: float = field(default=0.02, metadata={"help": "Share of texts the accuracy is measured on."})
+    max_minutes: float = field(
+        default=45.0, metadata={"help": "Processor time (of all threads) after which it stops."}
+    )
+    smallest_gain: float = field(
+        default=0.005, metadata={"help": "It also stops when the accuracy gained less between two evaluations."}
+    )
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the task; prints each accuracy, why it stopped, and last the folder."""
+    from transformers import TrainingArguments
+
+    values, words = split_config(argv)
+    task, args = parse([PretrainingArguments, TrainingArguments], values, words, prog="hf-dp train", extra=("task",))
+    positive("max_minutes", task.max_minutes)
+    in_unit_interval("mlm_probability", task.mlm_probability)
+    in_unit_interval("held_out", task.held_out)
+    trainer = build_trainer(task, args)
+    trainer.evaluate()
+    trainer.train()
+    trainer.evaluate()
+    trainer.save_model()
+    stop = trainer.stop
+    first, *_, last = stop.accuracies
+    Path(args.output_dir, "pretraining.json").write_text(
+        json.dumps({"held_out_accuracy": stop.accuracies, "stopped": stop.reason}, indent=1) + "\n"
+    )
+    print(f"held-out masked-token accuracy: {last:.4f} (before: {first:.4f}); stopped: {stop.reason}")
+    print(args.output_dir)
+    return 0
+
+
+def texts(files: Sequence[str], columns: Sequence[str]) -> Iterator[str]:
+    """Every text of these columns, in the order of the files. Raises: DataError for a file that has none of them."""
+    from hf_dp.tasks.files import load_file
+
+    for file in files:
+        rows = load_file(file)
+        found = [column.split(".") for column in columns if column.split(".")[0] in rows.column_names]
+        if not found:
+            raise DataError(
+                f"The file {Path(file).name!r} has the columns {rows.column_names}, none of {list(columns)}."
+            )
+        for first, *rest in found:
+            for value in rows[first]:
+                yield from _texts(value, rest)
+
+
+def _texts(value: Any, path: Sequence[str]) -> Iterator[str]:
+    if isinstance(value, list):
+        for item in value:
+            yield from _texts(item, path)
+    elif path:
+        yield from _texts(value[path[0]], path[1:])
+    elif value:
+        yield value
+
+
+def build_trainer(task: PretrainingArguments, args: Any) -> Any:
+    """A stock Trainer, except that it computes vocabulary logits where a token is predicted and nowhere else."""
+    import datasets
+    from transformers import AutoModelForMaskedLM, AutoTokenizer, DataCollatorForLanguageModeling
+
+    from hf_dp.tasks.files import resolve_model
+
+    path = resolve_model(task.model_name_or_path)
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    model = AutoModelForMaskedLM.from_pretrained(path)
+    seen = getattr(model.config, "pretraining_sources", None) or []
+    model.config.pretraining_sources = list(dict.fromkeys([*seen, *task.pretraining_sources]))
+    lines = list(dict.fromkeys(texts(task.text_files, task.text_columns)))
+    encoded = tokenizer(lines, truncation=True, max_length=task.max_length, return_special_tokens_mask=True)
+    names = ("input_ids", "attention_mask", "special_tokens_mask")
+    parts = datasets.Dataset.from_dict({name: encoded[name] for name in names}).train_test_split(
+        task.held_out, seed=args.seed
+    )
+    args.remove_unused_columns = False  # the collator reads special_tokens_mask
+    return _trainer_class()(
+        task,
+        model,
+        args,
+        DataCollatorForLanguageModeling(tokenizer, mlm_probability=task.mlm_probability),
+        parts["train"],
+        parts["test"],
+        processing_class=tokenizer,
+        preprocess_logits_for_metrics=lambda logits, labels: logits.argmax(-1),
+    )
+
+
+def _trainer_class() -> type:
+    """Made when asked for: transformers takes seconds to import, and ``--help`` must not."""
+    import torch
+    from torch.nn import functional as F
+    from transformers import Trainer, TrainerCallback
+
+    class Stop(TrainerCallback):
+        """Ends training by processor time, or when an evaluation gained little."""
+
+        def __init__(self, task: PretrainingArguments):
+            self.task, self.began = task, time.process_time()
+            self.accuracies: list[float] = []
+            self.reason = "all steps were taken"
+
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
+            if time.process_time() - self.began > 60 * self.task.max_minutes:
+                self.reason = (
+                    f"{self.task.max_minutes:g} minutes of processor time were used, at step {state.global_step}"
+                )
+                control.should_training_stop = True
+            return control
+
+        def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
+            self.accuracies.append(kwargs["metrics"]["eval_accuracy"])
+            gains = [b - a for a, b in zip(self.accuracies, self.accuracies[1:], strict=False)]
+            if len(gains) > 1 and gains[-1] < self.task.smallest_gain:
+                self.reason = (
+                    f"the accuracy gained {gains[-1]:.4f} since the evaluation before, at step {state.global_step}"
+                )
+                control.should_training_stop = True
+            return control
+
+    class PretrainingTrainer(Trainer):
+        model: Any
+
+        def __init__(self, task: PretrainingArguments, *args: Any, **kwargs: Any):
+            super().__init__(*args, **kwargs)
+            self.stop = Stop(task)
+            self.add_callback(self.stop)
+
+        def compute_loss(
+            self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+        ) -> Any:
+            labels, _ = inputs["labels"], inputs.pop("special_tokens_mask", None)
+            predicted = labels != -100
+
+            def only_predicted(module: Any, args: Any, output: Any) -> Any:
+                output.last_hidden_state = output.last_hidden_state[predicted]
+                return output
+
+            with self.model.base_model.register_forward_hook(only_predicted):
+                logits = model(input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"]).logits
+            loss = F.cross_entropy(logits, labels[predicted])
+            return (loss, logits) if return_outputs else loss
+
+        def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
+            """Share of held-out masked tokens that are predicted; the same masks each time."""
+            self.model.eval()
+            right = count = 0
+            with torch.random.fork_rng(), torch.no_grad():
+                torch.manual_seed(0)
+                for batch in self.get_eval_dataloader():
+                    batch = self._prepare_inputs(batch)
+                    _, logits = self.compute_loss(self.model, batch, return_outputs=True)
+                    targets = batch["labels"][batch["labels"] != -100]
+                    right, count = right + int((logits.argmax(-1) == targets).sum()), count + len(targets)
+            metrics = {"eval_accuracy": right / max(count, 1)}
+            self.log(metrics)
+            self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
+            return metrics
+
+    return PretrainingTrainer

@@ -1,0 +1,43 @@
+"""The configuration of an infilling classifier: that of its base, and which words stand for which classes."""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import field
+from typing import Any
+
+from transformers import AutoConfig, PreTrainedConfig
+from transformers.configuration_utils import SubConfigSpec
+
+
+class InfillingConfig(PreTrainedConfig):
+    """Configuration of :class:`~hf_dp.tasks.infilling.InfillingForSequenceClassification`.
+
+    ``base_config`` is the masked language model's own; ``label_word_ids[k]`` is the token that stands for class k,
+    ``label_words`` are the same as words; ``mask_token_id`` is the token they are guessed for. ``template`` and
+    ``pretraining_sources`` are there to be read: the tokenizer applies the one, the card lists the other.
+    """
+
+    model_type = "hf_dp_infilling"
+    sub_configs_defaults = {"base_config": SubConfigSpec(AutoConfig, model_type="bert")}
+
+    base_config: PreTrainedConfig | dict[str, Any] | None = None
+    label_word_ids: list[int] = field(default_factory=list)
+    label_words: list[str] = field(default_factory=list)
+    mask_token_id: int | None = None
+    template: str | None = None
+    pad_token_id: int | None = None
+    eos_token_id: int | None = None
+    pretraining_sources: list[str] | None = None
+    initializer_range: float = 0.02
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        super().__post_init__(**kwargs)
+        # Whoever has a configuration may ask the Auto classes for its model. Loading that together with this module would be
+        # too early: AutoConfig is among the first things that transformers imports.
+        importlib.import_module("hf_dp.tasks.infilling")
+
+
+def register() -> None:
+    """Make ``AutoConfig`` know it: called as soon as transformers has one (see ``hf_dp/__init__.py``)."""
+    AutoConfig.register(InfillingConfig.model_type, InfillingConfig, exist_ok=True)

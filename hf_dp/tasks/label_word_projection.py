@@ -1,0 +1,67 @@
+"""The rows of a vocabulary projection that belong to the label words, as a module with its own clipping rule."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from hf_dp.clipping import register_rule
+from hf_dp.clipping.rules._positions import positions
+from hf_dp.clipping.uses import Lookups, Use, accumulation_dtype
+
+
+class LabelWordProjection(nn.Module):
+    """Logits of K words, (..., K): ``x W[ids]^T + b[ids]``, where a language model's head computes all V of them.
+
+    Args:
+        weight: (V, d), usually the input embedding's own.
+        bias: (V,), or None.
+        ids: the K rows.
+    """
+
+    weight: nn.Parameter
+    bias: nn.Parameter | None
+
+    def __init__(self, weight: nn.Parameter, bias: nn.Parameter | None, ids: Sequence[int]):
+        super().__init__()
+        self.weight, self.ids = weight, tuple(ids)
+        self.register_parameter("bias", bias)
+
+    def forward(self, input: Tensor) -> Tensor:
+        rows = list(self.ids)
+        return F.linear(input, self.weight[rows], None if self.bias is None else self.bias[rows])
+
+    def extra_repr(self) -> str:
+        return f"vocabulary={len(self.weight)}, ids={self.ids}"
+
+
+def _keep(module: LabelWordProjection, input: Tensor) -> tuple[Tensor, ...]:
+    return (input,)
+
+
+def _gradients(module: LabelWordProjection, kept: tuple[Tensor, ...], output_grad: Tensor) -> dict[str, Tensor | Use]:
+    """Row ``ids[k]`` of the weight's gradient is ``sum_t g_tk a_t``, of the bias's ``sum_t g_tk``; the other rows are zero.
+
+    That is what an embedding's gradient looks like when it looks ``ids`` up, so the inner product with the tied embedding's
+    own gradient (tokens of the text that are label words) is the one of two lookups.
+    """
+    activations, grads = positions(kept[0]), positions(output_grad)
+    dtype = accumulation_dtype(grads.dtype)
+    ids = torch.tensor(module.ids, device=grads.device).expand(len(grads), -1)
+    rows = torch.bmm(grads.to(dtype).mT, activations.to(dtype))
+    found: dict[str, Tensor | Use] = {"weight": Lookups(ids, rows)}
+    if module.bias is not None:
+        found["bias"] = Lookups(ids, grads.sum(1, dtype=dtype)[..., None])
+    return found
+
+
+register_rule(LabelWordProjection, keep=_keep, gradients=_gradients)
+
+
+def only_rows(head: Any, ids: Sequence[int]) -> LabelWordProjection:
+    """The K rows of ``head``, an ``nn.Linear`` over the vocabulary; weight and bias stay the same parameters."""
+    return LabelWordProjection(head.weight, head.bias, ids)

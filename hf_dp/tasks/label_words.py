@@ -1,0 +1,80 @@
+"""From a class to the one token that stands for it at the mask."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Sequence
+from typing import Any
+
+from hf_dp._validate import invalid
+from hf_dp.errors import DataError
+from hf_dp.tasks.template_tokenizer import require_mask_token, template_words
+from hf_dp.tasks.templates import MASK, Infilling
+
+_SHOWN = 5
+
+
+def label_word_ids(tokenizer: Any, infilling: Infilling, class_names: Sequence[str]) -> list[int]:
+    """For each class, in this order, the token of its label word as the tokenizer reads it in place of the mask.
+
+    (``" great"`` with its space for byte-level vocabularies.) ``tokenizer`` is the base's own, without the template.
+
+    Raises: DataError for classes without a word or words without a class; InvalidArgumentError for a word that is not one
+        token, with near words that are, or for two classes with the same token.
+    """
+    require_mask_token(tokenizer)
+    words = infilling.label_words
+    missing, unknown = [n for n in class_names if n not in words], [n for n in words if n not in class_names]
+    if missing or unknown:
+        raise DataError(
+            f"The label words are for the classes {sorted(words)}, and the data has {list(class_names)}: "
+            + "; ".join(
+                f"{what} {names}" for what, names in (("no word for", missing), ("no class", unknown)) if names
+            )
+            + ". Write one word for each class under `label_words`, by the names that `class_names` or the file declare."
+        )
+    pieces = infilling.template.pieces
+    place = pieces.index(MASK)
+    before = pieces[place - 1] if place else None
+    ids = [_one_token(tokenizer, before, words[name]) for name in class_names]
+    for index, token in enumerate(ids):
+        if token in ids[:index]:
+            raise invalid(
+                "label_words",
+                dict(words),
+                f"to have different words for {class_names[ids.index(token)]!r} and {class_names[index]!r}",
+                "This tokenizer reads them as the same token.",
+            )
+    return ids
+
+
+def _one_token(tokenizer: Any, before: str | None, word: str) -> int:
+    found = _read(tokenizer, before, word)
+    if len(found) == 1 and found[0] != tokenizer.unk_token_id:
+        return found[0]
+    kind = "is unknown" if tokenizer.unk_token_id in found else f"is {tokenizer.convert_ids_to_tokens(found)}"
+    near = _near(tokenizer, before, word)
+    raise invalid(
+        "label_words",
+        word,
+        f"to be one token where the mask stands, and it {kind}",
+        f"Near words that are one token: {', '.join(near)}." if near else "Choose another word.",
+    )
+
+
+def _read(tokenizer: Any, before: str | None, word: str) -> list[int]:
+    """The word's tokens in place of the mask, with the space that the words or text ``before`` it leave."""
+    space = " " if before is not None and before.endswith(" ") else ""
+    return template_words(tokenizer, space + word, before)
+
+
+def _near(tokenizer: Any, before: str | None, word: str) -> list[str]:
+    """Other writings of the word, then similar words of the vocabulary, that are one token in its place."""
+    written = {tokenizer.convert_tokens_to_string([token]).strip() for token in tokenizer.get_vocab()}
+    similar = difflib.get_close_matches(word, sorted(w for w in written if w.isalpha()), n=4 * _SHOWN, cutoff=0.6)
+    candidates = dict.fromkeys([word.lower(), word.capitalize(), *similar])
+    return [
+        other
+        for other in candidates
+        if other != word and len(ids := _read(tokenizer, before, other)) == 1 and ids[0] != tokenizer.unk_token_id
+    ][:_SHOWN]

@@ -1,0 +1,138 @@
+"""A template as part of a tokenizer: its words and mask are added as ``[CLS]`` and ``[SEP]`` are, after truncation.
+
+So truncation shortens the texts and never the template, the mask is there exactly once whatever the texts say (their own
+"[MASK]" is read as ordinary characters), and a stock ``pipeline`` on raw text gives what training saw.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from tokenizers import Tokenizer, processors
+from transformers import PreTrainedTokenizerFast
+
+from hf_dp._validate import invalid
+from hf_dp.errors import DataError
+from hf_dp.tasks.templates import MASK, TEXTS, Template
+
+_SLOTS = {MASK: "mask", TEXTS[0]: "$A", TEXTS[1]: "$B"}
+_COPIED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+
+
+def with_template(tokenizer: Any, template: Template) -> PreTrainedTokenizerFast:
+    """A tokenizer that puts one text (or a pair) into ``template``; saved and loaded by ``AutoTokenizer``, it still does.
+
+    All tokens are of type 0: the template makes one sentence of them. Given the other number of texts, it adds no mask, which
+    the model refuses.
+
+    Raises: DataError for a tokenizer without a mask token or without a fast implementation.
+    """
+    require_mask_token(tokenizer)
+    backend = Tokenizer.from_str(json.dumps(_prepared(tokenizer, template)))
+    backend.post_processor = _post_processor(tokenizer, template)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        split_special_tokens=True,
+        add_prefix_space=_needs_prefix(template),
+        model_max_length=tokenizer.model_max_length,
+        padding_side=tokenizer.padding_side,
+        truncation_side=tokenizer.truncation_side,
+        model_input_names=list(tokenizer.model_input_names),
+        **{name: getattr(tokenizer, name) for name in _COPIED if getattr(tokenizer, name) is not None},
+    )
+
+
+def require_mask_token(tokenizer: Any) -> None:
+    """Raises: DataError naming the classification head as the way out."""
+    if not getattr(tokenizer, "is_fast", False):
+        raise DataError(
+            f"{type(tokenizer).__name__} has no fast implementation, which infilling needs to keep the template in the "
+            "tokenizer. Leave `infilling` out to train a classification head."
+        )
+    if tokenizer.mask_token_id is None:
+        raise DataError(
+            f"{type(tokenizer).__name__} has no mask token, so no word can be missing from a template. Use a masked language "
+            "model (BERT, RoBERTa, DeBERTa, ELECTRA, ModernBERT), or leave `infilling` out to train a classification head."
+        )
+
+
+def template_words(tokenizer: Any, words: str, after: str | None) -> list[int]:
+    """Token ids of words of a template as they read ``after`` the mask, after a text, or at the start (None).
+
+    A space at their end belongs to what follows, a text or the missing word: tokens of byte-level and SentencePiece
+    vocabularies carry the space before them.
+    """
+    if not words.strip():
+        return []
+    before = {None: "", MASK: tokenizer.mask_token}.get(after, "a")  # any word, for a text: "?" reads as in "a?"
+    ids = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in (before, before + words.rstrip())]
+    return ids[1][len(ids[0]) :]
+
+
+def _post_processor(tokenizer: Any, template: Template) -> Any:
+    special = {"mask": [tokenizer.mask_token_id]}
+    for name, attribute in (("start", "cls_token_id"), ("end", "sep_token_id")):
+        if (token := getattr(tokenizer, attribute)) is not None:
+            special[name] = [token]
+    filled = []
+    for place, piece in enumerate(template.pieces):
+        if piece in _SLOTS:
+            filled.append(_SLOTS[piece])
+        elif ids := template_words(tokenizer, piece, template.pieces[place - 1] if place else None):
+            filled.append(f"words{place}")
+            special[f"words{place}"] = ids
+    unmasked = {1: ["$A"], 2: ["$A", "end", "$B"]}
+    layouts = {
+        texts: ["start", *(filled if texts == template.texts else plain), "end"] for texts, plain in unmasked.items()
+    }
+    pieces = {
+        texts: [f"{piece}:0" for piece in layout if piece in special or piece.startswith("$")]
+        for texts, layout in layouts.items()
+    }
+    listed = [
+        {"id": name, "ids": ids, "tokens": tokenizer.convert_ids_to_tokens(ids)} for name, ids in special.items()
+    ]
+    return processors.TemplateProcessing(single=pieces[1], pair=pieces[2], special_tokens=listed)
+
+
+def _needs_prefix(template: Template) -> bool:
+    """Whether a text stands after a space."""
+    pairs = zip(template.pieces, template.pieces[1:], strict=False)
+    return any(piece in TEXTS and before.endswith(" ") for before, piece in pairs)
+
+
+def _prepared(tokenizer: Any, template: Template) -> dict[str, Any]:
+    """The tokenizer as JSON, changed so that a text reads in the template as it would in a sentence.
+
+    Byte-level ones give a text its leading space, which "<S1> ? [MASK] , <S2>" writes before the second text. (The setting
+    is one for both: the first text gets it, too.) A text's own "[MASK]" loses its brackets, after any other normalization:
+    SentencePiece vocabularies hold it as an ordinary piece.
+    """
+    state = json.loads(tokenizer.backend_tokenizer.to_str())
+    splitting = state["pre_tokenizer"] or {}
+    for step in splitting.get("pretokenizers", [splitting]):
+        if step.get("type") == "ByteLevel":
+            step["add_prefix_space"] = step["add_prefix_space"] or _needs_prefix(template)
+    mask = tokenizer.mask_token
+    unmask = {"type": "Replace", "pattern": {"String": mask}, "content": f" {mask[1:-1]} "}
+    steps = [state["normalizer"], unmask] if state["normalizer"] else [unmask]
+    state["normalizer"] = {"type": "Sequence", "normalizers": steps}
+    state["truncation"] = state["padding"] = None
+    return state
+
+
+def room_for_text(tokenizer: Any, texts: int, max_length: int) -> int:
+    """How many tokens of text fit beside the tokens that the tokenizer adds.
+
+    Raises: InvalidArgumentError when none does.
+    """
+    added = tokenizer.num_special_tokens_to_add(pair=texts == 2)
+    if max_length <= added:
+        raise invalid(
+            "max_length",
+            max_length,
+            f"to be above {added}, which the template and the special tokens take",
+            "Raise it, or shorten the template.",
+        )
+    return max_length - added

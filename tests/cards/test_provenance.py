@@ -1,0 +1,26 @@
+"""The warning that the base has seen the private data before."""
+
+from __future__ import annotations
+
+import pytest
+
+from hf_dp.cards.provenance import seen_in_pretraining
+
+
+@pytest.mark.parametrize(
+    ("dataset", "sources", "seen"),
+    [
+        ("nyu-mll/glue/sst2", ["wikipedia", "SST-2"], ["SST-2"]),
+        ("sst2", ["glue:sst2", "qqp"], ["glue:sst2"]),
+        ("nyu-mll/glue/qqp", ["Quora", "squad"], ["Quora"]),
+        ("quora", ["qqp"], ["qqp"]),
+        ("qnli", ["rajpurkar/SQuAD"], ["rajpurkar/SQuAD"]),
+        ("mnli", ["AllNLI"], ["AllNLI"]),
+        ("sst2", ["qqp", "qnli", "dart"], []),
+        ("private", ["qqp"], []),
+        (None, ["qqp"], []),
+        ("sst2", [], []),
+    ],
+)
+def test_names_are_compared_by_what_they_name(dataset, sources, seen):
+    assert seen_in_pretraining(dataset, sources) == seen

@@ -1,0 +1,93 @@
+"""Tokenizers of five families, trained here on a few sentences: no download."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import transformers as hf
+from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizers, processors, trainers
+
+SENTENCES = [
+    "It was great .", "It was terrible .", "It was good , not bad .", "Yes , No , Maybe ? It was a film .",
+    "the film was a very long and dull one", "is this the same question ?", "wonderful great terrible awful",
+]  # fmt: skip
+_SPECIAL = {
+    "pad_token": "[PAD]",
+    "unk_token": "[UNK]",
+    "cls_token": "[CLS]",
+    "sep_token": "[SEP]",
+    "mask_token": "[MASK]",
+}
+
+
+def _word_pieces() -> dict[str, int]:
+    pieces = Tokenizer(models.WordPiece(unk_token="[UNK]"))
+    pieces.normalizer, pieces.pre_tokenizer = normalizers.BertNormalizer(), pre_tokenizers.BertPreTokenizer()
+    trainer = trainers.WordPieceTrainer(
+        vocab_size=400, special_tokens=list(_SPECIAL.values()), initial_alphabet=list("abcdefghijklmnopqrstuvwxyz[]<>")
+    )
+    pieces.train_from_iterator(SENTENCES * 20, trainer)
+    return pieces.get_vocab()
+
+
+def _bytes(special: list[str | AddedToken]) -> Tokenizer:
+    pieces = Tokenizer(models.BPE())
+    pieces.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    trainer = trainers.BpeTrainer(
+        vocab_size=500, special_tokens=special, initial_alphabet=pre_tokenizers.ByteLevel.alphabet()
+    )
+    pieces.train_from_iterator([f" {sentence}" for sentence in SENTENCES] * 20, trainer)
+    return pieces
+
+
+@cache
+def bert() -> Any:
+    return hf.BertTokenizer(vocab=_word_pieces())
+
+
+@cache
+def electra() -> Any:
+    return hf.ElectraTokenizer(vocab=_word_pieces())
+
+
+@cache
+def roberta() -> Any:
+    model = json.loads(_bytes(["<s>", "<pad>", "</s>", "<unk>", "<mask>"]).to_str())["model"]
+    merges = [tuple(merge) for merge in model["merges"]]
+    mask = AddedToken("<mask>", lstrip=True, special=True)  # as in roberta-base's own files
+    return hf.RobertaTokenizer(vocab=model["vocab"], merges=merges, mask_token=mask)
+
+
+@cache
+def modernbert() -> Any:
+    mask = AddedToken("[MASK]", lstrip=True, special=True)  # as in ModernBERT's own files
+    pieces = _bytes([*list(_SPECIAL.values())[:-1], mask])
+    ids = {name: pieces.token_to_id(name) for name in ("[CLS]", "[SEP]")}
+    pieces.post_processor = processors.TemplateProcessing(
+        single="[CLS] $A [SEP]", pair="[CLS] $A [SEP] $B [SEP]", special_tokens=list(ids.items())
+    )
+    names = ["input_ids", "attention_mask"]
+    return hf.PreTrainedTokenizerFast(
+        tokenizer_object=pieces, model_input_names=names, **_SPECIAL | {"mask_token": mask}
+    )
+
+
+@cache
+def deberta() -> Any:
+    pieces = Tokenizer(models.Unigram())
+    pieces.pre_tokenizer = pre_tokenizers.Metaspace()
+    trainer = trainers.UnigramTrainer(vocab_size=300, special_tokens=list(_SPECIAL.values()), unk_token="[UNK]")
+    pieces.train_from_iterator(SENTENCES * 20, trainer)
+    vocabulary = [tuple(entry) for entry in json.loads(pieces.to_str())["model"]["vocab"]]
+    # The words of the templates as pieces, as a vocabulary of 128,000 has them.
+    known = {piece for piece, _ in vocabulary}
+    words = ["▁It", "▁was", "▁great", "▁terrible", "▁Yes", "▁No", "▁Maybe", "▁?", "▁,", "▁."]
+    return hf.DebertaV2Tokenizer(vocab=[*vocabulary, *((word, -3.0) for word in words if word not in known)])
+
+
+FAMILIES: dict[str, Callable[[], Any]] = {
+    "bert": bert, "electra": electra, "roberta": roberta, "modernbert": modernbert, "deberta": deberta,
+}  # fmt: skip

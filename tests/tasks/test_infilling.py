@@ -1,0 +1,170 @@
+"""The infilling classifier: the base's own logits, exact clipping, reload in a fresh process, refusals."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import datasets
+import pytest
+import tiny
+import torch
+import transformers as hf
+from architectures import INFILLING, MASK, assert_exact, collate
+from families import bert
+
+from hf_dp.clipping import rules
+from hf_dp.clipping.engine import STRATEGIES
+from hf_dp.errors import DataError, UnsupportedModelError
+from hf_dp.tasks.classification import encode
+from hf_dp.tasks.infilling import InfillingForSequenceClassification, load_infilling
+from hf_dp.tasks.infilling_config import InfillingConfig
+from hf_dp.tasks.label_word_projection import LabelWordProjection
+from hf_dp.tasks.templates import GLUE
+from hf_dp.trainer.trainer import DPTrainer
+
+LENGTHS = {"padded": (6, 2, 9), "as many positions as examples": (3, 2, 3), "the mask alone": (1, 1), "one": (7,)}
+
+
+@pytest.mark.parametrize("name", INFILLING)
+def test_logits_are_the_base_models_at_the_mask(name):
+    architecture = INFILLING[name]
+    model = architecture.build().eval()
+    batch = collate(model, architecture.examples(model, (6, 2, 9)))
+    inputs = {name: batch[name] for name in ("input_ids", "attention_mask")}
+    # The base with a vocabulary projection of its own again, on all positions.
+    projection = model.masked_lm.get_output_embeddings()
+    whole = torch.nn.Linear(projection.weight.shape[1], len(projection.weight), dtype=torch.float64)
+    whole.weight, whole.bias = projection.weight, projection.bias
+    found = model(**inputs).logits
+    model.masked_lm.set_output_embeddings(whole)
+    expected = model.masked_lm(**inputs).logits[batch["input_ids"] == MASK][:, model.config.label_word_ids]
+    torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("case", LENGTHS)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("name", INFILLING)
+def test_clipping_is_exact(name, strategy, case):
+    architecture = INFILLING[name]
+    model = architecture.build()
+    assert_exact(architecture, model, architecture.examples(model, LENGTHS[case]), strategy)
+
+
+# -- from a pretrained checkpoint to a published classifier ---
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory) -> Path:
+    """A folder with a tiny masked language model and its tokenizer."""
+    folder = tmp_path_factory.mktemp("base")
+    torch.manual_seed(0)
+    small = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 24}
+    config = hf.BertConfig(vocab_size=len(bert()), max_position_embeddings=48, pad_token_id=0, **small)
+    config.pretraining_sources = ["quora", "wikipedia"]
+    hf.BertForMaskedLM(config).save_pretrained(folder)
+    bert().save_pretrained(folder)
+    return folder
+
+
+def loaded(base: Path):
+    return load_infilling(str(base), bert(), GLUE["sst2"], ["negative", "positive"])
+
+
+def test_a_trained_run_reloads_in_a_fresh_process_and_serves_raw_text(base, tmp_path):
+    """Private training through DPTrainer; then `pipeline` alone, in another process, on raw text."""
+    model, tokenizer = loaded(base)
+    texts = ["it was great", "dull and long", "a [MASK] film", "the film was good", "bad", "terrible film"] * 6
+    rows = datasets.Dataset.from_dict({"sentence": texts, "label": [0, 1] * 18})
+    encoded = encode(rows, tokenizer, ["sentence"], "label", ["negative", "positive"], 24)
+    arguments = tiny.arguments(tmp_path / "out", max_steps=2)
+    trainer = DPTrainer(model, arguments, train_dataset=encoded, processing_class=tokenizer)
+    trainer.train()
+    trainer.save_model()
+    expected = [
+        {"label": model.config.id2label[int(row.argmax())], "score": float(row.softmax(0).max())}
+        for row in (model.eval()(**tokenizer([text], return_tensors="pt")).logits[0].detach() for text in texts[:3])
+    ]
+    script = (
+        "import json, sys; import hf_dp; from transformers import pipeline; "
+        "print(json.dumps(pipeline('text-classification', model=sys.argv[1])(json.loads(sys.argv[2]))))"
+    )
+    command = [sys.executable, "-c", script, str(tmp_path / "out"), json.dumps(texts[:3])]
+    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "HF_HUB_OFFLINE": "1"})
+    assert done.returncode == 0, done.stderr[-2000:]
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert [row["label"] for row in found] == [row["label"] for row in expected]
+    assert [row["score"] for row in found] == pytest.approx([row["score"] for row in expected], abs=1e-5)
+
+
+def test_what_is_saved_is_what_is_loaded(base, tmp_path):
+    model, tokenizer = loaded(base)
+    model.save_pretrained(tmp_path)
+    again = hf.AutoModelForSequenceClassification.from_pretrained(tmp_path)
+    assert isinstance(again, InfillingForSequenceClassification)
+    assert again.config.label_words == ["terrible", "great"]
+    assert again.config.base_config.model_type == "bert"
+    assert again.config.pretraining_sources == ["quora", "wikipedia"]
+    projection = again.masked_lm.get_output_embeddings()
+    assert projection.weight is again.masked_lm.get_input_embeddings().weight, "tied, as in the base"
+    inputs = tokenizer(["a film", "great"], padding=True, return_tensors="pt")
+    torch.testing.assert_close(again.eval()(**inputs).logits, model.eval()(**inputs).logits)
+
+
+def test_lora_on_an_infilling_model(base, tmp_path):
+    from peft import LoraConfig
+
+    model, tokenizer = loaded(base)
+    rows = datasets.Dataset.from_dict({"sentence": ["great film", "bad"] * 20, "label": [1, 0] * 20})
+    encoded = encode(rows, tokenizer, ["sentence"], "label", ["negative", "positive"], 24)
+    adapter = LoraConfig(r=2, target_modules=["query", "value"])
+    arguments = tiny.arguments(tmp_path / "out", max_steps=2)
+    trainer = DPTrainer(model, arguments, train_dataset=encoded, processing_class=tokenizer, peft_config=adapter)
+    trainer.train()
+    trainer.save_model()
+    assert (tmp_path / "out" / "adapter_model.safetensors").exists()
+
+
+def test_two_texts_for_a_template_of_one_are_refused(base):
+    model, tokenizer = loaded(base)
+    with pytest.raises(DataError, match="mask token exactly once"):
+        model(**tokenizer(["a film"], ["a second"], return_tensors="pt"))
+    with pytest.raises(DataError, match="needs `input_ids`"):
+        model(inputs_embeds=torch.zeros(1, 3, 16))
+
+
+def test_a_checkpoint_without_a_trained_head_is_refused(base, tmp_path):
+    hf.BertModel.from_pretrained(base).save_pretrained(tmp_path)
+    with pytest.raises(DataError, match="no trained masked-LM head .*recipes/pretraining/masked_lm.py"):
+        load_infilling(str(tmp_path), bert(), GLUE["sst2"], ["negative", "positive"])
+
+
+def test_a_head_that_is_not_a_linear_map_is_refused():
+    config = InfillingConfig(base_config=hf.BertConfig(vocab_size=50, hidden_size=16, num_attention_heads=2))
+    masked_lm = hf.BertForMaskedLM(config.base_config)
+    masked_lm.set_output_embeddings(torch.nn.Bilinear(2, 2, 2))
+    with pytest.raises(UnsupportedModelError, match="Bilinear, nn.Linear was expected"):
+        InfillingForSequenceClassification(config, masked_lm)
+
+
+@pytest.mark.parametrize("lost", ["the cross term with the tied embedding", "the bias"])
+def test_a_planted_bug_in_the_projections_rule_is_seen(monkeypatch, lost):
+    architecture = INFILLING["bert"]
+    model = architecture.build()
+    rule = rules._RULES[LabelWordProjection]
+
+    def broken(module, kept, grad):
+        found = dict(rule.gradients(module, kept, grad))
+        if lost == "the bias":
+            found["bias"] = dataclasses.replace(found["bias"], grads=found["bias"].grads * 0)
+        else:  # recorded at tokens that no text holds
+            found["weight"] = dataclasses.replace(found["weight"], tokens=found["weight"].tokens + 40)
+        return found
+
+    monkeypatch.setitem(rules._RULES, LabelWordProjection, dataclasses.replace(rule, gradients=broken))
+    with pytest.raises(AssertionError):
+        assert_exact(architecture, model, architecture.examples(model, (9, 7)))

@@ -1,0 +1,164 @@
+"""Templates in five tokenizer families: what a text becomes, truncation, the mask, label words, refusals."""
+
+from __future__ import annotations
+
+import pytest
+import transformers as hf
+from families import FAMILIES, bert, roberta
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hf_dp.errors import DataError, InvalidArgumentError
+from hf_dp.tasks.label_words import label_word_ids
+from hf_dp.tasks.template_tokenizer import room_for_text, with_template
+from hf_dp.tasks.templates import GLUE, Infilling, Template
+
+TEXTS = ("the film was long", "a very dull one")
+OWN = {
+    "text last": Template("It was [MASK] : <S1>"),
+    "mask first": Template("[MASK] , <S1>"),
+    "no spaces": Template("<S1>? [MASK], <S2>"),
+    "second text first": Template("<S2> , [MASK] ? <S1>"),
+}
+TEMPLATES = {name: infilling.template for name, infilling in GLUE.items()} | OWN
+SHORTEST = 24  # tokens: above what the longest of the templates takes in any family
+
+
+def filled(template: Template, tokenizer, texts=TEXTS) -> str:
+    """The template as one string with the tokenizer's own mask token in it."""
+    text = template.text.replace("[MASK]", tokenizer.mask_token)
+    for marker, value in zip(("<S1>", "<S2>"), texts, strict=False):
+        text = text.replace(marker, value)
+    return text
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_filled_template_reads_as_the_sentence_would(family, name):
+    """Against the tokenizer itself on the whole string, with its mask token in place."""
+    tokenizer, template = FAMILIES[family](), TEMPLATES[name]
+    found = with_template(tokenizer, template)(*TEXTS[: template.texts])["input_ids"]
+    text = filled(template, tokenizer)
+    byte_level = family in ("roberta", "modernbert")
+    if byte_level and name in ("mnli", "qnli", "qqp", "no spaces", "second text first"):
+        text = " " + text  # the second text's leading space is the first's, too
+    assert found == tokenizer(text)["input_ids"]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_the_mask_survives_whatever_the_texts_are(family, data):
+    """Exactly one mask, the template whole, within the limit; also where the texts hold the mask token themselves."""
+    tokenizer = FAMILIES[family]()
+    template = data.draw(st.sampled_from(list(TEMPLATES.values())))
+    words = st.sampled_from(
+        ["film", "[MASK]", "<mask>", tokenizer.mask_token, f"[{tokenizer.mask_token}]", "</s>", "[SEP]"]
+    )
+    text = st.one_of(st.lists(words, max_size=60).map(" ".join), st.text(max_size=80), words.map(lambda w: w * 9))
+    texts = [data.draw(text) for _ in range(template.texts)]
+    limit = data.draw(st.integers(SHORTEST, 40))
+    wrapped = with_template(tokenizer, template)
+    columns = [[text] for text in texts]  # as encode() gives them
+    (found,) = wrapped(*columns, truncation=True, max_length=limit)["input_ids"]
+    assert found.count(wrapped.mask_token_id) == 1
+    assert len(found) <= limit
+    (empty,) = wrapped(*[[""]] * template.texts)["input_ids"]
+    rest = iter(found)
+    assert all(token in rest for token in empty), "the template's own tokens, in order"
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_it_survives_saving_and_auto_tokenizer(family, tmp_path):
+    for name, template in TEMPLATES.items():
+        wrapped = with_template(FAMILIES[family](), template)
+        wrapped.save_pretrained(tmp_path / name)
+        loaded = hf.AutoTokenizer.from_pretrained(tmp_path / name)
+        texts = ["a [MASK] film <mask>", "and [MASK]"][: template.texts]
+        assert dict(loaded(*texts)) == dict(wrapped(*texts))
+        assert loaded(*texts)["input_ids"].count(loaded.mask_token_id) == 1
+
+
+def test_the_other_number_of_texts_gets_no_mask():
+    one, two = with_template(bert(), TEMPLATES["sst2"]), with_template(bert(), TEMPLATES["mnli"])
+    assert one.mask_token_id not in one(*TEXTS)["input_ids"]
+    assert two.mask_token_id not in two(TEXTS[0])["input_ids"]
+
+
+@pytest.mark.parametrize("name", GLUE)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_label_words_are_what_would_stand_there(family, name):
+    """The label word's token is the one that the sentence has where the mask was."""
+    tokenizer, infilling = FAMILIES[family](), GLUE[name]
+    names = list(infilling.label_words)
+    ids = label_word_ids(tokenizer, infilling, names)
+    masked = tokenizer(filled(infilling.template, tokenizer))["input_ids"]
+    place = masked.index(tokenizer.mask_token_id)
+    for label, token in zip(names, ids, strict=True):
+        template = Template(infilling.template.text)
+        text = filled(template, tokenizer).replace(tokenizer.mask_token, infilling.label_words[label])
+        assert tokenizer(text)["input_ids"][place] == token
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("<S1> It was .", r"\[MASK\] exactly once, and it holds it 0 times, got '<S1> It was \.'"),
+        ("<S1> [MASK] or [MASK]", "holds it 2 times"),
+        ("<S1> It was <mask> .", "becomes the tokenizer's own mask token"),
+        ("It was [MASK] .", "<S1> once"),
+        ("<S2> It was [MASK] .", "<S1> once"),
+        ("<S1> <S1> [MASK]", "<S1> once"),
+        (7, "to be text"),
+    ],
+)
+def test_a_template_that_cannot_work_is_refused(text, message):
+    with pytest.raises(InvalidArgumentError, match=message):
+        Template(text)
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ("sst3", "`infilling` to be one of"),
+        ({"template": "<S1> [MASK]"}, "keys `template` and `label_words`"),
+        ({"template": "<S1> [MASK]", "label_words": {"a": True, "b": False}}, "quote words that YAML reads otherwise"),
+        ({"template": "<S1> [MASK]", "label_words": {"a": "one"}}, "at least two class names"),
+        ({"template": "<S1> [MASK]", "label_words": ["a", "b"]}, "at least two class names"),
+    ],
+)
+def test_a_bad_block_is_refused(value, message):
+    with pytest.raises(InvalidArgumentError, match=message):
+        Infilling.of(value)
+
+
+def words(**label_words: str) -> Infilling:
+    return Infilling(Template("<S1> It was [MASK] ."), label_words)
+
+
+def test_label_words_that_cannot_work_are_refused():
+    with pytest.raises(InvalidArgumentError, match=r"'terribly' to be one token|'terribly'.*Near words.*terrible"):
+        label_word_ids(roberta(), words(a="terribly", b="great"), ["a", "b"])
+    with pytest.raises(InvalidArgumentError, match="Near words that are one token: .*great"):
+        label_word_ids(roberta(), words(a="greatt", b="terrible"), ["a", "b"])
+    with pytest.raises(InvalidArgumentError, match="is unknown"):
+        label_word_ids(bert(), words(a="é中", b="great"), ["a", "b"])
+    with pytest.raises(InvalidArgumentError, match="different words for 'a' and 'b'"):
+        label_word_ids(bert(), words(a="Great", b="great"), ["a", "b"])
+    with pytest.raises(DataError, match=r"no word for \['c'\]; no class \['b'\]"):
+        label_word_ids(bert(), words(a="great", b="terrible"), ["a", "c"])
+
+
+def test_a_tokenizer_without_a_mask_names_the_way_out():
+    bare = hf.PreTrainedTokenizerFast(tokenizer_object=bert().backend_tokenizer, unk_token="[UNK]")
+    with pytest.raises(DataError, match="no mask token.*classification head"):
+        with_template(bare, GLUE["sst2"].template)
+    with pytest.raises(DataError, match="no mask token.*classification head"):
+        label_word_ids(bare, GLUE["sst2"], ["negative", "positive"])
+
+
+def test_a_limit_that_leaves_no_room_is_refused():
+    wrapped = with_template(bert(), GLUE["sst2"].template)
+    assert room_for_text(wrapped, 1, 10) == 4  # [CLS] it was [MASK] . [SEP]
+    with pytest.raises(InvalidArgumentError, match="`max_length` to be above 6"):
+        room_for_text(wrapped, 1, 6)
