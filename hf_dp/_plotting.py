@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import importlib.util
+from pathlib import Path
 from typing import Any
 
 from hf_dp import _validate
 
+_KINDS = (".png", ".pdf", ".svg")
+
 
 def require_matplotlib(path: str) -> None:
-    """Raises: InvalidArgumentError naming the extra, where matplotlib is not installed; before anything is computed."""
+    """Raises: InvalidArgumentError for another kind of file, or naming the extra where matplotlib is not installed.
+
+    To be called before anything is computed.
+    """
+    if Path(path).suffix.lower() not in _KINDS:
+        raise _validate.invalid("plot", path, f"to end in one of {list(_KINDS)}", "That decides what is written.")
     if importlib.util.find_spec("matplotlib") is None:
         raise _validate.invalid("plot", path, "with matplotlib installed", "Run `pip install hf-dp[plot]`.")
 

@@ -28,7 +28,10 @@ def real(name: str, value: object, next_move: str = "") -> float:
     """A finite real number; refuses bool, strings, NaN and infinity."""
     if isinstance(value, bool) or not hasattr(value, "__float__"):
         raise invalid(name, value, "to be a number", next_move)
-    number = float(value)
+    try:
+        number = float(value)
+    except OverflowError:  # an integer of more than 308 digits
+        number = math.inf
     if not math.isfinite(number):
         raise invalid(name, value, "to be finite", next_move)
     return number

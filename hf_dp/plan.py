@@ -13,6 +13,7 @@ from hf_dp.accounting.events import PoissonSampledGaussian, TruncatedPoissonSamp
 from hf_dp.errors import ConfigError
 from hf_dp.sampling import PoissonSampler, RandomBytes
 
+MAX_STEPS = 10**9
 CLIPPINGS = ("flat", "automatic", "per_layer")
 # By how much rounding of the float32 sums can move them beyond C when one example is added. Measured with 1,024 aligned
 # examples: 1e-5 (tests/clipping/test_sensitivity.py); the noise is scaled to this.
@@ -112,19 +113,9 @@ class PrivacyPlan:
                 target_epsilon,
                 f"or `noise_multiplier` ({noise_multiplier!r}) to be given, exactly one of them",
             )
-        delta = 1 / (2 * n) if target_delta is None else _validate.in_unit_interval("target_delta", target_delta)
-        if delta >= 1 / n:
-            raise _validate.invalid(
-                "target_delta",
-                target_delta,
-                f"to be < 1/num_examples ({1 / n:.3g})",
-                "At 1/N publishing one random row would count as private. Leave it unset for 1/(2N).",
-            )
-        steps = (
-            _validate.integer("max_steps", max_steps, 1)
-            if max_steps > 0
-            else math.ceil(_validate.positive("num_train_epochs", num_train_epochs) * n / b)
-        )
+        delta = 1 / (2 * n) if target_delta is None else target_delta
+        _check_delta(delta, n)
+        steps = _validate.integer("max_steps", max_steps, 1) if max_steps > 0 else _steps_of(num_train_epochs, n, b)
         c = _validate.positive("per_example_max_grad_norm", clipping_norm)
         _validate.one_of("accountant", accountant, ACCOUNTANTS)
         _validate.one_of("clipping", clipping, CLIPPINGS)
@@ -157,9 +148,44 @@ class PrivacyPlan:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> PrivacyPlan:
-        """Read back what :meth:`to_dict` wrote. Raises: ConfigError when a field is missing."""
+        """Read back what :meth:`to_dict` wrote.
+
+        Raises: ConfigError when a field is missing; InvalidArgumentError when one could not have been written.
+        """
         names = [field.name for field in fields(cls)]
         missing = [name for name in names if name not in values]
         if missing:
             raise ConfigError(f"The plan lacks {missing}: it was not written by this version of hf_dp, or was edited.")
-        return cls(**{name: values[name] for name in names})
+        plan = cls(**{name: values[name] for name in names})
+        _validate.integer("num_examples", plan.num_examples, 2)
+        _validate.positive("expected_batch_size", plan.expected_batch_size)
+        _validate.integer("steps", plan.steps, 1)
+        _validate.positive("noise_multiplier", plan.noise_multiplier)
+        _validate.positive("clipping_norm", plan.clipping_norm)
+        _check_delta(plan.delta, plan.num_examples)
+        _validate.one_of("accountant", plan.accountant, ACCOUNTANTS)
+        _validate.one_of("clipping", plan.clipping, CLIPPINGS)
+        if plan.target_epsilon is not None:
+            _validate.positive("target_epsilon", plan.target_epsilon)
+        if plan.max_batch_size is not None:
+            _validate.integer("max_batch_size", plan.max_batch_size, 1)
+        return plan
+
+
+def _check_delta(delta: float, num_examples: int) -> None:
+    if _validate.in_unit_interval("target_delta", delta) >= 1 / num_examples:
+        raise _validate.invalid(
+            "target_delta",
+            delta,
+            f"to be < 1/num_examples ({1 / num_examples:.3g})",
+            "At 1/N publishing one random row would count as private. Leave it unset for 1/(2N).",
+        )
+
+
+def _steps_of(num_train_epochs: float, num_examples: int, expected_batch_size: float) -> int:
+    steps = _validate.positive("num_train_epochs", num_train_epochs) * num_examples / expected_batch_size
+    if steps > MAX_STEPS:
+        raise _validate.invalid(
+            "num_train_epochs", num_train_epochs, f"to give at most {MAX_STEPS:,} steps", "Lower it."
+        )
+    return math.ceil(steps)

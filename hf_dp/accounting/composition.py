@@ -6,10 +6,13 @@ are merged, what touches no record is dropped, and plain Gaussians become a sing
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple, get_args
+
+from scipy.special import bdtrc
 
 from hf_dp.accounting.events import (
     BestOfRandomRuns,
@@ -20,6 +23,7 @@ from hf_dp.accounting.events import (
 from hf_dp.errors import UnsupportedEventError
 
 _EVENTS = get_args(Event)
+_NO_CUT = 1e-300
 USE_PLD = 'Use accountant="pld".'  # where only it knows an event or a relation
 
 
@@ -62,6 +66,7 @@ class Composition:
         noiseless: a record entered some step without noise, so no finite epsilon holds.
         noise_multipliers, sample_rates, steps: what ran, for range checks (unsampled ones included, rate 1; of a search
             those of one run).
+        capped: some draws have a largest size, whether or not it can cut anything among these records.
     """
 
     sampled: tuple[SampledTerm, ...]
@@ -72,6 +77,7 @@ class Composition:
     steps: int
     truncated: tuple[TruncatedTerm, ...] = ()
     searches: tuple[SearchTerm, ...] = ()
+    capped: bool = False
 
     @property
     def empty(self) -> bool:
@@ -86,6 +92,11 @@ class Composition:
         if relation == "replace_one" and replace_one:
             raise UnsupportedEventError(
                 f"Accountant {accountant!r} does not know relation 'replace_one'. {replace_one}"
+            )
+        if relation == "add_remove" and self.capped:
+            raise UnsupportedEventError(
+                "No accountant knows relation 'add_remove' for draws with a largest size: with one record more, which a "
+                "neighbor has, other records would be cut. Use relation='zero_out'."
             )
         cut = self.truncated or tuple(term for search in self.searches for term in search.run.truncated)
         for kind, terms, next_move in (
@@ -102,8 +113,7 @@ def compose(events: Event | Iterable[Event]) -> Composition:
     Raises:
         UnsupportedEventError: something in the list is not an event of :mod:`hf_dp.accounting.events`.
     """
-    if isinstance(events, Event):
-        events = (events,)
+    events = (events,) if isinstance(events, Event) else tuple(events)
     merged: dict[tuple[float, float], int] = {}
     truncated: dict[tuple[float, float, int, int], int] = {}
     searches: list[SearchTerm] = []
@@ -118,7 +128,7 @@ def compose(events: Event | Iterable[Event]) -> Composition:
             run = compose(event.run)
             if not run.empty:
                 searches.append(SearchTerm(run, event.mean_runs, event.shape, event.steps))
-        elif isinstance(event, TruncatedPoissonSampledGaussian) and event.max_batch_size < event.num_examples:
+        elif isinstance(event, TruncatedPoissonSampledGaussian) and _cuts(event):
             cut = (event.noise_multiplier, event.sample_rate, event.num_examples, event.max_batch_size)
             if event.sample_rate > 0:
                 truncated[cut] = truncated.get(cut, 0) + event.steps
@@ -126,7 +136,26 @@ def compose(events: Event | Iterable[Event]) -> Composition:
             rate = 1.0 if isinstance(event, Gaussian) else event.sample_rate
             if rate > 0:
                 merged[event.noise_multiplier, rate] = merged.get((event.noise_multiplier, rate), 0) + event.steps
-    return _composition(merged, truncated, tuple(searches))
+    capped = any(_is_capped(event) for event in events)
+    return dataclasses.replace(_composition(merged, truncated, tuple(searches)), capped=capped)
+
+
+def _is_capped(event: Event) -> bool:
+    if isinstance(event, BestOfRandomRuns):
+        return any(_is_capped(each) for each in event.run)
+    return isinstance(event, TruncatedPoissonSampledGaussian)
+
+
+def _cuts(event: TruncatedPoissonSampledGaussian) -> bool:
+    """Whether a draw can be cut, other than with a probability that no epsilon shows.
+
+    With probability t of a cut in one step, T steps are within total variation T t of T plain ones, so what is (e, d)-private
+    without a cut is (e, d + (1 + exp(e)) T t)-private with it: at t = 1e-300, T = 1e9 and e = 500, d + 1e-74. (Below that,
+    tails underflow and dp-accounting divides by them.)
+    """
+    if event.max_batch_size >= event.num_examples:
+        return False
+    return bool(bdtrc(event.max_batch_size - 1, event.num_examples, event.sample_rate) > _NO_CUT)  # P(K >= max)
 
 
 def _composition(

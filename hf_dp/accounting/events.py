@@ -119,10 +119,10 @@ class BestOfRandomRuns:
 
     Args:
         run: everything that one run releases, its most expensive hyperparameters where they change privacy; no search.
-        mean_runs: the expectation of K, >= 1.
+        mean_runs: the expectation of K, from 1 to 10^9.
         distribution: of K: "truncated_negative_binomial" (K >= 1) or "poisson" (K may be 0: then nothing leaves).
-        shape: of the former, >= 0: 1 (default) is the geometric distribution, 0 the logarithmic one; with "poisson" it has
-            no meaning and is None.
+        shape: of the former, 0 or from 10^-6 to 10^6: 1 (default) is the geometric distribution, 0 the logarithmic one;
+            with "poisson" it has no meaning and is None.
         steps: how many such searches ran, >= 0.
 
     Raises:
@@ -142,8 +142,8 @@ class BestOfRandomRuns:
             raise invalid("run", self.run, "to be the events of one run, none of them a search")
         object.__setattr__(self, "run", tuple(run))
         mean = real("mean_runs", self.mean_runs)
-        if mean < 1:
-            raise invalid("mean_runs", self.mean_runs, "to be >= 1")
+        if not 1 <= mean <= 1e9:
+            raise invalid("mean_runs", self.mean_runs, "to be from 1 to 10^9")
         object.__setattr__(self, "mean_runs", mean)
         one_of("distribution", self.distribution, RUN_DISTRIBUTIONS)
         if self.distribution == "poisson":
@@ -151,8 +151,12 @@ class BestOfRandomRuns:
                 raise invalid("shape", self.shape, "to be None with distribution 'poisson'")
         else:
             object.__setattr__(self, "shape", non_negative("shape", self.shape))
-            if mean == 1:
-                raise invalid("mean_runs", self.mean_runs, "to be > 1", "A single run is no search.")
+            if self.shape and not 1e-6 <= self.shape <= 1e6:
+                raise invalid("shape", self.shape, "to be 0 or from 10^-6 to 10^6")
+            if mean < 1 + 1e-6:
+                raise invalid(
+                    "mean_runs", self.mean_runs, "to be above 1 by 10^-6 or more", "A single run is no search."
+                )
         object.__setattr__(self, "steps", integer("steps", self.steps, 0))
 
     def to_dict(self) -> dict[str, Any]:

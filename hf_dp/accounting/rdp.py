@@ -111,7 +111,7 @@ def _gamma(mean_runs: float, shape: float) -> float:
     def mean(t: float) -> float:  # t = log(1/gamma): shape (1/gamma - 1) / (1 - gamma^shape); its limit for shape 0
         return math.expm1(t) / (t if shape == 0 else -math.expm1(-shape * t) / shape)
 
-    t = brentq(lambda t: mean(t) - mean_runs, 1e-9, 700.0, xtol=1e-14, rtol=1e-14)
+    t = brentq(lambda t: mean(t) - mean_runs, 1e-15, 700.0, xtol=1e-14, rtol=1e-14)
     return math.exp(-float(t))
 
 

@@ -7,6 +7,7 @@ any point leaves a file that counts at least all that was released.
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -122,8 +123,8 @@ def read(path_or_dir: str | os.PathLike[str]) -> PrivacyRecord:
     except (OSError, UnicodeDecodeError) as error:
         raise LedgerError(f"{path} cannot be read ({error}). {_RESTORE}") from error
     try:
-        data = json.loads(text, parse_constant=_no_constant, object_pairs_hook=_no_duplicates)
-    except ValueError as error:
+        data = json.loads(text, parse_constant=_no_constant, parse_float=_finite, object_pairs_hook=_no_duplicates)
+    except (ValueError, RecursionError) as error:
         raise LedgerError(f"{path} is not complete JSON ({error}). {_RESTORE}") from error
     return _record(data, path)
 
@@ -135,6 +136,11 @@ def _file(path_or_dir: str | os.PathLike[str]) -> Path:
 
 def _no_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is not a number that hf_dp writes")
+
+
+def _finite(text: str) -> float:
+    number = float(text)
+    return number if math.isfinite(number) else _no_constant(text)
 
 
 def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -175,7 +181,8 @@ def _plan(values: Any, path: Path) -> tuple[PrivacyPlan, dict[str, Any]]:
         intact = plan.to_dict() == values
     except (ConfigError, TypeError, ValueError, ArithmeticError) as error:
         raise LedgerError(f"{path} was edited: its plan cannot be read ({error}). {_RESTORE}") from error
-    named = isinstance(run["run_id"], str) and bool(run["run_id"]) and isinstance(run["released"], list)
+    released = isinstance(run["released"], list) and all(isinstance(name, str) for name in run["released"])
+    named = isinstance(run["run_id"], str) and bool(run["run_id"]) and released
     flags = isinstance(run["insecure_seed"], bool) and isinstance(run["model_selection"], bool)
     if not (intact and named and flags):
         raise LedgerError(f"{path} was edited: its plan contradicts itself or has no run_id. {_RESTORE}")
@@ -189,8 +196,8 @@ def _check_statement(status: Any, statement: Any, plan: PrivacyPlan, ledger: Led
     else:
         try:
             said = PrivacyStatement.from_dict(statement)
-        except LedgerError as error:
-            raise LedgerError(f"{path}: {error} {_RESTORE}") from error
+        except (LedgerError, AttributeError, KeyError) as error:
+            raise LedgerError(f"{path}: its statement cannot be read ({error}). {_RESTORE}") from error
         agrees = status == said.status and list(said.mechanisms) == ledger.to_list() and said.delta == plan.delta
     if not agrees:
         raise LedgerError(f"{path} was edited: its status or statement does not belong to its ledger. {_RESTORE}")

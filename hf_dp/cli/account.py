@@ -9,6 +9,7 @@ from typing import Any
 
 from hf_dp.cli.answers import json_row, table
 from hf_dp.cli.main import hyphenated
+from hf_dp.errors import LedgerError
 
 # Repeated here so that --help need not import scipy; a test compares them with hf_dp.accounting's.
 ACCOUNTANTS = ("pld", "rdp", "prv", "gdp_clt")
@@ -136,11 +137,11 @@ def _ledger(args: argparse.Namespace) -> int:
     from hf_dp.cards import document
 
     record = document.read(args.path)
+    verdict = _verdict(record)
     name = args.accountant or record.plan.accountant
     names = ACCOUNTANTS if args.cross_check and not args.accountant else (name,)
     answers = compare(record.ledger.events, record.plan.delta, names)
     said = None if record.statement is None else record.statement["epsilon"]
-    verdict = _verdict(record, said)
     rows = record.ledger.to_list()
     found = {
         "status": record.status, "verdict": verdict, "ledger": rows, "delta": record.plan.delta, "stated_epsilon": said,
@@ -149,25 +150,18 @@ def _ledger(args: argparse.Namespace) -> int:
     return _print(args, found, answers, "\n".join([*lines, f"stated epsilon: {said}; {verdict}"]))
 
 
-def _verdict(record: Any, said: float | None) -> str:
-    """Whether the statement in the file is what its ledger gives, recomputed now."""
-    from hf_dp.cards.statement import NOT_PRIVATE, PrivacyStatement, RunFacts
+def _verdict(record: Any) -> str:
+    """Whether the statement in the file follows from its ledger, computed now."""
+    from hf_dp.cards.verify import disagreements
 
     if record.statement is None:
         return "the run has not ended, so nothing is stated yet"
-    if record.status == NOT_PRIVATE:
-        return "the run is not private and states none"
-    facts = RunFacts.from_dict(record.statement["facts"])
-    again = PrivacyStatement.from_ledger(record.plan, record.ledger, facts)
-    if said is not None and again.epsilon is not None and said >= again.epsilon:
-        same = "the ledger gives the same" if said == again.epsilon else f"the ledger gives less, {again.epsilon}"
-        return f"confirmed: {same}"
-    from hf_dp.errors import LedgerError
-
-    raise LedgerError(
-        f"The file states epsilon {said}, but its ledger gives {again.epsilon} at delta {record.plan.delta:g}: the statement "
-        "was edited, or computed by another version. Do not rely on it; state the ledger's."
-    )
+    if problems := disagreements(record):
+        raise LedgerError(
+            f"The statement does not follow from the file's own plan and ledger: {'; '.join(problems)}. It was edited, or "
+            "computed by another version of hf_dp. Do not rely on it."
+        )
+    return "consistent: it follows from the plan and the ledger in this file, which is not signed"
 
 
 def _event_line(row: dict[str, Any]) -> str:

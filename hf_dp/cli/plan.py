@@ -8,6 +8,7 @@ import json
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from hf_dp._validate import integer
 from hf_dp.cli.account import ACCOUNTANTS
 from hf_dp.cli.answers import json_row, table
 from hf_dp.cli.config import split_config
@@ -105,6 +106,10 @@ def main(argv: Sequence[str]) -> int:
     if args.transfer_to is not None:
         from hf_dp.planning import transfer
 
+        if found.plan.max_batch_size is not None:
+            raise ConfigError(
+                "A largest draw (--max-batch-size) does not carry over to other data. Transfer without it."
+            )
         to = transfer(sample_rate=found.plan.sample_rate, steps=found.plan.steps, num_examples=args.transfer_to)
     if args.json:
         transferred = None if to is None else dataclasses.asdict(to)
@@ -114,7 +119,7 @@ def main(argv: Sequence[str]) -> int:
     if to is not None:
         print(
             f"\nfor {to.num_examples:,} examples, same sample rate and steps: expected batch size "
-            f"{to.expected_batch_size}, epochs {to.num_train_epochs:.6g} ({to.steps} steps)"
+            f"{to.expected_batch_size}, epochs {to.num_train_epochs:.10g} ({to.steps} steps)"
         )
     return 0
 
@@ -127,6 +132,8 @@ def _settings(args: argparse.Namespace, recipe: dict[str, Any]) -> dict[str, Any
         if given[one] is not None or given[other] is not None:  # one of a pair replaces the recipe's other
             settings[one] = settings[other] = None
     settings |= {option: value for option, value in given.items() if value is not None}
+    if recipe.get("max_steps") == -1 and args.steps is None:
+        settings["steps"] = None
     settings["num_examples"] = args.num_examples
     if args.num_examples is None and recipe:
         settings["num_examples"] = _rows(recipe)
@@ -166,7 +173,7 @@ def _plan(settings: dict[str, Any]) -> Any:
         max_batch_size=settings["max_batch_size"],
         clipping_norm=0.1 if settings["clipping_norm"] is None else settings["clipping_norm"],
         num_train_epochs=3.0 if epochs is None else epochs,
-        max_steps=-1 if steps is None else steps,
+        max_steps=-1 if steps is None else integer("steps", steps, 1),
         target_epsilon=settings["target_epsilon"],
         noise_multiplier=settings["noise_multiplier"],
         target_delta=settings["delta"],

@@ -6,6 +6,9 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+from scipy.special import bdtr
+
 from hf_dp import _validate
 from hf_dp.accounting.comparison import Answer, compare
 from hf_dp.plan import PrivacyPlan
@@ -44,7 +47,15 @@ class Forecast:
     @property
     def epochs(self) -> float:
         """Expected number of times that an example is used."""
-        return self.plan.steps * self.plan.sample_rate
+        return self.examples / self.plan.num_examples
+
+
+def _used(plan: PrivacyPlan) -> float:
+    """Expected number of examples that a step uses: B, or E min(K, cap) = sum over k <= cap of P(K >= k), K the draw."""
+    if plan.max_batch_size is None:
+        return plan.expected_batch_size
+    below = np.arange(min(plan.max_batch_size, plan.num_examples))
+    return float((1 - bdtr(below, plan.num_examples, plan.sample_rate)).sum())
 
 
 def forecast(
@@ -80,8 +91,8 @@ def forecast(
         if parameters is None:
             raise _validate.invalid("parameters", None, "to be given with `gradient_norm`", "Noise grows with it.")
         # The noise on the mean is N(0, (noise_std / B)^2) in each of p coordinates: its norm is about that times sqrt(p).
-        ratio = signal * plan.expected_batch_size / (plan.noise_std * math.sqrt(parameters))
-    examples = plan.steps * plan.expected_batch_size
+        ratio = signal * _used(plan) / (plan.noise_std * math.sqrt(parameters))
+    examples = plan.steps * _used(plan)
     return Forecast(
         plan=plan,
         answers=compare(plan.event(), plan.delta, accountants or (plan.accountant,)),

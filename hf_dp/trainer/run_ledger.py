@@ -51,6 +51,7 @@ class RunLedger:
         if not len(self.ledger):
             _refuse_leftovers(self.folder)
         self._acquire()
+        self._refuse_stale()
         self._allowed = self.allowed_steps(planned_steps)
         if self._allowed <= self.ledger.steps() and planned_steps > 0:
             raise BudgetExceededError(
@@ -147,6 +148,18 @@ class RunLedger:
         if self._lock is not None:
             self._lock.release()
             self._lock = None
+
+    def _refuse_stale(self) -> None:
+        """The file may have grown between our reading it and the lock: another process went on, and died."""
+        if not Path(self.folder, FILE_NAME).exists():
+            return
+        on_disk = read(self.folder).ledger
+        if on_disk.to_list() != self.ledger.to_list():
+            self.stop()
+            raise LedgerError(
+                f"The run's {FILE_NAME} records {on_disk.steps()} steps, and {self.ledger.steps()} when it was read: another "
+                "process has gone on with this run. Resume again, so that its steps count."
+            )
 
     def _acquire(self) -> None:
         # Two processes resuming one run would each record "step 51" once, and the ledger would hold one of them. The

@@ -8,7 +8,7 @@ import math
 
 import pytest
 
-from hf_dp.accounting import Gaussian, PoissonSampledGaussian, event_from_dict
+from hf_dp.accounting import BestOfRandomRuns, Gaussian, PoissonSampledGaussian, epsilon, event_from_dict
 from hf_dp.accounting.composition import compose
 from hf_dp.errors import InvalidArgumentError, UnsupportedEventError
 
@@ -91,3 +91,24 @@ def test_composition_refuses_a_subclass_and_a_stranger():
     for event in (Special(1.0), "Gaussian", None):
         with pytest.raises(UnsupportedEventError, match="got"):
             compose([event])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "match"),
+    [
+        ({"mean_runs": 1 + 1e-12}, "above 1 by"),
+        ({"mean_runs": 1e305}, "from 1 to 10"),
+        ({"mean_runs": 10, "shape": 1e300}, "`shape` to be 0 or from"),
+        ({"mean_runs": 10, "shape": 1e-320}, "`shape` to be 0 or from"),
+    ],
+)
+def test_searches_beyond_what_can_be_computed_are_refused(arguments, match):
+    with pytest.raises(InvalidArgumentError, match=match):
+        BestOfRandomRuns((Gaussian(1.0, 1),), **arguments)
+
+
+@pytest.mark.parametrize("shape", [0, 1e-6, 1.0, 1e6])
+@pytest.mark.parametrize("mean_runs", [1 + 1e-6, 2.0, 1e9])
+def test_searches_at_the_edge_are_computed(mean_runs, shape):
+    search = BestOfRandomRuns((Gaussian(1.0, 1),), mean_runs, shape=shape)
+    assert epsilon(search, 1e-6, "rdp").value >= epsilon(Gaussian(1.0, 1), 1e-6, "rdp").value

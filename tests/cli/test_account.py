@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 import time
@@ -176,6 +177,20 @@ def test_cpu_time(accountant, limit):
     assert loaded.strip() == ("{'dp_accounting'}" if accountant == "pld" else "set()")
 
 
+def _all_rows(data, **changes):
+    for row in (*data["ledger"], *data["statement"]["mechanisms"]):
+        row.update(changes)
+
+
+def _no_rows(data):
+    data["ledger"], data["statement"]["mechanisms"] = [], []
+
+
+def _both(data, **changes):
+    data["plan"].update(changes)
+    data["statement"].update(changes)
+
+
 class TestLedger:
     """``hf-dp account ledger``: what a run recorded, computed again."""
 
@@ -196,7 +211,7 @@ class TestLedger:
         out = capsys.readouterr().out
         assert "run a-run, status: proven" in out
         assert "training: PoissonSampledGaussian(noise_multiplier 0.82539, sample_rate 0.0152" in out
-        assert "stated epsilon: 2.412; confirmed: the ledger gives the same" in out
+        assert "stated epsilon: 2.412; consistent: it follows from the plan and the ledger" in out
         for row in (["pld", "bound", "2.412"], ["rdp", "bound", "3.001"], ["gdp_clt", "estimate", "1.545"]):
             assert row in [line.split() for line in out.splitlines()]
 
@@ -209,7 +224,7 @@ class TestLedger:
     @pytest.mark.parametrize(
         ("edit", "match"),
         [
-            (lambda text: text.replace('"epsilon": 2.412', '"epsilon": 1.5', 1), "states epsilon 1.5, but its ledger gives"),
+            (lambda text: text.replace('"epsilon": 2.412', '"epsilon": 1.5', 1), "epsilon is stated as 1.5, and"),
             (lambda text: text.replace('"steps": 198', '"steps": 98', 2), "was edited"),
             (lambda text: text[: len(text) // 2], "is not complete JSON"),
             (lambda text: "{}", "is not a privacy record"),
@@ -222,6 +237,61 @@ class TestLedger:
         captured = capsys.readouterr()
         assert match in captured.err
         assert captured.out == ""
+
+    @pytest.mark.parametrize(
+        ("edit", "match"),
+        [
+            # what says more than the evidence in the same file
+            (lambda d: _all_rows(d, noise_multiplier=50.0) or d["statement"].update(epsilon=0.1), "not the plan's"),
+            (lambda d: _all_rows(d, sample_rate=1e-4) or d["statement"].update(epsilon=0.5), "not the plan's"),
+            (lambda d: _all_rows(d, steps=10) or d["statement"].update(epsilon=0.9), "steps is stated as 198"),
+            (lambda d: _no_rows(d) or d["statement"].update(epsilon=0.0), "steps is stated as 198"),
+            (lambda d: d["plan"].update(insecure_seed=True), "insecure_seed is False in the statement and True in the plan"),
+            (lambda d: d["plan"].update(released=["training_loss"]), "released is"),
+            (lambda d: d["plan"].update(model_selection=True), "model_selection is False"),
+            (lambda d: d["plan"].update(max_batch_size=1200), "not the plan's"),
+            (lambda d: _both(d, delta=0.9999), "plan cannot be read .*target_delta"),
+            (lambda d: d.update(status="super private") or d["statement"].update(status="super private"), "status is stated"),
+            (lambda d: d.update(status="not private") or d["statement"].update(status="not private"), "status is stated"),
+            (lambda d: d["statement"].update(unit="one user"), "unit is stated as 'one user'"),
+            (lambda d: d["statement"].update(neighboring_relation="any change"), "neighboring_relation is stated"),
+            (lambda d: d["statement"].update(num_examples=10**9), "num_examples is stated as 1000000000"),
+            (lambda d: d["statement"]["epsilons"][0].update(epsilon=0.01), "epsilon by pld is stated as 0.01"),
+            (lambda d: d["statement"]["epsilons"][3].update(kind="bound"), "kind by gdp_clt is stated as 'bound'"),
+            # what hf_dp cannot have written
+            (lambda d: d["plan"].update(steps="a"), "`steps` to be a number"),
+            (lambda d: d["plan"].update(released=[5, None]), "contradicts itself"),
+            (lambda d: d["plan"].update(max_batch_size="a"), "`max_batch_size` to be a number"),
+            (lambda d: d["statement"].update(epsilon="0.1"), "epsilon is stated as '0.1'"),
+            (lambda d: d["statement"].update(epsilon=[1]), r"epsilon is stated as \[1\]"),
+            (lambda d: d["statement"]["facts"].update(released=[5]), "released is"),
+            (lambda d: _all_rows(d, noise_multiplier=10**400), "noise_multiplier"),
+            (lambda d: d["statement"].update(epsilons=3), "statement cannot be read"),
+        ],
+    )  # fmt: skip
+    def test_a_file_that_contradicts_itself(self, folder, capsys, edit, match):
+        path = folder / "privacy.json"
+        data = json.loads(path.read_text())
+        edit(data)
+        path.write_text(json.dumps(data))
+        assert main(["account", "ledger", str(folder)]) == 2
+        captured = capsys.readouterr()
+        assert re.search(match, captured.err), captured.err
+        assert captured.out == ""
+
+    @pytest.mark.parametrize("text", ["[" * 100_000, '{"a": 1e999}'])
+    def test_hostile_json(self, folder, capsys, text):
+        (folder / "privacy.json").write_text(text)
+        assert main(["account", "ledger", str(folder)]) == 2
+        assert "is not complete JSON" in capsys.readouterr().err
+
+    def test_a_looser_bound_of_another_version_is_consistent(self, folder, capsys):
+        path = folder / "privacy.json"
+        data = json.loads(path.read_text())
+        data["statement"]["epsilon"] = data["statement"]["epsilons"][0]["epsilon"] = 2.5
+        path.write_text(json.dumps(data))
+        assert main(["account", "ledger", str(folder)]) == 0
+        assert "stated epsilon: 2.5; consistent" in capsys.readouterr().out
 
     def test_missing(self, tmp_path, capsys):
         assert main(["account", "ledger", str(tmp_path)]) == 2

@@ -151,3 +151,30 @@ def test_a_recipe_without_privacy_is_refused(capsys, recipe):
     recipe.write_text("privacy_mode: non_private\n")
     assert main(["plan", "--config", str(recipe), "--num-examples", "10"]) == 2
     assert "spends no privacy" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "match"),
+    [
+        (["--steps", "0"], "`steps` to be a whole number >= 1"),
+        (["--steps", "-5"], "`steps` to be a whole number >= 1"),
+        (["--epochs", "1e308"], "`num_train_epochs` to give at most"),
+        (["--plot", "plan.foo"], "`plot` to end in one of"),
+        (["--max-batch-size", "1200", "--transfer-to", "1000"], "does not carry over"),
+    ],
+)
+def test_what_cannot_be_planned(capsys, words, match):
+    given = ["plan", "--num-examples", "67349", "--batch-size", "1024", "--noise-multiplier", "1"]
+    assert main([*given, *words]) == 2
+    assert match in capsys.readouterr().err
+
+
+def test_a_capped_draw_uses_fewer_examples(capsys):
+    """Of 100 rows at B = 4 and at most 4: E min(K, 4) = 3.234 a step (summed by hand below)."""
+    from scipy.stats import binom
+
+    used = sum(min(k, 4) * binom.pmf(k, 100, 0.04) for k in range(101))
+    words = ["plan", "--num-examples", "100", "--batch-size", "4", "--max-batch-size", "4", "--epochs", "4"]
+    found = json.loads(printed(capsys, *words, "--noise-multiplier", "2", "--json"))
+    assert found["examples"] == pytest.approx(100 * used, rel=1e-12)
+    assert found["epochs"] == pytest.approx(used, rel=1e-12)

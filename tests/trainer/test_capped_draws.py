@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 
 import pytest
 import tiny
 
 from hf_dp.accounting import PoissonSampledGaussian, TruncatedPoissonSampledGaussian, epsilon
-from hf_dp.errors import InvalidArgumentError, UnsupportedEventError
+from hf_dp.errors import InvalidArgumentError, LedgerError, UnsupportedEventError
 from hf_dp.plan import PrivacyPlan
 from hf_dp.trainer.run_ledger import RunLedger
 
@@ -51,10 +52,29 @@ def test_an_accountant_that_does_not_know_it_refuses_before_training(tmp_path):
 def test_steps_beyond_the_plan_are_paid_for_as_capped_draws(tmp_path):
     """A run that is asked for more steps than its plan has stops where *these* draws meet the target."""
     plan = PrivacyPlan.create(
-        num_examples=40, expected_batch_size=8, clipping_norm=0.1, target_epsilon=8.0, max_steps=5, max_batch_size=8
+        num_examples=40, expected_batch_size=8, clipping_norm=0.1, noise_multiplier=4.0, max_steps=3, max_batch_size=8
     )
-    allowed = RunLedger(tmp_path, plan).allowed_steps(100)
-    assert epsilon(plan.event(int(allowed)), plan.delta).value <= 8
-    assert epsilon(plan.event(int(allowed) + 1), plan.delta).value > 8
-    # As plain Poisson draws many more would have seemed to fit.
-    assert epsilon(PoissonSampledGaussian(plan.noise_multiplier, 0.2, int(allowed) + 1), plan.delta).value < 8
+    plan = dataclasses.replace(plan, target_epsilon=epsilon(plan.event(), plan.delta).value + 1e-3)
+    assert RunLedger(tmp_path, plan).allowed_steps(10) == 3
+    # As plain Poisson draws more would have seemed to fit.
+    assert epsilon(PoissonSampledGaussian(4.0, 0.2, 4), plan.delta).value < plan.target_epsilon
+
+
+def test_a_ledger_that_grew_before_the_lock_is_not_overwritten(tmp_path):
+    """Another process went on between our reading and our lock, and died: its step must not be lost."""
+    plan = PrivacyPlan.create(
+        num_examples=40, expected_batch_size=8, clipping_norm=0.1, noise_multiplier=1.0, max_steps=60
+    )
+    first = RunLedger(tmp_path, plan)
+    first.start(50)
+    first.append(plan.event(50), "training")
+    second = RunLedger(tmp_path, plan)
+    second.resume(tmp_path)
+    first.append(plan.event(1), "training")
+    first.stop()
+    with pytest.raises(LedgerError, match="51 steps, and 50 when it was read.*Resume again"):
+        second.start(10)
+    third = RunLedger(tmp_path, plan)
+    third.resume(tmp_path)
+    third.start(9)
+    third.stop()

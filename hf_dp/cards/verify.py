@@ -1,0 +1,72 @@
+"""Does what a ``privacy.json`` states follow from the plan and the ledger in the same file?
+
+The file is not signed: whoever rewrites plan, ledger and statement together so that they agree is not found out. What is
+found is every statement that says more than its own evidence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from hf_dp._validate import non_negative
+from hf_dp._version import __version__
+from hf_dp.cards.document import PrivacyRecord
+from hf_dp.cards.statement import PrivacyStatement, RunFacts
+from hf_dp.errors import InvalidArgumentError
+
+# Wording, which another version of hf_dp may have changed; numbers and kinds are compared whatever the version.
+_WORDING = ("status_reason", "accountant_note", "sampling", "mechanism", "covered", "not_covered")
+_BOUNDS = ("epsilon", "epsilons", "accountant")
+
+
+def disagreements(record: PrivacyRecord) -> list[str]:
+    """What of the statement does not follow from the rest of the file, in words; empty when all of it does.
+
+    An epsilon may be larger than what is computed now (another version's bound may be looser), never smaller.
+
+    Raises: LedgerError when the statement cannot be read.
+    """
+    if record.statement is None:
+        return []
+    facts = RunFacts.from_dict(record.statement["facts"])
+    problems = [
+        f"{name} is {getattr(facts, name)!r} in the statement and {getattr(record, name)!r} in the plan"
+        for name in ("insecure_seed", "released", "model_selection")
+        if getattr(facts, name) != getattr(record, name)
+    ]
+    if problems:
+        return problems  # the facts cannot be used
+    for entry in record.ledger.to_list():
+        planned = record.plan.event(entry["steps"]).to_dict()
+        if entry["purpose"] == "training" and any(entry.get(key) != value for key, value in planned.items()):
+            problems.append(f"the ledger has training steps that are not the plan's: {entry}")
+    now = PrivacyStatement.from_ledger(record.plan, record.ledger, facts).to_dict()
+    same_version = facts.versions.get("hf_dp") == __version__
+    for name, value in now.items():
+        if name not in (*_BOUNDS, "facts") and (same_version or name not in _WORDING):
+            if record.statement[name] != value:
+                problems.append(f"{name} is stated as {record.statement[name]!r}, and the ledger gives {value!r}")
+    return problems + _bounds(record.statement, now)
+
+
+def _bounds(said: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    rows = [("epsilon", said["epsilon"], now["epsilon"])]
+    known = {row["accountant"]: row for row in now["epsilons"]}
+    for row in said["epsilons"]:
+        again = known.get(row["accountant"], {"epsilon": None, "kind": None})
+        if row["kind"] != again["kind"]:
+            rows.append((f"kind by {row['accountant']}", row["kind"], again["kind"]))
+        rows.append((f"epsilon by {row['accountant']}", row["epsilon"], again["epsilon"]))
+    return [
+        f"{name} is stated as {stated!r}, and the ledger gives {found!r}"
+        for name, stated, found in rows
+        if stated != found and not _looser(stated, found)
+    ]
+
+
+def _looser(stated: Any, found: Any) -> bool:
+    try:
+        return found is not None and non_negative("epsilon", stated) >= found
+    except InvalidArgumentError:
+        return False
