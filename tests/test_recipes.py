@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import re
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 from transformers import TrainingArguments
 
+from hf_dp.accounting import epsilon
 from hf_dp.cli.config import parse, read_yaml
 from hf_dp.cli.tasks.classification_data import DataArguments
 from hf_dp.cli.tasks.masked_lm import PretrainingArguments
 from hf_dp.cli.tasks.text_classification import ModelArguments
 from hf_dp.errors import ConfigError
+from hf_dp.plan import PrivacyPlan
+from hf_dp.tasks.templates import Infilling
 from hf_dp.trainer.arguments import DPTrainingArguments
 
 ROOT = Path(__file__).parent.parent
@@ -39,3 +44,75 @@ def test_every_recipe_parses_and_refuses_an_unknown_key(name):
     assert args.output_dir.startswith("outputs/")
     with pytest.raises(ConfigError, match="leaning_rate.*did you mean `learning_rate`"):
         parsed({**values, "leaning_rate": 1})
+
+
+# -- what the first lines of a GLUE recipe say ---
+
+GLUE_RECIPES = [name for name in RECIPES if name.startswith("recipes/glue/")]
+GLUE_ROWS = {"sst2": 67_349, "qnli": 104_743, "qqp": 363_846, "mnli": 392_702}
+HEADER = re.compile(
+    r"# privacy: epsilon (\S+) \(rdp, bound\), (\S+) \(pld, bound\) at delta (\S+) = 1/\(2 N\), N = (\d+)"
+)
+
+
+@cache
+def spent(num_examples: int, batch: float, epochs: float, target: float) -> tuple[float, float, float]:
+    """(delta, epsilon by rdp, by pld) of the noise that the recipe's own accountant, rdp, calibrates."""
+    plan = PrivacyPlan.create(
+        num_examples=num_examples,
+        expected_batch_size=batch,
+        clipping_norm=0.1,
+        num_train_epochs=epochs,
+        target_epsilon=target,
+        accountant="rdp",
+    )
+    return plan.delta, *(epsilon(plan.event(), plan.delta, name).rounded_up() for name in ("rdp", "pld"))
+
+
+@pytest.mark.parametrize("name", GLUE_RECIPES)
+def test_a_glue_recipe_spends_what_its_header_says(name):
+    text = RECIPES[name].read_text()
+    model, data, args = parsed(read_yaml(str(RECIPES[name])))
+    by_rdp, by_pld, delta, rows = HEADER.search(text).groups()
+    assert int(rows) == GLUE_ROWS[data.dataset_config]
+    assert (args.accountant, args.per_example_max_grad_norm) == ("rdp", 0.1)
+    found = spent(int(rows), args.expected_batch_size, args.num_train_epochs, args.target_epsilon)
+    assert found == (pytest.approx(float(delta), rel=1e-5), float(by_rdp), float(by_pld))
+    assert f"--config {name}\n" in text
+    assert re.search(r"# expected: accuracy [\d./]+", text)
+    # The paper's: batch 1024 and 3 epochs on SST-2, both 2, 6 and 6 times that on the larger sets (Table 1).
+    factor = {"sst2": 1, "qnli": 2, "qqp": 6, "mnli": 6}[data.dataset_config]
+    assert (args.expected_batch_size, args.num_train_epochs) == (1024 * factor, 3 * factor)
+
+
+def test_the_32_glue_recipes_are_there():
+    expected = {
+        f"recipes/glue/{task}/roberta_{size}_{how}_eps{target}.yaml"
+        for task in GLUE_ROWS
+        for size in ("base", "large")
+        for how in ("head", "infilling")
+        for target in (3, 8)
+    }
+    assert set(GLUE_RECIPES) == expected
+
+
+@pytest.mark.parametrize("name", [name for name in RECIPES if "infilling" in name])
+def test_a_template_takes_the_recipes_columns(name):
+    model, data, _ = parsed(read_yaml(str(RECIPES[name])))
+    assert Infilling.of(model.infilling).template.texts == len(data.text_columns)
+
+
+def test_table_1_of_the_paper():
+    """The composed row of Table 1 is PRV's estimate of these plans; the bound printed in the headers lies just above."""
+    printed = {("sst2", 3): 2.41, ("sst2", 8): 6.69, ("qnli", 3): 2.57, ("qnli", 8): 6.87}
+    for (task, target), value in printed.items():
+        values = read_yaml(str(RECIPES[f"recipes/glue/{task}/roberta_base_head_eps{target}.yaml"]))
+        _, _, by_pld = spent(GLUE_ROWS[task], values["expected_batch_size"], values["num_train_epochs"], target)
+        assert by_pld == pytest.approx(value, abs=0.012)
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "recipes" / "accelerate").glob("*.yaml")), ids=lambda path: path.stem)
+def test_accelerate_configurations_are_read_by_accelerate(path):
+    from accelerate.commands.config.config_args import load_config_from_file
+
+    assert load_config_from_file(str(path)).num_processes == 1

@@ -22,6 +22,8 @@ from hf_dp.errors import HfDpError
 # command -> (module, one-line help)
 COMMANDS: dict[str, tuple[str, str]] = {
     "train": ("hf_dp.cli.train", "fine-tune a model and publish a checkpoint whose card states epsilon"),
+    "eval": ("hf_dp.cli.eval", "metrics of a classifier on evaluation rows, trained or zero-shot"),
+    "sweep": ("hf_dp.cli.sweep", "a grid of runs over settings and seeds, with what they cost together"),
     "plan": ("hf_dp.cli.plan", "what a run or a recipe will cost, before anything is spent"),
     "account": ("hf_dp.cli.account", "epsilon of a run, or the noise a target needs (no GPU, no torch)"),
     "bench": ("hf_dp.cli.bench", "speed and memory of private training beside non-private training"),

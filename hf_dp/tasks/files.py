@@ -39,8 +39,10 @@ def load_hub(name: str, config: str | None, split: str) -> Any:
     """One split of a data set on the Hub, or in a local folder laid out like one. Raises: DataError."""
     import datasets
 
+    # datasets 5.2 does not see that a file of a local folder has changed: its cache would give the old rows.
+    anew = {"download_mode": "force_redownload", "verification_mode": "no_checks"} if Path(name).is_dir() else {}
     try:
-        return datasets.load_dataset(name, config, split=split)
+        return datasets.load_dataset(name, config, split=split, **anew)
     except Exception as problem:  # no such data set, config or split, no network, a damaged file: each its own error
         raise DataError(
             f"The split {split!r} of the data set {name!r} (dataset_config {config!r}) could not be loaded: "

@@ -53,9 +53,10 @@ def main(argv: Sequence[str]) -> int:
     trainer = build_trainer(task, args)
     trainer.evaluate()
     trainer.train()
-    trainer.evaluate()
-    trainer.save_model()
     stop = trainer.stop
+    if stop.evaluated_at != trainer.state.global_step:
+        trainer.evaluate()
+    trainer.save_model()
     first, *_, last = stop.accuracies
     Path(args.output_dir, "pretraining.json").write_text(
         json.dumps({"held_out_accuracy": stop.accuracies, "stopped": stop.reason}, indent=1) + "\n"
@@ -134,6 +135,7 @@ def _trainer_class() -> type:
         def __init__(self, task: PretrainingArguments):
             self.task, self.began = task, time.process_time()
             self.accuracies: list[float] = []
+            self.evaluated_at = 0
             self.reason = "all steps were taken"
 
         def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
@@ -145,9 +147,10 @@ def _trainer_class() -> type:
             return control
 
         def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
+            self.evaluated_at = state.global_step
             self.accuracies.append(kwargs["metrics"]["eval_accuracy"])
             gains = [b - a for a, b in zip(self.accuracies, self.accuracies[1:], strict=False)]
-            if len(gains) > 1 and gains[-1] < self.task.smallest_gain:
+            if len(gains) > 1 and not control.should_training_stop and gains[-1] < self.task.smallest_gain:
                 self.reason = (
                     f"the accuracy gained {gains[-1]:.4f} since the evaluation before, at step {state.global_step}"
                 )

@@ -48,6 +48,7 @@ def main(argv: Sequence[str]) -> int:
     trainer.save_model()
     if args.push_to_hub:
         trainer.push_to_hub()
+    trainer.save_metrics("eval", trainer.evaluation_metrics(), combined=False)
     print_summary(trainer, metrics)
     trainer.end()
     return 0

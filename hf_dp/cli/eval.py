@@ -1,0 +1,111 @@
+"""``hf-dp eval``: a classifier on evaluation rows, or what its base knows before any training (``--zero-shot``)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from hf_dp.cli.config import check_keys, parse, split_config
+from hf_dp.errors import ConfigError
+
+HELP = """usage: hf-dp eval --config FILE [--zero-shot] [--NAME VALUE ...]
+
+Metrics of a classifier on evaluation rows; prints one line a metric. The configuration is that of its training (keys that
+only concern training are ignored); every key can stand on the command line.
+
+  --config FILE                 flat YAML, as for `hf-dp train`
+  --model_name_or_path NAME     what `hf-dp train` wrote (default: the configuration's output_dir)
+  --zero-shot                   the untrained base with its template and label words (needs `infilling`): how well the words
+                                fit the task before anything is spent (Li et al., figure 8)
+  --validation_file FILE ...    .parquet, .csv, .json or .jsonl
+  --per_device_eval_batch_size b    rows at a time (8)
+
+example:
+  hf-dp eval --config recipes/glue/sst2/roberta_base_infilling_eps3.yaml --zero-shot
+"""
+
+
+@dataclass
+class EvalArguments:
+    """How the evaluation runs."""
+
+    per_device_eval_batch_size: int = field(default=8, metadata={"help": "Rows at a time."})
+    use_cpu: bool = field(default=False, metadata={"help": "Leave a GPU alone."})
+
+
+def main(argv: Sequence[str]) -> int:
+    """Prints one line a metric; exit code 2 (and a line on stderr) for what cannot be evaluated."""
+    if not argv or any(word in ("-h", "--help") for word in argv):
+        print(HELP)
+        return 0 if argv else 2
+    zero_shot = any(word in ("--zero-shot", "--zero_shot") for word in argv)
+    values, words = split_config([word for word in argv if word not in ("--zero-shot", "--zero_shot")])
+    for line in evaluate(values, words, zero_shot=zero_shot):
+        print(line)
+    return 0
+
+
+def evaluate(values: dict[str, Any], words: Sequence[str], *, zero_shot: bool) -> list[str]:
+    """``accuracy on the 872 evaluation rows: 0.9`` and so on, for a configuration and command-line words."""
+    import dataclasses
+
+    from transformers import Trainer, TrainingArguments
+
+    from hf_dp.cli.tasks.classification_data import DataArguments, encode_all, load_evaluation
+    from hf_dp.cli.tasks.text_classification import ModelArguments, load_classifier, metric_lines
+    from hf_dp.tasks.classification import label_names, metrics
+    from hf_dp.trainer.arguments import DPTrainingArguments
+
+    if values.get("task", "text_classification") != "text_classification":
+        raise ConfigError(f"Expected `task` to be text_classification, got {values['task']!r}.")
+    kinds = [ModelArguments, DataArguments, EvalArguments]
+    ours = {item.name for kind in kinds for item in dataclasses.fields(kind)}
+    trainings = {item.name for item in dataclasses.fields(DPTrainingArguments)}
+    check_keys(values, ours | trainings | {"task", "peft"})
+    known = {key: value for key, value in values.items() if key in ours}
+    if not zero_shot and "output_dir" in values:
+        known["model_name_or_path"] = values["output_dir"]
+    model_args, data_args, args = parse(kinds, known, words, prog="hf-dp eval")
+    if zero_shot and model_args.infilling is None:
+        raise ConfigError(
+            "--zero-shot needs `infilling`: a new classification head knows nothing before it is trained."
+        )
+    sets = load_evaluation(data_args)
+    names = label_names(next(iter(sets.values())), data_args.label_column, data_args.class_names)
+    if zero_shot:
+        model, tokenizer = load_classifier(model_args, data_args, names)
+    else:
+        model, tokenizer = load_trained(model_args.model_name_or_path, names)
+    columns = (tokenizer, data_args.text_columns, data_args.label_column, names, data_args.max_length)
+    trainer = Trainer(
+        model,
+        TrainingArguments(
+            per_device_eval_batch_size=args.per_device_eval_batch_size, use_cpu=args.use_cpu, report_to="none"
+        ),
+        eval_dataset=encode_all(sets, columns),
+        processing_class=tokenizer,
+        compute_metrics=metrics(data_args.metrics, len(names)),
+    )
+    return metric_lines(trainer.evaluate(), trainer.eval_dataset)
+
+
+def load_trained(path: str, names: Sequence[str]) -> tuple[Any, Any]:
+    """(model, tokenizer) of a folder that ``hf-dp train`` wrote. Raises: ConfigError when its classes are others."""
+    from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+    from hf_dp.tasks.files import resolve_model
+
+    folder = resolve_model(path)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+        model = AutoModelForSequenceClassification.from_pretrained(folder)
+    except (OSError, ValueError) as problem:
+        raise ConfigError(
+            f"The classifier {path!r} could not be loaded: {str(problem).splitlines()[0]} Train it first (hf-dp train), or "
+            "give its folder or Hub name as model_name_or_path."
+        ) from problem
+    known = [model.config.id2label[index] for index in range(model.config.num_labels)]
+    if known != list(names):
+        raise ConfigError(f"The classifier {path!r} has the classes {known}, and the data {list(names)}.")
+    return model, tokenizer

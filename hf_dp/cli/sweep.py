@@ -1,0 +1,210 @@
+"""``hf-dp sweep``: a grid of runs over settings and seeds, resumable, as a table; and what all of them cost together."""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import itertools
+import json
+import statistics
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from hf_dp.cli.config import read_yaml
+from hf_dp.errors import ConfigError
+
+EXAMPLES = """examples:
+  hf-dp sweep --config recipes/sst2/minilm_dp_adam_eps3.yaml --grid target_epsilon=3,8 learning_rate=5e-4,1e-3 \\
+      --seeds 0 1 2 --output-dir outputs/sweep
+  hf-dp sweep --config recipe.yaml --grid infilling=null,sst2 target_epsilon=3,8 --output-dir outputs/words --plot words.png
+
+Runs that are done are not repeated: start the same command again after an interruption. Every private run on the same rows
+adds its epsilon; the last line says what all runs in the table cost together. To publish the best one at the price of a few,
+see accounting.BestOfRandomRuns.
+"""
+METRICS = "eval_results.json"  # Trainer.save_metrics' name; the last thing that a run writes
+
+
+@dataclass(frozen=True, eq=False)
+class Cell:
+    """One run: its settings over the recipe's, and where it writes."""
+
+    settings: dict[str, Any]
+    seed: int
+    folder: Path
+
+    @property
+    def model(self) -> Path:
+        """The run's output_dir."""
+        return self.folder / "model"
+
+    @property
+    def label(self) -> str:
+        """The settings in words."""
+        return " ".join(f"{key}={_short(value)}" for key, value in self.settings.items())
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The parser."""
+    parser = argparse.ArgumentParser(
+        "hf-dp sweep",
+        description="Train a recipe once for every combination of the given values and seeds.",
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("--config", required=True, metavar="FILE", help="the recipe whose settings are varied")
+    add("--grid", nargs="+", default=[], metavar="KEY=A,B", help="values of a key, as YAML; all combinations are run")
+    add("--set", nargs="+", default=[], metavar="KEY=VALUE", help="keys that are the same in all runs")
+    add("--seeds", nargs="+", type=int, default=[0], metavar="SEED", help="seeds of initialization (default: 0)")
+    add("--output-dir", required=True, metavar="FOLDER", help="a folder for each run below it")
+    add("--plot", metavar="PATH", help="mean and spread over seeds as a PNG, PDF or SVG")
+    add("--dry-run", action="store_true", help="print the runs and stop")
+    return parser
+
+
+def main(argv: Sequence[str]) -> int:
+    """Runs what is not done, prints the table; exit code 1 when a run failed, 2 for a bad grid."""
+    args = build_parser().parse_args(list(argv))
+    if args.plot is not None:
+        from hf_dp._plotting import require_matplotlib
+
+        require_matplotlib(args.plot)
+    recipe = {**read_yaml(args.config), **dict(_setting(word) for word in args.set)}
+    cells = list(grid(args.grid, args.seeds, Path(args.output_dir)))
+    if args.dry_run:
+        print("\n".join(f"{cell.label} seed={cell.seed}: {cell.folder}" for cell in cells))
+        return 0
+    failed = [cell for number, cell in enumerate(cells) if not _run(recipe, cell, f"{number + 1} of {len(cells)}")]
+    results = {cell: result(cell) for cell in cells if cell not in failed}
+    print(table(results))
+    if spent := spent_together(cells):
+        print(spent)
+    if args.plot is not None and results:
+        draw(results, args.plot)
+    for cell in failed:
+        print(f"failed: {cell.label} seed={cell.seed}; see {cell.folder / 'log.txt'}", file=sys.stderr)
+    return 1 if failed else 0
+
+
+def grid(words: Sequence[str], seeds: Sequence[int], folder: Path) -> Iterator[Cell]:
+    """All combinations. Raises: ConfigError for a word that is not KEY=VALUES, or a key that comes twice."""
+    axes: dict[str, list[Any]] = {}
+    for word in words:
+        key, _, text = word.partition("=")
+        if not key or not text or key in axes:
+            raise ConfigError(f"Expected each word of `--grid` to be KEY=A,B with a new key, got {word!r}.")
+        try:
+            axes[key] = yaml.safe_load(f"[{text}]")
+        except yaml.YAMLError as problem:
+            raise ConfigError(f"The values of `--grid` {word!r} are no YAML list: {problem}") from problem
+    for values in itertools.product(*axes.values()):
+        settings = dict(zip(axes, values, strict=True))
+        name = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:8]
+        for seed in seeds:
+            yield Cell(settings, seed, folder / f"{_name(settings)}-{name}-seed{seed}")
+
+
+def _name(settings: dict[str, Any]) -> str:
+    text = "-".join(f"{key}={_short(value)}" for key, value in settings.items()) or "run"
+    return "".join(letter if letter.isalnum() or letter in "=-._" else "_" for letter in text)[:80]
+
+
+def _short(value: Any) -> str:
+    return str(value.get("label_words", value)) if isinstance(value, dict) else str(value)
+
+
+def _setting(word: str) -> tuple[str, Any]:
+    key, equals, text = word.partition("=")
+    if not equals:
+        raise ConfigError(f"Expected each word of `--set` to be KEY=VALUE, got {word!r}.")
+    return key, yaml.safe_load(text)
+
+
+def _run(recipe: dict[str, Any], cell: Cell, which: str) -> bool:
+    """Train one cell in a process of its own, unless its result is there already."""
+    if (cell.model / METRICS).exists():
+        return True
+    print(f"[{which}] {cell.label} seed={cell.seed}", file=sys.stderr, flush=True)
+    values = {**recipe, **cell.settings, "seed": cell.seed, "output_dir": str(cell.model)}
+    values = {key: value for key, value in values.items() if value is not None}
+    cell.folder.mkdir(parents=True, exist_ok=True)
+    config = cell.folder / "config.yaml"
+    config.write_text(yaml.safe_dump(values, sort_keys=False), encoding="utf-8")
+    with open(cell.folder / "log.txt", "w", encoding="utf-8") as log:
+        command = [sys.executable, "-m", "hf_dp.cli.main", "train", "--config", str(config)]
+        done = subprocess.run(command, stdout=log, stderr=subprocess.STDOUT)
+    return done.returncode == 0 and (cell.model / METRICS).exists()
+
+
+def result(cell: Cell) -> dict[str, Any]:
+    """``{"metrics": {"accuracy": 0.9}, "epsilon": 2.4}`` of a run that is done; epsilon None when it is not private."""
+    from hf_dp.cards import document
+
+    found = json.loads((cell.model / METRICS).read_text(encoding="utf-8"))
+    metrics = {name.removeprefix("eval_"): value for name, value in found.items() if not name.endswith("loss")}
+    private = (cell.model / document.FILE_NAME).exists()
+    statement = document.read(cell.model).statement if private else None
+    return {"metrics": metrics, "epsilon": None if statement is None else statement["epsilon"]}
+
+
+def table(results: dict[Cell, dict[str, Any]]) -> str:
+    """Each combination's metrics: mean over its seeds, and the smallest and largest."""
+    lines = []
+    for label, rows in _by_label(results).items():
+        cells = []
+        for metric in sorted({metric for row in rows for metric in row["metrics"]}):
+            values = [row["metrics"][metric] for row in rows if metric in row["metrics"]]
+            spread = f" ({min(values):.4f} to {max(values):.4f}, {len(values)} seeds)" if len(values) > 1 else ""
+            cells.append(f"{metric} {statistics.mean(values):.4f}{spread}")
+        epsilon = rows[0]["epsilon"]
+        cells.append("not private" if epsilon is None else f"epsilon {epsilon:.3f} a run")
+        lines.append(f"{label or 'recipe'}: {'; '.join(cells)}")
+    return "\n".join(lines)
+
+
+def _by_label(results: dict[Cell, dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
+    rows: dict[str, list[dict[str, Any]]] = {}
+    for cell, result in results.items():
+        rows.setdefault(cell.label, []).append(result)
+    return rows
+
+
+def spent_together(cells: Sequence[Cell]) -> str:
+    """What all private runs of the sweep, unfinished ones included, cost on the rows they share: their ledgers composed."""
+    from hf_dp.accounting import epsilon
+    from hf_dp.cards import document
+
+    records = [document.read(cell.model) for cell in cells if (cell.model / document.FILE_NAME).exists()]
+    if not records:
+        return ""
+    delta = max(record.plan.delta for record in records)
+    total = epsilon([event for record in records for event in record.ledger.events], delta, "rdp")
+    return (
+        f"all {len(records)} private runs together: epsilon {total.rounded_up(3)} at delta {delta:g} (rdp, a bound); that is "
+        "what holds for whoever sees more than one of them"
+    )
+
+
+def draw(results: dict[Cell, dict[str, Any]], path: str) -> None:
+    """A bar for each combination, a line from the smallest to the largest of its seeds."""
+    from hf_dp._plotting import panels
+
+    metric = sorted(next(iter(results.values()))["metrics"])[0]
+    groups = {label: [row["metrics"][metric] for row in rows] for label, rows in _by_label(results).items()}
+    figure, (axes,) = panels(1, width=6.5, height=0.5 * len(groups) + 1.5)
+    means = [statistics.mean(values) for values in groups.values()]
+    spread = [[m - min(v), max(v) - m] for m, v in zip(means, groups.values(), strict=True)]
+    axes.barh(range(len(groups)), means, xerr=list(zip(*spread, strict=True)), color="tab:blue", height=0.6, capsize=3)
+    axes.set_yticks(range(len(groups)), [label or "recipe" for label in groups])
+    axes.invert_yaxis()
+    axes.set_xlabel(metric)
+    axes.set_xlim(left=max(0.0, min(min(v) for v in groups.values()) - 0.1))
+    figure.savefig(path)

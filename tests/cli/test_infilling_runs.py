@@ -1,0 +1,213 @@
+"""Infilling from the command line: train, evaluate before and after, sweep, pretrain a base; data from a local hub folder."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import torch
+import transformers as hf
+import yaml
+from families import SENTENCES, bert
+
+from hf_dp.cli.main import main
+
+ROWS = [{"sentence": sentence, "label": index % 2} for index, sentence in enumerate(SENTENCES * 6)]
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("base")
+    torch.manual_seed(0)
+    small = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 24}
+    config = hf.BertConfig(vocab_size=len(bert()), max_position_embeddings=48, pad_token_id=0, **small)
+    config.pretraining_sources = ["sst"]
+    hf.BertForMaskedLM(config).save_pretrained(folder)
+    bert().save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def recipe(base, tmp_path) -> Path:
+    """A configuration that reads a folder laid out like a data set on the Hub, with two evaluation splits."""
+    hub = tmp_path / "hub"
+    (hub / "tiny").mkdir(parents=True)
+    for split, rows in (("train", ROWS), ("validation_matched", ROWS[:10]), ("validation_mismatched", ROWS[:7])):
+        (hub / "tiny" / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    splits = [
+        {"split": split, "path": f"tiny/{split}.jsonl"}
+        for split in ("train", "validation_matched", "validation_mismatched")
+    ]
+    header = {"configs": [{"config_name": "sst2", "data_files": splits}]}
+    (hub / "README.md").write_text(f"---\n{yaml.safe_dump(header)}---\n")
+    values = {
+        "model_name_or_path": str(base), "infilling": "sst2", "dataset_name": str(hub), "dataset_config": "sst2",
+        "validation_split": ["validation_matched", "validation_mismatched"], "class_names": ["negative", "positive"],
+        "metrics": ["accuracy", "f1"], "max_length": 24, "output_dir": str(tmp_path / "out"), "noise_multiplier": 1.0,
+        "expected_batch_size": 8, "max_steps": 2, "save_strategy": "no", "use_cpu": True, "disable_tqdm": True,
+        "dataloader_pin_memory": False,
+    }  # fmt: skip
+    path = tmp_path / "recipe.yaml"
+    path.write_text(yaml.safe_dump(values))
+    return path
+
+
+def changed(recipe: Path, **values) -> str:
+    recipe.write_text(yaml.safe_dump(yaml.safe_load(recipe.read_text()) | values))
+    return str(recipe)
+
+
+def printed_metrics(text: str) -> dict[str, float]:
+    return {name: float(value) for name, value in re.findall(r"^(\w+ on the .*): ([\d.]+)$", text, re.MULTILINE)}
+
+
+def test_train_then_evaluate(recipe, capsys):
+    """One block of YAML; two evaluation splits by name; the evaluation command gives what training printed."""
+    assert main(["train", "--config", str(recipe)]) == 0
+    trained = printed_metrics(capsys.readouterr().out)
+    assert set(trained) == {
+        f"{metric} on the {rows} evaluation rows"
+        for metric in ("accuracy", "f1")
+        for rows in ("10 matched", "7 mismatched")
+    }
+    assert main(["eval", "--config", str(recipe), "--use_cpu", "True"]) == 0
+    assert printed_metrics(capsys.readouterr().out) == trained
+    out = recipe.parent / "out"
+    saved = json.loads((out / "eval_results.json").read_text())
+    assert saved["eval_matched_accuracy"] == pytest.approx(
+        trained["accuracy on the 10 matched evaluation rows"], abs=1e-4
+    )
+    card = (out / "README.md").read_text()
+    assert "pretrained on sst, the same text as the training data" in card
+    assert "| Pretraining data, as far as listed | sst |" in card
+
+
+def test_zero_shot_is_the_base_itself(recipe, base, capsys):
+    from hf_dp.tasks.infilling import load_infilling
+    from hf_dp.tasks.templates import GLUE
+
+    assert main(["eval", "--config", str(recipe), "--zero-shot", "--use_cpu", "True"]) == 0
+    found = printed_metrics(capsys.readouterr().out)
+    model, tokenizer = load_infilling(str(base), bert(), GLUE["sst2"], ["negative", "positive"])
+    texts, labels = [row["sentence"] for row in ROWS[:10]], torch.tensor([row["label"] for row in ROWS[:10]])
+    with torch.no_grad():
+        right = model.eval()(**tokenizer(texts, padding=True, return_tensors="pt")).logits.argmax(1) == labels
+    assert found["accuracy on the 10 matched evaluation rows"] == pytest.approx(float(right.float().mean()), abs=1e-4)
+    assert not (recipe.parent / "out").exists()
+
+
+def test_own_template_and_words(recipe, capsys):
+    block = {"template": "<S1> Was it good ? [MASK] .", "label_words": {"negative": "No", "positive": "Yes"}}
+    assert main(["train", "--config", changed(recipe, infilling=block)]) == 0
+    config = json.loads((recipe.parent / "out" / "config.json").read_text())
+    assert (config["template"], config["label_words"]) == (block["template"], ["No", "Yes"])
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            {"infilling": {"template": "<S1> It was .", "label_words": {"negative": "a", "positive": "b"}}},
+            "exactly once",
+        ),
+        ({"infilling": "mnli"}, "takes 2 text column.s., but `text_columns` names"),
+        ({"infilling": "imdb"}, "`infilling` to be one of"),
+        ({"class_names": ["bad", "good"]}, "no word for .'bad', 'good'."),
+        ({"class_names": ["negative", "positive", "neutral"]}, "no word for .'neutral'."),
+        ({"dataset_config": "mnli"}, "'mnli'. could not be loaded"),
+        ({"validation_split": ["test"]}, "The split 'test' .* could not be loaded"),
+        ({"label_column": "answer"}, "`label_column` names .'answer'."),
+        ({"max_length": 6}, "`max_length` to be above 6"),
+    ],
+)
+def test_bad_input(recipe, capsys, change, message):
+    assert main(["train", "--config", changed(recipe, **change)]) == 2
+    error = capsys.readouterr().err
+    assert re.search(message, error), error
+    assert not (recipe.parent / "out").exists()
+
+
+def test_a_label_outside_the_map(recipe, capsys):
+    with open(recipe.parent / "hub" / "tiny" / "train.jsonl", "a") as file:
+        file.write(json.dumps({"sentence": "it was good", "label": 2}) + "\n")
+    assert main(["train", "--config", str(recipe)]) == 2
+    assert "a value outside the classes ['negative', 'positive']" in capsys.readouterr().err
+
+
+def test_bad_evaluations(recipe, capsys):
+    assert main(["eval", "--config", str(recipe)]) == 2
+    assert "could not be loaded" in capsys.readouterr().err
+    assert main(["eval", "--config", changed(recipe, infilling=None), "--zero-shot"]) == 2
+    assert "--zero-shot needs `infilling`" in capsys.readouterr().err
+    assert main(["eval", "--config", changed(recipe, max_lenght=3)]) == 2
+    assert "did you mean `max_length`" in capsys.readouterr().err
+
+
+def test_a_sweep_is_resumed_and_adds_up(recipe, capsys):
+    from hf_dp.accounting import epsilon
+    from hf_dp.cards import document
+
+    folder = recipe.parent / "sweep"
+    words = ["sweep", "--config", str(recipe), "--set", "max_steps=1", "--grid", "infilling=sst2,null"]
+    words += ["--output-dir", str(folder), "--plot", str(folder / "sweep.png")]
+    assert main(words) == 0
+    out = capsys.readouterr().out
+    assert re.search(r"^infilling=sst2: .*matched_accuracy 0\.\d{4}; .*epsilon \d", out, re.MULTILINE)
+    assert re.search(r"^infilling=None: ", out, re.MULTILINE)
+    records = [document.read(path) for path in sorted(folder.glob("*/model"))]
+    events = [event for record in records for event in record.ledger.events]
+    together = epsilon(events, records[0].plan.delta, "rdp").rounded_up()
+    assert f"all 2 private runs together: epsilon {together}" in out
+    assert (folder / "sweep.png").read_bytes().startswith(b"\x89PNG")
+    times = [path.stat().st_mtime_ns for path in sorted(folder.glob("*/log.txt"))]
+    assert main(words) == 0
+    assert capsys.readouterr().out == out
+    assert [path.stat().st_mtime_ns for path in sorted(folder.glob("*/log.txt"))] == times, "nothing ran again"
+
+
+def test_a_sweep_says_which_runs_failed(recipe, capsys):
+    words = [
+        "sweep",
+        "--config",
+        str(recipe),
+        "--grid",
+        "infilling=imdb",
+        "--output-dir",
+        str(recipe.parent / "sweep"),
+    ]
+    assert main(words) == 1
+    assert "failed: infilling=imdb seed=0; see" in capsys.readouterr().err
+    assert main([*words[:3], "--grid", "infilling", "--output-dir", "x"]) == 2
+    assert "KEY=A,B with a new key, got 'infilling'" in capsys.readouterr().err
+
+
+def test_pretraining_gives_a_base_its_head(base, tmp_path, capsys):
+    """From an encoder without a masked-LM head to a base that infilling accepts; sources are listed."""
+    hf.BertModel.from_pretrained(base).save_pretrained(tmp_path / "encoder")
+    bert().save_pretrained(tmp_path / "encoder")
+    (tmp_path / "text.jsonl").write_text(
+        "".join(json.dumps({"nested": [{"text": f"{n} {s}"}]}) + "\n" for n, s in enumerate(SENTENCES * 5))
+    )
+    values = {
+        "task": "masked_lm", "model_name_or_path": str(tmp_path / "encoder"), "text_columns": ["nested.text"],
+        "pretraining_sources": ["here"], "held_out": 0.2, "output_dir": str(tmp_path / "out"), "max_steps": 20,
+        "eval_strategy": "steps", "eval_steps": 5, "learning_rate": "1e-2", "save_strategy": "no", "use_cpu": True,
+        "report_to": "none", "disable_tqdm": True, "smallest_gain": -1,
+    }  # fmt: skip
+    config = tmp_path / "pretraining.yaml"
+    config.write_text(yaml.safe_dump(values))
+    assert main(["train", "--config", str(config), "--text_files", str(tmp_path / "text.jsonl")]) == 0
+    assert "stopped: all steps were taken" in capsys.readouterr().out
+    saved = json.loads((tmp_path / "out" / "pretraining.json").read_text())
+    assert len(saved["held_out_accuracy"]) == 5
+    assert saved["held_out_accuracy"][-1] > saved["held_out_accuracy"][0]
+    model, info = hf.AutoModelForMaskedLM.from_pretrained(tmp_path / "out", output_loading_info=True)
+    assert not info["missing_keys"]
+    assert model.config.pretraining_sources == ["sst", "here"]
+    assert (
+        main(["train", "--config", str(config), "--text_files", str(tmp_path / "text.jsonl"), "--text_columns", "x"])
+        == 2
+    )
+    assert "none of ['x']" in capsys.readouterr().err
