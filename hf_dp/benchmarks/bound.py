@@ -114,6 +114,7 @@ def trace_model(model: nn.Module, workload: Workload) -> Trace:
     with _hooks(model, trace), torch.random.fork_rng():
         model(**{name: value for name, value in make_batch(workload, model, 1).items() if name != "labels"})
     config: Any = getattr(base_model(model), "config", None)
+    config = getattr(config, "base_config", config)  # of an infilling classifier
     trace.attention = 4 * workload.positions**2 * config.hidden_size * config.num_hidden_layers
     trace.attention_recomputed = any(_recomputes(module) for module in model.modules())
     return trace

@@ -66,6 +66,25 @@ def _encoder(family: str, layers: int, hidden: int, heads: int, inner: int, **si
     return build
 
 
+def _infilling(family: str, layers: int, hidden: int, heads: int, inner: int, **sizes: int) -> Callable[..., Any]:
+    """The same encoder as :func:`_encoder`'s, classifying by a word of its vocabulary instead of a head."""
+
+    def build(dropout: float, tied: bool) -> nn.Module:
+        import transformers
+
+        from hf_dp.tasks.infilling import InfillingForSequenceClassification
+        from hf_dp.tasks.infilling_config import InfillingConfig
+
+        base = getattr(transformers, f"{family}Config")(
+            num_hidden_layers=layers, hidden_size=hidden, num_attention_heads=heads, intermediate_size=inner,
+            hidden_dropout_prob=dropout, attention_probs_dropout_prob=dropout, tie_word_embeddings=tied, **sizes,
+        )  # fmt: skip
+        words: dict[str, Any] = {"label_word_ids": [10, 11], "mask_token_id": 4, "attn_implementation": "sdpa"}
+        return InfillingForSequenceClassification(InfillingConfig(base_config=base, **words))
+
+    return build
+
+
 _ROBERTA = {"vocab_size": 50265, "max_position_embeddings": 514, "type_vocab_size": 1, "pad_token_id": 1}
 _BERT = {"vocab_size": 30522, "max_position_embeddings": 512}
 _TINY = {"vocab_size": 64, "max_position_embeddings": 32}
@@ -77,6 +96,10 @@ SHAPES: Mapping[str, Shape] = {
     "gpt2-lora": Shape(_gpt2_lora, 100, 8, 50257, 1024),  # the tied weight is frozen
     "roberta-base": Shape(_encoder("Roberta", 12, 768, 12, 3072, **_ROBERTA), 128, 16, 50265, 512),
     "roberta-large": Shape(_encoder("Roberta", 24, 1024, 16, 4096, **_ROBERTA), 128, 8, 50265, 512),
+    "roberta-base-infilling": Shape(
+        _infilling("Roberta", 12, 768, 12, 3072, **_ROBERTA), 128, 16, 50265, 512, tied=True
+    ),
+    "minilm-infilling": Shape(_infilling("Bert", 6, 384, 12, 1536, **_BERT), 128, 16, 30522, 512, tied=True),
     "minilm": Shape(_encoder("Bert", 6, 384, 12, 1536, **_BERT), 128, 16, 30522, 512),
     "tiny": Shape(_gpt2(2, 16, 2, 64, 32), 12, 4, 64, 32, tied=True),  # for tests
     "tiny-bert": Shape(_encoder("Bert", 2, 16, 2, 32, **_TINY), 12, 4, 64, 32),  # for tests

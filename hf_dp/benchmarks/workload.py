@@ -108,6 +108,8 @@ def make_batch(workload: Workload, model: nn.Module, examples: int | None = None
     generator = torch.Generator().manual_seed(1)
     size = (examples or workload.examples, workload.positions)
     tokens = torch.randint(_FIRST_TOKEN, workload.shape.vocabulary, size, generator=generator)
+    if valid := getattr(model, "valid_input_ids", None):
+        tokens = valid(tokens)
     labels = tokens if task_of(model) == "causal_lm" else torch.randint(0, 2, size[:1], generator=generator)
     batch = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens), "labels": labels.clone()}
     return {name: value.to(workload.device) for name, value in batch.items()}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,12 +19,15 @@ only concern training are ignored); every key can stand on the command line.
   --model_name_or_path NAME     what `hf-dp train` wrote (default: the configuration's output_dir)
   --zero-shot                   the untrained base with its template and label words (needs `infilling`): how well the words
                                 fit the task before anything is spent (Li et al., figure 8)
+  --json                        one JSON object on stdout, {"eval_accuracy": ...}
   --validation_file FILE ...    .parquet, .csv, .json or .jsonl
   --per_device_eval_batch_size b    rows at a time (8)
 
 example:
   hf-dp eval --config recipes/glue/sst2/roberta_base_infilling_eps3.yaml --zero-shot
 """
+
+_TIMINGS = ("_runtime", "_per_second", "_preparation_time", "_loss")
 
 
 @dataclass
@@ -39,15 +43,15 @@ def main(argv: Sequence[str]) -> int:
     if not argv or any(word in ("-h", "--help") for word in argv):
         print(HELP)
         return 0 if argv else 2
-    zero_shot = any(word in ("--zero-shot", "--zero_shot") for word in argv)
-    values, words = split_config([word for word in argv if word not in ("--zero-shot", "--zero_shot")])
-    for line in evaluate(values, words, zero_shot=zero_shot):
-        print(line)
+    flags = {word.replace("_", "-") for word in argv} & {"--zero-shot", "--json"}
+    values, words = split_config([word for word in argv if word.replace("_", "-") not in flags])
+    metrics, lines = evaluate(values, words, zero_shot="--zero-shot" in flags)
+    print(json.dumps(metrics) if "--json" in flags else "\n".join(lines))
     return 0
 
 
-def evaluate(values: dict[str, Any], words: Sequence[str], *, zero_shot: bool) -> list[str]:
-    """``accuracy on the 872 evaluation rows: 0.9`` and so on, for a configuration and command-line words."""
+def evaluate(values: dict[str, Any], words: Sequence[str], *, zero_shot: bool) -> tuple[dict[str, float], list[str]]:
+    """Metrics by Trainer's names, and as lines to read, for a configuration and command-line words."""
     import dataclasses
 
     from transformers import Trainer, TrainingArguments
@@ -87,7 +91,9 @@ def evaluate(values: dict[str, Any], words: Sequence[str], *, zero_shot: bool) -
         processing_class=tokenizer,
         compute_metrics=metrics(data_args.metrics, len(names)),
     )
-    return metric_lines(trainer.evaluate(), trainer.eval_dataset)
+    found = trainer.evaluate()
+    kept = {name: value for name, value in found.items() if not name.endswith(_TIMINGS)}
+    return kept, metric_lines(found, trainer.eval_dataset)
 
 
 def load_trained(path: str, names: Sequence[str]) -> tuple[Any, Any]:

@@ -65,7 +65,8 @@ def build_parser() -> argparse.ArgumentParser:
     add("--set", nargs="+", default=[], metavar="KEY=VALUE", help="keys that are the same in all runs")
     add("--seeds", nargs="+", type=int, default=[0], metavar="SEED", help="seeds of initialization (default: 0)")
     add("--output-dir", required=True, metavar="FOLDER", help="a folder for each run below it")
-    add("--plot", metavar="PATH", help="mean and spread over seeds as a PNG, PDF or SVG")
+    add("--zero-shot", action="store_true", help="also what each base knows untrained, with its template and words")
+    add("--plot", metavar="PATH", help="a PNG, PDF or SVG: bars; with --zero-shot trained over untrained accuracy")
     add("--dry-run", action="store_true", help="print the runs and stop")
     return parser
 
@@ -84,11 +85,14 @@ def main(argv: Sequence[str]) -> int:
         return 0
     failed = [cell for number, cell in enumerate(cells) if not _run(recipe, cell, f"{number + 1} of {len(cells)}")]
     results = {cell: result(cell) for cell in cells if cell not in failed}
+    if args.zero_shot:
+        for cell, found in results.items():
+            found["zero_shot"] = zero_shot(cell)
     print(table(results))
     if spent := spent_together(cells):
         print(spent)
     if args.plot is not None and results:
-        draw(results, args.plot)
+        (draw_over_zero_shot if args.zero_shot else draw)(results, args.plot)
     for cell in failed:
         print(f"failed: {cell.label} seed={cell.seed}; see {cell.folder / 'log.txt'}", file=sys.stderr)
     return 1 if failed else 0
@@ -118,7 +122,10 @@ def _name(settings: dict[str, Any]) -> str:
 
 
 def _short(value: Any) -> str:
-    return str(value.get("label_words", value)) if isinstance(value, dict) else str(value)
+    """A value in words; of an infilling block its label words."""
+    if isinstance(value, dict) and isinstance(value.get("label_words"), dict):
+        return "/".join(map(str, value["label_words"].values()))
+    return str(value)
 
 
 def _setting(word: str) -> tuple[str, Any]:
@@ -155,6 +162,23 @@ def result(cell: Cell) -> dict[str, Any]:
     return {"metrics": metrics, "epsilon": None if statement is None else statement["epsilon"]}
 
 
+def zero_shot(cell: Cell) -> float | None:
+    """The base's accuracy with this cell's template and words before training; None for a head. Computed once."""
+    kept = cell.folder / "zero_shot.json"
+    if not read_yaml(str(cell.folder / "config.yaml")).get("infilling"):
+        return None
+    if not kept.exists():
+        command = [sys.executable, "-m", "hf_dp.cli.main", "eval", "--zero-shot", "--json", "--config"]
+        done = subprocess.run([*command, str(cell.folder / "config.yaml")], capture_output=True, text=True)
+        if done.returncode:
+            raise ConfigError(
+                f"The zero-shot evaluation of {cell.label!r} failed: {done.stderr.strip().splitlines()[-1]}"
+            )
+        kept.write_text(done.stdout.strip().splitlines()[-1], encoding="utf-8")
+    found = json.loads(kept.read_text(encoding="utf-8"))
+    return next(value for name, value in found.items() if name.endswith("accuracy"))
+
+
 def table(results: dict[Cell, dict[str, Any]]) -> str:
     """Each combination's metrics: mean over its seeds, and the smallest and largest."""
     lines = []
@@ -164,6 +188,8 @@ def table(results: dict[Cell, dict[str, Any]]) -> str:
             values = [row["metrics"][metric] for row in rows if metric in row["metrics"]]
             spread = f" ({min(values):.4f} to {max(values):.4f}, {len(values)} seeds)" if len(values) > 1 else ""
             cells.append(f"{metric} {statistics.mean(values):.4f}{spread}")
+        if rows[0].get("zero_shot") is not None:
+            cells.append(f"zero-shot accuracy {rows[0]['zero_shot']:.4f}")
         epsilon = rows[0]["epsilon"]
         cells.append("not private" if epsilon is None else f"epsilon {epsilon:.3f} a run")
         lines.append(f"{label or 'recipe'}: {'; '.join(cells)}")
@@ -191,6 +217,25 @@ def spent_together(cells: Sequence[Cell]) -> str:
         f"all {len(records)} private runs together: epsilon {total.rounded_up(3)} at delta {delta:g} (rdp, a bound); that is "
         "what holds for whoever sees more than one of them"
     )
+
+
+def draw_over_zero_shot(results: dict[Cell, dict[str, Any]], path: str) -> None:
+    """Trained over untrained accuracy, a line for each combination of the settings other than ``infilling`` (figure 8)."""
+    from hf_dp._plotting import panels
+
+    lines: dict[str, list[tuple[float, float]]] = {}
+    for cell, found in results.items():
+        metric = next(name for name in found["metrics"] if name.endswith("accuracy"))
+        others = " ".join(f"{key}={_short(value)}" for key, value in cell.settings.items() if key != "infilling")
+        if found["zero_shot"] is not None:
+            lines.setdefault(others or "infilling", []).append((found["zero_shot"], found["metrics"][metric]))
+    figure, (axes,) = panels(1)
+    for label, points in lines.items():
+        axes.plot(*zip(*sorted(points), strict=True), marker="o", label=label)
+    axes.set_xlabel("zero-shot accuracy")
+    axes.set_ylabel("accuracy after training")
+    axes.legend(frameon=False)
+    figure.savefig(path)
 
 
 def draw(results: dict[Cell, dict[str, Any]], path: str) -> None:

@@ -211,3 +211,26 @@ def test_pretraining_gives_a_base_its_head(base, tmp_path, capsys):
         == 2
     )
     assert "none of ['x']" in capsys.readouterr().err
+
+
+def test_a_sweep_over_label_words_beside_their_zero_shot_accuracy(recipe, capsys):
+    """Figure 8 of Li et al. in small: a point for each choice of words; the zero-shot accuracy is `hf-dp eval`'s."""
+    words = "[{template: '<S1> It was [MASK] .', label_words: {negative: terrible, positive: great}}]"
+    folder = recipe.parent / "sweep"
+    command = [
+        "sweep",
+        "--config",
+        str(recipe),
+        "--set",
+        "max_steps=1",
+        "--grid",
+        f"infilling={words[1:-1]}",
+        "--zero-shot",
+    ]
+    assert main([*command, "--output-dir", str(folder), "--plot", str(folder / "figure.png")]) == 0
+    out = capsys.readouterr().out
+    found = float(re.search(r"infilling=terrible/great: .*zero-shot accuracy (\d\.\d{4})", out).group(1))
+    assert main(["eval", "--config", str(recipe), "--zero-shot", "--json"]) == 0
+    zero_shot = json.loads(capsys.readouterr().out.strip().splitlines()[-1])
+    assert found == pytest.approx(zero_shot["eval_matched_accuracy"], abs=1e-4)
+    assert (folder / "figure.png").read_bytes().startswith(b"\x89PNG")
