@@ -56,6 +56,7 @@ def render_card(
     tags: Iterable[str] | None = None,
     library_name: str = "transformers",
     pretraining_sources: Iterable[str] | None = None,
+    usage: str | None = None,
 ) -> str:
     """The complete README.md: YAML metadata, then Markdown.
 
@@ -67,6 +68,7 @@ def render_card(
         training: public settings (learning rate, epochs, batch sizes, ...), shown as given.
         license, language: as the hub spells them. tags: further ones, kept.
         library_name: "transformers" or "peft".
+        usage: Python lines that load the model.
         pretraining_sources: names of public data sets the base has seen; the card warns when ``dataset`` is among them.
 
     Returns: text; unknown values read "unknown". Metadata that the hub checks against its lists or links to (language,
@@ -100,6 +102,7 @@ def render_card(
         parameter_rows=_parameter_rows(statement),
         check=_check(statement),
         seen_in_pretraining=seen,
+        usage=None if usage is None or "```" in usage else usage,  # a name with a fence in it would end the block
         about_rows=_rows(
             {
                 "Base model": base_model,

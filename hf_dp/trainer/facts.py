@@ -8,10 +8,12 @@ from typing import Any
 from torch import nn
 
 from hf_dp._version import __version__
+from hf_dp.cards.card import public_name
 from hf_dp.cards.statement import RunFacts
 from hf_dp.losses import base_model, task_of
 from hf_dp.trainer.arguments import DPTrainingArguments
 from hf_dp.trainer.loading import describe_training
+from hf_dp.trainer.usage import usage
 
 _PIPELINES = {"sequence_classification": "text-classification", "causal_lm": "text-generation"}
 _PACKAGES = ("torch", "transformers", "accelerate", "peft", "dp-accounting", "prv-accountant")
@@ -56,8 +58,10 @@ def card_details(trainer: Any, **given: Any) -> dict[str, Any]:
     name = args.hub_model_id or args.output_dir
     dataset = given.pop("dataset", None) or given.pop("dataset_name", None)
     tags = given.pop("tags", None) or []
+    short = args.hub_model_id or str(name).rstrip("/\\").replace("\\", "/").split("/")[-1]
     known = {
-        "model_name": given.pop("model_name", None) or str(name).rstrip("/\\").replace("\\", "/").split("/")[-1],
+        "usage": usage(trainer.model, short, public_name(trainer.base_model_name), _PIPELINES.get(_task(model))),
+        "model_name": given.pop("model_name", None) or short.split("/")[-1],
         "base_model": given.pop("finetuned_from", None)
         or trainer.base_model_name
         or getattr(getattr(model, "config", None), "_name_or_path", None)

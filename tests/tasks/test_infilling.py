@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -89,14 +90,7 @@ def test_a_trained_run_reloads_in_a_fresh_process_and_serves_raw_text(base, tmp_
         {"label": model.config.id2label[int(row.argmax())], "score": float(row.softmax(0).max())}
         for row in (model.eval()(**tokenizer([text], return_tensors="pt")).logits[0].detach() for text in texts[:3])
     ]
-    script = (
-        "import json, sys; import hf_dp; from transformers import pipeline; "
-        "print(json.dumps(pipeline('text-classification', model=sys.argv[1])(json.loads(sys.argv[2]))))"
-    )
-    command = [sys.executable, "-c", script, str(tmp_path / "out"), json.dumps(texts[:3])]
-    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "HF_HUB_OFFLINE": "1"})
-    assert done.returncode == 0, done.stderr[-2000:]
-    found = json.loads(done.stdout.splitlines()[-1])
+    found = json.loads(run_the_cards_lines(tmp_path, base, f"import json; print(json.dumps(model({texts[:3]!r})))"))
     assert [row["label"] for row in found] == [row["label"] for row in expected]
     assert [row["score"] for row in found] == pytest.approx([row["score"] for row in expected], abs=1e-5)
 
@@ -125,8 +119,27 @@ def test_lora_on_an_infilling_model(base, tmp_path):
     arguments = tiny.arguments(tmp_path / "out", max_steps=2)
     trainer = DPTrainer(model, arguments, train_dataset=encoded, processing_class=tokenizer, peft_config=adapter)
     trainer.train()
+    trainer.base_model_name = str(base)
     trainer.save_model()
     assert (tmp_path / "out" / "adapter_model.safetensors").exists()
+    expected = model.eval()(**tokenizer(["a film"], return_tensors="pt")).logits[0].softmax(0).max().detach()
+    found = run_the_cards_lines(tmp_path, base, 'print(model("a film")[0]["score"])')
+    assert float(found) == pytest.approx(float(expected), abs=1e-5)
+
+
+def run_the_cards_lines(folder: Path, base: Path, more: str) -> str:
+    """What the lines under "Use" of a card print, run beside the model and its base."""
+    (folder / base.name).symlink_to(base)
+    lines = re.search(r"## Use\n+```python\n(.*?)```", (folder / "out" / "README.md").read_text(), re.DOTALL).group(1)
+    done = subprocess.run(
+        [sys.executable, "-c", f"{lines}\n{more}"],
+        capture_output=True,
+        text=True,
+        cwd=folder,
+        env={**os.environ, "HF_HUB_OFFLINE": "1"},
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    return done.stdout.strip().splitlines()[-1]
 
 
 def test_two_texts_for_a_template_of_one_are_refused(base):

@@ -1,0 +1,48 @@
+"""The lines with which a reader of the card loads the model."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from torch import nn
+
+from hf_dp.losses import base_model
+from hf_dp.tasks.infilling_config import InfillingConfig
+
+
+def usage(model: nn.Module, name: str, base_name: str | None, task_tag: str | None) -> str | None:
+    """Python lines that load ``name``, or None where there is no pipeline for the task.
+
+    An infilling classifier is a class of hf_dp's, which transformers knows after ``import hf_dp``; for its adapter the base
+    is made a classifier again first.
+    """
+    config: Any = getattr(base_model(model), "config", None)
+    if isinstance(config, InfillingConfig) and hasattr(model, "peft_config"):
+        return _adapter(config, name, base_name or "BASE_MODEL")
+    if task_tag is None:
+        return None
+    lines = ["import hf_dp  # makes the class known"] if isinstance(config, InfillingConfig) else []
+    return "\n".join(
+        [*lines, "from transformers import pipeline", "", f"model = pipeline({task_tag!r}, model={name!r})"]
+    )
+
+
+def _adapter(config: InfillingConfig, name: str, base_name: str) -> str:
+    names = [label for _, label in sorted((config.id2label or {}).items())]
+    block = {"template": config.template, "label_words": dict(zip(names, config.label_words, strict=True))}
+    return "\n".join(
+        [
+            "from peft import PeftModel",
+            "from transformers import AutoTokenizer, pipeline",
+            "",
+            "from hf_dp.tasks.infilling import load_infilling",
+            "from hf_dp.tasks.templates import Infilling",
+            "",
+            f"infilling = Infilling.of({json.dumps(block)})",
+            f"tokenizer = AutoTokenizer.from_pretrained({base_name!r})",
+            f"base, tokenizer = load_infilling({base_name!r}, tokenizer, infilling, {names!r})",
+            f"model = PeftModel.from_pretrained(base, {name!r}).merge_and_unload()",
+            'model = pipeline("text-classification", model=model, tokenizer=tokenizer)',
+        ]
+    )
