@@ -15,10 +15,13 @@ Fine-tune a model, with differential privacy unless privacy_mode is non_private.
 on the command line (--learning_rate or --learning-rate); the command line wins; an unknown key is an error.
 
   --config FILE                 flat YAML: task, model, data and training arguments, and a block `peft:`
-  --task NAME                   text_classification (default)
+  --task NAME                   text_classification (default), masked_lm (pretraining on public text, not private)
   --model_name_or_path NAME     Hub name, folder, or package:NAME for a model inside a Python package
   --train_file, --validation_file FILE   .parquet, .csv, .json or .jsonl
+  --dataset_name NAME --dataset_config NAME   instead: a data set on the Hub; --train_split, --validation_split
   --text_columns, --label_column NAME    default: sentence, label
+  --infilling NAME              classify by filling in a word: sst2, mnli, qnli, qqp, or a block in YAML (default: a head)
+  --metrics NAME ...            accuracy, f1 (accuracy)
   --max_length N                tokens (default 128)
   --output_dir FOLDER           checkpoint, model card (README.md) and privacy.json
 

@@ -1,1 +1,1 @@
-"""Tasks that ship with hf_dp: public synthetic data for demonstrations."""
+"""How a task is posed: classification data, templates and label words, metrics, built-in demonstration sentences."""
