@@ -13,7 +13,6 @@ from decimal import ROUND_CEILING, ROUND_FLOOR, Decimal
 from hf_dp._validate import in_unit_interval, integer, non_negative, one_of, positive
 from hf_dp.accounting.accountants import BOUNDS, epsilon, load
 from hf_dp.accounting.events import Event, PoissonSampledGaussian
-from hf_dp.accounting.ranges import Range
 from hf_dp.errors import AccountingRangeError, CalibrationError
 
 # The returned noise multiplier exceeds the smallest sufficient one by at most this fraction.
@@ -91,7 +90,14 @@ def calibrate_noise_multiplier(
             f"that accountant {name!r} covers (epsilon {target * math.exp(least):.6g}). Raise `target_epsilon`, or "
             "lower `steps` or `sample_rate`."
         )
-    return _narrow(gap, *_bracket(gap, _start(target, delta, sample_rate, steps, prior, name), target, limits))
+    smallest, largest = limits.min_noise_multiplier, limits.max_noise_multiplier
+    bracket = _bracket(gap, _start(target, delta, sample_rate, steps, prior, name), smallest, largest)
+    if bracket is None:
+        raise CalibrationError(
+            f"target_epsilon {target:.6g} is met even at noise multiplier {smallest}, the least that accountant {name!r} "
+            "covers. Lower `target_epsilon`, or set `noise_multiplier` yourself."
+        )
+    return _narrow(gap, *bracket)
 
 
 def calibrate_steps(
@@ -165,30 +171,27 @@ def calibrate_sample_rate(
     sigma = positive("noise_multiplier", noise_multiplier, "Without noise no sample rate is private.")
     steps = integer("steps", steps, 1)
 
-    def fits(rate: float) -> bool:
+    smallest = load(name).RANGE.min_sample_rate
+
+    def gap(inverse: float) -> float:  # in 1 / rate, which like noise makes epsilon fall
+        rate = max(1 / inverse, smallest)
         try:
-            return epsilon((*prior, PoissonSampledGaussian(sigma, rate, steps)), delta, name).value <= target
+            value = epsilon((*prior, PoissonSampledGaussian(sigma, rate, steps)), delta, name).value
         except AccountingRangeError:
             if rate <= smallest:  # the cause is another argument, and the caller must hear it
                 raise
-            return False  # epsilon beyond what the accountant covers
+            return math.inf  # epsilon beyond what the accountant covers
+        return math.log(value / target) if value > 0 else -math.inf
 
-    smallest = load(name).RANGE.min_sample_rate
-    if not fits(smallest):
+    if gap(1 / smallest) > 0:
         raise CalibrationError(
             f"target_epsilon {target:.6g} is not met even at sample rate {smallest}, the least that accountant {name!r} "
             f"covers, with noise multiplier {sigma:.6g} and {steps} steps. Raise `noise_multiplier` or `target_epsilon`."
         )
-    if fits(1.0):
+    bracket = _bracket(gap, _start_inverse(target, delta, sigma, steps, prior, name, smallest), 1.0, 1 / smallest)
+    if bracket is None:
         return 1.0
-    good, bad = smallest, 1.0
-    while bad / good - 1 > TOLERANCE:
-        middle = _significant(math.sqrt(good * bad), ROUND_FLOOR)
-        if fits(middle):
-            good = middle
-        else:
-            bad = middle
-    return good
+    return _significant(1 / _narrow(gap, *bracket), ROUND_FLOOR)
 
 
 def _checked(
@@ -219,19 +222,27 @@ def _start(target: float, delta: float, sample_rate: float, steps: int, prior: t
     return min(max(sigma, limits.min_noise_multiplier), limits.max_noise_multiplier)
 
 
-def _bracket(gap: Gap, start: float, target: float, limits: Range) -> tuple[Point, Point]:
-    """Two noise multipliers with gap > 0 (too little noise) and gap <= 0 (enough), walking out from ``start``.
+def _start_inverse(
+    target: float, delta: float, sigma: float, steps: int, prior: tuple[Event, ...], name: str, smallest: float
+) -> float:
+    """Where to begin the search for a sample rate, as 1 / rate: at RDP's answer, as :func:`_start`."""
+    if name == "rdp":
+        return min(100.0, 1 / smallest)
+    try:
+        return min(1 / calibrate_sample_rate(target, delta, sigma, steps, "rdp", prior), 1 / smallest)
+    except (AccountingRangeError, CalibrationError):
+        return 1 / smallest
 
-    The largest noise multiplier is known to be enough.
+
+def _bracket(gap: Gap, start: float, smallest: float, largest: float) -> tuple[Point, Point] | None:
+    """Two numbers with gap > 0 (too little noise) and gap <= 0 (enough), walking out from ``start``.
+
+    ``largest`` is known to be enough; None when ``smallest`` is enough, too.
     """
-    smallest, largest = limits.min_noise_multiplier, limits.max_noise_multiplier
     point, factor = (start, gap(start)), 1.1
     while point[1] <= 0:
         if point[0] <= smallest:
-            raise CalibrationError(
-                f"target_epsilon {target:.6g} is met even at noise multiplier {smallest}, the least that accountant "
-                f"{limits.accountant!r} covers. Lower `target_epsilon`, or set `noise_multiplier` yourself."
-            )
+            return None
         sigma = max(point[0] / factor, smallest)
         point, above, factor = (sigma, gap(sigma)), point, factor**2
         if point[1] > 0:
