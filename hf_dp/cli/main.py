@@ -26,6 +26,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "sweep": ("hf_dp.cli.sweep", "a grid of runs over settings and seeds, with what they cost together"),
     "plan": ("hf_dp.cli.plan", "what a run or a recipe will cost, before anything is spent"),
     "account": ("hf_dp.cli.account", "epsilon of a run, or the noise a target needs (no GPU, no torch)"),
+    "partitions": ("hf_dp.cli.partitions", "the weight matrices of a model, which DP-FROST chooses from"),
     "bench": ("hf_dp.cli.bench", "speed and memory of private training beside non-private training"),
 }
 

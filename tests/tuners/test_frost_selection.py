@@ -1,0 +1,202 @@
+"""Estimation and selection of DP-FROST, against slow implementations written from the paper's text alone."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+from scipy.optimize import minimize
+
+from hf_dp.errors import InvalidArgumentError
+from hf_dp.tuners.frost.estimate import estimate, scales_of, variance
+from hf_dp.tuners.frost.partition import Partition
+from hf_dp.tuners.frost.select import select
+
+
+def partition(name: str, size: int) -> Partition:
+    return Partition(name, (f"{name}.weight",), (name,), size)
+
+
+# -- PGM-EST ---
+
+
+def observations(seed: int = 0, t: int = 3, m: int = 6):
+    """Shrinking sets: each iteration after the first no longer observes one more partition."""
+    source = np.random.default_rng(seed)
+    truth, scales = source.uniform(1, 5, m), source.uniform(0.01, 0.03, t)
+    sensitivities = source.uniform(0.5, 2, t)
+    observed = scales[:, None] * truth + 0.001 * sensitivities[:, None] * source.normal(size=(t, m))
+    for row in range(1, t):
+        observed[row, :row] = np.nan
+    return observed, sensitivities, scales
+
+
+def by_the_text(observed, sensitivities, sample_rate, rounds):
+    """Algorithm 5, loop by loop; the first iteration's result divided by q as section 4.5 has it."""
+    t_max, m = observed.shape
+    if t_max == 1:
+        return [observed[0, i] / sample_rate for i in range(m)]
+    scales = [sample_rate] + [1.0] * (t_max - 1)
+    v = [0.0] * m
+    for _ in range(rounds):
+        for i in range(m):
+            seen = [t for t in range(t_max) if not math.isnan(observed[t, i])]
+            above = sum(observed[t, i] * scales[t] / sensitivities[t] ** 2 for t in seen)
+            v[i] = above / sum(scales[t] ** 2 / sensitivities[t] ** 2 for t in seen)
+        for t in range(1, t_max):
+            there = [i for i in range(m) if not math.isnan(observed[t, i])]
+            delta = sensitivities[t] ** 2
+            scales[t] = sum(observed[t, i] * v[i] / delta for i in there) / sum(v[i] ** 2 / delta for i in there)
+    return v
+
+
+@pytest.mark.parametrize(("t", "rounds"), [(1, 10), (2, 1), (2, 30), (4, 30)])
+def test_pgm_est_is_algorithm_5(t, rounds):
+    observed, sensitivities, _ = observations(t=t)
+    found = estimate(observed, sensitivities, 0.02, rounds)
+    assert found == pytest.approx(by_the_text(observed, sensitivities, 0.02, rounds), rel=1e-12)
+
+
+def test_pgm_est_maximizes_the_likelihood():
+    """Against a general optimizer on the likelihood of equation (1), all magnitudes and all scales but the first free."""
+    observed, sensitivities, _ = observations()
+    rate, (t, m) = 0.02, observed.shape
+
+    def loss(parameters):
+        v, scales = parameters[:m], np.concatenate([[rate], parameters[m:] / 50])
+        return np.nansum(((observed - scales[:, None] * v) / sensitivities[:, None]) ** 2) * 1e6
+
+    start = np.concatenate([observed[0] / rate, np.ones(t - 1)])
+    best = minimize(
+        loss, start, method="L-BFGS-B", options={"maxiter": 20000, "maxfun": 200000, "ftol": 1e-15, "gtol": 1e-12}
+    )
+    found = estimate(observed, sensitivities, rate)
+    scales = scales_of(observed, found, rate)
+    ours = loss(np.concatenate([found, scales[1:] * 50]))
+    assert ours <= best.fun * (1 + 1e-4) + 1e-9
+
+
+def test_variance_is_lemma_6():
+    """Against the spread of the estimate over drawn noise, scales known: a partition that remained throughout."""
+    _, sensitivities, scales = observations()
+    source = np.random.default_rng(1)
+    truth, sigma = 3.0, 0.4
+    noisy = scales * truth + sigma * sensitivities * source.normal(size=(20_000, len(scales)))
+    weights = scales / sensitivities**2
+    estimates = noisy @ weights / np.sum(weights * scales)
+    assert estimates.std() == pytest.approx(math.sqrt(variance(sigma, scales, sensitivities)), rel=0.02)
+
+
+# -- PSEL ---
+
+
+def psel_by_the_text(sizes, observe, gamma, iterations, rate, gap, sigma):
+    """Algorithm 4 with the two readings that hf_dp/tuners/frost/select.py states; partitions by number, 0 to M - 1."""
+    total, m = sum(sizes), len(sizes)
+    remaining, chosen = list(range(m)), []
+    rows, deltas = [], []
+    for t in range(1, iterations + 1):
+        values, delta = observe(remaining)
+        rows.append([values[remaining.index(i)] if i in remaining else math.nan for i in range(m)])
+        deltas.append(delta)
+        v = by_the_text(np.array(rows), deltas, rate, 1000)
+        scales = scales_of(np.array(rows), np.array(v), rate)
+        deviation = math.sqrt(sigma**2 / sum((scale / d) ** 2 for scale, d in zip(scales, deltas, strict=True)))
+        order = sorted(remaining, key=lambda i: (v[i], i))
+        j, held = 0, sizes[order[0]]
+        while held < (1 - gamma) * total:
+            j += 1
+            held += sizes[order[j]]
+        threshold = v[order[j]] + gap * deviation
+        limit = gamma * total * (1 if t == iterations else t / iterations)
+        for i in reversed(order):
+            if not (t == iterations or v[i] > threshold):
+                break
+            if sizes[i] + sum(sizes[k] for k in chosen) <= limit:
+                chosen.append(i)
+        remaining = [i for i in remaining if i not in chosen]
+    return chosen
+
+
+@pytest.mark.parametrize("sigma", [0.0, 0.05, 1.0])
+@pytest.mark.parametrize("seed", range(8))
+def test_psel_is_algorithm_4(seed, sigma):
+    source = np.random.default_rng(seed)
+    sizes = source.integers(5, 60, 9).tolist()
+    truth = source.uniform(0.1, 5, 9)
+    settings = {"gamma": 0.4, "iterations": 4, "rate": 0.05, "gap": 1.5, "sigma": sigma}
+
+    def observer():
+        noise = np.random.default_rng(seed + 100)
+        return lambda numbers: (
+            [0.05 * truth[i] + sigma * 0.3 * noise.normal() * len(numbers) / 9 for i in numbers],
+            0.3 * len(numbers) / 9,
+        )
+
+    plain = observer()
+    parts = [partition(f"p{i}", size) for i, size in enumerate(sizes)]
+    ours = observer()
+    found = select(
+        parts, lambda rest: ours([int(p.name[1:]) for p in rest]), unfreeze_ratio=0.4, iterations=4, sample_rate=0.05,
+        gap_coefficient=1.5, noise_multiplier=sigma,
+    )  # fmt: skip
+    assert [int(name[1:]) for name in found.names] == psel_by_the_text(sizes, plain, **settings)
+    assert sum(sizes[int(name[1:])] for name in found.names) <= 0.4 * sum(sizes)
+
+
+def test_without_noise_the_largest_that_fit_are_chosen():
+    parts = [partition("embedding", 60), partition("a", 10), partition("b", 10), partition("c", 20)]
+    truth = {"embedding": 9.0, "a": 5.0, "b": 1.0, "c": 3.0}
+    found = select(
+        parts, lambda rest: ([truth[p.name] for p in rest], 1.0), unfreeze_ratio=0.3, iterations=3, sample_rate=1.0,
+        gap_coefficient=5, noise_multiplier=0.0,
+    )  # fmt: skip
+    # The embedding is the largest and does not fit (60 of 30): it is skipped, not stopped at.
+    assert set(found.names) == {"a", "c"}
+    assert [set(row) for row in found.observed][0] == set(truth)
+    assert len(found.sensitivities) == len(found.observed) == 3
+
+
+def test_ties_are_broken_by_name():
+    parts = [partition(name, 10) for name in "dbca"]
+    for order in (parts, parts[::-1]):
+        found = select(
+            order, lambda rest: ([1.0] * len(rest), 1.0), unfreeze_ratio=0.5, iterations=1, sample_rate=1.0,
+            gap_coefficient=0, noise_multiplier=0.0,
+        )  # fmt: skip
+        assert found.names == ("d", "c")
+
+
+def test_more_noise_chooses_worse_as_lemma_6_says():
+    """Planted truth: three of twelve matter. The share found falls as the standard deviation of lemma 6 nears their gap."""
+    parts = [partition(f"p{i:02d}", 10) for i in range(12)]
+    truth = np.array([3.0] * 3 + [1.0] * 9)
+
+    def found(sigma):
+        hits = 0
+        for seed in range(20):
+            noise = np.random.default_rng(seed)
+
+            def observe(rest, noise=noise):
+                return [0.02 * truth[int(p.name[1:])] + sigma * 0.01 * noise.normal() for p in rest], 0.01
+
+            chosen = select(
+                parts, observe, unfreeze_ratio=0.25, iterations=5, sample_rate=0.02, gap_coefficient=5,
+                noise_multiplier=sigma,
+            )  # fmt: skip
+            hits += len({"p00", "p01", "p02"} & set(chosen.names))
+        return hits / 60
+
+    # One iteration's deviation of v is sigma * 0.01 / 0.02 = sigma / 2, beside a gap of 2.
+    assert found(0.2) == 1.0
+    assert found(20.0) < 0.6
+    assert found(0.2) >= found(2.0) >= found(20.0)
+
+
+def test_a_budget_that_no_partition_fits_is_refused():
+    with pytest.raises(InvalidArgumentError, match="`unfreeze_ratio` to leave room.*smallest partition, 'b', has 40"):
+        select(
+            [partition("a", 60), partition("b", 40)], lambda rest: ([1.0] * len(rest), 1.0), unfreeze_ratio=0.3,
+            iterations=1, sample_rate=1.0, gap_coefficient=0, noise_multiplier=0.0,
+        )  # fmt: skip
