@@ -153,13 +153,17 @@ class ClippingEngine:
         try:
             # The sums are float32 also where the forward, and so perhaps this call, runs under autocast.
             with torch.autocast(losses.device.type, enabled=False):
-                norms = _STRATEGIES[self.strategy](step, losses)
+                norms = self._take(step, losses)
         except BaseException:
             self._spoiled = self._spoiled or step.adding
             raise
         finally:
             self._tape.forward_uses.clear()
         return torch.where(torch.isfinite(norms), norms, torch.full_like(norms, torch.inf))
+
+    def _take(self, step: ClippedStep, losses: Tensor) -> Tensor:
+        """What becomes of one physical batch; a subclass may take something else than clipped sums from its records."""
+        return _STRATEGIES[self.strategy](step, losses)
 
     def collect(self) -> dict[str, Tensor]:
         """The clipped sums since the last call, keyed as ``model.named_parameters()`` (zeros where unused), and reset."""

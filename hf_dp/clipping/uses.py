@@ -84,8 +84,8 @@ class Use(ABC):
         """``total + sum_i weights[i] * G_i``, of this shape, in place where there is a total."""
 
     @abstractmethod
-    def example_gradient(self, index: int, shape: torch.Size) -> Tensor:
-        """``G_index`` in float64, of this shape: the slow, cancellation-free form."""
+    def example_gradient(self, index: int, shape: torch.Size, dtype: torch.dtype = torch.float64) -> Tensor:
+        """``G_index`` of this shape, explicitly; in float64 the slow, cancellation-free form."""
 
     @abstractmethod
     def fingerprint(self) -> Tensor:
@@ -141,8 +141,8 @@ class OuterProducts(Use):
         total.view(len(left), -1).addmm_(left, right)
         return total
 
-    def example_gradient(self, index: int, shape: torch.Size) -> Tensor:
-        return (self.left[index].double().mT @ self.right[index].double()).view(shape)
+    def example_gradient(self, index: int, shape: torch.Size, dtype: torch.dtype = torch.float64) -> Tensor:
+        return (self.left[index].to(dtype).mT @ self.right[index].to(dtype)).view(shape)
 
     def fingerprint(self) -> Tensor:
         return torch.linalg.vector_norm(self.left, dim=(1, 2)) * torch.linalg.vector_norm(self.right, dim=(1, 2))
@@ -248,10 +248,16 @@ class Lookups(Use):
         total.view(len(total), -1).index_add_(0, self.tokens.flatten(), weighted.flatten(0, 1))
         return total
 
-    def example_gradient(self, index: int, shape: torch.Size) -> Tensor:
-        gradient = torch.zeros(shape, dtype=torch.float64, device=self.grads.device)
-        gradient.view(len(gradient), -1).index_add_(0, self.tokens[index], self.grads[index].double())
+    def example_gradient(self, index: int, shape: torch.Size, dtype: torch.dtype = torch.float64) -> Tensor:
+        gradient = torch.zeros(shape, dtype=dtype, device=self.grads.device)
+        gradient.view(len(gradient), -1).index_add_(0, self.tokens[index], self.grads[index].to(dtype))
         return gradient
+
+    def example_rows(self, index: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """``G_index`` as the rows that are not zero: which ones (r,), and them (r, n)."""
+        rows, row_of = torch.unique(self.tokens[index], return_inverse=True)
+        values = torch.zeros(len(rows), self.grads.shape[2], dtype=dtype, device=self.grads.device)
+        return rows, values.index_add_(0, row_of, self.grads[index].to(dtype))
 
     def fingerprint(self) -> Tensor:
         return torch.linalg.vector_norm(self.grads, dim=(1, 2))
@@ -285,8 +291,8 @@ class Dense(Use):
         total.view(-1).addmv_(flat.mT, weights)
         return total
 
-    def example_gradient(self, index: int, shape: torch.Size) -> Tensor:
-        return self.gradients[index].double()
+    def example_gradient(self, index: int, shape: torch.Size, dtype: torch.dtype = torch.float64) -> Tensor:
+        return self.gradients[index].to(dtype)
 
     def fingerprint(self) -> Tensor:
         return torch.linalg.vector_norm(self.gradients.flatten(1), dim=1)

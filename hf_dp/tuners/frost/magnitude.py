@@ -1,0 +1,175 @@
+"""Partition gradient magnitudes: how large the summed gradient of each partition is, with a known sensitivity.
+
+DP-FROST, section 4.4. For a set S of partitions, order a in {1, 2} and an example x, let g_P(x) be its gradient on P. With
+
+* ``mg``: weights ``w_x = min(1, c / |g_S(x)|_a)`` and ``mu_P = |sum_x w_x g_P(x)|_a / |P|^(1/a)``,
+* ``mgn``: each g_P divided by ``|P|^(1/a)`` first, and the threshold ``cbar = c / (mean of |P| over S)^(1/a)``,
+* ``mgna``: as mgn, of absolute values,
+
+definition 8 is in all three cases ``mu_P = |sum_x w_x h(g_P(x))|_a / |P|^(1/a)``, h the identity or the absolute value,
+since dividing by ``|P|^(1/a)`` commutes with the sum and the norm. For mgn and mgna
+``w_x = min(1, cbar / (sum over Q in S of |g_Q(x)|_a^a / |Q|)^(1/a))``. For mgna with a = 1 nothing cancels, so
+``mu_P = sum_x w_x |g_P(x)|_1 / |P|`` and the norms are enough: one look at each gradient. The others look twice, for the
+weight and for the sum.
+
+Sensitivity (lemma 3), of the vector of all mu in the L2 norm when one example is left out: ``c / (min |P|)^(1/a)`` for mg,
+cbar for the others. Leaving x out moves mu_P by at most ``|w_x g_P(x)|_a / |P|^(1/a)``; over partitions the L2 norm of
+these is at most their a-norm, which for mgn and mgna is what was clipped to cbar, and for mg at most ``(min |P|)^(-1/a)``
+times what was clipped to c.
+
+There is no Gram form of a 1-norm: each layer's gradient is formed example by example, used and dropped. The very numbers
+that were measured are added, so no rounding of another summation order comes between norm and sum.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from hf_dp._validate import invalid, one_of
+from hf_dp.clipping import ClippingEngine
+from hf_dp.clipping.norms import gathered
+from hf_dp.clipping.step import ClippedStep
+from hf_dp.clipping.uses import Lookups, Use, accumulation_dtype, full_precision
+from hf_dp.plan import ROUNDING_MARGIN
+from hf_dp.tuners.frost.partition import Partition
+
+MAGNITUDES = ("mg", "mgn", "mgna")
+NORM_ORDERS = (1, 2)
+
+
+def sensitivity(partitions: Sequence[Partition], magnitude: str, norm_order: int, clipping_norm: float) -> float:
+    """How far one example can move the vector of magnitudes over these partitions, L2; rounding of float32 sums included."""
+    sizes = [partition.size for partition in partitions]
+    smallest = min(sizes) if magnitude == "mg" else sum(sizes) / len(sizes)
+    return clipping_norm / smallest ** (1 / norm_order) * (1 + ROUNDING_MARGIN)
+
+
+class MagnitudeEngine(ClippingEngine):
+    """As :class:`ClippingEngine`, but what it adds up are magnitudes of partitions instead of gradients.
+
+        with MagnitudeEngine(model, partitions, clipping_norm=0.1) as engine:
+            engine.backward(losses)        # (b,) per-example losses of each physical batch
+            mu = engine.magnitudes()       # (M,) in the order of the partitions; not private until noise is added
+
+    Args:
+        partitions: S; parameters outside them must not be trainable. clipping_norm: c, in units of the gradient's norm of
+            order ``norm_order``. magnitude: ``mg``, ``mgn`` or ``mgna``. norm_order: a, 1 or 2.
+
+    Raises: InvalidArgumentError naming the argument; in ``backward`` what :class:`ClippingEngine` raises.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        partitions: Sequence[Partition],
+        clipping_norm: float,
+        magnitude: str = "mgna",
+        norm_order: int = 1,
+    ):
+        super().__init__(model, clipping_norm)
+        self.magnitude = one_of("magnitude", magnitude, MAGNITUDES)
+        if norm_order not in NORM_ORDERS:
+            raise invalid("norm_order", norm_order, "to be 1 or 2", "1 is the paper's choice.")
+        self.norm_order = norm_order
+        self.partitions = tuple(partitions)
+        self._index = {name: number for number, part in enumerate(self.partitions) for name in part.parameters}
+        self._totals: dict[nn.Parameter, Tensor] = {}
+        self._direct: Tensor | None = None  # mgna with order 1
+
+    @property
+    def sensitivity(self) -> float:
+        """See :func:`sensitivity`."""
+        return sensitivity(self.partitions, self.magnitude, self.norm_order, self.clipping_norm)
+
+    def __enter__(self) -> MagnitudeEngine:
+        super().__enter__()
+        self._totals, self._direct = {}, None
+        outside = [name for name in self._parameters if name not in self._index]
+        if outside:
+            self.__exit__()
+            raise invalid("partitions", outside[0], "to be in one of them, or frozen", "Freeze what is not looked at.")
+        return self
+
+    @torch.no_grad()
+    def magnitudes(self) -> Tensor:
+        """``mu``, (M,), of all examples since the engine was entered."""
+        device = next(iter(self._parameters.values())).device
+        if self.magnitude == "mgna" and self.norm_order == 1:
+            return torch.zeros(len(self.partitions), device=device) if self._direct is None else self._direct.clone()
+        powers = torch.zeros(len(self.partitions), dtype=torch.float64, device=device)
+        for name, parameter in self._parameters.items():
+            if parameter in self._totals:
+                powers[self._index[name]] += self._power(self._totals[parameter])
+        return (powers / self._sizes(device)) ** (1 / self.norm_order)
+
+    def _sizes(self, device: torch.device) -> Tensor:
+        return torch.tensor(
+            [float(partition.size) for partition in self.partitions], device=device, dtype=torch.float64
+        )
+
+    def _power(self, values: Tensor) -> Tensor:
+        """``|values|_a^a`` in float64."""
+        return (values.abs() if self.norm_order == 1 else values.square()).sum(dtype=torch.float64)
+
+    def _take(self, step: ClippedStep, losses: Tensor) -> Tensor:
+        uses: dict[nn.Parameter, list[Use]] = {}
+
+        def keep(parameter: nn.Parameter, use: Use) -> None:
+            uses[parameter] = gathered([*uses.get(parameter, ()), use], parameter.shape)
+
+        step.backward(losses, keep)
+        with torch.no_grad(), full_precision():
+            return self._add(uses, len(losses))
+
+    def _add(self, uses: dict[nn.Parameter, list[Use]], examples: int) -> Tensor:
+        device = next(iter(self._parameters.values())).device
+        names = {parameter: name for name, parameter in self._parameters.items()}
+        powers = torch.zeros(examples, len(self.partitions), dtype=torch.float64, device=device)
+        for parameter, of_parameter in uses.items():
+            for index in range(examples):
+                _, values = _explicit(of_parameter, parameter, index)
+                powers[index, self._index[names[parameter]]] += self._power(values)
+        sizes = self._sizes(device)
+        if self.magnitude == "mg":
+            totals, threshold = powers.sum(1), self.clipping_norm
+        else:
+            totals = (powers / sizes).sum(1)
+            threshold = self.clipping_norm / float(sizes.mean()) ** (1 / self.norm_order)
+        norms = totals ** (1 / self.norm_order)
+        weights = torch.where(torch.isfinite(norms), threshold / norms.clamp_min(threshold), torch.zeros_like(norms))
+        if self.magnitude == "mgna" and self.norm_order == 1:
+            finite = torch.isfinite(norms)[:, None]
+            shares = torch.where(finite, weights[:, None] * powers / sizes, torch.zeros_like(powers)).sum(0)
+            self._direct = shares if self._direct is None else self._direct + shares
+            return norms
+        for parameter in list(uses):
+            of_parameter = uses.pop(parameter)
+            for index in range(examples):
+                if weights[index] > 0:
+                    self._accumulate(parameter, *_explicit(of_parameter, parameter, index), float(weights[index]))
+        return norms
+
+    def _accumulate(self, parameter: nn.Parameter, rows: Tensor | None, values: Tensor, weight: float) -> None:
+        if parameter not in self._totals:
+            dtype = accumulation_dtype(parameter.dtype)
+            self._totals[parameter] = torch.zeros(parameter.shape, dtype=dtype, device=parameter.device)
+        values = (values.abs() if self.magnitude == "mgna" else values) * weight
+        if rows is None:
+            self._totals[parameter].add_(values)
+        else:
+            self._totals[parameter].view(len(parameter), -1).index_add_(0, rows, values)
+
+
+def _explicit(uses: Sequence[Use], parameter: nn.Parameter, index: int) -> tuple[Tensor | None, Tensor]:
+    """One example's gradient: (None, all of it), or for lookups alone (the rows that are not zero, them)."""
+    dtype = accumulation_dtype(parameter.dtype)
+    first, *others = uses
+    if isinstance(first, Lookups) and not others:
+        return first.example_rows(index, dtype)
+    gradient = first.example_gradient(index, parameter.shape, dtype)
+    for use in others:
+        gradient = gradient + use.example_gradient(index, parameter.shape, dtype)
+    return None, gradient

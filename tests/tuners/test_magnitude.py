@@ -1,0 +1,160 @@
+"""Partition gradient magnitudes against definitions 7 to 9 in float64, their sensitivity by leaving each record out."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from architectures import ARCHITECTURES, INFILLING, collate, single, together
+
+from hf_dp.errors import InvalidArgumentError
+from hf_dp.tuners.frost.magnitude import MAGNITUDES, MagnitudeEngine, sensitivity
+from hf_dp.tuners.frost.partition import partitions
+
+KINDS = [(magnitude, order) for magnitude in MAGNITUDES for order in (1, 2)]
+LENGTHS = (5, 1, 3, 6)
+NAMES = ("bert", "gpt2_tied", "vit", "t5", "infilling")
+
+
+def architecture_of(name):
+    return INFILLING["bert"] if name == "infilling" else ARCHITECTURES[name]
+
+
+def gradients(architecture, model, examples):
+    """For each example its gradient by parameter name, one backward pass each, plain autograd."""
+    named = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    rows = []
+    with architecture.precision():
+        for example in examples:
+            found = torch.autograd.grad(single(model, example), list(named.values()), allow_unused=True)
+            rows.append(
+                {n: torch.zeros_like(p) if g is None else g for (n, p), g in zip(named.items(), found, strict=True)}
+            )
+    return rows
+
+
+def by_the_text(rows, parts, c, magnitude, order):
+    """Definitions 3, 6, 7 and 8, vector by vector."""
+
+    def norm(vector):
+        return vector.abs().sum() if order == 1 else vector.square().sum().sqrt()
+
+    def clip(vector, threshold):
+        return vector * min(1.0, threshold / float(norm(vector))) if float(norm(vector)) else vector
+
+    sizes = [part.size for part in parts]
+    sums = [torch.zeros(size, dtype=torch.float64) for size in sizes]
+    for row in rows:
+        on = [torch.cat([row[name].double().flatten() for name in part.parameters]) for part in parts]
+        if magnitude == "mg":
+            clipped = clip(torch.cat(on), c)
+        else:
+            normalized = torch.cat([g / size ** (1 / order) for g, size in zip(on, sizes, strict=True)])
+            normalized = normalized.abs() if magnitude == "mgna" else normalized
+            clipped = clip(normalized, c / (sum(sizes) / len(sizes)) ** (1 / order))
+        for total, piece in zip(sums, clipped.split(sizes), strict=True):
+            total += piece
+    scale = [size ** (1 / order) if magnitude == "mg" else 1.0 for size in sizes]
+    return torch.tensor([float(norm(total)) / s for total, s in zip(sums, scale, strict=True)], dtype=torch.float64)
+
+
+def measured(architecture, model, examples, parts, c, magnitude, order, cuts=((0, 4),)):
+    with MagnitudeEngine(model, parts, c, magnitude, order) as engine, architecture.precision():
+        for start, stop in cuts:
+            if examples[start:stop]:
+                engine.backward(together(model, collate(model, examples[start:stop])))
+        return engine.magnitudes().double(), engine.sensitivity
+
+
+def middle(rows, parts, magnitude, order):
+    """A threshold c at which some examples are clipped and some are not."""
+    norms = []
+    for row in rows:
+        on = [torch.cat([row[name].double().flatten() for name in part.parameters]) for part in parts]
+        sizes = [1.0 if magnitude == "mg" else part.size for part in parts]
+        power = sum(float(g.abs().pow(order).sum()) / size for g, size in zip(on, sizes, strict=True))
+        norms.append(power ** (1 / order))
+    mean = 1.0 if magnitude == "mg" else sum(part.size for part in parts) / len(parts)
+    return sorted(norms)[len(norms) // 2] * 0.99 * mean ** (1 / order)
+
+
+@pytest.mark.parametrize(("magnitude", "order"), KINDS)
+@pytest.mark.parametrize("name", NAMES)
+def test_equals_the_definitions(name, magnitude, order):
+    architecture = architecture_of(name)
+    model = architecture.build()
+    parts = partitions(model)
+    examples = architecture.examples(model, LENGTHS)
+    rows = gradients(architecture, model, examples)
+    c = middle(rows, parts, magnitude, order)
+    expected = by_the_text(rows, parts, c, magnitude, order)
+    for cuts in (((0, 4),), ((0, 1), (1, 4))):
+        found, _ = measured(architecture, model, examples, parts, c, magnitude, order, cuts)
+        torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize(("magnitude", "order"), KINDS)
+def test_leaving_any_record_out_moves_it_by_less_than_lemma_3(magnitude, order):
+    architecture = ARCHITECTURES["bert"]
+    model = architecture.build()
+    parts = partitions(model)
+    examples = architecture.examples(model, (5, 1, 3, 6, 4, 2))
+    rows = gradients(architecture, model, examples)
+    c = middle(rows, parts, magnitude, order)
+    everyone, bound = measured(architecture, model, examples, parts, c, magnitude, order, ((0, 6),))
+    for left_out in range(len(examples)):
+        rest = examples[:left_out] + examples[left_out + 1 :]
+        without, _ = measured(architecture, model, rest, parts, c, magnitude, order, ((0, 5),))
+        assert float((everyone - without).norm()) <= bound
+
+
+@pytest.mark.parametrize(("magnitude", "order"), KINDS)
+def test_the_bound_is_reached(magnitude, order):
+    """A record whose gradient lies on one partition, the smallest for mg: noise for a smaller bound would not do."""
+    model = torch.nn.Sequential(torch.nn.Linear(3, 3, bias=False), torch.nn.Linear(3, 1, bias=False)).double()
+    with torch.no_grad():
+        model[1].weight.copy_(torch.tensor([[1e-9, 1e-9, 1e-9]]))
+    parts = partitions(model)
+    with MagnitudeEngine(model, parts, 0.1, magnitude, order) as engine:
+        engine.backward(1e6 * model(torch.ones(1, 3, dtype=torch.float64))[:, 0])
+        moved = float(engine.magnitudes().norm())
+    assert moved <= engine.sensitivity
+    assert moved >= 0.99 * engine.sensitivity
+
+
+def test_sensitivities_are_those_of_lemma_3():
+    parts = partitions(torch.nn.Sequential(torch.nn.Linear(4, 4, bias=False), torch.nn.Linear(4, 1, bias=False)))
+    for order in (1, 2):
+        assert sensitivity(parts, "mg", order, 2.0) == pytest.approx(2.0 / 4 ** (1 / order), rel=1e-3)
+        for magnitude in ("mgn", "mgna"):
+            assert sensitivity(parts, magnitude, order, 2.0) == pytest.approx(2.0 / 10 ** (1 / order), rel=1e-3)
+
+
+@pytest.mark.parametrize(("magnitude", "order"), KINDS)
+def test_a_record_that_is_not_finite_is_left_out(magnitude, order):
+    model = torch.nn.Linear(3, 2).double()
+    parts = partitions(model)
+    x = torch.tensor([[1.0, 2.0, 3.0], [math.inf, 1.0, 1.0], [0.5, 0.1, -2.0]], dtype=torch.float64)
+    found = []
+    for rows in (x, x[[0, 2]]):
+        with MagnitudeEngine(model, parts, 0.1, magnitude, order) as engine:
+            engine.backward(model(rows).square().sum(1))
+            found.append(engine.magnitudes())
+    assert torch.isfinite(found[0]).all()
+    torch.testing.assert_close(found[0], found[1])
+
+
+def test_parameters_outside_the_partitions_must_be_frozen():
+    model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Linear(3, 1))
+    parts = partitions(model)
+    with pytest.raises(InvalidArgumentError, match=r"'1\.weight'.*Freeze"):
+        MagnitudeEngine(model, parts[:1], 0.1).__enter__()
+    assert "forward" not in model[0].__dict__, "left as it was"
+    model[1].requires_grad_(False)
+    with MagnitudeEngine(model, parts[:1], 0.1) as engine:
+        engine.backward(model(torch.randn(2, 3))[:, 0])
+        assert engine.magnitudes().shape == (1,)
+    for options in ({"magnitude": "mgx"}, {"norm_order": 3}, {"clipping_norm": 0}):
+        with pytest.raises(InvalidArgumentError):
+            MagnitudeEngine(model, parts[:1], **{"clipping_norm": 0.1, **options})
