@@ -150,6 +150,8 @@ def _number(value: Any) -> Any:
 
 def _rows(recipe: dict[str, Any]) -> int:
     """The training rows of a recipe's data, where they are at hand."""
+    if recipe.get("max_train_rows"):
+        return int(recipe["max_train_rows"])
     if recipe.get("dataset_name") == "demo":
         from hf_dp.tasks.demo_sentences import demo_dataset
 
@@ -158,7 +160,9 @@ def _rows(recipe: dict[str, Any]) -> int:
         from hf_dp.tasks.files import load_file
 
         return len(load_file(recipe["train_file"]))
-    raise ConfigError("The recipe names no data, so the number of rows is not known. Give --num-examples N.")
+    raise ConfigError(
+        "The recipe's training rows are not at hand, so their number is not known. Give --num-examples N."
+    )
 
 
 def _plan(settings: dict[str, Any]) -> Any:

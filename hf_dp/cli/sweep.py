@@ -40,9 +40,14 @@ class Cell:
     folder: Path
 
     @property
-    def model(self) -> Path:
-        """The run's output_dir."""
-        return self.folder / "model"
+    def attempts(self) -> list[Path]:
+        """The output folders of all attempts, the interrupted ones too: what they have spent counts."""
+        return sorted(self.folder.glob("run*"), key=lambda path: int(path.name.removeprefix("run")))
+
+    @property
+    def done(self) -> Path | None:
+        """The output folder of the attempt that was completed."""
+        return next((path for path in self.attempts if (path / METRICS).exists()), None)
 
     @property
     def label(self) -> str:
@@ -136,29 +141,52 @@ def _setting(word: str) -> tuple[str, Any]:
 
 
 def _run(recipe: dict[str, Any], cell: Cell, which: str) -> bool:
-    """Train one cell in a process of its own, unless its result is there already."""
-    if (cell.model / METRICS).exists():
+    """Train one cell in a process of its own, unless its result is there already.
+
+    Raises: ConfigError when what is there was run with another recipe.
+    """
+    values = {**recipe, **cell.settings, "seed": cell.seed}
+    values = {key: value for key, value in values.items() if value is not None and key != "output_dir"}
+    config = cell.folder / "config.yaml"
+    if config.exists() and (before := read_yaml(str(config))) != values:
+        changed = sorted(key for key in {*before, *values} if before.get(key) != values.get(key))
+        raise ConfigError(
+            f"{cell.folder.name} in `--output-dir` was run with other values of {changed}. Choose another folder: its results "
+            "are not this recipe's, and what its private runs have spent must not be lost."
+        )
+    if cell.done is not None:
         return True
     print(f"[{which}] {cell.label} seed={cell.seed}", file=sys.stderr, flush=True)
-    values = {**recipe, **cell.settings, "seed": cell.seed, "output_dir": str(cell.model)}
-    values = {key: value for key, value in values.items() if value is not None}
     cell.folder.mkdir(parents=True, exist_ok=True)
-    config = cell.folder / "config.yaml"
     config.write_text(yaml.safe_dump(values, sort_keys=False), encoding="utf-8")
     with open(cell.folder / "log.txt", "w", encoding="utf-8") as log:
-        command = [sys.executable, "-m", "hf_dp.cli.main", "train", "--config", str(config)]
+        # A folder of its own for each attempt: an interrupted run's ledger must stay, and no other run may write beside it.
+        output = cell.folder / f"run{len(cell.attempts) + 1}"
+        output.mkdir()
+        command = [
+            sys.executable,
+            "-m",
+            "hf_dp.cli.main",
+            "train",
+            "--config",
+            str(config),
+            "--output_dir",
+            str(output),
+        ]
         done = subprocess.run(command, stdout=log, stderr=subprocess.STDOUT)
-    return done.returncode == 0 and (cell.model / METRICS).exists()
+    return done.returncode == 0 and cell.done is not None
 
 
 def result(cell: Cell) -> dict[str, Any]:
     """``{"metrics": {"accuracy": 0.9}, "epsilon": 2.4}`` of a run that is done; epsilon None when it is not private."""
     from hf_dp.cards import document
 
-    found = json.loads((cell.model / METRICS).read_text(encoding="utf-8"))
+    folder = cell.done
+    assert folder is not None
+    found = json.loads((folder / METRICS).read_text(encoding="utf-8"))
     metrics = {name.removeprefix("eval_"): value for name, value in found.items() if not name.endswith("loss")}
-    private = (cell.model / document.FILE_NAME).exists()
-    statement = document.read(cell.model).statement if private else None
+    private = (folder / document.FILE_NAME).exists()
+    statement = document.read(folder).statement if private else None
     return {"metrics": metrics, "epsilon": None if statement is None else statement["epsilon"]}
 
 
@@ -208,7 +236,8 @@ def spent_together(cells: Sequence[Cell]) -> str:
     from hf_dp.accounting import epsilon
     from hf_dp.cards import document
 
-    records = [document.read(cell.model) for cell in cells if (cell.model / document.FILE_NAME).exists()]
+    folders = [path for cell in cells for path in cell.attempts if (path / document.FILE_NAME).exists()]
+    records = [document.read(path) for path in folders]
     if not records:
         return ""
     delta = max(record.plan.delta for record in records)

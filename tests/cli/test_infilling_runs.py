@@ -156,7 +156,7 @@ def test_a_sweep_is_resumed_and_adds_up(recipe, capsys):
     out = capsys.readouterr().out
     assert re.search(r"^infilling=sst2: .*matched_accuracy 0\.\d{4}; .*epsilon \d", out, re.MULTILINE)
     assert re.search(r"^infilling=None: ", out, re.MULTILINE)
-    records = [document.read(path) for path in sorted(folder.glob("*/model"))]
+    records = [document.read(path) for path in sorted(folder.glob("*/run1"))]
     events = [event for record in records for event in record.ledger.events]
     together = epsilon(events, records[0].plan.delta, "rdp").rounded_up()
     assert f"all 2 private runs together: epsilon {together}" in out
@@ -165,6 +165,27 @@ def test_a_sweep_is_resumed_and_adds_up(recipe, capsys):
     assert main(words) == 0
     assert capsys.readouterr().out == out
     assert [path.stat().st_mtime_ns for path in sorted(folder.glob("*/log.txt"))] == times, "nothing ran again"
+    changed(recipe, learning_rate=0.5)
+    assert main(words) == 2
+    assert "was run with other values of ['learning_rate']" in capsys.readouterr().err
+
+
+def test_an_interrupted_run_counts_and_is_started_anew(recipe, capsys):
+    from hf_dp.accounting import epsilon
+    from hf_dp.cards import document
+
+    folder = recipe.parent / "sweep"
+    words = ["sweep", "--config", str(recipe), "--set", "max_steps=1", "--output-dir", str(folder)]
+    assert main(words) == 0
+    (metrics,) = folder.glob("*/run1/eval_results.json")
+    metrics.unlink()  # as if it had been killed before its end
+    capsys.readouterr()
+    assert main(words) == 0
+    records = [document.read(path) for path in sorted(folder.glob("*/run*"))]
+    assert len(records) == 2
+    events = [event for record in records for event in record.ledger.events]
+    together = epsilon(events, records[0].plan.delta, "rdp").rounded_up()
+    assert f"all 2 private runs together: epsilon {together}" in capsys.readouterr().out
 
 
 def test_a_sweep_says_which_runs_failed(recipe, capsys):
