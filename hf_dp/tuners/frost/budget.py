@@ -1,0 +1,49 @@
+"""How a privacy budget is divided between selection and training (DP-FROST, section 4.6, Algorithms 2 and 3)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from hf_dp._validate import in_unit_interval, integer
+from hf_dp.accounting import Event, PoissonSampledGaussian, calibrate_noise_multiplier
+from hf_dp.errors import CalibrationError
+
+
+def compute_sigma(
+    target_epsilon: float,
+    delta: float,
+    *,
+    sample_rate: float,
+    steps: int,
+    selection_sample_rate: float,
+    selection_iterations: int,
+    selection_budget_ratio: float = 0.1,
+    accountant: str = "pld",
+    prior_events: Sequence[Event] = (),
+) -> tuple[float, float]:
+    """(noise multiplier of training, of selection).
+
+    Training's noise is what ``(1 - selection_budget_ratio) * target_epsilon`` needs by itself, with what ran before; then
+    selection's is the smallest with which everything together stays inside ``target_epsilon``. (Epsilons do not add up, so
+    selection gets more than its ratio.)
+
+    Args: sample_rate, steps: of training. selection_sample_rate: q_ps. selection_iterations: T, times the number of
+        selections. selection_budget_ratio: 1 - r_eps, in (0, 1).
+    Raises: InvalidArgumentError; CalibrationError when selection does not fit, which names what to change.
+    """
+    ratio = in_unit_interval("selection_budget_ratio", selection_budget_ratio)
+    iterations = integer("selection_iterations", selection_iterations, 1)
+    training = calibrate_noise_multiplier(
+        (1 - ratio) * target_epsilon, delta, sample_rate, steps, accountant, prior_events
+    )
+    spent = (*prior_events, PoissonSampledGaussian(training, sample_rate, steps))
+    try:
+        selection = calibrate_noise_multiplier(
+            target_epsilon, delta, selection_sample_rate, iterations, accountant, spent
+        )
+    except CalibrationError as problem:
+        raise CalibrationError(
+            f"The selection does not fit beside the training: {problem} Raise `selection_budget_ratio` (now {ratio:g}), or "
+            "lower `selection_sample_rate` or `selection_iterations`."
+        ) from problem
+    return training, selection
