@@ -32,29 +32,34 @@ def _call(function: str) -> None:
 class _Waiting(importlib.abc.MetaPathFinder):
     def __init__(self, module: str, function: str):
         self.module, self.function = module, function
+        self.looking = False
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        if fullname != self.module:
+        if fullname != self.module or self.looking:
             return None
-        sys.meta_path.remove(self)  # done waiting; what is found below is the real thing
-        spec = importlib.util.find_spec(fullname)
+        self.looking = True  # what the other finders find is the real thing
+        try:
+            spec = importlib.util.find_spec(fullname)
+        finally:
+            self.looking = False
         if spec is not None and spec.loader is not None:
-            spec.loader = _Then(spec.loader, self.function)
+            spec.loader = _Then(spec.loader, self)
         return spec
 
 
 class _Then(importlib.abc.Loader):
-    def __init__(self, loader: Any, function: str):
-        self.loader, self.function = loader, function
+    def __init__(self, loader: Any, waiting: _Waiting):
+        self.loader, self.waiting = loader, waiting
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType | None:
         return self.loader.create_module(spec)
 
     def exec_module(self, module: ModuleType) -> None:
         self.loader.exec_module(module)
-        _call(self.function)
+        sys.meta_path.remove(self.waiting)
+        _call(self.waiting.function)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.loader, name)  # get_source, get_data: for tracebacks and inspect

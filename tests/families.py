@@ -8,7 +8,7 @@ from functools import cache
 from typing import Any
 
 import transformers as hf
-from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizers, processors, trainers
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 SENTENCES = [
     "It was great .", "It was terrible .", "It was good , not bad .", "Yes , No , Maybe ? It was a film .",
@@ -35,7 +35,7 @@ def _word_pieces() -> dict[str, int]:
 
 def _bytes(special: list[str | AddedToken]) -> Tokenizer:
     pieces = Tokenizer(models.BPE())
-    pieces.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    pieces.pre_tokenizer, pieces.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=500, special_tokens=special, initial_alphabet=pre_tokenizers.ByteLevel.alphabet()
     )

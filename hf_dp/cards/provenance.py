@@ -13,18 +13,27 @@ _SAME_TEXT = {
     "sst2": {"sst", "stanfordsentiment", "stanfordsentimenttreebank"},
 }
 
+_NOT_A_NAME = {"default", "private", "train"}
+
 
 def seen_in_pretraining(dataset: str | None, sources: Iterable[str]) -> list[str]:
-    """Those of ``sources`` that name ``dataset``, or a data set with the same text.
+    """Those of ``sources`` that seem to name ``dataset``, a collection it is part of, or a data set with the same text.
 
-    Names are compared by their last component, letters and digits only: "nyu-mll/glue/sst2", "SST-2" and "glue:sst2" are one.
+    Compared are the last two components of each name, letters and digits only, by their beginnings: "nyu-mll/glue/sst2",
+    "SST-2 (train)" and "glue" are one. A needless warning costs less than a missing one.
     """
-    if dataset is None:
-        return []
-    name = _plain(dataset)
-    names = {name} | _SAME_TEXT.get(name, set()) | {task for task, same in _SAME_TEXT.items() if name in same}
-    return [source for source in sources if _plain(source) in names]
+    wanted = _names(dataset or "")
+    for task, same in _SAME_TEXT.items():
+        if any(_alike(name, known) for name in wanted for known in (task, *same)):
+            wanted |= {task, *same}
+    return [source for source in sources if any(_alike(a, b) for a in wanted for b in _names(source))]
 
 
-def _plain(name: str) -> str:
-    return re.sub(r"[^a-z0-9]", "", re.split(r"[/:]", name.lower().rstrip("/"))[-1])
+def _names(name: str) -> set[str]:
+    parts = [re.sub(r"[^a-z0-9]", "", part) for part in re.split(r"[/:]", name.lower())]
+    parts = [part for part in parts if part and part not in _NOT_A_NAME]
+    return set(parts[-2:] if len(parts) > 2 else parts[-1:] if "/" in name else parts)
+
+
+def _alike(one: str, other: str) -> bool:
+    return min(len(one), len(other)) >= 3 and (one.startswith(other) or other.startswith(one))

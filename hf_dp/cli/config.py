@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import types
+import typing
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from hf_dp.errors import ConfigError
+from hf_dp.errors import ConfigError, HfDpError
 
 
 def split_config(argv: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
@@ -66,11 +68,50 @@ def parse(
     for name, value in defaults.items():
         if isinstance(value, str) and str(known[name].type).startswith("list"):
             defaults[name] = [value]  # one value of a list need not be written as one
+        if value is False and name.endswith("_strategy"):
+            defaults[name] = "no"  # which YAML reads as a truth value
+    for cls in dataclass_types:
+        if cls.__module__.startswith("hf_dp.cli"):  # TrainingArguments check their own
+            for name, kind in typing.get_type_hints(cls).items():
+                if name in defaults:
+                    check_kind(name, defaults[name], kind)
     parser.set_defaults(**defaults)
     for action in parser._actions:
         if action.dest in values:
             action.required = False
-    return parser.parse_args_into_dataclasses(args=list(words), args_file_flag=None)
+    try:
+        return parser.parse_args_into_dataclasses(args=list(words), args_file_flag=None)
+    except ValueError as problem:
+        if isinstance(problem, HfDpError):
+            raise
+        raise ConfigError(f"{str(problem).splitlines()[0]} See `hf-dp train --help-all` for all keys.") from problem
+
+
+_BLOCKS = ("infilling",)  # text, or a block of their own
+
+
+def check_kind(name: str, value: Any, kind: Any) -> None:
+    """Raise ConfigError for a YAML value of another kind than the annotation ``kind`` says: text, numbers, lists of them."""
+    kinds = typing.get_args(kind) if isinstance(kind, types.UnionType) else (kind,)
+    if (isinstance(value, dict) and name in _BLOCKS) or any(_is_of(value, each) for each in kinds):
+        return
+    words = " or ".join(str(getattr(each, "__name__", each)) for each in kinds if each is not type(None))
+    expected = str(kinds[0]) if typing.get_origin(kinds[0]) is list else words
+    raise ConfigError(f"Expected `{name}` to be {expected.replace('str', 'text')}, got {value!r}.")
+
+
+def _is_of(value: Any, kind: Any) -> bool:
+    if typing.get_origin(kind) is list:
+        (item,) = typing.get_args(kind)
+        return isinstance(value, list) and all(_is_of(each, item) for each in value)
+    if kind is float and isinstance(value, str):  # 1e-3 is text to YAML
+        try:
+            return float(value) is not None
+        except ValueError:
+            return False
+    if isinstance(value, bool) and kind is not bool:
+        return False
+    return isinstance(value, (int, float) if kind is float else kind)
 
 
 def check_keys(values: dict[str, Any], known: set[str]) -> None:
@@ -93,6 +134,8 @@ def peft_config(values: dict[str, Any] | None) -> Any:
     """
     if not values:
         return None
+    if not isinstance(values, dict):
+        raise ConfigError(f"Expected `peft` to be a block like {{peft_type: lora, r: 8}}, got {values!r}.")
     from peft import PEFT_TYPE_TO_CONFIG_MAPPING
 
     methods = {str(getattr(kind, "value", kind)).lower(): cls for kind, cls in PEFT_TYPE_TO_CONFIG_MAPPING.items()}
@@ -102,4 +145,7 @@ def peft_config(values: dict[str, Any] | None) -> Any:
         raise ConfigError(f"Expected `peft.peft_type` to be one of {sorted(methods)}, got {method!r}.")
     fields = {field.name for field in dataclasses.fields(methods[method]) if field.init}
     check_keys(options, fields)
-    return methods[method](**options)
+    try:
+        return methods[method](**options)
+    except (TypeError, ValueError) as problem:
+        raise ConfigError(f"The `peft` block {values!r} is refused by peft: {problem}") from problem

@@ -5,18 +5,20 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
+from hf_dp._validate import integer
 from hf_dp.cli.config import check_keys, parse, split_config
 from hf_dp.errors import ConfigError
 
 HELP = """usage: hf-dp eval --config FILE [--zero-shot] [--NAME VALUE ...]
 
 Metrics of a classifier on evaluation rows; prints one line a metric. The configuration is that of its training (keys that
-only concern training are ignored); every key can stand on the command line.
+only concern training are ignored); keys of model and data can stand on the command line.
 
   --config FILE                 flat YAML, as for `hf-dp train`
-  --model_name_or_path NAME     what `hf-dp train` wrote (default: the configuration's output_dir)
+  --trained NAME                what to evaluate, a folder or Hub name (default: the configuration's output_dir)
   --zero-shot                   the untrained base with its template and label words (needs `infilling`): how well the words
                                 fit the task before anything is spent (Li et al., figure 8)
   --json                        one JSON object on stdout, {"eval_accuracy": ...}
@@ -34,6 +36,7 @@ _TIMINGS = ("_runtime", "_per_second", "_preparation_time", "_loss")
 class EvalArguments:
     """How the evaluation runs."""
 
+    trained: str | None = field(default=None, metadata={"help": "What to evaluate: a folder or Hub name."})
     per_device_eval_batch_size: int = field(default=8, metadata={"help": "Rows at a time."})
     use_cpu: bool = field(default=False, metadata={"help": "Leave a GPU alone."})
 
@@ -68,19 +71,19 @@ def evaluate(values: dict[str, Any], words: Sequence[str], *, zero_shot: bool) -
     trainings = {item.name for item in dataclasses.fields(DPTrainingArguments)}
     check_keys(values, ours | trainings | {"task", "peft"})
     known = {key: value for key, value in values.items() if key in ours}
-    if not zero_shot and "output_dir" in values:
-        known["model_name_or_path"] = values["output_dir"]
     model_args, data_args, args = parse(kinds, known, words, prog="hf-dp eval")
     if zero_shot and model_args.infilling is None:
         raise ConfigError(
             "--zero-shot needs `infilling`: a new classification head knows nothing before it is trained."
         )
+    integer("per_device_eval_batch_size", args.per_device_eval_batch_size, 1)
     sets = load_evaluation(data_args)
     names = label_names(next(iter(sets.values())), data_args.label_column, data_args.class_names)
     if zero_shot:
         model, tokenizer = load_classifier(model_args, data_args, names)
     else:
-        model, tokenizer = load_trained(model_args.model_name_or_path, names)
+        path = args.trained or values.get("output_dir") or model_args.model_name_or_path
+        model, tokenizer = load_trained(path, model_args, data_args, names)
     columns = (tokenizer, data_args.text_columns, data_args.label_column, names, data_args.max_length)
     trainer = Trainer(
         model,
@@ -92,24 +95,33 @@ def evaluate(values: dict[str, Any], words: Sequence[str], *, zero_shot: bool) -
         compute_metrics=metrics(data_args.metrics, len(names)),
     )
     found = trainer.evaluate()
-    kept = {name: value for name, value in found.items() if not name.endswith(_TIMINGS)}
+    kept = {name: value for name, value in found.items() if name != "epoch" and not name.endswith(_TIMINGS)}
     return kept, metric_lines(found, trainer.eval_dataset)
 
 
-def load_trained(path: str, names: Sequence[str]) -> tuple[Any, Any]:
-    """(model, tokenizer) of a folder that ``hf-dp train`` wrote. Raises: ConfigError when its classes are others."""
+def load_trained(path: str, model_args: Any, data_args: Any, names: Sequence[str]) -> tuple[Any, Any]:
+    """(model, tokenizer) of what ``hf-dp train`` wrote; an adapter on the base that the configuration names.
+
+    Raises: ConfigError when it cannot be loaded, or its classes are others.
+    """
     from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
+    from hf_dp.cli.tasks.text_classification import load_classifier
     from hf_dp.tasks.files import resolve_model
 
     folder = resolve_model(path)
     try:
+        if Path(folder, "adapter_config.json").exists():
+            from peft import PeftModel
+
+            base, tokenizer = load_classifier(model_args, data_args, names)
+            return PeftModel.from_pretrained(base, folder).merge_and_unload(), tokenizer
         tokenizer = AutoTokenizer.from_pretrained(folder)
         model = AutoModelForSequenceClassification.from_pretrained(folder)
-    except (OSError, ValueError) as problem:
+    except (OSError, ValueError, RuntimeError) as problem:
         raise ConfigError(
             f"The classifier {path!r} could not be loaded: {str(problem).splitlines()[0]} Train it first (hf-dp train), or "
-            "give its folder or Hub name as model_name_or_path."
+            "give its folder or Hub name: --trained NAME."
         ) from problem
     known = [model.config.id2label[index] for index in range(model.config.num_labels)]
     if known != list(names):

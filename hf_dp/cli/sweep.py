@@ -84,6 +84,8 @@ def main(argv: Sequence[str]) -> int:
 
         require_matplotlib(args.plot)
     recipe = {**read_yaml(args.config), **dict(_setting(word) for word in args.set)}
+    if Path(args.output_dir).is_file():
+        raise ConfigError(f"Expected `--output-dir` to be a folder, and {args.output_dir!r} is a file.")
     cells = list(grid(args.grid, args.seeds, Path(args.output_dir)))
     if args.dry_run:
         print("\n".join(f"{cell.label} seed={cell.seed}: {cell.folder}" for cell in cells))
@@ -110,10 +112,11 @@ def grid(words: Sequence[str], seeds: Sequence[int], folder: Path) -> Iterator[C
         key, _, text = word.partition("=")
         if not key or not text or key in axes:
             raise ConfigError(f"Expected each word of `--grid` to be KEY=A,B with a new key, got {word!r}.")
-        try:
-            axes[key] = yaml.safe_load(f"[{text}]")
-        except yaml.YAMLError as problem:
-            raise ConfigError(f"The values of `--grid` {word!r} are no YAML list: {problem}") from problem
+        _refuse_own(key)
+        axes[key] = _yaml(f"[{text}]", word)
+    for what, given in {**axes, "--seeds": list(seeds)}.items():
+        if len({json.dumps(value, sort_keys=True) for value in given}) < len(given):
+            raise ConfigError(f"Expected the values of {what} to be different from each other, got {given}.")
     for values in itertools.product(*axes.values()):
         settings = dict(zip(axes, values, strict=True))
         name = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:8]
@@ -127,9 +130,9 @@ def _name(settings: dict[str, Any]) -> str:
 
 
 def _short(value: Any) -> str:
-    """A value in words; of an infilling block its label words."""
+    """A value in words; an infilling block as its label words and its template."""
     if isinstance(value, dict) and isinstance(value.get("label_words"), dict):
-        return "/".join(map(str, value["label_words"].values()))
+        return f"{'/'.join(map(str, value['label_words'].values()))} in {value.get('template')!r}"
     return str(value)
 
 
@@ -137,7 +140,23 @@ def _setting(word: str) -> tuple[str, Any]:
     key, equals, text = word.partition("=")
     if not equals:
         raise ConfigError(f"Expected each word of `--set` to be KEY=VALUE, got {word!r}.")
-    return key, yaml.safe_load(text)
+    _refuse_own(key)
+    return key, _yaml(text, word)
+
+
+def _refuse_own(key: str) -> None:
+    """Keys that the sweep itself sets."""
+    if key in ("seed", "output_dir"):
+        raise ConfigError(f"`{key}` is the sweep's own: use {'--seeds' if key == 'seed' else '--output-dir'}.")
+
+
+def _yaml(text: str, word: str) -> Any:
+    try:
+        value = yaml.safe_load(text)
+        json.dumps(value)
+    except (yaml.YAMLError, TypeError) as problem:
+        raise ConfigError(f"{word!r} is no plain YAML value: {str(problem).splitlines()[0]}") from problem
+    return value
 
 
 def _run(recipe: dict[str, Any], cell: Cell, which: str) -> bool:
@@ -183,18 +202,23 @@ def result(cell: Cell) -> dict[str, Any]:
 
     folder = cell.done
     assert folder is not None
-    found = json.loads((folder / METRICS).read_text(encoding="utf-8"))
+    try:
+        found = json.loads((folder / METRICS).read_text(encoding="utf-8"))
+    except ValueError as problem:
+        raise ConfigError(
+            f"{folder / METRICS} is damaged ({problem}). Delete it to run {cell.label!r} again."
+        ) from problem
     metrics = {name.removeprefix("eval_"): value for name, value in found.items() if not name.endswith("loss")}
     private = (folder / document.FILE_NAME).exists()
     statement = document.read(folder).statement if private else None
     return {"metrics": metrics, "epsilon": None if statement is None else statement["epsilon"]}
 
 
-def zero_shot(cell: Cell) -> float | None:
-    """The base's accuracy with this cell's template and words before training; None for a head. Computed once."""
+def zero_shot(cell: Cell) -> dict[str, float]:
+    """The base's metrics with this cell's template and words before training; none for a head. Computed once."""
     kept = cell.folder / "zero_shot.json"
     if not read_yaml(str(cell.folder / "config.yaml")).get("infilling"):
-        return None
+        return {}
     if not kept.exists():
         command = [sys.executable, "-m", "hf_dp.cli.main", "eval", "--zero-shot", "--json", "--config"]
         done = subprocess.run([*command, str(cell.folder / "config.yaml")], capture_output=True, text=True)
@@ -203,8 +227,7 @@ def zero_shot(cell: Cell) -> float | None:
                 f"The zero-shot evaluation of {cell.label!r} failed: {done.stderr.strip().splitlines()[-1]}"
             )
         kept.write_text(done.stdout.strip().splitlines()[-1], encoding="utf-8")
-    found = json.loads(kept.read_text(encoding="utf-8"))
-    return next(value for name, value in found.items() if name.endswith("accuracy"))
+    return {name.removeprefix("eval_"): value for name, value in json.loads(kept.read_text(encoding="utf-8")).items()}
 
 
 def table(results: dict[Cell, dict[str, Any]]) -> str:
@@ -216,8 +239,7 @@ def table(results: dict[Cell, dict[str, Any]]) -> str:
             values = [row["metrics"][metric] for row in rows if metric in row["metrics"]]
             spread = f" ({min(values):.4f} to {max(values):.4f}, {len(values)} seeds)" if len(values) > 1 else ""
             cells.append(f"{metric} {statistics.mean(values):.4f}{spread}")
-        if rows[0].get("zero_shot") is not None:
-            cells.append(f"zero-shot accuracy {rows[0]['zero_shot']:.4f}")
+        cells += [f"zero-shot {metric} {value:.4f}" for metric, value in sorted(rows[0].get("zero_shot", {}).items())]
         epsilon = rows[0]["epsilon"]
         cells.append("not private" if epsilon is None else f"epsilon {epsilon:.3f} a run")
         lines.append(f"{label or 'recipe'}: {'; '.join(cells)}")
@@ -240,7 +262,11 @@ def spent_together(cells: Sequence[Cell]) -> str:
     records = [document.read(path) for path in folders]
     if not records:
         return ""
-    delta = max(record.plan.delta for record in records)
+    if any(record.insecure_seed for record in records):
+        return (
+            "some of these runs drew their noise from a fixed seed (insecure_seed): no epsilon holds for all together"
+        )
+    delta = min(record.plan.delta for record in records)  # what holds at the smallest holds at all
     total = epsilon([event for record in records for event in record.ledger.events], delta, "rdp")
     return (
         f"all {len(records)} private runs together: epsilon {total.rounded_up(3)} at delta {delta:g} (rdp, a bound); that is "
@@ -254,15 +280,15 @@ def draw_over_zero_shot(results: dict[Cell, dict[str, Any]], path: str) -> None:
 
     lines: dict[str, list[tuple[float, float]]] = {}
     for cell, found in results.items():
-        metric = next(name for name in found["metrics"] if name.endswith("accuracy"))
+        metric = sorted(found["metrics"])[0]
         others = " ".join(f"{key}={_short(value)}" for key, value in cell.settings.items() if key != "infilling")
-        if found["zero_shot"] is not None:
-            lines.setdefault(others or "infilling", []).append((found["zero_shot"], found["metrics"][metric]))
+        if found["zero_shot"]:
+            lines.setdefault(others or "infilling", []).append((found["zero_shot"][metric], found["metrics"][metric]))
     figure, (axes,) = panels(1)
     for label, points in lines.items():
         axes.plot(*zip(*sorted(points), strict=True), marker="o", label=label)
-    axes.set_xlabel("zero-shot accuracy")
-    axes.set_ylabel("accuracy after training")
+    axes.set_xlabel(f"zero-shot {metric}")
+    axes.set_ylabel(f"{metric} after training")
     axes.legend(frameon=False)
     figure.savefig(path)
 

@@ -61,6 +61,8 @@ def resolve_model(name: str) -> str:
     package = package.replace("-", "_")
     try:
         return str(importlib.import_module(package).get_model_path())
+    except AttributeError as problem:
+        raise DataError(f"The Python package {package!r} carries no model (it has no get_model_path).") from problem
     except ModuleNotFoundError as problem:
         raise DataError(
             f"The model {name!r} comes with the Python package {package.replace('_', '-')!r}, which is not installed. Install "

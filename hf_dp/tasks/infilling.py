@@ -51,7 +51,8 @@ class InfillingForSequenceClassification(PreTrainedModel):
                 f"{type(self.masked_lm).__name__} computes its vocabulary logits in a way infilling does not know (its output "
                 f"embeddings are {type(head).__name__}, nn.Linear was expected). Train a classification head instead."
             )
-        self.masked_lm.set_output_embeddings(only_rows(head, config.label_word_ids))
+        _replace(self.masked_lm, head, only_rows(head, config.label_word_ids))
+        self.supports_gradient_checkpointing = self.masked_lm.supports_gradient_checkpointing
         self.post_init()
 
     def forward(
@@ -97,6 +98,14 @@ class InfillingForSequenceClassification(PreTrainedModel):
         return input_ids.scatter(1, torch.randint(input_ids.shape[1], (len(input_ids), 1)), mask)
 
 
+def _replace(model: nn.Module, old: nn.Module, new: nn.Module) -> None:
+    """In place, and nothing else: ``set_output_embeddings`` of BERT and others also ties biases that were not tied."""
+    for parent in list(model.modules()):
+        for name, child in list(parent.named_children()):
+            if child is old:
+                setattr(parent, name, new)
+
+
 def load_infilling(
     name: str, tokenizer: Any, infilling: Infilling, class_names: Sequence[str]
 ) -> tuple[InfillingForSequenceClassification, Any]:
@@ -114,6 +123,7 @@ def load_infilling(
             "random), so no word can be read off it. Use a masked language model, continue this one's pretraining "
             "(recipes/pretraining/masked_lm.py), or leave `infilling` out to train a classification head."
         )
+    masked_lm.config._name_or_path = ""  # it may be a path, and would be published with the configuration
     config_class: Any = InfillingConfig
     config = config_class(
         base_config=masked_lm.config,
@@ -127,6 +137,7 @@ def load_infilling(
         pretraining_sources=getattr(masked_lm.config, "pretraining_sources", None),
         attn_implementation=masked_lm.config._attn_implementation,  # would otherwise be reset in the base's, too
     )
+    config._name_or_path = name
     return InfillingForSequenceClassification(config, masked_lm), with_template(tokenizer, infilling.template)
 
 

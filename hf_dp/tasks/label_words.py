@@ -8,8 +8,8 @@ from typing import Any
 
 from hf_dp._validate import invalid
 from hf_dp.errors import DataError
-from hf_dp.tasks.template_tokenizer import require_mask_token, template_words
-from hf_dp.tasks.templates import MASK, Infilling
+from hf_dp.tasks.template_tokenizer import require_mask_token
+from hf_dp.tasks.templates import MASK, TEXTS, Infilling, Template
 
 _SHOWN = 5
 
@@ -33,10 +33,7 @@ def label_word_ids(tokenizer: Any, infilling: Infilling, class_names: Sequence[s
             )
             + ". Write one word for each class under `label_words`, by the names that `class_names` or the file declare."
         )
-    pieces = infilling.template.pieces
-    place = pieces.index(MASK)
-    before = pieces[place - 1] if place else None
-    ids = [_one_token(tokenizer, before, words[name]) for name in class_names]
+    ids = [_one_token(tokenizer, infilling.template, words[name]) for name in class_names]
     for index, token in enumerate(ids):
         if token in ids[:index]:
             raise invalid(
@@ -48,12 +45,15 @@ def label_word_ids(tokenizer: Any, infilling: Infilling, class_names: Sequence[s
     return ids
 
 
-def _one_token(tokenizer: Any, before: str | None, word: str) -> int:
-    found = _read(tokenizer, before, word)
-    if len(found) == 1 and found[0] != tokenizer.unk_token_id:
+def _one_token(tokenizer: Any, template: Template, word: str) -> int:
+    found = _read(tokenizer, template, word)
+    if found is not None and len(found) == 1 and found[0] != tokenizer.unk_token_id:
         return found[0]
-    kind = "is unknown" if tokenizer.unk_token_id in found else f"is {tokenizer.convert_ids_to_tokens(found)}"
-    near = _near(tokenizer, before, word)
+    if found is None:
+        kind = "grows together with what stands before it"
+    else:
+        kind = "is unknown" if tokenizer.unk_token_id in found else f"is {tokenizer.convert_ids_to_tokens(found)}"
+    near = _near(tokenizer, template, word)
     raise invalid(
         "label_words",
         word,
@@ -62,13 +62,30 @@ def _one_token(tokenizer: Any, before: str | None, word: str) -> int:
     )
 
 
-def _read(tokenizer: Any, before: str | None, word: str) -> list[int]:
-    """The word's tokens in place of the mask, with the space that the words or text ``before`` it leave."""
-    space = " " if before is not None and before.endswith(" ") else ""
-    return template_words(tokenizer, space + word, before)
+def _read(tokenizer: Any, template: Template, word: str) -> list[int] | None:
+    """The word's tokens in the sentence that it completes, its space included; None if one holds more than the word.
+
+    (Any words stand for the texts.) Not the word alone, nor after some other word: "no" after a quotation mark is the
+    token "no", and after a letter the end of another word.
+    """
+    place = template.pieces.index(MASK)
+    before, after = ("".join(_filled(part)) for part in (template.pieces[:place], template.pieces[place + 1 :]))
+    encoded = tokenizer(before + word + after, add_special_tokens=False, return_offsets_mapping=True)
+    first, end = len(before.rstrip(" ")), len(before) + len(word)
+    found = []
+    for token, (start, stop) in zip(encoded["input_ids"], encoded["offset_mapping"], strict=True):
+        if stop > len(before) and start < end:
+            if start < first or stop > end:
+                return None
+            found.append(token)
+    return found
 
 
-def _near(tokenizer: Any, before: str | None, word: str) -> list[str]:
+def _filled(pieces: Sequence[str]) -> list[str]:
+    return ["a" if piece in TEXTS else piece for piece in pieces]
+
+
+def _near(tokenizer: Any, template: Template, word: str) -> list[str]:
     """Other writings of the word, then similar words of the vocabulary, that are one token in its place."""
     written = {tokenizer.convert_tokens_to_string([token]).strip() for token in tokenizer.get_vocab()}
     similar = difflib.get_close_matches(word, sorted(w for w in written if w.isalpha()), n=4 * _SHOWN, cutoff=0.6)
@@ -76,5 +93,8 @@ def _near(tokenizer: Any, before: str | None, word: str) -> list[str]:
     return [
         other
         for other in candidates
-        if other != word and len(ids := _read(tokenizer, before, other)) == 1 and ids[0] != tokenizer.unk_token_id
+        if other != word
+        and (ids := _read(tokenizer, template, other)) is not None
+        and len(ids) == 1
+        and ids[0] != tokenizer.unk_token_id
     ][:_SHOWN]

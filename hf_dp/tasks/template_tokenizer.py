@@ -29,6 +29,13 @@ def with_template(tokenizer: Any, template: Template) -> PreTrainedTokenizerFast
     Raises: DataError for a tokenizer without a mask token or without a fast implementation.
     """
     require_mask_token(tokenizer)
+    if any(tokenizer.mask_token in piece for piece in template.pieces if piece not in _SLOTS):
+        raise invalid(
+            "template",
+            template.text,
+            f"to hold the mask as {MASK} alone, and it holds this tokenizer's {tokenizer.mask_token} as well",
+            "Leave that out.",
+        )
     backend = Tokenizer.from_str(json.dumps(_prepared(tokenizer, template)))
     backend.post_processor = _post_processor(tokenizer, template)
     return PreTrainedTokenizerFast(
@@ -61,13 +68,28 @@ def template_words(tokenizer: Any, words: str, after: str | None) -> list[int]:
     """Token ids of words of a template as they read ``after`` the mask, after a text, or at the start (None).
 
     A space at their end belongs to what follows, a text or the missing word: tokens of byte-level and SentencePiece
-    vocabularies carry the space before them.
+    vocabularies carry the space before them. After a text they read as after any word ("?" as in "a?"); words that would
+    grow together with it ("s" to "as") stay apart from it, as after the mask.
     """
-    if not words.strip():
+    words = words.rstrip(" ")
+    if not words:
         return []
-    before = {None: "", MASK: tokenizer.mask_token}.get(after, "a")  # any word, for a text: "?" reads as in "a?"
-    ids = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in (before, before + words.rstrip())]
-    return ids[1][len(ids[0]) :]
+    if after not in (None, MASK):
+        apart = tokens_from(tokenizer, "a" + words, 1)
+        if apart is not None:
+            return apart
+    before = "" if after is None else tokenizer.mask_token
+    found = tokens_from(tokenizer, before + words, len(before))
+    return [] if found is None else found
+
+
+def tokens_from(tokenizer: Any, text: str, start: int) -> list[int] | None:
+    """The tokens of ``text`` from the character ``start`` on; None where one token lies on both sides of it."""
+    encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+    pairs = list(zip(encoded["input_ids"], encoded["offset_mapping"], strict=True))
+    if any(begin < start < end for _, (begin, end) in pairs):
+        return None
+    return [token for token, (_, end) in pairs if end > start]
 
 
 def _post_processor(tokenizer: Any, template: Template) -> Any:

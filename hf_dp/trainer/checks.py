@@ -99,8 +99,13 @@ def check_optimizer(optimizer: Any, model: nn.Module) -> None:
 def check_head_is_trainable(model: nn.Module) -> None:
     """Under an adapter, the head of a classifier must train, too: it is new, and random weights would stay.
 
-    Raises: UnsupportedModelError naming ``modules_to_save``.
+    Raises: UnsupportedModelError naming ``modules_to_save``, or when nothing trains at all.
     """
+    if not any(p.requires_grad for p in model.parameters()):
+        raise UnsupportedModelError(
+            f"{type(model).__name__} has no trainable parameter. Set requires_grad_(True) on what to train (in a recipe: "
+            "leave something out of `freeze`)."
+        )
     base: Any = base_model(model)
     if base is model or not type(base).__name__.endswith(("Classification", "QuestionAnswering")):
         return

@@ -50,7 +50,12 @@ def apply_peft(model: Any, peft_config: Any, device: torch.device) -> nn.Module:
             logger.info("peft_config.task_type was not set; using %s.", peft_config.task_type)
         except UnsupportedLossError:
             logger.info("peft_config.task_type is not set and %s suggests none.", type(model).__name__)
-    return get_peft_model(model.to(device), peft_config)
+    try:
+        return get_peft_model(model.to(device), peft_config)
+    except (ValueError, TypeError, KeyError) as problem:
+        raise InvalidArgumentError(
+            f"peft cannot apply `peft_config` to {type(model).__name__}: {problem}"
+        ) from problem
 
 
 def describe_training(model: nn.Module) -> str:

@@ -109,7 +109,7 @@ def test_one_accountant_out_of_range_does_not_hide_the_others(capsys):
          "`sample_rate` to be in [0, 1], got 1.5. It is expected_batch_size / num_examples"),
         (["account", "noise", "--target-epsilon", "3", *RUN, "--accountant", "gdp_clt"], "Calibration needs a bound"),
         (["account", "noise", "--target-epsilon", "-3", *RUN], "`target_epsilon` to be > 0"),
-        (["acount"], "unknown command 'acount'; known: train, plan, account"),
+        (["acount"], "unknown command 'acount'; known: train, eval, sweep, plan, account"),
     ],
 )  # fmt: skip
 def test_bad_input_is_one_line_on_stderr(words, match, capsys):

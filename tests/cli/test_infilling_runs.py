@@ -120,6 +120,16 @@ def test_own_template_and_words(recipe, capsys):
         ({"validation_split": ["test"]}, "The split 'test' .* could not be loaded"),
         ({"label_column": "answer"}, "`label_column` names .'answer'."),
         ({"max_length": 6}, "`max_length` to be above 6"),
+        ({"max_length": 49}, "`max_length` to be no more tokens than the model has positions"),
+        ({"max_length": 12.5}, "`max_length` to be int, got 12.5"),
+        ({"text_columns": 5}, "`text_columns` to be list.text., got 5"),
+        ({"model_name_or_path": 5}, "`model_name_or_path` to be text, got 5"),
+        ({"model_name_or_path": "package:json"}, "'json' carries no model"),
+        ({"validation_split": ["train[:20]"]}, "'train.:20.'. are training rows"),
+        ({"freeze": ["masked_lm"]}, "no trainable parameter"),
+        ({"peft": "lora"}, "`peft` to be a block"),
+        ({"peft": {"peft_type": "lora", "r": 4}}, "peft cannot apply `peft_config`"),
+        ({"peft": {"peft_type": "lora", "target_modules": ["nothing"]}}, "peft cannot apply `peft_config`"),
     ],
 )
 def test_bad_input(recipe, capsys, change, message):
@@ -134,6 +144,30 @@ def test_a_label_outside_the_map(recipe, capsys):
         file.write(json.dumps({"sentence": "it was good", "label": 2}) + "\n")
     assert main(["train", "--config", str(recipe)]) == 2
     assert "a value outside the classes ['negative', 'positive']" in capsys.readouterr().err
+
+
+def test_an_evaluation_file_that_is_a_copy_of_the_training_file(recipe, capsys):
+    rows = "".join(json.dumps(row) + "\n" for row in ROWS)
+    for name in ("train.jsonl", "copy.jsonl"):
+        (recipe.parent / name).write_text(rows)
+    files = {"train_file": str(recipe.parent / "train.jsonl"), "validation_file": str(recipe.parent / "copy.jsonl")}
+    values = {
+        k: v for k, v in yaml.safe_load(recipe.read_text()).items() if not k.startswith(("dataset", "validation"))
+    }
+    recipe.write_text(yaml.safe_dump({**values, **files, "max_train_rows": 41}))
+    assert main(["train", "--config", str(recipe)]) == 2
+    assert "copy.jsonl'] are training rows" in capsys.readouterr().err
+    assert main(["train", "--config", str(recipe), "--nope", "1"]) == 2
+    assert "--nope" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("infilling", ["sst2", None])
+def test_an_adapter_is_evaluated_on_its_base(recipe, capsys, infilling):
+    config = changed(recipe, infilling=infilling, peft={"peft_type": "lora", "r": 2, "target_modules": ["query"]})
+    assert main(["train", "--config", config]) == 0
+    trained = printed_metrics(capsys.readouterr().out)
+    assert main(["eval", "--config", config]) == 0
+    assert printed_metrics(capsys.readouterr().out) == trained
 
 
 def test_bad_evaluations(recipe, capsys):
@@ -200,8 +234,43 @@ def test_a_sweep_says_which_runs_failed(recipe, capsys):
     ]
     assert main(words) == 1
     assert "failed: infilling=imdb seed=0; see" in capsys.readouterr().err
-    assert main([*words[:3], "--grid", "infilling", "--output-dir", "x"]) == 2
-    assert "KEY=A,B with a new key, got 'infilling'" in capsys.readouterr().err
+    folder = str(recipe.parent / "other")
+    for bad, message in (
+        (["--grid", "infilling"], "KEY=A,B with a new key, got 'infilling'"),
+        (["--grid", "seed=1,2"], "`seed` is the sweep's own: use --seeds"),
+        (["--set", "output_dir=x"], "`output_dir` is the sweep's own"),
+        (["--grid", "max_steps=1,1"], "values of max_steps to be different"),
+        (["--seeds", "0", "0"], "values of --seeds to be different"),
+        (["--set", "a=[1"], "is no plain YAML value"),
+        (["--grid", "learning_rate=2020-01-01"], "is no plain YAML value"),
+    ):
+        assert main([*words[:3], *bad, "--output-dir", folder]) == 2
+        assert message in capsys.readouterr().err
+    assert main([*words[:3], "--output-dir", str(recipe)]) == 2
+    assert "is a file" in capsys.readouterr().err
+
+
+def test_what_a_sweep_spends_together(tmp_path, monkeypatch):
+    """At the smallest delta; no claim beside a run with a fixed seed."""
+    from hf_dp.accounting import Ledger, epsilon
+    from hf_dp.cards import document
+    from hf_dp.cli.sweep import Cell, spent_together
+    from hf_dp.plan import PrivacyPlan
+
+    events = []
+    for number, delta in enumerate((1e-3, 1e-6)):
+        plan = PrivacyPlan.create(
+            num_examples=100, expected_batch_size=10, clipping_norm=0.1, noise_multiplier=1.0, max_steps=2,
+            target_delta=delta,
+        )  # fmt: skip
+        ledger = Ledger()
+        ledger.append(plan.event(), "training")
+        events.append(plan.event())
+        document.write(tmp_path / f"run{number + 1}", document.document(plan, ledger, run_id=str(number)))
+    cell = Cell({}, 0, tmp_path)
+    assert f"epsilon {epsilon(events, 1e-6, 'rdp').rounded_up()} at delta 1e-06" in spent_together([cell])
+    document.write(tmp_path / "run3", document.document(plan, ledger, run_id="fixed", insecure_seed=True))
+    assert "no epsilon holds" in spent_together([cell])
 
 
 def test_pretraining_gives_a_base_its_head(base, tmp_path, capsys):
@@ -250,7 +319,7 @@ def test_a_sweep_over_label_words_beside_their_zero_shot_accuracy(recipe, capsys
     ]
     assert main([*command, "--output-dir", str(folder), "--plot", str(folder / "figure.png")]) == 0
     out = capsys.readouterr().out
-    found = float(re.search(r"infilling=terrible/great: .*zero-shot accuracy (\d\.\d{4})", out).group(1))
+    found = float(re.search(r"infilling=terrible/great in .*zero-shot matched_accuracy (\d\.\d{4})", out).group(1))
     assert main(["eval", "--config", str(recipe), "--zero-shot", "--json"]) == 0
     zero_shot = json.loads(capsys.readouterr().out.strip().splitlines()[-1])
     assert found == pytest.approx(zero_shot["eval_matched_accuracy"], abs=1e-4)

@@ -34,6 +34,7 @@ def task(tmp_path) -> Path:
         "train_file": str(tmp_path / "train.jsonl"),
         "validation_file": str(tmp_path / "dev.jsonl"),
         "class_names": ["negative", "positive"],
+        "max_length": 24,
         "output_dir": str(tmp_path / "out"),
         "target_epsilon": 8,
         "expected_batch_size": 8,

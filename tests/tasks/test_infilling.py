@@ -95,6 +95,30 @@ def test_a_trained_run_reloads_in_a_fresh_process_and_serves_raw_text(base, tmp_
     assert [row["score"] for row in found] == pytest.approx([row["score"] for row in expected], abs=1e-5)
 
 
+@pytest.mark.parametrize("name", INFILLING)
+def test_every_base_reloads_to_the_same_logits(name, tmp_path):
+    """Tied or not: no parameter is lost on the way through a file, none is left uninitialized."""
+    architecture = INFILLING[name]
+    model = architecture.build(dtype=torch.float32).eval()
+    model.save_pretrained(tmp_path)
+    again, info = InfillingForSequenceClassification.from_pretrained(tmp_path, output_loading_info=True)
+    assert not info["missing_keys"] and not info["unexpected_keys"]
+    batch = collate(model, architecture.examples(model, (6, 2)))
+    inputs = {key: batch[key] for key in ("input_ids", "attention_mask")}
+    torch.testing.assert_close(again.eval()(**inputs).logits, model(**inputs).logits)
+
+
+def test_no_local_path_is_published(base, tmp_path):
+    model, _ = loaded(base)
+    model.save_pretrained(tmp_path)
+    assert base.name not in (tmp_path / "config.json").read_text()
+
+
+def test_gradient_checkpointing_is_claimed_as_by_the_base():
+    assert INFILLING["bert"].build().supports_gradient_checkpointing
+    assert not INFILLING["albert"].build().supports_gradient_checkpointing
+
+
 def test_what_is_saved_is_what_is_loaded(base, tmp_path):
     model, tokenizer = loaded(base)
     model.save_pretrained(tmp_path)

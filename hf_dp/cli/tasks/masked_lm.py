@@ -57,7 +57,7 @@ def main(argv: Sequence[str]) -> int:
     if stop.evaluated_at != trainer.state.global_step:
         trainer.evaluate()
     trainer.save_model()
-    first, *_, last = stop.accuracies
+    first, last = stop.accuracies[0], stop.accuracies[-1]
     Path(args.output_dir, "pretraining.json").write_text(
         json.dumps({"held_out_accuracy": stop.accuracies, "stopped": stop.reason}, indent=1) + "\n"
     )
@@ -79,17 +79,22 @@ def texts(files: Sequence[str], columns: Sequence[str]) -> Iterator[str]:
             )
         for first, *rest in found:
             for value in rows[first]:
-                yield from _texts(value, rest)
+                yield from _texts(value, rest, ".".join([first, *rest]))
 
 
-def _texts(value: Any, path: Sequence[str]) -> Iterator[str]:
+def _texts(value: Any, path: Sequence[str], column: str) -> Iterator[str]:
     if isinstance(value, list):
         for item in value:
-            yield from _texts(item, path)
-    elif path:
-        yield from _texts(value[path[0]], path[1:])
-    elif value:
-        yield value
+            yield from _texts(item, path, column)
+    elif path and isinstance(value, dict) and path[0] in value:
+        yield from _texts(value[path[0]], path[1:], column)
+    elif not path and isinstance(value, str):
+        if value:
+            yield value
+    elif value is not None:
+        raise DataError(
+            f"The column {column!r} of `text_columns` holds {type(value).__name__}, where text was expected."
+        )
 
 
 def build_trainer(task: PretrainingArguments, args: Any) -> Any:
@@ -100,11 +105,21 @@ def build_trainer(task: PretrainingArguments, args: Any) -> Any:
     from hf_dp.tasks.files import resolve_model
 
     path = resolve_model(task.model_name_or_path)
-    tokenizer = AutoTokenizer.from_pretrained(path)
-    model = AutoModelForMaskedLM.from_pretrained(path)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(path)
+        model = AutoModelForMaskedLM.from_pretrained(path)
+    except (OSError, ValueError) as problem:
+        raise DataError(
+            f"The model {task.model_name_or_path!r} could not be loaded: {str(problem).splitlines()[0]}"
+        ) from problem
     seen = getattr(model.config, "pretraining_sources", None) or []
     model.config.pretraining_sources = list(dict.fromkeys([*seen, *task.pretraining_sources]))
     lines = list(dict.fromkeys(texts(task.text_files, task.text_columns)))
+    if len(lines) * task.held_out < 1 or len(lines) * (1 - task.held_out) < 1:
+        raise DataError(
+            f"`text_files` hold {len(lines)} different texts, of which `held_out` = {task.held_out:g} leaves none to train or "
+            "to measure on. Give more text."
+        )
     encoded = tokenizer(lines, truncation=True, max_length=task.max_length, return_special_tokens_mask=True)
     names = ("input_ids", "attention_mask", "special_tokens_mask")
     parts = datasets.Dataset.from_dict({name: encoded[name] for name in names}).train_test_split(

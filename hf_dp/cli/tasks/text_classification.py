@@ -9,8 +9,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from hf_dp._validate import invalid
 from hf_dp.cli.config import parse, peft_config, split_config
-from hf_dp.cli.tasks.classification_data import DataArguments, encode_all, load_evaluation, load_train
+from hf_dp.cli.tasks.classification_data import (
+    DataArguments,
+    encode_all,
+    load_evaluation,
+    load_train,
+    refuse_training_rows,
+)
 from hf_dp.errors import ConfigError, DataError, HfDpError
 
 
@@ -25,7 +32,7 @@ class ModelArguments:
         default=None,
         metadata={
             "help": "Classify by filling in a word: sst2, mnli, qnli or qqp for the papers' templates; in YAML also "
-            "{template: '<S1> It was [MASK] .', label_words: {negative: terrible, positive: great}}. Default: a new head."
+            "{template: '<S1> It was [MASK] .', label_words: {negative: terrible, positive: great}}. Default: a new head.",
         },
     )
     freeze: list[str] = field(
@@ -61,10 +68,13 @@ def build_trainer(model_args: ModelArguments, data_args: DataArguments, args: An
     from hf_dp.tasks.classification import encode, label_names, metrics
     from hf_dp.trainer.trainer import DPTrainer
 
+    if args.is_private:
+        refuse_training_rows(data_args)
     train_rows, evaluation_rows = load_train(data_args), load_evaluation(data_args)
     names = label_names(train_rows, data_args.label_column, data_args.class_names)
     set_seed(args.seed)  # the head's initial weights
     model, tokenizer = load_classifier(model_args, data_args, names)
+    check_positions(model, data_args.max_length)
     columns = (tokenizer, data_args.text_columns, data_args.label_column, names, data_args.max_length)
     freeze(model, model_args.freeze)
     trainer = DPTrainer(
@@ -111,6 +121,32 @@ def load_classifier(model_args: ModelArguments, data_args: DataArguments, names:
             f"The model {model_args.model_name_or_path!r} could not be loaded: {str(problem).splitlines()[0]} "
             "Give a Hub name, a folder with config.json, weights and tokenizer, or package:NAME."
         ) from problem
+
+
+def check_positions(model: Any, max_length: int) -> None:
+    """Raises: InvalidArgumentError for more tokens than the model has positions.
+
+    Found out on made-up tokens: else the first long private row that is drawn would end the run, and show that it is there.
+    """
+    import torch
+
+    pad = getattr(model.config, "pad_token_id", None) or 0
+    tokens = torch.full((1, max_length), 5 if pad != 5 else 6)
+    if valid := getattr(model, "valid_input_ids", None):
+        tokens = valid(tokens)
+    training = model.training
+    try:
+        with torch.no_grad():
+            model.eval()(input_ids=tokens, attention_mask=torch.ones_like(tokens))
+    except (IndexError, RuntimeError) as problem:
+        raise invalid(
+            "max_length",
+            max_length,
+            "to be no more tokens than the model has positions",
+            f"It fails on as many: {str(problem).splitlines()[0]}",
+        ) from problem
+    finally:
+        model.train(training)
 
 
 def freeze(model: Any, prefixes: Sequence[str]) -> None:

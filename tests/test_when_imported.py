@@ -1,0 +1,28 @@
+"""A look-up of the awaited module does not end the waiting; its import does, once."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+SCRIPT = """
+import importlib.util, sys
+import hf_dp
+assert "_Waiting" in [type(finder).__name__ for finder in sys.meta_path]
+assert importlib.util.find_spec("transformers.models.auto.configuration_auto")
+from transformers import AutoConfig
+AutoConfig.for_model("bert")
+assert "_Waiting" not in [type(finder).__name__ for finder in sys.meta_path]
+assert AutoConfig.for_model("hf_dp_infilling", label_word_ids=[1, 2]).model_type == "hf_dp_infilling"
+"""
+
+
+def test_a_look_up_before_the_import():
+    done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
+def test_transformers_before_hf_dp():
+    script = "from transformers import AutoConfig\nimport hf_dp\nAutoConfig.for_model('hf_dp_infilling')"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
