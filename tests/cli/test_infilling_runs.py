@@ -254,7 +254,8 @@ def test_what_a_sweep_spends_together(tmp_path, monkeypatch):
     """At the smallest delta; no claim beside a run with a fixed seed."""
     from hf_dp.accounting import Ledger, epsilon
     from hf_dp.cards import document
-    from hf_dp.cli.sweep import Cell, spent_together
+    from hf_dp.cli.sweep import Cell
+    from hf_dp.cli.sweep_report import spent_together
     from hf_dp.plan import PrivacyPlan
 
     events = []
