@@ -47,7 +47,7 @@ def test_sst2(target, accountant, sigma, above):
     ("target", "delta", "q", "steps"),
     [(0.1, 1e-6, 0.001, 100), (1, 1e-5, 1.0, 1), (2, 1e-7, 0.2, 3)],
 )
-@pytest.mark.parametrize("accountant", ["pld", "rdp"])
+@pytest.mark.parametrize("accountant", [pytest.param("pld", marks=pytest.mark.slow), "rdp"])
 def test_corners(target, delta, q, steps, accountant):
     found = calibrate_noise_multiplier(target, delta, q, steps, accountant)
     assert_private_and_tight(found, target, delta, q, steps, accountant)

@@ -126,7 +126,7 @@ def test_nothing_costs_nothing_and_no_noise_costs_everything(accountant):
     assert type(epsilon(SST2, 1e-5, accountant).value) is float
 
 
-@pytest.mark.parametrize("accountant", ["pld", "rdp", "gdp_clt"])
+@pytest.mark.parametrize("accountant", [pytest.param("pld", marks=pytest.mark.slow), "rdp", "gdp_clt"])
 def test_monotone_in_steps_noise_rate_and_delta(accountant):
     def cost(sigma=1.0, q=0.01, steps=500, delta=1e-6):
         return epsilon(PoissonSampledGaussian(sigma, q, steps), delta, accountant).value

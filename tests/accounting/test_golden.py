@@ -170,7 +170,10 @@ def test_relations_and_samplers(row):
     assert replaced == pytest.approx(oracle.gaussian(2 * math.sqrt(3) / row["sigma"], SST2_DELTA), abs=2e-3)
 
 
-@pytest.mark.parametrize("row", GOLDEN["samplers"])
+SLOW_SAMPLERS = [GOLDEN["samplers"][0], *(pytest.param(row, marks=pytest.mark.slow) for row in GOLDEN["samplers"][1:])]
+
+
+@pytest.mark.parametrize("row", SLOW_SAMPLERS)
 @pytest.mark.parametrize("cap", ["1152", *(pytest.param(cap, marks=pytest.mark.slow) for cap in ("1088", "1216"))])
 def test_truncated_samples(row, cap):
     event = TruncatedPoissonSampledGaussian(row["sigma"], SST2, SST2_STEPS, 67349, int(cap))

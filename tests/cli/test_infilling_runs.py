@@ -185,7 +185,7 @@ def test_a_sweep_is_resumed_and_adds_up(recipe, capsys):
 
     folder = recipe.parent / "sweep"
     words = ["sweep", "--config", str(recipe), "--set", "max_steps=1", "--grid", "infilling=sst2,null"]
-    words += ["--output-dir", str(folder), "--plot", str(folder / "sweep.png")]
+    words += ["--output-dir", str(folder)]
     assert main(words) == 0
     out = capsys.readouterr().out
     assert re.search(r"^infilling=sst2: .*matched_accuracy 0\.\d{4}; .*epsilon \d", out, re.MULTILINE)
@@ -194,32 +194,21 @@ def test_a_sweep_is_resumed_and_adds_up(recipe, capsys):
     events = [event for record in records for event in record.ledger.events]
     together = epsilon(events, records[0].plan.delta, "rdp").rounded_up()
     assert f"all 2 private runs together: epsilon {together}" in out
-    assert (folder / "sweep.png").read_bytes().startswith(b"\x89PNG")
     times = [path.stat().st_mtime_ns for path in sorted(folder.glob("*/log.txt"))]
     assert main(words) == 0
     assert capsys.readouterr().out == out
     assert [path.stat().st_mtime_ns for path in sorted(folder.glob("*/log.txt"))] == times, "nothing ran again"
+    # Interrupted before its end, a run is started anew in a folder of its own, and what it had spent counts.
+    next(folder.glob("*/run1/eval_results.json")).unlink()
+    assert main(words) == 0
+    records = [document.read(path) for path in sorted(folder.glob("*/run*"))]
+    assert len(records) == 3
+    events = [event for record in records for event in record.ledger.events]
+    together = epsilon(events, records[0].plan.delta, "rdp").rounded_up()
+    assert f"all 3 private runs together: epsilon {together}" in capsys.readouterr().out
     changed(recipe, learning_rate=0.5)
     assert main(words) == 2
     assert "was run with other values of ['learning_rate']" in capsys.readouterr().err
-
-
-def test_an_interrupted_run_counts_and_is_started_anew(recipe, capsys):
-    from hf_dp.accounting import epsilon
-    from hf_dp.cards import document
-
-    folder = recipe.parent / "sweep"
-    words = ["sweep", "--config", str(recipe), "--set", "max_steps=1", "--output-dir", str(folder)]
-    assert main(words) == 0
-    (metrics,) = folder.glob("*/run1/eval_results.json")
-    metrics.unlink()  # as if it had been killed before its end
-    capsys.readouterr()
-    assert main(words) == 0
-    records = [document.read(path) for path in sorted(folder.glob("*/run*"))]
-    assert len(records) == 2
-    events = [event for record in records for event in record.ledger.events]
-    together = epsilon(events, records[0].plan.delta, "rdp").rounded_up()
-    assert f"all 2 private runs together: epsilon {together}" in capsys.readouterr().out
 
 
 def test_a_sweep_says_which_runs_failed(recipe, capsys):
@@ -304,6 +293,7 @@ def test_pretraining_gives_a_base_its_head(base, tmp_path, capsys):
     assert "none of ['x']" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_sweep_over_label_words_beside_their_zero_shot_accuracy(recipe, capsys):
     """Figure 8 of Li et al. in small: a point for each choice of words; the zero-shot accuracy is `hf-dp eval`'s."""
     words = "[{template: '<S1> It was [MASK] .', label_words: {negative: terrible, positive: great}}]"
@@ -318,10 +308,27 @@ def test_a_sweep_over_label_words_beside_their_zero_shot_accuracy(recipe, capsys
         f"infilling={words[1:-1]}",
         "--zero-shot",
     ]
-    assert main([*command, "--output-dir", str(folder), "--plot", str(folder / "figure.png")]) == 0
+    assert main([*command, "--output-dir", str(folder)]) == 0
     out = capsys.readouterr().out
     found = float(re.search(r"infilling=terrible/great in .*zero-shot matched_accuracy (\d\.\d{4})", out).group(1))
     assert main(["eval", "--config", str(recipe), "--zero-shot", "--json"]) == 0
     zero_shot = json.loads(capsys.readouterr().out.strip().splitlines()[-1])
     assert found == pytest.approx(zero_shot["eval_matched_accuracy"], abs=1e-4)
-    assert (folder / "figure.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_figures_of_a_sweep(tmp_path):
+    pytest.importorskip("matplotlib")
+    from hf_dp.cli.sweep import Cell
+    from hf_dp.cli.sweep_report import draw, draw_over_zero_shot
+
+    words = {"template": "<S1> [MASK]", "label_words": {"a": "bad", "b": "good"}}
+    results = {
+        Cell({"target_epsilon": target, "infilling": words}, seed, tmp_path): {
+            "metrics": {"accuracy": 0.6 + 0.1 * seed}, "epsilon": target, "zero_shot": {"accuracy": 0.5},
+        }
+        for target in (3, 8)
+        for seed in (0, 1)
+    }  # fmt: skip
+    for figure in (draw, draw_over_zero_shot):
+        figure(results, str(tmp_path / "figure.png"))
+        assert (tmp_path / "figure.png").read_bytes().startswith(b"\x89PNG")

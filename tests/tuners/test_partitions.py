@@ -13,7 +13,9 @@ from hf_dp.tuners.frost.partition import partitions
 
 
 @pytest.mark.parametrize("granularity", ["weight", "module"])
-@pytest.mark.parametrize("name", ARCHITECTURES)
+@pytest.mark.parametrize(
+    "name", ["bert", "albert", "bert_masked_lm", "gpt2_tied", "gemma3", "t5", "bart", "vit", "dinov2"]
+)
 def test_every_trainable_parameter_is_in_exactly_one(name, granularity):
     model = ARCHITECTURES[name].build()
     found = partitions(model, granularity)
