@@ -4,7 +4,7 @@ Guarantee: in private modes a setting that would break the privacy statement is 
 the process is touched; a field this table does not know (a newer transformers) is refused unless it has its default.
 
 The predicates read raw values (as given, before transformers parses them) as well as parsed ones. Rows cover
-transformers >= 5.19, < 6; ``VERSION_DEPENDENT`` names those that only part of that range has.
+transformers >= 5.20, < 6; ``VERSION_DEPENDENT`` names those that only part of that range has.
 """
 
 from __future__ import annotations
