@@ -191,7 +191,11 @@ def calibrate_sample_rate(
     bracket = _bracket(gap, _start_inverse(target, delta, sigma, steps, prior, name, smallest), 1.0, 1 / smallest)
     if bracket is None:
         return 1.0
-    return _significant(1 / _narrow(gap, *bracket), ROUND_FLOOR)
+    rate = _significant(1 / _narrow(gap, *bracket), ROUND_FLOOR)
+    # The search went over 1 / rate: what is returned is another number, and only its own epsilon counts.
+    while rate > smallest and gap(1 / rate) > 0:
+        rate = _significant(rate * (1 - TOLERANCE / 3), ROUND_FLOOR)
+    return max(rate, smallest)
 
 
 def _checked(
