@@ -51,13 +51,14 @@ def disagreements(record: PrivacyRecord) -> list[str]:
 
 
 def _bounds(said: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    rows = [("epsilon", said["epsilon"], now["epsilon"])]
-    known = {row["accountant"]: row for row in now["epsilons"]}
-    for row in said["epsilons"]:
-        again = known.get(row["accountant"], {"epsilon": None, "kind": None})
-        if row["kind"] != again["kind"]:
-            rows.append((f"kind by {row['accountant']}", row["kind"], again["kind"]))
-        rows.append((f"epsilon by {row['accountant']}", row["epsilon"], again["epsilon"]))
+    rows = [
+        ("epsilon", said["epsilon"], now["epsilon"]),
+        ("accountant", said["accountant"], now["accountant"]),
+        ("accountants", *([row["accountant"] for row in each["epsilons"]] for each in (said, now))),
+    ]
+    for row, again in zip(said["epsilons"], now["epsilons"], strict=False):
+        name = again["accountant"]
+        rows += [(f"{what} by {name}", row[what], again[what]) for what in ("kind", "epsilon", "estimate")]
     return [
         f"{name} is stated as {stated!r}, and the ledger gives {found!r}"
         for name, stated, found in rows

@@ -258,6 +258,9 @@ class TestLedger:
             (lambda d: d["statement"].update(num_examples=10**9), "num_examples is stated as 1000000000"),
             (lambda d: d["statement"]["epsilons"][0].update(epsilon=0.01), "epsilon by pld is stated as 0.01"),
             (lambda d: d["statement"]["epsilons"][3].update(kind="bound"), "kind by gdp_clt is stated as 'bound'"),
+            (lambda d: d["statement"].update(accountant="gdp_clt"), "accountant is stated as 'gdp_clt'"),
+            (lambda d: d["statement"]["epsilons"].pop(1), "accountants is stated as"),
+            (lambda d: d["statement"]["epsilons"][2].update(estimate=0.1), "estimate by prv is stated as 0.1"),
             # what hf_dp cannot have written
             (lambda d: d["plan"].update(steps="a"), "`steps` to be a number"),
             (lambda d: d["plan"].update(released=[5, None]), "contradicts itself"),

@@ -126,6 +126,7 @@ def test_own_template_and_words(recipe, capsys):
         ({"model_name_or_path": 5}, "`model_name_or_path` to be text, got 5"),
         ({"model_name_or_path": "package:json"}, "'json' carries no model"),
         ({"validation_split": ["train[:20]"]}, "'train.:20.'. are training rows"),
+        ({"validation_split": ["validation_matched+train"]}, "'validation_matched.train'. are training rows"),
         ({"freeze": ["masked_lm"]}, "no trainable parameter"),
         ({"peft": "lora"}, "`peft` to be a block"),
         ({"peft": {"peft_type": "lora", "r": 4}}, "peft cannot apply `peft_config`"),

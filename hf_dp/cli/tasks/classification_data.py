@@ -106,18 +106,23 @@ def load_evaluation(data: DataArguments) -> dict[str, Any]:
 def refuse_training_rows(data: DataArguments) -> None:
     """Raises: ConfigError when evaluation rows are training rows: their metrics would leave without noise.
 
-    What can be told from the arguments: the same file or a copy of it, the same split or a part of it.
+    What can be told from the arguments: the same file or a copy of it, the same split or a part of it. (Two parts of one
+    split may be apart; whoever has held-out rows there gives them a split or a file of their own.)
     """
-    split = data.train_split.partition("[")[0]
     if data.dataset_name not in (None, "demo"):
-        same = [name for name in data.validation_split if name.partition("[")[0] == split]
+        same = [name for name in data.validation_split if _splits(name) & _splits(data.train_split)]
     else:
         same = [name for name in data.validation_file if data.train_file and _same_content(data.train_file, name)]
     if same:
         raise ConfigError(
-            f"The evaluation rows {same} are training rows. Metrics on private rows are computed without noise, and epsilon "
-            "does not cover them. Give held-out rows."
+            f"The evaluation rows {same} are training rows, or of the same split. Metrics on private rows are computed "
+            "without noise, and epsilon does not cover them. Give held-out rows as a split or a file of their own."
         )
+
+
+def _splits(name: str) -> set[str]:
+    """The whole splits in ``datasets``' way of writing: "train[:10%]+validation" is of train and validation."""
+    return {part.partition("[")[0].strip() for part in name.split("+")}
 
 
 def _same_content(one: str, other: str) -> bool:

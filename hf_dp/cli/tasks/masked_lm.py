@@ -7,7 +7,6 @@ text may go in: nothing of it is protected, and the checkpoint lists it under ``
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -102,6 +101,7 @@ def build_trainer(task: PretrainingArguments, args: Any) -> Any:
     import datasets
     from transformers import AutoModelForMaskedLM, AutoTokenizer, DataCollatorForLanguageModeling
 
+    from hf_dp.cli.tasks.masked_lm_trainer import MaskedLMTrainer, Stop
     from hf_dp.tasks.files import resolve_model
 
     path = resolve_model(task.model_name_or_path)
@@ -126,8 +126,8 @@ def build_trainer(task: PretrainingArguments, args: Any) -> Any:
         task.held_out, seed=args.seed
     )
     args.remove_unused_columns = False  # the collator reads special_tokens_mask
-    return _trainer_class()(
-        task,
+    return MaskedLMTrainer(
+        Stop(task.max_minutes, task.smallest_gain),
         model,
         args,
         DataCollatorForLanguageModeling(tokenizer, mlm_probability=task.mlm_probability),
@@ -136,79 +136,3 @@ def build_trainer(task: PretrainingArguments, args: Any) -> Any:
         processing_class=tokenizer,
         preprocess_logits_for_metrics=lambda logits, labels: logits.argmax(-1),
     )
-
-
-def _trainer_class() -> type:
-    """Made when asked for: transformers takes seconds to import, and ``--help`` must not."""
-    import torch
-    from torch.nn import functional as F
-    from transformers import Trainer, TrainerCallback
-
-    class Stop(TrainerCallback):
-        """Ends training by processor time, or when an evaluation gained little."""
-
-        def __init__(self, task: PretrainingArguments):
-            self.task, self.began = task, time.process_time()
-            self.accuracies: list[float] = []
-            self.evaluated_at = 0
-            self.reason = "all steps were taken"
-
-        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
-            if time.process_time() - self.began > 60 * self.task.max_minutes:
-                self.reason = (
-                    f"{self.task.max_minutes:g} minutes of processor time were used, at step {state.global_step}"
-                )
-                control.should_training_stop = True
-            return control
-
-        def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
-            self.evaluated_at = state.global_step
-            self.accuracies.append(kwargs["metrics"]["eval_accuracy"])
-            gains = [b - a for a, b in zip(self.accuracies, self.accuracies[1:], strict=False)]
-            if len(gains) > 1 and not control.should_training_stop and gains[-1] < self.task.smallest_gain:
-                self.reason = (
-                    f"the accuracy gained {gains[-1]:.4f} since the evaluation before, at step {state.global_step}"
-                )
-                control.should_training_stop = True
-            return control
-
-    class PretrainingTrainer(Trainer):
-        model: Any
-
-        def __init__(self, task: PretrainingArguments, *args: Any, **kwargs: Any):
-            super().__init__(*args, **kwargs)
-            self.stop = Stop(task)
-            self.add_callback(self.stop)
-
-        def compute_loss(
-            self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
-        ) -> Any:
-            labels, _ = inputs["labels"], inputs.pop("special_tokens_mask", None)
-            predicted = labels != -100
-
-            def only_predicted(module: Any, args: Any, output: Any) -> Any:
-                output.last_hidden_state = output.last_hidden_state[predicted]
-                return output
-
-            with self.model.base_model.register_forward_hook(only_predicted):
-                logits = model(input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"]).logits
-            loss = F.cross_entropy(logits, labels[predicted])
-            return (loss, logits) if return_outputs else loss
-
-        def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
-            """Share of held-out masked tokens that are predicted; the same masks each time."""
-            self.model.eval()
-            right = count = 0
-            with torch.random.fork_rng(), torch.no_grad():
-                torch.manual_seed(0)
-                for batch in self.get_eval_dataloader():
-                    batch = self._prepare_inputs(batch)
-                    _, logits = self.compute_loss(self.model, batch, return_outputs=True)
-                    targets = batch["labels"][batch["labels"] != -100]
-                    right, count = right + int((logits.argmax(-1) == targets).sum()), count + len(targets)
-            metrics = {"eval_accuracy": right / max(count, 1)}
-            self.log(metrics)
-            self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
-            return metrics
-
-    return PretrainingTrainer

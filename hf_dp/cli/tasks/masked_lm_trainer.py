@@ -1,0 +1,80 @@
+"""How a masked language model is trained further: on the predicted tokens only, and until it no longer pays."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+from torch.nn import functional as F
+from transformers import Trainer, TrainerCallback
+
+
+class Stop(TrainerCallback):
+    """Ends training by processor time (minutes), or when an evaluation gained too little accuracy (0 to 1)."""
+
+    def __init__(self, max_minutes: float, smallest_gain: float):
+        self.max_minutes, self.smallest_gain = max_minutes, smallest_gain
+        self.began = time.process_time()
+        self.accuracies: list[float] = []
+        self.evaluated_at = 0
+        self.reason = "all steps were taken"
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
+        if time.process_time() - self.began > 60 * self.max_minutes:
+            self.reason = f"{self.max_minutes:g} minutes of processor time were used, at step {state.global_step}"
+            control.should_training_stop = True
+        return control
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
+        self.evaluated_at = state.global_step
+        self.accuracies.append(kwargs["metrics"]["eval_accuracy"])
+        gains = [b - a for a, b in zip(self.accuracies, self.accuracies[1:], strict=False)]
+        if len(gains) > 1 and not control.should_training_stop and gains[-1] < self.smallest_gain:
+            self.reason = (
+                f"the accuracy gained {gains[-1]:.4f} since the evaluation before, at step {state.global_step}"
+            )
+            control.should_training_stop = True
+        return control
+
+
+class MaskedLMTrainer(Trainer):
+    """Stock Trainer, but vocabulary logits are computed only where a token is predicted, and accuracy where it is held out."""
+
+    model: Any
+
+    def __init__(self, stop: Stop, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        self.stop = stop
+        self.add_callback(stop)
+
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        labels, _ = inputs["labels"], inputs.pop("special_tokens_mask", None)
+        predicted = labels != -100
+
+        def only_predicted(module: Any, args: Any, output: Any) -> Any:
+            output.last_hidden_state = output.last_hidden_state[predicted]
+            return output
+
+        with self.model.base_model.register_forward_hook(only_predicted):
+            logits = model(input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"]).logits
+        loss = F.cross_entropy(logits, labels[predicted])
+        return (loss, logits) if return_outputs else loss
+
+    def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
+        """Share of held-out masked tokens that are predicted; the same masks each time."""
+        self.model.eval()
+        right = count = 0
+        with torch.random.fork_rng(), torch.no_grad():
+            torch.manual_seed(0)
+            for batch in self.get_eval_dataloader():
+                batch = self._prepare_inputs(batch)
+                _, logits = self.compute_loss(self.model, batch, return_outputs=True)
+                targets = batch["labels"][batch["labels"] != -100]
+                right, count = right + int((logits.argmax(-1) == targets).sum()), count + len(targets)
+        metrics = {"eval_accuracy": right / max(count, 1)}
+        self.log(metrics)
+        self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
+        return metrics
