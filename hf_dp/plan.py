@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 from hf_dp import _validate
 from hf_dp.accounting import ACCOUNTANTS, Event, calibrate_noise_multiplier
+from hf_dp.accounting.budget import compute_sigma
 from hf_dp.accounting.events import PoissonSampledGaussian, TruncatedPoissonSampledGaussian
 from hf_dp.errors import ConfigError
 from hf_dp.sampling import PoissonSampler, RandomBytes
+from hf_dp.selection_plan import SelectionPlan
 
 MAX_STEPS = 10**9
 CLIPPINGS = ("flat", "automatic", "per_layer")
@@ -34,6 +36,7 @@ class PrivacyPlan:
         accountant: the one whose epsilon is the headline.
         target_epsilon: what the noise was calibrated to, or None when the noise was given.
         max_batch_size: the most examples of a draw that a step uses, a random part of a larger one; None: all.
+        selection: what is released before training to choose what trains; None: nothing.
     """
 
     num_examples: int
@@ -48,6 +51,7 @@ class PrivacyPlan:
     max_batch_size: int | None = None
     privacy_unit: str = "example"
     neighboring_relation: str = "zero_out"
+    selection: SelectionPlan | None = None
 
     @property
     def sample_rate(self) -> float:
@@ -70,8 +74,12 @@ class PrivacyPlan:
         return PoissonSampler(self.num_examples, self.sample_rate, count, max_batch_size=self.max_batch_size, **source)
 
     def event(self, steps: int | None = None) -> PoissonSampledGaussian | TruncatedPoissonSampledGaussian:
-        """What the accountant is told about ``steps`` (default: all) steps of this plan."""
+        """What the accountant is told about ``steps`` (default: all) training steps of this plan."""
         return self.sampler().event(self.noise_multiplier, self.steps if steps is None else steps)
+
+    def events(self) -> tuple[Event, ...]:
+        """All that the plan will release: the selection, if there is one, and the training."""
+        return (self.event(),) if self.selection is None else (self.selection.event(), self.event())
 
     @classmethod
     def create(
@@ -89,11 +97,13 @@ class PrivacyPlan:
         clipping: str = "flat",
         max_batch_size: int | None = None,
         prior_events: Sequence[Event] = (),
+        selection: SelectionPlan | None = None,
     ) -> PrivacyPlan:
         """Derive a plan from what users give.
 
         ``steps`` is ``max_steps`` if positive, else ``ceil(num_train_epochs * N / B)``; delta defaults to 1/(2N) as in
-        Li et al.; exactly one of ``target_epsilon`` (calibrated here) and ``noise_multiplier`` is given.
+        Li et al.; exactly one of ``target_epsilon`` (calibrated here) and ``noise_multiplier`` is given. A ``selection``
+        gets its noise from the same target, or has its own beside ``noise_multiplier``.
 
         Raises: InvalidArgumentError, naming the argument; CalibrationError when no noise meets the target.
         """
@@ -128,19 +138,55 @@ class PrivacyPlan:
                     f"to be at least expected_batch_size ({b:g})",
                     "Most draws would be cut, which costs privacy; 1.2 times expected_batch_size costs little at 1024.",
                 )
+        plan = cls(
+            n, b, steps, 1.0, c, delta, accountant, target_epsilon, clipping, max_batch_size, selection=selection
+        )
         if noise_multiplier is None:
-            sigma = calibrate_noise_multiplier(
-                _validate.positive("target_epsilon", target_epsilon),
-                delta,
-                b / n,
-                steps,
-                accountant=accountant,
-                prior_events=prior_events,
-                event=PoissonSampler(n, b / n, steps, max_batch_size=max_batch_size).event,
+            return plan._calibrated(_validate.positive("target_epsilon", target_epsilon), prior_events)
+        if selection is not None and selection.noise_multiplier is None:
+            raise _validate.invalid(
+                "selection_noise_multiplier",
+                None,
+                "to be given beside `noise_multiplier`",
+                "Only a target_epsilon can decide it.",
             )
-        else:
-            sigma = _validate.positive("noise_multiplier", noise_multiplier, "Noise 0 gives no privacy.")
-        return cls(n, b, steps, sigma, c, delta, accountant, target_epsilon, clipping, max_batch_size)
+        sigma = _validate.positive("noise_multiplier", noise_multiplier, "Noise 0 gives no privacy.")
+        return replace(plan, noise_multiplier=sigma)
+
+    def _calibrated(self, target_epsilon: float, prior_events: Sequence[Event]) -> PrivacyPlan:
+        """This plan with the noise that meets the target, of its selection, too."""
+        chosen, event = self.selection, self.sampler().event
+        if chosen is None:
+            sigma = calibrate_noise_multiplier(
+                target_epsilon,
+                self.delta,
+                self.sample_rate,
+                self.steps,
+                accountant=self.accountant,
+                prior_events=prior_events,
+                event=event,
+            )
+            return replace(self, noise_multiplier=sigma)
+        if chosen.noise_multiplier is not None or chosen.budget_ratio is None:
+            raise _validate.invalid(
+                "selection_noise_multiplier",
+                chosen.noise_multiplier,
+                "to be None with a target_epsilon, which decides it",
+                "Leave it out and set `selection_budget_ratio`, or give `noise_multiplier` instead of the target.",
+            )
+        sigma, selection_sigma = compute_sigma(
+            target_epsilon,
+            self.delta,
+            sample_rate=self.sample_rate,
+            steps=self.steps,
+            selection_sample_rate=chosen.sample_rate,
+            selection_iterations=chosen.iterations,
+            selection_budget_ratio=chosen.budget_ratio,
+            accountant=self.accountant,
+            prior_events=prior_events,
+            event=event,
+        )
+        return replace(self, noise_multiplier=sigma, selection=replace(chosen, noise_multiplier=selection_sigma))
 
     def to_dict(self) -> dict[str, Any]:
         """All fields and what is derived from them, for ``privacy.json``."""
@@ -156,7 +202,10 @@ class PrivacyPlan:
         missing = [name for name in names if name not in values]
         if missing:
             raise ConfigError(f"The plan lacks {missing}: it was not written by this version of hf_dp, or was edited.")
-        plan = cls(**{name: values[name] for name in names})
+        given = {name: values[name] for name in names}
+        if given["selection"] is not None:
+            given["selection"] = SelectionPlan.from_dict(given["selection"])
+        plan = cls(**given)
         _validate.integer("num_examples", plan.num_examples, 2)
         _validate.positive("expected_batch_size", plan.expected_batch_size)
         _validate.integer("steps", plan.steps, 1)

@@ -10,13 +10,15 @@ from hf_dp.accounting.events import (
     TruncatedPoissonSampledGaussian,
     event_from_dict,
 )
-from hf_dp.accounting.ledger import Ledger, LedgerEntry
+from hf_dp.accounting.ledger import SELECTION, TRAINING, Ledger, LedgerEntry
 from hf_dp.accounting.value import Epsilon, round_up
 
 __all__ = [
     "ACCOUNTANTS",
     "BOUNDS",
     "RELATIONS",
+    "SELECTION",
+    "TRAINING",
     "BestOfRandomRuns",
     "Epsilon",
     "Event",

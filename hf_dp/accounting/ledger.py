@@ -16,10 +16,13 @@ from hf_dp.accounting.events import EVENT_TYPES, Event, event_from_dict
 from hf_dp.accounting.value import Epsilon
 from hf_dp.errors import LedgerError, UnsupportedEventError
 
+TRAINING = "training"
+SELECTION = "selection"
+
 
 @dataclass(frozen=True)
 class LedgerEntry:
-    """Consecutive steps of one mechanism with one purpose ("training", "selection", ...)."""
+    """Consecutive steps of one mechanism with one purpose (:data:`TRAINING`, :data:`SELECTION`, ...)."""
 
     event: Event
     purpose: str

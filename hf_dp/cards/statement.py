@@ -13,11 +13,12 @@ from decimal import ROUND_CEILING, Decimal
 from typing import Any, TypeVar
 
 from hf_dp import _validate
-from hf_dp.accounting import ACCOUNTANTS, BOUNDS, BestOfRandomRuns, Event, Ledger, round_up
+from hf_dp.accounting import ACCOUNTANTS, BOUNDS, SELECTION, TRAINING, BestOfRandomRuns, Event, Ledger, round_up
 from hf_dp.accounting.comparison import compare
 from hf_dp.accounting.composition import compose
+from hf_dp.cards.wording import COVERED, RELATION, SAMPLING, UNIT, mechanism_of, not_covered, sampling_of
 from hf_dp.errors import AccountingRangeError, InvalidArgumentError, LedgerError
-from hf_dp.plan import ROUNDING_MARGIN, PrivacyPlan
+from hf_dp.plan import PrivacyPlan
 
 PROVEN = "proven"
 PROVEN_WEIGHTS_ONLY = "proven for the weights only"
@@ -25,21 +26,6 @@ NOT_PRIVATE = "not private"
 
 EPSILON_DIGITS = 3  # decimals of a printed epsilon
 DELTA_DIGITS = 4  # significant digits of a printed delta
-
-UNIT = (
-    "one row of the training set; a person or text that appears in k rows is protected k-fold weaker "
-    "(k times epsilon, and delta times k exp((k - 1) epsilon))"
-)
-RELATION = (
-    "zero-out: the contribution of one row is replaced by nothing, while the number of rows is public. The value of "
-    "epsilon is the same as for adding or removing one row, but that relation is not claimed, because sample rate, "
-    "steps, delta and divisor are derived from the number of rows"
-)
-SAMPLING = "Poisson: each row joins each step independently with the probability sample_rate; an empty draw is a step"
-COVERED = (
-    "the released weights, every checkpoint of this run, optimizer state, and whatever is computed from them without "
-    "the training set"
-)
 
 _Record = TypeVar("_Record", "RunFacts", "AccountantResult")
 
@@ -202,19 +188,19 @@ class PrivacyStatement:
             target_epsilon=plan.target_epsilon,
             unit=UNIT,
             neighboring_relation=RELATION,
-            sampling=_sampling(plan),
-            mechanism=_mechanism(plan),
+            sampling=sampling_of(plan),
+            mechanism=mechanism_of(plan),
             noise_multipliers=tuple(dict.fromkeys(sigma for sigma, _ in ran)),
             clipping_norm=plan.clipping_norm,
             clipping=plan.clipping,
             sample_rates=tuple(dict.fromkeys(rate for _, rate in ran)),
             expected_batch_size=plan.expected_batch_size,
-            steps=ledger.steps(),
+            steps=ledger.steps(TRAINING),
             steps_planned=plan.steps,
             num_examples=plan.num_examples,
             mechanisms=tuple(ledger.to_list()),
             covered=COVERED,
-            not_covered=_not_covered(facts),
+            not_covered=not_covered(facts),
             facts=facts,
         )
 
@@ -243,7 +229,10 @@ class PrivacyStatement:
         steps = f"{self.steps:,} steps" if self.steps != 1 else "1 step"
         sampling = "Poisson sampling" if self.sampling == SAMPLING else "truncated Poisson sampling"
         ran = f"{steps} of {self.mechanism_name} with {sampling})"
-        if self.steps == 0:
+        chosen = sum(row["steps"] for row in self.mechanisms if row["purpose"] == SELECTION)
+        if chosen:
+            ran = f"{chosen} noisy release{'s' * (chosen > 1)} to choose what trains, {ran}"
+        elif self.steps == 0:
             ran = "no step on the training set has run)"
         end = ""
         if self.status == PROVEN_WEIGHTS_ONLY:
@@ -344,48 +333,6 @@ def _rates(event: Event) -> list[tuple[float, float]]:
     if isinstance(event, BestOfRandomRuns):
         return [pair for each in event.run for pair in _rates(each)]
     return [(event.noise_multiplier, getattr(event, "sample_rate", 1.0))]
-
-
-def _sampling(plan: PrivacyPlan) -> str:
-    if plan.max_batch_size is None:
-        return SAMPLING
-    return (
-        f"{SAMPLING}; of a draw of more than {plan.max_batch_size} rows a uniformly random part of that size is used"
-    )
-
-
-def _mechanism(plan: PrivacyPlan) -> str:
-    how = {
-        "flat": "clipped to an L2 norm of at most",
-        "automatic": "rescaled (automatic clipping) to an L2 norm of at most",
-        "per_layer": "clipped layer by layer to a total L2 norm of at most",
-    }
-    clipping = how[_validate.one_of("clipping", plan.clipping, how)]
-    return (
-        f"DP-SGD: per-example gradients {clipping} {plan.clipping_norm!r}; Gaussian noise with standard deviation "
-        f"noise_multiplier x clipping_norm (and {ROUNDING_MARGIN:.1e} of it more, for the rounding of sums) is added once to "
-        "their sum, which is divided by the expected batch size and handed to the optimizer"
-    )
-
-
-def _not_covered(facts: RunFacts) -> tuple[str, ...]:
-    selected = "used in this run" if facts.model_selection else "not used by this run's trainer"
-    return (
-        "evaluation data: metrics and choices made with it are not noised",
-        f"model selection on evaluation data (best checkpoint, early stopping): {selected}, and not accounted for",
-        "hyperparameter tuning and other runs on the same data: each run adds its own epsilon",
-        "tokenizer, vocabulary or label set, if built from the training set",
-        "pretraining data of the base model",
-        f"the number of rows, which is stated as public (with what is derived from it: {_DERIVED})",
-        "running time and memory use",
-        "floating-point attacks on the noise: the proof assumes real-number Gaussian noise",
-        f"attacks on the random generators: the proof assumes ideal randomness; noise from {facts.noise_generator}, "
-        f"sampling from {facts.sampling_generator}",
-        *(f"{name}: released without noise at the user's request" for name in facts.released),
-    )
-
-
-_DERIVED = "sample rate, steps, delta, divisor"
 
 
 def _row_text(row: AccountantResult) -> str:

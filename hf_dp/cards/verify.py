@@ -11,9 +11,11 @@ from typing import Any
 
 from hf_dp._validate import non_negative
 from hf_dp._version import __version__
+from hf_dp.accounting import SELECTION, TRAINING, LedgerEntry
 from hf_dp.cards.document import PrivacyRecord
 from hf_dp.cards.statement import PrivacyStatement, RunFacts
 from hf_dp.errors import InvalidArgumentError
+from hf_dp.plan import PrivacyPlan
 
 # Wording, which another version of hf_dp may have changed; numbers and kinds are compared whatever the version.
 _WORDING = ("status_reason", "accountant_note", "sampling", "mechanism", "covered", "not_covered")
@@ -37,10 +39,11 @@ def disagreements(record: PrivacyRecord) -> list[str]:
     ]
     if problems:
         return problems  # the facts cannot be used
-    for entry in record.ledger.to_list():
-        planned = record.plan.event(entry["steps"]).to_dict()
-        if entry["purpose"] == "training" and any(entry.get(key) != value for key, value in planned.items()):
-            problems.append(f"the ledger has training steps that are not the plan's: {entry}")
+    problems += [
+        f"the ledger has steps of {entry.purpose} that are not the plan's: {entry.event.to_dict()}"
+        for entry in record.ledger.entries
+        if not _planned(entry, record.plan)
+    ]
     now = PrivacyStatement.from_ledger(record.plan, record.ledger, facts).to_dict()
     same_version = facts.versions.get("hf_dp") == __version__
     for name, value in now.items():
@@ -48,6 +51,12 @@ def disagreements(record: PrivacyRecord) -> list[str]:
             if record.statement[name] != value:
                 problems.append(f"{name} is stated as {record.statement[name]!r}, and the ledger gives {value!r}")
     return problems + _bounds(record.statement, now)
+
+
+def _planned(entry: LedgerEntry, plan: PrivacyPlan) -> bool:
+    if entry.purpose == SELECTION:
+        return plan.selection is not None and entry.event == plan.selection.event(entry.event.steps)
+    return entry.purpose == TRAINING and entry.event == plan.event(entry.event.steps)
 
 
 def _bounds(said: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:

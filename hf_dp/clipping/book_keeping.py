@@ -3,22 +3,16 @@ parameter met; norms follow from the records, then each weight gradient is forme
 
 from __future__ import annotations
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from hf_dp.clipping.bundles import bundled
-from hf_dp.clipping.norms import ExampleNorms, gathered
+from hf_dp.clipping.norms import ExampleNorms
 from hf_dp.clipping.step import ClippedStep
-from hf_dp.clipping.uses import Use
 
 
 def book_keeping(step: ClippedStep, losses: Tensor) -> Tensor:
     """Adds the clipped gradients to the step's sums; returns the examples' norms (b,). Holds all records at once."""
-    uses: dict[nn.Parameter, list[Use]] = {}
-
-    def keep(parameter: nn.Parameter, use: Use) -> None:
-        uses[parameter] = gathered([*uses.get(parameter, ()), use], parameter.shape)
-
-    step.backward(losses, keep)
+    uses = step.records(losses)
     bundles = bundled(uses, step.groups)
     table = ExampleNorms(step.groups, len(losses))
     for bundle in bundles:  # one row for all: nothing in it can be in doubt

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_dp.clipping.bundles import Bundle
-from hf_dp.clipping.norms import ExampleNorms
+from hf_dp.clipping.norms import ExampleNorms, gathered
 from hf_dp.clipping.owners import own_gradients
 from hf_dp.clipping.recorder import Sink, Tape
 from hf_dp.clipping.uses import Use, full_precision
@@ -64,6 +64,16 @@ class ClippedStep:
                 for call in self.tape.calls:
                     own_gradients(call, self.tape)
         self._check()
+
+    def records(self, losses: Tensor) -> dict[nn.Parameter, list[Use]]:
+        """One backward pass; all uses of each trainable parameter, held together."""
+        uses: dict[nn.Parameter, list[Use]] = {}
+
+        def keep(parameter: nn.Parameter, use: Use) -> None:
+            uses[parameter] = gathered([*uses.get(parameter, ()), use], parameter.shape)
+
+        self.backward(losses, keep)
+        return uses
 
     @torch.no_grad()
     def decide(self, table: ExampleNorms) -> Decision:

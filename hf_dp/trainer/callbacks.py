@@ -9,6 +9,7 @@ from torch import Tensor
 from transformers import TrainerCallback
 from transformers.trainer_callback import ProgressCallback
 
+from hf_dp.accounting import TRAINING
 from hf_dp.errors import LedgerError, UnaccountedGradientError
 from hf_dp.trainer.run_ledger import RunLedger
 
@@ -21,12 +22,13 @@ class StopBeforeTarget(TrainerCallback):
         self._ahead = 0  # ledger steps beyond the optimizer's: branches, and earlier calls of train()
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._ahead = self.run.ledger.steps() - state.global_step
+        self._ahead = self.run.ledger.steps(TRAINING) - state.global_step
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if self.run.ledger.steps() != state.global_step + self._ahead:
+        recorded = self.run.ledger.steps(TRAINING) - self._ahead
+        if recorded != state.global_step:
             raise LedgerError(
-                f"The optimizer made step {state.global_step}, but the ledger holds {self.run.ledger.steps() - self._ahead}: "
+                f"The optimizer made step {state.global_step}, but the ledger holds {recorded}: "
                 "a step ran that was not recorded. The weights in memory have no privacy statement; do not publish them."
             )
         if self.run.exhausted:

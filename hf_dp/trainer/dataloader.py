@@ -6,6 +6,7 @@ first at the tail and drops those of unexpected size, so what would be drawn is 
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import random
 from collections.abc import Callable, Mapping, Sequence
@@ -17,8 +18,7 @@ from torch.utils.data import DataLoader, get_worker_info
 
 from hf_dp.errors import DataError
 from hf_dp.noise import SecretRandomness
-from hf_dp.plan import PrivacyPlan
-from hf_dp.sampling import physical_batches
+from hf_dp.sampling import PoissonSampler, physical_batches
 
 Collator = Callable[[list[Any]], Mapping[str, Any]]
 
@@ -90,13 +90,13 @@ def check_rows(batch: Mapping[str, Any], examples: int) -> None:
 
 
 def private_dataloader(
-    dataset: Any, plan: PrivacyPlan, collator: Collator, randomness: SecretRandomness, args: Any
+    dataset: Any, sampler: PoissonSampler, collator: Collator, randomness: SecretRandomness, args: Any
 ) -> DataLoader:
-    """A loader over one nominal epoch, ``round(1 / sample_rate)`` draws; Trainer iterates it until ``max_steps``."""
+    """A loader over the sampler's draws, from the run's secret source."""
     cut = PhysicalBatchCollator(
         collator, args.per_device_train_batch_size, randomness, args.max_tokens_per_physical_batch
     )
-    sampler = plan.sampler(steps=max(1, round(1 / plan.sample_rate)), random_bytes=randomness.random_bytes)
+    sampler = dataclasses.replace(sampler, random_bytes=randomness.random_bytes)
     return DataLoader(
         SecretFetch(dataset, randomness),  # type: ignore[arg-type]
         batch_sampler=sampler,  # type: ignore[arg-type]

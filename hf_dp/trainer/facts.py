@@ -24,6 +24,7 @@ def run_facts(
     args: DPTrainingArguments,
     *,
     model_selection: bool,
+    trained: str | None = None,
     insecure_seed: bool,
     released: tuple[str, ...],
 ) -> RunFacts:
@@ -31,7 +32,7 @@ def run_facts(
     on_cpu = args.device.type == "cpu"
     return RunFacts(
         privacy_mode=args.privacy_mode,
-        trained=describe_training(model),
+        trained=trained or describe_training(model),
         precision=_precision(model, args),
         noise_generator=(
             "NumPy SFC64 seeded with 128 bits by the operating system (not cryptographic)"

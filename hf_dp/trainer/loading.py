@@ -12,6 +12,7 @@ from transformers import AutoConfig
 
 from hf_dp.errors import InvalidArgumentError, UnsupportedLossError
 from hf_dp.losses import task_of
+from hf_dp.tuners.selection import SelectionModel
 
 logger = logging.getLogger(__name__)
 
@@ -44,12 +45,7 @@ def apply_peft(model: Any, peft_config: Any, device: torch.device) -> nn.Module:
 
     if isinstance(model, PeftModel):
         raise InvalidArgumentError("Expected `peft_config` to be None for a model that is a PeftModel already.")
-    if peft_config.task_type is None:
-        try:
-            peft_config.task_type = _PEFT_TASKS[task_of(model)]
-            logger.info("peft_config.task_type was not set; using %s.", peft_config.task_type)
-        except UnsupportedLossError:
-            logger.info("peft_config.task_type is not set and %s suggests none.", type(model).__name__)
+    set_task_type(model, peft_config)
     try:
         return get_peft_model(model.to(device), peft_config)
     except (ValueError, TypeError, KeyError) as problem:
@@ -58,10 +54,21 @@ def apply_peft(model: Any, peft_config: Any, device: torch.device) -> nn.Module:
         ) from problem
 
 
+def set_task_type(model: nn.Module, peft_config: Any) -> None:
+    """Set a missing ``task_type`` from the model's class, so that the head trains and is saved, and log it."""
+    if peft_config.task_type is not None:
+        return
+    try:
+        peft_config.task_type = _PEFT_TASKS[task_of(model)]
+        logger.info("peft_config.task_type was not set; using %s.", peft_config.task_type)
+    except UnsupportedLossError:
+        logger.info("peft_config.task_type is not set and %s suggests none.", type(model).__name__)
+
+
 def describe_training(model: nn.Module) -> str:
     """What trains, in words with counts: goes into the card."""
     trainable = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    total = sum(p.numel() for p in model.parameters())
+    total = sum(p.numel() for p in model.parameters()) - _copied(model)
     if trainable == total:
         return f"all {total:,} parameters"
     adapters = getattr(model, "peft_config", None)
@@ -71,3 +78,10 @@ def describe_training(model: nn.Module) -> str:
         else ""
     )
     return f"{trainable:,} of {total:,} parameters{kind}"
+
+
+def _copied(model: nn.Module) -> int:
+    """Of how many trained parameters PEFT holds the frozen original, too: selected modules and ``modules_to_save``."""
+    marks = (f".{SelectionModel.prefix}", ".modules_to_save.")
+    copies = {p for n, p in model.named_parameters() if p.requires_grad and any(mark in n for mark in marks)}
+    return sum(parameter.numel() for parameter in copies)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
-from hf_dp.accounting import Event, Ledger, calibrate_steps
+from hf_dp.accounting import SELECTION, TRAINING, Event, Ledger, calibrate_steps, epsilon
 from hf_dp.cards.document import FILE_NAME, document, read, write
 from hf_dp.cards.statement import PrivacyStatement
 from hf_dp.errors import BudgetExceededError, LedgerError
@@ -39,33 +39,42 @@ class RunLedger:
         self.ledger = Ledger()
         self.run_id = uuid.uuid4().hex
         self._allowed = math.inf
+        self._goal: int | None = None  # training steps that the ledger will hold when this process has made its own
         self._lock: FileLock | None = None
 
     def start(self, planned_steps: int) -> None:
-        """Begin (or go on with) ``planned_steps`` steps in this process.
+        """Begin (or go on with) ``planned_steps`` training steps in this process.
 
-        Raises: LedgerError when the folder holds another run's ledger, which would be lost, or another process is at work
-            on this run; BudgetExceededError when not one further step fits under the target.
+        Raises: as :meth:`open`; BudgetExceededError when not one further step fits under the target.
         """
-        refuse_foreign_ledger(self.folder, self.run_id)
-        if not len(self.ledger):
-            _refuse_leftovers(self.folder)
-        self._acquire()
-        self._refuse_stale()
+        self.open()
+        self._goal = self.ledger.steps(TRAINING) + planned_steps
         self._allowed = self.allowed_steps(planned_steps)
-        if self._allowed <= self.ledger.steps() and planned_steps > 0:
+        if self._allowed <= self.ledger.steps(TRAINING) and planned_steps > 0:
             raise BudgetExceededError(
                 f"This run has spent epsilon {self.ledger.epsilon(self.plan.delta, self.plan.accountant).rounded_up()} of "
                 f"target_epsilon={self.plan.target_epsilon} in {self.ledger.steps()} steps; one more would pass it. Publish "
                 "what there is, or start a new run with a new output_dir (both then count together)."
             )
 
+    def open(self) -> None:
+        """Take the folder for this run; until then nothing may be recorded.
+
+        Raises: LedgerError when the folder holds another run's ledger, which would be lost, or another process is at work
+            on this run.
+        """
+        refuse_foreign_ledger(self.folder, self.run_id)
+        if not len(self.ledger):
+            _refuse_leftovers(self.folder)
+        self._acquire()
+        self._refuse_stale()
+
     def allowed_steps(self, planned_steps: int) -> float:
-        """The largest number of steps in the ledger that stays within the target, infinity when none was set."""
-        done = self.ledger.steps()
+        """The largest number of training steps in the ledger that stays within the target, infinity when none was set."""
+        done = self.ledger.steps(TRAINING)
         if self.plan.target_epsilon is None:
             return math.inf
-        if done + planned_steps <= self.plan.steps:
+        if done + planned_steps <= self.plan.steps and self._selections_as_planned():
             return self.plan.steps  # the plan was calibrated to meet the target at exactly these
         return done + calibrate_steps(
             self.plan.target_epsilon,
@@ -79,20 +88,35 @@ class RunLedger:
 
     @property
     def exhausted(self) -> bool:
-        """True when the next step would pass the target."""
-        return self.ledger.steps() + 1 > self._allowed
+        """True when the next training step would pass the target."""
+        return self.ledger.steps(TRAINING) + 1 > self._allowed
+
+    def _selections_as_planned(self) -> bool:
+        planned = 0 if self.plan.selection is None else self.plan.selection.iterations
+        return self.ledger.steps(SELECTION) <= planned
 
     def append(self, event: Event, purpose: str) -> None:
         """Record one release and make it durable; only then may its result be used.
 
         Raises: BudgetExceededError before anything is recorded when the target would be passed.
         """
-        if self.exhausted:
+        if self.exhausted if purpose == TRAINING else self._would_pass(event):
             raise BudgetExceededError(
-                f"The next step would pass target_epsilon={self.plan.target_epsilon} after {self.ledger.steps()} steps."
+                f"The next step of {purpose} would pass target_epsilon={self.plan.target_epsilon} after "
+                f"{self.ledger.steps()} steps."
             )
         self.ledger.append(event, purpose)
         self.save(self.folder)
+        if (
+            purpose != TRAINING and self._goal is not None
+        ):  # less may be left to train with than there was at the start
+            self._allowed = self.allowed_steps(self._goal - self.ledger.steps(TRAINING))
+
+    def _would_pass(self, event: Event) -> bool:
+        if self.plan.target_epsilon is None:
+            return False
+        after = epsilon((*self.ledger.events, event), self.plan.delta, self.plan.accountant)
+        return after.value > self.plan.target_epsilon
 
     def save(self, folder: str | os.PathLike[str], statement: PrivacyStatement | None = None) -> None:
         """Write ``privacy.json`` into ``folder``; refuses to overwrite a ledger that this one does not continue."""
@@ -165,6 +189,8 @@ class RunLedger:
         # Two processes resuming one run would each record "step 51" once, and the ledger would hold one of them. The
         # operating system drops the lock when a process dies. (Names starting with "_" are never pushed to the Hub.)
         self.folder.mkdir(parents=True, exist_ok=True)
+        if self._lock is not None:
+            return
         lock = FileLock(self.folder / "_privacy.lock")
         try:
             lock.acquire(timeout=0)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +25,12 @@ from hf_dp.cards.card import render_card
 from hf_dp.cards.provenance import seen_in_pretraining
 from hf_dp.cards.statement import PrivacyStatement, RunFacts
 from hf_dp.clipping import ClippingEngine, refuse_coupling, self_check
+from hf_dp.clipping.masked import MaskedEngine
 from hf_dp.errors import DataError, LedgerError, UnsupportedArgumentError
 from hf_dp.losses import per_example_loss
 from hf_dp.noise import SecretRandomness
 from hf_dp.plan import PrivacyPlan
+from hf_dp.sampling import PoissonSampler
 from hf_dp.trainer.arguments import DPTrainingArguments
 from hf_dp.trainer.callbacks import StopBeforeTarget, WeightsMove, with_epsilon
 from hf_dp.trainer.checks import (
@@ -39,6 +41,7 @@ from hf_dp.trainer.checks import (
     check_subclass,
     check_train_dataset,
 )
+from hf_dp.trainer.choice import Choice, choice_of
 from hf_dp.trainer.dataloader import private_dataloader
 from hf_dp.trainer.facts import card_details, pretraining_sources, run_facts
 from hf_dp.trainer.loading import apply_peft, load_model
@@ -104,16 +107,17 @@ class DPTrainer(Trainer):
     ):
         args = _own_copy(args)
         self.privacy_plan = None
+        choice = choice_of(peft_config, args.is_private)
         if args.is_private:
             self._refuse_batch_losses(compute_loss_func)
             if train_dataset is not None:
                 check_not_training_data(eval_dataset, train_dataset)
-                self.privacy_plan = _plan(args, check_train_dataset(train_dataset))
+                self.privacy_plan = _plan(args, check_train_dataset(train_dataset), choice)
                 args.max_steps = self.privacy_plan.steps
         if peft_config is not None and model_init is not None:
             raise invalid("peft_config", peft_config, "to be None with `model_init`", "Wrap the model in model_init.")
         model = load_model(model) if isinstance(model, str) else model
-        if peft_config is not None:
+        if peft_config is not None and choice is None:
             model = apply_peft(model, peft_config, args.device)
         if args.is_private and model is not None:
             refuse_coupling(model)
@@ -132,7 +136,8 @@ class DPTrainer(Trainer):
             optimizers,
             preprocess_logits_for_metrics=preprocess_logits_for_metrics,
         )
-        self._randomness = SecretRandomness(args.insecure_seed)
+        self._choice = choice or Choice()
+        self.randomness = SecretRandomness(args.insecure_seed)
         self._started_private = args.is_private
         self._run = None
         self._evaluation = {}
@@ -143,6 +148,7 @@ class DPTrainer(Trainer):
             self.callback_handler.callbacks = [with_epsilon(cb) for cb in self.callback_handler.callbacks]
             self.add_callback(StopBeforeTarget(self._run))
             self.add_callback(WeightsMove())
+            self._choice.prepare(self)
 
     @property
     def folder(self) -> str:
@@ -158,12 +164,12 @@ class DPTrainer(Trainer):
 
     def epsilon(self, accountant: str | None = None) -> Epsilon:
         """Epsilon spent so far, at the plan's delta. Raises: UnsupportedArgumentError in ``non_private`` mode."""
-        plan, run = self._private()
+        plan, run = self.private_run()
         return run.ledger.epsilon(plan.delta, accountant or plan.accountant)
 
     def privacy_statement(self) -> PrivacyStatement:
         """What may be said about this run so far; the card and ``privacy.json`` say the same."""
-        plan, run = self._private()
+        plan, run = self.private_run()
         return PrivacyStatement.from_ledger(plan, run.ledger, self._facts())
 
     # -- the private step ---
@@ -179,26 +185,35 @@ class DPTrainer(Trainer):
         """One optimizer step's gradient. In private modes ``inputs`` is a whole logical batch, a list of physical ones."""
         if not self.args.is_private:
             return super().training_step(model, inputs, num_items_in_batch)
-        plan, run = self._private()
+        plan, run = self.private_run()
         model.train()
         if callable(getattr(self.optimizer, "train", None)):  # schedule-free optimizers
             self.optimizer.train()  # type: ignore[union-attr]
+        self._choice.before_step(self)
+        with self._engine(plan) as engine:
+            loss_sum = self.feed(engine, inputs)
+            sums = engine.collect()
+        trainable = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
+        release_gradient(trainable, sums, plan, self.randomness, run, self._choice.masks)
+        if "training_loss" in run.released:
+            return loss_sum / plan.expected_batch_size
+        return torch.zeros((), device=self.args.device)
+
+    def feed(self, engine: ClippingEngine, batches: Iterable[Any]) -> Tensor:
+        """Run a logical batch through the model into the engine; returns the sum of its losses, which is not private."""
         loss_sum = torch.zeros((), device=self.args.device)
-        with self._randomness.streams(), self._engine(plan) as engine:
-            for batch in inputs:
+        with self.randomness.streams():
+            for batch in batches:
                 batch = self._prepare_inputs(batch)
                 with self.compute_loss_context_manager():
                     losses = self.compute_per_example_loss(self.model, batch)
                 engine.backward(losses)
                 loss_sum += losses.detach().nan_to_num().sum()
-            sums = engine.collect()
-        trainable = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
-        release_gradient(trainable, sums, plan, self._randomness, run)
-        if "training_loss" in run.released:
-            return loss_sum / plan.expected_batch_size
-        return torch.zeros((), device=self.args.device)
+        return loss_sum
 
     def _engine(self, plan: PrivacyPlan) -> ClippingEngine:
+        if self._choice.masks is not None:
+            return MaskedEngine(self.model, self._choice.masks, plan.clipping_norm, plan.clipping)
         return ClippingEngine(self.model, plan.clipping_norm, plan.clipping, self._clipping_strategy())
 
     def _clipping_strategy(self) -> str:
@@ -213,16 +228,22 @@ class DPTrainer(Trainer):
     def get_train_dataloader(self) -> DataLoader:
         if not self.args.is_private:
             return super().get_train_dataloader()
-        plan, _ = self._private()
+        plan, _ = self.private_run()
+        # One nominal epoch; Trainer iterates it until max_steps.
+        return self.private_batches(plan.sampler(steps=max(1, round(1 / plan.sample_rate))))
+
+    def private_batches(self, sampler: PoissonSampler) -> DataLoader:
+        """The sampler's draws from the training set, each a list of collated physical batches."""
+        plan, _ = self.private_run()
         dataset, collator = self._columns_for_training()
         if len(dataset) != plan.num_examples:
             raise DataError(
                 f"The train_dataset has {len(dataset)} rows, but the privacy plan was made for {plan.num_examples}. "
                 "Create a new DPTrainer (and output_dir) for other data."
             )
-        with self._randomness.streams():
+        with self.randomness.streams():
             check_collator(collator, dataset)
-        return private_dataloader(dataset, plan, collator, self._randomness, self.args)
+        return private_dataloader(dataset, sampler, collator, self.randomness, self.args)
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> TrainOutput:
         """As Trainer's. A resumed private run goes on with the *run's* ledger; a run stops before its target is passed.
@@ -233,9 +254,9 @@ class DPTrainer(Trainer):
         self._refuse_changed_arguments()
         if not self.args.is_private:
             return super().train(resume_from_checkpoint, *args, **kwargs)
-        _, run = self._private()
-        if resume_from_checkpoint:
-            checkpoint: Any = resume_from_checkpoint
+        _, run = self.private_run()
+        checkpoint: Any = resume_from_checkpoint or None
+        if checkpoint is not None:
             if checkpoint is True:
                 checkpoint = get_last_checkpoint(self.folder) if os.path.isdir(self.folder) else None
                 if checkpoint is None:
@@ -252,6 +273,8 @@ class DPTrainer(Trainer):
                 self.dataset_name,
             )
         try:
+            run.open()
+            self._choice.start(self, checkpoint)
             output = super().train(resume_from_checkpoint, *args, **kwargs)
             self._write_privacy_files(self.folder)
         finally:
@@ -263,18 +286,33 @@ class DPTrainer(Trainer):
     def _prepare_for_training(self, max_steps: int, *args: Any, **kwargs: Any) -> Any:
         prepared = super()._prepare_for_training(max_steps, *args, **kwargs)
         if self.args.is_private:
-            plan, run = self._private()
+            plan, run = self.private_run()
             check_optimizer(self.optimizer, self.model)
-            with self._randomness.streams(), self.compute_loss_context_manager():
-                padded, alone = self.synthetic_batches()
-                strategy = self._clipping_strategy()
-                logger.info("Clipping strategy: %s.", strategy)
-                self_check(
-                    self.model, self.compute_per_example_loss, padded, alone, clipping=plan.clipping, strategy=strategy
-                )
+            self.check_engine()
             self._facts()  # what weakens the claim is noted before the first step is recorded
             run.start(max_steps - self.state.global_step)
         return prepared
+
+    def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
+        """As Trainer's, over all that may train at some time of the run."""
+        with self._choice.all_that_may_train(self.model):
+            return super().create_optimizer(*args, **kwargs)
+
+    def replace_model(self, model: nn.Module) -> None:
+        """Train this model instead, from before the optimizer exists."""
+        self.model = self.model_wrapped = self.callback_handler.model = model
+        check_head_is_trainable(model)
+
+    def check_engine(self) -> None:
+        """Raise SelfCheckError when the engine disagrees, on synthetic examples, with one-by-one gradients."""
+        plan, _ = self.private_run()
+        with self.randomness.streams(), self.compute_loss_context_manager():
+            padded, alone = self.synthetic_batches()
+            strategy = self._clipping_strategy()
+            logger.info("Clipping strategy: %s.", strategy)
+            self_check(
+                self.model, self.compute_per_example_loss, padded, alone, clipping=plan.clipping, strategy=strategy
+            )
 
     def synthetic_batches(self) -> tuple[dict[str, Tensor], list[dict[str, Tensor]]]:
         """``(padded, alone)``: made-up examples, not sorted by length, as one padded batch and one by one, for the self-check.
@@ -339,6 +377,7 @@ class DPTrainer(Trainer):
         refuse_foreign_ledger(output_dir or self.folder, None if self._run is None else self._run.run_id)
         super()._save(output_dir, state_dict)
         if self._run is not None and self.args.should_save:
+            self._choice.save(output_dir or self.folder)
             self._write_privacy_files(output_dir or self.folder)
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
@@ -354,7 +393,7 @@ class DPTrainer(Trainer):
             self._write_privacy_files(self.folder, **kwargs)
 
     def _write_privacy_files(self, folder: str, **card_options: Any) -> None:
-        _, run = self._private()
+        _, run = self.private_run()
         statement = self.privacy_statement()
         os.makedirs(folder, exist_ok=True)
         run.save(folder, statement)
@@ -390,7 +429,8 @@ class DPTrainer(Trainer):
                 UnsupportedArgumentError,
             )
 
-    def _private(self) -> tuple[PrivacyPlan, RunLedger]:
+    def private_run(self) -> tuple[PrivacyPlan, RunLedger]:
+        """The plan and the ledger on disk. Raises: UnsupportedArgumentError when there are none."""
         if self.privacy_plan is None or self._run is None:
             raise UnsupportedArgumentError(
                 "There is no privacy plan: privacy_mode is 'non_private' or the trainer has no train_dataset."
@@ -398,7 +438,7 @@ class DPTrainer(Trainer):
         return self.privacy_plan, self._run
 
     def _facts(self) -> RunFacts:
-        _, run = self._private()
+        _, run = self.private_run()
         selects = self.args.load_best_model_at_end or self.args.save_strategy == SaveStrategy.BEST
         early = any(isinstance(callback, EarlyStoppingCallback) for callback in self.callback_handler.callbacks)
         run.model_selection = run.model_selection or bool(selects or early)
@@ -406,6 +446,7 @@ class DPTrainer(Trainer):
             self.model,
             self.args,
             model_selection=run.model_selection,
+            trained=self._choice.describe(self.model),
             insecure_seed=run.insecure_seed,
             released=run.released,
         )
@@ -433,7 +474,7 @@ def _own_copy(args: object) -> DPTrainingArguments:
     return args
 
 
-def _plan(args: DPTrainingArguments, num_examples: int) -> PrivacyPlan:
+def _plan(args: DPTrainingArguments, num_examples: int, choice: Choice | None) -> PrivacyPlan:
     """The plan for these arguments; an accountant that cannot describe it refuses here, not after the training."""
     plan = PrivacyPlan.create(
         num_examples=num_examples,
@@ -447,6 +488,7 @@ def _plan(args: DPTrainingArguments, num_examples: int) -> PrivacyPlan:
         accountant=args.accountant,
         clipping=args.clipping,
         max_batch_size=args.max_logical_batch_size,
+        selection=None if choice is None else choice.plan(args.per_example_max_grad_norm),
     )
-    epsilon(plan.event(), plan.delta, plan.accountant)
+    epsilon(plan.events(), plan.delta, plan.accountant)
     return plan

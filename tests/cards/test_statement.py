@@ -104,12 +104,12 @@ def test_steps_mechanism_and_rates_come_from_the_ledger_not_the_plan() -> None:
     ledger.append(PoissonSampledGaussian(3.0, 0.05, 2), "selection")
     ledger.append(SMALL.event(4), "training")
     statement = PrivacyStatement.from_ledger(SMALL, ledger, FACTS)
-    assert (statement.steps, statement.steps_planned) == (6, 10)
+    assert (statement.steps, statement.steps_planned) == (4, 10)
     assert statement.noise_multipliers == (3.0, 2.0)
     assert statement.sample_rates == (0.05, 0.1)
     assert [row["purpose"] for row in statement.mechanisms] == ["selection", "training"]
     assert statement.epsilon == ledger.epsilon(SMALL.delta, "pld").rounded_up()
-    assert "6 steps" in statement.sentence()
+    assert "2 noisy releases to choose what trains, 4 steps" in statement.sentence()
 
 
 def test_zero_steps_cost_nothing_and_say_so() -> None:

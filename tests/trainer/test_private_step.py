@@ -97,7 +97,7 @@ def test_the_divisor_is_the_expected_batch_size_whatever_was_drawn(trainer, with
 def test_planted_realised_divisor_is_seen(trainer, without_noise, monkeypatch):
     original = dp_sgd.release_gradient
 
-    def realised(parameters, sums, plan, randomness, run):
+    def realised(parameters, sums, plan, randomness, run, masks):
         original(parameters, sums, plan, randomness, run)
         for p in parameters.values():
             p.grad.mul_(plan.expected_batch_size / 3)

@@ -263,7 +263,7 @@ def test_two_processes_cannot_share_a_run(tmp_path):
 def test_rng_states_of_a_checkpoint_hold_no_private_stream(tmp_path):
     trainer = interrupted(tmp_path)
     saved = torch.load(tmp_path / "checkpoint-4" / "rng_state.pth", weights_only=False)
-    private = trainer._randomness._streams["torch"]
+    private = trainer.randomness._streams["torch"]
     assert not torch.equal(saved["cpu"], private)
 
 

@@ -7,11 +7,10 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
+from hf_dp.accounting import TRAINING
 from hf_dp.noise import SecretRandomness
 from hf_dp.plan import PrivacyPlan
 from hf_dp.trainer.run_ledger import RunLedger
-
-PURPOSE = "training"
 
 
 @torch.no_grad()
@@ -21,14 +20,18 @@ def release_gradient(
     plan: PrivacyPlan,
     randomness: SecretRandomness,
     run: RunLedger,
+    masks: Mapping[str, Tensor] | None = None,
 ) -> None:
     """``p.grad = (clipped sum + N(0, (noise_multiplier C)^2)) / expected_batch_size`` for every trainable parameter.
 
     The noise is drawn once per logical batch and the divisor is a public constant, also for an empty draw. The step is in
     the durable ledger before any ``p.grad`` is set: whatever is killed afterwards, nothing unrecorded was visible.
     """
-    for total in sums.values():
-        total.add_(randomness.gaussian_like(total, plan.noise_std)).div_(plan.expected_batch_size)
-    run.append(plan.event(steps=1), PURPOSE)
+    for name, total in sums.items():
+        noise = randomness.gaussian_like(total, plan.noise_std)
+        if masks is not None and name in masks:  # an entry that does not train has no gradient, and gets no noise
+            noise.mul_(masks[name])
+        total.add_(noise).div_(plan.expected_batch_size)
+    run.append(plan.event(steps=1), TRAINING)
     for name, parameter in parameters.items():
         parameter.grad = sums.pop(name).to(parameter.dtype)

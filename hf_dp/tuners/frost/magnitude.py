@@ -30,13 +30,13 @@ from torch import Tensor, nn
 
 from hf_dp._validate import invalid, one_of
 from hf_dp.clipping import ClippingEngine
-from hf_dp.clipping.norms import gathered
+from hf_dp.clipping.explicit import accumulate, explicit
 from hf_dp.clipping.step import ClippedStep
-from hf_dp.clipping.uses import Lookups, Use, accumulation_dtype, full_precision
+from hf_dp.clipping.uses import Use, full_precision
 from hf_dp.plan import ROUNDING_MARGIN
+from hf_dp.selection_plan import MAGNITUDES
 from hf_dp.tuners.frost.partition import Partition
 
-MAGNITUDES = ("mg", "mgn", "mgna")
 NORM_ORDERS = (1, 2)
 
 
@@ -115,12 +115,7 @@ class MagnitudeEngine(ClippingEngine):
         return (values.abs() if self.norm_order == 1 else values.square()).sum(dtype=torch.float64)
 
     def _take(self, step: ClippedStep, losses: Tensor) -> Tensor:
-        uses: dict[nn.Parameter, list[Use]] = {}
-
-        def keep(parameter: nn.Parameter, use: Use) -> None:
-            uses[parameter] = gathered([*uses.get(parameter, ()), use], parameter.shape)
-
-        step.backward(losses, keep)
+        uses = step.records(losses)
         with torch.no_grad(), full_precision():
             return self._add(uses, len(losses))
 
@@ -130,7 +125,7 @@ class MagnitudeEngine(ClippingEngine):
         powers = torch.zeros(examples, len(self.partitions), dtype=torch.float64, device=device)
         for parameter, of_parameter in uses.items():
             for index in range(examples):
-                _, values = _explicit(of_parameter, parameter, index)
+                _, values = explicit(of_parameter, parameter, index)
                 powers[index, self._index[names[parameter]]] += self._power(values)
         sizes = self._sizes(device)
         if self.magnitude == "mg":
@@ -149,27 +144,7 @@ class MagnitudeEngine(ClippingEngine):
             of_parameter = uses.pop(parameter)
             for index in range(examples):
                 if weights[index] > 0:
-                    self._accumulate(parameter, *_explicit(of_parameter, parameter, index), float(weights[index]))
+                    rows, values = explicit(of_parameter, parameter, index)
+                    values = (values.abs() if self.magnitude == "mgna" else values) * float(weights[index])
+                    accumulate(self._totals, parameter, rows, values)
         return norms
-
-    def _accumulate(self, parameter: nn.Parameter, rows: Tensor | None, values: Tensor, weight: float) -> None:
-        if parameter not in self._totals:
-            dtype = accumulation_dtype(parameter.dtype)
-            self._totals[parameter] = torch.zeros(parameter.shape, dtype=dtype, device=parameter.device)
-        values = (values.abs() if self.magnitude == "mgna" else values) * weight
-        if rows is None:
-            self._totals[parameter].add_(values)
-        else:
-            self._totals[parameter].view(len(parameter), -1).index_add_(0, rows, values)
-
-
-def _explicit(uses: Sequence[Use], parameter: nn.Parameter, index: int) -> tuple[Tensor | None, Tensor]:
-    """One example's gradient: (None, all of it), or for lookups alone (the rows that are not zero, them)."""
-    dtype = accumulation_dtype(parameter.dtype)
-    first, *others = uses
-    if isinstance(first, Lookups) and not others:
-        return first.example_rows(index, dtype)
-    gradient = first.example_gradient(index, parameter.shape, dtype)
-    for use in others:
-        gradient = gradient + use.example_gradient(index, parameter.shape, dtype)
-    return None, gradient

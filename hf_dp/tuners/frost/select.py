@@ -59,12 +59,7 @@ def select(
     """
     total = sum(partition.size for partition in partitions)
     budget = unfreeze_ratio * total
-    if min(partition.size for partition in partitions) > budget:
-        smallest = min(partitions, key=lambda partition: partition.size)
-        raise InvalidArgumentError(
-            f"Expected `unfreeze_ratio` to leave room for a partition, got {unfreeze_ratio!r}: {budget:,.0f} of {total:,} "
-            f"numbers, and the smallest partition, {smallest.name!r}, has {smallest.size:,}. Raise it."
-        )
+    refuse_too_small(partitions, unfreeze_ratio)
     index = {partition.name: position for position, partition in enumerate(partitions)}
     observed = np.full((0, len(partitions)), np.nan)
     sensitivities: list[float] = []
@@ -101,6 +96,17 @@ def select(
         tuple(sensitivities),
         unfreeze_ratio,
     )
+
+
+def refuse_too_small(partitions: Sequence[Partition], unfreeze_ratio: float) -> None:
+    """Raise InvalidArgumentError when not even the smallest partition fits into the ratio."""
+    total = sum(partition.size for partition in partitions)
+    smallest = min(partitions, key=lambda partition: partition.size)
+    if smallest.size > unfreeze_ratio * total:
+        raise InvalidArgumentError(
+            f"Expected `unfreeze_ratio` to leave room for a partition, got {unfreeze_ratio!r}: {unfreeze_ratio * total:,.0f} "
+            f"of {total:,} numbers, and the smallest partition, {smallest.name!r}, has {smallest.size:,}. Raise it."
+        )
 
 
 def _last_frozen(order: Sequence[Partition], numbers: float) -> Partition:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from hf_dp._validate import in_unit_interval, integer
-from hf_dp.accounting import Event, PoissonSampledGaussian, calibrate_noise_multiplier
+from hf_dp.accounting.calibration import MakeEvent, calibrate_noise_multiplier
+from hf_dp.accounting.events import Event, PoissonSampledGaussian
 from hf_dp.errors import CalibrationError
 
 
@@ -20,6 +21,7 @@ def compute_sigma(
     selection_budget_ratio: float = 0.1,
     accountant: str = "pld",
     prior_events: Sequence[Event] = (),
+    event: MakeEvent | None = None,
 ) -> tuple[float, float]:
     """(noise multiplier of training, of selection).
 
@@ -28,15 +30,17 @@ def compute_sigma(
     selection gets more than its ratio.)
 
     Args: sample_rate, steps: of training. selection_sample_rate: q_ps. selection_iterations: T, times the number of
-        selections. selection_budget_ratio: 1 - r_eps, in (0, 1).
+        selections. selection_budget_ratio: 1 - r_eps, in (0, 1). event: of training, as in
+        :func:`hf_dp.accounting.calibrate_noise_multiplier`.
     Raises: InvalidArgumentError; CalibrationError when selection does not fit, which names what to change.
     """
     ratio = in_unit_interval("selection_budget_ratio", selection_budget_ratio)
     iterations = integer("selection_iterations", selection_iterations, 1)
     training = calibrate_noise_multiplier(
-        (1 - ratio) * target_epsilon, delta, sample_rate, steps, accountant, prior_events
+        (1 - ratio) * target_epsilon, delta, sample_rate, steps, accountant, prior_events, event
     )
-    spent = (*prior_events, PoissonSampledGaussian(training, sample_rate, steps))
+    make = event or (lambda noise, count: PoissonSampledGaussian(noise, sample_rate, count))
+    spent = (*prior_events, make(training, steps))
     try:
         selection = calibrate_noise_multiplier(
             target_epsilon, delta, selection_sample_rate, iterations, accountant, spent

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from hf_dp.accounting import PoissonSampledGaussian, epsilon
+from hf_dp.accounting.budget import compute_sigma
 from hf_dp.errors import CalibrationError, InvalidArgumentError
-from hf_dp.tuners.frost.budget import compute_sigma
 
 DELTA = 1 / (2 * 67_349)
 SST2 = {"sample_rate": 1024 / 67_349, "steps": 198, "selection_sample_rate": 0.02, "selection_iterations": 5}

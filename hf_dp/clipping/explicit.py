@@ -1,0 +1,39 @@
+"""One example's gradient at a time: formed, used and dropped.
+
+For what has no Gram form: 1-norms (DP-FROST), norms of single entries (PVAL). The numbers that were measured are the numbers
+that are added, so no rounding of another summation order comes between norm and sum.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from hf_dp.clipping.uses import Lookups, Use, accumulation_dtype
+
+
+def explicit(uses: Sequence[Use], parameter: nn.Parameter, index: int) -> tuple[Tensor | None, Tensor]:
+    """One example's gradient: (None, all of it), or for lookups alone (the rows that are not zero, them)."""
+    dtype = accumulation_dtype(parameter.dtype)
+    first, *others = uses
+    if isinstance(first, Lookups) and not others:
+        return first.example_rows(index, dtype)
+    gradient = first.example_gradient(index, parameter.shape, dtype)
+    for use in others:
+        gradient = gradient + use.example_gradient(index, parameter.shape, dtype)
+    return None, gradient
+
+
+def accumulate(
+    totals: dict[nn.Parameter, Tensor], parameter: nn.Parameter, rows: Tensor | None, values: Tensor
+) -> None:
+    """Add what :func:`explicit` returned, or a function of its values, to the running total of a parameter."""
+    if parameter not in totals:
+        dtype = accumulation_dtype(parameter.dtype)
+        totals[parameter] = torch.zeros(parameter.shape, dtype=dtype, device=parameter.device)
+    if rows is None:
+        totals[parameter].add_(values)
+    else:
+        totals[parameter].view(len(parameter), -1).index_add_(0, rows, values)

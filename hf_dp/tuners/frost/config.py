@@ -1,0 +1,120 @@
+"""``FrostConfig``: DP-FROST as a PEFT configuration. The private data chooses; ``DPTrainer`` does it, and pays for it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any, ClassVar
+
+from torch import nn
+
+from hf_dp._validate import in_unit_interval, integer, invalid, non_negative, one_of
+from hf_dp.errors import ConfigError
+from hf_dp.selection_plan import MAGNITUDES, SelectionPlan
+from hf_dp.tuners.frost.partition import GRANULARITIES, Partition, partitions
+from hf_dp.tuners.frost.select import refuse_too_small
+from hf_dp.tuners.selection import SelectionConfig, candidates, register
+
+
+@register
+@dataclass
+class FrostConfig(SelectionConfig):
+    """DP-FROST: the weight matrices with the largest noisy gradient magnitudes train, the others are frozen.
+
+    Defaults are the paper's (section 5, with the largest of its four ratios). A new classification head and
+    ``modules_to_save`` always train and are not counted.
+
+    Args:
+        unfreeze_ratio: gamma in (0, 1], how many of the candidates' numbers may train.
+        selection_budget_ratio: 1 - r_eps in (0, 1), how much of target_epsilon training leaves to the selection.
+        selection_iterations: T; 1 is the single-shot variant. selection_sample_rate: q_ps.
+        gap_coefficient: nu. magnitude: ``mg``, ``mgn`` or ``mgna``. norm_order: alpha, 1 or 2.
+        selection_clipping_norm: c, of gradients in the norm of that order; default: the run's per_example_max_grad_norm.
+        selection_noise_multiplier: sigma_ps; given exactly when the run is given ``noise_multiplier``.
+        num_selections: K; above 1 what trains is chosen again every 1/K of the steps, and a whole checkpoint is saved.
+        granularity, partitions: as in :func:`hf_dp.tuners.frost.partition.partitions`.
+        made: the selections so far, filled in by the trainer.
+
+    Raises: InvalidArgumentError naming the argument.
+    """
+
+    unfreeze_ratio: float = field(default=0.25)
+    selection_budget_ratio: float = field(default=0.1)
+    selection_iterations: int = field(default=5)
+    selection_sample_rate: float = field(default=0.02)
+    gap_coefficient: float = field(default=5.0)
+    magnitude: str = field(default="mgna")
+    norm_order: int = field(default=1)
+    selection_clipping_norm: float | None = field(default=None)
+    selection_noise_multiplier: float | None = field(default=None)
+    num_selections: int = field(default=1)
+    granularity: str = field(default="weight")
+    partitions: dict[str, list[str]] | None = field(default=None)
+    made: list[dict[str, Any]] = field(default_factory=list)
+
+    method: ClassVar[str] = "frost"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        in_unit_interval("unfreeze_ratio", self.unfreeze_ratio, one=True)
+        in_unit_interval("selection_budget_ratio", self.selection_budget_ratio)
+        integer("selection_iterations", self.selection_iterations, 1)
+        integer("num_selections", self.num_selections, 1)
+        non_negative("gap_coefficient", self.gap_coefficient)
+        one_of("magnitude", self.magnitude, MAGNITUDES)
+        one_of("granularity", self.granularity, GRANULARITIES)
+
+    def choose(self, model: nn.Module) -> list[str]:
+        raise ConfigError(
+            "FrostConfig holds no selection yet: it is made from the private rows, and costs privacy. Pass it to "
+            "DPTrainer(model, args, train_dataset=..., peft_config=FrostConfig(...)) and call train(); to use one that was "
+            "made, FrostConfig.from_pretrained(folder)."
+        )
+
+    def selection_plan(self, clipping_norm: float) -> SelectionPlan:
+        """What the selection will release. Args: clipping_norm: the run's, unless there is one of the selection's own."""
+        noise = self.selection_noise_multiplier
+        return SelectionPlan(
+            release=self.magnitude,
+            sample_rate=self.selection_sample_rate,
+            iterations=self.selection_iterations * self.num_selections,
+            clipping_norm=clipping_norm if self.selection_clipping_norm is None else self.selection_clipping_norm,
+            norm_order=self.norm_order,
+            noise_multiplier=noise,
+            budget_ratio=self.selection_budget_ratio if noise is None else None,
+        )
+
+    def candidate_partitions(self, model: nn.Module) -> list[Partition]:
+        """The partitions that may be selected.
+
+        Raises: InvalidArgumentError for a name of ``partitions`` that matches nothing, or one that mixes in what always
+            trains; when the smallest does not fit ``unfreeze_ratio``.
+        """
+        allowed = set(candidates(model, self))
+        names = dict(model.named_parameters())
+        found = []
+        for part in partitions(model, self.granularity, self.partitions):
+            inside = [names[name] in allowed for name in part.parameters]
+            if any(inside) and not all(inside):
+                raise invalid("partitions", part.name, "not to hold parameters of the head or of modules_to_save")
+            if all(inside):
+                found.append(part)
+        if not found:
+            raise invalid("peft_config", "FrostConfig", "to have something to choose from", "All else is frozen.")
+        refuse_too_small(found, self.unfreeze_ratio)
+        return found
+
+
+def made_from(selection: Any, plan: SelectionPlan, parts: Sequence[Partition]) -> dict[str, Any]:
+    """A selection as ``selection.json`` keeps it: names, noisy magnitudes and sensitivities; nothing that was not noised."""
+    by_name: Mapping[str, Partition] = {part.name: part for part in parts}
+    chosen = [by_name[name] for name in selection.names]
+    return {
+        "partitions": [part.name for part in chosen],
+        "parameters": [name for part in chosen for name in part.parameters],
+        "candidates": len(parts),
+        "noisy_magnitudes": [dict(row) for row in selection.observed],
+        "sensitivities": list(selection.sensitivities),
+        "plan": asdict(plan),
+        "events": [plan.event(len(selection.observed)).to_dict()],
+    }

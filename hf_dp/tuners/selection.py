@@ -1,0 +1,278 @@
+"""Training some of a model's own parameters, as an adapter that stock PEFT loads without hf_dp.
+
+PEFT's ``LNTuningConfig`` is, despite its name, a tuner that trains a full copy of any module and swaps it in. A
+:class:`SelectionConfig` says *which parameters*; :class:`SelectionModel` turns that into copies of the modules that own
+them. What is saved is a plain ``LNTuningConfig`` with the trained parameters, and beside it ``selection.json``: how they
+were chosen.
+
+Two things are more than stock. Parameters of a copied module that were not selected stay the base's own, frozen, and are not
+saved. Copies of a tied parameter are one parameter while it trains (each is saved, so that stock PEFT, which does not tie
+them, computes the same).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import warnings
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any, ClassVar
+
+from peft import LNTuningConfig, LNTuningModel, PeftConfig
+from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING, PEFT_TYPE_TO_PREFIX_MAPPING, PEFT_TYPE_TO_TUNER_MAPPING
+from peft.tuners.ln_tuning.layer import LNTuningLayer
+from peft.tuners.tuners_utils import BaseTuner
+from peft.utils.constants import DUMMY_TARGET_MODULES
+from torch import Tensor, nn
+
+from hf_dp._validate import invalid
+from hf_dp.errors import ConfigError, UnsupportedModelError
+
+FILE_NAME = "selection.json"
+_HEADS = ("classifier", "score")  # what PEFT itself trains in full for task_type SEQ_CLS
+_STOCK = [item.name for item in fields(LNTuningConfig)]
+
+
+@dataclass
+class SelectionConfig(LNTuningConfig):
+    """Which of a model's own parameters train; its children say how they are chosen.
+
+    A classifier's new head (``task_type="SEQ_CLS"``) and ``modules_to_save`` always train and are never chosen from.
+
+    Args:
+        parameters: the chosen ones, as the base model's ``named_parameters`` calls them; None until they are chosen.
+
+    Raises: ConfigError for ``target_modules`` (``parameters`` decides them).
+    """
+
+    parameters: list[str] | None = field(default=None)
+
+    method: ClassVar[str]
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.peft_type = self.method.upper()
+        if self.target_modules is not None:
+            raise ConfigError(f"{type(self).__name__} takes no `target_modules`: what trains decides them.")
+
+    def choose(self, model: nn.Module) -> list[str]:
+        """Names of the parameters to train, from public knowledge: the model alone.
+
+        Raises: ConfigError when that is not enough.
+        """
+        raise NotImplementedError
+
+    def details(self) -> dict[str, Any]:
+        """What ``selection.json`` holds, JSON-ready: the method, its options, what it chose."""
+        own = {key: value for key, value in asdict(self).items() if key not in _STOCK}
+        saved = _plain(self.modules_to_save)
+        return {"method": self.method, "task_type": _plain(self.task_type), "modules_to_save": saved} | own
+
+    def stock(self) -> LNTuningConfig:
+        """The configuration that stock PEFT loads the saved adapter with."""
+        values = {name: getattr(self, name) for name in _STOCK if name != "peft_type"}
+        return LNTuningConfig(**values)
+
+    def save_pretrained(self, save_directory: str, **kwargs: Any) -> None:
+        """Write ``adapter_config.json`` of the stock tuner, and ``selection.json``."""
+        self.stock().save_pretrained(save_directory, **kwargs)
+        self.write_details(save_directory)
+
+    def write_details(self, folder: str) -> None:
+        """Write ``selection.json`` alone."""
+        Path(folder, FILE_NAME).write_text(json.dumps(self.details(), indent=2) + "\n", encoding="utf-8")
+
+    def options(self) -> dict[str, Any]:
+        """What the user decided, without what was chosen: a resumed run must have the same."""
+        values = {name: value for name, value in self.details().items() if name not in ("parameters", "made")}
+        saved = values["modules_to_save"] or []
+        heads = _HEADS if self.task_type == "SEQ_CLS" else ()  # PEFT adds them when it wraps the model
+        return values | {"modules_to_save": sorted({saved} if isinstance(saved, str) else set(saved) - set(heads))}
+
+    @classmethod
+    def from_pretrained(cls, pretrained_model_name_or_path: str, *args: Any, **kwargs: Any) -> Any:
+        """The selection that was saved beside an adapter, in a folder or a Hub repository.
+
+        Raises: ConfigError when there is none, or of another method.
+        """
+        values = read_details(pretrained_model_name_or_path, **kwargs)
+        method = values.pop("method", None)
+        if method != cls.method:
+            raise ConfigError(f"{FILE_NAME} there is of the method {method!r}, not {cls.method!r}.")
+        try:
+            return cls(**values)
+        except TypeError as problem:
+            raise ConfigError(f"{FILE_NAME} cannot be read ({problem}): another version wrote it.") from problem
+
+
+def register(cls: type[SelectionConfig]) -> type[SelectionConfig]:
+    """Class decorator: lets ``get_peft_model`` and YAML find the method by its name."""
+    name: Any = cls.method.upper()
+    PEFT_TYPE_TO_CONFIG_MAPPING[name] = cls
+    PEFT_TYPE_TO_TUNER_MAPPING[name] = SelectionModel
+    PEFT_TYPE_TO_PREFIX_MAPPING[name] = SelectionModel.prefix
+    return cls
+
+
+class SelectionModel(LNTuningModel):
+    """Trains the selected parameters in copies of the modules that own them. Made by ``get_peft_model``."""
+
+    def inject_adapter(self, model: nn.Module, adapter_name: str, *args: Any, **kwargs: Any) -> None:
+        config: Any = self.peft_config[adapter_name]
+        if config.parameters is None:
+            config.parameters = list(config.choose(model))
+        targets = target_modules(model, config.parameters) or DUMMY_TARGET_MODULES
+        names = dict(model.named_parameters())
+        chosen = {names[name] for name in config.parameters}
+        config.target_modules = targets
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Unsupported layer type")  # copies need no in_features
+            super().inject_adapter(model, adapter_name, *args, **kwargs)
+        config.target_modules = (
+            targets  # PEFT shortens long lists to ends of names, and mistakes "wte" for a new vocabulary
+        )
+        self._join(model, adapter_name, chosen)
+        self._train_only_selected()
+
+    # LNTuning's own leaves the wrappers of modules_to_save in a merged model, whose checkpoint then loads without the head.
+    _unload_and_optionally_merge = BaseTuner._unload_and_optionally_merge
+
+    def _check_tied_modules(self, model: nn.Module, peft_config: PeftConfig) -> None:
+        """No warning: copies of tied parameters are one parameter here."""
+
+    def _replace_module(self, parent: nn.Module, child_name: str, new_module: nn.Module, child: nn.Module) -> None:
+        if isinstance(new_module, LNTuningLayer) or hasattr(new_module, "weight"):
+            super()._replace_module(parent, child_name, new_module, child)
+        else:  # a module of modules with a parameter of its own (ViT's embeddings): stock PEFT looks for its `weight`
+            setattr(parent, child_name, new_module)
+
+    @staticmethod
+    def _join(model: nn.Module, adapter_name: str, chosen: set[nn.Parameter]) -> None:
+        copies: dict[nn.Parameter, nn.Parameter] = {}
+        for layer in model.modules():
+            if not isinstance(layer, LNTuningLayer) or adapter_name not in layer.ln_tuning_layers:
+                continue
+            copy = layer.ln_tuning_layers[adapter_name]
+            for path, original in layer.base_layer.named_modules():
+                twin = copy.get_submodule(path)
+                for name, parameter in original.named_parameters(recurse=False):
+                    new = copies.setdefault(parameter, getattr(twin, name)) if parameter in chosen else parameter
+                    setattr(twin, name, new)
+
+    def _train_only_selected(self) -> None:
+        """Stock PEFT switches a whole copy on; of it only the selected parameters train, the others are the base's."""
+        base = {
+            parameter
+            for layer in self.model.modules()
+            if isinstance(layer, LNTuningLayer)
+            for parameter in layer.base_layer.parameters()
+        }
+        for parameter in base:
+            parameter.requires_grad_(False)
+
+    def set_adapter(self, adapter_name: str | list[str], inference_mode: bool = False) -> None:
+        super().set_adapter(adapter_name, inference_mode=inference_mode)
+        self._train_only_selected()
+
+    def set_requires_grad(self, adapter_names: str | Sequence[str], requires_grad: bool = True) -> None:
+        super().set_requires_grad(adapter_names, requires_grad)
+        self._train_only_selected()
+
+    def enable_adapter_layers(self) -> None:
+        super().enable_adapter_layers()
+        self._train_only_selected()
+
+    @classmethod
+    def _get_adapter_state_dict(
+        cls,
+        model: nn.Module,
+        config: PeftConfig,
+        adapter_name: str,
+        state_dict: dict[str, Tensor],
+        unwanted_adapter_names: list[str],
+    ) -> dict[str, Tensor]:
+        found = super()._get_adapter_state_dict(model, config, adapter_name, state_dict, unwanted_adapter_names)
+        layers = {id(module): name for name, module in model.named_modules() if isinstance(module, LNTuningLayer)}
+        shared = {
+            f"{layers[id(layer)]}.{path}"
+            for layer in model.modules()
+            if isinstance(layer, LNTuningLayer)
+            for path in _same_as_base(layer, adapter_name)
+        }
+        return {key: value for key, value in found.items() if key not in shared}
+
+
+def _same_as_base(layer: LNTuningLayer, adapter_name: str) -> list[str]:
+    """Paths of a copy's parameters that are the base's own."""
+    if adapter_name not in layer.ln_tuning_layers:
+        return []
+    base = dict(layer.base_layer.named_parameters(remove_duplicate=False))
+    copy = layer.ln_tuning_layers[adapter_name].named_parameters(remove_duplicate=False)
+    return [f"ln_tuning_layers.{adapter_name}.{name}" for name, parameter in copy if base[name] is parameter]
+
+
+def target_modules(model: nn.Module, parameters: Sequence[str]) -> list[str] | str:
+    """The outermost modules that own these parameters, all owners of a tied one, in the form PEFT takes them.
+
+    Raises: InvalidArgumentError for a name that is no parameter; UnsupportedModelError for one that the model itself owns.
+    """
+    names = dict(model.named_parameters())
+    for name in parameters:
+        if name not in names:
+            raise invalid("parameters", name, "to be a parameter of the model", "See `hf-dp partitions MODEL`.")
+    wanted = {names[name] for name in parameters}
+    modules = dict(model.named_modules(remove_duplicate=False))
+    own = {path: wanted & set(module.parameters(recurse=False)) for path, module in modules.items()}
+    leaves = {p for path, owned in own.items() for p in owned if not any(modules[path].children())}
+    # What a single layer owns, too, is used there: a language model's head lists its decoder's bias once more as its own.
+    owners = [path for path, owned in own.items() if owned and (not any(modules[path].children()) or owned - leaves)]
+    if "" in owners:
+        raise UnsupportedModelError(
+            f"{type(model).__name__} owns the selected parameter itself, outside any of its modules: there is no module to "
+            "copy. Leave it out of `partitions`, or freeze it."
+        )
+    outermost = [path for path in owners if not any(path.startswith(f"{other}.") for other in owners)]
+    # PEFT matches a list by the end of a name: "head" would also match "decoder.head".
+    if all(path in outermost or not any(path.endswith(f".{name}") for name in outermost) for path in modules):
+        return outermost
+    return "|".join(re.escape(path) for path in outermost)
+
+
+def candidates(model: nn.Module, config: SelectionConfig) -> list[nn.Parameter]:
+    """The trainable parameters that may be selected: not of the head and of ``modules_to_save``, which always train."""
+    always = always_trained(model, config)
+    return [parameter for parameter in model.parameters() if parameter.requires_grad and parameter not in always]
+
+
+def always_trained(model: nn.Module, config: SelectionConfig) -> set[nn.Parameter]:
+    """Parameters of the modules that PEFT trains in full whatever is selected."""
+    saved = config.modules_to_save or []
+    ends = (*([saved] if isinstance(saved, str) else saved), *(_HEADS if config.task_type == "SEQ_CLS" else ()))
+    return {
+        parameter
+        for path, module in model.named_modules(remove_duplicate=False)
+        if path.endswith(ends) and ends
+        for parameter in module.parameters()
+    }
+
+
+def read_details(name_or_path: str, **options: Any) -> dict[str, Any]:
+    """The content of ``selection.json`` in a folder or a Hub repository. Raises: ConfigError."""
+    path = os.path.join(name_or_path, FILE_NAME)
+    if not os.path.isdir(name_or_path):
+        from huggingface_hub import hf_hub_download
+
+        path = hf_hub_download(name_or_path, FILE_NAME, **options)
+    try:
+        values = json.loads(Path(path).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as problem:
+        raise ConfigError(f"There is no readable {FILE_NAME} in {name_or_path!r} ({problem}).") from problem
+    return dict(values)
+
+
+def _plain(value: Any) -> Any:
+    value = getattr(value, "value", value)
+    return sorted(value) if isinstance(value, set) else value

@@ -1,0 +1,354 @@
+"""DP-FROST inside a private run: paid for before it is used, made once, kept, loaded by stock PEFT, nothing un-noised left."""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from peft import PeftModel, get_peft_model
+from transformers import BertForSequenceClassification
+
+from hf_dp.accounting import PoissonSampledGaussian, epsilon
+from hf_dp.cards.document import read
+from hf_dp.cards.verify import disagreements
+from hf_dp.errors import BudgetExceededError, ConfigError, HfDpError, InvalidArgumentError, UnsupportedArgumentError
+from hf_dp.plan import PrivacyPlan
+from hf_dp.sampling import PoissonSampler
+from hf_dp.selection_plan import SelectionPlan
+from hf_dp.trainer import private_selection
+from hf_dp.trainer.run_ledger import RunLedger
+from hf_dp.tuners.frost.config import FrostConfig
+from hf_dp.tuners.frost.magnitude import MagnitudeEngine
+from hf_dp.tuners.public_choice import RandomConfig
+from tests import tiny
+
+SMALL = {"unfreeze_ratio": 0.3, "selection_sample_rate": 0.3, "selection_iterations": 3}
+GIVEN = {**SMALL, "selection_noise_multiplier": 2.0}
+
+
+def frost(folder, given=None, config=None, **options):
+    config = FrostConfig(**GIVEN) if config is None else config
+    return tiny.trainer(folder, given={"peft_config": config, **(given or {})}, **options)
+
+
+def test_selection_and_training_together_meet_the_target(tmp_path):
+    trainer = frost(tmp_path, config=FrostConfig(**SMALL), target_epsilon=2.0)
+    trainer.train()
+    plan = trainer.privacy_plan
+    training = PoissonSampledGaussian(plan.noise_multiplier, 8 / 40, 4)
+    selection = PoissonSampledGaussian(plan.selection.noise_multiplier, 0.3, 3)
+    assert list(trainer.ledger.events) == [selection, training]
+    assert epsilon(training, plan.delta).value == pytest.approx(0.9 * 2.0, rel=1e-3)
+    assert trainer.epsilon().value == epsilon([selection, training], plan.delta).value <= 2.0
+    assert trainer.epsilon().value > 1.99
+    assert [row.purpose for row in trainer.ledger.entries] == ["selection", "training"]
+    assert disagreements(read(tmp_path)) == []
+
+
+def test_only_the_selected_and_the_head_move(tmp_path):
+    before = tiny.model().state_dict()
+    trainer = frost(tmp_path)
+    trainer.train()
+    (made,) = json.loads(json.dumps(trainer.model.peft_config["default"].made))
+    after = trainer.model.merge_and_unload().state_dict()
+    moved = {name for name in before if not torch.equal(before[name], after[name])}
+    assert moved == {*made["parameters"], "classifier.weight", "classifier.bias"}
+    numbers = sum(before[name].numel() for name in made["parameters"])
+    assert 0 < numbers <= 0.3 * sum(value.numel() for name, value in before.items() if "classifier" not in name)
+
+
+def test_events_are_durable_before_the_selection_is_used(tmp_path, monkeypatch):
+    seen = []
+    original = private_selection.release
+
+    def watched(trainer, values, sensitivity):
+        noisy = original(trainer, values, sensitivity)
+        seen.append((read(trainer.folder).ledger.steps("selection"), trainer.optimizer))
+        return noisy
+
+    monkeypatch.setattr(private_selection, "release", watched)
+    frost(tmp_path).train()
+    assert seen == [(1, None), (2, None), (3, None)]
+
+
+def test_a_resumed_run_reads_its_selection_and_makes_none(tmp_path, monkeypatch):
+    first = frost(tmp_path, save_strategy="steps", save_steps=2)
+    first.train()
+    chosen = first.model.peft_config["default"].parameters
+    monkeypatch.setattr("hf_dp.trainer.choice.select_partitions", lambda *a: pytest.fail("selected again"))
+    again = frost(tmp_path, save_strategy="steps", save_steps=2)
+    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert again.model.peft_config["default"].parameters == chosen
+    assert again.ledger.steps("selection") == 3 and again.ledger.steps("training") == 6
+    stored = json.loads((tmp_path / "checkpoint-2" / "selection.json").read_text())
+    trained = {n for n, p in again.model.named_parameters() if p.requires_grad}
+    assert len([n for n in trained if "ln_tuning" in n]) == len(stored["parameters"])
+
+
+def test_a_resumed_run_needs_the_same_options(tmp_path):
+    frost(tmp_path, save_strategy="steps", save_steps=2).train()
+    other = frost(tmp_path, config=FrostConfig(**{**GIVEN, "gap_coefficient": 1.0}))
+    with pytest.raises(ConfigError, match="`gap_coefficient` of peft_config is 1.0, but the run was started with 5.0"):
+        other.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+
+
+def test_train_called_twice_selects_once(tmp_path):
+    trainer = frost(tmp_path)
+    trainer.train()
+    trainer.train()
+    assert trainer.ledger.steps("selection") == 3
+    assert trainer.ledger.steps("training") == 8
+
+
+STOCK = """
+import sys, torch
+class Refuse:
+    def find_spec(self, name, *rest):
+        if name.split(".")[0] == "hf_dp": raise ImportError("hf_dp is not here")
+sys.meta_path.insert(0, Refuse())
+from peft import PeftModel
+from transformers import AutoModelForSequenceClassification
+base, adapter, out = sys.argv[1:]
+model = PeftModel.from_pretrained(AutoModelForSequenceClassification.from_pretrained(base), adapter).eval()
+torch.save(model(torch.tensor([[2, 5, 6, 3]]), torch.ones(1, 4, dtype=torch.long)).logits, out)
+"""
+
+
+def test_stock_peft_without_hf_dp_computes_the_same(tmp_path):
+    tiny.model().save_pretrained(tmp_path / "base")
+    trainer = frost(tmp_path / "run")
+    trainer.train()
+    trainer.save_model()
+    ours = trainer.model.eval()(torch.tensor([[2, 5, 6, 3]]), torch.ones(1, 4, dtype=torch.long)).logits
+    words = [str(tmp_path / name) for name in ("base", "run", "logits.pt")]
+    subprocess.run([sys.executable, "-W", "ignore", "-c", STOCK, *words], check=True, cwd=tmp_path)
+    assert torch.equal(torch.load(tmp_path / "logits.pt"), ours.detach())
+
+
+def numbers_in(path: Path) -> set[float]:
+    """All numbers of a JSON file, or of the words of another text."""
+    found: set[float] = set()
+
+    def walk(value):
+        if isinstance(value, dict):
+            for item in value.values():
+                walk(item)
+        elif isinstance(value, list):
+            for item in value:
+                walk(item)
+        elif isinstance(value, (int, float)) and not isinstance(value, bool):
+            found.add(float(value))
+
+    if path.suffix == ".json":
+        walk(json.loads(path.read_text()))
+    elif path.suffix == ".md":
+        for word in path.read_text().replace(",", " ").split():
+            try:
+                found.add(float(word))
+            except ValueError:
+                continue
+    return found
+
+
+def test_no_artifact_holds_noise_drawn_rows_or_magnitudes_without_noise(tmp_path, monkeypatch):
+    secret: list[float] = []
+    drawn: list[list[int]] = []
+    magnitudes, rows = MagnitudeEngine.magnitudes, PoissonSampler.draw
+    original = private_selection.release
+
+    def watched(trainer, values, sensitivity):
+        noisy = original(trainer, values, sensitivity)
+        secret.extend((noisy - values).tolist())
+        return noisy
+
+    def seen(engine):
+        found = magnitudes(engine)
+        secret.extend(found.tolist())
+        return found
+
+    def draws(sampler):
+        found = rows(sampler)
+        drawn.append(found)
+        return found
+
+    monkeypatch.setattr(private_selection, "release", watched)
+    monkeypatch.setattr(MagnitudeEngine, "magnitudes", seen)
+    monkeypatch.setattr(PoissonSampler, "draw", draws)
+    trainer = frost(tmp_path, save_strategy="steps", save_steps=2)
+    trainer.train()
+    trainer.save_model()
+    files = [path for path in tmp_path.rglob("*") if path.is_file()]
+    stored = set().union(*(numbers_in(path) for path in files))
+    noisy = trainer.model.peft_config["default"].made[0]["noisy_magnitudes"][0]
+    assert set(noisy.values()) <= stored  # the search finds what is there
+    assert len(secret) > 50 and len(drawn) >= 7
+    close = [v for v in secret if v and any(math.isclose(v, s, rel_tol=1e-6) for s in stored)]
+    assert close == []
+    for path in files:
+        if path.suffix == ".json":
+            for row in drawn:
+                assert len(row) < 3 or str(row) not in path.read_text().replace("\n", "")
+
+
+# -- the noise, and what happens when a rule is broken on purpose ---
+
+
+def measured(trainer, repeats: int = 400) -> tuple[float, float]:
+    """Standard deviation of what ``release`` adds, and what it should be, for one sensitivity."""
+    trainer.private_run()[1].append = lambda event, purpose: None  # type: ignore[method-assign]
+    zeros, sensitivity = torch.zeros(20, dtype=torch.float64), 0.37
+    values = torch.cat([private_selection.release(trainer, zeros, sensitivity) for _ in range(repeats)])
+    return float(values.std()), trainer.privacy_plan.selection.noise_multiplier * sensitivity
+
+
+def test_the_noise_is_that_of_the_plan(tmp_path):
+    spread, expected = measured(frost(tmp_path))
+    assert spread == pytest.approx(expected, rel=0.04)  # 8,000 draws: 0.8 % is one standard deviation
+
+
+def test_planted_noise_for_another_sensitivity_is_seen(tmp_path, monkeypatch):
+    original = private_selection.release
+    monkeypatch.setattr(private_selection, "release", lambda t, v, s: original(t, v, s * 2 / 3))
+    spread, expected = measured(frost(tmp_path))
+    assert spread != pytest.approx(expected, rel=0.04)
+
+
+def sensitivities_follow(folder) -> bool:
+    """Each release was noised for the partitions that were looked at in it."""
+    trainer = frost(folder, config=FrostConfig(**{**GIVEN, "gap_coefficient": 0.0}))
+    trainer.train()
+    (made,) = trainer.model.peft_config["default"].made
+    sizes = {
+        part.name: part.size for part in FrostConfig(**GIVEN, task_type="SEQ_CLS").candidate_partitions(tiny.model())
+    }
+    margin = 1 + 2.0**-12
+    expected = [0.1 / (sum(sizes[name] for name in row) / len(row)) * margin for row in made["noisy_magnitudes"]]
+    assert len(made["noisy_magnitudes"][-1]) < len(made["noisy_magnitudes"][0])  # some were taken before the last
+    return made["sensitivities"] == pytest.approx(expected, rel=1e-12)
+
+
+def test_each_release_is_noised_for_what_remains(tmp_path):
+    assert sensitivities_follow(tmp_path)
+
+
+def test_planted_remaining_set_that_is_not_updated_is_seen(tmp_path, monkeypatch):
+    """Clipping over all partitions, noise for all, when only the remaining ones are published."""
+    first: list[float] = []
+
+    def stale(engine):
+        first.append(original.fget(engine))
+        return first[0]
+
+    original = MagnitudeEngine.sensitivity
+    monkeypatch.setattr(MagnitudeEngine, "sensitivity", property(stale))
+    assert not sensitivities_follow(tmp_path)
+
+
+def charged(folder) -> bool:
+    trainer = frost(folder)
+    trainer.train()
+    return (
+        trainer.ledger.steps("selection") == len(trainer.model.peft_config["default"].made[0]["noisy_magnitudes"]) == 3
+    )
+
+
+def test_the_selection_is_charged(tmp_path):
+    assert charged(tmp_path)
+
+
+def test_planted_selection_that_is_not_charged_is_seen(tmp_path, monkeypatch):
+    original = RunLedger.append
+    monkeypatch.setattr(
+        RunLedger, "append", lambda self, e, purpose: None if purpose == "selection" else original(self, e, purpose)
+    )
+    assert not charged(tmp_path)
+
+
+def test_selections_beyond_the_plan_are_paid_from_what_is_left(tmp_path):
+    """A run that was resumed before its second selection makes it again: it counts, and never passes the target."""
+    chosen = SelectionPlan("mgna", 0.3, 2, 0.1, 1, None, 0.2)
+    plan = PrivacyPlan.create(
+        num_examples=40, expected_batch_size=8, clipping_norm=0.1, target_epsilon=2.0, max_steps=20, selection=chosen
+    )
+    run = RunLedger(tmp_path, plan)
+    run.start(20)
+    run.append(plan.selection.event(2), "selection")
+    run.append(plan.event(10), "training")
+    assert not run.exhausted
+    run.append(plan.selection.event(1), "selection")  # one more than planned
+    steps = 0
+    while not run.exhausted:
+        run.append(plan.event(1), "training")
+        steps += 1
+    assert 0 < steps < 10
+    assert run.ledger.epsilon(plan.delta).value <= 2.0
+    with pytest.raises(BudgetExceededError, match="next step of selection would pass"):
+        run.append(plan.selection.event(2), "selection")
+    run.stop()
+
+
+# -- repeated selection ---
+
+
+def test_selected_again_in_the_middle(tmp_path):
+    config = FrostConfig(**GIVEN, num_selections=2)
+    before = tiny.model().state_dict()
+    trainer = frost(tmp_path, config=config, save_strategy="steps", save_steps=1)
+    trainer.train()
+    assert [(row.purpose, row.event.steps) for row in trainer.ledger.entries] == [
+        ("selection", 3), ("training", 2), ("selection", 3), ("training", 2),
+    ]  # fmt: skip
+    made = json.loads((tmp_path / "checkpoint-4" / "selection.json").read_text())["made"]
+    assert len(made) == 2
+    after = trainer.model.state_dict()
+    moved = {name for name in before if not torch.equal(before[name], after[name])}
+    assert moved == {*made[0]["parameters"], *made[1]["parameters"], "classifier.weight", "classifier.bias"}
+    one = json.loads((tmp_path / "checkpoint-1" / "selection.json").read_text())["made"]
+    assert one == made[:1]
+    again = frost(tmp_path, config=config)
+    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
+    assert again.ledger.steps("selection") == 6 and again.ledger.steps("training") == 5
+
+
+# -- bad input ---
+
+
+def test_refusals(tmp_path):
+    def refused(match, error=HfDpError, given=None, **options):
+        with pytest.raises(error, match=match):
+            frost(tmp_path, given, **options)
+        assert not list(tmp_path.iterdir())
+
+    for ratio in (0.0, -0.5, 1.5):
+        with pytest.raises(InvalidArgumentError, match="unfreeze_ratio"):
+            FrostConfig(unfreeze_ratio=ratio)
+    with pytest.raises(ConfigError, match="target_modules"):
+        FrostConfig(target_modules=["query"])
+    refused("leave room for a partition", config=FrostConfig(**{**GIVEN, "unfreeze_ratio": 1e-4}))
+    refused("'nothing.like.it'", config=FrostConfig(**GIVEN, partitions={"mine": ["nothing.like.it"]}))
+    refused("selection_noise_multiplier.*beside `noise_multiplier`", config=FrostConfig(**SMALL))
+    refused("selection_noise_multiplier.*to be None with a target_epsilon", target_epsilon=2.0)
+    refused("PeftModel already", given={"model": get_peft_model(tiny.model(), RandomConfig(task_type="SEQ_CLS"))})
+    model = tiny.model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    refused("optimizers", given={"model": model, "optimizers": (optimizer, None)})
+    refused("private modes", UnsupportedArgumentError, privacy_mode="non_private")
+    refused("another run made", ConfigError, config=FrostConfig(**GIVEN, parameters=["bert.pooler.dense.weight"]))
+    with pytest.raises(ConfigError, match="DPTrainer.*peft_config=FrostConfig"):
+        get_peft_model(tiny.model(), FrostConfig())
+
+
+def test_the_adapter_of_another_base_is_refused_with_the_shapes(tmp_path):
+    trainer = frost(tmp_path)
+    trainer.train()
+    trainer.save_model()
+    config = copy.deepcopy(tiny.model().config)
+    config.hidden_size, config.intermediate_size = 8, 16
+    with pytest.raises(RuntimeError, match="size mismatch.*shape"):
+        PeftModel.from_pretrained(BertForSequenceClassification(config), tmp_path)
