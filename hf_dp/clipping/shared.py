@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from peft import PeftModel, PeftType
+from peft.tuners.ln_tuning.layer import LNTuningLayer
 from torch import Tensor, nn
 from transformers.models.mpnet.modeling_mpnet import MPNetEncoder
 
@@ -45,7 +46,7 @@ def find_shared_method(module: nn.Module) -> SharedMethod | None:
 def _position_bias(module: nn.Module) -> SharedMethod | None:
     table = module._modules.get(_BIAS_TABLE)
     names = [name for name in _BIAS_METHODS if callable(getattr(type(module), name, None))]
-    if not isinstance(table, nn.Embedding) or len(names) != 1:
+    if not isinstance(table, (nn.Embedding, LNTuningLayer)) or len(names) != 1:
         return None
     method = getattr(type(module), names[0])
     if isinstance(module, MPNetEncoder):

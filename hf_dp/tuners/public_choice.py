@@ -42,11 +42,7 @@ class RandomConfig(SelectionConfig):
         integer("selection_seed", self.selection_seed, 0)
 
     def choose(self, model: nn.Module) -> list[str]:
-        allowed = set(candidates(model, self))
-        names = dict(model.named_parameters())
-        parts = [
-            p for p in partitions(model, self.granularity) if all(names[name] in allowed for name in p.parameters)
-        ]
+        parts = partitions(model, self.granularity, among=set(candidates(model, self)))
         refuse_too_small(parts, self.unfreeze_ratio)
         left = self.unfreeze_ratio * sum(part.size for part in parts)
         chosen: list[str] = []

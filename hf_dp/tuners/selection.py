@@ -144,9 +144,9 @@ class SelectionModel(LNTuningModel):
         """No warning: copies of tied parameters are one parameter here."""
 
     def _replace_module(self, parent: nn.Module, child_name: str, new_module: nn.Module, child: nn.Module) -> None:
-        if isinstance(new_module, LNTuningLayer) or hasattr(new_module, "weight"):
+        if isinstance(new_module, LNTuningLayer):
             super()._replace_module(parent, child_name, new_module, child)
-        else:  # a module of modules with a parameter of its own (ViT's embeddings): stock PEFT looks for its `weight`
+        else:  # back to an ordinary layer or head; stock PEFT would look for its `weight`, which not each has
             setattr(parent, child_name, new_module)
 
     @staticmethod
@@ -215,36 +215,44 @@ def _same_as_base(layer: LNTuningLayer, adapter_name: str) -> list[str]:
 
 
 def target_modules(model: nn.Module, parameters: Sequence[str]) -> list[str] | str:
-    """The outermost modules that own these parameters, all owners of a tied one, in the form PEFT takes them.
+    """The layers that own these parameters, all owners of a tied one, in the form PEFT takes them.
 
-    Raises: InvalidArgumentError for a name that is no parameter; UnsupportedModelError for one that the model itself owns.
+    Raises: InvalidArgumentError for a name that is no parameter; UnsupportedModelError for one that is not a layer's.
     """
     names = dict(model.named_parameters())
     for name in parameters:
         if name not in names:
             raise invalid("parameters", name, "to be a parameter of the model", "See `hf-dp partitions MODEL`.")
-    wanted = {names[name] for name in parameters}
     modules = dict(model.named_modules(remove_duplicate=False))
-    own = {path: wanted & set(module.parameters(recurse=False)) for path, module in modules.items()}
-    leaves = {p for path, owned in own.items() for p in owned if not any(modules[path].children())}
-    # What a single layer owns, too, is used there: a language model's head lists its decoder's bias once more as its own.
-    owners = [path for path, owned in own.items() if owned and (not any(modules[path].children()) or owned - leaves)]
-    if "" in owners:
-        raise UnsupportedModelError(
-            f"{type(model).__name__} owns the selected parameter itself, outside any of its modules: there is no module to "
-            "copy. Leave it out of `partitions`, or freeze it."
-        )
-    outermost = [path for path in owners if not any(path.startswith(f"{other}.") for other in owners)]
+    outside = outside_layers(model)
+    for name in parameters:
+        if names[name] in outside:
+            raise UnsupportedModelError(
+                f"{name!r} is not a parameter of a single layer but of a module made of others, which cannot be copied and "
+                "swapped. Leave it out."
+            )
+    wanted = {names[name] for name in parameters}
+    owners = [path for path, module in modules.items() if wanted & set(module.parameters(recurse=False))]
     # PEFT matches a list by the end of a name: "head" would also match "decoder.head".
-    if all(path in outermost or not any(path.endswith(f".{name}") for name in outermost) for path in modules):
-        return outermost
-    return "|".join(re.escape(path) for path in outermost)
+    if all(path in owners or not any(path.endswith(f".{name}") for name in owners) for path in modules):
+        return owners
+    return "|".join(re.escape(path) for path in owners)
 
 
 def candidates(model: nn.Module, config: SelectionConfig) -> list[nn.Parameter]:
-    """The trainable parameters that may be selected: not of the head and of ``modules_to_save``, which always train."""
-    always = always_trained(model, config)
-    return [parameter for parameter in model.parameters() if parameter.requires_grad and parameter not in always]
+    """The trainable parameters that may be selected.
+
+    Not those of the head and of ``modules_to_save``, which always train. Not those that a module made of others owns (ViT's
+    class token, the bias that a masked language model's head shares with its decoder), which stay frozen: PEFT copies
+    layers, and such a module, copied whole, no longer has the attributes that others read.
+    """
+    out = always_trained(model, config) | outside_layers(model)
+    return [parameter for parameter in model.parameters() if parameter.requires_grad and parameter not in out]
+
+
+def outside_layers(model: nn.Module) -> set[nn.Parameter]:
+    """Parameters that a module with children owns, alone or beside a layer."""
+    return {p for module in model.modules() if any(module.children()) for p in module.parameters(recurse=False)}
 
 
 def always_trained(model: nn.Module, config: SelectionConfig) -> set[nn.Parameter]:

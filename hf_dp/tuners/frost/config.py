@@ -87,18 +87,10 @@ class FrostConfig(SelectionConfig):
     def candidate_partitions(self, model: nn.Module) -> list[Partition]:
         """The partitions that may be selected.
 
-        Raises: InvalidArgumentError for a name of ``partitions`` that matches nothing, or one that mixes in what always
-            trains; when the smallest does not fit ``unfreeze_ratio``.
+        Raises: InvalidArgumentError for a name of ``partitions`` that matches none of them, when nothing may be selected, or
+            when the smallest does not fit ``unfreeze_ratio``.
         """
-        allowed = set(candidates(model, self))
-        names = dict(model.named_parameters())
-        found = []
-        for part in partitions(model, self.granularity, self.partitions):
-            inside = [names[name] in allowed for name in part.parameters]
-            if any(inside) and not all(inside):
-                raise invalid("partitions", part.name, "not to hold parameters of the head or of modules_to_save")
-            if all(inside):
-                found.append(part)
+        found = partitions(model, self.granularity, self.partitions, set(candidates(model, self)))
         if not found:
             raise invalid("peft_config", "FrostConfig", "to have something to choose from", "All else is frozen.")
         refuse_too_small(found, self.unfreeze_ratio)

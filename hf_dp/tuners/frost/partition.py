@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import nn
@@ -29,7 +29,10 @@ class Partition:
 
 
 def partitions(
-    model: nn.Module, granularity: str = "weight", own: Mapping[str, Sequence[str]] | None = None
+    model: nn.Module,
+    granularity: str = "weight",
+    own: Mapping[str, Sequence[str]] | None = None,
+    among: Collection[nn.Parameter] | None = None,
 ) -> list[Partition]:
     """The trainable parameters of ``model`` as disjoint partitions, in the order of its first parameters.
 
@@ -37,13 +40,16 @@ def partitions(
         granularity: ``"weight"``, a weight matrix with its bias; ``"module"``, everything that one module owns.
         own: partitions of your own, name -> parameter names (a trailing * matches any end); parameters it does not name
             follow ``granularity``.
+        among: only these parameters; default: the trainable ones.
 
     Tied parameters are one, and what is tied to one partition belongs to it (a vocabulary's bias to its embedding).
 
     Raises: InvalidArgumentError for an unknown granularity, a name that matches nothing, or a parameter named twice.
     """
     one_of("granularity", granularity, GRANULARITIES)
-    first = {parameter: name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    if among is None:
+        among = {parameter for parameter in model.parameters() if parameter.requires_grad}
+    first = {parameter: name for name, parameter in model.named_parameters() if parameter in among}
     named = _own(own or {}, list(first.values()))
     keys: dict[str, str] = {}  # parameter -> the key of its partition
     owners: dict[str, list[str]] = {name: [] for name in first.values()}
@@ -91,7 +97,9 @@ def _own(own: Mapping[str, Sequence[str]], names: Sequence[str]) -> dict[str, st
             ends = pattern.endswith("*")
             matched = [n for n in names if n == pattern or (ends and n.startswith(pattern[:-1]))]
             if not matched:
-                raise invalid("partitions", pattern, "to name a trainable parameter", "See `hf-dp partitions MODEL`.")
+                raise invalid(
+                    "partitions", pattern, "to name a parameter that may be chosen", "See `hf-dp partitions MODEL`."
+                )
             for name in matched:
                 if name in found:
                     raise invalid("partitions", name, "to be in one partition", f"It is in {found[name]!r} already.")

@@ -1,0 +1,203 @@
+"""Training some of a model's own parameters: exact to clip, and a stock PEFT adapter of just those."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+from architectures import ARCHITECTURES, INFILLING, assert_exact, collate
+from peft import LNTuningModel, PeftModel, get_peft_model
+from safetensors.torch import load_file
+from torch import nn
+
+from hf_dp.errors import ConfigError, InvalidArgumentError, UnsupportedModelError
+from hf_dp.tuners.public_choice import BitFitConfig, HeadConfig, RandomConfig, TopBlocksConfig
+from hf_dp.tuners.selection import SelectionConfig, register, target_modules
+
+MODELS = ARCHITECTURES | {f"infilling {name}": architecture for name, architecture in INFILLING.items()}
+
+
+def logits(architecture, model, batch):
+    with architecture.precision(), torch.no_grad():
+        return model(**{name: value for name, value in batch.items() if name != "labels"}).logits
+
+
+def moved(model) -> None:
+    """Every trainable parameter somewhere else."""
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.add_(torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype), alpha=0.1)
+
+
+def task_type(architecture, model):
+    return "SEQ_CLS" if architecture.task == "classification" else None
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("name", MODELS)
+def test_a_random_half_of_any_model(name, seed, tmp_path):
+    architecture = MODELS[name]
+    torch.manual_seed(0)
+    plain = architecture.build()
+    batch = collate(plain, architecture.examples(plain, (5, 1, 3)))
+    plain.eval()
+    expected = logits(architecture, plain, batch)
+    state = {key: value.clone() for key, value in plain.state_dict().items()}
+    base = {n: p.detach().clone() for n, p in plain.named_parameters()}
+    model = get_peft_model(
+        plain, RandomConfig(unfreeze_ratio=0.5, selection_seed=seed, task_type=task_type(architecture, plain))
+    )
+    assert torch.equal(logits(architecture, model, batch), expected)
+    assert_exact(architecture, model.train(), architecture.examples(model, (5, 1, 3)))
+    moved(model.eval())
+    after = logits(architecture, model, batch)
+    assert not torch.allclose(after, expected)
+    trained = [n for n, p in model.named_parameters() if p.requires_grad]
+    with model.disable_adapter():
+        assert torch.equal(logits(architecture, model, batch), expected)
+    assert [n for n, p in model.named_parameters() if p.requires_grad] == trained
+    model.save_pretrained(tmp_path)
+
+    torch.manual_seed(0)
+    again = architecture.build()
+    again.load_state_dict(state)
+    stock = PeftModel.from_pretrained(again.eval(), tmp_path).eval()
+    assert type(stock.base_model) is LNTuningModel
+    assert torch.equal(logits(architecture, stock, batch), after)
+
+    chosen = set(RandomConfig.from_pretrained(tmp_path).parameters)
+    merged = model.merge_and_unload()
+    assert torch.equal(logits(architecture, merged, batch), after)
+    for parameter_name, parameter in merged.named_parameters():
+        head = any(parameter_name.startswith(part) for part in ("classifier", "score")) and not name.startswith(
+            "infill"
+        )
+        if parameter_name in chosen or head or "classifier" in parameter_name:
+            continue
+        assert torch.equal(parameter, base[parameter_name]), parameter_name
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_only_what_trains_is_saved(tmp_path):
+    model = get_peft_model(ARCHITECTURES["bert"].build(), BitFitConfig(task_type="SEQ_CLS"))
+    model.save_pretrained(tmp_path)
+    saved = load_file(tmp_path / "adapter_model.safetensors")
+    trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
+    assert sum(value.numel() for value in saved.values()) == sum(p.numel() for p in trained.values())
+    assert all(key.endswith("bias") or "classifier" in key for key in saved)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_tied_parameter_trains_as_one_and_is_saved_for_each_owner(tmp_path):
+    base = ARCHITECTURES["gpt2_tied"].build()
+    model = get_peft_model(base, RandomConfig(unfreeze_ratio=1.0))
+    transformer = model.base_model.model
+    one = transformer.transformer.wte.ln_tuning_layers["default"].weight
+    other = transformer.lm_head.ln_tuning_layers["default"].weight
+    assert one is other and one.requires_grad
+    model.save_pretrained(tmp_path)
+    saved = [key for key in load_file(tmp_path / "adapter_model.safetensors") if "ln_tuning_layers" in key]
+    assert len([key for key in saved if "wte" in key or "lm_head" in key]) == 2
+    merged = model.merge_and_unload()
+    assert merged.lm_head.weight is merged.transformer.wte.weight
+
+
+def chosen(config, name="bert"):
+    model = ARCHITECTURES[name].build()
+    return get_peft_model(model, config), dict(ARCHITECTURES[name].build().named_parameters())
+
+
+def test_top_blocks():
+    model, names = chosen(TopBlocksConfig(blocks=1, task_type="SEQ_CLS"))
+    picked = model.peft_config["default"].parameters
+    assert picked and all(name.startswith("bert.encoder.layer.1.") for name in picked)
+    assert len(picked) == sum(name.startswith("bert.encoder.layer.1.") for name in names)
+    assert all(p.requires_grad for n, p in model.named_parameters() if ".modules_to_save." in n)
+    with pytest.raises(InvalidArgumentError, match="blocks"):
+        chosen(TopBlocksConfig(blocks=9))
+    with pytest.raises(UnsupportedModelError, match="blocks"):
+        chosen(TopBlocksConfig(), "albert")
+
+
+def test_head_alone():
+    model, _ = chosen(HeadConfig(task_type="SEQ_CLS"))
+    assert {n.split(".")[2] for n, p in model.named_parameters() if p.requires_grad} == {"classifier"}
+    with pytest.raises(UnsupportedModelError, match="modules_to_save"):
+        chosen(HeadConfig())
+
+
+def test_random_is_a_function_of_its_seed_within_its_ratio():
+    def pick(seed, ratio=0.4):
+        model, names = chosen(RandomConfig(unfreeze_ratio=ratio, selection_seed=seed, task_type="SEQ_CLS"))
+        picked = model.peft_config["default"].parameters
+        candidates = [n for n in names if not n.startswith("classifier")]
+        assert sum(names[n].numel() for n in picked) <= ratio * sum(names[n].numel() for n in candidates)
+        return picked
+
+    assert pick(0) == pick(0) != pick(1)
+    with pytest.raises(InvalidArgumentError, match="leave room for a partition"):
+        pick(0, 1e-6)
+
+
+def test_a_name_that_is_no_parameter_is_refused():
+    with pytest.raises(InvalidArgumentError, match="'bert.nothing'"):
+        chosen(RandomConfig(parameters=["bert.nothing"]))
+
+
+def test_targets_are_exact_where_names_end_alike():
+    model = nn.ModuleDict({"head": nn.Linear(2, 2), "decoder": nn.ModuleDict({"head": nn.Linear(2, 2)})})
+    assert target_modules(model, ["decoder.head.weight"]) == ["decoder.head"]
+    assert target_modules(model, ["head.weight"]) == "head"  # as a pattern, which PEFT matches in full
+
+
+def test_what_the_model_itself_owns_cannot_be_copied():
+    class Own(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.scale, self.layer = nn.Parameter(torch.ones(2)), nn.Linear(2, 2)
+
+    with pytest.raises(UnsupportedModelError, match="'scale' is not a parameter of a single layer"):
+        target_modules(Own(), ["scale"])
+
+
+def test_configurations_round_trip_and_refuse_others(tmp_path):
+    config = RandomConfig(unfreeze_ratio=0.125, selection_seed=7, parameters=["a"], modules_to_save=["b"])
+    config.save_pretrained(tmp_path)
+    again = RandomConfig.from_pretrained(str(tmp_path))
+    assert (again.options(), again.parameters) == (config.options(), config.parameters)
+    with pytest.raises(ConfigError, match="method 'random', not 'bitfit'"):
+        BitFitConfig.from_pretrained(str(tmp_path))
+    with pytest.raises(ConfigError, match="no readable selection.json"):
+        RandomConfig.from_pretrained(str(tmp_path.parent))
+
+
+def test_planted_untied_copies_are_seen(monkeypatch):
+    """Without joining copies of a tied parameter the engine would train two halves of one gradient."""
+    monkeypatch.setattr("hf_dp.tuners.selection.SelectionModel._join", lambda *a: None)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = get_peft_model(ARCHITECTURES["gpt2_tied"].build(), RandomConfig(unfreeze_ratio=1.0))
+    transformer = model.base_model.model
+    assert transformer.transformer.wte.ln_tuning_layers["default"].weight is not (
+        transformer.lm_head.ln_tuning_layers["default"].weight
+    )
+
+
+def test_a_method_of_ones_own(tmp_path):
+    """What the documentation says: a dataclass with ``method`` and ``choose``."""
+    from dataclasses import dataclass
+
+    @register
+    @dataclass
+    class LayerNorms(SelectionConfig):
+        method = "layer_norms"
+
+        def choose(self, model):
+            return [name for name, _ in model.named_parameters() if "LayerNorm" in name]
+
+    model, _ = chosen(LayerNorms(task_type="SEQ_CLS"))
+    assert all("LayerNorm" in n or "classifier" in n for n, p in model.named_parameters() if p.requires_grad)
