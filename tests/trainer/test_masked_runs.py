@@ -1,0 +1,110 @@
+"""PVAL and PARAM in a run: entries outside the mask get neither gradient nor noise; what PARAM looks at is paid for."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from peft import get_peft_model
+
+from hf_dp.cards.document import read
+from hf_dp.cards.verify import disagreements
+from hf_dp.errors import ConfigError, InvalidArgumentError, UnsupportedModelError
+from hf_dp.trainer.modes import dp_sgd
+from hf_dp.tuners.masks import MaskConfig, ParamConfig, PvalConfig, largest, packed, unpacked
+from tests import tiny
+
+PARAM = {"unfreeze_ratio": 0.2, "selection_noise_multiplier": 2.0, "selection_sample_rate": 0.3}
+
+
+def masked(folder, config, **options):
+    return tiny.trainer(folder, given={"peft_config": config}, **options)
+
+
+def moved_entries(before, after):
+    return {name: before[name] != after[name] for name in before}
+
+
+def outside(folder, config, **options) -> int:
+    """How many entries moved that the mask does not keep."""
+    before = {k: v.clone() for k, v in tiny.model().state_dict().items()}
+    trainer = masked(folder, config, **options)
+    trainer.train()
+    moved = moved_entries(before, trainer.model.state_dict())
+    masks = trainer._choice.masks
+    assert all(bool(moved[name][mask].all()) for name, mask in masks.items() if mask.any())  # noise moves each
+    assert sum(int(mask.sum()) for mask in masks.values()) == int(0.2 * sum(m.numel() for m in masks.values()))
+    assert moved["classifier.weight"].all() and "classifier.weight" not in masks
+    return sum(int(moved[name][~mask].sum()) for name, mask in masks.items())
+
+
+@pytest.mark.parametrize("config", [PvalConfig(unfreeze_ratio=0.2), ParamConfig(**PARAM)])
+def test_only_the_mask_moves(config, tmp_path):
+    assert outside(tmp_path, config) == 0
+
+
+def test_planted_noise_outside_the_mask_is_seen(tmp_path, monkeypatch):
+    original = dp_sgd.release_gradient
+    monkeypatch.setattr("hf_dp.trainer.trainer.release_gradient", lambda *given: original(*given[:5], None))
+    assert outside(tmp_path, PvalConfig(unfreeze_ratio=0.2)) > 0
+
+
+def test_pval_keeps_the_largest(tmp_path):
+    model = tiny.model()
+    masks = PvalConfig(unfreeze_ratio=0.1, task_type="SEQ_CLS").masks(model)
+    values = dict(model.named_parameters())
+    kept = torch.cat([values[n][m].abs() for n, m in masks.items()])
+    left = torch.cat([values[n][~m].abs() for n, m in masks.items()])
+    assert kept.min() >= left.max() and len(kept) == int(0.1 * (len(kept) + len(left)))
+
+
+def test_param_is_charged_and_pval_is_free(tmp_path):
+    trainer = masked(tmp_path / "a", ParamConfig(unfreeze_ratio=0.2), target_epsilon=2.0)
+    trainer.train()
+    trainer.save_model()
+    assert [(e.purpose, e.event.steps) for e in trainer.ledger.entries] == [("selection", 1), ("training", 4)]
+    assert trainer.epsilon().value <= 2.0
+    assert disagreements(read(tmp_path / "a")) == []
+    trainer = masked(tmp_path / "b", PvalConfig(unfreeze_ratio=0.2))
+    trainer.train()
+    assert [entry.purpose for entry in trainer.ledger.entries] == ["training"]
+
+
+@pytest.mark.parametrize("config", [PvalConfig(unfreeze_ratio=0.2), ParamConfig(**PARAM)])
+def test_a_resumed_run_reads_its_masks(config, tmp_path, monkeypatch):
+    first = masked(tmp_path, config, save_strategy="steps", save_steps=2)
+    first.train()
+    monkeypatch.setattr("hf_dp.trainer.choice.select_entries", lambda *a: pytest.fail("selected again"))
+    again = masked(tmp_path, config)
+    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert all(torch.equal(mask, again._choice.masks[name]) for name, mask in first._choice.masks.items())
+    other = masked(tmp_path, dataclasses.replace(config, unfreeze_ratio=0.5))
+    with pytest.raises(ConfigError, match="Cannot resume: `unfreeze_ratio`"):
+        other.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+
+
+def test_masks_as_bits():
+    model = tiny.model()
+    masks = {n: torch.rand(p.shape) < 0.4 for n, p in model.named_parameters()}
+    again = unpacked(packed(masks), model)
+    assert all(torch.equal(mask, again[name]) for name, mask in masks.items())
+    with pytest.raises(InvalidArgumentError, match="'other'"):
+        unpacked({"other": torch.zeros(1, dtype=torch.uint8)}, model)
+
+
+def test_refusals(tmp_path):
+    for options, match in (
+        ({"weight_decay": 0.01}, "weight_decay"),
+        ({"clipping": "per_layer"}, "clipping"),
+        ({"clipping_strategy": "two_pass"}, "clipping_strategy"),
+    ):
+        with pytest.raises(InvalidArgumentError, match=match):
+            masked(tmp_path, PvalConfig(), **options)
+    with pytest.raises(InvalidArgumentError, match="unfreeze_ratio"):
+        PvalConfig(unfreeze_ratio=0)
+    with pytest.raises(InvalidArgumentError, match="leave room for one"):
+        largest({"a": torch.ones(3)}, 0.1)
+    with pytest.raises(UnsupportedModelError, match="pass this configuration to DPTrainer"):
+        get_peft_model(tiny.model(), PvalConfig())
+    assert issubclass(PvalConfig, MaskConfig)
