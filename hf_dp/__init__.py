@@ -18,6 +18,13 @@ if TYPE_CHECKING:
     from hf_dp.plan import PrivacyPlan as PrivacyPlan
     from hf_dp.trainer.arguments import DPTrainingArguments as DPTrainingArguments
     from hf_dp.trainer.trainer import DPTrainer as DPTrainer
+    from hf_dp.tuners.methods import BitFitConfig as BitFitConfig
+    from hf_dp.tuners.methods import FrostConfig as FrostConfig
+    from hf_dp.tuners.methods import HeadConfig as HeadConfig
+    from hf_dp.tuners.methods import ParamConfig as ParamConfig
+    from hf_dp.tuners.methods import PvalConfig as PvalConfig
+    from hf_dp.tuners.methods import RandomConfig as RandomConfig
+    from hf_dp.tuners.methods import TopBlocksConfig as TopBlocksConfig
 
 _HOMES = {
     "ClippingEngine": "hf_dp.clipping",
@@ -26,6 +33,10 @@ _HOMES = {
     "Ledger": "hf_dp.accounting",
     "PrivacyPlan": "hf_dp.plan",
     "PrivacyStatement": "hf_dp.cards.statement",
+    **dict.fromkeys(
+        ("BitFitConfig", "FrostConfig", "HeadConfig", "ParamConfig", "PvalConfig", "RandomConfig", "TopBlocksConfig"),
+        "hf_dp.tuners.methods",
+    ),
 }
 
 when_imported("transformers.models.auto.configuration_auto", "hf_dp.tasks.infilling_config:register")

@@ -138,6 +138,8 @@ def peft_config(values: dict[str, Any] | None) -> Any:
         raise ConfigError(f"Expected `peft` to be a block like {{peft_type: lora, r: 8}}, got {values!r}.")
     from peft import PEFT_TYPE_TO_CONFIG_MAPPING
 
+    import hf_dp.tuners.methods  # noqa: F401 - registers ours
+
     methods = {str(getattr(kind, "value", kind)).lower(): cls for kind, cls in PEFT_TYPE_TO_CONFIG_MAPPING.items()}
     options = dict(values)
     method = str(options.pop("peft_type", "")).lower()
@@ -147,5 +149,7 @@ def peft_config(values: dict[str, Any] | None) -> Any:
     check_keys(options, fields)
     try:
         return methods[method](**options)
+    except HfDpError:
+        raise
     except (TypeError, ValueError) as problem:
         raise ConfigError(f"The `peft` block {values!r} is refused by peft: {problem}") from problem

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import copy
 import hashlib
 import itertools
 import json
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -66,7 +67,13 @@ def build_parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("--config", required=True, metavar="FILE", help="the recipe whose settings are varied")
-    add("--grid", nargs="+", default=[], metavar="KEY=A,B", help="values of a key, as YAML; all combinations are run")
+    add(
+        "--grid",
+        nargs="+",
+        default=[],
+        metavar="KEY=A,B",
+        help="values of a key (peft.r: in a block), as YAML; all combinations are run",
+    )
     add("--set", nargs="+", default=[], metavar="KEY=VALUE", help="keys that are the same in all runs")
     add("--seeds", nargs="+", type=int, default=[0], metavar="SEED", help="seeds of initialization (default: 0)")
     add("--output-dir", required=True, metavar="FOLDER", help="a folder for each run below it")
@@ -83,7 +90,7 @@ def main(argv: Sequence[str]) -> int:
         from hf_dp._plotting import require_matplotlib
 
         require_matplotlib(args.plot)
-    recipe = {**read_yaml(args.config), **dict(_setting(word) for word in args.set)}
+    recipe = with_settings(read_yaml(args.config), dict(_setting(word) for word in args.set))
     if Path(args.output_dir).is_file():
         raise ConfigError(f"Expected `--output-dir` to be a folder, and {args.output_dir!r} is a file.")
     cells = list(grid(args.grid, args.seeds, Path(args.output_dir)))
@@ -152,12 +159,29 @@ def _yaml(text: str, word: str) -> Any:
     return value
 
 
+def with_settings(recipe: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The recipe with these settings; ``peft.r`` is the key ``r`` of the block ``peft``.
+
+    Raises: ConfigError when there is no such block.
+    """
+    values = copy.deepcopy(dict(recipe))
+    for key, value in settings.items():
+        block, *inside = key.split(".")
+        if not inside:
+            values[block] = value
+        elif len(inside) == 1 and isinstance(values.get(block), dict):
+            values[block][inside[0]] = value
+        else:
+            raise ConfigError(f"Expected the key {key!r} to be of a block of the recipe, and `{block}` is none.")
+    return values
+
+
 def _run(recipe: dict[str, Any], cell: Cell, which: str) -> bool:
     """Train one cell in a process of its own, unless its result is there already.
 
     Raises: ConfigError when what is there was run with another recipe.
     """
-    values = {**recipe, **cell.settings, "seed": cell.seed}
+    values = {**with_settings(recipe, cell.settings), "seed": cell.seed}
     values = {key: value for key, value in values.items() if value is not None and key != "output_dir"}
     config = cell.folder / "config.yaml"
     if config.exists() and (before := read_yaml(str(config))) != values:

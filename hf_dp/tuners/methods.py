@@ -1,0 +1,9 @@
+"""All our ways to choose what trains, so that importing this lets PEFT and YAML know them by name."""
+
+from hf_dp.tuners.frost.config import FrostConfig as FrostConfig
+from hf_dp.tuners.masks import ParamConfig as ParamConfig
+from hf_dp.tuners.masks import PvalConfig as PvalConfig
+from hf_dp.tuners.public_choice import BitFitConfig as BitFitConfig
+from hf_dp.tuners.public_choice import HeadConfig as HeadConfig
+from hf_dp.tuners.public_choice import RandomConfig as RandomConfig
+from hf_dp.tuners.public_choice import TopBlocksConfig as TopBlocksConfig
