@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from hf_dp.tuners.methods import ParamConfig as ParamConfig
     from hf_dp.tuners.methods import PvalConfig as PvalConfig
     from hf_dp.tuners.methods import RandomConfig as RandomConfig
+    from hf_dp.tuners.methods import RgpConfig as RgpConfig
     from hf_dp.tuners.methods import TopBlocksConfig as TopBlocksConfig
 
 _HOMES = {
@@ -34,7 +35,16 @@ _HOMES = {
     "PrivacyPlan": "hf_dp.plan",
     "PrivacyStatement": "hf_dp.cards.statement",
     **dict.fromkeys(
-        ("BitFitConfig", "FrostConfig", "HeadConfig", "ParamConfig", "PvalConfig", "RandomConfig", "TopBlocksConfig"),
+        (
+            "BitFitConfig",
+            "FrostConfig",
+            "HeadConfig",
+            "ParamConfig",
+            "PvalConfig",
+            "RandomConfig",
+            "RgpConfig",
+            "TopBlocksConfig",
+        ),
         "hf_dp.tuners.methods",
     ),
 }

@@ -3,18 +3,23 @@ parameter met; norms follow from the records, then each weight gradient is forme
 
 from __future__ import annotations
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from hf_dp.clipping.bundles import bundled
 from hf_dp.clipping.norms import ExampleNorms
 from hf_dp.clipping.step import ClippedStep
+from hf_dp.clipping.uses import Use
 
 
 def book_keeping(step: ClippedStep, losses: Tensor) -> Tensor:
     """Adds the clipped gradients to the step's sums; returns the examples' norms (b,). Holds all records at once."""
-    uses = step.records(losses)
+    return clip_and_add(step, step.records(losses), len(losses))
+
+
+def clip_and_add(step: ClippedStep, uses: dict[nn.Parameter, list[Use]], examples: int) -> Tensor:
+    """Norms from the records of a batch, weights from the norms, weighted sums from records and weights; the norms (b,)."""
     bundles = bundled(uses, step.groups)
-    table = ExampleNorms(step.groups, len(losses))
+    table = ExampleNorms(step.groups, examples)
     for bundle in bundles:  # one row for all: nothing in it can be in doubt
         table.add(bundle.parameters[0], [bundle.use])
     for parameter, of_parameter in uses.items():

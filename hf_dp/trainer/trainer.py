@@ -25,7 +25,6 @@ from hf_dp.cards.card import render_card
 from hf_dp.cards.provenance import seen_in_pretraining
 from hf_dp.cards.statement import PrivacyStatement, RunFacts
 from hf_dp.clipping import ClippingEngine, refuse_coupling, self_check
-from hf_dp.clipping.masked import MaskedEngine
 from hf_dp.errors import DataError, LedgerError, UnsupportedArgumentError
 from hf_dp.losses import per_example_loss
 from hf_dp.noise import SecretRandomness
@@ -194,7 +193,7 @@ class DPTrainer(Trainer):
             loss_sum = self.feed(engine, inputs)
             sums = engine.collect()
         trainable = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
-        release_gradient(trainable, sums, plan, self.randomness, run, self._choice.masks)
+        release_gradient(trainable, sums, plan, self.randomness, run, self._choice.finish)
         if "training_loss" in run.released:
             return loss_sum / plan.expected_batch_size
         return torch.zeros((), device=self.args.device)
@@ -212,9 +211,8 @@ class DPTrainer(Trainer):
         return loss_sum
 
     def _engine(self, plan: PrivacyPlan) -> ClippingEngine:
-        if self._choice.masks is not None:
-            return MaskedEngine(self.model, self._choice.masks, plan.clipping_norm, plan.clipping)
-        return ClippingEngine(self.model, plan.clipping_norm, plan.clipping, self._clipping_strategy())
+        chosen = self._choice.engine(self.model, plan)
+        return chosen or ClippingEngine(self.model, plan.clipping_norm, plan.clipping, self._clipping_strategy())
 
     def _clipping_strategy(self) -> str:
         """As asked for; else two passes for a model that checkpoints, whose memory held records would fill again."""
@@ -296,7 +294,9 @@ class DPTrainer(Trainer):
     def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
         """As Trainer's, over all that may train at some time of the run."""
         with self._choice.all_that_may_train(self.model):
-            return super().create_optimizer(*args, **kwargs)
+            optimizer = super().create_optimizer(*args, **kwargs)
+        self._choice.tune(optimizer)
+        return optimizer
 
     def replace_model(self, model: nn.Module) -> None:
         """Train this model instead, from before the optimizer exists."""

@@ -12,7 +12,6 @@ from typing import Any, ClassVar, NoReturn
 
 import numpy as np
 import torch
-from peft.mapping import PEFT_TYPE_TO_TUNER_MAPPING
 from torch import Tensor, nn
 
 from hf_dp._validate import in_unit_interval, invalid
@@ -40,14 +39,14 @@ class MaskConfig(SelectionConfig):
         return [name for name, parameter in model.named_parameters() if parameter in allowed]
 
 
-class _InPlace:
+class InPlace:
     """Stands where PEFT looks for an adapter of these methods."""
 
     prefix = "mask_"
 
     def __init__(self, *args: Any, **kwargs: Any):
         raise UnsupportedModelError(
-            "Single parameters train in place, not as an adapter: pass this configuration to DPTrainer(peft_config=...)."
+            "This method trains in place, not as an adapter: pass this configuration to DPTrainer(peft_config=...)."
         )
 
 
@@ -97,9 +96,8 @@ class ParamConfig(MaskConfig):
         )
 
 
-for _config in (PvalConfig, ParamConfig):
-    register(_config)
-    PEFT_TYPE_TO_TUNER_MAPPING[_config.method.upper()] = _InPlace  # type: ignore[index, assignment]
+register(PvalConfig, InPlace)
+register(ParamConfig, InPlace)
 
 
 def largest(values: Mapping[str, Tensor], ratio: float) -> dict[str, Tensor]:

@@ -7,3 +7,4 @@ from hf_dp.tuners.public_choice import BitFitConfig as BitFitConfig
 from hf_dp.tuners.public_choice import HeadConfig as HeadConfig
 from hf_dp.tuners.public_choice import RandomConfig as RandomConfig
 from hf_dp.tuners.public_choice import TopBlocksConfig as TopBlocksConfig
+from hf_dp.tuners.rgp import RgpConfig as RgpConfig

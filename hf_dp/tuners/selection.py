@@ -108,11 +108,14 @@ class SelectionConfig(LNTuningConfig):
             raise ConfigError(f"{FILE_NAME} cannot be read ({problem}): another version wrote it.") from problem
 
 
-def register(cls: type[SelectionConfig]) -> type[SelectionConfig]:
-    """Class decorator: lets ``get_peft_model`` and YAML find the method by its name."""
+def register(cls: type[SelectionConfig], tuner: Any = None) -> type[SelectionConfig]:
+    """Class decorator: lets ``get_peft_model`` and YAML find the method by its name.
+
+    Args: tuner: what ``get_peft_model`` builds, default :class:`SelectionModel`.
+    """
     name: Any = cls.method.upper()
     PEFT_TYPE_TO_CONFIG_MAPPING[name] = cls
-    PEFT_TYPE_TO_TUNER_MAPPING[name] = SelectionModel
+    PEFT_TYPE_TO_TUNER_MAPPING[name] = tuner or SelectionModel
     PEFT_TYPE_TO_PREFIX_MAPPING[name] = SelectionModel.prefix
     return cls
 

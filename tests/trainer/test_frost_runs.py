@@ -81,7 +81,7 @@ def test_a_resumed_run_reads_its_selection_and_makes_none(tmp_path, monkeypatch)
     first = frost(tmp_path, save_strategy="steps", save_steps=2)
     first.train()
     chosen = first.model.peft_config["default"].parameters
-    monkeypatch.setattr("hf_dp.trainer.choice.select_partitions", lambda *a: pytest.fail("selected again"))
+    monkeypatch.setattr("hf_dp.trainer.choice.frost.select_partitions", lambda *a: pytest.fail("selected again"))
     again = frost(tmp_path, save_strategy="steps", save_steps=2)
     again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
     assert again.model.peft_config["default"].parameters == chosen

@@ -1,4 +1,4 @@
-"""PVAL and PARAM in a run: entries outside the mask get neither gradient nor noise; what PARAM looks at is paid for."""
+"""In place: PVAL and PARAM, whose entries outside the mask stay and of which PARAM pays for its look; RGP."""
 
 from __future__ import annotations
 
@@ -7,12 +7,14 @@ import dataclasses
 import pytest
 import torch
 from peft import get_peft_model
+from safetensors.torch import load_file
 
 from hf_dp.cards.document import read
 from hf_dp.cards.verify import disagreements
 from hf_dp.errors import ConfigError, InvalidArgumentError, UnsupportedModelError
 from hf_dp.trainer.modes import dp_sgd
 from hf_dp.tuners.masks import MaskConfig, ParamConfig, PvalConfig, largest, packed, unpacked
+from hf_dp.tuners.rgp import RgpConfig
 from tests import tiny
 
 PARAM = {"unfreeze_ratio": 0.2, "selection_noise_multiplier": 2.0, "selection_sample_rate": 0.3}
@@ -75,7 +77,7 @@ def test_param_is_charged_and_pval_is_free(tmp_path):
 def test_a_resumed_run_reads_its_masks(config, tmp_path, monkeypatch):
     first = masked(tmp_path, config, save_strategy="steps", save_steps=2)
     first.train()
-    monkeypatch.setattr("hf_dp.trainer.choice.select_entries", lambda *a: pytest.fail("selected again"))
+    monkeypatch.setattr("hf_dp.trainer.choice.masks.select_entries", lambda *a: pytest.fail("selected again"))
     again = masked(tmp_path, config)
     again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
     assert all(torch.equal(mask, again._choice.masks[name]) for name, mask in first._choice.masks.items())
@@ -108,3 +110,55 @@ def test_refusals(tmp_path):
     with pytest.raises(UnsupportedModelError, match="pass this configuration to DPTrainer"):
         get_peft_model(tiny.model(), PvalConfig())
     assert issubclass(PvalConfig, MaskConfig)
+
+
+def test_rgp_trains_matrices_and_head_along_its_carriers(tmp_path):
+    before = {k: v.clone() for k, v in tiny.model().state_dict().items()}
+    seen = []
+
+    trainer = masked(tmp_path, RgpConfig(rank=2), optim="sgd", save_strategy="steps", save_steps=2)
+    original = trainer._choice.finish
+
+    def watched(noised):
+        seen.append({name: tuple(value.shape) for name, value in noised.items()})
+        return original(noised)
+
+    trainer._choice.finish = watched
+    trainer.train()
+    after = trainer.model.state_dict()
+    moved = {name for name in before if not torch.equal(before[name], after[name])}
+    matrices = {n for n in before if n.endswith("weight") and before[n].dim() == 2 and "embeddings" not in n}
+    assert moved == matrices | {"classifier.bias"}
+    assert seen[0]["bert.pooler.dense.weight.left_carrier"] == (16, 2)
+    assert seen[0]["bert.encoder.layer.0.output.dense.weight.right_carrier"] == (2, 32)
+    assert "bert.pooler.dense.weight" not in seen[0]
+    # One step of SGD is of rank at most 2r; four steps with carriers of their own, of more.
+    first = tiny.model().load_state_dict(load_file(tmp_path / "checkpoint-2" / "model.safetensors"))
+    assert not first.missing_keys
+    one = masked(tmp_path / "one", RgpConfig(rank=2), optim="sgd", max_steps=1)
+    one.train()
+    update = one.model.state_dict()["bert.pooler.dense.weight"] - before["bert.pooler.dense.weight"]
+    assert torch.linalg.matrix_rank(update, rtol=1e-4) == 4
+    again = masked(tmp_path, RgpConfig(rank=2), optim="sgd")
+    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert again.ledger.steps() == 6
+    assert disagreements(read(tmp_path)) == []
+
+
+def test_rgp_follows_the_update_since_the_base_after_a_resume(tmp_path):
+    """The weights that a checkpoint holds have an update already; the base's are the start."""
+    masked(tmp_path, RgpConfig(rank=1), save_strategy="steps", save_steps=2).train()
+    again = masked(tmp_path, RgpConfig(rank=1))
+    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    base = tiny.model().state_dict()
+    assert all(torch.equal(value, base[name]) for name, value in again._choice._start.items())
+
+
+def test_rgp_scales_its_learning_rate(tmp_path):
+    trainer = masked(tmp_path, RgpConfig(rank=1, learning_rate_scale=3.0), learning_rate=1e-3)
+    trainer.train()
+    rates = {group["initial_lr"]: len(group["params"]) for group in trainer.optimizer.param_groups if group["params"]}
+    assert set(rates) == {1e-3, 3e-3} and rates[3e-3] > rates[1e-3]
+    for options, match in (({"clipping": "per_layer"}, "clipping"), ({"clipping_strategy": "two_pass"}, "strategy")):
+        with pytest.raises(InvalidArgumentError, match=match):
+            masked(tmp_path / "x", RgpConfig(), **options)

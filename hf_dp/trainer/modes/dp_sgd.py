@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -20,18 +20,17 @@ def release_gradient(
     plan: PrivacyPlan,
     randomness: SecretRandomness,
     run: RunLedger,
-    masks: Mapping[str, Tensor] | None = None,
+    finish: Callable[[dict[str, Tensor]], dict[str, Tensor]] | None = None,
 ) -> None:
     """``p.grad = (clipped sum + N(0, (noise_multiplier C)^2)) / expected_batch_size`` for every trainable parameter.
 
     The noise is drawn once per logical batch and the divisor is a public constant, also for an empty draw. The step is in
     the durable ledger before any ``p.grad`` is set: whatever is killed afterwards, nothing unrecorded was visible.
     """
-    for name, total in sums.items():
-        noise = randomness.gaussian_like(total, plan.noise_std)
-        if masks is not None and name in masks:  # an entry that does not train has no gradient, and gets no noise
-            noise.mul_(masks[name])
-        total.add_(noise).div_(plan.expected_batch_size)
+    for total in sums.values():
+        total.add_(randomness.gaussian_like(total, plan.noise_std)).div_(plan.expected_batch_size)
     run.append(plan.event(steps=1), TRAINING)
+    if finish is not None:  # a function of what is noised: free
+        sums = finish(sums)
     for name, parameter in parameters.items():
         parameter.grad = sums.pop(name).to(parameter.dtype)

@@ -1,0 +1,111 @@
+"""Clipping of gradients seen through low-rank carriers: RGP, Yu et al. 2021 (arXiv 2106.09352), algorithm 1.
+
+A weight W (m, n) is thought of as ``L R + (W - L R)``, the second part constant, L (m, r) with orthonormal columns and R
+(r, n) with orthonormal rows. The gradients of L and R, ``G R^T`` and ``L^T G`` for the gradient G of W, are clipped and noised
+instead of G: r (m + n) numbers where G has m n. Value and derivative of the model are those of W, so nothing in the model
+changes: the records of W's uses are projected.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from hf_dp._validate import invalid, one_of
+from hf_dp.clipping.book_keeping import clip_and_add
+from hf_dp.clipping.engine import ClippingEngine
+from hf_dp.clipping.step import ClippedStep
+from hf_dp.clipping.uses import Dense, OuterProducts, Use, accumulation_dtype, full_precision
+
+CLIPPINGS = ("flat", "automatic")
+LEFT, RIGHT = ".left_carrier", ".right_carrier"  # what follows a weight's name in the sums
+
+
+@dataclass(frozen=True)
+class Carriers:
+    """``left`` (m, r) with orthonormal columns, ``right`` (r, n) with orthonormal rows."""
+
+    left: Tensor
+    right: Tensor
+
+    def gradient(self, of_left: Tensor, of_right: Tensor) -> Tensor:
+        """The weight's gradient, (m, n), from those of the carriers: ``dL R + L dR - L L^T dL R`` (section 3.2).
+
+        With the exact ``dL = G R^T``, ``dR = L^T G`` it is G projected: what of it lies in the span of L or of R.
+        """
+        return of_left @ self.right + self.left @ (of_right - self.left.mT @ of_left @ self.right)
+
+
+class LowRankEngine(ClippingEngine):
+    """As :class:`ClippingEngine`, but of the weights with carriers the carriers' gradients are clipped and summed.
+
+    ``collect()`` returns them as ``NAME.left_carrier`` (m, r) and ``NAME.right_carrier`` (r, n); other parameters as ever.
+
+    Args: carriers: by parameter name, of matrices.
+
+    Raises: InvalidArgumentError for carriers of no trainable matrix, or clipping other than ``"flat"`` and ``"automatic"``.
+    """
+
+    def __init__(
+        self, model: nn.Module, carriers: Mapping[str, Carriers], clipping_norm: float, clipping: str = "flat"
+    ):
+        super().__init__(model, clipping_norm, one_of("clipping", clipping, CLIPPINGS))
+        self.carriers = dict(carriers)
+
+    def __enter__(self) -> LowRankEngine:
+        super().__enter__()
+        self._pairs: dict[nn.Parameter, tuple[nn.Parameter, nn.Parameter]] = {}
+        for name, each in self.carriers.items():
+            parameter = self._parameters.get(name)
+            if parameter is None or parameter.shape != (len(each.left), each.right.shape[1]):
+                self.__exit__()
+                raise invalid("carriers", name, "to be of a trainable matrix, and of its shape")
+            # They stand for the carriers where the engine keeps norms and sums by parameter; they hold no values.
+            pair = tuple(nn.Parameter(torch.empty_like(part)) for part in (each.left, each.right))
+            self._pairs[parameter] = pair  # type: ignore[assignment]
+            self._groups |= dict.fromkeys(pair, 0)
+        return self
+
+    def _take(self, step: ClippedStep, losses: Tensor) -> Tensor:
+        uses = step.records(losses)
+        names = {parameter: name for name, parameter in self._parameters.items()}
+        with torch.no_grad(), full_precision():
+            for parameter, pair in self._pairs.items():
+                if parameter in uses:
+                    projected = _project(uses.pop(parameter), self.carriers[names[parameter]], parameter.shape)
+                    uses |= {part: [use] for part, use in zip(pair, projected, strict=True)}
+        return clip_and_add(step, uses, len(losses))
+
+    def collect(self) -> dict[str, Tensor]:
+        sums, found = dict(self._sums), super().collect()
+        for name in self.carriers:
+            del found[name]
+            for ending, part in zip((LEFT, RIGHT), self._pairs[self._parameters[name]], strict=True):
+                dtype = accumulation_dtype(part.dtype)
+                found[name + ending] = sums[part] if part in sums else torch.zeros_like(part, dtype=dtype)
+        return found
+
+
+def _project(uses: Sequence[Use], carriers: Carriers, shape: torch.Size) -> tuple[Dense, Dense]:
+    """The gradients of both carriers, one for each example."""
+    lefts, rights = [], []
+    for use in uses:
+        if isinstance(use, OuterProducts):
+            dtype = accumulation_dtype(use.left.dtype)
+            left, right = use.left.to(dtype), use.right.to(dtype)
+            lefts.append(torch.bmm(left.mT, right @ carriers.right.mT.to(dtype)))
+            rights.append(torch.bmm((left @ carriers.left.to(dtype)).mT, right))
+        else:
+            gradients = use.gradients if isinstance(use, Dense) else _explicit(use, shape)
+            dtype = accumulation_dtype(gradients.dtype)
+            lefts.append(gradients.to(dtype) @ carriers.right.mT.to(dtype))
+            rights.append(carriers.left.mT.to(dtype) @ gradients.to(dtype))
+    return Dense(torch.stack(lefts).sum(0)), Dense(torch.stack(rights).sum(0))
+
+
+def _explicit(use: Use, shape: torch.Size) -> Tensor:
+    count = len(use.fingerprint())
+    return torch.stack([use.example_gradient(index, shape, torch.float32) for index in range(count)])
