@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from hf_dp.plan import PrivacyPlan as PrivacyPlan
     from hf_dp.trainer.arguments import DPTrainingArguments as DPTrainingArguments
     from hf_dp.trainer.trainer import DPTrainer as DPTrainer
+    from hf_dp.tuners.methods import AdapterConfig as AdapterConfig
     from hf_dp.tuners.methods import BitFitConfig as BitFitConfig
     from hf_dp.tuners.methods import FrostConfig as FrostConfig
     from hf_dp.tuners.methods import HeadConfig as HeadConfig
@@ -36,6 +37,7 @@ _HOMES = {
     "PrivacyStatement": "hf_dp.cards.statement",
     **dict.fromkeys(
         (
+            "AdapterConfig",
             "BitFitConfig",
             "FrostConfig",
             "HeadConfig",
@@ -49,6 +51,7 @@ _HOMES = {
     ),
 }
 
+when_imported("peft", "hf_dp.tuners.registration:register")
 when_imported("transformers.models.auto.configuration_auto", "hf_dp.tasks.infilling_config:register")
 
 __all__ = ["__version__", *sorted(_HOMES)]  # noqa: PLE0604

@@ -9,6 +9,7 @@ from torch import nn
 
 from hf_dp.losses import base_model
 from hf_dp.tasks.infilling_config import InfillingConfig
+from hf_dp.tuners.adapter import AdapterConfig
 
 
 def usage(model: nn.Module, name: str, base_name: str | None, task_tag: str | None) -> str | None:
@@ -18,17 +19,36 @@ def usage(model: nn.Module, name: str, base_name: str | None, task_tag: str | No
     is made a classifier again first.
     """
     config: Any = getattr(base_model(model), "config", None)
-    if isinstance(config, InfillingConfig) and hasattr(model, "peft_config"):
-        return _adapter(config, name, base_name or "BASE_MODEL")
+    adapters = getattr(model, "peft_config", {})
+    ours = any(isinstance(each, AdapterConfig) for each in adapters.values())
+    if isinstance(config, InfillingConfig) and adapters:
+        return _adapter(config, name, base_name or "BASE_MODEL", merges=not ours)
     if task_tag is None:
         return None
+    if ours:  # transformers loads by itself only what PEFT knows
+        return _bottleneck(config, type(base_model(model)).__name__, name, base_name or "BASE_MODEL", task_tag)
     lines = ["import hf_dp  # makes the class known"] if isinstance(config, InfillingConfig) else []
     return "\n".join(
         [*lines, "from transformers import pipeline", "", f"model = pipeline({task_tag!r}, model={name!r})"]
     )
 
 
-def _adapter(config: InfillingConfig, name: str, base_name: str) -> str:
+def _bottleneck(config: Any, class_name: str, name: str, base_name: str, task_tag: str) -> str:
+    labels = f", num_labels={config.num_labels}" if class_name.endswith("Classification") else ""
+    return "\n".join(
+        [
+            "import hf_dp  # makes the adapter known",
+            "from peft import PeftModel",
+            f"from transformers import AutoTokenizer, {class_name}, pipeline",
+            "",
+            f"base = {class_name}.from_pretrained({base_name!r}{labels})",
+            f"model = PeftModel.from_pretrained(base, {name!r})",
+            f"model = pipeline({task_tag!r}, model=model, tokenizer=AutoTokenizer.from_pretrained({name!r}))",
+        ]
+    )
+
+
+def _adapter(config: InfillingConfig, name: str, base_name: str, merges: bool) -> str:
     names = [label for _, label in sorted((config.id2label or {}).items())]
     block = {"template": config.template, "label_words": dict(zip(names, config.label_words, strict=True))}
     return "\n".join(
@@ -42,7 +62,7 @@ def _adapter(config: InfillingConfig, name: str, base_name: str) -> str:
             f"infilling = Infilling.of({json.dumps(block)})",
             f"tokenizer = AutoTokenizer.from_pretrained({base_name!r})",
             f"base, tokenizer = load_infilling({base_name!r}, tokenizer, infilling, {names!r})",
-            f"model = PeftModel.from_pretrained(base, {name!r}).merge_and_unload()",
+            f"model = PeftModel.from_pretrained(base, {name!r}){'.merge_and_unload()' if merges else ''}",
             'model = pipeline("text-classification", model=model, tokenizer=tokenizer)',
         ]
     )

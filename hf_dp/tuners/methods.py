@@ -1,5 +1,6 @@
 """All our ways to choose what trains, so that importing this lets PEFT and YAML know them by name."""
 
+from hf_dp.tuners.adapter import AdapterConfig as AdapterConfig
 from hf_dp.tuners.frost.config import FrostConfig as FrostConfig
 from hf_dp.tuners.masks import ParamConfig as ParamConfig
 from hf_dp.tuners.masks import PvalConfig as PvalConfig

@@ -1,0 +1,170 @@
+"""Bottleneck adapters (Houlsby et al. 2019, arXiv 1902.00751; Pfeiffer et al. 2021, arXiv 2005.00247) as a PEFT method.
+
+After the output projection of a sublayer, before the residual connection: ``h + up(act(down(h)))``. PEFT has no such method,
+so what is saved loads where ``hf_dp`` is imported.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from peft import PeftConfig
+from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING, PEFT_TYPE_TO_PREFIX_MAPPING, PEFT_TYPE_TO_TUNER_MAPPING
+from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer
+from torch import Tensor, nn
+from transformers.activations import ACT2FN
+
+from hf_dp._validate import integer, invalid, one_of
+from hf_dp.errors import UnsupportedModelError
+
+# The output projections of (attention, feed-forward) in transformers' models, by model_type: ends of module names.
+_BERT = (["attention.output.dense"], ["output.dense"])
+OUTPUTS: dict[str, tuple[list[str], list[str]]] = {
+    **dict.fromkeys(("bert", "roberta", "electra", "camembert", "xlm-roberta", "deberta", "deberta-v2"), _BERT),
+    "vit": (["attention.o_proj"], ["mlp.fc2"]),
+    "distilbert": (["attention.out_lin"], ["ffn.lin2"]),
+    "albert": (["attention.dense"], ["ffn_output"]),
+    "mpnet": (["attention.attn.o"], ["output.dense"]),
+    "modernbert": (["attn.Wo"], ["mlp.Wo"]),
+    "gpt2": (["attn.c_proj"], ["mlp.c_proj"]),
+    "opt": (["self_attn.out_proj"], ["fc2"]),
+    "bart": (["self_attn.out_proj", "encoder_attn.out_proj"], ["fc2"]),
+    "t5": (["SelfAttention.o", "EncDecAttention.o"], ["DenseReluDense.wo"]),
+    **dict.fromkeys(
+        ("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text", "phi3"),
+        (["self_attn.o_proj"], ["mlp.down_proj"]),
+    ),
+}
+STYLES = ("houlsby", "pfeiffer")
+
+
+@dataclass
+class AdapterConfig(PeftConfig):
+    """Adapters after attention and feed-forward (``houlsby``), or after feed-forward alone (``pfeiffer``).
+
+    Args:
+        bottleneck_size: width of the adapter; 16, 48 and 96 in DP-FROST (after Yu et al. 2022).
+        style: ``houlsby`` or ``pfeiffer``. activation: a name of transformers' activations.
+        target_modules: ends of module names, for a model whose type is not known or a choice of one's own.
+        modules_to_save: modules that train in full; a classifier's head is one with ``task_type="SEQ_CLS"``.
+
+    Raises: InvalidArgumentError naming the argument.
+    """
+
+    bottleneck_size: int = field(default=16)
+    style: str = field(default="houlsby")
+    activation: str = field(default="gelu")
+    target_modules: list[str] | str | None = field(default=None)
+    exclude_modules: list[str] | str | None = field(default=None)
+    modules_to_save: list[str] | None = field(default=None)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.peft_type = "ADAPTER"  # type: ignore[assignment]
+        integer("bottleneck_size", self.bottleneck_size, 1)
+        one_of("style", self.style, STYLES)
+        one_of("activation", self.activation, tuple(ACT2FN))
+
+
+class AdapterLayer(nn.Module, BaseTunerLayer):
+    """A projection and the adapter after it."""
+
+    adapter_layer_names = ("adapter_down", "adapter_up")
+    other_param_names = ("bottleneck_size",)
+
+    def __init__(self, base_layer: nn.Module, adapter_name: str, config: AdapterConfig):
+        super().__init__()
+        self.base_layer = base_layer
+        self.adapter_down, self.adapter_up = nn.ModuleDict(), nn.ModuleDict()
+        self.adapter_act = nn.ModuleDict()
+        self.bottleneck_size: dict[str, int] = {}
+        self._disable_adapters = False
+        self.merged_adapters: list[str] = []
+        self.update_layer(adapter_name, config)
+
+    def update_layer(self, adapter_name: str, config: AdapterConfig) -> None:
+        """Add an adapter that changes nothing yet: ``up`` starts at zero, so that a private run starts from the base."""
+        base = self.get_base_layer()
+        weight: Any = base.weight
+        width = getattr(base, "out_features", None) or getattr(base, "nf", None)
+        if width is None:
+            raise UnsupportedModelError(f"An adapter goes after a linear layer, not after {type(base).__name__}.")
+        where = {"device": weight.device, "dtype": weight.dtype}
+        down, up = nn.Linear(width, config.bottleneck_size, **where), nn.Linear(config.bottleneck_size, width, **where)
+        nn.init.zeros_(up.weight)
+        nn.init.zeros_(up.bias)
+        self.adapter_down[adapter_name], self.adapter_up[adapter_name] = down, up
+        self.adapter_act[adapter_name] = ACT2FN[config.activation]
+        self.bottleneck_size[adapter_name] = config.bottleneck_size
+        self.set_adapter(self.active_adapters, inference_mode=config.inference_mode)
+
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        hidden = self.base_layer(x, *args, **kwargs)
+        if self.disable_adapters:
+            return hidden
+        for name in self.active_adapters:
+            if name in self.adapter_down:
+                hidden = hidden + self.adapter_up[name](self.adapter_act[name](self.adapter_down[name](hidden)))
+        return hidden
+
+    def __repr__(self) -> str:
+        return "adapter." + super().__repr__()
+
+
+class AdapterModel(BaseTuner):
+    """Made by ``get_peft_model`` from an :class:`AdapterConfig`. An adapter is not linear and cannot be merged."""
+
+    prefix: str = "adapter_"
+    tuner_layer_cls = AdapterLayer
+    target_module_mapping: dict[str, Any] = {}
+
+    def _prepare_adapter_config(self, peft_config: Any, model_config: dict[str, Any]) -> Any:
+        if peft_config.target_modules is None:
+            kind = model_config.get("model_type")
+            if kind not in OUTPUTS:
+                raise invalid(
+                    "target_modules",
+                    None,
+                    f"to be given for a model of type {kind!r}",
+                    f"Name the ends of its output projections, as {OUTPUTS['gpt2']} for gpt2. Known are {sorted(OUTPUTS)}.",
+                )
+            attention, feed_forward = OUTPUTS[kind]
+            peft_config.target_modules = sorted(
+                {*feed_forward, *(attention if peft_config.style == "houlsby" else ())}
+            )
+            if peft_config.style == "pfeiffer":  # "output.dense" is also how attention's ends
+                peft_config.exclude_modules = [
+                    end for end in attention if any(end.endswith(f) for f in feed_forward)
+                ] or None
+        return peft_config
+
+    def _create_and_replace(
+        self,
+        peft_config: Any,
+        adapter_name: str,
+        target: nn.Module,
+        target_name: str,
+        parent: nn.Module,
+        current_key: str,
+        parameter_name: str | None = None,
+    ) -> None:
+        if isinstance(target, AdapterLayer):
+            target.update_layer(adapter_name, peft_config)
+            return
+        self._replace_module(parent, target_name, AdapterLayer(target, adapter_name, peft_config), target)
+
+    def _check_merge_allowed(self) -> None:
+        raise UnsupportedModelError(
+            "An adapter is not a linear map, so it cannot be merged into the base; keep it beside it."
+        )
+
+
+def _register() -> None:
+    name: Any = "ADAPTER"
+    PEFT_TYPE_TO_CONFIG_MAPPING[name] = AdapterConfig
+    PEFT_TYPE_TO_TUNER_MAPPING[name] = AdapterModel
+    PEFT_TYPE_TO_PREFIX_MAPPING[name] = AdapterModel.prefix
+
+
+_register()

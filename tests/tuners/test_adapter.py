@@ -1,0 +1,129 @@
+"""Bottleneck adapters: where they sit, what they compute, exact to clip, saved and loaded with ``import hf_dp``."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from architectures import ARCHITECTURES, assert_exact, collate
+from peft import get_peft_model
+from transformers.activations import ACT2FN
+
+from hf_dp.errors import InvalidArgumentError, UnsupportedModelError
+from hf_dp.tuners.adapter import AdapterConfig, AdapterLayer
+from tests import tiny
+
+KNOWN = (
+    "bert",
+    "distilbert",
+    "roberta",
+    "albert",
+    "electra",
+    "modernbert",
+    "mpnet",
+    "gpt2_tied",
+    "opt",
+    "llama",
+    "t5",
+    "bart",
+    "vit",
+)
+
+
+def logits(architecture, model, batch):
+    with architecture.precision(), torch.no_grad():
+        return model(**{name: value for name, value in batch.items() if name != "labels"}).logits
+
+
+def adapters(model) -> dict[str, AdapterLayer]:
+    return {name: module for name, module in model.named_modules() if isinstance(module, AdapterLayer)}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", KNOWN)
+def test_changes_nothing_at_first_and_is_exact_to_clip(name):
+    architecture = ARCHITECTURES[name]
+    plain = architecture.build()
+    examples = architecture.examples(plain, (5, 1, 3))
+    batch = collate(plain, examples)
+    before = logits(architecture, plain.eval(), batch)
+    task = "SEQ_CLS" if architecture.task == "classification" else None
+    model = get_peft_model(plain, AdapterConfig(bottleneck_size=4, task_type=task))
+    assert torch.equal(logits(architecture, model, batch), before)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.add_(torch.randn_like(parameter), alpha=0.2)
+    assert not torch.allclose(logits(architecture, model, batch), before)
+    assert_exact(architecture, model.train(), examples)
+    with model.eval().disable_adapter():
+        assert torch.equal(logits(architecture, model, batch), before)
+
+
+def test_houlsby_has_two_a_block_and_pfeiffer_one():
+    def built(style):
+        return adapters(get_peft_model(ARCHITECTURES["bert"].build(), AdapterConfig(style=style, task_type="SEQ_CLS")))
+
+    blocks = ARCHITECTURES["bert"].build().config.num_hidden_layers
+    assert len(built("houlsby")) == 2 * blocks
+    assert len(built("pfeiffer")) == blocks
+    assert not any("attention" in name for name in built("pfeiffer"))
+
+
+def test_computes_what_it_says():
+    model = get_peft_model(ARCHITECTURES["bert"].build(), AdapterConfig(bottleneck_size=3, activation="relu"))
+    layer = next(iter(adapters(model).values()))
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            parameter.normal_()
+    x = torch.randn(2, 5, layer.base_layer.in_features, dtype=torch.float64)
+    h = layer.base_layer(x)
+    down, up = layer.adapter_down["default"], layer.adapter_up["default"]
+    assert down.weight.shape == (3, layer.base_layer.out_features)
+    torch.testing.assert_close(layer(x), h + ACT2FN["relu"](h @ down.weight.mT + down.bias) @ up.weight.mT + up.bias)
+
+
+LOAD = """
+import sys, torch
+import hf_dp
+from peft import PeftModel
+from transformers import AutoModelForSequenceClassification
+base, adapter, out = sys.argv[1:]
+model = PeftModel.from_pretrained(AutoModelForSequenceClassification.from_pretrained(base), adapter).eval()
+torch.save(model(torch.tensor([[2, 5, 6, 3]]), torch.ones(1, 4, dtype=torch.long)).logits, out)
+"""
+
+
+def test_trains_privately_and_loads_where_hf_dp_is_imported(tmp_path):
+    tiny.model().save_pretrained(tmp_path / "base")
+    trainer = tiny.trainer(
+        tmp_path / "run", given={"peft_config": AdapterConfig(bottleneck_size=4)}, save_strategy="steps", save_steps=2
+    )
+    trainer.train()
+    trainer.save_model()
+    text = (tmp_path / "run" / "README.md").read_text()
+    assert "import hf_dp" in text and "(ADAPTER)" in text
+    ours = trainer.model.eval()(torch.tensor([[2, 5, 6, 3]]), torch.ones(1, 4, dtype=torch.long)).logits
+    words = [str(tmp_path / name) for name in ("base", "run", "logits.pt")]
+    subprocess.run([sys.executable, "-W", "ignore", "-c", LOAD, *words], check=True, cwd=tmp_path)
+    torch.testing.assert_close(torch.load(tmp_path / "logits.pt"), ours.detach(), rtol=0, atol=1e-6)
+    again = tiny.trainer(tmp_path / "run", given={"peft_config": AdapterConfig(bottleneck_size=4)})
+    again.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-2"))
+    assert again.ledger.steps() == 6
+
+
+def test_refusals():
+    model = get_peft_model(ARCHITECTURES["bert"].build(), AdapterConfig())
+    with pytest.raises(UnsupportedModelError, match="cannot be merged"):
+        model.merge_and_unload()
+    with pytest.raises(InvalidArgumentError, match="target_modules.*'dinov2'"):
+        get_peft_model(ARCHITECTURES["dinov2"].build(), AdapterConfig())
+    for bad, name in (
+        ({"bottleneck_size": 0}, "bottleneck_size"),
+        ({"style": "x"}, "style"),
+        ({"activation": "x"}, "activation"),
+    ):
+        with pytest.raises(InvalidArgumentError, match=name):
+            AdapterConfig(**bad)
