@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import re
+import shlex
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -11,7 +13,8 @@ import pytest
 from transformers import TrainingArguments
 
 from hf_dp.accounting import epsilon
-from hf_dp.cli.config import parse, read_yaml
+from hf_dp.cli import sweep
+from hf_dp.cli.config import parse, peft_config, read_yaml
 from hf_dp.cli.tasks.classification_data import DataArguments
 from hf_dp.cli.tasks.masked_lm import PretrainingArguments
 from hf_dp.cli.tasks.text_classification import ModelArguments
@@ -41,6 +44,7 @@ def parsed(values: dict[str, Any]) -> tuple[Any, ...]:
 def test_every_recipe_parses_and_refuses_an_unknown_key(name):
     values = read_yaml(str(RECIPES[name]))
     *_, args = parsed(values)
+    peft_config(values.get("peft"))
     assert args.output_dir.startswith("outputs/")
     with pytest.raises(ConfigError, match="leaning_rate.*did you mean `learning_rate`"):
         parsed({**values, "leaning_rate": 1})
@@ -94,6 +98,64 @@ def test_the_32_glue_recipes_are_there():
         for target in (3, 8)
     }
     assert set(GLUE_RECIPES) == expected
+
+
+# -- DP-FROST's tables ---
+
+FROST_RECIPES = [name for name in RECIPES if name.startswith("recipes/frost/")]
+FROST_METHODS = ("full", "random", "pval", "lora", "adapter", "frost")
+
+
+@cache
+def spent_with_selection(num_examples: int, batch: float, epochs: float, peft: str) -> tuple[float, float, float]:
+    """As :func:`spent` for epsilon 0.5, with the selection of the recipe's ``peft`` block (as JSON)."""
+    config = peft_config(json.loads(peft))
+    plan = PrivacyPlan.create(
+        num_examples=num_examples,
+        expected_batch_size=batch,
+        clipping_norm=0.1,
+        num_train_epochs=epochs,
+        target_epsilon=0.5,
+        accountant="rdp",
+        selection=config.selection_plan(0.1) if hasattr(config, "selection_plan") else None,
+    )
+    return plan.delta, *(epsilon(plan.events(), plan.delta, name).rounded_up() for name in ("rdp", "pld"))
+
+
+@pytest.mark.parametrize("name", FROST_RECIPES)
+def test_a_frost_recipe_spends_what_its_header_says(name):
+    text, values = RECIPES[name].read_text(), read_yaml(str(RECIPES[name]))
+    _, data, args = parsed(values)
+    by_rdp, by_pld, delta, rows = HEADER.search(text).groups()
+    assert int(rows) == GLUE_ROWS[data.dataset_config]
+    # Section 5: the share of the data that SST-2's 1024 are, and the epochs of Li et al.
+    assert args.expected_batch_size == round(1024 * int(rows) / GLUE_ROWS["sst2"])
+    assert args.num_train_epochs == {"sst2": 3, "qnli": 6, "qqp": 18, "mnli": 18}[data.dataset_config]
+    peft = json.dumps(values.get("peft"))
+    found = spent_with_selection(int(rows), args.expected_batch_size, args.num_train_epochs, peft)
+    assert found == (pytest.approx(float(delta), rel=1e-5), float(by_rdp), float(by_pld))
+    assert re.search(r"# expected: accuracy [\d.]+ / [\d.]+ / [\d.]+ at epsilon 0.5 / 2 / 8", text)
+
+
+@pytest.mark.parametrize("name", [*FROST_RECIPES, "recipes/frost/README.md"])
+def test_the_commands_of_the_frost_tables_name_their_runs(name, capsys, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    lines = re.findall(r"^(?:# command: )?hf-dp sweep (.*)$", (ROOT / name).read_text(), flags=re.MULTILINE)
+    assert lines and (name.endswith(".md") or f"--config {name} " in lines[0])
+    for line in lines:
+        words = shlex.split(line)
+        assert sweep.main([*words, "--dry-run"]) == 0
+        recipe = read_yaml(words[words.index("--config") + 1])
+        axes = [word.split("=")[0] for word in words if "=" in word and not word.startswith("model_")]
+        for key in axes:
+            values = sweep.with_settings(recipe, {key: {} if key == "peft" else 1})
+            parsed({k: v for k, v in values.items() if k not in axes or key == k} | {"target_epsilon": 1})
+    assert "seed=0" in capsys.readouterr().out
+
+
+def test_the_24_frost_recipes_are_there():
+    expected = {f"recipes/frost/{task}/roberta_base_{method}.yaml" for task in GLUE_ROWS for method in FROST_METHODS}
+    assert set(FROST_RECIPES) == expected
 
 
 @pytest.mark.parametrize("name", [name for name in RECIPES if "infilling" in name])

@@ -56,14 +56,14 @@ def trainer(folder, config, **options):
     return tiny.trainer(folder, cls=Regression, given=given, remove_unused_columns=False, **values)
 
 
-def found(folder, **noise) -> list[set[str]]:
-    """What each of ten selections chose."""
+def found(folder, count=10, **noise) -> list[set[str]]:
+    """What each of ``count`` selections chose."""
     config = FrostConfig(unfreeze_ratio=3 / PARTS, selection_sample_rate=0.1, **noise)
     made = trainer(folder, config, **({"noise_multiplier": 1.0} if noise else {"target_epsilon": 2.0}))
     made._choice.prepare(made)
     run = made.private_run()[1]
     run.open()
-    selections = [set(select_partitions(made, made._choice.config)["partitions"]) for _ in range(10)]
+    selections = [set(select_partitions(made, made._choice.config)["partitions"]) for _ in range(count)]
     run.stop()
     return selections
 
@@ -84,16 +84,18 @@ def test_chance_does_not(tmp_path):
     assert sum(chosen == MATTER for chosen in picked) <= 1  # one in 560
 
 
-@pytest.mark.parametrize("noise", [30.0, 100.0])
+@pytest.mark.parametrize("noise", [30.0, 60.0])
 def test_more_noise_finds_fewer_as_lemma_6_predicts(tmp_path, noise):
     """The share of the three that is found, against the chance that a normal draw with lemma 6's spread keeps their order."""
-    selections = found(tmp_path, selection_noise_multiplier=noise)
-    share = sum(len(chosen & MATTER) for chosen in selections) / 30
+    selections = found(tmp_path, 20, selection_noise_multiplier=noise)
+    share = sum(len(chosen & MATTER) for chosen in selections) / 60
     # Fully clipped, each of about 100 drawn examples adds cbar in all, about a third of it to each that matters, so with
     # scales near q the estimate's spread (lemma 6) is noise / sqrt(T) beside a magnitude of 100 / 3, in units of cbar.
     spread, gap = noise / math.sqrt(5), 100 / 3
-    x = np.linspace(-8, 8, 4001)
-    others = norm.cdf(x * 1.0) ** (PARTS - 3)  # the largest of those that do not matter stays below
+    x = np.linspace(-8, 8 + gap / spread, 4001)
+    others = norm.cdf(x) ** (PARTS - 3)  # the largest of those that do not matter stays below
     keeps = float(np.trapezoid(norm.pdf(x - gap / spread) * others, x))
-    assert share == pytest.approx(keeps, abs=0.35)
-    assert share < 0.95
+    assert keeps < 0.8
+    assert share == pytest.approx(
+        keeps, abs=0.25
+    )  # 60 draws: 0.06 is one standard deviation; measured on 90: 0.05 and 0.08
