@@ -82,8 +82,11 @@ def test_the_command(tmp_path, capsys):
     model.save_pretrained(tmp_path)
     assert main(["partitions", str(tmp_path), "--num-labels", "3"]) == 0
     text = capsys.readouterr().out
-    assert f"{len(partitions(model))} partitions, {model.num_parameters():,} parameters" in text
+    head = sum(p.numel() for p in model.classifier.parameters())
+    assert f"{len(partitions(model)) - 1} partitions, {model.num_parameters() - head:,} parameters" in text
+    assert f"{head} of a new head, which always train" in text
     assert main(["partitions", str(tmp_path), "--num-labels", "3", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["parameters"] == model.num_parameters()
+    found = json.loads(capsys.readouterr().out)
+    assert found["parameters"] + found["always_train"] + found["stay_frozen"] == model.num_parameters()
     assert main(["partitions", "no/such"]) == 2
     assert "'no/such' could not be loaded" in capsys.readouterr().err
