@@ -77,9 +77,9 @@ class PrivacyPlan:
         """What the accountant is told about ``steps`` (default: all) training steps of this plan."""
         return self.sampler().event(self.noise_multiplier, self.steps if steps is None else steps)
 
-    def events(self) -> tuple[Event, ...]:
-        """All that the plan will release: the selection, if there is one, and the training."""
-        return (self.event(),) if self.selection is None else (self.selection.event(), self.event())
+    def events(self, steps: int | None = None) -> tuple[Event, ...]:
+        """All that the plan will release with ``steps`` (default: all) training steps: the selection, if any, and they."""
+        return (self.event(steps),) if self.selection is None else (self.selection.event(), self.event(steps))
 
     @classmethod
     def create(

@@ -115,7 +115,7 @@ def load_trained(path: str, model_args: Any, data_args: Any, names: Sequence[str
             from peft import PeftModel
 
             base, tokenizer = load_classifier(model_args, data_args, names)
-            return PeftModel.from_pretrained(base, folder).merge_and_unload(), tokenizer
+            return PeftModel.from_pretrained(base, folder), tokenizer
         tokenizer = AutoTokenizer.from_pretrained(folder)
         model = AutoModelForSequenceClassification.from_pretrained(folder)
     except (OSError, ValueError, RuntimeError) as problem:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from hf_dp._validate import integer
 from hf_dp.cli.account import ACCOUNTANTS
 from hf_dp.cli.answers import json_row, table
-from hf_dp.cli.config import split_config
+from hf_dp.cli.config import peft_config, split_config
 from hf_dp.cli.main import hyphenated
 from hf_dp.errors import ConfigError
 
@@ -134,6 +134,7 @@ def _settings(args: argparse.Namespace, recipe: dict[str, Any]) -> dict[str, Any
     settings |= {option: value for option, value in given.items() if value is not None}
     if recipe.get("max_steps") == -1 and args.steps is None:
         settings["steps"] = None
+    settings["peft"] = recipe.get("peft")
     settings["num_examples"] = args.num_examples
     if args.num_examples is None and recipe:
         settings["num_examples"] = _rows(recipe)
@@ -171,11 +172,13 @@ def _plan(settings: dict[str, Any]) -> Any:
     if settings["num_examples"] is None:
         raise ConfigError("Expected --num-examples N, the rows of the training set (or --config with data).")
     epochs, steps = settings["epochs"], settings["steps"]
+    clipping_norm = 0.1 if settings["clipping_norm"] is None else settings["clipping_norm"]
+    adapter = peft_config(settings["peft"])
     return PrivacyPlan.create(
         num_examples=settings["num_examples"],
         expected_batch_size=settings["batch_size"],
         max_batch_size=settings["max_batch_size"],
-        clipping_norm=0.1 if settings["clipping_norm"] is None else settings["clipping_norm"],
+        clipping_norm=clipping_norm,
         num_train_epochs=3.0 if epochs is None else epochs,
         max_steps=-1 if steps is None else integer("steps", steps, 1),
         target_epsilon=settings["target_epsilon"],
@@ -183,6 +186,7 @@ def _plan(settings: dict[str, Any]) -> Any:
         target_delta=settings["delta"],
         accountant=settings["accountant"] or "pld",
         clipping=settings["clipping"] or "flat",
+        selection=adapter.selection_plan(clipping_norm) if hasattr(adapter, "selection_plan") else None,
     )
 
 
@@ -256,6 +260,12 @@ def _text(found: Forecast) -> str:
         f"{plan.steps:,} steps, {found.epochs:.4g} epochs, {found.examples:,.0f} examples in all",
         f"noise multiplier {plan.noise_multiplier:.6g}, effective {found.effective_noise_multiplier:.5g} (/ sample rate)",
     ]
+    if plan.selection is not None:
+        lines.insert(
+            2,
+            f"before them at most {plan.selection.iterations} releases to choose what trains, sample rate "
+            f"{plan.selection.sample_rate:g}, noise multiplier {plan.selection.noise_multiplier:.6g}",
+        )
     if found.signal_to_noise is not None:
         lines.append(f"signal / noise of a step {found.signal_to_noise:.4g}")
     if found.seconds is not None:

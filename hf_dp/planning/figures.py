@@ -39,7 +39,7 @@ def noise_by_rate(target: float, delta: float, epochs: float, rates: Sequence[fl
 def epsilon_over_steps(plan: PrivacyPlan, accountant: str, points: int = 12) -> Curve:
     """Epsilon after so many steps of the plan, 1 to all; empty where the accountant has no answer."""
     counts = sorted({max(1, round(plan.steps ** (i / (points - 1)))) for i in range(points)})
-    found = [(n, compare(plan.event(n), plan.delta, [accountant])[0].epsilon) for n in counts]
+    found = [(n, compare(plan.events(n), plan.delta, [accountant])[0].epsilon) for n in counts]
     return [float(n) for n, value in found if value is not None], [
         value.value for _, value in found if value is not None
     ]
@@ -49,7 +49,7 @@ def draw(plan: PrivacyPlan, path: str | Path) -> None:
     """Writes the three panels; the file's ending chooses the format. Raises: InvalidArgumentError without matplotlib."""
     _plotting.require_matplotlib(str(path))
     # With the noise given, the target is what that noise gives.
-    target = plan.target_epsilon or epsilon(plan.event(), plan.delta, "rdp").value
+    target = plan.target_epsilon or epsilon(plan.events(), plan.delta, "rdp").value
     figure, (left, middle, right) = _plotting.panels(3)
     rates = sample_rates()
     for steps in STEPS:

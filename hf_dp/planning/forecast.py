@@ -93,9 +93,11 @@ def forecast(
         # The noise on the mean is N(0, (noise_std / B)^2) in each of p coordinates: its norm is about that times sqrt(p).
         ratio = signal * _used(plan) / (plan.noise_std * math.sqrt(parameters))
     examples = plan.steps * _used(plan)
+    if plan.selection is not None:
+        examples += plan.selection.iterations * plan.selection.sample_rate * plan.num_examples
     return Forecast(
         plan=plan,
-        answers=compare(plan.event(), plan.delta, accountants or (plan.accountant,)),
+        answers=compare(plan.events(), plan.delta, accountants or (plan.accountant,)),
         signal_to_noise=ratio,
         examples=examples,
         seconds=None if throughput is None else examples / _validate.positive("throughput", throughput),

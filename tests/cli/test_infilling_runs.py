@@ -163,12 +163,35 @@ def test_an_evaluation_file_that_is_a_copy_of_the_training_file(recipe, capsys):
 
 
 @pytest.mark.parametrize("infilling", ["sst2", None])
-def test_an_adapter_is_evaluated_on_its_base(recipe, capsys, infilling):
-    config = changed(recipe, infilling=infilling, peft={"peft_type": "lora", "r": 2, "target_modules": ["query"]})
+@pytest.mark.parametrize(
+    "peft",
+    [
+        {"peft_type": "lora", "r": 2, "target_modules": ["query"]},
+        {"peft_type": "frost", "unfreeze_ratio": 0.5, "selection_noise_multiplier": 1.0},
+        {"peft_type": "adapter", "bottleneck_size": 2, "target_modules": ["output.dense"]},
+        {"peft_type": "pval"},
+    ],
+    ids=lambda peft: peft["peft_type"],
+)
+def test_what_was_chosen_to_train_is_evaluated(recipe, capsys, peft, infilling):
+    config = changed(recipe, infilling=infilling, peft=peft)
     assert main(["train", "--config", config]) == 0
     trained = printed_metrics(capsys.readouterr().out)
     assert main(["eval", "--config", config]) == 0
     assert printed_metrics(capsys.readouterr().out) == trained
+
+
+def test_from_scratch_has_no_base(recipe, capsys):
+    config = changed(recipe, infilling=None, from_scratch=True)
+    assert main(["train", "--config", config]) == 0
+    card = (recipe.parent / "out" / "README.md").read_text()
+    assert "| Base model | unknown |" in card and "base_model" not in card
+    for change, message in (
+        ({"infilling": "sst2"}, "know no words"),
+        ({"peft": {"peft_type": "head"}}, "`from_scratch`"),
+    ):
+        assert main(["train", "--config", changed(recipe, **({"infilling": None} | change))]) == 2
+        assert message in capsys.readouterr().err
 
 
 def test_bad_evaluations(recipe, capsys):
@@ -207,6 +230,8 @@ def test_a_sweep_is_resumed_and_adds_up(recipe, capsys):
     events = [event for record in records for event in record.ledger.events]
     together = epsilon(events, records[0].plan.delta, "rdp").rounded_up()
     assert f"all 3 private runs together: epsilon {together}" in capsys.readouterr().out
+    assert main([*words[:-1], str(folder) + "2", "--grid", "peft.r=1"]) == 2
+    assert "Expected the key 'peft.r' to be of a block of the recipe" in capsys.readouterr().err
     changed(recipe, learning_rate=0.5)
     assert main(words) == 2
     assert "was run with other values of ['learning_rate']" in capsys.readouterr().err

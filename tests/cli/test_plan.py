@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from hf_dp.accounting import calibrate_noise_multiplier
+from hf_dp.accounting import PoissonSampledGaussian, calibrate_noise_multiplier, epsilon
 from hf_dp.cli.main import main
 from hf_dp.planning import figures
 
@@ -99,6 +99,18 @@ def test_a_recipe_and_what_replaces_its_values(capsys, recipe):
         2.0,
         None,
     )
+
+
+def test_a_recipe_with_a_selection(capsys, recipe):
+    recipe.write_text(recipe.read_text() + "peft:\n  peft_type: frost\n  selection_iterations: 4\n")
+    words = ["plan", "--config", str(recipe), "--num-examples", "67349"]
+    found = json.loads(printed(capsys, *words, "--json"))
+    chosen = found["plan"]["selection"]
+    events = [PoissonSampledGaussian(chosen["noise_multiplier"], 0.02, 4)]
+    events.append(PoissonSampledGaussian(found["plan"]["noise_multiplier"], 1024 / 67349, 198))
+    assert found["results"][0]["epsilon"] == epsilon(events, 7e-6, "rdp").rounded_up() == 3
+    assert found["examples"] == pytest.approx(198 * 1024 + 4 * 0.02 * 67349)
+    assert "before them at most 4 releases to choose what trains, sample rate 0.02" in printed(capsys, *words)
 
 
 def test_the_demo_recipe_counts_its_rows(capsys):

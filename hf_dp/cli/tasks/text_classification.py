@@ -35,6 +35,9 @@ class ModelArguments:
             "{template: '<S1> It was [MASK] .', label_words: {negative: terrible, positive: great}}. Default: a new head.",
         },
     )
+    from_scratch: bool = field(
+        default=False, metadata={"help": "Start from random weights of this architecture: how much pretraining gives."}
+    )
     freeze: list[str] = field(
         default_factory=list, metadata={"help": "Prefixes of parameter names to freeze, for example bert.embeddings."}
     )
@@ -68,6 +71,8 @@ def build_trainer(model_args: ModelArguments, data_args: DataArguments, args: An
     from hf_dp.tasks.classification import encode, label_names, metrics
     from hf_dp.trainer.trainer import DPTrainer
 
+    if model_args.from_scratch and adapter is not None:
+        raise ConfigError("`from_scratch` does not go with `peft`: the random base of the adapter would not be saved.")
     if args.is_private:
         refuse_training_rows(data_args)
     train_rows, evaluation_rows = load_train(data_args), load_evaluation(data_args)
@@ -86,7 +91,8 @@ def build_trainer(model_args: ModelArguments, data_args: DataArguments, args: An
         compute_metrics=metrics(data_args.metrics, len(names)),
         peft_config=adapter,
     )
-    trainer.dataset_name, trainer.base_model_name = data_args.public_name, model_args.model_name_or_path
+    trainer.dataset_name = data_args.public_name
+    trainer.base_model_name = None if model_args.from_scratch else model_args.model_name_or_path
     return trainer
 
 
@@ -95,7 +101,7 @@ def load_classifier(model_args: ModelArguments, data_args: DataArguments, names:
 
     Raises: DataError for what cannot be loaded, ConfigError for a template of other than ``text_columns``' number of texts.
     """
-    from transformers import AutoModelForSequenceClassification, AutoTokenizer
+    from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
 
     from hf_dp.tasks.files import resolve_model
     from hf_dp.tasks.infilling import load_infilling
@@ -107,12 +113,19 @@ def load_classifier(model_args: ModelArguments, data_args: DataArguments, names:
             f"The template {infilling.template.text!r} takes {infilling.template.texts} text column(s), but `text_columns` "
             f"names {data_args.text_columns}. Let both agree."
         )
+    if model_args.from_scratch and infilling is not None:
+        raise ConfigError("`from_scratch` does not go with `infilling`: random weights know no words. Use a head.")
     path = resolve_model(model_args.model_name_or_path)
     try:
         tokenizer = AutoTokenizer.from_pretrained(path)
         if infilling is not None:
             return load_infilling(path, tokenizer, infilling, names)
         labels = {"id2label": dict(enumerate(names)), "label2id": {name: index for index, name in enumerate(names)}}
+        if model_args.from_scratch:
+            config = AutoConfig.from_pretrained(path, num_labels=len(names), **labels)
+            model = AutoModelForSequenceClassification.from_config(config)
+            model.config._name_or_path = ""  # it is no base of this model, and the card must not say so
+            return model, tokenizer
         return AutoModelForSequenceClassification.from_pretrained(path, num_labels=len(names), **labels), tokenizer
     except HfDpError:
         raise  # says what is wrong itself, and may be a ValueError
