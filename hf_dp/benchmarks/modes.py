@@ -20,8 +20,11 @@ from hf_dp.benchmarks.workload import Batch, Workload, build_model, forward_prec
 from hf_dp.clipping.engine import STRATEGIES, ClippingEngine
 from hf_dp.errors import HfDpError, UnaccountedGradientError, UnsupportedLossError, UnsupportedModelError
 from hf_dp.losses import per_example_loss
+from hf_dp.tuners.frost.magnitude import MagnitudeEngine
+from hf_dp.tuners.frost.partition import partitions
 
 NON_PRIVATE = "non_private"
+SELECTION = "frost_selection"
 OPACUS = ("opacus_hooks", "opacus_ghost")
 CLIPPING_NORM = 0.1  # the library's default; its value changes no operation
 
@@ -97,9 +100,29 @@ class Clipped(Mode):
         return self._sums
 
 
+class Selecting(Mode):
+    """What DP-FROST's selection does with a draw: magnitudes of partitions (mgna, order 1), of the model's trainable ones."""
+
+    def __init__(self, model: nn.Module, workload: Workload):
+        super().__init__(model, workload)
+        self._partitions = partitions(model)
+
+    def step(self, batches: Sequence[Batch]) -> None:
+        with MagnitudeEngine(self.model, self._partitions, CLIPPING_NORM) as engine:
+            for batch in batches:
+                engine.backward(self.losses(batch))
+            engine.magnitudes()
+
+    def reset(self) -> None:
+        pass
+
+    def gradients(self) -> dict[str, Tensor]:
+        return {}
+
+
 def mode_names() -> tuple[str, ...]:
     """Every mode, also those whose package is not installed."""
-    return (NON_PRIVATE, *STRATEGIES, *OPACUS)
+    return (NON_PRIVATE, *STRATEGIES, SELECTION, *OPACUS)
 
 
 def installed_modes() -> tuple[str, ...]:
@@ -134,6 +157,8 @@ def build_mode(name: str, workload: Workload, shared: nn.Module | None = None) -
 
             return OpacusMode(workload, name)
         model = build_model(workload) if shared is None else shared
+        if name == SELECTION:
+            return Selecting(model, workload)
         return NonPrivate(model, workload) if name == NON_PRIVATE else Clipped(model, workload, name)
 
 

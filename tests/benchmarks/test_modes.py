@@ -8,7 +8,16 @@ import pytest
 import torch
 
 from hf_dp.benchmarks import modes
-from hf_dp.benchmarks.modes import NON_PRIVATE, OPACUS, Refused, build_mode, check_modes, mode_names, refusals
+from hf_dp.benchmarks.modes import (
+    NON_PRIVATE,
+    OPACUS,
+    SELECTION,
+    Refused,
+    build_mode,
+    check_modes,
+    mode_names,
+    refusals,
+)
 from hf_dp.benchmarks.shapes import SHAPES
 from hf_dp.benchmarks.workload import Workload, build_model, forward_precision, make_batch
 from hf_dp.clipping.engine import STRATEGIES
@@ -96,7 +105,7 @@ def test_only_known_inabilities_of_our_own_modes_are_refusals():
 
 def test_modes_are_checked():
     assert check_modes(["book_keeping", "book_keeping"]) == (NON_PRIVATE, "book_keeping")
-    assert mode_names() == (NON_PRIVATE, *STRATEGIES, *OPACUS)
+    assert mode_names() == (NON_PRIVATE, *STRATEGIES, SELECTION, *OPACUS)
     with pytest.raises(InvalidArgumentError, match=r"`modes`.*'book_keeping'.*Did you mean 'book_keeping'"):
         check_modes(["bookkeeping"])
 
@@ -105,7 +114,7 @@ def test_opacus_is_named_with_its_extra_where_it_is_missing(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(HfDpError, match=r"`modes`.*'opacus_ghost'.*pip install hf-dp\[bench\]"):
         check_modes(["opacus_ghost"])
-    assert modes.installed_modes() == (NON_PRIVATE, *STRATEGIES)
+    assert modes.installed_modes() == (NON_PRIVATE, *STRATEGIES, SELECTION)
 
 
 PARAMETERS = {  # published, in millions; a classifier's head included
