@@ -31,6 +31,7 @@ def select_partitions(trainer: Any, config: FrostConfig) -> dict[str, Any]:
     parts = config.candidate_partitions(trainer.model)
     with _only_trains(trainer.model, {name for part in parts for name in part.parameters}) as restrict:
         trainer.check_engine()
+        trainer.model.train()  # as in the steps to come
         draws = iter(
             trainer.private_batches(plan.sampler(trainer.privacy_plan.num_examples, config.selection_iterations))
         )
@@ -62,6 +63,7 @@ def select_entries(trainer: Any, config: ParamConfig) -> dict[str, Tensor]:
     wanted = set(config.candidate_names(trainer.model))
     with _only_trains(trainer.model, wanted):
         trainer.check_engine()
+        trainer.model.train()  # as in the steps to come
         (batches,) = trainer.private_batches(plan.sampler(trainer.privacy_plan.num_examples))
         with ClippingEngine(trainer.model, plan.clipping_norm) as engine:
             trainer.feed(engine, batches)

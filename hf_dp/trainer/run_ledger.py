@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from filelock import FileLock, Timeout
+from transformers.trainer_utils import get_last_checkpoint
 
 from hf_dp.accounting import SELECTION, TRAINING, Event, Ledger, calibrate_steps, epsilon
 from hf_dp.cards.document import FILE_NAME, document, read, write
@@ -224,3 +225,18 @@ def refuse_foreign_ledger(folder: str | os.PathLike[str], run_id: str | None) ->
             "Pass resume_from_checkpoint to go on with that run, or choose another folder (a new output_dir): overwriting it "
             "would lose the evidence of what was spent, or leave it beside weights that it does not describe."
         )
+
+
+def checkpoint_of(resume_from_checkpoint: str | bool | None, folder: str) -> str | None:
+    """The checkpoint that Trainer's argument means: a path, True for the last one, nothing.
+
+    Raises: LedgerError for True where there is none.
+    """
+    if resume_from_checkpoint is not True:
+        return resume_from_checkpoint or None
+    last = get_last_checkpoint(folder) if os.path.isdir(folder) else None
+    if last is None:
+        raise LedgerError(
+            f"resume_from_checkpoint=True, but output_dir {Path(folder).name!r} has no checkpoint. Pass False to start a run."
+        )
+    return last

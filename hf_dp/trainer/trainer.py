@@ -6,7 +6,6 @@ step does is on one screen: :meth:`DPTrainer.training_step`.
 
 from __future__ import annotations
 
-import copy
 import os
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -16,16 +15,16 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from transformers import EarlyStoppingCallback, PreTrainedModel, Trainer
-from transformers.trainer_utils import SaveStrategy, TrainOutput, get_last_checkpoint
+from transformers.trainer_utils import SaveStrategy, TrainOutput
 from transformers.utils import logging
 
 from hf_dp._validate import invalid
-from hf_dp.accounting import Epsilon, Ledger, epsilon
+from hf_dp.accounting import Epsilon, Ledger
 from hf_dp.cards.card import render_card
 from hf_dp.cards.provenance import seen_in_pretraining
 from hf_dp.cards.statement import PrivacyStatement, RunFacts
 from hf_dp.clipping import ClippingEngine, refuse_coupling, self_check
-from hf_dp.errors import DataError, LedgerError, UnsupportedArgumentError
+from hf_dp.errors import DataError, UnsupportedArgumentError
 from hf_dp.losses import per_example_loss
 from hf_dp.noise import SecretRandomness
 from hf_dp.plan import PrivacyPlan
@@ -43,24 +42,14 @@ from hf_dp.trainer.checks import (
 from hf_dp.trainer.choice import Choice, choice_of
 from hf_dp.trainer.dataloader import private_dataloader
 from hf_dp.trainer.facts import card_details, pretraining_sources, run_facts
+from hf_dp.trainer.from_arguments import own_copy, plan_of
 from hf_dp.trainer.loading import apply_peft, load_model
 from hf_dp.trainer.modes.dp_sgd import release_gradient
-from hf_dp.trainer.run_ledger import RunLedger, refuse_foreign_ledger
+from hf_dp.trainer.run_ledger import RunLedger, checkpoint_of, refuse_foreign_ledger
 from hf_dp.trainer.synthetic import synthetic_batches
+from hf_dp.trainer.withheld import withhold
 
 logger = logging.get_logger(__name__)
-
-# Un-noised, or telling the size of a draw: kept out of logs, trackers, trainer_state.json and what train() returns.
-_WITHHELD = {
-    "loss": "training_loss",
-    "train_loss": "training_loss",
-    "total_flos": None,
-    "num_input_tokens_seen": None,
-    "train_runtime": None,
-    "train_samples_per_second": None,
-    "train_steps_per_second": None,
-    "train_tokens_per_second": None,
-}
 
 
 class DPTrainer(Trainer):
@@ -104,14 +93,14 @@ class DPTrainer(Trainer):
         *,
         peft_config: Any = None,
     ):
-        args = _own_copy(args)
+        args = own_copy(args)
         self.privacy_plan = None
         choice = choice_of(peft_config, args.is_private)
         if args.is_private:
             self._refuse_batch_losses(compute_loss_func)
             if train_dataset is not None:
                 check_not_training_data(eval_dataset, train_dataset)
-                self.privacy_plan = _plan(args, check_train_dataset(train_dataset), choice)
+                self.privacy_plan = plan_of(args, check_train_dataset(train_dataset), choice)
                 args.max_steps = self.privacy_plan.steps
         if peft_config is not None and model_init is not None:
             raise invalid("peft_config", peft_config, "to be None with `model_init`", "Wrap the model in model_init.")
@@ -253,15 +242,8 @@ class DPTrainer(Trainer):
         if not self.args.is_private:
             return super().train(resume_from_checkpoint, *args, **kwargs)
         _, run = self.private_run()
-        checkpoint: Any = resume_from_checkpoint or None
+        checkpoint = checkpoint_of(resume_from_checkpoint, self.folder)
         if checkpoint is not None:
-            if checkpoint is True:
-                checkpoint = get_last_checkpoint(self.folder) if os.path.isdir(self.folder) else None
-                if checkpoint is None:
-                    raise LedgerError(
-                        f"resume_from_checkpoint=True, but output_dir {Path(self.folder).name!r} has no checkpoint. "
-                        "Pass False to start a run."
-                    )
             run.resume(checkpoint)
         if seen := seen_in_pretraining(self.dataset_name, pretraining_sources(self.model)):
             logger.warning(
@@ -334,10 +316,7 @@ class DPTrainer(Trainer):
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """As Trainer's, without what a private run withholds, with the epsilon spent so far."""
         if self.args.is_private:
-            released = () if self._run is None else self._run.released
-            for name, released_as in _WITHHELD.items():
-                if released_as not in released:
-                    logs.pop(name, None)
+            withhold(logs, () if self._run is None else self._run.released)
             if self.is_in_train and self._run is not None:
                 logs["epsilon"] = self.epsilon().rounded_up()
         super().log(logs, start_time)
@@ -458,37 +437,3 @@ class DPTrainer(Trainer):
         if isinstance(self.train_dataset, datasets.Dataset):
             return self._remove_unused_columns(self.train_dataset, description="Training"), self.data_collator
         return self.train_dataset, self._get_collator_with_removed_columns(self.data_collator, description="Training")
-
-
-def _own_copy(args: object) -> DPTrainingArguments:
-    """A checked copy of the arguments: steps are written into it, and the caller's may serve another run."""
-    if not isinstance(args, DPTrainingArguments):
-        raise invalid(
-            "args",
-            type(args).__name__,
-            "to be DPTrainingArguments",
-            "Replace TrainingArguments(...) by DPTrainingArguments(..., target_epsilon=3, expected_batch_size=1024).",
-        )
-    args = copy.copy(args)
-    args.check()
-    return args
-
-
-def _plan(args: DPTrainingArguments, num_examples: int, choice: Choice | None) -> PrivacyPlan:
-    """The plan for these arguments; an accountant that cannot describe it refuses here, not after the training."""
-    plan = PrivacyPlan.create(
-        num_examples=num_examples,
-        expected_batch_size=args.expected_batch_size,
-        clipping_norm=args.per_example_max_grad_norm,
-        num_train_epochs=args.num_train_epochs,
-        max_steps=args.max_steps,
-        target_epsilon=args.target_epsilon,
-        noise_multiplier=args.noise_multiplier,
-        target_delta=args.target_delta,
-        accountant=args.accountant,
-        clipping=args.clipping,
-        max_batch_size=args.max_logical_batch_size,
-        selection=None if choice is None else choice.plan(args.per_example_max_grad_norm),
-    )
-    epsilon(plan.events(), plan.delta, plan.accountant)
-    return plan

@@ -15,7 +15,6 @@ from transformers import AutoModelForSequenceClassification, EarlyStoppingCallba
 
 from hf_dp.cards.document import read
 from hf_dp.errors import BudgetExceededError, LedgerError, UnsupportedArgumentError
-from hf_dp.trainer import trainer as trainer_module
 from hf_dp.trainer.trainer import DPTrainer
 
 WITHHELD = {
@@ -70,7 +69,7 @@ def test_each_checkpoint_has_its_card_and_ledger_and_no_unnoised_number(tmp_path
 
 
 def test_planted_unnoised_loss_in_the_state_is_seen(tmp_path, monkeypatch):
-    monkeypatch.setattr(trainer_module, "_WITHHELD", {})
+    monkeypatch.setattr("hf_dp.trainer.withheld.WITHHELD", {})
     trainer = tiny.trainer(tmp_path, save_strategy="steps", save_steps=2)
     step = trainer.training_step
     monkeypatch.setattr(trainer, "training_step", lambda *args: step(*args) + 0.7)

@@ -1,0 +1,45 @@
+"""From the user's arguments to what a run works with: a checked copy, and the privacy plan."""
+
+from __future__ import annotations
+
+import copy
+
+from hf_dp._validate import invalid
+from hf_dp.accounting import epsilon
+from hf_dp.plan import PrivacyPlan
+from hf_dp.trainer.arguments import DPTrainingArguments
+from hf_dp.trainer.choice import Choice
+
+
+def own_copy(args: object) -> DPTrainingArguments:
+    """A checked copy of the arguments: steps are written into it, and the caller's may serve another run."""
+    if not isinstance(args, DPTrainingArguments):
+        raise invalid(
+            "args",
+            type(args).__name__,
+            "to be DPTrainingArguments",
+            "Replace TrainingArguments(...) by DPTrainingArguments(..., target_epsilon=3, expected_batch_size=1024).",
+        )
+    args = copy.copy(args)
+    args.check()
+    return args
+
+
+def plan_of(args: DPTrainingArguments, num_examples: int, choice: Choice | None) -> PrivacyPlan:
+    """The plan for these arguments; an accountant that cannot describe it refuses here, not after the training."""
+    plan = PrivacyPlan.create(
+        num_examples=num_examples,
+        expected_batch_size=args.expected_batch_size,
+        clipping_norm=args.per_example_max_grad_norm,
+        num_train_epochs=args.num_train_epochs,
+        max_steps=args.max_steps,
+        target_epsilon=args.target_epsilon,
+        noise_multiplier=args.noise_multiplier,
+        target_delta=args.target_delta,
+        accountant=args.accountant,
+        clipping=args.clipping,
+        max_batch_size=args.max_logical_batch_size,
+        selection=None if choice is None else choice.plan(args.per_example_max_grad_norm),
+    )
+    epsilon(plan.events(), plan.delta, plan.accountant)
+    return plan
