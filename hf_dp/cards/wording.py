@@ -79,7 +79,7 @@ def _selection(plan: SelectionPlan) -> str:
             f"{plan.norm_order}-norm to"
         )
     return (
-        f"What trains was chosen from noisy releases (at most {plan.iterations}), each on its own Poisson draw of "
+        f'What trains was chosen from noisy releases (of purpose "selection" in the ledger), each on its own Poisson draw of '
         f"rows with probability {plan.sample_rate!r}: {what} {plan.clipping_norm!r}; Gaussian noise with standard deviation "
         f"{plan.noise_multiplier!r} x sensitivity"
     )

@@ -26,6 +26,14 @@ def explicit(uses: Sequence[Use], parameter: nn.Parameter, index: int) -> tuple[
     return None, gradient
 
 
+def representable(weights: Tensor) -> Tensor:
+    """Weights without those that float32 holds with few digits only, or none: a rounded one could exceed its bound.
+
+    (Of gradients with norms above about 1e37 times the clipping norm. Such an example is left out.)
+    """
+    return torch.where(weights < torch.finfo(torch.float32).tiny, torch.zeros_like(weights), weights)
+
+
 def accumulate(
     totals: dict[nn.Parameter, Tensor], parameter: nn.Parameter, rows: Tensor | None, values: Tensor
 ) -> None:

@@ -64,6 +64,8 @@ class LowRankEngine(ClippingEngine):
                 self.__exit__()
                 raise invalid("carriers", name, "to be of a trainable matrix, and of its shape")
             # They stand for the carriers where the engine keeps norms and sums by parameter; they hold no values.
+            dtype = accumulation_dtype(parameter.dtype)
+            each = self.carriers[name] = Carriers(each.left.to(dtype), each.right.to(dtype))
             pair = tuple(nn.Parameter(torch.empty_like(part)) for part in (each.left, each.right))
             self._pairs[parameter] = pair  # type: ignore[assignment]
             self._groups |= dict.fromkeys(pair, 0)
@@ -84,8 +86,7 @@ class LowRankEngine(ClippingEngine):
         for name in self.carriers:
             del found[name]
             for ending, part in zip((LEFT, RIGHT), self._pairs[self._parameters[name]], strict=True):
-                dtype = accumulation_dtype(part.dtype)
-                found[name + ending] = sums[part] if part in sums else torch.zeros_like(part, dtype=dtype)
+                found[name + ending] = sums[part] if part in sums else torch.zeros_like(part).detach()
         return found
 
 

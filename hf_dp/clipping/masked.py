@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from hf_dp._validate import invalid, one_of
 from hf_dp.clipping.engine import ClippingEngine
-from hf_dp.clipping.explicit import accumulate, explicit
+from hf_dp.clipping.explicit import accumulate, explicit, representable
 from hf_dp.clipping.step import ClippedStep
 from hf_dp.clipping.uses import full_precision
 from hf_dp.clipping.weights import clipping_weights
@@ -51,6 +51,7 @@ class MaskedEngine(ClippingEngine):
                     squared[index] += values.square().sum(dtype=torch.float64)
             norms = squared.sqrt()
             (weights,) = clipping_weights(self.clipping, norms[None], self.clipping_norm)
+            weights = representable(weights)
             step.adding = True
             for parameter in list(uses):
                 of_parameter = uses.pop(parameter)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from torch import nn
@@ -66,7 +66,10 @@ def check_not_training_data(dataset: Any, train_dataset: Any) -> None:
             )
 
 
-_PRIVATE_SEAMS = ("training_step", "get_train_dataloader", "get_batch_samples", "_prepare_for_training", "_run_epoch")
+_PRIVATE_SEAMS = (
+    "training_step", "get_train_dataloader", "get_batch_samples", "_prepare_for_training", "_run_epoch", "private_batches",
+    "feed", "_engine", "check_engine", "replace_model",
+)  # fmt: skip
 
 
 def check_subclass(trainer_class: type, dp_trainer: type, base: type) -> None:
@@ -107,18 +110,25 @@ def check_head_is_trainable(model: nn.Module) -> None:
             "leave something out of `freeze`)."
         )
     base: Any = base_model(model)
-    if base is model or not type(base).__name__.endswith(("Classification", "QuestionAnswering")):
+    if base is model:
         return
-    backbone = getattr(base, "base_model_prefix", "")
+    refuse_frozen_heads(base, {parameter for parameter in base.parameters() if parameter.requires_grad})
+
+
+def refuse_frozen_heads(model: Any, trained: Collection[nn.Parameter]) -> None:
+    """Raise UnsupportedModelError when a classifier has a head of which nothing is ``trained``."""
+    if not type(model).__name__.endswith(("Classification", "QuestionAnswering")):
+        return
+    backbone = getattr(model, "base_model_prefix", "")
     frozen = sorted(
         name
-        for name, child in base.named_children()
+        for name, child in model.named_children()
         if name != backbone
         and any(True for _ in child.parameters())
-        and not any(p.requires_grad for p in child.parameters())
+        and not any(parameter in trained for parameter in child.parameters())
     )
     if frozen:
         raise UnsupportedModelError(
-            f"Under this peft_config the head {frozen} of {type(base).__name__} would stay frozen, and a new head is random. "
+            f"Under this peft_config the head {frozen} of {type(model).__name__} would stay frozen, and a new head is random. "
             f"Set modules_to_save={frozen} in the peft_config."
         )

@@ -59,10 +59,13 @@ def set_task_type(model: nn.Module, peft_config: Any) -> None:
     if peft_config.task_type is not None:
         return
     try:
-        peft_config.task_type = _PEFT_TASKS[task_of(model)]
-        logger.info("peft_config.task_type was not set; using %s.", peft_config.task_type)
+        peft_config.task_type = _PEFT_TASKS.get(task_of(model))
     except UnsupportedLossError:
+        pass
+    if peft_config.task_type is None:
         logger.info("peft_config.task_type is not set and %s suggests none.", type(model).__name__)
+    else:
+        logger.info("peft_config.task_type was not set; using %s.", peft_config.task_type)
 
 
 def describe_training(model: nn.Module) -> str:

@@ -40,15 +40,17 @@ class RunLedger:
         self.ledger = Ledger()
         self.run_id = uuid.uuid4().hex
         self._allowed = math.inf
+        self._reserved = 0  # releases of selections to come, which training must leave room for
         self._goal: int | None = None  # training steps that the ledger will hold when this process has made its own
         self._lock: FileLock | None = None
 
-    def start(self, planned_steps: int) -> None:
-        """Begin (or go on with) ``planned_steps`` training steps in this process.
+    def start(self, planned_steps: int, planned_releases: int = 0) -> None:
+        """Begin (or go on with) ``planned_steps`` training steps, and so many releases for selections between them.
 
         Raises: as :meth:`open`; BudgetExceededError when not one further step fits under the target.
         """
         self.open()
+        self._reserved = planned_releases
         self._goal = self.ledger.steps(TRAINING) + planned_steps
         self._allowed = self.allowed_steps(planned_steps)
         if self._allowed <= self.ledger.steps(TRAINING) and planned_steps > 0:
@@ -77,13 +79,18 @@ class RunLedger:
             return math.inf
         if done + planned_steps <= self.plan.steps and self._selections_as_planned():
             return self.plan.steps  # the plan was calibrated to meet the target at exactly these
+        prior = self.ledger.events
+        if self._reserved and self.plan.selection is not None:
+            prior = (*prior, self.plan.selection.event(self._reserved))
+        if epsilon(prior, self.plan.delta, self.plan.accountant).value > self.plan.target_epsilon:
+            return done
         return done + calibrate_steps(
             self.plan.target_epsilon,
             self.plan.delta,
             self.plan.noise_multiplier,
             self.plan.sample_rate,
             self.plan.accountant,
-            prior_events=self.ledger.events,
+            prior_events=prior,
             event=self.plan.sampler().event,
         )
 
@@ -94,7 +101,7 @@ class RunLedger:
 
     def _selections_as_planned(self) -> bool:
         planned = 0 if self.plan.selection is None else self.plan.selection.iterations
-        return self.ledger.steps(SELECTION) <= planned
+        return self.ledger.steps(SELECTION) + self._reserved <= planned
 
     def append(self, event: Event, purpose: str) -> None:
         """Record one release and make it durable; only then may its result be used.
@@ -108,9 +115,10 @@ class RunLedger:
             )
         self.ledger.append(event, purpose)
         self.save(self.folder)
-        if (
-            purpose != TRAINING and self._goal is not None
-        ):  # less may be left to train with than there was at the start
+        if purpose != TRAINING:
+            self._reserved = max(0, self._reserved - event.steps)
+        if purpose != TRAINING and self._goal is not None:
+            # Less may be left to train with than there was at the start.
             self._allowed = self.allowed_steps(self._goal - self.ledger.steps(TRAINING))
 
     def _would_pass(self, event: Event) -> bool:
@@ -236,7 +244,13 @@ def checkpoint_of(resume_from_checkpoint: str | bool | None, folder: str) -> str
         return resume_from_checkpoint or None
     last = get_last_checkpoint(folder) if os.path.isdir(folder) else None
     if last is None:
+        next_move = "Pass False to start a run."
+        if Path(folder, FILE_NAME).exists():
+            next_move = (
+                "The run ended before its first one, so there is nothing to go on from. Start one in a new output_dir: what "
+                f"{FILE_NAME} here records was spent on the same rows, and both count together."
+            )
         raise LedgerError(
-            f"resume_from_checkpoint=True, but output_dir {Path(folder).name!r} has no checkpoint. Pass False to start a run."
+            f"resume_from_checkpoint=True, but output_dir {Path(folder).name!r} has no checkpoint. {next_move}"
         )
     return last

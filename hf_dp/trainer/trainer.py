@@ -270,14 +270,16 @@ class DPTrainer(Trainer):
             check_optimizer(self.optimizer, self.model)
             self.check_engine()
             self._facts()  # what weakens the claim is noted before the first step is recorded
-            run.start(max_steps - self.state.global_step)
+            run.start(max_steps - self.state.global_step, self._choice.releases_to_come())
         return prepared
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
         """As Trainer's, over all that may train at some time of the run."""
+        new = self.optimizer is None
         with self._choice.all_that_may_train(self.model):
             optimizer = super().create_optimizer(*args, **kwargs)
-        self._choice.tune(optimizer)
+        if new:
+            self._choice.tune(optimizer)
         return optimizer
 
     def replace_model(self, model: nn.Module) -> None:

@@ -80,5 +80,6 @@ def weight_gradients(noised: Mapping[str, Tensor], by_name: Mapping[str, Carrier
     """Released gradients with those of carriers replaced by the weights'."""
     found = dict(noised)
     for name, each in by_name.items():
-        found[name] = each.gradient(found.pop(name + LEFT), found.pop(name + RIGHT))
+        of_left, of_right = found.pop(name + LEFT), found.pop(name + RIGHT)
+        found[name] = Carriers(each.left.to(of_left.dtype), each.right.to(of_left.dtype)).gradient(of_left, of_right)
     return found

@@ -32,7 +32,8 @@ from hf_dp._validate import invalid
 from hf_dp.errors import ConfigError, UnsupportedModelError
 
 FILE_NAME = "selection.json"
-_HEADS = ("classifier", "score")  # what PEFT itself trains in full for task_type SEQ_CLS
+# What PEFT itself trains in full, by task type.
+_HEADS = {"SEQ_CLS": ("classifier", "score"), "TOKEN_CLS": ("classifier", "score"), "QUESTION_ANS": ("qa_outputs",)}
 _STOCK = [item.name for item in fields(LNTuningConfig)]
 
 
@@ -40,7 +41,7 @@ _STOCK = [item.name for item in fields(LNTuningConfig)]
 class SelectionConfig(LNTuningConfig):
     """Which of a model's own parameters train; its children say how they are chosen.
 
-    A classifier's new head (``task_type="SEQ_CLS"``) and ``modules_to_save`` always train and are never chosen from.
+    A new head (``task_type`` SEQ_CLS, TOKEN_CLS, QUESTION_ANS) and ``modules_to_save`` always train, never chosen from.
 
     Args:
         parameters: the chosen ones, as the base model's ``named_parameters`` calls them; None until they are chosen.
@@ -89,7 +90,7 @@ class SelectionConfig(LNTuningConfig):
         """What the user decided, without what was chosen: a resumed run must have the same."""
         values = {name: value for name, value in self.details().items() if name not in ("parameters", "made")}
         saved = values["modules_to_save"] or []
-        heads = _HEADS if self.task_type == "SEQ_CLS" else ()  # PEFT adds them when it wraps the model
+        heads = _HEADS.get(self.task_type or "", ())  # PEFT adds them when it wraps the model
         return values | {"modules_to_save": sorted({saved} if isinstance(saved, str) else set(saved) - set(heads))}
 
     @classmethod
@@ -261,7 +262,7 @@ def outside_layers(model: nn.Module) -> set[nn.Parameter]:
 def always_trained(model: nn.Module, config: SelectionConfig) -> set[nn.Parameter]:
     """Parameters of the modules that PEFT trains in full whatever is selected."""
     saved = config.modules_to_save or []
-    ends = (*([saved] if isinstance(saved, str) else saved), *(_HEADS if config.task_type == "SEQ_CLS" else ()))
+    ends = (*([saved] if isinstance(saved, str) else saved), *_HEADS.get(config.task_type or "", ()))
     return {
         parameter
         for path, module in model.named_modules(remove_duplicate=False)

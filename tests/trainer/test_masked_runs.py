@@ -12,6 +12,8 @@ from safetensors.torch import load_file
 from hf_dp.cards.document import read
 from hf_dp.cards.verify import disagreements
 from hf_dp.errors import ConfigError, InvalidArgumentError, UnsupportedModelError
+from hf_dp.plan import ROUNDING_MARGIN
+from hf_dp.trainer import private_selection
 from hf_dp.trainer.modes import dp_sgd
 from hf_dp.tuners.masks import MaskConfig, ParamConfig, PvalConfig, largest, packed, unpacked
 from hf_dp.tuners.rgp import RgpConfig
@@ -162,3 +164,51 @@ def test_rgp_scales_its_learning_rate(tmp_path):
     for options, match in (({"clipping": "per_layer"}, "clipping"), ({"clipping_strategy": "two_pass"}, "strategy")):
         with pytest.raises(InvalidArgumentError, match=match):
             masked(tmp_path / "x", RgpConfig(), **options)
+
+
+def noised_for_the_whole_gradient(folder, monkeypatch) -> bool:
+    """PARAM's look: one example's clipped gradient lies in the sum whole, and the sum is what is released."""
+    seen = []
+    original = private_selection.release
+
+    def watched(trainer, values, sensitivity):
+        seen.append((sensitivity, len(values)))
+        return original(trainer, values, sensitivity)
+
+    monkeypatch.setattr(private_selection, "release", watched)
+    masked(folder, ParamConfig(**PARAM, selection_clipping_norm=0.7)).train()
+    candidates = sum(p.numel() for n, p in tiny.model().named_parameters() if not n.startswith("classifier"))
+    return seen == [(0.7 * (1 + ROUNDING_MARGIN), candidates)]
+
+
+def test_params_look_is_noised_for_the_whole_gradient(tmp_path, monkeypatch):
+    assert noised_for_the_whole_gradient(tmp_path, monkeypatch)
+
+
+def test_planted_smaller_margin_is_seen(tmp_path, monkeypatch):
+    monkeypatch.setattr(private_selection, "ROUNDING_MARGIN", -0.5)
+    assert not noised_for_the_whole_gradient(tmp_path, monkeypatch)
+
+
+def test_params_sums_are_clipped(tmp_path, monkeypatch):
+    """One row's part in what is released has a norm of at most the clipping norm."""
+    norms = []
+    original = private_selection.release
+
+    def watched(trainer, values, sensitivity):
+        norms.append((float(values.norm()), len(trainer.drawn)))
+        return original(trainer, values, sensitivity)
+
+    monkeypatch.setattr(private_selection, "release", watched)
+    trainer = masked(tmp_path, ParamConfig(**PARAM, selection_clipping_norm=1e-3))
+    feed = trainer.feed
+
+    def noted(engine, batches):
+        trainer.drawn = [row for batch in batches for row in batch["labels"]]
+        return feed(engine, batches)
+
+    trainer.feed = noted
+    trainer.train()
+    ((norm, drawn),) = norms
+    assert norm <= 1e-3 * drawn * (1 + 1e-5)
+    assert norm > 0 or not drawn

@@ -28,12 +28,12 @@ def choice_of(peft_config: Any, is_private: bool) -> Choice | None:
     if not isinstance(peft_config, (FrostConfig, MaskConfig, RgpConfig)):
         return None
     config = copy.deepcopy(peft_config)  # what is chosen is written into it, and the caller's may serve another run
-    if isinstance(config, FrostConfig) and config.parameters is not None:
-        if not is_private:
+    if isinstance(config, FrostConfig) and (config.parameters is not None or config.made):
+        if not is_private and config.parameters is not None:
             return None  # an adapter like any other
         raise ConfigError(
             "This FrostConfig holds a selection that another run made from private rows, and this run's ledger would not know "
-            "it. Pass a FrostConfig without `parameters`, or resume that run."
+            "it. Pass a new FrostConfig, or resume that run."
         )
     if not is_private:
         raise invalid(

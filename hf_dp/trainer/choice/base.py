@@ -13,7 +13,9 @@ from hf_dp.clipping import ClippingEngine
 from hf_dp.errors import ConfigError, InvalidArgumentError
 from hf_dp.plan import PrivacyPlan
 from hf_dp.selection_plan import SelectionPlan
-from hf_dp.trainer.loading import describe_training
+from hf_dp.trainer.checks import refuse_frozen_heads
+from hf_dp.trainer.loading import describe_training, set_task_type
+from hf_dp.tuners.selection import SelectionConfig, always_trained, candidates
 
 
 class Choice:
@@ -43,6 +45,10 @@ class Choice:
     def tune(self, optimizer: Any) -> None:
         """Change the optimizer that was just made."""
 
+    def releases_to_come(self) -> int:
+        """How many more noisy releases this process means to make after the first step."""
+        return 0
+
     def save(self, folder: str) -> None:
         """Write what was chosen beside weights that do not tell it themselves."""
 
@@ -69,7 +75,15 @@ def refuse_options(args: Any, config: Any) -> None:
         )
 
 
-def refuse_made_before(trainer: Any) -> None:
+def freeze_others(model: nn.Module, config: SelectionConfig) -> None:
+    """Leave trainable what may be chosen and what always trains; an adapter would freeze the rest, too."""
+    kept = {*candidates(model, config), *always_trained(model, config)}
+    for parameter in model.parameters():
+        parameter.requires_grad_(parameter.requires_grad and parameter in kept)
+
+
+def refuse_made_before(trainer: Any, config: SelectionConfig) -> None:
+    """What cannot work with a choice inside the run; asked before anything is paid for."""
     if trainer.optimizer is not None or trainer.lr_scheduler is not None:
         raise invalid(
             "optimizers",
@@ -79,6 +93,8 @@ def refuse_made_before(trainer: Any) -> None:
         )
     if hasattr(trainer.model, "peft_config"):
         raise InvalidArgumentError("Expected `peft_config` to be None for a model that is a PeftModel already.")
+    set_task_type(trainer.model, config)
+    refuse_frozen_heads(trainer.model, always_trained(trainer.model, config))
 
 
 def refuse_other_options(earlier: Any, now: Any) -> None:

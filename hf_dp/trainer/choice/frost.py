@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
 from transformers.utils import logging
 
+from hf_dp._validate import invalid
 from hf_dp.selection_plan import SelectionPlan
-from hf_dp.trainer.choice.base import Choice, refuse_made_before, refuse_other_options
-from hf_dp.trainer.loading import apply_peft, describe_training, set_task_type
+from hf_dp.trainer.choice.base import Choice, freeze_others, refuse_made_before, refuse_other_options
+from hf_dp.trainer.loading import apply_peft, describe_training
 from hf_dp.trainer.private_selection import select_partitions
 from hf_dp.tuners.frost.config import FrostConfig
 from hf_dp.tuners.selection import candidates
@@ -22,23 +23,32 @@ logger = logging.get_logger(__name__)
 class _Frost(Choice):
     def __init__(self, config: FrostConfig):
         self.config = config
+        self._applied = False
 
     def plan(self, clipping_norm: float) -> SelectionPlan:
         return self.config.selection_plan(clipping_norm)
 
     def prepare(self, trainer: Any) -> None:
-        refuse_made_before(trainer)
-        set_task_type(trainer.model, self.config)
+        refuse_made_before(trainer, self.config)
         self.config.candidate_partitions(trainer.model)
+        if self.config.num_selections > trainer.privacy_plan.steps:
+            raise invalid(
+                "num_selections",
+                self.config.num_selections,
+                f"to be at most the {trainer.privacy_plan.steps} steps of the run",
+                "Selections beyond them would be paid for and never made.",
+            )
 
     def start(self, trainer: Any, checkpoint: str | None) -> None:
-        if self.config.made:
+        if self._applied:
             return
+        self.prepare(trainer)  # again: much may have happened since, and from here it costs
         if checkpoint is not None:
             self._read(checkpoint)
-        else:
+        elif not self.config.made:
             self._select(trainer)
         self._apply(trainer)
+        self._applied = True
 
     def _select(self, trainer: Any) -> None:
         made = select_partitions(trainer, self.config)
@@ -75,7 +85,10 @@ class Once(_Frost):
 class Repeated(_Frost):
     """K > 1 (section 5.3): chosen again at step ``(k - 1) floor(U / K)`` of U; trains in place, saves a whole checkpoint."""
 
+    _may_train: Sequence[nn.Parameter] = ()
+
     def _apply(self, trainer: Any) -> None:
+        freeze_others(trainer.model, self.config)
         self._may_train = [*candidates(trainer.model, self.config)]
         self._switch(trainer.model)
 
@@ -93,6 +106,9 @@ class Repeated(_Frost):
             with self.all_that_may_train(trainer.model):
                 self._select(trainer)
             self._switch(trainer.model)
+
+    def releases_to_come(self) -> int:
+        return (self.config.num_selections - len(self.config.made)) * self.config.selection_iterations
 
     @contextmanager
     def all_that_may_train(self, model: nn.Module) -> Iterator[None]:

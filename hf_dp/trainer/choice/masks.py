@@ -13,11 +13,13 @@ from hf_dp._validate import invalid
 from hf_dp.clipping.masked import MaskedEngine
 from hf_dp.plan import PrivacyPlan
 from hf_dp.selection_plan import SelectionPlan
-from hf_dp.trainer.choice.base import Choice, refuse_made_before, refuse_options, refuse_other_options
-from hf_dp.trainer.loading import describe_training, set_task_type
+from hf_dp.trainer.choice.base import Choice, freeze_others, refuse_made_before, refuse_options, refuse_other_options
+from hf_dp.trainer.loading import describe_training
 from hf_dp.trainer.private_selection import select_entries
 from hf_dp.tuners.masks import MaskConfig, ParamConfig, PvalConfig, packed, unpacked
 
+# Optimizers that move each entry by its own gradients alone, and not at all without one.
+_ELEMENTWISE = ("adamw_torch", "adamw_torch_fused", "sgd", "adagrad", "rmsprop", "adafactor")
 _MASKS = "selection_masks.safetensors"
 
 
@@ -32,7 +34,7 @@ class Masks(Choice):
         return self.config.selection_plan(clipping_norm) if isinstance(self.config, ParamConfig) else None
 
     def prepare(self, trainer: Any) -> None:
-        refuse_made_before(trainer)
+        refuse_made_before(trainer, self.config)
         refuse_options(trainer.args, self.config)
         if trainer.args.weight_decay:
             raise invalid(
@@ -41,13 +43,21 @@ class Masks(Choice):
                 "to be 0 with a mask of parameters",
                 "It would shrink those that are not to train.",
             )
-        set_task_type(trainer.model, self.config)
+        if trainer.args.optim not in _ELEMENTWISE or not trainer.args.adam_epsilon > 0:
+            raise invalid(
+                "optim",
+                getattr(trainer.args.optim, "value", trainer.args.optim),
+                f"to be one of {sorted(_ELEMENTWISE)} (with adam_epsilon above 0) with a mask of parameters",
+                "Of the others it is not known that an entry without a gradient stays where it is.",
+            )
         if not self.config.candidate_names(trainer.model):
             raise invalid("peft_config", type(self.config).__name__, "to have something to choose from")
 
     def start(self, trainer: Any, checkpoint: str | None) -> None:
         if self.masks is not None:
             return
+        self.prepare(trainer)
+        freeze_others(trainer.model, self.config)
         if checkpoint is not None:
             refuse_other_options(type(self.config).from_pretrained(checkpoint), self.config)
             self.masks = unpacked(safetensors.torch.load_file(Path(checkpoint, _MASKS)), trainer.model)

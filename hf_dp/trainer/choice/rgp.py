@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from hf_dp.clipping.low_rank import Carriers, LowRankEngine
 from hf_dp.plan import PrivacyPlan
 from hf_dp.trainer.choice.base import Choice, refuse_made_before, refuse_options, refuse_other_options
-from hf_dp.trainer.loading import describe_training, set_task_type
+from hf_dp.trainer.loading import describe_training
 from hf_dp.tuners.rgp import RgpConfig, carriers, weight_gradients
 from hf_dp.tuners.selection import always_trained
 
@@ -24,14 +24,14 @@ class Rgp(Choice):
         self._carriers: dict[str, Carriers] = {}
 
     def prepare(self, trainer: Any) -> None:
-        refuse_made_before(trainer)
+        refuse_made_before(trainer, self.config)
         refuse_options(trainer.args, self.config)
-        set_task_type(trainer.model, self.config)
         self.config.weights(trainer.model)
 
     def start(self, trainer: Any, checkpoint: str | None) -> None:
         if self._weights:
             return
+        self.prepare(trainer)
         if checkpoint is not None:
             refuse_other_options(RgpConfig.from_pretrained(checkpoint), self.config)
         self._weights = self.config.weights(trainer.model)
@@ -67,5 +67,7 @@ class Rgp(Choice):
         self.config.write_details(folder)
 
     def describe(self, model: nn.Module) -> str:
+        if not self._weights:
+            return describe_training(model)
         seen = sum(self.config.rank * sum(weight.shape) for weight in self._weights.values())
         return f"{describe_training(model)}, through rank-{self.config.rank} carriers of {seen:,} numbers a step (RGP)"

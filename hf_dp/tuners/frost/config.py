@@ -63,6 +63,8 @@ class FrostConfig(SelectionConfig):
         non_negative("gap_coefficient", self.gap_coefficient)
         one_of("magnitude", self.magnitude, MAGNITUDES)
         one_of("granularity", self.granularity, GRANULARITIES)
+        if self.partitions is not None:
+            self.partitions = {name: list(patterns) for name, patterns in self.partitions.items()}
 
     def choose(self, model: nn.Module) -> list[str]:
         raise ConfigError(

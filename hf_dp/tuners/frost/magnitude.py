@@ -30,7 +30,7 @@ from torch import Tensor, nn
 
 from hf_dp._validate import invalid, one_of
 from hf_dp.clipping import ClippingEngine
-from hf_dp.clipping.explicit import accumulate, explicit
+from hf_dp.clipping.explicit import accumulate, explicit, representable
 from hf_dp.clipping.step import ClippedStep
 from hf_dp.clipping.uses import Use, full_precision
 from hf_dp.plan import ROUNDING_MARGIN
@@ -98,7 +98,9 @@ class MagnitudeEngine(ClippingEngine):
         """``mu``, (M,), of all examples since the engine was entered."""
         device = next(iter(self._parameters.values())).device
         if self.magnitude == "mgna" and self.norm_order == 1:
-            return torch.zeros(len(self.partitions), device=device) if self._direct is None else self._direct.clone()
+            # float64 whatever was drawn: the noise has the same type, and a coarser one would tell that the draw was empty.
+            empty = torch.zeros(len(self.partitions), dtype=torch.float64, device=device)
+            return empty if self._direct is None else self._direct.clone()
         powers = torch.zeros(len(self.partitions), dtype=torch.float64, device=device)
         for name, parameter in self._parameters.items():
             if parameter in self._totals:
@@ -140,6 +142,7 @@ class MagnitudeEngine(ClippingEngine):
             shares = torch.where(finite, weights[:, None] * powers / sizes, torch.zeros_like(powers)).sum(0)
             self._direct = shares if self._direct is None else self._direct + shares
             return norms
+        weights = representable(weights)
         for parameter in list(uses):
             of_parameter = uses.pop(parameter)
             for index in range(examples):

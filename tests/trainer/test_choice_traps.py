@@ -1,0 +1,194 @@
+"""What went wrong, or could have, in runs that choose what trains: each as it was found."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from peft import get_peft_model
+from torch import nn
+from transformers import BertForMaskedLM, BertForTokenClassification, ViTConfig, ViTForImageClassification
+
+from hf_dp.clipping.explicit import representable
+from hf_dp.errors import (
+    ConfigError,
+    InvalidArgumentError,
+    LedgerError,
+    UnsupportedArgumentError,
+    UnsupportedModelError,
+)
+from hf_dp.plan import PrivacyPlan
+from hf_dp.selection_plan import SelectionPlan
+from hf_dp.trainer.choice.base import freeze_others
+from hf_dp.trainer.run_ledger import RunLedger
+from hf_dp.trainer.trainer import DPTrainer
+from hf_dp.tuners.frost.config import FrostConfig
+from hf_dp.tuners.frost.magnitude import MagnitudeEngine
+from hf_dp.tuners.frost.partition import partitions
+from hf_dp.tuners.masks import PvalConfig
+from hf_dp.tuners.public_choice import RandomConfig
+from hf_dp.tuners.rgp import RgpConfig
+from tests import tiny
+
+FROST = {"unfreeze_ratio": 0.3, "selection_iterations": 3, "selection_noise_multiplier": 2.0}
+
+
+def run(folder, config, given=None, **options):
+    return tiny.trainer(folder, given={"peft_config": config, **(given or {})}, **options)
+
+
+@pytest.mark.parametrize("rate", [1e-4, 0.5])
+def test_the_type_of_a_noisy_magnitude_does_not_tell_whether_a_row_was_drawn(rate, tmp_path):
+    trainer = run(tmp_path, FrostConfig(**FROST, selection_sample_rate=rate))
+    trainer.train()
+    values = [v for row in trainer._choice.config.made[0]["noisy_magnitudes"] for v in row.values()]
+    assert not all(float(np.float32(value)) == value for value in values)
+
+
+@pytest.mark.parametrize("magnitude", ["mg", "mgn", "mgna"])
+def test_gradients_beyond_float32s_weights_are_left_out(magnitude):
+    """A weight below the normal float32 numbers would be rounded, up to almost double."""
+    torch.manual_seed(0)
+    model = nn.Linear(400, 400, bias=False)
+    x = torch.full((1, 400), 3e18)
+    with MagnitudeEngine(model, partitions(model), 0.1, magnitude, 1) as engine:
+        engine.backward((model(x) * 3e18).sum(1))
+        moved, bound = float(engine.magnitudes().norm()), engine.sensitivity
+    assert moved <= bound
+    weights = torch.tensor([0.0, 1e-40, 1e-30, 1.0], dtype=torch.float64)
+    assert representable(weights).tolist() == [0.0, 0.0, 1e-30, 1.0]
+
+
+def test_nothing_is_paid_for_what_cannot_be_applied(tmp_path, monkeypatch):
+    """The head is looked at before the first draw, and a selection that was not applied does not count as applied."""
+    model = tiny.model()
+    model.scorer, model.forward_head = nn.Linear(16, 2), None  # a head that PEFT does not know
+    with pytest.raises(UnsupportedModelError, match="modules_to_save=\\['scorer'\\]"):
+        run(tmp_path / "a", FrostConfig(**FROST), {"model": model})
+    trainer = run(tmp_path / "b", FrostConfig(**FROST))
+    monkeypatch.setattr("hf_dp.trainer.choice.frost.apply_peft", lambda *a: (_ for _ in ()).throw(RuntimeError("no")))
+    with pytest.raises(RuntimeError, match="no"):
+        trainer.train()
+    monkeypatch.undo()
+    trainer.train()
+    assert trainer.ledger.steps("selection") == 3 and hasattr(trainer.model, "peft_config")
+
+
+def test_heads_of_other_tasks_are_not_chosen_from():
+    model = BertForTokenClassification(tiny.model().config)
+    wrapped = get_peft_model(model, RandomConfig(unfreeze_ratio=1.0, task_type="TOKEN_CLS"))
+    assert not any(name.startswith("classifier") for name in wrapped.peft_config["default"].parameters)
+    assert any("modules_to_save" in n for n, p in wrapped.named_parameters() if p.requires_grad)
+
+
+def test_training_leaves_room_for_the_selections_to_come(tmp_path):
+    chosen = SelectionPlan("mgna", 0.3, 6, 0.1, 1, None, 0.2)
+    plan = PrivacyPlan.create(
+        num_examples=40, expected_batch_size=8, clipping_norm=0.1, target_epsilon=2.0, max_steps=9, selection=chosen
+    )
+    ledger = RunLedger(tmp_path, plan)
+    ledger.open()
+    ledger.append(plan.selection.event(4), "selection")
+    ledger.append(plan.event(5), "training")  # killed here, and resumed from step 3: one selection is made once more
+    ledger.start(6, 4)
+    left = 0
+    while not ledger.exhausted and left < 3:
+        ledger.append(plan.event(1), "training")
+        left += 1
+    ledger.append(plan.selection.event(4), "selection")  # what was reserved can be bought
+    assert ledger.ledger.epsilon(plan.delta).value <= 2.0
+    ledger.stop()
+
+
+def test_a_selection_of_another_run_is_refused_however_it_is_held(tmp_path):
+    made = FrostConfig(**FROST, num_selections=2, made=[{"parameters": []}])
+    for config in (made, FrostConfig(**FROST, made=[{"parameters": []}])):
+        with pytest.raises(ConfigError, match="another run made"):
+            run(tmp_path, config)
+
+
+def test_more_selections_than_steps_are_refused(tmp_path):
+    with pytest.raises(InvalidArgumentError, match="num_selections.*at most the 4 steps"):
+        run(tmp_path, FrostConfig(**FROST, num_selections=5))
+
+
+def test_a_run_that_ended_before_its_first_checkpoint_is_told_what_to_do(tmp_path):
+    trainer = run(tmp_path, FrostConfig(**FROST))
+    trainer.train()
+    with pytest.raises(LedgerError, match="has no checkpoint.*Start one in a new output_dir.*both count together"):
+        run(tmp_path, FrostConfig(**FROST)).train(resume_from_checkpoint=True)
+
+
+def test_the_statement_counts_no_releases_that_the_ledger_does_not(tmp_path):
+    trainer = run(tmp_path, FrostConfig(**FROST, num_selections=2), save_strategy="steps", save_steps=1)
+    trainer.train()
+    again = run(tmp_path, FrostConfig(**FROST, num_selections=2))
+    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
+    assert again.ledger.steps("selection") == 9
+    assert "at most" not in again.privacy_statement().mechanism.split("What trains")[1]
+    assert "9 noisy releases" in again.privacy_statement().sentence()
+
+
+@pytest.mark.parametrize("config", [PvalConfig(task_type="SEQ_CLS"), FrostConfig(task_type="SEQ_CLS")])
+def test_in_place_what_is_no_layers_stays_frozen(config):
+    small = {
+        "hidden_size": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "intermediate_size": 32,
+        "image_size": 8,
+    }
+    model = ViTForImageClassification(ViTConfig(**small, patch_size=4))
+    freeze_others(model, config)
+    trained = {name for name, p in model.named_parameters() if p.requires_grad}
+    assert {"vit.embeddings.cls_token", "vit.embeddings.position_embeddings"}.isdisjoint(trained)
+    assert "classifier.weight" in trained and "vit.layernorm.weight" in trained
+
+
+@pytest.mark.parametrize("options", [{"optim": "lion_32bit"}, {"adam_epsilon": 0.0}])
+def test_masks_take_optimizers_that_leave_other_entries_alone(options, tmp_path):
+    with pytest.raises(InvalidArgumentError, match="optim"):
+        run(tmp_path, PvalConfig(), **options)
+
+
+def test_rgp_goes_on_in_one_trainer_and_in_float64(tmp_path):
+    trainer = run(tmp_path / "a", RgpConfig(learning_rate_scale=3.0), save_strategy="steps", save_steps=2)
+    trainer.train()
+    groups = len(trainer.optimizer.param_groups)
+    trainer.train(resume_from_checkpoint=str(tmp_path / "a" / "checkpoint-2"))
+    assert len(trainer.optimizer.param_groups) == groups
+    double = run(tmp_path / "b", RgpConfig(), {"model": tiny.model().double()})
+    double.train()
+    assert double.ledger.steps() == 4
+
+
+def test_models_without_a_task_type_of_peft(tmp_path):
+    trainer = run(tmp_path, PvalConfig(), {"model": BertForMaskedLM(tiny.model().config)})
+    assert trainer._choice.config.task_type is None
+
+
+@pytest.mark.parametrize("num_selections", [1, 2])
+def test_an_optimizer_that_was_made_early_is_seen_before_anything_is_paid(num_selections, tmp_path):
+    trainer = run(tmp_path, FrostConfig(**FROST, num_selections=num_selections))
+    trainer.create_optimizer()
+    with pytest.raises(InvalidArgumentError, match="optimizers"):
+        trainer.train()
+    assert trainer.ledger.steps() == 0
+
+
+@pytest.mark.parametrize("seam", ["private_batches", "feed", "_engine", "check_engine", "replace_model"])
+def test_a_subclass_cannot_replace_what_a_private_step_is(seam, tmp_path):
+    cls = type("Own", (DPTrainer,), {seam: lambda self, *given: None})
+    with pytest.raises(UnsupportedArgumentError, match=seam):
+        tiny.trainer(tmp_path, cls=cls)
+
+
+def test_partitions_as_tuples_can_be_resumed(tmp_path):
+    config = FrostConfig(**FROST, partitions={"mine": ("bert.pooler.dense.*",)})
+    run(tmp_path, config, save_strategy="steps", save_steps=2).train()
+    again = run(tmp_path, config)
+    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert json.loads((tmp_path / "checkpoint-2" / "selection.json").read_text())["partitions"]["mine"]
+    assert again.ledger.steps("selection") == 3
