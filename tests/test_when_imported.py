@@ -8,11 +8,14 @@ import sys
 SCRIPT = """
 import importlib.util, sys
 import hf_dp
-assert "_Waiting" in [type(finder).__name__ for finder in sys.meta_path]
+home = "transformers.models.auto.configuration_auto"
+def waiting():
+    return [finder for finder in sys.meta_path if getattr(finder, "module", None) == home]
+assert waiting()
 assert importlib.util.find_spec("transformers.models.auto.configuration_auto")
 from transformers import AutoConfig
 AutoConfig.for_model("bert")
-assert "_Waiting" not in [type(finder).__name__ for finder in sys.meta_path]
+assert not waiting()
 assert AutoConfig.for_model("hf_dp_infilling", label_word_ids=[1, 2]).model_type == "hf_dp_infilling"
 """
 

@@ -26,6 +26,8 @@ from hf_dp.errors import SelfCheckError
 Batch = Any  # a mapping of inputs
 PerExampleLoss = Callable[[nn.Module, Batch], Tensor]
 
+# Of 16-bit forwards: their products have three digits.
+AUTOCAST_TOLERANCE = 5e-2
 _MOVE = 0.01  # about as much as an initial weight
 _DROPOUTS = ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout")
 
@@ -249,7 +251,7 @@ def _tolerance(trainable: Mapping[str, nn.Parameter]) -> float:
     if dtypes & {torch.bfloat16, torch.float16} or any(
         torch.is_autocast_enabled(p.device.type) for p in trainable.values()
     ):
-        return 5e-2
+        return AUTOCAST_TOLERANCE
     return 1e-7 if dtypes == {torch.float64} else 1e-3
 
 

@@ -24,6 +24,7 @@ from hf_dp.cards.card import render_card
 from hf_dp.cards.provenance import seen_in_pretraining
 from hf_dp.cards.statement import PrivacyStatement, RunFacts
 from hf_dp.clipping import ClippingEngine, refuse_coupling, self_check
+from hf_dp.clipping.self_check import AUTOCAST_TOLERANCE
 from hf_dp.errors import DataError, UnsupportedArgumentError
 from hf_dp.losses import per_example_loss
 from hf_dp.noise import SecretRandomness
@@ -295,7 +296,15 @@ class DPTrainer(Trainer):
             strategy = self._clipping_strategy()
             logger.info("Clipping strategy: %s.", strategy)
             self_check(
-                self.model, self.compute_per_example_loss, padded, alone, clipping=plan.clipping, strategy=strategy
+                self.model,
+                self.compute_per_example_loss,
+                padded,
+                alone,
+                clipping=plan.clipping,
+                strategy=strategy,
+                rtol=AUTOCAST_TOLERANCE
+                if self.args.bf16
+                else None,  # accelerate's autocast is inside the model's forward
             )
 
     def synthetic_batches(self) -> tuple[dict[str, Tensor], list[dict[str, Tensor]]]:
