@@ -84,6 +84,7 @@ def test_chance_does_not(tmp_path):
     assert sum(chosen == MATTER for chosen in picked) <= 1  # one in 560
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("noise", [30.0, 60.0])
 def test_more_noise_finds_fewer_as_lemma_6_predicts(tmp_path, noise):
     """The share of the three that is found, against the chance that a normal draw with lemma 6's spread keeps their order."""

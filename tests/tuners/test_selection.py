@@ -37,7 +37,7 @@ def task_type(architecture, model):
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", MODELS)
 def test_a_random_half_of_any_model(name, seed, tmp_path):
     architecture = MODELS[name]
