@@ -63,7 +63,7 @@ def test_the_other_readme_programs_run(tmp_path):
     _, *others = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), flags=re.S)
     assert others
     for program in others:
-        subprocess.run([sys.executable, "-c", program], cwd=tmp_path, env=OFFLINE, check=True, timeout=120)
+        subprocess.run([sys.executable, "-c", program], cwd=tmp_path, env=OFFLINE, check=True, timeout=280)
 
 
 def test_the_account_commands_of_the_readme_run(capsys):
