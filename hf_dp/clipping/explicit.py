@@ -35,12 +35,20 @@ def representable(weights: Tensor) -> Tensor:
 
 
 def accumulate(
-    totals: dict[nn.Parameter, Tensor], parameter: nn.Parameter, rows: Tensor | None, values: Tensor
+    totals: dict[nn.Parameter, Tensor],
+    parameter: nn.Parameter,
+    rows: Tensor | None,
+    values: Tensor,
+    dtype: torch.dtype | None = None,
 ) -> None:
-    """Add what :func:`explicit` returned, or a function of its values, to the running total of a parameter."""
+    """Add what :func:`explicit` returned, or a function of its values, to the running total of a parameter.
+
+    Args: dtype: of a new total; default float32, or float64 for a float64 parameter.
+    """
     if parameter not in totals:
-        dtype = accumulation_dtype(parameter.dtype)
+        dtype = dtype or accumulation_dtype(parameter.dtype)
         totals[parameter] = torch.zeros(parameter.shape, dtype=dtype, device=parameter.device)
+    values = values.to(totals[parameter].dtype)
     if rows is None:
         totals[parameter].add_(values)
     else:

@@ -135,9 +135,7 @@ class SelectionModel(LNTuningModel):
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "Unsupported layer type")  # copies need no in_features
             super().inject_adapter(model, adapter_name, *args, **kwargs)
-        config.target_modules = (
-            targets  # PEFT shortens long lists to ends of names, and mistakes "wte" for a new vocabulary
-        )
+        config.target_modules = targets  # PEFT shortens long lists, and takes a lone "wte" for a changed vocabulary
         self._join(model, adapter_name, chosen)
         self._train_only_selected()
 

@@ -158,3 +158,22 @@ def test_parameters_outside_the_partitions_must_be_frozen():
     for options in ({"magnitude": "mgx"}, {"norm_order": 3}, {"clipping_norm": 0}):
         with pytest.raises(InvalidArgumentError):
             MagnitudeEngine(model, parts[:1], **{"clipping_norm": 0.1, **options})
+
+
+@pytest.mark.parametrize(("magnitude", "order"), [("mg", 1), ("mgn", 1), ("mgna", 2)])
+def test_one_record_beside_very_many_alike_moves_it_no_further(magnitude, order):
+    """Float32 totals of 20,000 equal records would round the last one's part by more than the margin allows for."""
+    model = torch.nn.Linear(2, 3, bias=False)
+    parts = partitions(model)
+
+    def after(examples):
+        with MagnitudeEngine(model, parts, 0.1, magnitude, order) as engine:
+            engine.backward(model(torch.ones(1, 2)).sum(1))
+            (total,) = engine._totals.values()
+            total.mul_(examples)
+            engine.backward(model(torch.ones(1, 2)).sum(1))
+            return engine.magnitudes(), engine.sensitivity, total.dtype
+
+    (more, bound, dtype), (fewer, _, _) = after(4_000_001), after(4_000_000)
+    assert dtype == torch.float64
+    assert float((more - fewer).norm()) <= bound

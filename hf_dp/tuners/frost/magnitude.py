@@ -149,5 +149,6 @@ class MagnitudeEngine(ClippingEngine):
                 if weights[index] > 0:
                     rows, values = explicit(of_parameter, parameter, index)
                     values = (values.abs() if self.magnitude == "mgna" else values) * float(weights[index])
-                    accumulate(self._totals, parameter, rows, values)
+                    # float64: a draw may be all rows (q_ps = 1), beside whose float32 sum one row's part is rounded away
+                    accumulate(self._totals, parameter, rows, values, torch.float64)
         return norms
