@@ -144,7 +144,9 @@ def peft_config(values: dict[str, Any] | None) -> Any:
     options = dict(values)
     method = str(options.pop("peft_type", "")).lower()
     if method not in methods:
-        raise ConfigError(f"Expected `peft.peft_type` to be one of {sorted(methods)}, got {method!r}.")
+        near = difflib.get_close_matches(method, methods, n=1)
+        hint = f" Did you mean {near[0]!r}?" if near else ""
+        raise ConfigError(f"Expected `peft.peft_type` to be one of {sorted(methods)}, got {method!r}.{hint}")
     fields = {field.name for field in dataclasses.fields(methods[method]) if field.init}
     check_keys(options, fields)
     try:

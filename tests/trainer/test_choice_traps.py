@@ -185,6 +185,11 @@ def test_a_subclass_cannot_replace_what_a_private_step_is(seam, tmp_path):
         tiny.trainer(tmp_path, cls=cls)
 
 
+def test_partitions_that_are_no_mapping_are_refused():
+    with pytest.raises(InvalidArgumentError, match="partitions.*name: \\[parameter names"):
+        FrostConfig(partitions=["bert.pooler"])
+
+
 def test_partitions_as_tuples_can_be_resumed(tmp_path):
     config = FrostConfig(**FROST, partitions={"mine": ("bert.pooler.dense.*",)})
     run(tmp_path, config, save_strategy="steps", save_steps=2).train()

@@ -64,6 +64,10 @@ class FrostConfig(SelectionConfig):
         one_of("magnitude", self.magnitude, MAGNITUDES)
         one_of("granularity", self.granularity, GRANULARITIES)
         if self.partitions is not None:
+            if not isinstance(self.partitions, Mapping):
+                raise invalid(
+                    "partitions", self.partitions, "to be {name: [parameter names]}", "See `hf-dp partitions MODEL`."
+                )
             self.partitions = {name: list(patterns) for name, patterns in self.partitions.items()}
 
     def choose(self, model: nn.Module) -> list[str]:
