@@ -17,9 +17,20 @@ from hf_dp.selection_plan import SelectionPlan
 
 MAX_STEPS = 10**9
 CLIPPINGS = ("flat", "automatic", "per_layer")
-# By how much rounding of the float32 sums can move them beyond C when one example is added. Measured with 1,024 aligned
-# examples: 1e-5 (tests/clipping/test_sensitivity.py); the noise is scaled to this.
+# By how much, of C, rounding of the float32 sums can move them beyond C when one example is added; the noise is scaled to this.
+# Measured with 1,024 aligned examples: 1e-5 (tests/clipping/test_sensitivity.py). At most for a draw of 2,048.
 ROUNDING_MARGIN = 2.0**-12
+
+
+def rounding_margin(expected_draw: float, most: float = math.inf) -> float:
+    """The margin for sums over draws of ``expected_draw`` examples on average and ``most`` at the most.
+
+    Beside a sum of n aligned examples of norm C, float32 numbers are at most 2^-23 n C apart, so one example's part is
+    rounded by no more. A Poisson draw exceeds its mean m by 12 sqrt(m) with a probability below exp(-60) (Bernstein, from
+    m = 1,000 on, below which the constant is larger).
+    """
+    largest = min(most, expected_draw + 12 * math.sqrt(expected_draw))
+    return max(ROUNDING_MARGIN, largest * 2.0**-23)
 
 
 @dataclass(frozen=True)
@@ -66,7 +77,13 @@ class PrivacyPlan:
     @property
     def sensitivity(self) -> float:
         """How far one example can move the sum: C, and what the rounding of float32 sums can add to it."""
-        return self.clipping_norm * (1 + ROUNDING_MARGIN)
+        return self.clipping_norm * (1 + self.margin)
+
+    @property
+    def margin(self) -> float:
+        """What the rounding of float32 sums can add to C, in units of it."""
+        most = self.num_examples if self.max_batch_size is None else min(self.max_batch_size, self.num_examples)
+        return rounding_margin(self.expected_batch_size, most)
 
     def sampler(self, steps: int | None = None, **source: RandomBytes) -> PoissonSampler:
         """A sampler of this plan; ``random_bytes=`` replaces the operating system's source (tests only)."""

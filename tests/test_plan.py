@@ -6,11 +6,12 @@ import json
 import re
 from dataclasses import FrozenInstanceError, replace
 
+import numpy as np
 import pytest
 
 from hf_dp.accounting import PoissonSampledGaussian, epsilon
 from hf_dp.errors import ConfigError, InvalidArgumentError
-from hf_dp.plan import ROUNDING_MARGIN, PrivacyPlan
+from hf_dp.plan import ROUNDING_MARGIN, PrivacyPlan, rounding_margin
 
 GIVEN = {
     "num_examples": 1000,
@@ -158,3 +159,23 @@ def test_an_edited_derived_number_is_not_believed(derived):
 def test_sampling_more_than_everyone_is_impossible():
     with pytest.raises(InvalidArgumentError, match="sample_rate"):
         replace(create(), expected_batch_size=2000.0).sampler()
+
+
+@pytest.mark.parametrize(("draw", "margin"), [(1, 2**-12), (1024, 2**-12), (6144, 2**-11), (100_000, 2**-7)])
+def test_the_margin_covers_how_far_float32_rounds_one_example_beside_a_whole_draw(draw, margin):
+    clipping_norm = np.float32(0.1)
+    beside = np.arange(max(1, draw - 50), draw + 1, dtype=np.float32) * clipping_norm
+    steps = (beside + clipping_norm) - beside  # one example more, aligned with all others
+    assert np.abs(steps).max() <= clipping_norm * (1 + rounding_margin(draw))
+    assert margin <= rounding_margin(draw) * 2  # it grows with the draw, and not beyond need
+    assert rounding_margin(draw) <= margin * 2
+
+
+def test_the_plan_takes_the_margin_of_its_own_draws():
+    plan = PrivacyPlan.create(num_examples=60_000, expected_batch_size=6_000, clipping_norm=0.1, noise_multiplier=1.0)
+    assert plan.margin == rounding_margin(6_000, 60_000) > ROUNDING_MARGIN
+    assert plan.noise_std == pytest.approx(0.1 * (1 + plan.margin), rel=1e-15)
+    capped = PrivacyPlan.create(
+        num_examples=60_000, expected_batch_size=6_000, clipping_norm=0.1, noise_multiplier=1.0, max_batch_size=6_000
+    )
+    assert capped.margin < plan.margin

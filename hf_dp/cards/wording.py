@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from hf_dp import _validate
-from hf_dp.plan import ROUNDING_MARGIN, PrivacyPlan
+from hf_dp.plan import PrivacyPlan
 from hf_dp.selection_plan import SelectionPlan
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ def mechanism_of(plan: PrivacyPlan) -> str:
     clipping = how[_validate.one_of("clipping", plan.clipping, how)]
     training = (
         f"DP-SGD: per-example gradients {clipping} {plan.clipping_norm!r}; Gaussian noise with standard deviation "
-        f"noise_multiplier x clipping_norm (and {ROUNDING_MARGIN:.1e} of it more, for the rounding of sums) is added once to "
+        f"noise_multiplier x clipping_norm (and {plan.margin:.1e} of it more, for the rounding of sums) is added once to "
         "their sum, which is divided by the expected batch size and handed to the optimizer"
     )
     return training if plan.selection is None else f"{training}. {_selection(plan.selection)}"

@@ -12,7 +12,7 @@ from transformers.utils import logging
 
 from hf_dp.accounting import SELECTION
 from hf_dp.clipping import ClippingEngine
-from hf_dp.plan import ROUNDING_MARGIN
+from hf_dp.plan import rounding_margin
 from hf_dp.tuners.frost.config import FrostConfig, made_from
 from hf_dp.tuners.frost.magnitude import MagnitudeEngine
 from hf_dp.tuners.frost.partition import Partition
@@ -69,7 +69,8 @@ def select_entries(trainer: Any, config: ParamConfig) -> dict[str, Tensor]:
             trainer.feed(engine, batches)
             sums = engine.collect()
     flat = torch.cat([total.flatten() for total in sums.values()])
-    noisy = release(trainer, flat, plan.clipping_norm * (1 + ROUNDING_MARGIN))
+    rows = trainer.privacy_plan.num_examples
+    noisy = release(trainer, flat, plan.clipping_norm * (1 + rounding_margin(plan.sample_rate * rows, rows)))
     parts = noisy.split([total.numel() for total in sums.values()])
     return largest(
         {name: part.view(total.shape) for (name, total), part in zip(sums.items(), parts, strict=True)},

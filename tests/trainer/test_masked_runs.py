@@ -186,7 +186,7 @@ def test_params_look_is_noised_for_the_whole_gradient(tmp_path, monkeypatch):
 
 
 def test_planted_smaller_margin_is_seen(tmp_path, monkeypatch):
-    monkeypatch.setattr(private_selection, "ROUNDING_MARGIN", -0.5)
+    monkeypatch.setattr(private_selection, "rounding_margin", lambda *draw: -0.5)
     assert not noised_for_the_whole_gradient(tmp_path, monkeypatch)
 
 
