@@ -17,7 +17,7 @@ from hf_dp.selection_plan import SelectionPlan
 
 MAX_STEPS = 10**9
 CLIPPINGS = ("flat", "automatic", "per_layer")
-# By how much, of C, rounding of the float32 sums can move them beyond C when one example is added; the noise is scaled to this.
+# By how much, of C, rounding of float32 sums can move them beyond C when one example is added; noise is scaled to this.
 # Measured with 1,024 aligned examples: 1e-5 (tests/clipping/test_sensitivity.py). At most for a draw of 2,048.
 ROUNDING_MARGIN = 2.0**-12
 

@@ -11,6 +11,13 @@ from hf_dp.accounting.events import (
     event_from_dict,
 )
 from hf_dp.accounting.ledger import SELECTION, TRAINING, Ledger, LedgerEntry
+from hf_dp.accounting.record_events import (
+    PublishedForwardNoise,
+    RandomizedResponse,
+    RecordRelease,
+    SampledRecordRelease,
+    SumAndRows,
+)
 from hf_dp.accounting.value import Epsilon, round_up
 
 __all__ = [
@@ -26,6 +33,11 @@ __all__ = [
     "Ledger",
     "LedgerEntry",
     "PoissonSampledGaussian",
+    "PublishedForwardNoise",
+    "RandomizedResponse",
+    "RecordRelease",
+    "SampledRecordRelease",
+    "SumAndRows",
     "TruncatedPoissonSampledGaussian",
     "calibrate_noise_multiplier",
     "calibrate_sample_rate",

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import NamedTuple, get_args
+from typing import NamedTuple, TypeVar, get_args
 
 from scipy.special import bdtrc
 
@@ -18,13 +19,24 @@ from hf_dp.accounting.events import (
     BestOfRandomRuns,
     Event,
     Gaussian,
+    PoissonSampledGaussian,
     TruncatedPoissonSampledGaussian,
+)
+from hf_dp.accounting.record_events import (
+    PublishedForwardNoise,
+    RandomizedResponse,
+    RecordRelease,
+    SumAndRows,
 )
 from hf_dp.errors import UnsupportedEventError
 
 _EVENTS = get_args(Event)
 _NO_CUT = 1e-300
 USE_PLD = 'Use accountant="pld".'  # where only it knows an event or a relation
+UNESTABLISHED = (
+    "No bound on the epsilon of DP-FP as published is known: the encoder's gradient is computed from activations without "
+    'noise. Use accountant="gdp_clt" for the figure that the paper gives, or the variant "frozen" for a guarantee.'
+)
 
 
 class SampledTerm(NamedTuple):
@@ -43,6 +55,33 @@ class TruncatedTerm(NamedTuple):
     steps: int
     num_examples: int
     max_batch_size: int
+
+
+class VisibleTerm(NamedTuple):
+    """A Gaussian that a record takes part in with 0 < sample_rate <= 1 in each of ``steps`` draws, and is seen to."""
+
+    noise_multiplier: float
+    sample_rate: float
+    steps: int
+
+
+class ResponseTerm(NamedTuple):
+    """A randomised response among ``num_classes``, run ``steps`` times."""
+
+    epsilon: float
+    num_classes: int
+    steps: int
+
+
+class PublishedTerm(NamedTuple):
+    """DP-FP as published: a mechanism that no bound is known for; ``steps`` counts micro-batches."""
+
+    noise_multiplier: float
+    sample_rate: float
+    steps: int
+
+
+_Term = TypeVar("_Term", SampledTerm, VisibleTerm, PublishedTerm)
 
 
 class SearchTerm(NamedTuple):
@@ -66,7 +105,8 @@ class Composition:
         noiseless: a record entered some step without noise, so no finite epsilon holds.
         noise_multipliers, sample_rates, steps: what ran, for range checks (unsampled ones included, rate 1; of a search
             those of one run).
-        capped: some draws have a largest size, whether or not it can cut anything among these records.
+        visible, responses, published: those of the events that release something of each record by itself.
+        restricted: name, relations and reason of each kind of event that does not hold for all relations.
     """
 
     sampled: tuple[SampledTerm, ...]
@@ -77,73 +117,83 @@ class Composition:
     steps: int
     truncated: tuple[TruncatedTerm, ...] = ()
     searches: tuple[SearchTerm, ...] = ()
-    capped: bool = False
+    visible: tuple[VisibleTerm, ...] = ()
+    responses: tuple[ResponseTerm, ...] = ()
+    published: tuple[PublishedTerm, ...] = ()
+    restricted: tuple[tuple[str, tuple[str, ...], str], ...] = ()
 
     @property
     def empty(self) -> bool:
         """Nothing that depends on a record ran: epsilon is exactly 0."""
-        parts = self.sampled or self.truncated or self.searches
+        parts = self.sampled or self.truncated or self.searches or self.visible or self.responses or self.published
         return not parts and self.gaussian_mu == 0 and not self.noiseless
 
     def refuse(
-        self, accountant: str, relation: str, *, replace_one: str = "", truncated: str = "", searches: str = ""
+        self,
+        accountant: str,
+        relation: str,
+        *,
+        replace_one: str = "",
+        truncated: str = "",
+        searches: str = "",
+        visible: str = "",
+        published: str = "",
     ) -> None:
         """Raises UnsupportedEventError for that relation, or a kind of event, where a next move is given for it."""
+        for name, relations, why in self.restricted:
+            if relation not in relations:
+                raise UnsupportedEventError(
+                    f"Relation {relation!r} does not hold for {name}: {why} Use relation={relations[0]!r}."
+                )
         if relation == "replace_one" and replace_one:
             raise UnsupportedEventError(
                 f"Accountant {accountant!r} does not know relation 'replace_one'. {replace_one}"
             )
-        if relation == "add_remove" and self.capped:
-            raise UnsupportedEventError(
-                "No accountant knows relation 'add_remove' for draws with a largest size: with one record more, which a "
-                "neighbor has, other records would be cut. Use relation='zero_out'."
-            )
         cut = self.truncated or tuple(term for search in self.searches for term in search.run.truncated)
         for kind, terms, next_move in (
-            (TruncatedPoissonSampledGaussian, cut, truncated),
-            (BestOfRandomRuns, self.searches, searches),
+            ("TruncatedPoissonSampledGaussian", cut, truncated),
+            ("BestOfRandomRuns", self.searches, searches),
+            ("events that show who took part", self.visible, visible),
+            ("RandomizedResponse", self.responses, visible),
+            ("PublishedForwardNoise", self.published, published),
         ):
             if terms and next_move:
-                raise UnsupportedEventError(f"Accountant {accountant!r} cannot describe {kind.__name__}. {next_move}")
+                raise UnsupportedEventError(f"Accountant {accountant!r} cannot describe {kind}. {next_move}")
 
 
 def compose(events: Event | Iterable[Event]) -> Composition:
     """Merges one event or several into their canonical form.
 
     Raises:
-        UnsupportedEventError: something in the list is not an event of :mod:`hf_dp.accounting.events`.
+        UnsupportedEventError: something in the list is not an event of :mod:`hf_dp.accounting.events`; or no neighboring
+            relation holds for all of them.
     """
     events = (events,) if isinstance(events, Event) else tuple(events)
-    merged: dict[tuple[float, float], int] = {}
-    truncated: dict[tuple[float, float, int, int], int] = {}
-    searches: list[SearchTerm] = []
     for event in events:
         # Exact classes: a subclass could mean another mechanism.
         if type(event) not in _EVENTS:
             known = [cls.__name__ for cls in _EVENTS]
             raise UnsupportedEventError(f"Expected events of types {known}, got {event!r} of type {type(event)}.")
-        if event.steps == 0:
-            continue
-        if isinstance(event, BestOfRandomRuns):
-            run = compose(event.run)
-            if not run.empty:
-                searches.append(SearchTerm(run, event.mean_runs, event.shape, event.steps))
-        elif isinstance(event, TruncatedPoissonSampledGaussian) and _cuts(event):
-            cut = (event.noise_multiplier, event.sample_rate, event.num_examples, event.max_batch_size)
-            if event.sample_rate > 0:
-                truncated[cut] = truncated.get(cut, 0) + event.steps
-        else:
-            rate = 1.0 if isinstance(event, Gaussian) else event.sample_rate
-            if rate > 0:
-                merged[event.noise_multiplier, rate] = merged.get((event.noise_multiplier, rate), 0) + event.steps
-    capped = any(_is_capped(event) for event in events)
-    return dataclasses.replace(_composition(merged, truncated, tuple(searches)), capped=capped)
+    ran = [event for event in events if event.steps > 0]
+    restricted = _restrictions(events)
+    if restricted and not set.intersection(*(set(relations) for _, relations, _ in restricted)):
+        shown = "; ".join(f"{name}: {', '.join(relations)}" for name, relations, _ in restricted)
+        raise UnsupportedEventError(f"These events hold under no common neighboring relation ({shown}).")
+    parts = _Parts()
+    for event in ran:
+        parts.add(event)
+    return dataclasses.replace(parts.composition(), restricted=restricted)
 
 
-def _is_capped(event: Event) -> bool:
-    if isinstance(event, BestOfRandomRuns):
-        return any(_is_capped(each) for each in event.run)
-    return isinstance(event, TruncatedPoissonSampledGaussian)
+def _restrictions(events: Iterable[Event]) -> tuple[tuple[str, tuple[str, ...], str], ...]:
+    """Of each kind of event that is restricted to some relations: name, relations, reason; also of those never run."""
+    kinds: dict[str, tuple[str, tuple[str, ...], str]] = {}
+    for event in events:
+        for each in event.run if isinstance(event, BestOfRandomRuns) else (event,):
+            cls = type(each)
+            if cls.restriction:
+                kinds[cls.__name__] = (cls.__name__, cls.relations, cls.restriction)
+    return tuple(kinds[name] for name in sorted(kinds))
 
 
 def _cuts(event: TruncatedPoissonSampledGaussian) -> bool:
@@ -158,24 +208,74 @@ def _cuts(event: TruncatedPoissonSampledGaussian) -> bool:
     return bool(bdtrc(event.max_batch_size - 1, event.num_examples, event.sample_rate) > _NO_CUT)  # P(K >= max)
 
 
-def _composition(
-    merged: dict[tuple[float, float], int],
-    truncated: dict[tuple[float, float, int, int], int],
-    searches: tuple[SearchTerm, ...],
-) -> Composition:
-    noisy = sorted((sigma, rate, steps) for (sigma, rate), steps in merged.items() if sigma > 0)
-    cut = sorted(TruncatedTerm(key[0], key[1], steps, *key[2:]) for key, steps in truncated.items() if key[0] > 0)
-    plain: list[tuple[float, float, int]] = [*noisy, *(term[:3] for term in cut)]
-    return Composition(
-        sampled=tuple(SampledTerm(*term) for term in noisy if term[1] < 1),
-        gaussian_mu=math.sqrt(math.fsum(steps / sigma**2 for sigma, rate, steps in noisy if rate == 1)),
-        noiseless=any(key[0] == 0 for key in (*merged, *truncated)) or any(term.run.noiseless for term in searches),
-        noise_multipliers=_with_runs([sigma for sigma, _, _ in plain], [t.run.noise_multipliers for t in searches]),
-        sample_rates=_with_runs([rate for _, rate, _ in plain], [t.run.sample_rates for t in searches]),
-        steps=sum(merged.values()) + sum(truncated.values()) + sum(t.times * t.run.steps for t in searches),
-        truncated=tuple(cut),
-        searches=searches,
-    )
+class _Parts:
+    """Steps of equal mechanisms, added up."""
+
+    def __init__(self) -> None:
+        self.poisson: Counter[tuple[float, float]] = Counter()  # unsampled Gaussians at rate 1
+        self.truncated: Counter[tuple[float, float, int, int]] = Counter()
+        self.visible: Counter[tuple[float, float]] = Counter()
+        self.responses: Counter[tuple[float, int]] = Counter()
+        self.published: Counter[tuple[float, float]] = Counter()
+        self.searches: list[SearchTerm] = []
+
+    def add(self, event: Event) -> None:
+        """An event that ran at least once."""
+        if isinstance(event, BestOfRandomRuns):
+            run = compose(event.run)
+            if not run.empty:
+                self.searches.append(SearchTerm(run, event.mean_runs, event.shape, event.steps))
+        elif isinstance(event, RandomizedResponse):
+            self.responses[event.epsilon, event.num_classes] += event.steps
+        elif isinstance(event, Gaussian | RecordRelease):
+            self.poisson[event.noise_multiplier, 1.0] += event.steps
+        elif event.sample_rate == 0:
+            pass
+        elif isinstance(event, TruncatedPoissonSampledGaussian) and _cuts(event):
+            cut = (event.noise_multiplier, event.sample_rate, event.num_examples, event.max_batch_size)
+            self.truncated[cut] += event.steps
+        elif isinstance(event, PoissonSampledGaussian | TruncatedPoissonSampledGaussian):
+            self.poisson[event.noise_multiplier, event.sample_rate] += event.steps
+        elif isinstance(event, SumAndRows) and event.one_draw:
+            self.visible[event.joint_noise_multiplier, event.sample_rate] += event.steps
+        elif isinstance(event, SumAndRows):
+            self.poisson[event.noise_multiplier, event.sample_rate] += event.steps
+            self.visible[event.record_noise_multiplier, event.sample_rate] += event.steps
+        else:
+            kind = self.published if isinstance(event, PublishedForwardNoise) else self.visible
+            kind[event.noise_multiplier, event.sample_rate] += event.steps * event.num_micro_batches
+
+    def composition(self) -> Composition:
+        """The canonical form of all that was added."""
+        drawn = (self.poisson, self.truncated, self.visible, self.published)
+        noisy = _terms(SampledTerm, self.poisson)
+        truncated = tuple(
+            sorted(
+                TruncatedTerm(key[0], key[1], steps, *key[2:]) for key, steps in self.truncated.items() if key[0] > 0
+            )
+        )
+        visible, published = _terms(VisibleTerm, self.visible), _terms(PublishedTerm, self.published)
+        plain: list[tuple[float, float, int]] = [*noisy, *(term[:3] for term in truncated), *visible, *published]
+        runs = [term.run for term in self.searches]
+        return Composition(
+            sampled=tuple(term for term in noisy if term.sample_rate < 1),
+            gaussian_mu=math.sqrt(math.fsum(steps / sigma**2 for sigma, rate, steps in noisy if rate == 1)),
+            noiseless=any(key[0] == 0 for counts in drawn for key in counts) or any(run.noiseless for run in runs),
+            noise_multipliers=_with_runs([sigma for sigma, _, _ in plain], [run.noise_multipliers for run in runs]),
+            sample_rates=_with_runs([rate for _, rate, _ in plain], [run.sample_rates for run in runs]),
+            steps=sum(sum(counts.values()) for counts in (*drawn, self.responses))
+            + sum(term.times * term.run.steps for term in self.searches),
+            truncated=truncated,
+            searches=tuple(self.searches),
+            visible=visible,
+            responses=tuple(sorted(ResponseTerm(*key, steps) for key, steps in self.responses.items())),
+            published=published,
+        )
+
+
+def _terms(kind: Callable[[float, float, int], _Term], counts: Mapping[tuple[float, float], int]) -> tuple[_Term, ...]:
+    """Those with noise, sorted."""
+    return tuple(sorted(kind(sigma, rate, steps) for (sigma, rate), steps in counts.items() if sigma > 0))
 
 
 def _with_runs(own: list[float], of_runs: list[tuple[float, ...]]) -> tuple[float, ...]:

@@ -10,14 +10,22 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, get_args
+from typing import Any, ClassVar, get_args
 
 from hf_dp._validate import in_unit_interval, integer, invalid, non_negative, one_of, real
+from hf_dp.accounting.described import Described
+from hf_dp.accounting.record_events import (
+    PublishedForwardNoise,
+    RandomizedResponse,
+    RecordRelease,
+    SampledRecordRelease,
+    SumAndRows,
+)
 from hf_dp.errors import InvalidArgumentError, UnsupportedEventError
 
 
 @dataclass(frozen=True)
-class Gaussian:
+class Gaussian(Described):
     """The Gaussian mechanism on all records (no sampling), run ``steps`` times, adaptively.
 
     Args:
@@ -35,13 +43,9 @@ class Gaussian:
         object.__setattr__(self, "noise_multiplier", non_negative("noise_multiplier", self.noise_multiplier))
         object.__setattr__(self, "steps", integer("steps", self.steps, 0))
 
-    def to_dict(self) -> dict[str, Any]:
-        """A JSON-ready description that :func:`event_from_dict` reads back."""
-        return _to_dict(self)
-
 
 @dataclass(frozen=True)
-class PoissonSampledGaussian:
+class PoissonSampledGaussian(Described):
     """The Gaussian mechanism on a fresh Poisson sample of the records, run ``steps`` times, adaptively.
 
     Args:
@@ -66,13 +70,9 @@ class PoissonSampledGaussian:
         )
         object.__setattr__(self, "steps", integer("steps", self.steps, 0))
 
-    def to_dict(self) -> dict[str, Any]:
-        """A JSON-ready description that :func:`event_from_dict` reads back."""
-        return _to_dict(self)
-
 
 @dataclass(frozen=True)
-class TruncatedPoissonSampledGaussian:
+class TruncatedPoissonSampledGaussian(Described):
     """As :class:`PoissonSampledGaussian`, but of a sample larger than ``max_batch_size`` a uniformly random part is used.
 
     A record can then push another one out of the sample, which costs more than leaving one out; accounted as in Chua et
@@ -93,6 +93,11 @@ class TruncatedPoissonSampledGaussian:
     num_examples: int
     max_batch_size: int
 
+    relations: ClassVar[tuple[str, ...]] = ("zero_out", "replace_one")
+    restriction: ClassVar[str] = (
+        "Draws have a largest size: with one record more, which a neighbor has, other records would be cut."
+    )
+
     def __post_init__(self) -> None:
         poisson = PoissonSampledGaussian(self.noise_multiplier, self.sample_rate, self.steps)
         for name, value in dataclasses.asdict(poisson).items():
@@ -100,16 +105,12 @@ class TruncatedPoissonSampledGaussian:
         for name in ("num_examples", "max_batch_size"):
             object.__setattr__(self, name, integer(name, getattr(self, name), 1))
 
-    def to_dict(self) -> dict[str, Any]:
-        """A JSON-ready description that :func:`event_from_dict` reads back."""
-        return _to_dict(self)
-
 
 RUN_DISTRIBUTIONS = ("truncated_negative_binomial", "poisson")
 
 
 @dataclass(frozen=True)
-class BestOfRandomRuns:
+class BestOfRandomRuns(Described):
     """A search: K independent runs, K random, of which only the best leaves (Papernot and Steinke 2021, 2110.03620).
 
     It describes a search only if K was drawn secretly and stays secret; each run drew its hyperparameters independently
@@ -161,16 +162,22 @@ class BestOfRandomRuns:
 
     def to_dict(self) -> dict[str, Any]:
         """A JSON-ready description that :func:`event_from_dict` reads back."""
-        return {**_to_dict(self), "run": [event.to_dict() for event in self.run]}
+        return {**super().to_dict(), "run": [event.to_dict() for event in self.run]}
 
 
-Event = Gaussian | PoissonSampledGaussian | TruncatedPoissonSampledGaussian | BestOfRandomRuns
+Event = (
+    Gaussian
+    | PoissonSampledGaussian
+    | TruncatedPoissonSampledGaussian
+    | BestOfRandomRuns
+    | RecordRelease
+    | SampledRecordRelease
+    | SumAndRows
+    | PublishedForwardNoise
+    | RandomizedResponse
+)
 
 EVENT_TYPES: dict[str, type[Event]] = {cls.__name__: cls for cls in get_args(Event)}
-
-
-def _to_dict(event: Event) -> dict[str, Any]:
-    return {"type": type(event).__name__, **dataclasses.asdict(event)}
 
 
 def event_from_dict(data: Mapping[str, Any]) -> Event:

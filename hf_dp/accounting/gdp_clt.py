@@ -16,7 +16,7 @@ from scipy.special import log_ndtr
 from hf_dp._validate import in_unit_interval, integer, positive
 from hf_dp.accounting.composition import USE_PLD, Composition
 from hf_dp.accounting.ranges import Range
-from hf_dp.accounting.value import Epsilon
+from hf_dp.accounting.value import Epsilon, Kind
 
 # exp(1/sigma^2) and the tails are representable here; whether the limit theorem means anything is another matter.
 RANGE = Range(
@@ -31,9 +31,13 @@ RANGE = Range(
 
 
 def mu(composition: Composition) -> float:
-    """The GDP parameter of the limit; unsampled Gaussians enter exactly, with sqrt(T) / sigma."""
+    """The GDP parameter of the limit; unsampled Gaussians enter exactly, with sqrt(T) / sigma.
+
+    DP-FP as published enters as the paper's equation 11 has it, ``p sqrt(T M (exp(C^2/sigma^2) - 1))``: its figure, by its
+    assumptions.
+    """
     squares = [composition.gaussian_mu**2]
-    for sigma, rate, steps in composition.sampled:
+    for sigma, rate, steps in (*composition.sampled, *composition.published):
         squares.append(rate**2 * steps * math.expm1(1 / sigma**2))
     return math.sqrt(math.fsum(squares))
 
@@ -79,8 +83,16 @@ def noise_multiplier(target_epsilon: float, delta: float, sample_rate: float, st
 
 def epsilon(composition: Composition, delta: float, relation: str = "zero_out") -> Epsilon:
     """Estimate of epsilon at ``delta``; AccountingRangeError outside RANGE, UnsupportedEventError for other kinds."""
-    composition.refuse("gdp_clt", relation, replace_one=USE_PLD, truncated=USE_PLD, searches='Use accountant="rdp".')
+    composition.refuse(
+        "gdp_clt",
+        relation,
+        replace_one=USE_PLD,
+        truncated=USE_PLD,
+        searches='Use accountant="rdp".',
+        visible=USE_PLD,
+    )
     if composition.empty or composition.noiseless:
         return Epsilon(math.inf if composition.noiseless else 0.0, "estimate")
     RANGE.check(composition, delta)
-    return Epsilon(gaussian_epsilon(mu(composition), delta), "estimate")
+    kind: Kind = "not established" if composition.published else "estimate"
+    return Epsilon(gaussian_epsilon(mu(composition), delta), kind)

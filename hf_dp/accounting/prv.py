@@ -16,7 +16,7 @@ from prv_accountant import GaussianMechanism, PoissonSubsampledGaussianMechanism
 from prv_accountant.accountant import compute_safe_domain_size
 
 from hf_dp.accounting import rdp
-from hf_dp.accounting.composition import USE_PLD, Composition
+from hf_dp.accounting.composition import UNESTABLISHED, USE_PLD, Composition
 from hf_dp.accounting.ranges import Range
 from hf_dp.accounting.value import Epsilon
 from hf_dp.errors import AccountingRangeError
@@ -54,7 +54,15 @@ def epsilon(composition: Composition, delta: float, relation: str = "zero_out") 
             points).
         UnsupportedEventError: a truncated sample, a search, or replace-one.
     """
-    composition.refuse("prv", relation, replace_one=USE_PLD, truncated=USE_PLD, searches='Use accountant="rdp".')
+    composition.refuse(
+        "prv",
+        relation,
+        replace_one=USE_PLD,
+        truncated=USE_PLD,
+        searches='Use accountant="rdp".',
+        visible=USE_PLD,
+        published=UNESTABLISHED,
+    )
     if composition.empty or composition.noiseless:
         return Epsilon(math.inf if composition.noiseless else 0.0, "bound")
     RANGE.check(composition, delta)

@@ -19,7 +19,8 @@ from dp_accounting import dp_event
 from dp_accounting.rdp import rdp_privacy_accountant as google_rdp
 from scipy.optimize import brentq
 
-from hf_dp.accounting.composition import USE_PLD, Composition
+from hf_dp.accounting.composition import UNESTABLISHED, USE_PLD, Composition, ResponseTerm
+from hf_dp.accounting.gaussian_mixture import response_losses
 from hf_dp.accounting.ranges import Range
 from hf_dp.accounting.value import Epsilon
 
@@ -81,9 +82,34 @@ def _total(composition: Composition) -> np.ndarray:
     curve = composition.gaussian_mu**2 / 2 * np.asarray(ORDERS)
     for term in composition.sampled:
         curve = curve + term.steps * _curve(term.noise_multiplier, term.sample_rate)
+    for seen in composition.visible:
+        curve = curve + seen.steps * _visible(seen.noise_multiplier, seen.sample_rate)
+    for response in composition.responses:
+        curve = curve + response.steps * _response(response)
     for search in composition.searches:
         curve = curve + search.times * _best_of(_total(search.run), search.mean_runs, search.shape)
     return curve
+
+
+def _visible(noise_multiplier: float, sample_rate: float) -> np.ndarray:
+    """Of one draw in which a record takes part, and is seen to, with probability q: given that, its loss is a Gaussian's.
+
+    ``log E[exp((a - 1) loss)] / (a - 1) = log(1 - q + q exp(a (a - 1) / (2 sigma^2))) / (a - 1)``.
+    """
+    orders = np.asarray(ORDERS)
+    moment = orders * (orders - 1) / (2 * noise_multiplier**2)
+    if sample_rate == 1:
+        return moment / (orders - 1)
+    # Where the exponential is small, log1p(q expm1(moment)): beside 1 a rate of 1e-9 would be lost.
+    near = np.log1p(sample_rate * np.expm1(np.minimum(moment, 1.0)))
+    far = np.logaddexp(math.log1p(-sample_rate), math.log(sample_rate) + moment)
+    return np.where(moment <= 1, near, far) / (orders - 1) + ROUNDING_ALLOWANCE
+
+
+def _response(term: ResponseTerm) -> np.ndarray:
+    orders = np.asarray(ORDERS)
+    losses = [(orders - 1) * loss + log_probability for loss, log_probability in response_losses(term)]
+    return np.logaddexp.reduce(losses) / (orders - 1)
 
 
 def _best_of(curve: np.ndarray, mean_runs: float, shape: float | None) -> np.ndarray:
@@ -117,7 +143,7 @@ def _gamma(mean_runs: float, shape: float) -> float:
 
 def epsilon(composition: Composition, delta: float, relation: str = "zero_out") -> Epsilon:
     """Upper bound on epsilon at ``delta``; AccountingRangeError outside RANGE, UnsupportedEventError for other kinds."""
-    composition.refuse("rdp", relation, replace_one=USE_PLD, truncated=USE_PLD)
+    composition.refuse("rdp", relation, replace_one=USE_PLD, truncated=USE_PLD, published=UNESTABLISHED)
     if composition.empty or composition.noiseless:
         return Epsilon(math.inf if composition.noiseless else 0.0, "bound")
     RANGE.check(composition, delta)

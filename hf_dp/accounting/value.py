@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from decimal import ROUND_CEILING, Decimal
-from typing import Literal
+from typing import Literal, get_args
 
 from hf_dp._validate import one_of
 from hf_dp.errors import InvalidArgumentError
 
-Kind = Literal["bound", "estimate"]
+Kind = Literal["bound", "estimate", "not established"]
+KINDS: tuple[Kind, ...] = get_args(Kind)
 
 
 def round_up(value: float, digits: int = 3) -> float:
@@ -30,7 +31,8 @@ class Epsilon:
 
     Args:
         value: epsilon >= 0, possibly infinite.
-        kind: "bound" if the events are (value, delta)-DP; "estimate" if the value may be below the true epsilon.
+        kind: "bound" if the events are (value, delta)-DP; "estimate" if the value may be below the true epsilon;
+            "not established" if it follows from assumptions that do not hold of what ran (DP-FP as published).
         estimate: the accountant's point estimate beside its bound, where it has one (``prv``), otherwise None.
     """
 
@@ -39,7 +41,7 @@ class Epsilon:
     estimate: float | None = None
 
     def __post_init__(self) -> None:
-        one_of("kind", self.kind, ("bound", "estimate"))
+        one_of("kind", self.kind, KINDS)
         if math.isnan(self.value) or self.value < 0:
             raise InvalidArgumentError(f"Expected an epsilon >= 0, got {self.value!r}.")
         object.__setattr__(self, "value", float(self.value))  # never a numpy scalar: it is printed and written to JSON

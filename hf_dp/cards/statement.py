@@ -13,7 +13,17 @@ from decimal import ROUND_CEILING, Decimal
 from typing import Any, TypeVar
 
 from hf_dp import _validate
-from hf_dp.accounting import ACCOUNTANTS, BOUNDS, SELECTION, TRAINING, BestOfRandomRuns, Event, Ledger, round_up
+from hf_dp.accounting import (
+    ACCOUNTANTS,
+    BOUNDS,
+    SELECTION,
+    TRAINING,
+    BestOfRandomRuns,
+    Event,
+    Ledger,
+    RandomizedResponse,
+    round_up,
+)
 from hf_dp.accounting.comparison import compare
 from hf_dp.accounting.composition import compose
 from hf_dp.cards.wording import COVERED, RELATION, SAMPLING, UNIT, mechanism_of, not_covered, sampling_of
@@ -332,7 +342,11 @@ def _rates(event: Event) -> list[tuple[float, float]]:
     """(noise multiplier, sample rate) of what an event consists of."""
     if isinstance(event, BestOfRandomRuns):
         return [pair for each in event.run for pair in _rates(each)]
-    return [(event.noise_multiplier, getattr(event, "sample_rate", 1.0))]
+    if isinstance(event, RandomizedResponse):
+        return []
+    rate = getattr(event, "sample_rate", 1.0)
+    rows = getattr(event, "record_noise_multiplier", None)
+    return [(event.noise_multiplier, rate), *([] if rows is None else [(rows, rate)])]
 
 
 def _row_text(row: AccountantResult) -> str:

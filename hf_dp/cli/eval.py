@@ -83,7 +83,7 @@ def evaluate(values: dict[str, Any], words: Sequence[str], *, zero_shot: bool) -
         model, tokenizer = load_classifier(model_args, data_args, names)
     else:
         path = args.trained or values.get("output_dir") or model_args.model_name_or_path
-        model, tokenizer = load_trained(path, model_args, data_args, names)
+        model, tokenizer = load_trained(path, model_args, data_args, names, values.get("seed", 42))
     columns = (tokenizer, data_args.text_columns, data_args.label_column, names, data_args.max_length)
     trainer = Trainer(
         model,
@@ -99,12 +99,14 @@ def evaluate(values: dict[str, Any], words: Sequence[str], *, zero_shot: bool) -
     return kept, metric_lines(found, trainer.eval_dataset)
 
 
-def load_trained(path: str, model_args: Any, data_args: Any, names: Sequence[str]) -> tuple[Any, Any]:
+def load_trained(path: str, model_args: Any, data_args: Any, names: Sequence[str], seed: int = 42) -> tuple[Any, Any]:
     """(model, tokenizer) of what ``hf-dp train`` wrote; an adapter on the base that the configuration names.
+
+    Args: seed: with which it was trained; TrainingArguments' default.
 
     Raises: ConfigError when it cannot be loaded, or its classes are others.
     """
-    from transformers import AutoModelForSequenceClassification, AutoTokenizer
+    from transformers import AutoModelForSequenceClassification, AutoTokenizer, set_seed
 
     from hf_dp.cli.tasks.text_classification import load_classifier
     from hf_dp.tasks.files import resolve_model
@@ -114,6 +116,7 @@ def load_trained(path: str, model_args: Any, data_args: Any, names: Sequence[str
         if Path(folder, "adapter_config.json").exists():
             from peft import PeftModel
 
+            set_seed(seed)  # what the base's checkpoint lacks is drawn as in training
             base, tokenizer = load_classifier(model_args, data_args, names)
             return PeftModel.from_pretrained(base, folder), tokenizer
         tokenizer = AutoTokenizer.from_pretrained(folder)

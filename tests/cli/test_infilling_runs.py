@@ -181,6 +181,14 @@ def test_what_was_chosen_to_train_is_evaluated(recipe, capsys, peft, infilling):
     assert printed_metrics(capsys.readouterr().out) == trained
 
 
+def test_random_weights_that_an_adapter_would_not_hold_are_named(recipe, caplog):
+    peft = {"peft_type": "lora", "r": 2, "target_modules": ["query"]}
+    assert main(["train", "--config", changed(recipe, infilling=None, peft=peft)]) == 0
+    (said,) = [each.getMessage() for each in caplog.records if "The checkpoint of the base has no" in each.message]
+    assert "bert.pooler.dense.weight" in said and "classifier" not in said
+    assert "model.save_pretrained" in said
+
+
 def test_from_scratch_has_no_base(recipe, capsys):
     config = changed(recipe, infilling=None, from_scratch=True)
     assert main(["train", "--config", config]) == 0

@@ -5,6 +5,7 @@ With a head on top, or, with ``infilling``, by the word a masked language model 
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,6 +20,8 @@ from hf_dp.cli.tasks.classification_data import (
     refuse_training_rows,
 )
 from hf_dp.errors import ConfigError, DataError, HfDpError
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass
@@ -82,6 +85,8 @@ def build_trainer(model_args: ModelArguments, data_args: DataArguments, args: An
     check_positions(model, data_args.max_length)
     columns = (tokenizer, data_args.text_columns, data_args.label_column, names, data_args.max_length)
     freeze(model, model_args.freeze)
+    if adapter is not None:
+        warn_of_new_weights(model)
     trainer = DPTrainer(
         model,
         args,
@@ -126,7 +131,11 @@ def load_classifier(model_args: ModelArguments, data_args: DataArguments, names:
             model = AutoModelForSequenceClassification.from_config(config)
             model.config._name_or_path = ""  # it is no base of this model, and the card must not say so
             return model, tokenizer
-        return AutoModelForSequenceClassification.from_pretrained(path, num_labels=len(names), **labels), tokenizer
+        model, info = AutoModelForSequenceClassification.from_pretrained(
+            path, num_labels=len(names), output_loading_info=True, **labels
+        )
+        model.newly_initialized = sorted(info["missing_keys"])
+        return model, tokenizer
     except HfDpError:
         raise  # says what is wrong itself, and may be a ValueError
     except (OSError, ValueError) as problem:
@@ -134,6 +143,19 @@ def load_classifier(model_args: ModelArguments, data_args: DataArguments, names:
             f"The model {model_args.model_name_or_path!r} could not be loaded: {str(problem).splitlines()[0]} "
             "Give a Hub name, a folder with config.json, weights and tokenizer, or package:NAME."
         ) from problem
+
+
+def warn_of_new_weights(model: Any) -> None:
+    """Say which random weights an adapter on this model would not hold: those of the base that its checkpoint lacks."""
+    base = f"{model.base_model_prefix}."
+    new = [name for name in getattr(model, "newly_initialized", []) if name.startswith(base)]
+    if new:
+        logger.warning(
+            "The checkpoint of the base has no %s: they are random, and an adapter holds them only if it trains them. Others "
+            "who load the adapter draw other ones. Save this model once (model.save_pretrained) and train on that, or train "
+            "without `peft`.",
+            ", ".join(new),
+        )
 
 
 def check_positions(model: Any, max_length: int) -> None:

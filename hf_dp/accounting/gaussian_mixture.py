@@ -1,0 +1,102 @@
+"""Epsilon in closed form where all that ran are Gaussians whose number of uses is known, and randomised responses.
+
+Given how often a record took part (seen, and independent of what it holds) its privacy loss is normal; a randomised
+response adds one of at most three values to it. So
+``delta(epsilon) = sum over cases of P(case) delta_Gauss(epsilon - loss of the responses; mu of the case)``
+with no grid and no FFT: what is computed is the definition, to rounding. Both directions of zero-out have the same losses.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator
+
+import numpy as np
+from scipy.optimize import brentq
+from scipy.special import log_ndtr, logsumexp
+from scipy.stats import binom
+
+from hf_dp.accounting.composition import Composition, ResponseTerm
+
+# Participation counts whose probabilities add up to less than this are given up: it is added to delta.
+_TAIL = 1e-30
+_MOST_CASES = 2_000_000
+
+
+def covers(composition: Composition) -> bool:
+    """Whether the closed form describes it: no secret sample, no search, and at most one visible rate and noise."""
+    others = composition.sampled or composition.truncated or composition.searches or composition.published
+    return not others and len(composition.visible) <= 1
+
+
+def epsilon(composition: Composition, delta: float, scale: float = 1.0) -> float:
+    """The smallest epsilon >= 0 at which the composition is (epsilon, delta)-DP, to 1e-9 of it and rounded up.
+
+    Args: scale: of every Gaussian's sensitivity (2 under replace_one).
+    """
+    log_weights, mus = _participations(composition, scale)
+    losses, log_probabilities = _responses(composition.responses)
+    pairs = np.stack(np.meshgrid(np.arange(len(mus)), np.arange(len(losses)), indexing="ij")).reshape(2, -1)
+    weights, mu, shift = log_weights[pairs[0]] + log_probabilities[pairs[1]], mus[pairs[0]], losses[pairs[1]]
+
+    def excess(value: float) -> float:
+        total = np.logaddexp(logsumexp(weights + _log_delta(value - shift, mu)), math.log(_TAIL))
+        return float(total) - math.log(delta)
+
+    if excess(0.0) <= 0:
+        return 0.0
+    high = 1.0
+    while excess(high) > 0:
+        high *= 2
+    root = float(brentq(excess, 0.0, high, xtol=1e-13, rtol=1e-13))
+    return root * (1 + 1e-9) + 1e-12
+
+
+def _participations(composition: Composition, scale: float) -> tuple[np.ndarray, np.ndarray]:
+    """Log-probability and mu of each number of uses."""
+    always = (composition.gaussian_mu * scale) ** 2
+    if not composition.visible:
+        return np.zeros(1), np.array([math.sqrt(always)])
+    (term,) = composition.visible
+    law = binom(term.steps, term.sample_rate)
+    low = max(0, int(law.ppf(_TAIL)) - 1)
+    high = min(term.steps, int(law.isf(_TAIL)) + 1)
+    if high - low > _MOST_CASES:
+        raise OverflowError(f"{high - low} numbers of participations")
+    counts = np.arange(low, high + 1)
+    return law.logpmf(counts), np.sqrt(always + counts * (scale / term.noise_multiplier) ** 2)
+
+
+def _responses(terms: tuple[ResponseTerm, ...]) -> tuple[np.ndarray, np.ndarray]:
+    """The privacy losses of all responses together, and their log-probabilities."""
+    law = {0.0: 0.0}
+    for term in terms:
+        for _ in range(term.steps):
+            once: dict[float, float] = {}
+            for (before, p), (loss, q) in itertools.product(law.items(), response_losses(term)):
+                once[before + loss] = float(np.logaddexp(once.get(before + loss, -math.inf), p + q))
+            law = once
+    return np.array(list(law)), np.array(list(law.values()))
+
+
+def response_losses(term: ResponseTerm) -> Iterator[tuple[float, float]]:
+    """(loss, log-probability) of one response, of one label against another."""
+    log_total = term.epsilon + math.log1p((term.num_classes - 1) * math.exp(-term.epsilon))
+    yield term.epsilon, term.epsilon - log_total
+    yield -term.epsilon, -log_total
+    if term.num_classes > 2:
+        yield 0.0, math.log(term.num_classes - 2) - log_total
+
+
+def _log_delta(value: np.ndarray, mu: np.ndarray) -> np.ndarray:
+    """log of ``E[(1 - exp(value - loss))+]`` for a normal loss of mean mu^2 / 2 and variance mu^2; mu = 0: loss 0.
+
+    (Balle and Wang 2018, Theorem 8; for values below 0, too, where a response has lowered what is asked for.)
+    """
+    with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
+        upper = log_ndtr(-value / mu + mu / 2)
+        lower = value + log_ndtr(-value / mu - mu / 2)
+        normal = np.where(lower < upper, upper + np.log(-np.expm1(np.minimum(lower - upper, -1e-300))), -np.inf)
+        point = np.where(value < 0, np.log(-np.expm1(np.minimum(value, -1e-300))), -np.inf)
+    return np.where(mu > 0, normal, point)

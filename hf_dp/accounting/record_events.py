@@ -1,0 +1,193 @@
+"""Events of mechanisms that release something about each record by itself, not a sum over records.
+
+What is released then shows how many records there are, and which of them took part. So none of these holds under
+``add_remove`` (a record more is a row more, which no noise hides), and sampling hides nothing: whoever knows the other
+records sees whether this one took part. (Du and Mi 2021, equation 10, claims otherwise: :class:`PublishedForwardNoise`.)
+Under ``zero_out`` the row of an absent record is there, and holds noise only.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar
+
+from hf_dp._validate import in_unit_interval, integer, invalid, non_negative, positive
+from hf_dp.accounting.described import Described
+
+ROW_BY_ROW = ("zero_out", "replace_one")
+_SHOWS_HOW_MANY = "The rows that are released show how many records took part."
+
+
+@dataclass(frozen=True)
+class RecordRelease(Described):
+    """Each record's vector, clipped, is released with Gaussian noise of its own, ``steps`` times.
+
+    A record's own row alone depends on it, so this is the Gaussian mechanism of sensitivity C on that row.
+
+    Args:
+        noise_multiplier: noise standard deviation / clipping norm, >= 0.
+        steps: how many times every record's row was released, >= 0.
+
+    Raises: InvalidArgumentError.
+    """
+
+    noise_multiplier: float
+    steps: int = 1
+
+    relations: ClassVar[tuple[str, ...]] = ROW_BY_ROW
+    restriction: ClassVar[str] = "One row is released for each record, so their number is."
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "noise_multiplier", non_negative("noise_multiplier", self.noise_multiplier))
+        object.__setattr__(self, "steps", integer("steps", self.steps, 0))
+
+
+@dataclass(frozen=True)
+class SampledRecordRelease(Described):
+    """As :class:`RecordRelease`, of the records that join a Poisson draw; who joined is seen.
+
+    A record that took part in k draws has released k noisy rows: with T draws in all,
+    ``delta(epsilon) = sum_k Binomial(k; T, q) delta_Gauss(epsilon; sqrt(k) / noise_multiplier)``, because k does not depend
+    on what the record holds. Sampling scales delta and gives no other amplification.
+
+    Args:
+        noise_multiplier: noise standard deviation / clipping norm, >= 0.
+        sample_rate: the probability with which each record joins a draw, in [0, 1].
+        steps: optimizer steps, empty ones included, >= 0.
+        num_micro_batches: independent draws of each step, M >= 1; T is ``steps * num_micro_batches``.
+
+    Raises: InvalidArgumentError.
+    """
+
+    noise_multiplier: float
+    sample_rate: float
+    steps: int
+    num_micro_batches: int = 1
+
+    relations: ClassVar[tuple[str, ...]] = ROW_BY_ROW
+    restriction: ClassVar[str] = _SHOWS_HOW_MANY
+
+    def __post_init__(self) -> None:
+        _check_draws(self)
+
+
+@dataclass(frozen=True)
+class SumAndRows(Described):
+    """Each step releases a noisy sum over a Poisson draw, and noisy rows of drawn records, which show who they are.
+
+    With two independent draws the sum's is secret: a :class:`PoissonSampledGaussian` and a :class:`SampledRecordRelease`.
+    If one draw serves both, the rows show whose sum it is, and it may not be taken for that of a secret sample. Given that
+    the record was drawn, sum and row are one Gaussian mechanism with
+    ``mu^2 = 1 / noise_multiplier^2 + 1 / record_noise_multiplier^2``:
+    ``delta(epsilon) = sum_k Binomial(k; T, q) delta_Gauss(epsilon; sqrt(k) mu)``.
+
+    Args:
+        noise_multiplier: of the sum: noise standard deviation / clipping norm, >= 0.
+        record_noise_multiplier: of the rows, >= 0.
+        sample_rate: the probability with which each record joins a draw, in [0, 1].
+        steps: empty draws included, >= 0.
+        one_draw: whether the sum is over the very records whose rows are released.
+
+    Raises: InvalidArgumentError.
+    """
+
+    noise_multiplier: float
+    record_noise_multiplier: float
+    sample_rate: float
+    steps: int
+    one_draw: bool
+
+    relations: ClassVar[tuple[str, ...]] = ROW_BY_ROW
+    restriction: ClassVar[str] = _SHOWS_HOW_MANY
+
+    def __post_init__(self) -> None:
+        _check_draws(self)
+        sigma = non_negative("record_noise_multiplier", self.record_noise_multiplier)
+        object.__setattr__(self, "record_noise_multiplier", sigma)
+        if not isinstance(self.one_draw, bool):
+            raise invalid("one_draw", self.one_draw, "to be True or False")
+
+    @property
+    def joint_noise_multiplier(self) -> float:
+        """1 / mu of sum and row together."""
+        sigmas = (self.noise_multiplier, self.record_noise_multiplier)
+        return 0.0 if 0 in sigmas else 1 / math.hypot(*(1 / sigma for sigma in sigmas))
+
+
+@dataclass(frozen=True)
+class PublishedForwardNoise(Described):
+    """DP-FP as published (Du and Mi 2021, Algorithm 1): for this mechanism *no epsilon is established*.
+
+    The paper takes each micro-batch for ``p G_mu + (1 - p) Id`` (equation 10) and the update for post-processing of the
+    noised representations. Neither holds: rows are released one by one, and the encoder's gradient is computed from
+    activations without noise. Only ``gdp_clt`` answers for it, with the figure that the paper computes.
+
+    Args:
+        noise_multiplier: noise standard deviation / clipping norm of the representation, >= 0.
+        sample_rate: p = B / (M D), in [0, 1].
+        num_micro_batches: M >= 1.
+        steps: optimizer steps, T >= 0.
+
+    Raises: InvalidArgumentError.
+    """
+
+    noise_multiplier: float
+    sample_rate: float
+    num_micro_batches: int
+    steps: int
+
+    established: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        _check_draws(self)
+
+
+@dataclass(frozen=True)
+class RandomizedResponse(Described):
+    """Each record's label is replaced, once, by randomised response; ``steps`` times.
+
+    The label stays with probability ``exp(epsilon) / (exp(epsilon) + K - 1)``, else it becomes one of the others uniformly
+    (Warner 1965). Two labels' answers differ by a factor of at most exp(epsilon); an absent record's answer is uniform,
+    which is a mixture of those of all labels, so no further than they are.
+
+    Args:
+        epsilon: > 0 and at most 50.
+        num_classes: K >= 2.
+        steps: how many times, >= 0.
+
+    Raises: InvalidArgumentError.
+    """
+
+    epsilon: float
+    num_classes: int
+    steps: int = 1
+
+    relations: ClassVar[tuple[str, ...]] = ROW_BY_ROW
+    restriction: ClassVar[str] = "One label is released for each record, so their number is."
+
+    def __post_init__(self) -> None:
+        value = positive("epsilon", self.epsilon)
+        if value > 50:
+            raise invalid(
+                "epsilon", self.epsilon, "to be at most 50", "Above that labels are public for all purposes."
+            )
+        object.__setattr__(self, "epsilon", value)
+        object.__setattr__(self, "num_classes", integer("num_classes", self.num_classes, 2))
+        object.__setattr__(self, "steps", integer("steps", self.steps, 0))
+
+    @property
+    def keep_probability(self) -> float:
+        """With which a label stays as it is."""
+        return 1 / (1 + (self.num_classes - 1) * math.exp(-self.epsilon))
+
+
+def _check_draws(event: SampledRecordRelease | SumAndRows | PublishedForwardNoise) -> None:
+    object.__setattr__(event, "noise_multiplier", non_negative("noise_multiplier", event.noise_multiplier))
+    rate = in_unit_interval(
+        "sample_rate", event.sample_rate, "It is B / (M D), or B / D with one draw a step.", zero=True, one=True
+    )
+    object.__setattr__(event, "sample_rate", rate)
+    object.__setattr__(event, "steps", integer("steps", event.steps, 0))
+    if not isinstance(event, SumAndRows):
+        object.__setattr__(event, "num_micro_batches", integer("num_micro_batches", event.num_micro_batches, 1))
