@@ -158,7 +158,8 @@ def problem_type(model: nn.Module, labels: Tensor) -> str:
     return "multi_label_classification" if labels.is_floating_point() else "single_label_classification"
 
 
-def _classification(model: nn.Module, logits: Tensor, labels: Tensor) -> Tensor:
+def classification_loss(model: nn.Module, logits: Tensor, labels: Tensor) -> Tensor:
+    """One loss per example, (b,), from logits (b, K) and labels, by the model's problem type. Raises: as per_example_loss."""
     kind = problem_type(model, labels)
     logits = logits.float() if logits.dtype in (torch.float16, torch.bfloat16) else logits
     if kind == "single_label_classification":
@@ -205,8 +206,8 @@ def _causal_lm(model: nn.Module, logits: Tensor, labels: Tensor) -> Tensor:
 
 
 _LOSSES: dict[str, Callable[[nn.Module, Tensor, Tensor], Tensor]] = {
-    "sequence_classification": _classification,
-    "image_classification": _classification,
+    "sequence_classification": classification_loss,
+    "image_classification": classification_loss,
     "token_classification": _tokens,
     "causal_lm": _causal_lm,
     "seq2seq_lm": _tokens,

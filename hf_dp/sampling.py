@@ -78,6 +78,69 @@ class PoissonSampler:
         return self.steps
 
 
+@dataclass(frozen=True)
+class MicroBatchSampler:
+    """``num_micro_batches`` independent Poisson draws a step (Du and Mi 2021, section 3.2), joined: a record may occur twice.
+
+    Args:
+        num_examples: N >= 1.
+        sample_rate: p in (0, 1], of each draw.
+        steps: how many joined draws one iteration makes, >= 1.
+        num_micro_batches: M >= 1.
+        random_bytes: as for :class:`PoissonSampler`.
+
+    The M N Bernoulli trials of a step are made by drawing the gaps between successes, which are geometric: as many random
+    numbers as records drawn, not as trials. A gap is ``floor(log(u) / log(1 - p))`` for u uniform on multiples of 2^-64,
+    so probabilities are right to about 2^-53 / p of themselves.
+    """
+
+    num_examples: int
+    sample_rate: float
+    steps: int
+    num_micro_batches: int = 1
+    random_bytes: RandomBytes = field(default=os.urandom, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        _validate.integer("num_examples", self.num_examples, 1)
+        _validate.in_unit_interval(
+            "sample_rate", self.sample_rate, "It is B / (M N): lower expected_batch_size or raise M.", one=True
+        )
+        _validate.integer("steps", self.steps, 1)
+        _validate.integer("num_micro_batches", self.num_micro_batches, 1)
+
+    def micro_batches(self) -> list[list[int]]:
+        """M lists of indices, each in increasing order and possibly empty."""
+        drawn = self._successes(self.num_examples * self.num_micro_batches)
+        which, index = np.divmod(drawn, self.num_examples)
+        return [index[which == micro].tolist() for micro in range(self.num_micro_batches)]
+
+    def draw(self) -> list[int]:
+        """The indices of one step's micro-batches, one after the other."""
+        return (self._successes(self.num_examples * self.num_micro_batches) % self.num_examples).tolist()
+
+    def _successes(self, trials: int) -> np.ndarray:
+        """Which of independent trials succeed, in increasing order."""
+        if self.sample_rate == 1:
+            return np.arange(trials)
+        found: list[np.ndarray] = []
+        last = -1
+        while last < trials:
+            count = int(1.2 * (trials - last) * self.sample_rate) + 20
+            uniform = (np.frombuffer(self.random_bytes(8 * count), dtype=np.uint64).astype(np.float64) + 1) / 2**64
+            gaps = np.floor(np.log(uniform) / np.log1p(-self.sample_rate))
+            positions = last + np.cumsum(gaps + 1)
+            found.append(positions[positions < trials].astype(np.int64))
+            last = positions[-1]
+        return np.concatenate(found)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        for _ in range(self.steps):
+            yield self.draw()
+
+    def __len__(self) -> int:
+        return self.steps
+
+
 def physical_batches(lengths: Sequence[int], size: int, max_tokens: int | None = None) -> list[list[int]]:
     """Positions 0..len(lengths)-1 cut into groups of at most ``size``, examples of similar length together.
 

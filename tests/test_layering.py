@@ -13,7 +13,7 @@ PACKAGE = Path(__file__).parent.parent / "hf_dp"
 LAYERS = {
     "errors": 0, "_validate": 0, "_version": 0, "_plotting": 0, "_when_imported": 0,
     "accounting": 1,
-    "sampling": 2, "selection_plan": 2, "plan": 2, "planning": 2,
+    "sampling": 2, "selection_plan": 2, "forward_plan": 2, "plan": 2, "planning": 2,
     "clipping": 3, "noise": 3, "losses": 3, "representation": 3,
     "tasks": 4, "cards": 4, "tuners": 4,
     "trainer": 5,

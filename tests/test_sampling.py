@@ -17,7 +17,7 @@ from scipy import stats
 
 from hf_dp.accounting import PoissonSampledGaussian, TruncatedPoissonSampledGaussian, epsilon
 from hf_dp.errors import InvalidArgumentError
-from hf_dp.sampling import PoissonSampler, physical_batches
+from hf_dp.sampling import MicroBatchSampler, PoissonSampler, physical_batches
 
 REJECT = 1e-6
 Draw = Callable[[], list[int]]
@@ -307,3 +307,64 @@ def test_short_examples_come_in_larger_batches_than_long_ones():
 def test_bad_number_of_tokens(max_tokens):
     with pytest.raises(InvalidArgumentError, match="`max_tokens` to be"):
         physical_batches([1, 2], 4, max_tokens)
+
+
+@pytest.mark.parametrize(("rate", "micro"), [(0.03, 5), (0.4, 2), (0.9, 3)])
+def test_micro_batches_are_independent_poisson_draws(rate, micro):
+    sampler = MicroBatchSampler(40, rate, 1, micro)
+    waiting: list[list[int]] = []
+
+    def draw() -> list[int]:
+        if not waiting:
+            waiting.extend(sampler.micro_batches())
+        return waiting.pop()
+
+    assert min(poisson_p_values(draw, 40, rate, 6000).values()) > REJECT
+    off = poisson_p_values(draw, 40, rate * 1.1, 6000)
+    assert min(off.values()) < REJECT
+
+
+def test_a_joined_draw_holds_a_record_as_often_as_it_was_drawn():
+    sampler = MicroBatchSampler(30, 0.2, 4, 8)
+    counts = np.concatenate([np.bincount(draw, minlength=30) for _ in range(500) for draw in sampler])
+    observed = np.bincount(counts, minlength=9)
+    expected = stats.binom.pmf(np.arange(9), 8, 0.2) * len(counts)
+    kept = expected > 5
+    assert stats.chisquare(
+        [*observed[kept], observed[~kept].sum()], [*expected[kept], expected[~kept].sum()]
+    ).pvalue > REJECT  # fmt: skip
+    assert len(sampler) == 4
+
+
+def test_a_small_rate_costs_as_many_random_numbers_as_records_drawn():
+    asked: list[int] = []
+
+    def counted(count: int) -> bytes:
+        asked.append(count)
+        return os.urandom(count)
+
+    sizes = [len(MicroBatchSampler(67_349, 32 / (32 * 67_349), 1, 32, counted).draw()) for _ in range(300)]
+    assert sum(asked) / 300 < 8 * 200
+    assert (
+        stats.kstest(np.array(sizes) + np.random.default_rng(0).random(300), lambda x: _poisson_cdf(x, 32)).pvalue
+        > REJECT
+    )
+
+
+def _poisson_cdf(x: np.ndarray, mean: float) -> np.ndarray:
+    """Of a Poisson variable plus a uniform one."""
+    whole = np.floor(x)
+    return stats.poisson.cdf(whole - 1, mean) + (x - whole) * stats.poisson.pmf(whole, mean)
+
+
+def test_every_record_in_every_micro_batch_at_rate_1():
+    assert MicroBatchSampler(3, 1.0, 1, 2).micro_batches() == [[0, 1, 2], [0, 1, 2]]
+
+
+@pytest.mark.parametrize(
+    ("values", "name"),
+    [((0, 0.1, 1, 1), "num_examples"), ((5, 1.5, 1, 1), "sample_rate"), ((5, 0.1, 1, 0), "num_micro")],
+)
+def test_bad_micro_batches_are_named(values, name):
+    with pytest.raises(InvalidArgumentError, match=name):
+        MicroBatchSampler(*values)

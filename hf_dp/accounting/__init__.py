@@ -10,7 +10,7 @@ from hf_dp.accounting.events import (
     TruncatedPoissonSampledGaussian,
     event_from_dict,
 )
-from hf_dp.accounting.ledger import SELECTION, TRAINING, Ledger, LedgerEntry
+from hf_dp.accounting.ledger import RELEASE, SELECTION, TRAINING, Ledger, LedgerEntry
 from hf_dp.accounting.record_events import (
     PublishedForwardNoise,
     RandomizedResponse,
@@ -24,6 +24,7 @@ __all__ = [
     "ACCOUNTANTS",
     "BOUNDS",
     "RELATIONS",
+    "RELEASE",
     "SELECTION",
     "TRAINING",
     "BestOfRandomRuns",

@@ -10,6 +10,10 @@ from hf_dp.accounting.events import Event
 from hf_dp.accounting.value import Epsilon
 from hf_dp.errors import AccountingRangeError, UnsupportedEventError
 
+PAPERS_FIGURE = (
+    "{:.3f} is the paper's own figure, under assumptions that do not hold of what ran; it is no epsilon of this run."
+)
+
 
 @dataclass(frozen=True)
 class Answer:
@@ -30,12 +34,17 @@ def compare(
     relation: str = "zero_out",
 ) -> tuple[Answer, ...]:
     """One answer for each accountant; arguments and errors of :func:`hf_dp.accounting.epsilon`, but an accountant that is
-    out of its range, or cannot describe an event, has an answer without epsilon."""
+    out of its range, or cannot describe an event, has an answer without epsilon. So has the figure of DP-FP as published,
+    which stands in the note."""
     events = (events,) if isinstance(events, Event) else tuple(events)
     answers = []
     for name in accountants:
         try:
-            answers.append(Answer(name, epsilon(events, delta, name, relation)))
+            value = epsilon(events, delta, name, relation)
+            if value.kind == "not established":
+                answers.append(Answer(name, None, PAPERS_FIGURE.format(value.rounded_up())))
+            else:
+                answers.append(Answer(name, value))
         except (AccountingRangeError, UnsupportedEventError) as error:
             answers.append(Answer(name, None, str(error)))
     return tuple(answers)

@@ -18,6 +18,7 @@ from hf_dp.errors import LedgerError, UnsupportedEventError
 
 TRAINING = "training"
 SELECTION = "selection"
+RELEASE = "release"  # of representations or labels, once, before the first step
 
 
 @dataclass(frozen=True)

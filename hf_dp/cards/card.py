@@ -20,8 +20,9 @@ from jinja2 import Environment, StrictUndefined, Template
 
 from hf_dp._version import __version__
 from hf_dp.accounting import Gaussian, PoissonSampledGaussian, event_from_dict
+from hf_dp.cards.forward_wording import NOT_ESTABLISHED_REASONS
 from hf_dp.cards.provenance import seen_in_pretraining
-from hf_dp.cards.statement import AccountantResult, PrivacyStatement, epsilon_text
+from hf_dp.cards.statement import NOT_ESTABLISHED, AccountantResult, PrivacyStatement, epsilon_text
 from hf_dp.errors import InvalidArgumentError
 
 TAGS = ("differential-privacy", "differential_privacy", "dp-sgd", "hf_dp")
@@ -102,6 +103,7 @@ def render_card(
         parameter_rows=_parameter_rows(statement),
         check=_check(statement),
         seen_in_pretraining=seen,
+        not_established_reasons=NOT_ESTABLISHED_REASONS,
         usage=None if usage is None or "```" in usage else usage,  # a name with a fence in it would end the block
         about_rows=_rows(
             {
@@ -140,11 +142,11 @@ def metadata(statement: PrivacyStatement) -> dict[str, Any]:
             }
             for row in statement.epsilons
         },
-        "target_epsilon": statement.target_epsilon,
-        "unit": "example",
+        "target_epsilon": None if statement.status == NOT_ESTABLISHED else statement.target_epsilon,
+        "unit": "example" if statement.unit.startswith("one row") else "features of an example (labels public)",
         "neighboring_relation": "zero_out",
         "mechanism": statement.mechanism_name,
-        "sampling": "poisson",
+        "sampling": "none" if statement.sampling.startswith("none") else "poisson",
         "noise_multiplier": _one_or_list(statement.noise_multipliers),
         "sample_rate": _one_or_list(statement.sample_rates),
         "steps": statement.steps,
@@ -268,15 +270,24 @@ def _parameter_rows(statement: PrivacyStatement) -> list[tuple[str, str]]:
         "Steps (run / planned)": f"{statement.steps} / {statement.steps_planned}",
         "Rows in the training set (public)": str(statement.num_examples),
         "Delta": f"{statement.delta_text} (exactly {statement.delta!r})",
-        "Target epsilon": "none: the noise was given"
-        if statement.target_epsilon is None
-        else repr(statement.target_epsilon),
+        **_target(statement),
         "Precision of sums and noise": facts.precision,
         "Noise generator": facts.noise_generator,
         "Sampling generator": facts.sampling_generator,
         "Privacy mode": facts.privacy_mode,
     }
     return [(markdown(name), markdown(text) or UNKNOWN) for name, text in texts.items()]
+
+
+def _target(statement: PrivacyStatement) -> dict[str, str]:
+    given = statement.target_epsilon
+    if statement.status == NOT_ESTABLISHED:
+        return {
+            "Noise calibrated to": "given"
+            if given is None
+            else f"the paper's figure {given!r}, which is no epsilon of this run"
+        }
+    return {"Target epsilon": "none: the noise was given" if given is None else repr(given)}
 
 
 def _check(statement: PrivacyStatement) -> str:
@@ -288,6 +299,8 @@ def _check(statement: PrivacyStatement) -> str:
             return "```bash\nhf-dp account ledger privacy.json --cross-check\n```"
         key = (event.noise_multiplier, getattr(event, "sample_rate", 1.0))
         merged[key] = merged.get(key, 0) + event.steps
+    if statement.facts.privacy_mode != "dp_sgd":
+        return "```bash\nhf-dp account ledger privacy.json --cross-check\n```"
     merged = merged or {(statement.noise_multipliers[0], statement.sample_rates[0]): 0}
     if len(merged) == 1:
         ((sigma, rate), steps), *_ = merged.items()

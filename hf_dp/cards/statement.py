@@ -16,6 +16,7 @@ from hf_dp import _validate
 from hf_dp.accounting import (
     ACCOUNTANTS,
     BOUNDS,
+    RELEASE,
     SELECTION,
     TRAINING,
     BestOfRandomRuns,
@@ -26,13 +27,23 @@ from hf_dp.accounting import (
 )
 from hf_dp.accounting.comparison import compare
 from hf_dp.accounting.composition import compose
-from hf_dp.cards.wording import COVERED, RELATION, SAMPLING, UNIT, mechanism_of, not_covered, sampling_of
+from hf_dp.cards.forward_wording import NOT_ESTABLISHED_REASONS
+from hf_dp.cards.wording import (
+    COVERED,
+    mechanism_of,
+    not_covered,
+    relation_in_words,
+    sampling_of,
+    unit_in_words,
+)
 from hf_dp.errors import AccountingRangeError, InvalidArgumentError, LedgerError
+from hf_dp.forward_plan import PUBLISHED
 from hf_dp.plan import PrivacyPlan
 
 PROVEN = "proven"
 PROVEN_WEIGHTS_ONLY = "proven for the weights only"
 NOT_PRIVATE = "not private"
+NOT_ESTABLISHED = "as published, not established"
 
 EPSILON_DIGITS = 3  # decimals of a printed epsilon
 DELTA_DIGITS = 4  # significant digits of a printed delta
@@ -45,7 +56,7 @@ class RunFacts:
     """What the ledger does not know.
 
     Args:
-        privacy_mode: how privacy was obtained; "dp_sgd" (any optimizer).
+        privacy_mode: how privacy was obtained; "dp_sgd" (any optimizer) or "dp_fp".
         trained: which parameters were trained, in words and numbers.
         precision: of gradient sums and noise, for example "float32".
         noise_generator, sampling_generator: their kind and how they were seeded; never a seed.
@@ -68,7 +79,9 @@ class RunFacts:
     versions: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        _validate.one_of("privacy_mode", self.privacy_mode, ("dp_sgd",), "Only such a run has a privacy statement.")
+        _validate.one_of(
+            "privacy_mode", self.privacy_mode, ("dp_sgd", "dp_fp"), "Only such a run has a privacy statement."
+        )
         if isinstance(self.released, str):
             raise _validate.invalid("released", self.released, "to be a list of names", f"Use [{self.released!r}].")
         for name in ("insecure_seed", "model_selection"):
@@ -119,7 +132,8 @@ class PrivacyStatement:
     """What the run may claim. Made by :meth:`from_ledger`; nothing else computes these values.
 
     Attributes:
-        status: PROVEN, PROVEN_WEIGHTS_ONLY (the user released un-noised quantities) or NOT_PRIVATE.
+        status: PROVEN, PROVEN_WEIGHTS_ONLY (the user released un-noised quantities), NOT_PRIVATE or NOT_ESTABLISHED (DP-FP
+            as published: no bound is known for what ran).
         status_reason: in words.
         epsilon: the headline, an upper bound rounded up to three decimals; None when the run is not private.
         delta: as in the plan, not rounded (:attr:`delta_text` is rounded up).
@@ -180,6 +194,15 @@ class PrivacyStatement:
             epsilons = tuple(AccountantResult(name, None, None, note=note) for name in ACCOUNTANTS)
             epsilon, accountant, accountant_note = None, plan.accountant, note
             status = NOT_PRIVATE
+        elif not_established(plan, ledger):
+            none = "no bound is known for what ran"
+            epsilons = tuple(
+                AccountantResult(name, None, None, note=none) if name in BOUNDS else _result(ledger, plan.delta, name)
+                for name in ACCOUNTANTS
+            )
+            epsilon, accountant = None, plan.accountant
+            accountant_note = none
+            status, reason = NOT_ESTABLISHED, f"{'; '.join(NOT_ESTABLISHED_REASONS)} (Du and Mi 2021 claim otherwise)"
         else:
             epsilons = tuple(_result(ledger, plan.delta, name) for name in ACCOUNTANTS)
             chosen, accountant_note = _headline(epsilons, plan.accountant)
@@ -196,8 +219,8 @@ class PrivacyStatement:
             accountant_note=accountant_note,
             epsilons=epsilons,
             target_epsilon=plan.target_epsilon,
-            unit=UNIT,
-            neighboring_relation=RELATION,
+            unit=unit_in_words(plan),
+            neighboring_relation=relation_in_words(plan),
             sampling=sampling_of(plan),
             mechanism=mechanism_of(plan),
             noise_multipliers=tuple(dict.fromkeys(sigma for sigma, _ in ran)),
@@ -210,7 +233,7 @@ class PrivacyStatement:
             num_examples=plan.num_examples,
             mechanisms=tuple(ledger.to_list()),
             covered=COVERED,
-            not_covered=not_covered(facts),
+            not_covered=not_covered(facts, plan),
             facts=facts,
         )
 
@@ -231,29 +254,52 @@ class PrivacyStatement:
 
     def sentence(self) -> str:
         """The claim in one sentence; when there is none to make, that."""
+        if self.status == NOT_ESTABLISHED:
+            return (
+                "NO differential privacy guarantee is established for this run: it was trained by DP-FP as published, whose "
+                "encoder is trained by gradients that were not noised. No epsilon is claimed."
+            )
         if not self.proven:
             return f"This run is NOT private: {self.status_reason}. No epsilon is claimed."
         what = "The released weights"
+        unit = (
+            "one row"
+            if self.facts.privacy_mode == "dp_sgd" or not self.unit.startswith("the text")
+            else "the text of one row"
+        )
         claim = f"are ({self.epsilon_text}, {self.delta_text})-differentially private with respect to zero-out of"
-        of = f"one row of the training set of {self.num_examples:,} rows ({self.accountant} upper bound"
-        steps = f"{self.steps:,} steps" if self.steps != 1 else "1 step"
-        sampling = "Poisson sampling" if self.sampling == SAMPLING else "truncated Poisson sampling"
-        ran = f"{steps} of {self.mechanism_name} with {sampling})"
+        of = f"{unit} of the training set of {self.num_examples:,} rows ({self.accountant} upper bound"
+        ran = f"{self._what_ran()})"
         chosen = sum(row["steps"] for row in self.mechanisms if row["purpose"] == SELECTION)
         if chosen:
             ran = f"{chosen} noisy release{'s' * (chosen > 1)} to choose what trains, {ran}"
-        elif self.steps == 0:
-            ran = "no step on the training set has run)"
         end = ""
         if self.status == PROVEN_WEIGHTS_ONLY:
             what = "The released weights alone"
             end = f"; this does not cover {', '.join(self.facts.released)}, released without noise"
         return f"{what} {claim} {of}, {ran}{end}."
 
+    def _what_ran(self) -> str:
+        released = [row["type"] for row in self.mechanisms if row["purpose"] == RELEASE]
+        rows = "a noisy representation of each row released once"
+        labels = ", labels by randomised response" if "RandomizedResponse" in released else ""
+        if "RecordRelease" in released:
+            return rows + labels
+        if self.steps == 0:
+            return f"no step on the training set has run{labels}"
+        steps = f"{self.steps:,} steps" if self.steps != 1 else "1 step"
+        sampling = "truncated Poisson sampling" if "a uniformly random part" in self.sampling else "Poisson sampling"
+        return f"{steps} of {self.mechanism_name} with {sampling}{labels}"
+
     @property
     def mechanism_name(self) -> str:
         """Short name of the mechanism."""
-        return "DP-SGD"
+        types = {row["type"] for row in self.mechanisms}
+        if self.facts.privacy_mode == "dp_sgd":
+            return "DP-SGD"
+        if self.status == NOT_ESTABLISHED:
+            return "DP-FP as published (not established)"
+        return "DP-SGD below released representations" if "SumAndRows" in types else "DP-FP with a frozen encoder"
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready; :meth:`from_dict` reads it back."""
@@ -274,7 +320,7 @@ class PrivacyStatement:
 
     def __str__(self) -> str:
         lines = [f"Privacy: {self.status}", f"  {self.sentence()}"]
-        if self.proven:
+        if self.proven or self.status == NOT_ESTABLISHED:
             lines += [f"  {_row_text(row)}" for row in self.epsilons]
         if self.accountant_note and self.proven:
             lines.append(f"  {self.accountant_note}")
@@ -294,6 +340,12 @@ def delta_text(delta: float) -> str:
     if exact == 0:
         return "0"
     return f"{float(exact.quantize(Decimal(1).scaleb(exact.adjusted() - DELTA_DIGITS + 1), ROUND_CEILING)):g}"
+
+
+def not_established(plan: PrivacyPlan, ledger: Ledger) -> bool:
+    """Whether what is planned, or ran, has no bound that is known."""
+    planned = () if plan.forward is None or plan.forward.variant != PUBLISHED else (plan.event(),)
+    return any(not event.established for event in (*planned, *ledger.events))
 
 
 def _why_not_private(ledger: Ledger, facts: RunFacts) -> str:
@@ -317,7 +369,7 @@ def _proven(facts: RunFacts) -> tuple[str, str]:
 def _result(ledger: Ledger, delta: float, accountant: str) -> AccountantResult:
     (answer,) = compare(ledger.events, delta, (accountant,))
     value = answer.epsilon
-    if value is None:
+    if value is None:  # DP-FP's figure, too, stands in the note: no number here can be taken for an epsilon
         return AccountantResult(accountant, None, None, note=answer.note)
     if not math.isfinite(value.value):
         return AccountantResult(accountant, None, None, note="no finite epsilon")

@@ -5,6 +5,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from hf_dp import _validate
+from hf_dp.cards.forward_wording import (
+    forward_mechanism_of,
+    forward_sampling_of,
+    relation_of,
+    uncovered_labels,
+    unit_of,
+)
 from hf_dp.plan import PrivacyPlan
 from hf_dp.selection_plan import SelectionPlan
 
@@ -28,7 +35,17 @@ COVERED = (
 _DERIVED = "sample rate, steps, delta, divisor"
 
 
+def unit_in_words(plan: PrivacyPlan) -> str:
+    return UNIT if plan.forward is None else unit_of(plan.forward, UNIT)
+
+
+def relation_in_words(plan: PrivacyPlan) -> str:
+    return RELATION if plan.forward is None else relation_of(plan.forward)
+
+
 def sampling_of(plan: PrivacyPlan) -> str:
+    if plan.forward is not None:
+        return forward_sampling_of(plan)
     if plan.max_batch_size is None:
         return SAMPLING
     return (
@@ -48,10 +65,12 @@ def mechanism_of(plan: PrivacyPlan) -> str:
         f"noise_multiplier x clipping_norm (and {plan.margin:.1e} of it more, for the rounding of sums) is added once to "
         "their sum, which is divided by the expected batch size and handed to the optimizer"
     )
+    if plan.forward is not None:
+        training = forward_mechanism_of(plan, training)
     return training if plan.selection is None else f"{training}. {_selection(plan.selection)}"
 
 
-def not_covered(facts: RunFacts) -> tuple[str, ...]:
+def not_covered(facts: RunFacts, plan: PrivacyPlan) -> tuple[str, ...]:
     selected = "used in this run" if facts.model_selection else "not used by this run's trainer"
     return (
         "evaluation data: metrics and choices made with it are not noised",
@@ -59,6 +78,7 @@ def not_covered(facts: RunFacts) -> tuple[str, ...]:
         "hyperparameter tuning and other runs on the same data: each run adds its own epsilon",
         "tokenizer, vocabulary or label set, if built from the training set",
         "pretraining data of the base model",
+        *(() if plan.forward is None else uncovered_labels(plan.forward)),
         f"the number of rows, which is stated as public (with what is derived from it: {_DERIVED})",
         "running time and memory use",
         "floating-point attacks on the noise: the proof assumes real-number Gaussian noise",

@@ -89,7 +89,8 @@ def main(argv: Sequence[str]) -> int:
     args = parser.parse_args(hyphenated(argv))
     recipe, _ = split_config([] if args.config is None else ["--config", args.config])
     if recipe.get("privacy_mode", "dp_sgd") != "dp_sgd":
-        raise ConfigError(f"The recipe's privacy_mode is {recipe['privacy_mode']!r}: it spends no privacy.")
+        why = "its rows are released, not sums" if recipe["privacy_mode"] == "dp_fp" else "it spends no privacy"
+        raise ConfigError(f"The recipe's privacy_mode is {recipe['privacy_mode']!r}: {why}. hf-dp plan plans dp_sgd.")
     if args.plot is not None:
         from hf_dp._plotting import require_matplotlib
 

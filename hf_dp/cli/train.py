@@ -33,7 +33,7 @@ privacy (defaults in parentheses)
   --per_device_train_batch_size b   physical batch: memory only, never the result (8)
   --per_example_max_grad_norm C     clipping norm, L2 (0.1)
   --accountant NAME             pld, rdp, prv (pld)
-  --privacy_mode NAME           dp_sgd, non_private (dp_sgd)
+  --privacy_mode NAME           dp_sgd, dp_fp, non_private (dp_sgd)
   --release NAME ...            un-noised quantities to let out: training_loss (none)
 
   --help-all                    every key, TrainingArguments' included (slow: imports transformers)

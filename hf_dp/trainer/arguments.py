@@ -14,11 +14,13 @@ from transformers import TrainingArguments
 from hf_dp._validate import in_unit_interval, integer, invalid, non_negative, one_of, positive
 from hf_dp.clipping.engine import STRATEGIES
 from hf_dp.errors import InvalidArgumentError, UnsupportedArgumentError
+from hf_dp.forward_plan import PUBLISHED
 from hf_dp.plan import CLIPPINGS
 from hf_dp.trainer.argument_table import environment_problems, table_problems
+from hf_dp.trainer.forward_arguments import DP_FP, ForwardArguments, forward_problems, resolve_forward
 
 NON_PRIVATE = "non_private"
-PRIVACY_MODES = (NON_PRIVATE, "dp_sgd")
+PRIVACY_MODES = (NON_PRIVATE, "dp_sgd", DP_FP)
 ACCOUNTANTS = ("pld", "rdp", "prv", "gdp_clt")
 PRIVACY_UNITS = ("example",)
 NEIGHBORING_RELATIONS = ("zero_out",)
@@ -29,7 +31,7 @@ Problems = dict[str, InvalidArgumentError]
 
 
 @dataclass
-class DPTrainingArguments(TrainingArguments):
+class DPTrainingArguments(ForwardArguments, TrainingArguments):
     r"""
     Configuration of [`DPTrainer`]: every argument of [`~transformers.TrainingArguments`], and those below.
 
@@ -41,8 +43,9 @@ class DPTrainingArguments(TrainingArguments):
     > Parameters that control the privacy budget
 
         privacy_mode (`str`, *optional*, defaults to `"dp_sgd"`):
-            How privacy is obtained: `"dp_sgd"` (per-example clipping and Gaussian noise, with any optimizer) or
-            `"non_private"` (the plain Trainer; privacy arguments are then refused).
+            How privacy is obtained: `"dp_sgd"` (per-example clipping and Gaussian noise, with any optimizer), `"dp_fp"`
+            (noise on the representation; its arguments are those of [`ForwardArguments`]) or `"non_private"` (the plain
+            Trainer; privacy arguments are then refused).
         target_epsilon (`float`, *optional*):
             Epsilon to spend over the whole run, above 0; the noise is calibrated to it. In private modes give exactly
             one of `target_epsilon` and `noise_multiplier`.
@@ -50,9 +53,10 @@ class DPTrainingArguments(TrainingArguments):
             Delta, a probability in (0, 1). `None` means 1/(2N) for N training examples, resolved by `PrivacyPlan`.
         noise_multiplier (`float`, *optional*):
             Standard deviation of the noise in units of `per_example_max_grad_norm`, above 0.
-        accountant (`str`, *optional*, defaults to `"pld"`):
-            Who computes epsilon: `"pld"`, `"rdp"`, `"prv"` (bounds) or `"gdp_clt"` (an estimate, labelled so; not
-            with `target_epsilon`, since calibration needs a bound).
+        accountant (`str`, *optional*):
+            Who computes epsilon: `"pld"` (unset means this), `"rdp"`, `"prv"` (bounds) or `"gdp_clt"` (an estimate,
+            labelled so; not with `target_epsilon`, since calibration needs a bound). For DP-FP as published, which has
+            no bound, it is `"gdp_clt"`, the paper's own figure.
         privacy_unit (`str`, *optional*, defaults to `"example"`):
             What is protected: one row of the training data. A person in k rows is protected k-fold weaker.
         neighboring_relation (`str`, *optional*, defaults to `"zero_out"`):
@@ -93,6 +97,8 @@ class DPTrainingArguments(TrainingArguments):
         release (`list[str]`, *optional*, defaults to `[]`):
             Names of un-noised quantities to log and publish anyway: `"training_loss"`. Epsilon does not cover them and
             the card says so.
+        learning_rate (`float`, *optional*):
+            Of the optimizer. Unset means 5e-5, transformers' default, and 5e-6 for DP-FP as published, the paper's.
         hub_strategy (`str`, *optional*, defaults to `"end"`):
             When to push to the Hub. `"checkpoint"` and `"all_checkpoints"` are refused in private modes.
 
@@ -106,6 +112,7 @@ class DPTrainingArguments(TrainingArguments):
     > Defaults that differ from [`~transformers.TrainingArguments`]:
     > - `max_grad_norm`: `None` instead of `1.0`; it becomes 0 in private modes and 1.0 in `"non_private"`.
     > - `hub_strategy`: `"end"` instead of `"every_save"`.
+    > - `learning_rate`: `None` instead of `5e-5`; it becomes that, and 5e-6 for DP-FP as published.
     > - `average_tokens_across_devices`: always `False` in private modes instead of `True`.
 
     Raises:
@@ -133,11 +140,11 @@ class DPTrainingArguments(TrainingArguments):
         default=None,
         metadata={"help": "Standard deviation of the noise in units of per_example_max_grad_norm, above 0."},
     )
-    accountant: str = field(
-        default="pld",
+    accountant: str | None = field(
+        default=None,
         metadata={
-            "help": f"Who computes epsilon: one of {', '.join(ACCOUNTANTS)}. gdp_clt is an estimate, the others are "
-            "bounds."
+            "help": f"Who computes epsilon: one of {', '.join(ACCOUNTANTS)}. Unset means pld. gdp_clt is an estimate, the "
+            "others are bounds."
         },
     )
     privacy_unit: str = field(
@@ -210,6 +217,10 @@ class DPTrainingArguments(TrainingArguments):
             "them."
         },
     )
+    learning_rate: float | None = field(  # type: ignore[assignment]
+        default=None,
+        metadata={"help": "Of the optimizer. Unset means 5e-5, and 5e-6 for DP-FP as published."},
+    )
     hub_strategy: str = field(
         default="end",
         metadata={
@@ -230,6 +241,12 @@ class DPTrainingArguments(TrainingArguments):
         if self.is_private:
             # True would divide every example's loss by the number of label tokens in the whole logical batch.
             self.average_tokens_across_devices = False
+            if self.privacy_mode == DP_FP:
+                resolve_forward(self)
+            if self.accountant is None:
+                self.accountant = "gdp_clt" if self.is_published_dp_fp else "pld"
+        if self.learning_rate is None:
+            self.learning_rate = 5e-5
         # Settings first: `super().__post_init__` takes devices, starts process groups, writes environment variables.
         _raise_all({**self._setting_problems(), **problems})
         super().__post_init__()
@@ -239,6 +256,11 @@ class DPTrainingArguments(TrainingArguments):
     def is_private(self) -> bool:
         """Whether this run claims an epsilon."""
         return self.privacy_mode != NON_PRIVATE
+
+    @property
+    def is_published_dp_fp(self) -> bool:
+        """Whether no epsilon is established for what this run does."""
+        return self.privacy_mode == DP_FP and self.dp_fp_variant == PUBLISHED
 
     def check(self) -> None:
         """Repeats all checks, since arguments can be assigned after construction.
@@ -259,6 +281,7 @@ class DPTrainingArguments(TrainingArguments):
         self._check_budget(problems)
         self._check_mechanism(problems)
         self._check_release(problems)
+        forward_problems(self, self._try, problems)
         return {**table_problems(self), **environment_problems(self.report_to), **problems}
 
     def _try(self, problems: Problems, name: str, check: Callable[..., object], *details: object) -> None:
@@ -297,7 +320,14 @@ class DPTrainingArguments(TrainingArguments):
                     "Each fixes the other. Remove one of the two.",
                 ),
             )
-        if self.accountant == "gdp_clt" and self.target_epsilon is not None:
+        if self.is_published_dp_fp and self.accountant != "gdp_clt":
+            problems["accountant"] = invalid(
+                "accountant",
+                self.accountant,
+                "to be unset for DP-FP as published",
+                "No accountant has a bound for it; the paper's own figure is computed by 'gdp_clt'.",
+            )
+        elif self.accountant == "gdp_clt" and self.target_epsilon is not None and not self.is_published_dp_fp:
             problems["accountant"] = invalid(
                 "accountant",
                 self.accountant,

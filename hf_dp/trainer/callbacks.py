@@ -13,6 +13,9 @@ from hf_dp.accounting import TRAINING
 from hf_dp.errors import LedgerError, UnaccountedGradientError
 from hf_dp.trainer.run_ledger import RunLedger
 
+# The log's name for the figure that the paper of DP-FP as published gives.
+NO_EPSILON = "papers_figure_not_established"
+
 
 class StopBeforeTarget(TrainerCallback):
     """Ends training when one more step would pass ``target_epsilon``, and at once when a step is not in the ledger."""
@@ -81,6 +84,8 @@ class EpsilonProgress(ProgressCallback):
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
         if self.training_bar is not None and "epsilon" in (logs or {}):
             self.training_bar.set_postfix_str(f"epsilon {logs['epsilon']:g}", refresh=False)
+        if self.training_bar is not None and NO_EPSILON in (logs or {}):
+            self.training_bar.set_postfix_str("privacy not established", refresh=False)
         super().on_log(args, state, control, logs=logs, **kwargs)
 
 

@@ -68,7 +68,7 @@ def check_not_training_data(dataset: Any, train_dataset: Any) -> None:
 
 _PRIVATE_SEAMS = (
     "training_step", "get_train_dataloader", "get_batch_samples", "_prepare_for_training", "_run_epoch", "private_batches",
-    "feed", "_engine", "check_engine", "replace_model",
+    "feed", "engine", "losses_of", "columns_for_training", "check_engine", "replace_model",
 )  # fmt: skip
 
 

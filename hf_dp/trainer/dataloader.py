@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, get_worker_info
 
 from hf_dp.errors import DataError
 from hf_dp.noise import SecretRandomness
-from hf_dp.sampling import PoissonSampler, physical_batches
+from hf_dp.sampling import MicroBatchSampler, PoissonSampler, physical_batches
 
 Collator = Callable[[list[Any]], Mapping[str, Any]]
 
@@ -90,7 +90,11 @@ def check_rows(batch: Mapping[str, Any], examples: int) -> None:
 
 
 def private_dataloader(
-    dataset: Any, sampler: PoissonSampler, collator: Collator, randomness: SecretRandomness, args: Any
+    dataset: Any,
+    sampler: PoissonSampler | MicroBatchSampler,
+    collator: Collator,
+    randomness: SecretRandomness,
+    args: Any,
 ) -> DataLoader:
     """A loader over the sampler's draws, from the run's secret source."""
     cut = PhysicalBatchCollator(

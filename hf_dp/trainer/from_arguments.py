@@ -6,6 +6,7 @@ import copy
 
 from hf_dp._validate import invalid
 from hf_dp.accounting import epsilon
+from hf_dp.forward_plan import PRIVATE_ENCODER
 from hf_dp.plan import PrivacyPlan
 from hf_dp.trainer.arguments import DPTrainingArguments
 from hf_dp.trainer.choice import Choice
@@ -25,18 +26,23 @@ def own_copy(args: object) -> DPTrainingArguments:
     return args
 
 
-def plan_of(args: DPTrainingArguments, num_examples: int, choice: Choice | None) -> PrivacyPlan:
+def plan_of(
+    args: DPTrainingArguments, num_examples: int, choice: Choice | None, num_classes: int | None = None
+) -> PrivacyPlan:
     """The plan for these arguments; an accountant that cannot describe it refuses here, not after the training."""
+    forward = args.forward_plan(num_classes)
+    only_rows = forward is not None and forward.variant != PRIVATE_ENCODER
     plan = PrivacyPlan.create(
         num_examples=num_examples,
         expected_batch_size=args.expected_batch_size,
-        clipping_norm=args.per_example_max_grad_norm,
+        clipping_norm=args.representation_clipping_norm if only_rows else args.per_example_max_grad_norm,
         num_train_epochs=args.num_train_epochs,
         max_steps=args.max_steps,
         target_epsilon=args.target_epsilon,
         noise_multiplier=args.noise_multiplier,
         target_delta=args.target_delta,
-        accountant=args.accountant,
+        accountant=args.accountant or "pld",
+        forward=forward,
         clipping=args.clipping,
         max_batch_size=args.max_logical_batch_size,
         selection=None if choice is None else choice.plan(args.per_example_max_grad_norm),

@@ -11,7 +11,7 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 from transformers.trainer_utils import get_last_checkpoint
 
-from hf_dp.accounting import SELECTION, TRAINING, Event, Ledger, calibrate_steps, epsilon
+from hf_dp.accounting import BOUNDS, SELECTION, TRAINING, Event, Ledger, calibrate_steps, epsilon
 from hf_dp.cards.document import FILE_NAME, document, read, write
 from hf_dp.cards.statement import PrivacyStatement
 from hf_dp.errors import BudgetExceededError, LedgerError
@@ -75,8 +75,10 @@ class RunLedger:
     def allowed_steps(self, planned_steps: int) -> float:
         """The largest number of training steps in the ledger that stays within the target, infinity when none was set."""
         done = self.ledger.steps(TRAINING)
-        if self.plan.target_epsilon is None:
+        if self.plan.target_epsilon is None or not self.plan.releases_each_step:
             return math.inf
+        if self.plan.accountant not in BOUNDS:
+            return self.plan.steps  # DP-FP as published: steps beyond those of its figure would not have that figure
         if done + planned_steps <= self.plan.steps and self._selections_as_planned():
             return self.plan.steps  # the plan was calibrated to meet the target at exactly these
         prior = self.ledger.events
@@ -91,7 +93,7 @@ class RunLedger:
             self.plan.sample_rate,
             self.plan.accountant,
             prior_events=prior,
-            event=self.plan.sampler().event,
+            event=self.plan.step_event,
         )
 
     @property

@@ -29,9 +29,9 @@ from hf_dp.errors import DataError, UnsupportedArgumentError
 from hf_dp.losses import per_example_loss
 from hf_dp.noise import SecretRandomness
 from hf_dp.plan import PrivacyPlan
-from hf_dp.sampling import PoissonSampler
+from hf_dp.sampling import MicroBatchSampler, PoissonSampler
 from hf_dp.trainer.arguments import DPTrainingArguments
-from hf_dp.trainer.callbacks import StopBeforeTarget, WeightsMove, with_epsilon
+from hf_dp.trainer.callbacks import NO_EPSILON, StopBeforeTarget, WeightsMove, with_epsilon
 from hf_dp.trainer.checks import (
     check_collator,
     check_head_is_trainable,
@@ -43,9 +43,10 @@ from hf_dp.trainer.checks import (
 from hf_dp.trainer.choice import Choice, choice_of
 from hf_dp.trainer.dataloader import private_dataloader
 from hf_dp.trainer.facts import card_details, pretraining_sources, run_facts
+from hf_dp.trainer.forward_arguments import DP_FP
 from hf_dp.trainer.from_arguments import own_copy, plan_of
 from hf_dp.trainer.loading import apply_peft, load_model
-from hf_dp.trainer.modes.dp_sgd import release_gradient
+from hf_dp.trainer.modes import mode_of
 from hf_dp.trainer.run_ledger import RunLedger, checkpoint_of, refuse_foreign_ledger
 from hf_dp.trainer.synthetic import synthetic_batches
 from hf_dp.trainer.withheld import withhold
@@ -98,10 +99,12 @@ class DPTrainer(Trainer):
         self.privacy_plan = None
         choice = choice_of(peft_config, args.is_private)
         if args.is_private:
-            self._refuse_batch_losses(compute_loss_func)
+            self._refuse_batch_losses(compute_loss_func, args)
             if train_dataset is not None:
                 check_not_training_data(eval_dataset, train_dataset)
-                self.privacy_plan = plan_of(args, check_train_dataset(train_dataset), choice)
+                model = load_model(model) if isinstance(model, str) else model
+                classes = getattr(getattr(model, "config", None), "num_labels", None)
+                self.privacy_plan = plan_of(args, check_train_dataset(train_dataset), choice, classes)
                 args.max_steps = self.privacy_plan.steps
         if peft_config is not None and model_init is not None:
             raise invalid("peft_config", peft_config, "to be None with `model_init`", "Wrap the model in model_init.")
@@ -125,7 +128,8 @@ class DPTrainer(Trainer):
             optimizers,
             preprocess_logits_for_metrics=preprocess_logits_for_metrics,
         )
-        self._choice = choice or Choice()
+        self.choice = choice or Choice()
+        self._mode = mode_of(self.privacy_plan)
         self.randomness = SecretRandomness(args.insecure_seed)
         self._started_private = args.is_private
         self._run = None
@@ -135,9 +139,10 @@ class DPTrainer(Trainer):
             insecure = args.insecure_seed is not None
             self._run = RunLedger(self.folder, self.privacy_plan, insecure_seed=insecure, released=args.release)
             self.callback_handler.callbacks = [with_epsilon(cb) for cb in self.callback_handler.callbacks]
-            self.add_callback(StopBeforeTarget(self._run))
+            if self.privacy_plan.releases_each_step:
+                self.add_callback(StopBeforeTarget(self._run))
             self.add_callback(WeightsMove())
-            self._choice.prepare(self)
+            self.choice.prepare(self)
 
     @property
     def folder(self) -> str:
@@ -178,12 +183,8 @@ class DPTrainer(Trainer):
         model.train()
         if callable(getattr(self.optimizer, "train", None)):  # schedule-free optimizers
             self.optimizer.train()  # type: ignore[union-attr]
-        self._choice.before_step(self)
-        with self._engine(plan) as engine:
-            loss_sum = self.feed(engine, inputs)
-            sums = engine.collect()
-        trainable = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
-        release_gradient(trainable, sums, plan, self.randomness, run, self._choice.finish)
+        self.choice.before_step(self)
+        loss_sum = self._mode.step(self, inputs)
         if "training_loss" in run.released:
             return loss_sum / plan.expected_batch_size
         return torch.zeros((), device=self.args.device)
@@ -193,15 +194,18 @@ class DPTrainer(Trainer):
         loss_sum = torch.zeros((), device=self.args.device)
         with self.randomness.streams():
             for batch in batches:
-                batch = self._prepare_inputs(batch)
-                with self.compute_loss_context_manager():
-                    losses = self.compute_per_example_loss(self.model, batch)
+                losses = self.losses_of(batch)
                 engine.backward(losses)
                 loss_sum += losses.detach().nan_to_num().sum()
         return loss_sum
 
-    def _engine(self, plan: PrivacyPlan) -> ClippingEngine:
-        chosen = self._choice.engine(self.model, plan)
+    def losses_of(self, batch: Any) -> Tensor:
+        """The per-example losses, (b,), of a collated physical batch."""
+        with self.compute_loss_context_manager():
+            return self.compute_per_example_loss(self.model, self._prepare_inputs(batch))
+
+    def engine(self, plan: PrivacyPlan) -> ClippingEngine:
+        chosen = self.choice.engine(self.model, plan)
         return chosen or ClippingEngine(self.model, plan.clipping_norm, plan.clipping, self._clipping_strategy())
 
     def _clipping_strategy(self) -> str:
@@ -216,14 +220,12 @@ class DPTrainer(Trainer):
     def get_train_dataloader(self) -> DataLoader:
         if not self.args.is_private:
             return super().get_train_dataloader()
-        plan, _ = self.private_run()
-        # One nominal epoch; Trainer iterates it until max_steps.
-        return self.private_batches(plan.sampler(steps=max(1, round(1 / plan.sample_rate))))
+        return self._mode.loader(self)
 
-    def private_batches(self, sampler: PoissonSampler) -> DataLoader:
+    def private_batches(self, sampler: PoissonSampler | MicroBatchSampler) -> DataLoader:
         """The sampler's draws from the training set, each a list of collated physical batches."""
         plan, _ = self.private_run()
-        dataset, collator = self._columns_for_training()
+        dataset, collator = self.columns_for_training()
         if len(dataset) != plan.num_examples:
             raise DataError(
                 f"The train_dataset has {len(dataset)} rows, but the privacy plan was made for {plan.num_examples}. "
@@ -255,7 +257,8 @@ class DPTrainer(Trainer):
             )
         try:
             run.open()
-            self._choice.start(self, checkpoint)
+            self.choice.start(self, checkpoint)
+            self._mode.start(self, checkpoint)
             output = super().train(resume_from_checkpoint, *args, **kwargs)
             self._write_privacy_files(self.folder)
         finally:
@@ -267,20 +270,20 @@ class DPTrainer(Trainer):
     def _prepare_for_training(self, max_steps: int, *args: Any, **kwargs: Any) -> Any:
         prepared = super()._prepare_for_training(max_steps, *args, **kwargs)
         if self.args.is_private:
-            plan, run = self.private_run()
+            _, run = self.private_run()
             check_optimizer(self.optimizer, self.model)
-            self.check_engine()
+            self._mode.prepare(self)
             self._facts()  # what weakens the claim is noted before the first step is recorded
-            run.start(max_steps - self.state.global_step, self._choice.releases_to_come())
+            run.start(max_steps - self.state.global_step, self.choice.releases_to_come())
         return prepared
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
         """As Trainer's, over all that may train at some time of the run."""
         new = self.optimizer is None
-        with self._choice.all_that_may_train(self.model):
+        with self.choice.all_that_may_train(self.model):
             optimizer = super().create_optimizer(*args, **kwargs)
         if new:
-            self._choice.tune(optimizer)
+            self.choice.tune(optimizer)
         return optimizer
 
     def replace_model(self, model: nn.Module) -> None:
@@ -327,9 +330,11 @@ class DPTrainer(Trainer):
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """As Trainer's, without what a private run withholds, with the epsilon spent so far."""
         if self.args.is_private:
-            withhold(logs, () if self._run is None else self._run.released)
+            released = () if self._run is None else self._run.released
+            withhold(logs, released, gradients_are_noised=not self.args.is_published_dp_fp)
             if self.is_in_train and self._run is not None:
-                logs["epsilon"] = self.epsilon().rounded_up()
+                name = NO_EPSILON if self.args.is_published_dp_fp else "epsilon"
+                logs[name] = self.epsilon().rounded_up()
         super().log(logs, start_time)
 
     def evaluate(self, eval_dataset: Any = None, *args: Any, **kwargs: Any) -> dict[str, float]:
@@ -367,7 +372,7 @@ class DPTrainer(Trainer):
         refuse_foreign_ledger(output_dir or self.folder, None if self._run is None else self._run.run_id)
         super()._save(output_dir, state_dict)
         if self._run is not None and self.args.should_save:
-            self._choice.save(output_dir or self.folder)
+            self.choice.save(output_dir or self.folder)
             self._write_privacy_files(output_dir or self.folder)
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
@@ -408,8 +413,15 @@ class DPTrainer(Trainer):
             )
         self.args.check()
 
-    def _refuse_batch_losses(self, compute_loss_func: object) -> None:
+    def _refuse_batch_losses(self, compute_loss_func: object, args: DPTrainingArguments) -> None:
         check_subclass(type(self), DPTrainer, Trainer)
+        own_loss = type(self).compute_per_example_loss is not DPTrainer.compute_per_example_loss
+        if own_loss and args.privacy_mode == DP_FP and not args.is_published_dp_fp:
+            raise UnsupportedArgumentError(
+                f"{type(self).__name__} overrides compute_per_example_loss, which takes the model's inputs; with "
+                f"dp_fp_variant={args.dp_fp_variant!r} the last layer trains on released rows, not on inputs. Use "
+                "privacy_mode='dp_sgd' for a loss of your own."
+            )
         if compute_loss_func is not None:
             raise invalid(
                 "compute_loss_func",
@@ -436,12 +448,12 @@ class DPTrainer(Trainer):
             self.model,
             self.args,
             model_selection=run.model_selection,
-            trained=self._choice.describe(self.model),
+            trained=self.choice.describe(self.model),
             insecure_seed=run.insecure_seed,
             released=run.released,
         )
 
-    def _columns_for_training(self) -> tuple[Any, Callable[..., Any]]:
+    def columns_for_training(self) -> tuple[Any, Callable[..., Any]]:
         """Dataset and collator with the columns that the model's forward does not take removed, as Trainer does."""
         import datasets
 

@@ -17,8 +17,10 @@ WITHHELD = {
 }
 
 
-def withhold(logs: dict[str, float], released: Collection[str]) -> None:
+def withhold(logs: dict[str, float], released: Collection[str], *, gradients_are_noised: bool = True) -> None:
     """Remove, in place, what the user did not ask to release."""
+    if not gradients_are_noised:
+        logs.pop("grad_norm", None)
     for name, released_as in WITHHELD.items():
         if released_as not in released:
             logs.pop(name, None)

@@ -43,7 +43,7 @@ def run(folder, config, given=None, **options):
 def test_the_type_of_a_noisy_magnitude_does_not_tell_whether_a_row_was_drawn(rate, tmp_path):
     trainer = run(tmp_path, FrostConfig(**FROST, selection_sample_rate=rate))
     trainer.train()
-    values = [v for row in trainer._choice.config.made[0]["noisy_magnitudes"] for v in row.values()]
+    values = [v for row in trainer.choice.config.made[0]["noisy_magnitudes"] for v in row.values()]
     assert not all(float(np.float32(value)) == value for value in values)
 
 
@@ -166,7 +166,7 @@ def test_rgp_goes_on_in_one_trainer_and_in_float64(tmp_path):
 
 def test_models_without_a_task_type_of_peft(tmp_path):
     trainer = run(tmp_path, PvalConfig(), {"model": BertForMaskedLM(tiny.model().config)})
-    assert trainer._choice.config.task_type is None
+    assert trainer.choice.config.task_type is None
 
 
 @pytest.mark.parametrize("num_selections", [1, 2])
@@ -178,7 +178,7 @@ def test_an_optimizer_that_was_made_early_is_seen_before_anything_is_paid(num_se
     assert trainer.ledger.steps() == 0
 
 
-@pytest.mark.parametrize("seam", ["private_batches", "feed", "_engine", "check_engine", "replace_model"])
+@pytest.mark.parametrize("seam", ["private_batches", "feed", "engine", "check_engine", "replace_model"])
 def test_a_subclass_cannot_replace_what_a_private_step_is(seam, tmp_path):
     cls = type("Own", (DPTrainer,), {seam: lambda self, *given: None})
     with pytest.raises(UnsupportedArgumentError, match=seam):

@@ -60,10 +60,10 @@ def found(folder, count=10, **noise) -> list[set[str]]:
     """What each of ``count`` selections chose."""
     config = FrostConfig(unfreeze_ratio=3 / PARTS, selection_sample_rate=0.1, **noise)
     made = trainer(folder, config, **({"noise_multiplier": 1.0} if noise else {"target_epsilon": 2.0}))
-    made._choice.prepare(made)
+    made.choice.prepare(made)
     run = made.private_run()[1]
     run.open()
-    selections = [set(select_partitions(made, made._choice.config)["partitions"]) for _ in range(count)]
+    selections = [set(select_partitions(made, made.choice.config)["partitions"]) for _ in range(count)]
     run.stop()
     return selections
 

@@ -36,7 +36,7 @@ def outside(folder, config, **options) -> int:
     trainer = masked(folder, config, **options)
     trainer.train()
     moved = moved_entries(before, trainer.model.state_dict())
-    masks = trainer._choice.masks
+    masks = trainer.choice.masks
     assert all(bool(moved[name][mask].all()) for name, mask in masks.items() if mask.any())  # noise moves each
     assert sum(int(mask.sum()) for mask in masks.values()) == int(0.2 * sum(m.numel() for m in masks.values()))
     assert moved["classifier.weight"].all() and "classifier.weight" not in masks
@@ -82,7 +82,7 @@ def test_a_resumed_run_reads_its_masks(config, tmp_path, monkeypatch):
     monkeypatch.setattr("hf_dp.trainer.choice.masks.select_entries", lambda *a: pytest.fail("selected again"))
     again = masked(tmp_path, config)
     again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
-    assert all(torch.equal(mask, again._choice.masks[name]) for name, mask in first._choice.masks.items())
+    assert all(torch.equal(mask, again.choice.masks[name]) for name, mask in first.choice.masks.items())
     other = masked(tmp_path, dataclasses.replace(config, unfreeze_ratio=0.5))
     with pytest.raises(ConfigError, match="Cannot resume: `unfreeze_ratio`"):
         other.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
@@ -119,13 +119,13 @@ def test_rgp_trains_matrices_and_head_along_its_carriers(tmp_path):
     seen = []
 
     trainer = masked(tmp_path, RgpConfig(rank=2), optim="sgd", save_strategy="steps", save_steps=2)
-    original = trainer._choice.finish
+    original = trainer.choice.finish
 
     def watched(noised):
         seen.append({name: tuple(value.shape) for name, value in noised.items()})
         return original(noised)
 
-    trainer._choice.finish = watched
+    trainer.choice.finish = watched
     trainer.train()
     after = trainer.model.state_dict()
     moved = {name for name in before if not torch.equal(before[name], after[name])}
@@ -153,7 +153,7 @@ def test_rgp_follows_the_update_since_the_base_after_a_resume(tmp_path):
     again = masked(tmp_path, RgpConfig(rank=1))
     again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
     base = tiny.model().state_dict()
-    assert all(torch.equal(value, base[name]) for name, value in again._choice._start.items())
+    assert all(torch.equal(value, base[name]) for name, value in again.choice._start.items())
 
 
 def test_rgp_scales_its_learning_rate(tmp_path):

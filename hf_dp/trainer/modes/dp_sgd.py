@@ -3,14 +3,37 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
 from hf_dp.accounting import TRAINING
 from hf_dp.noise import SecretRandomness
 from hf_dp.plan import PrivacyPlan
+from hf_dp.trainer.modes.base import Mode, nominal_epoch
 from hf_dp.trainer.run_ledger import RunLedger
+
+
+class DpSgd(Mode):
+    """Per-example gradients clipped by the engine, summed, noised once per logical batch."""
+
+    def prepare(self, trainer: Any) -> None:
+        trainer.check_engine()
+
+    def loader(self, trainer: Any) -> DataLoader:
+        plan, _ = trainer.private_run()
+        return trainer.private_batches(plan.sampler(nominal_epoch(plan)))
+
+    def step(self, trainer: Any, inputs: Any) -> Tensor:
+        plan, run = trainer.private_run()
+        with trainer.engine(plan) as engine:
+            loss_sum = trainer.feed(engine, inputs)
+            sums = engine.collect()
+        trainable = {name: p for name, p in trainer.model.named_parameters() if p.requires_grad}
+        release_gradient(trainable, sums, plan, trainer.randomness, run, trainer.choice.finish)
+        return loss_sum
 
 
 @torch.no_grad()

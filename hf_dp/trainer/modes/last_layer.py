@@ -1,0 +1,160 @@
+"""The layer above the noise, and the rows that enter it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hf_dp.accounting import RELEASE
+from hf_dp.errors import DataError, UnsupportedArgumentError, UnsupportedModelError
+from hf_dp.losses import base_model, classification_loss, problem_type
+from hf_dp.plan import PrivacyPlan
+from hf_dp.representation import (
+    block_loss,
+    clip_rows,
+    find_last_layer,
+    into_blocks,
+    one_vector_per_example,
+    randomized_response,
+)
+from hf_dp.sampling import physical_batches
+
+_CHUNK = 1024  # rows fetched at a time, within which examples of similar length go together
+
+
+def last_layer(trainer: Any) -> tuple[str, nn.Module]:
+    """Name and module of the layer whose input is the representation. Raises: UnsupportedModelError."""
+    padded, _ = trainer.synthetic_batches()
+    return find_last_layer(trainer.model, padded, trainer.args.representation_module)
+
+
+class LastLayer:
+    """The layer above the noise, with the loss of its rows.
+
+    Raises: UnsupportedModelError when it shares a parameter with what lies below, or (labels in the vector) is not linear;
+        UnsupportedArgumentError when protected labels are no classes.
+    """
+
+    def __init__(self, trainer: Any):
+        self.plan: PrivacyPlan = trainer.privacy_plan
+        self.name, self.layer = last_layer(trainer)
+        self.model = trainer.model
+        own = set(self.layer.parameters())
+        below = [name for name, p in _below(trainer.model, self.layer) if p in own]
+        if below or not own:
+            raise UnsupportedModelError(
+                f"The last layer {self.name!r} has no parameters of its own: {below or 'it has none'} (shared with the layers "
+                "below the noise, which it would train). Use a model with a head of its own, or privacy_mode='dp_sgd'."
+            )
+        forward = self.plan.forward
+        assert forward is not None
+        self._blocks = forward.num_classes if forward.labels_in_vector else None
+        if self._blocks is not None and type(self.layer) is not nn.Linear:
+            raise UnsupportedModelError(
+                f"labels_in_vector needs a linear last layer, and {self.name!r} is a {type(self.layer).__name__}. Protect the "
+                "labels with `label_epsilon` instead."
+            )
+        kind = problem_type(base_model(trainer.model), torch.zeros(1, dtype=torch.long))
+        if forward.protects_labels and kind != "single_label_classification":
+            raise UnsupportedArgumentError(
+                f"`label_epsilon` and `labels_in_vector` protect one class per example, and this is {kind}."
+            )
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        return list(self.layer.parameters())
+
+    def below(self) -> list[nn.Parameter]:
+        """The parameters below the noise."""
+        return [p for _, p in _below(self.model, self.layer)]
+
+    def clipped(self, rows: Tensor, labels: Tensor) -> Tensor:
+        """What noise is added to: clipped rows, (b, d), or vectors with the label inside, (b, K d)."""
+        rows = clip_rows(rows, self.plan.record_clipping_norm)
+        return rows if self._blocks is None else into_blocks(rows, labels, self._blocks)
+
+    def loss(self, released: Tensor, labels: Tensor | None) -> Tensor:
+        """Sum of the losses of released rows; ``labels`` are not looked at where the vector holds them."""
+        dtype = next(self.layer.parameters()).dtype
+        if self._blocks is not None:
+            assert isinstance(self.layer, nn.Linear)
+            return block_loss(self.layer, released.to(dtype)).sum()
+        assert labels is not None
+        return classification_loss(base_model(self.model), self.layer(released.to(dtype)), labels).sum()
+
+    def rows_of(self, trainer: Any, batches: Sequence[Any]) -> tuple[Tensor, Tensor]:
+        """Representations (n, d) in float32 and labels (n,) of collated batches, in their order; dropout off."""
+        rows, labels = [], []
+        entered: list[Tensor] = []
+
+        def note(module: nn.Module, inputs: tuple[Any, ...]) -> None:
+            entered.append(one_vector_per_example(inputs, module))
+
+        handle = self.layer.register_forward_pre_hook(note)
+        training = self.model.training
+        try:
+            with torch.no_grad(), trainer.randomness.streams():
+                self.model.eval()
+                for batch in batches:
+                    entered.clear()
+                    trainer.losses_of(batch)
+                    (seen,) = entered
+                    rows.append(seen.float())
+                    labels.append(batch["labels"].to(seen.device))
+        finally:
+            handle.remove()
+            self.model.train(training)
+        if not rows:
+            width = self.layer.in_features if isinstance(self.layer, nn.Linear) else 0
+            device = trainer.args.device
+            return torch.zeros(0, width, device=device), torch.zeros(0, dtype=torch.long, device=device)
+        return torch.cat(rows), torch.cat(labels)
+
+    def all_rows(self, trainer: Any) -> tuple[Tensor, Tensor]:
+        """:meth:`rows_of` every example of the training set, in its order."""
+        dataset, collator = trainer.columns_for_training()
+        rows, labels = None, None
+        for first in range(0, len(dataset), _CHUNK):
+            chunk = range(first, min(first + _CHUNK, len(dataset)))
+            with trainer.randomness.streams():
+                examples = [dataset[index] for index in chunk]
+                groups = list(_groups(examples, trainer.args.per_device_train_batch_size))
+                batches = [collator([examples[i] for i in group]) for group in groups]
+            for batch, group in zip(batches, groups, strict=True):
+                if "labels" not in batch or len(batch["labels"]) != len(group):
+                    raise DataError("The data collator must return one label per example, as `labels`.")
+            found, said = self.rows_of(trainer, batches)
+            if rows is None or labels is None:
+                rows = found.new_empty(len(dataset), found.shape[1])
+                labels = said.new_empty(len(dataset), *said.shape[1:])
+            places = torch.tensor([first + i for group in groups for i in group], device=found.device)
+            rows[places], labels[places] = found, said
+        assert rows is not None and labels is not None  # a training set has two rows at least
+        return rows, labels
+
+
+def _below(model: nn.Module, layer: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    inside = {f"{id(module)}.{name}" for module in layer.modules() for name in module._parameters}
+    for prefix, module in model.named_modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None and f"{id(module)}.{name}" not in inside:
+                yield f"{prefix}.{name}".lstrip("."), parameter
+
+
+def _groups(examples: Sequence[Any], size: int) -> list[list[int]]:
+    lengths = [len(example.get("input_ids") or ()) if isinstance(example, dict) else 0 for example in examples]
+    return physical_batches(lengths, size)
+
+
+def released_labels(trainer: Any, labels: Tensor) -> Tensor:
+    """The labels as training may see them: as they are (public), or after randomised response, recorded before."""
+    plan, run = trainer.private_run()
+    responses = plan.forward.label_release()
+    if not responses:
+        return labels
+    (event,) = responses
+    run.append(event, RELEASE)
+    return randomized_response(labels, event.num_classes, event.keep_probability, trainer.randomness.random_bytes)

@@ -1,0 +1,474 @@
+"""Whole runs of DP-FP: what each variant does, what is recorded of it, and what nobody may read into it."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+
+import pytest
+import tiny
+import torch
+from peft import LoraConfig
+from transformers import TrainerCallback
+
+from hf_dp.accounting import (
+    RandomizedResponse,
+    RecordRelease,
+    SampledRecordRelease,
+    SumAndRows,
+    epsilon,
+)
+from hf_dp.cards.document import read
+from hf_dp.cards.verify import disagreements
+from hf_dp.errors import (
+    HfDpError,
+    InvalidArgumentError,
+    LedgerError,
+    UnsupportedArgumentError,
+    UnsupportedModelError,
+)
+from hf_dp.forward_plan import ForwardPlan
+from hf_dp.plan import PrivacyPlan
+from hf_dp.representation import clip_rows
+from hf_dp.trainer.modes import dp_fp_frozen
+from hf_dp.trainer.modes.dp_fp_frozen import RELEASED_ROWS
+from hf_dp.trainer.trainer import DPTrainer
+from hf_dp.tuners.frost.config import FrostConfig
+
+STATUS = "as published, not established"
+
+
+def run(folder: Path, variant: str, **options):
+    given = options.pop("given", None)
+    trainer = tiny.trainer(folder, given=given, privacy_mode="dp_fp", dp_fp_variant=variant, **options)
+    trainer.train()
+    return trainer
+
+
+# -- published ---
+
+
+def test_one_padded_batch_gives_what_m_passes_give(tmp_path, monkeypatch):
+    """Without noise (its draws differ) the joined multiset's gradient is the sum of the micro-batches'."""
+    monkeypatch.setattr(
+        "hf_dp.noise.SecretRandomness.gaussian_like", lambda self, tensor, std: torch.zeros_like(tensor)
+    )
+    trainer = tiny.trainer(tmp_path, privacy_mode="dp_fp", num_micro_batches=3, given={"model": tiny.model().double()})
+    trainer._run.open()
+    trainer._mode.start(trainer, None)
+    micro = [[0, 5, 9], [5, 7], [], [5, 39]]
+    dataset, collator = trainer.columns_for_training()
+
+    def gradient(groups: list[list[int]]) -> list[torch.Tensor]:
+        trainer.model.zero_grad()
+        for group in groups:
+            trainer._mode.step(trainer, [collator([dataset[i] for i in group])] if group else [])
+        return [parameter.grad.clone() for parameter in trainer.model.parameters()]
+
+    joined = gradient([[index for batch in micro for index in batch]])
+    for one, apart in zip(joined, gradient(micro), strict=True):
+        assert torch.allclose(one, apart, rtol=1e-9, atol=1e-12)
+
+
+def test_the_status_reaches_everything_that_anyone_reads(tmp_path, capsys, caplog):
+    seen: list[dict] = []
+
+    class Logs(TrainerCallback):
+        def on_log(self, args, state, control, logs=None, **kwargs):
+            seen.append(dict(logs))
+
+    trainer = tiny.trainer(
+        tmp_path, privacy_mode="dp_fp", given={"callbacks": [Logs()]}, save_strategy="steps", save_steps=2
+    )
+    with caplog.at_level(logging.WARNING):
+        trainer.train()
+    statement = trainer.privacy_statement()
+    assert statement.status == STATUS and statement.epsilon is None and not statement.proven
+    assert all(row.epsilon is None for row in statement.epsilons)
+    assert "NO differential privacy guarantee is established" in str(statement) and STATUS in str(statement)
+    for folder in (tmp_path, tmp_path / "checkpoint-2"):
+        document = json.loads((folder / "privacy.json").read_text())
+        assert document["status"] == document["statement"]["status"] == STATUS
+        assert document["statement"]["epsilon"] is None
+        assert disagreements(read(folder)) == []
+        card = (folder / "README.md").read_text()
+        assert f"status: {STATUS}" in card and f"Status: {STATUS}. Why:" in card
+        assert "  epsilon: null\n" in card and "target_epsilon: null" in card
+        assert "differential-privacy\n" not in card.split("---")[1]  # no tag under which private models are looked for
+        assert "-differentially private with respect to" not in card
+    assert all("epsilon" not in logs and "grad_norm" not in logs for logs in seen)
+    assert all("papers_figure_not_established" in logs for logs in seen)
+    assert json.loads((tmp_path / "checkpoint-2" / "trainer_state.json").read_text())["log_history"][0].keys() == seen[
+        0
+    ].keys() | {"step"}
+    from hf_dp.cli.main import main
+
+    capsys.readouterr()
+    assert main(["account", "ledger", str(tmp_path), "--cross-check"]) == 0
+    shown = capsys.readouterr().out
+    assert f"status: {STATUS}" in shown and "stated epsilon: None" in shown and "no epsilon of this run" in shown
+    assert main(["account", "ledger", str(tmp_path), "--json"]) == 0
+    assert [row["epsilon"] for row in json.loads(capsys.readouterr().out)["results"]] == [None]
+
+
+def test_first_use_warns_in_two_lines(tmp_path, monkeypatch):
+    said: list[str] = []
+    monkeypatch.setattr("hf_dp.trainer.modes.dp_fp_published.logger.warning", lambda text, *args: said.append(text))
+    run(tmp_path, "published")
+    (warning,) = said
+    assert len(warning.splitlines()) == 2 and "NO differential privacy guarantee is established" in warning
+
+
+def test_defaults_are_the_papers(tmp_path):
+    args = tiny.arguments(tmp_path, privacy_mode="dp_fp", expected_batch_size=None, learning_rate=None)
+    assert (args.expected_batch_size, args.num_micro_batches, args.learning_rate) == (32, 32, 5e-6)
+    assert (args.representation_clipping_norm, args.accountant, args.num_train_epochs) == (1.0, "gdp_clt", 3.0)
+    assert tiny.arguments(tmp_path, learning_rate=None).learning_rate == 5e-5
+
+
+def test_noise_is_calibrated_to_the_papers_figure(tmp_path):
+    trainer = tiny.trainer(tmp_path, privacy_mode="dp_fp", target_epsilon=1.5, max_steps=20)
+    (event,) = trainer.privacy_plan.events()
+    assert epsilon(event, trainer.privacy_plan.delta, "gdp_clt").value == pytest.approx(1.5, rel=1e-6)
+    assert event.num_micro_batches == 32 and event.sample_rate == 8 / (32 * 40)
+
+
+def test_an_empty_step_is_a_step(tmp_path):
+    trainer = run(tmp_path, "published", expected_batch_size=1, max_steps=30, num_micro_batches=4)
+    assert trainer.ledger.steps() == 30 == trainer.state.global_step
+
+
+def canary_moves(folder: Path, variant: str, **options) -> list[bool]:
+    """Whether the embedding of a word that one row alone has moved, in each step of a run in which all rows are drawn."""
+    dataset = tiny.dataset().map(lambda row, i: {"input_ids": [2, 18, 3] if i == 7 else [min(t, 17) for t in row["input_ids"]],
+                                                 "attention_mask": [1] * 3 if i == 7 else row["attention_mask"]}, with_indices=True)  # fmt: skip
+    moved: list[bool] = []
+
+    class Watch(TrainerCallback):
+        def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
+            gradient = model.bert.embeddings.word_embeddings.weight.grad
+            moved.append(gradient is not None and bool(gradient[18].any()))
+
+    run(folder, variant, expected_batch_size=40, num_micro_batches=1, noise_multiplier=50.0,
+        given={"train_dataset": dataset, "callbacks": [Watch()]}, **options)  # fmt: skip
+    return moved
+
+
+def test_why_it_is_not_proven(tmp_path):
+    """At noise 50 the published variant shows in every step that the row is there; frozen shows nothing in any."""
+    assert canary_moves(tmp_path / "published", "published") == [True] * 4
+    assert canary_moves(tmp_path / "frozen", "frozen") == [False] * 4
+
+
+# -- frozen ---
+
+
+@pytest.mark.parametrize(
+    ("options", "events"),
+    [
+        ({}, [(RecordRelease(1.0, 1), "release")]),
+        (
+            {"representation_release": "fresh", "num_micro_batches": 2},
+            [(SampledRecordRelease(1.0, 0.1, 4, 2), "training")],
+        ),
+        ({"label_epsilon": 0.5}, [(RandomizedResponse(0.5, 2), "release"), (RecordRelease(1.0, 1), "release")]),
+        (
+            {"label_epsilon": 0.5, "representation_release": "fresh"},
+            [(RandomizedResponse(0.5, 2), "release"), (SampledRecordRelease(1.0, 0.2, 4), "training")],
+        ),
+        ({"labels_in_vector": True}, [(RecordRelease(1.0, 1), "release")]),
+    ],
+)
+def test_frozen_trains_the_last_layer_alone_and_records_what_it_released(tmp_path, options, events):
+    model = tiny.model(dropout=0.1)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    trainer = run(tmp_path, "frozen", given={"model": model}, **options)
+    assert [(entry.event, entry.purpose) for entry in trainer.ledger.entries] == events
+    after = trainer.model.state_dict()
+    changed = {name for name in before if not torch.equal(before[name], after[name])}
+    assert changed == {"classifier.weight"} | ({"classifier.bias"} if "labels_in_vector" not in options else set())
+    statement = trainer.privacy_statement()
+    assert statement.status == "proven"
+    assert statement.epsilon == epsilon([event for event, _ in events], trainer.privacy_plan.delta).rounded_up()
+    public = not {"label_epsilon", "labels_in_vector"} & options.keys()
+    assert ("label is stated as public" in statement.unit) == public == ("labels being public" in statement.sentence())
+    assert any("stated as public: they enter the loss" in item for item in statement.not_covered) == public
+    assert disagreements(read(tmp_path)) == []
+
+
+def test_after_the_release_nothing_of_the_private_rows_is_looked_at(tmp_path, monkeypatch):
+    """Rows, labels and encoder could be gone: the same steps come out of what was released."""
+    trainer = tiny.trainer(tmp_path, privacy_mode="dp_fp", dp_fp_variant="frozen", label_epsilon=1.0)
+    start = dp_fp_frozen.FrozenEncoder.start
+
+    def start_and_destroy(self, trainer, checkpoint):
+        start(self, trainer, checkpoint)
+        trainer.train_dataset = None
+        for parameter in self._last.below():
+            parameter.data.fill_(float("nan"))
+
+    monkeypatch.setattr(dp_fp_frozen.FrozenEncoder, "start", start_and_destroy)
+    trainer.train()
+    assert trainer.state.global_step == 4 and trainer.model.classifier.weight.isfinite().all()
+
+
+@pytest.mark.parametrize("blocks", [False, True])
+def test_one_record_moves_its_own_row_alone_and_by_no_more_than_the_clipping_norm(tmp_path, blocks):
+    trainer = tiny.trainer(
+        tmp_path,
+        privacy_mode="dp_fp",
+        dp_fp_variant="frozen",
+        representation_clipping_norm=0.3,
+        labels_in_vector=blocks,
+    )
+    last = dp_fp_frozen.LastLayer(trainer)
+    rows, labels = last.all_rows(trainer)
+    with torch.no_grad():
+        alone = [trainer.model.bert(**trainer.data_collator([{k: v for k, v in trainer.train_dataset[i].items() if k != "label"}]))
+                 .pooler_output for i in range(40)]  # fmt: skip
+    assert torch.allclose(rows, torch.cat(alone), atol=1e-6)
+    assert labels.tolist() == trainer.train_dataset["label"]
+    clipped = last.clipped(rows, labels)
+    for record in range(40):
+        without = rows.clone()
+        without[record] = 0
+        difference = clipped - last.clipped(without, labels)
+        others = torch.arange(40) != record
+        assert not difference[others].any() and difference[record].norm() <= 0.3 * (1 + 1e-6)
+    assert (clipped.norm(dim=1) > 0.29).any()
+    if not blocks:
+        assert torch.equal(clipped, clip_rows(rows, 0.3))
+
+
+def test_a_resumed_run_goes_on_with_the_rows_that_were_released(tmp_path):
+    first = run(tmp_path, "frozen", label_epsilon=1.0, save_strategy="steps", save_steps=2)
+    options = {
+        "privacy_mode": "dp_fp",
+        "dp_fp_variant": "frozen",
+        "label_epsilon": 1.0,
+        "save_strategy": "steps",
+        "save_steps": 2,
+    }
+    again = tiny.trainer(tmp_path, **options)
+    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert torch.equal(again._mode._rows, first._mode._rows) and torch.equal(again._mode._labels, first._mode._labels)
+    assert again.ledger == first.ledger and again.epsilon() == first.epsilon()
+    (tmp_path / RELEASED_ROWS).unlink()
+    with pytest.raises(LedgerError, match="Releasing them again would cost epsilon again"):
+        tiny.trainer(tmp_path, **options).train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+
+
+def test_train_called_twice_releases_once(tmp_path):
+    trainer = run(tmp_path, "frozen")
+    rows = trainer._mode._rows
+    trainer.train()
+    assert trainer._mode._rows is rows and trainer.ledger.steps() == 1
+
+
+def test_more_steps_than_planned_cost_nothing_more(tmp_path):
+    trainer = run(tmp_path, "frozen", target_epsilon=3.0, noise_multiplier=None, max_steps=60)
+    assert trainer.state.global_step == 60 and trainer.epsilon().value <= 3
+
+
+def test_it_learns_from_noisy_rows(tmp_path):
+    """The words good and bad alone decide; with rows that tell (noise 0.05) the head finds them, with labels hidden, too."""
+    for options in ({}, {"labels_in_vector": True}, {"representation_release": "fresh"}):
+        dataset = tiny.dataset().map(lambda row: {"input_ids": [2, 4 + row["label"], 3], "attention_mask": [1] * 3})
+        trainer = tiny.trainer(
+            tmp_path / "-".join(options), privacy_mode="dp_fp", dp_fp_variant="frozen", noise_multiplier=0.06, max_steps=150,
+            learning_rate=3e-2, given={"train_dataset": dataset}, **options,
+        )  # fmt: skip
+        trainer.train()
+        rows, labels = trainer._mode._last.all_rows(trainer)
+        assert (trainer.model.classifier(rows).argmax(1) == labels).all()
+
+
+# -- private encoder ---
+
+
+def draws_of(trainer) -> list[tuple[list, list]]:
+    """(rows of the gradients, rows released) of each step, by their tokens."""
+    seen: list[tuple[list, list]] = []
+    mode, feed, rows_of = trainer._mode, trainer.feed, trainer._mode.__class__
+
+    def tokens(batches) -> list:
+        return sorted(tuple(row) for batch in batches for row in batch["input_ids"].tolist())
+
+    def feeding(engine, batches):
+        seen.append((tokens(batches), []))
+        return feed(engine, batches)
+
+    trainer.feed = feeding
+    start = rows_of.start
+
+    def starting(self, trainer, checkpoint):
+        start(self, trainer, checkpoint)
+        original = self._last.rows_of
+
+        def releasing(trainer, batches):
+            seen[-1] = (seen[-1][0], tokens(batches))
+            return original(trainer, batches)
+
+        self._last.rows_of = releasing
+
+    mode.start = starting.__get__(mode)
+    return seen
+
+
+def records_what_ran(folder: Path, draws: str) -> bool:
+    """Whether the recorded event says of the draws what they were: one for both, or two."""
+    trainer = tiny.trainer(
+        folder, privacy_mode="dp_fp", dp_fp_variant="private_encoder", representation_draws=draws,
+        representation_noise_multiplier=2.0, max_steps=6, expected_batch_size=20,
+    )  # fmt: skip
+    seen = draws_of(trainer)
+    trainer.train()
+    ((event, purpose),) = [(entry.event, entry.purpose) for entry in trainer.ledger.entries]
+    assert purpose == "training" and event.steps == 6
+    same = all(gradients == released for gradients, released in seen)
+    return same == event.one_draw
+
+
+@pytest.mark.parametrize("draws", ["separate", "shared"])
+def test_the_ledger_says_whether_one_draw_served_both(tmp_path, draws):
+    assert records_what_ran(tmp_path, draws)
+
+
+def test_planted_poisson_event_on_the_shared_draw_is_seen(tmp_path, monkeypatch):
+    monkeypatch.setattr(
+        ForwardPlan,
+        "step_event",
+        lambda self, sigma, rate, steps: SumAndRows(sigma, self.record_noise_multiplier, rate, steps, one_draw=False),
+    )
+    assert not records_what_ran(tmp_path, "shared")
+
+
+@pytest.mark.parametrize("peft", [None, "lora", "frost"])
+@pytest.mark.parametrize("labels", [False, True])
+def test_a_private_encoder_trains_everything_within_its_target(tmp_path, peft, labels):
+    config = {
+        None: None,
+        "lora": LoraConfig(r=2, target_modules=["query"], task_type="SEQ_CLS"),
+        "frost": FrostConfig(unfreeze_ratio=0.5, selection_iterations=2, selection_sample_rate=0.2),
+    }[peft]
+    model = tiny.model()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    trainer = run(
+        tmp_path, "private_encoder", target_epsilon=8.0, noise_multiplier=None, labels_in_vector=labels, learning_rate=0.1,
+        given={"model": model, "peft_config": config},
+    )  # fmt: skip
+    assert trainer.epsilon().value <= 8.0 and trainer.privacy_statement().status == "proven"
+    assert epsilon(trainer.privacy_plan.events(), trainer.privacy_plan.delta).value == pytest.approx(8.0, rel=2e-3)
+    merged = trainer.model if peft is None else trainer.model.merge_and_unload()
+    after = merged.state_dict()
+    changed = {name for name in before if name in after and not torch.equal(before[name], after[name])}
+    assert "classifier.weight" in changed and any("encoder" in name or "embeddings" in name for name in changed)
+    assert disagreements(read(tmp_path)) == []
+
+
+# -- what cannot be ---
+
+
+class OwnLoss(DPTrainer):
+    def compute_per_example_loss(self, model, inputs):
+        return super().compute_per_example_loss(model, inputs)
+
+
+def tied() -> torch.nn.Module:
+    model = tiny.model()
+    model.bert.pooler.dense.bias = model.classifier.bias = torch.nn.Parameter(torch.zeros(16))
+    model.classifier.weight = torch.nn.Parameter(torch.zeros(16, 16))
+    model.classifier.out_features = model.num_labels = model.config.num_labels = 16
+    return model
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"dp_fp_variant": "best"}, "`dp_fp_variant` to be one of"),
+        ({"accountant": "pld"}, "`accountant` to be unset for DP-FP as published"),
+        ({"num_micro_batches": 0}, "`num_micro_batches` to be a whole number >= 1"),
+        ({"representation_clipping_norm": 0}, "`representation_clipping_norm` to be > 0"),
+        ({"label_epsilon": 1.0}, "`dp_fp_variant` to be 'frozen' or 'private_encoder' with `label_epsilon`"),
+        (
+            {"dp_fp_variant": "frozen", "label_epsilon": 1.0, "labels_in_vector": True},
+            "`label_epsilon` to be None with",
+        ),
+        (
+            {"dp_fp_variant": "frozen", "accountant": "gdp_clt"},
+            "`accountant` to be a bound with dp_fp_variant='frozen'",
+        ),
+        ({"dp_fp_variant": "frozen", "max_logical_batch_size": 20}, "`max_logical_batch_size` to be left at None"),
+        ({"clipping": "automatic"}, "`clipping` to be left at 'flat'"),
+        ({"dp_fp_variant": "private_encoder"}, "`representation_noise_multiplier` to be given beside"),
+        ({"dp_fp_variant": "private_encoder", "label_epsilon": 1.0}, "labels_in_vector=True, at no further cost"),
+        (
+            {"dp_fp_variant": "private_encoder", "num_micro_batches": 3},
+            "`num_micro_batches` to be 1 with a private enc",
+        ),
+        ({"dp_fp_variant": "frozen", "representation_noise_multiplier": 1.0}, "There `noise_multiplier` is the noise"),
+        (
+            {"privacy_mode": "dp_sgd", "label_epsilon": 1.0},
+            "`label_epsilon` to be left at None when privacy_mode='dp_sgd'",
+        ),
+        ({"privacy_mode": "dp_sgd", "dp_fp_variant": "frozen"}, "Only DP-FP reads it. Remove it, or set privacy_mode"),
+        ({"expected_batch_size": 41}, "`expected_batch_size` to be at most num_examples"),
+    ],
+)
+def test_bad_arguments_are_named(tmp_path, options, message):
+    with pytest.raises(InvalidArgumentError, match=message):
+        tiny.trainer(tmp_path / "run", **{"privacy_mode": "dp_fp", **options})
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_rate_above_1_is_refused():
+    with pytest.raises(InvalidArgumentError, match="`num_micro_batches`|expected_batch_size"):
+        PrivacyPlan.create(
+            num_examples=10,
+            expected_batch_size=11,
+            clipping_norm=1.0,
+            noise_multiplier=1.0,
+            forward=ForwardPlan("frozen"),
+        )
+
+
+@pytest.mark.parametrize(
+    ("given", "options", "error", "message"),
+    [
+        ({"cls": OwnLoss}, {}, UnsupportedArgumentError, "the last layer trains on released rows, not on inputs"),
+        ({"model": tied()}, {}, UnsupportedModelError, "has no parameters of its own: .'bert.pooler.dense.bias'"),
+        (
+            {"peft_config": FrostConfig(unfreeze_ratio=0.5)},
+            {},
+            InvalidArgumentError,
+            "`peft_config` to be None with dp_fp",
+        ),
+        ({}, {"representation_module": "bert.pooler"}, UnsupportedModelError, "to be the last layer"),
+    ],
+)
+def test_what_cannot_be_frozen_is_refused_before_anything_is_released(tmp_path, given, options, error, message):
+    cls = given.pop("cls", DPTrainer)
+    with pytest.raises(error, match=message):
+        selection = {"noise_multiplier": None, "target_epsilon": 8.0} if "peft_config" in given else {}
+        tiny.trainer(
+            tmp_path, cls=cls, given=given, privacy_mode="dp_fp", dp_fp_variant="frozen", **options, **selection
+        ).train()
+    assert not list(tmp_path.glob("*.safetensors")) and not (tmp_path / "privacy.json").exists()
+
+
+def test_labels_in_a_vector_need_a_linear_last_layer(tmp_path):
+    model = tiny.model()
+    model.classifier = torch.nn.Sequential(torch.nn.Linear(16, 8), torch.nn.Tanh(), torch.nn.Linear(8, 2))
+    options = {"privacy_mode": "dp_fp", "dp_fp_variant": "frozen", "representation_module": "classifier"}
+    with pytest.raises(UnsupportedModelError, match="labels_in_vector needs a linear last layer"):
+        tiny.trainer(tmp_path / "a", given={"model": model}, labels_in_vector=True, **options).train()
+    trainer = tiny.trainer(tmp_path / "b", given={"model": model}, **options)
+    trainer.train()
+    assert trainer.privacy_statement().proven
+
+
+def test_protected_labels_are_classes(tmp_path):
+    model = tiny.model(problem_type="multi_label_classification")
+    with pytest.raises(HfDpError, match="protect one class per example, and this is multi_label"):
+        run(tmp_path, "frozen", label_epsilon=1.0, given={"model": model})
