@@ -262,11 +262,7 @@ class PrivacyStatement:
         if not self.proven:
             return f"This run is NOT private: {self.status_reason}. No epsilon is claimed."
         what = "The released weights"
-        unit = (
-            "one row"
-            if self.facts.privacy_mode == "dp_sgd" or not self.unit.startswith("the text")
-            else "the text of one row"
-        )
+        unit = "one row" if self.unit.startswith("one row") else "the text of one row, labels being public,"
         claim = f"are ({self.epsilon_text}, {self.delta_text})-differentially private with respect to zero-out of"
         of = f"{unit} of the training set of {self.num_examples:,} rows ({self.accountant} upper bound"
         ran = f"{self._what_ran()})"
@@ -357,6 +353,11 @@ def _why_not_private(ledger: Ledger, facts: RunFacts) -> str:
 
 def _proven(facts: RunFacts) -> tuple[str, str]:
     reason = "Poisson sampling, per-example clipping and Gaussian noise, composed over the steps in the ledger"
+    if facts.privacy_mode == "dp_fp":
+        reason = (
+            "what trains above the noise is a function of clipped and noised representations; below it nothing trains, or "
+            "DP-SGD does; composed over the releases in the ledger"
+        )
     if not facts.released:
         return PROVEN, reason
     names = ", ".join(facts.released)

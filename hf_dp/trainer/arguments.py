@@ -382,15 +382,17 @@ class DPTrainingArguments(ForwardArguments, TrainingArguments):
             "expected_batch_size": "Use `per_device_train_batch_size` and `gradient_accumulation_steps`",
         }
         problems: Problems = {}
+        of_forward = {each.name for each in dataclasses.fields(ForwardArguments)}
         for own in _own_fields():
             value, default = getattr(self, own.name), _default(own)
+            mode = DP_FP if own.name in of_forward else "dp_sgd"
             if value != default:
                 problems[own.name] = invalid(
                     own.name,
                     value,
                     f"to be left at {default!r} when privacy_mode='non_private'",
                     "That mode has no epsilon: it clips nothing per example and adds no noise. "
-                    f"{moves.get(own.name, 'Remove it')}, or set privacy_mode='dp_sgd'.",
+                    f"{moves.get(own.name, 'Remove it')}, or set privacy_mode={mode!r}.",
                 )
         return problems
 

@@ -52,14 +52,15 @@ class WeightsMove(TrainerCallback):
         self._before: list[Tensor] = []
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
-        if not self._moved:
-            self._before = self._values(model)
+        if not self._moved:  # an empty draw of DP-FP has no gradient, and need not move anything
+            told = any(p.grad is not None and bool(p.grad.any()) for p in model.parameters() if p.requires_grad)
+            self._before = self._values(model) if told else []
 
     def on_optimizer_step(
         self, args: Any, state: Any, control: Any, model: Any = None, optimizer: Any = None, **kwargs: Any
     ) -> None:
         rates = [float(group["lr"]) for group in optimizer.param_groups if "lr" in group]
-        if self._moved or (rates and not any(rates)):  # warmup starts at a rate of 0
+        if self._moved or not self._before or (rates and not any(rates)):  # warmup starts at a rate of 0
             return
         self._moved = any(not torch.equal(x, y) for x, y in zip(self._before, self._values(model), strict=True))
         if not self._moved:

@@ -203,7 +203,7 @@ def test_what_no_statement_is_known_for_is_refused(change: dict[str, str]) -> No
 
 
 @pytest.mark.parametrize(
-    "change", [{"privacy_mode": "dp_fp"}, {"privacy_mode": "non_private"}, {"released": "training_loss"}]
+    "change", [{"privacy_mode": "dp_pf"}, {"privacy_mode": "non_private"}, {"released": "training_loss"}]
 )
 def test_facts_refuse_what_they_cannot_describe(change: dict[str, str]) -> None:
     with pytest.raises(InvalidArgumentError, match=next(iter(change))):

@@ -12,6 +12,7 @@ from transformers import HfArgumentParser, TrainingArguments
 from hf_dp.errors import InvalidArgumentError, UnsupportedArgumentError
 from hf_dp.trainer.argument_table import ARGUMENT_TABLE
 from hf_dp.trainer.arguments import RELEASABLE, DPTrainingArguments
+from hf_dp.trainer.forward_arguments import ForwardArguments
 
 OWN = [
     field
@@ -42,7 +43,7 @@ PUBLIC = {"privacy_mode": "non_private", "noise_multiplier": None, "expected_bat
 # (changed arguments, what the message says: the argument, and after it the next move)
 REFUSALS = [
     # budget
-    ({"privacy_mode": "dp_fp"}, r"`privacy_mode`.*\['non_private', 'dp_sgd'\].*'dp_fp'"),
+    ({"privacy_mode": "dp_pf"}, r"`privacy_mode`.*\['non_private', 'dp_sgd', 'dp_fp'\].*'dp_pf'"),
     ({"privacy_mode": "dpsgd"}, r"`privacy_mode`.*Did you mean 'dp_sgd'"),
     ({"privacy_mode": None}, r"`privacy_mode`.*got None"),
     ({"target_epsilon": 3.0}, r"`target_epsilon` to be unset when `noise_multiplier` \(1.0\).*Remove one of the two"),
@@ -145,12 +146,27 @@ REFUSALS = [
     (PUBLIC | {"clipping_strategy": "per_example"}, r"`clipping_strategy` to be left.*Remove it"),
     (PUBLIC | {"max_tokens_per_physical_batch": 64}, r"`max_tokens_per_physical_batch` to be left.*Remove it"),
     (PUBLIC | {"max_logical_batch_size": 64}, r"`max_logical_batch_size` to be left.*Remove it"),
-    (PUBLIC | {"accountant": "rdp"}, r"`accountant` to be left at 'pld'.*Remove it"),
+    (PUBLIC | {"accountant": "rdp"}, r"`accountant` to be left at None.*Remove it"),
     (PUBLIC | {"privacy_unit": "user"}, r"`privacy_unit` to be left.*Remove it"),
     (PUBLIC | {"neighboring_relation": "add_remove"}, r"`neighboring_relation` to be left.*Remove it"),
     (PUBLIC | {"clip_noised_gradient": True}, r"`clip_noised_gradient` to be left at False.*Remove it"),
     (PUBLIC | {"release": ["training_loss"]}, r"`release` to be left at \[\].*Remove it"),
     (PUBLIC | {"insecure_seed": 0}, r"`insecure_seed` to be left at None.*Remove it"),
+    *[
+        (PUBLIC | {name: value}, rf"`{name}` to be left at .*Remove it, or set privacy_mode='dp_fp'")
+        for name, value in {
+            "dp_fp_variant": "frozen",
+            "representation_clipping_norm": 2.0,
+            "num_micro_batches": 8,
+            "representation_module": "classifier",
+            "representation_release": "fresh",
+            "representation_draws": "shared",
+            "representation_noise_multiplier": 1.0,
+            "representation_budget_ratio": 0.1,
+            "label_epsilon": 1.0,
+            "labels_in_vector": True,
+        }.items()  # fmt: skip
+    ],
 ]
 
 
@@ -231,6 +247,7 @@ def test_only_the_defaults_in_the_note_differ_from_training_arguments(output_dir
     ours = make(output_dir).to_dict()
     differing = {name for name in theirs if ours[name] != theirs[name]}
     assert differing == {"hub_strategy", "max_grad_norm", "average_tokens_across_devices"}
+    differing.add("learning_rate")  # differs for DP-FP as published alone
     note = DPTrainingArguments.__doc__.split("[!NOTE]")[1]
     assert set(re.findall(r"> - `(\w+)`", note)) == differing
 
@@ -338,8 +355,9 @@ def test_help_of_the_command_line(capsys):
 
 
 def test_docstring_and_help_name_every_field_with_its_type_and_default():
-    documented = dict(re.findall(r"^        (\w+) \((.*)\):$", DPTrainingArguments.__doc__, flags=re.MULTILINE))
-    redefined = {"max_grad_norm", "hub_strategy"}
+    text = DPTrainingArguments.__doc__ + ForwardArguments.__doc__
+    documented = dict(re.findall(r"^        (\w+) \((.*)\):$", text, flags=re.MULTILINE))
+    redefined = {"max_grad_norm", "hub_strategy", "learning_rate"}
     fields = {field.name: field for field in dataclasses.fields(DPTrainingArguments)}
     assert documented.keys() == {field.name for field in OWN} | redefined
     for name, text in documented.items():
@@ -349,7 +367,8 @@ def test_docstring_and_help_name_every_field_with_its_type_and_default():
         default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
         shown = f'"{default}"' if isinstance(default, str) else str(default)
         expected = "*optional*" if default is None else f"*optional*, defaults to `{shown}`"
-        annotation = DPTrainingArguments.__annotations__[name]  # as written; HfArgumentParser resolves `field.type`
+        annotations = {**ForwardArguments.__annotations__, **DPTrainingArguments.__annotations__}
+        annotation = annotations[name]  # as written; HfArgumentParser resolves `field.type`
         assert text == f"`{annotation.removesuffix(' | None')}`, {expected}", name
 
 
