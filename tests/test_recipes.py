@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import re
 import shlex
+import subprocess
+import sys
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -12,7 +14,7 @@ from typing import Any
 import pytest
 from transformers import TrainingArguments
 
-from hf_dp.accounting import epsilon
+from hf_dp.accounting import PoissonSampledGaussian, RecordRelease, SampledRecordRelease, epsilon
 from hf_dp.cli import sweep
 from hf_dp.cli.config import parse, peft_config, read_yaml
 from hf_dp.cli.tasks.classification_data import DataArguments
@@ -178,3 +180,97 @@ def test_accelerate_configurations_are_read_by_accelerate(path):
     from accelerate.commands.config.config_args import load_config_from_file
 
     assert load_config_from_file(str(path)).num_processes == 1
+
+
+# -- DP-FP's ---
+
+DP_FP_RECIPES = [name for name in RECIPES if name.startswith("recipes/dp_fp/")]
+PUBLISHED_RECIPES = [name for name in DP_FP_RECIPES if "frozen" not in name]
+DP_FP_BUDGETS = {"sst2": (1.73, 4.33), "qnli": (2.0, 4.75), "qqp": (2.52, 5.85), "mnli": (2.52, 5.83)}
+
+
+@pytest.mark.parametrize("name", PUBLISHED_RECIPES)
+def test_a_published_dp_fp_recipe_says_that_nothing_is_established_and_has_the_papers_noise(name):
+    text = RECIPES[name].read_text()
+    _, data, args = parsed(read_yaml(str(RECIPES[name])))
+    task = data.dataset_config
+    assert "NO differential privacy guarantee is established for it." in text.splitlines()[0]
+    figure = re.search(
+        r"GDP-CLT (\S+) at delta (\S+) = 1/\(2 N\), N = (\d+); noise multiplier (\S+); no epsilon of what runs", text
+    )
+    plan = PrivacyPlan.create(
+        num_examples=GLUE_ROWS[task],
+        expected_batch_size=args.expected_batch_size,
+        clipping_norm=args.representation_clipping_norm,
+        num_train_epochs=args.num_train_epochs,
+        target_epsilon=args.target_epsilon,
+        accountant=args.accountant,
+        forward=args.forward_plan(None),
+    )
+    assert (float(figure[1]), int(figure[3])) == (args.target_epsilon, plan.num_examples)
+    assert float(figure[2]) == pytest.approx(plan.delta, rel=1e-5)
+    assert float(figure[4]) == pytest.approx(plan.noise_multiplier, abs=1e-6)
+    # section 4.1
+    assert (args.expected_batch_size, args.num_micro_batches, args.representation_clipping_norm) == (32, 32, 1.0)
+    assert (args.num_train_epochs, args.learning_rate, data.max_length) == (3, 5e-6, 128)
+    first, second = (f"{budget:.2f}" for budget in DP_FP_BUDGETS[task])
+    assert f"--config {name} --grid target_epsilon={first},{second} " in text
+    assert re.search(
+        r"# expected: accuracy [\d./]+ / [\d./]+ at the paper's two budgets, [\d./]+ without privacy", text
+    )
+
+
+def test_the_12_published_recipes_and_a_sound_one_are_there():
+    encoders = ("bert_base", "roberta_base", "roberta_large")
+    expected = {f"recipes/dp_fp/{task}/{encoder}.yaml" for task in GLUE_ROWS for encoder in encoders}
+    assert set(DP_FP_RECIPES) == expected | {"recipes/dp_fp/sst2/minilm_frozen.yaml"}
+
+
+def test_the_frozen_recipe_spends_what_its_header_says():
+    name = "recipes/dp_fp/sst2/minilm_frozen.yaml"
+    _, _, args = parsed(read_yaml(str(RECIPES[name])))
+    plan = PrivacyPlan.create(
+        num_examples=GLUE_ROWS["sst2"],
+        expected_batch_size=args.expected_batch_size,
+        clipping_norm=args.representation_clipping_norm,
+        num_train_epochs=args.num_train_epochs,
+        target_epsilon=args.target_epsilon,
+        forward=args.forward_plan(None),
+    )
+    header = r"# privacy: epsilon (\S+) \(pld, bound\) of each sentence at delta (\S+) ="
+    stated = re.search(header, RECIPES[name].read_text())
+    assert epsilon(plan.events(), plan.delta).rounded_up() == float(stated[1])
+    assert plan.delta == pytest.approx(float(stated[2]), rel=1e-5)
+
+
+@pytest.mark.parametrize("name", [*PUBLISHED_RECIPES, "recipes/dp_fp/README.md"])
+def test_the_commands_of_the_dp_fp_tables_name_their_runs(name, capsys, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    lines = re.findall(r"^(?:# command: )?hf-dp sweep (.*)$", (ROOT / name).read_text(), flags=re.MULTILINE)
+    assert lines
+    for line in lines:
+        assert sweep.main([*shlex.split(line), "--dry-run"]) == 0
+    assert "seed=0" in capsys.readouterr().out
+
+
+def test_the_table_of_assumptions_is_what_the_accountants_say():
+    text = (ROOT / "recipes/dp_fp/README.md").read_text()
+    sigma, rate, steps = 0.346135114, 32 / (32 * 67_349), 6_313
+    for event, stated in (
+        (PoissonSampledGaussian(sigma, rate, steps * 32), "5.90"),
+        (SampledRecordRelease(sigma, rate, steps, 32), "67.7"),
+        (RecordRelease(sigma), "16.1"),
+    ):
+        digits = len(stated.split(".")[1])
+        assert round(epsilon(event, 1 / (2 * 67_349)).value, digits) == float(stated) and f"| {stated} |" in text
+
+
+@pytest.mark.slow
+def test_the_demonstration_shows_what_it_says():
+    done = subprocess.run(
+        [sys.executable, "recipes/dp_fp/why_not_proven.py"], cwd=ROOT, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    counts = re.findall(r"^(published|frozen) +(\S+) +(\d+) +(\d+)$", done.stdout, flags=re.MULTILINE)
+    assert [(there, without) for _, _, there, without in counts] == [("20", "0")] * 4 + [("0", "0")] * 4
+    assert "post-processing does not cover it" in done.stdout and "nothing below it can tell" in done.stdout

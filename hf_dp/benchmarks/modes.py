@@ -20,11 +20,14 @@ from hf_dp.benchmarks.workload import Batch, Workload, build_model, forward_prec
 from hf_dp.clipping.engine import STRATEGIES, ClippingEngine
 from hf_dp.errors import HfDpError, UnaccountedGradientError, UnsupportedLossError, UnsupportedModelError
 from hf_dp.losses import per_example_loss
+from hf_dp.noise import SecretRandomness
+from hf_dp.representation import PrivateRepresentation, find_last_layer
 from hf_dp.tuners.frost.magnitude import MagnitudeEngine
 from hf_dp.tuners.frost.partition import partitions
 
 NON_PRIVATE = "non_private"
 SELECTION = "frost_selection"
+FORWARD = "dp_fp"
 OPACUS = ("opacus_hooks", "opacus_ghost")
 CLIPPING_NORM = 0.1  # the library's default; its value changes no operation
 
@@ -120,9 +123,26 @@ class Selecting(Mode):
         return {}
 
 
+class ForwardNoised(NonPrivate):
+    """DP-FP as published: ordinary training with the representation clipped and noised."""
+
+    def __init__(self, model: nn.Module, workload: Workload):
+        super().__init__(model, workload)
+        self._representation: PrivateRepresentation | None = None
+
+    def step(self, batches: Sequence[Batch]) -> None:
+        self.reset()
+        if self._representation is None:  # before the first round, which warms up
+            _, layer = find_last_layer(self.model, batches[0])
+            self._representation = PrivateRepresentation(layer, 1.0, 1.0, SecretRandomness())
+        for batch in batches:
+            with self._representation.noising():
+                (self.losses(batch).mean() / len(batches)).backward()
+
+
 def mode_names() -> tuple[str, ...]:
     """Every mode, also those whose package is not installed."""
-    return (NON_PRIVATE, *STRATEGIES, SELECTION, *OPACUS)
+    return (NON_PRIVATE, *STRATEGIES, SELECTION, FORWARD, *OPACUS)
 
 
 def installed_modes() -> tuple[str, ...]:
@@ -159,6 +179,8 @@ def build_mode(name: str, workload: Workload, shared: nn.Module | None = None) -
         model = build_model(workload) if shared is None else shared
         if name == SELECTION:
             return Selecting(model, workload)
+        if name == FORWARD:
+            return ForwardNoised(model, workload)
         return NonPrivate(model, workload) if name == NON_PRIVATE else Clipped(model, workload, name)
 
 

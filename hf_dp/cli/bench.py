@@ -116,7 +116,8 @@ def _command(commands: Any, name: str, text: str, example: str) -> argparse.Argu
         default="non_private,book_keeping",
         metavar="A,B",
         help="comma-separated: non_private, the engine's clipping strategies (book_keeping, ...), opacus_hooks, "
-        "opacus_ghost, frost_selection (magnitudes of all partitions); or all (default: non_private,book_keeping)",
+        "opacus_ghost, frost_selection (magnitudes of all partitions), dp_fp (noise on the representation); or all (default: "
+        "non_private,book_keeping)",
     )
     add("--precision", default="fp32", metavar="fp32|bf16", help="bf16 is autocast, float32 weights (default: fp32)")
     add("--device", metavar="cpu|cuda", help="default: cuda where there is a device")

@@ -228,7 +228,11 @@ def result(cell: Cell) -> dict[str, Any]:
     metrics = {name.removeprefix("eval_"): value for name, value in found.items() if not name.endswith("loss")}
     private = (folder / document.FILE_NAME).exists()
     statement = document.read(folder).statement if private else None
-    return {"metrics": metrics, "epsilon": None if statement is None else statement["epsilon"]}
+    return {
+        "metrics": metrics,
+        "epsilon": None if statement is None else statement["epsilon"],
+        "status": None if statement is None else statement["status"],
+    }
 
 
 def zero_shot(cell: Cell) -> dict[str, float]:

@@ -21,7 +21,8 @@ def table(results: dict[Cell, dict[str, Any]]) -> str:
             cells.append(f"{metric} {statistics.mean(values):.4f}{spread}")
         cells += [f"zero-shot {metric} {value:.4f}" for metric, value in sorted(rows[0].get("zero_shot", {}).items())]
         epsilon = rows[0]["epsilon"]
-        cells.append("not private" if epsilon is None else f"epsilon {epsilon:.3f} a run")
+        without = rows[0].get("status") or "not private"
+        cells.append(without if epsilon is None else f"epsilon {epsilon:.3f} a run")
         lines.append(f"{label or 'recipe'}: {'; '.join(cells)}")
     return "\n".join(lines)
 
@@ -45,6 +46,11 @@ def spent_together(cells: Sequence[Cell]) -> str:
     if any(record.insecure_seed for record in records):
         return (
             "some of these runs drew their noise from a fixed seed (insecure_seed): no epsilon holds for all together"
+        )
+    if any(not event.established for record in records for event in record.ledger.events):
+        return (
+            "DP-FP as published is among these runs: no differential privacy guarantee is established for any of them, nor "
+            "for all together"
         )
     delta = min(record.plan.delta for record in records)  # what holds at the smallest holds at all
     total = epsilon([event for record in records for event in record.ledger.events], delta, "rdp")
@@ -74,10 +80,61 @@ def draw_over_zero_shot(results: dict[Cell, dict[str, Any]], path: str) -> None:
 
 
 def draw(results: dict[Cell, dict[str, Any]], path: str) -> None:
-    """A bar for each combination, a line from the smallest to the largest of its seeds."""
+    """Over one number a curve, over two a heat map, else a bar for each combination; with the spread of the seeds."""
+    metric = sorted(next(iter(results.values()))["metrics"])[0]
+    axes = [list(dict.fromkeys(each)) for each in zip(*(cell.settings.values() for cell in results), strict=True)]
+    names = list(next(iter(results)).settings)
+    if len(axes) <= 2 and all(isinstance(value, (int, float)) for values in axes for value in values):
+        numbers: dict[tuple[float, ...], list[float]] = {}
+        for cell, found in results.items():
+            numbers.setdefault(tuple(cell.settings.values()), []).append(found["metrics"][metric])
+        if len(axes) == 1:
+            return _curve(names[0], metric, {key[0]: values for key, values in numbers.items()}, path)
+        if len(axes) == 2:
+            return _heat_map((names[0], names[1]), metric, numbers, path)
+    _bars(results, metric, path)
+
+
+def _curve(name: str, metric: str, numbers: dict[float, list[float]], path: str) -> None:
     from hf_dp._plotting import panels
 
-    metric = sorted(next(iter(results.values()))["metrics"])[0]
+    figure, (axes,) = panels(1)
+    places = sorted(numbers)
+    means = [statistics.mean(numbers[place]) for place in places]
+    spread = [[mean - min(numbers[p]) for mean, p in zip(means, places, strict=True)],
+              [max(numbers[p]) - mean for mean, p in zip(means, places, strict=True)]]  # fmt: skip
+    axes.errorbar(places, means, yerr=spread, marker="o", capsize=3)
+    if min(places) > 0 and max(places) >= 8 * min(places):
+        axes.set_xscale("log", base=2)
+    axes.set_xlabel(name)
+    axes.set_ylabel(metric)
+    figure.savefig(path)
+
+
+def _heat_map(names: tuple[str, str], metric: str, numbers: dict[tuple[float, ...], list[float]], path: str) -> None:
+    from hf_dp._plotting import panels
+
+    rows, columns = (sorted({key[axis] for key in numbers}) for axis in (0, 1))
+    means = [
+        [statistics.mean(numbers[row, column]) if (row, column) in numbers else float("nan") for column in columns]
+        for row in rows
+    ]
+    figure, (axes,) = panels(1, width=1.0 * len(columns) + 2.5, height=0.5 * len(rows) + 1.5)
+    image = axes.imshow(means, aspect="auto", cmap="viridis")
+    for i, row in enumerate(means):
+        for j, mean in enumerate(row):
+            axes.text(j, i, f"{mean:.3f}", ha="center", va="center", color="white", fontsize=8)
+    axes.set_yticks(range(len(rows)), [f"{row:g}" for row in rows])
+    axes.set_xticks(range(len(columns)), [f"{column:g}" for column in columns])
+    axes.set_ylabel(names[0])
+    axes.set_xlabel(names[1])
+    figure.colorbar(image, label=metric)
+    figure.savefig(path)
+
+
+def _bars(results: dict[Cell, dict[str, Any]], metric: str, path: str) -> None:
+    from hf_dp._plotting import panels
+
     groups = {label: [row["metrics"][metric] for row in rows] for label, rows in _by_label(results).items()}
     figure, (axes,) = panels(1, width=6.5, height=0.5 * len(groups) + 1.5)
     means = [statistics.mean(values) for values in groups.values()]

@@ -50,7 +50,7 @@ def test_only_the_mask_moves(config, tmp_path):
 
 def test_planted_noise_outside_the_mask_is_seen(tmp_path, monkeypatch):
     original = dp_sgd.release_gradient
-    monkeypatch.setattr("hf_dp.trainer.trainer.release_gradient", lambda *given: original(*given[:5], None))
+    monkeypatch.setattr("hf_dp.trainer.modes.dp_sgd.release_gradient", lambda *given: original(*given[:5], None))
     assert outside(tmp_path, PvalConfig(unfreeze_ratio=0.2)) > 0
 
 

@@ -102,7 +102,7 @@ def test_planted_realised_divisor_is_seen(trainer, without_noise, monkeypatch):
         for p in parameters.values():
             p.grad.mul_(plan.expected_batch_size / 3)
 
-    monkeypatch.setattr("hf_dp.trainer.trainer.release_gradient", realised)
+    monkeypatch.setattr("hf_dp.trainer.modes.dp_sgd.release_gradient", realised)
     assert step_error(trainer, [0, 5, 6]) > 1e-4
 
 
