@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from tqdm.auto import tqdm
 
 from hf_dp.accounting import RELEASE
 from hf_dp.errors import DataError, UnsupportedArgumentError, UnsupportedModelError
@@ -117,7 +118,8 @@ class LastLayer:
         """:meth:`rows_of` every example of the training set, in its order."""
         dataset, collator = trainer.columns_for_training()
         rows, labels = None, None
-        for first in range(0, len(dataset), _CHUNK):
+        starts = range(0, len(dataset), _CHUNK)
+        for first in tqdm(starts, desc="Representations", unit_scale=_CHUNK, disable=trainer.args.disable_tqdm):
             chunk = range(first, min(first + _CHUNK, len(dataset)))
             with trainer.randomness.streams():
                 examples = [dataset[index] for index in chunk]
