@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from importlib import metadata
+from pathlib import Path
 from typing import Any
 
 from torch import nn
 
 from hf_dp._version import __version__
 from hf_dp.cards.card import public_name
+from hf_dp.cards.document import FILE_NAME, read
 from hf_dp.cards.statement import RunFacts
 from hf_dp.losses import base_model, task_of
 from hf_dp.trainer.arguments import DPTrainingArguments
@@ -88,6 +90,16 @@ def card_details(trainer: Any, **given: Any) -> dict[str, Any]:
 def pretraining_sources(model: nn.Module) -> list[str]:
     """Names of public data sets that the base has seen, as far as its configuration lists them."""
     return list(getattr(getattr(base_model(model), "config", None), "pretraining_sources", None) or [])
+
+
+def earlier_run(model: nn.Module) -> str | None:
+    """What is known of a private run that made the base, from the privacy.json in its folder; None for other bases."""
+    folder = getattr(getattr(base_model(model), "config", None), "_name_or_path", None)
+    if not folder or not Path(folder, FILE_NAME).exists():
+        return None
+    record = read(folder)
+    spent = None if record.statement is None else record.statement["epsilon"]
+    return f"status {record.status!r}, epsilon {spent}, {record.ledger.steps():,} releases"
 
 
 def _task(model: nn.Module) -> str:

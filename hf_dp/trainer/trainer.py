@@ -42,7 +42,7 @@ from hf_dp.trainer.checks import (
 )
 from hf_dp.trainer.choice import Choice, choice_of
 from hf_dp.trainer.dataloader import private_dataloader
-from hf_dp.trainer.facts import card_details, pretraining_sources, run_facts
+from hf_dp.trainer.facts import card_details, earlier_run, pretraining_sources, run_facts
 from hf_dp.trainer.forward_arguments import DP_FP
 from hf_dp.trainer.from_arguments import own_copy, plan_of
 from hf_dp.trainer.loading import apply_peft, load_model
@@ -254,6 +254,12 @@ class DPTrainer(Trainer):
                 "not covered by epsilon. The card says so.",
                 ", ".join(seen),
                 self.dataset_name,
+            )
+        if checkpoint is None and (earlier := earlier_run(self.model)):
+            logger.warning(
+                "The base model is the result of a private run (%s). If that was on the same rows, both runs count together, "
+                "and this run's statement covers this run alone: compose their ledgers (hf_dp.accounting.epsilon).",
+                earlier,
             )
         try:
             run.open()

@@ -399,3 +399,21 @@ def test_an_insecure_seed_reproduces_the_run_and_marks_it_not_private(tmp_path):
     assert all(torch.equal(weights[0][n], weights[1][n]) for n in weights[0])
     assert "NOT private" in (tmp_path / "b" / "README.md").read_text()
     assert read(tmp_path / "b").status == "not private"
+
+
+def test_a_base_that_was_trained_privately_is_named(tmp_path, monkeypatch):
+    """(An encoder tuned on the same rows costs, too; the runs' ledgers count together.)"""
+    first = tiny.trainer(tmp_path / "first")
+    first.train()
+    first.save_model()
+    said: list[str] = []
+    monkeypatch.setattr("hf_dp.trainer.trainer.logger.warning", lambda text, *values: said.append(text % values))
+    base = AutoModelForSequenceClassification.from_pretrained(tmp_path / "first")
+    tiny.trainer(tmp_path / "second", given={"model": base}).train()
+    (warning,) = [text for text in said if "result of a private run" in text]
+    assert (
+        f"epsilon {first.privacy_statement().epsilon}, 4 releases" in warning and "both runs count together" in warning
+    )
+    said.clear()
+    tiny.trainer(tmp_path / "third").train()
+    assert not [text for text in said if "result of a private run" in text]
