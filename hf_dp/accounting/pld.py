@@ -43,14 +43,14 @@ RANGE = Range(
     next_move='Use accountant="rdp".',
 )
 
-# Truncated draws and replace-one have heavier tails, from which FFT rounding takes more: at noise 0.3, rate 1e-5 and delta
-# 1e-8 the result is 0.003 too small after 1e5 steps and 0.015 after 9e5 (against a tilted FFT of the same pair); 2.2e-4 at
-# delta 1e-7 and 1e5 steps. RDP cannot stand in for them.
+# Truncated draws, draws that are seen, and replace-one have heavier tails, from which FFT rounding takes more: at noise 0.3,
+# rate 1e-5 and delta 1e-8 the result is 0.003 too small after 1e5 steps and 0.015 after 9e5 (against a tilted FFT of the same
+# pair); 2.2e-4 at delta 1e-7 and 1e5 steps. RDP cannot stand in for truncated draws and replace-one.
 HEAVY_TAILS = dataclasses.replace(
     RANGE,
     max_steps=10**5,
     min_delta=1e-7,
-    next_move="No other accountant of hf_dp describes truncated draws or replace-one.",
+    next_move='Draws that are seen: use accountant="rdp". No other accountant describes truncated draws or replace-one.',
 )
 
 # The closed form has no grid; these limits only keep its floating-point evaluation away from overflow.
@@ -188,7 +188,8 @@ def epsilon(composition: Composition, delta: float, relation: str = "zero_out") 
         return Epsilon(
             gaussian_mixture.epsilon(composition, delta, 2.0 if relation == "replace_one" else 1.0), "bound"
         )
-    (HEAVY_TAILS if composition.truncated or relation == "replace_one" else RANGE).check(composition, delta)
+    heavy = composition.truncated or composition.visible or relation == "replace_one"
+    (HEAVY_TAILS if heavy else RANGE).check(composition, delta)
     # RDP bounds the plain mechanisms under zero-out; elsewhere it only tells how large the grid would become.
     bounded = relation != "replace_one" and not composition.truncated
     about, order = rdp.epsilon_and_order(composition if bounded else _at_worst(composition), delta)

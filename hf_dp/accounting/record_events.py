@@ -152,7 +152,7 @@ class RandomizedResponse(Described):
     which is a mixture of those of all labels, so no further than they are.
 
     Args:
-        epsilon: > 0 and at most 50.
+        epsilon: > 0 and at most 20.
         num_classes: K >= 2.
         steps: how many times, >= 0.
 
@@ -168,9 +168,9 @@ class RandomizedResponse(Described):
 
     def __post_init__(self) -> None:
         value = positive("epsilon", self.epsilon)
-        if value > 50:
+        if value > 20:  # one answer in 5e8 is another label there; further on 1 - that loses its digits
             raise invalid(
-                "epsilon", self.epsilon, "to be at most 50", "Above that labels are public for all purposes."
+                "epsilon", self.epsilon, "to be at most 20", "Above that labels are public for all purposes."
             )
         object.__setattr__(self, "epsilon", value)
         object.__setattr__(self, "num_classes", integer("num_classes", self.num_classes, 2))
@@ -178,8 +178,9 @@ class RandomizedResponse(Described):
 
     @property
     def keep_probability(self) -> float:
-        """With which a label stays as it is."""
-        return 1 / (1 + (self.num_classes - 1) * math.exp(-self.epsilon))
+        """With which a label stays as it is; rounded down."""
+        others = (self.num_classes - 1) * math.exp(-self.epsilon)
+        return math.nextafter(1 - others / (1 + others), 0)
 
 
 def _check_draws(event: SampledRecordRelease | SumAndRows | PublishedForwardNoise) -> None:

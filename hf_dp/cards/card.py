@@ -142,9 +142,9 @@ def metadata(statement: PrivacyStatement) -> dict[str, Any]:
             }
             for row in statement.epsilons
         },
-        "target_epsilon": None if statement.status == NOT_ESTABLISHED else statement.target_epsilon,
-        "unit": "example" if statement.unit.startswith("one row") else "features of an example (labels public)",
-        "neighboring_relation": "zero_out",
+        "target_epsilon": statement.target_epsilon,
+        "unit": _short_unit(statement),
+        "neighboring_relation": None if statement.status == NOT_ESTABLISHED else "zero_out",
         "mechanism": statement.mechanism_name,
         "sampling": "none" if statement.sampling.startswith("none") else "poisson",
         "noise_multiplier": _one_or_list(statement.noise_multipliers),
@@ -215,7 +215,16 @@ def _refuse_unnoised(metrics: Iterable[str], training: Iterable[str], released: 
 
 def _tags(statement: PrivacyStatement, given: Iterable[str]) -> list[str]:
     kept = [tag for tag in map(public_name, given) if tag and (statement.proven or tag not in TAGS)]
-    return list(dict.fromkeys([*kept, *(TAGS if statement.proven else NOT_PRIVATE_TAGS)]))
+    ours = (
+        TAGS if statement.mechanism_name.startswith("DP-SGD") else tuple("dp-fp" if t == "dp-sgd" else t for t in TAGS)
+    )
+    return list(dict.fromkeys([*kept, *(ours if statement.proven else NOT_PRIVATE_TAGS)]))
+
+
+def _short_unit(statement: PrivacyStatement) -> str | None:
+    if statement.status == NOT_ESTABLISHED:
+        return None
+    return "example" if statement.unit.startswith("one row") else "features of an example (labels public)"
 
 
 def _one_or_list(values: tuple[float, ...]) -> float | list[float]:
@@ -262,7 +271,7 @@ def _parameter_rows(statement: PrivacyStatement) -> list[tuple[str, str]]:
         "Neighboring relation": statement.neighboring_relation,
         "Mechanism": statement.mechanism,
         "Sampling": statement.sampling,
-        "Noise multiplier": _numbers(statement.noise_multipliers),
+        "Noise multiplier": _noise(statement),
         "Clipping norm (L2)": repr(statement.clipping_norm),
         "Clipping": statement.clipping,
         "Sample rate": _numbers(statement.sample_rates),
@@ -270,7 +279,7 @@ def _parameter_rows(statement: PrivacyStatement) -> list[tuple[str, str]]:
         "Steps (run / planned)": f"{statement.steps} / {statement.steps_planned}",
         "Rows in the training set (public)": str(statement.num_examples),
         "Delta": f"{statement.delta_text} (exactly {statement.delta!r})",
-        **_target(statement),
+        "Target epsilon": _target(statement),
         "Precision of sums and noise": facts.precision,
         "Noise generator": facts.noise_generator,
         "Sampling generator": facts.sampling_generator,
@@ -279,15 +288,19 @@ def _parameter_rows(statement: PrivacyStatement) -> list[tuple[str, str]]:
     return [(markdown(name), markdown(text) or UNKNOWN) for name, text in texts.items()]
 
 
-def _target(statement: PrivacyStatement) -> dict[str, str]:
-    given = statement.target_epsilon
-    if statement.status == NOT_ESTABLISHED:
-        return {
-            "Noise calibrated to": "given"
-            if given is None
-            else f"the paper's figure {given!r}, which is no epsilon of this run"
-        }
-    return {"Target epsilon": "none: the noise was given" if given is None else repr(given)}
+def _target(statement: PrivacyStatement) -> str:
+    if statement.target_epsilon is not None:
+        return repr(statement.target_epsilon)
+    return "none" if statement.status == NOT_ESTABLISHED else "none: the noise was given"
+
+
+def _noise(statement: PrivacyStatement) -> str:
+    """Noise multipliers; of gradients and released rows by name, where there are both."""
+    both = [row for row in statement.mechanisms if "record_noise_multiplier" in row]
+    if not both:
+        return _numbers(statement.noise_multipliers)
+    pairs = dict.fromkeys((row["noise_multiplier"], row["record_noise_multiplier"]) for row in both)
+    return "; ".join(f"{sums!r} (sums of gradients), {rows!r} (released rows)" for sums, rows in pairs)
 
 
 def _check(statement: PrivacyStatement) -> str:

@@ -27,10 +27,14 @@ _FEATURES = (
 
 
 def unit_of(plan: ForwardPlan, whole_row: str) -> str:
+    if plan.variant == PUBLISHED:
+        return "none: nothing is established for any unit"
     return whole_row if plan.protects_labels else _FEATURES
 
 
 def relation_of(plan: ForwardPlan) -> str:
+    if plan.variant == PUBLISHED:
+        return "none: nothing is established for any relation"
     if plan.label_epsilon is None:
         return _ROW_RELATION
     return f"{_ROW_RELATION}. The randomised label of a row replaced by nothing is uniform"
@@ -64,7 +68,11 @@ def forward_mechanism_of(plan: PrivacyPlan, of_gradients: str) -> str:
         f"Gaussian noise with standard deviation {plan.record_noise_std:.6g} is added to each coordinate"
     )
     if forward.variant == PUBLISHED:
-        return f"DP-FP as published: in the forward pass {rows}; everything is then trained by an ordinary optimizer"
+        given = plan.target_epsilon
+        figure = (
+            "" if given is None else f", calibrated to {given!r} by the paper's own formula, which gives no epsilon"
+        )
+        return f"DP-FP as published: in the forward pass {rows}{figure}; everything is then trained by an ordinary optimizer"
     labels = "" if forward.label_epsilon is None else _labels(forward)
     if forward.variant == FROZEN:
         when = "once for each row" if forward.release == ONCE else "anew each time a row is drawn"

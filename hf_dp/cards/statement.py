@@ -218,7 +218,7 @@ class PrivacyStatement:
             accountant=accountant,
             accountant_note=accountant_note,
             epsilons=epsilons,
-            target_epsilon=plan.target_epsilon,
+            target_epsilon=None if status == NOT_ESTABLISHED else plan.target_epsilon,
             unit=unit_in_words(plan),
             neighboring_relation=relation_in_words(plan),
             sampling=sampling_of(plan),

@@ -34,7 +34,7 @@ class PhysicalBatchCollator:
         self.collator, self.size, self.randomness, self.max_tokens = collator, size, randomness, max_tokens
 
     def __call__(self, examples: Sequence[Any]) -> list[Mapping[str, Any]]:
-        lengths = [_length(example) for example in examples]
+        lengths = [length_of(example) for example in examples]
         if self.max_tokens is not None and not all(lengths):
             raise DataError(
                 "max_tokens_per_physical_batch is set, but an example has no `input_ids` to count. Leave it unset for data "
@@ -122,6 +122,7 @@ def _seed_worker_from_os(worker_id: int) -> None:
     torch.manual_seed(seed)
 
 
-def _length(example: Any) -> int:
+def length_of(example: Any) -> int:
+    """Tokens of an example; 0 for one without."""
     tokens = example.get("input_ids") if isinstance(example, Mapping) else None
     return len(tokens) if tokens is not None else 0

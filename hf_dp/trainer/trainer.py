@@ -106,6 +106,13 @@ class DPTrainer(Trainer):
                 classes = getattr(getattr(model, "config", None), "num_labels", None)
                 self.privacy_plan = plan_of(args, check_train_dataset(train_dataset), choice, classes)
                 args.max_steps = self.privacy_plan.steps
+        if model_init is not None and args.privacy_mode == DP_FP:
+            raise invalid(
+                "model_init",
+                model_init,
+                "to be None with privacy_mode='dp_fp'",
+                "The noise is put into one model, and train() would make another. Pass the model.",
+            )
         if peft_config is not None and model_init is not None:
             raise invalid("peft_config", peft_config, "to be None with `model_init`", "Wrap the model in model_init.")
         model = load_model(model) if isinstance(model, str) else model
@@ -157,8 +164,16 @@ class DPTrainer(Trainer):
         return None if self._run is None else self._run.ledger
 
     def epsilon(self, accountant: str | None = None) -> Epsilon:
-        """Epsilon spent so far, at the plan's delta. Raises: UnsupportedArgumentError in ``non_private`` mode."""
+        """Epsilon spent so far, at the plan's delta.
+
+        Raises: UnsupportedArgumentError in ``non_private`` mode, and for DP-FP as published, unless ``accountant`` is given.
+        """
         plan, run = self.private_run()
+        if accountant is None and self.args.is_published_dp_fp:
+            raise UnsupportedArgumentError(
+                "No epsilon is established for DP-FP as published. epsilon('gdp_clt') gives the paper's own figure, whose "
+                "kind is 'not established'."
+            )
         return run.ledger.epsilon(plan.delta, accountant or plan.accountant)
 
     def privacy_statement(self) -> PrivacyStatement:
@@ -224,16 +239,20 @@ class DPTrainer(Trainer):
 
     def private_batches(self, sampler: PoissonSampler | MicroBatchSampler) -> DataLoader:
         """The sampler's draws from the training set, each a list of collated physical batches."""
-        plan, _ = self.private_run()
         dataset, collator = self.columns_for_training()
+        self.check_dataset(dataset)
+        with self.randomness.streams():
+            check_collator(collator, dataset)
+        return private_dataloader(dataset, sampler, collator, self.randomness, self.args)
+
+    def check_dataset(self, dataset: Any) -> None:
+        """Raise DataError for another number of rows than was planned for."""
+        plan, _ = self.private_run()
         if len(dataset) != plan.num_examples:
             raise DataError(
                 f"The train_dataset has {len(dataset)} rows, but the privacy plan was made for {plan.num_examples}. "
                 "Create a new DPTrainer (and output_dir) for other data."
             )
-        with self.randomness.streams():
-            check_collator(collator, dataset)
-        return private_dataloader(dataset, sampler, collator, self.randomness, self.args)
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> TrainOutput:
         """As Trainer's. A resumed private run goes on with the *run's* ledger; a run stops before its target is passed.
@@ -340,7 +359,7 @@ class DPTrainer(Trainer):
             withhold(logs, released, gradients_are_noised=not self.args.is_published_dp_fp)
             if self.is_in_train and self._run is not None:
                 name = NO_EPSILON if self.args.is_published_dp_fp else "epsilon"
-                logs[name] = self.epsilon().rounded_up()
+                logs[name] = self.epsilon(self.privacy_plan.accountant if self.privacy_plan else None).rounded_up()
         super().log(logs, start_time)
 
     def evaluate(self, eval_dataset: Any = None, *args: Any, **kwargs: Any) -> dict[str, float]:

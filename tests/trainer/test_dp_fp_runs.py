@@ -11,7 +11,7 @@ import pytest
 import tiny
 import torch
 from peft import LoraConfig
-from transformers import TrainerCallback
+from transformers import FNetConfig, FNetForSequenceClassification, TrainerCallback
 
 from hf_dp.accounting import (
     RandomizedResponse,
@@ -23,9 +23,11 @@ from hf_dp.accounting import (
 from hf_dp.cards.document import read
 from hf_dp.cards.verify import disagreements
 from hf_dp.errors import (
+    DataError,
     HfDpError,
     InvalidArgumentError,
     LedgerError,
+    SelfCheckError,
     UnsupportedArgumentError,
     UnsupportedModelError,
 )
@@ -84,6 +86,9 @@ def test_the_status_reaches_everything_that_anyone_reads(tmp_path, capsys, caplo
     )
     with caplog.at_level(logging.WARNING):
         trainer.train()
+    with pytest.raises(UnsupportedArgumentError, match="No epsilon is established for DP-FP as published"):
+        trainer.epsilon()
+    assert trainer.epsilon("gdp_clt").kind == "not established"
     statement = trainer.privacy_statement()
     assert statement.status == STATUS and statement.epsilon is None and not statement.proven
     assert all(row.epsilon is None for row in statement.epsilons)
@@ -495,3 +500,105 @@ def test_protected_labels_are_classes(tmp_path):
     model = tiny.model(problem_type="multi_label_classification")
     with pytest.raises(HfDpError, match="protect one class per example, and this is multi_label"):
         run(tmp_path, "frozen", label_epsilon=1.0, given={"model": model})
+
+
+class KeepsRows(torch.nn.Module):
+    """A pooler that keeps its last output in a buffer; with ``evaluation``, only there."""
+
+    def __init__(self, pooler: torch.nn.Module, evaluation: bool):
+        super().__init__()
+        self.pooler, self.evaluation = pooler, evaluation
+        self.register_buffer("last", torch.zeros(16))
+
+    def forward(self, hidden):
+        output = self.pooler(hidden)
+        if not (self.evaluation and self.training):
+            self.last.copy_(output[-1].detach())
+        return output
+
+
+@pytest.mark.parametrize("evaluation", [False, True])
+@pytest.mark.parametrize("variant", ["frozen", "private_encoder"])
+def test_a_model_that_keeps_rows_is_refused_before_it_sees_one(tmp_path, variant, evaluation):
+    model = tiny.model()
+    model.bert.pooler = KeepsRows(model.bert.pooler, evaluation)
+    options = {"representation_noise_multiplier": 1.0} if variant == "private_encoder" else {}
+    with pytest.raises(SelfCheckError, match="forward changed .'bert.pooler.last'"):
+        run(tmp_path, variant, given={"model": model}, **options)
+    assert not (tmp_path / "privacy.json").exists() and not list(tmp_path.glob("*.safetensors"))
+
+
+@pytest.mark.parametrize("variant", ["frozen", "private_encoder"])
+def test_rows_that_neighbors_move_are_refused(tmp_path, variant):
+    """(FNet mixes padding into every row: stock, and without an attention mask.)"""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "intermediate_size": 32, "max_position_embeddings": 24}
+    model = FNetForSequenceClassification(FNetConfig(vocab_size=19, tpu_short_seq_length=24, **sizes))
+    options = {"representation_noise_multiplier": 1.0} if variant == "private_encoder" else {}
+    with pytest.raises(SelfCheckError, match="is another when other examples stand beside it"):
+        run(tmp_path, variant, given={"model": model}, **options)
+    assert not (tmp_path / "privacy.json").exists()
+
+
+@pytest.mark.parametrize("options", [{"label_epsilon": 0.1}, {"labels_in_vector": True}])
+@pytest.mark.parametrize("label", [-100, 2, 0.25])
+def test_a_label_that_is_no_class_is_not_released_as_it_is(tmp_path, options, label):
+    columns = tiny.dataset().to_dict()
+    columns["label"] = [label if i == 7 else type(label)(value) for i, value in enumerate(columns["label"])]
+    model = tiny.model(problem_type="single_label_classification")
+    with pytest.raises(HfDpError, match="Protected labels must be whole numbers from 0 to 1|one label per example"):
+        run(
+            tmp_path, "frozen", given={"train_dataset": datasets.Dataset.from_dict(columns), "model": model}, **options
+        )
+    assert not (tmp_path / RELEASED_ROWS).exists() and not (tmp_path / "privacy.json").exists()
+
+
+def test_weights_of_16_bits_are_refused(tmp_path):
+    with pytest.raises(UnsupportedModelError, match="weights are bfloat16.*Load the model in float32"):
+        run(tmp_path, "frozen", given={"model": tiny.model().to(torch.bfloat16)})
+
+
+def test_other_data_than_planned_is_refused(tmp_path):
+    trainer = tiny.trainer(tmp_path / "before", privacy_mode="dp_fp", dp_fp_variant="frozen")
+    trainer.train_dataset = tiny.dataset(60)
+    with pytest.raises(DataError, match="has 60 rows, but the privacy plan was made for 40"):
+        trainer.train()
+    assert not (tmp_path / "before" / RELEASED_ROWS).exists()
+    trainer = run(tmp_path / "after", "frozen")
+    trainer.train_dataset = tiny.dataset()
+    with pytest.raises(DataError, match="replaced after its rows were released"):
+        trainer.train()
+
+
+@pytest.mark.parametrize("variant", ["published", "frozen", "private_encoder"])
+def test_model_init_is_refused(tmp_path, variant):
+    options = {"representation_noise_multiplier": 1.0} if variant == "private_encoder" else {}
+    with pytest.raises(InvalidArgumentError, match="`model_init` to be None with privacy_mode='dp_fp'"):
+        run(tmp_path, variant, given={"model": None, "model_init": tiny.model}, **options)
+
+
+@pytest.mark.parametrize("kind", ["torch", "numpy"])
+def test_data_sets_of_tensors(tmp_path, kind):
+    assert run(tmp_path, "frozen", given={"train_dataset": tiny.dataset().with_format(kind)}).ledger.steps() == 1
+
+
+def test_what_was_not_written_is_written_the_next_time(tmp_path):
+    trainer = run(tmp_path, "frozen")
+    (tmp_path / RELEASED_ROWS).unlink()
+    trainer.train()
+    assert (tmp_path / RELEASED_ROWS).exists() and trainer.ledger.steps() == 1
+
+
+def test_a_private_encoder_with_a_head_of_several_layers_partly_frozen_and_empty_draws(tmp_path):
+    model = tiny.model()
+    model.classifier = torch.nn.Sequential(torch.nn.Linear(16, 8), torch.nn.Tanh(), torch.nn.Linear(8, 2))
+    model.classifier[2].bias.requires_grad_(False)
+    trainer = run(
+        tmp_path, "private_encoder", representation_module="classifier", representation_noise_multiplier=1.0,
+        expected_batch_size=1, max_steps=12, given={"model": model},
+    )  # fmt: skip
+    assert trainer.ledger.steps() == 12
+    frozen = tiny.model()
+    frozen.classifier.requires_grad_(False)
+    with pytest.raises(HfDpError, match="is frozen|would stay frozen"):
+        run(tmp_path / "frozen", "frozen", given={"model": frozen})

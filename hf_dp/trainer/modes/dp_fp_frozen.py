@@ -4,7 +4,8 @@
 the most, so this is the Gaussian mechanism with ``mu = C / sigma``: no composition, whatever is trained on the rows.
 ``fresh``: a new noisy row each time the example is drawn. It takes part in k of T M draws and is seen to, so
 ``delta(epsilon) = sum_k Binomial(k; T M, p) delta_Gauss(epsilon; sqrt(k) C / sigma)``.
-(Nothing of the encoder moves, so representations are computed once; they stay in memory and never leave it un-noised.)
+(Nothing of the encoder moves, so representations are computed once, in the precision of the weights; they stay in memory and
+never leave it un-noised.)
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from hf_dp.accounting import RELEASE, TRAINING
-from hf_dp.errors import LedgerError
+from hf_dp.errors import DataError, LedgerError
 from hf_dp.trainer.modes.base import Mode, nominal_epoch
 from hf_dp.trainer.modes.last_layer import LastLayer, released_labels
 
@@ -33,6 +34,7 @@ class FrozenEncoder(Mode):
     _last: LastLayer
     _rows: Tensor | None = None  # released ("once") or secret ("fresh")
     _labels: Tensor | None = None
+    _dataset: Any = None
 
     def start(self, trainer: Any, checkpoint: str | None) -> None:
         plan, _ = trainer.private_run()
@@ -40,7 +42,15 @@ class FrozenEncoder(Mode):
         for parameter in self._last.below():
             parameter.requires_grad_(False)
         if self._rows is not None:
+            if trainer.train_dataset is not self._dataset:
+                raise DataError(
+                    "The train_dataset was replaced after its rows were released, and what trains are the released rows. "
+                    "Create a new DPTrainer (and output_dir) for other data."
+                )
+            if not Path(trainer.folder, RELEASED_ROWS).exists():
+                self._keep(trainer)
             return
+        self._dataset = trainer.train_dataset
         kept = self._read(trainer) if checkpoint is not None else {}
         if not plan.releases_each_step and checkpoint is not None:
             self._rows, self._labels = kept["rows"], kept["labels"]

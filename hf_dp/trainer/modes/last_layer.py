@@ -7,23 +7,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from tqdm.auto import tqdm
 
 from hf_dp.accounting import RELEASE
-from hf_dp.errors import DataError, UnsupportedArgumentError, UnsupportedModelError
+from hf_dp.errors import UnsupportedArgumentError, UnsupportedModelError
 from hf_dp.losses import base_model, classification_loss, problem_type
 from hf_dp.plan import PrivacyPlan
-from hf_dp.representation import (
-    block_loss,
-    clip_rows,
-    find_last_layer,
-    into_blocks,
-    one_vector_per_example,
-    randomized_response,
-)
-from hf_dp.sampling import physical_batches
-
-_CHUNK = 1024  # rows fetched at a time, within which examples of similar length go together
+from hf_dp.representation import block_loss, clip_rows, find_last_layer, into_blocks, randomized_response
+from hf_dp.trainer.modes.rows import all_rows, check_classes, check_representations, rows_of
 
 
 def last_layer(trainer: Any) -> tuple[str, nn.Module]:
@@ -64,9 +54,12 @@ class LastLayer:
                 f"`label_epsilon` and `labels_in_vector` protect one class per example, and this is {kind}."
             )
 
-    @property
-    def parameters(self) -> list[nn.Parameter]:
-        return list(self.layer.parameters())
+        self.parameters = [p for p in self.layer.parameters() if p.requires_grad]
+        if not self.parameters:
+            raise UnsupportedModelError(
+                f"The last layer {self.name!r} is frozen, so nothing would be learned from its rows."
+            )
+        self._width = check_representations(trainer, self.layer)
 
     def below(self) -> list[nn.Parameter]:
         """The parameters below the noise."""
@@ -75,7 +68,10 @@ class LastLayer:
     def clipped(self, rows: Tensor, labels: Tensor) -> Tensor:
         """What noise is added to: clipped rows, (b, d), or vectors with the label inside, (b, K d)."""
         rows = clip_rows(rows, self.plan.record_clipping_norm)
-        return rows if self._blocks is None else into_blocks(rows, labels, self._blocks)
+        if self._blocks is None:
+            return rows
+        check_classes(labels, self._blocks)
+        return into_blocks(rows, labels, self._blocks)
 
     def loss(self, released: Tensor, labels: Tensor | None) -> Tensor:
         """Sum of the losses of released rows; ``labels`` are not looked at where the vector holds them."""
@@ -87,55 +83,12 @@ class LastLayer:
         return classification_loss(base_model(self.model), self.layer(released.to(dtype)), labels).sum()
 
     def rows_of(self, trainer: Any, batches: Sequence[Any]) -> tuple[Tensor, Tensor]:
-        """Representations (n, d) in float32 and labels (n,) of collated batches, in their order; dropout off."""
-        rows, labels = [], []
-        entered: list[Tensor] = []
-
-        def note(module: nn.Module, inputs: tuple[Any, ...]) -> None:
-            entered.append(one_vector_per_example(inputs, module))
-
-        handle = self.layer.register_forward_pre_hook(note)
-        training = self.model.training
-        try:
-            with torch.no_grad(), trainer.randomness.streams():
-                self.model.eval()
-                for batch in batches:
-                    entered.clear()
-                    trainer.losses_of(batch)
-                    (seen,) = entered
-                    rows.append(seen.float())
-                    labels.append(batch["labels"].to(seen.device))
-        finally:
-            handle.remove()
-            self.model.train(training)
-        if not rows:
-            width = self.layer.in_features if isinstance(self.layer, nn.Linear) else 0
-            device = trainer.args.device
-            return torch.zeros(0, width, device=device), torch.zeros(0, dtype=torch.long, device=device)
-        return torch.cat(rows), torch.cat(labels)
+        """Representations and labels of collated batches; :func:`hf_dp.trainer.modes.rows.rows_of`."""
+        return rows_of(trainer, self.layer, batches, self._width)
 
     def all_rows(self, trainer: Any) -> tuple[Tensor, Tensor]:
-        """:meth:`rows_of` every example of the training set, in its order."""
-        dataset, collator = trainer.columns_for_training()
-        rows, labels = None, None
-        starts = range(0, len(dataset), _CHUNK)
-        for first in tqdm(starts, desc="Representations", unit_scale=_CHUNK, disable=trainer.args.disable_tqdm):
-            chunk = range(first, min(first + _CHUNK, len(dataset)))
-            with trainer.randomness.streams():
-                examples = [dataset[index] for index in chunk]
-                groups = list(_groups(examples, trainer.args.per_device_train_batch_size))
-                batches = [collator([examples[i] for i in group]) for group in groups]
-            for batch, group in zip(batches, groups, strict=True):
-                if "labels" not in batch or len(batch["labels"]) != len(group):
-                    raise DataError("The data collator must return one label per example, as `labels`.")
-            found, said = self.rows_of(trainer, batches)
-            if rows is None or labels is None:
-                rows = found.new_empty(len(dataset), found.shape[1])
-                labels = said.new_empty(len(dataset), *said.shape[1:])
-            places = torch.tensor([first + i for group in groups for i in group], device=found.device)
-            rows[places], labels[places] = found, said
-        assert rows is not None and labels is not None  # a training set has two rows at least
-        return rows, labels
+        """Of every example of the training set, in its order."""
+        return all_rows(trainer, self.layer)
 
 
 def _below(model: nn.Module, layer: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
@@ -146,11 +99,6 @@ def _below(model: nn.Module, layer: nn.Module) -> Iterator[tuple[str, nn.Paramet
                 yield f"{prefix}.{name}".lstrip("."), parameter
 
 
-def _groups(examples: Sequence[Any], size: int) -> list[list[int]]:
-    lengths = [len(example.get("input_ids") or ()) if isinstance(example, dict) else 0 for example in examples]
-    return physical_batches(lengths, size)
-
-
 def released_labels(trainer: Any, labels: Tensor) -> Tensor:
     """The labels as training may see them: as they are (public), or after randomised response, recorded before."""
     plan, run = trainer.private_run()
@@ -158,5 +106,6 @@ def released_labels(trainer: Any, labels: Tensor) -> Tensor:
     if not responses:
         return labels
     (event,) = responses
+    check_classes(labels, event.num_classes)
     run.append(event, RELEASE)
     return randomized_response(labels, event.num_classes, event.keep_probability, trainer.randomness.random_bytes)

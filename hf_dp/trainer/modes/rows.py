@@ -1,0 +1,145 @@
+"""The representations of private rows, each computed from its own row alone, and nothing else kept of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from tqdm.auto import tqdm
+
+from hf_dp.clipping.uses import full_precision
+from hf_dp.errors import DataError, SelfCheckError, UnsupportedModelError
+from hf_dp.representation import one_vector_per_example
+from hf_dp.sampling import physical_batches
+from hf_dp.trainer.checks import check_collator
+from hf_dp.trainer.dataloader import check_rows, length_of
+
+_CHUNK = 1024  # rows fetched at a time, within which examples of similar length go together
+_TOLERANCE = 1e-5  # of a row's norm: how far padding and neighbors may move it (float32 rounds to some 1e-6)
+
+
+def check_representations(trainer: Any, layer: nn.Module) -> int:
+    """On synthetic examples in evaluation mode: a row is its own example's, and nothing is kept. Returns its width.
+
+    A row that a neighbor could move would carry that neighbor into a vector which is noised for one record alone.
+
+    Raises: SelfCheckError; UnsupportedModelError for 16-bit weights, whose rounding moves rows by more than the margin.
+    """
+    low = sorted({str(p.dtype).removeprefix("torch.") for p in trainer.model.parameters() if p.dtype.itemsize < 4})
+    if low:
+        raise UnsupportedModelError(
+            f"The model's weights are {', '.join(low)}: what stands beside a row would round it differently, by more than the "
+            "noise is scaled to. Load the model in float32 (bf16=True in the arguments is for gradients)."
+        )
+    padded, alone = trainer.synthetic_batches()
+    together, _ = rows_of(trainer, layer, [padded])
+    apart, _ = rows_of(trainer, layer, list(alone))
+    backwards, _ = rows_of(trainer, layer, [{name: value.flip(0) for name, value in padded.items()}])
+    scale = apart.norm(dim=1).max().clamp_min(torch.finfo(torch.float32).tiny)
+    for other in (together, backwards.flip(0)):
+        if other.shape != apart.shape or not bool((other - apart).norm(dim=1).max() <= _TOLERANCE * scale):
+            raise SelfCheckError(
+                "On synthetic examples the representation of an example is another when other examples stand beside it, so "
+                "noise for one record would not cover what it does to its neighbors' rows. Check the attention mask and how "
+                "the model pools, or use privacy_mode='dp_sgd'."
+            )
+    return apart.shape[1]
+
+
+def rows_of(trainer: Any, layer: nn.Module, batches: Sequence[Any], width: int = 0) -> tuple[Tensor, Tensor]:
+    """What enters ``layer``, (n, d) in float32 or better, and labels (n, ...), in the batches' order; dropout off.
+
+    Raises: SelfCheckError when the forward changed a buffer or parameter: it could hold a row, and would be saved.
+    """
+    rows, labels = [], []
+    entered: list[Tensor] = []
+
+    def note(module: nn.Module, inputs: tuple[Any, ...]) -> None:
+        entered.append(one_vector_per_example(inputs, module))
+
+    model = trainer.model
+    handle = layer.register_forward_pre_hook(note)
+    training = model.training
+    try:
+        with torch.no_grad(), full_precision(), trainer.randomness.streams(), _nothing_kept(model):
+            model.eval()
+            for batch in batches:
+                entered.clear()
+                # The forward alone is wanted: no label reaches it, of whatever kind they are.
+                trainer.losses_of({**batch, "labels": torch.zeros_like(batch["labels"])})
+                if len(entered) != 1 or len(entered[0]) != len(batch["labels"]):
+                    raise SelfCheckError(
+                        f"The last layer was given {len(entered)} representations of a batch, or not one for each example. "
+                        "Only a model that uses it once in a forward can be trained with privacy_mode='dp_fp'."
+                    )
+                (seen,) = entered
+                rows.append(seen if seen.dtype == torch.float64 else seen.float())
+                labels.append(batch["labels"].to(seen.device))
+    finally:
+        handle.remove()
+        model.train(training)
+    if not rows:
+        device = trainer.args.device
+        return torch.zeros(0, width, device=device), torch.zeros(0, dtype=torch.long, device=device)
+    return torch.cat(rows), torch.cat(labels)
+
+
+def all_rows(trainer: Any, layer: nn.Module) -> tuple[Tensor, Tensor]:
+    """:func:`rows_of` every example of the training set, in its order. Raises: DataError for other data than planned."""
+    dataset, collator = trainer.columns_for_training()
+    trainer.check_dataset(dataset)
+    with trainer.randomness.streams():
+        check_collator(collator, dataset)
+    rows, labels = None, None
+    starts = range(0, len(dataset), _CHUNK)
+    for first in tqdm(starts, desc="Representations", unit_scale=_CHUNK, disable=trainer.args.disable_tqdm):
+        chunk = range(first, min(first + _CHUNK, len(dataset)))
+        with trainer.randomness.streams():
+            examples = [dataset[index] for index in chunk]
+            groups = physical_batches(
+                [length_of(each) for each in examples],
+                trainer.args.per_device_train_batch_size,
+                trainer.args.max_tokens_per_physical_batch,
+            )
+            batches = [collator([examples[i] for i in group]) for group in groups]
+        for batch, group in zip(batches, groups, strict=True):
+            check_rows(batch, len(group))
+        found, said = rows_of(trainer, layer, batches)
+        if rows is None or labels is None:
+            rows = found.new_empty(len(dataset), found.shape[1])
+            labels = said.new_empty(len(dataset), *said.shape[1:])
+        places = torch.tensor([first + i for group in groups for i in group], device=found.device)
+        rows[places], labels[places] = found, said
+    assert rows is not None and labels is not None  # a training set has two rows at least
+    return rows, labels
+
+
+def check_classes(labels: Tensor, num_classes: int) -> None:
+    """Raise DataError for labels that are not all classes 0..K-1: any other answer would tell that it was one."""
+    whole = not labels.is_floating_point() and labels.dim() == 1
+    if not whole or (labels.numel() and bool(((labels < 0) | (labels >= num_classes)).any())):
+        raise DataError(
+            f"Protected labels must be whole numbers from 0 to {num_classes - 1}, one for each example; some are not. Leave "
+            "out examples without a class, or say the right config.num_labels."
+        )
+
+
+@contextmanager
+def _nothing_kept(model: nn.Module) -> Iterator[None]:
+    before = _versions(model)
+    yield
+    after = _versions(model)
+    changed = sorted(name for name in before | after if before.get(name) != after.get(name))
+    if changed:
+        raise SelfCheckError(
+            f"The model's forward changed {changed}: what it computed from private rows would be saved with the model, "
+            "without noise. Freeze or remove these statistics."
+        )
+
+
+def _versions(model: nn.Module) -> dict[str, tuple[int, int]]:
+    tensors = {**dict(model.named_buffers()), **dict(model.named_parameters())}
+    return {name: (id(tensor), tensor._version) for name, tensor in tensors.items()}
