@@ -13,17 +13,16 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
 
 from hf_dp._validate import invalid
 from hf_dp.errors import UnsupportedArgumentError
 from hf_dp.forward_plan import SHARED
-from hf_dp.trainer.modes.base import Mode, nominal_epoch
-from hf_dp.trainer.modes.dp_sgd import release_gradient
+from hf_dp.trainer.modes.base import nominal_epoch
+from hf_dp.trainer.modes.dp_sgd import DpSgd, release_gradient
 from hf_dp.trainer.modes.last_layer import LastLayer
 
 
-class PrivateEncoder(Mode):
+class PrivateEncoder(DpSgd):
     """DP-SGD below the noise, an ordinary gradient from released rows above it."""
 
     _last: LastLayer
@@ -43,18 +42,12 @@ class PrivateEncoder(Mode):
 
     def prepare(self, trainer: Any) -> None:
         with self._below_only():
-            trainer.check_engine()
-
-    def loader(self, trainer: Any) -> DataLoader:
-        plan, _ = trainer.private_run()
-        return trainer.private_batches(plan.sampler(nominal_epoch(plan)))
+            super().prepare(trainer)
 
     def step(self, trainer: Any, inputs: Any) -> Tensor:
         plan, run = trainer.private_run()
         with self._below_only() as below:
-            with trainer.engine(plan) as engine:
-                loss_sum = trainer.feed(engine, inputs)
-                sums = engine.collect()
+            loss_sum, sums = self.clipped_sums(trainer, inputs)
         rows, labels = self._last.rows_of(trainer, inputs if plan.forward.draws == SHARED else self._draw(trainer))
         released = self._last.clipped(rows, labels)
         released = released + trainer.randomness.gaussian_like(released, plan.record_noise_std)

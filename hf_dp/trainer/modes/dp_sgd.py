@@ -28,12 +28,17 @@ class DpSgd(Mode):
 
     def step(self, trainer: Any, inputs: Any) -> Tensor:
         plan, run = trainer.private_run()
-        with trainer.engine(plan) as engine:
-            loss_sum = trainer.feed(engine, inputs)
-            sums = engine.collect()
+        loss_sum, sums = self.clipped_sums(trainer, inputs)
         trainable = {name: p for name, p in trainer.model.named_parameters() if p.requires_grad}
         release_gradient(trainable, sums, plan, trainer.randomness, run, trainer.choice.finish)
         return loss_sum
+
+    def clipped_sums(self, trainer: Any, inputs: Any) -> tuple[Tensor, dict[str, Tensor]]:
+        """The sum of losses, and by parameter the sum of clipped gradients: neither is private."""
+        plan, _ = trainer.private_run()
+        with trainer.engine(plan) as engine:
+            loss_sum = trainer.feed(engine, inputs)
+            return loss_sum, engine.collect()
 
 
 @torch.no_grad()
