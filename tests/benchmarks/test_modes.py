@@ -9,6 +9,7 @@ import torch
 
 from hf_dp.benchmarks import modes
 from hf_dp.benchmarks.modes import (
+    FORWARD,
     NON_PRIVATE,
     OPACUS,
     SELECTION,
@@ -85,6 +86,28 @@ def test_ghost_unties_a_tied_head_and_says_so():
     assert build_mode("opacus_ghost", Workload("tiny-bert", threads=1)).note == ""
 
 
+def test_dp_fp_noises_the_forward_and_gives_every_parameter_its_gradient():
+    workload = Workload("tiny-bert", dropout=0.0, threads=1)
+    noised = build_mode(FORWARD, workload)
+    plain = build_mode(NON_PRIVATE, workload, shared=noised.model)
+    batch = make_batch(workload, noised.model)
+    results = []
+    for mode in (plain, noised, noised):
+        mode.step([batch])
+        results.append({name: value.clone() for name, value in mode.gradients().items()})
+        mode.reset()
+    assert results[0].keys() == results[1].keys() == dict(noised.model.named_parameters()).keys()
+    last = "classifier.weight"
+    assert not any(torch.allclose(results[i][last], results[j][last]) for i, j in ((0, 1), (0, 2), (1, 2)))
+
+
+def test_dp_fp_is_refused_for_a_language_model():
+    workload = Workload("tiny", threads=1)
+    mode = build_mode(FORWARD, workload)
+    with pytest.raises(Refused, match="UnsupportedModelError: .*predicts for each token"), refusals(FORWARD):
+        mode.step([make_batch(workload, mode.model)])
+
+
 @pytest.mark.parametrize("name", OPACUS)
 def test_what_opacus_cannot_do_is_refused_with_its_own_words(name):
     pytest.importorskip("opacus")
@@ -105,7 +128,7 @@ def test_only_known_inabilities_of_our_own_modes_are_refusals():
 
 def test_modes_are_checked():
     assert check_modes(["book_keeping", "book_keeping"]) == (NON_PRIVATE, "book_keeping")
-    assert mode_names() == (NON_PRIVATE, *STRATEGIES, SELECTION, *OPACUS)
+    assert mode_names() == (NON_PRIVATE, *STRATEGIES, SELECTION, FORWARD, *OPACUS)
     with pytest.raises(InvalidArgumentError, match=r"`modes`.*'book_keeping'.*Did you mean 'book_keeping'"):
         check_modes(["bookkeeping"])
 
@@ -114,7 +137,7 @@ def test_opacus_is_named_with_its_extra_where_it_is_missing(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(HfDpError, match=r"`modes`.*'opacus_ghost'.*pip install hf-dp\[bench\]"):
         check_modes(["opacus_ghost"])
-    assert modes.installed_modes() == (NON_PRIVATE, *STRATEGIES, SELECTION)
+    assert modes.installed_modes() == (NON_PRIVATE, *STRATEGIES, SELECTION, FORWARD)
 
 
 PARAMETERS = {  # published, in millions; a classifier's head included
