@@ -10,7 +10,7 @@ from hf_dp.accounting.events import (
     TruncatedPoissonSampledGaussian,
     event_from_dict,
 )
-from hf_dp.accounting.ledger import RELEASE, SELECTION, TRAINING, Ledger, LedgerEntry
+from hf_dp.accounting.ledger import EARLIER, RELEASE, SELECTION, TRAINING, Ledger, LedgerEntry
 from hf_dp.accounting.record_events import (
     PublishedForwardNoise,
     RandomizedResponse,
@@ -23,6 +23,7 @@ from hf_dp.accounting.value import Epsilon, round_up
 __all__ = [
     "ACCOUNTANTS",
     "BOUNDS",
+    "EARLIER",
     "RELATIONS",
     "RELEASE",
     "SELECTION",

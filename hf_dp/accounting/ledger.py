@@ -18,6 +18,7 @@ from hf_dp.errors import LedgerError, UnsupportedEventError
 
 TRAINING = "training"
 SELECTION = "selection"
+EARLIER = "earlier run"  # on the same rows: what made the base, say
 RELEASE = "release"  # of representations or labels, once, before the first step
 
 

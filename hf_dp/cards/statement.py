@@ -16,6 +16,7 @@ from hf_dp import _validate
 from hf_dp.accounting import (
     ACCOUNTANTS,
     BOUNDS,
+    EARLIER,
     RELEASE,
     SELECTION,
     TRAINING,
@@ -269,6 +270,8 @@ class PrivacyStatement:
         chosen = sum(row["steps"] for row in self.mechanisms if row["purpose"] == SELECTION)
         if chosen:
             ran = f"{chosen} noisy release{'s' * (chosen > 1)} to choose what trains, {ran}"
+        if any(row["purpose"] == EARLIER for row in self.mechanisms):
+            ran = f"what earlier runs released of the same rows, {ran}"
         end = ""
         if self.status == PROVEN_WEIGHTS_ONLY:
             what = "The released weights alone"
@@ -290,7 +293,7 @@ class PrivacyStatement:
     @property
     def mechanism_name(self) -> str:
         """Short name of the mechanism."""
-        types = {row["type"] for row in self.mechanisms}
+        types = {row["type"] for row in self.mechanisms if row["purpose"] != EARLIER}
         if self.facts.privacy_mode == "dp_sgd":
             return "DP-SGD"
         if self.status == NOT_ESTABLISHED:

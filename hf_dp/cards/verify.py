@@ -11,7 +11,7 @@ from typing import Any
 
 from hf_dp._validate import non_negative
 from hf_dp._version import __version__
-from hf_dp.accounting import RELEASE, SELECTION, TRAINING, LedgerEntry
+from hf_dp.accounting import EARLIER, RELEASE, SELECTION, TRAINING, LedgerEntry
 from hf_dp.cards.document import PrivacyRecord
 from hf_dp.cards.statement import PrivacyStatement, RunFacts
 from hf_dp.errors import InvalidArgumentError
@@ -56,6 +56,8 @@ def disagreements(record: PrivacyRecord) -> list[str]:
 def _planned(entry: LedgerEntry, plan: PrivacyPlan) -> bool:
     if entry.purpose == SELECTION:
         return plan.selection is not None and entry.event == plan.selection.event(entry.event.steps)
+    if entry.purpose == EARLIER:
+        return True  # what was named; nothing here can tell whether all was
     if entry.purpose == RELEASE:
         return entry.event in plan.releases_before()
     return entry.purpose == TRAINING and plan.releases_each_step and entry.event == plan.event(entry.event.steps)

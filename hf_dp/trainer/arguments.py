@@ -92,6 +92,10 @@ class DPTrainingArguments(ForwardArguments, TrainingArguments):
             Whether `max_grad_norm` above 0 is meant: it clips the noised gradient, which costs no privacy, but is
             easily taken for the per-example clip.
 
+        earlier_runs (`list[str]`, *optional*, defaults to `[]`):
+            Folders (or `privacy.json` files) of earlier private runs on the same rows, for example the one that made the
+            base: what they released is put into this run's ledger and paid from the same target.
+
     > Parameters that control what leaves the run
 
         release (`list[str]`, *optional*, defaults to `[]`):
@@ -207,6 +211,13 @@ class DPTrainingArguments(ForwardArguments, TrainingArguments):
     clip_noised_gradient: bool = field(
         default=False,
         metadata={"help": "Whether max_grad_norm above 0 is meant: it clips the gradient after noise."},
+    )
+
+    earlier_runs: list[str] = field(
+        default_factory=list,
+        metadata={
+            "help": "Folders of earlier private runs on the same rows: their releases count in this run's ledger and target."
+        },
     )
 
     # --- what leaves the run ---
@@ -353,6 +364,7 @@ class DPTrainingArguments(ForwardArguments, TrainingArguments):
             self._try(problems, "clipping_strategy", one_of, STRATEGIES)
         if self.max_tokens_per_physical_batch is not None:
             self._try(problems, "max_tokens_per_physical_batch", integer, 1, "Leave it unset for no limit.")
+        self._try(problems, "earlier_runs", _list_of_paths)
         self._try(problems, "max_grad_norm", non_negative, "Use 0 to switch it off.")
         self._try(problems, "clip_noised_gradient", _true_or_false)
         if problems.keys() & {"max_grad_norm", "clip_noised_gradient"}:
@@ -444,6 +456,12 @@ def _list_of_names(name: str, value: object, known: tuple[str, ...]) -> list[str
     if not isinstance(value, (list, tuple)):
         raise invalid(name, value, f"to be a list of names among {list(known)}", "Leave it empty to release nothing.")
     return [one_of(name, item, known, "Leave it empty to release nothing.") for item in value]
+
+
+def _list_of_paths(name: str, value: object) -> list[str]:
+    if not isinstance(value, (list, tuple)) or not all(isinstance(path, str) for path in value):
+        raise invalid(name, value, "to be a list of folders", "Leave it empty where the rows were never used.")
+    return list(value)
 
 
 def _own_fields() -> list[dataclasses.Field[typing.Any]]:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import copy
 
 from hf_dp._validate import invalid
-from hf_dp.accounting import epsilon
+from hf_dp.accounting import EARLIER, LedgerEntry, epsilon
+from hf_dp.cards.document import read
 from hf_dp.forward_plan import PRIVATE_ENCODER
 from hf_dp.plan import PrivacyPlan
 from hf_dp.trainer.arguments import DPTrainingArguments
@@ -31,6 +32,7 @@ def plan_of(
 ) -> PrivacyPlan:
     """The plan for these arguments; an accountant that cannot describe it refuses here, not after the training."""
     forward = args.forward_plan(num_classes)
+    spent = tuple(entry.event for entry in earlier_entries(args, num_examples))
     only_rows = forward is not None and forward.variant != PRIVATE_ENCODER
     plan = PrivacyPlan.create(
         num_examples=num_examples,
@@ -42,10 +44,33 @@ def plan_of(
         noise_multiplier=args.noise_multiplier,
         target_delta=args.target_delta,
         accountant=args.accountant or "pld",
+        prior_events=spent,
         forward=forward,
         clipping=args.clipping,
         max_batch_size=args.max_logical_batch_size,
         selection=None if choice is None else choice.plan(args.per_example_max_grad_norm),
     )
-    epsilon(plan.events(), plan.delta, plan.accountant)
+    epsilon((*spent, *plan.events()), plan.delta, plan.accountant)
     return plan
+
+
+def earlier_entries(args: DPTrainingArguments, num_examples: int) -> list[LedgerEntry]:
+    """What the ``earlier_runs`` released of these rows.
+
+    Raises: LedgerError for a file that cannot be read; InvalidArgumentError for a run on another number of rows, or whose
+        randomness can be reproduced.
+    """
+    entries = []
+    for path in args.earlier_runs:
+        record = read(path)
+        if record.plan.num_examples != num_examples:
+            raise invalid(
+                "earlier_runs",
+                path,
+                f"to be a run on the same {num_examples} rows, not on {record.plan.num_examples}",
+                "A run on other rows costs these nothing: leave it out.",
+            )
+        if record.insecure_seed:
+            raise invalid("earlier_runs", path, "to be private", "Its noise came from a fixed seed (insecure_seed).")
+        entries += [LedgerEntry(entry.event, EARLIER) for entry in record.ledger.entries]
+    return entries

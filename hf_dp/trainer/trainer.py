@@ -7,7 +7,7 @@ step does is on one screen: :meth:`DPTrainer.training_step`.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from transformers.trainer_utils import SaveStrategy, TrainOutput
 from transformers.utils import logging
 
 from hf_dp._validate import invalid
-from hf_dp.accounting import Epsilon, Ledger
+from hf_dp.accounting import Epsilon, Ledger, LedgerEntry
 from hf_dp.cards.card import render_card
 from hf_dp.cards.provenance import seen_in_pretraining
 from hf_dp.cards.statement import PrivacyStatement, RunFacts
@@ -44,7 +44,7 @@ from hf_dp.trainer.choice import Choice, choice_of
 from hf_dp.trainer.dataloader import private_dataloader
 from hf_dp.trainer.facts import card_details, earlier_run, pretraining_sources, run_facts
 from hf_dp.trainer.forward_arguments import DP_FP
-from hf_dp.trainer.from_arguments import own_copy, plan_of
+from hf_dp.trainer.from_arguments import earlier_entries, own_copy, plan_of
 from hf_dp.trainer.loading import apply_peft, load_model
 from hf_dp.trainer.modes import mode_of
 from hf_dp.trainer.run_ledger import RunLedger, checkpoint_of, refuse_foreign_ledger
@@ -77,6 +77,7 @@ class DPTrainer(Trainer):
     base_model_name: str | None
     _run: RunLedger | None
     _evaluation: dict[str, float]
+    _earlier: Sequence[LedgerEntry] = ()
 
     def __init__(
         self,
@@ -105,6 +106,7 @@ class DPTrainer(Trainer):
                 model = load_model(model) if isinstance(model, str) else model
                 classes = getattr(getattr(model, "config", None), "num_labels", None)
                 self.privacy_plan = plan_of(args, check_train_dataset(train_dataset), choice, classes)
+                self._earlier = earlier_entries(args, self.privacy_plan.num_examples)
                 args.max_steps = self.privacy_plan.steps
         if model_init is not None and args.privacy_mode == DP_FP:
             raise invalid(
@@ -274,14 +276,17 @@ class DPTrainer(Trainer):
                 ", ".join(seen),
                 self.dataset_name,
             )
-        if checkpoint is None and (earlier := earlier_run(self.model)):
+        if checkpoint is None and not self.args.earlier_runs and (earlier := earlier_run(self.model)):
             logger.warning(
                 "The base model is the result of a private run (%s). If that was on the same rows, both runs count together, "
-                "and this run's statement covers this run alone: compose their ledgers (hf_dp.accounting.epsilon).",
+                "and this run's statement covers this run alone: name it in `earlier_runs`.",
                 earlier,
             )
         try:
             run.open()
+            if not len(run.ledger):
+                for entry in self._earlier:
+                    run.append(entry.event, entry.purpose)
             self.choice.start(self, checkpoint)
             self._mode.start(self, checkpoint)
             output = super().train(resume_from_checkpoint, *args, **kwargs)

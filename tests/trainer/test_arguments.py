@@ -150,6 +150,8 @@ REFUSALS = [
     (PUBLIC | {"privacy_unit": "user"}, r"`privacy_unit` to be left.*Remove it"),
     (PUBLIC | {"neighboring_relation": "add_remove"}, r"`neighboring_relation` to be left.*Remove it"),
     (PUBLIC | {"clip_noised_gradient": True}, r"`clip_noised_gradient` to be left at False.*Remove it"),
+    ({"earlier_runs": "outputs/first"}, r"`earlier_runs` to be a list of folders, got 'outputs/first'"),
+    (PUBLIC | {"earlier_runs": ["a"]}, r"`earlier_runs` to be left at \[\].*Remove it"),
     (PUBLIC | {"release": ["training_loss"]}, r"`release` to be left at \[\].*Remove it"),
     (PUBLIC | {"insecure_seed": 0}, r"`insecure_seed` to be left at None.*Remove it"),
     *[

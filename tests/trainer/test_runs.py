@@ -13,8 +13,10 @@ import torch
 from peft import LoraConfig, PeftModel
 from transformers import AutoModelForSequenceClassification, EarlyStoppingCallback, TrainerCallback
 
+from hf_dp.accounting import EARLIER, epsilon
 from hf_dp.cards.document import read
-from hf_dp.errors import BudgetExceededError, LedgerError, UnsupportedArgumentError
+from hf_dp.cards.verify import disagreements
+from hf_dp.errors import BudgetExceededError, InvalidArgumentError, LedgerError, UnsupportedArgumentError
 from hf_dp.trainer.trainer import DPTrainer
 
 WITHHELD = {
@@ -417,3 +419,50 @@ def test_a_base_that_was_trained_privately_is_named(tmp_path, monkeypatch):
     said.clear()
     tiny.trainer(tmp_path / "third").train()
     assert not [text for text in said if "result of a private run" in text]
+
+
+@pytest.mark.parametrize("variant", [None, "frozen", "private_encoder"])
+def test_an_earlier_run_on_the_same_rows_is_paid_from_the_same_target(tmp_path, variant):
+    first = tiny.trainer(tmp_path / "first")
+    first.train()
+    options = {"target_epsilon": 8.0, "accountant": "rdp", "earlier_runs": [str(tmp_path / "first")]}
+    if variant is not None:
+        options |= {"privacy_mode": "dp_fp", "dp_fp_variant": variant}
+    second = tiny.trainer(tmp_path / "second", **options)
+    second.train()
+    alone = tiny.trainer(tmp_path / "alone", **{**options, "earlier_runs": []})
+    assert second.privacy_plan.noise_multiplier > alone.privacy_plan.noise_multiplier
+    assert [(entry.event, entry.purpose) for entry in second.ledger.entries][:1] == [(first.ledger.events[0], EARLIER)]
+    assert second.ledger.steps(EARLIER) == 4 and len(second.ledger) == 2
+    total = epsilon([*first.ledger.events, *second.privacy_plan.events()], second.privacy_plan.delta, "rdp")
+    assert second.epsilon() == total and 7.9 < total.value <= 8
+    assert "what earlier runs released of the same rows" in second.privacy_statement().sentence()
+    assert disagreements(read(tmp_path / "second")) == []
+    if variant == "frozen":  # (of the others nothing is left)
+        second.train()
+        assert second.ledger.steps(EARLIER) == 4  # once
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"given": {"train_dataset": tiny.dataset(50)}}, "to be a run on the same 40 rows, not on 50"),
+        ({"insecure_seed": 1}, "to be private.*Its noise came from a fixed seed"),
+        (None, "privacy.json"),
+    ],
+)
+def test_an_earlier_run_that_cannot_count_is_refused(tmp_path, change, message):
+    if change is not None:
+        tiny.trainer(tmp_path / "first", **change).train()
+    with pytest.raises((InvalidArgumentError, LedgerError), match=message):
+        tiny.trainer(tmp_path / "second", earlier_runs=[str(tmp_path / "first")])
+
+
+def test_planted_earlier_run_that_is_not_recorded_is_seen(tmp_path, monkeypatch):
+    tiny.trainer(tmp_path / "first").train()
+    second = tiny.trainer(
+        tmp_path / "second", target_epsilon=8.0, accountant="rdp", earlier_runs=[str(tmp_path / "first")]
+    )
+    monkeypatch.setattr(second, "_earlier", ())
+    second.train()
+    assert second.epsilon().value < 7.9  # what test_an_earlier_run_... would refuse
