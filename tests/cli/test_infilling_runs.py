@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 from pathlib import Path
@@ -366,3 +367,54 @@ def test_the_figures_of_a_sweep(tmp_path):
     for figure in (draw, draw_over_zero_shot):
         figure(results, str(tmp_path / "figure.png"))
         assert (tmp_path / "figure.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("axes", "kind"),
+    [
+        ({"num_micro_batches": (1, 8, 32)}, "a curve"),
+        ({"expected_batch_size": (8, 32, 128), "learning_rate": (1e-6, 5e-6)}, "a heat map"),
+        ({"peft": ("null", "lora")}, "bars"),
+    ],
+)
+def test_numbers_are_drawn_as_a_curve_or_a_heat_map(tmp_path, monkeypatch, axes, kind):
+    pytest.importorskip("matplotlib")
+    from matplotlib.axes import Axes
+
+    from hf_dp.cli.sweep import Cell
+    from hf_dp.cli.sweep_report import draw
+
+    called: list[str] = []
+    for method, name in (("errorbar", "a curve"), ("imshow", "a heat map"), ("barh", "bars")):
+        original = getattr(Axes, method)
+
+        def noted(self, *args, original=original, name=name, **kwargs):
+            called.append(name)
+            return original(self, *args, **kwargs)
+
+        monkeypatch.setattr(Axes, method, noted)
+    results = {
+        Cell(dict(zip(axes, values, strict=True)), seed, tmp_path): {"metrics": {"accuracy": 0.5 + 0.1 * seed}}
+        for values in itertools.product(*axes.values())
+        for seed in (0, 1)
+    }
+    results.pop(next(iter(results)))  # one is not done yet
+    draw(results, str(tmp_path / "figure.png"))
+    assert kind in called and (tmp_path / "figure.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_sweep_with_published_dp_fp_claims_nothing_for_all_together(tmp_path):
+    import tiny
+
+    from hf_dp.cli.sweep import Cell
+    from hf_dp.cli.sweep_report import spent_together, table
+
+    cells = []
+    for name, options in (("a", {}), ("b", {"privacy_mode": "dp_fp"})):
+        trainer = tiny.trainer(tmp_path / name / "run1", **options)
+        trainer.train()
+        cells.append(Cell({"mode": name}, 0, tmp_path / name))
+    assert "no differential privacy guarantee is established for any of them" in spent_together(cells)
+    assert "all 1 private runs together: epsilon" in spent_together(cells[:1])
+    results = {cells[1]: {"metrics": {"accuracy": 0.5}, "epsilon": None, "status": trainer.privacy_statement().status}}
+    assert table(results) == "mode=b: accuracy 0.5000; as published, not established"
