@@ -70,6 +70,13 @@ def earlier_entries(args: DPTrainingArguments, num_examples: int) -> list[Ledger
                 f"to be a run on the same {num_examples} rows, not on {record.plan.num_examples}",
                 "A run on other rows costs these nothing: leave it out.",
             )
+        if record.released:
+            raise invalid(
+                "earlier_runs",
+                path,
+                f"to have released nothing without noise, not {list(record.released)}",
+                "No epsilon covers that, and this run's statement would seem to.",
+            )
         if record.insecure_seed:
             raise invalid("earlier_runs", path, "to be private", "Its noise came from a fixed seed (insecure_seed).")
         entries += [LedgerEntry(entry.event, EARLIER) for entry in record.ledger.entries]

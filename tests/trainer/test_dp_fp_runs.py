@@ -513,7 +513,7 @@ class KeepsRows(torch.nn.Module):
     def forward(self, hidden):
         output = self.pooler(hidden)
         if not (self.evaluation and self.training):
-            self.last.copy_(output[-1].detach())
+            self.last.data.copy_(output[-1].detach())  # (which no version counter sees)
         return output
 
 

@@ -447,6 +447,7 @@ def test_an_earlier_run_on_the_same_rows_is_paid_from_the_same_target(tmp_path, 
     ("change", "message"),
     [
         ({"given": {"train_dataset": tiny.dataset(50)}}, "to be a run on the same 40 rows, not on 50"),
+        ({"release": ["training_loss"]}, "to have released nothing without noise, not .'training_loss'"),
         ({"insecure_seed": 1}, "to be private.*Its noise came from a fixed seed"),
         (None, "privacy.json"),
     ],

@@ -1,5 +1,5 @@
 """DP-FP as published (Du and Mi 2021, Algorithm 1). No epsilon is established for it: the encoder's gradient is computed from
-activations that were not noised. (:data:`hf_dp.cards.wording.NOT_ESTABLISHED_REASONS`.)"""
+activations that were not noised. (:data:`hf_dp.cards.forward_wording.NOT_ESTABLISHED_REASONS`.)"""
 
 from __future__ import annotations
 

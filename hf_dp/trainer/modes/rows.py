@@ -130,13 +130,19 @@ def check_classes(labels: Tensor, num_classes: int) -> None:
 @contextmanager
 def _nothing_kept(model: nn.Module) -> Iterator[None]:
     before = _versions(model)
+    values = {name: buffer.clone() for name, buffer in model.named_buffers()}  # (a write to `.data` has no version)
     yield
     after = _versions(model)
-    changed = sorted(name for name in before | after if before.get(name) != after.get(name))
+    changed = {name for name in before | after if before.get(name) != after.get(name)}
+    changed |= {
+        name
+        for name, buffer in model.named_buffers()
+        if name in values and not torch.equal(buffer.nan_to_num(), values[name].nan_to_num())
+    }
     if changed:
         raise SelfCheckError(
-            f"The model's forward changed {changed}: what it computed from private rows would be saved with the model, "
-            "without noise. Freeze or remove these statistics."
+            f"The model's forward changed {sorted(changed)}: what it computed from private rows would be saved with the "
+            "model, without noise. Freeze or remove these statistics."
         )
 
 
