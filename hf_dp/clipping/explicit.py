@@ -1,7 +1,7 @@
 """One example's gradient at a time: formed, used and dropped.
 
-For what has no Gram form: 1-norms (DP-FROST), norms of single entries (PVAL). The numbers that were measured are the numbers
-that are added, so no rounding of another summation order comes between norm and sum.
+For what has no Gram form: 1-norms (DP-FROST). The numbers that were measured are the numbers that are added, so no rounding of
+another summation order comes between norm and sum.
 """
 
 from __future__ import annotations
@@ -19,7 +19,9 @@ def explicit(uses: Sequence[Use], parameter: nn.Parameter, index: int) -> tuple[
     dtype = accumulation_dtype(parameter.dtype)
     first, *others = uses
     if isinstance(first, Lookups) and not others:
-        return first.example_rows(index, dtype)
+        here = slice(index, index + 1)
+        _, rows, values = Lookups(first.tokens[here], first.grads[here]).rows(dtype)
+        return rows, values
     gradient = first.example_gradient(index, parameter.shape, dtype)
     for use in others:
         gradient = gradient + use.example_gradient(index, parameter.shape, dtype)

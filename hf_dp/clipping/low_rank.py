@@ -100,13 +100,9 @@ def _project(uses: Sequence[Use], carriers: Carriers, shape: torch.Size) -> tupl
             lefts.append(torch.bmm(left.mT, right @ carriers.right.mT.to(dtype)))
             rights.append(torch.bmm((left @ carriers.left.to(dtype)).mT, right))
         else:
-            gradients = use.gradients if isinstance(use, Dense) else _explicit(use, shape)
+            every = slice(0, shape[0])
+            gradients = use.gradients if isinstance(use, Dense) else use.block(slice(None), every, torch.float32)
             dtype = accumulation_dtype(gradients.dtype)
             lefts.append(gradients.to(dtype) @ carriers.right.mT.to(dtype))
             rights.append(carriers.left.mT.to(dtype) @ gradients.to(dtype))
     return Dense(torch.stack(lefts).sum(0)), Dense(torch.stack(rights).sum(0))
-
-
-def _explicit(use: Use, shape: torch.Size) -> Tensor:
-    count = len(use.fingerprint())
-    return torch.stack([use.example_gradient(index, shape, torch.float32) for index in range(count)])

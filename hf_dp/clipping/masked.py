@@ -1,24 +1,33 @@
-"""Clipping where only some entries of each parameter train (PVAL, PARAM: DP-FROST, section 5)."""
+"""Clipping where only some entries of each parameter train (PVAL, PARAM: DP-FROST, section 5).
+
+A mask is the same for all examples, so the sum of the masked gradients is the masked sum of the gradients: only the norms
+are others. Those have no Gram form (the mask stands between the factors), so each example's gradient is formed once, in
+blocks that stay in the processor's cache, squared and dropped.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
 
 from hf_dp._validate import invalid, one_of
 from hf_dp.clipping.engine import ClippingEngine
-from hf_dp.clipping.explicit import accumulate, explicit, representable
+from hf_dp.clipping.norms import ExampleNorms
 from hf_dp.clipping.step import ClippedStep
-from hf_dp.clipping.uses import full_precision
-from hf_dp.clipping.weights import clipping_weights
+from hf_dp.clipping.uses import Lookups, Norms, Use, full_precision, squared_norms
 
 CLIPPINGS = ("flat", "automatic")
+
+# Numbers of gradients that are held at once: one MiB, so that they stay in a core's cache, or what fills a GPU.
+_BLOCK = {"cpu": 2**18, "cuda": 2**26}
 
 
 class MaskedEngine(ClippingEngine):
     """As :class:`ClippingEngine` for the entries that a mask keeps: norms over those alone, sums zero elsewhere.
+
+    An example is removed, as there, when its gradient is not finite, entries that do not train included.
 
     Args:
         masks: by parameter name, True where an entry trains, of the parameter's shape; a parameter without one trains whole.
@@ -38,32 +47,72 @@ class MaskedEngine(ClippingEngine):
             if parameter is None or parameter.shape != mask.shape:
                 self.__exit__()
                 raise invalid("masks", name, "to be of a trainable parameter, and of its shape")
-        self._kept = {parameter: self.masks.get(name) for name, parameter in self._parameters.items()}
+        self._masked = {self._parameters[name]: mask for name, mask in self.masks.items()}
         return self
+
+    def collect(self) -> dict[str, Tensor]:
+        sums = super().collect()
+        for name, mask in self.masks.items():
+            sums[name].masked_fill_(~mask, 0)  # not a product: where nothing is clipped a sum may be infinite
+        return sums
 
     def _take(self, step: ClippedStep, losses: Tensor) -> Tensor:
         uses = step.records(losses)
-        with torch.no_grad(), full_precision():
-            squared = torch.zeros(len(losses), dtype=torch.float64, device=losses.device)
-            for parameter, of_parameter in uses.items():
-                for index in range(len(losses)):
-                    _, values = self._masked(parameter, *explicit(of_parameter, parameter, index))
-                    squared[index] += values.square().sum(dtype=torch.float64)
-            norms = squared.sqrt()
-            (weights,) = clipping_weights(self.clipping, norms[None], self.clipping_norm)
-            weights = representable(weights)
-            step.adding = True
-            for parameter in list(uses):
-                of_parameter = uses.pop(parameter)
-                for index in (weights > 0).nonzero().flatten().tolist():
-                    rows, values = self._masked(parameter, *explicit(of_parameter, parameter, index))
-                    accumulate(self._sums, parameter, rows, values * float(weights[index]))
-        return norms.to(losses.dtype)
+        table = ExampleNorms(step.groups, len(losses))
+        for parameter, of_parameter in uses.items():
+            if parameter in self._masked:
+                table.put(parameter, masked_norms(of_parameter, self._masked[parameter]))
+            else:
+                table.add(parameter, of_parameter)
+        table.settle({parameter: uses[parameter] for parameter in uses if parameter not in self._masked})
+        decision = step.decide(table)
+        for parameter in list(uses):
+            for use in uses.pop(parameter):
+                step.add(parameter, use, decision)
+        return decision.norms
 
-    def _masked(self, parameter: nn.Parameter, rows: Tensor | None, values: Tensor) -> tuple[Tensor | None, Tensor]:
-        mask = self._kept[parameter]
-        if mask is None:
-            return rows, values
-        # `where`, not a product: an infinite gradient of an entry that does not train is not this example's norm.
-        mask = mask if rows is None else mask.view(len(parameter), -1)[rows]
-        return rows, torch.where(mask, values, torch.zeros((), dtype=values.dtype, device=values.device))
+
+@torch.no_grad()
+@full_precision()
+def masked_norms(uses: Sequence[Use], mask: Tensor) -> Norms:
+    """Norms of the entries of one parameter's gradient that ``mask``, of its shape, keeps.
+
+    Explicit, so that nothing cancels: the error is that of the last rounding. The slack is that of the whole sum, of which the
+    masked one is a part.
+    """
+    slack = torch.stack([use.slack() for use in uses]).sum(0)
+    squared = torch.zeros(len(slack), dtype=torch.float64, device=slack.device)
+    for examples, masked in _parts(uses, mask.reshape(mask.shape[:1].numel(), mask.shape[1:].numel()), slack):
+        squared.index_add_(0, examples, squared_norms(masked.flatten(1)).double())
+    squared = squared.to(slack.dtype)
+    return Norms(squared, 4 * torch.finfo(slack.dtype).eps * squared, slack)
+
+
+def _parts(uses: Sequence[Use], mask: Tensor, of_examples: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """Which examples (k,), and a part of their masked gradients (k, ...); together all that is not zero.
+
+    Masked by a product, which a `where` would take several times as long as: infinite times zero is NaN, and removes the
+    example.
+
+    Args: mask: (m, n). of_examples: (b,), whose dtype and device the parts take.
+    """
+    dtype, device, b = of_examples.dtype, of_examples.device, len(of_examples)
+    first, *others = uses
+    if isinstance(first, Lookups) and not others:
+        examples, rows_found, values = first.rows(dtype)
+        yield examples, values.mul_(mask[rows_found])
+        return
+    height, width = mask.shape
+    numbers = _BLOCK.get(device.type, _BLOCK["cpu"])
+    rows = max(1, min(height, numbers // width))
+    together = max(1, numbers // (rows * width))
+    for top in range(0, height, rows):
+        part = slice(top, min(top + rows, height))
+        kept = mask[part].to(dtype)
+        for start in range(0, b, together):
+            examples = torch.arange(start, min(start + together, b), device=device)
+            here = slice(start, start + len(examples))
+            gradients = first.block(here, part, dtype)
+            for use in others:
+                gradients = gradients + use.block(here, part, dtype)
+            yield examples, gradients * kept

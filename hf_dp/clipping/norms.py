@@ -37,7 +37,11 @@ class ExampleNorms:
     @full_precision()
     def add(self, parameter: nn.Parameter, uses: Sequence[Use]) -> None:
         """Note a parameter, given all its uses."""
-        self._rows[parameter] = norms_of(uses, self._grams)
+        self.put(parameter, norms_of(uses, self._grams))
+
+    def put(self, parameter: nn.Parameter, norms: Norms) -> None:
+        """Note a parameter whose norms were computed elsewhere."""
+        self._rows[parameter] = norms
 
     @torch.no_grad()
     @full_precision()

@@ -84,8 +84,19 @@ class Use(ABC):
         """``total + sum_i weights[i] * G_i``, of this shape, in place where there is a total."""
 
     @abstractmethod
+    def slack(self) -> Tensor:
+        """The bound on the rounding of the weighted sum that :class:`Norms` holds, alone; (b,)."""
+
+    @abstractmethod
+    def block(self, examples: slice, rows: slice, dtype: torch.dtype) -> Tensor:
+        """Some rows of some examples' gradients, explicitly: (examples, rows, n), n the parameter's trailing dimensions.
+
+        Args: examples, rows: with start and stop inside the range.
+        """
+
     def example_gradient(self, index: int, shape: torch.Size, dtype: torch.dtype = torch.float64) -> Tensor:
         """``G_index`` of this shape, explicitly; in float64 the slow, cancellation-free form."""
+        return self.block(slice(index, index + 1), slice(0, shape[0] if shape else 1), dtype).view(shape)
 
     @abstractmethod
     def fingerprint(self) -> Tensor:
@@ -141,8 +152,15 @@ class OuterProducts(Use):
         total.view(len(left), -1).addmm_(left, right)
         return total
 
-    def example_gradient(self, index: int, shape: torch.Size, dtype: torch.dtype = torch.float64) -> Tensor:
-        return (self.left[index].to(dtype).mT @ self.right[index].to(dtype)).view(shape)
+    def slack(self) -> Tensor:
+        dtype = accumulation_dtype(self.left.dtype)
+        left, right = (torch.linalg.vector_norm(records, dim=2, dtype=dtype) for records in (self.left, self.right))
+        return _ROUNDING * torch.finfo(dtype).eps * left.mul_(right).sum(1)
+
+    def block(self, examples: slice, rows: slice, dtype: torch.dtype) -> Tensor:
+        left, right = self.left[examples, :, rows].to(dtype).mT, self.right[examples].to(dtype)
+        # Of one, transposed and with gaps, the product of batches took more than twice as long as the single one.
+        return torch.mm(left[0], right[0])[None] if len(left) == 1 else torch.bmm(left, right)
 
     def fingerprint(self) -> Tensor:
         return torch.linalg.vector_norm(self.left, dim=(1, 2)) * torch.linalg.vector_norm(self.right, dim=(1, 2))
@@ -226,20 +244,27 @@ class Lookups(Use):
 
     def norms(self, grams: Grams | None = None) -> Norms:
         dtype = accumulation_dtype(self.grads.dtype)
-        b, length = self.tokens.shape
         # Sum the gradients of equal tokens of one example first, then square: O(b T n) and nothing cancels afterwards.
+        example, _, sums = self.rows(torch.float64)
+        squared = torch.zeros(len(self.tokens), dtype=torch.float64, device=self.grads.device)
+        squared = squared.index_add_(0, example, sums.square().sum(-1)).to(dtype)
+        return Norms(squared, 4 * torch.finfo(dtype).eps * squared, self.slack())
+
+    def rows(self, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+        """The rows of all ``G_i`` that were looked up: of which example (r,), which row (r,), and its values (r, n)."""
         stride = int(self.tokens.max()) + 1 if self.tokens.numel() else 1
-        example = torch.arange(b, device=self.tokens.device)[:, None]
-        rows, row_of = torch.unique((self.tokens + example * stride).flatten(), return_inverse=True)
-        sums = torch.zeros(len(rows), self.grads.shape[2], dtype=torch.float64, device=self.grads.device)
-        sums.index_add_(0, row_of, self.grads.flatten(0, 1).double())
-        in_full = torch.zeros(b, dtype=torch.float64, device=self.grads.device)
-        in_full.index_add_(0, rows // stride, sums.square().sum(-1))
-        squared = in_full.to(dtype)
+        example = torch.arange(len(self.tokens), device=self.tokens.device)[:, None]
+        found, row_of = torch.unique((self.tokens + example * stride).flatten(), return_inverse=True)
+        values = torch.zeros(len(found), self.grads.shape[2], dtype=dtype, device=self.grads.device)
+        values.index_add_(0, row_of, self.grads.flatten(0, 1).to(dtype))
+        return found // stride, found % stride, values
+
+    def slack(self) -> Tensor:
         # The norm is exact to its last rounding; the sum over positions in float32 is not:
         # sum_t |grad_t| <= sqrt(T sum_t |grad_t|^2)
-        slack = _ROUNDING * torch.finfo(dtype).eps * self.grads.to(dtype).square().sum((1, 2)).mul(length).sqrt()
-        return Norms(squared, 4 * torch.finfo(dtype).eps * squared, slack)
+        dtype = accumulation_dtype(self.grads.dtype)
+        squares = self.grads.to(dtype).square().sum((1, 2))
+        return _ROUNDING * torch.finfo(dtype).eps * squares.mul(self.tokens.shape[1]).sqrt()
 
     def add_weighted_sum(self, total: Tensor | None, shape: torch.Size, weights: Tensor) -> Tensor:
         dtype = accumulation_dtype(self.grads.dtype)
@@ -248,16 +273,14 @@ class Lookups(Use):
         total.view(len(total), -1).index_add_(0, self.tokens.flatten(), weighted.flatten(0, 1))
         return total
 
-    def example_gradient(self, index: int, shape: torch.Size, dtype: torch.dtype = torch.float64) -> Tensor:
-        gradient = torch.zeros(shape, dtype=dtype, device=self.grads.device)
-        gradient.view(len(gradient), -1).index_add_(0, self.tokens[index], self.grads[index].to(dtype))
-        return gradient
-
-    def example_rows(self, index: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """``G_index`` as the rows that are not zero: which ones (r,), and them (r, n)."""
-        rows, row_of = torch.unique(self.tokens[index], return_inverse=True)
-        values = torch.zeros(len(rows), self.grads.shape[2], dtype=dtype, device=self.grads.device)
-        return rows, values.index_add_(0, row_of, self.grads[index].to(dtype))
+    def block(self, examples: slice, rows: slice, dtype: torch.dtype) -> Tensor:
+        tokens, grads = self.tokens[examples], self.grads[examples].to(dtype)
+        height = rows.stop - rows.start
+        inside = (tokens >= rows.start) & (tokens < rows.stop)
+        example = torch.arange(len(tokens), device=tokens.device)[:, None].expand_as(tokens)
+        block = torch.zeros(len(tokens) * height, grads.shape[2], dtype=dtype, device=grads.device)
+        block.index_add_(0, (tokens - rows.start + example * height)[inside], grads[inside])
+        return block.view(len(tokens), height, -1)
 
     def fingerprint(self) -> Tensor:
         return torch.linalg.vector_norm(self.grads, dim=(1, 2))
@@ -281,7 +304,7 @@ class Dense(Use):
 
     def norms(self, grams: Grams | None = None) -> Norms:
         squared = squared_norms(self.gradients.flatten(1))
-        return Norms(squared, torch.zeros_like(squared), torch.zeros_like(squared))
+        return Norms(squared, torch.zeros_like(squared), self.slack())
 
     def add_weighted_sum(self, total: Tensor | None, shape: torch.Size, weights: Tensor) -> Tensor:
         dtype = accumulation_dtype(self.gradients.dtype)
@@ -291,8 +314,14 @@ class Dense(Use):
         total.view(-1).addmv_(flat.mT, weights)
         return total
 
-    def example_gradient(self, index: int, shape: torch.Size, dtype: torch.dtype = torch.float64) -> Tensor:
-        return self.gradients[index].to(dtype)
+    def slack(self) -> Tensor:
+        dtype = accumulation_dtype(self.gradients.dtype)
+        return torch.zeros(len(self.gradients), dtype=dtype, device=self.gradients.device)
+
+    def block(self, examples: slice, rows: slice, dtype: torch.dtype) -> Tensor:
+        gradients = self.gradients[examples]
+        height = gradients.shape[1] if gradients.dim() > 1 else 1
+        return gradients.view(len(gradients), height, -1)[:, rows].to(dtype)
 
     def fingerprint(self) -> Tensor:
         return torch.linalg.vector_norm(self.gradients.flatten(1), dim=1)

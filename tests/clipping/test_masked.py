@@ -6,7 +6,10 @@ import pytest
 import torch
 from architectures import ARCHITECTURES, INFILLING, assert_equal, clip, collate, single, together
 
-from hf_dp.clipping.masked import MaskedEngine
+from hf_dp.clipping import masked
+from hf_dp.clipping.masked import MaskedEngine, masked_norms
+from hf_dp.clipping.step import ClippedStep
+from hf_dp.clipping.uses import Dense, Lookups, OuterProducts
 from hf_dp.errors import InvalidArgumentError
 
 LENGTHS = (5, 1, 3, 6)
@@ -53,19 +56,68 @@ def test_norms_are_of_the_kept_entries_alone():
     assert bool((whole.norms > 1.2 * expected.norms).all())
 
 
-def test_an_infinite_gradient_outside_the_mask_does_not_count():
-    """Zero times infinity is NaN: the mask has to be a `where`."""
-    _, model, masks, _ = built("bert")
-    name = "bert.embeddings.word_embeddings.weight"
-    with MaskedEngine(model, masks, 1.0) as engine:
-        parameter, mask = dict(model.named_parameters())[name], masks[name]
-        values = torch.full(parameter.shape, torch.inf, dtype=torch.float64)
-        values[mask] = 1.0
-        _, kept = engine._masked(parameter, None, values)
-        assert torch.equal(kept, mask.double())
-        rows = torch.tensor([4, 4, 9])
-        _, kept = engine._masked(parameter, rows, values[rows])
-        assert torch.equal(kept, mask[rows].double())
+@pytest.mark.parametrize("numbers", [1, 7, 40])
+@pytest.mark.parametrize("name", ["bert", "gpt2_tied"])
+def test_the_size_of_the_blocks_does_not_matter(name, numbers, monkeypatch):
+    monkeypatch.setitem(masked._BLOCK, "cpu", numbers)
+    test_equals_the_loop(name)
+
+
+@pytest.mark.parametrize("forms", ["outer", "lookups", "dense", "outer outer", "outer lookups", "dense outer lookups"])
+def test_norms_of_every_mix_of_uses(forms):
+    generator = torch.Generator().manual_seed(3)
+    b, length, m, n = 3, 4, 6, 5
+
+    def draw(*shape):
+        return torch.randn(shape, generator=generator, dtype=torch.float64)
+
+    made = {
+        "outer": lambda: OuterProducts(draw(b, length, m), draw(b, length, n)),
+        "lookups": lambda: Lookups(torch.randint(m, (b, length), generator=generator), draw(b, length, n)),
+        "dense": lambda: Dense(draw(b, m, n)),
+    }
+    uses = [made[form]() for form in forms.split()]
+    mask = torch.rand((m, n), generator=generator) < 0.4
+    gradients = torch.stack([sum(use.example_gradient(i, mask.shape) for use in uses) for i in range(b)])
+    assert torch.allclose(masked_norms(uses, mask).squared, (gradients * mask).square().sum((1, 2)), rtol=1e-12)
+
+
+def test_cancelling_uses_are_not_taken_for_small():
+    """In float32 the sum's rounding is larger than the gradient that is left: the slack covers it."""
+    left, right = torch.full((1, 1, 4), 1e4), torch.full((1, 1, 4), 1.0)
+    uses = [OuterProducts(left, right), OuterProducts(-left * (1 + 2**-23), right)]
+    found = masked_norms(uses, torch.eye(4, dtype=torch.bool))
+    rounding = (left * 2**-23).norm() * right.norm()
+    assert float(found.squared.sqrt() + found.slack) >= float(rounding)
+
+
+@pytest.mark.parametrize("value", [torch.inf, torch.nan])
+def test_an_infinite_entry_removes_the_example_also_where_it_is_masked(value):
+    model = torch.nn.LayerNorm(4, bias=False)
+    mask = torch.tensor([True, False, True, True])
+    gradients = torch.tensor([[1.0, 7.0, 2.0, 2.0], [1.0, value, 1.0, 1.0]])
+    with MaskedEngine(model, {"weight": mask}, 6.0) as engine:
+        step = ClippedStep(engine._tape, engine._groups, "flat", 6.0, engine._sums, lambda: None)
+        step.records = lambda losses: {model.weight: [Dense(gradients)]}
+        norms = engine._take(step, torch.zeros(2))
+        sums = engine.collect()["weight"]
+    assert norms.tolist() == [3.0, torch.inf]
+    assert sums.tolist() == [1.0, 0.0, 2.0, 2.0]
+
+
+def test_sums_that_do_not_train_may_overflow():
+    """They are not clipped: zero times infinity would be NaN."""
+    model = torch.nn.LayerNorm(2, bias=False)
+    with MaskedEngine(model, {"weight": torch.tensor([True, False])}, 6.0) as engine:
+        engine._sums[model.weight] = torch.tensor([1.0, torch.inf])
+        assert engine.collect()["weight"].tolist() == [1.0, 0.0]
+
+
+def test_an_infinite_factor_of_an_outer_product_removes_the_example():
+    left, right = torch.ones(2, 1, 3), torch.ones(2, 1, 2)
+    left[1, 0, 2] = torch.inf
+    found = masked_norms([OuterProducts(left, right)], torch.tensor([[True, True], [True, True], [False, False]]))
+    assert torch.isfinite(found.squared + found.slack).tolist() == [True, False]
 
 
 def test_automatic_clipping():
