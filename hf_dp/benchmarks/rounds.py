@@ -1,8 +1,9 @@
 """Interleaved timings, and the one statistic taken from them.
 
 A shared machine speeds up and slows down by more than the differences that matter, over seconds. So modes take turns step by
-step, a round sums several turns of each, and only times of the same round are divided by each other; the order rotates, so
-that no mode always runs first.
+step, a round takes the median of several turns of each (a step that lost its processor to someone else does not count, what a
+mode does in every step does), and only times of the same round are divided by each other; the order rotates, so that no mode
+always runs first.
 """
 
 from __future__ import annotations
@@ -44,19 +45,19 @@ def interleave(
     log: Callable[[str], None] = lambda line: None,
     repeats: int = 1,
 ) -> list[Round]:
-    """``rounds`` times the mean seconds of every timer over ``repeats`` turns, each turn starting with the next timer.
+    """``rounds`` times the median seconds of every timer over ``repeats`` turns, each turn starting with the next timer.
 
     ``log`` hears of every round.
     """
     names = list(timers)
     results = []
     for r in range(rounds):
-        seconds = dict.fromkeys(names, 0.0)
+        seconds: dict[str, list[float]] = {name: [] for name in names}
         for turn in range(r * repeats, (r + 1) * repeats):
             first = turn % len(names)
             for name in names[first:] + names[:first]:
-                seconds[name] += timers[name]() / repeats
-        results.append(seconds)
+                seconds[name].append(timers[name]())
+        results.append({name: statistics.median(each) for name, each in seconds.items()})
         log(f"round {r + 1} of {rounds}")
     return results
 

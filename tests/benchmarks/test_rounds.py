@@ -21,12 +21,19 @@ def test_every_round_times_every_mode_and_the_order_rotates():
     assert heard == [f"round {r} of 4" for r in (1, 2, 3, 4)]
 
 
-def test_a_round_is_the_mean_of_turns_taken_step_by_step():
+def test_a_round_is_the_median_of_turns_taken_step_by_step():
     called = []
     clock = {name: itertools.count(start) for name, start in (("a", 1.0), ("b", 11.0))}
     timers = {name: lambda name=name: called.append(name) or next(clock[name]) for name in "ab"}
     assert interleave(timers, 2, repeats=3) == [{"a": 2.0, "b": 12.0}, {"a": 5.0, "b": 15.0}]
     assert "".join(called) == "ab" + "ba" + "ab" + "ba" + "ab" + "ba"
+
+
+def test_one_step_that_was_interrupted_does_not_move_a_round():
+    clock = {"a": iter([1.0, 1.0, 30.0]), "b": iter([2.0, 2.0, 2.0])}
+    assert interleave({name: lambda name=name: next(clock[name]) for name in "ab"}, 1, repeats=3) == [
+        {"a": 1.0, "b": 2.0}
+    ]
 
 
 def test_a_machine_that_slows_down_does_not_move_the_ratio():
