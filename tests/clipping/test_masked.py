@@ -91,6 +91,20 @@ def test_cancelling_uses_are_not_taken_for_small():
     assert float(found.squared.sqrt() + found.slack) >= float(rounding)
 
 
+def test_a_parameter_without_a_mask_is_settled_where_its_gram_sum_cancels():
+    """loss = v.(W a_1) - v.(W a_2) with nearly equal a: G = v (a_1 - a_2)^T, and a small one of the bias."""
+    torch.manual_seed(0)
+    width = 256
+    linear = torch.nn.Linear(width, width)
+    direction, x = torch.randn(width), torch.randn(4, 1, width).expand(4, 2, width).clone()
+    x[:, 1] += torch.tensor([1e-1, 1e-2, 1e-3, 1e-4])[:, None] * torch.randn(4, width)
+    truths = direction.double().norm() * (x[:, 0].double() - x[:, 1].double()).norm(dim=1)
+    with MaskedEngine(linear, {"bias": torch.zeros(width, dtype=torch.bool)}, 1.0) as engine:
+        output = linear(x) @ direction
+        found = engine.backward(output[:, 0] - output[:, 1])
+    torch.testing.assert_close(found.double(), truths, rtol=1e-4, atol=0)
+
+
 @pytest.mark.parametrize("value", [torch.inf, torch.nan])
 def test_an_infinite_entry_removes_the_example_also_where_it_is_masked(value):
     model = torch.nn.LayerNorm(4, bias=False)

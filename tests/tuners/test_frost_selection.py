@@ -11,7 +11,7 @@ from scipy.optimize import minimize
 from hf_dp.errors import InvalidArgumentError
 from hf_dp.tuners.frost.estimate import estimate, scales_of, variance
 from hf_dp.tuners.frost.partition import Partition
-from hf_dp.tuners.frost.select import select
+from hf_dp.tuners.frost.select import _last_frozen, select
 
 
 def partition(name: str, size: int) -> Partition:
@@ -166,6 +166,13 @@ def test_ties_are_broken_by_name():
             gap_coefficient=0, noise_multiplier=0.0,
         )  # fmt: skip
         assert found.names == ("d", "c")
+
+
+def test_rounding_of_what_stays_frozen_ends_at_the_largest():
+    """0.3 of ten numbers is 3.0000000000000004 in floating point: more than the three that are left."""
+    order = [partition(name, 1) for name in "abc"]
+    assert _last_frozen(order, (1 - 0.7) * 10).name == "c"
+    assert [_last_frozen(order, numbers).name for numbers in (0.5, 1, 1.5, 2, 3)] == ["a", "a", "b", "b", "c"]
 
 
 def test_more_noise_chooses_worse_as_lemma_6_says():
