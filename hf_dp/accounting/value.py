@@ -15,12 +15,12 @@ KINDS: tuple[Kind, ...] = get_args(Kind)
 
 
 def round_up(value: float, digits: int = 3) -> float:
-    """The smallest number with ``digits`` decimals that is not below ``value``; infinity stays infinity.
+    """The smallest number with ``digits`` decimals that is not below ``value``; infinity, and what has no decimals, stays.
 
     A printed epsilon is rounded up so that the sentence "this run is (epsilon, delta)-DP" stays true. The rounding is
     done in decimal on the shortest form of the float: 2.41 stays 2.41 although its binary value is a little above.
     """
-    if not math.isfinite(value):
+    if not abs(value) < 2**53:  # whole numbers from there on, and longer than a decimal of 28 digits soon after
         return value
     return float(Decimal(repr(float(value))).quantize(Decimal(1).scaleb(-digits), rounding=ROUND_CEILING))
 

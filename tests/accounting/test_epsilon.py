@@ -192,7 +192,7 @@ def test_unknown_accountant_and_event():
 @pytest.mark.parametrize(
     ("value", "digits", "printed"),
     [(2.41, 3, 2.41), (2.41, 2, 2.41), (2.4101, 3, 2.411), (0.1 + 0.2, 2, 0.31), (0.0, 3, 0.0), (1e-12, 3, 0.001),
-     (3.0, 3, 3.0), (1e20, 3, 1e20), (math.inf, 3, math.inf)],
+     (3.0, 3, 3.0), (1e20, 3, 1e20), (2.5e40, 3, 2.5e40), (2.0**53 - 1, 3, 2.0**53 - 1), (math.inf, 3, math.inf)],
 )  # fmt: skip
 def test_printed_epsilon_is_rounded_up(value, digits, printed):
     assert round_up(value, digits) == printed
