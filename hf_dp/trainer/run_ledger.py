@@ -5,13 +5,23 @@ from __future__ import annotations
 import math
 import os
 import uuid
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from filelock import FileLock, Timeout
 from transformers.trainer_utils import get_last_checkpoint
 
-from hf_dp.accounting import BOUNDS, SELECTION, TRAINING, Event, Ledger, calibrate_steps, epsilon
+from hf_dp.accounting import (
+    BOUNDS,
+    EARLIER,
+    SELECTION,
+    TRAINING,
+    Event,
+    Ledger,
+    LedgerEntry,
+    calibrate_steps,
+    epsilon,
+)
 from hf_dp.cards.document import FILE_NAME, document, read, write
 from hf_dp.cards.statement import PrivacyStatement
 from hf_dp.errors import BudgetExceededError, LedgerError
@@ -104,6 +114,25 @@ class RunLedger:
     def _selections_as_planned(self) -> bool:
         planned = 0 if self.plan.selection is None else self.plan.selection.iterations
         return self.ledger.steps(SELECTION) + self._reserved <= planned
+
+    def record_earlier(self, entries: Sequence[LedgerEntry]) -> None:
+        """Begin the ledger with what earlier runs released of the same rows; a ledger already begun must hold just that.
+
+        Raises: LedgerError when it holds something else: other ``earlier_runs`` were named, or a first attempt was killed
+            while they were recorded; BudgetExceededError.
+        """
+        if not len(self.ledger):
+            for entry in entries:
+                self.append(entry.event, entry.purpose)
+            return
+        expected = Ledger()
+        for entry in entries:
+            expected.append(entry.event, entry.purpose)
+        if [entry for entry in self.ledger.entries if entry.purpose == EARLIER] != list(expected.entries):
+            raise LedgerError(
+                "Expected `earlier_runs` to name what the ledger of this run began with, got others: its statement would "
+                "not cover what is named. Name the same runs as at the start, or start anew in another output_dir."
+            )
 
     def append(self, event: Event, purpose: str) -> None:
         """Record one release and make it durable; only then may its result be used.

@@ -284,9 +284,7 @@ class DPTrainer(Trainer):
             )
         try:
             run.open()
-            if not len(run.ledger):
-                for entry in self._earlier:
-                    run.append(entry.event, entry.purpose)
+            run.record_earlier(self._earlier)
             self.choice.start(self, checkpoint)
             self._mode.start(self, checkpoint)
             output = super().train(resume_from_checkpoint, *args, **kwargs)

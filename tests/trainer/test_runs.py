@@ -459,6 +459,19 @@ def test_an_earlier_run_that_cannot_count_is_refused(tmp_path, change, message):
         tiny.trainer(tmp_path / "second", earlier_runs=[str(tmp_path / "first")])
 
 
+@pytest.mark.parametrize("kept", [0, 1])
+def test_a_ledger_without_all_earlier_runs_does_not_go_on(tmp_path, kept):
+    """Killed between two of them, or resumed with one more: the rest would never be recorded."""
+    tiny.trainer(tmp_path / "first").train()
+    tiny.trainer(tmp_path / "other", expected_batch_size=5).train()
+    names = [str(tmp_path / "first"), str(tmp_path / "other")]
+    options = {"noise_multiplier": 1.0, "save_strategy": "steps", "save_steps": 2}
+    tiny.trainer(tmp_path / "second", earlier_runs=names[:kept], **options).train()
+    again = tiny.trainer(tmp_path / "second", earlier_runs=names, **options)
+    with pytest.raises(LedgerError, match="`earlier_runs` to name what the ledger of this run began with"):
+        again.train(resume_from_checkpoint=str(tmp_path / "second" / "checkpoint-2"))
+
+
 def test_planted_earlier_run_that_is_not_recorded_is_seen(tmp_path, monkeypatch):
     tiny.trainer(tmp_path / "first").train()
     second = tiny.trainer(
