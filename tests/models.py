@@ -237,8 +237,7 @@ def engine_result(
 def example_norms(uses: Mapping[nn.Parameter, Sequence[Use]], examples: int) -> tuple[Tensor, Tensor]:
     """Norms (b,) and their slack (b,) of all these parameters together, as the engine finds them."""
     table = ExampleNorms(dict.fromkeys(uses, 0), examples)
-    for parameter, of_parameter in uses.items():
-        table.add(parameter, of_parameter)
+    table.add(uses)
     table.settle(uses)
     norms, slack = table.result()
     return norms[0], slack[0]

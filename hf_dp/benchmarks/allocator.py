@@ -2,8 +2,9 @@
 
 By default glibc gives freed memory back to the operating system and takes it again a moment later, page by page; on virtual
 machines such page faults cost more than the arithmetic they interrupt, and by turns fall on one mode or the other. So a timing
-process keeps its memory, for all modes alike, and the report says so. (For a training of your own on the CPU, the environment
-variable ``MALLOC_TRIM_THRESHOLD_=2000000000`` does the same.)
+process keeps its memory, for all modes alike, and the report says so. Large blocks (the gradient of an embedding) would be
+mapped anew each time unless enough is free at the heap's end, which is one mode's luck: so nothing is mapped. (For a training
+of your own on the CPU, the environment variables ``MALLOC_TRIM_THRESHOLD_=2000000000 MALLOC_MMAP_MAX_=0`` do the same.)
 """
 
 from __future__ import annotations
@@ -11,9 +12,8 @@ from __future__ import annotations
 import ctypes
 
 # <malloc.h>: which numbers mallopt takes
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
+_M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4
 _LARGEST = 2**31 - 1
-_LARGEST_MMAP_THRESHOLD = 32 * 2**20  # glibc's own limit on 64-bit systems
 
 
 def keep_freed_memory() -> bool:
@@ -23,4 +23,4 @@ def keep_freed_memory() -> bool:
     except (AttributeError, OSError, TypeError):
         return False
     # mallopt returns 1 for success
-    return bool(mallopt(_M_TRIM_THRESHOLD, _LARGEST)) and bool(mallopt(_M_MMAP_THRESHOLD, _LARGEST_MMAP_THRESHOLD))
+    return bool(mallopt(_M_TRIM_THRESHOLD, _LARGEST)) and bool(mallopt(_M_MMAP_MAX, 0))

@@ -21,14 +21,11 @@ def clip_and_add(step: ClippedStep, uses: dict[nn.Parameter, list[Use]], example
     bundles = bundled(uses, step.groups)
     table = ExampleNorms(step.groups, examples)
     for bundle in bundles:  # one row for all: nothing in it can be in doubt
-        table.add(bundle.parameters[0], [bundle.use])
-    for parameter, of_parameter in uses.items():
-        table.add(parameter, of_parameter)
+        table.add({bundle.parameters[0]: [bundle.use]})
+    table.add(uses)
     table.settle(uses)
     decision = step.decide(table)
-    for parameter in list(uses):
-        for use in uses.pop(parameter):  # records are freed as they are used
-            step.add(parameter, use, decision)
+    step.add(uses, decision)
     for bundle in bundles:
         step.add_bundle(bundle, decision)
     return decision.norms

@@ -79,7 +79,8 @@ class ClippingEngine:
         self._spoiled = False
 
     def __enter__(self) -> ClippingEngine:
-        if self._restore or any(isinstance(_target(module), _Recorded) for module in self.model.modules()):
+        modules = dict(self.model.named_modules())
+        if self._restore or any(isinstance(_target(module), _Recorded) for module in modules.values()):
             raise UnaccountedGradientError("This model is already inside a ClippingEngine; leave that one first.")
         refuse_coupling(self.model)
         self._everything = dict(self.model.named_parameters())
@@ -89,12 +90,12 @@ class ClippingEngine:
                 "The model has no trainable parameter. Set requires_grad_(True) on what to train."
             )
         self._sums, self._spoiled = {}, False
-        self._tape = Tape({module: name for name, module in self.model.named_modules()})
+        self._tape = Tape({module: name for name, module in modules.items()})
         self._groups = self._group()
         try:
             handle = self.model.register_forward_pre_hook(self._note_batch_size, with_kwargs=True)
             self._restore.append(handle.remove)
-            for module in self.model.modules():
+            for module in modules.values():
                 if own_parameters(module) and not isinstance(module, (nn.ParameterDict, nn.ParameterList)):
                     self._record(module)
                 method = find_shared_method(module)
@@ -158,7 +159,7 @@ class ClippingEngine:
             self._spoiled = self._spoiled or step.adding
             raise
         finally:
-            self._tape.forward_uses.clear()
+            self._tape.forget_forward()
         return torch.where(torch.isfinite(norms), norms, torch.full_like(norms, torch.inf))
 
     def _take(self, step: ClippedStep, losses: Tensor) -> Tensor:

@@ -59,16 +59,15 @@ class MaskedEngine(ClippingEngine):
     def _take(self, step: ClippedStep, losses: Tensor) -> Tensor:
         uses = step.records(losses)
         table = ExampleNorms(step.groups, len(losses))
-        for parameter, of_parameter in uses.items():
-            if parameter in self._masked:
-                table.put(parameter, masked_norms(of_parameter, self._masked[parameter]))
-            else:
-                table.add(parameter, of_parameter)
-        table.settle({parameter: uses[parameter] for parameter in uses if parameter not in self._masked})
+        for parameter, mask in self._masked.items():
+            if parameter in uses:
+                table.put(parameter, masked_norms(uses[parameter], mask))
+        whole = {parameter: of for parameter, of in uses.items() if parameter not in self._masked}
+        table.add(whole)
+        table.settle(whole)
+        del whole
         decision = step.decide(table)
-        for parameter in list(uses):
-            for use in uses.pop(parameter):
-                step.add(parameter, use, decision)
+        step.add(uses, decision)
         return decision.norms
 
 

@@ -8,7 +8,19 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from hf_dp.clipping.uses import Dense, Grams, Lookups, Norms, Use, compact, full_precision, inner_product
+from hf_dp.clipping.grams import LastOf, gram_blocks
+from hf_dp.clipping.uses import (
+    Dense,
+    Grams,
+    Lookups,
+    Norms,
+    OuterProducts,
+    Use,
+    compact,
+    full_precision,
+    inner_product,
+    outer_norms,
+)
 
 # Largest relative rounding error of a squared norm that is accepted; half of it reaches the norm.
 _TOLERANCE = 1e-4
@@ -28,16 +40,20 @@ class ExampleNorms:
         self._groups = groups
         self._examples = examples
         self._rows: dict[nn.Parameter, Norms] = {}
-        self._grams = Grams()
+        self._grams: Grams = LastOf(gram_blocks)
 
     def __contains__(self, parameter: nn.Parameter) -> bool:
         return parameter in self._rows
 
     @torch.no_grad()
     @full_precision()
-    def add(self, parameter: nn.Parameter, uses: Sequence[Use]) -> None:
-        """Note a parameter, given all its uses."""
-        self.put(parameter, norms_of(uses, self._grams))
+    def add(self, uses: Mapping[nn.Parameter, Sequence[Use]]) -> None:
+        """Note parameters, given all uses of each."""
+        alone = {p: first for p, (first, *others) in uses.items() if isinstance(first, OuterProducts) and not others}
+        self._rows.update(zip(alone, outer_norms(alone.values(), self._grams), strict=True))
+        for parameter, of_parameter in uses.items():
+            if parameter not in alone:
+                self.put(parameter, norms_of(of_parameter, self._grams))
 
     def put(self, parameter: nn.Parameter, norms: Norms) -> None:
         """Note a parameter whose norms were computed elsewhere."""

@@ -27,7 +27,9 @@ _TENSOR = object()
 
 def own_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
     """The trainable parameters that ``module`` owns, by dotted name: its own and those of its parameter containers."""
-    own = {name: p for name, p in module.named_parameters(recurse=False) if p.requires_grad}
+    own = {}
+    if module._parameters:  # most have none, and this is asked of every module at every step
+        own = {name: p for name, p in module.named_parameters(recurse=False) if p.requires_grad}
     for name, child in module.named_children():
         if isinstance(child, (nn.ParameterDict, nn.ParameterList)):
             own |= {f"{name}.{key}": p for key, p in own_parameters(child).items()}

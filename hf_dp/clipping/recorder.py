@@ -27,7 +27,7 @@ class Tape:
         self.examples: int | None = None
         self.bypassed = False  # True while the originals run, for modules without a rule
         self.calls: list[Any] = []  # forwards of modules without a rule that received output gradients
-        self.forward_uses: Counter[nn.Parameter] = Counter()  # how often the forward used each parameter
+        self._forwards: list[Tensor | None] = []  # what the forward used, as often as it did
         self._names = names or {}
         self._open_for: int | None = None
         self._sink: Sink | None = None
@@ -55,9 +55,15 @@ class Tape:
     def note_forward(self, *parameters: Tensor | None) -> None:
         """Count one use in a forward; a forward that checkpointing runs again during backward does not count."""
         if self._open_for is None and torch.is_grad_enabled():
-            for parameter in parameters:
-                if isinstance(parameter, nn.Parameter) and parameter.requires_grad:
-                    self.forward_uses[parameter] += 1
+            self._forwards += parameters
+
+    def forward_uses(self) -> Counter[nn.Parameter]:
+        """How often the forward used each trainable parameter."""
+        return Counter(p for p in self._forwards if isinstance(p, nn.Parameter) and p.requires_grad)
+
+    def forget_forward(self) -> None:
+        """Begin to count again."""
+        self._forwards.clear()
 
     def record_call(self, call: Any) -> None:
         """Note a module without a rule; it is differentiated when the backward pass is over."""
@@ -112,10 +118,10 @@ class Tape:
 
         Raises: UnsupportedModelError when the shape is not that of per-example gradients of this parameter.
         """
-        if isinstance(use, Tensor):
-            use = Dense(use)
         if isinstance(use, Dense):
-            use = Dense(use.gradients.to(accumulation_dtype(use.gradients.dtype)))
+            use = use.gradients
+        if isinstance(use, Tensor):
+            use = Dense(use.to(accumulation_dtype(use.dtype)))
         if not use.fits(parameter.shape, self.expected_examples()):
             shapes = {name: tuple(value.shape) for name, value in vars(use).items()}
             raise UnsupportedModelError(

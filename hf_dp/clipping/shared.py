@@ -45,6 +45,8 @@ def find_shared_method(module: nn.Module) -> SharedMethod | None:
 
 def _position_bias(module: nn.Module) -> SharedMethod | None:
     table = module._modules.get(_BIAS_TABLE)
+    if table is None:
+        return None
     names = [name for name in _BIAS_METHODS if callable(getattr(type(module), name, None))]
     if not isinstance(table, (nn.Embedding, LNTuningLayer)) or len(names) != 1:
         return None

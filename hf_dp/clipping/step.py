@@ -13,16 +13,16 @@ from hf_dp.clipping.bundles import Bundle
 from hf_dp.clipping.norms import ExampleNorms, gathered
 from hf_dp.clipping.owners import own_gradients
 from hf_dp.clipping.recorder import Sink, Tape
-from hf_dp.clipping.uses import Use, full_precision
+from hf_dp.clipping.uses import Use, Weights, full_precision
 from hf_dp.clipping.weights import clipping_weights
 
 
 @dataclass
 class Decision:
-    """Norms before clipping (b,), one weight per group and example (K, b), and which examples are used at all (b,)."""
+    """Norms before clipping (b,), the examples' weights in each of the K groups, and which are used at all (b,)."""
 
     norms: Tensor
-    weights: Tensor
+    weights: list[Weights]
     keep: Tensor
     all_kept: bool
 
@@ -51,7 +51,7 @@ class ClippedStep:
 
     def forward_uses(self) -> Counter[nn.Parameter]:
         """How often the forward used each parameter."""
-        return self.tape.forward_uses
+        return self.tape.forward_uses()
 
     def backward(self, losses: Tensor, sink: Sink, retain_graph: bool = False) -> None:
         """One backward pass from all losses at once; each use of a trainable parameter goes to ``sink``.
@@ -81,14 +81,20 @@ class ClippedStep:
         norms, slack = table.result()
         weights = clipping_weights(self._clipping, norms + slack, self._clipping_norm)
         keep = torch.isfinite(norms + slack).all(0)
-        return Decision(norms.square().sum(0).sqrt(), weights, keep, bool(keep.all()))
+        of_groups = [Weights(values) for values in weights]
+        return Decision(norms.square().sum(0).sqrt(), of_groups, keep, bool(keep.all()))
 
     @torch.no_grad()
-    def add(self, parameter: nn.Parameter, use: Use, decision: Decision) -> None:
-        """Add one use of a parameter, weighted, to its sum."""
-        self._sums[parameter] = self._weighted(self._sums.get(parameter), parameter, parameter.shape, use, decision)
+    @full_precision()
+    def add(self, uses: dict[nn.Parameter, list[Use]], decision: Decision) -> None:
+        """Add the uses of parameters, weighted, to their sums, and let go of each as it is done."""
+        for parameter in list(uses):
+            for use in uses.pop(parameter):
+                total = self._sums.get(parameter)
+                self._sums[parameter] = self._weighted(total, parameter, parameter.shape, use, decision)
 
     @torch.no_grad()
+    @full_precision()
     def add_bundle(self, bundle: Bundle, decision: Decision) -> None:
         """Add the gradients of a bundle, weighted, to the sums of its parameters."""
         size = torch.Size((bundle.use.gradients.shape[1],))
@@ -102,7 +108,6 @@ class ClippedStep:
     ) -> Tensor:
         """``total`` plus the examples of ``use``, each times its weight in the parameter's group."""
         self.adding = True
-        with full_precision():
-            if not decision.all_kept:
-                use.keep_only(decision.keep)
-            return use.add_weighted_sum(total, shape, decision.weights[self.groups[parameter]])
+        if not decision.all_kept:
+            use.keep_only(decision.keep)
+        return use.add_weighted_sum(total, shape, decision.weights[self.groups[parameter]])

@@ -34,7 +34,7 @@ def two_pass(step: ClippedStep, losses: Tensor) -> Tensor:
 
     def finish(parameter: nn.Parameter) -> None:
         uses = waiting.pop(parameter)
-        table.add(parameter, uses)
+        table.add({parameter: uses})
         table.settle({parameter: uses})
 
     def measure(parameter: nn.Parameter, use: Use) -> None:
@@ -58,7 +58,7 @@ def two_pass(step: ClippedStep, losses: Tensor) -> Tensor:
                 "a checkpointed forward draws random numbers that are not restored, or keeps state. Use "
                 "clipping_strategy='book_keeping', and preserve_rng_state=True for checkpoints."
             )
-        step.add(parameter, use, decision)
+        step.add({parameter: [use]}, decision)
 
     device = losses.device
     before = random_state(device)

@@ -24,22 +24,19 @@ what was measured.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
+
+from hf_dp.clipping.grams import LastOf, gram_blocks, products, sum_of_blocks
+
+Grams = LastOf[list[Tensor]]
 
 # Blocked float sums of some thousand terms are accurate to some eps; tests/clipping measures 18 at most.
 _ROUNDING = 32.0
-# Gram matrices are symmetric: those of even length are halved, so that only one of the two mixed blocks is computed. Below
-# this length a product is too small to run at full speed (a GPU needs larger ones).
-_SMALLEST_HALVED = {"cpu": 64, "cuda": 512}
-# A product of few rows runs in kernels that add up their features one by one (below 12 rows where this was measured): over
-# 256,000 of them 5e-4 was lost, over 3,072 1e-5, over 1,024 3e-6. So products of fewer rows go by so many features at once.
-_FEW_ROWS, _MANY_FEATURES = 16, 1024
 _BLOCK = 1024  # numbers whose norm is taken at once
 
 
@@ -68,6 +65,20 @@ class Norms:
     slack: Tensor
 
 
+class Weights:
+    """One weight for each of b examples.
+
+    Attributes: values: (b,). scaled: records (b, T, d) in a dtype, each times the weight of its example.
+    """
+
+    def __init__(self, values: Tensor):
+        self.values = values
+        self.scaled: LastOf[Tensor] = LastOf(self._scale)
+
+    def _scale(self, records: Tensor, dtype: torch.dtype) -> Tensor:
+        return records.to(dtype) * self.values.to(dtype)[:, None, None]
+
+
 class Use(ABC):
     """The per-example gradients of one parameter, in one of the three forms."""
 
@@ -80,7 +91,7 @@ class Use(ABC):
         """Squared norms with their rounding. Args: grams: shared by uses that are looked at one after the other."""
 
     @abstractmethod
-    def add_weighted_sum(self, total: Tensor | None, shape: torch.Size, weights: Tensor) -> Tensor:
+    def add_weighted_sum(self, total: Tensor | None, shape: torch.Size, weights: Weights) -> Tensor:
         """``total + sum_i weights[i] * G_i``, of this shape, in place where there is a total."""
 
     @abstractmethod
@@ -126,26 +137,14 @@ class OuterProducts(Use):
         return rows and len(shape) >= 2 and left[2] == shape[0] and left[2] * right[2] == shape.numel()
 
     def norms(self, grams: Grams | None = None) -> Norms:
-        dtype = accumulation_dtype(self.left.dtype)
-        unit = _ROUNDING * torch.finfo(dtype).eps
-        # |G|^2 = sum_{s,t} terms[s, t], terms[s, t] = (left_s . left_t)(right_s . right_t)   (Li et al., section 4, eq. 3)
-        of_inputs = (grams or Grams()).blocks(self.right, dtype)
-        pairs = zip(_gram_blocks(self.left.to(dtype)), of_inputs, strict=True)
-        terms = [left.mul_(right) for left, right in pairs]
-        trace = terms[-1].diagonal(dim1=1, dim2=2).reshape(len(self.left), -1)
-        squared = _sum_of_blocks(terms, len(self.left))
-        magnitude = _sum_of_blocks([block.abs_() for block in terms], len(self.left))
-        error, slack = unit * (magnitude + trace.sum(1)), unit * trace.sqrt_().sum(1)
-        return Norms(squared, error, slack)
+        return outer_norms([self], grams)[0]
 
-    def add_weighted_sum(self, total: Tensor | None, shape: torch.Size, weights: Tensor) -> Tensor:
+    def add_weighted_sum(self, total: Tensor | None, shape: torch.Size, weights: Weights) -> Tensor:
         dtype = accumulation_dtype(self.left.dtype)
-        left, right = self.left.to(dtype), self.right.to(dtype)
-        scale = weights.to(dtype)[:, None, None]
-        if left.shape[2] < right.shape[2]:
-            left = left * scale
+        if self.left.shape[2] < self.right.shape[2]:  # the smaller factor; of equal ones the one that is shared
+            left, right = weights.scaled(self.left, dtype), self.right.to(dtype)
         else:
-            right = right * scale
+            left, right = self.left.to(dtype), weights.scaled(self.right, dtype)
         left, right = left.flatten(0, 1).mT, right.flatten(0, 1)
         if total is None:
             return torch.mm(left, right).view(shape)
@@ -169,62 +168,49 @@ class OuterProducts(Use):
         self.left, self.right = _where(keep, self.left), _where(keep, self.right)
 
 
-def _products(one: Tensor, other: Tensor) -> Tensor:
-    """``one[s] . other[t]`` of records (b, S, d) and (b, T, d): (b, S, T)."""
-    features = one.shape[2]
-    if min(one.shape[1], other.shape[1]) >= _FEW_ROWS or features <= _MANY_FEATURES:
-        return torch.bmm(one, other.mT)
-    total = torch.bmm(one[..., :_MANY_FEATURES], other[..., :_MANY_FEATURES].mT)
-    for start in range(_MANY_FEATURES, features, _MANY_FEATURES):
-        part = slice(start, start + _MANY_FEATURES)
-        total.baddbmm_(one[..., part], other[..., part].mT)
-    return total
+# Of matrices reduced together: small ones take less time than the start of the operations on them.
+_TOGETHER = 2**18  # numbers
 
 
-def _gram_blocks(records: Tensor) -> list[Tensor]:
-    """Of ``records[s] . records[t]``, (b, T, T), what symmetry leaves: mixed blocks, which count twice, and the last ones.
-
-    Halving: the product of the second half with the first is one mixed block; then both halves of all examples go on as twice
-    as many examples of half the length. Rows of zeros fill up to lengths at which products are fast; they add nothing.
-    """
-    length = records.shape[1]
-    halvings = 0
-    while length >> halvings > _SMALLEST_HALVED.get(records.device.type, 64):
-        halvings += 1
-    missing = -length % (4 << halvings)
-    # Measured: 13 rows are slower than 16, but one row beyond another multiple of 4 is no slower than padding it.
-    if missing and (halvings or length == 13 or (length > 12 and missing <= 2)):
-        records = F.pad(records, (0, 0, 0, missing))
-    blocks = []
-    for _ in range(halvings):
-        half = records.shape[1] // 2
-        blocks.append(_products(records[:, half:], records[:, :half]))
-        records = records.reshape(2 * len(records), half, -1)
-    return [*blocks, _products(records, records)]
+def outer_norms(uses: Iterable[OuterProducts], grams: Grams | None = None) -> list[Norms]:
+    """:meth:`Use.norms` of each, in their order; a few matrices (b, T, T) are held at once."""
+    grams = LastOf(gram_blocks) if grams is None else grams
+    found: list[Norms] = []
+    waiting: list[list[Tensor]] = []
+    for use in uses:
+        dtype = accumulation_dtype(use.left.dtype)
+        # |G|^2 = sum_{s,t} terms[s, t], terms[s, t] = (left_s . left_t)(right_s . right_t)   (Li et al., section 4, eq. 3)
+        of_inputs = grams(use.right, dtype)
+        terms = [left.mul_(right) for left, right in zip(gram_blocks(use.left, dtype), of_inputs, strict=True)]
+        if waiting and not (_alike(waiting[0], terms) and (len(waiting) + 1) * _numbers(terms) <= _TOGETHER):
+            found += _reduced(waiting)
+            waiting = []
+        waiting.append(terms)
+    return found + _reduced(waiting) if waiting else found
 
 
-def _sum_of_blocks(blocks: Sequence[Tensor], examples: int) -> Tensor:
-    """Of symmetric matrices as :func:`_gram_blocks` orders them: the sum of all entries, (b,)."""
-    *mixed, total = (block.view(examples, -1).sum(1) for block in blocks)
-    for each in mixed:
-        total = total.add(each, alpha=2)
-    return total
+def _reduced(uses: Sequence[Sequence[Tensor]]) -> list[Norms]:
+    """From the terms of uses of the same length, as blocks of (b, T, T), to their norms; changes the terms."""
+    blocks = uses[0] if len(uses) == 1 else [torch.stack(level).flatten(0, 1) for level in zip(*uses, strict=True)]
+    rows = len(blocks[0])  # of each use and example
+    unit = _ROUNDING * torch.finfo(blocks[0].dtype).eps
+    trace = blocks[-1].diagonal(dim1=1, dim2=2).reshape(rows, -1)
+    squared = sum_of_blocks(blocks, rows)
+    magnitude = sum_of_blocks([block.abs_() for block in blocks], rows)
+    error, slack = unit * (magnitude + trace.sum(1)), unit * trace.sqrt_().sum(1)
+    of_uses = (result.view(len(uses), -1).unbind() for result in (squared, error, slack))
+    return [Norms(*of_use) for of_use in zip(*of_uses, strict=True)]
 
 
-class Grams:
-    """Gram matrices of inputs, the last one remembered: query, key and value, or gate and up projection, read the same."""
+def _alike(one: Sequence[Tensor], other: Sequence[Tensor]) -> bool:
+    last, also = one[-1], other[-1]
+    return (
+        last.shape == also.shape and last.dtype == also.dtype and last.device == also.device and len(one) == len(other)
+    )
 
-    def __init__(self) -> None:
-        self._key: object = None
-        self._records: Tensor | None = None  # held, so that its address stays its own
-        self._blocks: list[Tensor] = []
 
-    def blocks(self, records: Tensor, dtype: torch.dtype) -> list[Tensor]:
-        """:func:`_gram_blocks` of ``records`` in this dtype; not to be changed in place."""
-        key = (records.data_ptr(), records.shape, records.stride(), records.dtype, records._version, dtype)
-        if self._records is None or key != self._key:
-            self._key, self._records, self._blocks = key, records, _gram_blocks(records.to(dtype))
-        return self._blocks
+def _numbers(blocks: Sequence[Tensor]) -> int:
+    return sum(block.numel() for block in blocks)
 
 
 @dataclass
@@ -266,10 +252,10 @@ class Lookups(Use):
         squares = self.grads.to(dtype).square().sum((1, 2))
         return _ROUNDING * torch.finfo(dtype).eps * squares.mul(self.tokens.shape[1]).sqrt()
 
-    def add_weighted_sum(self, total: Tensor | None, shape: torch.Size, weights: Tensor) -> Tensor:
+    def add_weighted_sum(self, total: Tensor | None, shape: torch.Size, weights: Weights) -> Tensor:
         dtype = accumulation_dtype(self.grads.dtype)
         total = torch.zeros(shape, dtype=dtype, device=self.grads.device) if total is None else total
-        weighted = self.grads.to(dtype) * weights.to(dtype)[:, None, None]
+        weighted = weights.scaled(self.grads, dtype)
         total.view(len(total), -1).index_add_(0, self.tokens.flatten(), weighted.flatten(0, 1))
         return total
 
@@ -306,12 +292,12 @@ class Dense(Use):
         squared = squared_norms(self.gradients.flatten(1))
         return Norms(squared, torch.zeros_like(squared), self.slack())
 
-    def add_weighted_sum(self, total: Tensor | None, shape: torch.Size, weights: Tensor) -> Tensor:
+    def add_weighted_sum(self, total: Tensor | None, shape: torch.Size, weights: Weights) -> Tensor:
         dtype = accumulation_dtype(self.gradients.dtype)
-        flat, weights = self.gradients.flatten(1).to(dtype), weights.to(dtype)
+        flat, values = self.gradients.flatten(1).to(dtype), weights.values.to(dtype)
         if total is None:
-            return torch.mv(flat.mT, weights).view(shape)
-        total.view(-1).addmv_(flat.mT, weights)
+            return torch.mv(flat.mT, values).view(shape)
+        total.view(-1).addmv_(flat.mT, values)
         return total
 
     def slack(self) -> Tensor:
@@ -348,8 +334,13 @@ def compact(uses: Sequence[Use], shape: torch.Size) -> list[Use]:
     ``T (m + n)`` numbers, T counted over all uses together. Both comparisons come out the same way, so what is cheaper to
     compute is cheaper to keep, too. A parameter used once is decided as soon as it is seen, by the same function.
     """
-    if len(uses) == 1 and not isinstance(uses[0], OuterProducts):
-        return list(uses)
+    if len(uses) == 1:
+        (use,) = uses
+        if (
+            not isinstance(use, OuterProducts)
+            or use.left.shape[1] * (use.left.shape[2] + use.right.shape[2]) <= shape.numel()
+        ):
+            return [use]
     outer = [use for use in uses if isinstance(use, OuterProducts)]
     others: list[Use] = [use for use in uses if not isinstance(use, OuterProducts)]
     if not outer:
@@ -377,15 +368,15 @@ def inner_product(one: Use, other: Use) -> tuple[Tensor, Tensor]:
     elif isinstance(one, OuterProducts) and isinstance(other, OuterProducts):
         # <sum_s l_s r_s^T, sum_t k_t q_t^T> = sum_{s,t} (l_s . k_t)(r_s . q_t)
         dtype = accumulation_dtype(one.left.dtype)
-        terms = _products(one.left.to(dtype), other.left.to(dtype))
-        terms.mul_(_products(one.right.to(dtype), other.right.to(dtype)))
+        terms = products(one.left.to(dtype), other.left.to(dtype))
+        terms.mul_(products(one.right.to(dtype), other.right.to(dtype)))
     else:
         outer, lookups = (one, other) if isinstance(one, OuterProducts) else (other, one)
         assert isinstance(outer, OuterProducts) and isinstance(lookups, Lookups)
         dtype = accumulation_dtype(outer.left.dtype)
         # <sum_s l_s r_s^T, sum_t onehot(k_t) e_t^T> = sum_{s,t} l_s[k_t] (r_s . e_t)
         index = lookups.tokens[:, None, :].expand(-1, outer.left.shape[1], -1)
-        terms = _products(outer.right.to(dtype), lookups.grads.to(dtype))
+        terms = products(outer.right.to(dtype), lookups.grads.to(dtype))
         terms.mul_(outer.left.gather(2, index).to(dtype))
     terms = terms.flatten(1)
     # The terms are themselves rounded dot products; their count stands in for the walk of the small ones.

@@ -29,7 +29,7 @@ def test_another_c_library_is_told_apart(monkeypatch):
     assert allocator.keep_freed_memory() is False
 
 
-@pytest.mark.parametrize("refused", [-1, -3])
+@pytest.mark.parametrize("refused", [-1, -4])
 def test_a_refused_setting_is_reported(monkeypatch, refused):
     class Library:
         @staticmethod

@@ -207,13 +207,13 @@ def test_an_empty_batch_of_losses_adds_nothing(model):
 def test_norms_and_sums_are_formed_in_full_precision_whatever_the_process_set(model, batch, monkeypatch):
     """TF32 products round to 1e-3, far above the rounding that the norms allow for; the user's setting is put back."""
     seen = []
-    original = uses._gram_blocks
+    original = uses.gram_blocks
 
     def watched(*args):
         seen.append(torch.get_float32_matmul_precision())
         return original(*args)
 
-    monkeypatch.setattr(uses, "_gram_blocks", watched)
+    monkeypatch.setattr(uses, "gram_blocks", watched)
     before = torch.get_float32_matmul_precision()
     try:
         torch.set_float32_matmul_precision("high")

@@ -6,8 +6,9 @@ import pytest
 import torch
 from models import example_norms
 
-from hf_dp.clipping import norms
-from hf_dp.clipping.uses import Grams, Lookups, OuterProducts, Use, inner_product
+from hf_dp.clipping import norms, uses
+from hf_dp.clipping.grams import LastOf, gram_blocks
+from hf_dp.clipping.uses import Lookups, OuterProducts, Use, Weights, inner_product, outer_norms
 
 
 def exact_norm(parameter: torch.Tensor, uses: list[Use]) -> torch.Tensor:
@@ -103,7 +104,7 @@ def test_a_remembered_gram_matrix_is_that_of_the_same_numbers():
     """The memory holds what it knows by address, so it keeps it alive and sees changes in place."""
     generator = torch.Generator().manual_seed(4)
     right = torch.randn(2, 66, 8, generator=generator)
-    grams = Grams()
+    grams = LastOf(gram_blocks)
     for change in (lambda: None, lambda: None, lambda: right.mul_(2)):
         change()
         left = torch.randn(2, 66, 4, generator=generator)
@@ -112,3 +113,36 @@ def test_a_remembered_gram_matrix_is_that_of_the_same_numbers():
         assert torch.equal(alone.error, remembered.error)
     other = OuterProducts(left, right.roll(1, 1))
     assert not torch.allclose(other.norms(grams).squared, remembered.squared)
+
+
+@pytest.mark.parametrize("together", [1, 2**18])
+def test_uses_reduced_together_have_the_norms_they_have_alone(together, monkeypatch):
+    """In their order, whatever lengths follow each other, halved matrices among them, and however many fit."""
+    monkeypatch.setattr(uses, "_TOGETHER", together)
+    generator = torch.Generator().manual_seed(5)
+    lengths = (3, 3, 7, 130, 130, 64, 3, 1)
+    every = [
+        OuterProducts(torch.randn(2, t, 6, generator=generator), torch.randn(2, t, 5, generator=generator))
+        for t in lengths
+    ]
+    for use, found in zip(every, outer_norms(every), strict=True):
+        exact = torch.stack([use.example_gradient(i, torch.Size((6, 5))).square().sum() for i in range(2)])
+        torch.testing.assert_close(found.squared.double(), exact, rtol=1e-5, atol=0)
+        alone = use.norms()
+        torch.testing.assert_close(found.error, alone.error, rtol=1e-5, atol=0)
+        torch.testing.assert_close(found.slack, alone.slack, rtol=1e-5, atol=0)
+    assert outer_norms([]) == []
+
+
+def test_remembered_products_with_weights_are_those_of_the_same_numbers():
+    """Records shared by several uses are scaled once, and again after a change in place."""
+    records = torch.randn(2, 3, 4, generator=torch.Generator().manual_seed(6))
+    weights = Weights(torch.tensor([0.5, 2.0]))
+    first = weights.scaled(records, torch.float32)
+    assert weights.scaled(records, torch.float32) is first
+    records.mul_(3)
+    torch.testing.assert_close(weights.scaled(records, torch.float32), 3 * first)
+    assert weights.scaled(records, torch.float64).dtype == torch.float64
+    torch.testing.assert_close(
+        weights.scaled(records.roll(1, 0), torch.float32)[1], 4 * weights.scaled(records, torch.float32)[0]
+    )

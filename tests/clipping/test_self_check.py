@@ -12,7 +12,7 @@ from models import BUILDERS, alone, batch_for, bert, gpt2, llama
 from torch import Tensor, nn
 
 from hf_dp.clipping import self_check
-from hf_dp.clipping.uses import Dense
+from hf_dp.clipping.uses import Dense, Weights
 from hf_dp.errors import SelfCheckError, UnaccountedGradientError, UnsupportedModelError
 from hf_dp.losses import per_example_loss
 
@@ -105,7 +105,7 @@ def test_each_wrong_rule_is_refused(name, factor, monkeypatch):
 
 def test_a_wrong_sum_with_right_norms_is_refused(monkeypatch):
     right = Dense.add_weighted_sum
-    monkeypatch.setattr(Dense, "add_weighted_sum", lambda *a: right(*a[:-1], a[-1] * 0.5))
+    monkeypatch.setattr(Dense, "add_weighted_sum", lambda *a: right(*a[:-1], Weights(a[-1].values * 0.5)))
     with pytest.raises(SelfCheckError, match=r"clipped sum of '.*' is off"):
         check(bert())
 

@@ -173,7 +173,9 @@ def test_planted_unclipped_layer_is_seen(monkeypatch):
     original = uses.OuterProducts.add_weighted_sum
 
     def unclipped(self, total, shape, weights):
-        return original(self, total, shape, torch.ones_like(weights) if shape == (24, 16) else weights)
+        return original(
+            self, total, shape, uses.Weights(torch.ones_like(weights.values)) if shape == (24, 16) else weights
+        )
 
     monkeypatch.setattr(uses.OuterProducts, "add_weighted_sum", unclipped)
     model = models.bert()

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import BlenderbotConfig, BlenderbotForCausalLM
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from hf_dp.clipping import ClippingEngine, per_example_gradients, self_check, uses
+from hf_dp.clipping import ClippingEngine, grams, per_example_gradients, self_check, uses
 from hf_dp.clipping.engine import STRATEGIES
 from hf_dp.clipping.rules import find_rule
 from hf_dp.clipping.step import ClippedStep
@@ -139,7 +139,7 @@ def test_an_inner_product_of_few_positions():
 
 
 def test_planted_float32_for_few_positions_is_seen(monkeypatch):
-    monkeypatch.setattr(uses, "_FEW_ROWS", 0)
+    monkeypatch.setattr(grams, "_FEW_ROWS", 0)
     assert max(error_of_claimed(4, length, 256_000) for length in (1, 2, 4, 8, 11)) > 1
 
 

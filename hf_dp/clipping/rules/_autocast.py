@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
-
 import torch
 from torch import Tensor
 
@@ -13,8 +11,3 @@ def matmul_dtype(x: Tensor) -> torch.dtype:
     if torch.is_autocast_enabled(x.device.type) and x.is_floating_point() and x.dtype != torch.float64:
         return torch.get_autocast_dtype(x.device.type)
     return x.dtype
-
-
-def no_autocast(device_type: str) -> AbstractContextManager[object]:
-    """Inside, autocast is off; free where it is off already."""
-    return torch.autocast(device_type, enabled=False) if torch.is_autocast_enabled(device_type) else nullcontext()
