@@ -40,6 +40,9 @@ class LastOf(Generic[Result]):
         return self._result
 
 
+Grams = LastOf[list[Tensor]]  # of :func:`gram_blocks`
+
+
 def products(one: Tensor, other: Tensor) -> Tensor:
     """``one[s] . other[t]`` of records (b, S, d) and (b, T, d): (b, S, T)."""
     features = one.shape[2]

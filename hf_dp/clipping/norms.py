@@ -8,10 +8,9 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from hf_dp.clipping.grams import LastOf, gram_blocks
+from hf_dp.clipping.grams import Grams, LastOf, gram_blocks
 from hf_dp.clipping.uses import (
     Dense,
-    Grams,
     Lookups,
     Norms,
     OuterProducts,

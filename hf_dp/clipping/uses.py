@@ -31,9 +31,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hf_dp.clipping.grams import LastOf, gram_blocks, products, sum_of_blocks
-
-Grams = LastOf[list[Tensor]]
+from hf_dp.clipping.grams import Grams, LastOf, gram_blocks, products, sum_of_blocks
 
 # Blocked float sums of some thousand terms are accurate to some eps; tests/clipping measures 18 at most.
 _ROUNDING = 32.0
@@ -334,13 +332,8 @@ def compact(uses: Sequence[Use], shape: torch.Size) -> list[Use]:
     ``T (m + n)`` numbers, T counted over all uses together. Both comparisons come out the same way, so what is cheaper to
     compute is cheaper to keep, too. A parameter used once is decided as soon as it is seen, by the same function.
     """
-    if len(uses) == 1:
-        (use,) = uses
-        if (
-            not isinstance(use, OuterProducts)
-            or use.left.shape[1] * (use.left.shape[2] + use.right.shape[2]) <= shape.numel()
-        ):
-            return [use]
+    if len(uses) == 1 and not isinstance(uses[0], OuterProducts):
+        return list(uses)
     outer = [use for use in uses if isinstance(use, OuterProducts)]
     others: list[Use] = [use for use in uses if not isinstance(use, OuterProducts)]
     if not outer:
