@@ -248,6 +248,18 @@ def middle_norm(norms: Tensor) -> float:
     return float(norms.double().median()) * 0.99
 
 
+def disagreement(model: nn.Module, batch: Batch, clipping_norm: float | None = None, **options: Any) -> float:
+    """Largest relative difference of norms, or of sums relative to the clipping norm, between engine and loop."""
+    expected_norms, expected = loop_oracle(model, batch, clipping_norm or 1e9)
+    clipping_norm = clipping_norm or middle_norm(expected_norms) or 1.0  # 0: rows with nothing to predict
+    expected_norms, expected = loop_oracle(model, batch, clipping_norm)
+    got_norms, got = engine_result(model, batch, clipping_norm, **options)
+    assert list(got) == list(expected)
+    of_norms = float(((got_norms.double() - expected_norms).abs() / expected_norms.clamp_min(1e-12)).max())
+    of_sums = max(float((got[name].double() - expected[name]).abs().max()) for name in expected) / clipping_norm
+    return max(of_norms, of_sums)
+
+
 def assert_same_sums(actual: Mapping[str, Tensor], expected: Mapping[str, Tensor], atol: float) -> None:
     assert list(actual) == list(expected)
     for name in expected:

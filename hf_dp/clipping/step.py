@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +14,8 @@ from hf_dp.clipping.bundles import Bundle
 from hf_dp.clipping.norms import ExampleNorms, gathered
 from hf_dp.clipping.owners import own_gradients
 from hf_dp.clipping.recorder import Sink, Tape
-from hf_dp.clipping.uses import Use, Weights, full_precision
+from hf_dp.clipping.side_by_side import products_for_one_thread, run_side_by_side
+from hf_dp.clipping.uses import OuterProducts, Use, Weights, full_precision
 from hf_dp.clipping.weights import clipping_weights
 
 
@@ -88,10 +90,26 @@ class ClippedStep:
     @full_precision()
     def add(self, uses: dict[nn.Parameter, list[Use]], decision: Decision) -> None:
         """Add the uses of parameters, weighted, to their sums, and let go of each as it is done."""
+        if side_by_side := products_for_one_thread(uses):
+            run_side_by_side(self._products(side_by_side, uses, decision))
         for parameter in list(uses):
             for use in uses.pop(parameter):
                 total = self._sums.get(parameter)
                 self._sums[parameter] = self._weighted(total, parameter, parameter.shape, use, decision)
+
+    def _products(
+        self, parameters: Sequence[nn.Parameter], uses: dict[nn.Parameter, list[Use]], decision: Decision
+    ) -> Iterator[Callable[[], Tensor]]:
+        """Of parameters with one use, outer products: what adds each to its sum. Takes the uses out."""
+        for parameter in parameters:
+            (use,) = uses.pop(parameter)
+            assert isinstance(use, OuterProducts)
+            left, right = use.weighted_factors(self._kept(parameter, use, decision))
+            del use  # goes as soon as its product is done
+            known = self._sums.get(parameter)
+            total = self._sums[parameter] = left.new_empty(parameter.shape) if known is None else known
+            # With beta = 0 what was in the memory does not count, NaN included.
+            yield partial(total.view(len(left), -1).addmm_, left, right, beta=0 if known is None else 1)
 
     @torch.no_grad()
     @full_precision()
@@ -107,7 +125,11 @@ class ClippedStep:
         self, total: Tensor | None, parameter: nn.Parameter, shape: torch.Size, use: Use, decision: Decision
     ) -> Tensor:
         """``total`` plus the examples of ``use``, each times its weight in the parameter's group."""
+        return use.add_weighted_sum(total, shape, self._kept(parameter, use, decision))
+
+    def _kept(self, parameter: nn.Parameter, use: Use, decision: Decision) -> Weights:
+        """The weights for a use that is added next, from which removed examples are taken out."""
         self.adding = True
         if not decision.all_kept:
             use.keep_only(decision.keep)
-        return use.add_weighted_sum(total, shape, decision.weights[self.groups[parameter]])
+        return decision.weights[self.groups[parameter]]

@@ -137,13 +137,17 @@ class OuterProducts(Use):
     def norms(self, grams: Grams | None = None) -> Norms:
         return outer_norms([self], grams)[0]
 
-    def add_weighted_sum(self, total: Tensor | None, shape: torch.Size, weights: Weights) -> Tensor:
+    def weighted_factors(self, weights: Weights) -> tuple[Tensor, Tensor]:
+        """Two matrices, (m, b T) and (b T, n), whose product is ``sum_i weights[i] * G_i``."""
         dtype = accumulation_dtype(self.left.dtype)
         if self.left.shape[2] < self.right.shape[2]:  # the smaller factor; of equal ones the one that is shared
             left, right = weights.scaled(self.left, dtype), self.right.to(dtype)
         else:
             left, right = self.left.to(dtype), weights.scaled(self.right, dtype)
-        left, right = left.flatten(0, 1).mT, right.flatten(0, 1)
+        return left.flatten(0, 1).mT, right.flatten(0, 1)
+
+    def add_weighted_sum(self, total: Tensor | None, shape: torch.Size, weights: Weights) -> Tensor:
+        left, right = self.weighted_factors(weights)
         if total is None:
             return torch.mm(left, right).view(shape)
         total.view(len(left), -1).addmm_(left, right)

@@ -13,9 +13,9 @@ from models import (
     SHORT,
     assert_same_sums,
     batch_for,
+    disagreement,
     engine_result,
     loop_oracle,
-    middle_norm,
     rows,
 )
 from peft import LoraConfig, get_peft_model
@@ -24,18 +24,6 @@ from hf_dp.clipping import ClippingEngine, norms, uses
 from hf_dp.losses import per_example_loss
 
 EXACT = 1e-9
-
-
-def disagreement(model, batch, clipping_norm=None, **options) -> float:
-    """Largest relative difference of norms, or of sums relative to the clipping norm, between engine and loop."""
-    expected_norms, expected = loop_oracle(model, batch, clipping_norm or 1e9)
-    clipping_norm = clipping_norm or middle_norm(expected_norms) or 1.0  # 0: rows with nothing to predict
-    expected_norms, expected = loop_oracle(model, batch, clipping_norm)
-    got_norms, got = engine_result(model, batch, clipping_norm, **options)
-    assert list(got) == list(expected)
-    of_norms = float(((got_norms.double() - expected_norms).abs() / expected_norms.clamp_min(1e-12)).max())
-    of_sums = max(float((got[name].double() - expected[name]).abs().max()) for name in expected) / clipping_norm
-    return max(of_norms, of_sums)
 
 
 @pytest.mark.parametrize("lengths", [SHORT, LONG, (6,), (1,), (1, 1, 1), (7, 7)], ids=str)
