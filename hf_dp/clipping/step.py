@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 
@@ -14,8 +14,8 @@ from hf_dp.clipping.bundles import Bundle
 from hf_dp.clipping.norms import ExampleNorms, gathered
 from hf_dp.clipping.owners import own_gradients
 from hf_dp.clipping.recorder import Sink, Tape
-from hf_dp.clipping.side_by_side import products_for_one_thread, run_side_by_side
-from hf_dp.clipping.uses import OuterProducts, Use, Weights, full_precision
+from hf_dp.clipping.side_by_side import products_for_one_thread, side_by_side
+from hf_dp.clipping.uses import Lookups, OuterProducts, Use, Weights, full_precision
 from hf_dp.clipping.weights import clipping_weights
 
 
@@ -90,18 +90,15 @@ class ClippedStep:
     @full_precision()
     def add(self, uses: dict[nn.Parameter, list[Use]], decision: Decision) -> None:
         """Add the uses of parameters, weighted, to their sums, and let go of each as it is done."""
-        if side_by_side := products_for_one_thread(uses):
-            run_side_by_side(self._products(side_by_side, uses, decision))
-        for parameter in list(uses):
-            for use in uses.pop(parameter):
-                total = self._sums.get(parameter)
-                self._sums[parameter] = self._weighted(total, parameter, parameter.shape, use, decision)
+        beside = {parameter: uses.pop(parameter) for parameter in products_for_one_thread(uses)}
+        lookups = [p for p in uses if beside and all(isinstance(use, Lookups) for use in uses[p])]
+        with side_by_side(self._products(beside, decision)):
+            self._add_each({parameter: uses.pop(parameter) for parameter in lookups}, decision)
+        self._add_each(uses, decision)
 
-    def _products(
-        self, parameters: Sequence[nn.Parameter], uses: dict[nn.Parameter, list[Use]], decision: Decision
-    ) -> Iterator[Callable[[], Tensor]]:
+    def _products(self, uses: dict[nn.Parameter, list[Use]], decision: Decision) -> Iterator[Callable[[], Tensor]]:
         """Of parameters with one use, outer products: what adds each to its sum. Takes the uses out."""
-        for parameter in parameters:
+        for parameter in list(uses):
             (use,) = uses.pop(parameter)
             assert isinstance(use, OuterProducts)
             left, right = use.weighted_factors(self._kept(parameter, use, decision))
@@ -110,6 +107,12 @@ class ClippedStep:
             total = self._sums[parameter] = left.new_empty(parameter.shape) if known is None else known
             # With beta = 0 what was in the memory does not count, NaN included.
             yield partial(total.view(len(left), -1).addmm_, left, right, beta=0 if known is None else 1)
+
+    def _add_each(self, uses: dict[nn.Parameter, list[Use]], decision: Decision) -> None:
+        for parameter in list(uses):
+            for use in uses.pop(parameter):
+                total = self._sums.get(parameter)
+                self._sums[parameter] = self._weighted(total, parameter, parameter.shape, use, decision)
 
     @torch.no_grad()
     @full_precision()

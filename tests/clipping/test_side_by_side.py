@@ -24,10 +24,10 @@ def jobs(monkeypatch):
     monkeypatch.setattr(side_by_side, "_LARGEST_PART", THREADS)
     seen = []
 
-    def run(jobs):
-        side_by_side.run_side_by_side(seen.append(job) or job for job in jobs)
+    def counted(jobs):
+        return side_by_side.side_by_side(seen.append(job) or job for job in jobs)
 
-    monkeypatch.setattr(step, "run_side_by_side", run)
+    monkeypatch.setattr(step, "side_by_side", counted)
     yield seen
     assert torch.get_num_threads() == THREADS, "the number of threads was not put back"
     torch.set_num_threads(before)
@@ -124,10 +124,9 @@ def test_each_job_runs_without_gradient_on_one_thread():
     torch.set_num_threads(3)
     seen = []
     try:
-        with torch.enable_grad():
-            side_by_side.run_side_by_side(
-                [lambda: seen.append((torch.is_grad_enabled(), torch.get_num_threads()))] * 7
-            )
+        jobs = [lambda: seen.append((torch.is_grad_enabled(), torch.get_num_threads()))] * 7
+        with torch.enable_grad(), side_by_side.side_by_side(iter(jobs)):
+            assert torch.get_num_threads() == 1
         assert torch.get_num_threads() == 3
     finally:
         torch.set_num_threads(before)
