@@ -158,14 +158,13 @@ def test_planted_missing_inner_product_is_seen(monkeypatch):
 
 
 def test_planted_unclipped_layer_is_seen(monkeypatch):
-    original = uses.OuterProducts.add_weighted_sum
+    original = uses.OuterProducts.weighted_factors
 
-    def unclipped(self, total, shape, weights):
-        return original(
-            self, total, shape, uses.Weights(torch.ones_like(weights.values)) if shape == (24, 16) else weights
-        )
+    def unclipped(self, weights):
+        of_that_layer = (self.left.shape[2], self.right.shape[2]) == (24, 16)
+        return original(self, uses.Weights(torch.ones_like(weights.values)) if of_that_layer else weights)
 
-    monkeypatch.setattr(uses.OuterProducts, "add_weighted_sum", unclipped)
+    monkeypatch.setattr(uses.OuterProducts, "weighted_factors", unclipped)
     model = models.bert()
     assert disagreement(model, batch_for(model, SHORT)) > 1e-3
 
