@@ -2,7 +2,7 @@
 
 All threads that share a product wait at its end for the slowest of them, and then for Python to start the next one. The
 weighted sums of different parameters do not depend on each other, so each thread can have one of its own. (Measured with two
-threads, RoBERTa-base, 16 examples of 32 tokens: the sums take 0.91 of the time.)
+threads, RoBERTa-base, 16 examples of 32 tokens: the sums take 0.91 to 0.95 of the time.)
 """
 
 from __future__ import annotations
