@@ -110,10 +110,11 @@ def per_example_loss(model: nn.Module, inputs: Mapping[str, Any]) -> Tensor:
 
 
 def with_position_ids(model: nn.Module, inputs: dict[str, Any]) -> dict[str, Any]:
-    """Left-padded rows of a decoder-only model get explicit position ids.
+    """Left-padded rows of a decoder-only model get explicit position ids: each row's from its first token on.
 
     Without them absolute positions count the padding, which is as long as the batch's longest neighbour needs it.
-    Raises: UnsupportedModelError for a left-padded row of a model that takes no position ids.
+    Raises: UnsupportedModelError for a left-padded row of a model that takes no position ids; DataError for a row with a hole
+        in its mask beside padding on the left.
     """
     mask = inputs.get("attention_mask")
     base = base_model(model)
@@ -125,9 +126,18 @@ def with_position_ids(model: nn.Module, inputs: dict[str, Any]) -> dict[str, Any
             f"Rows are padded on the left, and {type(base).__name__} would count the padding as positions, which is as long "
             "as an example's neighbours need it. Set tokenizer.padding_side = 'right'."
         )
-    # Only rows that begin with padding: one with a hole in its mask has its usual positions, whoever is beside it.
-    usual = torch.arange(mask.shape[1], device=mask.device).expand_as(mask)
-    positions = torch.where(mask[:, :1] == 0, (mask.long().cumsum(-1) - 1).clamp_min(0), usual)
+    tokens = mask != 0
+    begins = tokens & ~F.pad(tokens[:, :-1], (1, 0))
+    if bool((begins.sum(1) > 1).any()):
+        # Some models count over the hole and some (OPT) only tokens, as long as they get no position ids. Unless they get
+        # them, or get the same in both cases, the row's positions depend on whether a longer row is beside it.
+        raise DataError(
+            "Rows are padded on the left, and the attention_mask of one has a hole (0 between two 1), so which positions its "
+            "tokens have would depend on its neighbours. Set tokenizer.padding_side = 'right', leave masked tokens out, or "
+            "let the collator make position_ids."
+        )
+    positions = torch.arange(mask.shape[1], device=mask.device) - tokens.long().argmax(1, keepdim=True)
+    positions = positions.clamp_min(0)
     return {**inputs, "position_ids": positions}
 
 

@@ -209,7 +209,7 @@ def test_position_ids_count_real_tokens():
     model = gpt2()
     mask = torch.tensor([[0, 0, 1, 1], [1, 1, 1, 1], [0, 1, 1, 0]])
     found = with_position_ids(model, {"input_ids": mask, "attention_mask": mask})["position_ids"]
-    assert found.tolist() == [[0, 0, 0, 1], [0, 1, 2, 3], [0, 0, 1, 1]]
+    assert found.tolist() == [[0, 0, 0, 1], [0, 1, 2, 3], [0, 0, 1, 2]]
 
 
 def test_position_ids_are_left_alone_where_nothing_is_to_be_done():
