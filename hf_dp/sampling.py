@@ -6,7 +6,7 @@ The sampler owns its event, so the accountant is told exactly what was drawn.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -141,23 +141,30 @@ class MicroBatchSampler:
         return self.steps
 
 
-def physical_batches(lengths: Sequence[int], size: int, max_tokens: int | None = None) -> list[list[int]]:
+def physical_batches(
+    lengths: Sequence[int], size: int, max_tokens: int | None = None, shapes: Sequence[Hashable] | None = None
+) -> list[list[int]]:
     """Positions 0..len(lengths)-1 cut into groups of at most ``size``, examples of similar length together.
 
     Args: max_tokens: largest number of tokens of a group, padding to its longest example included; an example that is
-        longer makes a group of its own.
+        longer makes a group of its own. shapes: of each example; only those of equal shape share a group.
 
-    Which group an example falls in changes padding and memory, never the clipped sum. An empty draw gives no group.
+    Which group an example falls in changes padding and memory, never the clipped sum beyond rounding. An empty draw gives
+    no group.
     """
     _validate.integer("size", size, 1)
     if max_tokens is not None:
         _validate.integer("max_tokens", max_tokens, 1)
-    order = sorted(range(len(lengths)), key=lambda position: -lengths[position])
+    kinds: dict[Hashable, int] = {}
+    kind = [0 if shapes is None else kinds.setdefault(shapes[i], len(kinds)) for i in range(len(lengths))]
+    order = sorted(range(len(lengths)), key=lambda position: (-lengths[position], kind[position]))
     groups: list[list[int]] = []
-    start = 0
-    while start < len(order):
-        longest = max(1, lengths[order[start]])  # the first: they get shorter
-        count = size if max_tokens is None else max(1, min(size, max_tokens // longest))
-        groups.append(order[start : start + count])
-        start += count
+    for position in order:
+        last = groups[-1] if groups else []
+        # A group's first example is its longest: they get shorter.
+        fits = last and len(last) < size and kind[last[0]] == kind[position]
+        if fits and (max_tokens is None or (len(last) + 1) * max(1, lengths[last[0]]) <= max_tokens):
+            last.append(position)
+        else:
+            groups.append([position])
     return groups

@@ -368,3 +368,15 @@ def test_every_record_in_every_micro_batch_at_rate_1():
 def test_bad_micro_batches_are_named(values, name):
     with pytest.raises(InvalidArgumentError, match=name):
         MicroBatchSampler(*values)
+
+
+@pytest.mark.parametrize("max_tokens", [None, 12])
+def test_physical_batches_of_one_shape(max_tokens):
+    lengths = [1 + (7 * i) % 5 for i in range(50)]
+    shapes = [(length, i % 3) for i, length in enumerate(lengths)]
+    groups = physical_batches(lengths, 4, max_tokens, shapes)
+    assert sorted(position for group in groups for position in group) == list(range(50))
+    assert all(len({shapes[position] for position in group}) == 1 for group in groups)
+    full = [min(4, 4 if max_tokens is None else max(1, max_tokens // length)) for length, _ in shapes]
+    expected = sum(-(-shapes.count(shape) // full[shapes.index(shape)]) for shape in set(shapes))
+    assert len(groups) == expected  # no more of them than needed

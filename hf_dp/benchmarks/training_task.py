@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -213,8 +213,11 @@ class Counter(TrainerCallback):
         return batch
 
 
-def in_drawn_order(lengths: Sequence[int], size: int, max_tokens: int | None = None) -> list[list[int]]:
-    """Positions 0..len(lengths)-1 cut into groups of at most ``size``, whatever the lengths."""
+def in_drawn_order(
+    lengths: Sequence[int], size: int, max_tokens: int | None = None, shapes: Sequence[Hashable] | None = None
+) -> list[list[int]]:
+    """Positions 0..len(lengths)-1 cut into groups of at most ``size``, whatever the lengths. (float32 gives no shapes.)"""
+    assert shapes is None
     return [list(range(start, min(start + size, len(lengths)))) for start in range(0, len(lengths), size)]
 
 

@@ -82,6 +82,8 @@ def not_covered(facts: RunFacts, plan: PrivacyPlan) -> tuple[str, ...]:
         f"the number of rows, which is stated as public (with what is derived from it: {_DERIVED})",
         "running time and memory use",
         "floating-point attacks on the noise: the proof assumes real-number Gaussian noise",
+        "how kernels round: that an example's gradient is rounded alike beside other examples was measured (float32; bfloat16 "
+        "on a CPU), not proved",
         f"attacks on the random generators: the proof assumes ideal randomness; noise from {facts.noise_generator}, "
         f"sampling from {facts.sampling_generator}",
         *(f"{name}: released without noise at the user's request" for name in facts.released),

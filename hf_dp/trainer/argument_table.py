@@ -224,7 +224,10 @@ ARGUMENT_TABLE: Mapping[str, ArgumentRow] = {
     ),
     "liger_kernel_config": _neutral("Read only with `use_liger_kernel`, which is refused."),
     # precision, memory and compilation
-    "bf16": _works("Activations are bfloat16; norms and sums are formed in float32."),
+    "bf16": _works(
+        "Activations are bfloat16; norms and sums are formed in float32. Only examples that are padded alike share a physical "
+        "batch."
+    ),
     "fp16": _refused(_is_on, "to be False", _PRECISION_16, "Use bf16=True, or full precision."),
     "bf16_full_eval": _EVALUATION,
     "fp16_full_eval": _EVALUATION,

@@ -26,12 +26,25 @@ Collator = Callable[[list[Any]], Mapping[str, Any]]
 class PhysicalBatchCollator:
     """Cuts one draw into physical batches of similar length and collates each with the user's collator.
 
+    Args: one_shape: only examples that are padded alike share a physical batch. Numbers shorter than float32 round an
+        example's gradient to some 2^-8 of it, and otherwise with another padded length. If that were the longest neighbour's,
+        one more example could lengthen the padding of all others, and 1,024 such changes moved a sum by 1.69 C.
     Raises: DataError when a collated batch has not one row per drawn example (packing, flattening): a row would then be
-        no example, and clipping rows would bound nothing.
+        no example, and clipping rows would bound nothing. With ``one_shape``, where the padding cannot be told beforehand.
     """
 
-    def __init__(self, collator: Collator, size: int, randomness: SecretRandomness, max_tokens: int | None = None):
+    def __init__(
+        self,
+        collator: Collator,
+        size: int,
+        randomness: SecretRandomness,
+        max_tokens: int | None = None,
+        one_shape: bool = False,
+    ):
         self.collator, self.size, self.randomness, self.max_tokens = collator, size, randomness, max_tokens
+        self.one_shape = one_shape
+        removing = getattr(collator, "data_collator", collator)  # transformers wraps one to remove columns
+        self.multiple = getattr(removing, "pad_to_multiple_of", None) or 1
 
     def __call__(self, examples: Sequence[Any]) -> list[Mapping[str, Any]]:
         lengths = [length_of(example) for example in examples]
@@ -40,7 +53,8 @@ class PhysicalBatchCollator:
                 "max_tokens_per_physical_batch is set, but an example has no `input_ids` to count. Leave it unset for data "
                 "without tokens, or remove empty rows."
             )
-        groups = physical_batches(lengths, self.size, self.max_tokens)
+        shapes = [padded_shape(example, self.multiple) for example in examples] if self.one_shape else None
+        groups = physical_batches(lengths, self.size, self.max_tokens, shapes)
         if get_worker_info() is not None:  # a worker's generators were seeded by the operating system
             return [self._collate([examples[i] for i in group]) for group in groups]
         with self.randomness.streams():
@@ -49,7 +63,23 @@ class PhysicalBatchCollator:
     def _collate(self, group: list[Any]) -> Mapping[str, Any]:
         batch = self.collator(group)
         check_rows(batch, len(group))
+        if self.one_shape:
+            self._check_padding(batch, group)
         return batch
+
+    def _check_padding(self, batch: Mapping[str, Any], group: Sequence[Any]) -> None:
+        lengths = {length_of(example) for example in group}
+        tokens, mask = batch.get("input_ids"), batch.get("attention_mask")
+        if lengths == {0}:  # not tokens, or not yet
+            unknown = isinstance(mask, torch.Tensor) and not bool(mask.all())
+        else:
+            unknown = len(lengths) > 1 and isinstance(tokens, torch.Tensor) and tokens.shape[1] % self.multiple != 0
+        if unknown:
+            raise DataError(
+                "In bfloat16 (or with frozen weights below float32) examples that are padded differently may not share a "
+                "physical batch, but how far this data collator pads cannot be told from the examples. Tokenize the rows "
+                "beforehand (`input_ids`), let pad_to_multiple_of be what the collator pads to, or use float32."
+            )
 
 
 class SecretFetch:
@@ -95,10 +125,11 @@ def private_dataloader(
     collator: Collator,
     randomness: SecretRandomness,
     args: Any,
+    one_shape: bool = False,
 ) -> DataLoader:
-    """A loader over the sampler's draws, from the run's secret source."""
+    """A loader over the sampler's draws, from the run's secret source. Args: one_shape: see the collator."""
     cut = PhysicalBatchCollator(
-        collator, args.per_device_train_batch_size, randomness, args.max_tokens_per_physical_batch
+        collator, args.per_device_train_batch_size, randomness, args.max_tokens_per_physical_batch, one_shape
     )
     sampler = dataclasses.replace(sampler, random_bytes=randomness.random_bytes)
     return DataLoader(
@@ -126,3 +157,15 @@ def length_of(example: Any) -> int:
     """Tokens of an example; 0 for one without."""
     tokens = example.get("input_ids") if isinstance(example, Mapping) else None
     return len(tokens) if tokens is not None else 0
+
+
+def padded_shape(example: Any, multiple: int = 1) -> tuple[tuple[object, ...], ...]:
+    """The shape of each column of an example that has one, its length rounded up to ``multiple``: what padding makes of it."""
+    if not isinstance(example, Mapping):
+        return ()
+    shapes: list[tuple[object, ...]] = []
+    for name, value in sorted(example.items()):
+        if hasattr(value, "__len__") and not isinstance(value, (str, bytes)):
+            shape = tuple(value.shape) if hasattr(value, "shape") else (len(value),)
+            shapes.append((name, *(-(-length // multiple) * multiple for length in shape[:1]), *shape[1:]))
+    return tuple(shapes)

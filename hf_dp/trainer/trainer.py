@@ -245,7 +245,8 @@ class DPTrainer(Trainer):
         self.check_dataset(dataset)
         with self.randomness.streams():
             check_collator(collator, dataset)
-        return private_dataloader(dataset, sampler, collator, self.randomness, self.args)
+        short = any(p.dtype not in (torch.float32, torch.float64) for p in self.model.parameters())
+        return private_dataloader(dataset, sampler, collator, self.randomness, self.args, self.args.bf16 or short)
 
     def check_dataset(self, dataset: Any) -> None:
         """Raise DataError for another number of rows than was planned for."""

@@ -9,13 +9,14 @@ from __future__ import annotations
 import models
 import pytest
 import torch
-from models import batch_for
+from models import batch_for, rows
 from torch import Tensor
 
 from hf_dp.clipping import ClippingEngine
 from hf_dp.clipping.engine import STRATEGIES
 from hf_dp.losses import per_example_loss
 from hf_dp.plan import ROUNDING_MARGIN
+from hf_dp.sampling import physical_batches
 
 ALIGNED = 1024
 PHYSICAL = 64
@@ -25,9 +26,16 @@ C = 0.01
 def clipped_sum(
     model: torch.nn.Module, batch: dict[str, Tensor], keep: list[int], bf16: bool, strategy: str
 ) -> Tensor:
+    groups = [keep[start : start + PHYSICAL] for start in range(0, len(keep), PHYSICAL)]
+    return sum_of_groups(model, batch, groups, bf16, strategy)
+
+
+def sum_of_groups(
+    model: torch.nn.Module, batch: dict[str, Tensor], groups: list[list[int]], bf16: bool, strategy: str
+) -> Tensor:
     with ClippingEngine(model, C, strategy=strategy) as engine:
-        for start in range(0, len(keep), PHYSICAL):
-            part = {name: value[keep[start : start + PHYSICAL]] for name, value in batch.items()}
+        for group in groups:
+            part = rows(batch, group)
             with torch.autocast("cpu", dtype=torch.bfloat16, enabled=bf16):
                 losses = per_example_loss(model, part)
             engine.backward(losses)
@@ -64,3 +72,30 @@ def test_planted_sums_in_bf16_are_seen(monkeypatch):
         ClippingEngine, "collect", lambda self: {name: s.bfloat16() for name, s in original(self).items()}
     )
     assert moved(models.bert(dtype=torch.float32), False, distinct=2) > 1.2
+
+
+def moved_by_a_longer_one(bf16: bool, by_shape: bool) -> float:
+    """As :func:`moved`, of texts of one repeated word. The longest joins: all after it move on by one, and with them the last
+    of each physical batch comes into the next one, whose examples are all shorter."""
+    model = models.bert(dtype=torch.float32, hidden_size=128, intermediate_size=512, num_attention_heads=2)
+    size = 32
+    lengths = [39, *sorted((4 + i // size for i in range(ALIGNED)), reverse=True)]
+    batch = batch_for(model, tuple(lengths))
+    batch["input_ids"] = torch.where(batch["attention_mask"] == 1, 7, batch["input_ids"])
+    batch["labels"] = torch.ones_like(batch["labels"])
+    sums = []
+    for first in (0, 1):
+        shapes = lengths[first:] if by_shape else None
+        groups = [[first + i for i in group] for group in physical_batches(lengths[first:], size, shapes=shapes)]
+        sums.append(sum_of_groups(model, batch, groups, bf16, "book_keeping"))
+    assert sums[0].norm() > 0.5 * ALIGNED * C
+    return float((sums[0] - sums[1]).norm()) / C
+
+
+@pytest.mark.parametrize(("bf16", "by_shape"), [(False, False), (True, True)], ids=["float32", "bf16"])
+def test_another_padding_of_all_others_moves_the_sum_by_no_more_than_the_noise_is_scaled_to(bf16, by_shape):
+    assert moved_by_a_longer_one(bf16, by_shape) <= 1 + ROUNDING_MARGIN
+
+
+def test_planted_padding_to_the_longest_neighbor_in_bf16_is_seen():
+    assert moved_by_a_longer_one(bf16=True, by_shape=False) > 1.2
