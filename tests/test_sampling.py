@@ -380,3 +380,37 @@ def test_physical_batches_of_one_shape(max_tokens):
     full = [min(4, 4 if max_tokens is None else max(1, max_tokens // length)) for length, _ in shapes]
     expected = sum(-(-shapes.count(shape) // full[shapes.index(shape)]) for shape in set(shapes))
     assert len(groups) == expected  # no more of them than needed
+
+
+def every_cut(order):
+    if not order:
+        yield []
+    for count in range(1, len(order) + 1):
+        for rest in every_cut(order[count:]):
+            yield [order[:count], *rest]
+
+
+@pytest.mark.parametrize("max_tokens", [None, 10])
+@pytest.mark.parametrize("kinds", [1, 2, 3])
+@pytest.mark.parametrize("seed", range(8))
+def test_no_cut_has_fewer_groups_or_as_few_and_less_padding(seed, kinds, max_tokens):
+    """Against all cuts of each shape's sorted examples."""
+    generator = np.random.default_rng(seed)
+    lengths = generator.integers(1, 9, 9).tolist()
+    shapes = [i % kinds for i in range(9)]
+
+    def cost(groups):
+        return len(groups), sum(len(group) * max(lengths[i] for i in group) for group in groups)
+
+    def allowed(group):
+        tokens = len(group) * max(lengths[i] for i in group)
+        few = len(group) <= 3 and len({shapes[i] for i in group}) == 1
+        return few and (max_tokens is None or tokens <= max_tokens or len(group) == 1)
+
+    best = (0, 0)
+    for shape in range(kinds):
+        order = sorted((i for i in range(9) if shapes[i] == shape), key=lambda i: -lengths[i])
+        best = tuple(map(sum, zip(best, min(cost(cut) for cut in every_cut(order) if all(map(allowed, cut))))))
+    found = physical_batches(lengths, 3, max_tokens, shapes)
+    assert all(map(allowed, found)) and sorted(i for group in found for i in group) == list(range(9))
+    assert cost(found) == best
