@@ -85,8 +85,12 @@ def moved_by_a_longer_one(bf16: bool, by_shape: bool) -> float:
     batch["labels"] = torch.ones_like(batch["labels"])
     sums = []
     for first in (0, 1):
-        shapes = lengths[first:] if by_shape else None
-        groups = [[first + i for i in group] for group in physical_batches(lengths[first:], size, shapes=shapes)]
+        here = list(range(first, len(lengths)))
+        if by_shape:
+            cut = physical_batches(lengths[first:], size, shapes=lengths[first:])
+            groups = [[here[i] for i in group] for group in cut]
+        else:  # every so many of the sorted examples
+            groups = [here[start : start + size] for start in range(0, len(here), size)]
         sums.append(sum_of_groups(model, batch, groups, bf16, "book_keeping"))
     assert sums[0].norm() > 0.5 * ALIGNED * C
     return float((sums[0] - sums[1]).norm()) / C
