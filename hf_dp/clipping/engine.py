@@ -28,14 +28,13 @@ from hf_dp.clipping.rules import find_rule
 from hf_dp.clipping.shared import SharedMethod, find_shared_method
 from hf_dp.clipping.step import ClippedStep
 from hf_dp.clipping.two_pass import two_pass
-from hf_dp.clipping.uses import accumulation_dtype
+from hf_dp.clipping.uses import SMALLEST_CLIPPING_NORM, accumulation_dtype
 from hf_dp.errors import UnaccountedGradientError, UnsupportedLossError, UnsupportedModelError
 from hf_dp.plan import CLIPPINGS
 
 # ``per_example`` is book-keeping of explicit gradients: no module has a rule, each is differentiated example by example.
 _STRATEGIES = {"book_keeping": book_keeping, "two_pass": two_pass, "per_example": book_keeping}
 STRATEGIES = tuple(_STRATEGIES)
-_SMALLEST_CLIPPING_NORM = 1e-12
 
 
 class ClippingEngine:
@@ -61,11 +60,11 @@ class ClippingEngine:
     def __init__(self, model: nn.Module, clipping_norm: float, clipping: str = "flat", strategy: str = "book_keeping"):
         self.model = model
         self.clipping_norm = _validate.positive("clipping_norm", clipping_norm)
-        if self.clipping_norm < _SMALLEST_CLIPPING_NORM:
+        if self.clipping_norm < SMALLEST_CLIPPING_NORM:
             raise _validate.invalid(
                 "clipping_norm",
                 clipping_norm,
-                f"to be at least {_SMALLEST_CLIPPING_NORM}",
+                f"to be at least {SMALLEST_CLIPPING_NORM}",
                 "Squares of gradients as small as that are 0 in float32. Scale the loss up.",
             )
         self.clipping = _validate.one_of("clipping", clipping, CLIPPINGS)
@@ -212,6 +211,7 @@ class ClippingEngine:
         self._restore.append(restore)
 
     def _note_batch_size(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._tape.note_positions((*args, *kwargs.values()))
         named = [kwargs.get(name) for name in ("input_ids", "inputs_embeds", "pixel_values")]
         for value in (*named, *args, *kwargs.values()):
             if isinstance(value, Tensor) and value.dim() > 0:
@@ -241,6 +241,7 @@ class _Recorded:
     def __call__(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if self.tape.bypassed:
             return _original(self.previous)(module, *args, **kwargs)
+        self.tape.note_positions((*args, *kwargs.values()))
         return self.run(module, *args, **kwargs)
 
 

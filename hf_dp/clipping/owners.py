@@ -220,7 +220,7 @@ def own_gradients(call: OwnerCall, tape: Tape) -> None:
     leaves = [next(tensors) if leaf is _TENSOR else leaf for leaf in call.arguments]
     masks = list(tensors)
     flattened = any(call.output_grads[position].shape[0] != examples for position in positions)
-    mapped = [_has_rows(each, examples, flattened, call.expanded) for each in (*leaves, *masks)]
+    mapped = [_has_rows(each, tape, flattened, call.expanded) for each in (*leaves, *masks)]
     inputs = [
         _rows(each, examples, call, tape) if is_mapped else each
         for each, is_mapped in zip((*leaves, *masks), mapped, strict=True)
@@ -241,7 +241,7 @@ def own_gradients(call: OwnerCall, tape: Tape) -> None:
         tape.record(call.module, parameter, gradients[name])
 
 
-def _has_rows(leaf: Any, examples: int, flattened: bool, expanded: bool) -> bool:
+def _has_rows(leaf: Any, tape: Tape, flattened: bool, expanded: bool) -> bool:
     """Whether an input has rows for the examples, judged by its shape; the comparison of outputs finds errors.
 
     (b * T, d) is believed to have them only beside such an output, and (b,) only beside one that has an example dimension:
@@ -249,7 +249,9 @@ def _has_rows(leaf: Any, examples: int, flattened: bool, expanded: bool) -> bool
     """
     if not isinstance(leaf, Tensor) or leaf.dim() == 0 or (expanded and leaf.dim() == 1):
         return False
-    return leaf.shape[0] == examples or (flattened and leaf.dim() == 2 and leaf.shape[0] % examples == 0)
+    return leaf.shape[0] == tape.expected_examples() or (
+        flattened and leaf.dim() == 2 and tape.is_flattened(leaf.shape[0])
+    )
 
 
 def _rows(tensor: Tensor, examples: int, call: OwnerCall, tape: Tape) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -28,6 +28,7 @@ class Tape:
         self.bypassed = False  # True while the originals run, for modules without a rule
         self.calls: list[Any] = []  # forwards of modules without a rule that received output gradients
         self._forwards: list[Tensor | None] = []  # what the forward used, as often as it did
+        self._batches: set[tuple[int, int]] = set()  # first dimension and positions of what the forward worked on
         self._names = names or {}
         self._open_for: int | None = None
         self._sink: Sink | None = None
@@ -57,6 +58,16 @@ class Tape:
         if self._open_for is None and torch.is_grad_enabled():
             self._forwards += parameters
 
+    def note_positions(self, tensors: Iterable[Any]) -> None:
+        """Note how many positions tokens (b, T) and tensors (b, ..., d) among these have."""
+        for tensor in tensors:
+            if isinstance(tensor, Tensor):
+                shape = tensor.shape
+                if len(shape) > 2:
+                    self._batches.add((shape[0], shape[1:-1].numel()))
+                elif len(shape) == 2 and not tensor.is_floating_point():
+                    self._batches.add((shape[0], shape[1]))
+
     def forward_uses(self) -> Counter[nn.Parameter]:
         """How often the forward used each trainable parameter."""
         return Counter(p for p in self._forwards if isinstance(p, nn.Parameter) and p.requires_grad)
@@ -64,6 +75,7 @@ class Tape:
     def forget_forward(self) -> None:
         """Begin to count again."""
         self._forwards.clear()
+        self._batches.clear()
 
     def record_call(self, call: Any) -> None:
         """Note a module without a rule; it is differentiated when the backward pass is over."""
@@ -83,19 +95,26 @@ class Tape:
     def by_example(self, module: nn.Module, tensor: Tensor, flattened: bool = True) -> Tensor:
         """``tensor`` with one row per example: as it is, or (b * T, d) seen as (b, T, d), example by example.
 
-        (That flattened rows are ordered by example is what ``view(-1, d)`` gives; :func:`~hf_dp.clipping.self_check` tells.)
+        (That flattened rows are ordered by example is what ``view(-1, d)`` gives; :func:`~hf_dp.clipping.self_check` tells.
+        Rows chosen by value, such as those of masked tokens, are ordered likewise but not as many of each example: T must be
+        a number of positions that the forward had.)
         Raises: UnaccountedGradientError outside ``ClippingEngine.backward``; UnsupportedModelError for another shape.
         """
         examples = self.expected_examples()
         if tensor.dim() >= 1 and tensor.shape[0] == examples:
             return tensor
-        if flattened and tensor.dim() == 2 and tensor.shape[0] % examples == 0 and tensor.shape[0]:
+        if flattened and tensor.dim() == 2 and self.is_flattened(tensor.shape[0]):
             return tensor.view(examples, -1, tensor.shape[1])
         raise UnsupportedModelError(
-            f"{self.describe(module)} worked on a tensor of shape {tuple(tensor.shape)}, whose first dimension is "
-            f"not the number of examples ({examples}), so its gradient cannot be split by example. Freeze "
-            "this module (requires_grad_(False)) or pass its inputs with one row per example."
+            f"{self.describe(module)} worked on a tensor of shape {tuple(tensor.shape)}, whose first dimension is not the "
+            f"number of examples ({examples}), nor that times the positions of each, so its gradient cannot be split by "
+            "example. Freeze this module (requires_grad_(False)) or pass its inputs with one row per example."
         )
+
+    def is_flattened(self, rows: int) -> bool:
+        """Whether so many rows are those of all positions of all examples."""
+        examples = self.expected_examples()
+        return rows % examples == 0 and (examples, rows // examples) in self._batches
 
     def refuse_parameter(self, module: nn.Module, input: Tensor) -> None:
         """Raise for a module applied to a parameter: its rows are no examples, however many they are.

@@ -15,10 +15,13 @@ Rounding (:class:`Norms`). The Gram form sums ``T * T`` signed terms, which can 
 terms (Li et al., section 4, does not treat this). With u = ``_ROUNDING * eps`` its ``error`` is ``u (S + D)``, S the sum
 of the terms' magnitudes (errors of large entries are proportional to them) and D = ``sum_t |left_t|^2 |right_t|^2``
 (errors of small entries are independent, of size ``eps |left_s||left_t||right_s||right_t|``, and add up like a random
-walk). The clipped sum itself adds the same ``left_t right_t^T``, and where they cancel its rounding can exceed their sum:
-``slack = u sum_t |left_t||right_t|`` bounds that, and is added to the norm before the weight is taken from it. A dense
-gradient has neither: the same tensor is squared for the norm and added to the sum, so what is released is bounded by
-what was measured.
+walk). Squares of numbers as small as 1e-20 are lost to underflow, also where the other factor is large enough to make up
+for it: of d features an entry of a Gram matrix loses at most ``d tiny``, and the sum of terms
+``d tiny sum_{s,t} |r_s . r_t| <= d tiny T sum_t |r_t|^2``, r the other factor. ``error`` has this too, of both factors,
+where it could matter to a clipping norm. The clipped sum itself adds the same ``left_t right_t^T``, and where they cancel
+its rounding can exceed their sum: ``slack = u sum_t |left_t||right_t|`` bounds that, and is added to the norm before the
+weight is taken from it. A dense gradient has neither: the same tensor is squared for the norm and added to the sum, so what
+is released is bounded by what was measured.
 """
 
 from __future__ import annotations
@@ -30,9 +33,13 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from hf_dp.clipping.grams import Grams, LastOf, gram_blocks, products, sum_of_blocks
 
+# The smallest C that the engine takes, and the error of a squared norm that is nothing beside its square.
+SMALLEST_CLIPPING_NORM = 1e-9
+_NEGLIGIBLE = 1e-4 * SMALLEST_CLIPPING_NORM**2
 # Blocked float sums of some thousand terms are accurate to some eps; tests/clipping measures 18 at most.
 _ROUNDING = 32.0
 _BLOCK = 1024  # numbers whose norm is taken at once
@@ -175,44 +182,61 @@ _TOGETHER = 2**18  # numbers
 
 
 def outer_norms(uses: Iterable[OuterProducts], grams: Grams | None = None) -> list[Norms]:
-    """:meth:`Use.norms` of each, in their order; a few matrices (b, T, T) are held at once."""
+    """:meth:`Use.norms` of each, in their order; a few pairs of matrices (b, T, T) are held at once."""
     grams = LastOf(gram_blocks) if grams is None else grams
     found: list[Norms] = []
-    waiting: list[list[Tensor]] = []
+    waiting: list[_GramPair] = []
     for use in uses:
         dtype = accumulation_dtype(use.left.dtype)
-        # |G|^2 = sum_{s,t} terms[s, t], terms[s, t] = (left_s . left_t)(right_s . right_t)   (Li et al., section 4, eq. 3)
-        of_inputs = grams(use.right, dtype)
-        terms = [left.mul_(right) for left, right in zip(gram_blocks(use.left, dtype), of_inputs, strict=True)]
-        if waiting and not (_alike(waiting[0], terms) and (len(waiting) + 1) * _numbers(terms) <= _TOGETHER):
+        right = grams(use.right, dtype)
+        pair = _GramPair(gram_blocks(use.left, dtype), right, max(use.left.shape[2], use.right.shape[2]))
+        if waiting and not (waiting[0].alike(pair) and (len(waiting) + 1) * pair.numbers() <= _TOGETHER):
             found += _reduced(waiting)
             waiting = []
-        waiting.append(terms)
+        waiting.append(pair)
     return found + _reduced(waiting) if waiting else found
 
 
-def _reduced(uses: Sequence[Sequence[Tensor]]) -> list[Norms]:
-    """From the terms of uses of the same length, as blocks of (b, T, T), to their norms; changes the terms."""
-    blocks = uses[0] if len(uses) == 1 else [torch.stack(level).flatten(0, 1) for level in zip(*uses, strict=True)]
-    rows = len(blocks[0])  # of each use and example
-    unit = _ROUNDING * torch.finfo(blocks[0].dtype).eps
-    trace = blocks[-1].diagonal(dim1=1, dim2=2).reshape(rows, -1)
-    squared = sum_of_blocks(blocks, rows)
-    magnitude = sum_of_blocks([block.abs_() for block in blocks], rows)
-    error, slack = unit * (magnitude + trace.sum(1)), unit * trace.sqrt_().sum(1)
-    of_uses = (result.view(len(uses), -1).unbind() for result in (squared, error, slack))
+@dataclass
+class _GramPair:
+    """Gram matrices of both factors of one use, as blocks of (b, T, T), and the features of the wider one."""
+
+    left: list[Tensor]
+    right: list[Tensor]  # perhaps shared with other uses
+    features: int
+
+    def alike(self, other: _GramPair) -> bool:
+        """Whether both can be stacked."""
+        last, also = self.left[-1], other.left[-1]
+        same = last.shape == also.shape and last.dtype == also.dtype and last.device == also.device
+        return same and len(self.left) == len(other.left)
+
+    def numbers(self) -> int:
+        return sum(block.numel() for block in self.left)
+
+
+def _reduced(pairs: Sequence[_GramPair]) -> list[Norms]:
+    """From Gram matrices of uses of the same length to their norms; changes the left ones."""
+    # |G|^2 = sum_{s,t} terms[s, t], terms[s, t] = (left_s . left_t)(right_s . right_t)   (Li et al., section 4, eq. 3)
+    lefts, rights = _stacked([pair.left for pair in pairs]), _stacked([pair.right for pair in pairs])
+    rows = len(lefts[0])  # of each use and example
+    of_left, of_right = (blocks[-1].diagonal(dim1=1, dim2=2).reshape(rows, -1) for blocks in (lefts, rights))
+    trace = of_left * of_right
+    limits = torch.finfo(trace.dtype)
+    lost = (of_left.sum(1) + of_right.sum(1)).mul_(limits.tiny * max(pair.features for pair in pairs) * trace.shape[1])
+    terms = [left.mul_(right) for left, right in zip(lefts, rights, strict=True)]
+    squared = sum_of_blocks(terms, rows)
+    magnitude = sum_of_blocks([block.abs_() for block in terms], rows)
+    unit = _ROUNDING * limits.eps
+    error = unit * (magnitude + trace.sum(1)) + F.threshold(lost, _NEGLIGIBLE, 0.0)
+    slack = unit * trace.sqrt_().sum(1)
+    of_uses = (result.view(len(pairs), -1).unbind() for result in (squared, error, slack))
     return [Norms(*of_use) for of_use in zip(*of_uses, strict=True)]
 
 
-def _alike(one: Sequence[Tensor], other: Sequence[Tensor]) -> bool:
-    last, also = one[-1], other[-1]
-    return (
-        last.shape == also.shape and last.dtype == also.dtype and last.device == also.device and len(one) == len(other)
-    )
-
-
-def _numbers(blocks: Sequence[Tensor]) -> int:
-    return sum(block.numel() for block in blocks)
+def _stacked(uses: Sequence[list[Tensor]]) -> list[Tensor]:
+    """Blocks of (b, T, T) of each use as blocks of (uses * b, T, T)."""
+    return uses[0] if len(uses) == 1 else [torch.stack(level).flatten(0, 1) for level in zip(*uses, strict=True)]
 
 
 @dataclass

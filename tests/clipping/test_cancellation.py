@@ -320,3 +320,36 @@ def test_long_lookups_never_need_the_slow_path(monkeypatch):
     source = Source(0)
     tokens = torch.randint(0, 200, (4, 512), generator=source.generator)
     example_norms({nn.Parameter(torch.zeros(200, 16)): [Lookups(tokens, source(4, 512, 16))]}, 4)
+
+
+@pytest.mark.parametrize("strategy", ["book_keeping", "two_pass"])
+@pytest.mark.parametrize("length", [1, 3, 100])
+@pytest.mark.parametrize(("large", "small"), [(5e16, 2e-23), (1e19, 1e-24), (1e16, 1e-20)])
+@pytest.mark.parametrize("large_is", ["input", "output_gradient"])
+def test_a_factor_whose_square_underflows_is_not_taken_for_zero(large_is, large, small, length, strategy):
+    """The gradient is moderate, but the Gram matrix of one factor is 0 or has lost its digits."""
+    torch.manual_seed(0)
+    width = 512
+    model = nn.Linear(width, width, bias=False)
+    of_input, of_gradient = (large, small) if large_is == "input" else (small, large)
+    x, direction = torch.randn(2, length, width) * of_input, torch.randn(2, length, width) * of_gradient
+    exact = torch.einsum("btm,btn->bmn", direction.double(), x.double())
+    expected = exact.flatten(1).norm(dim=1)
+    clipping_norm = float(expected.min()) / 2
+    with ClippingEngine(model, clipping_norm, strategy=strategy) as engine:
+        found = engine.backward((model(x) * direction).sum((1, 2)))
+        total = engine.collect()["weight"]
+    kept = torch.isfinite(found)  # where the other square overflows, the example is removed
+    torch.testing.assert_close(found[kept].double(), expected[kept], rtol=NORM_RTOL, atol=0)
+    weights = torch.where(kept, clipping_norm / expected, 0.0)
+    torch.testing.assert_close(total.double(), torch.einsum("b,bmn->mn", weights, exact), rtol=1e-3, atol=1e-7)
+    assert kept.all() or large == 1e19
+
+
+def test_an_example_without_a_gradient_is_not_recomputed(monkeypatch):
+    """What underflow could have taken is nothing beside a clipping norm, so zeros are believed."""
+    monkeypatch.setattr(norms, "_settle", lambda *args: pytest.fail("recomputed"))
+    model = nn.Linear(768, 768)
+    with ClippingEngine(model, 1e-9) as engine:
+        found = engine.backward(model(100 * torch.randn(2, 64, 768)).sum((1, 2)) * torch.tensor([0.0, 1.0]))
+    assert found[0] == 0

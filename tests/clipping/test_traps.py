@@ -210,11 +210,33 @@ def test_planted_float32_for_few_positions_is_seen(monkeypatch):
 
 
 def test_a_clipping_norm_whose_square_underflows_is_refused():
-    with pytest.raises(InvalidArgumentError, match="`clipping_norm` to be at least 1e-12"):
-        ClippingEngine(nn.Linear(2, 2), 1e-26)
+    with pytest.raises(InvalidArgumentError, match="`clipping_norm` to be at least 1e-09"):
+        ClippingEngine(nn.Linear(2, 2), 1e-13)
 
 
-# -- rows that are not the examples: the self-check ---
+# -- rows that are not the examples: their number, and the self-check ---
+
+
+class Chosen(nn.Module):
+    """A head on those positions only that hold a value above 0, as a language model's on its masked tokens."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.head = nn.Linear(3, 3), nn.Linear(3, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        chosen = x[..., 0] > 0
+        losses = torch.zeros(chosen.shape).masked_scatter(chosen, self.head(self.first(x)[chosen]).square())
+        return losses.sum(1)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("counts", [(8, 0, 6, 2), (4, 4, 4, 4), (3, 4, 0, 1)])
+def test_rows_chosen_by_value_are_refused_where_as_many_would_fit_every_example(counts, strategy):
+    x = torch.randn(4, 8, 3)
+    x[..., 0] = (torch.arange(8) < torch.tensor(counts)[:, None]) * 2.0 - 1
+    with pytest.raises(UnsupportedModelError, match=r"first dimension is not the number of examples|gives an example"):
+        contribution(Chosen(), x, strategy)
 
 
 class ByLength(nn.Module):
