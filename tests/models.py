@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -41,6 +42,19 @@ VOCABULARY = 61
 POSITIONS = 40
 SHORT = (5, 1, 3, 4)  # every weight gradient of the tiny models is kept as outer products
 LONG = (19, 1, 8, 19)  # most are formed at once: d x d < T (d + d)
+
+# Tests that take a device run on the CPU, and with `pytest -m gpu` on a GPU.
+DEVICES = [
+    "cpu",
+    pytest.param(
+        "cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+    ),
+]
+
+
+def on(device: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """These tensors on this device."""
+    return {name: tensor.to(device) for name, tensor in tensors.items()}
 
 
 def _ready(model: nn.Module, dtype: torch.dtype) -> Any:

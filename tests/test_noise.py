@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from models import DEVICES
 from scipy import stats
 from torch import Tensor
 
@@ -28,8 +29,9 @@ def p_value(noise: Tensor, std: float) -> float:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("std", [1e-3, 0.7, 40.0])
-def test_the_distribution_is_normal_with_this_standard_deviation(std, dtype):
-    noise = SecretRandomness().gaussian_like(torch.zeros(DRAWS, dtype=dtype), std)
+@pytest.mark.parametrize("device", DEVICES)
+def test_the_distribution_is_normal_with_this_standard_deviation(device, std, dtype):
+    noise = SecretRandomness().gaussian_like(torch.zeros(DRAWS, dtype=dtype, device=device), std).cpu()
     assert p_value(noise, std) > REJECT
 
 
@@ -52,9 +54,11 @@ def test_the_tails_are_there():
 
 
 @pytest.mark.parametrize("insecure_seed", [None, 3])
-def test_calls_are_independent(insecure_seed):
+@pytest.mark.parametrize("device", DEVICES)
+def test_calls_are_independent(device, insecure_seed):
     randomness = SecretRandomness(insecure_seed)
-    calls = torch.stack([randomness.gaussian_like(torch.zeros(DRAWS), 1.0) for _ in range(4)]).double()
+    zeros = torch.zeros(DRAWS, device=device)
+    calls = torch.stack([randomness.gaussian_like(zeros, 1.0) for _ in range(4)]).double().cpu()
     correlation = torch.corrcoef(calls) - torch.eye(4)
     assert float(correlation.abs().max()) < 6 / DRAWS**0.5
     assert p_value((calls[0] + calls[1]) / 2**0.5, 1.0) > REJECT

@@ -7,7 +7,8 @@ import torch
 from models import BUILDERS, TinyTied, assert_same_sums, batch_for, bert, engine_result, example_norms, rows
 from torch import Tensor, nn
 
-from hf_dp.clipping import ClippingEngine, self_check
+from hf_dp.clipping import ClippingEngine, rules, self_check
+from hf_dp.clipping.engine import STRATEGIES
 from hf_dp.errors import SelfCheckError
 from hf_dp.losses import per_example_loss
 
@@ -42,6 +43,46 @@ def test_a_spoiled_activation_removes_its_example_only(name, value):
     rtol = 1e-6 if name == "llama" else 1e-12
     torch.testing.assert_close(norms[OTHERS], expected_norms, rtol=rtol, atol=0)
     assert_same_sums(sums, expected, atol=rtol)
+
+
+class Scale(nn.Module):
+    """Has a rule that a user registered."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.randn(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.scale
+
+
+NO_ARCHITECTURE_HAS = {
+    "group norm": lambda: nn.GroupNorm(2, 4),
+    "torch's RMS norm": lambda: nn.RMSNorm(4),
+    "own": Scale,
+}
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("name", NO_ARCHITECTURE_HAS)
+def test_rules_that_no_architecture_uses(name, strategy, value, monkeypatch):
+    monkeypatch.setattr(rules, "_RULES", dict(rules._RULES))
+    rules.register_rule(Scale, lambda module, x: (x,), lambda module, kept, grad: {"scale": (kept[0] * grad).sum(1)})
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), NO_ARCHITECTURE_HAS[name](), nn.Linear(4, 2))
+    x = torch.randn(3, 4, 3)  # also as (examples, channels, positions)
+
+    def result(x: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        with ClippingEngine(model, 0.5, strategy=strategy) as engine:
+            return engine.backward(model(x).square().sum((1, 2))), engine.collect()
+
+    expected_norms, expected = result(x[[0, 2]])
+    x[1, 0, 0] = value
+    norms, sums = result(x)
+    assert norms[1] == torch.inf
+    torch.testing.assert_close(norms[[0, 2]], expected_norms, rtol=1e-5, atol=0)
+    assert_same_sums(sums, expected, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", ["bert", "gpt2_tied", "llama", "albert"])

@@ -9,7 +9,7 @@ from __future__ import annotations
 import models
 import pytest
 import torch
-from models import batch_for, rows
+from models import DEVICES, batch_for, on, rows
 from torch import Tensor
 
 from hf_dp.clipping import ClippingEngine
@@ -36,16 +36,16 @@ def sum_of_groups(
     with ClippingEngine(model, C, strategy=strategy) as engine:
         for group in groups:
             part = rows(batch, group)
-            with torch.autocast("cpu", dtype=torch.bfloat16, enabled=bf16):
+            with torch.autocast(model.device.type, dtype=torch.bfloat16, enabled=bf16):
                 losses = per_example_loss(model, part)
             engine.backward(losses)
-        return torch.cat([total.flatten().double() for total in engine.collect().values()])
+        return torch.cat([total.flatten().double().cpu() for total in engine.collect().values()])
 
 
 def moved(model: torch.nn.Module, bf16: bool, strategy: str = "book_keeping", distinct: int = 1) -> float:
     """``|sum with - sum without| / C``, the example taken from the front: all others change their physical batch."""
     rows = torch.arange(ALIGNED + 1) % distinct
-    batch = {name: value[rows] for name, value in batch_for(model, (12,) * distinct).items()}
+    batch = on(model.device, {name: value[rows] for name, value in batch_for(model, (12,) * distinct).items()})
     everyone = list(range(ALIGNED + 1))
     both = [clipped_sum(model, batch, keep, bf16, strategy) for keep in (everyone, everyone[1:])]
     assert both[0].norm() > 0.5 * ALIGNED * C  # they are aligned
@@ -55,14 +55,16 @@ def moved(model: torch.nn.Module, bf16: bool, strategy: str = "book_keeping", di
 @pytest.mark.parametrize("distinct", [1, 2])
 @pytest.mark.parametrize("bf16", [False, True], ids=["float32", "bf16"])
 @pytest.mark.parametrize("name", ["bert", "gpt2_tied", "llama"])
-def test_one_example_moves_the_sum_of_a_thousand_by_no_more_than_the_noise_is_scaled_to(name, bf16, distinct):
-    model = models.BUILDERS[name](dtype=torch.float32)
+@pytest.mark.parametrize("device", DEVICES)
+def test_one_example_moves_the_sum_of_a_thousand_by_no_more_than_the_noise_is_scaled_to(device, name, bf16, distinct):
+    model = models.BUILDERS[name](dtype=torch.float32).to(device)
     assert moved(model, bf16, distinct=distinct) <= 1 + ROUNDING_MARGIN
 
 
 @pytest.mark.parametrize("strategy", [s for s in STRATEGIES if s != "book_keeping"])
-def test_the_other_strategies_move_it_no_further(strategy):
-    assert moved(models.bert(dtype=torch.float32), True, strategy) <= 1 + ROUNDING_MARGIN
+@pytest.mark.parametrize("device", DEVICES)
+def test_the_other_strategies_move_it_no_further(strategy, device):
+    assert moved(models.bert(dtype=torch.float32).to(device), True, strategy) <= 1 + ROUNDING_MARGIN
 
 
 def test_planted_sums_in_bf16_are_seen(monkeypatch):
@@ -74,15 +76,16 @@ def test_planted_sums_in_bf16_are_seen(monkeypatch):
     assert moved(models.bert(dtype=torch.float32), False, distinct=2) > 1.2
 
 
-def moved_by_a_longer_one(bf16: bool, by_shape: bool) -> float:
+def moved_by_a_longer_one(bf16: bool, by_shape: bool, device: str = "cpu") -> float:
     """As :func:`moved`, of texts of one repeated word. The longest joins: all after it move on by one, and with them the last
     of each physical batch comes into the next one, whose examples are all shorter."""
-    model = models.bert(dtype=torch.float32, hidden_size=128, intermediate_size=512, num_attention_heads=2)
+    model = models.bert(dtype=torch.float32, hidden_size=128, intermediate_size=512, num_attention_heads=2).to(device)
     size = 32
     lengths = [39, *sorted((4 + i // size for i in range(ALIGNED)), reverse=True)]
     batch = batch_for(model, tuple(lengths))
     batch["input_ids"] = torch.where(batch["attention_mask"] == 1, 7, batch["input_ids"])
     batch["labels"] = torch.ones_like(batch["labels"])
+    batch = on(device, batch)
     sums = []
     for first in (0, 1):
         here = list(range(first, len(lengths)))
@@ -97,8 +100,9 @@ def moved_by_a_longer_one(bf16: bool, by_shape: bool) -> float:
 
 
 @pytest.mark.parametrize(("bf16", "by_shape"), [(False, False), (True, True)], ids=["float32", "bf16"])
-def test_another_padding_of_all_others_moves_the_sum_by_no_more_than_the_noise_is_scaled_to(bf16, by_shape):
-    assert moved_by_a_longer_one(bf16, by_shape) <= 1 + ROUNDING_MARGIN
+@pytest.mark.parametrize("device", DEVICES)
+def test_another_padding_of_all_others_moves_the_sum_by_no_more_than_the_noise_is_scaled_to(device, bf16, by_shape):
+    assert moved_by_a_longer_one(bf16, by_shape, device) <= 1 + ROUNDING_MARGIN
 
 
 def test_planted_padding_to_the_longest_neighbor_in_bf16_is_seen():

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import tiny
 import torch
+from models import DEVICES
 from peft import LoraConfig, PeftModel
 from transformers import AutoModelForSequenceClassification, EarlyStoppingCallback, TrainerCallback
 
@@ -52,8 +53,11 @@ def leaks(folder: Path) -> set[str]:
     return found
 
 
-def test_each_checkpoint_has_its_card_and_ledger_and_no_unnoised_number(tmp_path):
-    trainer = tiny.trainer(tmp_path, save_strategy="steps", save_steps=2)
+@pytest.mark.parametrize("bf16", [False, True], ids=["float32", "bf16"])
+@pytest.mark.parametrize("device", DEVICES)
+def test_each_checkpoint_has_its_card_and_ledger_and_no_unnoised_number(device, bf16, tmp_path):
+    trainer = tiny.trainer(tmp_path, save_strategy="steps", save_steps=2, use_cpu=device == "cpu", bf16=bf16)
+    assert trainer.args.device.type == device
     output = trainer.train()
     for step in (2, 4):
         folder = tmp_path / f"checkpoint-{step}"
