@@ -17,6 +17,7 @@ import yaml
 from hf_dp.cli.config import check_keys, peft_config, split_config
 from hf_dp.cli.main import main
 from hf_dp.errors import ConfigError
+from hf_dp.trainer.trainer import DPTrainer
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -68,6 +69,15 @@ def test_the_command_line_wins_and_hyphens_are_accepted(task, capsys):
     assert main(["train", "--config", str(task), "--max-steps", "2", "--expected_batch_size=10"]) == 0
     plan = json.loads((task.parent / "out" / "privacy.json").read_text())["plan"]
     assert (plan["steps"], plan["expected_batch_size"]) == (2, 10)
+
+
+@pytest.mark.parametrize(("bf16", "longest", "multiple"), [("True", 24, 8), ("True", 23, None), ("False", 24, None)])
+def test_in_bf16_rows_are_padded_to_few_lengths(task, bf16, longest, multiple, monkeypatch):
+    seen = []
+    monkeypatch.setattr(DPTrainer, "train", lambda self, **_: seen.append(self.data_collator) or sys.exit(0))
+    with pytest.raises(SystemExit):
+        main(["train", "--config", str(task), "--bf16", bf16, "--max_length", str(longest)])
+    assert [collator.pad_to_multiple_of for collator in seen] == [multiple]
 
 
 def test_a_lora_block(task, capsys):
