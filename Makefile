@@ -15,7 +15,7 @@ demo: $(VENV)/installed-demo
 test: $(VENV)/installed-test lint
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
 
-slow: $(VENV)/installed-test
+slow: $(VENV)/installed-slow
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m slow
 
 lint: $(VENV)/installed-test
@@ -35,6 +35,11 @@ $(VENV)/installed-demo: $(VENV)/torch pyproject.toml
 
 $(VENV)/installed-test: $(VENV)/torch pyproject.toml
 	$(BIN)/python -m pip install --quiet -e '.[test]' -c constraints.txt
+	touch $@
+
+# Not for `test`: what imports peft then imports bitsandbytes, too, which takes longer than many a test.
+$(VENV)/installed-slow: $(VENV)/installed-test
+	$(BIN)/python -m pip install --quiet -e '.[quantized]' -c constraints.txt
 	touch $@
 
 clean:

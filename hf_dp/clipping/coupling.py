@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
 
 from hf_dp.errors import UnsupportedModelError
+
+# Methods of `config.quantization_config` that dequantize weights and leave activations alone (bitsandbytes: see below).
+_WEIGHT_ONLY = {"bitsandbytes", "gptq", "awq", "aqlm", "vptq", "spqr", "hqq", "eetq", "higgs"}
 
 
 def refuse_coupling(model: nn.Module) -> None:
@@ -28,12 +33,40 @@ def refuse_coupling(model: nn.Module) -> None:
                         f"`{name}` is a {type(module).__name__} with {option}={getattr(module, option)!r}: it changes "
                         "rows, or reads counts, that other examples share, or is sparse. Build the model without it."
                     )
+        _refuse_outlier_columns(name, module)
     config = getattr(model, "config", None)
     for each in (config, *(getattr(config, name, None) for name in getattr(config, "sub_configs", None) or {})):
         _refuse_config(each)
 
 
+def _refuse_outlier_columns(name: str, module: nn.Module) -> None:
+    """LLM.int8 multiplies in 16 bits, not 8, the features that are large in *any* row of the batch."""
+    state: Any = getattr(module, "state", None)
+    if type(module).__name__ == "Linear8bitLt" and getattr(state, "threshold", 0.0) > 0:
+        raise UnsupportedModelError(
+            f"`{name}` is a Linear8bitLt with threshold {state.threshold}: which features it computes in 8 bits depends on "
+            "the largest activation of all examples of the batch, so one changes the gradients of the others. Load the "
+            "model with BitsAndBytesConfig(load_in_8bit=True, llm_int8_threshold=0.0), or in 4 bits."
+        )
+
+
+def _refuse_quantization(config: object) -> None:
+    found: Any = getattr(config, "quantization_config", None)
+    if found is None:
+        return
+    settings = found if isinstance(found, dict) else vars(found)
+    method = settings.get("quant_method")
+    method = getattr(method, "value", method)
+    if method not in _WEIGHT_ONLY and not (method == "quanto" and settings.get("activations") is None):
+        raise UnsupportedModelError(
+            f"The base is quantized by {method!r}, of which it is not known that activations are left alone: rounding them by "
+            "the range of the whole batch would let one example change the gradients of the others. Use one of "
+            f"{', '.join(sorted(_WEIGHT_ONLY))}, quanto without activations, or load the base dequantized."
+        )
+
+
 def _refuse_config(config: object) -> None:
+    _refuse_quantization(config)
     rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
     kinds = [rope] if not all(isinstance(value, dict) for value in rope.values()) else list(rope.values())
     for kind in kinds:
