@@ -33,6 +33,11 @@ def refuse_coupling(model: nn.Module) -> None:
                         f"`{name}` is a {type(module).__name__} with {option}={getattr(module, option)!r}: it changes "
                         "rows, or reads counts, that other examples share, or is sparse. Build the model without it."
                     )
+        if type(module).__name__ == "NllbMoeTop2Router":
+            raise UnsupportedModelError(
+                f"`{name}` is a NllbMoeTop2Router: each of its experts takes tokens of the whole batch until it is full, so "
+                "one example crowds out another's tokens. Choose a model without expert capacity."
+            )
         _refuse_outlier_columns(name, module)
     config = getattr(model, "config", None)
     for each in (config, *(getattr(config, name, None) for name in getattr(config, "sub_configs", None) or {})):
@@ -67,6 +72,17 @@ def _refuse_quantization(config: object) -> None:
 
 def _refuse_config(config: object) -> None:
     _refuse_quantization(config)
+    # Both only from some length on, which a short synthetic example does not have.
+    if getattr(config, "attention_type", None) == "block_sparse":
+        raise UnsupportedModelError(
+            "The config sets attention_type='block_sparse': which positions an example attends to depends on how far its "
+            "batch is padded. Set attention_type='original_full'."
+        )
+    if getattr(config, "model_type", None) == "reformer":
+        raise UnsupportedModelError(
+            "Reformer sorts positions into chunks together with the padding, so an example's gradient depends on the longest "
+            "of its batch. Choose another architecture."
+        )
     rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
     kinds = [rope] if not all(isinstance(value, dict) for value in rope.values()) else list(rope.values())
     for kind in kinds:

@@ -43,7 +43,8 @@ def synthetic_batches(model: nn.Module, device: torch.device) -> tuple[Batch, li
 
 def _texts(model: nn.Module, base: Any) -> tuple[Batch, list[Batch]]:
     config, task = base.config, task_of(model)
-    pad = config.pad_token_id if isinstance(config.pad_token_id, int) else 0
+    pad, eos = (getattr(config, name, None) for name in ("pad_token_id", "eos_token_id"))  # Funnel has no eos
+    pad = pad if isinstance(pad, int) else 0
     vocabulary = base.get_input_embeddings().weight.shape[0]
     tokens = torch.tensor([token for token in range(vocabulary) if token != pad])
     has_mask = "attention_mask" in inspect.signature(base.forward).parameters
@@ -52,11 +53,9 @@ def _texts(model: nn.Module, base: Any) -> tuple[Batch, list[Batch]]:
         ids = tokens[torch.randint(len(tokens), (1, length))]
         if valid := getattr(base, "valid_input_ids", None):
             ids = valid(ids)
-        if isinstance(config.eos_token_id, int) and 0 <= config.eos_token_id < vocabulary:
-            ids[:, :-1][ids[:, :-1] == config.eos_token_id] = (
-                ids[0, 0] if ids[0, 0] != config.eos_token_id else tokens[0]
-            )
-            ids[:, -1] = config.eos_token_id  # some heads read the position of it
+        if isinstance(eos, int) and 0 <= eos < vocabulary:
+            ids[:, :-1][ids[:, :-1] == eos] = ids[0, 0] if ids[0, 0] != eos else tokens[0]
+            ids[:, -1] = eos  # some heads read the position of it
         if task == "seq2seq_lm":
             labels = tokens[torch.randint(len(tokens), (1, target_length))]
         else:

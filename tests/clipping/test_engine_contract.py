@@ -10,6 +10,12 @@ import torch
 from models import BUILDERS, SHORT, alone, batch_for, bert, engine_result, gpt2, llama
 from torch import Tensor, nn
 from torch.nn import functional as F
+from transformers import (
+    BigBirdConfig,
+    BigBirdForSequenceClassification,
+    NllbMoeConfig,
+    NllbMoeForConditionalGeneration,
+)
 
 from hf_dp.clipping import ClippingEngine
 from hf_dp.errors import InvalidArgumentError, UnaccountedGradientError, UnsupportedLossError, UnsupportedModelError
@@ -230,6 +236,47 @@ def test_rotary_embeddings_by_layer_type():
     model.config.rope_parameters = {"full": {"rope_type": "default"}, "sliding": {"rope_type": "dynamic"}}
     with pytest.raises(UnsupportedModelError, match="dynamic rotary"):
         ClippingEngine(model, 1.0).__enter__()
+
+
+def big_bird(attention_type: str) -> BigBirdForSequenceClassification:
+    """Sparse from 29 positions on."""
+    torch.manual_seed(0)
+    options = {"vocab_size": 61, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+    more = {"intermediate_size": 24, "block_size": 4, "num_random_blocks": 1, "attention_type": attention_type}
+    model = BigBirdForSequenceClassification(BigBirdConfig(**options, **more, max_position_embeddings=128)).double()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.2 * torch.randn_like(parameter))
+    return model
+
+
+@pytest.mark.parametrize(("attention_type", "depends"), [("block_sparse", True), ("original_full", False)])
+def test_block_sparse_attention_depends_on_the_padding_and_is_refused(attention_type, depends):
+    model = big_bird(attention_type).eval()
+    batch = batch_for(model, (26, 60))
+    beside = per_example_loss(model, batch)[0]
+    assert (
+        torch.isclose(per_example_loss(big_bird(attention_type).eval(), alone(batch, 0))[0], beside, rtol=1e-9)
+        != depends
+    )
+    if depends:
+        with pytest.raises(UnsupportedModelError, match="attention_type='original_full'"):
+            ClippingEngine(big_bird(attention_type), 1.0).__enter__()
+    else:
+        with ClippingEngine(model, 1.0):
+            pass
+
+
+def test_sorting_and_crowding_models_are_refused():
+    model = bert()
+    model.config.model_type = "reformer"
+    with pytest.raises(UnsupportedModelError, match="Reformer sorts positions"):
+        ClippingEngine(model, 1.0).__enter__()
+    size = {"d_model": 16, "encoder_ffn_dim": 24, "decoder_ffn_dim": 24, "vocab_size": 61, "num_experts": 2}
+    layers = {"encoder_layers": 1, "decoder_layers": 1, "encoder_sparse_step": 1, "decoder_sparse_step": 1}
+    heads = {"encoder_attention_heads": 2, "decoder_attention_heads": 2}
+    with pytest.raises(UnsupportedModelError, match=r"router` is a NllbMoeTop2Router"):
+        ClippingEngine(NllbMoeForConditionalGeneration(NllbMoeConfig(**size, **layers, **heads)), 1.0).__enter__()
 
 
 def test_load_balancing_loss():
