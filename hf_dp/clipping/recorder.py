@@ -60,7 +60,7 @@ class Tape:
 
     def note_positions(self, tensors: Iterable[Any]) -> None:
         """Note how many positions tokens (b, T) and tensors (b, ..., d) among these have."""
-        for tensor in tensors:
+        for tensor in tensors if torch.is_grad_enabled() else ():
             if isinstance(tensor, Tensor):
                 shape = tensor.shape
                 if len(shape) > 2:
