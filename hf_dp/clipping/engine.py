@@ -92,7 +92,7 @@ class ClippingEngine:
         self._tape = Tape({module: name for name, module in modules.items()})
         self._groups = self._group()
         try:
-            handle = self.model.register_forward_pre_hook(self._note_batch_size, with_kwargs=True)
+            handle = self.model.register_forward_pre_hook(self._note_inputs, with_kwargs=True)
             self._restore.append(handle.remove)
             for module in modules.values():
                 if own_parameters(module) and not isinstance(module, (nn.ParameterDict, nn.ParameterList)):
@@ -210,7 +210,7 @@ class ClippingEngine:
 
         self._restore.append(restore)
 
-    def _note_batch_size(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _note_inputs(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._tape.note_positions((*args, *kwargs.values()))
         named = [kwargs.get(name) for name in ("input_ids", "inputs_embeds", "pixel_values")]
         for value in (*named, *args, *kwargs.values()):

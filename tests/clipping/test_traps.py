@@ -239,6 +239,20 @@ def test_rows_chosen_by_value_are_refused_where_as_many_would_fit_every_example(
         contribution(Chosen(), x, strategy)
 
 
+def test_the_length_of_an_evaluation_is_not_one_of_the_training_forward():
+    x = torch.randn(4, 8, 3)
+    x[..., 0] = (torch.arange(8) < torch.tensor([8, 0, 6, 2])[:, None]) * 2.0 - 1  # 16 rows, as of 4 examples of 4
+    model = Chosen()
+    with ClippingEngine(model, C) as engine:
+        with torch.no_grad():
+            model(x[:, :4])
+        losses = model(x)
+        with torch.no_grad():
+            model(x[:, :4])
+        with pytest.raises(UnsupportedModelError, match="first dimension is not the number of examples"):
+            engine.backward(losses)
+
+
 class ByLength(nn.Module):
     """Sorts its rows by length and puts them back at the end; what it knows as row 0 is another example."""
 
