@@ -6,7 +6,7 @@ import pytest
 import torch
 from architectures import ARCHITECTURES, collate, without_downcasts
 from torch.nn import functional as F
-from transformers import BertConfig, BertForTokenClassification
+from transformers import BertConfig, BertForTokenClassification, FunnelConfig, FunnelForSequenceClassification
 
 from hf_dp.clipping import self_check
 from hf_dp.clipping.engine import STRATEGIES
@@ -23,6 +23,13 @@ def test_the_whole_zoo_passes_the_self_check(name):
     padded, alone = synthetic_batches(model, CPU)
     with without_downcasts():
         self_check(model, per_example_loss, padded, alone)
+
+
+def test_a_config_that_knows_no_end_token():
+    config = FunnelConfig(vocab_size=61, d_model=16, d_head=8, d_inner=24, n_head=2, block_sizes=[1, 1])
+    assert not hasattr(config, "eos_token_id")
+    padded, alone = synthetic_batches(FunnelForSequenceClassification(config), CPU)
+    assert padded["input_ids"].shape == (3, 12) and [row["input_ids"].shape[1] for row in alone] == [7, 12, 4]
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
