@@ -1,5 +1,5 @@
 """Per-example losses from logits. The model is called *without* labels: a model's own loss averages over the batch, which
-makes one example's gradient depend on its neighbours (and on their number of tokens)."""
+makes one example's gradient depend on its neighbors (and on their number of tokens)."""
 
 from __future__ import annotations
 
@@ -95,9 +95,7 @@ def per_example_loss(model: nn.Module, inputs: Mapping[str, Any]) -> Tensor:
         raise UnsupportedLossError(f"{type(base_model(model)).__name__} returned no logits, so no loss can be formed.")
     mask = inputs.get("attention_mask")
     if loss is _causal_lm and mask is not None and mask.shape == labels.shape:
-        # A left-padded row's first token would be predicted from padding, which the row alone does not have.
-        after_padding = F.pad(mask[:, :-1] == 0, (1, 0))
-        labels = labels.masked_fill(after_padding, IGNORED_LABEL)
+        labels = attended_targets(labels, mask)
     if (
         loss is _causal_lm
         and base_model(model) is not model
@@ -107,6 +105,16 @@ def per_example_loss(model: nn.Module, inputs: Mapping[str, Any]) -> Tensor:
         # Virtual tokens of prompt tuning stand before the row; nothing predicts them.
         labels = F.pad(labels, (logits.shape[1] - labels.shape[1], 0), value=IGNORED_LABEL)
     return loss(base_model(model), logits, labels)
+
+
+def attended_targets(labels: Tensor, mask: Tensor) -> Tensor:
+    """Return a decoder's labels (b, T) without those that padding predicts, or that stand on padding.
+
+    A target counts if it and the position before it are both attended to: beside left padding a row's first token would be
+    predicted from that padding, which the row alone does not have.
+    """
+    attended = mask != 0
+    return labels.masked_fill(~(attended & F.pad(attended[:, :-1], (1, 0))), IGNORED_LABEL)
 
 
 def with_position_ids(model: nn.Module, inputs: dict[str, Any]) -> dict[str, Any]:
@@ -124,7 +132,7 @@ def with_position_ids(model: nn.Module, inputs: dict[str, Any]) -> dict[str, Any
     if not decoder_only or "position_ids" not in _forward_parameters(base):
         raise UnsupportedModelError(
             f"Rows are padded on the left, and {type(base).__name__} would count the padding as positions, which is as long "
-            "as an example's neighbours need it. Set tokenizer.padding_side = 'right'."
+            "as an example's neighbors need it. Set tokenizer.padding_side = 'right'."
         )
     tokens = mask != 0
     begins = tokens & ~F.pad(tokens[:, :-1], (1, 0))
@@ -133,7 +141,7 @@ def with_position_ids(model: nn.Module, inputs: dict[str, Any]) -> dict[str, Any
         # them, or get the same in both cases, the row's positions depend on whether a longer row is beside it.
         raise DataError(
             "Rows are padded on the left, and the attention_mask of one has a hole (0 between two 1), so which positions its "
-            "tokens have would depend on its neighbours. Set tokenizer.padding_side = 'right', leave masked tokens out, or "
+            "tokens have would depend on its neighbors. Set tokenizer.padding_side = 'right', leave masked tokens out, or "
             "let the collator make position_ids."
         )
     positions = torch.arange(mask.shape[1], device=mask.device) - tokens.long().argmax(1, keepdim=True)
@@ -147,9 +155,19 @@ def _forward_parameters(model: nn.Module) -> Mapping[str, inspect.Parameter]:
     ).parameters  # the class's: inside the engine an instance may have another
 
 
+def columns_read(model: Any) -> frozenset[str] | None:
+    """Return the names of what a model's forward takes; None where that is not known."""
+    return frozenset(_forward_parameters(base_model(model))) if isinstance(model, nn.Module) else None
+
+
+def takes_attention_mask(model: nn.Module) -> bool:
+    """Return whether the forward of a model has an ``attention_mask``."""
+    return "attention_mask" in _forward_parameters(base_model(model))
+
+
 def _require_attention_mask(model: nn.Module, inputs: Mapping[str, Any]) -> None:
-    # Without a mask an example attends to its padding, and how much padding there is depends on its neighbours.
-    takes_mask = "attention_mask" in _forward_parameters(base_model(model))
+    # Without a mask an example attends to its padding, and how much padding there is depends on its neighbors.
+    takes_mask = takes_attention_mask(model)
     only_images = "pixel_values" in inputs and not {"input_ids", "inputs_embeds"} & set(inputs)
     if takes_mask and not only_images and "attention_mask" not in inputs:
         raise DataError(

@@ -53,15 +53,26 @@ class SecretRandomness:
         generator = self._by_device[tensor.device]
         return torch.empty(tensor.shape, dtype=dtype, device=tensor.device).normal_(0, std, generator=generator)
 
+    def reseed(self, index: int | None = None) -> None:
+        """Seed the global generators of Python, NumPy and PyTorch's CPU afresh, for what is random about example ``index``.
+
+        Call it inside :meth:`streams`, or in a worker process. The index matters to tests only, which give each example the
+        same randomness in two runs; see :meth:`example_seed`.
+        """
+        _seed_global_generators(self.example_seed(index))
+
+    def example_seed(self, index: int | None) -> int:
+        """Return a fresh secret seed for one example."""
+        return self.seed()
+
     @contextmanager
     def streams(self) -> Iterator[None]:
         """Inside, the global generators run on private streams; outside they are as if nothing had been drawn."""
         public = _global_state()
         if self._streams is None:
             seed = self.seed()
-            random.seed(seed)
-            np.random.seed(seed % 2**32)
-            torch.manual_seed(seed)
+            torch.manual_seed(seed)  # of all devices
+            _seed_global_generators(seed)
         else:
             _set_global_state(self._streams)
         try:
@@ -69,6 +80,12 @@ class SecretRandomness:
         finally:
             self._streams = _global_state()
             _set_global_state(public)
+
+
+def _seed_global_generators(seed: int) -> None:
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.default_generator.manual_seed(seed)
 
 
 def _global_state() -> dict[str, Any]:

@@ -15,7 +15,7 @@ LAYERS = {
     "accounting": 1,
     "sampling": 2, "selection_plan": 2, "forward_plan": 2, "plan": 2, "planning": 2,
     "clipping": 3, "noise": 3, "losses": 3, "representation": 3,
-    "tasks": 4, "cards": 4, "tuners": 4,
+    "tasks": 4, "cards": 4, "tuners": 4, "batches": 4, "overlap": 4,
     "trainer": 5,
     "cli": 6, "audit": 6, "benchmarks": 6,
 }  # fmt: skip

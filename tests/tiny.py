@@ -46,8 +46,20 @@ def dataset(count: int = 40) -> datasets.Dataset:
     )
 
 
+def held_out_rows() -> list[dict[str, Any]]:
+    """Sentences that are longer than any of the training rows'."""
+    return [
+        {"sentence": " ".join(WORDS[(i + j * (1 + i % 4)) % len(WORDS)] for j in range(7 + i % 3)), "label": i % 2}
+        for i in range(20)
+    ]
+
+
 def evaluation_set() -> datasets.Dataset:
-    return dataset(60).select(range(40, 60)).flatten_indices()
+    encoded = tokenizer()([row["sentence"] for row in held_out_rows()])
+    labels = [row["label"] for row in held_out_rows()]
+    return datasets.Dataset.from_dict(
+        {"input_ids": encoded["input_ids"], "attention_mask": encoded["attention_mask"], "label": labels}
+    )
 
 
 def model(dropout: float = 0.0, seed: int = 0, **options: Any) -> BertForSequenceClassification:

@@ -15,13 +15,14 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import PrinterCallback, Trainer, TrainingArguments
+from transformers import DataCollatorWithPadding, PrinterCallback, Trainer, TrainingArguments
 
 from hf_dp import _validate
 from hf_dp.benchmarks.environment import environment
@@ -54,7 +55,8 @@ RATIOS = {
 }
 LEGEND = (
     "s/1000: seconds for 1,000 examples; CPU: of all threads. before the first draw and after the last step, in seconds; "
-    "share: of\nthe former in the whole run. padding: of all positions."
+    "share: of\nthe former in the whole run. data: share in which drawn rows were fetched, collated and padded (privately). "
+    "padding: of all\npositions."
 )
 
 
@@ -64,15 +66,12 @@ def train_once(work: TrainingWork, task: Task, mode: str, seed: int = 0) -> Run:
     Raises: HfDpError when the trainer made other steps, or stock processed other examples, than were asked for.
     """
     with tempfile.TemporaryDirectory() as folder:
-        counter = Counter(task.tokenizer)
+        counter = Counter()
         trainer = _build_trainer(work, task, mode, counter, str(Path(folder) / "run"), seed)
         trainer.remove_callback(PrinterCallback)
         gc.collect()  # what another run left is not collected in this one's time
         start, cpu_start = time.perf_counter(), time.process_time()
-        if mode == "ours_unsorted":
-            with unsorted_batches():
-                trainer.train()
-        else:
+        with counter.timing_data(), unsorted_batches() if mode == "ours_unsorted" else nullcontext():
             trainer.train()
         if work.machine.on_cuda:
             torch.cuda.synchronize()
@@ -86,6 +85,7 @@ def train_once(work: TrainingWork, task: Task, mode: str, seed: int = 0) -> Run:
         counter.examples,
         counter.tokens,
         counter.positions,
+        counter.data,
     )
     asked = work.optimizer_steps * work.logical_batch_size
     if run.steps != work.optimizer_steps or (mode.startswith("stock") and run.examples != asked):
@@ -114,7 +114,7 @@ def _build_trainer(work: TrainingWork, task: Task, mode: str, counter: Counter, 
     }
     given: dict[str, Any] = {
         "model": copy.deepcopy(task.model),
-        "data_collator": counter.collate,
+        "data_collator": DataCollatorWithPadding(task.tokenizer),
         "callbacks": [counter],
     }
     if mode.startswith("stock"):
@@ -194,6 +194,7 @@ def _row(runs: Sequence[Run]) -> dict[str, Any]:
         "finishing_seconds": statistics.median(run.finishing for run in runs),
         "preparation_share": statistics.median(run.preparation / run.seconds for run in runs),
         "examples": statistics.median(run.examples for run in runs),
+        "data_share": statistics.median(run.data / run.seconds for run in runs),
         "padding_share": 1 - sum(run.tokens for run in runs) / sum(run.positions for run in runs),
     }
 
@@ -212,7 +213,7 @@ def training_table(report: dict[str, Any]) -> str:
         [name, f"{row['seconds_per_1000_examples']:.2f}", f"{row['cpu_seconds_per_1000_examples']:.2f}",
          f"{row['examples_per_second']:.1f}", f"{row['examples']:g}",
          f"{row['preparation_seconds']:.2f}", f"{row['preparation_share']:.1%}", f"{row['finishing_seconds']:.2f}",
-         f"{row['padding_share']:.1%}", MODES[name]]
+         f"{row['data_share']:.1%}" if row["data_share"] else "-", f"{row['padding_share']:.1%}", MODES[name]]
         for name, row in report["modes"].items()
     ]  # fmt: skip
     header = [
@@ -224,6 +225,7 @@ def training_table(report: dict[str, Any]) -> str:
         "before, s",
         "share",
         "after, s",
+        "data",
         "padding",
         "",
     ]

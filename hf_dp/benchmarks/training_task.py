@@ -15,17 +15,17 @@ from torch import Tensor, nn
 from transformers import (
     AutoModelForSequenceClassification,
     AutoTokenizer,
-    DataCollatorWithPadding,
     TrainerCallback,
     set_seed,
 )
 
 from hf_dp import _validate
+from hf_dp.batches import loader
+from hf_dp.batches.examples import Examples
 from hf_dp.benchmarks.workload import Workload
 from hf_dp.errors import DataError, HfDpError
 from hf_dp.tasks.classification import encode, label_names
 from hf_dp.tasks.files import load_file, resolve_model
-from hf_dp.trainer import dataloader
 
 
 @dataclass(frozen=True)
@@ -165,7 +165,7 @@ class Run:
         other processes had the processor. preparation: seconds of it before the first draw (data loader, optimizer,
         privately the self-check). finishing: seconds of it after the last step (privately epsilon and card). steps:
         optimizer steps made. examples: rows that went through the model. tokens: of those rows. positions: tokens and
-        padding.
+        padding. data: seconds in which rows were fetched, collated alone and padded; privately only.
     """
 
     seconds: float
@@ -176,6 +176,7 @@ class Run:
     examples: int
     tokens: int
     positions: int
+    data: float = 0.0
 
     @property
     def seconds_per_example(self) -> float:
@@ -186,31 +187,52 @@ class Run:
 
 
 class Counter(TrainerCallback):
-    """Collates as stock does, counting from the moment that training begins: checks before it collate rows, too.
+    """Count what goes through the model from the moment that training begins; checks before it do not count.
 
-    Attributes: examples, tokens, positions: as in a run. begun, stepped: when training began and the latest step ended,
+    Attributes: examples, tokens, positions, data: as in a run. begun, stepped: when training began and the latest step ended,
         seconds of ``time.perf_counter``.
     """
 
-    def __init__(self, tokenizer: Any):
-        self.collator = DataCollatorWithPadding(tokenizer)
+    def __init__(self) -> None:
         self.begun = self.stepped = math.nan
         self.examples = self.tokens = self.positions = 0
+        self.data = 0.0
 
-    def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
-        self.begun = time.perf_counter()
-        self.examples = self.tokens = self.positions = 0
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        kwargs["model"].register_forward_pre_hook(self._count, with_kwargs=True)
+        self.data, self.begun = 0.0, time.perf_counter()
+
+    @contextmanager
+    def timing_data(self) -> Iterator[None]:
+        """Inside, add up the time in which a private run's rows become batches."""
+        originals = [(Examples, "__getitems__"), (loader.PhysicalBatches, "__call__")]
+        functions = [getattr(owner, name) for owner, name in originals]
+
+        def timed(function: Any) -> Any:
+            def run(*args: Any) -> Any:
+                start = time.perf_counter()
+                try:
+                    return function(*args)
+                finally:
+                    self.data += time.perf_counter() - start
+
+            return run
+
+        try:
+            for (owner, name), function in zip(originals, functions, strict=True):
+                setattr(owner, name, timed(function))
+            yield
+        finally:
+            for (owner, name), function in zip(originals, functions, strict=True):
+                setattr(owner, name, function)
 
     def on_step_end(self, *args: Any, **kwargs: Any) -> None:
         self.stepped = time.perf_counter()
 
-    def collate(self, features: list[Any]) -> dict[str, Tensor]:
-        """One padded physical batch."""
-        self.examples += len(features)
-        self.tokens += sum(len(feature["input_ids"]) for feature in features)
-        batch: dict[str, Tensor] = self.collator(features)
+    def _count(self, model: nn.Module, args: Any, batch: dict[str, Tensor]) -> None:
+        self.examples += len(batch["input_ids"])
+        self.tokens += int(batch["attention_mask"].sum())
         self.positions += batch["input_ids"].numel()
-        return batch
 
 
 def in_drawn_order(
@@ -224,9 +246,9 @@ def in_drawn_order(
 @contextmanager
 def unsorted_batches() -> Iterator[None]:
     """Inside, private data loaders cut draws as they come. For measuring what sorting gives; there is no such option."""
-    sorting = dataloader.physical_batches
-    dataloader.physical_batches = in_drawn_order
+    sorting = loader.physical_batches
+    loader.physical_batches = in_drawn_order
     try:
         yield
     finally:
-        dataloader.physical_batches = sorting
+        loader.physical_batches = sorting

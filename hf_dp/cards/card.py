@@ -22,12 +22,16 @@ from hf_dp._version import __version__
 from hf_dp.accounting import Gaussian, PoissonSampledGaussian, event_from_dict
 from hf_dp.cards.forward_wording import NOT_ESTABLISHED_REASONS
 from hf_dp.cards.provenance import seen_in_pretraining
-from hf_dp.cards.statement import NOT_ESTABLISHED, AccountantResult, PrivacyStatement, epsilon_text
+from hf_dp.cards.statement import NOT_ESTABLISHED, AccountantResult, PrivacyStatement, RunFacts, epsilon_text
+from hf_dp.cards.units import EXAMPLE, FEATURES, NONE
+from hf_dp.cards.wording import EVALUATION_ON_TRAINING_ROWS
 from hf_dp.errors import InvalidArgumentError
 
 TAGS = ("differential-privacy", "differential_privacy", "dp-sgd", "hf_dp")
 NOT_PRIVATE_TAGS = ("hf_dp",)  # a search for private models must not find one that is not
 UNKNOWN = "unknown"
+
+_UNITS = {EXAMPLE: "example", FEATURES: "features of an example (labels public)", NONE: None}
 
 # Quantities computed from training rows without noise: name in logs and metrics -> name under which it is released.
 _UNNOISED = {
@@ -143,7 +147,8 @@ def metadata(statement: PrivacyStatement) -> dict[str, Any]:
             for row in statement.epsilons
         },
         "target_epsilon": statement.target_epsilon,
-        "unit": _short_unit(statement),
+        "unit": _UNITS[statement.unit_code],
+        "rows_are_chunks": statement.rows_are_chunks,
         "neighboring_relation": None if statement.status == NOT_ESTABLISHED else "zero_out",
         "mechanism": statement.mechanism_name,
         "sampling": "none" if statement.sampling.startswith("none") else "poisson",
@@ -156,7 +161,7 @@ def metadata(statement: PrivacyStatement) -> dict[str, Any]:
         "expected_batch_size": statement.expected_batch_size,
         "num_examples": statement.num_examples,
         "num_examples_public": True,
-        "released_without_noise": [one_line(name) for name in facts.released],
+        "released_without_noise": _released(facts),
         "precision": one_line(facts.precision),
         "noise_generator": one_line(facts.noise_generator),
         "sampling_generator": one_line(facts.sampling_generator),
@@ -204,6 +209,8 @@ def _is_local(text: str) -> bool:
 
 def _refuse_unnoised(metrics: Iterable[str], training: Iterable[str], released: tuple[str, ...]) -> None:
     of_training_rows = {name: name for name in metrics if name.startswith("train_")}
+    if EVALUATION_ON_TRAINING_ROWS in released:
+        of_training_rows = {}
     of_training_rows |= {name: _UNNOISED[name] for name in (*metrics, *training) if name in _UNNOISED}
     for name, quantity in of_training_rows.items():
         if quantity not in released:
@@ -221,10 +228,9 @@ def _tags(statement: PrivacyStatement, given: Iterable[str]) -> list[str]:
     return list(dict.fromkeys([*kept, *(ours if statement.proven else NOT_PRIVATE_TAGS)]))
 
 
-def _short_unit(statement: PrivacyStatement) -> str | None:
-    if statement.status == NOT_ESTABLISHED:
-        return None
-    return "example" if statement.unit.startswith("one row") else "features of an example (labels public)"
+def _released(facts: RunFacts) -> list[str]:
+    """Names of what this run, and those on the same rows that it names, let out without noise."""
+    return list(dict.fromkeys(one_line(name) for run in facts.everywhere for name in run.released))
 
 
 def _one_or_list(values: tuple[float, ...]) -> float | list[float]:
@@ -285,6 +291,8 @@ def _parameter_rows(statement: PrivacyStatement) -> list[tuple[str, str]]:
         "Sampling generator": facts.sampling_generator,
         "Privacy mode": facts.privacy_mode,
     }
+    if facts.earlier:
+        texts["Earlier runs on the same rows, which count"] = ", ".join(run.run_id for run in facts.earlier)
     return [(markdown(name), markdown(text) or UNKNOWN) for name, text in texts.items()]
 
 

@@ -7,26 +7,35 @@ any point leaves a file that counts at least all that was released.
 from __future__ import annotations
 
 import json
-import math
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from hf_dp._version import __version__
 from hf_dp.accounting import Ledger
+from hf_dp.cards.durable import replace_file
+from hf_dp.cards.schema import SCHEMA_VERSION, upgraded
 from hf_dp.cards.statement import PrivacyStatement
+from hf_dp.cards.strict_json import loads
+from hf_dp.cards.weaknesses import NAMES, Weaknesses, refuse_unnamed
 from hf_dp.errors import ConfigError, LedgerError
 from hf_dp.plan import PrivacyPlan
 
-SCHEMA_VERSION = 1
 FILE_NAME = "privacy.json"
 RUNNING = "running"
 
 _KEYS = ("schema_version", "hf_dp_version", "status", "plan", "ledger", "statement")
-_RUN_FACTS = ("run_id", "insecure_seed", "released", "model_selection")  # beside the plan's own fields
-_RESTORE = "Restore it from a backup or a checkpoint of the same run; without it the privacy of this run is not known."
+_NOTHING = Weaknesses()
+RESTORE = (
+    "Run `hf-dp account rebuild OUTPUT_DIR`, or restore a backup of the whole output folder that is not older. Without it "
+    "the privacy of this run is not known."
+)
+
+
+class DamagedRecordError(LedgerError):
+    """There is no ``privacy.json``, or what is there is not what hf_dp wrote."""
 
 
 @dataclass(frozen=True)
@@ -36,19 +45,24 @@ class PrivacyRecord:
     Attributes:
         plan, ledger: of the run.
         run_id: which run; a ledger continues only its own.
-        insecure_seed, released, model_selection: what weakened the claim once weakens it for good, also after a resume.
+        weaknesses: what weakened the claim once weakens it for good, also after a resume.
         status: the statement's, or "running".
         statement: as a dict (``PrivacyStatement.from_dict`` reads it), or None while the run has not ended.
+        schema_version: with which the file was written.
     """
 
     plan: PrivacyPlan
     ledger: Ledger
     run_id: str
-    insecure_seed: bool
-    released: tuple[str, ...]
-    model_selection: bool
+    weaknesses: Weaknesses
     status: str
     statement: dict[str, Any] | None
+    schema_version: int
+
+    @property
+    def insecure_seed(self) -> bool:
+        """Whether the randomness of this run, or of one that it names as earlier, can be reproduced."""
+        return any(run.insecure_seed for run in self.weaknesses.everywhere)
 
 
 def document(
@@ -56,9 +70,7 @@ def document(
     ledger: Ledger,
     *,
     run_id: str,
-    insecure_seed: bool = False,
-    released: Iterable[str] = (),
-    model_selection: bool = False,
+    weaknesses: Weaknesses = _NOTHING,
     statement: PrivacyStatement | None = None,
 ) -> dict[str, Any]:
     """The content of ``privacy.json``: JSON-ready, no realised batch sizes, no seeds, no paths."""
@@ -66,13 +78,7 @@ def document(
         "schema_version": SCHEMA_VERSION,
         "hf_dp_version": __version__,
         "status": RUNNING if statement is None else statement.status,
-        "plan": {
-            **plan.to_dict(),
-            "run_id": run_id,
-            "insecure_seed": insecure_seed,
-            "released": list(released),
-            "model_selection": model_selection,
-        },
+        "plan": {**plan.to_dict(), "run_id": run_id, **weaknesses.to_dict()},
         "ledger": ledger.to_list(),
         "statement": None if statement is None else statement.to_dict(),
     }
@@ -90,23 +96,13 @@ def write(path_or_dir: str | os.PathLike[str], document: Mapping[str, Any]) -> P
             left as it is. Or ``document`` itself is not well formed.
         OSError: the disk refused; the old file is intact.
     """
-    path = _file(path_or_dir)
+    path = file_of(path_or_dir)
     new = _record(document, path)
     path.parent.mkdir(parents=True, exist_ok=True)
     if os.path.lexists(path):
         _refuse_to_lose(read(path), new, path)
     text = json.dumps(dict(document), indent=2, allow_nan=False) + "\n"
-    temporary = path.with_name(f"_{path.name}.{os.getpid()}.tmp")
-    try:
-        with open(temporary, "w", encoding="utf-8") as stream:
-            stream.write(text)
-            stream.flush()
-            os.fsync(stream.fileno())
-        os.replace(temporary, path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
-    _sync_folder(path.parent)
+    replace_file(path, [text.encode()])
     return path
 
 
@@ -115,78 +111,70 @@ def read(path_or_dir: str | os.PathLike[str]) -> PrivacyRecord:
 
     Raises: LedgerError for a missing, damaged, edited or newer file; the message names it and the next move.
     """
-    path = _file(path_or_dir)
+    path = file_of(path_or_dir)
     try:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError as error:
-        raise LedgerError(f"{path.name} is missing from {path.parent}. {_RESTORE}") from error
-    except (OSError, UnicodeDecodeError) as error:
-        raise LedgerError(f"{path} cannot be read ({error}). {_RESTORE}") from error
+        raise DamagedRecordError(
+            f"{path.name} is missing from {path.parent}. Name the folder of a run. If this is it: {RESTORE}"
+        ) from error
+    except UnicodeDecodeError as error:
+        raise DamagedRecordError(f"{path} cannot be read ({error}). {RESTORE}") from error
+    except OSError as error:
+        raise LedgerError(f"{path} cannot be read ({error}). Make it readable and try again.") from error
     try:
-        data = json.loads(text, parse_constant=_no_constant, parse_float=_finite, object_pairs_hook=_no_duplicates)
+        data = loads(text)
     except (ValueError, RecursionError) as error:
-        raise LedgerError(f"{path} is not complete JSON ({error}). {_RESTORE}") from error
+        raise DamagedRecordError(f"{path} is not complete JSON ({error}). {RESTORE}") from error
     return _record(data, path)
 
 
-def _file(path_or_dir: str | os.PathLike[str]) -> Path:
+def file_of(path_or_dir: str | os.PathLike[str]) -> Path:
+    """Return the path of ``privacy.json`` in a folder, or of the ".json" file named."""
     path = Path(path_or_dir)
     return path if path.suffix == ".json" and not path.is_dir() else path / FILE_NAME
-
-
-def _no_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is not a number that hf_dp writes")
-
-
-def _finite(text: str) -> float:
-    number = float(text)
-    return number if math.isfinite(number) else _no_constant(text)
-
-
-def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
-        raise ValueError(f"a key appears twice among {[key for key, _ in pairs]}")
-    return found
 
 
 def _record(data: Any, path: Path) -> PrivacyRecord:
     """Checks a document from top to bottom."""
     if not isinstance(data, Mapping) or "schema_version" not in data:
-        raise LedgerError(f"{path} is not a privacy record of hf_dp. {_RESTORE}")
+        raise DamagedRecordError(f"{path} is not a privacy record of hf_dp. {RESTORE}")
     version = data["schema_version"]
     if isinstance(version, int) and version > SCHEMA_VERSION:
         raise LedgerError(
             f"{path} has schema version {version}; hf_dp {__version__} knows up to {SCHEMA_VERSION}. "
             "Upgrade hf_dp and try again."
         )
-    if version != SCHEMA_VERSION or set(data) != set(_KEYS):
-        raise LedgerError(f"{path} was edited: expected the keys {list(_KEYS)}, got {list(data)}. {_RESTORE}")
-    plan, run = _plan(data["plan"], path)
+    known = isinstance(version, int) and not isinstance(version, bool) and version >= 1
+    if not known or set(data) != set(_KEYS):
+        raise DamagedRecordError(f"{path} was edited: expected the keys {list(_KEYS)}, got {list(data)}. {RESTORE}")
+    data = upgraded(data, path)
+    plan, run_id, weaknesses = _plan(data["plan"], path)
     try:
         ledger = Ledger.from_list(data["ledger"])
+        refuse_unnamed(ledger, weaknesses.earlier)
     except LedgerError as error:
-        raise LedgerError(f"{path} was edited or damaged: {error}") from error
+        raise DamagedRecordError(f"{path} was edited or damaged: {error} {RESTORE}") from error
     status, statement = data["status"], data["statement"]
     _check_statement(status, statement, plan, ledger, path)
-    run["released"] = tuple(run["released"])
-    return PrivacyRecord(plan, ledger, **run, status=status, statement=statement)
+    return PrivacyRecord(plan, ledger, run_id, weaknesses, status, statement, version)
 
 
-def _plan(values: Any, path: Path) -> tuple[PrivacyPlan, dict[str, Any]]:
+def _plan(values: Any, path: Path) -> tuple[PrivacyPlan, str, Weaknesses]:
     values = dict(values) if isinstance(values, Mapping) else {}
-    run = {name: values.pop(name, None) for name in _RUN_FACTS}
+    run_id = values.pop("run_id", None)
+    of_run = {name: values.pop(name) for name in NAMES if name in values}
     try:
         plan = PrivacyPlan.from_dict(values)
         intact = plan.to_dict() == values
     except (ConfigError, TypeError, ValueError, ArithmeticError) as error:
-        raise LedgerError(f"{path} was edited: its plan cannot be read ({error}). {_RESTORE}") from error
-    released = isinstance(run["released"], list) and all(isinstance(name, str) for name in run["released"])
-    named = isinstance(run["run_id"], str) and bool(run["run_id"]) and released
-    flags = isinstance(run["insecure_seed"], bool) and isinstance(run["model_selection"], bool)
-    if not (intact and named and flags):
-        raise LedgerError(f"{path} was edited: its plan contradicts itself or has no run_id. {_RESTORE}")
-    return plan, run
+        raise DamagedRecordError(f"{path} was edited: its plan cannot be read ({error}). {RESTORE}") from error
+    if not intact or not isinstance(run_id, str) or not run_id:
+        raise DamagedRecordError(f"{path} was edited: its plan contradicts itself or has no run_id. {RESTORE}")
+    try:
+        return plan, run_id, Weaknesses.from_dict(of_run)
+    except LedgerError as error:
+        raise DamagedRecordError(f"{path} was edited: {error} {RESTORE}") from error
 
 
 def _check_statement(status: Any, statement: Any, plan: PrivacyPlan, ledger: Ledger, path: Path) -> None:
@@ -197,10 +185,12 @@ def _check_statement(status: Any, statement: Any, plan: PrivacyPlan, ledger: Led
         try:
             said = PrivacyStatement.from_dict(statement)
         except (LedgerError, AttributeError, KeyError) as error:
-            raise LedgerError(f"{path}: its statement cannot be read ({error}). {_RESTORE}") from error
+            raise DamagedRecordError(f"{path}: its statement cannot be read ({error}). {RESTORE}") from error
         agrees = status == said.status and list(said.mechanisms) == ledger.to_list() and said.delta == plan.delta
     if not agrees:
-        raise LedgerError(f"{path} was edited: its status or statement does not belong to its ledger. {_RESTORE}")
+        raise DamagedRecordError(
+            f"{path} was edited: its status or statement does not belong to its ledger. {RESTORE}"
+        )
 
 
 def _refuse_to_lose(old: PrivacyRecord, new: PrivacyRecord, path: Path) -> None:
@@ -214,14 +204,8 @@ def _refuse_to_lose(old: PrivacyRecord, new: PrivacyRecord, path: Path) -> None:
             f"{path} records {old.ledger.steps()} steps that the new ledger ({new.ledger.steps()} steps) does not "
             f"continue; overwriting it would under-report. Resume from the ledger in {path.name}."
         )
-
-
-def _sync_folder(folder: Path) -> None:
-    """Makes a rename durable, where the system can (POSIX)."""
-    if not hasattr(os, "O_DIRECTORY"):
-        return
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    if not new.weaknesses.includes(old.weaknesses):
+        raise LedgerError(
+            f"{path} records {old.weaknesses} as what weakens the claim, and the new record {new.weaknesses}: what was true "
+            f"once of a run is true for good. Resume from the record in {path.name}."
+        )

@@ -15,29 +15,12 @@ NOT_ESTABLISHED_REASONS = (
     "the paper's figure is a limit theorem's estimate far outside its range: even if all of the above held, the true value "
     "would be several times as large",
 )
-_ROW_RELATION = (
+ROW_RELATION = (
     "zero-out: the contribution of one row is replaced by nothing (its released vector holds noise alone), while the number "
     "of rows is public. Adding or removing a row is not covered, because one vector is released for each row; replacing a row "
     "by another moves its vector twice as far"
 )
-_FEATURES = (
-    "the text (or image) of one row of the training set, whose label is stated as public; a person or text that appears in k "
-    "rows is protected k-fold weaker (k times epsilon, and delta times k exp((k - 1) epsilon))"
-)
-
-
-def unit_of(plan: ForwardPlan, whole_row: str) -> str:
-    if plan.variant == PUBLISHED:
-        return "none: nothing is established for any unit"
-    return whole_row if plan.protects_labels else _FEATURES
-
-
-def relation_of(plan: ForwardPlan) -> str:
-    if plan.variant == PUBLISHED:
-        return "none: nothing is established for any relation"
-    if plan.label_epsilon is None:
-        return _ROW_RELATION
-    return f"{_ROW_RELATION}. The randomised label of a row replaced by nothing is uniform"
+RANDOM_LABEL = "The randomised label of a row replaced by nothing is uniform"
 
 
 def forward_sampling_of(plan: PrivacyPlan) -> str:
@@ -78,12 +61,6 @@ def forward_mechanism_of(plan: PrivacyPlan, of_gradients: str) -> str:
         when = "once for each row" if forward.release == ONCE else "anew each time a row is drawn"
         return f"DP-FP with a frozen encoder: {rows}, {when}; only the last layer trains, and only on these vectors{labels}"
     return f"{of_gradients} of the encoder. The last layer trains on released vectors: {rows}"
-
-
-def uncovered_labels(plan: ForwardPlan) -> tuple[str, ...]:
-    if plan.protects_labels:
-        return ()
-    return ("the labels of the training rows, which are stated as public: they enter the loss as they are",)
 
 
 def _labels(plan: ForwardPlan) -> str:

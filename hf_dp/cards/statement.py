@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from decimal import ROUND_CEILING, Decimal
-from typing import Any, TypeVar
+from typing import Any
 
 from hf_dp import _validate
 from hf_dp.accounting import (
@@ -29,15 +29,18 @@ from hf_dp.accounting import (
 from hf_dp.accounting.comparison import compare
 from hf_dp.accounting.composition import compose
 from hf_dp.cards.forward_wording import NOT_ESTABLISHED_REASONS
+from hf_dp.cards.units import EXAMPLE, NONE, relation_of, unit_of, weakest_relation, weakest_unit
+from hf_dp.cards.weaknesses import Weaknesses, checked_fields, plain, refuse_unnamed
 from hf_dp.cards.wording import (
     COVERED,
     mechanism_of,
     not_covered,
     relation_in_words,
+    released_in_words,
     sampling_of,
     unit_in_words,
 )
-from hf_dp.errors import AccountingRangeError, InvalidArgumentError, LedgerError
+from hf_dp.errors import AccountingRangeError, LedgerError
 from hf_dp.forward_plan import PUBLISHED
 from hf_dp.plan import PrivacyPlan
 
@@ -49,21 +52,16 @@ NOT_ESTABLISHED = "as published, not established"
 EPSILON_DIGITS = 3  # decimals of a printed epsilon
 DELTA_DIGITS = 4  # significant digits of a printed delta
 
-_Record = TypeVar("_Record", "RunFacts", "AccountantResult")
-
 
 @dataclass(frozen=True)
-class RunFacts:
-    """What the ledger does not know.
+class RunFacts(Weaknesses):
+    """What the ledger does not know: what weakens the claim (:class:`Weaknesses`), and how the run was made.
 
     Args:
         privacy_mode: how privacy was obtained; "dp_sgd" (any optimizer) or "dp_fp".
         trained: which parameters were trained, in words and numbers.
         precision: of gradient sums and noise, for example "float32".
         noise_generator, sampling_generator: their kind and how they were seeded; never a seed.
-        released: names of un-noised quantities that the user let out, for example "training_loss".
-        insecure_seed: the randomness of noise or sampling can be reproduced; such a run is not private.
-        model_selection: a checkpoint was chosen by evaluation (load_best_model_at_end, early stopping).
         versions: library -> version.
 
     Raises: InvalidArgumentError for a privacy mode whose statement is not known.
@@ -74,39 +72,14 @@ class RunFacts:
     precision: str
     noise_generator: str
     sampling_generator: str
-    released: tuple[str, ...] = ()
-    insecure_seed: bool = False
-    model_selection: bool = False
-    versions: Mapping[str, str] = field(default_factory=dict)
+    versions: Mapping[str, str] = field(default_factory=dict, kw_only=True)
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         _validate.one_of(
             "privacy_mode", self.privacy_mode, ("dp_sgd", "dp_fp"), "Only such a run has a privacy statement."
         )
-        if isinstance(self.released, str):
-            raise _validate.invalid("released", self.released, "to be a list of names", f"Use [{self.released!r}].")
-        for name in ("insecure_seed", "model_selection"):
-            if not isinstance(getattr(self, name), bool):
-                raise _validate.invalid(name, getattr(self, name), "to be True or False")
-        object.__setattr__(self, "released", tuple(self.released))
         object.__setattr__(self, "versions", dict(self.versions))
-
-    def merged(self, earlier: RunFacts) -> RunFacts:
-        """These facts for a run that continues an earlier one: what weakened the claim once weakens it for good."""
-        values = {item.name: getattr(self, item.name) for item in fields(self)}
-        values["released"] = tuple(dict.fromkeys((*earlier.released, *self.released)))
-        values["insecure_seed"] = self.insecure_seed or earlier.insecure_seed
-        values["model_selection"] = self.model_selection or earlier.model_selection
-        return RunFacts(**values)
-
-    def to_dict(self) -> dict[str, Any]:
-        """JSON-ready; :meth:`from_dict` reads it back."""
-        return _plain(asdict(self))
-
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> RunFacts:
-        """Read back what :meth:`to_dict` wrote. Raises: LedgerError for unknown, missing or bad fields."""
-        return _record(cls, values)
 
 
 @dataclass(frozen=True)
@@ -127,6 +100,11 @@ class AccountantResult:
     estimate: float | None = None
     note: str = ""
 
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> AccountantResult:
+        """Read back what a statement's ``to_dict`` wrote. Raises: LedgerError for unknown or missing fields."""
+        return cls(**checked_fields(cls, values))
+
 
 @dataclass(frozen=True)
 class PrivacyStatement:
@@ -134,13 +112,15 @@ class PrivacyStatement:
 
     Attributes:
         status: PROVEN, PROVEN_WEIGHTS_ONLY (the user released un-noised quantities), NOT_PRIVATE or NOT_ESTABLISHED (DP-FP
-            as published: no bound is known for what ran).
+            as published: no bound is known for what ran). As weak as that of the weakest run that is named as earlier.
         status_reason: in words.
         epsilon: the headline, an upper bound rounded up to three decimals; None when the run is not private.
         delta: as in the plan, not rounded (:attr:`delta_text` is rounded up).
         accountant: whose bound the headline is; ``accountant_note`` says why, if not the one asked for.
         epsilons: one result for each of :data:`hf_dp.accounting.ACCOUNTANTS`.
         target_epsilon: what the noise was calibrated to, or None when the noise was given.
+        unit, neighboring_relation: in words; the weakest of this run's and of all earlier runs'. ``unit_code``: one of
+            :data:`hf_dp.cards.units.UNITS`.
         noise_multipliers, sample_rates: of the mechanisms that ran (the plan's when nothing ran), in order.
         noise standard deviations are noise_multiplier x the sensitivity (clipping_norm and its rounding margin), on the sum.
         steps: that ran, by the ledger; steps_planned: by the plan.
@@ -160,6 +140,7 @@ class PrivacyStatement:
     epsilons: tuple[AccountantResult, ...]
     target_epsilon: float | None
     unit: str
+    unit_code: str
     neighboring_relation: str
     sampling: str
     mechanism: str
@@ -186,9 +167,13 @@ class PrivacyStatement:
         Raises:
             AccountingRangeError: no accountant gives a finite bound.
             InvalidArgumentError: a unit or relation for which no statement is known.
+            LedgerError: the ledger counts earlier runs, and ``facts`` name none.
         """
         _validate.one_of("privacy_unit", plan.privacy_unit, ("example",))
         _validate.one_of("neighboring_relation", plan.neighboring_relation, ("zero_out",))
+        refuse_unnamed(ledger, facts.earlier)
+        unit = weakest_unit((unit_of(plan), *(run.unit for run in facts.earlier)))
+        relation = weakest_relation((relation_of(plan), *(run.relation for run in facts.earlier)), unit)
         reason = _why_not_private(ledger, facts)
         if reason:
             note = "not computed: the run is not private"
@@ -203,6 +188,7 @@ class PrivacyStatement:
             )
             epsilon, accountant = None, plan.accountant
             accountant_note = none
+            unit = relation = NONE
             status, reason = NOT_ESTABLISHED, f"{'; '.join(NOT_ESTABLISHED_REASONS)} (Du and Mi 2021 claim otherwise)"
         else:
             epsilons = tuple(_result(ledger, plan.delta, name) for name in ACCOUNTANTS)
@@ -220,8 +206,9 @@ class PrivacyStatement:
             accountant_note=accountant_note,
             epsilons=epsilons,
             target_epsilon=None if status == NOT_ESTABLISHED else plan.target_epsilon,
-            unit=unit_in_words(plan),
-            neighboring_relation=relation_in_words(plan),
+            unit=unit_in_words(unit, facts),
+            unit_code=unit,
+            neighboring_relation=relation_in_words(relation),
             sampling=sampling_of(plan),
             mechanism=mechanism_of(plan),
             noise_multipliers=tuple(dict.fromkeys(sigma for sigma, _ in ran)),
@@ -257,13 +244,14 @@ class PrivacyStatement:
         """The claim in one sentence; when there is none to make, that."""
         if self.status == NOT_ESTABLISHED:
             return (
-                "NO differential privacy guarantee is established for this run: it was trained by DP-FP as published, whose "
-                "encoder is trained by gradients that were not noised. No epsilon is claimed."
+                f"NO differential privacy guarantee is established for this run: {self._published()} was trained by DP-FP as "
+                "published, whose encoder is trained by gradients that were not noised. No epsilon is claimed."
             )
         if not self.proven:
             return f"This run is NOT private: {self.status_reason}. No epsilon is claimed."
         what = "The released weights"
-        unit = "one row" if self.unit.startswith("one row") else "the text of one row, labels being public,"
+        row = "one row (a chunk of a longer text)" if self.rows_are_chunks else "one row"
+        unit = row if self.unit_code == EXAMPLE else f"the text of {row}, labels being public,"
         claim = f"are ({self.epsilon_text}, {self.delta_text})-differentially private with respect to zero-out of"
         of = f"{unit} of the training set of {self.num_examples:,} rows ({self.accountant} upper bound"
         ran = f"{self._what_ran()})"
@@ -275,8 +263,18 @@ class PrivacyStatement:
         end = ""
         if self.status == PROVEN_WEIGHTS_ONLY:
             what = "The released weights alone"
-            end = f"; this does not cover {', '.join(self.facts.released)}, released without noise"
+            end = f"; this does not cover {', '.join(released_in_words(self.facts))}, released without noise"
         return f"{what} {claim} {of}, {ran}{end}."
+
+    @property
+    def rows_are_chunks(self) -> bool:
+        """Whether a row is a chunk of a longer text, as declared for this run or for an earlier one on the same rows."""
+        return any(run.rows_are_chunks for run in self.facts.everywhere)
+
+    def _published(self) -> str:
+        """Which run was trained by DP-FP as published: this one, unless only earlier ones were."""
+        types = {row["purpose"] == EARLIER for row in self.mechanisms if row["type"] == "PublishedForwardNoise"}
+        return "an earlier run on the same rows, which it names," if types == {True} else "it"
 
     def _what_ran(self) -> str:
         released = [row["type"] for row in self.mechanisms if row["purpose"] == RELEASE]
@@ -302,14 +300,14 @@ class PrivacyStatement:
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready; :meth:`from_dict` reads it back."""
-        return _plain(asdict(self))
+        return plain(asdict(self))
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> PrivacyStatement:
         """Read back what :meth:`to_dict` wrote. Raises: LedgerError for unknown, missing or bad fields."""
-        given = _checked_fields(cls, values)
+        given = checked_fields(cls, values)
         try:
-            given["epsilons"] = tuple(_record(AccountantResult, row) for row in given["epsilons"])
+            given["epsilons"] = tuple(AccountantResult.from_dict(row) for row in given["epsilons"])
             given["facts"] = RunFacts.from_dict(given["facts"])
             for name in ("noise_multipliers", "sample_rates", "mechanisms", "not_covered"):
                 given[name] = tuple(given[name])
@@ -350,6 +348,12 @@ def not_established(plan: PrivacyPlan, ledger: Ledger) -> bool:
 def _why_not_private(ledger: Ledger, facts: RunFacts) -> str:
     if facts.insecure_seed:
         return "noise and sampling came from a fixed seed (insecure_seed), and whoever knows it can subtract the noise"
+    for run in facts.earlier:
+        if run.insecure_seed:
+            return (
+                f"noise and sampling of {run.name} on the same rows came from a fixed seed (insecure_seed), and whoever knows "
+                "it can subtract that noise"
+            )
     noiseless = sum(event.steps for event in ledger.events if compose(event).noiseless)
     return f"{noiseless} of {ledger.steps()} steps ran without noise" if noiseless else ""
 
@@ -361,12 +365,12 @@ def _proven(facts: RunFacts) -> tuple[str, str]:
             "what trains above the noise is a function of clipped and noised representations; below it nothing trains, or "
             "DP-SGD does; composed over the releases in the ledger"
         )
-    if not facts.released:
+    released = released_in_words(facts)
+    if not released:
         return PROVEN, reason
-    names = ", ".join(facts.released)
     return PROVEN_WEIGHTS_ONLY, (
         f"{reason}; epsilon covers the weights only, because these were released without noise at the user's request: "
-        f"{names}"
+        f"{', '.join(released)}"
     )
 
 
@@ -410,31 +414,3 @@ def _row_text(row: AccountantResult) -> str:
         return f"{row.accountant:<8} -        {row.note}"
     point = "" if row.estimate is None else f" (point estimate {epsilon_text(row.estimate)})"
     return f"{row.accountant:<8} {epsilon_text(row.epsilon):<8} {row.kind}{point}"
-
-
-def _plain(value: Any) -> Any:
-    """Tuples to lists, mappings to dicts: what JSON and YAML give back."""
-    if isinstance(value, Mapping):
-        return {str(key): _plain(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
-    return value
-
-
-def _checked_fields(cls: type[Any], values: Any) -> dict[str, Any]:
-    known = [item.name for item in fields(cls)]
-    given = dict(values) if isinstance(values, Mapping) else {}
-    unknown, missing = sorted(set(given) - set(known)), sorted(set(known) - set(given))
-    if unknown or missing:
-        raise LedgerError(
-            f"{cls.__name__} cannot be read: unknown fields {unknown}, missing {missing}. "
-            "It was edited, or written by another version of hf_dp."
-        )
-    return given
-
-
-def _record(cls: type[_Record], values: Any) -> _Record:
-    try:
-        return cls(**_checked_fields(cls, values))
-    except (InvalidArgumentError, TypeError, ValueError) as error:
-        raise LedgerError(f"{cls.__name__} cannot be read: {error}") from error

@@ -13,7 +13,9 @@ from hf_dp._validate import non_negative
 from hf_dp._version import __version__
 from hf_dp.accounting import EARLIER, RELEASE, SELECTION, TRAINING, LedgerEntry
 from hf_dp.cards.document import PrivacyRecord
+from hf_dp.cards.schema import SCHEMA_VERSION
 from hf_dp.cards.statement import PrivacyStatement, RunFacts
+from hf_dp.cards.weaknesses import NAMES
 from hf_dp.errors import InvalidArgumentError
 from hf_dp.plan import PrivacyPlan
 
@@ -33,9 +35,9 @@ def disagreements(record: PrivacyRecord) -> list[str]:
         return []
     facts = RunFacts.from_dict(record.statement["facts"])
     problems = [
-        f"{name} is {getattr(facts, name)!r} in the statement and {getattr(record, name)!r} in the plan"
-        for name in ("insecure_seed", "released", "model_selection")
-        if getattr(facts, name) != getattr(record, name)
+        f"{name} is {getattr(facts, name)!r} in the statement and {getattr(record.weaknesses, name)!r} in the plan"
+        for name in NAMES
+        if getattr(facts, name) != getattr(record.weaknesses, name)
     ]
     if problems:
         return problems  # the facts cannot be used
@@ -45,7 +47,7 @@ def disagreements(record: PrivacyRecord) -> list[str]:
         if not _planned(entry, record.plan)
     ]
     now = PrivacyStatement.from_ledger(record.plan, record.ledger, facts).to_dict()
-    same_version = facts.versions.get("hf_dp") == __version__
+    same_version = record.schema_version == SCHEMA_VERSION and facts.versions.get("hf_dp") == __version__
     for name, value in now.items():
         if name not in (*_BOUNDS, "facts") and (same_version or name not in _WORDING):
             if record.statement[name] != value:

@@ -1,10 +1,11 @@
-"""``hf-dp account epsilon|noise|steps|sample-rate|ledger``: privacy accounting from numbers, or from what a run recorded."""
+"""``hf-dp account epsilon|noise|steps|sample-rate|ledger|rebuild``: privacy accounting from numbers, or of a run's record."""
 
 from __future__ import annotations
 
 import argparse
 import json
 from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 from hf_dp.cli.answers import json_row, table
@@ -34,7 +35,9 @@ QUESTIONS = {
         f"sample-rate --target-epsilon 3 --noise-multiplier 0.8254 {_COMMON}",
     ),
     "ledger": ("recompute what a finished or interrupted run cost", "ledger outputs/demo"),
+    "rebuild": ("put a run's privacy.json right that an older copy replaced", "rebuild outputs/demo"),
 }
+_OF_A_RUN = ("ledger", "rebuild")
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -46,17 +49,15 @@ def build_parser() -> argparse.ArgumentParser:
             question,
             help=text,
             description=NOTE,
-            epilog=f"{_SST2 if question != 'ledger' else 'example:' + chr(10) + '  hf-dp account '}{example}",
+            epilog=f"{_SST2 if question not in _OF_A_RUN else 'example:' + chr(10) + '  hf-dp account '}{example}",
             formatter_class=argparse.RawDescriptionHelpFormatter,
             allow_abbrev=False,
         ).add_argument
         _numbers(question, add)
         if question in ("epsilon", "ledger"):
             add("--cross-check", action="store_true", help="every accountant with its kind, side by side")
-            default = "pld" if question == "epsilon" else "the run's own"
-        else:
-            default = "pld"
-        bounds = "" if question in ("epsilon", "ledger") else "; a bound: pld, rdp or prv"
+        default = "the run's own" if question in _OF_A_RUN else "pld"
+        bounds = "" if question in ("epsilon", *_OF_A_RUN) else "; a bound: pld, rdp or prv"
         add("--accountant", choices=ACCOUNTANTS, help=f"which one (default: {default}{bounds})")
         if question == "epsilon":
             help_text = "what a neighboring data set is (default: zero_out; replace_one only with pld)"
@@ -68,6 +69,9 @@ def build_parser() -> argparse.ArgumentParser:
 def _numbers(question: str, add: Callable[..., Any]) -> None:
     if question == "ledger":
         add("path", metavar="PATH", help="a privacy.json, or the folder that holds it")
+        return
+    if question == "rebuild":
+        add("folder", metavar="DIR", help="the run's output folder (no process may be training in it)")
         return
     options: dict[str, dict[str, Any]] = {
         "--noise-multiplier": {
@@ -92,6 +96,8 @@ def main(argv: Sequence[str]) -> int:
     args = build_parser().parse_args(hyphenated(argv))
     if args.question == "epsilon":
         return _epsilon(args)
+    if args.question == "rebuild":
+        return _rebuild(args)
     return _ledger(args) if args.question == "ledger" else _calibrated(args)
 
 
@@ -134,9 +140,9 @@ def _calibrated(args: argparse.Namespace) -> int:
 
 def _ledger(args: argparse.Namespace) -> int:
     from hf_dp.accounting.comparison import compare
-    from hf_dp.cards import document
+    from hf_dp.cards.marks import read_run
 
-    record = document.read(args.path)
+    record = read_run(args.path)
     verdict = _verdict(record)
     name = args.accountant or record.plan.accountant
     names = ACCOUNTANTS if args.cross_check and not args.accountant else (name,)
@@ -148,6 +154,29 @@ def _ledger(args: argparse.Namespace) -> int:
     }  # fmt: skip
     lines = [f"run {record.run_id}, status: {record.status}", *map(_event_line, rows)]
     return _print(args, found, answers, "\n".join([*lines, f"stated epsilon: {said}; {verdict}"]))
+
+
+def _rebuild(args: argparse.Namespace) -> int:
+    from hf_dp.accounting.comparison import compare
+    from hf_dp.cards.rebuild import rebuild
+
+    done = rebuild(Path(args.folder))
+    record, added = done.record, done.added.to_list()
+    answers = compare(record.ledger.events, record.plan.delta, (args.accountant or record.plan.accountant,))
+    found = {
+        "run_id": record.run_id, "status": record.status, "changed": done.changed, "added": added,
+        "ledger": record.ledger.to_list(), "had_mark": done.had_mark, "delta": record.plan.delta,
+        "set_aside": None if done.set_aside is None else done.set_aside.name,
+    }  # fmt: skip
+    what = "written anew" if done.changed else "nothing was missing, left as it is"
+    lines = [f"run {record.run_id}, status: {record.status}; privacy.json: {what}"]
+    if done.set_aside is not None:
+        lines.append(f"the file that could not be read is now {done.set_aside.name}")
+    if done.changed:
+        lines += ["added:", *map(_event_line, added)] if added else ["added: no releases, only what weakens the claim"]
+    if not done.had_mark:
+        lines.append("the run's own mark was missing: nothing shows whether steps are lost that no file here knows")
+    return _print(args, found, answers, "\n".join(lines))
 
 
 def _verdict(record: Any) -> str:

@@ -6,6 +6,7 @@ through plain autograd. Dropout is off. The private data is never looked at.
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -80,11 +81,12 @@ def self_check(
         padded: the examples as one batch, of different lengths, not sorted by them. alone: each as a batch of one, unpadded.
         rtol: relative tolerance on losses, norms and clipped sums; default by the parameters' dtype (1e-3 in float32).
 
-    Raises: SelfCheckError saying what differed: a loss (it depends on neighbours or padding), a norm, a clipped sum, or a
+    Raises: SelfCheckError saying what differed: a loss (it depends on neighbors or padding), a norm, a clipped sum, or a
         buffer that the forward changed. Parameters, their gradients and training mode are left as found.
     """
     trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
     rtol = _tolerance(trainable) if rtol is None else rtol
+    per_example_loss = partial(_on_a_copy, per_example_loss)
 
     def engine(clipping_norm: float) -> ClippingEngine:
         return ClippingEngine(model, clipping_norm, clipping=clipping, strategy=strategy)
@@ -113,6 +115,11 @@ def self_check(
         _refuse_changes(model, buffers, versions)
 
 
+def _on_a_copy(per_example_loss: PerExampleLoss, model: nn.Module, batch: Batch) -> Tensor:
+    """Call the loss with a batch of its own: it may pop labels or write into them, and the same batch is used again."""
+    return per_example_loss(model, copy.deepcopy(batch))
+
+
 def _arrangements(padded: Batch, count: int) -> Iterator[tuple[Batch, list[int]]]:
     """The batch as it is, and repeated until it has as many examples as positions.
 
@@ -122,7 +129,13 @@ def _arrangements(padded: Batch, count: int) -> Iterator[tuple[Batch, list[int]]
     tokens = padded.get("input_ids") if isinstance(padded, Mapping) else None
     if isinstance(tokens, Tensor) and tokens.dim() == 2 and tokens.shape[1] != count:
         order = [position % count for position in range(tokens.shape[1])]
-        yield {name: value[order] if isinstance(value, Tensor) else value for name, value in padded.items()}, order
+        yield {name: _in_order(value, order, count) for name, value in padded.items()}, order
+
+
+def _in_order(value: Any, order: list[int], count: int) -> Any:
+    if isinstance(value, Tensor):
+        return value[order]
+    return [value[place] for place in order] if isinstance(value, list) and len(value) == count else value
 
 
 def _compare_rows(engine: ClippingEngine, losses: Callable[[], Tensor], examples: int) -> None:
@@ -195,7 +208,7 @@ def _compare_losses(losses: Tensor, expected: Sequence[_Expected], rtol: float) 
         if not abs(together - example.loss) <= rtol * max(abs(example.loss), 1.0):
             raise SelfCheckError(
                 f"The loss of a synthetic example is {example.loss:.6g} alone but {together:.6g} beside a longer one, so an "
-                "example's gradient depends on its neighbours. Look for a batch mean, positions that count padding, or "
+                "example's gradient depends on its neighbors. Look for a batch mean, positions that count padding, or "
                 "attention to padding; override DPTrainer.compute_per_example_loss if the loss is your own."
             )
 

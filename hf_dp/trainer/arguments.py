@@ -96,6 +96,20 @@ class DPTrainingArguments(ForwardArguments, TrainingArguments):
             Folders (or `privacy.json` files) of earlier private runs on the same rows, for example the one that made the
             base: what they released is put into this run's ledger and paid from the same target.
 
+    > Parameters that control the rows
+
+        padding_values (`dict[str, float]`, *optional*, defaults to `{}`):
+            By column, the value with which a column of your own is padded where rows differ in length. The columns of
+            transformers are known; others are refused until declared here.
+        rows_are_chunks (`bool`, *optional*, defaults to `False`):
+            Whether a row is a piece of a longer text. Then a piece is what is protected, and the card says so.
+        adapter_init_data_is_public (`bool`, *optional*, defaults to `False`):
+            Whether the data from which an adapter's initial weights were computed (EVA, CorDA, LoRA-GA) is public. Such
+            an adapter is refused otherwise.
+        evaluate_on_training_rows (`bool`, *optional*, defaults to `False`):
+            Whether evaluation sets may hold rows of the training set. Their metrics are then released without noise, and
+            the card says so.
+
     > Parameters that control what leaves the run
 
         release (`list[str]`, *optional*, defaults to `[]`):
@@ -123,6 +137,8 @@ class DPTrainingArguments(ForwardArguments, TrainingArguments):
         UnsupportedArgumentError: an argument that transformers knows would break the privacy statement.
         InvalidArgumentError: a value is out of range, missing or contradicts another one.
     """
+
+    _VALID_DICT_FIELDS = [*TrainingArguments._VALID_DICT_FIELDS, "padding_values"]
 
     # --- privacy budget ---
     privacy_mode: str = field(
@@ -217,6 +233,26 @@ class DPTrainingArguments(ForwardArguments, TrainingArguments):
         default_factory=list,
         metadata={
             "help": "Folders of earlier private runs on the same rows: their releases count in this run's ledger and target."
+        },
+    )
+
+    # --- rows ---
+    padding_values: dict[str, float] = field(
+        default_factory=dict,
+        metadata={"help": "Fill values, by name, of columns of your own whose rows differ in length."},
+    )
+    rows_are_chunks: bool = field(
+        default=False,
+        metadata={"help": "Whether a row is a piece of a longer text: a piece is then what is protected."},
+    )
+    adapter_init_data_is_public: bool = field(
+        default=False,
+        metadata={"help": "Whether the data that an adapter was initialized from (EVA, CorDA, LoRA-GA) is public."},
+    )
+    evaluate_on_training_rows: bool = field(
+        default=False,
+        metadata={
+            "help": "Whether evaluation sets may hold training rows; their metrics are then released without noise."
         },
     )
 
@@ -366,7 +402,14 @@ class DPTrainingArguments(ForwardArguments, TrainingArguments):
             self._try(problems, "max_tokens_per_physical_batch", integer, 1, "Leave it unset for no limit.")
         self._try(problems, "earlier_runs", _list_of_paths)
         self._try(problems, "max_grad_norm", non_negative, "Use 0 to switch it off.")
-        self._try(problems, "clip_noised_gradient", _true_or_false)
+        for name in (
+            "clip_noised_gradient",
+            "rows_are_chunks",
+            "adapter_init_data_is_public",
+            "evaluate_on_training_rows",
+        ):
+            self._try(problems, name, _true_or_false)
+        self._try(problems, "padding_values", _numbers_by_column)
         if problems.keys() & {"max_grad_norm", "clip_noised_gradient"}:
             return
         if self.max_grad_norm and not self.clip_noised_gradient:
@@ -450,6 +493,16 @@ def _true_or_false(name: str, value: object) -> bool:
     if not isinstance(value, bool):
         raise invalid(name, value, "to be True or False", "Write it without quotes.")
     return value
+
+
+def _numbers_by_column(name: str, value: object) -> dict[str, float]:
+    numbers = isinstance(value, dict) and all(
+        isinstance(column, str) and isinstance(fill, (int, float)) and not isinstance(fill, bool)
+        for column, fill in value.items()
+    )
+    if not numbers:
+        raise invalid(name, value, "to be a mapping from columns to numbers", "For example {'token_weights': 0}.")
+    return dict(value)  # type: ignore[call-overload]
 
 
 def _list_of_names(name: str, value: object, known: tuple[str, ...]) -> list[str]:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
+import datasets
 from torch import nn
+from torch.utils.data import Dataset
 
 from hf_dp.errors import DataError, UnaccountedGradientError, UnsupportedArgumentError, UnsupportedModelError
 from hf_dp.losses import base_model
-from hf_dp.trainer.dataloader import check_rows
+from hf_dp.overlap.compare import TrainingRows
 
 
 def check_train_dataset(dataset: Any) -> int:
@@ -28,47 +30,46 @@ def check_train_dataset(dataset: Any) -> int:
     return length
 
 
-def check_collator(collator: Callable[[list[Any]], Mapping[str, Any]], dataset: Any) -> None:
-    """Collate two rows and look at the result's shape: labels there, one row per example.
-
-    Raises: DataError. Nothing computed here is kept.
-    """
-    if type(collator).__name__ == "DataCollatorWithFlattening":
+def check_collator(collator: Any) -> None:
+    """Raise DataError for the collator that puts many examples into one row."""
+    inner = getattr(collator, "data_collator", collator)  # transformers wraps one to remove columns
+    if type(inner).__name__ == "DataCollatorWithFlattening":
         raise DataError(
             "DataCollatorWithFlattening puts many examples into one row, so no example could be clipped. Use "
             "DataCollatorWithPadding."
         )
-    batch = collator([dataset[0], dataset[1]])
-    if not isinstance(batch, Mapping):
-        raise DataError(f"Expected the data collator to return a mapping of tensors, got {type(batch).__name__}.")
-    if "labels" not in batch:
+
+
+def refuse_rows_in_collator(reached: Collection[Any], training: TrainingRows) -> None:
+    """Raise DataError when a collator holds training rows, which it could put into other examples."""
+    sets = [part for each in reached for part in (each.values() if isinstance(each, Mapping) else [each])]
+    if any(training.compare(each).derived for each in sets if isinstance(each, (datasets.Dataset, Dataset))):
         raise DataError(
-            f"The training batches have no `labels` (they have {sorted(batch)}). Name the label column `label` or `labels` "
-            "(dataset.rename_column), or use a collator that makes labels."
+            "The data collator holds rows of the training set, so it could put them into other examples. Build what it needs "
+            "before, from public data, or in the rows themselves."
         )
-    check_rows(batch, 2)
 
 
-def check_not_training_data(dataset: Any, train_dataset: Any) -> None:
-    """Raise UnsupportedArgumentError when an evaluation set is the training set: its metrics would be un-noised releases."""
-    candidates = dataset.values() if isinstance(dataset, Mapping) else [dataset]
-    for candidate in candidates:
-        if candidate is None or train_dataset is None:
-            continue
-        same = candidate is train_dataset or (
-            getattr(candidate, "_fingerprint", None) is not None
-            and getattr(candidate, "_fingerprint", None) == getattr(train_dataset, "_fingerprint", None)
-        )
-        if same:
-            raise UnsupportedArgumentError(
-                "Expected an evaluation set other than the training set: metrics on training rows are computed from private "
-                "data without noise, and epsilon would not cover them. Pass a held-out set."
-            )
+# Initializations of adapters that read weights and random numbers alone; of all others it is not known.
+_DATA_FREE = ("gaussian", "olora", "pissa", "loftq", "orthogonal", "mica", "kaiming_uniform", "xavier_uniform")
+
+
+def refuse_adapters_from_data(model: nn.Module) -> None:
+    """Raise UnsupportedModelError for an adapter whose initial weights may come from data (EVA, CorDA, LoRA-GA)."""
+    for name, config in (getattr(model, "peft_config", None) or {}).items():
+        for option in ("init_lora_weights", "init_weights"):
+            init = getattr(config, option, None)
+            if isinstance(init, str) and not init.startswith(_DATA_FREE):
+                raise UnsupportedModelError(
+                    f"The adapter {name!r} was made with {option}={init!r}, whose initial weights are computed from data. If "
+                    "that was the training data, they hold un-noised facts about it. Use another initialization; if it was "
+                    "public data, set adapter_init_data_is_public=True."
+                )
 
 
 _PRIVATE_SEAMS = (
     "training_step", "get_train_dataloader", "get_batch_samples", "_prepare_for_training", "_run_epoch", "private_batches",
-    "feed", "engine", "losses_of", "columns_for_training", "check_engine", "replace_model",
+    "feed", "engine", "losses_of", "columns_for_training", "check_engine", "check_batches", "training_data", "replace_model",
 )  # fmt: skip
 
 

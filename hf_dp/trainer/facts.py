@@ -12,9 +12,11 @@ from hf_dp._version import __version__
 from hf_dp.cards.card import public_name
 from hf_dp.cards.document import FILE_NAME, read
 from hf_dp.cards.statement import RunFacts
+from hf_dp.cards.weaknesses import Weaknesses
 from hf_dp.losses import base_model, task_of
 from hf_dp.trainer.arguments import DPTrainingArguments
 from hf_dp.trainer.loading import describe_training
+from hf_dp.trainer.precision import Precision
 from hf_dp.trainer.usage import usage
 
 _PIPELINES = {"sequence_classification": "text-classification", "causal_lm": "text-generation"}
@@ -24,35 +26,26 @@ _PACKAGES = ("torch", "transformers", "accelerate", "peft", "dp-accounting", "pr
 def run_facts(
     model: nn.Module,
     args: DPTrainingArguments,
+    precision: Precision,
+    weaknesses: Weaknesses,
     *,
-    model_selection: bool,
     trained: str | None = None,
-    insecure_seed: bool,
-    released: tuple[str, ...],
 ) -> RunFacts:
-    """The facts of a private run, for its :class:`PrivacyStatement`."""
+    """Return the facts of a private run, for its :class:`PrivacyStatement`."""
     on_cpu = args.device.type == "cpu"
     return RunFacts(
         privacy_mode=args.privacy_mode,
         trained=trained or describe_training(model),
-        precision=_precision(model, args),
+        precision=precision.words(),
         noise_generator=(
             "NumPy SFC64 seeded with 128 bits by the operating system (not cryptographic)"
             if on_cpu
             else f"PyTorch's {args.device.type} generator seeded with 63 bits by the operating system (not cryptographic)"
         ),
         sampling_generator="the operating system's cryptographic generator",
-        released=released,
-        insecure_seed=insecure_seed,
-        model_selection=model_selection,
+        **vars(weaknesses),
         versions={"hf_dp": __version__, **{name: metadata.version(name) for name in _PACKAGES}},
     )
-
-
-def _precision(model: nn.Module, args: DPTrainingArguments) -> str:
-    dtypes = sorted({str(p.dtype).removeprefix("torch.") for p in model.parameters() if p.requires_grad})
-    forward = "bfloat16 autocast" if args.bf16 else " and ".join(dtypes)
-    return f"forward and backward {forward}; norms, clipped sums and noise float32 or better"
 
 
 def card_details(trainer: Any, **given: Any) -> dict[str, Any]:

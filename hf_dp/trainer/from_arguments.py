@@ -6,7 +6,8 @@ import copy
 
 from hf_dp._validate import invalid
 from hf_dp.accounting import EARLIER, LedgerEntry, epsilon
-from hf_dp.cards.document import read
+from hf_dp.cards.marks import read_run
+from hf_dp.cards.weaknesses import EarlierRun, each_once
 from hf_dp.forward_plan import PRIVATE_ENCODER
 from hf_dp.plan import PrivacyPlan
 from hf_dp.trainer.arguments import DPTrainingArguments
@@ -57,27 +58,36 @@ def plan_of(
 def earlier_entries(args: DPTrainingArguments, num_examples: int) -> list[LedgerEntry]:
     """What the ``earlier_runs`` released of these rows.
 
-    Raises: LedgerError for a file that cannot be read; InvalidArgumentError for a run on another number of rows, or whose
-        randomness can be reproduced.
+    Raises: LedgerError for a file that cannot be read, or that went back; InvalidArgumentError for a run on another number
+        of rows, or with another unit or relation: its claim and this one's have nothing in common.
     """
     entries = []
     for path in args.earlier_runs:
-        record = read(path)
-        if record.plan.num_examples != num_examples:
+        record = read_run(path)
+        plan = record.plan
+        if plan.num_examples != num_examples:
             raise invalid(
                 "earlier_runs",
                 path,
-                f"to be a run on the same {num_examples} rows, not on {record.plan.num_examples}",
+                f"to be a run on the same {num_examples} rows, not on {plan.num_examples}",
                 "A run on other rows costs these nothing: leave it out.",
             )
-        if record.released:
-            raise invalid(
-                "earlier_runs",
-                path,
-                f"to have released nothing without noise, not {list(record.released)}",
-                "No epsilon covers that, and this run's statement would seem to.",
-            )
-        if record.insecure_seed:
-            raise invalid("earlier_runs", path, "to be private", "Its noise came from a fixed seed (insecure_seed).")
+        for name in ("privacy_unit", "neighboring_relation"):
+            theirs, ours = getattr(plan, name), getattr(args, name)
+            if theirs != ours:
+                raise invalid(
+                    "earlier_runs",
+                    path,
+                    f"to be a run with {name}={ours!r}, not {theirs!r}",
+                    f"No bound is known for both together. Set {name}={theirs!r} here, too.",
+                )
         entries += [LedgerEntry(entry.event, EARLIER) for entry in record.ledger.entries]
     return entries
+
+
+def earlier_claims(args: DPTrainingArguments) -> tuple[EarlierRun, ...]:
+    """What the ``earlier_runs``, and the runs that they name in turn, leave unprotected.
+
+    Raises: LedgerError for a file that cannot be read, or that went back.
+    """
+    return each_once(claim for path in args.earlier_runs for claim in EarlierRun.all_of(read_run(path)))

@@ -1,4 +1,8 @@
-"""The ledger of one run on disk: made durable before the release it records becomes visible to anyone."""
+"""The ledger of one run on disk: made durable before the release it records becomes visible to anyone.
+
+It cannot go back: a mark of how far it has come (:mod:`hf_dp.cards.mark`) is made durable after each of its entries, and
+travels with checkpoints and weights. A ledger that lacks what a mark knows is refused.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +10,11 @@ import math
 import os
 import uuid
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from functools import reduce
 from pathlib import Path
 
-from filelock import FileLock, Timeout
-from transformers.trainer_utils import get_last_checkpoint
+from filelock import FileLock
 
 from hf_dp.accounting import (
     BOUNDS,
@@ -22,10 +27,24 @@ from hf_dp.accounting import (
     calibrate_steps,
     epsilon,
 )
-from hf_dp.cards.document import FILE_NAME, document, read, write
+from hf_dp.cards.document import FILE_NAME, PrivacyRecord, document, read, write
+from hf_dp.cards.lock import lock_run
+from hf_dp.cards.mark import COPIED_MARK, RUN_MARK, Mark, in_words, stamp, write_mark
+from hf_dp.cards.marks import (
+    marks_in,
+    marks_of_run,
+    read_copy,
+    rebuild_advice,
+    refuse_unknown_to,
+    refuse_without_own_mark,
+)
 from hf_dp.cards.statement import PrivacyStatement
+from hf_dp.cards.weaknesses import NAMES, EarlierRun, Weaknesses
+from hf_dp.cards.weights_file import weights_files
 from hf_dp.errors import BudgetExceededError, LedgerError
 from hf_dp.plan import PrivacyPlan
+from hf_dp.trainer.run_folder import checkpoint_of as checkpoint_of
+from hf_dp.trainer.run_folder import refuse_foreign_ledger, refuse_leftovers
 
 
 class RunLedger:
@@ -34,7 +53,8 @@ class RunLedger:
     Args:
         folder: the run's output folder.
         plan: what the run does; a resumed run must have the same.
-        insecure_seed, released, model_selection: what weakens the claim; once true of a run, true for good.
+        insecure_seed, released, earlier: what weakens the claim, as are the attributes ``model_selection``,
+            ``rows_are_chunks`` and ``evaluation_compared``. Once true of a run, true for good (of the last: once False).
     """
 
     def __init__(
@@ -44,9 +64,12 @@ class RunLedger:
         *,
         insecure_seed: bool = False,
         released: Iterable[str] = (),
+        earlier: Iterable[EarlierRun] = (),
     ):
         self.folder, self.plan = Path(folder), plan
-        self.insecure_seed, self.released, self.model_selection = insecure_seed, tuple(released), False
+        self.insecure_seed, self.released, self.earlier = insecure_seed, tuple(released), tuple(earlier)
+        self.model_selection = self.rows_are_chunks = False
+        self.evaluation_compared = True
         self.ledger = Ledger()
         self.run_id = uuid.uuid4().hex
         self._allowed = math.inf
@@ -73,14 +96,40 @@ class RunLedger:
     def open(self) -> None:
         """Take the folder for this run; until then nothing may be recorded.
 
-        Raises: LedgerError when the folder holds another run's ledger, which would be lost, or another process is at work
-            on this run.
+        Raises: LedgerError when the folder holds another run's ledger, which would be lost; when another process is at work
+            on this run; when a mark knows steps that the ledger lacks.
         """
         refuse_foreign_ledger(self.folder, self.run_id)
         if not len(self.ledger):
-            _refuse_leftovers(self.folder)
-        self._acquire()
-        self._refuse_stale()
+            refuse_leftovers(self.folder)
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self._lock = self._lock or lock_run(self.folder)
+        try:
+            record = self._refuse_stale()
+            found = marks_of_run(self.folder)
+            refuse_unknown_to(self.mark, self.folder, found)
+            refuse_without_own_mark(self.mark, self.folder, found)
+        except LedgerError:
+            self.stop()
+            raise
+        known = reduce(Weaknesses.merged, (item.mark.weaknesses for item in found), Weaknesses())
+        self._weaken(known)
+        if record is not None:  # a run of an earlier version has no mark yet; a kill may have left one a step behind
+            write_mark(self.folder / RUN_MARK, replace(Mark.of(record), weaknesses=record.weaknesses.merged(known)))
+
+    @property
+    def weaknesses(self) -> Weaknesses:
+        """What weakens the claim of this run, as far as it is known now."""
+        return Weaknesses(**{name: getattr(self, name) for name in NAMES})
+
+    @property
+    def mark(self) -> Mark:
+        """How far this run has come."""
+        return Mark(self.run_id, self.ledger, self.weaknesses)
+
+    def _weaken(self, known: Weaknesses) -> None:
+        for name, value in vars(self.weaknesses.merged(known)).items():
+            setattr(self, name, value)
 
     def allowed_steps(self, planned_steps: int) -> float:
         """The largest number of training steps in the ledger that stays within the target, infinity when none was set."""
@@ -129,13 +178,10 @@ class RunLedger:
         for entry in entries:
             expected.append(entry.event, entry.purpose)
         if [entry for entry in self.ledger.entries if entry.purpose == EARLIER] != list(expected.entries):
-            raise LedgerError(
-                "Expected `earlier_runs` to name what the ledger of this run began with, got others: its statement would "
-                "not cover what is named. Name the same runs as at the start, or start anew in another output_dir."
-            )
+            raise _other_earlier_runs()
 
     def append(self, event: Event, purpose: str) -> None:
-        """Record one release and make it durable; only then may its result be used.
+        """Record one release and make it durable, in the ledger and then in its mark; only then may its result be used.
 
         Raises: BudgetExceededError before anything is recorded when the target would be passed.
         """
@@ -159,17 +205,27 @@ class RunLedger:
         return after.value > self.plan.target_epsilon
 
     def save(self, folder: str | os.PathLike[str], statement: PrivacyStatement | None = None) -> None:
-        """Write ``privacy.json`` into ``folder``; refuses to overwrite a ledger that this one does not continue."""
-        record = document(
-            self.plan,
-            self.ledger,
-            run_id=self.run_id,
-            insecure_seed=self.insecure_seed,
-            released=self.released,
-            model_selection=self.model_selection,
-            statement=statement,
-        )
+        """Write ``privacy.json``, and then the mark, into ``folder``.
+
+        Raises: LedgerError, and leaves both as they are, where this ledger does not continue the one there.
+        """
+        record = document(self.plan, self.ledger, run_id=self.run_id, weaknesses=self.weaknesses, statement=statement)
         write(folder, record)
+        self._write_mark(Path(folder))
+
+    def mark_weights(self, folder: str | os.PathLike[str]) -> None:
+        """Put the mark into ``folder`` and into the metadata of the weights there; tensors stay as they are.
+
+        Raises: LedgerError when a file there carries the mark of another run, or knows more than this ledger.
+        """
+        folder = Path(folder)
+        for path in weights_files(folder):
+            stamp(path, self.mark)
+        self._write_mark(folder)
+
+    def _write_mark(self, folder: Path) -> None:
+        own = folder.resolve() == self.folder.resolve()
+        write_mark(folder / (RUN_MARK if own else COPIED_MARK), self.mark)
 
     def resume(self, checkpoint: str | os.PathLike[str]) -> None:
         """Take over the *run's* ledger, so that repeated steps and branches all count.
@@ -177,13 +233,14 @@ class RunLedger:
         Raises: LedgerError when the checkpoint or the run has no ledger, when they are of different runs, when the run's is
             shorter than the checkpoint's, or when the plan changed.
         """
-        at_checkpoint = read(checkpoint)
+        at_checkpoint = read_copy(Path(checkpoint))
         try:
             run = read(self.folder)
         except LedgerError as problem:
             raise LedgerError(
                 f"Cannot resume: the run's own {FILE_NAME} in output_dir is missing or damaged ({problem}). The checkpoint's "
-                "copy does not know the steps made after it. Resume with the output_dir of the original run."
+                f"copy does not know the steps made after it. Resume with the output_dir of the original run. If this is it: "
+                f"{rebuild_advice(self.folder)}"
             ) from problem
         if run.run_id != at_checkpoint.run_id:
             raise LedgerError(
@@ -192,9 +249,12 @@ class RunLedger:
             )
         if not run.ledger.extends(at_checkpoint.ledger):
             raise LedgerError(
-                f"Cannot resume: the run's ledger ({run.ledger.steps()} steps) does not contain the checkpoint's "
-                f"({at_checkpoint.ledger.steps()} steps). One of the two {FILE_NAME} files was replaced."
+                f"Cannot resume: the run's ledger ({in_words(run.ledger)}) does not contain the checkpoint's "
+                f"({in_words(at_checkpoint.ledger)}). One of the two {FILE_NAME} files was replaced. "
+                f"{rebuild_advice(self.folder)}"
             )
+        found = [*marks_of_run(self.folder), *marks_in(Path(checkpoint))]
+        refuse_unknown_to(Mark.of(run), self.folder, found)
         for name, now in self.plan.to_dict().items():
             then = run.plan.to_dict()[name]
             if name != "steps" and now != then:
@@ -202,10 +262,11 @@ class RunLedger:
                     f"Cannot resume: `{name}` is {now!r} but the run was started with {then!r}. Resume with the same "
                     "arguments and data, or start a new run in a new output_dir."
                 )
+        if {claim.run_id for claim in self.earlier} != {claim.run_id for claim in run.weaknesses.earlier}:
+            raise _other_earlier_runs()
         self.ledger, self.run_id = run.ledger, run.run_id
-        self.insecure_seed = self.insecure_seed or run.insecure_seed
-        self.model_selection = self.model_selection or run.model_selection
-        self.released = tuple(dict.fromkeys((*run.released, *self.released)))
+        self._weaken(run.weaknesses)
+        self._weaken(at_checkpoint.weaknesses)
 
     def stop(self) -> None:
         """Let another process go on with this run."""
@@ -213,75 +274,21 @@ class RunLedger:
             self._lock.release()
             self._lock = None
 
-    def _refuse_stale(self) -> None:
+    def _refuse_stale(self) -> PrivacyRecord | None:
         """The file may have grown between our reading it and the lock: another process went on, and died."""
         if not Path(self.folder, FILE_NAME).exists():
-            return
-        on_disk = read(self.folder).ledger
-        if on_disk.to_list() != self.ledger.to_list():
-            self.stop()
+            return None
+        on_disk = read(self.folder)
+        if on_disk.ledger.to_list() != self.ledger.to_list():
             raise LedgerError(
-                f"The run's {FILE_NAME} records {on_disk.steps()} steps, and {self.ledger.steps()} when it was read: another "
-                "process has gone on with this run. Resume again, so that its steps count."
+                f"The run's {FILE_NAME} records {on_disk.ledger.steps()} steps, and {self.ledger.steps()} when it was read: "
+                "another process has gone on with this run. Resume again, so that its steps count."
             )
-
-    def _acquire(self) -> None:
-        # Two processes resuming one run would each record "step 51" once, and the ledger would hold one of them. The
-        # operating system drops the lock when a process dies. (Names starting with "_" are never pushed to the Hub.)
-        self.folder.mkdir(parents=True, exist_ok=True)
-        if self._lock is not None:
-            return
-        lock = FileLock(self.folder / "_privacy.lock")
-        try:
-            lock.acquire(timeout=0)
-        except Timeout:
-            raise LedgerError(
-                f"Another process is training in output_dir {self.folder.name!r}; its steps and ours would share one ledger. "
-                "Wait for it to end, or use another output_dir."
-            ) from None
-        self._lock = lock
+        return on_disk
 
 
-def _refuse_leftovers(folder: Path) -> None:
-    """A new run starts in a folder without another run's weights or logs, which its statement would seem to cover."""
-    patterns = ("*.safetensors", "*.bin", "checkpoint-*", "trainer_state.json")
-    found = sorted(path.name for pattern in patterns for path in folder.glob(pattern))
-    if found:
-        raise LedgerError(
-            f"output_dir {folder.name!r} already holds {found[0]!r} but no {FILE_NAME}: weights or logs of a run that is not "
-            "this one. Choose a new output_dir, so that the privacy statement is not taken to cover them."
-        )
-
-
-def refuse_foreign_ledger(folder: str | os.PathLike[str], run_id: str | None) -> None:
-    """Raise LedgerError when a folder holds the ledger of a run other than ``run_id`` (None: of any run)."""
-    if not Path(folder, FILE_NAME).exists():
-        return
-    earlier = read(folder)
-    if earlier.run_id != run_id:
-        raise LedgerError(
-            f"The folder {Path(folder).name!r} already holds the {FILE_NAME} of another run ({earlier.ledger.steps()} steps). "
-            "Pass resume_from_checkpoint to go on with that run, or choose another folder (a new output_dir): overwriting it "
-            "would lose the evidence of what was spent, or leave it beside weights that it does not describe."
-        )
-
-
-def checkpoint_of(resume_from_checkpoint: str | bool | None, folder: str) -> str | None:
-    """The checkpoint that Trainer's argument means: a path, True for the last one, nothing.
-
-    Raises: LedgerError for True where there is none.
-    """
-    if resume_from_checkpoint is not True:
-        return resume_from_checkpoint or None
-    last = get_last_checkpoint(folder) if os.path.isdir(folder) else None
-    if last is None:
-        next_move = "Pass False to start a run."
-        if Path(folder, FILE_NAME).exists():
-            next_move = (
-                "The run ended before its first one, so there is nothing to go on from. Start one in a new output_dir: what "
-                f"{FILE_NAME} here records was spent on the same rows, and both count together."
-            )
-        raise LedgerError(
-            f"resume_from_checkpoint=True, but output_dir {Path(folder).name!r} has no checkpoint. {next_move}"
-        )
-    return last
+def _other_earlier_runs() -> LedgerError:
+    return LedgerError(
+        "Expected `earlier_runs` to name what the ledger of this run began with, got others: its statement would "
+        "not cover what is named. Name the same runs as at the start, or start anew in another output_dir."
+    )

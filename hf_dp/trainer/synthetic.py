@@ -7,10 +7,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
-from hf_dp.errors import UnsupportedModelError
-from hf_dp.losses import IGNORED_LABEL, base_model, task_of
+from hf_dp.errors import UnsupportedLossError, UnsupportedModelError
+from hf_dp.losses import base_model, task_of
 
 _LENGTHS = (
     7,
@@ -22,27 +21,25 @@ _TARGET_LENGTHS = (5, 3, 4)  # of sequence-to-sequence models; the longer text h
 Batch = dict[str, Tensor]
 
 
-def synthetic_batches(model: nn.Module, device: torch.device) -> tuple[Batch, list[Batch]]:
-    """``(padded, alone)``: three examples, of different length where they have one, as one right-padded batch and one by one.
+def synthetic_examples(model: nn.Module) -> list[Batch]:
+    """Return three batches of one example, of different length where examples have one, on the CPU.
 
     Raises: UnsupportedModelError for a model whose inputs are neither token ids nor images.
     """
     base: Any = base_model(model)
     main_input = getattr(base, "main_input_name", None)
-    if main_input == "input_ids":
-        padded, alone = _texts(model, base)
-    elif main_input == "pixel_values":
-        padded, alone = _images(base)
-    else:
-        raise UnsupportedModelError(
-            f"{type(base).__name__} takes {main_input!r}, for which hf_dp cannot make synthetic "
-            "examples to check the clipping engine with. Override DPTrainer.synthetic_batches(self) to return them."
-        )
-    return _to(padded, device), [_to(example, device) for example in alone]
+    if main_input == "input_ids" and hasattr(base, "get_input_embeddings"):
+        return _texts(model, base)
+    if main_input == "pixel_values":
+        return _images(model, base)
+    raise UnsupportedModelError(
+        f"{type(base).__name__} takes {main_input!r}, for which hf_dp cannot make synthetic examples to check the clipping "
+        "engine with. Override DPTrainer.synthetic_batches(self) to return a list of them, each a batch of one."
+    )
 
 
-def _texts(model: nn.Module, base: Any) -> tuple[Batch, list[Batch]]:
-    config, task = base.config, task_of(model)
+def _texts(model: nn.Module, base: Any) -> list[Batch]:
+    config, task = base.config, _task(model)
     pad, eos = (getattr(config, name, None) for name in ("pad_token_id", "eos_token_id"))  # Funnel has no eos
     pad = pad if isinstance(pad, int) else 0
     vocabulary = base.get_input_embeddings().weight.shape[0]
@@ -64,28 +61,37 @@ def _texts(model: nn.Module, base: Any) -> tuple[Batch, list[Batch]]:
         if has_mask:
             example["attention_mask"] = torch.ones_like(ids)
         alone.append(example)
-    fill = {"input_ids": pad, "labels": IGNORED_LABEL, "attention_mask": 0}
-    padded = {}
-    for name in alone[0]:
-        values = [example[name] for example in alone]
-        if name != "labels" or task in ("causal_lm", "masked_lm", "token_classification", "seq2seq_lm"):
-            longest = max(value.shape[1] for value in values)
-            values = [F.pad(value, (0, longest - value.shape[1]), value=fill[name]) for value in values]
-        padded[name] = torch.cat(values)
-    return padded, alone
+    return alone
 
 
-def _images(base: Any) -> tuple[Batch, list[Batch]]:
+def made_up_tokens(model: nn.Module, shape: tuple[int, ...]) -> Tensor:
+    """Return valid token ids (..., T) without padding, the last one the end token where the model has one."""
+    base: Any = base_model(model)
+    config = getattr(base, "config", None)
+    pad, eos = (getattr(config, name, None) for name in ("pad_token_id", "eos_token_id"))
+    tokens = torch.full(shape, next(token for token in (1, 2, 3) if token not in (pad, eos)))
+    if isinstance(eos, int):
+        tokens[..., -1:] = eos  # some heads read its position
+    valid = getattr(base, "valid_input_ids", None)
+    return tokens if valid is None else valid(tokens)
+
+
+def _images(model: nn.Module, base: Any) -> list[Batch]:
     size = base.config.image_size
     height, width = (size, size) if isinstance(size, int) else size
-    alone = [
-        {
-            "pixel_values": torch.randn(1, base.config.num_channels, height, width, dtype=base.dtype),
-            "labels": _labels(base, "image_classification", None),
-        }
+    shape = (1, base.config.num_channels, height, width)
+    return [
+        {"pixel_values": torch.randn(shape, dtype=base.dtype), "labels": _labels(base, _task(model), None)}
         for _ in _LENGTHS
     ]
-    return {name: torch.cat([example[name] for example in alone]) for name in alone[0]}, alone
+
+
+def _task(model: nn.Module) -> str:
+    """Return the kind of task; a loss of the user's own is taken to want one class per example."""
+    try:
+        return task_of(model)
+    except UnsupportedLossError:
+        return "sequence_classification"
 
 
 def _labels(model: Any, task: str, ids: Tensor | None) -> Tensor:
@@ -102,7 +108,3 @@ def _labels(model: Any, task: str, ids: Tensor | None) -> Tensor:
         values = torch.randn(1, config.num_labels)
         return values.squeeze(-1) if config.num_labels == 1 else values
     return torch.randint(config.num_labels, (1,))
-
-
-def _to(batch: Batch, device: torch.device) -> Batch:
-    return {name: value.to(device) for name, value in batch.items()}

@@ -20,14 +20,18 @@ from transformers.utils import logging
 
 from hf_dp._validate import invalid
 from hf_dp.accounting import Epsilon, Ledger, LedgerEntry
+from hf_dp.batches.limits import Limits
+from hf_dp.batches.padding import Padding
 from hf_dp.cards.card import render_card
 from hf_dp.cards.provenance import seen_in_pretraining
 from hf_dp.cards.statement import PrivacyStatement, RunFacts
+from hf_dp.cards.wording import EVALUATION_ON_TRAINING_ROWS
 from hf_dp.clipping import ClippingEngine, refuse_coupling, self_check
 from hf_dp.clipping.self_check import AUTOCAST_TOLERANCE
 from hf_dp.errors import DataError, UnsupportedArgumentError
-from hf_dp.losses import per_example_loss
+from hf_dp.losses import columns_read, per_example_loss
 from hf_dp.noise import SecretRandomness
+from hf_dp.overlap.compare import TrainingRows, refuse_training_rows
 from hf_dp.plan import PrivacyPlan
 from hf_dp.sampling import MicroBatchSampler, PoissonSampler
 from hf_dp.trainer.arguments import DPTrainingArguments
@@ -35,20 +39,21 @@ from hf_dp.trainer.callbacks import NO_EPSILON, StopBeforeTarget, WeightsMove, w
 from hf_dp.trainer.checks import (
     check_collator,
     check_head_is_trainable,
-    check_not_training_data,
     check_optimizer,
     check_subclass,
     check_train_dataset,
+    refuse_adapters_from_data,
+    refuse_rows_in_collator,
 )
 from hf_dp.trainer.choice import Choice, choice_of
-from hf_dp.trainer.dataloader import private_dataloader
 from hf_dp.trainer.facts import card_details, earlier_run, pretraining_sources, run_facts
 from hf_dp.trainer.forward_arguments import DP_FP
-from hf_dp.trainer.from_arguments import earlier_entries, own_copy, plan_of
+from hf_dp.trainer.from_arguments import earlier_claims, earlier_entries, own_copy, plan_of
 from hf_dp.trainer.loading import apply_peft, load_model
 from hf_dp.trainer.modes import mode_of
+from hf_dp.trainer.precision import Precision
 from hf_dp.trainer.run_ledger import RunLedger, checkpoint_of, refuse_foreign_ledger
-from hf_dp.trainer.synthetic import synthetic_batches
+from hf_dp.trainer.training_data import TrainingData, padded_together
 from hf_dp.trainer.withheld import withhold
 
 logger = logging.get_logger(__name__)
@@ -76,6 +81,7 @@ class DPTrainer(Trainer):
     dataset_name: str | None  # for the card, as base_model_name: the trainer cannot know them
     base_model_name: str | None
     _run: RunLedger | None
+    _training_rows: TrainingRows | None
     _evaluation: dict[str, float]
     _earlier: Sequence[LedgerEntry] = ()
 
@@ -98,14 +104,17 @@ class DPTrainer(Trainer):
     ):
         args = own_copy(args)
         self.privacy_plan = None
+        self._training_rows, compared = None, True
         choice = choice_of(peft_config, args.is_private)
         if args.is_private:
             self._refuse_batch_losses(compute_loss_func, args)
             if train_dataset is not None:
-                check_not_training_data(eval_dataset, train_dataset)
+                num_examples = check_train_dataset(train_dataset)
                 model = load_model(model) if isinstance(model, str) else model
+                self._training_rows = TrainingRows(train_dataset, columns_read(model))
+                compared = args.evaluate_on_training_rows or refuse_training_rows(eval_dataset, self._training_rows)
                 classes = getattr(getattr(model, "config", None), "num_labels", None)
-                self.privacy_plan = plan_of(args, check_train_dataset(train_dataset), choice, classes)
+                self.privacy_plan = plan_of(args, num_examples, choice, classes)
                 self._earlier = earlier_entries(args, self.privacy_plan.num_examples)
                 args.max_steps = self.privacy_plan.steps
         if model_init is not None and args.privacy_mode == DP_FP:
@@ -123,6 +132,8 @@ class DPTrainer(Trainer):
         if args.is_private and model is not None:
             refuse_coupling(model)
             check_head_is_trainable(model)
+            if not args.adapter_init_data_is_public:
+                refuse_adapters_from_data(model)
         super().__init__(
             model,
             args,
@@ -142,11 +153,20 @@ class DPTrainer(Trainer):
         self.randomness = SecretRandomness(args.insecure_seed)
         self._started_private = args.is_private
         self._run = None
+        self._data: TrainingData | None = None
+        self._data_of: tuple[Any, Any] = (None, None)
         self._evaluation = {}
         self.dataset_name = self.base_model_name = None
         if self.privacy_plan is not None:
             insecure = args.insecure_seed is not None
-            self._run = RunLedger(self.folder, self.privacy_plan, insecure_seed=insecure, released=args.release)
+            self._run = RunLedger(
+                self.folder,
+                self.privacy_plan,
+                insecure_seed=insecure,
+                released=(*args.release, *([EVALUATION_ON_TRAINING_ROWS] if args.evaluate_on_training_rows else [])),
+                earlier=earlier_claims(args),
+            )
+            self._run.rows_are_chunks, self._run.evaluation_compared = args.rows_are_chunks, compared
             self.callback_handler.callbacks = [with_epsilon(cb) for cb in self.callback_handler.callbacks]
             if self.privacy_plan.releases_each_step:
                 self.add_callback(StopBeforeTarget(self._run))
@@ -240,13 +260,32 @@ class DPTrainer(Trainer):
         return self._mode.loader(self)
 
     def private_batches(self, sampler: PoissonSampler | MicroBatchSampler) -> DataLoader:
-        """The sampler's draws from the training set, each a list of collated physical batches."""
-        dataset, collator = self.columns_for_training()
-        self.check_dataset(dataset)
-        with self.randomness.streams():
-            check_collator(collator, dataset)
-        short = any(p.dtype not in (torch.float32, torch.float64) for p in self.model.parameters())
-        return private_dataloader(dataset, sampler, collator, self.randomness, self.args, self.args.bf16 or short)
+        """The sampler's draws from the training set, each a list of padded physical batches."""
+        return self.training_data().loader(sampler, one_shape=self._precision().is_short)
+
+    def training_data(self) -> TrainingData:
+        """The training set, looked over. Raises: DataError for other data than planned, or rows that cannot be trained on."""
+        self.check_dataset(self.train_dataset)
+        made_of = (self.train_dataset, self.data_collator)
+        if self._data is None or any(one is not other for one, other in zip(self._data_of, made_of, strict=True)):
+            dataset, collator = self.columns_for_training()
+            check_collator(collator)
+            own_loss = type(self).compute_per_example_loss is not DPTrainer.compute_per_example_loss
+            limits = Limits.of(self.model, own_loss)
+            data = TrainingData(dataset, collator, self._padding(), limits, self.randomness, self.args)
+            refuse_rows_in_collator(data.examples.collator.shared, self._rows_of_training())
+            data.check(self.model, self.losses_of, needs_labels=not own_loss)
+            if not self.args.rows_are_chunks and limits.ignorable:
+                data.warn_of_chunks()
+            self._data, self._data_of = data, made_of
+        return self._data
+
+    def _padding(self) -> Padding:
+        tokenizer = self.processing_class or getattr(self.data_collator, "tokenizer", None)
+        return Padding.of(self.model, tokenizer, self.args.padding_values)
+
+    def _precision(self) -> Precision:
+        return Precision.of(self.model, self.accelerator)
 
     def check_dataset(self, dataset: Any) -> None:
         """Raise DataError for another number of rows than was planned for."""
@@ -324,7 +363,7 @@ class DPTrainer(Trainer):
         """Raise SelfCheckError when the engine disagrees, on synthetic examples, with one-by-one gradients."""
         plan, _ = self.private_run()
         with self.randomness.streams(), self.compute_loss_context_manager():
-            padded, alone = self.synthetic_batches()
+            padded, alone = self.check_batches()
             strategy = self._clipping_strategy()
             logger.info("Clipping strategy: %s.", strategy)
             self_check(
@@ -334,17 +373,22 @@ class DPTrainer(Trainer):
                 alone,
                 clipping=plan.clipping,
                 strategy=strategy,
-                rtol=AUTOCAST_TOLERANCE
-                if self.args.bf16
-                else None,  # accelerate's autocast is inside the model's forward
+                # accelerate's autocast is inside the model's forward, where self_check does not see it
+                rtol=AUTOCAST_TOLERANCE if self._precision().autocast else None,
             )
 
-    def synthetic_batches(self) -> tuple[dict[str, Tensor], list[dict[str, Tensor]]]:
-        """``(padded, alone)``: made-up examples, not sorted by length, as one padded batch and one by one, for the self-check.
+    def check_batches(self) -> tuple[Any, list[Any]]:
+        """``(padded, alone)``: the synthetic examples as one padded batch and one by one, on the model's device."""
+        padded, alone = padded_together(self.synthetic_batches(), self._padding())
+        return self._prepare_inputs(padded), [self._prepare_inputs(example) for example in alone]
 
-        Override for a model whose inputs are not token ids. Must not look at the training data.
+    def synthetic_batches(self) -> list[Any]:
+        """Return made-up examples for the self-check, each a batch of one, of different lengths and not sorted by them.
+
+        They are rows in the training set's format that went through the data collator. Override it for a model whose inputs
+        are not token ids or images. Must not look at the training data.
         """
-        return synthetic_batches(self.model, self.args.device)
+        return self.training_data().synthetic_examples(self.model)
 
     def floating_point_ops(self, inputs: Any) -> int:
         """0 in private modes: the sum over steps would tell the sizes of the draws."""
@@ -368,20 +412,29 @@ class DPTrainer(Trainer):
 
     def evaluate(self, eval_dataset: Any = None, *args: Any, **kwargs: Any) -> dict[str, float]:
         """As Trainer's. Raises: UnsupportedArgumentError for the training set in private modes."""
-        if self.args.is_private:
-            known: Any = self.eval_dataset
-            effective = known if eval_dataset is None else eval_dataset
-            effective = known[effective] if isinstance(effective, str) else effective
-            check_not_training_data(effective, self.train_dataset)
+        known: Any = self.eval_dataset
+        effective = known if eval_dataset is None else eval_dataset
+        self._compare_with_training_rows(known[effective] if isinstance(effective, str) else effective)
         metrics = super().evaluate(eval_dataset, *args, **kwargs)
         self._evaluation.update(metrics)
         return metrics
 
     def predict(self, test_dataset: Any, *args: Any, **kwargs: Any) -> Any:
         """As Trainer's. Raises: UnsupportedArgumentError for the training set in private modes."""
-        if self.args.is_private:
-            check_not_training_data(test_dataset, self.train_dataset)
+        self._compare_with_training_rows(test_dataset)
         return super().predict(test_dataset, *args, **kwargs)
+
+    def _compare_with_training_rows(self, evaluation: Any) -> None:
+        """Raise UnsupportedArgumentError for an evaluation set with rows of the training set, whose metrics are not noised."""
+        if not self.args.is_private or self.args.evaluate_on_training_rows or self.train_dataset is None:
+            return
+        if not refuse_training_rows(evaluation, self._rows_of_training()) and self._run is not None:
+            self._run.evaluation_compared = False
+
+    def _rows_of_training(self) -> TrainingRows:
+        if self._training_rows is None or self._training_rows.dataset is not self.train_dataset:
+            self._training_rows = TrainingRows(self.train_dataset, columns_read(self.model))
+        return self._training_rows
 
     def hyperparameter_search(self, *args: Any, **kwargs: Any) -> Any:
         """Refused in private modes: each trial is a release on the same rows."""
@@ -402,6 +455,7 @@ class DPTrainer(Trainer):
         super()._save(output_dir, state_dict)
         if self._run is not None and self.args.should_save:
             self.choice.save(output_dir or self.folder)
+            self._run.mark_weights(output_dir or self.folder)
             self._write_privacy_files(output_dir or self.folder)
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
@@ -474,12 +528,7 @@ class DPTrainer(Trainer):
         early = any(isinstance(callback, EarlyStoppingCallback) for callback in self.callback_handler.callbacks)
         run.model_selection = run.model_selection or bool(selects or early)
         return run_facts(
-            self.model,
-            self.args,
-            model_selection=run.model_selection,
-            trained=self.choice.describe(self.model),
-            insecure_seed=run.insecure_seed,
-            released=run.released,
+            self.model, self.args, self._precision(), run.weaknesses, trained=self.choice.describe(self.model)
         )
 
     def columns_for_training(self) -> tuple[Any, Callable[..., Any]]:

@@ -11,6 +11,7 @@ import pytest
 import tiny
 import torch
 
+from hf_dp.batches import loader
 from hf_dp.benchmarks import training
 from hf_dp.benchmarks.training import (
     DEFAULT_MODES,
@@ -25,7 +26,6 @@ from hf_dp.benchmarks.training import (
 from hf_dp.benchmarks.training_task import Task, TrainingWork, in_drawn_order, load_task, one_pass, unsorted_batches
 from hf_dp.errors import DataError, HfDpError, InvalidArgumentError
 from hf_dp.sampling import PoissonSampler, physical_batches
-from hf_dp.trainer import dataloader
 
 ROWS, LOGICAL, PHYSICAL, STEPS = 40, 16, 4, 3
 WORK = TrainingWork(ROWS, LOGICAL, PHYSICAL, rounds=2, threads=1, device="cpu")
@@ -102,13 +102,13 @@ def test_one_pass_of_stock_sees_every_row_equally_often(task, measured):
 def test_the_drawn_order_is_local_to_the_benchmark():
     lengths = [3, 9, 1, 7, 5]
     with unsorted_batches():
-        assert dataloader.physical_batches(lengths, 2) == [[0, 1], [2, 3], [4]]
-    assert dataloader.physical_batches is physical_batches
+        assert loader.physical_batches(lengths, 2) == [[0, 1], [2, 3], [4]]
+    assert loader.physical_batches is physical_batches
     assert physical_batches(lengths, 2) == [[1], [3, 4], [0, 2]]
     assert in_drawn_order([], 2) == []
     with pytest.raises(RuntimeError), unsorted_batches():
         raise RuntimeError
-    assert dataloader.physical_batches is physical_batches
+    assert loader.physical_batches is physical_batches
 
 
 def test_sizing_by_tokens_uses_the_ninetieth_percentile(task, monkeypatch):
@@ -118,7 +118,7 @@ def test_sizing_by_tokens_uses_the_ninetieth_percentile(task, monkeypatch):
         limits.append((size, max_tokens))
         return physical_batches(lengths, size, max_tokens, shapes)
 
-    monkeypatch.setattr(dataloader, "physical_batches", record)
+    monkeypatch.setattr(loader, "physical_batches", record)
     train_once(WORK.warm_up(), task, "ours_by_tokens")
     ninth = sorted(task.lengths)[35]  # 36 of 40 rows are at most as long
     assert set(limits) == {(2 * PHYSICAL, PHYSICAL * ninth)}

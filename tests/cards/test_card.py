@@ -180,6 +180,19 @@ def test_a_released_loss_may_be_shown(small: PrivacyStatement) -> None:
     assert "| train_batch_size | 8 |" in render(small, training={"train_batch_size": 8})
 
 
+def test_metrics_on_training_rows_are_shown_when_released(small: PrivacyStatement) -> None:
+    metrics = {"eval_accuracy": 0.9, "train_accuracy": 0.95}
+    with pytest.raises(InvalidArgumentError, match="not noised"):
+        render(small, metrics=metrics)
+    released = statement_of(released=("evaluation_on_training_rows",))
+    text = render(released, metrics=metrics)
+    assert "on evaluation data and, at the user's request, on training rows. Epsilon covers neither." in text
+    assert "| train_accuracy | 0.95 |" in text
+    assert "epsilon does not cover the evaluation data" in render(small, metrics={"eval_accuracy": 0.9})
+    with pytest.raises(InvalidArgumentError, match="'train_loss'"):  # of the steps, not of an evaluation
+        render(released, metrics={"train_loss": 0.1})
+
+
 def test_unknown_values_are_written_as_unknown(small: PrivacyStatement, tmp_path: Path) -> None:
     card = loaded(render(small, training={"seed": None}), tmp_path)
     for name in ("Base model", "Training data", "Task", "Language", "License", "seed"):

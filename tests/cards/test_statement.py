@@ -20,6 +20,7 @@ from hf_dp.cards.statement import (
     delta_text,
     epsilon_text,
 )
+from hf_dp.cards.weaknesses import EarlierRun
 from hf_dp.errors import AccountingRangeError, InvalidArgumentError, LedgerError
 from hf_dp.plan import PrivacyPlan
 
@@ -154,6 +155,11 @@ def test_what_is_not_covered_is_listed() -> None:
         "model selection on evaluation data",
         "hyperparameter tuning",
         "other runs on the same data",
+        "rows of it may occur in the training data",
+        "a data set whose rows depend on other rows, or that keeps state",
+        "a collator that keeps state where each call cannot get a fresh copy of it",
+        "where a run broke off, if a drawn row broke it",
+        "an output folder that was put back as a whole to an earlier state",
         "label set",
         "pretraining data",
         "number of rows",
@@ -165,6 +171,37 @@ def test_what_is_not_covered_is_listed() -> None:
     assert "not used by this run" in text
     used = PrivacyStatement.from_ledger(SMALL, Ledger(), facts(model_selection=True)).not_covered
     assert any("model selection" in item and "used in this run" in item for item in used)
+
+
+def test_evaluation_data_that_was_not_compared_is_said() -> None:
+    def line(**changes: object) -> str:
+        items = PrivacyStatement.from_ledger(SMALL, Ledger(), facts(**changes)).not_covered
+        (found,) = [item for item in items if item.startswith("evaluation data")]
+        return found
+
+    assert "not checked" not in line()
+    assert "was not checked for every evaluation set of this run: a set that has no column in common" in line(
+        evaluation_compared=False
+    )
+    earlier = EarlierRun("first", "example", "zero_out", evaluation_compared=False)
+    assert "was not checked for every evaluation set of an earlier run" in line(earlier=(earlier,))
+
+
+def test_the_same_lines_stand_in_every_statement() -> None:
+    """What weakens a run adds lines, or words to them; it takes none away."""
+    base = PrivacyStatement.from_ledger(SMALL, Ledger(), FACTS).not_covered
+    weak = facts(released=("grad_norm",), model_selection=True, rows_are_chunks=True, evaluation_compared=False)
+    other = PrivacyStatement.from_ledger(SMALL, Ledger(), weak).not_covered
+    assert {item.split(":")[0] for item in base} < {item.split(":")[0] for item in other}
+    assert len(other) == len(base) + 1
+
+
+def test_metrics_on_training_rows_limit_the_claim_to_the_weights() -> None:
+    statement = PrivacyStatement.from_ledger(SMALL, ledger_of(SMALL), facts(released=("evaluation_on_training_rows",)))
+    name = "evaluation_on_training_rows (metrics computed on training rows)"
+    assert statement.status == PROVEN_WEIGHTS_ONLY
+    assert f"this does not cover {name}, released without noise." in statement.sentence()
+    assert f"{name}: released without noise at the user's request" in statement.not_covered
 
 
 def test_an_estimate_is_never_the_headline() -> None:
@@ -203,7 +240,15 @@ def test_what_no_statement_is_known_for_is_refused(change: dict[str, str]) -> No
 
 
 @pytest.mark.parametrize(
-    "change", [{"privacy_mode": "dp_pf"}, {"privacy_mode": "non_private"}, {"released": "training_loss"}]
+    "change",
+    [
+        {"privacy_mode": "dp_pf"},
+        {"privacy_mode": "non_private"},
+        {"released": "training_loss"},
+        {"rows_are_chunks": None},
+        {"evaluation_compared": 1},
+        {"earlier": ["first"]},
+    ],
 )
 def test_facts_refuse_what_they_cannot_describe(change: dict[str, str]) -> None:
     with pytest.raises(InvalidArgumentError, match=next(iter(change))):
@@ -211,9 +256,17 @@ def test_facts_refuse_what_they_cannot_describe(change: dict[str, str]) -> None:
 
 
 def test_facts_of_a_resumed_run_keep_what_weakened_it() -> None:
-    earlier = facts(released=("training_loss",), insecure_seed=True, model_selection=True)
+    earlier = facts(
+        released=("training_loss",),
+        insecure_seed=True,
+        model_selection=True,
+        rows_are_chunks=True,
+        evaluation_compared=False,
+    )
     merged = facts(released=("grad_norm",)).merged(earlier)
-    assert merged.released == ("training_loss", "grad_norm")
+    assert merged.rows_are_chunks and not merged.evaluation_compared
+    assert merged.trained == FACTS.trained
+    assert merged.released == ("grad_norm", "training_loss")
     assert merged.insecure_seed
     assert merged.model_selection
 

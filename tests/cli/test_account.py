@@ -12,7 +12,9 @@ import pytest
 
 from hf_dp.accounting import ACCOUNTANTS, Ledger, PoissonSampledGaussian, epsilon, round_up
 from hf_dp.cards import document
+from hf_dp.cards.mark import RUN_MARK, Mark, write_mark
 from hf_dp.cards.statement import PrivacyStatement, RunFacts
+from hf_dp.cards.weaknesses import Weaknesses
 from hf_dp.cli import account
 from hf_dp.cli.main import hyphenated, main
 from hf_dp.plan import PrivacyPlan
@@ -263,11 +265,11 @@ class TestLedger:
             (lambda d: d["statement"]["epsilons"][2].update(estimate=0.1), "estimate by prv is stated as 0.1"),
             # what hf_dp cannot have written
             (lambda d: d["plan"].update(steps="a"), "`steps` to be a number"),
-            (lambda d: d["plan"].update(released=[5, None]), "contradicts itself"),
+            (lambda d: d["plan"].update(released=[5, None]), "`released` to be a list of names"),
             (lambda d: d["plan"].update(max_batch_size="a"), "`max_batch_size` to be a number"),
             (lambda d: d["statement"].update(epsilon="0.1"), "epsilon is stated as '0.1'"),
             (lambda d: d["statement"].update(epsilon=[1]), r"epsilon is stated as \[1\]"),
-            (lambda d: d["statement"]["facts"].update(released=[5]), "released is"),
+            (lambda d: d["statement"]["facts"].update(released=[5]), "`released` to be a list of names"),
             (lambda d: _all_rows(d, noise_multiplier=10**400), "noise_multiplier"),
             (lambda d: d["statement"].update(epsilons=3), "statement cannot be read"),
         ],
@@ -299,3 +301,89 @@ class TestLedger:
     def test_missing(self, tmp_path, capsys):
         assert main(["account", "ledger", str(tmp_path)]) == 2
         assert "privacy.json is missing" in capsys.readouterr().err
+
+    def test_a_record_that_went_back_is_refused(self, folder, capsys):
+        """Consistent in itself, but the mark beside it knows more."""
+        record = document.read(folder)
+        longer = Ledger()
+        longer.append(record.plan.event(199), "training")
+        write_mark(folder / RUN_MARK, Mark("a-run", longer, Weaknesses()))
+        for path in (folder, folder / "privacy.json"):
+            assert main(["account", "ledger", str(path)]) == 2
+            captured = capsys.readouterr()
+            assert "199 of training, which 198 of training here do not continue" in captured.err
+            assert f"hf-dp account rebuild {folder}" in captured.err
+            assert captured.out == ""
+
+    def test_a_statement_that_forgets_what_a_mark_knows_is_refused(self, folder, capsys):
+        mark = Mark("a-run", document.read(folder).ledger, Weaknesses(released=("training_loss",)))
+        write_mark(folder / RUN_MARK, mark)
+        assert main(["account", "ledger", str(folder)]) == 2
+        assert "released is () in the statement and ('training_loss',)" in capsys.readouterr().err
+
+
+class TestRebuild:
+    """``hf-dp account rebuild``: steps that an older copy of privacy.json lacks."""
+
+    @pytest.fixture
+    def folder(self, tmp_path):
+        plan = PrivacyPlan(67349, 1024.0, 198, 0.82539, 0.1, 7.424e-6)
+        for steps in (190, 198):
+            ledger = Ledger()
+            ledger.append(plan.event(steps), "training")
+            if steps == 190:
+                document.write(tmp_path, document.document(plan, ledger, run_id="a-run"))
+        write_mark(tmp_path / RUN_MARK, Mark("a-run", ledger, Weaknesses()))
+        return tmp_path
+
+    def test_prints_what_was_added_and_epsilon(self, folder, capsys):
+        assert main(["account", "rebuild", str(folder)]) == 0
+        lines = capsys.readouterr().out.splitlines()
+        assert lines[0] == "run a-run, status: running; privacy.json: written anew"
+        assert lines[1] == "added:"
+        assert lines[2].startswith("  training: PoissonSampledGaussian(noise_multiplier 0.82539,")
+        assert lines[2].endswith("steps 8)")
+        assert lines[-1].split() == ["pld", "bound", "2.412"]
+        assert document.read(folder).ledger.steps() == 198
+        assert main(["account", "rebuild", str(folder)]) == 0
+        again = capsys.readouterr().out
+        assert "nothing was missing, left as it is" in again and "added" not in again
+
+    def test_json(self, folder, capsys):
+        assert main(["account", "rebuild", str(folder), "--json", "--accountant", "rdp"]) == 0
+        found = json.loads(capsys.readouterr().out)
+        assert [row["steps"] for row in found["added"]] == [8]
+        assert [row["steps"] for row in found["ledger"]] == [198]
+        assert (found["run_id"], found["changed"], found["had_mark"], found["set_aside"]) == (
+            "a-run",
+            True,
+            True,
+            None,
+        )
+        assert found["results"] == [{"accountant": "rdp", "kind": "bound", "epsilon": 3.001}]
+
+    def test_says_when_nothing_shows_whether_steps_are_lost(self, folder, capsys):
+        (folder / RUN_MARK).unlink()
+        assert main(["account", "rebuild", str(folder)]) == 0
+        assert "the run's own mark was missing" in capsys.readouterr().out
+
+    def test_says_that_only_what_weakens_the_claim_was_added(self, folder, capsys):
+        mark = Mark("a-run", document.read(folder).ledger, Weaknesses(released=("loss",)))
+        (folder / RUN_MARK).unlink()
+        write_mark(folder / RUN_MARK, mark)
+        assert main(["account", "rebuild", str(folder)]) == 0
+        assert "added: no releases, only what weakens the claim" in capsys.readouterr().out
+
+    def test_refusals_are_one_line(self, tmp_path, capsys):
+        assert main(["account", "rebuild", str(tmp_path / "nowhere")]) == 2
+        captured = capsys.readouterr()
+        assert "it has neither" in captured.err and len(captured.err.splitlines()) == 1
+        assert captured.out == ""
+
+    def test_needs_no_torch(self, folder):
+        done = run(
+            "account", "rebuild", str(folder),
+            code="import sys; from hf_dp.cli.main import main; code = main(); "
+            "assert not {'torch', 'transformers'} & set(sys.modules); raise SystemExit(code)",
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr

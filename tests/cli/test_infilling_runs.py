@@ -16,6 +16,7 @@ from families import SENTENCES, bert
 from hf_dp.cli.main import main
 
 ROWS = [{"sentence": sentence, "label": index % 2} for index, sentence in enumerate(SENTENCES * 6)]
+HELD_OUT = [{"sentence": f"{row['sentence']} {row['sentence']}", "label": row["label"]} for row in ROWS]
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +36,11 @@ def recipe(base, tmp_path) -> Path:
     """A configuration that reads a folder laid out like a data set on the Hub, with two evaluation splits."""
     hub = tmp_path / "hub"
     (hub / "tiny").mkdir(parents=True)
-    for split, rows in (("train", ROWS), ("validation_matched", ROWS[:10]), ("validation_mismatched", ROWS[:7])):
+    for split, rows in (
+        ("train", ROWS),
+        ("validation_matched", HELD_OUT[:10]),
+        ("validation_mismatched", HELD_OUT[:7]),
+    ):
         (hub / "tiny" / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     splits = [
         {"split": split, "path": f"tiny/{split}.jsonl"}
@@ -92,7 +97,7 @@ def test_zero_shot_is_the_base_itself(recipe, base, capsys):
     assert main(["eval", "--config", str(recipe), "--zero-shot", "--use_cpu", "True"]) == 0
     found = printed_metrics(capsys.readouterr().out)
     model, tokenizer = load_infilling(str(base), bert(), GLUE["sst2"], ["negative", "positive"])
-    texts, labels = [row["sentence"] for row in ROWS[:10]], torch.tensor([row["label"] for row in ROWS[:10]])
+    texts, labels = [row["sentence"] for row in HELD_OUT[:10]], torch.tensor([row["label"] for row in HELD_OUT[:10]])
     with torch.no_grad():
         right = model.eval()(**tokenizer(texts, padding=True, return_tensors="pt")).logits.argmax(1) == labels
     assert found["accuracy on the 10 matched evaluation rows"] == pytest.approx(float(right.float().mean()), abs=1e-4)
@@ -126,8 +131,11 @@ def test_own_template_and_words(recipe, capsys):
         ({"text_columns": 5}, "`text_columns` to be list.text., got 5"),
         ({"model_name_or_path": 5}, "`model_name_or_path` to be text, got 5"),
         ({"model_name_or_path": "package:json"}, "'json' carries no model"),
-        ({"validation_split": ["train[:20]"]}, "'train.:20.'. are training rows"),
-        ({"validation_split": ["validation_matched+train"]}, "'validation_matched.train'. are training rows"),
+        (
+            {"validation_split": ["train[:20]"]},
+            "the evaluation set holds rows equal to training rows.*Pass a held-out set",
+        ),
+        ({"validation_split": ["validation_matched+train"]}, "the evaluation set holds rows equal to training rows"),
         ({"freeze": ["masked_lm"]}, "no trainable parameter"),
         ({"peft": "lora"}, "`peft` to be a block"),
         ({"peft": {"peft_type": "lora", "r": 4}}, "peft cannot apply `peft_config`"),
@@ -158,7 +166,7 @@ def test_an_evaluation_file_that_is_a_copy_of_the_training_file(recipe, capsys):
     }
     recipe.write_text(yaml.safe_dump({**values, **files, "max_train_rows": 41}))
     assert main(["train", "--config", str(recipe)]) == 2
-    assert "copy.jsonl'] are training rows" in capsys.readouterr().err
+    assert "the evaluation set holds rows equal to training rows" in capsys.readouterr().err
     assert main(["train", "--config", str(recipe), "--nope", "1"]) == 2
     assert "--nope" in capsys.readouterr().err
 
@@ -278,6 +286,7 @@ def test_what_a_sweep_spends_together(tmp_path, monkeypatch):
     """At the smallest delta; no claim beside a run with a fixed seed."""
     from hf_dp.accounting import Ledger, epsilon
     from hf_dp.cards import document
+    from hf_dp.cards.weaknesses import Weaknesses
     from hf_dp.cli.sweep import Cell
     from hf_dp.cli.sweep_report import spent_together
     from hf_dp.plan import PrivacyPlan
@@ -294,7 +303,8 @@ def test_what_a_sweep_spends_together(tmp_path, monkeypatch):
         document.write(tmp_path / f"run{number + 1}", document.document(plan, ledger, run_id=str(number)))
     cell = Cell({}, 0, tmp_path)
     assert f"epsilon {epsilon(events, 1e-6, 'rdp').rounded_up()} at delta 1e-06" in spent_together([cell])
-    document.write(tmp_path / "run3", document.document(plan, ledger, run_id="fixed", insecure_seed=True))
+    fixed = document.document(plan, ledger, run_id="fixed", weaknesses=Weaknesses(insecure_seed=True))
+    document.write(tmp_path / "run3", fixed)
     assert "no epsilon holds" in spent_together([cell])
 
 

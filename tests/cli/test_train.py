@@ -27,7 +27,7 @@ def task(tmp_path) -> Path:
     """A configuration file of the tiny task, with a model folder and data files beside it."""
     tiny.model().save_pretrained(tmp_path / "model")
     tiny.tokenizer().save_pretrained(tmp_path / "model")
-    for name, part in (("train", tiny.rows(40)), ("dev", tiny.rows(60)[40:])):
+    for name, part in (("train", tiny.rows(40)), ("dev", tiny.held_out_rows())):
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in part))
     values = {
         "task": "text_classification",

@@ -27,9 +27,9 @@ def test_good_models_pass_with_dropout_configured(name):
 
 
 def test_a_loss_coupled_to_neighbors_is_refused():
-    with pytest.raises(SelfCheckError, match="neighbours"):
+    with pytest.raises(SelfCheckError, match="neighbors"):
         check(models.bert(), lambda m, i: per_example_loss(m, i) * i["attention_mask"].sum())
-    with pytest.raises(SelfCheckError, match="neighbours"):
+    with pytest.raises(SelfCheckError, match="neighbors"):
         check(models.bert(), lambda m, i: per_example_loss(m, i) / len(i["labels"]))
 
 

@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import BlenderbotConfig, BlenderbotForCausalLM
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
+from hf_dp.batches.padding import Padding
 from hf_dp.clipping import ClippingEngine, grams, per_example_gradients, self_check, uses
 from hf_dp.clipping.engine import STRATEGIES
 from hf_dp.clipping.rules import find_rule
@@ -29,7 +30,8 @@ from hf_dp.errors import (
     UnsupportedModelError,
 )
 from hf_dp.losses import per_example_loss
-from hf_dp.trainer.synthetic import synthetic_batches
+from hf_dp.trainer.synthetic import synthetic_examples
+from hf_dp.trainer.training_data import padded_together
 
 C = 0.01
 
@@ -363,7 +365,12 @@ def test_positions_that_look_like_examples_are_refused_by_the_self_check(strateg
     )  # fmt: skip
     model = BlenderbotForCausalLM(config).double()
     with pytest.raises(HfDpError):
-        self_check(model, per_example_loss, *synthetic_batches(model, torch.device("cpu")), strategy=strategy)
+        self_check(
+            model,
+            per_example_loss,
+            *padded_together(synthetic_examples(model), Padding.of(model, None)),
+            strategy=strategy,
+        )
 
 
 def test_a_sound_model_passes_and_keeps_its_weights():

@@ -152,6 +152,13 @@ REFUSALS = [
     (PUBLIC | {"clip_noised_gradient": True}, r"`clip_noised_gradient` to be left at False.*Remove it"),
     ({"earlier_runs": "outputs/first"}, r"`earlier_runs` to be a list of folders, got 'outputs/first'"),
     (PUBLIC | {"earlier_runs": ["a"]}, r"`earlier_runs` to be left at \[\].*Remove it"),
+    (PUBLIC | {"padding_values": {"a": 0}}, r"`padding_values` to be left at {}.*Remove it"),
+    (PUBLIC | {"rows_are_chunks": True}, r"`rows_are_chunks` to be left at False.*Remove it"),
+    (PUBLIC | {"adapter_init_data_is_public": True}, r"`adapter_init_data_is_public` to be left at False"),
+    (PUBLIC | {"evaluate_on_training_rows": True}, r"`evaluate_on_training_rows` to be left at False"),
+    ({"padding_values": {"a": "0"}}, r"`padding_values` to be a mapping from columns to numbers"),
+    ({"padding_values": [1]}, r"`padding_values` to be a mapping from columns to numbers, got \[1\]"),
+    ({"rows_are_chunks": "yes"}, r"`rows_are_chunks` to be True or False, got 'yes'"),
     (PUBLIC | {"release": ["training_loss"]}, r"`release` to be left at \[\].*Remove it"),
     (PUBLIC | {"insecure_seed": 0}, r"`insecure_seed` to be left at None.*Remove it"),
     *[

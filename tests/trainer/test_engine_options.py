@@ -9,6 +9,9 @@ import tiny
 import torch
 from torch import Tensor
 
+from hf_dp.batches.layout import Layout
+from hf_dp.batches.loader import PhysicalBatches
+from hf_dp.batches.padding import Padding
 from hf_dp.clipping import engine as engine_module
 from hf_dp.clipping.engine import STRATEGIES
 from hf_dp.errors import DataError, UnaccountedGradientError, UnsupportedLossError
@@ -81,7 +84,7 @@ def test_the_statement_names_the_clipping_function(tmp_path, clipping):
     ).read_text(encoding="utf-8")
 
 
-def test_tokens_cannot_be_counted_without_input_ids(tmp_path):
+def test_tokens_that_only_the_collator_makes_are_counted(tmp_path):
     data = tiny.dataset().rename_column("input_ids", "tokens")
 
     def collate(rows):
@@ -95,8 +98,17 @@ def test_tokens_cannot_be_counted_without_input_ids(tmp_path):
 
     given = {"train_dataset": data, "data_collator": collate}
     trainer = tiny.trainer(tmp_path, given=given, max_tokens_per_physical_batch=9, remove_unused_columns=False)
+    (plan, _), sizes = trainer.private_run(), []
+    for draw in trainer.private_batches(plan.sampler()):
+        sizes += [batch["input_ids"].shape for batch in draw]
+    assert all(rows == 1 or rows * width <= 9 for rows, width in sizes) and any(rows > 1 for rows, _ in sizes)
+
+
+def test_tokens_cannot_be_counted_without_input_ids():
+    layout = Layout()
+    layout.add({"x": torch.zeros(1, 3)})
     with pytest.raises(DataError, match="max_tokens_per_physical_batch.*input_ids"):
-        trainer.train()
+        PhysicalBatches(Padding(), layout, 4, max_tokens=9)([{"x": torch.zeros(1, 3)}])
 
 
 class Deaf(torch.optim.SGD):

@@ -43,7 +43,7 @@ class Regression(DPTrainer):
 
     def synthetic_batches(self):
         x, y = torch.randn(3, WIDTH), torch.randn(3)
-        return {"x": x, "labels": y}, [{"x": x[i : i + 1], "labels": y[i : i + 1]} for i in range(3)]
+        return [{"x": x[i : i + 1], "labels": y[i : i + 1]} for i in range(3)]
 
 
 def trainer(folder, config, **options):

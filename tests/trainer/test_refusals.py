@@ -196,20 +196,25 @@ AT_TRAINING = {
         DataError,
         "DataCollatorWithPadding",
     ),
-    "collator that packs": (
+    "collator that makes two rows of one": (
         lambda p: tiny.trainer(
             p,
             given={
                 "data_collator": lambda rows: {
-                    "input_ids": torch.tensor([sum((r["input_ids"] for r in rows), [])]),
+                    "input_ids": torch.tensor([r["input_ids"] for r in rows for _ in range(2)]),
                     "labels": torch.tensor([r["label"] for r in rows]),
                 }
             },
         ),
         DataError,
-        "one row per example",
+        r"Row 0 of the training set, collated alone, gives `input_ids` of shape \(2, 3\).*first dimension of 1",
     ),
-    "loss that depends on neighbors": (lambda p: tiny.trainer(p, cls=BatchMean), SelfCheckError, "neighbours"),
+    "collator that wants two rows": (
+        lambda p: tiny.trainer(p, given={"data_collator": lambda rows: {"labels": torch.tensor(rows[1]["label"])}}),
+        DataError,
+        r"Row 0 of the training set, collated alone, failed \(IndexError.*It must work on one",
+    ),
+    "loss that depends on neighbors": (lambda p: tiny.trainer(p, cls=BatchMean), SelfCheckError, "neighbors"),
 }
 
 

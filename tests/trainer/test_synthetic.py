@@ -8,19 +8,24 @@ from architectures import ARCHITECTURES, collate, without_downcasts
 from torch.nn import functional as F
 from transformers import BertConfig, BertForTokenClassification, FunnelConfig, FunnelForSequenceClassification
 
+from hf_dp.batches.padding import Padding
 from hf_dp.clipping import self_check
 from hf_dp.clipping.engine import STRATEGIES
 from hf_dp.errors import DataError, SelfCheckError, UnsupportedModelError
 from hf_dp.losses import per_example_loss, task_of
-from hf_dp.trainer.synthetic import synthetic_batches
+from hf_dp.trainer.synthetic import synthetic_examples
+from hf_dp.trainer.training_data import padded_together
 
-CPU = torch.device("cpu")
+
+def synthetic_batches(model):
+    """The synthetic examples as one padded batch and one by one."""
+    return padded_together(synthetic_examples(model), Padding.of(model, None))
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_the_whole_zoo_passes_the_self_check(name):
     model = ARCHITECTURES[name].build()
-    padded, alone = synthetic_batches(model, CPU)
+    padded, alone = synthetic_batches(model)
     with without_downcasts():
         self_check(model, per_example_loss, padded, alone)
 
@@ -28,7 +33,7 @@ def test_the_whole_zoo_passes_the_self_check(name):
 def test_a_config_that_knows_no_end_token():
     config = FunnelConfig(vocab_size=61, d_model=16, d_head=8, d_inner=24, n_head=2, block_sizes=[1, 1])
     assert not hasattr(config, "eos_token_id")
-    padded, alone = synthetic_batches(FunnelForSequenceClassification(config), CPU)
+    padded, alone = synthetic_batches(FunnelForSequenceClassification(config))
     assert padded["input_ids"].shape == (3, 12) and [row["input_ids"].shape[1] for row in alone] == [7, 12, 4]
 
 
@@ -36,7 +41,7 @@ def test_a_config_that_knows_no_end_token():
 @pytest.mark.parametrize("name", ["bert_masked_lm", "t5", "vit", "gemma3"])
 def test_by_every_strategy_in_float32(name, strategy):
     model = ARCHITECTURES[name].build(dtype=torch.float32)
-    self_check(model, per_example_loss, *synthetic_batches(model, CPU), strategy=strategy)
+    self_check(model, per_example_loss, *synthetic_batches(model), strategy=strategy)
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
@@ -62,7 +67,7 @@ def token_classifier() -> BertForTokenClassification:
 
 def test_token_classification():
     model = token_classifier()
-    padded, alone = synthetic_batches(model, CPU)
+    padded, alone = synthetic_batches(model)
     self_check(model, per_example_loss, padded, alone)
     assert task_of(model) == "token_classification"
     model.eval()
@@ -72,7 +77,7 @@ def test_token_classification():
 
 def test_labels_of_another_shape_are_refused():
     model = token_classifier()
-    _, (example, *_) = synthetic_batches(model, CPU)
+    _, (example, *_) = synthetic_batches(model)
     with pytest.raises(DataError, match=r"one label per token, shape \(1, 7\), got \(1, 8\)"):
         per_example_loss(model, {**example, "labels": F.pad(example["labels"], (0, 1))})
 
@@ -81,12 +86,12 @@ def test_other_inputs_are_refused_by_name():
     model = ARCHITECTURES["vit"].build()
     model.main_input_name = "input_values"
     with pytest.raises(UnsupportedModelError, match="takes 'input_values'.*synthetic_batches"):
-        synthetic_batches(model, CPU)
+        synthetic_batches(model)
 
 
 def test_a_coupled_loss_is_seen_on_images_too():
     model = ARCHITECTURES["vit"].build()
-    padded, alone = synthetic_batches(model, CPU)
+    padded, alone = synthetic_batches(model)
 
     def coupled(m, inputs):
         return per_example_loss(m, inputs) * inputs["pixel_values"].mean()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import filecmp
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -101,33 +100,6 @@ def load_evaluation(data: DataArguments) -> dict[str, Any]:
             f"Expected the files of `validation_file` to have different names, got {data.validation_file}."
         )
     return files
-
-
-def refuse_training_rows(data: DataArguments) -> None:
-    """Raises: ConfigError when evaluation rows are training rows: their metrics would leave without noise.
-
-    What can be told from the arguments: the same file or a copy of it, the same split or a part of it. (Two parts of one
-    split may be apart; whoever has held-out rows there gives them a split or a file of their own.)
-    """
-    if data.dataset_name not in (None, "demo"):
-        same = [name for name in data.validation_split if _splits(name) & _splits(data.train_split)]
-    else:
-        same = [name for name in data.validation_file if data.train_file and _same_content(data.train_file, name)]
-    if same:
-        raise ConfigError(
-            f"The evaluation rows {same} are training rows, or of the same split. Metrics on private rows are computed "
-            "without noise, and epsilon does not cover them. Give held-out rows as a split or a file of their own."
-        )
-
-
-def _splits(name: str) -> set[str]:
-    """The whole splits in ``datasets``' way of writing: "train[:10%]+validation" is of train and validation."""
-    return {part.partition("[")[0].strip() for part in name.split("+")}
-
-
-def _same_content(one: str, other: str) -> bool:
-    paths = Path(one), Path(other)
-    return all(path.is_file() for path in paths) and filecmp.cmp(*paths, shallow=False)
 
 
 def _check_source(data: DataArguments) -> None:

@@ -17,7 +17,6 @@ from hf_dp.cli.tasks.classification_data import (
     encode_all,
     load_evaluation,
     load_train,
-    refuse_training_rows,
 )
 from hf_dp.errors import ConfigError, DataError, HfDpError
 
@@ -76,8 +75,6 @@ def build_trainer(model_args: ModelArguments, data_args: DataArguments, args: An
 
     if model_args.from_scratch and adapter is not None:
         raise ConfigError("`from_scratch` does not go with `peft`: the random base of the adapter would not be saved.")
-    if args.is_private:
-        refuse_training_rows(data_args)
     train_rows, evaluation_rows = load_train(data_args), load_evaluation(data_args)
     names = label_names(train_rows, data_args.label_column, data_args.class_names)
     set_seed(args.seed)  # the head's initial weights

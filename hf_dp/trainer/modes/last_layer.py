@@ -18,7 +18,7 @@ from hf_dp.trainer.modes.rows import all_rows, check_classes, check_representati
 
 def last_layer(trainer: Any) -> tuple[str, nn.Module]:
     """Name and module of the layer whose input is the representation. Raises: UnsupportedModelError."""
-    padded, _ = trainer.synthetic_batches()
+    padded, _ = trainer.check_batches()
     return find_last_layer(trainer.model, padded, trainer.args.representation_module)
 
 

@@ -13,9 +13,6 @@ from tqdm.auto import tqdm
 from hf_dp.clipping.uses import full_precision
 from hf_dp.errors import DataError, SelfCheckError, UnsupportedModelError
 from hf_dp.representation import one_vector_per_example
-from hf_dp.sampling import physical_batches
-from hf_dp.trainer.checks import check_collator
-from hf_dp.trainer.dataloader import check_rows, length_of
 
 _CHUNK = 1024  # rows fetched at a time, within which examples of similar length go together
 _TOLERANCE = 1e-5  # of a row's norm: how far padding and neighbors may move it (float32 rounds to some 1e-6)
@@ -34,7 +31,7 @@ def check_representations(trainer: Any, layer: nn.Module) -> int:
             f"The model's weights are {', '.join(low)}: what stands beside a row would round it differently, by more than the "
             "noise is scaled to. Load the model in float32 (bf16=True in the arguments is for gradients)."
         )
-    padded, alone = trainer.synthetic_batches()
+    padded, alone = trainer.check_batches()
     together, _ = rows_of(trainer, layer, [padded])
     apart, _ = rows_of(trainer, layer, list(alone))
     backwards, _ = rows_of(trainer, layer, [{name: value.flip(0) for name, value in padded.items()}])
@@ -89,28 +86,19 @@ def rows_of(trainer: Any, layer: nn.Module, batches: Sequence[Any], width: int =
 
 def all_rows(trainer: Any, layer: nn.Module) -> tuple[Tensor, Tensor]:
     """:func:`rows_of` every example of the training set, in its order. Raises: DataError for other data than planned."""
-    dataset, collator = trainer.columns_for_training()
-    trainer.check_dataset(dataset)
-    with trainer.randomness.streams():
-        check_collator(collator, dataset)
+    data = trainer.training_data()
+    cut = data.batches()
+    count = len(data.examples)
     rows, labels = None, None
-    starts = range(0, len(dataset), _CHUNK)
+    starts = range(0, count, _CHUNK)
     for first in tqdm(starts, desc="Representations", unit_scale=_CHUNK, disable=trainer.args.disable_tqdm):
-        chunk = range(first, min(first + _CHUNK, len(dataset)))
-        with trainer.randomness.streams():
-            examples = [dataset[index] for index in chunk]
-            groups = physical_batches(
-                [length_of(each) for each in examples],
-                trainer.args.per_device_train_batch_size,
-                trainer.args.max_tokens_per_physical_batch,
-            )
-            batches = [collator([examples[i] for i in group]) for group in groups]
-        for batch, group in zip(batches, groups, strict=True):
-            check_rows(batch, len(group))
+        examples = data.examples.__getitems__(range(first, min(first + _CHUNK, count)))
+        groups = cut.cut(examples)
+        batches = cut(examples)
         found, said = rows_of(trainer, layer, batches)
         if rows is None or labels is None:
-            rows = found.new_empty(len(dataset), found.shape[1])
-            labels = said.new_empty(len(dataset), *said.shape[1:])
+            rows = found.new_empty(count, found.shape[1])
+            labels = said.new_empty(count, *said.shape[1:])
         places = torch.tensor([first + i for group in groups for i in group], device=found.device)
         rows[places], labels[places] = found, said
     assert rows is not None and labels is not None  # a training set has two rows at least

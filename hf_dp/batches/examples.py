@@ -1,0 +1,120 @@
+"""The rows of a training set, each fetched and collated on its own, with randomness of its own.
+
+This is where it holds by construction that no row sees another: the data collator gets one row at a time, in a state in
+which no other row has left a trace. Padding (:mod:`hf_dp.batches.padding`) is all that is done to rows together.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor
+from torch.utils.data import Dataset, get_worker_info
+
+from hf_dp.batches.isolation import Isolated
+from hf_dp.batches.structure import Example, leaves, own
+from hf_dp.errors import DataError
+from hf_dp.noise import SecretRandomness
+
+Collator = Callable[[list[Any]], Any]
+
+_CHUNK = 256  # switching the generators to the private streams and back takes longer than collating a row
+
+
+class Examples(Dataset[Example]):
+    """Example i is what the collator makes of row i alone: tensors of shape (1, ...).
+
+    Args:
+        dataset: anything with ``len`` and ``[i]``.
+        collator: the user's; it is called with a list of one row.
+        randomness: of the run; reseeds the global generators for each example.
+
+    Raises: DataError, naming the row, when the collator fails on it alone or does not return one example.
+    """
+
+    def __init__(self, dataset: Any, collator: Collator, randomness: SecretRandomness):
+        self.dataset, self.randomness = dataset, randomness
+        with randomness.streams():
+            self.collator = Isolated(collator)
+        self._rows_are_fresh = _is_arrow(dataset)
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitem__(self, index: int) -> Example:
+        return self.__getitems__([index])[0]
+
+    def __getitems__(self, indices: Sequence[int]) -> list[Example]:
+        with self._private():
+            return [self._example(index) for index in indices]
+
+    def collate(self, row: Any) -> Example:
+        """Return what the collator makes of a row that is not of the data set."""
+        with self._private():
+            return self._collated(row, "A synthetic row")
+
+    def all(self) -> Iterator[Example]:
+        """Yield all examples in order; a few are in memory at a time."""
+        for first in range(0, len(self), _CHUNK):
+            yield from self.__getitems__(range(first, min(first + _CHUNK, len(self))))
+
+    @contextmanager
+    def _private(self) -> Iterator[None]:
+        if get_worker_info() is not None:  # the generators of a worker process serve nothing else
+            yield
+        else:
+            with self.randomness.streams():
+                yield
+                self.randomness.reseed()  # not on from where the last example left the generators
+
+    def _example(self, index: int) -> Example:
+        # A generator that all rows share would let one row shift what the later ones get, and a collator that seeds the
+        # global generators would decide for its neighbors.
+        self.randomness.reseed(index)
+        row = self.dataset[index]
+        # A collator may pop columns or write into lists; rows of the data set may share them.
+        return self._collated(row if self._rows_are_fresh else _copied(row, index), f"Row {index} of the training set")
+
+    def _collated(self, row: Any, which: str) -> Example:
+        try:
+            example = own(self.collator([row]))
+        except Exception as problem:
+            raise DataError(
+                f"{which}, collated alone, failed ({type(problem).__name__}: {problem}). The data collator is called with a "
+                "list of one row, so that no row sees another; the library pads. It must work on one."
+            ) from problem
+        for name, leaf in leaves(example):
+            size = (
+                leaf.shape[0]
+                if isinstance(leaf, Tensor) and leaf.dim()
+                else len(leaf)
+                if isinstance(leaf, list)
+                else 1
+            )
+            if size != 1 or (isinstance(leaf, Tensor) and not leaf.dim()):
+                shape = tuple(leaf.shape) if isinstance(leaf, Tensor) else (size,)
+                raise DataError(
+                    f"{which}, collated alone, gives `{name}` of shape {shape}. Expected one example: a first dimension of 1. "
+                    "Use a collator that returns one row for each row."
+                )
+        return example
+
+
+def _is_arrow(dataset: Any) -> bool:
+    """Whether each fetch makes new objects: a plain datasets.Dataset does."""
+    import datasets
+
+    return type(dataset) is datasets.Dataset
+
+
+def _copied(row: Any, index: int) -> Any:
+    try:
+        return copy.deepcopy(row)
+    except Exception as problem:
+        raise DataError(
+            f"Row {index} of the training set cannot be copied ({problem}), so a collator could change what other rows share "
+            "with it. Let rows hold only values, tensors and images."
+        ) from problem

@@ -1,0 +1,277 @@
+"""Call a function each time as if it had never been called before.
+
+A data collator is code of the user's. If one call can leave something behind for the next (a counter, a cache, the
+state of a generator), one example reaches another without any clipping. So each call runs on a fresh copy of all
+mutable state that the function can reach: its attributes, what it closes over, its defaults, and the globals and class
+attributes that code outside installed packages reads. Generators in that state are replaced by secretly seeded ones.
+"""
+
+from __future__ import annotations
+
+import copy
+import dis
+import enum
+import functools
+import random
+import re
+import sys
+import sysconfig
+import types
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path, PurePath
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from hf_dp.errors import DataError
+
+_IMMUTABLE = (
+    type(None), bool, int, float, complex, str, bytes, range, type, enum.Enum, re.Pattern, PurePath,
+    types.ModuleType, types.BuiltinFunctionType, types.MethodDescriptorType, types.GenericAlias,
+    np.dtype, np.generic, torch.dtype, torch.device,
+)  # fmt: skip
+_GENERATORS = (random.Random, np.random.Generator, np.random.RandomState, torch.Generator)
+# Large or uncopyable objects that are shared by all calls, by the name of a class in their ancestry. Of tokenizers,
+# processors and configurations only the library's own classes: a subclass may keep anything.
+_SHARED = frozenset({"Module", "Dataset", "DatasetDict", "Trainer", "TrainingArguments", "Logger", "DataLoader"})
+_SHARED_IF_INSTALLED = frozenset(
+    {"PreTrainedTokenizerBase", "Tokenizer", "ProcessorMixin", "FeatureExtractionMixin", "ImageProcessingMixin"}
+    | {"BaseImageProcessor", "PreTrainedConfig", "PretrainedConfig"}
+)
+
+
+class _Empty(enum.Enum):
+    """What an unassigned place holds."""
+
+    EMPTY = enum.auto()
+
+
+class _Slot(NamedTuple):
+    """A place outside the function's own attributes that can hold state: an attribute or an item of ``holder``."""
+
+    holder: Any
+    key: str
+    is_item: bool = False
+
+    def get(self) -> Any:
+        try:
+            return self.holder[self.key] if self.is_item else getattr(self.holder, self.key)
+        except (KeyError, ValueError, AttributeError):
+            return _Empty.EMPTY
+
+    def set(self, value: Any) -> None:
+        if value is not _Empty.EMPTY:
+            if self.is_item:
+                self.holder[self.key] = value
+            else:
+                setattr(self.holder, self.key, value)
+        elif self.get() is not _Empty.EMPTY:
+            if self.is_item:
+                del self.holder[self.key]
+            else:
+                delattr(self.holder, self.key)
+
+
+class Isolated:
+    """A callable whose calls share no state.
+
+    Args: function: any callable. Its state is copied now; later changes to the original have no effect.
+
+    Attributes: shared: what all calls share, since it is too large to copy (models, data sets, stock tokenizers).
+
+    Raises: DataError when its state cannot be copied (an open file, a running generator).
+
+    State that compiled code, installed packages or files keep is out of reach; the privacy statement says so.
+    """
+
+    def __init__(self, function: Callable[..., Any]):
+        self._original = function
+        reach = _Reach()
+        reach.visit(function)
+        self.shared = tuple(reach.shared)
+        self._slots = tuple(reach.slots)
+        try:
+            self._state = copy.deepcopy((function, [slot.get() for slot in self._slots]), _memo(reach))
+        except Exception as problem:
+            raise DataError(
+                f"Expected the data collator {_name(function)} to be copyable, since each example gets a fresh copy, but "
+                f"copying failed: {problem}. Let it hold only values, tokenizers and models; open files and start "
+                "generators inside the call."
+            ) from problem
+        self._reach = _Reach()
+        for value in (self._state[0], *self._state[1]):
+            self._reach.visit(value)
+
+    def __call__(self, *args: Any) -> Any:
+        memo = _memo(self._reach)
+        function, values = copy.deepcopy(self._state, memo)
+        for holder in self._reach.seeded:  # a seed of its own, from which it would make a public generator
+            memo.get(id(holder), holder).seed = random.getrandbits(31)
+        with _swapped(self._slots, values), _without_new_attributes(self._reach.classes):
+            return function(*args)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Isolated, (self._original,)
+
+
+def _name(function: object) -> str:
+    return getattr(function, "__qualname__", None) or type(function).__qualname__
+
+
+@contextmanager
+def _swapped(slots: tuple[_Slot, ...], values: list[Any]) -> Iterator[None]:
+    originals = [slot.get() for slot in slots]
+    try:
+        for slot, value in zip(slots, values, strict=True):
+            slot.set(value)
+        yield
+    finally:
+        for slot, original in zip(slots, originals, strict=True):
+            slot.set(original)
+
+
+@contextmanager
+def _without_new_attributes(classes: dict[type, frozenset[str]]) -> Iterator[None]:
+    """Remove, afterwards, attributes that the classes did not have."""
+    try:
+        yield
+    finally:
+        for cls, names in classes.items():
+            for name in vars(cls).keys() - names:
+                delattr(cls, name)
+
+
+def _memo(reach: _Reach) -> dict[int, Any]:
+    """What deepcopy takes as copied already: shared objects as they are, generators as new ones."""
+    memo = {id(value): value for value in reach.shared}
+    memo.update({id(generator): _reseeded(generator) for generator in reach.generators})
+    return memo
+
+
+def _reseeded(generator: Any) -> Any:
+    """Return a generator of the same kind with a fresh seed from Python's global generator, which is private here."""
+    seed = random.getrandbits(63)
+    if isinstance(generator, np.random.Generator):
+        return np.random.Generator(type(generator.bit_generator)(seed))
+    if isinstance(generator, np.random.RandomState):
+        return np.random.RandomState(seed % 2**32)
+    if isinstance(generator, torch.Generator):
+        return torch.Generator(generator.device).manual_seed(seed)
+    return type(generator)(seed)
+
+
+class _Reach:
+    """What is reachable from a callable: shared objects, generators, objects with a seed, and slots that hold state."""
+
+    def __init__(self) -> None:
+        self.shared: list[Any] = []
+        self.generators: list[Any] = []
+        self.seeded: list[Any] = []
+        self.slots: list[_Slot] = []
+        self.classes: dict[type, frozenset[str]] = {}
+        self._seen: dict[int, Any] = {}
+
+    def visit(self, value: Any) -> None:
+        if id(value) in self._seen or isinstance(value, _IMMUTABLE):
+            return
+        self._seen[id(value)] = value
+        if isinstance(value, _GENERATORS):
+            self.generators.append(value)
+        elif _is_shared(value):
+            self.shared.append(value)
+        elif isinstance(value, types.FunctionType):
+            self._function(value)
+        elif isinstance(value, types.MethodType):
+            self.visit(value.__self__)
+            self.visit(value.__func__)
+        elif isinstance(value, functools.partial):
+            for part in (value.func, value.args, value.keywords):
+                self.visit(part)
+        else:
+            self._object(value)
+
+    def _function(self, function: types.FunctionType) -> None:
+        """Visit what a function reads beside its arguments; functions themselves are not copied, so these are slots."""
+        for cell in function.__closure__ or ():  # `nonlocal` can assign to it, so it holds state whatever is in it
+            self._slot(_Slot(cell, "cell_contents"), assigned=True)
+        for name in ("__defaults__", "__kwdefaults__"):
+            self._slot(_Slot(function, name))
+        if not _is_installed(function.__module__):
+            self._slot(_Slot(function, "__dict__"), assigned=True)
+            for name, assigned in sorted(_globals_used(function.__code__).items()):
+                self._slot(_Slot(function.__globals__, name, is_item=True), assigned)
+
+    def _object(self, value: Any) -> None:
+        if isinstance(value, Mapping):
+            for item in (*value.keys(), *value.values()):
+                self.visit(item)
+        elif isinstance(value, (list, tuple, set, frozenset)):
+            for item in value:
+                self.visit(item)
+        attributes = getattr(value, "__dict__", {})
+        if isinstance(attributes.get("seed"), int) and not isinstance(attributes["seed"], bool):
+            self.seeded.append(value)
+        for item in attributes.values():
+            self.visit(item)
+        for cls in type(value).__mro__:
+            for name in getattr(cls, "__slots__", ()):
+                if hasattr(value, name):
+                    self.visit(getattr(value, name))
+            if not _is_installed(cls.__module__):
+                self._class(cls)
+
+    def _class(self, cls: type) -> None:
+        """Visit the methods and the attributes of a class of the user's."""
+        if cls in self.classes:
+            return
+        self.classes[cls] = frozenset(vars(cls))
+        for name, member in list(vars(cls).items()):
+            function = getattr(member, "__func__", None) or getattr(member, "fget", None) or member
+            if isinstance(function, types.FunctionType):
+                self.visit(function)
+            elif not name.startswith(("__", "_abc_")) and not hasattr(type(member), "__get__"):
+                self._slot(_Slot(cls, name), assigned=True)
+
+    def _slot(self, slot: _Slot, assigned: bool = False) -> None:
+        """Note a place whose value holds state, or to which code may assign another."""
+        value = slot.get()
+        if assigned or _holds_state(value):
+            self.slots.append(slot)
+        self.visit(value)
+
+
+def _holds_state(value: Any) -> bool:
+    if isinstance(value, (tuple, frozenset)):
+        return any(_holds_state(item) for item in value)
+    return not (isinstance(value, (*_IMMUTABLE, types.FunctionType)) or _is_shared(value))
+
+
+def _is_shared(value: Any) -> bool:
+    names = {cls.__name__ for cls in type(value).__mro__}
+    return bool(names & _SHARED) or (bool(names & _SHARED_IF_INSTALLED) and _is_installed(type(value).__module__))
+
+
+@functools.cache
+def _globals_used(code: types.CodeType) -> dict[str, bool]:
+    """Return whether code assigns to each global that it uses, by name, functions defined inside it included."""
+    names: dict[str, bool] = {}
+    for each in dis.get_instructions(code):
+        if each.opname in ("LOAD_GLOBAL", "LOAD_NAME", "STORE_GLOBAL", "DELETE_GLOBAL"):
+            names[each.argval] = names.get(each.argval, False) or not each.opname.startswith("LOAD")
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            for name, assigned in _globals_used(constant).items():
+                names[name] = names.get(name, False) or assigned
+    return names
+
+
+@functools.cache
+def _is_installed(module: str | None) -> bool:
+    """Return whether a module belongs to Python, an installed package or hf_dp, rather than to the user."""
+    root = (module or "").partition(".")[0]
+    if root in sys.stdlib_module_names and root != "__main__" or root in ("builtins", "hf_dp"):
+        return True
+    file = getattr(sys.modules.get(root), "__file__", None) or ""
+    return any(Path(file).is_relative_to(sysconfig.get_path(kind)) for kind in ("purelib", "platlib"))

@@ -1,0 +1,84 @@
+"""What collated examples have in common: names, types and shapes, with the dimensions in which they differ."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from hf_dp.batches.structure import Example, leaves
+from hf_dp.errors import DataError
+
+
+@dataclass
+class Leaf:
+    """One tensor of every example, of shape (1, ...), or a plain value.
+
+    Attributes: dtype: of the tensor, or the kind of value. least, most: by dimension, over all examples seen.
+    """
+
+    dtype: str
+    least: tuple[int, ...] = ()
+    most: tuple[int, ...] = ()
+    is_tensor: bool = True
+
+    @property
+    def varying(self) -> tuple[int, ...]:
+        """The dimensions in which examples differ."""
+        return tuple(place for place, (low, high) in enumerate(zip(self.least, self.most)) if low != high)
+
+
+@dataclass
+class Layout:
+    """The leaves by dotted name; filled by :meth:`add`, then held against what is drawn by :meth:`check`."""
+
+    leaves: dict[str, Leaf] = field(default_factory=dict)
+
+    def add(self, example: Example) -> None:
+        """Take an example into account. Raises: DataError where it differs from the first in more than lengths."""
+        found = _leaves(example)
+        if not self.leaves:
+            self.leaves = found
+            return
+        self._refuse_other(found)
+        for name, leaf in found.items():
+            known = self.leaves[name]
+            if leaf.least != known.least or leaf.most != known.most:
+                known.least = tuple(map(min, known.least, leaf.least))
+                known.most = tuple(map(max, known.most, leaf.most))
+
+    def check(self, example: Example) -> None:
+        """Raise DataError for an example whose names, types or numbers of dimensions are not those of the others."""
+        self._refuse_other(_leaves(example))
+
+    def _refuse_other(self, found: dict[str, Leaf]) -> None:
+        if found.keys() != self.leaves.keys():
+            missing, extra = sorted(self.leaves.keys() - found.keys()), sorted(found.keys() - self.leaves.keys())
+            raise DataError(
+                f"collated, it has other columns than the first row: it lacks {missing} and adds {extra}. Give all rows the "
+                "same columns."
+            )
+        for name, leaf in found.items():
+            known = self.leaves[name]
+            if leaf.dtype != known.dtype or len(leaf.least) != len(known.least):
+                raise DataError(
+                    f"`{name}` is {_describe(leaf)}, and {_describe(known)} in the first row. Give all rows the same type and "
+                    "number of dimensions."
+                )
+
+
+def _leaves(example: Example) -> dict[str, Leaf]:
+    return {name: _leaf(value) for name, value in leaves(example)}
+
+
+def _leaf(value: Any) -> Leaf:
+    if isinstance(value, Tensor):
+        shape = tuple(value.shape)
+        return Leaf(str(value.dtype).removeprefix("torch."), shape, shape)
+    # The kind of a list's values may differ between examples; the list is no input of a stock model.
+    return Leaf("a list of values" if isinstance(value, list) else repr(value), is_tensor=False)
+
+
+def _describe(leaf: Leaf) -> str:
+    return f"a {leaf.dtype} tensor with {len(leaf.least)} dimensions" if leaf.is_tensor else leaf.dtype

@@ -1,0 +1,89 @@
+"""One data-loader item is one logical batch: a list of physical batches, empty for an empty draw.
+
+The loader is not passed through ``accelerator.prepare``: its sharding hands ranks alternate logical batches, repeats the
+first at the tail and drops those of unexpected size, so what would be drawn is no longer a Poisson sample.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Hashable, Sequence
+from typing import Any
+
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from hf_dp.batches.examples import Examples
+from hf_dp.batches.layout import Layout
+from hf_dp.batches.padding import Padding
+from hf_dp.batches.structure import Example, leaves
+from hf_dp.errors import DataError
+from hf_dp.sampling import MicroBatchSampler, PoissonSampler, physical_batches
+
+
+@dataclasses.dataclass(frozen=True)
+class PhysicalBatches:
+    """Cut the examples of one draw into physical batches of similar length and pad each.
+
+    Args:
+        padding, layout: of the training set.
+        size: most examples of a physical batch. max_tokens: most tokens, padding included; None: no limit.
+        one_shape: only examples of one shape share a physical batch. Numbers shorter than float32 round an example's
+            gradient to some 2^-8 of it, and otherwise with another padded length. If that were the longest neighbor's,
+            one more example could lengthen the padding of all others, and 1,024 such changes moved a sum by 1.69 C.
+    """
+
+    padding: Padding
+    layout: Layout
+    size: int
+    max_tokens: int | None = None
+    one_shape: bool = False
+
+    def __call__(self, examples: Sequence[Example]) -> list[Any]:
+        """Return the physical batches, each with a first dimension of examples.
+
+        Raises: DataError for an example unlike those that were looked over, or without tokens where ``max_tokens`` counts
+            them.
+        """
+        for example in examples:
+            self.layout.check(example)
+        return [self.padding.together([examples[i] for i in group], self.layout) for group in self.cut(examples)]
+
+    def cut(self, examples: Sequence[Example]) -> list[list[int]]:
+        """Return the places of the examples of each physical batch."""
+        lengths = [length_of(example) for example in examples]
+        if self.max_tokens is not None and not all(lengths):
+            raise DataError(
+                "max_tokens_per_physical_batch is set, but an example has no `input_ids` to count. Leave it unset for data "
+                "without tokens, or remove empty rows."
+            )
+        shapes = [shape_of(example) for example in examples] if self.one_shape else None
+        return physical_batches(lengths, self.size, self.max_tokens, shapes)
+
+
+def private_dataloader(
+    examples: Examples, sampler: PoissonSampler | MicroBatchSampler, batches: PhysicalBatches, args: Any
+) -> DataLoader:
+    """Return a loader over the sampler's draws, from the run's secret source. Args: args: training arguments."""
+    sampler = dataclasses.replace(sampler, random_bytes=examples.randomness.random_bytes)
+    return DataLoader(
+        examples,
+        batch_sampler=sampler,  # type: ignore[arg-type]
+        collate_fn=batches,
+        num_workers=args.dataloader_num_workers,
+        pin_memory=args.dataloader_pin_memory and args.device.type != "cpu",
+        persistent_workers=args.dataloader_persistent_workers,
+        prefetch_factor=args.dataloader_prefetch_factor,
+        multiprocessing_context=args.dataloader_multiprocessing_context,
+    )
+
+
+def length_of(example: Example) -> int:
+    """Return the positions that an example's tokens take; 0 for one without tokens."""
+    tokens = example.get("input_ids") if isinstance(example, dict) else None
+    return tokens.shape[-1] if isinstance(tokens, Tensor) else 0
+
+
+def shape_of(example: Example) -> Hashable:
+    """Return the shapes of all tensors of an example, by name."""
+    return tuple((name, tuple(leaf.shape)) for name, leaf in leaves(example) if isinstance(leaf, Tensor))

@@ -1,0 +1,142 @@
+"""Pad examples that were collated alone to a common length, with values that no loss and no attention sees.
+
+Which value is right depends on what a column means, so it goes by name and type; a column of unequal lengths without a
+known value is refused before the first draw.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from hf_dp.batches.layout import Layout, Leaf
+from hf_dp.batches.structure import Example, column, combined
+from hf_dp.errors import DataError
+from hf_dp.losses import IGNORED_LABEL, base_model, takes_attention_mask
+
+LABELS = ("labels", "label", "label_ids")
+_OF_THE_DECODER = ("decoder_input_ids", "decoder_attention_mask")
+
+
+@dataclass(frozen=True)
+class Padding:
+    """How columns of unequal length are padded.
+
+    Args:
+        pad_token_id: for token ids; None when neither tokenizer nor model has one.
+        decoder_pad_token_id: for the decoder's token ids.
+        pad_token_type_id: for token type ids.
+        side: "right" or "left", the tokenizer's.
+        labels_side: "right" for a decoder of its own, whose positions count from its first label; else ``side``.
+        values: fill values that the user declared, by column.
+    """
+
+    pad_token_id: int | None = None
+    decoder_pad_token_id: int | None = None
+    pad_token_type_id: int = 0
+    side: str = "right"
+    labels_side: str = "right"
+    values: Mapping[str, float] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, model: Any, tokenizer: Any, values: Mapping[str, float] | None = None) -> Padding:
+        """Return the padding of a model and its tokenizer (or processor; None: by the model's configuration alone)."""
+        config = getattr(base_model(model), "config", None)
+        tokenizer = getattr(tokenizer, "tokenizer", tokenizer)
+        # Where nothing attends to padding (per-example losses demand the mask), any token will do for a model without one.
+        of_config = getattr(config, "pad_token_id", None)
+        if of_config is None and takes_attention_mask(model):
+            of_config = 0
+        of_tokenizer = getattr(tokenizer, "pad_token_id", None)
+        side = getattr(tokenizer, "padding_side", None) or "right"
+        return cls(
+            pad_token_id=of_config if of_tokenizer is None else of_tokenizer,
+            decoder_pad_token_id=of_tokenizer if of_config is None else of_config,
+            pad_token_type_id=getattr(tokenizer, "pad_token_type_id", None) or 0,
+            side=side,
+            labels_side="right" if getattr(config, "is_encoder_decoder", False) else side,
+            values=dict(values or {}),
+        )
+
+    def check(self, layout: Layout) -> None:
+        """Raise DataError, naming the column, when examples differ in a dimension that cannot be padded."""
+        for name, leaf in layout.leaves.items():
+            if not leaf.varying:
+                continue
+            dimension = self._dimension(name, len(leaf.least))
+            if self.fill(name, leaf) is None or leaf.varying != (dimension,):
+                raise DataError(_cannot_pad(name, leaf, dimension))
+
+    def fill(self, name: str, leaf: Leaf) -> float | None:
+        """Return the value that a column is padded with, or None when there is none that is known to be right."""
+        name, is_float = column(name), leaf.dtype.startswith(("float", "bfloat", "complex"))
+        if name in self.values:
+            return self.values[name]
+        if is_float:  # 0 is no padding of an additive mask, nor of a target
+            return None
+        if name in LABELS:
+            return IGNORED_LABEL
+        if name == "special_tokens_mask":
+            return 1
+        if name.endswith("attention_mask") or name == "position_ids":
+            return 0
+        if name == "token_type_ids":
+            return self.pad_token_type_id
+        return {"input_ids": self.pad_token_id, "decoder_input_ids": self.decoder_pad_token_id}.get(name)
+
+    def together(self, examples: Sequence[Example], layout: Layout) -> Any:
+        """Return one batch of the examples, each leaf padded to the longest of them, in their order."""
+
+        def combine(name: str, values: list[Any]) -> Any:
+            if isinstance(values[0], Tensor):
+                return torch.cat(self._padded(name, values, layout.leaves[name]))
+            if isinstance(values[0], list):
+                return [item for value in values for item in value]
+            return values[0]  # equal in all, by the layout
+
+        return combined(list(examples), combine)
+
+    def _padded(self, name: str, values: list[Tensor], leaf: Leaf) -> list[Tensor]:
+        shapes = {value.shape for value in values}
+        if len(shapes) == 1:
+            return values
+        dimension = self._dimension(name, values[0].dim())
+        fill = self.fill(name, leaf)
+        if fill is None or len({(*shape[:dimension], *shape[dimension + 1 :]) for shape in shapes}) > 1:
+            raise DataError(_cannot_pad(name, leaf, dimension))
+        longest = max(shape[dimension] for shape in shapes)
+        left = self._side(name) == "left"
+        after = 2 * (values[0].dim() - 1 - dimension)  # F.pad counts from the last dimension
+        padded = []
+        for value in values:
+            more = longest - value.shape[dimension]
+            padded.append(F.pad(value, (*[0] * after, *((more, 0) if left else (0, more))), value=fill))
+        return padded
+
+    def _dimension(self, name: str, dimensions: int) -> int:
+        """Return the dimension of a column's length: the last of what is known by name, else the first of an example."""
+        return 1 if column(name) in self.values else dimensions - 1
+
+    def _side(self, name: str) -> str:
+        name = column(name)
+        if name in _OF_THE_DECODER:
+            return "right"
+        return self.labels_side if name in LABELS else self.side
+
+
+def _cannot_pad(name: str, leaf: Leaf, dimension: int) -> str:
+    lengths = ", ".join(
+        f"{low} to {high} in dimension {place}"
+        for place, (low, high) in enumerate(zip(leaf.least, leaf.most))
+        if low != high
+    )
+    return (
+        f"The column `{name}` ({leaf.dtype}) differs in length between rows ({lengths or 'at this draw'}), and hf_dp knows no "
+        f"value to pad its dimension {dimension} with that changes nothing. Pad it to one length in the data set or the "
+        f"collator, leave it out, or declare the value: padding_values={{{column(name)!r}: ...}}."
+    )

@@ -1,0 +1,79 @@
+"""The leaves of what a data collator returns, by name: nested mappings, tuples and lists of tensors, and plain values."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hf_dp.errors import DataError
+
+Example = Any  # a collated batch of one: tensors of shape (1, ...) in mappings, tuples and lists
+
+
+def own(collated: Any, name: str = "") -> Any:
+    """Return the collated value with plain containers and arrays as tensors.
+
+    A list of plain values (texts, numbers, None) stays a list: one value for each example.
+
+    Raises: DataError for anything else, naming it.
+    """
+    if isinstance(collated, Tensor):
+        return collated.detach()
+    if isinstance(collated, np.ndarray) and collated.dtype != object:
+        return torch.from_numpy(collated)
+    if isinstance(collated, Mapping):
+        return {str(key): own(value, _join(name, key)) for key, value in collated.items()}
+    if isinstance(collated, (list, tuple)):
+        if isinstance(collated, list) and not any(_is_container(value) for value in collated):
+            return [_plain(value, name) for value in collated]
+        return tuple(own(value, _join(name, place)) for place, value in enumerate(collated))
+    return _plain(collated, name)
+
+
+def leaves(example: Example, name: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield (dotted name, leaf) of a value that :func:`own` made; a list of plain values is one leaf."""
+    if isinstance(example, dict):
+        for key, value in example.items():
+            yield from leaves(value, _join(name, key))
+    elif isinstance(example, tuple):
+        for place, value in enumerate(example):
+            yield from leaves(value, _join(name, place))
+    else:
+        yield name, example
+
+
+def combined(examples: list[Example], combine: Callable[[str, list[Any]], Any], name: str = "") -> Any:
+    """Return one structure of equal structures, each leaf made of the examples' leaves."""
+    first = examples[0]
+    if isinstance(first, dict):
+        return {key: combined([each[key] for each in examples], combine, _join(name, key)) for key in first}
+    if isinstance(first, tuple):
+        places = range(len(first))
+        return tuple(combined([each[place] for each in examples], combine, _join(name, place)) for place in places)
+    return combine(name, examples)
+
+
+def column(name: str) -> str:
+    """Return the last part of a dotted name."""
+    return name.rpartition(".")[2]
+
+
+def _join(name: str, key: object) -> str:
+    return f"{name}.{key}" if name else str(key)
+
+
+def _is_container(value: Any) -> bool:
+    return isinstance(value, (Tensor, np.ndarray, Mapping, list, tuple))
+
+
+def _plain(value: Any, name: str) -> Any:
+    if value is None or isinstance(value, (str, bytes, bool, int, float)):
+        return value
+    raise DataError(
+        f"The data collator returns a {type(value).__name__} as `{name or 'the batch'}`. Expected tensors, arrays, texts, "
+        "numbers or None, in mappings, tuples or lists. Convert it, or leave it out of what the collator returns."
+    )

@@ -1,0 +1,43 @@
+"""Replace a file in one step, so that neither a kill nor a power cut leaves half of it."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterable
+from pathlib import Path
+
+
+def replace_file(path: Path, chunks: Iterable[bytes]) -> None:
+    """Put ``chunks`` in the place of the file at ``path``; on return they are on the disk.
+
+    After a kill at any point the file is the old one or the new one, whole.
+    The order is what makes that true: file to disk, rename, folder to disk.
+
+    Raises: OSError when the disk refuses; the old file is then intact.
+    """
+    temporary = path.with_name(f"_{path.name}.{os.getpid()}.tmp")
+    try:
+        with open(temporary, "wb") as stream:
+            for chunk in chunks:
+                stream.write(chunk)
+            stream.flush()
+            os.fsync(stream.fileno())
+        if path.exists():
+            shutil.copymode(path, temporary)
+        os.replace(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    sync_folder(path.parent)
+
+
+def sync_folder(folder: Path) -> None:
+    """Make a rename in ``folder`` durable, where the system can (POSIX)."""
+    if not hasattr(os, "O_DIRECTORY"):
+        return
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

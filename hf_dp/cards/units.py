@@ -1,0 +1,56 @@
+"""What a run protects, and against which change: codes, ordered from the strongest claim to the weakest.
+
+A statement carries the codes; :mod:`hf_dp.cards.wording` puts them into words.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from hf_dp.forward_plan import PUBLISHED
+from hf_dp.plan import PrivacyPlan
+
+NONE = "none"  # nothing is established
+
+EXAMPLE = "example"  # a whole row, its label included
+FEATURES = "features"  # a row without its label, which is public
+UNITS = (EXAMPLE, FEATURES, NONE)
+
+ZERO_OUT = "zero_out"  # of a row's part in sums
+RECORD_ZERO_OUT = "record_zero_out"  # of a row's released vector, too
+RECORD_AND_LABEL_ZERO_OUT = "record_and_label_zero_out"  # and of its label, which was randomized
+RELATIONS = (ZERO_OUT, RECORD_ZERO_OUT, RECORD_AND_LABEL_ZERO_OUT, NONE)
+
+
+def unit_of(plan: PrivacyPlan) -> str:
+    """Return the code of what a run of this plan protects on its own."""
+    if plan.forward is None:
+        return EXAMPLE
+    if plan.forward.variant == PUBLISHED:
+        return NONE
+    return EXAMPLE if plan.forward.protects_labels else FEATURES
+
+
+def relation_of(plan: PrivacyPlan) -> str:
+    """Return the code of the change against which a run of this plan protects on its own."""
+    if plan.forward is None:
+        return ZERO_OUT
+    if plan.forward.variant == PUBLISHED:
+        return NONE
+    return RECORD_ZERO_OUT if plan.forward.label_epsilon is None else RECORD_AND_LABEL_ZERO_OUT
+
+
+def weakest_unit(units: Iterable[str]) -> str:
+    """Return the unit that runs on the same rows protect together."""
+    return max(units, key=UNITS.index)
+
+
+def weakest_relation(relations: Iterable[str], unit: str) -> str:
+    """Return the relation that holds for runs on the same rows together, for their common ``unit``.
+
+    Where labels are public in one of the runs, no label is replaced in any of them.
+    """
+    weakest = max(relations, key=RELATIONS.index)
+    if weakest == RECORD_AND_LABEL_ZERO_OUT and unit == FEATURES:
+        return RECORD_ZERO_OUT
+    return weakest

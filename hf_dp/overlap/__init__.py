@@ -1,0 +1,1 @@
+"""Whether evaluation rows are training rows."""

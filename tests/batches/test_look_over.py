@@ -1,0 +1,161 @@
+"""Every row is looked at before the first draw: what could end the run at a drawn row is refused with its index."""
+
+from __future__ import annotations
+
+import math
+
+import datasets
+import pytest
+import tiny
+import torch
+from data_paths import bert, gpt2, t5
+from transformers import (
+    BertForMaskedLM,
+    BertForTokenClassification,
+    DataCollatorForTokenClassification,
+    DataCollatorWithPadding,
+)
+
+from hf_dp.batches import look_over
+from hf_dp.batches.limits import Limits
+from hf_dp.errors import DataError
+from hf_dp.trainer.trainer import DPTrainer
+
+
+def rows(change=None, at=7, **columns):
+    made = tiny.dataset().to_dict() | columns
+    if change:
+        name, value = change
+        made[name] = [value if i == at else each for i, each in enumerate(made[name])]
+    return datasets.Dataset.from_dict(made)
+
+
+def with_tokens(ids):
+    made = rows(("input_ids", ids))
+    return rows(input_ids=list(made["input_ids"]), attention_mask=[[1] * len(row) for row in made["input_ids"]])
+
+
+def token_labels(last=0):
+    return [[0] * (len(ids) - 1) + [last if i == 7 else 0] for i, ids in enumerate(tiny.dataset()["input_ids"])]
+
+
+CASES = {
+    "a label out of range": (lambda: rows(("label", 2)), {}, "Row 7 .*`labels` holds 2. Expected whole numbers from 0 to 1"),
+    "a negative label": (lambda: rows(("label", -1)), {}, "Row 7 .*`labels` holds -1"),
+    "a token out of range": (
+        lambda: with_tokens([2, 19, 3]), {}, "Row 7 .*`input_ids` holds 19. Expected whole numbers from 0 to 18",
+    ),
+    "a label that is no number": (
+        lambda: rows(("label", math.nan), label=[0.5] * 40), {"model": lambda: bert(num_labels=1)},
+        "Row 7 .*`labels` holds NaN",
+    ),
+    "a token label out of range": (
+        lambda: rows(labels=token_labels(3)).remove_columns("label"),
+        {"model": lambda: bert(BertForTokenClassification, num_labels=3),
+         "data_collator": DataCollatorForTokenClassification(tiny.tokenizer())},
+        "Row 7 .*`labels` holds 3.*or -100 where nothing is predicted",
+    ),
+    "too many tokens": (
+        lambda: with_tokens([4] * 25), {},
+        "Model and loss fail on a made-up row as long as the longest .*most tokens has row 7. Truncate",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_bad_row_is_refused_with_its_index(case, tmp_path):
+    make, given, message = CASES[case]
+    given = {name: value() if name == "model" else value for name, value in given.items()}
+    trainer = tiny.trainer(tmp_path, given={"eval_dataset": None, **given, "train_dataset": make()})
+    with pytest.raises(DataError, match=message):
+        trainer.train()
+    assert trainer.ledger.steps() == 0 and not (tmp_path / "privacy.json").exists()
+
+
+def listed(change):
+    made = [dict(row) for row in tiny.dataset()]
+    change(made[7])
+    return made
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda row: row.pop("label"), r"Row 7 .*it lacks \['labels'\]"),
+        (lambda row: row.update(label=0.5), "Row 7 .*`labels` is a float32 tensor"),
+        (lambda row: row.update(label="good"), "Row 7 of the training set, collated alone, failed"),
+    ],
+)
+def test_rows_whose_columns_differ(change, message, tmp_path):
+    given = {"train_dataset": listed(change), "eval_dataset": None}
+    with pytest.raises(DataError, match=message):
+        tiny.trainer(tmp_path, given=given).train()
+
+
+def test_a_column_that_cannot_be_padded_is_named_before_the_first_draw(tmp_path):
+    data = rows(weights=[[1.0] * (1 + i % 3) for i in range(40)])
+
+    class Weighted(DPTrainer):
+        def compute_per_example_loss(self, model, inputs):
+            weights = inputs.pop("weights")
+            return super().compute_per_example_loss(model, inputs) * (1 + weights.sum(1))
+
+    pad = DataCollatorWithPadding(tiny.tokenizer())
+
+    def collate(features):
+        batch = pad([{k: v for k, v in row.items() if k != "weights"} for row in features])
+        return {**batch, "weights": torch.tensor([row["weights"] for row in features])}
+
+    def run(folder, **options):
+        given = {"train_dataset": data, "eval_dataset": None, "data_collator": collate}
+        return tiny.trainer(folder, cls=Weighted, given=given, remove_unused_columns=False, **options)
+
+    with pytest.raises(
+        DataError, match=r"`weights` \(float32\) differs in length between rows \(1 to 3 in dimension 1\)"
+    ):
+        run(tmp_path / "a").train()
+    trainer = run(tmp_path / "b", padding_values={"weights": 0})
+    trainer.train()
+    assert trainer.ledger.steps() == 4
+
+
+def test_every_row_is_looked_at_by_workers_too(tmp_path):
+    given = {"train_dataset": rows(("label", 5), at=39), "eval_dataset": None}
+    with pytest.raises(DataError, match="Row 39 "):
+        tiny.trainer(tmp_path, given=given, dataloader_num_workers=2).train()
+
+
+def test_the_limits_of_tasks():
+    labels = {name: Limits.of(model).below.get("labels") for name, model in {
+        "classes": bert(num_labels=4), "one value": bert(num_labels=1), "decoder": gpt2(), "both": t5(),
+        "masked": bert(BertForMaskedLM), "several": bert(num_labels=3, problem_type="multi_label_classification"),
+    }.items()}  # fmt: skip
+    assert labels == {"classes": 4, "one value": None, "decoder": 19, "both": 19, "masked": 19, "several": None}
+    assert Limits.of(bert(), own_loss=True).below == {"input_ids": 19, "decoder_input_ids": 19, "token_type_ids": 2}
+
+
+def test_planted_look_at_the_first_rows_only_is_seen(tmp_path, monkeypatch):
+    original = look_over._all
+    monkeypatch.setattr(look_over, "_all", lambda examples, workers: iter(list(original(examples, workers))[:5]))
+    trainer = tiny.trainer(tmp_path, given={"train_dataset": rows(("label", 2)), "eval_dataset": None})
+    trainer.training_data()  # does not raise, as it must in the test above
+
+
+@pytest.mark.parametrize(
+    ("lengths", "said"), [([8] * 40, True), ([8] * 37 + [3] * 3, True), ([8] * 20 + [5] * 20, False)]
+)
+def test_rows_that_look_like_pieces_of_documents(lengths, said, tmp_path, caplog, monkeypatch):
+    said_so = []
+    monkeypatch.setattr("hf_dp.trainer.training_data.logger.warning", lambda text, *args: said_so.append(text))
+    data = datasets.Dataset.from_dict(
+        {"input_ids": [[4 + (i + j) % 15 for j in range(n)] for i, n in enumerate(lengths)],
+         "attention_mask": [[1] * n for n in lengths]}
+    )  # fmt: skip
+    collator = DataCollatorForTokenClassification(tiny.tokenizer())
+    given = {"train_dataset": data.add_column("labels", data["input_ids"]), "eval_dataset": None, "model": gpt2(),
+             "data_collator": collator}  # fmt: skip
+    tiny.trainer(tmp_path, given=given).training_data()
+    assert any("pieces of longer documents" in text for text in said_so) == said
+    said_so.clear()
+    tiny.trainer(tmp_path, given=given, rows_are_chunks=True).training_data()
+    assert not said_so

@@ -1,0 +1,338 @@
+"""A statement is as weak as the weakest thing done with the rows, over all runs that it names."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hf_dp.accounting import Ledger, PublishedForwardNoise, RecordRelease
+from hf_dp.cards import statement as statement_module
+from hf_dp.cards.card import metadata, render_card
+from hf_dp.cards.document import document, read, write
+from hf_dp.cards.statement import PrivacyStatement, RunFacts
+from hf_dp.cards.units import (
+    EXAMPLE,
+    FEATURES,
+    NONE,
+    RECORD_AND_LABEL_ZERO_OUT,
+    RECORD_ZERO_OUT,
+    RELATIONS,
+    UNITS,
+    ZERO_OUT,
+    relation_of,
+    unit_of,
+    weakest_relation,
+    weakest_unit,
+)
+from hf_dp.cards.verify import disagreements
+from hf_dp.cards.weaknesses import EarlierRun, Weaknesses, each_once
+from hf_dp.errors import InvalidArgumentError, LedgerError
+from hf_dp.forward_plan import ForwardPlan
+from hf_dp.plan import PrivacyPlan
+
+SGD = PrivacyPlan(1000, 100.0, 10, 2.0, 1.0, 1e-4)
+FROZEN = dataclasses.replace(SGD, forward=ForwardPlan("frozen", release="once"))
+RANDOM_LABELS = dataclasses.replace(
+    SGD, forward=ForwardPlan("frozen", release="once", label_epsilon=1.0, num_classes=2)
+)
+IN_VECTOR = dataclasses.replace(
+    SGD, forward=ForwardPlan("frozen", release="once", labels_in_vector=True, num_classes=2)
+)
+PUBLISHED = dataclasses.replace(SGD, forward=ForwardPlan("published"), accountant="gdp_clt")
+SAFE = EarlierRun("a" * 32, EXAMPLE, ZERO_OUT)
+FACTS = RunFacts("dp_sgd", "all", "float32", "noise", "sampling", versions={"torch": "2.9.0"})
+
+
+def made(folder: Path, plan: PrivacyPlan, run_id: str = "b" * 32, **weak: Any) -> Any:
+    """The record of a run of this plan."""
+    ledger = Ledger()
+    for event in plan.releases_before():
+        ledger.append(event, "release")
+    if plan.releases_each_step:
+        ledger.append(plan.event(4), "training")
+    write(folder, document(plan, ledger, run_id=run_id, weaknesses=Weaknesses(**weak)))
+    return read(folder)
+
+
+def after(earlier: tuple[EarlierRun, ...], plan: PrivacyPlan = SGD, **facts: Any) -> PrivacyStatement:
+    """The statement of DP-SGD after runs with these claims."""
+    ledger = Ledger()
+    ledger.append(RecordRelease(3.0, 1), "earlier run")
+    ledger.append(plan.event(4), "training")
+    return PrivacyStatement.from_ledger(plan, ledger, dataclasses.replace(FACTS, earlier=earlier, **facts))
+
+
+# -- codes ---
+
+
+@pytest.mark.parametrize(
+    ("plan", "unit", "relation"),
+    [
+        (SGD, EXAMPLE, ZERO_OUT),
+        (FROZEN, FEATURES, RECORD_ZERO_OUT),
+        (RANDOM_LABELS, EXAMPLE, RECORD_AND_LABEL_ZERO_OUT),
+        (IN_VECTOR, EXAMPLE, RECORD_ZERO_OUT),
+        (PUBLISHED, NONE, NONE),
+    ],
+)
+def test_codes_of_a_plan(plan, unit, relation) -> None:
+    assert (unit_of(plan), relation_of(plan)) == (unit, relation)
+
+
+def test_the_weakest_of_any_two_is_none_stronger() -> None:
+    for one, other in itertools.product(UNITS, repeat=2):
+        both = weakest_unit((one, other))
+        assert both in (one, other) and UNITS.index(both) >= max(UNITS.index(one), UNITS.index(other))
+    for one, other in itertools.product(RELATIONS, repeat=2):
+        assert weakest_relation((one, other), EXAMPLE) == weakest_relation((other, one), EXAMPLE)
+    assert weakest_relation((ZERO_OUT, RECORD_ZERO_OUT), EXAMPLE) == RECORD_ZERO_OUT
+    assert weakest_relation((RECORD_AND_LABEL_ZERO_OUT, RECORD_ZERO_OUT), EXAMPLE) == RECORD_AND_LABEL_ZERO_OUT
+    assert weakest_relation((RECORD_AND_LABEL_ZERO_OUT, NONE), NONE) == NONE
+    # A label that another run left public is not replaced by anything.
+    assert weakest_relation((RECORD_AND_LABEL_ZERO_OUT, RECORD_ZERO_OUT), FEATURES) == RECORD_ZERO_OUT
+
+
+# -- what is kept of a run ---
+
+
+def test_a_run_is_kept_after_those_that_it_names(tmp_path) -> None:
+    record = made(tmp_path, FROZEN, earlier=(SAFE,), released=("loss",), rows_are_chunks=True, model_selection=True)
+    this = EarlierRun(
+        "b" * 32, FEATURES, RECORD_ZERO_OUT, released=("loss",), rows_are_chunks=True, model_selection=True
+    )
+    assert EarlierRun.all_of(record) == (SAFE, this)
+
+
+def test_each_run_is_kept_once_as_weak_as_any_account_of_it() -> None:
+    later = dataclasses.replace(SAFE, released=("loss",), evaluation_compared=False)
+    other = EarlierRun("c", FEATURES, RECORD_ZERO_OUT)
+    assert each_once((SAFE, other, later)) == (later, other)
+    assert Weaknesses(earlier=(later, SAFE)).earlier == (later,)
+
+
+STRONG = Weaknesses()
+WEAK = [
+    Weaknesses(insecure_seed=True),
+    Weaknesses(released=("loss",)),
+    Weaknesses(model_selection=True),
+    Weaknesses(rows_are_chunks=True),
+    Weaknesses(evaluation_compared=False),
+    Weaknesses(earlier=(SAFE,)),
+    Weaknesses(earlier=(dataclasses.replace(SAFE, insecure_seed=True),)),
+]
+
+
+@pytest.mark.parametrize("weak", WEAK)
+def test_what_weakens_adds_up_and_never_goes_away(weak) -> None:
+    assert weak.includes(STRONG) and not STRONG.includes(weak)
+    assert STRONG.merged(weak).includes(weak) and weak.merged(STRONG) == weak
+    for other in WEAK:
+        both = weak.merged(other)
+        assert both.includes(weak) and both.includes(other)
+    assert Weaknesses.from_dict(json.loads(json.dumps(weak.to_dict()))) == weak
+
+
+@pytest.mark.parametrize(
+    "name", ["insecure_seed", "released", "model_selection", "rows_are_chunks", "evaluation_compared"]
+)
+def test_planted_merge_that_forgets_one_is_seen(name, monkeypatch) -> None:
+    """(By the test above.)"""
+    weak = next(each for each in WEAK if getattr(each, name) != getattr(STRONG, name))
+    merged = Weaknesses.merged
+    monkeypatch.setattr(
+        Weaknesses,
+        "merged",
+        lambda self, other: dataclasses.replace(merged(self, other), **{name: getattr(self, name)}),
+    )
+    assert not STRONG.merged(weak) == weak and STRONG.includes(weak)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"unit": "user"}, "`unit` to be one of"),
+        ({"relation": "add_remove"}, "`relation` to be one of"),
+        ({"run_id": ""}, "`run_id` to be a name"),
+        ({"rows_are_chunks": 1}, "`rows_are_chunks` to be True or False"),
+        ({"evaluation_compared": None}, "`evaluation_compared` to be True or False"),
+        ({"released": [""]}, "`released` to be a list of names"),
+    ],
+)
+def test_an_unknown_claim_is_refused(values, message) -> None:
+    with pytest.raises(InvalidArgumentError, match=message):
+        dataclasses.replace(SAFE, **values)
+    with pytest.raises(LedgerError, match=message):
+        EarlierRun.from_dict({**SAFE.to_dict(), **values})
+
+
+# -- the statement ---
+
+
+def test_after_a_run_with_public_labels_no_label_is_claimed() -> None:
+    """The frozen run knew the labels as they are; DP-SGD after it cannot make them private again."""
+    earlier = EarlierRun("f" * 32, FEATURES, RECORD_ZERO_OUT)
+    statement = after((earlier,))
+    assert statement.unit_code == FEATURES
+    assert "label is stated as public" in statement.unit
+    assert "adding or removing a row is not covered" in statement.neighboring_relation.lower()
+    assert "the text of one row, labels being public, of the training set" in statement.sentence()
+    (line,) = [line for line in statement.not_covered if "labels of the training rows" in line]
+    assert "entered the loss of the earlier run ffffffff as they are" in line
+    assert metadata(statement)["unit"] == "features of an example (labels public)"
+    assert "f" * 32 in render_card(statement, model_name="m")
+    alone = after((SAFE,))
+    assert (alone.unit_code, metadata(alone)["unit"]) == (EXAMPLE, "example")
+    assert not any("labels of the training rows" in line for line in alone.not_covered)
+    assert statement.epsilon == alone.epsilon
+
+
+def test_planted_statement_of_this_run_alone_is_seen(monkeypatch) -> None:
+    monkeypatch.setattr(statement_module, "weakest_unit", lambda units: next(iter(units)))
+    earlier = EarlierRun("f" * 32, FEATURES, RECORD_ZERO_OUT)
+    assert after((earlier,)).unit_code == EXAMPLE  # what the test above refuses
+
+
+def test_relations_of_several_runs() -> None:
+    randomized = EarlierRun("f" * 32, EXAMPLE, RECORD_AND_LABEL_ZERO_OUT)
+    public = EarlierRun("e" * 32, FEATURES, RECORD_ZERO_OUT)
+    assert "randomised label" in after((randomized,)).neighboring_relation
+    assert "randomised label" not in after((randomized, public)).neighboring_relation
+    assert after((SAFE,)).neighboring_relation.endswith("derived from the number of rows")
+
+
+def test_what_an_earlier_run_released_limits_the_claim_to_the_weights() -> None:
+    statement = after((dataclasses.replace(SAFE, released=("training_loss",)),), released=("grad_norm",))
+    assert statement.status == "proven for the weights only"
+    name = "training_loss (by the earlier run aaaaaaaa)"
+    assert f"does not cover grad_norm, {name}, released without noise" in statement.sentence()
+    assert name in statement.status_reason
+    assert f"{name}: released without noise at the user's request" in statement.not_covered
+    assert metadata(statement)["released_without_noise"] == ["grad_norm", "training_loss"]
+    assert after((dataclasses.replace(SAFE, released=("training_loss",)),)).status == "proven for the weights only"
+
+
+def test_planted_releases_of_earlier_runs_left_out_are_seen(monkeypatch) -> None:
+    monkeypatch.setattr(statement_module, "released_in_words", lambda facts: list(facts.released))
+    assert after((dataclasses.replace(SAFE, released=("training_loss",)),)).status == "proven"
+
+
+def test_an_insecure_earlier_run_makes_the_whole_not_private() -> None:
+    statement = after((SAFE, dataclasses.replace(SAFE, run_id="c" * 32, insecure_seed=True)))
+    assert (statement.status, statement.epsilon) == ("not private", None)
+    assert "of the earlier run cccccccc on the same rows came from a fixed seed" in statement.sentence()
+
+
+def test_published_dp_fp_in_an_earlier_run_is_not_established() -> None:
+    ledger = Ledger()
+    ledger.append(PublishedForwardNoise(1.0, 0.1, 1, 4), "earlier run")
+    ledger.append(SGD.event(4), "training")
+    for unit, relation in ((NONE, NONE), (EXAMPLE, ZERO_OUT)):  # the events decide, whatever is claimed
+        facts = dataclasses.replace(FACTS, earlier=(EarlierRun("p" * 32, unit, relation),))
+        statement = PrivacyStatement.from_ledger(SGD, ledger, facts)
+        assert (statement.status, statement.epsilon) == ("as published, not established", None)
+        assert "an earlier run on the same rows, which it names, was trained by DP-FP" in statement.sentence()
+        assert (statement.unit_code, metadata(statement)["unit"]) == (NONE, None)
+        assert statement.unit.startswith("none") and statement.neighboring_relation.startswith("none")
+
+
+def test_model_selection_of_an_earlier_run_is_said() -> None:
+    (line,) = [
+        line
+        for line in after((dataclasses.replace(SAFE, model_selection=True),)).not_covered
+        if "model selection" in line
+    ]
+    assert "used in an earlier run on the same rows, and not accounted for" in line
+
+
+@pytest.mark.parametrize("where", ["here", "earlier"])
+def test_rows_that_are_chunks_are_said(where) -> None:
+    earlier = (dataclasses.replace(SAFE, rows_are_chunks=True),) if where == "earlier" else (SAFE,)
+    statement = after(earlier, rows_are_chunks=where == "here")
+    assert "each row is a chunk of a longer text, so a document of k chunks" in statement.unit
+    assert "zero-out of one row (a chunk of a longer text) of the training set" in statement.sentence()
+    assert metadata(statement)["rows_are_chunks"] is True
+    plain = after((SAFE,))
+    assert "chunk" not in plain.unit + plain.sentence() and metadata(plain)["rows_are_chunks"] is False
+
+
+def test_chunks_without_labels_are_said() -> None:
+    statement = after((EarlierRun("f", FEATURES, RECORD_ZERO_OUT, rows_are_chunks=True),))
+    assert "the text of one row (a chunk of a longer text), labels being public," in statement.sentence()
+    assert "label is stated as public; each row is a chunk" in statement.unit
+
+
+def test_a_ledger_with_earlier_runs_that_nobody_names_has_no_statement() -> None:
+    with pytest.raises(LedgerError, match="counts 1 releases of earlier runs; expected `earlier` to name"):
+        after(())
+    ledger = Ledger()
+    ledger.append(RecordRelease(3.0, 1), "earlier run")
+    with pytest.raises(LedgerError, match="expected `earlier` to name"):
+        write("nowhere", document(SGD, ledger, run_id="r"))
+
+
+def test_the_statement_survives_the_file_and_is_checked_against_it(tmp_path) -> None:
+    earlier = (EarlierRun("f" * 32, FEATURES, RECORD_ZERO_OUT, released=("loss",), rows_are_chunks=True), SAFE)
+    statement = after(earlier)
+    ledger = Ledger.from_list(statement.mechanisms)
+    path = write(
+        tmp_path, document(SGD, ledger, run_id="r", weaknesses=Weaknesses(earlier=earlier), statement=statement)
+    )
+    record = read(path)
+    assert record.weaknesses.earlier == earlier
+    assert PrivacyStatement.from_dict(record.statement) == statement
+    assert disagreements(record) == []
+
+
+def _in_both(data: dict[str, Any], **changes: Any) -> None:
+    data["plan"]["earlier"][0].update(changes)
+    data["statement"]["facts"]["earlier"][0].update(changes)
+
+
+@pytest.mark.parametrize(
+    ("edit", "message"),
+    [
+        (lambda d: d["plan"]["earlier"][0].update(released=[]), "earlier is"),
+        (lambda d: d["statement"]["facts"]["earlier"][0].update(unit="example"), "earlier is"),
+        (lambda d: d["plan"].update(rows_are_chunks=True), "rows_are_chunks is False in the statement and True"),
+        (lambda d: d["plan"].update(evaluation_compared=False), "evaluation_compared is True in the statement"),
+        (lambda d: _in_both(d, unit="example"), "unit is stated as"),
+        (lambda d: _in_both(d, relation="zero_out"), "neighboring_relation is stated as"),
+        (lambda d: _in_both(d, released=[]), "status is stated as"),
+        (lambda d: _in_both(d, insecure_seed=True), "status is stated as"),
+        (lambda d: _in_both(d, rows_are_chunks=False), "unit is stated as"),
+        (lambda d: d["statement"].update(unit_code="example"), "unit_code is stated as 'example'"),
+    ],
+)
+def test_a_statement_that_says_more_than_its_earlier_runs_is_found(edit, message, tmp_path) -> None:
+    test_the_statement_survives_the_file_and_is_checked_against_it(tmp_path)
+    path = tmp_path / "privacy.json"
+    data = json.loads(path.read_text())
+    edit(data)
+    path.write_text(json.dumps(data))
+    assert any(message in problem for problem in disagreements(read(path)))
+
+
+@pytest.mark.parametrize(
+    ("edit", "message"),
+    [
+        (lambda plan: plan.update(earlier=[]), "expected `earlier` to name these runs"),
+        (lambda plan: plan.update(earlier={}), "`earlier` to be a list"),
+        (lambda plan: plan["earlier"][0].update(unit="user"), "`unit` to be one of"),
+        (lambda plan: plan["earlier"][0].pop("insecure_seed"), "missing .'insecure_seed'"),
+        (lambda plan: plan.pop("earlier"), "missing .'earlier'"),
+        (lambda plan: plan.update(rows_are_chunks="no"), "`rows_are_chunks` to be True or False"),
+    ],
+)
+def test_a_record_without_its_earlier_runs_is_refused(edit, message, tmp_path) -> None:
+    test_the_statement_survives_the_file_and_is_checked_against_it(tmp_path)
+    path = tmp_path / "privacy.json"
+    data = json.loads(path.read_text())
+    edit(data["plan"])
+    path.write_text(json.dumps(data))
+    with pytest.raises(LedgerError, match=message):
+        read(path)

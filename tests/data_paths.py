@@ -1,0 +1,444 @@
+"""Ways from a user's rows to the loss, for tests that leave out one row and look at what a whole run released.
+
+Each path has ordinary rows and one that is longer than all others (the canary), a tiny model without dropout, and whatever
+stands between: collators of transformers, of one's own, tuples, transforms, images, workers, 16 bits.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import datasets
+import numpy as np
+import PIL.Image
+import tiny
+import torch
+import transformers as hf
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import TensorDataset
+
+from hf_dp.trainer.trainer import DPTrainer
+
+VOCABULARY = 19
+PAD, MASK, END = 0, 1, 3
+COUNT = 12  # ordinary rows
+
+Rows = list[dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class DataPath:
+    """``rows``: all of them, the canary last; ``dataset``: of those kept; ``options``: training arguments."""
+
+    model: Callable[[], nn.Module]
+    rows: Callable[[], Rows]
+    collator: Callable[[], Any] | None = None
+    dataset: Callable[[Rows], Any] = datasets.Dataset.from_list
+    options: dict[str, Any] = field(default_factory=dict)
+    trainer: type[DPTrainer] = DPTrainer
+    refused: str | None = None
+
+
+def tokenizer(side: str = "right") -> Any:
+    made = tiny.tokenizer()
+    made.mask_token, made.padding_side = "[UNK]", side
+    return made
+
+
+# -- rows ---
+
+
+def texts(label: Callable[[list[int]], Any], canary: int = 18) -> Rows:
+    """Rows of 3 to 6 tokens, and one of ``canary``."""
+    generator = np.random.default_rng(0)
+    lengths = [3 + i % 4 for i in range(COUNT)] + [canary]
+    rows = []
+    for number, length in enumerate(lengths):
+        ids = [2, *generator.integers(4, VOCABULARY, length - 2).tolist(), END]
+        rows.append({"input_ids": ids, "attention_mask": [1] * length, "labels": label(ids)})
+        rows[-1]["number"] = number
+    return rows
+
+
+def without_number(rows: Rows) -> Rows:
+    return [{k: v for k, v in row.items() if k != "number"} for row in rows]
+
+
+classes = partial(texts, lambda ids: sum(ids) % 2)
+tagged = partial(texts, lambda ids: [token % 3 for token in ids])
+copied = partial(texts, lambda ids: list(ids))
+translated = partial(texts, lambda ids: ids[: len(ids) // 2 + 1] * (2 if len(ids) > 9 else 1))
+scored = partial(texts, lambda ids: sum(ids) / 50)
+several = partial(texts, lambda ids: [float(sum(ids) % 2), float(len(ids) % 2), 1.0])
+
+
+def unlabeled() -> Rows:
+    return [{k: v for k, v in row.items() if k != "labels"} for row in texts(len)]
+
+
+def sentences() -> Rows:
+    words = tiny.WORDS
+    return [
+        {"sentence": " ".join(words[(7 * i + j) % 15] for j in range(1 + i % 4 if i < COUNT else 16)), "label": i % 2}
+        for i in range(COUNT + 1)
+    ]
+
+
+def pictures() -> Rows:
+    generator = np.random.default_rng(0)
+    return [
+        {"pixel_values": (generator.normal(size=(3, 8, 8)) * (9 if i == COUNT else 1)).tolist(), "labels": i % 3}
+        for i in range(COUNT + 1)
+    ]
+
+
+def photographs() -> Rows:
+    generator = np.random.default_rng(0)
+    return [
+        {"image": PIL.Image.fromarray(generator.integers(0, 256, (8, 8, 3), np.uint8)), "label": i % 3}
+        for i in range(COUNT + 1)
+    ]
+
+
+def vectors() -> Rows:
+    generator = np.random.default_rng(0)
+    return [{"x": generator.normal(size=4).tolist(), "labels": float(i % 3)} for i in range(COUNT + 1)]
+
+
+# -- models ---
+
+
+def seeded(build: Callable[[], nn.Module]) -> nn.Module:
+    torch.manual_seed(0)
+    return build()
+
+
+_BERT = {
+    "vocab_size": VOCABULARY, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2,
+    "intermediate_size": 24, "max_position_embeddings": 24, "hidden_dropout_prob": 0.0,
+    "attention_probs_dropout_prob": 0.0, "initializer_range": 0.3,  # so that what a token attends to matters
+}  # fmt: skip
+_GPT2 = {
+    "vocab_size": VOCABULARY, "n_embd": 16, "n_layer": 1, "n_head": 2, "n_positions": 24, "resid_pdrop": 0.0,
+    "embd_pdrop": 0.0, "attn_pdrop": 0.0, "bos_token_id": 2, "eos_token_id": END,
+    "initializer_range": 0.3,
+}  # fmt: skip
+
+
+def bert(model_class: Any = hf.BertForSequenceClassification, **options: Any) -> Any:
+    return seeded(lambda: model_class(hf.BertConfig(**{**_BERT, **options})))
+
+
+def gpt2(model_class: Any = hf.GPT2LMHeadModel, **options: Any) -> Any:
+    return seeded(lambda: model_class(hf.GPT2Config(**{**_GPT2, **options})))
+
+
+def t5() -> Any:
+    config = hf.T5Config(
+        vocab_size=VOCABULARY, d_model=16, d_kv=8, d_ff=24, num_layers=1, num_heads=2, dropout_rate=0.0,
+        decoder_start_token_id=PAD,
+    )  # fmt: skip
+    return seeded(lambda: hf.T5ForConditionalGeneration(config))
+
+
+def vit() -> Any:
+    config = hf.ViTConfig(
+        image_size=8, patch_size=4, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=24,
+        num_labels=3, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
+    )  # fmt: skip
+    return seeded(lambda: hf.ViTForImageClassification(config))
+
+
+class Own(nn.Module):
+    """A module of the user's own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x)[:, 0]
+
+
+def own() -> nn.Module:
+    return seeded(Own)
+
+
+class OwnTrainer(DPTrainer):
+    def compute_per_example_loss(self, model: nn.Module, inputs: Any) -> Tensor:
+        y = inputs.pop("labels") if isinstance(inputs, dict) else inputs[1]  # the idiom of compute_loss overrides
+        return F.mse_loss(model(inputs["x"] if isinstance(inputs, dict) else inputs[0]), y, reduction="none")
+
+    def synthetic_batches(self) -> list[Any]:
+        return [{"x": torch.randn(1, 4), "labels": torch.randn(1)} for _ in range(3)]
+
+
+class TupleTrainer(OwnTrainer):
+    def synthetic_batches(self) -> list[Any]:
+        return [(torch.randn(1, 4), torch.randn(1)) for _ in range(3)]
+
+
+# -- collators ---
+
+
+def clone_inputs(rows: Rows) -> Any:
+    """Labels made from padded inputs, padding included."""
+    batch = tokenizer().pad(
+        [{k: row[k] for k in ("input_ids", "attention_mask")} for row in rows], return_tensors="pt"
+    )
+    batch["labels"] = batch["input_ids"].clone()
+    return batch
+
+
+def mixup(rows: Rows) -> Any:
+    x = torch.tensor([row["pixel_values"] for row in rows])
+    return {"pixel_values": 0.7 * x + 0.3 * x.roll(1, 0), "labels": torch.tensor([row["labels"] for row in rows])}
+
+
+def tokenizing(rows: Rows) -> Any:
+    batch = tokenizer()([row["sentence"] for row in rows], padding=True, return_tensors="pt")
+    return {**batch, "labels": torch.tensor([row["label"] for row in rows])}
+
+
+def with_extras(rows: Rows) -> Any:
+    """Texts, numbers and a constant beside what the model takes."""
+    batch = hf.DataCollatorWithPadding(tokenizer())([{k: v for k, v in row.items() if k != "text"} for row in rows])
+    return {**batch, "names": [str(row["number"]) for row in rows], "count": len(rows), "nothing": None}
+
+
+class ExtrasTrainer(DPTrainer):
+    def compute_per_example_loss(self, model: nn.Module, inputs: Any) -> Tensor:
+        assert inputs.pop("count") == 1 and len(inputs.pop("names")) == len(inputs["labels"])
+        for name in ("nothing", "number"):
+            inputs.pop(name, None)
+        return super().compute_per_example_loss(model, inputs)
+
+
+def additive(rows: Rows) -> Any:
+    """A float mask to be added to attention scores, one row and column for each token."""
+    batch = hf.DataCollatorWithPadding(tokenizer())(rows)
+    size = batch["input_ids"].shape[1]
+    batch["attention_mask"] = torch.zeros(len(rows), 1, size, size)
+    return batch
+
+
+class Remembering:
+    """Adds to each example what it kept of the one before."""
+
+    def __init__(self) -> None:
+        self.last = 0
+        self.pad = hf.DataCollatorWithPadding(tokenizer())
+
+    def __call__(self, rows: Rows) -> Any:
+        batch = self.pad(rows)
+        batch["input_ids"] = (batch["input_ids"] + self.last) % VOCABULARY
+        self.last = int(batch["input_ids"].sum()) % VOCABULARY
+        return batch
+
+
+HISTORY: list[int] = []
+PUBLIC_GENERATOR = np.random.default_rng(0)
+
+
+def remembering_globally(rows: Rows) -> Any:
+    batch = hf.DataCollatorWithPadding(tokenizer())(rows)
+    batch["input_ids"] = (batch["input_ids"] + sum(HISTORY)) % VOCABULARY
+    HISTORY.append(int(batch["input_ids"].sum()))
+    return batch
+
+
+def masking_by_a_public_generator(rows: Rows) -> Any:
+    """Masks by place in a stream that goes on from row to row."""
+    batch = hf.DataCollatorWithPadding(tokenizer())(rows)
+    masked = torch.from_numpy(PUBLIC_GENERATOR.random(batch["input_ids"].shape)) < 0.4
+    batch["input_ids"] = batch["input_ids"].masked_fill(masked, MASK)
+    return batch
+
+
+def remembering_in_a_closure() -> Any:
+    seen: list[int] = []
+
+    def collate(rows: Rows) -> Any:
+        batch = hf.DataCollatorWithPadding(tokenizer())(rows)
+        batch["input_ids"] = (batch["input_ids"] + len(seen)) % VOCABULARY
+        seen.extend(batch["input_ids"].flatten().tolist())
+        return batch
+
+    return collate
+
+
+def reseeding(rows: Rows) -> Any:
+    """Long rows seed the global generators, as if the ones after them were random."""
+    if sum(len(row["input_ids"]) for row in rows) > 15:
+        torch.manual_seed(0)
+    batch = hf.DataCollatorWithPadding(tokenizer())(rows)
+    masked = torch.rand(batch["input_ids"].shape) < 0.4
+    batch["input_ids"] = batch["input_ids"].masked_fill(masked, MASK)
+    return batch
+
+
+# -- data sets ---
+
+
+def of_tensors(rows: Rows) -> TensorDataset:
+    return TensorDataset(torch.tensor([row["x"] for row in rows]), torch.tensor([row["labels"] for row in rows]))
+
+
+def padded_by_a_transform(rows: Rows) -> Any:
+    """A transform that pads all rows that it is given to the longest."""
+    data = datasets.Dataset.from_list(without_number(rows))
+    words = tokenizer()
+
+    def pad(batch: Any) -> Any:
+        return dict(words.pad(dict(batch), return_tensors="pt"))
+
+    return data.with_transform(pad)
+
+
+def pixels_by_a_transform(rows: Rows) -> Any:
+    def to_pixels(batch: Any) -> Any:
+        pixels = [torch.from_numpy(np.array(image)).permute(2, 0, 1) / 127.5 - 1 for image in batch["image"]]
+        return {"pixel_values": pixels, "labels": batch["label"]}
+
+    return datasets.Dataset.from_list(rows).cast_column("image", datasets.Image()).with_transform(to_pixels)
+
+
+class Popped(torch.utils.data.Dataset):
+    """Rows that all share one mask, handed out as they are."""
+
+    def __init__(self, rows: Rows):
+        self.rows = rows
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> Any:
+        return self.rows[index]
+
+
+def popping(rows: Rows) -> Any:
+    labels = torch.tensor([row.pop("labels") for row in rows])
+    batch = tokenizer().pad(
+        [{k: row[k] for k in ("input_ids", "attention_mask")} for row in rows], return_tensors="pt"
+    )
+    return {**batch, "labels": labels}
+
+
+def _classifier(**values: Any) -> DataPath:
+    return DataPath(
+        **{"model": bert, "rows": classes, "collator": lambda: hf.DataCollatorWithPadding(tokenizer()), **values}
+    )
+
+
+def _language_model(collator: Callable[[], Any], **values: Any) -> DataPath:
+    return DataPath(**{"model": gpt2, "rows": copied, "collator": collator, **values})
+
+
+_KEEP = {"remove_unused_columns": False}
+
+PATHS: dict[str, DataPath] = {
+    # the table of known breaks
+    "token labels padded with 0": DataPath(
+        partial(bert, hf.BertForTokenClassification, num_labels=3), tagged,
+        lambda: hf.DataCollatorForTokenClassification(tokenizer(), label_pad_token_id=0),
+    ),
+    "masked LM, labels cloned from padding": DataPath(
+        partial(bert, hf.BertForMaskedLM), unlabeled, lambda: clone_inputs
+    ),
+    "causal LM, labels cloned from padding": _language_model(lambda: clone_inputs, rows=unlabeled),
+    "seq2seq labels padded with the padding token": DataPath(
+        t5, translated, lambda: hf.DataCollatorForSeq2Seq(tokenizer(), label_pad_token_id=PAD)
+    ),
+    "masks from a public seed": DataPath(
+        partial(bert, hf.BertForMaskedLM), unlabeled,
+        lambda: hf.DataCollatorForLanguageModeling(tokenizer(), seed=42, mlm_probability=0.4),
+    ),
+    "MixUp": DataPath(vit, pictures, lambda: mixup),
+    "bf16 and a transform that pads": _classifier(
+        dataset=padded_by_a_transform, options={"bf16": True}, collator=lambda: hf.default_data_collator
+    ),
+    # collators that keep state
+    "a collator that remembers": _classifier(collator=Remembering),
+    "a collator that remembers in a global": _classifier(collator=lambda: remembering_globally),
+    "a collator that remembers in a closure": _classifier(collator=remembering_in_a_closure),
+    "a collator with a public generator": _classifier(collator=lambda: masking_by_a_public_generator),
+    "a collator that seeds the generators": _classifier(collator=lambda: reseeding),
+    "a collator that pops labels of shared rows": _classifier(collator=lambda: popping, dataset=Popped),
+    # stock collators
+    "padding": _classifier(),
+    "padding to a multiple": _classifier(
+        collator=lambda: hf.DataCollatorWithPadding(tokenizer(), pad_to_multiple_of=8)
+    ),
+    "padding to the greatest length": _classifier(
+        collator=lambda: hf.DataCollatorWithPadding(tokenizer(), padding="max_length", max_length=20)
+    ),
+    "default collator": _classifier(collator=lambda: hf.default_data_collator),
+    "no collator given": _classifier(collator=None),
+    "token classification": DataPath(
+        partial(bert, hf.BertForTokenClassification, num_labels=3), tagged,
+        lambda: hf.DataCollatorForTokenClassification(tokenizer()),
+    ),
+    "masked LM": DataPath(
+        partial(bert, hf.BertForMaskedLM), unlabeled,
+        lambda: hf.DataCollatorForLanguageModeling(tokenizer(), mlm_probability=0.4),
+    ),
+    "whole words": DataPath(
+        partial(bert, hf.BertForMaskedLM), unlabeled,
+        lambda: hf.DataCollatorForLanguageModeling(tokenizer(), mlm_probability=0.4, mask_replace_prob=1.0,
+                                                   random_replace_prob=0.0),
+    ),
+    "causal LM": _language_model(lambda: hf.DataCollatorForLanguageModeling(tokenizer(), mlm=False), rows=unlabeled),
+    "causal LM, padded on the left": _language_model(
+        lambda: hf.DataCollatorForLanguageModeling(tokenizer("left"), mlm=False), rows=unlabeled
+    ),
+    "causal LM, labels given, padded on the left": _language_model(
+        lambda: hf.DataCollatorForTokenClassification(tokenizer("left"))
+    ),
+    "seq2seq": DataPath(t5, translated, lambda: hf.DataCollatorForSeq2Seq(tokenizer())),
+    "seq2seq with the model": DataPath(t5, translated, lambda: hf.DataCollatorForSeq2Seq(tokenizer(), model=t5())),
+    "flattening": _language_model(
+        lambda: hf.DataCollatorWithFlattening(), refused="DataCollatorWithFlattening puts many examples into one row"
+    ),
+    # tasks
+    "regression": _classifier(rows=scored, model=partial(bert, num_labels=1)),
+    "multi-label": _classifier(rows=several, model=partial(bert, num_labels=3)),
+    "decoder as a classifier": _classifier(model=partial(gpt2, hf.GPT2ForSequenceClassification, pad_token_id=PAD)),
+    "images": DataPath(vit, pictures, lambda: hf.default_data_collator),
+    "photographs by a transform": DataPath(
+        vit, photographs, lambda: hf.default_data_collator, pixels_by_a_transform, options=_KEEP
+    ),
+    # forms of rows
+    "texts that the collator tokenizes": DataPath(bert, sentences, lambda: tokenizing, options=_KEEP),
+    "a list of dictionaries": _classifier(dataset=without_number),
+    "torch tensors": _classifier(
+        dataset=lambda rows: datasets.Dataset.from_list(without_number(rows)).with_format("torch")
+    ),
+    "columns of one's own": _classifier(collator=lambda: with_extras, trainer=ExtrasTrainer, options=_KEEP),
+    "a module of one's own": DataPath(own, vectors, lambda: hf.default_data_collator, trainer=OwnTrainer, options=_KEEP),
+    "tuples": DataPath(
+        own, vectors, lambda: torch.utils.data.default_collate, of_tensors, trainer=TupleTrainer
+    ),
+    "an additive mask of the tokens": _classifier(
+        collator=lambda: additive, refused="`attention_mask` .float32. differs in length.*padding_values"
+    ),
+    # how they are fetched
+    "workers": _classifier(options={"dataloader_num_workers": 2}),
+    "workers and masks": DataPath(
+        partial(bert, hf.BertForMaskedLM), unlabeled,
+        lambda: hf.DataCollatorForLanguageModeling(tokenizer(), mlm_probability=0.4),
+        options={"dataloader_num_workers": 1},
+    ),
+    "physical batches of 3": _classifier(options={"per_device_train_batch_size": 3}),
+}  # fmt: skip
+_BF16 = (
+    "padding", "token labels padded with 0", "causal LM, labels cloned from padding", "seq2seq", "images", "masked LM",
+    "texts that the collator tokenizes",
+)  # fmt: skip
+PATHS |= {
+    f"{name}, bf16": dataclasses.replace(PATHS[name], options={**PATHS[name].options, "bf16": True}) for name in _BF16
+}

@@ -1,0 +1,267 @@
+"""One row more or less moves what a run releases by the clipping norm and no further, whatever lies before the engine.
+
+A black box: whole runs of one step through ``DPTrainer.train()`` with plain SGD, learning rate 1, every row drawn and the same
+noise, with and without one row. Each run's change of weights, times its own expected batch size, is its noised sum.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import zlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+import torch
+from data_paths import PATHS, DataPath, tokenizer
+from scipy import stats
+from torch import Tensor
+
+from hf_dp.accounting import Gaussian, epsilon
+from hf_dp.batches.isolation import Isolated
+from hf_dp.batches.padding import Padding
+from hf_dp.errors import DataError
+from hf_dp.noise import SecretRandomness
+from hf_dp.trainer.precision import Precision
+from hf_dp.trainer.training_data import TrainingData
+
+CLIPPING_NORM = 0.2
+MARGIN = 2.0**-12  # the plan's, for the rounding of sums
+
+
+class Coupled(SecretRandomness):
+    """The same noise in every run, and for each row the same randomness of its own, whichever rows stand before it."""
+
+    rows: Sequence[int] = ()
+
+    def example_seed(self, index: int | None) -> int:
+        row = -1 if index is None else self.rows[index]
+        return zlib.crc32(b"%d" % row)
+
+
+def released(
+    folder: Path, path: DataPath, kept: Sequence[int], coupled: bool = True, **others: Any
+) -> tuple[dict[str, Tensor], float]:
+    """By weight the noised sum over the rows kept, and how far rounding of the weights may have moved it.
+
+    Not ``coupled``: noise and all else that is random is secret, as in a user's run.
+    """
+    rows = copy.deepcopy(path.rows())
+    given: dict[str, Any] = {
+        "model": path.model(),
+        "train_dataset": path.dataset([rows[i] for i in kept]),
+        "eval_dataset": None,
+        "data_collator": None if path.collator is None else path.collator(),
+    }
+    options = {
+        "expected_batch_size": len(kept), "max_steps": 1, "per_device_train_batch_size": 64, "optim": "sgd",
+        "learning_rate": 1.0, "lr_scheduler_type": "constant", "logging_strategy": "no",
+        "per_example_max_grad_norm": CLIPPING_NORM, "report_to": "none",
+    }  # fmt: skip
+    if path.collator is None:
+        given["processing_class"] = tokenizer()
+    if coupled:
+        others["insecure_seed"] = 5
+    trainer = tiny.trainer(folder, cls=path.trainer, given=given, **{**options, **path.options, **others})
+    if coupled:
+        trainer.randomness = Coupled(5)
+        trainer.randomness.rows = kept
+    before = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
+    trainer.train()
+    after = {name: p.detach() for name, p in trainer.model.named_parameters()}
+    sums = {name: (value - after[name]).double() * len(kept) for name, value in before.items()}
+    size = sum(float(torch.maximum(value.abs(), after[name].abs()).square().sum()) for name, value in before.items())
+    return sums, 2.0**-23 * size**0.5 * len(kept)
+
+
+def moved(folder: Path, path: DataPath, without: int) -> float:
+    """How far, in clipping norms, one row moves the release, beyond what rounding of the weights explains."""
+    everything = range(len(path.rows()))
+    kept = [i for i in everything if i != without]
+    one, rounding = released(folder / "all", path, everything)
+    other, other_rounding = released(folder / "without", path, kept)
+    distance = float(torch.stack([(one[name] - other[name]).square().sum() for name in one]).sum().sqrt())
+    return max(0.0, distance - rounding - other_rounding) / CLIPPING_NORM
+
+
+@pytest.mark.parametrize("name", [name for name, path in PATHS.items() if path.refused is None])
+def test_one_row_moves_a_run_by_the_clipping_norm_at_most(name, tmp_path):
+    """Left out is the longest row, on whose length, state or place all others would depend."""
+    path = PATHS[name]
+    found = moved(tmp_path, path, without=len(path.rows()) - 1)
+    assert 0.05 < found <= 1 + MARGIN
+
+
+@pytest.mark.parametrize(
+    "name", ["padding", "masked LM", "a collator that remembers", "a collator with a public generator"]
+)
+def test_so_does_an_early_row(name, tmp_path):
+    assert 0.05 < moved(tmp_path, PATHS[name], without=3) <= 1 + MARGIN
+
+
+@pytest.mark.parametrize("name", [name for name, path in PATHS.items() if path.refused is not None])
+def test_what_cannot_be_padded_is_refused_before_the_first_draw(name, tmp_path):
+    path = PATHS[name]
+    with pytest.raises(DataError, match=path.refused):
+        released(tmp_path, path, range(len(path.rows())))
+    assert not (tmp_path / "privacy.json").exists()
+
+
+# -- each guard broken on purpose ---
+
+
+def collate_together(patch):
+    """The user's collator gets all rows of a draw and pads them itself, as in the stock Trainer."""
+
+    def loader(self, sampler, one_shape):
+        examples = self.examples
+
+        def rows(indices):
+            with examples.randomness.streams():
+                examples.randomness.reseed()
+                return [dict(examples.collator._original([examples.dataset[i] for i in indices]))]
+
+        return [rows(draw) for draw in sampler]
+
+    patch.setattr(TrainingData, "loader", loader)
+
+
+def share_the_collator(patch):
+    patch.setattr(Isolated, "__call__", lambda self, *args: self._original(*args))
+
+
+def go_on_with_one_stream(patch):
+    patch.setattr(Coupled, "reseed", lambda self, index=None: None)
+
+
+def pad_labels_with(value):
+    def plant(patch):
+        original = Padding.fill
+        patch.setattr(
+            Padding, "fill", lambda self, name, leaf: value if name == "labels" else original(self, name, leaf)
+        )
+
+    return plant
+
+
+def attend_to_padding(patch):
+    original = Padding.fill
+    patch.setattr(Padding, "fill", lambda self, name, leaf: 1 if "mask" in name else original(self, name, leaf))
+
+
+def predict_from_padding(patch):
+    """Labels with padding's own values, and targets wherever a label stands."""
+    pad_labels_with(5)(patch)
+    patch.setattr("hf_dp.losses.attended_targets", lambda labels, mask: labels)
+
+
+def collate_together_and_predict(patch):
+    collate_together(patch)
+    patch.setattr("hf_dp.losses.attended_targets", lambda labels, mask: labels)
+
+
+def no_self_check(patch):
+    patch.setattr("hf_dp.trainer.trainer.self_check", lambda *args, **kwargs: None)
+
+
+PLANTED = {
+    "collated together: token labels": (collate_together, "token labels padded with 0"),
+    "collated together: masked LM": (collate_together, "masked LM, labels cloned from padding"),
+    "collated together: causal LM": (collate_together_and_predict, "causal LM, labels cloned from padding"),
+    "collated together: seq2seq": (collate_together, "seq2seq labels padded with the padding token"),
+    "collated together: masks": (collate_together, "masks from a public seed"),
+    "collated together: MixUp": (collate_together, "MixUp"),
+    "shared state of an object": (share_the_collator, "a collator that remembers"),
+    "shared state of a global": (share_the_collator, "a collator that remembers in a global"),
+    "shared state of a closure": (share_the_collator, "a collator that remembers in a closure"),
+    "shared state of a generator": (share_the_collator, "a collator with a public generator"),
+    "one stream for all examples": (go_on_with_one_stream, "masked LM"),
+    "labels padded with 0": (pad_labels_with(0), "token classification"),
+    "labels of padding": (predict_from_padding, "causal LM, labels given, padded on the left"),
+    "padding attended to": (attend_to_padding, "padding"),
+}
+
+
+@pytest.mark.parametrize("name", PLANTED)
+def test_planted(name, tmp_path, monkeypatch):
+    plant, path = PLANTED[name]
+    no_self_check(monkeypatch)  # which would see some of them
+    plant(monkeypatch)
+    without = 0 if "generator" in name or "stream" in name else len(PATHS[path].rows()) - 1
+    assert moved(tmp_path, PATHS[path], without) > 1 + 10 * MARGIN
+
+
+def test_planted_rounding_by_the_longest_neighbor_is_seen(tmp_path, monkeypatch):
+    """In 16 bits, examples of different length in one physical batch; one guard, so told by shapes, not by chance."""
+    monkeypatch.setattr(Precision, "is_short", property(lambda self: False))
+    trainer = tiny.trainer(tmp_path, bf16=True, max_steps=8)
+    plan, _ = trainer.private_run()
+    draws = [batch for draw in trainer.private_batches(plan.sampler()) for batch in draw]
+    assert any(not bool(batch["attention_mask"].all()) for batch in draws)
+
+
+# -- an audit: 2 x 64 secret runs ---
+
+RUNS, CONFIDENCE = 64, 0.999
+NOISE, DELTA = 3.2, 1e-5  # one step with every row drawn: epsilon 1.184
+
+
+def epsilon_at_least(found_with: int, found_without: int, runs: int = RUNS) -> float:
+    """Lower bound on epsilon, at this confidence, from how often a test took a run for one with the canary.
+
+    With rates p of finding it where it is and f where it is not, ``p <= exp(epsilon) f + delta`` and
+    ``1 - f <= exp(epsilon) (1 - p) + delta``; for p a lower Clopper-Pearson bound, for f an upper one.
+    """
+    alpha = (1 - CONFIDENCE) / 2  # of each
+    p = stats.beta.ppf(alpha, found_with, runs - found_with + 1) if found_with else 0.0
+    f = stats.beta.ppf(1 - alpha, found_without + 1, runs - found_without) if found_without < runs else 1.0
+    return math.log(max((p - DELTA) / f, (1 - f - DELTA) / (1 - p), 1.0))
+
+
+def audited(folder: Path, path: DataPath) -> float:
+    """Lower bound on epsilon from whole runs. The test: a projection, its threshold half way, both from runs without noise."""
+    everything = range(len(path.rows()))
+    worlds = {"with": everything, "without": everything[:-1]}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(SecretRandomness, "gaussian_like", lambda self, tensor, std: torch.zeros_like(tensor))
+        quiet = {name: released(folder / name, path, kept)[0] for name, kept in worlds.items()}
+    direction = {name: quiet["with"][name] - quiet["without"][name] for name in quiet["with"]}
+
+    def score(sums: dict[str, Tensor]) -> float:
+        return float(sum((sums[name] * direction[name]).sum() for name in direction))
+
+    threshold = (score(quiet["with"]) + score(quiet["without"])) / 2
+    found = dict.fromkeys(worlds, 0)
+    options = {"noise_multiplier": NOISE, "target_delta": DELTA}
+    for run in range(RUNS):
+        for name, kept in worlds.items():
+            sums, _ = released(folder / f"{name} {run}", path, kept, coupled=False, **options)
+            found[name] += score(sums) > threshold
+    return epsilon_at_least(found["with"], found["without"])
+
+
+STATED = epsilon((Gaussian(NOISE),), DELTA).rounded_up()
+TABLE = ("padding", *list(PATHS)[:7])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", TABLE)
+def test_an_audit_does_not_refute_the_statement(name, tmp_path):
+    assert STATED <= 1.5
+    assert audited(tmp_path, PATHS[name]) <= STATED
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["token labels padded with 0", "masked LM, labels cloned from padding"])
+def test_an_audit_refutes_a_planted_bug(name, tmp_path, monkeypatch):
+    no_self_check(monkeypatch)
+    collate_together(monkeypatch)
+    assert audited(tmp_path, PATHS[name]) > STATED
+
+
+def test_the_bound_of_the_audit():
+    assert epsilon_at_least(RUNS, 0) > 2 > 1.5 >= STATED
+    assert epsilon_at_least(RUNS // 2, RUNS // 2) < 0.1

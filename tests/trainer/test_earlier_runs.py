@@ -1,0 +1,142 @@
+"""Runs one after the other on the same rows: the later one claims no more than the weakest of them."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import tiny
+
+from hf_dp.accounting import EARLIER
+from hf_dp.cards.document import FILE_NAME, read
+from hf_dp.cards.statement import PrivacyStatement, RunFacts
+from hf_dp.cards.verify import disagreements
+from hf_dp.errors import InvalidArgumentError, LedgerError
+from hf_dp.plan import PrivacyPlan
+from hf_dp.trainer.from_arguments import earlier_claims, earlier_entries
+from hf_dp.trainer.run_ledger import RunLedger
+
+FROZEN = {"privacy_mode": "dp_fp", "dp_fp_variant": "frozen"}
+
+
+def run(folder: Path, *earlier: Path, **options):
+    """A trained run after others."""
+    options.setdefault("accountant", "rdp")
+    trainer = tiny.trainer(folder, earlier_runs=[str(path) for path in earlier], **options)
+    trainer.train()
+    assert disagreements(read(folder)) == []
+    return trainer
+
+
+def test_dp_sgd_after_public_labels_claims_no_labels(tmp_path):
+    """The hole that was found: the later run's card claimed whole rows, labels included."""
+    run(tmp_path / "first", **FROZEN)
+    later = run(tmp_path / "second", tmp_path / "first")
+    statement = later.privacy_statement()
+    assert (statement.unit_code, statement.status) == ("features", "proven")
+    assert "labels being public" in statement.sentence()
+    assert any("entered the loss of the earlier run" in line for line in statement.not_covered)
+    card = (tmp_path / "second" / "README.md").read_text()
+    assert "labels being public" in card and "unit: features of an example (labels public)" in card
+    third = run(tmp_path / "third", tmp_path / "second")
+    assert third.privacy_statement().unit_code == "features"  # through the second, which names the first
+    assert [claim.unit for claim in third.privacy_statement().facts.earlier] == ["features", "example"]
+
+
+def test_planted_claims_of_earlier_runs_that_are_not_passed_on_are_seen(tmp_path, monkeypatch):
+    run(tmp_path / "first", **FROZEN)
+    monkeypatch.setattr("hf_dp.trainer.trainer.earlier_claims", lambda args: ())
+    with pytest.raises(LedgerError, match="expected `earlier` to name these runs"):
+        run(tmp_path / "second", tmp_path / "first")
+
+
+def test_a_released_loss_of_an_earlier_run_weakens_the_later_one(tmp_path):
+    run(tmp_path / "first", release=["training_loss"])
+    later = run(tmp_path / "second", tmp_path / "first")
+    statement = later.privacy_statement()
+    assert statement.status == "proven for the weights only"
+    assert "training_loss (by the earlier run" in statement.sentence()
+
+
+def test_an_insecure_earlier_run_makes_the_later_one_not_private(tmp_path):
+    run(tmp_path / "first", insecure_seed=1)
+    assert run(tmp_path / "second", tmp_path / "first").privacy_statement().status == "not private"
+
+
+def test_claims_of_earlier_runs_survive_a_resume(tmp_path):
+    run(tmp_path / "first", release=["training_loss"], **FROZEN)
+    options = {"save_strategy": "steps", "save_steps": 2}
+    run(tmp_path / "second", tmp_path / "first", **options)
+    before = read(tmp_path / "second").weaknesses.earlier
+    assert len(before) == 1
+    names = [str(tmp_path / "first")]
+    again = tiny.trainer(tmp_path / "second", earlier_runs=names, accountant="rdp", **options)
+    again.train(resume_from_checkpoint=str(tmp_path / "second" / "checkpoint-2"))
+    assert read(tmp_path / "second").weaknesses.earlier == before
+    assert again.privacy_statement().unit_code == "features"
+
+
+@pytest.mark.parametrize("named", [[], ["other"], ["first", "other"]])
+def test_a_resume_with_other_earlier_runs_is_refused(tmp_path, named):
+    for name in ("first", "other"):
+        run(tmp_path / name)
+    options = {"save_strategy": "steps", "save_steps": 2}
+    run(tmp_path / "second", tmp_path / "first", **options)
+    names = [str(tmp_path / name) for name in named]
+    again = tiny.trainer(tmp_path / "second", earlier_runs=names, accountant="rdp", **options)
+    with pytest.raises(LedgerError, match="`earlier_runs` to name what the ledger of this run began with"):
+        again.train(resume_from_checkpoint=str(tmp_path / "second" / "checkpoint-2"))
+
+
+def test_an_earlier_run_whose_ledger_went_back_is_refused(tmp_path):
+    """Its lost steps would be missing from this run's ledger, too."""
+    run(tmp_path / "first", save_strategy="steps", save_steps=2)
+    shutil.copy(tmp_path / "first" / "checkpoint-2" / FILE_NAME, tmp_path / "first" / FILE_NAME)
+    for name in ("first", f"first/{FILE_NAME}"):
+        with pytest.raises(LedgerError, match="4 of training, which 2 of training here do not continue"):
+            tiny.trainer(tmp_path / "second", earlier_runs=[str(tmp_path / name)])
+
+
+def test_what_the_marks_of_an_earlier_run_know_weakens_it(tmp_path):
+    """Its record was put back to a time when nothing had been released; its ledger is as long as ever."""
+    run(tmp_path / "first", release=["training_loss"])
+    path = tmp_path / "first" / FILE_NAME
+    data = json.loads(path.read_text())
+    data["plan"]["released"], data["statement"], data["status"] = [], None, "running"
+    path.write_text(json.dumps(data))
+    args = tiny.arguments(tmp_path / "second", earlier_runs=[str(tmp_path / "first")])
+    assert [claim.released for claim in earlier_claims(args)] == [("training_loss",)]
+
+
+@pytest.mark.parametrize(("name", "theirs"), [("privacy_unit", "user"), ("neighboring_relation", "add_remove")])
+def test_a_run_with_another_unit_or_relation_is_refused(tmp_path, name, theirs):
+    run(tmp_path / "first")
+    path = tmp_path / "first" / FILE_NAME
+    data = json.loads(path.read_text())
+    data["plan"][name] = theirs
+    path.write_text(json.dumps(data))
+    with pytest.raises(InvalidArgumentError, match=f"with {name}='.*', not '{theirs}'"):
+        tiny.trainer(tmp_path / "second", earlier_runs=[str(tmp_path / "first")])
+
+
+def test_without_a_trainer(tmp_path):
+    """The row of the table at the level of the ledger: frozen with public labels, then DP-SGD."""
+    first = run(tmp_path / "first", release=["training_loss"], **FROZEN)
+    args = tiny.arguments(tmp_path / "second", earlier_runs=[str(tmp_path / "first")])
+    plan = PrivacyPlan.create(
+        num_examples=40, expected_batch_size=8, clipping_norm=0.1, noise_multiplier=1.0, max_steps=4, accountant="rdp"
+    )
+    later = RunLedger(tmp_path / "second", plan, earlier=earlier_claims(args))
+    later.start(4)
+    later.record_earlier(earlier_entries(args, 40))
+    later.append(plan.event(4), "training")
+    later.stop()
+    record = read(tmp_path / "second")
+    assert record.ledger.steps(EARLIER) == first.ledger.steps() == 1
+    (claim,) = record.weaknesses.earlier
+    assert (claim.run_id, claim.unit, claim.released) == (first._run.run_id, "features", ("training_loss",))
+    facts = RunFacts("dp_sgd", "all", "float32", "noise", "sampling", **vars(record.weaknesses))
+    statement = PrivacyStatement.from_ledger(record.plan, record.ledger, facts)
+    assert (statement.unit_code, statement.status) == ("features", "proven for the weights only")

@@ -1,0 +1,87 @@
+"""Guard, self-check and card go by the precision that runs, whoever asked for it."""
+
+from __future__ import annotations
+
+import pytest
+import tiny
+import torch
+from accelerate.state import AcceleratorState
+
+from hf_dp.errors import UnsupportedArgumentError
+from hf_dp.trainer.arguments import DPTrainingArguments
+from hf_dp.trainer.precision import Precision
+
+
+@pytest.fixture
+def from_environment(monkeypatch):
+    """The mixed precision of ``accelerate launch``, which no argument names."""
+
+    def set_to(value):
+        AcceleratorState._reset_state()
+        monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", value)
+
+    yield set_to
+    AcceleratorState._reset_state()
+
+
+def one_shape(trainer) -> bool:
+    plan, _ = trainer.private_run()
+    return trainer.private_batches(plan.sampler()).collate_fn.one_shape
+
+
+def test_bf16_from_the_environment_is_seen(tmp_path, from_environment):
+    from_environment("bf16")
+    trainer = tiny.trainer(tmp_path)
+    assert not trainer.args.bf16 and trainer.accelerator.mixed_precision == "bf16"
+    assert one_shape(trainer)
+    trainer.train()
+    said = trainer.privacy_statement().facts.precision
+    assert said.startswith("forward and backward bfloat16 autocast over float32 weights")
+    assert "bfloat16 autocast" in (tmp_path / "README.md").read_text()
+
+
+def test_planted_precision_by_the_argument_is_seen(tmp_path, from_environment, monkeypatch):
+    monkeypatch.setattr(
+        Precision, "of", classmethod(lambda cls, model, accelerator: cls(None, ("float32",)))
+    )  # what bf16=False says
+    from_environment("bf16")
+    assert not one_shape(tiny.trainer(tmp_path))
+
+
+def test_float32(tmp_path):
+    trainer = tiny.trainer(tmp_path)
+    assert not one_shape(trainer)
+    assert trainer.privacy_statement().facts.precision.startswith("forward and backward float32; norms")
+
+
+def test_autocast_around_the_training(tmp_path):
+    trainer = tiny.trainer(tmp_path)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert one_shape(trainer)
+        assert "bfloat16 autocast" in trainer.privacy_statement().facts.precision
+    with (
+        torch.autocast("cpu", torch.float16),
+        pytest.raises(UnsupportedArgumentError, match="`torch.autocast` to be bfloat16"),
+    ):
+        trainer.train()
+
+
+def test_frozen_weights_of_16_bits_are_named(tmp_path):
+    model = tiny.model()
+    model.bert.embeddings.word_embeddings.requires_grad_(False).bfloat16()
+    trainer = tiny.trainer(tmp_path, given={"model": model})
+    assert trainer.privacy_statement().facts.precision.startswith("forward and backward bfloat16 and float32")
+
+
+def test_float16_by_the_accelerator_is_refused(tmp_path, monkeypatch):
+    trainer = tiny.trainer(tmp_path)
+    monkeypatch.setattr(type(trainer.accelerator), "mixed_precision", property(lambda self: "fp16"))
+    with pytest.raises(UnsupportedArgumentError, match="`mixed_precision` to be .no. or .bf16.*got 'fp16'"):
+        trainer.train()
+    assert not (tmp_path / "privacy.json").exists()
+
+
+def test_the_environment_is_refused_by_its_own_row(tmp_path, monkeypatch):
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp16")
+    with pytest.raises(UnsupportedArgumentError, match="ACCELERATE_MIXED_PRECISION"):
+        DPTrainingArguments(str(tmp_path), noise_multiplier=1.0, expected_batch_size=8, use_cpu=True)

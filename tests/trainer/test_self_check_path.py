@@ -1,0 +1,194 @@
+"""The self-check goes the way of the rows: made-up ones, through the user's collator and the library's padding."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import datasets
+import numpy as np
+import PIL.Image
+import pytest
+import tiny
+import torch
+from data_paths import PATHS, OwnTrainer, own, vectors
+from peft import LoraConfig, get_peft_model
+from torch.nn import functional as F
+from transformers import DataCollatorWithPadding, default_data_collator
+
+from hf_dp.batches.made_up import made_up_rows
+from hf_dp.errors import DataError, SelfCheckError, UnsupportedModelError
+from hf_dp.trainer.trainer import DPTrainer
+
+
+def of_path(folder, name) -> DPTrainer:
+    path = PATHS[name]
+    given = {"model": path.model(), "train_dataset": path.dataset(path.rows()), "eval_dataset": None,
+             "data_collator": path.collator and path.collator()}  # fmt: skip
+    return tiny.trainer(folder, cls=path.trainer, given=given, **path.options)
+
+
+THROUGH_THE_COLLATOR = ["padding", "token classification", "masked LM", "causal LM, padded on the left", "seq2seq", "images",
+                        "photographs by a transform", "texts that the collator tokenizes", "multi-label", "regression",
+                        "torch tensors", "columns of one's own"]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", THROUGH_THE_COLLATOR)
+def test_made_up_rows_go_through_the_collator(name, tmp_path, monkeypatch):
+    warned = []
+    monkeypatch.setattr("hf_dp.trainer.training_data.logger.warning", lambda text, *args: warned.append(text % args))
+    trainer = of_path(tmp_path, name)
+    layout = trainer.training_data().looked_over.layout
+    examples = trainer.synthetic_batches()
+    assert not warned
+    for example in examples:
+        layout.check(example)  # the columns and types that rows have after the collator
+    trainer.check_engine()
+
+
+def test_a_row_that_cannot_be_made_up_is_said(tmp_path, monkeypatch):
+    warned = []
+    monkeypatch.setattr("hf_dp.trainer.training_data.logger.warning", lambda text, *args: warned.append(text % args))
+
+    class Tokens:
+        def __init__(self, row):
+            self.row = row
+
+    collator = DataCollatorWithPadding(tiny.tokenizer())
+    given = {"train_dataset": [Tokens(dict(row)) for row in tiny.dataset()], "eval_dataset": None,
+             "data_collator": lambda rows: collator([row.row for row in rows])}  # fmt: skip
+    trainer = tiny.trainer(tmp_path, given=given)
+    trainer.train()
+    assert trainer.ledger.steps() == 4
+    (said,) = warned
+    assert "past the data collator" in said and "a Tokens cannot be made up" in said and "synthetic_batches" in said
+
+
+def test_a_padding_that_the_loss_sees_is_found(tmp_path, monkeypatch):
+    from hf_dp.batches.padding import Padding
+
+    monkeypatch.setattr(Padding, "fill", lambda self, name, leaf: 1)
+    with pytest.raises(SelfCheckError, match="beside a longer one|clipped sum"):
+        tiny.trainer(tmp_path).train()
+
+
+class Returns(OwnTrainer):
+    what: Any = None
+
+    def synthetic_batches(self):
+        return self.what
+
+
+x, y = torch.randn(1, 4), torch.randn(1)
+
+
+@pytest.mark.parametrize(
+    ("what", "message"),
+    [
+        (None, "a list of at least two made-up examples, each a batch of one, got a NoneType"),
+        (({"x": x}, [{"x": x}]), "got a tuple"),
+        ([{"x": x, "labels": y}], "got 1 of them"),
+        ([{"x": torch.randn(3, 4), "labels": y}] * 2, r"`x` of item 0 has shape \(3, 4\)"),
+        ([{"x": x, "labels": torch.tensor(1.0)}] * 2, r"`labels` of item 0 has shape \(\)"),
+        ([{"x": x, "labels": y}, {"x": x}], r"Item 1 of what synthetic_batches\(\) returns does not fit the first"),
+        ([{}, {}], "of item 0"),
+    ],
+)
+def test_a_wrong_return_value_of_synthetic_batches_is_named(what, message, tmp_path):
+    class Wrong(Returns):
+        pass
+
+    Wrong.what = what
+    given = {"model": own(), "train_dataset": vectors(), "eval_dataset": None, "data_collator": default_data_collator}
+    with pytest.raises(DataError, match=message):
+        tiny.trainer(tmp_path, cls=Wrong, given=given, remove_unused_columns=False).train()
+    assert not (tmp_path / "privacy.json").exists()
+
+
+class WithoutSynthetic(DPTrainer):
+    def compute_per_example_loss(self, model, inputs):
+        return F.mse_loss(model(inputs["x"]), inputs.pop("labels"), reduction="none")
+
+
+def test_a_model_of_ones_own_needs_synthetic_batches(tmp_path):
+    given = {"model": own(), "train_dataset": vectors(), "eval_dataset": None, "data_collator": default_data_collator}
+    with pytest.raises(UnsupportedModelError, match=r"Own takes None.*Override DPTrainer.synthetic_batches"):
+        tiny.trainer(tmp_path, cls=WithoutSynthetic, given=given, remove_unused_columns=False).train()
+
+
+def test_a_model_of_ones_own_trains_saves_and_has_a_card(tmp_path):
+    given = {"model": own(), "train_dataset": vectors(), "eval_dataset": None, "data_collator": default_data_collator}
+    trainer = tiny.trainer(tmp_path, cls=OwnTrainer, given=given, remove_unused_columns=False)
+    trainer.train()
+    trainer.save_model()
+    assert trainer.privacy_statement().status == "proven" and "Privacy" in (tmp_path / "README.md").read_text()
+    assert {path.name for path in tmp_path.iterdir()} >= {"model.safetensors", "privacy.json", "README.md"}
+
+
+def test_columns_that_were_removed_are_named(tmp_path):
+    given = {"model": own(), "train_dataset": datasets.Dataset.from_list(vectors()), "eval_dataset": None,
+             "data_collator": default_data_collator}  # fmt: skip
+    with pytest.raises(
+        DataError, match=r"fail on a made-up row.*KeyError.*columns \['x'\].*remove_unused_columns=False"
+    ):
+        tiny.trainer(tmp_path, cls=OwnTrainer, given=given).train()
+
+
+def test_the_loss_gets_a_batch_of_its_own(tmp_path):
+    class Popping(DPTrainer):
+        def compute_per_example_loss(self, model, inputs):
+            labels = inputs.pop("labels")
+            inputs["input_ids"].clamp_(max=18)
+            return F.cross_entropy(model(**inputs).logits, labels, reduction="none")
+
+    trainer = tiny.trainer(tmp_path, cls=Popping)
+    trainer.train()
+    assert trainer.ledger.steps() == 4
+
+
+def test_nothing_of_a_real_row_is_in_a_made_up_one():
+    secret = 77_777
+    row = {
+        "input_ids": [secret] * 4, "attention_mask": [secret] * 4, "number": secret, "text": f"{secret}", "flag": True,
+        "words": [f"{secret}"] * 4, "floats": [77.777] * 3, "array": np.full((2, 2), secret), "score": 77.777,
+        "tensor": torch.full((3,), float(secret)), "nested": {"pair": (secret, [secret])}, "none": None,
+        "image": PIL.Image.new("L", (3, 2), 77), "labels": 1,
+    }  # fmt: skip
+    examples = [{"input_ids": torch.ones(1, n, dtype=torch.long), "labels": torch.tensor([0])} for n in (3, 6)]
+    made = made_up_rows([row, row], examples)
+    assert "777" not in repr(made) and [len(each["attention_mask"]) for each in made] == [3, 6]
+    for each in made:
+        assert each.keys() == row.keys() and {k: type(v) for k, v in each.items() if k != "image"} == {
+            k: type(v) for k, v in row.items() if k != "image"
+        }
+        assert each["image"].size == (3, 2) and each["image"].mode == "L" and each["flag"] is False
+
+
+# -- what came before the run ---
+
+
+@pytest.mark.parametrize("init", ["eva", "corda", "lora_ga", "something_new"])
+def test_an_adapter_that_may_come_from_data_is_refused_unless_said_to_be_public(init, tmp_path):
+    model = get_peft_model(tiny.model(), LoraConfig(r=2, target_modules=["query"], task_type="SEQ_CLS"))
+    model.peft_config["default"].init_lora_weights = init
+    with pytest.raises(UnsupportedModelError, match=f"init_lora_weights='{init}'.*adapter_init_data_is_public=True"):
+        tiny.trainer(tmp_path / "a", given={"model": model})
+    tiny.trainer(tmp_path / "b", given={"model": model}, adapter_init_data_is_public=True)
+
+
+@pytest.mark.parametrize("init", [True, False, "gaussian", "olora", "pissa", "pissa_niter_4", "orthogonal"])
+def test_an_adapter_from_weights_alone_is_taken(init, tmp_path):
+    model = get_peft_model(tiny.model(), LoraConfig(r=2, target_modules=["query"], task_type="SEQ_CLS"))
+    model.peft_config["default"].init_lora_weights = init
+    tiny.trainer(tmp_path, given={"model": model})
+
+
+@pytest.mark.parametrize("hold", [lambda data: data, lambda data: {"rows": data.select(range(9))}["rows"]])
+def test_a_collator_that_holds_training_rows_is_refused(hold, tmp_path):
+    data = tiny.dataset()
+    held, pad = hold(data), DataCollatorWithPadding(tiny.tokenizer())
+
+    def retrieving(rows):
+        return pad([rows[0] | {"label": held[0]["label"]}])
+
+    with pytest.raises(DataError, match="holds rows of the training set"):
+        tiny.trainer(tmp_path, given={"train_dataset": data, "data_collator": retrieving}).train()
