@@ -12,6 +12,7 @@ import copy
 import dis
 import enum
 import functools
+import logging
 import random
 import re
 import sys
@@ -22,8 +23,21 @@ from contextlib import contextmanager
 from pathlib import Path, PurePath
 from typing import Any, NamedTuple
 
+import datasets
 import numpy as np
 import torch
+from tokenizers import Tokenizer
+from torch import nn
+from torch.utils.data import Dataset
+from transformers import (
+    FeatureExtractionMixin,
+    PretrainedConfig,
+    PreTrainedTokenizerBase,
+    ProcessorMixin,
+    Trainer,
+    TrainingArguments,
+)
+from transformers.image_processing_base import ImageProcessingMixin
 
 from hf_dp.errors import DataError
 
@@ -33,13 +47,12 @@ _IMMUTABLE = (
     np.dtype, np.generic, torch.dtype, torch.device,
 )  # fmt: skip
 _GENERATORS = (random.Random, np.random.Generator, np.random.RandomState, torch.Generator)
-# Large or uncopyable objects that are shared by all calls, by the name of a class in their ancestry. Of tokenizers,
-# processors and configurations only the library's own classes: a subclass may keep anything.
-_SHARED = frozenset({"Module", "Dataset", "DatasetDict", "Trainer", "TrainingArguments", "Logger", "DataLoader"})
-_SHARED_IF_INSTALLED = frozenset(
-    {"PreTrainedTokenizerBase", "Tokenizer", "ProcessorMixin", "FeatureExtractionMixin", "ImageProcessingMixin"}
-    | {"BaseImageProcessor", "PreTrainedConfig", "PretrainedConfig"}
-)
+# Large objects that all calls share. Of these only the libraries' own classes: one of the user's may keep anything.
+_SHARED_IF_INSTALLED = (
+    nn.Module, PreTrainedTokenizerBase, Tokenizer, ProcessorMixin, FeatureExtractionMixin, ImageProcessingMixin,
+    PretrainedConfig, TrainingArguments, logging.Logger,
+)  # fmt: skip
+_SHARED = (Dataset, datasets.Dataset, datasets.DatasetDict)  # who holds one is told; see Isolated.shared
 
 
 class _Empty(enum.Enum):
@@ -108,7 +121,7 @@ class Isolated:
         memo = _memo(self._reach)
         function, values = copy.deepcopy(self._state, memo)
         for holder in self._reach.seeded:  # a seed of its own, from which it would make a public generator
-            memo.get(id(holder), holder).seed = random.getrandbits(31)
+            object.__setattr__(memo.get(id(holder), holder), "seed", random.getrandbits(31))
         with _swapped(self._slots, values), _without_new_attributes(self._reach.classes):
             return function(*args)
 
@@ -174,8 +187,15 @@ class _Reach:
         self._seen: dict[int, Any] = {}
 
     def visit(self, value: Any) -> None:
+        if isinstance(value, type):
+            self._classes_of(value)
         if id(value) in self._seen or isinstance(value, _IMMUTABLE):
             return
+        if isinstance(value, Trainer):
+            raise DataError(
+                "The data collator reaches a Trainer, which cannot be copied for each example and so would carry state from "
+                "one to the next. Make the collator a function, and pass it what it needs."
+            )
         self._seen[id(value)] = value
         if isinstance(value, _GENERATORS):
             self.generators.append(value)
@@ -202,6 +222,7 @@ class _Reach:
             self._slot(_Slot(function, "__dict__"), assigned=True)
             for name, assigned in sorted(_globals_used(function.__code__).items()):
                 self._slot(_Slot(function.__globals__, name, is_item=True), assigned)
+                self._module(function.__globals__.get(name), function.__code__)
 
     def _object(self, value: Any) -> None:
         if isinstance(value, Mapping):
@@ -219,8 +240,18 @@ class _Reach:
             for name in getattr(cls, "__slots__", ()):
                 if hasattr(value, name):
                     self.visit(getattr(value, name))
-            if not _is_installed(cls.__module__):
-                self._class(cls)
+        self._classes_of(type(value))
+
+    def _module(self, module: Any, code: types.CodeType) -> None:
+        """Visit the globals of a module of the user's that code may reach through it."""
+        if isinstance(module, types.ModuleType) and not _is_installed(module.__name__):
+            for name in sorted(_names(code) & vars(module).keys()):
+                self._slot(_Slot(module, name), assigned=True)
+
+    def _classes_of(self, cls: type) -> None:
+        for each in cls.__mro__:
+            if not _is_installed(each.__module__):
+                self._class(each)
 
     def _class(self, cls: type) -> None:
         """Visit the methods and the attributes of a class of the user's."""
@@ -249,8 +280,11 @@ def _holds_state(value: Any) -> bool:
 
 
 def _is_shared(value: Any) -> bool:
-    names = {cls.__name__ for cls in type(value).__mro__}
-    return bool(names & _SHARED) or (bool(names & _SHARED_IF_INSTALLED) and _is_installed(type(value).__module__))
+    if isinstance(value, nn.Module):
+        return all(_is_installed(type(module).__module__) for module in value.modules())
+    if isinstance(value, _SHARED_IF_INSTALLED):
+        return _is_installed(type(value).__module__)
+    return isinstance(value, _SHARED)
 
 
 @functools.cache
@@ -268,10 +302,18 @@ def _globals_used(code: types.CodeType) -> dict[str, bool]:
 
 
 @functools.cache
+def _names(code: types.CodeType) -> frozenset[str]:
+    """Return the names of globals and attributes in code, functions defined inside it included."""
+    inner = (constant for constant in code.co_consts if isinstance(constant, types.CodeType))
+    return frozenset(code.co_names).union(*map(_names, inner))
+
+
+@functools.cache
 def _is_installed(module: str | None) -> bool:
     """Return whether a module belongs to Python, an installed package or hf_dp, rather than to the user."""
     root = (module or "").partition(".")[0]
     if root in sys.stdlib_module_names and root != "__main__" or root in ("builtins", "hf_dp"):
         return True
-    file = getattr(sys.modules.get(root), "__file__", None) or ""
+    found = sys.modules.get(root)
+    file = getattr(found, "__file__", None) or next(iter(getattr(found, "__path__", ())), "")
     return any(Path(file).is_relative_to(sysconfig.get_path(kind)) for kind in ("purelib", "platlib"))

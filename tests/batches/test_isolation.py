@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import random
+import types
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -16,6 +17,7 @@ from transformers import DataCollatorForLanguageModeling, DataCollatorWithPaddin
 from hf_dp.batches import isolation
 from hf_dp.batches.isolation import Isolated
 from hf_dp.errors import DataError
+from hf_dp.trainer.trainer import DPTrainer
 
 SEEN: list[int] = []
 TABLE = {"calls": 0}
@@ -126,6 +128,34 @@ class OnTheClassAnew:
         return cls.calls
 
 
+class Registry:
+    kept: list[int] = []
+
+
+def in_a_registry(rows):
+    Registry.kept.append(1)
+    return len(Registry.kept)
+
+
+ELSEWHERE = types.ModuleType("elsewhere")
+ELSEWHERE.kept = []  # type: ignore[attr-defined]
+
+
+def in_another_module(rows):
+    ELSEWHERE.kept.append(1)
+    return len(ELSEWHERE.kept)
+
+
+class AsAModule(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.kept: list[int] = []
+
+    def forward(self, rows):
+        self.kept.append(1)
+        return len(self.kept)
+
+
 class InSlots:
     __slots__ = ("kept",)
 
@@ -155,6 +185,10 @@ STATEFUL = {
     "global": lambda: in_a_global,
     "global dictionary": lambda: in_a_global_dictionary,
     "iterator": lambda: by_an_iterator,
+    "class used by name": lambda: in_a_registry,
+    "another module": lambda: in_another_module,
+    "module of torch": AsAModule,
+    "module of torch inside": lambda: torch.nn.Sequential(torch.nn.Identity(), AsAModule()),
     "number": lambda: in_a_number,
     "new global": lambda: in_a_new_global,
     "new attribute of a class": OnTheClassAnew,
@@ -183,6 +217,15 @@ def finds_what_was_left(make) -> bool:
 @pytest.mark.parametrize("name", STATEFUL)
 def test_every_call_is_the_first(name):
     assert not finds_what_was_left(STATEFUL[name])
+
+
+def test_a_method_of_a_trainer_is_refused(tmp_path):
+    class Collating(DPTrainer):
+        def collate(self, rows):
+            return rows
+
+    with pytest.raises(DataError, match="reaches a Trainer"):
+        Isolated(tiny.trainer(tmp_path, cls=Collating).collate)
 
 
 @pytest.mark.parametrize("name", STATEFUL)
