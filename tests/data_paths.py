@@ -77,6 +77,12 @@ scored = partial(texts, lambda ids: sum(ids) / 50)
 several = partial(texts, lambda ids: [float(sum(ids) % 2), float(len(ids) % 2), 1.0])
 
 
+def decoded() -> Rows:
+    """Rows with the decoder's inputs beside labels of another length than the tokens."""
+    rows = translated()
+    return [{**row, "decoder_input_ids": [PAD, *row["labels"][:-1]]} for row in rows]
+
+
 def unlabeled() -> Rows:
     return [{k: v for k, v in row.items() if k != "labels"} for row in texts(len)]
 
@@ -195,6 +201,11 @@ def clone_inputs(rows: Rows) -> Any:
     return batch
 
 
+def stacking(rows: Rows) -> Any:
+    """Makes tensors of one row, as the library pads."""
+    return {name: torch.tensor([row[name] for row in rows]) for name in rows[0]}
+
+
 def mixup(rows: Rows) -> Any:
     x = torch.tensor([row["pixel_values"] for row in rows])
     return {"pixel_values": 0.7 * x + 0.3 * x.roll(1, 0), "labels": torch.tensor([row["labels"] for row in rows])}
@@ -308,6 +319,17 @@ def pixels_by_a_transform(rows: Rows) -> Any:
     return datasets.Dataset.from_list(rows).cast_column("image", datasets.Image()).with_transform(to_pixels)
 
 
+def augmented_by_a_transform(rows: Rows) -> Any:
+    """A transform with a generator of its own, which hands out one list for all rows."""
+    generator, shared = np.random.default_rng(0), []
+
+    def mask(batch: Any) -> Any:
+        shared[:] = [MASK if generator.random() < 0.4 else token for token in batch["input_ids"][0]]
+        return {**batch, "input_ids": [shared]}
+
+    return datasets.Dataset.from_list(without_number(rows)).with_transform(mask)
+
+
 class Popped(torch.utils.data.Dataset):
     """Rows that all share one mask, handed out as they are."""
 
@@ -368,6 +390,7 @@ PATHS: dict[str, DataPath] = {
     "a collator that remembers in a closure": _classifier(collator=remembering_in_a_closure),
     "a collator with a public generator": _classifier(collator=lambda: masking_by_a_public_generator),
     "a collator that seeds the generators": _classifier(collator=lambda: reseeding),
+    "a transform with a public generator": _classifier(dataset=augmented_by_a_transform),
     "a collator that pops labels of shared rows": _classifier(collator=lambda: popping, dataset=Popped),
     # stock collators
     "padding": _classifier(),
@@ -405,6 +428,7 @@ PATHS: dict[str, DataPath] = {
         lambda: hf.DataCollatorWithFlattening(), refused="DataCollatorWithFlattening puts many examples into one row"
     ),
     # tasks
+    "decoder inputs given": DataPath(t5, decoded, lambda: stacking),
     "regression": _classifier(rows=scored, model=partial(bert, num_labels=1)),
     "multi-label": _classifier(rows=several, model=partial(bert, num_labels=3)),
     "decoder as a classifier": _classifier(model=partial(gpt2, hf.GPT2ForSequenceClassification, pad_token_id=PAD)),

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import datasets
 from torch import Tensor
 from torch.utils.data import Dataset, get_worker_info
 
@@ -36,10 +37,11 @@ class Examples(Dataset[Example]):
     """
 
     def __init__(self, dataset: Any, collator: Collator, randomness: SecretRandomness):
-        self.dataset, self.randomness = dataset, randomness
+        self.randomness = randomness
         with randomness.streams():
             self.collator = Isolated(collator)
-        self._rows_are_fresh = _is_arrow(dataset)
+            self.dataset = _with_isolated_transform(dataset)
+        self._rows_are_fresh = isinstance(dataset, datasets.Dataset) and dataset.format["type"] != "custom"
 
     def __len__(self) -> int:
         return len(self.dataset)
@@ -103,11 +105,15 @@ class Examples(Dataset[Example]):
         return example
 
 
-def _is_arrow(dataset: Any) -> bool:
-    """Whether each fetch makes new objects: a plain datasets.Dataset does."""
-    import datasets
-
-    return type(dataset) is datasets.Dataset
+def _with_isolated_transform(dataset: Any) -> Any:
+    """Return the data set with its ``set_transform``, which sees one row at a time, in a fresh state for each."""
+    if not isinstance(dataset, datasets.Dataset) or dataset.format["type"] != "custom":
+        return dataset
+    return dataset.with_transform(
+        Isolated(dataset.format["format_kwargs"]["transform"]),
+        columns=dataset.format["columns"],
+        output_all_columns=dataset.format["output_all_columns"],
+    )
 
 
 def _copied(row: Any, index: int) -> Any:

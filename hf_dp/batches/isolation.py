@@ -17,6 +17,7 @@ import random
 import re
 import sys
 import sysconfig
+import time
 import types
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -38,8 +39,11 @@ from transformers import (
     TrainingArguments,
 )
 from transformers.image_processing_base import ImageProcessingMixin
+from transformers.utils.logging import get_logger
 
 from hf_dp.errors import DataError
+
+logger = get_logger(__name__)
 
 _IMMUTABLE = (
     type(None), bool, int, float, complex, str, bytes, range, type, enum.Enum, re.Pattern, PurePath,
@@ -50,9 +54,11 @@ _GENERATORS = (random.Random, np.random.Generator, np.random.RandomState, torch.
 # Large objects that all calls share. Of these only the libraries' own classes: one of the user's may keep anything.
 _SHARED_IF_INSTALLED = (
     nn.Module, PreTrainedTokenizerBase, Tokenizer, ProcessorMixin, FeatureExtractionMixin, ImageProcessingMixin,
-    PretrainedConfig, TrainingArguments, logging.Logger,
+    PretrainedConfig, TrainingArguments, logging.Logger, Dataset, datasets.Dataset, datasets.DatasetDict,
 )  # fmt: skip
-_SHARED = (Dataset, datasets.Dataset, datasets.DatasetDict)  # who holds one is told; see Isolated.shared
+_DATA = (Dataset, datasets.Dataset, datasets.DatasetDict)
+_CACHED = type(functools.lru_cache(lambda: None))
+_SLOW = 5e-3  # seconds for a copy, from which it is told
 
 
 class _Empty(enum.Enum):
@@ -92,9 +98,11 @@ class Isolated:
 
     Args: function: any callable. Its state is copied now; later changes to the original have no effect.
 
-    Attributes: shared: what all calls share, since it is too large to copy (models, data sets, stock tokenizers).
+    Attributes: data: the data sets that it reaches.
 
-    Raises: DataError when its state cannot be copied (an open file, a running generator).
+    All calls share what is too large to copy: models, stock tokenizers and processors, data sets. Attributes that a call
+    sets on them are undone. Raises: DataError when state cannot be copied (an open file, a running generator), and, from
+    a call, when it changed the vocabulary of a tokenizer.
 
     State that compiled code, installed packages or files keep is out of reach; the privacy statement says so.
     """
@@ -103,7 +111,7 @@ class Isolated:
         self._original = function
         reach = _Reach()
         reach.visit(function)
-        self.shared = tuple(reach.shared)
+        self.data = tuple(reach.data)
         self._slots = tuple(reach.slots)
         try:
             self._state = copy.deepcopy((function, [slot.get() for slot in self._slots]), _memo(reach))
@@ -116,13 +124,26 @@ class Isolated:
         self._reach = _Reach()
         for value in (self._state[0], *self._state[1]):
             self._reach.visit(value)
+        start = time.perf_counter()
+        copy.deepcopy(self._state, _memo(self._reach))
+        if (seconds := time.perf_counter() - start) > _SLOW:
+            logger.warning(
+                "Copying the state of %s takes %.0f ms, and each example gets a copy. Let it hold less: tables as tensors or "
+                "strings, or work done in the data set beforehand.",
+                _name(function),
+                1000 * seconds,
+            )
 
     def __call__(self, *args: Any) -> Any:
         memo = _memo(self._reach)
         function, values = copy.deepcopy(self._state, memo)
         for holder in self._reach.seeded:  # a seed of its own, from which it would make a public generator
             object.__setattr__(memo.get(id(holder), holder), "seed", random.getrandbits(31))
-        with _swapped(self._slots, values), _without_new_attributes(self._reach.classes):
+        with (
+            _swapped(self._slots, values),
+            _without_new_attributes(self._reach.classes),
+            _as_it_was(self._reach.shared),
+        ):
             return function(*args)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -156,11 +177,42 @@ def _without_new_attributes(classes: dict[type, frozenset[str]]) -> Iterator[Non
                 delattr(cls, name)
 
 
+@contextmanager
+def _as_it_was(shared: list[Any]) -> Iterator[None]:
+    """Undo, afterwards, what was assigned to attributes of shared objects.
+
+    Raises: DataError when the vocabulary of a tokenizer grew, which cannot be undone.
+    """
+    attributes = [(each, dict(vars(each))) for each in shared if hasattr(each, "__dict__")]
+    sizes = [(each, len(each)) for each in shared if isinstance(each, PreTrainedTokenizerBase)]
+    try:
+        yield
+    finally:
+        for each, before in attributes:
+            if _rebound(vars(each), before):
+                vars(each).clear()
+                vars(each).update(before)
+        if any(len(each) != size for each, size in sizes):
+            raise DataError(
+                "the data collator adds tokens to the tokenizer, which later rows would see. Add them before."
+            )
+
+
+def _rebound(now: dict[str, Any], before: dict[str, Any]) -> bool:
+    return len(now) != len(before) or any(now.get(name, now) is not value for name, value in before.items())
+
+
 def _memo(reach: _Reach) -> dict[int, Any]:
     """What deepcopy takes as copied already: shared objects as they are, generators as new ones."""
-    memo = {id(value): value for value in reach.shared}
+    memo = {id(value): value for value in (*reach.shared, *reach.modules)}
+    memo.update({id(cached): _without_results(cached) for cached in reach.cached})
     memo.update({id(generator): _reseeded(generator) for generator in reach.generators})
     return memo
+
+
+def _without_results(cached: Any) -> Any:
+    """Return an empty cache around the same function."""
+    return functools.lru_cache(**cached.cache_parameters())(cached.__wrapped__)
 
 
 def _reseeded(generator: Any) -> Any:
@@ -180,6 +232,9 @@ class _Reach:
 
     def __init__(self) -> None:
         self.shared: list[Any] = []
+        self.data: list[Any] = []
+        self.modules: list[Any] = []
+        self.cached: list[Any] = []
         self.generators: list[Any] = []
         self.seeded: list[Any] = []
         self.slots: list[_Slot] = []
@@ -189,6 +244,8 @@ class _Reach:
     def visit(self, value: Any) -> None:
         if isinstance(value, type):
             self._classes_of(value)
+        if isinstance(value, types.ModuleType):  # not to be copied, where an attribute or a closure holds one
+            self.modules.append(value)
         if id(value) in self._seen or isinstance(value, _IMMUTABLE):
             return
         if isinstance(value, Trainer):
@@ -197,7 +254,12 @@ class _Reach:
                 "one to the next. Make the collator a function, and pass it what it needs."
             )
         self._seen[id(value)] = value
-        if isinstance(value, _GENERATORS):
+        if isinstance(value, _DATA):
+            self.data.append(value)
+        if isinstance(value, _CACHED):
+            self.cached.append(value)
+            self.visit(value.__wrapped__)
+        elif isinstance(value, _GENERATORS):
             self.generators.append(value)
         elif _is_shared(value):
             self.shared.append(value)
@@ -262,6 +324,8 @@ class _Reach:
             function = getattr(member, "__func__", None) or getattr(member, "fget", None) or member
             if isinstance(function, types.FunctionType):
                 self.visit(function)
+            elif isinstance(function, _CACHED):
+                self._slot(_Slot(cls, name))
             elif not name.startswith(("__", "_abc_")) and not hasattr(type(member), "__get__"):
                 self._slot(_Slot(cls, name), assigned=True)
 
@@ -282,9 +346,7 @@ def _holds_state(value: Any) -> bool:
 def _is_shared(value: Any) -> bool:
     if isinstance(value, nn.Module):
         return all(_is_installed(type(module).__module__) for module in value.modules())
-    if isinstance(value, _SHARED_IF_INSTALLED):
-        return _is_installed(type(value).__module__)
-    return isinstance(value, _SHARED)
+    return isinstance(value, _SHARED_IF_INSTALLED) and _is_installed(type(value).__module__)
 
 
 @functools.cache

@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from hf_dp.batches.padding import LABELS
 from hf_dp.batches.structure import Example, column, leaves
 from hf_dp.errors import DataError, UnsupportedLossError
-from hf_dp.losses import IGNORED_LABEL, base_model, task_of
+from hf_dp.losses import IGNORED_LABEL, base_model, takes_attention_mask, task_of
 
+_BESIDE_TOKENS = ("attention_mask", "token_type_ids", "special_tokens_mask", "position_ids")
 _TOKEN_LABELS = ("token_classification", "causal_lm", "masked_lm", "seq2seq_lm")
 
 
@@ -21,15 +22,25 @@ _TOKEN_LABELS = ("token_classification", "causal_lm", "masked_lm", "seq2seq_lm")
 class Limits:
     """Ranges of integers by column, from 0 to the number given, itself excluded.
 
-    Args: ignorable: columns that may also hold -100, the label of what is not predicted.
+    Args:
+        ignorable: columns that may also hold -100, the label of what is not predicted.
+        as_long_as_tokens: columns that have a value for each of the ``input_ids``.
+        any_mask: whether an attention mask may have holes, begin with 0 or be 0 everywhere.
+        padded_on_the_left: by the tokenizer.
     """
 
     below: Mapping[str, int] = field(default_factory=dict)
     ignorable: frozenset[str] = frozenset()
+    as_long_as_tokens: frozenset[str] = frozenset()
+    any_mask: bool = True
+    padded_on_the_left: bool = False
 
     @classmethod
-    def of(cls, model: nn.Module, own_loss: bool = False) -> Limits:
-        """Return the limits of a model and, unless the loss is the user's own, of its task's labels."""
+    def of(cls, model: nn.Module, own_loss: bool = False, side: str = "right") -> Limits:
+        """Return the limits of a model and, unless the loss is the user's own, of its task's labels.
+
+        Args: side: on which the tokenizer pads.
+        """
         base: Any = base_model(model)
         config = getattr(base, "config", None)
         below: dict[str, int | None] = {}
@@ -42,11 +53,22 @@ class Limits:
             below |= dict.fromkeys(LABELS, _vocabulary(base))
         elif task == "token_classification" or (task is not None and _is_single_label(config)):
             below |= dict.fromkeys(LABELS, getattr(config, "num_labels", None))
+        below["position_ids"] = getattr(config, "max_position_embeddings", None)
         known = {name: limit for name, limit in below.items() if isinstance(limit, int)}
-        return cls(known, frozenset(LABELS) if task in _TOKEN_LABELS else frozenset())
+        of_tokens = task in _TOKEN_LABELS and task != "seq2seq_lm"
+        return cls(
+            known,
+            frozenset(LABELS) if task in _TOKEN_LABELS else frozenset(),
+            frozenset(_BESIDE_TOKENS + (LABELS if of_tokens else ())),
+            any_mask=own_loss or not takes_attention_mask(model),
+            padded_on_the_left=side == "left",
+        )
 
     def check(self, example: Example) -> None:
-        """Raise DataError for a value out of range, or a float that is not a number."""
+        """Raise DataError for a value out of range, a float that is not a number, or columns that do not fit the tokens."""
+        tokens = example.get("input_ids") if isinstance(example, dict) else None
+        if isinstance(tokens, Tensor):
+            self._check_tokens(example, tokens)
         for name, leaf in leaves(example):
             if not isinstance(leaf, Tensor) or not leaf.numel():
                 continue
@@ -57,6 +79,33 @@ class Limits:
             limit = self.below.get(column(name))
             if limit is not None and leaf.dtype != torch.bool:
                 self._check_range(name, leaf, limit)
+
+    def _check_tokens(self, example: dict[str, Any], tokens: Tensor) -> None:
+        if not tokens.numel():
+            raise DataError("it has no tokens. Leave the row out.")
+        for name in self.as_long_as_tokens & example.keys():
+            leaf = example[name]
+            if isinstance(leaf, Tensor) and leaf.dim() == tokens.dim() and leaf.shape != tokens.shape:
+                raise DataError(
+                    f"`{name}` has shape {tuple(leaf.shape)}, and `input_ids` {tuple(tokens.shape)}. Give each token a value."
+                )
+        mask = example.get("attention_mask")
+        if not self.any_mask and isinstance(mask, Tensor) and mask.dim() == 2 and "position_ids" not in example:
+            self._check_mask(mask[0] != 0)
+
+    def _check_mask(self, attended: Tensor) -> None:
+        """What :func:`hf_dp.losses.with_position_ids` would refuse at the step that draws the row."""
+        begins_late = not bool(attended[0])
+        if not bool(attended.any()):
+            raise DataError("its attention_mask is 0 everywhere. Leave the row out.")
+        if begins_late and not self.padded_on_the_left:
+            raise DataError("its attention_mask begins with 0, as if padded on the left. Leave masked tokens out.")
+        holes = int((attended[1:] & ~attended[:-1]).sum()) - begins_late
+        if holes and self.padded_on_the_left:
+            raise DataError(
+                "its attention_mask has a hole (0 between two 1), and padding goes on the left: positions would depend on its "
+                "neighbors. Set tokenizer.padding_side = 'right', or leave masked tokens out."
+            )
 
     def _check_range(self, name: str, leaf: Tensor, limit: int) -> None:
         low, high = (int(value) for value in leaf.aminmax())

@@ -26,19 +26,24 @@ def made_up_rows(templates: Sequence[Any], examples: Sequence[Mapping[str, Tenso
         templates: rows of the data set. examples: batches of one, with the model's inputs and ``labels``.
 
     A column that the examples have (labels under any of their names) is theirs; others are zeros, random floats, made-up
-    words or images, of the first template's shape. A column that in all templates is as long as their tokens is as long as
-    the example's.
+    words or images, of the first template's shape. A column that in all templates is as long as the tokens, or else as the
+    labels, is so in the rows.
 
     Raises: DataError for a type that cannot be made up.
     """
-    aligned = set.intersection(*map(_as_long_as_the_tokens, templates))
+    aligned = dict.fromkeys(_as_long_as(templates, LABELS), "labels")
+    aligned |= dict.fromkeys(_as_long_as(templates, ("input_ids",)), "input_ids")
     return [_like(templates[0], None, dict(example), aligned) for example in examples]
 
 
-def _as_long_as_the_tokens(template: Any) -> set[str]:
-    tokens = template.get("input_ids") if isinstance(template, Mapping) else None
-    length = _length(tokens)
-    return set() if length is None else {str(name) for name, value in template.items() if _length(value) == length}
+def _as_long_as(templates: Sequence[Any], names: Sequence[str]) -> set[str]:
+    """Return the columns that in all templates are as long as the first of ``names`` that there is."""
+    found = []
+    for template in templates:
+        given = template if isinstance(template, Mapping) else {}
+        length = next((_length(given[name]) for name in names if name in given), None)
+        found.append({str(name) for name, value in given.items() if length is not None and _length(value) == length})
+    return set.intersection(*found)
 
 
 def _length(value: Any) -> int | None:
@@ -47,7 +52,7 @@ def _length(value: Any) -> int | None:
     return len(value) if isinstance(value, (list, tuple)) else None
 
 
-def _like(value: Any, name: str | None, example: Mapping[str, Tensor], aligned: set[str]) -> Any:
+def _like(value: Any, name: str | None, example: Mapping[str, Tensor], aligned: Mapping[str, str]) -> Any:
     known = None if name is None else example.get("labels" if name in LABELS else name)
     if known is not None and (known[0].dim() == 0) == isinstance(value, (bool, int, float)):
         return _in_the_form_of(value, known[0])
@@ -58,17 +63,20 @@ def _like(value: Any, name: str | None, example: Mapping[str, Tensor], aligned: 
     if isinstance(value, float):
         return random.gauss(0, 1)
     tokens = example["input_ids"].shape[1] if "input_ids" in example else 5
+    beside = example.get(aligned.get(name or "", ""))  # what the column is as long as
+    length = None if beside is None or beside.dim() < 2 else beside.shape[1]
     if isinstance(value, str):
         return " ".join(random.choices(_WORDS, k=tokens))
     if isinstance(value, (Tensor, np.ndarray)):
-        shape = (tokens, *value.shape[1:]) if name in aligned else tuple(value.shape)
+        shape = tuple(value.shape) if length is None else (length, *value.shape[1:])
         made = torch.randn(shape) if _is_float(value) else torch.zeros(shape, dtype=torch.long)
         return _cast(made, value)
     if isinstance(value, (list, tuple)):
         if value and all(isinstance(item, (bool, int, float, str)) for item in value):
-            count = tokens if name in aligned else len(value)
+            count = len(value) if length is None else length
             return type(value)(_like(value[0], None, example, aligned) for _ in range(count))
-        return type(value)(_like(item, None, example, aligned) for item in value)
+        items = [_like(item, None, example, aligned) for item in value]
+        return value._make(items) if hasattr(value, "_make") else type(value)(items)
     if hasattr(value, "getbands") and hasattr(value, "size"):  # a PIL image
         from PIL import Image
 

@@ -16,8 +16,8 @@ from torch.nn import functional as F
 
 from hf_dp.batches.layout import Layout, Leaf
 from hf_dp.batches.structure import Example, column, combined
-from hf_dp.errors import DataError
-from hf_dp.losses import IGNORED_LABEL, base_model, takes_attention_mask
+from hf_dp.errors import DataError, UnsupportedLossError
+from hf_dp.losses import IGNORED_LABEL, base_model, takes_attention_mask, task_of
 
 LABELS = ("labels", "label", "label_ids")
 _OF_THE_DECODER = ("decoder_input_ids", "decoder_attention_mask")
@@ -32,6 +32,7 @@ class Padding:
         decoder_pad_token_id: for the decoder's token ids.
         pad_token_type_id: for token type ids.
         side: "right" or "left", the tokenizer's.
+        pads_labels: whether labels may differ in length: those of tokens, or of a loss of the user's own.
         labels_side: "right" for a decoder of its own, whose positions count from its first label; else ``side``.
         values: fill values that the user declared, by column.
     """
@@ -40,11 +41,14 @@ class Padding:
     decoder_pad_token_id: int | None = None
     pad_token_type_id: int = 0
     side: str = "right"
+    pads_labels: bool = True
     labels_side: str = "right"
     values: Mapping[str, float] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, model: Any, tokenizer: Any, values: Mapping[str, float] | None = None) -> Padding:
+    def of(
+        cls, model: Any, tokenizer: Any, values: Mapping[str, float] | None = None, own_loss: bool = False
+    ) -> Padding:
         """Return the padding of a model and its tokenizer (or processor; None: by the model's configuration alone)."""
         config = getattr(base_model(model), "config", None)
         tokenizer = getattr(tokenizer, "tokenizer", tokenizer)
@@ -59,6 +63,7 @@ class Padding:
             decoder_pad_token_id=of_tokenizer if of_config is None else of_config,
             pad_token_type_id=getattr(tokenizer, "pad_token_type_id", None) or 0,
             side=side,
+            pads_labels=own_loss or _labels_tokens(model),
             labels_side="right" if getattr(config, "is_encoder_decoder", False) else side,
             values=dict(values or {}),
         )
@@ -80,7 +85,7 @@ class Padding:
         if is_float:  # 0 is no padding of an additive mask, nor of a target
             return None
         if name in LABELS:
-            return IGNORED_LABEL
+            return IGNORED_LABEL if self.pads_labels else None
         if name == "special_tokens_mask":
             return 1
         if name.endswith("attention_mask") or name == "position_ids":
@@ -127,6 +132,13 @@ class Padding:
         if name in _OF_THE_DECODER:
             return "right"
         return self.labels_side if name in LABELS else self.side
+
+
+def _labels_tokens(model: Any) -> bool:
+    try:
+        return not task_of(model).endswith(("sequence_classification", "image_classification"))
+    except UnsupportedLossError:
+        return True
 
 
 def _cannot_pad(name: str, leaf: Leaf, dimension: int) -> str:

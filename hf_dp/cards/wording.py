@@ -115,10 +115,10 @@ def not_covered(facts: RunFacts, plan: PrivacyPlan) -> tuple[str, ...]:
         "to be a function of its own example alone; where one example acts through several rows, it is protected less",
         "a collator that keeps state where each call cannot get a fresh copy of it (files, compiled code, packages): "
         "what it makes of a row is taken to be a function of that row alone, too",
-        "where a run broke off, if a drawn row broke it (a transform or collator that fails at random, one long row that "
-        "exhausts the memory): that it ended there tells that the row was drawn, and is not noised",
-        "an output folder that was put back as a whole to an earlier state (a backup, a snapshot) and trained on: the "
-        "steps made since that state are in no file that is left, so epsilon does not count them",
+        "where a run broke off, if a drawn row broke it (a transform or collator that fails at random, a model or loss that "
+        "fails on it, one long row that exhausts the memory): that it ended there tells that the row was drawn",
+        "an output folder that was put back as a whole to an earlier state (a backup, a snapshot) and trained on, or copied "
+        "and trained on in both places: neither ledger knows the steps of the other, so epsilon does not count them",
         "running time and memory use",
         "floating-point attacks on the noise: the proof assumes real-number Gaussian noise",
         "how kernels round: that an example's gradient is rounded alike beside other examples was measured (float32; bfloat16 "

@@ -38,6 +38,14 @@ def hash_rows(parts: list[Part], columns: Columns, key: bytes) -> np.ndarray:
     return np.concatenate(found)
 
 
+def is_repeatable(part: Part, columns: Columns) -> bool:
+    """Return whether the first row is the same when it is read again; a random transform's is not."""
+    if part.is_read_from_table(columns.served) or not part.length or part.streams:
+        return True
+    first, again = (next(_object_rows(part, columns)) for _ in range(2))
+    return first == again
+
+
 def _object_rows(part: Part, columns: Columns) -> Iterator[bytes]:
     """Yield the encoded compared columns of each row of Python objects."""
     for row in part.values():

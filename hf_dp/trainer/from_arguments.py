@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
+
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from hf_dp._validate import invalid
 from hf_dp.accounting import EARLIER, LedgerEntry, epsilon
+from hf_dp.cards.document import FILE_NAME, PrivacyRecord
 from hf_dp.cards.marks import read_run
 from hf_dp.cards.weaknesses import EarlierRun, each_once
 from hf_dp.forward_plan import PRIVATE_ENCODER
@@ -63,7 +67,7 @@ def earlier_entries(args: DPTrainingArguments, num_examples: int) -> list[Ledger
     """
     entries = []
     for path in args.earlier_runs:
-        record = read_run(path)
+        record = _whole_run(path)
         plan = record.plan
         if plan.num_examples != num_examples:
             raise invalid(
@@ -85,9 +89,19 @@ def earlier_entries(args: DPTrainingArguments, num_examples: int) -> list[Ledger
     return entries
 
 
+def _whole_run(path: str) -> PrivacyRecord:
+    """Return what a run released; named by one of its checkpoints, also what it released after that."""
+    record, parent = read_run(path), Path(path).resolve().parent
+    if Path(path).resolve().name.startswith(PREFIX_CHECKPOINT_DIR) and (parent / FILE_NAME).exists():
+        run = read_run(parent)
+        if run.run_id == record.run_id:
+            return run
+    return record
+
+
 def earlier_claims(args: DPTrainingArguments) -> tuple[EarlierRun, ...]:
     """What the ``earlier_runs``, and the runs that they name in turn, leave unprotected.
 
     Raises: LedgerError for a file that cannot be read, or that went back.
     """
-    return each_once(claim for path in args.earlier_runs for claim in EarlierRun.all_of(read_run(path)))
+    return each_once(claim for path in args.earlier_runs for claim in EarlierRun.all_of(_whole_run(path)))

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_dp._validate import invalid
 from hf_dp.errors import UnsupportedArgumentError
@@ -19,17 +21,28 @@ class Precision:
     """What the accelerator, the surrounding autocast and the parameters say.
 
     Args: autocast: name of the type that products are computed in, or None. parameters: names of all parameters' types.
+        computed: names of the types shorter than float32 that a forward of model and loss was seen to compute in.
     """
 
     autocast: str | None
     parameters: tuple[str, ...]
+    computed: tuple[str, ...] = ()
 
     @classmethod
-    def of(cls, model: nn.Module, accelerator: Any) -> Precision:
-        """Return the precision that a forward of this model has now.
+    def of(cls, model: nn.Module, accelerator: Any, computed: Iterable[str] = ()) -> Precision:
+        """Return the precision that a forward of this model has now. Args: computed: what :class:`Watched` saw.
 
-        Raises: UnsupportedArgumentError for float16 and 8-bit autocast, which scale losses or share scales in a batch.
+        Raises: UnsupportedArgumentError for float16 and 8-bit autocast, which scale losses or share scales in a batch; for
+            products of float32 numbers in a shorter type (TF32).
         """
+        if torch.get_float32_matmul_precision() != "highest":
+            raise invalid(
+                "torch.get_float32_matmul_precision()",
+                torch.get_float32_matmul_precision(),
+                'to be "highest" in private modes',
+                "Norms are formed in float32, and the gradients that they bound would not be. Use bf16=True for speed.",
+                UnsupportedArgumentError,
+            )
         mixed = str(accelerator.mixed_precision or "no")
         if mixed not in ("no", "bf16"):
             raise invalid(
@@ -52,18 +65,38 @@ class Precision:
                     "Other types overflow or round so coarsely that no margin was measured. Use bf16=True.",
                     UnsupportedArgumentError,
                 )
-        return cls(autocast, tuple(sorted({_name(p.dtype) for p in model.parameters()})))
+        return cls(autocast, tuple(sorted({_name(p.dtype) for p in model.parameters()})), tuple(sorted(computed)))
 
     @property
     def is_short(self) -> bool:
         """Whether anything is computed in less than float32, so that rounding depends on the padded length."""
-        return self.autocast is not None or any(name not in _FULL for name in self.parameters)
+        return self.autocast is not None or bool(self.computed) or any(name not in _FULL for name in self.parameters)
 
     def words(self) -> str:
         """Return it for the card."""
         weights = " and ".join(self.parameters)
         forward = weights if self.autocast is None else f"{self.autocast} autocast over {weights} weights"
+        if self.autocast is None and set(self.computed) - set(self.parameters):
+            forward += f" and, within, {' and '.join(self.computed)}"
         return f"forward and backward {forward}; norms, clipped sums and noise float32 or better"
+
+
+class Watched(TorchDispatchMode):
+    """Inside, note the types shorter than float32 that floating-point numbers are computed in, whoever switched to them.
+
+    Attributes: short: their names.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.short: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        output = func(*args, **(kwargs or {}))
+        for each in output if isinstance(output, (tuple, list)) else (output,):
+            if isinstance(each, torch.Tensor) and each.is_floating_point() and each.dtype.itemsize < 4:
+                self.short.add(_name(each.dtype))
+        return output
 
 
 def _name(dtype: torch.dtype) -> str:

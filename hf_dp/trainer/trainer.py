@@ -58,6 +58,11 @@ from hf_dp.trainer.withheld import withhold
 
 logger = logging.get_logger(__name__)
 
+# Of these the plan, the look at the rows or the statement was made; others may change between two calls of train().
+FIXED_ARGUMENTS = (
+    "privacy_mode", "padding_values", "rows_are_chunks", "adapter_init_data_is_public", "evaluate_on_training_rows",
+)  # fmt: skip
+
 
 class DPTrainer(Trainer):
     """Drop-in for :class:`transformers.Trainer`; the arguments are Trainer's, in Trainer's order, and ``peft_config``.
@@ -151,7 +156,7 @@ class DPTrainer(Trainer):
         self.choice = choice or Choice()
         self._mode = mode_of(self.privacy_plan)
         self.randomness = SecretRandomness(args.insecure_seed)
-        self._started_private = args.is_private
+        self._at_creation = {name: getattr(args, name) for name in FIXED_ARGUMENTS}
         self._run = None
         self._data: TrainingData | None = None
         self._data_of: tuple[Any, Any] = (None, None)
@@ -261,19 +266,27 @@ class DPTrainer(Trainer):
 
     def private_batches(self, sampler: PoissonSampler | MicroBatchSampler) -> DataLoader:
         """The sampler's draws from the training set, each a list of padded physical batches."""
-        return self.training_data().loader(sampler, one_shape=self._precision().is_short)
+        data = self.training_data()  # which also sees in what precision the loss computes
+        return data.loader(sampler, one_shape=self._precision().is_short)
 
     def training_data(self) -> TrainingData:
         """The training set, looked over. Raises: DataError for other data than planned, or rows that cannot be trained on."""
         self.check_dataset(self.train_dataset)
+        _, run = self.private_run()
+        if self._data is not None and self._data_of[0] is not self.train_dataset and len(run.ledger):
+            raise DataError(
+                "The train_dataset was replaced after rows of it were used, and one statement cannot be about both. Create a "
+                "new DPTrainer (and output_dir) for other data."
+            )
         made_of = (self.train_dataset, self.data_collator)
         if self._data is None or any(one is not other for one, other in zip(self._data_of, made_of, strict=True)):
             dataset, collator = self.columns_for_training()
             check_collator(collator)
-            own_loss = type(self).compute_per_example_loss is not DPTrainer.compute_per_example_loss
-            limits = Limits.of(self.model, own_loss)
-            data = TrainingData(dataset, collator, self._padding(), limits, self.randomness, self.args)
-            refuse_rows_in_collator(data.examples.collator.shared, self._rows_of_training())
+            own_loss = self._has_own_loss()
+            padding = self._padding()
+            limits = Limits.of(self.model, own_loss, padding.side)
+            data = TrainingData(dataset, collator, padding, limits, self.randomness, self.args)
+            refuse_rows_in_collator(data.examples.collator.data, self._rows_of_training())
             data.check(self.model, self.losses_of, needs_labels=not own_loss)
             if not self.args.rows_are_chunks and limits.ignorable:
                 data.warn_of_chunks()
@@ -282,10 +295,13 @@ class DPTrainer(Trainer):
 
     def _padding(self) -> Padding:
         tokenizer = self.processing_class or getattr(self.data_collator, "tokenizer", None)
-        return Padding.of(self.model, tokenizer, self.args.padding_values)
+        return Padding.of(self.model, tokenizer, self.args.padding_values, self._has_own_loss())
+
+    def _has_own_loss(self) -> bool:
+        return type(self).compute_per_example_loss is not DPTrainer.compute_per_example_loss
 
     def _precision(self) -> Precision:
-        return Precision.of(self.model, self.accelerator)
+        return Precision.of(self.model, self.accelerator, () if self._data is None else self._data.computed)
 
     def check_dataset(self, dataset: Any) -> None:
         """Raise DataError for another number of rows than was planned for."""
@@ -374,7 +390,7 @@ class DPTrainer(Trainer):
                 clipping=plan.clipping,
                 strategy=strategy,
                 # accelerate's autocast is inside the model's forward, where self_check does not see it
-                rtol=AUTOCAST_TOLERANCE if self._precision().autocast else None,
+                rtol=AUTOCAST_TOLERANCE if self._precision().autocast or self._precision().computed else None,
             )
 
     def check_batches(self) -> tuple[Any, list[Any]]:
@@ -426,7 +442,8 @@ class DPTrainer(Trainer):
 
     def _compare_with_training_rows(self, evaluation: Any) -> None:
         """Raise UnsupportedArgumentError for an evaluation set with rows of the training set, whose metrics are not noised."""
-        if not self.args.is_private or self.args.evaluate_on_training_rows or self.train_dataset is None:
+        released = () if self._run is None else self._run.released
+        if not self.args.is_private or EVALUATION_ON_TRAINING_ROWS in released or self.train_dataset is None:
             return
         if not refuse_training_rows(evaluation, self._rows_of_training()) and self._run is not None:
             self._run.evaluation_compared = False
@@ -486,20 +503,20 @@ class DPTrainer(Trainer):
     # -- helpers ---
 
     def _refuse_changed_arguments(self) -> None:
-        if self.args.is_private != self._started_private:
-            raise invalid(
-                "privacy_mode",
-                self.args.privacy_mode,
-                "to stay as it was when the trainer was created",
-                "Weights of both modes in one trainer have no true statement. Create a new DPTrainer with a new output_dir.",
-                UnsupportedArgumentError,
-            )
+        for name, value in self._at_creation.items():
+            if getattr(self.args, name) != value:
+                raise invalid(
+                    name,
+                    getattr(self.args, name),
+                    f"to stay as it was when the trainer was created, {value!r}",
+                    "The statement of this trainer was made for that. Create a new DPTrainer with a new output_dir.",
+                    UnsupportedArgumentError,
+                )
         self.args.check()
 
     def _refuse_batch_losses(self, compute_loss_func: object, args: DPTrainingArguments) -> None:
         check_subclass(type(self), DPTrainer, Trainer)
-        own_loss = type(self).compute_per_example_loss is not DPTrainer.compute_per_example_loss
-        if own_loss and args.privacy_mode == DP_FP and not args.is_published_dp_fp:
+        if self._has_own_loss() and args.privacy_mode == DP_FP and not args.is_published_dp_fp:
             raise UnsupportedArgumentError(
                 f"{type(self).__name__} overrides compute_per_example_loss, which takes the model's inputs; with "
                 f"dp_fp_variant={args.dp_fp_variant!r} the last layer trains on released rows, not on inputs. Use "

@@ -23,6 +23,7 @@ from hf_dp.errors import DataError, HfDpError
 from hf_dp.losses import IGNORED_LABEL
 from hf_dp.noise import SecretRandomness
 from hf_dp.sampling import MicroBatchSampler, PoissonSampler
+from hf_dp.trainer.precision import Watched
 from hf_dp.trainer.synthetic import made_up_tokens, synthetic_examples
 
 logger = logging.get_logger(__name__)
@@ -49,6 +50,7 @@ class TrainingData:
     ):
         self.examples = Examples(dataset, collator, randomness)
         self.padding, self.limits, self.args = padding, limits, args
+        self.computed: frozenset[str] = frozenset()  # types shorter than float32 that a forward was seen to compute in
 
     @cached_property
     def looked_over(self) -> LookedOver:
@@ -78,8 +80,9 @@ class TrainingData:
         longest = as_long_as_the_longest(self.examples[self.looked_over.longest], layout, model)
         try:
             model.eval()
-            with torch.no_grad(), self.examples.randomness.streams():
+            with torch.no_grad(), self.examples.randomness.streams(), Watched() as watched:
                 losses(longest)
+            self.computed = frozenset(watched.short)
         except HfDpError:
             raise
         except Exception as problem:

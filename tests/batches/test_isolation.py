@@ -156,6 +156,67 @@ class AsAModule(torch.nn.Module):
         return len(self.kept)
 
 
+@functools.lru_cache
+def kept() -> list[int]:
+    return []
+
+
+def in_a_cached_function(rows):
+    kept().append(1)
+    return len(kept())
+
+
+class InACachedMethod:
+    @functools.lru_cache  # noqa: B019
+    def kept(self) -> list[int]:
+        return []
+
+    def __call__(self, rows):
+        self.kept().append(1)
+        return len(self.kept())
+
+    def __hash__(self):
+        return 0
+
+    def __eq__(self, other):
+        return True
+
+
+SHARED_TOKENIZER = tiny.tokenizer()
+
+
+def on_a_tokenizer(rows):
+    SHARED_TOKENIZER.calls = getattr(SHARED_TOKENIZER, "calls", 0) + 1
+    return SHARED_TOKENIZER.calls
+
+
+class StaticMethod:
+    calls = 0
+
+    @staticmethod
+    def collate(rows):
+        StaticMethod.calls += 1
+        return StaticMethod.calls
+
+
+class ClassMethod:
+    calls = 0
+
+    @classmethod
+    def collate(cls, rows):
+        cls.calls += 1
+        return cls.calls
+
+
+class OwnData(torch.utils.data.Dataset):
+    def __init__(self):
+        self.kept: list[int] = []
+
+    def collate(self, rows):
+        self.kept.append(1)
+        return len(self.kept)
+
+
 class InSlots:
     __slots__ = ("kept",)
 
@@ -185,6 +246,12 @@ STATEFUL = {
     "global": lambda: in_a_global,
     "global dictionary": lambda: in_a_global_dictionary,
     "iterator": lambda: by_an_iterator,
+    "cached function": lambda: in_a_cached_function,
+    "cached method": InACachedMethod,
+    "attribute of a tokenizer": lambda: on_a_tokenizer,
+    "static method": lambda: StaticMethod.collate,
+    "class method": lambda: ClassMethod.collate,
+    "data set of one's own": lambda: OwnData().collate,
     "class used by name": lambda: in_a_registry,
     "another module": lambda: in_another_module,
     "module of torch": AsAModule,
@@ -217,6 +284,37 @@ def finds_what_was_left(make) -> bool:
 @pytest.mark.parametrize("name", STATEFUL)
 def test_every_call_is_the_first(name):
     assert not finds_what_was_left(STATEFUL[name])
+
+
+def test_a_module_in_a_closure_or_attribute():
+    import math as held
+
+    class Holding:
+        def __init__(self):
+            self.held = held
+
+        def __call__(self, rows):
+            return self.held.sqrt(4) + held.sqrt(4)
+
+    assert Isolated(Holding())([1]) == 4
+
+
+def test_a_growing_vocabulary_is_refused():
+    words = tiny.tokenizer()
+
+    def collate(rows):
+        words.add_tokens([f"word {len(words)}"])
+
+    with pytest.raises(DataError, match="adds tokens to the tokenizer"):
+        Isolated(collate)([1])
+
+
+def test_a_slow_copy_is_said(monkeypatch):
+    said = []
+    monkeypatch.setattr(isolation.logger, "warning", lambda *args: said.append(args[0]))
+    monkeypatch.setattr(isolation, "_SLOW", 0.0)
+    Isolated(OnTheInstance())
+    assert "each example gets a copy" in said[0]
 
 
 def test_a_method_of_a_trainer_is_refused(tmp_path):
@@ -298,7 +396,7 @@ def test_tokenizers_models_and_data_are_shared():
             return self.words is words and self.model is model and self.data is data
 
     isolated = Isolated(Collator())
-    assert isolated([1]) and {id(each) for each in isolated.shared} >= {id(words), id(model), id(data)}
+    assert isolated([1]) and isolated.data == (data,)
 
 
 def test_a_tokenizer_of_ones_own_is_copied():

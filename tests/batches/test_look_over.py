@@ -72,6 +72,55 @@ def test_a_bad_row_is_refused_with_its_index(case, tmp_path):
     assert trainer.ledger.steps() == 0 and not (tmp_path / "privacy.json").exists()
 
 
+def ids_as_they_are(rows):
+    """A collator that makes tensors of lists, and nothing else."""
+    return {("labels" if k == "label" else k): torch.tensor([row[k] for row in rows]) for k in rows[0]}
+
+
+def with_row(count=12, model=bert, side="right", collator=ids_as_they_are, **columns):
+    """Rows of three tokens, but for row 7."""
+    ordinary = {"input_ids": [2, 4, 3], "attention_mask": [1, 1, 1], "label": 0}
+    extra = {k: ([0, 1, 2] if k == "position_ids" else v) for k, v in columns.items() if k not in ordinary}
+    words = tiny.tokenizer()
+    words.padding_side = side
+    return model, [{**ordinary, **extra, **(columns if i == 7 else {})} for i in range(count)], collator, words
+
+
+def token_model():
+    return bert(BertForTokenClassification, num_labels=3)
+
+
+BESIDE_TOKENS = {
+    "fewer labels than tokens": (with_row(model=token_model, label=[0, 1]), r"`labels` has shape \(1, 2\), and `input_ids`"),
+    "a longer mask": (with_row(attention_mask=[1] * 4), r"`attention_mask` has shape \(1, 4\)"),
+    "no tokens": (with_row(input_ids=[], attention_mask=[]), "it has no tokens|is a float32 tensor"),
+    "a mask of zeros": (with_row(attention_mask=[0, 0, 0]), "its attention_mask is 0 everywhere"),
+    "a mask that begins with zero": (with_row(attention_mask=[0, 1, 1]), "its attention_mask begins with 0"),
+    "a hole beside left padding": (with_row(model=gpt2, side="left", label=[4, 5, 6], attention_mask=[1, 0, 1]), "has a hole"),
+    "positions beyond the table": (with_row(position_ids=[0, 1, 24]), "`position_ids` holds 24. Expected"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", BESIDE_TOKENS)
+def test_columns_that_do_not_fit_the_tokens(case, tmp_path):
+    (model, data, collator, words), message = BESIDE_TOKENS[case]
+    if isinstance(data[7]["label"], list):
+        data = [{**row, "label": [0, 1, 2]} if i != 7 else row for i, row in enumerate(data)]
+    given = {"model": model(), "train_dataset": data, "eval_dataset": None, "data_collator": collator,
+             "processing_class": words}  # fmt: skip
+    with pytest.raises(DataError, match=f"Row 7 .*({message})"):
+        tiny.trainer(tmp_path, given=given).train()
+    assert not (tmp_path / "privacy.json").exists()
+
+
+def test_labels_that_are_not_of_tokens_are_never_padded(tmp_path):
+    data = [{"input_ids": [2, 4, 3], "attention_mask": [1, 1, 1], "labels": [1] * (2 + i % 2)} for i in range(40)]
+    model = bert(num_labels=3, problem_type="multi_label_classification")
+    given = {"model": model, "train_dataset": data, "eval_dataset": None, "data_collator": ids_as_they_are}
+    with pytest.raises(DataError, match="`labels` .int64. differs in length between rows"):
+        tiny.trainer(tmp_path, given=given).train()
+
+
 def listed(change):
     made = [dict(row) for row in tiny.dataset()]
     change(made[7])
@@ -131,7 +180,8 @@ def test_the_limits_of_tasks():
         "masked": bert(BertForMaskedLM), "several": bert(num_labels=3, problem_type="multi_label_classification"),
     }.items()}  # fmt: skip
     assert labels == {"classes": 4, "one value": None, "decoder": 19, "both": 19, "masked": 19, "several": None}
-    assert Limits.of(bert(), own_loss=True).below == {"input_ids": 19, "decoder_input_ids": 19, "token_type_ids": 2}
+    below = Limits.of(bert(), own_loss=True).below
+    assert below == {"input_ids": 19, "decoder_input_ids": 19, "token_type_ids": 2, "position_ids": 24}
 
 
 def test_planted_look_at_the_first_rows_only_is_seen(tmp_path, monkeypatch):

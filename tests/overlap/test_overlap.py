@@ -342,7 +342,7 @@ def test_sets_without_a_common_input_are_not_comparable(evaluation):
 
 
 def test_an_object_seen_before_costs_nothing(monkeypatch):
-    rows, evaluation = TrainingRows(table(0), FORWARD), list(table(100))
+    rows, evaluation = TrainingRows(table(0), FORWARD), table(100)
     first = rows.compare(evaluation)
     monkeypatch.setattr(compare, "hash_rows", lambda *_: pytest.fail("hashed again"))
     monkeypatch.setattr(compare, "share_memory", lambda *_: pytest.fail("compared again"))
@@ -581,3 +581,30 @@ def test_different_values_have_different_encodings():
     different += [[[1], [2]], [[1, 2]], [[1, 2], []], {}, {"a": 1}, {"b": 1}, {"a": {"b": 1}}, picture(0), picture(1)]
     different += [torch.zeros(2, 3), torch.zeros(3, 2), torch.zeros(6)]
     assert len(set(map(encode, different))) == len(different)
+
+
+class Augmented(torch.utils.data.Dataset):
+    """The same pictures, with or without noise of their own at each reading."""
+
+    def __init__(self, noise: float):
+        self.noise, self.pixels = noise, torch.arange(40 * 12.0).view(40, 3, 2, 2)
+
+    def __len__(self):
+        return 40
+
+    def __getitem__(self, index):
+        return {"pixel_values": self.pixels[index] + self.noise * torch.rand(3, 2, 2), "labels": index % 2}
+
+
+@pytest.mark.parametrize(("of_training", "of_evaluation"), [(0.1, 0.0), (0.0, 0.1), (0.1, 0.1)])
+def test_rows_that_differ_at_each_reading_are_not_comparable(of_training, of_evaluation):
+    assert not TrainingRows(Augmented(of_training), None).compare(Augmented(of_evaluation)).comparable
+    assert TrainingRows(Augmented(0.0), None).compare(Augmented(0.0)).refused
+
+
+def test_a_list_that_grew_is_compared_again():
+    training = TrainingRows([{"x": [float(i)]} for i in range(20)], None)
+    evaluation = [{"x": [float(i)]} for i in range(100, 120)]
+    assert not training.compare(evaluation).refused
+    evaluation[:] = [{"x": [float(i)]} for i in range(20)]
+    assert training.compare(evaluation).refused

@@ -179,6 +179,7 @@ PLANTED = {
     "shared state of a global": (share_the_collator, "a collator that remembers in a global"),
     "shared state of a closure": (share_the_collator, "a collator that remembers in a closure"),
     "shared state of a generator": (share_the_collator, "a collator with a public generator"),
+    "shared state of a transform's generator": (share_the_collator, "a transform with a public generator"),
     "one stream for all examples": (go_on_with_one_stream, "masked LM"),
     "labels padded with 0": (pad_labels_with(0), "token classification"),
     "labels of padding": (predict_from_padding, "causal LM, labels given, padded on the left"),

@@ -140,3 +140,10 @@ def test_without_a_trainer(tmp_path):
     facts = RunFacts("dp_sgd", "all", "float32", "noise", "sampling", **vars(record.weaknesses))
     statement = PrivacyStatement.from_ledger(record.plan, record.ledger, facts)
     assert (statement.unit_code, statement.status) == ("features", "proven for the weights only")
+
+
+def test_a_checkpoint_stands_for_its_whole_run(tmp_path):
+    """Steps after the checkpoint saw the rows, too."""
+    run(tmp_path / "first", save_strategy="steps", save_steps=2)
+    later = run(tmp_path / "second", tmp_path / "first" / "checkpoint-2")
+    assert later.ledger.steps(EARLIER) == 4 and later.ledger.steps() == 8

@@ -10,6 +10,7 @@ from accelerate.state import AcceleratorState
 from hf_dp.errors import UnsupportedArgumentError
 from hf_dp.trainer.arguments import DPTrainingArguments
 from hf_dp.trainer.precision import Precision
+from hf_dp.trainer.trainer import DPTrainer
 
 
 @pytest.fixture
@@ -42,7 +43,7 @@ def test_bf16_from_the_environment_is_seen(tmp_path, from_environment):
 
 def test_planted_precision_by_the_argument_is_seen(tmp_path, from_environment, monkeypatch):
     monkeypatch.setattr(
-        Precision, "of", classmethod(lambda cls, model, accelerator: cls(None, ("float32",)))
+        Precision, "of", classmethod(lambda cls, model, accelerator, computed=(): cls(None, ("float32",)))
     )  # what bf16=False says
     from_environment("bf16")
     assert not one_shape(tiny.trainer(tmp_path))
@@ -64,6 +65,43 @@ def test_autocast_around_the_training(tmp_path):
         pytest.raises(UnsupportedArgumentError, match="`torch.autocast` to be bfloat16"),
     ):
         trainer.train()
+
+
+class CastingLoss(DPTrainer):
+    def compute_per_example_loss(self, model, inputs):
+        with torch.autocast("cpu", torch.bfloat16):
+            return super().compute_per_example_loss(model, inputs)
+
+
+class CastingContext(DPTrainer):
+    def compute_loss_context_manager(self):
+        return torch.autocast("cpu", torch.bfloat16)
+
+
+@pytest.mark.parametrize("cls", [CastingLoss, CastingContext])
+def test_autocast_inside_the_loss_is_seen(cls, tmp_path):
+    trainer = tiny.trainer(tmp_path, cls=cls)
+    assert one_shape(trainer)
+    trainer.train()
+    assert "float32 and, within, bfloat16" in trainer.privacy_statement().facts.precision
+
+
+def test_planted_no_look_inside_the_loss_is_seen(tmp_path, monkeypatch):
+    monkeypatch.setattr(
+        "hf_dp.trainer.training_data.Watched.__torch_dispatch__", lambda self, f, t, a=(), k=None: f(*a, **(k or {}))
+    )
+    assert not one_shape(tiny.trainer(tmp_path, cls=CastingLoss))
+
+
+def test_shortened_products_are_refused(tmp_path):
+    trainer = tiny.trainer(tmp_path)
+    try:
+        torch.set_float32_matmul_precision("high")
+        with pytest.raises(UnsupportedArgumentError, match='to be "highest" in private modes, got .high.'):
+            trainer.train()
+    finally:
+        torch.set_float32_matmul_precision("highest")
+    assert not (tmp_path / "privacy.json").exists()
 
 
 def test_frozen_weights_of_16_bits_are_named(tmp_path):

@@ -300,11 +300,33 @@ def test_the_mode_cannot_change_after_creation(tmp_path):
         trainer.train()
 
 
+def test_what_the_statement_names_cannot_change_after_creation(tmp_path):
+    trainer = tiny.trainer(tmp_path)
+    trainer.args.evaluate_on_training_rows = True
+    with pytest.raises(UnsupportedArgumentError, match="held-out"):
+        trainer.evaluate(trainer.train_dataset)
+    with pytest.raises(
+        UnsupportedArgumentError, match="`evaluate_on_training_rows` to stay as it was .* False, got True"
+    ):
+        trainer.train()
+    trainer.args.evaluate_on_training_rows, trainer.args.rows_are_chunks = False, True
+    with pytest.raises(UnsupportedArgumentError, match="`rows_are_chunks` to stay"):
+        trainer.save_model()
+
+
 def test_the_effective_evaluation_set_counts(tmp_path):
     trainer = tiny.trainer(tmp_path)
     trainer.eval_dataset = trainer.train_dataset
     with pytest.raises(UnsupportedArgumentError, match="held-out"):
         trainer.evaluate()
+
+
+def test_another_training_set_after_the_first_was_used_is_refused(tmp_path):
+    trainer = tiny.trainer(tmp_path)
+    trainer.train()
+    trainer.train_dataset = tiny.dataset().shuffle(seed=1)
+    with pytest.raises(DataError, match="replaced after rows of it were used"):
+        trainer.train()
 
 
 def test_another_training_set_of_other_length_is_refused(tmp_path):

@@ -27,9 +27,11 @@ def of_path(folder, name) -> DPTrainer:
     return tiny.trainer(folder, cls=path.trainer, given=given, **path.options)
 
 
-THROUGH_THE_COLLATOR = ["padding", "token classification", "masked LM", "causal LM, padded on the left", "seq2seq", "images",
-                        "photographs by a transform", "texts that the collator tokenizes", "multi-label", "regression",
-                        "torch tensors", "columns of one's own"]  # fmt: skip
+THROUGH_THE_COLLATOR = [
+    "padding", "token classification", "masked LM", "causal LM, padded on the left", "seq2seq", "decoder inputs given",
+    "images", "photographs by a transform", "texts that the collator tokenizes", "multi-label", "regression",
+    "torch tensors", "columns of one's own",
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("name", THROUGH_THE_COLLATOR)
