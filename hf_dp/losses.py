@@ -111,10 +111,11 @@ def attended_targets(labels: Tensor, mask: Tensor) -> Tensor:
     """Return a decoder's labels (b, T) without those that padding predicts, or that stand on padding.
 
     A target counts if it and the position before it are both attended to: beside left padding a row's first token would be
-    predicted from that padding, which the row alone does not have.
+    predicted from that padding, which the row alone does not have. Before the first position stands nothing, or a prompt.
     """
     attended = mask != 0
-    return labels.masked_fill(~(attended & F.pad(attended[:, :-1], (1, 0))), IGNORED_LABEL)
+    before = torch.cat([torch.ones_like(attended[:, :1]), attended[:, :-1]], 1)
+    return labels.masked_fill(~(attended & before), IGNORED_LABEL)
 
 
 def with_position_ids(model: nn.Module, inputs: dict[str, Any]) -> dict[str, Any]:

@@ -567,7 +567,7 @@ def test_other_data_than_planned_is_refused(tmp_path):
     assert not (tmp_path / "before" / RELEASED_ROWS).exists()
     trainer = run(tmp_path / "after", "frozen")
     trainer.train_dataset = tiny.dataset()
-    with pytest.raises(DataError, match="replaced after its rows were released"):
+    with pytest.raises(DataError, match="replaced after rows of it were used"):
         trainer.train()
 
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from hf_dp.accounting import RELEASE, TRAINING
-from hf_dp.errors import DataError, LedgerError
+from hf_dp.errors import LedgerError
 from hf_dp.trainer.modes.base import Mode, nominal_epoch
 from hf_dp.trainer.modes.last_layer import LastLayer, released_labels
 
@@ -34,7 +34,6 @@ class FrozenEncoder(Mode):
     _last: LastLayer
     _rows: Tensor | None = None  # released ("once") or secret ("fresh")
     _labels: Tensor | None = None
-    _dataset: Any = None
 
     def start(self, trainer: Any, checkpoint: str | None) -> None:
         plan, _ = trainer.private_run()
@@ -42,15 +41,9 @@ class FrozenEncoder(Mode):
         for parameter in self._last.below():
             parameter.requires_grad_(False)
         if self._rows is not None:
-            if trainer.train_dataset is not self._dataset:
-                raise DataError(
-                    "The train_dataset was replaced after its rows were released, and what trains are the released rows. "
-                    "Create a new DPTrainer (and output_dir) for other data."
-                )
             if not Path(trainer.folder, RELEASED_ROWS).exists():
                 self._keep(trainer)
             return
-        self._dataset = trainer.train_dataset
         kept = self._read(trainer) if checkpoint is not None else {}
         if not plan.releases_each_step and checkpoint is not None:
             self._rows, self._labels = kept["rows"], kept["labels"]
