@@ -76,7 +76,13 @@ class Examples(Dataset[Example]):
         # A generator that all rows share would let one row shift what the later ones get, and a collator that seeds the
         # global generators would decide for its neighbors.
         self.randomness.reseed(index)
-        row = self.dataset[index]
+        try:
+            row = self.dataset[index]
+        except KeyError as problem:
+            raise DataError(
+                f"Row {index} of the training set cannot be read: {problem} is missing. If a transform needs a column that "
+                "the model's forward does not take, set remove_unused_columns=False."
+            ) from problem
         # A collator may pop columns or write into lists; rows of the data set may share them.
         return self._collated(row if self._rows_are_fresh else _copied(row, index), f"Row {index} of the training set")
 
@@ -86,7 +92,8 @@ class Examples(Dataset[Example]):
         except Exception as problem:
             raise DataError(
                 f"{which}, collated alone, failed ({type(problem).__name__}: {problem}). The data collator is called with a "
-                "list of one row, so that no row sees another; the library pads. It must work on one."
+                "list of one row, so that no row sees another; the library pads. It must work on one. If it misses a column, "
+                "set remove_unused_columns=False: else only those that the model's forward takes are kept."
             ) from problem
         for name, leaf in leaves(example):
             size = (

@@ -55,9 +55,9 @@ class Layout:
     def _refuse_other(self, found: dict[str, Leaf]) -> None:
         if found.keys() != self.leaves.keys():
             missing, extra = sorted(self.leaves.keys() - found.keys()), sorted(found.keys() - self.leaves.keys())
+            differs = [f"it lacks {missing}"] * bool(missing) + [f"it adds {extra}"] * bool(extra)
             raise DataError(
-                f"collated, it has other columns than the first row: it lacks {missing} and adds {extra}. Give all rows the "
-                "same columns."
+                f"collated, it has other columns than the first row: {' and '.join(differs)}. Give all rows the same columns."
             )
         for name, leaf in found.items():
             known = self.leaves[name]

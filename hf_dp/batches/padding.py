@@ -69,7 +69,13 @@ class Padding:
         )
 
     def check(self, layout: Layout) -> None:
-        """Raise DataError, naming the column, when examples differ in a dimension that cannot be padded."""
+        """Raise DataError, naming the column, when examples differ in a dimension that cannot be padded, or for a declared
+        value of a column that there is not."""
+        unknown = sorted(self.values.keys() - {column(name) for name in layout.leaves})
+        if unknown:
+            raise DataError(
+                f"padding_values names {unknown[0]!r}, and the collated rows have {sorted(layout.leaves)}. Correct the name."
+            )
         for name, leaf in layout.leaves.items():
             if not leaf.varying:
                 continue

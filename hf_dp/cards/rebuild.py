@@ -20,6 +20,7 @@ from hf_dp.cards.document import (
 from hf_dp.cards.lock import lock_run
 from hf_dp.cards.mark import RUN_MARK, Mark, in_words, write_mark
 from hf_dp.cards.marks import Found, checkpoints, marks_of_run, read_copy
+from hf_dp.cards.statement import PrivacyStatement, RunFacts
 from hf_dp.errors import LedgerError
 
 
@@ -86,12 +87,23 @@ def _rebuild(folder: Path) -> Rebuilt:
     set_aside = None
     changed = record is None or bool(Mark.of(record).lacks(run))
     if changed:
-        plan = (record or _newest_copy(folder)).plan
+        known = record or _newest_copy(folder)
         if record is None and os.path.lexists(path):
             set_aside = _set_aside(path)
-        write(path, document(plan, run.ledger, run_id=run.run_id, weaknesses=run.weaknesses))
+        statement = _restated(known, run)
+        write(
+            path, document(known.plan, run.ledger, run_id=run.run_id, weaknesses=run.weaknesses, statement=statement)
+        )
     write_mark(folder / RUN_MARK, run)
     return Rebuilt(read(folder), _added(before, run.ledger), changed, set_aside, had_mark)
+
+
+def _restated(record: PrivacyRecord, run: Mark) -> PrivacyStatement | None:
+    """What may be said of the whole ledger, from the facts of an older statement; None where there was none."""
+    if record.statement is None:
+        return None
+    facts = replace(RunFacts.from_dict(record.statement["facts"]), **vars(run.weaknesses))
+    return PrivacyStatement.from_ledger(record.plan, run.ledger, facts)
 
 
 def _longest(found: Sequence[Found]) -> Mark:

@@ -497,7 +497,7 @@ def _true_or_false(name: str, value: object) -> bool:
 
 def _numbers_by_column(name: str, value: object) -> dict[str, float]:
     numbers = isinstance(value, dict) and all(
-        isinstance(column, str) and isinstance(fill, (int, float)) and not isinstance(fill, bool)
+        isinstance(column, str) and isinstance(fill, (int, float)) and not isinstance(fill, bool) and fill == fill
         for column, fill in value.items()
     )
     if not numbers:

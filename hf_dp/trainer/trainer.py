@@ -395,7 +395,9 @@ class DPTrainer(Trainer):
 
     def check_batches(self) -> tuple[Any, list[Any]]:
         """``(padded, alone)``: the synthetic examples as one padded batch and one by one, on the model's device."""
-        padded, alone = padded_together(self.synthetic_batches(), self._padding())
+        own = type(self).synthetic_batches is not DPTrainer.synthetic_batches
+        layout = self.training_data().looked_over.layout if own else None
+        padded, alone = padded_together(self.synthetic_batches(), self._padding(), layout)
         return self._prepare_inputs(padded), [self._prepare_inputs(example) for example in alone]
 
     def synthetic_batches(self) -> list[Any]:
@@ -469,6 +471,12 @@ class DPTrainer(Trainer):
         # Before the weights: a folder must never hold one run's weights beside another's statement.
         self._refuse_changed_arguments()
         refuse_foreign_ledger(output_dir or self.folder, None if self._run is None else self._run.run_id)
+        if self._run is not None and not len(self._run.ledger) and (earlier := earlier_run(self.model)):
+            raise UnsupportedArgumentError(
+                f"This trainer has made no private step, and its model is the result of a private run ({earlier}), which a "
+                "statement of this trainer would not count. Save it with model.save_pretrained, beside that run's README.md "
+                "and privacy.json; or name that run in `earlier_runs` and train."
+            )
         super()._save(output_dir, state_dict)
         if self._run is not None and self.args.should_save:
             self.choice.save(output_dir or self.folder)

@@ -19,7 +19,7 @@ from hf_dp.batches.look_over import LookedOver, look_over
 from hf_dp.batches.made_up import made_up_rows
 from hf_dp.batches.padding import LABELS, Padding
 from hf_dp.batches.structure import Example, column, combined, leaves, own
-from hf_dp.errors import DataError, HfDpError
+from hf_dp.errors import DataError, HfDpError, UnsupportedLossError
 from hf_dp.losses import IGNORED_LABEL
 from hf_dp.noise import SecretRandomness
 from hf_dp.sampling import MicroBatchSampler, PoissonSampler
@@ -81,7 +81,13 @@ class TrainingData:
         try:
             model.eval()
             with torch.no_grad(), self.examples.randomness.streams(), Watched() as watched:
-                losses(longest)
+                found = losses(longest)
+            if not isinstance(found, Tensor) or found.shape != (1,):
+                shape = tuple(found.shape) if isinstance(found, Tensor) else type(found).__name__
+                raise UnsupportedLossError(
+                    "Expected compute_per_example_loss to return one loss for each example, shape (1,) for a batch of one, "
+                    f"got {shape}. Use reduction='none', and average over what belongs to an example."
+                )
             self.computed = frozenset(watched.short)
         except HfDpError:
             raise
@@ -89,9 +95,9 @@ class TrainingData:
             lengths = {name: leaf.most[-1] for name, leaf in layout.leaves.items() if leaf.varying}
             raise DataError(
                 f"Model and loss fail on a made-up row as long as the longest ({type(problem).__name__}: {problem}). It has "
-                f"the columns {sorted(layout.leaves)}, of lengths up to {lengths or 'those of all rows'}; most tokens has row "
-                f"{self.looked_over.longest}. Truncate rows that are too long. If a column is missing, set "
-                "remove_unused_columns=False."
+                f"the columns {sorted(layout.leaves)}{f', of lengths up to {lengths}' if lengths else ''}. If a column is "
+                "missing, set remove_unused_columns=False. If rows are too long, truncate them; row "
+                f"{self.looked_over.longest} has most tokens."
             ) from problem
         finally:
             model.train(training)
@@ -179,8 +185,10 @@ def as_long_as_the_longest(example: Example, layout: Layout, model: nn.Module) -
     return combined([example], made)
 
 
-def padded_together(examples: list[Any], padding: Padding) -> tuple[Any, list[Example]]:
+def padded_together(examples: list[Any], padding: Padding, of_rows: Layout | None = None) -> tuple[Any, list[Example]]:
     """Return (one padded batch, the examples one by one) of batches of one.
+
+    Args: of_rows: whose columns and types the examples must have; None: any.
 
     Raises: DataError when they are not two or more batches of one example with the same columns.
     """
@@ -203,10 +211,10 @@ def padded_together(examples: list[Any], padding: Padding) -> tuple[Any, list[Ex
             )
         try:
             layout.add(example)
+            if of_rows is not None:
+                of_rows.check(example)
         except DataError as problem:
-            raise DataError(
-                f"Item {place} of what synthetic_batches() returns does not fit the first: {problem}"
-            ) from problem
+            raise DataError(f"Item {place} of what synthetic_batches() returns does not fit: {problem}") from problem
         alone.append(example)
     padding.check(layout)
     return padding.together(alone, layout), alone

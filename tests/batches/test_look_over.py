@@ -57,7 +57,7 @@ CASES = {
     ),
     "too many tokens": (
         lambda: with_tokens([4] * 25), {},
-        "Model and loss fail on a made-up row as long as the longest .*most tokens has row 7. Truncate",
+        "Model and loss fail on a made-up row as long as the longest .*truncate them; row 7 has most tokens",
     ),
 }  # fmt: skip
 

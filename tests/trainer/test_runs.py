@@ -485,3 +485,16 @@ def test_planted_earlier_run_that_is_not_recorded_is_seen(tmp_path, monkeypatch)
     monkeypatch.setattr(second, "_earlier", ())
     second.train()
     assert second.epsilon().value < 7.9  # what test_an_earlier_run_... would refuse
+
+
+def test_a_trainer_without_a_step_states_nothing_of_privately_trained_weights(tmp_path):
+    """A statement of 0 for them would be untrue."""
+    first = tiny.trainer(tmp_path / "a")
+    first.train()
+    first.save_model()
+    model = type(first.model).from_pretrained(tmp_path / "a")
+    with pytest.raises(
+        UnsupportedArgumentError, match="made no private step, and its model is the result of a private run"
+    ):
+        tiny.trainer(tmp_path / "b", given={"model": model}).save_model()
+    assert not (tmp_path / "b" / "privacy.json").exists()

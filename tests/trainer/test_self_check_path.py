@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from transformers import DataCollatorWithPadding, default_data_collator
 
 from hf_dp.batches.made_up import made_up_rows
-from hf_dp.errors import DataError, SelfCheckError, UnsupportedModelError
+from hf_dp.errors import DataError, SelfCheckError, UnsupportedLossError, UnsupportedModelError
 from hf_dp.trainer.trainer import DPTrainer
 
 
@@ -91,7 +91,8 @@ x, y = torch.randn(1, 4), torch.randn(1)
         ([{"x": x, "labels": y}], "got 1 of them"),
         ([{"x": torch.randn(3, 4), "labels": y}] * 2, r"`x` of item 0 has shape \(3, 4\)"),
         ([{"x": x, "labels": torch.tensor(1.0)}] * 2, r"`labels` of item 0 has shape \(\)"),
-        ([{"x": x, "labels": y}, {"x": x}], r"Item 1 of what synthetic_batches\(\) returns does not fit the first"),
+        ([{"x": x, "labels": y}, {"x": x}], r"Item 1 of what synthetic_batches\(\) returns does not fit: .*lacks"),
+        ([{"x": x}] * 2, r"Item 0 of what synthetic_batches\(\) returns does not fit: .*lacks \['labels'\]"),
         ([{}, {}], "of item 0"),
     ],
 )
@@ -126,11 +127,27 @@ def test_a_model_of_ones_own_trains_saves_and_has_a_card(tmp_path):
     assert {path.name for path in tmp_path.iterdir()} >= {"model.safetensors", "privacy.json", "README.md"}
 
 
+def test_a_loss_that_is_not_per_example_is_named(tmp_path):
+    class Mean(DPTrainer):
+        def compute_per_example_loss(self, model, inputs):
+            return super().compute_per_example_loss(model, inputs).mean()
+
+    with pytest.raises(
+        UnsupportedLossError, match=r"one loss for each example, shape \(1,\) for a batch of one, got \(\)"
+    ):
+        tiny.trainer(tmp_path, cls=Mean).train()
+
+
+def test_a_padding_value_of_no_column_is_named(tmp_path):
+    with pytest.raises(DataError, match="padding_values names 'token_wieghts', and the collated rows have"):
+        tiny.trainer(tmp_path, padding_values={"token_wieghts": 0}).train()
+
+
 def test_columns_that_were_removed_are_named(tmp_path):
     given = {"model": own(), "train_dataset": datasets.Dataset.from_list(vectors()), "eval_dataset": None,
              "data_collator": default_data_collator}  # fmt: skip
     with pytest.raises(
-        DataError, match=r"fail on a made-up row.*KeyError.*columns \['x'\].*remove_unused_columns=False"
+        DataError, match=r"fail on a made-up row.*KeyError.*columns \['x'\]. If a column is missing, set remove"
     ):
         tiny.trainer(tmp_path, cls=OwnTrainer, given=given).train()
 
