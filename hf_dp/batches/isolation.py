@@ -12,6 +12,7 @@ import copy
 import dis
 import enum
 import functools
+import importlib
 import logging
 import random
 import re
@@ -62,7 +63,7 @@ _SLOW = 5e-3  # seconds for a copy, from which it is told
 
 
 class _Empty(enum.Enum):
-    """What an unassigned place holds."""
+    """Stand for what an unassigned place holds."""
 
     EMPTY = enum.auto()
 
@@ -203,7 +204,7 @@ def _rebound(now: dict[str, Any], before: dict[str, Any]) -> bool:
 
 
 def _memo(reach: _Reach) -> dict[int, Any]:
-    """What deepcopy takes as copied already: shared objects as they are, generators as new ones."""
+    """Return what deepcopy takes as copied already: shared objects as they are, generators as new ones."""
     memo = {id(value): value for value in (*reach.shared, *reach.modules)}
     memo.update({id(cached): _without_results(cached) for cached in reach.cached})
     memo.update({id(generator): _reseeded(generator) for generator in reach.generators})
@@ -228,7 +229,7 @@ def _reseeded(generator: Any) -> Any:
 
 
 class _Reach:
-    """What is reachable from a callable: shared objects, generators, objects with a seed, and slots that hold state."""
+    """Collect what a callable reaches: shared objects, generators, objects with a seed, and slots that hold state."""
 
     def __init__(self) -> None:
         self.shared: list[Any] = []
@@ -240,6 +241,7 @@ class _Reach:
         self.slots: list[_Slot] = []
         self.classes: dict[type, frozenset[str]] = {}
         self._seen: dict[int, Any] = {}
+        self._modules_seen: set[tuple[int, int]] = set()
 
     def visit(self, value: Any) -> None:
         if isinstance(value, type):
@@ -285,6 +287,8 @@ class _Reach:
             for name, assigned in sorted(_globals_used(function.__code__).items()):
                 self._slot(_Slot(function.__globals__, name, is_item=True), assigned)
                 self._module(function.__globals__.get(name), function.__code__)
+            for name in sorted(_imported(function.__code__)):  # by an import statement inside the function
+                self._module(_module_named(name), function.__code__)
 
     def _object(self, value: Any) -> None:
         if isinstance(value, Mapping):
@@ -306,9 +310,14 @@ class _Reach:
 
     def _module(self, module: Any, code: types.CodeType) -> None:
         """Visit the globals of a module of the user's that code may reach through it."""
-        if isinstance(module, types.ModuleType) and not _is_installed(module.__name__):
-            for name in sorted(_names(code) & vars(module).keys()):
-                self._slot(_Slot(module, name), assigned=True)
+        if not isinstance(module, types.ModuleType) or _is_installed(module.__name__):
+            return
+        if (id(module), id(code)) in self._modules_seen:
+            return
+        self._modules_seen.add((id(module), id(code)))
+        for name in sorted(_names(code) & vars(module).keys()):
+            self._slot(_Slot(module, name), assigned=True)
+            self._module(getattr(module, name), code)  # package.module.name
 
     def _classes_of(self, cls: type) -> None:
         for each in cls.__mro__:
@@ -368,6 +377,23 @@ def _names(code: types.CodeType) -> frozenset[str]:
     """Return the names of globals and attributes in code, functions defined inside it included."""
     inner = (constant for constant in code.co_consts if isinstance(constant, types.CodeType))
     return frozenset(code.co_names).union(*map(_names, inner))
+
+
+@functools.cache
+def _imported(code: types.CodeType) -> frozenset[str]:
+    """Return the modules that code imports when it runs, functions defined inside it included."""
+    inner = (constant for constant in code.co_consts if isinstance(constant, types.CodeType))
+    names = {each.argval for each in dis.get_instructions(code) if each.opname == "IMPORT_NAME" and each.argval}
+    return frozenset(names).union(*map(_imported, inner))
+
+
+def _module_named(name: str) -> Any:
+    """Return a module of the user's, imported now if it was not before; None where that fails, as it will in the call."""
+    try:
+        module = importlib.import_module(name)  # first: whose it is, its file tells
+    except ImportError:
+        return None
+    return None if _is_installed(name) else module
 
 
 @functools.cache

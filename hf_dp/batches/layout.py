@@ -1,4 +1,4 @@
-"""What collated examples have in common: names, types and shapes, with the dimensions in which they differ."""
+"""Describe what collated examples have in common: names, types and shapes, and in which dimensions they differ."""
 
 from __future__ import annotations
 

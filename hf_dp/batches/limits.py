@@ -94,7 +94,7 @@ class Limits:
             self._check_mask(mask[0] != 0)
 
     def _check_mask(self, attended: Tensor) -> None:
-        """What :func:`hf_dp.losses.with_position_ids` would refuse at the step that draws the row."""
+        """Raise DataError for what :func:`hf_dp.losses.with_position_ids` would refuse at the step that draws the row."""
         begins_late = not bool(attended[0])
         if not bool(attended.any()):
             raise DataError("its attention_mask is 0 everywhere. Leave the row out.")

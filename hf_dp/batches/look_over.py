@@ -39,7 +39,7 @@ class LookedOver:
     at_full_length: int = 0
 
     def look_like_chunks(self, rows: int) -> bool:
-        """Whether nearly all rows are exactly as long as the longest: then they may be cut from longer documents."""
+        """Return whether nearly all rows are exactly as long as the longest: then they may be cut from longer documents."""
         return rows >= _FEW and self.at_full_length >= _CHUNKS_FROM * rows
 
 

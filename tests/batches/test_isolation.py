@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import random
+import sys
 import types
 from dataclasses import dataclass, field
 
@@ -146,6 +147,24 @@ def in_another_module(rows):
     return len(ELSEWHERE.kept)
 
 
+INSIDE = types.ModuleType("elsewhere_inside")
+INSIDE.kept = []  # type: ignore[attr-defined]
+ELSEWHERE.inside = INSIDE  # type: ignore[attr-defined]
+sys.modules["elsewhere_inside"] = INSIDE
+
+
+def in_a_module_of_a_package(rows):
+    ELSEWHERE.inside.kept.append(1)
+    return len(ELSEWHERE.inside.kept)
+
+
+def in_a_module_imported_in_the_call(rows):
+    import elsewhere_inside
+
+    elsewhere_inside.kept.append(1)
+    return len(elsewhere_inside.kept)
+
+
 class AsAModule(torch.nn.Module):
     def __init__(self):
         super().__init__()
@@ -254,6 +273,8 @@ STATEFUL = {
     "data set of one's own": lambda: OwnData().collate,
     "class used by name": lambda: in_a_registry,
     "another module": lambda: in_another_module,
+    "module of a package": lambda: in_a_module_of_a_package,
+    "module imported in the call": lambda: in_a_module_imported_in_the_call,
     "module of torch": AsAModule,
     "module of torch inside": lambda: torch.nn.Sequential(torch.nn.Identity(), AsAModule()),
     "number": lambda: in_a_number,
