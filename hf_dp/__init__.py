@@ -1,6 +1,7 @@
 """Differentially private fine-tuning for Hugging Face models.
 
-Public names, each loaded when first used, so that ``import hf_dp.accounting`` needs neither torch nor transformers.
+Public names, each loaded when first used, so that ``import hf_dp.accounting`` needs neither torch
+nor transformers.
 """
 
 from __future__ import annotations
@@ -52,7 +53,9 @@ _HOMES = {
 }
 
 when_imported("peft", "hf_dp.tuners.registration:register")
-when_imported("transformers.models.auto.configuration_auto", "hf_dp.tasks.infilling_config:register")
+when_imported(
+    "transformers.models.auto.configuration_auto", "hf_dp.tasks.infilling_config:register"
+)
 
 __all__ = ["__version__", *sorted(_HOMES)]  # noqa: PLE0604
 

@@ -12,14 +12,19 @@ _KINDS = (".png", ".pdf", ".svg")
 
 
 def require_matplotlib(path: str) -> None:
-    """Raises: InvalidArgumentError for another kind of file, or naming the extra where matplotlib is not installed.
+    """Raises: InvalidArgumentError for another kind of file, or naming the extra where matplotlib
+    is not installed.
 
     To be called before anything is computed.
     """
     if Path(path).suffix.lower() not in _KINDS:
-        raise _validate.invalid("plot", path, f"to end in one of {list(_KINDS)}", "That decides what is written.")
+        raise _validate.invalid(
+            "plot", path, f"to end in one of {list(_KINDS)}", "That decides what is written."
+        )
     if importlib.util.find_spec("matplotlib") is None:
-        raise _validate.invalid("plot", path, "with matplotlib installed", "Run `pip install hf-dp[plot]`.")
+        raise _validate.invalid(
+            "plot", path, "with matplotlib installed", "Run `pip install hf-dp[plot]`."
+        )
 
 
 def panels(count: int, width: float = 4.5, height: float = 3.6) -> tuple[Any, list[Any]]:

@@ -53,11 +53,15 @@ def non_negative(name: str, value: object, next_move: str = "") -> float:
     return number
 
 
-def in_unit_interval(name: str, value: object, next_move: str = "", *, zero: bool = False, one: bool = False) -> float:
+def in_unit_interval(
+    name: str, value: object, next_move: str = "", *, zero: bool = False, one: bool = False
+) -> float:
     """A number between 0 and 1; each end is allowed only when asked for."""
     number = real(name, value, next_move)
     if not ((0 < number or (zero and number == 0)) and (number < 1 or (one and number == 1))):
-        raise invalid(name, value, f"to be in {'[' if zero else '('}0, 1{']' if one else ')'}", next_move)
+        raise invalid(
+            name, value, f"to be in {'[' if zero else '('}0, 1{']' if one else ')'}", next_move
+        )
     return number
 
 
@@ -75,5 +79,7 @@ def one_of(name: str, value: object, choices: Iterable[str], next_move: str = ""
     if not isinstance(value, str) or value not in known:
         close = difflib.get_close_matches(str(value), known, n=1)
         hint = f"Did you mean {close[0]!r}?" if close else ""
-        raise invalid(name, value, f"to be one of {known}", " ".join(filter(None, (hint, next_move))))
+        raise invalid(
+            name, value, f"to be one of {known}", " ".join(filter(None, (hint, next_move)))
+        )
     return value

@@ -1,7 +1,7 @@
 """Run something right after a module is imported, without importing it.
 
-``import hf_dp.accounting`` must load neither torch nor transformers, yet after ``import hf_dp`` the Auto classes of
-transformers must know hf_dp's models.
+``import hf_dp.accounting`` must load neither torch nor transformers, yet after ``import hf_dp`` the
+Auto classes of transformers must know hf_dp's models.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from typing import Any
 
 
 def when_imported(module: str, function: str) -> None:
-    """Call ``function``, given as "module:name", now if ``module`` is imported already, else right after it is."""
+    """Call ``function``, given as "module:name", now if ``module`` is imported already, else right
+    after it is."""
     if module in sys.modules:
         _call(function)
     else:

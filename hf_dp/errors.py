@@ -1,7 +1,7 @@
 """Every error that hf_dp raises on purpose.
 
-All derive from :class:`HfDpError`, so one ``except`` catches the library; each also derives from the built-in error a
-Python user would expect, so code that knows nothing of hf_dp still handles it.
+All derive from :class:`HfDpError`, so one ``except`` catches the library; each also derives from
+the built-in error a Python user would expect, so code that knows nothing of hf_dp still handles it.
 """
 
 from __future__ import annotations
@@ -12,15 +12,18 @@ class HfDpError(Exception):
 
 
 class InvalidArgumentError(HfDpError, ValueError):
-    """A value given by the user is out of range or of the wrong kind. The message names argument, value and next move."""
+    """A value given by the user is out of range or of the wrong kind. The message names argument,
+    value and next move."""
 
 
 class UnsupportedArgumentError(InvalidArgumentError):
-    """A setting that is legal for ``transformers`` but would break the privacy statement of this run."""
+    """A setting that is legal for ``transformers`` but would break the privacy statement of this
+    run."""
 
 
 class UnsupportedModelError(HfDpError, ValueError):
-    """The model couples examples, or has a trainable parameter whose per-example gradient is not known."""
+    """The model couples examples, or has a trainable parameter whose per-example gradient is not
+    known."""
 
 
 class UnsupportedLossError(HfDpError, ValueError):
@@ -32,7 +35,8 @@ class UnsupportedEventError(HfDpError, ValueError):
 
 
 class AccountingRangeError(HfDpError, ValueError):
-    """The accountant is not known to be right at these parameters; the message names one that is."""
+    """The accountant is not known to be right at these parameters; the message names one that
+    is."""
 
 
 class CalibrationError(HfDpError, ValueError):
@@ -60,4 +64,5 @@ class UnaccountedGradientError(HfDpError, RuntimeError):
 
 
 class SelfCheckError(HfDpError, RuntimeError):
-    """On synthetic examples the engine disagreed with one-by-one gradients, so training was not started."""
+    """On synthetic examples the engine disagreed with one-by-one gradients, so training was not
+    started."""

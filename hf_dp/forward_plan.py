@@ -1,4 +1,5 @@
-"""What a DP-FP run releases of each record's representation: part of the :class:`hf_dp.plan.PrivacyPlan`."""
+"""What a DP-FP run releases of each record's representation: part of the
+:class:`hf_dp.plan.PrivacyPlan`."""
 
 from __future__ import annotations
 
@@ -27,18 +28,26 @@ DRAWS = (SEPARATE, SHARED)
 
 @dataclass(frozen=True)
 class ForwardPlan:
-    """Noise on the representation that enters the last layer (Du and Mi 2021), and what of it is proven.
+    """Noise on the representation that enters the last layer (Du and Mi 2021), and what of it is
+    proven.
 
     Args:
-        variant: ``published`` (everything trains; no epsilon is established), ``frozen`` (only the last layer trains, from
-            released rows) or ``private_encoder`` (DP-SGD below the noise, released rows above it).
+        variant: ``published`` (everything trains; no epsilon is established), ``frozen`` (only the
+            last layer trains, from released rows) or ``private_encoder`` (DP-SGD below the noise,
+            released rows above it).
         num_micro_batches: M independent Poisson draws a step.
-        release: of ``frozen``: ``once`` (one noisy row a record, used for all steps) or ``fresh`` (a new one at each draw).
-        draws: of ``private_encoder``: whether gradients and rows are of ``separate`` draws or of one ``shared`` one.
-        record_clipping_norm, record_noise_multiplier: of the rows of ``private_encoder``, beside those of its gradients.
-        budget_ratio: how much of the target the gradients of ``private_encoder`` leave to the rows; None with given noise.
-        label_epsilon: of a randomised response that replaces the labels once; None: they are public, or in the vector.
-        labels_in_vector: the released vector has a block for each class and the representation stands in that of its label.
+        release: of ``frozen``: ``once`` (one noisy row a record, used for all steps) or ``fresh``
+            (a new one at each draw).
+        draws: of ``private_encoder``: whether gradients and rows are of ``separate`` draws or of
+            one ``shared`` one.
+        record_clipping_norm, record_noise_multiplier: of the rows of ``private_encoder``, beside
+            those of its gradients.
+        budget_ratio: how much of the target the gradients of ``private_encoder`` leave to the rows;
+            None with given noise.
+        label_epsilon: of a randomised response that replaces the labels once; None: they are
+            public, or in the vector.
+        labels_in_vector: the released vector has a block for each class and the representation
+            stands in that of its label.
         num_classes: K, for both.
     """
 
@@ -64,7 +73,9 @@ class ForwardPlan:
         if self.budget_ratio is not None:
             _validate.in_unit_interval("representation_budget_ratio", self.budget_ratio)
         if not isinstance(self.labels_in_vector, bool):
-            raise _validate.invalid("labels_in_vector", self.labels_in_vector, "to be True or False")
+            raise _validate.invalid(
+                "labels_in_vector", self.labels_in_vector, "to be True or False"
+            )
         if self.label_epsilon is not None and self.labels_in_vector:
             raise _validate.invalid(
                 "label_epsilon",
@@ -84,12 +95,17 @@ class ForwardPlan:
                 "label_epsilon",
                 self.label_epsilon,
                 "to be None with a private encoder",
-                "Its rows are drawn anew in each step; protect the labels with labels_in_vector=True, at no further cost.",
+                "Its rows are drawn anew in each step; protect the labels with "
+                "labels_in_vector=True, at no further cost.",
             )
         if self.protects_labels:
-            _validate.integer("num_classes", self.num_classes, 2, "Labels of one class tell nothing.")
+            _validate.integer(
+                "num_classes", self.num_classes, 2, "Labels of one class tell nothing."
+            )
         if self.variant == PRIVATE_ENCODER and self.num_micro_batches != 1:
-            raise _validate.invalid("num_micro_batches", self.num_micro_batches, "to be 1 with a private encoder")
+            raise _validate.invalid(
+                "num_micro_batches", self.num_micro_batches, "to be 1 with a private encoder"
+            )
 
     @property
     def protects_labels(self) -> bool:
@@ -102,16 +118,25 @@ class ForwardPlan:
         return self.variant != FROZEN or self.release == FRESH
 
     def step_event(self, noise_multiplier: float, sample_rate: float, steps: int) -> Event:
-        """What ``steps`` optimizer steps release. Raises: ConfigError where they release nothing."""
+        """What ``steps`` optimizer steps release. Raises: ConfigError where they release
+        nothing."""
         if self.variant == PUBLISHED:
-            return PublishedForwardNoise(noise_multiplier, sample_rate, self.num_micro_batches, steps)
+            return PublishedForwardNoise(
+                noise_multiplier, sample_rate, self.num_micro_batches, steps
+            )
         if self.variant == PRIVATE_ENCODER:
             if self.record_noise_multiplier is None:
-                raise ConfigError("This ForwardPlan has no noise for its rows yet; PrivacyPlan.create decides it.")
+                raise ConfigError(
+                    "This ForwardPlan has no noise for its rows yet; PrivacyPlan.create decides it."
+                )
             one_draw = self.draws == SHARED
-            return SumAndRows(noise_multiplier, self.record_noise_multiplier, sample_rate, steps, one_draw)
+            return SumAndRows(
+                noise_multiplier, self.record_noise_multiplier, sample_rate, steps, one_draw
+            )
         if not self.releases_each_step:
-            raise ConfigError("The steps of this plan release nothing: each row was released before them.")
+            raise ConfigError(
+                "The steps of this plan release nothing: each row was released before them."
+            )
         return SampledRecordRelease(noise_multiplier, sample_rate, steps, self.num_micro_batches)
 
     def releases_before(self, noise_multiplier: float) -> tuple[Event, ...]:
@@ -135,6 +160,7 @@ class ForwardPlan:
         names = {field.name for field in fields(cls)}
         if not isinstance(values, Mapping) or set(values) != names:
             raise ConfigError(
-                f"The forward noise in the plan lacks or adds fields (expected {sorted(names)}): it was edited."
+                f"The forward noise in the plan lacks or adds fields (expected {sorted(names)}): "
+                "it was edited."
             )
         return cls(**values)

@@ -1,5 +1,6 @@
-"""Per-example losses from logits. The model is called *without* labels: a model's own loss averages over the batch, which
-makes one example's gradient depend on its neighbors (and on their number of tokens)."""
+"""Per-example losses from logits. The model is called *without* labels: a model's own loss averages
+over the batch, which makes one example's gradient depend on its neighbors (and on their number of
+tokens)."""
 
 from __future__ import annotations
 
@@ -17,14 +18,24 @@ from hf_dp.errors import DataError, UnsupportedLossError, UnsupportedModelError
 
 
 def _class_names(mapping: Mapping[str, Any]) -> frozenset[str]:
-    return frozenset(name for names in mapping.values() for name in ([names] if isinstance(names, str) else names))
+    return frozenset(
+        name
+        for names in mapping.values()
+        for name in ([names] if isinstance(names, str) else names)
+    )
 
 
 # Which classes belong to a task, by transformers' own tables; the first that names a class decides.
 _TASKS = {
-    "sequence_classification": _class_names(modeling_auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES),
-    "image_classification": _class_names(modeling_auto.MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES),
-    "token_classification": _class_names(modeling_auto.MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES),
+    "sequence_classification": _class_names(
+        modeling_auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
+    ),
+    "image_classification": _class_names(
+        modeling_auto.MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES
+    ),
+    "token_classification": _class_names(
+        modeling_auto.MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES
+    ),
     "causal_lm": _class_names(modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES),
     "seq2seq_lm": _class_names(modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES),
     "masked_lm": _class_names(modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES),
@@ -44,12 +55,14 @@ def base_model(model: nn.Module) -> nn.Module:
 
 
 def register_model_class(model_class: type[nn.Module], task: str) -> None:
-    """Declare that the logits of this class, and of its subclasses, are those of ``task``, a key of :func:`task_of`."""
+    """Declare that the logits of this class, and of its subclasses, are those of ``task``, a key of
+    :func:`task_of`."""
     _REGISTERED[model_class] = one_of("task", task, _TASKS)
 
 
 def task_of(model: nn.Module) -> str:
-    """The model's kind of task, a key of ``_TASKS``: ``"sequence_classification"``, ``"causal_lm"``, ...
+    """The model's kind of task, a key of ``_TASKS``: ``"sequence_classification"``,
+    ``"causal_lm"``, ...
 
     Raises: UnsupportedLossError naming the class, when hf_dp knows no per-example loss for it.
     """
@@ -62,19 +75,20 @@ def task_of(model: nn.Module) -> str:
         if names & of_task:
             return task
     raise UnsupportedLossError(
-        f"No per-example loss is known for {type(base_model(model)).__name__}: known are transformers' classes for sequence, "
-        "image and token classification, causal, masked and sequence-to-sequence language models. Override "
-        "DPTrainer.compute_per_example_loss(self, model, inputs) to return one loss per example, shape (b,), each from that "
-        "example alone."
+        f"No per-example loss is known for {type(base_model(model)).__name__}: known are "
+        "transformers' classes for sequence, image and token classification, causal, masked and "
+        "sequence-to-sequence language models. Override DPTrainer.compute_per_example_loss(self, "
+        "model, inputs) to return one loss per example, shape (b,), each from that example alone."
     )
 
 
 def per_example_loss(model: nn.Module, inputs: Mapping[str, Any]) -> Tensor:
     """One loss per example, (b,), each a function of its own example only.
 
-    Args: inputs: a collated batch with ``labels``: (b,) integers (single label) or floats (regression, one output),
-        (b, K) floats (multi-label), or (b, T) class or token ids with -100 where nothing is predicted; an example's loss
-        is then the mean over its own labelled tokens, 0 when it has none.
+    Args: inputs: a collated batch with ``labels``: (b,) integers (single label) or floats
+        (regression, one output), (b, K) floats (multi-label), or (b, T) class or token ids with
+        -100 where nothing is predicted; an example's loss is then the mean over its own labelled
+        tokens, 0 when it has none.
     Raises: UnsupportedLossError; DataError when the labels are missing or do not fit.
     """
     task = task_of(model)
@@ -83,8 +97,8 @@ def per_example_loss(model: nn.Module, inputs: Mapping[str, Any]) -> Tensor:
     labels = inputs.pop("labels", None)
     if labels is None:
         raise DataError(
-            f"The batches have no `labels` (they have {sorted(inputs)}). Name the label column `label` or `labels`, or "
-            "use a collator that makes labels."
+            f"The batches have no `labels` (they have {sorted(inputs)}). Name the label column "
+            "`label` or `labels`, or use a collator that makes labels."
         )
     _require_attention_mask(model, inputs)
     if task == "seq2seq_lm" and "decoder_input_ids" not in inputs:
@@ -92,7 +106,9 @@ def per_example_loss(model: nn.Module, inputs: Mapping[str, Any]) -> Tensor:
     output = model(**with_position_ids(model, inputs))
     logits = getattr(output, "logits", None)
     if logits is None:
-        raise UnsupportedLossError(f"{type(base_model(model)).__name__} returned no logits, so no loss can be formed.")
+        raise UnsupportedLossError(
+            f"{type(base_model(model)).__name__} returned no logits, so no loss can be formed."
+        )
     mask = inputs.get("attention_mask")
     if loss is _causal_lm and mask is not None and mask.shape == labels.shape:
         labels = attended_targets(labels, mask)
@@ -108,10 +124,12 @@ def per_example_loss(model: nn.Module, inputs: Mapping[str, Any]) -> Tensor:
 
 
 def attended_targets(labels: Tensor, mask: Tensor) -> Tensor:
-    """Return a decoder's labels (b, T) without those that padding predicts, or that stand on padding.
+    """Return a decoder's labels (b, T) without those that padding predicts, or that stand on
+    padding.
 
-    A target counts if it and the position before it are both attended to: beside left padding a row's first token would be
-    predicted from that padding, which the row alone does not have. Before the first position stands nothing, or a prompt.
+    A target counts if it and the position before it are both attended to: beside left padding a
+    row's first token would be predicted from that padding, which the row alone does not have.
+    Before the first position stands nothing, or a prompt.
     """
     attended = mask != 0
     before = torch.cat([torch.ones_like(attended[:, :1]), attended[:, :-1]], 1)
@@ -119,11 +137,13 @@ def attended_targets(labels: Tensor, mask: Tensor) -> Tensor:
 
 
 def with_position_ids(model: nn.Module, inputs: dict[str, Any]) -> dict[str, Any]:
-    """Left-padded rows of a decoder-only model get explicit position ids: each row's from its first token on.
+    """Left-padded rows of a decoder-only model get explicit position ids: each row's from its first
+    token on.
 
-    Without them absolute positions count the padding, which is as long as the batch's longest neighbour needs it.
-    Raises: UnsupportedModelError for a left-padded row of a model that takes no position ids; DataError for a row with a hole
-        in its mask beside padding on the left.
+    Without them absolute positions count the padding, which is as long as the batch's longest
+    neighbour needs it.
+    Raises: UnsupportedModelError for a left-padded row of a model that takes no position ids;
+        DataError for a row with a hole in its mask beside padding on the left.
     """
     mask = inputs.get("attention_mask")
     base = base_model(model)
@@ -132,20 +152,25 @@ def with_position_ids(model: nn.Module, inputs: dict[str, Any]) -> dict[str, Any
     decoder_only = getattr(getattr(base, "config", None), "model_type", None) in _DECODER_ONLY
     if not decoder_only or "position_ids" not in _forward_parameters(base):
         raise UnsupportedModelError(
-            f"Rows are padded on the left, and {type(base).__name__} would count the padding as positions, which is as long "
-            "as an example's neighbors need it. Set tokenizer.padding_side = 'right'."
+            f"Rows are padded on the left, and {type(base).__name__} would count the padding as "
+            "positions, which is as long as an example's neighbors need it. Set "
+            "tokenizer.padding_side = 'right'."
         )
     tokens = mask != 0
     begins = tokens & ~F.pad(tokens[:, :-1], (1, 0))
     if bool((begins.sum(1) > 1).any()):
-        # Some models count over the hole and some (OPT) only tokens, as long as they get no position ids. Unless they get
-        # them, or get the same in both cases, the row's positions depend on whether a longer row is beside it.
+        # Some models count over the hole and some (OPT) only tokens, as long as they get no
+        # position ids. Unless they get them, or get the same in both cases, the row's positions
+        # depend on whether a longer row is beside it.
         raise DataError(
-            "Rows are padded on the left, and the attention_mask of one has a hole (0 between two 1), so which positions its "
-            "tokens have would depend on its neighbors. Set tokenizer.padding_side = 'right', leave masked tokens out, or "
-            "let the collator make position_ids."
+            "Rows are padded on the left, and the attention_mask of one has a hole (0 between two "
+            "1), so which positions its tokens have would depend on its neighbors. Set "
+            "tokenizer.padding_side = 'right', leave masked tokens out, or let the collator make "
+            "position_ids."
         )
-    positions = torch.arange(mask.shape[1], device=mask.device) - tokens.long().argmax(1, keepdim=True)
+    positions = torch.arange(mask.shape[1], device=mask.device) - tokens.long().argmax(
+        1, keepdim=True
+    )
     positions = positions.clamp_min(0)
     return {**inputs, "position_ids": positions}
 
@@ -158,7 +183,9 @@ def _forward_parameters(model: nn.Module) -> Mapping[str, inspect.Parameter]:
 
 def columns_read(model: Any) -> frozenset[str] | None:
     """Return the names of what a model's forward takes; None where that is not known."""
-    return frozenset(_forward_parameters(base_model(model))) if isinstance(model, nn.Module) else None
+    return (
+        frozenset(_forward_parameters(base_model(model))) if isinstance(model, nn.Module) else None
+    )
 
 
 def takes_attention_mask(model: nn.Module) -> bool:
@@ -167,47 +194,60 @@ def takes_attention_mask(model: nn.Module) -> bool:
 
 
 def _require_attention_mask(model: nn.Module, inputs: Mapping[str, Any]) -> None:
-    # Without a mask an example attends to its padding, and how much padding there is depends on its neighbors.
+    # Without a mask an example attends to its padding, and how much padding there is depends on its
+    # neighbors.
     takes_mask = takes_attention_mask(model)
     only_images = "pixel_values" in inputs and not {"input_ids", "inputs_embeds"} & set(inputs)
     if takes_mask and not only_images and "attention_mask" not in inputs:
         raise DataError(
-            f"The batches have no `attention_mask` (they have {sorted(inputs)}), so an example would attend to padding. Let "
-            "the tokenizer return it and keep it in the data collator (all ones where nothing is padded)."
+            f"The batches have no `attention_mask` (they have {sorted(inputs)}), so an example "
+            "would attend to padding. Let the tokenizer return it and keep it in the data collator "
+            "(all ones where nothing is padded)."
         )
 
 
 def problem_type(model: nn.Module, labels: Tensor) -> str:
-    """``config.problem_type``, or what transformers would infer from the number of labels and their dtype."""
+    """``config.problem_type``, or what transformers would infer from the number of labels and their
+    dtype."""
     config: Any = model.config
     if config.problem_type is not None:
         return config.problem_type
     if config.num_labels == 1:
         return "regression"
-    return "multi_label_classification" if labels.is_floating_point() else "single_label_classification"
+    return (
+        "multi_label_classification"
+        if labels.is_floating_point()
+        else "single_label_classification"
+    )
 
 
 def classification_loss(model: nn.Module, logits: Tensor, labels: Tensor) -> Tensor:
-    """One loss per example, (b,), from logits (b, K) and labels, by the model's problem type. Raises: as per_example_loss."""
+    """One loss per example, (b,), from logits (b, K) and labels, by the model's problem type.
+    Raises: as per_example_loss."""
     kind = problem_type(model, labels)
     logits = logits.float() if logits.dtype in (torch.float16, torch.bfloat16) else logits
     if kind == "single_label_classification":
         if labels.shape != logits.shape[:1]:
-            raise DataError(f"Expected one label per example, shape {(len(logits),)}, got {tuple(labels.shape)}.")
+            raise DataError(
+                f"Expected one label per example, shape {(len(logits),)}, got "
+                f"{tuple(labels.shape)}."
+            )
         return F.cross_entropy(logits, labels.long(), reduction="none")
     if labels.numel() != logits.numel() or len(labels) != len(logits):
         raise DataError(
-            f"Expected labels for {kind} of the shape of the logits, {tuple(logits.shape)}, got {tuple(labels.shape)}. Check "
-            "config.num_labels and config.problem_type."
+            f"Expected labels for {kind} of the shape of the logits, {tuple(logits.shape)}, got "
+            f"{tuple(labels.shape)}. Check config.num_labels and config.problem_type."
         )
     labels = labels.to(logits.dtype).reshape(logits.shape)
     if kind == "regression":
         return F.mse_loss(logits, labels, reduction="none").flatten(1).mean(1)
     if kind == "multi_label_classification":
-        return F.binary_cross_entropy_with_logits(logits, labels, reduction="none").flatten(1).mean(1)
+        return (
+            F.binary_cross_entropy_with_logits(logits, labels, reduction="none").flatten(1).mean(1)
+        )
     raise UnsupportedLossError(
-        f"Expected `config.problem_type` to be regression, single_label_classification or multi_label_classification, "
-        f"got {kind!r}."
+        "Expected `config.problem_type` to be regression, single_label_classification or "
+        f"multi_label_classification, got {kind!r}."
     )
 
 
@@ -215,16 +255,20 @@ def _shifted_labels(base: Any, labels: Tensor) -> Tensor:
     shift = getattr(base, "prepare_decoder_input_ids_from_labels", None)
     if shift is None:
         raise DataError(
-            f"The batches have no `decoder_input_ids`, and {type(base).__name__} does not make them from labels. Let the data "
-            "collator return them."
+            f"The batches have no `decoder_input_ids`, and {type(base).__name__} does not make "
+            "them from labels. Let the data collator return them."
         )
     return shift(labels=labels)
 
 
 def _tokens(model: nn.Module, logits: Tensor, labels: Tensor) -> Tensor:
-    """Mean cross-entropy over the example's *own* labelled tokens; 0 for an example that has none."""
+    """Mean cross-entropy over the example's *own* labelled tokens; 0 for an example that has
+    none."""
     if labels.shape != logits.shape[:2]:
-        raise DataError(f"Expected one label per token, shape {tuple(logits.shape[:2])}, got {tuple(labels.shape)}.")
+        raise DataError(
+            f"Expected one label per token, shape {tuple(logits.shape[:2])}, got "
+            f"{tuple(labels.shape)}."
+        )
     logits = logits.float() if logits.dtype in (torch.float16, torch.bfloat16) else logits
     tokens = F.cross_entropy(logits.mT, labels, reduction="none", ignore_index=IGNORED_LABEL)
     return tokens.sum(1) / (labels != IGNORED_LABEL).sum(1).clamp_min(1)

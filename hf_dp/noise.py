@@ -1,7 +1,9 @@
-"""Secret randomness: Gaussian noise, and the streams on which everything random in a private step runs.
+"""Secret randomness: Gaussian noise, and the streams on which everything random in a private step
+runs.
 
-All of it is seeded by the operating system, never from ``seed`` or ``data_seed``, and never saved: whoever knew the seed
-could draw the same noise and subtract it. The generators are statistical, not cryptographic; the statement says so.
+All of it is seeded by the operating system, never from ``seed`` or ``data_seed``, and never saved:
+whoever knew the seed could draw the same noise and subtract it. The generators are statistical, not
+cryptographic; the statement says so.
 """
 
 from __future__ import annotations
@@ -22,20 +24,22 @@ class SecretRandomness:
 
     Args: insecure_seed: for tests only; makes every draw reproducible and the run *not private*.
 
-    ``random_bytes(n)`` feeds the sampler; ``gaussian_like`` draws noise; ``streams()`` switches Python's, NumPy's and
-    PyTorch's global generators to private streams and back, for dropout, masking collators and augmentation.
+    ``random_bytes(n)`` feeds the sampler; ``gaussian_like`` draws noise; ``streams()`` switches
+    Python's, NumPy's and PyTorch's global generators to private streams and back, for dropout,
+    masking collators and augmentation.
     """
 
     def __init__(self, insecure_seed: int | None = None):
         self.insecure = insecure_seed is not None
-        # SeedSequence(None) takes 128 bits from the operating system. torch's own CPU generator would keep only 32 bits
-        # of its seed: few enough to try them all against a released weight.
+        # SeedSequence(None) takes 128 bits from the operating system. torch's own CPU generator
+        # would keep only 32 bits of its seed: few enough to try them all against a released weight.
         self._numpy = np.random.Generator(np.random.SFC64(np.random.SeedSequence(insecure_seed)))
         self._by_device: dict[torch.device, torch.Generator] = {}
         self._streams: dict[str, Any] | None = None
 
     def random_bytes(self, count: int) -> bytes:
-        """``count`` random bytes: from the operating system's cryptographic source unless ``insecure_seed`` was given."""
+        """``count`` random bytes: from the operating system's cryptographic source unless
+        ``insecure_seed`` was given."""
         return self._numpy.bytes(count) if self.insecure else os.urandom(count)
 
     def seed(self) -> int:
@@ -43,21 +47,27 @@ class SecretRandomness:
         return int.from_bytes(self.random_bytes(8), "little") >> 1
 
     def gaussian_like(self, tensor: Tensor, std: float) -> Tensor:
-        """Independent normal noise with standard deviation ``std``, of the tensor's shape and device, float32 or better."""
+        """Independent normal noise with standard deviation ``std``, of the tensor's shape and
+        device, float32 or better."""
         dtype = torch.float64 if tensor.dtype == torch.float64 else torch.float32
         if tensor.device.type == "cpu":
             numpy_dtype: Any = np.float64 if dtype == torch.float64 else np.float32
-            return torch.from_numpy(self._numpy.standard_normal(tuple(tensor.shape), dtype=numpy_dtype)).mul_(std)
+            return torch.from_numpy(
+                self._numpy.standard_normal(tuple(tensor.shape), dtype=numpy_dtype)
+            ).mul_(std)
         if tensor.device not in self._by_device:
             self._by_device[tensor.device] = torch.Generator(tensor.device).manual_seed(self.seed())
         generator = self._by_device[tensor.device]
-        return torch.empty(tensor.shape, dtype=dtype, device=tensor.device).normal_(0, std, generator=generator)
+        return torch.empty(tensor.shape, dtype=dtype, device=tensor.device).normal_(
+            0, std, generator=generator
+        )
 
     def reseed(self, index: int | None = None) -> None:
-        """Seed the global generators of Python, NumPy and PyTorch's CPU afresh, for what is random about example ``index``.
+        """Seed the global generators of Python, NumPy and PyTorch's CPU afresh, for what is random
+        about example ``index``.
 
-        Call it inside :meth:`streams`, or in a worker process. The index matters to tests only, which give each example the
-        same randomness in two runs; see :meth:`example_seed`.
+        Call it inside :meth:`streams`, or in a worker process. The index matters to tests only,
+        which give each example the same randomness in two runs; see :meth:`example_seed`.
         """
         _seed_global_generators(self.example_seed(index))
 
@@ -67,7 +77,8 @@ class SecretRandomness:
 
     @contextmanager
     def streams(self) -> Iterator[None]:
-        """Inside, the global generators run on private streams; outside they are as if nothing had been drawn."""
+        """Inside, the global generators run on private streams; outside they are as if nothing had
+        been drawn."""
         public = _global_state()
         if self._streams is None:
             seed = self.seed()

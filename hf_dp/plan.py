@@ -1,4 +1,5 @@
-"""The privacy plan: the one place where sample rate, steps, noise and delta are decided and coupled."""
+"""The privacy plan: the one place where sample rate, steps, noise and delta are decided and
+coupled."""
 
 from __future__ import annotations
 
@@ -18,17 +19,19 @@ from hf_dp.selection_plan import SelectionPlan
 
 MAX_STEPS = 10**9
 CLIPPINGS = ("flat", "automatic", "per_layer")
-# By how much, of C, rounding of float32 sums can move them beyond C when one example is added; noise is scaled to this.
-# Measured with 1,024 aligned examples: 1e-5 (tests/clipping/test_sensitivity.py). At most for a draw of 2,048.
+# By how much, of C, rounding of float32 sums can move them beyond C when one example is added;
+# noise is scaled to this. Measured with 1,024 aligned examples: 1e-5
+# (tests/clipping/test_sensitivity.py). At most for a draw of 2,048.
 ROUNDING_MARGIN = 2.0**-12
 
 
 def rounding_margin(expected_draw: float, most: float = math.inf) -> float:
-    """The margin for sums over draws of ``expected_draw`` examples on average and ``most`` at the most.
+    """The margin for sums over draws of ``expected_draw`` examples on average and ``most`` at the
+    most.
 
-    Beside a sum of n aligned examples of norm C, float32 numbers are at most 2^-23 n C apart, so one example's part is
-    rounded by no more. A Poisson draw exceeds its mean m by 12 sqrt(m) with a probability below exp(-60) (Bernstein, from
-    m = 1,000 on, below which the constant is larger).
+    Beside a sum of n aligned examples of norm C, float32 numbers are at most 2^-23 n C apart, so
+    one example's part is rounded by no more. A Poisson draw exceeds its mean m by 12 sqrt(m) with a
+    probability below exp(-60) (Bernstein, from m = 1,000 on, below which the constant is larger).
     """
     largest = min(most, expected_draw + 12 * math.sqrt(expected_draw))
     return max(ROUNDING_MARGIN, largest * 2.0**-23)
@@ -36,19 +39,23 @@ def rounding_margin(expected_draw: float, most: float = math.inf) -> float:
 
 @dataclass(frozen=True)
 class PrivacyPlan:
-    """What a private run will do. Sampler, noise and accountant all read it; nothing else computes these numbers.
+    """What a private run will do. Sampler, noise and accountant all read it; nothing else computes
+    these numbers.
 
     Args:
         num_examples: N, the rows of the training set, stated as public.
         expected_batch_size: B, the expected logical batch; also the divisor of the noisy sum.
         steps: optimizer steps, each one release of a noisy sum.
-        noise_multiplier: standard deviation of the noise on the sum / its sensitivity, which is ``clipping_norm``; of DP-FP
-            (published, frozen): of the noise on a representation / its clipping norm.
-        clipping_norm: C, the largest L2 norm of one example's contribution; of DP-FP: of its representation.
+        noise_multiplier: standard deviation of the noise on the sum / its sensitivity, which is
+            ``clipping_norm``; of DP-FP (published, frozen): of the noise on a representation / its
+            clipping norm.
+        clipping_norm: C, the largest L2 norm of one example's contribution; of DP-FP: of its
+            representation.
         delta: of the (epsilon, delta) guarantee.
         accountant: the one whose epsilon is the headline.
         target_epsilon: what the noise was calibrated to, or None when the noise was given.
-        max_batch_size: the most examples of a draw that a step uses, a random part of a larger one; None: all.
+        max_batch_size: the most examples of a draw that a step uses, a random part of a larger one;
+            None: all.
         selection: what is released before training to choose what trains; None: nothing.
         forward: what DP-FP releases of representations; None: nothing, the mode is DP-SGD.
     """
@@ -70,18 +77,21 @@ class PrivacyPlan:
 
     @property
     def sample_rate(self) -> float:
-        """q = B / N: the probability with which each example joins a logical batch; of each of M micro-batches, B / (M N)."""
+        """q = B / N: the probability with which each example joins a logical batch; of each of M
+        micro-batches, B / (M N)."""
         draws = 1 if self.forward is None else self.forward.num_micro_batches
         return self.expected_batch_size / (draws * self.num_examples)
 
     @property
     def noise_std(self) -> float:
-        """Standard deviation of the noise added to the sum of clipped gradients (DP-FP: to a representation), in its units."""
+        """Standard deviation of the noise added to the sum of clipped gradients (DP-FP: to a
+        representation), in its units."""
         return self.noise_multiplier * self.sensitivity
 
     @property
     def sensitivity(self) -> float:
-        """How far one example can move what is noised: C, and what the rounding of float32 numbers can add to it."""
+        """How far one example can move what is noised: C, and what the rounding of float32 numbers
+        can add to it."""
         return self.clipping_norm * (1 + self.margin)
 
     @property
@@ -94,25 +104,39 @@ class PrivacyPlan:
     def record_noise_std(self) -> float:
         """Standard deviation of the noise on each coordinate of a representation, in DP-FP."""
         own = None if self.forward is None else self.forward.record_noise_multiplier
-        return (self.noise_multiplier if own is None else own) * self.record_clipping_norm * (1 + ROUNDING_MARGIN)
+        return (
+            (self.noise_multiplier if own is None else own)
+            * self.record_clipping_norm
+            * (1 + ROUNDING_MARGIN)
+        )
 
     @property
     def releases_each_step(self) -> bool:
-        """Whether steps release something of the private rows; else the ledger counts none of them."""
+        """Whether steps release something of the private rows; else the ledger counts none of
+        them."""
         return self.forward is None or self.forward.releases_each_step
 
     @property
     def margin(self) -> float:
         """What the rounding of float32 sums can add to C, in units of it."""
-        most = self.num_examples if self.max_batch_size is None else min(self.max_batch_size, self.num_examples)
+        most = (
+            self.num_examples
+            if self.max_batch_size is None
+            else min(self.max_batch_size, self.num_examples)
+        )
         return rounding_margin(self.expected_batch_size, most)
 
     def sampler(self, steps: int | None = None, **source: RandomBytes) -> PoissonSampler:
-        """A sampler of this plan; ``random_bytes=`` replaces the operating system's source (tests only)."""
+        """A sampler of this plan; ``random_bytes=`` replaces the operating system's source (tests
+        only)."""
         count = self.steps if steps is None else steps
-        return PoissonSampler(self.num_examples, self.sample_rate, count, max_batch_size=self.max_batch_size, **source)
+        return PoissonSampler(
+            self.num_examples, self.sample_rate, count, max_batch_size=self.max_batch_size, **source
+        )
 
-    def micro_batch_sampler(self, steps: int | None = None, **source: RandomBytes) -> MicroBatchSampler:
+    def micro_batch_sampler(
+        self, steps: int | None = None, **source: RandomBytes
+    ) -> MicroBatchSampler:
         """The sampler of DP-FP's rows: M draws a step, joined."""
         draws = 1 if self.forward is None else self.forward.num_micro_batches
         count = self.steps if steps is None else steps
@@ -125,7 +149,8 @@ class PrivacyPlan:
         return self.sampler().event(noise_multiplier, steps)
 
     def event(self, steps: int | None = None) -> Event:
-        """What the accountant is told about ``steps`` (default: all) training steps of this plan."""
+        """What the accountant is told about ``steps`` (default: all) training steps of this
+        plan."""
         return self.step_event(self.noise_multiplier, self.steps if steps is None else steps)
 
     def releases_before(self) -> tuple[Event, ...]:
@@ -133,7 +158,8 @@ class PrivacyPlan:
         return () if self.forward is None else self.forward.releases_before(self.noise_multiplier)
 
     def events(self, steps: int | None = None) -> tuple[Event, ...]:
-        """All that the plan will release with ``steps`` (default: all) training steps: selection, rows, steps."""
+        """All that the plan will release with ``steps`` (default: all) training steps: selection,
+        rows, steps."""
         selected = () if self.selection is None else (self.selection.event(),)
         trained = (self.event(steps),) if self.releases_each_step else ()
         return (*selected, *self.releases_before(), *trained)
@@ -159,21 +185,31 @@ class PrivacyPlan:
     ) -> PrivacyPlan:
         """Derive a plan from what users give.
 
-        ``steps`` is ``max_steps`` if positive, else ``ceil(num_train_epochs * N / B)``; delta defaults to 1/(2N) as in
-        Li et al.; exactly one of ``target_epsilon`` (calibrated here) and ``noise_multiplier`` is given. A ``selection``
-        gets its noise from the same target, or has its own beside ``noise_multiplier``.
+        ``steps`` is ``max_steps`` if positive, else ``ceil(num_train_epochs * N / B)``; delta
+        defaults to 1/(2N) as in Li et al.; exactly one of ``target_epsilon`` (calibrated here) and
+        ``noise_multiplier`` is given. A ``selection`` gets its noise from the same target, or has
+        its own beside ``noise_multiplier``.
 
-        Raises: InvalidArgumentError, naming the argument; CalibrationError when no noise meets the target.
+        Raises: InvalidArgumentError, naming the argument; CalibrationError when no noise meets the
+            target.
         """
-        n = _validate.integer("num_examples", num_examples, 2, "A private training set has at least two rows.")
+        n = _validate.integer(
+            "num_examples", num_examples, 2, "A private training set has at least two rows."
+        )
         if expected_batch_size is None:
             raise _validate.invalid(
-                "expected_batch_size", None, "to be given", "It is the logical batch size; 1024 suits many tasks."
+                "expected_batch_size",
+                None,
+                "to be given",
+                "It is the logical batch size; 1024 suits many tasks.",
             )
         b = _validate.positive("expected_batch_size", expected_batch_size)
         if b > n:
             raise _validate.invalid(
-                "expected_batch_size", expected_batch_size, f"to be at most num_examples ({n})", "Lower it."
+                "expected_batch_size",
+                expected_batch_size,
+                f"to be at most num_examples ({n})",
+                "Lower it.",
             )
         if (target_epsilon is None) == (noise_multiplier is None):
             raise _validate.invalid(
@@ -183,7 +219,11 @@ class PrivacyPlan:
             )
         delta = 1 / (2 * n) if target_delta is None else target_delta
         _check_delta(delta, n)
-        steps = _validate.integer("max_steps", max_steps, 1) if max_steps > 0 else _steps_of(num_train_epochs, n, b)
+        steps = (
+            _validate.integer("max_steps", max_steps, 1)
+            if max_steps > 0
+            else _steps_of(num_train_epochs, n, b)
+        )
         c = _validate.positive("per_example_max_grad_norm", clipping_norm)
         _validate.one_of("accountant", accountant, ACCOUNTANTS)
         _validate.one_of("clipping", clipping, CLIPPINGS)
@@ -194,7 +234,8 @@ class PrivacyPlan:
                     "max_logical_batch_size",
                     max_batch_size,
                     f"to be at least expected_batch_size ({b:g})",
-                    "Most draws would be cut, which costs privacy; 1.2 times expected_batch_size costs little at 1024.",
+                    "Most draws would be cut, which costs privacy; 1.2 times expected_batch_size "
+                    "costs little at 1024.",
                 )
         plan = cls(
             n,
@@ -212,7 +253,9 @@ class PrivacyPlan:
         )
         plan._check_forward()
         if noise_multiplier is None:
-            return plan._calibrated(_validate.positive("target_epsilon", target_epsilon), prior_events)
+            return plan._calibrated(
+                _validate.positive("target_epsilon", target_epsilon), prior_events
+            )
         if selection is not None and selection.noise_multiplier is None:
             raise _validate.invalid(
                 "selection_noise_multiplier",
@@ -220,14 +263,20 @@ class PrivacyPlan:
                 "to be given beside `noise_multiplier`",
                 "Only a target_epsilon can decide it.",
             )
-        if forward is not None and forward.variant == PRIVATE_ENCODER and forward.record_noise_multiplier is None:
+        if (
+            forward is not None
+            and forward.variant == PRIVATE_ENCODER
+            and forward.record_noise_multiplier is None
+        ):
             raise _validate.invalid(
                 "representation_noise_multiplier",
                 None,
                 "to be given beside `noise_multiplier`",
                 "Only a target_epsilon can decide it.",
             )
-        sigma = _validate.positive("noise_multiplier", noise_multiplier, "Noise 0 gives no privacy.")
+        sigma = _validate.positive(
+            "noise_multiplier", noise_multiplier, "Noise 0 gives no privacy."
+        )
         return replace(plan, noise_multiplier=sigma)
 
     def _check_forward(self) -> None:
@@ -235,7 +284,9 @@ class PrivacyPlan:
         forward = self.forward
         if forward is None:
             if self.accountant == "gdp_clt" and self.target_epsilon is not None:
-                raise _validate.invalid("accountant", "gdp_clt", "to be a bound when `target_epsilon` is given")
+                raise _validate.invalid(
+                    "accountant", "gdp_clt", "to be a bound when `target_epsilon` is given"
+                )
             return
         if self.sample_rate > 1:
             raise _validate.invalid(
@@ -245,20 +296,27 @@ class PrivacyPlan:
                 "Raise it, or lower `expected_batch_size`.",
             )
         if self.max_batch_size is not None:
-            raise _validate.invalid("max_logical_batch_size", self.max_batch_size, "to be None with dp_fp")
-        if self.selection is not None and (forward.variant != PRIVATE_ENCODER or forward.draws == SHARED):
+            raise _validate.invalid(
+                "max_logical_batch_size", self.max_batch_size, "to be None with dp_fp"
+            )
+        if self.selection is not None and (
+            forward.variant != PRIVATE_ENCODER or forward.draws == SHARED
+        ):
             raise _validate.invalid(
                 "peft_config",
                 "a private selection",
-                f"to be None with dp_fp_variant={forward.variant!r} and representation_draws={forward.draws!r}",
+                f"to be None with dp_fp_variant={forward.variant!r} and "
+                f"representation_draws={forward.draws!r}",
                 "A selection goes with 'private_encoder' and 'separate'.",
             )
         if (self.accountant == "gdp_clt") != (forward.variant == PUBLISHED):
             raise _validate.invalid(
                 "accountant",
                 self.accountant,
-                f"to be {'gdp_clt' if forward.variant == PUBLISHED else 'a bound'} with dp_fp_variant={forward.variant!r}",
-                "The published variant has no bound, only the paper's own figure; the others have one.",
+                f"to be {'gdp_clt' if forward.variant == PUBLISHED else 'a bound'} with "
+                f"dp_fp_variant={forward.variant!r}",
+                "The published variant has no bound, only the paper's own figure; the others have "
+                "one.",
             )
 
     def _calibrated(self, target_epsilon: float, prior_events: Sequence[Event]) -> PrivacyPlan:
@@ -279,13 +337,17 @@ class PrivacyPlan:
                 "representation_noise_multiplier",
                 forward.record_noise_multiplier,
                 "to be None with a target_epsilon, which decides it",
-                "Set `representation_budget_ratio`, or give `noise_multiplier` instead of the target.",
+                "Set `representation_budget_ratio`, or give `noise_multiplier` instead of the "
+                "target.",
             )
-        # As ComputeSigma of DP-FROST: the gradients' noise for their part of epsilon alone, then the rows' for the whole.
+        # As ComputeSigma of DP-FROST: the gradients' noise for their part of epsilon alone, then
+        # the rows' for the whole.
         for_sums = (1 - forward.budget_ratio) * target_epsilon
         if forward.draws == SHARED:  # the rows show whose gradients the sum is of
             sigma = self._noise(
-                for_sums, prior, lambda noise, steps: SampledRecordRelease(noise, self.sample_rate, steps)
+                for_sums,
+                prior,
+                lambda noise, steps: SampledRecordRelease(noise, self.sample_rate, steps),
             )
             sums = replace(self, noise_multiplier=sigma)
         else:
@@ -306,7 +368,9 @@ class PrivacyPlan:
             return self.step_event(noise_multiplier, steps)
         return RecordRelease(noise_multiplier, 1)
 
-    def _noise(self, target_epsilon: float, prior: Sequence[Event], event: Callable[[float, int], Event]) -> float:
+    def _noise(
+        self, target_epsilon: float, prior: Sequence[Event], event: Callable[[float, int], Event]
+    ) -> float:
         return calibrate_noise_multiplier(
             target_epsilon,
             self.delta,
@@ -327,7 +391,8 @@ class PrivacyPlan:
                 "selection_noise_multiplier",
                 chosen.noise_multiplier,
                 "to be None with a target_epsilon, which decides it",
-                "Leave it out and set `selection_budget_ratio`, or give `noise_multiplier` instead of the target.",
+                "Leave it out and set `selection_budget_ratio`, or give `noise_multiplier` instead "
+                "of the target.",
             )
         sigma, selection_sigma = compute_sigma(
             target_epsilon,
@@ -341,7 +406,11 @@ class PrivacyPlan:
             prior_events=prior_events,
             event=event,
         )
-        return replace(self, noise_multiplier=sigma, selection=replace(chosen, noise_multiplier=selection_sigma))
+        return replace(
+            self,
+            noise_multiplier=sigma,
+            selection=replace(chosen, noise_multiplier=selection_sigma),
+        )
 
     def to_dict(self) -> dict[str, Any]:
         """All fields and what is derived from them, for ``privacy.json``."""
@@ -351,12 +420,16 @@ class PrivacyPlan:
     def from_dict(cls, values: Mapping[str, Any]) -> PrivacyPlan:
         """Read back what :meth:`to_dict` wrote.
 
-        Raises: ConfigError when a field is missing; InvalidArgumentError when one could not have been written.
+        Raises: ConfigError when a field is missing; InvalidArgumentError when one could not have
+            been written.
         """
         names = [field.name for field in fields(cls)]
         missing = [name for name in names if name not in values]
         if missing:
-            raise ConfigError(f"The plan lacks {missing}: it was not written by this version of hf_dp, or was edited.")
+            raise ConfigError(
+                f"The plan lacks {missing}: it was not written by this version of hf_dp, or was "
+                "edited."
+            )
         given = {name: values[name] for name in names}
         if given["selection"] is not None:
             given["selection"] = SelectionPlan.from_dict(given["selection"])
@@ -389,9 +462,16 @@ def _check_delta(delta: float, num_examples: int) -> None:
 
 
 def _steps_of(num_train_epochs: float, num_examples: int, expected_batch_size: float) -> int:
-    steps = _validate.positive("num_train_epochs", num_train_epochs) * num_examples / expected_batch_size
+    steps = (
+        _validate.positive("num_train_epochs", num_train_epochs)
+        * num_examples
+        / expected_batch_size
+    )
     if steps > MAX_STEPS:
         raise _validate.invalid(
-            "num_train_epochs", num_train_epochs, f"to give at most {MAX_STEPS:,} steps", "Lower it."
+            "num_train_epochs",
+            num_train_epochs,
+            f"to give at most {MAX_STEPS:,} steps",
+            "Lower it.",
         )
     return math.ceil(steps)

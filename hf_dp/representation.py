@@ -1,10 +1,11 @@
-"""DP-FP's mechanism: the representation that enters the last layer, clipped and noised in training (Du and Mi 2021).
+"""DP-FP's mechanism: the representation that enters the last layer, clipped and noised in training
+(Du and Mi 2021).
 
 Usable alone, in a plain PyTorch loop::
 
     name, layer = find_last_layer(model, batch)
-    private = PrivateRepresentation(layer, clipping_norm=1.0, noise_std=2.0, randomness=SecretRandomness())
-    with private.noising():  # one batch: forward and backward
+    private = PrivateRepresentation(layer, clipping_norm=1.0, noise_std=2.0,
+    randomness=SecretRandomness()) with private.noising():  # one batch: forward and backward
         loss(model(**batch)).backward()
 
 Outside the ``with``, and so in evaluation, the layer gets what the model computes.
@@ -30,17 +31,20 @@ _ONE_VECTOR = ("sequence_classification", "image_classification")
 
 
 def clip_rows(rows: Tensor, clipping_norm: float) -> Tensor:
-    """``h min(1, C / |h|_2)`` for each row h of (b, d) (equation 8); differentiable; a row that is not finite becomes 0."""
+    """``h min(1, C / |h|_2)`` for each row h of (b, d) (equation 8); differentiable; a row that is
+    not finite becomes 0."""
     finite = torch.isfinite(rows.detach()).all(1, keepdim=True)
     rows = torch.where(finite, rows, torch.zeros_like(rows))
-    # Float64: squares of what float32 can hold neither overflow nor vanish, and rounding stays far below the plan's margin.
+    # Float64: squares of what float32 can hold neither overflow nor vanish, and rounding stays far
+    # below the plan's margin.
     norms = torch.linalg.vector_norm(rows.double(), dim=1, keepdim=True)
     weights = (clipping_norm / norms.clamp_min(torch.finfo(torch.float64).tiny)).clamp_max(1)
     return (rows.double() * weights).to(rows.dtype)
 
 
 class PrivateRepresentation:
-    """Clips each row that enters ``layer`` and adds Gaussian noise to it (equations 8 and 9), inside :meth:`noising`.
+    """Clips each row that enters ``layer`` and adds Gaussian noise to it (equations 8 and 9),
+    inside :meth:`noising`.
 
     Args:
         layer: takes one vector per example, (b, d).
@@ -49,7 +53,9 @@ class PrivateRepresentation:
         randomness: where the noise comes from.
     """
 
-    def __init__(self, layer: nn.Module, clipping_norm: float, noise_std: float, randomness: SecretRandomness):
+    def __init__(
+        self, layer: nn.Module, clipping_norm: float, noise_std: float, randomness: SecretRandomness
+    ):
         self.layer, self.randomness = layer, randomness
         self.clipping_norm = _validate.positive("representation_clipping_norm", clipping_norm)
         self.noise_std = _validate.non_negative("noise_std", noise_std)
@@ -62,8 +68,9 @@ class PrivateRepresentation:
 
     @contextmanager
     def noising(self) -> Iterator[None]:
-        """For forward and backward of one batch. Gradient checkpointing may run the layer again in backward: it then gets
-        the very values that were released, since fresh noise would be a second release, and the gradient of no forward."""
+        """For forward and backward of one batch. Gradient checkpointing may run the layer again in
+        backward: it then gets the very values that were released, since fresh noise would be a
+        second release, and the gradient of no forward."""
         handle = self.layer.register_forward_pre_hook(partial(self._enter, []))
         try:
             yield
@@ -79,12 +86,17 @@ class PrivateRepresentation:
             released.append((rows.detach(), noised.detach()))
         else:
             before, values = released[0]
-            if before.shape != rows.shape or not torch.allclose(before, rows.detach(), rtol=1e-3, atol=1e-5):
+            if before.shape != rows.shape or not torch.allclose(
+                before, rows.detach(), rtol=1e-3, atol=1e-5
+            ):
                 raise UnsupportedModelError(
-                    f"The last layer ({type(module).__name__}) was given two different representations of one batch. Only a "
-                    "model that uses it once in a forward can be trained with privacy_mode='dp_fp'."
+                    f"The last layer ({type(module).__name__}) was given two different "
+                    "representations of one batch. Only a model that uses it once in a forward can "
+                    "be trained with privacy_mode='dp_fp'."
                 )
-            clipped = clip_rows(rows if rows.dtype == torch.float64 else rows.float(), self.clipping_norm)
+            clipped = clip_rows(
+                rows if rows.dtype == torch.float64 else rows.float(), self.clipping_norm
+            )
             noised = clipped + (values - clipped).detach()
         return (noised.to(rows.dtype), *inputs[1:])
 
@@ -95,27 +107,33 @@ def one_vector_per_example(inputs: tuple[Any, ...], layer: nn.Module) -> Tensor:
     if not isinstance(rows, Tensor) or rows.dim() != 2 or not rows.is_floating_point():
         shape = tuple(rows.shape) if isinstance(rows, Tensor) else type(rows).__name__
         raise UnsupportedModelError(
-            f"Expected {type(layer).__name__} to take one vector per example, of shape (batch, features), got {shape}."
+            f"Expected {type(layer).__name__} to take one vector per example, of shape (batch, "
+            f"features), got {shape}."
         )
     return rows
 
 
 @torch.no_grad()
-def find_last_layer(model: nn.Module, batch: Mapping[str, Tensor], name: str | None = None) -> tuple[str, nn.Module]:
-    """(name, module) of the layer whose input is the representation and whose output are the logits.
+def find_last_layer(
+    model: nn.Module, batch: Mapping[str, Tensor], name: str | None = None
+) -> tuple[str, nn.Module]:
+    """(name, module) of the layer whose input is the representation and whose output are the
+    logits.
 
     Args:
         batch: a few examples, for one forward without labels; made-up ones do.
-        name: the layer to take, a dotted name; None: the linear layer that gives the logits (BERT's, DistilBERT's, ALBERT's,
-            DeBERTa's, ModernBERT's and ViT's ``classifier``, the ``out_proj`` of RoBERTa's and ELECTRA's heads).
+        name: the layer to take, a dotted name; None: the linear layer that gives the logits
+            (BERT's, DistilBERT's, ALBERT's, DeBERTa's, ModernBERT's and ViT's ``classifier``, the
+            ``out_proj`` of RoBERTa's and ELECTRA's heads).
 
-    Raises: UnsupportedModelError for a task without a single representation, or when there is no such layer; the message
-        lists those that could be named.
+    Raises: UnsupportedModelError for a task without a single representation, or when there is no
+        such layer; the message lists those that could be named.
     """
     if task_of(model) not in _ONE_VECTOR:
         raise UnsupportedModelError(
-            f"{type(base_model(model)).__name__} predicts for each token (or generates), so there is no single representation "
-            "of an example to clip and noise (Du and Mi leave it open, section 6). Use privacy_mode='dp_sgd'."
+            f"{type(base_model(model)).__name__} predicts for each token (or generates), so there "
+            "is no single representation of an example to clip and noise (Du and Mi leave it open, "
+            "section 6). Use privacy_mode='dp_sgd'."
         )
     modules = dict(model.named_modules())
     if name is not None and name not in modules:
@@ -139,40 +157,59 @@ def find_last_layer(model: nn.Module, batch: Mapping[str, Tensor], name: str | N
         for handle in handles:
             handle.remove()
     rows = len(next(iter(inputs.values())))
-    found = [known for known, seen in calls.items() if _gives(seen, logits) and _takes_vectors(seen, rows)]
+    found = [
+        known
+        for known, seen in calls.items()
+        if _gives(seen, logits) and _takes_vectors(seen, rows)
+    ]
     if len(found) == 1:
         return found[0], modules[found[0]]
     could = [known for known, seen in calls.items() if _takes_vectors(seen, rows)]
-    wanted = "the last layer" if name is None else f"`representation_module`={name!r} to be the last layer"
+    wanted = (
+        "the last layer"
+        if name is None
+        else f"`representation_module`={name!r} to be the last layer"
+    )
     raise UnsupportedModelError(
-        f"Expected {wanted} of {type(base_model(model)).__name__}: one that is used once, takes one vector per example and "
-        f"gives the logits. Layers that take one vector per example: {could or 'none'}. Name the module that gives the logits "
-        "with `representation_module`, or use privacy_mode='dp_sgd'."
+        f"Expected {wanted} of {type(base_model(model)).__name__}: one that is used once, takes "
+        "one vector per example and gives the logits. Layers that take one vector per example: "
+        f"{could or 'none'}. Name the module that gives the logits with `representation_module`, "
+        "or use privacy_mode='dp_sgd'."
     )
 
 
-def _note(calls: dict[str, list[tuple[Any, Any]]], name: str, module: nn.Module, inputs: Any, output: Any) -> None:
+def _note(
+    calls: dict[str, list[tuple[Any, Any]]], name: str, module: nn.Module, inputs: Any, output: Any
+) -> None:
     calls.setdefault(name, []).append((inputs[0] if inputs else None, output))
 
 
 def _gives(seen: list[tuple[Any, Any]], logits: Tensor) -> bool:
     output = seen[0][1]
-    same = isinstance(output, Tensor) and output.shape == logits.shape and torch.equal(output, logits)
+    same = (
+        isinstance(output, Tensor) and output.shape == logits.shape and torch.equal(output, logits)
+    )
     return len(seen) == 1 and same
 
 
 def _takes_vectors(seen: list[tuple[Any, Any]], rows: int) -> bool:
-    return all(isinstance(entered, Tensor) and entered.dim() == 2 and len(entered) == rows for entered, _ in seen)
+    return all(
+        isinstance(entered, Tensor) and entered.dim() == 2 and len(entered) == rows
+        for entered, _ in seen
+    )
 
 
 def randomized_response(
     labels: Tensor, num_classes: int, keep_probability: float, random_bytes: Callable[[int], bytes]
 ) -> Tensor:
-    """Each label kept with ``keep_probability`` (exact to 2^-65), else one of the others, uniformly; (b,) integers."""
+    """Each label kept with ``keep_probability`` (exact to 2^-65), else one of the others,
+    uniformly; (b,) integers."""
     draws = np.frombuffer(random_bytes(16 * len(labels)), dtype=np.uint64).reshape(2, -1)
     kept = torch.from_numpy(draws[0] < np.uint64(min(round(keep_probability * 2**64), 2**64 - 1)))
     shift = torch.from_numpy((draws[1] % np.uint64(num_classes - 1)).astype(np.int64)) + 1
-    return torch.where(kept.to(labels.device), labels, (labels + shift.to(labels.device)) % num_classes)
+    return torch.where(
+        kept.to(labels.device), labels, (labels + shift.to(labels.device)) % num_classes
+    )
 
 
 def into_blocks(rows: Tensor, labels: Tensor, num_classes: int) -> Tensor:
@@ -183,11 +220,13 @@ def into_blocks(rows: Tensor, labels: Tensor, num_classes: int) -> Tensor:
 
 
 def block_loss(layer: nn.Linear, vectors: Tensor) -> Tensor:
-    """Cross-entropy of a linear layer from vectors whose blocks hide the label, (b,); the labels themselves are not needed.
+    """Cross-entropy of a linear layer from vectors whose blocks hide the label, (b,); the labels
+    themselves are not needed.
 
-    With v = h in the block of its class y and noise everywhere, ``u = sum over blocks of v`` is h with noise, and
-    ``logsumexp(W u + b) - sum_k <w_k, v_k>``: the second term has the mean <w_y, h>, so it replaces the label's logit. It is
-    linear in v, so the gradient's label part is unbiased. A bias would need the label, too: it stays as it is.
+    With v = h in the block of its class y and noise everywhere, ``u = sum over blocks of v`` is h
+    with noise, and ``logsumexp(W u + b) - sum_k <w_k, v_k>``: the second term has the mean <w_y,
+    h>, so it replaces the label's logit. It is linear in v, so the gradient's label part is
+    unbiased. A bias would need the label, too: it stays as it is.
     """
     blocks = vectors.view(len(vectors), layer.out_features, layer.in_features)
     bias = None if layer.bias is None else layer.bias.detach()

@@ -19,18 +19,22 @@ RandomBytes = Callable[[int], bytes]
 
 @dataclass(frozen=True)
 class PoissonSampler:
-    """Each of ``num_examples`` examples joins a draw independently with probability ``sample_rate``.
+    """Each of ``num_examples`` examples joins a draw independently with probability
+    ``sample_rate``.
 
     Args:
         num_examples: N >= 1.
         sample_rate: q in (0, 1].
         steps: how many draws one iteration over the sampler makes, >= 1.
-        random_bytes: where randomness comes from, ``n -> n bytes``; the operating system's cryptographic source. Another
-            one is for tests only: a sampler that can be predicted voids the amplification that the accountant counts on.
-        max_batch_size: the most examples that a draw keeps; of a larger one a uniformly random part. None: all of them.
+        random_bytes: where randomness comes from, ``n -> n bytes``; the operating system's
+            cryptographic source. Another one is for tests only: a sampler that can be predicted
+            voids the amplification that the accountant counts on.
+        max_batch_size: the most examples that a draw keeps; of a larger one a uniformly random
+            part. None: all of them.
 
-    A draw compares 64 uniform bits with ``round(q * 2**64)``, so the probability is exact to 2**-65. Iterating yields
-    ``steps`` draws, each a list of indices in increasing order, possibly empty.
+    A draw compares 64 uniform bits with ``round(q * 2**64)``, so the probability is exact to
+    2**-65. Iterating yields ``steps`` draws, each a list of indices in increasing order, possibly
+    empty.
     """
 
     num_examples: int
@@ -54,8 +58,9 @@ class PoissonSampler:
             uniform = np.frombuffer(self.random_bytes(8 * self.num_examples), dtype=np.uint64)
             drawn = np.flatnonzero(uniform < np.uint64(round(self.sample_rate * 2**64)))
         if self.max_batch_size is not None and len(drawn) > self.max_batch_size:
-            # The order of independent random keys is a uniformly random order (two of 64 bits are never equal in practice;
-            # if they were, the earlier index would be kept, with a chance of 2^-64 a pair).
+            # The order of independent random keys is a uniformly random order (two of 64 bits are
+            # never equal in practice; if they were, the earlier index would be kept, with a chance
+            # of 2^-64 a pair).
             keys = np.frombuffer(self.random_bytes(8 * len(drawn)), dtype=np.uint64)
             drawn = np.sort(drawn[np.argsort(keys, kind="stable")[: self.max_batch_size]])
         return drawn.tolist()
@@ -80,7 +85,8 @@ class PoissonSampler:
 
 @dataclass(frozen=True)
 class MicroBatchSampler:
-    """``num_micro_batches`` independent Poisson draws a step (Du and Mi 2021, section 3.2), joined: a record may occur twice.
+    """``num_micro_batches`` independent Poisson draws a step (Du and Mi 2021, section 3.2), joined:
+    a record may occur twice.
 
     Args:
         num_examples: N >= 1.
@@ -89,9 +95,10 @@ class MicroBatchSampler:
         num_micro_batches: M >= 1.
         random_bytes: as for :class:`PoissonSampler`.
 
-    The M N Bernoulli trials of a step are made by drawing the gaps between successes, which are geometric: as many random
-    numbers as records drawn, not as trials. A gap is ``floor(log(u) / log(1 - p))`` for u uniform on multiples of 2^-64,
-    so probabilities are right to about 2^-53 / p of themselves.
+    The M N Bernoulli trials of a step are made by drawing the gaps between successes, which are
+    geometric: as many random numbers as records drawn, not as trials. A gap is ``floor(log(u) /
+    log(1 - p))`` for u uniform on multiples of 2^-64, so probabilities are right to about 2^-53 / p
+    of themselves.
     """
 
     num_examples: int
@@ -103,7 +110,10 @@ class MicroBatchSampler:
     def __post_init__(self) -> None:
         _validate.integer("num_examples", self.num_examples, 1)
         _validate.in_unit_interval(
-            "sample_rate", self.sample_rate, "It is B / (M N): lower expected_batch_size or raise M.", one=True
+            "sample_rate",
+            self.sample_rate,
+            "It is B / (M N): lower expected_batch_size or raise M.",
+            one=True,
         )
         _validate.integer("steps", self.steps, 1)
         _validate.integer("num_micro_batches", self.num_micro_batches, 1)
@@ -116,7 +126,9 @@ class MicroBatchSampler:
 
     def draw(self) -> list[int]:
         """The indices of one step's micro-batches, one after the other."""
-        return (self._successes(self.num_examples * self.num_micro_batches) % self.num_examples).tolist()
+        return (
+            self._successes(self.num_examples * self.num_micro_batches) % self.num_examples
+        ).tolist()
 
     def _successes(self, trials: int) -> np.ndarray:
         """Which of independent trials succeed, in increasing order."""
@@ -126,7 +138,9 @@ class MicroBatchSampler:
         last = -1
         while last < trials:
             count = int(1.2 * (trials - last) * self.sample_rate) + 20
-            uniform = (np.frombuffer(self.random_bytes(8 * count), dtype=np.uint64).astype(np.float64) + 1) / 2**64
+            uniform = (
+                np.frombuffer(self.random_bytes(8 * count), dtype=np.uint64).astype(np.float64) + 1
+            ) / 2**64
             gaps = np.floor(np.log(uniform) / np.log1p(-self.sample_rate))
             positions = last + np.cumsum(gaps + 1)
             found.append(positions[positions < trials].astype(np.int64))
@@ -142,15 +156,21 @@ class MicroBatchSampler:
 
 
 def physical_batches(
-    lengths: Sequence[int], size: int, max_tokens: int | None = None, shapes: Sequence[Hashable] | None = None
+    lengths: Sequence[int],
+    size: int,
+    max_tokens: int | None = None,
+    shapes: Sequence[Hashable] | None = None,
 ) -> list[list[int]]:
-    """Positions 0..len(lengths)-1 cut into groups of at most ``size``: as few as can be, of such cuts one with least padding.
+    """Positions 0..len(lengths)-1 cut into groups of at most ``size``: as few as can be, of such
+    cuts one with least padding.
 
-    Args: max_tokens: largest number of tokens of a group, padding to its longest example included; an example that is
-        longer makes a group of its own. shapes: of each example; only those of equal shape share a group.
+    Args: max_tokens: largest number of tokens of a group, padding to its longest example included;
+        an example that is longer makes a group of its own. shapes: of each example; only those of
+        equal shape share a group.
 
-    Which group an example falls in changes padding and memory, never the clipped sum beyond rounding. An empty draw gives
-    no group. The longest example comes first, so that one too large for the memory is met at once.
+    Which group an example falls in changes padding and memory, never the clipped sum beyond
+    rounding. An empty draw gives no group. The longest example comes first, so that one too large
+    for the memory is met at once.
     """
     _validate.integer("size", size, 1)
     if max_tokens is not None:
@@ -159,18 +179,28 @@ def physical_batches(
     longest_of: dict[Hashable, int] = {}
     for of_kind, length in zip(kind, lengths, strict=True):
         longest_of[of_kind] = max(length, longest_of.get(of_kind, 0))
-    place = {each: number for number, each in enumerate(sorted(longest_of, key=lambda each: -longest_of[each]))}
-    order = sorted(range(len(lengths)), key=lambda position: (place[kind[position]], -lengths[position]))
+    place = {
+        each: number
+        for number, each in enumerate(sorted(longest_of, key=lambda each: -longest_of[each]))
+    }
+    order = sorted(
+        range(len(lengths)), key=lambda position: (place[kind[position]], -lengths[position])
+    )
     longest = np.array([lengths[position] for position in order], np.int64)
 
     def together(start: int, end: int) -> bool:
         tokens = (end - start) * max(1, int(longest[start]))
         alike = kind[order[start]] == kind[order[end - 1]]
-        return end - start == 1 or (alike and end - start <= size and (max_tokens is None or tokens <= max_tokens))
+        return end - start == 1 or (
+            alike and end - start <= size and (max_tokens is None or tokens <= max_tokens)
+        )
 
-    # The best cut of the first `end` examples is a last group and the best cut of those before it. Sorted as they are, a group
-    # that may be may also be without its first example: so the starts to choose from are all those from `earliest` on.
-    one_more = int(longest.sum() + len(order) * longest.max(initial=0)) + 1  # a group outweighs any padding
+    # The best cut of the first `end` examples is a last group and the best cut of those before it.
+    # Sorted as they are, a group that may be may also be without its first example: so the starts
+    # to choose from are all those from `earliest` on.
+    one_more = (
+        int(longest.sum() + len(order) * longest.max(initial=0)) + 1
+    )  # a group outweighs any padding
     cost, start_of = np.zeros(len(order) + 1, np.int64), [0] * (len(order) + 1)
     earliest = 0
     for end in range(1, len(order) + 1):

@@ -1,7 +1,9 @@
-"""The model zoo of the clipping tests: tiny random models of many architectures, their examples, and a loop over them.
+"""The model zoo of the clipping tests: tiny random models of many architectures, their examples,
+and a loop over them.
 
-Examples are made one by one, unpadded; :func:`collate` pads them into the batch that the engine sees. The oracle never
-sees a batch, a padding token or an attention mask, uses plain autograd in float64, and shares no code with hf_dp.
+Examples are made one by one, unpadded; :func:`collate` pads them into the batch that the engine
+sees. The oracle never sees a batch, a padding token or an attention mask, uses plain autograd in
+float64, and shares no code with hf_dp.
 
     architecture = ARCHITECTURES["bert"]
     model = architecture.build()
@@ -44,9 +46,10 @@ LABELS = 3
 class Architecture:
     """A builder and the task its examples are made for.
 
-    ``build(dropout, dtype, **config)``; ``task``: classification, causal_lm, masked_lm, infilling, seq2seq or image;
-    ``float32_inside``: transformers casts to float32 within (see :func:`without_downcasts`); ``end``: the last token of
-    each example, where the model looks for one.
+    ``build(dropout, dtype, **config)``; ``task``: classification, causal_lm, masked_lm, infilling,
+    seq2seq or image; ``float32_inside``: transformers casts to float32 within (see
+    :func:`without_downcasts`); ``end``: the last token of each example, where the model looks for
+    one.
     """
 
     build: Callable[..., Any]
@@ -88,11 +91,15 @@ def _causal_lm(a: Architecture, model: Any, length: int, generator: torch.Genera
 def _masked_lm(a: Architecture, model: Any, length: int, generator: torch.Generator) -> Batch:
     tokens = _tokens(length, generator)
     chosen = torch.arange(length)[None] % 2 == 0
-    return {"input_ids": tokens.masked_fill(chosen, MASK), "labels": tokens.masked_fill(~chosen, IGNORED)}
+    return {
+        "input_ids": tokens.masked_fill(chosen, MASK),
+        "labels": tokens.masked_fill(~chosen, IGNORED),
+    }
 
 
 def _infilling(a: Architecture, model: Any, length: int, generator: torch.Generator) -> Batch:
-    """The mask in the middle; where the text is long enough, label words stand in it (7, by :func:`_tokens`)."""
+    """The mask in the middle; where the text is long enough, label words stand in it (7, by
+    :func:`_tokens`)."""
     tokens = _tokens(length, generator)
     tokens[:, length // 2] = MASK
     return {"input_ids": tokens, "labels": _label(generator)}
@@ -151,9 +158,12 @@ def base_of(model: Any) -> nn.Module:
 
 
 def together(model: nn.Module, batch: Batch) -> Tensor:
-    """Per-example losses (b,) of a padded batch: hf_dp's own where it knows the task, else written out."""
+    """Per-example losses (b,) of a padded batch: hf_dp's own where it knows the task, else written
+    out."""
     if "pixel_values" in batch:
-        return F.cross_entropy(model(pixel_values=batch["pixel_values"]).logits, batch["labels"], reduction="none")
+        return F.cross_entropy(
+            model(pixel_values=batch["pixel_values"]).logits, batch["labels"], reduction="none"
+        )
     if batch["labels"].dim() == 1 or is_language_model(base_of(model)):
         return per_example_loss(model, batch)
     inputs = {name: value for name, value in batch.items() if name != "labels"}
@@ -167,7 +177,8 @@ def token_mean(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 def single(model: nn.Module, example: Batch) -> Tensor:
-    """The model's own loss of one example; for causal models without their cast to float32, 0 with nothing to predict."""
+    """The model's own loss of one example; for causal models without their cast to float32, 0 with
+    nothing to predict."""
     if not is_language_model(base_of(model)):
         return model(**example).loss
     logits = model(input_ids=example["input_ids"]).logits[0, :-1]
@@ -192,26 +203,40 @@ def loop(
     loss: Callable[[nn.Module, Any], Tensor] = single,
     clipping_norm: float | None = None,
 ) -> Expected:
-    """One backward pass an example, by plain autograd. Default clipping norm: some examples above, some below."""
+    """One backward pass an example, by plain autograd. Default clipping norm: some examples above,
+    some below."""
     trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    found = [torch.autograd.grad(loss(model, e), list(trainable.values()), allow_unused=True) for e in examples]
+    found = [
+        torch.autograd.grad(loss(model, e), list(trainable.values()), allow_unused=True)
+        for e in examples
+    ]
     return clip(trainable, found, clipping_norm)
 
 
-def loop_over_losses(model: nn.Module, losses: Tensor, clipping_norm: float | None = None) -> Expected:
-    """The same from one forward of the whole batch: for dropout, whose masks belong to that forward."""
+def loop_over_losses(
+    model: nn.Module, losses: Tensor, clipping_norm: float | None = None
+) -> Expected:
+    """The same from one forward of the whole batch: for dropout, whose masks belong to that
+    forward."""
     trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
     parameters = list(trainable.values())
-    found = [torch.autograd.grad(each, parameters, retain_graph=True, allow_unused=True) for each in losses]
+    found = [
+        torch.autograd.grad(each, parameters, retain_graph=True, allow_unused=True)
+        for each in losses
+    ]
     return clip(trainable, found, clipping_norm)
 
 
 def clip(
-    trainable: dict[str, nn.Parameter], found: Sequence[Sequence[Tensor | None]], clipping_norm: float | None
+    trainable: dict[str, nn.Parameter],
+    found: Sequence[Sequence[Tensor | None]],
+    clipping_norm: float | None,
 ) -> Expected:
     norms = torch.tensor([_norm(gradients) for gradients in found], dtype=torch.float64)
     if clipping_norm is None:
-        clipping_norm = float(norms.median()) * 0.99 or 1.0  # 0: nothing to predict in most examples
+        clipping_norm = (
+            float(norms.median()) * 0.99 or 1.0
+        )  # 0: nothing to predict in most examples
     sums = {name: torch.zeros(p.shape, dtype=torch.float64) for name, p in trainable.items()}
     for gradients, norm in zip(found, norms.tolist(), strict=True):
         for name, gradient in zip(trainable, gradients, strict=True):
@@ -243,14 +268,21 @@ def clipped(
         return norms, engine.collect()
 
 
-def assert_equal(norms: Tensor, sums: dict[str, Tensor], expected: Expected, tolerance: float = EXACT) -> None:
+def assert_equal(
+    norms: Tensor, sums: dict[str, Tensor], expected: Expected, tolerance: float = EXACT
+) -> None:
     scale = float(expected.norms.max())
-    torch.testing.assert_close(norms.double(), expected.norms, rtol=tolerance, atol=1e-6 * tolerance * scale)
+    torch.testing.assert_close(
+        norms.double(), expected.norms, rtol=tolerance, atol=1e-6 * tolerance * scale
+    )
     assert_same_sums(sums, expected.sums, atol=tolerance * expected.clipping_norm)
 
 
 def assert_exact(
-    architecture: Architecture, model: nn.Module, examples: Sequence[Batch], strategy: str = "book_keeping"
+    architecture: Architecture,
+    model: nn.Module,
+    examples: Sequence[Batch],
+    strategy: str = "book_keeping",
 ) -> None:
     """Engine on the padded batch equals the loop over single, unpadded examples."""
     with architecture.precision():
@@ -263,19 +295,27 @@ def assert_exact(
 def without_downcasts() -> Iterator[None]:
     """Casts of float64 tensors to float32 do nothing.
 
-    transformers computes RMS norms and rotary embeddings in float32 also in a float64 model: a rounding of 1e-7, which
-    depends on the order of operations and hides any error of that size. Engine and oracle both run without it.
+    transformers computes RMS norms and rotary embeddings in float32 also in a float64 model: a
+    rounding of 1e-7, which depends on the order of operations and hides any error of that size.
+    Engine and oracle both run without it.
     """
     to, softmax = torch.Tensor.to, F.softmax
 
     def kept(value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         if value.dtype == torch.float64:
             args = tuple(torch.float64 if each is torch.float32 else each for each in args)
-            kwargs = {name: torch.float64 if each is torch.float32 else each for name, each in kwargs.items()}
+            kwargs = {
+                name: torch.float64 if each is torch.float32 else each
+                for name, each in kwargs.items()
+            }
         return to(value, *args, **kwargs)
 
-    def in_own_dtype(value: Tensor, *args: Any, dtype: torch.dtype | None = None, **kwargs: Any) -> Tensor:
-        return softmax(value, *args, dtype=None if value.dtype == torch.float64 else dtype, **kwargs)
+    def in_own_dtype(
+        value: Tensor, *args: Any, dtype: torch.dtype | None = None, **kwargs: Any
+    ) -> Tensor:
+        return softmax(
+            value, *args, dtype=None if value.dtype == torch.float64 else dtype, **kwargs
+        )
 
     with (
         patch.object(torch.Tensor, "to", kept),
@@ -289,7 +329,8 @@ def without_downcasts() -> Iterator[None]:
 
 
 def poison(model: nn.Module, examples: list[Batch], position: int, value: float) -> None:
-    """One example's pixel, or what one of its tokens is looked up as: forward and what flows back into the table."""
+    """One example's pixel, or what one of its tokens is looked up as: forward and what flows back
+    into the table."""
     if "pixel_values" in examples[position]:
         examples[position]["pixel_values"][0, 0, 0, 0] = value
         return
@@ -331,7 +372,11 @@ _DECODER = {
     "num_key_value_heads": 1, "intermediate_size": 24, "max_position_embeddings": POSITIONS, "bos_token_id": 2,
     "eos_token_id": 3, "pad_token_id": 0,
 }  # fmt: skip
-_GEMMA = _DECODER | {"head_dim": 8, "sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"]}
+_GEMMA = _DECODER | {
+    "head_dim": 8,
+    "sliding_window": 4,
+    "layer_types": ["sliding_attention", "full_attention"],
+}
 _BART = {
     "vocab_size": VOCABULARY, "d_model": 16, "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 2,
     "decoder_attention_heads": 2, "encoder_ffn_dim": 24, "decoder_ffn_dim": 24, "scale_embedding": True,
@@ -350,16 +395,25 @@ _VIT = {
     "image_size": 8, "patch_size": 4, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2,
     "intermediate_size": 24, "mlp_ratio": 2, "num_labels": LABELS,
 }  # fmt: skip
-_CONVNEXT = {"image_size": 8, "patch_size": 2, "hidden_sizes": [8, 12], "depths": [1, 1], "num_stages": 2}
+_CONVNEXT = {
+    "image_size": 8,
+    "patch_size": 2,
+    "hidden_sizes": [8, 12],
+    "depths": [1, 1],
+    "num_stages": 2,
+}
 
-mixtral = _builder(hf.MixtralForCausalLM, hf.MixtralConfig, **_DECODER, num_local_experts=4, num_experts_per_tok=2)
+mixtral = _builder(
+    hf.MixtralForCausalLM, hf.MixtralConfig, **_DECODER, num_local_experts=4, num_experts_per_tok=2
+)
 qwen3_moe = _builder(
     hf.Qwen3MoeForCausalLM, hf.Qwen3MoeConfig, **_DECODER, head_dim=8, num_experts=4, num_experts_per_tok=2,
     moe_intermediate_size=8,
 )  # fmt: skip
 deberta_v2 = _builder(
     hf.DebertaV2ForSequenceClassification, hf.DebertaV2Config, **_ENCODER, pos_att_type=["c2p", "p2c"],
-    problem_type="single_label_classification",  # left to itself the model casts its logits to float32
+    # left to itself the model casts its logits to float32
+    problem_type="single_label_classification",
 )  # fmt: skip
 
 
@@ -382,7 +436,9 @@ def _infilling_classifier(model_class: Any, config_class: Any, **fixed: Any) -> 
 
 
 def _language_model(model_class: Any, config_class: Any, **fixed: Any) -> Architecture:
-    return Architecture(_builder(model_class, config_class, **fixed), "causal_lm", float32_inside=True)
+    return Architecture(
+        _builder(model_class, config_class, **fixed), "causal_lm", float32_inside=True
+    )
 
 
 ARCHITECTURES: dict[str, Architecture] = {

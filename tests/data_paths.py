@@ -1,7 +1,9 @@
-"""Ways from a user's rows to the loss, for tests that leave out one row and look at what a whole run released.
+"""Ways from a user's rows to the loss, for tests that leave out one row and look at what a whole
+run released.
 
-Each path has ordinary rows and one that is longer than all others (the canary), a tiny model without dropout, and whatever
-stands between: collators of transformers, of one's own, tuples, transforms, images, workers, 16 bits.
+Each path has ordinary rows and one that is longer than all others (the canary), a tiny model
+without dropout, and whatever stands between: collators of transformers, of one's own, tuples,
+transforms, images, workers, 16 bits.
 """
 
 from __future__ import annotations
@@ -33,7 +35,8 @@ Rows = list[dict[str, Any]]
 
 @dataclass(frozen=True)
 class DataPath:
-    """``rows``: all of them, the canary last; ``dataset``: of those kept; ``options``: training arguments."""
+    """``rows``: all of them, the canary last; ``dataset``: of those kept; ``options``: training
+    arguments."""
 
     model: Callable[[], nn.Module]
     rows: Callable[[], Rows]
@@ -90,7 +93,12 @@ def unlabeled() -> Rows:
 def sentences() -> Rows:
     words = tiny.WORDS
     return [
-        {"sentence": " ".join(words[(7 * i + j) % 15] for j in range(1 + i % 4 if i < COUNT else 16)), "label": i % 2}
+        {
+            "sentence": " ".join(
+                words[(7 * i + j) % 15] for j in range(1 + i % 4 if i < COUNT else 16)
+            ),
+            "label": i % 2,
+        }
         for i in range(COUNT + 1)
     ]
 
@@ -98,7 +106,10 @@ def sentences() -> Rows:
 def pictures() -> Rows:
     generator = np.random.default_rng(0)
     return [
-        {"pixel_values": (generator.normal(size=(3, 8, 8)) * (9 if i == COUNT else 1)).tolist(), "labels": i % 3}
+        {
+            "pixel_values": (generator.normal(size=(3, 8, 8)) * (9 if i == COUNT else 1)).tolist(),
+            "labels": i % 3,
+        }
         for i in range(COUNT + 1)
     ]
 
@@ -106,14 +117,19 @@ def pictures() -> Rows:
 def photographs() -> Rows:
     generator = np.random.default_rng(0)
     return [
-        {"image": PIL.Image.fromarray(generator.integers(0, 256, (8, 8, 3), np.uint8)), "label": i % 3}
+        {
+            "image": PIL.Image.fromarray(generator.integers(0, 256, (8, 8, 3), np.uint8)),
+            "label": i % 3,
+        }
         for i in range(COUNT + 1)
     ]
 
 
 def vectors() -> Rows:
     generator = np.random.default_rng(0)
-    return [{"x": generator.normal(size=4).tolist(), "labels": float(i % 3)} for i in range(COUNT + 1)]
+    return [
+        {"x": generator.normal(size=4).tolist(), "labels": float(i % 3)} for i in range(COUNT + 1)
+    ]
 
 
 # -- models ---
@@ -127,7 +143,8 @@ def seeded(build: Callable[[], nn.Module]) -> nn.Module:
 _BERT = {
     "vocab_size": VOCABULARY, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2,
     "intermediate_size": 24, "max_position_embeddings": 24, "hidden_dropout_prob": 0.0,
-    "attention_probs_dropout_prob": 0.0, "initializer_range": 0.3,  # so that what a token attends to matters
+    # so that what a token attends to matters
+    "attention_probs_dropout_prob": 0.0, "initializer_range": 0.3,
 }  # fmt: skip
 _GPT2 = {
     "vocab_size": VOCABULARY, "n_embd": 16, "n_layer": 1, "n_head": 2, "n_positions": 24, "resid_pdrop": 0.0,
@@ -177,8 +194,12 @@ def own() -> nn.Module:
 
 class OwnTrainer(DPTrainer):
     def compute_per_example_loss(self, model: nn.Module, inputs: Any) -> Tensor:
-        y = inputs.pop("labels") if isinstance(inputs, dict) else inputs[1]  # the idiom of compute_loss overrides
-        return F.mse_loss(model(inputs["x"] if isinstance(inputs, dict) else inputs[0]), y, reduction="none")
+        y = (
+            inputs.pop("labels") if isinstance(inputs, dict) else inputs[1]
+        )  # the idiom of compute_loss overrides
+        return F.mse_loss(
+            model(inputs["x"] if isinstance(inputs, dict) else inputs[0]), y, reduction="none"
+        )
 
     def synthetic_batches(self) -> list[Any]:
         return [{"x": torch.randn(1, 4), "labels": torch.randn(1)} for _ in range(3)]
@@ -208,7 +229,10 @@ def stacking(rows: Rows) -> Any:
 
 def mixup(rows: Rows) -> Any:
     x = torch.tensor([row["pixel_values"] for row in rows])
-    return {"pixel_values": 0.7 * x + 0.3 * x.roll(1, 0), "labels": torch.tensor([row["labels"] for row in rows])}
+    return {
+        "pixel_values": 0.7 * x + 0.3 * x.roll(1, 0),
+        "labels": torch.tensor([row["labels"] for row in rows]),
+    }
 
 
 def tokenizing(rows: Rows) -> Any:
@@ -218,8 +242,15 @@ def tokenizing(rows: Rows) -> Any:
 
 def with_extras(rows: Rows) -> Any:
     """Texts, numbers and a constant beside what the model takes."""
-    batch = hf.DataCollatorWithPadding(tokenizer())([{k: v for k, v in row.items() if k != "text"} for row in rows])
-    return {**batch, "names": [str(row["number"]) for row in rows], "count": len(rows), "nothing": None}
+    batch = hf.DataCollatorWithPadding(tokenizer())(
+        [{k: v for k, v in row.items() if k != "text"} for row in rows]
+    )
+    return {
+        **batch,
+        "names": [str(row["number"]) for row in rows],
+        "count": len(rows),
+        "nothing": None,
+    }
 
 
 class ExtrasTrainer(DPTrainer):
@@ -297,7 +328,9 @@ def reseeding(rows: Rows) -> Any:
 
 
 def of_tensors(rows: Rows) -> TensorDataset:
-    return TensorDataset(torch.tensor([row["x"] for row in rows]), torch.tensor([row["labels"] for row in rows]))
+    return TensorDataset(
+        torch.tensor([row["x"] for row in rows]), torch.tensor([row["labels"] for row in rows])
+    )
 
 
 def padded_by_a_transform(rows: Rows) -> Any:
@@ -313,10 +346,17 @@ def padded_by_a_transform(rows: Rows) -> Any:
 
 def pixels_by_a_transform(rows: Rows) -> Any:
     def to_pixels(batch: Any) -> Any:
-        pixels = [torch.from_numpy(np.array(image)).permute(2, 0, 1) / 127.5 - 1 for image in batch["image"]]
+        pixels = [
+            torch.from_numpy(np.array(image)).permute(2, 0, 1) / 127.5 - 1
+            for image in batch["image"]
+        ]
         return {"pixel_values": pixels, "labels": batch["label"]}
 
-    return datasets.Dataset.from_list(rows).cast_column("image", datasets.Image()).with_transform(to_pixels)
+    return (
+        datasets.Dataset.from_list(rows)
+        .cast_column("image", datasets.Image())
+        .with_transform(to_pixels)
+    )
 
 
 def augmented_by_a_transform(rows: Rows) -> Any:
@@ -353,7 +393,12 @@ def popping(rows: Rows) -> Any:
 
 def _classifier(**values: Any) -> DataPath:
     return DataPath(
-        **{"model": bert, "rows": classes, "collator": lambda: hf.DataCollatorWithPadding(tokenizer()), **values}
+        **{
+            "model": bert,
+            "rows": classes,
+            "collator": lambda: hf.DataCollatorWithPadding(tokenizer()),
+            **values,
+        }
     )
 
 
@@ -425,7 +470,8 @@ PATHS: dict[str, DataPath] = {
     "seq2seq": DataPath(t5, translated, lambda: hf.DataCollatorForSeq2Seq(tokenizer())),
     "seq2seq with the model": DataPath(t5, translated, lambda: hf.DataCollatorForSeq2Seq(tokenizer(), model=t5())),
     "flattening": _language_model(
-        lambda: hf.DataCollatorWithFlattening(), refused="DataCollatorWithFlattening puts many examples into one row"
+        lambda: hf.DataCollatorWithFlattening(), refused="DataCollatorWithFlattening puts many "
+        "examples into one row"
     ),
     # tasks
     "decoder inputs given": DataPath(t5, decoded, lambda: stacking),
@@ -448,7 +494,8 @@ PATHS: dict[str, DataPath] = {
         own, vectors, lambda: torch.utils.data.default_collate, of_tensors, trainer=TupleTrainer
     ),
     "an additive mask of the tokens": _classifier(
-        collator=lambda: additive, refused="`attention_mask` .float32. differs in length.*padding_values"
+        collator=lambda: additive, refused="`attention_mask` .float32. differs in "
+        "length.*padding_values"
     ),
     # how they are fetched
     "workers": _classifier(options={"dataloader_num_workers": 2}),
@@ -460,9 +507,11 @@ PATHS: dict[str, DataPath] = {
     "physical batches of 3": _classifier(options={"per_device_train_batch_size": 3}),
 }  # fmt: skip
 _BF16 = (
-    "padding", "token labels padded with 0", "causal LM, labels cloned from padding", "seq2seq", "images", "masked LM",
+    "padding", "token labels padded with 0", "causal LM, labels cloned from padding", "seq2seq", "images", "masked "
+    "LM",
     "texts that the collator tokenizes",
 )  # fmt: skip
 PATHS |= {
-    f"{name}, bf16": dataclasses.replace(PATHS[name], options={**PATHS[name].options, "bf16": True}) for name in _BF16
+    f"{name}, bf16": dataclasses.replace(PATHS[name], options={**PATHS[name].options, "bf16": True})
+    for name in _BF16
 }

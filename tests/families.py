@@ -8,11 +8,22 @@ from functools import cache
 from typing import Any
 
 import transformers as hf
-from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+from tokenizers import (
+    AddedToken,
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    processors,
+    trainers,
+)
 
 SENTENCES = [
-    "It was great .", "It was terrible .", "It was good , not bad .", "Yes , No , Maybe ? It was a film .",
-    "the film was a very long and dull one", "is this the same question ?", "wonderful great terrible awful",
+    "It was great .", "It was terrible .", "It was good , not bad .", "Yes , No , Maybe ? It was a "
+    "film .",
+    "the film was a very long and dull one", "is this the same question ?", "wonderful great "
+    "terrible awful",
 ]  # fmt: skip
 _SPECIAL = {
     "pad_token": "[PAD]",
@@ -25,9 +36,14 @@ _SPECIAL = {
 
 def _word_pieces() -> dict[str, int]:
     pieces = Tokenizer(models.WordPiece(unk_token="[UNK]"))
-    pieces.normalizer, pieces.pre_tokenizer = normalizers.BertNormalizer(), pre_tokenizers.BertPreTokenizer()
+    pieces.normalizer, pieces.pre_tokenizer = (
+        normalizers.BertNormalizer(),
+        pre_tokenizers.BertPreTokenizer(),
+    )
     trainer = trainers.WordPieceTrainer(
-        vocab_size=400, special_tokens=list(_SPECIAL.values()), initial_alphabet=list("abcdefghijklmnopqrstuvwxyz[]<>")
+        vocab_size=400,
+        special_tokens=list(_SPECIAL.values()),
+        initial_alphabet=list("abcdefghijklmnopqrstuvwxyz[]<>"),
     )
     pieces.train_from_iterator(SENTENCES * 20, trainer)
     return pieces.get_vocab()
@@ -35,7 +51,10 @@ def _word_pieces() -> dict[str, int]:
 
 def _bytes(special: list[str | AddedToken]) -> Tokenizer:
     pieces = Tokenizer(models.BPE())
-    pieces.pre_tokenizer, pieces.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    pieces.pre_tokenizer, pieces.decoder = (
+        pre_tokenizers.ByteLevel(add_prefix_space=False),
+        decoders.ByteLevel(),
+    )
     trainer = trainers.BpeTrainer(
         vocab_size=500, special_tokens=special, initial_alphabet=pre_tokenizers.ByteLevel.alphabet()
     )
@@ -79,13 +98,17 @@ def modernbert() -> Any:
 def deberta() -> Any:
     pieces = Tokenizer(models.Unigram())
     pieces.pre_tokenizer = pre_tokenizers.Metaspace()
-    trainer = trainers.UnigramTrainer(vocab_size=300, special_tokens=list(_SPECIAL.values()), unk_token="[UNK]")
+    trainer = trainers.UnigramTrainer(
+        vocab_size=300, special_tokens=list(_SPECIAL.values()), unk_token="[UNK]"
+    )
     pieces.train_from_iterator(SENTENCES * 20, trainer)
     vocabulary = [tuple(entry) for entry in json.loads(pieces.to_str())["model"]["vocab"]]
     # The words of the templates as pieces, as a vocabulary of 128,000 has them.
     known = {piece for piece, _ in vocabulary}
     words = ["▁It", "▁was", "▁great", "▁terrible", "▁Yes", "▁No", "▁Maybe", "▁?", "▁,", "▁."]
-    return hf.DebertaV2Tokenizer(vocab=[*vocabulary, *((word, -3.0) for word in words if word not in known)])
+    return hf.DebertaV2Tokenizer(
+        vocab=[*vocabulary, *((word, -3.0) for word in words if word not in known)]
+    )
 
 
 FAMILIES: dict[str, Callable[[], Any]] = {

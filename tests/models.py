@@ -1,7 +1,8 @@
-"""Tiny random models built from configs, batches of unequal lengths, and the oracle the tests compare against.
+"""Tiny random models built from configs, batches of unequal lengths, and the oracle the tests
+compare against.
 
-The oracle shares no code with hf_dp: one example at a time, unpadded, the model's *own* loss, plain autograd. It is exact
-because in a batch of one a batch mean is the example's loss.
+The oracle shares no code with hf_dp: one example at a time, unpadded, the model's *own* loss, plain
+autograd. It is exact because in a batch of one a batch mean is the example's loss.
 """
 
 from __future__ import annotations
@@ -47,7 +48,11 @@ LONG = (19, 1, 8, 19)  # most are formed at once: d x d < T (d + d)
 DEVICES = [
     "cpu",
     pytest.param(
-        "cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+        "cuda",
+        marks=[
+            pytest.mark.gpu,
+            pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+        ],
     ),
 ]
 
@@ -58,7 +63,8 @@ def on(device: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _ready(model: nn.Module, dtype: torch.dtype) -> Any:
-    """Away from the symmetric initialisation: biases and norms get random values, so no gradient vanishes by chance."""
+    """Away from the symmetric initialisation: biases and norms get random values, so no gradient
+    vanishes by chance."""
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(0.2 * torch.randn_like(parameter))
@@ -79,23 +85,32 @@ def _encoder(dropout: float) -> dict[str, Any]:
     }
 
 
-def bert(dropout: float = 0.0, dtype: torch.dtype = torch.float64, **overrides: Any) -> BertForSequenceClassification:
+def bert(
+    dropout: float = 0.0, dtype: torch.dtype = torch.float64, **overrides: Any
+) -> BertForSequenceClassification:
     torch.manual_seed(0)
     return _ready(BertForSequenceClassification(BertConfig(**_encoder(dropout) | overrides)), dtype)
 
 
 def bert_masked_lm(dropout: float = 0.0, dtype: torch.dtype = torch.float64) -> BertForMaskedLM:
-    """Tied decoder weight *and* bias: the bias belongs to two modules, one of them without a rule."""
+    """Tied decoder weight *and* bias: the bias belongs to two modules, one of them without a
+    rule."""
     torch.manual_seed(0)
     return _ready(BertForMaskedLM(BertConfig(**_encoder(dropout))), dtype)
 
 
-def roberta(dropout: float = 0.0, dtype: torch.dtype = torch.float64) -> RobertaForSequenceClassification:
+def roberta(
+    dropout: float = 0.0, dtype: torch.dtype = torch.float64
+) -> RobertaForSequenceClassification:
     torch.manual_seed(0)
-    return _ready(RobertaForSequenceClassification(RobertaConfig(**_encoder(dropout), pad_token_id=1)), dtype)
+    return _ready(
+        RobertaForSequenceClassification(RobertaConfig(**_encoder(dropout), pad_token_id=1)), dtype
+    )
 
 
-def distilbert(dropout: float = 0.0, dtype: torch.dtype = torch.float64) -> DistilBertForSequenceClassification:
+def distilbert(
+    dropout: float = 0.0, dtype: torch.dtype = torch.float64
+) -> DistilBertForSequenceClassification:
     torch.manual_seed(0)
     config = DistilBertConfig(
         vocab_size=VOCABULARY, dim=16, n_layers=2, n_heads=2, hidden_dim=24, max_position_embeddings=POSITIONS,
@@ -104,11 +119,15 @@ def distilbert(dropout: float = 0.0, dtype: torch.dtype = torch.float64) -> Dist
     return _ready(DistilBertForSequenceClassification(config), dtype)
 
 
-def albert(dropout: float = 0.0, dtype: torch.dtype = torch.float64) -> AlbertForSequenceClassification:
+def albert(
+    dropout: float = 0.0, dtype: torch.dtype = torch.float64
+) -> AlbertForSequenceClassification:
     """One layer used three times."""
     torch.manual_seed(0)
     config = AlbertConfig(
-        **_encoder(dropout) | {"num_hidden_layers": 3}, embedding_size=8, classifier_dropout_prob=dropout
+        **_encoder(dropout) | {"num_hidden_layers": 3},
+        embedding_size=8,
+        classifier_dropout_prob=dropout,
     )
     return _ready(AlbertForSequenceClassification(config), dtype)
 
@@ -120,17 +139,23 @@ def _gpt2_config(dropout: float, **overrides: Any) -> GPT2Config:
     )  # fmt: skip
 
 
-def gpt2(tied: bool = True, dropout: float = 0.0, dtype: torch.dtype = torch.float64) -> GPT2LMHeadModel:
+def gpt2(
+    tied: bool = True, dropout: float = 0.0, dtype: torch.dtype = torch.float64
+) -> GPT2LMHeadModel:
     torch.manual_seed(0)
     return _ready(GPT2LMHeadModel(_gpt2_config(dropout, tie_word_embeddings=tied)), dtype)
 
 
-def gpt2_classifier(dropout: float = 0.0, dtype: torch.dtype = torch.float64) -> GPT2ForSequenceClassification:
+def gpt2_classifier(
+    dropout: float = 0.0, dtype: torch.dtype = torch.float64
+) -> GPT2ForSequenceClassification:
     torch.manual_seed(0)
     return _ready(GPT2ForSequenceClassification(_gpt2_config(dropout, num_labels=3)), dtype)
 
 
-def llama(dropout: float = 0.0, dtype: torch.dtype = torch.float64, **overrides: Any) -> LlamaForCausalLM:
+def llama(
+    dropout: float = 0.0, dtype: torch.dtype = torch.float64, **overrides: Any
+) -> LlamaForCausalLM:
     """LlamaRMSNorm has no rule."""
     torch.manual_seed(0)
     config = LlamaConfig(
@@ -161,7 +186,8 @@ def is_language_model(model: nn.Module) -> bool:
 
 
 def batch_for(model: Any, lengths: Sequence[int], seed: int = 0, left: bool = False) -> Batch:
-    """Random rows of these lengths, padded to the longest, with labels of the kind this model predicts."""
+    """Random rows of these lengths, padded to the longest, with labels of the kind this model
+    predicts."""
     generator = torch.Generator().manual_seed(seed)
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     pad = base.config.pad_token_id if base.config.pad_token_id is not None else 0
@@ -183,30 +209,39 @@ def rows(batch: Mapping[str, Tensor], positions: Iterable[int]) -> Batch:
     """These rows, still padded but only as far as their longest needs (right padding)."""
     index = list(positions)
     longest = max(int(batch["attention_mask"][i].sum()) for i in index)
-    return {name: value[index] if value.dim() == 1 else value[index, :longest] for name, value in batch.items()}
+    return {
+        name: value[index] if value.dim() == 1 else value[index, :longest]
+        for name, value in batch.items()
+    }
 
 
 def alone(batch: Mapping[str, Tensor], position: int) -> Batch:
     """One row as a batch of one, without any padding."""
     real = batch["attention_mask"][position].bool()
     return {
-        name: value[position : position + 1] if value.dim() == 1 else value[position : position + 1, real]
+        name: value[position : position + 1]
+        if value.dim() == 1
+        else value[position : position + 1, real]
         for name, value in batch.items()
     }
 
 
 def own_loss(model: nn.Module, inputs: Mapping[str, Tensor]) -> Tensor:
-    """The loss of a batch of one, shape (1,), as transformers computes it: its mean is over this example alone.
+    """The loss of a batch of one, shape (1,), as transformers computes it: its mean is over this
+    example alone.
 
-    For language models it is written out, because transformers rounds logits to float32 first; tests/test_losses.py
-    compares with the model's own loss. 0 when there is nothing to predict, where transformers gives NaN.
+    For language models it is written out, because transformers rounds logits to float32 first;
+    tests/test_losses.py compares with the model's own loss. 0 when there is nothing to predict,
+    where transformers gives NaN.
     """
     if "labels" in inputs and inputs["labels"].dim() == 1:
         return model(**inputs).loss[None]
     logits = model(input_ids=inputs["input_ids"]).logits[0, :-1]
     targets = inputs["labels"][0, 1:]
     kept = targets != -100
-    return F.cross_entropy(logits[kept], targets[kept], reduction="sum")[None] / max(int(kept.sum()), 1)
+    return F.cross_entropy(logits[kept], targets[kept], reduction="sum")[None] / max(
+        int(kept.sum()), 1
+    )
 
 
 def loop_oracle(
@@ -237,19 +272,25 @@ def engine_result(
     cuts: Sequence[Sequence[int]] | None = None,
     loss: Loss = per_example_loss,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """What the engine makes of a logical batch cut into these physical ones: norms in the batch's order, and sums."""
+    """What the engine makes of a logical batch cut into these physical ones: norms in the batch's
+    order, and sums."""
     count = len(batch["input_ids"])
     cuts = [range(count)] if cuts is None else cuts  # type: ignore[list-item]
     norms: list[Tensor] = [torch.empty(0)] * count
     with ClippingEngine(model, clipping_norm, strategy=strategy) as engine:
         for cut in cuts:
-            for position, norm in zip(cut, engine.backward(loss(model, rows(batch, cut))), strict=True):
+            for position, norm in zip(
+                cut, engine.backward(loss(model, rows(batch, cut))), strict=True
+            ):
                 norms[position] = norm
         return torch.stack(norms), engine.collect()
 
 
-def example_norms(uses: Mapping[nn.Parameter, Sequence[Use]], examples: int) -> tuple[Tensor, Tensor]:
-    """Norms (b,) and their slack (b,) of all these parameters together, as the engine finds them."""
+def example_norms(
+    uses: Mapping[nn.Parameter, Sequence[Use]], examples: int
+) -> tuple[Tensor, Tensor]:
+    """Norms (b,) and their slack (b,) of all these parameters together, as the engine finds
+    them."""
     table = ExampleNorms(dict.fromkeys(uses, 0), examples)
     table.add(uses)
     table.settle(uses)
@@ -262,28 +303,45 @@ def middle_norm(norms: Tensor) -> float:
     return float(norms.double().median()) * 0.99
 
 
-def disagreement(model: nn.Module, batch: Batch, clipping_norm: float | None = None, **options: Any) -> float:
-    """Largest relative difference of norms, or of sums relative to the clipping norm, between engine and loop."""
+def disagreement(
+    model: nn.Module, batch: Batch, clipping_norm: float | None = None, **options: Any
+) -> float:
+    """Largest relative difference of norms, or of sums relative to the clipping norm, between
+    engine and loop."""
     expected_norms, expected = loop_oracle(model, batch, clipping_norm or 1e9)
-    clipping_norm = clipping_norm or middle_norm(expected_norms) or 1.0  # 0: rows with nothing to predict
+    clipping_norm = (
+        clipping_norm or middle_norm(expected_norms) or 1.0
+    )  # 0: rows with nothing to predict
     expected_norms, expected = loop_oracle(model, batch, clipping_norm)
     got_norms, got = engine_result(model, batch, clipping_norm, **options)
     assert list(got) == list(expected)
-    of_norms = float(((got_norms.double() - expected_norms).abs() / expected_norms.clamp_min(1e-12)).max())
-    of_sums = max(float((got[name].double() - expected[name]).abs().max()) for name in expected) / clipping_norm
+    of_norms = float(
+        ((got_norms.double() - expected_norms).abs() / expected_norms.clamp_min(1e-12)).max()
+    )
+    of_sums = (
+        max(float((got[name].double() - expected[name]).abs().max()) for name in expected)
+        / clipping_norm
+    )
     return max(of_norms, of_sums)
 
 
-def assert_same_sums(actual: Mapping[str, Tensor], expected: Mapping[str, Tensor], atol: float) -> None:
+def assert_same_sums(
+    actual: Mapping[str, Tensor], expected: Mapping[str, Tensor], atol: float
+) -> None:
     assert list(actual) == list(expected)
     for name in expected:
         torch.testing.assert_close(
-            actual[name].double(), expected[name].double(), rtol=0, atol=atol, msg=lambda text, n=name: f"{n}: {text}"
+            actual[name].double(),
+            expected[name].double(),
+            rtol=0,
+            atol=atol,
+            msg=lambda text, n=name: f"{n}: {text}",
         )
 
 
 class TinyTied(nn.Module):
-    """Embedding, one linear layer, and a head tied to the embedding; the smallest thing with every kind of use."""
+    """Embedding, one linear layer, and a head tied to the embedding; the smallest thing with every
+    kind of use."""
 
     def __init__(self, vocabulary: int = 11, width: int = 4, padding_idx: int | None = None):
         super().__init__()

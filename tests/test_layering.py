@@ -1,4 +1,5 @@
-"""A module imports only its own layer and lower ones, and every module has a layer (design, section 2)."""
+"""A module imports only its own layer and lower ones, and every module has a layer (design, section
+2)."""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ LAYERS = {
     "cli": 6, "audit": 6, "benchmarks": 6,
 }  # fmt: skip
 
-# `__init__` lists the public names and loads each when first used, so it may name all layers; nobody may import from it.
+# `__init__` lists the public names and loads each when first used, so it may name all layers;
+# nobody may import from it.
 FACADE = "__init__"
 
 
@@ -32,7 +34,8 @@ def modules(package: Path) -> Iterator[tuple[str, Path]]:
 
 
 def imported(source: str, module: str, is_package: bool) -> Iterator[str]:
-    """Top-level modules of hf_dp that this source imports, at any depth and also for type checking; '' is hf_dp itself."""
+    """Top-level modules of hf_dp that this source imports, at any depth and also for type checking;
+    '' is hf_dp itself."""
     here = ["hf_dp", *module.split(".")]
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
@@ -61,11 +64,17 @@ def violations(package: Path) -> list[str]:
         if top not in LAYERS:
             found.append(f"{module} has no layer: add it to LAYERS and to the design")
             continue
-        for target in imported(path.read_text(encoding="utf-8"), module, path.name == "__init__.py"):
+        for target in imported(
+            path.read_text(encoding="utf-8"), module, path.name == "__init__.py"
+        ):
             if target not in LAYERS:
-                found.append(f"{module} imports hf_dp{'.' if target else ''}{target}, which has no layer")
+                found.append(
+                    f"{module} imports hf_dp{'.' if target else ''}{target}, which has no layer"
+                )
             elif LAYERS[target] > LAYERS[top]:
-                found.append(f"{module} (layer {LAYERS[top]}) imports {target} (layer {LAYERS[target]})")
+                found.append(
+                    f"{module} (layer {LAYERS[top]}) imports {target} (layer {LAYERS[target]})"
+                )
     return found
 
 
@@ -75,7 +84,14 @@ def test_no_module_imports_a_higher_layer():
 
 def test_the_checker_reads_every_module():
     names = dict(modules(PACKAGE))
-    assert {"errors", "accounting", "accounting.pld", "clipping.rules.linear", "plan", FACADE} <= set(names)
+    assert {
+        "errors",
+        "accounting",
+        "accounting.pld",
+        "clipping.rules.linear",
+        "plan",
+        FACADE,
+    } <= set(names)
 
 
 PLANTED = {
@@ -84,7 +100,11 @@ PLANTED = {
         "from hf_dp.trainer.arguments import X",
         "clipping.engine (layer 3) imports trainer",
     ),
-    "plain import": ("plan.py", "import hf_dp.clipping.engine", "plan (layer 2) imports clipping (layer 3)"),
+    "plain import": (
+        "plan.py",
+        "import hf_dp.clipping.engine",
+        "plan (layer 2) imports clipping (layer 3)",
+    ),
     "from the package": (
         "accounting/pld.py",
         "from hf_dp import plan",
@@ -95,7 +115,11 @@ PLANTED = {
         "from ..plan import PrivacyPlan",
         "accounting.pld (layer 1) imports plan (layer 2)",
     ),
-    "relative to the package": ("noise.py", "from . import trainer", "noise (layer 3) imports trainer (layer 5)"),
+    "relative to the package": (
+        "noise.py",
+        "from . import trainer",
+        "noise (layer 3) imports trainer (layer 5)",
+    ),
     "inside a package's init": (
         "clipping/__init__.py",
         "from ..cards import x",
@@ -135,8 +159,14 @@ def test_planted_violations_are_seen(case, tmp_path):
 @pytest.mark.parametrize(
     ("name", "source"),
     [
-        ("trainer/trainer.py", "from hf_dp.clipping import ClippingEngine\nfrom hf_dp import _validate\nimport torch"),
-        ("clipping/rules/linear.py", "from ..uses import Dense\nfrom hf_dp.clipping.recorder import Tape"),
+        (
+            "trainer/trainer.py",
+            "from hf_dp.clipping import ClippingEngine\nfrom hf_dp import _validate\nimport torch",
+        ),
+        (
+            "clipping/rules/linear.py",
+            "from ..uses import Dense\nfrom hf_dp.clipping.recorder import Tape",
+        ),
         ("accounting/__init__.py", "from .pld import f\nfrom hf_dp.errors import HfDpError"),
     ],
 )

@@ -1,4 +1,5 @@
-"""Per-example losses equal the model's own loss on a batch of one, and are functions of their own example only."""
+"""Per-example losses equal the model's own loss on a batch of one, and are functions of their own
+example only."""
 
 from __future__ import annotations
 
@@ -47,16 +48,21 @@ def test_neighbors_and_their_padding_do_not_matter(name):
     batch = batch_for(model, (5, 2, 13, 4))
     together = per_example_loss(model, batch)
     for cut in ([0], [1, 0], [3, 1, 0]):
-        torch.testing.assert_close(per_example_loss(model, rows(batch, cut)), together[cut], rtol=1e-7, atol=1e-12)
+        torch.testing.assert_close(
+            per_example_loss(model, rows(batch, cut)), together[cut], rtol=1e-7, atol=1e-12
+        )
 
 
 @pytest.mark.parametrize("name", BUILDERS)
 def test_each_loss_has_a_gradient_at_its_own_example_only(name):
-    """By autograd at the input embeddings: the strictest form of 'a function of its own example'."""
+    """By autograd at the input embeddings: the strictest form of 'a function of its own
+    example'."""
     model = BUILDERS[name]()
     batch = batch_for(model, SHORT if name in CLASSIFIERS else (5, 2, 3, 4))
     seen = []
-    handle = model.get_input_embeddings().register_forward_hook(lambda module, args, output: seen.append(output))
+    handle = model.get_input_embeddings().register_forward_hook(
+        lambda module, args, output: seen.append(output)
+    )
     losses = per_example_loss(model, batch)
     handle.remove()
     for i, loss in enumerate(losses):
@@ -65,17 +71,23 @@ def test_each_loss_has_a_gradient_at_its_own_example_only(name):
         assert touched.tolist() == [j == i for j in range(len(losses))]
 
 
-# -- classification ----------------------------------------------------------------------------------------------------
+# -- classification
+# ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    "labels", [torch.tensor([0.5, -1.0, 2.0]), torch.tensor([[0.5], [-1.0], [2.0]])], ids=["b", "b1"]
+    "labels",
+    [torch.tensor([0.5, -1.0, 2.0]), torch.tensor([[0.5], [-1.0], [2.0]])],
+    ids=["b", "b1"],
 )
 def test_regression(labels):
     model = bert(num_labels=1)
     batch = {**batch_for(model, (4, 2, 3)), "labels": labels.double()}
     found = per_example_loss(model, batch)
-    single = [{**alone(batch_for(model, (4, 2, 3)), i), "labels": labels[i : i + 1].double()} for i in range(3)]
+    single = [
+        {**alone(batch_for(model, (4, 2, 3)), i), "labels": labels[i : i + 1].double()}
+        for i in range(3)
+    ]
     expected = torch.stack([model(**inputs).loss for inputs in single])
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=0)
 
@@ -90,17 +102,24 @@ def test_regression_takes_integer_targets():
 def test_regression_of_several_targets_is_their_mean():
     model = bert(num_labels=2, problem_type="regression")
     batch = {**batch_for(model, (4, 2)), "labels": torch.randn(2, 2).double()}
-    expected = torch.stack([model(**{k: v[i : i + 1] for k, v in batch.items()}).loss for i in range(2)])
+    expected = torch.stack(
+        [model(**{k: v[i : i + 1] for k, v in batch.items()}).loss for i in range(2)]
+    )
     torch.testing.assert_close(per_example_loss(model, batch), expected, rtol=1e-12, atol=0)
 
 
 @pytest.mark.parametrize("declared", [None, "multi_label_classification"])
 def test_multi_label(declared):
     model = bert(problem_type=declared)
-    batch = {**batch_for(model, (4, 4)), "labels": torch.tensor([[0.0, 1.0, 1.0], [1.0, 0.0, 0.0]]).double()}
+    batch = {
+        **batch_for(model, (4, 4)),
+        "labels": torch.tensor([[0.0, 1.0, 1.0], [1.0, 0.0, 0.0]]).double(),
+    }
     found = per_example_loss(model, batch)
     model.config.problem_type = "multi_label_classification"
-    expected = torch.stack([model(**{k: v[i : i + 1] for k, v in batch.items()}).loss for i in range(2)])
+    expected = torch.stack(
+        [model(**{k: v[i : i + 1] for k, v in batch.items()}).loss for i in range(2)]
+    )
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=0)
 
 
@@ -116,7 +135,9 @@ def test_multi_label(declared):
 def test_problem_type_is_inferred_as_transformers_does(options, labels, kind):
     model = bert(**options)
     assert problem_type(model, labels) == kind
-    assert model.config.problem_type == options.get("problem_type")  # looking does not decide for the next batch
+    assert model.config.problem_type == options.get(
+        "problem_type"
+    )  # looking does not decide for the next batch
 
 
 def test_unknown_problem_type():
@@ -135,9 +156,12 @@ def test_labels_that_do_not_fit_a_single_label_model(labels):
         per_example_loss(model, {**batch_for(model, (3, 2)), "labels": labels})
 
 
-@pytest.mark.parametrize("options", [{"num_labels": 1}, {"problem_type": "multi_label_classification"}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{"num_labels": 1}, {"problem_type": "multi_label_classification"}], ids=str
+)
 def test_labels_that_do_not_fit_the_outputs(options):
-    """(b, K) wanted, (b + 1,) given; a raw 'shape is invalid for input of size' would not say so."""
+    """(b, K) wanted, (b + 1,) given; a raw 'shape is invalid for input of size' would not say
+    so."""
     model = bert(**options)
     with pytest.raises(DataError, match=r"got \(3,\)"):
         per_example_loss(model, {**batch_for(model, (3, 2)), "labels": torch.zeros(3)})
@@ -149,15 +173,19 @@ def without_labels(batch: dict) -> dict:
 
 def test_missing_labels():
     model = bert()
-    with pytest.raises(DataError, match=re.escape("no `labels` (they have ['attention_mask', 'input_ids'])")):
+    with pytest.raises(
+        DataError, match=re.escape("no `labels` (they have ['attention_mask', 'input_ids'])")
+    ):
         per_example_loss(model, without_labels(batch_for(model, (3,))))
 
 
-# -- causal language models --------------------------------------------------------------------------------------------
+# -- causal language models
+# --------------------------------------------------------------------------------------------
 
 
 def test_a_language_model_averages_over_its_own_tokens_that_count():
-    """Two of five targets count for the first example, all for the second; a batch mean would weight them by tokens."""
+    """Two of five targets count for the first example, all for the second; a batch mean would
+    weight them by tokens."""
     model = gpt2()
     batch = batch_for(model, (6, 6))
     batch["labels"][0, :4] = -100
@@ -165,7 +193,9 @@ def test_a_language_model_averages_over_its_own_tokens_that_count():
     expected = [model(**alone(batch, i)).loss for i in range(2)]
     torch.testing.assert_close(found, torch.stack(expected).to(found.dtype), rtol=1e-5, atol=0)
     batch_mean = model(**batch).loss
-    assert abs(float((found.mean() - batch_mean).detach())) > 1e-3  # the two conventions differ here
+    assert (
+        abs(float((found.mean() - batch_mean).detach())) > 1e-3
+    )  # the two conventions differ here
 
 
 @pytest.mark.parametrize("name", LANGUAGE_MODELS)
@@ -176,7 +206,9 @@ def test_an_example_without_targets_has_loss_zero_and_no_gradient(name):
     losses = per_example_loss(model, batch)
     assert losses[1:].tolist() == [0.0, 0.0]  # one token only; nothing but -100
     gradients = torch.autograd.grad(losses[1:].sum(), list(model.parameters()), allow_unused=True)
-    assert all(g is None or (bool(torch.isfinite(g).all()) and not bool(g.any())) for g in gradients)
+    assert all(
+        g is None or (bool(torch.isfinite(g).all()) and not bool(g.any())) for g in gradients
+    )
 
 
 def test_one_position_only():
@@ -186,8 +218,8 @@ def test_one_position_only():
 
 @pytest.mark.parametrize("name", ["gpt2_tied", "llama"])
 def test_left_padding_equals_no_padding(name):
-    """The first real token must not count as predicted from the last padding position: what a padding position attends
-    to depends on how much padding the batch's longest row calls for."""
+    """The first real token must not count as predicted from the last padding position: what a
+    padding position attends to depends on how much padding the batch's longest row calls for."""
     model = LANGUAGE_MODELS[name]()
     batch = batch_for(model, (7, 3, 2), left=True)
     expected = torch.stack([per_example_loss(model, alone(batch, i))[0] for i in range(3)])
@@ -215,7 +247,9 @@ def test_position_ids_count_real_tokens():
 def test_position_ids_are_left_alone_where_nothing_is_to_be_done():
     mask = torch.tensor([[1, 1, 0], [1, 1, 1]])
     left = mask.flip(1)
-    assert "position_ids" not in with_position_ids(gpt2(), {"input_ids": mask, "attention_mask": mask})
+    assert "position_ids" not in with_position_ids(
+        gpt2(), {"input_ids": mask, "attention_mask": mask}
+    )
     assert "position_ids" not in with_position_ids(gpt2(), {"input_ids": mask})
     given = {"input_ids": left, "attention_mask": left, "position_ids": left}
     assert with_position_ids(gpt2(), given)["position_ids"] is left
@@ -225,7 +259,9 @@ def test_position_ids_are_left_alone_where_nothing_is_to_be_done():
 def test_left_padding_of_an_encoder_is_refused(name):
     """Its positions, or the place of its first token, would depend on the batch's longest row."""
     model = CLASSIFIERS[name]()
-    with pytest.raises(UnsupportedModelError, match=f"{type(model).__name__} .*padding_side = 'right'"):
+    with pytest.raises(
+        UnsupportedModelError, match=f"{type(model).__name__} .*padding_side = 'right'"
+    ):
         per_example_loss(model, batch_for(model, (4, 2), left=True))
 
 
@@ -234,12 +270,15 @@ def test_bf16_logits_are_reduced_in_float32():
         assert per_example_loss(model, batch_for(model, (4, 3))).dtype == torch.float32
 
 
-# -- which loss --------------------------------------------------------------------------------------------------------
+# -- which loss
+# --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", BUILDERS)
 def test_task_of(name):
-    assert task_of(BUILDERS[name]()) == ("sequence_classification" if name in CLASSIFIERS else "causal_lm")
+    assert task_of(BUILDERS[name]()) == (
+        "sequence_classification" if name in CLASSIFIERS else "causal_lm"
+    )
 
 
 def test_task_of_a_subclass_and_of_a_peft_model():
@@ -247,29 +286,43 @@ def test_task_of_a_subclass_and_of_a_peft_model():
         pass
 
     assert task_of(Mine(distilbert().config)) == "sequence_classification"
-    model = get_peft_model(gpt2(), LoraConfig(task_type="CAUSAL_LM", target_modules=["c_attn"], fan_in_fan_out=True))
+    model = get_peft_model(
+        gpt2(), LoraConfig(task_type="CAUSAL_LM", target_modules=["c_attn"], fan_in_fan_out=True)
+    )
     assert task_of(model) == "causal_lm"
     assert per_example_loss(model, batch_for(model, (4, 2), left=True)).shape == (2,)
 
 
-@pytest.mark.parametrize("model", [bert().bert, nn.Linear(2, 2)], ids=lambda model: type(model).__name__)
+@pytest.mark.parametrize(
+    "model", [bert().bert, nn.Linear(2, 2)], ids=lambda model: type(model).__name__
+)
 def test_other_classes_are_refused_by_name(model):
-    with pytest.raises(UnsupportedLossError, match=f"known for {type(model).__name__}.*compute_per_example_loss"):
+    with pytest.raises(
+        UnsupportedLossError, match=f"known for {type(model).__name__}.*compute_per_example_loss"
+    ):
         task_of(model)
 
 
-# -- planted -----------------------------------------------------------------------------------------------------------
+# -- planted
+# -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     "planted",
     [
         lambda model, inputs: per_example_loss(model, inputs) / len(inputs["input_ids"]),
-        lambda model, inputs: per_example_loss(model, inputs).mean().expand(len(inputs["input_ids"])),
+        lambda model, inputs: (
+            per_example_loss(model, inputs).mean().expand(len(inputs["input_ids"]))
+        ),
         lambda model, inputs: per_example_loss(model, inputs) / inputs["attention_mask"].sum(),
         lambda model, inputs: per_example_loss(model, inputs) / inputs["input_ids"].shape[1],
     ],
-    ids=["divided by the batch size", "batch mean", "divided by the batch's tokens", "divided by the padded length"],
+    ids=[
+        "divided by the batch size",
+        "batch mean",
+        "divided by the batch's tokens",
+        "divided by the padded length",
+    ],
 )
 def test_planted_coupled_losses_are_seen(planted):
     model = gpt2()

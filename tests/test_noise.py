@@ -1,7 +1,7 @@
 """Noise of the stated scale, from secret sources, independent from call to call.
 
-The Kolmogorov-Smirnov tests use 20,000 draws and reject below p = 1e-6: the right noise fails one run in a million, half or
-twice the noise always.
+The Kolmogorov-Smirnov tests use 20,000 draws and reject below p = 1e-6: the right noise fails one
+run in a million, half or twice the noise always.
 """
 
 from __future__ import annotations
@@ -31,14 +31,18 @@ def p_value(noise: Tensor, std: float) -> float:
 @pytest.mark.parametrize("std", [1e-3, 0.7, 40.0])
 @pytest.mark.parametrize("device", DEVICES)
 def test_the_distribution_is_normal_with_this_standard_deviation(device, std, dtype):
-    noise = SecretRandomness().gaussian_like(torch.zeros(DRAWS, dtype=dtype, device=device), std).cpu()
+    noise = (
+        SecretRandomness().gaussian_like(torch.zeros(DRAWS, dtype=dtype, device=device), std).cpu()
+    )
     assert p_value(noise, std) > REJECT
 
 
 @pytest.mark.parametrize("factor", [0.5, 0.9, 1.1, 2.0])
 def test_planted_wrong_scale_is_seen(factor, monkeypatch):
     right = SecretRandomness.gaussian_like
-    monkeypatch.setattr(SecretRandomness, "gaussian_like", lambda self, like, std: right(self, like, factor * std))
+    monkeypatch.setattr(
+        SecretRandomness, "gaussian_like", lambda self, like, std: right(self, like, factor * std)
+    )
     assert p_value(SecretRandomness().gaussian_like(torch.zeros(DRAWS), 0.7), 0.7) < REJECT
 
 
@@ -47,7 +51,8 @@ def test_planted_uniform_noise_is_seen():
 
 
 def test_the_tails_are_there():
-    """A float32 generator that stops at 5 sigma or repeats values would leak; 2e6 draws pass 4.5 sigma about 14 times."""
+    """A float32 generator that stops at 5 sigma or repeats values would leak; 2e6 draws pass 4.5
+    sigma about 14 times."""
     noise = SecretRandomness().gaussian_like(torch.zeros(2_000_000), 1.0).abs()
     beyond = int((noise > 4.5).sum())
     assert stats.binomtest(beyond, 2_000_000, 2 * stats.norm.sf(4.5)).pvalue > REJECT
@@ -66,7 +71,9 @@ def test_calls_are_independent(device, insecure_seed):
 
 def test_objects_are_independent():
     """Two ranks of one run, or two runs: neither shares anything with the other."""
-    one, other = (SecretRandomness().gaussian_like(torch.zeros(DRAWS), 1.0).double() for _ in range(2))
+    one, other = (
+        SecretRandomness().gaussian_like(torch.zeros(DRAWS), 1.0).double() for _ in range(2)
+    )
     assert abs(float((one * other).mean())) < 6 / DRAWS**0.5
 
 
@@ -110,7 +117,9 @@ def test_global_generators_are_left_alone():
 
 def test_an_insecure_seed_repeats_and_says_so():
     one, other = SecretRandomness(7), SecretRandomness(7)
-    assert torch.equal(one.gaussian_like(torch.zeros(9), 1.0), other.gaussian_like(torch.zeros(9), 1.0))
+    assert torch.equal(
+        one.gaussian_like(torch.zeros(9), 1.0), other.gaussian_like(torch.zeros(9), 1.0)
+    )
     assert one.random_bytes(16) == other.random_bytes(16)
     assert one.insecure
     assert not SecretRandomness().insecure
@@ -128,7 +137,8 @@ def test_seeds_are_wide():
     assert all(0 <= seed < 2**63 for seed in seeds)
 
 
-# -- streams -----------------------------------------------------------------------------------------------------------
+# -- streams
+# -----------------------------------------------------------------------------------------------------------
 
 
 def test_streams_leave_the_public_generators_as_found():
@@ -172,7 +182,8 @@ def test_draws_inside_go_on_where_they_stopped():
 
 
 def test_reseeding_inside_does_not_reach_outside():
-    """A collator that calls set_seed must not give the public generators away, nor stop the noise from being secret."""
+    """A collator that calls set_seed must not give the public generators away, nor stop the noise
+    from being secret."""
     randomness = SecretRandomness()
     seed_everything(1)
     expected = draw_everything()

@@ -1,4 +1,5 @@
-"""The plan couples sample rate, steps, noise and delta; each is derived once and each bad value is refused by name."""
+"""The plan couples sample rate, steps, noise and delta; each is derived once and each bad value is
+refused by name."""
 
 from __future__ import annotations
 
@@ -42,7 +43,10 @@ def test_derived_numbers():
     [
         ({"num_train_epochs": 3}, 60),
         ({"num_train_epochs": 0.01}, 1),
-        ({"num_train_epochs": 1, "expected_batch_size": 300}, 4),  # ceil: never fewer passes than asked for
+        (
+            {"num_train_epochs": 1, "expected_batch_size": 300},
+            4,
+        ),  # ceil: never fewer passes than asked for
         ({"max_steps": 7}, 7),
         ({"max_steps": -1}, 40),
         ({"num_train_epochs": 1, "expected_batch_size": 1000}, 1),
@@ -100,9 +104,15 @@ REFUSED = [
     ({"expected_batch_size": None}, "`expected_batch_size` to be given, got None"),
     ({"expected_batch_size": 0}, "`expected_batch_size` to be > 0, got 0"),
     ({"expected_batch_size": -5}, "`expected_batch_size` to be > 0, got -5"),
-    ({"expected_batch_size": 1001}, "`expected_batch_size` to be at most num_examples (1000), got 1001"),
+    (
+        {"expected_batch_size": 1001},
+        "`expected_batch_size` to be at most num_examples (1000), got 1001",
+    ),
     ({"expected_batch_size": float("nan")}, "`expected_batch_size` to be finite, got nan"),
-    ({"noise_multiplier": None}, "`target_epsilon` or `noise_multiplier` (None) to be given, exactly one of them"),
+    (
+        {"noise_multiplier": None},
+        "`target_epsilon` or `noise_multiplier` (None) to be given, exactly one of them",
+    ),
     (
         {"target_epsilon": 3.0},
         "`target_epsilon` or `noise_multiplier` (1.5) to be given, exactly one of them, got 3.0",
@@ -128,14 +138,19 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize(("changes", "message"), REFUSED, ids=[str(changes) for changes, _ in REFUSED])
+@pytest.mark.parametrize(
+    ("changes", "message"), REFUSED, ids=[str(changes) for changes, _ in REFUSED]
+)
 def test_bad_values_are_named(changes, message):
     with pytest.raises(InvalidArgumentError, match=re.escape(message)):
         create(**changes)
 
 
 def test_dict_round_trip_through_json():
-    for plan in (create(), create(noise_multiplier=None, target_epsilon=2.0, accountant="rdp", max_steps=3)):
+    for plan in (
+        create(),
+        create(noise_multiplier=None, target_epsilon=2.0, accountant="rdp", max_steps=3),
+    ):
         values = json.loads(json.dumps(plan.to_dict()))
         assert PrivacyPlan.from_dict(values) == plan
         assert values["sample_rate"] == plan.sample_rate
@@ -151,7 +166,8 @@ def test_a_missing_field_is_named():
 
 @pytest.mark.parametrize("derived", ["sample_rate", "noise_std"])
 def test_an_edited_derived_number_is_not_believed(derived):
-    """They are computed from the fields, so an edit cannot make the sampler and the accountant disagree."""
+    """They are computed from the fields, so an edit cannot make the sampler and the accountant
+    disagree."""
     plan = create()
     assert PrivacyPlan.from_dict({**plan.to_dict(), derived: 123.0}) == plan
 
@@ -161,7 +177,9 @@ def test_sampling_more_than_everyone_is_impossible():
         replace(create(), expected_batch_size=2000.0).sampler()
 
 
-@pytest.mark.parametrize(("draw", "margin"), [(1, 2**-12), (1024, 2**-12), (6144, 2**-11), (100_000, 2**-7)])
+@pytest.mark.parametrize(
+    ("draw", "margin"), [(1, 2**-12), (1024, 2**-12), (6144, 2**-11), (100_000, 2**-7)]
+)
 def test_the_margin_covers_how_far_float32_rounds_one_example_beside_a_whole_draw(draw, margin):
     clipping_norm = np.float32(0.1)
     beside = np.arange(max(1, draw - 50), draw + 1, dtype=np.float32) * clipping_norm
@@ -172,10 +190,16 @@ def test_the_margin_covers_how_far_float32_rounds_one_example_beside_a_whole_dra
 
 
 def test_the_plan_takes_the_margin_of_its_own_draws():
-    plan = PrivacyPlan.create(num_examples=60_000, expected_batch_size=6_000, clipping_norm=0.1, noise_multiplier=1.0)
+    plan = PrivacyPlan.create(
+        num_examples=60_000, expected_batch_size=6_000, clipping_norm=0.1, noise_multiplier=1.0
+    )
     assert plan.margin == rounding_margin(6_000, 60_000) > ROUNDING_MARGIN
     assert plan.noise_std == pytest.approx(0.1 * (1 + plan.margin), rel=1e-15)
     capped = PrivacyPlan.create(
-        num_examples=60_000, expected_batch_size=6_000, clipping_norm=0.1, noise_multiplier=1.0, max_batch_size=6_000
+        num_examples=60_000,
+        expected_batch_size=6_000,
+        clipping_norm=0.1,
+        noise_multiplier=1.0,
+        max_batch_size=6_000,
     )
     assert capped.margin < plan.margin

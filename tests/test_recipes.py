@@ -62,8 +62,11 @@ HEADER = re.compile(
 
 
 @cache
-def spent(num_examples: int, batch: float, epochs: float, target: float) -> tuple[float, float, float]:
-    """(delta, epsilon by rdp, by pld) of the noise that the recipe's own accountant, rdp, calibrates."""
+def spent(
+    num_examples: int, batch: float, epochs: float, target: float
+) -> tuple[float, float, float]:
+    """(delta, epsilon by rdp, by pld) of the noise that the recipe's own accountant, rdp,
+    calibrates."""
     plan = PrivacyPlan.create(
         num_examples=num_examples,
         expected_batch_size=batch,
@@ -72,7 +75,9 @@ def spent(num_examples: int, batch: float, epochs: float, target: float) -> tupl
         target_epsilon=target,
         accountant="rdp",
     )
-    return plan.delta, *(epsilon(plan.event(), plan.delta, name).rounded_up() for name in ("rdp", "pld"))
+    return plan.delta, *(
+        epsilon(plan.event(), plan.delta, name).rounded_up() for name in ("rdp", "pld")
+    )
 
 
 @pytest.mark.parametrize("name", GLUE_RECIPES)
@@ -86,7 +91,8 @@ def test_a_glue_recipe_spends_what_its_header_says(name):
     assert found == (pytest.approx(float(delta), rel=1e-5), float(by_rdp), float(by_pld))
     assert f"--config {name}\n" in text
     assert re.search(r"# expected: accuracy [\d./]+", text)
-    # The paper's: batch 1024 and 3 epochs on SST-2, both 2, 6 and 6 times that on the larger sets (Table 1).
+    # The paper's: batch 1024 and 3 epochs on SST-2, both 2, 6 and 6 times that on the larger sets
+    # (Table 1).
     factor = {"sst2": 1, "qnli": 2, "qqp": 6, "mnli": 6}[data.dataset_config]
     assert (args.expected_batch_size, args.num_train_epochs) == (1024 * factor, 3 * factor)
 
@@ -109,8 +115,11 @@ FROST_METHODS = ("full", "random", "pval", "lora", "adapter", "frost")
 
 
 @cache
-def spent_with_selection(num_examples: int, batch: float, epochs: float, peft: str) -> tuple[float, float, float]:
-    """As :func:`spent` for epsilon 0.5, with the selection of the recipe's ``peft`` block (as JSON)."""
+def spent_with_selection(
+    num_examples: int, batch: float, epochs: float, peft: str
+) -> tuple[float, float, float]:
+    """As :func:`spent` for epsilon 0.5, with the selection of the recipe's ``peft`` block (as
+    JSON)."""
     config = peft_config(json.loads(peft))
     plan = PrivacyPlan.create(
         num_examples=num_examples,
@@ -121,7 +130,9 @@ def spent_with_selection(num_examples: int, batch: float, epochs: float, peft: s
         accountant="rdp",
         selection=config.selection_plan(0.1) if hasattr(config, "selection_plan") else None,
     )
-    return plan.delta, *(epsilon(plan.events(), plan.delta, name).rounded_up() for name in ("rdp", "pld"))
+    return plan.delta, *(
+        epsilon(plan.events(), plan.delta, name).rounded_up() for name in ("rdp", "pld")
+    )
 
 
 @pytest.mark.parametrize("name", FROST_RECIPES)
@@ -132,7 +143,9 @@ def test_a_frost_recipe_spends_what_its_header_says(name):
     assert int(rows) == GLUE_ROWS[data.dataset_config]
     # Section 5: the share of the data that SST-2's 1024 are, and the epochs of Li et al.
     assert args.expected_batch_size == round(1024 * int(rows) / GLUE_ROWS["sst2"])
-    assert args.num_train_epochs == {"sst2": 3, "qnli": 6, "qqp": 18, "mnli": 18}[data.dataset_config]
+    assert (
+        args.num_train_epochs == {"sst2": 3, "qnli": 6, "qqp": 18, "mnli": 18}[data.dataset_config]
+    )
     peft = json.dumps(values.get("peft"))
     found = spent_with_selection(int(rows), args.expected_batch_size, args.num_train_epochs, peft)
     assert found == (pytest.approx(float(delta), rel=1e-5), float(by_rdp), float(by_pld))
@@ -142,21 +155,32 @@ def test_a_frost_recipe_spends_what_its_header_says(name):
 @pytest.mark.parametrize("name", [*FROST_RECIPES, "recipes/frost/README.md"])
 def test_the_commands_of_the_frost_tables_name_their_runs(name, capsys, monkeypatch):
     monkeypatch.chdir(ROOT)
-    lines = re.findall(r"^(?:# command: )?hf-dp sweep (.*)$", (ROOT / name).read_text(), flags=re.MULTILINE)
+    lines = re.findall(
+        r"^(?:# command: )?hf-dp sweep (.*)$", (ROOT / name).read_text(), flags=re.MULTILINE
+    )
     assert lines and (name.endswith(".md") or f"--config {name} " in lines[0])
     for line in lines:
         words = shlex.split(line)
         assert sweep.main([*words, "--dry-run"]) == 0
         recipe = read_yaml(words[words.index("--config") + 1])
-        axes = [word.split("=")[0] for word in words if "=" in word and not word.startswith("model_")]
+        axes = [
+            word.split("=")[0] for word in words if "=" in word and not word.startswith("model_")
+        ]
         for key in axes:
             values = sweep.with_settings(recipe, {key: {} if key == "peft" else 1})
-            parsed({k: v for k, v in values.items() if k not in axes or key == k} | {"target_epsilon": 1})
+            parsed(
+                {k: v for k, v in values.items() if k not in axes or key == k}
+                | {"target_epsilon": 1}
+            )
     assert "seed=0" in capsys.readouterr().out
 
 
 def test_the_24_frost_recipes_are_there():
-    expected = {f"recipes/frost/{task}/roberta_base_{method}.yaml" for task in GLUE_ROWS for method in FROST_METHODS}
+    expected = {
+        f"recipes/frost/{task}/roberta_base_{method}.yaml"
+        for task in GLUE_ROWS
+        for method in FROST_METHODS
+    }
     assert set(FROST_RECIPES) == expected
 
 
@@ -167,15 +191,20 @@ def test_a_template_takes_the_recipes_columns(name):
 
 
 def test_table_1_of_the_paper():
-    """The composed row of Table 1 is PRV's estimate of these plans; the bound printed in the headers lies just above."""
+    """The composed row of Table 1 is PRV's estimate of these plans; the bound printed in the
+    headers lies just above."""
     printed = {("sst2", 3): 2.41, ("sst2", 8): 6.69, ("qnli", 3): 2.57, ("qnli", 8): 6.87}
     for (task, target), value in printed.items():
         values = read_yaml(str(RECIPES[f"recipes/glue/{task}/roberta_base_head_eps{target}.yaml"]))
-        _, _, by_pld = spent(GLUE_ROWS[task], values["expected_batch_size"], values["num_train_epochs"], target)
+        _, _, by_pld = spent(
+            GLUE_ROWS[task], values["expected_batch_size"], values["num_train_epochs"], target
+        )
         assert by_pld == pytest.approx(value, abs=0.012)
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "recipes" / "accelerate").glob("*.yaml")), ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "path", sorted((ROOT / "recipes" / "accelerate").glob("*.yaml")), ids=lambda path: path.stem
+)
 def test_accelerate_configurations_are_read_by_accelerate(path):
     from accelerate.commands.config.config_args import load_config_from_file
 
@@ -186,7 +215,12 @@ def test_accelerate_configurations_are_read_by_accelerate(path):
 
 DP_FP_RECIPES = [name for name in RECIPES if name.startswith("recipes/dp_fp/")]
 PUBLISHED_RECIPES = [name for name in DP_FP_RECIPES if "frozen" not in name]
-DP_FP_BUDGETS = {"sst2": (1.73, 4.33), "qnli": (2.0, 4.75), "qqp": (2.52, 5.85), "mnli": (2.52, 5.83)}
+DP_FP_BUDGETS = {
+    "sst2": (1.73, 4.33),
+    "qnli": (2.0, 4.75),
+    "qqp": (2.52, 5.85),
+    "mnli": (2.52, 5.83),
+}
 
 
 @pytest.mark.parametrize("name", PUBLISHED_RECIPES)
@@ -196,7 +230,8 @@ def test_a_published_dp_fp_recipe_says_that_nothing_is_established_and_has_the_p
     task = data.dataset_config
     assert "NO differential privacy guarantee is established for it." in text.splitlines()[0]
     figure = re.search(
-        r"GDP-CLT (\S+) at delta (\S+) = 1/\(2 N\), N = (\d+); noise multiplier (\S+); no epsilon of what runs", text
+        r"GDP-CLT (\S+) at delta (\S+) = 1/\(2 N\), N = (\d+); noise multiplier (\S+); no epsilon of what runs",
+        text,
     )
     plan = PrivacyPlan.create(
         num_examples=GLUE_ROWS[task],
@@ -211,18 +246,25 @@ def test_a_published_dp_fp_recipe_says_that_nothing_is_established_and_has_the_p
     assert float(figure[2]) == pytest.approx(plan.delta, rel=1e-5)
     assert float(figure[4]) == pytest.approx(plan.noise_multiplier, abs=1e-6)
     # section 4.1
-    assert (args.expected_batch_size, args.num_micro_batches, args.representation_clipping_norm) == (32, 32, 1.0)
+    assert (
+        args.expected_batch_size,
+        args.num_micro_batches,
+        args.representation_clipping_norm,
+    ) == (32, 32, 1.0)
     assert (args.num_train_epochs, args.learning_rate, data.max_length) == (3, 5e-6, 128)
     first, second = (f"{budget:.2f}" for budget in DP_FP_BUDGETS[task])
     assert f"--config {name} --grid target_epsilon={first},{second} " in text
     assert re.search(
-        r"# expected: accuracy [\d./]+ / [\d./]+ at the paper's two budgets, [\d./]+ without privacy", text
+        r"# expected: accuracy [\d./]+ / [\d./]+ at the paper's two budgets, [\d./]+ without privacy",
+        text,
     )
 
 
 def test_the_12_published_recipes_and_a_sound_one_are_there():
     encoders = ("bert_base", "roberta_base", "roberta_large")
-    expected = {f"recipes/dp_fp/{task}/{encoder}.yaml" for task in GLUE_ROWS for encoder in encoders}
+    expected = {
+        f"recipes/dp_fp/{task}/{encoder}.yaml" for task in GLUE_ROWS for encoder in encoders
+    }
     assert set(DP_FP_RECIPES) == expected | {"recipes/dp_fp/sst2/minilm_frozen.yaml"}
 
 
@@ -247,7 +289,9 @@ def test_the_frozen_recipe_spends_what_its_header_says():
 def test_the_commands_of_the_dp_fp_tables_name_their_runs(name, capsys, monkeypatch):
     monkeypatch.chdir(ROOT)
     lines = re.findall(
-        r"^(?:# command: )?hf-dp sweep (.*?)(?: --plot \S+)?$", (ROOT / name).read_text(), flags=re.MULTILINE
+        r"^(?:# command: )?hf-dp sweep (.*?)(?: --plot \S+)?$",
+        (ROOT / name).read_text(),
+        flags=re.MULTILINE,
     )
     assert lines
     for line in lines:
@@ -264,15 +308,28 @@ def test_the_table_of_assumptions_is_what_the_accountants_say():
         (RecordRelease(sigma), "16.1"),
     ):
         digits = len(stated.split(".")[1])
-        assert round(epsilon(event, 1 / (2 * 67_349)).value, digits) == float(stated) and f"| {stated} |" in text
+        assert (
+            round(epsilon(event, 1 / (2 * 67_349)).value, digits) == float(stated)
+            and f"| {stated} |" in text
+        )
 
 
 @pytest.mark.slow
 def test_the_demonstration_shows_what_it_says():
     done = subprocess.run(
-        [sys.executable, "recipes/dp_fp/why_not_proven.py"], cwd=ROOT, capture_output=True, text=True
+        [sys.executable, "recipes/dp_fp/why_not_proven.py"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
     )
     assert done.returncode == 0, done.stderr
-    counts = re.findall(r"^(published|frozen) +(\S+) +(\d+) +(\d+)$", done.stdout, flags=re.MULTILINE)
-    assert [(there, without) for _, _, there, without in counts] == [("20", "0")] * 4 + [("0", "0")] * 4
-    assert "post-processing does not cover it" in done.stdout and "nothing below it can tell" in done.stdout
+    counts = re.findall(
+        r"^(published|frozen) +(\S+) +(\d+) +(\d+)$", done.stdout, flags=re.MULTILINE
+    )
+    assert [(there, without) for _, _, there, without in counts] == [("20", "0")] * 4 + [
+        ("0", "0")
+    ] * 4
+    assert (
+        "post-processing does not cover it" in done.stdout
+        and "nothing below it can tell" in done.stdout
+    )

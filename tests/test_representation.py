@@ -1,4 +1,5 @@
-"""Clipping and noise of the representation against equations 8 and 9; where it is found; what must not happen to it."""
+"""Clipping and noise of the representation against equations 8 and 9; where it is found; what must
+not happen to it."""
 
 from __future__ import annotations
 
@@ -26,7 +27,9 @@ from hf_dp.representation import (
 REJECT = 1e-6
 
 
-def private(layer: nn.Module, clipping_norm: float = 0.7, noise_std: float = 1.3) -> PrivateRepresentation:
+def private(
+    layer: nn.Module, clipping_norm: float = 0.7, noise_std: float = 1.3
+) -> PrivateRepresentation:
     return PrivateRepresentation(layer, clipping_norm, noise_std, SecretRandomness())
 
 
@@ -45,12 +48,19 @@ def test_a_row_that_is_not_finite_is_nothing_and_spoils_no_other():
     rows.requires_grad_()
     clipped = clip_rows(rows, 0.5)
     clipped.sum().backward()
-    assert torch.equal(clipped[1:3], torch.zeros(2, 5, dtype=torch.float64)) and clipped.isfinite().all()
-    assert rows.grad[[0, 3]].isfinite().all() and torch.equal(rows.grad[1:3], torch.zeros_like(rows[1:3]))
+    assert (
+        torch.equal(clipped[1:3], torch.zeros(2, 5, dtype=torch.float64))
+        and clipped.isfinite().all()
+    )
+    assert rows.grad[[0, 3]].isfinite().all() and torch.equal(
+        rows.grad[1:3], torch.zeros_like(rows[1:3])
+    )
 
 
 def test_the_gradient_goes_through_the_clip():
-    rows = torch.randn(6, 4, dtype=torch.float64) * torch.tensor([0.01, 0.1, 0.4, 1, 5, 50])[:, None]
+    rows = (
+        torch.randn(6, 4, dtype=torch.float64) * torch.tensor([0.01, 0.1, 0.4, 1, 5, 50])[:, None]
+    )
     assert torch.autograd.gradcheck(lambda x: clip_rows(x, 0.5), rows.requires_grad_())
 
 
@@ -67,12 +77,17 @@ def test_the_noise_has_its_standard_deviation_and_not_another(factor, accepted):
     noise = (seen[-1] - clip_rows(rows, 0.7)) / 1.3
     p = stats.kstest(noise.double().flatten().numpy(), "norm").pvalue
     assert (p > REJECT) == accepted
-    assert (stats.pearsonr(*noise[:, :2].T.double().numpy()).pvalue > REJECT) and not torch.equal(noise[0], noise[1])
+    assert (stats.pearsonr(*noise[:, :2].T.double().numpy()).pvalue > REJECT) and not torch.equal(
+        noise[0], noise[1]
+    )
 
 
 def test_outside_of_a_step_nothing_is_added():
     model = tiny.model(dropout=0.1)
-    batch = {"input_ids": torch.tensor([[2, 5, 3]]), "attention_mask": torch.ones(1, 3, dtype=torch.long)}
+    batch = {
+        "input_ids": torch.tensor([[2, 5, 3]]),
+        "attention_mask": torch.ones(1, 3, dtype=torch.long),
+    }
     _, layer = find_last_layer(model, batch)
     representation = private(layer)
     before = model.eval()(**batch).logits
@@ -106,7 +121,9 @@ def test_the_last_layer_is_found(name, layer):
     with architecture.precision():
         assert find_last_layer(model, batch)[0] == layer
         assert find_last_layer(model, batch, layer)[0] == layer
-        with pytest.raises(UnsupportedModelError, match="one that is used once, takes one vector per example"):
+        with pytest.raises(
+            UnsupportedModelError, match="one that is used once, takes one vector per example"
+        ):
             find_last_layer(model, batch, next(iter(dict(model.named_children()))))
     assert model.training and not any(module._forward_hooks for module in model.modules())
 
@@ -116,13 +133,17 @@ def test_tasks_without_one_representation_are_refused(name):
     architecture = architectures.ARCHITECTURES[name]
     model = architecture.build(dtype=torch.float32)
     batch = architectures.collate(model, architecture.examples(model, (5, 8)))
-    with pytest.raises(UnsupportedModelError, match="predicts for each token .or generates., so there is no single"):
+    with pytest.raises(
+        UnsupportedModelError, match="predicts for each token .or generates., so there is no single"
+    ):
         find_last_layer(model, batch)
 
 
 def test_token_classification_is_refused():
     model = BertForTokenClassification(tiny.model().config)
-    with pytest.raises(UnsupportedModelError, match="BertForTokenClassification predicts for each token"):
+    with pytest.raises(
+        UnsupportedModelError, match="BertForTokenClassification predicts for each token"
+    ):
         find_last_layer(model, {"input_ids": torch.tensor([[2, 5, 3]])})
 
 
@@ -130,12 +151,16 @@ def test_a_head_on_every_token_is_refused_with_what_could_be_named():
     architecture = architectures.ARCHITECTURES["gpt2_classifier"]
     model = architecture.build(dtype=torch.float32)
     batch = architectures.collate(model, architecture.examples(model, (5, 8)))
-    with pytest.raises(UnsupportedModelError, match="Layers that take one vector per example: none"):
+    with pytest.raises(
+        UnsupportedModelError, match="Layers that take one vector per example: none"
+    ):
         find_last_layer(model, batch)
 
 
 def test_a_name_that_is_no_module_is_refused_with_those_that_are():
-    with pytest.raises(UnsupportedModelError, match=r"to name a module, got 'head'. Linear ones: .*'classifier'"):
+    with pytest.raises(
+        UnsupportedModelError, match=r"to name a module, got 'head'. Linear ones: .*'classifier'"
+    ):
         find_last_layer(tiny.model(), {"input_ids": torch.tensor([[2, 5, 3]])}, "head")
 
 
@@ -153,21 +178,25 @@ class TwiceOrCheckpointed(nn.Module):
 
 
 def test_gradient_checkpointing_gets_the_same_noise_again(monkeypatch):
-    """The gradient is that of the forward that was seen; with fresh noise on recompute (planted) it is another."""
+    """The gradient is that of the forward that was seen; with fresh noise on recompute (planted) it
+    is another."""
     torch.manual_seed(0)
     x = torch.randn(7, 6)
 
     def gradients(mode: str) -> list[torch.Tensor]:
         model = TwiceOrCheckpointed(mode)
         model.load_state_dict(weights)
-        with PrivateRepresentation(model.layer, 0.5, 1.0, SecretRandomness(insecure_seed=3)).noising():
+        with PrivateRepresentation(
+            model.layer, 0.5, 1.0, SecretRandomness(insecure_seed=3)
+        ).noising():
             model(x).square().sum().backward()
         return [parameter.grad for parameter in model.parameters()]
 
     weights = TwiceOrCheckpointed("plain").state_dict()
     plain = gradients("plain")
     assert all(
-        torch.allclose(*pair, rtol=1e-5, atol=1e-6) for pair in zip(gradients("checkpointed"), plain, strict=True)
+        torch.allclose(*pair, rtol=1e-5, atol=1e-6)
+        for pair in zip(gradients("checkpointed"), plain, strict=True)
     )
 
     def fresh_each_time(self, released, module, inputs):
@@ -179,14 +208,20 @@ def test_gradient_checkpointing_gets_the_same_noise_again(monkeypatch):
 
 def test_two_representations_of_one_batch_are_refused():
     model = TwiceOrCheckpointed("twice")
-    with private(model.layer).noising(), pytest.raises(UnsupportedModelError, match="two different representations"):
+    with (
+        private(model.layer).noising(),
+        pytest.raises(UnsupportedModelError, match="two different representations"),
+    ):
         model(torch.randn(3, 6))
 
 
 @pytest.mark.parametrize("shape", [(3, 4, 5), (5,)])
 def test_what_is_no_vector_per_example_is_refused(shape):
     layer = nn.Linear(5, 2)
-    with private(layer).noising(), pytest.raises(UnsupportedModelError, match="one vector per example"):
+    with (
+        private(layer).noising(),
+        pytest.raises(UnsupportedModelError, match="one vector per example"),
+    ):
         layer(torch.randn(shape))
 
 
@@ -197,9 +232,13 @@ def test_randomised_response_has_the_law_that_is_accounted(classes):
     answers = randomized_response(labels, classes, keep, SecretRandomness().random_bytes)
     table = np.zeros((classes, classes))
     np.add.at(table, (labels.numpy(), answers.numpy()), 1)
-    expected = np.where(np.eye(classes), keep, (1 - keep) / (classes - 1)) * table.sum(1, keepdims=True)
+    expected = np.where(np.eye(classes), keep, (1 - keep) / (classes - 1)) * table.sum(
+        1, keepdims=True
+    )
     assert stats.chisquare(table.ravel(), expected.ravel(), ddof=classes - 1).pvalue > REJECT
-    wrong = np.where(np.eye(classes), 0.61, 0.39 / (classes - 1)) * table.sum(1, keepdims=True)  # planted
+    wrong = np.where(np.eye(classes), 0.61, 0.39 / (classes - 1)) * table.sum(
+        1, keepdims=True
+    )  # planted
     assert stats.chisquare(table.ravel(), wrong.ravel(), ddof=classes - 1).pvalue < REJECT
 
 
@@ -214,7 +253,9 @@ def test_the_loss_of_vectors_needs_no_label_and_is_cross_entropy_without_noise()
     layer = nn.Linear(4, 3).double()
     rows, labels = torch.randn(50, 4, dtype=torch.float64), torch.arange(50) % 3
     vectors = into_blocks(rows, labels, 3)
-    expected = nn.functional.cross_entropy(layer(rows), labels, reduction="none") + layer.bias[labels]
+    expected = (
+        nn.functional.cross_entropy(layer(rows), labels, reduction="none") + layer.bias[labels]
+    )
     assert torch.allclose(block_loss(layer, vectors), expected)
     block_loss(layer, vectors).sum().backward()
     got, layer.weight.grad = layer.weight.grad.clone(), None

@@ -1,7 +1,7 @@
 """Poisson draws, tested against the binomial law, and their cut into physical batches.
 
-Statistical tests draw a few hundred thousand bits and reject below p = 1e-6, so a right sampler fails one run in a million
-or so; the planted samplers below fail by tens of orders of magnitude.
+Statistical tests draw a few hundred thousand bits and reject below p = 1e-6, so a right sampler
+fails one run in a million or so; the planted samplers below fail by tens of orders of magnitude.
 """
 
 from __future__ import annotations
@@ -43,8 +43,12 @@ def poisson_p_values(draw: Draw, num_examples: int, rate: float, steps: int) -> 
         "inclusions of an example are Binomial(steps, q)": dispersion(counts, steps, rate),
         "all inclusions together": stats.binomtest(int(joined.sum()), joined.size, rate).pvalue,
         "steps are independent": normal_p(np.sum(centered[1:] * centered[:-1]) / scale),
-        "steps are independent at a distance of two": normal_p(np.sum(centered[2:] * centered[:-2]) / scale),
-        "neighboring rows are independent": normal_p(np.sum(centered[:, 1:] * centered[:, :-1]) / scale),
+        "steps are independent at a distance of two": normal_p(
+            np.sum(centered[2:] * centered[:-2]) / scale
+        ),
+        "neighboring rows are independent": normal_p(
+            np.sum(centered[:, 1:] * centered[:, :-1]) / scale
+        ),
     }
 
 
@@ -72,7 +76,10 @@ def test_batch_sizes_follow_the_binomial_distribution():
     observed = np.bincount([len(sampler.draw()) for _ in range(4000)], minlength=41)
     expected = 4000 * stats.binom.pmf(np.arange(41), 40, 0.1)
     common = expected >= 5
-    table = np.append(observed[common], observed[~common].sum()), np.append(expected[common], expected[~common].sum())
+    table = (
+        np.append(observed[common], observed[~common].sum()),
+        np.append(expected[common], expected[~common].sum()),
+    )
     assert stats.chisquare(*table).pvalue > REJECT
 
 
@@ -117,7 +124,8 @@ def test_planted_correlated_steps_are_seen():
 
 
 def test_a_capped_draw_keeps_a_uniformly_random_part():
-    """Each of the examples of a draw that is too large is kept with the same probability, and the others as ever."""
+    """Each of the examples of a draw that is too large is kept with the same probability, and the
+    others as ever."""
     sampler = PoissonSampler(40, 0.5, 1, max_batch_size=15)
     draws = [sampler.draw() for _ in range(4000)]
     assert max(map(len, draws)) == 15
@@ -139,14 +147,16 @@ def test_a_capped_draw_keeps_a_uniformly_random_part():
 
 def test_planted_cut_by_position_is_seen():
     sampler = PoissonSampler(40, 0.5, 1)
-    full = np.concatenate([draw[:15] for draw in (sampler.draw() for _ in range(4000)) if len(draw) >= 15])
+    full = np.concatenate(
+        [draw[:15] for draw in (sampler.draw() for _ in range(4000)) if len(draw) >= 15]
+    )
     assert stats.chisquare(np.bincount(full, minlength=40)).pvalue < REJECT
 
 
 def test_a_cap_that_cannot_bind_changes_nothing_but_is_said():
-    assert PoissonSampler(10, 0.5, 1, max_batch_size=10).event(1.0, 3) == TruncatedPoissonSampledGaussian(
-        1.0, 0.5, 3, 10, 10
-    )
+    assert PoissonSampler(10, 0.5, 1, max_batch_size=10).event(
+        1.0, 3
+    ) == TruncatedPoissonSampledGaussian(1.0, 0.5, 3, 10, 10)
     assert epsilon(TruncatedPoissonSampledGaussian(1.0, 0.5, 3, 10, 10), 1e-5) == epsilon(
         PoissonSampledGaussian(1.0, 0.5, 3), 1e-5
     )
@@ -154,7 +164,8 @@ def test_a_cap_that_cannot_bind_changes_nothing_but_is_said():
         PoissonSampler(10, 0.5, 1, max_batch_size=0)
 
 
-# -- the threshold, bit by bit -----------------------------------------------------------------------------------------
+# -- the threshold, bit by bit
+# -----------------------------------------------------------------------------------------
 
 
 def bits(*values: int) -> Callable[[int], bytes]:
@@ -198,7 +209,8 @@ def test_indices_increase():
     assert all(isinstance(i, int) and 0 <= i < 1000 for i in draw)
 
 
-# -- where the randomness comes from -----------------------------------------------------------------------------------
+# -- where the randomness comes from
+# -----------------------------------------------------------------------------------
 
 
 def seed_everything() -> None:
@@ -233,7 +245,8 @@ def test_the_source_is_not_shown():
     assert "random_bytes" not in repr(PoissonSampler(1, 0.5, 1))
 
 
-# -- coupling and refusals ---------------------------------------------------------------------------------------------
+# -- coupling and refusals
+# ---------------------------------------------------------------------------------------------
 
 
 def test_the_event_is_what_was_drawn():
@@ -258,7 +271,8 @@ def test_bad_values_are_named(name, arguments):
         PoissonSampler(*arguments)
 
 
-# -- physical batches --------------------------------------------------------------------------------------------------
+# -- physical batches
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("size", [1, 3, 7, 100])
@@ -274,7 +288,10 @@ def test_physical_batches_are_a_partition(count, size):
 def test_physical_batches_put_similar_lengths_together():
     lengths = [3, 50, 4, 49, 2, 51]
     groups = physical_batches(lengths, 3)
-    assert [{lengths[position] for position in group} for group in groups] == [{51, 50, 49}, {4, 3, 2}]
+    assert [{lengths[position] for position in group} for group in groups] == [
+        {51, 50, 49},
+        {4, 3, 2},
+    ]
 
 
 def test_an_empty_draw_has_no_physical_batch():
@@ -326,7 +343,9 @@ def test_micro_batches_are_independent_poisson_draws(rate, micro):
 
 def test_a_joined_draw_holds_a_record_as_often_as_it_was_drawn():
     sampler = MicroBatchSampler(30, 0.2, 4, 8)
-    counts = np.concatenate([np.bincount(draw, minlength=30) for _ in range(500) for draw in sampler])
+    counts = np.concatenate(
+        [np.bincount(draw, minlength=30) for _ in range(500) for draw in sampler]
+    )
     observed = np.bincount(counts, minlength=9)
     expected = stats.binom.pmf(np.arange(9), 8, 0.2) * len(counts)
     kept = expected > 5
@@ -343,10 +362,15 @@ def test_a_small_rate_costs_as_many_random_numbers_as_records_drawn():
         asked.append(count)
         return os.urandom(count)
 
-    sizes = [len(MicroBatchSampler(67_349, 32 / (32 * 67_349), 1, 32, counted).draw()) for _ in range(300)]
+    sizes = [
+        len(MicroBatchSampler(67_349, 32 / (32 * 67_349), 1, 32, counted).draw())
+        for _ in range(300)
+    ]
     assert sum(asked) / 300 < 8 * 200
     assert (
-        stats.kstest(np.array(sizes) + np.random.default_rng(0).random(300), lambda x: _poisson_cdf(x, 32)).pvalue
+        stats.kstest(
+            np.array(sizes) + np.random.default_rng(0).random(300), lambda x: _poisson_cdf(x, 32)
+        ).pvalue
         > REJECT
     )
 
@@ -363,7 +387,11 @@ def test_every_record_in_every_micro_batch_at_rate_1():
 
 @pytest.mark.parametrize(
     ("values", "name"),
-    [((0, 0.1, 1, 1), "num_examples"), ((5, 1.5, 1, 1), "sample_rate"), ((5, 0.1, 1, 0), "num_micro")],
+    [
+        ((0, 0.1, 1, 1), "num_examples"),
+        ((5, 1.5, 1, 1), "sample_rate"),
+        ((5, 0.1, 1, 0), "num_micro"),
+    ],
 )
 def test_bad_micro_batches_are_named(values, name):
     with pytest.raises(InvalidArgumentError, match=name):
@@ -377,7 +405,9 @@ def test_physical_batches_of_one_shape(max_tokens):
     groups = physical_batches(lengths, 4, max_tokens, shapes)
     assert sorted(position for group in groups for position in group) == list(range(50))
     assert all(len({shapes[position] for position in group}) == 1 for group in groups)
-    full = [min(4, 4 if max_tokens is None else max(1, max_tokens // length)) for length, _ in shapes]
+    full = [
+        min(4, 4 if max_tokens is None else max(1, max_tokens // length)) for length, _ in shapes
+    ]
     expected = sum(-(-shapes.count(shape) // full[shapes.index(shape)]) for shape in set(shapes))
     assert len(groups) == expected  # no more of them than needed
 
@@ -410,7 +440,13 @@ def test_no_cut_has_fewer_groups_or_as_few_and_less_padding(seed, kinds, max_tok
     best = (0, 0)
     for shape in range(kinds):
         order = sorted((i for i in range(9) if shapes[i] == shape), key=lambda i: -lengths[i])
-        best = tuple(map(sum, zip(best, min(cost(cut) for cut in every_cut(order) if all(map(allowed, cut))))))
+        best = tuple(
+            map(
+                sum, zip(best, min(cost(cut) for cut in every_cut(order) if all(map(allowed, cut))))
+            )
+        )
     found = physical_batches(lengths, 3, max_tokens, shapes)
-    assert all(map(allowed, found)) and sorted(i for group in found for i in group) == list(range(9))
+    assert all(map(allowed, found)) and sorted(i for group in found for i in group) == list(
+        range(9)
+    )
     assert cost(found) == best

@@ -26,6 +26,8 @@ def test_a_look_up_before_the_import():
 
 
 def test_transformers_before_hf_dp():
-    script = "from transformers import AutoConfig\nimport hf_dp\nAutoConfig.for_model('hf_dp_infilling')"
+    script = (
+        "from transformers import AutoConfig\nimport hf_dp\nAutoConfig.for_model('hf_dp_infilling')"
+    )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]

@@ -1,4 +1,5 @@
-"""A task small enough for a test of the whole trainer: random BERT of 10k parameters, 40 rows, no download."""
+"""A task small enough for a test of the whole trainer: random BERT of 10k parameters, 40 rows, no
+download."""
 
 from __future__ import annotations
 
@@ -8,29 +9,61 @@ from typing import Any
 import datasets
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
-from transformers import BertConfig, BertForSequenceClassification, DataCollatorWithPadding, PreTrainedTokenizerFast
+from transformers import (
+    BertConfig,
+    BertForSequenceClassification,
+    DataCollatorWithPadding,
+    PreTrainedTokenizerFast,
+)
 
 from hf_dp.trainer.arguments import DPTrainingArguments
 from hf_dp.trainer.trainer import DPTrainer
 
-WORDS = ["good", "bad", "fine", "poor", "the", "a", "film", "plot", "was", "is", "very", "not", "and", "long", "short"]
+WORDS = [
+    "good",
+    "bad",
+    "fine",
+    "poor",
+    "the",
+    "a",
+    "film",
+    "plot",
+    "was",
+    "is",
+    "very",
+    "not",
+    "and",
+    "long",
+    "short",
+]
 
 
 def tokenizer() -> PreTrainedTokenizerFast:
-    vocabulary = {word: index for index, word in enumerate(["[PAD]", "[UNK]", "[CLS]", "[SEP]", *WORDS])}
+    vocabulary = {
+        word: index for index, word in enumerate(["[PAD]", "[UNK]", "[CLS]", "[SEP]", *WORDS])
+    }
     words = Tokenizer(models.WordLevel(vocabulary, unk_token="[UNK]"))
     words.pre_tokenizer = pre_tokenizers.Whitespace()
     words.post_processor = processors.TemplateProcessing(
         single="[CLS] $A [SEP]", special_tokens=[("[CLS]", 2), ("[SEP]", 3)]
     )
     return PreTrainedTokenizerFast(
-        tokenizer_object=words, pad_token="[PAD]", unk_token="[UNK]", cls_token="[CLS]", sep_token="[SEP]"
+        tokenizer_object=words,
+        pad_token="[PAD]",
+        unk_token="[UNK]",
+        cls_token="[CLS]",
+        sep_token="[SEP]",
     )
 
 
 def rows(count: int = 40) -> list[dict[str, Any]]:
     return [
-        {"sentence": " ".join(WORDS[(i * 7 + j * (i % 3 + 1)) % len(WORDS)] for j in range(1 + i % 6)), "label": i % 2}
+        {
+            "sentence": " ".join(
+                WORDS[(i * 7 + j * (i % 3 + 1)) % len(WORDS)] for j in range(1 + i % 6)
+            ),
+            "label": i % 2,
+        }
         for i in range(count)
     ]
 
@@ -49,7 +82,12 @@ def dataset(count: int = 40) -> datasets.Dataset:
 def held_out_rows() -> list[dict[str, Any]]:
     """Sentences that are longer than any of the training rows'."""
     return [
-        {"sentence": " ".join(WORDS[(i + j * (1 + i % 4)) % len(WORDS)] for j in range(7 + i % 3)), "label": i % 2}
+        {
+            "sentence": " ".join(
+                WORDS[(i + j * (1 + i % 4)) % len(WORDS)] for j in range(7 + i % 3)
+            ),
+            "label": i % 2,
+        }
         for i in range(20)
     ]
 
@@ -58,7 +96,11 @@ def evaluation_set() -> datasets.Dataset:
     encoded = tokenizer()([row["sentence"] for row in held_out_rows()])
     labels = [row["label"] for row in held_out_rows()]
     return datasets.Dataset.from_dict(
-        {"input_ids": encoded["input_ids"], "attention_mask": encoded["attention_mask"], "label": labels}
+        {
+            "input_ids": encoded["input_ids"],
+            "attention_mask": encoded["attention_mask"],
+            "label": labels,
+        }
     )
 
 
@@ -103,9 +145,14 @@ def arguments(folder: Path, **options: Any) -> DPTrainingArguments:
 
 
 def trainer(
-    folder: Path, *, cls: type[DPTrainer] = DPTrainer, given: dict[str, Any] | None = None, **options: Any
+    folder: Path,
+    *,
+    cls: type[DPTrainer] = DPTrainer,
+    given: dict[str, Any] | None = None,
+    **options: Any,
 ) -> DPTrainer:
-    """A trainer on the tiny task; ``given`` are DPTrainer's keywords, the rest DPTrainingArguments'."""
+    """A trainer on the tiny task; ``given`` are DPTrainer's keywords, the rest
+    DPTrainingArguments'."""
     keywords: dict[str, Any] = {
         "train_dataset": dataset(),
         "eval_dataset": evaluation_set(),

@@ -1,7 +1,12 @@
-"""Privacy accounting: what ran, what it costs, how much noise a target needs. Pure maths, no torch."""
+"""Privacy accounting: what ran, what it costs, how much noise a target needs. Pure maths, no
+torch."""
 
 from hf_dp.accounting.accountants import ACCOUNTANTS, BOUNDS, RELATIONS, epsilon
-from hf_dp.accounting.calibration import calibrate_noise_multiplier, calibrate_sample_rate, calibrate_steps
+from hf_dp.accounting.calibration import (
+    calibrate_noise_multiplier,
+    calibrate_sample_rate,
+    calibrate_steps,
+)
 from hf_dp.accounting.events import (
     BestOfRandomRuns,
     Event,

@@ -1,4 +1,5 @@
-"""How a privacy budget is divided between selection and training (DP-FROST, section 4.6, Algorithms 2 and 3)."""
+"""How a privacy budget is divided between selection and training (DP-FROST, section 4.6, Algorithms
+2 and 3)."""
 
 from __future__ import annotations
 
@@ -25,14 +26,15 @@ def compute_sigma(
 ) -> tuple[float, float]:
     """(noise multiplier of training, of selection).
 
-    Training's noise is what ``(1 - selection_budget_ratio) * target_epsilon`` needs by itself, with what ran before; then
-    selection's is the smallest with which everything together stays inside ``target_epsilon``. (Epsilons do not add up, so
-    selection gets more than its ratio.)
+    Training's noise is what ``(1 - selection_budget_ratio) * target_epsilon`` needs by itself, with
+    what ran before; then selection's is the smallest with which everything together stays inside
+    ``target_epsilon``. (Epsilons do not add up, so selection gets more than its ratio.)
 
-    Args: sample_rate, steps: of training. selection_sample_rate: q_ps. selection_iterations: T, times the number of
-        selections. selection_budget_ratio: 1 - r_eps, in (0, 1). event: of training, as in
-        :func:`hf_dp.accounting.calibrate_noise_multiplier`.
-    Raises: InvalidArgumentError; CalibrationError when selection does not fit, which names what to change.
+    Args: sample_rate, steps: of training. selection_sample_rate: q_ps. selection_iterations: T,
+        times the number of selections. selection_budget_ratio: 1 - r_eps, in (0, 1). event: of
+        training, as in :func:`hf_dp.accounting.calibrate_noise_multiplier`.
+    Raises: InvalidArgumentError; CalibrationError when selection does not fit, which names what to
+        change.
     """
     ratio = in_unit_interval("selection_budget_ratio", selection_budget_ratio)
     iterations = integer("selection_iterations", selection_iterations, 1)
@@ -47,7 +49,8 @@ def compute_sigma(
         )
     except CalibrationError as problem:
         raise CalibrationError(
-            f"The selection does not fit beside the training: {problem} Raise `selection_budget_ratio` (now {ratio:g}), or "
-            "lower `selection_sample_rate` or `selection_iterations`."
+            f"The selection does not fit beside the training: {problem} Raise "
+            f"`selection_budget_ratio` (now {ratio:g}), or lower `selection_sample_rate` or "
+            "`selection_iterations`."
         ) from problem
     return training, selection

@@ -1,7 +1,8 @@
 """The smallest noise, the most steps or the largest sample rate that keeps a run inside its budget.
 
-Every answer is checked by evaluating the accountant at the very number that is returned: it lands on the private side
-or an error is raised. The target must be met by a bound; an estimate cannot be calibrated to.
+Every answer is checked by evaluating the accountant at the very number that is returned: it lands
+on the private side or an error is raised. The target must be met by a bound; an estimate cannot be
+calibrated to.
 """
 
 from __future__ import annotations
@@ -46,26 +47,30 @@ def calibrate_noise_multiplier(
         steps: number of steps to pay for, >= 1.
         accountant: "pld", "rdp" or "prv".
         prior_events: what already ran on the same records.
-        event: what ``steps`` steps with a noise multiplier are, ``(noise_multiplier, steps) -> Event``; a sampler's
-            ``event``. None: Poisson sampling at ``sample_rate``.
+        event: what ``steps`` steps with a noise multiplier are, ``(noise_multiplier, steps) ->
+            Event``; a sampler's ``event``. None: Poisson sampling at ``sample_rate``.
 
     Returns:
-        Noise standard deviation / clipping norm, with SIGNIFICANT_DIGITS digits, such that epsilon(prior_events +
-        steps) <= target_epsilon, at most TOLERANCE (relative) above the smallest such number. With "pld", 1 to 5 s.
+        Noise standard deviation / clipping norm, with SIGNIFICANT_DIGITS digits, such that
+        epsilon(prior_events + steps) <= target_epsilon, at most TOLERANCE (relative) above the
+        smallest such number. With "pld", 1 to 5 s.
 
     Raises:
         InvalidArgumentError: a bad value, or an accountant that is not a bound.
-        CalibrationError: the target cannot be met, or is met by all the noise multipliers the accountant covers.
+        CalibrationError: the target cannot be met, or is met by all the noise multipliers the
+            accountant covers.
         AccountingRangeError: the accountant does not cover delta, sample_rate or steps.
     """
     target, delta, name, prior = _checked(target_epsilon, target_delta, accountant, prior_events)
-    sample_rate = in_unit_interval("sample_rate", sample_rate, "It is expected_batch_size / num_examples.", one=True)
+    sample_rate = in_unit_interval(
+        "sample_rate", sample_rate, "It is expected_batch_size / num_examples.", one=True
+    )
     steps = integer("steps", steps, 1)
     spent = epsilon(prior, delta, name).value
     if spent > target:
         raise CalibrationError(
-            f"The prior events alone cost epsilon {spent:.6g} > target_epsilon {target:.6g} at delta {delta:.6g}. "
-            "Raise `target_epsilon`."
+            f"The prior events alone cost epsilon {spent:.6g} > target_epsilon {target:.6g} at "
+            f"delta {delta:.6g}. Raise `target_epsilon`."
         )
 
     limits = load(name).RANGE
@@ -76,26 +81,32 @@ def calibrate_noise_multiplier(
         try:
             value = epsilon((*prior, make(sigma, steps)), delta, name).value
         except AccountingRangeError:
-            # With little noise epsilon can grow beyond what the accountant covers, which is "too little". With the
-            # most noise the cause is another argument, and the caller must hear it.
+            # With little noise epsilon can grow beyond what the accountant covers, which is "too
+            # little". With the most noise the cause is another argument, and the caller must hear
+            # it.
             if sigma >= limits.max_noise_multiplier:
                 raise
             return math.inf
         return math.log(value / target) if value > 0 else -math.inf
 
-    # First, because it also refuses at once a delta, rate or number of steps that the accountant does not cover.
+    # First, because it also refuses at once a delta, rate or number of steps that the accountant
+    # does not cover.
     if (least := gap(limits.max_noise_multiplier)) > 0:
         raise CalibrationError(
-            f"target_epsilon {target:.6g} is not met even at noise multiplier {limits.max_noise_multiplier}, the most "
-            f"that accountant {name!r} covers (epsilon {target * math.exp(least):.6g}). Raise `target_epsilon`, or "
-            "lower `steps` or `sample_rate`."
+            f"target_epsilon {target:.6g} is not met even at noise multiplier "
+            f"{limits.max_noise_multiplier}, the most that accountant {name!r} covers (epsilon "
+            f"{target * math.exp(least):.6g}). Raise `target_epsilon`, or lower `steps` or "
+            "`sample_rate`."
         )
     smallest, largest = limits.min_noise_multiplier, limits.max_noise_multiplier
-    bracket = _bracket(gap, _start(target, delta, sample_rate, steps, prior, name), smallest, largest)
+    bracket = _bracket(
+        gap, _start(target, delta, sample_rate, steps, prior, name), smallest, largest
+    )
     if bracket is None:
         raise CalibrationError(
-            f"target_epsilon {target:.6g} is met even at noise multiplier {smallest}, the least that accountant {name!r} "
-            "covers. Lower `target_epsilon`, or set `noise_multiplier` yourself."
+            f"target_epsilon {target:.6g} is met even at noise multiplier {smallest}, the least "
+            f"that accountant {name!r} covers. Lower `target_epsilon`, or set `noise_multiplier` "
+            "yourself."
         )
     return _narrow(gap, *bracket)
 
@@ -111,12 +122,13 @@ def calibrate_steps(
 ) -> int:
     """The largest number of further sampled steps that stays inside the target.
 
-    Arguments and errors as for :func:`calibrate_noise_multiplier`; ``sample_rate`` may be 0 and ``noise_multiplier``
-    0.
+    Arguments and errors as for :func:`calibrate_noise_multiplier`; ``sample_rate`` may be 0 and
+    ``noise_multiplier`` 0.
 
     Returns:
-        A number of steps n >= 0 with epsilon(prior_events + n steps) <= target_epsilon and epsilon(n + 1 steps) >
-        target_epsilon; 0 if even one step, or the prior events alone, pass the target.
+        A number of steps n >= 0 with epsilon(prior_events + n steps) <= target_epsilon and
+        epsilon(n + 1 steps) > target_epsilon; 0 if even one step, or the prior events alone, pass
+        the target.
 
     Raises:
         CalibrationError: the target is not reached within the steps that the accountant covers.
@@ -137,9 +149,9 @@ def calibrate_steps(
     while _within_range(fits, bad):
         if bad == most:
             raise CalibrationError(
-                f"All the {most} steps that accountant {name!r} covers stay inside target_epsilon {target:.6g} at "
-                f"noise multiplier {sigma:.6g} and sample rate {sample_rate:.6g}. Choose the number of steps "
-                "yourself, or calibrate the noise multiplier."
+                f"All the {most} steps that accountant {name!r} covers stay inside target_epsilon "
+                f"{target:.6g} at noise multiplier {sigma:.6g} and sample rate {sample_rate:.6g}. "
+                "Choose the number of steps yourself, or calibrate the noise multiplier."
             )
         good, bad = bad, min(2 * bad, most)
     while bad - good > 1:
@@ -159,16 +171,19 @@ def calibrate_sample_rate(
     accountant: str = "pld",
     prior_events: Iterable[Event] = (),
 ) -> float:
-    """The largest sample rate with which ``steps`` further Poisson-sampled steps stay inside the target.
+    """The largest sample rate with which ``steps`` further Poisson-sampled steps stay inside the
+    target.
 
     Arguments and errors as for :func:`calibrate_noise_multiplier`.
 
     Returns:
-        q in (0, 1] with SIGNIFICANT_DIGITS digits, such that epsilon(prior_events + steps) <= target_epsilon, at most
-        TOLERANCE (relative) below the largest such number.
+        q in (0, 1] with SIGNIFICANT_DIGITS digits, such that epsilon(prior_events + steps) <=
+        target_epsilon, at most TOLERANCE (relative) below the largest such number.
     """
     target, delta, name, prior = _checked(target_epsilon, target_delta, accountant, prior_events)
-    sigma = positive("noise_multiplier", noise_multiplier, "Without noise no sample rate is private.")
+    sigma = positive(
+        "noise_multiplier", noise_multiplier, "Without noise no sample rate is private."
+    )
     steps = integer("steps", steps, 1)
 
     smallest = load(name).RANGE.min_sample_rate
@@ -185,14 +200,18 @@ def calibrate_sample_rate(
 
     if gap(1 / smallest) > 0:
         raise CalibrationError(
-            f"target_epsilon {target:.6g} is not met even at sample rate {smallest}, the least that accountant {name!r} "
-            f"covers, with noise multiplier {sigma:.6g} and {steps} steps. Raise `noise_multiplier` or `target_epsilon`."
+            f"target_epsilon {target:.6g} is not met even at sample rate {smallest}, the least "
+            f"that accountant {name!r} covers, with noise multiplier {sigma:.6g} and {steps} "
+            "steps. Raise `noise_multiplier` or `target_epsilon`."
         )
-    bracket = _bracket(gap, _start_inverse(target, delta, sigma, steps, prior, name, smallest), 1.0, 1 / smallest)
+    bracket = _bracket(
+        gap, _start_inverse(target, delta, sigma, steps, prior, name, smallest), 1.0, 1 / smallest
+    )
     if bracket is None:
         return 1.0
     rate = _significant(1 / _narrow(gap, *bracket), ROUND_FLOOR)
-    # The search went over 1 / rate: what is returned is another number, and only its own epsilon counts.
+    # The search went over 1 / rate: what is returned is another number, and only its own epsilon
+    # counts.
     while rate > smallest and gap(1 / rate) > 0:
         rate = _significant(rate * (1 - TOLERANCE / 3), ROUND_FLOOR)
     return max(rate, smallest)
@@ -203,19 +222,28 @@ def _checked(
 ) -> tuple[float, float, str, tuple[Event, ...]]:
     name = one_of("accountant", accountant, BOUNDS, _CLT_HINT)
     prior = (prior_events,) if isinstance(prior_events, Event) else tuple(prior_events)
-    return positive("target_epsilon", target_epsilon), in_unit_interval("target_delta", target_delta), name, prior
+    return (
+        positive("target_epsilon", target_epsilon),
+        in_unit_interval("target_delta", target_delta),
+        name,
+        prior,
+    )
 
 
 def _within_range(fits: Callable[[int], bool], count: int) -> bool:
-    """More steps may leave the accountant's range (epsilon too large for it): then they do not fit either."""
+    """More steps may leave the accountant's range (epsilon too large for it): then they do not fit
+    either."""
     try:
         return fits(count)
     except AccountingRangeError:
         return False
 
 
-def _start(target: float, delta: float, sample_rate: float, steps: int, prior: tuple[Event, ...], name: str) -> float:
-    """Where to begin the search: RDP's answer, which costs milliseconds and is near the others', else 1."""
+def _start(
+    target: float, delta: float, sample_rate: float, steps: int, prior: tuple[Event, ...], name: str
+) -> float:
+    """Where to begin the search: RDP's answer, which costs milliseconds and is near the others',
+    else 1."""
     if name == "rdp":
         return 1.0
     limits = load(name).RANGE
@@ -227,19 +255,29 @@ def _start(target: float, delta: float, sample_rate: float, steps: int, prior: t
 
 
 def _start_inverse(
-    target: float, delta: float, sigma: float, steps: int, prior: tuple[Event, ...], name: str, smallest: float
+    target: float,
+    delta: float,
+    sigma: float,
+    steps: int,
+    prior: tuple[Event, ...],
+    name: str,
+    smallest: float,
 ) -> float:
-    """Where to begin the search for a sample rate, as 1 / rate: at RDP's answer, as :func:`_start`."""
+    """Where to begin the search for a sample rate, as 1 / rate: at RDP's answer, as
+    :func:`_start`."""
     if name == "rdp":
         return min(100.0, 1 / smallest)
     try:
-        return min(1 / calibrate_sample_rate(target, delta, sigma, steps, "rdp", prior), 1 / smallest)
+        return min(
+            1 / calibrate_sample_rate(target, delta, sigma, steps, "rdp", prior), 1 / smallest
+        )
     except (AccountingRangeError, CalibrationError):
         return 1 / smallest
 
 
 def _bracket(gap: Gap, start: float, smallest: float, largest: float) -> tuple[Point, Point] | None:
-    """Two numbers with gap > 0 (too little noise) and gap <= 0 (enough), walking out from ``start``.
+    """Two numbers with gap > 0 (too little noise) and gap <= 0 (enough), walking out from
+    ``start``.
 
     ``largest`` is known to be enough; None when ``smallest`` is enough, too.
     """
@@ -258,17 +296,23 @@ def _bracket(gap: Gap, start: float, smallest: float, largest: float) -> tuple[P
 
 
 def _narrow(gap: Gap, low: Point, high: Point) -> float:
-    """Shrinks the bracket by interpolation; returns its upper end, rounded up, when within TOLERANCE of its lower end.
+    """Shrinks the bracket by interpolation; returns its upper end, rounded up, when within
+    TOLERANCE of its lower end.
 
-    Probes are placed a little above the interpolated root and then a little below it, so that two good guesses end the
-    search; an end that stays put twice has its gap halved (the Illinois rule), and late rounds bisect.
+    Probes are placed a little above the interpolated root and then a little below it, so that two
+    good guesses end the search; an end that stays put twice has its gap halved (the Illinois rule),
+    and late rounds bisect.
     """
     aim = TOLERANCE / 3
     (left, left_gap), (right, right_gap) = low, high
     last, rounds = "", 0
     while round_sigma_up(right) / left - 1 > TOLERANCE:
         rounds += 1
-        share = left_gap / (left_gap - right_gap) if math.isfinite(left_gap - right_gap) and rounds < 20 else 0.5
+        share = (
+            left_gap / (left_gap - right_gap)
+            if math.isfinite(left_gap - right_gap) and rounds < 20
+            else 0.5
+        )
         root = left * (right / left) ** min(max(share, 0.0), 1.0)
         probe = root * (1 - aim) if last == "right" else root * (1 + aim)
         if not left * (1 + aim / 2) < probe < right / (1 + aim / 2):
@@ -283,7 +327,8 @@ def _narrow(gap: Gap, low: Point, high: Point) -> float:
             left_gap = left_gap / 2 if last == "right" else left_gap
             last = "right"
     answer = round_sigma_up(right)
-    # The accountant's result may wiggle by its rounding errors: only the returned number itself counts.
+    # The accountant's result may wiggle by its rounding errors: only the returned number itself
+    # counts.
     while gap(answer) > 0:
         answer = round_sigma_up(answer * (1 + aim))
     return answer

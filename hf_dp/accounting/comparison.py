@@ -11,7 +11,8 @@ from hf_dp.accounting.value import Epsilon
 from hf_dp.errors import AccountingRangeError, UnsupportedEventError
 
 PAPERS_FIGURE = (
-    "{:.3f} is the paper's own figure, under assumptions that do not hold of what ran; it is no epsilon of this run."
+    "{:.3f} is the paper's own figure, under assumptions that do not hold of what ran; it is no "
+    "epsilon of this run."
 )
 
 
@@ -19,7 +20,8 @@ PAPERS_FIGURE = (
 class Answer:
     """What one accountant says.
 
-    Attributes: accountant: its name. epsilon: with its kind, or None. note: why there is none, else empty.
+    Attributes: accountant: its name. epsilon: with its kind, or None. note: why there is none, else
+        empty.
     """
 
     accountant: str
@@ -33,9 +35,9 @@ def compare(
     accountants: Sequence[str] = ACCOUNTANTS,
     relation: str = "zero_out",
 ) -> tuple[Answer, ...]:
-    """One answer for each accountant; arguments and errors of :func:`hf_dp.accounting.epsilon`, but an accountant that is
-    out of its range, or cannot describe an event, has an answer without epsilon. So has the figure of DP-FP as published,
-    which stands in the note."""
+    """One answer for each accountant; arguments and errors of :func:`hf_dp.accounting.epsilon`, but
+    an accountant that is out of its range, or cannot describe an event, has an answer without
+    epsilon. So has the figure of DP-FP as published, which stands in the note."""
     events = (events,) if isinstance(events, Event) else tuple(events)
     answers = []
     for name in accountants:

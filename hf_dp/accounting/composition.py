@@ -1,7 +1,8 @@
 """What a list of events composes to, in the form that all accountants share.
 
-The order of events does not matter to any accountant here (every one bounds adaptive composition), so equal mechanisms
-are merged, what touches no record is dropped, and plain Gaussians become a single one, which is exact.
+The order of events does not matter to any accountant here (every one bounds adaptive composition),
+so equal mechanisms are merged, what touches no record is dropped, and plain Gaussians become a
+single one, which is exact.
 """
 
 from __future__ import annotations
@@ -34,8 +35,10 @@ _EVENTS = get_args(Event)
 _NO_CUT = 1e-300
 USE_PLD = 'Use accountant="pld".'  # where only it knows an event or a relation
 UNESTABLISHED = (
-    "No bound on the epsilon of DP-FP as published is known: the encoder's gradient is computed from activations without "
-    'noise. Use accountant="gdp_clt" for the figure that the paper gives, or the variant "frozen" for a guarantee.'
+    "No bound on the epsilon of DP-FP as published is known: the encoder's gradient is computed "
+    "from activations without "
+    'noise. Use accountant="gdp_clt" for the figure that the paper gives, or the variant "frozen" '
+    "for a guarantee."
 )
 
 
@@ -48,7 +51,8 @@ class SampledTerm(NamedTuple):
 
 
 class TruncatedTerm(NamedTuple):
-    """A truncated one, with 0 < sample_rate <= 1, noise_multiplier > 0, steps > 0 and a cut that can happen."""
+    """A truncated one, with 0 < sample_rate <= 1, noise_multiplier > 0, steps > 0 and a cut that
+    can happen."""
 
     noise_multiplier: float
     sample_rate: float
@@ -58,7 +62,8 @@ class TruncatedTerm(NamedTuple):
 
 
 class VisibleTerm(NamedTuple):
-    """A Gaussian that a record takes part in with 0 < sample_rate <= 1 in each of ``steps`` draws, and is seen to."""
+    """A Gaussian that a record takes part in with 0 < sample_rate <= 1 in each of ``steps`` draws,
+    and is seen to."""
 
     noise_multiplier: float
     sample_rate: float
@@ -74,7 +79,8 @@ class ResponseTerm(NamedTuple):
 
 
 class PublishedTerm(NamedTuple):
-    """DP-FP as published: a mechanism that no bound is known for; ``steps`` counts micro-batches."""
+    """DP-FP as published: a mechanism that no bound is known for; ``steps`` counts
+    micro-batches."""
 
     noise_multiplier: float
     sample_rate: float
@@ -85,7 +91,8 @@ _Term = TypeVar("_Term", SampledTerm, VisibleTerm, PublishedTerm)
 
 
 class SearchTerm(NamedTuple):
-    """The best of randomly many runs; ``shape`` is that of the truncated negative binomial, None for Poisson."""
+    """The best of randomly many runs; ``shape`` is that of the truncated negative binomial, None
+    for Poisson."""
 
     run: Composition
     mean_runs: float
@@ -99,14 +106,18 @@ class Composition:
 
     Attributes:
         sampled: the distinct Poisson-sampled mechanisms, sorted, with their total steps.
-        truncated, searches: the same of the other kinds, as they came; not every accountant can describe them.
-        gaussian_mu: sensitivity / standard deviation of the one Gaussian that all unsampled ones compose to,
-            sqrt(sum steps / noise_multiplier^2) (Dong, Roth, Su 2019, Corollary 3.3); 0 if there are none.
+        truncated, searches: the same of the other kinds, as they came; not every accountant can
+            describe them.
+        gaussian_mu: sensitivity / standard deviation of the one Gaussian that all unsampled ones
+            compose to, sqrt(sum steps / noise_multiplier^2) (Dong, Roth, Su 2019, Corollary 3.3); 0
+            if there are none.
         noiseless: a record entered some step without noise, so no finite epsilon holds.
-        noise_multipliers, sample_rates, steps: what ran, for range checks (unsampled ones included, rate 1; of a search
-            those of one run).
-        visible, responses, published: those of the events that release something of each record by itself.
-        restricted: name, relations and reason of each kind of event that does not hold for all relations.
+        noise_multipliers, sample_rates, steps: what ran, for range checks (unsampled ones included,
+            rate 1; of a search those of one run).
+        visible, responses, published: those of the events that release something of each record by
+            itself.
+        restricted: name, relations and reason of each kind of event that does not hold for all
+            relations.
     """
 
     sampled: tuple[SampledTerm, ...]
@@ -125,7 +136,14 @@ class Composition:
     @property
     def empty(self) -> bool:
         """Nothing that depends on a record ran: epsilon is exactly 0."""
-        parts = self.sampled or self.truncated or self.searches or self.visible or self.responses or self.published
+        parts = (
+            self.sampled
+            or self.truncated
+            or self.searches
+            or self.visible
+            or self.responses
+            or self.published
+        )
         return not parts and self.gaussian_mu == 0 and not self.noiseless
 
     def refuse(
@@ -139,17 +157,21 @@ class Composition:
         visible: str = "",
         published: str = "",
     ) -> None:
-        """Raises UnsupportedEventError for that relation, or a kind of event, where a next move is given for it."""
+        """Raises UnsupportedEventError for that relation, or a kind of event, where a next move is
+        given for it."""
         for name, relations, why in self.restricted:
             if relation not in relations:
                 raise UnsupportedEventError(
-                    f"Relation {relation!r} does not hold for {name}: {why} Use relation={relations[0]!r}."
+                    f"Relation {relation!r} does not hold for {name}: {why} Use "
+                    f"relation={relations[0]!r}."
                 )
         if relation == "replace_one" and replace_one:
             raise UnsupportedEventError(
                 f"Accountant {accountant!r} does not know relation 'replace_one'. {replace_one}"
             )
-        cut = self.truncated or tuple(term for search in self.searches for term in search.run.truncated)
+        cut = self.truncated or tuple(
+            term for search in self.searches for term in search.run.truncated
+        )
         for kind, terms, next_move in (
             ("TruncatedPoissonSampledGaussian", cut, truncated),
             ("BestOfRandomRuns", self.searches, searches),
@@ -158,27 +180,33 @@ class Composition:
             ("PublishedForwardNoise", self.published, published),
         ):
             if terms and next_move:
-                raise UnsupportedEventError(f"Accountant {accountant!r} cannot describe {kind}. {next_move}")
+                raise UnsupportedEventError(
+                    f"Accountant {accountant!r} cannot describe {kind}. {next_move}"
+                )
 
 
 def compose(events: Event | Iterable[Event]) -> Composition:
     """Merges one event or several into their canonical form.
 
     Raises:
-        UnsupportedEventError: something in the list is not an event of :mod:`hf_dp.accounting.events`; or no neighboring
-            relation holds for all of them.
+        UnsupportedEventError: something in the list is not an event of
+            :mod:`hf_dp.accounting.events`; or no neighboring relation holds for all of them.
     """
     events = (events,) if isinstance(events, Event) else tuple(events)
     for event in events:
         # Exact classes: a subclass could mean another mechanism.
         if type(event) not in _EVENTS:
             known = [cls.__name__ for cls in _EVENTS]
-            raise UnsupportedEventError(f"Expected events of types {known}, got {event!r} of type {type(event)}.")
+            raise UnsupportedEventError(
+                f"Expected events of types {known}, got {event!r} of type {type(event)}."
+            )
     ran = [event for event in events if event.steps > 0]
     restricted = _restrictions(events)
     if restricted and not set.intersection(*(set(relations) for _, relations, _ in restricted)):
         shown = "; ".join(f"{name}: {', '.join(relations)}" for name, relations, _ in restricted)
-        raise UnsupportedEventError(f"These events hold under no common neighboring relation ({shown}).")
+        raise UnsupportedEventError(
+            f"These events hold under no common neighboring relation ({shown})."
+        )
     parts = _Parts()
     for event in ran:
         parts.add(event)
@@ -186,7 +214,8 @@ def compose(events: Event | Iterable[Event]) -> Composition:
 
 
 def _restrictions(events: Iterable[Event]) -> tuple[tuple[str, tuple[str, ...], str], ...]:
-    """Of each kind of event that is restricted to some relations: name, relations, reason; also of those never run."""
+    """Of each kind of event that is restricted to some relations: name, relations, reason; also of
+    those never run."""
     kinds: dict[str, tuple[str, tuple[str, ...], str]] = {}
     for event in events:
         for each in event.run if isinstance(event, BestOfRandomRuns) else (event,):
@@ -199,13 +228,15 @@ def _restrictions(events: Iterable[Event]) -> tuple[tuple[str, tuple[str, ...], 
 def _cuts(event: TruncatedPoissonSampledGaussian) -> bool:
     """Whether a draw can be cut, other than with a probability that no epsilon shows.
 
-    With probability t of a cut in one step, T steps are within total variation T t of T plain ones, so what is (e, d)-private
-    without a cut is (e, d + (1 + exp(e)) T t)-private with it: at t = 1e-300, T = 1e9 and e = 500, d + 1e-74. (Below that,
-    tails underflow and dp-accounting divides by them.)
+    With probability t of a cut in one step, T steps are within total variation T t of T plain ones,
+    so what is (e, d)-private without a cut is (e, d + (1 + exp(e)) T t)-private with it: at t =
+    1e-300, T = 1e9 and e = 500, d + 1e-74. (Below that, tails underflow and dp-accounting divides
+    by them.)
     """
     if event.max_batch_size >= event.num_examples:
         return False
-    return bool(bdtrc(event.max_batch_size - 1, event.num_examples, event.sample_rate) > _NO_CUT)  # P(K >= max)
+    # P(K >= max)
+    return bool(bdtrc(event.max_batch_size - 1, event.num_examples, event.sample_rate) > _NO_CUT)
 
 
 class _Parts:
@@ -232,7 +263,12 @@ class _Parts:
         elif event.sample_rate == 0:
             pass
         elif isinstance(event, TruncatedPoissonSampledGaussian) and _cuts(event):
-            cut = (event.noise_multiplier, event.sample_rate, event.num_examples, event.max_batch_size)
+            cut = (
+                event.noise_multiplier,
+                event.sample_rate,
+                event.num_examples,
+                event.max_batch_size,
+            )
             self.truncated[cut] += event.steps
         elif isinstance(event, PoissonSampledGaussian | TruncatedPoissonSampledGaussian):
             self.poisson[event.noise_multiplier, event.sample_rate] += event.steps
@@ -251,31 +287,54 @@ class _Parts:
         noisy = _terms(SampledTerm, self.poisson)
         truncated = tuple(
             sorted(
-                TruncatedTerm(key[0], key[1], steps, *key[2:]) for key, steps in self.truncated.items() if key[0] > 0
+                TruncatedTerm(key[0], key[1], steps, *key[2:])
+                for key, steps in self.truncated.items()
+                if key[0] > 0
             )
         )
-        visible, published = _terms(VisibleTerm, self.visible), _terms(PublishedTerm, self.published)
-        plain: list[tuple[float, float, int]] = [*noisy, *(term[:3] for term in truncated), *visible, *published]
+        visible, published = (
+            _terms(VisibleTerm, self.visible),
+            _terms(PublishedTerm, self.published),
+        )
+        plain: list[tuple[float, float, int]] = [
+            *noisy,
+            *(term[:3] for term in truncated),
+            *visible,
+            *published,
+        ]
         runs = [term.run for term in self.searches]
         return Composition(
             sampled=tuple(term for term in noisy if term.sample_rate < 1),
-            gaussian_mu=math.sqrt(math.fsum(steps / sigma**2 for sigma, rate, steps in noisy if rate == 1)),
-            noiseless=any(key[0] == 0 for counts in drawn for key in counts) or any(run.noiseless for run in runs),
-            noise_multipliers=_with_runs([sigma for sigma, _, _ in plain], [run.noise_multipliers for run in runs]),
-            sample_rates=_with_runs([rate for _, rate, _ in plain], [run.sample_rates for run in runs]),
+            gaussian_mu=math.sqrt(
+                math.fsum(steps / sigma**2 for sigma, rate, steps in noisy if rate == 1)
+            ),
+            noiseless=any(key[0] == 0 for counts in drawn for key in counts)
+            or any(run.noiseless for run in runs),
+            noise_multipliers=_with_runs(
+                [sigma for sigma, _, _ in plain], [run.noise_multipliers for run in runs]
+            ),
+            sample_rates=_with_runs(
+                [rate for _, rate, _ in plain], [run.sample_rates for run in runs]
+            ),
             steps=sum(sum(counts.values()) for counts in (*drawn, self.responses))
             + sum(term.times * term.run.steps for term in self.searches),
             truncated=truncated,
             searches=tuple(self.searches),
             visible=visible,
-            responses=tuple(sorted(ResponseTerm(*key, steps) for key, steps in self.responses.items())),
+            responses=tuple(
+                sorted(ResponseTerm(*key, steps) for key, steps in self.responses.items())
+            ),
             published=published,
         )
 
 
-def _terms(kind: Callable[[float, float, int], _Term], counts: Mapping[tuple[float, float], int]) -> tuple[_Term, ...]:
+def _terms(
+    kind: Callable[[float, float, int], _Term], counts: Mapping[tuple[float, float], int]
+) -> tuple[_Term, ...]:
     """Those with noise, sorted."""
-    return tuple(sorted(kind(sigma, rate, steps) for (sigma, rate), steps in counts.items() if sigma > 0))
+    return tuple(
+        sorted(kind(sigma, rate, steps) for (sigma, rate), steps in counts.items() if sigma > 0)
+    )
 
 
 def _with_runs(own: list[float], of_runs: list[tuple[float, ...]]) -> tuple[float, ...]:

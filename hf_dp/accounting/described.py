@@ -1,4 +1,5 @@
-"""What every event has: a description that can be read back, and the neighboring relations that it holds for."""
+"""What every event has: a description that can be read back, and the neighboring relations that it
+holds for."""
 
 from __future__ import annotations
 
@@ -10,7 +11,8 @@ class Described:
     """Base of the events, which are frozen dataclasses.
 
     Attributes (of the class):
-        relations: of :data:`hf_dp.accounting.RELATIONS`, those under which the event's analysis holds.
+        relations: of :data:`hf_dp.accounting.RELATIONS`, those under which the event's analysis
+            holds.
         restriction: why not under the others; empty where all hold.
         established: whether a bound on its epsilon is known at all.
     """

@@ -1,8 +1,9 @@
 """What ran, as frozen data: the mechanisms that a run applied to the private records.
 
-An event says nothing about epsilon; the accountants do. In every event ``noise_multiplier`` is the standard deviation
-of the Gaussian noise divided by the clipping norm, the noise being added once to the *sum* of the clipped
-contributions. What a neighboring data set is, is asked of the accountant (``hf_dp.accounting.RELATIONS``).
+An event says nothing about epsilon; the accountants do. In every event ``noise_multiplier`` is the
+standard deviation of the Gaussian noise divided by the clipping norm, the noise being added once to
+the *sum* of the clipped contributions. What a neighboring data set is, is asked of the accountant
+(``hf_dp.accounting.RELATIONS``).
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ class Gaussian(Described):
     """The Gaussian mechanism on all records (no sampling), run ``steps`` times, adaptively.
 
     Args:
-        noise_multiplier: noise standard deviation / clipping norm, >= 0; 0 means no noise and epsilon infinity.
+        noise_multiplier: noise standard deviation / clipping norm, >= 0; 0 means no noise and
+            epsilon infinity.
         steps: how many times it ran, >= 0.
 
     Raises:
@@ -40,18 +42,23 @@ class Gaussian(Described):
     steps: int = 1
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "noise_multiplier", non_negative("noise_multiplier", self.noise_multiplier))
+        object.__setattr__(
+            self, "noise_multiplier", non_negative("noise_multiplier", self.noise_multiplier)
+        )
         object.__setattr__(self, "steps", integer("steps", self.steps, 0))
 
 
 @dataclass(frozen=True)
 class PoissonSampledGaussian(Described):
-    """The Gaussian mechanism on a fresh Poisson sample of the records, run ``steps`` times, adaptively.
+    """The Gaussian mechanism on a fresh Poisson sample of the records, run ``steps`` times,
+    adaptively.
 
     Args:
-        noise_multiplier: noise standard deviation / clipping norm, >= 0; 0 means no noise and epsilon infinity.
-        sample_rate: the probability with which each record joins a step, independently of all else, in [0, 1].
-            Shuffled or fixed-size batches are another mechanism and must not be described by this event.
+        noise_multiplier: noise standard deviation / clipping norm, >= 0; 0 means no noise and
+            epsilon infinity.
+        sample_rate: the probability with which each record joins a step, independently of all else,
+            in [0, 1]. Shuffled or fixed-size batches are another mechanism and must not be
+            described by this event.
         steps: how many times it ran, empty samples included, >= 0.
 
     Raises:
@@ -63,23 +70,29 @@ class PoissonSampledGaussian(Described):
     steps: int
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "noise_multiplier", non_negative("noise_multiplier", self.noise_multiplier))
+        object.__setattr__(
+            self, "noise_multiplier", non_negative("noise_multiplier", self.noise_multiplier)
+        )
         hint = "It is expected_batch_size / num_examples."
         object.__setattr__(
-            self, "sample_rate", in_unit_interval("sample_rate", self.sample_rate, hint, zero=True, one=True)
+            self,
+            "sample_rate",
+            in_unit_interval("sample_rate", self.sample_rate, hint, zero=True, one=True),
         )
         object.__setattr__(self, "steps", integer("steps", self.steps, 0))
 
 
 @dataclass(frozen=True)
 class TruncatedPoissonSampledGaussian(Described):
-    """As :class:`PoissonSampledGaussian`, but of a sample larger than ``max_batch_size`` a uniformly random part is used.
+    """As :class:`PoissonSampledGaussian`, but of a sample larger than ``max_batch_size`` a
+    uniformly random part is used.
 
-    A record can then push another one out of the sample, which costs more than leaving one out; accounted as in Chua et
-    al. 2025 (arXiv 2508.15089).
+    A record can then push another one out of the sample, which costs more than leaving one out;
+    accounted as in Chua et al. 2025 (arXiv 2508.15089).
 
     Args:
-        noise_multiplier, sample_rate, steps: as there; ``sample_rate`` is that of the draw before the cut.
+        noise_multiplier, sample_rate, steps: as there; ``sample_rate`` is that of the draw before
+            the cut.
         num_examples: N, the records drawn from, >= 1.
         max_batch_size: the most records that one step uses, >= 1.
 
@@ -95,7 +108,8 @@ class TruncatedPoissonSampledGaussian(Described):
 
     relations: ClassVar[tuple[str, ...]] = ("zero_out", "replace_one")
     restriction: ClassVar[str] = (
-        "Draws have a largest size: with one record more, which a neighbor has, other records would be cut."
+        "Draws have a largest size: with one record more, which a neighbor has, other records "
+        "would be cut."
     )
 
     def __post_init__(self) -> None:
@@ -111,19 +125,22 @@ RUN_DISTRIBUTIONS = ("truncated_negative_binomial", "poisson")
 
 @dataclass(frozen=True)
 class BestOfRandomRuns(Described):
-    """A search: K independent runs, K random, of which only the best leaves (Papernot and Steinke 2021, 2110.03620).
+    """A search: K independent runs, K random, of which only the best leaves (Papernot and Steinke
+    2021, 2110.03620).
 
-    It describes a search only if K was drawn secretly and stays secret; each run drew its hyperparameters independently
-    from one distribution fixed beforehand (nothing adaptive, no pruning of runs); the score that chose was public or an
-    accounted release, part of ``run``; and of the other runs nothing leaves, their number included. Otherwise all runs
-    compose.
+    It describes a search only if K was drawn secretly and stays secret; each run drew its
+    hyperparameters independently from one distribution fixed beforehand (nothing adaptive, no
+    pruning of runs); the score that chose was public or an accounted release, part of ``run``; and
+    of the other runs nothing leaves, their number included. Otherwise all runs compose.
 
     Args:
-        run: everything that one run releases, its most expensive hyperparameters where they change privacy; no search.
+        run: everything that one run releases, its most expensive hyperparameters where they change
+            privacy; no search.
         mean_runs: the expectation of K, from 1 to 10^9.
-        distribution: of K: "truncated_negative_binomial" (K >= 1) or "poisson" (K may be 0: then nothing leaves).
-        shape: of the former, 0 or from 10^-6 to 10^6: 1 (default) is the geometric distribution, 0 the logarithmic one;
-            with "poisson" it has no meaning and is None.
+        distribution: of K: "truncated_negative_binomial" (K >= 1) or "poisson" (K may be 0: then
+            nothing leaves).
+        shape: of the former, 0 or from 10^-6 to 10^6: 1 (default) is the geometric distribution, 0
+            the logarithmic one; with "poisson" it has no meaning and is None.
         steps: how many such searches ran, >= 0.
 
     Raises:
@@ -139,7 +156,11 @@ class BestOfRandomRuns(Described):
     def __post_init__(self) -> None:
         simple = (Gaussian, PoissonSampledGaussian, TruncatedPoissonSampledGaussian)
         run = (self.run,) if isinstance(self.run, simple) else self.run
-        if not isinstance(run, (tuple, list)) or not run or not all(type(event) in simple for event in run):
+        if (
+            not isinstance(run, (tuple, list))
+            or not run
+            or not all(type(event) in simple for event in run)
+        ):
             raise invalid("run", self.run, "to be the events of one run, none of them a search")
         object.__setattr__(self, "run", tuple(run))
         mean = real("mean_runs", self.mean_runs)
@@ -156,7 +177,10 @@ class BestOfRandomRuns(Described):
                 raise invalid("shape", self.shape, "to be 0 or from 10^-6 to 10^6")
             if mean < 1 + 1e-6:
                 raise invalid(
-                    "mean_runs", self.mean_runs, "to be above 1 by 10^-6 or more", "A single run is no search."
+                    "mean_runs",
+                    self.mean_runs,
+                    "to be above 1 by 10^-6 or more",
+                    "A single run is no search.",
                 )
         object.__setattr__(self, "steps", integer("steps", self.steps, 0))
 
@@ -183,8 +207,8 @@ EVENT_TYPES: dict[str, type[Event]] = {cls.__name__: cls for cls in get_args(Eve
 def event_from_dict(data: Mapping[str, Any]) -> Event:
     """The event that ``to_dict`` described.
 
-    Nothing is guessed: an unknown type, an unknown field, a missing field or a bad value is refused, since an event
-    read wrongly would be an epsilon computed wrongly.
+    Nothing is guessed: an unknown type, an unknown field, a missing field or a bad value is
+    refused, since an event read wrongly would be an epsilon computed wrongly.
 
     Raises:
         UnsupportedEventError: the description is not one of an event this version knows.
@@ -208,7 +232,9 @@ def event_from_dict(data: Mapping[str, Any]) -> Event:
         )
     if cls is BestOfRandomRuns:
         if not isinstance(values["run"], list):
-            raise UnsupportedEventError(f"Event {name} has no list of events as `run`: {values['run']!r}.")
+            raise UnsupportedEventError(
+                f"Event {name} has no list of events as `run`: {values['run']!r}."
+            )
         values["run"] = tuple(event_from_dict(each) for each in values["run"])
     try:
         return cls(**values)

@@ -1,9 +1,11 @@
-"""Epsilon in closed form where all that ran are Gaussians whose number of uses is known, and randomised responses.
+"""Epsilon in closed form where all that ran are Gaussians whose number of uses is known, and
+randomised responses.
 
-Given how often a record took part (seen, and independent of what it holds) its privacy loss is normal; a randomised
-response adds one of at most three values to it. So
-``delta(epsilon) = sum over cases of P(case) delta_Gauss(epsilon - loss of the responses; mu of the case)``
-with no grid and no FFT: what is computed is the definition, to rounding. Both directions of zero-out have the same losses.
+Given how often a record took part (seen, and independent of what it holds) its privacy loss is
+normal; a randomised response adds one of at most three values to it. So ``delta(epsilon) = sum over
+cases of P(case) delta_Gauss(epsilon - loss of the responses; mu of the case)`` with no grid and no
+FFT: what is computed is the definition, to rounding. Both directions of zero-out have the same
+losses.
 """
 
 from __future__ import annotations
@@ -19,25 +21,39 @@ from scipy.stats import binom
 
 from hf_dp.accounting.composition import Composition, ResponseTerm
 
-# Participation counts whose probabilities add up to less than this are given up: it is added to delta.
+# Participation counts whose probabilities add up to less than this are given up: it is added to
+# delta.
 _TAIL = 1e-30
 
 
 def covers(composition: Composition) -> bool:
-    """Whether the closed form describes it: no secret sample, no search, and at most one visible rate and noise."""
-    others = composition.sampled or composition.truncated or composition.searches or composition.published
+    """Whether the closed form describes it: no secret sample, no search, and at most one visible
+    rate and noise."""
+    others = (
+        composition.sampled
+        or composition.truncated
+        or composition.searches
+        or composition.published
+    )
     return not others and len(composition.visible) <= 1
 
 
 def epsilon(composition: Composition, delta: float, scale: float = 1.0) -> float:
-    """The smallest epsilon >= 0 at which the composition is (epsilon, delta)-DP, to 1e-9 of it and rounded up.
+    """The smallest epsilon >= 0 at which the composition is (epsilon, delta)-DP, to 1e-9 of it and
+    rounded up.
 
     Args: scale: of every Gaussian's sensitivity (2 under replace_one).
     """
     log_weights, mus = _participations(composition, scale)
     losses, log_probabilities = _responses(composition.responses)
-    pairs = np.stack(np.meshgrid(np.arange(len(mus)), np.arange(len(losses)), indexing="ij")).reshape(2, -1)
-    weights, mu, shift = log_weights[pairs[0]] + log_probabilities[pairs[1]], mus[pairs[0]], losses[pairs[1]]
+    pairs = np.stack(
+        np.meshgrid(np.arange(len(mus)), np.arange(len(losses)), indexing="ij")
+    ).reshape(2, -1)
+    weights, mu, shift = (
+        log_weights[pairs[0]] + log_probabilities[pairs[1]],
+        mus[pairs[0]],
+        losses[pairs[1]],
+    )
 
     def excess(value: float) -> float:
         total = np.logaddexp(logsumexp(weights + _log_delta(value - shift, mu)), math.log(_TAIL))
@@ -59,8 +75,9 @@ def _participations(composition: Composition, scale: float) -> tuple[np.ndarray,
         return np.zeros(1), np.array([math.sqrt(always)])
     (term,) = composition.visible
     law = binom(term.steps, term.sample_rate)
-    # Bernstein: the number of uses is further from its mean m than sqrt(2 m L) + L with a probability below exp(-L) a side.
-    # Of 1e9 draws, the most that are accepted, fewer than a million numbers remain.
+    # Bernstein: the number of uses is further from its mean m than sqrt(2 m L) + L with a
+    # probability below exp(-L) a side. Of 1e9 draws, the most that are accepted, fewer than a
+    # million numbers remain.
     mean, away = term.steps * term.sample_rate, math.log(2 / _TAIL)
     reach = math.sqrt(2 * mean * away) + away
     low, high = max(0, math.floor(mean - reach)), min(term.steps, math.ceil(mean + reach))
@@ -90,13 +107,17 @@ def response_losses(term: ResponseTerm) -> Iterator[tuple[float, float]]:
 
 
 def _log_delta(value: np.ndarray, mu: np.ndarray) -> np.ndarray:
-    """log of ``E[(1 - exp(value - loss))+]`` for a normal loss of mean mu^2 / 2 and variance mu^2; mu = 0: loss 0.
+    """log of ``E[(1 - exp(value - loss))+]`` for a normal loss of mean mu^2 / 2 and variance mu^2;
+    mu = 0: loss 0.
 
-    (Balle and Wang 2018, Theorem 8; for values below 0, too, where a response has lowered what is asked for.)
+    (Balle and Wang 2018, Theorem 8; for values below 0, too, where a response has lowered what is
+    asked for.)
     """
     with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
         upper = log_ndtr(-value / mu + mu / 2)
         lower = value + log_ndtr(-value / mu - mu / 2)
-        normal = np.where(lower < upper, upper + np.log(-np.expm1(np.minimum(lower - upper, -1e-300))), -np.inf)
+        normal = np.where(
+            lower < upper, upper + np.log(-np.expm1(np.minimum(lower - upper, -1e-300))), -np.inf
+        )
         point = np.where(value < 0, np.log(-np.expm1(np.minimum(value, -1e-300))), -np.inf)
     return np.where(mu > 0, normal, point)

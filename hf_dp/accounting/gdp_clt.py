@@ -1,9 +1,10 @@
-"""Gaussian DP by the central limit theorem: an estimate, for comparison with papers that report it; never a guarantee.
+"""Gaussian DP by the central limit theorem: an estimate, for comparison with papers that report it;
+never a guarantee.
 
-Bu, Dong, Long, Su 2019 (arXiv 1911.11607): T Poisson-sampled steps at rate q and noise multiplier sigma approach
-mu-GDP with mu = q sqrt(T (exp(1/sigma^2) - 1)) as T grows with q sqrt(T) fixed; mechanisms compose by the square root
-of the sum of squares. Away from that limit the value can be far too small: (sigma 0.4, q 1e-4, T 1000, delta 1e-6)
-gives 0.279 where the true epsilon is 4.022.
+Bu, Dong, Long, Su 2019 (arXiv 1911.11607): T Poisson-sampled steps at rate q and noise multiplier
+sigma approach mu-GDP with mu = q sqrt(T (exp(1/sigma^2) - 1)) as T grows with q sqrt(T) fixed;
+mechanisms compose by the square root of the sum of squares. Away from that limit the value can be
+far too small: (sigma 0.4, q 1e-4, T 1000, delta 1e-6) gives 0.279 where the true epsilon is 4.022.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from hf_dp.accounting.composition import USE_PLD, Composition
 from hf_dp.accounting.ranges import Range
 from hf_dp.accounting.value import Epsilon, Kind
 
-# exp(1/sigma^2) and the tails are representable here; whether the limit theorem means anything is another matter.
+# exp(1/sigma^2) and the tails are representable here; whether the limit theorem means anything is
+# another matter.
 RANGE = Range(
     "gdp_clt",
     min_noise_multiplier=0.1,
@@ -33,8 +35,8 @@ RANGE = Range(
 def mu(composition: Composition) -> float:
     """The GDP parameter of the limit; unsampled Gaussians enter exactly, with sqrt(T) / sigma.
 
-    DP-FP as published enters as the paper's equation 11 has it, ``p sqrt(T M (exp(C^2/sigma^2) - 1))``: its figure, by its
-    assumptions.
+    DP-FP as published enters as the paper's equation 11 has it, ``p sqrt(T M (exp(C^2/sigma^2) -
+    1))``: its figure, by its assumptions.
     """
     squares = [composition.gaussian_mu**2]
     for sigma, rate, steps in (*composition.sampled, *composition.published):
@@ -45,8 +47,8 @@ def mu(composition: Composition) -> float:
 def gaussian_epsilon(mu: float, delta: float) -> float:
     """Epsilon >= 0 at which mu-GDP is (epsilon, delta)-DP, relative accuracy about 1e-10.
 
-    Solves delta = Phi(-eps/mu + mu/2) - exp(eps) Phi(-eps/mu - mu/2) (Dong, Roth, Su 2019, Corollary 2.13; Balle, Wang
-    2018, Theorem 8), in logarithms so that exp(eps) does not overflow.
+    Solves delta = Phi(-eps/mu + mu/2) - exp(eps) Phi(-eps/mu - mu/2) (Dong, Roth, Su 2019,
+    Corollary 2.13; Balle, Wang 2018, Theorem 8), in logarithms so that exp(eps) does not overflow.
     """
 
     def excess(eps: float) -> float:
@@ -58,17 +60,19 @@ def gaussian_epsilon(mu: float, delta: float) -> float:
 
     if excess(0.0) <= 0:
         return 0.0
-    # Gaussian tail: the loss has mean mu^2/2 and standard deviation mu, so delta is passed before this point.
+    # Gaussian tail: the loss has mean mu^2/2 and standard deviation mu, so delta is passed before
+    # this point.
     high = mu**2 / 2 + mu * math.sqrt(2 * math.log(1 / delta)) + 1e-9
     return float(brentq(excess, 0.0, high, xtol=1e-12, rtol=1e-12))
 
 
 def noise_multiplier(target_epsilon: float, delta: float, sample_rate: float, steps: int) -> float:
-    """The noise that the limit theorem asks for; to reproduce papers that calibrate by it, and for nothing else.
+    """The noise that the limit theorem asks for; to reproduce papers that calibrate by it, and for
+    nothing else.
 
-    Solves ``mu = q sqrt(T (exp(1/sigma^2) - 1))`` for the mu whose epsilon at ``delta`` is the target (Du and Mi 2021,
-    equations 3 and 11, where T counts micro-batches). What such a run really costs can be several times the target: at their
-    setting for 1.73 it is 5.90 by PLD.
+    Solves ``mu = q sqrt(T (exp(1/sigma^2) - 1))`` for the mu whose epsilon at ``delta`` is the
+    target (Du and Mi 2021, equations 3 and 11, where T counts micro-batches). What such a run
+    really costs can be several times the target: at their setting for 1.73 it is 5.90 by PLD.
 
     Raises: InvalidArgumentError.
     """
@@ -82,7 +86,8 @@ def noise_multiplier(target_epsilon: float, delta: float, sample_rate: float, st
 
 
 def epsilon(composition: Composition, delta: float, relation: str = "zero_out") -> Epsilon:
-    """Estimate of epsilon at ``delta``; AccountingRangeError outside RANGE, UnsupportedEventError for other kinds."""
+    """Estimate of epsilon at ``delta``; AccountingRangeError outside RANGE, UnsupportedEventError
+    for other kinds."""
     composition.refuse(
         "gdp_clt",
         relation,

@@ -1,6 +1,8 @@
-"""The ledger: the append-only list of what ran on the private records, and why. It is the evidence behind an epsilon.
+"""The ledger: the append-only list of what ran on the private records, and why. It is the evidence
+behind an epsilon.
 
-Pure data: making it durable is the trainer's work. Steps are counted when they ran, never when they were planned.
+Pure data: making it durable is the trainer's work. Steps are counted when they ran, never when they
+were planned.
 """
 
 from __future__ import annotations
@@ -24,22 +26,29 @@ RELEASE = "release"  # of representations or labels, once, before the first step
 
 @dataclass(frozen=True)
 class LedgerEntry:
-    """Consecutive steps of one mechanism with one purpose (:data:`TRAINING`, :data:`SELECTION`, ...)."""
+    """Consecutive steps of one mechanism with one purpose (:data:`TRAINING`, :data:`SELECTION`,
+    ...)."""
 
     event: Event
     purpose: str
 
     def __post_init__(self) -> None:
         if type(self.event) not in EVENT_TYPES.values():
-            raise UnsupportedEventError(f"Expected an event, one of {sorted(EVENT_TYPES)}, got {self.event!r}.")
+            raise UnsupportedEventError(
+                f"Expected an event, one of {sorted(EVENT_TYPES)}, got {self.event!r}."
+            )
         if not isinstance(self.purpose, str) or not self.purpose:
-            raise invalid("purpose", self.purpose, "to be a non-empty string", 'For example "training".')
+            raise invalid(
+                "purpose", self.purpose, "to be a non-empty string", 'For example "training".'
+            )
         if self.event.steps < 1:
             raise invalid("steps", self.event.steps, "to be >= 1", "A ledger holds what ran.")
 
     def continues(self, earlier: LedgerEntry) -> bool:
         """Same mechanism and purpose: only the number of steps may differ."""
-        return self.purpose == earlier.purpose and _with_steps(self.event, 1) == _with_steps(earlier.event, 1)
+        return self.purpose == earlier.purpose and _with_steps(self.event, 1) == _with_steps(
+            earlier.event, 1
+        )
 
 
 def _with_steps(event: Event, steps: int) -> Event:
@@ -47,7 +56,8 @@ def _with_steps(event: Event, steps: int) -> Event:
 
 
 class Ledger:
-    """Append-only history of one run; equal consecutive mechanisms are kept as one entry with more steps.
+    """Append-only history of one run; equal consecutive mechanisms are kept as one entry with more
+    steps.
 
     Entries are immutable and cannot be removed or reordered; the methods below are all there is.
     """
@@ -84,7 +94,8 @@ class Ledger:
         return sum(entry.event.steps for entry in self._entries if purpose in (None, entry.purpose))
 
     def epsilon(self, delta: float, accountant: str = "pld") -> Epsilon:
-        """What all entries together cost; arguments and errors of :func:`hf_dp.accounting.epsilon`."""
+        """What all entries together cost; arguments and errors of
+        :func:`hf_dp.accounting.epsilon`."""
         return epsilon(self.events, delta, accountant)
 
     def extends(self, other: Ledger) -> bool:
@@ -126,8 +137,8 @@ class Ledger:
                 ledger.append(event_from_dict(fields), purpose)
             except (KeyError, TypeError, ValueError) as error:
                 raise LedgerError(
-                    f"Row {number} of the ledger cannot be read: {row!r} ({error}). Restore the file from a backup; "
-                    "without it the privacy of this run is not known."
+                    f"Row {number} of the ledger cannot be read: {row!r} ({error}). Restore the "
+                    "file from a backup; without it the privacy of this run is not known."
                 ) from error
         return ledger
 

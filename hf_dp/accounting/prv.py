@@ -1,8 +1,10 @@
-"""Privacy random variables with Microsoft's ``prv-accountant``: the certified upper end, and its point estimate.
+"""Privacy random variables with Microsoft's ``prv-accountant``: the certified upper end, and its
+point estimate.
 
-Gopi, Lee, Wutschitz 2021 (arXiv 2106.02848), Theorem 5.5: the loss of each step is discretized on a mesh chosen so
-that the composed epsilon is within EPS_ERROR, and composed by FFT in extended precision. ``Epsilon.value`` is the
-upper end, ``Epsilon.estimate`` the point estimate that papers print.
+Gopi, Lee, Wutschitz 2021 (arXiv 2106.02848), Theorem 5.5: the loss of each step is discretized on a
+mesh chosen so that the composed epsilon is within EPS_ERROR, and composed by FFT in extended
+precision. ``Epsilon.value`` is the upper end, ``Epsilon.estimate`` the point estimate that papers
+print.
 """
 
 from __future__ import annotations
@@ -21,8 +23,9 @@ from hf_dp.accounting.ranges import Range
 from hf_dp.accounting.value import Epsilon
 from hf_dp.errors import AccountingRangeError
 
-# Compared with PLD and a third computation for noise multipliers from 0.3 up, 1e-5 <= rate <= 1 and delta down to
-# 1e-11 (33 rows, steps up to 1e6; its extended-precision FFT stays right where PLD's does not).
+# Compared with PLD and a third computation for noise multipliers from 0.3 up, 1e-5 <= rate <= 1 and
+# delta down to 1e-11 (33 rows, steps up to 1e6; its extended-precision FFT stays right where PLD's
+# does not).
 RANGE = Range(
     "prv",
     min_noise_multiplier=0.3,
@@ -33,13 +36,16 @@ RANGE = Range(
     next_move='Use accountant="rdp".',
 )
 
-# Half-width of the certified interval. The package's own advice; smaller values cost time in proportion.
+# Half-width of the certified interval. The package's own advice; smaller values cost time in
+# proportion.
 EPS_ERROR = 0.01
 # delta_error / delta, as the paper's authors use.
 DELTA_ERROR_RATIO = 1e-3
-# Mesh points; about 150 bytes each, so this is near 1.2 GB. Above it the package meets MemoryError or swaps.
+# Mesh points; about 150 bytes each, so this is near 1.2 GB. Above it the package meets MemoryError
+# or swaps.
 MAX_MESH_POINTS = 2**23
-# Largest correction for the defect below that is added silently to the upper end; beyond it we refuse.
+# Largest correction for the defect below that is added silently to the upper end; beyond it we
+# refuse.
 MAX_MEAN_ERROR = 1e-3
 
 _OTHER = 'Use accountant="pld" or accountant="rdp".'
@@ -49,9 +55,9 @@ def epsilon(composition: Composition, delta: float, relation: str = "zero_out") 
     """Upper end of the certified interval at ``delta``, with the point estimate beside it.
 
     Raises:
-        AccountingRangeError: outside RANGE; the mesh would not fit in memory; the package failed; or its discretized
-            mean is off by more than MAX_MEAN_ERROR over all steps (released versions integrate it with fixed break
-            points).
+        AccountingRangeError: outside RANGE; the mesh would not fit in memory; the package failed;
+            or its discretized mean is off by more than MAX_MEAN_ERROR over all steps (released
+            versions integrate it with fixed break points).
         UnsupportedEventError: a truncated sample, a search, or replace-one.
     """
     composition.refuse(
@@ -71,7 +77,8 @@ def epsilon(composition: Composition, delta: float, relation: str = "zero_out") 
     try:
         _check_mesh(prvs, counts, delta_error, composition, delta)
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", RuntimeWarning)  # exp overflow in cells that hold no mass
+            # exp overflow in cells that hold no mass
+            warnings.simplefilter("ignore", RuntimeWarning)
             accountant = PRVAccountant(prvs, EPS_ERROR, delta_error, max_self_compositions=counts)
             mean_error = _mean_error(accountant, prvs, counts)
             _, estimate, upper = accountant.compute_epsilon(delta, counts)
@@ -79,9 +86,14 @@ def epsilon(composition: Composition, delta: float, relation: str = "zero_out") 
         if isinstance(error, AccountingRangeError):
             raise
         reason = str(error) or type(error).__name__
-        raise RANGE.error(f"parameters that prv-accountant can evaluate; it failed with: {reason}", _OTHER) from error
+        raise RANGE.error(
+            f"parameters that prv-accountant can evaluate; it failed with: {reason}", _OTHER
+        ) from error
     if not mean_error <= MAX_MEAN_ERROR:
-        raise RANGE.error(f"an error of its mean up to {MAX_MEAN_ERROR} over all steps, got {mean_error:.3g}", _OTHER)
+        raise RANGE.error(
+            f"an error of its mean up to {MAX_MEAN_ERROR} over all steps, got {mean_error:.3g}",
+            _OTHER,
+        )
     if not (math.isfinite(estimate) and math.isfinite(upper)):
         raise RANGE.error(f"parameters that it can evaluate; it returned {upper!r}", _OTHER)
     return Epsilon(max(0.0, upper + mean_error), "bound", estimate=max(0.0, estimate))
@@ -109,31 +121,39 @@ def _check_mesh(
     if not points <= MAX_MESH_POINTS:
         about, _ = rdp.epsilon_and_order(composition, delta)
         raise RANGE.error(
-            f"at most {MAX_MESH_POINTS} mesh points, got {points:.3g} (epsilon about {about:.3g})", _OTHER
+            f"at most {MAX_MESH_POINTS} mesh points, got {points:.3g} (epsilon about {about:.3g})",
+            _OTHER,
         )
 
 
 def _mean_error(accountant: PRVAccountant, prvs: list[Any], counts: list[int]) -> float:
-    """By how much the package's per-step means, summed over all steps, differ from ours: exactly the shift of epsilon.
+    """By how much the package's per-step means, summed over all steps, differ from ours: exactly
+    the shift of epsilon.
 
-    The package shifts each discretized variable to have the mean it integrated. Release 0.2.0 integrates with fixed
-    break points and can be wrong by 2e-5 a step without any message ((sigma 0.3, q 0.01, T 1000, delta 1e-5): interval
-    [69.823, 69.850], truth 69.8157). We integrate the same distribution function on panels that follow its scale.
+    The package shifts each discretized variable to have the mean it integrated. Release 0.2.0
+    integrates with fixed break points and can be wrong by 2e-5 a step without any message ((sigma
+    0.3, q 0.01, T 1000, delta 1e-5): interval [69.823, 69.850], truth 69.8157). We integrate the
+    same distribution function on panels that follow its scale.
     """
     total = 0.0
     for prv, discrete, count in zip(prvs, accountant.composer.prvs, counts):
         points = discrete.domain.ts()
         theirs = float(np.dot(points, discrete.pmf))
         shift = discrete.domain.shifts()
-        ours = _truncated_mean(prv, discrete.domain.t_min() - shift, discrete.domain.t_max() - shift)
+        ours = _truncated_mean(
+            prv, discrete.domain.t_min() - shift, discrete.domain.t_max() - shift
+        )
         total += count * abs(theirs - float(ours))
     return total
 
 
 def _truncated_mean(prv: Any, low: float, high: float) -> float:
-    """Mean of the variable conditioned on [low, high]: high - integral of its distribution function."""
+    """Mean of the variable conditioned on [low, high]: high - integral of its distribution
+    function."""
     ladder = np.geomspace(1e-9, max(high, -low), 600)
-    edges = np.unique(np.clip(np.concatenate([-ladder, [0.0], ladder, _support_edge(prv)]), low, high))
+    edges = np.unique(
+        np.clip(np.concatenate([-ladder, [0.0], ladder, _support_edge(prv)]), low, high)
+    )
     nodes, weights = np.polynomial.legendre.leggauss(12)
     half = np.diff(edges) / 2
     points = (edges[:-1] + half)[:, None] + half[:, None] * nodes
@@ -143,8 +163,11 @@ def _truncated_mean(prv: Any, low: float, high: float) -> float:
 
 
 def _support_edge(prv: Any) -> np.ndarray:
-    """Panels near the lower end of the support, log(1 - q), where the distribution function rises from 0 at once."""
+    """Panels near the lower end of the support, log(1 - q), where the distribution function rises
+    from 0 at once."""
     if not isinstance(prv, PoissonSubsampledGaussianMechanism):
         return np.array([prv.mu**2 / 2 + prv.mu * z for z in np.linspace(-10, 10, 201)])
     edge = float(np.log1p(-prv.p))
-    return np.concatenate([edge + np.geomspace(1e-15, -edge, 200), edge - np.geomspace(1e-15, 1.0, 2)])
+    return np.concatenate(
+        [edge + np.geomspace(1e-15, -edge, 200), edge - np.geomspace(1e-15, 1.0, 2)]
+    )

@@ -1,4 +1,5 @@
-"""The range in which an accountant is known to be right; outside it refuses and names one that is right there."""
+"""The range in which an accountant is known to be right; outside it refuses and names one that is
+right there."""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ class Range:
 
     Args:
         accountant: its name, for messages.
-        min_noise_multiplier, max_noise_multiplier: noise standard deviation / clipping norm, of every event.
+        min_noise_multiplier, max_noise_multiplier: noise standard deviation / clipping norm, of
+            every event.
         min_sample_rate: Poisson probability, of every event.
         max_steps: steps of all events together.
         min_delta: delta.
@@ -30,7 +32,8 @@ class Range:
     next_move: str
 
     def check(self, composition: Composition, delta: float) -> None:
-        """Raises AccountingRangeError, naming value, limit and next move, if something is outside."""
+        """Raises AccountingRangeError, naming value, limit and next move, if something is
+        outside."""
         for sigma in composition.noise_multipliers:
             if not self.min_noise_multiplier <= sigma <= self.max_noise_multiplier:
                 limits = f"[{self.min_noise_multiplier}, {self.max_noise_multiplier}]"
@@ -46,5 +49,6 @@ class Range:
     def error(self, what: str, next_move: str = "") -> AccountingRangeError:
         """The error for one violated limit; the caller raises it."""
         return AccountingRangeError(
-            f"Accountant {self.accountant!r} is known to be right for {what}. {next_move or self.next_move}"
+            f"Accountant {self.accountant!r} is known to be right for {what}. "
+            f"{next_move or self.next_move}"
         )

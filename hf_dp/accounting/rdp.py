@@ -1,9 +1,10 @@
-"""Renyi accounting with Google's ``dp-accounting``: an upper bound with no grid and no limit on delta.
+"""Renyi accounting with Google's ``dp-accounting``: an upper bound with no grid and no limit on
+delta.
 
-The curve of the Poisson-sampled Gaussian is Mironov, Talwar, Zhang 2019 (arXiv 1908.10530), section 3.3: integer
-orders exact, fractional orders bounded from above (dp-accounting adds the terms of the series without their signs; up
-to 0.5 % in the curve, 0.2 % in epsilon). Curves add up over steps and events. Conversion to epsilon: Canonne, Kamath,
-Steinke 2020 (arXiv 2004.00010), Proposition 12.
+The curve of the Poisson-sampled Gaussian is Mironov, Talwar, Zhang 2019 (arXiv 1908.10530), section
+3.3: integer orders exact, fractional orders bounded from above (dp-accounting adds the terms of the
+series without their signs; up to 0.5 % in the curve, 0.2 % in epsilon). Curves add up over steps
+and events. Conversion to epsilon: Canonne, Kamath, Steinke 2020 (arXiv 2004.00010), Proposition 12.
 """
 
 from __future__ import annotations
@@ -26,8 +27,9 @@ from hf_dp.accounting.value import Epsilon
 
 ORDERS = tuple(float(order) for order in google_rdp.DEFAULT_RDP_ORDERS)
 
-# The bound is a theorem everywhere; these limits keep its floating-point evaluation away from overflow and from sums
-# in which one step's divergence (about rate^2 / noise^2) is lost beside 1 (checked against quadrature well inside).
+# The bound is a theorem everywhere; these limits keep its floating-point evaluation away from
+# overflow and from sums in which one step's divergence (about rate^2 / noise^2) is lost beside 1
+# (checked against quadrature well inside).
 RANGE = Range(
     "rdp",
     min_noise_multiplier=0.01,
@@ -35,18 +37,21 @@ RANGE = Range(
     min_sample_rate=1e-8,
     max_steps=10**9,
     min_delta=1e-100,
-    next_move="Use a larger noise multiplier, or fewer steps; no accountant of hf_dp covers this range.",
+    next_move="Use a larger noise multiplier, or fewer steps; no accountant of hf_dp covers this "
+    "range.",
 )
 
-# Added to each order's divergence for each step. log A_order is a sum near 0 for weak mechanisms, whose rounding error
-# (below 1e-12, divided by order - 1 >= 0.1) may leave it too small or even negative; dp-accounting would report
-# epsilon 0 for a negative one. At 1e6 steps the allowance costs 1e-5 of epsilon.
+# Added to each order's divergence for each step. log A_order is a sum near 0 for weak mechanisms,
+# whose rounding error (below 1e-12, divided by order - 1 >= 0.1) may leave it too small or even
+# negative; dp-accounting would report epsilon 0 for a negative one. At 1e6 steps the allowance
+# costs 1e-5 of epsilon.
 ROUNDING_ALLOWANCE = 1e-11
 
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Drops one warning a progress bar would repeat: a series that does not converge only removes its order."""
+    """Drops one warning a progress bar would repeat: a series that does not converge only removes
+    its order."""
 
     def keep(record: logging.LogRecord) -> bool:
         return "failed to converge" not in str(record.msg)
@@ -61,18 +66,25 @@ def _quiet() -> Iterator[None]:
 
 @lru_cache(maxsize=64)
 def _curve(noise_multiplier: float, sample_rate: float) -> np.ndarray:
-    """Upper bound of the Renyi divergence of one step at each of ORDERS (read-only; infinite where not computable)."""
+    """Upper bound of the Renyi divergence of one step at each of ORDERS (read-only; infinite where
+    not computable)."""
     accountant = google_rdp.RdpAccountant(ORDERS)
     with _quiet():
-        accountant.compose(dp_event.PoissonSampledDpEvent(sample_rate, dp_event.GaussianDpEvent(noise_multiplier)))
+        accountant.compose(
+            dp_event.PoissonSampledDpEvent(sample_rate, dp_event.GaussianDpEvent(noise_multiplier))
+        )
     # An order that overflowed to NaN bounds nothing: infinite.
-    curve = np.where(np.isnan(accountant.rdp), np.inf, np.maximum(accountant.rdp, 0.0)) + ROUNDING_ALLOWANCE
+    curve = (
+        np.where(np.isnan(accountant.rdp), np.inf, np.maximum(accountant.rdp, 0.0))
+        + ROUNDING_ALLOWANCE
+    )
     curve.setflags(write=False)
     return curve
 
 
 def epsilon_and_order(composition: Composition, delta: float) -> tuple[float, float]:
-    """The smallest epsilon over ORDERS and its order, without a range check (``pld``, ``prv`` use it too)."""
+    """The smallest epsilon over ORDERS and its order, without a range check (``pld``, ``prv`` use
+    it too)."""
     value, order = google_rdp.compute_epsilon(ORDERS, _total(composition), delta)
     return float(value), float(order)
 
@@ -92,7 +104,8 @@ def _total(composition: Composition) -> np.ndarray:
 
 
 def _visible(noise_multiplier: float, sample_rate: float) -> np.ndarray:
-    """Of one draw in which a record takes part, and is seen to, with probability q: given that, its loss is a Gaussian's.
+    """Of one draw in which a record takes part, and is seen to, with probability q: given that, its
+    loss is a Gaussian's.
 
     ``log E[exp((a - 1) loss)] / (a - 1) = log(1 - q + q exp(a (a - 1) / (2 sigma^2))) / (a - 1)``.
     """
@@ -108,33 +121,44 @@ def _visible(noise_multiplier: float, sample_rate: float) -> np.ndarray:
 
 def _response(term: ResponseTerm) -> np.ndarray:
     orders = np.asarray(ORDERS)
-    losses = [(orders - 1) * loss + log_probability for loss, log_probability in response_losses(term)]
+    losses = [
+        (orders - 1) * loss + log_probability for loss, log_probability in response_losses(term)
+    ]
     return np.logaddexp.reduce(losses) / (orders - 1)
 
 
 def _best_of(curve: np.ndarray, mean_runs: float, shape: float | None) -> np.ndarray:
-    """Of the best of K runs, each with this curve (Papernot and Steinke 2021); all orders here are above 1.
+    """Of the best of K runs, each with this curve (Papernot and Steinke 2021); all orders here are
+    above 1.
 
-    Poisson, Theorem 6: at order a with e = log(1 + 1/(a - 1)), ``curve(a) + mean delta(e) + log(mean) / (a - 1)``, where one
-    run is (e, delta(e))-DP. Truncated negative binomial, Theorem 2: ``curve(a) + log(mean) / (a - 1) + (1 + shape) min over
-    b of ((1 - 1/b) curve(b) - log(gamma) / b)``; the theorem holds for every b, so the least may be taken.
+    Poisson, Theorem 6: at order a with e = log(1 + 1/(a - 1)), ``curve(a) + mean delta(e) +
+    log(mean) / (a - 1)``, where one run is (e, delta(e))-DP. Truncated negative binomial, Theorem
+    2: ``curve(a) + log(mean) / (a - 1) + (1 + shape) min over b of ((1 - 1/b) curve(b) - log(gamma)
+    / b)``; the theorem holds for every b, so the least may be taken.
     """
     orders = np.asarray(ORDERS)
     base = curve + math.log(mean_runs) / (orders - 1)
     if shape is None:
-        deltas = [google_rdp.compute_delta(orders, curve, math.log1p(1 / (order - 1)))[0] for order in ORDERS]
+        deltas = [
+            google_rdp.compute_delta(orders, curve, math.log1p(1 / (order - 1)))[0]
+            for order in ORDERS
+        ]
         return base + mean_runs * np.asarray(deltas)
     finite = np.isfinite(curve)
-    terms = (1 - 1 / orders[finite]) * curve[finite] - math.log(_gamma(mean_runs, shape)) / orders[finite]
+    terms = (1 - 1 / orders[finite]) * curve[finite] - math.log(_gamma(mean_runs, shape)) / orders[
+        finite
+    ]
     best = base + (1 + shape) * float(terms.min(initial=math.inf))
     # Renyi divergence grows with its order: a larger order's value bounds a smaller one's.
     return np.minimum.accumulate(best[::-1])[::-1]
 
 
 def _gamma(mean_runs: float, shape: float) -> float:
-    """The parameter in (0, 1) with which the truncated negative binomial has this mean (ibid., Definition 1)."""
+    """The parameter in (0, 1) with which the truncated negative binomial has this mean (ibid.,
+    Definition 1)."""
 
-    def mean(t: float) -> float:  # t = log(1/gamma): shape (1/gamma - 1) / (1 - gamma^shape); its limit for shape 0
+    # t = log(1/gamma): shape (1/gamma - 1) / (1 - gamma^shape); its limit for shape 0
+    def mean(t: float) -> float:
         return math.expm1(t) / (t if shape == 0 else -math.expm1(-shape * t) / shape)
 
     t = brentq(lambda t: mean(t) - mean_runs, 1e-15, 700.0, xtol=1e-14, rtol=1e-14)
@@ -142,8 +166,11 @@ def _gamma(mean_runs: float, shape: float) -> float:
 
 
 def epsilon(composition: Composition, delta: float, relation: str = "zero_out") -> Epsilon:
-    """Upper bound on epsilon at ``delta``; AccountingRangeError outside RANGE, UnsupportedEventError for other kinds."""
-    composition.refuse("rdp", relation, replace_one=USE_PLD, truncated=USE_PLD, published=UNESTABLISHED)
+    """Upper bound on epsilon at ``delta``; AccountingRangeError outside RANGE,
+    UnsupportedEventError for other kinds."""
+    composition.refuse(
+        "rdp", relation, replace_one=USE_PLD, truncated=USE_PLD, published=UNESTABLISHED
+    )
     if composition.empty or composition.noiseless:
         return Epsilon(math.inf if composition.noiseless else 0.0, "bound")
     RANGE.check(composition, delta)

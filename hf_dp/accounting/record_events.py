@@ -1,9 +1,10 @@
 """Events of mechanisms that release something about each record by itself, not a sum over records.
 
-What is released then shows how many records there are, and which of them took part. So none of these holds under
-``add_remove`` (a record more is a row more, which no noise hides), and sampling hides nothing: whoever knows the other
-records sees whether this one took part. (Du and Mi 2021, equation 10, claims otherwise: :class:`PublishedForwardNoise`.)
-Under ``zero_out`` the row of an absent record is there, and holds noise only.
+What is released then shows how many records there are, and which of them took part. So none of
+these holds under ``add_remove`` (a record more is a row more, which no noise hides), and sampling
+hides nothing: whoever knows the other records sees whether this one took part. (Du and Mi 2021,
+equation 10, claims otherwise: :class:`PublishedForwardNoise`.) Under ``zero_out`` the row of an
+absent record is there, and holds noise only.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ _SHOWS_HOW_MANY = "The rows that are released show how many records took part."
 class RecordRelease(Described):
     """Each record's vector, clipped, is released with Gaussian noise of its own, ``steps`` times.
 
-    A record's own row alone depends on it, so this is the Gaussian mechanism of sensitivity C on that row.
+    A record's own row alone depends on it, so this is the Gaussian mechanism of sensitivity C on
+    that row.
 
     Args:
         noise_multiplier: noise standard deviation / clipping norm, >= 0.
@@ -39,7 +41,9 @@ class RecordRelease(Described):
     restriction: ClassVar[str] = "One row is released for each record, so their number is."
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "noise_multiplier", non_negative("noise_multiplier", self.noise_multiplier))
+        object.__setattr__(
+            self, "noise_multiplier", non_negative("noise_multiplier", self.noise_multiplier)
+        )
         object.__setattr__(self, "steps", integer("steps", self.steps, 0))
 
 
@@ -48,14 +52,16 @@ class SampledRecordRelease(Described):
     """As :class:`RecordRelease`, of the records that join a Poisson draw; who joined is seen.
 
     A record that took part in k draws has released k noisy rows: with T draws in all,
-    ``delta(epsilon) = sum_k Binomial(k; T, q) delta_Gauss(epsilon; sqrt(k) / noise_multiplier)``, because k does not depend
-    on what the record holds. Sampling scales delta and gives no other amplification.
+    ``delta(epsilon) = sum_k Binomial(k; T, q) delta_Gauss(epsilon; sqrt(k) / noise_multiplier)``,
+    because k does not depend on what the record holds. Sampling scales delta and gives no other
+    amplification.
 
     Args:
         noise_multiplier: noise standard deviation / clipping norm, >= 0.
         sample_rate: the probability with which each record joins a draw, in [0, 1].
         steps: optimizer steps, empty ones included, >= 0.
-        num_micro_batches: independent draws of each step, M >= 1; T is ``steps * num_micro_batches``.
+        num_micro_batches: independent draws of each step, M >= 1; T is ``steps *
+            num_micro_batches``.
 
     Raises: InvalidArgumentError.
     """
@@ -74,12 +80,13 @@ class SampledRecordRelease(Described):
 
 @dataclass(frozen=True)
 class SumAndRows(Described):
-    """Each step releases a noisy sum over a Poisson draw, and noisy rows of drawn records, which show who they are.
+    """Each step releases a noisy sum over a Poisson draw, and noisy rows of drawn records, which
+    show who they are.
 
-    With two independent draws the sum's is secret: a :class:`PoissonSampledGaussian` and a :class:`SampledRecordRelease`.
-    If one draw serves both, the rows show whose sum it is, and it may not be taken for that of a secret sample. Given that
-    the record was drawn, sum and row are one Gaussian mechanism with
-    ``mu^2 = 1 / noise_multiplier^2 + 1 / record_noise_multiplier^2``:
+    With two independent draws the sum's is secret: a :class:`PoissonSampledGaussian` and a
+    :class:`SampledRecordRelease`. If one draw serves both, the rows show whose sum it is, and it
+    may not be taken for that of a secret sample. Given that the record was drawn, sum and row are
+    one Gaussian mechanism with ``mu^2 = 1 / noise_multiplier^2 + 1 / record_noise_multiplier^2``:
     ``delta(epsilon) = sum_k Binomial(k; T, q) delta_Gauss(epsilon; sqrt(k) mu)``.
 
     Args:
@@ -117,11 +124,13 @@ class SumAndRows(Described):
 
 @dataclass(frozen=True)
 class PublishedForwardNoise(Described):
-    """DP-FP as published (Du and Mi 2021, Algorithm 1): for this mechanism *no epsilon is established*.
+    """DP-FP as published (Du and Mi 2021, Algorithm 1): for this mechanism *no epsilon is
+    established*.
 
-    The paper takes each micro-batch for ``p G_mu + (1 - p) Id`` (equation 10) and the update for post-processing of the
-    noised representations. Neither holds: rows are released one by one, and the encoder's gradient is computed from
-    activations without noise. Only ``gdp_clt`` answers for it, with the figure that the paper computes.
+    The paper takes each micro-batch for ``p G_mu + (1 - p) Id`` (equation 10) and the update for
+    post-processing of the noised representations. Neither holds: rows are released one by one, and
+    the encoder's gradient is computed from activations without noise. Only ``gdp_clt`` answers for
+    it, with the figure that the paper computes.
 
     Args:
         noise_multiplier: noise standard deviation / clipping norm of the representation, >= 0.
@@ -147,9 +156,10 @@ class PublishedForwardNoise(Described):
 class RandomizedResponse(Described):
     """Each record's label is replaced, once, by randomised response; ``steps`` times.
 
-    The label stays with probability ``exp(epsilon) / (exp(epsilon) + K - 1)``, else it becomes one of the others uniformly
-    (Warner 1965). Two labels' answers differ by a factor of at most exp(epsilon); an absent record's answer is uniform,
-    which is a mixture of those of all labels, so no further than they are.
+    The label stays with probability ``exp(epsilon) / (exp(epsilon) + K - 1)``, else it becomes one
+    of the others uniformly (Warner 1965). Two labels' answers differ by a factor of at most
+    exp(epsilon); an absent record's answer is uniform, which is a mixture of those of all labels,
+    so no further than they are.
 
     Args:
         epsilon: > 0 and at most 20.
@@ -168,9 +178,13 @@ class RandomizedResponse(Described):
 
     def __post_init__(self) -> None:
         value = positive("epsilon", self.epsilon)
-        if value > 20:  # one answer in 5e8 is another label there; further on 1 - that loses its digits
+        # one answer in 5e8 is another label there; further on 1 - that loses its digits
+        if value > 20:
             raise invalid(
-                "epsilon", self.epsilon, "to be at most 20", "Above that labels are public for all purposes."
+                "epsilon",
+                self.epsilon,
+                "to be at most 20",
+                "Above that labels are public for all purposes.",
             )
         object.__setattr__(self, "epsilon", value)
         object.__setattr__(self, "num_classes", integer("num_classes", self.num_classes, 2))
@@ -184,11 +198,19 @@ class RandomizedResponse(Described):
 
 
 def _check_draws(event: SampledRecordRelease | SumAndRows | PublishedForwardNoise) -> None:
-    object.__setattr__(event, "noise_multiplier", non_negative("noise_multiplier", event.noise_multiplier))
+    object.__setattr__(
+        event, "noise_multiplier", non_negative("noise_multiplier", event.noise_multiplier)
+    )
     rate = in_unit_interval(
-        "sample_rate", event.sample_rate, "It is B / (M D), or B / D with one draw a step.", zero=True, one=True
+        "sample_rate",
+        event.sample_rate,
+        "It is B / (M D), or B / D with one draw a step.",
+        zero=True,
+        one=True,
     )
     object.__setattr__(event, "sample_rate", rate)
     object.__setattr__(event, "steps", integer("steps", event.steps, 0))
     if not isinstance(event, SumAndRows):
-        object.__setattr__(event, "num_micro_batches", integer("num_micro_batches", event.num_micro_batches, 1))
+        object.__setattr__(
+            event, "num_micro_batches", integer("num_micro_batches", event.num_micro_batches, 1)
+        )

@@ -15,14 +15,19 @@ KINDS: tuple[Kind, ...] = get_args(Kind)
 
 
 def round_up(value: float, digits: int = 3) -> float:
-    """The smallest number with ``digits`` decimals that is not below ``value``; infinity, and what has no decimals, stays.
+    """The smallest number with ``digits`` decimals that is not below ``value``; infinity, and what
+    has no decimals, stays.
 
-    A printed epsilon is rounded up so that the sentence "this run is (epsilon, delta)-DP" stays true. The rounding is
-    done in decimal on the shortest form of the float: 2.41 stays 2.41 although its binary value is a little above.
+    A printed epsilon is rounded up so that the sentence "this run is (epsilon, delta)-DP" stays
+    true. The rounding is done in decimal on the shortest form of the float: 2.41 stays 2.41
+    although its binary value is a little above.
     """
-    if not abs(value) < 2**53:  # whole numbers from there on, and longer than a decimal of 28 digits soon after
+    # whole numbers from there on, and longer than a decimal of 28 digits soon after
+    if not abs(value) < 2**53:
         return value
-    return float(Decimal(repr(float(value))).quantize(Decimal(1).scaleb(-digits), rounding=ROUND_CEILING))
+    return float(
+        Decimal(repr(float(value))).quantize(Decimal(1).scaleb(-digits), rounding=ROUND_CEILING)
+    )
 
 
 @dataclass(frozen=True)
@@ -31,9 +36,11 @@ class Epsilon:
 
     Args:
         value: epsilon >= 0, possibly infinite.
-        kind: "bound" if the events are (value, delta)-DP; "estimate" if the value may be below the true epsilon;
-            "not established" if it follows from assumptions that do not hold of what ran (DP-FP as published).
-        estimate: the accountant's point estimate beside its bound, where it has one (``prv``), otherwise None.
+        kind: "bound" if the events are (value, delta)-DP; "estimate" if the value may be below the
+            true epsilon; "not established" if it follows from assumptions that do not hold of what
+            ran (DP-FP as published).
+        estimate: the accountant's point estimate beside its bound, where it has one (``prv``),
+            otherwise None.
     """
 
     value: float
@@ -44,7 +51,8 @@ class Epsilon:
         one_of("kind", self.kind, KINDS)
         if math.isnan(self.value) or self.value < 0:
             raise InvalidArgumentError(f"Expected an epsilon >= 0, got {self.value!r}.")
-        object.__setattr__(self, "value", float(self.value))  # never a numpy scalar: it is printed and written to JSON
+        # never a numpy scalar: it is printed and written to JSON
+        object.__setattr__(self, "value", float(self.value))
 
     def rounded_up(self, digits: int = 3) -> float:
         """``value`` as it is printed: rounded up, never to nearest."""

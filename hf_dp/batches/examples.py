@@ -1,7 +1,8 @@
 """The rows of a training set, each fetched and collated on its own, with randomness of its own.
 
-This is where it holds by construction that no row sees another: the data collator gets one row at a time, in a state in
-which no other row has left a trace. Padding (:mod:`hf_dp.batches.padding`) is all that is done to rows together.
+This is where it holds by construction that no row sees another: the data collator gets one row at a
+time, in a state in which no other row has left a trace. Padding (:mod:`hf_dp.batches.padding`) is
+all that is done to rows together.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ from hf_dp.noise import SecretRandomness
 
 Collator = Callable[[list[Any]], Any]
 
-_CHUNK = 256  # switching the generators to the private streams and back takes longer than collating a row
+# switching the generators to the private streams and back takes longer than collating a row
+_CHUNK = 256
 
 
 class Examples(Dataset[Example]):
@@ -33,7 +35,8 @@ class Examples(Dataset[Example]):
         collator: the user's; it is called with a list of one row.
         randomness: of the run; reseeds the global generators for each example.
 
-    Raises: DataError, naming the row, when the collator fails on it alone or does not return one example.
+    Raises: DataError, naming the row, when the collator fails on it alone or does not return one
+        example.
     """
 
     def __init__(self, dataset: Any, collator: Collator, randomness: SecretRandomness):
@@ -41,7 +44,9 @@ class Examples(Dataset[Example]):
         with randomness.streams():
             self.collator = Isolated(collator)
             self.dataset = _with_isolated_transform(dataset)
-        self._rows_are_fresh = isinstance(dataset, datasets.Dataset) and dataset.format["type"] != "custom"
+        self._rows_are_fresh = isinstance(dataset, datasets.Dataset) and dataset.format["type"] != (
+            "custom"
+        )
 
     def __len__(self) -> int:
         return len(self.dataset)
@@ -73,27 +78,32 @@ class Examples(Dataset[Example]):
                 self.randomness.reseed()  # not on from where the last example left the generators
 
     def _example(self, index: int) -> Example:
-        # A generator that all rows share would let one row shift what the later ones get, and a collator that seeds the
-        # global generators would decide for its neighbors.
+        # A generator that all rows share would let one row shift what the later ones get, and a
+        # collator that seeds the global generators would decide for its neighbors.
         self.randomness.reseed(index)
         try:
             row = self.dataset[index]
         except KeyError as problem:
             raise DataError(
-                f"Row {index} of the training set cannot be read: {problem} is missing. If a transform needs a column that "
-                "the model's forward does not take, set remove_unused_columns=False."
+                f"Row {index} of the training set cannot be read: {problem} is missing. If a "
+                "transform needs a column that the model's forward does not take, set "
+                "remove_unused_columns=False."
             ) from problem
         # A collator may pop columns or write into lists; rows of the data set may share them.
-        return self._collated(row if self._rows_are_fresh else _copied(row, index), f"Row {index} of the training set")
+        return self._collated(
+            row if self._rows_are_fresh else _copied(row, index), f"Row {index} of the training set"
+        )
 
     def _collated(self, row: Any, which: str) -> Example:
         try:
             example = own(self.collator([row]))
         except Exception as problem:
             raise DataError(
-                f"{which}, collated alone, failed ({type(problem).__name__}: {problem}). The data collator is called with a "
-                "list of one row, so that no row sees another; the library pads. It must work on one. If it misses a column, "
-                "set remove_unused_columns=False: else only those that the model's forward takes are kept."
+                f"{which}, collated alone, failed ({type(problem).__name__}: {problem}). The data "
+                "collator is called with a list of one row, so that no row sees another; the "
+                "library pads. It must work on one. If it misses a column, set "
+                "remove_unused_columns=False: else only those that the model's forward takes are "
+                "kept."
             ) from problem
         for name, leaf in leaves(example):
             size = (
@@ -106,14 +116,16 @@ class Examples(Dataset[Example]):
             if size != 1 or (isinstance(leaf, Tensor) and not leaf.dim()):
                 shape = tuple(leaf.shape) if isinstance(leaf, Tensor) else (size,)
                 raise DataError(
-                    f"{which}, collated alone, gives `{name}` of shape {shape}. Expected one example: a first dimension of 1. "
-                    "Use a collator that returns one row for each row."
+                    f"{which}, collated alone, gives `{name}` of shape {shape}. Expected one "
+                    "example: a first dimension of 1. Use a collator that returns one row for each "
+                    "row."
                 )
         return example
 
 
 def _with_isolated_transform(dataset: Any) -> Any:
-    """Return the data set with its ``set_transform``, which sees one row at a time, in a fresh state for each."""
+    """Return the data set with its ``set_transform``, which sees one row at a time, in a fresh
+    state for each."""
     if not isinstance(dataset, datasets.Dataset) or dataset.format["type"] != "custom":
         return dataset
     return dataset.with_transform(
@@ -128,6 +140,6 @@ def _copied(row: Any, index: int) -> Any:
         return copy.deepcopy(row)
     except Exception as problem:
         raise DataError(
-            f"Row {index} of the training set cannot be copied ({problem}), so a collator could change what other rows share "
-            "with it. Let rows hold only values, tensors and images."
+            f"Row {index} of the training set cannot be copied ({problem}), so a collator could "
+            "change what other rows share with it. Let rows hold only values, tensors and images."
         ) from problem

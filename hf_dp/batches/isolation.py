@@ -1,9 +1,10 @@
 """Call a function each time as if it had never been called before.
 
-A data collator is code of the user's. If one call can leave something behind for the next (a counter, a cache, the
-state of a generator), one example reaches another without any clipping. So each call runs on a fresh copy of all
-mutable state that the function can reach: its attributes, what it closes over, its defaults, and the globals and class
-attributes that code outside installed packages reads. Generators in that state are replaced by secretly seeded ones.
+A data collator is code of the user's. If one call can leave something behind for the next (a
+counter, a cache, the state of a generator), one example reaches another without any clipping. So
+each call runs on a fresh copy of all mutable state that the function can reach: its attributes,
+what it closes over, its defaults, and the globals and class attributes that code outside installed
+packages reads. Generators in that state are replaced by secretly seeded ones.
 """
 
 from __future__ import annotations
@@ -47,16 +48,44 @@ from hf_dp.errors import DataError
 logger = get_logger(__name__)
 
 _IMMUTABLE = (
-    type(None), bool, int, float, complex, str, bytes, range, type, enum.Enum, re.Pattern, PurePath,
-    types.ModuleType, types.BuiltinFunctionType, types.MethodDescriptorType, types.GenericAlias,
-    np.dtype, np.generic, torch.dtype, torch.device,
-)  # fmt: skip
+    type(None),
+    bool,
+    int,
+    float,
+    complex,
+    str,
+    bytes,
+    range,
+    type,
+    enum.Enum,
+    re.Pattern,
+    PurePath,
+    types.ModuleType,
+    types.BuiltinFunctionType,
+    types.MethodDescriptorType,
+    types.GenericAlias,
+    np.dtype,
+    np.generic,
+    torch.dtype,
+    torch.device,
+)
 _GENERATORS = (random.Random, np.random.Generator, np.random.RandomState, torch.Generator)
-# Large objects that all calls share. Of these only the libraries' own classes: one of the user's may keep anything.
+# Large objects that all calls share. Of these only the libraries' own classes: one of the user's
+# may keep anything.
 _SHARED_IF_INSTALLED = (
-    nn.Module, PreTrainedTokenizerBase, Tokenizer, ProcessorMixin, FeatureExtractionMixin, ImageProcessingMixin,
-    PretrainedConfig, TrainingArguments, logging.Logger, Dataset, datasets.Dataset, datasets.DatasetDict,
-)  # fmt: skip
+    nn.Module,
+    PreTrainedTokenizerBase,
+    Tokenizer,
+    ProcessorMixin,
+    FeatureExtractionMixin,
+    ImageProcessingMixin,
+    PretrainedConfig,
+    TrainingArguments,
+    logging.Logger,
+    Dataset,
+    datasets.Dataset,
+    datasets.DatasetDict,
+)
 _DATA = (Dataset, datasets.Dataset, datasets.DatasetDict)
 _CACHED = type(functools.lru_cache(lambda: None))
 _SLOW = 5e-3  # seconds for a copy, from which it is told
@@ -69,7 +98,8 @@ class _Empty(enum.Enum):
 
 
 class _Slot(NamedTuple):
-    """A place outside the function's own attributes that can hold state: an attribute or an item of ``holder``."""
+    """A place outside the function's own attributes that can hold state: an attribute or an item of
+    ``holder``."""
 
     holder: Any
     key: str
@@ -97,15 +127,18 @@ class _Slot(NamedTuple):
 class Isolated:
     """A callable whose calls share no state.
 
-    Args: function: any callable. Its state is copied now; later changes to the original have no effect.
+    Args: function: any callable. Its state is copied now; later changes to the original have no
+        effect.
 
     Attributes: data: the data sets that it reaches.
 
-    All calls share what is too large to copy: models, stock tokenizers and processors, data sets. Attributes that a call
-    sets on them are undone. Raises: DataError when state cannot be copied (an open file, a running generator), and, from
-    a call, when it changed the vocabulary of a tokenizer.
+    All calls share what is too large to copy: models, stock tokenizers and processors, data sets.
+    Attributes that a call sets on them are undone. Raises: DataError when state cannot be copied
+    (an open file, a running generator), and, from a call, when it changed the vocabulary of a
+    tokenizer.
 
-    State that compiled code, installed packages or files keep is out of reach; the privacy statement says so.
+    State that compiled code, installed packages or files keep is out of reach; the privacy
+    statement says so.
     """
 
     def __init__(self, function: Callable[..., Any]):
@@ -115,12 +148,14 @@ class Isolated:
         self.data = tuple(reach.data)
         self._slots = tuple(reach.slots)
         try:
-            self._state = copy.deepcopy((function, [slot.get() for slot in self._slots]), _memo(reach))
+            self._state = copy.deepcopy(
+                (function, [slot.get() for slot in self._slots]), _memo(reach)
+            )
         except Exception as problem:
             raise DataError(
-                f"Expected the data collator {_name(function)} to be copyable, since each example gets a fresh copy, but "
-                f"copying failed: {problem}. Let it hold only values, tokenizers and models; open files and start "
-                "generators inside the call."
+                f"Expected the data collator {_name(function)} to be copyable, since each example "
+                f"gets a fresh copy, but copying failed: {problem}. Let it hold only values, "
+                "tokenizers and models; open files and start generators inside the call."
             ) from problem
         self._reach = _Reach()
         for value in (self._state[0], *self._state[1]):
@@ -129,8 +164,8 @@ class Isolated:
         copy.deepcopy(self._state, _memo(self._reach))
         if (seconds := time.perf_counter() - start) > _SLOW:
             logger.warning(
-                "Copying the state of %s takes %.0f ms, and each example gets a copy. Let it hold less: tables as tensors or "
-                "strings, or work done in the data set beforehand.",
+                "Copying the state of %s takes %.0f ms, and each example gets a copy. Let it hold "
+                "less: tables as tensors or strings, or work done in the data set beforehand.",
                 _name(function),
                 1000 * seconds,
             )
@@ -138,7 +173,8 @@ class Isolated:
     def __call__(self, *args: Any) -> Any:
         memo = _memo(self._reach)
         function, values = copy.deepcopy(self._state, memo)
-        for holder in self._reach.seeded:  # a seed of its own, from which it would make a public generator
+        # a seed of its own, from which it would make a public generator
+        for holder in self._reach.seeded:
             object.__setattr__(memo.get(id(holder), holder), "seed", random.getrandbits(31))
         with (
             _swapped(self._slots, values),
@@ -195,16 +231,20 @@ def _as_it_was(shared: list[Any]) -> Iterator[None]:
                 vars(each).update(before)
         if any(len(each) != size for each, size in sizes):
             raise DataError(
-                "the data collator adds tokens to the tokenizer, which later rows would see. Add them before."
+                "the data collator adds tokens to the tokenizer, which later rows would see. Add "
+                "them before."
             )
 
 
 def _rebound(now: dict[str, Any], before: dict[str, Any]) -> bool:
-    return len(now) != len(before) or any(now.get(name, now) is not value for name, value in before.items())
+    return len(now) != len(before) or any(
+        now.get(name, now) is not value for name, value in before.items()
+    )
 
 
 def _memo(reach: _Reach) -> dict[int, Any]:
-    """Return what deepcopy takes as copied already: shared objects as they are, generators as new ones."""
+    """Return what deepcopy takes as copied already: shared objects as they are, generators as new
+    ones."""
     memo = {id(value): value for value in (*reach.shared, *reach.modules)}
     memo.update({id(cached): _without_results(cached) for cached in reach.cached})
     memo.update({id(generator): _reseeded(generator) for generator in reach.generators})
@@ -217,7 +257,8 @@ def _without_results(cached: Any) -> Any:
 
 
 def _reseeded(generator: Any) -> Any:
-    """Return a generator of the same kind with a fresh seed from Python's global generator, which is private here."""
+    """Return a generator of the same kind with a fresh seed from Python's global generator, which
+    is private here."""
     seed = random.getrandbits(63)
     if isinstance(generator, np.random.Generator):
         return np.random.Generator(type(generator.bit_generator)(seed))
@@ -229,7 +270,8 @@ def _reseeded(generator: Any) -> Any:
 
 
 class _Reach:
-    """Collect what a callable reaches: shared objects, generators, objects with a seed, and slots that hold state."""
+    """Collect what a callable reaches: shared objects, generators, objects with a seed, and slots
+    that hold state."""
 
     def __init__(self) -> None:
         self.shared: list[Any] = []
@@ -246,14 +288,16 @@ class _Reach:
     def visit(self, value: Any) -> None:
         if isinstance(value, type):
             self._classes_of(value)
-        if isinstance(value, types.ModuleType):  # not to be copied, where an attribute or a closure holds one
+        # not to be copied, where an attribute or a closure holds one
+        if isinstance(value, types.ModuleType):
             self.modules.append(value)
         if id(value) in self._seen or isinstance(value, _IMMUTABLE):
             return
         if isinstance(value, Trainer):
             raise DataError(
-                "The data collator reaches a Trainer, which cannot be copied for each example and so would carry state from "
-                "one to the next. Make the collator a function, and pass it what it needs."
+                "The data collator reaches a Trainer, which cannot be copied for each example and "
+                "so would carry state from one to the next. Make the collator a function, and pass "
+                "it what it needs."
             )
         self._seen[id(value)] = value
         if isinstance(value, _DATA):
@@ -277,8 +321,10 @@ class _Reach:
             self._object(value)
 
     def _function(self, function: types.FunctionType) -> None:
-        """Visit what a function reads beside its arguments; functions themselves are not copied, so these are slots."""
-        for cell in function.__closure__ or ():  # `nonlocal` can assign to it, so it holds state whatever is in it
+        """Visit what a function reads beside its arguments; functions themselves are not copied, so
+        these are slots."""
+        # `nonlocal` can assign to it, so it holds state whatever is in it
+        for cell in function.__closure__ or ():
             self._slot(_Slot(cell, "cell_contents"), assigned=True)
         for name in ("__defaults__", "__kwdefaults__"):
             self._slot(_Slot(function, name))
@@ -287,7 +333,8 @@ class _Reach:
             for name, assigned in sorted(_globals_used(function.__code__).items()):
                 self._slot(_Slot(function.__globals__, name, is_item=True), assigned)
                 self._module(function.__globals__.get(name), function.__code__)
-            for name in sorted(_imported(function.__code__)):  # by an import statement inside the function
+            # by an import statement inside the function
+            for name in sorted(_imported(function.__code__)):
                 self._module(_module_named(name), function.__code__)
 
     def _object(self, value: Any) -> None:
@@ -360,7 +407,8 @@ def _is_shared(value: Any) -> bool:
 
 @functools.cache
 def _globals_used(code: types.CodeType) -> dict[str, bool]:
-    """Return whether code assigns to each global that it uses, by name, functions defined inside it included."""
+    """Return whether code assigns to each global that it uses, by name, functions defined inside it
+    included."""
     names: dict[str, bool] = {}
     for each in dis.get_instructions(code):
         if each.opname in ("LOAD_GLOBAL", "LOAD_NAME", "STORE_GLOBAL", "DELETE_GLOBAL"):
@@ -383,12 +431,17 @@ def _names(code: types.CodeType) -> frozenset[str]:
 def _imported(code: types.CodeType) -> frozenset[str]:
     """Return the modules that code imports when it runs, functions defined inside it included."""
     inner = (constant for constant in code.co_consts if isinstance(constant, types.CodeType))
-    names = {each.argval for each in dis.get_instructions(code) if each.opname == "IMPORT_NAME" and each.argval}
+    names = {
+        each.argval
+        for each in dis.get_instructions(code)
+        if each.opname == "IMPORT_NAME" and each.argval
+    }
     return frozenset(names).union(*map(_imported, inner))
 
 
 def _module_named(name: str) -> Any:
-    """Return a module of the user's, imported now if it was not before; None where that fails, as it will in the call."""
+    """Return a module of the user's, imported now if it was not before; None where that fails, as
+    it will in the call."""
     try:
         module = importlib.import_module(name)  # first: whose it is, its file tells
     except ImportError:
@@ -398,10 +451,13 @@ def _module_named(name: str) -> Any:
 
 @functools.cache
 def _is_installed(module: str | None) -> bool:
-    """Return whether a module belongs to Python, an installed package or hf_dp, rather than to the user."""
+    """Return whether a module belongs to Python, an installed package or hf_dp, rather than to the
+    user."""
     root = (module or "").partition(".")[0]
     if root in sys.stdlib_module_names and root != "__main__" or root in ("builtins", "hf_dp"):
         return True
     found = sys.modules.get(root)
     file = getattr(found, "__file__", None) or next(iter(getattr(found, "__path__", ())), "")
-    return any(Path(file).is_relative_to(sysconfig.get_path(kind)) for kind in ("purelib", "platlib"))
+    return any(
+        Path(file).is_relative_to(sysconfig.get_path(kind)) for kind in ("purelib", "platlib")
+    )

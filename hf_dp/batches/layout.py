@@ -1,4 +1,5 @@
-"""Describe what collated examples have in common: names, types and shapes, and in which dimensions they differ."""
+"""Describe what collated examples have in common: names, types and shapes, and in which dimensions
+they differ."""
 
 from __future__ import annotations
 
@@ -15,7 +16,8 @@ from hf_dp.errors import DataError
 class Leaf:
     """One tensor of every example, of shape (1, ...), or a plain value.
 
-    Attributes: dtype: of the tensor, or the kind of value. least, most: by dimension, over all examples seen.
+    Attributes: dtype: of the tensor, or the kind of value. least, most: by dimension, over all
+        examples seen.
     """
 
     dtype: str
@@ -26,17 +28,21 @@ class Leaf:
     @property
     def varying(self) -> tuple[int, ...]:
         """The dimensions in which examples differ."""
-        return tuple(place for place, (low, high) in enumerate(zip(self.least, self.most)) if low != high)
+        return tuple(
+            place for place, (low, high) in enumerate(zip(self.least, self.most)) if low != high
+        )
 
 
 @dataclass
 class Layout:
-    """The leaves by dotted name; filled by :meth:`add`, then held against what is drawn by :meth:`check`."""
+    """The leaves by dotted name; filled by :meth:`add`, then held against what is drawn by
+    :meth:`check`."""
 
     leaves: dict[str, Leaf] = field(default_factory=dict)
 
     def add(self, example: Example) -> None:
-        """Take an example into account. Raises: DataError where it differs from the first in more than lengths."""
+        """Take an example into account. Raises: DataError where it differs from the first in more
+        than lengths."""
         found = _leaves(example)
         if not self.leaves:
             self.leaves = found
@@ -49,22 +55,27 @@ class Layout:
                 known.most = tuple(map(max, known.most, leaf.most))
 
     def check(self, example: Example) -> None:
-        """Raise DataError for an example whose names, types or numbers of dimensions are not those of the others."""
+        """Raise DataError for an example whose names, types or numbers of dimensions are not those
+        of the others."""
         self._refuse_other(_leaves(example))
 
     def _refuse_other(self, found: dict[str, Leaf]) -> None:
         if found.keys() != self.leaves.keys():
-            missing, extra = sorted(self.leaves.keys() - found.keys()), sorted(found.keys() - self.leaves.keys())
+            missing, extra = (
+                sorted(self.leaves.keys() - found.keys()),
+                sorted(found.keys() - self.leaves.keys()),
+            )
             differs = [f"it lacks {missing}"] * bool(missing) + [f"it adds {extra}"] * bool(extra)
             raise DataError(
-                f"collated, it has other columns than the first row: {' and '.join(differs)}. Give all rows the same columns."
+                f"collated, it has other columns than the first row: {' and '.join(differs)}. Give "
+                "all rows the same columns."
             )
         for name, leaf in found.items():
             known = self.leaves[name]
             if leaf.dtype != known.dtype or len(leaf.least) != len(known.least):
                 raise DataError(
-                    f"`{name}` is {_describe(leaf)}, and {_describe(known)} in the first row. Give all rows the same type and "
-                    "number of dimensions."
+                    f"`{name}` is {_describe(leaf)}, and {_describe(known)} in the first row. Give "
+                    "all rows the same type and number of dimensions."
                 )
 
 
@@ -76,9 +87,12 @@ def _leaf(value: Any) -> Leaf:
     if isinstance(value, Tensor):
         shape = tuple(value.shape)
         return Leaf(str(value.dtype).removeprefix("torch."), shape, shape)
-    # The kind of a list's values may differ between examples; the list is no input of a stock model.
+    # The kind of a list's values may differ between examples; the list is no input of a stock
+    # model.
     return Leaf("a list of values" if isinstance(value, list) else repr(value), is_tensor=False)
 
 
 def _describe(leaf: Leaf) -> str:
-    return f"a {leaf.dtype} tensor with {len(leaf.least)} dimensions" if leaf.is_tensor else leaf.dtype
+    return (
+        f"a {leaf.dtype} tensor with {len(leaf.least)} dimensions" if leaf.is_tensor else leaf.dtype
+    )

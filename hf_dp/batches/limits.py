@@ -37,7 +37,8 @@ class Limits:
 
     @classmethod
     def of(cls, model: nn.Module, own_loss: bool = False, side: str = "right") -> Limits:
-        """Return the limits of a model and, unless the loss is the user's own, of its task's labels.
+        """Return the limits of a model and, unless the loss is the user's own, of its task's
+        labels.
 
         Args: side: on which the tokenizer pads.
         """
@@ -65,7 +66,8 @@ class Limits:
         )
 
     def check(self, example: Example) -> None:
-        """Raise DataError for a value out of range, a float that is not a number, or columns that do not fit the tokens."""
+        """Raise DataError for a value out of range, a float that is not a number, or columns that
+        do not fit the tokens."""
         tokens = example.get("input_ids") if isinstance(example, dict) else None
         if isinstance(tokens, Tensor):
             self._check_tokens(example, tokens)
@@ -85,26 +87,41 @@ class Limits:
             raise DataError("it has no tokens. Leave the row out.")
         for name in self.as_long_as_tokens & example.keys():
             leaf = example[name]
-            if isinstance(leaf, Tensor) and leaf.dim() == tokens.dim() and leaf.shape != tokens.shape:
+            if (
+                isinstance(leaf, Tensor)
+                and leaf.dim() == tokens.dim()
+                and leaf.shape != tokens.shape
+            ):
                 raise DataError(
-                    f"`{name}` has shape {tuple(leaf.shape)}, and `input_ids` {tuple(tokens.shape)}. Give each token a value."
+                    f"`{name}` has shape {tuple(leaf.shape)}, and `input_ids` "
+                    f"{tuple(tokens.shape)}. Give each token a value."
                 )
         mask = example.get("attention_mask")
-        if not self.any_mask and isinstance(mask, Tensor) and mask.dim() == 2 and "position_ids" not in example:
+        if (
+            not self.any_mask
+            and isinstance(mask, Tensor)
+            and mask.dim() == 2
+            and "position_ids" not in example
+        ):
             self._check_mask(mask[0] != 0)
 
     def _check_mask(self, attended: Tensor) -> None:
-        """Raise DataError for what :func:`hf_dp.losses.with_position_ids` would refuse at the step that draws the row."""
+        """Raise DataError for what :func:`hf_dp.losses.with_position_ids` would refuse at the step
+        that draws the row."""
         begins_late = not bool(attended[0])
         if not bool(attended.any()):
             raise DataError("its attention_mask is 0 everywhere. Leave the row out.")
         if begins_late and not self.padded_on_the_left:
-            raise DataError("its attention_mask begins with 0, as if padded on the left. Leave masked tokens out.")
+            raise DataError(
+                "its attention_mask begins with 0, as if padded on the left. Leave masked tokens "
+                "out."
+            )
         holes = int((attended[1:] & ~attended[:-1]).sum()) - begins_late
         if holes and self.padded_on_the_left:
             raise DataError(
-                "its attention_mask has a hole (0 between two 1), and padding goes on the left: positions would depend on its "
-                "neighbors. Set tokenizer.padding_side = 'right', or leave masked tokens out."
+                "its attention_mask has a hole (0 between two 1), and padding goes on the left: "
+                "positions would depend on its neighbors. Set tokenizer.padding_side = 'right', or "
+                "leave masked tokens out."
             )
 
     def _check_range(self, name: str, leaf: Tensor, limit: int) -> None:
@@ -116,10 +133,14 @@ class Limits:
             else:
                 low = 0
         if low < 0 or high >= limit:
-            also = f", or {IGNORED_LABEL} where nothing is predicted" if column(name) in self.ignorable else ""
+            also = (
+                f", or {IGNORED_LABEL} where nothing is predicted"
+                if column(name) in self.ignorable
+                else ""
+            )
             raise DataError(
-                f"`{name}` holds {low if low < 0 else high}. Expected whole numbers from 0 to {limit - 1}{also}: check "
-                "tokenizer, label names and config.num_labels."
+                f"`{name}` holds {low if low < 0 else high}. Expected whole numbers from 0 to "
+                f"{limit - 1}{also}: check tokenizer, label names and config.num_labels."
             )
 
 
@@ -145,6 +166,9 @@ def _vocabulary(base: Any) -> int | None:
 
 
 def _is_single_label(config: Any) -> bool:
-    """Labels are classes. (Where problem_type is None it follows from their type; floats are not held against this.)"""
+    """Labels are classes. (Where problem_type is None it follows from their type; floats are not
+    held against this.)"""
     kind = getattr(config, "problem_type", None)
-    return kind == "single_label_classification" or (kind is None and getattr(config, "num_labels", 1) > 1)
+    return kind == "single_label_classification" or (
+        kind is None and getattr(config, "num_labels", 1) > 1
+    )

@@ -1,7 +1,8 @@
 """One data-loader item is one logical batch: a list of physical batches, empty for an empty draw.
 
-The loader is not passed through ``accelerator.prepare``: its sharding hands ranks alternate logical batches, repeats the
-first at the tail and drops those of unexpected size, so what would be drawn is no longer a Poisson sample.
+The loader is not passed through ``accelerator.prepare``: its sharding hands ranks alternate logical
+batches, repeats the first at the tail and drops those of unexpected size, so what would be drawn is
+no longer a Poisson sample.
 """
 
 from __future__ import annotations
@@ -27,10 +28,12 @@ class PhysicalBatches:
 
     Args:
         padding, layout: of the training set.
-        size: most examples of a physical batch. max_tokens: most tokens, padding included; None: no limit.
-        one_shape: only examples of one shape share a physical batch. Numbers shorter than float32 round an example's
-            gradient to some 2^-8 of it, and otherwise with another padded length. If that were the longest neighbor's,
-            one more example could lengthen the padding of all others, and 1,024 such changes moved a sum by 1.69 C.
+        size: most examples of a physical batch. max_tokens: most tokens, padding included; None: no
+            limit.
+        one_shape: only examples of one shape share a physical batch. Numbers shorter than float32
+            round an example's gradient to some 2^-8 of it, and otherwise with another padded
+            length. If that were the longest neighbor's, one more example could lengthen the padding
+            of all others, and 1,024 such changes moved a sum by 1.69 C.
     """
 
     padding: Padding
@@ -42,29 +45,36 @@ class PhysicalBatches:
     def __call__(self, examples: Sequence[Example]) -> list[Any]:
         """Return the physical batches, each with a first dimension of examples.
 
-        Raises: DataError for an example unlike those that were looked over, or without tokens where ``max_tokens`` counts
-            them.
+        Raises: DataError for an example unlike those that were looked over, or without tokens where
+            ``max_tokens`` counts them.
         """
         for example in examples:
             self.layout.check(example)
-        return [self.padding.together([examples[i] for i in group], self.layout) for group in self.cut(examples)]
+        return [
+            self.padding.together([examples[i] for i in group], self.layout)
+            for group in self.cut(examples)
+        ]
 
     def cut(self, examples: Sequence[Example]) -> list[list[int]]:
         """Return the places of the examples of each physical batch."""
         lengths = [length_of(example) for example in examples]
         if self.max_tokens is not None and not all(lengths):
             raise DataError(
-                "max_tokens_per_physical_batch is set, but an example has no `input_ids` to count. Leave it unset for data "
-                "without tokens, or remove empty rows."
+                "max_tokens_per_physical_batch is set, but an example has no `input_ids` to count. "
+                "Leave it unset for data without tokens, or remove empty rows."
             )
         shapes = [shape_of(example) for example in examples] if self.one_shape else None
         return physical_batches(lengths, self.size, self.max_tokens, shapes)
 
 
 def private_dataloader(
-    examples: Examples, sampler: PoissonSampler | MicroBatchSampler, batches: PhysicalBatches, args: Any
+    examples: Examples,
+    sampler: PoissonSampler | MicroBatchSampler,
+    batches: PhysicalBatches,
+    args: Any,
 ) -> DataLoader:
-    """Return a loader over the sampler's draws, from the run's secret source. Args: args: training arguments."""
+    """Return a loader over the sampler's draws, from the run's secret source. Args: args: training
+    arguments."""
     sampler = dataclasses.replace(sampler, random_bytes=examples.randomness.random_bytes)
     return DataLoader(
         examples,
@@ -86,4 +96,6 @@ def length_of(example: Example) -> int:
 
 def shape_of(example: Example) -> Hashable:
     """Return the shapes of all tensors of an example, by name."""
-    return tuple((name, tuple(leaf.shape)) for name, leaf in leaves(example) if isinstance(leaf, Tensor))
+    return tuple(
+        (name, tuple(leaf.shape)) for name, leaf in leaves(example) if isinstance(leaf, Tensor)
+    )

@@ -1,7 +1,8 @@
-"""Look at every row once, before the first draw, so that none ends the run at the step that draws it.
+"""Look at every row once, before the first draw, so that none ends the run at the step that draws
+it.
 
-A run that stops at a row tells that it was drawn. What is found here is said on the local console, and nothing is kept
-but the layout: names, types and the range of lengths.
+A run that stops at a row tells that it was drawn. What is found here is said on the local console,
+and nothing is kept but the layout: names, types and the range of lengths.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ from hf_dp.errors import DataError
 
 logger = logging.get_logger(__name__)
 
-_CHUNKS_FROM = 0.9  # share of rows of exactly the greatest length, from which they look cut from longer texts
+# share of rows of exactly the greatest length, from which they look cut from longer texts
+_CHUNKS_FROM = 0.9
 _FEW = 20  # rows of which nothing is concluded
 
 
@@ -31,7 +33,8 @@ _FEW = 20  # rows of which nothing is concluded
 class LookedOver:
     """What was found.
 
-    Attributes: layout: of all examples. longest: index of the row with most tokens. at_full_length: rows as long as it.
+    Attributes: layout: of all examples. longest: index of the row with most tokens. at_full_length:
+        rows as long as it.
     """
 
     layout: Layout
@@ -39,7 +42,8 @@ class LookedOver:
     at_full_length: int = 0
 
     def look_like_chunks(self, rows: int) -> bool:
-        """Return whether nearly all rows are exactly as long as the longest: then they may be cut from longer documents."""
+        """Return whether nearly all rows are exactly as long as the longest: then they may be cut
+        from longer documents."""
         return rows >= _FEW and self.at_full_length >= _CHUNKS_FROM * rows
 
 
@@ -50,18 +54,27 @@ def look_over(
 
     Args: workers: processes that fetch and collate. quiet: show no progress bar.
 
-    Raises: DataError with the index of a row that differs from the first in columns or types, holds a value out of range or
-        NaN, or fails to collate; or naming a column whose lengths differ and that cannot be padded.
+    Raises: DataError with the index of a row that differs from the first in columns or types, holds
+        a value out of range or NaN, or fails to collate; or naming a column whose lengths differ
+        and that cannot be padded.
     """
     found = LookedOver(Layout())
     most = -1
-    each = tqdm(_all(examples, workers), total=len(examples), desc="Looking over the rows", disable=quiet, leave=False)
+    each = tqdm(
+        _all(examples, workers),
+        total=len(examples),
+        desc="Looking over the rows",
+        disable=quiet,
+        leave=False,
+    )
     for index, example in enumerate(each):
         try:
             found.layout.add(example)
             limits.check(example)
         except DataError as problem:
-            raise DataError(f"Row {index} of the training set cannot be trained on: {problem}") from problem
+            raise DataError(
+                f"Row {index} of the training set cannot be trained on: {problem}"
+            ) from problem
         length = tokens_of(example)
         if length > most:
             found.longest, most, found.at_full_length = index, length, 0
@@ -73,7 +86,9 @@ def look_over(
 def _all(examples: Examples, workers: int) -> Iterator[Example]:
     if not workers:
         return examples.all()
-    return iter(DataLoader(examples, batch_size=None, sampler=range(len(examples)), num_workers=workers))
+    return iter(
+        DataLoader(examples, batch_size=None, sampler=range(len(examples)), num_workers=workers)
+    )
 
 
 def tokens_of(example: Example) -> int:

@@ -1,4 +1,5 @@
-"""Made-up rows in the format of a data set, so that the self-check goes the way that rows go, collator included.
+"""Made-up rows in the format of a data set, so that the self-check goes the way that rows go,
+collator included.
 
 Of a real row only names, types and shapes are read, never a value.
 """
@@ -16,18 +17,22 @@ from torch import Tensor
 from hf_dp.batches.padding import LABELS
 from hf_dp.errors import DataError
 
-_WORDS = "time year people way day man thing woman life child world school state family student group country".split()
+_WORDS = (
+    "time year people way day man thing woman life child world school state family student group "
+    "country"
+).split()
 
 
 def made_up_rows(templates: Sequence[Any], examples: Sequence[Mapping[str, Tensor]]) -> list[Any]:
     """Return rows of the template's format that say what the synthetic examples say.
 
     Args:
-        templates: rows of the data set. examples: batches of one, with the model's inputs and ``labels``.
+        templates: rows of the data set. examples: batches of one, with the model's inputs and
+            ``labels``.
 
-    A column that the examples have (labels under any of their names) is theirs; others are zeros, random floats, made-up
-    words or images, of the first template's shape. A column that in all templates is as long as the tokens, or else as the
-    labels, is so in the rows.
+    A column that the examples have (labels under any of their names) is theirs; others are zeros,
+    random floats, made-up words or images, of the first template's shape. A column that in all
+    templates is as long as the tokens, or else as the labels, is so in the rows.
 
     Raises: DataError for a type that cannot be made up.
     """
@@ -37,12 +42,19 @@ def made_up_rows(templates: Sequence[Any], examples: Sequence[Mapping[str, Tenso
 
 
 def _as_long_as(templates: Sequence[Any], names: Sequence[str]) -> set[str]:
-    """Return the columns that in all templates are as long as the first of ``names`` that there is."""
+    """Return the columns that in all templates are as long as the first of ``names`` that there
+    is."""
     found = []
     for template in templates:
         given = template if isinstance(template, Mapping) else {}
         length = next((_length(given[name]) for name in names if name in given), None)
-        found.append({str(name) for name, value in given.items() if length is not None and _length(value) == length})
+        found.append(
+            {
+                str(name)
+                for name, value in given.items()
+                if length is not None and _length(value) == length
+            }
+        )
     return set.intersection(*found)
 
 
@@ -52,7 +64,9 @@ def _length(value: Any) -> int | None:
     return len(value) if isinstance(value, (list, tuple)) else None
 
 
-def _like(value: Any, name: str | None, example: Mapping[str, Tensor], aligned: Mapping[str, str]) -> Any:
+def _like(
+    value: Any, name: str | None, example: Mapping[str, Tensor], aligned: Mapping[str, str]
+) -> Any:
     known = None if name is None else example.get("labels" if name in LABELS else name)
     if known is not None and (known[0].dim() == 0) == isinstance(value, (bool, int, float)):
         return _in_the_form_of(value, known[0])
@@ -81,7 +95,9 @@ def _like(value: Any, name: str | None, example: Mapping[str, Tensor], aligned: 
         from PIL import Image
 
         width, height = value.size
-        return Image.fromarray(np.random.randint(0, 256, (height, width, 3), np.uint8)).convert(value.mode)
+        return Image.fromarray(np.random.randint(0, 256, (height, width, 3), np.uint8)).convert(
+            value.mode
+        )
     raise DataError(f"a {type(value).__name__} cannot be made up")
 
 
@@ -99,4 +115,8 @@ def _cast(made: Tensor, value: Any) -> Any:
 
 
 def _is_float(value: Any) -> bool:
-    return value.is_floating_point() if isinstance(value, Tensor) else np.issubdtype(value.dtype, np.floating)
+    return (
+        value.is_floating_point()
+        if isinstance(value, Tensor)
+        else np.issubdtype(value.dtype, np.floating)
+    )

@@ -1,7 +1,8 @@
-"""Pad examples that were collated alone to a common length, with values that no loss and no attention sees.
+"""Pad examples that were collated alone to a common length, with values that no loss and no
+attention sees.
 
-Which value is right depends on what a column means, so it goes by name and type; a column of unequal lengths without a
-known value is refused before the first draw.
+Which value is right depends on what a column means, so it goes by name and type; a column of
+unequal lengths without a known value is refused before the first draw.
 """
 
 from __future__ import annotations
@@ -32,8 +33,10 @@ class Padding:
         decoder_pad_token_id: for the decoder's token ids.
         pad_token_type_id: for token type ids.
         side: "right" or "left", the tokenizer's.
-        pads_labels: whether labels may differ in length: those of tokens, or of a loss of the user's own.
-        labels_side: "right" for a decoder of its own, whose positions count from its first label; else ``side``.
+        pads_labels: whether labels may differ in length: those of tokens, or of a loss of the
+            user's own.
+        labels_side: "right" for a decoder of its own, whose positions count from its first label;
+            else ``side``.
         values: fill values that the user declared, by column.
     """
 
@@ -47,12 +50,18 @@ class Padding:
 
     @classmethod
     def of(
-        cls, model: Any, tokenizer: Any, values: Mapping[str, float] | None = None, own_loss: bool = False
+        cls,
+        model: Any,
+        tokenizer: Any,
+        values: Mapping[str, float] | None = None,
+        own_loss: bool = False,
     ) -> Padding:
-        """Return the padding of a model and its tokenizer (or processor; None: by the model's configuration alone)."""
+        """Return the padding of a model and its tokenizer (or processor; None: by the model's
+        configuration alone)."""
         config = getattr(base_model(model), "config", None)
         tokenizer = getattr(tokenizer, "tokenizer", tokenizer)
-        # Where nothing attends to padding (per-example losses demand the mask), any token will do for a model without one.
+        # Where nothing attends to padding (per-example losses demand the mask), any token will do
+        # for a model without one.
         of_config = getattr(config, "pad_token_id", None)
         if of_config is None and takes_attention_mask(model):
             of_config = 0
@@ -69,12 +78,13 @@ class Padding:
         )
 
     def check(self, layout: Layout) -> None:
-        """Raise DataError, naming the column, when examples differ in a dimension that cannot be padded, or for a declared
-        value of a column that there is not."""
+        """Raise DataError, naming the column, when examples differ in a dimension that cannot be
+        padded, or for a declared value of a column that there is not."""
         unknown = sorted(self.values.keys() - {column(name) for name in layout.leaves})
         if unknown:
             raise DataError(
-                f"padding_values names {unknown[0]!r}, and the collated rows have {sorted(layout.leaves)}. Correct the name."
+                f"padding_values names {unknown[0]!r}, and the collated rows have "
+                f"{sorted(layout.leaves)}. Correct the name."
             )
         for name, leaf in layout.leaves.items():
             if not leaf.varying:
@@ -84,7 +94,8 @@ class Padding:
                 raise DataError(_cannot_pad(name, leaf, dimension))
 
     def fill(self, name: str, leaf: Leaf) -> float | None:
-        """Return the value that a column is padded with, or None when there is none that is known to be right."""
+        """Return the value that a column is padded with, or None when there is none that is known
+        to be right."""
         name, is_float = column(name), leaf.dtype.startswith(("float", "bfloat", "complex"))
         if name in self.values:
             return self.values[name]
@@ -98,10 +109,13 @@ class Padding:
             return 0
         if name == "token_type_ids":
             return self.pad_token_type_id
-        return {"input_ids": self.pad_token_id, "decoder_input_ids": self.decoder_pad_token_id}.get(name)
+        return {"input_ids": self.pad_token_id, "decoder_input_ids": self.decoder_pad_token_id}.get(
+            name
+        )
 
     def together(self, examples: Sequence[Example], layout: Layout) -> Any:
-        """Return one batch of the examples, each leaf padded to the longest of them, in their order."""
+        """Return one batch of the examples, each leaf padded to the longest of them, in their
+        order."""
 
         def combine(name: str, values: list[Any]) -> Any:
             if isinstance(values[0], Tensor):
@@ -118,7 +132,10 @@ class Padding:
             return values
         dimension = self._dimension(name, values[0].dim())
         fill = self.fill(name, leaf)
-        if fill is None or len({(*shape[:dimension], *shape[dimension + 1 :]) for shape in shapes}) > 1:
+        if (
+            fill is None
+            or len({(*shape[:dimension], *shape[dimension + 1 :]) for shape in shapes}) > 1
+        ):
             raise DataError(_cannot_pad(name, leaf, dimension))
         longest = max(shape[dimension] for shape in shapes)
         left = self._side(name) == "left"
@@ -126,11 +143,14 @@ class Padding:
         padded = []
         for value in values:
             more = longest - value.shape[dimension]
-            padded.append(F.pad(value, (*[0] * after, *((more, 0) if left else (0, more))), value=fill))
+            padded.append(
+                F.pad(value, (*[0] * after, *((more, 0) if left else (0, more))), value=fill)
+            )
         return padded
 
     def _dimension(self, name: str, dimensions: int) -> int:
-        """Return the dimension of a column's length: the last of what is known by name, else the first of an example."""
+        """Return the dimension of a column's length: the last of what is known by name, else the
+        first of an example."""
         return 1 if column(name) in self.values else dimensions - 1
 
     def _side(self, name: str) -> str:
@@ -154,7 +174,8 @@ def _cannot_pad(name: str, leaf: Leaf, dimension: int) -> str:
         if low != high
     )
     return (
-        f"The column `{name}` ({leaf.dtype}) differs in length between rows ({lengths or 'at this draw'}), and hf_dp knows no "
-        f"value to pad its dimension {dimension} with that changes nothing. Pad it to one length in the data set or the "
-        f"collator, leave it out, or declare the value: padding_values={{{column(name)!r}: ...}}."
+        f"The column `{name}` ({leaf.dtype}) differs in length between rows "
+        f"({lengths or 'at this draw'}), and hf_dp knows no value to pad its dimension {dimension} "
+        "with that changes nothing. Pad it to one length in the data set or the collator, leave it "
+        f"out, or declare the value: padding_values={{{column(name)!r}: ...}}."
     )

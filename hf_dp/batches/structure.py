@@ -1,4 +1,5 @@
-"""The leaves of what a data collator returns, by name: nested mappings, tuples and lists of tensors, and plain values."""
+"""The leaves of what a data collator returns, by name: nested mappings, tuples and lists of
+tensors, and plain values."""
 
 from __future__ import annotations
 
@@ -35,7 +36,8 @@ def own(collated: Any, name: str = "") -> Any:
 
 
 def leaves(example: Example, name: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield (dotted name, leaf) of a value that :func:`own` made; a list of plain values is one leaf."""
+    """Yield (dotted name, leaf) of a value that :func:`own` made; a list of plain values is one
+    leaf."""
     if isinstance(example, dict):
         for key, value in example.items():
             yield from leaves(value, _join(name, key))
@@ -46,14 +48,22 @@ def leaves(example: Example, name: str = "") -> Iterator[tuple[str, Any]]:
         yield name, example
 
 
-def combined(examples: list[Example], combine: Callable[[str, list[Any]], Any], name: str = "") -> Any:
+def combined(
+    examples: list[Example], combine: Callable[[str, list[Any]], Any], name: str = ""
+) -> Any:
     """Return one structure of equal structures, each leaf made of the examples' leaves."""
     first = examples[0]
     if isinstance(first, dict):
-        return {key: combined([each[key] for each in examples], combine, _join(name, key)) for key in first}
+        return {
+            key: combined([each[key] for each in examples], combine, _join(name, key))
+            for key in first
+        }
     if isinstance(first, tuple):
         places = range(len(first))
-        return tuple(combined([each[place] for each in examples], combine, _join(name, place)) for place in places)
+        return tuple(
+            combined([each[place] for each in examples], combine, _join(name, place))
+            for place in places
+        )
     return combine(name, examples)
 
 
@@ -74,6 +84,7 @@ def _plain(value: Any, name: str) -> Any:
     if value is None or isinstance(value, (str, bytes, bool, int, float)):
         return value
     raise DataError(
-        f"The data collator returns a {type(value).__name__} as `{name or 'the batch'}`. Expected tensors, arrays, texts, "
-        "numbers or None, in mappings, tuples or lists. Convert it, or leave it out of what the collator returns."
+        f"The data collator returns a {type(value).__name__} as `{name or 'the batch'}`. Expected "
+        "tensors, arrays, texts, numbers or None, in mappings, tuples or lists. Convert it, or "
+        "leave it out of what the collator returns."
     )

@@ -1,10 +1,12 @@
 """The C library's allocator, told to keep what is freed.
 
-By default glibc gives freed memory back to the operating system and takes it again a moment later, page by page; on virtual
-machines such page faults cost more than the arithmetic they interrupt, and by turns fall on one mode or the other. So a timing
-process keeps its memory, for all modes alike, and the report says so. Large blocks (the gradient of an embedding) would be
-mapped anew each time unless enough is free at the heap's end, which is one mode's luck: so nothing is mapped. (For a training
-of your own on the CPU, the environment variables ``MALLOC_TRIM_THRESHOLD_=2000000000 MALLOC_MMAP_MAX_=0`` do the same.)
+By default glibc gives freed memory back to the operating system and takes it again a moment later,
+page by page; on virtual machines such page faults cost more than the arithmetic they interrupt, and
+by turns fall on one mode or the other. So a timing process keeps its memory, for all modes alike,
+and the report says so. Large blocks (the gradient of an embedding) would be mapped anew each time
+unless enough is free at the heap's end, which is one mode's luck: so nothing is mapped. (For a
+training of your own on the CPU, the environment variables ``MALLOC_TRIM_THRESHOLD_=2000000000
+MALLOC_MMAP_MAX_=0`` do the same.)
 """
 
 from __future__ import annotations

@@ -1,21 +1,25 @@
 """The speed that arithmetic allows: multiplications that exact norms add to ordinary training.
 
-Counted in flops (a multiply-add is two) for one example; products of matrices only, since everything else is of lower order
-or bound by memory traffic, which no count of flops sees. A measurement can therefore fall short of the bound.
+Counted in flops (a multiply-add is two) for one example; products of matrices only, since
+everything else is of lower order or bound by memory traffic, which no count of flops sees. A
+measurement can therefore fall short of the bound.
 
-Ordinary training. A linear layer d -> p over T positions: 2 T d p forward, as much again for the gradient of its weight if
-that trains, and for that of its input if that needs one; so 6 T d p, or 4 T d p where frozen. Attention: Q K^T and its
-product with V, 4 T^2 hidden a layer forward, and twice that backward, counted in full also for causal masks and frozen
-projections. Embedding rows are looked up, not multiplied: 0. A checkpointed block's forward runs twice.
+Ordinary training. A linear layer d -> p over T positions: 2 T d p forward, as much again for the
+gradient of its weight if that trains, and for that of its input if that needs one; so 6 T d p, or 4
+T d p where frozen. Attention: Q K^T and its product with V, 4 T^2 hidden a layer forward, and twice
+that backward, counted in full also for causal masks and frozen projections. Embedding rows are
+looked up, not multiplied: 0. A checkpointed block's forward runs twice.
 
-Norms. For the weights of one parameter, T counting the positions of all its uses, the cheaper of the Gram form
-``sum((a a^T) * (g g^T))``, 2 T^2 (d + p) (Li et al., section 4), and forming ``g^T a``, 2 T d p. A Gram matrix is symmetric:
-half of it, T (T + 1)(d + p), would do. A tied embedding and head add ``a e^T``, 2 T E d for E lookups. The direct form is
-counted in full although an engine may keep what it forms in place of the weight gradient and so pay less: where many
-layers are direct (LoRA), a measurement can pass the bound.
+Norms. For the weights of one parameter, T counting the positions of all its uses, the cheaper of
+the Gram form ``sum((a a^T) * (g g^T))``, 2 T^2 (d + p) (Li et al., section 4), and forming ``g^T
+a``, 2 T d p. A Gram matrix is symmetric: half of it, T (T + 1)(d + p), would do. A tied embedding
+and head add ``a e^T``, 2 T E d for E lookups. The direct form is counted in full although an engine
+may keep what it forms in place of the weight gradient and so pay less: where many layers are direct
+(LoRA), a measurement can pass the bound.
 
-``book_keeping`` adds the norms. ``two_pass`` adds besides one more backward without weight gradients: the input gradients
-and attention's backward again, and again the forward of checkpointed blocks. The others have no bound here.
+``book_keeping`` adds the norms. ``two_pass`` adds besides one more backward without weight
+gradients: the input gradients and attention's backward again, and again the forward of checkpointed
+blocks. The others have no bound here.
 """
 
 from __future__ import annotations
@@ -37,7 +41,8 @@ from hf_dp.losses import base_model
 
 @dataclass(frozen=True)
 class LinearUse:
-    """One call of a linear layer on one example: T positions, d inputs, p outputs, and which gradients it needs."""
+    """One call of a linear layer on one example: T positions, d inputs, p outputs, and which
+    gradients it needs."""
 
     weight: int  # identity of the parameter: uses of one weight share it
     positions: int
@@ -63,7 +68,8 @@ class Flops:
     second_backward: int
 
     def bound(self, strategy: str, symmetric: bool = False) -> float | None:
-        """Largest possible speed relative to non-private training, in (0, 1]; None where the strategy has no bound here."""
+        """Largest possible speed relative to non-private training, in (0, 1]; None where the
+        strategy has no bound here."""
         norms = self.norms_symmetric if symmetric else self.norms
         extra = {"book_keeping": norms, "two_pass": norms + self.second_backward}.get(strategy)
         return None if extra is None else self.non_private / (self.non_private + extra)
@@ -71,7 +77,8 @@ class Flops:
 
 @dataclass
 class Trace:
-    """What one example's forward used: linear calls, positions looked up by trainable embedding, and attention."""
+    """What one example's forward used: linear calls, positions looked up by trainable embedding,
+    and attention."""
 
     linear: list[LinearUse] = field(default_factory=list)
     lookups: dict[int, int] = field(default_factory=lambda: defaultdict(int))
@@ -83,13 +90,17 @@ def count_flops(trace: Trace) -> Flops:
     """The sums of the module docstring."""
     once_more = sum(use.product for use in trace.linear if use.recomputed)
     once_more += trace.attention * trace.attention_recomputed
-    forward_backward = sum(use.product * (1 + use.trains + use.input_gradient) for use in trace.linear)
+    forward_backward = sum(
+        use.product * (1 + use.trains + use.input_gradient) for use in trace.linear
+    )
     plain, symmetric = _norm_flops(trace)
     return Flops(
         non_private=forward_backward + 3 * trace.attention + once_more,
         norms=plain,
         norms_symmetric=symmetric,
-        second_backward=sum(u.product for u in trace.linear if u.input_gradient) + 2 * trace.attention + once_more,
+        second_backward=sum(u.product for u in trace.linear if u.input_gradient)
+        + 2 * trace.attention
+        + once_more,
     )
 
 
@@ -109,10 +120,17 @@ def _norm_flops(trace: Trace) -> tuple[int, int]:
 
 
 def trace_model(model: nn.Module, workload: Workload) -> Trace:
-    """Run one example forward and note every linear layer, LoRA's included, with the shapes it really saw."""
+    """Run one example forward and note every linear layer, LoRA's included, with the shapes it
+    really saw."""
     trace = Trace()
     with _hooks(model, trace), torch.random.fork_rng():
-        model(**{name: value for name, value in make_batch(workload, model, 1).items() if name != "labels"})
+        model(
+            **{
+                name: value
+                for name, value in make_batch(workload, model, 1).items()
+                if name != "labels"
+            }
+        )
     config: Any = getattr(base_model(model), "config", None)
     config = getattr(config, "base_config", config)  # of an infilling classifier
     trace.attention = 4 * workload.positions**2 * config.hidden_size * config.num_hidden_layers
@@ -122,7 +140,9 @@ def trace_model(model: nn.Module, workload: Workload) -> Trace:
 
 @contextmanager
 def _hooks(model: nn.Module, trace: Trace) -> Iterator[None]:
-    recomputed = {id(part) for module in model.modules() if _recomputes(module) for part in module.modules()}
+    recomputed = {
+        id(part) for module in model.modules() if _recomputes(module) for part in module.modules()
+    }
 
     def note_linear(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
         weight, x = module.weight, args[0]
@@ -156,4 +176,8 @@ def _of(model: nn.Module, classes: tuple[type[nn.Module], ...]) -> Iterable[nn.M
 
 
 def _recomputes(module: nn.Module) -> bool:
-    return isinstance(module, GradientCheckpointingLayer) and module.gradient_checkpointing and module.training
+    return (
+        isinstance(module, GradientCheckpointingLayer)
+        and module.gradient_checkpointing
+        and module.training
+    )

@@ -1,7 +1,8 @@
 """The largest physical batch of each mode, and speed there, as Li et al. measure it (appendix G).
 
-The largest batch comes from a binary search over whether a step runs out of memory. To compare two modes at their largest
-batches on the same number of examples and updates, both do a logical batch of the least common multiple of the two.
+The largest batch comes from a binary search over whether a step runs out of memory. To compare two
+modes at their largest batches on the same number of examples and updates, both do a logical batch
+of the least common multiple of the two.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ Fits = Callable[[int], bool]
 def largest_batch(fits: Fits, limit: int = 1 << 16) -> int:
     """The largest batch size that fits, 0 when not even 1 does; ``limit`` when that still fits.
 
-    Doubles until one does not fit, then halves the interval. Assumes that whatever is smaller than a fitting batch fits.
+    Doubles until one does not fit, then halves the interval. Assumes that whatever is smaller than
+    a fitting batch fits.
     """
     low, high = 0, 1
     while high <= limit and fits(high):
@@ -43,8 +45,8 @@ def largest_batch(fits: Fits, limit: int = 1 << 16) -> int:
 def physical_batches(one: int, other: int, limit: int) -> tuple[int, int]:
     """How many batches of each size make the same number of examples: their least common multiple.
 
-    Batch sizes without a common factor have a huge one. Beyond ``limit`` examples both do whole batches up to the limit
-    (at least one), and speeds per example are compared instead.
+    Batch sizes without a common factor have a huge one. Beyond ``limit`` examples both do whole
+    batches up to the limit (at least one), and speeds per example are compared instead.
     """
     examples = math.lcm(one, other)
     if examples <= limit:
@@ -53,7 +55,8 @@ def physical_batches(one: int, other: int, limit: int) -> tuple[int, int]:
 
 
 def batch_fits(workload: Workload, mode: str) -> Fits:
-    """Whether two steps (the second one finds the memory as training leaves it) run without running out of memory.
+    """Whether two steps (the second one finds the memory as training leaves it) run without running
+    out of memory.
 
     The predicate raises Refused when the mode cannot do this workload at any size.
     """
@@ -74,9 +77,11 @@ def batch_fits(workload: Workload, mode: str) -> Fits:
 
 
 def seconds_at(workload: Workload, mode: str, batches: int) -> float:
-    """Seconds of one logical batch of ``batches`` full physical ones, on a model built for this timing alone.
+    """Seconds of one logical batch of ``batches`` full physical ones, on a model built for this
+    timing alone.
 
-    Two modes at their largest batches do not fit side by side, so each timing builds, warms up, measures and frees.
+    Two modes at their largest batches do not fit side by side, so each timing builds, warms up,
+    measures and frees.
     """
     try:
         with refusals(mode):
@@ -93,9 +98,11 @@ def measure_capacity(
     fits: Callable[[Workload, str], Fits] = batch_fits,
     seconds: Callable[[Workload, str, int], float] = seconds_at,
 ) -> dict[str, dict[str, Any]]:
-    """For each mode: largest batch, logical batch, examples per second there, ratio to non-private with its spread.
+    """For each mode: largest batch, logical batch, examples per second there, ratio to non-private
+    with its spread.
 
-    Args: limit: largest logical batch in examples. fits, seconds: how to try a size and time a mode, for tests.
+    Args: limit: largest logical batch in examples. fits, seconds: how to try a size and time a
+        mode, for tests.
     Returns: {mode: row}; a row has ``refused`` instead where the mode cannot do the workload.
     Raises: HfDpError when non-private training itself does not fit.
     """
@@ -110,20 +117,28 @@ def measure_capacity(
             rows[mode] = {"refused": "out of memory at batch size 1"}
     if "refused" in rows[NON_PRIVATE]:
         raise HfDpError(
-            f"Non-private training of `model` {workload.model!r} cannot run: {rows[NON_PRIVATE]['refused']}. Choose a "
-            "smaller model or `length`."
+            f"Non-private training of `model` {workload.model!r} cannot run: "
+            f"{rows[NON_PRIVATE]['refused']}. Choose a smaller model or `length`."
         )
     for mode in (name for name, row in rows.items() if "refused" not in row):
         base, own = rows[NON_PRIVATE]["max_batch"], rows[mode]["max_batch"]
         try:
             rows[mode] |= _pair(workload, mode, base, own, rounds, limit, seconds)
-        except Refused as refused:  # it fitted in the search; a fragmented memory may not take it again
+        except (
+            Refused
+        ) as refused:  # it fitted in the search; a fragmented memory may not take it again
             rows[mode]["refused"] = f"{refused}, when timed at its largest batch"
     return rows
 
 
 def _pair(
-    workload: Workload, mode: str, base: int, own: int, rounds: int, limit: int, seconds: Callable[..., float]
+    workload: Workload,
+    mode: str,
+    base: int,
+    own: int,
+    rounds: int,
+    limit: int,
+    seconds: Callable[..., float],
 ) -> dict[str, Any]:
     """One mode against non-private training, each at its largest batch, interleaved."""
     base_count, count = physical_batches(base, own, limit)
@@ -131,7 +146,9 @@ def _pair(
     def per_example(name: str, size: int, batches: int) -> float:
         return seconds(workload.replace(batch_size=size), name, batches) / (size * batches)
 
-    timers: Mapping[str, Callable[[], float]] = {NON_PRIVATE: lambda: per_example(NON_PRIVATE, base, base_count)}
+    timers: Mapping[str, Callable[[], float]] = {
+        NON_PRIVATE: lambda: per_example(NON_PRIVATE, base, base_count)
+    }
     if mode != NON_PRIVATE:
         timers = {**timers, mode: lambda: per_example(mode, own, count)}
     timings = interleave(timers, rounds)

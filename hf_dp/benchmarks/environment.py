@@ -1,4 +1,5 @@
-"""On what it was measured: versions and machine, for the JSON and the line above a table. No paths, no user or host name."""
+"""On what it was measured: versions and machine, for the JSON and the line above a table. No paths,
+no user or host name."""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ _PACKAGES = ("torch", "transformers", "peft", "opacus")
 
 
 def environment(workload: Workload) -> dict[str, Any]:
-    """Versions (None where not installed), device name, threads, and how busy the machine was before the measurement."""
+    """Versions (None where not installed), device name, threads, and how busy the machine was
+    before the measurement."""
     return {
         "hf_dp": __version__,
         "python": platform.python_version(),
@@ -39,7 +41,9 @@ def _version(package: str) -> str | None:
 def _processor() -> str:
     try:
         with open("/proc/cpuinfo", encoding="utf-8") as lines:
-            names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+            names = [
+                line.partition(":")[2].strip() for line in lines if line.startswith("model name")
+            ]
     except OSError:
         names = []
     return names[0] if names else platform.processor() or platform.machine()

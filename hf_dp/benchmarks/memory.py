@@ -1,4 +1,5 @@
-"""Peak memory of every mode, each in a fresh process, so that none inherits what another's allocator kept."""
+"""Peak memory of every mode, each in a fresh process, so that none inherits what another's
+allocator kept."""
 
 from __future__ import annotations
 
@@ -19,8 +20,9 @@ from hf_dp.errors import HfDpError
 MIB = 2**20
 Probe = Callable[[Workload, str, int], dict[str, Any]]
 
-# The same for every mode: what is freed goes back to the system at once, so resident memory is memory in use. Without
-# this glibc keeps freed tensors in its arenas and MKL its scratch, and the peak depends on the order of allocations.
+# The same for every mode: what is freed goes back to the system at once, so resident memory is
+# memory in use. Without this glibc keeps freed tensors in its arenas and MKL its scratch, and the
+# peak depends on the order of allocations.
 _ALLOCATOR = {
     "MALLOC_ARENA_MAX": "1",
     "MALLOC_MMAP_THRESHOLD_": "65536",
@@ -44,7 +46,9 @@ def probe(workload: Workload, mode: str, steps: int) -> dict[str, Any]:
         capture_output=True, text=True, check=False,
     )  # fmt: skip
     if done.returncode < 0:
-        return {"refused": f"stopped by signal {-done.returncode} (9: the system ran out of memory)"}
+        return {
+            "refused": f"stopped by signal {-done.returncode} (9: the system ran out of memory)"
+        }
     if done.returncode != 0:
         last = (done.stderr.strip().splitlines() or ["no output"])[-1]
         raise HfDpError(f"The memory probe of mode {mode!r} failed: {last}")
@@ -60,10 +64,13 @@ def measure_memory(
     run: Probe = probe,
     log: Callable[[str], None] = lambda line: None,
 ) -> dict[str, Any]:
-    """Median peak of ``repeats`` processes a mode, and its ratio to non-private training with the same checkpointing.
+    """Median peak of ``repeats`` processes a mode, and its ratio to non-private training with the
+    same checkpointing.
 
-    Args: steps: training steps a process; the peak is taken from the second on. run: the probe, for tests.
-    Returns: what ``--json`` writes. Raises: InvalidArgumentError; HfDpError when non-private training cannot run.
+    Args: steps: training steps a process; the peak is taken from the second on. run: the probe, for
+        tests.
+    Returns: what ``--json`` writes. Raises: InvalidArgumentError; HfDpError when non-private
+        training cannot run.
     """
     names = check_modes(modes)
     repeats, steps = _validate.integer("repeats", repeats, 1), _validate.integer("steps", steps, 2)
@@ -76,8 +83,9 @@ def measure_memory(
     base = _median(answers[NON_PRIVATE])
     if base is None:
         raise HfDpError(
-            f"Non-private training of `model` {workload.model!r} at `batch_size` {workload.examples} cannot run: "
-            f"{answers[NON_PRIVATE][0].get('refused')}. Choose a smaller batch_size, length or model."
+            f"Non-private training of `model` {workload.model!r} at `batch_size` "
+            f"{workload.examples} cannot run: {answers[NON_PRIVATE][0].get('refused')}. Choose a "
+            "smaller batch_size, length or model."
         )
     return {
         "benchmark": "memory",
@@ -101,4 +109,9 @@ def _row(answers: Sequence[dict[str, Any]], base: float) -> dict[str, Any]:
     if peak is None:
         return {"refused": next(answer["refused"] for answer in answers if "refused" in answer)}
     peaks = [answer["bytes"] / MIB for answer in answers]
-    return {"mebibytes": peak / MIB, "ratio": peak / base, "repeats": peaks, "note": answers[0]["note"]}
+    return {
+        "mebibytes": peak / MIB,
+        "ratio": peak / base,
+        "repeats": peaks,
+        "note": answers[0]["note"],
+    }

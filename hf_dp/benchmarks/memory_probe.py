@@ -1,12 +1,15 @@
-"""One mode's peak memory, measured in the process it runs in: ``python -m hf_dp.benchmarks.memory_probe REQUEST``.
+"""One mode's peak memory, measured in the process it runs in: ``python -m
+hf_dp.benchmarks.memory_probe REQUEST``.
 
-REQUEST is JSON: ``workload`` (fields of Workload), ``mode``, ``steps``. One JSON line on stdout answers, see
-:func:`hf_dp.benchmarks.memory.probe`.
+REQUEST is JSON: ``workload`` (fields of Workload), ``mode``, ``steps``. One JSON line on stdout
+answers, see :func:`hf_dp.benchmarks.memory.probe`.
 
-CPU: resident size. A tiny model trains first in the same mode, so that libraries that load on first use are there; what is
-resident then is subtracted. The kernel's high-water mark is reset after the first step of the measured model where
-the system allows it (writing 5 to /proc/self/clear_refs, see proc(5)), so that neither building the model nor first-use
-buffers set the peak; else the mark of the whole process stands. CUDA: the allocator's own peak, reset likewise.
+CPU: resident size. A tiny model trains first in the same mode, so that libraries that load on first
+    use are there; what is
+resident then is subtracted. The kernel's high-water mark is reset after the first step of the
+measured model where the system allows it (writing 5 to /proc/self/clear_refs, see proc(5)), so that
+neither building the model nor first-use buffers set the peak; else the mark of the whole process
+stands. CUDA: the allocator's own peak, reset likewise.
 """
 
 from __future__ import annotations
@@ -24,9 +27,11 @@ from hf_dp.benchmarks.workload import Workload, make_batch
 
 
 def measure(workload: Workload, name: str, steps: int) -> dict[str, Any]:
-    """Peak bytes of steps 2 to ``steps`` above what was in use before the model was built, and how it was measured."""
+    """Peak bytes of steps 2 to ``steps`` above what was in use before the model was built, and how
+    it was measured."""
     torch.set_num_threads(workload.threads or 1)
-    # Libraries and kernels are loaded by a first step; DP-FP knows classifiers alone, and "tiny" is a language model.
+    # Libraries and kernels are loaded by a first step; DP-FP knows classifiers alone, and "tiny" is
+    # a language model.
     small = "tiny-bert" if name == FORWARD else "tiny"
     with suppress(Refused):
         _train(workload.replace(model=small, batch_size=2, length=8), name, 1)
@@ -38,8 +43,11 @@ def measure(workload: Workload, name: str, steps: int) -> dict[str, Any]:
     return {"bytes": meter.peak(), "measured": meter.measured, "note": note}
 
 
-def _train(workload: Workload, name: str, steps: int, meter: CudaMeter | ResidentMeter | None = None) -> str:
-    """Train a new model for some steps; the meter starts after the first. Returns the mode's note."""
+def _train(
+    workload: Workload, name: str, steps: int, meter: CudaMeter | ResidentMeter | None = None
+) -> str:
+    """Train a new model for some steps; the meter starts after the first. Returns the mode's
+    note."""
     with refusals(name):
         mode = build_mode(name, workload)
         batch = make_batch(workload, mode.model)
@@ -71,7 +79,8 @@ class ResidentMeter:
 
 
 class CudaMeter:
-    """Peak of what torch's allocator handed out above what it had when the meter was made, bytes."""
+    """Peak of what torch's allocator handed out above what it had when the meter was made,
+    bytes."""
 
     measured = "torch.cuda.max_memory_allocated from the second step on"
 

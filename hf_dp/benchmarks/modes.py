@@ -1,8 +1,10 @@
-"""What is compared: one training step's forward and backward, without noise or optimizer, in each way to clip.
+"""What is compared: one training step's forward and backward, without noise or optimizer, in each
+way to clip.
 
-A step takes one logical batch as a list of physical ones and ends with what an optimizer would need: the mean gradient in
-``.grad`` (non-private) or the clipped sums (private). It keeps that result until the next step starts, as training does, so
-that all modes hold the same at their peak. Noise and update cost the same in all modes and are left out of all.
+A step takes one logical batch as a list of physical ones and ends with what an optimizer would
+need: the mean gradient in ``.grad`` (non-private) or the clipped sums (private). It keeps that
+result until the next step starts, as training does, so that all modes hold the same at their peak.
+Noise and update cost the same in all modes and are left out of all.
 """
 
 from __future__ import annotations
@@ -18,7 +20,12 @@ from torch import Tensor, nn
 from hf_dp import _validate
 from hf_dp.benchmarks.workload import Batch, Workload, build_model, forward_precision
 from hf_dp.clipping.engine import STRATEGIES, ClippingEngine
-from hf_dp.errors import HfDpError, UnaccountedGradientError, UnsupportedLossError, UnsupportedModelError
+from hf_dp.errors import (
+    HfDpError,
+    UnaccountedGradientError,
+    UnsupportedLossError,
+    UnsupportedModelError,
+)
 from hf_dp.losses import per_example_loss
 from hf_dp.noise import SecretRandomness
 from hf_dp.representation import PrivateRepresentation, find_last_layer
@@ -50,7 +57,8 @@ class Mode(ABC):
 
     @abstractmethod
     def step(self, batches: Sequence[Batch]) -> None:
-        """Forward and backward of one logical batch; the result stays until the next step or :meth:`reset`."""
+        """Forward and backward of one logical batch; the result stays until the next step or
+        :meth:`reset`."""
 
     @abstractmethod
     def reset(self) -> None:
@@ -58,7 +66,8 @@ class Mode(ABC):
 
     @abstractmethod
     def gradients(self) -> dict[str, Tensor]:
-        """The result of the last step by parameter name: mean gradients, or sums of clipped ones."""
+        """The result of the last step by parameter name: mean gradients, or sums of clipped
+        ones."""
 
     def losses(self, batch: Batch) -> Tensor:
         """One loss per example, (b,)."""
@@ -104,7 +113,8 @@ class Clipped(Mode):
 
 
 class Selecting(Mode):
-    """What DP-FROST's selection does with a draw: magnitudes of partitions (mgna, order 1), of the model's trainable ones."""
+    """What DP-FROST's selection does with a draw: magnitudes of partitions (mgna, order 1), of the
+    model's trainable ones."""
 
     def __init__(self, model: nn.Module, workload: Workload):
         super().__init__(model, workload)
@@ -154,13 +164,17 @@ def installed_modes() -> tuple[str, ...]:
 def check_modes(names: Sequence[str]) -> tuple[str, ...]:
     """The modes to run, without repeats, with non_private (which every ratio needs) first.
 
-    Raises: InvalidArgumentError for an unknown name, or for an Opacus mode where Opacus is not installed.
+    Raises: InvalidArgumentError for an unknown name, or for an Opacus mode where Opacus is not
+        installed.
     """
     for name in names:
         _validate.one_of("modes", name, mode_names())
         if name not in installed_modes():
             raise _validate.invalid(
-                "modes", name, "to be installed", "Run `pip install hf-dp[bench]`, or leave this mode out."
+                "modes",
+                name,
+                "to be installed",
+                "Run `pip install hf-dp[bench]`, or leave this mode out.",
             )
     return tuple(dict.fromkeys([NON_PRIVATE, *names]))
 
@@ -168,7 +182,8 @@ def check_modes(names: Sequence[str]) -> tuple[str, ...]:
 def build_mode(name: str, workload: Workload, shared: nn.Module | None = None) -> Mode:
     """One mode, ready to step.
 
-    Args: shared: a model to use where the mode leaves it as it was; Opacus changes its model and gets one of its own.
+    Args: shared: a model to use where the mode leaves it as it was; Opacus changes its model and
+        gets one of its own.
     Raises: Refused.
     """
     with refusals(name):
@@ -181,15 +196,17 @@ def build_mode(name: str, workload: Workload, shared: nn.Module | None = None) -
             return Selecting(model, workload)
         if name == FORWARD:
             return ForwardNoised(model, workload)
-        return NonPrivate(model, workload) if name == NON_PRIVATE else Clipped(model, workload, name)
+        return (
+            NonPrivate(model, workload) if name == NON_PRIVATE else Clipped(model, workload, name)
+        )
 
 
 @contextmanager
 def refusals(name: str) -> Iterator[None]:
     """Turn what a mode cannot do into :class:`Refused`; a bug of our own stays the error it is.
 
-    Opacus fails on what it cannot do with errors of any class (a missing ``_norm_sample`` attribute, say), so any error in
-    its modes counts. Running out of memory counts in every mode.
+    Opacus fails on what it cannot do with errors of any class (a missing ``_norm_sample``
+    attribute, say), so any error in its modes counts. Running out of memory counts in every mode.
     """
     try:
         yield
@@ -209,5 +226,9 @@ def is_out_of_memory(error: BaseException) -> bool:
     """Whether an allocation failed, on the device or on the host."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
-    signs = ("can't allocate memory", "out of memory", "ALLOC_FAILED")  # torch on the CPU, CUDA, cuBLAS and cuDNN
+    signs = (
+        "can't allocate memory",
+        "out of memory",
+        "ALLOC_FAILED",
+    )  # torch on the CPU, CUDA, cuBLAS and cuDNN
     return isinstance(error, RuntimeError) and any(sign in str(error) for sign in signs)

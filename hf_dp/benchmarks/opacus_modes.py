@@ -1,8 +1,10 @@
-"""The same step through Opacus (>= 1.6), run as its maintainers advise: ``wrap_model=False``, position ids given in full.
+"""The same step through Opacus (>= 1.6), run as its maintainers advise: ``wrap_model=False``,
+position ids given in full.
 
-Opacus refuses a trainable tied weight in ghost mode, so there the head gets a weight of its own, and the row says so. The
-optimizer is told to skip the update (``signal_skip_step``, what ``BatchMemoryManager`` uses): clipping and accumulation run,
-noise and update do not, as in the other modes.
+Opacus refuses a trainable tied weight in ghost mode, so there the head gets a weight of its own,
+and the row says so. The optimizer is told to skip the update (``signal_skip_step``, what
+``BatchMemoryManager`` uses): clipping and accumulation run, noise and update do not, as in the
+other modes.
 """
 
 from __future__ import annotations
@@ -22,7 +24,8 @@ from hf_dp.losses import base_model
 
 
 class OpacusMode(Mode):
-    """``opacus_hooks`` (per-example gradients) or ``opacus_ghost`` (fast gradient clipping with ghost norms).
+    """``opacus_hooks`` (per-example gradients) or ``opacus_ghost`` (fast gradient clipping with
+    ghost norms).
 
     Raises: Refused for an Opacus without ``wrap_model``; whatever Opacus raises.
     """
@@ -66,21 +69,31 @@ def _make_private(model: nn.Module, mode: str) -> tuple[Any, Any]:
     from opacus import PrivacyEngine, __version__
 
     if tuple(map(int, __version__.split(".")[:2])) < (1, 6):
-        raise Refused(f"Opacus {__version__} is too old for wrap_model=False; run `pip install 'opacus>=1.6'`")
+        raise Refused(
+            f"Opacus {__version__} is too old for wrap_model=False; run `pip install 'opacus>=1.6'`"
+        )
     # Opacus takes its sample rate from a loader; nothing here reads either.
     loader = DataLoader(TensorDataset(torch.zeros(2, 1)), batch_size=1)
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.0)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         hooks, optimizer, *_ = PrivacyEngine(accountant="rdp").make_private(
-            module=model, optimizer=optimizer, data_loader=loader, criterion=nn.CrossEntropyLoss(), noise_multiplier=0.0,
-            max_grad_norm=CLIPPING_NORM, grad_sample_mode=mode, poisson_sampling=False, wrap_model=False,
-        )  # fmt: skip
+            module=model,
+            optimizer=optimizer,
+            data_loader=loader,
+            criterion=nn.CrossEntropyLoss(),
+            noise_multiplier=0.0,
+            max_grad_norm=CLIPPING_NORM,
+            grad_sample_mode=mode,
+            poisson_sampling=False,
+            wrap_model=False,
+        )
     return hooks, optimizer
 
 
 def _explicit(model: nn.Module, batch: Batch) -> Batch:
-    """The batch with contiguous (b, T) position and type ids: Opacus cannot split a lookup that examples share.
+    """The batch with contiguous (b, T) position and type ids: Opacus cannot split a lookup that
+    examples share.
 
     RoBERTa makes its position ids from the tokens, one row per example, so it needs none.
     """

@@ -1,4 +1,5 @@
-"""What is left between a measurement and its bound: time by operator, a mode's minus non-private training's."""
+"""What is left between a measurement and its bound: time by operator, a mode's minus non-private
+training's."""
 
 from __future__ import annotations
 
@@ -13,10 +14,13 @@ TOP = 12
 
 
 def operator_seconds(mode: Mode, batches: Sequence[Batch], steps: int = 2) -> dict[str, float]:
-    """Self time of every operator in one step, seconds: on the CPU, or of its kernels on the device."""
+    """Self time of every operator in one step, seconds: on the CPU, or of its kernels on the
+    device."""
     on_cuda = mode.workload.on_cuda
     mode.step(batches)
-    with profile(activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_cuda else [])]) as profiler:
+    with profile(
+        activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_cuda else [])]
+    ) as profiler:
         for _ in range(steps):
             mode.step(batches)
     mode.reset()
@@ -28,8 +32,12 @@ def operator_seconds(mode: Mode, batches: Sequence[Batch], steps: int = 2) -> di
 def left_over(
     mode: Mapping[str, float], non_private: Mapping[str, float], top: int = TOP
 ) -> list[tuple[str, float, float]]:
-    """(operator, seconds more than non-private, seconds in this mode) of one step, the largest differences first."""
+    """(operator, seconds more than non-private, seconds in this mode) of one step, the largest
+    differences first."""
     more = {name: seconds - non_private.get(name, 0.0) for name, seconds in mode.items()}
     more |= {name: -seconds for name, seconds in non_private.items() if name not in mode}
     names = sorted(more, key=lambda name: abs(more[name]), reverse=True)[:top]
-    return [(name, more[name], mode.get(name, 0.0)) for name in sorted(names, key=lambda name: -more[name])]
+    return [
+        (name, more[name], mode.get(name, 0.0))
+        for name in sorted(names, key=lambda name: -more[name])
+    ]

@@ -12,7 +12,8 @@ Panel = tuple[str, dict[str, float]]
 
 
 def panels(reports: Sequence[Mapping[str, Any]]) -> list[Panel]:
-    """(axis label, {mode: value}) of every figure in the reports, memory first; refused modes have no bar."""
+    """(axis label, {mode: value}) of every figure in the reports, memory first; refused modes have
+    no bar."""
     found = [panel for report in reports for panel in _panels_of(report)]
     return sorted(found, key=lambda panel: "examples per second" in panel[0])
 
@@ -28,18 +29,27 @@ def _panels_of(report: Mapping[str, Any]) -> Iterator[Panel]:
     yield f"examples per second, {size}", values(report["modes"], "examples_per_second")
     if "max_batch" in report:
         yield "maximum batch size", values(report["max_batch"], "max_batch")
-        yield "examples per second, maximum batch", values(report["max_batch"], "examples_per_second")
+        yield (
+            "examples per second, maximum batch",
+            values(report["max_batch"], "examples_per_second"),
+        )
 
 
 def draw(reports: Sequence[Mapping[str, Any]], path: str | Path) -> None:
-    """Write one figure with a panel of bars for each measurement; the file's ending chooses the format."""
+    """Write one figure with a panel of bars for each measurement; the file's ending chooses the
+    format."""
     shown = panels(reports)
     figure, places = _plotting.panels(len(shown))
     for axes, (label, bars) in zip(places, shown, strict=True):
-        drawn = axes.bar(list(bars), list(bars.values()), color=[f"C{number}" for number in range(len(bars))])
+        drawn = axes.bar(
+            list(bars), list(bars.values()), color=[f"C{number}" for number in range(len(bars))]
+        )
         axes.bar_label(drawn, fmt="{:.4g}", fontsize=8)
         axes.set_ylabel(label)
         axes.tick_params(axis="x", labelrotation=30)
     w = reports[0]["workload"]
-    figure.suptitle(f"{w['model']}, {w['length']} positions, {w['precision']}, {reports[0]['environment']['device']}")
+    figure.suptitle(
+        f"{w['model']}, {w['length']} positions, {w['precision']}, "
+        f"{reports[0]['environment']['device']}"
+    )
     figure.savefig(path, dpi=150)

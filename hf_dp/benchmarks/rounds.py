@@ -1,9 +1,9 @@
 """Interleaved timings, and the one statistic taken from them.
 
-A shared machine speeds up and slows down by more than the differences that matter, over seconds. So modes take turns step by
-step, a round takes the median of several turns of each (a step that lost its processor to someone else does not count, what a
-mode does in every step does), and only times of the same round are divided by each other; the order rotates, so that no mode
-always runs first.
+A shared machine speeds up and slows down by more than the differences that matter, over seconds. So
+modes take turns step by step, a round takes the median of several turns of each (a step that lost
+its processor to someone else does not count, what a mode does in every step does), and only times
+of the same round are divided by each other; the order rotates, so that no mode always runs first.
 """
 
 from __future__ import annotations
@@ -45,7 +45,8 @@ def interleave(
     log: Callable[[str], None] = lambda line: None,
     repeats: int = 1,
 ) -> list[Round]:
-    """``rounds`` times the median seconds of every timer over ``repeats`` turns, each turn starting with the next timer.
+    """``rounds`` times the median seconds of every timer over ``repeats`` turns, each turn starting
+    with the next timer.
 
     ``log`` hears of every round.
     """
@@ -63,14 +64,16 @@ def interleave(
 
 
 def ratio(rounds: Sequence[Mapping[str, float]], mode: str, baseline: str) -> Ratio:
-    """Median and interquartile range (inclusive method) of ``time of baseline / time of mode`` within each of >= 2 rounds."""
+    """Median and interquartile range (inclusive method) of ``time of baseline / time of mode``
+    within each of >= 2 rounds."""
     values = [each[baseline] / each[mode] for each in rounds]
     low, middle, high = statistics.quantiles(values, n=4, method="inclusive")
     return Ratio(middle, high - low)
 
 
 def verdict(runs: Sequence[Ratio]) -> str:
-    """``repeat`` when a run does not count; of several runs also ``agree`` or ``differ``; else ``counts``."""
+    """``repeat`` when a run does not count; of several runs also ``agree`` or ``differ``; else
+    ``counts``."""
     if not all(run.counts for run in runs):
         return "repeat"
     if len(runs) == 1:
@@ -80,7 +83,8 @@ def verdict(runs: Sequence[Ratio]) -> str:
 
 
 def enough_repeats(seconds_per_step: float, at_least: float = 8.0) -> int:
-    """Steps in one round so that they last ``at_least`` seconds, over which a shared machine's speed averages out."""
+    """Steps in one round so that they last ``at_least`` seconds, over which a shared machine's
+    speed averages out."""
     return max(1, math.ceil(at_least / max(seconds_per_step, 1e-6)))
 
 

@@ -1,7 +1,9 @@
-"""The models that are measured: published sizes, random weights, built from a config (no hub, no download).
+"""The models that are measured: published sizes, random weights, built from a config (no hub, no
+download).
 
-Speed and memory of dense layers do not depend on the values of the weights. Dropout is on as published (0.1); LoRA has none
-of its own, PEFT's default. Sizes: Radford et al. 2019 (GPT-2), Liu et al. 2019 (RoBERTa), Wang et al. 2020 (MiniLM).
+Speed and memory of dense layers do not depend on the values of the weights. Dropout is on as
+published (0.1); LoRA has none of its own, PEFT's default. Sizes: Radford et al. 2019 (GPT-2), Liu
+et al. 2019 (RoBERTa), Wang et al. 2020 (MiniLM).
 """
 
 from __future__ import annotations
@@ -18,10 +20,10 @@ if TYPE_CHECKING:
 class Shape:
     """One model.
 
-    Attributes: build: ``build(dropout, tied)`` -> the model; ``tied`` matters only where ``tied`` below is True.
-        length: default number of positions T. batch_size: default number of examples b, one that fits a laptop.
-        vocabulary: token ids are below it. positions: the longest T that the model can embed.
-        tied: output head and input embedding are one trainable parameter.
+    Attributes: build: ``build(dropout, tied)`` -> the model; ``tied`` matters only where ``tied``
+        below is True. length: default number of positions T. batch_size: default number of examples
+        b, one that fits a laptop. vocabulary: token ids are below it. positions: the longest T that
+        the model can embed. tied: output head and input embedding are one trainable parameter.
     """
 
     build: Callable[[float, bool], nn.Module]
@@ -32,15 +34,26 @@ class Shape:
     tied: bool = False
 
 
-def _gpt2(layers: int, hidden: int, heads: int, vocabulary: int = 50257, positions: int = 1024) -> Callable[..., Any]:
+def _gpt2(
+    layers: int, hidden: int, heads: int, vocabulary: int = 50257, positions: int = 1024
+) -> Callable[..., Any]:
     def build(dropout: float, tied: bool) -> nn.Module:
         from transformers import GPT2Config, GPT2LMHeadModel
 
         config = GPT2Config(
-            n_layer=layers, n_embd=hidden, n_head=heads, vocab_size=vocabulary, n_positions=positions,
-            resid_pdrop=dropout, embd_pdrop=dropout, attn_pdrop=dropout, tie_word_embeddings=tied,
-            bos_token_id=0, eos_token_id=0, use_cache=False,
-        )  # fmt: skip
+            n_layer=layers,
+            n_embd=hidden,
+            n_head=heads,
+            vocab_size=vocabulary,
+            n_positions=positions,
+            resid_pdrop=dropout,
+            embd_pdrop=dropout,
+            attn_pdrop=dropout,
+            tie_word_embeddings=tied,
+            bos_token_id=0,
+            eos_token_id=0,
+            use_cache=False,
+        )
         return GPT2LMHeadModel(config)
 
     return build
@@ -53,21 +66,32 @@ def _gpt2_lora(dropout: float, tied: bool) -> nn.Module:
     return get_peft_model(_gpt2(12, 768, 12)(dropout, tied), config)
 
 
-def _encoder(family: str, layers: int, hidden: int, heads: int, inner: int, **sizes: int) -> Callable[..., Any]:
+def _encoder(
+    family: str, layers: int, hidden: int, heads: int, inner: int, **sizes: int
+) -> Callable[..., Any]:
     def build(dropout: float, tied: bool) -> nn.Module:
         import transformers
 
         config = getattr(transformers, f"{family}Config")(
-            num_hidden_layers=layers, hidden_size=hidden, num_attention_heads=heads, intermediate_size=inner,
-            hidden_dropout_prob=dropout, attention_probs_dropout_prob=dropout, num_labels=2, **sizes,
-        )  # fmt: skip
+            num_hidden_layers=layers,
+            hidden_size=hidden,
+            num_attention_heads=heads,
+            intermediate_size=inner,
+            hidden_dropout_prob=dropout,
+            attention_probs_dropout_prob=dropout,
+            num_labels=2,
+            **sizes,
+        )
         return getattr(transformers, f"{family}ForSequenceClassification")(config)
 
     return build
 
 
-def _infilling(family: str, layers: int, hidden: int, heads: int, inner: int, **sizes: int) -> Callable[..., Any]:
-    """The same encoder as :func:`_encoder`'s, classifying by a word of its vocabulary instead of a head."""
+def _infilling(
+    family: str, layers: int, hidden: int, heads: int, inner: int, **sizes: int
+) -> Callable[..., Any]:
+    """The same encoder as :func:`_encoder`'s, classifying by a word of its vocabulary instead of a
+    head."""
 
     def build(dropout: float, tied: bool) -> nn.Module:
         import transformers
@@ -76,16 +100,31 @@ def _infilling(family: str, layers: int, hidden: int, heads: int, inner: int, **
         from hf_dp.tasks.infilling_config import InfillingConfig
 
         base = getattr(transformers, f"{family}Config")(
-            num_hidden_layers=layers, hidden_size=hidden, num_attention_heads=heads, intermediate_size=inner,
-            hidden_dropout_prob=dropout, attention_probs_dropout_prob=dropout, tie_word_embeddings=tied, **sizes,
-        )  # fmt: skip
-        words: dict[str, Any] = {"label_word_ids": [10, 11], "mask_token_id": 4, "attn_implementation": "sdpa"}
+            num_hidden_layers=layers,
+            hidden_size=hidden,
+            num_attention_heads=heads,
+            intermediate_size=inner,
+            hidden_dropout_prob=dropout,
+            attention_probs_dropout_prob=dropout,
+            tie_word_embeddings=tied,
+            **sizes,
+        )
+        words: dict[str, Any] = {
+            "label_word_ids": [10, 11],
+            "mask_token_id": 4,
+            "attn_implementation": "sdpa",
+        }
         return InfillingForSequenceClassification(InfillingConfig(base_config=base, **words))
 
     return build
 
 
-_ROBERTA = {"vocab_size": 50265, "max_position_embeddings": 514, "type_vocab_size": 1, "pad_token_id": 1}
+_ROBERTA = {
+    "vocab_size": 50265,
+    "max_position_embeddings": 514,
+    "type_vocab_size": 1,
+    "pad_token_id": 1,
+}
 _BERT = {"vocab_size": 30522, "max_position_embeddings": 512}
 _TINY = {"vocab_size": 64, "max_position_embeddings": 32}
 
@@ -99,7 +138,9 @@ SHAPES: Mapping[str, Shape] = {
     "roberta-base-infilling": Shape(
         _infilling("Roberta", 12, 768, 12, 3072, **_ROBERTA), 128, 16, 50265, 512, tied=True
     ),
-    "minilm-infilling": Shape(_infilling("Bert", 6, 384, 12, 1536, **_BERT), 128, 16, 30522, 512, tied=True),
+    "minilm-infilling": Shape(
+        _infilling("Bert", 6, 384, 12, 1536, **_BERT), 128, 16, 30522, 512, tied=True
+    ),
     "minilm": Shape(_encoder("Bert", 6, 384, 12, 1536, **_BERT), 128, 16, 30522, 512),
     "tiny": Shape(_gpt2(2, 16, 2, 64, 32), 12, 4, 64, 32, tied=True),  # for tests
     "tiny-bert": Shape(_encoder("Bert", 2, 16, 2, 32, **_TINY), 12, 4, 64, 32),  # for tests

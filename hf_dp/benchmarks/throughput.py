@@ -17,7 +17,14 @@ from hf_dp.benchmarks.capacity import measure_capacity
 from hf_dp.benchmarks.environment import environment
 from hf_dp.benchmarks.modes import NON_PRIVATE, Mode, Refused, build_mode, check_modes, refusals
 from hf_dp.benchmarks.operators import left_over, operator_seconds
-from hf_dp.benchmarks.rounds import Round, enough_repeats, interleave, ratio, seconds_of_step, verdict
+from hf_dp.benchmarks.rounds import (
+    Round,
+    enough_repeats,
+    interleave,
+    ratio,
+    seconds_of_step,
+    verdict,
+)
 from hf_dp.benchmarks.workload import Batch, Workload, build_model, make_batch, threads_of
 from hf_dp.errors import HfDpError
 
@@ -28,10 +35,10 @@ Log = Callable[[str], None]
 class Protocol:
     """How it is timed.
 
-    Attributes: rounds: timings of each mode in a run. warmups: steps of each mode before a run, not timed. repeats: steps
-        of each mode in a round; None for as many as last 8 seconds. runs: repetitions of the whole. profile: also time by
-        operator. max_batch: also the largest batch of each mode and the speed there (CUDA). lcm_limit: largest logical batch
-        then.
+    Attributes: rounds: timings of each mode in a run. warmups: steps of each mode before a run, not
+        timed. repeats: steps of each mode in a round; None for as many as last 8 seconds. runs:
+        repetitions of the whole. profile: also time by operator. max_batch: also the largest batch
+        of each mode and the speed there (CUDA). lcm_limit: largest logical batch then.
     """
 
     rounds: int = 7
@@ -64,32 +71,45 @@ class Bench:
 
 
 def measure_throughput(
-    workload: Workload, modes: Sequence[str], protocol: Protocol | None = None, log: Log = lambda line: None
+    workload: Workload,
+    modes: Sequence[str],
+    protocol: Protocol | None = None,
+    log: Log = lambda line: None,
 ) -> dict[str, Any]:
     """Times every mode; see :mod:`hf_dp.benchmarks.rounds` for how.
 
-    Args: modes: names of :func:`hf_dp.benchmarks.modes.mode_names`; non_private is always timed. log: called with progress.
-    Returns: what ``--json`` writes: environment, workload, flops, one row a mode, and all raw rounds.
+    Args: modes: names of :func:`hf_dp.benchmarks.modes.mode_names`; non_private is always timed.
+        log: called with progress.
+    Returns: what ``--json`` writes: environment, workload, flops, one row a mode, and all raw
+        rounds.
     Raises: InvalidArgumentError; HfDpError when non-private training itself cannot run.
     """
     protocol = protocol or Protocol()
     names = check_modes(modes)
     if protocol.max_batch and not workload.on_cuda:
         raise _validate.invalid(
-            "max_batch", True, "only with `device` 'cuda'", "Use `hf-dp bench memory` for memory on the CPU."
+            "max_batch",
+            True,
+            "only with `device` 'cuda'",
+            "Use `hf-dp bench memory` for memory on the CPU.",
         )
     with threads_of(workload):
         return _measure(workload, names, protocol, log)
 
 
-def _measure(workload: Workload, names: Sequence[str], protocol: Protocol, log: Log) -> dict[str, Any]:
-    machine = environment(workload) | {"keeps_freed_memory": not workload.on_cuda and keep_freed_memory()}
+def _measure(
+    workload: Workload, names: Sequence[str], protocol: Protocol, log: Log
+) -> dict[str, Any]:
+    machine = environment(workload) | {
+        "keeps_freed_memory": not workload.on_cuda and keep_freed_memory()
+    }
     shared = build_model(workload)
     flops = count_flops(trace_model(shared, workload))
     bench = _prepare(workload, names, shared, log)
     repeats = protocol.repeats or enough_repeats(bench.time(NON_PRIVATE))
     runs = [
-        _run(bench, protocol, repeats, f"run {number + 1} of {protocol.runs}", log) for number in range(protocol.runs)
+        _run(bench, protocol, repeats, f"run {number + 1} of {protocol.runs}", log)
+        for number in range(protocol.runs)
     ]
     report = {
         "benchmark": "throughput",
@@ -111,7 +131,8 @@ def _measure(workload: Workload, names: Sequence[str], protocol: Protocol, log: 
 
 
 def _prepare(workload: Workload, names: Sequence[str], shared: nn.Module, log: Log) -> Bench:
-    """Build each mode and run it once. Modes that leave the model as it was share one: no luck of memory layout."""
+    """Build each mode and run it once. Modes that leave the model as it was share one: no luck of
+    memory layout."""
     bench = Bench()
     batch = make_batch(workload, shared)
     for name in names:
@@ -127,8 +148,9 @@ def _prepare(workload: Workload, names: Sequence[str], shared: nn.Module, log: L
             bench.refused[name] = str(refused)
     if NON_PRIVATE in bench.refused:
         raise HfDpError(
-            f"Non-private training of `model` {workload.model!r} at `batch_size` {workload.examples} cannot run: "
-            f"{bench.refused[NON_PRIVATE]}. Choose a smaller batch_size, length or model."
+            f"Non-private training of `model` {workload.model!r} at `batch_size` "
+            f"{workload.examples} cannot run: {bench.refused[NON_PRIVATE]}. Choose a smaller "
+            "batch_size, length or model."
         )
     return bench
 
@@ -142,7 +164,9 @@ def _run(bench: Bench, protocol: Protocol, repeats: int, title: str, log: Log) -
     return interleave(timers, protocol.rounds, lambda line: log(f"{title}: {line}"), repeats)
 
 
-def _row(name: str, bench: Bench, runs: Sequence[Sequence[Round]], flops: Flops, examples: int) -> dict[str, Any]:
+def _row(
+    name: str, bench: Bench, runs: Sequence[Sequence[Round]], flops: Flops, examples: int
+) -> dict[str, Any]:
     if name in bench.refused:
         return {"refused": bench.refused[name]}
     ratios = [ratio(rounds, name, NON_PRIVATE) for rounds in runs]
@@ -159,7 +183,9 @@ def _row(name: str, bench: Bench, runs: Sequence[Sequence[Round]], flops: Flops,
 
 
 def _profile(bench: Bench) -> dict[str, list[dict[str, Any]]]:
-    seconds = {name: operator_seconds(mode, bench.batches[name]) for name, mode in bench.modes.items()}
+    seconds = {
+        name: operator_seconds(mode, bench.batches[name]) for name, mode in bench.modes.items()
+    }
     return {
         name: [
             {"operator": operator, "seconds_more": more, "seconds": total}

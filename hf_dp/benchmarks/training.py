@@ -1,9 +1,11 @@
-"""End to end: wall time of ``train()``, stock and private, on the same rows with the same number of optimizer steps.
+"""End to end: wall time of ``train()``, stock and private, on the same rows with the same number of
+optimizer steps.
 
-A run is one call of ``trainer.train()`` on a fresh copy of the model, with everything a user gets and nothing more: no
-evaluation, saving or logging; privately, also the self-check before the first step, noise, ledger, epsilon and card. Poisson
-draws vary in size, so times are divided by the examples that were really processed. Rounds and the order of modes within
-them are those of :mod:`hf_dp.benchmarks.rounds`.
+A run is one call of ``trainer.train()`` on a fresh copy of the model, with everything a user gets
+and nothing more: no evaluation, saving or logging; privately, also the self-check before the first
+step, noise, ledger, epsilon and card. Poisson draws vary in size, so times are divided by the
+examples that were really processed. Rounds and the order of modes within them are those of
+:mod:`hf_dp.benchmarks.rounds`.
 """
 
 from __future__ import annotations
@@ -28,7 +30,14 @@ from hf_dp import _validate
 from hf_dp.benchmarks.environment import environment
 from hf_dp.benchmarks.rounds import Round, interleave
 from hf_dp.benchmarks.tables import aligned
-from hf_dp.benchmarks.training_task import Counter, Run, Task, TrainingWork, one_pass, unsorted_batches
+from hf_dp.benchmarks.training_task import (
+    Counter,
+    Run,
+    Task,
+    TrainingWork,
+    one_pass,
+    unsorted_batches,
+)
 from hf_dp.benchmarks.workload import threads_of
 from hf_dp.errors import HfDpError
 from hf_dp.trainer.arguments import DPTrainingArguments
@@ -54,16 +63,17 @@ RATIOS = {
     ("ours_by_tokens", "ours"): "what sizing by tokens gives",
 }
 LEGEND = (
-    "s/1000: seconds for 1,000 examples; CPU: of all threads. before the first draw and after the last step, in seconds; "
-    "share: of\nthe former in the whole run. data: share in which drawn rows were fetched, collated and padded (privately). "
-    "padding: of all\npositions."
+    "s/1000: seconds for 1,000 examples; CPU: of all threads. before the first draw and after the "
+    "last step, in seconds; share: of\nthe former in the whole run. data: share in which drawn "
+    "rows were fetched, collated and padded (privately). padding: of all\npositions."
 )
 
 
 def train_once(work: TrainingWork, task: Task, mode: str, seed: int = 0) -> Run:
     """Trains a copy of the task's model in one mode; its output folder is removed.
 
-    Raises: HfDpError when the trainer made other steps, or stock processed other examples, than were asked for.
+    Raises: HfDpError when the trainer made other steps, or stock processed other examples, than
+        were asked for.
     """
     with tempfile.TemporaryDirectory() as folder:
         counter = Counter()
@@ -71,7 +81,10 @@ def train_once(work: TrainingWork, task: Task, mode: str, seed: int = 0) -> Run:
         trainer.remove_callback(PrinterCallback)
         gc.collect()  # what another run left is not collected in this one's time
         start, cpu_start = time.perf_counter(), time.process_time()
-        with counter.timing_data(), unsorted_batches() if mode == "ours_unsorted" else nullcontext():
+        with (
+            counter.timing_data(),
+            unsorted_batches() if mode == "ours_unsorted" else nullcontext(),
+        ):
             trainer.train()
         if work.machine.on_cuda:
             torch.cuda.synchronize()
@@ -90,13 +103,16 @@ def train_once(work: TrainingWork, task: Task, mode: str, seed: int = 0) -> Run:
     asked = work.optimizer_steps * work.logical_batch_size
     if run.steps != work.optimizer_steps or (mode.startswith("stock") and run.examples != asked):
         raise HfDpError(
-            f"The mode {mode} made {run.steps} optimizer steps with {run.examples} examples; {work.optimizer_steps} steps "
-            f"with {asked} were asked for, so its time cannot be compared."
+            f"The mode {mode} made {run.steps} optimizer steps with {run.examples} examples; "
+            f"{work.optimizer_steps} steps with {asked} were asked for, so its time cannot be "
+            "compared."
         )
     return run
 
 
-def _build_trainer(work: TrainingWork, task: Task, mode: str, counter: Counter, folder: str, seed: int) -> Trainer:
+def _build_trainer(
+    work: TrainingWork, task: Task, mode: str, counter: Counter, folder: str, seed: int
+) -> Trainer:
     common: dict[str, Any] = {
         "output_dir": folder,
         "max_steps": work.optimizer_steps,
@@ -119,30 +135,41 @@ def _build_trainer(work: TrainingWork, task: Task, mode: str, counter: Counter, 
     }
     if mode.startswith("stock"):
         common["gradient_accumulation_steps"] = work.logical_batch_size // work.physical_batch_size
-        common["train_sampling_strategy"] = "group_by_length" if mode == "stock_by_length" else "random"
+        common["train_sampling_strategy"] = (
+            "group_by_length" if mode == "stock_by_length" else "random"
+        )
         rows = one_pass(task.rows, work.optimizer_steps * work.logical_batch_size)
         return Trainer(args=TrainingArguments(**common), train_dataset=rows, **given)
     if mode == "ours_by_tokens":
-        # As much memory as nine in ten batches of the other modes at most; no limit by count, so short rows come in many.
+        # As much memory as nine in ten batches of the other modes at most; no limit by count, so
+        # short rows come in many.
         common["per_device_train_batch_size"] = work.logical_batch_size
         longest = sorted(task.lengths)[math.ceil(0.9 * len(task.rows)) - 1]
         common["max_tokens_per_physical_batch"] = work.physical_batch_size * longest
-    private = DPTrainingArguments(noise_multiplier=1.0, expected_batch_size=work.logical_batch_size, **common)
+    private = DPTrainingArguments(
+        noise_multiplier=1.0, expected_batch_size=work.logical_batch_size, **common
+    )
     return DPTrainer(args=private, train_dataset=task.rows, **given)
 
 
 def measure_training(
-    work: TrainingWork, task: Task, modes: Sequence[str] = DEFAULT_MODES, log: Log = lambda line: None
+    work: TrainingWork,
+    task: Task,
+    modes: Sequence[str] = DEFAULT_MODES,
+    log: Log = lambda line: None,
 ) -> dict[str, Any]:
     """Times every mode, after a warm-up of each.
 
     Args: modes: keys of MODES. log: called with progress.
-    Returns: what ``--json`` writes: environment, workload, one row a mode, ratios, and all raw runs.
+    Returns: what ``--json`` writes: environment, workload, one row a mode, ratios, and all raw
+        runs.
     Raises: InvalidArgumentError; HfDpError as :func:`train_once`.
     """
     names = check_modes(modes)
     if len(task.rows) != work.rows:
-        raise _validate.invalid("rows", work.rows, f"to be the number of rows of the task, {len(task.rows)}")
+        raise _validate.invalid(
+            "rows", work.rows, f"to be the number of rows of the task, {len(task.rows)}"
+        )
     runs: dict[str, list[Run]] = {name: [] for name in names}
 
     def timed(name: str) -> float:
@@ -161,13 +188,20 @@ def measure_training(
         "benchmark": "training",
         "environment": machine,
         "workload": {
-            **asdict(work), **task.names, "steps": work.optimizer_steps, "device": work.machine.device,
-            "threads": work.machine.threads, "precision": "fp32", "dropout": task.dropout,
+            **asdict(work),
+            **task.names,
+            "steps": work.optimizer_steps,
+            "device": work.machine.device,
+            "threads": work.machine.threads,
+            "precision": "fp32",
+            "dropout": task.dropout,
         },
         "modes": {name: _row(runs[name]) for name in names},
-        "ratios": {f"{a}/{b}": compare(rounds, a, b) for a, b in RATIOS if a in names and b in names},
+        "ratios": {
+            f"{a}/{b}": compare(rounds, a, b) for a, b in RATIOS if a in names and b in names
+        },
         "runs": {name: [asdict(run) for run in runs[name]] for name in names},
-    }  # fmt: skip
+    }
 
 
 def check_modes(modes: Sequence[str]) -> list[str]:
@@ -176,7 +210,8 @@ def check_modes(modes: Sequence[str]) -> list[str]:
 
 
 def compare(rounds: Sequence[Round], mode: str, baseline: str) -> dict[str, float]:
-    """Throughput of ``mode`` over that of ``baseline`` within each round: median, lowest and highest.
+    """Throughput of ``mode`` over that of ``baseline`` within each round: median, lowest and
+    highest.
 
     Args: rounds: seconds per example by mode.
     """
@@ -188,7 +223,9 @@ def _row(runs: Sequence[Run]) -> dict[str, Any]:
     seconds = statistics.median(run.seconds_per_example for run in runs)
     return {
         "seconds_per_1000_examples": 1000 * seconds,
-        "cpu_seconds_per_1000_examples": statistics.median(1000 * run.cpu_seconds / run.examples for run in runs),
+        "cpu_seconds_per_1000_examples": statistics.median(
+            1000 * run.cpu_seconds / run.examples for run in runs
+        ),
         "examples_per_second": 1 / seconds,
         "preparation_seconds": statistics.median(run.preparation for run in runs),
         "finishing_seconds": statistics.median(run.finishing for run in runs),
@@ -204,18 +241,28 @@ def training_table(report: dict[str, Any]) -> str:
     w, e = report["workload"], report["environment"]
     load = "" if e["load_average"] is None else f", load before {e['load_average']:.1f}"
     head = (
-        f"{w['model']}, {w['rows']} rows of {w['train_file']}, at most {w['max_length']} tokens, {w['precision']}, dropout "
-        f"{w['dropout']:g}\n{w['steps']} optimizer steps of {w['logical_batch_size']} examples in physical batches of "
-        f"{w['physical_batch_size']}; wall time of train(), median of {w['rounds']} interleaved rounds\n"
-        f"{e['device']}, {e['threads']} threads, torch {e['torch']}, transformers {e['transformers']}{load}"
+        f"{w['model']}, {w['rows']} rows of {w['train_file']}, at most {w['max_length']} tokens, "
+        f"{w['precision']}, dropout {w['dropout']:g}\n{w['steps']} optimizer steps of "
+        f"{w['logical_batch_size']} examples in physical batches of {w['physical_batch_size']}; "
+        f"wall time of train(), median of {w['rounds']} interleaved rounds\n{e['device']}, "
+        f"{e['threads']} threads, torch {e['torch']}, transformers {e['transformers']}{load}"
     )
     cells = [
-        [name, f"{row['seconds_per_1000_examples']:.2f}", f"{row['cpu_seconds_per_1000_examples']:.2f}",
-         f"{row['examples_per_second']:.1f}", f"{row['examples']:g}",
-         f"{row['preparation_seconds']:.2f}", f"{row['preparation_share']:.1%}", f"{row['finishing_seconds']:.2f}",
-         f"{row['data_share']:.1%}" if row["data_share"] else "-", f"{row['padding_share']:.1%}", MODES[name]]
+        [
+            name,
+            f"{row['seconds_per_1000_examples']:.2f}",
+            f"{row['cpu_seconds_per_1000_examples']:.2f}",
+            f"{row['examples_per_second']:.1f}",
+            f"{row['examples']:g}",
+            f"{row['preparation_seconds']:.2f}",
+            f"{row['preparation_share']:.1%}",
+            f"{row['finishing_seconds']:.2f}",
+            f"{row['data_share']:.1%}" if row["data_share"] else "-",
+            f"{row['padding_share']:.1%}",
+            MODES[name],
+        ]
         for name, row in report["modes"].items()
-    ]  # fmt: skip
+    ]
     header = [
         "mode",
         "s/1000",
@@ -232,8 +279,16 @@ def training_table(report: dict[str, Any]) -> str:
     parts = [head, aligned(header, cells) + f"\n{LEGEND}"]
     if report["ratios"]:
         ratios = [
-            [pair, f"{each['median']:.3f}", f"{each['lowest']:.3f}..{each['highest']:.3f}", RATIOS[tuple(pair.split("/"))]]
+            [
+                pair,
+                f"{each['median']:.3f}",
+                f"{each['lowest']:.3f}..{each['highest']:.3f}",
+                RATIOS[tuple(pair.split("/"))],
+            ]
             for pair, each in report["ratios"].items()
-        ]  # fmt: skip
-        parts.append("throughput within a round\n" + aligned(["ratio", "median", "lowest..highest", ""], ratios))
+        ]
+        parts.append(
+            "throughput within a round\n"
+            + aligned(["ratio", "median", "lowest..highest", ""], ratios)
+        )
     return "\n\n".join(parts)

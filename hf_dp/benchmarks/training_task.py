@@ -1,4 +1,5 @@
-"""What the end-to-end benchmark trains: how much, on which rows and model; how its batches are cut and its runs counted."""
+"""What the end-to-end benchmark trains: how much, on which rows and model; how its batches are cut
+and its runs counted."""
 
 from __future__ import annotations
 
@@ -32,9 +33,10 @@ from hf_dp.tasks.files import load_file, resolve_model
 class TrainingWork:
     """How much each run trains, and how often.
 
-    Attributes: rows: examples in the data. logical_batch_size: examples of an optimizer step, expected ones in a private
-        mode; a multiple of physical_batch_size, the examples of one forward. steps: optimizer steps of a run; None for one
-        pass, ``ceil(rows / logical_batch_size)``. rounds: runs of each mode. threads, device: None for torch's choice.
+    Attributes: rows: examples in the data. logical_batch_size: examples of an optimizer step,
+        expected ones in a private mode; a multiple of physical_batch_size, the examples of one
+        forward. steps: optimizer steps of a run; None for one pass, ``ceil(rows /
+        logical_batch_size)``. rounds: runs of each mode. threads, device: None for torch's choice.
     Raises: InvalidArgumentError naming the field.
     """
 
@@ -47,11 +49,19 @@ class TrainingWork:
     device: str | None = None
 
     def __post_init__(self) -> None:
-        for name, least in {"rows": 2, "logical_batch_size": 1, "physical_batch_size": 1, "rounds": 1}.items():
+        for name, least in {
+            "rows": 2,
+            "logical_batch_size": 1,
+            "physical_batch_size": 1,
+            "rounds": 1,
+        }.items():
             object.__setattr__(self, name, _validate.integer(name, getattr(self, name), least))
         if self.logical_batch_size > self.rows:
             raise _validate.invalid(
-                "logical_batch_size", self.logical_batch_size, f"to be at most `rows`, {self.rows}", "Use more rows."
+                "logical_batch_size",
+                self.logical_batch_size,
+                f"to be at most `rows`, {self.rows}",
+                "Use more rows.",
             )
         if self.logical_batch_size % self.physical_batch_size:
             raise _validate.invalid(
@@ -75,15 +85,20 @@ class TrainingWork:
 
     def warm_up(self) -> TrainingWork:
         """The same with one step of at most two physical batches."""
-        return replace(self, steps=1, logical_batch_size=min(2 * self.physical_batch_size, self.logical_batch_size))
+        return replace(
+            self,
+            steps=1,
+            logical_batch_size=min(2 * self.physical_batch_size, self.logical_batch_size),
+        )
 
 
 @dataclass(frozen=True)
 class Task:
     """Data and model of one measurement; nothing of it changes while runs are timed.
 
-    Attributes: rows: a ``datasets.Dataset`` of token ids and labels, in no particular order of length. model: a classifier
-        with its initial weights. tokenizer: pads. names: for the report: ``model``, ``train_file``, ``max_length`` (tokens).
+    Attributes: rows: a ``datasets.Dataset`` of token ids and labels, in no particular order of
+        length. model: a classifier with its initial weights. tokenizer: pads. names: for the
+        report: ``model``, ``train_file``, ``max_length`` (tokens).
     """
 
     rows: Any
@@ -99,7 +114,10 @@ class Task:
     @property
     def dropout(self) -> float:
         """The model's largest dropout probability."""
-        return max((module.p for module in self.model.modules() if isinstance(module, nn.Dropout)), default=0.0)
+        return max(
+            (module.p for module in self.model.modules() if isinstance(module, nn.Dropout)),
+            default=0.0,
+        )
 
 
 def load_task(
@@ -111,18 +129,24 @@ def load_task(
     label_column: str = "label",
     class_names: Sequence[str] = (),
 ) -> Task:
-    """The first ``rows`` rows of a file, cut at ``max_length`` tokens, and a classifier with a new head.
+    """The first ``rows`` rows of a file, cut at ``max_length`` tokens, and a classifier with a new
+    head.
 
-    The rows are put into a fixed random order: in a file sorted by length even unsorted batches would hold little padding.
+    The rows are put into a fixed random order: in a file sorted by length even unsorted batches
+    would hold little padding.
 
-    Args: model: a name or folder, or ``package:NAME``; NAME as pip or as Python spells it. class_names: by id, for files
-        that declare none.
+    Args: model: a name or folder, or ``package:NAME``; NAME as pip or as Python spells it.
+        class_names: by id, for files that declare none.
     Raises: InvalidArgumentError, DataError.
     """
-    max_length = _validate.integer("max_length", max_length, 3)  # two special tokens and one of text
+    max_length = _validate.integer(
+        "max_length", max_length, 3
+    )  # two special tokens and one of text
     data = load_file(train_file)
     if len(data) < rows:
-        raise _validate.invalid("rows", rows, f"to be at most the {len(data)} rows of {Path(train_file).name!r}")
+        raise _validate.invalid(
+            "rows", rows, f"to be at most the {len(data)} rows of {Path(train_file).name!r}"
+        )
     names = label_names(data, label_column, class_names)
     path = resolve_model(model)
     try:
@@ -135,24 +159,34 @@ def load_task(
             "Give a Hub name, a folder with config.json, weights and tokenizer, or package:NAME."
         ) from problem
     if tokenizer.pad_token is None:
-        raise DataError(f"The tokenizer of {model!r} has no padding token. Choose an encoder model.")
+        raise DataError(
+            f"The tokenizer of {model!r} has no padding token. Choose an encoder model."
+        )
     positions = getattr(network.config, "max_position_embeddings", None)
     if positions is not None and max_length > positions:
-        raise _validate.invalid("max_length", max_length, f"to be at most {positions}, the positions of the model")
-    encoded = encode(data.select(range(rows)), tokenizer, text_columns, label_column, names, max_length)
+        raise _validate.invalid(
+            "max_length", max_length, f"to be at most {positions}, the positions of the model"
+        )
+    encoded = encode(
+        data.select(range(rows)), tokenizer, text_columns, label_column, names, max_length
+    )
     # Flattened: reading through a permutation would slow every fetch.
     shuffled = encoded.shuffle(seed=0).flatten_indices(keep_in_memory=True)
     name = Path(model).name if Path(model).is_dir() else model  # no path of a machine in a report
     return Task(
-        shuffled, network, tokenizer, {"model": name, "train_file": Path(train_file).name, "max_length": max_length}
+        shuffled,
+        network,
+        tokenizer,
+        {"model": name, "train_file": Path(train_file).name, "max_length": max_length},
     )
 
 
 def one_pass(rows: Any, count: int) -> Any:
     """A data set of ``count`` rows: ``rows`` repeated and cut.
 
-    One pass over it is the stock trainer's whole run. A run that ended within an epoch, or went over its end, would have an
-    incomplete step or, with length grouping, a biased share of long rows: they come first.
+    One pass over it is the stock trainer's whole run. A run that ended within an epoch, or went
+    over its end, would have an incomplete step or, with length grouping, a biased share of long
+    rows: they come first.
     """
     return concatenate_datasets([rows] * math.ceil(count / len(rows))).select(range(count))
 
@@ -161,11 +195,13 @@ def one_pass(rows: Any, count: int) -> Any:
 class Run:
     """One call of ``train()``.
 
-    Attributes: seconds: wall time in all. cpu_seconds: of all threads; with one thread, far fewer than `seconds` means that
-        other processes had the processor. preparation: seconds of it before the first draw (data loader, optimizer,
-        privately the self-check). finishing: seconds of it after the last step (privately epsilon and card). steps:
-        optimizer steps made. examples: rows that went through the model. tokens: of those rows. positions: tokens and
-        padding. data: seconds in which rows were fetched, collated alone and padded; privately only.
+    Attributes: seconds: wall time in all. cpu_seconds: of all threads; with one thread, far fewer
+        than `seconds` means that other processes had the processor. preparation: seconds of it
+        before the first draw (data loader, optimizer, privately the self-check). finishing: seconds
+        of it after the last step (privately epsilon and card). steps: optimizer steps made.
+        examples: rows that went through the model. tokens: of those rows. positions: tokens and
+        padding. data: seconds in which rows were fetched, collated alone and padded; privately
+        only.
     """
 
     seconds: float
@@ -180,17 +216,21 @@ class Run:
 
     @property
     def seconds_per_example(self) -> float:
-        """Wall time over examples really processed. Raises: HfDpError when there were none: private draws can be empty."""
+        """Wall time over examples really processed. Raises: HfDpError when there were none: private
+        draws can be empty."""
         if not self.examples:
-            raise HfDpError("All draws of a run were empty. Use a larger logical_batch_size or more steps.")
+            raise HfDpError(
+                "All draws of a run were empty. Use a larger logical_batch_size or more steps."
+            )
         return self.seconds / self.examples
 
 
 class Counter(TrainerCallback):
-    """Count what goes through the model from the moment that training begins; checks before it do not count.
+    """Count what goes through the model from the moment that training begins; checks before it do
+    not count.
 
-    Attributes: examples, tokens, positions, data: as in a run. begun, stepped: when training began and the latest step ended,
-        seconds of ``time.perf_counter``.
+    Attributes: examples, tokens, positions, data: as in a run. begun, stepped: when training began
+        and the latest step ended, seconds of ``time.perf_counter``.
     """
 
     def __init__(self) -> None:
@@ -236,16 +276,24 @@ class Counter(TrainerCallback):
 
 
 def in_drawn_order(
-    lengths: Sequence[int], size: int, max_tokens: int | None = None, shapes: Sequence[Hashable] | None = None
+    lengths: Sequence[int],
+    size: int,
+    max_tokens: int | None = None,
+    shapes: Sequence[Hashable] | None = None,
 ) -> list[list[int]]:
-    """Positions 0..len(lengths)-1 cut into groups of at most ``size``, whatever the lengths. (float32 gives no shapes.)"""
+    """Positions 0..len(lengths)-1 cut into groups of at most ``size``, whatever the lengths.
+    (float32 gives no shapes.)"""
     assert shapes is None
-    return [list(range(start, min(start + size, len(lengths)))) for start in range(0, len(lengths), size)]
+    return [
+        list(range(start, min(start + size, len(lengths))))
+        for start in range(0, len(lengths), size)
+    ]
 
 
 @contextmanager
 def unsorted_batches() -> Iterator[None]:
-    """Inside, private data loaders cut draws as they come. For measuring what sorting gives; there is no such option."""
+    """Inside, private data loaders cut draws as they come. For measuring what sorting gives; there
+    is no such option."""
     sorting = loader.physical_batches
     loader.physical_batches = in_drawn_order
     try:

@@ -1,4 +1,5 @@
-"""What is measured: model, batch, precision, device. The same for every mode, so that all do equal work."""
+"""What is measured: model, batch, precision, device. The same for every mode, so that all do equal
+work."""
 
 from __future__ import annotations
 
@@ -22,11 +23,13 @@ _FIRST_TOKEN = 4  # lower ids are padding and the like, which would shift RoBERT
 
 @dataclasses.dataclass(frozen=True)
 class Workload:
-    """The fixed choices of one measurement; a field left at None takes the shape's default, or the machine's.
+    """The fixed choices of one measurement; a field left at None takes the shape's default, or the
+    machine's.
 
-    Attributes: model: a key of SHAPES. batch_size: examples in a physical batch. length: positions of each example.
-        precision: ``fp32``, or ``bf16`` (autocast of the forward, weights float32). device: ``cpu`` or ``cuda``.
-        gradient_checkpointing: non-reentrant. threads: torch's intra-op threads. dropout: probability everywhere.
+    Attributes: model: a key of SHAPES. batch_size: examples in a physical batch. length: positions
+        of each example. precision: ``fp32``, or ``bf16`` (autocast of the forward, weights
+        float32). device: ``cpu`` or ``cuda``. gradient_checkpointing: non-reentrant. threads:
+        torch's intra-op threads. dropout: probability everywhere.
     Raises: InvalidArgumentError naming the field.
     """
 
@@ -48,16 +51,22 @@ class Workload:
             "threads": torch.get_num_threads() if self.threads is None else self.threads,
         }
         for name, value in fill.items():
-            object.__setattr__(self, name, _validate.integer(name, value, 2 if name == "length" else 1))
+            object.__setattr__(
+                self, name, _validate.integer(name, value, 2 if name == "length" else 1)
+            )
         if self.positions > self.shape.positions:
             raise _validate.invalid(
-                "length", self.length, f"to be at most {self.shape.positions}, the positions of {self.model}"
+                "length",
+                self.length,
+                f"to be at most {self.shape.positions}, the positions of {self.model}",
             )
         has_cuda = torch.cuda.is_available()
         device = self.device or ("cuda" if has_cuda else "cpu")
         object.__setattr__(self, "device", _validate.one_of("device", device, DEVICES))
         if device == "cuda" and not has_cuda:
-            raise _validate.invalid("device", device, "to be there, but torch finds no CUDA device", "Use 'cpu'.")
+            raise _validate.invalid(
+                "device", device, "to be there, but torch finds no CUDA device", "Use 'cpu'."
+            )
 
     @property
     def shape(self) -> Shape:
@@ -91,27 +100,40 @@ class Workload:
 
 
 def build_model(workload: Workload, tied: bool = True) -> nn.Module:
-    """The model with random weights, built on the device, in training mode. ``tied=False`` gives the head its own weight."""
+    """The model with random weights, built on the device, in training mode. ``tied=False`` gives
+    the head its own weight."""
     torch.manual_seed(0)
     assert workload.device is not None
     with torch.device(workload.device):
         model = workload.shape.build(workload.dropout, tied)
     if workload.gradient_checkpointing:
         # The newer name where transformers has it; both are non-reentrant unless told otherwise.
-        enable: Any = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+        enable: Any = (
+            getattr(model, "activation_checkpointing_enable", None)
+            or model.gradient_checkpointing_enable
+        )
         enable()
     return model.to(workload.device).train()
 
 
 def make_batch(workload: Workload, model: nn.Module, examples: int | None = None) -> Batch:
-    """Random tokens and labels, every row of full length: ``input_ids``, ``attention_mask`` (b, T) and ``labels``."""
+    """Random tokens and labels, every row of full length: ``input_ids``, ``attention_mask`` (b, T)
+    and ``labels``."""
     generator = torch.Generator().manual_seed(1)
     size = (examples or workload.examples, workload.positions)
     tokens = torch.randint(_FIRST_TOKEN, workload.shape.vocabulary, size, generator=generator)
     if valid := getattr(model, "valid_input_ids", None):
         tokens = valid(tokens)
-    labels = tokens if task_of(model) == "causal_lm" else torch.randint(0, 2, size[:1], generator=generator)
-    batch = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens), "labels": labels.clone()}
+    labels = (
+        tokens
+        if task_of(model) == "causal_lm"
+        else torch.randint(0, 2, size[:1], generator=generator)
+    )
+    batch = {
+        "input_ids": tokens,
+        "attention_mask": torch.ones_like(tokens),
+        "labels": labels.clone(),
+    }
     return {name: value.to(workload.device) for name, value in batch.items()}
 
 

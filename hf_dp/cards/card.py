@@ -1,7 +1,7 @@
 """The model card (README.md) of a private run: the privacy statement first, then everything else.
 
-Every value that is not ours is data: it goes into YAML through a YAML writer and into Markdown escaped, and a local
-path is reduced to its last component, since a card is published.
+Every value that is not ours is data: it goes into YAML through a YAML writer and into Markdown
+escaped, and a local path is reduced to its last component, since a card is published.
 """
 
 from __future__ import annotations
@@ -22,7 +22,13 @@ from hf_dp._version import __version__
 from hf_dp.accounting import Gaussian, PoissonSampledGaussian, event_from_dict
 from hf_dp.cards.forward_wording import NOT_ESTABLISHED_REASONS
 from hf_dp.cards.provenance import seen_in_pretraining
-from hf_dp.cards.statement import NOT_ESTABLISHED, AccountantResult, PrivacyStatement, RunFacts, epsilon_text
+from hf_dp.cards.statement import (
+    NOT_ESTABLISHED,
+    AccountantResult,
+    PrivacyStatement,
+    RunFacts,
+    epsilon_text,
+)
 from hf_dp.cards.units import EXAMPLE, FEATURES, NONE
 from hf_dp.cards.wording import EVALUATION_ON_TRAINING_ROWS
 from hf_dp.errors import InvalidArgumentError
@@ -33,7 +39,8 @@ UNKNOWN = "unknown"
 
 _UNITS = {EXAMPLE: "example", FEATURES: "features of an example (labels public)", NONE: None}
 
-# Quantities computed from training rows without noise: name in logs and metrics -> name under which it is released.
+# Quantities computed from training rows without noise: name in logs and metrics -> name under which
+# it is released.
 _UNNOISED = {
     "loss": "training_loss",
     "train_loss": "training_loss",
@@ -66,7 +73,8 @@ def render_card(
     """The complete README.md: YAML metadata, then Markdown.
 
     Args:
-        model_name: title; a path is reduced to its last component, as are ``base_model`` and ``dataset``.
+        model_name: title; a path is reduced to its last component, as are ``base_model`` and
+            ``dataset``.
         base_model, dataset: hub ids or names.
         task_tag: the hub's pipeline tag, for example "text-classification".
         metrics: computed on evaluation data.
@@ -74,13 +82,15 @@ def render_card(
         license, language: as the hub spells them. tags: further ones, kept.
         library_name: "transformers" or "peft".
         usage: Python lines that load the model.
-        pretraining_sources: names of public data sets the base has seen; the card warns when ``dataset`` is among them.
+        pretraining_sources: names of public data sets the base has seen; the card warns when
+            ``dataset`` is among them.
 
-    Returns: text; unknown values read "unknown". Metadata that the hub checks against its lists or links to (language,
-        base model, data set, pipeline tag) is left out of the YAML block when unknown.
+    Returns: text; unknown values read "unknown". Metadata that the hub checks against its lists or
+        links to (language, base model, data set, pipeline tag) is left out of the YAML block when
+        unknown.
 
-    Raises: InvalidArgumentError when ``metrics`` or ``training`` holds an un-noised quantity of the training rows that
-        the run did not declare as released.
+    Raises: InvalidArgumentError when ``metrics`` or ``training`` holds an un-noised quantity of the
+        training rows that the run did not declare as released.
     """
     metrics, training = dict(metrics or {}), dict(training or {})
     _refuse_unnoised(list(metrics), list(training), statement.facts.released)
@@ -108,7 +118,9 @@ def render_card(
         check=_check(statement),
         seen_in_pretraining=seen,
         not_established_reasons=NOT_ESTABLISHED_REASONS,
-        usage=None if usage is None or "```" in usage else usage,  # a name with a fence in it would end the block
+        usage=None
+        if usage is None or "```" in usage
+        else usage,  # a name with a fence in it would end the block
         about_rows=_rows(
             {
                 "Base model": base_model,
@@ -128,7 +140,8 @@ def render_card(
 
 
 def metadata(statement: PrivacyStatement) -> dict[str, Any]:
-    """The card's ``differential_privacy`` key: plain data, ``epsilon`` None unless the status is a proven one."""
+    """The card's ``differential_privacy`` key: plain data, ``epsilon`` None unless the status is a
+    proven one."""
     facts = statement.facts
     return {
         "status": statement.status,
@@ -171,13 +184,15 @@ def metadata(statement: PrivacyStatement) -> dict[str, Any]:
 
 
 def one_line(value: object) -> str:
-    """Text without line breaks, control and formatting characters (bidirectional overrides, zero-width ones)."""
+    """Text without line breaks, control and formatting characters (bidirectional overrides,
+    zero-width ones)."""
     text = "".join(" " if unicodedata.category(char)[0] in "CZ" else char for char in str(value))
     return " ".join(text.split())
 
 
 def public_name(value: object) -> str | None:
-    """One line; the last component if it looks like a local path; None if there is nothing to show."""
+    """One line; the last component if it looks like a local path; None if there is nothing to
+    show."""
     if value is None:
         return None
     text = one_line(value)
@@ -188,17 +203,21 @@ def public_name(value: object) -> str | None:
 
 
 def hub_id(value: object) -> str | None:
-    """The value if it can be a hub id; the hub refuses a card whose metadata links to something else."""
+    """The value if it can be a hub id; the hub refuses a card whose metadata links to something
+    else."""
     if value is None or _is_local(one_line(value)):
         return None
     return one_line(value) if re.fullmatch(r"[\w.-]+(/[\w.-]+)?", one_line(value)) else None
 
 
 def markdown(value: object) -> str:
-    """One line in which Markdown and HTML see only text; underscores inside a word need no escape."""
+    """One line in which Markdown and HTML see only text; underscores inside a word need no
+    escape."""
     text = re.sub(r"([\\`*{}\[\]<>#|~!&$@^])", r"\\\1", one_line(value))
     text = re.sub(r"(?<![A-Za-z0-9])_|_(?![A-Za-z0-9])", r"\\_", text)
-    return re.sub(r"^(\d*)([-+=.)])(?=[\s=-]|$)", r"\1\\\2", text)  # a list item or an underlined heading
+    return re.sub(
+        r"^(\d*)([-+=.)])(?=[\s=-]|$)", r"\1\\\2", text
+    )  # a list item or an underlined heading
 
 
 def _is_local(text: str) -> bool:
@@ -207,23 +226,30 @@ def _is_local(text: str) -> bool:
     return os.sep in text and os.path.exists(text)
 
 
-def _refuse_unnoised(metrics: Iterable[str], training: Iterable[str], released: tuple[str, ...]) -> None:
+def _refuse_unnoised(
+    metrics: Iterable[str], training: Iterable[str], released: tuple[str, ...]
+) -> None:
     of_training_rows = {name: name for name in metrics if name.startswith("train_")}
     if EVALUATION_ON_TRAINING_ROWS in released:
         of_training_rows = {}
-    of_training_rows |= {name: _UNNOISED[name] for name in (*metrics, *training) if name in _UNNOISED}
+    of_training_rows |= {
+        name: _UNNOISED[name] for name in (*metrics, *training) if name in _UNNOISED
+    }
     for name, quantity in of_training_rows.items():
         if quantity not in released:
             raise InvalidArgumentError(
-                f"Expected no quantity of the training rows in the card, got {name!r}: it is not noised and epsilon "
-                f"does not cover it. Leave it out, or release it (then the statement lists {quantity!r})."
+                f"Expected no quantity of the training rows in the card, got {name!r}: it is not "
+                "noised and epsilon does not cover it. Leave it out, or release it (then the "
+                f"statement lists {quantity!r})."
             )
 
 
 def _tags(statement: PrivacyStatement, given: Iterable[str]) -> list[str]:
     kept = [tag for tag in map(public_name, given) if tag and (statement.proven or tag not in TAGS)]
     ours = (
-        TAGS if statement.mechanism_name.startswith("DP-SGD") else tuple("dp-fp" if t == "dp-sgd" else t for t in TAGS)
+        TAGS
+        if statement.mechanism_name.startswith("DP-SGD")
+        else tuple("dp-fp" if t == "dp-sgd" else t for t in TAGS)
     )
     return list(dict.fromkeys([*kept, *(ours if statement.proven else NOT_PRIVATE_TAGS)]))
 
@@ -241,7 +267,11 @@ def _accountant_row(row: AccountantResult) -> tuple[str, str, str]:
     kind = {None: "-", "bound": "upper bound", "estimate": "estimate, not a guarantee"}[row.kind]
     if row.estimate is not None:
         kind += f" (point estimate {epsilon_text(row.estimate)})"
-    return markdown(row.accountant), epsilon_text(row.epsilon) if row.epsilon is not None else "-", kind + _note(row)
+    return (
+        markdown(row.accountant),
+        epsilon_text(row.epsilon) if row.epsilon is not None else "-",
+        kind + _note(row),
+    )
 
 
 def _note(row: AccountantResult) -> str:
@@ -292,7 +322,9 @@ def _parameter_rows(statement: PrivacyStatement) -> list[tuple[str, str]]:
         "Privacy mode": facts.privacy_mode,
     }
     if facts.earlier:
-        texts["Earlier runs on the same rows, which count"] = ", ".join(run.run_id for run in facts.earlier)
+        texts["Earlier runs on the same rows, which count"] = ", ".join(
+            run.run_id for run in facts.earlier
+        )
     return [(markdown(name), markdown(text) or UNKNOWN) for name, text in texts.items()]
 
 
@@ -308,11 +340,14 @@ def _noise(statement: PrivacyStatement) -> str:
     if not both:
         return _numbers(statement.noise_multipliers)
     pairs = dict.fromkeys((row["noise_multiplier"], row["record_noise_multiplier"]) for row in both)
-    return "; ".join(f"{sums!r} (sums of gradients), {rows!r} (released rows)" for sums, rows in pairs)
+    return "; ".join(
+        f"{sums!r} (sums of gradients), {rows!r} (released rows)" for sums, rows in pairs
+    )
 
 
 def _check(statement: PrivacyStatement) -> str:
-    """Commands that give the same epsilons: the command line for one mechanism, Python for several."""
+    """Commands that give the same epsilons: the command line for one mechanism, Python for
+    several."""
     merged: dict[tuple[float, float], int] = {}
     for row in statement.mechanisms:
         event = event_from_dict({key: value for key, value in row.items() if key != "purpose"})
@@ -326,11 +361,12 @@ def _check(statement: PrivacyStatement) -> str:
     if len(merged) == 1:
         ((sigma, rate), steps), *_ = merged.items()
         return (
-            f"```bash\nhf-dp account epsilon --noise-multiplier {sigma!r} --sample-rate {rate!r} --steps {steps} "
-            f"--delta {statement.delta!r} --cross-check\n```"
+            f"```bash\nhf-dp account epsilon --noise-multiplier {sigma!r} --sample-rate {rate!r} "
+            f"--steps {steps} --delta {statement.delta!r} --cross-check\n```"
         )
     events = "".join(
-        f"    PoissonSampledGaussian(noise_multiplier={sigma!r}, sample_rate={rate!r}, steps={steps}),\n"
+        f"    PoissonSampledGaussian(noise_multiplier={sigma!r}, sample_rate={rate!r}, "
+        f"steps={steps}),\n"
         for (sigma, rate), steps in merged.items()
     )
     return (
@@ -343,6 +379,10 @@ def _check(statement: PrivacyStatement) -> str:
 @cache
 def _template() -> Template:
     filters: dict[str, Callable[..., Any]] = {"md": markdown, "capitalize_first": _capitalized}
-    environment = Environment(undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True, autoescape=False)
+    environment = Environment(
+        undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True, autoescape=False
+    )
     environment.filters.update(filters)
-    return environment.from_string(resources.files(__package__).joinpath("template.md").read_text(encoding="utf-8"))
+    return environment.from_string(
+        resources.files(__package__).joinpath("template.md").read_text(encoding="utf-8")
+    )

@@ -1,7 +1,7 @@
 """``privacy.json``: plan, ledger and statement of a run, written durably and never shortened.
 
-The file is the evidence behind an epsilon. It is rewritten before each noised gradient becomes visible, so a kill at
-any point leaves a file that counts at least all that was released.
+The file is the evidence behind an epsilon. It is rewritten before each noised gradient becomes
+visible, so a kill at any point leaves a file that counts at least all that was released.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ RUNNING = "running"
 _KEYS = ("schema_version", "hf_dp_version", "status", "plan", "ledger", "statement")
 _NOTHING = Weaknesses()
 RESTORE = (
-    "Run `hf-dp account rebuild OUTPUT_DIR`, or restore a backup of the whole output folder that is not older. Without it "
-    "the privacy of this run is not known."
+    "Run `hf-dp account rebuild OUTPUT_DIR`, or restore a backup of the whole output folder that "
+    "is not older. Without it the privacy of this run is not known."
 )
 
 
@@ -47,7 +47,8 @@ class PrivacyRecord:
         run_id: which run; a ledger continues only its own.
         weaknesses: what weakened the claim once weakens it for good, also after a resume.
         status: the statement's, or "running".
-        statement: as a dict (``PrivacyStatement.from_dict`` reads it), or None while the run has not ended.
+        statement: as a dict (``PrivacyStatement.from_dict`` reads it), or None while the run has
+            not ended.
         schema_version: with which the file was written.
     """
 
@@ -61,7 +62,8 @@ class PrivacyRecord:
 
     @property
     def insecure_seed(self) -> bool:
-        """Whether the randomness of this run, or of one that it names as earlier, can be reproduced."""
+        """Whether the randomness of this run, or of one that it names as earlier, can be
+        reproduced."""
         return any(run.insecure_seed for run in self.weaknesses.everywhere)
 
 
@@ -85,15 +87,16 @@ def document(
 
 
 def write(path_or_dir: str | os.PathLike[str], document: Mapping[str, Any]) -> Path:
-    """Replaces the file in one step, durably: after return, or a kill, it is the old one or the new one, whole.
+    """Replaces the file in one step, durably: after return, or a kill, it is the old one or the new
+    one, whole.
 
     Args:
         path_or_dir: a folder (made if absent) or a path that ends in ".json".
         document: of :func:`document`.
 
     Raises:
-        LedgerError: the file there is of another run, holds steps that ``document`` lacks, or cannot be read; it is
-            left as it is. Or ``document`` itself is not well formed.
+        LedgerError: the file there is of another run, holds steps that ``document`` lacks, or
+            cannot be read; it is left as it is. Or ``document`` itself is not well formed.
         OSError: the disk refused; the old file is intact.
     """
     path = file_of(path_or_dir)
@@ -109,19 +112,23 @@ def write(path_or_dir: str | os.PathLike[str], document: Mapping[str, Any]) -> P
 def read(path_or_dir: str | os.PathLike[str]) -> PrivacyRecord:
     """What a folder's ``privacy.json`` (or the ".json" file named) says; nothing is guessed.
 
-    Raises: LedgerError for a missing, damaged, edited or newer file; the message names it and the next move.
+    Raises: LedgerError for a missing, damaged, edited or newer file; the message names it and the
+        next move.
     """
     path = file_of(path_or_dir)
     try:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError as error:
         raise DamagedRecordError(
-            f"{path.name} is missing from {path.parent}. Name the folder of a run. If this is it: {RESTORE}"
+            f"{path.name} is missing from {path.parent}. Name the folder of a run. If this is it: "
+            f"{RESTORE}"
         ) from error
     except UnicodeDecodeError as error:
         raise DamagedRecordError(f"{path} cannot be read ({error}). {RESTORE}") from error
     except OSError as error:
-        raise LedgerError(f"{path} cannot be read ({error}). Make it readable and try again.") from error
+        raise LedgerError(
+            f"{path} cannot be read ({error}). Make it readable and try again."
+        ) from error
     try:
         data = loads(text)
     except (ValueError, RecursionError) as error:
@@ -142,12 +149,14 @@ def _record(data: Any, path: Path) -> PrivacyRecord:
     version = data["schema_version"]
     if isinstance(version, int) and version > SCHEMA_VERSION:
         raise LedgerError(
-            f"{path} has schema version {version}; hf_dp {__version__} knows up to {SCHEMA_VERSION}. "
-            "Upgrade hf_dp and try again."
+            f"{path} has schema version {version}; hf_dp {__version__} knows up to "
+            f"{SCHEMA_VERSION}. Upgrade hf_dp and try again."
         )
     known = isinstance(version, int) and not isinstance(version, bool) and version >= 1
     if not known or set(data) != set(_KEYS):
-        raise DamagedRecordError(f"{path} was edited: expected the keys {list(_KEYS)}, got {list(data)}. {RESTORE}")
+        raise DamagedRecordError(
+            f"{path} was edited: expected the keys {list(_KEYS)}, got {list(data)}. {RESTORE}"
+        )
     data = upgraded(data, path)
     plan, run_id, weaknesses = _plan(data["plan"], path)
     try:
@@ -168,16 +177,22 @@ def _plan(values: Any, path: Path) -> tuple[PrivacyPlan, str, Weaknesses]:
         plan = PrivacyPlan.from_dict(values)
         intact = plan.to_dict() == values
     except (ConfigError, TypeError, ValueError, ArithmeticError) as error:
-        raise DamagedRecordError(f"{path} was edited: its plan cannot be read ({error}). {RESTORE}") from error
+        raise DamagedRecordError(
+            f"{path} was edited: its plan cannot be read ({error}). {RESTORE}"
+        ) from error
     if not intact or not isinstance(run_id, str) or not run_id:
-        raise DamagedRecordError(f"{path} was edited: its plan contradicts itself or has no run_id. {RESTORE}")
+        raise DamagedRecordError(
+            f"{path} was edited: its plan contradicts itself or has no run_id. {RESTORE}"
+        )
     try:
         return plan, run_id, Weaknesses.from_dict(of_run)
     except LedgerError as error:
         raise DamagedRecordError(f"{path} was edited: {error} {RESTORE}") from error
 
 
-def _check_statement(status: Any, statement: Any, plan: PrivacyPlan, ledger: Ledger, path: Path) -> None:
+def _check_statement(
+    status: Any, statement: Any, plan: PrivacyPlan, ledger: Ledger, path: Path
+) -> None:
     """Status, statement and ledger must tell the same story."""
     if statement is None:
         agrees = status == RUNNING
@@ -185,8 +200,14 @@ def _check_statement(status: Any, statement: Any, plan: PrivacyPlan, ledger: Led
         try:
             said = PrivacyStatement.from_dict(statement)
         except (LedgerError, AttributeError, KeyError) as error:
-            raise DamagedRecordError(f"{path}: its statement cannot be read ({error}). {RESTORE}") from error
-        agrees = status == said.status and list(said.mechanisms) == ledger.to_list() and said.delta == plan.delta
+            raise DamagedRecordError(
+                f"{path}: its statement cannot be read ({error}). {RESTORE}"
+            ) from error
+        agrees = (
+            status == said.status
+            and list(said.mechanisms) == ledger.to_list()
+            and said.delta == plan.delta
+        )
     if not agrees:
         raise DamagedRecordError(
             f"{path} was edited: its status or statement does not belong to its ledger. {RESTORE}"
@@ -196,16 +217,18 @@ def _check_statement(status: Any, statement: Any, plan: PrivacyPlan, ledger: Led
 def _refuse_to_lose(old: PrivacyRecord, new: PrivacyRecord, path: Path) -> None:
     if new.run_id != old.run_id:
         raise LedgerError(
-            f"{path} belongs to run {old.run_id}, not to {new.run_id}, and is the evidence of its privacy. "
-            "Use another output folder, or resume that run."
+            f"{path} belongs to run {old.run_id}, not to {new.run_id}, and is the evidence of its "
+            "privacy. Use another output folder, or resume that run."
         )
     if not new.ledger.extends(old.ledger):
         raise LedgerError(
-            f"{path} records {old.ledger.steps()} steps that the new ledger ({new.ledger.steps()} steps) does not "
-            f"continue; overwriting it would under-report. Resume from the ledger in {path.name}."
+            f"{path} records {old.ledger.steps()} steps that the new ledger ({new.ledger.steps()} "
+            "steps) does not continue; overwriting it would under-report. Resume from the ledger "
+            f"in {path.name}."
         )
     if not new.weaknesses.includes(old.weaknesses):
         raise LedgerError(
-            f"{path} records {old.weaknesses} as what weakens the claim, and the new record {new.weaknesses}: what was true "
-            f"once of a run is true for good. Resume from the record in {path.name}."
+            f"{path} records {old.weaknesses} as what weakens the claim, and the new record "
+            f"{new.weaknesses}: what was true once of a run is true for good. Resume from the "
+            f"record in {path.name}."
         )

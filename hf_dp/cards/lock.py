@@ -14,13 +14,14 @@ _NAME = "_privacy.lock"  # (names that start with "_" are never pushed to the Hu
 
 
 def lock_run(folder: Path) -> FileLock:
-    """Take the lock of the run in ``folder`` and return it. Raises: LedgerError when another process has it."""
+    """Take the lock of the run in ``folder`` and return it. Raises: LedgerError when another
+    process has it."""
     lock = FileLock(folder / _NAME)
     try:
         lock.acquire(timeout=0)
     except Timeout:
         raise LedgerError(
-            f"Another process is training in output_dir {folder.name!r}; its steps and ours would share one ledger. "
-            "Wait for it to end, or use another output_dir."
+            f"Another process is training in output_dir {folder.name!r}; its steps and ours would "
+            "share one ledger. Wait for it to end, or use another output_dir."
         ) from None
     return lock

@@ -1,7 +1,8 @@
 """A high-water mark: how far the ledger of a run has come, written beside it and never taken back.
 
-``privacy.json`` can be replaced by an older copy of itself. A mark cannot be replaced by accident along
-with it: the run's own mark has a name of its own, and copies travel with checkpoints and weights.
+``privacy.json`` can be replaced by an older copy of itself. A mark cannot be replaced by accident
+along with it: the run's own mark has a name of its own, and copies travel with checkpoints and
+weights.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ from hf_dp.cards.weaknesses import Weaknesses
 from hf_dp.cards.weights_file import add_metadata, read_metadata
 from hf_dp.errors import LedgerError
 
-# Names that start with "_" are never pushed to the Hub. The run's own mark must not have the name of
-# its copies: whoever copies a checkpoint over the run would go back with both files.
+# Names that start with "_" are never pushed to the Hub. The run's own mark must not have the name
+# of its copies: whoever copies a checkpoint over the run would go back with both files.
 RUN_MARK = "_privacy_mark.json"  # in the run's folder
 COPIED_MARK = "_privacy_mark_of_copy.json"  # in checkpoints, and wherever else weights are saved
 VERSION = 1
@@ -46,7 +47,8 @@ class Mark:
         return self.run_id == other.run_id and not self.lacks(other)
 
     def lacks(self, other: Mark) -> str:
-        """Say what ``other`` knows of the same run and this does not; empty when there is nothing."""
+        """Say what ``other`` knows of the same run and this does not; empty when there is
+        nothing."""
         if not self.ledger.extends(other.ledger):
             return f"{in_words(other.ledger)}, which {in_words(self.ledger)} here do not continue"
         if not self.weaknesses.includes(other.weaknesses):
@@ -71,12 +73,19 @@ class Mark:
             and version > VERSION
         ):
             raise LedgerError(
-                f"The mark in {where} has version {version}; this hf_dp knows up to {VERSION}. Upgrade hf_dp and try again."
+                f"The mark in {where} has version {version}; this hf_dp knows up to {VERSION}. "
+                "Upgrade hf_dp and try again."
             )
         keys = ["mark_version", "run_id", "ledger", "weaknesses"]
-        if not isinstance(values, Mapping) or set(values) != set(keys) or values["mark_version"] != VERSION:
+        if (
+            not isinstance(values, Mapping)
+            or set(values) != set(keys)
+            or values["mark_version"] != VERSION
+        ):
             raise _edited(
-                where, f"expected the keys {keys}, got {list(values) if isinstance(values, Mapping) else values!r}"
+                where,
+                f"expected the keys {keys}, got "
+                f"{list(values) if isinstance(values, Mapping) else values!r}",
             )
         if not isinstance(values["run_id"], str) or not values["run_id"]:
             raise _edited(where, f"expected a run_id, got {values['run_id']!r}")
@@ -90,14 +99,17 @@ class Mark:
 def in_words(ledger: Ledger) -> str:
     """Count the releases in a ledger, by their purpose."""
     counts = {entry.purpose: ledger.steps(entry.purpose) for entry in ledger.entries}
-    return " and ".join(f"{steps} of {purpose}" for purpose, steps in counts.items()) or "no releases"
+    return (
+        " and ".join(f"{steps} of {purpose}" for purpose, steps in counts.items()) or "no releases"
+    )
 
 
 def write_mark(path: Path, mark: Mark) -> None:
-    """Make ``mark`` durable in a file of its own; return without a write when it stands there already.
+    """Make ``mark`` durable in a file of its own; return without a write when it stands there
+    already.
 
-    Raises: LedgerError when the file there is of another run, knows more, or cannot be read; it is left
-        as it is. OSError when the disk refuses.
+    Raises: LedgerError when the file there is of another run, knows more, or cannot be read; it is
+        left as it is. OSError when the disk refuses.
     """
     if path.exists():
         there = read_mark(path)
@@ -108,7 +120,8 @@ def write_mark(path: Path, mark: Mark) -> None:
 
 
 def read_mark(path: Path) -> Mark:
-    """Return the mark in a file of its own. Raises: LedgerError for a damaged, edited or newer file."""
+    """Return the mark in a file of its own. Raises: LedgerError for a damaged, edited or newer
+    file."""
     try:
         return Mark.from_dict(loads(path.read_text(encoding="utf-8")), path)
     except (OSError, ValueError, RecursionError) as error:
@@ -126,18 +139,24 @@ def stamp(path: Path, mark: Mark) -> None:
         if there.extends(mark):
             return
     values = mark.to_dict()
-    texts = {key: value if isinstance(value, str) else json.dumps(value) for key, value in values.items()}
+    texts = {
+        key: value if isinstance(value, str) else json.dumps(value) for key, value in values.items()
+    }
     add_metadata(path, {_PREFIX + key: text for key, text in texts.items()})
 
 
 def read_stamp(path: Path) -> Mark | None:
     """Return the mark in the metadata of a weights file, None without one. Raises: LedgerError."""
     found = read_metadata(path)
-    texts = {key.removeprefix(_PREFIX): text for key, text in found.items() if key.startswith(_PREFIX)}
+    texts = {
+        key.removeprefix(_PREFIX): text for key, text in found.items() if key.startswith(_PREFIX)
+    }
     if not texts:
         return None
     try:
-        return Mark.from_dict({key: text if key == "run_id" else loads(text) for key, text in texts.items()}, path)
+        return Mark.from_dict(
+            {key: text if key == "run_id" else loads(text) for key, text in texts.items()}, path
+        )
     except (ValueError, RecursionError) as error:
         raise _edited(path, str(error)) from error
 
@@ -145,18 +164,18 @@ def read_stamp(path: Path) -> Mark | None:
 def _refuse_to_lose(there: Mark, new: Mark, path: Path) -> None:
     if there.run_id != new.run_id:
         raise LedgerError(
-            f"{path} carries the mark of run {there.run_id}, and this is run {new.run_id}: its steps would be forgotten. "
-            "Save into another folder."
+            f"{path} carries the mark of run {there.run_id}, and this is run {new.run_id}: its "
+            "steps would be forgotten. Save into another folder."
         )
     if lost := new.lacks(there):
         raise LedgerError(
-            f"{path} knows {lost}: the ledger of this run went back. Resume from the run's own ledger, or save into another "
-            "folder."
+            f"{path} knows {lost}: the ledger of this run went back. Resume from the run's own "
+            "ledger, or save into another folder."
         )
 
 
 def _edited(where: Path, why: str) -> LedgerError:
     return LedgerError(
-        f"The mark in {where} was edited or damaged ({why}). Restore it from a backup that is not older: without it nobody "
-        "knows whether the ledger of this run went back."
+        f"The mark in {where} was edited or damaged ({why}). Restore it from a backup that is not "
+        "older: without it nobody knows whether the ledger of this run went back."
     )

@@ -1,4 +1,5 @@
-"""All marks of a run, wherever they travelled; a ledger that lacks what one of them knows went back."""
+"""All marks of a run, wherever they travelled; a ledger that lacks what one of them knows went
+back."""
 
 from __future__ import annotations
 
@@ -30,7 +31,8 @@ class Found:
         where: the file.
         mark: what it says.
         own: the file is the run's own mark, which no copy of a checkpoint brings along.
-        is_record: the file is a ``privacy.json``, which an earlier version of hf_dp may have written.
+        is_record: the file is a ``privacy.json``, which an earlier version of hf_dp may have
+            written.
     """
 
     where: Path
@@ -51,19 +53,27 @@ def marks_in(folder: Path) -> list[Found]:
     Raises: LedgerError naming a file that cannot be read.
     """
     stamps = [(path, read_stamp(path)) for path in weights_files(folder)]
-    return [*mark_files_in(folder), *(Found(path, mark) for path, mark in stamps if mark is not None)]
+    return [
+        *mark_files_in(folder),
+        *(Found(path, mark) for path, mark in stamps if mark is not None),
+    ]
 
 
 def marks_of_run(folder: Path) -> list[Found]:
-    """List the marks in a run's folder and in its checkpoints, the checkpoints' ``privacy.json`` among them.
+    """List the marks in a run's folder and in its checkpoints, the checkpoints' ``privacy.json``
+    among them.
 
     Raises: LedgerError naming a file that cannot be read.
     """
     found = marks_in(folder)
     for checkpoint in checkpoints(folder):
-        found += [replace(item, own=False) for item in marks_in(checkpoint)]  # a run's own was copied there
+        found += [
+            replace(item, own=False) for item in marks_in(checkpoint)
+        ]  # a run's own was copied there
         if (checkpoint / FILE_NAME).exists():
-            found.append(Found(checkpoint / FILE_NAME, Mark.of(read_copy(checkpoint)), is_record=True))
+            found.append(
+                Found(checkpoint / FILE_NAME, Mark.of(read_copy(checkpoint)), is_record=True)
+            )
     return found
 
 
@@ -73,9 +83,10 @@ def read_copy(checkpoint: Path) -> PrivacyRecord:
         return read(checkpoint)
     except DamagedRecordError as problem:
         raise LedgerError(
-            f"The checkpoint {checkpoint.name!r} cannot be used, for what it says of its privacy cannot be read: "
-            f"{str(problem).removesuffix(RESTORE).strip()} Restore it from a backup, or move the checkpoint out of the output "
-            "folder and resume from another one; the run's own ledger counts its steps."
+            f"The checkpoint {checkpoint.name!r} cannot be used, for what it says of its privacy "
+            f"cannot be read: {str(problem).removesuffix(RESTORE).strip()} Restore it from a "
+            "backup, or move the checkpoint out of the output folder and resume from another one; "
+            "the run's own ledger counts its steps."
         ) from problem
 
 
@@ -88,7 +99,8 @@ def checkpoints(folder: Path) -> list[Path]:
 def read_run(path_or_dir: str | Path) -> PrivacyRecord:
     """Return what a run's ``privacy.json`` says, with all that its marks know to weaken it.
 
-    Raises: LedgerError when it cannot be read, or when a mark beside it is of another run or has steps that it lacks.
+    Raises: LedgerError when it cannot be read, or when a mark beside it is of another run or has
+        steps that it lacks.
     """
     record, path = read(path_or_dir), file_of(path_or_dir)
     if path.name != FILE_NAME:
@@ -100,21 +112,24 @@ def read_run(path_or_dir: str | Path) -> PrivacyRecord:
 
 
 def refuse_unknown_to(run: Mark, folder: Path, found: Iterable[Found]) -> None:
-    """Raise LedgerError when one of the marks ``found`` is of another run than ``run``, or has steps that it lacks.
+    """Raise LedgerError when one of the marks ``found`` is of another run than ``run``, or has
+    steps that it lacks.
 
-    (What weakens a claim is merged, not refused: it can be noted in a checkpoint before the run's own
-    record is written again.)
+    (What weakens a claim is merged, not refused: it can be noted in a checkpoint before the run's
+    own record is written again.)
     """
     for item in found:
         if item.mark.run_id != run.run_id:
             raise LedgerError(
-                f"{item.where} is of run {item.mark.run_id}, and {FILE_NAME} in {folder} of run {run.run_id}: one folder is "
-                "for one run. Move the files of one of the two to a folder of their own."
+                f"{item.where} is of run {item.mark.run_id}, and {FILE_NAME} in {folder} of run "
+                f"{run.run_id}: one folder is for one run. Move the files of one of the two to a "
+                "folder of their own."
             )
         if not run.ledger.extends(item.mark.ledger):
             raise LedgerError(
-                f"{FILE_NAME} in {folder} went back: it lacks what {_shown(item.where, folder)} knows of the same run, "
-                f"{run.lacks(item.mark)}. Steps that it lacks would not be counted. {rebuild_advice(folder)}"
+                f"{FILE_NAME} in {folder} went back: it lacks what {_shown(item.where, folder)} "
+                f"knows of the same run, {run.lacks(item.mark)}. Steps that it lacks would not be "
+                f"counted. {rebuild_advice(folder)}"
             )
 
 
@@ -126,9 +141,10 @@ def refuse_without_own_mark(run: Mark, folder: Path, found: Iterable[Found]) -> 
     marks = [item for item in found if not item.is_record]
     if len(run.ledger) and marks and not any(item.own for item in marks):
         raise LedgerError(
-            f"{folder} holds {FILE_NAME} and {_shown(marks[0].where, folder)} of run {run.run_id}, but not the run's own "
-            f"{RUN_MARK}: it is a copy of a checkpoint, or the mark was deleted. What ran after the copy was made would "
-            f"not be counted. Go on in the run's own output_dir. If this is it: {rebuild_advice(folder)}"
+            f"{folder} holds {FILE_NAME} and {_shown(marks[0].where, folder)} of run {run.run_id}, "
+            f"but not the run's own {RUN_MARK}: it is a copy of a checkpoint, or the mark was "
+            "deleted. What ran after the copy was made would not be counted. Go on in the run's "
+            f"own output_dir. If this is it: {rebuild_advice(folder)}"
         )
 
 

@@ -1,4 +1,5 @@
-"""Whether the private data is among what the base model was pretrained on: then epsilon says little about those rows."""
+"""Whether the private data is among what the base model was pretrained on: then epsilon says little
+about those rows."""
 
 from __future__ import annotations
 
@@ -17,16 +18,20 @@ _NOT_A_NAME = {"default", "private", "train"}
 
 
 def seen_in_pretraining(dataset: str | None, sources: Iterable[str]) -> list[str]:
-    """Those of ``sources`` that seem to name ``dataset``, a collection it is part of, or a data set with the same text.
+    """Those of ``sources`` that seem to name ``dataset``, a collection it is part of, or a data set
+    with the same text.
 
-    Compared are the last two components of each name, letters and digits only, by their beginnings: "nyu-mll/glue/sst2",
-    "SST-2 (train)" and "glue" are one. A needless warning costs less than a missing one.
+    Compared are the last two components of each name, letters and digits only, by their beginnings:
+    "nyu-mll/glue/sst2", "SST-2 (train)" and "glue" are one. A needless warning costs less than a
+    missing one.
     """
     wanted = _names(dataset or "")
     for task, same in _SAME_TEXT.items():
         if any(_alike(name, known) for name in wanted for known in (task, *same)):
             wanted |= {task, *same}
-    return [source for source in sources if any(_alike(a, b) for a in wanted for b in _names(source))]
+    return [
+        source for source in sources if any(_alike(a, b) for a in wanted for b in _names(source))
+    ]
 
 
 def _names(name: str) -> set[str]:

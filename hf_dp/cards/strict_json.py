@@ -13,7 +13,9 @@ def loads(text: str) -> Any:
     Raises: ValueError or RecursionError for incomplete JSON, a key that appears twice, and numbers
         that are not finite.
     """
-    return json.loads(text, parse_constant=_no_constant, parse_float=_finite, object_pairs_hook=_no_duplicates)
+    return json.loads(
+        text, parse_constant=_no_constant, parse_float=_finite, object_pairs_hook=_no_duplicates
+    )
 
 
 def _no_constant(name: str) -> NoReturn:

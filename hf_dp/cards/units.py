@@ -1,4 +1,5 @@
-"""What a run protects, and against which change: codes, ordered from the strongest claim to the weakest.
+"""What a run protects, and against which change: codes, ordered from the strongest claim to the
+weakest.
 
 A statement carries the codes; :mod:`hf_dp.cards.wording` puts them into words.
 """

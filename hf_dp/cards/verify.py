@@ -1,7 +1,7 @@
 """Does what a ``privacy.json`` states follow from the plan and the ledger in the same file?
 
-The file is not signed: whoever rewrites plan, ledger and statement together so that they agree is not found out. What is
-found is every statement that says more than its own evidence.
+The file is not signed: whoever rewrites plan, ledger and statement together so that they agree is
+not found out. What is found is every statement that says more than its own evidence.
 """
 
 from __future__ import annotations
@@ -19,15 +19,18 @@ from hf_dp.cards.weaknesses import NAMES
 from hf_dp.errors import InvalidArgumentError
 from hf_dp.plan import PrivacyPlan
 
-# Wording, which another version of hf_dp may have changed; numbers and kinds are compared whatever the version.
+# Wording, which another version of hf_dp may have changed; numbers and kinds are compared whatever
+# the version.
 _WORDING = ("status_reason", "accountant_note", "sampling", "mechanism", "covered", "not_covered")
 _BOUNDS = ("epsilon", "epsilons", "accountant")
 
 
 def disagreements(record: PrivacyRecord) -> list[str]:
-    """What of the statement does not follow from the rest of the file, in words; empty when all of it does.
+    """What of the statement does not follow from the rest of the file, in words; empty when all of
+    it does.
 
-    An epsilon may be larger than what is computed now (another version's bound may be looser), never smaller.
+    An epsilon may be larger than what is computed now (another version's bound may be looser),
+    never smaller.
 
     Raises: LedgerError when the statement cannot be read.
     """
@@ -35,7 +38,8 @@ def disagreements(record: PrivacyRecord) -> list[str]:
         return []
     facts = RunFacts.from_dict(record.statement["facts"])
     problems = [
-        f"{name} is {getattr(facts, name)!r} in the statement and {getattr(record.weaknesses, name)!r} in the plan"
+        f"{name} is {getattr(facts, name)!r} in the statement and "
+        f"{getattr(record.weaknesses, name)!r} in the plan"
         for name in NAMES
         if getattr(facts, name) != getattr(record.weaknesses, name)
     ]
@@ -47,11 +51,16 @@ def disagreements(record: PrivacyRecord) -> list[str]:
         if not _planned(entry, record.plan)
     ]
     now = PrivacyStatement.from_ledger(record.plan, record.ledger, facts).to_dict()
-    same_version = record.schema_version == SCHEMA_VERSION and facts.versions.get("hf_dp") == __version__
+    same_version = (
+        record.schema_version == SCHEMA_VERSION and facts.versions.get("hf_dp") == __version__
+    )
     for name, value in now.items():
         if name not in (*_BOUNDS, "facts") and (same_version or name not in _WORDING):
             if record.statement[name] != value:
-                problems.append(f"{name} is stated as {record.statement[name]!r}, and the ledger gives {value!r}")
+                problems.append(
+                    f"{name} is stated as {record.statement[name]!r}, and the ledger gives "
+                    f"{value!r}"
+                )
     return problems + _bounds(record.statement, now)
 
 
@@ -62,7 +71,11 @@ def _planned(entry: LedgerEntry, plan: PrivacyPlan) -> bool:
         return True  # what was named; nothing here can tell whether all was
     if entry.purpose == RELEASE:
         return entry.event in plan.releases_before()
-    return entry.purpose == TRAINING and plan.releases_each_step and entry.event == plan.event(entry.event.steps)
+    return (
+        entry.purpose == TRAINING
+        and plan.releases_each_step
+        and entry.event == plan.event(entry.event.steps)
+    )
 
 
 def _bounds(said: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
@@ -73,7 +86,10 @@ def _bounds(said: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     ]
     for row, again in zip(said["epsilons"], now["epsilons"], strict=False):
         name = again["accountant"]
-        rows += [(f"{what} by {name}", row[what], again[what]) for what in ("kind", "epsilon", "estimate")]
+        rows += [
+            (f"{what} by {name}", row[what], again[what])
+            for what in ("kind", "epsilon", "estimate")
+        ]
     return [
         f"{name} is stated as {stated!r}, and the ledger gives {found!r}"
         for name, stated, found in rows

@@ -31,12 +31,14 @@ class Flags:
     """What weakens the claim of one run.
 
     Args:
-        insecure_seed: whoever knows the seed can reproduce noise or sampling; such a run is not private.
+        insecure_seed: whoever knows the seed can reproduce noise or sampling; such a run is not
+            private.
         released: names of un-noised quantities that the user let out, for example "training_loss".
-        model_selection: a checkpoint was chosen by evaluation (load_best_model_at_end, early stopping).
+        model_selection: a checkpoint was chosen by evaluation (load_best_model_at_end, early
+            stopping).
         rows_are_chunks: each row is a chunk of a longer text, as the user declared.
-        evaluation_compared: every evaluation set was compared with the training rows. False: at least
-            one was not, since they have no column in common.
+        evaluation_compared: every evaluation set was compared with the training rows. False: at
+            least one was not, since they have no column in common.
 
     Raises: InvalidArgumentError for a value of another type.
     """
@@ -79,7 +81,8 @@ class Flags:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
-        """Read back what :meth:`to_dict` wrote. Raises: LedgerError for unknown, missing or bad fields."""
+        """Read back what :meth:`to_dict` wrote. Raises: LedgerError for unknown, missing or bad
+        fields."""
         try:
             return cls(**checked_fields(cls, values))
         except (InvalidArgumentError, TypeError, ValueError) as error:
@@ -132,7 +135,8 @@ class EarlierRun(Flags):
 
 @dataclass(frozen=True, kw_only=True)
 class Weaknesses(Flags):
-    """What weakens the claim of a run, and of the ``earlier`` runs on the same rows, each of them once."""
+    """What weakens the claim of a run, and of the ``earlier`` runs on the same rows, each of them
+    once."""
 
     earlier: tuple[EarlierRun, ...] = ()
 
@@ -149,7 +153,8 @@ class Weaknesses(Flags):
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
-        """Read back what :meth:`to_dict` wrote. Raises: LedgerError for unknown, missing or bad fields."""
+        """Read back what :meth:`to_dict` wrote. Raises: LedgerError for unknown, missing or bad
+        fields."""
         given = checked_fields(cls, values)
         if not isinstance(given["earlier"], list):
             raise LedgerError(f"{cls.__name__} cannot be read: expected `earlier` to be a list.")
@@ -174,11 +179,13 @@ def each_once(runs: Iterable[EarlierRun]) -> tuple[EarlierRun, ...]:
 
 
 def refuse_unnamed(ledger: Ledger, earlier: tuple[EarlierRun, ...]) -> None:
-    """Raise LedgerError when a ledger holds what earlier runs released, and names none of these runs."""
+    """Raise LedgerError when a ledger holds what earlier runs released, and names none of these
+    runs."""
     if ledger.steps(EARLIER) and not earlier:
         raise LedgerError(
-            f"The ledger counts {ledger.steps(EARLIER)} releases of earlier runs; expected `earlier` to name these runs, got "
-            "none: what they left unprotected is not known. (`hf_dp.trainer.from_arguments.earlier_claims` makes it.)"
+            f"The ledger counts {ledger.steps(EARLIER)} releases of earlier runs; expected "
+            "`earlier` to name these runs, got none: what they left unprotected is not known. "
+            "(`hf_dp.trainer.from_arguments.earlier_claims` makes it.)"
         )
 
 
@@ -192,7 +199,8 @@ def plain(value: Any) -> Any:
 
 
 def checked_fields(cls: type[Any], values: Any) -> dict[str, Any]:
-    """Return ``values`` as keyword arguments of a dataclass. Raises: LedgerError naming unknown and missing fields."""
+    """Return ``values`` as keyword arguments of a dataclass. Raises: LedgerError naming unknown and
+    missing fields."""
     known = [item.name for item in fields(cls)]
     given = dict(values) if isinstance(values, Mapping) else {}
     unknown, missing = sorted(set(given) - set(known)), sorted(set(known) - set(given))

@@ -39,7 +39,8 @@ def weights_files(folder: Path) -> list[Path]:
 
 
 def read_metadata(path: Path) -> dict[str, str]:
-    """Return the metadata of a safetensors file. Raises: LedgerError when its header cannot be read."""
+    """Return the metadata of a safetensors file. Raises: LedgerError when its header cannot be
+    read."""
     with _opened(path) as stream:
         return _Header.of(stream, path).metadata
 
@@ -49,8 +50,8 @@ def add_metadata(path: Path, added: Mapping[str, str]) -> None:
 
     Other metadata and the bytes of the tensors stay as they are, and at multiples of 8 bytes.
 
-    Raises: LedgerError when the header cannot be read; OSError when the disk refuses. The file is then
-        as it was.
+    Raises: LedgerError when the header cannot be read; OSError when the disk refuses. The file is
+        then as it was.
     """
     with _opened(path) as stream:
         header = _Header.of(stream, path)
@@ -98,6 +99,7 @@ def _opened(path: Path) -> BinaryIO:
 
 def _unreadable(path: Path, why: str) -> LedgerError:
     return LedgerError(
-        f"Expected {path} to be a safetensors file, whose metadata may say what was spent for it; it cannot be read ({why}). "
-        "Restore it. If a kill cut its saving short, delete it: no model could load it."
+        f"Expected {path} to be a safetensors file, whose metadata may say what was spent for it; "
+        f"it cannot be read ({why}). Restore it. If a kill cut its saving short, delete it: no "
+        "model could load it."
     )

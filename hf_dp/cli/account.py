@@ -1,4 +1,5 @@
-"""``hf-dp account epsilon|noise|steps|sample-rate|ledger|rebuild``: privacy accounting from numbers, or of a run's record."""
+"""``hf-dp account epsilon|noise|steps|sample-rate|ledger|rebuild``: privacy accounting from
+numbers, or of a run's record."""
 
 from __future__ import annotations
 
@@ -17,25 +18,35 @@ ACCOUNTANTS = ("pld", "rdp", "prv", "gdp_clt")
 RELATIONS = ("zero_out", "add_remove", "replace_one")
 
 NOTE = (
-    "Poisson sampling, Gaussian noise on the sum of clipped gradients. A bound holds; an estimate may be below the true "
-    "epsilon. Epsilon is rounded up."
+    "Poisson sampling, Gaussian noise on the sum of clipped gradients. A bound holds; an estimate "
+    "may be below the true epsilon. Epsilon is rounded up."
 )
 _SST2 = "example (SST-2, 1024 of 67349 examples a step, 3 epochs):\n  hf-dp account "
 _COMMON = "--steps 198 --delta 7.424e-6"
 # question -> (help, example)
 QUESTIONS = {
-    "epsilon": ("epsilon of a run", f"epsilon --noise-multiplier 0.8254 --sample-rate 0.0152044 {_COMMON}"),
-    "noise": ("smallest noise that meets a target", f"noise --target-epsilon 3 --sample-rate 0.0152044 {_COMMON}"),
+    "epsilon": (
+        "epsilon of a run",
+        f"epsilon --noise-multiplier 0.8254 --sample-rate 0.0152044 {_COMMON}",
+    ),
+    "noise": (
+        "smallest noise that meets a target",
+        f"noise --target-epsilon 3 --sample-rate 0.0152044 {_COMMON}",
+    ),
     "steps": (
         "most steps that stay inside a target",
-        "steps --target-epsilon 3 --noise-multiplier 0.8254 --sample-rate 0.0152044 --delta 7.424e-6",
+        "steps --target-epsilon 3 --noise-multiplier 0.8254 --sample-rate 0.0152044 --delta "
+        "7.424e-6",
     ),
     "sample-rate": (
         "largest sample rate that stays inside a target",
         f"sample-rate --target-epsilon 3 --noise-multiplier 0.8254 {_COMMON}",
     ),
     "ledger": ("recompute what a finished or interrupted run cost", "ledger outputs/demo"),
-    "rebuild": ("put a run's privacy.json right that an older copy replaced", "rebuild outputs/demo"),
+    "rebuild": (
+        "put a run's privacy.json right that an older copy replaced",
+        "rebuild outputs/demo",
+    ),
 }
 _OF_A_RUN = ("ledger", "rebuild")
 
@@ -43,7 +54,9 @@ _OF_A_RUN = ("ledger", "rebuild")
 def build_parser() -> argparse.ArgumentParser:
     """The parser of all questions."""
     parser = argparse.ArgumentParser("hf-dp account", description=NOTE, allow_abbrev=False)
-    commands = parser.add_subparsers(dest="question", required=True, metavar="{" + ",".join(QUESTIONS) + "}")
+    commands = parser.add_subparsers(
+        dest="question", required=True, metavar="{" + ",".join(QUESTIONS) + "}"
+    )
     for question, (text, example) in QUESTIONS.items():
         add = commands.add_parser(
             question,
@@ -55,14 +68,24 @@ def build_parser() -> argparse.ArgumentParser:
         ).add_argument
         _numbers(question, add)
         if question in ("epsilon", "ledger"):
-            add("--cross-check", action="store_true", help="every accountant with its kind, side by side")
+            add(
+                "--cross-check",
+                action="store_true",
+                help="every accountant with its kind, side by side",
+            )
         default = "the run's own" if question in _OF_A_RUN else "pld"
         bounds = "" if question in ("epsilon", *_OF_A_RUN) else "; a bound: pld, rdp or prv"
         add("--accountant", choices=ACCOUNTANTS, help=f"which one (default: {default}{bounds})")
         if question == "epsilon":
-            help_text = "what a neighboring data set is (default: zero_out; replace_one only with pld)"
+            help_text = (
+                "what a neighboring data set is (default: zero_out; replace_one only with pld)"
+            )
             add("--relation", choices=RELATIONS, default="zero_out", help=help_text)
-        add("--json", action="store_true", help='one JSON object on stdout; an infinite epsilon is "inf"')
+        add(
+            "--json",
+            action="store_true",
+            help='one JSON object on stdout; an infinite epsilon is "inf"',
+        )
     return parser
 
 
@@ -71,28 +94,43 @@ def _numbers(question: str, add: Callable[..., Any]) -> None:
         add("path", metavar="PATH", help="a privacy.json, or the folder that holds it")
         return
     if question == "rebuild":
-        add("folder", metavar="DIR", help="the run's output folder (no process may be training in it)")
+        add(
+            "folder",
+            metavar="DIR",
+            help="the run's output folder (no process may be training in it)",
+        )
         return
     options: dict[str, dict[str, Any]] = {
         "--noise-multiplier": {
-            "type": float, "metavar": "SIGMA", "help": "noise standard deviation / clipping norm",
+            "type": float,
+            "metavar": "SIGMA",
+            "help": "noise standard deviation / clipping norm",
         },
         "--sample-rate": {
-            "type": float, "metavar": "Q",
-            "help": "probability that an example joins a step = expected batch size / number of examples",
+            "type": float,
+            "metavar": "Q",
+            "help": "probability that an example joins a step = expected batch size / number of "
+            "examples",
         },
         "--steps": {"type": int, "metavar": "T", "help": "number of optimizer steps"},
-        "--target-epsilon": {"type": float, "metavar": "EPSILON", "help": "epsilon to stay within, > 0"},
+        "--target-epsilon": {
+            "type": float,
+            "metavar": "EPSILON",
+            "help": "epsilon to stay within, > 0",
+        },
         "--delta": {"type": float, "help": "delta, for example 1 / (2 x number of examples)"},
-    }  # fmt: skip
-    asked = {"epsilon": "--target-epsilon", "noise": "--noise-multiplier"}.get(question, f"--{question}")
+    }
+    asked = {"epsilon": "--target-epsilon", "noise": "--noise-multiplier"}.get(
+        question, f"--{question}"
+    )
     for name, settings in options.items():
         if name != asked:
             add(name, required=True, **settings)
 
 
 def main(argv: Sequence[str]) -> int:
-    """Answers one question on stdout; exit code 2 (and a line on stderr) for what cannot be answered."""
+    """Answers one question on stdout; exit code 2 (and a line on stderr) for what cannot be
+    answered."""
     args = build_parser().parse_args(hyphenated(argv))
     if args.question == "epsilon":
         return _epsilon(args)
@@ -122,14 +160,18 @@ def _calibrated(args: argparse.Namespace) -> int:
 
     name = args.accountant or "pld"
     given = {"target_epsilon": args.target_epsilon, "target_delta": args.delta, "accountant": name}
-    parts: dict[str, Any] = {key: getattr(args, key, None) for key in ("noise_multiplier", "sample_rate", "steps")}
+    parts: dict[str, Any] = {
+        key: getattr(args, key, None) for key in ("noise_multiplier", "sample_rate", "steps")
+    }
     solve: dict[str, tuple[str, Callable[..., float]]] = {
         "noise": ("noise_multiplier", accounting.calibrate_noise_multiplier),
         "steps": ("steps", accounting.calibrate_steps),
         "sample-rate": ("sample_rate", accounting.calibrate_sample_rate),
     }
     unknown, calibrate = solve[args.question]
-    parts[unknown] = calibrate(**given, **{key: value for key, value in parts.items() if key != unknown})
+    parts[unknown] = calibrate(
+        **given, **{key: value for key, value in parts.items() if key != unknown}
+    )
     event = accounting.PoissonSampledGaussian(**parts)
     heading = f"{unknown.replace('_', ' ')} {parts[unknown]!r}"
     if unknown != "noise_multiplier":
@@ -150,8 +192,12 @@ def _ledger(args: argparse.Namespace) -> int:
     said = None if record.statement is None else record.statement["epsilon"]
     rows = record.ledger.to_list()
     found = {
-        "status": record.status, "verdict": verdict, "ledger": rows, "delta": record.plan.delta, "stated_epsilon": said,
-    }  # fmt: skip
+        "status": record.status,
+        "verdict": verdict,
+        "ledger": rows,
+        "delta": record.plan.delta,
+        "stated_epsilon": said,
+    }
     lines = [f"run {record.run_id}, status: {record.status}", *map(_event_line, rows)]
     return _print(args, found, answers, "\n".join([*lines, f"stated epsilon: {said}; {verdict}"]))
 
@@ -162,20 +208,34 @@ def _rebuild(args: argparse.Namespace) -> int:
 
     done = rebuild(Path(args.folder))
     record, added = done.record, done.added.to_list()
-    answers = compare(record.ledger.events, record.plan.delta, (args.accountant or record.plan.accountant,))
+    answers = compare(
+        record.ledger.events, record.plan.delta, (args.accountant or record.plan.accountant,)
+    )
     found = {
-        "run_id": record.run_id, "status": record.status, "changed": done.changed, "added": added,
-        "ledger": record.ledger.to_list(), "had_mark": done.had_mark, "delta": record.plan.delta,
+        "run_id": record.run_id,
+        "status": record.status,
+        "changed": done.changed,
+        "added": added,
+        "ledger": record.ledger.to_list(),
+        "had_mark": done.had_mark,
+        "delta": record.plan.delta,
         "set_aside": None if done.set_aside is None else done.set_aside.name,
-    }  # fmt: skip
+    }
     what = "written anew" if done.changed else "nothing was missing, left as it is"
     lines = [f"run {record.run_id}, status: {record.status}; privacy.json: {what}"]
     if done.set_aside is not None:
         lines.append(f"the file that could not be read is now {done.set_aside.name}")
     if done.changed:
-        lines += ["added:", *map(_event_line, added)] if added else ["added: no releases, only what weakens the claim"]
+        lines += (
+            ["added:", *map(_event_line, added)]
+            if added
+            else ["added: no releases, only what weakens the claim"]
+        )
     if not done.had_mark:
-        lines.append("the run's own mark was missing: nothing shows whether steps are lost that no file here knows")
+        lines.append(
+            "the run's own mark was missing: nothing shows whether steps are lost that no file "
+            "here knows"
+        )
     return _print(args, found, answers, "\n".join(lines))
 
 
@@ -187,21 +247,30 @@ def _verdict(record: Any) -> str:
         return "the run has not ended, so nothing is stated yet"
     if problems := disagreements(record):
         raise LedgerError(
-            f"The statement does not follow from the file's own plan and ledger: {'; '.join(problems)}. It was edited, or "
-            "computed by another version of hf_dp. Do not rely on it."
+            "The statement does not follow from the file's own plan and ledger: "
+            f"{'; '.join(problems)}. It was edited, or computed by another version of hf_dp. Do "
+            "not rely on it."
         )
     return "consistent: it follows from the plan and the ledger in this file, which is not signed"
 
 
 def _event_line(row: dict[str, Any]) -> str:
-    fields = ", ".join(f"{key} {value}" for key, value in row.items() if key not in ("type", "purpose"))
+    fields = ", ".join(
+        f"{key} {value}" for key, value in row.items() if key not in ("type", "purpose")
+    )
     return f"  {row['purpose']}: {row['type']}({fields})"
 
 
-def _print(args: argparse.Namespace, found: dict[str, Any], answers: Iterable[Any], heading: str) -> int:
+def _print(
+    args: argparse.Namespace, found: dict[str, Any], answers: Iterable[Any], heading: str
+) -> int:
     answers = list(answers)
     if args.json:
-        print(json.dumps({**found, "results": [json_row(answer) for answer in answers]}, allow_nan=False))
+        print(
+            json.dumps(
+                {**found, "results": [json_row(answer) for answer in answers]}, allow_nan=False
+            )
+        )
     else:
         print("\n".join(filter(None, [heading, table(answers, found["delta"])])))
     return 0

@@ -1,4 +1,5 @@
-"""Accountants' answers as JSON rows and as a table; epsilon rounded up, as everywhere it is printed."""
+"""Accountants' answers as JSON rows and as a table; epsilon rounded up, as everywhere it is
+printed."""
 
 from __future__ import annotations
 
@@ -10,7 +11,12 @@ from typing import Any
 def json_row(answer: Any) -> dict[str, Any]:
     """A :class:`hf_dp.accounting.comparison.Answer`; an infinite epsilon is the string "inf"."""
     if answer.epsilon is None:
-        return {"accountant": answer.accountant, "kind": None, "epsilon": None, "error": answer.note}
+        return {
+            "accountant": answer.accountant,
+            "kind": None,
+            "epsilon": None,
+            "error": answer.note,
+        }
     value = answer.epsilon.rounded_up(3)
     row = {
         "accountant": answer.accountant,

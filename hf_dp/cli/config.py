@@ -1,4 +1,5 @@
-"""Flat YAML and command line into dataclasses: the command line wins, an unknown key is an error."""
+"""Flat YAML and command line into dataclasses: the command line wins, an unknown key is an
+error."""
 
 from __future__ import annotations
 
@@ -26,7 +27,9 @@ def split_config(argv: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
         if word == "--config":
             path = next(waiting, None)
             if path is None:
-                raise ConfigError("--config needs a file, for example --config recipes/demo/minilm_dp_adam.yaml")
+                raise ConfigError(
+                    "--config needs a file, for example --config recipes/demo/minilm_dp_adam.yaml"
+                )
         elif word.startswith("--config="):
             path = word.removeprefix("--config=")
         else:
@@ -39,9 +42,13 @@ def read_yaml(path: str) -> dict[str, Any]:
     try:
         values = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
     except OSError as problem:
-        raise ConfigError(f"The configuration file {path!r} cannot be read: {problem.strerror}.") from problem
+        raise ConfigError(
+            f"The configuration file {path!r} cannot be read: {problem.strerror}."
+        ) from problem
     except yaml.YAMLError as problem:
-        raise ConfigError(f"The configuration file {path!r} is not valid YAML: {problem}") from problem
+        raise ConfigError(
+            f"The configuration file {path!r} is not valid YAML: {problem}"
+        ) from problem
     if not isinstance(values, dict) or not all(isinstance(key, str) for key in values):
         raise ConfigError(f"The configuration file {path!r} must be a mapping of names to values.")
     return values
@@ -57,11 +64,17 @@ def parse(
 ) -> tuple[Any, ...]:
     """Instances of the dataclasses, from YAML ``values`` overridden by command-line ``words``.
 
-    Raises: ConfigError naming every unknown key, with the nearest known one. (argparse reports a wrong word and exits.)
+    Raises: ConfigError naming every unknown key, with the nearest known one. (argparse reports a
+        wrong word and exits.)
     """
     from transformers import HfArgumentParser
 
-    known = {field.name: field for cls in dataclass_types for field in dataclasses.fields(cls) if field.init}
+    known = {
+        field.name: field
+        for cls in dataclass_types
+        for field in dataclasses.fields(cls)
+        if field.init
+    }
     check_keys(values, {*known, *extra})
     parser = HfArgumentParser(list(dataclass_types), prog=prog, allow_abbrev=False)  # type: ignore[arg-type]
     defaults = {name: value for name, value in values.items() if name in known}
@@ -84,18 +97,23 @@ def parse(
     except ValueError as problem:
         if isinstance(problem, HfDpError):
             raise
-        raise ConfigError(f"{str(problem).splitlines()[0]} See `hf-dp train --help-all` for all keys.") from problem
+        raise ConfigError(
+            f"{str(problem).splitlines()[0]} See `hf-dp train --help-all` for all keys."
+        ) from problem
 
 
 _BLOCKS = ("infilling",)  # text, or a block of their own
 
 
 def check_kind(name: str, value: Any, kind: Any) -> None:
-    """Raise ConfigError for a YAML value of another kind than the annotation ``kind`` says: text, numbers, lists of them."""
+    """Raise ConfigError for a YAML value of another kind than the annotation ``kind`` says: text,
+    numbers, lists of them."""
     kinds = typing.get_args(kind) if isinstance(kind, types.UnionType) else (kind,)
     if (isinstance(value, dict) and name in _BLOCKS) or any(_is_of(value, each) for each in kinds):
         return
-    words = " or ".join(str(getattr(each, "__name__", each)) for each in kinds if each is not type(None))
+    words = " or ".join(
+        str(getattr(each, "__name__", each)) for each in kinds if each is not type(None)
+    )
     expected = str(kinds[0]) if typing.get_origin(kinds[0]) is list else words
     raise ConfigError(f"Expected `{name}` to be {expected.replace('str', 'text')}, got {value!r}.")
 
@@ -123,7 +141,8 @@ def check_keys(values: dict[str, Any], known: set[str]) -> None:
             problems.append(f"`{key}`" + (f" (did you mean `{near[0]}`?)" if near else ""))
     if problems:
         raise ConfigError(
-            f"Unknown configuration key {', '.join(problems)}. See `hf-dp train --help-all` for all keys."
+            f"Unknown configuration key {', '.join(problems)}. See `hf-dp train --help-all` for "
+            "all keys."
         )
 
 
@@ -135,18 +154,25 @@ def peft_config(values: dict[str, Any] | None) -> Any:
     if not values:
         return None
     if not isinstance(values, dict):
-        raise ConfigError(f"Expected `peft` to be a block like {{peft_type: lora, r: 8}}, got {values!r}.")
+        raise ConfigError(
+            f"Expected `peft` to be a block like {{peft_type: lora, r: 8}}, got {values!r}."
+        )
     from peft import PEFT_TYPE_TO_CONFIG_MAPPING
 
     import hf_dp.tuners.methods  # noqa: F401 - registers ours
 
-    methods = {str(getattr(kind, "value", kind)).lower(): cls for kind, cls in PEFT_TYPE_TO_CONFIG_MAPPING.items()}
+    methods = {
+        str(getattr(kind, "value", kind)).lower(): cls
+        for kind, cls in PEFT_TYPE_TO_CONFIG_MAPPING.items()
+    }
     options = dict(values)
     method = str(options.pop("peft_type", "")).lower()
     if method not in methods:
         near = difflib.get_close_matches(method, methods, n=1)
         hint = f" Did you mean {near[0]!r}?" if near else ""
-        raise ConfigError(f"Expected `peft.peft_type` to be one of {sorted(methods)}, got {method!r}.{hint}")
+        raise ConfigError(
+            f"Expected `peft.peft_type` to be one of {sorted(methods)}, got {method!r}.{hint}"
+        )
     fields = {field.name for field in dataclasses.fields(methods[method]) if field.init}
     check_keys(options, fields)
     try:

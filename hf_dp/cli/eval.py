@@ -1,4 +1,5 @@
-"""``hf-dp eval``: a classifier on evaluation rows, or what its base knows before any training (``--zero-shot``)."""
+"""``hf-dp eval``: a classifier on evaluation rows, or what its base knows before any training
+(``--zero-shot``)."""
 
 from __future__ import annotations
 
@@ -36,7 +37,9 @@ _TIMINGS = ("_runtime", "_per_second", "_preparation_time", "_loss")
 class EvalArguments:
     """How the evaluation runs."""
 
-    trained: str | None = field(default=None, metadata={"help": "What to evaluate: a folder or Hub name."})
+    trained: str | None = field(
+        default=None, metadata={"help": "What to evaluate: a folder or Hub name."}
+    )
     per_device_eval_batch_size: int = field(default=8, metadata={"help": "Rows at a time."})
     use_cpu: bool = field(default=False, metadata={"help": "Leave a GPU alone."})
 
@@ -53,8 +56,11 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def evaluate(values: dict[str, Any], words: Sequence[str], *, zero_shot: bool) -> tuple[dict[str, float], list[str]]:
-    """Metrics by Trainer's names, and as lines to read, for a configuration and command-line words."""
+def evaluate(
+    values: dict[str, Any], words: Sequence[str], *, zero_shot: bool
+) -> tuple[dict[str, float], list[str]]:
+    """Metrics by Trainer's names, and as lines to read, for a configuration and command-line
+    words."""
     import dataclasses
 
     from transformers import Trainer, TrainingArguments
@@ -74,7 +80,8 @@ def evaluate(values: dict[str, Any], words: Sequence[str], *, zero_shot: bool) -
     model_args, data_args, args = parse(kinds, known, words, prog="hf-dp eval")
     if zero_shot and model_args.infilling is None:
         raise ConfigError(
-            "--zero-shot needs `infilling`: a new classification head knows nothing before it is trained."
+            "--zero-shot needs `infilling`: a new classification head knows nothing before it is "
+            "trained."
         )
     integer("per_device_eval_batch_size", args.per_device_eval_batch_size, 1)
     sets = load_evaluation(data_args)
@@ -84,23 +91,38 @@ def evaluate(values: dict[str, Any], words: Sequence[str], *, zero_shot: bool) -
     else:
         path = args.trained or values.get("output_dir") or model_args.model_name_or_path
         model, tokenizer = load_trained(path, model_args, data_args, names, values.get("seed", 42))
-    columns = (tokenizer, data_args.text_columns, data_args.label_column, names, data_args.max_length)
+    columns = (
+        tokenizer,
+        data_args.text_columns,
+        data_args.label_column,
+        names,
+        data_args.max_length,
+    )
     trainer = Trainer(
         model,
         TrainingArguments(
-            per_device_eval_batch_size=args.per_device_eval_batch_size, use_cpu=args.use_cpu, report_to="none"
+            per_device_eval_batch_size=args.per_device_eval_batch_size,
+            use_cpu=args.use_cpu,
+            report_to="none",
         ),
         eval_dataset=encode_all(sets, columns),
         processing_class=tokenizer,
         compute_metrics=metrics(data_args.metrics, len(names)),
     )
     found = trainer.evaluate()
-    kept = {name: value for name, value in found.items() if name != "epoch" and not name.endswith(_TIMINGS)}
+    kept = {
+        name: value
+        for name, value in found.items()
+        if name != "epoch" and not name.endswith(_TIMINGS)
+    }
     return kept, metric_lines(found, trainer.eval_dataset)
 
 
-def load_trained(path: str, model_args: Any, data_args: Any, names: Sequence[str], seed: int = 42) -> tuple[Any, Any]:
-    """(model, tokenizer) of what ``hf-dp train`` wrote; an adapter on the base that the configuration names.
+def load_trained(
+    path: str, model_args: Any, data_args: Any, names: Sequence[str], seed: int = 42
+) -> tuple[Any, Any]:
+    """(model, tokenizer) of what ``hf-dp train`` wrote; an adapter on the base that the
+    configuration names.
 
     Args: seed: with which it was trained; TrainingArguments' default.
 
@@ -123,10 +145,12 @@ def load_trained(path: str, model_args: Any, data_args: Any, names: Sequence[str
         model = AutoModelForSequenceClassification.from_pretrained(folder)
     except (OSError, ValueError, RuntimeError) as problem:
         raise ConfigError(
-            f"The classifier {path!r} could not be loaded: {str(problem).splitlines()[0]} Train it first (hf-dp train), or "
-            "give its folder or Hub name: --trained NAME."
+            f"The classifier {path!r} could not be loaded: {str(problem).splitlines()[0]} Train it "
+            "first (hf-dp train), or give its folder or Hub name: --trained NAME."
         ) from problem
     known = [model.config.id2label[index] for index in range(model.config.num_labels)]
     if known != list(names):
-        raise ConfigError(f"The classifier {path!r} has the classes {known}, and the data {list(names)}.")
+        raise ConfigError(
+            f"The classifier {path!r} has the classes {known}, and the data {list(names)}."
+        )
     return model, tokenizer

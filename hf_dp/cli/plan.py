@@ -38,31 +38,60 @@ _KEYS = {
     "accountant": "accountant",
     "clipping": "clipping",
 }
-_SWEPT = {"num_examples": int, "batch_size": int, "epochs": float, "steps": int, "target_epsilon": float,
-          "noise_multiplier": float, "delta": float, "clipping_norm": float}  # fmt: skip
+_SWEPT = {
+    "num_examples": int,
+    "batch_size": int,
+    "epochs": float,
+    "steps": int,
+    "target_epsilon": float,
+    "noise_multiplier": float,
+    "delta": float,
+    "clipping_norm": float,
+}
 
 
 def build_parser() -> argparse.ArgumentParser:
     """The parser."""
     parser = argparse.ArgumentParser(
         "hf-dp plan",
-        description="What a private run will cost: noise, epsilon, signal beside noise, time. Nothing is run.",
+        description="What a private run will cost: noise, epsilon, signal beside noise, time. "
+        "Nothing is run.",
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
     add = parser.add_argument
     add("--config", metavar="FILE", help="a recipe; options given here replace its values")
-    add("--num-examples", type=int, metavar="N", help="rows of the training set (default: those of the recipe's data)")
+    add(
+        "--num-examples",
+        type=int,
+        metavar="N",
+        help="rows of the training set (default: those of the recipe's data)",
+    )
     add("--batch-size", type=int, metavar="B", help="expected logical batch; sample rate = B / N")
-    add("--max-batch-size", type=int, metavar="B", help="most examples of a draw that a step uses (default: no limit)")
+    add(
+        "--max-batch-size",
+        type=int,
+        metavar="B",
+        help="most examples of a draw that a step uses (default: no limit)",
+    )
     add("--epochs", type=float, metavar="E", help="steps = E N / B, rounded up (default: 3)")
     add("--steps", type=int, metavar="T", help="number of optimizer steps, instead of epochs")
     add("--target-epsilon", type=float, metavar="EPSILON", help="calibrate the noise to it")
-    add("--noise-multiplier", type=float, metavar="SIGMA", help="noise standard deviation / clipping norm, instead")
+    add(
+        "--noise-multiplier",
+        type=float,
+        metavar="SIGMA",
+        help="noise standard deviation / clipping norm, instead",
+    )
     add("--delta", type=float, help="default: 1 / (2 N)")
     add("--accountant", choices=ACCOUNTANTS, help="whose epsilon counts (default: pld)")
-    add("--clipping-norm", type=float, metavar="C", help="largest L2 norm of one example's gradient (default: 0.1)")
+    add(
+        "--clipping-norm",
+        type=float,
+        metavar="C",
+        help="largest L2 norm of one example's gradient (default: 0.1)",
+    )
     add("--cross-check", action="store_true", help="epsilon by every accountant, with its kind")
     add(
         "--gradient-norm",
@@ -70,15 +99,34 @@ def build_parser() -> argparse.ArgumentParser:
         metavar="G",
         help="norm of the mean clipped gradient, for the signal beside noise",
     )
-    add("--parameters", type=int, metavar="P", help="trainable parameters, for memory and the signal beside noise")
-    add("--throughput", type=float, metavar="X", help="examples per second (hf-dp bench throughput), for the time")
+    add(
+        "--parameters",
+        type=int,
+        metavar="P",
+        help="trainable parameters, for memory and the signal beside noise",
+    )
+    add(
+        "--throughput",
+        type=float,
+        metavar="X",
+        help="examples per second (hf-dp bench throughput), for the time",
+    )
     add(
         "--sweep",
         metavar="KEY=VALUES",
         help="a table over one option: batch_size=64..4096 (doubling) or epochs=1,3,10",
     )
-    add("--transfer-to", type=int, metavar="N", help="settings with the same sample rate and steps for N examples")
-    add("--plot", metavar="PATH", help="effective noise, noise and epsilon as a PNG, PDF or SVG (takes a minute)")
+    add(
+        "--transfer-to",
+        type=int,
+        metavar="N",
+        help="settings with the same sample rate and steps for N examples",
+    )
+    add(
+        "--plot",
+        metavar="PATH",
+        help="effective noise, noise and epsilon as a PNG, PDF or SVG (takes a minute)",
+    )
     add("--json", action="store_true", help="one JSON object on stdout")
     return parser
 
@@ -89,8 +137,15 @@ def main(argv: Sequence[str]) -> int:
     args = parser.parse_args(hyphenated(argv))
     recipe, _ = split_config([] if args.config is None else ["--config", args.config])
     if recipe.get("privacy_mode", "dp_sgd") != "dp_sgd":
-        why = "its rows are released, not sums" if recipe["privacy_mode"] == "dp_fp" else "it spends no privacy"
-        raise ConfigError(f"The recipe's privacy_mode is {recipe['privacy_mode']!r}: {why}. hf-dp plan plans dp_sgd.")
+        why = (
+            "its rows are released, not sums"
+            if recipe["privacy_mode"] == "dp_fp"
+            else "it spends no privacy"
+        )
+        raise ConfigError(
+            f"The recipe's privacy_mode is {recipe['privacy_mode']!r}: {why}. hf-dp plan plans "
+            "dp_sgd."
+        )
     if args.plot is not None:
         from hf_dp._plotting import require_matplotlib
 
@@ -109,9 +164,14 @@ def main(argv: Sequence[str]) -> int:
 
         if found.plan.max_batch_size is not None:
             raise ConfigError(
-                "A largest draw (--max-batch-size) does not carry over to other data. Transfer without it."
+                "A largest draw (--max-batch-size) does not carry over to other data. Transfer "
+                "without it."
             )
-        to = transfer(sample_rate=found.plan.sample_rate, steps=found.plan.steps, num_examples=args.transfer_to)
+        to = transfer(
+            sample_rate=found.plan.sample_rate,
+            steps=found.plan.steps,
+            num_examples=args.transfer_to,
+        )
     if args.json:
         transferred = None if to is None else dataclasses.asdict(to)
         print(json.dumps({**_json(found), "transfer": transferred}, allow_nan=False))
@@ -130,7 +190,9 @@ def _settings(args: argparse.Namespace, recipe: dict[str, Any]) -> dict[str, Any
     settings: dict[str, Any] = {option: _number(recipe.get(key)) for option, key in _KEYS.items()}
     given = {option: getattr(args, option, None) for option in _KEYS}
     for one, other in (("epochs", "steps"), ("target_epsilon", "noise_multiplier")):
-        if given[one] is not None or given[other] is not None:  # one of a pair replaces the recipe's other
+        if (
+            given[one] is not None or given[other] is not None
+        ):  # one of a pair replaces the recipe's other
             settings[one] = settings[other] = None
     settings |= {option: value for option, value in given.items() if value is not None}
     if recipe.get("max_steps") == -1 and args.steps is None:
@@ -163,7 +225,8 @@ def _rows(recipe: dict[str, Any]) -> int:
 
         return len(load_file(recipe["train_file"]))
     raise ConfigError(
-        "The recipe's training rows are not at hand, so their number is not known. Give --num-examples N."
+        "The recipe's training rows are not at hand, so their number is not known. Give "
+        "--num-examples N."
     )
 
 
@@ -171,7 +234,9 @@ def _plan(settings: dict[str, Any]) -> Any:
     from hf_dp.plan import PrivacyPlan
 
     if settings["num_examples"] is None:
-        raise ConfigError("Expected --num-examples N, the rows of the training set (or --config with data).")
+        raise ConfigError(
+            "Expected --num-examples N, the rows of the training set (or --config with data)."
+        )
     epochs, steps = settings["epochs"], settings["steps"]
     clipping_norm = 0.1 if settings["clipping_norm"] is None else settings["clipping_norm"]
     adapter = peft_config(settings["peft"])
@@ -187,7 +252,9 @@ def _plan(settings: dict[str, Any]) -> Any:
         target_delta=settings["delta"],
         accountant=settings["accountant"] or "pld",
         clipping=settings["clipping"] or "flat",
-        selection=adapter.selection_plan(clipping_norm) if hasattr(adapter, "selection_plan") else None,
+        selection=adapter.selection_plan(clipping_norm)
+        if hasattr(adapter, "selection_plan")
+        else None,
     )
 
 
@@ -225,13 +292,24 @@ def _sweep(args: argparse.Namespace, settings: dict[str, Any]) -> int:
     lines = [[*header, "signal/noise"] if with_signal else header]
     for value, row in zip(values, rows, strict=True):
         plan = row.plan
-        cells = [f"{value:g}", f"{plan.sample_rate:.6g}", str(plan.steps), f"{plan.noise_multiplier:.6g}",
-                 f"{row.effective_noise_multiplier:.5g}", *(_cell(answer) for answer in row.answers)]  # fmt: skip
-        lines.append([*cells, f"{row.signal_to_noise:.3g}"] if row.signal_to_noise is not None else cells)
+        cells = [
+            f"{value:g}",
+            f"{plan.sample_rate:.6g}",
+            str(plan.steps),
+            f"{plan.noise_multiplier:.6g}",
+            f"{row.effective_noise_multiplier:.5g}",
+            *(_cell(answer) for answer in row.answers),
+        ]
+        lines.append(
+            [*cells, f"{row.signal_to_noise:.3g}"] if row.signal_to_noise is not None else cells
+        )
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     for line in lines:
         print("  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)))
-    print(f"noise: noise multiplier; effective: noise multiplier / sample rate; epsilon by {', '.join(names)}")
+    print(
+        "noise: noise multiplier; effective: noise multiplier / sample rate; epsilon by "
+        f"{', '.join(names)}"
+    )
     return 0
 
 
@@ -254,24 +332,33 @@ def _json(found: Forecast) -> dict[str, Any]:
 
 def _text(found: Forecast) -> str:
     plan = found.plan
-    capped = "" if plan.max_batch_size is None else f", of which at most {plan.max_batch_size} are used"
+    capped = (
+        "" if plan.max_batch_size is None else f", of which at most {plan.max_batch_size} are used"
+    )
     lines = [
         f"{plan.num_examples:,} examples, {plan.expected_batch_size:g} expected in a step{capped}: "
         f"sample rate {plan.sample_rate:.6g}",
         f"{plan.steps:,} steps, {found.epochs:.4g} epochs, {found.examples:,.0f} examples in all",
-        f"noise multiplier {plan.noise_multiplier:.6g}, effective {found.effective_noise_multiplier:.5g} (/ sample rate)",
+        f"noise multiplier {plan.noise_multiplier:.6g}, effective "
+        f"{found.effective_noise_multiplier:.5g} (/ sample rate)",
     ]
     if plan.selection is not None:
         lines.insert(
             2,
-            f"before them at most {plan.selection.iterations} releases to choose what trains, sample rate "
-            f"{plan.selection.sample_rate:g}, noise multiplier {plan.selection.noise_multiplier:.6g}",
+            f"before them at most {plan.selection.iterations} releases to choose what trains, "
+            f"sample rate {plan.selection.sample_rate:g}, noise multiplier "
+            f"{plan.selection.noise_multiplier:.6g}",
         )
     if found.signal_to_noise is not None:
         lines.append(f"signal / noise of a step {found.signal_to_noise:.4g}")
     if found.seconds is not None:
-        lines.append(f"{found.seconds / 3600:.2f} hours at that throughput, without start, evaluation and saving")
+        lines.append(
+            f"{found.seconds / 3600:.2f} hours at that throughput, without start, evaluation and "
+            "saving"
+        )
     if found.state_bytes is not None:
         size = f"{found.state_bytes / 2**30:.2f} GiB"
-        lines.append(f"{size} for weights, gradient sums and Adam's moments in float32; activations on top")
+        lines.append(
+            f"{size} for weights, gradient sums and Adam's moments in float32; activations on top"
+        )
     return "\n".join([*lines, "", table(found.answers, plan.delta)])

@@ -1,4 +1,5 @@
-"""``hf-dp sweep``: a grid of runs over settings and seeds, resumable, as a table; and what all of them cost together."""
+"""``hf-dp sweep``: a grid of runs over settings and seeds, resumable, as a table; and what all of
+them cost together."""
 
 from __future__ import annotations
 
@@ -42,7 +43,8 @@ class Cell:
 
     @property
     def attempts(self) -> list[Path]:
-        """The output folders of all attempts, the interrupted ones too: what they have spent counts."""
+        """The output folders of all attempts, the interrupted ones too: what they have spent
+        counts."""
         return sorted(self.folder.glob("run*"), key=lambda path: int(path.name.removeprefix("run")))
 
     @property
@@ -74,11 +76,32 @@ def build_parser() -> argparse.ArgumentParser:
         metavar="KEY=A,B",
         help="values of a key (peft.r: in a block), as YAML; all combinations are run",
     )
-    add("--set", nargs="+", default=[], metavar="KEY=VALUE", help="keys that are the same in all runs")
-    add("--seeds", nargs="+", type=int, default=[0], metavar="SEED", help="seeds of initialization (default: 0)")
+    add(
+        "--set",
+        nargs="+",
+        default=[],
+        metavar="KEY=VALUE",
+        help="keys that are the same in all runs",
+    )
+    add(
+        "--seeds",
+        nargs="+",
+        type=int,
+        default=[0],
+        metavar="SEED",
+        help="seeds of initialization (default: 0)",
+    )
     add("--output-dir", required=True, metavar="FOLDER", help="a folder for each run below it")
-    add("--zero-shot", action="store_true", help="also what each base knows untrained, with its template and words")
-    add("--plot", metavar="PATH", help="a PNG, PDF or SVG: bars; with --zero-shot trained over untrained accuracy")
+    add(
+        "--zero-shot",
+        action="store_true",
+        help="also what each base knows untrained, with its template and words",
+    )
+    add(
+        "--plot",
+        metavar="PATH",
+        help="a PNG, PDF or SVG: bars; with --zero-shot trained over untrained accuracy",
+    )
     add("--dry-run", action="store_true", help="print the runs and stop")
     return parser
 
@@ -92,12 +115,18 @@ def main(argv: Sequence[str]) -> int:
         require_matplotlib(args.plot)
     recipe = with_settings(read_yaml(args.config), dict(_setting(word) for word in args.set))
     if Path(args.output_dir).is_file():
-        raise ConfigError(f"Expected `--output-dir` to be a folder, and {args.output_dir!r} is a file.")
+        raise ConfigError(
+            f"Expected `--output-dir` to be a folder, and {args.output_dir!r} is a file."
+        )
     cells = list(grid(args.grid, args.seeds, Path(args.output_dir)))
     if args.dry_run:
         print("\n".join(f"{cell.label} seed={cell.seed}: {cell.folder}" for cell in cells))
         return 0
-    failed = [cell for number, cell in enumerate(cells) if not _run(recipe, cell, f"{number + 1} of {len(cells)}")]
+    failed = [
+        cell
+        for number, cell in enumerate(cells)
+        if not _run(recipe, cell, f"{number + 1} of {len(cells)}")
+    ]
     results = {cell: result(cell) for cell in cells if cell not in failed}
     if args.zero_shot:
         for cell, found in results.items():
@@ -108,22 +137,29 @@ def main(argv: Sequence[str]) -> int:
     if args.plot is not None and results:
         (draw_over_zero_shot if args.zero_shot else draw)(results, args.plot)
     for cell in failed:
-        print(f"failed: {cell.label} seed={cell.seed}; see {cell.folder / 'log.txt'}", file=sys.stderr)
+        print(
+            f"failed: {cell.label} seed={cell.seed}; see {cell.folder / 'log.txt'}", file=sys.stderr
+        )
     return 1 if failed else 0
 
 
 def grid(words: Sequence[str], seeds: Sequence[int], folder: Path) -> Iterator[Cell]:
-    """All combinations. Raises: ConfigError for a word that is not KEY=VALUES, or a key that comes twice."""
+    """All combinations. Raises: ConfigError for a word that is not KEY=VALUES, or a key that comes
+    twice."""
     axes: dict[str, list[Any]] = {}
     for word in words:
         key, _, text = word.partition("=")
         if not key or not text or key in axes:
-            raise ConfigError(f"Expected each word of `--grid` to be KEY=A,B with a new key, got {word!r}.")
+            raise ConfigError(
+                f"Expected each word of `--grid` to be KEY=A,B with a new key, got {word!r}."
+            )
         _refuse_own(key)
         axes[key] = _yaml(f"[{text}]", word)
     for what, given in {**axes, "--seeds": list(seeds)}.items():
         if len({json.dumps(value, sort_keys=True) for value in given}) < len(given):
-            raise ConfigError(f"Expected the values of {what} to be different from each other, got {given}.")
+            raise ConfigError(
+                f"Expected the values of {what} to be different from each other, got {given}."
+            )
     for values in itertools.product(*axes.values()):
         settings = dict(zip(axes, values, strict=True))
         name = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:8]
@@ -147,7 +183,9 @@ def _setting(word: str) -> tuple[str, Any]:
 def _refuse_own(key: str) -> None:
     """Keys that the sweep itself sets."""
     if key in ("seed", "output_dir"):
-        raise ConfigError(f"`{key}` is the sweep's own: use {'--seeds' if key == 'seed' else '--output-dir'}.")
+        raise ConfigError(
+            f"`{key}` is the sweep's own: use {'--seeds' if key == 'seed' else '--output-dir'}."
+        )
 
 
 def _yaml(text: str, word: str) -> Any:
@@ -155,7 +193,9 @@ def _yaml(text: str, word: str) -> Any:
         value = yaml.safe_load(text)
         json.dumps(value)
     except (yaml.YAMLError, TypeError) as problem:
-        raise ConfigError(f"{word!r} is no plain YAML value: {str(problem).splitlines()[0]}") from problem
+        raise ConfigError(
+            f"{word!r} is no plain YAML value: {str(problem).splitlines()[0]}"
+        ) from problem
     return value
 
 
@@ -172,7 +212,9 @@ def with_settings(recipe: Mapping[str, Any], settings: Mapping[str, Any]) -> dic
         elif len(inside) == 1 and isinstance(values.get(block), dict):
             values[block][inside[0]] = value
         else:
-            raise ConfigError(f"Expected the key {key!r} to be of a block of the recipe, and `{block}` is none.")
+            raise ConfigError(
+                f"Expected the key {key!r} to be of a block of the recipe, and `{block}` is none."
+            )
     return values
 
 
@@ -182,13 +224,16 @@ def _run(recipe: dict[str, Any], cell: Cell, which: str) -> bool:
     Raises: ConfigError when what is there was run with another recipe.
     """
     values = {**with_settings(recipe, cell.settings), "seed": cell.seed}
-    values = {key: value for key, value in values.items() if value is not None and key != "output_dir"}
+    values = {
+        key: value for key, value in values.items() if value is not None and key != "output_dir"
+    }
     config = cell.folder / "config.yaml"
     if config.exists() and (before := read_yaml(str(config))) != values:
         changed = sorted(key for key in {*before, *values} if before.get(key) != values.get(key))
         raise ConfigError(
-            f"{cell.folder.name} in `--output-dir` was run with other values of {changed}. Choose another folder: its results "
-            "are not this recipe's, and what its private runs have spent must not be lost."
+            f"{cell.folder.name} in `--output-dir` was run with other values of {changed}. Choose "
+            "another folder: its results are not this recipe's, and what its private runs have "
+            "spent must not be lost."
         )
     if cell.done is not None:
         return True
@@ -196,7 +241,8 @@ def _run(recipe: dict[str, Any], cell: Cell, which: str) -> bool:
     cell.folder.mkdir(parents=True, exist_ok=True)
     config.write_text(yaml.safe_dump(values, sort_keys=False), encoding="utf-8")
     with open(cell.folder / "log.txt", "w", encoding="utf-8") as log:
-        # A folder of its own for each attempt: an interrupted run's ledger must stay, and no other run may write beside it.
+        # A folder of its own for each attempt: an interrupted run's ledger must stay, and no other
+        # run may write beside it.
         output = cell.folder / f"run{len(cell.attempts) + 1}"
         output.mkdir()
         command = [
@@ -214,7 +260,8 @@ def _run(recipe: dict[str, Any], cell: Cell, which: str) -> bool:
 
 
 def result(cell: Cell) -> dict[str, Any]:
-    """``{"metrics": {"accuracy": 0.9}, "epsilon": 2.4}`` of a run that is done; epsilon None when it is not private."""
+    """``{"metrics": {"accuracy": 0.9}, "epsilon": 2.4}`` of a run that is done; epsilon None when
+    it is not private."""
     from hf_dp.cards import document
 
     folder = cell.done
@@ -225,7 +272,11 @@ def result(cell: Cell) -> dict[str, Any]:
         raise ConfigError(
             f"{folder / METRICS} is damaged ({problem}). Delete it to run {cell.label!r} again."
         ) from problem
-    metrics = {name.removeprefix("eval_"): value for name, value in found.items() if not name.endswith("loss")}
+    metrics = {
+        name.removeprefix("eval_"): value
+        for name, value in found.items()
+        if not name.endswith("loss")
+    }
     private = (folder / document.FILE_NAME).exists()
     statement = document.read(folder).statement if private else None
     return {
@@ -236,16 +287,31 @@ def result(cell: Cell) -> dict[str, Any]:
 
 
 def zero_shot(cell: Cell) -> dict[str, float]:
-    """The base's metrics with this cell's template and words before training; none for a head. Computed once."""
+    """The base's metrics with this cell's template and words before training; none for a head.
+    Computed once."""
     kept = cell.folder / "zero_shot.json"
     if not read_yaml(str(cell.folder / "config.yaml")).get("infilling"):
         return {}
     if not kept.exists():
-        command = [sys.executable, "-m", "hf_dp.cli.main", "eval", "--zero-shot", "--json", "--config"]
-        done = subprocess.run([*command, str(cell.folder / "config.yaml")], capture_output=True, text=True)
+        command = [
+            sys.executable,
+            "-m",
+            "hf_dp.cli.main",
+            "eval",
+            "--zero-shot",
+            "--json",
+            "--config",
+        ]
+        done = subprocess.run(
+            [*command, str(cell.folder / "config.yaml")], capture_output=True, text=True
+        )
         if done.returncode:
             raise ConfigError(
-                f"The zero-shot evaluation of {cell.label!r} failed: {done.stderr.strip().splitlines()[-1]}"
+                f"The zero-shot evaluation of {cell.label!r} failed: "
+                f"{done.stderr.strip().splitlines()[-1]}"
             )
         kept.write_text(done.stdout.strip().splitlines()[-1], encoding="utf-8")
-    return {name.removeprefix("eval_"): value for name, value in json.loads(kept.read_text(encoding="utf-8")).items()}
+    return {
+        name.removeprefix("eval_"): value
+        for name, value in json.loads(kept.read_text(encoding="utf-8")).items()
+    }

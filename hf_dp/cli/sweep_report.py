@@ -17,9 +17,16 @@ def table(results: dict[Cell, dict[str, Any]]) -> str:
         cells = []
         for metric in sorted({metric for row in rows for metric in row["metrics"]}):
             values = [row["metrics"][metric] for row in rows if metric in row["metrics"]]
-            spread = f" ({min(values):.4f} to {max(values):.4f}, {len(values)} seeds)" if len(values) > 1 else ""
+            spread = (
+                f" ({min(values):.4f} to {max(values):.4f}, {len(values)} seeds)"
+                if len(values) > 1
+                else ""
+            )
             cells.append(f"{metric} {statistics.mean(values):.4f}{spread}")
-        cells += [f"zero-shot {metric} {value:.4f}" for metric, value in sorted(rows[0].get("zero_shot", {}).items())]
+        cells += [
+            f"zero-shot {metric} {value:.4f}"
+            for metric, value in sorted(rows[0].get("zero_shot", {}).items())
+        ]
         epsilon = rows[0]["epsilon"]
         without = rows[0].get("status") or "not private"
         cells.append(without if epsilon is None else f"epsilon {epsilon:.3f} a run")
@@ -35,41 +42,50 @@ def _by_label(results: dict[Cell, dict[str, Any]]) -> dict[str, list[dict[str, A
 
 
 def spent_together(cells: Sequence[Cell]) -> str:
-    """What all private runs of the sweep, unfinished ones included, cost on the rows they share: their ledgers composed."""
+    """What all private runs of the sweep, unfinished ones included, cost on the rows they share:
+    their ledgers composed."""
     from hf_dp.accounting import epsilon
     from hf_dp.cards import document
 
-    folders = [path for cell in cells for path in cell.attempts if (path / document.FILE_NAME).exists()]
+    folders = [
+        path for cell in cells for path in cell.attempts if (path / document.FILE_NAME).exists()
+    ]
     records = [document.read(path) for path in folders]
     if not records:
         return ""
     if any(record.insecure_seed for record in records):
         return (
-            "some of these runs drew their noise from a fixed seed (insecure_seed): no epsilon holds for all together"
+            "some of these runs drew their noise from a fixed seed (insecure_seed): no epsilon "
+            "holds for all together"
         )
     if any(not event.established for record in records for event in record.ledger.events):
         return (
-            "DP-FP as published is among these runs: no differential privacy guarantee is established for any of them, nor "
-            "for all together"
+            "DP-FP as published is among these runs: no differential privacy guarantee is "
+            "established for any of them, nor for all together"
         )
     delta = min(record.plan.delta for record in records)  # what holds at the smallest holds at all
     total = epsilon([event for record in records for event in record.ledger.events], delta, "rdp")
     return (
-        f"all {len(records)} private runs together: epsilon {total.rounded_up(3)} at delta {delta:g} (rdp, a bound); that is "
-        "what holds for whoever sees more than one of them"
+        f"all {len(records)} private runs together: epsilon {total.rounded_up(3)} at delta "
+        f"{delta:g} (rdp, a bound); that is what holds for whoever sees more than one of them"
     )
 
 
 def draw_over_zero_shot(results: dict[Cell, dict[str, Any]], path: str) -> None:
-    """Trained over untrained accuracy, a line for each combination of the settings other than ``infilling`` (figure 8)."""
+    """Trained over untrained accuracy, a line for each combination of the settings other than
+    ``infilling`` (figure 8)."""
     from hf_dp._plotting import panels
 
     lines: dict[str, list[tuple[float, float]]] = {}
     for cell, found in results.items():
         metric = sorted(found["metrics"])[0]
-        others = " ".join(f"{key}={in_words(value)}" for key, value in cell.settings.items() if key != "infilling")
+        others = " ".join(
+            f"{key}={in_words(value)}" for key, value in cell.settings.items() if key != "infilling"
+        )
         if found["zero_shot"]:
-            lines.setdefault(others or "infilling", []).append((found["zero_shot"][metric], found["metrics"][metric]))
+            lines.setdefault(others or "infilling", []).append(
+                (found["zero_shot"][metric], found["metrics"][metric])
+            )
     figure, (axes,) = panels(1)
     for label, points in lines.items():
         axes.plot(*zip(*sorted(points), strict=True), marker="o", label=label)
@@ -80,16 +96,24 @@ def draw_over_zero_shot(results: dict[Cell, dict[str, Any]], path: str) -> None:
 
 
 def draw(results: dict[Cell, dict[str, Any]], path: str) -> None:
-    """Over one number a curve, over two a heat map, else a bar for each combination; with the spread of the seeds."""
+    """Over one number a curve, over two a heat map, else a bar for each combination; with the
+    spread of the seeds."""
     metric = sorted(next(iter(results.values()))["metrics"])[0]
-    axes = [list(dict.fromkeys(each)) for each in zip(*(cell.settings.values() for cell in results), strict=True)]
+    axes = [
+        list(dict.fromkeys(each))
+        for each in zip(*(cell.settings.values() for cell in results), strict=True)
+    ]
     names = list(next(iter(results)).settings)
-    if len(axes) <= 2 and all(isinstance(value, (int, float)) for values in axes for value in values):
+    if len(axes) <= 2 and all(
+        isinstance(value, (int, float)) for values in axes for value in values
+    ):
         numbers: dict[tuple[float, ...], list[float]] = {}
         for cell, found in results.items():
             numbers.setdefault(tuple(cell.settings.values()), []).append(found["metrics"][metric])
         if len(axes) == 1:
-            return _curve(names[0], metric, {key[0]: values for key, values in numbers.items()}, path)
+            return _curve(
+                names[0], metric, {key[0]: values for key, values in numbers.items()}, path
+            )
         if len(axes) == 2:
             return _heat_map((names[0], names[1]), metric, numbers, path)
     _bars(results, metric, path)
@@ -111,12 +135,17 @@ def _curve(name: str, metric: str, numbers: dict[float, list[float]], path: str)
     figure.savefig(path)
 
 
-def _heat_map(names: tuple[str, str], metric: str, numbers: dict[tuple[float, ...], list[float]], path: str) -> None:
+def _heat_map(
+    names: tuple[str, str], metric: str, numbers: dict[tuple[float, ...], list[float]], path: str
+) -> None:
     from hf_dp._plotting import panels
 
     rows, columns = (sorted({key[axis] for key in numbers}) for axis in (0, 1))
     means = [
-        [statistics.mean(numbers[row, column]) if (row, column) in numbers else float("nan") for column in columns]
+        [
+            statistics.mean(numbers[row, column]) if (row, column) in numbers else float("nan")
+            for column in columns
+        ]
         for row in rows
     ]
     figure, (axes,) = panels(1, width=1.0 * len(columns) + 2.5, height=0.5 * len(rows) + 1.5)
@@ -135,11 +164,21 @@ def _heat_map(names: tuple[str, str], metric: str, numbers: dict[tuple[float, ..
 def _bars(results: dict[Cell, dict[str, Any]], metric: str, path: str) -> None:
     from hf_dp._plotting import panels
 
-    groups = {label: [row["metrics"][metric] for row in rows] for label, rows in _by_label(results).items()}
+    groups = {
+        label: [row["metrics"][metric] for row in rows]
+        for label, rows in _by_label(results).items()
+    }
     figure, (axes,) = panels(1, width=6.5, height=0.5 * len(groups) + 1.5)
     means = [statistics.mean(values) for values in groups.values()]
     spread = [[m - min(v), max(v) - m] for m, v in zip(means, groups.values(), strict=True)]
-    axes.barh(range(len(groups)), means, xerr=list(zip(*spread, strict=True)), color="tab:blue", height=0.6, capsize=3)
+    axes.barh(
+        range(len(groups)),
+        means,
+        xerr=list(zip(*spread, strict=True)),
+        color="tab:blue",
+        height=0.6,
+        capsize=3,
+    )
     axes.set_yticks(range(len(groups)), [label or "recipe" for label in groups])
     axes.invert_yaxis()
     axes.set_xlabel(metric)

@@ -1,4 +1,5 @@
-"""Exact per-example gradient clipping for PyTorch models; usable alone, in a plain training loop."""
+"""Exact per-example gradient clipping for PyTorch models; usable alone, in a plain training
+loop."""
 
 from hf_dp.clipping.coupling import refuse_coupling as refuse_coupling
 from hf_dp.clipping.engine import ClippingEngine as ClippingEngine

@@ -1,5 +1,6 @@
-"""Book-keeping (Bu et al. 2023, after the ghost norm of Li et al., section 4): one backward pass records what each trainable
-parameter met; norms follow from the records, then each weight gradient is formed once, as a weighted matrix product."""
+"""Book-keeping (Bu et al. 2023, after the ghost norm of Li et al., section 4): one backward pass
+records what each trainable parameter met; norms follow from the records, then each weight gradient
+is formed once, as a weighted matrix product."""
 
 from __future__ import annotations
 
@@ -12,12 +13,14 @@ from hf_dp.clipping.uses import Use
 
 
 def book_keeping(step: ClippedStep, losses: Tensor) -> Tensor:
-    """Adds the clipped gradients to the step's sums; returns the examples' norms (b,). Holds all records at once."""
+    """Adds the clipped gradients to the step's sums; returns the examples' norms (b,). Holds all
+    records at once."""
     return clip_and_add(step, step.records(losses), len(losses))
 
 
 def clip_and_add(step: ClippedStep, uses: dict[nn.Parameter, list[Use]], examples: int) -> Tensor:
-    """Norms from the records of a batch, weights from the norms, weighted sums from records and weights; the norms (b,)."""
+    """Norms from the records of a batch, weights from the norms, weighted sums from records and
+    weights; the norms (b,)."""
     bundles = bundled(uses, step.groups)
     table = ExampleNorms(step.groups, examples)
     for bundle in bundles:  # one row for all: nothing in it can be in doubt

@@ -1,7 +1,8 @@
 """Small per-example gradients (biases, norms) side by side in one matrix.
 
-A transformer has more vectors than matrices, each with its own few operations on a few thousand numbers: on short batches
-starting those operations took longer than the arithmetic. Side by side they are one norm and one matrix-vector product.
+A transformer has more vectors than matrices, each with its own few operations on a few thousand
+numbers: on short batches starting those operations took longer than the arithmetic. Side by side
+they are one norm and one matrix-vector product.
 """
 
 from __future__ import annotations
@@ -14,12 +15,15 @@ from torch import Tensor, nn
 
 from hf_dp.clipping.uses import Dense, Use
 
-_LARGEST = 2**14  # numbers in one example's gradient; above that, copying it costs more than the operations saved
+_LARGEST = (
+    2**14
+)  # numbers in one example's gradient; above that, copying it costs more than the operations saved
 
 
 @dataclass
 class Bundle:
-    """Per-example gradients of several parameters, all clipped together; ``use`` has shape (b, sum of their sizes)."""
+    """Per-example gradients of several parameters, all clipped together; ``use`` has shape (b, sum
+    of their sizes)."""
 
     parameters: list[nn.Parameter]
     use: Dense
@@ -27,11 +31,17 @@ class Bundle:
     def split(self, total: Tensor) -> list[Tensor]:
         """A sum over examples, (sum of sizes,), as one tensor for each parameter (views)."""
         parts = total.split([parameter.numel() for parameter in self.parameters])
-        return [part.view(parameter.shape) for part, parameter in zip(parts, self.parameters, strict=True)]
+        return [
+            part.view(parameter.shape)
+            for part, parameter in zip(parts, self.parameters, strict=True)
+        ]
 
 
-def bundled(uses: dict[nn.Parameter, list[Use]], groups: Mapping[nn.Parameter, int]) -> list[Bundle]:
-    """Takes out of ``uses`` every parameter with one small dense gradient; a bundle for each group, dtype and device."""
+def bundled(
+    uses: dict[nn.Parameter, list[Use]], groups: Mapping[nn.Parameter, int]
+) -> list[Bundle]:
+    """Takes out of ``uses`` every parameter with one small dense gradient; a bundle for each group,
+    dtype and device."""
     members: dict[tuple[int, torch.dtype, torch.device], list[nn.Parameter]] = {}
     for parameter, (first, *others) in uses.items():
         if isinstance(first, Dense) and not others and parameter.numel() <= _LARGEST:
@@ -39,6 +49,11 @@ def bundled(uses: dict[nn.Parameter, list[Use]], groups: Mapping[nn.Parameter, i
             members.setdefault(key, []).append(parameter)
     bundles = []
     for parameters in members.values():
-        gradients = [use.gradients.flatten(1) for p in parameters for use in uses.pop(p) if isinstance(use, Dense)]
+        gradients = [
+            use.gradients.flatten(1)
+            for p in parameters
+            for use in uses.pop(p)
+            if isinstance(use, Dense)
+        ]
         bundles.append(Bundle(parameters, Dense(torch.cat(gradients, 1))))
     return bundles

@@ -1,4 +1,5 @@
-"""Modules and settings through which one example changes another's gradient: refused before anything runs."""
+"""Modules and settings through which one example changes another's gradient: refused before
+anything runs."""
 
 from __future__ import annotations
 
@@ -14,46 +15,58 @@ from hf_dp.errors import UnsupportedModelError
 def refuse_coupling(model: nn.Module) -> None:
     """Raise for anything known to couple the examples of a batch.
 
-    Raises: UnsupportedModelError naming the module, why it couples examples and what to use instead.
+    Raises: UnsupportedModelError naming the module, why it couples examples and what to use
+        instead.
     """
     for name, module in model.named_modules():
-        if isinstance(module, _BatchNorm) or (isinstance(module, _InstanceNorm) and module.track_running_stats):
+        if isinstance(module, _BatchNorm) or (
+            isinstance(module, _InstanceNorm) and module.track_running_stats
+        ):
             raise UnsupportedModelError(
-                f"`{name}` is a {type(module).__name__}: in training it normalises each example with statistics of the "
-                "whole batch (and stores them), so one example's gradient depends on the others and clipping it bounds "
-                "nothing. Replace it by nn.GroupNorm or nn.LayerNorm before creating the trainer."
+                f"`{name}` is a {type(module).__name__}: in training it normalises each example "
+                "with statistics of the whole batch (and stores them), so one example's gradient "
+                "depends on the others and clipping it bounds nothing. Replace it by nn.GroupNorm "
+                "or nn.LayerNorm before creating the trainer."
             )
         if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
             for option in ("max_norm", "scale_grad_by_freq", "sparse"):
                 if getattr(module, option):
                     raise UnsupportedModelError(
-                        f"`{name}` is a {type(module).__name__} with {option}={getattr(module, option)!r}: it changes "
-                        "rows, or reads counts, that other examples share, or is sparse. Build the model without it."
+                        f"`{name}` is a {type(module).__name__} with "
+                        f"{option}={getattr(module, option)!r}: it changes rows, or reads counts, "
+                        "that other examples share, or is sparse. Build the model without it."
                     )
         if _is_a(module, "NllbMoeTop2Router"):
             raise UnsupportedModelError(
-                f"`{name}` is a NllbMoeTop2Router: each of its experts takes tokens of the whole batch until it is full, so "
-                "one example crowds out another's tokens. Choose a model without expert capacity."
+                f"`{name}` is a NllbMoeTop2Router: each of its experts takes tokens of the whole "
+                "batch until it is full, so one example crowds out another's tokens. Choose a "
+                "model without expert capacity."
             )
         _refuse_outlier_columns(name, module)
     config = getattr(model, "config", None)
-    for each in (config, *(getattr(config, name, None) for name in getattr(config, "sub_configs", None) or {})):
+    for each in (
+        config,
+        *(getattr(config, name, None) for name in getattr(config, "sub_configs", None) or {}),
+    ):
         _refuse_config(each)
 
 
 def _is_a(module: nn.Module, class_name: str) -> bool:
-    """Whether a module is of a class with this name, or of one derived from it; nothing is imported for it."""
+    """Whether a module is of a class with this name, or of one derived from it; nothing is imported
+    for it."""
     return any(base.__name__ == class_name for base in type(module).__mro__)
 
 
 def _refuse_outlier_columns(name: str, module: nn.Module) -> None:
-    """LLM.int8 multiplies in 16 bits, not 8, the features that are large in *any* row of the batch."""
+    """LLM.int8 multiplies in 16 bits, not 8, the features that are large in *any* row of the
+    batch."""
     state: Any = getattr(module, "state", None)
     if _is_a(module, "Linear8bitLt") and getattr(state, "threshold", 0.0) > 0:
         raise UnsupportedModelError(
-            f"`{name}` is a Linear8bitLt with threshold {state.threshold}: which features it computes in 8 bits depends on "
-            "the largest activation of all examples of the batch, so one changes the gradients of the others. Load the "
-            "model with BitsAndBytesConfig(load_in_8bit=True, llm_int8_threshold=0.0), or in 4 bits."
+            f"`{name}` is a Linear8bitLt with threshold {state.threshold}: which features it "
+            "computes in 8 bits depends on the largest activation of all examples of the batch, so "
+            "one changes the gradients of the others. Load the model with "
+            "BitsAndBytesConfig(load_in_8bit=True, llm_int8_threshold=0.0), or in 4 bits."
         )
 
 
@@ -66,9 +79,10 @@ def _refuse_quantization(config: object) -> None:
     method = getattr(method, "value", method)
     if method != "bitsandbytes":  # tests/clipping/test_quantized.py runs it
         raise UnsupportedModelError(
-            f"The base is quantized by {method!r}, of which it has not been shown that activations are left alone: rounding "
-            "them by the range of the whole batch would let one example change the gradients of the others. Quantize it with "
-            "bitsandbytes (load_in_4bit=True, or load_in_8bit=True with llm_int8_threshold=0.0), or load it dequantized."
+            f"The base is quantized by {method!r}, of which it has not been shown that activations "
+            "are left alone: rounding them by the range of the whole batch would let one example "
+            "change the gradients of the others. Quantize it with bitsandbytes (load_in_4bit=True, "
+            "or load_in_8bit=True with llm_int8_threshold=0.0), or load it dequantized."
         )
 
 
@@ -77,24 +91,29 @@ def _refuse_config(config: object) -> None:
     # Both only from some length on, which a short synthetic example does not have.
     if getattr(config, "attention_type", None) == "block_sparse":
         raise UnsupportedModelError(
-            "The config sets attention_type='block_sparse': which positions an example attends to depends on how far its "
-            "batch is padded. Set attention_type='original_full'."
+            "The config sets attention_type='block_sparse': which positions an example attends to "
+            "depends on how far its batch is padded. Set attention_type='original_full'."
         )
     if getattr(config, "model_type", None) == "reformer":
         raise UnsupportedModelError(
-            "Reformer sorts positions into chunks together with the padding, so an example's gradient depends on the longest "
-            "of its batch. Choose another architecture."
+            "Reformer sorts positions into chunks together with the padding, so an example's "
+            "gradient depends on the longest of its batch. Choose another architecture."
         )
     rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
-    kinds = [rope] if not all(isinstance(value, dict) for value in rope.values()) else list(rope.values())
+    kinds = (
+        [rope]
+        if not all(isinstance(value, dict) for value in rope.values())
+        else list(rope.values())
+    )
     for kind in kinds:
         if kind.get("rope_type", kind.get("type")) in ("dynamic", "longrope"):
             raise UnsupportedModelError(
-                f"The model uses {kind.get('rope_type', kind.get('type'))} rotary embeddings, whose frequencies depend on "
-                "the longest example of the batch. Set a fixed rope type (default, linear, yarn) in the config."
+                f"The model uses {kind.get('rope_type', kind.get('type'))} rotary embeddings, "
+                "whose frequencies depend on the longest example of the batch. Set a fixed rope "
+                "type (default, linear, yarn) in the config."
             )
     if getattr(config, "output_router_logits", False):
         raise UnsupportedModelError(
-            "The config sets output_router_logits=True: the load-balancing loss of a mixture of experts averages over "
-            "the batch and couples examples. Set it to False."
+            "The config sets output_router_logits=True: the load-balancing loss of a mixture of "
+            "experts averages over the batch and couples examples. Set it to False."
         )

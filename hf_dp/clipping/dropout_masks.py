@@ -1,7 +1,9 @@
-"""Dropout in a module that is run again: masks are drawn once for the batch, kept, and given to the second run.
+"""Dropout in a module that is run again: masks are drawn once for the batch, kept, and given to the
+second run.
 
-The functions intercept ``torch.nn.functional.dropout``, which ``nn.Dropout`` calls too. Interception is entered inside the
-module's forward and not around the whole model, because it does not reach the forwards that checkpointing runs again.
+The functions intercept ``torch.nn.functional.dropout``, which ``nn.Dropout`` calls too.
+Interception is entered inside the module's forward and not around the whole model, because it does
+not reach the forwards that checkpointing runs again.
 """
 
 from __future__ import annotations
@@ -24,7 +26,9 @@ def _arguments(
 
 def random_state(device: torch.device) -> list[Tensor]:
     """The state of torch's generators that a forward on this device draws from."""
-    return [torch.get_rng_state()] + ([torch.cuda.get_rng_state(device)] if device.type == "cuda" else [])
+    return [torch.get_rng_state()] + (
+        [torch.cuda.get_rng_state(device)] if device.type == "cuda" else []
+    )
 
 
 def set_random_state(device: torch.device, state: Sequence[Tensor]) -> None:
@@ -42,7 +46,11 @@ class _Dropout(TorchFunctionMode, ABC):
         """The mask for one call, of the shape of ``input``: 0 or 1 / (1 - p)."""
 
     def __torch_function__(
-        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+        self,
+        func: Any,
+        types: Any,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         if func is not F.dropout:
             return func(*args, **(kwargs or {}))
@@ -53,7 +61,8 @@ class _Dropout(TorchFunctionMode, ABC):
 class DrawnMasks(_Dropout):
     """Masks drawn as torch draws them, and kept in ``drawn``.
 
-    ``other_draws``: whether anything else drew random numbers (fused attention with dropout, for instance).
+    ``other_draws``: whether anything else drew random numbers (fused attention with dropout, for
+    instance).
     """
 
     def __init__(self, device: torch.device):
@@ -72,7 +81,11 @@ class DrawnMasks(_Dropout):
 
     def mask(self, input: Tensor, p: float) -> Tensor:
         self._look()
-        mask = torch.zeros_like(input) if p == 1 else torch.empty_like(input).bernoulli_(1 - p).div_(1 - p)
+        mask = (
+            torch.zeros_like(input)
+            if p == 1
+            else torch.empty_like(input).bernoulli_(1 - p).div_(1 - p)
+        )
         self._last = random_state(self.device)
         self.drawn.append(mask)
         return mask

@@ -1,7 +1,7 @@
 """One example's gradient at a time: formed, used and dropped.
 
-For what has no Gram form: 1-norms (DP-FROST). The numbers that were measured are the numbers that are added, so no rounding of
-another summation order comes between norm and sum.
+For what has no Gram form: 1-norms (DP-FROST). The numbers that were measured are the numbers that
+are added, so no rounding of another summation order comes between norm and sum.
 """
 
 from __future__ import annotations
@@ -14,8 +14,11 @@ from torch import Tensor, nn
 from hf_dp.clipping.uses import Lookups, Use, accumulation_dtype
 
 
-def explicit(uses: Sequence[Use], parameter: nn.Parameter, index: int) -> tuple[Tensor | None, Tensor]:
-    """One example's gradient: (None, all of it), or for lookups alone (the rows that are not zero, them)."""
+def explicit(
+    uses: Sequence[Use], parameter: nn.Parameter, index: int
+) -> tuple[Tensor | None, Tensor]:
+    """One example's gradient: (None, all of it), or for lookups alone (the rows that are not zero,
+    them)."""
     dtype = accumulation_dtype(parameter.dtype)
     first, *others = uses
     if isinstance(first, Lookups) and not others:
@@ -29,11 +32,14 @@ def explicit(uses: Sequence[Use], parameter: nn.Parameter, index: int) -> tuple[
 
 
 def representable(weights: Tensor) -> Tensor:
-    """Weights without those that float32 holds with few digits only, or none: a rounded one could exceed its bound.
+    """Weights without those that float32 holds with few digits only, or none: a rounded one could
+    exceed its bound.
 
     (Of gradients with norms above about 1e37 times the clipping norm. Such an example is left out.)
     """
-    return torch.where(weights < torch.finfo(torch.float32).tiny, torch.zeros_like(weights), weights)
+    return torch.where(
+        weights < torch.finfo(torch.float32).tiny, torch.zeros_like(weights), weights
+    )
 
 
 def accumulate(
@@ -43,7 +49,8 @@ def accumulate(
     values: Tensor,
     dtype: torch.dtype | None = None,
 ) -> None:
-    """Add what :func:`explicit` returned, or a function of its values, to the running total of a parameter.
+    """Add what :func:`explicit` returned, or a function of its values, to the running total of a
+    parameter.
 
     Args: dtype: of a new total; default float32, or float64 for a float64 parameter.
     """

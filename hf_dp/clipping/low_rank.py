@@ -1,8 +1,10 @@
-"""Clipping of gradients seen through low-rank carriers: RGP, Yu et al. 2021 (arXiv 2106.09352), algorithm 1.
+"""Clipping of gradients seen through low-rank carriers: RGP, Yu et al. 2021 (arXiv 2106.09352),
+algorithm 1.
 
-A weight W (m, n) is thought of as ``L R + (W - L R)``, the second part constant, L (m, r) with orthonormal columns and R
-(r, n) with orthonormal rows. The gradients of L and R, ``G R^T`` and ``L^T G`` for the gradient G of W, are clipped and noised
-instead of G: r (m + n) numbers where G has m n. Value and derivative of the model are those of W, so nothing in the model
+A weight W (m, n) is thought of as ``L R + (W - L R)``, the second part constant, L (m, r) with
+orthonormal columns and R (r, n) with orthonormal rows. The gradients of L and R, ``G R^T`` and
+``L^T G`` for the gradient G of W, are clipped and noised instead of G: r (m + n) numbers where G
+has m n. Value and derivative of the model are those of W, so nothing in the model
 changes: the records of W's uses are projected.
 """
 
@@ -32,25 +34,34 @@ class Carriers:
     right: Tensor
 
     def gradient(self, of_left: Tensor, of_right: Tensor) -> Tensor:
-        """The weight's gradient, (m, n), from those of the carriers: ``dL R + L dR - L L^T dL R`` (section 3.2).
+        """The weight's gradient, (m, n), from those of the carriers: ``dL R + L dR - L L^T dL R``
+        (section 3.2).
 
-        With the exact ``dL = G R^T``, ``dR = L^T G`` it is G projected: what of it lies in the span of L or of R.
+        With the exact ``dL = G R^T``, ``dR = L^T G`` it is G projected: what of it lies in the span
+        of L or of R.
         """
         return of_left @ self.right + self.left @ (of_right - self.left.mT @ of_left @ self.right)
 
 
 class LowRankEngine(ClippingEngine):
-    """As :class:`ClippingEngine`, but of the weights with carriers the carriers' gradients are clipped and summed.
+    """As :class:`ClippingEngine`, but of the weights with carriers the carriers' gradients are
+    clipped and summed.
 
-    ``collect()`` returns them as ``NAME.left_carrier`` (m, r) and ``NAME.right_carrier`` (r, n); other parameters as ever.
+    ``collect()`` returns them as ``NAME.left_carrier`` (m, r) and ``NAME.right_carrier`` (r, n);
+    other parameters as ever.
 
     Args: carriers: by parameter name, of matrices.
 
-    Raises: InvalidArgumentError for carriers of no trainable matrix, or clipping other than ``"flat"`` and ``"automatic"``.
+    Raises: InvalidArgumentError for carriers of no trainable matrix, or clipping other than
+        ``"flat"`` and ``"automatic"``.
     """
 
     def __init__(
-        self, model: nn.Module, carriers: Mapping[str, Carriers], clipping_norm: float, clipping: str = "flat"
+        self,
+        model: nn.Module,
+        carriers: Mapping[str, Carriers],
+        clipping_norm: float,
+        clipping: str = "flat",
     ):
         super().__init__(model, clipping_norm, one_of("clipping", clipping, CLIPPINGS))
         self.carriers = dict(carriers)
@@ -63,7 +74,8 @@ class LowRankEngine(ClippingEngine):
             if parameter is None or parameter.shape != (len(each.left), each.right.shape[1]):
                 self.__exit__()
                 raise invalid("carriers", name, "to be of a trainable matrix, and of its shape")
-            # They stand for the carriers where the engine keeps norms and sums by parameter; they hold no values.
+            # They stand for the carriers where the engine keeps norms and sums by parameter; they
+            # hold no values.
             dtype = accumulation_dtype(parameter.dtype)
             each = self.carriers[name] = Carriers(each.left.to(dtype), each.right.to(dtype))
             pair = tuple(nn.Parameter(torch.empty_like(part)) for part in (each.left, each.right))
@@ -77,7 +89,9 @@ class LowRankEngine(ClippingEngine):
         with torch.no_grad(), full_precision():
             for parameter, pair in self._pairs.items():
                 if parameter in uses:
-                    projected = _project(uses.pop(parameter), self.carriers[names[parameter]], parameter.shape)
+                    projected = _project(
+                        uses.pop(parameter), self.carriers[names[parameter]], parameter.shape
+                    )
                     uses |= {part: [use] for part, use in zip(pair, projected, strict=True)}
         return clip_and_add(step, uses, len(losses))
 
@@ -85,8 +99,12 @@ class LowRankEngine(ClippingEngine):
         sums, found = dict(self._sums), super().collect()
         for name in self.carriers:
             del found[name]
-            for ending, part in zip((LEFT, RIGHT), self._pairs[self._parameters[name]], strict=True):
-                found[name + ending] = sums[part] if part in sums else torch.zeros_like(part).detach()
+            for ending, part in zip(
+                (LEFT, RIGHT), self._pairs[self._parameters[name]], strict=True
+            ):
+                found[name + ending] = (
+                    sums[part] if part in sums else torch.zeros_like(part).detach()
+                )
         return found
 
 
@@ -101,7 +119,11 @@ def _project(uses: Sequence[Use], carriers: Carriers, shape: torch.Size) -> tupl
             rights.append(torch.bmm((left @ carriers.left.to(dtype)).mT, right))
         else:
             every = slice(0, shape[0])
-            gradients = use.gradients if isinstance(use, Dense) else use.block(slice(None), every, torch.float32)
+            gradients = (
+                use.gradients
+                if isinstance(use, Dense)
+                else use.block(slice(None), every, torch.float32)
+            )
             dtype = accumulation_dtype(gradients.dtype)
             lefts.append(gradients.to(dtype) @ carriers.right.mT.to(dtype))
             rights.append(carriers.left.mT.to(dtype) @ gradients.to(dtype))

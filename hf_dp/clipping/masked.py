@@ -1,8 +1,9 @@
 """Clipping where only some entries of each parameter train (PVAL, PARAM: DP-FROST, section 5).
 
-A mask is the same for all examples, so the sum of the masked gradients is the masked sum of the gradients: only the norms
-are others. Those have no Gram form (the mask stands between the factors), so each example's gradient is formed once, in
-blocks that stay in the processor's cache, squared and dropped.
+A mask is the same for all examples, so the sum of the masked gradients is the masked sum of the
+gradients: only the norms are others. Those have no Gram form (the mask stands between the factors),
+so each example's gradient is formed once, in blocks that stay in the processor's cache, squared and
+dropped.
 """
 
 from __future__ import annotations
@@ -20,23 +21,33 @@ from hf_dp.clipping.uses import Lookups, Norms, Use, full_precision, squared_nor
 
 CLIPPINGS = ("flat", "automatic")
 
-# Numbers of gradients that are held at once: one MiB, so that they stay in a core's cache, or what fills a GPU.
+# Numbers of gradients that are held at once: one MiB, so that they stay in a core's cache, or what
+# fills a GPU.
 _BLOCK = {"cpu": 2**18, "cuda": 2**26}
 
 
 class MaskedEngine(ClippingEngine):
-    """As :class:`ClippingEngine` for the entries that a mask keeps: norms over those alone, sums zero elsewhere.
+    """As :class:`ClippingEngine` for the entries that a mask keeps: norms over those alone, sums
+    zero elsewhere.
 
-    An example is removed, as there, when its gradient is not finite, entries that do not train included.
+    An example is removed, as there, when its gradient is not finite, entries that do not train
+    included.
 
     Args:
-        masks: by parameter name, True where an entry trains, of the parameter's shape; a parameter without one trains whole.
+        masks: by parameter name, True where an entry trains, of the parameter's shape; a parameter
+            without one trains whole.
 
-    Raises: InvalidArgumentError for a mask of no trainable parameter or of another shape, or clipping other than
-        ``"flat"`` and ``"automatic"``.
+    Raises: InvalidArgumentError for a mask of no trainable parameter or of another shape, or
+        clipping other than ``"flat"`` and ``"automatic"``.
     """
 
-    def __init__(self, model: nn.Module, masks: Mapping[str, Tensor], clipping_norm: float, clipping: str = "flat"):
+    def __init__(
+        self,
+        model: nn.Module,
+        masks: Mapping[str, Tensor],
+        clipping_norm: float,
+        clipping: str = "flat",
+    ):
         super().__init__(model, clipping_norm, one_of("clipping", clipping, CLIPPINGS))
         self.masks = dict(masks)
 
@@ -53,7 +64,9 @@ class MaskedEngine(ClippingEngine):
     def collect(self) -> dict[str, Tensor]:
         sums = super().collect()
         for name, mask in self.masks.items():
-            sums[name].masked_fill_(~mask, 0)  # not a product: where nothing is clipped a sum may be infinite
+            sums[name].masked_fill_(
+                ~mask, 0
+            )  # not a product: where nothing is clipped a sum may be infinite
         return sums
 
     def _take(self, step: ClippedStep, losses: Tensor) -> Tensor:
@@ -76,22 +89,27 @@ class MaskedEngine(ClippingEngine):
 def masked_norms(uses: Sequence[Use], mask: Tensor) -> Norms:
     """Norms of the entries of one parameter's gradient that ``mask``, of its shape, keeps.
 
-    Explicit, so that nothing cancels: the error is that of the last rounding. The slack is that of the whole sum, of which the
-    masked one is a part.
+    Explicit, so that nothing cancels: the error is that of the last rounding. The slack is that of
+    the whole sum, of which the masked one is a part.
     """
     slack = torch.stack([use.slack() for use in uses]).sum(0)
     squared = torch.zeros(len(slack), dtype=torch.float64, device=slack.device)
-    for examples, masked in _parts(uses, mask.reshape(mask.shape[:1].numel(), mask.shape[1:].numel()), slack):
+    for examples, masked in _parts(
+        uses, mask.reshape(mask.shape[:1].numel(), mask.shape[1:].numel()), slack
+    ):
         squared.index_add_(0, examples, squared_norms(masked.flatten(1)).double())
     squared = squared.to(slack.dtype)
     return Norms(squared, 4 * torch.finfo(slack.dtype).eps * squared, slack)
 
 
-def _parts(uses: Sequence[Use], mask: Tensor, of_examples: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Which examples (k,), and a part of their masked gradients (k, ...); together all that is not zero.
+def _parts(
+    uses: Sequence[Use], mask: Tensor, of_examples: Tensor
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Which examples (k,), and a part of their masked gradients (k, ...); together all that is not
+    zero.
 
-    Masked by a product, which a `where` would take several times as long as: infinite times zero is NaN, and removes the
-    example.
+    Masked by a product, which a `where` would take several times as long as: infinite times zero is
+    NaN, and removes the example.
 
     Args: mask: (m, n). of_examples: (b,), whose dtype and device the parts take.
     """

@@ -26,11 +26,13 @@ _TOLERANCE = 1e-4
 
 
 class ExampleNorms:
-    """Squared norms by parameter, gathered one parameter at a time, and their sums over *groups* that are clipped together.
+    """Squared norms by parameter, gathered one parameter at a time, and their sums over *groups*
+    that are clipped together.
 
-    A Gram sum can cancel: a true squared norm of 0.75 has come out as -0.72 in float32, and an example taken for small is
-    left unclipped. So where the rounding error could exceed ``_TOLERANCE`` of an example's squared norm, the parameters
-    responsible are computed again for that example from its explicit gradient in float64 (:meth:`settle`).
+    A Gram sum can cancel: a true squared norm of 0.75 has come out as -0.72 in float32, and an
+    example taken for small is left unclipped. So where the rounding error could exceed
+    ``_TOLERANCE`` of an example's squared norm, the parameters responsible are computed again for
+    that example from its explicit gradient in float64 (:meth:`settle`).
 
     Args: groups: the group, 0..K-1, of each parameter. examples: b.
     """
@@ -48,7 +50,11 @@ class ExampleNorms:
     @full_precision()
     def add(self, uses: Mapping[nn.Parameter, Sequence[Use]]) -> None:
         """Note parameters, given all uses of each."""
-        alone = {p: first for p, (first, *others) in uses.items() if isinstance(first, OuterProducts) and not others}
+        alone = {
+            p: first
+            for p, (first, *others) in uses.items()
+            if isinstance(first, OuterProducts) and not others
+        }
         self._rows.update(zip(alone, outer_norms(alone.values(), self._grams), strict=True))
         for parameter, of_parameter in uses.items():
             if parameter not in alone:
@@ -63,7 +69,8 @@ class ExampleNorms:
     def settle(self, uses: Mapping[nn.Parameter, Sequence[Use]]) -> None:
         """Compute doubtful examples again, from those parameters whose uses are given.
 
-        An example is in doubt when the error is large beside what its group has so far: parameters yet to come only add.
+        An example is in doubt when the error is large beside what its group has so far: parameters
+        yet to come only add.
         """
         for group in sorted({self._groups[parameter] for parameter in uses}):
             members = self._members(group)
@@ -76,16 +83,21 @@ class ExampleNorms:
                 for index in doubtful.nonzero().flatten().tolist():
                     _settle(members, uses, squared[:, index], error[:, index], index)
                 for row, parameter in enumerate(members):
-                    self._rows[parameter] = Norms(squared[row], error[row], self._rows[parameter].slack)
+                    self._rows[parameter] = Norms(
+                        squared[row], error[row], self._rows[parameter].slack
+                    )
 
     def result(self) -> tuple[Tensor, Tensor]:
         """Norms (K, b), ``inf`` where not finite, and their slack (K, b).
 
-        Norm plus slack bounds what the example can contribute to a sum, rounding of the sum included: weights are taken
-        from it. Where an error is left that could not be settled, the norm is the upper end.
+        Norm plus slack bounds what the example can contribute to a sum, rounding of the sum
+        included: weights are taken from it. Where an error is left that could not be settled, the
+        norm is the upper end.
         """
         results = [self._group(group) for group in sorted(set(self._groups.values()))]
-        return torch.stack([norm for norm, _ in results]), torch.stack([slack for _, slack in results])
+        return torch.stack([norm for norm, _ in results]), torch.stack(
+            [slack for _, slack in results]
+        )
 
     def _group(self, group: int) -> tuple[Tensor, Tensor]:
         members = self._members(group)
@@ -96,9 +108,12 @@ class ExampleNorms:
         error = torch.stack([self._rows[p].error for p in members]).sum(0)
         slack = torch.stack([self._rows[p].slack for p in members]).square().sum(0).sqrt()
         upper = torch.where(error > _TOLERANCE * squared.clamp_min(0), squared + error, squared)
-        # Not finite in any part, -inf and an error too large to judge included: no norm, the example is removed.
+        # Not finite in any part, -inf and an error too large to judge included: no norm, the
+        # example is removed.
         usable = torch.isfinite(squared) & torch.isfinite(error) & torch.isfinite(slack)
-        return torch.where(usable, upper.clamp_min(0).sqrt(), torch.full_like(upper, torch.inf)), slack
+        return torch.where(
+            usable, upper.clamp_min(0).sqrt(), torch.full_like(upper, torch.inf)
+        ), slack
 
     def _members(self, group: int) -> list[nn.Parameter]:
         return [parameter for parameter in self._rows if self._groups[parameter] == group]
@@ -114,11 +129,15 @@ def _settle(
     error: Tensor,
     index: int,
 ) -> None:
-    """Replace, in place, the most doubtful squared norms of one example until what is left of the error is small.
+    """Replace, in place, the most doubtful squared norms of one example until what is left of the
+    error is small.
 
-    One at a time: a large error can make the total look large, beside which a smaller one seems harmless.
+    One at a time: a large error can make the total look large, beside which a smaller one seems
+    harmless.
     """
-    open_error = torch.stack([e if p in uses else torch.zeros_like(e) for p, e in zip(members, error, strict=True)])
+    open_error = torch.stack(
+        [e if p in uses else torch.zeros_like(e) for p, e in zip(members, error, strict=True)]
+    )
     while bool(error.sum() > _TOLERANCE * squared.sum().clamp_min(0)) and bool(open_error.any()):
         row = int(open_error.argmax())
         parameter = members[row]
@@ -142,7 +161,8 @@ def norms_of(uses: Sequence[Use], grams: Grams | None = None) -> Norms:
 
 
 def gathered(uses: Sequence[Use], shape: torch.Size) -> list[Use]:
-    """All uses of one parameter, each as the tape handed it over, with those of one form joined where that is cheaper."""
+    """All uses of one parameter, each as the tape handed it over, with those of one form joined
+    where that is cheaper."""
     if len(uses) == 1:
         return list(uses)
     joined: list[Use] = []

@@ -1,10 +1,11 @@
-"""Per-example gradients of a module that owns trainable parameters but has no rule (and, by the ``per_example`` strategy, of
-every module).
+"""Per-example gradients of a module that owns trainable parameters but has no rule (and, by the
+``per_example`` strategy, of every module).
 
-The module runs as it is, with its *own* parameters detached (children keep their rules), and its inputs are kept; once
-backward has delivered its output gradients, it is run again for each example and differentiated with respect to its own
-parameters only, by ``torch.func``. What it gives for an example alone is compared with what it gave in the batch: a module
-that mixes examples, or a tensor that was taken for one with a row per example and has none, is refused and never guessed.
+The module runs as it is, with its *own* parameters detached (children keep their rules), and its
+inputs are kept; once backward has delivered its output gradients, it is run again for each example
+and differentiated with respect to its own parameters only, by ``torch.func``. What it gives for an
+example alone is compared with what it gave in the batch: a module that mixes examples, or a tensor
+that was taken for one with a row per example and has none, is refused and never guessed.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ _TENSOR = object()
 
 
 def own_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
-    """The trainable parameters that ``module`` owns, by dotted name: its own and those of its parameter containers."""
+    """The trainable parameters that ``module`` owns, by dotted name: its own and those of its
+    parameter containers."""
     own = {}
     if module._parameters:  # most have none, and this is asked of every module at every step
         own = {name: p for name, p in module.named_parameters(recurse=False) if p.requires_grad}
@@ -38,13 +40,16 @@ def own_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
 
 @dataclass(eq=False)
 class OwnerCall:
-    """One forward of a module without a rule, to be differentiated example by example after backward."""
+    """One forward of a module without a rule, to be differentiated example by example after
+    backward."""
 
     module: nn.Module
     function: nn.Module  # what is run again: the module's forward, or another of its methods
     parameters: dict[str, nn.Parameter]  # by their names in ``function``
     spec: pytree.TreeSpec
-    arguments: list[Any]  # leaves of (args, kwargs); tensors are replaced by _TENSOR and come from the autograd graph
+    arguments: list[
+        Any
+    ]  # leaves of (args, kwargs); tensors are replaced by _TENSOR and come from the autograd graph
     masks: int  # how many of the kept tensors are dropout masks
     autocast: tuple[str, bool, torch.dtype]
     tensors: tuple[Tensor, ...] = ()
@@ -56,18 +61,26 @@ class OwnerCall:
         """The parameters by their names in the module."""
         return sorted(name.removeprefix("owner.") for name in self.parameters)
 
-    def run(self, parameters: Mapping[str, Tensor], leaves: Sequence[Any], masks: Sequence[Tensor]) -> list[Any]:
+    def run(
+        self, parameters: Mapping[str, Tensor], leaves: Sequence[Any], masks: Sequence[Tensor]
+    ) -> list[Any]:
         """The function's output leaves for these parameters, argument leaves and dropout masks."""
         args, kwargs = pytree.tree_unflatten(list(leaves), self.spec)
         device, enabled, dtype = self.autocast
-        with torch.autocast(device, enabled=enabled, dtype=dtype), GivenMasks(masks) if masks else nullcontext():
+        with (
+            torch.autocast(device, enabled=enabled, dtype=dtype),
+            GivenMasks(masks) if masks else nullcontext(),
+        ):
             # Tied parameters stay apart: a child that shares one has recorded its own use of it.
-            output = torch.func.functional_call(self.function, dict(parameters), args, kwargs, tie_weights=False)
+            output = torch.func.functional_call(
+                self.function, dict(parameters), args, kwargs, tie_weights=False
+            )
         return pytree.tree_leaves(output)
 
 
 class _Method(nn.Module):
-    """A method of a module as a module, so that ``torch.func.functional_call`` can give it other parameters.
+    """A method of a module as a module, so that ``torch.func.functional_call`` can give it other
+    parameters.
 
     (Calling the module itself would apply its forward hooks a second time.)
     """
@@ -82,8 +95,11 @@ class _Method(nn.Module):
         return self.method(self.owner, *args, **kwargs)
 
 
-def unknown_module(tape: Tape, original: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """Forward of a module without a rule: as ever, but its own parameters' gradients are taken per example later."""
+def unknown_module(
+    tape: Tape, original: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any
+) -> Any:
+    """Forward of a module without a rule: as ever, but its own parameters' gradients are taken per
+    example later."""
     if not torch.is_grad_enabled():
         return original(module, *args, **kwargs)
     own = own_parameters(module)
@@ -91,13 +107,17 @@ def unknown_module(tape: Tape, original: Callable[..., Any], module: nn.Module, 
     with _detached(module, own), DrawnMasks(next(iter(own.values())).device) as masks:
         output = original(module, *args, **kwargs)
     if masks.other_draws:
-        # Replaying other draws needs the whole batch at once, where 0 * NaN would carry one example's NaN to all others.
+        # Replaying other draws needs the whole batch at once, where 0 * NaN would carry one
+        # example's NaN to all others.
         raise UnsupportedModelError(
-            f"{tape.describe(module)} has no clipping rule and draws random numbers other than by dropout, so it cannot be "
-            f"run again example by example. Freeze its parameters {sorted(own)} (requires_grad_(False)), or switch the "
-            "random part off (attention dropout: attn_implementation='eager')."
+            f"{tape.describe(module)} has no clipping rule and draws random numbers other than by "
+            "dropout, so it cannot be run again example by example. Freeze its parameters "
+            f"{sorted(own)} (requires_grad_(False)), or switch the random part off (attention "
+            "dropout: attn_implementation='eager')."
         )
-    return _captured(tape, module, _Method(module, original), own, (args, kwargs), masks.drawn, output)
+    return _captured(
+        tape, module, _Method(module, original), own, (args, kwargs), masks.drawn, output
+    )
 
 
 def shared_method(
@@ -108,23 +128,35 @@ def shared_method(
     *args: Any,
     **kw: Any,
 ) -> Any:
-    """A method that computes something from parameters alone, with a first dimension of 1, given to all examples.
+    """A method that computes something from parameters alone, with a first dimension of 1, given to
+    all examples.
 
-    (T5's relative position bias; the prompt of prompt tuning.) Its result is expanded to the batch, so that each example
-    gets its own gradient with respect to it.
+    (T5's relative position bias; the prompt of prompt tuning.) Its result is expanded to the batch,
+    so that each example gets its own gradient with respect to it.
     """
     with tape.originals():
         if not torch.is_grad_enabled():
             return method(module, *args, **kw)
         tape.note_forward(*parameters.values())
-        with _detached(module, parameters), DrawnMasks(next(iter(parameters.values())).device) as masks:
+        with (
+            _detached(module, parameters),
+            DrawnMasks(next(iter(parameters.values())).device) as masks,
+        ):
             output = method(module, *args, **kw)
     if masks.other_draws or masks.drawn:
         raise UnsupportedModelError(
-            f"{tape.describe(module)} draws random numbers for what all examples share. Set its dropout to 0, or freeze "
-            f"{sorted(parameters)} (requires_grad_(False))."
+            f"{tape.describe(module)} draws random numbers for what all examples share. Set its "
+            f"dropout to 0, or freeze {sorted(parameters)} (requires_grad_(False))."
         )
-    return _captured(tape, module, _Method(module, method, of_parameters=True), parameters, (args, kw), [], output)
+    return _captured(
+        tape,
+        module,
+        _Method(module, method, of_parameters=True),
+        parameters,
+        (args, kw),
+        [],
+        output,
+    )
 
 
 def _captured(
@@ -138,25 +170,32 @@ def _captured(
 ) -> Any:
     """The output, so wrapped that backward notes its gradients.
 
-    What is computed from parameters and indices alone, with a first dimension of 1, is shared by all examples and is
-    expanded to the batch, so that each gets its own gradient.
+    What is computed from parameters and indices alone, with a first dimension of 1, is shared by
+    all examples and is expanded to the batch, so that each gets its own gradient.
     """
     leaves, spec = pytree.tree_flatten(arguments)
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     for tensor in tensors:
         tape.refuse_parameter(module, tensor)
     outputs, output_spec = pytree.tree_flatten(output)
-    complex_valued = [leaf for leaf in (*outputs, *own.values()) if isinstance(leaf, Tensor) and leaf.is_complex()]
+    complex_valued = [
+        leaf for leaf in (*outputs, *own.values()) if isinstance(leaf, Tensor) and leaf.is_complex()
+    ]
     if complex_valued:
         raise UnsupportedModelError(
-            f"{tape.describe(module)} has no clipping rule and works with complex numbers. Freeze its parameters "
-            f"{sorted(own)} (requires_grad_(False))."
+            f"{tape.describe(module)} has no clipping rule and works with complex numbers. Freeze "
+            f"its parameters {sorted(own)} (requires_grad_(False))."
         )
-    opaque = [leaf for leaf in outputs if not isinstance(leaf, (Tensor, bool, int, float, str, type(None)))]
+    opaque = [
+        leaf
+        for leaf in outputs
+        if not isinstance(leaf, (Tensor, bool, int, float, str, type(None)))
+    ]
     if opaque:
         raise UnsupportedModelError(
-            f"{tape.describe(module)} has no clipping rule and returns a {type(opaque[0]).__name__}, into which the engine "
-            f"cannot see, so the gradients of its parameters {sorted(own)} are not known. Freeze them (requires_grad_(False))."
+            f"{tape.describe(module)} has no clipping rule and returns a "
+            f"{type(opaque[0]).__name__}, into which the engine cannot see, so the gradients of "
+            f"its parameters {sorted(own)} are not known. Freeze them (requires_grad_(False))."
         )
     anchor = next(iter(own.values()))
     device = anchor.device.type
@@ -174,7 +213,8 @@ def _captured(
     def capture(position: int, leaf: Any) -> Any:
         if not isinstance(leaf, Tensor) or not leaf.is_floating_point():
             return leaf
-        # (1, T, d), (1, heads, T, T): a scalar or a vector is more likely meant to broadcast as it is.
+        # (1, T, d), (1, heads, T, T): a scalar or a vector is more likely meant to broadcast as it
+        # is.
         if shared and tape.examples is not None and leaf.dim() >= 3 and leaf.shape[0] == 1:
             call.expanded = True
             leaf = leaf.expand(tape.examples, *leaf.shape[1:])
@@ -184,11 +224,18 @@ def _captured(
 
 
 class _Capture(torch.autograd.Function):
-    """Identity that notes its output gradient. The owner's parameter is an input so that it records in any case."""
+    """Identity that notes its output gradient. The owner's parameter is an input so that it records
+    in any case."""
 
     @staticmethod
     def forward(
-        ctx: Any, output: Tensor, anchor: Tensor, call: OwnerCall, tape: Tape, position: int, *tensors: Tensor
+        ctx: Any,
+        output: Tensor,
+        anchor: Tensor,
+        call: OwnerCall,
+        tape: Tape,
+        position: int,
+        *tensors: Tensor,
     ) -> Tensor:
         ctx.call, ctx.tape, ctx.position = call, tape, position
         ctx.save_for_backward(output, *tensors)
@@ -208,10 +255,11 @@ class _Capture(torch.autograd.Function):
 
 
 def own_gradients(call: OwnerCall, tape: Tape) -> None:
-    """Record the per-example gradients of the owner's own parameters, and let go of what the call kept.
+    """Record the per-example gradients of the owner's own parameters, and let go of what the call
+    kept.
 
-    Raises: UnsupportedModelError when the module mixes examples, or an input has neither rows for the examples nor one
-        for all.
+    Raises: UnsupportedModelError when the module mixes examples, or an input has neither rows for
+        the examples nor one for all.
     """
     examples = tape.expected_examples()
     positions = sorted(call.output_grads)
@@ -228,7 +276,10 @@ def own_gradients(call: OwnerCall, tape: Tape) -> None:
 
     def run(own: dict[str, Tensor], rows: list[Tensor]) -> list[Tensor]:
         given = iter(rows)
-        here = [next(given) if is_mapped else each for each, is_mapped in zip(inputs, mapped, strict=True)]
+        here = [
+            next(given) if is_mapped else each
+            for each, is_mapped in zip(inputs, mapped, strict=True)
+        ]
         produced = call.run(own, here[: len(leaves)], here[len(leaves) :])
         return [produced[position] for position in positions]
 
@@ -242,10 +293,11 @@ def own_gradients(call: OwnerCall, tape: Tape) -> None:
 
 
 def _has_rows(leaf: Any, tape: Tape, flattened: bool, expanded: bool) -> bool:
-    """Whether an input has rows for the examples, judged by its shape; the comparison of outputs finds errors.
+    """Whether an input has rows for the examples, judged by its shape; the comparison of outputs
+    finds errors.
 
-    (b * T, d) is believed to have them only beside such an output, and (b,) only beside one that has an example dimension:
-    positions (T,) of as many tokens as there are examples look the same.
+    (b * T, d) is believed to have them only beside such an output, and (b,) only beside one that
+    has an example dimension: positions (T,) of as many tokens as there are examples look the same.
     """
     if not isinstance(leaf, Tensor) or leaf.dim() == 0 or (expanded and leaf.dim() == 1):
         return False
@@ -261,16 +313,23 @@ def _rows(tensor: Tensor, examples: int, call: OwnerCall, tape: Tape) -> Tensor:
 
 
 def _for_each_example(
-    run: Callable[..., list[Tensor]], inputs: list[Tensor], grads: list[Tensor], call: OwnerCall, tape: Tape
+    run: Callable[..., list[Tensor]],
+    inputs: list[Tensor],
+    grads: list[Tensor],
+    call: OwnerCall,
+    tape: Tape,
 ) -> tuple[dict[str, Tensor], list[Tensor]]:
     """Parameter gradients and outputs of each example, stacked.
 
-    By vmap (one example's NaN stays its own); a module that cannot be mapped (a branch on values, an operation without a
-    batching rule, a hook that calls requires_grad_) is run by plain autograd once for each example.
+    By vmap (one example's NaN stays its own); a module that cannot be mapped (a branch on values,
+    an operation without a batching rule, a hook that calls requires_grad_) is run by plain autograd
+    once for each example.
     """
     parameters = {name: parameter.detach() for name, parameter in call.parameters.items()}
 
-    def mapped(rows: list[Tensor], output_rows: list[Tensor]) -> tuple[dict[str, Tensor], list[Tensor]]:
+    def mapped(
+        rows: list[Tensor], output_rows: list[Tensor]
+    ) -> tuple[dict[str, Tensor], list[Tensor]]:
         outputs, pullback, *_ = torch.func.vjp(lambda own: run(own, rows), parameters)
         return pullback(output_rows)[0], outputs
 
@@ -279,8 +338,13 @@ def _for_each_example(
         with torch.enable_grad():
             outputs = run(own, [rows[index] for rows in inputs])
         used = [(o, g[index]) for o, g in zip(outputs, grads, strict=True) if o.requires_grad]
-        found = torch.autograd.grad([o for o, _ in used], list(own.values()), [g for _, g in used], allow_unused=True)
-        gradients = {n: torch.zeros_like(p) if g is None else g for (n, p), g in zip(own.items(), found, strict=True)}
+        found = torch.autograd.grad(
+            [o for o, _ in used], list(own.values()), [g for _, g in used], allow_unused=True
+        )
+        gradients = {
+            n: torch.zeros_like(p) if g is None else g
+            for (n, p), g in zip(own.items(), found, strict=True)
+        }
         return gradients, [output.detach() for output in outputs]
 
     try:
@@ -291,18 +355,24 @@ def _for_each_example(
         each = [alone(index) for index in range(len(grads[0]))]
     except (RuntimeError, ValueError, IndexError) as problem:
         raise UnsupportedModelError(
-            f"{tape.describe(call.module)} has no clipping rule and cannot be differentiated example by example "
-            f"({problem}). Freeze its parameters {call.names()} (requires_grad_(False))."
+            f"{tape.describe(call.module)} has no clipping rule and cannot be differentiated "
+            f"example by example ({problem}). Freeze its parameters {call.names()} "
+            "(requires_grad_(False))."
         ) from problem
     return pytree.tree_map(lambda *rows: torch.stack(rows), *each)
 
 
 def _compare(alone: Tensor, together: Tensor, call: OwnerCall, tape: Tape) -> None:
-    """Raise unless the module gave each example alone what it gave it in the batch (up to rounding)."""
+    """Raise unless the module gave each example alone what it gave it in the batch (up to
+    rounding)."""
     if alone.shape == together.shape:
         dims = tuple(range(1, together.dim()))
-        usable = torch.isfinite(together).all(dim=dims, keepdim=True)  # a spoiled example is removed anyway
-        gap = torch.where(usable, alone.double() - together.double(), 0.0).abs()  # NaN if only alone
+        usable = torch.isfinite(together).all(
+            dim=dims, keepdim=True
+        )  # a spoiled example is removed anyway
+        gap = torch.where(
+            usable, alone.double() - together.double(), 0.0
+        ).abs()  # NaN if only alone
         size = torch.where(usable, together.double(), 0.0).abs()
         tolerance = {torch.float64: 1e-9, torch.float32: 1e-3}.get(together.dtype, 5e-2)
         if call.autocast[1]:
@@ -310,9 +380,9 @@ def _compare(alone: Tensor, together: Tensor, call: OwnerCall, tape: Tape) -> No
         if bool((gap.amax(dims) <= tolerance * size.amax(dims).clamp_min(1e-6)).all()):
             return
     raise UnsupportedModelError(
-        f"{tape.describe(call.module)} has no clipping rule, and gives an example alone something else than in a batch: it "
-        f"mixes examples, or its inputs have not one row per example. Freeze its parameters {call.names()} "
-        "(requires_grad_(False))."
+        f"{tape.describe(call.module)} has no clipping rule, and gives an example alone something "
+        "else than in a batch: it mixes examples, or its inputs have not one row per example. "
+        f"Freeze its parameters {call.names()} (requires_grad_(False))."
     )
 
 

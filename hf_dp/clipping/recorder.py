@@ -17,18 +17,24 @@ Sink = Callable[[nn.Parameter, Use], None]
 
 
 class Tape:
-    """Hands each :class:`~hf_dp.clipping.uses.Use` of a parameter to a sink while a backward pass runs.
+    """Hands each :class:`~hf_dp.clipping.uses.Use` of a parameter to a sink while a backward pass
+    runs.
 
-    ``examples`` is the batch size seen by the model's own forward (None before it ran); what is shared by all examples
-    (position ids of shape (1, T)) is expanded to it, so that each example gets its own gradient.
+    ``examples`` is the batch size seen by the model's own forward (None before it ran); what is
+    shared by all examples (position ids of shape (1, T)) is expanded to it, so that each example
+    gets its own gradient.
     """
 
     def __init__(self, names: Mapping[nn.Module, str] | None = None) -> None:
         self.examples: int | None = None
         self.bypassed = False  # True while the originals run, for modules without a rule
-        self.calls: list[Any] = []  # forwards of modules without a rule that received output gradients
+        self.calls: list[
+            Any
+        ] = []  # forwards of modules without a rule that received output gradients
         self._forwards: list[Tensor | None] = []  # what the forward used, as often as it did
-        self._batches: set[tuple[int, int]] = set()  # first dimension and positions of what the forward worked on
+        self._batches: set[tuple[int, int]] = (
+            set()
+        )  # first dimension and positions of what the forward worked on
         self._names = names or {}
         self._open_for: int | None = None
         self._sink: Sink | None = None
@@ -54,7 +60,8 @@ class Tape:
             self.bypassed = before
 
     def note_forward(self, *parameters: Tensor | None) -> None:
-        """Count one use in a forward; a forward that checkpointing runs again during backward does not count."""
+        """Count one use in a forward; a forward that checkpointing runs again during backward does
+        not count."""
         if self._open_for is None and torch.is_grad_enabled():
             self._forwards += parameters
 
@@ -84,21 +91,25 @@ class Tape:
             self.calls.append(call)
 
     def expected_examples(self) -> int:
-        """How many examples this backward pass has. Raises: UnaccountedGradientError outside ``engine.backward``."""
+        """How many examples this backward pass has. Raises: UnaccountedGradientError outside
+        ``engine.backward``."""
         if self._open_for is None:
             raise UnaccountedGradientError(
-                "backward() was called on a model inside a ClippingEngine, so no gradient was clipped or kept. "
-                "Call engine.backward(per_example_losses) instead."
+                "backward() was called on a model inside a ClippingEngine, so no gradient was "
+                "clipped or kept. Call engine.backward(per_example_losses) instead."
             )
         return self._open_for
 
     def by_example(self, module: nn.Module, tensor: Tensor, flattened: bool = True) -> Tensor:
-        """``tensor`` with one row per example: as it is, or (b * T, d) seen as (b, T, d), example by example.
+        """``tensor`` with one row per example: as it is, or (b * T, d) seen as (b, T, d), example
+        by example.
 
-        (That flattened rows are ordered by example is what ``view(-1, d)`` gives; :func:`~hf_dp.clipping.self_check` tells.
-        Rows chosen by value, such as those of masked tokens, are ordered likewise but not as many of each example: T must be
-        a number of positions that the forward had.)
-        Raises: UnaccountedGradientError outside ``ClippingEngine.backward``; UnsupportedModelError for another shape.
+        (That flattened rows are ordered by example is what ``view(-1, d)`` gives;
+        :func:`~hf_dp.clipping.self_check` tells. Rows chosen by value, such as those of masked
+        tokens, are ordered likewise but not as many of each example: T must be a number of
+        positions that the forward had.)
+        Raises: UnaccountedGradientError outside ``ClippingEngine.backward``; UnsupportedModelError
+            for another shape.
         """
         examples = self.expected_examples()
         if tensor.dim() >= 1 and tensor.shape[0] == examples:
@@ -106,9 +117,10 @@ class Tape:
         if flattened and tensor.dim() == 2 and self.is_flattened(tensor.shape[0]):
             return tensor.view(examples, -1, tensor.shape[1])
         raise UnsupportedModelError(
-            f"{self.describe(module)} worked on a tensor of shape {tuple(tensor.shape)}, whose first dimension is not the "
-            f"number of examples ({examples}), nor that times the positions of each, so its gradient cannot be split by "
-            "example. Freeze this module (requires_grad_(False)) or pass its inputs with one row per example."
+            f"{self.describe(module)} worked on a tensor of shape {tuple(tensor.shape)}, whose "
+            f"first dimension is not the number of examples ({examples}), nor that times the "
+            "positions of each, so its gradient cannot be split by example. Freeze this module "
+            "(requires_grad_(False)) or pass its inputs with one row per example."
         )
 
     def is_flattened(self, rows: int) -> bool:
@@ -117,14 +129,16 @@ class Tape:
         return rows % examples == 0 and (examples, rows // examples) in self._batches
 
     def refuse_parameter(self, module: nn.Module, input: Tensor) -> None:
-        """Raise for a module applied to a parameter: its rows are no examples, however many they are.
+        """Raise for a module applied to a parameter: its rows are no examples, however many they
+        are.
 
         (DeBERTa normalises its table of relative positions.)
         """
         if isinstance(input, nn.Parameter):
             raise UnsupportedModelError(
-                f"{self.describe(module)} is applied to a parameter of shape {tuple(input.shape)}, which all examples share, "
-                "so its gradient cannot be split by example. Freeze this module and that parameter (requires_grad_(False))."
+                f"{self.describe(module)} is applied to a parameter of shape {tuple(input.shape)}, "
+                "which all examples share, so its gradient cannot be split by example. Freeze this "
+                "module and that parameter (requires_grad_(False))."
             )
 
     def describe(self, module: nn.Module) -> str:
@@ -133,9 +147,11 @@ class Tape:
         return f"{type(module).__name__} `{name}`" if name else type(module).__name__
 
     def record(self, module: nn.Module, parameter: nn.Parameter, use: Use | Tensor) -> None:
-        """Hand over one use of a parameter by ``module``; a tensor is its per-example gradient (b, *shape).
+        """Hand over one use of a parameter by ``module``; a tensor is its per-example gradient (b,
+        *shape).
 
-        Raises: UnsupportedModelError when the shape is not that of per-example gradients of this parameter.
+        Raises: UnsupportedModelError when the shape is not that of per-example gradients of this
+            parameter.
         """
         if isinstance(use, Dense):
             use = use.gradients
@@ -144,8 +160,9 @@ class Tape:
         if not use.fits(parameter.shape, self.expected_examples()):
             shapes = {name: tuple(value.shape) for name, value in vars(use).items()}
             raise UnsupportedModelError(
-                f"The clipping rule of {self.describe(module)} gave {type(use).__name__} of shapes {shapes} for a parameter "
-                f"of shape {tuple(parameter.shape)} and {self._open_for} examples. Correct the rule's gradients function."
+                f"The clipping rule of {self.describe(module)} gave {type(use).__name__} of shapes "
+                f"{shapes} for a parameter of shape {tuple(parameter.shape)} and {self._open_for} "
+                "examples. Correct the rule's gradients function."
             )
         assert self._sink is not None
         for each in compact([use], parameter.shape):

@@ -1,7 +1,9 @@
-"""Before the first draw: does the engine, on *this* model and loss, agree with one-by-one gradients?
+"""Before the first draw: does the engine, on *this* model and loss, agree with one-by-one
+gradients?
 
-Synthetic examples of different length go through the model together, padded, inside the engine; then each alone, unpadded,
-through plain autograd. Dropout is off. The private data is never looked at.
+Synthetic examples of different length go through the model together, padded, inside the engine;
+then each alone, unpadded, through plain autograd. Dropout is off. The private data is never looked
+at.
 """
 
 from __future__ import annotations
@@ -30,15 +32,22 @@ PerExampleLoss = Callable[[nn.Module, Batch], Tensor]
 # Of 16-bit forwards: their products have three digits.
 AUTOCAST_TOLERANCE = 5e-2
 _MOVE = 0.01  # about as much as an initial weight
-_DROPOUTS = ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout")
+_DROPOUTS = (
+    "dropout",
+    "dropout1d",
+    "dropout2d",
+    "dropout3d",
+    "alpha_dropout",
+    "feature_alpha_dropout",
+)
 
 
 @contextmanager
 def _no_dropout() -> Iterator[None]:
     """Training-mode forwards with every dropout an identity, wherever it is called.
 
-    The functions are replaced, not intercepted: an interceptor (TorchFunctionMode) is off during backward, where gradient
-    checkpointing runs forwards again.
+    The functions are replaced, not intercepted: an interceptor (TorchFunctionMode) is off during
+    backward, where gradient checkpointing runs forwards again.
     """
     originals = {name: getattr(F, name) for name in (*_DROPOUTS, "scaled_dot_product_attention")}
 
@@ -78,11 +87,14 @@ def self_check(
 
     Args:
         per_example_loss: ``(model, batch) -> (b,)``.
-        padded: the examples as one batch, of different lengths, not sorted by them. alone: each as a batch of one, unpadded.
-        rtol: relative tolerance on losses, norms and clipped sums; default by the parameters' dtype (1e-3 in float32).
+        padded: the examples as one batch, of different lengths, not sorted by them. alone: each as
+            a batch of one, unpadded.
+        rtol: relative tolerance on losses, norms and clipped sums; default by the parameters' dtype
+            (1e-3 in float32).
 
-    Raises: SelfCheckError saying what differed: a loss (it depends on neighbors or padding), a norm, a clipped sum, or a
-        buffer that the forward changed. Parameters, their gradients and training mode are left as found.
+    Raises: SelfCheckError saying what differed: a loss (it depends on neighbors or padding), a
+        norm, a clipped sum, or a buffer that the forward changed. Parameters, their gradients and
+        training mode are left as found.
     """
     trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
     rtol = _tolerance(trainable) if rtol is None else rtol
@@ -96,7 +108,9 @@ def self_check(
         versions = {name: parameter._version for name, parameter in model.named_parameters()}
         with _no_dropout():
             expected = [_alone(model, per_example_loss, example, trainable) for example in alone]
-            clipping_norm = min(example.norm for example in expected) / 2 or 1.0  # so that every example is clipped
+            clipping_norm = (
+                min(example.norm for example in expected) / 2 or 1.0
+            )  # so that every example is clipped
             with engine(clipping_norm) as running:
                 losses = per_example_loss(model, padded)
                 norms = running.backward(losses)
@@ -111,12 +125,15 @@ def self_check(
                     _compare_norms(norms.double(), [expected[row] for row in order], rtol)
                     _compare_rows(running, partial(per_example_loss, model, batch), len(order))
         with engine(clipping_norm) as running:
-            running.backward(per_example_loss(model, padded))  # and once with dropout on, as it will run
+            running.backward(
+                per_example_loss(model, padded)
+            )  # and once with dropout on, as it will run
         _refuse_changes(model, buffers, versions)
 
 
 def _on_a_copy(per_example_loss: PerExampleLoss, model: nn.Module, batch: Batch) -> Tensor:
-    """Call the loss with a batch of its own: it may pop labels or write into them, and the same batch is used again."""
+    """Call the loss with a batch of its own: it may pop labels or write into them, and the same
+    batch is used again."""
     return per_example_loss(model, copy.deepcopy(batch))
 
 
@@ -135,13 +152,18 @@ def _arrangements(padded: Batch, count: int) -> Iterator[tuple[Batch, list[int]]
 def _in_order(value: Any, order: list[int], count: int) -> Any:
     if isinstance(value, Tensor):
         return value[order]
-    return [value[place] for place in order] if isinstance(value, list) and len(value) == count else value
+    return (
+        [value[place] for place in order]
+        if isinstance(value, list) and len(value) == count
+        else value
+    )
 
 
 def _compare_rows(engine: ClippingEngine, losses: Callable[[], Tensor], examples: int) -> None:
     """Back-propagate one example's loss alone: no other example may have a gradient then.
 
-    Not the first example's: what is taken for it by mistake (a row that all share) would not be seen.
+    Not the first example's: what is taken for it by mistake (a row that all share) would not be
+    seen.
     """
     for index in sorted({examples // 2, examples - 1} - {0}):
         values = losses()
@@ -150,16 +172,17 @@ def _compare_rows(engine: ClippingEngine, losses: Callable[[], Tensor], examples
         if bool(norms.any()):
             other = int(norms.argmax())
             raise SelfCheckError(
-                f"The loss of synthetic example {index} alone gave example {other} a gradient norm of "
-                f"{float(norms[other]):.3g} in the clipping engine: a layer sees rows that are not the examples in their "
-                "order (sorted, transposed, packed or shared by all). Freeze parts of the model to find it, or give the layer "
-                "one row per example."
+                f"The loss of synthetic example {index} alone gave example {other} a gradient norm "
+                f"of {float(norms[other]):.3g} in the clipping engine: a layer sees rows that are "
+                "not the examples in their order (sorted, transposed, packed or shared by all). "
+                "Freeze parts of the model to find it, or give the layer one row per example."
             )
 
 
 @contextmanager
 def _moved(trainable: Mapping[str, nn.Parameter]) -> Iterator[None]:
-    """Trainable parameters a little off their values: zeros (LoRA's B, gates) would hide what is behind them."""
+    """Trainable parameters a little off their values: zeros (LoRA's B, gates) would hide what is
+    behind them."""
     values = {name: parameter.detach().clone() for name, parameter in trainable.items()}
     try:
         with torch.no_grad():
@@ -184,7 +207,10 @@ class _Expected:
 
 
 def _alone(
-    model: nn.Module, per_example_loss: PerExampleLoss, example: Batch, trainable: Mapping[str, nn.Parameter]
+    model: nn.Module,
+    per_example_loss: PerExampleLoss,
+    example: Batch,
+    trainable: Mapping[str, nn.Parameter],
 ) -> _Expected:
     loss = per_example_loss(model, example)
     gradients = next(per_example_gradients(loss, trainable))
@@ -192,8 +218,9 @@ def _alone(
     expected = _Expected(float(loss.detach()[0]), float(norm), gradients)
     if not (math.isfinite(expected.loss) and math.isfinite(expected.norm)):
         raise SelfCheckError(
-            "On synthetic examples the model's losses or gradients are not finite, so no private step could use a row. "
-            "Look for weights that are not finite, or a precision that overflows."
+            "On synthetic examples the model's losses or gradients are not finite, so no private "
+            "step could use a row. Look for weights that are not finite, or a precision that "
+            "overflows."
         )
     return expected
 
@@ -207,9 +234,10 @@ def _compare_losses(losses: Tensor, expected: Sequence[_Expected], rtol: float) 
     for together, example in zip(losses.tolist(), expected, strict=True):
         if not abs(together - example.loss) <= rtol * max(abs(example.loss), 1.0):
             raise SelfCheckError(
-                f"The loss of a synthetic example is {example.loss:.6g} alone but {together:.6g} beside a longer one, so an "
-                "example's gradient depends on its neighbors. Look for a batch mean, positions that count padding, or "
-                "attention to padding; override DPTrainer.compute_per_example_loss if the loss is your own."
+                f"The loss of a synthetic example is {example.loss:.6g} alone but {together:.6g} "
+                "beside a longer one, so an example's gradient depends on its neighbors. Look for "
+                "a batch mean, positions that count padding, or attention to padding; override "
+                "DPTrainer.compute_per_example_loss if the loss is your own."
             )
 
 
@@ -218,9 +246,9 @@ def _compare_norms(norms: Tensor, expected: Sequence[_Expected], rtol: float) ->
     for measured, example in zip(norms.tolist(), expected, strict=True):
         if not abs(measured - example.norm) <= rtol * max(example.norm, 1e-3 * largest):
             raise SelfCheckError(
-                f"A synthetic example's gradient norm is {example.norm:.6g} by autograd but {measured:.6g} by the clipping "
-                "engine: some layer of this model is used in a way that its rule does not cover. Freeze parts of the "
-                "model to find it."
+                f"A synthetic example's gradient norm is {example.norm:.6g} by autograd but "
+                f"{measured:.6g} by the clipping engine: some layer of this model is used in a way "
+                "that its rule does not cover. Freeze parts of the model to find it."
             )
 
 
@@ -243,19 +271,31 @@ def _compare_sums(
             exact.add_(example.gradients[name], alpha=float(weights[groups[name], column]))
         error = float((total - exact).norm())
         # Relative to this parameter's own sum: a small one must not hide behind the others.
-        if not error <= rtol * len(expected) * max(min(float(exact.norm()), clipping_norm), 1e-2 * clipping_norm):
+        if not error <= rtol * len(expected) * max(
+            min(float(exact.norm()), clipping_norm), 1e-2 * clipping_norm
+        ):
             raise SelfCheckError(
-                f"The clipped sum of {name!r} is off by {error:.3g} (clipping norm {clipping_norm:.3g})."
+                f"The clipped sum of {name!r} is off by {error:.3g} (clipping norm "
+                f"{clipping_norm:.3g})."
             )
 
 
-def _refuse_changes(model: nn.Module, buffers: Mapping[str, Tensor], versions: Mapping[str, int]) -> None:
-    changed = [n for n, buffer in model.named_buffers() if n in buffers and not torch.equal(buffer, buffers[n])]
-    changed += [name for name, parameter in model.named_parameters() if parameter._version != versions[name]]
+def _refuse_changes(
+    model: nn.Module, buffers: Mapping[str, Tensor], versions: Mapping[str, int]
+) -> None:
+    changed = [
+        n
+        for n, buffer in model.named_buffers()
+        if n in buffers and not torch.equal(buffer, buffers[n])
+    ]
+    changed += [
+        name for name, parameter in model.named_parameters() if parameter._version != versions[name]
+    ]
     if changed:
         raise SelfCheckError(
-            f"A training forward changed the buffer or parameter {changed[0]!r}: it stores something computed from the "
-            "examples, which would be saved without noise. Replace the module that owns it."
+            f"A training forward changed the buffer or parameter {changed[0]!r}: it stores "
+            "something computed from the examples, which would be saved without noise. Replace the "
+            "module that owns it."
         )
 
 

@@ -1,10 +1,13 @@
-"""Methods through which a model computes, from parameters alone, something that all its examples share.
+"""Methods through which a model computes, from parameters alone, something that all its examples
+share.
 
-Their results have no example dimension, so the gradient that arrives at a parameter is already a sum over examples. Here the
-result is expanded to the batch first (:func:`~hf_dp.clipping.owners.shared_method`). Known by class and method name:
+Their results have no example dimension, so the gradient that arrives at a parameter is already a
+sum over examples. Here the result is expanded to the batch first
+(:func:`~hf_dp.clipping.owners.shared_method`). Known by class and method name:
 
 * relative position biases: T5 and its family (``compute_bias``), MPNet (``compute_position_bias``);
-* the prompt of PEFT's prompt tuning and p-tuning (``get_prompt``), which PEFT computes once and repeats.
+* the prompt of PEFT's prompt tuning and p-tuning (``get_prompt``), which PEFT computes once and
+    repeats.
 
 What is not known here is refused by the shape of the gradient.
 """
@@ -62,7 +65,11 @@ def _position_bias(module: nn.Module) -> SharedMethod | None:
 
 def _prompt(module: PeftModel) -> SharedMethod | None:
     encoders = module._modules.get("prompt_encoder")
-    config = module.peft_config.get(module.active_adapter) if isinstance(module.active_adapter, str) else None
+    config = (
+        module.peft_config.get(module.active_adapter)
+        if isinstance(module.active_adapter, str)
+        else None
+    )
     if encoders is None or config is None or config.peft_type not in _EXPANDED_BY_PEFT:
         return None
 

@@ -1,4 +1,5 @@
-"""What every clipping strategy is built from: a recorded backward pass, weights from norms, and the running sums."""
+"""What every clipping strategy is built from: a recorded backward pass, weights from norms, and the
+running sums."""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ from hf_dp.clipping.weights import clipping_weights
 
 @dataclass
 class Decision:
-    """Norms before clipping (b,), the examples' weights in each of the K groups, and which are used at all (b,)."""
+    """Norms before clipping (b,), the examples' weights in each of the K groups, and which are used
+    at all (b,)."""
 
     norms: Tensor
     weights: list[Weights]
@@ -49,16 +51,23 @@ class ClippedStep:
     ):
         self.tape, self.groups = tape, groups
         self.adding = False
-        self._clipping, self._clipping_norm, self._sums, self._check = clipping, clipping_norm, sums, check
+        self._clipping, self._clipping_norm, self._sums, self._check = (
+            clipping,
+            clipping_norm,
+            sums,
+            check,
+        )
 
     def forward_uses(self) -> Counter[nn.Parameter]:
         """How often the forward used each parameter."""
         return self.tape.forward_uses()
 
     def backward(self, losses: Tensor, sink: Sink, retain_graph: bool = False) -> None:
-        """One backward pass from all losses at once; each use of a trainable parameter goes to ``sink``.
+        """One backward pass from all losses at once; each use of a trainable parameter goes to
+        ``sink``.
 
-        The losses are those of different examples, so their unweighted sum keeps the examples' gradients apart.
+        The losses are those of different examples, so their unweighted sum keeps the examples'
+        gradients apart.
         """
         with self.tape.recording(len(losses), sink):
             torch.autograd.backward(losses, torch.ones_like(losses), retain_graph=retain_graph)
@@ -96,23 +105,32 @@ class ClippedStep:
             self._add_each({parameter: uses.pop(parameter) for parameter in lookups}, decision)
         self._add_each(uses, decision)
 
-    def _products(self, uses: dict[nn.Parameter, list[Use]], decision: Decision) -> Iterator[Callable[[], Tensor]]:
-        """Of parameters with one use, outer products: what adds each to its sum. Takes the uses out."""
+    def _products(
+        self, uses: dict[nn.Parameter, list[Use]], decision: Decision
+    ) -> Iterator[Callable[[], Tensor]]:
+        """Of parameters with one use, outer products: what adds each to its sum. Takes the uses
+        out."""
         for parameter in list(uses):
             (use,) = uses.pop(parameter)
             assert isinstance(use, OuterProducts)
             left, right = use.weighted_factors(self._kept(parameter, use, decision))
             del use  # goes as soon as its product is done
             known = self._sums.get(parameter)
-            total = self._sums[parameter] = left.new_empty(parameter.shape) if known is None else known
+            total = self._sums[parameter] = (
+                left.new_empty(parameter.shape) if known is None else known
+            )
             # With beta = 0 what was in the memory does not count, NaN included.
-            yield partial(total.view(len(left), -1).addmm_, left, right, beta=0 if known is None else 1)
+            yield partial(
+                total.view(len(left), -1).addmm_, left, right, beta=0 if known is None else 1
+            )
 
     def _add_each(self, uses: dict[nn.Parameter, list[Use]], decision: Decision) -> None:
         for parameter in list(uses):
             for use in uses.pop(parameter):
                 total = self._sums.get(parameter)
-                self._sums[parameter] = self._weighted(total, parameter, parameter.shape, use, decision)
+                self._sums[parameter] = self._weighted(
+                    total, parameter, parameter.shape, use, decision
+                )
 
     @torch.no_grad()
     @full_precision()
@@ -125,9 +143,15 @@ class ClippedStep:
             self._sums[parameter] = part if known is None else known.add_(part)
 
     def _weighted(
-        self, total: Tensor | None, parameter: nn.Parameter, shape: torch.Size, use: Use, decision: Decision
+        self,
+        total: Tensor | None,
+        parameter: nn.Parameter,
+        shape: torch.Size,
+        use: Use,
+        decision: Decision,
     ) -> Tensor:
-        """``total`` plus the examples of ``use``, each times its weight in the parameter's group."""
+        """``total`` plus the examples of ``use``, each times its weight in the parameter's
+        group."""
         return use.add_weighted_sum(total, shape, self._kept(parameter, use, decision))
 
     def _kept(self, parameter: nn.Parameter, use: Use, decision: Decision) -> Weights:

@@ -1,27 +1,34 @@
 """How a parameter was used: the per-example gradient of one parameter, in the cheapest exact form.
 
-For example ``i`` every layer's gradient has one of three forms, with ``t`` running over the positions of that example:
+For example ``i`` every layer's gradient has one of three forms, with ``t`` running over the
+positions of that example:
 
-* outer products: ``G_i = sum_t left_it right_it^T``, parameter of shape (m, n) once its trailing dimensions are flattened.
-  ``nn.Linear``: left = output gradient, right = input; GPT-2's ``Conv1D`` (weight stored in x out): the other way round;
-  ``nn.Conv2d``: left = output gradient, right = the patch under the kernel.
-* lookups: ``G_i = sum_t onehot(token_it) grad_it^T``, parameter of shape (V, n), or (V,) with n = 1.
-* dense: the gradient itself, shape (b, *parameter.shape); for biases, norms and whatever is smaller than its records.
+* outer products: ``G_i = sum_t left_it right_it^T``, parameter of shape (m, n) once its trailing
+  dimensions are flattened. ``nn.Linear``: left = output gradient, right = input; GPT-2's ``Conv1D``
+  (weight stored in x out): the other way round; ``nn.Conv2d``: left = output gradient, right = the
+  patch under the kernel.
+* lookups: ``G_i = sum_t onehot(token_it) grad_it^T``, parameter of shape (V, n), or (V,) with n =
+    1.
+* dense: the gradient itself, shape (b, *parameter.shape); for biases, norms and whatever is smaller
+    than its records.
 
-Two uses of one parameter (a reused layer, a tied embedding) add their gradients, so their norm needs the inner product of
-every pair of uses, :func:`inner_product`; uses of which that is cheap to do are joined into one.
+Two uses of one parameter (a reused layer, a tied embedding) add their gradients, so their norm
+needs the inner product of every pair of uses, :func:`inner_product`; uses of which that is cheap to
+do are joined into one.
 
-Rounding (:class:`Norms`). The Gram form sums ``T * T`` signed terms, which can cancel to a result far smaller than the
-terms (Li et al., section 4, does not treat this). With u = ``_ROUNDING * eps`` its ``error`` is ``u (S + D)``, S the sum
-of the terms' magnitudes (errors of large entries are proportional to them) and D = ``sum_t |left_t|^2 |right_t|^2``
-(errors of small entries are independent, of size ``eps |left_s||left_t||right_s||right_t|``, and add up like a random
-walk). Squares of numbers as small as 1e-20 are lost to underflow, also where the other factor is large enough to make up
-for it: of d features an entry of a Gram matrix loses at most ``d tiny``, and the sum of terms
-``d tiny sum_{s,t} |r_s . r_t| <= d tiny T sum_t |r_t|^2``, r the other factor. ``error`` has this too, of both factors,
-where it could matter to a clipping norm. The clipped sum itself adds the same ``left_t right_t^T``, and where they cancel
-its rounding can exceed their sum: ``slack = u sum_t |left_t||right_t|`` bounds that, and is added to the norm before the
-weight is taken from it. A dense gradient has neither: the same tensor is squared for the norm and added to the sum, so what
-is released is bounded by what was measured.
+Rounding (:class:`Norms`). The Gram form sums ``T * T`` signed terms, which can cancel to a result
+far smaller than the terms (Li et al., section 4, does not treat this). With u = ``_ROUNDING * eps``
+its ``error`` is ``u (S + D)``, S the sum of the terms' magnitudes (errors of large entries are
+proportional to them) and D = ``sum_t |left_t|^2 |right_t|^2`` (errors of small entries are
+independent, of size ``eps |left_s||left_t||right_s||right_t|``, and add up like a random walk).
+Squares of numbers as small as 1e-20 are lost to underflow, also where the other factor is large
+enough to make up for it: of d features an entry of a Gram matrix loses at most ``d tiny``, and the
+sum of terms ``d tiny sum_{s,t} |r_s . r_t| <= d tiny T sum_t |r_t|^2``, r the other factor.
+``error`` has this too, of both factors, where it could matter to a clipping norm. The clipped sum
+itself adds the same ``left_t right_t^T``, and where they cancel its rounding can exceed their sum:
+``slack = u sum_t |left_t||right_t|`` bounds that, and is added to the norm before the weight is
+taken from it. A dense gradient has neither: the same tensor is squared for the norm and added to
+the sum, so what is released is bounded by what was measured.
 """
 
 from __future__ import annotations
@@ -37,10 +44,12 @@ from torch.nn import functional as F
 
 from hf_dp.clipping.grams import Grams, LastOf, gram_blocks, products, sum_of_blocks
 
-# The smallest C that the engine takes, and the error of a squared norm that is nothing beside its square.
+# The smallest C that the engine takes, and the error of a squared norm that is nothing beside its
+# square.
 SMALLEST_CLIPPING_NORM = 1e-9
 _NEGLIGIBLE = 1e-4 * SMALLEST_CLIPPING_NORM**2
-# Blocked float sums of some thousand terms are accurate to some eps; tests/clipping measures 18 at most.
+# Blocked float sums of some thousand terms are accurate to some eps; tests/clipping measures 18 at
+# most.
 _ROUNDING = 32.0
 _BLOCK = 1024  # numbers whose norm is taken at once
 
@@ -52,7 +61,8 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
 
 @contextmanager
 def full_precision() -> Iterator[None]:
-    """Norms and sums in true float32: TF32 products round to 1e-3, far above the rounding that the norms allow for."""
+    """Norms and sums in true float32: TF32 products round to 1e-3, far above the rounding that the
+    norms allow for."""
     precision = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest")
     try:
@@ -63,7 +73,8 @@ def full_precision() -> Iterator[None]:
 
 @dataclass
 class Norms:
-    """Squared norms of b examples, a bound on their rounding error, and one on that of what enters the sum; each (b,)."""
+    """Squared norms of b examples, a bound on their rounding error, and one on that of what enters
+    the sum; each (b,)."""
 
     squared: Tensor
     error: Tensor
@@ -73,7 +84,8 @@ class Norms:
 class Weights:
     """One weight for each of b examples.
 
-    Attributes: values: (b,). scaled: records (b, T, d) in a dtype, each times the weight of its example.
+    Attributes: values: (b,). scaled: records (b, T, d) in a dtype, each times the weight of its
+        example.
     """
 
     def __init__(self, values: Tensor):
@@ -89,11 +101,13 @@ class Use(ABC):
 
     @abstractmethod
     def fits(self, shape: torch.Size, examples: int) -> bool:
-        """Whether this describes gradients of ``examples`` examples for a parameter of this shape."""
+        """Whether this describes gradients of ``examples`` examples for a parameter of this
+        shape."""
 
     @abstractmethod
     def norms(self, grams: Grams | None = None) -> Norms:
-        """Squared norms with their rounding. Args: grams: shared by uses that are looked at one after the other."""
+        """Squared norms with their rounding. Args: grams: shared by uses that are looked at one
+        after the other."""
 
     @abstractmethod
     def add_weighted_sum(self, total: Tensor | None, shape: torch.Size, weights: Weights) -> Tensor:
@@ -105,14 +119,19 @@ class Use(ABC):
 
     @abstractmethod
     def block(self, examples: slice, rows: slice, dtype: torch.dtype) -> Tensor:
-        """Some rows of some examples' gradients, explicitly: (examples, rows, n), n the parameter's trailing dimensions.
+        """Some rows of some examples' gradients, explicitly: (examples, rows, n), n the parameter's
+        trailing dimensions.
 
         Args: examples, rows: with start and stop inside the range.
         """
 
-    def example_gradient(self, index: int, shape: torch.Size, dtype: torch.dtype = torch.float64) -> Tensor:
+    def example_gradient(
+        self, index: int, shape: torch.Size, dtype: torch.dtype = torch.float64
+    ) -> Tensor:
         """``G_index`` of this shape, explicitly; in float64 the slow, cancellation-free form."""
-        return self.block(slice(index, index + 1), slice(0, shape[0] if shape else 1), dtype).view(shape)
+        return self.block(slice(index, index + 1), slice(0, shape[0] if shape else 1), dtype).view(
+            shape
+        )
 
     @abstractmethod
     def fingerprint(self) -> Tensor:
@@ -120,12 +139,15 @@ class Use(ABC):
 
     @abstractmethod
     def keep_only(self, keep: Tensor) -> None:
-        """Replace the records of examples with ``keep[i]`` False by zeros (never a product: 0 * NaN is NaN)."""
+        """Replace the records of examples with ``keep[i]`` False by zeros (never a product: 0 * NaN
+        is NaN)."""
 
 
 def _where(keep: Tensor, value: Tensor) -> Tensor:
     return torch.where(
-        keep.view(-1, *[1] * (value.dim() - 1)), value, torch.zeros((), dtype=value.dtype, device=value.device)
+        keep.view(-1, *[1] * (value.dim() - 1)),
+        value,
+        torch.zeros((), dtype=value.dtype, device=value.device),
     )
 
 
@@ -139,7 +161,9 @@ class OuterProducts(Use):
     def fits(self, shape: torch.Size, examples: int) -> bool:
         left, right = self.left.shape, self.right.shape
         rows = len(left) == len(right) == 3 and left[:2] == right[:2] and left[0] == examples
-        return rows and len(shape) >= 2 and left[2] == shape[0] and left[2] * right[2] == shape.numel()
+        return (
+            rows and len(shape) >= 2 and left[2] == shape[0] and left[2] * right[2] == shape.numel()
+        )
 
     def norms(self, grams: Grams | None = None) -> Norms:
         return outer_norms([self], grams)[0]
@@ -147,7 +171,9 @@ class OuterProducts(Use):
     def weighted_factors(self, weights: Weights) -> tuple[Tensor, Tensor]:
         """Two matrices, (m, b T) and (b T, n), whose product is ``sum_i weights[i] * G_i``."""
         dtype = accumulation_dtype(self.left.dtype)
-        if self.left.shape[2] < self.right.shape[2]:  # the smaller factor; of equal ones the one that is shared
+        if (
+            self.left.shape[2] < self.right.shape[2]
+        ):  # the smaller factor; of equal ones the one that is shared
             left, right = weights.scaled(self.left, dtype), self.right.to(dtype)
         else:
             left, right = self.left.to(dtype), weights.scaled(self.right, dtype)
@@ -162,16 +188,22 @@ class OuterProducts(Use):
 
     def slack(self) -> Tensor:
         dtype = accumulation_dtype(self.left.dtype)
-        left, right = (torch.linalg.vector_norm(records, dim=2, dtype=dtype) for records in (self.left, self.right))
+        left, right = (
+            torch.linalg.vector_norm(records, dim=2, dtype=dtype)
+            for records in (self.left, self.right)
+        )
         return _ROUNDING * torch.finfo(dtype).eps * left.mul_(right).sum(1)
 
     def block(self, examples: slice, rows: slice, dtype: torch.dtype) -> Tensor:
         left, right = self.left[examples, :, rows].to(dtype).mT, self.right[examples].to(dtype)
-        # Of one, transposed and with gaps, the product of batches took more than twice as long as the single one.
+        # Of one, transposed and with gaps, the product of batches took more than twice as long as
+        # the single one.
         return torch.mm(left[0], right[0])[None] if len(left) == 1 else torch.bmm(left, right)
 
     def fingerprint(self) -> Tensor:
-        return torch.linalg.vector_norm(self.left, dim=(1, 2)) * torch.linalg.vector_norm(self.right, dim=(1, 2))
+        return torch.linalg.vector_norm(self.left, dim=(1, 2)) * torch.linalg.vector_norm(
+            self.right, dim=(1, 2)
+        )
 
     def keep_only(self, keep: Tensor) -> None:
         self.left, self.right = _where(keep, self.left), _where(keep, self.right)
@@ -182,15 +214,20 @@ _TOGETHER = 2**18  # numbers
 
 
 def outer_norms(uses: Iterable[OuterProducts], grams: Grams | None = None) -> list[Norms]:
-    """:meth:`Use.norms` of each, in their order; a few pairs of matrices (b, T, T) are held at once."""
+    """:meth:`Use.norms` of each, in their order; a few pairs of matrices (b, T, T) are held at
+    once."""
     grams = LastOf(gram_blocks) if grams is None else grams
     found: list[Norms] = []
     waiting: list[_GramPair] = []
     for use in uses:
         dtype = accumulation_dtype(use.left.dtype)
         right = grams(use.right, dtype)
-        pair = _GramPair(gram_blocks(use.left, dtype), right, max(use.left.shape[2], use.right.shape[2]))
-        if waiting and not (waiting[0].alike(pair) and (len(waiting) + 1) * pair.numbers() <= _TOGETHER):
+        pair = _GramPair(
+            gram_blocks(use.left, dtype), right, max(use.left.shape[2], use.right.shape[2])
+        )
+        if waiting and not (
+            waiting[0].alike(pair) and (len(waiting) + 1) * pair.numbers() <= _TOGETHER
+        ):
             found += _reduced(waiting)
             waiting = []
         waiting.append(pair)
@@ -199,7 +236,8 @@ def outer_norms(uses: Iterable[OuterProducts], grams: Grams | None = None) -> li
 
 @dataclass
 class _GramPair:
-    """Gram matrices of both factors of one use, as blocks of (b, T, T), and the features of the wider one."""
+    """Gram matrices of both factors of one use, as blocks of (b, T, T), and the features of the
+    wider one."""
 
     left: list[Tensor]
     right: list[Tensor]  # perhaps shared with other uses
@@ -217,13 +255,21 @@ class _GramPair:
 
 def _reduced(pairs: Sequence[_GramPair]) -> list[Norms]:
     """From Gram matrices of uses of the same length to their norms; changes the left ones."""
-    # |G|^2 = sum_{s,t} terms[s, t], terms[s, t] = (left_s . left_t)(right_s . right_t)   (Li et al., section 4, eq. 3)
-    lefts, rights = _stacked([pair.left for pair in pairs]), _stacked([pair.right for pair in pairs])
+    # |G|^2 = sum_{s,t} terms[s, t], terms[s, t] = (left_s . left_t)(right_s . right_t)   (Li et
+    # al., section 4, eq. 3)
+    lefts, rights = (
+        _stacked([pair.left for pair in pairs]),
+        _stacked([pair.right for pair in pairs]),
+    )
     rows = len(lefts[0])  # of each use and example
-    of_left, of_right = (blocks[-1].diagonal(dim1=1, dim2=2).reshape(rows, -1) for blocks in (lefts, rights))
+    of_left, of_right = (
+        blocks[-1].diagonal(dim1=1, dim2=2).reshape(rows, -1) for blocks in (lefts, rights)
+    )
     trace = of_left * of_right
     limits = torch.finfo(trace.dtype)
-    lost = (of_left.sum(1) + of_right.sum(1)).mul_(limits.tiny * max(pair.features for pair in pairs) * trace.shape[1])
+    lost = (of_left.sum(1) + of_right.sum(1)).mul_(
+        limits.tiny * max(pair.features for pair in pairs) * trace.shape[1]
+    )
     terms = [left.mul_(right) for left, right in zip(lefts, rights, strict=True)]
     squared = sum_of_blocks(terms, rows)
     magnitude = sum_of_blocks([block.abs_() for block in terms], rows)
@@ -236,37 +282,52 @@ def _reduced(pairs: Sequence[_GramPair]) -> list[Norms]:
 
 def _stacked(uses: Sequence[list[Tensor]]) -> list[Tensor]:
     """Blocks of (b, T, T) of each use as blocks of (uses * b, T, T)."""
-    return uses[0] if len(uses) == 1 else [torch.stack(level).flatten(0, 1) for level in zip(*uses, strict=True)]
+    return (
+        uses[0]
+        if len(uses) == 1
+        else [torch.stack(level).flatten(0, 1) for level in zip(*uses, strict=True)]
+    )
 
 
 @dataclass
 class Lookups(Use):
-    """``G_i = sum_t onehot(tokens[i, t]) grads[i, t]^T``; tokens (b, T) integer, grads (b, T, n), padding already zero."""
+    """``G_i = sum_t onehot(tokens[i, t]) grads[i, t]^T``; tokens (b, T) integer, grads (b, T, n),
+    padding already zero."""
 
     tokens: Tensor
     grads: Tensor
 
     def fits(self, shape: torch.Size, examples: int) -> bool:
         rows = self.tokens.dim() == 2 and len(self.tokens) == examples
-        return rows and len(shape) in (1, 2) and self.grads.shape == (*self.tokens.shape, shape[1:].numel())
+        return (
+            rows
+            and len(shape) in (1, 2)
+            and self.grads.shape == (*self.tokens.shape, shape[1:].numel())
+        )
 
     def joined(self, other: Lookups) -> Lookups:
         """Both uses as one, along the positions."""
-        return Lookups(torch.cat([self.tokens, other.tokens], 1), torch.cat([self.grads, other.grads], 1))
+        return Lookups(
+            torch.cat([self.tokens, other.tokens], 1), torch.cat([self.grads, other.grads], 1)
+        )
 
     def norms(self, grams: Grams | None = None) -> Norms:
         dtype = accumulation_dtype(self.grads.dtype)
-        # Sum the gradients of equal tokens of one example first, then square: O(b T n) and nothing cancels afterwards.
+        # Sum the gradients of equal tokens of one example first, then square: O(b T n) and nothing
+        # cancels afterwards.
         example, _, sums = self.rows(torch.float64)
         squared = torch.zeros(len(self.tokens), dtype=torch.float64, device=self.grads.device)
         squared = squared.index_add_(0, example, sums.square().sum(-1)).to(dtype)
         return Norms(squared, 4 * torch.finfo(dtype).eps * squared, self.slack())
 
     def rows(self, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-        """The rows of all ``G_i`` that were looked up: of which example (r,), which row (r,), and its values (r, n)."""
+        """The rows of all ``G_i`` that were looked up: of which example (r,), which row (r,), and
+        its values (r, n)."""
         stride = int(self.tokens.max()) + 1 if self.tokens.numel() else 1
         example = torch.arange(len(self.tokens), device=self.tokens.device)[:, None]
-        found, row_of = torch.unique((self.tokens + example * stride).flatten(), return_inverse=True)
+        found, row_of = torch.unique(
+            (self.tokens + example * stride).flatten(), return_inverse=True
+        )
         values = torch.zeros(len(found), self.grads.shape[2], dtype=dtype, device=self.grads.device)
         values.index_add_(0, row_of, self.grads.flatten(0, 1).to(dtype))
         return found // stride, found % stride, values
@@ -280,7 +341,9 @@ class Lookups(Use):
 
     def add_weighted_sum(self, total: Tensor | None, shape: torch.Size, weights: Weights) -> Tensor:
         dtype = accumulation_dtype(self.grads.dtype)
-        total = torch.zeros(shape, dtype=dtype, device=self.grads.device) if total is None else total
+        total = (
+            torch.zeros(shape, dtype=dtype, device=self.grads.device) if total is None else total
+        )
         weighted = weights.scaled(self.grads, dtype)
         total.view(len(total), -1).index_add_(0, self.tokens.flatten(), weighted.flatten(0, 1))
         return total
@@ -343,7 +406,8 @@ class Dense(Use):
 
 
 def squared_norms(rows: Tensor) -> Tensor:
-    """(b, n) -> (b,). In blocks: over 4e7 numbers a float32 norm on the CPU loses 1.4 % of their sum of squares."""
+    """(b, n) -> (b,). In blocks: over 4e7 numbers a float32 norm on the CPU loses 1.4 % of their
+    sum of squares."""
     if rows.shape[1] <= _BLOCK:
         return torch.linalg.vector_norm(rows, dim=1).square()
     blocks = rows.shape[1] // _BLOCK
@@ -354,11 +418,13 @@ def squared_norms(rows: Tensor) -> Tensor:
 
 
 def compact(uses: Sequence[Use], shape: torch.Size) -> list[Use]:
-    """The same gradients in the cheapest form: many outer products of one parameter become its explicit gradient.
+    """The same gradients in the cheapest form: many outer products of one parameter become its
+    explicit gradient.
 
-    Forming G costs ``2 T m n`` flops an example and m n numbers to keep; the Gram form ``2 T^2 (m + n)`` flops and
-    ``T (m + n)`` numbers, T counted over all uses together. Both comparisons come out the same way, so what is cheaper to
-    compute is cheaper to keep, too. A parameter used once is decided as soon as it is seen, by the same function.
+    Forming G costs ``2 T m n`` flops an example and m n numbers to keep; the Gram form ``2 T^2 (m +
+    n)`` flops and ``T (m + n)`` numbers, T counted over all uses together. Both comparisons come
+    out the same way, so what is cheaper to compute is cheaper to keep, too. A parameter used once
+    is decided as soon as it is seen, by the same function.
     """
     if len(uses) == 1 and not isinstance(uses[0], OuterProducts):
         return list(uses)
@@ -375,13 +441,16 @@ def compact(uses: Sequence[Use], shape: torch.Size) -> list[Use]:
     with full_precision():
         for use in outer:
             left, right = use.left.to(dtype).mT, use.right.to(dtype)
-            explicit = torch.bmm(left, right) if explicit is None else explicit.baddbmm_(left, right)
+            explicit = (
+                torch.bmm(left, right) if explicit is None else explicit.baddbmm_(left, right)
+            )
     assert explicit is not None
     return [Dense(explicit.view(-1, *shape)), *others]
 
 
 def inner_product(one: Use, other: Use) -> tuple[Tensor, Tensor]:
-    """``<G_i, H_i>`` for two uses of one parameter, (b,), and a bound on its rounding error (b,)."""
+    """``<G_i, H_i>`` for two uses of one parameter, (b,), and a bound on its rounding error
+    (b,)."""
     if isinstance(one, Dense) or isinstance(other, Dense):
         dense, records = (one, other) if isinstance(one, Dense) else (other, one)
         assert isinstance(dense, Dense)
@@ -400,7 +469,8 @@ def inner_product(one: Use, other: Use) -> tuple[Tensor, Tensor]:
         terms = products(outer.right.to(dtype), lookups.grads.to(dtype))
         terms.mul_(outer.left.gather(2, index).to(dtype))
     terms = terms.flatten(1)
-    # The terms are themselves rounded dot products; their count stands in for the walk of the small ones.
+    # The terms are themselves rounded dot products; their count stands in for the walk of the small
+    # ones.
     eps = torch.finfo(terms.dtype).eps
     return terms.sum(1), _ROUNDING * eps * terms.abs().sum(1)
 

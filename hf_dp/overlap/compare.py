@@ -1,8 +1,9 @@
 """Whether an evaluation set holds rows of the training set: where rows come from, what they hold.
 
-Two questions, asked of rows and not of objects. *Provenance*: do both sets read the same row of the same memory, or the
-same index of the same object? *Content*: how many rows have inputs that all equal those of some training row? Rows are
-compared by keyed hashes, with a key drawn for each :class:`TrainingRows`; neither leaves the process.
+Two questions, asked of rows and not of objects. *Provenance*: do both sets read the same row of the
+same memory, or the same index of the same object? *Content*: how many rows have inputs that all
+equal those of some training row? Rows are compared by keyed hashes, with a key drawn for each
+:class:`TrainingRows`; neither leaves the process.
 """
 
 from __future__ import annotations
@@ -49,7 +50,10 @@ class TrainingRows:
     """
 
     def __init__(
-        self, dataset: Any, read: Collection[str] | None, labels: Collection[str] = ("label", "labels", "label_ids")
+        self,
+        dataset: Any,
+        read: Collection[str] | None,
+        labels: Collection[str] = ("label", "labels", "label_ids"),
     ) -> None:
         self.dataset, self.parts = dataset, list(parts_of(dataset))
         self.read, self.labels = read, frozenset(labels)
@@ -59,25 +63,32 @@ class TrainingRows:
 
     def __reduce__(self) -> NoReturn:
         """Raise TypeError: hashes of private rows stay in this process."""
-        raise TypeError("TrainingRows holds hashes of private rows and cannot be pickled or copied.")
+        raise TypeError(
+            "TrainingRows holds hashes of private rows and cannot be pickled or copied."
+        )
 
     def has_compared(self, evaluation: Any) -> bool:
         """Whether this object has been compared before."""
         return id(evaluation) in self._verdicts
 
     def compare(self, evaluation: Any) -> Overlap:
-        """Return what one evaluation set shares with the training set; once for each object that cannot grow."""
+        """Return what one evaluation set shares with the training set; once for each object that
+        cannot grow."""
         if not self.has_compared(evaluation) or isinstance(evaluation, list):
             self._verdicts[id(evaluation)] = (evaluation, self._compare(list(parts_of(evaluation))))
         return self._verdicts[id(evaluation)][1]
 
     def _compare(self, parts: list[Part]) -> Overlap:
         rows = sum(part.length for part in parts)
-        if not rows or share_memory(self.parts, parts, lambda name: name in self.labels or is_id(name)):
+        if not rows or share_memory(
+            self.parts, parts, lambda name: name in self.labels or is_id(name)
+        ):
             return Overlap(derived=rows > 0, equal=0, rows=rows, comparable=True)
         for served in (False, True):
             columns = self._common_columns(parts, served)
-            if columns is not None and not all(is_repeatable(part, columns) for part in (*self.parts, *parts)):
+            if columns is not None and not all(
+                is_repeatable(part, columns) for part in (*self.parts, *parts)
+            ):
                 break  # rows that come out differently each time can be equal without looking it
             if columns is not None:
                 if columns not in self._hashes:
@@ -92,19 +103,26 @@ class TrainingRows:
         examples = [part.fields(served) for part in [*self.parts, *parts] if part.length]
         common = set.intersection(*map(set, examples)) - self.labels
         inputs = common & set(self.read or ()) or {name for name in common if not is_id(name)}
-        pictures = {name for name in inputs if any(is_picture(example[name]) for example in examples)}
+        pictures = {
+            name for name in inputs if any(is_picture(example[name]) for example in examples)
+        }
         return Columns(tuple(sorted(inputs)), frozenset(pictures), served) if inputs else None
 
 
 def refuse_training_rows(evaluation: Any, training: TrainingRows) -> bool:
-    """Refuse evaluation sets that hold training rows; warn once of a set where a few rows are equal.
+    """Refuse evaluation sets that hold training rows; warn once of a set where a few rows are
+    equal.
 
     Args: one evaluation set, a mapping of names to sets, each judged by itself, or None; the
     training rows. Returns: whether every set could be compared. Raises: UnsupportedArgumentError,
     naming the set if it has a name.
     """
     named = evaluation if isinstance(evaluation, Mapping) else {None: evaluation}
-    verdicts = [_judge(name, candidate, training) for name, candidate in named.items() if candidate is not None]
+    verdicts = [
+        _judge(name, candidate, training)
+        for name, candidate in named.items()
+        if candidate is not None
+    ]
     return all(verdicts)
 
 
@@ -113,12 +131,16 @@ def _judge(name: Any, evaluation: Any, training: TrainingRows) -> bool:
     overlap = training.compare(evaluation)
     which = "evaluation set" if name is None else f"evaluation set {name!r}"
     if overlap.refused:
-        found = "is made from rows of the training set" if overlap.derived else "holds rows equal to training rows"
+        found = (
+            "is made from rows of the training set"
+            if overlap.derived
+            else "holds rows equal to training rows"
+        )
         raise UnsupportedArgumentError(
-            f"Expected an evaluation set other than the training set, but the {which} {found}: metrics "
-            "on training rows are computed from private data without noise, and epsilon would not "
-            "cover them. Pass a held-out set, or set evaluate_on_training_rows=True: the metrics are "
-            "then a release that the card names."
+            f"Expected an evaluation set other than the training set, but the {which} {found}: "
+            "metrics on training rows are computed from private data without noise, and epsilon "
+            "would not cover them. Pass a held-out set, or set evaluate_on_training_rows=True: the "
+            "metrics are then a release that the card names."
         )
     if overlap.equal and not seen:
         logger.warning(

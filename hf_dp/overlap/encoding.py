@@ -1,4 +1,5 @@
-"""One encoding of a row's values, whatever container holds them: Python objects, arrays, tensors, Arrow buffers."""
+"""One encoding of a row's values, whatever container holds them: Python objects, arrays, tensors,
+Arrow buffers."""
 
 from __future__ import annotations
 
@@ -37,7 +38,11 @@ def encode(value: Any) -> bytes:
         return _sized(b"b", bytes(value))
     if isinstance(value, (bool, int, np.integer, np.bool_)):
         whole = int(value)
-        return b"i" + whole.to_bytes(8, "little", signed=True) if -(2**63) <= whole < 2**63 else encode(str(whole))
+        return (
+            b"i" + whole.to_bytes(8, "little", signed=True)
+            if -(2**63) <= whole < 2**63
+            else encode(str(whole))
+        )
     if isinstance(value, (float, np.floating)):
         return b"f" + _as_bytes(np.asarray(value))
     if isinstance(value, Mapping):
@@ -84,7 +89,10 @@ def _encode_mapping(value: Mapping[str, Any]) -> bytes:
 def _encode_list(values: list[Any] | tuple[Any, ...]) -> bytes:
     kinds = set(map(type, values))
     if not kinds <= {int, bool, float}:
-        values = [value.item() if hasattr(value, "item") and is_scalar(value) else value for value in values]
+        values = [
+            value.item() if hasattr(value, "item") and is_scalar(value) else value
+            for value in values
+        ]
         kinds = set(map(type, values))
     if kinds <= {int, bool, float}:
         array = np.array(values)
@@ -124,7 +132,9 @@ def without_views(array: Any) -> Any:
     """Return string and binary views, for which Arrow lacks functions, in the common layout."""
     import pyarrow as pa
 
-    plain = {pa.string_view(): pa.large_string(), pa.binary_view(): pa.large_binary()}.get(array.type)
+    plain = {pa.string_view(): pa.large_string(), pa.binary_view(): pa.large_binary()}.get(
+        array.type
+    )
     return array if plain is None else array.cast(plain)
 
 
@@ -150,13 +160,18 @@ def cells(values: Any) -> Iterable[bytes]:
     if not (raw or number or is_list(values)):
         return (encode(element.as_py()) for element in values)
     if values.null_count:
-        kept, rest = values.is_valid().to_numpy(zero_copy_only=False), iter(cells(values.drop_null()))
+        kept, rest = (
+            values.is_valid().to_numpy(zero_copy_only=False),
+            iter(cells(values.drop_null())),
+        )
         return (next(rest) if valid else NONE for valid in kept)
     if raw:
         return _text_cells(values.cast(pa.large_binary()), b"s" if text else b"b")
     if number:
         whole = not types.is_floating(kind)
-        return _slices(b"i" if whole else b"f", _as_bytes(values.to_numpy(zero_copy_only=False)), 4 + 4 * whole)
+        return _slices(
+            b"i" if whole else b"f", _as_bytes(values.to_numpy(zero_copy_only=False)), 4 + 4 * whole
+        )
     return _list_cells(values)
 
 
@@ -181,12 +196,20 @@ def _list_cells(values: Any) -> Iterator[bytes]:
     inner, lengths = values.flatten(), lengths_of(values)
     if not is_number(inner.type):
         inside = iter(cells(inner))
-        return (b"l" + count.to_bytes(8, "little") + b"".join(islice(inside, count)) for count in lengths.tolist())
+        return (
+            b"l" + count.to_bytes(8, "little") + b"".join(islice(inside, count))
+            for count in lengths.tolist()
+        )
     if inner.null_count or inner.type == pa.uint64():
         return (encode(element.as_py()) for element in values)
     content = _as_bytes(inner.to_numpy(zero_copy_only=False))
-    heads = _slices(b"F" if pa.types.is_floating(inner.type) else b"I", lengths.astype("<i8").tobytes(), 8)
-    ends = (np.concatenate([[0], np.cumsum(lengths)]) * (len(content) // max(len(inner), 1))).tolist()
+    heads = _slices(
+        b"F" if pa.types.is_floating(inner.type) else b"I", lengths.astype("<i8").tobytes(), 8
+    )
+    ends = (
+        np.concatenate([[0], np.cumsum(lengths)]) * (len(content) // max(len(inner), 1))
+    ).tolist()
     return (
-        head + content[start:end] if start < end else EMPTY_LIST for head, start, end in zip(heads, ends, ends[1:])
+        head + content[start:end] if start < end else EMPTY_LIST
+        for head, start, end in zip(heads, ends, ends[1:])
     )

@@ -10,7 +10,15 @@ from typing import Any
 import numpy as np
 import torch
 
-from hf_dp.overlap.encoding import cells, encode, is_list, is_number, lengths_of, to_numpy, without_views
+from hf_dp.overlap.encoding import (
+    cells,
+    encode,
+    is_list,
+    is_number,
+    lengths_of,
+    to_numpy,
+    without_views,
+)
 from hf_dp.overlap.origin import Part, fields_of
 
 BATCH_ROWS = 1024  # of an Arrow table, in memory at a time
@@ -19,7 +27,8 @@ TOKENS, MASK = "input_ids", "attention_mask"
 
 @dataclass(frozen=True)
 class Columns:
-    """What is compared: columns, which of them to decode as pictures, and whether after transforms."""
+    """What is compared: columns, which of them to decode as pictures, and whether after
+    transforms."""
 
     names: tuple[str, ...]
     pictures: frozenset[str]
@@ -31,15 +40,20 @@ def hash_rows(parts: list[Part], columns: Columns, key: bytes) -> np.ndarray:
     found = [np.zeros(0, np.uint64)]
     for part in parts:
         rows = _table_rows if part.is_read_from_table(columns.served) else _object_rows
-        digests = b"".join(blake2b(row, digest_size=8, key=key).digest() for row in rows(part, columns))
+        digests = b"".join(
+            blake2b(row, digest_size=8, key=key).digest() for row in rows(part, columns)
+        )
         hashes = np.frombuffer(digests, np.uint64)
         chosen = part.table_rows() if rows is _table_rows else None
-        found.append(hashes if chosen is None else hashes[np.unique(chosen, return_inverse=True)[1]])
+        found.append(
+            hashes if chosen is None else hashes[np.unique(chosen, return_inverse=True)[1]]
+        )
     return np.concatenate(found)
 
 
 def is_repeatable(part: Part, columns: Columns) -> bool:
-    """Return whether the first row is the same when it is read again; a random transform's is not."""
+    """Return whether the first row is the same when it is read again; a random transform's is
+    not."""
     if part.is_read_from_table(columns.served) or not part.length or part.streams:
         return True
     first, again = (next(_object_rows(part, columns)) for _ in range(2))
@@ -86,7 +100,11 @@ def _unpadded(fields: dict[str, Any]) -> dict[str, Any]:
     if mask is None or mask.all():
         return fields
     lists = {name: _numbers_in(value) for name, value in fields.items()}
-    return fields | {name: row[mask != 0] for name, row in lists.items() if row is not None and len(row) == len(mask)}
+    return fields | {
+        name: row[mask != 0]
+        for name, row in lists.items()
+        if row is not None and len(row) == len(mask)
+    }
 
 
 def _numbers_in(value: Any) -> np.ndarray | None:
@@ -104,14 +122,21 @@ def _unpadded_batch(arrays: dict[str, Any]) -> dict[str, Any]:
     """Do as ``_unpadded`` for a batch of Arrow arrays by column."""
     import pyarrow as pa
 
-    lists = {name: array for name, array in arrays.items() if is_list(array) and is_number(array.type.value_type)}
+    lists = {
+        name: array
+        for name, array in arrays.items()
+        if is_list(array) and is_number(array.type.value_type)
+    }
     if TOKENS not in arrays or MASK not in lists:
         return arrays
     if any(array.null_count or array.flatten().null_count for array in lists.values()):
         rows = map(_unpadded, pa.RecordBatch.from_pydict(lists).to_pylist())
         columns = zip(*(row.values() for row in rows))
         return arrays | dict(zip(lists, columns))
-    lengths, kept = lengths_of(lists[MASK]), lists[MASK].flatten().to_numpy(zero_copy_only=False) != 0
+    lengths, kept = (
+        lengths_of(lists[MASK]),
+        lists[MASK].flatten().to_numpy(zero_copy_only=False) != 0,
+    )
     if kept.all():
         return arrays
     for name, array in lists.items():

@@ -44,7 +44,11 @@ class Part:
     def table(self) -> Any:
         """The Arrow table below a `datasets.Dataset`; None for anything else."""
         datasets = sys.modules.get("datasets")
-        if datasets is None or not isinstance(self.base, datasets.Dataset) or not hasattr(self.base, "_indices"):
+        if (
+            datasets is None
+            or not isinstance(self.base, datasets.Dataset)
+            or not hasattr(self.base, "_indices")
+        ):
             return None
         return getattr(getattr(self.base, "_data", None), "table", None)
 
@@ -55,7 +59,8 @@ class Part:
         return self.base._indices.table.column(0).to_numpy().astype(np.int64)[self.indices]
 
     def is_read_from_table(self, served: bool) -> bool:
-        """Whether rows are taken as Arrow holds them; with ``served``, the user's transform is run."""
+        """Whether rows are taken as Arrow holds them; with ``served``, the user's transform is
+        run."""
         return self.table is not None and not (served and self.base.format["type"] == "custom")
 
     def fields(self, served: bool) -> Mapping[str, Any]:
@@ -88,20 +93,31 @@ def parts_of(dataset: Any) -> Iterator[Part]:
         yield Part(dataset)
 
 
-def share_memory(training: list[Part], evaluation: list[Part], is_metadata: Callable[[str], bool]) -> bool:
+def share_memory(
+    training: list[Part], evaluation: list[Part], is_metadata: Callable[[str], bool]
+) -> bool:
     """Whether some row of both is the same index of one object, or the same place in Arrow memory.
 
     Labels and ids (``is_metadata``) show it only if a set has nothing else: one array may number
     the rows of two sets.
     """
-    tables = [part.table.column_names for part in [*training, *evaluation] if part.table is not None]
+    tables = [
+        part.table.column_names for part in [*training, *evaluation] if part.table is not None
+    ]
     anything = any(all(map(is_metadata, names)) for names in tables)
-    ours, theirs = (_places(parts, lambda name: anything or not is_metadata(name)) for parts in (training, evaluation))
-    return any(np.isin(np.concatenate(theirs[key]), np.concatenate(ours[key])).any() for key in ours.keys() & theirs)
+    ours, theirs = (
+        _places(parts, lambda name: anything or not is_metadata(name))
+        for parts in (training, evaluation)
+    )
+    return any(
+        np.isin(np.concatenate(theirs[key]), np.concatenate(ours[key])).any()
+        for key in ours.keys() & theirs
+    )
 
 
 def _places(parts: list[Part], carries: Callable[[str], bool]) -> dict[Any, list[np.ndarray]]:
-    """Return row indices by object and, under "arrow", bit addresses of the columns it ``carries``."""
+    """Return row indices by object and, under "arrow", bit addresses of the columns it
+    ``carries``."""
     found: dict[Any, list[np.ndarray]] = {}
     for part in parts:
         found.setdefault(id(part.base), []).append(part.indices)
@@ -121,7 +137,8 @@ def _addresses(array: Any) -> np.ndarray:
 
 
 def _slot(array: Any) -> tuple[int, int]:
-    """Return the first element's bit address (strings, lists: its offset's) and the step to the next."""
+    """Return the first element's bit address (strings, lists: its offset's) and the step to the
+    next."""
     import pyarrow as pa
 
     kind, types = array.type, pa.types
@@ -136,7 +153,9 @@ def _slot(array: Any) -> tuple[int, int]:
     try:
         width = kind.bit_width
     except ValueError:  # of variable length: an offset each
-        long = types.is_large_string(kind) or types.is_large_binary(kind) or types.is_large_list(kind)
+        long = (
+            types.is_large_string(kind) or types.is_large_binary(kind) or types.is_large_list(kind)
+        )
         width = 64 if long else 32
     return (8 * place.address + array.offset * width, width) if place and width else (-1, 0)
 

@@ -1,4 +1,5 @@
-"""The paper's pictures for a plan of one's own: Li et al. 2022, Figure 3 (left) and Figure 7, and epsilon over steps.
+"""The paper's pictures for a plan of one's own: Li et al. 2022, Figure 3 (left) and Figure 7, and
+epsilon over steps.
 
 Noise is calibrated by RDP, as in the paper; a dot marks the plan.
 """
@@ -27,17 +28,21 @@ def sample_rates(smallest: float = _SMALLEST_RATE) -> list[float]:
 
 
 def effective_noise(target: float, delta: float, steps: int, rates: Sequence[float]) -> Curve:
-    """Figure 3, left: sigma / q by sample rate q, with a fixed number of steps; rates without an answer are left out."""
+    """Figure 3, left: sigma / q by sample rate q, with a fixed number of steps; rates without an
+    answer are left out."""
     return _curve(rates, lambda q: calibrate_noise_multiplier(target, delta, q, steps, "rdp") / q)
 
 
 def noise_by_rate(target: float, delta: float, epochs: float, rates: Sequence[float]) -> Curve:
     """Figure 7: sigma by sample rate q, with a fixed number of epochs, so epochs / q steps."""
-    return _curve(rates, lambda q: calibrate_noise_multiplier(target, delta, q, math.ceil(epochs / q), "rdp"))
+    return _curve(
+        rates, lambda q: calibrate_noise_multiplier(target, delta, q, math.ceil(epochs / q), "rdp")
+    )
 
 
 def epsilon_over_steps(plan: PrivacyPlan, accountant: str, points: int = 12) -> Curve:
-    """Epsilon after so many steps of the plan, 1 to all; empty where the accountant has no answer."""
+    """Epsilon after so many steps of the plan, 1 to all; empty where the accountant has no
+    answer."""
     counts = sorted({max(1, round(plan.steps ** (i / (points - 1)))) for i in range(points)})
     found = [(n, compare(plan.events(n), plan.delta, [accountant])[0].epsilon) for n in counts]
     return [float(n) for n, value in found if value is not None], [
@@ -46,15 +51,23 @@ def epsilon_over_steps(plan: PrivacyPlan, accountant: str, points: int = 12) -> 
 
 
 def draw(plan: PrivacyPlan, path: str | Path) -> None:
-    """Writes the three panels; the file's ending chooses the format. Raises: InvalidArgumentError without matplotlib."""
+    """Writes the three panels; the file's ending chooses the format. Raises: InvalidArgumentError
+    without matplotlib."""
     _plotting.require_matplotlib(str(path))
     # With the noise given, the target is what that noise gives.
     target = plan.target_epsilon or epsilon(plan.events(), plan.delta, "rdp").value
     figure, (left, middle, right) = _plotting.panels(3)
     rates = sample_rates()
     for steps in STEPS:
-        left.plot(*effective_noise(target, plan.delta, steps, rates), marker=".", label=f"{steps} steps")
-    left.plot(plan.sample_rate, plan.noise_multiplier / plan.sample_rate, "ko", label=f"this plan, {plan.steps} steps")
+        left.plot(
+            *effective_noise(target, plan.delta, steps, rates), marker=".", label=f"{steps} steps"
+        )
+    left.plot(
+        plan.sample_rate,
+        plan.noise_multiplier / plan.sample_rate,
+        "ko",
+        label=f"this plan, {plan.steps} steps",
+    )
     _label(left, "sample rate q", "effective noise multiplier")
 
     epochs = plan.steps * plan.sample_rate
@@ -63,7 +76,9 @@ def draw(plan: PrivacyPlan, path: str | Path) -> None:
     if actual[0]:
         # A square root through the largest rate: what holds where the central limit theorem does.
         factor = actual[1][-1] / math.sqrt(actual[0][-1])
-        middle.plot(rates, [factor * math.sqrt(q) for q in rates], "--", label=f"{factor:.4g} sqrt(q)")
+        middle.plot(
+            rates, [factor * math.sqrt(q) for q in rates], "--", label=f"{factor:.4g} sqrt(q)"
+        )
     middle.plot(plan.sample_rate, plan.noise_multiplier, "ko", label="this plan")
     _label(middle, "sample rate q", "noise multiplier")
 

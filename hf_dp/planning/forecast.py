@@ -1,4 +1,5 @@
-"""What a plan will cost: epsilon by each accountant, noise beside signal, time and memory. Nothing is run."""
+"""What a plan will cost: epsilon by each accountant, noise beside signal, time and memory. Nothing
+is run."""
 
 from __future__ import annotations
 
@@ -24,12 +25,13 @@ class Forecast:
     Attributes:
         plan: as given.
         answers: epsilon after all steps, by accountant.
-        signal_to_noise: norm of the mean clipped gradient / expected norm of its noise, for one step; None without
-            ``gradient_norm`` and ``parameters``.
+        signal_to_noise: norm of the mean clipped gradient / expected norm of its noise, for one
+            step; None without ``gradient_norm`` and ``parameters``.
         examples: expected number of examples that go through the model.
-        seconds: for those at the given throughput, without start, evaluation and saving; None without one.
-        state_bytes: weights, gradient sums and Adam's moments in float32; activations come on top. None without
-            ``parameters``.
+        seconds: for those at the given throughput, without start, evaluation and saving; None
+            without one.
+        state_bytes: weights, gradient sums and Adam's moments in float32; activations come on top.
+            None without ``parameters``.
     """
 
     plan: PrivacyPlan
@@ -41,7 +43,8 @@ class Forecast:
 
     @property
     def effective_noise_multiplier(self) -> float:
-        """sigma / q, what the noise on the mean gradient is proportional to (Li et al. 2022, section 3.1.1)."""
+        """sigma / q, what the noise on the mean gradient is proportional to (Li et al. 2022,
+        section 3.1.1)."""
         return self.plan.noise_multiplier / self.plan.sample_rate
 
     @property
@@ -51,7 +54,8 @@ class Forecast:
 
 
 def _used(plan: PrivacyPlan) -> float:
-    """Expected number of examples that a step uses: B, or E min(K, cap) = sum over k <= cap of P(K >= k), K the draw."""
+    """Expected number of examples that a step uses: B, or E min(K, cap) = sum over k <= cap of P(K
+    >= k), K the draw."""
     if plan.max_batch_size is None:
         return plan.expected_batch_size
     below = np.arange(min(plan.max_batch_size, plan.num_examples))
@@ -89,8 +93,11 @@ def forecast(
                 "It is the norm of a mean of clipped gradients.",
             )
         if parameters is None:
-            raise _validate.invalid("parameters", None, "to be given with `gradient_norm`", "Noise grows with it.")
-        # The noise on the mean is N(0, (noise_std / B)^2) in each of p coordinates: its norm is about that times sqrt(p).
+            raise _validate.invalid(
+                "parameters", None, "to be given with `gradient_norm`", "Noise grows with it."
+            )
+        # The noise on the mean is N(0, (noise_std / B)^2) in each of p coordinates: its norm is
+        # about that times sqrt(p).
         ratio = signal * _used(plan) / (plan.noise_std * math.sqrt(parameters))
     examples = plan.steps * _used(plan)
     if plan.selection is not None:
@@ -100,6 +107,8 @@ def forecast(
         answers=compare(plan.events(), plan.delta, accountants or (plan.accountant,)),
         signal_to_noise=ratio,
         examples=examples,
-        seconds=None if throughput is None else examples / _validate.positive("throughput", throughput),
+        seconds=None
+        if throughput is None
+        else examples / _validate.positive("throughput", throughput),
         state_bytes=None if parameters is None else _BYTES_PER_PARAMETER * parameters,
     )

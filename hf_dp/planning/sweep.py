@@ -25,10 +25,17 @@ def parse_sweep(text: str, keys: Mapping[str, type]) -> tuple[str, list[float]]:
     kind = keys[key]
     try:
         low, dots, high = values.partition("..")
-        numbers = _doubling(kind(low), kind(high)) if dots else [kind(value) for value in values.split(",")]
+        numbers = (
+            _doubling(kind(low), kind(high))
+            if dots
+            else [kind(value) for value in values.split(",")]
+        )
     except ValueError as error:
         raise invalid(
-            "sweep", text, f"to have values like 64..4096 or 64,128 ({kind.__name__})", str(error).capitalize() + "."
+            "sweep",
+            text,
+            f"to have values like 64..4096 or 64,128 ({kind.__name__})",
+            str(error).capitalize() + ".",
         ) from error
     return key, numbers
 

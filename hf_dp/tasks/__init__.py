@@ -1,1 +1,2 @@
-"""How a task is posed: classification data, templates and label words, metrics, built-in demonstration sentences."""
+"""How a task is posed: classification data, templates and label words, metrics, built-in
+demonstration sentences."""

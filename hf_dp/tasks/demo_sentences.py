@@ -1,17 +1,22 @@
-"""A public, synthetic sentiment set for demonstrations: short customer reviews, ``negative`` (0) or ``positive`` (1).
+"""A public, synthetic sentiment set for demonstrations: short customer reviews, ``negative`` (0) or
+``positive`` (1).
 
-Every sentence is made here from word lists of our own and a fixed public seed. It describes nobody, holds nothing
-private and says nothing about accuracy on real reviews; it exists so that a private run can be tried offline.
+Every sentence is made here from word lists of our own and a fixed public seed. It describes nobody,
+holds nothing private and says nothing about accuracy on real reviews; it exists so that a private
+run can be tried offline.
 
-How rows are made. A template is filled with a subject, a neutral context and opinion words of each class, so rows come
-in *pairs*: a negative and a positive sentence that differ in their opinion words alone. Template, subject, context,
-number of words and punctuation therefore tell nothing about the label. There are three kinds of template:
+How rows are made. A template is filled with a subject, a neutral context and opinion words of each
+class, so rows come in *pairs*: a negative and a positive sentence that differ in their opinion
+words alone. Template, subject, context, number of words and punctuation therefore tell nothing
+about the label. There are three kinds of template:
 
 - ``plain``: the opinion word is meant as it stands ("the parking garage was superb");
-- ``negated``: the template turns it around ("nobody in my family would call the parking garage superb" is negative);
+- ``negated``: the template turns it around ("nobody in my family would call the parking garage
+    superb" is negative);
 - ``mixed``: a side remark of the opposite opinion, then the verdict, which gives the label.
 
-The splits share no template, opinion word, subject or context: validation accuracy measures wordings never trained on.
+The splits share no template, opinion word, subject or context: validation accuracy measures
+wordings never trained on.
 """
 
 from __future__ import annotations
@@ -28,7 +33,8 @@ if TYPE_CHECKING:
 
 LABEL_NAMES = ("negative", "positive")
 MAX_ROWS = {"train": 20_000, "validation": 4_000}
-SEED = "hf_dp demo sentences 1"  # public; a new text or list needs a new number, so that results name their data
+# public; a new text or list needs a new number, so that results name their data
+SEED = "hf_dp demo sentences 1"
 KIND_CYCLE = ("plain",) * 4 + ("negated",) + ("plain",) * 4 + ("mixed",)
 
 
@@ -36,9 +42,10 @@ KIND_CYCLE = ("plain",) * 4 + ("negated",) + ("plain",) * 4 + ("mixed",)
 class Vocabulary:
     """All wordings of one split.
 
-    In a template ``{s}`` is the subject, ``{t}`` another subject, ``{c}`` the context; ``{a}`` and ``{d}`` are
-    adjectives and ``{v}`` is a verb of the row's opinion, ``{b}`` an adjective of the opposite one (side remarks).
-    ``adjectives`` and ``verbs`` hold the words of label 0, then of label 1; ``negated`` takes them from the other.
+    In a template ``{s}`` is the subject, ``{t}`` another subject, ``{c}`` the context; ``{a}`` and
+    ``{d}`` are adjectives and ``{v}`` is a verb of the row's opinion, ``{b}`` an adjective of the
+    opposite one (side remarks). ``adjectives`` and ``verbs`` hold the words of label 0, then of
+    label 1; ``negated`` takes them from the other.
     """
 
     templates: dict[str, list[str]]
@@ -133,17 +140,22 @@ VOCABULARIES = {
 
 
 def _pick(rng: random.Random, items: Sequence[str]) -> str:
-    # Only Random.random() is documented to repeat across Python versions, so choice() and shuffle() are not used.
+    # Only Random.random() is documented to repeat across Python versions, so choice() and shuffle()
+    # are not used.
     return items[int(rng.random() * len(items))]
 
 
 def _pair(rng: random.Random, words: Vocabulary, kind: str) -> list[dict[str, Any]]:
-    """One negative and one positive row that differ in their opinion words alone, in random order."""
+    """One negative and one positive row that differ in their opinion words alone, in random
+    order."""
     template = _pick(rng, words.templates[kind])
     subject, context = _pick(rng, words.subjects), _pick(rng, words.contexts)
     other = _pick(rng, [name for name in words.subjects if name != subject])
     first = [_pick(rng, words.adjectives[label]) for label in (0, 1)]
-    second = [_pick(rng, [word for word in words.adjectives[label] if word != first[label]]) for label in (0, 1)]
+    second = [
+        _pick(rng, [word for word in words.adjectives[label] if word != first[label]])
+        for label in (0, 1)
+    ]
     verb = [_pick(rng, words.verbs[label]) for label in (0, 1)]
     rows = []
     for label in (0, 1) if rng.random() < 0.5 else (1, 0):
@@ -155,10 +167,11 @@ def _pair(rng: random.Random, words: Vocabulary, kind: str) -> list[dict[str, An
 
 
 def demo_rows(split: str, num_rows: int) -> list[dict[str, Any]]:
-    """The first ``num_rows`` rows of a split: dicts of ``sentence``, ``label`` (0 or 1) and ``kind`` of template.
+    """The first ``num_rows`` rows of a split: dicts of ``sentence``, ``label`` (0 or 1) and
+    ``kind`` of template.
 
-    The same call gives the same rows on every machine, a shorter call gives a prefix of a longer one, the classes are
-    exactly balanced and no sentence occurs twice.
+    The same call gives the same rows on every machine, a shorter call gives a prefix of a longer
+    one, the classes are exactly balanced and no sentence occurs twice.
 
     Args:
         split: ``"train"`` or ``"validation"``.
@@ -170,9 +183,13 @@ def demo_rows(split: str, num_rows: int) -> list[dict[str, Any]]:
     words = VOCABULARIES[_validate.one_of("split", split, VOCABULARIES)]
     count = _validate.integer("num_rows", num_rows, 2)
     if count > MAX_ROWS[split]:
-        raise _validate.invalid("num_rows", num_rows, f"to be <= {MAX_ROWS[split]} for split {split!r}")
+        raise _validate.invalid(
+            "num_rows", num_rows, f"to be <= {MAX_ROWS[split]} for split {split!r}"
+        )
     if count % 2:
-        raise _validate.invalid("num_rows", num_rows, "to be even", f"Balanced classes: use {count - 1}.")
+        raise _validate.invalid(
+            "num_rows", num_rows, "to be even", f"Balanced classes: use {count - 1}."
+        )
     rng = random.Random(f"{SEED} {split}")
     rows: list[dict[str, Any]] = []
     seen: set[str] = set()
@@ -188,7 +205,8 @@ def demo_rows(split: str, num_rows: int) -> list[dict[str, Any]]:
 def demo_dataset(num_train: int = 8_000, num_validation: int = 1_000) -> DatasetDict:
     """The demo set as a ``datasets.DatasetDict`` with splits ``train`` and ``validation``.
 
-    Columns as in SST-2: ``sentence``, ``label`` (``ClassLabel``: negative, positive). Errors: as :func:`demo_rows`.
+    Columns as in SST-2: ``sentence``, ``label`` (``ClassLabel``: negative, positive). Errors: as
+    :func:`demo_rows`.
     """
     from datasets import ClassLabel, Dataset, DatasetDict, Features, Value
 
@@ -196,5 +214,7 @@ def demo_dataset(num_train: int = 8_000, num_validation: int = 1_000) -> Dataset
     data = DatasetDict()
     for split, count in (("train", num_train), ("validation", num_validation)):
         rows = demo_rows(split, count)
-        data[split] = Dataset.from_dict({column: [row[column] for row in rows] for column in features}, features)
+        data[split] = Dataset.from_dict(
+            {column: [row[column] for row in rows] for column in features}, features
+        )
     return data

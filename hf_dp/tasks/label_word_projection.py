@@ -1,4 +1,5 @@
-"""The rows of a vocabulary projection that belong to the label words, as a module with its own clipping rule."""
+"""The rows of a vocabulary projection that belong to the label words, as a module with its own
+clipping rule."""
 
 from __future__ import annotations
 
@@ -15,7 +16,8 @@ from hf_dp.clipping.uses import Lookups, Use, accumulation_dtype
 
 
 class LabelWordProjection(nn.Module):
-    """Logits of K words, (..., K): ``x W[ids]^T + b[ids]``, where a language model's head computes all V of them.
+    """Logits of K words, (..., K): ``x W[ids]^T + b[ids]``, where a language model's head computes
+    all V of them.
 
     Args:
         weight: (V, d), usually the input embedding's own.
@@ -43,11 +45,15 @@ def _keep(module: LabelWordProjection, input: Tensor) -> tuple[Tensor, ...]:
     return (input,)
 
 
-def _gradients(module: LabelWordProjection, kept: tuple[Tensor, ...], output_grad: Tensor) -> dict[str, Tensor | Use]:
-    """Row ``ids[k]`` of the weight's gradient is ``sum_t g_tk a_t``, of the bias's ``sum_t g_tk``; the other rows are zero.
+def _gradients(
+    module: LabelWordProjection, kept: tuple[Tensor, ...], output_grad: Tensor
+) -> dict[str, Tensor | Use]:
+    """Row ``ids[k]`` of the weight's gradient is ``sum_t g_tk a_t``, of the bias's ``sum_t g_tk``;
+    the other rows are zero.
 
-    That is what an embedding's gradient looks like when it looks ``ids`` up, so the inner product with the tied embedding's
-    own gradient (tokens of the text that are label words) is the one of two lookups.
+    That is what an embedding's gradient looks like when it looks ``ids`` up, so the inner product
+    with the tied embedding's own gradient (tokens of the text that are label words) is the one of
+    two lookups.
     """
     activations, grads = positions(kept[0]), positions(output_grad)
     dtype = accumulation_dtype(grads.dtype)
@@ -63,5 +69,6 @@ register_rule(LabelWordProjection, keep=_keep, gradients=_gradients)
 
 
 def only_rows(head: Any, ids: Sequence[int]) -> LabelWordProjection:
-    """The K rows of ``head``, an ``nn.Linear`` over the vocabulary; weight and bias stay the same parameters."""
+    """The K rows of ``head``, an ``nn.Linear`` over the vocabulary; weight and bias stay the same
+    parameters."""
     return LabelWordProjection(head.weight, head.bias, ids)

@@ -15,23 +15,33 @@ _SHOWN = 5
 
 
 def label_word_ids(tokenizer: Any, infilling: Infilling, class_names: Sequence[str]) -> list[int]:
-    """For each class, in this order, the token of its label word as the tokenizer reads it in place of the mask.
+    """For each class, in this order, the token of its label word as the tokenizer reads it in place
+    of the mask.
 
-    (``" great"`` with its space for byte-level vocabularies.) ``tokenizer`` is the base's own, without the template.
+    (``" great"`` with its space for byte-level vocabularies.) ``tokenizer`` is the base's own,
+    without the template.
 
-    Raises: DataError for classes without a word or words without a class; InvalidArgumentError for a word that is not one
-        token, with near words that are, or for two classes with the same token.
+    Raises: DataError for classes without a word or words without a class; InvalidArgumentError for
+        a word that is not one token, with near words that are, or for two classes with the same
+        token.
     """
     require_mask_token(tokenizer)
     words = infilling.label_words
-    missing, unknown = [n for n in class_names if n not in words], [n for n in words if n not in class_names]
+    missing, unknown = (
+        [n for n in class_names if n not in words],
+        [n for n in words if n not in class_names],
+    )
     if missing or unknown:
         raise DataError(
-            f"The label words are for the classes {sorted(words)}, and the data has {list(class_names)}: "
+            f"The label words are for the classes {sorted(words)}, and the data has "
+            f"{list(class_names)}: "
             + "; ".join(
-                f"{what} {names}" for what, names in (("no word for", missing), ("no class", unknown)) if names
+                f"{what} {names}"
+                for what, names in (("no word for", missing), ("no class", unknown))
+                if names
             )
-            + ". Write one word for each class under `label_words`, by the names that `class_names` or the file declare."
+            + ". Write one word for each class under `label_words`, by the names that "
+            "`class_names` or the file declare."
         )
     ids = [_one_token(tokenizer, infilling.template, words[name]) for name in class_names]
     for index, token in enumerate(ids):
@@ -39,7 +49,8 @@ def label_word_ids(tokenizer: Any, infilling: Infilling, class_names: Sequence[s
             raise invalid(
                 "label_words",
                 dict(words),
-                f"to have different words for {class_names[ids.index(token)]!r} and {class_names[index]!r}",
+                f"to have different words for {class_names[ids.index(token)]!r} and "
+                f"{class_names[index]!r}",
                 "This tokenizer reads them as the same token.",
             )
     return ids
@@ -52,7 +63,11 @@ def _one_token(tokenizer: Any, template: Template, word: str) -> int:
     if found is None:
         kind = "grows together with what stands before it"
     else:
-        kind = "is unknown" if tokenizer.unk_token_id in found else f"is {tokenizer.convert_ids_to_tokens(found)}"
+        kind = (
+            "is unknown"
+            if tokenizer.unk_token_id in found
+            else f"is {tokenizer.convert_ids_to_tokens(found)}"
+        )
     near = _near(tokenizer, template, word)
     raise invalid(
         "label_words",
@@ -63,14 +78,19 @@ def _one_token(tokenizer: Any, template: Template, word: str) -> int:
 
 
 def _read(tokenizer: Any, template: Template, word: str) -> list[int] | None:
-    """The word's tokens in the sentence that it completes, its space included; None if one holds more than the word.
+    """The word's tokens in the sentence that it completes, its space included; None if one holds
+    more than the word.
 
-    (Any words stand for the texts.) Not the word alone, nor after some other word: "no" after a quotation mark is the
-    token "no", and after a letter the end of another word.
+    (Any words stand for the texts.) Not the word alone, nor after some other word: "no" after a
+    quotation mark is the token "no", and after a letter the end of another word.
     """
     place = template.pieces.index(MASK)
-    before, after = ("".join(_filled(part)) for part in (template.pieces[:place], template.pieces[place + 1 :]))
-    encoded = tokenizer(before + word + after, add_special_tokens=False, return_offsets_mapping=True)
+    before, after = (
+        "".join(_filled(part)) for part in (template.pieces[:place], template.pieces[place + 1 :])
+    )
+    encoded = tokenizer(
+        before + word + after, add_special_tokens=False, return_offsets_mapping=True
+    )
     first, end = len(before.rstrip(" ")), len(before) + len(word)
     found = []
     for token, (start, stop) in zip(encoded["input_ids"], encoded["offset_mapping"], strict=True):
@@ -86,9 +106,14 @@ def _filled(pieces: Sequence[str]) -> list[str]:
 
 
 def _near(tokenizer: Any, template: Template, word: str) -> list[str]:
-    """Other writings of the word, then similar words of the vocabulary, that are one token in its place."""
-    written = {tokenizer.convert_tokens_to_string([token]).strip() for token in tokenizer.get_vocab()}
-    similar = difflib.get_close_matches(word, sorted(w for w in written if w.isalpha()), n=4 * _SHOWN, cutoff=0.6)
+    """Other writings of the word, then similar words of the vocabulary, that are one token in its
+    place."""
+    written = {
+        tokenizer.convert_tokens_to_string([token]).strip() for token in tokenizer.get_vocab()
+    }
+    similar = difflib.get_close_matches(
+        word, sorted(w for w in written if w.isalpha()), n=4 * _SHOWN, cutoff=0.6
+    )
     candidates = dict.fromkeys([word.lower(), word.capitalize(), *similar])
     return [
         other

@@ -1,7 +1,9 @@
-"""A template as part of a tokenizer: its words and mask are added as ``[CLS]`` and ``[SEP]`` are, after truncation.
+"""A template as part of a tokenizer: its words and mask are added as ``[CLS]`` and ``[SEP]`` are,
+after truncation.
 
-So truncation shortens the texts and never the template, the mask is there exactly once whatever the texts say (their own
-"[MASK]" is read as ordinary characters), and a stock ``pipeline`` on raw text gives what training saw.
+So truncation shortens the texts and never the template, the mask is there exactly once whatever the
+texts say (their own "[MASK]" is read as ordinary characters), and a stock ``pipeline`` on raw text
+gives what training saw.
 """
 
 from __future__ import annotations
@@ -17,14 +19,23 @@ from hf_dp.errors import DataError
 from hf_dp.tasks.templates import MASK, TEXTS, Template
 
 _SLOTS = {MASK: "mask", TEXTS[0]: "$A", TEXTS[1]: "$B"}
-_COPIED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+_COPIED = (
+    "bos_token",
+    "eos_token",
+    "unk_token",
+    "sep_token",
+    "pad_token",
+    "cls_token",
+    "mask_token",
+)
 
 
 def with_template(tokenizer: Any, template: Template) -> PreTrainedTokenizerFast:
-    """A tokenizer that puts one text (or a pair) into ``template``; saved and loaded by ``AutoTokenizer``, it still does.
+    """A tokenizer that puts one text (or a pair) into ``template``; saved and loaded by
+    ``AutoTokenizer``, it still does.
 
-    All tokens are of type 0: the template makes one sentence of them. Given the other number of texts, it adds no mask, which
-    the model refuses.
+    All tokens are of type 0: the template makes one sentence of them. Given the other number of
+    texts, it adds no mask, which the model refuses.
 
     Raises: DataError for a tokenizer without a mask token or without a fast implementation.
     """
@@ -33,7 +44,8 @@ def with_template(tokenizer: Any, template: Template) -> PreTrainedTokenizerFast
         raise invalid(
             "template",
             template.text,
-            f"to hold the mask as {MASK} alone, and it holds this tokenizer's {tokenizer.mask_token} as well",
+            f"to hold the mask as {MASK} alone, and it holds this tokenizer's "
+            f"{tokenizer.mask_token} as well",
             "Leave that out.",
         )
     backend = Tokenizer.from_str(json.dumps(_prepared(tokenizer, template)))
@@ -46,7 +58,11 @@ def with_template(tokenizer: Any, template: Template) -> PreTrainedTokenizerFast
         padding_side=tokenizer.padding_side,
         truncation_side=tokenizer.truncation_side,
         model_input_names=list(tokenizer.model_input_names),
-        **{name: getattr(tokenizer, name) for name in _COPIED if getattr(tokenizer, name) is not None},
+        **{
+            name: getattr(tokenizer, name)
+            for name in _COPIED
+            if getattr(tokenizer, name) is not None
+        },
     )
 
 
@@ -54,22 +70,25 @@ def require_mask_token(tokenizer: Any) -> None:
     """Raises: DataError naming the classification head as the way out."""
     if not getattr(tokenizer, "is_fast", False):
         raise DataError(
-            f"{type(tokenizer).__name__} has no fast implementation, which infilling needs to keep the template in the "
-            "tokenizer. Leave `infilling` out to train a classification head."
+            f"{type(tokenizer).__name__} has no fast implementation, which infilling needs to keep "
+            "the template in the tokenizer. Leave `infilling` out to train a classification head."
         )
     if tokenizer.mask_token_id is None:
         raise DataError(
-            f"{type(tokenizer).__name__} has no mask token, so no word can be missing from a template. Use a masked language "
-            "model (BERT, RoBERTa, DeBERTa, ELECTRA, ModernBERT), or leave `infilling` out to train a classification head."
+            f"{type(tokenizer).__name__} has no mask token, so no word can be missing from a "
+            "template. Use a masked language model (BERT, RoBERTa, DeBERTa, ELECTRA, ModernBERT), "
+            "or leave `infilling` out to train a classification head."
         )
 
 
 def template_words(tokenizer: Any, words: str, after: str | None) -> list[int]:
-    """Token ids of words of a template as they read ``after`` the mask, after a text, or at the start (None).
+    """Token ids of words of a template as they read ``after`` the mask, after a text, or at the
+    start (None).
 
-    A space at their end belongs to what follows, a text or the missing word: tokens of byte-level and SentencePiece
-    vocabularies carry the space before them. After a text they read as after any word ("?" as in "a?"); words that would
-    grow together with it ("s" to "as") stay apart from it, as after the mask.
+    A space at their end belongs to what follows, a text or the missing word: tokens of byte-level
+    and SentencePiece vocabularies carry the space before them. After a text they read as after any
+    word ("?" as in "a?"); words that would grow together with it ("s" to "as") stay apart from it,
+    as after the mask.
     """
     words = words.rstrip(" ")
     if not words:
@@ -84,7 +103,8 @@ def template_words(tokenizer: Any, words: str, after: str | None) -> list[int]:
 
 
 def tokens_from(tokenizer: Any, text: str, start: int) -> list[int] | None:
-    """The tokens of ``text`` from the character ``start`` on; None where one token lies on both sides of it."""
+    """The tokens of ``text`` from the character ``start`` on; None where one token lies on both
+    sides of it."""
     encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
     pairs = list(zip(encoded["input_ids"], encoded["offset_mapping"], strict=True))
     if any(begin < start < end for _, (begin, end) in pairs):
@@ -106,14 +126,16 @@ def _post_processor(tokenizer: Any, template: Template) -> Any:
             special[f"words{place}"] = ids
     unmasked = {1: ["$A"], 2: ["$A", "end", "$B"]}
     layouts = {
-        texts: ["start", *(filled if texts == template.texts else plain), "end"] for texts, plain in unmasked.items()
+        texts: ["start", *(filled if texts == template.texts else plain), "end"]
+        for texts, plain in unmasked.items()
     }
     pieces = {
         texts: [f"{piece}:0" for piece in layout if piece in special or piece.startswith("$")]
         for texts, layout in layouts.items()
     }
     listed = [
-        {"id": name, "ids": ids, "tokens": tokenizer.convert_ids_to_tokens(ids)} for name, ids in special.items()
+        {"id": name, "ids": ids, "tokens": tokenizer.convert_ids_to_tokens(ids)}
+        for name, ids in special.items()
     ]
     return processors.TemplateProcessing(single=pieces[1], pair=pieces[2], special_tokens=listed)
 
@@ -125,11 +147,13 @@ def _needs_prefix(template: Template) -> bool:
 
 
 def _prepared(tokenizer: Any, template: Template) -> dict[str, Any]:
-    """The tokenizer as JSON, changed so that a text reads in the template as it would in a sentence.
+    """The tokenizer as JSON, changed so that a text reads in the template as it would in a
+    sentence.
 
-    Byte-level ones give a text its leading space, which "<S1> ? [MASK] , <S2>" writes before the second text. (The setting
-    is one for both: the first text gets it, too.) A text's own "[MASK]" loses its brackets, after any other normalization:
-    SentencePiece vocabularies hold it as an ordinary piece.
+    Byte-level ones give a text its leading space, which "<S1> ? [MASK] , <S2>" writes before the
+    second text. (The setting is one for both: the first text gets it, too.) A text's own "[MASK]"
+    loses its brackets, after any other normalization: SentencePiece vocabularies hold it as an
+    ordinary piece.
     """
     state = json.loads(tokenizer.backend_tokenizer.to_str())
     splitting = state["pre_tokenizer"] or {}

@@ -1,4 +1,5 @@
-"""Classification as filling in a missing word: templates and label words (Li et al., section 3.2 and appendix N, Table 10)."""
+"""Classification as filling in a missing word: templates and label words (Li et al., section 3.2
+and appendix N, Table 10)."""
 
 from __future__ import annotations
 
@@ -16,9 +17,11 @@ _MARKERS = re.compile("|".join(map(re.escape, (MASK, *TEXTS))))
 
 @dataclass(frozen=True)
 class Template:
-    """A sentence with places for one or two texts and exactly one missing word: ``"<S1> It was [MASK] ."``.
+    """A sentence with places for one or two texts and exactly one missing word: ``"<S1> It was
+    [MASK] ."``.
 
-    Raises: InvalidArgumentError for no mask or two, a text that is missing or comes twice, or ``<mask>`` for ``[MASK]``.
+    Raises: InvalidArgumentError for no mask or two, a text that is missing or comes twice, or
+        ``<mask>`` for ``[MASK]``.
     """
 
     text: str
@@ -26,14 +29,17 @@ class Template:
 
     def __post_init__(self) -> None:
         if not isinstance(self.text, str):
-            raise invalid("template", self.text, "to be text", f"Write it like '<S1> It was {MASK} .'.")
+            raise invalid(
+                "template", self.text, "to be text", f"Write it like '<S1> It was {MASK} .'."
+            )
         markers = _MARKERS.findall(self.text)
         if markers.count(MASK) != 1:
             raise invalid(
                 "template",
                 self.text,
                 f"to hold {MASK} exactly once, and it holds it {markers.count(MASK)} times",
-                f"Write it like '<S1> It was {MASK} .'; {MASK} becomes the tokenizer's own mask token.",
+                f"Write it like '<S1> It was {MASK} .'; {MASK} becomes the tokenizer's own mask "
+                "token.",
             )
         found = sorted(marker for marker in markers if marker != MASK)
         if found not in ([TEXTS[0]], list(TEXTS)):
@@ -64,19 +70,25 @@ class Infilling:
 
     def __post_init__(self) -> None:
         words = self.label_words
-        named = isinstance(words, Mapping) and all(isinstance(w, str) and w.strip() for w in words.values())
+        named = isinstance(words, Mapping) and all(
+            isinstance(w, str) and w.strip() for w in words.values()
+        )
         if not named or len(words) < 2:
             raise invalid(
                 "label_words",
                 words,
                 "to give one word for each of at least two class names",
-                "Write them like {negative: terrible, positive: great}; quote words that YAML reads otherwise, as 'Yes'.",
+                "Write them like {negative: terrible, positive: great}; quote words that YAML "
+                "reads otherwise, as 'Yes'.",
             )
-        object.__setattr__(self, "label_words", {str(name): word.strip() for name, word in words.items()})
+        object.__setattr__(
+            self, "label_words", {str(name): word.strip() for name, word in words.items()}
+        )
 
     @classmethod
     def of(cls, value: Any) -> Infilling:
-        """From a configuration: a task of Table 10 by name (``"sst2"``), or ``{template: ..., label_words: {...}}``."""
+        """From a configuration: a task of Table 10 by name (``"sst2"``), or ``{template: ...,
+        label_words: {...}}``."""
         if isinstance(value, str):
             return GLUE[one_of("infilling", value, GLUE)]
         if not isinstance(value, Mapping) or set(value) != {"template", "label_words"}:
@@ -84,17 +96,23 @@ class Infilling:
                 "infilling",
                 value,
                 f"to be one of {sorted(GLUE)}, or to have the keys `template` and `label_words`",
-                "For example {template: '<S1> It was [MASK] .', label_words: {negative: terrible, positive: great}}.",
+                "For example {template: '<S1> It was [MASK] .', label_words: {negative: terrible, "
+                "positive: great}}.",
             )
         return cls(Template(value["template"]), value["label_words"])
 
 
 # Li et al., Table 10 (after Gao et al., 2020), by GLUE's names of tasks and classes.
 GLUE: dict[str, Infilling] = {
-    "sst2": Infilling(Template("<S1> It was [MASK] ."), {"negative": "terrible", "positive": "great"}),
-    "mnli": Infilling(
-        Template("<S1> ? [MASK] , <S2>"), {"entailment": "Yes", "neutral": "Maybe", "contradiction": "No"}
+    "sst2": Infilling(
+        Template("<S1> It was [MASK] ."), {"negative": "terrible", "positive": "great"}
     ),
-    "qnli": Infilling(Template("<S1> ? [MASK] , <S2>"), {"entailment": "Yes", "not_entailment": "No"}),
+    "mnli": Infilling(
+        Template("<S1> ? [MASK] , <S2>"),
+        {"entailment": "Yes", "neutral": "Maybe", "contradiction": "No"},
+    ),
+    "qnli": Infilling(
+        Template("<S1> ? [MASK] , <S2>"), {"entailment": "Yes", "not_entailment": "No"}
+    ),
     "qqp": Infilling(Template("<S1> [MASK] , <S2>"), {"not_duplicate": "No", "duplicate": "Yes"}),
 }

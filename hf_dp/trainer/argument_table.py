@@ -1,10 +1,14 @@
-"""What a private run does with each argument of ``transformers.TrainingArguments``: one row a field, none left out.
+"""What a private run does with each argument of ``transformers.TrainingArguments``: one row a
+field, none left out.
 
-Guarantee: in private modes a setting that would break the privacy statement is refused, by name and before anything of
-the process is touched; a field this table does not know (a newer transformers) is refused unless it has its default.
+Guarantee: in private modes a setting that would break the privacy statement is refused, by name and
+    before anything of
+the process is touched; a field this table does not know (a newer transformers) is refused unless it
+has its default.
 
-The predicates read raw values (as given, before transformers parses them) as well as parsed ones. Rows cover
-transformers >= 5.20, < 6; ``VERSION_DEPENDENT`` names those that only part of that range has.
+The predicates read raw values (as given, before transformers parses them) as well as parsed ones.
+Rows cover transformers >= 5.20, < 6; ``VERSION_DEPENDENT`` names those that only part of that range
+has.
 """
 
 from __future__ import annotations
@@ -28,12 +32,15 @@ class Verdict(Enum):
 
     WORKS = "works"  # does what transformers documents, and the privacy statement holds
     NEUTRAL = "neutral"  # accepted; in a private run it changes nothing
-    REFUSED = "refused"  # some of its values would break the privacy statement, or be ignored in silence
+    REFUSED = (
+        "refused"  # some of its values would break the privacy statement, or be ignored in silence
+    )
 
 
 @dataclasses.dataclass(frozen=True)
 class ArgumentRow:
-    """One row: the verdict and its reason; for ``REFUSED`` also which values, what is expected and the next move."""
+    """One row: the verdict and its reason; for ``REFUSED`` also which values, what is expected and
+    the next move."""
 
     verdict: Verdict
     reason: str
@@ -46,7 +53,9 @@ class ArgumentRow:
         if self.refuses is None or not self.refuses(value):
             return None
         move = f"{self.reason} {self.next_move}"
-        return invalid(name, value, f"{self.expected} in private modes", move, UnsupportedArgumentError)
+        return invalid(
+            name, value, f"{self.expected} in private modes", move, UnsupportedArgumentError
+        )
 
 
 def _works(reason: str) -> ArgumentRow:
@@ -57,7 +66,9 @@ def _neutral(reason: str) -> ArgumentRow:
     return ArgumentRow(Verdict.NEUTRAL, reason)
 
 
-def _refused(refuses: Callable[[Any], bool], expected: str, reason: str, next_move: str) -> ArgumentRow:
+def _refused(
+    refuses: Callable[[Any], bool], expected: str, reason: str, next_move: str
+) -> ArgumentRow:
     return ArgumentRow(Verdict.REFUSED, reason, refuses, expected, next_move)
 
 
@@ -82,15 +93,19 @@ def _other_than(*allowed: object) -> Callable[[Any], bool]:
 
 
 def _as_dict(value: object) -> Mapping[str, Any]:
-    """A dict argument in any form transformers takes: dict, JSON text, path of a JSON file, or a parsed config object.
+    """A dict argument in any form transformers takes: dict, JSON text, path of a JSON file, or a
+    parsed config object.
 
-    What cannot be read counts as empty here: ``TrainingArguments`` refuses it with its own message a moment later.
+    What cannot be read counts as empty here: ``TrainingArguments`` refuses it with its own message
+    a moment later.
     """
     if isinstance(value, Mapping):
         return value
     if isinstance(value, str):
         try:
-            loaded = json.loads(value if value.lstrip().startswith("{") else Path(value).read_text(encoding="utf-8"))
+            loaded = json.loads(
+                value if value.lstrip().startswith("{") else Path(value).read_text(encoding="utf-8")
+            )
         except (OSError, ValueError):
             return {}
         return loaded if isinstance(loaded, dict) else {}
@@ -124,13 +139,16 @@ def _reshapes_batches(value: object) -> bool:
     )
 
 
-# Optimizers that step after the backward pass, from `.grad`: what they do is post-processing of the noised gradient.
+# Optimizers that step after the backward pass, from `.grad`: what they do is post-processing of the
+# noised gradient.
 STEPPING_OPTIMIZERS = frozenset(
-    """adamw_torch adamw_torch_fused adamw_torch_xla adamw_torch_npu_fused adamw_torch_4bit adamw_torch_8bit
-    adamw_anyprecision adamw_bnb_8bit adamw_8bit paged_adamw_32bit paged_adamw_8bit adafactor ademamix ademamix_8bit
-    paged_ademamix_32bit paged_ademamix_8bit sgd adagrad lion_8bit lion_32bit paged_lion_32bit paged_lion_8bit rmsprop
-    rmsprop_bnb rmsprop_bnb_8bit rmsprop_bnb_32bit galore_adamw galore_adamw_8bit galore_adafactor apollo_adamw
-    grokadamw schedule_free_radam schedule_free_adamw schedule_free_sgd stable_adamw""".split()
+    """adamw_torch adamw_torch_fused adamw_torch_xla adamw_torch_npu_fused adamw_torch_4bit
+    adamw_torch_8bit adamw_anyprecision adamw_bnb_8bit adamw_8bit paged_adamw_32bit
+    paged_adamw_8bit adafactor ademamix ademamix_8bit paged_ademamix_32bit paged_ademamix_8bit
+    sgd adagrad lion_8bit lion_32bit paged_lion_32bit paged_lion_8bit rmsprop rmsprop_bnb
+    rmsprop_bnb_8bit rmsprop_bnb_32bit galore_adamw galore_adamw_8bit galore_adafactor
+    apollo_adamw grokadamw schedule_free_radam schedule_free_adamw schedule_free_sgd
+    stable_adamw""".split()
 )
 # Optimizers that step parameter by parameter inside the backward pass, before any noise is added.
 STEPPING_IN_BACKWARD = frozenset(
@@ -142,9 +160,16 @@ STEPPING_IN_BACKWARD = frozenset(
 
 _SCRIPT_FLAG = _works("Read by scripts, not by the Trainer.")
 _EVALUATION = _works("Concerns evaluation only; evaluation data are not covered by epsilon.")
-_SELECTION = _works("Looks at evaluation metrics only; model selection on evaluation data is not covered by epsilon.")
-_LOGGING = _works("Only what may leave is logged: un-noised quantities are left out unless named in `release`.")
-_TRACKER = _works("Names where the tracker stores what is logged; what is logged is filtered before it.")
+_SELECTION = _works(
+    "Looks at evaluation metrics only; model selection on evaluation data is not covered by "
+    "epsilon."
+)
+_LOGGING = _works(
+    "Only what may leave is logged: un-noised quantities are left out unless named in `release`."
+)
+_TRACKER = _works(
+    "Names where the tracker stores what is logged; what is logged is filtered before it."
+)
 _SAVING = _works("A checkpoint holds released (noised) weights and a copy of the ledger.")
 _HUB = _works("What is pushed is listed in the card, which is written with every save.")
 _AFTER_NOISE = _works("Acts on the noised gradient: post-processing.")
@@ -152,48 +177,60 @@ _LOADER = _works("Concerns how examples are fetched, not which are drawn.")
 _ONE_PROCESS = _neutral("A private run has one process and no DistributedDataParallel.")
 _PRECISION_16 = "fp16 scales the loss and skips steps on overflow, which depends on the data."
 _COMPILE = _refused(
-    _is_set, "to be None", "It turns on `torch_compile`, whose graphs bypass the clipping engine.", "Remove it."
+    _is_set,
+    "to be None",
+    "It turns on `torch_compile`, whose graphs bypass the clipping engine.",
+    "Remove it.",
 )
 _CHECKPOINTING_KWARGS = _refused(
     _is_unlike_one_backward,
     "to have use_reentrant=False and preserve_rng_state=True",
-    "The reentrant form runs its own backward, outside the clipping engine; without the random state a forward that runs "
-    "again has other dropout masks, and its gradients belong to no loss.",
+    "The reentrant form runs its own backward, outside the clipping engine; without the random "
+    "state a forward that runs again has other dropout masks, and its gradients belong to no loss.",
     "Remove both options.",
 )
-_CHECKPOINTING = _works("The non-reentrant form recomputes activations inside the one backward of the engine.")
+_CHECKPOINTING = _works(
+    "The non-reentrant form recomputes activations inside the one backward of the engine."
+)
 
 ARGUMENT_TABLE: Mapping[str, ArgumentRow] = {
     # duration and batch size
     "output_dir": _works("Also holds the ledger of the run."),
-    "per_device_train_batch_size": _works("The physical batch: memory only, never part of the privacy statement."),
+    "per_device_train_batch_size": _works(
+        "The physical batch: memory only, never part of the privacy statement."
+    ),
     "num_train_epochs": _works("Becomes a number of steps in PrivacyPlan."),
     "max_steps": _works("The number of private steps, if above 0."),
     "auto_find_batch_size": _refused(
         _is_on,
         "to be False",
-        "After an out-of-memory error it restarts training from changed weights, so steps run that no plan counts.",
+        "After an out-of-memory error it restarts training from changed weights, so steps run that "
+        "no plan counts.",
         "Lower `per_device_train_batch_size` instead; it does not change the result.",
     ),
     "gradient_accumulation_steps": _refused(
         _other_than(1),
         "to be 1",
         "One step already accumulates a whole logical batch, and noise is added once for it.",
-        "Set `expected_batch_size` for the logical batch and `per_device_train_batch_size` for memory.",
+        "Set `expected_batch_size` for the logical batch and `per_device_train_batch_size` for "
+        "memory.",
     ),
     "average_tokens_across_devices": _neutral(
-        "Set to False: dividing by a count of label tokens makes one example's gradient depend on its neighbors."
+        "Set to False: dividing by a count of label tokens makes one example's gradient depend on "
+        "its neighbors."
     ),
     # optimizer and schedule
     "learning_rate": _AFTER_NOISE,
-    "lr_scheduler_type": _works("A function of the step, or (reduce_lr_on_plateau, greedy) of evaluation metrics."),
+    "lr_scheduler_type": _works(
+        "A function of the step, or (reduce_lr_on_plateau, greedy) of evaluation metrics."
+    ),
     "lr_scheduler_kwargs": _works("Parameters of the schedule."),
     "warmup_steps": _works("Counts private steps; below 1, a share of them."),
     "optim": _refused(
         lambda value: _plain(value) not in STEPPING_OPTIMIZERS,
         "to be an optimizer that steps after the backward pass",
-        "LOMO and layerwise optimizers step inside the backward pass, before clipping and noise; a name that is not "
-        "known here might.",
+        "LOMO and layerwise optimizers step inside the backward pass, before clipping and noise; a "
+        "name that is not known here might.",
         'Use "adamw_torch", "sgd", "adafactor" or another one that is not layerwise.',
     ),
     "optim_args": _AFTER_NOISE,
@@ -202,31 +239,36 @@ ARGUMENT_TABLE: Mapping[str, ArgumentRow] = {
     "adam_beta1": _AFTER_NOISE,
     "adam_beta2": _AFTER_NOISE,
     "adam_epsilon": _AFTER_NOISE,
-    "max_grad_norm": _works("Clips the noised averaged gradient; above 0 only with `clip_noised_gradient=True`."),
+    "max_grad_norm": _works(
+        "Clips the noised averaged gradient; above 0 only with `clip_noised_gradient=True`."
+    ),
     # what changes the loss
     "label_smoothing_factor": _refused(
         _other_than(0, None),
         "to be 0",
-        "The Trainer's label smoother averages over the whole batch, so an example's loss depends on its neighbors.",
+        "The Trainer's label smoother averages over the whole batch, so an example's loss depends "
+        "on its neighbors.",
         "Remove it.",
     ),
     "neftune_noise_alpha": _refused(
         _is_set,
         "to be None",
-        "Its noise is drawn from a public seed and scaled by the padded length, so by the longest neighbor.",
+        "Its noise is drawn from a public seed and scaled by the padded length, so by the longest "
+        "neighbor.",
         "Remove it.",
     ),
     "use_liger_kernel": _refused(
         _is_on,
         "to be False",
-        "Fused kernels hide the layers from the clipping engine and the logits from the per-example loss.",
+        "Fused kernels hide the layers from the clipping engine and the logits from the "
+        "per-example loss.",
         "Remove it.",
     ),
     "liger_kernel_config": _neutral("Read only with `use_liger_kernel`, which is refused."),
     # precision, memory and compilation
     "bf16": _works(
-        "Activations are bfloat16; norms and sums are formed in float32. Only examples that are padded alike share a physical "
-        "batch."
+        "Activations are bfloat16; norms and sums are formed in float32. Only examples that are "
+        "padded alike share a physical batch."
     ),
     "fp16": _refused(_is_on, "to be False", _PRECISION_16, "Use bf16=True, or full precision."),
     "bf16_full_eval": _EVALUATION,
@@ -234,7 +276,8 @@ ARGUMENT_TABLE: Mapping[str, ArgumentRow] = {
     "tf32": _refused(
         _is_on,
         "to be None or False",
-        "TF32 rounds float32 products to 10 bits, so a per-example norm may come out below the true one.",
+        "TF32 rounds float32 products to 10 bits, so a per-example norm may come out below the "
+        "true one.",
         "Use bf16=True for speed: its norms and sums are formed in float32.",
     ),
     "activation_checkpointing": _CHECKPOINTING,
@@ -242,7 +285,10 @@ ARGUMENT_TABLE: Mapping[str, ArgumentRow] = {
     "gradient_checkpointing": _CHECKPOINTING,
     "gradient_checkpointing_kwargs": _CHECKPOINTING_KWARGS,
     "torch_compile": _refused(
-        _is_on, "to be False", "Compiled graphs bypass the clipping engine.", "Remove it; compile for inference only."
+        _is_on,
+        "to be False",
+        "Compiled graphs bypass the clipping engine.",
+        "Remove it; compile for inference only.",
     ),
     "torch_compile_backend": _COMPILE,
     "torch_compile_mode": _COMPILE,
@@ -250,7 +296,8 @@ ARGUMENT_TABLE: Mapping[str, ArgumentRow] = {
     "torch_empty_cache_steps": _refused(
         _is_set,
         "to be None",
-        "It acts inside the training step that the private step replaces, so it would be ignored in silence.",
+        "It acts inside the training step that the private step replaces, so it would be ignored "
+        "in silence.",
         "Remove it; to save memory lower `per_device_train_batch_size`.",
     ),
     # logging
@@ -267,7 +314,9 @@ ARGUMENT_TABLE: Mapping[str, ArgumentRow] = {
     ),
     "log_level": _works("How much is printed, not what is measured."),
     "log_level_replica": _ONE_PROCESS,
-    "disable_tqdm": _works("The bar shows steps and time on the local screen; timing is not covered by epsilon."),
+    "disable_tqdm": _works(
+        "The bar shows steps and time on the local screen; timing is not covered by epsilon."
+    ),
     "report_to": _LOGGING,
     "run_name": _TRACKER,
     "project": _TRACKER,
@@ -302,14 +351,22 @@ ARGUMENT_TABLE: Mapping[str, ArgumentRow] = {
     "metric_for_best_model": _SELECTION,
     "greater_is_better": _SELECTION,
     # saving and resuming
-    "save_only_model": _works("Such a checkpoint cannot be resumed; the ledger of the run is kept all the same."),
+    "save_only_model": _works(
+        "Such a checkpoint cannot be resumed; the ledger of the run is kept all the same."
+    ),
     "save_strategy": _SAVING,
     "save_steps": _SAVING,
     "save_on_each_node": _ONE_PROCESS,
     "save_total_limit": _works("Deletes checkpoints, never the ledger in `output_dir`."),
-    "enable_jit_checkpoint": _works("A checkpoint on SIGTERM; the ledger is durable before the noised gradient is."),
-    "ignore_data_skip": _neutral("Every logical batch is a fresh draw, so there is nothing to skip."),
-    "restore_callback_states_from_checkpoint": _works("Callbacks hold no privacy state; the ledger does."),
+    "enable_jit_checkpoint": _works(
+        "A checkpoint on SIGTERM; the ledger is durable before the noised gradient is."
+    ),
+    "ignore_data_skip": _neutral(
+        "Every logical batch is a fresh draw, so there is nothing to skip."
+    ),
+    "restore_callback_states_from_checkpoint": _works(
+        "Callbacks hold no privacy state; the ledger does."
+    ),
     "resume_from_checkpoint": _works("Read by scripts; resuming needs the ledger of the run."),
     # hub
     "push_to_hub": _HUB,
@@ -319,14 +376,16 @@ ARGUMENT_TABLE: Mapping[str, ArgumentRow] = {
     "hub_strategy": _refused(
         lambda value: _plain(value) in ("checkpoint", "all_checkpoints"),
         'to be "end" or "every_save"',
-        "It also pushes optimizer, random and trainer state of checkpoints, which the card does not list.",
+        "It also pushes optimizer, random and trainer state of checkpoints, which the card does "
+        "not list.",
         'Use hub_strategy="end", and keep checkpoints local.',
     ),
     "hub_always_push": _HUB,
     "hub_revision": _HUB,
     # randomness
     "seed": _works(
-        "Governs only what no data touches: initialization of heads and adapters. Draws and noise are secret."
+        "Governs only what no data touches: initialization of heads and adapters. Draws and noise "
+        "are secret."
     ),
     "full_determinism": _works(
         "Makes kernels deterministic and seeds public generators; draws and noise stay secret."
@@ -347,16 +406,22 @@ ARGUMENT_TABLE: Mapping[str, ArgumentRow] = {
         "Remove them; `non_blocking` may stay.",
     ),
     "parallelism_config": _refused(
-        _is_set, "to be None", "Per-example norms over sharded parameters are not implemented.", "Remove it."
+        _is_set,
+        "to be None",
+        "Per-example norms over sharded parameters are not implemented.",
+        "Remove it.",
     ),
     # data
     "dataloader_drop_last": _refused(
         _is_on,
         "to be False",
-        "Batches are Poisson draws of varying size; dropping one would change the sampling that is accounted for.",
+        "Batches are Poisson draws of varying size; dropping one would change the sampling that is "
+        "accounted for.",
         "Remove it.",
     ),
-    "dataloader_num_workers": _works("Draws happen in the main process; worker seeds come from the operating system."),
+    "dataloader_num_workers": _works(
+        "Draws happen in the main process; worker seeds come from the operating system."
+    ),
     "dataloader_pin_memory": _LOADER,
     "dataloader_persistent_workers": _LOADER,
     "dataloader_prefetch_factor": _LOADER,
@@ -372,7 +437,8 @@ ARGUMENT_TABLE: Mapping[str, ArgumentRow] = {
     "train_sampling_strategy": _refused(
         _other_than("random", None),
         'to be "random"',
-        "Every logical batch is a Poisson draw; another order would void the sampling that is accounted for.",
+        "Every logical batch is a Poisson draw; another order would void the sampling that is "
+        "accounted for.",
         "Remove it; physical batches are sorted by length anyway.",
     ),
     "length_column_name": _neutral("Read only by sampling strategies that are refused."),
@@ -414,26 +480,46 @@ def _flag(value: str) -> bool:
 
 
 def _flag_row(reason: str) -> ArgumentRow:
-    return _refused(_flag, "to be unset or false", reason, "Unset it, or choose another accelerate configuration.")
+    return _refused(
+        _flag,
+        "to be unset or false",
+        reason,
+        "Unset it, or choose another accelerate configuration.",
+    )
 
 
 ENVIRONMENT_TABLE: Mapping[str, ArgumentRow] = {
     "WORLD_SIZE": _refused(
         _other_than("", "1"),
         "to be unset or 1",
-        "Private training runs in one process for now; two would release two models from one budget.",
+        "Private training runs in one process for now; two would release two models from one "
+        "budget.",
         "Launch with one process.",
     ),
     "ACCELERATE_MIXED_PRECISION": _refused(
-        lambda value: value.lower() not in ("", "no", "bf16"), 'to be "no" or "bf16"', _PRECISION_16, 'Use "bf16".'
+        lambda value: value.lower() not in ("", "no", "bf16"),
+        'to be "no" or "bf16"',
+        _PRECISION_16,
+        'Use "bf16".',
     ),
     "ACCELERATE_DYNAMO_BACKEND": _refused(
-        lambda value: value.lower() not in ("", "no"), 'to be "no"', "Compiled graphs bypass the engine.", "Unset it."
+        lambda value: value.lower() not in ("", "no"),
+        'to be "no"',
+        "Compiled graphs bypass the engine.",
+        "Unset it.",
     ),
-    "ACCELERATE_USE_DEEPSPEED": _flag_row("DeepSpeed owns the backward pass, the clipping and the step."),
-    "ACCELERATE_USE_FSDP": _flag_row("Per-example norms over sharded parameters are not implemented."),
-    "ACCELERATE_USE_MEGATRON_LM": _flag_row("Megatron-LM owns the backward pass, the clipping and the step."),
-    "ACCELERATE_USE_PARALLELISM_CONFIG": _flag_row("Per-example norms over sharded parameters are not implemented."),
+    "ACCELERATE_USE_DEEPSPEED": _flag_row(
+        "DeepSpeed owns the backward pass, the clipping and the step."
+    ),
+    "ACCELERATE_USE_FSDP": _flag_row(
+        "Per-example norms over sharded parameters are not implemented."
+    ),
+    "ACCELERATE_USE_MEGATRON_LM": _flag_row(
+        "Megatron-LM owns the backward pass, the clipping and the step."
+    ),
+    "ACCELERATE_USE_PARALLELISM_CONFIG": _flag_row(
+        "Per-example norms over sharded parameters are not implemented."
+    ),
     "WANDB_WATCH": _refused(
         lambda value: value.lower() in ("gradients", "all"),
         'to be "false" or "parameters"',
@@ -443,15 +529,21 @@ ENVIRONMENT_TABLE: Mapping[str, ArgumentRow] = {
     "WANDB_LOG_MODEL": _refused(
         lambda value: value.lower() == "checkpoint",
         'to be "false" or "end"',
-        "It uploads whole checkpoints: optimizer, random and trainer state, which the card does not list.",
+        "It uploads whole checkpoints: optimizer, random and trainer state, which the card does "
+        "not list.",
         'Use "end".',
     ),
     "HF_MLFLOW_LOG_ARTIFACTS": _flag_row(
-        "It uploads whole checkpoints: optimizer, random and trainer state, which the card does not list."
+        "It uploads whole checkpoints: optimizer, random and trainer state, which the card does "
+        "not list."
     ),
 }
 # Read by one tracker only: checked only when `report_to` names it.
-TRACKER_OF_VARIABLE = {"WANDB_WATCH": "wandb", "WANDB_LOG_MODEL": "wandb", "HF_MLFLOW_LOG_ARTIFACTS": "mlflow"}
+TRACKER_OF_VARIABLE = {
+    "WANDB_WATCH": "wandb",
+    "WANDB_LOG_MODEL": "wandb",
+    "HF_MLFLOW_LOG_ARTIFACTS": "mlflow",
+}
 
 # --- checks ---
 
@@ -463,7 +555,8 @@ def _default(field: dataclasses.Field[Any]) -> object:
 
 
 def _row_of_an_unknown(field: dataclasses.Field[Any]) -> ArgumentRow:
-    """The row of a field that came with a transformers newer than the table: nothing but its default."""
+    """The row of a field that came with a transformers newer than the table: nothing but its
+    default."""
     default = _default(field)
     return _refused(
         lambda value: value != default,
@@ -475,13 +568,18 @@ def _row_of_an_unknown(field: dataclasses.Field[Any]) -> ArgumentRow:
 
 def fields_without_a_row(arguments_class: type[TrainingArguments] = TrainingArguments) -> list[str]:
     """Names of the fields of this class that the table does not know, in their order."""
-    return [field.name for field in dataclasses.fields(arguments_class) if field.name not in ARGUMENT_TABLE]
+    return [
+        field.name
+        for field in dataclasses.fields(arguments_class)
+        if field.name not in ARGUMENT_TABLE
+    ]
 
 
 def table_problems(
     args: TrainingArguments, arguments_class: type[TrainingArguments] = TrainingArguments
 ) -> dict[str, InvalidArgumentError]:
-    """The problems of a private run with these values, by argument; reads the fields of ``arguments_class``."""
+    """The problems of a private run with these values, by argument; reads the fields of
+    ``arguments_class``."""
     problems: dict[str, InvalidArgumentError] = {}
     for field in dataclasses.fields(arguments_class):
         value = getattr(args, field.name)
@@ -494,11 +592,18 @@ def table_problems(
 
 def _trackers(report_to: object) -> Collection[str]:
     """Names in ``report_to``, in any form transformers takes."""
-    return [report_to] if isinstance(report_to, str) else list(report_to) if isinstance(report_to, list) else []
+    return (
+        [report_to]
+        if isinstance(report_to, str)
+        else list(report_to)
+        if isinstance(report_to, list)
+        else []
+    )
 
 
 def environment_problems(report_to: object) -> dict[str, InvalidArgumentError]:
-    """The problems with environment variables of a private run that reports to these trackers, by variable."""
+    """The problems with environment variables of a private run that reports to these trackers, by
+    variable."""
     trackers = _trackers(report_to)
     problems: dict[str, InvalidArgumentError] = {}
     for name, row in ENVIRONMENT_TABLE.items():

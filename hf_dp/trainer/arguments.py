@@ -1,4 +1,5 @@
-"""``DPTrainingArguments``: ``TrainingArguments`` and what a private run needs, checked before the run starts."""
+"""``DPTrainingArguments``: ``TrainingArguments`` and what a private run needs, checked before the
+run starts."""
 
 from __future__ import annotations
 
@@ -17,7 +18,12 @@ from hf_dp.errors import InvalidArgumentError, UnsupportedArgumentError
 from hf_dp.forward_plan import PUBLISHED
 from hf_dp.plan import CLIPPINGS
 from hf_dp.trainer.argument_table import environment_problems, table_problems
-from hf_dp.trainer.forward_arguments import DP_FP, ForwardArguments, forward_problems, resolve_forward
+from hf_dp.trainer.forward_arguments import (
+    DP_FP,
+    ForwardArguments,
+    forward_problems,
+    resolve_forward,
+)
 
 NON_PRIVATE = "non_private"
 PRIVACY_MODES = (NON_PRIVATE, "dp_sgd", DP_FP)
@@ -33,108 +39,124 @@ Problems = dict[str, InvalidArgumentError]
 @dataclass
 class DPTrainingArguments(ForwardArguments, TrainingArguments):
     r"""
-    Configuration of [`DPTrainer`]: every argument of [`~transformers.TrainingArguments`], and those below.
+    Configuration of [`DPTrainer`]: every argument of [`~transformers.TrainingArguments`], and those
+    below.
 
-    In private modes each inherited argument works as documented, has no effect, or is refused with a reason: see
-    `hf_dp.trainer.argument_table`. All problems of arguments and environment variables are reported at once, before
-    anything is written, a device taken or a process group started; the numbers of processes and GPUs are checked
-    next. Numbers given as text (YAML leaves `5e-4` a string) are converted.
+    In private modes each inherited argument works as documented, has no effect, or is refused with
+    a reason: see `hf_dp.trainer.argument_table`. All problems of arguments and environment
+    variables are reported at once, before anything is written, a device taken or a process group
+    started; the numbers of processes and GPUs are checked next. Numbers given as text (YAML leaves
+    `5e-4` a string) are converted.
 
     > Parameters that control the privacy budget
 
         privacy_mode (`str`, *optional*, defaults to `"dp_sgd"`):
-            How privacy is obtained: `"dp_sgd"` (per-example clipping and Gaussian noise, with any optimizer), `"dp_fp"`
-            (noise on the representation; its arguments are those of [`ForwardArguments`]) or `"non_private"` (the plain
-            Trainer; privacy arguments are then refused).
+            How privacy is obtained: `"dp_sgd"` (per-example clipping and Gaussian noise, with any
+            optimizer), `"dp_fp"` (noise on the representation; its arguments are those of
+            [`ForwardArguments`]) or `"non_private"` (the plain Trainer; privacy arguments are then
+            refused).
         target_epsilon (`float`, *optional*):
-            Epsilon to spend over the whole run, above 0; the noise is calibrated to it. In private modes give exactly
-            one of `target_epsilon` and `noise_multiplier`.
+            Epsilon to spend over the whole run, above 0; the noise is calibrated to it. In private
+            modes give exactly one of `target_epsilon` and `noise_multiplier`.
         target_delta (`float`, *optional*):
-            Delta, a probability in (0, 1). `None` means 1/(2N) for N training examples, resolved by `PrivacyPlan`.
+            Delta, a probability in (0, 1). `None` means 1/(2N) for N training examples, resolved by
+            `PrivacyPlan`.
         noise_multiplier (`float`, *optional*):
             Standard deviation of the noise in units of `per_example_max_grad_norm`, above 0.
         accountant (`str`, *optional*):
-            Who computes epsilon: `"pld"` (unset means this), `"rdp"`, `"prv"` (bounds) or `"gdp_clt"` (an estimate,
-            labelled so; not with `target_epsilon`, since calibration needs a bound). For DP-FP as published, which has
-            no bound, it is `"gdp_clt"`, the paper's own figure.
+            Who computes epsilon: `"pld"` (unset means this), `"rdp"`, `"prv"` (bounds) or
+            `"gdp_clt"` (an estimate, labelled so; not with `target_epsilon`, since calibration
+            needs a bound). For DP-FP as published, which has no bound, it is `"gdp_clt"`, the
+            paper's own figure.
         privacy_unit (`str`, *optional*, defaults to `"example"`):
-            What is protected: one row of the training data. A person in k rows is protected k-fold weaker.
+            What is protected: one row of the training data. A person in k rows is protected k-fold
+            weaker.
         neighboring_relation (`str`, *optional*, defaults to `"zero_out"`):
-            Which data sets count as neighbors: one example's contribution is replaced by nothing, N is public.
+            Which data sets count as neighbors: one example's contribution is replaced by nothing, N
+            is public.
 
     > Parameters that control the mechanism
 
         expected_batch_size (`int`, *optional*):
-            Expected number of examples in a logical batch: a Poisson draw, the unit of one optimizer step and one
-            noise. Required in private modes. `per_device_train_batch_size` is the physical batch: memory only.
+            Expected number of examples in a logical batch: a Poisson draw, the unit of one
+            optimizer step and one noise. Required in private modes. `per_device_train_batch_size`
+            is the physical batch: memory only.
         max_logical_batch_size (`int`, *optional*):
-            Most examples of a draw that a step uses; of a larger draw a random part is left out (truncated Poisson
-            sampling). Bounds the time and memory of a step; costs little epsilon from about 1.2 times
-            `expected_batch_size` on, and much below. Only `accountant="pld"` knows it.
+            Most examples of a draw that a step uses; of a larger draw a random part is left out
+            (truncated Poisson sampling). Bounds the time and memory of a step; costs little epsilon
+            from about 1.2 times `expected_batch_size` on, and much below. Only `accountant="pld"`
+            knows it.
         per_example_max_grad_norm (`float`, *optional*, defaults to `0.1`):
             Largest L2 norm with which one example's gradient enters the sum, above 0.
         clipping (`str`, *optional*, defaults to `"flat"`):
-            How a norm becomes a weight. `"flat"`: one norm over all trainable parameters, larger ones are scaled down to
-            it. `"automatic"`: every example is scaled to about it (AUTO-S; wants a smaller learning rate where gradients
-            are small). `"per_layer"`: each of the K layers to it divided by sqrt(K). The sensitivity is the same.
+            How a norm becomes a weight. `"flat"`: one norm over all trainable parameters, larger
+            ones are scaled down to it. `"automatic"`: every example is scaled to about it (AUTO-S;
+            wants a smaller learning rate where gradients are small). `"per_layer"`: each of the K
+            layers to it divided by sqrt(K). The sensitivity is the same.
         clipping_strategy (`str`, *optional*):
-            How clipped sums are computed, never what they are: `"book_keeping"` (one backward pass, all records held),
-            `"two_pass"` (two backward passes over one graph, the least memory) or `"per_example"` (explicit per-example
-            gradients, slow; to compare with). Unset means `"two_pass"` under gradient checkpointing, else
-            `"book_keeping"`.
+            How clipped sums are computed, never what they are: `"book_keeping"` (one backward pass,
+            all records held), `"two_pass"` (two backward passes over one graph, the least memory)
+            or `"per_example"` (explicit per-example gradients, slow; to compare with). Unset means
+            `"two_pass"` under gradient checkpointing, else `"book_keeping"`.
         max_tokens_per_physical_batch (`int`, *optional*):
-            Largest number of tokens of a physical batch, padding included, beside `per_device_train_batch_size`: short
-            examples then come in larger batches than long ones. Memory and speed only.
+            Largest number of tokens of a physical batch, padding included, beside
+            `per_device_train_batch_size`: short examples then come in larger batches than long
+            ones. Memory and speed only.
         max_grad_norm (`float`, *optional*):
-            The Trainer's own clip, of the averaged gradient after noise. `None` becomes 0 (off) in private modes and
-            1.0 in `"non_private"`.
+            The Trainer's own clip, of the averaged gradient after noise. `None` becomes 0 (off) in
+            private modes and 1.0 in `"non_private"`.
         clip_noised_gradient (`bool`, *optional*, defaults to `False`):
-            Whether `max_grad_norm` above 0 is meant: it clips the noised gradient, which costs no privacy, but is
-            easily taken for the per-example clip.
+            Whether `max_grad_norm` above 0 is meant: it clips the noised gradient, which costs no
+            privacy, but is easily taken for the per-example clip.
 
         earlier_runs (`list[str]`, *optional*, defaults to `[]`):
-            Folders (or `privacy.json` files) of earlier private runs on the same rows, for example the one that made the
+            Folders (or `privacy.json` files) of earlier private runs on the same rows, for example
+            the one that made the
             base: what they released is put into this run's ledger and paid from the same target.
 
     > Parameters that control the rows
 
         padding_values (`dict[str, float]`, *optional*, defaults to `{}`):
-            By column, the value with which a column of your own is padded where rows differ in length. The columns of
-            transformers are known; others are refused until declared here.
+            By column, the value with which a column of your own is padded where rows differ in
+            length. The columns of transformers are known; others are refused until declared here.
         rows_are_chunks (`bool`, *optional*, defaults to `False`):
-            Whether a row is a piece of a longer text. Then a piece is what is protected, and the card says so.
+            Whether a row is a piece of a longer text. Then a piece is what is protected, and the
+            card says so.
         adapter_init_data_is_public (`bool`, *optional*, defaults to `False`):
-            Whether the data from which an adapter's initial weights were computed (EVA, CorDA, LoRA-GA) is public. Such
-            an adapter is refused otherwise.
+            Whether the data from which an adapter's initial weights were computed (EVA, CorDA,
+            LoRA-GA) is public. Such an adapter is refused otherwise.
         evaluate_on_training_rows (`bool`, *optional*, defaults to `False`):
-            Whether evaluation sets may hold rows of the training set. Their metrics are then released without noise, and
-            the card says so.
+            Whether evaluation sets may hold rows of the training set. Their metrics are then
+            released without noise, and the card says so.
 
     > Parameters that control what leaves the run
 
         release (`list[str]`, *optional*, defaults to `[]`):
-            Names of un-noised quantities to log and publish anyway: `"training_loss"`. Epsilon does not cover them and
-            the card says so.
+            Names of un-noised quantities to log and publish anyway: `"training_loss"`. Epsilon does
+            not cover them and the card says so.
         learning_rate (`float`, *optional*):
-            Of the optimizer. Unset means 5e-5, transformers' default, and 5e-6 for DP-FP as published, the paper's.
+            Of the optimizer. Unset means 5e-5, transformers' default, and 5e-6 for DP-FP as
+            published, the paper's.
         hub_strategy (`str`, *optional*, defaults to `"end"`):
-            When to push to the Hub. `"checkpoint"` and `"all_checkpoints"` are refused in private modes.
+            When to push to the Hub. `"checkpoint"` and `"all_checkpoints"` are refused in private
+            modes.
 
     > Parameters that control tests
 
         insecure_seed (`int`, *optional*):
-            Makes noise and draws reproducible. For tests only: whoever knows the seed can remove the noise, and the
-            card says that the run is not private.
+            Makes noise and draws reproducible. For tests only: whoever knows the seed can remove
+            the noise, and the card says that the run is not private.
 
     > [!NOTE]
     > Defaults that differ from [`~transformers.TrainingArguments`]:
-    > - `max_grad_norm`: `None` instead of `1.0`; it becomes 0 in private modes and 1.0 in `"non_private"`.
-    > - `hub_strategy`: `"end"` instead of `"every_save"`.
-    > - `learning_rate`: `None` instead of `5e-5`; it becomes that, and 5e-6 for DP-FP as published.
-    > - `average_tokens_across_devices`: always `False` in private modes instead of `True`.
+    > - `max_grad_norm`: `None` instead of `1.0`; it becomes 0 in private modes and 1.0 in
+    `"non_private"`. > - `hub_strategy`: `"end"` instead of `"every_save"`. > - `learning_rate`:
+    `None` instead of `5e-5`; it becomes that, and 5e-6 for DP-FP as published. > -
+    `average_tokens_across_devices`: always `False` in private modes instead of `True`.
 
     Raises:
-        UnsupportedArgumentError: an argument that transformers knows would break the privacy statement.
+        UnsupportedArgumentError: an argument that transformers knows would break the privacy
+            statement.
         InvalidArgumentError: a value is out of range, missing or contradicts another one.
     """
 
@@ -148,23 +170,28 @@ class DPTrainingArguments(ForwardArguments, TrainingArguments):
     target_epsilon: float | None = field(
         default=None,
         metadata={
-            "help": "Epsilon to spend over the whole run, above 0; the noise is calibrated to it. In private modes "
-            "give exactly one of target_epsilon and noise_multiplier."
+            "help": "Epsilon to spend over the whole run, above 0; the noise is calibrated to it. "
+            "In private modes give exactly one of target_epsilon and noise_multiplier."
         },
     )
     target_delta: float | None = field(
         default=None,
-        metadata={"help": "Delta, a probability in (0, 1). Unset means 1/(2N) for N training examples."},
+        metadata={
+            "help": "Delta, a probability in (0, 1). Unset means 1/(2N) for N training examples."
+        },
     )
     noise_multiplier: float | None = field(
         default=None,
-        metadata={"help": "Standard deviation of the noise in units of per_example_max_grad_norm, above 0."},
+        metadata={
+            "help": "Standard deviation of the noise in units of per_example_max_grad_norm, above "
+            "0."
+        },
     )
     accountant: str | None = field(
         default=None,
         metadata={
-            "help": f"Who computes epsilon: one of {', '.join(ACCOUNTANTS)}. Unset means pld. gdp_clt is an estimate, the "
-            "others are bounds."
+            "help": f"Who computes epsilon: one of {', '.join(ACCOUNTANTS)}. Unset means pld. "
+            "gdp_clt is an estimate, the others are bounds."
         },
     )
     privacy_unit: str = field(
@@ -174,7 +201,8 @@ class DPTrainingArguments(ForwardArguments, TrainingArguments):
     neighboring_relation: str = field(
         default="zero_out",
         metadata={
-            "help": "Which data sets count as neighbors: zero_out (one example's contribution is replaced by nothing)."
+            "help": "Which data sets count as neighbors: zero_out (one example's contribution is "
+            "replaced by nothing)."
         },
     )
 
@@ -182,77 +210,93 @@ class DPTrainingArguments(ForwardArguments, TrainingArguments):
     expected_batch_size: int | None = field(
         default=None,
         metadata={
-            "help": "Expected number of examples in a logical batch (one optimizer step). Required in private modes. "
-            "per_device_train_batch_size is the physical batch: memory only."
+            "help": "Expected number of examples in a logical batch (one optimizer step). Required "
+            "in private modes. per_device_train_batch_size is the physical batch: memory only."
         },
     )
     max_logical_batch_size: int | None = field(
         default=None,
         metadata={
-            "help": "Most examples of a draw that a step uses; of a larger draw a random part is left out. Unset: no limit. "
-            "Only accountant pld knows it."
+            "help": "Most examples of a draw that a step uses; of a larger draw a random part is "
+            "left out. Unset: no limit. Only accountant pld knows it."
         },
     )
     per_example_max_grad_norm: float = field(
         default=0.1,
-        metadata={"help": "Largest L2 norm with which one example's gradient enters the sum, above 0."},
+        metadata={
+            "help": "Largest L2 norm with which one example's gradient enters the sum, above 0."
+        },
     )
     clipping: str = field(
         default="flat",
         metadata={
-            "help": "How a norm becomes a weight: flat (one norm over all trainable parameters), automatic (AUTO-S: every "
-            "example is scaled) or per_layer (each of K layers to C / sqrt(K))."
+            "help": "How a norm becomes a weight: flat (one norm over all trainable parameters), "
+            "automatic (AUTO-S: every example is scaled) or per_layer (each of K layers to C / "
+            "sqrt(K))."
         },
     )
     clipping_strategy: str | None = field(
         default=None,
         metadata={
-            "help": f"How clipped sums are computed, never what they are: one of {', '.join(STRATEGIES)}. Unset means "
-            "two_pass under gradient checkpointing, else book_keeping."
+            "help": "How clipped sums are computed, never what they are: one of "
+            f"{', '.join(STRATEGIES)}. Unset means two_pass under gradient checkpointing, else "
+            "book_keeping."
         },
     )
     max_tokens_per_physical_batch: int | None = field(
         default=None,
         metadata={
-            "help": "Largest number of tokens of a physical batch, padding included, beside per_device_train_batch_size."
+            "help": "Largest number of tokens of a physical batch, padding included, beside "
+            "per_device_train_batch_size."
         },
     )
     max_grad_norm: float | None = field(  # type: ignore[assignment]
         default=None,
         metadata={
-            "help": "The Trainer's own clip, of the averaged gradient after noise. Unset means 0 (off) in private "
-            "modes and 1.0 in non_private."
+            "help": "The Trainer's own clip, of the averaged gradient after noise. Unset means 0 "
+            "(off) in private modes and 1.0 in non_private."
         },
     )
     clip_noised_gradient: bool = field(
         default=False,
-        metadata={"help": "Whether max_grad_norm above 0 is meant: it clips the gradient after noise."},
+        metadata={
+            "help": "Whether max_grad_norm above 0 is meant: it clips the gradient after noise."
+        },
     )
 
     earlier_runs: list[str] = field(
         default_factory=list,
         metadata={
-            "help": "Folders of earlier private runs on the same rows: their releases count in this run's ledger and target."
+            "help": "Folders of earlier private runs on the same rows: their releases count in "
+            "this run's ledger and target."
         },
     )
 
     # --- rows ---
     padding_values: dict[str, float] = field(
         default_factory=dict,
-        metadata={"help": "Fill values, by name, of columns of your own whose rows differ in length."},
+        metadata={
+            "help": "Fill values, by name, of columns of your own whose rows differ in length."
+        },
     )
     rows_are_chunks: bool = field(
         default=False,
-        metadata={"help": "Whether a row is a piece of a longer text: a piece is then what is protected."},
+        metadata={
+            "help": "Whether a row is a piece of a longer text: a piece is then what is protected."
+        },
     )
     adapter_init_data_is_public: bool = field(
         default=False,
-        metadata={"help": "Whether the data that an adapter was initialized from (EVA, CorDA, LoRA-GA) is public."},
+        metadata={
+            "help": "Whether the data that an adapter was initialized from (EVA, CorDA, LoRA-GA) "
+            "is public."
+        },
     )
     evaluate_on_training_rows: bool = field(
         default=False,
         metadata={
-            "help": "Whether evaluation sets may hold training rows; their metrics are then released without noise."
+            "help": "Whether evaluation sets may hold training rows; their metrics are then "
+            "released without noise."
         },
     )
 
@@ -260,8 +304,8 @@ class DPTrainingArguments(ForwardArguments, TrainingArguments):
     release: list[str] = field(
         default_factory=list,
         metadata={
-            "help": f"Un-noised quantities to log and publish anyway: {', '.join(RELEASABLE)}. Epsilon does not cover "
-            "them."
+            "help": f"Un-noised quantities to log and publish anyway: {', '.join(RELEASABLE)}. "
+            "Epsilon does not cover them."
         },
     )
     learning_rate: float | None = field(  # type: ignore[assignment]
@@ -271,14 +315,17 @@ class DPTrainingArguments(ForwardArguments, TrainingArguments):
     hub_strategy: str = field(
         default="end",
         metadata={
-            "help": "When to push to the Hub: end or every_save; checkpoint and all_checkpoints only in non_private."
+            "help": "When to push to the Hub: end or every_save; checkpoint and all_checkpoints "
+            "only in non_private."
         },
     )
 
     # --- tests ---
     insecure_seed: int | None = field(
         default=None,
-        metadata={"help": "Tests only: makes noise and draws reproducible; the run is then not private."},
+        metadata={
+            "help": "Tests only: makes noise and draws reproducible; the run is then not private."
+        },
     )
 
     def __post_init__(self) -> None:
@@ -286,7 +333,8 @@ class DPTrainingArguments(ForwardArguments, TrainingArguments):
         if self.max_grad_norm is None:
             self.max_grad_norm = 0.0 if self.is_private else 1.0
         if self.is_private:
-            # True would divide every example's loss by the number of label tokens in the whole logical batch.
+            # True would divide every example's loss by the number of label tokens in the whole
+            # logical batch.
             self.average_tokens_across_devices = False
             if self.privacy_mode == DP_FP:
                 resolve_forward(self)
@@ -294,7 +342,8 @@ class DPTrainingArguments(ForwardArguments, TrainingArguments):
                 self.accountant = "gdp_clt" if self.is_published_dp_fp else "pld"
         if self.learning_rate is None:
             self.learning_rate = 5e-5
-        # Settings first: `super().__post_init__` takes devices, starts process groups, writes environment variables.
+        # Settings first: `super().__post_init__` takes devices, starts process groups, writes
+        # environment variables.
         _raise_all({**self._setting_problems(), **problems})
         super().__post_init__()
         _raise_all(self._surrounding_problems())
@@ -331,7 +380,9 @@ class DPTrainingArguments(ForwardArguments, TrainingArguments):
         forward_problems(self, self._try, problems)
         return {**table_problems(self), **environment_problems(self.report_to), **problems}
 
-    def _try(self, problems: Problems, name: str, check: Callable[..., object], *details: object) -> None:
+    def _try(
+        self, problems: Problems, name: str, check: Callable[..., object], *details: object
+    ) -> None:
         """Sets the argument to what the check returns, or notes the problem."""
         try:
             setattr(self, name, check(name, getattr(self, name), *details))
@@ -345,11 +396,18 @@ class DPTrainingArguments(ForwardArguments, TrainingArguments):
             self._try(problems, "target_delta", in_unit_interval, "Leave it unset for 1/(2N).")
         if self.noise_multiplier is not None:
             self._try(
-                problems, "noise_multiplier", positive, "For a run without noise use privacy_mode='non_private'."
+                problems,
+                "noise_multiplier",
+                positive,
+                "For a run without noise use privacy_mode='non_private'.",
             )
         self._try(problems, "accountant", one_of, ACCOUNTANTS)
-        self._try(problems, "privacy_unit", one_of, PRIVACY_UNITS, "Other units need their own sampler.")
-        self._try(problems, "neighboring_relation", one_of, NEIGHBORING_RELATIONS, "Use 'zero_out'.")
+        self._try(
+            problems, "privacy_unit", one_of, PRIVACY_UNITS, "Other units need their own sampler."
+        )
+        self._try(
+            problems, "neighboring_relation", one_of, NEIGHBORING_RELATIONS, "Use 'zero_out'."
+        )
         if self.target_epsilon is None and self.noise_multiplier is None:
             problems["target_epsilon"] = invalid(
                 "target_epsilon",
@@ -372,9 +430,14 @@ class DPTrainingArguments(ForwardArguments, TrainingArguments):
                 "accountant",
                 self.accountant,
                 "to be unset for DP-FP as published",
-                "No accountant has a bound for it; the paper's own figure is computed by 'gdp_clt'.",
+                "No accountant has a bound for it; the paper's own figure is computed by "
+                "'gdp_clt'.",
             )
-        elif self.accountant == "gdp_clt" and self.target_epsilon is not None and not self.is_published_dp_fp:
+        elif (
+            self.accountant == "gdp_clt"
+            and self.target_epsilon is not None
+            and not self.is_published_dp_fp
+        ):
             problems["accountant"] = invalid(
                 "accountant",
                 self.accountant,
@@ -389,17 +452,32 @@ class DPTrainingArguments(ForwardArguments, TrainingArguments):
             "expected_batch_size",
             integer,
             1,
-            "It is the logical batch of a private step; set it (per_device_train_batch_size is memory only).",
+            "It is the logical batch of a private step; set it (per_device_train_batch_size is "
+            "memory only).",
         )
         if self.max_logical_batch_size is not None:
-            self._try(problems, "max_logical_batch_size", integer, 1, "Leave it unset for no limit.")
-        self._try(problems, "per_device_train_batch_size", integer, 1, "It is the physical batch: memory only.")
+            self._try(
+                problems, "max_logical_batch_size", integer, 1, "Leave it unset for no limit."
+            )
+        self._try(
+            problems,
+            "per_device_train_batch_size",
+            integer,
+            1,
+            "It is the physical batch: memory only.",
+        )
         self._try(problems, "per_example_max_grad_norm", positive, "The default is 0.1.")
         self._try(problems, "clipping", one_of, CLIPPINGS)
         if self.clipping_strategy is not None:
             self._try(problems, "clipping_strategy", one_of, STRATEGIES)
         if self.max_tokens_per_physical_batch is not None:
-            self._try(problems, "max_tokens_per_physical_batch", integer, 1, "Leave it unset for no limit.")
+            self._try(
+                problems,
+                "max_tokens_per_physical_batch",
+                integer,
+                1,
+                "Leave it unset for no limit.",
+            )
         self._try(problems, "earlier_runs", _list_of_paths)
         self._try(problems, "max_grad_norm", non_negative, "Use 0 to switch it off.")
         for name in (
@@ -418,12 +496,16 @@ class DPTrainingArguments(ForwardArguments, TrainingArguments):
                 self.max_grad_norm,
                 "to be unset or 0 in private modes",
                 "It clips the averaged gradient after noise, not each example's. For that set "
-                "`per_example_max_grad_norm`; if the clip after noise is meant, set clip_noised_gradient=True.",
+                "`per_example_max_grad_norm`; if the clip after noise is meant, set "
+                "clip_noised_gradient=True.",
                 UnsupportedArgumentError,
             )
         if self.clip_noised_gradient and not self.max_grad_norm:
             problems["clip_noised_gradient"] = invalid(
-                "clip_noised_gradient", True, "to be False when `max_grad_norm` is 0", "Set `max_grad_norm` above 0."
+                "clip_noised_gradient",
+                True,
+                "to be False when `max_grad_norm` is 0",
+                "Set `max_grad_norm` above 0.",
             )
 
     def _check_release(self, problems: Problems) -> None:
@@ -434,7 +516,8 @@ class DPTrainingArguments(ForwardArguments, TrainingArguments):
     def _ignored_privacy_arguments(self) -> Problems:
         """Privacy arguments that were set although the mode does not read them."""
         moves = {
-            "expected_batch_size": "Use `per_device_train_batch_size` and `gradient_accumulation_steps`",
+            "expected_batch_size": "Use `per_device_train_batch_size` and "
+            "`gradient_accumulation_steps`",
         }
         problems: Problems = {}
         of_forward = {each.name for each in dataclasses.fields(ForwardArguments)}
@@ -452,17 +535,20 @@ class DPTrainingArguments(ForwardArguments, TrainingArguments):
         return problems
 
     def _surrounding_problems(self) -> Problems:
-        """What is wrong with the processes and devices of this run; they are known after ``super().__post_init__``."""
+        """What is wrong with the processes and devices of this run; they are known after
+        ``super().__post_init__``."""
         problems: Problems = {}
         if not self.is_private:
             return problems
-        if self.world_size != 1:  # $WORLD_SIZE is a row of the environment table; MPI launchers set other variables
+        if (
+            self.world_size != 1
+        ):  # $WORLD_SIZE is a row of the environment table; MPI launchers set other variables
             problems["world_size"] = invalid(
                 "world_size",
                 self.world_size,
                 "to be 1 in private modes",
-                "Private training runs in one process for now; two would release two models from one budget. "
-                "Launch with one process.",
+                "Private training runs in one process for now; two would release two models from "
+                "one budget. Launch with one process.",
                 UnsupportedArgumentError,
             )
         if self.n_gpu > 1:
@@ -470,8 +556,8 @@ class DPTrainingArguments(ForwardArguments, TrainingArguments):
                 "n_gpu",
                 self.n_gpu,
                 "to be at most 1 in private modes",
-                "One process with several GPUs uses DataParallel, which splits batches behind the clipping engine. "
-                "Set CUDA_VISIBLE_DEVICES to one device.",
+                "One process with several GPUs uses DataParallel, which splits batches behind the "
+                "clipping engine. Set CUDA_VISIBLE_DEVICES to one device.",
                 UnsupportedArgumentError,
             )
         return problems
@@ -486,7 +572,11 @@ def _raise_all(problems: Problems) -> None:
         raise errors[0]
     all_unsupported = all(isinstance(error, UnsupportedArgumentError) for error in errors)
     kind = UnsupportedArgumentError if all_unsupported else InvalidArgumentError
-    raise kind("\n- ".join([f"{len(errors)} arguments must change before this run can start:", *map(str, errors)]))
+    raise kind(
+        "\n- ".join(
+            [f"{len(errors)} arguments must change before this run can start:", *map(str, errors)]
+        )
+    )
 
 
 def _true_or_false(name: str, value: object) -> bool:
@@ -497,23 +587,38 @@ def _true_or_false(name: str, value: object) -> bool:
 
 def _numbers_by_column(name: str, value: object) -> dict[str, float]:
     numbers = isinstance(value, dict) and all(
-        isinstance(column, str) and isinstance(fill, (int, float)) and not isinstance(fill, bool) and fill == fill
+        isinstance(column, str)
+        and isinstance(fill, (int, float))
+        and not isinstance(fill, bool)
+        and fill == fill
         for column, fill in value.items()
     )
     if not numbers:
-        raise invalid(name, value, "to be a mapping from columns to numbers", "For example {'token_weights': 0}.")
+        raise invalid(
+            name,
+            value,
+            "to be a mapping from columns to numbers",
+            "For example {'token_weights': 0}.",
+        )
     return dict(value)  # type: ignore[call-overload]
 
 
 def _list_of_names(name: str, value: object, known: tuple[str, ...]) -> list[str]:
     if not isinstance(value, (list, tuple)):
-        raise invalid(name, value, f"to be a list of names among {list(known)}", "Leave it empty to release nothing.")
+        raise invalid(
+            name,
+            value,
+            f"to be a list of names among {list(known)}",
+            "Leave it empty to release nothing.",
+        )
     return [one_of(name, item, known, "Leave it empty to release nothing.") for item in value]
 
 
 def _list_of_paths(name: str, value: object) -> list[str]:
     if not isinstance(value, (list, tuple)) or not all(isinstance(path, str) for path in value):
-        raise invalid(name, value, "to be a list of folders", "Leave it empty where the rows were never used.")
+        raise invalid(
+            name, value, "to be a list of folders", "Leave it empty where the rows were never used."
+        )
     return list(value)
 
 
@@ -530,7 +635,8 @@ def _default(own: dataclasses.Field[typing.Any]) -> object:
 
 @functools.cache
 def _number_fields() -> dict[str, type]:
-    """The fields whose type is a plain number (or None), inherited ones included, with that type."""
+    """The fields whose type is a plain number (or None), inherited ones included, with that
+    type."""
     numbers: dict[str, type] = {}
     for name, hint in typing.get_type_hints(DPTrainingArguments).items():
         kinds = set(typing.get_args(hint) or [hint]) - {types.NoneType}
@@ -541,7 +647,8 @@ def _number_fields() -> dict[str, type]:
 
 
 def _number(text: str, kind: type) -> int | float:
-    """The number that a text spells; "1e3" is a whole number too. Raises ValueError if there is none of this kind."""
+    """The number that a text spells; "1e3" is a whole number too. Raises ValueError if there is
+    none of this kind."""
     number = float(text)
     if kind is float:
         return number
@@ -563,5 +670,7 @@ def _numbers_from_text(args: DPTrainingArguments) -> Problems:
                 setattr(args, name, _number(value, kind))
             except ValueError:
                 wanted = "a whole number" if kind is int else "a number"
-                problems[name] = invalid(name, value, f"to be {wanted}", "Correct it, or remove it for the default.")
+                problems[name] = invalid(
+                    name, value, f"to be {wanted}", "Correct it, or remove it for the default."
+                )
     return problems

@@ -1,4 +1,5 @@
-"""What Trainer's loop asks between steps: stop before the target is passed, and show epsilon beside the progress."""
+"""What Trainer's loop asks between steps: stop before the target is passed, and show epsilon beside
+the progress."""
 
 from __future__ import annotations
 
@@ -18,11 +19,14 @@ NO_EPSILON = "papers_figure_not_established"
 
 
 class StopBeforeTarget(TrainerCallback):
-    """Ends training when one more step would pass ``target_epsilon``, and at once when a step is not in the ledger."""
+    """Ends training when one more step would pass ``target_epsilon``, and at once when a step is
+    not in the ledger."""
 
     def __init__(self, run: RunLedger):
         self.run = run
-        self._ahead = 0  # ledger steps beyond the optimizer's: branches, and earlier calls of train()
+        self._ahead = (
+            0  # ledger steps beyond the optimizer's: branches, and earlier calls of train()
+        )
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._ahead = self.run.ledger.steps(TRAINING) - state.global_step
@@ -31,18 +35,21 @@ class StopBeforeTarget(TrainerCallback):
         recorded = self.run.ledger.steps(TRAINING) - self._ahead
         if recorded != state.global_step:
             raise LedgerError(
-                f"The optimizer made step {state.global_step}, but the ledger holds {recorded}: "
-                "a step ran that was not recorded. The weights in memory have no privacy statement; do not publish them."
+                f"The optimizer made step {state.global_step}, but the ledger holds {recorded}: a "
+                "step ran that was not recorded. The weights in memory have no privacy statement; "
+                "do not publish them."
             )
         if self.run.exhausted:
             control.should_training_stop = True
 
 
 class WeightsMove(TrainerCallback):
-    """Ends the run when the first optimizer steps change no trainable weight: the budget would buy nothing.
+    """Ends the run when the first optimizer steps change no trainable weight: the budget would buy
+    nothing.
 
-    (An optimizer that holds other tensors than the model: it was made before ``get_peft_model``, or the model was moved or
-    its parameters replaced since.) Looks at the first values of each weight until one has changed once.
+    (An optimizer that holds other tensors than the model: it was made before ``get_peft_model``, or
+    the model was moved or its parameters replaced since.) Looks at the first values of each weight
+    until one has changed once.
     """
 
     _LOOKED_AT = 4096
@@ -51,23 +58,40 @@ class WeightsMove(TrainerCallback):
         self._moved = False
         self._before: list[Tensor] = []
 
-    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+    def on_pre_optimizer_step(
+        self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any
+    ) -> None:
         if not self._moved:  # an empty draw of DP-FP has no gradient, and need not move anything
-            told = any(p.grad is not None and bool(p.grad.any()) for p in model.parameters() if p.requires_grad)
+            told = any(
+                p.grad is not None and bool(p.grad.any())
+                for p in model.parameters()
+                if p.requires_grad
+            )
             self._before = self._values(model) if told else []
 
     def on_optimizer_step(
-        self, args: Any, state: Any, control: Any, model: Any = None, optimizer: Any = None, **kwargs: Any
+        self,
+        args: Any,
+        state: Any,
+        control: Any,
+        model: Any = None,
+        optimizer: Any = None,
+        **kwargs: Any,
     ) -> None:
         rates = [float(group["lr"]) for group in optimizer.param_groups if "lr" in group]
-        if self._moved or not self._before or (rates and not any(rates)):  # warmup starts at a rate of 0
+        if (
+            self._moved or not self._before or (rates and not any(rates))
+        ):  # warmup starts at a rate of 0
             return
-        self._moved = any(not torch.equal(x, y) for x, y in zip(self._before, self._values(model), strict=True))
+        self._moved = any(
+            not torch.equal(x, y) for x, y in zip(self._before, self._values(model), strict=True)
+        )
         if not self._moved:
             raise UnaccountedGradientError(
-                "The optimizer step changed none of the model's trainable weights. It holds other tensors, or the learning "
-                f"rate is too small for their precision (rates {rates}). Wrap the model (get_peft_model), move it to its "
-                "device and set its dtype before you create optimizer and trainer."
+                "The optimizer step changed none of the model's trainable weights. It holds other "
+                f"tensors, or the learning rate is too small for their precision (rates {rates}). "
+                "Wrap the model (get_peft_model), move it to its device and set its dtype before "
+                "you create optimizer and trainer."
             )
         self._before = []
 
@@ -91,7 +115,8 @@ class EpsilonProgress(ProgressCallback):
 
 
 def with_epsilon(callback: Any) -> Any:
-    """The counterpart of a stock progress callback that also shows epsilon; any other callback unchanged."""
+    """The counterpart of a stock progress callback that also shows epsilon; any other callback
+    unchanged."""
     if type(callback) is ProgressCallback:
         return EpsilonProgress()
     if type(callback).__name__ == "NotebookProgressCallback":

@@ -1,4 +1,5 @@
-"""What the card and the statement say that the ledger does not know: what trained, with which generators and versions."""
+"""What the card and the statement say that the ledger does not know: what trained, with which
+generators and versions."""
 
 from __future__ import annotations
 
@@ -40,7 +41,8 @@ def run_facts(
         noise_generator=(
             "NumPy SFC64 seeded with 128 bits by the operating system (not cryptographic)"
             if on_cpu
-            else f"PyTorch's {args.device.type} generator seeded with 63 bits by the operating system (not cryptographic)"
+            else f"PyTorch's {args.device.type} generator seeded with 63 bits by the operating "
+            "system (not cryptographic)"
         ),
         sampling_generator="the operating system's cryptographic generator",
         **vars(weaknesses),
@@ -49,20 +51,25 @@ def run_facts(
 
 
 def card_details(trainer: Any, **given: Any) -> dict[str, Any]:
-    """Keyword arguments of :func:`render_card` for a trainer; what the user passed to ``create_model_card`` wins."""
+    """Keyword arguments of :func:`render_card` for a trainer; what the user passed to
+    ``create_model_card`` wins."""
     args, model = trainer.args, base_model(trainer.model)
     name = args.hub_model_id or args.output_dir
     dataset = given.pop("dataset", None) or given.pop("dataset_name", None)
     tags = given.pop("tags", None) or []
     short = args.hub_model_id or str(name).rstrip("/\\").replace("\\", "/").split("/")[-1]
     known = {
-        "usage": usage(trainer.model, short, public_name(trainer.base_model_name), _PIPELINES.get(_task(model))),
+        "usage": usage(
+            trainer.model, short, public_name(trainer.base_model_name), _PIPELINES.get(_task(model))
+        ),
         "model_name": given.pop("model_name", None) or short.split("/")[-1],
         "base_model": given.pop("finetuned_from", None)
         or trainer.base_model_name
         or getattr(getattr(model, "config", None), "_name_or_path", None)
         or None,
-        "dataset": dataset[0] if isinstance(dataset, (list, tuple)) and dataset else dataset or trainer.dataset_name,
+        "dataset": dataset[0]
+        if isinstance(dataset, (list, tuple)) and dataset
+        else dataset or trainer.dataset_name,
         "task_tag": _PIPELINES.get(_task(model)),
         "metrics": trainer.evaluation_metrics(),
         "library_name": "peft" if hasattr(trainer.model, "peft_config") else "transformers",
@@ -82,11 +89,14 @@ def card_details(trainer: Any, **given: Any) -> dict[str, Any]:
 
 def pretraining_sources(model: nn.Module) -> list[str]:
     """Names of public data sets that the base has seen, as far as its configuration lists them."""
-    return list(getattr(getattr(base_model(model), "config", None), "pretraining_sources", None) or [])
+    return list(
+        getattr(getattr(base_model(model), "config", None), "pretraining_sources", None) or []
+    )
 
 
 def earlier_run(model: nn.Module) -> str | None:
-    """What is known of a private run that made the base, from the privacy.json in its folder; None for other bases."""
+    """What is known of a private run that made the base, from the privacy.json in its folder; None
+    for other bases."""
     folder = getattr(getattr(base_model(model), "config", None), "_name_or_path", None)
     if not folder or not Path(folder, FILE_NAME).exists():
         return None
@@ -113,6 +123,7 @@ def _public_settings(args: DPTrainingArguments) -> dict[str, Any]:
         "max_steps",
     )
     values = {
-        name: getattr(args, name) for name in (*names, "per_device_train_batch_size", "expected_batch_size", "seed")
+        name: getattr(args, name)
+        for name in (*names, "per_device_train_batch_size", "expected_batch_size", "seed")
     }
     return {name: getattr(value, "value", value) for name, value in values.items()}

@@ -22,7 +22,8 @@ from hf_dp.forward_plan import (
 )
 
 DP_FP = "dp_fp"
-# Du and Mi 2021, section 4.1; learning rate and batch are small because noise enters the forward pass.
+# Du and Mi 2021, section 4.1; learning rate and batch are small because noise enters the forward
+# pass.
 PUBLISHED_BATCH_SIZE, PUBLISHED_MICRO_BATCHES, PUBLISHED_LEARNING_RATE = 32, 32, 5e-6
 
 Check = Callable[..., object]
@@ -31,91 +32,108 @@ Check = Callable[..., object]
 @dataclass
 class ForwardArguments:
     r"""
-    Arguments of [`DPTrainingArguments`] that only `privacy_mode="dp_fp"` reads (Du and Mi 2021): noise on the
-    representation that enters the last layer.
+    Arguments of [`DPTrainingArguments`] that only `privacy_mode="dp_fp"` reads (Du and Mi 2021):
+    noise on the representation that enters the last layer.
 
     > Parameters of DP-FP
 
         dp_fp_variant (`str`, *optional*, defaults to `"published"`):
-            What trains below the noise. `"published"`: everything, by an ordinary optimizer, as in the paper; *no epsilon
-            is established for it*, and card, logs and CLI say so. `"frozen"`: nothing, so that what trains is a
-            function of released rows. `"private_encoder"`: everything, by DP-SGD, with the last layer on released rows.
+            What trains below the noise. `"published"`: everything, by an ordinary optimizer, as in
+            the paper; *no epsilon is established for it*, and card, logs and CLI say so.
+            `"frozen"`: nothing, so that what trains is a function of released rows.
+            `"private_encoder"`: everything, by DP-SGD, with the last layer on released rows.
         representation_clipping_norm (`float`, *optional*, defaults to `1.0`):
             Largest L2 norm C of a representation, above 0 (equation 8).
         num_micro_batches (`int`, *optional*):
-            M independent Poisson draws a step, each at the rate `expected_batch_size` / (M N). Unset means 32 for
-            `"published"` (the paper's), else 1.
+            M independent Poisson draws a step, each at the rate `expected_batch_size` / (M N).
+            Unset means 32 for `"published"` (the paper's), else 1.
         representation_module (`str`, *optional*):
-            Dotted name of the layer that takes one vector per example and gives the logits. Unset: found by itself.
+            Dotted name of the layer that takes one vector per example and gives the logits. Unset:
+            found by itself.
         representation_release (`str`, *optional*, defaults to `"once"`):
-            Of `"frozen"`: `"once"` (one noisy row per example for the whole run; the least noise) or `"fresh"` (a new one
-            each time the example is drawn).
+            Of `"frozen"`: `"once"` (one noisy row per example for the whole run; the least noise)
+            or `"fresh"` (a new one each time the example is drawn).
         representation_draws (`str`, *optional*, defaults to `"separate"`):
-            Of `"private_encoder"`: whether the encoder's gradients and the rows come from `"separate"` Poisson draws or
-            from one `"shared"` draw, which costs much more: the rows show whose gradients they are.
+            Of `"private_encoder"`: whether the encoder's gradients and the rows come from
+            `"separate"` Poisson draws or from one `"shared"` draw, which costs much more: the rows
+            show whose gradients they are.
         representation_noise_multiplier (`float`, *optional*):
-            Of `"private_encoder"` beside `noise_multiplier`: noise on a row in units of `representation_clipping_norm`.
+            Of `"private_encoder"` beside `noise_multiplier`: noise on a row in units of
+            `representation_clipping_norm`.
         representation_budget_ratio (`float`, *optional*, defaults to `0.5`):
-            Of `"private_encoder"` with `target_epsilon`: how much of it the gradients leave to the rows, in (0, 1).
+            Of `"private_encoder"` with `target_epsilon`: how much of it the gradients leave to the
+            rows, in (0, 1).
         label_epsilon (`float`, *optional*):
-            Of `"frozen"`: replaces each label once by randomised response with this epsilon, which adds to the rest. Unset:
-            labels are public, unless `labels_in_vector`.
+            Of `"frozen"`: replaces each label once by randomised response with this epsilon, which
+            adds to the rest. Unset: labels are public, unless `labels_in_vector`.
         labels_in_vector (`bool`, *optional*, defaults to `False`):
-            Of the sound variants: releases the representation in the block of its class, of a vector noised whole, so that
-            the label is protected at no extra cost. Needs a linear last layer; its bias stays as it is.
+            Of the sound variants: releases the representation in the block of its class, of a
+            vector noised whole, so that the label is protected at no extra cost. Needs a linear
+            last layer; its bias stays as it is.
     """
 
     dp_fp_variant: str = field(
         default=PUBLISHED,
         metadata={
-            "help": f"Only for dp_fp: one of {', '.join(VARIANTS)}. No epsilon is established for published; the others are "
-            "sound."
+            "help": f"Only for dp_fp: one of {', '.join(VARIANTS)}. No epsilon is established for "
+            "published; the others are sound."
         },
     )
     representation_clipping_norm: float = field(
-        default=1.0, metadata={"help": "Only for dp_fp: largest L2 norm of a representation, above 0."}
+        default=1.0,
+        metadata={"help": "Only for dp_fp: largest L2 norm of a representation, above 0."},
     )
     num_micro_batches: int | None = field(
         default=None,
         metadata={
-            "help": f"Only for dp_fp: independent Poisson draws a step. Unset means {PUBLISHED_MICRO_BATCHES} for published, "
-            "else 1."
+            "help": "Only for dp_fp: independent Poisson draws a step. Unset means "
+            f"{PUBLISHED_MICRO_BATCHES} for published, else 1."
         },
     )
     representation_module: str | None = field(
         default=None,
-        metadata={"help": "Only for dp_fp: the layer that gives the logits, if it is not found by itself."},
+        metadata={
+            "help": "Only for dp_fp: the layer that gives the logits, if it is not found by itself."
+        },
     )
     representation_release: str = field(
         default=ONCE, metadata={"help": f"Only for dp_fp, frozen: one of {', '.join(RELEASES)}."}
     )
     representation_draws: str = field(
-        default=SEPARATE, metadata={"help": f"Only for dp_fp, private_encoder: one of {', '.join(DRAWS)}."}
+        default=SEPARATE,
+        metadata={"help": f"Only for dp_fp, private_encoder: one of {', '.join(DRAWS)}."},
     )
     representation_noise_multiplier: float | None = field(
         default=None,
         metadata={
-            "help": "Only for dp_fp, private_encoder, beside noise_multiplier: of the rows, in units of "
-            "representation_clipping_norm."
+            "help": "Only for dp_fp, private_encoder, beside noise_multiplier: of the rows, in "
+            "units of representation_clipping_norm."
         },
     )
     representation_budget_ratio: float = field(
         default=0.5,
         metadata={
-            "help": "Only for dp_fp, private_encoder: how much of target_epsilon the gradients leave to the rows."
+            "help": "Only for dp_fp, private_encoder: how much of target_epsilon the gradients "
+            "leave to the rows."
         },
     )
     label_epsilon: float | None = field(
         default=None,
-        metadata={"help": "Only for dp_fp, frozen: epsilon of a randomised response on the labels."},
+        metadata={
+            "help": "Only for dp_fp, frozen: epsilon of a randomised response on the labels."
+        },
     )
     labels_in_vector: bool = field(
         default=False,
-        metadata={"help": "Only for dp_fp, frozen and private_encoder: hide the label in the released vector."},
+        metadata={
+            "help": "Only for dp_fp, frozen and private_encoder: hide the label in the released "
+            "vector."
+        },
     )
 
     def forward_plan(self: Any, num_classes: int | None) -> ForwardPlan | None:
-        """The plan of these arguments for a model of so many classes; None in other modes. Raises: InvalidArgumentError."""
+        """The plan of these arguments for a model of so many classes; None in other modes. Raises:
+        InvalidArgumentError."""
         if self.privacy_mode != DP_FP:
             return None
         private_encoder = self.dp_fp_variant == PRIVATE_ENCODER
@@ -126,11 +144,15 @@ class ForwardArguments:
             release=self.representation_release if self.dp_fp_variant == FROZEN else "fresh",
             draws=self.representation_draws if private_encoder else SEPARATE,
             record_clipping_norm=self.representation_clipping_norm if private_encoder else None,
-            record_noise_multiplier=self.representation_noise_multiplier if private_encoder else None,
+            record_noise_multiplier=self.representation_noise_multiplier
+            if private_encoder
+            else None,
             budget_ratio=None if given or not private_encoder else self.representation_budget_ratio,
             label_epsilon=self.label_epsilon,
             labels_in_vector=self.labels_in_vector,
-            num_classes=num_classes if self.label_epsilon is not None or self.labels_in_vector else None,
+            num_classes=num_classes
+            if self.label_epsilon is not None or self.labels_in_vector
+            else None,
         )
 
 
@@ -145,8 +167,11 @@ def resolve_forward(args: Any) -> None:
         args.learning_rate = PUBLISHED_LEARNING_RATE
 
 
-def forward_problems(args: Any, check: Callable[..., None], problems: dict[str, InvalidArgumentError]) -> None:
-    """Adds what is wrong to ``problems``; ``check(problems, name, validator, *details)`` is the caller's."""
+def forward_problems(
+    args: Any, check: Callable[..., None], problems: dict[str, InvalidArgumentError]
+) -> None:
+    """Adds what is wrong to ``problems``; ``check(problems, name, validator, *details)`` is the
+    caller's."""
     if args.privacy_mode != DP_FP:
         for own in dataclasses.fields(ForwardArguments):
             if getattr(args, own.name) != own.default:

@@ -19,13 +19,15 @@ from hf_dp.trainer.choice import Choice
 
 
 def own_copy(args: object) -> DPTrainingArguments:
-    """A checked copy of the arguments: steps are written into it, and the caller's may serve another run."""
+    """A checked copy of the arguments: steps are written into it, and the caller's may serve
+    another run."""
     if not isinstance(args, DPTrainingArguments):
         raise invalid(
             "args",
             type(args).__name__,
             "to be DPTrainingArguments",
-            "Replace TrainingArguments(...) by DPTrainingArguments(..., target_epsilon=3, expected_batch_size=1024).",
+            "Replace TrainingArguments(...) by DPTrainingArguments(..., target_epsilon=3, "
+            "expected_batch_size=1024).",
         )
     args = copy.copy(args)
     args.check()
@@ -33,16 +35,22 @@ def own_copy(args: object) -> DPTrainingArguments:
 
 
 def plan_of(
-    args: DPTrainingArguments, num_examples: int, choice: Choice | None, num_classes: int | None = None
+    args: DPTrainingArguments,
+    num_examples: int,
+    choice: Choice | None,
+    num_classes: int | None = None,
 ) -> PrivacyPlan:
-    """The plan for these arguments; an accountant that cannot describe it refuses here, not after the training."""
+    """The plan for these arguments; an accountant that cannot describe it refuses here, not after
+    the training."""
     forward = args.forward_plan(num_classes)
     spent = tuple(entry.event for entry in earlier_entries(args, num_examples))
     only_rows = forward is not None and forward.variant != PRIVATE_ENCODER
     plan = PrivacyPlan.create(
         num_examples=num_examples,
         expected_batch_size=args.expected_batch_size,
-        clipping_norm=args.representation_clipping_norm if only_rows else args.per_example_max_grad_norm,
+        clipping_norm=args.representation_clipping_norm
+        if only_rows
+        else args.per_example_max_grad_norm,
         num_train_epochs=args.num_train_epochs,
         max_steps=args.max_steps,
         target_epsilon=args.target_epsilon,
@@ -62,8 +70,9 @@ def plan_of(
 def earlier_entries(args: DPTrainingArguments, num_examples: int) -> list[LedgerEntry]:
     """What the ``earlier_runs`` released of these rows.
 
-    Raises: LedgerError for a file that cannot be read, or that went back; InvalidArgumentError for a run on another number
-        of rows, or with another unit or relation: its claim and this one's have nothing in common.
+    Raises: LedgerError for a file that cannot be read, or that went back; InvalidArgumentError for
+        a run on another number of rows, or with another unit or relation: its claim and this one's
+        have nothing in common.
     """
     entries = []
     for path in args.earlier_runs:
@@ -90,9 +99,13 @@ def earlier_entries(args: DPTrainingArguments, num_examples: int) -> list[Ledger
 
 
 def _whole_run(path: str) -> PrivacyRecord:
-    """Return what a run released; named by one of its checkpoints, also what it released after that."""
+    """Return what a run released; named by one of its checkpoints, also what it released after
+    that."""
     record, parent = read_run(path), Path(path).resolve().parent
-    if Path(path).resolve().name.startswith(PREFIX_CHECKPOINT_DIR) and (parent / FILE_NAME).exists():
+    if (
+        Path(path).resolve().name.startswith(PREFIX_CHECKPOINT_DIR)
+        and (parent / FILE_NAME).exists()
+    ):
         run = read_run(parent)
         if run.run_id == record.run_id:
             return run
@@ -104,4 +117,6 @@ def earlier_claims(args: DPTrainingArguments) -> tuple[EarlierRun, ...]:
 
     Raises: LedgerError for a file that cannot be read, or that went back.
     """
-    return each_once(claim for path in args.earlier_runs for claim in EarlierRun.all_of(_whole_run(path)))
+    return each_once(
+        claim for path in args.earlier_runs for claim in EarlierRun.all_of(_whole_run(path))
+    )

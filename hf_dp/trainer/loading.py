@@ -29,8 +29,9 @@ def load_model(name_or_path: str) -> nn.Module:
     cls = getattr(transformers, architecture or "", None)
     if cls is None:
         raise InvalidArgumentError(
-            f"Expected `model`={name_or_path!r} to name its class in config.architectures, got {config.architectures!r}. Load "
-            "it yourself, for example with AutoModelForSequenceClassification.from_pretrained, and pass the model."
+            f"Expected `model`={name_or_path!r} to name its class in config.architectures, got "
+            f"{config.architectures!r}. Load it yourself, for example with "
+            "AutoModelForSequenceClassification.from_pretrained, and pass the model."
         )
     return cls.from_pretrained(name_or_path)
 
@@ -38,13 +39,16 @@ def load_model(name_or_path: str) -> nn.Module:
 def apply_peft(model: Any, peft_config: Any, device: torch.device) -> nn.Module:
     """Wrap the model for the adapter, after it has been placed on its device.
 
-    (A model moved after wrapping leaves an optimizer that updates copies: a run that looks right and learns nothing.) A
-    missing ``task_type`` is set from the model's class, so that the head trains and is saved, and the log says so.
+    (A model moved after wrapping leaves an optimizer that updates copies: a run that looks right
+    and learns nothing.) A missing ``task_type`` is set from the model's class, so that the head
+    trains and is saved, and the log says so.
     """
     from peft import PeftModel, get_peft_model
 
     if isinstance(model, PeftModel):
-        raise InvalidArgumentError("Expected `peft_config` to be None for a model that is a PeftModel already.")
+        raise InvalidArgumentError(
+            "Expected `peft_config` to be None for a model that is a PeftModel already."
+        )
     set_task_type(model, peft_config)
     try:
         return get_peft_model(model.to(device), peft_config)
@@ -55,7 +59,8 @@ def apply_peft(model: Any, peft_config: Any, device: torch.device) -> nn.Module:
 
 
 def set_task_type(model: nn.Module, peft_config: Any) -> None:
-    """Set a missing ``task_type`` from the model's class, so that the head trains and is saved, and log it."""
+    """Set a missing ``task_type`` from the model's class, so that the head trains and is saved, and
+    log it."""
     if peft_config.task_type is not None:
         return
     try:
@@ -75,16 +80,22 @@ def describe_training(model: nn.Module) -> str:
     if trainable == total:
         return f"all {total:,} parameters"
     adapters = getattr(model, "peft_config", None)
-    kind = (
-        f" ({', '.join(sorted({str(getattr(c.peft_type, 'value', c.peft_type)) for c in adapters.values()}))})"
-        if adapters
-        else ""
-    )
+    kind = f" ({', '.join(sorted(_peft_types(adapters)))})" if adapters else ""
     return f"{trainable:,} of {total:,} parameters{kind}"
 
 
 def _copied(model: nn.Module) -> int:
-    """Of how many trained parameters PEFT holds the frozen original, too: selected modules and ``modules_to_save``."""
+    """Of how many trained parameters PEFT holds the frozen original, too: selected modules and
+    ``modules_to_save``."""
     marks = (f".{SelectionModel.prefix}", ".modules_to_save.")
-    copies = {p for n, p in model.named_parameters() if p.requires_grad and any(mark in n for mark in marks)}
+    copies = {
+        p
+        for n, p in model.named_parameters()
+        if p.requires_grad and any(mark in n for mark in marks)
+    }
     return sum(parameter.numel() for parameter in copies)
+
+
+def _peft_types(adapters: Any) -> set[str]:
+    types = (config.peft_type for config in adapters.values())
+    return {str(getattr(each, "value", each)) for each in types}

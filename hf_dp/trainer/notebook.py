@@ -8,16 +8,23 @@ from transformers.utils.notebook import NotebookProgressCallback
 
 
 class NotebookEpsilonProgress(NotebookProgressCallback):
-    """The notebook table, with an Epsilon column; the training loss reads "withheld" unless it is released."""
+    """The notebook table, with an Epsilon column; the training loss reads "withheld" unless it is
+    released."""
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
         logs = logs or {}
         super().on_log(args, state, control, logs=logs, **kwargs)
-        if self.training_tracker is None or "epsilon" not in logs or any(name.startswith("eval_") for name in logs):
+        if (
+            self.training_tracker is None
+            or "epsilon" not in logs
+            or any(name.startswith("eval_") for name in logs)
+        ):
             return
         columns = self.training_tracker.inner_table[0]
         row = dict.fromkeys(columns, "No log")  # the table's first row must fill every column
         row["Training Loss"] = logs.get("loss", "withheld")
-        row[self.first_column] = state.global_step if self.first_column == "Step" else round(state.epoch, 2)
+        row[self.first_column] = (
+            state.global_step if self.first_column == "Step" else round(state.epoch, 2)
+        )
         row["Epsilon"] = logs["epsilon"]
         self.training_tracker.write_line(row)

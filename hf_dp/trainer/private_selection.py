@@ -1,4 +1,5 @@
-"""Noisy releases from which is chosen what trains. Each is in the durable ledger before anything is made of it."""
+"""Noisy releases from which is chosen what trains. Each is in the durable ledger before anything is
+made of it."""
 
 from __future__ import annotations
 
@@ -23,22 +24,30 @@ logger = logging.get_logger(__name__)
 
 
 def select_partitions(trainer: Any, config: FrostConfig) -> dict[str, Any]:
-    """One run of PSEL (DP-FROST, Algorithm 4) on the trainer's model and private rows; see :func:`made_from`.
+    """One run of PSEL (DP-FROST, Algorithm 4) on the trainer's model and private rows; see
+    :func:`made_from`.
 
-    In each iteration the remaining partitions alone are trainable, so the gradient is clipped over them alone.
+    In each iteration the remaining partitions alone are trainable, so the gradient is clipped over
+    them alone.
     """
     plan = trainer.privacy_plan.selection
     parts = config.candidate_partitions(trainer.model)
-    with _only_trains(trainer.model, {name for part in parts for name in part.parameters}) as restrict:
+    with _only_trains(
+        trainer.model, {name for part in parts for name in part.parameters}
+    ) as restrict:
         trainer.check_engine()
         trainer.model.train()  # as in the steps to come
         draws = iter(
-            trainer.private_batches(plan.sampler(trainer.privacy_plan.num_examples, config.selection_iterations))
+            trainer.private_batches(
+                plan.sampler(trainer.privacy_plan.num_examples, config.selection_iterations)
+            )
         )
 
         def observe(remaining: Sequence[Partition]) -> tuple[list[float], float]:
             restrict({name for part in remaining for name in part.parameters})
-            engine = MagnitudeEngine(trainer.model, remaining, plan.clipping_norm, plan.release, plan.norm_order)
+            engine = MagnitudeEngine(
+                trainer.model, remaining, plan.clipping_norm, plan.release, plan.norm_order
+            )
             with engine:
                 trainer.feed(engine, next(draws))
                 magnitudes = engine.magnitudes()
@@ -70,27 +79,38 @@ def select_entries(trainer: Any, config: ParamConfig) -> dict[str, Tensor]:
             sums = engine.collect()
     flat = torch.cat([total.flatten() for total in sums.values()])
     rows = trainer.privacy_plan.num_examples
-    noisy = release(trainer, flat, plan.clipping_norm * (1 + rounding_margin(plan.sample_rate * rows, rows)))
+    noisy = release(
+        trainer, flat, plan.clipping_norm * (1 + rounding_margin(plan.sample_rate * rows, rows))
+    )
     parts = noisy.split([total.numel() for total in sums.values()])
     return largest(
-        {name: part.view(total.shape) for (name, total), part in zip(sums.items(), parts, strict=True)},
+        {
+            name: part.view(total.shape)
+            for (name, total), part in zip(sums.items(), parts, strict=True)
+        },
         config.unfreeze_ratio,
     )
 
 
 @torch.no_grad()
 def release(trainer: Any, values: Tensor, sensitivity: float) -> Tensor:
-    """``values`` with Gaussian noise for this sensitivity; recorded, durably, before they are returned."""
+    """``values`` with Gaussian noise for this sensitivity; recorded, durably, before they are
+    returned."""
     plan, run = trainer.private_run()
-    noisy = values + trainer.randomness.gaussian_like(values, plan.selection.noise_multiplier * sensitivity)
+    noisy = values + trainer.randomness.gaussian_like(
+        values, plan.selection.noise_multiplier * sensitivity
+    )
     run.append(plan.selection.event(1), SELECTION)
     return noisy
 
 
 @contextmanager
 def _only_trains(model: nn.Module, names: set[str]) -> Iterator[Callable[[set[str]], None]]:
-    """Inside, of the parameters that trained only the named ones do; call what it gives to name others."""
-    trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    """Inside, of the parameters that trained only the named ones do; call what it gives to name
+    others."""
+    trained = {
+        name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad
+    }
 
     def restrict(to: set[str]) -> None:
         for name, parameter in trained.items():

@@ -1,4 +1,5 @@
-"""Synthetic examples in a model's declared ranges, for the self-check. No private row is involved."""
+"""Synthetic examples in a model's declared ranges, for the self-check. No private row is
+involved."""
 
 from __future__ import annotations
 
@@ -11,12 +12,11 @@ from torch import Tensor, nn
 from hf_dp.errors import UnsupportedLossError, UnsupportedModelError
 from hf_dp.losses import base_model, task_of
 
-_LENGTHS = (
-    7,
-    12,
-    4,
-)  # neither ascending nor descending: a model that sorts its rows must not look like one that does not
-_TARGET_LENGTHS = (5, 3, 4)  # of sequence-to-sequence models; the longer text has the shorter target
+# Neither ascending nor descending: a model that sorts its rows must not look like one that does
+# not.
+_LENGTHS = (7, 12, 4)
+# For sequence-to-sequence models: the longer text has the shorter target.
+_TARGET_LENGTHS = (5, 3, 4)
 
 Batch = dict[str, Tensor]
 
@@ -33,14 +33,17 @@ def synthetic_examples(model: nn.Module) -> list[Batch]:
     if main_input == "pixel_values":
         return _images(model, base)
     raise UnsupportedModelError(
-        f"{type(base).__name__} takes {main_input!r}, for which hf_dp cannot make synthetic examples to check the clipping "
-        "engine with. Override DPTrainer.synthetic_batches(self) to return a list of them, each a batch of one."
+        f"{type(base).__name__} takes {main_input!r}, for which hf_dp cannot make synthetic "
+        "examples to check the clipping engine with. Override DPTrainer.synthetic_batches(self) to "
+        "return a list of them, each a batch of one."
     )
 
 
 def _texts(model: nn.Module, base: Any) -> list[Batch]:
     config, task = base.config, _task(model)
-    pad, eos = (getattr(config, name, None) for name in ("pad_token_id", "eos_token_id"))  # Funnel has no eos
+    pad, eos = (
+        getattr(config, name, None) for name in ("pad_token_id", "eos_token_id")
+    )  # Funnel has no eos
     pad = pad if isinstance(pad, int) else 0
     vocabulary = base.get_input_embeddings().weight.shape[0]
     tokens = torch.tensor([token for token in range(vocabulary) if token != pad])
@@ -65,7 +68,8 @@ def _texts(model: nn.Module, base: Any) -> list[Batch]:
 
 
 def made_up_tokens(model: nn.Module, shape: tuple[int, ...]) -> Tensor:
-    """Return valid token ids (..., T) without padding, the last one the end token where the model has one."""
+    """Return valid token ids (..., T) without padding, the last one the end token where the model
+    has one."""
     base: Any = base_model(model)
     config = getattr(base, "config", None)
     pad, eos = (getattr(config, name, None) for name in ("pad_token_id", "eos_token_id"))
@@ -81,7 +85,10 @@ def _images(model: nn.Module, base: Any) -> list[Batch]:
     height, width = (size, size) if isinstance(size, int) else size
     shape = (1, base.config.num_channels, height, width)
     return [
-        {"pixel_values": torch.randn(shape, dtype=base.dtype), "labels": _labels(base, _task(model), None)}
+        {
+            "pixel_values": torch.randn(shape, dtype=base.dtype),
+            "labels": _labels(base, _task(model), None),
+        }
         for _ in _LENGTHS
     ]
 

@@ -1,7 +1,7 @@
 """``DPTrainer``: transformers' Trainer with differentially private steps.
 
-Only seams of Trainer are overridden; its loop, schedulers, callbacks, evaluation and saving run as ever. What a private
-step does is on one screen: :meth:`DPTrainer.training_step`.
+Only seams of Trainer are overridden; its loop, schedulers, callbacks, evaluation and saving run as
+ever. What a private step does is on one screen: :meth:`DPTrainer.training_step`.
 """
 
 from __future__ import annotations
@@ -58,25 +58,34 @@ from hf_dp.trainer.withheld import withhold
 
 logger = logging.get_logger(__name__)
 
-# Of these the plan, the look at the rows or the statement was made; others may change between two calls of train().
+# Of these the plan, the look at the rows or the statement was made; others may change between two
+# calls of train().
 FIXED_ARGUMENTS = (
-    "privacy_mode", "padding_values", "rows_are_chunks", "adapter_init_data_is_public", "evaluate_on_training_rows",
-)  # fmt: skip
+    "privacy_mode",
+    "padding_values",
+    "rows_are_chunks",
+    "adapter_init_data_is_public",
+    "evaluate_on_training_rows",
+)
 
 
 class DPTrainer(Trainer):
-    """Drop-in for :class:`transformers.Trainer`; the arguments are Trainer's, in Trainer's order, and ``peft_config``.
+    """Drop-in for :class:`transformers.Trainer`; the arguments are Trainer's, in Trainer's order,
+    and ``peft_config``.
 
     Args:
         model: a model, or a name or path that is loaded with the class its config names.
         args: :class:`DPTrainingArguments`; says how privacy is obtained and how much of it.
-        compute_loss_func: refused in private modes; override :meth:`compute_per_example_loss` instead.
+        compute_loss_func: refused in private modes; override :meth:`compute_per_example_loss`
+            instead.
         peft_config: a PEFT config; the model is wrapped after it was placed on its device.
 
-    Attributes: ``privacy_plan`` (:class:`PrivacyPlan`), ``ledger`` (:class:`Ledger`, what ran so far); both None in
+    Attributes: ``privacy_plan`` (:class:`PrivacyPlan`), ``ledger`` (:class:`Ledger`, what ran so
+        far); both None in
     ``non_private`` mode and before a training set is known.
 
-    Raises: InvalidArgumentError, DataError, UnsupportedModelError, CalibrationError, before anything is written.
+    Raises: InvalidArgumentError, DataError, UnsupportedModelError, CalibrationError, before
+        anything is written.
     """
 
     args: DPTrainingArguments
@@ -117,7 +126,9 @@ class DPTrainer(Trainer):
                 num_examples = check_train_dataset(train_dataset)
                 model = load_model(model) if isinstance(model, str) else model
                 self._training_rows = TrainingRows(train_dataset, columns_read(model))
-                compared = args.evaluate_on_training_rows or refuse_training_rows(eval_dataset, self._training_rows)
+                compared = args.evaluate_on_training_rows or refuse_training_rows(
+                    eval_dataset, self._training_rows
+                )
                 classes = getattr(getattr(model, "config", None), "num_labels", None)
                 self.privacy_plan = plan_of(args, num_examples, choice, classes)
                 self._earlier = earlier_entries(args, self.privacy_plan.num_examples)
@@ -130,7 +141,12 @@ class DPTrainer(Trainer):
                 "The noise is put into one model, and train() would make another. Pass the model.",
             )
         if peft_config is not None and model_init is not None:
-            raise invalid("peft_config", peft_config, "to be None with `model_init`", "Wrap the model in model_init.")
+            raise invalid(
+                "peft_config",
+                peft_config,
+                "to be None with `model_init`",
+                "Wrap the model in model_init.",
+            )
         model = load_model(model) if isinstance(model, str) else model
         if peft_config is not None and choice is None:
             model = apply_peft(model, peft_config, args.device)
@@ -168,11 +184,19 @@ class DPTrainer(Trainer):
                 self.folder,
                 self.privacy_plan,
                 insecure_seed=insecure,
-                released=(*args.release, *([EVALUATION_ON_TRAINING_ROWS] if args.evaluate_on_training_rows else [])),
+                released=(
+                    *args.release,
+                    *([EVALUATION_ON_TRAINING_ROWS] if args.evaluate_on_training_rows else []),
+                ),
                 earlier=earlier_claims(args),
             )
-            self._run.rows_are_chunks, self._run.evaluation_compared = args.rows_are_chunks, compared
-            self.callback_handler.callbacks = [with_epsilon(cb) for cb in self.callback_handler.callbacks]
+            self._run.rows_are_chunks, self._run.evaluation_compared = (
+                args.rows_are_chunks,
+                compared,
+            )
+            self.callback_handler.callbacks = [
+                with_epsilon(cb) for cb in self.callback_handler.callbacks
+            ]
             if self.privacy_plan.releases_each_step:
                 self.add_callback(StopBeforeTarget(self._run))
             self.add_callback(WeightsMove())
@@ -193,13 +217,14 @@ class DPTrainer(Trainer):
     def epsilon(self, accountant: str | None = None) -> Epsilon:
         """Epsilon spent so far, at the plan's delta.
 
-        Raises: UnsupportedArgumentError in ``non_private`` mode, and for DP-FP as published, unless ``accountant`` is given.
+        Raises: UnsupportedArgumentError in ``non_private`` mode, and for DP-FP as published, unless
+            ``accountant`` is given.
         """
         plan, run = self.private_run()
         if accountant is None and self.args.is_published_dp_fp:
             raise UnsupportedArgumentError(
-                "No epsilon is established for DP-FP as published. epsilon('gdp_clt') gives the paper's own figure, whose "
-                "kind is 'not established'."
+                "No epsilon is established for DP-FP as published. epsilon('gdp_clt') gives the "
+                "paper's own figure, whose kind is 'not established'."
             )
         return run.ledger.epsilon(plan.delta, accountant or plan.accountant)
 
@@ -211,14 +236,18 @@ class DPTrainer(Trainer):
     # -- the private step ---
 
     def compute_per_example_loss(self, model: nn.Module, inputs: dict[str, Any]) -> Tensor:
-        """One loss per example, (b,), each from that example alone: the point to override for a task of your own.
+        """One loss per example, (b,), each from that example alone: the point to override for a
+        task of your own.
 
         Args: inputs: a collated physical batch of b examples, on the model's device.
         """
         return per_example_loss(model, inputs)
 
-    def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Tensor | int | None = None) -> Tensor:
-        """One optimizer step's gradient. In private modes ``inputs`` is a whole logical batch, a list of physical ones."""
+    def training_step(
+        self, model: nn.Module, inputs: Any, num_items_in_batch: Tensor | int | None = None
+    ) -> Tensor:
+        """One optimizer step's gradient. In private modes ``inputs`` is a whole logical batch, a
+        list of physical ones."""
         if not self.args.is_private:
             return super().training_step(model, inputs, num_items_in_batch)
         plan, run = self.private_run()
@@ -232,7 +261,8 @@ class DPTrainer(Trainer):
         return torch.zeros((), device=self.args.device)
 
     def feed(self, engine: ClippingEngine, batches: Iterable[Any]) -> Tensor:
-        """Run a logical batch through the model into the engine; returns the sum of its losses, which is not private."""
+        """Run a logical batch through the model into the engine; returns the sum of its losses,
+        which is not private."""
         loss_sum = torch.zeros((), device=self.args.device)
         with self.randomness.streams():
             for batch in batches:
@@ -248,13 +278,18 @@ class DPTrainer(Trainer):
 
     def engine(self, plan: PrivacyPlan) -> ClippingEngine:
         chosen = self.choice.engine(self.model, plan)
-        return chosen or ClippingEngine(self.model, plan.clipping_norm, plan.clipping, self._clipping_strategy())
+        return chosen or ClippingEngine(
+            self.model, plan.clipping_norm, plan.clipping, self._clipping_strategy()
+        )
 
     def _clipping_strategy(self) -> str:
-        """As asked for; else two passes for a model that checkpoints, whose memory held records would fill again."""
+        """As asked for; else two passes for a model that checkpoints, whose memory held records
+        would fill again."""
         if self.args.clipping_strategy is not None:
             return self.args.clipping_strategy
-        checkpoints = any(getattr(module, "gradient_checkpointing", False) for module in self.model.modules())
+        checkpoints = any(
+            getattr(module, "gradient_checkpointing", False) for module in self.model.modules()
+        )
         return "two_pass" if checkpoints else "book_keeping"
 
     # -- Trainer's seams ---
@@ -270,16 +305,23 @@ class DPTrainer(Trainer):
         return data.loader(sampler, one_shape=self._precision().is_short)
 
     def training_data(self) -> TrainingData:
-        """The training set, looked over. Raises: DataError for other data than planned, or rows that cannot be trained on."""
+        """The training set, looked over. Raises: DataError for other data than planned, or rows
+        that cannot be trained on."""
         self.check_dataset(self.train_dataset)
         _, run = self.private_run()
-        if self._data is not None and self._data_of[0] is not self.train_dataset and len(run.ledger):
+        if (
+            self._data is not None
+            and self._data_of[0] is not self.train_dataset
+            and len(run.ledger)
+        ):
             raise DataError(
-                "The train_dataset was replaced after rows of it were used, and one statement cannot be about both. Create a "
-                "new DPTrainer (and output_dir) for other data."
+                "The train_dataset was replaced after rows of it were used, and one statement "
+                "cannot be about both. Create a new DPTrainer (and output_dir) for other data."
             )
         made_of = (self.train_dataset, self.data_collator)
-        if self._data is None or any(one is not other for one, other in zip(self._data_of, made_of, strict=True)):
+        if self._data is None or any(
+            one is not other for one, other in zip(self._data_of, made_of, strict=True)
+        ):
             dataset, collator = self.columns_for_training()
             check_collator(collator)
             own_loss = self._has_own_loss()
@@ -301,22 +343,28 @@ class DPTrainer(Trainer):
         return type(self).compute_per_example_loss is not DPTrainer.compute_per_example_loss
 
     def _precision(self) -> Precision:
-        return Precision.of(self.model, self.accelerator, () if self._data is None else self._data.computed)
+        return Precision.of(
+            self.model, self.accelerator, () if self._data is None else self._data.computed
+        )
 
     def check_dataset(self, dataset: Any) -> None:
         """Raise DataError for another number of rows than was planned for."""
         plan, _ = self.private_run()
         if len(dataset) != plan.num_examples:
             raise DataError(
-                f"The train_dataset has {len(dataset)} rows, but the privacy plan was made for {plan.num_examples}. "
-                "Create a new DPTrainer (and output_dir) for other data."
+                f"The train_dataset has {len(dataset)} rows, but the privacy plan was made for "
+                f"{plan.num_examples}. Create a new DPTrainer (and output_dir) for other data."
             )
 
-    def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> TrainOutput:
-        """As Trainer's. A resumed private run goes on with the *run's* ledger; a run stops before its target is passed.
+    def train(
+        self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any
+    ) -> TrainOutput:
+        """As Trainer's. A resumed private run goes on with the *run's* ledger; a run stops before
+        its target is passed.
 
-        Raises: LedgerError when resuming without, or with another, ledger; BudgetExceededError when nothing is left;
-            SelfCheckError, before the first draw, when the clipping engine disagrees with one-by-one gradients.
+        Raises: LedgerError when resuming without, or with another, ledger; BudgetExceededError when
+            nothing is left; SelfCheckError, before the first draw, when the clipping engine
+            disagrees with one-by-one gradients.
         """
         self._refuse_changed_arguments()
         if not self.args.is_private:
@@ -327,15 +375,20 @@ class DPTrainer(Trainer):
             run.resume(checkpoint)
         if seen := seen_in_pretraining(self.dataset_name, pretraining_sources(self.model)):
             logger.warning(
-                "The base model was pretrained on %s, the same text as the training data %s: what it knows of these rows is "
-                "not covered by epsilon. The card says so.",
+                "The base model was pretrained on %s, the same text as the training data %s: what "
+                "it knows of these rows is not covered by epsilon. The card says so.",
                 ", ".join(seen),
                 self.dataset_name,
             )
-        if checkpoint is None and not self.args.earlier_runs and (earlier := earlier_run(self.model)):
+        if (
+            checkpoint is None
+            and not self.args.earlier_runs
+            and (earlier := earlier_run(self.model))
+        ):
             logger.warning(
-                "The base model is the result of a private run (%s). If that was on the same rows, both runs count together, "
-                "and this run's statement covers this run alone: name it in `earlier_runs`.",
+                "The base model is the result of a private run (%s). If that was on the same rows, "
+                "both runs count together, and this run's statement covers this run alone: name it "
+                "in `earlier_runs`.",
                 earlier,
             )
         try:
@@ -376,7 +429,8 @@ class DPTrainer(Trainer):
         check_head_is_trainable(model)
 
     def check_engine(self) -> None:
-        """Raise SelfCheckError when the engine disagrees, on synthetic examples, with one-by-one gradients."""
+        """Raise SelfCheckError when the engine disagrees, on synthetic examples, with one-by-one
+        gradients."""
         plan, _ = self.private_run()
         with self.randomness.streams(), self.compute_loss_context_manager():
             padded, alone = self.check_batches()
@@ -389,22 +443,27 @@ class DPTrainer(Trainer):
                 alone,
                 clipping=plan.clipping,
                 strategy=strategy,
-                # accelerate's autocast is inside the model's forward, where self_check does not see it
-                rtol=AUTOCAST_TOLERANCE if self._precision().autocast or self._precision().computed else None,
+                # accelerate's autocast is inside the model's forward, where self_check does not see
+                # it
+                rtol=AUTOCAST_TOLERANCE
+                if self._precision().autocast or self._precision().computed
+                else None,
             )
 
     def check_batches(self) -> tuple[Any, list[Any]]:
-        """``(padded, alone)``: the synthetic examples as one padded batch and one by one, on the model's device."""
+        """``(padded, alone)``: the synthetic examples as one padded batch and one by one, on the
+        model's device."""
         own = type(self).synthetic_batches is not DPTrainer.synthetic_batches
         layout = self.training_data().looked_over.layout if own else None
         padded, alone = padded_together(self.synthetic_batches(), self._padding(), layout)
         return self._prepare_inputs(padded), [self._prepare_inputs(example) for example in alone]
 
     def synthetic_batches(self) -> list[Any]:
-        """Return made-up examples for the self-check, each a batch of one, of different lengths and not sorted by them.
+        """Return made-up examples for the self-check, each a batch of one, of different lengths and
+        not sorted by them.
 
-        They are rows in the training set's format that went through the data collator. Override it for a model whose inputs
-        are not token ids or images. Must not look at the training data.
+        They are rows in the training set's format that went through the data collator. Override it
+        for a model whose inputs are not token ids or images. Must not look at the training data.
         """
         return self.training_data().synthetic_examples(self.model)
 
@@ -425,14 +484,18 @@ class DPTrainer(Trainer):
             withhold(logs, released, gradients_are_noised=not self.args.is_published_dp_fp)
             if self.is_in_train and self._run is not None:
                 name = NO_EPSILON if self.args.is_published_dp_fp else "epsilon"
-                logs[name] = self.epsilon(self.privacy_plan.accountant if self.privacy_plan else None).rounded_up()
+                logs[name] = self.epsilon(
+                    self.privacy_plan.accountant if self.privacy_plan else None
+                ).rounded_up()
         super().log(logs, start_time)
 
     def evaluate(self, eval_dataset: Any = None, *args: Any, **kwargs: Any) -> dict[str, float]:
         """As Trainer's. Raises: UnsupportedArgumentError for the training set in private modes."""
         known: Any = self.eval_dataset
         effective = known if eval_dataset is None else eval_dataset
-        self._compare_with_training_rows(known[effective] if isinstance(effective, str) else effective)
+        self._compare_with_training_rows(
+            known[effective] if isinstance(effective, str) else effective
+        )
         metrics = super().evaluate(eval_dataset, *args, **kwargs)
         self._evaluation.update(metrics)
         return metrics
@@ -443,9 +506,14 @@ class DPTrainer(Trainer):
         return super().predict(test_dataset, *args, **kwargs)
 
     def _compare_with_training_rows(self, evaluation: Any) -> None:
-        """Raise UnsupportedArgumentError for an evaluation set with rows of the training set, whose metrics are not noised."""
+        """Raise UnsupportedArgumentError for an evaluation set with rows of the training set, whose
+        metrics are not noised."""
         released = () if self._run is None else self._run.released
-        if not self.args.is_private or EVALUATION_ON_TRAINING_ROWS in released or self.train_dataset is None:
+        if (
+            not self.args.is_private
+            or EVALUATION_ON_TRAINING_ROWS in released
+            or self.train_dataset is None
+        ):
             return
         if not refuse_training_rows(evaluation, self._rows_of_training()) and self._run is not None:
             self._run.evaluation_compared = False
@@ -459,23 +527,33 @@ class DPTrainer(Trainer):
         """Refused in private modes: each trial is a release on the same rows."""
         if self.args.is_private:
             raise UnsupportedArgumentError(
-                "hyperparameter_search trains on the private rows once per trial, and the epsilon of one run does not cover "
-                "the search. Tune on public data; or run trials one by one, all of which count (epsilon of their ledgers' "
-                "events together); or draw their number secretly and release only the best (accounting.BestOfRandomRuns)."
+                "hyperparameter_search trains on the private rows once per trial, and the epsilon "
+                "of one run does not cover the search. Tune on public data; or run trials one by "
+                "one, all of which count (epsilon of their ledgers' events together); or draw "
+                "their number secretly and release only the best (accounting.BestOfRandomRuns)."
             )
         return super().hyperparameter_search(*args, **kwargs)
 
     # -- what is written ---
 
-    def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
+    def _save(
+        self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None
+    ) -> None:
         # Before the weights: a folder must never hold one run's weights beside another's statement.
         self._refuse_changed_arguments()
-        refuse_foreign_ledger(output_dir or self.folder, None if self._run is None else self._run.run_id)
-        if self._run is not None and not len(self._run.ledger) and (earlier := earlier_run(self.model)):
+        refuse_foreign_ledger(
+            output_dir or self.folder, None if self._run is None else self._run.run_id
+        )
+        if (
+            self._run is not None
+            and not len(self._run.ledger)
+            and (earlier := earlier_run(self.model))
+        ):
             raise UnsupportedArgumentError(
-                f"This trainer has made no private step, and its model is the result of a private run ({earlier}), which a "
-                "statement of this trainer would not count. Save it with model.save_pretrained, beside that run's README.md "
-                "and privacy.json; or name that run in `earlier_runs` and train."
+                "This trainer has made no private step, and its model is the result of a private "
+                f"run ({earlier}), which a statement of this trainer would not count. Save it with "
+                "model.save_pretrained, beside that run's README.md and privacy.json; or name that "
+                "run in `earlier_runs` and train."
             )
         super()._save(output_dir, state_dict)
         if self._run is not None and self.args.should_save:
@@ -506,7 +584,11 @@ class DPTrainer(Trainer):
     def evaluation_metrics(self) -> dict[str, float]:
         """The latest metrics of each evaluation, without timings: what the card shows."""
         timings = ("_runtime", "_per_second", "_preparation_time")
-        return {k: v for k, v in self._evaluation.items() if k.startswith("eval_") and not k.endswith(timings)}
+        return {
+            k: v
+            for k, v in self._evaluation.items()
+            if k.startswith("eval_") and not k.endswith(timings)
+        }
 
     # -- helpers ---
 
@@ -517,7 +599,8 @@ class DPTrainer(Trainer):
                     name,
                     getattr(self.args, name),
                     f"to stay as it was when the trainer was created, {value!r}",
-                    "The statement of this trainer was made for that. Create a new DPTrainer with a new output_dir.",
+                    "The statement of this trainer was made for that. Create a new DPTrainer with "
+                    "a new output_dir.",
                     UnsupportedArgumentError,
                 )
         self.args.check()
@@ -526,16 +609,17 @@ class DPTrainer(Trainer):
         check_subclass(type(self), DPTrainer, Trainer)
         if self._has_own_loss() and args.privacy_mode == DP_FP and not args.is_published_dp_fp:
             raise UnsupportedArgumentError(
-                f"{type(self).__name__} overrides compute_per_example_loss, which takes the model's inputs; with "
-                f"dp_fp_variant={args.dp_fp_variant!r} the last layer trains on released rows, not on inputs. Use "
-                "privacy_mode='dp_sgd' for a loss of your own."
+                f"{type(self).__name__} overrides compute_per_example_loss, which takes the "
+                f"model's inputs; with dp_fp_variant={args.dp_fp_variant!r} the last layer trains "
+                "on released rows, not on inputs. Use privacy_mode='dp_sgd' for a loss of your own."
             )
         if compute_loss_func is not None:
             raise invalid(
                 "compute_loss_func",
                 compute_loss_func,
                 "to be None in private modes",
-                "It returns one number for a batch. Override DPTrainer.compute_per_example_loss(self, model, inputs).",
+                "It returns one number for a batch. Override "
+                "DPTrainer.compute_per_example_loss(self, model, inputs).",
                 UnsupportedArgumentError,
             )
 
@@ -543,23 +627,36 @@ class DPTrainer(Trainer):
         """The plan and the ledger on disk. Raises: UnsupportedArgumentError when there are none."""
         if self.privacy_plan is None or self._run is None:
             raise UnsupportedArgumentError(
-                "There is no privacy plan: privacy_mode is 'non_private' or the trainer has no train_dataset."
+                "There is no privacy plan: privacy_mode is 'non_private' or the trainer has no "
+                "train_dataset."
             )
         return self.privacy_plan, self._run
 
     def _facts(self) -> RunFacts:
         _, run = self.private_run()
         selects = self.args.load_best_model_at_end or self.args.save_strategy == SaveStrategy.BEST
-        early = any(isinstance(callback, EarlyStoppingCallback) for callback in self.callback_handler.callbacks)
+        early = any(
+            isinstance(callback, EarlyStoppingCallback)
+            for callback in self.callback_handler.callbacks
+        )
         run.model_selection = run.model_selection or bool(selects or early)
         return run_facts(
-            self.model, self.args, self._precision(), run.weaknesses, trained=self.choice.describe(self.model)
+            self.model,
+            self.args,
+            self._precision(),
+            run.weaknesses,
+            trained=self.choice.describe(self.model),
         )
 
     def columns_for_training(self) -> tuple[Any, Callable[..., Any]]:
-        """Dataset and collator with the columns that the model's forward does not take removed, as Trainer does."""
+        """Dataset and collator with the columns that the model's forward does not take removed, as
+        Trainer does."""
         import datasets
 
         if isinstance(self.train_dataset, datasets.Dataset):
-            return self._remove_unused_columns(self.train_dataset, description="Training"), self.data_collator
-        return self.train_dataset, self._get_collator_with_removed_columns(self.data_collator, description="Training")
+            return self._remove_unused_columns(
+                self.train_dataset, description="Training"
+            ), self.data_collator
+        return self.train_dataset, self._get_collator_with_removed_columns(
+            self.data_collator, description="Training"
+        )

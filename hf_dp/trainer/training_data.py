@@ -1,4 +1,5 @@
-"""The training set of a private run: looked over once, each row collated alone, padded with others."""
+"""The training set of a private run: looked over once, each row collated alone, padded with
+others."""
 
 from __future__ import annotations
 
@@ -50,7 +51,9 @@ class TrainingData:
     ):
         self.examples = Examples(dataset, collator, randomness)
         self.padding, self.limits, self.args = padding, limits, args
-        self.computed: frozenset[str] = frozenset()  # types shorter than float32 that a forward was seen to compute in
+        self.computed: frozenset[str] = (
+            frozenset()
+        )  # types shorter than float32 that a forward was seen to compute in
 
     @cached_property
     def looked_over(self) -> LookedOver:
@@ -63,7 +66,9 @@ class TrainingData:
             quiet=self.args.disable_tqdm,
         )
 
-    def check(self, model: nn.Module, losses: Callable[[Any], Tensor], *, needs_labels: bool) -> None:
+    def check(
+        self, model: nn.Module, losses: Callable[[Any], Tensor], *, needs_labels: bool
+    ) -> None:
         """Look over the rows, and see that the model takes one as long as the longest of them.
 
         Args: losses: of a batch. needs_labels: False where the loss is the user's own.
@@ -73,8 +78,9 @@ class TrainingData:
         layout = self.looked_over.layout
         if needs_labels and "labels" not in layout.leaves:
             raise DataError(
-                f"The training batches have no `labels` (they have {sorted(layout.leaves)}). Name the label column `label` or "
-                "`labels` (dataset.rename_column), or use a collator that makes labels."
+                f"The training batches have no `labels` (they have {sorted(layout.leaves)}). Name "
+                "the label column `label` or `labels` (dataset.rename_column), or use a collator "
+                "that makes labels."
             )
         training = model.training
         longest = as_long_as_the_longest(self.examples[self.looked_over.longest], layout, model)
@@ -85,8 +91,9 @@ class TrainingData:
             if not isinstance(found, Tensor) or found.shape != (1,):
                 shape = tuple(found.shape) if isinstance(found, Tensor) else type(found).__name__
                 raise UnsupportedLossError(
-                    "Expected compute_per_example_loss to return one loss for each example, shape (1,) for a batch of one, "
-                    f"got {shape}. Use reduction='none', and average over what belongs to an example."
+                    "Expected compute_per_example_loss to return one loss for each example, shape "
+                    f"(1,) for a batch of one, got {shape}. Use reduction='none', and average over "
+                    "what belongs to an example."
                 )
             self.computed = frozenset(watched.short)
         except HfDpError:
@@ -94,10 +101,11 @@ class TrainingData:
         except Exception as problem:
             lengths = {name: leaf.most[-1] for name, leaf in layout.leaves.items() if leaf.varying}
             raise DataError(
-                f"Model and loss fail on a made-up row as long as the longest ({type(problem).__name__}: {problem}). It has "
-                f"the columns {sorted(layout.leaves)}{f', of lengths up to {lengths}' if lengths else ''}. If a column is "
-                "missing, set remove_unused_columns=False. If rows are too long, truncate them; row "
-                f"{self.looked_over.longest} has most tokens."
+                "Model and loss fail on a made-up row as long as the longest "
+                f"({type(problem).__name__}: {problem}). It has the columns "
+                f"{sorted(layout.leaves)}{f', of lengths up to {lengths}' if lengths else ''}. If "
+                "a column is missing, set remove_unused_columns=False. If rows are too long, "
+                f"truncate them; row {self.looked_over.longest} has most tokens."
             ) from problem
         finally:
             model.train(training)
@@ -106,9 +114,10 @@ class TrainingData:
         """Say on the local console where the rows look like pieces of longer documents."""
         if self.looked_over.look_like_chunks(len(self.examples)):
             logger.warning(
-                "Nearly all rows have the same number of tokens, as pieces of longer documents do. Then a piece is protected, "
-                "and a document of k pieces k-fold weaker. If it is so, set rows_are_chunks=True, and the card says it. "
-                "Otherwise let each row be a whole document."
+                "Nearly all rows have the same number of tokens, as pieces of longer documents do. "
+                "Then a piece is protected, and a document of k pieces k-fold weaker. If it is so, "
+                "set rows_are_chunks=True, and the card says it. Otherwise let each row be a whole "
+                "document."
             )
 
     def batches(self, one_shape: bool = False) -> PhysicalBatches:
@@ -128,19 +137,23 @@ class TrainingData:
     def synthetic_examples(self, model: nn.Module) -> list[Example]:
         """Return made-up examples that went through the collator as rows do, each a batch of one.
 
-        Where rows cannot be made up in the data set's format, they are the model's inputs as they are, and a warning says
-        so. Raises: UnsupportedModelError for a model whose inputs are not known.
+        Where rows cannot be made up in the data set's format, they are the model's inputs as they
+        are, and a warning says so. Raises: UnsupportedModelError for a model whose inputs are not
+        known.
         """
         made = synthetic_examples(model)
         try:
             with self.examples.randomness.streams():
-                templates = [self.examples.dataset[index] for index in (0, self.looked_over.longest)]
+                templates = [
+                    self.examples.dataset[index] for index in (0, self.looked_over.longest)
+                ]
                 rows = made_up_rows(templates, made)
             return [self._collated(row) for row in rows]
         except DataError as problem:
             logger.warning(
-                "The self-check goes past the data collator, to which no made-up rows could be given: %s. Override "
-                "DPTrainer.synthetic_batches(self) to return what it would make of some.",
+                "The self-check goes past the data collator, to which no made-up rows could be "
+                "given: %s. Override DPTrainer.synthetic_batches(self) to return what it would "
+                "make of some.",
                 str(problem).rstrip("."),
             )
             return list(made)
@@ -168,7 +181,8 @@ def _attends_to_nothing(example: Example) -> bool:
 
 
 def as_long_as_the_longest(example: Example, layout: Layout, model: nn.Module) -> Any:
-    """Return a made-up batch of one with an example's columns, each of the greatest length that it has in any row."""
+    """Return a made-up batch of one with an example's columns, each of the greatest length that it
+    has in any row."""
 
     def made(name: str, values: list[Any]) -> Any:
         (value,) = values
@@ -185,7 +199,9 @@ def as_long_as_the_longest(example: Example, layout: Layout, model: nn.Module) -
     return combined([example], made)
 
 
-def padded_together(examples: list[Any], padding: Padding, of_rows: Layout | None = None) -> tuple[Any, list[Example]]:
+def padded_together(
+    examples: list[Any], padding: Padding, of_rows: Layout | None = None
+) -> tuple[Any, list[Example]]:
     """Return (one padded batch, the examples one by one) of batches of one.
 
     Args: of_rows: whose columns and types the examples must have; None: any.
@@ -193,28 +209,37 @@ def padded_together(examples: list[Any], padding: Padding, of_rows: Layout | Non
     Raises: DataError when they are not two or more batches of one example with the same columns.
     """
     if not isinstance(examples, list) or len(examples) < 2:
-        found = f"{len(examples)} of them" if isinstance(examples, list) else f"a {type(examples).__name__}"
+        found = (
+            f"{len(examples)} of them"
+            if isinstance(examples, list)
+            else f"a {type(examples).__name__}"
+        )
         raise DataError(
-            "Expected synthetic_batches() to return a list of at least two made-up examples, each a batch of one, got "
-            f"{found}. hf_dp pads them together itself."
+            "Expected synthetic_batches() to return a list of at least two made-up examples, each "
+            f"a batch of one, got {found}. hf_dp pads them together itself."
         )
     alone, layout = [], Layout()
     for place, each in enumerate(examples):
         example = own(each)
-        sizes = {name: tuple(leaf.shape) for name, leaf in leaves(example) if isinstance(leaf, Tensor)}
+        sizes = {
+            name: tuple(leaf.shape) for name, leaf in leaves(example) if isinstance(leaf, Tensor)
+        }
         wrong = {name: shape for name, shape in sizes.items() if shape[:1] != (1,)}
         if wrong or not sizes:
             name, shape = next(iter(wrong.items()), ("it", ()))
             raise DataError(
-                "Expected each item of what synthetic_batches() returns to be a batch of one example, tensors of shape "
-                f"(1, ...), but `{name}` of item {place} has shape {shape}."
+                "Expected each item of what synthetic_batches() returns to be a batch of one "
+                f"example, tensors of shape (1, ...), but `{name}` of item {place} has shape "
+                f"{shape}."
             )
         try:
             layout.add(example)
             if of_rows is not None:
                 of_rows.check(example)
         except DataError as problem:
-            raise DataError(f"Item {place} of what synthetic_batches() returns does not fit: {problem}") from problem
+            raise DataError(
+                f"Item {place} of what synthetic_batches() returns does not fit: {problem}"
+            ) from problem
         alone.append(example)
     padding.check(layout)
     return padding.together(alone, layout), alone

@@ -15,8 +15,8 @@ from hf_dp.tuners.adapter import AdapterConfig
 def usage(model: nn.Module, name: str, base_name: str | None, task_tag: str | None) -> str | None:
     """Python lines that load ``name``, or None where there is no pipeline for the task.
 
-    An infilling classifier is a class of hf_dp's, which transformers knows after ``import hf_dp``; for its adapter the base
-    is made a classifier again first.
+    An infilling classifier is a class of hf_dp's, which transformers knows after ``import hf_dp``;
+    for its adapter the base is made a classifier again first.
     """
     config: Any = getattr(base_model(model), "config", None)
     adapters = getattr(model, "peft_config", {})
@@ -26,10 +26,17 @@ def usage(model: nn.Module, name: str, base_name: str | None, task_tag: str | No
     if task_tag is None:
         return None
     if ours:  # transformers loads by itself only what PEFT knows
-        return _bottleneck(config, type(base_model(model)).__name__, name, base_name or "BASE_MODEL", task_tag)
+        return _bottleneck(
+            config, type(base_model(model)).__name__, name, base_name or "BASE_MODEL", task_tag
+        )
     lines = ["import hf_dp  # makes the class known"] if isinstance(config, InfillingConfig) else []
     return "\n".join(
-        [*lines, "from transformers import pipeline", "", f"model = pipeline({task_tag!r}, model={name!r})"]
+        [
+            *lines,
+            "from transformers import pipeline",
+            "",
+            f"model = pipeline({task_tag!r}, model={name!r})",
+        ]
     )
 
 
@@ -43,14 +50,18 @@ def _bottleneck(config: Any, class_name: str, name: str, base_name: str, task_ta
             "",
             f"base = {class_name}.from_pretrained({base_name!r}{labels})",
             f"model = PeftModel.from_pretrained(base, {name!r})",
-            f"model = pipeline({task_tag!r}, model=model, tokenizer=AutoTokenizer.from_pretrained({name!r}))",
+            f"model = pipeline({task_tag!r}, model=model, "
+            f"tokenizer=AutoTokenizer.from_pretrained({name!r}))",
         ]
     )
 
 
 def _adapter(config: InfillingConfig, name: str, base_name: str, merges: bool) -> str:
     names = [label for _, label in sorted((config.id2label or {}).items())]
-    block = {"template": config.template, "label_words": dict(zip(names, config.label_words, strict=True))}
+    block = {
+        "template": config.template,
+        "label_words": dict(zip(names, config.label_words, strict=True)),
+    }
     return "\n".join(
         [
             "from peft import PeftModel",
@@ -62,7 +73,8 @@ def _adapter(config: InfillingConfig, name: str, base_name: str, merges: bool) -
             f"infilling = Infilling.of({json.dumps(block)})",
             f"tokenizer = AutoTokenizer.from_pretrained({base_name!r})",
             f"base, tokenizer = load_infilling({base_name!r}, tokenizer, infilling, {names!r})",
-            f"model = PeftModel.from_pretrained(base, {name!r}){'.merge_and_unload()' if merges else ''}",
+            "model = PeftModel.from_pretrained(base, "
+            f"{name!r}){'.merge_and_unload()' if merges else ''}",
             'model = pipeline("text-classification", model=model, tokenizer=tokenizer)',
         ]
     )

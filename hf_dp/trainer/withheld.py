@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-# Un-noised, or telling the size of a draw: kept out of logs, trackers, trainer_state.json and what train() returns.
+# Un-noised, or telling the size of a draw: kept out of logs, trackers, trainer_state.json and what
+# train() returns.
 WITHHELD = {
     "loss": "training_loss",
     "train_loss": "training_loss",
@@ -17,7 +18,9 @@ WITHHELD = {
 }
 
 
-def withhold(logs: dict[str, float], released: Collection[str], *, gradients_are_noised: bool = True) -> None:
+def withhold(
+    logs: dict[str, float], released: Collection[str], *, gradients_are_noised: bool = True
+) -> None:
     """Remove, in place, what the user did not ask to release."""
     if not gradients_are_noised:
         logs.pop("grad_norm", None)

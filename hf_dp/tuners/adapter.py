@@ -1,7 +1,8 @@
-"""Bottleneck adapters (Houlsby et al. 2019, arXiv 1902.00751; Pfeiffer et al. 2021, arXiv 2005.00247) as a PEFT method.
+"""Bottleneck adapters (Houlsby et al. 2019, arXiv 1902.00751; Pfeiffer et al. 2021, arXiv
+2005.00247) as a PEFT method.
 
-After the output projection of a sublayer, before the residual connection: ``h + up(act(down(h)))``. PEFT has no such method,
-so what is saved loads where ``hf_dp`` is imported.
+After the output projection of a sublayer, before the residual connection: ``h + up(act(down(h)))``.
+PEFT has no such method, so what is saved loads where ``hf_dp`` is imported.
 """
 
 from __future__ import annotations
@@ -10,7 +11,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from peft import PeftConfig
-from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING, PEFT_TYPE_TO_PREFIX_MAPPING, PEFT_TYPE_TO_TUNER_MAPPING
+from peft.mapping import (
+    PEFT_TYPE_TO_CONFIG_MAPPING,
+    PEFT_TYPE_TO_PREFIX_MAPPING,
+    PEFT_TYPE_TO_TUNER_MAPPING,
+)
 from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer
 from torch import Tensor, nn
 from transformers.activations import ACT2FN
@@ -18,10 +23,13 @@ from transformers.activations import ACT2FN
 from hf_dp._validate import integer, invalid, one_of
 from hf_dp.errors import UnsupportedModelError
 
-# The output projections of (attention, feed-forward) in transformers' models, by model_type: ends of module names.
+# The output projections of (attention, feed-forward) in transformers' models, by model_type: ends
+# of module names.
 _BERT = (["attention.output.dense"], ["output.dense"])
 OUTPUTS: dict[str, tuple[list[str], list[str]]] = {
-    **dict.fromkeys(("bert", "roberta", "electra", "camembert", "xlm-roberta", "deberta", "deberta-v2"), _BERT),
+    **dict.fromkeys(
+        ("bert", "roberta", "electra", "camembert", "xlm-roberta", "deberta", "deberta-v2"), _BERT
+    ),
     "vit": (["attention.o_proj"], ["mlp.fc2"]),
     "distilbert": (["attention.out_lin"], ["ffn.lin2"]),
     "albert": (["attention.dense"], ["ffn_output"]),
@@ -41,13 +49,16 @@ STYLES = ("houlsby", "pfeiffer")
 
 @dataclass
 class AdapterConfig(PeftConfig):
-    """Adapters after attention and feed-forward (``houlsby``), or after feed-forward alone (``pfeiffer``).
+    """Adapters after attention and feed-forward (``houlsby``), or after feed-forward alone
+    (``pfeiffer``).
 
     Args:
         bottleneck_size: width of the adapter; 16, 48 and 96 in DP-FROST (after Yu et al. 2022).
         style: ``houlsby`` or ``pfeiffer``. activation: a name of transformers' activations.
-        target_modules: ends of module names, for a model whose type is not known or a choice of one's own.
-        modules_to_save: modules that train in full; a classifier's head is one with ``task_type="SEQ_CLS"``.
+        target_modules: ends of module names, for a model whose type is not known or a choice of
+            one's own.
+        modules_to_save: modules that train in full; a classifier's head is one with
+            ``task_type="SEQ_CLS"``.
 
     Raises: InvalidArgumentError naming the argument.
     """
@@ -84,14 +95,20 @@ class AdapterLayer(nn.Module, BaseTunerLayer):
         self.update_layer(adapter_name, config)
 
     def update_layer(self, adapter_name: str, config: AdapterConfig) -> None:
-        """Add an adapter that changes nothing yet: ``up`` starts at zero, so that a private run starts from the base."""
+        """Add an adapter that changes nothing yet: ``up`` starts at zero, so that a private run
+        starts from the base."""
         base = self.get_base_layer()
         weight: Any = base.weight
         width = getattr(base, "out_features", None) or getattr(base, "nf", None)
         if width is None:
-            raise UnsupportedModelError(f"An adapter goes after a linear layer, not after {type(base).__name__}.")
+            raise UnsupportedModelError(
+                f"An adapter goes after a linear layer, not after {type(base).__name__}."
+            )
         where = {"device": weight.device, "dtype": weight.dtype}
-        down, up = nn.Linear(width, config.bottleneck_size, **where), nn.Linear(config.bottleneck_size, width, **where)
+        down, up = (
+            nn.Linear(width, config.bottleneck_size, **where),
+            nn.Linear(config.bottleneck_size, width, **where),
+        )
         nn.init.zeros_(up.weight)
         nn.init.zeros_(up.bias)
         self.adapter_down[adapter_name], self.adapter_up[adapter_name] = down, up
@@ -105,7 +122,9 @@ class AdapterLayer(nn.Module, BaseTunerLayer):
             return hidden
         for name in self.active_adapters:
             if name in self.adapter_down:
-                hidden = hidden + self.adapter_up[name](self.adapter_act[name](self.adapter_down[name](hidden)))
+                hidden = hidden + self.adapter_up[name](
+                    self.adapter_act[name](self.adapter_down[name](hidden))
+                )
         return hidden
 
     def __repr__(self) -> str:
@@ -113,7 +132,8 @@ class AdapterLayer(nn.Module, BaseTunerLayer):
 
 
 class AdapterModel(BaseTuner):
-    """Made by ``get_peft_model`` from an :class:`AdapterConfig`. An adapter is not linear and cannot be merged."""
+    """Made by ``get_peft_model`` from an :class:`AdapterConfig`. An adapter is not linear and
+    cannot be merged."""
 
     prefix: str = "adapter_"
     tuner_layer_cls = AdapterLayer
@@ -127,7 +147,8 @@ class AdapterModel(BaseTuner):
                     "target_modules",
                     None,
                     f"to be given for a model of type {kind!r}",
-                    f"Name the ends of its output projections, as {OUTPUTS['gpt2']} for gpt2. Known are {sorted(OUTPUTS)}.",
+                    f"Name the ends of its output projections, as {OUTPUTS['gpt2']} for gpt2. "
+                    f"Known are {sorted(OUTPUTS)}.",
                 )
             attention, feed_forward = OUTPUTS[kind]
             peft_config.target_modules = sorted(
@@ -152,11 +173,14 @@ class AdapterModel(BaseTuner):
         if isinstance(target, AdapterLayer):
             target.update_layer(adapter_name, peft_config)
             return
-        self._replace_module(parent, target_name, AdapterLayer(target, adapter_name, peft_config), target)
+        self._replace_module(
+            parent, target_name, AdapterLayer(target, adapter_name, peft_config), target
+        )
 
     def _check_merge_allowed(self) -> None:
         raise UnsupportedModelError(
-            "An adapter is not a linear map, so it cannot be merged into the base; keep it beside it."
+            "An adapter is not a linear map, so it cannot be merged into the base; keep it beside "
+            "it."
         )
 
 

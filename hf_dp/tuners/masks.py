@@ -1,4 +1,5 @@
-"""Single parameters that train while their neighbors stay: PVAL and PARAM, the baselines of DP-FROST (section 5).
+"""Single parameters that train while their neighbors stay: PVAL and PARAM, the baselines of
+DP-FROST (section 5).
 
 Not an adapter: entries of a weight train in place, and a whole checkpoint is saved.
 """
@@ -22,7 +23,8 @@ from hf_dp.tuners.selection import SelectionConfig, candidates, register
 
 @dataclass
 class MaskConfig(SelectionConfig):
-    """Which single parameters train, at most ``unfreeze_ratio`` of them; a new head and ``modules_to_save`` train whole.
+    """Which single parameters train, at most ``unfreeze_ratio`` of them; a new head and
+    ``modules_to_save`` train whole.
 
     Args: unfreeze_ratio: gamma in (0, 1].
     """
@@ -46,20 +48,25 @@ class InPlace:
 
     def __init__(self, *args: Any, **kwargs: Any):
         raise UnsupportedModelError(
-            "This method trains in place, not as an adapter: pass this configuration to DPTrainer(peft_config=...)."
+            "This method trains in place, not as an adapter: pass this configuration to "
+            "DPTrainer(peft_config=...)."
         )
 
 
 @dataclass
 class PvalConfig(MaskConfig):
-    """PVAL (Luo et al. 2021): the single parameters with the largest absolute value. Looks at no data, so it is free."""
+    """PVAL (Luo et al. 2021): the single parameters with the largest absolute value. Looks at no
+    data, so it is free."""
 
     method: ClassVar[str] = "pval"
 
     def masks(self, model: nn.Module) -> dict[str, Tensor]:
         """By parameter name, True where an entry trains."""
         names = dict(model.named_parameters())
-        return largest({name: names[name].detach() for name in self.candidate_names(model)}, self.unfreeze_ratio)
+        return largest(
+            {name: names[name].detach() for name in self.candidate_names(model)},
+            self.unfreeze_ratio,
+        )
 
 
 @dataclass
@@ -67,8 +74,8 @@ class ParamConfig(MaskConfig):
     """PARAM: the single parameters with the largest noisy gradient, from one Poisson draw.
 
     Args:
-        selection_budget_ratio, selection_sample_rate, selection_clipping_norm (L2), selection_noise_multiplier: as in
-            :class:`hf_dp.tuners.frost.config.FrostConfig`.
+        selection_budget_ratio, selection_sample_rate, selection_clipping_norm (L2),
+            selection_noise_multiplier: as in :class:`hf_dp.tuners.frost.config.FrostConfig`.
     """
 
     selection_budget_ratio: float = field(default=0.1)
@@ -83,13 +90,16 @@ class ParamConfig(MaskConfig):
         in_unit_interval("selection_budget_ratio", self.selection_budget_ratio)
 
     def selection_plan(self, clipping_norm: float) -> SelectionPlan:
-        """What the selection will release. Args: clipping_norm: the run's, unless there is one of the selection's own."""
+        """What the selection will release. Args: clipping_norm: the run's, unless there is one of
+        the selection's own."""
         noise = self.selection_noise_multiplier
         return SelectionPlan(
             release="gradient",
             sample_rate=self.selection_sample_rate,
             iterations=1,
-            clipping_norm=clipping_norm if self.selection_clipping_norm is None else self.selection_clipping_norm,
+            clipping_norm=clipping_norm
+            if self.selection_clipping_norm is None
+            else self.selection_clipping_norm,
             norm_order=2,
             noise_multiplier=noise,
             budget_ratio=self.selection_budget_ratio if noise is None else None,
@@ -108,20 +118,32 @@ def largest(values: Mapping[str, Tensor], ratio: float) -> dict[str, Tensor]:
     flat = torch.cat([value.abs().flatten().float() for value in values.values()])
     count = math.floor(ratio * len(flat))
     if count == 0:
-        raise invalid("unfreeze_ratio", ratio, f"to leave room for one of {len(flat):,} parameters", "Raise it.")
+        raise invalid(
+            "unfreeze_ratio",
+            ratio,
+            f"to leave room for one of {len(flat):,} parameters",
+            "Raise it.",
+        )
     kept = torch.zeros(len(flat), dtype=torch.bool, device=flat.device)
     kept[flat.topk(count, sorted=False).indices] = True
     parts = kept.split([value.numel() for value in values.values()])
-    return {name: part.view(value.shape) for (name, value), part in zip(values.items(), parts, strict=True)}
+    return {
+        name: part.view(value.shape)
+        for (name, value), part in zip(values.items(), parts, strict=True)
+    }
 
 
 def packed(masks: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Masks as bits, for a file; :func:`unpacked` reads them back."""
-    return {name: torch.from_numpy(np.packbits(mask.flatten().cpu().numpy())) for name, mask in masks.items()}
+    return {
+        name: torch.from_numpy(np.packbits(mask.flatten().cpu().numpy()))
+        for name, mask in masks.items()
+    }
 
 
 def unpacked(bits: Mapping[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
-    """What :func:`packed` wrote, for this model. Raises: InvalidArgumentError when it is not of this model."""
+    """What :func:`packed` wrote, for this model. Raises: InvalidArgumentError when it is not of
+    this model."""
     names = dict(model.named_parameters())
     masks = {}
     for name, packed_bits in bits.items():
@@ -133,4 +155,6 @@ def unpacked(bits: Mapping[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
 
 
 def _refuse(name: str) -> NoReturn:
-    raise invalid("masks", name, "to be of a parameter of this model", "The checkpoint is of another model.")
+    raise invalid(
+        "masks", name, "to be of a parameter of this model", "The checkpoint is of another model."
+    )

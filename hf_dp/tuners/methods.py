@@ -1,4 +1,5 @@
-"""All our ways to choose what trains, so that importing this lets PEFT and YAML know them by name."""
+"""All our ways to choose what trains, so that importing this lets PEFT and YAML know them by
+name."""
 
 from hf_dp.tuners.adapter import AdapterConfig as AdapterConfig
 from hf_dp.tuners.frost.config import FrostConfig as FrostConfig

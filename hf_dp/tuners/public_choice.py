@@ -1,6 +1,8 @@
-"""Parameters chosen without looking at the data, so for free: random partitions, last blocks, biases, the head alone.
+"""Parameters chosen without looking at the data, so for free: random partitions, last blocks,
+biases, the head alone.
 
-The baselines of Li et al. (top-2 blocks), DP-FROST (Rand) and Bu et al. 2022 (DP-BitFiT, arXiv 2210.00036).
+The baselines of Li et al. (top-2 blocks), DP-FROST (Rand) and Bu et al. 2022 (DP-BitFiT, arXiv
+2210.00036).
 """
 
 from __future__ import annotations
@@ -26,8 +28,8 @@ _BLOCK = re.compile(r"^(.*?\.(?:layers?|h|blocks?))\.(\d+)\.")
 class RandomConfig(SelectionConfig):
     """Partitions drawn at random (DP-FROST's Rand), at most ``unfreeze_ratio`` of all numbers.
 
-    Args: unfreeze_ratio: in (0, 1]. selection_seed: of the draw, which is public. granularity: as in
-        :func:`hf_dp.tuners.frost.partition.partitions`.
+    Args: unfreeze_ratio: in (0, 1]. selection_seed: of the draw, which is public. granularity: as
+        in :func:`hf_dp.tuners.frost.partition.partitions`.
     """
 
     unfreeze_ratio: float = field(default=0.25)
@@ -77,13 +79,19 @@ class TopBlocksConfig(SelectionConfig):
             if match and parameter in allowed:
                 found.setdefault(match[1], set()).add(int(match[2]))
         if not found:
-            raise UnsupportedModelError(f"No numbered transformer blocks were found in {type(model).__name__}.")
+            raise UnsupportedModelError(
+                f"No numbered transformer blocks were found in {type(model).__name__}."
+            )
         stem = max(found, key=lambda stack: len(found[stack]))
         last = sorted(found[stem])[-self.blocks :]
         if len(last) < self.blocks:
-            raise invalid("blocks", self.blocks, f"to be at most the model's {len(last)}", "Lower it.")
+            raise invalid(
+                "blocks", self.blocks, f"to be at most the model's {len(last)}", "Lower it."
+            )
         kept = tuple(f"{stem}.{number}." for number in last)
-        return [name for name, p in model.named_parameters() if name.startswith(kept) and p in allowed]
+        return [
+            name for name, p in model.named_parameters() if name.startswith(kept) and p in allowed
+        ]
 
 
 @register
@@ -95,7 +103,9 @@ class BitFitConfig(SelectionConfig):
 
     def choose(self, model: nn.Module) -> list[str]:
         allowed = set(candidates(model, self))
-        found = [name for name, p in model.named_parameters() if name.endswith("bias") and p in allowed]
+        found = [
+            name for name, p in model.named_parameters() if name.endswith("bias") and p in allowed
+        ]
         if not found:
             raise UnsupportedModelError(f"{type(model).__name__} has no bias to train.")
         return found
@@ -111,6 +121,7 @@ class HeadConfig(SelectionConfig):
     def choose(self, model: nn.Module) -> list[str]:
         if len(candidates(model, self)) == sum(p.requires_grad for p in model.parameters()):
             raise UnsupportedModelError(
-                f"{type(model).__name__} has no head that PEFT knows (task_type SEQ_CLS). Name it in `modules_to_save`."
+                f"{type(model).__name__} has no head that PEFT knows (task_type SEQ_CLS). Name it "
+                "in `modules_to_save`."
             )
         return []

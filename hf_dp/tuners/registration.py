@@ -6,5 +6,6 @@ import importlib
 
 
 def register() -> None:
-    """Import the adapter method, which makes itself known. (Where that import is under way already, it is what led here.)"""
+    """Import the adapter method, which makes itself known. (Where that import is under way already,
+    it is what led here.)"""
     importlib.import_module("hf_dp.tuners.adapter")

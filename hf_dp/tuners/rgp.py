@@ -1,4 +1,5 @@
-"""RGP: low-rank carriers of weight gradients (Yu et al. 2021, arXiv 2106.09352), a baseline of Li et al."""
+"""RGP: low-rank carriers of weight gradients (Yu et al. 2021, arXiv 2106.09352), a baseline of Li
+et al."""
 
 from __future__ import annotations
 
@@ -17,12 +18,14 @@ from hf_dp.tuners.selection import SelectionConfig, candidates, register
 
 @dataclass
 class RgpConfig(SelectionConfig):
-    """The weight matrices of linear layers train through carriers of this rank, the head and ``modules_to_save`` whole.
+    """The weight matrices of linear layers train through carriers of this rank, the head and
+    ``modules_to_save`` whole.
 
-    Embeddings, biases and norms are frozen, as in section 5 there. Trains in place; a whole checkpoint is saved.
+    Embeddings, biases and norms are frozen, as in section 5 there. Trains in place; a whole
+    checkpoint is saved.
 
-    Args: rank: r, at least 1. power_iterations: for each step's carriers, at least 1. learning_rate_scale: the weights'
-        learning rate / that of what trains whole.
+    Args: rank: r, at least 1. power_iterations: for each step's carriers, at least 1.
+        learning_rate_scale: the weights' learning rate / that of what trains whole.
     """
 
     rank: int = field(default=1)
@@ -42,13 +45,21 @@ class RgpConfig(SelectionConfig):
 
         Raises: InvalidArgumentError for a rank above the smallest side of one.
         """
-        looked_up = {p for m in model.modules() if isinstance(m, nn.Embedding) for p in m.parameters(recurse=False)}
+        looked_up = {
+            p
+            for m in model.modules()
+            if isinstance(m, nn.Embedding)
+            for p in m.parameters(recurse=False)
+        }
         allowed = set(candidates(model, self)) - looked_up
         found = {n: p for n, p in model.named_parameters() if p in allowed and p.dim() == 2}
         smallest = min((min(parameter.shape) for parameter in found.values()), default=0)
         if self.rank > smallest:
             raise invalid(
-                "rank", self.rank, f"to be at most {smallest}, the smallest side of a weight matrix", "Lower it."
+                "rank",
+                self.rank,
+                f"to be at most {smallest}, the smallest side of a weight matrix",
+                "Lower it.",
             )
         return found
 
@@ -58,9 +69,11 @@ register(RgpConfig, InPlace)
 
 @torch.no_grad()
 def carriers(weight: Tensor, start: Tensor, rank: int, iterations: int) -> Carriers:
-    """Carriers along the historical update ``weight - start``, or along the weight while there is none.
+    """Carriers along the historical update ``weight - start``, or along the weight while there is
+    none.
 
-    Power iteration from a random start (algorithm 2): the update is a function of what was released, so this is free.
+    Power iteration from a random start (algorithm 2): the update is a function of what was
+    released, so this is free.
     """
     update = (weight - start).float()
     if not bool(update.any()):
@@ -76,10 +89,14 @@ def _orthonormal(columns: Tensor) -> Tensor:
     return torch.linalg.qr(columns).Q
 
 
-def weight_gradients(noised: Mapping[str, Tensor], by_name: Mapping[str, Carriers]) -> dict[str, Tensor]:
+def weight_gradients(
+    noised: Mapping[str, Tensor], by_name: Mapping[str, Carriers]
+) -> dict[str, Tensor]:
     """Released gradients with those of carriers replaced by the weights'."""
     found = dict(noised)
     for name, each in by_name.items():
         of_left, of_right = found.pop(name + LEFT), found.pop(name + RIGHT)
-        found[name] = Carriers(each.left.to(of_left.dtype), each.right.to(of_left.dtype)).gradient(of_left, of_right)
+        found[name] = Carriers(each.left.to(of_left.dtype), each.right.to(of_left.dtype)).gradient(
+            of_left, of_right
+        )
     return found

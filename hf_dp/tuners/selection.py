@@ -1,13 +1,13 @@
 """Training some of a model's own parameters, as an adapter that stock PEFT loads without hf_dp.
 
-PEFT's ``LNTuningConfig`` is, despite its name, a tuner that trains a full copy of any module and swaps it in. A
-:class:`SelectionConfig` says *which parameters*; :class:`SelectionModel` turns that into copies of the modules that own
-them. What is saved is a plain ``LNTuningConfig`` with the trained parameters, and beside it ``selection.json``: how they
-were chosen.
+PEFT's ``LNTuningConfig`` is, despite its name, a tuner that trains a full copy of any module and
+swaps it in. A :class:`SelectionConfig` says *which parameters*; :class:`SelectionModel` turns that
+into copies of the modules that own them. What is saved is a plain ``LNTuningConfig`` with the
+trained parameters, and beside it ``selection.json``: how they were chosen.
 
-Two things are more than stock. Parameters of a copied module that were not selected stay the base's own, frozen, and are not
-saved. Copies of a tied parameter are one parameter while it trains (each is saved, so that stock PEFT, which does not tie
-them, computes the same).
+Two things are more than stock. Parameters of a copied module that were not selected stay the base's
+own, frozen, and are not saved. Copies of a tied parameter are one parameter while it trains (each
+is saved, so that stock PEFT, which does not tie them, computes the same).
 """
 
 from __future__ import annotations
@@ -22,7 +22,11 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from peft import LNTuningConfig, LNTuningModel, PeftConfig
-from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING, PEFT_TYPE_TO_PREFIX_MAPPING, PEFT_TYPE_TO_TUNER_MAPPING
+from peft.mapping import (
+    PEFT_TYPE_TO_CONFIG_MAPPING,
+    PEFT_TYPE_TO_PREFIX_MAPPING,
+    PEFT_TYPE_TO_TUNER_MAPPING,
+)
 from peft.tuners.ln_tuning.layer import LNTuningLayer
 from peft.tuners.tuners_utils import BaseTuner
 from peft.utils.constants import DUMMY_TARGET_MODULES
@@ -33,7 +37,11 @@ from hf_dp.errors import ConfigError, UnsupportedModelError
 
 FILE_NAME = "selection.json"
 # What PEFT itself trains in full, by task type.
-_HEADS = {"SEQ_CLS": ("classifier", "score"), "TOKEN_CLS": ("classifier", "score"), "QUESTION_ANS": ("qa_outputs",)}
+_HEADS = {
+    "SEQ_CLS": ("classifier", "score"),
+    "TOKEN_CLS": ("classifier", "score"),
+    "QUESTION_ANS": ("qa_outputs",),
+}
 _STOCK = [item.name for item in fields(LNTuningConfig)]
 
 
@@ -41,10 +49,12 @@ _STOCK = [item.name for item in fields(LNTuningConfig)]
 class SelectionConfig(LNTuningConfig):
     """Which of a model's own parameters train; its children say how they are chosen.
 
-    A new head (``task_type`` SEQ_CLS, TOKEN_CLS, QUESTION_ANS) and ``modules_to_save`` always train, never chosen from.
+    A new head (``task_type`` SEQ_CLS, TOKEN_CLS, QUESTION_ANS) and ``modules_to_save`` always
+    train, never chosen from.
 
     Args:
-        parameters: the chosen ones, as the base model's ``named_parameters`` calls them; None until they are chosen.
+        parameters: the chosen ones, as the base model's ``named_parameters`` calls them; None until
+            they are chosen.
 
     Raises: ConfigError for ``target_modules`` (``parameters`` decides them).
     """
@@ -57,7 +67,9 @@ class SelectionConfig(LNTuningConfig):
         super().__post_init__()
         self.peft_type = self.method.upper()
         if self.target_modules is not None:
-            raise ConfigError(f"{type(self).__name__} takes no `target_modules`: what trains decides them.")
+            raise ConfigError(
+                f"{type(self).__name__} takes no `target_modules`: what trains decides them."
+            )
 
     def choose(self, model: nn.Module) -> list[str]:
         """Names of the parameters to train, from public knowledge: the model alone.
@@ -70,7 +82,11 @@ class SelectionConfig(LNTuningConfig):
         """What ``selection.json`` holds, JSON-ready: the method, its options, what it chose."""
         own = {key: value for key, value in asdict(self).items() if key not in _STOCK}
         saved = _plain(self.modules_to_save)
-        return {"method": self.method, "task_type": _plain(self.task_type), "modules_to_save": saved} | own
+        return {
+            "method": self.method,
+            "task_type": _plain(self.task_type),
+            "modules_to_save": saved,
+        } | own
 
     def stock(self) -> LNTuningConfig:
         """The configuration that stock PEFT loads the saved adapter with."""
@@ -84,14 +100,24 @@ class SelectionConfig(LNTuningConfig):
 
     def write_details(self, folder: str) -> None:
         """Write ``selection.json`` alone."""
-        Path(folder, FILE_NAME).write_text(json.dumps(self.details(), indent=2) + "\n", encoding="utf-8")
+        Path(folder, FILE_NAME).write_text(
+            json.dumps(self.details(), indent=2) + "\n", encoding="utf-8"
+        )
 
     def options(self) -> dict[str, Any]:
         """What the user decided, without what was chosen: a resumed run must have the same."""
-        values = {name: value for name, value in self.details().items() if name not in ("parameters", "made")}
+        values = {
+            name: value
+            for name, value in self.details().items()
+            if name not in ("parameters", "made")
+        }
         saved = values["modules_to_save"] or []
         heads = _HEADS.get(self.task_type or "", ())  # PEFT adds them when it wraps the model
-        return values | {"modules_to_save": sorted({saved} if isinstance(saved, str) else set(saved) - set(heads))}
+        return values | {
+            "modules_to_save": sorted(
+                {saved} if isinstance(saved, str) else set(saved) - set(heads)
+            )
+        }
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: str, *args: Any, **kwargs: Any) -> Any:
@@ -106,7 +132,9 @@ class SelectionConfig(LNTuningConfig):
         try:
             return cls(**values)
         except TypeError as problem:
-            raise ConfigError(f"{FILE_NAME} cannot be read ({problem}): another version wrote it.") from problem
+            raise ConfigError(
+                f"{FILE_NAME} cannot be read ({problem}): another version wrote it."
+            ) from problem
 
 
 def register(cls: type[SelectionConfig], tuner: Any = None) -> type[SelectionConfig]:
@@ -122,9 +150,12 @@ def register(cls: type[SelectionConfig], tuner: Any = None) -> type[SelectionCon
 
 
 class SelectionModel(LNTuningModel):
-    """Trains the selected parameters in copies of the modules that own them. Made by ``get_peft_model``."""
+    """Trains the selected parameters in copies of the modules that own them. Made by
+    ``get_peft_model``."""
 
-    def inject_adapter(self, model: nn.Module, adapter_name: str, *args: Any, **kwargs: Any) -> None:
+    def inject_adapter(
+        self, model: nn.Module, adapter_name: str, *args: Any, **kwargs: Any
+    ) -> None:
         config: Any = self.peft_config[adapter_name]
         if config.parameters is None:
             config.parameters = list(config.choose(model))
@@ -133,22 +164,31 @@ class SelectionModel(LNTuningModel):
         chosen = {names[name] for name in config.parameters}
         config.target_modules = targets
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "Unsupported layer type")  # copies need no in_features
+            warnings.filterwarnings(
+                "ignore", "Unsupported layer type"
+            )  # copies need no in_features
             super().inject_adapter(model, adapter_name, *args, **kwargs)
-        config.target_modules = targets  # PEFT shortens long lists, and takes a lone "wte" for a changed vocabulary
+        config.target_modules = (
+            targets  # PEFT shortens long lists, and takes a lone "wte" for a changed vocabulary
+        )
         self._join(model, adapter_name, chosen)
         self._train_only_selected()
 
-    # LNTuning's own leaves the wrappers of modules_to_save in a merged model, whose checkpoint then loads without the head.
+    # LNTuning's own leaves the wrappers of modules_to_save in a merged model, whose checkpoint then
+    # loads without the head.
     _unload_and_optionally_merge = BaseTuner._unload_and_optionally_merge
 
     def _check_tied_modules(self, model: nn.Module, peft_config: PeftConfig) -> None:
         """No warning: copies of tied parameters are one parameter here."""
 
-    def _replace_module(self, parent: nn.Module, child_name: str, new_module: nn.Module, child: nn.Module) -> None:
+    def _replace_module(
+        self, parent: nn.Module, child_name: str, new_module: nn.Module, child: nn.Module
+    ) -> None:
         if isinstance(new_module, LNTuningLayer):
             super()._replace_module(parent, child_name, new_module, child)
-        else:  # back to an ordinary layer or head; stock PEFT would look for its `weight`, which not each has
+        else:
+            # Back to an ordinary layer or head. Stock PEFT would look for its `weight`, which
+            # not every layer has.
             setattr(parent, child_name, new_module)
 
     @staticmethod
@@ -161,11 +201,16 @@ class SelectionModel(LNTuningModel):
             for path, original in layer.base_layer.named_modules():
                 twin = copy.get_submodule(path)
                 for name, parameter in original.named_parameters(recurse=False):
-                    new = copies.setdefault(parameter, getattr(twin, name)) if parameter in chosen else parameter
+                    new = (
+                        copies.setdefault(parameter, getattr(twin, name))
+                        if parameter in chosen
+                        else parameter
+                    )
                     setattr(twin, name, new)
 
     def _train_only_selected(self) -> None:
-        """Stock PEFT switches a whole copy on; of it only the selected parameters train, the others are the base's."""
+        """Stock PEFT switches a whole copy on; of it only the selected parameters train, the others
+        are the base's."""
         base = {
             parameter
             for layer in self.model.modules()
@@ -179,7 +224,9 @@ class SelectionModel(LNTuningModel):
         super().set_adapter(adapter_name, inference_mode=inference_mode)
         self._train_only_selected()
 
-    def set_requires_grad(self, adapter_names: str | Sequence[str], requires_grad: bool = True) -> None:
+    def set_requires_grad(
+        self, adapter_names: str | Sequence[str], requires_grad: bool = True
+    ) -> None:
         super().set_requires_grad(adapter_names, requires_grad)
         self._train_only_selected()
 
@@ -196,8 +243,14 @@ class SelectionModel(LNTuningModel):
         state_dict: dict[str, Tensor],
         unwanted_adapter_names: list[str],
     ) -> dict[str, Tensor]:
-        found = super()._get_adapter_state_dict(model, config, adapter_name, state_dict, unwanted_adapter_names)
-        layers = {id(module): name for name, module in model.named_modules() if isinstance(module, LNTuningLayer)}
+        found = super()._get_adapter_state_dict(
+            model, config, adapter_name, state_dict, unwanted_adapter_names
+        )
+        layers = {
+            id(module): name
+            for name, module in model.named_modules()
+            if isinstance(module, LNTuningLayer)
+        }
         shared = {
             f"{layers[id(layer)]}.{path}"
             for layer in model.modules()
@@ -213,30 +266,44 @@ def _same_as_base(layer: LNTuningLayer, adapter_name: str) -> list[str]:
         return []
     base = dict(layer.base_layer.named_parameters(remove_duplicate=False))
     copy = layer.ln_tuning_layers[adapter_name].named_parameters(remove_duplicate=False)
-    return [f"ln_tuning_layers.{adapter_name}.{name}" for name, parameter in copy if base[name] is parameter]
+    return [
+        f"ln_tuning_layers.{adapter_name}.{name}"
+        for name, parameter in copy
+        if base[name] is parameter
+    ]
 
 
 def target_modules(model: nn.Module, parameters: Sequence[str]) -> list[str] | str:
     """The layers that own these parameters, all owners of a tied one, in the form PEFT takes them.
 
-    Raises: InvalidArgumentError for a name that is no parameter; UnsupportedModelError for one that is not a layer's.
+    Raises: InvalidArgumentError for a name that is no parameter; UnsupportedModelError for one that
+        is not a layer's.
     """
     names = dict(model.named_parameters())
     for name in parameters:
         if name not in names:
-            raise invalid("parameters", name, "to be a parameter of the model", "See `hf-dp partitions MODEL`.")
+            raise invalid(
+                "parameters",
+                name,
+                "to be a parameter of the model",
+                "See `hf-dp partitions MODEL`.",
+            )
     modules = dict(model.named_modules(remove_duplicate=False))
     outside = outside_layers(model)
     for name in parameters:
         if names[name] in outside:
             raise UnsupportedModelError(
-                f"{name!r} is not a parameter of a single layer but of a module made of others, which cannot be copied and "
-                "swapped. Leave it out."
+                f"{name!r} is not a parameter of a single layer but of a module made of others, "
+                "which cannot be copied and swapped. Leave it out."
             )
     wanted = {names[name] for name in parameters}
-    owners = [path for path, module in modules.items() if wanted & set(module.parameters(recurse=False))]
+    owners = [
+        path for path, module in modules.items() if wanted & set(module.parameters(recurse=False))
+    ]
     # PEFT matches a list by the end of a name: "head" would also match "decoder.head".
-    if all(path in owners or not any(path.endswith(f".{name}") for name in owners) for path in modules):
+    if all(
+        path in owners or not any(path.endswith(f".{name}") for name in owners) for path in modules
+    ):
         return owners
     return "|".join(re.escape(path) for path in owners)
 
@@ -244,23 +311,36 @@ def target_modules(model: nn.Module, parameters: Sequence[str]) -> list[str] | s
 def candidates(model: nn.Module, config: SelectionConfig) -> list[nn.Parameter]:
     """The trainable parameters that may be selected.
 
-    Not those of the head and of ``modules_to_save``, which always train. Not those that a module made of others owns (ViT's
-    class token, the bias that a masked language model's head shares with its decoder), which stay frozen: PEFT copies
-    layers, and such a module, copied whole, no longer has the attributes that others read.
+    Not those of the head and of ``modules_to_save``, which always train. Not those that a module
+    made of others owns (ViT's class token, the bias that a masked language model's head shares with
+    its decoder), which stay frozen: PEFT copies layers, and such a module, copied whole, no longer
+    has the attributes that others read.
     """
     out = always_trained(model, config) | outside_layers(model)
-    return [parameter for parameter in model.parameters() if parameter.requires_grad and parameter not in out]
+    return [
+        parameter
+        for parameter in model.parameters()
+        if parameter.requires_grad and parameter not in out
+    ]
 
 
 def outside_layers(model: nn.Module) -> set[nn.Parameter]:
     """Parameters that a module with children owns, alone or beside a layer."""
-    return {p for module in model.modules() if any(module.children()) for p in module.parameters(recurse=False)}
+    return {
+        p
+        for module in model.modules()
+        if any(module.children())
+        for p in module.parameters(recurse=False)
+    }
 
 
 def always_trained(model: nn.Module, config: SelectionConfig) -> set[nn.Parameter]:
     """Parameters of the modules that PEFT trains in full whatever is selected."""
     saved = config.modules_to_save or []
-    ends = (*([saved] if isinstance(saved, str) else saved), *_HEADS.get(config.task_type or "", ()))
+    ends = (
+        *([saved] if isinstance(saved, str) else saved),
+        *_HEADS.get(config.task_type or "", ()),
+    )
     return {
         parameter
         for path, module in model.named_modules(remove_duplicate=False)
@@ -279,7 +359,9 @@ def read_details(name_or_path: str, **options: Any) -> dict[str, Any]:
     try:
         values = json.loads(Path(path).read_text(encoding="utf-8"))
     except (OSError, ValueError) as problem:
-        raise ConfigError(f"There is no readable {FILE_NAME} in {name_or_path!r} ({problem}).") from problem
+        raise ConfigError(
+            f"There is no readable {FILE_NAME} in {name_or_path!r} ({problem})."
+        ) from problem
     return dict(values)
 
 

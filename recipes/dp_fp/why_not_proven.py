@@ -1,9 +1,11 @@
-"""Why no epsilon is established for DP-FP as published: one row's own word shows in every update, whatever the noise.
+"""Why no epsilon is established for DP-FP as published: one row's own word shows in every update,
+whatever the noise.
 
     python recipes/dp_fp/why_not_proven.py
 
-Sixteen made-up rows; one of them holds a word that no other has. For rising noise, with and without this row, the table counts
-the steps that move the word's embedding. With noise that hides a row, the two counts could not be told apart.
+Sixteen made-up rows; one of them holds a word that no other has. For rising noise, with and without
+this row, the table counts the steps that move the word's embedding. With noise that hides a row,
+the two counts could not be told apart.
 """
 
 from __future__ import annotations
@@ -32,11 +34,14 @@ class CanaryMoves(TrainerCallback):
         self.before = model.bert.embeddings.word_embeddings.weight[CANARY].clone()
 
     def on_optimizer_step(self, args, state, control, model=None, **kwargs):
-        self.moved += not torch.equal(self.before, model.bert.embeddings.word_embeddings.weight[CANARY])
+        self.moved += not torch.equal(
+            self.before, model.bert.embeddings.word_embeddings.weight[CANARY]
+        )
 
 
 def rows(with_canary: bool) -> datasets.Dataset:
-    """All rows there in both cases; without the canary, its row holds nothing but ordinary words."""
+    """All rows there in both cases; without the canary, its row holds nothing but ordinary
+    words."""
     tokens = torch.randint(4, CANARY, (ROWS, 8), generator=torch.Generator().manual_seed(0))
     if with_canary:
         tokens[0, 3] = CANARY
@@ -50,12 +55,20 @@ def rows(with_canary: bool) -> datasets.Dataset:
 
 def model() -> BertForSequenceClassification:
     torch.manual_seed(0)
-    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
-    return BertForSequenceClassification(BertConfig(vocab_size=30, max_position_embeddings=16, **sizes))
+    sizes = {
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "intermediate_size": 64,
+    }
+    return BertForSequenceClassification(
+        BertConfig(vocab_size=30, max_position_embeddings=16, **sizes)
+    )
 
 
 def count(variant: str, noise: float, with_canary: bool) -> int:
-    """Of STEPS steps, in each of which every row takes part, those that move the canary's embedding."""
+    """Of STEPS steps, in each of which every row takes part, those that move the canary's
+    embedding."""
     watch = CanaryMoves()
     with tempfile.TemporaryDirectory() as folder:
         args = DPTrainingArguments(
@@ -97,9 +110,10 @@ def main() -> None:
     print()
     if told_apart:
         print(
-            "published: whoever sees one update knows whether the row was there, at every noise. The gradient of the encoder\n"
-            "is (what comes back through the noise) x (the activations below it, as they are): the second factor is not\n"
-            "noised, so the update is no function of the noised representation, and post-processing does not cover it."
+            "published: whoever sees one update knows whether the row was there, at every noise. "
+            "The gradient of the encoder\nis (what comes back through the noise) x (the "
+            "activations below it, as they are): the second factor is not\nnoised, so the update "
+            "is no function of the noised representation, and post-processing does not cover it."
         )
     if seen["frozen"] == {(0, 0)}:
         print("frozen: nothing below the noise moves, so nothing below it can tell.")

@@ -9,10 +9,17 @@ from hf_dp.accounting.budget import compute_sigma
 from hf_dp.errors import CalibrationError, InvalidArgumentError
 
 DELTA = 1 / (2 * 67_349)
-SST2 = {"sample_rate": 1024 / 67_349, "steps": 198, "selection_sample_rate": 0.02, "selection_iterations": 5}
+SST2 = {
+    "sample_rate": 1024 / 67_349,
+    "steps": 198,
+    "selection_sample_rate": 0.02,
+    "selection_iterations": 5,
+}
 
 
-@pytest.mark.parametrize(("accountant", "target"), [("rdp", 0.5), ("rdp", 2.0), ("rdp", 8.0), ("pld", 2.0)])
+@pytest.mark.parametrize(
+    ("accountant", "target"), [("rdp", 0.5), ("rdp", 2.0), ("rdp", 8.0), ("pld", 2.0)]
+)
 def test_everything_together_just_meets_the_target(target, accountant):
     training, selection = compute_sigma(target, DELTA, accountant=accountant, **SST2)
     steps = PoissonSampledGaussian(training, SST2["sample_rate"], 198)
@@ -25,7 +32,9 @@ def test_everything_together_just_meets_the_target(target, accountant):
 
 def test_a_selection_that_does_not_fit_says_what_to_change():
     whole = SST2 | {"selection_sample_rate": 1.0, "selection_iterations": 10**7}
-    with pytest.raises(CalibrationError, match="does not fit beside the training.*selection_budget_ratio"):
+    with pytest.raises(
+        CalibrationError, match="does not fit beside the training.*selection_budget_ratio"
+    ):
         compute_sigma(0.05, 1e-9, accountant="rdp", **whole)
     for ratio in (0.0, 1.0, -0.1):
         with pytest.raises(InvalidArgumentError, match="selection_budget_ratio"):

@@ -25,8 +25,8 @@ def assert_private_and_tight(sigma, target, delta, q, steps, accountant, prior=(
     assert cost(sigma / (1 + calibration.TOLERANCE)) > target, "less noise would have done"
 
 
-# smallest sigmas: RDP from Opacus 1.6; PLD from dp-accounting's own calibration, without our slack (at most 3e-4 of
-# sigma)
+# smallest sigmas: RDP from Opacus 1.6; PLD from dp-accounting's own calibration, without our slack
+# (at most 3e-4 of sigma)
 @pytest.mark.parametrize(
     ("target", "accountant", "sigma", "above"),
     [
@@ -71,7 +71,9 @@ def test_the_test_above_would_notice_the_wrong_side():
 
 
 def test_an_estimate_is_refused():
-    with pytest.raises(InvalidArgumentError, match="Calibration needs a bound; 'gdp_clt' is an estimate"):
+    with pytest.raises(
+        InvalidArgumentError, match="Calibration needs a bound; 'gdp_clt' is an estimate"
+    ):
         calibrate_noise_multiplier(3, DELTA, Q, STEPS, "gdp_clt")
     with pytest.raises(InvalidArgumentError, match="Calibration needs a bound"):
         calibrate_steps(3, DELTA, 1.0, Q, "gdp_clt")
@@ -79,11 +81,15 @@ def test_an_estimate_is_refused():
 
 @pytest.mark.parametrize("accountant", ["pld", "rdp"])
 def test_unreachable_targets_say_why(accountant):
-    with pytest.raises(CalibrationError, match="target_epsilon 0.001 is not met even at noise multiplier 1000?"):
+    with pytest.raises(
+        CalibrationError, match="target_epsilon 0.001 is not met even at noise multiplier 1000?"
+    ):
         calibrate_noise_multiplier(1e-3, 1e-6, 1.0, 100000, accountant)
     with pytest.raises(CalibrationError, match="prior events alone cost epsilon"):
         calibrate_noise_multiplier(1, 1e-6, 0.01, 10, accountant, [Gaussian(1.0)])
-    with pytest.raises(CalibrationError, match="is met even at noise multiplier 0.*Lower `target_epsilon`"):
+    with pytest.raises(
+        CalibrationError, match="is met even at noise multiplier 0.*Lower `target_epsilon`"
+    ):
         calibrate_noise_multiplier(1e5, 1e-6, 1e-4, 1, accountant)
 
 
@@ -104,7 +110,9 @@ def test_bad_values_and_ranges():
         calibrate_noise_multiplier(3, 1e-6, 1e-7, STEPS)
 
 
-@pytest.mark.parametrize(("accountant", "prior"), [("rdp", ()), ("pld", ()), ("rdp", (Gaussian(4.0),))])
+@pytest.mark.parametrize(
+    ("accountant", "prior"), [("rdp", ()), ("pld", ()), ("rdp", (Gaussian(4.0),))]
+)
 def test_steps_are_the_most_that_fit(accountant, prior):
     steps = calibrate_steps(3, DELTA, 0.83, Q, accountant, prior)
     assert steps > 0

@@ -1,8 +1,9 @@
-"""Every accountant against numbers computed elsewhere, at its edges, and against the other accountants.
+"""Every accountant against numbers computed elsewhere, at its edges, and against the other
+accountants.
 
-Golden values: ``tight`` from an independent implementation (exponentially tilted FFT of the remove-direction loss,
-exact cell masses, mean corrected), ``rdp`` from Opacus 1.6 (exact series), ``clt`` from the closed form; computed with
-Python 3.11.
+Golden values: ``tight`` from an independent implementation (exponentially tilted FFT of the
+remove-direction loss, exact cell masses, mean corrected), ``rdp`` from Opacus 1.6 (exact series),
+``clt`` from the closed form; computed with Python 3.11.
 """
 
 from __future__ import annotations
@@ -14,7 +15,15 @@ import numpy as np
 import pytest
 from scipy import integrate, stats
 
-from hf_dp.accounting import ACCOUNTANTS, Epsilon, Gaussian, PoissonSampledGaussian, epsilon, rdp, round_up
+from hf_dp.accounting import (
+    ACCOUNTANTS,
+    Epsilon,
+    Gaussian,
+    PoissonSampledGaussian,
+    epsilon,
+    rdp,
+    round_up,
+)
 from hf_dp.errors import AccountingRangeError, InvalidArgumentError, UnsupportedEventError
 
 # sigma, q, steps, delta, tight, rdp, clt
@@ -26,14 +35,22 @@ GRID = [
     (1.0, 0.1, 100, 1e-5, 7.04660264, 7.899255, 6.00707731),
     (5.0, 0.1, 1000, 1e-5, 2.65067745, 2.87958462, 2.62391098),
     (2.0, 0.5, 10, 1e-5, 3.95899557, 4.36685055, 3.59416002),
-    (2.0, 0.0001, 100000, 1e-6, 0.0593450952, 0.148969534, 0.0590490843),  # per-step loss below the coarse grid
+    (
+        2.0,
+        0.0001,
+        100000,
+        1e-6,
+        0.0593450952,
+        0.148969534,
+        0.0590490843,
+    ),  # per-step loss below the coarse grid
 ]
 # unsampled Gaussians, tight is the closed form
 GAUSSIAN = [(1.0, 1, 1e-5, 4.3771781), (2.0, 10, 1e-5, 7.5112759), (10.0, 1, 1e-5, 0.340669365)]
 
-# Li et al. 2021 (arXiv 2110.05679), Table 1, settings recovered: 1024 x (1, 2, 6, 6) examples a step, 3 x (1, 2, 6, 6)
-# epochs, delta 1/(2N), sigma by RDP at epsilon 3 or 8; "printed" is the paper's PRV column (the point estimate).
-# N, batch, steps, target, sigma, prv estimate, printed
+# Li et al. 2021 (arXiv 2110.05679), Table 1, settings recovered: 1024 x (1, 2, 6, 6) examples a
+# step, 3 x (1, 2, 6, 6) epochs, delta 1/(2N), sigma by RDP at epsilon 3 or 8; "printed" is the
+# paper's PRV column (the point estimate). N, batch, steps, target, sigma, prv estimate, printed
 LI_2021 = [
     (67349, 1024, 198, 3.0, 0.825393470, 2.41015, 2.41),
     (67349, 1024, 198, 8.0, 0.580270, 6.6853, 6.69),
@@ -51,7 +68,9 @@ def test_grid(sigma, q, steps, delta, tight, by_rdp, clt):
     pld = epsilon(event, delta)
     assert pld.kind == "bound"
     assert tight <= pld.value <= tight + 1.5e-3  # slack 1e-3, and the coarse grid's error
-    assert by_rdp <= epsilon(event, delta, "rdp").value <= by_rdp * 1.003  # fractional orders are an upper bound
+    assert (
+        by_rdp <= epsilon(event, delta, "rdp").value <= by_rdp * 1.003
+    )  # fractional orders are an upper bound
     assert epsilon(event, delta, "gdp_clt").value == pytest.approx(clt, rel=1e-6)
     prv = epsilon(event, delta, "prv")
     assert tight <= prv.value <= tight + 0.013
@@ -83,7 +102,8 @@ def test_sst2_clt_is_an_estimate_and_far_below():
     assert result.value == pytest.approx(1.544, abs=1e-3)
 
 
-# DP-FROST on SST-2: 198 training steps and 5 selection steps (q 0.02); sigmas split by RDP epsilon 0.9 / 0.1.
+# DP-FROST on SST-2: 198 training steps and 5 selection steps (q 0.02); sigmas split by RDP epsilon
+# 0.9 / 0.1.
 @pytest.mark.parametrize(
     ("training", "selection", "delta", "by_rdp", "tight", "clt"),
     [
@@ -92,7 +112,10 @@ def test_sst2_clt_is_an_estimate_and_far_below():
     ],
 )
 def test_heterogeneous_composition(training, selection, delta, by_rdp, tight, clt):
-    events = [PoissonSampledGaussian(selection, 0.02, 5), PoissonSampledGaussian(training, 1024 / 67349, 198)]
+    events = [
+        PoissonSampledGaussian(selection, 0.02, 5),
+        PoissonSampledGaussian(training, 1024 / 67349, 198),
+    ]
     assert tight - 1e-5 <= epsilon(events, delta).value <= tight + 1.1e-3
     assert by_rdp - 1e-6 <= epsilon(events, delta, "rdp").value <= by_rdp * 1.001
     assert epsilon(events, delta, "prv").estimate == pytest.approx(tight, abs=1e-3)
@@ -100,7 +123,9 @@ def test_heterogeneous_composition(training, selection, delta, by_rdp, tight, cl
     assert epsilon(reversed(events), delta) == epsilon(events, delta)
 
 
-@pytest.mark.parametrize(("q", "sigma", "order"), [(0.02, 0.8, 4.0), (0.1, 1.0, 3.2), (1e-4, 5.0, 32.0)])
+@pytest.mark.parametrize(
+    ("q", "sigma", "order"), [(0.02, 0.8, 4.0), (0.1, 1.0, 3.2), (1e-4, 5.0, 32.0)]
+)
 def test_rdp_curve_against_quadrature(q, sigma, order):
     """E over N(0, sigma^2) of (mixture density / noise density)^order, integrated directly."""
 
@@ -109,15 +134,26 @@ def test_rdp_curve_against_quadrature(q, sigma, order):
         return stats.norm.pdf(x, scale=sigma) * math.expm1(order * math.log(ratio))
 
     edges = np.linspace(-12 * sigma, order + 12 * sigma, 40)
-    excess = sum(integrate.quad(integrand, a, b, epsabs=0, epsrel=1e-11)[0] for a, b in zip(edges, edges[1:]))
+    excess = sum(
+        integrate.quad(integrand, a, b, epsabs=0, epsrel=1e-11)[0] for a, b in zip(edges, edges[1:])
+    )
     exact = math.log1p(excess) / (order - 1)
     ours = rdp._curve(sigma, q)[rdp.ORDERS.index(order)]
-    assert exact <= ours <= exact * (1 + (1e-9 if order.is_integer() else 6e-3)) + 1.1 * rdp.ROUNDING_ALLOWANCE
+    assert (
+        exact
+        <= ours
+        <= exact * (1 + (1e-9 if order.is_integer() else 6e-3)) + 1.1 * rdp.ROUNDING_ALLOWANCE
+    )
 
 
 @pytest.mark.parametrize("accountant", ACCOUNTANTS)
 def test_nothing_costs_nothing_and_no_noise_costs_everything(accountant):
-    for nothing in ([], Gaussian(1.0, 0), PoissonSampledGaussian(1.0, 0.0, 10), PoissonSampledGaussian(0.0, 0.1, 0)):
+    for nothing in (
+        [],
+        Gaussian(1.0, 0),
+        PoissonSampledGaussian(1.0, 0.0, 10),
+        PoissonSampledGaussian(0.0, 0.1, 0),
+    ):
         assert epsilon(nothing, 1e-5, accountant).value == 0
     for everything in (Gaussian(0.0), [SST2, PoissonSampledGaussian(0.0, 0.1, 1)]):
         assert epsilon(everything, 1e-5, accountant).value == math.inf
@@ -126,7 +162,9 @@ def test_nothing_costs_nothing_and_no_noise_costs_everything(accountant):
     assert type(epsilon(SST2, 1e-5, accountant).value) is float
 
 
-@pytest.mark.parametrize("accountant", [pytest.param("pld", marks=pytest.mark.slow), "rdp", "gdp_clt"])
+@pytest.mark.parametrize(
+    "accountant", [pytest.param("pld", marks=pytest.mark.slow), "rdp", "gdp_clt"]
+)
 def test_monotone_in_steps_noise_rate_and_delta(accountant):
     def cost(sigma=1.0, q=0.01, steps=500, delta=1e-6):
         return epsilon(PoissonSampledGaussian(sigma, q, steps), delta, accountant).value
@@ -144,7 +182,9 @@ def test_monotone_in_steps_noise_rate_and_delta(accountant):
 def test_default_is_never_above_rdp():
     random.seed(0)
     for _ in range(8):
-        event = PoissonSampledGaussian(random.uniform(0.6, 20), 10 ** random.uniform(-4, -1), random.randint(1, 500))
+        event = PoissonSampledGaussian(
+            random.uniform(0.6, 20), 10 ** random.uniform(-4, -1), random.randint(1, 500)
+        )
         assert epsilon(event, 1e-6).value <= epsilon(event, 1e-6, "rdp").value
 
 
@@ -153,14 +193,29 @@ def test_default_is_never_above_rdp():
     [
         (SST2, 1e-9, "pld", '`delta` >= 1e-08, got 1e-09. Use accountant="rdp"'),
         (SST2, 1e-12, "prv", '`delta` >= 1e-11.*accountant="rdp"'),
-        (PoissonSampledGaussian(0.2, 0.1, 1), 1e-5, "pld", "`noise_multiplier` in .0.3, 100.0., got 0.2"),
+        (
+            PoissonSampledGaussian(0.2, 0.1, 1),
+            1e-5,
+            "pld",
+            "`noise_multiplier` in .0.3, 100.0., got 0.2",
+        ),
         (Gaussian(0.01), 1e-5, "pld", "`noise_multiplier` in .0.05, 10000.0., got 0.01"),
         (Gaussian(200.0), 1e-5, "prv", "`noise_multiplier`"),
         (Gaussian(0.001), 1e-5, "rdp", "`noise_multiplier`"),
         (PoissonSampledGaussian(1.0, 1e-6, 10), 1e-5, "pld", "`sample_rate` >= 1e-05"),
         (PoissonSampledGaussian(1.0, 1e-3, 10**7), 1e-5, "pld", "at most 1000000 `steps`"),
-        (PoissonSampledGaussian(0.5, 0.9, 1000), 1e-5, "pld", 'epsilon up to 500.*Use accountant="rdp"'),
-        (PoissonSampledGaussian(0.45, 0.02, 20000), 1e-5, "prv", "accountant=.pld. or accountant=.rdp."),
+        (
+            PoissonSampledGaussian(0.5, 0.9, 1000),
+            1e-5,
+            "pld",
+            'epsilon up to 500.*Use accountant="rdp"',
+        ),
+        (
+            PoissonSampledGaussian(0.45, 0.02, 20000),
+            1e-5,
+            "prv",
+            "accountant=.pld. or accountant=.rdp.",
+        ),
         (PoissonSampledGaussian(0.6, 0.2, 100), 1e-5, "prv", "failed with: Discrete mean differs"),
     ],
 )
@@ -171,7 +226,9 @@ def test_outside_its_range_an_accountant_refuses_and_names_another(event, delta,
 
 def test_prv_mean_defect_is_measured_and_refused():
     """(1, 0.1, T): the mean is off by 6.8e-6 a step; harmless at T = 100, and 0.0027 at T = 400."""
-    assert epsilon(PoissonSampledGaussian(1.0, 0.1, 100), 1e-5, "prv").estimate == pytest.approx(7.04728, abs=1e-4)
+    assert epsilon(PoissonSampledGaussian(1.0, 0.1, 100), 1e-5, "prv").estimate == pytest.approx(
+        7.04728, abs=1e-4
+    )
     with pytest.raises(AccountingRangeError, match="error of its mean"):
         epsilon(PoissonSampledGaussian(1.0, 0.1, 400), 1e-5, "prv")
 

@@ -8,12 +8,20 @@ import math
 
 import pytest
 
-from hf_dp.accounting import BestOfRandomRuns, Gaussian, PoissonSampledGaussian, epsilon, event_from_dict
+from hf_dp.accounting import (
+    BestOfRandomRuns,
+    Gaussian,
+    PoissonSampledGaussian,
+    epsilon,
+    event_from_dict,
+)
 from hf_dp.accounting.composition import compose
 from hf_dp.errors import InvalidArgumentError, UnsupportedEventError
 
 
-@pytest.mark.parametrize("event", [Gaussian(1.5), Gaussian(2, 3), PoissonSampledGaussian(0.8, 0.015, 198)])
+@pytest.mark.parametrize(
+    "event", [Gaussian(1.5), Gaussian(2, 3), PoissonSampledGaussian(0.8, 0.015, 198)]
+)
 def test_round_trip_through_json(event):
     assert event_from_dict(json.loads(json.dumps(event.to_dict()))) == event
 
@@ -50,7 +58,10 @@ def test_bad_values_are_refused_on_construction(arguments, match):
     [
         ({"type": "Laplace", "noise_multiplier": 1}, "Unknown event type 'Laplace'"),
         ({"noise_multiplier": 1, "steps": 1}, "Unknown event type None"),
-        ({"type": "Gaussian", "noise_multiplier": 1, "steps": 1, "cap": 3}, r"unknown here: \['cap'\]"),
+        (
+            {"type": "Gaussian", "noise_multiplier": 1, "steps": 1, "cap": 3},
+            r"unknown here: \['cap'\]",
+        ),
         ({"type": "Gaussian", "noise_multiplier": 1}, r"missing: \['steps'\]"),
         ({"type": "Gaussian", "noise_multiplier": -1, "steps": 1}, "cannot be read"),
         ("Gaussian", "mapping"),

@@ -1,4 +1,5 @@
-"""Every number of ``tests/golden/accounting.json`` (its source stands there), by the accountant it belongs to."""
+"""Every number of ``tests/golden/accounting.json`` (its source stands there), by the accountant it
+belongs to."""
 
 from __future__ import annotations
 
@@ -27,7 +28,9 @@ SST2, SST2_STEPS, SST2_DELTA = 1024 / 67349, 198, 1 / (2 * 67349)
 
 def rows(name: str, fast: Callable[[dict], bool] = lambda row: row["steps"] <= 2000) -> list:
     """All rows; those that are not ``fast`` take seconds each."""
-    return [pytest.param(row, marks=[] if fast(row) else [pytest.mark.slow]) for row in GOLDEN[name]]
+    return [
+        pytest.param(row, marks=[] if fast(row) else [pytest.mark.slow]) for row in GOLDEN[name]
+    ]
 
 
 def event_of(row: dict) -> PoissonSampledGaussian:
@@ -58,12 +61,15 @@ def test_the_oracle_agrees_with_the_grid(row):
 
 
 @pytest.mark.parametrize(
-    "row", rows("tiny_delta", lambda row: row["steps"] <= 1000 and row["delta"] in (1e-8, 1e-10, 1e-12))
+    "row",
+    rows("tiny_delta", lambda row: row["steps"] <= 1000 and row["delta"] in (1e-8, 1e-10, 1e-12)),
 )
 def test_tiny_deltas(row):
     """No bound below the truth, whatever delta; PLD refuses where its own would be."""
     event, delta, tight = event_of(row), row["delta"], row["tight"]
-    assert oracle.epsilon([(row["sigma"], row["q"], row["steps"])], delta) == pytest.approx(tight, abs=5e-4)
+    assert oracle.epsilon([(row["sigma"], row["q"], row["steps"])], delta) == pytest.approx(
+        tight, abs=5e-4
+    )
     if "rdp" in row:  # the table's has fewer orders
         assert row["rdp"] * (1 - 1e-3) <= epsilon(event, delta, "rdp").value <= row["rdp"] * 1.003
     if row["q"] == 1:  # in closed form, with no limit on delta
@@ -77,7 +83,8 @@ def test_tiny_deltas(row):
         assert tight <= epsilon(event, delta, "prv").value <= tight + 0.013
 
 
-# "compose tradeoff func." of Li et al. 2021, Table 1: 1024 x factor examples a step; E2E with the public script's delta.
+# "compose tradeoff func." of Li et al. 2021, Table 1: 1024 x factor examples a step; E2E with the
+# public script's delta.
 PRINTED_PRV = {"1024xfactor", "delta_8e-6_repo"}
 # The central-limit column: not SST-2's, whose two printed figures come from different runs.
 PRINTED_CLT = {"MNLI", "QQP", "QNLI", "E2E"}
@@ -92,67 +99,95 @@ def test_li_2021(row):
     assert prv.estimate == pytest.approx(row["prv"], abs=1e-3)
     assert prv.estimate <= epsilon(event, delta).value <= prv.estimate + 1.6e-3
     if row["config"] == "1024xfactor":
-        assert round(prv.estimate, 2) == row["printed"]["prv"]  # to the digit, to nearest; our bounds lie above
+        assert (
+            round(prv.estimate, 2) == row["printed"]["prv"]
+        )  # to the digit, to nearest; our bounds lie above
         assert epsilon(event, delta).rounded_up(2) >= row["printed"]["prv"]
     if row["config"] in PRINTED_PRV and row["task"] == "E2E":
         assert prv.estimate == pytest.approx(row["printed"]["prv"], abs=0.011)
     if row["config"] == "1024xfactor" and row["task"] in PRINTED_CLT:
-        assert epsilon(event, delta, "gdp_clt").value == pytest.approx(row["printed"]["gdp_clt"], abs=0.055)
+        assert epsilon(event, delta, "gdp_clt").value == pytest.approx(
+            row["printed"]["gdp_clt"], abs=0.055
+        )
 
 
 def test_the_central_limit_figure_of_sst2_is_of_another_run():
-    """Table 1 prints 1.73 and 4.33. The run of the other columns gives 1.544 and 4.039; 2000 examples a step, 102 steps
-    give the printed figures, but then the composed trade-off function gives 2.50 and 6.76 where 2.41 and 6.69 are printed."""
+    """Table 1 prints 1.73 and 4.33. The run of the other columns gives 1.544 and 4.039; 2000
+    examples a step, 102 steps give the printed figures, but then the composed trade-off function
+    gives 2.50 and 6.76 where 2.41 and 6.69 are printed."""
     for target, printed in ((3, 1.73), (8, 4.33)):
-        found = {row["config"]: row for row in GOLDEN["li_2021"] if row["task"] == "SST2" and row["target"] == target}
+        found = {
+            row["config"]: row
+            for row in GOLDEN["li_2021"]
+            if row["task"] == "SST2" and row["target"] == target
+        }
         other = found["B2000_matches_clt_only"]
         assert epsilon(event_of(found["1024xfactor"]), SST2_DELTA, "gdp_clt").value < printed - 0.18
-        assert epsilon(event_of(other), SST2_DELTA, "gdp_clt").value == pytest.approx(printed, abs=0.005)
+        assert epsilon(event_of(other), SST2_DELTA, "gdp_clt").value == pytest.approx(
+            printed, abs=0.005
+        )
         assert epsilon(event_of(other), SST2_DELTA, "prv").estimate > other["printed"]["prv"] + 0.06
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("row", [row for row in GOLDEN["li_2021"] if row["config"] == "1024xfactor"])
+@pytest.mark.parametrize(
+    "row", [row for row in GOLDEN["li_2021"] if row["config"] == "1024xfactor"]
+)
 def test_noise_calibrated_by_pld(row):
     found = calibrate_noise_multiplier(row["target"], row["delta"], row["q"], row["steps"])
-    assert row["sigma_pld"] * (1 - 1e-5) <= found <= row["sigma_pld"] * (1 + 5e-4)  # our slack of 1e-3 of epsilon
+    assert (
+        row["sigma_pld"] * (1 - 1e-5) <= found <= row["sigma_pld"] * (1 + 5e-4)
+    )  # our slack of 1e-3 of epsilon
 
 
 @pytest.mark.parametrize("row", rows("frost", lambda row: row["delta"] == 1e-5))
 def test_frost_pairs(row):
-    selection = PoissonSampledGaussian(row["sigma_selection"], row["q_selection"], row["steps_selection"])
-    training = PoissonSampledGaussian(row["sigma_training"], row["q_training"], row["steps_training"])
+    selection = PoissonSampledGaussian(
+        row["sigma_selection"], row["q_selection"], row["steps_selection"]
+    )
+    training = PoissonSampledGaussian(
+        row["sigma_training"], row["q_training"], row["steps_training"]
+    )
     events, delta = [selection, training], row["delta"]
     assert row["tight"] - 1e-4 <= epsilon(events, delta).value <= row["tight"] + 1.6e-3
     assert row["rdp"] * (1 - 1e-6) <= epsilon(events, delta, "rdp").value <= row["rdp"] * 1.002
     assert epsilon(events, delta, "prv").estimate == pytest.approx(row["tight"], abs=1e-3)
     assert epsilon(events, delta, "gdp_clt").value == pytest.approx(row["clt"], rel=1e-6)
-    assert epsilon(selection, delta, "rdp").value == pytest.approx(row["rdp_selection_alone"], rel=3e-3)
+    assert epsilon(selection, delta, "rdp").value == pytest.approx(
+        row["rdp_selection_alone"], rel=3e-3
+    )
     mechanisms = [(event.noise_multiplier, event.sample_rate, event.steps) for event in events]
     assert oracle.epsilon(mechanisms, delta) == pytest.approx(row["tight"], abs=2e-4)
     # Composing epsilons instead of curves would not do.
-    assert epsilon(selection, delta, "rdp").value + epsilon(training, delta, "rdp").value > 1.3 * row["rdp"]
+    assert (
+        epsilon(selection, delta, "rdp").value + epsilon(training, delta, "rdp").value
+        > 1.3 * row["rdp"]
+    )
 
 
 @pytest.mark.parametrize("row", GOLDEN["dp_fp"])
 def test_dp_fp_calibration(row):
-    """Du and Mi 2021: noise by equation 11, for the epsilon that the central limit theorem gives (their claim)."""
+    """Du and Mi 2021: noise by equation 11, for the epsilon that the central limit theorem gives
+    (their claim)."""
     found = gdp_clt.noise_multiplier(row["clt"], row["delta"], row["q"], row["steps"])
     assert found == pytest.approx(row["sigma"], abs=1e-6)
     total = math.sqrt(math.expm1(found**-2) * row["steps"]) * row["q"]
     assert gdp_clt.gaussian_epsilon(total, row["delta"]) == pytest.approx(row["clt"], abs=1e-9)
-    assert epsilon(event_of({**row, "sigma": found}), row["delta"], "gdp_clt").value == pytest.approx(
-        row["clt"], abs=1e-9
-    )
+    assert epsilon(
+        event_of({**row, "sigma": found}), row["delta"], "gdp_clt"
+    ).value == pytest.approx(row["clt"], abs=1e-9)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("row", GOLDEN["dp_fp"])
 def test_what_dp_fp_would_cost_by_other_accountants(row):
-    """If the amplification that the paper claims held. It prints Li et al.'s figures there: 3 and 2.41, 8 and 6.69."""
+    """If the amplification that the paper claims held. It prints Li et al.'s figures there: 3 and
+    2.41, 8 and 6.69."""
     event = event_of(row)
     assert row["tight"] - 1e-3 <= epsilon(event, row["delta"]).value <= row["tight"] + 3e-3
-    assert row["rdp"] * (1 - 1e-3) <= epsilon(event, row["delta"], "rdp").value <= row["rdp"] * 1.004
+    assert (
+        row["rdp"] * (1 - 1e-3) <= epsilon(event, row["delta"], "rdp").value <= row["rdp"] * 1.004
+    )
     assert epsilon(event, row["delta"], "prv").estimate == pytest.approx(row["prv"], abs=1e-3)
 
 
@@ -165,18 +200,27 @@ def test_relations_and_samplers(row):
         ("replace_one", row["poisson_replace_one"]),
     ):
         assert tight - 1e-6 <= epsilon(event, SST2_DELTA, relation=relation).value <= tight + 1.6e-3
-    once = Gaussian(row["sigma"], 3)  # shuffled batches: one Gaussian an epoch is all that can be claimed
+    once = Gaussian(
+        row["sigma"], 3
+    )  # shuffled batches: one Gaussian an epoch is all that can be claimed
     assert epsilon(once, SST2_DELTA).value == pytest.approx(row["once_per_epoch"], abs=2e-3)
     replaced = epsilon(once, SST2_DELTA, relation="replace_one").value
     assert replaced == pytest.approx(row["once_per_epoch_replace_one"], abs=2e-3)
-    assert replaced == pytest.approx(oracle.gaussian(2 * math.sqrt(3) / row["sigma"], SST2_DELTA), abs=2e-3)
+    assert replaced == pytest.approx(
+        oracle.gaussian(2 * math.sqrt(3) / row["sigma"], SST2_DELTA), abs=2e-3
+    )
 
 
-SLOW_SAMPLERS = [GOLDEN["samplers"][0], *(pytest.param(row, marks=pytest.mark.slow) for row in GOLDEN["samplers"][1:])]
+SLOW_SAMPLERS = [
+    GOLDEN["samplers"][0],
+    *(pytest.param(row, marks=pytest.mark.slow) for row in GOLDEN["samplers"][1:]),
+]
 
 
 @pytest.mark.parametrize("row", SLOW_SAMPLERS)
-@pytest.mark.parametrize("cap", ["1152", *(pytest.param(cap, marks=pytest.mark.slow) for cap in ("1088", "1216"))])
+@pytest.mark.parametrize(
+    "cap", ["1152", *(pytest.param(cap, marks=pytest.mark.slow) for cap in ("1088", "1216"))]
+)
 def test_truncated_samples(row, cap):
     event = TruncatedPoissonSampledGaussian(row["sigma"], SST2, SST2_STEPS, 67349, int(cap))
     assert epsilon(event, SST2_DELTA).value == pytest.approx(row["capped"][cap] + 1e-3, abs=1e-4)
@@ -193,7 +237,9 @@ def test_tuning(row):
         found = epsilon([run] * row["mean_runs"], SST2_DELTA).value
         assert row["epsilon"] <= found + 1e-6 <= row["epsilon"] + 1.6e-3
         return
-    shape = {"distribution": "poisson", "shape": None} if kind == "poisson" else {"shape": SHAPES[kind]}
+    shape = (
+        {"distribution": "poisson", "shape": None} if kind == "poisson" else {"shape": SHAPES[kind]}
+    )
     search = BestOfRandomRuns((run,), row["mean_runs"], **shape)
     assert epsilon(search, SST2_DELTA, "rdp").value == pytest.approx(row["epsilon"], rel=1e-6)
 
@@ -210,10 +256,21 @@ def test_a_search_is_checked():
         BestOfRandomRuns((run,), 1)
     with pytest.raises(InvalidArgumentError, match="`shape`"):
         BestOfRandomRuns((run,), 10, distribution="poisson")
-    assert epsilon(BestOfRandomRuns((PoissonSampledGaussian(0.0, 0.1, 1),), 10), 1e-5, "rdp").value == math.inf
-    assert epsilon(BestOfRandomRuns((PoissonSampledGaussian(1.0, 0.0, 9),), 10), 1e-5, "rdp").value == 0
+    assert (
+        epsilon(BestOfRandomRuns((PoissonSampledGaussian(0.0, 0.1, 1),), 10), 1e-5, "rdp").value
+        == math.inf
+    )
+    assert (
+        epsilon(BestOfRandomRuns((PoissonSampledGaussian(1.0, 0.0, 9),), 10), 1e-5, "rdp").value
+        == 0
+    )
     capped = BestOfRandomRuns((TruncatedPoissonSampledGaussian(1.0, 0.1, 10, 100, 12),), 10)
-    for accountant in ("pld", "rdp", "prv", "gdp_clt"):  # neither RDP of the one nor PLD of the other is known
+    for accountant in (
+        "pld",
+        "rdp",
+        "prv",
+        "gdp_clt",
+    ):  # neither RDP of the one nor PLD of the other is known
         with pytest.raises(UnsupportedEventError):
             epsilon(capped, 1e-5, accountant)
     twice = BestOfRandomRuns((run,), 10, steps=2)

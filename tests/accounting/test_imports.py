@@ -17,6 +17,8 @@ print(sorted(name for name in sys.modules if name.partition(".")[0] in ("torch",
 
 
 def test_no_torch():
-    done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == "[]"

@@ -21,7 +21,12 @@ def ledger(*rows):
 
 
 def test_consecutive_steps_of_one_mechanism_are_one_entry():
-    book = ledger(*[(STEP, "training")] * 3, (STEP, "selection"), (STEP, "training"), (Gaussian(2.0), "training"))
+    book = ledger(
+        *[(STEP, "training")] * 3,
+        (STEP, "selection"),
+        (STEP, "training"),
+        (Gaussian(2.0), "training"),
+    )
     assert [(entry.purpose, entry.event.steps) for entry in book.entries] == [
         ("training", 3),
         ("selection", 1),
@@ -29,7 +34,12 @@ def test_consecutive_steps_of_one_mechanism_are_one_entry():
         ("training", 1),
     ]
     assert len(book) == 4
-    assert (book.steps(), book.steps("training"), book.steps("selection"), book.steps("other")) == (6, 5, 1, 0)
+    assert (book.steps(), book.steps("training"), book.steps("selection"), book.steps("other")) == (
+        6,
+        5,
+        1,
+        0,
+    )
     other_rate = PoissonSampledGaussian(1.0, 0.02, 1)
     other_noise = PoissonSampledGaussian(1.1, 0.01, 1)
     assert len(ledger((STEP, "t"), (other_rate, "t"), (other_noise, "t"))) == 3
@@ -45,7 +55,12 @@ def test_epsilon_is_that_of_all_events():
 def test_round_trip_through_json():
     book = ledger((Gaussian(5.0), "selection"), (STEP, "training"), (STEP, "training"))
     rows = json.loads(json.dumps(book.to_list()))
-    assert rows[0] == {"type": "Gaussian", "purpose": "selection", "noise_multiplier": 5.0, "steps": 1}
+    assert rows[0] == {
+        "type": "Gaussian",
+        "purpose": "selection",
+        "noise_multiplier": 5.0,
+        "steps": 1,
+    }
     assert Ledger.from_list(rows) == book
     assert Ledger.from_list([]) == Ledger()
 
@@ -72,7 +87,8 @@ def test_extends_is_the_prefix_order():
     branch = ledger(*history[:3], (Gaussian(9.0), "t"))
     assert not branch.extends(books[4])
     assert not books[4].extends(branch)
-    # the same mechanism with another purpose, or fewer steps before another entry, is another history
+    # the same mechanism with another purpose, or fewer steps before another entry, is another
+    # history
     assert not ledger((STEP, "a"), (STEP, "a")).extends(ledger((STEP, "b")))
     assert not ledger((STEP, "t"), (STEP, "t"), (Gaussian(5.0), "t")).extends(
         ledger((STEP, "t"), (Gaussian(5.0), "t"))

@@ -42,7 +42,9 @@ def check_monotone(sigma, q, n, delta, accountant, slack):
 @many
 @given(noise, rates, steps, deltas, st.sampled_from(FAST))
 def test_monotone(sigma, q, n, delta, accountant):
-    check_monotone(sigma, q, n, delta, accountant, EXACT * (1 + cost(sigma, q, n, delta, accountant)))
+    check_monotone(
+        sigma, q, n, delta, accountant, EXACT * (1 + cost(sigma, q, n, delta, accountant))
+    )
 
 
 @pytest.mark.slow
@@ -56,10 +58,16 @@ def test_monotone_pld(sigma, q, n, delta):
 
 @many
 @given(noise, rates, st.integers(2, 2000), deltas, st.sampled_from(FAST), st.floats(0, 1))
-def test_splitting_a_run_and_composing_nothing_change_nothing(sigma, q, n, delta, accountant, share):
+def test_splitting_a_run_and_composing_nothing_change_nothing(
+    sigma, q, n, delta, accountant, share
+):
     whole = PoissonSampledGaussian(sigma, q, n)
     first = round(share * n)
-    parts = [PoissonSampledGaussian(sigma, q, first), Gaussian(sigma, 0), PoissonSampledGaussian(sigma, q, n - first)]
+    parts = [
+        PoissonSampledGaussian(sigma, q, first),
+        Gaussian(sigma, 0),
+        PoissonSampledGaussian(sigma, q, n - first),
+    ]
     assert epsilon(parts, delta, accountant) == epsilon(whole, delta, accountant)
     assert epsilon([*parts, PoissonSampledGaussian(sigma, 0.0, 9)], delta, accountant) == epsilon(
         whole, delta, accountant
@@ -80,7 +88,10 @@ def test_no_bound_is_below_the_oracle_and_pld_is_below_rdp(sigma, q, n, delta):
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 @settings(max_examples=6, deadline=None)  # the oracle takes up to a minute for several kinds
-@given(st.lists(st.tuples(st.floats(1, 20), rates, st.integers(1, 100)), min_size=2, max_size=3), deltas)
+@given(
+    st.lists(st.tuples(st.floats(1, 20), rates, st.integers(1, 100)), min_size=2, max_size=3),
+    deltas,
+)
 def test_different_mechanisms_compose(mechanisms, delta):
     events = [PoissonSampledGaussian(*each) for each in mechanisms]
     truth = oracle.epsilon(mechanisms, delta)
@@ -91,5 +102,9 @@ def test_different_mechanisms_compose(mechanisms, delta):
 
 @pytest.mark.parametrize(("mu", "delta"), [(0.3, 1e-6), (1.0, 1e-5), (2.5, 1e-10)])
 def test_the_oracle_on_a_gaussian_is_the_closed_form(mu, delta):
-    assert oracle.epsilon([(1 / mu, 1.0, 1)], delta) == pytest.approx(oracle.gaussian(mu, delta), abs=1e-4)
-    assert oracle.epsilon([(3 / mu, 1.0, 9)], delta) == pytest.approx(oracle.gaussian(mu, delta), abs=1e-4)
+    assert oracle.epsilon([(1 / mu, 1.0, 1)], delta) == pytest.approx(
+        oracle.gaussian(mu, delta), abs=1e-4
+    )
+    assert oracle.epsilon([(3 / mu, 1.0, 9)], delta) == pytest.approx(
+        oracle.gaussian(mu, delta), abs=1e-4
+    )

@@ -1,4 +1,5 @@
-"""Events that release something of each record, against quadrature, simulation of the definition, and the paper's figures."""
+"""Events that release something of each record, against quadrature, simulation of the definition,
+and the paper's figures."""
 
 from __future__ import annotations
 
@@ -33,8 +34,11 @@ P, DELTA = B / (M * D), 1 / (2 * D)
 TRUTH = json.loads((Path(__file__).parents[1] / "golden" / "dp_fp.json").read_text())
 
 
-def delta_by_quadrature(value: float, mus: list[float], weights: list[float], shifts=((0.0, 1.0),)) -> float:
-    """``E[(1 - exp(value - loss))+]`` over the cases, integrated over the normal loss: nothing of hf_dp."""
+def delta_by_quadrature(
+    value: float, mus: list[float], weights: list[float], shifts=((0.0, 1.0),)
+) -> float:
+    """``E[(1 - exp(value - loss))+]`` over the cases, integrated over the normal loss: nothing of
+    hf_dp."""
     total = 0.0
     for mu, weight in zip(mus, weights, strict=True):
         for shift, chance in shifts:
@@ -44,7 +48,12 @@ def delta_by_quadrature(value: float, mus: list[float], weights: list[float], sh
                 continue
             law = norm(mu**2 / 2, mu)
             high = max(threshold, law.mean()) + 12 * mu
-            part, _ = quad(lambda x, t=threshold, law=law: law.pdf(x) * -math.expm1(t - x), threshold, high, limit=400)
+            part, _ = quad(
+                lambda x, t=threshold, law=law: law.pdf(x) * -math.expm1(t - x),
+                threshold,
+                high,
+                limit=400,
+            )
             total += weight * chance * part
     return total
 
@@ -57,7 +66,8 @@ def participations(steps: int, rate: float, most: int = 30) -> tuple[np.ndarray,
 def rows(name: str, key: str, fast: tuple[float, ...]) -> list[object]:
     """All of the golden file; the papers' own targets in every run of the tests."""
     return [
-        pytest.param(row, id=str(row[key]), marks=() if row[key] in fast else pytest.mark.slow) for row in TRUTH[name]
+        pytest.param(row, id=str(row[key]), marks=() if row[key] in fast else pytest.mark.slow)
+        for row in TRUTH[name]
     ]
 
 
@@ -67,31 +77,42 @@ def test_the_papers_noise_and_what_it_would_cost_if_its_amplification_held(row):
     assert sigma == pytest.approx(row["sigma"], abs=1e-8)
     published = PublishedForwardNoise(sigma, P, M, T)
     figure = epsilon(published, DELTA, "gdp_clt")
-    assert figure.value == pytest.approx(row["target_clt"], abs=1e-6) and figure.kind == "not established"
+    assert (
+        figure.value == pytest.approx(row["target_clt"], abs=1e-6)
+        and figure.kind == "not established"
+    )
     amplified = PoissonSampledGaussian(sigma, P, T * M)
     assert epsilon(amplified, DELTA).value == pytest.approx(row["pld"], abs=2e-3)
 
 
 @pytest.mark.parametrize("accountant", ["pld", "rdp", "prv"])
 def test_no_bound_is_given_for_what_was_published(accountant):
-    with pytest.raises(UnsupportedEventError, match="No bound on the epsilon of DP-FP as published is known"):
+    with pytest.raises(
+        UnsupportedEventError, match="No bound on the epsilon of DP-FP as published is known"
+    ):
         epsilon([PublishedForwardNoise(100.0, P, M, 1), RecordRelease(100.0)], DELTA, accountant)
 
 
 @pytest.mark.parametrize("row", rows("sound_sigma", "target", (3.0,)))
 def test_sound_noise_is_that_of_the_research(row):
     target = row["target"]
-    once = calibrate_noise_multiplier(target, DELTA, 1.0, 1, event=lambda sigma, count: RecordRelease(sigma, count))
+    once = calibrate_noise_multiplier(
+        target, DELTA, 1.0, 1, event=lambda sigma, count: RecordRelease(sigma, count)
+    )
     fresh = calibrate_noise_multiplier(
         target, DELTA, P, T, event=lambda sigma, count: SampledRecordRelease(sigma, P, count, M)
     )
-    assert once == pytest.approx(row["once"], rel=1e-4) and fresh == pytest.approx(row["fresh"], rel=1e-4)
+    assert once == pytest.approx(row["once"], rel=1e-4) and fresh == pytest.approx(
+        row["fresh"], rel=1e-4
+    )
     assert epsilon(RecordRelease(once), DELTA).value <= target
     assert epsilon(RecordRelease(2 * once), DELTA, relation="replace_one").value <= target
 
 
 @pytest.mark.parametrize("accountant", ["pld", "rdp"])
-@pytest.mark.parametrize(("sigma", "rate", "steps", "m"), [(1.2, 0.01, 50, 4), (0.7, 0.3, 6, 1), (5.0, 1.0, 9, 1)])
+@pytest.mark.parametrize(
+    ("sigma", "rate", "steps", "m"), [(1.2, 0.01, 50, 4), (0.7, 0.3, 6, 1), (5.0, 1.0, 9, 1)]
+)
 def test_a_visible_participation_is_a_mixture_over_their_number(accountant, sigma, rate, steps, m):
     value = epsilon(SampledRecordRelease(sigma, rate, steps, m), 1e-5, accountant).value
     counts, weights = participations(steps * m, rate)
@@ -103,19 +124,28 @@ def test_a_visible_participation_is_a_mixture_over_their_number(accountant, sigm
 
 
 def test_a_joint_draw_is_one_mechanism_and_costs_more_than_two_draws():
-    common = {"noise_multiplier": 1.5, "record_noise_multiplier": 4.0, "sample_rate": 0.02, "steps": 40}
+    common = {
+        "noise_multiplier": 1.5,
+        "record_noise_multiplier": 4.0,
+        "sample_rate": 0.02,
+        "steps": 40,
+    }
     joint, apart = (SumAndRows(**common, one_draw=one) for one in (True, False))
     value = epsilon(joint, 1e-5).value
     counts, weights = participations(40, 0.02)
     mu = math.hypot(1 / 1.5, 1 / 4.0)
-    assert delta_by_quadrature(value, [math.sqrt(k) * mu for k in counts], list(weights)) == pytest.approx(
-        1e-5, rel=1e-6
-    )
+    assert delta_by_quadrature(
+        value, [math.sqrt(k) * mu for k in counts], list(weights)
+    ) == pytest.approx(1e-5, rel=1e-6)
     separately = epsilon(apart, 1e-5)
     assert separately.value < value / 1.5
     parts = [PoissonSampledGaussian(1.5, 0.02, 40), SampledRecordRelease(4.0, 0.02, 40)]
     assert epsilon(parts, 1e-5) == separately
-    assert max(epsilon(part, 1e-5).value for part in parts) < separately.value < epsilon(apart, 1e-5, "rdp").value
+    assert (
+        max(epsilon(part, 1e-5).value for part in parts)
+        < separately.value
+        < epsilon(apart, 1e-5, "rdp").value
+    )
 
 
 @pytest.mark.parametrize("classes", [2, 3, 7])
@@ -130,7 +160,9 @@ def test_randomised_labels_beside_noisy_rows(classes, accountant):
     true = delta_by_quadrature(value, [0.5], [1.0], shifts)
     assert true == pytest.approx(1e-5, rel=1e-6) if accountant == "pld" else 1e-8 < true <= 1e-5
     alone = epsilon(events[1], 1e-9, accountant).value
-    assert 0.75 < alone <= (0.8 + 1e-6 if accountant == "pld" else 0.85)  # (RDP has no order at infinity)
+    assert (
+        0.75 < alone <= (0.8 + 1e-6 if accountant == "pld" else 0.85)
+    )  # (RDP has no order at infinity)
 
 
 @pytest.mark.parametrize("relation", ["zero_out", "replace_one"])
@@ -139,7 +171,12 @@ def test_randomised_labels_beside_noisy_rows(classes, accountant):
     [
         [SampledRecordRelease(1.2, 0.01, 50, 4)],
         [RecordRelease(2.0), RandomizedResponse(1.0, 3)],
-        [SampledRecordRelease(3.0, 0.1, 20), RecordRelease(3.0), Gaussian(5.0, 2), RandomizedResponse(0.5, 2, 2)],
+        [
+            SampledRecordRelease(3.0, 0.1, 20),
+            RecordRelease(3.0),
+            Gaussian(5.0, 2),
+            RandomizedResponse(0.5, 2, 2),
+        ],
     ],
 )
 def test_the_grid_agrees_with_the_closed_form(events, relation):
@@ -169,7 +206,9 @@ def test_replacing_a_record_moves_its_row_twice_as_far():
 )
 def test_add_remove_is_refused_whatever_stands_beside(event):
     for events in ([event], [PoissonSampledGaussian(1.0, 0.1, 10), event]):
-        with pytest.raises(UnsupportedEventError, match=f"'add_remove' does not hold for {type(event).__name__}"):
+        with pytest.raises(
+            UnsupportedEventError, match=f"'add_remove' does not hold for {type(event).__name__}"
+        ):
             epsilon(events, 1e-6, relation="add_remove")
 
 
@@ -177,7 +216,8 @@ def test_events_without_a_common_relation_are_refused(monkeypatch):
     monkeypatch.setattr(PoissonSampledGaussian, "relations", ("add_remove",))
     monkeypatch.setattr(PoissonSampledGaussian, "restriction", "for this test")
     with pytest.raises(
-        UnsupportedEventError, match="no common neighboring relation .*add_remove; RecordRelease: zero_out"
+        UnsupportedEventError,
+        match="no common neighboring relation .*add_remove; RecordRelease: zero_out",
     ):
         epsilon([PoissonSampledGaussian(1.0, 0.1, 10), RecordRelease(1.0)], 1e-6)
 
@@ -224,13 +264,18 @@ def test_bad_values_are_named(make, name):
 
 
 def test_noise_zero_has_no_epsilon():
-    for event in (RecordRelease(0.0), SampledRecordRelease(0.0, 0.1, 1), SumAndRows(1.0, 0.0, 0.1, 1, False)):
+    for event in (
+        RecordRelease(0.0),
+        SampledRecordRelease(0.0, 0.1, 1),
+        SumAndRows(1.0, 0.0, 0.1, 1, False),
+    ):
         assert epsilon(event, 1e-6).value == math.inf
     assert epsilon(RecordRelease(0.0, 0), 1e-6).value == 0
 
 
 def test_micro_batches_reduce_the_noise_variance_as_the_formula_says_and_not_by_m():
-    """sigma^2 = C^2 / ln(1 + M k), k = (mu_tot D)^2 / (B^2 T); Proposition 3's 1/M is its limit for M k -> 0."""
+    """sigma^2 = C^2 / ln(1 + M k), k = (mu_tot D)^2 / (B^2 T); Proposition 3's 1/M is its limit for
+    M k -> 0."""
     ratios = {}
     for target in (1.73, 4.33, 0.02):
         sigma = {m: gdp_clt.noise_multiplier(target, DELTA, B / (m * D), T * m) for m in (1, M)}
@@ -239,11 +284,17 @@ def test_micro_batches_reduce_the_noise_variance_as_the_formula_says_and_not_by_
         for m, value in sigma.items():
             assert value**2 == pytest.approx(1 / math.log1p(m * k), rel=1e-6)
         ratios[target] = sigma[M] ** 2 / sigma[1] ** 2
-    assert {target: round(ratio, 2) for target, ratio in ratios.items()} == {1.73: 0.59, 4.33: 0.65, 0.02: 0.05}
+    assert {target: round(ratio, 2) for target, ratio in ratios.items()} == {
+        1.73: 0.59,
+        4.33: 0.65,
+        0.02: 0.05,
+    }
     assert ratios[0.02] == pytest.approx(0.047, abs=5e-4)
 
 
-@pytest.mark.parametrize(("rate", "steps"), [(1e-5, 10**6), (1e-3, 10**6), (0.5, 10**6), (1e-5, 10**9), (1e-3, 10**9)])
+@pytest.mark.parametrize(
+    ("rate", "steps"), [(1e-5, 10**6), (1e-3, 10**6), (0.5, 10**6), (1e-5, 10**9), (1e-3, 10**9)]
+)
 def test_many_draws_have_an_answer(rate, steps):
     event = SampledRecordRelease(900.0, rate, steps)
     assert 0 < epsilon(event, 1e-6).value <= epsilon(event, 1e-6, "rdp").value * (1 + 1e-9)
@@ -253,7 +304,10 @@ def test_the_grid_is_used_for_draws_that_are_seen_only_where_rounding_is_small()
     """(At delta 1e-8 and 5e5 steps it came out 0.007 below the closed form of the rows alone.)"""
     with pytest.raises(AccountingRangeError, match='delta.*accountant="rdp"'):
         epsilon(SumAndRows(100.0, 1.0, 1e-4, 1000, one_draw=False), 1e-8)
-    rows, both = SampledRecordRelease(1.0, 1e-4, 40_000), SumAndRows(100.0, 1.0, 1e-4, 40_000, one_draw=False)
+    rows, both = (
+        SampledRecordRelease(1.0, 1e-4, 40_000),
+        SumAndRows(100.0, 1.0, 1e-4, 40_000, one_draw=False),
+    )
     assert epsilon(rows, 1e-7).value < epsilon(both, 1e-7).value < epsilon(rows, 1e-7).value + 0.01
 
 

@@ -1,4 +1,5 @@
-"""Draws with a largest size: against exact quadrature on few records, and where no accountant may answer."""
+"""Draws with a largest size: against exact quadrature on few records, and where no accountant may
+answer."""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ GRID = np.linspace(-40, 40, 160_001)
 
 
 def output_density(gradients, sigma, q, cap):
-    """Density of one step's noisy sum: every Poisson draw, every uniformly random part of a too large one."""
+    """Density of one step's noisy sum: every Poisson draw, every uniformly random part of a too
+    large one."""
     density = np.zeros_like(GRID)
     n = len(gradients)
     for size in range(n + 1):
@@ -24,7 +26,9 @@ def output_density(gradients, sigma, q, cap):
             chance = q**size * (1 - q) ** (n - size)
             parts = list(itertools.combinations(drawn, min(cap, size)))
             for part in parts:
-                density += chance / len(parts) * norm.pdf(GRID, sum(gradients[i] for i in part), sigma)
+                density += (
+                    chance / len(parts) * norm.pdf(GRID, sum(gradients[i] for i in part), sigma)
+                )
     return density
 
 
@@ -32,25 +36,39 @@ def hockey_stick(p, q, epsilon):
     return float(np.trapezoid(np.maximum(p - math.exp(epsilon) * q, 0), GRID))
 
 
-@pytest.mark.parametrize(("n", "cap"), [(2, 1), (3, 1), (3, 2), pytest.param(4, 2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("n", "cap"), [(2, 1), (3, 1), (3, 2), pytest.param(4, 2, marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize(("sigma", "q"), [(1.0, 0.3), (2.0, 0.9)])
 def test_the_bound_holds_for_every_choice_of_unit_gradients(n, cap, sigma, q):
-    """Zero-out of one of n records, all gradients of 1-dimensional records in {-1, 0, 1}, both directions."""
+    """Zero-out of one of n records, all gradients of 1-dimensional records in {-1, 0, 1}, both
+    directions."""
     delta = 1e-3
     bound = epsilon(TruncatedPoissonSampledGaussian(sigma, q, 1, n, cap), delta).value
     worst = 0.0
     for others in itertools.product((-1, 0, 1), repeat=n - 1):
         with_it = output_density((1, *others), sigma, q, cap)
-        for without in (output_density((0, *others), sigma, q, cap), output_density(others, sigma, q, cap)):
-            worst = max(worst, hockey_stick(with_it, without, bound), hockey_stick(without, with_it, bound))
+        for without in (
+            output_density((0, *others), sigma, q, cap),
+            output_density(others, sigma, q, cap),
+        ):
+            worst = max(
+                worst, hockey_stick(with_it, without, bound), hockey_stick(without, with_it, bound)
+            )
     assert worst <= delta + 1e-9
 
 
 def test_one_more_record_is_not_answered():
-    """With cap = N and one record added, others are cut: exact quadrature gives 9.577 where plain Poisson has 4.378."""
+    """With cap = N and one record added, others are cut: exact quadrature gives 9.577 where plain
+    Poisson has 4.378."""
     event = TruncatedPoissonSampledGaussian(1.0, 1.0, 1, 3, 3)
-    three, four = output_density((-1, -1, -1), 1.0, 1.0, 3), output_density((-1, -1, -1, 1), 1.0, 1.0, 3)
-    assert hockey_stick(four, three, epsilon(event, 1e-5).value) > 1e-5, "what add_remove would have to cover"
+    three, four = (
+        output_density((-1, -1, -1), 1.0, 1.0, 3),
+        output_density((-1, -1, -1, 1), 1.0, 1.0, 3),
+    )
+    assert hockey_stick(four, three, epsilon(event, 1e-5).value) > 1e-5, (
+        "what add_remove would have to cover"
+    )
     with pytest.raises(UnsupportedEventError, match="add_remove.*zero_out"):
         epsilon(event, 1e-5, relation="add_remove")
 
@@ -65,7 +83,9 @@ def test_heavy_tails_are_refused_where_rounding_would_show():
         epsilon(PoissonSampledGaussian(1.0, 0.01, 10), 1e-8, relation="replace_one")
 
 
-@pytest.mark.parametrize(("n", "batch", "cap"), [(67_349, 1024, 2465), (392_702, 2048, 4013), (10_000, 100, 680)])
+@pytest.mark.parametrize(
+    ("n", "batch", "cap"), [(67_349, 1024, 2465), (392_702, 2048, 4013), (10_000, 100, 680)]
+)
 def test_a_cut_that_never_happens_is_none(n, batch, cap):
     """Where the tail underflows, dp-accounting divides by it; here the draws are plain ones."""
     event = TruncatedPoissonSampledGaussian(1.0, batch / n, 10, n, cap)

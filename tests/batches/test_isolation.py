@@ -381,12 +381,17 @@ class OwnGenerators:
         self.torch = torch.Generator().manual_seed(0)
 
     def __call__(self, rows):
-        return float(self.numpy.random()), float(self.old.random()), float(torch.rand(1, generator=self.torch))
+        return (
+            float(self.numpy.random()),
+            float(self.old.random()),
+            float(torch.rand(1, generator=self.torch)),
+        )
 
 
 @pytest.mark.parametrize("make", [lambda: by_global_generators, OwnGenerators])
 def test_generators_are_seeded_from_the_private_stream(make):
-    """Each call by the stream alone: equal for equal states of it, and not what the public seed gives."""
+    """Each call by the stream alone: equal for equal states of it, and not what the public seed
+    gives."""
     isolated = Isolated(make())
     found = []
     for seed in (1, 1, 2):
@@ -429,10 +434,15 @@ def test_a_tokenizer_of_ones_own_is_copied():
             assert len(self.calls) == 1
             return super().pad(*args, **kwargs)
 
-    words = Counting(tokenizer_object=tiny.tokenizer()._tokenizer, pad_token="[PAD]", unk_token="[UNK]")
+    words = Counting(
+        tokenizer_object=tiny.tokenizer()._tokenizer, pad_token="[PAD]", unk_token="[UNK]"
+    )
     isolated = Isolated(DataCollatorWithPadding(words))
     for _ in range(2):
-        assert isolated([{"input_ids": [1, 2], "attention_mask": [1, 1]}])["input_ids"].shape == (1, 2)
+        assert isolated([{"input_ids": [1, 2], "attention_mask": [1, 1]}])["input_ids"].shape == (
+            1,
+            2,
+        )
 
 
 @pytest.mark.parametrize("make", [lambda: (number for number in range(3)), lambda: open(__file__)])
@@ -442,12 +452,16 @@ def test_what_cannot_be_copied_is_refused(make):
     def collate(rows):
         return next(held)
 
-    with pytest.raises(DataError, match="collate to be copyable, since each example gets a fresh copy"):
+    with pytest.raises(
+        DataError, match="collate to be copyable, since each example gets a fresh copy"
+    ):
         Isolated(collate)
 
 
 def plant_no_slots(patch):
-    patch.setattr(isolation._Reach, "_slot", lambda self, slot, assigned=False: self.visit(slot.get()))
+    patch.setattr(
+        isolation._Reach, "_slot", lambda self, slot, assigned=False: self.visit(slot.get())
+    )
 
 
 def plant_no_copies(patch):

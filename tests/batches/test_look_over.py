@@ -1,4 +1,5 @@
-"""Every row is looked at before the first draw: what could end the run at a drawn row is refused with its index."""
+"""Every row is looked at before the first draw: what could end the run at a drawn row is refused
+with its index."""
 
 from __future__ import annotations
 
@@ -32,18 +33,26 @@ def rows(change=None, at=7, **columns):
 
 def with_tokens(ids):
     made = rows(("input_ids", ids))
-    return rows(input_ids=list(made["input_ids"]), attention_mask=[[1] * len(row) for row in made["input_ids"]])
+    return rows(
+        input_ids=list(made["input_ids"]),
+        attention_mask=[[1] * len(row) for row in made["input_ids"]],
+    )
 
 
 def token_labels(last=0):
-    return [[0] * (len(ids) - 1) + [last if i == 7 else 0] for i, ids in enumerate(tiny.dataset()["input_ids"])]
+    return [
+        [0] * (len(ids) - 1) + [last if i == 7 else 0]
+        for i, ids in enumerate(tiny.dataset()["input_ids"])
+    ]
 
 
 CASES = {
-    "a label out of range": (lambda: rows(("label", 2)), {}, "Row 7 .*`labels` holds 2. Expected whole numbers from 0 to 1"),
+    "a label out of range": (lambda: rows(("label", 2)), {}, "Row 7 .*`labels` holds 2. Expected "
+    "whole numbers from 0 to 1"),
     "a negative label": (lambda: rows(("label", -1)), {}, "Row 7 .*`labels` holds -1"),
     "a token out of range": (
-        lambda: with_tokens([2, 19, 3]), {}, "Row 7 .*`input_ids` holds 19. Expected whole numbers from 0 to 18",
+        lambda: with_tokens([2, 19, 3]), {}, "Row 7 .*`input_ids` holds 19. Expected whole numbers "
+        "from 0 to 18",
     ),
     "a label that is no number": (
         lambda: rows(("label", math.nan), label=[0.5] * 40), {"model": lambda: bert(num_labels=1)},
@@ -57,7 +66,8 @@ CASES = {
     ),
     "too many tokens": (
         lambda: with_tokens([4] * 25), {},
-        "Model and loss fail on a made-up row as long as the longest .*truncate them; row 7 has most tokens",
+        "Model and loss fail on a made-up row as long as the longest .*truncate them; row 7 has "
+        "most tokens",
     ),
 }  # fmt: skip
 
@@ -74,16 +84,27 @@ def test_a_bad_row_is_refused_with_its_index(case, tmp_path):
 
 def ids_as_they_are(rows):
     """A collator that makes tensors of lists, and nothing else."""
-    return {("labels" if k == "label" else k): torch.tensor([row[k] for row in rows]) for k in rows[0]}
+    return {
+        ("labels" if k == "label" else k): torch.tensor([row[k] for row in rows]) for k in rows[0]
+    }
 
 
 def with_row(count=12, model=bert, side="right", collator=ids_as_they_are, **columns):
     """Rows of three tokens, but for row 7."""
     ordinary = {"input_ids": [2, 4, 3], "attention_mask": [1, 1, 1], "label": 0}
-    extra = {k: ([0, 1, 2] if k == "position_ids" else v) for k, v in columns.items() if k not in ordinary}
+    extra = {
+        k: ([0, 1, 2] if k == "position_ids" else v)
+        for k, v in columns.items()
+        if k not in ordinary
+    }
     words = tiny.tokenizer()
     words.padding_side = side
-    return model, [{**ordinary, **extra, **(columns if i == 7 else {})} for i in range(count)], collator, words
+    return (
+        model,
+        [{**ordinary, **extra, **(columns if i == 7 else {})} for i in range(count)],
+        collator,
+        words,
+    )
 
 
 def token_model():
@@ -93,11 +114,15 @@ def token_model():
 BESIDE_TOKENS = {
     "fewer labels than tokens": (with_row(model=token_model, label=[0, 1]), r"`labels` has shape \(1, 2\), and `input_ids`"),
     "a longer mask": (with_row(attention_mask=[1] * 4), r"`attention_mask` has shape \(1, 4\)"),
-    "no tokens": (with_row(input_ids=[], attention_mask=[]), "it has no tokens|is a float32 tensor"),
+    "no tokens": (with_row(input_ids=[], attention_mask=[]), "it has no tokens|is a float32 "
+    "tensor"),
     "a mask of zeros": (with_row(attention_mask=[0, 0, 0]), "its attention_mask is 0 everywhere"),
-    "a mask that begins with zero": (with_row(attention_mask=[0, 1, 1]), "its attention_mask begins with 0"),
-    "a hole beside left padding": (with_row(model=gpt2, side="left", label=[4, 5, 6], attention_mask=[1, 0, 1]), "has a hole"),
-    "positions beyond the table": (with_row(position_ids=[0, 1, 24]), "`position_ids` holds 24. Expected"),
+    "a mask that begins with zero": (with_row(attention_mask=[0, 1, 1]), "its attention_mask "
+    "begins with 0"),
+    "a hole beside left padding": (with_row(model=gpt2, side="left", label=[4, 5, 6], attention_mask=[1, 0, 1]), "has "
+    "a hole"),
+    "positions beyond the table": (with_row(position_ids=[0, 1, 24]), "`position_ids` holds 24. "
+    "Expected"),
 }  # fmt: skip
 
 
@@ -114,9 +139,17 @@ def test_columns_that_do_not_fit_the_tokens(case, tmp_path):
 
 
 def test_labels_that_are_not_of_tokens_are_never_padded(tmp_path):
-    data = [{"input_ids": [2, 4, 3], "attention_mask": [1, 1, 1], "labels": [1] * (2 + i % 2)} for i in range(40)]
+    data = [
+        {"input_ids": [2, 4, 3], "attention_mask": [1, 1, 1], "labels": [1] * (2 + i % 2)}
+        for i in range(40)
+    ]
     model = bert(num_labels=3, problem_type="multi_label_classification")
-    given = {"model": model, "train_dataset": data, "eval_dataset": None, "data_collator": ids_as_they_are}
+    given = {
+        "model": model,
+        "train_dataset": data,
+        "eval_dataset": None,
+        "data_collator": ids_as_they_are,
+    }
     with pytest.raises(DataError, match="`labels` .int64. differs in length between rows"):
         tiny.trainer(tmp_path, given=given).train()
 
@@ -157,10 +190,13 @@ def test_a_column_that_cannot_be_padded_is_named_before_the_first_draw(tmp_path)
 
     def run(folder, **options):
         given = {"train_dataset": data, "eval_dataset": None, "data_collator": collate}
-        return tiny.trainer(folder, cls=Weighted, given=given, remove_unused_columns=False, **options)
+        return tiny.trainer(
+            folder, cls=Weighted, given=given, remove_unused_columns=False, **options
+        )
 
     with pytest.raises(
-        DataError, match=r"`weights` \(float32\) differs in length between rows \(1 to 3 in dimension 1\)"
+        DataError,
+        match=r"`weights` \(float32\) differs in length between rows \(1 to 3 in dimension 1\)",
     ):
         run(tmp_path / "a").train()
     trainer = run(tmp_path / "b", padding_values={"weights": 0})
@@ -179,24 +215,43 @@ def test_the_limits_of_tasks():
         "classes": bert(num_labels=4), "one value": bert(num_labels=1), "decoder": gpt2(), "both": t5(),
         "masked": bert(BertForMaskedLM), "several": bert(num_labels=3, problem_type="multi_label_classification"),
     }.items()}  # fmt: skip
-    assert labels == {"classes": 4, "one value": None, "decoder": 19, "both": 19, "masked": 19, "several": None}
+    assert labels == {
+        "classes": 4,
+        "one value": None,
+        "decoder": 19,
+        "both": 19,
+        "masked": 19,
+        "several": None,
+    }
     below = Limits.of(bert(), own_loss=True).below
-    assert below == {"input_ids": 19, "decoder_input_ids": 19, "token_type_ids": 2, "position_ids": 24}
+    assert below == {
+        "input_ids": 19,
+        "decoder_input_ids": 19,
+        "token_type_ids": 2,
+        "position_ids": 24,
+    }
 
 
 def test_planted_look_at_the_first_rows_only_is_seen(tmp_path, monkeypatch):
     original = look_over._all
-    monkeypatch.setattr(look_over, "_all", lambda examples, workers: iter(list(original(examples, workers))[:5]))
-    trainer = tiny.trainer(tmp_path, given={"train_dataset": rows(("label", 2)), "eval_dataset": None})
+    monkeypatch.setattr(
+        look_over, "_all", lambda examples, workers: iter(list(original(examples, workers))[:5])
+    )
+    trainer = tiny.trainer(
+        tmp_path, given={"train_dataset": rows(("label", 2)), "eval_dataset": None}
+    )
     trainer.training_data()  # does not raise, as it must in the test above
 
 
 @pytest.mark.parametrize(
-    ("lengths", "said"), [([8] * 40, True), ([8] * 37 + [3] * 3, True), ([8] * 20 + [5] * 20, False)]
+    ("lengths", "said"),
+    [([8] * 40, True), ([8] * 37 + [3] * 3, True), ([8] * 20 + [5] * 20, False)],
 )
 def test_rows_that_look_like_pieces_of_documents(lengths, said, tmp_path, caplog, monkeypatch):
     said_so = []
-    monkeypatch.setattr("hf_dp.trainer.training_data.logger.warning", lambda text, *args: said_so.append(text))
+    monkeypatch.setattr(
+        "hf_dp.trainer.training_data.logger.warning", lambda text, *args: said_so.append(text)
+    )
     data = datasets.Dataset.from_dict(
         {"input_ids": [[4 + (i + j) % 15 for j in range(n)] for i, n in enumerate(lengths)],
          "attention_mask": [[1] * n for n in lengths]}

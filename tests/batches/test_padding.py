@@ -51,7 +51,9 @@ def test_the_tokenizers_side(name):
 
 def test_the_labels_of_a_decoder_of_its_own_are_padded_on_the_right():
     padding = Padding(pad_token_id=9, side="left", labels_side="right")
-    batch = together(padding, *({**of_length("input_ids", n), **of_length("labels", n)} for n in (1, 2)))
+    batch = together(
+        padding, *({**of_length("input_ids", n), **of_length("labels", n)} for n in (1, 2))
+    )
     assert batch["input_ids"][0].tolist() == [9, 1] and batch["labels"][0].tolist() == [1, -100]
 
 
@@ -79,7 +81,11 @@ def test_a_declared_value_is_used():
 
 def test_of_any_rank_where_shapes_are_equal():
     batch = together(
-        RIGHT, *({"mask": torch.ones(1, 1, 5, 5), "x": torch.full((1, 2, 3, 4), float(i))} for i in range(3))
+        RIGHT,
+        *(
+            {"mask": torch.ones(1, 1, 5, 5), "x": torch.full((1, 2, 3, 4), float(i))}
+            for i in range(3)
+        ),
     )
     assert batch["x"].shape == (3, 2, 3, 4) and batch["x"][2].eq(2).all()
 
@@ -87,18 +93,34 @@ def test_of_any_rank_where_shapes_are_equal():
 def test_structures_and_plain_values():
     def example(i):
         return BatchEncoding(
-            {"pair": (torch.tensor([i]), {"deep": np.array([[i]])}), "name": [f"row {i}"], "flag": True, "none": None}
+            {
+                "pair": (torch.tensor([i]), {"deep": np.array([[i]])}),
+                "name": [f"row {i}"],
+                "flag": True,
+                "none": None,
+            }
         )
 
     batch = together(RIGHT, *map(example, range(3)))
-    assert batch["pair"][0].tolist() == [0, 1, 2] and batch["pair"][1]["deep"].tolist() == [[0], [1], [2]]
-    assert batch["name"] == ["row 0", "row 1", "row 2"] and batch["flag"] is True and batch["none"] is None
+    assert batch["pair"][0].tolist() == [0, 1, 2] and batch["pair"][1]["deep"].tolist() == [
+        [0],
+        [1],
+        [2],
+    ]
+    assert (
+        batch["name"] == ["row 0", "row 1", "row 2"]
+        and batch["flag"] is True
+        and batch["none"] is None
+    )
 
 
 @pytest.mark.parametrize(
     ("other", "message"),
     [
-        ({"labels": torch.tensor([1.0])}, r"`labels` is a float32 tensor with 1 dimensions, and a int64 tensor"),
+        (
+            {"labels": torch.tensor([1.0])},
+            r"`labels` is a float32 tensor with 1 dimensions, and a int64 tensor",
+        ),
         ({"labels": torch.tensor([[1]])}, "a int64 tensor with 2 dimensions"),
         ({}, r"it lacks \['labels'\]"),
         ({"labels": torch.tensor([1]), "more": torch.tensor([1])}, r"adds \['more'\]"),
@@ -106,7 +128,8 @@ def test_structures_and_plain_values():
     ],
 )
 def test_examples_of_another_kind_are_refused(other, message):
-    """One of another type would turn the whole batch into its type, and labels into those of another loss."""
+    """One of another type would turn the whole batch into its type, and labels into those of
+    another loss."""
     with pytest.raises(DataError, match=message):
         together(RIGHT, {"labels": torch.tensor([1])}, other)
 
@@ -122,4 +145,9 @@ def test_the_padding_of_a_model():
     words = tiny.tokenizer()
     words.padding_side, words.pad_token = "left", "[SEP]"
     padding = Padding.of(tiny.model(), words, {"a": 1})
-    assert (padding.pad_token_id, padding.side, padding.labels_side, padding.values) == (3, "left", "left", {"a": 1})
+    assert (padding.pad_token_id, padding.side, padding.labels_side, padding.values) == (
+        3,
+        "left",
+        "left",
+        {"a": 1},
+    )

@@ -1,4 +1,5 @@
-"""The settings reach the C library. (What they save is seen in the timings: kernels differ in when they take memory back.)"""
+"""The settings reach the C library. (What they save is seen in the timings: kernels differ in when
+they take memory back.)"""
 
 from __future__ import annotations
 
@@ -17,7 +18,10 @@ IS_GLIBC = platform.libc_ver()[0] == "glibc"
 @pytest.mark.skipif(not IS_GLIBC, reason="the settings are glibc's")
 def test_glibc_takes_the_settings():
     """In a process of its own: they hold for good."""
-    program = "import sys; from hf_dp.benchmarks.allocator import keep_freed_memory; sys.exit(0 if keep_freed_memory() else 3)"
+    program = (
+        "import sys; from hf_dp.benchmarks.allocator import keep_freed_memory; sys.exit(0 if "
+        "keep_freed_memory() else 3)"
+    )
     assert subprocess.run([sys.executable, "-c", program]).returncode == 0
 
 

@@ -18,8 +18,12 @@ def flops_of(*uses: LinearUse, **rest):
 def test_one_layer_by_hand():
     flops = flops_of(LinearUse(1, positions=2, inputs=10, outputs=20))
     assert flops.non_private == 6 * 2 * 10 * 20 == 2400
-    assert flops.norms == 2 * 2**2 * (10 + 20) == 240  # the Gram form: g^T a would cost 2 * 2 * 200 = 800
-    assert flops.norms_symmetric == 2 * 3 * 30 == 180  # three of the four entries of each Gram matrix
+    assert (
+        flops.norms == 2 * 2**2 * (10 + 20) == 240
+    )  # the Gram form: g^T a would cost 2 * 2 * 200 = 800
+    assert (
+        flops.norms_symmetric == 2 * 3 * 30 == 180
+    )  # three of the four entries of each Gram matrix
     assert flops.second_backward == 2 * 2 * 10 * 20
     assert flops.bound("book_keeping") == pytest.approx(2400 / 2640)
     assert flops.bound("book_keeping", symmetric=True) == pytest.approx(2400 / 2580)
@@ -28,14 +32,19 @@ def test_one_layer_by_hand():
 
 
 def test_the_cheaper_norm_is_chosen():
-    # T = 100, LoRA's rank 8: the Gram form costs 2 * 10^4 * 776, forming the gradient 2 * 100 * 768 * 8
+    # T = 100, LoRA's rank 8: the Gram form costs 2 * 10^4 * 776, forming the gradient 2 * 100 * 768
+    # * 8
     assert flops_of(LinearUse(1, 100, 768, 8)).norms == 2 * 100 * 768 * 8 == 1_228_800
     # T (T + 1)(d + p) = 6 * 9 is under 2 T d p = 4 * 20 although 2 T^2 (d + p) = 72 is, too
-    assert (flops_of(LinearUse(1, 2, 4, 5)).norms, flops_of(LinearUse(1, 2, 4, 5)).norms_symmetric) == (72, 54)
+    assert (
+        flops_of(LinearUse(1, 2, 4, 5)).norms,
+        flops_of(LinearUse(1, 2, 4, 5)).norms_symmetric,
+    ) == (72, 54)
 
 
 @pytest.mark.parametrize(
-    ("trains", "input_gradient", "products"), [(True, True, 3), (False, True, 2), (True, False, 2), (False, False, 1)]
+    ("trains", "input_gradient", "products"),
+    [(True, True, 3), (False, True, 2), (True, False, 2), (False, False, 1)],
 )
 def test_only_the_gradients_needed_are_counted(trains, input_gradient, products):
     flops = flops_of(LinearUse(1, 7, 30, 50, trains, input_gradient))
@@ -74,7 +83,9 @@ def test_the_trace_of_a_tied_decoder():
     assert all(u.positions == t and u.trains and u.input_gradient for u in trace.linear)
     assert trace.attention == 2 * 4 * t * t * h
     assert trace.lookups[trace.linear[-1].weight] == t  # the head's weight is the token embedding's
-    grams = 2 * sum(min(2 * t * t * (d + p), 2 * t * d * p) for d, p in block) + min(2 * t * t * 80, 2 * t * h * 64)
+    grams = 2 * sum(min(2 * t * t * (d + p), 2 * t * d * p) for d, p in block) + min(
+        2 * t * t * 80, 2 * t * h * 64
+    )
     assert count_flops(trace).norms == grams + 2 * t * t * h
 
 
@@ -102,7 +113,10 @@ def test_the_trace_of_lora():
 def test_checkpointed_blocks_run_twice():
     plain, checkpointed = (
         count_flops(trace_model(build_model(w), w))
-        for w in (Workload("tiny", threads=1), Workload("tiny", threads=1, gradient_checkpointing=True))
+        for w in (
+            Workload("tiny", threads=1),
+            Workload("tiny", threads=1, gradient_checkpointing=True),
+        )
     )
     t, h = 12, 16
     blocks = 2 * (2 * t * 12 * h * h) + 2 * 4 * t * t * h

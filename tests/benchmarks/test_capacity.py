@@ -58,7 +58,8 @@ def test_a_real_step_fits_here():
 
 
 def measure(sizes, limit=1000, seconds=None):
-    """With these largest batches; an example takes 1 s non-privately and 1.25 s in the other modes."""
+    """With these largest batches; an example takes 1 s non-privately and 1.25 s in the other
+    modes."""
     calls = []
 
     def fits(workload, mode):
@@ -106,7 +107,13 @@ def test_a_batch_that_fitted_only_in_the_search_is_a_row_not_a_crash():
 
 def test_real_timings_at_the_common_multiple():
     rows = measure_capacity(
-        TINY, (NON_PRIVATE, "book_keeping"), 3, 100, lambda w, mode: lambda b: b <= 2 + len(mode) % 3
+        TINY,
+        (NON_PRIVATE, "book_keeping"),
+        3,
+        100,
+        lambda w, mode: lambda b: b <= 2 + len(mode) % 3,
     )
-    assert rows["book_keeping"]["logical_batch"] == rows["book_keeping"]["non_private_logical_batch"]
+    assert (
+        rows["book_keeping"]["logical_batch"] == rows["book_keeping"]["non_private_logical_batch"]
+    )
     assert rows["book_keeping"]["ratio"] > 0

@@ -1,4 +1,5 @@
-"""Infilling costs what a head costs: the vocabulary projection is computed for the label words and the mask only."""
+"""Infilling costs what a head costs: the vocabulary projection is computed for the label words and
+the mask only."""
 
 from __future__ import annotations
 
@@ -16,9 +17,11 @@ from hf_dp.benchmarks.workload import Workload, make_batch, threads_of
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("model", ["minilm", "roberta-base"])
 def test_throughput_is_within_5_percent_of_the_heads(model):
-    """Private steps of both, turn by turn, at the same length and batch size; run with -rA to read the ratio."""
+    """Private steps of both, turn by turn, at the same length and batch size; run with -rA to read
+    the ratio."""
     workloads = {
-        name: Workload(model=name, batch_size=8, length=64, threads=2) for name in (model, f"{model}-infilling")
+        name: Workload(model=name, batch_size=8, length=64, threads=2)
+        for name in (model, f"{model}-infilling")
     }
     timers = {}
     for name, workload in workloads.items():
@@ -29,7 +32,9 @@ def test_throughput_is_within_5_percent_of_the_heads(model):
         interleave(timers, rounds=1, repeats=2)  # warm-up
         rounds = interleave(timers, rounds=7, repeats=6)
     found = ratio(rounds, f"{model}-infilling", model)
-    logging.getLogger(__name__).warning("%s: infilling at %.3f of the head's throughput", model, found.median)
+    logging.getLogger(__name__).warning(
+        "%s: infilling at %.3f of the head's throughput", model, found.median
+    )
     assert found.median >= 0.95, found
 
 

@@ -32,7 +32,12 @@ def invented(**peaks):
 def test_medians_and_the_ratio_to_non_private():
     run = invented(non_private=[10, 30, 11], book_keeping=[12, 11, 90])
     report = measure_memory(TINY, ["book_keeping"], repeats=3, run=run)
-    assert report["modes"][NON_PRIVATE] == {"mebibytes": 11, "ratio": 1, "repeats": [10, 30, 11], "note": ""}
+    assert report["modes"][NON_PRIVATE] == {
+        "mebibytes": 11,
+        "ratio": 1,
+        "repeats": [10, 30, 11],
+        "note": "",
+    }
     assert report["modes"]["book_keeping"]["ratio"] == pytest.approx(12 / 11)
     text = memory_table(report)
     assert "book_keeping  12.0  1.091" in text
@@ -40,14 +45,18 @@ def test_medians_and_the_ratio_to_non_private():
 
 
 def test_a_refused_mode_is_a_row():
-    report = measure_memory(TINY, ["book_keeping"], run=invented(non_private=[10], book_keeping=["killed"]))
+    report = measure_memory(
+        TINY, ["book_keeping"], run=invented(non_private=[10], book_keeping=["killed"])
+    )
     assert report["modes"]["book_keeping"] == {"refused": "killed"}
     assert "refused: killed" in memory_table(report)
 
 
 def test_without_the_yardstick_there_is_no_measurement():
     with pytest.raises(HfDpError, match="`batch_size` 4 cannot run: killed"):
-        measure_memory(TINY, ["book_keeping"], run=invented(non_private=["killed"], book_keeping=[1]))
+        measure_memory(
+            TINY, ["book_keeping"], run=invented(non_private=["killed"], book_keeping=[1])
+        )
 
 
 @pytest.mark.parametrize(("field", "value"), [("repeats", 0), ("steps", 1)])
@@ -68,7 +77,9 @@ def test_a_larger_batch_takes_more_memory():
 @pytest.mark.parametrize("code", [1, -9])
 def test_a_probe_that_fails_says_why(code, monkeypatch):
     def run(command, **options):
-        return subprocess.CompletedProcess(command, code, "", "Traceback ...\nKeyError: 'no such mode'\n")
+        return subprocess.CompletedProcess(
+            command, code, "", "Traceback ...\nKeyError: 'no such mode'\n"
+        )
 
     monkeypatch.setattr(subprocess, "run", run)
     if code == -9:

@@ -1,4 +1,5 @@
-"""Every mode does the same work: equal gradients without dropout; what cannot be done is refused with its reason."""
+"""Every mode does the same work: equal gradients without dropout; what cannot be done is refused
+with its reason."""
 
 from __future__ import annotations
 
@@ -36,7 +37,9 @@ def clipped_sum(workload, batches):
         for i in range(len(batch["labels"])):
             model.zero_grad()
             with forward_precision(workload):
-                loss = per_example_loss(model, {name: value[i : i + 1] for name, value in batch.items()}).sum()
+                loss = per_example_loss(
+                    model, {name: value[i : i + 1] for name, value in batch.items()}
+                ).sum()
             loss.backward()
             norm = torch.stack([p.grad.norm() for p in model.parameters()]).norm()
             for name, p in model.named_parameters():
@@ -98,13 +101,18 @@ def test_dp_fp_noises_the_forward_and_gives_every_parameter_its_gradient():
         mode.reset()
     assert results[0].keys() == results[1].keys() == dict(noised.model.named_parameters()).keys()
     last = "classifier.weight"
-    assert not any(torch.allclose(results[i][last], results[j][last]) for i, j in ((0, 1), (0, 2), (1, 2)))
+    assert not any(
+        torch.allclose(results[i][last], results[j][last]) for i, j in ((0, 1), (0, 2), (1, 2))
+    )
 
 
 def test_dp_fp_is_refused_for_a_language_model():
     workload = Workload("tiny", threads=1)
     mode = build_mode(FORWARD, workload)
-    with pytest.raises(Refused, match="UnsupportedModelError: .*predicts for each token"), refusals(FORWARD):
+    with (
+        pytest.raises(Refused, match="UnsupportedModelError: .*predicts for each token"),
+        refusals(FORWARD),
+    ):
         mode.step([make_batch(workload, mode.model)])
 
 
@@ -121,7 +129,9 @@ def test_only_known_inabilities_of_our_own_modes_are_refusals():
     with pytest.raises(Refused, match="UnsupportedModelError: no"), refusals("book_keeping"):
         raise UnsupportedModelError("no\nmore")
     with pytest.raises(Refused, match="out of memory"), refusals(NON_PRIVATE):
-        raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes")
+        raise RuntimeError(
+            "DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes"
+        )
     with pytest.raises(KeyError), refusals("book_keeping"):
         raise KeyError("a bug")
 
@@ -129,7 +139,9 @@ def test_only_known_inabilities_of_our_own_modes_are_refusals():
 def test_modes_are_checked():
     assert check_modes(["book_keeping", "book_keeping"]) == (NON_PRIVATE, "book_keeping")
     assert mode_names() == (NON_PRIVATE, *STRATEGIES, SELECTION, FORWARD, *OPACUS)
-    with pytest.raises(InvalidArgumentError, match=r"`modes`.*'book_keeping'.*Did you mean 'book_keeping'"):
+    with pytest.raises(
+        InvalidArgumentError, match=r"`modes`.*'book_keeping'.*Did you mean 'book_keeping'"
+    ):
         check_modes(["bookkeeping"])
 
 
@@ -149,7 +161,9 @@ PARAMETERS = {  # published, in millions; a classifier's head included
 def test_shapes_have_the_published_number_of_parameters(name):
     with torch.device("meta"):
         model = SHAPES[name].build(0.1, True)
-    assert sum(p.numel() for p in model.parameters()) / 1e6 == pytest.approx(PARAMETERS[name], abs=0.1)
+    assert sum(p.numel() for p in model.parameters()) / 1e6 == pytest.approx(
+        PARAMETERS[name], abs=0.1
+    )
     assert {m.p for m in model.modules() if isinstance(m, torch.nn.Dropout)} == {0.1}
 
 

@@ -7,7 +7,14 @@ import itertools
 import pytest
 
 from hf_dp.benchmarks.modes import NON_PRIVATE, Mode
-from hf_dp.benchmarks.rounds import Ratio, enough_repeats, interleave, ratio, seconds_of_step, verdict
+from hf_dp.benchmarks.rounds import (
+    Ratio,
+    enough_repeats,
+    interleave,
+    ratio,
+    seconds_of_step,
+    verdict,
+)
 from hf_dp.benchmarks.workload import Workload
 
 
@@ -31,13 +38,14 @@ def test_a_round_is_the_median_of_turns_taken_step_by_step():
 
 def test_one_step_that_was_interrupted_does_not_move_a_round():
     clock = {"a": iter([1.0, 1.0, 30.0]), "b": iter([2.0, 2.0, 2.0])}
-    assert interleave({name: lambda name=name: next(clock[name]) for name in "ab"}, 1, repeats=3) == [
-        {"a": 1.0, "b": 2.0}
-    ]
+    assert interleave(
+        {name: lambda name=name: next(clock[name]) for name in "ab"}, 1, repeats=3
+    ) == [{"a": 1.0, "b": 2.0}]
 
 
 def test_a_machine_that_slows_down_does_not_move_the_ratio():
-    # 0.8 in every round; dividing medians of a drifting machine, or times of neighbouring rounds, would not give that
+    # 0.8 in every round; dividing medians of a drifting machine, or times of neighbouring rounds,
+    # would not give that
     rounds = [{NON_PRIVATE: 0.8 * drift, "mode": drift} for drift in (1.0, 1.5, 9.0, 2.0, 1.1)]
     found = ratio(rounds, "mode", NON_PRIVATE)
     assert found.median == pytest.approx(0.8)

@@ -20,7 +20,9 @@ TINY = Workload("tiny", threads=1, device="cpu")
 
 @pytest.fixture(scope="module")
 def report():
-    return measure_throughput(TINY, ["book_keeping"], Protocol(rounds=3, warmups=1, repeats=1, runs=2, profile=True))
+    return measure_throughput(
+        TINY, ["book_keeping"], Protocol(rounds=3, warmups=1, repeats=1, runs=2, profile=True)
+    )
 
 
 def test_the_report_holds_all_raw_rounds_and_what_follows_from_them(report):
@@ -33,7 +35,9 @@ def test_the_report_holds_all_raw_rounds_and_what_follows_from_them(report):
     assert 0 < row["bound"] < row["bound_symmetric"] < 1
     assert row["verdict"] in ("agree", "differ", "repeat")
     seconds = sorted(r[NON_PRIVATE] for run in report["runs"] for r in run)
-    assert report["modes"][NON_PRIVATE]["examples_per_second"] == pytest.approx(4 / ((seconds[2] + seconds[3]) / 2))
+    assert report["modes"][NON_PRIVATE]["examples_per_second"] == pytest.approx(
+        4 / ((seconds[2] + seconds[3]) / 2)
+    )
     assert report["environment"]["torch"] == torch.__version__
     assert report["environment"]["threads"] == 1
 
@@ -108,7 +112,12 @@ def test_the_number_of_threads_is_put_back():
     try:
         torch.set_num_threads(2)
         seen = []
-        measure_throughput(TINY, [], Protocol(rounds=3, repeats=1), lambda line: seen.append(torch.get_num_threads()))
+        measure_throughput(
+            TINY,
+            [],
+            Protocol(rounds=3, repeats=1),
+            lambda line: seen.append(torch.get_num_threads()),
+        )
         assert set(seen) == {1}
         assert torch.get_num_threads() == 2
     finally:
@@ -135,5 +144,7 @@ def test_the_profiler_sees_the_norms():
         mode.step(batches)  # what happens once is not to weigh on one of them
         seconds[name] = operator_seconds(mode, batches, steps=20)
     assert "aten::bmm" in [
-        name for name, more, _ in left_over(seconds["book_keeping"], seconds[NON_PRIVATE], 40) if more > 0
+        name
+        for name, more, _ in left_over(seconds["book_keeping"], seconds[NON_PRIVATE], 40)
+        if more > 0
     ]

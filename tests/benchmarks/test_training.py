@@ -1,4 +1,5 @@
-"""End-to-end runs on a tiny task: equal work on both sides, batches as the mode says, ratios from the recorded seconds."""
+"""End-to-end runs on a tiny task: equal work on both sides, batches as the mode says, ratios from
+the recorded seconds."""
 
 from __future__ import annotations
 
@@ -23,7 +24,14 @@ from hf_dp.benchmarks.training import (
     train_once,
     training_table,
 )
-from hf_dp.benchmarks.training_task import Task, TrainingWork, in_drawn_order, load_task, one_pass, unsorted_batches
+from hf_dp.benchmarks.training_task import (
+    Task,
+    TrainingWork,
+    in_drawn_order,
+    load_task,
+    one_pass,
+    unsorted_batches,
+)
 from hf_dp.errors import DataError, HfDpError, InvalidArgumentError
 from hf_dp.sampling import PoissonSampler, physical_batches
 
@@ -76,7 +84,10 @@ def test_every_mode_processes_what_it_says(measured):
     for mode in ("stock", "stock_by_length"):
         assert [run["examples"] for run in runs[mode]] == [STEPS * LOGICAL] * 2
     private = [mode for mode in MODES if mode.startswith("ours")]
-    order = [*private, *private]  # round 2 starts with stock_by_length, so these keep their order in it
+    order = [
+        *private,
+        *private,
+    ]  # round 2 starts with stock_by_length, so these keep their order in it
     timed = drawn[len(private) :]  # one draw of each was a warm-up
     assert len(timed) == len(order) * STEPS
     expected = [sum(timed[i * STEPS : (i + 1) * STEPS]) for i in range(len(order))]
@@ -95,7 +106,9 @@ def test_one_pass_of_stock_sees_every_row_equally_often(task, measured):
     # 48 examples of 40 rows: the tokens of all of them and again of the first 8
     lengths = task.lengths
     for mode in ("stock", "stock_by_length"):
-        assert {run["tokens"] for run in measured[0]["runs"][mode]} == {sum(lengths) + sum(lengths[:8])}
+        assert {run["tokens"] for run in measured[0]["runs"][mode]} == {
+            sum(lengths) + sum(lengths[:8])
+        }
     assert one_pass(task.rows, 10)["input_ids"] == task.rows["input_ids"][:10]
 
 
@@ -126,7 +139,10 @@ def test_sizing_by_tokens_uses_the_ninetieth_percentile(task, monkeypatch):
 
 def test_ratios_come_from_the_recorded_seconds(measured):
     report, _ = measured
-    seconds = {mode: [run["seconds"] / run["examples"] for run in each] for mode, each in report["runs"].items()}
+    seconds = {
+        mode: [run["seconds"] / run["examples"] for run in each]
+        for mode, each in report["runs"].items()
+    }
     assert set(report["ratios"]) == {f"{mode}/{baseline}" for mode, baseline in RATIOS}
     for mode, baseline in RATIOS:
         found = report["ratios"][f"{mode}/{baseline}"]
@@ -134,7 +150,9 @@ def test_ratios_come_from_the_recorded_seconds(measured):
         assert found["median"] == pytest.approx(statistics.mean(by_hand))
         assert (found["lowest"], found["highest"]) == pytest.approx((min(by_hand), max(by_hand)))
     row, runs = report["modes"]["ours"], report["runs"]["ours"]
-    assert row["seconds_per_1000_examples"] == pytest.approx(1000 * statistics.mean(seconds["ours"]))
+    assert row["seconds_per_1000_examples"] == pytest.approx(
+        1000 * statistics.mean(seconds["ours"])
+    )
     assert row["examples_per_second"] == pytest.approx(1 / statistics.mean(seconds["ours"]))
     assert 0 < row["preparation_seconds"] < max(run["seconds"] for run in runs)
     assert all(0 < run["finishing"] < run["seconds"] - run["preparation"] for run in runs)
@@ -176,7 +194,12 @@ def test_ratios_without_their_baseline_are_left_out(task, monkeypatch):
     report = measure_training(WORK, task, ["ours", "stock", "ours"])
     assert list(report["ratios"]) == ["ours/stock"]
     assert ran[:2] == [("ours", 1, 0), ("stock", 1, 0)]
-    assert ran[2:] == [("ours", STEPS, 0), ("stock", STEPS, 0), ("stock", STEPS, 1), ("ours", STEPS, 1)]
+    assert ran[2:] == [
+        ("ours", STEPS, 0),
+        ("stock", STEPS, 0),
+        ("stock", STEPS, 1),
+        ("ours", STEPS, 1),
+    ]
     assert report["modes"]["ours"]["padding_share"] == 0.25
     assert report["modes"]["ours"]["preparation_share"] == 0.25
     assert report["modes"]["ours"]["cpu_seconds_per_1000_examples"] == 150
@@ -184,7 +207,9 @@ def test_ratios_without_their_baseline_are_left_out(task, monkeypatch):
 
 def test_a_run_of_other_work_is_no_measurement(task, monkeypatch):
     monkeypatch.setattr(training, "one_pass", lambda rows, count: rows)
-    with pytest.raises(HfDpError, match="stock made 3 optimizer steps with 4. examples; 3 steps with 48"):
+    with pytest.raises(
+        HfDpError, match="stock made 3 optimizer steps with 4. examples; 3 steps with 48"
+    ):
         train_once(WORK, task, "stock")
 
 
@@ -261,6 +286,12 @@ def test_the_first_rows_of_a_file_in_another_order(files):
 )
 def test_a_wrong_task_is_refused(files, changes, error, message, monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    options = {"model": str(files / "model"), "rows": 40, "max_length": 24, "class_names": ["bad", "good"], **changes}
+    options = {
+        "model": str(files / "model"),
+        "rows": 40,
+        "max_length": 24,
+        "class_names": ["bad", "good"],
+        **changes,
+    }
     with pytest.raises(error, match=message):
         load_task(str(files / "rows.csv"), **options)

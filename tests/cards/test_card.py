@@ -1,4 +1,5 @@
-"""The card: statement first, machine-readable key equal to it, nothing local, nothing that breaks YAML or Markdown."""
+"""The card: statement first, machine-readable key equal to it, nothing local, nothing that breaks
+YAML or Markdown."""
 
 from __future__ import annotations
 
@@ -32,8 +33,8 @@ FACTS = RunFacts(
 )
 
 HOSTILE = (
-    "x: y\n---\n# Owned\n- [a](http://b) | <script>alert(1)</script> `c` \"q\" 'r' {{ 1234567*3 }} {% raw %} "
-    "*b* _u_ \\ &amp;\u2028\u202e"
+    "x: y\n---\n# Owned\n- [a](http://b) | <script>alert(1)</script> `c` \"q\" 'r' {{ 1234567*3 }} "
+    "{% raw %} *b* _u_ \\ &amp;\u2028\u202e"
 )
 
 
@@ -43,7 +44,9 @@ def ledger_of(plan: PrivacyPlan) -> Ledger:
     return ledger
 
 
-def statement_of(plan: PrivacyPlan = SMALL, ledger: Ledger | None = None, **changes: Any) -> PrivacyStatement:
+def statement_of(
+    plan: PrivacyPlan = SMALL, ledger: Ledger | None = None, **changes: Any
+) -> PrivacyStatement:
     return PrivacyStatement.from_ledger(
         plan, ledger_of(plan) if ledger is None else ledger, dataclasses.replace(FACTS, **changes)
     )
@@ -95,8 +98,16 @@ def test_sst2_card(sst2: PrivacyStatement, tmp_path: Path) -> None:
     assert data["differential_privacy"]["epsilon_kind"] == "bound"
     assert data["differential_privacy"]["epsilon_by_accountant"]["gdp_clt"]["kind"] == "estimate"
     assert data["differential_privacy"]["epsilon_by_accountant"]["prv"]["estimate"] == 2.41
-    assert (data.base_model, data.datasets, data.license) == ("distilroberta-base", ["stanfordnlp/sst2"], "apache-2.0")
-    assert (data.pipeline_tag, data.library_name, data.language) == ("text-classification", "peft", ["en"])
+    assert (data.base_model, data.datasets, data.license) == (
+        "distilroberta-base",
+        ["stanfordnlp/sst2"],
+        "apache-2.0",
+    )
+    assert (data.pipeline_tag, data.library_name, data.language) == (
+        "text-classification",
+        "peft",
+        ["en"],
+    )
     assert data.tags == ["mine", "dp-sgd", *(tag for tag in TAGS if tag != "dp-sgd")]
     assert f"({sst2.epsilon:.3f}, 7.425e-06)-differentially private" in card.text
     assert re.search(r"\| gdp_clt \| 1\.5\d+ \| estimate, not a guarantee \|", card.text)
@@ -111,13 +122,17 @@ def test_sst2_card(sst2: PrivacyStatement, tmp_path: Path) -> None:
 def command_results(text: str, capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
     (command,) = re.findall(r"^hf-dp account (epsilon .*)$", text, re.MULTILINE)
     assert account([*command.split(), "--json"]) == 0
-    return {row["accountant"]: row["epsilon"] for row in json.loads(capsys.readouterr().out)["results"]}
+    return {
+        row["accountant"]: row["epsilon"] for row in json.loads(capsys.readouterr().out)["results"]
+    }
 
 
 def test_the_printed_command_gives_the_same_epsilons(
     sst2: PrivacyStatement, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert command_results(render(sst2), capsys) == {row.accountant: row.epsilon for row in sst2.epsilons}
+    assert command_results(render(sst2), capsys) == {
+        row.accountant: row.epsilon for row in sst2.epsilons
+    }
 
 
 def test_zero_steps_card_reproduces_too(capsys: pytest.CaptureFixture[str]) -> None:
@@ -144,7 +159,12 @@ def test_a_run_that_is_not_private_has_no_epsilon_and_no_dp_tags(tmp_path: Path)
     statement = statement_of(insecure_seed=True)
     card = loaded(render(statement, tags=["differential-privacy", "mine"]), tmp_path)
     key = card.data["differential_privacy"]
-    assert (key["status"], key["epsilon"], key["epsilon_kind"], key["accountant"]) == ("not private", None, None, None)
+    assert (key["status"], key["epsilon"], key["epsilon_kind"], key["accountant"]) == (
+        "not private",
+        None,
+        None,
+        None,
+    )
     assert all(row["epsilon"] is None for row in key["epsilon_by_accountant"].values())
     assert card.data.tags == ["mine", "hf_dp"]
     assert "This run is NOT private" in card.text
@@ -169,7 +189,9 @@ def test_a_release_is_said_in_prose_and_metadata(tmp_path: Path) -> None:
         {"training": {"total_flos": 1e9}},
     ],
 )
-def test_unnoised_training_quantities_are_refused(small: PrivacyStatement, values: dict[str, Any]) -> None:
+def test_unnoised_training_quantities_are_refused(
+    small: PrivacyStatement, values: dict[str, Any]
+) -> None:
     with pytest.raises(InvalidArgumentError, match="not noised"):
         render(small, **values)
 
@@ -186,10 +208,17 @@ def test_metrics_on_training_rows_are_shown_when_released(small: PrivacyStatemen
         render(small, metrics=metrics)
     released = statement_of(released=("evaluation_on_training_rows",))
     text = render(released, metrics=metrics)
-    assert "on evaluation data and, at the user's request, on training rows. Epsilon covers neither." in text
+    assert (
+        "on evaluation data and, at the user's request, on training rows. Epsilon covers neither."
+        in text
+    )
     assert "| train_accuracy | 0.95 |" in text
-    assert "epsilon does not cover the evaluation data" in render(small, metrics={"eval_accuracy": 0.9})
-    with pytest.raises(InvalidArgumentError, match="'train_loss'"):  # of the steps, not of an evaluation
+    assert "epsilon does not cover the evaluation data" in render(
+        small, metrics={"eval_accuracy": 0.9}
+    )
+    with pytest.raises(
+        InvalidArgumentError, match="'train_loss'"
+    ):  # of the steps, not of an evaluation
         render(released, metrics={"train_loss": 0.1})
 
 
@@ -202,7 +231,9 @@ def test_unknown_values_are_written_as_unknown(small: PrivacyStatement, tmp_path
     assert card.data.base_model is None
 
 
-def test_no_local_path_gets_in(small: PrivacyStatement, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_local_path_gets_in(
+    small: PrivacyStatement, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "here" / "encoder").mkdir(parents=True)
     text = render(
@@ -210,7 +241,10 @@ def test_no_local_path_gets_in(small: PrivacyStatement, tmp_path: Path, monkeypa
         model_name="/data/main/runs/my-model",
         base_model="here/encoder",
         dataset=str(tmp_path / "train.csv"),
-        training={"optim_args": "/data/secret/args.yaml", "files": ["./a/b.json", "C:\\data\\c.json"]},
+        training={
+            "optim_args": "/data/secret/args.yaml",
+            "files": ["./a/b.json", "C:\\data\\c.json"],
+        },
         tags=["/data/tag"],
         metrics={"eval_accuracy": 0.9},
     )
@@ -245,23 +279,30 @@ def test_public_name(value: str | None, name: str | None) -> None:
 
 
 @pytest.mark.parametrize(
-    "field", ["model_name", "base_model", "dataset", "task_tag", "license", "language", "tags", "trained"]
+    "field",
+    ["model_name", "base_model", "dataset", "task_tag", "license", "language", "tags", "trained"],
 )
-def test_hostile_names_break_neither_yaml_nor_markdown(small: PrivacyStatement, field: str, tmp_path: Path) -> None:
+def test_hostile_names_break_neither_yaml_nor_markdown(
+    small: PrivacyStatement, field: str, tmp_path: Path
+) -> None:
     statement = statement_of(trained=HOSTILE, released=(HOSTILE,)) if field == "trained" else small
     values = {} if field == "trained" else {field: [HOSTILE] if field == "tags" else HOSTILE}
     check_intact(render(statement, **values), statement, tmp_path)
 
 
 def test_hostile_metrics_and_settings(small: PrivacyStatement, tmp_path: Path) -> None:
-    check_intact(render(small, metrics={HOSTILE: 0.1}, training={HOSTILE: HOSTILE}), small, tmp_path)
+    check_intact(
+        render(small, metrics={HOSTILE: 0.1}, training={HOSTILE: HOSTILE}), small, tmp_path
+    )
 
 
 def check_intact(text: str, statement: PrivacyStatement, folder: Path) -> None:
     card = loaded(text, folder)
     assert card.data["differential_privacy"] == metadata(statement)
     plain = [line for line in card.text.splitlines() if line.startswith("#")]
-    assert [line for line in plain if "Owned" in line and not line.startswith("# x: y --- \\# Owned")] == []
+    assert [
+        line for line in plain if "Owned" in line and not line.startswith("# x: y --- \\# Owned")
+    ] == []
     assert len(plain) == 11
     assert not re.search(r"(?<!\\)<script", card.text)
     assert not re.search(r"(?<!\\)\[a(?<!\\)\]", card.text)
@@ -273,7 +314,9 @@ def check_intact(text: str, statement: PrivacyStatement, folder: Path) -> None:
 
 
 def test_markdown_keeps_ordinary_text_readable() -> None:
-    assert markdown("eval_accuracy 0.91 (7.4e-06, -1) a-b") == "eval_accuracy 0.91 (7.4e-06, -1) a-b"
+    assert (
+        markdown("eval_accuracy 0.91 (7.4e-06, -1) a-b") == "eval_accuracy 0.91 (7.4e-06, -1) a-b"
+    )
     assert markdown("- a") == "\\- a"
     assert markdown("1. a") == "1\\. a"
     assert markdown("_u_") == "\\_u\\_"

@@ -1,4 +1,5 @@
-"""``privacy.json`` never loses evidence, whatever is written over it and whenever the writer is killed."""
+"""``privacy.json`` never loses evidence, whatever is written over it and whenever the writer is
+killed."""
 
 from __future__ import annotations
 
@@ -50,7 +51,14 @@ def test_keys_and_round_trip(tmp_path: Path) -> None:
     ledger.append(PLAN.event(3), "training")
     path = write(tmp_path / "made" / "on the way", document(PLAN, ledger, run_id="run-a"))
     data = json.loads(path.read_text())
-    assert list(data) == ["schema_version", "hf_dp_version", "status", "plan", "ledger", "statement"]
+    assert list(data) == [
+        "schema_version",
+        "hf_dp_version",
+        "status",
+        "plan",
+        "ledger",
+        "statement",
+    ]
     assert data["status"] == "running"
     assert data["statement"] is None
     assert data["plan"]["run_id"] == "run-a"
@@ -59,7 +67,12 @@ def test_keys_and_round_trip(tmp_path: Path) -> None:
         ("PoissonSampledGaussian", "training", 3),
     ]
     for record in (read(path), read(path.parent)):
-        assert (record.plan, record.ledger, record.run_id, record.statement) == (PLAN, ledger, "run-a", None)
+        assert (record.plan, record.ledger, record.run_id, record.statement) == (
+            PLAN,
+            ledger,
+            "run-a",
+            None,
+        )
 
 
 def test_with_a_statement(tmp_path: Path) -> None:
@@ -123,7 +136,8 @@ def test_a_kill_before_the_replacement_leaves_the_old_file(
 
 
 def test_a_hard_kill_leaves_the_old_file(written: Path) -> None:
-    """The process ends between the temporary file and the replacement, with no chance to clean up."""
+    """The process ends between the temporary file and the replacement, with no chance to clean
+    up."""
     before = written.read_bytes()
     child = os.fork()
     if child == 0:
@@ -137,7 +151,8 @@ def test_a_hard_kill_leaves_the_old_file(written: Path) -> None:
 
 
 def test_order_of_durability(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """File to disk, then rename, then folder to disk: any other order can lose a step after a power cut."""
+    """File to disk, then rename, then folder to disk: any other order can lose a step after a power
+    cut."""
     calls: list[str] = []
     fsync, replace = os.fsync, os.replace
 
@@ -269,7 +284,9 @@ def test_an_older_record_is_continued_in_the_new_version(tmp_path: Path) -> None
 
 def test_an_older_record_that_counts_earlier_runs_is_refused(tmp_path: Path) -> None:
     folder = old(tmp_path, lambda data: data["ledger"][0].update(purpose="earlier run"))
-    with pytest.raises(LedgerError, match="schema version 1, and counts earlier runs.*read with hf_dp 0.1.0"):
+    with pytest.raises(
+        LedgerError, match="schema version 1, and counts earlier runs.*read with hf_dp 0.1.0"
+    ):
         read(folder)
 
 
@@ -277,7 +294,10 @@ def test_an_older_record_that_counts_earlier_runs_is_refused(tmp_path: Path) -> 
     ("change", "message"),
     [
         (lambda data: data.update(plan=3), "plan"),
-        (lambda data: data["plan"].update(earlier=[]), "was edited: schema version 1 has no .'earlier'"),
+        (
+            lambda data: data["plan"].update(earlier=[]),
+            "was edited: schema version 1 has no .'earlier'",
+        ),
         (lambda data: data["plan"].update(steps="a"), "plan cannot be read"),
         (lambda data: data["plan"].pop("released"), "missing .'released'"),
         (lambda data: data["statement"].update(facts=3), "statement cannot be read"),
@@ -286,7 +306,9 @@ def test_an_older_record_that_counts_earlier_runs_is_refused(tmp_path: Path) -> 
         (lambda data: data["statement"]["facts"].update(released=[]), None),
     ],
 )
-def test_an_older_record_that_was_edited_is_found(tmp_path: Path, change: Any, message: str | None) -> None:
+def test_an_older_record_that_was_edited_is_found(
+    tmp_path: Path, change: Any, message: str | None
+) -> None:
     folder = old(tmp_path, change)
     if message is None:
         assert any("released is" in problem for problem in disagreements(read(folder)))
@@ -299,4 +321,6 @@ def test_planted_reading_of_an_older_record_as_if_it_said_all_is_seen(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(schema._SINCE_2, "evaluation_compared", True)
-    assert read(old(tmp_path)).weaknesses.evaluation_compared  # what the first test of these refuses
+    assert read(
+        old(tmp_path)
+    ).weaknesses.evaluation_compared  # what the first test of these refuses

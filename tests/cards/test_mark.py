@@ -20,7 +20,9 @@ PLAN = PrivacyPlan(1000, 100.0, 10, 2.0, 1.0, 1e-4)
 FIRST = EarlierRun("first", "features", "record_zero_out", released=("training_loss",))
 
 
-def mark_of(steps: int, run_id: str = "run-a", purpose: str = "training", **weaknesses: Any) -> Mark:
+def mark_of(
+    steps: int, run_id: str = "run-a", purpose: str = "training", **weaknesses: Any
+) -> Mark:
     ledger = Ledger()
     ledger.append(PLAN.event(2), "selection")
     ledger.append(PLAN.event(steps), purpose)
@@ -68,12 +70,21 @@ def kind(request):
     return request.param
 
 
-ALL = {"insecure_seed": True, "released": ("a", "b"), "model_selection": True, "rows_are_chunks": True}
+ALL = {
+    "insecure_seed": True,
+    "released": ("a", "b"),
+    "model_selection": True,
+    "rows_are_chunks": True,
+}
 
 
 @pytest.mark.parametrize(
     "mark",
-    [mark_of(3), mark_of(3, **ALL, evaluation_compared=False, earlier=(FIRST,)), Mark("r", Ledger(), Weaknesses())],
+    [
+        mark_of(3),
+        mark_of(3, **ALL, evaluation_compared=False, earlier=(FIRST,)),
+        Mark("r", Ledger(), Weaknesses()),
+    ],
 )
 def test_round_trip(kind, mark, tmp_path) -> None:
     path = kind.path(tmp_path)
@@ -82,7 +93,9 @@ def test_round_trip(kind, mark, tmp_path) -> None:
     assert kind.get(path).weaknesses == mark.weaknesses
 
 
-def test_a_later_mark_replaces_an_earlier_one_and_the_same_is_not_written_again(kind, tmp_path) -> None:
+def test_a_later_mark_replaces_an_earlier_one_and_the_same_is_not_written_again(
+    kind, tmp_path
+) -> None:
     path = kind.path(tmp_path)
     kind.put(path, mark_of(3))
     kind.put(path, mark_of(5))
@@ -99,7 +112,10 @@ def test_a_later_mark_replaces_an_earlier_one_and_the_same_is_not_written_again(
             mark_of(2, released=("a",)),
             "2 of selection and 3 of training, which 2 of selection and 2 of training here do not",
         ),
-        (mark_of(9, purpose="release", released=("a",)), "3 of training, which 2 of selection and 9 of release"),
+        (
+            mark_of(9, purpose="release", released=("a",)),
+            "3 of training, which 2 of selection and 9 of release",
+        ),
         (mark_of(9, run_id="run-b", released=("a",)), "mark of run run-a, and this is run run-b"),
         (mark_of(9), "released=.'a',.*as what weakens the run"),
     ],
@@ -138,7 +154,10 @@ def test_planted_mark_that_goes_back_is_seen(kind, tmp_path, monkeypatch) -> Non
         (lambda data: data["weaknesses"].update(released="loss"), "`released` to be a list"),
         (lambda data: data["weaknesses"].update(insecure_seed="no"), "insecure_seed"),
         (lambda data: data["weaknesses"].pop("earlier"), "missing .'earlier'"),
-        (lambda data: data["weaknesses"].update(earlier=[{"run_id": "x"}]), "EarlierRun cannot be read"),
+        (
+            lambda data: data["weaknesses"].update(earlier=[{"run_id": "x"}]),
+            "EarlierRun cannot be read",
+        ),
         (lambda data: data.update(weaknesses=None), "Weaknesses cannot be read"),
     ],
 )
@@ -155,14 +174,18 @@ def test_an_edited_mark_is_refused_with_its_name(edit, message, tmp_path) -> Non
     assert json.loads(path.read_text()) == data
 
 
-@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"\xff", b'{"mark_version": NaN}', b"[" * 100_000])
+@pytest.mark.parametrize(
+    "content", [b"", b"{", b"[]", b"\xff", b'{"mark_version": NaN}', b"[" * 100_000]
+)
 def test_a_damaged_mark_is_refused(content, tmp_path) -> None:
     (tmp_path / RUN_MARK).write_bytes(content)
     with pytest.raises(LedgerError, match="edited or damaged.*Restore it from a backup"):
         read_mark(tmp_path / RUN_MARK)
 
 
-@pytest.mark.parametrize("missing", ["hf_dp_run_id", "hf_dp_ledger", "hf_dp_weaknesses", "hf_dp_mark_version"])
+@pytest.mark.parametrize(
+    "missing", ["hf_dp_run_id", "hf_dp_ledger", "hf_dp_weaknesses", "hf_dp_mark_version"]
+)
 def test_weights_with_half_a_mark_are_refused(missing, tmp_path) -> None:
     path = weights(tmp_path)
     stamp(path, mark_of(3))
@@ -177,7 +200,9 @@ def test_weights_with_a_damaged_ledger_are_refused(tmp_path) -> None:
     path = weights(tmp_path)
     stamp(path, mark_of(3))
     metadata = dict(safetensors.safe_open(path, framework="pt").metadata())
-    safetensors.torch.save_file({"a": torch.ones(3)}, path, metadata={**metadata, "hf_dp_ledger": "[{"})
+    safetensors.torch.save_file(
+        {"a": torch.ones(3)}, path, metadata={**metadata, "hf_dp_ledger": "[{"}
+    )
     with pytest.raises(LedgerError, match=r"model\.safetensors was edited or damaged"):
         read_stamp(path)
 

@@ -1,4 +1,5 @@
-"""A ledger that went back is put right from the marks; where nothing shows how far it went, that is said."""
+"""A ledger that went back is put right from the marks; where nothing shows how far it went, that is
+said."""
 
 from __future__ import annotations
 
@@ -33,7 +34,14 @@ def ledger_of(steps: int, *purposes: str) -> Ledger:
     return ledger
 
 
-def put(folder: Path, ledger: Ledger, name: str, run_id: str = "run-a", statement: Any = None, **weak: Any) -> None:
+def put(
+    folder: Path,
+    ledger: Ledger,
+    name: str,
+    run_id: str = "run-a",
+    statement: Any = None,
+    **weak: Any,
+) -> None:
     weaknesses = Weaknesses(**weak)
     write(folder, document(PLAN, ledger, run_id=run_id, weaknesses=weaknesses, statement=statement))
     write_mark(folder / name, Mark(run_id, ledger, weaknesses))
@@ -58,7 +66,12 @@ def older_copy(run: Path) -> None:
 def test_steps_that_an_older_copy_lacks_come_back(run: Path) -> None:
     older_copy(run)
     done = rebuild(run)
-    assert (rows(done.added), done.changed, done.set_aside, done.had_mark) == ([("training", 2)], True, None, True)
+    assert (rows(done.added), done.changed, done.set_aside, done.had_mark) == (
+        [("training", 2)],
+        True,
+        None,
+        True,
+    )
     record = read(run)
     assert (record.ledger, record.run_id, record.plan) == (ledger_of(5), "run-a", PLAN)
     assert (record.status, record.statement) == ("running", None)
@@ -88,9 +101,13 @@ def test_a_record_one_step_ahead_of_its_mark_keeps_it_and_the_mark_follows(run: 
 
 
 @pytest.mark.parametrize("damage", [None, "", "{", "[]", '{"schema_version": 2}'])
-def test_a_record_that_is_lost_comes_back_with_the_plan_of_the_newest_copy(run: Path, damage: str | None) -> None:
+def test_a_record_that_is_lost_comes_back_with_the_plan_of_the_newest_copy(
+    run: Path, damage: str | None
+) -> None:
     """The damaged file is kept under another name."""
-    put(run / "checkpoint-10", ledger_of(4), COPIED_MARK)  # newer than 3, which sorts behind it as text
+    put(
+        run / "checkpoint-10", ledger_of(4), COPIED_MARK
+    )  # newer than 3, which sorts behind it as text
     (run / FILE_NAME).unlink()
     if damage is not None:
         (run / FILE_NAME).write_text(damage)
@@ -102,7 +119,10 @@ def test_a_record_that_is_lost_comes_back_with_the_plan_of_the_newest_copy(run: 
         assert done.set_aside is None
     else:
         assert done.set_aside is not None
-        assert (done.set_aside.name, done.set_aside.read_text()) == (f"_damaged-2-{FILE_NAME}", damage)
+        assert (done.set_aside.name, done.set_aside.read_text()) == (
+            f"_damaged-2-{FILE_NAME}",
+            damage,
+        )
         assert (run / f"_damaged-1-{FILE_NAME}").read_text() == "kept"
 
 
@@ -122,8 +142,12 @@ def test_weights_are_witnesses(run: Path) -> None:
     assert rows(rebuild(run).added) == [("training", 4)]
 
 
-@pytest.mark.parametrize("other", [ledger_of(3, "selection"), ledger_of(2, "selection", "training")])
-def test_two_ledgers_of_which_neither_continues_the_other_are_refused(run: Path, other: Ledger) -> None:
+@pytest.mark.parametrize(
+    "other", [ledger_of(3, "selection"), ledger_of(2, "selection", "training")]
+)
+def test_two_ledgers_of_which_neither_continues_the_other_are_refused(
+    run: Path, other: Ledger
+) -> None:
     put(run / "checkpoint-4", other, COPIED_MARK)
     before = (run / FILE_NAME).read_bytes()
     with pytest.raises(LedgerError, match=r"neither ledger continues the other") as caught:
@@ -132,7 +156,9 @@ def test_two_ledgers_of_which_neither_continues_the_other_are_refused(run: Path,
     assert (run / FILE_NAME).read_bytes() == before
 
 
-def test_planted_rebuild_from_the_longest_of_two_would_lose_steps(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_planted_rebuild_from_the_longest_of_two_would_lose_steps(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     put(run / "checkpoint-4", ledger_of(3, "selection"), COPIED_MARK)
     monkeypatch.setattr(Ledger, "extends", lambda self, other: True)
     rebuild(run)
@@ -146,11 +172,14 @@ def test_files_of_two_runs_are_refused(run: Path) -> None:
 
 
 def test_without_the_runs_own_mark_an_older_record_is_refused(run: Path) -> None:
-    """The checkpoint knows more than the record, so the record went back, and nothing shows by how much."""
+    """The checkpoint knows more than the record, so the record went back, and nothing shows by how
+    much."""
     put(run / "checkpoint-7", ledger_of(7), COPIED_MARK)
     (run / RUN_MARK).unlink()
     before = (run / FILE_NAME).read_bytes()
-    with pytest.raises(LedgerError, match=f"no {RUN_MARK}.*7 of training.*nothing shows how far the run went"):
+    with pytest.raises(
+        LedgerError, match=f"no {RUN_MARK}.*7 of training.*nothing shows how far the run went"
+    ):
         rebuild(run)
     assert (run / FILE_NAME).read_bytes() == before
     (run / FILE_NAME).write_text("{")
@@ -187,7 +216,9 @@ def test_a_newer_record_is_not_replaced(run: Path) -> None:
     assert (run / FILE_NAME).read_text() == '{"schema_version": 99}'
 
 
-@pytest.mark.parametrize(("name", "message"), [("nowhere", "it has neither"), ("checkpoint-3", "is a checkpoint")])
+@pytest.mark.parametrize(
+    ("name", "message"), [("nowhere", "it has neither"), ("checkpoint-3", "is a checkpoint")]
+)
 def test_another_folder_is_refused(run: Path, name: str, message: str) -> None:
     with pytest.raises(LedgerError, match=message):
         rebuild(run / name)

@@ -59,7 +59,8 @@ def sst2() -> PrivacyStatement:
 def test_sst2_numbers(sst2: PrivacyStatement) -> None:
     rows = by_accountant(sst2)
     assert tuple(rows) == ACCOUNTANTS
-    # Independent values: PLD 2.410, RDP 3, PRV estimate 2.410 (research/accounting.md A.1), bounds up to slack above.
+    # Independent values: PLD 2.410, RDP 3, PRV estimate 2.410 (research/accounting.md A.1), bounds
+    # up to slack above.
     assert 2.410 <= sst2.epsilon <= 2.412
     assert rows["pld"].epsilon == sst2.epsilon
     assert rows["rdp"].epsilon == 3.0
@@ -70,8 +71,8 @@ def test_sst2_numbers(sst2: PrivacyStatement) -> None:
     assert sst2.status == PROVEN
     assert (sst2.accountant, sst2.accountant_note) == ("pld", "")
     assert sst2.sentence().startswith(
-        f"The released weights are ({sst2.epsilon:.3f}, 7.425e-06)-differentially private with respect to zero-out of "
-        "one row"
+        f"The released weights are ({sst2.epsilon:.3f}, 7.425e-06)-differentially private with "
+        "respect to zero-out of one row"
     )
     assert "gdp_clt  1.5" in str(sst2)
     assert "estimate" in str(sst2)
@@ -139,7 +140,9 @@ def test_a_step_without_noise_is_not_private() -> None:
 
 
 def test_a_release_limits_the_claim_to_the_weights() -> None:
-    statement = PrivacyStatement.from_ledger(SMALL, ledger_of(SMALL), facts(released=("training_loss", "grad_norm")))
+    statement = PrivacyStatement.from_ledger(
+        SMALL, ledger_of(SMALL), facts(released=("training_loss", "grad_norm"))
+    )
     assert statement.status == PROVEN_WEIGHTS_ONLY
     assert statement.proven
     assert "weights only" in statement.status_reason
@@ -180,8 +183,9 @@ def test_evaluation_data_that_was_not_compared_is_said() -> None:
         return found
 
     assert "not checked" not in line()
-    assert "was not checked for every evaluation set of this run: a set that has no column in common" in line(
-        evaluation_compared=False
+    assert (
+        "was not checked for every evaluation set of this run: a set that has no column in common"
+        in line(evaluation_compared=False)
     )
     earlier = EarlierRun("first", "example", "zero_out", evaluation_compared=False)
     assert "was not checked for every evaluation set of an earlier run" in line(earlier=(earlier,))
@@ -190,14 +194,21 @@ def test_evaluation_data_that_was_not_compared_is_said() -> None:
 def test_the_same_lines_stand_in_every_statement() -> None:
     """What weakens a run adds lines, or words to them; it takes none away."""
     base = PrivacyStatement.from_ledger(SMALL, Ledger(), FACTS).not_covered
-    weak = facts(released=("grad_norm",), model_selection=True, rows_are_chunks=True, evaluation_compared=False)
+    weak = facts(
+        released=("grad_norm",),
+        model_selection=True,
+        rows_are_chunks=True,
+        evaluation_compared=False,
+    )
     other = PrivacyStatement.from_ledger(SMALL, Ledger(), weak).not_covered
     assert {item.split(":")[0] for item in base} < {item.split(":")[0] for item in other}
     assert len(other) == len(base) + 1
 
 
 def test_metrics_on_training_rows_limit_the_claim_to_the_weights() -> None:
-    statement = PrivacyStatement.from_ledger(SMALL, ledger_of(SMALL), facts(released=("evaluation_on_training_rows",)))
+    statement = PrivacyStatement.from_ledger(
+        SMALL, ledger_of(SMALL), facts(released=("evaluation_on_training_rows",))
+    )
     name = "evaluation_on_training_rows (metrics computed on training rows)"
     assert statement.status == PROVEN_WEIGHTS_ONLY
     assert f"this does not cover {name}, released without noise." in statement.sentence()
@@ -215,7 +226,9 @@ def test_an_estimate_is_never_the_headline() -> None:
 
 
 def test_an_accountant_out_of_range_is_replaced_and_that_is_said() -> None:
-    plan = dataclasses.replace(SMALL, delta=1e-12)  # below what pld and prv are known to be right at
+    plan = dataclasses.replace(
+        SMALL, delta=1e-12
+    )  # below what pld and prv are known to be right at
     statement = PrivacyStatement.from_ledger(plan, ledger_of(plan), FACTS)
     rows = by_accountant(statement)
     assert rows["pld"].epsilon is None
@@ -232,7 +245,8 @@ def test_without_any_bound_nothing_is_claimed() -> None:
 
 
 @pytest.mark.parametrize(
-    "change", [{"privacy_unit": "user"}, {"neighboring_relation": "add_remove"}, {"clipping": "other"}]
+    "change",
+    [{"privacy_unit": "user"}, {"neighboring_relation": "add_remove"}, {"clipping": "other"}],
 )
 def test_what_no_statement_is_known_for_is_refused(change: dict[str, str]) -> None:
     with pytest.raises(InvalidArgumentError, match=next(iter(change))):

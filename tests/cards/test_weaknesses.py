@@ -59,12 +59,16 @@ def made(folder: Path, plan: PrivacyPlan, run_id: str = "b" * 32, **weak: Any) -
     return read(folder)
 
 
-def after(earlier: tuple[EarlierRun, ...], plan: PrivacyPlan = SGD, **facts: Any) -> PrivacyStatement:
+def after(
+    earlier: tuple[EarlierRun, ...], plan: PrivacyPlan = SGD, **facts: Any
+) -> PrivacyStatement:
     """The statement of DP-SGD after runs with these claims."""
     ledger = Ledger()
     ledger.append(RecordRelease(3.0, 1), "earlier run")
     ledger.append(plan.event(4), "training")
-    return PrivacyStatement.from_ledger(plan, ledger, dataclasses.replace(FACTS, earlier=earlier, **facts))
+    return PrivacyStatement.from_ledger(
+        plan, ledger, dataclasses.replace(FACTS, earlier=earlier, **facts)
+    )
 
 
 # -- codes ---
@@ -87,23 +91,42 @@ def test_codes_of_a_plan(plan, unit, relation) -> None:
 def test_the_weakest_of_any_two_is_none_stronger() -> None:
     for one, other in itertools.product(UNITS, repeat=2):
         both = weakest_unit((one, other))
-        assert both in (one, other) and UNITS.index(both) >= max(UNITS.index(one), UNITS.index(other))
+        assert both in (one, other) and UNITS.index(both) >= max(
+            UNITS.index(one), UNITS.index(other)
+        )
     for one, other in itertools.product(RELATIONS, repeat=2):
         assert weakest_relation((one, other), EXAMPLE) == weakest_relation((other, one), EXAMPLE)
     assert weakest_relation((ZERO_OUT, RECORD_ZERO_OUT), EXAMPLE) == RECORD_ZERO_OUT
-    assert weakest_relation((RECORD_AND_LABEL_ZERO_OUT, RECORD_ZERO_OUT), EXAMPLE) == RECORD_AND_LABEL_ZERO_OUT
+    assert (
+        weakest_relation((RECORD_AND_LABEL_ZERO_OUT, RECORD_ZERO_OUT), EXAMPLE)
+        == RECORD_AND_LABEL_ZERO_OUT
+    )
     assert weakest_relation((RECORD_AND_LABEL_ZERO_OUT, NONE), NONE) == NONE
     # A label that another run left public is not replaced by anything.
-    assert weakest_relation((RECORD_AND_LABEL_ZERO_OUT, RECORD_ZERO_OUT), FEATURES) == RECORD_ZERO_OUT
+    assert (
+        weakest_relation((RECORD_AND_LABEL_ZERO_OUT, RECORD_ZERO_OUT), FEATURES) == RECORD_ZERO_OUT
+    )
 
 
 # -- what is kept of a run ---
 
 
 def test_a_run_is_kept_after_those_that_it_names(tmp_path) -> None:
-    record = made(tmp_path, FROZEN, earlier=(SAFE,), released=("loss",), rows_are_chunks=True, model_selection=True)
+    record = made(
+        tmp_path,
+        FROZEN,
+        earlier=(SAFE,),
+        released=("loss",),
+        rows_are_chunks=True,
+        model_selection=True,
+    )
     this = EarlierRun(
-        "b" * 32, FEATURES, RECORD_ZERO_OUT, released=("loss",), rows_are_chunks=True, model_selection=True
+        "b" * 32,
+        FEATURES,
+        RECORD_ZERO_OUT,
+        released=("loss",),
+        rows_are_chunks=True,
+        model_selection=True,
     )
     assert EarlierRun.all_of(record) == (SAFE, this)
 
@@ -138,7 +161,8 @@ def test_what_weakens_adds_up_and_never_goes_away(weak) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["insecure_seed", "released", "model_selection", "rows_are_chunks", "evaluation_compared"]
+    "name",
+    ["insecure_seed", "released", "model_selection", "rows_are_chunks", "evaluation_compared"],
 )
 def test_planted_merge_that_forgets_one_is_seen(name, monkeypatch) -> None:
     """(By the test above.)"""
@@ -174,7 +198,8 @@ def test_an_unknown_claim_is_refused(values, message) -> None:
 
 
 def test_after_a_run_with_public_labels_no_label_is_claimed() -> None:
-    """The frozen run knew the labels as they are; DP-SGD after it cannot make them private again."""
+    """The frozen run knew the labels as they are; DP-SGD after it cannot make them private
+    again."""
     earlier = EarlierRun("f" * 32, FEATURES, RECORD_ZERO_OUT)
     statement = after((earlier,))
     assert statement.unit_code == FEATURES
@@ -206,14 +231,19 @@ def test_relations_of_several_runs() -> None:
 
 
 def test_what_an_earlier_run_released_limits_the_claim_to_the_weights() -> None:
-    statement = after((dataclasses.replace(SAFE, released=("training_loss",)),), released=("grad_norm",))
+    statement = after(
+        (dataclasses.replace(SAFE, released=("training_loss",)),), released=("grad_norm",)
+    )
     assert statement.status == "proven for the weights only"
     name = "training_loss (by the earlier run aaaaaaaa)"
     assert f"does not cover grad_norm, {name}, released without noise" in statement.sentence()
     assert name in statement.status_reason
     assert f"{name}: released without noise at the user's request" in statement.not_covered
     assert metadata(statement)["released_without_noise"] == ["grad_norm", "training_loss"]
-    assert after((dataclasses.replace(SAFE, released=("training_loss",)),)).status == "proven for the weights only"
+    assert (
+        after((dataclasses.replace(SAFE, released=("training_loss",)),)).status
+        == "proven for the weights only"
+    )
 
 
 def test_planted_releases_of_earlier_runs_left_out_are_seen(monkeypatch) -> None:
@@ -224,20 +254,31 @@ def test_planted_releases_of_earlier_runs_left_out_are_seen(monkeypatch) -> None
 def test_an_insecure_earlier_run_makes_the_whole_not_private() -> None:
     statement = after((SAFE, dataclasses.replace(SAFE, run_id="c" * 32, insecure_seed=True)))
     assert (statement.status, statement.epsilon) == ("not private", None)
-    assert "of the earlier run cccccccc on the same rows came from a fixed seed" in statement.sentence()
+    assert (
+        "of the earlier run cccccccc on the same rows came from a fixed seed"
+        in statement.sentence()
+    )
 
 
 def test_published_dp_fp_in_an_earlier_run_is_not_established() -> None:
     ledger = Ledger()
     ledger.append(PublishedForwardNoise(1.0, 0.1, 1, 4), "earlier run")
     ledger.append(SGD.event(4), "training")
-    for unit, relation in ((NONE, NONE), (EXAMPLE, ZERO_OUT)):  # the events decide, whatever is claimed
+    for unit, relation in (
+        (NONE, NONE),
+        (EXAMPLE, ZERO_OUT),
+    ):  # the events decide, whatever is claimed
         facts = dataclasses.replace(FACTS, earlier=(EarlierRun("p" * 32, unit, relation),))
         statement = PrivacyStatement.from_ledger(SGD, ledger, facts)
         assert (statement.status, statement.epsilon) == ("as published, not established", None)
-        assert "an earlier run on the same rows, which it names, was trained by DP-FP" in statement.sentence()
+        assert (
+            "an earlier run on the same rows, which it names, was trained by DP-FP"
+            in statement.sentence()
+        )
         assert (statement.unit_code, metadata(statement)["unit"]) == (NONE, None)
-        assert statement.unit.startswith("none") and statement.neighboring_relation.startswith("none")
+        assert statement.unit.startswith("none") and statement.neighboring_relation.startswith(
+            "none"
+        )
 
 
 def test_model_selection_of_an_earlier_run_is_said() -> None:
@@ -254,20 +295,29 @@ def test_rows_that_are_chunks_are_said(where) -> None:
     earlier = (dataclasses.replace(SAFE, rows_are_chunks=True),) if where == "earlier" else (SAFE,)
     statement = after(earlier, rows_are_chunks=where == "here")
     assert "each row is a chunk of a longer text, so a document of k chunks" in statement.unit
-    assert "zero-out of one row (a chunk of a longer text) of the training set" in statement.sentence()
+    assert (
+        "zero-out of one row (a chunk of a longer text) of the training set" in statement.sentence()
+    )
     assert metadata(statement)["rows_are_chunks"] is True
     plain = after((SAFE,))
-    assert "chunk" not in plain.unit + plain.sentence() and metadata(plain)["rows_are_chunks"] is False
+    assert (
+        "chunk" not in plain.unit + plain.sentence() and metadata(plain)["rows_are_chunks"] is False
+    )
 
 
 def test_chunks_without_labels_are_said() -> None:
     statement = after((EarlierRun("f", FEATURES, RECORD_ZERO_OUT, rows_are_chunks=True),))
-    assert "the text of one row (a chunk of a longer text), labels being public," in statement.sentence()
+    assert (
+        "the text of one row (a chunk of a longer text), labels being public,"
+        in statement.sentence()
+    )
     assert "label is stated as public; each row is a chunk" in statement.unit
 
 
 def test_a_ledger_with_earlier_runs_that_nobody_names_has_no_statement() -> None:
-    with pytest.raises(LedgerError, match="counts 1 releases of earlier runs; expected `earlier` to name"):
+    with pytest.raises(
+        LedgerError, match="counts 1 releases of earlier runs; expected `earlier` to name"
+    ):
         after(())
     ledger = Ledger()
     ledger.append(RecordRelease(3.0, 1), "earlier run")
@@ -276,11 +326,17 @@ def test_a_ledger_with_earlier_runs_that_nobody_names_has_no_statement() -> None
 
 
 def test_the_statement_survives_the_file_and_is_checked_against_it(tmp_path) -> None:
-    earlier = (EarlierRun("f" * 32, FEATURES, RECORD_ZERO_OUT, released=("loss",), rows_are_chunks=True), SAFE)
+    earlier = (
+        EarlierRun("f" * 32, FEATURES, RECORD_ZERO_OUT, released=("loss",), rows_are_chunks=True),
+        SAFE,
+    )
     statement = after(earlier)
     ledger = Ledger.from_list(statement.mechanisms)
     path = write(
-        tmp_path, document(SGD, ledger, run_id="r", weaknesses=Weaknesses(earlier=earlier), statement=statement)
+        tmp_path,
+        document(
+            SGD, ledger, run_id="r", weaknesses=Weaknesses(earlier=earlier), statement=statement
+        ),
     )
     record = read(path)
     assert record.weaknesses.earlier == earlier
@@ -298,8 +354,14 @@ def _in_both(data: dict[str, Any], **changes: Any) -> None:
     [
         (lambda d: d["plan"]["earlier"][0].update(released=[]), "earlier is"),
         (lambda d: d["statement"]["facts"]["earlier"][0].update(unit="example"), "earlier is"),
-        (lambda d: d["plan"].update(rows_are_chunks=True), "rows_are_chunks is False in the statement and True"),
-        (lambda d: d["plan"].update(evaluation_compared=False), "evaluation_compared is True in the statement"),
+        (
+            lambda d: d["plan"].update(rows_are_chunks=True),
+            "rows_are_chunks is False in the statement and True",
+        ),
+        (
+            lambda d: d["plan"].update(evaluation_compared=False),
+            "evaluation_compared is True in the statement",
+        ),
         (lambda d: _in_both(d, unit="example"), "unit is stated as"),
         (lambda d: _in_both(d, relation="zero_out"), "neighboring_relation is stated as"),
         (lambda d: _in_both(d, released=[]), "status is stated as"),

@@ -22,7 +22,9 @@ TENSORS = {
 }
 
 
-@pytest.fixture(params=[None, {"format": "pt"}, {"format": "pt", "other": 'quoted " and\nbroken ä'}])
+@pytest.fixture(
+    params=[None, {"format": "pt"}, {"format": "pt", "other": 'quoted " and\nbroken ä'}]
+)
 def weights(request, tmp_path: Path) -> tuple[Path, dict[str, str]]:
     path = tmp_path / "model.safetensors"
     safetensors.torch.save_file(TENSORS, path, metadata=request.param)
@@ -46,7 +48,8 @@ def test_tensors_and_other_metadata_stay_as_they_are(weights, length) -> None:
     loaded = safetensors.torch.load_file(path)
     assert loaded.keys() == TENSORS.keys()
     assert all(
-        torch.equal(loaded[name], value) and loaded[name].dtype == value.dtype for name, value in TENSORS.items()
+        torch.equal(loaded[name], value) and loaded[name].dtype == value.dtype
+        for name, value in TENSORS.items()
     )
     assert [file.name for file in path.parent.iterdir()] == [path.name]
 
@@ -108,7 +111,8 @@ def test_a_header_that_cannot_be_read_is_refused_and_left(content, tmp_path) -> 
     path.write_bytes(content)
     for call in (read_metadata, lambda p: add_metadata(p, {"a": "b"})):
         with pytest.raises(
-            LedgerError, match=r"model\.safetensors to be a safetensors file.*cannot be read.*Restore it"
+            LedgerError,
+            match=r"model\.safetensors to be a safetensors file.*cannot be read.*Restore it",
         ):
             call(path)
     assert path.read_bytes() == content

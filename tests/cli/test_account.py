@@ -24,7 +24,9 @@ EPSILON = ["account", "epsilon", "--noise-multiplier", "0.82539", *RUN]
 
 
 def run(*words, code="from hf_dp.cli.main import main; raise SystemExit(main())"):
-    return subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True, check=False)
+    return subprocess.run(
+        [sys.executable, "-c", code, *words], capture_output=True, text=True, check=False
+    )
 
 
 def test_every_accountant_with_its_kind_and_no_torch():
@@ -73,7 +75,10 @@ def test_json_and_one_accountant(capsys):
 
 
 def test_no_noise_is_inf(capsys):
-    assert main(["account", "epsilon", "--noise-multiplier", "0", *RUN, "--json", "--cross-check"]) == 0
+    assert (
+        main(["account", "epsilon", "--noise-multiplier", "0", *RUN, "--json", "--cross-check"])
+        == 0
+    )
     results = json.loads(capsys.readouterr().out)["results"]
     assert [row["epsilon"] for row in results] == ["inf"] * 4
 
@@ -109,7 +114,8 @@ def test_one_accountant_out_of_range_does_not_hide_the_others(capsys):
     [
         (["account", "epsilon", "--noise-multiplier", "1", "--sample-rate", "1.5", "--steps", "1", "--delta", "1e-5"],
          "`sample_rate` to be in [0, 1], got 1.5. It is expected_batch_size / num_examples"),
-        (["account", "noise", "--target-epsilon", "3", *RUN, "--accountant", "gdp_clt"], "Calibration needs a bound"),
+        (["account", "noise", "--target-epsilon", "3", *RUN, "--accountant", "gdp_clt"], "Calibration "
+        "needs a bound"),
         (["account", "noise", "--target-epsilon", "-3", *RUN], "`target_epsilon` to be > 0"),
         (["acount"], "unknown command 'acount'; known: train, eval, sweep, plan, account"),
     ],
@@ -144,7 +150,12 @@ def test_top_level(capsys):
 
 def test_tables_agree():
     assert account.ACCOUNTANTS == ACCOUNTANTS
-    assert hyphenated(["--a_b=c_d", "e_f", "--g_h", "-x_y"]) == ["--a-b=c_d", "e_f", "--g-h", "-x_y"]
+    assert hyphenated(["--a_b=c_d", "e_f", "--g_h", "-x_y"]) == [
+        "--a-b=c_d",
+        "e_f",
+        "--g-h",
+        "-x_y",
+    ]
 
 
 def test_one_accountant_by_default_and_a_relation(capsys):
@@ -157,7 +168,16 @@ def test_one_accountant_by_default_and_a_relation(capsys):
 
 
 def test_steps_and_sample_rate(capsys):
-    numbers = ["--target-epsilon", "3", "--noise-multiplier", "0.82539", "--delta", "7.424e-6", "--accountant", "rdp"]
+    numbers = [
+        "--target-epsilon",
+        "3",
+        "--noise-multiplier",
+        "0.82539",
+        "--delta",
+        "7.424e-6",
+        "--accountant",
+        "rdp",
+    ]
     assert main(["account", "steps", *numbers, "--sample-rate", "0.0152043831"]) == 0
     assert capsys.readouterr().out.splitlines()[0] == "steps 197 (2.995 epochs)"
     assert main(["account", "sample-rate", *numbers, "--steps", "198"]) == 0
@@ -168,10 +188,12 @@ def test_steps_and_sample_rate(capsys):
 
 @pytest.mark.parametrize(("accountant", "limit"), [("pld", 3.0), ("gdp_clt", 1.0)])
 def test_cpu_time(accountant, limit):
-    """Each accountant's package is imported only when asked for. (CPU time: the machine may be busy.)"""
+    """Each accountant's package is imported only when asked for. (CPU time: the machine may be
+    busy.)"""
     code = (
         "import os, sys; from hf_dp.cli.main import main; code = main(); t = os.times(); "
-        "print(t.user + t.system, {'torch', 'dp_accounting', 'prv_accountant'} & set(sys.modules), file=sys.stderr)"
+        "print(t.user + t.system, {'torch', 'dp_accounting', 'prv_accountant'} & set(sys.modules), "
+        "file=sys.stderr)"
     )
     done = run(*EPSILON, "--accountant", accountant, code=code)
     seconds, _, loaded = done.stderr.partition(" ")
@@ -199,22 +221,36 @@ class TestLedger:
     @pytest.fixture
     def folder(self, tmp_path):
         plan = PrivacyPlan.create(
-            num_examples=67349, expected_batch_size=1024, clipping_norm=0.1, noise_multiplier=0.82539, max_steps=198
+            num_examples=67349,
+            expected_batch_size=1024,
+            clipping_norm=0.1,
+            noise_multiplier=0.82539,
+            max_steps=198,
         )
         ledger = Ledger()
         ledger.append(plan.event(), "training")
-        facts = RunFacts("dp_sgd", "all parameters", "float32", "SFC64, seeded by the system", "the system's")
+        facts = RunFacts(
+            "dp_sgd", "all parameters", "float32", "SFC64, seeded by the system", "the system's"
+        )
         statement = PrivacyStatement.from_ledger(plan, ledger, facts)
-        document.write(tmp_path, document.document(plan, ledger, run_id="a-run", statement=statement))
+        document.write(
+            tmp_path, document.document(plan, ledger, run_id="a-run", statement=statement)
+        )
         return tmp_path
 
     def test_is_computed_again(self, folder, capsys):
         assert main(["account", "ledger", str(folder), "--cross-check"]) == 0
         out = capsys.readouterr().out
         assert "run a-run, status: proven" in out
-        assert "training: PoissonSampledGaussian(noise_multiplier 0.82539, sample_rate 0.0152" in out
+        assert (
+            "training: PoissonSampledGaussian(noise_multiplier 0.82539, sample_rate 0.0152" in out
+        )
         assert "stated epsilon: 2.412; consistent: it follows from the plan and the ledger" in out
-        for row in (["pld", "bound", "2.412"], ["rdp", "bound", "3.001"], ["gdp_clt", "estimate", "1.545"]):
+        for row in (
+            ["pld", "bound", "2.412"],
+            ["rdp", "bound", "3.001"],
+            ["gdp_clt", "estimate", "1.545"],
+        ):
             assert row in [line.split() for line in out.splitlines()]
 
     def test_json(self, folder, capsys):
@@ -226,7 +262,8 @@ class TestLedger:
     @pytest.mark.parametrize(
         ("edit", "match"),
         [
-            (lambda text: text.replace('"epsilon": 2.412', '"epsilon": 1.5', 1), "epsilon is stated as 1.5, and"),
+            (lambda text: text.replace('"epsilon": 2.412', '"epsilon": 1.5', 1), "epsilon is "
+            "stated as 1.5, and"),
             (lambda text: text.replace('"steps": 198', '"steps": 98', 2), "was edited"),
             (lambda text: text[: len(text) // 2], "is not complete JSON"),
             (lambda text: "{}", "is not a privacy record"),
@@ -244,32 +281,47 @@ class TestLedger:
         ("edit", "match"),
         [
             # what says more than the evidence in the same file
-            (lambda d: _all_rows(d, noise_multiplier=50.0) or d["statement"].update(epsilon=0.1), "not the plan's"),
-            (lambda d: _all_rows(d, sample_rate=1e-4) or d["statement"].update(epsilon=0.5), "not the plan's"),
-            (lambda d: _all_rows(d, steps=10) or d["statement"].update(epsilon=0.9), "steps is stated as 198"),
+            (lambda d: _all_rows(d, noise_multiplier=50.0) or d["statement"].update(epsilon=0.1), "not "
+            "the plan's"),
+            (lambda d: _all_rows(d, sample_rate=1e-4) or d["statement"].update(epsilon=0.5), "not "
+            "the plan's"),
+            (lambda d: _all_rows(d, steps=10) or d["statement"].update(epsilon=0.9), "steps is "
+            "stated as 198"),
             (lambda d: _no_rows(d) or d["statement"].update(epsilon=0.0), "steps is stated as 198"),
-            (lambda d: d["plan"].update(insecure_seed=True), "insecure_seed is False in the statement and True in the plan"),
+            (lambda d: d["plan"].update(insecure_seed=True), "insecure_seed is False in the "
+            "statement and True in the plan"),
             (lambda d: d["plan"].update(released=["training_loss"]), "released is"),
             (lambda d: d["plan"].update(model_selection=True), "model_selection is False"),
             (lambda d: d["plan"].update(max_batch_size=1200), "not the plan's"),
             (lambda d: _both(d, delta=0.9999), "plan cannot be read .*target_delta"),
-            (lambda d: d.update(status="super private") or d["statement"].update(status="super private"), "status is stated"),
-            (lambda d: d.update(status="not private") or d["statement"].update(status="not private"), "status is stated"),
+            (lambda d: d.update(status="super private") or d["statement"].update(status="super "
+            "private"), "status "
+            "is stated"),
+            (lambda d: d.update(status="not private") or d["statement"].update(status="not "
+            "private"), "status "
+            "is stated"),
             (lambda d: d["statement"].update(unit="one user"), "unit is stated as 'one user'"),
-            (lambda d: d["statement"].update(neighboring_relation="any change"), "neighboring_relation is stated"),
-            (lambda d: d["statement"].update(num_examples=10**9), "num_examples is stated as 1000000000"),
-            (lambda d: d["statement"]["epsilons"][0].update(epsilon=0.01), "epsilon by pld is stated as 0.01"),
-            (lambda d: d["statement"]["epsilons"][3].update(kind="bound"), "kind by gdp_clt is stated as 'bound'"),
-            (lambda d: d["statement"].update(accountant="gdp_clt"), "accountant is stated as 'gdp_clt'"),
+            (lambda d: d["statement"].update(neighboring_relation="any change"), "neighboring_relation "
+            "is stated"),
+            (lambda d: d["statement"].update(num_examples=10**9), "num_examples is stated as "
+            "1000000000"),
+            (lambda d: d["statement"]["epsilons"][0].update(epsilon=0.01), "epsilon by pld is "
+            "stated as 0.01"),
+            (lambda d: d["statement"]["epsilons"][3].update(kind="bound"), "kind by gdp_clt is "
+            "stated as 'bound'"),
+            (lambda d: d["statement"].update(accountant="gdp_clt"), "accountant is stated as "
+            "'gdp_clt'"),
             (lambda d: d["statement"]["epsilons"].pop(1), "accountants is stated as"),
-            (lambda d: d["statement"]["epsilons"][2].update(estimate=0.1), "estimate by prv is stated as 0.1"),
+            (lambda d: d["statement"]["epsilons"][2].update(estimate=0.1), "estimate by prv is "
+            "stated as 0.1"),
             # what hf_dp cannot have written
             (lambda d: d["plan"].update(steps="a"), "`steps` to be a number"),
             (lambda d: d["plan"].update(released=[5, None]), "`released` to be a list of names"),
             (lambda d: d["plan"].update(max_batch_size="a"), "`max_batch_size` to be a number"),
             (lambda d: d["statement"].update(epsilon="0.1"), "epsilon is stated as '0.1'"),
             (lambda d: d["statement"].update(epsilon=[1]), r"epsilon is stated as \[1\]"),
-            (lambda d: d["statement"]["facts"].update(released=[5]), "`released` to be a list of names"),
+            (lambda d: d["statement"]["facts"].update(released=[5]), "`released` to be a list of "
+            "names"),
             (lambda d: _all_rows(d, noise_multiplier=10**400), "noise_multiplier"),
             (lambda d: d["statement"].update(epsilons=3), "statement cannot be read"),
         ],

@@ -32,10 +32,28 @@ SPEED = [
     "1",
 ]
 MEMORY = ["bench", "memory", "--model", "tiny", "--device", "cpu", "--threads", "1"]
-TRAINING = ["bench", "training", "--train-file", "no.csv", "--model", "tiny", "--device", "cpu", "--threads", "1"]
+TRAINING = [
+    "bench",
+    "training",
+    "--train-file",
+    "no.csv",
+    "--model",
+    "tiny",
+    "--device",
+    "cpu",
+    "--threads",
+    "1",
+]
 
 
-COMMON = ("default: fp32", "example", "--gradient-checkpointing", *SHAPES, STRATEGIES[0], "opacus_ghost")
+COMMON = (
+    "default: fp32",
+    "example",
+    "--gradient-checkpointing",
+    *SHAPES,
+    STRATEGIES[0],
+    "opacus_ghost",
+)
 
 
 @pytest.mark.parametrize(
@@ -43,7 +61,10 @@ COMMON = ("default: fp32", "example", "--gradient-checkpointing", *SHAPES, STRAT
     [
         ("throughput", COMMON),
         ("memory", COMMON),
-        ("training", ("example", "default: 1024", "--train-file", "stock_by_length", "ours_by_tokens")),
+        (
+            "training",
+            ("example", "default: 1024", "--train-file", "stock_by_length", "ours_by_tokens"),
+        ),
     ],
 )
 def test_help_is_quick_and_complete(command, texts):
@@ -52,7 +73,9 @@ def test_help_is_quick_and_complete(command, texts):
         "try: main()\nfinally: assert not {'torch', 'transformers'} & set(sys.modules)"
     )
     start = time.perf_counter()
-    done = subprocess.run([sys.executable, "-c", code, "bench", command, "--help"], capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code, "bench", command, "--help"], capture_output=True, text=True
+    )
     assert time.perf_counter() - start < 2
     assert done.returncode == 0, done.stderr
     for text in texts:
@@ -61,7 +84,12 @@ def test_help_is_quick_and_complete(command, texts):
 
 def test_throughput_end_to_end(tmp_path, capsys):
     path = tmp_path / "speed.json"
-    assert main([*SPEED, "--batch_size", "2", "--length=8", "--precision", "bf16", "--json", str(path)]) == 0
+    assert (
+        main(
+            [*SPEED, "--batch_size", "2", "--length=8", "--precision", "bf16", "--json", str(path)]
+        )
+        == 0
+    )
     report = json.loads(path.read_text())
     assert (report["workload"]["batch_size"], report["workload"]["length"]) == (2, 8)
     assert set(report["modes"]) == {"non_private", "book_keeping"}
@@ -74,7 +102,19 @@ def test_throughput_end_to_end(tmp_path, capsys):
 def test_memory_end_to_end(tmp_path, capsys):
     path = tmp_path / "memory.json"
     assert (
-        main([*MEMORY, "--modes", "non_private", "--gradient_checkpointing", "--steps", "2", "--json", str(path)]) == 0
+        main(
+            [
+                *MEMORY,
+                "--modes",
+                "non_private",
+                "--gradient_checkpointing",
+                "--steps",
+                "2",
+                "--json",
+                str(path),
+            ]
+        )
+        == 0
     )
     report = json.loads(path.read_text())
     assert report["modes"]["non_private"]["mebibytes"] > 0
@@ -87,9 +127,33 @@ def test_training_end_to_end(tmp_path, capsys):
     (tmp_path / "rows.csv").write_text("\n".join(["text,class", *rows]))
     tiny.model().save_pretrained(tmp_path / "model")
     tiny.tokenizer().save_pretrained(tmp_path / "model")
-    words = ["bench", "training", "--train_file", str(tmp_path / "rows.csv"), "--model", str(tmp_path / "model")]
-    words += ["--text-columns", "text", "--label-column", "class", "--class-names", "bad, good", "--rows=20"]
-    words += ["--logical-batch-size", "8", "--physical-batch-size", "4", "--rounds", "1", "--max-length", "8"]
+    words = [
+        "bench",
+        "training",
+        "--train_file",
+        str(tmp_path / "rows.csv"),
+        "--model",
+        str(tmp_path / "model"),
+    ]
+    words += [
+        "--text-columns",
+        "text",
+        "--label-column",
+        "class",
+        "--class-names",
+        "bad, good",
+        "--rows=20",
+    ]
+    words += [
+        "--logical-batch-size",
+        "8",
+        "--physical-batch-size",
+        "4",
+        "--rounds",
+        "1",
+        "--max-length",
+        "8",
+    ]
     words += ["--modes", "stock,ours"]
     path = tmp_path / "training.json"
     assert main([*words, "--device", "cpu", "--threads", "1", "--json", str(path)]) == 0
@@ -112,7 +176,9 @@ def test_all_modes_that_are_installed(monkeypatch, tmp_path, capsys):
     assert main([*MEMORY, "--modes", "all"]) == 0
     output = capsys.readouterr().out
     opacus = importlib.util.find_spec("opacus") is not None
-    assert [name in output for name in (*STRATEGIES, "opacus_ghost")] == [True] * len(STRATEGIES) + [opacus]
+    assert [name in output for name in (*STRATEGIES, "opacus_ghost")] == [True] * len(
+        STRATEGIES
+    ) + [opacus]
 
 
 def test_both_bars_in_one_figure(monkeypatch, tmp_path):
@@ -163,7 +229,9 @@ def test_a_figure_of_different_work_is_refused(tmp_path, capsys, monkeypatch):
     report.write_text(json.dumps({"benchmark": "memory", "workload": other}))
     assert main([*SPEED, *plot]) == 2
     assert "another model" in capsys.readouterr().err
-    report.write_text(json.dumps({"benchmark": "throughput", "workload": {**other, "model": "tiny"}}))
+    report.write_text(
+        json.dumps({"benchmark": "throughput", "workload": {**other, "model": "tiny"}})
+    )
     assert main([*SPEED, *plot]) == 2
     assert "other command" in capsys.readouterr().err
     report.write_text("[]")

@@ -1,4 +1,5 @@
-"""Infilling from the command line: train, evaluate before and after, sweep, pretrain a base; data from a local hub folder."""
+"""Infilling from the command line: train, evaluate before and after, sweep, pretrain a base; data
+from a local hub folder."""
 
 from __future__ import annotations
 
@@ -16,15 +17,24 @@ from families import SENTENCES, bert
 from hf_dp.cli.main import main
 
 ROWS = [{"sentence": sentence, "label": index % 2} for index, sentence in enumerate(SENTENCES * 6)]
-HELD_OUT = [{"sentence": f"{row['sentence']} {row['sentence']}", "label": row["label"]} for row in ROWS]
+HELD_OUT = [
+    {"sentence": f"{row['sentence']} {row['sentence']}", "label": row["label"]} for row in ROWS
+]
 
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("base")
     torch.manual_seed(0)
-    small = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 24}
-    config = hf.BertConfig(vocab_size=len(bert()), max_position_embeddings=48, pad_token_id=0, **small)
+    small = {
+        "hidden_size": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "intermediate_size": 24,
+    }
+    config = hf.BertConfig(
+        vocab_size=len(bert()), max_position_embeddings=48, pad_token_id=0, **small
+    )
     config.pretraining_sources = ["sst"]
     hf.BertForMaskedLM(config).save_pretrained(folder)
     bert().save_pretrained(folder)
@@ -33,7 +43,8 @@ def base(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def recipe(base, tmp_path) -> Path:
-    """A configuration that reads a folder laid out like a data set on the Hub, with two evaluation splits."""
+    """A configuration that reads a folder laid out like a data set on the Hub, with two evaluation
+    splits."""
     hub = tmp_path / "hub"
     (hub / "tiny").mkdir(parents=True)
     for split, rows in (
@@ -41,7 +52,9 @@ def recipe(base, tmp_path) -> Path:
         ("validation_matched", HELD_OUT[:10]),
         ("validation_mismatched", HELD_OUT[:7]),
     ):
-        (hub / "tiny" / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        (hub / "tiny" / f"{split}.jsonl").write_text(
+            "".join(json.dumps(row) + "\n" for row in rows)
+        )
     splits = [
         {"split": split, "path": f"tiny/{split}.jsonl"}
         for split in ("train", "validation_matched", "validation_mismatched")
@@ -66,11 +79,15 @@ def changed(recipe: Path, **values) -> str:
 
 
 def printed_metrics(text: str) -> dict[str, float]:
-    return {name: float(value) for name, value in re.findall(r"^(\w+ on the .*): ([\d.]+)$", text, re.MULTILINE)}
+    return {
+        name: float(value)
+        for name, value in re.findall(r"^(\w+ on the .*): ([\d.]+)$", text, re.MULTILINE)
+    }
 
 
 def test_train_then_evaluate(recipe, capsys):
-    """One block of YAML; two evaluation splits by name; the evaluation command gives what training printed."""
+    """One block of YAML; two evaluation splits by name; the evaluation command gives what training
+    printed."""
     assert main(["train", "--config", str(recipe)]) == 0
     trained = printed_metrics(capsys.readouterr().out)
     assert set(trained) == {
@@ -97,15 +114,26 @@ def test_zero_shot_is_the_base_itself(recipe, base, capsys):
     assert main(["eval", "--config", str(recipe), "--zero-shot", "--use_cpu", "True"]) == 0
     found = printed_metrics(capsys.readouterr().out)
     model, tokenizer = load_infilling(str(base), bert(), GLUE["sst2"], ["negative", "positive"])
-    texts, labels = [row["sentence"] for row in HELD_OUT[:10]], torch.tensor([row["label"] for row in HELD_OUT[:10]])
+    texts, labels = (
+        [row["sentence"] for row in HELD_OUT[:10]],
+        torch.tensor([row["label"] for row in HELD_OUT[:10]]),
+    )
     with torch.no_grad():
-        right = model.eval()(**tokenizer(texts, padding=True, return_tensors="pt")).logits.argmax(1) == labels
-    assert found["accuracy on the 10 matched evaluation rows"] == pytest.approx(float(right.float().mean()), abs=1e-4)
+        right = (
+            model.eval()(**tokenizer(texts, padding=True, return_tensors="pt")).logits.argmax(1)
+            == labels
+        )
+    assert found["accuracy on the 10 matched evaluation rows"] == pytest.approx(
+        float(right.float().mean()), abs=1e-4
+    )
     assert not (recipe.parent / "out").exists()
 
 
 def test_own_template_and_words(recipe, capsys):
-    block = {"template": "<S1> Was it good ? [MASK] .", "label_words": {"negative": "No", "positive": "Yes"}}
+    block = {
+        "template": "<S1> Was it good ? [MASK] .",
+        "label_words": {"negative": "No", "positive": "Yes"},
+    }
     assert main(["train", "--config", changed(recipe, infilling=block)]) == 0
     config = json.loads((recipe.parent / "out" / "config.json").read_text())
     assert (config["template"], config["label_words"]) == (block["template"], ["No", "Yes"])
@@ -115,7 +143,12 @@ def test_own_template_and_words(recipe, capsys):
     ("change", "message"),
     [
         (
-            {"infilling": {"template": "<S1> It was .", "label_words": {"negative": "a", "positive": "b"}}},
+            {
+                "infilling": {
+                    "template": "<S1> It was .",
+                    "label_words": {"negative": "a", "positive": "b"},
+                }
+            },
             "exactly once",
         ),
         ({"infilling": "mnli"}, "takes 2 text column.s., but `text_columns` names"),
@@ -135,11 +168,17 @@ def test_own_template_and_words(recipe, capsys):
             {"validation_split": ["train[:20]"]},
             "the evaluation set holds rows equal to training rows.*Pass a held-out set",
         ),
-        ({"validation_split": ["validation_matched+train"]}, "the evaluation set holds rows equal to training rows"),
+        (
+            {"validation_split": ["validation_matched+train"]},
+            "the evaluation set holds rows equal to training rows",
+        ),
         ({"freeze": ["masked_lm"]}, "no trainable parameter"),
         ({"peft": "lora"}, "`peft` to be a block"),
         ({"peft": {"peft_type": "lora", "r": 4}}, "peft cannot apply `peft_config`"),
-        ({"peft": {"peft_type": "lora", "target_modules": ["nothing"]}}, "peft cannot apply `peft_config`"),
+        (
+            {"peft": {"peft_type": "lora", "target_modules": ["nothing"]}},
+            "peft cannot apply `peft_config`",
+        ),
     ],
 )
 def test_bad_input(recipe, capsys, change, message):
@@ -160,9 +199,14 @@ def test_an_evaluation_file_that_is_a_copy_of_the_training_file(recipe, capsys):
     rows = "".join(json.dumps(row) + "\n" for row in ROWS)
     for name in ("train.jsonl", "copy.jsonl"):
         (recipe.parent / name).write_text(rows)
-    files = {"train_file": str(recipe.parent / "train.jsonl"), "validation_file": str(recipe.parent / "copy.jsonl")}
+    files = {
+        "train_file": str(recipe.parent / "train.jsonl"),
+        "validation_file": str(recipe.parent / "copy.jsonl"),
+    }
     values = {
-        k: v for k, v in yaml.safe_load(recipe.read_text()).items() if not k.startswith(("dataset", "validation"))
+        k: v
+        for k, v in yaml.safe_load(recipe.read_text()).items()
+        if not k.startswith(("dataset", "validation"))
     }
     recipe.write_text(yaml.safe_dump({**values, **files, "max_train_rows": 41}))
     assert main(["train", "--config", str(recipe)]) == 2
@@ -193,7 +237,11 @@ def test_what_was_chosen_to_train_is_evaluated(recipe, capsys, peft, infilling):
 def test_random_weights_that_an_adapter_would_not_hold_are_named(recipe, caplog):
     peft = {"peft_type": "lora", "r": 2, "target_modules": ["query"]}
     assert main(["train", "--config", changed(recipe, infilling=None, peft=peft)]) == 0
-    (said,) = [each.getMessage() for each in caplog.records if "The checkpoint of the base has no" in each.message]
+    (said,) = [
+        each.getMessage()
+        for each in caplog.records
+        if "The checkpoint of the base has no" in each.message
+    ]
     assert "bert.pooler.dense.weight" in said and "classifier" not in said
     assert "model.save_pretrained" in said
 
@@ -225,11 +273,21 @@ def test_a_sweep_is_resumed_and_adds_up(recipe, capsys):
     from hf_dp.cards import document
 
     folder = recipe.parent / "sweep"
-    words = ["sweep", "--config", str(recipe), "--set", "max_steps=1", "--grid", "infilling=sst2,null"]
+    words = [
+        "sweep",
+        "--config",
+        str(recipe),
+        "--set",
+        "max_steps=1",
+        "--grid",
+        "infilling=sst2,null",
+    ]
     words += ["--output-dir", str(folder)]
     assert main(words) == 0
     out = capsys.readouterr().out
-    assert re.search(r"^infilling=sst2: .*matched_accuracy 0\.\d{4}; .*epsilon \d", out, re.MULTILINE)
+    assert re.search(
+        r"^infilling=sst2: .*matched_accuracy 0\.\d{4}; .*epsilon \d", out, re.MULTILINE
+    )
     assert re.search(r"^infilling=None: ", out, re.MULTILINE)
     records = [document.read(path) for path in sorted(folder.glob("*/run1"))]
     events = [event for record in records for event in record.ledger.events]
@@ -238,8 +296,11 @@ def test_a_sweep_is_resumed_and_adds_up(recipe, capsys):
     times = [path.stat().st_mtime_ns for path in sorted(folder.glob("*/log.txt"))]
     assert main(words) == 0
     assert capsys.readouterr().out == out
-    assert [path.stat().st_mtime_ns for path in sorted(folder.glob("*/log.txt"))] == times, "nothing ran again"
-    # Interrupted before its end, a run is started anew in a folder of its own, and what it had spent counts.
+    assert [path.stat().st_mtime_ns for path in sorted(folder.glob("*/log.txt"))] == times, (
+        "nothing ran again"
+    )
+    # Interrupted before its end, a run is started anew in a folder of its own, and what it had
+    # spent counts.
     next(folder.glob("*/run1/eval_results.json")).unlink()
     assert main(words) == 0
     records = [document.read(path) for path in sorted(folder.glob("*/run*"))]
@@ -300,20 +361,30 @@ def test_what_a_sweep_spends_together(tmp_path, monkeypatch):
         ledger = Ledger()
         ledger.append(plan.event(), "training")
         events.append(plan.event())
-        document.write(tmp_path / f"run{number + 1}", document.document(plan, ledger, run_id=str(number)))
+        document.write(
+            tmp_path / f"run{number + 1}", document.document(plan, ledger, run_id=str(number))
+        )
     cell = Cell({}, 0, tmp_path)
-    assert f"epsilon {epsilon(events, 1e-6, 'rdp').rounded_up()} at delta 1e-06" in spent_together([cell])
-    fixed = document.document(plan, ledger, run_id="fixed", weaknesses=Weaknesses(insecure_seed=True))
+    assert f"epsilon {epsilon(events, 1e-6, 'rdp').rounded_up()} at delta 1e-06" in spent_together(
+        [cell]
+    )
+    fixed = document.document(
+        plan, ledger, run_id="fixed", weaknesses=Weaknesses(insecure_seed=True)
+    )
     document.write(tmp_path / "run3", fixed)
     assert "no epsilon holds" in spent_together([cell])
 
 
 def test_pretraining_gives_a_base_its_head(base, tmp_path, capsys):
-    """From an encoder without a masked-LM head to a base that infilling accepts; sources are listed."""
+    """From an encoder without a masked-LM head to a base that infilling accepts; sources are
+    listed."""
     hf.BertModel.from_pretrained(base).save_pretrained(tmp_path / "encoder")
     bert().save_pretrained(tmp_path / "encoder")
     (tmp_path / "text.jsonl").write_text(
-        "".join(json.dumps({"nested": [{"text": f"{n} {s}"}]}) + "\n" for n, s in enumerate(SENTENCES * 5))
+        "".join(
+            json.dumps({"nested": [{"text": f"{n} {s}"}]}) + "\n"
+            for n, s in enumerate(SENTENCES * 5)
+        )
     )
     values = {
         "task": "masked_lm", "model_name_or_path": str(tmp_path / "encoder"), "text_columns": ["nested.text"],
@@ -323,16 +394,30 @@ def test_pretraining_gives_a_base_its_head(base, tmp_path, capsys):
     }  # fmt: skip
     config = tmp_path / "pretraining.yaml"
     config.write_text(yaml.safe_dump(values))
-    assert main(["train", "--config", str(config), "--text_files", str(tmp_path / "text.jsonl")]) == 0
+    assert (
+        main(["train", "--config", str(config), "--text_files", str(tmp_path / "text.jsonl")]) == 0
+    )
     assert "stopped: all steps were taken" in capsys.readouterr().out
     saved = json.loads((tmp_path / "out" / "pretraining.json").read_text())
     assert len(saved["held_out_accuracy"]) == 5
     assert saved["held_out_accuracy"][-1] > saved["held_out_accuracy"][0]
-    model, info = hf.AutoModelForMaskedLM.from_pretrained(tmp_path / "out", output_loading_info=True)
+    model, info = hf.AutoModelForMaskedLM.from_pretrained(
+        tmp_path / "out", output_loading_info=True
+    )
     assert not info["missing_keys"]
     assert model.config.pretraining_sources == ["sst", "here"]
     assert (
-        main(["train", "--config", str(config), "--text_files", str(tmp_path / "text.jsonl"), "--text_columns", "x"])
+        main(
+            [
+                "train",
+                "--config",
+                str(config),
+                "--text_files",
+                str(tmp_path / "text.jsonl"),
+                "--text_columns",
+                "x",
+            ]
+        )
         == 2
     )
     assert "none of ['x']" in capsys.readouterr().err
@@ -340,8 +425,11 @@ def test_pretraining_gives_a_base_its_head(base, tmp_path, capsys):
 
 @pytest.mark.slow
 def test_a_sweep_over_label_words_beside_their_zero_shot_accuracy(recipe, capsys):
-    """Figure 8 of Li et al. in small: a point for each choice of words; the zero-shot accuracy is `hf-dp eval`'s."""
-    words = "[{template: '<S1> It was [MASK] .', label_words: {negative: terrible, positive: great}}]"
+    """Figure 8 of Li et al. in small: a point for each choice of words; the zero-shot accuracy is
+    `hf-dp eval`'s."""
+    words = (
+        "[{template: '<S1> It was [MASK] .', label_words: {negative: terrible, positive: great}}]"
+    )
     folder = recipe.parent / "sweep"
     command = [
         "sweep",
@@ -355,7 +443,11 @@ def test_a_sweep_over_label_words_beside_their_zero_shot_accuracy(recipe, capsys
     ]
     assert main([*command, "--output-dir", str(folder)]) == 0
     out = capsys.readouterr().out
-    found = float(re.search(r"infilling=terrible/great in .*zero-shot matched_accuracy (\d\.\d{4})", out).group(1))
+    found = float(
+        re.search(
+            r"infilling=terrible/great in .*zero-shot matched_accuracy (\d\.\d{4})", out
+        ).group(1)
+    )
     assert main(["eval", "--config", str(recipe), "--zero-shot", "--json"]) == 0
     zero_shot = json.loads(capsys.readouterr().out.strip().splitlines()[-1])
     assert found == pytest.approx(zero_shot["eval_matched_accuracy"], abs=1e-4)
@@ -404,7 +496,9 @@ def test_numbers_are_drawn_as_a_curve_or_a_heat_map(tmp_path, monkeypatch, axes,
 
         monkeypatch.setattr(Axes, method, noted)
     results = {
-        Cell(dict(zip(axes, values, strict=True)), seed, tmp_path): {"metrics": {"accuracy": 0.5 + 0.1 * seed}}
+        Cell(dict(zip(axes, values, strict=True)), seed, tmp_path): {
+            "metrics": {"accuracy": 0.5 + 0.1 * seed}
+        }
         for values in itertools.product(*axes.values())
         for seed in (0, 1)
     }
@@ -424,7 +518,15 @@ def test_a_sweep_with_published_dp_fp_claims_nothing_for_all_together(tmp_path):
         trainer = tiny.trainer(tmp_path / name / "run1", **options)
         trainer.train()
         cells.append(Cell({"mode": name}, 0, tmp_path / name))
-    assert "no differential privacy guarantee is established for any of them" in spent_together(cells)
+    assert "no differential privacy guarantee is established for any of them" in spent_together(
+        cells
+    )
     assert "all 1 private runs together: epsilon" in spent_together(cells[:1])
-    results = {cells[1]: {"metrics": {"accuracy": 0.5}, "epsilon": None, "status": trainer.privacy_statement().status}}
+    results = {
+        cells[1]: {
+            "metrics": {"accuracy": 0.5},
+            "epsilon": None,
+            "status": trainer.privacy_statement().status,
+        }
+    }
     assert table(results) == "mode=b: accuracy 0.5000; as published, not established"

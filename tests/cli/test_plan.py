@@ -37,7 +37,9 @@ def test_text(capsys):
 
 
 def test_json_and_cross_check(capsys):
-    found = json.loads(printed(capsys, *SST2, "--noise-multiplier", "0.82539", "--cross-check", "--json"))
+    found = json.loads(
+        printed(capsys, *SST2, "--noise-multiplier", "0.82539", "--cross-check", "--json")
+    )
     assert [(row["accountant"], row["epsilon"]) for row in found["results"]] == [
         ("pld", 2.412), ("rdp", 3.001), ("prv", 2.421), ("gdp_clt", 1.545),
     ]  # fmt: skip
@@ -54,7 +56,9 @@ def test_sweep(capsys):
     rows = [line.split() for line in out.splitlines()[1:-1]]
     assert [row[0] for row in rows] == ["64", "128", "256", "512", "1024", "2048", "4096"]
     effective = [float(row[4]) for row in rows]
-    assert effective == sorted(effective, reverse=True)  # Li et al., Figure 3: large batches, less noise on the mean
+    assert effective == sorted(
+        effective, reverse=True
+    )  # Li et al., Figure 3: large batches, less noise on the mean
     noise = calibrate_noise_multiplier(3, 1 / (2 * 67349), 1024 / 67349, 198, "rdp")
     assert rows[4][1:4] == ["0.0152044", "198", f"{noise:.6g}"]
     assert all(float(row[5]) <= 3 for row in rows)
@@ -68,21 +72,33 @@ def test_sweep_of_the_noise_replaces_the_target(capsys):
 
 
 def test_transfer(capsys):
-    found = json.loads(printed(capsys, *SST2, "--noise-multiplier", "1", *RDP, "--transfer-to", "392702", "--json"))
+    found = json.loads(
+        printed(capsys, *SST2, "--noise-multiplier", "1", *RDP, "--transfer-to", "392702", "--json")
+    )
     to = found["transfer"]
     assert (to["expected_batch_size"], to["steps"]) == (5971, 198)
-    words = ["plan", "--num-examples", "392702", "--batch-size", "5971", "--epochs", str(to["num_train_epochs"])]
+    words = [
+        "plan",
+        "--num-examples",
+        "392702",
+        "--batch-size",
+        "5971",
+        "--epochs",
+        str(to["num_train_epochs"]),
+    ]
     again = json.loads(printed(capsys, *words, "--noise-multiplier", "1", *RDP, "--json"))
     assert again["plan"]["steps"] == 198
-    assert again["effective_noise_multiplier"] == pytest.approx(found["effective_noise_multiplier"], rel=1e-4)
+    assert again["effective_noise_multiplier"] == pytest.approx(
+        found["effective_noise_multiplier"], rel=1e-4
+    )
 
 
 @pytest.fixture
 def recipe(tmp_path) -> Path:
     path = tmp_path / "recipe.yaml"
     path.write_text(
-        "task: text_classification\nprivacy_mode: dp_sgd\ntarget_epsilon: 3\naccountant: rdp\ntarget_delta: 7e-6\n"
-        "expected_batch_size: 1024\nnum_train_epochs: 3\nlearning_rate: 1e-3\n"
+        "task: text_classification\nprivacy_mode: dp_sgd\ntarget_epsilon: 3\naccountant: rdp\n"
+        "target_delta: 7e-6\nexpected_batch_size: 1024\nnum_train_epochs: 3\nlearning_rate: 1e-3\n"
     )
     return path
 
@@ -94,7 +110,11 @@ def test_a_recipe_and_what_replaces_its_values(capsys, recipe):
     assert found["results"][0]["epsilon"] <= 3
     assert found["plan"]["delta"] == 7e-6
     found = json.loads(printed(capsys, *words, "--noise-multiplier", "2", "--steps", "10"))
-    assert (found["plan"]["steps"], found["plan"]["noise_multiplier"], found["plan"]["target_epsilon"]) == (
+    assert (
+        found["plan"]["steps"],
+        found["plan"]["noise_multiplier"],
+        found["plan"]["target_epsilon"],
+    ) == (
         10,
         2.0,
         None,
@@ -110,7 +130,9 @@ def test_a_recipe_with_a_selection(capsys, recipe):
     events.append(PoissonSampledGaussian(found["plan"]["noise_multiplier"], 1024 / 67349, 198))
     assert found["results"][0]["epsilon"] == epsilon(events, 7e-6, "rdp").rounded_up() == 3
     assert found["examples"] == pytest.approx(198 * 1024 + 4 * 0.02 * 67349)
-    assert "before them at most 4 releases to choose what trains, sample rate 0.02" in printed(capsys, *words)
+    assert "before them at most 4 releases to choose what trains, sample rate 0.02" in printed(
+        capsys, *words
+    )
 
 
 def test_the_demo_recipe_counts_its_rows(capsys):
@@ -120,7 +142,11 @@ def test_the_demo_recipe_counts_its_rows(capsys):
 
 
 def test_a_capped_draw(capsys):
-    found = json.loads(printed(capsys, *SST2, "--noise-multiplier", "0.82543", "--max-batch-size", "1152", "--json"))
+    found = json.loads(
+        printed(
+            capsys, *SST2, "--noise-multiplier", "0.82543", "--max-batch-size", "1152", "--json"
+        )
+    )
     assert found["results"][0]["epsilon"] == pytest.approx(2.6141 + 1e-3, abs=2e-3)
     assert main([*SST2, "--noise-multiplier", "1", "--max-batch-size", "1000"]) == 2
     assert "at least expected_batch_size" in capsys.readouterr().err
@@ -142,12 +168,15 @@ def test_plot(tmp_path, capsys, monkeypatch):
         (["plan", "--num-examples", "100", "--batch-size", "170", "--target-epsilon", "1"],
          "`expected_batch_size` to be at most num_examples (100)"),
         ([*SST2], "`target_epsilon` or `noise_multiplier`"),
-        ([*SST2, "--noise-multiplier", "1", "--gradient-norm", "1", "--parameters", "5"], "at most the clipping norm 0.1"),
+        ([*SST2, "--noise-multiplier", "1", "--gradient-norm", "1", "--parameters", "5"], "at most "
+        "the clipping norm 0.1"),
         ([*SST2, "--noise-multiplier", "1", "--gradient-norm", "0.1"], "`parameters` to be given"),
-        ([*SST2, "--noise-multiplier", "1", "--sweep", "batchsize=1..2"], "Did you mean 'batch_size'?"),
+        ([*SST2, "--noise-multiplier", "1", "--sweep", "batchsize=1..2"], "Did you mean "
+        "'batch_size'?"),
         ([*SST2, "--noise-multiplier", "1", "--sweep", "batch_size=9..2"], "not smaller"),
         ([*SST2, "--noise-multiplier", "1", "--sweep", "batch_size=1,x"], "to have values like"),
-        ([*SST2, "--noise-multiplier", "1", "--transfer-to", "20"], "`num_examples` to be large enough"),
+        ([*SST2, "--noise-multiplier", "1", "--transfer-to", "20"], "`num_examples` to be large "
+        "enough"),
         (["plan", "--config", "nowhere.yaml"], "cannot be read"),
     ],
 )  # fmt: skip
@@ -186,7 +215,17 @@ def test_a_capped_draw_uses_fewer_examples(capsys):
     from scipy.stats import binom
 
     used = sum(min(k, 4) * binom.pmf(k, 100, 0.04) for k in range(101))
-    words = ["plan", "--num-examples", "100", "--batch-size", "4", "--max-batch-size", "4", "--epochs", "4"]
+    words = [
+        "plan",
+        "--num-examples",
+        "100",
+        "--batch-size",
+        "4",
+        "--max-batch-size",
+        "4",
+        "--epochs",
+        "4",
+    ]
     found = json.loads(printed(capsys, *words, "--noise-multiplier", "2", "--json"))
     assert found["examples"] == pytest.approx(100 * used, rel=1e-12)
     assert found["epochs"] == pytest.approx(used, rel=1e-12)

@@ -1,4 +1,5 @@
-"""``hf-dp train``, YAML and command line, on files; in process and through ``accelerate launch``."""
+"""``hf-dp train``, YAML and command line, on files; in process and through ``accelerate
+launch``."""
 
 from __future__ import annotations
 
@@ -60,21 +61,32 @@ def test_train_prints_accuracy_epsilons_and_last_the_folder(task, capsys):
     assert "accuracy on the 20 evaluation rows" in text
     for accountant in ("pld", "rdp", "prv", "gdp_clt"):
         assert accountant in text
-    assert {"README.md", "privacy.json", "model.safetensors", "config.json"} <= {p.name for p in out.iterdir()}
+    assert {"README.md", "privacy.json", "model.safetensors", "config.json"} <= {
+        p.name for p in out.iterdir()
+    }
     assert str(task.parent) not in (out / "README.md").read_text()
-    assert json.loads((out / "config.json").read_text())["id2label"] == {"0": "negative", "1": "positive"}
+    assert json.loads((out / "config.json").read_text())["id2label"] == {
+        "0": "negative",
+        "1": "positive",
+    }
 
 
 def test_the_command_line_wins_and_hyphens_are_accepted(task, capsys):
-    assert main(["train", "--config", str(task), "--max-steps", "2", "--expected_batch_size=10"]) == 0
+    assert (
+        main(["train", "--config", str(task), "--max-steps", "2", "--expected_batch_size=10"]) == 0
+    )
     plan = json.loads((task.parent / "out" / "privacy.json").read_text())["plan"]
     assert (plan["steps"], plan["expected_batch_size"]) == (2, 10)
 
 
-@pytest.mark.parametrize(("bf16", "longest", "multiple"), [("True", 24, 8), ("True", 23, None), ("False", 24, None)])
+@pytest.mark.parametrize(
+    ("bf16", "longest", "multiple"), [("True", 24, 8), ("True", 23, None), ("False", 24, None)]
+)
 def test_in_bf16_rows_are_padded_to_few_lengths(task, bf16, longest, multiple, monkeypatch):
     seen = []
-    monkeypatch.setattr(DPTrainer, "train", lambda self, **_: seen.append(self.data_collator) or sys.exit(0))
+    monkeypatch.setattr(
+        DPTrainer, "train", lambda self, **_: seen.append(self.data_collator) or sys.exit(0)
+    )
     with pytest.raises(SystemExit):
         main(["train", "--config", str(task), "--bf16", bf16, "--max_length", str(longest)])
     assert [collator.pad_to_multiple_of for collator in seen] == [multiple]
@@ -96,13 +108,19 @@ def test_a_lora_block(task, capsys):
         ({"peft": {"peft_type": "lora", "rank": 2}}, "Unknown configuration key `rank`"),
         ({"train_file": "nowhere.jsonl"}, "'nowhere.jsonl' does not exist"),
         ({"train_file": "data.xlsx"}, r"ending in .*got 'data.xlsx'"),
-        ({"text_columns": ["text"]}, r"`text_columns` names \['text'\], but the data has the columns"),
+        (
+            {"text_columns": ["text"]},
+            r"`text_columns` names \['text'\], but the data has the columns",
+        ),
         ({"label_column": "target"}, r"`label_column` names \['target'\]"),
         ({"class_names": []}, "declares no class names"),
         ({"class_names": ["only"]}, "`class_names` to name at least two"),
         ({"class_names": ["bad", "good", "bad"]}, "`class_names` to name at least two different"),
         ({"dataset_name": "imdb"}, "`dataset_name` or files, got dataset_name 'imdb'"),
-        ({"dataset_name": "no/such", "train_file": None, "validation_file": None}, "'no/such' .* could not be loaded"),
+        (
+            {"dataset_name": "no/such", "train_file": None, "validation_file": None},
+            "'no/such' .* could not be loaded",
+        ),
         ({"validation_file": []}, "`validation_file` .* to be given"),
         ({"max_train_rows": 41}, "`max_train_rows` to be from 1 to 40, got 41"),
         ({"metrics": ["bleu"]}, "`metrics` to be one of"),
@@ -151,7 +169,9 @@ def test_every_unknown_key_is_reported():
 
 def test_help_is_quick_and_has_an_example():
     start = time.perf_counter()
-    done = subprocess.run([sys.executable, "-m", "hf_dp.cli.main", "train", "--help"], capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-m", "hf_dp.cli.main", "train", "--help"], capture_output=True, text=True
+    )
     assert time.perf_counter() - start < 2
     assert "example:" in done.stdout
     assert done.returncode == 0

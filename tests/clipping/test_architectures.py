@@ -1,4 +1,5 @@
-"""The zoo: norms and clipped sums of many architectures against a loop over single, unpadded examples, or a refusal.
+"""The zoo: norms and clipped sums of many architectures against a loop over single, unpadded
+examples, or a refusal.
 
 Each case is run with every strategy; the full matrix with the first one, book-keeping.
 """
@@ -37,7 +38,10 @@ from hf_dp.losses import per_example_loss, task_of
 
 LENGTHS = {
     "padded": (5, 1, 3),
-    "as many positions as examples": (2, 1),  # a (T, T) look-up or a (T,) one then passes for one row per example
+    "as many positions as examples": (
+        2,
+        1,
+    ),  # a (T, T) look-up or a (T,) one then passes for one row per example
     "as many positions as examples, three": (3, 1, 3),
     "long": (19, 1, 8),
     "one token each": (1, 1, 1),
@@ -67,13 +71,16 @@ def test_equals_the_loop(name, strategy, case):
 @pytest.mark.parametrize("case", ["padded", "long"])
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_the_models_themselves_do_not_couple_examples(name, case):
-    """Plain autograd on the padded batch equals the loop: what differs in another test is the engine's doing."""
+    """Plain autograd on the padded batch equals the loop: what differs in another test is the
+    engine's doing."""
     architecture = ARCHITECTURES[name]
     model = architecture.build()
     examples = architecture.examples(model, LENGTHS[case])
     with architecture.precision():
         expected = loop(model, examples)
-        padded = loop_over_losses(model, together(model, collate(model, examples)), expected.clipping_norm)
+        padded = loop_over_losses(
+            model, together(model, collate(model, examples)), expected.clipping_norm
+        )
     assert_equal(padded.norms, padded.sums, expected)
 
 
@@ -90,28 +97,44 @@ def test_repeated_examples_count_each_time(name, strategy):
 
 
 def _is_embedding(name: str) -> bool:
-    return any(word in name for word in ("embed", "wte", "wpe", "shared", "relative_attention_bias"))
+    return any(
+        word in name for word in ("embed", "wte", "wpe", "shared", "relative_attention_bias")
+    )
 
 
 def _owned_by(model: nn.Module, wanted: Callable[[nn.Module], bool]) -> set[nn.Parameter]:
-    return {p for module in model.modules() if wanted(module) for p in module.parameters(recurse=False)}
+    return {
+        p for module in model.modules() if wanted(module) for p in module.parameters(recurse=False)
+    }
 
 
 def _last_owner(model: nn.Module) -> set[nn.Parameter]:
-    return set([m for m in model.modules() if list(m.parameters(recurse=False))][-1].parameters(recurse=False))
+    return set(
+        [m for m in model.modules() if list(m.parameters(recurse=False))][-1].parameters(
+            recurse=False
+        )
+    )
 
 
 SELECTIONS: dict[str, Callable[[nn.Module], set[nn.Parameter]]] = {
-    "no embeddings": lambda model: {p for name, p in model.named_parameters() if not _is_embedding(name)},
-    "only embeddings": lambda model: {p for name, p in model.named_parameters() if _is_embedding(name)},
+    "no embeddings": lambda model: {
+        p for name, p in model.named_parameters() if not _is_embedding(name)
+    },
+    "only embeddings": lambda model: {
+        p for name, p in model.named_parameters() if _is_embedding(name)
+    },
     "only norms": lambda model: _owned_by(model, lambda module: "Norm" in type(module).__name__),
-    "only biases": lambda model: {p for name, p in model.named_parameters() if name.endswith("bias")},
+    "only biases": lambda model: {
+        p for name, p in model.named_parameters() if name.endswith("bias")
+    },
     "only the last layer": _last_owner,
 }
 NO_BIAS = {"mistral", "qwen3_tied", "gemma2", "gemma3", "gemma3_untied", "phi3", "t5"}
 FROZEN = [
     (name, strategy, selection)
-    for strategy, names in full_then_few([ARCHITECTURES], [["bert", "gpt2_tied", "gemma3", "t5", "vit"]])
+    for strategy, names in full_then_few(
+        [ARCHITECTURES], [["bert", "gpt2_tied", "gemma3", "t5", "vit"]]
+    )
     for name in names
     for selection in SELECTIONS
     if not (selection == "only biases" and name in NO_BIAS)
@@ -135,7 +158,18 @@ def train_only(model: nn.Module, wanted: set[nn.Parameter]) -> None:
 # -- dropout and gradient checkpointing ---
 
 # ALBERT, DistilBERT and MPNet have no gradient checkpointing in transformers 5.
-CHECKPOINTED = ["bert", "modernbert", "gpt2_tied", "opt", "llama", "gemma3", "t5", "bart", "vit", "dinov2"]
+CHECKPOINTED = [
+    "bert",
+    "modernbert",
+    "gpt2_tied",
+    "opt",
+    "llama",
+    "gemma3",
+    "t5",
+    "bart",
+    "vit",
+    "dinov2",
+]
 DROPOUT = [(name, checkpointing) for name in CHECKPOINTED for checkpointing in (False, True)]
 DROPOUT += [(name, False) for name in ("albert", "mpnet", "convnext", "bert_masked_lm")]
 
@@ -156,7 +190,8 @@ def test_gradient_checkpointing(name, strategy):
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize(("name", "checkpointing"), DROPOUT)
 def test_fixed_dropout_masks_give_the_same_sums(name, strategy, checkpointing):
-    """Against plain autograd on the masks of one forward of the whole batch, so the strategies also equal each other."""
+    """Against plain autograd on the masks of one forward of the whole batch, so the strategies also
+    equal each other."""
     architecture = ARCHITECTURES[name]
     model = architecture.build(dropout=0.5)
     batch = collate(model, architecture.examples(model, (5, 2, 3)))
@@ -195,7 +230,9 @@ def test_float32_norms(name, device):
     """Against the float64 loop of the same weights; 1e-4 is the design's bound for float32."""
     architecture = ARCHITECTURES[name]
     model = architecture.build(dtype=torch.float32).to(device)
-    norms, sums = clipped(model, on(device, collate(model, architecture.examples(model, (19, 1, 8)))), 0.1)
+    norms, sums = clipped(
+        model, on(device, collate(model, architecture.examples(model, (19, 1, 8)))), 0.1
+    )
     assert norms.dtype == torch.float32
     assert all(total.dtype == torch.float32 for total in sums.values())
     model = model.cpu().double()
@@ -204,9 +241,9 @@ def test_float32_norms(name, device):
     assert_equal(norms.cpu(), on("cpu", sums), expected, tolerance=1e-4)
 
 
-# One for each rule: Linear, Embedding and LayerNorm; Conv1D and ties; RMSNorm; scaled, shifted, (T, T) look-ups; flattened
-# positions; convolutions; bare parameters; a bias tied to a module without a rule; label words. (The others:
-# test_nonfinite.py.)
+# One for each rule: Linear, Embedding and LayerNorm; Conv1D and ties; RMSNorm; scaled, shifted, (T,
+# T) look-ups; flattened positions; convolutions; bare parameters; a bias tied to a module without a
+# rule; label words. (The others: test_nonfinite.py.)
 EACH_RULE = [
     "bert", "gpt2_tied", "llama", "gemma3", "opt", "mpnet", "t5", "bart", "bert_masked_lm", "vit", "dinov2", "convnext",
     "infilling_bert",
@@ -222,7 +259,9 @@ def test_an_example_that_is_not_finite_leaves_no_trace(device, name, strategy, v
     model = architecture.build(dtype=torch.float32).to(device)
     examples = architecture.examples(model, (5, 5, 3))
     poison(model, examples, 1, value)
-    others, everyone = (on(device, collate(model, each)) for each in ([examples[0], examples[2]], examples))
+    others, everyone = (
+        on(device, collate(model, each)) for each in ([examples[0], examples[2]], examples)
+    )
     expected_norms, expected = clipped(model, others, 0.5, strategy)
     norms, sums = clipped(model, everyone, 0.5, strategy)
     assert norms[1] == torch.inf
@@ -233,7 +272,9 @@ def test_an_example_that_is_not_finite_leaves_no_trace(device, name, strategy, v
 # -- exact or refused by name, never wrong ---
 
 
-def exact_or_refused(architecture: Architecture, model: nn.Module, lengths: Any, strategy: str, match: str) -> str:
+def exact_or_refused(
+    architecture: Architecture, model: nn.Module, lengths: Any, strategy: str, match: str
+) -> str:
     """Which of the two; a refusal names what matches."""
     examples = architecture.examples(model, lengths)
     refusal = refused(model, collate(model, examples), strategy)
@@ -259,7 +300,9 @@ def refused(model: nn.Module, batch: Any, strategy: str) -> str | None:
 def test_mixture_of_experts_without_its_batch_loss(name, lengths, strategy):
     """Experts and router see all positions of the batch at once: (B * T, H)."""
     architecture = Architecture(getattr(architectures, name), "causal_lm", float32_inside=True)
-    model = architecture.build(experts_implementation="eager")  # the default, grouped_mm, knows no float64
+    model = architecture.build(
+        experts_implementation="eager"
+    )  # the default, grouped_mm, knows no float64
     assert_exact(architecture, model, architecture.examples(model, lengths), strategy)
 
 
@@ -270,7 +313,9 @@ def test_mixture_of_experts_with_its_default_kernel(name, strategy):
     model = architecture.build(dtype=torch.float32)
     examples = architecture.examples(model, (5, 1, 3))
     expected = loop(model, examples)
-    assert_equal(*clipped(model, collate(model, examples), expected.clipping_norm, strategy), expected, 1e-4)
+    assert_equal(
+        *clipped(model, collate(model, examples), expected.clipping_norm, strategy), expected, 1e-4
+    )
 
 
 RELATIVE = {
@@ -286,16 +331,24 @@ RELATIVE = {
 @pytest.mark.parametrize("shared", [False, True], ids=["own projections", "shared projections"])
 @pytest.mark.parametrize("trains", RELATIVE)
 def test_deberta_with_relative_attention(trains, shared, lengths, strategy):
-    """`rel_embeddings.weight` is used outside its module, and projections run on (1, 2k, H) rows of no example.
+    """`rel_embeddings.weight` is used outside its module, and projections run on (1, 2k, H) rows of
+    no example.
 
     With two buckets the table has four rows, as many as one of the batches has examples.
     """
     architecture = Architecture(relative_deberta, "classification")
     frozen, options = RELATIVE[trains]
     model = relative_deberta(share_att_key=shared, **options)
-    train_only(model, {p for name, p in model.named_parameters() if not any(word in name for word in frozen)})
+    train_only(
+        model,
+        {p for name, p in model.named_parameters() if not any(word in name for word in frozen)},
+    )
     exact_or_refused(
-        architecture, model, lengths, strategy, match="rel_embeddings|LayerNorm|_proj|DisentangledSelfAttention"
+        architecture,
+        model,
+        lengths,
+        strategy,
+        match="rel_embeddings|LayerNorm|_proj|DisentangledSelfAttention",
     )
 
 
@@ -307,7 +360,10 @@ def test_deberta_is_exact_with_its_relative_parts_frozen(shared, lengths, strate
     model = relative_deberta(share_att_key=shared)
     relative = ("rel_embeddings", "encoder.LayerNorm", "pos_key_proj", "pos_query_proj")
     relative += ("key_proj", "query_proj") if shared else ()
-    train_only(model, {p for name, p in model.named_parameters() if not any(word in name for word in relative)})
+    train_only(
+        model,
+        {p for name, p in model.named_parameters() if not any(word in name for word in relative)},
+    )
     assert_exact(architecture, model, architecture.examples(model, lengths), strategy)
 
 
@@ -316,12 +372,19 @@ def test_the_norm_of_a_table_with_as_many_rows_as_examples(strategy):
     """Its rows are relative positions, shared by all examples; only their number says otherwise."""
     architecture = Architecture(relative_deberta, "classification")
     model = relative_deberta()
-    train_only(model, set(model.deberta.encoder.LayerNorm.parameters()) | set(model.classifier.parameters()))
+    train_only(
+        model,
+        set(model.deberta.encoder.LayerNorm.parameters()) | set(model.classifier.parameters()),
+    )
     exact_or_refused(architecture, model, (4, 1, 3, 2), strategy, match="LayerNorm")
 
 
 def relative_deberta(**options: Any) -> Any:
-    options = {"position_buckets": 2, "norm_rel_ebd": "layer_norm", "position_biased_input": False} | options
+    options = {
+        "position_buckets": 2,
+        "norm_rel_ebd": "layer_norm",
+        "position_biased_input": False,
+    } | options
     return architectures.deberta_v2(relative_attention=True, **options)
 
 
@@ -336,7 +399,8 @@ HALVED = {
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("name", HALVED)
 def test_forward_hooks_are_applied_once(name, strategy):
-    """A module that is run again to be differentiated must not meet its hooks again: halved twice, a norm is too small."""
+    """A module that is run again to be differentiated must not meet its hooks again: halved twice,
+    a norm is too small."""
     architecture = ARCHITECTURES[name]
     model = architecture.build()
     for path in HALVED[name]:
@@ -358,7 +422,12 @@ def test_the_load_balancing_loss_of_a_mixture_of_experts_is_refused(name):
 
 
 def clip_model() -> nn.Module:
-    tower = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 24}
+    tower = {
+        "hidden_size": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "intermediate_size": 24,
+    }
     text = tower | {
         "vocab_size": VOCABULARY,
         "max_position_embeddings": POSITIONS,
@@ -366,7 +435,11 @@ def clip_model() -> nn.Module:
         "pad_token_id": 0,
     }
     return hf.CLIPModel(
-        hf.CLIPConfig(text_config=text, vision_config=tower | {"image_size": 8, "patch_size": 4}, projection_dim=8)
+        hf.CLIPConfig(
+            text_config=text,
+            vision_config=tower | {"image_size": 8, "patch_size": 4},
+            projection_dim=8,
+        )
     )
 
 
@@ -420,7 +493,12 @@ def test_planted_coupling_is_seen():
     examples = architecture.examples(model, (5, 1, 3))
     expected = loop(model, examples)
     batch = collate(model, examples)
-    norms, _ = clipped(model, batch, 1.0, loss=lambda m, b: together(m, b) * (1 + b["attention_mask"].float().mean()))
+    norms, _ = clipped(
+        model,
+        batch,
+        1.0,
+        loss=lambda m, b: together(m, b) * (1 + b["attention_mask"].float().mean()),
+    )
     assert (norms / expected.norms - 1).abs().min() > 1e-3
 
 
@@ -429,16 +507,22 @@ def test_planted_missing_mask_is_seen():
     model = architecture.build()
     examples = architecture.examples(model, (5, 1, 3))
     batch = collate(model, examples)
-    padded, alone = (together(model, {**batch, "attention_mask": mask}) for mask in (batch["attention_mask"], None))
+    padded, alone = (
+        together(model, {**batch, "attention_mask": mask})
+        for mask in (batch["attention_mask"], None)
+    )
     assert (padded / alone - 1).abs().max() > 1e-3
     assert loop(model, examples).norms.isfinite().all()
 
 
 def test_without_downcasts_the_norms_of_llama_are_float64():
-    """In float32 a weight's gradient would carry roundings of 1e-7: more than the tolerance of these tests."""
+    """In float32 a weight's gradient would carry roundings of 1e-7: more than the tolerance of
+    these tests."""
     norm = ARCHITECTURES["llama"].build().model.norm.requires_grad_(False)
     value = torch.randn(4, 16, dtype=torch.float64)
-    exact = norm.weight * value / (value.square().mean(-1, keepdim=True) + norm.variance_epsilon).sqrt()
+    exact = (
+        norm.weight * value / (value.square().mean(-1, keepdim=True) + norm.variance_epsilon).sqrt()
+    )
     rounded = float((norm(value) - exact).abs().max())
     with architectures.without_downcasts():
         kept = float((norm(value) - exact).abs().max())

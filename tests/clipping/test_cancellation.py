@@ -1,4 +1,5 @@
-"""Float32 norms of gradients that cancel: never below the truth by more than 1e-4, never taken for small.
+"""Float32 norms of gradients that cancel: never below the truth by more than 1e-4, never taken for
+small.
 
 Every record here is float32; the truth is the gradient formed from the same records in float64.
 """
@@ -18,13 +19,16 @@ NORM_RTOL = 1e-4  # invariant 2
 
 def truth(of_parameters: list[list[Use]], shape: torch.Size) -> Tensor:
     squares = [
-        sum(use.example_gradient(0, shape) for use in of_parameter).square().sum() for of_parameter in of_parameters
+        sum(use.example_gradient(0, shape) for use in of_parameter).square().sum()
+        for of_parameter in of_parameters
     ]
     return torch.stack(squares).sum().sqrt()
 
 
 def measured(of_parameters: list[list[Use]], shape: torch.Size) -> Tensor:
-    return example_norms({nn.Parameter(torch.zeros(shape)): of_parameter for of_parameter in of_parameters}, 1)[0][0]
+    return example_norms(
+        {nn.Parameter(torch.zeros(shape)): of_parameter for of_parameter in of_parameters}, 1
+    )[0][0]
 
 
 class Source:
@@ -35,12 +39,16 @@ class Source:
         return torch.randn(*shape, generator=self.generator)
 
 
-def cancelling(source: Source, length: int, width: int, residue: float, scale: float = 1.0) -> OuterProducts:
-    """Coefficients of mean zero on nearly equal inputs, as in a key projection: the gradient is ~``residue`` of its terms."""
+def cancelling(
+    source: Source, length: int, width: int, residue: float, scale: float = 1.0
+) -> OuterProducts:
+    """Coefficients of mean zero on nearly equal inputs, as in a key projection: the gradient is
+    ~``residue`` of its terms."""
     coefficients = source(1, length, 1)
     coefficients = coefficients - coefficients.mean(1, keepdim=True)
     return OuterProducts(
-        coefficients * source(1, 1, width) * scale, source(1, 1, width) + residue * source(1, length, width)
+        coefficients * source(1, 1, width) * scale,
+        source(1, 1, width) + residue * source(1, length, width),
     )
 
 
@@ -50,7 +58,9 @@ def test_cancelling_positions_in_one_linear_layer(length, residue):
     for seed in range(5):
         use = cancelling(Source(seed), length, 64, residue)
         shape = torch.Size((64, 64))
-        torch.testing.assert_close(measured([[use]], shape).double(), truth([[use]], shape), rtol=NORM_RTOL, atol=0)
+        torch.testing.assert_close(
+            measured([[use]], shape).double(), truth([[use]], shape), rtol=NORM_RTOL, atol=0
+        )
 
 
 def test_cancelling_linear_through_the_engine():
@@ -70,7 +80,8 @@ def test_cancelling_linear_through_the_engine():
 def tied_uses(
     source: Source, length: int, vocabulary: int, width: int, residue: float
 ) -> tuple[OuterProducts, Lookups]:
-    """The head's gradient undoes the embedding's: left looks up the same tokens, with the opposite sign."""
+    """The head's gradient undoes the embedding's: left looks up the same tokens, with the opposite
+    sign."""
     tokens = torch.randint(0, vocabulary, (1, length), generator=source.generator)
     right = 10 * source(1, length, width)
     left = torch.zeros(1, length, vocabulary)
@@ -98,7 +109,9 @@ def test_the_naive_sum_fails_on_these_inputs():
     negative = False
     for seed in range(20):
         outer, lookups = tied_uses(Source(seed), 64, 50, 32, 1e-1)
-        naive = outer.norms().squared + lookups.norms().squared + 2 * inner_product(outer, lookups)[0]
+        naive = (
+            outer.norms().squared + lookups.norms().squared + 2 * inner_product(outer, lookups)[0]
+        )
         expected = truth([[outer, lookups]], torch.Size((50, 32)))
         worst = max(worst, abs(float(naive.clamp_min(0).sqrt() / expected) - 1))
         negative = negative or bool(naive < 0)
@@ -120,7 +133,8 @@ def test_tied_model_in_float32():
 
 
 def test_only_the_key_projections_train():
-    """Softmax ignores a shift of its scores, so a key projection's gradient cancels over positions more than others."""
+    """Softmax ignores a shift of its scores, so a key projection's gradient cancels over positions
+    more than others."""
     model, double = roberta(dtype=torch.float32), roberta(dtype=torch.float32).double()
     for each in (model, double):
         for name, parameter in each.named_parameters():
@@ -133,13 +147,16 @@ def test_only_the_key_projections_train():
 
 
 def test_a_large_rounding_error_does_not_hide_a_small_one():
-    """Two layers cancel. The first one's error makes the total look large; once it is recomputed the total is small, and
-    the second layer, passed over at first, is now the doubtful one."""
+    """Two layers cancel. The first one's error makes the total look large; once it is recomputed
+    the total is small, and the second layer, passed over at first, is now the doubtful one."""
     worst = 0.0
     shape = torch.Size((64, 64))
     for seed in range(100):
         source = Source(seed)
-        pair: list[list[Use]] = [[cancelling(source, 16, 64, 1e-7, scale=1e3)], [cancelling(source, 16, 64, 1e-5)]]
+        pair: list[list[Use]] = [
+            [cancelling(source, 16, 64, 1e-7, scale=1e3)],
+            [cancelling(source, 16, 64, 1e-5)],
+        ]
         worst = max(worst, abs(float(measured(pair, shape).double() / truth(pair, shape)) - 1))
     assert worst < NORM_RTOL
 
@@ -155,14 +172,17 @@ def test_lookups_that_cancel_to_nothing_in_float32_are_not_taken_for_zero():
 @pytest.mark.parametrize("residue", [1e-2, 1e-4, 1e-6, 1e-7])
 @pytest.mark.parametrize("length", [16, 64], ids=["outer_products", "formed_at_once"])
 def test_contribution_of_a_cancelling_example_to_the_sum(length, residue):
-    """What enters the sum has the clipping norm, even where its terms are far larger than their sum."""
+    """What enters the sum has the clipping norm, even where its terms are far larger than their
+    sum."""
     source = Source(0)
     linear = nn.Linear(64, 64, bias=False)
     x, direction = source(4, length, 64), source(64)
     coefficients = source(4, length)
     coefficients[0] -= coefficients[0].mean()
     x[0] = source(1, 64) + residue * x[0]
-    clipping_norm = 0.1 * float((coefficients[0].double() @ x[0].double()).norm() * direction.double().norm())
+    clipping_norm = 0.1 * float(
+        (coefficients[0].double() @ x[0].double()).norm() * direction.double().norm()
+    )
 
     def sums(factor: float) -> Tensor:
         with ClippingEngine(linear, clipping_norm) as engine:
@@ -170,11 +190,14 @@ def test_contribution_of_a_cancelling_example_to_the_sum(length, residue):
             engine.backward(losses * torch.tensor([factor, 1.0, 1.0, 1.0]))
             return engine.collect()["weight"].double()
 
-    moved = float((sums(1.0) - sums(torch.nan)).norm())  # a NaN removes the example and changes nothing else
+    moved = float(
+        (sums(1.0) - sums(torch.nan)).norm()
+    )  # a NaN removes the example and changes nothing else
     assert moved <= clipping_norm * (1 + 1e-3)
 
 
-# -- is the claimed rounding error an upper bound? ---------------------------------------------------------------------
+# -- is the claimed rounding error an upper bound?
+# ---------------------------------------------------------------------
 
 
 def ratio(claimed: Tensor, found: Tensor, exact: Tensor) -> float:
@@ -186,7 +209,8 @@ def outer_records(kind: str, source: Source, length: int, m: int, n: int) -> Out
         return OuterProducts(source(2, length, m), source(2, length, n))
     if kind == "coherent":
         return OuterProducts(
-            source(2, 1, m) + 1e-3 * source(2, length, m), source(2, 1, n).abs() + 1e-3 * source(2, length, n)
+            source(2, 1, m) + 1e-3 * source(2, length, m),
+            source(2, 1, n).abs() + 1e-3 * source(2, length, n),
         )
     if kind == "cancelling":
         coefficients = source(2, length, 1)
@@ -199,12 +223,15 @@ def outer_records(kind: str, source: Source, length: int, m: int, n: int) -> Out
             source(2, length, m) * torch.exp(4 * source(2, length, 1)),
             source(2, length, n) * torch.exp(4 * source(2, length, 1)),
         )
-    assert kind == "constant"  # equal products round the same way each time: the error grows with n, not its root
+    assert (
+        kind == "constant"
+    )  # equal products round the same way each time: the error grows with n, not its root
     return OuterProducts(torch.full((2, length, m), 0.1), torch.full((2, length, n), 0.3))
 
 
 @pytest.mark.parametrize(
-    ("length", "m", "n"), [(1, 768, 768), (8, 768, 3072), (32, 16, 16), (128, 64, 768), (512, 2, 768)]
+    ("length", "m", "n"),
+    [(1, 768, 768), (8, 768, 3072), (32, 16, 16), (128, 64, 768), (512, 2, 768)],
 )
 @pytest.mark.parametrize("kind", ["random", "coherent", "cancelling", "heavy", "constant"])
 def test_claimed_rounding_error_of_outer_products_is_an_upper_bound(kind, length, m, n):
@@ -240,27 +267,37 @@ def test_claimed_rounding_error_of_lookups_is_an_upper_bound(length, kind):
         use = Lookups(tokens, grads)
         result = use.norms()
         found, claimed = result.squared, result.error
-        exact = torch.stack([use.example_gradient(i, torch.Size((4, 5))).square().sum() for i in range(2)])
+        exact = torch.stack(
+            [use.example_gradient(i, torch.Size((4, 5))).square().sum() for i in range(2)]
+        )
         assert ratio(claimed, found, exact) < 1
 
 
 @pytest.mark.parametrize("orthogonal", [False, True])
 @pytest.mark.parametrize("length", [1, 8, 64])
 def test_claimed_rounding_error_of_two_uses_is_an_upper_bound(length, orthogonal):
-    """Of |G + H|^2 as a whole: for orthogonal factors the cross term alone is all rounding, but then the squares dominate."""
+    """Of |G + H|^2 as a whole: for orthogonal factors the cross term alone is all rounding, but
+    then the squares dominate."""
     for seed in range(3):
         source = Source(seed)
         right, grads = source(2, length, 16), source(2, length, 16)
         if orthogonal:
             right = source(2, 1, 16).expand(2, length, 16).contiguous()
-            grads = grads - (grads * right).sum(-1, keepdim=True) * right / right.square().sum(-1, keepdim=True)
+            grads = grads - (grads * right).sum(-1, keepdim=True) * right / right.square().sum(
+                -1, keepdim=True
+            )
         outer = OuterProducts(source(2, length, 12), right)
         lookups = Lookups(torch.randint(0, 12, (2, length), generator=source.generator), grads)
         both = norms.norms_of([outer, lookups])
         found, claimed = both.squared, both.error
         shape = torch.Size((12, 16))
         exact = torch.stack(
-            [(outer.example_gradient(i, shape) + lookups.example_gradient(i, shape)).square().sum() for i in range(2)]
+            [
+                (outer.example_gradient(i, shape) + lookups.example_gradient(i, shape))
+                .square()
+                .sum()
+                for i in range(2)
+            ]
         )
         assert ratio(claimed, found, exact) < 1
 
@@ -276,7 +313,10 @@ def test_inner_product_with_a_dense_use(form):
     )
     shape = torch.Size((12, 16))
     exact = torch.stack(
-        [(dense.example_gradient(i, shape) * other.example_gradient(i, shape)).sum() for i in range(2)]
+        [
+            (dense.example_gradient(i, shape) * other.example_gradient(i, shape)).sum()
+            for i in range(2)
+        ]
     )
     torch.testing.assert_close(inner_product(dense, other)[0].double(), exact, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(inner_product(other, dense)[0].double(), exact, rtol=1e-5, atol=1e-5)
@@ -290,11 +330,14 @@ def test_records_of_bf16_are_squared_in_float32(form):
     else:
         use = Lookups(torch.zeros(1, 64, dtype=torch.long), source(1, 64, 32).bfloat16())
     shape = torch.Size((32, 32))
-    torch.testing.assert_close(measured([[use]], shape).double(), truth([[use]], shape), rtol=1e-5, atol=0)
+    torch.testing.assert_close(
+        measured([[use]], shape).double(), truth([[use]], shape), rtol=1e-5, atol=0
+    )
 
 
 def test_ordinary_gradients_never_need_the_slow_path(monkeypatch):
-    """It costs a float64 gradient for one example; on random and real models it is for special cases only."""
+    """It costs a float64 gradient for one example; on random and real models it is for special
+    cases only."""
 
     def refuse(self: Use, index: int, shape: torch.Size) -> Tensor:
         raise AssertionError("slow path")
@@ -306,12 +349,18 @@ def test_ordinary_gradients_never_need_the_slow_path(monkeypatch):
     for length in (1, 16, 128):
         source = Source(length)
         example_norms(
-            {nn.Parameter(torch.zeros(64, 64)): [OuterProducts(source(4, length, 64), source(4, length, 64))]}, 4
+            {
+                nn.Parameter(torch.zeros(64, 64)): [
+                    OuterProducts(source(4, length, 64), source(4, length, 64))
+                ]
+            },
+            4,
         )
 
 
 def test_long_lookups_never_need_the_slow_path(monkeypatch):
-    """With only an embedding training nothing hides its rounding error; 512 random positions are an ordinary example."""
+    """With only an embedding training nothing hides its rounding error; 512 random positions are an
+    ordinary example."""
 
     def refuse(self: Use, index: int, shape: torch.Size) -> Tensor:
         raise AssertionError("slow path")
@@ -326,13 +375,18 @@ def test_long_lookups_never_need_the_slow_path(monkeypatch):
 @pytest.mark.parametrize("length", [1, 3, 100])
 @pytest.mark.parametrize(("large", "small"), [(5e16, 2e-23), (1e19, 1e-24), (1e16, 1e-20)])
 @pytest.mark.parametrize("large_is", ["input", "output_gradient"])
-def test_a_factor_whose_square_underflows_is_not_taken_for_zero(large_is, large, small, length, strategy):
+def test_a_factor_whose_square_underflows_is_not_taken_for_zero(
+    large_is, large, small, length, strategy
+):
     """The gradient is moderate, but the Gram matrix of one factor is 0 or has lost its digits."""
     torch.manual_seed(0)
     width = 512
     model = nn.Linear(width, width, bias=False)
     of_input, of_gradient = (large, small) if large_is == "input" else (small, large)
-    x, direction = torch.randn(2, length, width) * of_input, torch.randn(2, length, width) * of_gradient
+    x, direction = (
+        torch.randn(2, length, width) * of_input,
+        torch.randn(2, length, width) * of_gradient,
+    )
     exact = torch.einsum("btm,btn->bmn", direction.double(), x.double())
     expected = exact.flatten(1).norm(dim=1)
     clipping_norm = float(expected.min()) / 2
@@ -342,7 +396,9 @@ def test_a_factor_whose_square_underflows_is_not_taken_for_zero(large_is, large,
     kept = torch.isfinite(found)  # where the other square overflows, the example is removed
     torch.testing.assert_close(found[kept].double(), expected[kept], rtol=NORM_RTOL, atol=0)
     weights = torch.where(kept, clipping_norm / expected, 0.0)
-    torch.testing.assert_close(total.double(), torch.einsum("b,bmn->mn", weights, exact), rtol=1e-3, atol=1e-7)
+    torch.testing.assert_close(
+        total.double(), torch.einsum("b,bmn->mn", weights, exact), rtol=1e-3, atol=1e-7
+    )
     assert kept.all() or large == 1e19
 
 
@@ -351,5 +407,7 @@ def test_an_example_without_a_gradient_is_not_recomputed(monkeypatch):
     monkeypatch.setattr(norms, "_settle", lambda *args: pytest.fail("recomputed"))
     model = nn.Linear(768, 768)
     with ClippingEngine(model, 1e-9) as engine:
-        found = engine.backward(model(100 * torch.randn(2, 64, 768)).sum((1, 2)) * torch.tensor([0.0, 1.0]))
+        found = engine.backward(
+            model(100 * torch.randn(2, 64, 768)).sum((1, 2)) * torch.tensor([0.0, 1.0])
+        )
     assert found[0] == 0

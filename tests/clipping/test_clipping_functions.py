@@ -22,7 +22,8 @@ NAMES = ("bert", "gpt2_tied", "llama", "albert")
 
 
 def layers_of(model: nn.Module) -> dict[str, int]:
-    """By hand: the module that a parameter's name begins with, a tied one counted where it is met first."""
+    """By hand: the module that a parameter's name begins with, a tied one counted where it is met
+    first."""
     order: list[str] = []
     groups = {}
     for name, _ in model.named_parameters():
@@ -33,7 +34,9 @@ def layers_of(model: nn.Module) -> dict[str, int]:
     return groups
 
 
-def clipped(gradients: dict[str, torch.Tensor], model: nn.Module, clipping: str, c: float) -> dict[str, torch.Tensor]:
+def clipped(
+    gradients: dict[str, torch.Tensor], model: nn.Module, clipping: str, c: float
+) -> dict[str, torch.Tensor]:
     """One example's contribution, from its gradients, written out."""
     norm = math.sqrt(sum(float(g.square().sum()) for g in gradients.values()))
     if clipping == "flat":
@@ -45,12 +48,16 @@ def clipped(gradients: dict[str, torch.Tensor], model: nn.Module, clipping: str,
     squares = [0.0] * count
     for name, gradient in gradients.items():
         squares[groups[name]] += float(gradient.square().sum())
-    factors = [min(1.0, c / math.sqrt(count) / math.sqrt(square)) if square else 1.0 for square in squares]
+    factors = [
+        min(1.0, c / math.sqrt(count) / math.sqrt(square)) if square else 1.0 for square in squares
+    ]
     return {name: gradient * factors[groups[name]] for name, gradient in gradients.items()}
 
 
 def gradients_of(model: nn.Module, example: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    found = torch.autograd.grad(own_loss(model, example)[0], list(model.parameters()), allow_unused=True)
+    found = torch.autograd.grad(
+        own_loss(model, example)[0], list(model.parameters()), allow_unused=True
+    )
     pairs = zip(model.named_parameters(), found, strict=True)
     return {name: torch.zeros_like(p) if g is None else g for (name, p), g in pairs}
 
@@ -71,7 +78,9 @@ def test_sums_equal_the_loop(name, clipping, strategy):
     with ClippingEngine(model, c, clipping=clipping, strategy=strategy) as engine:
         found = engine.backward(per_example_loss(model, batch))
         assert_same_sums(engine.collect(), expected, atol=1e-9)
-    torch.testing.assert_close(found, torch.tensor(norms, dtype=torch.float64), rtol=1e-9, atol=1e-12)
+    torch.testing.assert_close(
+        found, torch.tensor(norms, dtype=torch.float64), rtol=1e-9, atol=1e-12
+    )
 
 
 @pytest.mark.parametrize("clipping", CLIPPINGS)
@@ -127,7 +136,12 @@ def test_the_self_check_knows_every_function(clipping, strategy):
     model = models.bert()
     batch = batch_for(model, (5, 9))
     self_check(
-        model, per_example_loss, batch, [alone(batch, 0), alone(batch, 1)], clipping=clipping, strategy=strategy
+        model,
+        per_example_loss,
+        batch,
+        [alone(batch, 0), alone(batch, 1)],
+        clipping=clipping,
+        strategy=strategy,
     )
 
 
@@ -140,7 +154,9 @@ def test_planted_layers_clipped_to_the_whole_norm_are_seen(monkeypatch):
 
 def test_planted_missing_gamma_is_seen():
     norms = torch.tensor([[0.0, 0.1]])
-    assert clipping_weights("automatic", norms, 1.0)[0].tolist() == pytest.approx([100.0, 1 / (0.1 + AUTOMATIC_GAMMA)])
+    assert clipping_weights("automatic", norms, 1.0)[0].tolist() == pytest.approx(
+        [100.0, 1 / (0.1 + AUTOMATIC_GAMMA)]
+    )
 
 
 def test_a_wrong_group_is_seen_by_the_self_check(monkeypatch):
@@ -155,6 +171,10 @@ def test_a_wrong_group_is_seen_by_the_self_check(monkeypatch):
 
     shown = ClippingEngine.groups.fget
     monkeypatch.setattr(ClippingEngine, "_group", one_apart)
-    monkeypatch.setattr(ClippingEngine, "groups", property(lambda self: shown(self) | layers_of(model)))
+    monkeypatch.setattr(
+        ClippingEngine, "groups", property(lambda self: shown(self) | layers_of(model))
+    )
     with pytest.raises(SelfCheckError, match="off by"):
-        self_check(model, per_example_loss, batch, [alone(batch, 0), alone(batch, 1)], clipping="per_layer")
+        self_check(
+            model, per_example_loss, batch, [alone(batch, 0), alone(batch, 1)], clipping="per_layer"
+        )

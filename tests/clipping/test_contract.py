@@ -11,7 +11,12 @@ from models import SHORT, assert_same_sums, batch_for, engine_result, rows
 from torch import nn
 
 from hf_dp.clipping import ClippingEngine, per_example_gradients, uses
-from hf_dp.errors import InvalidArgumentError, UnaccountedGradientError, UnsupportedLossError, UnsupportedModelError
+from hf_dp.errors import (
+    InvalidArgumentError,
+    UnaccountedGradientError,
+    UnsupportedLossError,
+    UnsupportedModelError,
+)
 from hf_dp.losses import per_example_loss
 
 
@@ -48,7 +53,10 @@ def test_planted_product_with_a_nan_is_seen(model, batch, monkeypatch):
 
 
 def test_backward_past_the_engine_is_refused(model, batch):
-    with ClippingEngine(model, 0.1), pytest.raises(UnaccountedGradientError, match="engine.backward"):
+    with (
+        ClippingEngine(model, 0.1),
+        pytest.raises(UnaccountedGradientError, match="engine.backward"),
+    ):
         per_example_loss(model, batch).sum().backward()
 
 
@@ -60,7 +68,10 @@ def test_engine_backward_outside_the_with_is_refused(model, batch):
 
 def test_a_stale_gradient_is_refused(model, batch):
     next(model.parameters()).grad = torch.zeros_like(next(model.parameters()))
-    with ClippingEngine(model, 0.1) as engine, pytest.raises(UnaccountedGradientError, match="zero_grad"):
+    with (
+        ClippingEngine(model, 0.1) as engine,
+        pytest.raises(UnaccountedGradientError, match="zero_grad"),
+    ):
         engine.backward(per_example_loss(model, batch))
 
 
@@ -74,7 +85,10 @@ def test_a_parameter_used_outside_its_module_is_named():
             return (x @ self.table.weight.T).sum(1)
 
     model = Outside()
-    with ClippingEngine(model, 0.1) as engine, pytest.raises(UnaccountedGradientError, match="'table.weight'"):
+    with (
+        ClippingEngine(model, 0.1) as engine,
+        pytest.raises(UnaccountedGradientError, match="'table.weight'"),
+    ):
         engine.backward(model(torch.randn(4, 3)))
 
 
@@ -87,7 +101,10 @@ def test_losses_must_be_one_float_per_example(model, batch, losses):
 
 
 def test_one_loss_for_each_example_of_the_forward(model, batch):
-    with ClippingEngine(model, 0.1) as engine, pytest.raises(UnsupportedLossError, match="each of the 4 examples"):
+    with (
+        ClippingEngine(model, 0.1) as engine,
+        pytest.raises(UnsupportedLossError, match="each of the 4 examples"),
+    ):
         engine.backward(per_example_loss(model, batch)[:3])
 
 
@@ -109,7 +126,8 @@ def test_flattened_positions_are_split_by_example():
     with ClippingEngine(model, 0.1) as engine:
         norms = engine.backward(model(x))
     expected = [
-        g["inner.weight"].square().sum() + 25 for g in per_example_gradients(model(x), dict(model.named_parameters()))
+        g["inner.weight"].square().sum() + 25
+        for g in per_example_gradients(model(x), dict(model.named_parameters()))
     ]
     torch.testing.assert_close(norms, torch.stack(expected).sqrt(), rtol=1e-12, atol=0)
 
@@ -138,10 +156,15 @@ def test_batch_statistics_are_refused(module, message):
         pass
 
 
-@pytest.mark.parametrize("options", [{"max_norm": 1.0}, {"scale_grad_by_freq": True}, {"sparse": True}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{"max_norm": 1.0}, {"scale_grad_by_freq": True}, {"sparse": True}], ids=str
+)
 def test_embedding_options_that_couple_examples_are_refused(options):
     model = nn.Embedding(5, 3, **options)
-    with pytest.raises(UnsupportedModelError, match=next(iter(options))), ClippingEngine(model, 0.1):
+    with (
+        pytest.raises(UnsupportedModelError, match=next(iter(options))),
+        ClippingEngine(model, 0.1),
+    ):
         pass
 
 
@@ -156,7 +179,9 @@ def test_nothing_trainable_is_refused():
         pass
 
 
-@pytest.mark.parametrize("options", [{"clipping": "flatt"}, {"strategy": "ghost"}, {"clipping_norm": 0.0}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{"clipping": "flatt"}, {"strategy": "ghost"}, {"clipping_norm": 0.0}], ids=str
+)
 def test_bad_options_are_named(options):
     with pytest.raises(InvalidArgumentError, match=f"`{next(iter(options))}`"):
         ClippingEngine(nn.Linear(2, 2), **{"clipping_norm": 1.0, **options})
@@ -204,8 +229,11 @@ def test_an_empty_batch_of_losses_adds_nothing(model):
         assert all(total.abs().max() == 0 for total in engine.collect().values())
 
 
-def test_norms_and_sums_are_formed_in_full_precision_whatever_the_process_set(model, batch, monkeypatch):
-    """TF32 products round to 1e-3, far above the rounding that the norms allow for; the user's setting is put back."""
+def test_norms_and_sums_are_formed_in_full_precision_whatever_the_process_set(
+    model, batch, monkeypatch
+):
+    """TF32 products round to 1e-3, far above the rounding that the norms allow for; the user's
+    setting is put back."""
     seen = []
     original = uses.gram_blocks
 

@@ -18,7 +18,12 @@ from transformers import (
 )
 
 from hf_dp.clipping import ClippingEngine
-from hf_dp.errors import InvalidArgumentError, UnaccountedGradientError, UnsupportedLossError, UnsupportedModelError
+from hf_dp.errors import (
+    InvalidArgumentError,
+    UnaccountedGradientError,
+    UnsupportedLossError,
+    UnsupportedModelError,
+)
 from hf_dp.losses import per_example_loss
 
 
@@ -31,12 +36,15 @@ def x(examples: int = 3) -> Tensor:
     return torch.randn(examples, 4, generator=torch.Generator().manual_seed(0))
 
 
-# -- arguments ---------------------------------------------------------------------------------------------------------
+# -- arguments
+# ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("value", [0, -1.0, float("nan"), float("inf"), "1", None, True])
 def test_bad_clipping_norm(value):
-    with pytest.raises(InvalidArgumentError, match=r"`clipping_norm` to be .*, got " + re.escape(repr(value))):
+    with pytest.raises(
+        InvalidArgumentError, match=r"`clipping_norm` to be .*, got " + re.escape(repr(value))
+    ):
         ClippingEngine(linear(), value)
 
 
@@ -46,7 +54,8 @@ def test_unknown_choice_names_the_nearest(name, value):
         ClippingEngine(linear(), 1.0, **{name: value})
 
 
-# -- backward ----------------------------------------------------------------------------------------------------------
+# -- backward
+# ----------------------------------------------------------------------------------------------------------
 
 
 def test_engine_backward_outside_the_with():
@@ -82,7 +91,9 @@ def test_number_of_losses_that_is_not_the_number_of_examples(count):
     model = linear()
     with ClippingEngine(model, 1.0) as engine:
         losses = torch.cat([model(x()).squeeze(1)] * 2)[:count]
-        with pytest.raises(UnsupportedLossError, match=f"each of the 3 examples of the forward, got {count}"):
+        with pytest.raises(
+            UnsupportedLossError, match=f"each of the 3 examples of the forward, got {count}"
+        ):
             engine.backward(losses)
 
 
@@ -106,7 +117,8 @@ def test_refused_batches_add_nothing():
         assert not any(value.any() for value in engine.collect().values())
 
 
-# -- nesting and restoring ---------------------------------------------------------------------------------------------
+# -- nesting and restoring
+# ---------------------------------------------------------------------------------------------
 
 
 def test_nested_engines_are_refused_and_the_outer_one_goes_on():
@@ -127,7 +139,8 @@ def test_an_engine_can_be_entered_again():
     once, _ = ClippingEngine(model, 1.0), None
     with once:
         once.backward(model(x()).squeeze(1))
-    # What an earlier block left uncollected is not part of this one's sums: it may have ended in an error.
+    # What an earlier block left uncollected is not part of this one's sums: it may have ended in an
+    # error.
     torch.testing.assert_close(engine.collect()["weight"], once.collect()["weight"])
 
 
@@ -141,7 +154,9 @@ def test_the_model_is_restored(name, fails):
     model = BUILDERS[name]()
     model.train()
     patched = next(
-        module for module in model.modules() if isinstance(module, nn.Linear) and not module._forward_pre_hooks
+        module
+        for module in model.modules()
+        if isinstance(module, nn.Linear) and not module._forward_pre_hooks
     )
     original = patched.forward
     patched.forward = lambda *args: original(*args)
@@ -185,13 +200,17 @@ def test_the_output_under_autocast_is_the_same_inside_and_outside():
             with ClippingEngine(model, 1.0):
                 inside = model(**inputs).logits
         assert inside.dtype == outside.dtype
-        torch.testing.assert_close(inside, outside, rtol=2e-2, atol=2e-2)  # bf16 has 8 bits, some sums differ in order
+        torch.testing.assert_close(
+            inside, outside, rtol=2e-2, atol=2e-2
+        )  # bf16 has 8 bits, some sums differ in order
 
 
 @pytest.mark.parametrize("name", ["bert", "llama"])
 def test_a_deep_copy_made_inside_uses_its_own_weights(name):
     model = BUILDERS[name]()
-    inputs = {key: value for key, value in alone(batch_for(model, SHORT), 0).items() if key != "labels"}
+    inputs = {
+        key: value for key, value in alone(batch_for(model, SHORT), 0).items() if key != "labels"
+    }
     with ClippingEngine(model, 1.0):
         twin = copy.deepcopy(model)
         with torch.no_grad():
@@ -203,11 +222,14 @@ def test_a_deep_copy_made_inside_uses_its_own_weights(name):
     torch.testing.assert_close(inside, reference(**inputs).logits, rtol=1e-12, atol=1e-12)
 
 
-# -- models it cannot serve --------------------------------------------------------------------------------------------
+# -- models it cannot serve
+# --------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    "layer", [nn.BatchNorm1d(4), nn.SyncBatchNorm(4), nn.InstanceNorm1d(4, track_running_stats=True)], ids=repr
+    "layer",
+    [nn.BatchNorm1d(4), nn.SyncBatchNorm(4), nn.InstanceNorm1d(4, track_running_stats=True)],
+    ids=repr,
 )
 def test_batch_statistics_are_refused_by_name(layer):
     model = nn.Sequential(nn.Linear(4, 4), layer)
@@ -233,7 +255,10 @@ def test_rotary_embeddings_that_read_the_longest_example(kind, key):
 
 def test_rotary_embeddings_by_layer_type():
     model = llama()
-    model.config.rope_parameters = {"full": {"rope_type": "default"}, "sliding": {"rope_type": "dynamic"}}
+    model.config.rope_parameters = {
+        "full": {"rope_type": "default"},
+        "sliding": {"rope_type": "dynamic"},
+    }
     with pytest.raises(UnsupportedModelError, match="dynamic rotary"):
         ClippingEngine(model, 1.0).__enter__()
 
@@ -241,22 +266,38 @@ def test_rotary_embeddings_by_layer_type():
 def big_bird(attention_type: str) -> BigBirdForSequenceClassification:
     """Sparse from 29 positions on."""
     torch.manual_seed(0)
-    options = {"vocab_size": 61, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
-    more = {"intermediate_size": 24, "block_size": 4, "num_random_blocks": 1, "attention_type": attention_type}
-    model = BigBirdForSequenceClassification(BigBirdConfig(**options, **more, max_position_embeddings=128)).double()
+    options = {
+        "vocab_size": 61,
+        "hidden_size": 16,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+    }
+    more = {
+        "intermediate_size": 24,
+        "block_size": 4,
+        "num_random_blocks": 1,
+        "attention_type": attention_type,
+    }
+    model = BigBirdForSequenceClassification(
+        BigBirdConfig(**options, **more, max_position_embeddings=128)
+    ).double()
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(0.2 * torch.randn_like(parameter))
     return model
 
 
-@pytest.mark.parametrize(("attention_type", "depends"), [("block_sparse", True), ("original_full", False)])
+@pytest.mark.parametrize(
+    ("attention_type", "depends"), [("block_sparse", True), ("original_full", False)]
+)
 def test_block_sparse_attention_depends_on_the_padding_and_is_refused(attention_type, depends):
     model = big_bird(attention_type).eval()
     batch = batch_for(model, (26, 60))
     beside = per_example_loss(model, batch)[0]
     assert (
-        torch.isclose(per_example_loss(big_bird(attention_type).eval(), alone(batch, 0))[0], beside, rtol=1e-9)
+        torch.isclose(
+            per_example_loss(big_bird(attention_type).eval(), alone(batch, 0))[0], beside, rtol=1e-9
+        )
         != depends
     )
     if depends:
@@ -272,11 +313,24 @@ def test_sorting_and_crowding_models_are_refused():
     model.config.model_type = "reformer"
     with pytest.raises(UnsupportedModelError, match="Reformer sorts positions"):
         ClippingEngine(model, 1.0).__enter__()
-    size = {"d_model": 16, "encoder_ffn_dim": 24, "decoder_ffn_dim": 24, "vocab_size": 61, "num_experts": 2}
-    layers = {"encoder_layers": 1, "decoder_layers": 1, "encoder_sparse_step": 1, "decoder_sparse_step": 1}
+    size = {
+        "d_model": 16,
+        "encoder_ffn_dim": 24,
+        "decoder_ffn_dim": 24,
+        "vocab_size": 61,
+        "num_experts": 2,
+    }
+    layers = {
+        "encoder_layers": 1,
+        "decoder_layers": 1,
+        "encoder_sparse_step": 1,
+        "decoder_sparse_step": 1,
+    }
     heads = {"encoder_attention_heads": 2, "decoder_attention_heads": 2}
     with pytest.raises(UnsupportedModelError, match=r"router` is a NllbMoeTop2Router"):
-        ClippingEngine(NllbMoeForConditionalGeneration(NllbMoeConfig(**size, **layers, **heads)), 1.0).__enter__()
+        ClippingEngine(
+            NllbMoeForConditionalGeneration(NllbMoeConfig(**size, **layers, **heads)), 1.0
+        ).__enter__()
 
 
 def test_load_balancing_loss():
@@ -310,15 +364,21 @@ TOKENS = torch.tensor([[0, 1], [2, 2], [4, 0]])
 
 
 @pytest.mark.parametrize("trainable", [True, False], ids=["trainable", "frozen"])
-@pytest.mark.parametrize("options", [{"max_norm": 1.0}, {"scale_grad_by_freq": True}, {"sparse": True}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{"max_norm": 1.0}, {"scale_grad_by_freq": True}, {"sparse": True}], ids=str
+)
 def test_embedding_options_that_couple_examples(options, trainable):
-    """A frozen embedding with max_norm still rewrites the rows that an example looks up; the others are harmless then."""
+    """A frozen embedding with max_norm still rewrites the rows that an example looks up; the others
+    are harmless then."""
     if not trainable and "max_norm" not in options:
         pytest.skip("a frozen embedding computes no gradient")
     model = LookUp(**options)
     model.embedding.requires_grad_(trainable)
     before = model.embedding.weight.detach().clone()
-    with pytest.raises(UnsupportedModelError, match=next(iter(options))), ClippingEngine(model, 1.0) as engine:
+    with (
+        pytest.raises(UnsupportedModelError, match=next(iter(options))),
+        ClippingEngine(model, 1.0) as engine,
+    ):
         engine.backward(model(TOKENS))
     assert torch.equal(model.embedding.weight, before)
 
@@ -335,13 +395,16 @@ def test_time_first_input_is_refused_by_shape():
 @pytest.mark.parametrize("kind", ["hook", "parametrization"])
 @pytest.mark.parametrize("examples", [2, 3])
 def test_weight_norm_is_exact_or_refused(kind, examples):
-    """Its weight is computed anew at each forward: the plain rule would clip and sum a gradient of no parameter."""
+    """Its weight is computed anew at each forward: the plain rule would clip and sum a gradient of
+    no parameter."""
     from torch.nn.utils import parametrizations, weight_norm
 
     torch.manual_seed(0)
     model = (weight_norm if kind == "hook" else parametrizations.weight_norm)(nn.Linear(4, 3))
     (loss,) = model(x(1)).square().sum(1)
-    expected = dict(zip(dict(model.named_parameters()), torch.autograd.grad(loss, list(model.parameters()))))
+    expected = dict(
+        zip(dict(model.named_parameters()), torch.autograd.grad(loss, list(model.parameters())))
+    )
     with ClippingEngine(model, 1e9) as engine:
         try:
             engine.backward(model(x(1).expand(examples, -1)).square().sum(1))
@@ -352,12 +415,14 @@ def test_weight_norm_is_exact_or_refused(kind, examples):
         torch.testing.assert_close(sums[name], examples * gradient)
 
 
-# -- bf16 --------------------------------------------------------------------------------------------------------------
+# -- bf16
+# --------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["bert", "gpt2_tied", "llama"])
 def test_contributions_under_bf16_autocast(name):
-    """One example moves the sum by at most C: norms are of the very numbers that are summed, and sums are float32."""
+    """One example moves the sum by at most C: norms are of the very numbers that are summed, and
+    sums are float32."""
     model = BUILDERS[name](dtype=torch.float32)
     batch = batch_for(model, (30, 7, 30, 2))
     clipping_norm = 0.05
@@ -366,7 +431,9 @@ def test_contributions_under_bf16_autocast(name):
         with ClippingEngine(model, clipping_norm) as engine:
             with torch.autocast("cpu", dtype=torch.bfloat16):
                 losses = per_example_loss(model, batch)
-            assert bool((engine.backward(losses * factors)[torch.isfinite(factors)] > clipping_norm).all())
+            assert bool(
+                (engine.backward(losses * factors)[torch.isfinite(factors)] > clipping_norm).all()
+            )
             return engine.collect()
 
     everyone = sums(torch.ones(4))
@@ -375,7 +442,9 @@ def test_contributions_under_bf16_autocast(name):
         factors = torch.ones(4)
         factors[removed] = torch.nan  # removes the example and changes no other number
         without = sums(factors)
-        squares = [(everyone[key].double() - without[key].double()).square().sum() for key in everyone]
+        squares = [
+            (everyone[key].double() - without[key].double()).square().sum() for key in everyone
+        ]
         moved = float(torch.stack(squares).sum().sqrt())
         assert 0.99 * clipping_norm < moved <= clipping_norm * (1 + 1e-3)
 
@@ -386,5 +455,7 @@ def test_contributions_of_a_bf16_model():
     (norm,), sums = engine_result(model, batch, 0.05)
     assert float(norm) > 0.05
     assert {value.dtype for value in sums.values()} == {torch.float32}
-    moved = float(torch.stack([value.double().square().sum() for value in sums.values()]).sum().sqrt())
+    moved = float(
+        torch.stack([value.double().square().sum() for value in sums.values()]).sum().sqrt()
+    )
     assert 0.99 * 0.05 < moved <= 0.05 * (1 + 1e-3)

@@ -1,4 +1,5 @@
-"""Norms and clipped sums equal a loop over single, unpadded examples in plain autograd (invariants 2 and 12)."""
+"""Norms and clipped sums equal a loop over single, unpadded examples in plain autograd (invariants
+2 and 12)."""
 
 from __future__ import annotations
 
@@ -26,18 +27,26 @@ from torch import Tensor, nn
 from hf_dp.clipping import ClippingEngine
 from hf_dp.losses import per_example_loss
 
-# float64: the engine orders sums differently from the loop, so a few hundred roundings of 1e-16; 1e-9 is the design's.
+# float64: the engine orders sums differently from the loop, so a few hundred roundings of 1e-16;
+# 1e-9 is the design's.
 RTOL = 1e-9
 
 
 def assert_exact(
-    model: Any, batch: Any, *, clipping_norm: float | None = None, rtol: float = RTOL, **options: Any
+    model: Any,
+    batch: Any,
+    *,
+    clipping_norm: float | None = None,
+    rtol: float = RTOL,
+    **options: Any,
 ) -> None:
     norms, _ = loop_oracle(model, batch, 1.0)
     clipping_norm = middle_norm(norms) if clipping_norm is None else clipping_norm
     norms, sums = loop_oracle(model, batch, clipping_norm)
     found_norms, found_sums = engine_result(model, batch, clipping_norm, **options)
-    torch.testing.assert_close(found_norms.double(), norms, rtol=rtol, atol=rtol * float(norms.max()))
+    torch.testing.assert_close(
+        found_norms.double(), norms, rtol=rtol, atol=rtol * float(norms.max())
+    )
     assert_same_sums(found_sums, sums, atol=rtol * clipping_norm)
 
 
@@ -48,12 +57,18 @@ def only(model: nn.Module, wanted: Any) -> nn.Module:
 
 
 SELECTIONS = {
-    "no_embeddings": lambda name: "embeddings" not in name and "wte" not in name and "wpe" not in name,
+    "no_embeddings": lambda name: (
+        "embeddings" not in name and "wte" not in name and "wpe" not in name
+    ),
     "bias_only": lambda name: name.endswith("bias"),
     "layer_norm_only": lambda name: "LayerNorm" in name or "ln_" in name,
-    "layer_norm_bias_only": lambda name: ("LayerNorm" in name or "ln_" in name) and name.endswith("bias"),
+    "layer_norm_bias_only": lambda name: (
+        ("LayerNorm" in name or "ln_" in name) and name.endswith("bias")
+    ),
     "embeddings_only": lambda name: "embeddings" in name or "wte" in name or "wpe" in name,
-    "head_only": lambda name: name.startswith(("classifier", "score", "lm_head", "transformer.wte")),
+    "head_only": lambda name: name.startswith(
+        ("classifier", "score", "lm_head", "transformer.wte")
+    ),
     "first_layer_only": lambda name: ".0." in name,
 }
 
@@ -73,7 +88,11 @@ class UsedTwice(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.embedding, self.linear, self.norm = nn.Embedding(9, 5), nn.Linear(5, 5), nn.LayerNorm(5)
+        self.embedding, self.linear, self.norm = (
+            nn.Embedding(9, 5),
+            nn.Linear(5, 5),
+            nn.LayerNorm(5),
+        )
 
     def forward(self, input_ids: Tensor) -> Tensor:
         x = self.embedding(input_ids)
@@ -97,26 +116,34 @@ def test_a_module_used_twice(length):
 
 
 def test_reused_layers_of_different_lengths_and_forms():
-    """The same weight meets short sequences (outer products) and long ones (formed at once) in one backward."""
+    """The same weight meets short sequences (outer products) and long ones (formed at once) in one
+    backward."""
     torch.manual_seed(0)
     linear = nn.Linear(6, 6).double()
     x, y = torch.randn(3, 2, 6).double(), torch.randn(3, 30, 6).double()
 
     def losses(a: Tensor, b: Tensor) -> Tensor:
-        return torch.tanh(linear(a)).sum((1, 2)) + torch.sin(linear(torch.tanh(linear(b)))).sum((1, 2))
+        return torch.tanh(linear(a)).sum((1, 2)) + torch.sin(linear(torch.tanh(linear(b)))).sum(
+            (1, 2)
+        )
 
     expected = []
     for i in range(3):
-        gradients = torch.autograd.grad(losses(x[i : i + 1], y[i : i + 1])[0], list(linear.parameters()))
+        gradients = torch.autograd.grad(
+            losses(x[i : i + 1], y[i : i + 1])[0], list(linear.parameters())
+        )
         expected.append(torch.cat([g.flatten() for g in gradients]).norm())
     with ClippingEngine(linear, 1.0) as engine:
-        torch.testing.assert_close(engine.backward(losses(x, y)), torch.stack(expected), rtol=RTOL, atol=0)
+        torch.testing.assert_close(
+            engine.backward(losses(x, y)), torch.stack(expected), rtol=RTOL, atol=0
+        )
 
 
 @pytest.mark.parametrize("padding_idx", [None, 3])
 @pytest.mark.parametrize("length", [1, 3, 40])
 def test_tied_embedding_and_head(padding_idx, length):
-    """With a padding index the embedding's row gets no gradient from look-ups but still gets one from the head."""
+    """With a padding index the embedding's row gets no gradient from look-ups but still gets one
+    from the head."""
     torch.manual_seed(0)
     model = TinyTied(padding_idx=padding_idx).double()
     loss = lambda module, inputs: torch.sin(module(inputs["input_ids"])).mean(1).sum(1)  # noqa: E731
@@ -150,7 +177,9 @@ def test_keys_are_the_trainable_parameters_and_unused_ones_get_zeros():
     batch = batch_for(model, SHORT)
     _, sums = engine_result(model, batch, 1.0)
     assert list(sums) == [name for name, p in model.named_parameters() if p.requires_grad]
-    assert {name: value.shape for name, value in sums.items()} == {n: p.shape for n, p in model.named_parameters()}
+    assert {name: value.shape for name, value in sums.items()} == {
+        n: p.shape for n, p in model.named_parameters()
+    }
     assert not sums["unused.weight"].any()
     assert not sums["unused.bias"].any()
 
@@ -186,7 +215,8 @@ def test_lora_under_gradient_checkpointing_with_frozen_embeddings():
 
 @pytest.mark.parametrize("name", ["bert", "gpt2_tied"])
 def test_broadcast_position_ids(name):
-    """These models look positions up with indices of shape (1, T), shared by the batch; explicit (b, T) must agree."""
+    """These models look positions up with indices of shape (1, T), shared by the batch; explicit
+    (b, T) must agree."""
     model = BUILDERS[name]()
     batch = batch_for(model, (8, 3, 5))
     position_ids = torch.arange(8).expand(3, 8)
@@ -199,7 +229,8 @@ def test_broadcast_position_ids(name):
 
 
 def test_albert_counts_the_cross_terms_of_its_reused_layer():
-    """Not only equal to the loop: the sum of the three uses' squared norms is something else, so this model can tell."""
+    """Not only equal to the loop: the sum of the three uses' squared norms is something else, so
+    this model can tell."""
     model = albert()
     batch = batch_for(model, (6, 4))
     norms, _ = engine_result(model, batch, 1.0)

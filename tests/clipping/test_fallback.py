@@ -1,4 +1,5 @@
-"""Modules without a rule inside whole models (small cases of the fallback itself: test_no_rule.py)."""
+"""Modules without a rule inside whole models (small cases of the fallback itself:
+test_no_rule.py)."""
 
 from __future__ import annotations
 
@@ -34,7 +35,8 @@ def masked_lm_loss(model: nn.Module, inputs: Batch) -> Tensor:
 
 @pytest.mark.parametrize("lengths", [(5, 1, 3), (19, 7)], ids=str)
 def test_a_bias_tied_between_a_rule_and_a_module_without_one(lengths):
-    """BertLMPredictionHead owns the bias that its decoder adds: it must count once, not twice and not never."""
+    """BertLMPredictionHead owns the bias that its decoder adds: it must count once, not twice and
+    not never."""
     model = bert_masked_lm()
     head = model.cls.predictions
     assert head.bias is head.decoder.bias
@@ -83,7 +85,9 @@ def test_vision_transformer_with_bare_parameters_and_a_convolution():
         found = engine.backward(F.cross_entropy(model(pixels).logits, labels, reduction="none"))
         sums = engine.collect()
     torch.testing.assert_close(found, torch.stack(expected), rtol=RTOL, atol=0)
-    assert all(sums[name].any() for name in sums if name.endswith(("cls_token", "position_embeddings")))
+    assert all(
+        sums[name].any() for name in sums if name.endswith(("cls_token", "position_embeddings"))
+    )
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -157,12 +161,16 @@ class Opaque(nn.Module):
 def test_an_output_the_fallback_cannot_see_into_is_refused():
     """Otherwise the parameter would silently never train."""
     model = Opaque()
-    with ClippingEngine(model, 1.0) as engine, pytest.raises(UnsupportedModelError, match="Opaque.*Hidden"):
+    with (
+        ClippingEngine(model, 1.0) as engine,
+        pytest.raises(UnsupportedModelError, match="Opaque.*Hidden"),
+    ):
         engine.backward(model(torch.randn(3, 4)).logits)
 
 
 def test_a_parametrized_weight_of_as_many_rows_as_examples_is_refused():
-    """Its output's first dimension counts outputs; equal to the number of examples, no shape gives it away."""
+    """Its output's first dimension counts outputs; equal to the number of examples, no shape gives
+    it away."""
 
     class Twice(nn.Module):
         def forward(self, weight: Tensor) -> Tensor:
@@ -172,7 +180,10 @@ def test_a_parametrized_weight_of_as_many_rows_as_examples_is_refused():
     model = nn.Linear(4, 3)
     torch.nn.utils.parametrize.register_parametrization(model, "weight", Twice())
     value = torch.randn(3, 4)
-    with ClippingEngine(model, 1.0) as engine, pytest.raises(UnsupportedModelError, match="ParametrizationList"):
+    with (
+        ClippingEngine(model, 1.0) as engine,
+        pytest.raises(UnsupportedModelError, match="ParametrizationList"),
+    ):
         engine.backward(model(value).square().sum(1))
 
 

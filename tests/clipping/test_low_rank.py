@@ -1,4 +1,5 @@
-"""Clipping through low-rank carriers, against a loop in float64 over the reparametrized model as its paper writes it."""
+"""Clipping through low-rank carriers, against a loop in float64 over the reparametrized model as
+its paper writes it."""
 
 from __future__ import annotations
 
@@ -24,17 +25,21 @@ def built(name, rank=2):
     def orthonormal(rows):
         return torch.linalg.qr(torch.randn(rows, rank, generator=generator, dtype=torch.float64)).Q
 
-    by_name = {n: Carriers(orthonormal(len(p)), orthonormal(p.shape[1]).mT) for n, p in weights.items()}
+    by_name = {
+        n: Carriers(orthonormal(len(p)), orthonormal(p.shape[1]).mT) for n, p in weights.items()
+    }
     for n, p in model.named_parameters():
         p.requires_grad_(n in weights or "classifier" in n or "score" in n)
     return architecture, model, by_name, architecture.examples(model, LENGTHS)
 
 
 def by_the_text(architecture, model, by_name, examples):
-    """Gradients of carriers by autograd through the reparametrized weights, one example at a time."""
+    """Gradients of carriers by autograd through the reparametrized weights, one example at a
+    time."""
     own = dict(model.named_parameters())
     pairs = {
-        n: (each.left.clone().requires_grad_(), each.right.clone().requires_grad_()) for n, each in by_name.items()
+        n: (each.left.clone().requires_grad_(), each.right.clone().requires_grad_())
+        for n, each in by_name.items()
     }
     trainable = {n: p for n, p in own.items() if p.requires_grad and n not in by_name}
     for n, (left, right) in pairs.items():
@@ -54,9 +59,14 @@ def test_equals_the_reparametrized_model(name):
     architecture, model, by_name, examples = built(name)
     expected = by_the_text(architecture, model, by_name, examples)
     with LowRankEngine(model, by_name, expected.clipping_norm) as engine, architecture.precision():
-        norms = [engine.backward(together(model, collate(model, examples[a:b]))) for a, b in ((0, 1), (1, 4))]
+        norms = [
+            engine.backward(together(model, collate(model, examples[a:b])))
+            for a, b in ((0, 1), (1, 4))
+        ]
         sums = engine.collect()
-        assert not any(sums_again.any() for sums_again in engine.collect().values())  # collected once
+        assert not any(
+            sums_again.any() for sums_again in engine.collect().values()
+        )  # collected once
     assert set(sums) == set(expected.sums)
     assert_equal(torch.cat(norms), sums, expected)
 
@@ -69,8 +79,12 @@ def test_the_weights_gradient_is_the_projection():
     each = Carriers(left, right)
     found = each.gradient(gradient @ right.mT, left.mT @ gradient)
     outside_left, outside_right = torch.eye(6) - left @ left.mT, torch.eye(5) - right.mT @ right
-    torch.testing.assert_close(found, gradient - outside_left.double() @ gradient @ outside_right.double())
-    again = weight_gradients({"w" + LEFT: gradient @ right.mT, "w" + RIGHT: left.mT @ gradient}, {"w": each})
+    torch.testing.assert_close(
+        found, gradient - outside_left.double() @ gradient @ outside_right.double()
+    )
+    again = weight_gradients(
+        {"w" + LEFT: gradient @ right.mT, "w" + RIGHT: left.mT @ gradient}, {"w": each}
+    )
     assert set(again) == {"w"} and torch.equal(again["w"], found)
 
 

@@ -30,7 +30,9 @@ def expected_of(architecture, model, masks, examples):
     found = []
     with architecture.precision():
         for example in examples:
-            gradients = torch.autograd.grad(single(model, example), list(trainable.values()), allow_unused=True)
+            gradients = torch.autograd.grad(
+                single(model, example), list(trainable.values()), allow_unused=True
+            )
             pairs = zip(trainable, gradients, strict=True)
             found.append([g if g is None or n not in masks else g * masks[n] for n, g in pairs])
     return clip(trainable, found, None)
@@ -41,7 +43,10 @@ def test_equals_the_loop(name):
     architecture, model, masks, examples = built(name)
     expected = expected_of(architecture, model, masks, examples)
     with MaskedEngine(model, masks, expected.clipping_norm) as engine, architecture.precision():
-        norms = [engine.backward(together(model, collate(model, examples[a:b]))) for a, b in ((0, 1), (1, 4))]
+        norms = [
+            engine.backward(together(model, collate(model, examples[a:b])))
+            for a, b in ((0, 1), (1, 4))
+        ]
         sums = engine.collect()
     assert_equal(torch.cat(norms), sums, expected)
     for n, mask in masks.items():
@@ -49,7 +54,8 @@ def test_equals_the_loop(name):
 
 
 def test_norms_are_of_the_kept_entries_alone():
-    """With norms of all entries an example would be clipped harder: a planted bug that the loop sees."""
+    """With norms of all entries an example would be clipped harder: a planted bug that the loop
+    sees."""
     architecture, model, masks, examples = built("bert")
     expected = expected_of(architecture, model, masks, examples)
     whole = expected_of(architecture, model, {}, examples)
@@ -63,7 +69,9 @@ def test_the_size_of_the_blocks_does_not_matter(name, numbers, monkeypatch):
     test_equals_the_loop(name)
 
 
-@pytest.mark.parametrize("forms", ["outer", "lookups", "dense", "outer outer", "outer lookups", "dense outer lookups"])
+@pytest.mark.parametrize(
+    "forms", ["outer", "lookups", "dense", "outer outer", "outer lookups", "dense outer lookups"]
+)
 def test_norms_of_every_mix_of_uses(forms):
     generator = torch.Generator().manual_seed(3)
     b, length, m, n = 3, 4, 6, 5
@@ -73,17 +81,24 @@ def test_norms_of_every_mix_of_uses(forms):
 
     made = {
         "outer": lambda: OuterProducts(draw(b, length, m), draw(b, length, n)),
-        "lookups": lambda: Lookups(torch.randint(m, (b, length), generator=generator), draw(b, length, n)),
+        "lookups": lambda: Lookups(
+            torch.randint(m, (b, length), generator=generator), draw(b, length, n)
+        ),
         "dense": lambda: Dense(draw(b, m, n)),
     }
     uses = [made[form]() for form in forms.split()]
     mask = torch.rand((m, n), generator=generator) < 0.4
-    gradients = torch.stack([sum(use.example_gradient(i, mask.shape) for use in uses) for i in range(b)])
-    assert torch.allclose(masked_norms(uses, mask).squared, (gradients * mask).square().sum((1, 2)), rtol=1e-12)
+    gradients = torch.stack(
+        [sum(use.example_gradient(i, mask.shape) for use in uses) for i in range(b)]
+    )
+    assert torch.allclose(
+        masked_norms(uses, mask).squared, (gradients * mask).square().sum((1, 2)), rtol=1e-12
+    )
 
 
 def test_cancelling_uses_are_not_taken_for_small():
-    """In float32 the sum's rounding is larger than the gradient that is left: the slack covers it."""
+    """In float32 the sum's rounding is larger than the gradient that is left: the slack covers
+    it."""
     left, right = torch.full((1, 1, 4), 1e4), torch.full((1, 1, 4), 1.0)
     uses = [OuterProducts(left, right), OuterProducts(-left * (1 + 2**-23), right)]
     found = masked_norms(uses, torch.eye(4, dtype=torch.bool))
@@ -92,7 +107,8 @@ def test_cancelling_uses_are_not_taken_for_small():
 
 
 def test_a_parameter_without_a_mask_is_settled_where_its_gram_sum_cancels():
-    """loss = v.(W a_1) - v.(W a_2) with nearly equal a: G = v (a_1 - a_2)^T, and a small one of the bias."""
+    """loss = v.(W a_1) - v.(W a_2) with nearly equal a: G = v (a_1 - a_2)^T, and a small one of the
+    bias."""
     torch.manual_seed(0)
     width = 256
     linear = torch.nn.Linear(width, width)
@@ -130,7 +146,9 @@ def test_sums_that_do_not_train_may_overflow():
 def test_an_infinite_factor_of_an_outer_product_removes_the_example():
     left, right = torch.ones(2, 1, 3), torch.ones(2, 1, 2)
     left[1, 0, 2] = torch.inf
-    found = masked_norms([OuterProducts(left, right)], torch.tensor([[True, True], [True, True], [False, False]]))
+    found = masked_norms(
+        [OuterProducts(left, right)], torch.tensor([[True, True], [True, True], [False, False]])
+    )
     assert torch.isfinite(found.squared + found.slack).tolist() == [True, False]
 
 

@@ -1,4 +1,5 @@
-"""Modules without a rule: their own parameters' gradients are taken per example by differentiating them again."""
+"""Modules without a rule: their own parameters' gradients are taken per example by differentiating
+them again."""
 
 from __future__ import annotations
 
@@ -89,13 +90,17 @@ def test_equal_to_one_backward_an_example_on_the_same_masks(case, strategy):
 
     parameters = dict(model.named_parameters())
     gradients = list(per_example_gradients(losses(), parameters))
-    norms = [torch.stack([g.square().sum() for g in one.values()]).sum().sqrt() for one in gradients]
+    norms = [
+        torch.stack([g.square().sum() for g in one.values()]).sum().sqrt() for one in gradients
+    ]
     with ClippingEngine(model, 0.5, strategy=strategy) as engine:
         got_norms = engine.backward(losses())
         got = engine.collect()
     torch.testing.assert_close(got_norms, torch.stack(norms), rtol=1e-9, atol=0)
     for name in parameters:
-        expected = sum(one[name] * min(1.0, 0.5 / float(n)) for one, n in zip(gradients, norms, strict=True))
+        expected = sum(
+            one[name] * min(1.0, 0.5 / float(n)) for one, n in zip(gradients, norms, strict=True)
+        )
         torch.testing.assert_close(got[name], expected, rtol=1e-9, atol=1e-12)
 
 
@@ -126,7 +131,10 @@ class Mixes(Scale):
 
 def test_a_module_that_mixes_examples_is_refused():
     model = Net(Mixes(), 4)
-    with ClippingEngine(model, 0.1) as engine, pytest.raises(UnsupportedModelError, match="Mixes .*mixes examples"):
+    with (
+        ClippingEngine(model, 0.1) as engine,
+        pytest.raises(UnsupportedModelError, match="Mixes .*mixes examples"),
+    ):
         engine.backward(model(torch.randn(4, 5, 3)))
 
 
@@ -165,7 +173,9 @@ def test_a_module_that_cannot_be_mapped_is_run_for_each_example():
         for one in per_example_gradients(model(x), dict(model.named_parameters()))
     ]
     with ClippingEngine(model, 0.1) as engine:
-        torch.testing.assert_close(engine.backward(model(x)), torch.stack(expected), rtol=1e-9, atol=0)
+        torch.testing.assert_close(
+            engine.backward(model(x)), torch.stack(expected), rtol=1e-9, atol=0
+        )
 
 
 def test_a_nan_stays_with_its_example():
@@ -201,5 +211,8 @@ def test_an_input_without_one_row_per_example_is_refused():
             return (x + self.relative(torch.ones(7, 3)).sum()).sum(1)
 
     model = Uses()
-    with ClippingEngine(model, 0.1) as engine, pytest.raises(UnsupportedModelError, match=r"Relative .*\(7, 3\)"):
+    with (
+        ClippingEngine(model, 0.1) as engine,
+        pytest.raises(UnsupportedModelError, match=r"Relative .*\(7, 3\)"),
+    ):
         engine.backward(model(torch.randn(4, 3)))

@@ -1,10 +1,20 @@
-"""An example whose gradient is not finite is removed; the others' sums are as if it had never been drawn."""
+"""An example whose gradient is not finite is removed; the others' sums are as if it had never been
+drawn."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from models import BUILDERS, TinyTied, assert_same_sums, batch_for, bert, engine_result, example_norms, rows
+from models import (
+    BUILDERS,
+    TinyTied,
+    assert_same_sums,
+    batch_for,
+    bert,
+    engine_result,
+    example_norms,
+    rows,
+)
 from torch import Tensor, nn
 
 from hf_dp.clipping import ClippingEngine, rules, self_check
@@ -17,7 +27,8 @@ OTHERS = [0, 2, 3]
 
 
 class Poisoned(nn.Module):
-    """Spoils one example's activations after the embeddings, so that every layer above meets them."""
+    """Spoils one example's activations after the embeddings, so that every layer above meets
+    them."""
 
     def __init__(self, model: nn.Module, value: float, position: int):
         super().__init__()
@@ -39,7 +50,8 @@ def test_a_spoiled_activation_removes_its_example_only(name, value):
     norms, sums = engine_result(model, batch, 0.5)
     poison.handle.remove()
     assert norms[1] == torch.inf
-    # llama normalises in float32 also in a float64 model, and the row's place in a batch may change its last bit
+    # llama normalises in float32 also in a float64 model, and the row's place in a batch may change
+    # its last bit
     rtol = 1e-6 if name == "llama" else 1e-12
     torch.testing.assert_close(norms[OTHERS], expected_norms, rtol=rtol, atol=0)
     assert_same_sums(sums, expected, atol=rtol)
@@ -68,7 +80,9 @@ NO_ARCHITECTURE_HAS = {
 @pytest.mark.parametrize("name", NO_ARCHITECTURE_HAS)
 def test_rules_that_no_architecture_uses(name, strategy, value, monkeypatch):
     monkeypatch.setattr(rules, "_RULES", dict(rules._RULES))
-    rules.register_rule(Scale, lambda module, x: (x,), lambda module, kept, grad: {"scale": (kept[0] * grad).sum(1)})
+    rules.register_rule(
+        Scale, lambda module, x: (x,), lambda module, kept, grad: {"scale": (kept[0] * grad).sum(1)}
+    )
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 4), NO_ARCHITECTURE_HAS[name](), nn.Linear(4, 2))
     x = torch.randn(3, 4, 3)  # also as (examples, channels, positions)
@@ -87,13 +101,16 @@ def test_rules_that_no_architecture_uses(name, strategy, value, monkeypatch):
 
 @pytest.mark.parametrize("name", ["bert", "gpt2_tied", "llama", "albert"])
 def test_bit_for_bit_the_sum_without_it(name):
-    """Same shapes, so no rounding differs: the example once with its true loss and a weight of nothing, once spoiled."""
+    """Same shapes, so no rounding differs: the example once with its true loss and a weight of
+    nothing, once spoiled."""
     model = BUILDERS[name](dtype=torch.float32)
     batch = batch_for(model, LENGTHS)
 
     def sums(factor: float) -> dict[str, Tensor]:
         factors = torch.tensor([1.0, factor, 1.0, 1.0])
-        return engine_result(model, batch, 0.5, loss=lambda m, i: per_example_loss(m, i) * factors)[1]
+        return engine_result(model, batch, 0.5, loss=lambda m, i: per_example_loss(m, i) * factors)[
+            1
+        ]
 
     nothing = sums(0.0)
     for value in (torch.nan, torch.inf):
@@ -123,7 +140,8 @@ def test_earlier_and_later_batches_are_kept():
 
 @pytest.mark.parametrize("scale", [1e20, 1e30, 1e38])
 def test_a_norm_that_overflows_float32_removes_its_example(scale):
-    """The gradient itself is finite; its square is not, so its norm is unknown and a weight of C / inf would be 0 * x."""
+    """The gradient itself is finite; its square is not, so its norm is unknown and a weight of C /
+    inf would be 0 * x."""
     torch.manual_seed(0)
     model = TinyTied()
     tokens = torch.randint(0, 11, (3, 4))
@@ -142,7 +160,9 @@ def test_a_norm_that_overflows_float32_removes_its_example(scale):
 def test_a_norm_that_underflows_adds_next_to_nothing(scale):
     model = TinyTied()
     with ClippingEngine(model, 0.5) as engine:
-        norms = engine.backward(model(torch.zeros(2, 3, dtype=torch.long)).square().mean((1, 2)) * scale)
+        norms = engine.backward(
+            model(torch.zeros(2, 3, dtype=torch.long)).square().mean((1, 2)) * scale
+        )
         sums = engine.collect()
     assert torch.isfinite(norms).all()
     assert all(float(value.abs().max()) <= 1e-15 for value in sums.values())
@@ -158,11 +178,14 @@ def test_the_self_check_refuses_a_model_that_is_not_finite():
 
 
 def test_a_squared_norm_of_minus_infinity_is_not_a_small_one():
-    """Products that overflow can sum to -inf; clamped to 0 the example would enter the sum unclipped."""
+    """Products that overflow can sum to -inf; clamped to 0 the example would enter the sum
+    unclipped."""
     left = torch.tensor([[[1e20, 1.0], [-1e20, 1.0]], [[1.0, 2.0], [0.5, 0.1]]])
     right = torch.tensor([[[1.0, 1e20], [1.0, 1e20]], [[1.0, 1.0], [1.0, 2.0]]])
     from hf_dp.clipping.uses import OuterProducts
 
-    norms, _ = example_norms({torch.nn.Parameter(torch.zeros(2, 2)): [OuterProducts(left, right)]}, 2)
+    norms, _ = example_norms(
+        {torch.nn.Parameter(torch.zeros(2, 2)): [OuterProducts(left, right)]}, 2
+    )
     assert torch.isinf(norms[0])
     assert torch.isfinite(norms[1])

@@ -1,4 +1,5 @@
-"""Parameter-efficient tuning as stock PEFT does it: exact against the loop, or refused by name; the base left alone."""
+"""Parameter-efficient tuning as stock PEFT does it: exact against the loop, or refused by name; the
+base left alone."""
 
 from __future__ import annotations
 
@@ -46,7 +47,9 @@ class Case:
     def build(self, dropout: float = 0.0, **more: Any) -> Any:
         """The adapted model in float64, away from PEFT's zeros and ones, which hide gradients."""
         torch.manual_seed(0)
-        model = peft.get_peft_model(self.architecture.build(dropout=dropout), self.config(**self.options | more))
+        model = peft.get_peft_model(
+            self.architecture.build(dropout=dropout), self.config(**self.options | more)
+        )
         with torch.no_grad():
             for parameter in model.parameters():
                 if parameter.requires_grad:
@@ -152,7 +155,8 @@ def batch_loss(model: Any, batch: Batch) -> Tensor:
 
 
 def own_loss(model: Any, example: Batch) -> Tensor:
-    """Of one example alone; for classes written out, because AdaLoRA adds a penalty on its weights to the model's own."""
+    """Of one example alone; for classes written out, because AdaLoRA adds a penalty on its weights
+    to the model's own."""
     if example["labels"].dim() == 1:
         inputs = {name: value for name, value in example.items() if name != "labels"}
         return F.cross_entropy(model(**inputs).logits, example["labels"])
@@ -166,7 +170,9 @@ def expectation(case: Case, model: Any, lengths: Sequence[int]) -> Expected:
     return loop(model, case.examples(model, lengths), own_loss)
 
 
-def result(case: Case, model: Any, lengths: Sequence[int], clipping_norm: float, strategy: str) -> Any:
+def result(
+    case: Case, model: Any, lengths: Sequence[int], clipping_norm: float, strategy: str
+) -> Any:
     batch = collate(model, case.examples(model, lengths))
     return clipped(model, batch, clipping_norm, strategy, loss=batch_loss)
 
@@ -187,10 +193,13 @@ def test_exact(name, strategy):
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("lengths", [*LENGTHS, (1,) * 16], ids=["padded", "square", "one", "as many as the width"])
+@pytest.mark.parametrize(
+    "lengths", [*LENGTHS, (1,) * 16], ids=["padded", "square", "one", "as many as the width"]
+)
 @pytest.mark.parametrize("name", EXACT_OR_REFUSED)
 def test_exact_or_refused_by_name(name, lengths, strategy):
-    """Sixteen examples of one token: DoRA runs its LoRA layers on an identity matrix of (16, 16)."""
+    """Sixteen examples of one token: DoRA runs its LoRA layers on an identity matrix of (16,
+    16)."""
     case, words = EXACT_OR_REFUSED[name]
     model = case.build()
     refusal = refused(case, model, lengths, strategy)
@@ -211,7 +220,8 @@ def refused(case: Case, model: Any, lengths: Sequence[int], strategy: str) -> st
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize(
-    "name", ["LoRA on Linear, and the classifier", "LoRA on Conv1D", "LoRA on Embedding", "LoRA on Conv2d"]
+    "name",
+    ["LoRA on Linear, and the classifier", "LoRA on Conv1D", "LoRA on Embedding", "LoRA on Conv2d"],
 )
 def test_lora_dropout_with_fixed_masks(name, strategy):
     """Against plain autograd on the same masks, so the strategies also equal each other."""
@@ -220,15 +230,22 @@ def test_lora_dropout_with_fixed_masks(name, strategy):
     batch = collate(model, case.examples(model, (5, 2, 3)))
     torch.manual_seed(7)
     expected = loop_over_losses(model, batch_loss(model, batch))
-    assert_equal(*clipped(model, batch, expected.clipping_norm, strategy, loss=batch_loss, seed=7), expected)
+    assert_equal(
+        *clipped(model, batch, expected.clipping_norm, strategy, loss=batch_loss, seed=7), expected
+    )
     torch.manual_seed(8)
-    assert not torch.allclose(loop_over_losses(model, batch_loss(model, batch)).norms, expected.norms)
+    assert not torch.allclose(
+        loop_over_losses(model, batch_loss(model, batch)).norms, expected.norms
+    )
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("name", ["LoRA on Linear, and the classifier", "LoRA on Conv1D", "IA3 on Conv1D"])
+@pytest.mark.parametrize(
+    "name", ["LoRA on Linear, and the classifier", "LoRA on Conv1D", "IA3 on Conv1D"]
+)
 def test_gradient_checkpointing_of_a_frozen_base(name, strategy):
-    """transformers makes the embedding's output require gradients, or nothing would flow through the frozen layers."""
+    """transformers makes the embedding's output require gradients, or nothing would flow through
+    the frozen layers."""
     case = EXACT[name]
     model = case.build()
     expected = expectation(case, model, (5, 1, 3))
@@ -240,7 +257,12 @@ def test_gradient_checkpointing_of_a_frozen_base(name, strategy):
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize(
     "name",
-    ["LoRA on Linear, and the classifier", "LoRA on Embedding", "IA3 on Conv1D", "prefix tuning, language model"],
+    [
+        "LoRA on Linear, and the classifier",
+        "LoRA on Embedding",
+        "IA3 on Conv1D",
+        "prefix tuning, language model",
+    ],
 )
 def test_an_example_that_is_not_finite_leaves_no_trace(name, strategy):
     case = EXACT[name]
@@ -267,13 +289,24 @@ def test_hf_dp_knows_the_loss_of_a_prompted_language_model():
 
 
 def state(model: nn.Module) -> dict[str, Any]:
-    """What must be the same before and after: which module has a forward or hooks of its own, and every value."""
+    """What must be the same before and after: which module has a forward or hooks of its own, and
+    every value."""
     hooks = {
-        name: (module.__dict__.get("forward"), len(module._forward_hooks), len(module._forward_pre_hooks))
+        name: (
+            module.__dict__.get("forward"),
+            len(module._forward_hooks),
+            len(module._forward_pre_hooks),
+        )
         for name, module in model.named_modules()
     }
-    values = {name: (value.clone(), value.requires_grad) for name, value in model.named_parameters()}
-    return {"hooks": hooks, "values": values, "buffers": {n: b.clone() for n, b in model.named_buffers()}}
+    values = {
+        name: (value.clone(), value.requires_grad) for name, value in model.named_parameters()
+    }
+    return {
+        "hooks": hooks,
+        "values": values,
+        "buffers": {n: b.clone() for n, b in model.named_buffers()},
+    }
 
 
 def assert_untouched(model: nn.Module, before: dict[str, Any]) -> None:
@@ -282,13 +315,21 @@ def assert_untouched(model: nn.Module, before: dict[str, Any]) -> None:
     for name, (value, trains) in after["values"].items():
         assert torch.equal(value, before["values"][name][0]), name
         assert trains == before["values"][name][1], name
-    assert all(torch.equal(value, before["buffers"][name]) for name, value in after["buffers"].items())
+    assert all(
+        torch.equal(value, before["buffers"][name]) for name, value in after["buffers"].items()
+    )
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize(
-    "name", ["LoRA on Linear, and the classifier", "LoRA on Conv1D", "IA3 on Linear", "prefix tuning, language model"]
+    "name",
+    [
+        "LoRA on Linear, and the classifier",
+        "LoRA on Conv1D",
+        "IA3 on Linear",
+        "prefix tuning, language model",
+    ],
 )
 def test_the_base_is_left_alone(name, strategy):
     case = EXACT[name]
@@ -314,7 +355,8 @@ def test_a_frozen_module_has_its_own_forward_inside(strategy):
 
 
 class Int8Linear(nn.Module):
-    """As bitsandbytes' layers look to the engine: an integer weight, dequantized in the forward; never trained."""
+    """As bitsandbytes' layers look to the engine: an integer weight, dequantized in the forward;
+    never trained."""
 
     def __init__(self, inputs: int, outputs: int, as_parameter: bool):
         super().__init__()

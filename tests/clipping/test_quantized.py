@@ -1,4 +1,5 @@
-"""Adapters on a quantized base: exact where only weights are quantized, refused where a batch shares a rounding.
+"""Adapters on a quantized base: exact where only weights are quantized, refused where a batch
+shares a rounding.
 
 The slow ones need bitsandbytes (``hf-dp[quantized]``), which `make slow` installs.
 """
@@ -20,15 +21,24 @@ from hf_dp.clipping.engine import STRATEGIES
 from hf_dp.errors import UnsupportedModelError
 
 EIGHT_BITS = {"load_in_8bit": True, "llm_int8_threshold": 0.0}
-FOUR_BITS = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_compute_dtype": torch.float32}
+FOUR_BITS = {
+    "load_in_4bit": True,
+    "bnb_4bit_quant_type": "nf4",
+    "bnb_4bit_compute_dtype": torch.float32,
+}
 
 
 def quantized(folder: Any, **options: Any) -> Any:
     """A tiny Llama, saved, and loaded again with bitsandbytes."""
     pytest.importorskip("bitsandbytes")
-    ARCHITECTURES["llama"].build(dtype=torch.float32, hidden_size=64, intermediate_size=128).save_pretrained(folder)
+    ARCHITECTURES["llama"].build(
+        dtype=torch.float32, hidden_size=64, intermediate_size=128
+    ).save_pretrained(folder)
     return AutoModelForCausalLM.from_pretrained(
-        folder, quantization_config=BitsAndBytesConfig(**options), device_map="cpu", dtype=torch.float32
+        folder,
+        quantization_config=BitsAndBytesConfig(**options),
+        device_map="cpu",
+        dtype=torch.float32,
     )
 
 
@@ -38,21 +48,35 @@ def quantized(folder: Any, **options: Any) -> Any:
 def test_lora_is_exact_and_leaves_the_base_alone(options, strategy, tmp_path):
     base = quantized(tmp_path, **options)
     torch.manual_seed(0)
-    lora = peft.LoraConfig(r=2, target_modules=["q_proj", "down_proj"], init_lora_weights=False, task_type="CAUSAL_LM")
+    lora = peft.LoraConfig(
+        r=2, target_modules=["q_proj", "down_proj"], init_lora_weights=False, task_type="CAUSAL_LM"
+    )
     model = peft.get_peft_model(base, lora).train()
-    integers = {name: p.clone() for name, p in model.named_parameters() if not p.is_floating_point()}
+    integers = {
+        name: p.clone() for name, p in model.named_parameters() if not p.is_floating_point()
+    }
     assert len(integers) == 14  # seven matrices in each of two layers
     examples = ARCHITECTURES["llama"].examples(base, (5, 1, 3, 9))
     expected = loop(model, examples)
-    assert_equal(*clipped(model, collate(model, examples), expected.clipping_norm, strategy), expected, tolerance=1e-4)
-    assert all(torch.equal(p, integers[name]) for name, p in model.named_parameters() if name in integers)
+    assert_equal(
+        *clipped(model, collate(model, examples), expected.clipping_norm, strategy),
+        expected,
+        tolerance=1e-4,
+    )
+    assert all(
+        torch.equal(p, integers[name]) for name, p in model.named_parameters() if name in integers
+    )
 
 
 @pytest.mark.slow
 def test_eight_bits_with_outliers_are_refused(tmp_path):
     model = quantized(tmp_path, load_in_8bit=True)
-    model = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM"))
-    with pytest.raises(UnsupportedModelError, match=r"Linear8bitLt with threshold 6.0.*llm_int8_threshold=0.0"):
+    model = peft.get_peft_model(
+        model, peft.LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM")
+    )
+    with pytest.raises(
+        UnsupportedModelError, match=r"Linear8bitLt with threshold 6.0.*llm_int8_threshold=0.0"
+    ):
         ClippingEngine(model, 0.1).__enter__()
 
 
@@ -62,7 +86,9 @@ def test_why_one_outlier_moves_the_other_examples(threshold, moves):
     """In evaluation, and on a GPU always; on a CPU bitsandbytes trains with dequantized weights."""
     bitsandbytes = pytest.importorskip("bitsandbytes")
     torch.manual_seed(0)
-    layer = bitsandbytes.nn.Linear8bitLt(64, 64, bias=False, has_fp16_weights=False, threshold=threshold)
+    layer = bitsandbytes.nn.Linear8bitLt(
+        64, 64, bias=False, has_fp16_weights=False, threshold=threshold
+    )
     layer.weight.data = torch.randn(64, 64)
     layer = layer.to("cpu").eval()
     x = torch.randn(4, 5, 64)

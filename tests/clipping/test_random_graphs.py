@@ -1,7 +1,8 @@
-"""Random small module graphs against a loop over single examples: what no hand-written case thought of.
+"""Random small module graphs against a loop over single examples: what no hand-written case thought
+of.
 
-A graph is a list of named steps on a hidden tensor of shape (b, d) or (b, T, d). The seed and the list are in the message
-of a failure; ``graph(seed)`` draws the same one again.
+A graph is a list of named steps on a hidden tensor of shape (b, d) or (b, T, d). The seed and the
+list are in the message of a failure; ``graph(seed)`` draws the same one again.
 """
 
 from __future__ import annotations
@@ -33,7 +34,9 @@ class Graph(nn.Module):
         self.owners = nn.ModuleList()
         self.description: list[str] = []
         examples = self.draw.randint(1, 4)
-        self.batch = [examples] if self.coin() else [examples, self.draw.choice([1, 2, examples, 5, 12])]
+        self.batch = (
+            [examples] if self.coin() else [examples, self.draw.choice([1, 2, examples, 5, 12])]
+        )
         self.positions = len(self.batch) == 2
         self.width = self.draw.randint(2, 6)
         self.tables: list[nn.Embedding] = []
@@ -89,7 +92,10 @@ class Graph(nn.Module):
             self.inputs = torch.randn(*self.batch, self.width, dtype=torch.float64)
             return nn.Identity()
         padding = self.draw.choice([None, 0, VOCABULARY - 1])
-        table = self.own(nn.Embedding(VOCABULARY, self.width, padding_idx=padding), f"embedding, padding {padding}")
+        table = self.own(
+            nn.Embedding(VOCABULARY, self.width, padding_idx=padding),
+            f"embedding, padding {padding}",
+        )
         self.tables.append(table)
         self.inputs = torch.randint(0, VOCABULARY, self.batch)
         return table
@@ -99,7 +105,9 @@ class Graph(nn.Module):
     def affine(self) -> Step:
         before, self.width = self.width, self.width if self.coin() else self.draw.randint(2, 6)
         if self.coin():
-            return self.own(nn.Linear(before, self.width, bias=self.coin()), f"linear {before}-{self.width}")
+            return self.own(
+                nn.Linear(before, self.width, bias=self.coin()), f"linear {before}-{self.width}"
+            )
         return self.own(Conv1D(self.width, before), f"conv1d {before}-{self.width}")
 
     def norm(self) -> Step:
@@ -109,9 +117,13 @@ class Graph(nn.Module):
         return self.own(nn.LayerNorm(self.width, bias=kind == "layer"), f"{kind} norm")
 
     def group_norm(self) -> Step:
-        groups = self.draw.choice([n for n in (1, 2, 3) if self.width % n == 0 and self.width // n > 1] or [1])
+        groups = self.draw.choice(
+            [n for n in (1, 2, 3) if self.width % n == 0 and self.width // n > 1] or [1]
+        )
         module = self.own(nn.GroupNorm(groups, self.width), f"group norm {groups}")
-        return lambda value: module(value.movedim(-1, 1)).movedim(1, -1).contiguous()  # Conv1D asks for it
+        return lambda value: (
+            module(value.movedim(-1, 1)).movedim(1, -1).contiguous()
+        )  # Conv1D asks for it
 
     def activation(self) -> Step:
         function = self.draw.choice([torch.tanh, torch.sigmoid, nn.functional.gelu])
@@ -123,7 +135,9 @@ class Graph(nn.Module):
 
         def add(value: Tensor) -> Tensor:
             same = [
-                earlier for earlier in self.earlier if earlier.shape == value.shape and earlier.is_floating_point()
+                earlier
+                for earlier in self.earlier
+                if earlier.shape == value.shape and earlier.is_floating_point()
             ]
             return value + torch.tanh(same[0]) if same else value
 
@@ -182,7 +196,8 @@ class Graph(nn.Module):
     # -- steps with the first table ---
 
     def head(self) -> Step:
-        """A head tied to the embedding, its bias own or none; the width becomes the vocabulary's."""
+        """A head tied to the embedding, its bias own or none; the width becomes the
+        vocabulary's."""
         (table,) = self.tables
         to = table.embedding_dim
         project = self.own(nn.Linear(self.width, to), f"linear {self.width}-{to}")
@@ -211,7 +226,10 @@ class Graph(nn.Module):
 class Gate(nn.Module):
     def __init__(self, width: int) -> None:
         super().__init__()
-        self.token, self.gain = nn.Parameter(torch.randn(1, width)), nn.Parameter(torch.randn(width))
+        self.token, self.gain = (
+            nn.Parameter(torch.randn(1, width)),
+            nn.Parameter(torch.randn(width)),
+        )
         self.child = nn.Linear(width, width)
 
     def forward(self, value: Tensor) -> Tensor:
@@ -225,7 +243,13 @@ def test_random_graph(seed, strategy):
     singles = model.inputs.split(1)
     expected = loop(model, singles, loss=lambda graph, value: graph(value)[0])
     try:
-        found = clipped(model, model.inputs, expected.clipping_norm, strategy, loss=lambda graph, value: graph(value))
+        found = clipped(
+            model,
+            model.inputs,
+            expected.clipping_norm,
+            strategy,
+            loss=lambda graph, value: graph(value),
+        )
         assert_equal(*found, expected, EXACT)
     except Exception as error:
         raise AssertionError(f"seed {seed}, {strategy}: {model}\n{error}") from error
@@ -235,8 +259,13 @@ def test_the_graphs_differ_and_reach_every_kind_of_step():
     graphs = [Graph(seed) for seed in SEEDS]
     words = " ".join(text for graph in graphs for text in graph.description)
     kinds = (
-        "embedding, padding None", "embedding, padding 0", "linear", "conv1d", "layer norm", "without bias", "rms norm",
-        "group norm", "reuse Linear", "reuse LayerNorm", "reuse RMSNorm", "tied linear", "tied head", "second look-up",
+        "embedding, padding None", "embedding, padding 0", "linear", "conv1d", "layer "
+        "norm", "without "
+        "bias", "rms "
+        "norm",
+        "group norm", "reuse Linear", "reuse LayerNorm", "reuse RMSNorm", "tied linear", "tied "
+        "head", "second "
+        "look-up",
         "bare", "residual", "attend", "flattened", "position table",
     )  # fmt: skip
     assert [kind for kind in kinds if kind not in words] == []
@@ -249,12 +278,15 @@ def norms_of(graph: Graph) -> Tensor:
 
 
 def test_the_graphs_can_tell_a_missing_cross_term():
-    """Gradients of a weight's two uses, squared one by one as if untied, give another norm in some graph."""
+    """Gradients of a weight's two uses, squared one by one as if untied, give another norm in some
+    graph."""
     told = 0
     for seed in SEEDS:
         tied, untied = Graph(seed), Graph(seed)
         for module in untied.owners:
             if isinstance(module, nn.Linear):
-                module.weight = nn.Parameter(module.weight.detach().clone(), module.weight.requires_grad)
+                module.weight = nn.Parameter(
+                    module.weight.detach().clone(), module.weight.requires_grad
+                )
         told += not torch.allclose(norms_of(tied), norms_of(untied), rtol=1e-6)
     assert told > 5

@@ -75,7 +75,9 @@ def test_a_registered_rule_is_exact(middle, keep, gradients, strategy):
         for one in per_example_gradients(model(x), dict(model.named_parameters()))
     ]
     with ClippingEngine(model, 0.1, strategy=strategy) as engine:
-        torch.testing.assert_close(engine.backward(model(x)), torch.stack(expected), rtol=1e-9, atol=0)
+        torch.testing.assert_close(
+            engine.backward(model(x)), torch.stack(expected), rtol=1e-9, atol=0
+        )
     assert bool(called) == (strategy != "per_example")
 
 
@@ -86,8 +88,14 @@ def test_a_registered_rule_is_exact(middle, keep, gradients, strategy):
             lambda m, kept, grad: {"scale": grad.sum((0, 1)), "shift": grad.sum(1)},
             r"Scale `middle` gave Dense .*\(4,\)",
         ),
-        (lambda m, kept, grad: {"scale": grad, "shift": grad.sum(1)}, r"Scale `middle` gave Dense .*\(5, 3, 4\)"),
-        (lambda m, kept, grad: {"scale": OuterProducts(grad, grad), "shift": grad.sum(1)}, "gave OuterProducts"),
+        (
+            lambda m, kept, grad: {"scale": grad, "shift": grad.sum(1)},
+            r"Scale `middle` gave Dense .*\(5, 3, 4\)",
+        ),
+        (
+            lambda m, kept, grad: {"scale": OuterProducts(grad, grad), "shift": grad.sum(1)},
+            "gave OuterProducts",
+        ),
         (lambda m, kept, grad: {"scale": grad.sum(1)}, r"none for its trainable \['shift'\]"),
     ],
     ids=["summed over examples", "not summed over positions", "another form", "a name is missing"],
@@ -110,7 +118,9 @@ def test_frozen_parameters_need_no_gradient():
 
 @pytest.mark.parametrize("value", [nn.Linear(2, 2), "Linear", int])
 def test_what_is_no_module_class(value):
-    with pytest.raises(InvalidArgumentError, match="`module_class` to be a subclass of torch.nn.Module"):
+    with pytest.raises(
+        InvalidArgumentError, match="`module_class` to be a subclass of torch.nn.Module"
+    ):
         register_rule(value, keep_scale, scale_gradients)
 
 

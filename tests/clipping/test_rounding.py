@@ -13,12 +13,15 @@ from hf_dp.clipping.uses import Lookups, OuterProducts, Use, Weights, inner_prod
 
 def exact_norm(parameter: torch.Tensor, uses: list[Use]) -> torch.Tensor:
     examples = len(uses[0].left) if isinstance(uses[0], OuterProducts) else len(uses[0].grads)
-    totals = [sum(use.example_gradient(i, parameter.shape) for use in uses) for i in range(examples)]
+    totals = [
+        sum(use.example_gradient(i, parameter.shape) for use in uses) for i in range(examples)
+    ]
     return torch.stack([total.norm() for total in totals])
 
 
 def cancelling(length: int, width: int, remainder: float) -> OuterProducts:
-    """Pairs of positions that cancel but for ``remainder``: the terms are 1/remainder larger than the result."""
+    """Pairs of positions that cancel but for ``remainder``: the terms are 1/remainder larger than
+    the result."""
     generator = torch.Generator().manual_seed(length + width)
     left = torch.randn(2, length // 2, width, generator=generator)
     right = 1 + 0.1 * torch.randn(2, length // 2, width, generator=generator)
@@ -46,7 +49,8 @@ def test_planted_trust_in_the_gram_sum_is_seen(monkeypatch):
 
 @pytest.mark.parametrize("remainder", [1e-1, 1e-3, 1e-5, 1e-7])
 def test_cancelling_tied_uses(remainder):
-    """A head whose gradient is minus the embedding's, nearly: |G_u|^2 + |G_v|^2 + 2 <G_u, G_v> cancels."""
+    """A head whose gradient is minus the embedding's, nearly: |G_u|^2 + |G_v|^2 + 2 <G_u, G_v>
+    cancels."""
     generator = torch.Generator().manual_seed(0)
     tokens = torch.arange(12).repeat(2, 1)
     right = torch.randn(2, 12, 8, generator=generator) * 30
@@ -72,13 +76,18 @@ def test_the_claimed_rounding_error_covers_the_real_one(kind, length, width):
         left, right = left[:, :1].expand(-1, length, -1), right[:, :1].expand(-1, length, -1)
     use = OuterProducts(left.contiguous(), right.contiguous())
     found = use.norms()
-    true = torch.stack([use.example_gradient(i, torch.Size((width, width))).square().sum() for i in range(4)])
+    true = torch.stack(
+        [use.example_gradient(i, torch.Size((width, width))).square().sum() for i in range(4)]
+    )
     assert ((found.squared.double() - true).abs() <= found.error.double()).all()
 
 
 def test_ordinary_gradients_do_not_take_the_slow_path():
     generator = torch.Generator().manual_seed(2)
-    left, right = torch.randn(16, 128, 64, generator=generator), 1 + torch.randn(16, 128, 64, generator=generator)
+    left, right = (
+        torch.randn(16, 128, 64, generator=generator),
+        1 + torch.randn(16, 128, 64, generator=generator),
+    )
     found = OuterProducts(left, right).norms()
     assert (found.error < norms._TOLERANCE * found.squared).all()
 
@@ -95,7 +104,10 @@ def test_mixed_inner_products_equal_the_explicit_product():
         got, _ = inner_product(one, other)
         shape = torch.Size((20, 8))
         expected = torch.stack(
-            [(one.example_gradient(i, shape) * other.example_gradient(i, shape)).sum() for i in range(3)]
+            [
+                (one.example_gradient(i, shape) * other.example_gradient(i, shape)).sum()
+                for i in range(3)
+            ]
         )
         torch.testing.assert_close(got, expected, rtol=1e-9, atol=1e-9)
 
@@ -108,7 +120,10 @@ def test_a_remembered_gram_matrix_is_that_of_the_same_numbers():
     for change in (lambda: None, lambda: None, lambda: right.mul_(2)):
         change()
         left = torch.randn(2, 66, 4, generator=generator)
-        alone, remembered = OuterProducts(left, right).norms(), OuterProducts(left, right).norms(grams)
+        alone, remembered = (
+            OuterProducts(left, right).norms(),
+            OuterProducts(left, right).norms(grams),
+        )
         assert torch.equal(alone.squared, remembered.squared)
         assert torch.equal(alone.error, remembered.error)
     other = OuterProducts(left, right.roll(1, 1))
@@ -117,16 +132,21 @@ def test_a_remembered_gram_matrix_is_that_of_the_same_numbers():
 
 @pytest.mark.parametrize("together", [1, 2**18])
 def test_uses_reduced_together_have_the_norms_they_have_alone(together, monkeypatch):
-    """In their order, whatever lengths follow each other, halved matrices among them, and however many fit."""
+    """In their order, whatever lengths follow each other, halved matrices among them, and however
+    many fit."""
     monkeypatch.setattr(uses, "_TOGETHER", together)
     generator = torch.Generator().manual_seed(5)
     lengths = (3, 3, 7, 130, 130, 64, 3, 1)
     every = [
-        OuterProducts(torch.randn(2, t, 6, generator=generator), torch.randn(2, t, 5, generator=generator))
+        OuterProducts(
+            torch.randn(2, t, 6, generator=generator), torch.randn(2, t, 5, generator=generator)
+        )
         for t in lengths
     ]
     for use, found in zip(every, outer_norms(every), strict=True):
-        exact = torch.stack([use.example_gradient(i, torch.Size((6, 5))).square().sum() for i in range(2)])
+        exact = torch.stack(
+            [use.example_gradient(i, torch.Size((6, 5))).square().sum() for i in range(2)]
+        )
         torch.testing.assert_close(found.squared.double(), exact, rtol=1e-5, atol=0)
         alone = use.norms()
         torch.testing.assert_close(found.error, alone.error, rtol=1e-5, atol=0)
@@ -144,5 +164,6 @@ def test_remembered_products_with_weights_are_those_of_the_same_numbers():
     torch.testing.assert_close(weights.scaled(records, torch.float32), 3 * first)
     assert weights.scaled(records, torch.float64).dtype == torch.float64
     torch.testing.assert_close(
-        weights.scaled(records.roll(1, 0), torch.float32)[1], 4 * weights.scaled(records, torch.float32)[0]
+        weights.scaled(records.roll(1, 0), torch.float32)[1],
+        4 * weights.scaled(records, torch.float32)[0],
     )

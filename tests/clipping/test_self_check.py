@@ -44,7 +44,9 @@ COUPLED = {
     "divided by the batch size": lambda m, i: per_example_loss(m, i) / len(i["labels"]),
     "divided by the padded length": lambda m, i: per_example_loss(m, i) / i["input_ids"].shape[1],
     "centered on the batch": lambda m, i: (lambda x: x - 0.1 * x.mean())(per_example_loss(m, i)),
-    "attention to padding": lambda m, i: per_example_loss(m, {**i, "attention_mask": torch.ones_like(i["input_ids"])}),
+    "attention to padding": lambda m, i: per_example_loss(
+        m, {**i, "attention_mask": torch.ones_like(i["input_ids"])}
+    ),
     "exchanged": lambda m, i: per_example_loss(m, i).flip(0),
 }
 
@@ -105,7 +107,9 @@ def test_each_wrong_rule_is_refused(name, factor, monkeypatch):
 
 def test_a_wrong_sum_with_right_norms_is_refused(monkeypatch):
     right = Dense.add_weighted_sum
-    monkeypatch.setattr(Dense, "add_weighted_sum", lambda *a: right(*a[:-1], Weights(a[-1].values * 0.5)))
+    monkeypatch.setattr(
+        Dense, "add_weighted_sum", lambda *a: right(*a[:-1], Weights(a[-1].values * 0.5))
+    )
     with pytest.raises(SelfCheckError, match=r"clipped sum of '.*' is off"):
         check(bert())
 
@@ -138,7 +142,9 @@ def test_the_model_is_left_as_found_after_a_refusal():
     with pytest.raises(SelfCheckError):
         check(model, COUPLED["batch mean"])
     assert not model.training
-    assert all(torch.equal(p, weights[name]) and p.grad is None for name, p in model.named_parameters())
+    assert all(
+        torch.equal(p, weights[name]) and p.grad is None for name, p in model.named_parameters()
+    )
     assert not any("forward" in module.__dict__ for module in model.modules())
 
 

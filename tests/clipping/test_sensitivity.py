@@ -1,7 +1,8 @@
-"""How far the *sum* moves when one example is added to many aligned ones: rounding of a large sum must not pass C.
+"""How far the *sum* moves when one example is added to many aligned ones: rounding of a large sum
+must not pass C.
 
-Every example pulls in the same direction, so the sum is about a thousand times what one example may add, and its rounding is
-as large as it gets. Sums kept in bfloat16 moved by 1.87 C here.
+Every example pulls in the same direction, so the sum is about a thousand times what one example may
+add, and its rounding is as large as it gets. Sums kept in bfloat16 moved by 1.87 C here.
 """
 
 from __future__ import annotations
@@ -31,7 +32,11 @@ def clipped_sum(
 
 
 def sum_of_groups(
-    model: torch.nn.Module, batch: dict[str, Tensor], groups: list[list[int]], bf16: bool, strategy: str
+    model: torch.nn.Module,
+    batch: dict[str, Tensor],
+    groups: list[list[int]],
+    bf16: bool,
+    strategy: str,
 ) -> Tensor:
     with ClippingEngine(model, C, strategy=strategy) as engine:
         for group in groups:
@@ -42,10 +47,16 @@ def sum_of_groups(
         return torch.cat([total.flatten().double().cpu() for total in engine.collect().values()])
 
 
-def moved(model: torch.nn.Module, bf16: bool, strategy: str = "book_keeping", distinct: int = 1) -> float:
-    """``|sum with - sum without| / C``, the example taken from the front: all others change their physical batch."""
+def moved(
+    model: torch.nn.Module, bf16: bool, strategy: str = "book_keeping", distinct: int = 1
+) -> float:
+    """``|sum with - sum without| / C``, the example taken from the front: all others change their
+    physical batch."""
     rows = torch.arange(ALIGNED + 1) % distinct
-    batch = on(model.device, {name: value[rows] for name, value in batch_for(model, (12,) * distinct).items()})
+    batch = on(
+        model.device,
+        {name: value[rows] for name, value in batch_for(model, (12,) * distinct).items()},
+    )
     everyone = list(range(ALIGNED + 1))
     both = [clipped_sum(model, batch, keep, bf16, strategy) for keep in (everyone, everyone[1:])]
     assert both[0].norm() > 0.5 * ALIGNED * C  # they are aligned
@@ -56,7 +67,9 @@ def moved(model: torch.nn.Module, bf16: bool, strategy: str = "book_keeping", di
 @pytest.mark.parametrize("bf16", [False, True], ids=["float32", "bf16"])
 @pytest.mark.parametrize("name", ["bert", "gpt2_tied", "llama"])
 @pytest.mark.parametrize("device", DEVICES)
-def test_one_example_moves_the_sum_of_a_thousand_by_no_more_than_the_noise_is_scaled_to(device, name, bf16, distinct):
+def test_one_example_moves_the_sum_of_a_thousand_by_no_more_than_the_noise_is_scaled_to(
+    device, name, bf16, distinct
+):
     model = models.BUILDERS[name](dtype=torch.float32).to(device)
     assert moved(model, bf16, distinct=distinct) <= 1 + ROUNDING_MARGIN
 
@@ -68,18 +81,24 @@ def test_the_other_strategies_move_it_no_further(strategy, device):
 
 
 def test_planted_sums_in_bf16_are_seen(monkeypatch):
-    """As when autograd keeps ``.grad`` of a bf16 model: each number jumps by a whole step of the large sum, or not at all."""
+    """As when autograd keeps ``.grad`` of a bf16 model: each number jumps by a whole step of the
+    large sum, or not at all."""
     original = ClippingEngine.collect
     monkeypatch.setattr(
-        ClippingEngine, "collect", lambda self: {name: s.bfloat16() for name, s in original(self).items()}
+        ClippingEngine,
+        "collect",
+        lambda self: {name: s.bfloat16() for name, s in original(self).items()},
     )
     assert moved(models.bert(dtype=torch.float32), False, distinct=2) > 1.2
 
 
 def moved_by_a_longer_one(bf16: bool, by_shape: bool, device: str = "cpu") -> float:
-    """As :func:`moved`, of texts of one repeated word. The longest joins: all after it move on by one, and with them the last
-    of each physical batch comes into the next one, whose examples are all shorter."""
-    model = models.bert(dtype=torch.float32, hidden_size=128, intermediate_size=512, num_attention_heads=2).to(device)
+    """As :func:`moved`, of texts of one repeated word. The longest joins: all after it move on by
+    one, and with them the last of each physical batch comes into the next one, whose examples are
+    all shorter."""
+    model = models.bert(
+        dtype=torch.float32, hidden_size=128, intermediate_size=512, num_attention_heads=2
+    ).to(device)
     size = 32
     lengths = [39, *sorted((4 + i // size for i in range(ALIGNED)), reverse=True)]
     batch = batch_for(model, tuple(lengths))
@@ -99,9 +118,13 @@ def moved_by_a_longer_one(bf16: bool, by_shape: bool, device: str = "cpu") -> fl
     return float((sums[0] - sums[1]).norm()) / C
 
 
-@pytest.mark.parametrize(("bf16", "by_shape"), [(False, False), (True, True)], ids=["float32", "bf16"])
+@pytest.mark.parametrize(
+    ("bf16", "by_shape"), [(False, False), (True, True)], ids=["float32", "bf16"]
+)
 @pytest.mark.parametrize("device", DEVICES)
-def test_another_padding_of_all_others_moves_the_sum_by_no_more_than_the_noise_is_scaled_to(device, bf16, by_shape):
+def test_another_padding_of_all_others_moves_the_sum_by_no_more_than_the_noise_is_scaled_to(
+    device, bf16, by_shape
+):
     assert moved_by_a_longer_one(bf16, by_shape, device) <= 1 + ROUNDING_MARGIN
 
 

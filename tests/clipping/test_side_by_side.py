@@ -1,4 +1,5 @@
-"""Weighted sums of different parameters on one thread each are the sums they are one after the other."""
+"""Weighted sums of different parameters on one thread each are the sums they are one after the
+other."""
 
 from __future__ import annotations
 
@@ -135,14 +136,17 @@ def test_each_job_runs_without_gradient_on_one_thread():
 
 
 def records(shape, length=4, number=1):
-    return [uses.OuterProducts(torch.ones(2, length, shape[0]), torch.ones(2, length, shape[1]))] * number
+    return [
+        uses.OuterProducts(torch.ones(2, length, shape[0]), torch.ones(2, length, shape[1]))
+    ] * number
 
 
 def test_which_products_get_a_thread_of_their_own(monkeypatch):
     monkeypatch.setattr(side_by_side, "_SMALLEST", 2 * 4 * 8 * 16)
     middle = [torch.nn.Parameter(torch.ones(8, 16)) for _ in range(9)]
     larger, small, huge, tied, lookup = (
-        torch.nn.Parameter(torch.ones(shape)) for shape in ((10, 16), (8, 15), (64, 64), (8, 16), (9, 16))
+        torch.nn.Parameter(torch.ones(shape))
+        for shape in ((10, 16), (8, 15), (64, 64), (8, 16), (9, 16))
     )
     found = {parameter: records(parameter.shape) for parameter in (*middle, larger, small)}
     others = {
@@ -155,11 +159,14 @@ def test_which_products_get_a_thread_of_their_own(monkeypatch):
         assert side_by_side.products_for_one_thread({**found, **others}) == []
         torch.set_num_threads(2)
         assert side_by_side.products_for_one_thread({**others, **found}) == [larger, *middle]
-        # All threads would wait for the one that has the largest; of the rest none is small enough either.
+        # All threads would wait for the one that has the largest; of the rest none is small enough
+        # either.
         torch.set_num_threads(4)
         assert side_by_side.products_for_one_thread(found) == []
         torch.set_num_threads(2)
         chosen = side_by_side.products_for_one_thread({**found, huge: records(huge.shape)})
-        assert [id(parameter) for parameter in chosen] == [id(parameter) for parameter in (larger, *middle)]
+        assert [id(parameter) for parameter in chosen] == [
+            id(parameter) for parameter in (larger, *middle)
+        ]
     finally:
         torch.set_num_threads(before)

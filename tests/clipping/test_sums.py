@@ -1,4 +1,5 @@
-"""Norms and clipped sums against a loop over single, unpadded examples in float64; each bug of this kind planted."""
+"""Norms and clipped sums against a loop over single, unpadded examples in float64; each bug of this
+kind planted."""
 
 from __future__ import annotations
 
@@ -75,9 +76,13 @@ def test_tied_bias_owned_by_a_module_without_a_rule_is_counted_once():
     assert_same_sums(got, expected, EXACT)
 
 
-@pytest.mark.parametrize(("name", "targets"), [("bert", ["query", "dense"]), ("gpt2_tied", ["c_attn", "c_proj"])])
+@pytest.mark.parametrize(
+    ("name", "targets"), [("bert", ["query", "dense"]), ("gpt2_tied", ["c_attn", "c_proj"])]
+)
 def test_stock_lora(name, targets):
-    config = LoraConfig(r=2, target_modules=targets, fan_in_fan_out="gpt2" in name, lora_dropout=0.0)
+    config = LoraConfig(
+        r=2, target_modules=targets, fan_in_fan_out="gpt2" in name, lora_dropout=0.0
+    )
     model = get_peft_model(BUILDERS[name](), config)
     for parameter_name, parameter in model.named_parameters():
         if "lora_B" in parameter_name:  # zero at the start, which would hide lora_A's gradient
@@ -96,7 +101,9 @@ def test_non_reentrant_checkpointing(name):
     assert_same_sums(got, expected, EXACT)
 
 
-@pytest.mark.parametrize("cuts", [[[0, 1, 2, 3]], [[2], [0, 3], [1]], [[0], [1], [2], [3]]], ids=len)
+@pytest.mark.parametrize(
+    "cuts", [[[0, 1, 2, 3]], [[2], [0, 3], [1]], [[0], [1], [2], [3]]], ids=len
+)
 def test_physical_batches_do_not_change_the_sums(cuts):
     model = models.gpt2()
     assert disagreement(model, batch_for(model, SHORT), cuts=cuts) < EXACT
@@ -132,7 +139,8 @@ def test_collect_resets():
 
 
 def test_bf16_contributions_stay_within_the_clipping_norm():
-    """Sums of neighbouring batches (one example more) differ by at most C, in float32, under bf16 autocast."""
+    """Sums of neighbouring batches (one example more) differ by at most C, in float32, under bf16
+    autocast."""
     model = models.bert(dtype=torch.float32)
     batch = batch_for(model, (9, 9, 9, 9, 9))
 
@@ -143,7 +151,11 @@ def test_bf16_contributions_stay_within_the_clipping_norm():
     _, every = engine_result(model, batch, 0.1, loss=loss, cuts=None)
     _, fewer = engine_result(model, rows(batch, range(4)), 0.1, loss=loss)
     assert all(total.dtype == torch.float32 for total in every.values())
-    difference = torch.stack([(every[n].double() - fewer[n].double()).square().sum() for n in every]).sum().sqrt()
+    difference = (
+        torch.stack([(every[n].double() - fewer[n].double()).square().sum() for n in every])
+        .sum()
+        .sqrt()
+    )
     assert 0.099 < float(difference) <= 0.1 * (1 + 1e-3)
 
 
@@ -162,7 +174,9 @@ def test_planted_unclipped_layer_is_seen(monkeypatch):
 
     def unclipped(self, weights):
         of_that_layer = (self.left.shape[2], self.right.shape[2]) == (24, 16)
-        return original(self, uses.Weights(torch.ones_like(weights.values)) if of_that_layer else weights)
+        return original(
+            self, uses.Weights(torch.ones_like(weights.values)) if of_that_layer else weights
+        )
 
     monkeypatch.setattr(uses.OuterProducts, "weighted_factors", unclipped)
     model = models.bert()
@@ -171,7 +185,9 @@ def test_planted_unclipped_layer_is_seen(monkeypatch):
 
 def test_planted_half_norm_in_one_rule_is_seen(monkeypatch):
     linear = sys.modules["hf_dp.clipping.rules.linear"]
-    monkeypatch.setattr(linear, "OuterProducts", lambda left, right: uses.OuterProducts(left / 2, right))
+    monkeypatch.setattr(
+        linear, "OuterProducts", lambda left, right: uses.OuterProducts(left / 2, right)
+    )
     model = models.bert()
     assert disagreement(model, batch_for(model, SHORT)) > 1e-3
 
@@ -179,6 +195,8 @@ def test_planted_half_norm_in_one_rule_is_seen(monkeypatch):
 def test_planted_batch_mean_loss_is_seen():
     model = models.bert()
     batch = batch_for(model, SHORT)
-    got, _ = engine_result(model, batch, 0.1, loss=lambda m, i: per_example_loss(m, i) / len(i["labels"]))
+    got, _ = engine_result(
+        model, batch, 0.1, loss=lambda m, i: per_example_loss(m, i) / len(i["labels"])
+    )
     expected, _ = loop_oracle(model, batch, 0.1)
     assert ((got - expected).abs() > 1e-3).any()

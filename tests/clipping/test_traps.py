@@ -1,4 +1,5 @@
-"""Ways to move a sum by more than C, or to be silently wrong, that were found by trying; each is exact or refused now."""
+"""Ways to move a sum by more than C, or to be silently wrong, that were found by trying; each is
+exact or refused now."""
 
 from __future__ import annotations
 
@@ -40,7 +41,9 @@ def contribution(model: nn.Module, x: Tensor, strategy: str = "book_keeping") ->
     """``|sum| / C`` of what these examples add."""
     with ClippingEngine(model, C, strategy=strategy) as engine:
         engine.backward(model(x))
-        return float(torch.cat([s.flatten().double() for s in engine.collect().values()]).norm()) / C
+        return (
+            float(torch.cat([s.flatten().double() for s in engine.collect().values()]).norm()) / C
+        )
 
 
 def assert_exact(model: nn.Module, x: Tensor, strategy: str = "book_keeping") -> None:
@@ -49,7 +52,9 @@ def assert_exact(model: nn.Module, x: Tensor, strategy: str = "book_keeping") ->
         for one in per_example_gradients(model(x), dict(model.named_parameters()))
     ]
     with ClippingEngine(model, C, strategy=strategy) as engine:
-        torch.testing.assert_close(engine.backward(model(x)), torch.stack(found), rtol=1e-9, atol=1e-12)
+        torch.testing.assert_close(
+            engine.backward(model(x)), torch.stack(found), rtol=1e-9, atol=1e-12
+        )
 
 
 # -- random numbers in forwards that run again ---
@@ -80,13 +85,16 @@ def test_checkpoints_that_do_not_restore_the_random_state(strategy):
 
 def test_a_generator_of_the_models_own_is_seen_in_the_second_pass():
     model = Checkpointed(torch.Generator().manual_seed(0))
-    with pytest.raises(UnsupportedModelError, match="second backward pass met other values.*book_keeping"):
+    with pytest.raises(
+        UnsupportedModelError, match="second backward pass met other values.*book_keeping"
+    ):
         contribution(model, torch.randn(1, 16), "two_pass")
     assert contribution(model, torch.randn(1, 16), "book_keeping") <= 1 + 1e-5
 
 
 class Hooked(nn.Module):
-    """Both terms of the sum get one gradient tensor; a hook changes it in place after `last` has seen it."""
+    """Both terms of the sum get one gradient tensor; a hook changes it in place after `last` has
+    seen it."""
 
     def __init__(self):
         super().__init__()
@@ -130,7 +138,8 @@ class Cancelling(nn.Module):
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_a_gradient_changed_in_place_before_the_second_use_of_its_layer(strategy):
-    """The second pass added the first use before the hook had changed it as in the first pass: 1.44 C."""
+    """The second pass added the first use before the hook had changed it as in the first pass: 1.44
+    C."""
     torch.manual_seed(0)
     assert contribution(HookedReuse(), torch.randn(1, 3, 16), strategy) <= 1 + 1e-5
 
@@ -176,7 +185,10 @@ def test_the_norm_of_a_large_explicit_gradient(count):
     """A float32 norm over 1e7 numbers at once loses 0.35 % on the CPU."""
     norms = Dense(torch.full((1, count), 0.1)).norms().squared
     torch.testing.assert_close(
-        norms.double(), torch.tensor([count * float(torch.tensor(0.1)) ** 2]).double(), rtol=1e-6, atol=0
+        norms.double(),
+        torch.tensor([count * float(torch.tensor(0.1)) ** 2]).double(),
+        rtol=1e-6,
+        atol=0,
     )
 
 
@@ -198,9 +210,13 @@ def test_few_positions_of_many_features(features):
 
 def test_an_inner_product_of_few_positions():
     left = torch.full((1, 8, 256_000), 0.1)
-    one, other = OuterProducts(left, left[:, :, :1] * 7), OuterProducts(left[:, :4].clone(), left[:, :4, :1] * 7)
+    one, other = (
+        OuterProducts(left, left[:, :, :1] * 7),
+        OuterProducts(left[:, :4].clone(), left[:, :4, :1] * 7),
+    )
     exact = (
-        one.example_gradient(0, torch.Size((256_000, 1))) * other.example_gradient(0, torch.Size((256_000, 1)))
+        one.example_gradient(0, torch.Size((256_000, 1)))
+        * other.example_gradient(0, torch.Size((256_000, 1)))
     ).sum()
     found, error = uses.inner_product(one, other)
     assert abs(float(found[0]) - float(exact)) <= float(error[0])
@@ -220,7 +236,8 @@ def test_a_clipping_norm_whose_square_underflows_is_refused():
 
 
 class Chosen(nn.Module):
-    """A head on those positions only that hold a value above 0, as a language model's on its masked tokens."""
+    """A head on those positions only that hold a value above 0, as a language model's on its masked
+    tokens."""
 
     def __init__(self):
         super().__init__()
@@ -228,7 +245,9 @@ class Chosen(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         chosen = x[..., 0] > 0
-        losses = torch.zeros(chosen.shape).masked_scatter(chosen, self.head(self.first(x)[chosen]).square())
+        losses = torch.zeros(chosen.shape).masked_scatter(
+            chosen, self.head(self.first(x)[chosen]).square()
+        )
         return losses.sum(1)
 
 
@@ -237,13 +256,18 @@ class Chosen(nn.Module):
 def test_rows_chosen_by_value_are_refused_where_as_many_would_fit_every_example(counts, strategy):
     x = torch.randn(4, 8, 3)
     x[..., 0] = (torch.arange(8) < torch.tensor(counts)[:, None]) * 2.0 - 1
-    with pytest.raises(UnsupportedModelError, match=r"first dimension is not the number of examples|gives an example"):
+    with pytest.raises(
+        UnsupportedModelError,
+        match=r"first dimension is not the number of examples|gives an example",
+    ):
         contribution(Chosen(), x, strategy)
 
 
 def test_the_length_of_an_evaluation_is_not_one_of_the_training_forward():
     x = torch.randn(4, 8, 3)
-    x[..., 0] = (torch.arange(8) < torch.tensor([8, 0, 6, 2])[:, None]) * 2.0 - 1  # 16 rows, as of 4 examples of 4
+    x[..., 0] = (
+        torch.arange(8) < torch.tensor([8, 0, 6, 2])[:, None]
+    ) * 2.0 - 1  # 16 rows, as of 4 examples of 4
     model = Chosen()
     with ClippingEngine(model, C) as engine:
         with torch.no_grad():
@@ -251,12 +275,15 @@ def test_the_length_of_an_evaluation_is_not_one_of_the_training_forward():
         losses = model(x)
         with torch.no_grad():
             model(x[:, :4])
-        with pytest.raises(UnsupportedModelError, match="first dimension is not the number of examples"):
+        with pytest.raises(
+            UnsupportedModelError, match="first dimension is not the number of examples"
+        ):
             engine.backward(losses)
 
 
 class ByLength(nn.Module):
-    """Sorts its rows by length and puts them back at the end; what it knows as row 0 is another example."""
+    """Sorts its rows by length and puts them back at the end; what it knows as row 0 is another
+    example."""
 
     def __init__(self):
         super().__init__()
@@ -270,7 +297,8 @@ class ByLength(nn.Module):
 
 
 class Gated(nn.Module):
-    """A branch that mixes rows, behind a gate that is 0 at first (as LoRA's B, and many adapters)."""
+    """A branch that mixes rows, behind a gate that is 0 at first (as LoRA's B, and many
+    adapters)."""
 
     def __init__(self):
         super().__init__()
@@ -299,7 +327,11 @@ class FirstRow(ClassToken):
     """Positions of shape (1, T), of which the model takes row 0."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.last(x + self.token(torch.zeros(1, x.shape[1], dtype=torch.long))[0]).square().sum((1, 2))
+        return (
+            self.last(x + self.token(torch.zeros(1, x.shape[1], dtype=torch.long))[0])
+            .square()
+            .sum((1, 2))
+        )
 
 
 class Temperature(nn.Module):
@@ -357,7 +389,8 @@ def test_rows_that_are_not_the_examples_are_refused(kind, strategy):
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_positions_that_look_like_examples_are_refused_by_the_self_check(strategy):
-    """Blenderbot looks positions up by arange(T): with T examples their norms were too small by sqrt(T - 1)."""
+    """Blenderbot looks positions up by arange(T): with T examples their norms were too small by
+    sqrt(T - 1)."""
     torch.manual_seed(0)
     config = BlenderbotConfig(
         vocab_size=61, d_model=16, decoder_layers=1, encoder_layers=1, decoder_attention_heads=2, decoder_ffn_dim=24,
@@ -430,7 +463,9 @@ def test_planted_blindness_to_rows_is_seen(monkeypatch):
     self_check(ByLength(), lambda model, x: model(x), padded, singles)
     order = [1, 0, 2]
     with pytest.raises(SelfCheckError):
-        self_check(ByLength(), lambda model, x: model(x), padded[order], [singles[i] for i in order])
+        self_check(
+            ByLength(), lambda model, x: model(x), padded[order], [singles[i] for i in order]
+        )
 
 
 # -- modules without a rule ---
@@ -456,7 +491,9 @@ class ComplexOutput(nn.Module):
         return torch.fft.fft(x * self.weight)
 
 
-@pytest.mark.parametrize(("kind", "reason"), [(HandMadeBatchNorm, "mixes examples"), (ComplexOutput, "complex")])
+@pytest.mark.parametrize(
+    ("kind", "reason"), [(HandMadeBatchNorm, "mixes examples"), (ComplexOutput, "complex")]
+)
 def test_modules_that_cannot_be_run_alone_are_refused(kind, reason):
     class Net(nn.Module):
         def __init__(self):
@@ -526,7 +563,9 @@ def test_an_embedding_that_looks_up_otherwise_than_it_says_is_refused(kind):
         def forward(self, x: Tensor) -> Tensor:
             return self.table(x).square().sum((1, 2))
 
-    with pytest.raises(UnsupportedModelError, match=f"{kind.__name__} `table` looks its rows up with"):
+    with pytest.raises(
+        UnsupportedModelError, match=f"{kind.__name__} `table` looks its rows up with"
+    ):
         contribution(Net(), torch.randint(0, 9, (4, 5)))
 
 
@@ -591,7 +630,10 @@ def test_a_gradient_past_the_engine_is_not_left_for_the_optimizer():
             return (self.inner(x) * self.inner.weight.sum()).sum(1)
 
     model = Outside()
-    with ClippingEngine(model, C) as engine, pytest.raises(UnaccountedGradientError, match="inner.weight"):
+    with (
+        ClippingEngine(model, C) as engine,
+        pytest.raises(UnaccountedGradientError, match="inner.weight"),
+    ):
         engine.backward(model(torch.randn(2, 3)))
     assert all(p.grad is None for p in model.parameters())
 
@@ -607,8 +649,11 @@ def test_a_parameter_unfrozen_inside_is_seen():
 
 @pytest.mark.parametrize("padded", [0, 1], ids=["the row with the hole", "its neighbor"])
 @pytest.mark.parametrize("build", [models.gpt2, ARCHITECTURES["opt"].build], ids=["gpt2", "opt"])
-def test_a_hole_in_a_mask_is_refused_where_positions_would_depend_on_a_neighbors_length(build, padded):
-    """GPT-2 counts over holes, OPT only tokens: one kind of position ids, given only beside a longer row, moves either.
+def test_a_hole_in_a_mask_is_refused_where_positions_would_depend_on_a_neighbors_length(
+    build, padded
+):
+    """GPT-2 counts over holes, OPT only tokens: one kind of position ids, given only beside a
+    longer row, moves either.
 
     (16 rows with a hole and one longer row that joined moved GPT-2's clipped sum by 10.3 C.)
     """
@@ -628,4 +673,6 @@ def test_padding_on_both_sides_is_no_hole(build):
     batch["attention_mask"][0, 6:] = 0
     batch["labels"] = batch["labels"].masked_fill(batch["attention_mask"] == 0, -100)
     alone = {name: value[:1, 2:6] for name, value in batch.items()}
-    torch.testing.assert_close(per_example_loss(model, batch)[0], per_example_loss(model, alone)[0], rtol=1e-5, atol=0)
+    torch.testing.assert_close(
+        per_example_loss(model, batch)[0], per_example_loss(model, alone)[0], rtol=1e-5, atol=0
+    )

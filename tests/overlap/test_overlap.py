@@ -1,4 +1,5 @@
-"""Evaluation sets that hold training rows are found by provenance and by content, whatever form they come in."""
+"""Evaluation sets that hold training rows are found by provenance and by content, whatever form
+they come in."""
 
 from __future__ import annotations
 
@@ -25,7 +26,8 @@ ROWS = 40
 
 
 def table(start: int, count: int = ROWS) -> datasets.Dataset:
-    """Rows that differ from those of any other range in every input, and not in ``label`` and ``idx``."""
+    """Rows that differ from those of any other range in every input, and not in ``label`` and
+    ``idx``."""
     numbers = range(start, start + count)
     return datasets.Dataset.from_dict(
         {
@@ -50,7 +52,11 @@ class Wrapped(torch.utils.data.Dataset):
 
     def __getitem__(self, index):
         row = self.rows[index]
-        return {"input_ids": torch.tensor(row["input_ids"]), "sentence": row["sentence"], "labels": row["label"]}
+        return {
+            "input_ids": torch.tensor(row["input_ids"]),
+            "sentence": row["sentence"],
+            "labels": row["label"],
+        }
 
 
 class Stream(IterableDataset):
@@ -89,7 +95,9 @@ PROVENANCE = {
     "sort": lambda train: train.sort("sentence"),
     "shard": lambda train: train.shard(num_shards=4, index=1),
     "filter": lambda train: train.filter(lambda row: row["idx"] % 5 == 0),
-    "remove_columns": lambda train: train.remove_columns(["idx", "label", "weight", "attention_mask"]),
+    "remove_columns": lambda train: train.remove_columns(
+        ["idx", "label", "weight", "attention_mask"]
+    ),
     "only labels and ids left": lambda train: train.select_columns(["idx", "label"]),
     "rename of the label": lambda train: train.rename_column("label", "target"),
     "rename of an input": lambda train: train.rename_column("sentence", "text"),
@@ -97,26 +105,38 @@ PROVENANCE = {
     "other labels": lambda train: train.remove_columns("label").add_column("label", [3] * ROWS),
     "with_format": lambda train: train.with_format("torch"),
     "with_transform": lambda train: train.with_transform(words),
-    "concatenation": lambda train: datasets.concatenate_datasets([train.select(range(5)), table(100, 200)]),
-    "concatenation, scattered": lambda train: datasets.concatenate_datasets([table(100, 200), train.select([9, 5])]),
+    "concatenation": lambda train: datasets.concatenate_datasets(
+        [train.select(range(5)), table(100, 200)]
+    ),
+    "concatenation, scattered": lambda train: datasets.concatenate_datasets(
+        [table(100, 200), train.select([9, 5])]
+    ),
     "Subset": lambda train: Subset(train, [3, 8]),
     "nested Subset": lambda train: Subset(Subset(train, range(10, 20)), torch.tensor([3, -1])),
     "Subset of a select": lambda train: Subset(train.select([3, 8]), [1]),
     "Subset of a formatted set": lambda train: Subset(train.with_format("torch"), np.array([1])),
     "ConcatDataset": lambda train: ConcatDataset([table(100, 200), Subset(train, [4])]),
-    "Subset of a ConcatDataset": lambda train: Subset(ConcatDataset([table(100, 200), train]), [0, 203]),
+    "Subset of a ConcatDataset": lambda train: Subset(
+        ConcatDataset([table(100, 200), train]), [0, 203]
+    ),
 }
 CONTENT = {
     "map, new column": lambda train, _: train.map(lambda row: {"length": len(row["sentence"])}),
-    "map, other column changed": lambda train, _: train.map(lambda row: {"label": 1 - row["label"]}),
+    "map, other column changed": lambda train, _: train.map(
+        lambda row: {"label": 1 - row["label"]}
+    ),
     "renumbered": lambda train, _: renumbered(train),
-    "map, the words only": lambda train, _: train.map(words, batched=True, remove_columns=["input_ids", "label"]),
+    "map, the words only": lambda train, _: train.map(
+        words, batched=True, remove_columns=["input_ids", "label"]
+    ),
     "flatten_indices": lambda train, _: train.select([7, 3, 9]).flatten_indices(),
     "saved and loaded": lambda train, folder: on_disk(train, folder),
     "parquet": lambda train, folder: through_parquet(train, folder),
     "pandas": lambda train, _: datasets.Dataset.from_pandas(train.to_pandas()),
     "from_list": lambda train, _: datasets.Dataset.from_list(train.to_list()),
-    "cast": lambda train, _: renumbered(train.cast_column("input_ids", datasets.List(datasets.Value("int16")))),
+    "cast": lambda train, _: renumbered(
+        train.cast_column("input_ids", datasets.List(datasets.Value("int16")))
+    ),
     "a list of rows": lambda train, _: [train[i] for i in range(9)],
     "a list of one row": lambda train, _: [train[5]],
     "rows as tensors": lambda train, _: list(train.with_format("torch")),
@@ -158,7 +178,9 @@ def mistakes(folder: Path) -> list[str]:
     train = table(0)
     rows = TrainingRows(train, None)
     forms = {name: (make(train), True) for name, make in PROVENANCE.items()}
-    forms |= {name: (make(train, folder), True) for name, make in CONTENT.items() if name != "parquet"}
+    forms |= {
+        name: (make(train, folder), True) for name, make in CONTENT.items() if name != "parquet"
+    }
     forms |= {name: (make(train, folder), False) for name, make in HELD_OUT.items()}
     wrong = [name for name, (form, bad) in forms.items() if rows.compare(form).refused is not bad]
     split = train.train_test_split(test_size=0.5, seed=0)
@@ -166,7 +188,9 @@ def mistakes(folder: Path) -> list[str]:
     halves |= {"two ranges": (train.select(range(20)), train.select(range(20, 40)))}
     halves |= {"two Subsets": (Subset(train, range(20)), Subset(train, range(20, 40)))}
     return wrong + [
-        name for name, (ours, theirs) in halves.items() if TrainingRows(ours, None).compare(theirs).refused
+        name
+        for name, (ours, theirs) in halves.items()
+        if TrainingRows(ours, None).compare(theirs).refused
     ]
 
 
@@ -176,7 +200,10 @@ def test_rows_of_the_training_set_are_known_by_where_they_are(name, select):
     train = table(0)
     train = train.select(list(range(ROWS))[::-1]) if select else train
     found = TrainingRows(train, FORWARD).compare(PROVENANCE[name](train))
-    copied = select and name in ("add_column", "other labels")  # datasets flattens the indices first
+    copied = select and name in (
+        "add_column",
+        "other labels",
+    )  # datasets flattens the indices first
     assert found.refused and found.derived is not copied
 
 
@@ -192,7 +219,9 @@ def test_copies_of_training_rows_are_known_by_what_they_hold(name, read, tmp_pat
 
 
 @pytest.mark.parametrize("container", [list, Wrapped, lambda rows: Subset(rows, range(ROWS))])
-@pytest.mark.parametrize("name", ["a list of rows", "renumbered", "a torch data set", "saved and loaded"])
+@pytest.mark.parametrize(
+    "name", ["a list of rows", "renumbered", "a torch data set", "saved and loaded"]
+)
 def test_the_training_set_may_have_any_form(name, container, tmp_path):
     train = table(0)
     assert TrainingRows(container(train), FORWARD).compare(CONTENT[name](train, tmp_path)).refused
@@ -219,8 +248,16 @@ def test_the_other_half_of_a_split_is_accepted(take):
         derived=False, equal=0, rows=len(take(split["test"])), comparable=True
     )
     whole = table(0)
-    assert not TrainingRows(Subset(whole, range(20)), FORWARD).compare(Subset(whole, range(20, 40))).refused
-    assert TrainingRows(Subset(whole, range(20)), FORWARD).compare(Subset(whole, range(19, 40))).derived
+    assert (
+        not TrainingRows(Subset(whole, range(20)), FORWARD)
+        .compare(Subset(whole, range(20, 40)))
+        .refused
+    )
+    assert (
+        TrainingRows(Subset(whole, range(20)), FORWARD)
+        .compare(Subset(whole, range(19, 40)))
+        .derived
+    )
 
 
 # Ways to get it wrong
@@ -229,7 +266,9 @@ def test_the_other_half_of_a_split_is_accepted(take):
 def first_column_only(monkeypatch):
     original = compare.hash_rows
     part = lambda columns: hashes.Columns(columns.names[:1], columns.pictures, columns.served)  # noqa: E731
-    monkeypatch.setattr(compare, "hash_rows", lambda parts, columns, key: original(parts, part(columns), key))
+    monkeypatch.setattr(
+        compare, "hash_rows", lambda parts, columns, key: original(parts, part(columns), key)
+    )
 
 
 def ignore_indices(monkeypatch):
@@ -238,7 +277,9 @@ def ignore_indices(monkeypatch):
 
 def ignore_offsets(monkeypatch):
     monkeypatch.setattr(
-        origin, "_slot", lambda array: (8 * array.buffers()[1].address, 32) if len(array.buffers()) > 1 else (-1, 0)
+        origin,
+        "_slot",
+        lambda array: (8 * array.buffers()[1].address, 32) if len(array.buffers()) > 1 else (-1, 0),
     )
 
 
@@ -248,11 +289,15 @@ def compare_ids(monkeypatch):
 
 def hash_labels(monkeypatch):
     original = compare.TrainingRows.__init__
-    monkeypatch.setattr(TrainingRows, "__init__", lambda rows, data, read: original(rows, data, read, ()))
+    monkeypatch.setattr(
+        TrainingRows, "__init__", lambda rows, data, read: original(rows, data, read, ())
+    )
 
 
 def tell_objects_only(monkeypatch):
-    monkeypatch.setattr(compare, "hash_rows", lambda parts, columns, key: np.array([id(parts)], np.uint64))
+    monkeypatch.setattr(
+        compare, "hash_rows", lambda parts, columns, key: np.array([id(parts)], np.uint64)
+    )
 
 
 def test_every_form_is_judged_rightly(tmp_path):
@@ -352,7 +397,9 @@ def test_an_object_seen_before_costs_nothing(monkeypatch):
 def test_the_training_set_is_hashed_once_and_only_when_needed(monkeypatch):
     calls = []
     original = compare.hash_rows
-    monkeypatch.setattr(compare, "hash_rows", lambda *given: calls.append(given[0]) or original(*given))
+    monkeypatch.setattr(
+        compare, "hash_rows", lambda *given: calls.append(given[0]) or original(*given)
+    )
     train = table(0)
     rows = TrainingRows(train, FORWARD)
     rows.compare(train.select([3]))
@@ -376,7 +423,9 @@ def test_hashes_stay_in_the_process_and_keys_differ():
 # What is compared
 
 
-@pytest.mark.parametrize("name", ["id", "idx", "Index", "guid", "uid", "question_id", "row_idx", "pair_guid"])
+@pytest.mark.parametrize(
+    "name", ["id", "idx", "Index", "guid", "uid", "question_id", "row_idx", "pair_guid"]
+)
 def test_ids_are_not_compared_unless_the_model_reads_them(name):
     train, other = [{"text": "a", name: 3}], [{"text": "b", name: 3}]
     assert not TrainingRows(train, None).compare(other).refused
@@ -401,7 +450,9 @@ def test_a_transform_is_run_where_only_its_columns_are_common():
     rows = TrainingRows(train, ("pieces",))
     assert rows.compare([train[3]]).refused
     assert rows.compare(table(0).map(words, batched=True, remove_columns=["sentence"])).refused
-    assert not rows.compare(table(100).map(words, batched=True, remove_columns=["sentence"])).refused
+    assert not rows.compare(
+        table(100).map(words, batched=True, remove_columns=["sentence"])
+    ).refused
 
 
 def tensors(start: int) -> TensorDataset:
@@ -411,7 +462,13 @@ def tensors(start: int) -> TensorDataset:
 def test_rows_that_are_tuples_are_compared_by_position_without_scalars():
     rows = TrainingRows(tensors(0), FORWARD)
     flipped = TensorDataset(tensors(0).tensors[0], 1 - tensors(0).tensors[1])
-    for evaluation in (tensors(0), flipped, list(flipped), [list(row) for row in flipped], Subset(flipped, [3])):
+    for evaluation in (
+        tensors(0),
+        flipped,
+        list(flipped),
+        [list(row) for row in flipped],
+        Subset(flipped, [3]),
+    ):
         assert rows.compare(evaluation).refused
     assert not rows.compare(tensors(100)).refused
     assert not rows.compare(TensorDataset(torch.arange(3))).comparable
@@ -420,7 +477,9 @@ def test_rows_that_are_tuples_are_compared_by_position_without_scalars():
 
 
 @pytest.mark.parametrize("side", ["right", "left"])
-@pytest.mark.parametrize("form", [lambda rows: rows, list, lambda rows: list(rows.with_format("torch"))])
+@pytest.mark.parametrize(
+    "form", [lambda rows: rows, list, lambda rows: list(rows.with_format("torch"))]
+)
 def test_padding_is_not_compared(side, form):
     def pad(row):
         nothing = [0] * (9 - len(row["input_ids"]))
@@ -437,18 +496,35 @@ def test_padding_is_not_compared(side, form):
 
 
 def test_only_lists_as_long_as_the_mask_are_cut():
-    row = {"input_ids": [5, 6, 0], "attention_mask": [1, 1, 0], "more": [1, 2], "words": ["a", "b", "c"]}
+    row = {
+        "input_ids": [5, 6, 0],
+        "attention_mask": [1, 1, 0],
+        "more": [1, 2],
+        "words": ["a", "b", "c"],
+    }
     cut = {"input_ids": [5, 6], "attention_mask": [1, 1], "more": [1, 2], "words": ["a", "b", "c"]}
     other, hole = {**cut, "more": [1, 3]}, {**row, "more": [1, None]}
     for train in ([row, hole], datasets.Dataset.from_list([row, hole])):
         rows = TrainingRows(train, None)
-        assert rows.compare([cut]).equal == rows.compare(datasets.Dataset.from_list([cut])).equal == 1
-        assert rows.compare([other]).equal == rows.compare(datasets.Dataset.from_list([other])).equal == 0
-        assert rows.compare([hole]).equal == rows.compare(datasets.Dataset.from_list([hole])).equal == 1
+        assert (
+            rows.compare([cut]).equal == rows.compare(datasets.Dataset.from_list([cut])).equal == 1
+        )
+        assert (
+            rows.compare([other]).equal
+            == rows.compare(datasets.Dataset.from_list([other])).equal
+            == 0
+        )
+        assert (
+            rows.compare([hole]).equal
+            == rows.compare(datasets.Dataset.from_list([hole])).equal
+            == 1
+        )
 
 
 def picture(seed: int) -> PIL.Image.Image:
-    return PIL.Image.fromarray(np.random.default_rng(seed).integers(0, 256, (5, 4, 3), dtype=np.uint8))
+    return PIL.Image.fromarray(
+        np.random.default_rng(seed).integers(0, 256, (5, 4, 3), dtype=np.uint8)
+    )
 
 
 def png(image: PIL.Image.Image) -> bytes:
@@ -464,15 +540,25 @@ def pictures(seeds: range, folder: Path | None = None) -> datasets.Dataset:
         content = png(picture(seed))
         if folder is not None:
             (folder / f"{seed}.png").write_bytes(content)
-        stored.append({"bytes": content, "path": "x.png"} if folder is None else str(folder / f"{seed}.png"))
+        stored.append(
+            {"bytes": content, "path": "x.png"} if folder is None else str(folder / f"{seed}.png")
+        )
     features = datasets.Features({"img": datasets.Image(), "label": datasets.Value("int64")})
-    return datasets.Dataset.from_dict({"img": stored, "label": [0] * len(stored)}, features=features)
+    return datasets.Dataset.from_dict(
+        {"img": stored, "label": [0] * len(stored)}, features=features
+    )
 
 
 def test_pictures_are_compared_by_file_or_by_pixels(tmp_path):
     train, held_out = pictures(range(6)), pictures(range(50, 56))
     rows = TrainingRows(train, ("pixel_values",))
-    copies = [pictures(range(2, 5)), list(train), [train[1]], pictures(range(3), tmp_path), [{"img": picture(3)}]]
+    copies = [
+        pictures(range(2, 5)),
+        list(train),
+        [train[1]],
+        pictures(range(3), tmp_path),
+        [{"img": picture(3)}],
+    ]
     for evaluation in [*copies, list(train.cast_column("img", datasets.Image(decode=False)))]:
         assert rows.compare(evaluation).equal == len(evaluation)
     for evaluation in (held_out, list(held_out), held_out.select([0])):
@@ -526,7 +612,9 @@ def test_arrow_and_python_give_the_same_bytes(array):
 
 def test_string_views_are_read_through_indices():
     views = datasets.Dataset(
-        table(0)._data.table.set_column(0, "sentence", pa.array(list(table(0)["sentence"]), pa.string_view()))
+        table(0)._data.table.set_column(
+            0, "sentence", pa.array(list(table(0)["sentence"]), pa.string_view())
+        )
     )
     assert TrainingRows(views.shuffle(seed=1), None).compare(table(0)).equal == ROWS
 
@@ -542,10 +630,25 @@ def test_a_slice_has_the_places_of_what_it_is_cut_from(array):
 @pytest.mark.parametrize(
     "same",
     [
-        [[1, 2], (1, 2), np.array([1, 2], np.int16), torch.tensor([1, 2]), [np.int64(1), torch.tensor(2)]],
-        [[1.5, 2], torch.tensor([1.5, 2.0]), torch.tensor([1.5, 2.0], dtype=torch.bfloat16), np.array([1.5, 2.0])],
+        [
+            [1, 2],
+            (1, 2),
+            np.array([1, 2], np.int16),
+            torch.tensor([1, 2]),
+            [np.int64(1), torch.tensor(2)],
+        ],
+        [
+            [1.5, 2],
+            torch.tensor([1.5, 2.0]),
+            torch.tensor([1.5, 2.0], dtype=torch.bfloat16),
+            np.array([1.5, 2.0]),
+        ],
         [0.1, np.float32(0.1), torch.tensor(0.1, requires_grad=True), np.array(0.1)],
-        [[[1, 2], [3, 4]], torch.tensor([[1, 2], [3, 4]]), [torch.tensor([1, 2]), np.array([3, 4])]],
+        [
+            [[1, 2], [3, 4]],
+            torch.tensor([[1, 2], [3, 4]]),
+            [torch.tensor([1, 2]), np.array([3, 4])],
+        ],
         [[], (), torch.zeros(0), np.array([], np.int64)],
         ["a", np.str_("a")],
         [["a", "b"], np.array(["a", "b"]), np.array(["a", "b"], object)],
@@ -578,7 +681,17 @@ def test_different_values_have_different_encodings():
         ["a", "b"],
         ["ab"],
     ]
-    different += [[[1], [2]], [[1, 2]], [[1, 2], []], {}, {"a": 1}, {"b": 1}, {"a": {"b": 1}}, picture(0), picture(1)]
+    different += [
+        [[1], [2]],
+        [[1, 2]],
+        [[1, 2], []],
+        {},
+        {"a": 1},
+        {"b": 1},
+        {"a": {"b": 1}},
+        picture(0),
+        picture(1),
+    ]
     different += [torch.zeros(2, 3), torch.zeros(3, 2), torch.zeros(6)]
     assert len(set(map(encode, different))) == len(different)
 
@@ -593,12 +706,17 @@ class Augmented(torch.utils.data.Dataset):
         return 40
 
     def __getitem__(self, index):
-        return {"pixel_values": self.pixels[index] + self.noise * torch.rand(3, 2, 2), "labels": index % 2}
+        return {
+            "pixel_values": self.pixels[index] + self.noise * torch.rand(3, 2, 2),
+            "labels": index % 2,
+        }
 
 
 @pytest.mark.parametrize(("of_training", "of_evaluation"), [(0.1, 0.0), (0.0, 0.1), (0.1, 0.1)])
 def test_rows_that_differ_at_each_reading_are_not_comparable(of_training, of_evaluation):
-    assert not TrainingRows(Augmented(of_training), None).compare(Augmented(of_evaluation)).comparable
+    assert (
+        not TrainingRows(Augmented(of_training), None).compare(Augmented(of_evaluation)).comparable
+    )
     assert TrainingRows(Augmented(0.0), None).compare(Augmented(0.0)).refused
 
 

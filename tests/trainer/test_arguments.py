@@ -46,17 +46,35 @@ REFUSALS = [
     ({"privacy_mode": "dp_pf"}, r"`privacy_mode`.*\['non_private', 'dp_sgd', 'dp_fp'\].*'dp_pf'"),
     ({"privacy_mode": "dpsgd"}, r"`privacy_mode`.*Did you mean 'dp_sgd'"),
     ({"privacy_mode": None}, r"`privacy_mode`.*got None"),
-    ({"target_epsilon": 3.0}, r"`target_epsilon` to be unset when `noise_multiplier` \(1.0\).*Remove one of the two"),
-    ({"noise_multiplier": None}, r"`target_epsilon` to be given when `noise_multiplier` is not.*Set exactly one"),
-    ({"target_epsilon": 0, "noise_multiplier": None}, r"`target_epsilon` to be > 0, got 0\. Typical"),
+    (
+        {"target_epsilon": 3.0},
+        r"`target_epsilon` to be unset when `noise_multiplier` \(1.0\).*Remove one of the two",
+    ),
+    (
+        {"noise_multiplier": None},
+        r"`target_epsilon` to be given when `noise_multiplier` is not.*Set exactly one",
+    ),
+    (
+        {"target_epsilon": 0, "noise_multiplier": None},
+        r"`target_epsilon` to be > 0, got 0\. Typical",
+    ),
     ({"target_epsilon": -1.0, "noise_multiplier": None}, r"`target_epsilon` to be > 0, got -1.0"),
     ({"target_epsilon": float("inf"), "noise_multiplier": None}, r"`target_epsilon` to be finite"),
-    ({"target_epsilon": True, "noise_multiplier": None}, r"`target_epsilon` to be a number, got True"),
-    ({"target_epsilon": "three", "noise_multiplier": None}, r"`target_epsilon` to be a number, got 'three'.*Correct"),
+    (
+        {"target_epsilon": True, "noise_multiplier": None},
+        r"`target_epsilon` to be a number, got True",
+    ),
+    (
+        {"target_epsilon": "three", "noise_multiplier": None},
+        r"`target_epsilon` to be a number, got 'three'.*Correct",
+    ),
     ({"target_epsilon": "nan", "noise_multiplier": None}, r"`target_epsilon` to be finite"),
     ({"target_delta": 0.0}, r"`target_delta` to be in \(0, 1\), got 0.0.*unset"),
     ({"target_delta": 1}, r"`target_delta` to be in \(0, 1\), got 1\. Leave it unset"),
-    ({"noise_multiplier": 0.0}, r"`noise_multiplier` to be > 0, got 0.0.*privacy_mode='non_private'"),
+    (
+        {"noise_multiplier": 0.0},
+        r"`noise_multiplier` to be > 0, got 0.0.*privacy_mode='non_private'",
+    ),
     ({"noise_multiplier": -1}, r"`noise_multiplier` to be > 0"),
     ({"accountant": "moments"}, r"`accountant` to be one of \['pld', 'rdp', 'prv', 'gdp_clt'\]"),
     (
@@ -68,22 +86,34 @@ REFUSALS = [
     # mechanism
     ({"expected_batch_size": None}, r"`expected_batch_size`.*got None.*set it"),
     ({"expected_batch_size": 0}, r"`expected_batch_size` to be a whole number >= 1"),
-    ({"expected_batch_size": "3.5"}, r"`expected_batch_size` to be a whole number, got '3.5'.*Correct it"),
-    ({"per_device_train_batch_size": 0}, r"`per_device_train_batch_size` to be a whole number >= 1"),
+    (
+        {"expected_batch_size": "3.5"},
+        r"`expected_batch_size` to be a whole number, got '3.5'.*Correct it",
+    ),
+    (
+        {"per_device_train_batch_size": 0},
+        r"`per_device_train_batch_size` to be a whole number >= 1",
+    ),
     ({"per_example_max_grad_norm": 0}, r"`per_example_max_grad_norm` to be > 0.*default is 0.1"),
     ({"clipping": "auto"}, r"`clipping` to be one of \['flat', 'automatic', 'per_layer'\]"),
     (
         {"clipping_strategy": "ghost"},
         r"`clipping_strategy` to be one of \['book_keeping', 'two_pass', 'per_example'\]",
     ),
-    ({"max_tokens_per_physical_batch": 0}, "`max_tokens_per_physical_batch` to be a whole number >= 1, got 0"),
+    (
+        {"max_tokens_per_physical_batch": 0},
+        "`max_tokens_per_physical_batch` to be a whole number >= 1, got 0",
+    ),
     ({"max_logical_batch_size": 0}, "`max_logical_batch_size` to be a whole number >= 1, got 0"),
     (
         {"max_grad_norm": 1.0},
         r"`max_grad_norm` to be unset or 0.*`per_example_max_grad_norm`.*clip_noised_gradient=True",
     ),
     ({"max_grad_norm": -1.0}, r"`max_grad_norm` to be >= 0"),
-    ({"clip_noised_gradient": True}, r"`clip_noised_gradient` to be False when.*Set `max_grad_norm` above 0"),
+    (
+        {"clip_noised_gradient": True},
+        r"`clip_noised_gradient` to be False when.*Set `max_grad_norm` above 0",
+    ),
     ({"clip_noised_gradient": "no"}, r"`clip_noised_gradient` to be True or False.*quotes"),
     # what leaves, tests
     ({"release": ["grad_norm"]}, r"`release` to be one of \['training_loss'\].*Leave it empty"),
@@ -93,11 +123,17 @@ REFUSALS = [
     # arguments of transformers
     ({"fp16": True}, r"`fp16` to be False.*bf16=True"),
     ({"tf32": True}, r"`tf32` to be None or False.*bf16=True"),
-    ({"gradient_accumulation_steps": 2}, r"`gradient_accumulation_steps` to be 1.*Set `expected_batch_size`"),
+    (
+        {"gradient_accumulation_steps": 2},
+        r"`gradient_accumulation_steps` to be 1.*Set `expected_batch_size`",
+    ),
     ({"label_smoothing_factor": 0.1}, r"`label_smoothing_factor` to be 0.*Remove it"),
     ({"neftune_noise_alpha": 5.0}, r"`neftune_noise_alpha` to be None.*Remove it"),
     ({"neftune_noise_alpha": 0.0}, r"`neftune_noise_alpha` to be None.*Remove it"),
-    ({"auto_find_batch_size": True}, r"`auto_find_batch_size`.*Lower `per_device_train_batch_size`"),
+    (
+        {"auto_find_batch_size": True},
+        r"`auto_find_batch_size`.*Lower `per_device_train_batch_size`",
+    ),
     ({"use_liger_kernel": True}, r"`use_liger_kernel` to be False.*Remove it"),
     ({"deepspeed": "ds_config.json"}, r"`deepspeed` to be None.*Remove it"),
     ({"deepspeed": {"zero_optimization": {"stage": 2}}}, r"`deepspeed` to be None.*Remove it"),
@@ -107,26 +143,44 @@ REFUSALS = [
     ({"torch_compile": True}, r"`torch_compile` to be False.*Remove it"),
     ({"torch_compile_backend": "inductor"}, r"`torch_compile_backend` to be None.*Remove it"),
     ({"torch_compile_mode": "default"}, r"`torch_compile_mode` to be None.*Remove it"),
-    ({"optim": "lomo"}, r"`optim` to be an optimizer that steps after the backward pass in.*Use \"adamw_torch\""),
+    (
+        {"optim": "lomo"},
+        r"`optim` to be an optimizer that steps after the backward pass in.*Use \"adamw_torch\"",
+    ),
     ({"optim": "adalomo"}, r"`optim`.*Use \"adamw_torch\""),
     ({"optim": "galore_adamw_layerwise"}, r"`optim`.*Use \"adamw_torch\""),
     ({"optim": "apollo_adamw_layerwise"}, r"`optim`.*Use \"adamw_torch\""),
     ({"include_num_input_tokens_seen": True}, r"`include_num_input_tokens_seen`.*Remove it"),
-    ({"include_num_input_tokens_seen": "non_padding"}, r"`include_num_input_tokens_seen` to be \"no\".*Remove it"),
+    (
+        {"include_num_input_tokens_seen": "non_padding"},
+        r"`include_num_input_tokens_seen` to be \"no\".*Remove it",
+    ),
     ({"dataloader_drop_last": True}, r"`dataloader_drop_last` to be False.*Remove it"),
     ({"dataloader_in_order": False}, r"`dataloader_in_order` to be True.*Remove it"),
-    ({"train_sampling_strategy": "group_by_length"}, r"`train_sampling_strategy` to be \"random\".*Remove it"),
+    (
+        {"train_sampling_strategy": "group_by_length"},
+        r"`train_sampling_strategy` to be \"random\".*Remove it",
+    ),
     ({"data_seed": 0}, r"`data_seed` to be None.*`insecure_seed`"),
     ({"skip_memory_metrics": False}, r"`skip_memory_metrics` to be True.*Remove it"),
     ({"debug": "underflow_overflow"}, r"`debug` to be empty.*Remove it"),
     ({"torch_empty_cache_steps": 10}, r"`torch_empty_cache_steps` to be None.*Remove it"),
-    ({"hub_strategy": "checkpoint"}, r"`hub_strategy` to be \"end\" or \"every_save\".*hub_strategy=\"end\""),
+    (
+        {"hub_strategy": "checkpoint"},
+        r"`hub_strategy` to be \"end\" or \"every_save\".*hub_strategy=\"end\"",
+    ),
     ({"hub_strategy": "all_checkpoints"}, r"`hub_strategy`.*hub_strategy=\"end\""),
-    ({"accelerator_config": {"split_batches": True}}, r"`accelerator_config` to leave split_batches.*Remove them"),
+    (
+        {"accelerator_config": {"split_batches": True}},
+        r"`accelerator_config` to leave split_batches.*Remove them",
+    ),
     ({"accelerator_config": {"dispatch_batches": True}}, r"`accelerator_config`.*Remove them"),
     ({"accelerator_config": {"even_batches": False}}, r"`accelerator_config`.*Remove them"),
     ({"accelerator_config": {"use_configured_state": True}}, r"`accelerator_config`.*Remove them"),
-    ({"accelerator_config": {"gradient_accumulation_kwargs": {"num_steps": 2}}}, r"`accelerator_config`.*Remove them"),
+    (
+        {"accelerator_config": {"gradient_accumulation_kwargs": {"num_steps": 2}}},
+        r"`accelerator_config`.*Remove them",
+    ),
     (
         {"activation_checkpointing_kwargs": {"use_reentrant": True}},
         r"`activation_checkpointing_kwargs`.*Remove both options",
@@ -137,32 +191,71 @@ REFUSALS = [
     ),
     ({"learning_rate": "fast"}, r"`learning_rate` to be a number, got 'fast'.*Correct it"),
     # without privacy, arguments about privacy
-    (PUBLIC | {"target_epsilon": 3.0}, r"`target_epsilon` to be left at None when privacy_mode='non_private'.*Remove"),
-    (PUBLIC | {"target_delta": 1e-5}, r"`target_delta` to be left at None.*Remove it, or set privacy_mode"),
-    (PUBLIC | {"noise_multiplier": 0.0}, r"`noise_multiplier` to be left at None.*got 0.0.*Remove it"),
-    (PUBLIC | {"expected_batch_size": 4}, r"`expected_batch_size`.*Use `per_device_train_batch_size`"),
-    (PUBLIC | {"per_example_max_grad_norm": 1.0}, r"`per_example_max_grad_norm` to be left at 0.1.*Remove it"),
+    (
+        PUBLIC | {"target_epsilon": 3.0},
+        r"`target_epsilon` to be left at None when privacy_mode='non_private'.*Remove",
+    ),
+    (
+        PUBLIC | {"target_delta": 1e-5},
+        r"`target_delta` to be left at None.*Remove it, or set privacy_mode",
+    ),
+    (
+        PUBLIC | {"noise_multiplier": 0.0},
+        r"`noise_multiplier` to be left at None.*got 0.0.*Remove it",
+    ),
+    (
+        PUBLIC | {"expected_batch_size": 4},
+        r"`expected_batch_size`.*Use `per_device_train_batch_size`",
+    ),
+    (
+        PUBLIC | {"per_example_max_grad_norm": 1.0},
+        r"`per_example_max_grad_norm` to be left at 0.1.*Remove it",
+    ),
     (PUBLIC | {"clipping": "automatic"}, r"`clipping` to be left at 'flat'.*Remove it"),
     (PUBLIC | {"clipping_strategy": "per_example"}, r"`clipping_strategy` to be left.*Remove it"),
-    (PUBLIC | {"max_tokens_per_physical_batch": 64}, r"`max_tokens_per_physical_batch` to be left.*Remove it"),
+    (
+        PUBLIC | {"max_tokens_per_physical_batch": 64},
+        r"`max_tokens_per_physical_batch` to be left.*Remove it",
+    ),
     (PUBLIC | {"max_logical_batch_size": 64}, r"`max_logical_batch_size` to be left.*Remove it"),
     (PUBLIC | {"accountant": "rdp"}, r"`accountant` to be left at None.*Remove it"),
     (PUBLIC | {"privacy_unit": "user"}, r"`privacy_unit` to be left.*Remove it"),
-    (PUBLIC | {"neighboring_relation": "add_remove"}, r"`neighboring_relation` to be left.*Remove it"),
-    (PUBLIC | {"clip_noised_gradient": True}, r"`clip_noised_gradient` to be left at False.*Remove it"),
-    ({"earlier_runs": "outputs/first"}, r"`earlier_runs` to be a list of folders, got 'outputs/first'"),
+    (
+        PUBLIC | {"neighboring_relation": "add_remove"},
+        r"`neighboring_relation` to be left.*Remove it",
+    ),
+    (
+        PUBLIC | {"clip_noised_gradient": True},
+        r"`clip_noised_gradient` to be left at False.*Remove it",
+    ),
+    (
+        {"earlier_runs": "outputs/first"},
+        r"`earlier_runs` to be a list of folders, got 'outputs/first'",
+    ),
     (PUBLIC | {"earlier_runs": ["a"]}, r"`earlier_runs` to be left at \[\].*Remove it"),
     (PUBLIC | {"padding_values": {"a": 0}}, r"`padding_values` to be left at {}.*Remove it"),
     (PUBLIC | {"rows_are_chunks": True}, r"`rows_are_chunks` to be left at False.*Remove it"),
-    (PUBLIC | {"adapter_init_data_is_public": True}, r"`adapter_init_data_is_public` to be left at False"),
-    (PUBLIC | {"evaluate_on_training_rows": True}, r"`evaluate_on_training_rows` to be left at False"),
+    (
+        PUBLIC | {"adapter_init_data_is_public": True},
+        r"`adapter_init_data_is_public` to be left at False",
+    ),
+    (
+        PUBLIC | {"evaluate_on_training_rows": True},
+        r"`evaluate_on_training_rows` to be left at False",
+    ),
     ({"padding_values": {"a": "0"}}, r"`padding_values` to be a mapping from columns to numbers"),
-    ({"padding_values": [1]}, r"`padding_values` to be a mapping from columns to numbers, got \[1\]"),
+    (
+        {"padding_values": [1]},
+        r"`padding_values` to be a mapping from columns to numbers, got \[1\]",
+    ),
     ({"rows_are_chunks": "yes"}, r"`rows_are_chunks` to be True or False, got 'yes'"),
     (PUBLIC | {"release": ["training_loss"]}, r"`release` to be left at \[\].*Remove it"),
     (PUBLIC | {"insecure_seed": 0}, r"`insecure_seed` to be left at None.*Remove it"),
     *[
-        (PUBLIC | {name: value}, rf"`{name}` to be left at .*Remove it, or set privacy_mode='dp_fp'")
+        (
+            PUBLIC | {name: value},
+            rf"`{name}` to be left at .*Remove it, or set privacy_mode='dp_fp'",
+        )
         for name, value in {
             "dp_fp_variant": "frozen",
             "representation_clipping_norm": 2.0,
@@ -206,7 +299,12 @@ def test_every_refusing_row_of_the_table_is_tested_above():
 
 
 def test_every_own_argument_is_refused_without_privacy():
-    tested = {name for changes, _ in REFUSALS if changes.get("privacy_mode") == "non_private" for name in changes}
+    tested = {
+        name
+        for changes, _ in REFUSALS
+        if changes.get("privacy_mode") == "non_private"
+        for name in changes
+    }
     assert {field.name for field in OWN} - {"privacy_mode"} <= tested
 
 
@@ -240,8 +338,16 @@ def test_defaults(output_dir):
     args = make(output_dir)
     assert (args.privacy_mode, args.is_private) == ("dp_sgd", True)
     assert (args.target_epsilon, args.target_delta, args.insecure_seed) == (None, None, None)
-    assert (args.per_example_max_grad_norm, args.clipping, args.clipping_strategy) == (0.1, "flat", None)
-    assert (args.accountant, args.privacy_unit, args.neighboring_relation) == ("pld", "example", "zero_out")
+    assert (args.per_example_max_grad_norm, args.clipping, args.clipping_strategy) == (
+        0.1,
+        "flat",
+        None,
+    )
+    assert (args.accountant, args.privacy_unit, args.neighboring_relation) == (
+        "pld",
+        "example",
+        "zero_out",
+    )
     assert (args.max_grad_norm, args.clip_noised_gradient, args.release) == (0.0, False, [])
     assert args.hub_strategy == "end"
     assert args.average_tokens_across_devices is False
@@ -249,7 +355,9 @@ def test_defaults(output_dir):
 
 
 def test_only_the_defaults_in_the_note_differ_from_training_arguments(output_dir):
-    ours = DPTrainingArguments(output_dir=str(output_dir), use_cpu=True, privacy_mode="non_private").to_dict()
+    ours = DPTrainingArguments(
+        output_dir=str(output_dir), use_cpu=True, privacy_mode="non_private"
+    ).to_dict()
     theirs = TrainingArguments(output_dir=str(output_dir), use_cpu=True).to_dict()
     assert {name for name in theirs if ours[name] != theirs[name]} == {"hub_strategy"}
     assert ours["max_grad_norm"] == 1.0
@@ -272,7 +380,11 @@ def test_numbers_given_as_text_are_converted(output_dir):
         max_steps="10",
         seed="9007199254740993",  # 2**53 + 1: not through a float
     )
-    assert (args.noise_multiplier, args.target_delta, args.per_example_max_grad_norm) == (1.0, 1e-5, 0.5)
+    assert (args.noise_multiplier, args.target_delta, args.per_example_max_grad_norm) == (
+        1.0,
+        1e-5,
+        0.5,
+    )
     assert (args.expected_batch_size, type(args.expected_batch_size)) == (1000, int)
     assert (args.learning_rate, args.max_steps, args.seed) == (5e-4, 10, 9007199254740993)
 
@@ -292,7 +404,9 @@ def test_all_problems_at_once(output_dir):
 
 
 def test_without_privacy_transformers_rules(output_dir):
-    args = make(output_dir, **PUBLIC, gradient_accumulation_steps=2, data_seed=3, label_smoothing_factor=0.1)
+    args = make(
+        output_dir, **PUBLIC, gradient_accumulation_steps=2, data_seed=3, label_smoothing_factor=0.1
+    )
     args.check()
     assert not args.is_private
     assert args.average_tokens_across_devices is True
@@ -300,12 +414,16 @@ def test_without_privacy_transformers_rules(output_dir):
 
 def test_more_than_one_process_is_refused(output_dir, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(UnsupportedArgumentError, match=r"`\$WORLD_SIZE`.*'2'.*Launch with one process"):
+    with pytest.raises(
+        UnsupportedArgumentError, match=r"`\$WORLD_SIZE`.*'2'.*Launch with one process"
+    ):
         make(output_dir)
     monkeypatch.delenv("WORLD_SIZE")
     args = make(output_dir)
     monkeypatch.setattr(TrainingArguments, "world_size", 2)
-    with pytest.raises(UnsupportedArgumentError, match=r"`world_size` to be 1.*got 2.*Launch with one process"):
+    with pytest.raises(
+        UnsupportedArgumentError, match=r"`world_size` to be 1.*got 2.*Launch with one process"
+    ):
         args.check()
     with pytest.raises(UnsupportedArgumentError, match=r"`world_size` to be 1"):
         make(output_dir)
@@ -313,7 +431,9 @@ def test_more_than_one_process_is_refused(output_dir, monkeypatch):
 
 def test_data_parallel_is_refused(output_dir, monkeypatch):
     monkeypatch.setattr(TrainingArguments, "n_gpu", 2)
-    with pytest.raises(UnsupportedArgumentError, match=r"`n_gpu` to be at most 1.*CUDA_VISIBLE_DEVICES"):
+    with pytest.raises(
+        UnsupportedArgumentError, match=r"`n_gpu` to be at most 1.*CUDA_VISIBLE_DEVICES"
+    ):
         make(output_dir)
     assert make(output_dir, **PUBLIC).n_gpu == 2
 
@@ -322,7 +442,9 @@ def test_arguments_assigned_later_are_found_by_check(output_dir):
     args = make(output_dir)
     args.fp16 = True
     args.gradient_accumulation_steps = 4
-    with pytest.raises(UnsupportedArgumentError, match=r"(?s)`gradient_accumulation_steps`.*`fp16`"):
+    with pytest.raises(
+        UnsupportedArgumentError, match=r"(?s)`gradient_accumulation_steps`.*`fp16`"
+    ):
         args.check()
 
 
@@ -335,10 +457,14 @@ def test_round_trip_through_a_dict(output_dir):
 
 
 def test_built_from_training_arguments(output_dir):
-    plain = TrainingArguments(output_dir=str(output_dir), use_cpu=True, learning_rate=1e-3).to_dict()
+    plain = TrainingArguments(
+        output_dir=str(output_dir), use_cpu=True, learning_rate=1e-3
+    ).to_dict()
     assert DPTrainingArguments(**plain, privacy_mode="non_private").learning_rate == 1e-3
     private = {"target_epsilon": 3.0, "expected_batch_size": 4}
-    with pytest.raises(UnsupportedArgumentError, match="`max_grad_norm`.*got 1.0"):  # not what a private run means
+    with pytest.raises(
+        UnsupportedArgumentError, match="`max_grad_norm`.*got 1.0"
+    ):  # not what a private run means
         DPTrainingArguments(**plain, **private)
     assert DPTrainingArguments(**plain | {"max_grad_norm": None}, **private).max_grad_norm == 0.0
 
@@ -346,11 +472,18 @@ def test_built_from_training_arguments(output_dir):
 def test_command_line(output_dir):
     parser = HfArgumentParser(DPTrainingArguments)
     line = (
-        "--target_epsilon 8 --expected_batch_size 16 --release training_loss --clip_noised_gradient --max_grad_norm 1"
+        "--target_epsilon 8 --expected_batch_size 16 --release training_loss "
+        "--clip_noised_gradient --max_grad_norm 1"
     )
-    (args,) = parser.parse_args_into_dataclasses(["--output_dir", str(output_dir), "--use_cpu", *line.split()])
+    (args,) = parser.parse_args_into_dataclasses(
+        ["--output_dir", str(output_dir), "--use_cpu", *line.split()]
+    )
     assert (args.target_epsilon, args.expected_batch_size, args.max_grad_norm) == (8.0, 16, 1.0)
-    assert (args.release, args.clip_noised_gradient, args.noise_multiplier) == (["training_loss"], True, None)
+    assert (args.release, args.clip_noised_gradient, args.noise_multiplier) == (
+        ["training_loss"],
+        True,
+        None,
+    )
 
 
 def test_help_of_the_command_line(capsys):
@@ -373,7 +506,11 @@ def test_docstring_and_help_name_every_field_with_its_type_and_default():
         field = fields[name]
         assert field.metadata["help"].endswith("."), name
         assert not re.search(r"(?<!%)%(?!%)", field.metadata["help"]), name
-        default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+        default = (
+            field.default
+            if field.default_factory is dataclasses.MISSING
+            else field.default_factory()
+        )
         shown = f'"{default}"' if isinstance(default, str) else str(default)
         expected = "*optional*" if default is None else f"*optional*, defaults to `{shown}`"
         annotations = {**ForwardArguments.__annotations__, **DPTrainingArguments.__annotations__}

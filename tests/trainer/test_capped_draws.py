@@ -1,4 +1,5 @@
-"""Draws with a largest size, from the argument to the card: sampler, noise, ledger and statement tell the same story."""
+"""Draws with a largest size, from the argument to the card: sampler, noise, ledger and statement
+tell the same story."""
 
 from __future__ import annotations
 
@@ -50,9 +51,15 @@ def test_an_accountant_that_does_not_know_it_refuses_before_training(tmp_path):
 
 
 def test_steps_beyond_the_plan_are_paid_for_as_capped_draws(tmp_path):
-    """A run that is asked for more steps than its plan has stops where *these* draws meet the target."""
+    """A run that is asked for more steps than its plan has stops where *these* draws meet the
+    target."""
     plan = PrivacyPlan.create(
-        num_examples=40, expected_batch_size=8, clipping_norm=0.1, noise_multiplier=4.0, max_steps=3, max_batch_size=8
+        num_examples=40,
+        expected_batch_size=8,
+        clipping_norm=0.1,
+        noise_multiplier=4.0,
+        max_steps=3,
+        max_batch_size=8,
     )
     plan = dataclasses.replace(plan, target_epsilon=epsilon(plan.event(), plan.delta).value + 1e-3)
     assert RunLedger(tmp_path, plan).allowed_steps(10) == 3
@@ -61,9 +68,14 @@ def test_steps_beyond_the_plan_are_paid_for_as_capped_draws(tmp_path):
 
 
 def test_a_ledger_that_grew_before_the_lock_is_not_overwritten(tmp_path):
-    """Another process went on between our reading and our lock, and died: its step must not be lost."""
+    """Another process went on between our reading and our lock, and died: its step must not be
+    lost."""
     plan = PrivacyPlan.create(
-        num_examples=40, expected_batch_size=8, clipping_norm=0.1, noise_multiplier=1.0, max_steps=60
+        num_examples=40,
+        expected_batch_size=8,
+        clipping_norm=0.1,
+        noise_multiplier=1.0,
+        max_steps=60,
     )
     first = RunLedger(tmp_path, plan)
     first.start(50)

@@ -9,7 +9,12 @@ import pytest
 import torch
 from peft import get_peft_model
 from torch import nn
-from transformers import BertForMaskedLM, BertForTokenClassification, ViTConfig, ViTForImageClassification
+from transformers import (
+    BertForMaskedLM,
+    BertForTokenClassification,
+    ViTConfig,
+    ViTForImageClassification,
+)
 
 from hf_dp.clipping.explicit import representable
 from hf_dp.errors import (
@@ -62,13 +67,17 @@ def test_gradients_beyond_float32s_weights_are_left_out(magnitude):
 
 
 def test_nothing_is_paid_for_what_cannot_be_applied(tmp_path, monkeypatch):
-    """The head is looked at before the first draw, and a selection that was not applied does not count as applied."""
+    """The head is looked at before the first draw, and a selection that was not applied does not
+    count as applied."""
     model = tiny.model()
     model.scorer, model.forward_head = nn.Linear(16, 2), None  # a head that PEFT does not know
     with pytest.raises(UnsupportedModelError, match="modules_to_save=\\['scorer'\\]"):
         run(tmp_path / "a", FrostConfig(**FROST), {"model": model})
     trainer = run(tmp_path / "b", FrostConfig(**FROST))
-    monkeypatch.setattr("hf_dp.trainer.choice.frost.apply_peft", lambda *a: (_ for _ in ()).throw(RuntimeError("no")))
+    monkeypatch.setattr(
+        "hf_dp.trainer.choice.frost.apply_peft",
+        lambda *a: (_ for _ in ()).throw(RuntimeError("no")),
+    )
     with pytest.raises(RuntimeError, match="no"):
         trainer.train()
     monkeypatch.undo()
@@ -79,19 +88,28 @@ def test_nothing_is_paid_for_what_cannot_be_applied(tmp_path, monkeypatch):
 def test_heads_of_other_tasks_are_not_chosen_from():
     model = BertForTokenClassification(tiny.model().config)
     wrapped = get_peft_model(model, RandomConfig(unfreeze_ratio=1.0, task_type="TOKEN_CLS"))
-    assert not any(name.startswith("classifier") for name in wrapped.peft_config["default"].parameters)
+    assert not any(
+        name.startswith("classifier") for name in wrapped.peft_config["default"].parameters
+    )
     assert any("modules_to_save" in n for n, p in wrapped.named_parameters() if p.requires_grad)
 
 
 def test_training_leaves_room_for_the_selections_to_come(tmp_path):
     chosen = SelectionPlan("mgna", 0.3, 6, 0.1, 1, None, 0.2)
     plan = PrivacyPlan.create(
-        num_examples=40, expected_batch_size=8, clipping_norm=0.1, target_epsilon=2.0, max_steps=9, selection=chosen
+        num_examples=40,
+        expected_batch_size=8,
+        clipping_norm=0.1,
+        target_epsilon=2.0,
+        max_steps=9,
+        selection=chosen,
     )
     ledger = RunLedger(tmp_path, plan)
     ledger.open()
     ledger.append(plan.selection.event(4), "selection")
-    ledger.append(plan.event(5), "training")  # killed here, and resumed from step 3: one selection is made once more
+    ledger.append(
+        plan.event(5), "training"
+    )  # killed here, and resumed from step 3: one selection is made once more
     ledger.start(6, 4)
     left = 0
     while not ledger.exhausted and left < 3:
@@ -117,12 +135,16 @@ def test_more_selections_than_steps_are_refused(tmp_path):
 def test_a_run_that_ended_before_its_first_checkpoint_is_told_what_to_do(tmp_path):
     trainer = run(tmp_path, FrostConfig(**FROST))
     trainer.train()
-    with pytest.raises(LedgerError, match="has no checkpoint.*Start one in a new output_dir.*both count together"):
+    with pytest.raises(
+        LedgerError, match="has no checkpoint.*Start one in a new output_dir.*both count together"
+    ):
         run(tmp_path, FrostConfig(**FROST)).train(resume_from_checkpoint=True)
 
 
 def test_the_statement_counts_no_releases_that_the_ledger_does_not(tmp_path):
-    trainer = run(tmp_path, FrostConfig(**FROST, num_selections=2), save_strategy="steps", save_steps=1)
+    trainer = run(
+        tmp_path, FrostConfig(**FROST, num_selections=2), save_strategy="steps", save_steps=1
+    )
     trainer.train()
     again = run(tmp_path, FrostConfig(**FROST, num_selections=2))
     again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
@@ -131,7 +153,9 @@ def test_the_statement_counts_no_releases_that_the_ledger_does_not(tmp_path):
     assert "9 noisy releases" in again.privacy_statement().sentence()
 
 
-@pytest.mark.parametrize("config", [PvalConfig(task_type="SEQ_CLS"), FrostConfig(task_type="SEQ_CLS")])
+@pytest.mark.parametrize(
+    "config", [PvalConfig(task_type="SEQ_CLS"), FrostConfig(task_type="SEQ_CLS")]
+)
 def test_in_place_what_is_no_layers_stays_frozen(config):
     small = {
         "hidden_size": 16,
@@ -154,7 +178,9 @@ def test_masks_take_optimizers_that_leave_other_entries_alone(options, tmp_path)
 
 
 def test_rgp_goes_on_in_one_trainer_and_in_float64(tmp_path):
-    trainer = run(tmp_path / "a", RgpConfig(learning_rate_scale=3.0), save_strategy="steps", save_steps=2)
+    trainer = run(
+        tmp_path / "a", RgpConfig(learning_rate_scale=3.0), save_strategy="steps", save_steps=2
+    )
     trainer.train()
     groups = len(trainer.optimizer.param_groups)
     trainer.train(resume_from_checkpoint=str(tmp_path / "a" / "checkpoint-2"))
@@ -178,7 +204,9 @@ def test_an_optimizer_that_was_made_early_is_seen_before_anything_is_paid(num_se
     assert trainer.ledger.steps() == 0
 
 
-@pytest.mark.parametrize("seam", ["private_batches", "feed", "engine", "check_engine", "replace_model"])
+@pytest.mark.parametrize(
+    "seam", ["private_batches", "feed", "engine", "check_engine", "replace_model"]
+)
 def test_a_subclass_cannot_replace_what_a_private_step_is(seam, tmp_path):
     cls = type("Own", (DPTrainer,), {seam: lambda self, *given: None})
     with pytest.raises(UnsupportedArgumentError, match=seam):
@@ -195,5 +223,7 @@ def test_partitions_as_tuples_can_be_resumed(tmp_path):
     run(tmp_path, config, save_strategy="steps", save_steps=2).train()
     again = run(tmp_path, config)
     again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
-    assert json.loads((tmp_path / "checkpoint-2" / "selection.json").read_text())["partitions"]["mine"]
+    assert json.loads((tmp_path / "checkpoint-2" / "selection.json").read_text())["partitions"][
+        "mine"
+    ]
     assert again.ledger.steps("selection") == 3

@@ -1,7 +1,9 @@
-"""One row more or less moves what a run releases by the clipping norm and no further, whatever lies before the engine.
+"""One row more or less moves what a run releases by the clipping norm and no further, whatever lies
+before the engine.
 
-A black box: whole runs of one step through ``DPTrainer.train()`` with plain SGD, learning rate 1, every row drawn and the same
-noise, with and without one row. Each run's change of weights, times its own expected batch size, is its noised sum.
+A black box: whole runs of one step through ``DPTrainer.train()`` with plain SGD, learning rate 1,
+every row drawn and the same noise, with and without one row. Each run's change of weights, times
+its own expected batch size, is its noised sum.
 """
 
 from __future__ import annotations
@@ -34,7 +36,8 @@ MARGIN = 2.0**-12  # the plan's, for the rounding of sums
 
 
 class Coupled(SecretRandomness):
-    """The same noise in every run, and for each row the same randomness of its own, whichever rows stand before it."""
+    """The same noise in every run, and for each row the same randomness of its own, whichever rows
+    stand before it."""
 
     rows: Sequence[int] = ()
 
@@ -46,7 +49,8 @@ class Coupled(SecretRandomness):
 def released(
     folder: Path, path: DataPath, kept: Sequence[int], coupled: bool = True, **others: Any
 ) -> tuple[dict[str, Tensor], float]:
-    """By weight the noised sum over the rows kept, and how far rounding of the weights may have moved it.
+    """By weight the noised sum over the rows kept, and how far rounding of the weights may have
+    moved it.
 
     Not ``coupled``: noise and all else that is random is secret, as in a user's run.
     """
@@ -66,7 +70,9 @@ def released(
         given["processing_class"] = tokenizer()
     if coupled:
         others["insecure_seed"] = 5
-    trainer = tiny.trainer(folder, cls=path.trainer, given=given, **{**options, **path.options, **others})
+    trainer = tiny.trainer(
+        folder, cls=path.trainer, given=given, **{**options, **path.options, **others}
+    )
     if coupled:
         trainer.randomness = Coupled(5)
         trainer.randomness.rows = kept
@@ -74,17 +80,23 @@ def released(
     trainer.train()
     after = {name: p.detach() for name, p in trainer.model.named_parameters()}
     sums = {name: (value - after[name]).double() * len(kept) for name, value in before.items()}
-    size = sum(float(torch.maximum(value.abs(), after[name].abs()).square().sum()) for name, value in before.items())
+    size = sum(
+        float(torch.maximum(value.abs(), after[name].abs()).square().sum())
+        for name, value in before.items()
+    )
     return sums, 2.0**-23 * size**0.5 * len(kept)
 
 
 def moved(folder: Path, path: DataPath, without: int) -> float:
-    """How far, in clipping norms, one row moves the release, beyond what rounding of the weights explains."""
+    """How far, in clipping norms, one row moves the release, beyond what rounding of the weights
+    explains."""
     everything = range(len(path.rows()))
     kept = [i for i in everything if i != without]
     one, rounding = released(folder / "all", path, everything)
     other, other_rounding = released(folder / "without", path, kept)
-    distance = float(torch.stack([(one[name] - other[name]).square().sum() for name in one]).sum().sqrt())
+    distance = float(
+        torch.stack([(one[name] - other[name]).square().sum() for name in one]).sum().sqrt()
+    )
     return max(0.0, distance - rounding - other_rounding) / CLIPPING_NORM
 
 
@@ -97,7 +109,8 @@ def test_one_row_moves_a_run_by_the_clipping_norm_at_most(name, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "name", ["padding", "masked LM", "a collator that remembers", "a collator with a public generator"]
+    "name",
+    ["padding", "masked LM", "a collator that remembers", "a collator with a public generator"],
 )
 def test_so_does_an_early_row(name, tmp_path):
     assert 0.05 < moved(tmp_path, PATHS[name], without=3) <= 1 + MARGIN
@@ -142,7 +155,9 @@ def pad_labels_with(value):
     def plant(patch):
         original = Padding.fill
         patch.setattr(
-            Padding, "fill", lambda self, name, leaf: value if name == "labels" else original(self, name, leaf)
+            Padding,
+            "fill",
+            lambda self, name, leaf: value if name == "labels" else original(self, name, leaf),
         )
 
     return plant
@@ -150,7 +165,11 @@ def pad_labels_with(value):
 
 def attend_to_padding(patch):
     original = Padding.fill
-    patch.setattr(Padding, "fill", lambda self, name, leaf: 1 if "mask" in name else original(self, name, leaf))
+    patch.setattr(
+        Padding,
+        "fill",
+        lambda self, name, leaf: 1 if "mask" in name else original(self, name, leaf),
+    )
 
 
 def predict_from_padding(patch):
@@ -171,15 +190,24 @@ def no_self_check(patch):
 PLANTED = {
     "collated together: token labels": (collate_together, "token labels padded with 0"),
     "collated together: masked LM": (collate_together, "masked LM, labels cloned from padding"),
-    "collated together: causal LM": (collate_together_and_predict, "causal LM, labels cloned from padding"),
-    "collated together: seq2seq": (collate_together, "seq2seq labels padded with the padding token"),
+    "collated together: causal LM": (
+        collate_together_and_predict,
+        "causal LM, labels cloned from padding",
+    ),
+    "collated together: seq2seq": (
+        collate_together,
+        "seq2seq labels padded with the padding token",
+    ),
     "collated together: masks": (collate_together, "masks from a public seed"),
     "collated together: MixUp": (collate_together, "MixUp"),
     "shared state of an object": (share_the_collator, "a collator that remembers"),
     "shared state of a global": (share_the_collator, "a collator that remembers in a global"),
     "shared state of a closure": (share_the_collator, "a collator that remembers in a closure"),
     "shared state of a generator": (share_the_collator, "a collator with a public generator"),
-    "shared state of a transform's generator": (share_the_collator, "a transform with a public generator"),
+    "shared state of a transform's generator": (
+        share_the_collator,
+        "a transform with a public generator",
+    ),
     "one stream for all examples": (go_on_with_one_stream, "masked LM"),
     "labels padded with 0": (pad_labels_with(0), "token classification"),
     "labels of padding": (predict_from_padding, "causal LM, labels given, padded on the left"),
@@ -197,7 +225,8 @@ def test_planted(name, tmp_path, monkeypatch):
 
 
 def test_planted_rounding_by_the_longest_neighbor_is_seen(tmp_path, monkeypatch):
-    """In 16 bits, examples of different length in one physical batch; one guard, so told by shapes, not by chance."""
+    """In 16 bits, examples of different length in one physical batch; one guard, so told by shapes,
+    not by chance."""
     monkeypatch.setattr(Precision, "is_short", property(lambda self: False))
     trainer = tiny.trainer(tmp_path, bf16=True, max_steps=8)
     plan, _ = trainer.private_run()
@@ -212,25 +241,36 @@ NOISE, DELTA = 3.2, 1e-5  # one step with every row drawn: epsilon 1.184
 
 
 def epsilon_at_least(found_with: int, found_without: int, runs: int = RUNS) -> float:
-    """Lower bound on epsilon, at this confidence, from how often a test took a run for one with the canary.
+    """Lower bound on epsilon, at this confidence, from how often a test took a run for one with the
+    canary.
 
-    With rates p of finding it where it is and f where it is not, ``p <= exp(epsilon) f + delta`` and
-    ``1 - f <= exp(epsilon) (1 - p) + delta``; for p a lower Clopper-Pearson bound, for f an upper one.
+    With rates p of finding it where it is and f where it is not, ``p <= exp(epsilon) f + delta``
+    and ``1 - f <= exp(epsilon) (1 - p) + delta``; for p a lower Clopper-Pearson bound, for f an
+    upper one.
     """
     alpha = (1 - CONFIDENCE) / 2  # of each
     p = stats.beta.ppf(alpha, found_with, runs - found_with + 1) if found_with else 0.0
-    f = stats.beta.ppf(1 - alpha, found_without + 1, runs - found_without) if found_without < runs else 1.0
+    f = (
+        stats.beta.ppf(1 - alpha, found_without + 1, runs - found_without)
+        if found_without < runs
+        else 1.0
+    )
     return math.log(max((p - DELTA) / f, (1 - f - DELTA) / (1 - p), 1.0))
 
 
 def audited(folder: Path, path: DataPath) -> float:
-    """Lower bound on epsilon from whole runs. The test: a projection, its threshold half way, both from runs without noise."""
+    """Lower bound on epsilon from whole runs. The test: a projection, its threshold half way, both
+    from runs without noise."""
     *ordinary, canary = path.rows()
-    path = dataclasses.replace(path, rows=lambda: [*ordinary * CROWD, canary])  # of whom each may feel the canary
+    path = dataclasses.replace(
+        path, rows=lambda: [*ordinary * CROWD, canary]
+    )  # of whom each may feel the canary
     everything = range(len(path.rows()))
     worlds = {"with": everything, "without": everything[:-1]}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(SecretRandomness, "gaussian_like", lambda self, tensor, std: torch.zeros_like(tensor))
+        patch.setattr(
+            SecretRandomness, "gaussian_like", lambda self, tensor, std: torch.zeros_like(tensor)
+        )
         quiet = {name: released(folder / name, path, kept)[0] for name, kept in worlds.items()}
     direction = {name: quiet["with"][name] - quiet["without"][name] for name in quiet["with"]}
 
@@ -259,7 +299,9 @@ def test_an_audit_does_not_refute_the_statement(name, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["token labels padded with 0", "masked LM, labels cloned from padding"])
+@pytest.mark.parametrize(
+    "name", ["token labels padded with 0", "masked LM, labels cloned from padding"]
+)
 def test_an_audit_refutes_a_planted_bug(name, tmp_path, monkeypatch):
     no_self_check(monkeypatch)
     collate_together(monkeypatch)

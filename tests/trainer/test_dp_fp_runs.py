@@ -1,4 +1,5 @@
-"""Whole runs of DP-FP: what each variant does, what is recorded of it, and what nobody may read into it."""
+"""Whole runs of DP-FP: what each variant does, what is recorded of it, and what nobody may read
+into it."""
 
 from __future__ import annotations
 
@@ -44,7 +45,9 @@ STATUS = "as published, not established"
 
 def run(folder: Path, variant: str, **options):
     given = options.pop("given", None)
-    trainer = tiny.trainer(folder, given=given, privacy_mode="dp_fp", dp_fp_variant=variant, **options)
+    trainer = tiny.trainer(
+        folder, given=given, privacy_mode="dp_fp", dp_fp_variant=variant, **options
+    )
     trainer.train()
     return trainer
 
@@ -53,11 +56,15 @@ def run(folder: Path, variant: str, **options):
 
 
 def test_one_padded_batch_gives_what_m_passes_give(tmp_path, monkeypatch):
-    """Without noise (its draws differ) the joined multiset's gradient is the sum of the micro-batches'."""
+    """Without noise (its draws differ) the joined multiset's gradient is the sum of the
+    micro-batches'."""
     monkeypatch.setattr(
-        "hf_dp.noise.SecretRandomness.gaussian_like", lambda self, tensor, std: torch.zeros_like(tensor)
+        "hf_dp.noise.SecretRandomness.gaussian_like",
+        lambda self, tensor, std: torch.zeros_like(tensor),
     )
-    trainer = tiny.trainer(tmp_path, privacy_mode="dp_fp", num_micro_batches=3, given={"model": tiny.model().double()})
+    trainer = tiny.trainer(
+        tmp_path, privacy_mode="dp_fp", num_micro_batches=3, given={"model": tiny.model().double()}
+    )
     trainer._run.open()
     trainer._mode.start(trainer, None)
     micro = [[0, 5, 9], [5, 7], [], [5, 39]]
@@ -82,17 +89,25 @@ def test_the_status_reaches_everything_that_anyone_reads(tmp_path, capsys, caplo
             seen.append(dict(logs))
 
     trainer = tiny.trainer(
-        tmp_path, privacy_mode="dp_fp", given={"callbacks": [Logs()]}, save_strategy="steps", save_steps=2
+        tmp_path,
+        privacy_mode="dp_fp",
+        given={"callbacks": [Logs()]},
+        save_strategy="steps",
+        save_steps=2,
     )
     with caplog.at_level(logging.WARNING):
         trainer.train()
-    with pytest.raises(UnsupportedArgumentError, match="No epsilon is established for DP-FP as published"):
+    with pytest.raises(
+        UnsupportedArgumentError, match="No epsilon is established for DP-FP as published"
+    ):
         trainer.epsilon()
     assert trainer.epsilon("gdp_clt").kind == "not established"
     statement = trainer.privacy_statement()
     assert statement.status == STATUS and statement.epsilon is None and not statement.proven
     assert all(row.epsilon is None for row in statement.epsilons)
-    assert "NO differential privacy guarantee is established" in str(statement) and STATUS in str(statement)
+    assert "NO differential privacy guarantee is established" in str(statement) and STATUS in str(
+        statement
+    )
     for folder in (tmp_path, tmp_path / "checkpoint-2"):
         document = json.loads((folder / "privacy.json").read_text())
         assert document["status"] == document["statement"]["status"] == STATUS
@@ -101,42 +116,61 @@ def test_the_status_reaches_everything_that_anyone_reads(tmp_path, capsys, caplo
         card = (folder / "README.md").read_text()
         assert f"status: {STATUS}" in card and f"Status: {STATUS}. Why:" in card
         assert "  epsilon: null\n" in card and "target_epsilon: null" in card
-        assert "differential-privacy\n" not in card.split("---")[1]  # no tag under which private models are looked for
+        assert (
+            "differential-privacy\n" not in card.split("---")[1]
+        )  # no tag under which private models are looked for
         assert "-differentially private with respect to" not in card
     assert all("epsilon" not in logs and "grad_norm" not in logs for logs in seen)
     assert all("papers_figure_not_established" in logs for logs in seen)
-    assert json.loads((tmp_path / "checkpoint-2" / "trainer_state.json").read_text())["log_history"][0].keys() == seen[
-        0
-    ].keys() | {"step"}
+    assert json.loads((tmp_path / "checkpoint-2" / "trainer_state.json").read_text())[
+        "log_history"
+    ][0].keys() == seen[0].keys() | {"step"}
     from hf_dp.cli.main import main
 
     capsys.readouterr()
     assert main(["account", "ledger", str(tmp_path), "--cross-check"]) == 0
     shown = capsys.readouterr().out
-    assert f"status: {STATUS}" in shown and "stated epsilon: None" in shown and "no epsilon of this run" in shown
+    assert (
+        f"status: {STATUS}" in shown
+        and "stated epsilon: None" in shown
+        and "no epsilon of this run" in shown
+    )
     assert main(["account", "ledger", str(tmp_path), "--json"]) == 0
     assert [row["epsilon"] for row in json.loads(capsys.readouterr().out)["results"]] == [None]
 
 
 def test_first_use_warns_in_two_lines(tmp_path, monkeypatch):
     said: list[str] = []
-    monkeypatch.setattr("hf_dp.trainer.modes.dp_fp_published.logger.warning", lambda text, *args: said.append(text))
+    monkeypatch.setattr(
+        "hf_dp.trainer.modes.dp_fp_published.logger.warning", lambda text, *args: said.append(text)
+    )
     run(tmp_path, "published")
     (warning,) = said
-    assert len(warning.splitlines()) == 2 and "NO differential privacy guarantee is established" in warning
+    assert (
+        len(warning.splitlines()) == 2
+        and "NO differential privacy guarantee is established" in warning
+    )
 
 
 def test_defaults_are_the_papers(tmp_path):
-    args = tiny.arguments(tmp_path, privacy_mode="dp_fp", expected_batch_size=None, learning_rate=None)
+    args = tiny.arguments(
+        tmp_path, privacy_mode="dp_fp", expected_batch_size=None, learning_rate=None
+    )
     assert (args.expected_batch_size, args.num_micro_batches, args.learning_rate) == (32, 32, 5e-6)
-    assert (args.representation_clipping_norm, args.accountant, args.num_train_epochs) == (1.0, "gdp_clt", 3.0)
+    assert (args.representation_clipping_norm, args.accountant, args.num_train_epochs) == (
+        1.0,
+        "gdp_clt",
+        3.0,
+    )
     assert tiny.arguments(tmp_path, learning_rate=None).learning_rate == 5e-5
 
 
 def test_noise_is_calibrated_to_the_papers_figure(tmp_path):
     trainer = tiny.trainer(tmp_path, privacy_mode="dp_fp", target_epsilon=1.5, max_steps=20)
     (event,) = trainer.privacy_plan.events()
-    assert epsilon(event, trainer.privacy_plan.delta, "gdp_clt").value == pytest.approx(1.5, rel=1e-6)
+    assert epsilon(event, trainer.privacy_plan.delta, "gdp_clt").value == pytest.approx(
+        1.5, rel=1e-6
+    )
     assert event.num_micro_batches == 32 and event.sample_rate == 8 / (32 * 40)
 
 
@@ -146,7 +180,8 @@ def test_an_empty_step_is_a_step(tmp_path):
 
 
 def canary_moves(folder: Path, variant: str, **options) -> list[bool]:
-    """Whether the embedding of a word that one row alone has moved, in each step of a run in which all rows are drawn."""
+    """Whether the embedding of a word that one row alone has moved, in each step of a run in which
+    all rows are drawn."""
     columns = tiny.dataset().to_dict()
     columns["input_ids"] = [[min(token, 17) for token in row] for row in columns["input_ids"]]
     columns["input_ids"][7], columns["attention_mask"][7] = [2, 18, 3], [1, 1, 1]
@@ -164,7 +199,8 @@ def canary_moves(folder: Path, variant: str, **options) -> list[bool]:
 
 
 def test_why_it_is_not_proven(tmp_path):
-    """At noise 50 the published variant shows in every step that the row is there; frozen shows nothing in any."""
+    """At noise 50 the published variant shows in every step that the row is there; frozen shows
+    nothing in any."""
     assert canary_moves(tmp_path / "published", "published") == [True] * 4
     assert canary_moves(tmp_path / "frozen", "frozen") == [False] * 4
 
@@ -180,10 +216,16 @@ def test_why_it_is_not_proven(tmp_path):
             {"representation_release": "fresh", "num_micro_batches": 2},
             [(SampledRecordRelease(1.0, 0.1, 4, 2), "training")],
         ),
-        ({"label_epsilon": 0.5}, [(RandomizedResponse(0.5, 2), "release"), (RecordRelease(1.0, 1), "release")]),
+        (
+            {"label_epsilon": 0.5},
+            [(RandomizedResponse(0.5, 2), "release"), (RecordRelease(1.0, 1), "release")],
+        ),
         (
             {"label_epsilon": 0.5, "representation_release": "fresh"},
-            [(RandomizedResponse(0.5, 2), "release"), (SampledRecordRelease(1.0, 0.2, 4), "training")],
+            [
+                (RandomizedResponse(0.5, 2), "release"),
+                (SampledRecordRelease(1.0, 0.2, 4), "training"),
+            ],
         ),
         ({"labels_in_vector": True}, [(RecordRelease(1.0, 1), "release")]),
     ],
@@ -195,19 +237,33 @@ def test_frozen_trains_the_last_layer_alone_and_records_what_it_released(tmp_pat
     assert [(entry.event, entry.purpose) for entry in trainer.ledger.entries] == events
     after = trainer.model.state_dict()
     changed = {name for name in before if not torch.equal(before[name], after[name])}
-    assert changed == {"classifier.weight"} | ({"classifier.bias"} if "labels_in_vector" not in options else set())
+    assert changed == {"classifier.weight"} | (
+        {"classifier.bias"} if "labels_in_vector" not in options else set()
+    )
     statement = trainer.privacy_statement()
     assert statement.status == "proven"
-    assert statement.epsilon == epsilon([event for event, _ in events], trainer.privacy_plan.delta).rounded_up()
+    assert (
+        statement.epsilon
+        == epsilon([event for event, _ in events], trainer.privacy_plan.delta).rounded_up()
+    )
     public = not {"label_epsilon", "labels_in_vector"} & options.keys()
-    assert ("label is stated as public" in statement.unit) == public == ("labels being public" in statement.sentence())
-    assert any("stated as public: they enter the loss" in item for item in statement.not_covered) == public
+    assert (
+        ("label is stated as public" in statement.unit)
+        == public
+        == ("labels being public" in statement.sentence())
+    )
+    assert (
+        any("stated as public: they enter the loss" in item for item in statement.not_covered)
+        == public
+    )
     assert disagreements(read(tmp_path)) == []
 
 
 def test_after_the_release_nothing_of_the_private_rows_is_looked_at(tmp_path, monkeypatch):
     """Rows, labels and encoder could be gone: the same steps come out of what was released."""
-    trainer = tiny.trainer(tmp_path, privacy_mode="dp_fp", dp_fp_variant="frozen", label_epsilon=1.0)
+    trainer = tiny.trainer(
+        tmp_path, privacy_mode="dp_fp", dp_fp_variant="frozen", label_epsilon=1.0
+    )
     start = dp_fp_frozen.FrozenEncoder.start
 
     def start_and_destroy(self, trainer, checkpoint):
@@ -234,7 +290,9 @@ def test_one_record_moves_its_own_row_alone_and_by_no_more_than_the_clipping_nor
     rows, labels = last.all_rows(trainer)
     columns = trainer.train_dataset.remove_columns("label")
     with torch.no_grad():
-        alone = [trainer.model.bert(**trainer.data_collator([row])).pooler_output for row in columns]
+        alone = [
+            trainer.model.bert(**trainer.data_collator([row])).pooler_output for row in columns
+        ]
     assert torch.allclose(rows, torch.cat(alone), atol=1e-6)
     assert labels.tolist() == trainer.train_dataset["label"]
     clipped = last.clipped(rows, labels)
@@ -260,11 +318,15 @@ def test_a_resumed_run_goes_on_with_the_rows_that_were_released(tmp_path):
     }
     again = tiny.trainer(tmp_path, **options)
     again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
-    assert torch.equal(again._mode._rows, first._mode._rows) and torch.equal(again._mode._labels, first._mode._labels)
+    assert torch.equal(again._mode._rows, first._mode._rows) and torch.equal(
+        again._mode._labels, first._mode._labels
+    )
     assert again.ledger == first.ledger and again.epsilon() == first.epsilon()
     (tmp_path / RELEASED_ROWS).unlink()
     with pytest.raises(LedgerError, match="Releasing them again would cost epsilon again"):
-        tiny.trainer(tmp_path, **options).train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+        tiny.trainer(tmp_path, **options).train(
+            resume_from_checkpoint=str(tmp_path / "checkpoint-2")
+        )
 
 
 def test_train_called_twice_releases_once(tmp_path):
@@ -280,12 +342,17 @@ def test_more_steps_than_planned_cost_nothing_more(tmp_path):
 
 
 def test_it_learns_from_noisy_rows(tmp_path):
-    """The words good and bad alone decide; with rows that tell (noise 0.05) the head finds them, with labels hidden, too."""
+    """The words good and bad alone decide; with rows that tell (noise 0.05) the head finds them,
+    with labels hidden, too."""
     for options in ({}, {"labels_in_vector": True}, {"representation_release": "fresh"}):
-        dataset = tiny.dataset().map(lambda row: {"input_ids": [2, 4 + row["label"], 3], "attention_mask": [1] * 3})
+        dataset = tiny.dataset().map(
+            lambda row: {"input_ids": [2, 4 + row["label"], 3], "attention_mask": [1] * 3}
+        )
         model = tiny.model()
         for parameter in model.bert.parameters():
-            parameter.data *= 20 if parameter.dim() == 2 else 1  # the representation depends on the words
+            parameter.data *= (
+                20 if parameter.dim() == 2 else 1
+            )  # the representation depends on the words
         trainer = tiny.trainer(
             tmp_path / "-".join(options), privacy_mode="dp_fp", dp_fp_variant="frozen", noise_multiplier=0.06, max_steps=150,
             learning_rate=3e-2, given={"train_dataset": dataset, "model": model}, logging_steps=50, **options,
@@ -350,7 +417,9 @@ def test_planted_poisson_event_on_the_shared_draw_is_seen(tmp_path, monkeypatch)
     monkeypatch.setattr(
         ForwardPlan,
         "step_event",
-        lambda self, sigma, rate, steps: SumAndRows(sigma, self.record_noise_multiplier, rate, steps, one_draw=False),
+        lambda self, sigma, rate, steps: SumAndRows(
+            sigma, self.record_noise_multiplier, rate, steps, one_draw=False
+        ),
     )
     assert not records_what_ran(tmp_path, "shared")
 
@@ -390,8 +459,12 @@ def test_a_private_encoder_trains_everything_within_its_target(tmp_path, peft, l
         assert planned.value == pytest.approx(target, rel=2e-3)
     merged = trainer.model if peft is None else trainer.model.merge_and_unload()
     after = merged.state_dict()
-    changed = {name for name in before if name in after and not torch.equal(before[name], after[name])}
-    assert "classifier.weight" in changed and any("encoder" in name or "embeddings" in name for name in changed)
+    changed = {
+        name for name in before if name in after and not torch.equal(before[name], after[name])
+    }
+    assert "classifier.weight" in changed and any(
+        "encoder" in name or "embeddings" in name for name in changed
+    )
     assert disagreements(read(tmp_path)) == []
 
 
@@ -418,7 +491,10 @@ def tied() -> torch.nn.Module:
         ({"accountant": "pld"}, "`accountant` to be unset for DP-FP as published"),
         ({"num_micro_batches": 0}, "`num_micro_batches` to be a whole number >= 1"),
         ({"representation_clipping_norm": 0}, "`representation_clipping_norm` to be > 0"),
-        ({"label_epsilon": 1.0}, "`dp_fp_variant` to be 'frozen' or 'private_encoder' with `label_epsilon`"),
+        (
+            {"label_epsilon": 1.0},
+            "`dp_fp_variant` to be 'frozen' or 'private_encoder' with `label_epsilon`",
+        ),
         (
             {"dp_fp_variant": "frozen", "label_epsilon": 1.0, "labels_in_vector": True},
             "`label_epsilon` to be None with",
@@ -427,20 +503,35 @@ def tied() -> torch.nn.Module:
             {"dp_fp_variant": "frozen", "accountant": "gdp_clt"},
             "`accountant` to be a bound with dp_fp_variant='frozen'",
         ),
-        ({"dp_fp_variant": "frozen", "max_logical_batch_size": 20}, "`max_logical_batch_size` to be left at None"),
+        (
+            {"dp_fp_variant": "frozen", "max_logical_batch_size": 20},
+            "`max_logical_batch_size` to be left at None",
+        ),
         ({"clipping": "automatic"}, "`clipping` to be left at 'flat'"),
-        ({"dp_fp_variant": "private_encoder"}, "`representation_noise_multiplier` to be given beside"),
-        ({"dp_fp_variant": "private_encoder", "label_epsilon": 1.0}, "labels_in_vector=True, at no further cost"),
+        (
+            {"dp_fp_variant": "private_encoder"},
+            "`representation_noise_multiplier` to be given beside",
+        ),
+        (
+            {"dp_fp_variant": "private_encoder", "label_epsilon": 1.0},
+            "labels_in_vector=True, at no further cost",
+        ),
         (
             {"dp_fp_variant": "private_encoder", "num_micro_batches": 3},
             "`num_micro_batches` to be 1 with a private enc",
         ),
-        ({"dp_fp_variant": "frozen", "representation_noise_multiplier": 1.0}, "There `noise_multiplier` is the noise"),
+        (
+            {"dp_fp_variant": "frozen", "representation_noise_multiplier": 1.0},
+            "There `noise_multiplier` is the noise",
+        ),
         (
             {"privacy_mode": "dp_sgd", "label_epsilon": 1.0},
             "`label_epsilon` to be left at None when privacy_mode='dp_sgd'",
         ),
-        ({"privacy_mode": "dp_sgd", "dp_fp_variant": "frozen"}, "Only DP-FP reads it. Remove it, or set privacy_mode"),
+        (
+            {"privacy_mode": "dp_sgd", "dp_fp_variant": "frozen"},
+            "Only DP-FP reads it. Remove it, or set privacy_mode",
+        ),
         ({"expected_batch_size": 41}, "`expected_batch_size` to be at most num_examples"),
     ],
 )
@@ -464,18 +555,35 @@ def test_a_rate_above_1_is_refused():
 @pytest.mark.parametrize(
     ("given", "options", "error", "message"),
     [
-        ({"cls": OwnLoss}, {}, UnsupportedArgumentError, "the last layer trains on released rows, not on inputs"),
-        ({"model": tied()}, {}, UnsupportedModelError, "has no parameters of its own: .'bert.pooler.dense.bias'"),
+        (
+            {"cls": OwnLoss},
+            {},
+            UnsupportedArgumentError,
+            "the last layer trains on released rows, not on inputs",
+        ),
+        (
+            {"model": tied()},
+            {},
+            UnsupportedModelError,
+            "has no parameters of its own: .'bert.pooler.dense.bias'",
+        ),
         (
             {"peft_config": FrostConfig(unfreeze_ratio=0.5)},
             {},
             InvalidArgumentError,
             "`peft_config` to be None with dp_fp",
         ),
-        ({}, {"representation_module": "bert.pooler"}, UnsupportedModelError, "to be the last layer"),
+        (
+            {},
+            {"representation_module": "bert.pooler"},
+            UnsupportedModelError,
+            "to be the last layer",
+        ),
     ],
 )
-def test_what_cannot_be_frozen_is_refused_before_anything_is_released(tmp_path, given, options, error, message):
+def test_what_cannot_be_frozen_is_refused_before_anything_is_released(
+    tmp_path, given, options, error, message
+):
     options = {"privacy_mode": "dp_fp", "dp_fp_variant": "frozen", **options}
     if "peft_config" in given:
         options |= {"noise_multiplier": None, "target_epsilon": 8.0}
@@ -487,10 +595,18 @@ def test_what_cannot_be_frozen_is_refused_before_anything_is_released(tmp_path, 
 
 def test_labels_in_a_vector_need_a_linear_last_layer(tmp_path):
     model = tiny.model()
-    model.classifier = torch.nn.Sequential(torch.nn.Linear(16, 8), torch.nn.Tanh(), torch.nn.Linear(8, 2))
-    options = {"privacy_mode": "dp_fp", "dp_fp_variant": "frozen", "representation_module": "classifier"}
+    model.classifier = torch.nn.Sequential(
+        torch.nn.Linear(16, 8), torch.nn.Tanh(), torch.nn.Linear(8, 2)
+    )
+    options = {
+        "privacy_mode": "dp_fp",
+        "dp_fp_variant": "frozen",
+        "representation_module": "classifier",
+    }
     with pytest.raises(UnsupportedModelError, match="labels_in_vector needs a linear last layer"):
-        tiny.trainer(tmp_path / "a", given={"model": model}, labels_in_vector=True, **options).train()
+        tiny.trainer(
+            tmp_path / "a", given={"model": model}, labels_in_vector=True, **options
+        ).train()
     trainer = tiny.trainer(tmp_path / "b", given={"model": model}, **options)
     trainer.train()
     assert trainer.privacy_statement().proven
@@ -533,8 +649,15 @@ def test_a_model_that_keeps_rows_is_refused_before_it_sees_one(tmp_path, variant
 def test_rows_that_neighbors_move_are_refused(tmp_path, variant):
     """(FNet mixes padding into every row: stock, and without an attention mask.)"""
     torch.manual_seed(0)
-    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "intermediate_size": 32, "max_position_embeddings": 24}
-    model = FNetForSequenceClassification(FNetConfig(vocab_size=19, tpu_short_seq_length=24, **sizes))
+    sizes = {
+        "hidden_size": 16,
+        "num_hidden_layers": 1,
+        "intermediate_size": 32,
+        "max_position_embeddings": 24,
+    }
+    model = FNetForSequenceClassification(
+        FNetConfig(vocab_size=19, tpu_short_seq_length=24, **sizes)
+    )
     options = {"representation_noise_multiplier": 1.0} if variant == "private_encoder" else {}
     with pytest.raises(SelfCheckError, match="is another when other examples stand beside it"):
         run(tmp_path, variant, given={"model": model}, **options)
@@ -545,17 +668,24 @@ def test_rows_that_neighbors_move_are_refused(tmp_path, variant):
 @pytest.mark.parametrize("label", [-100, 2, 0.25])
 def test_a_label_that_is_no_class_is_not_released_as_it_is(tmp_path, options, label):
     columns = tiny.dataset().to_dict()
-    columns["label"] = [label if i == 7 else type(label)(value) for i, value in enumerate(columns["label"])]
+    columns["label"] = [
+        label if i == 7 else type(label)(value) for i, value in enumerate(columns["label"])
+    ]
     model = tiny.model(problem_type="single_label_classification")
     with pytest.raises(HfDpError, match="Protected labels must be whole|`labels` holds (2|-100)"):
         run(
-            tmp_path, "frozen", given={"train_dataset": datasets.Dataset.from_dict(columns), "model": model}, **options
+            tmp_path,
+            "frozen",
+            given={"train_dataset": datasets.Dataset.from_dict(columns), "model": model},
+            **options,
         )
     assert not (tmp_path / RELEASED_ROWS).exists() and not (tmp_path / "privacy.json").exists()
 
 
 def test_weights_of_16_bits_are_refused(tmp_path):
-    with pytest.raises(UnsupportedModelError, match="weights are bfloat16.*Load the model in float32"):
+    with pytest.raises(
+        UnsupportedModelError, match="weights are bfloat16.*Load the model in float32"
+    ):
         run(tmp_path, "frozen", given={"model": tiny.model().to(torch.bfloat16)})
 
 
@@ -574,13 +704,20 @@ def test_other_data_than_planned_is_refused(tmp_path):
 @pytest.mark.parametrize("variant", ["published", "frozen", "private_encoder"])
 def test_model_init_is_refused(tmp_path, variant):
     options = {"representation_noise_multiplier": 1.0} if variant == "private_encoder" else {}
-    with pytest.raises(InvalidArgumentError, match="`model_init` to be None with privacy_mode='dp_fp'"):
+    with pytest.raises(
+        InvalidArgumentError, match="`model_init` to be None with privacy_mode='dp_fp'"
+    ):
         run(tmp_path, variant, given={"model": None, "model_init": tiny.model}, **options)
 
 
 @pytest.mark.parametrize("kind", ["torch", "numpy"])
 def test_data_sets_of_tensors(tmp_path, kind):
-    assert run(tmp_path, "frozen", given={"train_dataset": tiny.dataset().with_format(kind)}).ledger.steps() == 1
+    assert (
+        run(
+            tmp_path, "frozen", given={"train_dataset": tiny.dataset().with_format(kind)}
+        ).ledger.steps()
+        == 1
+    )
 
 
 def test_what_was_not_written_is_written_the_next_time(tmp_path):
@@ -592,7 +729,9 @@ def test_what_was_not_written_is_written_the_next_time(tmp_path):
 
 def test_a_private_encoder_with_a_head_of_several_layers_partly_frozen_and_empty_draws(tmp_path):
     model = tiny.model()
-    model.classifier = torch.nn.Sequential(torch.nn.Linear(16, 8), torch.nn.Tanh(), torch.nn.Linear(8, 2))
+    model.classifier = torch.nn.Sequential(
+        torch.nn.Linear(16, 8), torch.nn.Tanh(), torch.nn.Linear(8, 2)
+    )
     model.classifier[2].bias.requires_grad_(False)
     trainer = run(
         tmp_path, "private_encoder", representation_module="classifier", representation_noise_multiplier=1.0,

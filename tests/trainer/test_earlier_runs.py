@@ -1,4 +1,5 @@
-"""Runs one after the other on the same rows: the later one claims no more than the weakest of them."""
+"""Runs one after the other on the same rows: the later one claims no more than the weakest of
+them."""
 
 from __future__ import annotations
 
@@ -41,8 +42,13 @@ def test_dp_sgd_after_public_labels_claims_no_labels(tmp_path):
     card = (tmp_path / "second" / "README.md").read_text()
     assert "labels being public" in card and "unit: features of an example (labels public)" in card
     third = run(tmp_path / "third", tmp_path / "second")
-    assert third.privacy_statement().unit_code == "features"  # through the second, which names the first
-    assert [claim.unit for claim in third.privacy_statement().facts.earlier] == ["features", "example"]
+    assert (
+        third.privacy_statement().unit_code == "features"
+    )  # through the second, which names the first
+    assert [claim.unit for claim in third.privacy_statement().facts.earlier] == [
+        "features",
+        "example",
+    ]
 
 
 def test_planted_claims_of_earlier_runs_that_are_not_passed_on_are_seen(tmp_path, monkeypatch):
@@ -86,7 +92,9 @@ def test_a_resume_with_other_earlier_runs_is_refused(tmp_path, named):
     run(tmp_path / "second", tmp_path / "first", **options)
     names = [str(tmp_path / name) for name in named]
     again = tiny.trainer(tmp_path / "second", earlier_runs=names, accountant="rdp", **options)
-    with pytest.raises(LedgerError, match="`earlier_runs` to name what the ledger of this run began with"):
+    with pytest.raises(
+        LedgerError, match="`earlier_runs` to name what the ledger of this run began with"
+    ):
         again.train(resume_from_checkpoint=str(tmp_path / "second" / "checkpoint-2"))
 
 
@@ -95,12 +103,15 @@ def test_an_earlier_run_whose_ledger_went_back_is_refused(tmp_path):
     run(tmp_path / "first", save_strategy="steps", save_steps=2)
     shutil.copy(tmp_path / "first" / "checkpoint-2" / FILE_NAME, tmp_path / "first" / FILE_NAME)
     for name in ("first", f"first/{FILE_NAME}"):
-        with pytest.raises(LedgerError, match="4 of training, which 2 of training here do not continue"):
+        with pytest.raises(
+            LedgerError, match="4 of training, which 2 of training here do not continue"
+        ):
             tiny.trainer(tmp_path / "second", earlier_runs=[str(tmp_path / name)])
 
 
 def test_what_the_marks_of_an_earlier_run_know_weakens_it(tmp_path):
-    """Its record was put back to a time when nothing had been released; its ledger is as long as ever."""
+    """Its record was put back to a time when nothing had been released; its ledger is as long as
+    ever."""
     run(tmp_path / "first", release=["training_loss"])
     path = tmp_path / "first" / FILE_NAME
     data = json.loads(path.read_text())
@@ -110,7 +121,9 @@ def test_what_the_marks_of_an_earlier_run_know_weakens_it(tmp_path):
     assert [claim.released for claim in earlier_claims(args)] == [("training_loss",)]
 
 
-@pytest.mark.parametrize(("name", "theirs"), [("privacy_unit", "user"), ("neighboring_relation", "add_remove")])
+@pytest.mark.parametrize(
+    ("name", "theirs"), [("privacy_unit", "user"), ("neighboring_relation", "add_remove")]
+)
 def test_a_run_with_another_unit_or_relation_is_refused(tmp_path, name, theirs):
     run(tmp_path / "first")
     path = tmp_path / "first" / FILE_NAME
@@ -126,7 +139,12 @@ def test_without_a_trainer(tmp_path):
     first = run(tmp_path / "first", release=["training_loss"], **FROZEN)
     args = tiny.arguments(tmp_path / "second", earlier_runs=[str(tmp_path / "first")])
     plan = PrivacyPlan.create(
-        num_examples=40, expected_batch_size=8, clipping_norm=0.1, noise_multiplier=1.0, max_steps=4, accountant="rdp"
+        num_examples=40,
+        expected_batch_size=8,
+        clipping_norm=0.1,
+        noise_multiplier=1.0,
+        max_steps=4,
+        accountant="rdp",
     )
     later = RunLedger(tmp_path / "second", plan, earlier=earlier_claims(args))
     later.start(4)
@@ -136,7 +154,11 @@ def test_without_a_trainer(tmp_path):
     record = read(tmp_path / "second")
     assert record.ledger.steps(EARLIER) == first.ledger.steps() == 1
     (claim,) = record.weaknesses.earlier
-    assert (claim.run_id, claim.unit, claim.released) == (first._run.run_id, "features", ("training_loss",))
+    assert (claim.run_id, claim.unit, claim.released) == (
+        first._run.run_id,
+        "features",
+        ("training_loss",),
+    )
     facts = RunFacts("dp_sgd", "all", "float32", "noise", "sampling", **vars(record.weaknesses))
     statement = PrivacyStatement.from_ledger(record.plan, record.ledger, facts)
     assert (statement.unit_code, statement.status) == ("features", "proven for the weights only")

@@ -36,15 +36,23 @@ def test_all_ways_give_the_same_weights(tmp_path, without_noise):
         "physical 1": {"per_device_train_batch_size": 1},
         "by tokens": {"per_device_train_batch_size": 64, "max_tokens_per_physical_batch": 9},
         "checkpointing": {"gradient_checkpointing": True},
-        "checkpointing, records held": {"gradient_checkpointing": True, "clipping_strategy": "book_keeping"},
+        "checkpointing, records held": {
+            "gradient_checkpointing": True,
+            "clipping_strategy": "book_keeping",
+        },
     } | {strategy: {"clipping_strategy": strategy} for strategy in STRATEGIES}
     results = {
-        name: trained(tmp_path / name, optim="sgd", learning_rate=1.0, **options) for name, options in ways.items()
+        name: trained(tmp_path / name, optim="sgd", learning_rate=1.0, **options)
+        for name, options in ways.items()
     }
     for name, weights in results.items():
         for parameter, value in weights.items():
             torch.testing.assert_close(
-                value, results["reference"][parameter], rtol=0, atol=1e-6, msg=lambda text, n=name: f"{n}: {text}"
+                value,
+                results["reference"][parameter],
+                rtol=0,
+                atol=1e-6,
+                msg=lambda text, n=name: f"{n}: {text}",
             )
 
 
@@ -58,7 +66,9 @@ def test_all_ways_give_the_same_weights(tmp_path, without_noise):
     ],
     ids=str,
 )
-def test_checkpointing_means_two_passes_unless_said_otherwise(tmp_path, monkeypatch, options, expected):
+def test_checkpointing_means_two_passes_unless_said_otherwise(
+    tmp_path, monkeypatch, options, expected
+):
     seen = set()
     original = dict(engine_module._STRATEGIES)
     for name in original:
@@ -76,7 +86,11 @@ def test_checkpointing_means_two_passes_unless_said_otherwise(tmp_path, monkeypa
 def test_the_statement_names_the_clipping_function(tmp_path, clipping):
     trainer = tiny.trainer(tmp_path, max_steps=2, clipping=clipping)
     trainer.train()
-    words = {"flat": "clipped to an L2", "automatic": "automatic clipping", "per_layer": "layer by layer"}
+    words = {
+        "flat": "clipped to an L2",
+        "automatic": "automatic clipping",
+        "per_layer": "layer by layer",
+    }
     statement = trainer.privacy_statement()
     assert words[clipping] in statement.mechanism and statement.clipping == clipping
     assert trainer.privacy_plan.clipping == clipping and f'"clipping": "{clipping}"' in (
@@ -97,11 +111,15 @@ def test_tokens_that_only_the_collator_makes_are_counted(tmp_path):
         }
 
     given = {"train_dataset": data, "data_collator": collate}
-    trainer = tiny.trainer(tmp_path, given=given, max_tokens_per_physical_batch=9, remove_unused_columns=False)
+    trainer = tiny.trainer(
+        tmp_path, given=given, max_tokens_per_physical_batch=9, remove_unused_columns=False
+    )
     (plan, _), sizes = trainer.private_run(), []
     for draw in trainer.private_batches(plan.sampler()):
         sizes += [batch["input_ids"].shape for batch in draw]
-    assert all(rows == 1 or rows * width <= 9 for rows, width in sizes) and any(rows > 1 for rows, _ in sizes)
+    assert all(rows == 1 or rows * width <= 9 for rows, width in sizes) and any(
+        rows > 1 for rows, _ in sizes
+    )
 
 
 def test_tokens_cannot_be_counted_without_input_ids():
@@ -112,7 +130,8 @@ def test_tokens_cannot_be_counted_without_input_ids():
 
 
 class Deaf(torch.optim.SGD):
-    """An optimizer whose tensors are not the model's: what is left when the model moved after the optimizer was made."""
+    """An optimizer whose tensors are not the model's: what is left when the model moved after the
+    optimizer was made."""
 
     def step(self, closure=None):
         return None
@@ -123,7 +142,9 @@ def test_weights_that_never_change_are_an_error(tmp_path):
     optimizer = Deaf(model.parameters(), lr=0.1)
     schedule = torch.optim.lr_scheduler.ConstantLR(optimizer, factor=1.0)
     trainer = tiny.trainer(tmp_path, given={"model": model, "optimizers": (optimizer, schedule)})
-    with pytest.raises(UnaccountedGradientError, match="changed none of the model's trainable weights"):
+    with pytest.raises(
+        UnaccountedGradientError, match="changed none of the model's trainable weights"
+    ):
         trainer.train()
     assert trainer.ledger.steps() == 1  # what was spent is recorded
 

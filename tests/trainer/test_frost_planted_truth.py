@@ -1,4 +1,5 @@
-"""Planted truth: a model in which three known weight matrices matter. FROST finds them at epsilon 2, chance does not."""
+"""Planted truth: a model in which three known weight matrices matter. FROST finds them at epsilon
+2, chance does not."""
 
 from __future__ import annotations
 
@@ -50,20 +51,37 @@ def trainer(folder, config, **options):
     generator = np.random.default_rng(0)
     x = generator.normal(size=(1000, WIDTH)).astype(np.float32)
     rows = datasets.Dataset.from_dict({"x": list(x), "labels": x.sum(1) * 3})
-    given = {"model": Sum(), "train_dataset": rows.with_format("torch"), "eval_dataset": None, "peft_config": config}
-    given["data_collator"] = lambda items: {name: torch.stack([item[name] for item in items]) for name in items[0]}
-    values = {"expected_batch_size": 100, "num_train_epochs": 3, "max_steps": -1, "logging_steps": 100, **options}
+    given = {
+        "model": Sum(),
+        "train_dataset": rows.with_format("torch"),
+        "eval_dataset": None,
+        "peft_config": config,
+    }
+    given["data_collator"] = lambda items: {
+        name: torch.stack([item[name] for item in items]) for name in items[0]
+    }
+    values = {
+        "expected_batch_size": 100,
+        "num_train_epochs": 3,
+        "max_steps": -1,
+        "logging_steps": 100,
+        **options,
+    }
     return tiny.trainer(folder, cls=Regression, given=given, remove_unused_columns=False, **values)
 
 
 def found(folder, count=10, **noise) -> list[set[str]]:
     """What each of ``count`` selections chose."""
     config = FrostConfig(unfreeze_ratio=3 / PARTS, selection_sample_rate=0.1, **noise)
-    made = trainer(folder, config, **({"noise_multiplier": 1.0} if noise else {"target_epsilon": 2.0}))
+    made = trainer(
+        folder, config, **({"noise_multiplier": 1.0} if noise else {"target_epsilon": 2.0})
+    )
     made.choice.prepare(made)
     run = made.private_run()[1]
     run.open()
-    selections = [set(select_partitions(made, made.choice.config)["partitions"]) for _ in range(count)]
+    selections = [
+        set(select_partitions(made, made.choice.config)["partitions"]) for _ in range(count)
+    ]
     run.stop()
     return selections
 
@@ -87,11 +105,13 @@ def test_chance_does_not(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("noise", [30.0, 60.0])
 def test_more_noise_finds_fewer_as_lemma_6_predicts(tmp_path, noise):
-    """The share of the three that is found, against the chance that a normal draw with lemma 6's spread keeps their order."""
+    """The share of the three that is found, against the chance that a normal draw with lemma 6's
+    spread keeps their order."""
     selections = found(tmp_path, 20, selection_noise_multiplier=noise)
     share = sum(len(chosen & MATTER) for chosen in selections) / 60
-    # Fully clipped, each of about 100 drawn examples adds cbar in all, about a third of it to each that matters, so with
-    # scales near q the estimate's spread (lemma 6) is noise / sqrt(T) beside a magnitude of 100 / 3, in units of cbar.
+    # Fully clipped, each of about 100 drawn examples adds cbar in all, about a third of it to each
+    # that matters, so with scales near q the estimate's spread (lemma 6) is noise / sqrt(T) beside
+    # a magnitude of 100 / 3, in units of cbar.
     spread, gap = noise / math.sqrt(5), 100 / 3
     x = np.linspace(-8, 8 + gap / spread, 4001)
     others = norm.cdf(x) ** (PARTS - 3)  # the largest of those that do not matter stays below

@@ -1,4 +1,5 @@
-"""DP-FROST inside a private run: paid for before it is used, made once, kept, loaded by stock PEFT, nothing un-noised left."""
+"""DP-FROST inside a private run: paid for before it is used, made once, kept, loaded by stock PEFT,
+nothing un-noised left."""
 
 from __future__ import annotations
 
@@ -17,7 +18,13 @@ from transformers import BertForSequenceClassification
 from hf_dp.accounting import PoissonSampledGaussian, epsilon
 from hf_dp.cards.document import read
 from hf_dp.cards.verify import disagreements
-from hf_dp.errors import BudgetExceededError, ConfigError, HfDpError, InvalidArgumentError, UnsupportedArgumentError
+from hf_dp.errors import (
+    BudgetExceededError,
+    ConfigError,
+    HfDpError,
+    InvalidArgumentError,
+    UnsupportedArgumentError,
+)
 from hf_dp.plan import PrivacyPlan
 from hf_dp.sampling import PoissonSampler
 from hf_dp.selection_plan import SelectionPlan
@@ -60,7 +67,11 @@ def test_only_the_selected_and_the_head_move(tmp_path):
     moved = {name for name in before if not torch.equal(before[name], after[name])}
     assert moved == {*made["parameters"], "classifier.weight", "classifier.bias"}
     numbers = sum(before[name].numel() for name in made["parameters"])
-    assert 0 < numbers <= 0.3 * sum(value.numel() for name, value in before.items() if "classifier" not in name)
+    assert (
+        0
+        < numbers
+        <= 0.3 * sum(value.numel() for name, value in before.items() if "classifier" not in name)
+    )
 
 
 def test_events_are_durable_before_the_selection_is_used(tmp_path, monkeypatch):
@@ -81,7 +92,9 @@ def test_a_resumed_run_reads_its_selection_and_makes_none(tmp_path, monkeypatch)
     first = frost(tmp_path, save_strategy="steps", save_steps=2)
     first.train()
     chosen = first.model.peft_config["default"].parameters
-    monkeypatch.setattr("hf_dp.trainer.choice.frost.select_partitions", lambda *a: pytest.fail("selected again"))
+    monkeypatch.setattr(
+        "hf_dp.trainer.choice.frost.select_partitions", lambda *a: pytest.fail("selected again")
+    )
     again = frost(tmp_path, save_strategy="steps", save_steps=2)
     again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
     assert again.model.peft_config["default"].parameters == chosen
@@ -94,7 +107,10 @@ def test_a_resumed_run_reads_its_selection_and_makes_none(tmp_path, monkeypatch)
 def test_a_resumed_run_needs_the_same_options(tmp_path):
     frost(tmp_path, save_strategy="steps", save_steps=2).train()
     other = frost(tmp_path, config=FrostConfig(**{**GIVEN, "gap_coefficient": 1.0}))
-    with pytest.raises(ConfigError, match="`gap_coefficient` of peft_config is 1.0, but the run was started with 5.0"):
+    with pytest.raises(
+        ConfigError,
+        match="`gap_coefficient` of peft_config is 1.0, but the run was started with 5.0",
+    ):
         other.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
 
 
@@ -125,7 +141,9 @@ def test_stock_peft_without_hf_dp_computes_the_same(tmp_path):
     trainer = frost(tmp_path / "run")
     trainer.train()
     trainer.save_model()
-    ours = trainer.model.eval()(torch.tensor([[2, 5, 6, 3]]), torch.ones(1, 4, dtype=torch.long)).logits
+    ours = trainer.model.eval()(
+        torch.tensor([[2, 5, 6, 3]]), torch.ones(1, 4, dtype=torch.long)
+    ).logits
     words = [str(tmp_path / name) for name in ("base", "run", "logits.pt")]
     subprocess.run([sys.executable, "-W", "ignore", "-c", STOCK, *words], check=True, cwd=tmp_path)
     torch.testing.assert_close(torch.load(tmp_path / "logits.pt"), ours.detach(), rtol=0, atol=1e-6)
@@ -180,7 +198,8 @@ def test_no_artifact_holds_noise_drawn_rows_or_magnitudes_without_noise(tmp_path
     monkeypatch.setattr(private_selection, "release", watched)
     monkeypatch.setattr(MagnitudeEngine, "magnitudes", seen)
     monkeypatch.setattr(PoissonSampler, "draw", draws)
-    # Seeded: with fresh noise one run in a hundred has a secret number beside one of the public ones by chance.
+    # Seeded: with fresh noise one run in a hundred has a secret number beside one of the public
+    # ones by chance.
     trainer = frost(tmp_path, save_strategy="steps", save_steps=2, insecure_seed=1)
     trainer.train()
     trainer.save_model()
@@ -204,13 +223,17 @@ def measured(trainer, repeats: int = 400) -> tuple[float, float]:
     """Standard deviation of what ``release`` adds, and what it should be, for one sensitivity."""
     trainer.private_run()[1].append = lambda event, purpose: None  # type: ignore[method-assign]
     zeros, sensitivity = torch.zeros(20, dtype=torch.float64), 0.37
-    values = torch.cat([private_selection.release(trainer, zeros, sensitivity) for _ in range(repeats)])
+    values = torch.cat(
+        [private_selection.release(trainer, zeros, sensitivity) for _ in range(repeats)]
+    )
     return float(values.std()), trainer.privacy_plan.selection.noise_multiplier * sensitivity
 
 
 def test_the_noise_is_that_of_the_plan(tmp_path):
     spread, expected = measured(frost(tmp_path))
-    assert spread == pytest.approx(expected, rel=0.04)  # 8,000 draws: 0.8 % is one standard deviation
+    assert spread == pytest.approx(
+        expected, rel=0.04
+    )  # 8,000 draws: 0.8 % is one standard deviation
 
 
 def test_planted_noise_for_another_sensitivity_is_seen(tmp_path, monkeypatch):
@@ -226,11 +249,17 @@ def sensitivities_follow(folder) -> bool:
     trainer.train()
     (made,) = trainer.model.peft_config["default"].made
     sizes = {
-        part.name: part.size for part in FrostConfig(**GIVEN, task_type="SEQ_CLS").candidate_partitions(tiny.model())
+        part.name: part.size
+        for part in FrostConfig(**GIVEN, task_type="SEQ_CLS").candidate_partitions(tiny.model())
     }
     margin = 1 + 2.0**-12
-    expected = [0.1 / (sum(sizes[name] for name in row) / len(row)) * margin for row in made["noisy_magnitudes"]]
-    assert len(made["noisy_magnitudes"][-1]) < len(made["noisy_magnitudes"][0])  # some were taken before the last
+    expected = [
+        0.1 / (sum(sizes[name] for name in row) / len(row)) * margin
+        for row in made["noisy_magnitudes"]
+    ]
+    assert len(made["noisy_magnitudes"][-1]) < len(
+        made["noisy_magnitudes"][0]
+    )  # some were taken before the last
     return made["sensitivities"] == pytest.approx(expected, rel=1e-12)
 
 
@@ -255,7 +284,9 @@ def charged(folder) -> bool:
     trainer = frost(folder)
     trainer.train()
     return (
-        trainer.ledger.steps("selection") == len(trainer.model.peft_config["default"].made[0]["noisy_magnitudes"]) == 3
+        trainer.ledger.steps("selection")
+        == len(trainer.model.peft_config["default"].made[0]["noisy_magnitudes"])
+        == 3
     )
 
 
@@ -266,16 +297,24 @@ def test_the_selection_is_charged(tmp_path):
 def test_planted_selection_that_is_not_charged_is_seen(tmp_path, monkeypatch):
     original = RunLedger.append
     monkeypatch.setattr(
-        RunLedger, "append", lambda self, e, purpose: None if purpose == "selection" else original(self, e, purpose)
+        RunLedger,
+        "append",
+        lambda self, e, purpose: None if purpose == "selection" else original(self, e, purpose),
     )
     assert not charged(tmp_path)
 
 
 def test_selections_beyond_the_plan_are_paid_from_what_is_left(tmp_path):
-    """A run that was resumed before its second selection makes it again: it counts, and never passes the target."""
+    """A run that was resumed before its second selection makes it again: it counts, and never
+    passes the target."""
     chosen = SelectionPlan("mgna", 0.3, 2, 0.1, 1, None, 0.2)
     plan = PrivacyPlan.create(
-        num_examples=40, expected_batch_size=8, clipping_norm=0.1, target_epsilon=2.0, max_steps=20, selection=chosen
+        num_examples=40,
+        expected_batch_size=8,
+        clipping_norm=0.1,
+        target_epsilon=2.0,
+        max_steps=20,
+        selection=chosen,
     )
     run = RunLedger(tmp_path, plan)
     run.start(20)
@@ -309,7 +348,12 @@ def test_selected_again_in_the_middle(tmp_path):
     assert len(made) == 2
     after = trainer.model.state_dict()
     moved = {name for name in before if not torch.equal(before[name], after[name])}
-    assert moved == {*made[0]["parameters"], *made[1]["parameters"], "classifier.weight", "classifier.bias"}
+    assert moved == {
+        *made[0]["parameters"],
+        *made[1]["parameters"],
+        "classifier.weight",
+        "classifier.bias",
+    }
     one = json.loads((tmp_path / "checkpoint-1" / "selection.json").read_text())["made"]
     assert one == made[:1]
     again = frost(tmp_path, config=config)
@@ -332,15 +376,24 @@ def test_refusals(tmp_path):
     with pytest.raises(ConfigError, match="target_modules"):
         FrostConfig(target_modules=["query"])
     refused("leave room for a partition", config=FrostConfig(**{**GIVEN, "unfreeze_ratio": 1e-4}))
-    refused("'nothing.like.it'", config=FrostConfig(**GIVEN, partitions={"mine": ["nothing.like.it"]}))
+    refused(
+        "'nothing.like.it'", config=FrostConfig(**GIVEN, partitions={"mine": ["nothing.like.it"]})
+    )
     refused("selection_noise_multiplier.*beside `noise_multiplier`", config=FrostConfig(**SMALL))
     refused("selection_noise_multiplier.*to be None with a target_epsilon", target_epsilon=2.0)
-    refused("PeftModel already", given={"model": get_peft_model(tiny.model(), RandomConfig(task_type="SEQ_CLS"))})
+    refused(
+        "PeftModel already",
+        given={"model": get_peft_model(tiny.model(), RandomConfig(task_type="SEQ_CLS"))},
+    )
     model = tiny.model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     refused("optimizers", given={"model": model, "optimizers": (optimizer, None)})
     refused("private modes", UnsupportedArgumentError, privacy_mode="non_private")
-    refused("another run made", ConfigError, config=FrostConfig(**GIVEN, parameters=["bert.pooler.dense.weight"]))
+    refused(
+        "another run made",
+        ConfigError,
+        config=FrostConfig(**GIVEN, parameters=["bert.pooler.dense.weight"]),
+    )
     with pytest.raises(ConfigError, match="DPTrainer.*peft_config=FrostConfig"):
         get_peft_model(tiny.model(), FrostConfig())
 

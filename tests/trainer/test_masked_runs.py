@@ -1,4 +1,5 @@
-"""In place: PVAL and PARAM, whose entries outside the mask stay and of which PARAM pays for its look; RGP."""
+"""In place: PVAL and PARAM, whose entries outside the mask stay and of which PARAM pays for its
+look; RGP."""
 
 from __future__ import annotations
 
@@ -37,8 +38,12 @@ def outside(folder, config, **options) -> int:
     trainer.train()
     moved = moved_entries(before, trainer.model.state_dict())
     masks = trainer.choice.masks
-    assert all(bool(moved[name][mask].all()) for name, mask in masks.items() if mask.any())  # noise moves each
-    assert sum(int(mask.sum()) for mask in masks.values()) == int(0.2 * sum(m.numel() for m in masks.values()))
+    assert all(
+        bool(moved[name][mask].all()) for name, mask in masks.items() if mask.any()
+    )  # noise moves each
+    assert sum(int(mask.sum()) for mask in masks.values()) == int(
+        0.2 * sum(m.numel() for m in masks.values())
+    )
     assert moved["classifier.weight"].all() and "classifier.weight" not in masks
     return sum(int(moved[name][~mask].sum()) for name, mask in masks.items())
 
@@ -50,7 +55,9 @@ def test_only_the_mask_moves(config, tmp_path):
 
 def test_planted_noise_outside_the_mask_is_seen(tmp_path, monkeypatch):
     original = dp_sgd.release_gradient
-    monkeypatch.setattr("hf_dp.trainer.modes.dp_sgd.release_gradient", lambda *given: original(*given[:5], None))
+    monkeypatch.setattr(
+        "hf_dp.trainer.modes.dp_sgd.release_gradient", lambda *given: original(*given[:5], None)
+    )
     assert outside(tmp_path, PvalConfig(unfreeze_ratio=0.2)) > 0
 
 
@@ -67,7 +74,10 @@ def test_param_is_charged_and_pval_is_free(tmp_path):
     trainer = masked(tmp_path / "a", ParamConfig(unfreeze_ratio=0.2), target_epsilon=2.0)
     trainer.train()
     trainer.save_model()
-    assert [(e.purpose, e.event.steps) for e in trainer.ledger.entries] == [("selection", 1), ("training", 4)]
+    assert [(e.purpose, e.event.steps) for e in trainer.ledger.entries] == [
+        ("selection", 1),
+        ("training", 4),
+    ]
     assert trainer.epsilon().value <= 2.0
     assert disagreements(read(tmp_path / "a")) == []
     trainer = masked(tmp_path / "b", PvalConfig(unfreeze_ratio=0.2))
@@ -79,10 +89,14 @@ def test_param_is_charged_and_pval_is_free(tmp_path):
 def test_a_resumed_run_reads_its_masks(config, tmp_path, monkeypatch):
     first = masked(tmp_path, config, save_strategy="steps", save_steps=2)
     first.train()
-    monkeypatch.setattr("hf_dp.trainer.choice.masks.select_entries", lambda *a: pytest.fail("selected again"))
+    monkeypatch.setattr(
+        "hf_dp.trainer.choice.masks.select_entries", lambda *a: pytest.fail("selected again")
+    )
     again = masked(tmp_path, config)
     again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
-    assert all(torch.equal(mask, again.choice.masks[name]) for name, mask in first.choice.masks.items())
+    assert all(
+        torch.equal(mask, again.choice.masks[name]) for name, mask in first.choice.masks.items()
+    )
     other = masked(tmp_path, dataclasses.replace(config, unfreeze_ratio=0.5))
     with pytest.raises(ConfigError, match="Cannot resume: `unfreeze_ratio`"):
         other.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
@@ -129,7 +143,9 @@ def test_rgp_trains_matrices_and_head_along_its_carriers(tmp_path):
     trainer.train()
     after = trainer.model.state_dict()
     moved = {name for name in before if not torch.equal(before[name], after[name])}
-    matrices = {n for n in before if n.endswith("weight") and before[n].dim() == 2 and "embeddings" not in n}
+    matrices = {
+        n for n in before if n.endswith("weight") and before[n].dim() == 2 and "embeddings" not in n
+    }
     assert moved == matrices | {"classifier.bias"}
     assert seen[0]["bert.pooler.dense.weight.left_carrier"] == (16, 2)
     assert seen[0]["bert.encoder.layer.0.output.dense.weight.right_carrier"] == (2, 32)
@@ -159,15 +175,23 @@ def test_rgp_follows_the_update_since_the_base_after_a_resume(tmp_path):
 def test_rgp_scales_its_learning_rate(tmp_path):
     trainer = masked(tmp_path, RgpConfig(rank=1, learning_rate_scale=3.0), learning_rate=1e-3)
     trainer.train()
-    rates = {group["initial_lr"]: len(group["params"]) for group in trainer.optimizer.param_groups if group["params"]}
+    rates = {
+        group["initial_lr"]: len(group["params"])
+        for group in trainer.optimizer.param_groups
+        if group["params"]
+    }
     assert set(rates) == {1e-3, 3e-3} and rates[3e-3] > rates[1e-3]
-    for options, match in (({"clipping": "per_layer"}, "clipping"), ({"clipping_strategy": "two_pass"}, "strategy")):
+    for options, match in (
+        ({"clipping": "per_layer"}, "clipping"),
+        ({"clipping_strategy": "two_pass"}, "strategy"),
+    ):
         with pytest.raises(InvalidArgumentError, match=match):
             masked(tmp_path / "x", RgpConfig(), **options)
 
 
 def noised_for_the_whole_gradient(folder, monkeypatch) -> bool:
-    """PARAM's look: one example's clipped gradient lies in the sum whole, and the sum is what is released."""
+    """PARAM's look: one example's clipped gradient lies in the sum whole, and the sum is what is
+    released."""
     seen = []
     original = private_selection.release
 
@@ -177,7 +201,9 @@ def noised_for_the_whole_gradient(folder, monkeypatch) -> bool:
 
     monkeypatch.setattr(private_selection, "release", watched)
     masked(folder, ParamConfig(**PARAM, selection_clipping_norm=0.7)).train()
-    candidates = sum(p.numel() for n, p in tiny.model().named_parameters() if not n.startswith("classifier"))
+    candidates = sum(
+        p.numel() for n, p in tiny.model().named_parameters() if not n.startswith("classifier")
+    )
     return seen == [(0.7 * (1 + ROUNDING_MARGIN), candidates)]
 
 

@@ -1,4 +1,5 @@
-"""In bfloat16, how far an example is padded depends on the example alone, so one more example changes no other's rounding."""
+"""In bfloat16, how far an example is padded depends on the example alone, so one more example
+changes no other's rounding."""
 
 from __future__ import annotations
 
@@ -36,7 +37,9 @@ def test_frozen_weights_below_float32_do_too(tmp_path):
 
 def test_what_a_collator_pads_to_anyway_is_one_length(tmp_path):
     collator = DataCollatorWithPadding(tiny.tokenizer(), pad_to_multiple_of=4)
-    found = batches(tiny.trainer(tmp_path, given={"data_collator": collator}, bf16=True, max_steps=8))
+    found = batches(
+        tiny.trainer(tmp_path, given={"data_collator": collator}, bf16=True, max_steps=8)
+    )
     assert {batch["input_ids"].shape[1] for batch in found} == {4, 8}
     for batch in found:
         lengths = batch["attention_mask"].sum(1)
@@ -49,18 +52,29 @@ def test_texts_that_only_the_collator_tokenizes(tmp_path):
 
     def collate(features):
         labels = torch.tensor([feature["label"] for feature in features])
-        return {**words([f["sentence"] for f in features], padding=True, return_tensors="pt"), "labels": labels}
+        return {
+            **words([f["sentence"] for f in features], padding=True, return_tensors="pt"),
+            "labels": labels,
+        }
 
     def run(**options):
         given = {"train_dataset": tiny.rows(), "data_collator": collate, "eval_dataset": None}
-        return tiny.trainer(tmp_path, given=given, max_steps=8, remove_unused_columns=False, **options)
+        return tiny.trainer(
+            tmp_path, given=given, max_steps=8, remove_unused_columns=False, **options
+        )
 
     assert not mixed(run(bf16=True))
     assert mixed(run())
 
 
 def test_sequence_to_sequence_rows_are_padded_alike_on_both_sides():
-    rows = [{"input_ids": [1] * i, "attention_mask": [1] * i, "labels": [1] * j} for i, j in ((3, 2), (3, 7), (4, 2))]
-    alone, eights = (DataCollatorForSeq2Seq(tiny.tokenizer(), pad_to_multiple_of=multiple) for multiple in (None, 8))
+    rows = [
+        {"input_ids": [1] * i, "attention_mask": [1] * i, "labels": [1] * j}
+        for i, j in ((3, 2), (3, 7), (4, 2))
+    ]
+    alone, eights = (
+        DataCollatorForSeq2Seq(tiny.tokenizer(), pad_to_multiple_of=multiple)
+        for multiple in (None, 8)
+    )
     assert len({shape_of(own(alone([dict(row)]))) for row in rows}) == 3
     assert len({shape_of(own(eights([dict(row)]))) for row in rows}) == 1

@@ -43,7 +43,9 @@ def test_bf16_from_the_environment_is_seen(tmp_path, from_environment):
 
 def test_planted_precision_by_the_argument_is_seen(tmp_path, from_environment, monkeypatch):
     monkeypatch.setattr(
-        Precision, "of", classmethod(lambda cls, model, accelerator, computed=(): cls(None, ("float32",)))
+        Precision,
+        "of",
+        classmethod(lambda cls, model, accelerator, computed=(): cls(None, ("float32",))),
     )  # what bf16=False says
     from_environment("bf16")
     assert not one_shape(tiny.trainer(tmp_path))
@@ -52,7 +54,9 @@ def test_planted_precision_by_the_argument_is_seen(tmp_path, from_environment, m
 def test_float32(tmp_path):
     trainer = tiny.trainer(tmp_path)
     assert not one_shape(trainer)
-    assert trainer.privacy_statement().facts.precision.startswith("forward and backward float32; norms")
+    assert trainer.privacy_statement().facts.precision.startswith(
+        "forward and backward float32; norms"
+    )
 
 
 def test_autocast_around_the_training(tmp_path):
@@ -88,7 +92,8 @@ def test_autocast_inside_the_loss_is_seen(cls, tmp_path):
 
 def test_planted_no_look_inside_the_loss_is_seen(tmp_path, monkeypatch):
     monkeypatch.setattr(
-        "hf_dp.trainer.training_data.Watched.__torch_dispatch__", lambda self, f, t, a=(), k=None: f(*a, **(k or {}))
+        "hf_dp.trainer.training_data.Watched.__torch_dispatch__",
+        lambda self, f, t, a=(), k=None: f(*a, **(k or {})),
     )
     assert not one_shape(tiny.trainer(tmp_path, cls=CastingLoss))
 
@@ -97,7 +102,9 @@ def test_shortened_products_are_refused(tmp_path):
     trainer = tiny.trainer(tmp_path)
     try:
         torch.set_float32_matmul_precision("high")
-        with pytest.raises(UnsupportedArgumentError, match='to be "highest" in private modes, got .high.'):
+        with pytest.raises(
+            UnsupportedArgumentError, match='to be "highest" in private modes, got .high.'
+        ):
             trainer.train()
     finally:
         torch.set_float32_matmul_precision("highest")
@@ -108,13 +115,17 @@ def test_frozen_weights_of_16_bits_are_named(tmp_path):
     model = tiny.model()
     model.bert.embeddings.word_embeddings.requires_grad_(False).bfloat16()
     trainer = tiny.trainer(tmp_path, given={"model": model})
-    assert trainer.privacy_statement().facts.precision.startswith("forward and backward bfloat16 and float32")
+    assert trainer.privacy_statement().facts.precision.startswith(
+        "forward and backward bfloat16 and float32"
+    )
 
 
 def test_float16_by_the_accelerator_is_refused(tmp_path, monkeypatch):
     trainer = tiny.trainer(tmp_path)
     monkeypatch.setattr(type(trainer.accelerator), "mixed_precision", property(lambda self: "fp16"))
-    with pytest.raises(UnsupportedArgumentError, match="`mixed_precision` to be .no. or .bf16.*got 'fp16'"):
+    with pytest.raises(
+        UnsupportedArgumentError, match="`mixed_precision` to be .no. or .bf16.*got 'fp16'"
+    ):
         trainer.train()
     assert not (tmp_path / "privacy.json").exists()
 
@@ -122,4 +133,6 @@ def test_float16_by_the_accelerator_is_refused(tmp_path, monkeypatch):
 def test_the_environment_is_refused_by_its_own_row(tmp_path, monkeypatch):
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp16")
     with pytest.raises(UnsupportedArgumentError, match="ACCELERATE_MIXED_PRECISION"):
-        DPTrainingArguments(str(tmp_path), noise_multiplier=1.0, expected_batch_size=8, use_cpu=True)
+        DPTrainingArguments(
+            str(tmp_path), noise_multiplier=1.0, expected_batch_size=8, use_cpu=True
+        )

@@ -23,7 +23,9 @@ def trainer(tmp_path):
 
 
 def gradients(trainer) -> dict[str, torch.Tensor]:
-    return {name: p.grad.clone() for name, p in trainer.model.named_parameters() if p.grad is not None}
+    return {
+        name: p.grad.clone() for name, p in trainer.model.named_parameters() if p.grad is not None
+    }
 
 
 def batches(trainer, indices):
@@ -39,9 +41,14 @@ def step(trainer, indices):
 
 
 def noise_pvalue(trainer) -> float:
-    """KS test of an empty draw's gradient against N(0, (noise_multiplier C / B)^2), from the public numbers alone."""
+    """KS test of an empty draw's gradient against N(0, (noise_multiplier C / B)^2), from the public
+    numbers alone."""
     flat = torch.cat([g.flatten() for g in step(trainer, []).values()])
-    std = trainer.args.noise_multiplier * trainer.args.per_example_max_grad_norm / trainer.args.expected_batch_size
+    std = (
+        trainer.args.noise_multiplier
+        * trainer.args.per_example_max_grad_norm
+        / trainer.args.expected_batch_size
+    )
     return stats.kstest((flat / std).numpy(), "norm").pvalue
 
 
@@ -51,14 +58,18 @@ def test_an_empty_draw_is_pure_noise_of_the_planned_size(trainer):
 
 def test_planted_half_noise_is_seen(trainer, monkeypatch):
     original = SecretRandomness.gaussian_like
-    monkeypatch.setattr(SecretRandomness, "gaussian_like", lambda self, t, std: original(self, t, std) * 0.5)
+    monkeypatch.setattr(
+        SecretRandomness, "gaussian_like", lambda self, t, std: original(self, t, std) * 0.5
+    )
     assert noise_pvalue(trainer) < 1e-4
 
 
 def test_planted_double_noise_is_seen(trainer, monkeypatch):
     original = SecretRandomness.gaussian_like
     monkeypatch.setattr(
-        SecretRandomness, "gaussian_like", lambda self, t, std: original(self, t, std) + original(self, t, std)
+        SecretRandomness,
+        "gaussian_like",
+        lambda self, t, std: original(self, t, std) + original(self, t, std),
     )
     assert noise_pvalue(trainer) < 1e-4
 
@@ -107,7 +118,9 @@ def test_planted_realised_divisor_is_seen(trainer, without_noise, monkeypatch):
 
 
 def test_planted_batch_mean_loss_is_seen(trainer, without_noise, monkeypatch):
-    monkeypatch.setattr(trainer, "compute_per_example_loss", lambda m, i: per_example_loss(m, i) / 64)
+    monkeypatch.setattr(
+        trainer, "compute_per_example_loss", lambda m, i: per_example_loss(m, i) / 64
+    )
     assert step_error(trainer, [0, 5, 6]) > 1e-4
 
 
@@ -120,7 +133,9 @@ def test_the_physical_batch_size_does_not_change_the_update(tmp_path, without_no
         torch.testing.assert_close(got[name], reference[name], rtol=1e-4, atol=1e-7)
 
 
-def test_an_example_that_is_not_finite_is_removed_and_the_step_goes_on(trainer, without_noise, monkeypatch):
+def test_an_example_that_is_not_finite_is_removed_and_the_step_goes_on(
+    trainer, without_noise, monkeypatch
+):
     def broken(model, inputs):
         factor = torch.ones(len(inputs["labels"]))
         factor[inputs["attention_mask"].sum(1) == 8] = float("nan")
@@ -145,7 +160,12 @@ def test_the_step_is_durable_before_any_gradient_is_visible(trainer, monkeypatch
     def watched(self, event, purpose):
         original(self, event, purpose)
         on_disk = trainer.args.output_dir
-        seen.append((all(p.grad is None for p in trainer.model.parameters()), (on_disk, self.ledger.steps())))
+        seen.append(
+            (
+                all(p.grad is None for p in trainer.model.parameters()),
+                (on_disk, self.ledger.steps()),
+            )
+        )
 
     monkeypatch.setattr(RunLedger, "append", watched)
     step(trainer, [1, 2])
@@ -272,7 +292,8 @@ def test_fetching_rows_draws_nothing_from_the_public_generators(tmp_path):
 
 
 def sampler_is_poisson(trainer) -> bool:
-    """The loader draws by a PoissonSampler with the plan's rate, and draw sizes vary as Binomial(N, q) does."""
+    """The loader draws by a PoissonSampler with the plan's rate, and draw sizes vary as Binomial(N,
+    q) does."""
     sampler = trainer.get_train_dataloader().batch_sampler
     sizes = [len(draw) for _ in range(60) for draw in sampler]
     spread = sum((s - 8) ** 2 for s in sizes) / len(sizes)  # 40 * 0.2 * 0.8 = 6.4
@@ -314,5 +335,7 @@ def test_the_self_check_runs_on_synthetic_rows(trainer):
 
 
 def test_planted_self_check_on_real_rows_is_seen(trainer, monkeypatch):
-    monkeypatch.setattr(trainer, "synthetic_batches", lambda: [trainer.training_data().examples[i] for i in (3, 4)])
+    monkeypatch.setattr(
+        trainer, "synthetic_batches", lambda: [trainer.training_data().examples[i] for i in (3, 4)]
+    )
     assert self_check_saw_real_rows(trainer)

@@ -12,7 +12,9 @@ from hf_dp.trainer.notebook import NotebookEpsilonProgress
 def test_the_terminal_bar_shows_epsilon(tmp_path, capsys):
     trainer = tiny.trainer(tmp_path, disable_tqdm=False)
     assert any(type(callback) is EpsilonProgress for callback in trainer.callback_handler.callbacks)
-    assert not any(type(callback) is ProgressCallback for callback in trainer.callback_handler.callbacks)
+    assert not any(
+        type(callback) is ProgressCallback for callback in trainer.callback_handler.callbacks
+    )
     trainer.train()
     assert f"epsilon {trainer.epsilon().rounded_up():g}" in capsys.readouterr().err
 

@@ -91,13 +91,23 @@ def with_codebook():
     model.bert.encoder.layer.insert(0, model.bert.encoder.layer[0])
     codebook = Codebook()
     model.codebook = codebook
-    model.bert.embeddings.LayerNorm.register_forward_hook(lambda module, args, output: codebook(output))
+    model.bert.embeddings.LayerNorm.register_forward_hook(
+        lambda module, args, output: codebook(output)
+    )
     return model
 
 
 AT_CREATION = {
-    "training_step overridden": (lambda p: tiny.trainer(p, cls=OwnStep), UnsupportedArgumentError, "training_step"),
-    "loader overridden": (lambda p: tiny.trainer(p, cls=OwnLoader), UnsupportedArgumentError, "get_train_dataloader"),
+    "training_step overridden": (
+        lambda p: tiny.trainer(p, cls=OwnStep),
+        UnsupportedArgumentError,
+        "training_step",
+    ),
+    "loader overridden": (
+        lambda p: tiny.trainer(p, cls=OwnLoader),
+        UnsupportedArgumentError,
+        "get_train_dataloader",
+    ),
     "compute_loss overridden": (
         lambda p: tiny.trainer(p, cls=OwnLoss),
         UnsupportedArgumentError,
@@ -110,7 +120,9 @@ AT_CREATION = {
     ),
     "plain TrainingArguments": (
         lambda p: DPTrainer(
-            model=tiny.model(), args=TrainingArguments(str(p), use_cpu=True), train_dataset=tiny.dataset()
+            model=tiny.model(),
+            args=TrainingArguments(str(p), use_cpu=True),
+            train_dataset=tiny.dataset(),
         ),
         InvalidArgumentError,
         "DPTrainingArguments",
@@ -146,7 +158,9 @@ AT_CREATION = {
         "1e-06",
     ),
     "evaluation on the training set": (
-        lambda p: tiny.trainer(p, given=dict.fromkeys(("train_dataset", "eval_dataset"), tiny.dataset())),
+        lambda p: tiny.trainer(
+            p, given=dict.fromkeys(("train_dataset", "eval_dataset"), tiny.dataset())
+        ),
         UnsupportedArgumentError,
         "held-out set",
     ),
@@ -162,7 +176,12 @@ AT_CREATION = {
     ),
     "a new head frozen under LoRA": (
         lambda p: tiny.trainer(
-            p, given={"peft_config": LoraConfig(r=2, target_modules=["query"], task_type="FEATURE_EXTRACTION")}
+            p,
+            given={
+                "peft_config": LoraConfig(
+                    r=2, target_modules=["query"], task_type="FEATURE_EXTRACTION"
+                )
+            },
         ),
         UnsupportedModelError,
         r"modules_to_save=\['classifier'\]",
@@ -190,7 +209,11 @@ AT_TRAINING = {
         SelfCheckError,
         "codebook.mean",
     ),
-    "no labels": (lambda p: tiny.trainer(p, given={"train_dataset": unlabeled()}), DataError, "no `labels`"),
+    "no labels": (
+        lambda p: tiny.trainer(p, given={"train_dataset": unlabeled()}),
+        DataError,
+        "no `labels`",
+    ),
     "flattening collator": (
         lambda p: tiny.trainer(p, given={"data_collator": DataCollatorWithFlattening()}),
         DataError,
@@ -210,11 +233,17 @@ AT_TRAINING = {
         r"Row 0 of the training set, collated alone, gives `input_ids` of shape \(2, 3\).*first dimension of 1",
     ),
     "collator that wants two rows": (
-        lambda p: tiny.trainer(p, given={"data_collator": lambda rows: {"labels": torch.tensor(rows[1]["label"])}}),
+        lambda p: tiny.trainer(
+            p, given={"data_collator": lambda rows: {"labels": torch.tensor(rows[1]["label"])}}
+        ),
         DataError,
         r"Row 0 of the training set, collated alone, failed \(IndexError.*It must work on one",
     ),
-    "loss that depends on neighbors": (lambda p: tiny.trainer(p, cls=BatchMean), SelfCheckError, "neighbors"),
+    "loss that depends on neighbors": (
+        lambda p: tiny.trainer(p, cls=BatchMean),
+        SelfCheckError,
+        "neighbors",
+    ),
 }
 
 
@@ -245,7 +274,9 @@ def test_a_class_without_a_known_loss_is_refused_by_name(tmp_path):
 
     model = BertForNextSentencePrediction(tiny.model().config)
     trainer = tiny.trainer(tmp_path, given={"model": model})
-    with pytest.raises(UnsupportedLossError, match="BertForNextSentencePrediction.*compute_per_example_loss"):
+    with pytest.raises(
+        UnsupportedLossError, match="BertForNextSentencePrediction.*compute_per_example_loss"
+    ):
         trainer.train()
 
 
@@ -306,7 +337,8 @@ def test_what_the_statement_names_cannot_change_after_creation(tmp_path):
     with pytest.raises(UnsupportedArgumentError, match="held-out"):
         trainer.evaluate(trainer.train_dataset)
     with pytest.raises(
-        UnsupportedArgumentError, match="`evaluate_on_training_rows` to stay as it was .* False, got True"
+        UnsupportedArgumentError,
+        match="`evaluate_on_training_rows` to stay as it was .* False, got True",
     ):
         trainer.train()
     trainer.args.evaluate_on_training_rows, trainer.args.rows_are_chunks = False, True

@@ -44,7 +44,9 @@ def save_checkpoint(run: RunLedger, weights: bool = True) -> Path:
     folder = run.folder / f"checkpoint-{run.ledger.steps()}"
     folder.mkdir()
     if weights:
-        safetensors.torch.save_file({"a": torch.ones(3)}, folder / "model.safetensors", metadata={"format": "pt"})
+        safetensors.torch.save_file(
+            {"a": torch.ones(3)}, folder / "model.safetensors", metadata={"format": "pt"}
+        )
     run.save(folder)
     run.mark_weights(folder)
     return folder
@@ -89,7 +91,8 @@ def test_a_run_goes_on_and_its_mark_with_it(folder):
 
 
 def durable_order(folder: Path, monkeypatch) -> list[str]:
-    """Which files were on the disk, one after the other, when ``append`` returned, and that it returned."""
+    """Which files were on the disk, one after the other, when ``append`` returned, and that it
+    returned."""
     run = begun(folder, 1)
     calls: list[str] = []
     fsync, replace = os.fsync, os.replace
@@ -182,7 +185,8 @@ def test_an_older_copy_of_the_record_is_refused(folder):
         resumed(folder)
     text = str(caught.value)
     assert (
-        f"lacks what {RUN_MARK} knows of the same run, 5 of training, which 3 of training here do not continue" in text
+        f"lacks what {RUN_MARK} knows of the same run, 5 of training, which 3 of training here do "
+        "not continue" in text
     )
     assert f"hf-dp account rebuild {folder}" in text
     assert read(folder).ledger.steps() == 3  # left as it is
@@ -198,7 +202,8 @@ def test_planted_marks_that_are_not_read_are_seen(folder, monkeypatch):
 
 
 def test_a_checkpoint_copied_over_the_run_is_refused(folder):
-    """With all its files, the copied mark among them, as whoever restores "from a checkpoint" does it."""
+    """With all its files, the copied mark among them, as whoever restores "from a checkpoint" does
+    it."""
     shutil.copytree(folder / "checkpoint-3", folder, dirs_exist_ok=True)
     assert read(folder).ledger.steps() == 3
     with pytest.raises(LedgerError, match=f"lacks what {RUN_MARK} knows"):
@@ -235,16 +240,20 @@ def test_a_deleted_mark_is_missed_when_weights_are_ahead(folder):
         path.unlink()
     older_copy(folder)
     with pytest.raises(
-        LedgerError, match=r"lacks what checkpoint-6/model.safetensors knows of the same run, 6 of training"
+        LedgerError,
+        match=r"lacks what checkpoint-6/model.safetensors knows of the same run, 6 of training",
     ):
         resumed(folder)
 
 
 def test_a_deleted_mark_is_missed_when_copies_of_it_exist(folder):
-    """A folder with the record and marks of copies, but not the run's own, is a copy of a checkpoint."""
+    """A folder with the record and marks of copies, but not the run's own, is a copy of a
+    checkpoint."""
     (folder / RUN_MARK).unlink()
     run = resumed(folder)
-    with pytest.raises(LedgerError, match=f"but not the run's own {RUN_MARK}: it is a copy of a checkpoint"):
+    with pytest.raises(
+        LedgerError, match=f"but not the run's own {RUN_MARK}: it is a copy of a checkpoint"
+    ):
         run.open()
 
 
@@ -273,7 +282,9 @@ def test_the_mark_of_another_run_is_refused(folder, tmp_path):
     other = begun(tmp_path / "other", 1)
     other.stop()
     shutil.copy(other.folder / RUN_MARK, folder / "checkpoint-3" / COPIED_MARK)
-    with pytest.raises(LedgerError, match=f"of run {other.run_id}.*one folder is for one run. Move"):
+    with pytest.raises(
+        LedgerError, match=f"of run {other.run_id}.*one folder is for one run. Move"
+    ):
         resumed(folder)
 
 
@@ -300,7 +311,8 @@ def test_a_new_run_does_not_begin_beside_a_mark(folder, name, tmp_path):
     other.mkdir()
     shutil.copy(folder / RUN_MARK, other / name)
     with pytest.raises(
-        LedgerError, match=f"holds {name} of another run .5 of training. and no privacy.json of it.*rebuild"
+        LedgerError,
+        match=f"holds {name} of another run .5 of training. and no privacy.json of it.*rebuild",
     ):
         RunLedger(other, PLAN).start(5)
     for run_id in (None, "another"):
@@ -312,14 +324,19 @@ def test_a_new_run_does_not_begin_beside_a_mark(folder, name, tmp_path):
 
 def test_resume_without_the_record_says_how_to_rebuild_it(folder):
     (folder / FILE_NAME).unlink()
-    with pytest.raises(LedgerError, match=f"output_dir is missing or damaged.*hf-dp account rebuild {folder}"):
+    with pytest.raises(
+        LedgerError, match=f"output_dir is missing or damaged.*hf-dp account rebuild {folder}"
+    ):
         resumed(folder)
 
 
 def test_weights_that_a_kill_cut_short_are_named(folder):
     (folder / "checkpoint-5").mkdir()
     (folder / "checkpoint-5" / "model.safetensors").write_bytes(b"\x10\x00")
-    with pytest.raises(LedgerError, match="checkpoint-5/model.safetensors to be a safetensors file.*kill.*delete it"):
+    with pytest.raises(
+        LedgerError,
+        match="checkpoint-5/model.safetensors to be a safetensors file.*kill.*delete it",
+    ):
         resumed(folder)
 
 
@@ -327,7 +344,9 @@ def test_a_damaged_copy_is_named(folder):
     (folder / "checkpoint-5").mkdir()
     (folder / "checkpoint-5" / FILE_NAME).write_text("{")
     with pytest.raises(
-        LedgerError, match="checkpoint 'checkpoint-5' cannot be used.*not complete JSON.*move the checkpoint out"
+        LedgerError,
+        match="checkpoint 'checkpoint-5' cannot be used.*not complete JSON.*move the checkpoint "
+        "out",
     ):
         resumed(folder)
 
@@ -365,16 +384,25 @@ def test_a_run_without_marks_has_its_checkpoints_for_witnesses(folder):
 def test_what_weakens_a_run_comes_back_from_its_marks(folder):
     """Noted at the checkpoint, or before an older copy of the record was put in place."""
     run = resumed(folder)
-    run.released, run.model_selection, run.rows_are_chunks, run.evaluation_compared = ("loss",), True, True, False
+    run.released, run.model_selection, run.rows_are_chunks, run.evaluation_compared = (
+        ("loss",),
+        True,
+        True,
+        False,
+    )
     run.start(5)
     step(run)
     run.stop()
     data = json.loads((folder / FILE_NAME).read_text())
-    data["plan"].update(released=[], model_selection=False, rows_are_chunks=False, evaluation_compared=True)
+    data["plan"].update(
+        released=[], model_selection=False, rows_are_chunks=False, evaluation_compared=True
+    )
     (folder / FILE_NAME).write_text(json.dumps(data))
     again = resumed(folder)
     again.open()
-    expected = Weaknesses(released=("loss",), model_selection=True, rows_are_chunks=True, evaluation_compared=False)
+    expected = Weaknesses(
+        released=("loss",), model_selection=True, rows_are_chunks=True, evaluation_compared=False
+    )
     assert again.weaknesses == expected
     step(again)
     again.stop()
@@ -394,7 +422,12 @@ def test_planted_weaknesses_that_are_forgotten_are_seen(folder, monkeypatch):
 
 def test_a_record_that_forgets_what_weakens_a_run_is_not_written(folder):
     before = read(folder)
-    write(folder, document(PLAN, before.ledger, run_id=before.run_id, weaknesses=Weaknesses(insecure_seed=True)))
+    write(
+        folder,
+        document(
+            PLAN, before.ledger, run_id=before.run_id, weaknesses=Weaknesses(insecure_seed=True)
+        ),
+    )
     with pytest.raises(LedgerError, match="true for good"):
         write(folder, document(PLAN, before.ledger, run_id=before.run_id))
 
@@ -448,7 +481,10 @@ def test_a_whole_run_with_an_older_record_is_refused_until_it_is_rebuilt(tmp_pat
     first = trained(tmp_path)
     shutil.copy(tmp_path / "checkpoint-2" / FILE_NAME, tmp_path / FILE_NAME)
     again = tiny.trainer(tmp_path, save_strategy="steps", save_steps=2)
-    with pytest.raises(LedgerError, match="4 of training, which 2 of training here do not continue.*account rebuild"):
+    with pytest.raises(
+        LedgerError,
+        match="4 of training, which 2 of training here do not continue.*account rebuild",
+    ):
         again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
     assert len(again.ledger) == 0
     assert rebuild(tmp_path).added.steps() == 2

@@ -1,4 +1,5 @@
-"""Whole runs: what is written, logged and withheld; resuming; stopping; what a Trainer user expects."""
+"""Whole runs: what is written, logged and withheld; resuming; stopping; what a Trainer user
+expects."""
 
 from __future__ import annotations
 
@@ -17,7 +18,12 @@ from transformers import AutoModelForSequenceClassification, EarlyStoppingCallba
 from hf_dp.accounting import EARLIER, epsilon
 from hf_dp.cards.document import read
 from hf_dp.cards.verify import disagreements
-from hf_dp.errors import BudgetExceededError, InvalidArgumentError, LedgerError, UnsupportedArgumentError
+from hf_dp.errors import (
+    BudgetExceededError,
+    InvalidArgumentError,
+    LedgerError,
+    UnsupportedArgumentError,
+)
 from hf_dp.trainer.trainer import DPTrainer
 
 WITHHELD = {
@@ -56,14 +62,23 @@ def leaks(folder: Path) -> set[str]:
 @pytest.mark.parametrize("bf16", [False, True], ids=["float32", "bf16"])
 @pytest.mark.parametrize("device", DEVICES)
 def test_each_checkpoint_has_its_card_and_ledger_and_no_unnoised_number(device, bf16, tmp_path):
-    trainer = tiny.trainer(tmp_path, save_strategy="steps", save_steps=2, use_cpu=device == "cpu", bf16=bf16)
+    trainer = tiny.trainer(
+        tmp_path, save_strategy="steps", save_steps=2, use_cpu=device == "cpu", bf16=bf16
+    )
     assert trainer.args.device.type == device
     output = trainer.train()
     for step in (2, 4):
         folder = tmp_path / f"checkpoint-{step}"
         assert read(folder).ledger.steps() == step
         document = json.loads((folder / "privacy.json").read_text())
-        assert list(document) == ["schema_version", "hf_dp_version", "status", "plan", "ledger", "statement"]
+        assert list(document) == [
+            "schema_version",
+            "hf_dp_version",
+            "status",
+            "plan",
+            "ledger",
+            "statement",
+        ]
         assert document["statement"]["steps"] == step
         epsilon = document["statement"]["epsilon"]
         assert f"{epsilon:.3f}" in (folder / "README.md").read_text()
@@ -85,7 +100,9 @@ def test_planted_unnoised_loss_in_the_state_is_seen(tmp_path, monkeypatch):
 
 def test_callbacks_get_epsilon_at_each_log_and_never_a_withheld_number(tmp_path):
     recorder = Recorder()
-    trainer = tiny.trainer(tmp_path, eval_strategy="steps", eval_steps=2, given={"callbacks": [recorder]})
+    trainer = tiny.trainer(
+        tmp_path, eval_strategy="steps", eval_steps=2, given={"callbacks": [recorder]}
+    )
     trainer.train()
     assert len(recorder.logs) >= 6
     assert all("epsilon" in logs for logs in recorder.logs)
@@ -130,13 +147,20 @@ def test_training_learns_without_much_noise(tmp_path):
         "evaluate_on_training_rows": True,
     }
     trainer = tiny.trainer(
-        tmp_path, given={"train_dataset": marked}, per_example_max_grad_norm=1.0, logging_steps=999, **options
+        tmp_path,
+        given={"train_dataset": marked},
+        per_example_max_grad_norm=1.0,
+        logging_steps=999,
+        **options,
     )
     before = trainer.predict(marked.select(range(39))).metrics["test_loss"]
     trainer.train()
     assert trainer.predict(marked.select(range(39))).metrics["test_loss"] < before - 0.1
     statement = trainer.privacy_statement()
-    assert statement.status == "proven for the weights only" and "evaluation_on_training_rows" in str(statement)
+    assert (
+        statement.status == "proven for the weights only"
+        and "evaluation_on_training_rows" in str(statement)
+    )
 
 
 # -- resuming ---
@@ -181,7 +205,9 @@ def test_a_run_stops_early_when_earlier_steps_used_part_of_the_target(tmp_path):
     assert read(tmp_path).ledger.steps() == 3
     again = tiny.trainer(tmp_path, save_strategy="steps", save_steps=2, target_epsilon=4.0)
     again.train(resume_from_checkpoint=True)
-    assert again.ledger.steps() == 4  # one more step fits, not the two that were left of the schedule
+    assert (
+        again.ledger.steps() == 4
+    )  # one more step fits, not the two that were left of the schedule
     assert again.state.global_step == 3
     assert again.epsilon().value <= 4.0
 
@@ -204,7 +230,9 @@ def test_resume_with_another_runs_ledger_is_refused(tmp_path):
     interrupted(tmp_path / "a")
     interrupted(tmp_path / "b")
     with pytest.raises(LedgerError, match="belongs to run"):
-        tiny.trainer(tmp_path / "a").train(resume_from_checkpoint=str(tmp_path / "b" / "checkpoint-2"))
+        tiny.trainer(tmp_path / "a").train(
+            resume_from_checkpoint=str(tmp_path / "b" / "checkpoint-2")
+        )
 
 
 @pytest.mark.parametrize(
@@ -290,7 +318,9 @@ def test_evaluate_predict_save_and_reload(tmp_path):
     row = tiny.evaluation_set()[0]
     with torch.no_grad():
         logits = reloaded(input_ids=torch.tensor([row["input_ids"]])).logits
-    torch.testing.assert_close(logits[0], torch.tensor(predicted.predictions[0]), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(
+        logits[0], torch.tensor(predicted.predictions[0]), rtol=1e-4, atol=1e-5
+    )
 
 
 def test_best_model_and_early_stopping_are_stated(tmp_path):
@@ -305,7 +335,9 @@ def test_best_model_and_early_stopping_are_stated(tmp_path):
     )
     trainer.train()
     assert trainer.state.best_model_checkpoint is not None
-    (line,) = [line for line in trainer.privacy_statement().not_covered if "model selection" in line]
+    (line,) = [
+        line for line in trainer.privacy_statement().not_covered if "model selection" in line
+    ]
     assert "not used by this run" not in line
 
 
@@ -402,7 +434,9 @@ def test_create_model_card_states_epsilon(tmp_path):
 def test_an_insecure_seed_reproduces_the_run_and_marks_it_not_private(tmp_path):
     weights = []
     for name in "ab":
-        trainer = tiny.trainer(tmp_path / name, insecure_seed=3, given={"model": tiny.model(dropout=0.3)})
+        trainer = tiny.trainer(
+            tmp_path / name, insecure_seed=3, given={"model": tiny.model(dropout=0.3)}
+        )
         trainer.train()
         weights.append({n: p.detach().clone() for n, p in trainer.model.named_parameters()})
     assert all(torch.equal(weights[0][n], weights[1][n]) for n in weights[0])
@@ -416,12 +450,15 @@ def test_a_base_that_was_trained_privately_is_named(tmp_path, monkeypatch):
     first.train()
     first.save_model()
     said: list[str] = []
-    monkeypatch.setattr("hf_dp.trainer.trainer.logger.warning", lambda text, *values: said.append(text % values))
+    monkeypatch.setattr(
+        "hf_dp.trainer.trainer.logger.warning", lambda text, *values: said.append(text % values)
+    )
     base = AutoModelForSequenceClassification.from_pretrained(tmp_path / "first")
     tiny.trainer(tmp_path / "second", given={"model": base}).train()
     (warning,) = [text for text in said if "result of a private run" in text]
     assert (
-        f"epsilon {first.privacy_statement().epsilon}, 4 releases" in warning and "both runs count together" in warning
+        f"epsilon {first.privacy_statement().epsilon}, 4 releases" in warning
+        and "both runs count together" in warning
     )
     said.clear()
     tiny.trainer(tmp_path / "third").train()
@@ -432,16 +469,24 @@ def test_a_base_that_was_trained_privately_is_named(tmp_path, monkeypatch):
 def test_an_earlier_run_on_the_same_rows_is_paid_from_the_same_target(tmp_path, variant):
     first = tiny.trainer(tmp_path / "first")
     first.train()
-    options = {"target_epsilon": 8.0, "accountant": "rdp", "earlier_runs": [str(tmp_path / "first")]}
+    options = {
+        "target_epsilon": 8.0,
+        "accountant": "rdp",
+        "earlier_runs": [str(tmp_path / "first")],
+    }
     if variant is not None:
         options |= {"privacy_mode": "dp_fp", "dp_fp_variant": variant}
     second = tiny.trainer(tmp_path / "second", **options)
     second.train()
     alone = tiny.trainer(tmp_path / "alone", **{**options, "earlier_runs": []})
     assert second.privacy_plan.noise_multiplier > alone.privacy_plan.noise_multiplier
-    assert [(entry.event, entry.purpose) for entry in second.ledger.entries][:1] == [(first.ledger.events[0], EARLIER)]
+    assert [(entry.event, entry.purpose) for entry in second.ledger.entries][:1] == [
+        (first.ledger.events[0], EARLIER)
+    ]
     assert second.ledger.steps(EARLIER) == 4 and len(second.ledger) == 2
-    total = epsilon([*first.ledger.events, *second.privacy_plan.events()], second.privacy_plan.delta, "rdp")
+    total = epsilon(
+        [*first.ledger.events, *second.privacy_plan.events()], second.privacy_plan.delta, "rdp"
+    )
     assert second.epsilon() == total and 7.9 < total.value <= 8
     assert "what earlier runs released of the same rows" in second.privacy_statement().sentence()
     assert disagreements(read(tmp_path / "second")) == []
@@ -453,7 +498,10 @@ def test_an_earlier_run_on_the_same_rows_is_paid_from_the_same_target(tmp_path, 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"given": {"train_dataset": tiny.dataset(50)}}, "to be a run on the same 40 rows, not on 50"),
+        (
+            {"given": {"train_dataset": tiny.dataset(50)}},
+            "to be a run on the same 40 rows, not on 50",
+        ),
         (None, "privacy.json"),
     ],
 )
@@ -473,14 +521,19 @@ def test_a_ledger_without_all_earlier_runs_does_not_go_on(tmp_path, kept):
     options = {"noise_multiplier": 1.0, "save_strategy": "steps", "save_steps": 2}
     tiny.trainer(tmp_path / "second", earlier_runs=names[:kept], **options).train()
     again = tiny.trainer(tmp_path / "second", earlier_runs=names, **options)
-    with pytest.raises(LedgerError, match="`earlier_runs` to name what the ledger of this run began with"):
+    with pytest.raises(
+        LedgerError, match="`earlier_runs` to name what the ledger of this run began with"
+    ):
         again.train(resume_from_checkpoint=str(tmp_path / "second" / "checkpoint-2"))
 
 
 def test_planted_earlier_run_that_is_not_recorded_is_seen(tmp_path, monkeypatch):
     tiny.trainer(tmp_path / "first").train()
     second = tiny.trainer(
-        tmp_path / "second", target_epsilon=8.0, accountant="rdp", earlier_runs=[str(tmp_path / "first")]
+        tmp_path / "second",
+        target_epsilon=8.0,
+        accountant="rdp",
+        earlier_runs=[str(tmp_path / "first")],
     )
     monkeypatch.setattr(second, "_earlier", ())
     second.train()
@@ -494,7 +547,8 @@ def test_a_trainer_without_a_step_states_nothing_of_privately_trained_weights(tm
     first.save_model()
     model = type(first.model).from_pretrained(tmp_path / "a")
     with pytest.raises(
-        UnsupportedArgumentError, match="made no private step, and its model is the result of a private run"
+        UnsupportedArgumentError,
+        match="made no private step, and its model is the result of a private run",
     ):
         tiny.trainer(tmp_path / "b", given={"model": model}).save_model()
     assert not (tmp_path / "b" / "privacy.json").exists()

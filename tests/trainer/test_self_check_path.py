@@ -1,4 +1,5 @@
-"""The self-check goes the way of the rows: made-up ones, through the user's collator and the library's padding."""
+"""The self-check goes the way of the rows: made-up ones, through the user's collator and the
+library's padding."""
 
 from __future__ import annotations
 
@@ -28,7 +29,8 @@ def of_path(folder, name) -> DPTrainer:
 
 
 THROUGH_THE_COLLATOR = [
-    "padding", "token classification", "masked LM", "causal LM, padded on the left", "seq2seq", "decoder inputs given",
+    "padding", "token classification", "masked LM", "causal LM, padded on the left", "seq2seq", "decoder "
+    "inputs given",
     "images", "photographs by a transform", "texts that the collator tokenizes", "multi-label", "regression",
     "torch tensors", "columns of one's own",
 ]  # fmt: skip
@@ -37,7 +39,9 @@ THROUGH_THE_COLLATOR = [
 @pytest.mark.parametrize("name", THROUGH_THE_COLLATOR)
 def test_made_up_rows_go_through_the_collator(name, tmp_path, monkeypatch):
     warned = []
-    monkeypatch.setattr("hf_dp.trainer.training_data.logger.warning", lambda text, *args: warned.append(text % args))
+    monkeypatch.setattr(
+        "hf_dp.trainer.training_data.logger.warning", lambda text, *args: warned.append(text % args)
+    )
     trainer = of_path(tmp_path, name)
     layout = trainer.training_data().looked_over.layout
     examples = trainer.synthetic_batches()
@@ -49,7 +53,9 @@ def test_made_up_rows_go_through_the_collator(name, tmp_path, monkeypatch):
 
 def test_a_row_that_cannot_be_made_up_is_said(tmp_path, monkeypatch):
     warned = []
-    monkeypatch.setattr("hf_dp.trainer.training_data.logger.warning", lambda text, *args: warned.append(text % args))
+    monkeypatch.setattr(
+        "hf_dp.trainer.training_data.logger.warning", lambda text, *args: warned.append(text % args)
+    )
 
     class Tokens:
         def __init__(self, row):
@@ -62,7 +68,11 @@ def test_a_row_that_cannot_be_made_up_is_said(tmp_path, monkeypatch):
     trainer.train()
     assert trainer.ledger.steps() == 4
     (said,) = warned
-    assert "past the data collator" in said and "a Tokens cannot be made up" in said and "synthetic_batches" in said
+    assert (
+        "past the data collator" in said
+        and "a Tokens cannot be made up" in said
+        and "synthetic_batches" in said
+    )
 
 
 def test_a_padding_that_the_loss_sees_is_found(tmp_path, monkeypatch):
@@ -91,8 +101,14 @@ x, y = torch.randn(1, 4), torch.randn(1)
         ([{"x": x, "labels": y}], "got 1 of them"),
         ([{"x": torch.randn(3, 4), "labels": y}] * 2, r"`x` of item 0 has shape \(3, 4\)"),
         ([{"x": x, "labels": torch.tensor(1.0)}] * 2, r"`labels` of item 0 has shape \(\)"),
-        ([{"x": x, "labels": y}, {"x": x}], r"Item 1 of what synthetic_batches\(\) returns does not fit: .*lacks"),
-        ([{"x": x}] * 2, r"Item 0 of what synthetic_batches\(\) returns does not fit: .*lacks \['labels'\]"),
+        (
+            [{"x": x, "labels": y}, {"x": x}],
+            r"Item 1 of what synthetic_batches\(\) returns does not fit: .*lacks",
+        ),
+        (
+            [{"x": x}] * 2,
+            r"Item 0 of what synthetic_batches\(\) returns does not fit: .*lacks \['labels'\]",
+        ),
         ([{}, {}], "of item 0"),
     ],
 )
@@ -101,7 +117,12 @@ def test_a_wrong_return_value_of_synthetic_batches_is_named(what, message, tmp_p
         pass
 
     Wrong.what = what
-    given = {"model": own(), "train_dataset": vectors(), "eval_dataset": None, "data_collator": default_data_collator}
+    given = {
+        "model": own(),
+        "train_dataset": vectors(),
+        "eval_dataset": None,
+        "data_collator": default_data_collator,
+    }
     with pytest.raises(DataError, match=message):
         tiny.trainer(tmp_path, cls=Wrong, given=given, remove_unused_columns=False).train()
     assert not (tmp_path / "privacy.json").exists()
@@ -113,18 +134,39 @@ class WithoutSynthetic(DPTrainer):
 
 
 def test_a_model_of_ones_own_needs_synthetic_batches(tmp_path):
-    given = {"model": own(), "train_dataset": vectors(), "eval_dataset": None, "data_collator": default_data_collator}
-    with pytest.raises(UnsupportedModelError, match=r"Own takes None.*Override DPTrainer.synthetic_batches"):
-        tiny.trainer(tmp_path, cls=WithoutSynthetic, given=given, remove_unused_columns=False).train()
+    given = {
+        "model": own(),
+        "train_dataset": vectors(),
+        "eval_dataset": None,
+        "data_collator": default_data_collator,
+    }
+    with pytest.raises(
+        UnsupportedModelError, match=r"Own takes None.*Override DPTrainer.synthetic_batches"
+    ):
+        tiny.trainer(
+            tmp_path, cls=WithoutSynthetic, given=given, remove_unused_columns=False
+        ).train()
 
 
 def test_a_model_of_ones_own_trains_saves_and_has_a_card(tmp_path):
-    given = {"model": own(), "train_dataset": vectors(), "eval_dataset": None, "data_collator": default_data_collator}
+    given = {
+        "model": own(),
+        "train_dataset": vectors(),
+        "eval_dataset": None,
+        "data_collator": default_data_collator,
+    }
     trainer = tiny.trainer(tmp_path, cls=OwnTrainer, given=given, remove_unused_columns=False)
     trainer.train()
     trainer.save_model()
-    assert trainer.privacy_statement().status == "proven" and "Privacy" in (tmp_path / "README.md").read_text()
-    assert {path.name for path in tmp_path.iterdir()} >= {"model.safetensors", "privacy.json", "README.md"}
+    assert (
+        trainer.privacy_statement().status == "proven"
+        and "Privacy" in (tmp_path / "README.md").read_text()
+    )
+    assert {path.name for path in tmp_path.iterdir()} >= {
+        "model.safetensors",
+        "privacy.json",
+        "README.md",
+    }
 
 
 def test_a_loss_that_is_not_per_example_is_named(tmp_path):
@@ -133,13 +175,16 @@ def test_a_loss_that_is_not_per_example_is_named(tmp_path):
             return super().compute_per_example_loss(model, inputs).mean()
 
     with pytest.raises(
-        UnsupportedLossError, match=r"one loss for each example, shape \(1,\) for a batch of one, got \(\)"
+        UnsupportedLossError,
+        match=r"one loss for each example, shape \(1,\) for a batch of one, got \(\)",
     ):
         tiny.trainer(tmp_path, cls=Mean).train()
 
 
 def test_a_padding_value_of_no_column_is_named(tmp_path):
-    with pytest.raises(DataError, match="padding_values names 'token_wieghts', and the collated rows have"):
+    with pytest.raises(
+        DataError, match="padding_values names 'token_wieghts', and the collated rows have"
+    ):
         tiny.trainer(tmp_path, padding_values={"token_wieghts": 0}).train()
 
 
@@ -147,7 +192,8 @@ def test_columns_that_were_removed_are_named(tmp_path):
     given = {"model": own(), "train_dataset": datasets.Dataset.from_list(vectors()), "eval_dataset": None,
              "data_collator": default_data_collator}  # fmt: skip
     with pytest.raises(
-        DataError, match=r"fail on a made-up row.*KeyError.*columns \['x'\]. If a column is missing, set remove"
+        DataError,
+        match=r"fail on a made-up row.*KeyError.*columns \['x'\]. If a column is missing, set remove",
     ):
         tiny.trainer(tmp_path, cls=OwnTrainer, given=given).train()
 
@@ -172,13 +218,16 @@ def test_nothing_of_a_real_row_is_in_a_made_up_one():
         "tensor": torch.full((3,), float(secret)), "nested": {"pair": (secret, [secret])}, "none": None,
         "image": PIL.Image.new("L", (3, 2), 77), "labels": 1,
     }  # fmt: skip
-    examples = [{"input_ids": torch.ones(1, n, dtype=torch.long), "labels": torch.tensor([0])} for n in (3, 6)]
+    examples = [
+        {"input_ids": torch.ones(1, n, dtype=torch.long), "labels": torch.tensor([0])}
+        for n in (3, 6)
+    ]
     made = made_up_rows([row, row], examples)
     assert "777" not in repr(made) and [len(each["attention_mask"]) for each in made] == [3, 6]
     for each in made:
-        assert each.keys() == row.keys() and {k: type(v) for k, v in each.items() if k != "image"} == {
-            k: type(v) for k, v in row.items() if k != "image"
-        }
+        assert each.keys() == row.keys() and {
+            k: type(v) for k, v in each.items() if k != "image"
+        } == {k: type(v) for k, v in row.items() if k != "image"}
         assert each["image"].size == (3, 2) and each["image"].mode == "L" and each["flag"] is False
 
 
@@ -187,21 +236,31 @@ def test_nothing_of_a_real_row_is_in_a_made_up_one():
 
 @pytest.mark.parametrize("init", ["eva", "corda", "lora_ga", "something_new"])
 def test_an_adapter_that_may_come_from_data_is_refused_unless_said_to_be_public(init, tmp_path):
-    model = get_peft_model(tiny.model(), LoraConfig(r=2, target_modules=["query"], task_type="SEQ_CLS"))
+    model = get_peft_model(
+        tiny.model(), LoraConfig(r=2, target_modules=["query"], task_type="SEQ_CLS")
+    )
     model.peft_config["default"].init_lora_weights = init
-    with pytest.raises(UnsupportedModelError, match=f"init_lora_weights='{init}'.*adapter_init_data_is_public=True"):
+    with pytest.raises(
+        UnsupportedModelError, match=f"init_lora_weights='{init}'.*adapter_init_data_is_public=True"
+    ):
         tiny.trainer(tmp_path / "a", given={"model": model})
     tiny.trainer(tmp_path / "b", given={"model": model}, adapter_init_data_is_public=True)
 
 
-@pytest.mark.parametrize("init", [True, False, "gaussian", "olora", "pissa", "pissa_niter_4", "orthogonal"])
+@pytest.mark.parametrize(
+    "init", [True, False, "gaussian", "olora", "pissa", "pissa_niter_4", "orthogonal"]
+)
 def test_an_adapter_from_weights_alone_is_taken(init, tmp_path):
-    model = get_peft_model(tiny.model(), LoraConfig(r=2, target_modules=["query"], task_type="SEQ_CLS"))
+    model = get_peft_model(
+        tiny.model(), LoraConfig(r=2, target_modules=["query"], task_type="SEQ_CLS")
+    )
     model.peft_config["default"].init_lora_weights = init
     tiny.trainer(tmp_path, given={"model": model})
 
 
-@pytest.mark.parametrize("hold", [lambda data: data, lambda data: {"rows": data.select(range(9))}["rows"]])
+@pytest.mark.parametrize(
+    "hold", [lambda data: data, lambda data: {"rows": data.select(range(9))}["rows"]]
+)
 def test_a_collator_that_holds_training_rows_is_refused(hold, tmp_path):
     data = tiny.dataset()
     held, pad = hold(data), DataCollatorWithPadding(tiny.tokenizer())

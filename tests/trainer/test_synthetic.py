@@ -1,4 +1,5 @@
-"""Every kind of model that has a per-example loss gets synthetic examples, and passes the self-check on them."""
+"""Every kind of model that has a per-example loss gets synthetic examples, and passes the
+self-check on them."""
 
 from __future__ import annotations
 
@@ -6,7 +7,12 @@ import pytest
 import torch
 from architectures import ARCHITECTURES, collate, without_downcasts
 from torch.nn import functional as F
-from transformers import BertConfig, BertForTokenClassification, FunnelConfig, FunnelForSequenceClassification
+from transformers import (
+    BertConfig,
+    BertForTokenClassification,
+    FunnelConfig,
+    FunnelForSequenceClassification,
+)
 
 from hf_dp.batches.padding import Padding
 from hf_dp.clipping import self_check
@@ -31,10 +37,14 @@ def test_the_whole_zoo_passes_the_self_check(name):
 
 
 def test_a_config_that_knows_no_end_token():
-    config = FunnelConfig(vocab_size=61, d_model=16, d_head=8, d_inner=24, n_head=2, block_sizes=[1, 1])
+    config = FunnelConfig(
+        vocab_size=61, d_model=16, d_head=8, d_inner=24, n_head=2, block_sizes=[1, 1]
+    )
     assert not hasattr(config, "eos_token_id")
     padded, alone = synthetic_batches(FunnelForSequenceClassification(config))
-    assert padded["input_ids"].shape == (3, 12) and [row["input_ids"].shape[1] for row in alone] == [7, 12, 4]
+    assert padded["input_ids"].shape == (3, 12) and [
+        row["input_ids"].shape[1] for row in alone
+    ] == [7, 12, 4]
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -60,7 +70,12 @@ def test_the_loss_of_an_example_is_the_models_own(name):
 def token_classifier() -> BertForTokenClassification:
     torch.manual_seed(0)
     config = BertConfig(
-        vocab_size=61, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=24, num_labels=4
+        vocab_size=61,
+        hidden_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        intermediate_size=24,
+        num_labels=4,
     )
     return BertForTokenClassification(config).double()
 
@@ -72,7 +87,9 @@ def test_token_classification():
     assert task_of(model) == "token_classification"
     model.eval()
     for example in alone:
-        torch.testing.assert_close(per_example_loss(model, example)[0], model(**example).loss, rtol=1e-9, atol=0)
+        torch.testing.assert_close(
+            per_example_loss(model, example)[0], model(**example).loss, rtol=1e-9, atol=0
+        )
 
 
 def test_labels_of_another_shape_are_refused():

@@ -1,4 +1,5 @@
-"""Bottleneck adapters: where they sit, what they compute, exact to clip, saved and loaded with ``import hf_dp``."""
+"""Bottleneck adapters: where they sit, what they compute, exact to clip, saved and loaded with
+``import hf_dp``."""
 
 from __future__ import annotations
 
@@ -38,7 +39,9 @@ def logits(architecture, model, batch):
 
 
 def adapters(model) -> dict[str, AdapterLayer]:
-    return {name: module for name, module in model.named_modules() if isinstance(module, AdapterLayer)}
+    return {
+        name: module for name, module in model.named_modules() if isinstance(module, AdapterLayer)
+    }
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -64,7 +67,11 @@ def test_changes_nothing_at_first_and_is_exact_to_clip(name):
 
 def test_houlsby_has_two_a_block_and_pfeiffer_one():
     def built(style):
-        return adapters(get_peft_model(ARCHITECTURES["bert"].build(), AdapterConfig(style=style, task_type="SEQ_CLS")))
+        return adapters(
+            get_peft_model(
+                ARCHITECTURES["bert"].build(), AdapterConfig(style=style, task_type="SEQ_CLS")
+            )
+        )
 
     blocks = ARCHITECTURES["bert"].build().config.num_hidden_layers
     assert len(built("houlsby")) == 2 * blocks
@@ -73,7 +80,9 @@ def test_houlsby_has_two_a_block_and_pfeiffer_one():
 
 
 def test_computes_what_it_says():
-    model = get_peft_model(ARCHITECTURES["bert"].build(), AdapterConfig(bottleneck_size=3, activation="relu"))
+    model = get_peft_model(
+        ARCHITECTURES["bert"].build(), AdapterConfig(bottleneck_size=3, activation="relu")
+    )
     layer = next(iter(adapters(model).values()))
     with torch.no_grad():
         for parameter in layer.parameters():
@@ -82,7 +91,9 @@ def test_computes_what_it_says():
     h = layer.base_layer(x)
     down, up = layer.adapter_down["default"], layer.adapter_up["default"]
     assert down.weight.shape == (3, layer.base_layer.out_features)
-    torch.testing.assert_close(layer(x), h + ACT2FN["relu"](h @ down.weight.mT + down.bias) @ up.weight.mT + up.bias)
+    torch.testing.assert_close(
+        layer(x), h + ACT2FN["relu"](h @ down.weight.mT + down.bias) @ up.weight.mT + up.bias
+    )
 
 
 LOAD = """
@@ -99,13 +110,18 @@ torch.save(model(torch.tensor([[2, 5, 6, 3]]), torch.ones(1, 4, dtype=torch.long
 def test_trains_privately_and_loads_where_hf_dp_is_imported(tmp_path):
     tiny.model().save_pretrained(tmp_path / "base")
     trainer = tiny.trainer(
-        tmp_path / "run", given={"peft_config": AdapterConfig(bottleneck_size=4)}, save_strategy="steps", save_steps=2
+        tmp_path / "run",
+        given={"peft_config": AdapterConfig(bottleneck_size=4)},
+        save_strategy="steps",
+        save_steps=2,
     )
     trainer.train()
     trainer.save_model()
     text = (tmp_path / "run" / "README.md").read_text()
     assert "import hf_dp" in text and "(ADAPTER)" in text
-    ours = trainer.model.eval()(torch.tensor([[2, 5, 6, 3]]), torch.ones(1, 4, dtype=torch.long)).logits
+    ours = trainer.model.eval()(
+        torch.tensor([[2, 5, 6, 3]]), torch.ones(1, 4, dtype=torch.long)
+    ).logits
     words = [str(tmp_path / name) for name in ("base", "run", "logits.pt")]
     subprocess.run([sys.executable, "-W", "ignore", "-c", LOAD, *words], check=True, cwd=tmp_path)
     torch.testing.assert_close(torch.load(tmp_path / "logits.pt"), ours.detach(), rtol=0, atol=1e-6)

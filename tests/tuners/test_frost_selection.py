@@ -1,4 +1,5 @@
-"""Estimation and selection of DP-FROST, against slow implementations written from the paper's text alone."""
+"""Estimation and selection of DP-FROST, against slow implementations written from the paper's text
+alone."""
 
 from __future__ import annotations
 
@@ -33,7 +34,8 @@ def observations(seed: int = 0, t: int = 3, m: int = 6):
 
 
 def by_the_text(observed, sensitivities, sample_rate, rounds):
-    """Algorithm 5, loop by loop; the first iteration's result divided by q as section 4.5 has it."""
+    """Algorithm 5, loop by loop; the first iteration's result divided by q as section 4.5 has
+    it."""
     t_max, m = observed.shape
     if t_max == 1:
         return [observed[0, i] / sample_rate for i in range(m)]
@@ -47,7 +49,9 @@ def by_the_text(observed, sensitivities, sample_rate, rounds):
         for t in range(1, t_max):
             there = [i for i in range(m) if not math.isnan(observed[t, i])]
             delta = sensitivities[t] ** 2
-            scales[t] = sum(observed[t, i] * v[i] / delta for i in there) / sum(v[i] ** 2 / delta for i in there)
+            scales[t] = sum(observed[t, i] * v[i] / delta for i in there) / sum(
+                v[i] ** 2 / delta for i in there
+            )
     return v
 
 
@@ -59,7 +63,8 @@ def test_pgm_est_is_algorithm_5(t, rounds):
 
 
 def test_pgm_est_maximizes_the_likelihood():
-    """Against a general optimizer on the likelihood of equation (1), all magnitudes and all scales but the first free."""
+    """Against a general optimizer on the likelihood of equation (1), all magnitudes and all scales
+    but the first free."""
     observed, sensitivities, _ = observations()
     rate, (t, m) = 0.02, observed.shape
 
@@ -69,7 +74,10 @@ def test_pgm_est_maximizes_the_likelihood():
 
     start = np.concatenate([observed[0] / rate, np.ones(t - 1)])
     best = minimize(
-        loss, start, method="L-BFGS-B", options={"maxiter": 20000, "maxfun": 200000, "ftol": 1e-15, "gtol": 1e-12}
+        loss,
+        start,
+        method="L-BFGS-B",
+        options={"maxiter": 20000, "maxfun": 200000, "ftol": 1e-15, "gtol": 1e-12},
     )
     found = estimate(observed, sensitivities, rate)
     scales = scales_of(observed, found, rate)
@@ -78,21 +86,25 @@ def test_pgm_est_maximizes_the_likelihood():
 
 
 def test_variance_is_lemma_6():
-    """Against the spread of the estimate over drawn noise, scales known: a partition that remained throughout."""
+    """Against the spread of the estimate over drawn noise, scales known: a partition that remained
+    throughout."""
     _, sensitivities, scales = observations()
     source = np.random.default_rng(1)
     truth, sigma = 3.0, 0.4
     noisy = scales * truth + sigma * sensitivities * source.normal(size=(20_000, len(scales)))
     weights = scales / sensitivities**2
     estimates = noisy @ weights / np.sum(weights * scales)
-    assert estimates.std() == pytest.approx(math.sqrt(variance(sigma, scales, sensitivities)), rel=0.02)
+    assert estimates.std() == pytest.approx(
+        math.sqrt(variance(sigma, scales, sensitivities)), rel=0.02
+    )
 
 
 # -- PSEL ---
 
 
 def psel_by_the_text(sizes, observe, gamma, iterations, rate, gap, sigma):
-    """Algorithm 4 with the two readings that hf_dp/tuners/frost/select.py states; partitions by number, 0 to M - 1."""
+    """Algorithm 4 with the two readings that hf_dp/tuners/frost/select.py states; partitions by
+    number, 0 to M - 1."""
     total, m = sum(sizes), len(sizes)
     remaining, chosen = list(range(m)), []
     rows, deltas = [], []
@@ -102,7 +114,9 @@ def psel_by_the_text(sizes, observe, gamma, iterations, rate, gap, sigma):
         deltas.append(delta)
         v = by_the_text(np.array(rows), deltas, rate, 1000)
         scales = scales_of(np.array(rows), np.array(v), rate)
-        deviation = math.sqrt(sigma**2 / sum((scale / d) ** 2 for scale, d in zip(scales, deltas, strict=True)))
+        deviation = math.sqrt(
+            sigma**2 / sum((scale / d) ** 2 for scale, d in zip(scales, deltas, strict=True))
+        )
         order = sorted(remaining, key=lambda i: (v[i], i))
         j, held = 0, sizes[order[0]]
         while held < (1 - gamma) * total:
@@ -169,14 +183,22 @@ def test_ties_are_broken_by_name():
 
 
 def test_rounding_of_what_stays_frozen_ends_at_the_largest():
-    """0.3 of ten numbers is 3.0000000000000004 in floating point: more than the three that are left."""
+    """0.3 of ten numbers is 3.0000000000000004 in floating point: more than the three that are
+    left."""
     order = [partition(name, 1) for name in "abc"]
     assert _last_frozen(order, (1 - 0.7) * 10).name == "c"
-    assert [_last_frozen(order, numbers).name for numbers in (0.5, 1, 1.5, 2, 3)] == ["a", "a", "b", "b", "c"]
+    assert [_last_frozen(order, numbers).name for numbers in (0.5, 1, 1.5, 2, 3)] == [
+        "a",
+        "a",
+        "b",
+        "b",
+        "c",
+    ]
 
 
 def test_more_noise_chooses_worse_as_lemma_6_says():
-    """Planted truth: three of twelve matter. The share found falls as the standard deviation of lemma 6 nears their gap."""
+    """Planted truth: three of twelve matter. The share found falls as the standard deviation of
+    lemma 6 nears their gap."""
     parts = [partition(f"p{i:02d}", 10) for i in range(12)]
     truth = np.array([3.0] * 3 + [1.0] * 9)
 
@@ -186,7 +208,9 @@ def test_more_noise_chooses_worse_as_lemma_6_says():
             noise = np.random.default_rng(seed)
 
             def observe(rest, noise=noise):
-                return [0.02 * truth[int(p.name[1:])] + sigma * 0.01 * noise.normal() for p in rest], 0.01
+                return [
+                    0.02 * truth[int(p.name[1:])] + sigma * 0.01 * noise.normal() for p in rest
+                ], 0.01
 
             chosen = select(
                 parts, observe, unfreeze_ratio=0.25, iterations=5, sample_rate=0.02, gap_coefficient=5,
@@ -202,7 +226,10 @@ def test_more_noise_chooses_worse_as_lemma_6_says():
 
 
 def test_a_budget_that_no_partition_fits_is_refused():
-    with pytest.raises(InvalidArgumentError, match="`unfreeze_ratio` to leave room.*smallest partition, 'b', has 40"):
+    with pytest.raises(
+        InvalidArgumentError,
+        match="`unfreeze_ratio` to leave room.*smallest partition, 'b', has 40",
+    ):
         select(
             [partition("a", 60), partition("b", 40)], lambda rest: ([1.0] * len(rest), 1.0), unfreeze_ratio=0.3,
             iterations=1, sample_rate=1.0, gap_coefficient=0, noise_multiplier=0.0,

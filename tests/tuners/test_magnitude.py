@@ -1,4 +1,5 @@
-"""Partition gradient magnitudes against definitions 7 to 9 in float64, their sensitivity by leaving each record out."""
+"""Partition gradient magnitudes against definitions 7 to 9 in float64, their sensitivity by leaving
+each record out."""
 
 from __future__ import annotations
 
@@ -27,9 +28,14 @@ def gradients(architecture, model, examples):
     rows = []
     with architecture.precision():
         for example in examples:
-            found = torch.autograd.grad(single(model, example), list(named.values()), allow_unused=True)
+            found = torch.autograd.grad(
+                single(model, example), list(named.values()), allow_unused=True
+            )
             rows.append(
-                {n: torch.zeros_like(p) if g is None else g for (n, p), g in zip(named.items(), found, strict=True)}
+                {
+                    n: torch.zeros_like(p) if g is None else g
+                    for (n, p), g in zip(named.items(), found, strict=True)
+                }
             )
     return rows
 
@@ -46,17 +52,23 @@ def by_the_text(rows, parts, c, magnitude, order):
     sizes = [part.size for part in parts]
     sums = [torch.zeros(size, dtype=torch.float64) for size in sizes]
     for row in rows:
-        on = [torch.cat([row[name].double().flatten() for name in part.parameters]) for part in parts]
+        on = [
+            torch.cat([row[name].double().flatten() for name in part.parameters]) for part in parts
+        ]
         if magnitude == "mg":
             clipped = clip(torch.cat(on), c)
         else:
-            normalized = torch.cat([g / size ** (1 / order) for g, size in zip(on, sizes, strict=True)])
+            normalized = torch.cat(
+                [g / size ** (1 / order) for g, size in zip(on, sizes, strict=True)]
+            )
             normalized = normalized.abs() if magnitude == "mgna" else normalized
             clipped = clip(normalized, c / (sum(sizes) / len(sizes)) ** (1 / order))
         for total, piece in zip(sums, clipped.split(sizes), strict=True):
             total += piece
     scale = [size ** (1 / order) if magnitude == "mg" else 1.0 for size in sizes]
-    return torch.tensor([float(norm(total)) / s for total, s in zip(sums, scale, strict=True)], dtype=torch.float64)
+    return torch.tensor(
+        [float(norm(total)) / s for total, s in zip(sums, scale, strict=True)], dtype=torch.float64
+    )
 
 
 def measured(architecture, model, examples, parts, c, magnitude, order, cuts=((0, 4),)):
@@ -71,9 +83,13 @@ def middle(rows, parts, magnitude, order):
     """A threshold c at which some examples are clipped and some are not."""
     norms = []
     for row in rows:
-        on = [torch.cat([row[name].double().flatten() for name in part.parameters]) for part in parts]
+        on = [
+            torch.cat([row[name].double().flatten() for name in part.parameters]) for part in parts
+        ]
         sizes = [1.0 if magnitude == "mg" else part.size for part in parts]
-        power = sum(float(g.abs().pow(order).sum()) / size for g, size in zip(on, sizes, strict=True))
+        power = sum(
+            float(g.abs().pow(order).sum()) / size for g, size in zip(on, sizes, strict=True)
+        )
         norms.append(power ** (1 / order))
     mean = 1.0 if magnitude == "mg" else sum(part.size for part in parts) / len(parts)
     return sorted(norms)[len(norms) // 2] * 0.99 * mean ** (1 / order)
@@ -111,8 +127,11 @@ def test_leaving_any_record_out_moves_it_by_less_than_lemma_3(magnitude, order):
 
 @pytest.mark.parametrize(("magnitude", "order"), KINDS)
 def test_the_bound_is_reached(magnitude, order):
-    """A record whose gradient lies on one partition, the smallest for mg: noise for a smaller bound would not do."""
-    model = torch.nn.Sequential(torch.nn.Linear(3, 3, bias=False), torch.nn.Linear(3, 1, bias=False)).double()
+    """A record whose gradient lies on one partition, the smallest for mg: noise for a smaller bound
+    would not do."""
+    model = torch.nn.Sequential(
+        torch.nn.Linear(3, 3, bias=False), torch.nn.Linear(3, 1, bias=False)
+    ).double()
     with torch.no_grad():
         model[1].weight.copy_(torch.tensor([[1e-9, 1e-9, 1e-9]]))
     parts = partitions(model)
@@ -124,11 +143,17 @@ def test_the_bound_is_reached(magnitude, order):
 
 
 def test_sensitivities_are_those_of_lemma_3():
-    parts = partitions(torch.nn.Sequential(torch.nn.Linear(4, 4, bias=False), torch.nn.Linear(4, 1, bias=False)))
+    parts = partitions(
+        torch.nn.Sequential(torch.nn.Linear(4, 4, bias=False), torch.nn.Linear(4, 1, bias=False))
+    )
     for order in (1, 2):
-        assert sensitivity(parts, "mg", order, 2.0) == pytest.approx(2.0 / 4 ** (1 / order), rel=1e-3)
+        assert sensitivity(parts, "mg", order, 2.0) == pytest.approx(
+            2.0 / 4 ** (1 / order), rel=1e-3
+        )
         for magnitude in ("mgn", "mgna"):
-            assert sensitivity(parts, magnitude, order, 2.0) == pytest.approx(2.0 / 10 ** (1 / order), rel=1e-3)
+            assert sensitivity(parts, magnitude, order, 2.0) == pytest.approx(
+                2.0 / 10 ** (1 / order), rel=1e-3
+            )
 
 
 @pytest.mark.parametrize(("magnitude", "order"), KINDS)
@@ -162,7 +187,8 @@ def test_parameters_outside_the_partitions_must_be_frozen():
 
 @pytest.mark.parametrize(("magnitude", "order"), [("mg", 1), ("mgn", 1), ("mgna", 2)])
 def test_one_record_beside_very_many_alike_moves_it_no_further(magnitude, order):
-    """Float32 totals of 20,000 equal records would round the last one's part by more than the margin allows for."""
+    """Float32 totals of 20,000 equal records would round the last one's part by more than the
+    margin allows for."""
     model = torch.nn.Linear(2, 3, bias=False)
     parts = partitions(model)
 

@@ -14,14 +14,17 @@ from hf_dp.tuners.frost.partition import partitions
 
 @pytest.mark.parametrize("granularity", ["weight", "module"])
 @pytest.mark.parametrize(
-    "name", ["bert", "albert", "bert_masked_lm", "gpt2_tied", "gemma3", "t5", "bart", "vit", "dinov2"]
+    "name",
+    ["bert", "albert", "bert_masked_lm", "gpt2_tied", "gemma3", "t5", "bart", "vit", "dinov2"],
 )
 def test_every_trainable_parameter_is_in_exactly_one(name, granularity):
     model = ARCHITECTURES[name].build()
     found = partitions(model, granularity)
     parameters = dict(model.named_parameters())
     assert sorted(n for p in found for n in p.parameters) == sorted(parameters)
-    assert [p.size for p in found] == [sum(parameters[n].numel() for n in p.parameters) for p in found]
+    assert [p.size for p in found] == [
+        sum(parameters[n].numel() for n in p.parameters) for p in found
+    ]
     assert len({p.name for p in found}) == len(found)
     assert partitions(ARCHITECTURES[name].build(), granularity) == found
 
@@ -35,14 +38,18 @@ def test_a_weight_goes_with_its_bias():
     query = found["bert.encoder.layer.0.attention.self.query"]
     assert query.parameters == (f"{query.name}.weight", f"{query.name}.bias")
     assert query.owners == (query.name,)
-    assert found["bert.embeddings.word_embeddings"].parameters == ("bert.embeddings.word_embeddings.weight",)
+    assert found["bert.embeddings.word_embeddings"].parameters == (
+        "bert.embeddings.word_embeddings.weight",
+    )
     assert found["bert.encoder.layer.0.output.LayerNorm"].size == 32
 
 
 def test_bare_parameters_are_their_own():
     found = by_name("vit")
     assert found["vit.embeddings.cls_token"].parameters == ("vit.embeddings.cls_token",)
-    assert found["vit.embeddings.position_embeddings"].parameters == ("vit.embeddings.position_embeddings",)
+    assert found["vit.embeddings.position_embeddings"].parameters == (
+        "vit.embeddings.position_embeddings",
+    )
 
 
 def test_tied_parameters_are_one_partition_with_all_its_owners():
@@ -52,7 +59,10 @@ def test_tied_parameters_are_one_partition_with_all_its_owners():
     # BERT's decoder is tied to the embedding; the vocabulary's bias belongs to it.
     found = by_name("bert_masked_lm")
     tied = found["bert.embeddings.word_embeddings"]
-    assert set(tied.parameters) == {"bert.embeddings.word_embeddings.weight", "cls.predictions.bias"}
+    assert set(tied.parameters) == {
+        "bert.embeddings.word_embeddings.weight",
+        "cls.predictions.bias",
+    }
     assert "cls.predictions.decoder" in tied.owners
     t5 = by_name("t5")
     assert set(t5["shared"].owners) >= {"shared", "encoder.embed_tokens", "decoder.embed_tokens"}
@@ -65,10 +75,15 @@ def test_frozen_parameters_are_left_out():
 
 
 def test_partitions_of_ones_own():
-    found = by_name("bert", own={"attention": ["bert.encoder.layer.0.attention.*"], "head": ["classifier.weight"]})
+    found = by_name(
+        "bert",
+        own={"attention": ["bert.encoder.layer.0.attention.*"], "head": ["classifier.weight"]},
+    )
     assert len(found["attention"].parameters) == 10
     assert found["head"].parameters == ("classifier.weight",)
-    assert found["classifier"].parameters == ("classifier.bias",), "what is not named follows the granularity"
+    assert found["classifier"].parameters == ("classifier.bias",), (
+        "what is not named follows the granularity"
+    )
     with pytest.raises(InvalidArgumentError, match="'no.such' .*hf-dp partitions|got 'no.such'"):
         by_name("bert", own={"x": ["no.such"]})
     with pytest.raises(InvalidArgumentError, match="in 'a' already"):
@@ -83,10 +98,15 @@ def test_the_command(tmp_path, capsys):
     assert main(["partitions", str(tmp_path), "--num-labels", "3"]) == 0
     text = capsys.readouterr().out
     head = sum(p.numel() for p in model.classifier.parameters())
-    assert f"{len(partitions(model)) - 1} partitions, {model.num_parameters() - head:,} parameters" in text
+    assert (
+        f"{len(partitions(model)) - 1} partitions, {model.num_parameters() - head:,} parameters"
+        in text
+    )
     assert f"{head} of a new head, which always train" in text
     assert main(["partitions", str(tmp_path), "--num-labels", "3", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
-    assert found["parameters"] + found["always_train"] + found["stay_frozen"] == model.num_parameters()
+    assert (
+        found["parameters"] + found["always_train"] + found["stay_frozen"] == model.num_parameters()
+    )
     assert main(["partitions", "no/such"]) == 2
     assert "'no/such' could not be loaded" in capsys.readouterr().err

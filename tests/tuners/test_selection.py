@@ -1,4 +1,5 @@
-"""Training some of a model's own parameters: exact to clip, and a stock PEFT adapter of just those."""
+"""Training some of a model's own parameters: exact to clip, and a stock PEFT adapter of just
+those."""
 
 from __future__ import annotations
 
@@ -15,7 +16,9 @@ from hf_dp.errors import ConfigError, InvalidArgumentError, UnsupportedModelErro
 from hf_dp.tuners.public_choice import BitFitConfig, HeadConfig, RandomConfig, TopBlocksConfig
 from hf_dp.tuners.selection import SelectionConfig, register, target_modules
 
-MODELS = ARCHITECTURES | {f"infilling {name}": architecture for name, architecture in INFILLING.items()}
+MODELS = ARCHITECTURES | {
+    f"infilling {name}": architecture for name, architecture in INFILLING.items()
+}
 
 
 def logits(architecture, model, batch):
@@ -29,7 +32,10 @@ def moved(model) -> None:
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.requires_grad:
-                parameter.add_(torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype), alpha=0.1)
+                parameter.add_(
+                    torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype),
+                    alpha=0.1,
+                )
 
 
 def task_type(architecture, model):
@@ -49,7 +55,10 @@ def test_a_random_half_of_any_model(name, seed, tmp_path):
     state = {key: value.clone() for key, value in plain.state_dict().items()}
     base = {n: p.detach().clone() for n, p in plain.named_parameters()}
     model = get_peft_model(
-        plain, RandomConfig(unfreeze_ratio=0.5, selection_seed=seed, task_type=task_type(architecture, plain))
+        plain,
+        RandomConfig(
+            unfreeze_ratio=0.5, selection_seed=seed, task_type=task_type(architecture, plain)
+        ),
     )
     assert torch.equal(logits(architecture, model, batch), expected)
     assert_exact(architecture, model.train(), architecture.examples(model, (5, 1, 3)))
@@ -73,9 +82,9 @@ def test_a_random_half_of_any_model(name, seed, tmp_path):
     merged = model.merge_and_unload()
     assert torch.equal(logits(architecture, merged, batch), after)
     for parameter_name, parameter in merged.named_parameters():
-        head = any(parameter_name.startswith(part) for part in ("classifier", "score")) and not name.startswith(
-            "infill"
-        )
+        head = any(
+            parameter_name.startswith(part) for part in ("classifier", "score")
+        ) and not name.startswith("infill")
         if parameter_name in chosen or head or "classifier" in parameter_name:
             continue
         assert torch.equal(parameter, base[parameter_name]), parameter_name
@@ -87,7 +96,9 @@ def test_only_what_trains_is_saved(tmp_path):
     model.save_pretrained(tmp_path)
     saved = load_file(tmp_path / "adapter_model.safetensors")
     trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
-    assert sum(value.numel() for value in saved.values()) == sum(p.numel() for p in trained.values())
+    assert sum(value.numel() for value in saved.values()) == sum(
+        p.numel() for p in trained.values()
+    )
     assert all(key.endswith("bias") or "classifier" in key for key in saved)
 
 
@@ -100,7 +111,11 @@ def test_a_tied_parameter_trains_as_one_and_is_saved_for_each_owner(tmp_path):
     other = transformer.lm_head.ln_tuning_layers["default"].weight
     assert one is other and one.requires_grad
     model.save_pretrained(tmp_path)
-    saved = [key for key in load_file(tmp_path / "adapter_model.safetensors") if "ln_tuning_layers" in key]
+    saved = [
+        key
+        for key in load_file(tmp_path / "adapter_model.safetensors")
+        if "ln_tuning_layers" in key
+    ]
     assert len([key for key in saved if "wte" in key or "lm_head" in key]) == 2
     merged = model.merge_and_unload()
     assert merged.lm_head.weight is merged.transformer.wte.weight
@@ -125,17 +140,23 @@ def test_top_blocks():
 
 def test_head_alone():
     model, _ = chosen(HeadConfig(task_type="SEQ_CLS"))
-    assert {n.split(".")[2] for n, p in model.named_parameters() if p.requires_grad} == {"classifier"}
+    assert {n.split(".")[2] for n, p in model.named_parameters() if p.requires_grad} == {
+        "classifier"
+    }
     with pytest.raises(UnsupportedModelError, match="modules_to_save"):
         chosen(HeadConfig())
 
 
 def test_random_is_a_function_of_its_seed_within_its_ratio():
     def pick(seed, ratio=0.4):
-        model, names = chosen(RandomConfig(unfreeze_ratio=ratio, selection_seed=seed, task_type="SEQ_CLS"))
+        model, names = chosen(
+            RandomConfig(unfreeze_ratio=ratio, selection_seed=seed, task_type="SEQ_CLS")
+        )
         picked = model.peft_config["default"].parameters
         candidates = [n for n in names if not n.startswith("classifier")]
-        assert sum(names[n].numel() for n in picked) <= ratio * sum(names[n].numel() for n in candidates)
+        assert sum(names[n].numel() for n in picked) <= ratio * sum(
+            names[n].numel() for n in candidates
+        )
         return picked
 
     assert pick(0) == pick(0) != pick(1)
@@ -149,9 +170,13 @@ def test_a_name_that_is_no_parameter_is_refused():
 
 
 def test_targets_are_exact_where_names_end_alike():
-    model = nn.ModuleDict({"head": nn.Linear(2, 2), "decoder": nn.ModuleDict({"head": nn.Linear(2, 2)})})
+    model = nn.ModuleDict(
+        {"head": nn.Linear(2, 2), "decoder": nn.ModuleDict({"head": nn.Linear(2, 2)})}
+    )
     assert target_modules(model, ["decoder.head.weight"]) == ["decoder.head"]
-    assert target_modules(model, ["head.weight"]) == "head"  # as a pattern, which PEFT matches in full
+    assert (
+        target_modules(model, ["head.weight"]) == "head"
+    )  # as a pattern, which PEFT matches in full
 
 
 def test_what_the_model_itself_owns_cannot_be_copied():
@@ -165,7 +190,9 @@ def test_what_the_model_itself_owns_cannot_be_copied():
 
 
 def test_configurations_round_trip_and_refuse_others(tmp_path):
-    config = RandomConfig(unfreeze_ratio=0.125, selection_seed=7, parameters=["a"], modules_to_save=["b"])
+    config = RandomConfig(
+        unfreeze_ratio=0.125, selection_seed=7, parameters=["a"], modules_to_save=["b"]
+    )
     config.save_pretrained(tmp_path)
     again = RandomConfig.from_pretrained(str(tmp_path))
     assert (again.options(), again.parameters) == (config.options(), config.parameters)
@@ -176,7 +203,8 @@ def test_configurations_round_trip_and_refuse_others(tmp_path):
 
 
 def test_planted_untied_copies_are_seen(monkeypatch):
-    """Without joining copies of a tied parameter the engine would train two halves of one gradient."""
+    """Without joining copies of a tied parameter the engine would train two halves of one
+    gradient."""
     monkeypatch.setattr("hf_dp.tuners.selection.SelectionModel._join", lambda *a: None)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -200,4 +228,8 @@ def test_a_method_of_ones_own(tmp_path):
             return [name for name, _ in model.named_parameters() if "LayerNorm" in name]
 
     model, _ = chosen(LayerNorms(task_type="SEQ_CLS"))
-    assert all("LayerNorm" in n or "classifier" in n for n, p in model.named_parameters() if p.requires_grad)
+    assert all(
+        "LayerNorm" in n or "classifier" in n
+        for n, p in model.named_parameters()
+        if p.requires_grad
+    )

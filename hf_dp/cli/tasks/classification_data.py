@@ -1,4 +1,5 @@
-"""Which rows a classification task trains on and is evaluated on, from the Hub, local files or the built-in sentences."""
+"""Which rows a classification task trains on and is evaluated on, from the Hub, local files or the
+built-in sentences."""
 
 from __future__ import annotations
 
@@ -16,34 +17,53 @@ class DataArguments:
 
     dataset_name: str | None = field(
         default=None,
-        metadata={"help": "Data set on the Hub (nyu-mll/glue), or `demo` for the built-in synthetic sentences."},
+        metadata={
+            "help": "Data set on the Hub (nyu-mll/glue), or `demo` for the built-in synthetic "
+            "sentences."
+        },
     )
-    dataset_config: str | None = field(default=None, metadata={"help": "Its configuration, for example sst2."})
+    dataset_config: str | None = field(
+        default=None, metadata={"help": "Its configuration, for example sst2."}
+    )
     train_split: str = field(default="train", metadata={"help": "Split to train on."})
     validation_split: list[str] = field(
         default_factory=lambda: ["validation"], metadata={"help": "Splits to evaluate on."}
     )
-    train_file: str | None = field(default=None, metadata={"help": "Training rows: .parquet, .csv, .json or .jsonl."})
-    validation_file: list[str] = field(default_factory=list, metadata={"help": "Evaluation rows, same columns."})
+    train_file: str | None = field(
+        default=None, metadata={"help": "Training rows: .parquet, .csv, .json or .jsonl."}
+    )
+    validation_file: list[str] = field(
+        default_factory=list, metadata={"help": "Evaluation rows, same columns."}
+    )
     data_name: str | None = field(
         default=None,
         metadata={
-            "help": "Public name of the data in train_file, for the card; compared with what the base has seen."
+            "help": "Public name of the data in train_file, for the card; compared with what the "
+            "base has seen."
         },
     )
     text_columns: list[str] = field(
         default_factory=lambda: ["sentence"], metadata={"help": "One or two columns of text."}
     )
-    label_column: str = field(default="label", metadata={"help": "Column of class ids or class names."})
-    class_names: list[str] = field(
-        default_factory=list, metadata={"help": "Class names by id; needed when the file declares none."}
+    label_column: str = field(
+        default="label", metadata={"help": "Column of class ids or class names."}
     )
-    max_length: int = field(default=128, metadata={"help": "Longest text, in tokens; longer ones are cut."})
+    class_names: list[str] = field(
+        default_factory=list,
+        metadata={"help": "Class names by id; needed when the file declares none."},
+    )
+    max_length: int = field(
+        default=128, metadata={"help": "Longest text, in tokens; longer ones are cut."}
+    )
     max_train_rows: int | None = field(
-        default=None, metadata={"help": "Train on the first rows only; N, sample rate and delta are then of these."}
+        default=None,
+        metadata={
+            "help": "Train on the first rows only; N, sample rate and delta are then of these."
+        },
     )
     metrics: list[str] = field(
-        default_factory=lambda: ["accuracy"], metadata={"help": "accuracy, f1 (of class 1, for two classes)."}
+        default_factory=lambda: ["accuracy"],
+        metadata={"help": "accuracy, f1 (of class 1, for two classes)."},
     )
 
     @property
@@ -62,7 +82,9 @@ def load_train(data: DataArguments) -> Any:
     if data.max_train_rows is None:
         return rows
     if not 0 < data.max_train_rows <= len(rows):
-        raise ConfigError(f"Expected `max_train_rows` to be from 1 to {len(rows)}, got {data.max_train_rows}.")
+        raise ConfigError(
+            f"Expected `max_train_rows` to be from 1 to {len(rows)}, got {data.max_train_rows}."
+        )
     return rows.select(range(data.max_train_rows))
 
 
@@ -81,7 +103,8 @@ def _load_train(data: DataArguments) -> Any:
 
 
 def load_evaluation(data: DataArguments) -> dict[str, Any]:
-    """The evaluation sets by name: of their splits or files, without "validation_". Raises: ConfigError, DataError."""
+    """The evaluation sets by name: of their splits or files, without "validation_". Raises:
+    ConfigError, DataError."""
     from hf_dp.tasks.demo_sentences import demo_dataset
     from hf_dp.tasks.files import load_file, load_hub
 
@@ -90,23 +113,31 @@ def load_evaluation(data: DataArguments) -> dict[str, Any]:
         return {"validation": demo_dataset()["validation"]}
     if data.dataset_name is not None:
         return {
-            _short(split): load_hub(data.dataset_name, data.dataset_config, split) for split in data.validation_split
+            _short(split): load_hub(data.dataset_name, data.dataset_config, split)
+            for split in data.validation_split
         }
     if not data.validation_file:
         raise ConfigError("Expected `validation_file` (or `dataset_name`) to be given.")
     files = {_short(Path(file).stem): load_file(file) for file in data.validation_file}
     if len(files) < len(data.validation_file):
         raise ConfigError(
-            f"Expected the files of `validation_file` to have different names, got {data.validation_file}."
+            "Expected the files of `validation_file` to have different names, got "
+            f"{data.validation_file}."
         )
     return files
 
 
 def _check_source(data: DataArguments) -> None:
-    files = {"train_file": data.train_file, "validation_file": data.validation_file, "data_name": data.data_name}
+    files = {
+        "train_file": data.train_file,
+        "validation_file": data.validation_file,
+        "data_name": data.data_name,
+    }
     given = [name for name, value in files.items() if value]
     if data.dataset_name is not None and given:
-        raise ConfigError(f"Expected `dataset_name` or files, got dataset_name {data.dataset_name!r} and {given}.")
+        raise ConfigError(
+            f"Expected `dataset_name` or files, got dataset_name {data.dataset_name!r} and {given}."
+        )
 
 
 def _short(name: str) -> str:
@@ -114,7 +145,8 @@ def _short(name: str) -> str:
 
 
 def encode_all(sets: dict[str, Any], columns: Sequence[Any]) -> Any:
-    """The evaluation sets encoded: one data set, or a dictionary of several, as Trainer takes them."""
+    """The evaluation sets encoded: one data set, or a dictionary of several, as Trainer takes
+    them."""
     from hf_dp.tasks.classification import encode
 
     encoded = {name: encode(rows, *columns) for name, rows in sets.items()}

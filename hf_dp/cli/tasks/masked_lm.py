@@ -1,7 +1,8 @@
 """Continue the pretraining of a masked language model on public text: plain, without privacy.
 
-For a base whose masked-LM head is missing (a sentence encoder, say), so that infilling has words to compare. Only public
-text may go in: nothing of it is protected, and the checkpoint lists it under ``pretraining_sources``.
+For a base whose masked-LM head is missing (a sentence encoder, say), so that infilling has words to
+compare. Only public text may go in: nothing of it is protected, and the checkpoint lists it under
+``pretraining_sources``.
 """
 
 from __future__ import annotations
@@ -21,22 +22,38 @@ from hf_dp.errors import DataError
 class PretrainingArguments:
     """What is trained, on which text, and when it ends."""
 
-    model_name_or_path: str = field(metadata={"help": "Hub name, folder, or package:NAME; its head may be missing."})
-    text_files: list[str] = field(metadata={"help": "Files of public text: .parquet, .csv, .json or .jsonl."})
+    model_name_or_path: str = field(
+        metadata={"help": "Hub name, folder, or package:NAME; its head may be missing."}
+    )
+    text_files: list[str] = field(
+        metadata={"help": "Files of public text: .parquet, .csv, .json or .jsonl."}
+    )
     text_columns: list[str] = field(
-        metadata={"help": "Columns of text, of whichever file has them; annotations.text for nested ones."}
+        metadata={
+            "help": "Columns of text, of whichever file has them; annotations.text for nested ones."
+        }
     )
     pretraining_sources: list[str] = field(
-        metadata={"help": "Names of all public data sets the checkpoint will have seen, the base's own included."}
+        metadata={
+            "help": "Names of all public data sets the checkpoint will have seen, the base's own "
+            "included."
+        }
     )
-    max_length: int = field(default=64, metadata={"help": "Longest text, in tokens; longer ones are cut."})
-    mlm_probability: float = field(default=0.3, metadata={"help": "Share of tokens that are predicted."})
-    held_out: float = field(default=0.02, metadata={"help": "Share of texts the accuracy is measured on."})
+    max_length: int = field(
+        default=64, metadata={"help": "Longest text, in tokens; longer ones are cut."}
+    )
+    mlm_probability: float = field(
+        default=0.3, metadata={"help": "Share of tokens that are predicted."}
+    )
+    held_out: float = field(
+        default=0.02, metadata={"help": "Share of texts the accuracy is measured on."}
+    )
     max_minutes: float = field(
         default=45.0, metadata={"help": "Processor time (of all threads) after which it stops."}
     )
     smallest_gain: float = field(
-        default=0.005, metadata={"help": "It also stops when the accuracy gained less between two evaluations."}
+        default=0.005,
+        metadata={"help": "It also stops when the accuracy gained less between two evaluations."},
     )
 
 
@@ -45,7 +62,13 @@ def main(argv: Sequence[str]) -> int:
     from transformers import TrainingArguments
 
     values, words = split_config(argv)
-    task, args = parse([PretrainingArguments, TrainingArguments], values, words, prog="hf-dp train", extra=("task",))
+    task, args = parse(
+        [PretrainingArguments, TrainingArguments],
+        values,
+        words,
+        prog="hf-dp train",
+        extra=("task",),
+    )
     positive("max_minutes", task.max_minutes)
     in_unit_interval("mlm_probability", task.mlm_probability)
     in_unit_interval("held_out", task.held_out)
@@ -60,21 +83,27 @@ def main(argv: Sequence[str]) -> int:
     Path(args.output_dir, "pretraining.json").write_text(
         json.dumps({"held_out_accuracy": stop.accuracies, "stopped": stop.reason}, indent=1) + "\n"
     )
-    print(f"held-out masked-token accuracy: {last:.4f} (before: {first:.4f}); stopped: {stop.reason}")
+    print(
+        f"held-out masked-token accuracy: {last:.4f} (before: {first:.4f}); stopped: {stop.reason}"
+    )
     print(args.output_dir)
     return 0
 
 
 def texts(files: Sequence[str], columns: Sequence[str]) -> Iterator[str]:
-    """Every text of these columns, in the order of the files. Raises: DataError for a file that has none of them."""
+    """Every text of these columns, in the order of the files. Raises: DataError for a file that has
+    none of them."""
     from hf_dp.tasks.files import load_file
 
     for file in files:
         rows = load_file(file)
-        found = [column.split(".") for column in columns if column.split(".")[0] in rows.column_names]
+        found = [
+            column.split(".") for column in columns if column.split(".")[0] in rows.column_names
+        ]
         if not found:
             raise DataError(
-                f"The file {Path(file).name!r} has the columns {rows.column_names}, none of {list(columns)}."
+                f"The file {Path(file).name!r} has the columns {rows.column_names}, none of "
+                f"{list(columns)}."
             )
         for first, *rest in found:
             for value in rows[first]:
@@ -92,12 +121,14 @@ def _texts(value: Any, path: Sequence[str], column: str) -> Iterator[str]:
             yield value
     elif value is not None:
         raise DataError(
-            f"The column {column!r} of `text_columns` holds {type(value).__name__}, where text was expected."
+            f"The column {column!r} of `text_columns` holds {type(value).__name__}, where text was "
+            "expected."
         )
 
 
 def build_trainer(task: PretrainingArguments, args: Any) -> Any:
-    """A stock Trainer, except that it computes vocabulary logits where a token is predicted and nowhere else."""
+    """A stock Trainer, except that it computes vocabulary logits where a token is predicted and
+    nowhere else."""
     import datasets
     from transformers import AutoModelForMaskedLM, AutoTokenizer, DataCollatorForLanguageModeling
 
@@ -110,17 +141,20 @@ def build_trainer(task: PretrainingArguments, args: Any) -> Any:
         model = AutoModelForMaskedLM.from_pretrained(path)
     except (OSError, ValueError) as problem:
         raise DataError(
-            f"The model {task.model_name_or_path!r} could not be loaded: {str(problem).splitlines()[0]}"
+            f"The model {task.model_name_or_path!r} could not be loaded: "
+            f"{str(problem).splitlines()[0]}"
         ) from problem
     seen = getattr(model.config, "pretraining_sources", None) or []
     model.config.pretraining_sources = list(dict.fromkeys([*seen, *task.pretraining_sources]))
     lines = list(dict.fromkeys(texts(task.text_files, task.text_columns)))
     if len(lines) * task.held_out < 1 or len(lines) * (1 - task.held_out) < 1:
         raise DataError(
-            f"`text_files` hold {len(lines)} different texts, of which `held_out` = {task.held_out:g} leaves none to train or "
-            "to measure on. Give more text."
+            f"`text_files` hold {len(lines)} different texts, of which `held_out` = "
+            f"{task.held_out:g} leaves none to train or to measure on. Give more text."
         )
-    encoded = tokenizer(lines, truncation=True, max_length=task.max_length, return_special_tokens_mask=True)
+    encoded = tokenizer(
+        lines, truncation=True, max_length=task.max_length, return_special_tokens_mask=True
+    )
     names = ("input_ids", "attention_mask", "special_tokens_mask")
     parts = datasets.Dataset.from_dict({name: encoded[name] for name in names}).train_test_split(
         task.held_out, seed=args.seed

@@ -1,4 +1,5 @@
-"""How a masked language model is trained further: on the predicted tokens only, and until it no longer pays."""
+"""How a masked language model is trained further: on the predicted tokens only, and until it no
+longer pays."""
 
 from __future__ import annotations
 
@@ -11,7 +12,8 @@ from transformers import Trainer, TrainerCallback
 
 
 class Stop(TrainerCallback):
-    """Ends training by processor time (minutes), or when an evaluation gained too little accuracy (0 to 1)."""
+    """Ends training by processor time (minutes), or when an evaluation gained too little accuracy
+    (0 to 1)."""
 
     def __init__(self, max_minutes: float, smallest_gain: float):
         self.max_minutes, self.smallest_gain = max_minutes, smallest_gain
@@ -22,7 +24,10 @@ class Stop(TrainerCallback):
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
         if time.process_time() - self.began > 60 * self.max_minutes:
-            self.reason = f"{self.max_minutes:g} minutes of processor time were used, at step {state.global_step}"
+            self.reason = (
+                f"{self.max_minutes:g} minutes of processor time were used, at step "
+                f"{state.global_step}"
+            )
             control.should_training_stop = True
         return control
 
@@ -32,14 +37,16 @@ class Stop(TrainerCallback):
         gains = [b - a for a, b in zip(self.accuracies, self.accuracies[1:], strict=False)]
         if len(gains) > 1 and not control.should_training_stop and gains[-1] < self.smallest_gain:
             self.reason = (
-                f"the accuracy gained {gains[-1]:.4f} since the evaluation before, at step {state.global_step}"
+                f"the accuracy gained {gains[-1]:.4f} since the evaluation before, at step "
+                f"{state.global_step}"
             )
             control.should_training_stop = True
         return control
 
 
 class MaskedLMTrainer(Trainer):
-    """Stock Trainer, but vocabulary logits are computed only where a token is predicted, and accuracy where it is held out."""
+    """Stock Trainer, but vocabulary logits are computed only where a token is predicted, and
+    accuracy where it is held out."""
 
     model: Any
 
@@ -59,7 +66,9 @@ class MaskedLMTrainer(Trainer):
             return output
 
         with self.model.base_model.register_forward_hook(only_predicted):
-            logits = model(input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"]).logits
+            logits = model(
+                input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"]
+            ).logits
         loss = F.cross_entropy(logits, labels[predicted])
         return (loss, logits) if return_outputs else loss
 
@@ -73,8 +82,13 @@ class MaskedLMTrainer(Trainer):
                 batch = self._prepare_inputs(batch)
                 _, logits = self.compute_loss(self.model, batch, return_outputs=True)
                 targets = batch["labels"][batch["labels"] != -100]
-                right, count = right + int((logits.argmax(-1) == targets).sum()), count + len(targets)
+                right, count = (
+                    right + int((logits.argmax(-1) == targets).sum()),
+                    count + len(targets),
+                )
         metrics = {"eval_accuracy": right / max(count, 1)}
         self.log(metrics)
-        self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
+        self.control = self.callback_handler.on_evaluate(
+            self.args, self.state, self.control, metrics
+        )
         return metrics

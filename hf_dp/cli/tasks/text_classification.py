@@ -1,6 +1,8 @@
-"""Fine-tune an encoder to classify texts, privately or not: load, encode, train, evaluate, save, state epsilon.
+"""Fine-tune an encoder to classify texts, privately or not: load, encode, train, evaluate, save,
+state epsilon.
 
-With a head on top, or, with ``infilling``, by the word a masked language model puts into a template.
+With a head on top, or, with ``infilling``, by the word a masked language model puts into a
+template.
 """
 
 from __future__ import annotations
@@ -28,30 +30,43 @@ class ModelArguments:
     """Which model starts, and how it classifies."""
 
     model_name_or_path: str = field(
-        metadata={"help": "Hub name, local folder, or package:NAME for a model inside an installed Python package."}
+        metadata={
+            "help": "Hub name, local folder, or package:NAME for a model inside an installed "
+            "Python package."
+        }
     )
     infilling: str | None = field(
         default=None,
         metadata={
-            "help": "Classify by filling in a word: sst2, mnli, qnli or qqp for the papers' templates; in YAML also "
-            "{template: '<S1> It was [MASK] .', label_words: {negative: terrible, positive: great}}. Default: a new head.",
+            "help": "Classify by filling in a word: sst2, mnli, qnli or qqp for the papers' "
+            "templates; in YAML also {template: '<S1> It was [MASK] .', label_words: {negative: "
+            "terrible, positive: great}}. Default: a new head.",
         },
     )
     from_scratch: bool = field(
-        default=False, metadata={"help": "Start from random weights of this architecture: how much pretraining gives."}
+        default=False,
+        metadata={
+            "help": "Start from random weights of this architecture: how much pretraining gives."
+        },
     )
     freeze: list[str] = field(
-        default_factory=list, metadata={"help": "Prefixes of parameter names to freeze, for example bert.embeddings."}
+        default_factory=list,
+        metadata={"help": "Prefixes of parameter names to freeze, for example bert.embeddings."},
     )
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the task for a configuration and command-line words; prints a summary whose last line is the output folder."""
+    """Run the task for a configuration and command-line words; prints a summary whose last line is
+    the output folder."""
     from hf_dp.trainer.arguments import DPTrainingArguments
 
     values, words = split_config(argv)
     model_args, data_args, args = parse(
-        [ModelArguments, DataArguments, DPTrainingArguments], values, words, prog="hf-dp train", extra=("task", "peft")
+        [ModelArguments, DataArguments, DPTrainingArguments],
+        values,
+        words,
+        prog="hf-dp train",
+        extra=("task", "peft"),
     )
     adapter = peft_config(values.get("peft"))
     trainer = build_trainer(model_args, data_args, args, adapter)
@@ -66,7 +81,9 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def build_trainer(model_args: ModelArguments, data_args: DataArguments, args: Any, adapter: Any) -> Any:
+def build_trainer(
+    model_args: ModelArguments, data_args: DataArguments, args: Any, adapter: Any
+) -> Any:
     """A :class:`DPTrainer` for the task. Raises: DataError, ConfigError, InvalidArgumentError."""
     from transformers import DataCollatorWithPadding, set_seed
 
@@ -74,18 +91,28 @@ def build_trainer(model_args: ModelArguments, data_args: DataArguments, args: An
     from hf_dp.trainer.trainer import DPTrainer
 
     if model_args.from_scratch and adapter is not None:
-        raise ConfigError("`from_scratch` does not go with `peft`: the random base of the adapter would not be saved.")
+        raise ConfigError(
+            "`from_scratch` does not go with `peft`: the random base of the adapter would not be "
+            "saved."
+        )
     train_rows, evaluation_rows = load_train(data_args), load_evaluation(data_args)
     names = label_names(train_rows, data_args.label_column, data_args.class_names)
     set_seed(args.seed)  # the head's initial weights
     model, tokenizer = load_classifier(model_args, data_args, names)
     check_positions(model, data_args.max_length)
-    columns = (tokenizer, data_args.text_columns, data_args.label_column, names, data_args.max_length)
+    columns = (
+        tokenizer,
+        data_args.text_columns,
+        data_args.label_column,
+        names,
+        data_args.max_length,
+    )
     freeze(model, model_args.freeze)
     if adapter is not None:
         warn_of_new_weights(model)
-    # In 16 bits only rows that are padded alike share a physical batch, so fewer lengths are fewer batches; and products of
-    # such lengths are faster there. Never longer than max_length, which the model's positions were compared with.
+    # In 16 bits only rows that are padded alike share a physical batch, so fewer lengths are fewer
+    # batches; and products of such lengths are faster there. Never longer than max_length, which
+    # the model's positions were compared with.
     multiple = 8 if args.bf16 and data_args.max_length % 8 == 0 else None
     trainer = DPTrainer(
         model,
@@ -102,10 +129,13 @@ def build_trainer(model_args: ModelArguments, data_args: DataArguments, args: An
     return trainer
 
 
-def load_classifier(model_args: ModelArguments, data_args: DataArguments, names: Sequence[str]) -> tuple[Any, Any]:
+def load_classifier(
+    model_args: ModelArguments, data_args: DataArguments, names: Sequence[str]
+) -> tuple[Any, Any]:
     """(model, tokenizer): with a new head, or infilling with its template in the tokenizer.
 
-    Raises: DataError for what cannot be loaded, ConfigError for a template of other than ``text_columns``' number of texts.
+    Raises: DataError for what cannot be loaded, ConfigError for a template of other than
+        ``text_columns``' number of texts.
     """
     from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
 
@@ -116,21 +146,28 @@ def load_classifier(model_args: ModelArguments, data_args: DataArguments, names:
     infilling = None if model_args.infilling is None else Infilling.of(model_args.infilling)
     if infilling is not None and infilling.template.texts != len(data_args.text_columns):
         raise ConfigError(
-            f"The template {infilling.template.text!r} takes {infilling.template.texts} text column(s), but `text_columns` "
-            f"names {data_args.text_columns}. Let both agree."
+            f"The template {infilling.template.text!r} takes {infilling.template.texts} text "
+            f"column(s), but `text_columns` names {data_args.text_columns}. Let both agree."
         )
     if model_args.from_scratch and infilling is not None:
-        raise ConfigError("`from_scratch` does not go with `infilling`: random weights know no words. Use a head.")
+        raise ConfigError(
+            "`from_scratch` does not go with `infilling`: random weights know no words. Use a head."
+        )
     path = resolve_model(model_args.model_name_or_path)
     try:
         tokenizer = AutoTokenizer.from_pretrained(path)
         if infilling is not None:
             return load_infilling(path, tokenizer, infilling, names)
-        labels = {"id2label": dict(enumerate(names)), "label2id": {name: index for index, name in enumerate(names)}}
+        labels = {
+            "id2label": dict(enumerate(names)),
+            "label2id": {name: index for index, name in enumerate(names)},
+        }
         if model_args.from_scratch:
             config = AutoConfig.from_pretrained(path, num_labels=len(names), **labels)
             model = AutoModelForSequenceClassification.from_config(config)
-            model.config._name_or_path = ""  # it is no base of this model, and the card must not say so
+            model.config._name_or_path = (
+                ""  # it is no base of this model, and the card must not say so
+            )
             return model, tokenizer
         model, info = AutoModelForSequenceClassification.from_pretrained(
             path, num_labels=len(names), output_loading_info=True, **labels
@@ -141,20 +178,22 @@ def load_classifier(model_args: ModelArguments, data_args: DataArguments, names:
         raise  # says what is wrong itself, and may be a ValueError
     except (OSError, ValueError) as problem:
         raise DataError(
-            f"The model {model_args.model_name_or_path!r} could not be loaded: {str(problem).splitlines()[0]} "
-            "Give a Hub name, a folder with config.json, weights and tokenizer, or package:NAME."
+            f"The model {model_args.model_name_or_path!r} could not be loaded: "
+            f"{str(problem).splitlines()[0]} Give a Hub name, a folder with config.json, weights "
+            "and tokenizer, or package:NAME."
         ) from problem
 
 
 def warn_of_new_weights(model: Any) -> None:
-    """Say which random weights an adapter on this model would not hold: those of the base that its checkpoint lacks."""
+    """Say which random weights an adapter on this model would not hold: those of the base that its
+    checkpoint lacks."""
     base = f"{model.base_model_prefix}."
     new = [name for name in getattr(model, "newly_initialized", []) if name.startswith(base)]
     if new:
         logger.warning(
-            "The checkpoint of the base has no %s: they are random, and an adapter holds them only if it trains them. Others "
-            "who load the adapter draw other ones. Save this model once (model.save_pretrained) and train on that, or train "
-            "without `peft`.",
+            "The checkpoint of the base has no %s: they are random, and an adapter holds them only "
+            "if it trains them. Others who load the adapter draw other ones. Save this model once "
+            "(model.save_pretrained) and train on that, or train without `peft`.",
             ", ".join(new),
         )
 
@@ -162,7 +201,8 @@ def warn_of_new_weights(model: Any) -> None:
 def check_positions(model: Any, max_length: int) -> None:
     """Raises: InvalidArgumentError for more tokens than the model has positions.
 
-    Found out on made-up tokens: else the first long private row that is drawn would end the run, and show that it is there.
+    Found out on made-up tokens: else the first long private row that is drawn would end the run,
+    and show that it is there.
     """
     import torch
 
@@ -186,11 +226,14 @@ def check_positions(model: Any, max_length: int) -> None:
 
 
 def freeze(model: Any, prefixes: Sequence[str]) -> None:
-    """Stop parameters whose name starts with one of ``prefixes`` from training. Raises: ConfigError for no match."""
+    """Stop parameters whose name starts with one of ``prefixes`` from training. Raises: ConfigError
+    for no match."""
     for prefix in prefixes:
         matched = [p for name, p in model.named_parameters() if name.startswith(prefix)]
         if not matched:
-            raise ConfigError(f"`freeze` names {prefix!r}, but no parameter of the model starts with it.")
+            raise ConfigError(
+                f"`freeze` names {prefix!r}, but no parameter of the model starts with it."
+            )
         for parameter in matched:
             parameter.requires_grad_(False)
 
@@ -201,9 +244,17 @@ def metric_lines(metrics: Mapping[str, float], evaluation: Any) -> list[str]:
     lines = []
     for name, rows in sets.items():
         prefix = f"eval_{name}_" if name else "eval_"
-        found = {key.removeprefix(prefix): value for key, value in metrics.items() if key.startswith(prefix)}
+        found = {
+            key.removeprefix(prefix): value
+            for key, value in metrics.items()
+            if key.startswith(prefix)
+        }
         where = f"{len(rows)} {name + ' ' if name else ''}evaluation rows"
-        lines += [f"{metric} on the {where}: {found[metric]:.4f}" for metric in ("accuracy", "f1") if metric in found]
+        lines += [
+            f"{metric} on the {where}: {found[metric]:.4f}"
+            for metric in ("accuracy", "f1")
+            if metric in found
+        ]
     return lines
 
 

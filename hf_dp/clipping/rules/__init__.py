@@ -1,7 +1,8 @@
-"""Which rule serves which class. Exact class only: a subclass may scale or shift what its parent computes.
+"""Which rule serves which class. Exact class only: a subclass may scale or shift what its parent
+computes.
 
-(The plain embedding rule on Gemma's scaled embedding under-counts the norm by sqrt(hidden size), silently. Subclasses of
-``nn.Embedding`` are served by a rule that runs their own forward.)
+(The plain embedding rule on Gemma's scaled embedding under-counts the norm by sqrt(hidden size),
+silently. Subclasses of ``nn.Embedding`` are served by a rule that runs their own forward.)
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ _RULES: dict[type[nn.Module], Rule] = {
 
 
 def find_rule(module: nn.Module) -> Rule | None:
-    """The rule for this very module, or None when its class is unknown, its forward replaced or a weight parametrised."""
+    """The rule for this very module, or None when its class is unknown, its forward replaced or a
+    weight parametrised."""
     if "forward" in module.__dict__ or parametrize.is_parametrized(module):
         return None
     rule = _RULES.get(type(module))
@@ -48,23 +50,30 @@ def find_rule(module: nn.Module) -> Rule | None:
         return None
     if rule is None and isinstance(module, nn.Embedding):
         return embedding_subclass
-    if rule is None and is_rms_norm(cast(Any, type(module))) and set(module._parameters) == {"weight"}:
+    if (
+        rule is None
+        and is_rms_norm(cast(Any, type(module)))
+        and set(module._parameters) == {"weight"}
+    ):
         return rms_norm if weight.dim() == 1 else None
     return rule
 
 
 def register_rule(module_class: type[nn.Module], keep: Keep, gradients: Gradients) -> None:
-    """Teach the engine the per-example gradients of a module class of your own (this class, not its subclasses).
+    """Teach the engine the per-example gradients of a module class of your own (this class, not its
+    subclasses).
 
     Args:
-        keep: ``keep(module, *args, **kwargs) -> tuple of tensors``, called with the forward's arguments: what the gradients
-            will need of the inputs, one row per example each.
-        gradients: ``gradients(module, kept, output_grad) -> {parameter name: gradient}``: for each trainable parameter that
-            the module owns, its per-example gradient (b, *parameter.shape), or where that is large
-            :class:`~hf_dp.clipping.uses.OuterProducts` or :class:`~hf_dp.clipping.uses.Lookups`. It must not mix examples.
+        keep: ``keep(module, *args, **kwargs) -> tuple of tensors``, called with the forward's
+            arguments: what the gradients will need of the inputs, one row per example each.
+        gradients: ``gradients(module, kept, output_grad) -> {parameter name: gradient}``: for each
+            trainable parameter that the module owns, its per-example gradient (b,
+            *parameter.shape), or where that is large :class:`~hf_dp.clipping.uses.OuterProducts` or
+            :class:`~hf_dp.clipping.uses.Lookups`. It must not mix examples.
 
-    The module's forward must return one tensor with one row per example. The rule is checked on synthetic examples before
-    training, as all are. A module without a rule works too, more slowly: it is differentiated example by example.
+    The module's forward must return one tensor with one row per example. The rule is checked on
+    synthetic examples before training, as all are. A module without a rule works too, more slowly:
+    it is differentiated example by example.
 
     Raises: InvalidArgumentError when ``module_class`` is no module class, or has a rule already.
 
@@ -77,7 +86,12 @@ def register_rule(module_class: type[nn.Module], keep: Keep, gradients: Gradient
         )
     """
     if not (isinstance(module_class, type) and issubclass(module_class, nn.Module)):
-        raise invalid("module_class", module_class, "to be a subclass of torch.nn.Module", "Pass the class itself.")
+        raise invalid(
+            "module_class",
+            module_class,
+            "to be a subclass of torch.nn.Module",
+            "Pass the class itself.",
+        )
     if module_class in _RULES:
         raise invalid(
             "module_class",

@@ -1,5 +1,6 @@
-"""``nn.Conv2d``: an affine map of the patch under the kernel, so its weight gradient is ``sum_t g_t patch_t^T``, t the output
-positions. (For the patch embedding of a vision transformer the patches do not overlap and are no larger than the image.)"""
+"""``nn.Conv2d``: an affine map of the patch under the kernel, so its weight gradient is ``sum_t g_t
+patch_t^T``, t the output positions. (For the patch embedding of a vision transformer the patches do
+not overlap and are no larger than the image.)"""
 
 from __future__ import annotations
 
@@ -14,11 +15,15 @@ def _keep_input(module: nn.Conv2d, input: Tensor) -> tuple[Tensor]:
     return (input,)
 
 
-def _conv2d_gradients(module: nn.Conv2d, kept: tuple[Tensor, ...], grad: Tensor) -> dict[str, Tensor | Use]:
+def _conv2d_gradients(
+    module: nn.Conv2d, kept: tuple[Tensor, ...], grad: Tensor
+) -> dict[str, Tensor | Use]:
     padding = module.padding
     assert not isinstance(padding, str)  # such a module has no rule
     x = kept[0].to(grad.dtype)
-    patches = F.unfold(x, module.kernel_size, module.dilation, padding, module.stride).mT  # (b, T, in * kh * kw)
+    patches = F.unfold(
+        x, module.kernel_size, module.dilation, padding, module.stride
+    ).mT  # (b, T, in * kh * kw)
     output_grads = grad.flatten(2).mT  # (b, T, out)
     return {
         "weight": OuterProducts(output_grads, patches),
@@ -31,4 +36,8 @@ conv2d = PairRule(_keep_input, _conv2d_gradients, flattens=False)
 
 def is_plain_conv2d(module: nn.Conv2d) -> bool:
     """One group, zeros for padding: what the rule covers."""
-    return module.groups == 1 and module.padding_mode == "zeros" and not isinstance(module.padding, str)
+    return (
+        module.groups == 1
+        and module.padding_mode == "zeros"
+        and not isinstance(module.padding, str)
+    )

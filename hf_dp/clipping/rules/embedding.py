@@ -1,11 +1,15 @@
-"""``nn.Embedding`` and its subclasses: the gradient of row k is the sum of output gradients at positions that looked k up.
+"""``nn.Embedding`` and its subclasses: the gradient of row k is the sum of output gradients at
+positions that looked k up.
 
-A subclass (Gemma's and BART's scaled embeddings, the shifted positions of OPT and BART) runs its own forward; only its call
-of ``torch.nn.functional.embedding`` on its weight is recorded, so what it does before and after is differentiated by
-autograd. A subclass that uses its weight in any other way gives autograd a gradient for it, which the engine refuses.
+A subclass (Gemma's and BART's scaled embeddings, the shifted positions of OPT and BART) runs its
+own forward; only its call of ``torch.nn.functional.embedding`` on its weight is recorded, so what
+it does before and after is differentiated by autograd. A subclass that uses its weight in any other
+way gives autograd a gradient for it, which the engine refuses.
 
-``padding_idx`` gets no gradient, as in autograd. Indices shared by all examples, shape (1, ...), are expanded to the
-batch: their output gradient would arrive summed over examples, from which no per-example gradient can be recovered.
+``padding_idx`` gets no gradient, as in autograd. Indices shared by all examples, shape (1, ...),
+are expanded to the
+batch: their output gradient would arrive summed over examples, from which no per-example gradient
+    can be recovered.
 """
 
 from __future__ import annotations
@@ -46,7 +50,11 @@ class _RecordedLookups(TorchFunctionMode):
         self.tape, self.module = tape, module
 
     def __torch_function__(
-        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+        self,
+        func: Any,
+        types: Any,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
         if func is F.embedding and len(args) > 1 and args[1] is self.module.weight:
@@ -65,17 +73,26 @@ class _RecordedLookups(TorchFunctionMode):
         sparse: bool = False,
     ) -> None:
         """What the lookup is asked for must be what the module says, which is what is recorded."""
-        if padding_idx != self.module.padding_idx or max_norm is not None or scale_grad_by_freq or sparse:
+        if (
+            padding_idx != self.module.padding_idx
+            or max_norm is not None
+            or scale_grad_by_freq
+            or sparse
+        ):
             raise UnsupportedModelError(
-                f"{self.tape.describe(self.module)} looks its rows up with padding_idx={padding_idx}, max_norm={max_norm}, "
-                f"scale_grad_by_freq={scale_grad_by_freq}, sparse={sparse}, and says padding_idx={self.module.padding_idx} of "
-                "itself. Let both agree and leave the others out, or freeze it (requires_grad_(False))."
+                f"{self.tape.describe(self.module)} looks its rows up with "
+                f"padding_idx={padding_idx}, max_norm={max_norm}, "
+                f"scale_grad_by_freq={scale_grad_by_freq}, sparse={sparse}, and says "
+                f"padding_idx={self.module.padding_idx} of itself. Let both agree and leave the "
+                "others out, or freeze it (requires_grad_(False))."
             )
 
 
 class _Embedding(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tokens: Tensor, weight: Tensor, module: nn.Embedding, tape: Tape) -> Tensor:
+    def forward(
+        ctx: Any, tokens: Tensor, weight: Tensor, module: nn.Embedding, tape: Tape
+    ) -> Tensor:
         ctx.module, ctx.tape = module, tape
         ctx.save_for_backward(tokens)
         return F.embedding(tokens, weight, module.padding_idx)

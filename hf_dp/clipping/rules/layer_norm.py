@@ -1,6 +1,8 @@
-"""``nn.LayerNorm``: with x_hat the normalised input, weight gradient ``sum_t g_t * x_hat_t``, bias gradient ``sum_t g_t``.
+"""``nn.LayerNorm``: with x_hat the normalised input, weight gradient ``sum_t g_t * x_hat_t``, bias
+gradient ``sum_t g_t``.
 
-Both are as small as one position's activation, so they are formed per example at once and no record is kept.
+Both are as small as one position's activation, so they are formed per example at once and no record
+is kept.
 """
 
 from __future__ import annotations
@@ -16,7 +18,8 @@ from hf_dp.clipping.uses import accumulation_dtype
 
 
 def layer_norm(tape: Tape, module: nn.LayerNorm, input: Tensor) -> Tensor:
-    """Forward of ``nn.LayerNorm`` that records, in backward, the uses of its trainable weight and bias."""
+    """Forward of ``nn.LayerNorm`` that records, in backward, the uses of its trainable weight and
+    bias."""
     tape.refuse_parameter(module, input)
     weight, bias = module.weight, module.bias
     tape.note_forward(weight, bias)
@@ -27,8 +30,12 @@ def layer_norm(tape: Tape, module: nn.LayerNorm, input: Tensor) -> Tensor:
 
 class _LayerNorm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, module: nn.LayerNorm, tape: Tape) -> Tensor:
-        output, mean, rstd = torch.native_layer_norm(x, module.normalized_shape, weight, bias, module.eps)
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, module: nn.LayerNorm, tape: Tape
+    ) -> Tensor:
+        output, mean, rstd = torch.native_layer_norm(
+            x, module.normalized_shape, weight, bias, module.eps
+        )
         ctx.module, ctx.tape = module, tape
         ctx.save_for_backward(x, mean, rstd, weight, bias)
         return output

@@ -1,7 +1,9 @@
-"""``nn.Linear`` and GPT-2's ``Conv1D``: affine maps of the last dimension, input of any rank >= 2, or flattened (b * T, d).
+"""``nn.Linear`` and GPT-2's ``Conv1D``: affine maps of the last dimension, input of any rank >= 2,
+or flattened (b * T, d).
 
-With a_t the input and g_t the output gradient of position t, the weight's gradient is ``sum_t g_t a_t^T`` (Linear, weight
-out x in) or ``sum_t a_t g_t^T`` (Conv1D, weight in x out); the bias's is ``sum_t g_t``.
+With a_t the input and g_t the output gradient of position t, the weight's gradient is ``sum_t g_t
+a_t^T`` (Linear, weight out x in) or ``sum_t a_t g_t^T`` (Conv1D, weight in x out); the bias's is
+``sum_t g_t``.
 """
 
 from __future__ import annotations
@@ -20,7 +22,8 @@ from hf_dp.clipping.uses import OuterProducts, accumulation_dtype
 
 
 def linear(tape: Tape, module: nn.Linear, input: Tensor) -> Tensor:
-    """Forward of ``nn.Linear`` that records, in backward, the uses of its trainable weight and bias."""
+    """Forward of ``nn.Linear`` that records, in backward, the uses of its trainable weight and
+    bias."""
     tape.refuse_parameter(module, input)
     return _affine(tape, module, input, False)
 
@@ -40,7 +43,11 @@ def _affine(tape: Tape, module: nn.Linear | Conv1D, x: Tensor, transposed: bool)
 class _Affine(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, call: tuple[Tape, nn.Linear | Conv1D, bool]
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        call: tuple[Tape, nn.Linear | Conv1D, bool],
     ) -> Tensor:
         ctx.tape, ctx.module, ctx.transposed = call
         matrix = weight.mT if ctx.transposed else weight
@@ -52,8 +59,9 @@ class _Affine(torch.autograd.Function):
         else:
             output = F.linear(x, matrix, bias)
         ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)
-        # `.data`: not as a view of what it is computed in, since a model may change it in place (Longformer does). The
-        # operator for that, _unsafe_view, has no Python binding of its own: called between two large products it took 0.1 ms.
+        # `.data`: not as a view of what it is computed in, since a model may change it in place
+        # (Longformer does). The operator for that, _unsafe_view, has no Python binding of its own:
+        # called between two large products it took 0.1 ms.
         return output.data
 
     @staticmethod
@@ -67,7 +75,9 @@ class _Affine(torch.autograd.Function):
             pair = (activations, output_grads) if transposed else (output_grads, activations)
             tape.record(module, module.weight, OuterProducts(*pair))
         if ctx.needs_input_grad[2]:
-            tape.record(module, module.bias, output_grads.sum(1, dtype=accumulation_dtype(grad.dtype)))
+            tape.record(
+                module, module.bias, output_grads.sum(1, dtype=accumulation_dtype(grad.dtype))
+            )
         grad_x = None
         if ctx.needs_input_grad[0]:
             matrix = weight.to(grad.dtype)

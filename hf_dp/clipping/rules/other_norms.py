@@ -1,5 +1,6 @@
-"""Root-mean-square and group norms: with x_hat the normalised input, weight gradient ``sum_t g_t * x_hat_t`` and bias gradient
-``sum_t g_t``, as small as one position's activation: formed per example at once."""
+"""Root-mean-square and group norms: with x_hat the normalised input, weight gradient ``sum_t g_t *
+x_hat_t`` and bias gradient ``sum_t g_t``, as small as one position's activation: formed per example
+at once."""
 
 from __future__ import annotations
 
@@ -22,7 +23,9 @@ def _keep_input(module: nn.Module, input: Tensor) -> tuple[Tensor]:
     return (input,)
 
 
-def _rms_norm_gradients(module: nn.Module, kept: tuple[Tensor, ...], grad: Tensor) -> dict[str, Tensor]:
+def _rms_norm_gradients(
+    module: nn.Module, kept: tuple[Tensor, ...], grad: Tensor
+) -> dict[str, Tensor]:
     """Also of Gemma's ``(1 + w) x_hat``: the derivative by w is the same."""
     (x,) = kept
     eps = getattr(module, "variance_epsilon", None)
@@ -30,7 +33,8 @@ def _rms_norm_gradients(module: nn.Module, kept: tuple[Tensor, ...], grad: Tenso
     eps = torch.finfo(x.dtype).eps if eps is None else eps  # nn.RMSNorm's default
     dtype = accumulation_dtype(grad.dtype)
     x = positions(x)
-    # x_hat as the forward rounds it: transformers' classes compute in float32, whatever the model's dtype.
+    # x_hat as the forward rounds it: transformers' classes compute in float32, whatever the model's
+    # dtype.
     if type(module) is nn.RMSNorm:
         x_hat = x.to(dtype) * torch.rsqrt(x.to(dtype).pow(2).mean(-1, keepdim=True) + eps)
     else:
@@ -40,7 +44,9 @@ def _rms_norm_gradients(module: nn.Module, kept: tuple[Tensor, ...], grad: Tenso
     return {"weight": products.sum(1)}
 
 
-def _group_norm_gradients(module: nn.GroupNorm, kept: tuple[Tensor, ...], grad: Tensor) -> dict[str, Tensor]:
+def _group_norm_gradients(
+    module: nn.GroupNorm, kept: tuple[Tensor, ...], grad: Tensor
+) -> dict[str, Tensor]:
     dtype = accumulation_dtype(grad.dtype)
     x_hat = F.group_norm(kept[0].to(dtype), module.num_groups, eps=module.eps)
     g = grad.to(dtype).reshape(len(grad), module.num_channels, -1)  # (b, channels, T)
@@ -57,8 +63,9 @@ def _keeps_dtype(module_class: Any) -> bool:
     return _body(module_class.forward) == _normal(ast.parse(textwrap.dedent(_T5_FORWARD)).body)
 
 
-# What the forward of an RMSNorm in transformers 5 looks like, for about 190 classes of that name. A class is taken for one
-# when its source is one of these, letter by letter: its name says nothing about what a next version computes.
+# What the forward of an RMSNorm in transformers 5 looks like, for about 190 classes of that name. A
+# class is taken for one when its source is one of these, letter by letter: its name says nothing
+# about what a next version computes.
 _T5_FORWARD = """
     variance = hidden_states.to(torch.float32).pow(2).mean(-1, keepdim=True)
     hidden_states = hidden_states * torch.rsqrt(variance + self.variance_epsilon)
@@ -98,7 +105,9 @@ _RMS_NORM_HELPER = "return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + sel
 def is_rms_norm(module_class: Any) -> bool:
     """Whether the class computes a root-mean-square norm with a weight, by its source."""
     body = _body(getattr(module_class, "forward", None))
-    if body not in {_normal(ast.parse(textwrap.dedent(known)).body) for known in _RMS_NORM_FORWARDS}:
+    if body not in {
+        _normal(ast.parse(textwrap.dedent(known)).body) for known in _RMS_NORM_FORWARDS
+    }:
         return False
     helper = getattr(module_class, "_norm", None)
     return "_norm" not in body or _body(helper) == _normal(ast.parse(_RMS_NORM_HELPER).body)
@@ -106,7 +115,8 @@ def is_rms_norm(module_class: Any) -> bool:
 
 @functools.cache
 def _body(function: Any) -> str:
-    """The statements of a function without docstring and comments; empty where there is no source, or a decorator."""
+    """The statements of a function without docstring and comments; empty where there is no source,
+    or a decorator."""
     if hasattr(function, "__wrapped__"):  # the source would be that of what is wrapped
         return ""
     try:
@@ -116,7 +126,11 @@ def _body(function: Any) -> str:
         return ""
     plain = isinstance(definition, ast.FunctionDef) and not definition.decorator_list
     statements = definition.body if isinstance(definition, ast.FunctionDef) and plain else []
-    if statements and isinstance(statements[0], ast.Expr) and isinstance(statements[0].value, ast.Constant):
+    if (
+        statements
+        and isinstance(statements[0], ast.Expr)
+        and isinstance(statements[0].value, ast.Constant)
+    ):
         statements = statements[1:]
     return _normal(statements)
 

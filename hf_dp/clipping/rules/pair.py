@@ -1,4 +1,5 @@
-"""A rule as a pair of functions: what to keep of the inputs, and the per-example gradients from it."""
+"""A rule as a pair of functions: what to keep of the inputs, and the per-example gradients from
+it."""
 
 from __future__ import annotations
 
@@ -19,13 +20,15 @@ Gradients = Callable[[Any, tuple[Tensor, ...], Tensor], Mapping[str, "Tensor | U
 
 @dataclass(frozen=True)
 class PairRule:
-    """Runs the module's own forward on detached parameters, so that autograd gives the input gradients and no other.
+    """Runs the module's own forward on detached parameters, so that autograd gives the input
+    gradients and no other.
 
     Args:
-        keep: ``(module, *args, **kwargs) -> tensors`` that the gradients need, each with one row per example.
-        gradients: ``(module, kept, output_grad) -> {parameter name: per-example gradient (b, *shape), or a Use}`` for at
-            least the trainable parameters of the module; tensors have one row per example first, also where the module
-            worked on flattened (b * T, d) inputs.
+        keep: ``(module, *args, **kwargs) -> tensors`` that the gradients need, each with one row
+            per example.
+        gradients: ``(module, kept, output_grad) -> {parameter name: per-example gradient (b,
+            *shape), or a Use}`` for at least the trainable parameters of the module; tensors have
+            one row per example first, also where the module worked on flattened (b * T, d) inputs.
     """
 
     keep: Keep
@@ -48,8 +51,9 @@ class PairRule:
             module._parameters.update(own)
         if not isinstance(output, Tensor):
             raise UnsupportedModelError(
-                f"{tape.describe(module)} returned a {type(output).__name__}, where its clipping rule expects one tensor. "
-                "Remove the rule: a module without one is differentiated example by example."
+                f"{tape.describe(module)} returned a {type(output).__name__}, where its clipping "
+                "rule expects one tensor. Remove the rule: a module without one is differentiated "
+                "example by example."
             )
         return _Kept.apply(output, next(iter(own.values())), self, module, tape, own, *kept)
 
@@ -79,13 +83,18 @@ class _Kept(torch.autograd.Function):
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         (grad,) = grad_outputs
         tape: Tape = ctx.tape
-        kept = tuple(tape.by_example(ctx.module, t.detach(), ctx.rule.flattens) for t in ctx.saved_tensors)
-        found = ctx.rule.gradients(ctx.module, kept, tape.by_example(ctx.module, grad, ctx.rule.flattens))
+        kept = tuple(
+            tape.by_example(ctx.module, t.detach(), ctx.rule.flattens) for t in ctx.saved_tensors
+        )
+        found = ctx.rule.gradients(
+            ctx.module, kept, tape.by_example(ctx.module, grad, ctx.rule.flattens)
+        )
         missing = sorted(set(ctx.own) - set(found))
         if missing:
             raise UnsupportedModelError(
-                f"The clipping rule of {tape.describe(ctx.module)} gave gradients for {sorted(found)} and none for its "
-                f"trainable {missing}. Let its gradients function return them, or freeze them (requires_grad_(False))."
+                f"The clipping rule of {tape.describe(ctx.module)} gave gradients for "
+                f"{sorted(found)} and none for its trainable {missing}. Let its gradients function "
+                "return them, or freeze them (requires_grad_(False))."
             )
         for name, parameter in ctx.own.items():
             tape.record(ctx.module, parameter, found[name])

@@ -76,7 +76,8 @@ def refuse_options(args: Any, config: Any) -> None:
 
 
 def freeze_others(model: nn.Module, config: SelectionConfig) -> None:
-    """Leave trainable what may be chosen and what always trains; an adapter would freeze the rest, too."""
+    """Leave trainable what may be chosen and what always trains; an adapter would freeze the rest,
+    too."""
     kept = {*candidates(model, config), *always_trained(model, config)}
     for parameter in model.parameters():
         parameter.requires_grad_(parameter.requires_grad and parameter in kept)
@@ -92,7 +93,9 @@ def refuse_made_before(trainer: Any, config: SelectionConfig) -> None:
             "What trains is chosen when train() starts; set `optim` in the arguments instead.",
         )
     if hasattr(trainer.model, "peft_config"):
-        raise InvalidArgumentError("Expected `peft_config` to be None for a model that is a PeftModel already.")
+        raise InvalidArgumentError(
+            "Expected `peft_config` to be None for a model that is a PeftModel already."
+        )
     set_task_type(trainer.model, config)
     refuse_frozen_heads(trainer.model, always_trained(trainer.model, config))
 
@@ -103,5 +106,6 @@ def refuse_other_options(earlier: Any, now: Any) -> None:
     if changed:
         name = changed[0]
         raise ConfigError(
-            f"Cannot resume: `{name}` of peft_config is {wanted[name]!r}, but the run was started with {then.get(name)!r}."
+            f"Cannot resume: `{name}` of peft_config is {wanted[name]!r}, but the run was started "
+            f"with {then.get(name)!r}."
         )

@@ -11,7 +11,12 @@ from transformers.utils import logging
 
 from hf_dp._validate import invalid
 from hf_dp.selection_plan import SelectionPlan
-from hf_dp.trainer.choice.base import Choice, freeze_others, refuse_made_before, refuse_other_options
+from hf_dp.trainer.choice.base import (
+    Choice,
+    freeze_others,
+    refuse_made_before,
+    refuse_other_options,
+)
 from hf_dp.trainer.loading import apply_peft, describe_training
 from hf_dp.trainer.private_selection import select_partitions
 from hf_dp.tuners.frost.config import FrostConfig
@@ -53,7 +58,9 @@ class _Frost(Choice):
     def _select(self, trainer: Any) -> None:
         made = select_partitions(trainer, self.config)
         self.config.made.append(made)
-        logger.info("DP-FROST selected %d of %d partitions.", len(made["partitions"]), made["candidates"])
+        logger.info(
+            "DP-FROST selected %d of %d partitions.", len(made["partitions"]), made["candidates"]
+        )
 
     def _read(self, checkpoint: str) -> None:
         """Take over what the run chose before; it never chooses the same again."""
@@ -68,8 +75,10 @@ class _Frost(Choice):
         if not self.config.made:
             return describe_training(model)
         return f"{describe_training(model)}: " + "; then ".join(
-            f"{len(made['partitions'])} of {made['candidates']} partitions, chosen privately (DP-FROST; sensitivities "
-            f"{', '.join(f'{value:.3g}' for value in made['sensitivities'])}): {', '.join(made['partitions'])}"
+            f"{len(made['partitions'])} of {made['candidates']} partitions, chosen privately "
+            "(DP-FROST; sensitivities "
+            f"{', '.join(f'{value:.3g}' for value in made['sensitivities'])}): "
+            f"{', '.join(made['partitions'])}"
             for made in self.config.made
         )
 
@@ -83,7 +92,8 @@ class Once(_Frost):
 
 
 class Repeated(_Frost):
-    """K > 1 (section 5.3): chosen again at step ``(k - 1) floor(U / K)`` of U; trains in place, saves a whole checkpoint."""
+    """K > 1 (section 5.3): chosen again at step ``(k - 1) floor(U / K)`` of U; trains in place,
+    saves a whole checkpoint."""
 
     _may_train: Sequence[nn.Parameter] = ()
 
@@ -108,7 +118,9 @@ class Repeated(_Frost):
             self._switch(trainer.model)
 
     def releases_to_come(self) -> int:
-        return (self.config.num_selections - len(self.config.made)) * self.config.selection_iterations
+        return (
+            self.config.num_selections - len(self.config.made)
+        ) * self.config.selection_iterations
 
     @contextmanager
     def all_that_may_train(self, model: nn.Module) -> Iterator[None]:

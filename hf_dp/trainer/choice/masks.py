@@ -13,7 +13,13 @@ from hf_dp._validate import invalid
 from hf_dp.clipping.masked import MaskedEngine
 from hf_dp.plan import PrivacyPlan
 from hf_dp.selection_plan import SelectionPlan
-from hf_dp.trainer.choice.base import Choice, freeze_others, refuse_made_before, refuse_options, refuse_other_options
+from hf_dp.trainer.choice.base import (
+    Choice,
+    freeze_others,
+    refuse_made_before,
+    refuse_options,
+    refuse_other_options,
+)
 from hf_dp.trainer.loading import describe_training
 from hf_dp.trainer.private_selection import select_entries
 from hf_dp.tuners.masks import MaskConfig, ParamConfig, PvalConfig, packed, unpacked
@@ -31,7 +37,11 @@ class Masks(Choice):
         self.masks: Mapping[str, Tensor] | None = None
 
     def plan(self, clipping_norm: float) -> SelectionPlan | None:
-        return self.config.selection_plan(clipping_norm) if isinstance(self.config, ParamConfig) else None
+        return (
+            self.config.selection_plan(clipping_norm)
+            if isinstance(self.config, ParamConfig)
+            else None
+        )
 
     def prepare(self, trainer: Any) -> None:
         refuse_made_before(trainer, self.config)
@@ -47,11 +57,14 @@ class Masks(Choice):
             raise invalid(
                 "optim",
                 getattr(trainer.args.optim, "value", trainer.args.optim),
-                f"to be one of {sorted(_ELEMENTWISE)} (with adam_epsilon above 0) with a mask of parameters",
+                f"to be one of {sorted(_ELEMENTWISE)} (with adam_epsilon above 0) with a mask of "
+                "parameters",
                 "Of the others it is not known that an entry without a gradient stays where it is.",
             )
         if not self.config.candidate_names(trainer.model):
-            raise invalid("peft_config", type(self.config).__name__, "to have something to choose from")
+            raise invalid(
+                "peft_config", type(self.config).__name__, "to have something to choose from"
+            )
 
     def start(self, trainer: Any, checkpoint: str | None) -> None:
         if self.masks is not None:
@@ -60,7 +73,9 @@ class Masks(Choice):
         freeze_others(trainer.model, self.config)
         if checkpoint is not None:
             refuse_other_options(type(self.config).from_pretrained(checkpoint), self.config)
-            self.masks = unpacked(safetensors.torch.load_file(Path(checkpoint, _MASKS)), trainer.model)
+            self.masks = unpacked(
+                safetensors.torch.load_file(Path(checkpoint, _MASKS)), trainer.model
+            )
         elif isinstance(self.config, PvalConfig):
             self.masks = self.config.masks(trainer.model)
         elif isinstance(self.config, ParamConfig):
@@ -83,11 +98,18 @@ class Masks(Choice):
     def describe(self, model: nn.Module) -> str:
         if self.masks is None:
             return describe_training(model)
-        whole = [p for name, p in model.named_parameters() if p.requires_grad and name not in self.masks]
+        whole = [
+            p for name, p in model.named_parameters() if p.requires_grad and name not in self.masks
+        ]
         kept = sum(int(mask.sum()) for mask in self.masks.values())
         total = sum(mask.numel() for mask in self.masks.values())
-        how = "by absolute value" if isinstance(self.config, PvalConfig) else "privately, by noisy gradient"
+        how = (
+            "by absolute value"
+            if isinstance(self.config, PvalConfig)
+            else "privately, by noisy gradient"
+        )
         return (
-            f"{kept:,} of {total:,} single parameters, chosen {how} ({self.config.method.upper()}), and "
-            f"{sum(p.numel() for p in whole):,} of the head and modules_to_save"
+            f"{kept:,} of {total:,} single parameters, chosen {how} "
+            f"({self.config.method.upper()}), and {sum(p.numel() for p in whole):,} of the head "
+            "and modules_to_save"
         )

@@ -8,14 +8,20 @@ from torch import Tensor, nn
 
 from hf_dp.clipping.low_rank import Carriers, LowRankEngine
 from hf_dp.plan import PrivacyPlan
-from hf_dp.trainer.choice.base import Choice, refuse_made_before, refuse_options, refuse_other_options
+from hf_dp.trainer.choice.base import (
+    Choice,
+    refuse_made_before,
+    refuse_options,
+    refuse_other_options,
+)
 from hf_dp.trainer.loading import describe_training
 from hf_dp.tuners.rgp import RgpConfig, carriers, weight_gradients
 from hf_dp.tuners.selection import always_trained
 
 
 class Rgp(Choice):
-    """The carriers' gradients are clipped and noised, the weights' are made of them; trains in place."""
+    """The carriers' gradients are clipped and noised, the weights' are made of them; trains in
+    place."""
 
     def __init__(self, config: RgpConfig):
         self.config = config
@@ -35,14 +41,18 @@ class Rgp(Choice):
         if checkpoint is not None:
             refuse_other_options(RgpConfig.from_pretrained(checkpoint), self.config)
         self._weights = self.config.weights(trainer.model)
-        self._start = {name: parameter.detach().clone() for name, parameter in self._weights.items()}
+        self._start = {
+            name: parameter.detach().clone() for name, parameter in self._weights.items()
+        }
         kept = {*self._weights.values(), *always_trained(trainer.model, self.config)}
         for parameter in trainer.model.parameters():
             parameter.requires_grad_(parameter.requires_grad and parameter in kept)
 
     def before_step(self, trainer: Any) -> None:
         self._carriers = {
-            name: carriers(weight, self._start[name], self.config.rank, self.config.power_iterations)
+            name: carriers(
+                weight, self._start[name], self.config.rank, self.config.power_iterations
+            )
             for name, weight in self._weights.items()
         }
 
@@ -70,4 +80,7 @@ class Rgp(Choice):
         if not self._weights:
             return describe_training(model)
         seen = sum(self.config.rank * sum(weight.shape) for weight in self._weights.values())
-        return f"{describe_training(model)}, through rank-{self.config.rank} carriers of {seen:,} numbers a step (RGP)"
+        return (
+            f"{describe_training(model)}, through rank-{self.config.rank} carriers of {seen:,} "
+            "numbers a step (RGP)"
+        )

@@ -1,11 +1,12 @@
-"""DP-FP with everything below the noise frozen: what trains is a function of released rows, so post-processing covers it.
+"""DP-FP with everything below the noise frozen: what trains is a function of released rows, so
+post-processing covers it.
 
-``once``: each example's representation is released one time with Gaussian noise. Under zero-out a record's row moves by C at
-the most, so this is the Gaussian mechanism with ``mu = C / sigma``: no composition, whatever is trained on the rows.
-``fresh``: a new noisy row each time the example is drawn. It takes part in k of T M draws and is seen to, so
-``delta(epsilon) = sum_k Binomial(k; T M, p) delta_Gauss(epsilon; sqrt(k) C / sigma)``.
-(Nothing of the encoder moves, so representations are computed once, in the precision of the weights; they stay in memory and
-never leave it un-noised.)
+``once``: each example's representation is released one time with Gaussian noise. Under zero-out a
+record's row moves by C at the most, so this is the Gaussian mechanism with ``mu = C / sigma``: no
+composition, whatever is trained on the rows. ``fresh``: a new noisy row each time the example is
+drawn. It takes part in k of T M draws and is seen to, so ``delta(epsilon) = sum_k Binomial(k; T M,
+p) delta_Gauss(epsilon; sqrt(k) C / sigma)``. (Nothing of the encoder moves, so representations are
+computed once, in the precision of the weights; they stay in memory and never leave it un-noised.)
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ from hf_dp.errors import LedgerError
 from hf_dp.trainer.modes.base import Mode, nominal_epoch
 from hf_dp.trainer.modes.last_layer import LastLayer, released_labels
 
-# Not pushed to the Hub, which leaves out names with an underscore; what is in it is released, so it may be kept.
+# Not pushed to the Hub, which leaves out names with an underscore; what is in it is released, so it
+# may be kept.
 RELEASED_ROWS = "_released_rows.safetensors"
 
 
@@ -72,7 +74,11 @@ class FrozenEncoder(Mode):
         if plan.forward.label_epsilon is not None or released:
             released["labels"] = self._labels
         if released:
-            tensors = {name: value.cpu().contiguous() for name, value in released.items() if value is not None}
+            tensors = {
+                name: value.cpu().contiguous()
+                for name, value in released.items()
+                if value is not None
+            }
             save_file(tensors, Path(trainer.folder, RELEASED_ROWS), metadata={"run_id": run.run_id})
 
     def _read(self, trainer: Any) -> dict[str, Tensor]:
@@ -84,18 +90,22 @@ class FrozenEncoder(Mode):
                 Path(trainer.folder, RELEASED_ROWS), framework="pt", device=str(trainer.args.device)
             ) as file:
                 if (file.metadata() or {}).get("run_id") != run.run_id:
-                    raise LedgerError(f"Cannot resume: {RELEASED_ROWS} in output_dir is of another run.")
+                    raise LedgerError(
+                        f"Cannot resume: {RELEASED_ROWS} in output_dir is of another run."
+                    )
                 return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (no mapping)
         except (OSError, SafetensorError) as problem:
             raise LedgerError(
-                f"Cannot resume: {RELEASED_ROWS}, the rows that this run released, is missing or damaged ({problem}). "
-                "Releasing them again would cost epsilon again. Restore it, or start a new run in a new output_dir (both "
-                "count together)."
+                f"Cannot resume: {RELEASED_ROWS}, the rows that this run released, is missing or "
+                f"damaged ({problem}). Releasing them again would cost epsilon again. Restore it, "
+                "or start a new run in a new output_dir (both count together)."
             ) from problem
 
     def loader(self, trainer: Any) -> DataLoader:
         plan, _ = trainer.private_run()
-        sampler = plan.micro_batch_sampler(nominal_epoch(plan), random_bytes=trainer.randomness.random_bytes)
+        sampler = plan.micro_batch_sampler(
+            nominal_epoch(plan), random_bytes=trainer.randomness.random_bytes
+        )
         return DataLoader(range(plan.num_examples), batch_sampler=sampler, collate_fn=list)  # type: ignore[arg-type]
 
     def step(self, trainer: Any, inputs: Any) -> Tensor:

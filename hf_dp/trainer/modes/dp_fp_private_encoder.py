@@ -1,8 +1,9 @@
 """DP-FP's last layer above an encoder that is trained by DP-SGD.
 
-Each step releases a noisy sum of clipped encoder gradients, and noisy rows from which the last layer's gradient follows. Rows
-show who was drawn. So the sum may be taken for that of a secret Poisson sample only if its draw is another, independent one
-(``separate``); with one draw for both, sum and row of a drawn record are one Gaussian mechanism that is seen (``shared``).
+Each step releases a noisy sum of clipped encoder gradients, and noisy rows from which the last
+layer's gradient follows. Rows show who was drawn. So the sum may be taken for that of a secret
+Poisson sample only if its draw is another, independent one (``separate``); with one draw for both,
+sum and row of a drawn record are one Gaussian mechanism that is seen (``shared``).
 """
 
 from __future__ import annotations
@@ -48,7 +49,9 @@ class PrivateEncoder(DpSgd):
         plan, run = trainer.private_run()
         with self._below_only() as below:
             loss_sum, sums = self.clipped_sums(trainer, inputs)
-        rows, labels = self._last.rows_of(trainer, inputs if plan.forward.draws == SHARED else self._draw(trainer))
+        rows, labels = self._last.rows_of(
+            trainer, inputs if plan.forward.draws == SHARED else self._draw(trainer)
+        )
         released = self._last.clipped(rows, labels)
         released = released + trainer.randomness.gaussian_like(released, plan.record_noise_std)
         release_gradient(
@@ -57,7 +60,9 @@ class PrivateEncoder(DpSgd):
         with trainer.randomness.streams():
             loss = self._last.loss(released, labels) / plan.expected_batch_size
             for parameter, gradient in zip(
-                self._last.parameters, torch.autograd.grad(loss, self._last.parameters, allow_unused=True), strict=True
+                self._last.parameters,
+                torch.autograd.grad(loss, self._last.parameters, allow_unused=True),
+                strict=True,
             ):
                 parameter.grad = torch.zeros_like(parameter) if gradient is None else gradient
         return loss_sum

@@ -1,5 +1,6 @@
-"""DP-FP as published (Du and Mi 2021, Algorithm 1). No epsilon is established for it: the encoder's gradient is computed from
-activations that were not noised. (:data:`hf_dp.cards.forward_wording.NOT_ESTABLISHED_REASONS`.)"""
+"""DP-FP as published (Du and Mi 2021, Algorithm 1). No epsilon is established for it: the encoder's
+gradient is computed from activations that were not noised.
+(:data:`hf_dp.cards.forward_wording.NOT_ESTABLISHED_REASONS`.)"""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ logger = logging.get_logger(__name__)
 
 
 class PublishedForward(Mode):
-    """Clip and noise in the forward pass of M joined micro-batches; then an ordinary backward pass and optimizer."""
+    """Clip and noise in the forward pass of M joined micro-batches; then an ordinary backward pass
+    and optimizer."""
 
     _representation: PrivateRepresentation
 
@@ -30,8 +32,9 @@ class PublishedForward(Mode):
             layer, plan.record_clipping_norm, plan.record_noise_std, trainer.randomness
         )
         logger.warning(
-            "DP-FP as published: NO differential privacy guarantee is established for this run. The encoder is trained by\n"
-            "gradients that were not noised; dp_fp_variant='frozen' or 'private_encoder' have a guarantee."
+            "DP-FP as published: NO differential privacy guarantee is established for this run. "
+            "The encoder is trained by\ngradients that were not noised; dp_fp_variant='frozen' or "
+            "'private_encoder' have a guarantee."
         )
 
     def loader(self, trainer: Any) -> DataLoader:
@@ -39,7 +42,8 @@ class PublishedForward(Mode):
         return trainer.private_batches(plan.micro_batch_sampler(nominal_epoch(plan)))
 
     def step(self, trainer: Any, inputs: Any) -> Tensor:
-        """The gradient of all M micro-batches at once: their losses add up, so one padded batch gives what M passes give."""
+        """The gradient of all M micro-batches at once: their losses add up, so one padded batch
+        gives what M passes give."""
         plan, run = trainer.private_run()
         run.append(plan.event(steps=1), TRAINING)
         total = torch.zeros((), device=trainer.args.device)
@@ -49,7 +53,9 @@ class PublishedForward(Mode):
                     losses = trainer.losses_of(batch)
                     (losses.sum() / plan.expected_batch_size).backward()
                 total += losses.detach().sum()
-        for parameter in trainer.model.parameters():  # an empty step is a step: Adam's moments decay
+        for (
+            parameter
+        ) in trainer.model.parameters():  # an empty step is a step: Adam's moments decay
             if parameter.requires_grad and parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
         return total

@@ -1,4 +1,5 @@
-"""DP-SGD: noise on the clipped sum, in ``p.grad``; any optimizer then makes it DP-Adam and so on (Li et al., algorithm 1)."""
+"""DP-SGD: noise on the clipped sum, in ``p.grad``; any optimizer then makes it DP-Adam and so on
+(Li et al., algorithm 1)."""
 
 from __future__ import annotations
 
@@ -50,10 +51,12 @@ def release_gradient(
     run: RunLedger,
     finish: Callable[[dict[str, Tensor]], dict[str, Tensor]] | None = None,
 ) -> None:
-    """``p.grad = (clipped sum + N(0, (noise_multiplier C)^2)) / expected_batch_size`` for every trainable parameter.
+    """``p.grad = (clipped sum + N(0, (noise_multiplier C)^2)) / expected_batch_size`` for every
+    trainable parameter.
 
-    The noise is drawn once per logical batch and the divisor is a public constant, also for an empty draw. The step is in
-    the durable ledger before any ``p.grad`` is set: whatever is killed afterwards, nothing unrecorded was visible.
+    The noise is drawn once per logical batch and the divisor is a public constant, also for an
+    empty draw. The step is in the durable ledger before any ``p.grad`` is set: whatever is killed
+    afterwards, nothing unrecorded was visible.
     """
     for total in sums.values():
         total.add_(randomness.gaussian_like(total, plan.noise_std)).div_(plan.expected_batch_size)

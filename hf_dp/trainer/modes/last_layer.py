@@ -12,12 +12,19 @@ from hf_dp.accounting import RELEASE
 from hf_dp.errors import UnsupportedArgumentError, UnsupportedModelError
 from hf_dp.losses import base_model, classification_loss, problem_type
 from hf_dp.plan import PrivacyPlan
-from hf_dp.representation import block_loss, clip_rows, find_last_layer, into_blocks, randomized_response
+from hf_dp.representation import (
+    block_loss,
+    clip_rows,
+    find_last_layer,
+    into_blocks,
+    randomized_response,
+)
 from hf_dp.trainer.modes.rows import all_rows, check_classes, check_representations, rows_of
 
 
 def last_layer(trainer: Any) -> tuple[str, nn.Module]:
-    """Name and module of the layer whose input is the representation. Raises: UnsupportedModelError."""
+    """Name and module of the layer whose input is the representation. Raises:
+    UnsupportedModelError."""
     padded, _ = trainer.check_batches()
     return find_last_layer(trainer.model, padded, trainer.args.representation_module)
 
@@ -25,8 +32,8 @@ def last_layer(trainer: Any) -> tuple[str, nn.Module]:
 class LastLayer:
     """The layer above the noise, with the loss of its rows.
 
-    Raises: UnsupportedModelError when it shares a parameter with what lies below, or (labels in the vector) is not linear;
-        UnsupportedArgumentError when protected labels are no classes.
+    Raises: UnsupportedModelError when it shares a parameter with what lies below, or (labels in the
+        vector) is not linear; UnsupportedArgumentError when protected labels are no classes.
     """
 
     def __init__(self, trainer: Any):
@@ -37,27 +44,30 @@ class LastLayer:
         below = [name for name, p in _below(trainer.model, self.layer) if p in own]
         if below or not own:
             raise UnsupportedModelError(
-                f"The last layer {self.name!r} has no parameters of its own: {below or 'it has none'} (shared with the layers "
-                "below the noise, which it would train). Use a model with a head of its own, or privacy_mode='dp_sgd'."
+                f"The last layer {self.name!r} has no parameters of its own: "
+                f"{below or 'it has none'} (shared with the layers below the noise, which it would "
+                "train). Use a model with a head of its own, or privacy_mode='dp_sgd'."
             )
         forward = self.plan.forward
         assert forward is not None
         self._blocks = forward.num_classes if forward.labels_in_vector else None
         if self._blocks is not None and type(self.layer) is not nn.Linear:
             raise UnsupportedModelError(
-                f"labels_in_vector needs a linear last layer, and {self.name!r} is a {type(self.layer).__name__}. Protect the "
-                "labels with `label_epsilon` instead."
+                f"labels_in_vector needs a linear last layer, and {self.name!r} is a "
+                f"{type(self.layer).__name__}. Protect the labels with `label_epsilon` instead."
             )
         kind = problem_type(base_model(trainer.model), torch.zeros(1, dtype=torch.long))
         if forward.protects_labels and kind != "single_label_classification":
             raise UnsupportedArgumentError(
-                f"`label_epsilon` and `labels_in_vector` protect one class per example, and this is {kind}."
+                "`label_epsilon` and `labels_in_vector` protect one class per example, and this is "
+                f"{kind}."
             )
 
         self.parameters = [p for p in self.layer.parameters() if p.requires_grad]
         if not self.parameters:
             raise UnsupportedModelError(
-                f"The last layer {self.name!r} is frozen, so nothing would be learned from its rows."
+                f"The last layer {self.name!r} is frozen, so nothing would be learned from its "
+                "rows."
             )
         self._width = check_representations(trainer, self.layer)
 
@@ -66,7 +76,8 @@ class LastLayer:
         return [p for _, p in _below(self.model, self.layer)]
 
     def clipped(self, rows: Tensor, labels: Tensor) -> Tensor:
-        """What noise is added to: clipped rows, (b, d), or vectors with the label inside, (b, K d)."""
+        """What noise is added to: clipped rows, (b, d), or vectors with the label inside, (b, K
+        d)."""
         rows = clip_rows(rows, self.plan.record_clipping_norm)
         if self._blocks is None:
             return rows
@@ -74,16 +85,20 @@ class LastLayer:
         return into_blocks(rows, labels, self._blocks)
 
     def loss(self, released: Tensor, labels: Tensor | None) -> Tensor:
-        """Sum of the losses of released rows; ``labels`` are not looked at where the vector holds them."""
+        """Sum of the losses of released rows; ``labels`` are not looked at where the vector holds
+        them."""
         dtype = next(self.layer.parameters()).dtype
         if self._blocks is not None:
             assert isinstance(self.layer, nn.Linear)
             return block_loss(self.layer, released.to(dtype)).sum()
         assert labels is not None
-        return classification_loss(base_model(self.model), self.layer(released.to(dtype)), labels).sum()
+        return classification_loss(
+            base_model(self.model), self.layer(released.to(dtype)), labels
+        ).sum()
 
     def rows_of(self, trainer: Any, batches: Sequence[Any]) -> tuple[Tensor, Tensor]:
-        """Representations and labels of collated batches; :func:`hf_dp.trainer.modes.rows.rows_of`."""
+        """Representations and labels of collated batches;
+        :func:`hf_dp.trainer.modes.rows.rows_of`."""
         return rows_of(trainer, self.layer, batches, self._width)
 
     def all_rows(self, trainer: Any) -> tuple[Tensor, Tensor]:
@@ -100,7 +115,8 @@ def _below(model: nn.Module, layer: nn.Module) -> Iterator[tuple[str, nn.Paramet
 
 
 def released_labels(trainer: Any, labels: Tensor) -> Tensor:
-    """The labels as training may see them: as they are (public), or after randomised response, recorded before."""
+    """The labels as training may see them: as they are (public), or after randomised response,
+    recorded before."""
     plan, run = trainer.private_run()
     responses = plan.forward.label_release()
     if not responses:
@@ -108,4 +124,6 @@ def released_labels(trainer: Any, labels: Tensor) -> Tensor:
     (event,) = responses
     check_classes(labels, event.num_classes)
     run.append(event, RELEASE)
-    return randomized_response(labels, event.num_classes, event.keep_probability, trainer.randomness.random_bytes)
+    return randomized_response(
+        labels, event.num_classes, event.keep_probability, trainer.randomness.random_bytes
+    )

@@ -1,4 +1,5 @@
-"""The representations of private rows, each computed from its own row alone, and nothing else kept of it."""
+"""The representations of private rows, each computed from its own row alone, and nothing else kept
+of it."""
 
 from __future__ import annotations
 
@@ -15,41 +16,62 @@ from hf_dp.errors import DataError, SelfCheckError, UnsupportedModelError
 from hf_dp.representation import one_vector_per_example
 
 _CHUNK = 1024  # rows fetched at a time, within which examples of similar length go together
-_TOLERANCE = 1e-5  # of a row's norm: how far padding and neighbors may move it (float32 rounds to some 1e-6)
+_TOLERANCE = (
+    1e-5  # of a row's norm: how far padding and neighbors may move it (float32 rounds to some 1e-6)
+)
 
 
 def check_representations(trainer: Any, layer: nn.Module) -> int:
-    """On synthetic examples in evaluation mode: a row is its own example's, and nothing is kept. Returns its width.
+    """On synthetic examples in evaluation mode: a row is its own example's, and nothing is kept.
+    Returns its width.
 
-    A row that a neighbor could move would carry that neighbor into a vector which is noised for one record alone.
+    A row that a neighbor could move would carry that neighbor into a vector which is noised for one
+    record alone.
 
-    Raises: SelfCheckError; UnsupportedModelError for 16-bit weights, whose rounding moves rows by more than the margin.
+    Raises: SelfCheckError; UnsupportedModelError for 16-bit weights, whose rounding moves rows by
+        more than the margin.
     """
-    low = sorted({str(p.dtype).removeprefix("torch.") for p in trainer.model.parameters() if p.dtype.itemsize < 4})
+    low = sorted(
+        {
+            str(p.dtype).removeprefix("torch.")
+            for p in trainer.model.parameters()
+            if p.dtype.itemsize < 4
+        }
+    )
     if low:
         raise UnsupportedModelError(
-            f"The model's weights are {', '.join(low)}: what stands beside a row would round it differently, by more than the "
-            "noise is scaled to. Load the model in float32 (bf16=True in the arguments is for gradients)."
+            f"The model's weights are {', '.join(low)}: what stands beside a row would round it "
+            "differently, by more than the noise is scaled to. Load the model in float32 "
+            "(bf16=True in the arguments is for gradients)."
         )
     padded, alone = trainer.check_batches()
     together, _ = rows_of(trainer, layer, [padded])
     apart, _ = rows_of(trainer, layer, list(alone))
-    backwards, _ = rows_of(trainer, layer, [{name: value.flip(0) for name, value in padded.items()}])
+    backwards, _ = rows_of(
+        trainer, layer, [{name: value.flip(0) for name, value in padded.items()}]
+    )
     scale = apart.norm(dim=1).max().clamp_min(torch.finfo(torch.float32).tiny)
     for other in (together, backwards.flip(0)):
-        if other.shape != apart.shape or not bool((other - apart).norm(dim=1).max() <= _TOLERANCE * scale):
+        if other.shape != apart.shape or not bool(
+            (other - apart).norm(dim=1).max() <= _TOLERANCE * scale
+        ):
             raise SelfCheckError(
-                "On synthetic examples the representation of an example is another when other examples stand beside it, so "
-                "noise for one record would not cover what it does to its neighbors' rows. Check the attention mask and how "
-                "the model pools, or use privacy_mode='dp_sgd'."
+                "On synthetic examples the representation of an example is another when other "
+                "examples stand beside it, so noise for one record would not cover what it does to "
+                "its neighbors' rows. Check the attention mask and how the model pools, or use "
+                "privacy_mode='dp_sgd'."
             )
     return apart.shape[1]
 
 
-def rows_of(trainer: Any, layer: nn.Module, batches: Sequence[Any], width: int = 0) -> tuple[Tensor, Tensor]:
-    """What enters ``layer``, (n, d) in float32 or better, and labels (n, ...), in the batches' order; dropout off.
+def rows_of(
+    trainer: Any, layer: nn.Module, batches: Sequence[Any], width: int = 0
+) -> tuple[Tensor, Tensor]:
+    """What enters ``layer``, (n, d) in float32 or better, and labels (n, ...), in the batches'
+    order; dropout off.
 
-    Raises: SelfCheckError when the forward changed a buffer or parameter: it could hold a row, and would be saved.
+    Raises: SelfCheckError when the forward changed a buffer or parameter: it could hold a row, and
+        would be saved.
     """
     rows, labels = [], []
     entered: list[Tensor] = []
@@ -69,8 +91,9 @@ def rows_of(trainer: Any, layer: nn.Module, batches: Sequence[Any], width: int =
                 trainer.losses_of({**batch, "labels": torch.zeros_like(batch["labels"])})
                 if len(entered) != 1 or len(entered[0]) != len(batch["labels"]):
                     raise SelfCheckError(
-                        f"The last layer was given {len(entered)} representations of a batch, or not one for each example. "
-                        "Only a model that uses it once in a forward can be trained with privacy_mode='dp_fp'."
+                        f"The last layer was given {len(entered)} representations of a batch, or "
+                        "not one for each example. Only a model that uses it once in a forward can "
+                        "be trained with privacy_mode='dp_fp'."
                     )
                 (seen,) = entered
                 rows.append(seen if seen.dtype == torch.float64 else seen.float())
@@ -85,13 +108,16 @@ def rows_of(trainer: Any, layer: nn.Module, batches: Sequence[Any], width: int =
 
 
 def all_rows(trainer: Any, layer: nn.Module) -> tuple[Tensor, Tensor]:
-    """:func:`rows_of` every example of the training set, in its order. Raises: DataError for other data than planned."""
+    """:func:`rows_of` every example of the training set, in its order. Raises: DataError for other
+    data than planned."""
     data = trainer.training_data()
     cut = data.batches()
     count = len(data.examples)
     rows, labels = None, None
     starts = range(0, count, _CHUNK)
-    for first in tqdm(starts, desc="Representations", unit_scale=_CHUNK, disable=trainer.args.disable_tqdm):
+    for first in tqdm(
+        starts, desc="Representations", unit_scale=_CHUNK, disable=trainer.args.disable_tqdm
+    ):
         examples = data.examples.__getitems__(range(first, min(first + _CHUNK, count)))
         groups = cut.cut(examples)
         batches = cut(examples)
@@ -106,19 +132,23 @@ def all_rows(trainer: Any, layer: nn.Module) -> tuple[Tensor, Tensor]:
 
 
 def check_classes(labels: Tensor, num_classes: int) -> None:
-    """Raise DataError for labels that are not all classes 0..K-1: any other answer would tell that it was one."""
+    """Raise DataError for labels that are not all classes 0..K-1: any other answer would tell that
+    it was one."""
     whole = not labels.is_floating_point() and labels.dim() == 1
     if not whole or (labels.numel() and bool(((labels < 0) | (labels >= num_classes)).any())):
         raise DataError(
-            f"Protected labels must be whole numbers from 0 to {num_classes - 1}, one for each example; some are not. Leave "
-            "out examples without a class, or say the right config.num_labels."
+            f"Protected labels must be whole numbers from 0 to {num_classes - 1}, one for each "
+            "example; some are not. Leave out examples without a class, or say the right "
+            "config.num_labels."
         )
 
 
 @contextmanager
 def _nothing_kept(model: nn.Module) -> Iterator[None]:
     before = _versions(model)
-    values = {name: buffer.clone() for name, buffer in model.named_buffers()}  # (a write to `.data` has no version)
+    values = {
+        name: buffer.clone() for name, buffer in model.named_buffers()
+    }  # (a write to `.data` has no version)
     yield
     after = _versions(model)
     changed = {name for name in before | after if before.get(name) != after.get(name)}
@@ -129,8 +159,8 @@ def _nothing_kept(model: nn.Module) -> Iterator[None]:
     }
     if changed:
         raise SelfCheckError(
-            f"The model's forward changed {sorted(changed)}: what it computed from private rows would be saved with the "
-            "model, without noise. Freeze or remove these statistics."
+            f"The model's forward changed {sorted(changed)}: what it computed from private rows "
+            "would be saved with the model, without noise. Freeze or remove these statistics."
         )
 
 

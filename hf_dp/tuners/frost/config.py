@@ -1,4 +1,5 @@
-"""``FrostConfig``: DP-FROST as a PEFT configuration. The private data chooses; ``DPTrainer`` does it, and pays for it."""
+"""``FrostConfig``: DP-FROST as a PEFT configuration. The private data chooses; ``DPTrainer`` does
+it, and pays for it."""
 
 from __future__ import annotations
 
@@ -19,19 +20,24 @@ from hf_dp.tuners.selection import SelectionConfig, candidates, register
 @register
 @dataclass
 class FrostConfig(SelectionConfig):
-    """DP-FROST: the weight matrices with the largest noisy gradient magnitudes train, the others are frozen.
+    """DP-FROST: the weight matrices with the largest noisy gradient magnitudes train, the others
+    are frozen.
 
-    Defaults are the paper's (section 5, with the largest of its four ratios). A new classification head and
-    ``modules_to_save`` always train and are not counted.
+    Defaults are the paper's (section 5, with the largest of its four ratios). A new classification
+    head and ``modules_to_save`` always train and are not counted.
 
     Args:
         unfreeze_ratio: gamma in (0, 1], how many of the candidates' numbers may train.
-        selection_budget_ratio: 1 - r_eps in (0, 1), how much of target_epsilon training leaves to the selection.
+        selection_budget_ratio: 1 - r_eps in (0, 1), how much of target_epsilon training leaves to
+            the selection.
         selection_iterations: T; 1 is the single-shot variant. selection_sample_rate: q_ps.
         gap_coefficient: nu. magnitude: ``mg``, ``mgn`` or ``mgna``. norm_order: alpha, 1 or 2.
-        selection_clipping_norm: c, of gradients in the norm of that order; default: the run's per_example_max_grad_norm.
-        selection_noise_multiplier: sigma_ps; given exactly when the run is given ``noise_multiplier``.
-        num_selections: K; above 1 what trains is chosen again every 1/K of the steps, and a whole checkpoint is saved.
+        selection_clipping_norm: c, of gradients in the norm of that order; default: the run's
+            per_example_max_grad_norm.
+        selection_noise_multiplier: sigma_ps; given exactly when the run is given
+            ``noise_multiplier``.
+        num_selections: K; above 1 what trains is chosen again every 1/K of the steps, and a whole
+            checkpoint is saved.
         granularity, partitions: as in :func:`hf_dp.tuners.frost.partition.partitions`.
         made: the selections so far, filled in by the trainer.
 
@@ -66,25 +72,32 @@ class FrostConfig(SelectionConfig):
         if self.partitions is not None:
             if not isinstance(self.partitions, Mapping):
                 raise invalid(
-                    "partitions", self.partitions, "to be {name: [parameter names]}", "See `hf-dp partitions MODEL`."
+                    "partitions",
+                    self.partitions,
+                    "to be {name: [parameter names]}",
+                    "See `hf-dp partitions MODEL`.",
                 )
             self.partitions = {name: list(patterns) for name, patterns in self.partitions.items()}
 
     def choose(self, model: nn.Module) -> list[str]:
         raise ConfigError(
-            "FrostConfig holds no selection yet: it is made from the private rows, and costs privacy. Pass it to "
-            "DPTrainer(model, args, train_dataset=..., peft_config=FrostConfig(...)) and call train(); to use one that was "
-            "made, FrostConfig.from_pretrained(folder)."
+            "FrostConfig holds no selection yet: it is made from the private rows, and costs "
+            "privacy. Pass it to DPTrainer(model, args, train_dataset=..., "
+            "peft_config=FrostConfig(...)) and call train(); to use one that was made, "
+            "FrostConfig.from_pretrained(folder)."
         )
 
     def selection_plan(self, clipping_norm: float) -> SelectionPlan:
-        """What the selection will release. Args: clipping_norm: the run's, unless there is one of the selection's own."""
+        """What the selection will release. Args: clipping_norm: the run's, unless there is one of
+        the selection's own."""
         noise = self.selection_noise_multiplier
         return SelectionPlan(
             release=self.magnitude,
             sample_rate=self.selection_sample_rate,
             iterations=self.selection_iterations * self.num_selections,
-            clipping_norm=clipping_norm if self.selection_clipping_norm is None else self.selection_clipping_norm,
+            clipping_norm=clipping_norm
+            if self.selection_clipping_norm is None
+            else self.selection_clipping_norm,
             norm_order=self.norm_order,
             noise_multiplier=noise,
             budget_ratio=self.selection_budget_ratio if noise is None else None,
@@ -93,18 +106,24 @@ class FrostConfig(SelectionConfig):
     def candidate_partitions(self, model: nn.Module) -> list[Partition]:
         """The partitions that may be selected.
 
-        Raises: InvalidArgumentError for a name of ``partitions`` that matches none of them, when nothing may be selected, or
-            when the smallest does not fit ``unfreeze_ratio``.
+        Raises: InvalidArgumentError for a name of ``partitions`` that matches none of them, when
+            nothing may be selected, or when the smallest does not fit ``unfreeze_ratio``.
         """
         found = partitions(model, self.granularity, self.partitions, set(candidates(model, self)))
         if not found:
-            raise invalid("peft_config", "FrostConfig", "to have something to choose from", "All else is frozen.")
+            raise invalid(
+                "peft_config",
+                "FrostConfig",
+                "to have something to choose from",
+                "All else is frozen.",
+            )
         refuse_too_small(found, self.unfreeze_ratio)
         return found
 
 
 def made_from(selection: Any, plan: SelectionPlan, parts: Sequence[Partition]) -> dict[str, Any]:
-    """A selection as ``selection.json`` keeps it: names, noisy magnitudes and sensitivities; nothing that was not noised."""
+    """A selection as ``selection.json`` keeps it: names, noisy magnitudes and sensitivities;
+    nothing that was not noised."""
     by_name: Mapping[str, Partition] = {part.name: part for part in parts}
     chosen = [by_name[name] for name in selection.names]
     return {

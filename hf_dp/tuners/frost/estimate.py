@@ -1,8 +1,10 @@
-"""PGM-EST: partition gradient magnitudes from noisy observations of shrinking sets (DP-FROST, section 4.5, Algorithm 5).
+"""PGM-EST: partition gradient magnitudes from noisy observations of shrinking sets (DP-FROST,
+section 4.5, Algorithm 5).
 
-In iteration t the noisy magnitude of each partition i that then remained was observed, ``o_ti = lambda_t v_i + noise`` with
-standard deviation ``sigma Delta_t``. Unknown are the magnitudes v_i on all data, and the scales lambda_t of the samples, of
-which the first is the sample rate. Alternating maximization of the likelihood, each half in closed form.
+In iteration t the noisy magnitude of each partition i that then remained was observed, ``o_ti =
+lambda_t v_i + noise`` with standard deviation ``sigma Delta_t``. Unknown are the magnitudes v_i on
+all data, and the scales lambda_t of the samples, of which the first is the sample rate. Alternating
+maximization of the likelihood, each half in closed form.
 """
 
 from __future__ import annotations
@@ -15,14 +17,19 @@ ITERATIONS = 1000  # J
 
 
 def estimate(
-    observed: np.ndarray, sensitivities: Sequence[float], sample_rate: float, iterations: int = ITERATIONS
+    observed: np.ndarray,
+    sensitivities: Sequence[float],
+    sample_rate: float,
+    iterations: int = ITERATIONS,
 ) -> np.ndarray:
     """The magnitudes v, (M,).
 
     Args:
-        observed: (t, M) noisy magnitudes, NaN for a partition that no longer remained. sensitivities: (t,), Delta.
-        sample_rate: q_ps, which the first scale is fixed to. (So at t = 1 the estimate is o_1 / q_ps as in section 4.5;
-            Algorithm 5, line 2, returns o_1 itself, which differs by a common factor.)
+        observed: (t, M) noisy magnitudes, NaN for a partition that no longer remained.
+            sensitivities: (t,), Delta.
+        sample_rate: q_ps, which the first scale is fixed to. (So at t = 1 the estimate is o_1 /
+            q_ps as in section 4.5; Algorithm 5, line 2, returns o_1 itself, which differs by a
+            common factor.)
     """
     observed = np.atleast_2d(np.asarray(observed, dtype=np.float64))
     there = ~np.isnan(observed)
@@ -32,7 +39,8 @@ def estimate(
     scales[0] = sample_rate
     magnitudes = values[0] / sample_rate
     for _ in range(iterations if len(observed) > 1 else 0):
-        # Lemma 5: v_i = sum_t (o_ti lambda_t / Delta_t^2) / sum_t (lambda_t^2 / Delta_t^2), over the t that observed i
+        # Lemma 5: v_i = sum_t (o_ti lambda_t / Delta_t^2) / sum_t (lambda_t^2 / Delta_t^2), over
+        # the t that observed i
         weight = scales * inverse
         magnitudes = (weight @ values) / ((weight * scales) @ there)
         # Lemma 4: lambda_t = sum_i o_ti v_i / sum_i v_i^2, over the i that t observed
@@ -46,13 +54,19 @@ def scales_of(observed: np.ndarray, magnitudes: np.ndarray, sample_rate: float) 
     """The scales (t,) that go with these magnitudes, by Lemma 4; the first is the sample rate."""
     there = ~np.isnan(observed)
     squares = there @ magnitudes**2
-    found = np.divide(np.nansum(observed * magnitudes, axis=1), squares, out=np.ones(len(observed)), where=squares > 0)
+    found = np.divide(
+        np.nansum(observed * magnitudes, axis=1),
+        squares,
+        out=np.ones(len(observed)),
+        where=squares > 0,
+    )
     found[0] = sample_rate
     return found
 
 
 def variance(noise_multiplier: float, scales: np.ndarray, sensitivities: Sequence[float]) -> float:
-    """Variance of the estimate for a partition that remained in all iterations: sigma^2 / sum_t lambda_t^2 / Delta_t^2.
+    """Variance of the estimate for a partition that remained in all iterations: sigma^2 / sum_t
+    lambda_t^2 / Delta_t^2.
 
     Lemma 6.
     """

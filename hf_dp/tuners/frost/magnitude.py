@@ -1,24 +1,28 @@
-"""Partition gradient magnitudes: how large the summed gradient of each partition is, with a known sensitivity.
+"""Partition gradient magnitudes: how large the summed gradient of each partition is, with a known
+sensitivity.
 
-DP-FROST, section 4.4. For a set S of partitions, order a in {1, 2} and an example x, let g_P(x) be its gradient on P. With
+DP-FROST, section 4.4. For a set S of partitions, order a in {1, 2} and an example x, let g_P(x) be
+its gradient on P. With
 
 * ``mg``: weights ``w_x = min(1, c / |g_S(x)|_a)`` and ``mu_P = |sum_x w_x g_P(x)|_a / |P|^(1/a)``,
-* ``mgn``: each g_P divided by ``|P|^(1/a)`` first, and the threshold ``cbar = c / (mean of |P| over S)^(1/a)``,
+* ``mgn``: each g_P divided by ``|P|^(1/a)`` first, and the threshold ``cbar = c / (mean of |P| over
+    S)^(1/a)``,
 * ``mgna``: as mgn, of absolute values,
 
-definition 8 is in all three cases ``mu_P = |sum_x w_x h(g_P(x))|_a / |P|^(1/a)``, h the identity or the absolute value,
-since dividing by ``|P|^(1/a)`` commutes with the sum and the norm. For mgn and mgna
-``w_x = min(1, cbar / (sum over Q in S of |g_Q(x)|_a^a / |Q|)^(1/a))``. For mgna with a = 1 nothing cancels, so
-``mu_P = sum_x w_x |g_P(x)|_1 / |P|`` and the norms are enough: one look at each gradient. The others look twice, for the
-weight and for the sum.
+definition 8 is in all three cases ``mu_P = |sum_x w_x h(g_P(x))|_a / |P|^(1/a)``, h the identity or
+the absolute value, since dividing by ``|P|^(1/a)`` commutes with the sum and the norm. For mgn and
+mgna ``w_x = min(1, cbar / (sum over Q in S of |g_Q(x)|_a^a / |Q|)^(1/a))``. For mgna with a = 1
+nothing cancels, so ``mu_P = sum_x w_x |g_P(x)|_1 / |P|`` and the norms are enough: one look at each
+gradient. The others look twice, for the weight and for the sum.
 
-Sensitivity (lemma 3), of the vector of all mu in the L2 norm when one example is left out: ``c / (min |P|)^(1/a)`` for mg,
-cbar for the others. Leaving x out moves mu_P by at most ``|w_x g_P(x)|_a / |P|^(1/a)``; over partitions the L2 norm of
-these is at most their a-norm, which for mgn and mgna is what was clipped to cbar, and for mg at most ``(min |P|)^(-1/a)``
-times what was clipped to c.
+Sensitivity (lemma 3), of the vector of all mu in the L2 norm when one example is left out: ``c /
+(min |P|)^(1/a)`` for mg, cbar for the others. Leaving x out moves mu_P by at most ``|w_x g_P(x)|_a
+/ |P|^(1/a)``; over partitions the L2 norm of these is at most their a-norm, which for mgn and mgna
+is what was clipped to cbar, and for mg at most ``(min |P|)^(-1/a)`` times what was clipped to c.
 
-There is no Gram form of a 1-norm: each layer's gradient is formed example by example, used and dropped. The very numbers
-that were measured are added, so no rounding of another summation order comes between norm and sum.
+There is no Gram form of a 1-norm: each layer's gradient is formed example by example, used and
+dropped. The very numbers that were measured are added, so no rounding of another summation order
+comes between norm and sum.
 """
 
 from __future__ import annotations
@@ -40,25 +44,32 @@ from hf_dp.tuners.frost.partition import Partition
 NORM_ORDERS = (1, 2)
 
 
-def sensitivity(partitions: Sequence[Partition], magnitude: str, norm_order: int, clipping_norm: float) -> float:
-    """How far one example can move the vector of magnitudes over these partitions, L2; rounding of float32 sums included."""
+def sensitivity(
+    partitions: Sequence[Partition], magnitude: str, norm_order: int, clipping_norm: float
+) -> float:
+    """How far one example can move the vector of magnitudes over these partitions, L2; rounding of
+    float32 sums included."""
     sizes = [partition.size for partition in partitions]
     smallest = min(sizes) if magnitude == "mg" else sum(sizes) / len(sizes)
     return clipping_norm / smallest ** (1 / norm_order) * (1 + ROUNDING_MARGIN)
 
 
 class MagnitudeEngine(ClippingEngine):
-    """As :class:`ClippingEngine`, but what it adds up are magnitudes of partitions instead of gradients.
+    """As :class:`ClippingEngine`, but what it adds up are magnitudes of partitions instead of
+    gradients.
 
         with MagnitudeEngine(model, partitions, clipping_norm=0.1) as engine:
             engine.backward(losses)        # (b,) per-example losses of each physical batch
-            mu = engine.magnitudes()       # (M,) in the order of the partitions; not private until noise is added
+            mu = engine.magnitudes()       # (M,) in the order of the partitions; not private until
+            noise is added
 
     Args:
-        partitions: S; parameters outside them must not be trainable. clipping_norm: c, in units of the gradient's norm of
-            order ``norm_order``. magnitude: ``mg``, ``mgn`` or ``mgna``. norm_order: a, 1 or 2.
+        partitions: S; parameters outside them must not be trainable. clipping_norm: c, in units of
+            the gradient's norm of order ``norm_order``. magnitude: ``mg``, ``mgn`` or ``mgna``.
+            norm_order: a, 1 or 2.
 
-    Raises: InvalidArgumentError naming the argument; in ``backward`` what :class:`ClippingEngine` raises.
+    Raises: InvalidArgumentError naming the argument; in ``backward`` what :class:`ClippingEngine`
+        raises.
     """
 
     def __init__(
@@ -75,7 +86,9 @@ class MagnitudeEngine(ClippingEngine):
             raise invalid("norm_order", norm_order, "to be 1 or 2", "1 is the paper's choice.")
         self.norm_order = norm_order
         self.partitions = tuple(partitions)
-        self._index = {name: number for number, part in enumerate(self.partitions) for name in part.parameters}
+        self._index = {
+            name: number for number, part in enumerate(self.partitions) for name in part.parameters
+        }
         self._totals: dict[nn.Parameter, Tensor] = {}
         self._direct: Tensor | None = None  # mgna with order 1
 
@@ -90,7 +103,12 @@ class MagnitudeEngine(ClippingEngine):
         outside = [name for name in self._parameters if name not in self._index]
         if outside:
             self.__exit__()
-            raise invalid("partitions", outside[0], "to be in one of them, or frozen", "Freeze what is not looked at.")
+            raise invalid(
+                "partitions",
+                outside[0],
+                "to be in one of them, or frozen",
+                "Freeze what is not looked at.",
+            )
         return self
 
     @torch.no_grad()
@@ -98,7 +116,8 @@ class MagnitudeEngine(ClippingEngine):
         """``mu``, (M,), of all examples since the engine was entered."""
         device = next(iter(self._parameters.values())).device
         if self.magnitude == "mgna" and self.norm_order == 1:
-            # float64 whatever was drawn: the noise has the same type, and a coarser one would tell that the draw was empty.
+            # float64 whatever was drawn: the noise has the same type, and a coarser one would tell
+            # that the draw was empty.
             empty = torch.zeros(len(self.partitions), dtype=torch.float64, device=device)
             return empty if self._direct is None else self._direct.clone()
         powers = torch.zeros(len(self.partitions), dtype=torch.float64, device=device)
@@ -109,7 +128,9 @@ class MagnitudeEngine(ClippingEngine):
 
     def _sizes(self, device: torch.device) -> Tensor:
         return torch.tensor(
-            [float(partition.size) for partition in self.partitions], device=device, dtype=torch.float64
+            [float(partition.size) for partition in self.partitions],
+            device=device,
+            dtype=torch.float64,
         )
 
     def _power(self, values: Tensor) -> Tensor:
@@ -136,10 +157,14 @@ class MagnitudeEngine(ClippingEngine):
             totals = (powers / sizes).sum(1)
             threshold = self.clipping_norm / float(sizes.mean()) ** (1 / self.norm_order)
         norms = totals ** (1 / self.norm_order)
-        weights = torch.where(torch.isfinite(norms), threshold / norms.clamp_min(threshold), torch.zeros_like(norms))
+        weights = torch.where(
+            torch.isfinite(norms), threshold / norms.clamp_min(threshold), torch.zeros_like(norms)
+        )
         if self.magnitude == "mgna" and self.norm_order == 1:
             finite = torch.isfinite(norms)[:, None]
-            shares = torch.where(finite, weights[:, None] * powers / sizes, torch.zeros_like(powers)).sum(0)
+            shares = torch.where(
+                finite, weights[:, None] * powers / sizes, torch.zeros_like(powers)
+            ).sum(0)
             self._direct = shares if self._direct is None else self._direct + shares
             return norms
         weights = representable(weights)
@@ -148,7 +173,10 @@ class MagnitudeEngine(ClippingEngine):
             for index in range(examples):
                 if weights[index] > 0:
                     rows, values = explicit(of_parameter, parameter, index)
-                    values = (values.abs() if self.magnitude == "mgna" else values) * float(weights[index])
-                    # float64: a draw may be all rows (q_ps = 1), beside whose float32 sum one row's part is rounded away
+                    values = (values.abs() if self.magnitude == "mgna" else values) * float(
+                        weights[index]
+                    )
+                    # float64: a draw may be all rows (q_ps = 1), beside whose float32 sum one row's
+                    # part is rounded away
                     accumulate(self._totals, parameter, rows, values, torch.float64)
         return norms

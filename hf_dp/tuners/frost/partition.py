@@ -1,4 +1,5 @@
-"""A model's parameters as disjoint partitions: one weight matrix and its bias each (DP-FROST, section 4.3)."""
+"""A model's parameters as disjoint partitions: one weight matrix and its bias each (DP-FROST,
+section 4.3)."""
 
 from __future__ import annotations
 
@@ -18,8 +19,9 @@ _ROLE = re.compile(r"(weight|bias)$")
 class Partition:
     """Parameters that are chosen together.
 
-    Attributes: name: stable, from the model's own names. parameters: as ``named_parameters`` calls them, in its order.
-        owners: every module that uses one of them, tied ones included. size: how many numbers, |P|.
+    Attributes: name: stable, from the model's own names. parameters: as ``named_parameters`` calls
+        them, in its order. owners: every module that uses one of them, tied ones included. size:
+        how many numbers, |P|.
     """
 
     name: str
@@ -34,17 +36,21 @@ def partitions(
     own: Mapping[str, Sequence[str]] | None = None,
     among: Collection[nn.Parameter] | None = None,
 ) -> list[Partition]:
-    """The trainable parameters of ``model`` as disjoint partitions, in the order of its first parameters.
+    """The trainable parameters of ``model`` as disjoint partitions, in the order of its first
+    parameters.
 
     Args:
-        granularity: ``"weight"``, a weight matrix with its bias; ``"module"``, everything that one module owns.
-        own: partitions of your own, name -> parameter names (a trailing * matches any end); parameters it does not name
-            follow ``granularity``.
+        granularity: ``"weight"``, a weight matrix with its bias; ``"module"``, everything that one
+            module owns.
+        own: partitions of your own, name -> parameter names (a trailing * matches any end);
+            parameters it does not name follow ``granularity``.
         among: only these parameters; default: the trainable ones.
 
-    Tied parameters are one, and what is tied to one partition belongs to it (a vocabulary's bias to its embedding).
+    Tied parameters are one, and what is tied to one partition belongs to it (a vocabulary's bias to
+    its embedding).
 
-    Raises: InvalidArgumentError for an unknown granularity, a name that matches nothing, or a parameter named twice.
+    Raises: InvalidArgumentError for an unknown granularity, a name that matches nothing, or a
+        parameter named twice.
     """
     one_of("granularity", granularity, GRANULARITIES)
     if among is None:
@@ -70,7 +76,9 @@ def partitions(
             stem = "" if granularity == "module" else _ROLE.sub("", local).rstrip("._")
             key = named.get(name) or ".".join(filter(None, [module_name, stem]))
             seen.setdefault(key, len(seen))
-            if name in keys and name not in named:  # tied: the partition that came first takes the other in
+            if (
+                name in keys and name not in named
+            ):  # tied: the partition that came first takes the other in
                 one, other = sorted((root(key), root(keys[name])), key=seen.__getitem__)
                 joined[other] = one
             keys.setdefault(name, key)
@@ -98,10 +106,18 @@ def _own(own: Mapping[str, Sequence[str]], names: Sequence[str]) -> dict[str, st
             matched = [n for n in names if n == pattern or (ends and n.startswith(pattern[:-1]))]
             if not matched:
                 raise invalid(
-                    "partitions", pattern, "to name a parameter that may be chosen", "See `hf-dp partitions MODEL`."
+                    "partitions",
+                    pattern,
+                    "to name a parameter that may be chosen",
+                    "See `hf-dp partitions MODEL`.",
                 )
             for name in matched:
                 if name in found:
-                    raise invalid("partitions", name, "to be in one partition", f"It is in {found[name]!r} already.")
+                    raise invalid(
+                        "partitions",
+                        name,
+                        "to be in one partition",
+                        f"It is in {found[name]!r} already.",
+                    )
                 found[name] = partition
     return found

@@ -1,11 +1,14 @@
-"""PSEL: choose the partitions with the largest gradient magnitudes, a few in each iteration (DP-FROST, Algorithm 4).
+"""PSEL: choose the partitions with the largest gradient magnitudes, a few in each iteration
+(DP-FROST, Algorithm 4).
 
-What is large and certain is taken early: the later magnitudes are then clipped over fewer partitions, and their noise weighs
-less. Everything here is computed from noisy magnitudes, so it costs no privacy beyond theirs.
+What is large and certain is taken early: the later magnitudes are then clipped over fewer
+partitions, and their noise weighs less. Everything here is computed from noisy magnitudes, so it
+costs no privacy beyond theirs.
 
-Two readings of ours where the algorithm leaves one open. A partition that does not fit into what is left is skipped and the
-next one tried (RoBERTa's word embedding is 31 % of the model: stopping at it would select nothing). A partition below the
-threshold ends the iteration (as written, Algorithm 4's loop would not end).
+Two readings of ours where the algorithm leaves one open. A partition that does not fit into what is
+left is skipped and the next one tried (RoBERTa's word embedding is 31 % of the model: stopping at
+it would select nothing). A partition below the threshold ends the iteration (as written, Algorithm
+4's loop would not end).
 """
 
 from __future__ import annotations
@@ -20,7 +23,8 @@ from hf_dp.errors import InvalidArgumentError
 from hf_dp.tuners.frost.estimate import estimate, scales_of, variance
 from hf_dp.tuners.frost.partition import Partition
 
-# For the remaining partitions: noisy magnitudes in their order, and the sensitivity they were noised for.
+# For the remaining partitions: noisy magnitudes in their order, and the sensitivity they were
+# noised for.
 Observe = Callable[[Sequence[Partition]], tuple[Sequence[float], float]]
 
 
@@ -28,8 +32,9 @@ Observe = Callable[[Sequence[Partition]], tuple[Sequence[float], float]]
 class Selection:
     """What was chosen, and from which published observations.
 
-    Attributes: names: of the selected partitions, in the order they were taken. observed: an entry for each iteration, noisy
-        magnitude by partition name. sensitivities: of each iteration. unfreeze_ratio: gamma.
+    Attributes: names: of the selected partitions, in the order they were taken. observed: an entry
+        for each iteration, noisy magnitude by partition name. sensitivities: of each iteration.
+        unfreeze_ratio: gamma.
     """
 
     names: tuple[str, ...]
@@ -52,7 +57,8 @@ def select(
 
     Args:
         observe: called once an iteration, with the partitions that remain.
-        unfreeze_ratio: gamma in (0, 1]. iterations: T; 1 is the single-shot variant. sample_rate: q_ps.
+        unfreeze_ratio: gamma in (0, 1]. iterations: T; 1 is the single-shot variant. sample_rate:
+            q_ps.
         gap_coefficient: nu. noise_multiplier: sigma_ps; 0 for magnitudes without noise (tests).
 
     Raises: InvalidArgumentError when no partition fits into the budget.
@@ -73,11 +79,16 @@ def select(
         observed = np.vstack([observed, row])
         sensitivities.append(sensitivity)
         magnitudes = estimate(observed, sensitivities, sample_rate)
-        deviation = math.sqrt(variance(noise_multiplier, scales_of(observed, magnitudes, sample_rate), sensitivities))
+        deviation = math.sqrt(
+            variance(noise_multiplier, scales_of(observed, magnitudes, sample_rate), sensitivities)
+        )
         # Increasing magnitude; ties by name, so that equal numbers choose equally everywhere.
-        order = sorted(remaining, key=lambda partition: (magnitudes[index[partition.name]], partition.name))
+        order = sorted(
+            remaining, key=lambda partition: (magnitudes[index[partition.name]], partition.name)
+        )
         threshold = (
-            magnitudes[index[_last_frozen(order, (1 - unfreeze_ratio) * total).name]] + gap_coefficient * deviation
+            magnitudes[index[_last_frozen(order, (1 - unfreeze_ratio) * total).name]]
+            + gap_coefficient * deviation
         )
         allowed = budget if t == iterations else t * budget / iterations
         taken = []
@@ -92,7 +103,10 @@ def select(
     names = [partition.name for partition in partitions]
     return Selection(
         tuple(partition.name for partition in selected),
-        tuple({n: float(v) for n, v in zip(names, row, strict=True) if not math.isnan(v)} for row in observed),
+        tuple(
+            {n: float(v) for n, v in zip(names, row, strict=True) if not math.isnan(v)}
+            for row in observed
+        ),
         tuple(sensitivities),
         unfreeze_ratio,
     )
@@ -104,13 +118,15 @@ def refuse_too_small(partitions: Sequence[Partition], unfreeze_ratio: float) -> 
     smallest = min(partitions, key=lambda partition: partition.size)
     if smallest.size > unfreeze_ratio * total:
         raise InvalidArgumentError(
-            f"Expected `unfreeze_ratio` to leave room for a partition, got {unfreeze_ratio!r}: {unfreeze_ratio * total:,.0f} "
-            f"of {total:,} numbers, and the smallest partition, {smallest.name!r}, has {smallest.size:,}. Raise it."
+            f"Expected `unfreeze_ratio` to leave room for a partition, got {unfreeze_ratio!r}: "
+            f"{unfreeze_ratio * total:,.0f} of {total:,} numbers, and the smallest partition, "
+            f"{smallest.name!r}, has {smallest.size:,}. Raise it."
         )
 
 
 def _last_frozen(order: Sequence[Partition], numbers: float) -> Partition:
-    """The largest of the partitions expected to stay frozen: the smallest ones that hold ``numbers`` together."""
+    """The largest of the partitions expected to stay frozen: the smallest ones that hold
+    ``numbers`` together."""
     held = 0
     for partition in order:
         held += partition.size
