@@ -14,9 +14,16 @@ from hf_dp._when_imported import when_imported
 
 if TYPE_CHECKING:
     from hf_dp.accounting import Ledger as Ledger
-    from hf_dp.cards.statement import PrivacyStatement as PrivacyStatement
     from hf_dp.clipping import ClippingEngine as ClippingEngine
-    from hf_dp.plan import PrivacyPlan as PrivacyPlan
+    from hf_dp.mechanisms import mechanism_for as mechanism_for
+    from hf_dp.plans import DpSgdPlan as DpSgdPlan
+    from hf_dp.plans import FrozenPlan as FrozenPlan
+    from hf_dp.plans import PrivacyPlan as PrivacyPlan
+    from hf_dp.plans import PrivacyRequest as PrivacyRequest
+    from hf_dp.plans import PrivateEncoderPlan as PrivateEncoderPlan
+    from hf_dp.plans import PublishedPlan as PublishedPlan
+    from hf_dp.run.private_run import PrivateRun as PrivateRun
+    from hf_dp.statement.statement import PrivacyStatement as PrivacyStatement
     from hf_dp.trainer.arguments import DPTrainingArguments as DPTrainingArguments
     from hf_dp.trainer.trainer import DPTrainer as DPTrainer
     from hf_dp.tuners.methods import AdapterConfig as AdapterConfig
@@ -34,8 +41,20 @@ _HOMES = {
     "DPTrainer": "hf_dp.trainer.trainer",
     "DPTrainingArguments": "hf_dp.trainer.arguments",
     "Ledger": "hf_dp.accounting",
-    "PrivacyPlan": "hf_dp.plan",
-    "PrivacyStatement": "hf_dp.cards.statement",
+    "PrivateRun": "hf_dp.run.private_run",
+    "mechanism_for": "hf_dp.mechanisms",
+    **dict.fromkeys(
+        (
+            "DpSgdPlan",
+            "FrozenPlan",
+            "PrivacyPlan",
+            "PrivacyRequest",
+            "PrivateEncoderPlan",
+            "PublishedPlan",
+        ),
+        "hf_dp.plans",
+    ),
+    "PrivacyStatement": "hf_dp.statement.statement",
     **dict.fromkeys(
         (
             "AdapterConfig",

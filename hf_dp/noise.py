@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -91,6 +91,19 @@ class SecretRandomness:
         finally:
             self._streams = _global_state()
             _set_global_state(public)
+
+
+def randomized_response(
+    labels: Tensor, num_classes: int, keep_probability: float, random_bytes: Callable[[int], bytes]
+) -> Tensor:
+    """Return each label kept with ``keep_probability`` (exact to 2^-65), else one of the others,
+    uniformly; (b,) integers."""
+    draws = np.frombuffer(random_bytes(16 * len(labels)), dtype=np.uint64).reshape(2, -1)
+    kept = torch.from_numpy(draws[0] < np.uint64(min(round(keep_probability * 2**64), 2**64 - 1)))
+    shift = torch.from_numpy((draws[1] % np.uint64(num_classes - 1)).astype(np.int64)) + 1
+    return torch.where(
+        kept.to(labels.device), labels, (labels + shift.to(labels.device)) % num_classes
+    )
 
 
 def _seed_global_generators(seed: int) -> None:

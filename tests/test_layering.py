@@ -45,7 +45,7 @@ def imported(source: str, module: str, is_package: bool) -> Iterator[str]:
             if node.level:
                 above = here[: len(here) - node.level + (1 if is_package else 0)]
                 base = ".".join([*above, *filter(None, [node.module])])
-            # `from hf_dp import plan` names a module, `from hf_dp.plan import PrivacyPlan` does not
+            # `from hf_dp import plan` names a module, `from hf_dp.plans.privacy import PrivacyPlan` does not
             names = [f"{base}.{alias.name}" for alias in node.names] if base == "hf_dp" else [base]
         else:
             continue

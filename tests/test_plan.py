@@ -12,7 +12,7 @@ import pytest
 
 from hf_dp.accounting import PoissonSampledGaussian, epsilon
 from hf_dp.errors import ConfigError, InvalidArgumentError
-from hf_dp.plan import ROUNDING_MARGIN, PrivacyPlan, rounding_margin
+from hf_dp.plans.privacy import ROUNDING_MARGIN, PrivacyPlan, rounding_margin
 
 GIVEN = {
     "num_examples": 1000,

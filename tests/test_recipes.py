@@ -21,7 +21,7 @@ from hf_dp.cli.tasks.classification_data import DataArguments
 from hf_dp.cli.tasks.masked_lm import PretrainingArguments
 from hf_dp.cli.tasks.text_classification import ModelArguments
 from hf_dp.errors import ConfigError
-from hf_dp.plan import PrivacyPlan
+from hf_dp.plans.privacy import PrivacyPlan
 from hf_dp.tasks.templates import Infilling
 from hf_dp.trainer.arguments import DPTrainingArguments
 

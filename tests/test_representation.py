@@ -15,7 +15,7 @@ from transformers import BertForTokenClassification
 
 from hf_dp.errors import UnsupportedModelError
 from hf_dp.noise import SecretRandomness
-from hf_dp.representation import (
+from hf_dp.mechanisms.dp_fp.representation import (
     PrivateRepresentation,
     block_loss,
     clip_rows,

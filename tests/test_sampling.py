@@ -17,7 +17,7 @@ from scipy import stats
 
 from hf_dp.accounting import PoissonSampledGaussian, TruncatedPoissonSampledGaussian, epsilon
 from hf_dp.errors import InvalidArgumentError
-from hf_dp.sampling import MicroBatchSampler, PoissonSampler, physical_batches
+from hf_dp.plans.sampling import MicroBatchSampler, PoissonSampler, physical_batches
 
 REJECT = 1e-6
 Draw = Callable[[], list[int]]

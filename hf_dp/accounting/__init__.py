@@ -7,6 +7,8 @@ from hf_dp.accounting.calibration import (
     calibrate_sample_rate,
     calibrate_steps,
 )
+from hf_dp.accounting.described import SUM as SUM
+from hf_dp.accounting.described import VECTORS as VECTORS
 from hf_dp.accounting.events import (
     BestOfRandomRuns,
     Event,
@@ -32,7 +34,9 @@ __all__ = [
     "RELATIONS",
     "RELEASE",
     "SELECTION",
+    "SUM",
     "TRAINING",
+    "VECTORS",
     "BestOfRandomRuns",
     "Epsilon",
     "Event",

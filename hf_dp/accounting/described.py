@@ -6,6 +6,9 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, ClassVar
 
+# What an event releases with noise: a sum over examples, or vectors of one example each.
+SUM, VECTORS = "sum", "vectors"
+
 
 class Described:
     """Base of the events, which are frozen dataclasses.
@@ -14,12 +17,25 @@ class Described:
         relations: of :data:`hf_dp.accounting.RELATIONS`, those under which the event's analysis
             holds.
         restriction: why not under the others; empty where all hold.
-        established: whether a bound on its epsilon is known at all.
+        reasons: why no bound on its epsilon is established; empty where there is one.
+            ``unestablished`` then names it in a sentence.
     """
 
     relations: ClassVar[tuple[str, ...]] = ("zero_out", "add_remove", "replace_one")
     restriction: ClassVar[str] = ""
-    established: ClassVar[bool] = True
+    reasons: ClassVar[tuple[str, ...]] = ()
+    unestablished: ClassVar[str] = ""
+
+    @property
+    def established(self) -> bool:
+        """Whether a bound on its epsilon is known at all."""
+        return not self.reasons
+
+    @property
+    def noise_multipliers(self) -> dict[str, float]:
+        """The noise multiplier of each part that is released with Gaussian noise: a :data:`SUM`,
+        :data:`VECTORS`, both, or neither."""
+        return {SUM: self.noise_multiplier}  # type: ignore[attr-defined]
 
     def to_dict(self) -> dict[str, Any]:
         """A JSON-ready description that :func:`hf_dp.accounting.event_from_dict` reads back."""

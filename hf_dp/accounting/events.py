@@ -184,6 +184,10 @@ class BestOfRandomRuns(Described):
                 )
         object.__setattr__(self, "steps", integer("steps", self.steps, 0))
 
+    @property
+    def noise_multipliers(self) -> dict[str, float]:
+        return {}
+
     def to_dict(self) -> dict[str, Any]:
         """A JSON-ready description that :func:`event_from_dict` reads back."""
         return {**super().to_dict(), "run": [event.to_dict() for event in self.run]}

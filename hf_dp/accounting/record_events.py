@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from hf_dp._validate import in_unit_interval, integer, invalid, non_negative, positive
-from hf_dp.accounting.described import Described
+from hf_dp.accounting.described import SUM, VECTORS, Described
 
 ROW_BY_ROW = ("zero_out", "replace_one")
 _SHOWS_HOW_MANY = "The rows that are released show how many records took part."
@@ -46,6 +46,10 @@ class RecordRelease(Described):
         )
         object.__setattr__(self, "steps", integer("steps", self.steps, 0))
 
+    @property
+    def noise_multipliers(self) -> dict[str, float]:
+        return {VECTORS: self.noise_multiplier}
+
 
 @dataclass(frozen=True)
 class SampledRecordRelease(Described):
@@ -76,6 +80,10 @@ class SampledRecordRelease(Described):
 
     def __post_init__(self) -> None:
         _check_draws(self)
+
+    @property
+    def noise_multipliers(self) -> dict[str, float]:
+        return {VECTORS: self.noise_multiplier}
 
 
 @dataclass(frozen=True)
@@ -116,6 +124,10 @@ class SumAndRows(Described):
             raise invalid("one_draw", self.one_draw, "to be True or False")
 
     @property
+    def noise_multipliers(self) -> dict[str, float]:
+        return {SUM: self.noise_multiplier, VECTORS: self.record_noise_multiplier}
+
+    @property
     def joint_noise_multiplier(self) -> float:
         """1 / mu of sum and row together."""
         sigmas = (self.noise_multiplier, self.record_noise_multiplier)
@@ -146,10 +158,28 @@ class PublishedForwardNoise(Described):
     num_micro_batches: int
     steps: int
 
-    established: ClassVar[bool] = False
+    reasons: ClassVar[tuple[str, ...]] = (
+        "the noise protects functions of the noised representation, and the encoder's gradient is "
+        "none: it is computed from the activations below the noise, as they are. A word that "
+        "occurs in one training row alone moves its embedding in the steps that draw this row and "
+        "in no other, whatever the noise",
+        "noised rows are released one by one, so whoever knows the other rows sees whether a row "
+        "took part; the formula for the secret sample of a sum, from which the paper computes its "
+        "figure, does not apply",
+        "the labels of the training rows enter the loss as they are",
+        "the paper's figure is a limit theorem's estimate far outside its range: even if all of "
+        "the above held, the true value would be several times as large",
+    )
+    unestablished: ClassVar[str] = (
+        "DP-FP as published, whose encoder is trained by gradients that were not noised"
+    )
 
     def __post_init__(self) -> None:
         _check_draws(self)
+
+    @property
+    def noise_multipliers(self) -> dict[str, float]:
+        return {VECTORS: self.noise_multiplier}
 
 
 @dataclass(frozen=True)
@@ -189,6 +219,10 @@ class RandomizedResponse(Described):
         object.__setattr__(self, "epsilon", value)
         object.__setattr__(self, "num_classes", integer("num_classes", self.num_classes, 2))
         object.__setattr__(self, "steps", integer("steps", self.steps, 0))
+
+    @property
+    def noise_multipliers(self) -> dict[str, float]:
+        return {}
 
     @property
     def keep_probability(self) -> float:

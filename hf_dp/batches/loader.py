@@ -16,10 +16,12 @@ from torch.utils.data import DataLoader
 
 from hf_dp.batches.examples import Examples
 from hf_dp.batches.layout import Layout
+from hf_dp.batches.options import BatchOptions
 from hf_dp.batches.padding import Padding
+from hf_dp.batches.physical import physical_batches
 from hf_dp.batches.structure import Example, leaves
 from hf_dp.errors import DataError
-from hf_dp.sampling import MicroBatchSampler, PoissonSampler, physical_batches
+from hf_dp.plans.sampling import MicroBatchSampler, PoissonSampler
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,20 +73,19 @@ def private_dataloader(
     examples: Examples,
     sampler: PoissonSampler | MicroBatchSampler,
     batches: PhysicalBatches,
-    args: Any,
+    options: BatchOptions,
 ) -> DataLoader:
-    """Return a loader over the sampler's draws, from the run's secret source. Args: args: training
-    arguments."""
+    """Return a loader over the sampler's draws, from the run's secret source."""
     sampler = dataclasses.replace(sampler, random_bytes=examples.randomness.random_bytes)
     return DataLoader(
         examples,
         batch_sampler=sampler,  # type: ignore[arg-type]
         collate_fn=batches,
-        num_workers=args.dataloader_num_workers,
-        pin_memory=args.dataloader_pin_memory and args.device.type != "cpu",
-        persistent_workers=args.dataloader_persistent_workers,
-        prefetch_factor=args.dataloader_prefetch_factor,
-        multiprocessing_context=args.dataloader_multiprocessing_context,
+        num_workers=options.num_workers,
+        pin_memory=options.pin_memory,
+        persistent_workers=options.persistent_workers,
+        prefetch_factor=options.prefetch_factor,
+        multiprocessing_context=options.multiprocessing_context,
     )
 
 

@@ -27,8 +27,8 @@ from hf_dp.errors import (
     UnsupportedModelError,
 )
 from hf_dp.losses import per_example_loss
+from hf_dp.mechanisms.dp_fp.representation import PrivateRepresentation, find_last_layer
 from hf_dp.noise import SecretRandomness
-from hf_dp.representation import PrivateRepresentation, find_last_layer
 from hf_dp.tuners.frost.magnitude import MagnitudeEngine
 from hf_dp.tuners.frost.partition import partitions
 
@@ -139,14 +139,20 @@ class ForwardNoised(NonPrivate):
     def __init__(self, model: nn.Module, workload: Workload):
         super().__init__(model, workload)
         self._representation: PrivateRepresentation | None = None
+        self._randomness = SecretRandomness()
+
+    def _noised(self, vectors: Tensor) -> Tensor:
+        """Return vectors with noise drawn as a run draws it. Nothing is released: rows are made
+        up."""
+        return vectors + self._randomness.gaussian_like(vectors, 1.0)
 
     def step(self, batches: Sequence[Batch]) -> None:
         self.reset()
         if self._representation is None:  # before the first round, which warms up
             _, layer = find_last_layer(self.model, batches[0])
-            self._representation = PrivateRepresentation(layer, 1.0, 1.0, SecretRandomness())
+            self._representation = PrivateRepresentation(layer, 1.0)
         for batch in batches:
-            with self._representation.noising():
+            with self._representation.noising(self._noised):
                 (self.losses(batch).mean() / len(batches)).backward()
 
 

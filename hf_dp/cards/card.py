@@ -20,38 +20,23 @@ from jinja2 import Environment, StrictUndefined, Template
 
 from hf_dp._version import __version__
 from hf_dp.accounting import Gaussian, PoissonSampledGaussian, event_from_dict
-from hf_dp.cards.forward_wording import NOT_ESTABLISHED_REASONS
-from hf_dp.cards.provenance import seen_in_pretraining
-from hf_dp.cards.statement import (
-    NOT_ESTABLISHED,
-    AccountantResult,
-    PrivacyStatement,
-    RunFacts,
-    epsilon_text,
-)
-from hf_dp.cards.units import EXAMPLE, FEATURES, NONE
-from hf_dp.cards.wording import EVALUATION_ON_TRAINING_ROWS
 from hf_dp.errors import InvalidArgumentError
+from hf_dp.plans.units import EXAMPLE, FEATURES, NONE
+from hf_dp.statement.facts import RunFacts
+from hf_dp.statement.provenance import seen_in_pretraining
+from hf_dp.statement.results import AccountantResult, epsilon_text
+from hf_dp.statement.statement import (
+    NOT_ESTABLISHED,
+    PrivacyStatement,
+)
+from hf_dp.statement.unnoised import UNNOISED
+from hf_dp.statement.wording import EVALUATION_ON_TRAINING_ROWS
 
 TAGS = ("differential-privacy", "differential_privacy", "dp-sgd", "hf_dp")
 NOT_PRIVATE_TAGS = ("hf_dp",)  # a search for private models must not find one that is not
 UNKNOWN = "unknown"
 
 _UNITS = {EXAMPLE: "example", FEATURES: "features of an example (labels public)", NONE: None}
-
-# Quantities computed from training rows without noise: name in logs and metrics -> name under which
-# it is released.
-_UNNOISED = {
-    "loss": "training_loss",
-    "train_loss": "training_loss",
-    "training_loss": "training_loss",
-    "grad_norm": "grad_norm",
-    "total_flos": "total_flos",
-    "num_input_tokens_seen": "num_input_tokens_seen",
-    "train_runtime": "train_runtime",
-    "train_samples_per_second": "train_samples_per_second",
-    "train_steps_per_second": "train_steps_per_second",
-}
 
 
 def render_card(
@@ -117,7 +102,7 @@ def render_card(
         parameter_rows=_parameter_rows(statement),
         check=_check(statement),
         seen_in_pretraining=seen,
-        not_established_reasons=NOT_ESTABLISHED_REASONS,
+        not_established_reasons=statement.not_established,
         usage=None
         if usage is None or "```" in usage
         else usage,  # a name with a fence in it would end the block
@@ -164,7 +149,7 @@ def metadata(statement: PrivacyStatement) -> dict[str, Any]:
         "rows_are_chunks": statement.rows_are_chunks,
         "neighboring_relation": None if statement.status == NOT_ESTABLISHED else "zero_out",
         "mechanism": statement.mechanism_name,
-        "sampling": "none" if statement.sampling.startswith("none") else "poisson",
+        "sampling": statement.sampling_code,
         "noise_multiplier": _one_or_list(statement.noise_multipliers),
         "sample_rate": _one_or_list(statement.sample_rates),
         "steps": statement.steps,
@@ -232,9 +217,7 @@ def _refuse_unnoised(
     of_training_rows = {name: name for name in metrics if name.startswith("train_")}
     if EVALUATION_ON_TRAINING_ROWS in released:
         of_training_rows = {}
-    of_training_rows |= {
-        name: _UNNOISED[name] for name in (*metrics, *training) if name in _UNNOISED
-    }
+    of_training_rows |= {name: UNNOISED[name] for name in (*metrics, *training) if name in UNNOISED}
     for name, quantity in of_training_rows.items():
         if quantity not in released:
             raise InvalidArgumentError(
@@ -246,11 +229,7 @@ def _refuse_unnoised(
 
 def _tags(statement: PrivacyStatement, given: Iterable[str]) -> list[str]:
     kept = [tag for tag in map(public_name, given) if tag and (statement.proven or tag not in TAGS)]
-    ours = (
-        TAGS
-        if statement.mechanism_name.startswith("DP-SGD")
-        else tuple("dp-fp" if t == "dp-sgd" else t for t in TAGS)
-    )
+    ours = (statement.tag if tag == "dp-sgd" else tag for tag in TAGS)
     return list(dict.fromkeys([*kept, *(ours if statement.proven else NOT_PRIVATE_TAGS)]))
 
 
@@ -319,7 +298,7 @@ def _parameter_rows(statement: PrivacyStatement) -> list[tuple[str, str]]:
         "Precision of sums and noise": facts.precision,
         "Noise generator": facts.noise_generator,
         "Sampling generator": facts.sampling_generator,
-        "Privacy mode": facts.privacy_mode,
+        "Privacy mode": statement.privacy_mode,
     }
     if facts.earlier:
         texts["Earlier runs on the same rows, which count"] = ", ".join(
@@ -355,7 +334,7 @@ def _check(statement: PrivacyStatement) -> str:
             return "```bash\nhf-dp account ledger privacy.json --cross-check\n```"
         key = (event.noise_multiplier, getattr(event, "sample_rate", 1.0))
         merged[key] = merged.get(key, 0) + event.steps
-    if statement.facts.privacy_mode != "dp_sgd":
+    if statement.privacy_mode != "dp_sgd":
         return "```bash\nhf-dp account ledger privacy.json --cross-check\n```"
     merged = merged or {(statement.noise_multipliers[0], statement.sample_rates[0]): 0}
     if len(merged) == 1:

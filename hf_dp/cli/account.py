@@ -182,7 +182,7 @@ def _calibrated(args: argparse.Namespace) -> int:
 
 def _ledger(args: argparse.Namespace) -> int:
     from hf_dp.accounting.comparison import compare
-    from hf_dp.cards.marks import read_run
+    from hf_dp.run.marks import read_run
 
     record = read_run(args.path)
     verdict = _verdict(record)
@@ -204,7 +204,7 @@ def _ledger(args: argparse.Namespace) -> int:
 
 def _rebuild(args: argparse.Namespace) -> int:
     from hf_dp.accounting.comparison import compare
-    from hf_dp.cards.rebuild import rebuild
+    from hf_dp.run.rebuild import rebuild
 
     done = rebuild(Path(args.folder))
     record, added = done.record, done.added.to_list()
@@ -241,7 +241,7 @@ def _rebuild(args: argparse.Namespace) -> int:
 
 def _verdict(record: Any) -> str:
     """Whether the statement in the file follows from its ledger, computed now."""
-    from hf_dp.cards.verify import disagreements
+    from hf_dp.statement.verify import disagreements
 
     if record.statement is None:
         return "the run has not ended, so nothing is stated yet"

@@ -231,7 +231,7 @@ def _rows(recipe: dict[str, Any]) -> int:
 
 
 def _plan(settings: dict[str, Any]) -> Any:
-    from hf_dp.plan import PrivacyPlan
+    from hf_dp.plans.privacy import PrivacyPlan
 
     if settings["num_examples"] is None:
         raise ConfigError(

@@ -262,7 +262,7 @@ def _run(recipe: dict[str, Any], cell: Cell, which: str) -> bool:
 def result(cell: Cell) -> dict[str, Any]:
     """``{"metrics": {"accuracy": 0.9}, "epsilon": 2.4}`` of a run that is done; epsilon None when
     it is not private."""
-    from hf_dp.cards import document
+    from hf_dp.statement.record import FILE_NAME, read
 
     folder = cell.done
     assert folder is not None
@@ -277,8 +277,8 @@ def result(cell: Cell) -> dict[str, Any]:
         for name, value in found.items()
         if not name.endswith("loss")
     }
-    private = (folder / document.FILE_NAME).exists()
-    statement = document.read(folder).statement if private else None
+    private = (folder / FILE_NAME).exists()
+    statement = read(folder).statement if private else None
     return {
         "metrics": metrics,
         "epsilon": None if statement is None else statement["epsilon"],

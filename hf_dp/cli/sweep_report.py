@@ -45,12 +45,10 @@ def spent_together(cells: Sequence[Cell]) -> str:
     """What all private runs of the sweep, unfinished ones included, cost on the rows they share:
     their ledgers composed."""
     from hf_dp.accounting import epsilon
-    from hf_dp.cards import document
+    from hf_dp.statement.record import FILE_NAME, read
 
-    folders = [
-        path for cell in cells for path in cell.attempts if (path / document.FILE_NAME).exists()
-    ]
-    records = [document.read(path) for path in folders]
+    folders = [path for cell in cells for path in cell.attempts if (path / FILE_NAME).exists()]
+    records = [read(path) for path in folders]
     if not records:
         return ""
     if any(record.insecure_seed for record in records):

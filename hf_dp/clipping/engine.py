@@ -32,7 +32,7 @@ from hf_dp.clipping.step import ClippedStep
 from hf_dp.clipping.two_pass import two_pass
 from hf_dp.clipping.uses import SMALLEST_CLIPPING_NORM, accumulation_dtype
 from hf_dp.errors import UnaccountedGradientError, UnsupportedLossError, UnsupportedModelError
-from hf_dp.plan import CLIPPINGS
+from hf_dp.plans.dp_sgd import CLIPPINGS
 
 # ``per_example`` is book-keeping of explicit gradients: no module has a rule, each is
 # differentiated example by example.

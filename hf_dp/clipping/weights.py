@@ -38,8 +38,8 @@ def clipping_weights(clipping: str, norms: Tensor, clipping_norm: float) -> Tens
     | > C         | C/norm |
     | inf or NaN  | 0 in all groups (the caller also zeroes its records: 0 * NaN is NaN) |
 
-    Args: clipping: one of ``hf_dp.plan.CLIPPINGS``. norms: (K, b), float. clipping_norm: C > 0, in
-        the units of the norms.
+    Args: clipping: one of :data:`hf_dp.plans.dp_sgd.CLIPPINGS`. norms: (K, b), float.
+        clipping_norm: C > 0, in the units of the norms.
     """
     if clipping == "automatic":
         weights = clipping_norm / (norms + AUTOMATIC_GAMMA)

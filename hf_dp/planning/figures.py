@@ -15,7 +15,7 @@ from hf_dp import _plotting
 from hf_dp.accounting import calibrate_noise_multiplier, epsilon
 from hf_dp.accounting.comparison import compare
 from hf_dp.errors import AccountingRangeError, CalibrationError
-from hf_dp.plan import PrivacyPlan
+from hf_dp.plans.privacy import PrivacyPlan
 
 STEPS = (16, 64, 256, 1024, 4096)  # Figure 3's
 _SMALLEST_RATE = 2.0**-12

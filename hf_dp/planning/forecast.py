@@ -12,7 +12,7 @@ from scipy.special import bdtr
 
 from hf_dp import _validate
 from hf_dp.accounting.comparison import Answer, compare
-from hf_dp.plan import PrivacyPlan
+from hf_dp.plans.privacy import PrivacyPlan
 
 # Weights, gradient sums, and Adam's two moments, float32.
 _BYTES_PER_PARAMETER = 16

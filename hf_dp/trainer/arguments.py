@@ -13,25 +13,22 @@ from dataclasses import dataclass, field
 from transformers import TrainingArguments
 
 from hf_dp._validate import in_unit_interval, integer, invalid, non_negative, one_of, positive
+from hf_dp.accounting import ACCOUNTANTS
 from hf_dp.clipping.engine import STRATEGIES
 from hf_dp.errors import InvalidArgumentError, UnsupportedArgumentError
-from hf_dp.forward_plan import PUBLISHED
-from hf_dp.plan import CLIPPINGS
+from hf_dp.plans.dp_fp import DP_FP, PUBLISHED
+from hf_dp.plans.dp_sgd import CLIPPINGS
+from hf_dp.plans.units import NEIGHBORING_RELATIONS, PRIVACY_UNITS
+from hf_dp.statement.unnoised import RELEASABLE
 from hf_dp.trainer.argument_table import environment_problems, table_problems
 from hf_dp.trainer.forward_arguments import (
-    DP_FP,
     ForwardArguments,
     forward_problems,
     resolve_forward,
 )
+from hf_dp.trainer.privacy_modes import MODES
 
 NON_PRIVATE = "non_private"
-PRIVACY_MODES = (NON_PRIVATE, "dp_sgd", DP_FP)
-ACCOUNTANTS = ("pld", "rdp", "prv", "gdp_clt")
-PRIVACY_UNITS = ("example",)
-NEIGHBORING_RELATIONS = ("zero_out",)
-# Un-noised quantities that a user may let out; the card then says so.
-RELEASABLE = ("training_loss",)
 
 Problems = dict[str, InvalidArgumentError]
 
@@ -165,7 +162,7 @@ class DPTrainingArguments(ForwardArguments, TrainingArguments):
     # --- privacy budget ---
     privacy_mode: str = field(
         default="dp_sgd",
-        metadata={"help": f"How privacy is obtained: one of {', '.join(PRIVACY_MODES)}."},
+        metadata={"help": f"How privacy is obtained: one of {', '.join((NON_PRIVATE, *MODES))}."},
     )
     target_epsilon: float | None = field(
         default=None,
@@ -369,7 +366,7 @@ class DPTrainingArguments(ForwardArguments, TrainingArguments):
     def _setting_problems(self) -> Problems:
         """What is wrong with the arguments and the environment variables, by name."""
         problems: Problems = {}
-        self._try(problems, "privacy_mode", one_of, PRIVACY_MODES)
+        self._try(problems, "privacy_mode", one_of, (NON_PRIVATE, *MODES))
         if problems:  # which checks apply is not known
             return problems
         if not self.is_private:

@@ -12,7 +12,7 @@ from transformers.trainer_callback import ProgressCallback
 
 from hf_dp.accounting import TRAINING
 from hf_dp.errors import LedgerError, UnaccountedGradientError
-from hf_dp.trainer.run_ledger import RunLedger
+from hf_dp.run.ledger import RunLedger
 
 # The log's name for the figure that the paper of DP-FP as published gives.
 NO_EPSILON = "papers_figure_not_established"

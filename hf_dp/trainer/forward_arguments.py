@@ -9,19 +9,22 @@ from typing import Any
 
 from hf_dp._validate import in_unit_interval, integer, invalid, one_of, positive
 from hf_dp.errors import InvalidArgumentError, UnsupportedArgumentError
-from hf_dp.forward_plan import (
+from hf_dp.plans.dp_fp import (
+    DP_FP,
     DRAWS,
     FROZEN,
     ONCE,
     PRIVATE_ENCODER,
     PUBLISHED,
-    RELEASES,
+    REUSES,
     SEPARATE,
     VARIANTS,
     ForwardPlan,
+    FrozenPlan,
+    PrivateEncoderPlan,
+    PublishedPlan,
 )
 
-DP_FP = "dp_fp"
 # Du and Mi 2021, section 4.1; learning rate and batch are small because noise enters the forward
 # pass.
 PUBLISHED_BATCH_SIZE, PUBLISHED_MICRO_BATCHES, PUBLISHED_LEARNING_RATE = 32, 32, 5e-6
@@ -97,7 +100,7 @@ class ForwardArguments:
         },
     )
     representation_release: str = field(
-        default=ONCE, metadata={"help": f"Only for dp_fp, frozen: one of {', '.join(RELEASES)}."}
+        default=ONCE, metadata={"help": f"Only for dp_fp, frozen: one of {', '.join(REUSES)}."}
     )
     representation_draws: str = field(
         default=SEPARATE,
@@ -131,28 +134,62 @@ class ForwardArguments:
         },
     )
 
-    def forward_plan(self: Any, num_classes: int | None) -> ForwardPlan | None:
-        """The plan of these arguments for a model of so many classes; None in other modes. Raises:
-        InvalidArgumentError."""
-        if self.privacy_mode != DP_FP:
-            return None
-        private_encoder = self.dp_fp_variant == PRIVATE_ENCODER
-        given = self.noise_multiplier is not None
-        return ForwardPlan(
-            variant=self.dp_fp_variant,
-            num_micro_batches=self.num_micro_batches,
-            release=self.representation_release if self.dp_fp_variant == FROZEN else "fresh",
-            draws=self.representation_draws if private_encoder else SEPARATE,
-            record_clipping_norm=self.representation_clipping_norm if private_encoder else None,
-            record_noise_multiplier=self.representation_noise_multiplier
-            if private_encoder
-            else None,
-            budget_ratio=None if given or not private_encoder else self.representation_budget_ratio,
-            label_epsilon=self.label_epsilon,
-            labels_in_vector=self.labels_in_vector,
-            num_classes=num_classes
-            if self.label_epsilon is not None or self.labels_in_vector
-            else None,
+
+def forward_plan(args: Any, num_classes: int | None) -> ForwardPlan:
+    """Return the plan of ``privacy_mode="dp_fp"`` for a model of this many classes.
+
+    Raises: InvalidArgumentError for arguments that the variant does not have.
+    """
+    variant, sigma = args.dp_fp_variant, args.noise_multiplier
+    _check_labels(args)
+    classes = num_classes if args.label_epsilon is not None or args.labels_in_vector else None
+    norm, draws = args.representation_clipping_norm, args.num_micro_batches
+    if variant == PUBLISHED:
+        return PublishedPlan(norm, sigma, draws)
+    if variant == FROZEN:
+        return FrozenPlan(
+            norm,
+            sigma,
+            draws,
+            args.representation_release,
+            args.label_epsilon,
+            args.labels_in_vector,
+            classes,
+        )
+    if draws != 1:
+        raise invalid("num_micro_batches", draws, "to be 1 with a private encoder")
+    return PrivateEncoderPlan(
+        args.per_example_max_grad_norm,
+        sigma,
+        args.clipping,
+        args.representation_draws,
+        norm,
+        args.representation_noise_multiplier,
+        None if sigma is not None else args.representation_budget_ratio,
+        args.labels_in_vector,
+        classes,
+    )
+
+
+def _check_labels(args: Any) -> None:
+    """Raise InvalidArgumentError for a protection of labels that the variant does not have."""
+    if not isinstance(args.labels_in_vector, bool):
+        raise invalid("labels_in_vector", args.labels_in_vector, "to be True or False")
+    protected = args.label_epsilon is not None or args.labels_in_vector
+    if protected and args.dp_fp_variant == PUBLISHED:
+        raise invalid(
+            "dp_fp_variant",
+            args.dp_fp_variant,
+            "to be 'frozen' or 'private_encoder' with `label_epsilon` or `labels_in_vector`",
+            "The published variant protects no label, and nothing that is established.",
+        )
+    if args.label_epsilon is not None and args.dp_fp_variant == PRIVATE_ENCODER:
+        raise invalid(
+            "label_epsilon",
+            args.label_epsilon,
+            "to be None with a private encoder",
+            "Its rows are drawn anew in each step; protect the labels with "
+            "labels_in_vector=True, at no further cost.",
         )
 
 
@@ -185,7 +222,7 @@ def forward_problems(
     check(problems, "dp_fp_variant", one_of, VARIANTS)
     check(problems, "representation_clipping_norm", positive, "The paper's is 1.0.")
     check(problems, "num_micro_batches", integer, 1)
-    check(problems, "representation_release", one_of, RELEASES)
+    check(problems, "representation_release", one_of, REUSES)
     check(problems, "representation_draws", one_of, DRAWS)
     check(problems, "representation_budget_ratio", in_unit_interval)
     for name in ("representation_noise_multiplier", "label_epsilon"):
@@ -216,6 +253,6 @@ def forward_problems(
                 UnsupportedArgumentError,
             )
     try:
-        args.forward_plan(2)
+        forward_plan(args, 2)
     except InvalidArgumentError as problem:
         problems["dp_fp"] = problem

@@ -1,25 +1,22 @@
-"""From the user's arguments to what a run works with: a checked copy, and the privacy plan."""
+"""From the user's arguments to what a run works with: a checked copy, the plan, the options."""
 
 from __future__ import annotations
 
 import copy
-from pathlib import Path
-
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from hf_dp._validate import invalid
-from hf_dp.accounting import EARLIER, LedgerEntry, epsilon
-from hf_dp.cards.document import FILE_NAME, PrivacyRecord
-from hf_dp.cards.marks import read_run
-from hf_dp.cards.weaknesses import EarlierRun, each_once
-from hf_dp.forward_plan import PRIVATE_ENCODER
-from hf_dp.plan import PrivacyPlan
+from hf_dp.accounting import epsilon
+from hf_dp.batches.options import BatchOptions
+from hf_dp.plans.privacy import PrivacyPlan, PrivacyRequest
+from hf_dp.run.earlier import earlier_entries
+from hf_dp.run.options import RunOptions
 from hf_dp.trainer.arguments import DPTrainingArguments
-from hf_dp.trainer.choice import Choice
+from hf_dp.trainer.privacy_modes import MODES
+from hf_dp.tuners.base import Tuner
 
 
 def own_copy(args: object) -> DPTrainingArguments:
-    """A checked copy of the arguments: steps are written into it, and the caller's may serve
+    """Return a checked copy of the arguments: steps are written into it, and the caller's may serve
     another run."""
     if not isinstance(args, DPTrainingArguments):
         raise invalid(
@@ -35,88 +32,51 @@ def own_copy(args: object) -> DPTrainingArguments:
 
 
 def plan_of(
-    args: DPTrainingArguments,
-    num_examples: int,
-    choice: Choice | None,
-    num_classes: int | None = None,
+    args: DPTrainingArguments, num_examples: int, tuner: Tuner, num_classes: int | None = None
 ) -> PrivacyPlan:
-    """The plan for these arguments; an accountant that cannot describe it refuses here, not after
-    the training."""
-    forward = args.forward_plan(num_classes)
-    spent = tuple(entry.event for entry in earlier_entries(args, num_examples))
-    only_rows = forward is not None and forward.variant != PRIVATE_ENCODER
-    plan = PrivacyPlan.create(
+    """Return the plan for these arguments.
+
+    Raises: InvalidArgumentError, CalibrationError; AccountingRangeError for an accountant that
+        cannot describe it, here and not after the training.
+    """
+    earlier = earlier_entries(
+        args.earlier_runs, num_examples, args.privacy_unit, args.neighboring_relation
+    )
+    spent = tuple(entry.event for entry in earlier)
+    request = PrivacyRequest(
         num_examples=num_examples,
         expected_batch_size=args.expected_batch_size,
-        clipping_norm=args.representation_clipping_norm
-        if only_rows
-        else args.per_example_max_grad_norm,
+        mechanism=MODES[args.privacy_mode](args, num_classes),
         num_train_epochs=args.num_train_epochs,
         max_steps=args.max_steps,
         target_epsilon=args.target_epsilon,
-        noise_multiplier=args.noise_multiplier,
         target_delta=args.target_delta,
         accountant=args.accountant or "pld",
+        selection=tuner.plan(args.per_example_max_grad_norm),
         prior_events=spent,
-        forward=forward,
-        clipping=args.clipping,
-        max_batch_size=args.max_logical_batch_size,
-        selection=None if choice is None else choice.plan(args.per_example_max_grad_norm),
+        privacy_unit=args.privacy_unit,
+        neighboring_relation=args.neighboring_relation,
     )
+    plan = request.plan()
     epsilon((*spent, *plan.events()), plan.delta, plan.accountant)
     return plan
 
 
-def earlier_entries(args: DPTrainingArguments, num_examples: int) -> list[LedgerEntry]:
-    """What the ``earlier_runs`` released of these rows.
-
-    Raises: LedgerError for a file that cannot be read, or that went back; InvalidArgumentError for
-        a run on another number of rows, or with another unit or relation: its claim and this one's
-        have nothing in common.
-    """
-    entries = []
-    for path in args.earlier_runs:
-        record = _whole_run(path)
-        plan = record.plan
-        if plan.num_examples != num_examples:
-            raise invalid(
-                "earlier_runs",
-                path,
-                f"to be a run on the same {num_examples} rows, not on {plan.num_examples}",
-                "A run on other rows costs these nothing: leave it out.",
-            )
-        for name in ("privacy_unit", "neighboring_relation"):
-            theirs, ours = getattr(plan, name), getattr(args, name)
-            if theirs != ours:
-                raise invalid(
-                    "earlier_runs",
-                    path,
-                    f"to be a run with {name}={ours!r}, not {theirs!r}",
-                    f"No bound is known for both together. Set {name}={theirs!r} here, too.",
-                )
-        entries += [LedgerEntry(entry.event, EARLIER) for entry in record.ledger.entries]
-    return entries
-
-
-def _whole_run(path: str) -> PrivacyRecord:
-    """Return what a run released; named by one of its checkpoints, also what it released after
-    that."""
-    record, parent = read_run(path), Path(path).resolve().parent
-    if (
-        Path(path).resolve().name.startswith(PREFIX_CHECKPOINT_DIR)
-        and (parent / FILE_NAME).exists()
-    ):
-        run = read_run(parent)
-        if run.run_id == record.run_id:
-            return run
-    return record
-
-
-def earlier_claims(args: DPTrainingArguments) -> tuple[EarlierRun, ...]:
-    """What the ``earlier_runs``, and the runs that they name in turn, leave unprotected.
-
-    Raises: LedgerError for a file that cannot be read, or that went back.
-    """
-    return each_once(
-        claim for path in args.earlier_runs for claim in EarlierRun.all_of(_whole_run(path))
+def options_of(args: DPTrainingArguments) -> RunOptions:
+    """Return the options of a run that do not change what epsilon means."""
+    return RunOptions(
+        batches=BatchOptions(
+            physical_batch_size=args.per_device_train_batch_size,
+            max_tokens=args.max_tokens_per_physical_batch,
+            quiet=bool(args.disable_tqdm),
+            num_workers=args.dataloader_num_workers,
+            pin_memory=args.dataloader_pin_memory and args.device.type != "cpu",
+            persistent_workers=args.dataloader_persistent_workers,
+            prefetch_factor=args.dataloader_prefetch_factor,
+            multiprocessing_context=args.dataloader_multiprocessing_context,
+        ),
+        clipping_strategy=args.clipping_strategy,
+        representation_module=args.representation_module,
+        padding_values=args.padding_values,
+        rows_are_chunks=args.rows_are_chunks,
     )

@@ -3,10 +3,10 @@ name."""
 
 from hf_dp.tuners.adapter import AdapterConfig as AdapterConfig
 from hf_dp.tuners.frost.config import FrostConfig as FrostConfig
-from hf_dp.tuners.masks import ParamConfig as ParamConfig
-from hf_dp.tuners.masks import PvalConfig as PvalConfig
 from hf_dp.tuners.public_choice import BitFitConfig as BitFitConfig
 from hf_dp.tuners.public_choice import HeadConfig as HeadConfig
 from hf_dp.tuners.public_choice import RandomConfig as RandomConfig
 from hf_dp.tuners.public_choice import TopBlocksConfig as TopBlocksConfig
-from hf_dp.tuners.rgp import RgpConfig as RgpConfig
+from hf_dp.tuners.rgp.config import RgpConfig as RgpConfig
+from hf_dp.tuners.single_entries.config import ParamConfig as ParamConfig
+from hf_dp.tuners.single_entries.config import PvalConfig as PvalConfig

@@ -250,7 +250,7 @@ def test_planted_look_at_the_first_rows_only_is_seen(tmp_path, monkeypatch):
 def test_rows_that_look_like_pieces_of_documents(lengths, said, tmp_path, caplog, monkeypatch):
     said_so = []
     monkeypatch.setattr(
-        "hf_dp.trainer.training_data.logger.warning", lambda text, *args: said_so.append(text)
+        "hf_dp.run.training_data.logger.warning", lambda text, *args: said_so.append(text)
     )
     data = datasets.Dataset.from_dict(
         {"input_ids": [[4 + (i + j) % 15 for j in range(n)] for i, n in enumerate(lengths)],

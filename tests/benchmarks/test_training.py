@@ -33,7 +33,7 @@ from hf_dp.benchmarks.training_task import (
     unsorted_batches,
 )
 from hf_dp.errors import DataError, HfDpError, InvalidArgumentError
-from hf_dp.sampling import PoissonSampler, physical_batches
+from hf_dp.plans.sampling import PoissonSampler, physical_batches
 
 ROWS, LOGICAL, PHYSICAL, STEPS = 40, 16, 4, 3
 WORK = TrainingWork(ROWS, LOGICAL, PHYSICAL, rounds=2, threads=1, device="cpu")

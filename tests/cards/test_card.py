@@ -15,10 +15,10 @@ from huggingface_hub import ModelCard
 
 from hf_dp.accounting import ACCOUNTANTS, Ledger, PoissonSampledGaussian
 from hf_dp.cards.card import TAGS, markdown, metadata, public_name, render_card
-from hf_dp.cards.statement import PrivacyStatement, RunFacts
+from hf_dp.statement.statement import PrivacyStatement, RunFacts
 from hf_dp.cli.account import main as account
 from hf_dp.errors import InvalidArgumentError
-from hf_dp.plan import PrivacyPlan
+from hf_dp.plans.privacy import PrivacyPlan
 
 N = 67349
 PLAN = PrivacyPlan(N, 1024.0, 198, 0.825421, 0.1, 1 / (2 * N))

@@ -13,12 +13,12 @@ import pytest
 from hf_dp.accounting import Ledger
 from hf_dp.cards import document as module
 from hf_dp.cards import schema
-from hf_dp.cards.document import FILE_NAME, document, read, write
-from hf_dp.cards.statement import PrivacyStatement, RunFacts
-from hf_dp.cards.verify import disagreements
-from hf_dp.cards.weaknesses import Weaknesses
+from hf_dp.statement.record import FILE_NAME, document, read, write
+from hf_dp.statement.statement import PrivacyStatement, RunFacts
+from hf_dp.statement.verify import disagreements
+from hf_dp.statement.weaknesses import Weaknesses
 from hf_dp.errors import LedgerError
-from hf_dp.plan import PrivacyPlan
+from hf_dp.plans.privacy import PrivacyPlan
 
 PLAN = PrivacyPlan(1000, 100.0, 10, 2.0, 1.0, 1e-4)
 FACTS = RunFacts("dp_sgd", "all", "float32", "noise", "sampling")

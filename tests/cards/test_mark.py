@@ -11,10 +11,10 @@ import safetensors.torch
 import torch
 
 from hf_dp.accounting import Ledger
-from hf_dp.cards.mark import COPIED_MARK, RUN_MARK, Mark, read_mark, read_stamp, stamp, write_mark
-from hf_dp.cards.weaknesses import EarlierRun, Weaknesses
+from hf_dp.run.mark import COPIED_MARK, RUN_MARK, Mark, read_mark, read_stamp, stamp, write_mark
+from hf_dp.statement.weaknesses import EarlierRun, Weaknesses
 from hf_dp.errors import LedgerError
-from hf_dp.plan import PrivacyPlan
+from hf_dp.plans.privacy import PrivacyPlan
 
 PLAN = PrivacyPlan(1000, 100.0, 10, 2.0, 1.0, 1e-4)
 FIRST = EarlierRun("first", "features", "record_zero_out", released=("training_loss",))
@@ -132,7 +132,7 @@ def test_a_mark_never_goes_back(kind, new, message, tmp_path) -> None:
 def test_planted_mark_that_goes_back_is_seen(kind, tmp_path, monkeypatch) -> None:
     path = kind.path(tmp_path)
     kind.put(path, mark_of(3))
-    monkeypatch.setattr("hf_dp.cards.mark._refuse_to_lose", lambda *_: None)
+    monkeypatch.setattr("hf_dp.run.mark._refuse_to_lose", lambda *_: None)
     monkeypatch.setattr(Mark, "lacks", lambda *_: "forgetful")
     kind.put(path, mark_of(2))
     monkeypatch.undo()

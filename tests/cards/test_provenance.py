@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hf_dp.cards.provenance import seen_in_pretraining
+from hf_dp.statement.provenance import seen_in_pretraining
 
 
 @pytest.mark.parametrize(

@@ -12,14 +12,14 @@ import safetensors.torch
 import torch
 
 from hf_dp.accounting import Ledger
-from hf_dp.cards.document import FILE_NAME, document, read, write
-from hf_dp.cards.lock import lock_run
-from hf_dp.cards.mark import COPIED_MARK, RUN_MARK, Mark, read_mark, stamp, write_mark
-from hf_dp.cards.rebuild import rebuild
-from hf_dp.cards.statement import PrivacyStatement, RunFacts
-from hf_dp.cards.weaknesses import Weaknesses
+from hf_dp.statement.record import FILE_NAME, document, read, write
+from hf_dp.run.lock import lock_run
+from hf_dp.run.mark import COPIED_MARK, RUN_MARK, Mark, read_mark, stamp, write_mark
+from hf_dp.run.rebuild import rebuild
+from hf_dp.statement.statement import PrivacyStatement, RunFacts
+from hf_dp.statement.weaknesses import Weaknesses
 from hf_dp.errors import LedgerError
-from hf_dp.plan import PrivacyPlan
+from hf_dp.plans.privacy import PrivacyPlan
 
 PLAN = PrivacyPlan(1000, 100.0, 10, 2.0, 1.0, 1e-4)
 FACTS = RunFacts("dp_sgd", "all", "float32", "noise", "sampling")

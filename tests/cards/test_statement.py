@@ -11,7 +11,7 @@ import sys
 import pytest
 
 from hf_dp.accounting import ACCOUNTANTS, Gaussian, Ledger, PoissonSampledGaussian
-from hf_dp.cards.statement import (
+from hf_dp.statement.statement import (
     NOT_PRIVATE,
     PROVEN,
     PROVEN_WEIGHTS_ONLY,
@@ -20,9 +20,9 @@ from hf_dp.cards.statement import (
     delta_text,
     epsilon_text,
 )
-from hf_dp.cards.weaknesses import EarlierRun
+from hf_dp.statement.weaknesses import EarlierRun
 from hf_dp.errors import AccountingRangeError, InvalidArgumentError, LedgerError
-from hf_dp.plan import PrivacyPlan
+from hf_dp.plans.privacy import PrivacyPlan
 
 N = 67349
 PLAN = PrivacyPlan(N, 1024.0, 198, 0.825421, 0.1, 1 / (2 * N))
@@ -317,7 +317,7 @@ def test_the_statement_is_pure(sst2: PrivacyStatement) -> None:
 
 def test_cards_need_neither_torch_nor_transformers() -> None:
     code = (
-        "import sys, hf_dp.cards.card, hf_dp.cards.document; "
+        "import sys, hf_dp.cards.card, hf_dp.statement.record; "
         "raise SystemExit(any(name in sys.modules for name in ('torch', 'transformers')))"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

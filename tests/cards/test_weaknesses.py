@@ -13,9 +13,9 @@ import pytest
 from hf_dp.accounting import Ledger, PublishedForwardNoise, RecordRelease
 from hf_dp.cards import statement as statement_module
 from hf_dp.cards.card import metadata, render_card
-from hf_dp.cards.document import document, read, write
-from hf_dp.cards.statement import PrivacyStatement, RunFacts
-from hf_dp.cards.units import (
+from hf_dp.statement.record import document, read, write
+from hf_dp.statement.statement import PrivacyStatement, RunFacts
+from hf_dp.plans.units import (
     EXAMPLE,
     FEATURES,
     NONE,
@@ -29,11 +29,11 @@ from hf_dp.cards.units import (
     weakest_relation,
     weakest_unit,
 )
-from hf_dp.cards.verify import disagreements
-from hf_dp.cards.weaknesses import EarlierRun, Weaknesses, each_once
+from hf_dp.statement.verify import disagreements
+from hf_dp.statement.weaknesses import EarlierRun, Weaknesses, each_once
 from hf_dp.errors import InvalidArgumentError, LedgerError
-from hf_dp.forward_plan import ForwardPlan
-from hf_dp.plan import PrivacyPlan
+from hf_dp.plans.dp_fp import ForwardPlan
+from hf_dp.plans.privacy import PrivacyPlan
 
 SGD = PrivacyPlan(1000, 100.0, 10, 2.0, 1.0, 1e-4)
 FROZEN = dataclasses.replace(SGD, forward=ForwardPlan("frozen", release="once"))

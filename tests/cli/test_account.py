@@ -12,12 +12,12 @@ import pytest
 
 from hf_dp.accounting import ACCOUNTANTS, Ledger, PoissonSampledGaussian, epsilon, round_up
 from hf_dp.cards import document
-from hf_dp.cards.mark import RUN_MARK, Mark, write_mark
-from hf_dp.cards.statement import PrivacyStatement, RunFacts
-from hf_dp.cards.weaknesses import Weaknesses
+from hf_dp.run.mark import RUN_MARK, Mark, write_mark
+from hf_dp.statement.statement import PrivacyStatement, RunFacts
+from hf_dp.statement.weaknesses import Weaknesses
 from hf_dp.cli import account
 from hf_dp.cli.main import hyphenated, main
-from hf_dp.plan import PrivacyPlan
+from hf_dp.plans.privacy import PrivacyPlan
 
 RUN = ["--sample-rate", "0.0152043831", "--steps", "198", "--delta", "7.424e-6"]
 EPSILON = ["account", "epsilon", "--noise-multiplier", "0.82539", *RUN]

@@ -347,10 +347,10 @@ def test_what_a_sweep_spends_together(tmp_path, monkeypatch):
     """At the smallest delta; no claim beside a run with a fixed seed."""
     from hf_dp.accounting import Ledger, epsilon
     from hf_dp.cards import document
-    from hf_dp.cards.weaknesses import Weaknesses
+    from hf_dp.statement.weaknesses import Weaknesses
     from hf_dp.cli.sweep import Cell
     from hf_dp.cli.sweep_report import spent_together
-    from hf_dp.plan import PrivacyPlan
+    from hf_dp.plans.privacy import PrivacyPlan
 
     events = []
     for number, delta in enumerate((1e-3, 1e-6)):

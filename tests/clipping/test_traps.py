@@ -31,8 +31,8 @@ from hf_dp.errors import (
     UnsupportedModelError,
 )
 from hf_dp.losses import per_example_loss
-from hf_dp.trainer.synthetic import synthetic_examples
-from hf_dp.trainer.training_data import padded_together
+from hf_dp.run.synthetic import synthetic_examples
+from hf_dp.run.training_data import padded_together
 
 C = 0.01
 

@@ -11,8 +11,8 @@ import tiny
 
 from hf_dp.accounting import PoissonSampledGaussian, TruncatedPoissonSampledGaussian, epsilon
 from hf_dp.errors import InvalidArgumentError, LedgerError, UnsupportedEventError
-from hf_dp.plan import PrivacyPlan
-from hf_dp.trainer.run_ledger import RunLedger
+from hf_dp.plans.privacy import PrivacyPlan
+from hf_dp.run.ledger import RunLedger
 
 
 def test_what_ran_is_what_is_accounted(tmp_path):
@@ -25,7 +25,7 @@ def test_what_ran_is_what_is_accounted(tmp_path):
         return drawn[-1]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("hf_dp.sampling.PoissonSampler.draw", watched)
+        patch.setattr("hf_dp.plans.sampling.PoissonSampler.draw", watched)
         trainer.train()
     assert len(drawn) >= 6
     assert max(map(len, drawn)) <= 9

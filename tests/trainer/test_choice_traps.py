@@ -24,17 +24,17 @@ from hf_dp.errors import (
     UnsupportedArgumentError,
     UnsupportedModelError,
 )
-from hf_dp.plan import PrivacyPlan
-from hf_dp.selection_plan import SelectionPlan
-from hf_dp.trainer.choice.base import freeze_others
-from hf_dp.trainer.run_ledger import RunLedger
+from hf_dp.plans.privacy import PrivacyPlan
+from hf_dp.plans.selection import SelectionPlan
+from hf_dp.tuners.base import freeze_others
+from hf_dp.run.ledger import RunLedger
 from hf_dp.trainer.trainer import DPTrainer
 from hf_dp.tuners.frost.config import FrostConfig
 from hf_dp.tuners.frost.magnitude import MagnitudeEngine
 from hf_dp.tuners.frost.partition import partitions
-from hf_dp.tuners.masks import PvalConfig
+from hf_dp.tuners.single_entries.config import PvalConfig
 from hf_dp.tuners.public_choice import RandomConfig
-from hf_dp.tuners.rgp import RgpConfig
+from hf_dp.tuners.rgp.config import RgpConfig
 from tests import tiny
 
 FROST = {"unfreeze_ratio": 0.3, "selection_iterations": 3, "selection_noise_multiplier": 2.0}
@@ -75,7 +75,7 @@ def test_nothing_is_paid_for_what_cannot_be_applied(tmp_path, monkeypatch):
         run(tmp_path / "a", FrostConfig(**FROST), {"model": model})
     trainer = run(tmp_path / "b", FrostConfig(**FROST))
     monkeypatch.setattr(
-        "hf_dp.trainer.choice.frost.apply_peft",
+        "hf_dp.tuners.frost.tuner.apply_peft",
         lambda *a: (_ for _ in ()).throw(RuntimeError("no")),
     )
     with pytest.raises(RuntimeError, match="no"):

@@ -28,8 +28,8 @@ from hf_dp.batches.isolation import Isolated
 from hf_dp.batches.padding import Padding
 from hf_dp.errors import DataError
 from hf_dp.noise import SecretRandomness
-from hf_dp.trainer.precision import Precision
-from hf_dp.trainer.training_data import TrainingData
+from hf_dp.run.precision import Precision
+from hf_dp.run.training_data import TrainingData
 
 CLIPPING_NORM = 0.2
 MARGIN = 2.0**-12  # the plan's, for the rounding of sums

@@ -21,8 +21,8 @@ from hf_dp.accounting import (
     SumAndRows,
     epsilon,
 )
-from hf_dp.cards.document import read
-from hf_dp.cards.verify import disagreements
+from hf_dp.statement.record import read
+from hf_dp.statement.verify import disagreements
 from hf_dp.errors import (
     DataError,
     HfDpError,
@@ -32,11 +32,11 @@ from hf_dp.errors import (
     UnsupportedArgumentError,
     UnsupportedModelError,
 )
-from hf_dp.forward_plan import ForwardPlan
-from hf_dp.plan import PrivacyPlan
-from hf_dp.representation import clip_rows
-from hf_dp.trainer.modes import dp_fp_frozen
-from hf_dp.trainer.modes.dp_fp_frozen import RELEASED_ROWS
+from hf_dp.plans.dp_fp import ForwardPlan
+from hf_dp.plans.privacy import PrivacyPlan
+from hf_dp.mechanisms.dp_fp.representation import clip_rows
+from hf_dp.mechanisms import dp_fp_frozen
+from hf_dp.mechanisms.dp_fp.frozen import RELEASED_ROWS
 from hf_dp.trainer.trainer import DPTrainer
 from hf_dp.tuners.frost.config import FrostConfig
 
@@ -142,7 +142,7 @@ def test_the_status_reaches_everything_that_anyone_reads(tmp_path, capsys, caplo
 def test_first_use_warns_in_two_lines(tmp_path, monkeypatch):
     said: list[str] = []
     monkeypatch.setattr(
-        "hf_dp.trainer.modes.dp_fp_published.logger.warning", lambda text, *args: said.append(text)
+        "hf_dp.mechanisms.dp_fp.published.logger.warning", lambda text, *args: said.append(text)
     )
     run(tmp_path, "published")
     (warning,) = said

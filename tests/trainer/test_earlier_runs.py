@@ -11,13 +11,13 @@ import pytest
 import tiny
 
 from hf_dp.accounting import EARLIER
-from hf_dp.cards.document import FILE_NAME, read
-from hf_dp.cards.statement import PrivacyStatement, RunFacts
-from hf_dp.cards.verify import disagreements
+from hf_dp.statement.record import FILE_NAME, read
+from hf_dp.statement.statement import PrivacyStatement, RunFacts
+from hf_dp.statement.verify import disagreements
 from hf_dp.errors import InvalidArgumentError, LedgerError
-from hf_dp.plan import PrivacyPlan
+from hf_dp.plans.privacy import PrivacyPlan
 from hf_dp.trainer.from_arguments import earlier_claims, earlier_entries
-from hf_dp.trainer.run_ledger import RunLedger
+from hf_dp.run.ledger import RunLedger
 
 FROZEN = {"privacy_mode": "dp_fp", "dp_fp_variant": "frozen"}
 

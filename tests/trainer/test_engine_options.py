@@ -16,7 +16,7 @@ from hf_dp.clipping import engine as engine_module
 from hf_dp.clipping.engine import STRATEGIES
 from hf_dp.errors import DataError, UnaccountedGradientError, UnsupportedLossError
 from hf_dp.noise import SecretRandomness
-from hf_dp.plan import CLIPPINGS
+from hf_dp.plans.privacy import CLIPPINGS
 
 
 @pytest.fixture

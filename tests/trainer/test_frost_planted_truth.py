@@ -14,7 +14,7 @@ from scipy.stats import norm
 from torch import nn
 from torch.nn import functional as F
 
-from hf_dp.trainer.private_selection import select_partitions
+from hf_dp.tuners.only_trains import select_partitions
 from hf_dp.trainer.trainer import DPTrainer
 from hf_dp.tuners.frost.config import FrostConfig
 from hf_dp.tuners.public_choice import RandomConfig
@@ -88,7 +88,7 @@ def found(folder, count=10, **noise) -> list[set[str]]:
 
 def test_frost_finds_what_matters_at_epsilon_2(tmp_path, monkeypatch):
     # Ten selections of one plan; each alone is what the target pays for.
-    monkeypatch.setattr("hf_dp.trainer.run_ledger.RunLedger._would_pass", lambda self, event: False)
+    monkeypatch.setattr("hf_dp.run.ledger.RunLedger._would_pass", lambda self, event: False)
     selections = found(tmp_path)
     assert sum(chosen == MATTER for chosen in selections) >= 9
 

@@ -16,8 +16,8 @@ from peft import PeftModel, get_peft_model
 from transformers import BertForSequenceClassification
 
 from hf_dp.accounting import PoissonSampledGaussian, epsilon
-from hf_dp.cards.document import read
-from hf_dp.cards.verify import disagreements
+from hf_dp.statement.record import read
+from hf_dp.statement.verify import disagreements
 from hf_dp.errors import (
     BudgetExceededError,
     ConfigError,
@@ -25,11 +25,11 @@ from hf_dp.errors import (
     InvalidArgumentError,
     UnsupportedArgumentError,
 )
-from hf_dp.plan import PrivacyPlan
-from hf_dp.sampling import PoissonSampler
-from hf_dp.selection_plan import SelectionPlan
+from hf_dp.plans.privacy import PrivacyPlan
+from hf_dp.plans.sampling import PoissonSampler
+from hf_dp.plans.selection import SelectionPlan
 from hf_dp.trainer import private_selection
-from hf_dp.trainer.run_ledger import RunLedger
+from hf_dp.run.ledger import RunLedger
 from hf_dp.tuners.frost.config import FrostConfig
 from hf_dp.tuners.frost.magnitude import MagnitudeEngine
 from hf_dp.tuners.public_choice import RandomConfig
@@ -93,7 +93,7 @@ def test_a_resumed_run_reads_its_selection_and_makes_none(tmp_path, monkeypatch)
     first.train()
     chosen = first.model.peft_config["default"].parameters
     monkeypatch.setattr(
-        "hf_dp.trainer.choice.frost.select_partitions", lambda *a: pytest.fail("selected again")
+        "hf_dp.tuners.frost.tuner.select_partitions", lambda *a: pytest.fail("selected again")
     )
     again = frost(tmp_path, save_strategy="steps", save_steps=2)
     again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))

@@ -10,14 +10,21 @@ import torch
 from peft import get_peft_model
 from safetensors.torch import load_file
 
-from hf_dp.cards.document import read
-from hf_dp.cards.verify import disagreements
+from hf_dp.statement.record import read
+from hf_dp.statement.verify import disagreements
 from hf_dp.errors import ConfigError, InvalidArgumentError, UnsupportedModelError
-from hf_dp.plan import ROUNDING_MARGIN
+from hf_dp.plans.privacy import ROUNDING_MARGIN
 from hf_dp.trainer import private_selection
-from hf_dp.trainer.modes import dp_sgd
-from hf_dp.tuners.masks import MaskConfig, ParamConfig, PvalConfig, largest, packed, unpacked
-from hf_dp.tuners.rgp import RgpConfig
+from hf_dp.mechanisms import dp_sgd
+from hf_dp.tuners.single_entries.config import (
+    MaskConfig,
+    ParamConfig,
+    PvalConfig,
+    largest,
+    packed,
+    unpacked,
+)
+from hf_dp.tuners.rgp.config import RgpConfig
 from tests import tiny
 
 PARAM = {"unfreeze_ratio": 0.2, "selection_noise_multiplier": 2.0, "selection_sample_rate": 0.3}
@@ -56,7 +63,7 @@ def test_only_the_mask_moves(config, tmp_path):
 def test_planted_noise_outside_the_mask_is_seen(tmp_path, monkeypatch):
     original = dp_sgd.release_gradient
     monkeypatch.setattr(
-        "hf_dp.trainer.modes.dp_sgd.release_gradient", lambda *given: original(*given[:5], None)
+        "hf_dp.mechanisms.dp_sgd.release_gradient", lambda *given: original(*given[:5], None)
     )
     assert outside(tmp_path, PvalConfig(unfreeze_ratio=0.2)) > 0
 
@@ -90,7 +97,7 @@ def test_a_resumed_run_reads_its_masks(config, tmp_path, monkeypatch):
     first = masked(tmp_path, config, save_strategy="steps", save_steps=2)
     first.train()
     monkeypatch.setattr(
-        "hf_dp.trainer.choice.masks.select_entries", lambda *a: pytest.fail("selected again")
+        "hf_dp.tuners.single_entries.tuner.select_entries", lambda *a: pytest.fail("selected again")
     )
     again = masked(tmp_path, config)
     again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))

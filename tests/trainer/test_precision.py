@@ -9,7 +9,7 @@ from accelerate.state import AcceleratorState
 
 from hf_dp.errors import UnsupportedArgumentError
 from hf_dp.trainer.arguments import DPTrainingArguments
-from hf_dp.trainer.precision import Precision
+from hf_dp.run.precision import Precision
 from hf_dp.trainer.trainer import DPTrainer
 
 
@@ -92,7 +92,7 @@ def test_autocast_inside_the_loss_is_seen(cls, tmp_path):
 
 def test_planted_no_look_inside_the_loss_is_seen(tmp_path, monkeypatch):
     monkeypatch.setattr(
-        "hf_dp.trainer.training_data.Watched.__torch_dispatch__",
+        "hf_dp.run.training_data.Watched.__torch_dispatch__",
         lambda self, f, t, a=(), k=None: f(*a, **(k or {})),
     )
     assert not one_shape(tiny.trainer(tmp_path, cls=CastingLoss))

@@ -11,10 +11,10 @@ from hf_dp.clipping import per_example_gradients
 from hf_dp.errors import BudgetExceededError, LedgerError
 from hf_dp.losses import per_example_loss
 from hf_dp.noise import SecretRandomness
-from hf_dp.sampling import PoissonSampler
+from hf_dp.plans.sampling import PoissonSampler
 from hf_dp.trainer.callbacks import StopBeforeTarget
-from hf_dp.trainer.modes import dp_sgd
-from hf_dp.trainer.run_ledger import RunLedger
+from hf_dp.mechanisms import dp_sgd
+from hf_dp.run.ledger import RunLedger
 
 
 @pytest.fixture
@@ -113,7 +113,7 @@ def test_planted_realised_divisor_is_seen(trainer, without_noise, monkeypatch):
         for p in parameters.values():
             p.grad.mul_(plan.expected_batch_size / 3)
 
-    monkeypatch.setattr("hf_dp.trainer.modes.dp_sgd.release_gradient", realised)
+    monkeypatch.setattr("hf_dp.mechanisms.dp_sgd.release_gradient", realised)
     assert step_error(trainer, [0, 5, 6]) > 1e-4
 
 
@@ -170,7 +170,7 @@ def test_the_step_is_durable_before_any_gradient_is_visible(trainer, monkeypatch
     monkeypatch.setattr(RunLedger, "append", watched)
     step(trainer, [1, 2])
     assert seen == [(True, (trainer.args.output_dir, 1))]
-    from hf_dp.cards.document import read
+    from hf_dp.statement.record import read
 
     assert read(trainer.args.output_dir).ledger.steps() == 1
 

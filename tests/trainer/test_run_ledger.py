@@ -14,13 +14,13 @@ import torch
 from transformers import AutoModelForSequenceClassification
 
 from hf_dp.cards import mark as mark_module
-from hf_dp.cards.document import FILE_NAME, document, read, write
-from hf_dp.cards.mark import COPIED_MARK, RUN_MARK, read_mark, read_stamp
-from hf_dp.cards.rebuild import rebuild
-from hf_dp.cards.weaknesses import Weaknesses
+from hf_dp.statement.record import FILE_NAME, document, read, write
+from hf_dp.run.mark import COPIED_MARK, RUN_MARK, read_mark, read_stamp
+from hf_dp.run.rebuild import rebuild
+from hf_dp.statement.weaknesses import Weaknesses
 from hf_dp.errors import LedgerError
-from hf_dp.plan import PrivacyPlan
-from hf_dp.trainer.run_ledger import RunLedger, refuse_foreign_ledger
+from hf_dp.plans.privacy import PrivacyPlan
+from hf_dp.run.ledger import RunLedger, refuse_foreign_ledger
 
 PLAN = PrivacyPlan.create(
     num_examples=40, expected_batch_size=8, clipping_norm=0.1, noise_multiplier=1.0, max_steps=60
@@ -194,10 +194,10 @@ def test_an_older_copy_of_the_record_is_refused(folder):
 
 def test_planted_marks_that_are_not_read_are_seen(folder, monkeypatch):
     older_copy(folder)
-    monkeypatch.setattr("hf_dp.trainer.run_ledger.marks_of_run", lambda folder: [])
+    monkeypatch.setattr("hf_dp.run.ledger.marks_of_run", lambda folder: [])
     with pytest.raises(LedgerError, match="the ledger of this run went back"):
         go_on(folder)  # the mark itself does not go back even then
-    monkeypatch.setattr("hf_dp.trainer.run_ledger.write_mark", lambda *_: None)
+    monkeypatch.setattr("hf_dp.run.ledger.write_mark", lambda *_: None)
     assert go_on(folder) == 4  # what test_an_older_copy_of_the_record_is_refused refuses
 
 
@@ -211,7 +211,7 @@ def test_a_checkpoint_copied_over_the_run_is_refused(folder):
 
 
 def test_planted_mark_of_one_name_everywhere_would_go_back(folder, monkeypatch):
-    monkeypatch.setattr("hf_dp.trainer.run_ledger.COPIED_MARK", RUN_MARK)
+    monkeypatch.setattr("hf_dp.run.ledger.COPIED_MARK", RUN_MARK)
     run = resumed(folder)
     run.start(5)
     step(run)
@@ -496,8 +496,8 @@ def test_a_whole_run_with_an_older_record_is_refused_until_it_is_rebuilt(tmp_pat
 def test_planted_whole_run_with_an_older_record_trains_on(tmp_path, monkeypatch):
     trained(tmp_path)
     shutil.copy(tmp_path / "checkpoint-2" / FILE_NAME, tmp_path / FILE_NAME)
-    monkeypatch.setattr("hf_dp.trainer.run_ledger.marks_of_run", lambda folder: [])
-    monkeypatch.setattr("hf_dp.trainer.run_ledger.write_mark", lambda *_: None)
+    monkeypatch.setattr("hf_dp.run.ledger.marks_of_run", lambda folder: [])
+    monkeypatch.setattr("hf_dp.run.ledger.write_mark", lambda *_: None)
     monkeypatch.setattr(RunLedger, "_write_mark", lambda *_: None)
     again = tiny.trainer(tmp_path)
     again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))

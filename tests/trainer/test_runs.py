@@ -16,8 +16,8 @@ from peft import LoraConfig, PeftModel
 from transformers import AutoModelForSequenceClassification, EarlyStoppingCallback, TrainerCallback
 
 from hf_dp.accounting import EARLIER, epsilon
-from hf_dp.cards.document import read
-from hf_dp.cards.verify import disagreements
+from hf_dp.statement.record import read
+from hf_dp.statement.verify import disagreements
 from hf_dp.errors import (
     BudgetExceededError,
     InvalidArgumentError,

@@ -40,7 +40,7 @@ THROUGH_THE_COLLATOR = [
 def test_made_up_rows_go_through_the_collator(name, tmp_path, monkeypatch):
     warned = []
     monkeypatch.setattr(
-        "hf_dp.trainer.training_data.logger.warning", lambda text, *args: warned.append(text % args)
+        "hf_dp.run.training_data.logger.warning", lambda text, *args: warned.append(text % args)
     )
     trainer = of_path(tmp_path, name)
     layout = trainer.training_data().looked_over.layout
@@ -54,7 +54,7 @@ def test_made_up_rows_go_through_the_collator(name, tmp_path, monkeypatch):
 def test_a_row_that_cannot_be_made_up_is_said(tmp_path, monkeypatch):
     warned = []
     monkeypatch.setattr(
-        "hf_dp.trainer.training_data.logger.warning", lambda text, *args: warned.append(text % args)
+        "hf_dp.run.training_data.logger.warning", lambda text, *args: warned.append(text % args)
     )
 
     class Tokens:

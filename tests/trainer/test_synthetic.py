@@ -19,8 +19,8 @@ from hf_dp.clipping import self_check
 from hf_dp.clipping.engine import STRATEGIES
 from hf_dp.errors import DataError, SelfCheckError, UnsupportedModelError
 from hf_dp.losses import per_example_loss, task_of
-from hf_dp.trainer.synthetic import synthetic_examples
-from hf_dp.trainer.training_data import padded_together
+from hf_dp.run.synthetic import synthetic_examples
+from hf_dp.run.training_data import padded_together
 
 
 def synthetic_batches(model):

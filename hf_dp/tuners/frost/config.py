@@ -11,7 +11,7 @@ from torch import nn
 
 from hf_dp._validate import in_unit_interval, integer, invalid, non_negative, one_of
 from hf_dp.errors import ConfigError
-from hf_dp.selection_plan import MAGNITUDES, SelectionPlan
+from hf_dp.plans.selection import MAGNITUDES, SelectionPlan
 from hf_dp.tuners.frost.partition import GRANULARITIES, Partition, partitions
 from hf_dp.tuners.frost.select import refuse_too_small
 from hf_dp.tuners.selection import SelectionConfig, candidates, register
@@ -92,7 +92,7 @@ class FrostConfig(SelectionConfig):
         the selection's own."""
         noise = self.selection_noise_multiplier
         return SelectionPlan(
-            release=self.magnitude,
+            quantity=self.magnitude,
             sample_rate=self.selection_sample_rate,
             iterations=self.selection_iterations * self.num_selections,
             clipping_norm=clipping_norm

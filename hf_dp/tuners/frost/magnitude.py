@@ -37,8 +37,8 @@ from hf_dp.clipping import ClippingEngine
 from hf_dp.clipping.explicit import accumulate, explicit, representable
 from hf_dp.clipping.step import ClippedStep
 from hf_dp.clipping.uses import Use, full_precision
-from hf_dp.plan import ROUNDING_MARGIN
-from hf_dp.selection_plan import MAGNITUDES
+from hf_dp.plans.rounding import ROUNDING_MARGIN
+from hf_dp.plans.selection import MAGNITUDES
 from hf_dp.tuners.frost.partition import Partition
 
 NORM_ORDERS = (1, 2)

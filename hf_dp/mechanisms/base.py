@@ -1,0 +1,135 @@
+"""The step of a mechanism: what it clips, and what it makes of a release."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from hf_dp.errors import ConfigError
+from hf_dp.plans.mechanism import MechanismPlan
+from hf_dp.run.gate import Release
+from hf_dp.run.private_run import PrivateRun
+from hf_dp.tuners.base import Tuner
+
+
+@dataclass
+class Clipped:
+    """What one logical batch contributes, clipped and not yet noised: nothing of it may leave.
+
+    Args: values: the mechanism's own. loss_sum: the sum of the losses, where it is known.
+    """
+
+    values: Any
+    loss_sum: Tensor
+
+
+class Mechanism(ABC):
+    """How a run of :attr:`plan_type` obtains privacy: one subclass for each plan.
+
+    Args: run: the private run. tuner: what trains.
+    """
+
+    plan_type: ClassVar[type[Any]]
+
+    def __init__(self, run: PrivateRun, tuner: Tuner | None = None):
+        self.run, self.tuner = run, tuner or Tuner()
+
+    @property
+    def plan(self) -> Any:
+        """The mechanism's own plan, of type :attr:`plan_type`."""
+        return self.run.plan.mechanism
+
+    # -- before the steps --
+
+    def start(self, checkpoint: str | None = None) -> None:
+        """Decide what of the model trains, and release what is released once.
+
+        Before the optimizer exists. Args: checkpoint: folder from which a run goes on.
+        """
+
+    def prepare(self) -> None:
+        """Raise for what would not work, before the first step is recorded."""
+
+    def loader(self) -> DataLoader:
+        """Return one nominal epoch of logical batches; one item is one step's input."""
+        return self.run.draws(self.run.plan.sampler(self.run.plan.epoch))
+
+    # -- the step --
+
+    @abstractmethod
+    def clip(self, batches: Any) -> Clipped:
+        """Return what a logical batch contributes, clipped. Not private."""
+
+    @abstractmethod
+    def gradients(self, clipped: Clipped, release: Release) -> Mapping[nn.Parameter, Tensor]:
+        """Let the clipped values out through ``release``, and return the gradients that the
+        optimizer gets."""
+
+    def set_gradients(self, clipped: Clipped, release: Release) -> None:
+        """Set ``p.grad`` to :meth:`gradients`."""
+        gradients = dict(self.gradients(clipped, release))
+        for parameter in list(gradients):
+            parameter.grad = gradients.pop(parameter).to(parameter.dtype)
+
+    # -- a loop of one's own --
+
+    def logical_batches(self) -> Iterator[Any]:
+        """Yield the planned logical batches, one a step, and stop before the target is passed.
+
+        Opens the run's ledger at the start and leaves it at the end.
+
+        Raises: LedgerError, BudgetExceededError; DataError; SelfCheckError, before the first draw.
+        """
+        run = self.run
+        try:
+            run.open()
+            self.tuner.start(run)
+            self.start()
+            self.prepare()
+            run.book.start(run.plan.steps, self.tuner.releases_to_come())
+            for batches in islice(self._endless(), run.plan.steps):
+                if run.plan.releases_each_step and run.book.exhausted:
+                    return
+                run.model.train()
+                yield batches
+        finally:
+            run.stop()
+
+    def _endless(self) -> Iterator[Any]:
+        while True:
+            yield from self.loader()
+
+
+_MECHANISMS: dict[type[MechanismPlan], type[Mechanism]] = {}
+
+
+def register_mechanism(cls: type[Mechanism]) -> type[Mechanism]:
+    """Make known which class runs plans of ``cls.plan_type``: a class decorator."""
+    _MECHANISMS[cls.plan_type] = cls
+    return cls
+
+
+def mechanism_for(run: PrivateRun, tuner: Tuner | None = None) -> Mechanism:
+    """Return the mechanism that runs a plan.
+
+    Raises: ConfigError for a plan whose mechanism is not registered.
+    """
+    plan = run.plan.mechanism
+    if type(plan) not in _MECHANISMS:
+        raise ConfigError(
+            f"Expected a plan that a mechanism is registered for, got {type(plan).__name__}. "
+            "Decorate its step's class with @register_mechanism."
+        )
+    return _MECHANISMS[type(plan)](run, tuner)
+
+
+def zero(run: PrivateRun) -> Tensor:
+    """Return a zero on the run's device."""
+    return torch.zeros((), device=run.device)

@@ -1,0 +1,47 @@
+"""DP-SGD's step: noise on the clipped sum, in ``p.grad`` (Li et al., algorithm 1).
+
+Any optimizer then makes it DP-Adam and so on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from torch import Tensor, nn
+
+from hf_dp.mechanisms.base import Clipped, Mechanism, register_mechanism
+from hf_dp.plans.dp_sgd import DpSgdPlan
+from hf_dp.run.gate import Release
+
+
+@register_mechanism
+class DpSgd(Mechanism):
+    """Per-example gradients clipped by the engine, summed, noised once per logical batch."""
+
+    plan_type: ClassVar[type[Any]] = DpSgdPlan
+
+    def prepare(self) -> None:
+        self.run.check_engine()
+
+    def clip(self, batches: Any) -> Clipped:
+        """Return, by parameter, the sum of clipped gradients: ``sum_i w_i g_i``, norms at most
+        C."""
+        with self.tuner.engine(self.run) as engine:
+            loss_sum = self.run.feed(engine, batches)
+            return Clipped(engine.collect(), loss_sum)
+
+    def gradients(self, clipped: Clipped, release: Release) -> Mapping[nn.Parameter, Tensor]:
+        """Return ``(clipped sum + N(0, (sigma C)^2)) / B`` for every trainable parameter.
+
+        The noise is drawn once per logical batch, and the divisor is a public constant, also for an
+        empty draw.
+        """
+        noised = release.sum(clipped.values)
+        for total in noised.values():
+            total.div_(self.run.plan.expected_batch_size)
+        gradients = self.tuner.finish(noised)  # a function of what is noised: free
+        return {p: gradients.pop(name) for name, p in self._trainable().items()}
+
+    def _trainable(self) -> dict[str, nn.Parameter]:
+        return {name: p for name, p in self.run.model.named_parameters() if p.requires_grad}

@@ -1,0 +1,329 @@
+"""The privacy plan: the one place where sample rate, steps, noise and delta are decided and
+coupled."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+from hf_dp import _validate
+from hf_dp.accounting import ACCOUNTANTS, SUM, Event
+from hf_dp.errors import ConfigError
+from hf_dp.plans.dp_sgd import DpSgdPlan
+from hf_dp.plans.mechanism import MechanismPlan, Sampler, Schedule, Words, mechanism_from_dict
+from hf_dp.plans.release import PlannedRelease
+from hf_dp.plans.selection import SelectionPlan
+from hf_dp.plans.units import NEIGHBORING_RELATIONS, PRIVACY_UNITS
+
+MAX_STEPS = 10**9
+
+
+@dataclass(frozen=True)
+class PrivacyPlan:
+    """What a private run will do. Sampler, noise and accountant all read it; nothing else computes
+    these numbers.
+
+    Made by :class:`PrivacyRequest`.
+
+    Args:
+        num_examples: N, the rows of the training set, stated as public.
+        expected_batch_size: B, the expected logical batch; also the divisor of the noisy sum.
+        steps: optimizer steps.
+        delta: of the (epsilon, delta) guarantee.
+        accountant: the one whose epsilon is the headline.
+        target_epsilon: what the noise was calibrated to, or None when the noise was given.
+        mechanism: how privacy is obtained, with its clipping norm and noise.
+        selection: what is released before training to choose what trains; None: nothing.
+        privacy_unit, neighboring_relation: what the user asked to be protected, and against what.
+    """
+
+    num_examples: int
+    expected_batch_size: float
+    steps: int
+    delta: float
+    mechanism: MechanismPlan
+    accountant: str = "pld"
+    target_epsilon: float | None = None
+    selection: SelectionPlan | None = None
+    privacy_unit: str = PRIVACY_UNITS[0]
+    neighboring_relation: str = NEIGHBORING_RELATIONS[0]
+
+    def __post_init__(self) -> None:
+        _validate.integer("num_examples", self.num_examples, 2)
+        _validate.positive("expected_batch_size", self.expected_batch_size)
+        _validate.integer("steps", self.steps, 1)
+        _check_delta(self.delta, self.num_examples)
+        _validate.one_of("accountant", self.accountant, ACCOUNTANTS)
+        if self.target_epsilon is not None:
+            _validate.positive("target_epsilon", self.target_epsilon)
+
+    # -- numbers --
+
+    @property
+    def schedule(self) -> Schedule:
+        """The numbers that every mechanism reads."""
+        return Schedule(
+            self.num_examples,
+            self.expected_batch_size,
+            self.steps,
+            self.delta,
+            self.accountant,
+            self.target_epsilon,
+        )
+
+    @property
+    def sample_rate(self) -> float:
+        """q: the probability with which each example joins each draw."""
+        return self.mechanism.sample_rate(self.schedule)
+
+    @property
+    def noise_multiplier(self) -> float:
+        """Standard deviation of the mechanism's noise / its sensitivity."""
+        return self.mechanism.sigma
+
+    @property
+    def clipping_norm(self) -> float:
+        """C, the largest L2 norm of one example's contribution."""
+        return self.mechanism.clipping_norm
+
+    @property
+    def clipping(self) -> str:
+        """How a norm becomes a weight."""
+        return self.mechanism.clipping
+
+    @property
+    def max_batch_size(self) -> int | None:
+        """The most examples of a draw that a step uses; None: all."""
+        return self.mechanism.max_batch_size
+
+    @property
+    def noise_std(self) -> float:
+        """Standard deviation of the noise on the sum, or on a vector where there is no sum."""
+        sensitivities = self.mechanism.sensitivities(self.schedule)
+        part = SUM if SUM in sensitivities else next(iter(sensitivities))
+        return self.noise_multiplier * sensitivities[part]
+
+    @property
+    def releases_each_step(self) -> bool:
+        """Whether steps release something of the private rows; else the ledger counts none."""
+        return self.mechanism.releases_each_step
+
+    @property
+    def words(self) -> Words:
+        """How a statement speaks of the mechanism."""
+        return self.mechanism.words(self.schedule)
+
+    # -- what is drawn and released --
+
+    def sampler(self, steps: int | None = None, **source: Any) -> Sampler:
+        """Return a sampler of this plan; ``random_bytes=`` replaces the operating system's source
+        (tests only)."""
+        count = self.steps if steps is None else steps
+        return replace(self.mechanism.sampler(self.schedule, count), **source)
+
+    @property
+    def epoch(self) -> int:
+        """Steps after which every example was drawn once on average."""
+        return max(1, round(self.num_examples / self.expected_batch_size))
+
+    def step_event(self, noise_multiplier: float, steps: int) -> Event:
+        """Return what ``steps`` training steps of this plan with this noise would release."""
+        return self.mechanism.step_event(self.schedule, noise_multiplier, steps)
+
+    def event(self, steps: int | None = None) -> Event:
+        """Return what the accountant is told about ``steps`` (default: all) training steps."""
+        return self.step_event(self.noise_multiplier, self.steps if steps is None else steps)
+
+    def step_release(self) -> PlannedRelease:
+        """Return what one training step releases."""
+        return self.mechanism.step_release(self.schedule)
+
+    def releases_before(self) -> tuple[PlannedRelease, ...]:
+        """Return what is released once, before the first step, other than by a selection."""
+        return self.mechanism.releases_before(self.schedule)
+
+    def events(self, steps: int | None = None) -> tuple[Event, ...]:
+        """Return all that the plan will release with ``steps`` (default: all) training steps."""
+        selected = () if self.selection is None else (self.selection.event(),)
+        before = (release.event for release in self.releases_before())
+        trained = (self.event(steps),) if self.releases_each_step else ()
+        return (*selected, *before, *trained)
+
+    # -- made and read --
+
+    @classmethod
+    def create(
+        cls,
+        *,
+        clipping_norm: float,
+        noise_multiplier: float | None = None,
+        clipping: str = "flat",
+        max_batch_size: int | None = None,
+        **request: Any,
+    ) -> PrivacyPlan:
+        """Plan DP-SGD: the arguments of :class:`hf_dp.plans.dp_sgd.DpSgdPlan`, and those of
+        :class:`PrivacyRequest` but its mechanism.
+
+        Raises: as :meth:`PrivacyRequest.plan`.
+        """
+        mechanism = DpSgdPlan(clipping_norm, noise_multiplier, clipping, max_batch_size)
+        return PrivacyRequest(mechanism=mechanism, **request).plan()
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return all fields and what is derived from them, for ``privacy.json``."""
+        own = {item.name: getattr(self, item.name) for item in fields(self)}
+        selection = None if self.selection is None else self.selection.to_dict()
+        return {
+            **own,
+            "mechanism": self.mechanism.to_dict(),
+            "selection": selection,
+            "sample_rate": self.sample_rate,
+            "noise_std": self.noise_std,
+        }
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> PrivacyPlan:
+        """Read back what :meth:`to_dict` wrote.
+
+        Raises: ConfigError when a field is missing; InvalidArgumentError when one could not have
+            been written.
+        """
+        names = [item.name for item in fields(cls)]
+        missing = [name for name in names if name not in values]
+        if missing:
+            raise ConfigError(
+                f"The plan lacks {missing}: it was not written by this version of hf_dp, or was "
+                "edited."
+            )
+        given = {name: values[name] for name in names}
+        given["mechanism"] = mechanism_from_dict(given["mechanism"])
+        if given["selection"] is not None:
+            given["selection"] = SelectionPlan.from_dict(given["selection"])
+        plan = cls(**given)
+        plan.mechanism.require_noise()
+        _validate.positive("noise_multiplier", plan.noise_multiplier)
+        return plan
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrivacyRequest:
+    """What a user asks for; :meth:`plan` decides the rest.
+
+    Args:
+        num_examples: N >= 2.
+        expected_batch_size: B in (0, N].
+        mechanism: how privacy is obtained. It has its noise, or ``target_epsilon`` decides it.
+        num_train_epochs: expected passes over the rows; the steps are ``ceil(epochs * N / B)``.
+        max_steps: the steps, where positive.
+        target_epsilon: what everything together may cost; None with given noise.
+        target_delta: delta; None for 1/(2N), as in Li et al.
+        accountant: the one that calibrates and whose epsilon is the headline.
+        selection: what chooses privately what trains; it gets its noise from the same target.
+        prior_events: what already ran on the same rows, paid from the same target.
+    """
+
+    num_examples: int
+    expected_batch_size: float | None
+    mechanism: MechanismPlan
+    num_train_epochs: float = 3.0
+    max_steps: int = -1
+    target_epsilon: float | None = None
+    target_delta: float | None = None
+    accountant: str = "pld"
+    selection: SelectionPlan | None = None
+    prior_events: Sequence[Event] = ()
+    privacy_unit: str = PRIVACY_UNITS[0]
+    neighboring_relation: str = NEIGHBORING_RELATIONS[0]
+
+    def plan(self) -> PrivacyPlan:
+        """Return the plan, its noise calibrated where a target is given.
+
+        Raises: InvalidArgumentError, naming the argument; CalibrationError when no noise meets the
+            target.
+        """
+        uncalibrated = self._uncalibrated()
+        mechanism, selection = uncalibrated.mechanism, self.selection
+        mechanism.check(uncalibrated.schedule, selection)
+        if uncalibrated.target_epsilon is None:
+            if selection is not None and selection.noise_multiplier is None:
+                raise _validate.invalid(
+                    "selection_noise_multiplier",
+                    None,
+                    "to be given beside `noise_multiplier`",
+                    "Only a target_epsilon can decide it.",
+                )
+            mechanism.require_noise()
+            return uncalibrated
+        mechanism, selection = mechanism.calibrated(
+            uncalibrated.schedule, uncalibrated.target_epsilon, self.prior_events, selection
+        )
+        return replace(uncalibrated, mechanism=mechanism, selection=selection)
+
+    def _uncalibrated(self) -> PrivacyPlan:
+        """Check and couple the numbers."""
+        n = _validate.integer(
+            "num_examples",
+            self.num_examples,
+            2,
+            "A private training set has at least two rows.",
+        )
+        if self.expected_batch_size is None:
+            raise _validate.invalid(
+                "expected_batch_size",
+                None,
+                "to be given",
+                "It is the logical batch size; 1024 suits many tasks.",
+            )
+        b = _validate.positive("expected_batch_size", self.expected_batch_size)
+        if b > n:
+            raise _validate.invalid(
+                "expected_batch_size",
+                self.expected_batch_size,
+                f"to be at most num_examples ({n})",
+                "Lower it.",
+            )
+        sigma = self.mechanism.noise_multiplier
+        if (self.target_epsilon is None) == (sigma is None):
+            raise _validate.invalid(
+                "target_epsilon",
+                self.target_epsilon,
+                f"or `noise_multiplier` ({sigma!r}) to be given, exactly one of them",
+            )
+        return PrivacyPlan(
+            num_examples=n,
+            expected_batch_size=b,
+            steps=self._steps(n, b),
+            delta=1 / (2 * n) if self.target_delta is None else self.target_delta,
+            mechanism=self.mechanism,
+            accountant=self.accountant,
+            target_epsilon=self.target_epsilon,
+            selection=self.selection,
+            privacy_unit=self.privacy_unit,
+            neighboring_relation=self.neighboring_relation,
+        )
+
+    def _steps(self, num_examples: int, expected_batch_size: float) -> int:
+        if self.max_steps > 0:
+            return _validate.integer("max_steps", self.max_steps, 1)
+        epochs = _validate.positive("num_train_epochs", self.num_train_epochs)
+        steps = epochs * num_examples / expected_batch_size
+        if steps > MAX_STEPS:
+            raise _validate.invalid(
+                "num_train_epochs",
+                self.num_train_epochs,
+                f"to give at most {MAX_STEPS:,} steps",
+                "Lower it.",
+            )
+        return math.ceil(steps)
+
+
+def _check_delta(delta: float, num_examples: int) -> None:
+    if _validate.in_unit_interval("target_delta", delta) >= 1 / num_examples:
+        raise _validate.invalid(
+            "target_delta",
+            delta,
+            f"to be < 1/num_examples ({1 / num_examples:.3g})",
+            "At 1/N publishing one random row would count as private. Leave it unset for 1/(2N).",
+        )

@@ -1,0 +1,155 @@
+"""Poisson sampling: who joins a logical batch.
+
+The sampler owns its event, so the accountant is told exactly what was drawn.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from hf_dp import _validate
+from hf_dp.accounting.events import PoissonSampledGaussian, TruncatedPoissonSampledGaussian
+
+RandomBytes = Callable[[int], bytes]
+
+
+@dataclass(frozen=True)
+class PoissonSampler:
+    """Each of ``num_examples`` examples joins a draw independently with probability
+    ``sample_rate``.
+
+    Args:
+        num_examples: N >= 1.
+        sample_rate: q in (0, 1].
+        steps: how many draws one iteration over the sampler makes, >= 1.
+        random_bytes: where randomness comes from, ``n -> n bytes``; the operating system's
+            cryptographic source. Another one is for tests only: a sampler that can be predicted
+            voids the amplification that the accountant counts on.
+        max_batch_size: the most examples that a draw keeps; of a larger one a uniformly random
+            part. None: all of them.
+
+    A draw compares 64 uniform bits with ``round(q * 2**64)``, so the probability is exact to
+    2**-65. Iterating yields ``steps`` draws, each a list of indices in increasing order, possibly
+    empty.
+    """
+
+    num_examples: int
+    sample_rate: float
+    steps: int
+    random_bytes: RandomBytes = field(default=os.urandom, repr=False, compare=False)
+    max_batch_size: int | None = None
+
+    def __post_init__(self) -> None:
+        _validate.integer("num_examples", self.num_examples, 1)
+        _validate.in_unit_interval("sample_rate", self.sample_rate, one=True)
+        _validate.integer("steps", self.steps, 1)
+        if self.max_batch_size is not None:
+            _validate.integer("max_batch_size", self.max_batch_size, 1)
+
+    def draw(self) -> list[int]:
+        """The indices of one logical batch, in increasing order."""
+        if self.sample_rate == 1:
+            drawn = np.arange(self.num_examples)
+        else:
+            uniform = np.frombuffer(self.random_bytes(8 * self.num_examples), dtype=np.uint64)
+            drawn = np.flatnonzero(uniform < np.uint64(round(self.sample_rate * 2**64)))
+        if self.max_batch_size is not None and len(drawn) > self.max_batch_size:
+            # The order of independent random keys is a uniformly random order (two of 64 bits are
+            # never equal in practice; if they were, the earlier index would be kept, with a chance
+            # of 2^-64 a pair).
+            keys = np.frombuffer(self.random_bytes(8 * len(drawn)), dtype=np.uint64)
+            drawn = np.sort(drawn[np.argsort(keys, kind="stable")[: self.max_batch_size]])
+        return drawn.tolist()
+
+    def event(
+        self, noise_multiplier: float, steps: int = 1
+    ) -> PoissonSampledGaussian | TruncatedPoissonSampledGaussian:
+        """What ``steps`` draws are to the accountant, each released with this noise multiplier."""
+        if self.max_batch_size is None:
+            return PoissonSampledGaussian(noise_multiplier, self.sample_rate, steps)
+        return TruncatedPoissonSampledGaussian(
+            noise_multiplier, self.sample_rate, steps, self.num_examples, self.max_batch_size
+        )
+
+    def __iter__(self) -> Iterator[list[int]]:
+        for _ in range(self.steps):
+            yield self.draw()
+
+    def __len__(self) -> int:
+        return self.steps
+
+
+@dataclass(frozen=True)
+class MicroBatchSampler:
+    """``num_micro_batches`` independent Poisson draws a step (Du and Mi 2021, section 3.2), joined:
+    a record may occur twice.
+
+    Args:
+        num_examples: N >= 1.
+        sample_rate: p in (0, 1], of each draw.
+        steps: how many joined draws one iteration makes, >= 1.
+        num_micro_batches: M >= 1.
+        random_bytes: as for :class:`PoissonSampler`.
+
+    The M N Bernoulli trials of a step are made by drawing the gaps between successes, which are
+    geometric: as many random numbers as records drawn, not as trials. A gap is ``floor(log(u) /
+    log(1 - p))`` for u uniform on multiples of 2^-64, so probabilities are right to about 2^-53 / p
+    of themselves.
+    """
+
+    num_examples: int
+    sample_rate: float
+    steps: int
+    num_micro_batches: int = 1
+    random_bytes: RandomBytes = field(default=os.urandom, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        _validate.integer("num_examples", self.num_examples, 1)
+        _validate.in_unit_interval(
+            "sample_rate",
+            self.sample_rate,
+            "It is B / (M N): lower expected_batch_size or raise M.",
+            one=True,
+        )
+        _validate.integer("steps", self.steps, 1)
+        _validate.integer("num_micro_batches", self.num_micro_batches, 1)
+
+    def micro_batches(self) -> list[list[int]]:
+        """M lists of indices, each in increasing order and possibly empty."""
+        drawn = self._successes(self.num_examples * self.num_micro_batches)
+        which, index = np.divmod(drawn, self.num_examples)
+        return [index[which == micro].tolist() for micro in range(self.num_micro_batches)]
+
+    def draw(self) -> list[int]:
+        """The indices of one step's micro-batches, one after the other."""
+        return (
+            self._successes(self.num_examples * self.num_micro_batches) % self.num_examples
+        ).tolist()
+
+    def _successes(self, trials: int) -> np.ndarray:
+        """Which of independent trials succeed, in increasing order."""
+        if self.sample_rate == 1:
+            return np.arange(trials)
+        found: list[np.ndarray] = []
+        last = -1
+        while last < trials:
+            count = int(1.2 * (trials - last) * self.sample_rate) + 20
+            uniform = (
+                np.frombuffer(self.random_bytes(8 * count), dtype=np.uint64).astype(np.float64) + 1
+            ) / 2**64
+            gaps = np.floor(np.log(uniform) / np.log1p(-self.sample_rate))
+            positions = last + np.cumsum(gaps + 1)
+            found.append(positions[positions < trials].astype(np.int64))
+            last = positions[-1]
+        return np.concatenate(found)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        for _ in range(self.steps):
+            yield self.draw()
+
+    def __len__(self) -> int:
+        return self.steps

@@ -1,0 +1,1 @@
+"""One private run without a Trainer: gate, ledger, rows, checks."""

@@ -1,0 +1,96 @@
+"""What a run may still release: further steps and selections that stay inside its target."""
+
+from __future__ import annotations
+
+import math
+
+from hf_dp.accounting import BOUNDS, SELECTION, TRAINING, Event, Ledger, calibrate_steps, epsilon
+from hf_dp.errors import BudgetExceededError
+from hf_dp.plans.privacy import PrivacyPlan
+
+
+class Budget:
+    """The budget of one run.
+
+    Args: plan: of the run. ledger: what it has released so far; read, never changed.
+    """
+
+    def __init__(self, plan: PrivacyPlan, ledger: Ledger):
+        self.plan, self.ledger = plan, ledger
+        self._allowed = math.inf
+        self._reserved = 0  # releases of selections to come, which training must leave room for
+        self._goal: int | None = None  # training steps in the ledger when this process is done
+
+    def start(self, planned_steps: int, planned_releases: int = 0) -> None:
+        """Plan ``planned_steps`` training steps, and that many releases of selections between them.
+
+        Raises: BudgetExceededError when not one further step fits under the target.
+        """
+        done = self.ledger.steps(TRAINING)
+        self._reserved = planned_releases
+        self._goal = done + planned_steps
+        self._allowed = self.allowed_steps(planned_steps)
+        if self._allowed <= done and planned_steps > 0:
+            spent = self.ledger.epsilon(self.plan.delta, self.plan.accountant).rounded_up()
+            raise BudgetExceededError(
+                f"This run has spent epsilon {spent} of target_epsilon={self.plan.target_epsilon} "
+                f"in {self.ledger.steps()} steps; one more would pass it. Publish what there is, "
+                "or start a new run with a new output_dir (both then count together)."
+            )
+
+    def allowed_steps(self, planned_steps: int) -> float:
+        """Return the largest number of training steps in the ledger that stays within the target,
+        infinity when none was set."""
+        plan, done = self.plan, self.ledger.steps(TRAINING)
+        if plan.target_epsilon is None or not plan.releases_each_step:
+            return math.inf
+        if plan.accountant not in BOUNDS:
+            # DP-FP as published: steps beyond those of its figure would not have that figure.
+            return plan.steps
+        if done + planned_steps <= plan.steps and self._selections_as_planned():
+            return plan.steps  # the plan was calibrated to meet the target at exactly these
+        prior = self.ledger.events
+        if self._reserved and plan.selection is not None:
+            prior = (*prior, plan.selection.event(self._reserved))
+        if epsilon(prior, plan.delta, plan.accountant).value > plan.target_epsilon:
+            return done
+        return done + calibrate_steps(
+            plan.target_epsilon,
+            plan.delta,
+            plan.noise_multiplier,
+            plan.sample_rate,
+            plan.accountant,
+            prior_events=prior,
+            event=plan.step_event,
+        )
+
+    @property
+    def exhausted(self) -> bool:
+        """Whether the next training step would pass the target."""
+        return self.ledger.steps(TRAINING) + 1 > self._allowed
+
+    def check(self, event: Event, purpose: str) -> None:
+        """Raise BudgetExceededError when releasing ``event`` would pass the target."""
+        if self.exhausted if purpose == TRAINING else self._would_pass(event):
+            raise BudgetExceededError(
+                f"The next step of {purpose} would pass target_epsilon={self.plan.target_epsilon} "
+                f"after {self.ledger.steps()} steps."
+            )
+
+    def released(self, event: Event, purpose: str) -> None:
+        """Note that ``event`` is in the ledger: less may be left to train with than before."""
+        if purpose == TRAINING:
+            return
+        self._reserved = max(0, self._reserved - event.steps)
+        if self._goal is not None:
+            self._allowed = self.allowed_steps(self._goal - self.ledger.steps(TRAINING))
+
+    def _selections_as_planned(self) -> bool:
+        planned = 0 if self.plan.selection is None else self.plan.selection.iterations
+        return self.ledger.steps(SELECTION) + self._reserved <= planned
+
+    def _would_pass(self, event: Event) -> bool:
+        if self.plan.target_epsilon is None:
+            return False
+        after = epsilon((*self.ledger.events, event), self.plan.delta, self.plan.accountant)
+        return after.value > self.plan.target_epsilon

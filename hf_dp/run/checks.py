@@ -1,0 +1,148 @@
+"""What must hold of model, data and collator before a private run may start."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import datasets
+from torch import nn
+from torch.utils.data import Dataset
+
+from hf_dp.errors import (
+    DataError,
+    UnaccountedGradientError,
+    UnsupportedModelError,
+)
+from hf_dp.losses import base_model
+from hf_dp.overlap.compare import TrainingRows
+
+
+def check_train_dataset(dataset: Any) -> int:
+    """The number of examples N of a training set. Raises: DataError without a length, or with fewer
+    than two rows."""
+    if dataset is None:
+        raise DataError("Private training needs a `train_dataset`.")
+    try:
+        length = len(dataset)
+    except TypeError:
+        raise DataError(
+            f"The train_dataset ({type(dataset).__name__}) has no length. Poisson sampling needs "
+            "the number of rows: load the data without streaming=True."
+        ) from None
+    if length < 2:
+        raise DataError(
+            f"Expected a train_dataset with at least two rows, got {length}. Check file and split "
+            "name."
+        )
+    return length
+
+
+def check_collator(collator: Any) -> None:
+    """Raise DataError for the collator that puts many examples into one row."""
+    inner = getattr(collator, "data_collator", collator)  # transformers wraps one to remove columns
+    if type(inner).__name__ == "DataCollatorWithFlattening":
+        raise DataError(
+            "DataCollatorWithFlattening puts many examples into one row, so no example could be "
+            "clipped. Use DataCollatorWithPadding."
+        )
+
+
+def refuse_rows_in_collator(reached: Collection[Any], training: TrainingRows) -> None:
+    """Raise DataError when a collator holds training rows, which it could put into other
+    examples."""
+    sets = [
+        part
+        for each in reached
+        for part in (each.values() if isinstance(each, Mapping) else [each])
+    ]
+    if any(
+        training.compare(each).derived
+        for each in sets
+        if isinstance(each, (datasets.Dataset, Dataset))
+    ):
+        raise DataError(
+            "The data collator holds rows of the training set, so it could put them into other "
+            "examples. Build what it needs before, from public data, or in the rows themselves."
+        )
+
+
+# Initializations of adapters that read weights and random numbers alone; of all others it is not
+# known.
+_DATA_FREE = (
+    "gaussian",
+    "olora",
+    "pissa",
+    "loftq",
+    "orthogonal",
+    "mica",
+    "kaiming_uniform",
+    "xavier_uniform",
+)
+
+
+def refuse_adapters_from_data(model: nn.Module) -> None:
+    """Raise UnsupportedModelError for an adapter whose initial weights may come from data (EVA,
+    CorDA, LoRA-GA)."""
+    for name, config in (getattr(model, "peft_config", None) or {}).items():
+        for option in ("init_lora_weights", "init_weights"):
+            init = getattr(config, option, None)
+            if isinstance(init, str) and not init.startswith(_DATA_FREE):
+                raise UnsupportedModelError(
+                    f"The adapter {name!r} was made with {option}={init!r}, whose initial weights "
+                    "are computed from data. If that was the training data, they hold un-noised "
+                    "facts about it. Use another initialization; if it was public data, set "
+                    "adapter_init_data_is_public=True."
+                )
+
+
+def check_optimizer(optimizer: Any, model: nn.Module) -> None:
+    """Raise UnaccountedGradientError when the optimizer trains a parameter that the model does not
+    have."""
+    known = {id(parameter) for parameter in model.parameters()}
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if parameter.requires_grad and id(parameter) not in known:
+                raise UnaccountedGradientError(
+                    f"The optimizer trains a parameter of shape {tuple(parameter.shape)} that is "
+                    "not in the model, so its gradient would be neither clipped nor noised. Make "
+                    "it part of the model."
+                )
+
+
+def check_head_is_trainable(model: nn.Module) -> None:
+    """Under an adapter, the head of a classifier must train, too: it is new, and random weights
+    would stay.
+
+    Raises: UnsupportedModelError naming ``modules_to_save``, or when nothing trains at all.
+    """
+    if not any(p.requires_grad for p in model.parameters()):
+        raise UnsupportedModelError(
+            f"{type(model).__name__} has no trainable parameter. Set requires_grad_(True) on what "
+            "to train (in a recipe: leave something out of `freeze`)."
+        )
+    base: Any = base_model(model)
+    if base is model:
+        return
+    refuse_frozen_heads(
+        base, {parameter for parameter in base.parameters() if parameter.requires_grad}
+    )
+
+
+def refuse_frozen_heads(model: Any, trained: Collection[nn.Parameter]) -> None:
+    """Raise UnsupportedModelError when a classifier has a head of which nothing is ``trained``."""
+    if not type(model).__name__.endswith(("Classification", "QuestionAnswering")):
+        return
+    backbone = getattr(model, "base_model_prefix", "")
+    frozen = sorted(
+        name
+        for name, child in model.named_children()
+        if name != backbone
+        and any(True for _ in child.parameters())
+        and not any(parameter in trained for parameter in child.parameters())
+    )
+    if frozen:
+        raise UnsupportedModelError(
+            f"Under this peft_config the head {frozen} of {type(model).__name__} would stay "
+            f"frozen, and a new head is random. Set modules_to_save={frozen} in the peft_config."
+        )

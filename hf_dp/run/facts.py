@@ -1,0 +1,31 @@
+"""What a statement says of a run that its ledger does not know."""
+
+from __future__ import annotations
+
+from importlib import metadata
+
+import torch
+
+from hf_dp._version import __version__
+from hf_dp.run.precision import Precision
+from hf_dp.statement.facts import RunFacts
+from hf_dp.statement.weaknesses import Weaknesses
+
+_PACKAGES = ("torch", "transformers", "accelerate", "peft", "dp-accounting", "prv-accountant")
+
+
+def run_facts(
+    device: torch.device, precision: Precision, weaknesses: Weaknesses, trained: str
+) -> RunFacts:
+    """Return the facts of a run on ``device``. Args: trained: which parameters, in words."""
+    noise = f"PyTorch's {device.type} generator seeded with 63 bits"
+    if device.type == "cpu":
+        noise = "NumPy SFC64 seeded with 128 bits"
+    return RunFacts(
+        trained=trained,
+        precision=precision.words(),
+        noise_generator=f"{noise} by the operating system (not cryptographic)",
+        sampling_generator="the operating system's cryptographic generator",
+        **vars(weaknesses),
+        versions={"hf_dp": __version__, **{name: metadata.version(name) for name in _PACKAGES}},
+    )

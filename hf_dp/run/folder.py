@@ -1,0 +1,70 @@
+"""Which folder a run may use: not another run's, whose evidence or weights would be lost or mixed
+with its own."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from transformers.trainer_utils import get_last_checkpoint
+
+from hf_dp.errors import LedgerError
+from hf_dp.run.mark import in_words
+from hf_dp.run.marks import mark_files_in, rebuild_advice
+from hf_dp.statement.record import FILE_NAME, read
+
+
+def refuse_leftovers(folder: Path) -> None:
+    """Raise LedgerError for another run's weights or logs in a folder: a new run's statement would
+    seem to cover them."""
+    patterns = ("*.safetensors", "*.bin", "checkpoint-*", "trainer_state.json")
+    found = sorted(path.name for pattern in patterns for path in folder.glob(pattern))
+    if found:
+        raise LedgerError(
+            f"output_dir {folder.name!r} already holds {found[0]!r} but no {FILE_NAME}: weights or "
+            "logs of a run that is not this one. Choose a new output_dir, so that the privacy "
+            "statement is not taken to cover them."
+        )
+
+
+def refuse_foreign_ledger(folder: str | os.PathLike[str], run_id: str | None) -> None:
+    """Raise LedgerError when a folder holds the ledger or the mark of a run other than ``run_id``
+    (None: of any run)."""
+    folder = Path(folder)
+    if (folder / FILE_NAME).exists() and (earlier := read(folder)).run_id != run_id:
+        raise LedgerError(
+            f"The folder {folder.name!r} already holds the {FILE_NAME} of another run "
+            f"({earlier.ledger.steps()} steps). Pass resume_from_checkpoint to go on with that "
+            "run, or choose another folder (a new output_dir): overwriting it would lose the "
+            "evidence of what was spent, or leave it beside weights that it does not describe."
+        )
+    for item in mark_files_in(folder):
+        if item.mark.run_id != run_id:
+            raise LedgerError(
+                f"The folder {folder.name!r} holds {item.where.name} of another run "
+                f"({in_words(item.mark.ledger)}) and no {FILE_NAME} of it. Choose another folder "
+                f"(a new output_dir). To go on with that run: {rebuild_advice(folder)}"
+            )
+
+
+def checkpoint_of(resume_from_checkpoint: str | bool | None, folder: str) -> str | None:
+    """The checkpoint that Trainer's argument means: a path, True for the last one, nothing.
+
+    Raises: LedgerError for True where there is none.
+    """
+    if resume_from_checkpoint is not True:
+        return resume_from_checkpoint or None
+    last = get_last_checkpoint(folder) if os.path.isdir(folder) else None
+    if last is None:
+        next_move = "Pass False to start a run."
+        if Path(folder, FILE_NAME).exists():
+            next_move = (
+                "The run ended before its first one, so there is nothing to go on from. Start one "
+                f"in a new output_dir: what {FILE_NAME} here records was spent on the same rows, "
+                "and both count together."
+            )
+        raise LedgerError(
+            f"resume_from_checkpoint=True, but output_dir {Path(folder).name!r} has no checkpoint. "
+            f"{next_move}"
+        )
+    return last

@@ -1,0 +1,106 @@
+"""The one gate through which everything noised passes: ledger first, then noise, then the value.
+
+Nothing else in hf_dp draws Gaussian noise or appends to a run's ledger (``tests/test_gate.py``
+searches for it). A :class:`Release` exists only after its event is durable, so no order of calls
+shows a value that the ledger does not know; its noise comes from that very event, so no call can
+ask for less.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from hf_dp.accounting import SUM, VECTORS, RandomizedResponse
+from hf_dp.errors import LedgerError
+from hf_dp.noise import SecretRandomness, randomized_response
+from hf_dp.plans.release import PlannedRelease
+from hf_dp.run.ledger import RunLedger
+
+
+class Gate:
+    """Records releases in a run's ledger and hands out the right to make them.
+
+    Args: ledger: of the run, durable. randomness: where noise comes from.
+    """
+
+    def __init__(self, ledger: RunLedger, randomness: SecretRandomness):
+        self._ledger, self._randomness = ledger, randomness
+
+    @contextmanager
+    def release(self, planned: PlannedRelease) -> Iterator[Release]:
+        """Record ``planned``, durably, and give what lets its values out, inside the ``with`` only.
+
+        Raises: BudgetExceededError, before anything is recorded, when it would pass the target.
+        """
+        self._ledger.append(planned.event, planned.purpose)
+        release = Release(planned, self._randomness)
+        try:
+            yield release
+        finally:
+            release.close()
+
+
+class Release:
+    """The right to let out what one recorded event covers."""
+
+    def __init__(self, planned: PlannedRelease, randomness: SecretRandomness):
+        self.planned = planned
+        self._randomness: SecretRandomness | None = randomness
+        self._sum_is_out = False
+
+    @torch.no_grad()
+    def sum(self, sums: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Add noise to one sum over examples, given as named parts, in place, and return it.
+
+        Raises: LedgerError the second time: that would be another release.
+        """
+        if self._sum_is_out:
+            raise LedgerError("The sum of this release is out already. Record another release.")
+        self._sum_is_out = True
+        for total in sums.values():
+            total.add_(self._noise(total, SUM))
+        return sums
+
+    def vectors(self, vectors: Tensor) -> Tensor:
+        """Return (b, d) vectors, each of one example alone, with noise in each coordinate.
+
+        Differentiable. A step may call it for several physical batches, each example's vector once
+        for each time that the example was drawn.
+        """
+        return vectors + self._noise(vectors, VECTORS)
+
+    def labels(self, labels: Tensor) -> Tensor:
+        """Return (b,) labels after randomized response.
+
+        Raises: LedgerError when the recorded event is not one.
+        """
+        event = self.planned.event
+        if not isinstance(event, RandomizedResponse):
+            raise LedgerError(
+                f"Expected the recorded event to be RandomizedResponse, got {event!r}."
+            )
+        source = self._source().random_bytes
+        return randomized_response(labels, event.num_classes, event.keep_probability, source)
+
+    def close(self) -> None:
+        """Let nothing more out."""
+        self._randomness = None
+
+    def _noise(self, values: Tensor, part: str) -> Tensor:
+        return self._source().gaussian_like(values, self.planned.noise_std(part))
+
+    def _source(self) -> SecretRandomness:
+        if self._randomness is None:
+            raise LedgerError("This release is closed. Record another one to let more out.")
+        return self._randomness
+
+
+class NothingReleased(Release):
+    """Stands for a step that uses nothing of the private rows but what was released before."""
+
+    def __init__(self) -> None:
+        self._randomness = None

@@ -1,0 +1,220 @@
+"""The ledger of one run on disk: made durable before the release it records becomes visible to
+anyone.
+
+It cannot go back: a mark of how far it has come (:mod:`hf_dp.run.mark`) is made durable after
+each of its entries, and travels with checkpoints and weights. A ledger that lacks what a mark knows
+is refused.
+"""
+
+from __future__ import annotations
+
+import os
+import uuid
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from functools import reduce
+from pathlib import Path
+
+from filelock import FileLock
+
+from hf_dp.accounting import EARLIER, Event, Ledger, LedgerEntry
+from hf_dp.errors import LedgerError
+from hf_dp.plans.privacy import PrivacyPlan
+from hf_dp.run.budget import Budget
+from hf_dp.run.folder import refuse_foreign_ledger, refuse_leftovers
+from hf_dp.run.lock import lock_run
+from hf_dp.run.mark import COPIED_MARK, RUN_MARK, Mark, stamp, write_mark
+from hf_dp.run.marks import marks_of_run, refuse_unknown_to, refuse_without_own_mark
+from hf_dp.run.resume import other_earlier_runs, records_to_resume
+from hf_dp.run.weights_file import weights_files
+from hf_dp.statement.record import FILE_NAME, PrivacyRecord, read, to_record, write
+from hf_dp.statement.statement import PrivacyStatement
+from hf_dp.statement.weaknesses import NAMES, EarlierRun, Weaknesses
+
+
+class RunLedger:
+    """One append-only ledger per run, kept in ``output_dir``; checkpoints hold copies.
+
+    Args:
+        folder: the run's output folder.
+        plan: what the run does; a resumed run must have the same.
+        insecure_seed, released, earlier: what weakens the claim, as are the attributes
+            ``model_selection``, ``rows_are_chunks`` and ``evaluation_compared``. Once true of a
+            run, true for good (of the last: once False).
+    """
+
+    def __init__(
+        self,
+        folder: str | os.PathLike[str],
+        plan: PrivacyPlan,
+        *,
+        insecure_seed: bool = False,
+        released: Iterable[str] = (),
+        earlier: Iterable[EarlierRun] = (),
+    ):
+        self.folder, self.plan = Path(folder), plan
+        self.insecure_seed, self.released, self.earlier = (
+            insecure_seed,
+            tuple(released),
+            tuple(earlier),
+        )
+        self.model_selection = self.rows_are_chunks = False
+        self.evaluation_compared = True
+        self.ledger = Ledger()
+        self.run_id = uuid.uuid4().hex
+        self.budget = Budget(plan, self.ledger)
+        self._lock: FileLock | None = None
+
+    def start(self, planned_steps: int, planned_releases: int = 0) -> None:
+        """Begin (or go on with) ``planned_steps`` training steps, and that many releases of
+        selections between them.
+
+        Raises: as :meth:`open` and :meth:`hf_dp.run.budget.Budget.start`.
+        """
+        self.open()
+        self.budget.start(planned_steps, planned_releases)
+
+    def open(self) -> None:
+        """Take the folder for this run; until then nothing may be recorded.
+
+        Raises: LedgerError when the folder holds another run's ledger, which would be lost; when
+            another process is at work on this run; when a mark knows steps that the ledger lacks.
+        """
+        refuse_foreign_ledger(self.folder, self.run_id)
+        if not len(self.ledger):
+            refuse_leftovers(self.folder)
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self._lock = self._lock or lock_run(self.folder)
+        try:
+            record = self._refuse_stale()
+            found = marks_of_run(self.folder)
+            refuse_unknown_to(self.mark, self.folder, found)
+            refuse_without_own_mark(self.mark, self.folder, found)
+        except LedgerError:
+            self.stop()
+            raise
+        known = reduce(Weaknesses.merged, (item.mark.weaknesses for item in found), Weaknesses())
+        self._weaken(known)
+        if (
+            record is not None
+        ):  # a run of an earlier version has no mark yet; a kill may have left one a step behind
+            write_mark(
+                self.folder / RUN_MARK,
+                replace(Mark.of(record), weaknesses=record.weaknesses.merged(known)),
+            )
+
+    @property
+    def weaknesses(self) -> Weaknesses:
+        """What weakens the claim of this run, as far as it is known now."""
+        return Weaknesses(**{name: getattr(self, name) for name in NAMES})
+
+    @property
+    def mark(self) -> Mark:
+        """How far this run has come."""
+        return Mark(self.run_id, self.ledger, self.weaknesses)
+
+    def _weaken(self, known: Weaknesses) -> None:
+        for name, value in vars(self.weaknesses.merged(known)).items():
+            setattr(self, name, value)
+
+    @property
+    def exhausted(self) -> bool:
+        """Whether the next training step would pass the target."""
+        return self.budget.exhausted
+
+    def record_earlier(self, entries: Sequence[LedgerEntry]) -> None:
+        """Begin the ledger with what earlier runs released of the same rows; a ledger already begun
+        must hold just that.
+
+        Raises: LedgerError when it holds something else: other ``earlier_runs`` were named, or a
+            first attempt was killed while they were recorded; BudgetExceededError.
+        """
+        if not len(self.ledger):
+            for entry in entries:
+                self.append(entry.event, entry.purpose)
+            return
+        expected = Ledger()
+        for entry in entries:
+            expected.append(entry.event, entry.purpose)
+        if [entry for entry in self.ledger.entries if entry.purpose == EARLIER] != list(
+            expected.entries
+        ):
+            raise other_earlier_runs()
+
+    def append(self, event: Event, purpose: str) -> None:
+        """Record one release and make it durable, in the ledger and then in its mark.
+
+        Only :class:`hf_dp.run.gate.Gate` calls it from outside, and shows nothing before.
+
+        Raises: BudgetExceededError before anything is recorded when the target would be passed.
+        """
+        self.budget.check(event, purpose)
+        self.ledger.append(event, purpose)
+        self.save(self.folder)
+        self.budget.released(event, purpose)
+
+    def save(
+        self, folder: str | os.PathLike[str], statement: PrivacyStatement | None = None
+    ) -> None:
+        """Write ``privacy.json``, and then the mark, into ``folder``.
+
+        Raises: LedgerError, and leaves both as they are, where this ledger does not continue the
+            one there.
+        """
+        record = to_record(
+            self.plan,
+            self.ledger,
+            run_id=self.run_id,
+            weaknesses=self.weaknesses,
+            statement=statement,
+        )
+        write(folder, record)
+        self._write_mark(Path(folder))
+
+    def mark_weights(self, folder: str | os.PathLike[str]) -> None:
+        """Put the mark into ``folder`` and into the metadata of the weights there; tensors stay as
+        they are.
+
+        Raises: LedgerError when a file there carries the mark of another run, or knows more than
+            this ledger.
+        """
+        folder = Path(folder)
+        for path in weights_files(folder):
+            stamp(path, self.mark)
+        self._write_mark(folder)
+
+    def _write_mark(self, folder: Path) -> None:
+        own = folder.resolve() == self.folder.resolve()
+        write_mark(folder / (RUN_MARK if own else COPIED_MARK), self.mark)
+
+    def resume(self, checkpoint: str | os.PathLike[str]) -> None:
+        """Take over the *run's* ledger, so that repeated steps and branches all count.
+
+        Raises: LedgerError as :func:`hf_dp.run.resume.records_to_resume`.
+        """
+        claims = {claim.run_id for claim in self.earlier}
+        run, at_checkpoint = records_to_resume(self.folder, Path(checkpoint), self.plan, claims)
+        self.ledger, self.run_id = run.ledger, run.run_id
+        self.budget = Budget(self.plan, self.ledger)
+        self._weaken(run.weaknesses)
+        self._weaken(at_checkpoint.weaknesses)
+
+    def stop(self) -> None:
+        """Let another process go on with this run."""
+        if self._lock is not None:
+            self._lock.release()
+            self._lock = None
+
+    def _refuse_stale(self) -> PrivacyRecord | None:
+        """The file may have grown between our reading it and the lock: another process went on, and
+        died."""
+        if not Path(self.folder, FILE_NAME).exists():
+            return None
+        on_disk = read(self.folder)
+        if on_disk.ledger.to_list() != self.ledger.to_list():
+            raise LedgerError(
+                f"The run's {FILE_NAME} records {on_disk.ledger.steps()} steps, and "
+                f"{self.ledger.steps()} when it was read: another process has gone on with this "
+                "run. Resume again, so that its steps count."
+            )
+        return on_disk

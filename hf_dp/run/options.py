@@ -1,0 +1,28 @@
+"""What a private run may be told beside its plan: none of it changes what epsilon means."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from hf_dp.batches.options import BatchOptions
+
+
+@dataclass(frozen=True)
+class RunOptions:
+    """Options of a private run.
+
+    Args:
+        batches: of the physical batches and the data loader.
+        clipping_strategy: how clipped sums are computed; None: two passes for a model with gradient
+            checkpointing, else book-keeping.
+        representation_module: DP-FP's last layer, where it is not found by itself.
+        padding_values: fill values, by column, of columns that transformers does not know.
+        rows_are_chunks: whether each row is a piece of a longer text.
+    """
+
+    batches: BatchOptions = BatchOptions()
+    clipping_strategy: str | None = None
+    representation_module: str | None = None
+    padding_values: Mapping[str, float] = field(default_factory=dict)
+    rows_are_chunks: bool = False

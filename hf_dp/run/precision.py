@@ -1,0 +1,130 @@
+"""In which precision forward and backward passes run: read from what runs, never from what was
+asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from hf_dp._validate import invalid
+from hf_dp.errors import UnsupportedArgumentError
+
+_FULL = ("float32", "float64")
+
+
+@dataclass(frozen=True)
+class Precision:
+    """What the accelerator, the surrounding autocast and the parameters say.
+
+    Args: autocast: name of the type that products are computed in, or None. parameters: names of
+        all parameters' types. computed: names of the types shorter than float32 that a forward of
+        model and loss was seen to compute in.
+    """
+
+    autocast: str | None
+    parameters: tuple[str, ...]
+    computed: tuple[str, ...] = ()
+
+    @classmethod
+    def of(
+        cls,
+        model: nn.Module,
+        mixed_precision: str | None,
+        device: torch.device,
+        computed: Iterable[str] = (),
+    ) -> Precision:
+        """Return the precision that a forward of this model has now. Args: computed: what
+        :class:`Watched` saw.
+
+        Raises: UnsupportedArgumentError for float16 and 8-bit autocast, which scale losses or share
+            scales in a batch; for products of float32 numbers in a shorter type (TF32).
+        """
+        if torch.get_float32_matmul_precision() != "highest":
+            raise invalid(
+                "torch.get_float32_matmul_precision()",
+                torch.get_float32_matmul_precision(),
+                'to be "highest" in private modes',
+                "Norms are formed in float32, and the gradients that they bound would not be. Use "
+                "bf16=True for speed.",
+                UnsupportedArgumentError,
+            )
+        mixed = str(mixed_precision or "no")
+        if mixed not in ("no", "bf16"):
+            raise invalid(
+                "mixed_precision",
+                mixed,
+                'to be "no" or "bf16" in private modes',
+                "float16 scales the loss and skips steps on overflow; 8 bits share a scale in the "
+                "batch. Both depend on the data. Use bf16=True, and check "
+                "ACCELERATE_MIXED_PRECISION.",
+                UnsupportedArgumentError,
+            )
+        autocast = "bfloat16" if mixed == "bf16" else None
+        if torch.is_autocast_enabled(device.type):
+            autocast = _name(torch.get_autocast_dtype(device.type))
+            if autocast != "bfloat16":
+                raise invalid(
+                    "torch.autocast",
+                    autocast,
+                    "to be bfloat16 or off around private training",
+                    "Other types overflow or round so coarsely that no margin was measured. Use "
+                    "bf16=True.",
+                    UnsupportedArgumentError,
+                )
+        return cls(
+            autocast,
+            tuple(sorted({_name(p.dtype) for p in model.parameters()})),
+            tuple(sorted(computed)),
+        )
+
+    @property
+    def is_short(self) -> bool:
+        """Whether anything is computed in less than float32, so that rounding depends on the padded
+        length."""
+        return (
+            self.autocast is not None
+            or bool(self.computed)
+            or any(name not in _FULL for name in self.parameters)
+        )
+
+    def words(self) -> str:
+        """Return it for the card."""
+        weights = " and ".join(self.parameters)
+        forward = (
+            weights if self.autocast is None else f"{self.autocast} autocast over {weights} weights"
+        )
+        if self.autocast is None and set(self.computed) - set(self.parameters):
+            forward += f" and, within, {' and '.join(self.computed)}"
+        return f"forward and backward {forward}; norms, clipped sums and noise float32 or better"
+
+
+class Watched(TorchDispatchMode):
+    """Inside, note the types shorter than float32 that floating-point numbers are computed in,
+    whoever switched to them.
+
+    Attributes: short: their names.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.short: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        output = func(*args, **(kwargs or {}))
+        for each in output if isinstance(output, (tuple, list)) else (output,):
+            if (
+                isinstance(each, torch.Tensor)
+                and each.is_floating_point()
+                and each.dtype.itemsize < 4
+            ):
+                self.short.add(_name(each.dtype))
+        return output
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,337 @@
+"""One private run, without a Trainer: model, plan, durable ledger, secret randomness.
+
+In a loop of one's own (:class:`hf_dp.trainer.trainer.DPTrainer` runs the same lines)::
+
+    run = PrivateRun(model, plan, "outputs/run", train_dataset=rows, data_collator=collator)
+    mechanism = mechanism_for(run)
+    for batches in mechanism.logical_batches():
+        clipped = mechanism.clip(batches)
+        with run.release_step() as release:
+            mechanism.set_gradients(clipped, release)
+        optimizer.step()
+        optimizer.zero_grad()
+    run.save()
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import send_to_device
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+from transformers.utils import logging
+
+from hf_dp.accounting import Epsilon, Ledger
+from hf_dp.batches.limits import Limits
+from hf_dp.batches.padding import Padding
+from hf_dp.clipping import ClippingEngine, self_check
+from hf_dp.clipping.self_check import AUTOCAST_TOLERANCE
+from hf_dp.errors import DataError
+from hf_dp.losses import columns_read, per_example_loss
+from hf_dp.noise import SecretRandomness
+from hf_dp.overlap.compare import TrainingRows, refuse_training_rows
+from hf_dp.plans.mechanism import Sampler
+from hf_dp.plans.privacy import PrivacyPlan
+from hf_dp.plans.release import PlannedRelease
+from hf_dp.run.checks import check_collator, refuse_rows_in_collator
+from hf_dp.run.earlier import earlier_claims, earlier_entries
+from hf_dp.run.facts import run_facts
+from hf_dp.run.gate import Gate, NothingReleased, Release
+from hf_dp.run.ledger import RunLedger
+from hf_dp.run.options import RunOptions
+from hf_dp.run.precision import Precision
+from hf_dp.run.training_data import TrainingData, padded_together
+from hf_dp.statement.facts import RunFacts
+from hf_dp.statement.statement import PrivacyStatement
+from hf_dp.statement.wording import EVALUATION_ON_TRAINING_ROWS
+
+logger = logging.get_logger(__name__)
+
+PerExampleLoss = Callable[[nn.Module, Any], Tensor]
+
+
+class PrivateRun:
+    """What one private run needs, and the gate through which its values leave.
+
+    Args:
+        model: what trains. Replace :attr:`model` when it is wrapped.
+        plan: what the run does.
+        output_dir: its folder; ``privacy.json`` is kept there.
+        train_dataset: anything with ``len`` and ``[i]``. data_collator: of lists of rows.
+        processing_class: the tokenizer or processor, which says how to pad.
+        compute_per_example_loss: ``(model, batch) -> (b,)`` losses, each from its example alone;
+            None for that of the model's own task.
+        accelerator: which the model was prepared with; None for one device and full precision.
+        options: speed, memory, and what is known of the rows.
+        earlier_runs: folders of earlier private runs on the same rows.
+        released: names of un-noised quantities that the user lets out.
+        insecure_seed: for tests only; the run is then not private.
+        prepare_inputs, forward_context, synthetic_batches, training_rows: a Trainer's own ways.
+
+    Raises: LedgerError, InvalidArgumentError for ``earlier_runs`` that do not fit.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        plan: PrivacyPlan,
+        output_dir: str | os.PathLike[str],
+        *,
+        train_dataset: Any,
+        data_collator: Callable[[list[Any]], Any],
+        processing_class: Any = None,
+        compute_per_example_loss: PerExampleLoss | None = None,
+        accelerator: Accelerator | None = None,
+        options: RunOptions | None = None,
+        earlier_runs: Sequence[str] = (),
+        released: Iterable[str] = (),
+        insecure_seed: int | None = None,
+        prepare_inputs: Callable[[Any], Any] | None = None,
+        forward_context: Callable[[], AbstractContextManager[Any]] = nullcontext,
+        synthetic_batches: Callable[[], list[Any]] | None = None,
+        training_rows: TrainingRows | None = None,
+    ):
+        self.model, self.plan, self.options = model, plan, options or RunOptions()
+        self.train_dataset, self.data_collator = train_dataset, data_collator
+        self.processing_class, self.accelerator = processing_class, accelerator
+        self.randomness = SecretRandomness(insecure_seed)
+        self.has_own_loss = compute_per_example_loss is not None
+        self._loss: PerExampleLoss = compute_per_example_loss or per_example_loss
+        self._prepare = prepare_inputs or (lambda batch: send_to_device(batch, self.device))
+        self._forward_context, self._synthetic = forward_context, synthetic_batches
+        self._columns: Callable[[], tuple[Any, Any]] = lambda: (
+            self.train_dataset,
+            self.data_collator,
+        )
+        self._data: TrainingData | None = None
+        self._data_of: tuple[Any, Any] = (None, None)
+        self._training_rows = training_rows
+        self._earlier = earlier_entries(
+            earlier_runs, plan.num_examples, plan.privacy_unit, plan.neighboring_relation
+        )
+        self.book = RunLedger(
+            output_dir,
+            plan,
+            insecure_seed=insecure_seed is not None,
+            released=released,
+            earlier=earlier_claims(earlier_runs),
+        )
+        self.book.rows_are_chunks = self.options.rows_are_chunks
+        self._gate = Gate(self.book, self.randomness)
+
+    # -- what was released --
+
+    @property
+    def folder(self) -> Path:
+        """The run's output folder."""
+        return self.book.folder
+
+    @property
+    def ledger(self) -> Ledger:
+        """What ran so far on the training set, append-only."""
+        return self.book.ledger
+
+    def release(self, planned: PlannedRelease) -> AbstractContextManager[Release]:
+        """Record a release, durably, and give what lets its values out: noise of the planned
+        standard deviation is added on the way.
+
+        Raises: BudgetExceededError, before anything is recorded, when it would pass the target.
+        """
+        return self._gate.release(planned)
+
+    def release_step(self) -> AbstractContextManager[Release]:
+        """Record one training step, as :meth:`release`.
+
+        Where steps release nothing (:attr:`PrivacyPlan.releases_each_step`), nothing can leave.
+        """
+        if not self.plan.releases_each_step:
+            return nullcontext(NothingReleased())
+        return self._gate.release(self.plan.step_release())
+
+    def open(self) -> None:
+        """Take the output folder, and record what ``earlier_runs`` released of the same rows.
+
+        Raises: LedgerError, BudgetExceededError.
+        """
+        self.book.open()
+        self.book.record_earlier(self._earlier)
+
+    def stop(self) -> None:
+        """Let another process go on with this run."""
+        self.book.stop()
+
+    # -- what may be claimed --
+
+    def epsilon(self, accountant: str | None = None) -> Epsilon:
+        """Return the epsilon spent so far, at the plan's delta; None: by the plan's accountant."""
+        return self.ledger.epsilon(self.plan.delta, accountant or self.plan.accountant)
+
+    def statement(self, trained: str) -> PrivacyStatement:
+        """Return what may be said about the run so far. Args: trained: what trains, in words."""
+        return PrivacyStatement.from_ledger(self.plan, self.ledger, self.facts(trained))
+
+    def facts(self, trained: str) -> RunFacts:
+        """Return what the ledger does not know of the run."""
+        return run_facts(self.device, self.precision(), self.book.weaknesses, trained)
+
+    def check_evaluation(self, evaluation: Any) -> None:
+        """Note that rows are evaluated on, whose metrics are not noised.
+
+        Raises: UnsupportedArgumentError for a set with rows of the training set, unless their
+            metrics are released on purpose.
+        """
+        if EVALUATION_ON_TRAINING_ROWS in self.book.released or self.train_dataset is None:
+            return
+        if not refuse_training_rows(evaluation, self.training_rows()):
+            self.book.evaluation_compared = False
+
+    def training_rows(self) -> TrainingRows:
+        """Return the training set as evaluation sets are compared with it."""
+        rows = self._training_rows
+        if rows is None or rows.dataset is not self.train_dataset:
+            rows = TrainingRows(self.train_dataset, columns_read(self.model))
+        self._training_rows = rows
+        return rows
+
+    # -- rows --
+
+    def read_columns_with(self, columns: Callable[[], tuple[Any, Any]]) -> None:
+        """Take the training set and its collator from ``columns()``, which leaves out columns that
+        the model does not take."""
+        self._columns = columns
+
+    def training_data(self) -> TrainingData:
+        """Return the training set, looked over.
+
+        Raises: DataError for other data than planned, or rows that cannot be trained on.
+        """
+        if len(self.train_dataset) != self.plan.num_examples:
+            raise DataError(
+                f"The train_dataset has {len(self.train_dataset)} rows, but the privacy plan was "
+                f"made for {self.plan.num_examples}. Create a new DPTrainer (and output_dir) for "
+                "other data."
+            )
+        known, of = self._data, self._data_of
+        if known is not None and of[0] is not self.train_dataset and len(self.ledger):
+            raise DataError(
+                "The train_dataset was replaced after rows of it were used, and one statement "
+                "cannot be about both. Create a new DPTrainer (and output_dir) for other data."
+            )
+        made_of = (self.train_dataset, self.data_collator)
+        if known is None or any(one is not other for one, other in zip(of, made_of, strict=True)):
+            known = self._looked_over()
+            self._data_of = made_of
+        known.options = self.options.batches
+        self._data = known
+        return known
+
+    def _looked_over(self) -> TrainingData:
+        dataset, collator = self._columns()
+        check_collator(collator)
+        padding = self.padding()
+        limits = Limits.of(self.model, self.has_own_loss, padding.side)
+        data = TrainingData(
+            dataset, collator, padding, limits, self.randomness, self.options.batches
+        )
+        refuse_rows_in_collator(data.examples.collator.data, self.training_rows())
+        data.check(self.model, self.losses, needs_labels=not self.has_own_loss)
+        if not self.options.rows_are_chunks and limits.ignorable:
+            data.warn_of_chunks()
+        return data
+
+    def padding(self) -> Padding:
+        """Return how examples are padded together."""
+        tokenizer = self.processing_class or getattr(self.data_collator, "tokenizer", None)
+        return Padding.of(self.model, tokenizer, self.options.padding_values, self.has_own_loss)
+
+    def draws(self, sampler: Sampler) -> DataLoader:
+        """Return the sampler's draws from the training set, each a list of padded physical
+        batches."""
+        data = self.training_data()  # which also sees in what precision the loss computes
+        return data.loader(sampler, one_shape=self.precision().is_short)
+
+    # -- losses and their clipped sums --
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model is."""
+        if self.accelerator is not None:
+            return self.accelerator.device
+        return next(self.model.parameters()).device
+
+    def precision(self) -> Precision:
+        """Return in which precision forward and backward run."""
+        mixed = None if self.accelerator is None else self.accelerator.mixed_precision
+        computed = () if self._data is None else self._data.computed
+        return Precision.of(self.model, mixed, self.device, computed)
+
+    def losses(self, batch: Any) -> Tensor:
+        """Return the per-example losses, (b,), of a collated physical batch."""
+        with self._forward_context():
+            return self._loss(self.model, self._prepare(batch))
+
+    def engine(self) -> ClippingEngine:
+        """Return the engine that clips per-example gradients as the plan says."""
+        plan = self.plan
+        return ClippingEngine(self.model, plan.clipping_norm, plan.clipping, self.strategy())
+
+    def strategy(self) -> str:
+        """Return how clipped sums are computed: as asked for; else two passes for a model that
+        checkpoints, whose memory the held activations would fill again."""
+        if self.options.clipping_strategy is not None:
+            return self.options.clipping_strategy
+        checkpoints = any(getattr(m, "gradient_checkpointing", False) for m in self.model.modules())
+        return "two_pass" if checkpoints else "book_keeping"
+
+    def feed(self, engine: ClippingEngine, batches: Iterable[Any]) -> Tensor:
+        """Run a logical batch through the model into the engine, and return the sum of its losses,
+        which is not private."""
+        loss_sum = torch.zeros((), device=self.device)
+        with self.randomness.streams():
+            for batch in batches:
+                losses = self.losses(batch)
+                engine.backward(losses)
+                loss_sum += losses.detach().nan_to_num().sum()
+        return loss_sum
+
+    # -- the self-check --
+
+    def check_engine(self) -> None:
+        """Raise SelfCheckError when the engine disagrees, on synthetic examples, with one-by-one
+        gradients."""
+        with self.randomness.streams(), self._forward_context():
+            padded, alone = self.check_batches()
+            strategy = self.strategy()
+            logger.info("Clipping strategy: %s.", strategy)
+            precision = self.precision()
+            self_check(
+                self.model,
+                self._loss,
+                padded,
+                alone,
+                clipping=self.plan.clipping,
+                strategy=strategy,
+                # accelerate's autocast is inside the model's forward, where self_check does not
+                # see it
+                rtol=AUTOCAST_TOLERANCE if precision.autocast or precision.computed else None,
+            )
+
+    def check_batches(self) -> tuple[Any, list[Any]]:
+        """Return the synthetic examples as one padded batch and one by one, on the model's
+        device."""
+        layout = self.training_data().looked_over.layout if self._synthetic else None
+        examples = self._synthetic() if self._synthetic else self.synthetic_batches()
+        padded, alone = padded_together(examples, self.padding(), layout)
+        return self._prepare(padded), [self._prepare(example) for example in alone]
+
+    def synthetic_batches(self) -> list[Any]:
+        """Return made-up examples in the training set's format that went through the collator, each
+        a batch of one."""
+        return self.training_data().synthetic_examples(self.model)

@@ -1,0 +1,76 @@
+"""What must agree before a run goes on: the run's ledger, the checkpoint's, the marks, the plan."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from pathlib import Path
+
+from hf_dp.errors import LedgerError
+from hf_dp.plans.privacy import PrivacyPlan
+from hf_dp.run.mark import Mark, in_words
+from hf_dp.run.marks import marks_in, marks_of_run, read_copy, rebuild_advice, refuse_unknown_to
+from hf_dp.statement.record import FILE_NAME, PrivacyRecord, read
+
+
+def records_to_resume(
+    folder: Path, checkpoint: Path, plan: PrivacyPlan, earlier_runs: Collection[str]
+) -> tuple[PrivacyRecord, PrivacyRecord]:
+    """Return (the run's record, the checkpoint's).
+
+    Args: folder: of the run. earlier_runs: ids of the earlier runs that are named now.
+
+    Raises: LedgerError when the checkpoint or the run has no ledger, when they are of different
+        runs, when the run's is shorter than the checkpoint's, or when the plan changed.
+    """
+    at_checkpoint = read_copy(checkpoint)
+    try:
+        run = read(folder)
+    except LedgerError as problem:
+        raise LedgerError(
+            f"Cannot resume: the run's own {FILE_NAME} in output_dir is missing or damaged "
+            f"({problem}). The checkpoint's copy does not know the steps made after it. Resume "
+            f"with the output_dir of the original run. If this is it: {rebuild_advice(folder)}"
+        ) from problem
+    if run.run_id != at_checkpoint.run_id:
+        raise LedgerError(
+            f"Cannot resume: the checkpoint belongs to run {at_checkpoint.run_id}, output_dir to "
+            f"run {run.run_id}. Use the output_dir that the checkpoint was written under."
+        )
+    if not run.ledger.extends(at_checkpoint.ledger):
+        raise LedgerError(
+            f"Cannot resume: the run's ledger ({in_words(run.ledger)}) does not contain the "
+            f"checkpoint's ({in_words(at_checkpoint.ledger)}). One of the two {FILE_NAME} files "
+            f"was replaced. {rebuild_advice(folder)}"
+        )
+    refuse_unknown_to(Mark.of(run), folder, [*marks_of_run(folder), *marks_in(checkpoint)])
+    _refuse_another_plan(run.plan, plan)
+    if set(earlier_runs) != {claim.run_id for claim in run.weaknesses.earlier}:
+        raise other_earlier_runs()
+    return run, at_checkpoint
+
+
+def other_earlier_runs() -> LedgerError:
+    """Return the error for other earlier runs than the ledger began with; the caller raises it."""
+    return LedgerError(
+        "Expected `earlier_runs` to name what the ledger of this run began with, got others: its "
+        "statement would not cover what is named. Name the same runs as at the start, or start "
+        "anew in another output_dir."
+    )
+
+
+def _refuse_another_plan(then: PrivacyPlan, now: PrivacyPlan) -> None:
+    before, after = _flat(then), _flat(now)
+    for name in sorted(before | after):
+        if name != "steps" and before.get(name) != after.get(name):
+            raise LedgerError(
+                f"Cannot resume: `{name}` is {after.get(name)!r} but the run was started with "
+                f"{before.get(name)!r}. Resume with the same arguments and data, or start a new "
+                "run in a new output_dir."
+            )
+
+
+def _flat(plan: PrivacyPlan) -> dict[str, object]:
+    """Return the plan's values by name, those of its mechanism among them."""
+    values = plan.to_dict()
+    mechanism = values.pop("mechanism")
+    return {**values, "mechanism": mechanism.pop("name"), **mechanism}

@@ -1,0 +1,246 @@
+"""The training set of a private run: looked over once, each row collated alone, padded with
+others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+from transformers.utils import logging
+
+from hf_dp.batches.examples import Examples
+from hf_dp.batches.layout import Layout
+from hf_dp.batches.limits import Limits
+from hf_dp.batches.loader import PhysicalBatches, private_dataloader
+from hf_dp.batches.look_over import LookedOver, look_over
+from hf_dp.batches.made_up import made_up_rows
+from hf_dp.batches.options import BatchOptions
+from hf_dp.batches.padding import LABELS, Padding
+from hf_dp.batches.structure import Example, column, combined, leaves, own
+from hf_dp.errors import DataError, HfDpError, UnsupportedLossError
+from hf_dp.losses import IGNORED_LABEL
+from hf_dp.noise import SecretRandomness
+from hf_dp.plans.sampling import MicroBatchSampler, PoissonSampler
+from hf_dp.run.precision import Watched
+from hf_dp.run.synthetic import made_up_tokens, synthetic_examples
+
+logger = logging.get_logger(__name__)
+
+_TRIES = 20  # collations of a made-up row until a masking collator leaves it something to predict
+
+
+class TrainingData:
+    """What a private run knows of its rows.
+
+    Args:
+        dataset: without the columns that the model does not take. collator: the user's.
+        padding, limits: of the model. randomness: of the run. options: of batches and loader.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        collator: Callable[..., Any],
+        padding: Padding,
+        limits: Limits,
+        randomness: SecretRandomness,
+        options: BatchOptions,
+    ):
+        self.examples = Examples(dataset, collator, randomness)
+        self.padding, self.limits, self.options = padding, limits, options
+        self.computed: frozenset[str] = (
+            frozenset()
+        )  # types shorter than float32 that a forward was seen to compute in
+
+    @cached_property
+    def looked_over(self) -> LookedOver:
+        """The layout of all examples. Raises: DataError as :func:`look_over`."""
+        return look_over(
+            self.examples,
+            self.padding,
+            self.limits,
+            workers=self.options.num_workers,
+            quiet=self.options.quiet,
+        )
+
+    def check(
+        self, model: nn.Module, losses: Callable[[Any], Tensor], *, needs_labels: bool
+    ) -> None:
+        """Look over the rows, and see that the model takes one as long as the longest of them.
+
+        Args: losses: of a batch. needs_labels: False where the loss is the user's own.
+
+        Raises: DataError as :func:`look_over`; without labels; for rows that are too long.
+        """
+        layout = self.looked_over.layout
+        if needs_labels and "labels" not in layout.leaves:
+            raise DataError(
+                f"The training batches have no `labels` (they have {sorted(layout.leaves)}). Name "
+                "the label column `label` or `labels` (dataset.rename_column), or use a collator "
+                "that makes labels."
+            )
+        training = model.training
+        longest = as_long_as_the_longest(self.examples[self.looked_over.longest], layout, model)
+        try:
+            model.eval()
+            with torch.no_grad(), self.examples.randomness.streams(), Watched() as watched:
+                found = losses(longest)
+            if not isinstance(found, Tensor) or found.shape != (1,):
+                shape = tuple(found.shape) if isinstance(found, Tensor) else type(found).__name__
+                raise UnsupportedLossError(
+                    "Expected compute_per_example_loss to return one loss for each example, shape "
+                    f"(1,) for a batch of one, got {shape}. Use reduction='none', and average over "
+                    "what belongs to an example."
+                )
+            self.computed = frozenset(watched.short)
+        except HfDpError:
+            raise
+        except Exception as problem:
+            lengths = {name: leaf.most[-1] for name, leaf in layout.leaves.items() if leaf.varying}
+            raise DataError(
+                "Model and loss fail on a made-up row as long as the longest "
+                f"({type(problem).__name__}: {problem}). It has the columns "
+                f"{sorted(layout.leaves)}{f', of lengths up to {lengths}' if lengths else ''}. If "
+                "a column is missing, set remove_unused_columns=False. If rows are too long, "
+                f"truncate them; row {self.looked_over.longest} has most tokens."
+            ) from problem
+        finally:
+            model.train(training)
+
+    def warn_of_chunks(self) -> None:
+        """Say on the local console where the rows look like pieces of longer documents."""
+        if self.looked_over.look_like_chunks(len(self.examples)):
+            logger.warning(
+                "Nearly all rows have the same number of tokens, as pieces of longer documents do. "
+                "Then a piece is protected, and a document of k pieces k-fold weaker. If it is so, "
+                "set rows_are_chunks=True, and the card says it. Otherwise let each row be a whole "
+                "document."
+            )
+
+    def batches(self, one_shape: bool = False) -> PhysicalBatches:
+        """Return what cuts and pads drawn examples; see :class:`PhysicalBatches`."""
+        return PhysicalBatches(
+            self.padding,
+            self.looked_over.layout,
+            self.options.physical_batch_size,
+            self.options.max_tokens,
+            one_shape,
+        )
+
+    def loader(self, sampler: PoissonSampler | MicroBatchSampler, one_shape: bool) -> DataLoader:
+        """Return a loader over the sampler's draws, each a list of padded physical batches."""
+        return private_dataloader(self.examples, sampler, self.batches(one_shape), self.options)
+
+    def synthetic_examples(self, model: nn.Module) -> list[Example]:
+        """Return made-up examples that went through the collator as rows do, each a batch of one.
+
+        Where rows cannot be made up in the data set's format, they are the model's inputs as they
+        are, and a warning says so. Raises: UnsupportedModelError for a model whose inputs are not
+        known.
+        """
+        made = synthetic_examples(model)
+        try:
+            with self.examples.randomness.streams():
+                templates = [
+                    self.examples.dataset[index] for index in (0, self.looked_over.longest)
+                ]
+                rows = made_up_rows(templates, made)
+            return [self._collated(row) for row in rows]
+        except DataError as problem:
+            logger.warning(
+                "The self-check goes past the data collator, to which no made-up rows could be "
+                "given: %s. Override DPTrainer.synthetic_batches(self) to return what it would "
+                "make of some.",
+                str(problem).rstrip("."),
+            )
+            return list(made)
+
+    def _collated(self, row: Any) -> Example:
+        for _ in range(_TRIES):
+            example = self.examples.collate(row)
+            self.looked_over.layout.check(example)
+            self.limits.check(example)
+            if _has_target(example):
+                break
+        if _attends_to_nothing(example):
+            raise DataError("its attention mask is 0 everywhere")
+        return example
+
+
+def _has_target(example: Example) -> bool:
+    labels = [leaf for name, leaf in leaves(example) if name in LABELS and isinstance(leaf, Tensor)]
+    return all(bool((each != IGNORED_LABEL).any()) for each in labels)
+
+
+def _attends_to_nothing(example: Example) -> bool:
+    mask = example.get("attention_mask") if isinstance(example, dict) else None
+    return isinstance(mask, Tensor) and not bool(mask.any())
+
+
+def as_long_as_the_longest(example: Example, layout: Layout, model: nn.Module) -> Any:
+    """Return a made-up batch of one with an example's columns, each of the greatest length that it
+    has in any row."""
+
+    def made(name: str, values: list[Any]) -> Any:
+        (value,) = values
+        if not isinstance(value, Tensor):
+            return value
+        shape = layout.leaves[name].most
+        if column(name) == "position_ids":
+            return torch.arange(shape[-1]).expand(shape)
+        if column(name).endswith("input_ids"):
+            return made_up_tokens(model, shape)
+        filled = torch.ones if column(name).endswith("attention_mask") else torch.zeros
+        return filled(shape, dtype=value.dtype)
+
+    return combined([example], made)
+
+
+def padded_together(
+    examples: list[Any], padding: Padding, of_rows: Layout | None = None
+) -> tuple[Any, list[Example]]:
+    """Return (one padded batch, the examples one by one) of batches of one.
+
+    Args: of_rows: whose columns and types the examples must have; None: any.
+
+    Raises: DataError when they are not two or more batches of one example with the same columns.
+    """
+    if not isinstance(examples, list) or len(examples) < 2:
+        found = (
+            f"{len(examples)} of them"
+            if isinstance(examples, list)
+            else f"a {type(examples).__name__}"
+        )
+        raise DataError(
+            "Expected synthetic_batches() to return a list of at least two made-up examples, each "
+            f"a batch of one, got {found}. hf_dp pads them together itself."
+        )
+    alone, layout = [], Layout()
+    for place, each in enumerate(examples):
+        example = own(each)
+        sizes = {
+            name: tuple(leaf.shape) for name, leaf in leaves(example) if isinstance(leaf, Tensor)
+        }
+        wrong = {name: shape for name, shape in sizes.items() if shape[:1] != (1,)}
+        if wrong or not sizes:
+            name, shape = next(iter(wrong.items()), ("it", ()))
+            raise DataError(
+                "Expected each item of what synthetic_batches() returns to be a batch of one "
+                f"example, tensors of shape (1, ...), but `{name}` of item {place} has shape "
+                f"{shape}."
+            )
+        try:
+            layout.add(example)
+            if of_rows is not None:
+                of_rows.check(example)
+        except DataError as problem:
+            raise DataError(
+                f"Item {place} of what synthetic_batches() returns does not fit: {problem}"
+            ) from problem
+        alone.append(example)
+    padding.check(layout)
+    return padding.together(alone, layout), alone

@@ -1,0 +1,257 @@
+"""``privacy.json``: plan, ledger and statement of a run, written durably and never shortened.
+
+The file is the evidence behind an epsilon. It is rewritten before each noised gradient becomes
+visible, so a kill at any point leaves a file that counts at least all that was released.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from hf_dp._version import __version__
+from hf_dp.accounting import Ledger
+from hf_dp.errors import ConfigError, LedgerError
+from hf_dp.plans.privacy import PrivacyPlan
+from hf_dp.statement.durable import replace_file
+from hf_dp.statement.schema import SCHEMA_VERSION, upgraded
+from hf_dp.statement.statement import PrivacyStatement
+from hf_dp.statement.strict_json import loads
+from hf_dp.statement.weaknesses import (
+    NAMES,
+    EarlierRun,
+    Flags,
+    Weaknesses,
+    each_once,
+    refuse_unnamed,
+)
+
+FILE_NAME = "privacy.json"
+RUNNING = "running"
+
+_KEYS = ("schema_version", "hf_dp_version", "status", "plan", "ledger", "statement")
+_NOTHING = Weaknesses()
+RESTORE = (
+    "Run `hf-dp account rebuild OUTPUT_DIR`, or restore a backup of the whole output folder that "
+    "is not older. Without it the privacy of this run is not known."
+)
+
+
+class DamagedRecordError(LedgerError):
+    """There is no ``privacy.json``, or what is there is not what hf_dp wrote."""
+
+
+@dataclass(frozen=True)
+class PrivacyRecord:
+    """What :func:`read` found.
+
+    Attributes:
+        plan, ledger: of the run.
+        run_id: which run; a ledger continues only its own.
+        weaknesses: what weakened the claim once weakens it for good, also after a resume.
+        status: the statement's, or "running".
+        statement: as a dict (``PrivacyStatement.from_dict`` reads it), or None while the run has
+            not ended.
+        schema_version: with which the file was written.
+    """
+
+    plan: PrivacyPlan
+    ledger: Ledger
+    run_id: str
+    weaknesses: Weaknesses
+    status: str
+    statement: dict[str, Any] | None
+    schema_version: int
+
+    @property
+    def insecure_seed(self) -> bool:
+        """Whether the randomness of this run, or of one that it names as earlier, can be
+        reproduced."""
+        return any(run.insecure_seed for run in self.weaknesses.everywhere)
+
+
+def earlier_runs(record: PrivacyRecord) -> tuple[EarlierRun, ...]:
+    """List what a run names as its own earlier runs, and then the run itself."""
+    own = {item.name: getattr(record.weaknesses, item.name) for item in fields(Flags)}
+    mechanism = record.plan.mechanism
+    this = EarlierRun(record.run_id, mechanism.unit, mechanism.relation, **own)
+    return each_once((*record.weaknesses.earlier, this))
+
+
+def to_record(
+    plan: PrivacyPlan,
+    ledger: Ledger,
+    *,
+    run_id: str,
+    weaknesses: Weaknesses = _NOTHING,
+    statement: PrivacyStatement | None = None,
+) -> dict[str, Any]:
+    """Return the content of ``privacy.json``: JSON-ready, no realized batch sizes, no seeds, no
+    paths."""
+    return {
+        "schema_version": SCHEMA_VERSION,
+        "hf_dp_version": __version__,
+        "status": RUNNING if statement is None else statement.status,
+        "plan": {**plan.to_dict(), "run_id": run_id, **weaknesses.to_dict()},
+        "ledger": ledger.to_list(),
+        "statement": None if statement is None else statement.to_dict(),
+    }
+
+
+def write(path_or_dir: str | os.PathLike[str], record: Mapping[str, Any]) -> Path:
+    """Replace the file in one step, durably: after return, or a kill, it is the old one or the new
+    one, whole.
+
+    Args:
+        path_or_dir: a folder (made if absent) or a path that ends in ".json".
+        record: of :func:`to_record`.
+
+    Raises:
+        LedgerError: the file there is of another run, holds steps that ``record`` lacks, or
+            cannot be read; it is left as it is. Or ``record`` itself is not well formed.
+        OSError: the disk refused; the old file is intact.
+    """
+    path = file_of(path_or_dir)
+    new = _record(record, path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if os.path.lexists(path):
+        _refuse_to_lose(read(path), new, path)
+    text = json.dumps(dict(record), indent=2, allow_nan=False) + "\n"
+    replace_file(path, [text.encode()])
+    return path
+
+
+def read(path_or_dir: str | os.PathLike[str]) -> PrivacyRecord:
+    """What a folder's ``privacy.json`` (or the ".json" file named) says; nothing is guessed.
+
+    Raises: LedgerError for a missing, damaged, edited or newer file; the message names it and the
+        next move.
+    """
+    path = file_of(path_or_dir)
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError as error:
+        raise DamagedRecordError(
+            f"{path.name} is missing from {path.parent}. Name the folder of a run. If this is it: "
+            f"{RESTORE}"
+        ) from error
+    except UnicodeDecodeError as error:
+        raise DamagedRecordError(f"{path} cannot be read ({error}). {RESTORE}") from error
+    except OSError as error:
+        raise LedgerError(
+            f"{path} cannot be read ({error}). Make it readable and try again."
+        ) from error
+    try:
+        data = loads(text)
+    except (ValueError, RecursionError) as error:
+        raise DamagedRecordError(f"{path} is not complete JSON ({error}). {RESTORE}") from error
+    return _record(data, path)
+
+
+def file_of(path_or_dir: str | os.PathLike[str]) -> Path:
+    """Return the path of ``privacy.json`` in a folder, or of the ".json" file named."""
+    path = Path(path_or_dir)
+    return path if path.suffix == ".json" and not path.is_dir() else path / FILE_NAME
+
+
+def _record(data: Any, path: Path) -> PrivacyRecord:
+    """Checks a document from top to bottom."""
+    if not isinstance(data, Mapping) or "schema_version" not in data:
+        raise DamagedRecordError(f"{path} is not a privacy record of hf_dp. {RESTORE}")
+    version = data["schema_version"]
+    if isinstance(version, int) and version > SCHEMA_VERSION:
+        raise LedgerError(
+            f"{path} has schema version {version}; hf_dp {__version__} knows up to "
+            f"{SCHEMA_VERSION}. Upgrade hf_dp and try again."
+        )
+    known = isinstance(version, int) and not isinstance(version, bool) and version >= 1
+    if not known or set(data) != set(_KEYS):
+        raise DamagedRecordError(
+            f"{path} was edited: expected the keys {list(_KEYS)}, got {list(data)}. {RESTORE}"
+        )
+    try:
+        data = upgraded(data, path)
+    except LedgerError:
+        raise
+    except (ConfigError, TypeError, ValueError, ArithmeticError, KeyError) as error:
+        raise DamagedRecordError(
+            f"{path} was edited: its plan cannot be read ({error}). {RESTORE}"
+        ) from error
+    plan, run_id, weaknesses = _plan(data["plan"], path)
+    try:
+        ledger = Ledger.from_list(data["ledger"])
+        refuse_unnamed(ledger, weaknesses.earlier)
+    except LedgerError as error:
+        raise DamagedRecordError(f"{path} was edited or damaged: {error} {RESTORE}") from error
+    status, statement = data["status"], data["statement"]
+    _check_statement(status, statement, plan, ledger, path)
+    return PrivacyRecord(plan, ledger, run_id, weaknesses, status, statement, version)
+
+
+def _plan(values: Any, path: Path) -> tuple[PrivacyPlan, str, Weaknesses]:
+    values = dict(values) if isinstance(values, Mapping) else {}
+    run_id = values.pop("run_id", None)
+    of_run = {name: values.pop(name) for name in NAMES if name in values}
+    try:
+        plan = PrivacyPlan.from_dict(values)
+        intact = plan.to_dict() == values
+    except (ConfigError, TypeError, ValueError, ArithmeticError) as error:
+        raise DamagedRecordError(
+            f"{path} was edited: its plan cannot be read ({error}). {RESTORE}"
+        ) from error
+    if not intact or not isinstance(run_id, str) or not run_id:
+        raise DamagedRecordError(
+            f"{path} was edited: its plan contradicts itself or has no run_id. {RESTORE}"
+        )
+    try:
+        return plan, run_id, Weaknesses.from_dict(of_run)
+    except LedgerError as error:
+        raise DamagedRecordError(f"{path} was edited: {error} {RESTORE}") from error
+
+
+def _check_statement(
+    status: Any, statement: Any, plan: PrivacyPlan, ledger: Ledger, path: Path
+) -> None:
+    """Status, statement and ledger must tell the same story."""
+    if statement is None:
+        agrees = status == RUNNING
+    else:
+        try:
+            said = PrivacyStatement.from_dict(statement)
+        except (LedgerError, AttributeError, KeyError) as error:
+            raise DamagedRecordError(
+                f"{path}: its statement cannot be read ({error}). {RESTORE}"
+            ) from error
+        agrees = (
+            status == said.status
+            and list(said.mechanisms) == ledger.to_list()
+            and said.delta == plan.delta
+        )
+    if not agrees:
+        raise DamagedRecordError(
+            f"{path} was edited: its status or statement does not belong to its ledger. {RESTORE}"
+        )
+
+
+def _refuse_to_lose(old: PrivacyRecord, new: PrivacyRecord, path: Path) -> None:
+    if new.run_id != old.run_id:
+        raise LedgerError(
+            f"{path} belongs to run {old.run_id}, not to {new.run_id}, and is the evidence of its "
+            "privacy. Use another output folder, or resume that run."
+        )
+    if not new.ledger.extends(old.ledger):
+        raise LedgerError(
+            f"{path} records {old.ledger.steps()} steps that the new ledger ({new.ledger.steps()} "
+            "steps) does not continue; overwriting it would under-report. Resume from the ledger "
+            f"in {path.name}."
+        )
+    if not new.weaknesses.includes(old.weaknesses):
+        raise LedgerError(
+            f"{path} records {old.weaknesses} as what weakens the claim, and the new record "
+            f"{new.weaknesses}: what was true once of a run is true for good. Resume from the "
+            f"record in {path.name}."
+        )

@@ -1,0 +1,110 @@
+"""What each accountant says of a run, and how its numbers are printed."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from decimal import ROUND_CEILING, Decimal
+from typing import Any
+
+from hf_dp.accounting import BOUNDS, Ledger, round_up
+from hf_dp.accounting.comparison import compare
+from hf_dp.errors import AccountingRangeError
+from hf_dp.statement.weaknesses import checked_fields
+
+EPSILON_DIGITS = 3  # decimals of a printed epsilon
+DELTA_DIGITS = 4  # significant digits of a printed delta
+
+
+@dataclass(frozen=True)
+class AccountantResult:
+    """What one accountant says about the run.
+
+    Args:
+        accountant: "pld", "rdp", "prv" or "gdp_clt".
+        epsilon: rounded up to three decimals, or None if there is none to give; ``note`` then says
+            why.
+        kind: "bound" or "estimate" (may be below the true epsilon); None without an epsilon.
+        estimate: point estimate beside the bound (prv), rounded up to three decimals, otherwise
+            None.
+        note: why there is no epsilon, else empty.
+    """
+
+    accountant: str
+    epsilon: float | None
+    kind: str | None
+    estimate: float | None = None
+    note: str = ""
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> AccountantResult:
+        """Read back what a statement's ``to_dict`` wrote. Raises: LedgerError for unknown or
+        missing fields."""
+        return cls(**checked_fields(cls, values))
+
+
+def epsilon_text(epsilon: float | None) -> str:
+    """Return an epsilon that is already rounded up as it is printed; "none" for none."""
+    if epsilon is None:
+        return "none"
+    return "0" if epsilon == 0 else f"{epsilon:.{EPSILON_DIGITS}f}"
+
+
+def delta_text(delta: float) -> str:
+    """Return delta rounded up to four significant digits, so that "(epsilon, delta)-private" stays
+    true."""
+    exact = Decimal(repr(float(delta)))
+    if exact == 0:
+        return "0"
+    last_digit = Decimal(1).scaleb(exact.adjusted() - DELTA_DIGITS + 1)
+    return f"{float(exact.quantize(last_digit, ROUND_CEILING)):g}"
+
+
+def result_of(ledger: Ledger, delta: float, accountant: str) -> AccountantResult:
+    """Return what an accountant says of a ledger, or why it says nothing."""
+    (answer,) = compare(ledger.events, delta, (accountant,))
+    value = answer.epsilon
+    if (
+        value is None
+    ):  # DP-FP's figure, too, stands in the note: no number here can be taken for an epsilon
+        return AccountantResult(accountant, None, None, note=answer.note)
+    if not math.isfinite(value.value):
+        return AccountantResult(accountant, None, None, note="no finite epsilon")
+    point = None if value.estimate is None else round_up(value.estimate, EPSILON_DIGITS)
+    return AccountantResult(accountant, value.rounded_up(EPSILON_DIGITS), value.kind, point)
+
+
+def headline(rows: tuple[AccountantResult, ...], wanted: str) -> tuple[AccountantResult, str]:
+    """Return the result that the claim is made with, and why if it is not the one asked for.
+
+    Raises: AccountingRangeError when no accountant gives an upper bound.
+    """
+    bounds = {
+        row.accountant: row for row in rows if row.epsilon is not None and row.accountant in BOUNDS
+    }
+    if wanted in bounds:
+        return bounds[wanted], ""
+    if not bounds:
+        notes = " ".join(f"{row.accountant}: {row.note}" for row in rows if row.note)
+        raise AccountingRangeError(
+            f"No accountant gives an upper bound for this run, so nothing is claimed. {notes}"
+        )
+    best = min(bounds.values(), key=lambda row: row.epsilon or 0.0)
+    why = next(
+        (row.note for row in rows if row.accountant == wanted and row.note),
+        "it is an estimate, not a bound.",
+    )
+    return (
+        best,
+        f"The headline is {best.accountant}'s bound, not that of {wanted}, the accountant asked "
+        f"for: {why}",
+    )
+
+
+def line(row: AccountantResult) -> str:
+    """Return a result as one line of a terminal."""
+    if row.epsilon is None:
+        return f"{row.accountant:<8} -        {row.note}"
+    point = "" if row.estimate is None else f" (point estimate {epsilon_text(row.estimate)})"
+    return f"{row.accountant:<8} {epsilon_text(row.epsilon):<8} {row.kind}{point}"

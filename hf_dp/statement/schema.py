@@ -1,0 +1,129 @@
+"""Versions of ``privacy.json``: what older ones did not say, and when they can be read
+nevertheless.
+
+- 1: up to hf_dp 0.1.0. The plan is flat, and of earlier runs it holds the releases only, not what
+  weakened them.
+- 2: the plan has a ``mechanism`` of its own; ``earlier``, ``rows_are_chunks`` and
+  ``evaluation_compared`` of the run; what a statement means is in codes, never read from prose.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from hf_dp.accounting import EARLIER, Ledger
+from hf_dp.errors import ConfigError, LedgerError
+from hf_dp.plans import dp_fp
+from hf_dp.plans.dp_sgd import DpSgdPlan
+from hf_dp.plans.mechanism import MechanismPlan
+from hf_dp.plans.privacy import PrivacyPlan
+from hf_dp.plans.rounding import rounding_margin
+from hf_dp.plans.selection import SelectionPlan
+from hf_dp.statement.statement import NOT_ESTABLISHED, what_ran
+
+SCHEMA_VERSION = 2
+
+# What a file of version 1 leaves open. Its evaluation sets were not compared with the training
+# rows.
+_SINCE_2: dict[str, Any] = {"rows_are_chunks": False, "evaluation_compared": False, "earlier": []}
+_OF_THE_RUN = ("run_id", "insecure_seed", "released", "model_selection")
+
+
+def upgraded(data: Mapping[str, Any], path: Path) -> Mapping[str, Any]:
+    """Return a document as the current version would have written it.
+
+    Raises: LedgerError for a file of version 1 with earlier runs: what weakened these is not in it.
+        ConfigError, TypeError, ValueError, KeyError for a plan that version 1 could not have
+        written.
+    """
+    if data["schema_version"] == SCHEMA_VERSION:
+        return data
+    rows = data["ledger"] if isinstance(data["ledger"], list) else []
+    if any(isinstance(row, Mapping) and row.get("purpose") == EARLIER for row in rows):
+        raise LedgerError(
+            f"{path} has schema version 1, and counts earlier runs without what weakened them: "
+            "un-noised quantities that they released, labels that they left public. Expected "
+            f"schema version {SCHEMA_VERSION}, which says it. Its claim can be read with hf_dp "
+            f"{data['hf_dp_version']}, which wrote it, and holds no further than that of each run "
+            "that it counts; this version can neither resume the run nor take it for an earlier "
+            "one."
+        )
+    if not isinstance(data["plan"], Mapping):
+        return data  # which is found out where plans are read
+    if added := sorted(set(_SINCE_2) & set(data["plan"])):
+        raise LedgerError(
+            f"{path} was edited: schema version 1 has no {added}. Restore the version that it was "
+            "written with."
+        )
+    plan = _plan(data["plan"])
+    of_run = {name: data["plan"][name] for name in _OF_THE_RUN if name in data["plan"]}
+    statement = data["statement"]
+    if isinstance(statement, Mapping) and isinstance(statement.get("facts"), Mapping):
+        statement = _statement(statement, plan, Ledger.from_list(rows))
+    return {**data, "plan": {**plan.to_dict(), **of_run, **_SINCE_2}, "statement": statement}
+
+
+def _plan(values: Mapping[str, Any]) -> PrivacyPlan:
+    """Read the flat plan of version 1."""
+    given = dict(values)
+    for name in _OF_THE_RUN:
+        given.pop(name, None)
+    sample_rate, noise_std = given.pop("sample_rate"), given.pop("noise_std")
+    flat = {name: given.pop(name) for name in ("noise_multiplier", "clipping_norm", "clipping")}
+    most = given.pop("max_batch_size")
+    mechanism = _mechanism(given.pop("forward"), flat, most)
+    if given["selection"] is not None:
+        chosen = dict(given["selection"])
+        given["selection"] = SelectionPlan.from_dict({"quantity": chosen.pop("release"), **chosen})
+    plan = PrivacyPlan(**given, mechanism=mechanism)
+    rows = plan.num_examples
+    margin = rounding_margin(plan.expected_batch_size, rows if most is None else min(most, rows))
+    std = flat["noise_multiplier"] * (flat["clipping_norm"] * (1 + margin))
+    if plan.sample_rate != sample_rate or not math.isclose(std, noise_std, rel_tol=1e-12):
+        raise ConfigError("its sample_rate or noise_std does not follow from the rest")
+    return plan
+
+
+def _mechanism(forward: Any, flat: Mapping[str, Any], most: int | None) -> MechanismPlan:
+    sigma, norm = flat["noise_multiplier"], flat["clipping_norm"]
+    if forward is None:
+        return DpSgdPlan(norm, sigma, flat["clipping"], most)
+    of_labels = {name: forward[name] for name in ("labels_in_vector", "num_classes")}
+    if forward["variant"] == dp_fp.PUBLISHED:
+        return dp_fp.PublishedPlan(norm, sigma, forward["num_micro_batches"])
+    if forward["variant"] == dp_fp.FROZEN:
+        return dp_fp.FrozenPlan(
+            norm,
+            sigma,
+            forward["num_micro_batches"],
+            forward["release"],
+            forward["label_epsilon"],
+            **of_labels,
+        )
+    if forward["variant"] != dp_fp.PRIVATE_ENCODER:
+        raise ConfigError(f"it has an unknown dp_fp_variant {forward['variant']!r}")
+    given = {
+        name: forward[name]
+        for name in ("draws", "record_clipping_norm", "record_noise_multiplier", "budget_ratio")
+    }
+    return dp_fp.PrivateEncoderPlan(norm, sigma, flat["clipping"], **given, **of_labels)
+
+
+def _statement(values: Mapping[str, Any], plan: PrivacyPlan, ledger: Ledger) -> dict[str, Any]:
+    facts = {**values["facts"], **_SINCE_2}
+    none = values["status"] == NOT_ESTABLISHED
+    return {
+        **values,
+        "facts": {name: value for name, value in facts.items() if name != "privacy_mode"},
+        "unit_code": "none" if none else plan.mechanism.unit,
+        "relation_code": "none" if none else plan.mechanism.relation,
+        "privacy_mode": plan.mechanism.privacy_mode,
+        "mechanism_name": plan.words.name,
+        "sampling_code": plan.words.sampling_code,
+        "tag": plan.words.tag,
+        "not_established": list(plan.event().reasons) if none else [],
+        "what_ran": what_ran(plan, ledger, values["status"]),
+    }

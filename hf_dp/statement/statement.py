@@ -1,0 +1,361 @@
+"""The privacy statement: what a run may claim, computed from what ran and printed everywhere the
+same.
+
+The numbers come from the ledger, never from the plan's intentions; epsilon is a bound, rounded up;
+what it does not cover is part of the statement. What must be said follows Ponomareva et al. 2023
+(arXiv 2303.00654), "How to report".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from hf_dp import _validate
+from hf_dp.accounting import (
+    ACCOUNTANTS,
+    BOUNDS,
+    EARLIER,
+    RELEASE,
+    SELECTION,
+    TRAINING,
+    BestOfRandomRuns,
+    Event,
+    Ledger,
+)
+from hf_dp.accounting.composition import compose
+from hf_dp.errors import LedgerError
+from hf_dp.plans.privacy import PrivacyPlan
+from hf_dp.plans.units import (
+    EXAMPLE,
+    NEIGHBORING_RELATIONS,
+    NONE,
+    PRIVACY_UNITS,
+    weakest_relation,
+    weakest_unit,
+)
+from hf_dp.statement.facts import RunFacts
+from hf_dp.statement.results import (
+    AccountantResult,
+    delta_text,
+    epsilon_text,
+    headline,
+    line,
+    result_of,
+)
+from hf_dp.statement.weaknesses import checked_fields, plain, refuse_unnamed
+from hf_dp.statement.wording import (
+    COVERED,
+    not_covered,
+    relation_in_words,
+    released_in_words,
+    unit_in_words,
+)
+
+PROVEN = "proven"
+PROVEN_WEIGHTS_ONLY = "proven for the weights only"
+NOT_PRIVATE = "not private"
+NOT_ESTABLISHED = "as published, not established"
+
+
+@dataclass(frozen=True)
+class PrivacyStatement:
+    """What the run may claim. Made by :meth:`from_ledger`; nothing else computes these values.
+
+    Attributes:
+        status: PROVEN, PROVEN_WEIGHTS_ONLY (the user released un-noised quantities), NOT_PRIVATE or
+            NOT_ESTABLISHED (DP-FP as published: no bound is known for what ran). As weak as that of
+            the weakest run that is named as earlier.
+        status_reason: in words. not_established: each reason why no bound is known, in words.
+        epsilon: the headline, an upper bound rounded up to three decimals; None when the run is not
+            private.
+        delta: as in the plan, not rounded (:attr:`delta_text` is rounded up).
+        accountant: whose bound the headline is; ``accountant_note`` says why, if not the one asked
+            for.
+        epsilons: one result for each of :data:`hf_dp.accounting.ACCOUNTANTS`.
+        target_epsilon: what the noise was calibrated to, or None when the noise was given.
+        unit, neighboring_relation: in words; the weakest of this run's and of all earlier runs'.
+            ``unit_code``, ``relation_code``: of :mod:`hf_dp.plans.units`.
+        privacy_mode: the argument that selected the mechanism.
+        mechanism_name, mechanism, sampling: in words, from the mechanism's plan.
+        sampling_code: "poisson", or "none". tag: of the mechanism, on the Hub.
+        what_ran: in words, for :meth:`sentence`.
+        noise_multipliers, sample_rates: of the mechanisms that ran (the plan's when nothing ran),
+            in order.
+        noise standard deviations are noise_multiplier x the sensitivity (clipping_norm and its
+        rounding margin), on the sum.
+        steps: that ran, by the ledger; steps_planned: by the plan.
+        expected_batch_size: the public divisor of the noisy sum.
+        num_examples: N, stated as public.
+        mechanisms: the ledger's rows.
+        covered, not_covered: in words.
+        facts: what the trainer said about the run.
+    """
+
+    status: str
+    status_reason: str
+    not_established: tuple[str, ...]
+    epsilon: float | None
+    delta: float
+    accountant: str
+    accountant_note: str
+    epsilons: tuple[AccountantResult, ...]
+    target_epsilon: float | None
+    unit: str
+    unit_code: str
+    neighboring_relation: str
+    relation_code: str
+    privacy_mode: str
+    mechanism_name: str
+    mechanism: str
+    sampling: str
+    sampling_code: str
+    tag: str
+    what_ran: str
+    noise_multipliers: tuple[float, ...]
+    clipping_norm: float
+    clipping: str
+    sample_rates: tuple[float, ...]
+    expected_batch_size: float
+    steps: int
+    steps_planned: int
+    num_examples: int
+    mechanisms: tuple[Mapping[str, Any], ...]
+    covered: str
+    not_covered: tuple[str, ...]
+    facts: RunFacts
+
+    @classmethod
+    def from_ledger(cls, plan: PrivacyPlan, ledger: Ledger, facts: RunFacts) -> PrivacyStatement:
+        """Return the statement of a run; pure, about a second (four accountants).
+
+        An accountant outside its range is listed without epsilon. Where the plan's accountant is
+        out of range, or is no bound, the headline is the smallest bound that there is, and
+        ``accountant_note`` says so.
+
+        Raises:
+            AccountingRangeError: no accountant gives a finite bound.
+            InvalidArgumentError: a unit or relation for which no statement is known.
+            LedgerError: the ledger counts earlier runs, and ``facts`` name none.
+        """
+        _validate.one_of("privacy_unit", plan.privacy_unit, PRIVACY_UNITS)
+        _validate.one_of("neighboring_relation", plan.neighboring_relation, NEIGHBORING_RELATIONS)
+        refuse_unnamed(ledger, facts.earlier)
+        claim = _claim(plan, ledger, facts)
+        unit, relation = NONE, NONE
+        if claim.status != NOT_ESTABLISHED:
+            unit = weakest_unit((plan.mechanism.unit, *(run.unit for run in facts.earlier)))
+            relations = (plan.mechanism.relation, *(run.relation for run in facts.earlier))
+            relation = weakest_relation(relations, unit)
+        rates = [pair for event in ledger.events for pair in _rates(event)]
+        ran = rates or [(plan.noise_multiplier, plan.sample_rate)]
+        words = plan.words
+        selected = "" if plan.selection is None else f". {plan.selection.in_words()}"
+        return cls(
+            status=claim.status,
+            status_reason=claim.reason,
+            not_established=claim.not_established,
+            epsilon=claim.epsilon,
+            delta=plan.delta,
+            accountant=claim.accountant,
+            accountant_note=claim.accountant_note,
+            epsilons=claim.epsilons,
+            target_epsilon=None if claim.status == NOT_ESTABLISHED else plan.target_epsilon,
+            unit=unit_in_words(unit, facts),
+            unit_code=unit,
+            neighboring_relation=relation_in_words(relation),
+            relation_code=relation,
+            privacy_mode=plan.mechanism.privacy_mode,
+            mechanism_name=words.name,
+            mechanism=f"{words.mechanism}{selected}",
+            sampling=words.sampling,
+            sampling_code=words.sampling_code,
+            tag=words.tag,
+            what_ran=what_ran(plan, ledger, claim.status),
+            noise_multipliers=tuple(dict.fromkeys(sigma for sigma, _ in ran)),
+            clipping_norm=plan.clipping_norm,
+            clipping=plan.clipping,
+            sample_rates=tuple(dict.fromkeys(rate for _, rate in ran)),
+            expected_batch_size=plan.expected_batch_size,
+            steps=ledger.steps(TRAINING),
+            steps_planned=plan.steps,
+            num_examples=plan.num_examples,
+            mechanisms=tuple(ledger.to_list()),
+            covered=COVERED,
+            not_covered=not_covered(facts, plan),
+            facts=facts,
+        )
+
+    @property
+    def proven(self) -> bool:
+        """The headline holds: for all that left the run, or (un-noised releases) for the
+        weights."""
+        return self.status in (PROVEN, PROVEN_WEIGHTS_ONLY)
+
+    @property
+    def epsilon_text(self) -> str:
+        """The headline as it is printed, or "none"."""
+        return epsilon_text(self.epsilon)
+
+    @property
+    def delta_text(self) -> str:
+        """Delta with four significant digits, rounded up."""
+        return delta_text(self.delta)
+
+    def sentence(self) -> str:
+        """Return the claim in one sentence; when there is none to make, that."""
+        if self.status == NOT_ESTABLISHED:
+            return (
+                "NO differential privacy guarantee is established for this run: "
+                f"{self.what_ran}. No epsilon is claimed."
+            )
+        if not self.proven:
+            return f"This run is NOT private: {self.status_reason}. No epsilon is claimed."
+        what, end = "The released weights", ""
+        if self.status == PROVEN_WEIGHTS_ONLY:
+            what = "The released weights alone"
+            end = (
+                f"; this does not cover {', '.join(released_in_words(self.facts))}, released "
+                "without noise"
+            )
+        row = "one row (a chunk of a longer text)" if self.rows_are_chunks else "one row"
+        unit = row if self.unit_code == EXAMPLE else f"the text of {row}, labels being public,"
+        return (
+            f"{what} are ({self.epsilon_text}, {self.delta_text})-differentially private with "
+            f"respect to zero-out of {unit} of the training set of {self.num_examples:,} rows "
+            f"({self.accountant} upper bound, {self.what_ran}){end}."
+        )
+
+    @property
+    def rows_are_chunks(self) -> bool:
+        """Whether a row is a chunk of a longer text, as declared for this run or for an earlier one
+        on the same rows."""
+        return any(run.rows_are_chunks for run in self.facts.everywhere)
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-ready; :meth:`from_dict` reads it back."""
+        return plain(asdict(self))
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> PrivacyStatement:
+        """Read back what :meth:`to_dict` wrote. Raises: LedgerError for unknown, missing or bad
+        fields."""
+        given = checked_fields(cls, values)
+        try:
+            given["epsilons"] = tuple(AccountantResult.from_dict(row) for row in given["epsilons"])
+            given["facts"] = RunFacts.from_dict(given["facts"])
+            for name in (
+                "noise_multipliers",
+                "sample_rates",
+                "mechanisms",
+                "not_covered",
+                "not_established",
+            ):
+                given[name] = tuple(given[name])
+        except TypeError as error:
+            raise LedgerError(
+                f"The privacy statement cannot be read ({error}): it was edited or damaged."
+            ) from error
+        return cls(**given)
+
+    def __str__(self) -> str:
+        lines = [f"Privacy: {self.status}", f"  {self.sentence()}"]
+        if self.proven or self.status == NOT_ESTABLISHED:
+            lines += [f"  {line(row)}" for row in self.epsilons]
+        if self.accountant_note and self.proven:
+            lines.append(f"  {self.accountant_note}")
+        return "\n".join(lines)
+
+
+@dataclass(frozen=True)
+class _Claim:
+    """What may be claimed, and with which numbers."""
+
+    status: str
+    reason: str
+    epsilon: float | None
+    accountant: str
+    accountant_note: str
+    epsilons: tuple[AccountantResult, ...]
+    not_established: tuple[str, ...] = ()
+
+
+def _claim(plan: PrivacyPlan, ledger: Ledger, facts: RunFacts) -> _Claim:
+    """Return the strongest claim that what ran allows."""
+    if reason := _why_not_private(ledger, facts):
+        note = "not computed: the run is not private"
+        epsilons = tuple(AccountantResult(name, None, None, note=note) for name in ACCOUNTANTS)
+        return _Claim(NOT_PRIVATE, reason, None, plan.accountant, note, epsilons)
+    if unestablished := _not_established(plan, ledger):
+        note = "no bound is known for what ran"
+        epsilons = tuple(
+            AccountantResult(name, None, None, note=note)
+            if name in BOUNDS
+            else result_of(ledger, plan.delta, name)
+            for name in ACCOUNTANTS
+        )
+        reasons = unestablished[0].reasons
+        reason = f"{'; '.join(reasons)} (Du and Mi 2021 claim otherwise)"
+        return _Claim(NOT_ESTABLISHED, reason, None, plan.accountant, note, epsilons, reasons)
+    epsilons = tuple(result_of(ledger, plan.delta, name) for name in ACCOUNTANTS)
+    chosen, note = headline(epsilons, plan.accountant)
+    status, reason = _proven(plan, facts)
+    return _Claim(status, reason, chosen.epsilon, chosen.accountant, note, epsilons)
+
+
+def _not_established(plan: PrivacyPlan, ledger: Ledger) -> list[Event]:
+    """List what is planned, or ran, of which no bound is known."""
+    planned = () if plan.mechanism.established else (plan.event(),)
+    return [event for event in (*planned, *ledger.events) if not event.established]
+
+
+def _why_not_private(ledger: Ledger, facts: RunFacts) -> str:
+    if facts.insecure_seed:
+        return (
+            "noise and sampling came from a fixed seed (insecure_seed), and whoever knows it can "
+            "subtract the noise"
+        )
+    for run in facts.earlier:
+        if run.insecure_seed:
+            return (
+                f"noise and sampling of {run.name} on the same rows came from a fixed seed "
+                "(insecure_seed), and whoever knows it can subtract that noise"
+            )
+    noiseless = sum(event.steps for event in ledger.events if compose(event).noiseless)
+    return f"{noiseless} of {ledger.steps()} steps ran without noise" if noiseless else ""
+
+
+def _proven(plan: PrivacyPlan, facts: RunFacts) -> tuple[str, str]:
+    reason = plan.words.proof
+    released = released_in_words(facts)
+    if not released:
+        return PROVEN, reason
+    return PROVEN_WEIGHTS_ONLY, (
+        f"{reason}; epsilon covers the weights only, because these were released without noise at "
+        f"the user's request: {', '.join(released)}"
+    )
+
+
+def what_ran(plan: PrivacyPlan, ledger: Ledger, status: str) -> str:
+    """Say what ran: in this run, to choose what trains, and in earlier runs on the same rows."""
+    if status == NOT_ESTABLISHED:
+        (event, *_) = _not_established(plan, ledger)
+        earlier = plan.mechanism.established
+        who = "an earlier run on the same rows, which it names," if earlier else "it"
+        return f"{who} was trained by {event.unestablished}"
+    before = [entry.event for entry in ledger.entries if entry.purpose == RELEASE]
+    ran = plan.mechanism.what_ran(plan.schedule, ledger.steps(TRAINING), before)
+    if chosen := ledger.steps(SELECTION):
+        ran = f"{chosen} noisy release{'s' * (chosen > 1)} to choose what trains, {ran}"
+    if ledger.steps(EARLIER):
+        ran = f"what earlier runs released of the same rows, {ran}"
+    return ran
+
+
+def _rates(event: Event) -> list[tuple[float, float]]:
+    """List (noise multiplier, sample rate) of what an event consists of."""
+    if isinstance(event, BestOfRandomRuns):
+        return [pair for each in event.run for pair in _rates(each)]
+    rate = getattr(event, "sample_rate", 1.0)
+    return [(sigma, rate) for sigma in event.noise_multipliers.values()]

@@ -1,0 +1,113 @@
+"""Does what a ``privacy.json`` states follow from the plan and the ledger in the same file?
+
+The file is not signed: whoever rewrites plan, ledger and statement together so that they agree is
+not found out. What is found is every statement that says more than its own evidence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from hf_dp._validate import non_negative
+from hf_dp._version import __version__
+from hf_dp.accounting import EARLIER, RELEASE, SELECTION, TRAINING, LedgerEntry
+from hf_dp.errors import InvalidArgumentError
+from hf_dp.plans.privacy import PrivacyPlan
+from hf_dp.statement.record import PrivacyRecord
+from hf_dp.statement.schema import SCHEMA_VERSION
+from hf_dp.statement.statement import PrivacyStatement, RunFacts
+from hf_dp.statement.weaknesses import NAMES
+
+# Wording, which another version of hf_dp may have changed; numbers and kinds are compared whatever
+# the version.
+_WORDING = (
+    "status_reason",
+    "accountant_note",
+    "sampling",
+    "mechanism",
+    "mechanism_name",
+    "what_ran",
+    "covered",
+    "not_covered",
+)
+_BOUNDS = ("epsilon", "epsilons", "accountant")
+
+
+def disagreements(record: PrivacyRecord) -> list[str]:
+    """What of the statement does not follow from the rest of the file, in words; empty when all of
+    it does.
+
+    An epsilon may be larger than what is computed now (another version's bound may be looser),
+    never smaller.
+
+    Raises: LedgerError when the statement cannot be read.
+    """
+    if record.statement is None:
+        return []
+    facts = RunFacts.from_dict(record.statement["facts"])
+    problems = [
+        f"{name} is {getattr(facts, name)!r} in the statement and "
+        f"{getattr(record.weaknesses, name)!r} in the plan"
+        for name in NAMES
+        if getattr(facts, name) != getattr(record.weaknesses, name)
+    ]
+    if problems:
+        return problems  # the facts cannot be used
+    problems += [
+        f"the ledger has steps of {entry.purpose} that are not the plan's: {entry.event.to_dict()}"
+        for entry in record.ledger.entries
+        if not _planned(entry, record.plan)
+    ]
+    now = PrivacyStatement.from_ledger(record.plan, record.ledger, facts).to_dict()
+    same_version = (
+        record.schema_version == SCHEMA_VERSION and facts.versions.get("hf_dp") == __version__
+    )
+    for name, value in now.items():
+        if name not in (*_BOUNDS, "facts") and (same_version or name not in _WORDING):
+            if record.statement[name] != value:
+                problems.append(
+                    f"{name} is stated as {record.statement[name]!r}, and the ledger gives "
+                    f"{value!r}"
+                )
+    return problems + _bounds(record.statement, now)
+
+
+def _planned(entry: LedgerEntry, plan: PrivacyPlan) -> bool:
+    if entry.purpose == SELECTION:
+        return plan.selection is not None and entry.event == plan.selection.event(entry.event.steps)
+    if entry.purpose == EARLIER:
+        return True  # what was named; nothing here can tell whether all was
+    if entry.purpose == RELEASE:
+        return any(entry.event == release.event for release in plan.releases_before())
+    return (
+        entry.purpose == TRAINING
+        and plan.releases_each_step
+        and entry.event == plan.event(entry.event.steps)
+    )
+
+
+def _bounds(said: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    rows = [
+        ("epsilon", said["epsilon"], now["epsilon"]),
+        ("accountant", said["accountant"], now["accountant"]),
+        ("accountants", *([row["accountant"] for row in each["epsilons"]] for each in (said, now))),
+    ]
+    for row, again in zip(said["epsilons"], now["epsilons"], strict=False):
+        name = again["accountant"]
+        rows += [
+            (f"{what} by {name}", row[what], again[what])
+            for what in ("kind", "epsilon", "estimate")
+        ]
+    return [
+        f"{name} is stated as {stated!r}, and the ledger gives {found!r}"
+        for name, stated, found in rows
+        if stated != found and not _looser(stated, found)
+    ]
+
+
+def _looser(stated: Any, found: Any) -> bool:
+    try:
+        return found is not None and non_negative("epsilon", stated) >= found
+    except InvalidArgumentError:
+        return False

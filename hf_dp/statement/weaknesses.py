@@ -1,0 +1,204 @@
+"""What weakens the claim of a run, beside its noise: once true of a run, true for good.
+
+Privacy cannot be taken back, so these only ever add up: over the resumes of one run, and, as
+:class:`EarlierRun`, over all runs on the same rows that a run names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Any, Self
+
+from hf_dp import _validate
+from hf_dp.accounting import EARLIER, Ledger
+from hf_dp.errors import InvalidArgumentError, LedgerError
+from hf_dp.plans.units import (
+    RELATIONS,
+    UNITS,
+    weakest_relation,
+    weakest_unit,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Flags:
+    """What weakens the claim of one run.
+
+    Args:
+        insecure_seed: whoever knows the seed can reproduce noise or sampling; such a run is not
+            private.
+        released: names of un-noised quantities that the user let out, for example "training_loss".
+        model_selection: a checkpoint was chosen by evaluation (load_best_model_at_end, early
+            stopping).
+        rows_are_chunks: each row is a chunk of a longer text, as the user declared.
+        evaluation_compared: every evaluation set was compared with the training rows. False: at
+            least one was not, since they have no column in common.
+
+    Raises: InvalidArgumentError for a value of another type.
+    """
+
+    insecure_seed: bool = False
+    released: tuple[str, ...] = ()
+    model_selection: bool = False
+    rows_are_chunks: bool = False
+    evaluation_compared: bool = True
+
+    def __post_init__(self) -> None:
+        for name in ("insecure_seed", "model_selection", "rows_are_chunks", "evaluation_compared"):
+            if not isinstance(getattr(self, name), bool):
+                raise _validate.invalid(name, getattr(self, name), "to be True or False")
+        names = self.released
+        if isinstance(names, str):
+            raise _validate.invalid("released", names, "to be a list of names", f"Use [{names!r}].")
+        if not _is_list_of(str, names) or not all(names):
+            raise _validate.invalid("released", names, "to be a list of names")
+        object.__setattr__(self, "released", tuple(dict.fromkeys(names)))
+
+    def merged(self, other: Flags) -> Self:
+        """Return these facts, as weak as both make them."""
+        return replace(
+            self,
+            insecure_seed=self.insecure_seed or other.insecure_seed,
+            released=(*self.released, *other.released),
+            model_selection=self.model_selection or other.model_selection,
+            rows_are_chunks=self.rows_are_chunks or other.rows_are_chunks,
+            evaluation_compared=self.evaluation_compared and other.evaluation_compared,
+        )
+
+    def includes(self, other: Flags) -> bool:
+        """Return whether ``other`` weakens nothing further."""
+        return self.merged(other) == self
+
+    def to_dict(self) -> dict[str, Any]:
+        """Give plain data, JSON-ready; :meth:`from_dict` reads it back."""
+        return plain(asdict(self))
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Self:
+        """Read back what :meth:`to_dict` wrote. Raises: LedgerError for unknown, missing or bad
+        fields."""
+        try:
+            return cls(**checked_fields(cls, values))
+        except (InvalidArgumentError, TypeError, ValueError) as error:
+            raise LedgerError(f"{cls.__name__} cannot be read: {error}") from error
+
+
+@dataclass(frozen=True)
+class EarlierRun(Flags):
+    """What an earlier private run on the same rows claims, as far as it limits what later ones may.
+
+    Args:
+        run_id: which run.
+        unit, relation: codes of :mod:`hf_dp.plans.units`.
+
+    Raises: InvalidArgumentError for an unknown code.
+    """
+
+    run_id: str
+    unit: str
+    relation: str
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not isinstance(self.run_id, str) or not self.run_id:
+            raise _validate.invalid("run_id", self.run_id, "to be a name")
+        _validate.one_of("unit", self.unit, UNITS)
+        _validate.one_of("relation", self.relation, RELATIONS)
+
+    @property
+    def name(self) -> str:
+        """How cards name the run."""
+        return f"the earlier run {self.run_id[:8]}"
+
+    def merged(self, other: Flags) -> Self:
+        """Return what two accounts of one run, taken at different times, know together."""
+        both = super().merged(other)
+        if not isinstance(other, EarlierRun):
+            return both
+        unit = weakest_unit((self.unit, other.unit))
+        relation = weakest_relation((self.relation, other.relation), unit)
+        return replace(both, unit=unit, relation=relation)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Weaknesses(Flags):
+    """What weakens the claim of a run, and of the ``earlier`` runs on the same rows, each of them
+    once."""
+
+    earlier: tuple[EarlierRun, ...] = ()
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not _is_list_of(EarlierRun, self.earlier):
+            raise _validate.invalid("earlier", self.earlier, "to be a list of EarlierRun")
+        object.__setattr__(self, "earlier", each_once(self.earlier))
+
+    def merged(self, other: Flags) -> Self:
+        """Return these facts, as weak as both make them."""
+        both = super().merged(other)
+        return replace(both, earlier=(*self.earlier, *getattr(other, "earlier", ())))
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Self:
+        """Read back what :meth:`to_dict` wrote. Raises: LedgerError for unknown, missing or bad
+        fields."""
+        given = checked_fields(cls, values)
+        if not isinstance(given["earlier"], list):
+            raise LedgerError(f"{cls.__name__} cannot be read: expected `earlier` to be a list.")
+        given["earlier"] = tuple(EarlierRun.from_dict(run) for run in given["earlier"])
+        return super().from_dict(given)
+
+    @property
+    def everywhere(self) -> tuple[Flags, ...]:
+        """The run itself and its earlier runs."""
+        return (self, *self.earlier)
+
+
+NAMES = tuple(item.name for item in fields(Weaknesses))
+
+
+def each_once(runs: Iterable[EarlierRun]) -> tuple[EarlierRun, ...]:
+    """Merge the accounts of each run, in the order in which the runs come first."""
+    found: dict[str, EarlierRun] = {}
+    for run in runs:
+        found[run.run_id] = found[run.run_id].merged(run) if run.run_id in found else run
+    return tuple(found.values())
+
+
+def refuse_unnamed(ledger: Ledger, earlier: tuple[EarlierRun, ...]) -> None:
+    """Raise LedgerError when a ledger holds what earlier runs released, and names none of these
+    runs."""
+    if ledger.steps(EARLIER) and not earlier:
+        raise LedgerError(
+            f"The ledger counts {ledger.steps(EARLIER)} releases of earlier runs; expected "
+            "`earlier` to name these runs, got none: what they left unprotected is not known. "
+            "(`hf_dp.trainer.from_arguments.earlier_claims` makes it.)"
+        )
+
+
+def plain(value: Any) -> Any:
+    """Turn tuples to lists and mappings to dicts: what JSON and YAML give back."""
+    if isinstance(value, Mapping):
+        return {str(key): plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain(item) for item in value]
+    return value
+
+
+def checked_fields(cls: type[Any], values: Any) -> dict[str, Any]:
+    """Return ``values`` as keyword arguments of a dataclass. Raises: LedgerError naming unknown and
+    missing fields."""
+    known = [item.name for item in fields(cls)]
+    given = dict(values) if isinstance(values, Mapping) else {}
+    unknown, missing = sorted(set(given) - set(known)), sorted(set(known) - set(given))
+    if unknown or missing:
+        raise LedgerError(
+            f"{cls.__name__} cannot be read: unknown fields {unknown}, missing {missing}. "
+            "It was edited, or written by another version of hf_dp."
+        )
+    return given
+
+
+def _is_list_of(kind: type[Any], values: Any) -> bool:
+    return isinstance(values, (list, tuple)) and all(isinstance(value, kind) for value in values)

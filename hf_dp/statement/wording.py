@@ -1,0 +1,151 @@
+"""What a statement says in words, whatever the mechanism: unit, relation, what is not covered."""
+
+from __future__ import annotations
+
+from hf_dp.plans.privacy import PrivacyPlan
+from hf_dp.plans.units import (
+    EXAMPLE,
+    FEATURES,
+    NONE,
+    RECORD_AND_LABEL_ZERO_OUT,
+    RECORD_ZERO_OUT,
+    ZERO_OUT,
+)
+from hf_dp.statement.facts import RunFacts
+
+_UNITS = {
+    EXAMPLE: "one row of the training set",
+    FEATURES: "the text (or image) of one row of the training set, whose label is stated as public",
+}
+_IN_ROWS = "a person or text that appears in k rows"
+_K_FOLD = "is protected k-fold weaker (k times epsilon, and delta times k exp((k - 1) epsilon))"
+_SUM_RELATION = (
+    "zero-out: the contribution of one row is replaced by nothing, while the number of rows is "
+    "public. The value of epsilon is the same as for adding or removing one row, but that relation "
+    "is not claimed, because sample rate, steps, delta and divisor are derived from the number of "
+    "rows"
+)
+_VECTOR_RELATION = (
+    "zero-out: the contribution of one row is replaced by nothing (its released vector holds noise "
+    "alone), while the number of rows is public. Adding or removing a row is not covered, because "
+    "one vector is released for each row; replacing a row by another moves its vector twice as far"
+)
+_RANDOM_LABEL = "The randomized label of a row replaced by nothing is uniform"
+_RELATIONS = {
+    ZERO_OUT: _SUM_RELATION,
+    RECORD_ZERO_OUT: _VECTOR_RELATION,
+    RECORD_AND_LABEL_ZERO_OUT: f"{_VECTOR_RELATION}. {_RANDOM_LABEL}",
+    NONE: "none: nothing is established for any relation",
+}
+COVERED = (
+    "the released weights, every checkpoint of this run, optimizer state, and whatever is computed "
+    "from them without the training set"
+)
+EVALUATION_ON_TRAINING_ROWS = "evaluation_on_training_rows"  # a name in RunFacts.released
+_DERIVED = "sample rate, steps, delta, divisor"
+
+
+def unit_in_words(unit: str, facts: RunFacts) -> str:
+    """What is protected, by its code (:mod:`hf_dp.plans.units`), and how much weaker what is more
+    than that."""
+    if unit == NONE:
+        return "none: nothing is established for any unit"
+    who = _IN_ROWS
+    if any(run.rows_are_chunks for run in facts.everywhere):
+        who = f"each row is a chunk of a longer text, so a document of k chunks, like {_IN_ROWS},"
+    return f"{_UNITS[unit]}; {who} {_K_FOLD}"
+
+
+def relation_in_words(relation: str) -> str:
+    """Against which change a row is protected, by its code."""
+    return _RELATIONS[relation]
+
+
+def released_in_words(facts: RunFacts) -> list[str]:
+    """What was released without noise, in this run and in those on the same rows that it names."""
+    names = {
+        EVALUATION_ON_TRAINING_ROWS: f"{EVALUATION_ON_TRAINING_ROWS} (metrics computed on training "
+        "rows)"
+    }
+    earlier = [
+        f"{names.get(name, name)} (by {run.name})" for run in facts.earlier for name in run.released
+    ]
+    return [*(names.get(name, name) for name in facts.released), *earlier]
+
+
+def not_covered(facts: RunFacts, plan: PrivacyPlan) -> tuple[str, ...]:
+    """What epsilon says nothing about, a line each."""
+    return (
+        _evaluation(facts),
+        "model selection on evaluation data (best checkpoint, early stopping): "
+        f"{_selected(facts)}, and not accounted for",
+        "hyperparameter tuning and other runs on the same data: each run adds its own epsilon",
+        "tokenizer, vocabulary or label set, if built from the training set",
+        "pretraining data of the base model",
+        *_public_labels(facts, plan),
+        f"the number of rows, which is stated as public (with what is derived from it: {_DERIVED})",
+        "a data set whose rows depend on other rows, or that keeps state from one reading to the "
+        "next: each row is taken to be a function of its own example alone; where one example acts "
+        "through several rows, it is protected less",
+        "a collator that keeps state where each call cannot get a fresh copy of it (files, "
+        "compiled code, packages): what it makes of a row is taken to be a function of that row "
+        "alone, too",
+        "where a run broke off, if a drawn row broke it (a transform or collator that fails at "
+        "random, a model or loss that fails on it, one long row that exhausts the memory): that it "
+        "ended there tells that the row was drawn",
+        "an output folder that was put back as a whole to an earlier state (a backup, a snapshot) "
+        "and trained on, or copied and trained on in both places: neither ledger knows the steps "
+        "of the other, so epsilon does not count them",
+        "running time and memory use",
+        "floating-point attacks on the noise: the proof assumes real-number Gaussian noise",
+        "how kernels round: that an example's gradient is rounded alike beside other examples was "
+        "measured (float32; bfloat16 on a CPU), not proved",
+        "attacks on the random generators: the proof assumes ideal randomness; noise from "
+        f"{facts.noise_generator}, sampling from {facts.sampling_generator}",
+        *(
+            f"{name}: released without noise at the user's request"
+            for name in released_in_words(facts)
+        ),
+    )
+
+
+def _evaluation(facts: RunFacts) -> str:
+    text = (
+        "evaluation data: metrics and choices made with it are not noised, and its rows are not "
+        "protected; rows of it may occur in the training data, and are not protected there either"
+    )
+    where = [
+        "this run" if run is facts else "an earlier run"
+        for run in facts.everywhere
+        if not run.evaluation_compared
+    ]
+    if not where:
+        return text
+    return (
+        f"{text}. Whether one is was not checked for every evaluation set of {where[0]}: a set "
+        "that has no column in common with the training rows, or was used before hf_dp compared "
+        "them, was not compared with them"
+    )
+
+
+def _selected(facts: RunFacts) -> str:
+    if facts.model_selection:
+        return "used in this run"
+    if any(run.model_selection for run in facts.earlier):
+        return "used in an earlier run on the same rows"
+    return "not used by this run's trainer"
+
+
+def _public_labels(facts: RunFacts, plan: PrivacyPlan) -> tuple[str, ...]:
+    if plan.mechanism.unit != EXAMPLE:
+        return (
+            "the labels of the training rows, which are stated as public: they enter the loss as "
+            "they are",
+        )
+    names = [run.name for run in facts.earlier if run.unit != EXAMPLE]
+    if not names:
+        return ()
+    return (
+        "the labels of the training rows, which are stated as public: they entered the loss of "
+        f"{', '.join(names)} as they are",
+    )

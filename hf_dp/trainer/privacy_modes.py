@@ -1,0 +1,40 @@
+"""From the ``privacy_mode`` argument to the plan of a mechanism: one row a mode."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from hf_dp.errors import ConfigError
+from hf_dp.plans.dp_fp import DP_FP
+from hf_dp.plans.dp_sgd import DpSgdPlan
+from hf_dp.plans.mechanism import MechanismPlan
+from hf_dp.trainer.forward_arguments import forward_plan
+
+DP_SGD = "dp_sgd"
+
+# (training arguments, number of the model's classes) -> plan
+PlanOfArguments = Callable[[Any, int | None], MechanismPlan]
+
+
+def dp_sgd_plan(args: Any, num_classes: int | None) -> DpSgdPlan:
+    """Return the plan of ``privacy_mode="dp_sgd"``."""
+    return DpSgdPlan(
+        args.per_example_max_grad_norm,
+        args.noise_multiplier,
+        args.clipping,
+        args.max_logical_batch_size,
+    )
+
+
+MODES: dict[str, PlanOfArguments] = {DP_SGD: dp_sgd_plan, DP_FP: forward_plan}
+
+
+def register_mode(name: str, plan: PlanOfArguments) -> None:
+    """Let ``DPTrainingArguments(privacy_mode=name)`` select a mechanism.
+
+    Raises: ConfigError for a name that is taken.
+    """
+    if MODES.get(name, plan) is not plan:
+        raise ConfigError(f"Expected a privacy_mode of its own, got {name!r}, which is taken.")
+    MODES[name] = plan

@@ -1,0 +1,54 @@
+"""Which tuner serves a configuration: for what is decided inside the run, by the private rows
+(DP-FROST, PARAM) or entry by entry (PVAL, RGP).
+
+A :class:`Tuner` is asked when the plan is made, before the first step, in each step and when
+weights are saved. What it reads of the private rows leaves through the run's gate.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+from hf_dp._validate import invalid
+from hf_dp.errors import ConfigError, UnsupportedArgumentError
+from hf_dp.tuners.base import Tuner
+from hf_dp.tuners.frost.config import FrostConfig
+from hf_dp.tuners.frost.tuner import Reselect, SelectOnce
+from hf_dp.tuners.rgp.config import RgpConfig
+from hf_dp.tuners.rgp.tuner import Rgp
+from hf_dp.tuners.single_entries.config import MaskConfig
+from hf_dp.tuners.single_entries.tuner import Masks
+
+
+def tuner_for(peft_config: Any, is_private: bool) -> Tuner | None:
+    """Return the tuner that a configuration asks for; None for one that PEFT applies as it is.
+
+    Raises: UnsupportedArgumentError in ``non_private`` mode; ConfigError for a selection that
+        another run made.
+    """
+    if not isinstance(peft_config, (FrostConfig, MaskConfig, RgpConfig)):
+        return None
+    # What is selected is written into it, and the caller's may serve another run.
+    config = copy.deepcopy(peft_config)
+    if isinstance(config, FrostConfig) and (config.parameters is not None or config.made):
+        if not is_private and config.parameters is not None:
+            return None  # an adapter like any other
+        raise ConfigError(
+            "This FrostConfig holds a selection that another run made from private rows, and this "
+            "run's ledger would not know it. Pass a new FrostConfig, or resume that run."
+        )
+    if not is_private:
+        raise invalid(
+            "peft_config",
+            type(config).__name__,
+            "to be used in private modes",
+            "Without privacy use RandomConfig, TopBlocksConfig or a selection that a private run "
+            "made.",
+            UnsupportedArgumentError,
+        )
+    if isinstance(config, MaskConfig):
+        return Masks(config)
+    if isinstance(config, RgpConfig):
+        return Rgp(config)
+    return Reselect(config) if config.num_selections > 1 else SelectOnce(config)

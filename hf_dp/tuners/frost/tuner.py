@@ -1,0 +1,185 @@
+"""DP-FROST in a run: once before training, as an adapter; or repeatedly, in place."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from torch import nn
+from transformers.utils import logging
+
+from hf_dp._validate import invalid
+from hf_dp.accounting import SUM
+from hf_dp.plans.selection import SelectionPlan
+from hf_dp.run.private_run import PrivateRun
+from hf_dp.tuners.apply import apply_peft, describe_training
+from hf_dp.tuners.base import (
+    Tuner,
+    freeze_others,
+    refuse_made_before,
+    refuse_other_options,
+)
+from hf_dp.tuners.frost.config import FrostConfig, made_from
+from hf_dp.tuners.frost.magnitude import MagnitudeEngine
+from hf_dp.tuners.frost.partition import Partition
+from hf_dp.tuners.frost.select import select
+from hf_dp.tuners.only_trains import only_trains
+from hf_dp.tuners.selection import candidates
+
+logger = logging.get_logger(__name__)
+
+
+class _Frost(Tuner):
+    decides_during_run = True
+
+    def __init__(self, config: FrostConfig):
+        self.config = config
+        self._applied = False
+
+    def plan(self, clipping_norm: float) -> SelectionPlan:
+        return self.config.selection_plan(clipping_norm)
+
+    def prepare(self, run: PrivateRun) -> None:
+        refuse_made_before(run, self.config)
+        self.config.candidate_partitions(run.model)
+        if self.config.num_selections > run.plan.steps:
+            raise invalid(
+                "num_selections",
+                self.config.num_selections,
+                f"to be at most the {run.plan.steps} steps of the run",
+                "Selections beyond them would be paid for and never made.",
+            )
+
+    def start(self, run: PrivateRun, checkpoint: str | None = None) -> None:
+        if self._applied:
+            return
+        self.prepare(run)  # again: much may have happened since, and from here it costs
+        if checkpoint is not None:
+            self._read(checkpoint)
+        elif not self.config.made:
+            self._select(run)
+        self._apply(run)
+        self._applied = True
+
+    def _select(self, run: PrivateRun) -> None:
+        made = select_partitions(run, self.config)
+        self.config.made.append(made)
+        logger.info(
+            "DP-FROST selected %d of %d partitions.", len(made["partitions"]), made["candidates"]
+        )
+
+    def _read(self, checkpoint: str) -> None:
+        """Take over what the run chose before; it never chooses the same again."""
+        earlier = FrostConfig.from_pretrained(checkpoint)
+        refuse_other_options(earlier, self.config)
+        self.config.made = earlier.made
+
+    def _apply(self, run: PrivateRun) -> None:
+        raise NotImplementedError
+
+    def describe(self, model: nn.Module) -> str:
+        if not self.config.made:
+            return describe_training(model)
+        return f"{describe_training(model)}: " + "; then ".join(
+            f"{len(made['partitions'])} of {made['candidates']} partitions, chosen privately "
+            "(DP-FROST; sensitivities "
+            f"{', '.join(f'{value:.3g}' for value in made['sensitivities'])}): "
+            f"{', '.join(made['partitions'])}"
+            for made in self.config.made
+        )
+
+
+class SelectOnce(_Frost):
+    """K = 1: the model is replaced by an adapter of the selected weights."""
+
+    def _apply(self, run: PrivateRun) -> None:
+        self.config.parameters = list(self.config.made[0]["parameters"])
+        run.model = apply_peft(run.model, self.config, run.device)
+
+
+class Reselect(_Frost):
+    """K > 1 (section 5.3): chosen again at step ``(k - 1) floor(U / K)`` of U; trains in place,
+    saves a whole checkpoint."""
+
+    _may_train: Sequence[nn.Parameter] = ()
+
+    def _apply(self, run: PrivateRun) -> None:
+        freeze_others(run.model, self.config)
+        self._may_train = [*candidates(run.model, self.config)]
+        self._switch(run.model)
+
+    def _switch(self, model: nn.Module) -> None:
+        selected = set(self.config.made[-1]["parameters"])
+        may_train = set(self._may_train)
+        for name, parameter in model.named_parameters():
+            if parameter in may_train:
+                parameter.requires_grad_(name in selected)
+
+    def before_step(self, run: PrivateRun, step: int) -> None:
+        every = max(1, run.plan.steps // self.config.num_selections)
+        made = len(self.config.made)
+        if made < self.config.num_selections and step >= made * every:
+            with self.all_that_may_train(run.model):
+                self._select(run)
+            self._switch(run.model)
+
+    def releases_to_come(self) -> int:
+        return (
+            self.config.num_selections - len(self.config.made)
+        ) * self.config.selection_iterations
+
+    @contextmanager
+    def all_that_may_train(self, model: nn.Module) -> Iterator[None]:
+        before = [(parameter, parameter.requires_grad) for parameter in self._may_train]
+        for parameter, _ in before:
+            parameter.requires_grad_(True)
+        try:
+            yield
+        finally:
+            for parameter, trained in before:
+                parameter.requires_grad_(trained)
+
+    def save(self, folder: str) -> None:
+        self.config.write_details(folder)
+
+
+def select_partitions(run: PrivateRun, config: FrostConfig) -> dict[str, Any]:
+    """Run PSEL (DP-FROST, Algorithm 4) on the run's model and private rows; see :func:`made_from`.
+
+    In each iteration the remaining partitions alone are trainable, so the gradient is clipped over
+    them alone.
+    """
+    plan = run.plan.selection
+    assert plan is not None and plan.noise_multiplier is not None
+    parts = config.candidate_partitions(run.model)
+    candidates = {name for part in parts for name in part.parameters}
+    with only_trains(run.model, candidates) as restrict:
+        run.check_engine()
+        run.model.train()  # as in the steps to come
+        sampler = plan.sampler(run.plan.num_examples, config.selection_iterations)
+        draws = iter(run.draws(sampler))
+
+        def observe(remaining: Sequence[Partition]) -> tuple[list[float], float]:
+            restrict({name for part in remaining for name in part.parameters})
+            engine = MagnitudeEngine(
+                run.model, remaining, plan.clipping_norm, plan.quantity, plan.norm_order
+            )
+            with engine:
+                run.feed(engine, next(draws))
+                magnitudes = engine.magnitudes()
+            logger.info("DP-FROST: %d partitions remain.", len(remaining))
+            with run.release(plan.release(engine.sensitivity)) as release:
+                noised = release.sum({SUM: magnitudes})[SUM]
+            return noised.tolist(), engine.sensitivity
+
+        selection = select(
+            parts,
+            observe,
+            unfreeze_ratio=config.unfreeze_ratio,
+            iterations=config.selection_iterations,
+            sample_rate=plan.sample_rate,
+            gap_coefficient=config.gap_coefficient,
+            noise_multiplier=plan.noise_multiplier,
+        )
+    return made_from(selection, plan, parts)

@@ -1,0 +1,145 @@
+"""PVAL and PARAM in a run: a mask for each weight; trains in place, saves a whole checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import safetensors.torch
+from torch import Tensor, nn
+from transformers import TrainingArguments
+
+from hf_dp._validate import invalid
+from hf_dp.clipping import ClippingEngine
+from hf_dp.clipping.masked import MaskedEngine
+from hf_dp.plans.rounding import rounding_margin
+from hf_dp.plans.selection import SelectionPlan
+from hf_dp.run.private_run import PrivateRun
+from hf_dp.tuners.apply import describe_training
+from hf_dp.tuners.base import (
+    Tuner,
+    freeze_others,
+    refuse_made_before,
+    refuse_options,
+    refuse_other_options,
+)
+from hf_dp.tuners.only_trains import only_trains
+from hf_dp.tuners.single_entries.config import (
+    MaskConfig,
+    ParamConfig,
+    PvalConfig,
+    largest,
+    packed,
+    unpacked,
+)
+
+# Optimizers that move each entry by its own gradients alone, and not at all without one.
+_ELEMENTWISE = ("adamw_torch", "adamw_torch_fused", "sgd", "adagrad", "rmsprop", "adafactor")
+_MASKS = "selection_masks.safetensors"
+
+
+class Masks(Tuner):
+    """Entries that the mask does not keep get neither gradient nor noise."""
+
+    decides_during_run = True
+    clips_in_its_own_way = True
+
+    def __init__(self, config: MaskConfig):
+        self.config = config
+        self.masks: Mapping[str, Tensor] | None = None
+
+    def plan(self, clipping_norm: float) -> SelectionPlan | None:
+        return (
+            self.config.selection_plan(clipping_norm)
+            if isinstance(self.config, ParamConfig)
+            else None
+        )
+
+    def prepare(self, run: PrivateRun) -> None:
+        refuse_made_before(run, self.config)
+        refuse_options(run, self.config)
+        if not self.config.candidate_names(run.model):
+            raise invalid(
+                "peft_config", type(self.config).__name__, "to have something to choose from"
+            )
+
+    def check_arguments(self, args: TrainingArguments) -> None:
+        if args.weight_decay:
+            raise invalid(
+                "weight_decay",
+                args.weight_decay,
+                "to be 0 with a mask of parameters",
+                "It would shrink those that are not to train.",
+            )
+        if args.optim not in _ELEMENTWISE or not args.adam_epsilon > 0:
+            raise invalid(
+                "optim",
+                getattr(args.optim, "value", args.optim),
+                f"to be one of {sorted(_ELEMENTWISE)} (with adam_epsilon above 0) with a mask of "
+                "parameters",
+                "Other optimizers may move entries that received no gradient.",
+            )
+
+    def start(self, run: PrivateRun, checkpoint: str | None = None) -> None:
+        if self.masks is not None:
+            return
+        self.prepare(run)
+        freeze_others(run.model, self.config)
+        if checkpoint is not None:
+            refuse_other_options(type(self.config).from_pretrained(checkpoint), self.config)
+            bits = safetensors.torch.load_file(Path(checkpoint, _MASKS))
+            self.masks = unpacked(bits, run.model)
+        elif isinstance(self.config, PvalConfig):
+            self.masks = self.config.masks(run.model)
+        elif isinstance(self.config, ParamConfig):
+            self.masks = select_entries(run, self.config)
+
+    def engine(self, run: PrivateRun) -> MaskedEngine:
+        plan = run.plan
+        return MaskedEngine(run.model, self.masks or {}, plan.clipping_norm, plan.clipping)
+
+    def finish(self, noised: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Remove the noise on entries that do not train."""
+        for name, mask in (self.masks or {}).items():
+            noised[name].mul_(mask)
+        return noised
+
+    def save(self, folder: str) -> None:
+        if self.masks is not None:
+            self.config.write_details(folder)
+            safetensors.torch.save_file(packed(self.masks), Path(folder, _MASKS))
+
+    def describe(self, model: nn.Module) -> str:
+        if self.masks is None:
+            return describe_training(model)
+        whole = [
+            p for name, p in model.named_parameters() if p.requires_grad and name not in self.masks
+        ]
+        kept = sum(int(mask.sum()) for mask in self.masks.values())
+        total = sum(mask.numel() for mask in self.masks.values())
+        how = (
+            "by absolute value"
+            if isinstance(self.config, PvalConfig)
+            else "privately, by noisy gradient"
+        )
+        return (
+            f"{kept:,} of {total:,} single parameters, chosen {how} "
+            f"({self.config.method.upper()}), and {sum(p.numel() for p in whole):,} of the head "
+            "and modules_to_save"
+        )
+
+
+def select_entries(run: PrivateRun, config: ParamConfig) -> dict[str, Tensor]:
+    """Return masks of the single parameters with the largest noisy gradient, from one draw."""
+    plan, rows = run.plan.selection, run.plan.num_examples
+    assert plan is not None
+    with only_trains(run.model, set(config.candidate_names(run.model))):
+        run.check_engine()
+        run.model.train()  # as in the steps to come
+        (batches,) = run.draws(plan.sampler(rows))
+        with ClippingEngine(run.model, plan.clipping_norm) as engine:
+            run.feed(engine, batches)
+            sums = engine.collect()
+    margin = rounding_margin(plan.sample_rate * rows, rows)
+    with run.release(plan.release(plan.clipping_norm * (1 + margin))) as release:
+        return largest(release.sum(sums), config.unfreeze_ratio)
