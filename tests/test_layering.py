@@ -12,13 +12,14 @@ import pytest
 PACKAGE = Path(__file__).parent.parent / "hf_dp"
 
 LAYERS = {
-    "errors": 0, "_validate": 0, "_version": 0, "_plotting": 0, "_when_imported": 0,
+    "errors": 0, "_validate": 0, "_version": 0, "_plotting": 0, "_when_imported": 0, "glossary": 0,
     "accounting": 1,
-    "sampling": 2, "selection_plan": 2, "forward_plan": 2, "plan": 2, "planning": 2,
-    "clipping": 3, "noise": 3, "losses": 3, "representation": 3,
-    "tasks": 4, "cards": 4, "tuners": 4, "batches": 4, "overlap": 4,
-    "trainer": 5,
-    "cli": 6, "audit": 6, "benchmarks": 6,
+    "plans": 2, "planning": 2,
+    "clipping": 3, "noise": 3, "losses": 3, "statement": 3,
+    "batches": 4, "overlap": 4, "run": 4, "tasks": 4,
+    "mechanisms": 5, "tuners": 5,
+    "cards": 6, "trainer": 6,
+    "cli": 7, "audit": 7, "benchmarks": 7,
 }  # fmt: skip
 
 # `__init__` lists the public names and loads each when first used, so it may name all layers;
@@ -45,7 +46,7 @@ def imported(source: str, module: str, is_package: bool) -> Iterator[str]:
             if node.level:
                 above = here[: len(here) - node.level + (1 if is_package else 0)]
                 base = ".".join([*above, *filter(None, [node.module])])
-            # `from hf_dp import plan` names a module, `from hf_dp.plans.privacy import PrivacyPlan` does not
+            # `from hf_dp import plans` names a module, `from hf_dp.plans import PrivacyPlan` does not
             names = [f"{base}.{alias.name}" for alias in node.names] if base == "hf_dp" else [base]
         else:
             continue
@@ -78,6 +79,61 @@ def violations(package: Path) -> list[str]:
     return found
 
 
+def circles(package: Path) -> list[list[str]]:
+    """Return the groups of modules that import each other, at any depth of a function and also for
+    type checking."""
+    paths = {f"hf_dp.{name}": path for name, path in modules(package) if name != FACADE}
+    graph: dict[str, set[str]] = {}
+    for name, path in paths.items():
+        targets = set()
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Import):
+                targets |= {alias.name for alias in node.names}
+            elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+                found = [f"{node.module}.{alias.name}" for alias in node.names]
+                targets |= {each if each in paths else node.module for each in found}
+        graph[name] = {target for target in targets if target in paths and target != name}
+    reached = {name: _reachable(graph, name) for name in graph}
+    together = {
+        tuple(sorted(other for other in reached[name] if name in reached[other]))
+        for name in graph
+        if name in reached[name]
+    }
+    return [list(group) for group in sorted(together)]
+
+
+def _reachable(graph: dict[str, set[str]], start: str) -> set[str]:
+    found: set[str] = set()
+    waiting = list(graph[start])
+    while waiting:
+        name = waiting.pop()
+        if name not in found:
+            found.add(name)
+            waiting += graph[name]
+    return found
+
+
+def test_no_modules_import_each_other():
+    assert circles(PACKAGE) == []
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "from hf_dp.plans import b",
+        "def f():\n    import hf_dp.plans.b",
+        "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from hf_dp.plans.b import B",
+    ],
+)
+def test_planted_circles_are_seen(source, tmp_path):
+    folder = tmp_path / "hf_dp" / "plans"
+    folder.mkdir(parents=True)
+    (folder / "__init__.py").write_text("")
+    (folder / "a.py").write_text(source)
+    (folder / "b.py").write_text("from hf_dp.plans.a import A")
+    assert circles(tmp_path / "hf_dp") == [["hf_dp.plans.a", "hf_dp.plans.b"]]
+
+
 def test_no_module_imports_a_higher_layer():
     assert violations(PACKAGE) == []
 
@@ -89,7 +145,7 @@ def test_the_checker_reads_every_module():
         "accounting",
         "accounting.pld",
         "clipping.rules.linear",
-        "plan",
+        "plans.privacy",
         FACADE,
     } <= set(names)
 
@@ -101,39 +157,39 @@ PLANTED = {
         "clipping.engine (layer 3) imports trainer",
     ),
     "plain import": (
-        "plan.py",
+        "plans/privacy.py",
         "import hf_dp.clipping.engine",
-        "plan (layer 2) imports clipping (layer 3)",
+        "plans.privacy (layer 2) imports clipping (layer 3)",
     ),
     "from the package": (
         "accounting/pld.py",
-        "from hf_dp import plan",
-        "accounting.pld (layer 1) imports plan (layer 2)",
+        "from hf_dp import plans",
+        "accounting.pld (layer 1) imports plans (layer 2)",
     ),
     "relative": (
         "accounting/pld.py",
-        "from ..plan import PrivacyPlan",
-        "accounting.pld (layer 1) imports plan (layer 2)",
+        "from ..plans import PrivacyPlan",
+        "accounting.pld (layer 1) imports plans (layer 2)",
     ),
     "relative to the package": (
         "noise.py",
         "from . import trainer",
-        "noise (layer 3) imports trainer (layer 5)",
+        "noise (layer 3) imports trainer (layer 6)",
     ),
     "inside a package's init": (
         "clipping/__init__.py",
         "from ..cards import x",
-        "clipping (layer 3) imports cards (layer 4)",
+        "clipping (layer 3) imports cards (layer 6)",
     ),
     "inside a function": (
         "errors.py",
-        "def f():\n    from hf_dp import plan",
-        "errors (layer 0) imports plan (layer 2)",
+        "def f():\n    from hf_dp import plans",
+        "errors (layer 0) imports plans (layer 2)",
     ),
     "for type checking": (
         "errors.py",
         "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import hf_dp.cli.main",
-        "errors (layer 0) imports cli (layer 6)",
+        "errors (layer 0) imports cli (layer 7)",
     ),
     "a new module": ("novelty.py", "", "novelty has no layer"),
     "a new package": ("novelty/inner.py", "", "novelty.inner has no layer"),

@@ -12,7 +12,8 @@ import pytest
 
 from hf_dp.accounting import PoissonSampledGaussian, epsilon
 from hf_dp.errors import ConfigError, InvalidArgumentError
-from hf_dp.plans.privacy import ROUNDING_MARGIN, PrivacyPlan, rounding_margin
+from hf_dp.plans import DpSgdPlan, PrivacyPlan
+from hf_dp.plans.rounding import ROUNDING_MARGIN, rounding_margin
 
 GIVEN = {
     "num_examples": 1000,
@@ -193,8 +194,10 @@ def test_the_plan_takes_the_margin_of_its_own_draws():
     plan = PrivacyPlan.create(
         num_examples=60_000, expected_batch_size=6_000, clipping_norm=0.1, noise_multiplier=1.0
     )
-    assert plan.margin == rounding_margin(6_000, 60_000) > ROUNDING_MARGIN
-    assert plan.noise_std == pytest.approx(0.1 * (1 + plan.margin), rel=1e-15)
+    assert plan.mechanism.margin(plan.schedule) == rounding_margin(6_000, 60_000) > ROUNDING_MARGIN
+    assert plan.noise_std == pytest.approx(
+        0.1 * (1 + plan.mechanism.margin(plan.schedule)), rel=1e-15
+    )
     capped = PrivacyPlan.create(
         num_examples=60_000,
         expected_batch_size=6_000,
@@ -202,4 +205,18 @@ def test_the_plan_takes_the_margin_of_its_own_draws():
         noise_multiplier=1.0,
         max_batch_size=6_000,
     )
-    assert capped.margin < plan.margin
+    assert capped.mechanism.margin(capped.schedule) < plan.mechanism.margin(plan.schedule)
+
+
+@pytest.mark.parametrize(
+    ("values", "name"),
+    [
+        ({"clipping": "other"}, "clipping"),
+        ({"clipping_norm": 0}, "per_example_max_grad_norm"),
+        ({"noise_multiplier": 0}, "noise_multiplier"),
+        ({"max_batch_size": 0}, "max_logical_batch_size"),
+    ],
+)
+def test_a_mechanism_cannot_be_planned_with_values_that_have_no_meaning(values, name):
+    with pytest.raises(InvalidArgumentError, match=name):
+        DpSgdPlan(**{"clipping_norm": 1.0, "noise_multiplier": 2.0, **values})

@@ -21,9 +21,10 @@ from hf_dp.cli.tasks.classification_data import DataArguments
 from hf_dp.cli.tasks.masked_lm import PretrainingArguments
 from hf_dp.cli.tasks.text_classification import ModelArguments
 from hf_dp.errors import ConfigError
-from hf_dp.plans.privacy import PrivacyPlan
+from hf_dp.plans.privacy import PrivacyPlan, PrivacyRequest
 from hf_dp.tasks.templates import Infilling
 from hf_dp.trainer.arguments import DPTrainingArguments
+from hf_dp.trainer.forward_arguments import forward_plan
 
 ROOT = Path(__file__).parent.parent
 RECIPES = {str(path.relative_to(ROOT)): path for path in sorted((ROOT / "recipes").rglob("*.yaml"))}
@@ -233,15 +234,14 @@ def test_a_published_dp_fp_recipe_says_that_nothing_is_established_and_has_the_p
         r"GDP-CLT (\S+) at delta (\S+) = 1/\(2 N\), N = (\d+); noise multiplier (\S+); no epsilon of what runs",
         text,
     )
-    plan = PrivacyPlan.create(
+    plan = PrivacyRequest(
         num_examples=GLUE_ROWS[task],
         expected_batch_size=args.expected_batch_size,
-        clipping_norm=args.representation_clipping_norm,
         num_train_epochs=args.num_train_epochs,
         target_epsilon=args.target_epsilon,
         accountant=args.accountant,
-        forward=args.forward_plan(None),
-    )
+        mechanism=forward_plan(args, None),
+    ).plan()
     assert (float(figure[1]), int(figure[3])) == (args.target_epsilon, plan.num_examples)
     assert float(figure[2]) == pytest.approx(plan.delta, rel=1e-5)
     assert float(figure[4]) == pytest.approx(plan.noise_multiplier, abs=1e-6)
@@ -271,14 +271,13 @@ def test_the_12_published_recipes_and_a_sound_one_are_there():
 def test_the_frozen_recipe_spends_what_its_header_says():
     name = "recipes/dp_fp/sst2/minilm_frozen.yaml"
     _, _, args = parsed(read_yaml(str(RECIPES[name])))
-    plan = PrivacyPlan.create(
+    plan = PrivacyRequest(
         num_examples=GLUE_ROWS["sst2"],
         expected_batch_size=args.expected_batch_size,
-        clipping_norm=args.representation_clipping_norm,
         num_train_epochs=args.num_train_epochs,
         target_epsilon=args.target_epsilon,
-        forward=args.forward_plan(None),
-    )
+        mechanism=forward_plan(args, None),
+    ).plan()
     header = r"# privacy: epsilon (\S+) \(pld, bound\) of each sentence at delta (\S+) ="
     stated = re.search(header, RECIPES[name].read_text())
     assert epsilon(plan.events(), plan.delta).rounded_up() == float(stated[1])

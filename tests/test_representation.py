@@ -3,6 +3,8 @@ not happen to it."""
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
+
 import architectures
 import numpy as np
 import pytest
@@ -14,30 +16,35 @@ from torch.utils.checkpoint import checkpoint
 from transformers import BertForTokenClassification
 
 from hf_dp.errors import UnsupportedModelError
-from hf_dp.noise import SecretRandomness
 from hf_dp.mechanisms.dp_fp.representation import (
     PrivateRepresentation,
     block_loss,
-    clip_rows,
+    clip_vectors,
     find_last_layer,
     into_blocks,
-    randomized_response,
 )
+from hf_dp.noise import SecretRandomness, randomized_response
 
 REJECT = 1e-6
 
 
-def private(
-    layer: nn.Module, clipping_norm: float = 0.7, noise_std: float = 1.3
-) -> PrivateRepresentation:
-    return PrivateRepresentation(layer, clipping_norm, noise_std, SecretRandomness())
+def noising(
+    layer: nn.Module,
+    clipping_norm: float = 0.7,
+    noise_std: float = 1.3,
+    insecure_seed: int | None = None,
+) -> AbstractContextManager[None]:
+    randomness = SecretRandomness(insecure_seed)
+    return PrivateRepresentation(layer, clipping_norm).noising(
+        lambda vectors: vectors + randomness.gaussian_like(vectors, noise_std)
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 def test_clipping_is_equation_8_and_never_beyond_the_norm(dtype):
     rows = (torch.randn(200, 33) * torch.logspace(-30, 18, 200)[:, None]).to(dtype)
     exact = rows.double() * (0.7 / rows.double().norm(dim=1, keepdim=True)).clamp_max(1)
-    clipped = clip_rows(rows if dtype != torch.bfloat16 else rows.float(), 0.7).double()
+    clipped = clip_vectors(rows if dtype != torch.bfloat16 else rows.float(), 0.7).double()
     assert torch.allclose(clipped, exact, rtol=1e-6, atol=0)
     assert clipped.norm(dim=1).max() <= 0.7 * (1 + 1e-6)
 
@@ -46,7 +53,7 @@ def test_a_row_that_is_not_finite_is_nothing_and_spoils_no_other():
     rows = torch.randn(4, 5, dtype=torch.float64)
     rows[1, 2], rows[2, 0] = torch.nan, torch.inf
     rows.requires_grad_()
-    clipped = clip_rows(rows, 0.5)
+    clipped = clip_vectors(rows, 0.5)
     clipped.sum().backward()
     assert (
         torch.equal(clipped[1:3], torch.zeros(2, 5, dtype=torch.float64))
@@ -61,7 +68,7 @@ def test_the_gradient_goes_through_the_clip():
     rows = (
         torch.randn(6, 4, dtype=torch.float64) * torch.tensor([0.01, 0.1, 0.4, 1, 5, 50])[:, None]
     )
-    assert torch.autograd.gradcheck(lambda x: clip_rows(x, 0.5), rows.requires_grad_())
+    assert torch.autograd.gradcheck(lambda x: clip_vectors(x, 0.5), rows.requires_grad_())
 
 
 @pytest.mark.parametrize(("factor", "accepted"), [(1.0, True), (2 / 3, False), (3 / 2, False)])
@@ -71,10 +78,10 @@ def test_the_noise_has_its_standard_deviation_and_not_another(factor, accepted):
     rows = torch.randn(400, 50)
     seen = []
     layer.register_forward_pre_hook(lambda module, inputs: seen.append(inputs[0].detach()))
-    with private(layer, noise_std=1.3 * factor).noising():
+    with noising(layer, noise_std=1.3 * factor):
         layer.register_forward_pre_hook(lambda module, inputs: seen.append(inputs[0].detach()))
         layer(rows)
-    noise = (seen[-1] - clip_rows(rows, 0.7)) / 1.3
+    noise = (seen[-1] - clip_vectors(rows, 0.7)) / 1.3
     p = stats.kstest(noise.double().flatten().numpy(), "norm").pvalue
     assert (p > REJECT) == accepted
     assert (stats.pearsonr(*noise[:, :2].T.double().numpy()).pvalue > REJECT) and not torch.equal(
@@ -89,9 +96,8 @@ def test_outside_of_a_step_nothing_is_added():
         "attention_mask": torch.ones(1, 3, dtype=torch.long),
     }
     _, layer = find_last_layer(model, batch)
-    representation = private(layer)
     before = model.eval()(**batch).logits
-    with representation.noising():
+    with noising(layer):
         noised = model(**batch).logits
     assert not torch.allclose(before, noised)
     assert torch.equal(before, model(**batch).logits) and not layer._forward_pre_hooks
@@ -186,9 +192,7 @@ def test_gradient_checkpointing_gets_the_same_noise_again(monkeypatch):
     def gradients(mode: str) -> list[torch.Tensor]:
         model = TwiceOrCheckpointed(mode)
         model.load_state_dict(weights)
-        with PrivateRepresentation(
-            model.layer, 0.5, 1.0, SecretRandomness(insecure_seed=3)
-        ).noising():
+        with noising(model.layer, 0.5, 1.0, insecure_seed=3):
             model(x).square().sum().backward()
         return [parameter.grad for parameter in model.parameters()]
 
@@ -199,8 +203,8 @@ def test_gradient_checkpointing_gets_the_same_noise_again(monkeypatch):
         for pair in zip(gradients("checkpointed"), plain, strict=True)
     )
 
-    def fresh_each_time(self, released, module, inputs):
-        return (self.release(inputs[0]),)
+    def fresh_each_time(self, noise, released, module, inputs):
+        return (noise(self.clipped(inputs[0])),)
 
     monkeypatch.setattr(PrivateRepresentation, "_enter", fresh_each_time)
     assert not torch.allclose(gradients("checkpointed")[2], plain[2], rtol=1e-2)
@@ -209,7 +213,7 @@ def test_gradient_checkpointing_gets_the_same_noise_again(monkeypatch):
 def test_two_representations_of_one_batch_are_refused():
     model = TwiceOrCheckpointed("twice")
     with (
-        private(model.layer).noising(),
+        noising(model.layer),
         pytest.raises(UnsupportedModelError, match="two different representations"),
     ):
         model(torch.randn(3, 6))
@@ -219,7 +223,7 @@ def test_two_representations_of_one_batch_are_refused():
 def test_what_is_no_vector_per_example_is_refused(shape):
     layer = nn.Linear(5, 2)
     with (
-        private(layer).noising(),
+        noising(layer),
         pytest.raises(UnsupportedModelError, match="one vector per example"),
     ):
         layer(torch.randn(shape))

@@ -16,8 +16,9 @@ import torch
 from scipy import stats
 
 from hf_dp.accounting import PoissonSampledGaussian, TruncatedPoissonSampledGaussian, epsilon
+from hf_dp.batches.physical import physical_batches
 from hf_dp.errors import InvalidArgumentError
-from hf_dp.plans.sampling import MicroBatchSampler, PoissonSampler, physical_batches
+from hf_dp.plans.sampling import MicroBatchSampler, PoissonSampler
 
 REJECT = 1e-6
 Draw = Callable[[], list[int]]

@@ -16,6 +16,7 @@ from hf_dp.errors import ConfigError
 from hf_dp.plans.mechanism import MechanismPlan
 from hf_dp.run.gate import Release
 from hf_dp.run.private_run import PrivateRun
+from hf_dp.statement.statement import PrivacyStatement
 from hf_dp.tuners.base import Tuner
 
 
@@ -77,6 +78,19 @@ class Mechanism(ABC):
         gradients = dict(self.gradients(clipped, release))
         for parameter in list(gradients):
             parameter.grad = gradients.pop(parameter).to(parameter.dtype)
+
+    # -- what may be claimed --
+
+    def statement(self) -> PrivacyStatement:
+        """Return what may be said about the run so far."""
+        return self.run.statement(self.tuner.describe(self.run.model))
+
+    def save(self) -> PrivacyStatement:
+        """Write ``privacy.json`` with the statement into the run's folder, and return the
+        statement."""
+        statement = self.statement()
+        self.run.book.save(self.run.folder, statement)
+        return statement
 
     # -- a loop of one's own --
 

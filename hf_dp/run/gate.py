@@ -103,4 +103,4 @@ class NothingReleased(Release):
     """Stands for a step that uses nothing of the private rows but what was released before."""
 
     def __init__(self) -> None:
-        self._randomness = None
+        self._randomness, self._sum_is_out = None, False

@@ -10,7 +10,7 @@ In a loop of one's own (:class:`hf_dp.trainer.trainer.DPTrainer` runs the same l
             mechanism.set_gradients(clipped, release)
         optimizer.step()
         optimizer.zero_grad()
-    run.save()
+    print(mechanism.save())
 """
 
 from __future__ import annotations
@@ -106,6 +106,7 @@ class PrivateRun:
         self._loss: PerExampleLoss = compute_per_example_loss or per_example_loss
         self._prepare = prepare_inputs or (lambda batch: send_to_device(batch, self.device))
         self._forward_context, self._synthetic = forward_context, synthetic_batches
+        self.has_own_examples = synthetic_batches is not None
         self._columns: Callable[[], tuple[Any, Any]] = lambda: (
             self.train_dataset,
             self.data_collator,
@@ -326,7 +327,7 @@ class PrivateRun:
     def check_batches(self) -> tuple[Any, list[Any]]:
         """Return the synthetic examples as one padded batch and one by one, on the model's
         device."""
-        layout = self.training_data().looked_over.layout if self._synthetic else None
+        layout = self.training_data().looked_over.layout if self.has_own_examples else None
         examples = self._synthetic() if self._synthetic else self.synthetic_batches()
         padded, alone = padded_together(examples, self.padding(), layout)
         return self._prepare(padded), [self._prepare(example) for example in alone]

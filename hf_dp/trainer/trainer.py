@@ -177,11 +177,12 @@ class DPTrainer(Trainer):
             insecure_seed=args.insecure_seed,
             prepare_inputs=lambda inputs: self._prepare_inputs(inputs),
             forward_context=lambda: self.compute_loss_context_manager(),
-            synthetic_batches=self._synthetic_batches_of_a_subclass(),
+            synthetic_batches=lambda: self.synthetic_batches(),
             training_rows=rows,
         )
         run = self.run
         run.has_own_loss = self._has_own_loss()
+        run.has_own_examples = type(self).synthetic_batches is not DPTrainer.synthetic_batches
         run.read_columns_with(self.columns_for_training)
         run.book.evaluation_compared, run.book.rows_are_chunks = compared, args.rows_are_chunks
         self.mechanism = mechanism_for(run, self.tuner)
@@ -295,10 +296,6 @@ class DPTrainer(Trainer):
     def _has_own_loss(self) -> bool:
         return type(self).compute_per_example_loss is not DPTrainer.compute_per_example_loss
 
-    def _synthetic_batches_of_a_subclass(self) -> Callable[[], list[Any]] | None:
-        own = type(self).synthetic_batches is not DPTrainer.synthetic_batches
-        return self.synthetic_batches if own else None
-
     def train(
         self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any
     ) -> TrainOutput:
@@ -336,6 +333,7 @@ class DPTrainer(Trainer):
             )
         try:
             run.open()
+            self._refuse_optimizers()
             self.tuner.start(run, checkpoint)
             self._train_model(run.model)
             self.mechanism.start(checkpoint)
@@ -533,7 +531,7 @@ class DPTrainer(Trainer):
 
     def _refuse_optimizers(self) -> None:
         given = self.optimizer is not None or self.lr_scheduler is not None
-        if self.tuner.decides_during_run and given:
+        if self.tuner.undecided and given:
             raise invalid(
                 "optimizers",
                 type(self.optimizer).__name__,

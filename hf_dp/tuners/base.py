@@ -23,8 +23,12 @@ class Tuner:
     """Decides what trains, inside a private run. This one decides nothing: all that is trainable
     trains."""
 
-    decides_during_run = False  # whether what trains is decided when training starts
     clips_in_its_own_way = False  # whether :meth:`engine` is another than the run's
+
+    @property
+    def undecided(self) -> bool:
+        """Whether what trains is decided when training starts, and that is still to come."""
+        return False
 
     def plan(self, clipping_norm: float) -> SelectionPlan | None:
         """Return what will be released to select, or None."""

@@ -15,16 +15,15 @@ from huggingface_hub import ModelCard
 
 from hf_dp.accounting import ACCOUNTANTS, Ledger, PoissonSampledGaussian
 from hf_dp.cards.card import TAGS, markdown, metadata, public_name, render_card
-from hf_dp.statement.statement import PrivacyStatement, RunFacts
 from hf_dp.cli.account import main as account
 from hf_dp.errors import InvalidArgumentError
-from hf_dp.plans.privacy import PrivacyPlan
+from hf_dp.plans import DpSgdPlan, PrivacyPlan
+from hf_dp.statement.statement import PrivacyStatement, RunFacts
 
 N = 67349
-PLAN = PrivacyPlan(N, 1024.0, 198, 0.825421, 0.1, 1 / (2 * N))
-SMALL = PrivacyPlan(1000, 100.0, 10, 2.0, 1.0, 1e-4)
+PLAN = PrivacyPlan(N, 1024.0, 198, 1 / (2 * N), DpSgdPlan(0.1, 0.825421))
+SMALL = PrivacyPlan(1000, 100.0, 10, 1e-4, DpSgdPlan(1.0, 2.0))
 FACTS = RunFacts(
-    "dp_sgd",
     "all 22,713,986 parameters",
     "float32",
     "SFC64 (not cryptographic)",

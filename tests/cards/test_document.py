@@ -11,17 +11,17 @@ from typing import Any
 import pytest
 
 from hf_dp.accounting import Ledger
-from hf_dp.cards import document as module
-from hf_dp.cards import schema
-from hf_dp.statement.record import FILE_NAME, document, read, write
+from hf_dp.errors import LedgerError
+from hf_dp.plans import DpSgdPlan, PrivacyPlan
+from hf_dp.statement import record as module
+from hf_dp.statement import schema
+from hf_dp.statement.record import FILE_NAME, read, to_record, write
 from hf_dp.statement.statement import PrivacyStatement, RunFacts
 from hf_dp.statement.verify import disagreements
 from hf_dp.statement.weaknesses import Weaknesses
-from hf_dp.errors import LedgerError
-from hf_dp.plans.privacy import PrivacyPlan
 
-PLAN = PrivacyPlan(1000, 100.0, 10, 2.0, 1.0, 1e-4)
-FACTS = RunFacts("dp_sgd", "all", "float32", "noise", "sampling")
+PLAN = PrivacyPlan(1000, 100.0, 10, 1e-4, DpSgdPlan(1.0, 2.0))
+FACTS = RunFacts("all", "float32", "noise", "sampling")
 
 
 def ledger_of(steps: int, purpose: str = "training") -> Ledger:
@@ -32,7 +32,7 @@ def ledger_of(steps: int, purpose: str = "training") -> Ledger:
 
 
 def content(steps: int, run_id: str = "run-a", purpose: str = "training") -> dict[str, Any]:
-    return document(PLAN, ledger_of(steps, purpose), run_id=run_id)
+    return to_record(PLAN, ledger_of(steps, purpose), run_id=run_id)
 
 
 def edit(path: Path, change: Any) -> None:
@@ -49,7 +49,7 @@ def written(tmp_path: Path) -> Path:
 def test_keys_and_round_trip(tmp_path: Path) -> None:
     ledger = ledger_of(2, "selection")
     ledger.append(PLAN.event(3), "training")
-    path = write(tmp_path / "made" / "on the way", document(PLAN, ledger, run_id="run-a"))
+    path = write(tmp_path / "made" / "on the way", to_record(PLAN, ledger, run_id="run-a"))
     data = json.loads(path.read_text())
     assert list(data) == [
         "schema_version",
@@ -77,7 +77,7 @@ def test_keys_and_round_trip(tmp_path: Path) -> None:
 
 def test_with_a_statement(tmp_path: Path) -> None:
     statement = PrivacyStatement.from_ledger(PLAN, ledger_of(3), FACTS)
-    write(tmp_path, document(PLAN, ledger_of(3), run_id="run-a", statement=statement))
+    write(tmp_path, to_record(PLAN, ledger_of(3), run_id="run-a", statement=statement))
     record = read(tmp_path)
     assert record.status == "proven"
     assert record.statement is not None
@@ -232,7 +232,7 @@ def test_edited(written: Path, change: Any) -> None:
 
 def test_a_ledger_edited_under_its_statement_is_found(tmp_path: Path) -> None:
     statement = PrivacyStatement.from_ledger(PLAN, ledger_of(3), FACTS)
-    path = write(tmp_path, document(PLAN, ledger_of(3), run_id="run-a", statement=statement))
+    path = write(tmp_path, to_record(PLAN, ledger_of(3), run_id="run-a", statement=statement))
     edit(path, lambda data: data["ledger"][0].update(steps=1))
     with pytest.raises(LedgerError, match="does not belong"):
         read(path)
@@ -275,11 +275,11 @@ def test_an_older_record_is_read_for_what_it_leaves_open(tmp_path: Path) -> None
 
 def test_an_older_record_is_continued_in_the_new_version(tmp_path: Path) -> None:
     record = read(old(tmp_path))
-    write(tmp_path, document(PLAN, ledger_of(4), run_id="run-a", weaknesses=record.weaknesses))
+    write(tmp_path, to_record(PLAN, ledger_of(4), run_id="run-a", weaknesses=record.weaknesses))
     assert json.loads((tmp_path / FILE_NAME).read_text())["schema_version"] == 2
     assert read(tmp_path).weaknesses == record.weaknesses
     with pytest.raises(LedgerError, match="true for good"):
-        write(tmp_path, document(PLAN, ledger_of(5), run_id="run-a"))
+        write(tmp_path, to_record(PLAN, ledger_of(5), run_id="run-a"))
 
 
 def test_an_older_record_that_counts_earlier_runs_is_refused(tmp_path: Path) -> None:

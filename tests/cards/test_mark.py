@@ -11,12 +11,12 @@ import safetensors.torch
 import torch
 
 from hf_dp.accounting import Ledger
+from hf_dp.errors import LedgerError
+from hf_dp.plans import DpSgdPlan, PrivacyPlan
 from hf_dp.run.mark import COPIED_MARK, RUN_MARK, Mark, read_mark, read_stamp, stamp, write_mark
 from hf_dp.statement.weaknesses import EarlierRun, Weaknesses
-from hf_dp.errors import LedgerError
-from hf_dp.plans.privacy import PrivacyPlan
 
-PLAN = PrivacyPlan(1000, 100.0, 10, 2.0, 1.0, 1e-4)
+PLAN = PrivacyPlan(1000, 100.0, 10, 1e-4, DpSgdPlan(1.0, 2.0))
 FIRST = EarlierRun("first", "features", "record_zero_out", released=("training_loss",))
 
 

@@ -12,17 +12,17 @@ import safetensors.torch
 import torch
 
 from hf_dp.accounting import Ledger
-from hf_dp.statement.record import FILE_NAME, document, read, write
+from hf_dp.errors import LedgerError
+from hf_dp.plans import DpSgdPlan, PrivacyPlan
 from hf_dp.run.lock import lock_run
 from hf_dp.run.mark import COPIED_MARK, RUN_MARK, Mark, read_mark, stamp, write_mark
 from hf_dp.run.rebuild import rebuild
+from hf_dp.statement.record import FILE_NAME, read, to_record, write
 from hf_dp.statement.statement import PrivacyStatement, RunFacts
 from hf_dp.statement.weaknesses import Weaknesses
-from hf_dp.errors import LedgerError
-from hf_dp.plans.privacy import PrivacyPlan
 
-PLAN = PrivacyPlan(1000, 100.0, 10, 2.0, 1.0, 1e-4)
-FACTS = RunFacts("dp_sgd", "all", "float32", "noise", "sampling")
+PLAN = PrivacyPlan(1000, 100.0, 10, 1e-4, DpSgdPlan(1.0, 2.0))
+FACTS = RunFacts("all", "float32", "noise", "sampling")
 
 
 def ledger_of(steps: int, *purposes: str) -> Ledger:
@@ -43,7 +43,9 @@ def put(
     **weak: Any,
 ) -> None:
     weaknesses = Weaknesses(**weak)
-    write(folder, document(PLAN, ledger, run_id=run_id, weaknesses=weaknesses, statement=statement))
+    write(
+        folder, to_record(PLAN, ledger, run_id=run_id, weaknesses=weaknesses, statement=statement)
+    )
     write_mark(folder / name, Mark(run_id, ledger, weaknesses))
 
 
@@ -95,7 +97,7 @@ def test_a_record_that_lacks_nothing_keeps_its_statement(run: Path) -> None:
 
 
 def test_a_record_one_step_ahead_of_its_mark_keeps_it_and_the_mark_follows(run: Path) -> None:
-    write(run, document(PLAN, ledger_of(6), run_id="run-a"))
+    write(run, to_record(PLAN, ledger_of(6), run_id="run-a"))
     assert not rebuild(run).changed
     assert (read(run).ledger.steps(), read_mark(run / RUN_MARK).ledger.steps()) == (6, 6)
 

@@ -11,6 +11,8 @@ import sys
 import pytest
 
 from hf_dp.accounting import ACCOUNTANTS, Gaussian, Ledger, PoissonSampledGaussian
+from hf_dp.errors import AccountingRangeError, InvalidArgumentError, LedgerError
+from hf_dp.plans import DpSgdPlan, PrivacyPlan
 from hf_dp.statement.statement import (
     NOT_PRIVATE,
     PROVEN,
@@ -21,14 +23,11 @@ from hf_dp.statement.statement import (
     epsilon_text,
 )
 from hf_dp.statement.weaknesses import EarlierRun
-from hf_dp.errors import AccountingRangeError, InvalidArgumentError, LedgerError
-from hf_dp.plans.privacy import PrivacyPlan
 
 N = 67349
-PLAN = PrivacyPlan(N, 1024.0, 198, 0.825421, 0.1, 1 / (2 * N))
-SMALL = PrivacyPlan(1000, 100.0, 10, 2.0, 1.0, 1e-4)
+PLAN = PrivacyPlan(N, 1024.0, 198, 1 / (2 * N), DpSgdPlan(0.1, 0.825421))
+SMALL = PrivacyPlan(1000, 100.0, 10, 1e-4, DpSgdPlan(1.0, 2.0))
 FACTS = RunFacts(
-    privacy_mode="dp_sgd",
     trained="all 22,713,986 parameters",
     precision="float32",
     noise_generator="SFC64, OS-seeded (not cryptographic)",
@@ -246,7 +245,7 @@ def test_without_any_bound_nothing_is_claimed() -> None:
 
 @pytest.mark.parametrize(
     "change",
-    [{"privacy_unit": "user"}, {"neighboring_relation": "add_remove"}, {"clipping": "other"}],
+    [{"privacy_unit": "user"}, {"neighboring_relation": "add_remove"}],
 )
 def test_what_no_statement_is_known_for_is_refused(change: dict[str, str]) -> None:
     with pytest.raises(InvalidArgumentError, match=next(iter(change))):
@@ -256,8 +255,6 @@ def test_what_no_statement_is_known_for_is_refused(change: dict[str, str]) -> No
 @pytest.mark.parametrize(
     "change",
     [
-        {"privacy_mode": "dp_pf"},
-        {"privacy_mode": "non_private"},
         {"released": "training_loss"},
         {"rows_are_chunks": None},
         {"evaluation_compared": 1},

@@ -11,10 +11,9 @@ from typing import Any
 import pytest
 
 from hf_dp.accounting import Ledger, PublishedForwardNoise, RecordRelease
-from hf_dp.cards import statement as statement_module
 from hf_dp.cards.card import metadata, render_card
-from hf_dp.statement.record import document, read, write
-from hf_dp.statement.statement import PrivacyStatement, RunFacts
+from hf_dp.errors import InvalidArgumentError, LedgerError
+from hf_dp.plans import DpSgdPlan, FrozenPlan, PrivacyPlan, PublishedPlan
 from hf_dp.plans.units import (
     EXAMPLE,
     FEATURES,
@@ -24,38 +23,36 @@ from hf_dp.plans.units import (
     RELATIONS,
     UNITS,
     ZERO_OUT,
-    relation_of,
-    unit_of,
     weakest_relation,
     weakest_unit,
 )
+from hf_dp.statement import statement as statement_module
+from hf_dp.statement.record import earlier_runs, read, to_record, write
+from hf_dp.statement.statement import PrivacyStatement, RunFacts
 from hf_dp.statement.verify import disagreements
 from hf_dp.statement.weaknesses import EarlierRun, Weaknesses, each_once
-from hf_dp.errors import InvalidArgumentError, LedgerError
-from hf_dp.plans.dp_fp import ForwardPlan
-from hf_dp.plans.privacy import PrivacyPlan
 
-SGD = PrivacyPlan(1000, 100.0, 10, 2.0, 1.0, 1e-4)
-FROZEN = dataclasses.replace(SGD, forward=ForwardPlan("frozen", release="once"))
+SGD = PrivacyPlan(1000, 100.0, 10, 1e-4, DpSgdPlan(1.0, 2.0))
+FROZEN = dataclasses.replace(SGD, mechanism=FrozenPlan(1.0, 2.0))
 RANDOM_LABELS = dataclasses.replace(
-    SGD, forward=ForwardPlan("frozen", release="once", label_epsilon=1.0, num_classes=2)
+    SGD, mechanism=FrozenPlan(1.0, 2.0, label_epsilon=1.0, num_classes=2)
 )
 IN_VECTOR = dataclasses.replace(
-    SGD, forward=ForwardPlan("frozen", release="once", labels_in_vector=True, num_classes=2)
+    SGD, mechanism=FrozenPlan(1.0, 2.0, labels_in_vector=True, num_classes=2)
 )
-PUBLISHED = dataclasses.replace(SGD, forward=ForwardPlan("published"), accountant="gdp_clt")
+PUBLISHED = dataclasses.replace(SGD, mechanism=PublishedPlan(1.0, 2.0), accountant="gdp_clt")
 SAFE = EarlierRun("a" * 32, EXAMPLE, ZERO_OUT)
-FACTS = RunFacts("dp_sgd", "all", "float32", "noise", "sampling", versions={"torch": "2.9.0"})
+FACTS = RunFacts("all", "float32", "noise", "sampling", versions={"torch": "2.9.0"})
 
 
 def made(folder: Path, plan: PrivacyPlan, run_id: str = "b" * 32, **weak: Any) -> Any:
     """The record of a run of this plan."""
     ledger = Ledger()
-    for event in plan.releases_before():
-        ledger.append(event, "release")
+    for planned in plan.releases_before():
+        ledger.append(planned.event, planned.purpose)
     if plan.releases_each_step:
         ledger.append(plan.event(4), "training")
-    write(folder, document(plan, ledger, run_id=run_id, weaknesses=Weaknesses(**weak)))
+    write(folder, to_record(plan, ledger, run_id=run_id, weaknesses=Weaknesses(**weak)))
     return read(folder)
 
 
@@ -85,7 +82,7 @@ def after(
     ],
 )
 def test_codes_of_a_plan(plan, unit, relation) -> None:
-    assert (unit_of(plan), relation_of(plan)) == (unit, relation)
+    assert (plan.mechanism.unit, plan.mechanism.relation) == (unit, relation)
 
 
 def test_the_weakest_of_any_two_is_none_stronger() -> None:
@@ -128,7 +125,7 @@ def test_a_run_is_kept_after_those_that_it_names(tmp_path) -> None:
         rows_are_chunks=True,
         model_selection=True,
     )
-    assert EarlierRun.all_of(record) == (SAFE, this)
+    assert earlier_runs(record) == (SAFE, this)
 
 
 def test_each_run_is_kept_once_as_weak_as_any_account_of_it() -> None:
@@ -225,8 +222,8 @@ def test_planted_statement_of_this_run_alone_is_seen(monkeypatch) -> None:
 def test_relations_of_several_runs() -> None:
     randomized = EarlierRun("f" * 32, EXAMPLE, RECORD_AND_LABEL_ZERO_OUT)
     public = EarlierRun("e" * 32, FEATURES, RECORD_ZERO_OUT)
-    assert "randomised label" in after((randomized,)).neighboring_relation
-    assert "randomised label" not in after((randomized, public)).neighboring_relation
+    assert "randomized label" in after((randomized,)).neighboring_relation
+    assert "randomized label" not in after((randomized, public)).neighboring_relation
     assert after((SAFE,)).neighboring_relation.endswith("derived from the number of rows")
 
 
@@ -322,7 +319,7 @@ def test_a_ledger_with_earlier_runs_that_nobody_names_has_no_statement() -> None
     ledger = Ledger()
     ledger.append(RecordRelease(3.0, 1), "earlier run")
     with pytest.raises(LedgerError, match="expected `earlier` to name"):
-        write("nowhere", document(SGD, ledger, run_id="r"))
+        write("nowhere", to_record(SGD, ledger, run_id="r"))
 
 
 def test_the_statement_survives_the_file_and_is_checked_against_it(tmp_path) -> None:
@@ -334,7 +331,7 @@ def test_the_statement_survives_the_file_and_is_checked_against_it(tmp_path) -> 
     ledger = Ledger.from_list(statement.mechanisms)
     path = write(
         tmp_path,
-        document(
+        to_record(
             SGD, ledger, run_id="r", weaknesses=Weaknesses(earlier=earlier), statement=statement
         ),
     )

@@ -9,9 +9,9 @@ import safetensors.torch
 import torch
 from safetensors import safe_open
 
-from hf_dp.cards import durable
-from hf_dp.run.weights_file import NOT_WEIGHTS, add_metadata, read_metadata, weights_files
 from hf_dp.errors import LedgerError
+from hf_dp.run.weights_file import NOT_WEIGHTS, add_metadata, read_metadata, weights_files
+from hf_dp.statement import durable
 from hf_dp.tuners.single_entries.tuner import _MASKS
 
 TENSORS = {

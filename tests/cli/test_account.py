@@ -11,13 +11,13 @@ import time
 import pytest
 
 from hf_dp.accounting import ACCOUNTANTS, Ledger, PoissonSampledGaussian, epsilon, round_up
-from hf_dp.cards import document
-from hf_dp.run.mark import RUN_MARK, Mark, write_mark
-from hf_dp.statement.statement import PrivacyStatement, RunFacts
-from hf_dp.statement.weaknesses import Weaknesses
 from hf_dp.cli import account
 from hf_dp.cli.main import hyphenated, main
-from hf_dp.plans.privacy import PrivacyPlan
+from hf_dp.plans import DpSgdPlan, PrivacyPlan
+from hf_dp.run.mark import RUN_MARK, Mark, write_mark
+from hf_dp.statement import record as document
+from hf_dp.statement.statement import PrivacyStatement, RunFacts
+from hf_dp.statement.weaknesses import Weaknesses
 
 RUN = ["--sample-rate", "0.0152043831", "--steps", "198", "--delta", "7.424e-6"]
 EPSILON = ["account", "epsilon", "--noise-multiplier", "0.82539", *RUN]
@@ -234,7 +234,7 @@ class TestLedger:
         )
         statement = PrivacyStatement.from_ledger(plan, ledger, facts)
         document.write(
-            tmp_path, document.document(plan, ledger, run_id="a-run", statement=statement)
+            tmp_path, document.to_record(plan, ledger, run_id="a-run", statement=statement)
         )
         return tmp_path
 
@@ -379,12 +379,12 @@ class TestRebuild:
 
     @pytest.fixture
     def folder(self, tmp_path):
-        plan = PrivacyPlan(67349, 1024.0, 198, 0.82539, 0.1, 7.424e-6)
+        plan = PrivacyPlan(67349, 1024.0, 198, 7.424e-6, DpSgdPlan(0.1, 0.82539))
         for steps in (190, 198):
             ledger = Ledger()
             ledger.append(plan.event(steps), "training")
             if steps == 190:
-                document.write(tmp_path, document.document(plan, ledger, run_id="a-run"))
+                document.write(tmp_path, document.to_record(plan, ledger, run_id="a-run"))
         write_mark(tmp_path / RUN_MARK, Mark("a-run", ledger, Weaknesses()))
         return tmp_path
 

@@ -270,7 +270,7 @@ def test_bad_evaluations(recipe, capsys):
 
 def test_a_sweep_is_resumed_and_adds_up(recipe, capsys):
     from hf_dp.accounting import epsilon
-    from hf_dp.cards import document
+    from hf_dp.statement import record as document
 
     folder = recipe.parent / "sweep"
     words = [
@@ -346,11 +346,11 @@ def test_a_sweep_says_which_runs_failed(recipe, capsys):
 def test_what_a_sweep_spends_together(tmp_path, monkeypatch):
     """At the smallest delta; no claim beside a run with a fixed seed."""
     from hf_dp.accounting import Ledger, epsilon
-    from hf_dp.cards import document
-    from hf_dp.statement.weaknesses import Weaknesses
     from hf_dp.cli.sweep import Cell
     from hf_dp.cli.sweep_report import spent_together
     from hf_dp.plans.privacy import PrivacyPlan
+    from hf_dp.statement import record as document
+    from hf_dp.statement.weaknesses import Weaknesses
 
     events = []
     for number, delta in enumerate((1e-3, 1e-6)):
@@ -362,13 +362,13 @@ def test_what_a_sweep_spends_together(tmp_path, monkeypatch):
         ledger.append(plan.event(), "training")
         events.append(plan.event())
         document.write(
-            tmp_path / f"run{number + 1}", document.document(plan, ledger, run_id=str(number))
+            tmp_path / f"run{number + 1}", document.to_record(plan, ledger, run_id=str(number))
         )
     cell = Cell({}, 0, tmp_path)
     assert f"epsilon {epsilon(events, 1e-6, 'rdp').rounded_up()} at delta 1e-06" in spent_together(
         [cell]
     )
-    fixed = document.document(
+    fixed = document.to_record(
         plan, ledger, run_id="fixed", weaknesses=Weaknesses(insecure_seed=True)
     )
     document.write(tmp_path / "run3", fixed)

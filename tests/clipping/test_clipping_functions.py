@@ -16,7 +16,7 @@ from hf_dp.clipping.engine import STRATEGIES
 from hf_dp.clipping.weights import AUTOMATIC_GAMMA, clipping_weights
 from hf_dp.errors import SelfCheckError
 from hf_dp.losses import per_example_loss
-from hf_dp.plans.privacy import CLIPPINGS
+from hf_dp.plans.dp_sgd import CLIPPINGS
 
 NAMES = ("bert", "gpt2_tied", "llama", "albert")
 

@@ -26,15 +26,15 @@ from hf_dp.errors import (
 )
 from hf_dp.plans.privacy import PrivacyPlan
 from hf_dp.plans.selection import SelectionPlan
-from hf_dp.tuners.base import freeze_others
 from hf_dp.run.ledger import RunLedger
 from hf_dp.trainer.trainer import DPTrainer
+from hf_dp.tuners.base import freeze_others
 from hf_dp.tuners.frost.config import FrostConfig
 from hf_dp.tuners.frost.magnitude import MagnitudeEngine
 from hf_dp.tuners.frost.partition import partitions
-from hf_dp.tuners.single_entries.config import PvalConfig
 from hf_dp.tuners.public_choice import RandomConfig
 from hf_dp.tuners.rgp.config import RgpConfig
+from hf_dp.tuners.single_entries.config import PvalConfig
 from tests import tiny
 
 FROST = {"unfreeze_ratio": 0.3, "selection_iterations": 3, "selection_noise_multiplier": 2.0}
@@ -48,7 +48,7 @@ def run(folder, config, given=None, **options):
 def test_the_type_of_a_noisy_magnitude_does_not_tell_whether_a_row_was_drawn(rate, tmp_path):
     trainer = run(tmp_path, FrostConfig(**FROST, selection_sample_rate=rate))
     trainer.train()
-    values = [v for row in trainer.choice.config.made[0]["noisy_magnitudes"] for v in row.values()]
+    values = [v for row in trainer.tuner.config.made[0]["noisy_magnitudes"] for v in row.values()]
     assert not all(float(np.float32(value)) == value for value in values)
 
 
@@ -192,7 +192,7 @@ def test_rgp_goes_on_in_one_trainer_and_in_float64(tmp_path):
 
 def test_models_without_a_task_type_of_peft(tmp_path):
     trainer = run(tmp_path, PvalConfig(), {"model": BertForMaskedLM(tiny.model().config)})
-    assert trainer.choice.config.task_type is None
+    assert trainer.tuner.config.task_type is None
 
 
 @pytest.mark.parametrize("num_selections", [1, 2])
@@ -205,7 +205,7 @@ def test_an_optimizer_that_was_made_early_is_seen_before_anything_is_paid(num_se
 
 
 @pytest.mark.parametrize(
-    "seam", ["private_batches", "feed", "engine", "check_engine", "replace_model"]
+    "seam", ["training_step", "get_train_dataloader", "columns_for_training", "check_engine", "run"]
 )
 def test_a_subclass_cannot_replace_what_a_private_step_is(seam, tmp_path):
     cls = type("Own", (DPTrainer,), {seam: lambda self, *given: None})

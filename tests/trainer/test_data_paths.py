@@ -229,8 +229,8 @@ def test_planted_rounding_by_the_longest_neighbor_is_seen(tmp_path, monkeypatch)
     not by chance."""
     monkeypatch.setattr(Precision, "is_short", property(lambda self: False))
     trainer = tiny.trainer(tmp_path, bf16=True, max_steps=8)
-    plan, _ = trainer.private_run()
-    draws = [batch for draw in trainer.private_batches(plan.sampler()) for batch in draw]
+    plan = trainer.privacy_plan
+    draws = [batch for draw in trainer.run.draws(plan.sampler()) for batch in draw]
     assert any(not bool(batch["attention_mask"].all()) for batch in draws)
 
 

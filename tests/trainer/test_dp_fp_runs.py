@@ -21,8 +21,6 @@ from hf_dp.accounting import (
     SumAndRows,
     epsilon,
 )
-from hf_dp.statement.record import read
-from hf_dp.statement.verify import disagreements
 from hf_dp.errors import (
     DataError,
     HfDpError,
@@ -32,11 +30,13 @@ from hf_dp.errors import (
     UnsupportedArgumentError,
     UnsupportedModelError,
 )
-from hf_dp.plans.dp_fp import ForwardPlan
-from hf_dp.plans.privacy import PrivacyPlan
-from hf_dp.mechanisms.dp_fp.representation import clip_rows
-from hf_dp.mechanisms import dp_fp_frozen
+from hf_dp.mechanisms import Frozen
 from hf_dp.mechanisms.dp_fp.frozen import RELEASED_ROWS
+from hf_dp.mechanisms.dp_fp.last_layer import LastLayer
+from hf_dp.mechanisms.dp_fp.representation import clip_vectors
+from hf_dp.plans import FrozenPlan, PrivacyRequest, PrivateEncoderPlan
+from hf_dp.statement.record import read
+from hf_dp.statement.verify import disagreements
 from hf_dp.trainer.trainer import DPTrainer
 from hf_dp.tuners.frost.config import FrostConfig
 
@@ -65,15 +65,17 @@ def test_one_padded_batch_gives_what_m_passes_give(tmp_path, monkeypatch):
     trainer = tiny.trainer(
         tmp_path, privacy_mode="dp_fp", num_micro_batches=3, given={"model": tiny.model().double()}
     )
-    trainer._run.open()
-    trainer._mode.start(trainer, None)
+    trainer.run.open()
+    trainer.mechanism.start()
     micro = [[0, 5, 9], [5, 7], [], [5, 39]]
     dataset, collator = trainer.columns_for_training()
 
     def gradient(groups: list[list[int]]) -> list[torch.Tensor]:
         trainer.model.zero_grad()
         for group in groups:
-            trainer._mode.step(trainer, [collator([dataset[i] for i in group])] if group else [])
+            batches = [collator([dataset[i] for i in group])] if group else []
+            with trainer.run.release_step() as release:
+                trainer.mechanism.set_gradients(trainer.mechanism.clip(batches), release)
         return [parameter.grad.clone() for parameter in trainer.model.parameters()]
 
     joined = gradient([[index for batch in micro for index in batch]])
@@ -264,15 +266,15 @@ def test_after_the_release_nothing_of_the_private_rows_is_looked_at(tmp_path, mo
     trainer = tiny.trainer(
         tmp_path, privacy_mode="dp_fp", dp_fp_variant="frozen", label_epsilon=1.0
     )
-    start = dp_fp_frozen.FrozenEncoder.start
+    start = Frozen.start
 
-    def start_and_destroy(self, trainer, checkpoint):
-        start(self, trainer, checkpoint)
+    def start_and_destroy(self, checkpoint=None):
+        start(self, checkpoint)
         trainer.train_dataset = None
         for parameter in self._last.below():
             parameter.data.fill_(float("nan"))
 
-    monkeypatch.setattr(dp_fp_frozen.FrozenEncoder, "start", start_and_destroy)
+    monkeypatch.setattr(Frozen, "start", start_and_destroy)
     trainer.train()
     assert trainer.state.global_step == 4 and trainer.model.classifier.weight.isfinite().all()
 
@@ -286,8 +288,8 @@ def test_one_record_moves_its_own_row_alone_and_by_no_more_than_the_clipping_nor
         representation_clipping_norm=0.2,
         labels_in_vector=blocks,
     )
-    last = dp_fp_frozen.LastLayer(trainer)
-    rows, labels = last.all_rows(trainer)
+    last = LastLayer(trainer.run, trainer.privacy_plan.mechanism)
+    rows, labels = last.all_vectors()
     columns = trainer.train_dataset.remove_columns("label")
     with torch.no_grad():
         alone = [
@@ -304,7 +306,7 @@ def test_one_record_moves_its_own_row_alone_and_by_no_more_than_the_clipping_nor
         assert not difference[others].any() and difference[record].norm() <= 0.2 * (1 + 1e-6)
     assert (clipped.norm(dim=1) > 0.19).any()
     if not blocks:
-        assert torch.equal(clipped, clip_rows(rows, 0.2))
+        assert torch.equal(clipped, clip_vectors(rows, 0.2))
 
 
 def test_a_resumed_run_goes_on_with_the_rows_that_were_released(tmp_path):
@@ -318,8 +320,8 @@ def test_a_resumed_run_goes_on_with_the_rows_that_were_released(tmp_path):
     }
     again = tiny.trainer(tmp_path, **options)
     again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
-    assert torch.equal(again._mode._rows, first._mode._rows) and torch.equal(
-        again._mode._labels, first._mode._labels
+    assert torch.equal(again.mechanism._vectors, first.mechanism._vectors) and torch.equal(
+        again.mechanism._labels, first.mechanism._labels
     )
     assert again.ledger == first.ledger and again.epsilon() == first.epsilon()
     (tmp_path / RELEASED_ROWS).unlink()
@@ -331,9 +333,9 @@ def test_a_resumed_run_goes_on_with_the_rows_that_were_released(tmp_path):
 
 def test_train_called_twice_releases_once(tmp_path):
     trainer = run(tmp_path, "frozen")
-    rows = trainer._mode._rows
+    rows = trainer.mechanism._vectors
     trainer.train()
-    assert trainer._mode._rows is rows and trainer.ledger.steps() == 1
+    assert trainer.mechanism._vectors is rows and trainer.ledger.steps() == 1
 
 
 def test_more_steps_than_planned_cost_nothing_more(tmp_path):
@@ -358,7 +360,7 @@ def test_it_learns_from_noisy_rows(tmp_path):
             learning_rate=3e-2, given={"train_dataset": dataset, "model": model}, logging_steps=50, **options,
         )  # fmt: skip
         trainer.train()
-        rows, labels = trainer._mode._last.all_rows(trainer)
+        rows, labels = trainer.mechanism._last.all_vectors()
         assert (trainer.model.classifier(rows).argmax(1) == labels).all()
 
 
@@ -368,7 +370,8 @@ def test_it_learns_from_noisy_rows(tmp_path):
 def draws_of(trainer) -> list[tuple[list, list]]:
     """(rows of the gradients, rows released) of each step, by their tokens."""
     seen: list[tuple[list, list]] = []
-    mode, feed, rows_of = trainer._mode, trainer.feed, trainer._mode.__class__
+    mechanism, run = trainer.mechanism, trainer.run
+    feed, start = run.feed, mechanism.start
 
     def tokens(batches) -> list:
         return sorted(tuple(row) for batch in batches for row in batch["input_ids"].tolist())
@@ -377,20 +380,19 @@ def draws_of(trainer) -> list[tuple[list, list]]:
         seen.append((tokens(batches), []))
         return feed(engine, batches)
 
-    trainer.feed = feeding
-    start = rows_of.start
+    run.feed = feeding
 
-    def starting(self, trainer, checkpoint):
-        start(self, trainer, checkpoint)
-        original = self._last.rows_of
+    def starting(checkpoint):
+        start(checkpoint)
+        original = mechanism._last.vectors_of
 
-        def releasing(trainer, batches):
+        def releasing(batches):
             seen[-1] = (seen[-1][0], tokens(batches))
-            return original(trainer, batches)
+            return original(batches)
 
-        self._last.rows_of = releasing
+        mechanism._last.vectors_of = releasing
 
-    mode.start = starting.__get__(mode)
+    mechanism.start = starting
     return seen
 
 
@@ -415,10 +417,14 @@ def test_the_ledger_says_whether_one_draw_served_both(tmp_path, draws):
 
 def test_planted_poisson_event_on_the_shared_draw_is_seen(tmp_path, monkeypatch):
     monkeypatch.setattr(
-        ForwardPlan,
+        PrivateEncoderPlan,
         "step_event",
-        lambda self, sigma, rate, steps: SumAndRows(
-            sigma, self.record_noise_multiplier, rate, steps, one_draw=False
+        lambda self, schedule, sigma, steps: SumAndRows(
+            sigma,
+            self.record_noise_multiplier,
+            self.sample_rate(schedule),
+            steps,
+            one_draw=False,
         ),
     )
     assert not records_what_ran(tmp_path, "shared")
@@ -543,13 +549,9 @@ def test_bad_arguments_are_named(tmp_path, options, message):
 
 def test_a_rate_above_1_is_refused():
     with pytest.raises(InvalidArgumentError, match="`num_micro_batches`|expected_batch_size"):
-        PrivacyPlan.create(
-            num_examples=10,
-            expected_batch_size=11,
-            clipping_norm=1.0,
-            noise_multiplier=1.0,
-            forward=ForwardPlan("frozen"),
-        )
+        PrivacyRequest(
+            num_examples=10, expected_batch_size=11, mechanism=FrozenPlan(1.0, 1.0)
+        ).plan()
 
 
 @pytest.mark.parametrize(

@@ -11,13 +11,13 @@ import pytest
 import tiny
 
 from hf_dp.accounting import EARLIER
+from hf_dp.errors import InvalidArgumentError, LedgerError
+from hf_dp.plans.privacy import PrivacyPlan
+from hf_dp.run.earlier import earlier_claims, earlier_entries
+from hf_dp.run.ledger import RunLedger
 from hf_dp.statement.record import FILE_NAME, read
 from hf_dp.statement.statement import PrivacyStatement, RunFacts
 from hf_dp.statement.verify import disagreements
-from hf_dp.errors import InvalidArgumentError, LedgerError
-from hf_dp.plans.privacy import PrivacyPlan
-from hf_dp.trainer.from_arguments import earlier_claims, earlier_entries
-from hf_dp.run.ledger import RunLedger
 
 FROZEN = {"privacy_mode": "dp_fp", "dp_fp_variant": "frozen"}
 
@@ -146,20 +146,20 @@ def test_without_a_trainer(tmp_path):
         max_steps=4,
         accountant="rdp",
     )
-    later = RunLedger(tmp_path / "second", plan, earlier=earlier_claims(args))
+    later = RunLedger(tmp_path / "second", plan, earlier=earlier_claims(args.earlier_runs))
     later.start(4)
-    later.record_earlier(earlier_entries(args, 40))
+    later.record_earlier(earlier_entries(args.earlier_runs, 40, "example", "zero_out"))
     later.append(plan.event(4), "training")
     later.stop()
     record = read(tmp_path / "second")
     assert record.ledger.steps(EARLIER) == first.ledger.steps() == 1
     (claim,) = record.weaknesses.earlier
     assert (claim.run_id, claim.unit, claim.released) == (
-        first._run.run_id,
+        first.run.book.run_id,
         "features",
         ("training_loss",),
     )
-    facts = RunFacts("dp_sgd", "all", "float32", "noise", "sampling", **vars(record.weaknesses))
+    facts = RunFacts("all", "float32", "noise", "sampling", **vars(record.weaknesses))
     statement = PrivacyStatement.from_ledger(record.plan, record.ledger, facts)
     assert (statement.unit_code, statement.status) == ("features", "proven for the weights only")
 

@@ -16,7 +16,7 @@ from hf_dp.clipping import engine as engine_module
 from hf_dp.clipping.engine import STRATEGIES
 from hf_dp.errors import DataError, UnaccountedGradientError, UnsupportedLossError
 from hf_dp.noise import SecretRandomness
-from hf_dp.plans.privacy import CLIPPINGS
+from hf_dp.plans.dp_sgd import CLIPPINGS
 
 
 @pytest.fixture
@@ -114,8 +114,8 @@ def test_tokens_that_only_the_collator_makes_are_counted(tmp_path):
     trainer = tiny.trainer(
         tmp_path, given=given, max_tokens_per_physical_batch=9, remove_unused_columns=False
     )
-    (plan, _), sizes = trainer.private_run(), []
-    for draw in trainer.private_batches(plan.sampler()):
+    plan, sizes = trainer.privacy_plan, []
+    for draw in trainer.run.draws(plan.sampler()):
         sizes += [batch["input_ids"].shape for batch in draw]
     assert all(rows == 1 or rows * width <= 9 for rows, width in sizes) and any(
         rows > 1 for rows, _ in sizes

@@ -14,9 +14,9 @@ from scipy.stats import norm
 from torch import nn
 from torch.nn import functional as F
 
-from hf_dp.tuners.only_trains import select_partitions
 from hf_dp.trainer.trainer import DPTrainer
 from hf_dp.tuners.frost.config import FrostConfig
+from hf_dp.tuners.frost.tuner import select_partitions
 from hf_dp.tuners.public_choice import RandomConfig
 from tests import tiny
 
@@ -76,11 +76,11 @@ def found(folder, count=10, **noise) -> list[set[str]]:
     made = trainer(
         folder, config, **({"noise_multiplier": 1.0} if noise else {"target_epsilon": 2.0})
     )
-    made.choice.prepare(made)
-    run = made.private_run()[1]
+    run = made.run
+    made.tuner.prepare(run)
     run.open()
     selections = [
-        set(select_partitions(made, made.choice.config)["partitions"]) for _ in range(count)
+        set(select_partitions(run, made.tuner.config)["partitions"]) for _ in range(count)
     ]
     run.stop()
     return selections
@@ -88,7 +88,7 @@ def found(folder, count=10, **noise) -> list[set[str]]:
 
 def test_frost_finds_what_matters_at_epsilon_2(tmp_path, monkeypatch):
     # Ten selections of one plan; each alone is what the target pays for.
-    monkeypatch.setattr("hf_dp.run.ledger.RunLedger._would_pass", lambda self, event: False)
+    monkeypatch.setattr("hf_dp.run.budget.Budget._would_pass", lambda self, event: False)
     selections = found(tmp_path)
     assert sum(chosen == MATTER for chosen in selections) >= 9
 

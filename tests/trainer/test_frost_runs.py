@@ -16,8 +16,6 @@ from peft import PeftModel, get_peft_model
 from transformers import BertForSequenceClassification
 
 from hf_dp.accounting import PoissonSampledGaussian, epsilon
-from hf_dp.statement.record import read
-from hf_dp.statement.verify import disagreements
 from hf_dp.errors import (
     BudgetExceededError,
     ConfigError,
@@ -28,8 +26,10 @@ from hf_dp.errors import (
 from hf_dp.plans.privacy import PrivacyPlan
 from hf_dp.plans.sampling import PoissonSampler
 from hf_dp.plans.selection import SelectionPlan
-from hf_dp.trainer import private_selection
+from hf_dp.run.gate import Release
 from hf_dp.run.ledger import RunLedger
+from hf_dp.statement.record import read
+from hf_dp.statement.verify import disagreements
 from hf_dp.tuners.frost.config import FrostConfig
 from hf_dp.tuners.frost.magnitude import MagnitudeEngine
 from hf_dp.tuners.public_choice import RandomConfig
@@ -76,15 +76,16 @@ def test_only_the_selected_and_the_head_move(tmp_path):
 
 def test_events_are_durable_before_the_selection_is_used(tmp_path, monkeypatch):
     seen = []
-    original = private_selection.release
+    original = Release.sum
 
-    def watched(trainer, values, sensitivity):
-        noisy = original(trainer, values, sensitivity)
-        seen.append((read(trainer.folder).ledger.steps("selection"), trainer.optimizer))
-        return noisy
+    def watched(self, sums):
+        if self.planned.purpose == "selection":
+            seen.append((read(tmp_path).ledger.steps("selection"), trainer.optimizer))
+        return original(self, sums)
 
-    monkeypatch.setattr(private_selection, "release", watched)
-    frost(tmp_path).train()
+    monkeypatch.setattr(Release, "sum", watched)
+    trainer = frost(tmp_path)
+    trainer.train()
     assert seen == [(1, None), (2, None), (3, None)]
 
 
@@ -178,11 +179,14 @@ def test_no_artifact_holds_noise_drawn_rows_or_magnitudes_without_noise(tmp_path
     secret: list[float] = []
     drawn: list[list[int]] = []
     magnitudes, rows = MagnitudeEngine.magnitudes, PoissonSampler.draw
-    original = private_selection.release
+    original = Release.sum
 
-    def watched(trainer, values, sensitivity):
-        noisy = original(trainer, values, sensitivity)
-        secret.extend((noisy - values).tolist())
+    def watched(self, sums):
+        before = {name: values.clone() for name, values in sums.items()}
+        noisy = original(self, sums)
+        if self.planned.purpose == "selection":
+            (name,) = noisy
+            secret.extend((noisy[name] - before[name]).tolist())
         return noisy
 
     def seen(engine):
@@ -195,7 +199,7 @@ def test_no_artifact_holds_noise_drawn_rows_or_magnitudes_without_noise(tmp_path
         drawn.append(found)
         return found
 
-    monkeypatch.setattr(private_selection, "release", watched)
+    monkeypatch.setattr(Release, "sum", watched)
     monkeypatch.setattr(MagnitudeEngine, "magnitudes", seen)
     monkeypatch.setattr(PoissonSampler, "draw", draws)
     # Seeded: with fresh noise one run in a hundred has a secret number beside one of the public
@@ -220,13 +224,15 @@ def test_no_artifact_holds_noise_drawn_rows_or_magnitudes_without_noise(tmp_path
 
 
 def measured(trainer, repeats: int = 400) -> tuple[float, float]:
-    """Standard deviation of what ``release`` adds, and what it should be, for one sensitivity."""
-    trainer.private_run()[1].append = lambda event, purpose: None  # type: ignore[method-assign]
-    zeros, sensitivity = torch.zeros(20, dtype=torch.float64), 0.37
-    values = torch.cat(
-        [private_selection.release(trainer, zeros, sensitivity) for _ in range(repeats)]
-    )
-    return float(values.std()), trainer.privacy_plan.selection.noise_multiplier * sensitivity
+    """Return the standard deviation of what the gate adds, and what it should be, for one
+    sensitivity."""
+    run, sensitivity = trainer.run, 0.37
+    run.book.append = lambda event, purpose: None  # type: ignore[method-assign]
+    found = []
+    for _ in range(repeats):
+        with run.release(run.plan.selection.release(sensitivity)) as release:
+            found.append(release.sum({"sum": torch.zeros(20, dtype=torch.float64)})["sum"])
+    return float(torch.cat(found).std()), run.plan.selection.noise_multiplier * sensitivity
 
 
 def test_the_noise_is_that_of_the_plan(tmp_path):
@@ -237,8 +243,10 @@ def test_the_noise_is_that_of_the_plan(tmp_path):
 
 
 def test_planted_noise_for_another_sensitivity_is_seen(tmp_path, monkeypatch):
-    original = private_selection.release
-    monkeypatch.setattr(private_selection, "release", lambda t, v, s: original(t, v, s * 2 / 3))
+    original = SelectionPlan.release
+    monkeypatch.setattr(
+        SelectionPlan, "release", lambda self, sensitivity: original(self, sensitivity * 2 / 3)
+    )
     spread, expected = measured(frost(tmp_path))
     assert spread != pytest.approx(expected, rel=0.04)
 

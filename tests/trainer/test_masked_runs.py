@@ -10,12 +10,13 @@ import torch
 from peft import get_peft_model
 from safetensors.torch import load_file
 
+from hf_dp.errors import ConfigError, InvalidArgumentError, UnsupportedModelError
+from hf_dp.plans.rounding import ROUNDING_MARGIN
+from hf_dp.run.gate import Release
 from hf_dp.statement.record import read
 from hf_dp.statement.verify import disagreements
-from hf_dp.errors import ConfigError, InvalidArgumentError, UnsupportedModelError
-from hf_dp.plans.privacy import ROUNDING_MARGIN
-from hf_dp.trainer import private_selection
-from hf_dp.mechanisms import dp_sgd
+from hf_dp.tuners.rgp.config import RgpConfig
+from hf_dp.tuners.single_entries import tuner as single_entries
 from hf_dp.tuners.single_entries.config import (
     MaskConfig,
     ParamConfig,
@@ -24,7 +25,7 @@ from hf_dp.tuners.single_entries.config import (
     packed,
     unpacked,
 )
-from hf_dp.tuners.rgp.config import RgpConfig
+from hf_dp.tuners.single_entries.tuner import Masks
 from tests import tiny
 
 PARAM = {"unfreeze_ratio": 0.2, "selection_noise_multiplier": 2.0, "selection_sample_rate": 0.3}
@@ -44,7 +45,7 @@ def outside(folder, config, **options) -> int:
     trainer = masked(folder, config, **options)
     trainer.train()
     moved = moved_entries(before, trainer.model.state_dict())
-    masks = trainer.choice.masks
+    masks = trainer.tuner.masks
     assert all(
         bool(moved[name][mask].all()) for name, mask in masks.items() if mask.any()
     )  # noise moves each
@@ -61,10 +62,7 @@ def test_only_the_mask_moves(config, tmp_path):
 
 
 def test_planted_noise_outside_the_mask_is_seen(tmp_path, monkeypatch):
-    original = dp_sgd.release_gradient
-    monkeypatch.setattr(
-        "hf_dp.mechanisms.dp_sgd.release_gradient", lambda *given: original(*given[:5], None)
-    )
+    monkeypatch.setattr(Masks, "finish", lambda self, noised: noised)
     assert outside(tmp_path, PvalConfig(unfreeze_ratio=0.2)) > 0
 
 
@@ -102,7 +100,7 @@ def test_a_resumed_run_reads_its_masks(config, tmp_path, monkeypatch):
     again = masked(tmp_path, config)
     again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
     assert all(
-        torch.equal(mask, again.choice.masks[name]) for name, mask in first.choice.masks.items()
+        torch.equal(mask, again.tuner.masks[name]) for name, mask in first.tuner.masks.items()
     )
     other = masked(tmp_path, dataclasses.replace(config, unfreeze_ratio=0.5))
     with pytest.raises(ConfigError, match="Cannot resume: `unfreeze_ratio`"):
@@ -140,13 +138,13 @@ def test_rgp_trains_matrices_and_head_along_its_carriers(tmp_path):
     seen = []
 
     trainer = masked(tmp_path, RgpConfig(rank=2), optim="sgd", save_strategy="steps", save_steps=2)
-    original = trainer.choice.finish
+    original = trainer.tuner.finish
 
     def watched(noised):
         seen.append({name: tuple(value.shape) for name, value in noised.items()})
         return original(noised)
 
-    trainer.choice.finish = watched
+    trainer.tuner.finish = watched
     trainer.train()
     after = trainer.model.state_dict()
     moved = {name for name in before if not torch.equal(before[name], after[name])}
@@ -176,7 +174,7 @@ def test_rgp_follows_the_update_since_the_base_after_a_resume(tmp_path):
     again = masked(tmp_path, RgpConfig(rank=1))
     again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
     base = tiny.model().state_dict()
-    assert all(torch.equal(value, base[name]) for name, value in again.choice._start.items())
+    assert all(torch.equal(value, base[name]) for name, value in again.tuner._start.items())
 
 
 def test_rgp_scales_its_learning_rate(tmp_path):
@@ -200,13 +198,15 @@ def noised_for_the_whole_gradient(folder, monkeypatch) -> bool:
     """PARAM's look: one example's clipped gradient lies in the sum whole, and the sum is what is
     released."""
     seen = []
-    original = private_selection.release
+    original = Release.sum
 
-    def watched(trainer, values, sensitivity):
-        seen.append((sensitivity, len(values)))
-        return original(trainer, values, sensitivity)
+    def watched(self, sums):
+        if self.planned.purpose == "selection":
+            count = sum(total.numel() for total in sums.values())
+            seen.append((self.planned.sensitivities["sum"], count))
+        return original(self, sums)
 
-    monkeypatch.setattr(private_selection, "release", watched)
+    monkeypatch.setattr(Release, "sum", watched)
     masked(folder, ParamConfig(**PARAM, selection_clipping_norm=0.7)).train()
     candidates = sum(
         p.numel() for n, p in tiny.model().named_parameters() if not n.startswith("classifier")
@@ -219,28 +219,30 @@ def test_params_look_is_noised_for_the_whole_gradient(tmp_path, monkeypatch):
 
 
 def test_planted_smaller_margin_is_seen(tmp_path, monkeypatch):
-    monkeypatch.setattr(private_selection, "rounding_margin", lambda *draw: -0.5)
+    monkeypatch.setattr(single_entries, "rounding_margin", lambda *draw: -0.5)
     assert not noised_for_the_whole_gradient(tmp_path, monkeypatch)
 
 
 def test_params_sums_are_clipped(tmp_path, monkeypatch):
     """One row's part in what is released has a norm of at most the clipping norm."""
     norms = []
-    original = private_selection.release
+    original = Release.sum
 
-    def watched(trainer, values, sensitivity):
-        norms.append((float(values.norm()), len(trainer.drawn)))
-        return original(trainer, values, sensitivity)
+    def watched(self, sums):
+        if self.planned.purpose == "selection":
+            values = torch.cat([total.flatten() for total in sums.values()])
+            norms.append((float(values.norm()), len(trainer.drawn)))
+        return original(self, sums)
 
-    monkeypatch.setattr(private_selection, "release", watched)
+    monkeypatch.setattr(Release, "sum", watched)
     trainer = masked(tmp_path, ParamConfig(**PARAM, selection_clipping_norm=1e-3))
-    feed = trainer.feed
+    feed = trainer.run.feed
 
     def noted(engine, batches):
         trainer.drawn = [row for batch in batches for row in batch["labels"]]
         return feed(engine, batches)
 
-    trainer.feed = noted
+    trainer.run.feed = noted
     trainer.train()
     ((norm, drawn),) = norms
     assert norm <= 1e-3 * drawn * (1 + 1e-5)

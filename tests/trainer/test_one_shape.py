@@ -12,8 +12,8 @@ from hf_dp.batches.structure import own
 
 
 def batches(trainer):
-    plan, _ = trainer.private_run()
-    return [batch for draw in trainer.private_batches(plan.sampler()) for batch in draw]
+    plan = trainer.privacy_plan
+    return [batch for draw in trainer.run.draws(plan.sampler()) for batch in draw]
 
 
 def mixed(trainer) -> bool:

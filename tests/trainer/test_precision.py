@@ -8,8 +8,8 @@ import torch
 from accelerate.state import AcceleratorState
 
 from hf_dp.errors import UnsupportedArgumentError
-from hf_dp.trainer.arguments import DPTrainingArguments
 from hf_dp.run.precision import Precision
+from hf_dp.trainer.arguments import DPTrainingArguments
 from hf_dp.trainer.trainer import DPTrainer
 
 
@@ -26,8 +26,8 @@ def from_environment(monkeypatch):
 
 
 def one_shape(trainer) -> bool:
-    plan, _ = trainer.private_run()
-    return trainer.private_batches(plan.sampler()).collate_fn.one_shape
+    plan = trainer.privacy_plan
+    return trainer.run.draws(plan.sampler()).collate_fn.one_shape
 
 
 def test_bf16_from_the_environment_is_seen(tmp_path, from_environment):

@@ -10,11 +10,11 @@ from scipy import stats
 from hf_dp.clipping import per_example_gradients
 from hf_dp.errors import BudgetExceededError, LedgerError
 from hf_dp.losses import per_example_loss
+from hf_dp.mechanisms import DpSgd
 from hf_dp.noise import SecretRandomness
 from hf_dp.plans.sampling import PoissonSampler
-from hf_dp.trainer.callbacks import StopBeforeTarget
-from hf_dp.mechanisms import dp_sgd
 from hf_dp.run.ledger import RunLedger
+from hf_dp.trainer.callbacks import StopBeforeTarget
 
 
 @pytest.fixture
@@ -105,15 +105,14 @@ def test_the_divisor_is_the_expected_batch_size_whatever_was_drawn(trainer, with
     assert step_error(trainer, indices) < 1e-6
 
 
-def test_planted_realised_divisor_is_seen(trainer, without_noise, monkeypatch):
-    original = dp_sgd.release_gradient
+def test_planted_realized_divisor_is_seen(trainer, without_noise, monkeypatch):
+    original = DpSgd.gradients
 
-    def realised(parameters, sums, plan, randomness, run, masks):
-        original(parameters, sums, plan, randomness, run)
-        for p in parameters.values():
-            p.grad.mul_(plan.expected_batch_size / 3)
+    def realized(self, clipped, release):
+        gradients = original(self, clipped, release)
+        return {p: g * self.run.plan.expected_batch_size / 3 for p, g in gradients.items()}
 
-    monkeypatch.setattr("hf_dp.mechanisms.dp_sgd.release_gradient", realised)
+    monkeypatch.setattr(DpSgd, "gradients", realized)
     assert step_error(trainer, [0, 5, 6]) > 1e-4
 
 

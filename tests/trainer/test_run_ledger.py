@@ -13,14 +13,14 @@ import tiny
 import torch
 from transformers import AutoModelForSequenceClassification
 
-from hf_dp.cards import mark as mark_module
-from hf_dp.statement.record import FILE_NAME, document, read, write
-from hf_dp.run.mark import COPIED_MARK, RUN_MARK, read_mark, read_stamp
-from hf_dp.run.rebuild import rebuild
-from hf_dp.statement.weaknesses import Weaknesses
 from hf_dp.errors import LedgerError
 from hf_dp.plans.privacy import PrivacyPlan
+from hf_dp.run import mark as mark_module
 from hf_dp.run.ledger import RunLedger, refuse_foreign_ledger
+from hf_dp.run.mark import COPIED_MARK, RUN_MARK, read_mark, read_stamp
+from hf_dp.run.rebuild import rebuild
+from hf_dp.statement.record import FILE_NAME, read, to_record, write
+from hf_dp.statement.weaknesses import Weaknesses
 
 PLAN = PrivacyPlan.create(
     num_examples=40, expected_batch_size=8, clipping_norm=0.1, noise_multiplier=1.0, max_steps=60
@@ -424,12 +424,12 @@ def test_a_record_that_forgets_what_weakens_a_run_is_not_written(folder):
     before = read(folder)
     write(
         folder,
-        document(
+        to_record(
             PLAN, before.ledger, run_id=before.run_id, weaknesses=Weaknesses(insecure_seed=True)
         ),
     )
     with pytest.raises(LedgerError, match="true for good"):
-        write(folder, document(PLAN, before.ledger, run_id=before.run_id))
+        write(folder, to_record(PLAN, before.ledger, run_id=before.run_id))
 
 
 # -- weights ---
@@ -507,6 +507,6 @@ def test_planted_whole_run_with_an_older_record_trains_on(tmp_path, monkeypatch)
 def test_saved_weights_carry_the_mark_of_the_run(tmp_path):
     trainer = trained(tmp_path)
     trainer.save_model(str(tmp_path / "final"))
-    trainer._run.mark_weights(tmp_path / "final")
+    trainer.run.book.mark_weights(tmp_path / "final")
     assert read_stamp(tmp_path / "final" / "model.safetensors").ledger == trainer.ledger
     assert AutoModelForSequenceClassification.from_pretrained(tmp_path / "final")

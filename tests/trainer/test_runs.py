@@ -16,14 +16,14 @@ from peft import LoraConfig, PeftModel
 from transformers import AutoModelForSequenceClassification, EarlyStoppingCallback, TrainerCallback
 
 from hf_dp.accounting import EARLIER, epsilon
-from hf_dp.statement.record import read
-from hf_dp.statement.verify import disagreements
 from hf_dp.errors import (
     BudgetExceededError,
     InvalidArgumentError,
     LedgerError,
     UnsupportedArgumentError,
 )
+from hf_dp.statement.record import read
+from hf_dp.statement.verify import disagreements
 from hf_dp.trainer.trainer import DPTrainer
 
 WITHHELD = {

@@ -31,11 +31,13 @@ logger = logging.get_logger(__name__)
 
 
 class _Frost(Tuner):
-    decides_during_run = True
-
     def __init__(self, config: FrostConfig):
         self.config = config
         self._applied = False
+
+    @property
+    def undecided(self) -> bool:
+        return not self._applied
 
     def plan(self, clipping_norm: float) -> SelectionPlan:
         return self.config.selection_plan(clipping_norm)

@@ -23,7 +23,6 @@ class Rgp(Tuner):
     """The carriers' gradients are clipped and noised, the weights' are made of them; trains in
     place."""
 
-    decides_during_run = True
     clips_in_its_own_way = True
 
     def __init__(self, config: RgpConfig):
@@ -31,6 +30,10 @@ class Rgp(Tuner):
         self._start: dict[str, Tensor] = {}
         self._weights: dict[str, nn.Parameter] = {}
         self._carriers: dict[str, Carriers] = {}
+
+    @property
+    def undecided(self) -> bool:
+        return not self._weights
 
     def prepare(self, run: PrivateRun) -> None:
         refuse_made_before(run, self.config)

@@ -41,12 +41,15 @@ _MASKS = "selection_masks.safetensors"
 class Masks(Tuner):
     """Entries that the mask does not keep get neither gradient nor noise."""
 
-    decides_during_run = True
     clips_in_its_own_way = True
 
     def __init__(self, config: MaskConfig):
         self.config = config
         self.masks: Mapping[str, Tensor] | None = None
+
+    @property
+    def undecided(self) -> bool:
+        return self.masks is None
 
     def plan(self, clipping_norm: float) -> SelectionPlan | None:
         return (

@@ -1,0 +1,300 @@
+"""One gate: what leaves is noised with the planned standard deviation, after its event is durable,
+and once for each event. Each property has the bug it guards against planted."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import tiny
+import torch
+from scipy import stats
+
+from hf_dp.accounting import (
+    PoissonSampledGaussian,
+    RandomizedResponse,
+    RecordRelease,
+    SumAndRows,
+    event_from_dict,
+)
+from hf_dp.errors import BudgetExceededError, ConfigError, LedgerError
+from hf_dp.mechanisms import DpSgd
+from hf_dp.noise import SecretRandomness
+from hf_dp.plans import DpSgdPlan, PlannedRelease, PrivacyPlan
+from hf_dp.run.gate import Gate, NothingReleased, Release
+from hf_dp.run.ledger import RunLedger
+from hf_dp.statement.record import read
+
+PACKAGE = Path(__file__).parents[2] / "hf_dp"
+PLAN = PrivacyPlan(1000, 100.0, 10, 1e-4, DpSgdPlan(0.5, 2.0))
+REJECT = 1e-6
+
+
+@pytest.fixture
+def book(tmp_path) -> Iterator[RunLedger]:
+    ledger = RunLedger(tmp_path / "run", PLAN)
+    ledger.start(10)
+    yield ledger
+    ledger.stop()
+
+
+# -- the noise is that of the event --
+
+
+def has_the_planned_noise(gate: Gate, planned: PlannedRelease, part: str = "sum") -> bool:
+    """KS test of what the gate adds, against the event's noise multiplier x the sensitivity."""
+    with gate.release(planned) as release:
+        if part == "sum":
+            noise = release.sum({"w": torch.zeros(20_000)})["w"]
+        else:
+            noise = release.vectors(torch.zeros(200, 100)).flatten()
+    multiplier = planned.event.noise_multipliers[part]
+    scaled = noise.double() / (multiplier * planned.sensitivities[part])
+    return stats.kstest(scaled.numpy(), "norm").pvalue > REJECT
+
+
+PLANNED = [
+    (PLAN.step_release(), "sum"),
+    (PlannedRelease(PoissonSampledGaussian(3.0, 0.1, 1), "selection", {"sum": 0.02}), "sum"),
+    (PlannedRelease(RecordRelease(0.7, 1), "release", {"vectors": 1.5}), "vectors"),
+    (
+        PlannedRelease(
+            SumAndRows(2.0, 5.0, 0.1, 1, False), "training", {"sum": 0.5, "vectors": 3.0}
+        ),
+        "sum",
+    ),
+    (
+        PlannedRelease(
+            SumAndRows(2.0, 5.0, 0.1, 1, False), "training", {"sum": 0.5, "vectors": 3.0}
+        ),
+        "vectors",
+    ),
+]
+
+
+@pytest.mark.parametrize(("planned", "part"), PLANNED)
+def test_the_noise_is_the_events_multiplier_times_the_sensitivity(book, planned, part):
+    assert has_the_planned_noise(Gate(book, SecretRandomness()), planned, part)
+
+
+@pytest.mark.parametrize("factor", [2 / 3, 3 / 2])
+def test_planted_wrong_standard_deviation_is_seen(book, monkeypatch, factor):
+    original = PlannedRelease.noise_std
+    monkeypatch.setattr(
+        PlannedRelease, "noise_std", lambda self, part: factor * original(self, part)
+    )
+    assert not has_the_planned_noise(Gate(book, SecretRandomness()), PLAN.step_release())
+
+
+def test_the_parts_are_those_of_the_event():
+    with pytest.raises(ConfigError, match="sensitivities of ..sum.."):
+        PlannedRelease(PoissonSampledGaussian(1.0, 0.1, 1), "training", {"vectors": 1.0})
+    planned = PlannedRelease(RandomizedResponse(1.0, 3, 1), "release")
+    with pytest.raises(ConfigError, match="part that RandomizedResponse releases"):
+        planned.noise_std("sum")
+
+
+# -- the ledger is durable before the value is there --
+
+
+def is_durable_before_anything_is_out(gate: Gate, book: RunLedger) -> bool:
+    """Whether the file on disk knows each release before its value can be asked for."""
+    known = []
+    for _ in range(3):
+        with gate.release(PLAN.step_release()) as release:
+            before = read(book.folder).ledger.steps() if (book.folder / "privacy.json").exists() else 0
+            release.sum({"w": torch.zeros(3)})
+            known.append(before)
+    return known == [1, 2, 3]
+
+
+class AppendsAfterwards(Gate):
+    @contextmanager
+    def release(self, planned):
+        release = Release(planned, self._randomness)
+        yield release
+        self._ledger.append(planned.event, planned.purpose)
+
+
+class ForgetsTheSecond(Gate):
+    count = 0
+
+    @contextmanager
+    def release(self, planned):
+        self.count += 1
+        if self.count != 2:
+            self._ledger.append(planned.event, planned.purpose)
+        yield Release(planned, self._randomness)
+
+
+def test_the_ledger_is_durable_before_the_value(book):
+    assert is_durable_before_anything_is_out(Gate(book, SecretRandomness()), book)
+
+
+@pytest.mark.parametrize("planted", [AppendsAfterwards, ForgetsTheSecond])
+def test_planted_gates_that_record_late_or_not_at_all_are_seen(book, planted):
+    assert not is_durable_before_anything_is_out(planted(book, SecretRandomness()), book)
+
+
+def test_nothing_is_recorded_and_nothing_leaves_beyond_the_target(tmp_path):
+    plan = PrivacyPlan.create(
+        num_examples=1000, expected_batch_size=100, clipping_norm=1.0, target_epsilon=1.0, max_steps=2
+    )
+    book = RunLedger(tmp_path, plan)
+    book.start(2)
+    gate = Gate(book, SecretRandomness())
+    for _ in range(2):
+        with gate.release(plan.step_release()) as release:
+            release.sum({"w": torch.zeros(3)})
+    with pytest.raises(BudgetExceededError), gate.release(plan.step_release()):
+        pytest.fail("a release beyond the target")
+    assert read(tmp_path).ledger.steps() == 2
+    book.stop()
+
+
+# -- one event, one sum --
+
+
+def test_a_sum_leaves_once(book):
+    with Gate(book, SecretRandomness()).release(PLAN.step_release()) as release:
+        release.sum({"w": torch.zeros(3)})
+        with pytest.raises(LedgerError, match="Record another release"):
+            release.sum({"w": torch.zeros(3)})
+
+
+def test_a_closed_release_lets_nothing_out(book):
+    with Gate(book, SecretRandomness()).release(PLAN.step_release()) as release:
+        pass
+    with pytest.raises(LedgerError, match="closed"):
+        release.sum({"w": torch.zeros(3)})
+    with pytest.raises(LedgerError, match="closed"):
+        NothingReleased().sum({"w": torch.zeros(3)})
+
+
+def test_what_the_event_does_not_release_cannot_leave(book):
+    gate = Gate(book, SecretRandomness())
+    with gate.release(PLAN.step_release()) as release:
+        with pytest.raises(ConfigError, match="got 'vectors'"):
+            release.vectors(torch.zeros(2, 3))
+        with pytest.raises(LedgerError, match="RandomizedResponse"):
+            release.labels(torch.tensor([0, 1]))
+
+
+# -- the whole step: clip, then noise --
+
+
+def clips_before_it_noises(folder: Path) -> bool:
+    """Whether one example moves a step's gradient by no more than C / B, noise set aside."""
+    trainer = tiny.trainer(folder, per_example_max_grad_norm=0.01)
+    zero = torch.zeros
+
+    def gradient(indices: list[int]) -> torch.Tensor:
+        trainer.model.zero_grad()
+        loader = trainer.get_train_dataloader()
+        batches = loader.collate_fn([loader.dataset[i] for i in indices]) if indices else []
+        trainer.training_step(trainer.model, batches)
+        return torch.cat([p.grad.flatten() for p in trainer.model.parameters()])
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(SecretRandomness, "gaussian_like", lambda self, t, std: zero(t.shape))
+        trainer.create_optimizer()
+        with_it, without = gradient([0, 3, 7]), gradient([0, 3])
+    return float((with_it - without).norm()) <= 0.01 * (1 + 1e-4) / 8
+
+
+def test_a_step_clips_before_it_noises(tmp_path):
+    assert clips_before_it_noises(tmp_path)
+
+
+def test_planted_noise_before_the_clip_is_seen(tmp_path, monkeypatch):
+    """A step that noises per-example sums without their clip, and calls it a day."""
+    original = DpSgd.clip
+
+    def unclipped(self, batches):
+        self.run.options = type(self.run.options)(clipping_strategy="per_example")
+        plan = self.run.plan
+        loose = PrivacyPlan(
+            plan.num_examples,
+            plan.expected_batch_size,
+            plan.steps,
+            plan.delta,
+            DpSgdPlan(1e6, plan.noise_multiplier),
+        )
+        self.run.plan = loose
+        try:
+            return original(self, batches)
+        finally:
+            self.run.plan = plan
+
+    monkeypatch.setattr(DpSgd, "clip", unclipped)
+    assert not clips_before_it_noises(tmp_path)
+
+
+# -- nothing else noises or records --
+
+NOISE = {"gaussian_like", "standard_normal", "normal_", "randn_like", "laplace"}
+MAY_NOISE = {
+    "noise.py",  # the source itself
+    "run/gate.py",
+    "benchmarks/modes.py",  # times noise on made-up rows
+}
+MAY_RECORD = {
+    "accounting/ledger.py",  # the pure list of events
+    "run/ledger.py",
+    "run/gate.py",
+    "run/rebuild.py",  # a list of what marks knew and the file had lost
+}
+
+
+def callers(package: Path) -> set[tuple[str, str]]:
+    """(file, what) of each call that draws Gaussian noise, or appends (event, purpose)."""
+    found = set()
+    for path in package.rglob("*.py"):
+        file = path.relative_to(package).as_posix()
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
+                continue
+            if node.func.attr in NOISE:
+                found.add((file, "noise"))
+            # A list's append takes one argument.
+            if node.func.attr == "append" and len(node.args) + len(node.keywords) == 2:
+                found.add((file, "record"))
+        if "Release(" in path.read_text(encoding="utf-8").replace("PlannedRelease(", ""):
+            names = {
+                node.func.id
+                for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+                if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
+            }
+            if "Release" in names:
+                found.add((file, "release"))
+    return found
+
+
+def test_only_the_gate_noises_and_records():
+    found = callers(PACKAGE)
+    assert {file for file, what in found if what == "noise"} == MAY_NOISE
+    assert {file for file, what in found if what == "record"} == MAY_RECORD
+    assert {file for file, what in found if what == "release"} == {"run/gate.py"}
+
+
+@pytest.mark.parametrize(
+    ("source", "what"),
+    [
+        ("def f(run, total):\n    total += run.randomness.gaussian_like(total, 1.0)", "noise"),
+        ("def f(run, event):\n    run.book.append(event, 'training')", "record"),
+        ("def f(run, event):\n    run.book.append(event, purpose='training')", "record"),
+        ("from hf_dp.run.gate import Release\nx = Release(None, None)", "release"),
+    ],
+)
+def test_planted_other_callers_are_seen(tmp_path, source, what):
+    (tmp_path / "elsewhere.py").write_text(source)
+    assert callers(tmp_path) == {("elsewhere.py", what)}
+
+
+def test_events_read_back_have_the_same_parts():
+    for planned, _ in PLANNED:
+        again = event_from_dict(planned.event.to_dict())
+        assert again.noise_multipliers == planned.event.noise_multipliers

@@ -1,0 +1,161 @@
+"""A private run without a Trainer: a plain PyTorch loop and an Accelerate loop."""
+
+from __future__ import annotations
+
+import pytest
+import tiny
+import torch
+from accelerate import Accelerator
+from transformers import DataCollatorWithPadding
+
+from hf_dp import DpSgdPlan, PrivacyPlan, PrivacyRequest, PrivateRun, mechanism_for
+from hf_dp.batches.options import BatchOptions
+from hf_dp.errors import DataError, LedgerError, SelfCheckError, UnsupportedArgumentError
+from hf_dp.run.options import RunOptions
+from hf_dp.statement.record import read
+from hf_dp.statement.verify import disagreements
+
+OPTIONS = RunOptions(batches=BatchOptions(physical_batch_size=4, quiet=True))
+
+
+def rows():
+    return tiny.dataset().rename_column("label", "labels")
+
+
+def request(**changes) -> PrivacyRequest:
+    given = {
+        "num_examples": 40,
+        "expected_batch_size": 8,
+        "mechanism": DpSgdPlan(clipping_norm=0.1, noise_multiplier=1.0),
+        "max_steps": 4,
+    }
+    return PrivacyRequest(**{**given, **changes})
+
+
+def run(folder, model=None, plan: PrivacyPlan | None = None, **given) -> PrivateRun:
+    return PrivateRun(
+        model or tiny.model(),
+        plan or request().plan(),
+        folder,
+        train_dataset=given.pop("train_dataset", rows()),
+        data_collator=DataCollatorWithPadding(tiny.tokenizer()),
+        options=OPTIONS,
+        **given,
+    )
+
+
+def loop(private: PrivateRun, optimizer: torch.optim.Optimizer) -> int:
+    mechanism, steps = mechanism_for(private), 0
+    for batches in mechanism.logical_batches():
+        clipped = mechanism.clip(batches)
+        with private.release_step() as release:
+            mechanism.set_gradients(clipped, release)
+        optimizer.step()
+        optimizer.zero_grad()
+        steps += 1
+    mechanism.save()
+    return steps
+
+
+def test_a_plain_loop(tmp_path):
+    private = run(tmp_path)
+    before = [p.detach().clone() for p in private.model.parameters()]
+    assert loop(private, torch.optim.AdamW(private.model.parameters(), lr=1e-2)) == 4
+    assert all(
+        not torch.equal(*pair) for pair in zip(before, private.model.parameters(), strict=True)
+    )
+    record = read(tmp_path)
+    assert record.status == "proven" and record.ledger.steps("training") == 4
+    assert disagreements(record) == []
+    assert private.epsilon().value == pytest.approx(record.ledger.epsilon(record.plan.delta).value)
+
+
+def test_an_accelerate_loop(tmp_path):
+    accelerator = Accelerator(cpu=True)
+    model = tiny.model()
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    private = run(tmp_path, model, accelerator=accelerator)
+    assert loop(private, optimizer) == 4
+    assert read(tmp_path).status == "proven"
+
+
+def test_the_trainer_and_the_loop_make_the_same_weights(tmp_path):
+    """Same seeds for noise and draws: DPTrainer is seams over the same lines."""
+    initial = tiny.model().state_dict()
+    trainer = tiny.trainer(
+        tmp_path / "trainer",
+        given={"model": _model(initial)},
+        insecure_seed=3,
+        optim="sgd",
+        lr_scheduler_type="constant",
+    )
+    trainer.train()
+    private = run(
+        tmp_path / "loop",
+        _model(initial),
+        trainer.privacy_plan,
+        insecure_seed=3,
+    )
+    loop(private, torch.optim.SGD(private.model.parameters(), lr=1e-2))
+    for name, value in trainer.model.state_dict().items():
+        torch.testing.assert_close(private.model.state_dict()[name], value, rtol=1e-5, atol=1e-7)
+
+
+def _model(state):
+    model = tiny.model()
+    model.load_state_dict(state)
+    return model
+
+
+def test_it_stops_before_the_target_is_passed(tmp_path):
+    plan = request(
+        mechanism=DpSgdPlan(clipping_norm=0.1), target_epsilon=1.0, max_steps=3
+    ).plan()
+    private = run(tmp_path, plan=plan)
+    assert loop(private, torch.optim.SGD(private.model.parameters(), lr=0.1)) == 3
+    assert private.epsilon().value <= 1.0
+    again = run(tmp_path / "second", plan=plan, earlier_runs=[str(tmp_path)])
+    with pytest.raises(Exception, match="target_epsilon"):
+        loop(again, torch.optim.SGD(again.model.parameters(), lr=0.1))
+
+
+def test_no_gradient_without_a_release(tmp_path):
+    """There is no way to ``p.grad`` but through what the gate gives."""
+    private = run(tmp_path)
+    mechanism = mechanism_for(private)
+    for batches in mechanism.logical_batches():
+        clipped = mechanism.clip(batches)
+        assert all(p.grad is None for p in private.model.parameters())
+        with private.release_step() as release:
+            pass
+        with pytest.raises(LedgerError, match="closed"):
+            mechanism.set_gradients(clipped, release)
+        break
+    assert private.ledger.steps() == 1
+
+
+def test_bad_input_is_refused_before_the_first_step(tmp_path):
+    with pytest.raises(DataError, match="40"):
+        loop(run(tmp_path / "a", train_dataset=rows().select(range(30))), None)
+
+    def coupled(model, batch):
+        losses = torch.nn.functional.cross_entropy(
+            model(batch["input_ids"], batch["attention_mask"]).logits,
+            batch["labels"],
+            reduction="none",
+        )
+        return losses - losses.mean() / 2
+
+    with pytest.raises(SelfCheckError):
+        loop(run(tmp_path / "b", compute_per_example_loss=coupled), None)
+    private = run(tmp_path / "c")
+    with pytest.raises(UnsupportedArgumentError, match="evaluation set"):
+        private.check_evaluation(private.train_dataset.select(range(5)))
+    assert not (tmp_path / "a" / "privacy.json").exists()
+
+
+def test_two_loops_cannot_share_a_folder(tmp_path):
+    first = run(tmp_path)
+    loop(first, torch.optim.SGD(first.model.parameters(), lr=0.1))
+    with pytest.raises(LedgerError, match="another run"):
+        loop(run(tmp_path), None)
