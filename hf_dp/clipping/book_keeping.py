@@ -7,18 +7,20 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from hf_dp.clipping.bundles import bundled
+from hf_dp.clipping.clipped_sum import ClippedSum
+from hf_dp.clipping.gradients import PerExampleGradient
 from hf_dp.clipping.norms import ExampleNorms
-from hf_dp.clipping.step import ClippedStep
-from hf_dp.clipping.uses import Use
 
 
-def book_keeping(step: ClippedStep, losses: Tensor) -> Tensor:
+def book_keeping(step: ClippedSum, losses: Tensor) -> Tensor:
     """Adds the clipped gradients to the step's sums; returns the examples' norms (b,). Holds all
     records at once."""
-    return clip_and_add(step, step.records(losses), len(losses))
+    return clip_and_add(step, step.capture(losses), len(losses))
 
 
-def clip_and_add(step: ClippedStep, uses: dict[nn.Parameter, list[Use]], examples: int) -> Tensor:
+def clip_and_add(
+    step: ClippedSum, uses: dict[nn.Parameter, list[PerExampleGradient]], examples: int
+) -> Tensor:
     """Norms from the records of a batch, weights from the norms, weighted sums from records and
     weights; the norms (b,)."""
     bundles = bundled(uses, step.groups)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from hf_dp.clipping.uses import Dense, Use
+from hf_dp.clipping.gradients import Dense, PerExampleGradient
 
 _LARGEST = (
     2**14
@@ -38,7 +38,7 @@ class Bundle:
 
 
 def bundled(
-    uses: dict[nn.Parameter, list[Use]], groups: Mapping[nn.Parameter, int]
+    uses: dict[nn.Parameter, list[PerExampleGradient]], groups: Mapping[nn.Parameter, int]
 ) -> list[Bundle]:
     """Takes out of ``uses`` every parameter with one small dense gradient; a bundle for each group,
     dtype and device."""

@@ -23,14 +23,14 @@ from torch import Tensor, nn
 
 from hf_dp import _validate
 from hf_dp.clipping.book_keeping import book_keeping
+from hf_dp.clipping.clipped_sum import ClippedSum
 from hf_dp.clipping.coupling import refuse_coupling
-from hf_dp.clipping.owners import own_parameters, shared_method, unknown_module
-from hf_dp.clipping.recorder import Tape
+from hf_dp.clipping.fallback import fallback_forward, own_parameters, shared_method
+from hf_dp.clipping.gradients import SMALLEST_CLIPPING_NORM, accumulation_dtype
 from hf_dp.clipping.rules import find_rule
 from hf_dp.clipping.shared import SharedMethod, find_shared_method
-from hf_dp.clipping.step import ClippedStep
+from hf_dp.clipping.tape import Tape
 from hf_dp.clipping.two_pass import two_pass
-from hf_dp.clipping.uses import SMALLEST_CLIPPING_NORM, accumulation_dtype
 from hf_dp.errors import UnaccountedGradientError, UnsupportedLossError, UnsupportedModelError
 from hf_dp.plan import CLIPPINGS
 
@@ -163,7 +163,7 @@ class ClippingEngine:
         self._refuse_stray_gradients(
             "before engine.backward(); call optimizer.zero_grad() after each step"
         )
-        step = ClippedStep(
+        step = ClippedSum(
             self._tape,
             self._groups,
             self.clipping,
@@ -187,7 +187,7 @@ class ClippingEngine:
             self._tape.forget_forward()
         return torch.where(torch.isfinite(norms), norms, torch.full_like(norms, torch.inf))
 
-    def _take(self, step: ClippedStep, losses: Tensor) -> Tensor:
+    def _take(self, step: ClippedSum, losses: Tensor) -> Tensor:
         """What becomes of one physical batch; a subclass may take something else than clipped sums
         from its records."""
         return _STRATEGIES[self.strategy](step, losses)
@@ -223,7 +223,7 @@ class ClippingEngine:
         previous = module.__dict__.get("forward")
         rule = None if self.strategy == "per_example" else find_rule(module)
         run = (
-            partial(unknown_module, self._tape, _original(previous))
+            partial(fallback_forward, self._tape, _original(previous))
             if rule is None
             else partial(rule, self._tape)
         )

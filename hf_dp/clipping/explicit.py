@@ -11,11 +11,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from hf_dp.clipping.uses import Lookups, Use, accumulation_dtype
+from hf_dp.clipping.gradients import Lookups, PerExampleGradient, accumulation_dtype
 
 
 def explicit(
-    uses: Sequence[Use], parameter: nn.Parameter, index: int
+    uses: Sequence[PerExampleGradient], parameter: nn.Parameter, index: int
 ) -> tuple[Tensor | None, Tensor]:
     """One example's gradient: (None, all of it), or for lookups alone (the rows that are not zero,
     them)."""

@@ -18,9 +18,15 @@ from torch import Tensor, nn
 
 from hf_dp._validate import invalid, one_of
 from hf_dp.clipping.book_keeping import clip_and_add
+from hf_dp.clipping.clipped_sum import ClippedSum
 from hf_dp.clipping.engine import ClippingEngine
-from hf_dp.clipping.step import ClippedStep
-from hf_dp.clipping.uses import Dense, OuterProducts, Use, accumulation_dtype, full_precision
+from hf_dp.clipping.gradients import (
+    Dense,
+    OuterProducts,
+    PerExampleGradient,
+    accumulation_dtype,
+    full_precision,
+)
 
 CLIPPINGS = ("flat", "automatic")
 LEFT, RIGHT = ".left_carrier", ".right_carrier"  # what follows a weight's name in the sums
@@ -83,8 +89,8 @@ class LowRankEngine(ClippingEngine):
             self._groups |= dict.fromkeys(pair, 0)
         return self
 
-    def _take(self, step: ClippedStep, losses: Tensor) -> Tensor:
-        uses = step.records(losses)
+    def _take(self, step: ClippedSum, losses: Tensor) -> Tensor:
+        uses = step.capture(losses)
         names = {parameter: name for name, parameter in self._parameters.items()}
         with torch.no_grad(), full_precision():
             for parameter, pair in self._pairs.items():
@@ -108,7 +114,9 @@ class LowRankEngine(ClippingEngine):
         return found
 
 
-def _project(uses: Sequence[Use], carriers: Carriers, shape: torch.Size) -> tuple[Dense, Dense]:
+def _project(
+    uses: Sequence[PerExampleGradient], carriers: Carriers, shape: torch.Size
+) -> tuple[Dense, Dense]:
     """The gradients of both carriers, one for each example."""
     lefts, rights = [], []
     for use in uses:

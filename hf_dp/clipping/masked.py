@@ -14,10 +14,16 @@ import torch
 from torch import Tensor, nn
 
 from hf_dp._validate import invalid, one_of
+from hf_dp.clipping.clipped_sum import ClippedSum
 from hf_dp.clipping.engine import ClippingEngine
+from hf_dp.clipping.gradients import (
+    Lookups,
+    Norms,
+    PerExampleGradient,
+    full_precision,
+    squared_norms,
+)
 from hf_dp.clipping.norms import ExampleNorms
-from hf_dp.clipping.step import ClippedStep
-from hf_dp.clipping.uses import Lookups, Norms, Use, full_precision, squared_norms
 
 CLIPPINGS = ("flat", "automatic")
 
@@ -69,8 +75,8 @@ class MaskedEngine(ClippingEngine):
             )  # not a product: where nothing is clipped a sum may be infinite
         return sums
 
-    def _take(self, step: ClippedStep, losses: Tensor) -> Tensor:
-        uses = step.records(losses)
+    def _take(self, step: ClippedSum, losses: Tensor) -> Tensor:
+        uses = step.capture(losses)
         table = ExampleNorms(step.groups, len(losses))
         for parameter, mask in self._masked.items():
             if parameter in uses:
@@ -86,7 +92,7 @@ class MaskedEngine(ClippingEngine):
 
 @torch.no_grad()
 @full_precision()
-def masked_norms(uses: Sequence[Use], mask: Tensor) -> Norms:
+def masked_norms(uses: Sequence[PerExampleGradient], mask: Tensor) -> Norms:
     """Norms of the entries of one parameter's gradient that ``mask``, of its shape, keeps.
 
     Explicit, so that nothing cancels: the error is that of the last rounding. The slack is that of
@@ -103,7 +109,7 @@ def masked_norms(uses: Sequence[Use], mask: Tensor) -> Norms:
 
 
 def _parts(
-    uses: Sequence[Use], mask: Tensor, of_examples: Tensor
+    uses: Sequence[PerExampleGradient], mask: Tensor, of_examples: Tensor
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Which examples (k,), and a part of their masked gradients (k, ...); together all that is not
     zero.

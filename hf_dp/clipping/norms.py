@@ -8,18 +8,18 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from hf_dp.clipping.grams import Grams, LastOf, gram_blocks
-from hf_dp.clipping.uses import (
+from hf_dp.clipping.gradients import (
     Dense,
     Lookups,
     Norms,
     OuterProducts,
-    Use,
+    PerExampleGradient,
     compact,
     full_precision,
     inner_product,
     outer_norms,
 )
+from hf_dp.clipping.grams import Grams, LastOf, gram_blocks
 
 # Largest relative rounding error of a squared norm that is accepted; half of it reaches the norm.
 _TOLERANCE = 1e-4
@@ -48,7 +48,7 @@ class ExampleNorms:
 
     @torch.no_grad()
     @full_precision()
-    def add(self, uses: Mapping[nn.Parameter, Sequence[Use]]) -> None:
+    def add(self, uses: Mapping[nn.Parameter, Sequence[PerExampleGradient]]) -> None:
         """Note parameters, given all uses of each."""
         alone = {
             p: first
@@ -66,7 +66,7 @@ class ExampleNorms:
 
     @torch.no_grad()
     @full_precision()
-    def settle(self, uses: Mapping[nn.Parameter, Sequence[Use]]) -> None:
+    def settle(self, uses: Mapping[nn.Parameter, Sequence[PerExampleGradient]]) -> None:
         """Compute doubtful examples again, from those parameters whose uses are given.
 
         An example is in doubt when the error is large beside what its group has so far: parameters
@@ -124,7 +124,7 @@ class ExampleNorms:
 
 def _settle(
     members: Sequence[nn.Parameter],
-    uses: Mapping[nn.Parameter, Sequence[Use]],
+    uses: Mapping[nn.Parameter, Sequence[PerExampleGradient]],
     squared: Tensor,
     error: Tensor,
     index: int,
@@ -147,7 +147,7 @@ def _settle(
         error[row] = open_error[row] = 0
 
 
-def norms_of(uses: Sequence[Use], grams: Grams | None = None) -> Norms:
+def norms_of(uses: Sequence[PerExampleGradient], grams: Grams | None = None) -> Norms:
     """Of one parameter's gradient: ``|sum_u G_u|^2 = sum_u |G_u|^2 + 2 sum_{u<v} <G_u, G_v>``."""
     if len(uses) == 1:
         return uses[0].norms(grams)
@@ -160,12 +160,12 @@ def norms_of(uses: Sequence[Use], grams: Grams | None = None) -> Norms:
     return Norms(squared, error, torch.stack([part.slack for part in parts]).sum(0))
 
 
-def gathered(uses: Sequence[Use], shape: torch.Size) -> list[Use]:
+def gathered(uses: Sequence[PerExampleGradient], shape: torch.Size) -> list[PerExampleGradient]:
     """All uses of one parameter, each as the tape handed it over, with those of one form joined
     where that is cheaper."""
     if len(uses) == 1:
         return list(uses)
-    joined: list[Use] = []
+    joined: list[PerExampleGradient] = []
     for use in compact(uses, shape):
         for position, known in enumerate(joined):
             if (isinstance(use, Dense) and isinstance(known, Dense)) or (

@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from hf_dp.clipping.engine import ClippingEngine
+from hf_dp.clipping.gradients import squared_norms
 from hf_dp.clipping.per_example import per_example_gradients
-from hf_dp.clipping.uses import squared_norms
 from hf_dp.clipping.weights import clipping_weights
 from hf_dp.errors import SelfCheckError
 

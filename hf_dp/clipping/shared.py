@@ -3,7 +3,7 @@ share.
 
 Their results have no example dimension, so the gradient that arrives at a parameter is already a
 sum over examples. Here the result is expanded to the batch first
-(:func:`~hf_dp.clipping.owners.shared_method`). Known by class and method name:
+(:func:`~hf_dp.clipping.fallback.shared_method`). Known by class and method name:
 
 * relative position biases: T5 and its family (``compute_bias``), MPNet (``compute_position_bias``);
 * the prompt of PEFT's prompt tuning and p-tuning (``get_prompt``), which PEFT computes once and

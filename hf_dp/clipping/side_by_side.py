@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.profiler import record_function
 
-from hf_dp.clipping.uses import OuterProducts, Use
+from hf_dp.clipping.gradients import OuterProducts, PerExampleGradient
 
 # A product with more than this part of one thread's share of the work is left to all threads, or
 # they would wait for its one.
@@ -25,7 +25,9 @@ _LARGEST_PART = 1 / 4
 _SMALLEST = 2**25  # multiplications; handing over fewer takes longer than doing them
 
 
-def products_for_one_thread(uses: Mapping[nn.Parameter, Sequence[Use]]) -> list[nn.Parameter]:
+def products_for_one_thread(
+    uses: Mapping[nn.Parameter, Sequence[PerExampleGradient]],
+) -> list[nn.Parameter]:
     """The parameters whose weighted sums are to be formed side by side, the largest first; none
     where that gains nothing."""
     threads = torch.get_num_threads()

@@ -14,17 +14,17 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from hf_dp.clipping.clipped_sum import ClippedSum
 from hf_dp.clipping.dropout_masks import random_state, set_random_state
+from hf_dp.clipping.gradients import PerExampleGradient
 from hf_dp.clipping.norms import ExampleNorms, gathered
-from hf_dp.clipping.step import ClippedStep
-from hf_dp.clipping.uses import Use
 from hf_dp.errors import UnsupportedModelError
 
 # Largest relative difference between two runs of the same kernels (atomic additions on a GPU).
 _REPEATABLE = 1e-4
 
 
-def two_pass(step: ClippedStep, losses: Tensor) -> Tensor:
+def two_pass(step: ClippedSum, losses: Tensor) -> Tensor:
     """Adds the clipped gradients to the step's sums; returns the examples' norms (b,).
 
     Only parameters that the forward used more than once (tied, reused) are held until all their
@@ -32,7 +32,7 @@ def two_pass(step: ClippedStep, losses: Tensor) -> Tensor:
     """
     table = ExampleNorms(step.groups, len(losses))
     expected = step.forward_uses()
-    waiting: dict[nn.Parameter, list[Use]] = {}
+    waiting: dict[nn.Parameter, list[PerExampleGradient]] = {}
     counts: dict[nn.Parameter, int] = {}
     fingerprints: dict[nn.Parameter, list[Tensor]] = {}
 
@@ -41,7 +41,7 @@ def two_pass(step: ClippedStep, losses: Tensor) -> Tensor:
         table.add({parameter: uses})
         table.settle({parameter: uses})
 
-    def measure(parameter: nn.Parameter, use: Use) -> None:
+    def measure(parameter: nn.Parameter, use: PerExampleGradient) -> None:
         if parameter in table:
             raise UnsupportedModelError(
                 f"A parameter of shape {tuple(parameter.shape)} met more gradients in backward "
@@ -54,7 +54,7 @@ def two_pass(step: ClippedStep, losses: Tensor) -> Tensor:
         if counts[parameter] == expected[parameter]:
             finish(parameter)
 
-    def add(parameter: nn.Parameter, use: Use) -> None:
+    def add(parameter: nn.Parameter, use: PerExampleGradient) -> None:
         # What is added must be what was measured, or its norm is not known to be within the
         # clipping norm.
         seen = fingerprints.get(parameter)

@@ -12,12 +12,18 @@ from models import TinyTied, batch_for, engine_result, example_norms, loop_oracl
 from torch import Tensor, nn
 
 from hf_dp.clipping import ClippingEngine, norms
-from hf_dp.clipping.uses import Dense, Lookups, OuterProducts, Use, inner_product
+from hf_dp.clipping.gradients import (
+    Dense,
+    Lookups,
+    OuterProducts,
+    PerExampleGradient,
+    inner_product,
+)
 
 NORM_RTOL = 1e-4  # invariant 2
 
 
-def truth(of_parameters: list[list[Use]], shape: torch.Size) -> Tensor:
+def truth(of_parameters: list[list[PerExampleGradient]], shape: torch.Size) -> Tensor:
     squares = [
         sum(use.example_gradient(0, shape) for use in of_parameter).square().sum()
         for of_parameter in of_parameters
@@ -25,7 +31,7 @@ def truth(of_parameters: list[list[Use]], shape: torch.Size) -> Tensor:
     return torch.stack(squares).sum().sqrt()
 
 
-def measured(of_parameters: list[list[Use]], shape: torch.Size) -> Tensor:
+def measured(of_parameters: list[list[PerExampleGradient]], shape: torch.Size) -> Tensor:
     return example_norms(
         {nn.Parameter(torch.zeros(shape)): of_parameter for of_parameter in of_parameters}, 1
     )[0][0]
@@ -153,7 +159,7 @@ def test_a_large_rounding_error_does_not_hide_a_small_one():
     shape = torch.Size((64, 64))
     for seed in range(100):
         source = Source(seed)
-        pair: list[list[Use]] = [
+        pair: list[list[PerExampleGradient]] = [
             [cancelling(source, 16, 64, 1e-7, scale=1e3)],
             [cancelling(source, 16, 64, 1e-5)],
         ]
@@ -306,7 +312,7 @@ def test_claimed_rounding_error_of_two_uses_is_an_upper_bound(length, orthogonal
 def test_inner_product_with_a_dense_use(form):
     source = Source(0)
     dense = Dense(source(2, 12, 16))
-    other: Use = (
+    other: PerExampleGradient = (
         OuterProducts(source(2, 7, 12), source(2, 7, 16))
         if form == "outer"
         else Lookups(torch.randint(0, 12, (2, 7), generator=source.generator), source(2, 7, 16))
@@ -326,7 +332,9 @@ def test_inner_product_with_a_dense_use(form):
 def test_records_of_bf16_are_squared_in_float32(form):
     source = Source(0)
     if form == "linear":
-        use: Use = OuterProducts(source(1, 64, 32).bfloat16(), source(1, 64, 32).bfloat16())
+        use: PerExampleGradient = OuterProducts(
+            source(1, 64, 32).bfloat16(), source(1, 64, 32).bfloat16()
+        )
     else:
         use = Lookups(torch.zeros(1, 64, dtype=torch.long), source(1, 64, 32).bfloat16())
     shape = torch.Size((32, 32))
@@ -339,7 +347,7 @@ def test_ordinary_gradients_never_need_the_slow_path(monkeypatch):
     """It costs a float64 gradient for one example; on random and real models it is for special
     cases only."""
 
-    def refuse(self: Use, index: int, shape: torch.Size) -> Tensor:
+    def refuse(self: PerExampleGradient, index: int, shape: torch.Size) -> Tensor:
         raise AssertionError("slow path")
 
     for form in (OuterProducts, Lookups, Dense):
@@ -362,7 +370,7 @@ def test_long_lookups_never_need_the_slow_path(monkeypatch):
     """With only an embedding training nothing hides its rounding error; 512 random positions are an
     ordinary example."""
 
-    def refuse(self: Use, index: int, shape: torch.Size) -> Tensor:
+    def refuse(self: PerExampleGradient, index: int, shape: torch.Size) -> Tensor:
         raise AssertionError("slow path")
 
     monkeypatch.setattr(Lookups, "example_gradient", refuse)

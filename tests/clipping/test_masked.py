@@ -7,9 +7,9 @@ import torch
 from architectures import ARCHITECTURES, INFILLING, assert_equal, clip, collate, single, together
 
 from hf_dp.clipping import masked
+from hf_dp.clipping.clipped_sum import ClippedSum
+from hf_dp.clipping.gradients import Dense, Lookups, OuterProducts
 from hf_dp.clipping.masked import MaskedEngine, masked_norms
-from hf_dp.clipping.step import ClippedStep
-from hf_dp.clipping.uses import Dense, Lookups, OuterProducts
 from hf_dp.errors import InvalidArgumentError
 
 LENGTHS = (5, 1, 3, 6)
@@ -127,8 +127,8 @@ def test_an_infinite_entry_removes_the_example_also_where_it_is_masked(value):
     mask = torch.tensor([True, False, True, True])
     gradients = torch.tensor([[1.0, 7.0, 2.0, 2.0], [1.0, value, 1.0, 1.0]])
     with MaskedEngine(model, {"weight": mask}, 6.0) as engine:
-        step = ClippedStep(engine._tape, engine._groups, "flat", 6.0, engine._sums, lambda: None)
-        step.records = lambda losses: {model.weight: [Dense(gradients)]}
+        step = ClippedSum(engine._tape, engine._groups, "flat", 6.0, engine._sums, lambda: None)
+        step.capture = lambda losses: {model.weight: [Dense(gradients)]}
         norms = engine._take(step, torch.zeros(2))
         sums = engine.collect()["weight"]
     assert norms.tolist() == [3.0, torch.inf]

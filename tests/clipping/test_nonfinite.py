@@ -182,7 +182,7 @@ def test_a_squared_norm_of_minus_infinity_is_not_a_small_one():
     unclipped."""
     left = torch.tensor([[[1e20, 1.0], [-1e20, 1.0]], [[1.0, 2.0], [0.5, 0.1]]])
     right = torch.tensor([[[1.0, 1e20], [1.0, 1e20]], [[1.0, 1.0], [1.0, 2.0]]])
-    from hf_dp.clipping.uses import OuterProducts
+    from hf_dp.clipping.gradients import OuterProducts
 
     norms, _ = example_norms(
         {torch.nn.Parameter(torch.zeros(2, 2)): [OuterProducts(left, right)]}, 2

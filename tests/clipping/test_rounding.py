@@ -6,12 +6,19 @@ import pytest
 import torch
 from models import example_norms
 
-from hf_dp.clipping import norms, uses
+from hf_dp.clipping import gradients, norms
+from hf_dp.clipping.gradients import (
+    Lookups,
+    OuterProducts,
+    PerExampleGradient,
+    Weights,
+    inner_product,
+    outer_norms,
+)
 from hf_dp.clipping.grams import LastOf, gram_blocks
-from hf_dp.clipping.uses import Lookups, OuterProducts, Use, Weights, inner_product, outer_norms
 
 
-def exact_norm(parameter: torch.Tensor, uses: list[Use]) -> torch.Tensor:
+def exact_norm(parameter: torch.Tensor, uses: list[PerExampleGradient]) -> torch.Tensor:
     examples = len(uses[0].left) if isinstance(uses[0], OuterProducts) else len(uses[0].grads)
     totals = [
         sum(use.example_gradient(i, parameter.shape) for use in uses) for i in range(examples)
@@ -97,7 +104,7 @@ def test_mixed_inner_products_equal_the_explicit_product():
     tokens = torch.randint(0, 20, (3, 5), generator=generator)
     lookups = Lookups(tokens, torch.randn(3, 5, 8, generator=generator).double())
     outer = OuterProducts(*(torch.randn(3, 7, n, generator=generator).double() for n in (20, 8)))
-    from hf_dp.clipping.uses import Dense
+    from hf_dp.clipping.gradients import Dense
 
     dense = Dense(torch.randn(3, 20, 8, generator=generator).double())
     for one, other in ((outer, lookups), (lookups, outer), (dense, outer), (dense, lookups)):
@@ -134,7 +141,7 @@ def test_a_remembered_gram_matrix_is_that_of_the_same_numbers():
 def test_uses_reduced_together_have_the_norms_they_have_alone(together, monkeypatch):
     """In their order, whatever lengths follow each other, halved matrices among them, and however
     many fit."""
-    monkeypatch.setattr(uses, "_TOGETHER", together)
+    monkeypatch.setattr(gradients, "_TOGETHER", together)
     generator = torch.Generator().manual_seed(5)
     lengths = (3, 3, 7, 130, 130, 64, 3, 1)
     every = [

@@ -12,7 +12,7 @@ from models import BUILDERS, alone, batch_for, bert, gpt2, llama
 from torch import Tensor, nn
 
 from hf_dp.clipping import self_check
-from hf_dp.clipping.uses import Dense, Weights
+from hf_dp.clipping.gradients import Dense, Weights
 from hf_dp.errors import SelfCheckError, UnaccountedGradientError, UnsupportedModelError
 from hf_dp.losses import per_example_loss
 
@@ -94,7 +94,7 @@ def test_each_wrong_rule_is_refused(name, factor, monkeypatch):
             for field in ("left", "grads", "gradients"):
                 if hasattr(use, field):
                     setattr(use, field, getattr(use, field) * factor)
-            self.tape.record(module, parameter, use)
+            self.tape.capture(module, parameter, use)
 
     def wrong(ctx, *grads):
         ctx.tape = Scaled(ctx.tape)

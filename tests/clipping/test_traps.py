@@ -17,11 +17,11 @@ from transformers import BlenderbotConfig, BlenderbotForCausalLM
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from hf_dp.batches.padding import Padding
-from hf_dp.clipping import ClippingEngine, grams, per_example_gradients, self_check, uses
+from hf_dp.clipping import ClippingEngine, gradients, grams, per_example_gradients, self_check
+from hf_dp.clipping.clipped_sum import ClippedSum
 from hf_dp.clipping.engine import STRATEGIES
+from hf_dp.clipping.gradients import Dense, OuterProducts
 from hf_dp.clipping.rules import find_rule
-from hf_dp.clipping.step import ClippedStep
-from hf_dp.clipping.uses import Dense, OuterProducts
 from hf_dp.errors import (
     DataError,
     HfDpError,
@@ -160,7 +160,7 @@ def test_uses_that_cancel_move_a_sum_by_no_more_than_their_sum(strategy):
 
 def test_a_second_pass_that_meets_fewer_gradients_is_refused(monkeypatch):
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 1))
-    original, passes = ClippedStep.backward, []
+    original, passes = ClippedSum.backward, []
 
     def losing(self, losses, sink, retain_graph=False):
         passes.append(1)
@@ -169,7 +169,7 @@ def test_a_second_pass_that_meets_fewer_gradients_is_refused(monkeypatch):
         for use in met if len(passes) == 1 else met[:-1]:
             sink(*use)
 
-    monkeypatch.setattr(ClippedStep, "backward", losing)
+    monkeypatch.setattr(ClippedSum, "backward", losing)
     with ClippingEngine(model, C, strategy="two_pass") as engine:
         with pytest.raises(UnsupportedModelError, match="fewer gradients than the first"):
             engine.backward(model(torch.randn(2, 3)).squeeze(1))
@@ -218,7 +218,7 @@ def test_an_inner_product_of_few_positions():
         one.example_gradient(0, torch.Size((256_000, 1)))
         * other.example_gradient(0, torch.Size((256_000, 1)))
     ).sum()
-    found, error = uses.inner_product(one, other)
+    found, error = gradients.inner_product(one, other)
     assert abs(float(found[0]) - float(exact)) <= float(error[0])
 
 
@@ -602,7 +602,7 @@ def test_outputs_of_linear_layers_may_be_changed_in_place():
 def test_sums_that_an_error_left_half_added_cannot_be_collected(monkeypatch, strategy):
     model, calls = models.bert(), []
     batch = batch_for(model, (5, 3))
-    original = ClippedStep._weighted
+    original = ClippedSum._weighted
 
     def failing(self, *args):
         calls.append(1)
@@ -611,7 +611,7 @@ def test_sums_that_an_error_left_half_added_cannot_be_collected(monkeypatch, str
             raise RuntimeError("out of memory")
         return total
 
-    monkeypatch.setattr(ClippedStep, "_weighted", failing)
+    monkeypatch.setattr(ClippedSum, "_weighted", failing)
     with ClippingEngine(model, C, strategy=strategy) as engine:
         with pytest.raises(RuntimeError, match="out of memory"):
             engine.backward(per_example_loss(model, batch))

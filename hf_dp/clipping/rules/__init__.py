@@ -68,8 +68,8 @@ def register_rule(module_class: type[nn.Module], keep: Keep, gradients: Gradient
             arguments: what the gradients will need of the inputs, one row per example each.
         gradients: ``gradients(module, kept, output_grad) -> {parameter name: gradient}``: for each
             trainable parameter that the module owns, its per-example gradient (b,
-            *parameter.shape), or where that is large :class:`~hf_dp.clipping.uses.OuterProducts` or
-            :class:`~hf_dp.clipping.uses.Lookups`. It must not mix examples.
+            *parameter.shape), or where that is large :class:`~hf_dp.clipping.gradients.OuterProducts` or
+            :class:`~hf_dp.clipping.gradients.Lookups`. It must not mix examples.
 
     The module's forward must return one tensor with one row per example. The rule is checked on
     synthetic examples before training, as all are. A module without a rule works too, more slowly:

@@ -7,8 +7,8 @@ from __future__ import annotations
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from hf_dp.clipping.gradients import OuterProducts, PerExampleGradient, accumulation_dtype
 from hf_dp.clipping.rules.pair import PairRule
-from hf_dp.clipping.uses import OuterProducts, Use, accumulation_dtype
 
 
 def _keep_input(module: nn.Conv2d, input: Tensor) -> tuple[Tensor]:
@@ -17,7 +17,7 @@ def _keep_input(module: nn.Conv2d, input: Tensor) -> tuple[Tensor]:
 
 def _conv2d_gradients(
     module: nn.Conv2d, kept: tuple[Tensor, ...], grad: Tensor
-) -> dict[str, Tensor | Use]:
+) -> dict[str, Tensor | PerExampleGradient]:
     padding = module.padding
     assert not isinstance(padding, str)  # such a module has no rule
     x = kept[0].to(grad.dtype)

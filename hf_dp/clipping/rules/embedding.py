@@ -22,8 +22,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from hf_dp.clipping.recorder import Tape
-from hf_dp.clipping.uses import Lookups
+from hf_dp.clipping.gradients import Lookups
+from hf_dp.clipping.tape import Tape
 from hf_dp.errors import UnsupportedModelError
 
 
@@ -109,5 +109,5 @@ class _Embedding(torch.autograd.Function):
             grad = grad.reshape(*tokens.shape, -1)
             if module.padding_idx is not None:
                 grad = grad.masked_fill((tokens == module.padding_idx)[..., None], 0)
-            ctx.tape.record(module, module.weight, Lookups(tokens, grad))
+            ctx.tape.capture(module, module.weight, Lookups(tokens, grad))
         return None, None, None, None

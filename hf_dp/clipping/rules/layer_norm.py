@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hf_dp.clipping.recorder import Tape
+from hf_dp.clipping.gradients import accumulation_dtype
 from hf_dp.clipping.rules._positions import positions
-from hf_dp.clipping.uses import accumulation_dtype
+from hf_dp.clipping.tape import Tape
 
 
 def layer_norm(tape: Tape, module: nn.LayerNorm, input: Tensor) -> Tensor:
@@ -50,10 +50,10 @@ class _LayerNorm(torch.autograd.Function):
         if ctx.needs_input_grad[1]:
             products = (x.to(dtype) - mean).mul_(rstd).mul_(grad)
             of_examples = positions(tape.by_example(module, products), dims).sum(1)
-            tape.record(module, module.weight, of_examples.view(-1, *weight.shape))
+            tape.capture(module, module.weight, of_examples.view(-1, *weight.shape))
         if ctx.needs_input_grad[2]:
             of_examples = positions(tape.by_example(module, grad), dims).sum(1, dtype=dtype)
-            tape.record(module, module.bias, of_examples.view(-1, *bias.shape))
+            tape.capture(module, module.bias, of_examples.view(-1, *bias.shape))
         grad_x = None
         if ctx.needs_input_grad[0]:
             grad_x = torch.ops.aten.native_layer_norm_backward.default(

@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers.pytorch_utils import Conv1D
 
-from hf_dp.clipping.recorder import Tape
+from hf_dp.clipping.gradients import OuterProducts, accumulation_dtype
 from hf_dp.clipping.rules._autocast import matmul_dtype
 from hf_dp.clipping.rules._positions import positions
-from hf_dp.clipping.uses import OuterProducts, accumulation_dtype
+from hf_dp.clipping.tape import Tape
 
 
 def linear(tape: Tape, module: nn.Linear, input: Tensor) -> Tensor:
@@ -73,9 +73,9 @@ class _Affine(torch.autograd.Function):
         if ctx.needs_input_grad[1]:
             activations = positions(tape.by_example(module, x))
             pair = (activations, output_grads) if transposed else (output_grads, activations)
-            tape.record(module, module.weight, OuterProducts(*pair))
+            tape.capture(module, module.weight, OuterProducts(*pair))
         if ctx.needs_input_grad[2]:
-            tape.record(
+            tape.capture(
                 module, module.bias, output_grads.sum(1, dtype=accumulation_dtype(grad.dtype))
             )
         grad_x = None

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from hf_dp.clipping.gradients import accumulation_dtype
 from hf_dp.clipping.rules._positions import positions
 from hf_dp.clipping.rules.pair import PairRule
-from hf_dp.clipping.uses import accumulation_dtype
 
 
 def _keep_input(module: nn.Module, input: Tensor) -> tuple[Tensor]:

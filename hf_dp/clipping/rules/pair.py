@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hf_dp.clipping.recorder import Tape
-from hf_dp.clipping.uses import Use
+from hf_dp.clipping.gradients import PerExampleGradient
+from hf_dp.clipping.tape import Tape
 from hf_dp.errors import UnsupportedModelError
 
 Keep = Callable[..., tuple[Tensor, ...]]
-Gradients = Callable[[Any, tuple[Tensor, ...], Tensor], Mapping[str, "Tensor | Use"]]
+Gradients = Callable[[Any, tuple[Tensor, ...], Tensor], Mapping[str, "Tensor | PerExampleGradient"]]
 
 
 @dataclass(frozen=True)
@@ -97,5 +97,5 @@ class _Kept(torch.autograd.Function):
                 "return them, or freeze them (requires_grad_(False))."
             )
         for name, parameter in ctx.own.items():
-            tape.record(ctx.module, parameter, found[name])
+            tape.capture(ctx.module, parameter, found[name])
         return grad, None, None, None, None, None, *[None] * len(kept)

@@ -12,11 +12,17 @@ import torch
 from torch import Tensor, nn
 
 from hf_dp.clipping.bundles import Bundle
+from hf_dp.clipping.fallback import fallback_gradients
+from hf_dp.clipping.gradients import (
+    Lookups,
+    OuterProducts,
+    PerExampleGradient,
+    Weights,
+    full_precision,
+)
 from hf_dp.clipping.norms import ExampleNorms, gathered
-from hf_dp.clipping.owners import own_gradients
-from hf_dp.clipping.recorder import Sink, Tape
 from hf_dp.clipping.side_by_side import products_for_one_thread, side_by_side
-from hf_dp.clipping.uses import Lookups, OuterProducts, Use, Weights, full_precision
+from hf_dp.clipping.tape import Sink, Tape
 from hf_dp.clipping.weights import clipping_weights
 
 
@@ -31,7 +37,7 @@ class Decision:
     all_kept: bool
 
 
-class ClippedStep:
+class ClippedSum:
     """One physical batch on its way into the sums.
 
     Args:
@@ -69,18 +75,18 @@ class ClippedStep:
         The losses are those of different examples, so their unweighted sum keeps the examples'
         gradients apart.
         """
-        with self.tape.recording(len(losses), sink):
+        with self.tape.capturing(len(losses), sink):
             torch.autograd.backward(losses, torch.ones_like(losses), retain_graph=retain_graph)
             with self.tape.originals(), torch.no_grad(), full_precision():
                 for call in self.tape.calls:
-                    own_gradients(call, self.tape)
+                    fallback_gradients(call, self.tape)
         self._check()
 
-    def records(self, losses: Tensor) -> dict[nn.Parameter, list[Use]]:
+    def capture(self, losses: Tensor) -> dict[nn.Parameter, list[PerExampleGradient]]:
         """One backward pass; all uses of each trainable parameter, held together."""
-        uses: dict[nn.Parameter, list[Use]] = {}
+        uses: dict[nn.Parameter, list[PerExampleGradient]] = {}
 
-        def keep(parameter: nn.Parameter, use: Use) -> None:
+        def keep(parameter: nn.Parameter, use: PerExampleGradient) -> None:
             uses[parameter] = gathered([*uses.get(parameter, ()), use], parameter.shape)
 
         self.backward(losses, keep)
@@ -97,7 +103,7 @@ class ClippedStep:
 
     @torch.no_grad()
     @full_precision()
-    def add(self, uses: dict[nn.Parameter, list[Use]], decision: Decision) -> None:
+    def add(self, uses: dict[nn.Parameter, list[PerExampleGradient]], decision: Decision) -> None:
         """Add the uses of parameters, weighted, to their sums, and let go of each as it is done."""
         beside = {parameter: uses.pop(parameter) for parameter in products_for_one_thread(uses)}
         lookups = [p for p in uses if beside and all(isinstance(use, Lookups) for use in uses[p])]
@@ -106,7 +112,7 @@ class ClippedStep:
         self._add_each(uses, decision)
 
     def _products(
-        self, uses: dict[nn.Parameter, list[Use]], decision: Decision
+        self, uses: dict[nn.Parameter, list[PerExampleGradient]], decision: Decision
     ) -> Iterator[Callable[[], Tensor]]:
         """Of parameters with one use, outer products: what adds each to its sum. Takes the uses
         out."""
@@ -124,7 +130,9 @@ class ClippedStep:
                 total.view(len(left), -1).addmm_, left, right, beta=0 if known is None else 1
             )
 
-    def _add_each(self, uses: dict[nn.Parameter, list[Use]], decision: Decision) -> None:
+    def _add_each(
+        self, uses: dict[nn.Parameter, list[PerExampleGradient]], decision: Decision
+    ) -> None:
         for parameter in list(uses):
             for use in uses.pop(parameter):
                 total = self._sums.get(parameter)
@@ -147,14 +155,16 @@ class ClippedStep:
         total: Tensor | None,
         parameter: nn.Parameter,
         shape: torch.Size,
-        use: Use,
+        use: PerExampleGradient,
         decision: Decision,
     ) -> Tensor:
         """``total`` plus the examples of ``use``, each times its weight in the parameter's
         group."""
         return use.add_weighted_sum(total, shape, self._kept(parameter, use, decision))
 
-    def _kept(self, parameter: nn.Parameter, use: Use, decision: Decision) -> Weights:
+    def _kept(
+        self, parameter: nn.Parameter, use: PerExampleGradient, decision: Decision
+    ) -> Weights:
         """The weights for a use that is added next, from which removed examples are taken out."""
         self.adding = True
         if not decision.all_kept:

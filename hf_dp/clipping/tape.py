@@ -10,14 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hf_dp.clipping.uses import Dense, Use, accumulation_dtype, compact
+from hf_dp.clipping.gradients import Dense, PerExampleGradient, accumulation_dtype, compact
 from hf_dp.errors import UnaccountedGradientError, UnsupportedModelError
 
-Sink = Callable[[nn.Parameter, Use], None]
+Sink = Callable[[nn.Parameter, PerExampleGradient], None]
 
 
 class Tape:
-    """Hands each :class:`~hf_dp.clipping.uses.Use` of a parameter to a sink while a backward pass
+    """Hands each :class:`~hf_dp.clipping.gradients.Use` of a parameter to a sink while a backward pass
     runs.
 
     ``examples`` is the batch size seen by the model's own forward (None before it ran); what is
@@ -40,7 +40,7 @@ class Tape:
         self._sink: Sink | None = None
 
     @contextmanager
-    def recording(self, examples: int, sink: Sink) -> Iterator[None]:
+    def capturing(self, examples: int, sink: Sink) -> Iterator[None]:
         """Inside, a backward pass over ``examples`` per-example losses is recorded."""
         self._open_for, self._sink, self.calls = examples, sink, []
         try:
@@ -84,7 +84,7 @@ class Tape:
         self._forwards.clear()
         self._batches.clear()
 
-    def record_call(self, call: Any) -> None:
+    def capture_call(self, call: Any) -> None:
         """Note a module without a rule; it is differentiated when the backward pass is over."""
         self.expected_examples()
         if not any(call is known for known in self.calls):
@@ -146,7 +146,9 @@ class Tape:
         name = self._names.get(module)
         return f"{type(module).__name__} `{name}`" if name else type(module).__name__
 
-    def record(self, module: nn.Module, parameter: nn.Parameter, use: Use | Tensor) -> None:
+    def capture(
+        self, module: nn.Module, parameter: nn.Parameter, use: PerExampleGradient | Tensor
+    ) -> None:
         """Hand over one use of a parameter by ``module``; a tensor is its per-example gradient (b,
         *shape).
 

@@ -96,7 +96,7 @@ class Weights:
         return records.to(dtype) * self.values.to(dtype)[:, None, None]
 
 
-class Use(ABC):
+class PerExampleGradient(ABC):
     """The per-example gradients of one parameter, in one of the three forms."""
 
     @abstractmethod
@@ -152,7 +152,7 @@ def _where(keep: Tensor, value: Tensor) -> Tensor:
 
 
 @dataclass
-class OuterProducts(Use):
+class OuterProducts(PerExampleGradient):
     """``G_i = sum_t left[i, t] right[i, t]^T``; left (b, T, m), right (b, T, n)."""
 
     left: Tensor
@@ -214,7 +214,7 @@ _TOGETHER = 2**18  # numbers
 
 
 def outer_norms(uses: Iterable[OuterProducts], grams: Grams | None = None) -> list[Norms]:
-    """:meth:`Use.norms` of each, in their order; a few pairs of matrices (b, T, T) are held at
+    """:meth:`PerExampleGradient.norms` of each, in their order; a few pairs of matrices (b, T, T) are held at
     once."""
     grams = LastOf(gram_blocks) if grams is None else grams
     found: list[Norms] = []
@@ -290,7 +290,7 @@ def _stacked(uses: Sequence[list[Tensor]]) -> list[Tensor]:
 
 
 @dataclass
-class Lookups(Use):
+class Lookups(PerExampleGradient):
     """``G_i = sum_t onehot(tokens[i, t]) grads[i, t]^T``; tokens (b, T) integer, grads (b, T, n),
     padding already zero."""
 
@@ -365,7 +365,7 @@ class Lookups(Use):
 
 
 @dataclass
-class Dense(Use):
+class Dense(PerExampleGradient):
     """``G_i = gradients[i]``, shape (b, *parameter.shape)."""
 
     gradients: Tensor
@@ -417,7 +417,7 @@ def squared_norms(rows: Tensor) -> Tensor:
     return (norms + rest).to(rows.dtype)
 
 
-def compact(uses: Sequence[Use], shape: torch.Size) -> list[Use]:
+def compact(uses: Sequence[PerExampleGradient], shape: torch.Size) -> list[PerExampleGradient]:
     """The same gradients in the cheapest form: many outer products of one parameter become its
     explicit gradient.
 
@@ -429,7 +429,7 @@ def compact(uses: Sequence[Use], shape: torch.Size) -> list[Use]:
     if len(uses) == 1 and not isinstance(uses[0], OuterProducts):
         return list(uses)
     outer = [use for use in uses if isinstance(use, OuterProducts)]
-    others: list[Use] = [use for use in uses if not isinstance(use, OuterProducts)]
+    others: list[PerExampleGradient] = [use for use in uses if not isinstance(use, OuterProducts)]
     if not outer:
         return others
     m, n = outer[0].left.shape[2], outer[0].right.shape[2]
@@ -448,7 +448,7 @@ def compact(uses: Sequence[Use], shape: torch.Size) -> list[Use]:
     return [Dense(explicit.view(-1, *shape)), *others]
 
 
-def inner_product(one: Use, other: Use) -> tuple[Tensor, Tensor]:
+def inner_product(one: PerExampleGradient, other: PerExampleGradient) -> tuple[Tensor, Tensor]:
     """``<G_i, H_i>`` for two uses of one parameter, (b,), and a bound on its rounding error
     (b,)."""
     if isinstance(one, Dense) or isinstance(other, Dense):
@@ -475,7 +475,7 @@ def inner_product(one: Use, other: Use) -> tuple[Tensor, Tensor]:
     return terms.sum(1), _ROUNDING * eps * terms.abs().sum(1)
 
 
-def _with_dense(gradients: Tensor, records: Use) -> Tensor:
+def _with_dense(gradients: Tensor, records: PerExampleGradient) -> Tensor:
     if isinstance(records, OuterProducts):
         # <D, sum_t l_t r_t^T> = sum_t l_t^T D r_t
         left, right = records.left.to(gradients.dtype), records.right.to(gradients.dtype)

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from hf_dp.clipping.dropout_masks import DrawnMasks, GivenMasks
-from hf_dp.clipping.recorder import Tape
+from hf_dp.clipping.tape import Tape
 from hf_dp.errors import UnsupportedModelError
 
 _TENSOR = object()
@@ -39,7 +39,7 @@ def own_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
 
 
 @dataclass(eq=False)
-class OwnerCall:
+class FallbackCall:
     """One forward of a module without a rule, to be differentiated example by example after
     backward."""
 
@@ -95,7 +95,7 @@ class _Method(nn.Module):
         return self.method(self.owner, *args, **kwargs)
 
 
-def unknown_module(
+def fallback_forward(
     tape: Tape, original: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any
 ) -> Any:
     """Forward of a module without a rule: as ever, but its own parameters' gradients are taken per
@@ -200,7 +200,7 @@ def _captured(
     anchor = next(iter(own.values()))
     device = anchor.device.type
     shared = function.of_parameters or not any(leaf.is_floating_point() for leaf in tensors)
-    call = OwnerCall(
+    call = FallbackCall(
         module,
         function,
         {f"owner.{name}": parameter for name, parameter in own.items()},
@@ -232,7 +232,7 @@ class _Capture(torch.autograd.Function):
         ctx: Any,
         output: Tensor,
         anchor: Tensor,
-        call: OwnerCall,
+        call: FallbackCall,
         tape: Tape,
         position: int,
         *tensors: Tensor,
@@ -244,17 +244,17 @@ class _Capture(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         (grad,) = grad_outputs
-        call: OwnerCall = ctx.call
+        call: FallbackCall = ctx.call
         output, *tensors = (tensor.detach() for tensor in ctx.saved_tensors)
         ctx.tape.by_example(call.module, grad)
         call.tensors = tuple(tensors)
         call.outputs[ctx.position] = output
         call.output_grads[ctx.position] = grad
-        ctx.tape.record_call(call)
+        ctx.tape.capture_call(call)
         return grad, None, None, None, None, *[None] * len(tensors)
 
 
-def own_gradients(call: OwnerCall, tape: Tape) -> None:
+def fallback_gradients(call: FallbackCall, tape: Tape) -> None:
     """Record the per-example gradients of the owner's own parameters, and let go of what the call
     kept.
 
@@ -289,7 +289,7 @@ def own_gradients(call: OwnerCall, tape: Tape) -> None:
         _compare(rows, _rows(call.outputs[position], examples, call, tape), call, tape)
     call.tensors, call.outputs, call.output_grads = (), {}, {}
     for name, parameter in call.parameters.items():
-        tape.record(call.module, parameter, gradients[name])
+        tape.capture(call.module, parameter, gradients[name])
 
 
 def _has_rows(leaf: Any, tape: Tape, flattened: bool, expanded: bool) -> bool:
@@ -306,7 +306,7 @@ def _has_rows(leaf: Any, tape: Tape, flattened: bool, expanded: bool) -> bool:
     )
 
 
-def _rows(tensor: Tensor, examples: int, call: OwnerCall, tape: Tape) -> Tensor:
+def _rows(tensor: Tensor, examples: int, call: FallbackCall, tape: Tape) -> Tensor:
     """(b, ...) as b batches of one, (b, 1, ...); (b * T, d) as b batches of T rows, (b, T, d)."""
     split = tape.by_example(call.module, tensor)
     return split[:, None] if split.shape == tensor.shape else split
@@ -316,7 +316,7 @@ def _for_each_example(
     run: Callable[..., list[Tensor]],
     inputs: list[Tensor],
     grads: list[Tensor],
-    call: OwnerCall,
+    call: FallbackCall,
     tape: Tape,
 ) -> tuple[dict[str, Tensor], list[Tensor]]:
     """Parameter gradients and outputs of each example, stacked.
@@ -362,7 +362,7 @@ def _for_each_example(
     return pytree.tree_map(lambda *rows: torch.stack(rows), *each)
 
 
-def _compare(alone: Tensor, together: Tensor, call: OwnerCall, tape: Tape) -> None:
+def _compare(alone: Tensor, together: Tensor, call: FallbackCall, tape: Tape) -> None:
     """Raise unless the module gave each example alone what it gave it in the batch (up to
     rounding)."""
     if alone.shape == together.shape:
