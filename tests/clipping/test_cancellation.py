@@ -12,13 +12,8 @@ from models import TinyTied, batch_for, engine_result, example_norms, loop_oracl
 from torch import Tensor, nn
 
 from hf_dp.clipping import ClippingEngine, norms
-from hf_dp.clipping.gradients import (
-    Dense,
-    Lookups,
-    OuterProducts,
-    PerExampleGradient,
-    inner_product,
-)
+from hf_dp.clipping.gradients import Dense, Lookups, OuterProducts, PerExampleGradient
+from hf_dp.clipping.inner_products import inner_product
 
 NORM_RTOL = 1e-4  # invariant 2
 

@@ -10,7 +10,7 @@ import torch
 from models import SHORT, assert_same_sums, batch_for, engine_result, rows
 from torch import nn
 
-from hf_dp.clipping import ClippingEngine, gradients, per_example_gradients
+from hf_dp.clipping import ClippingEngine, gradients, gram_norms, per_example_gradients
 from hf_dp.errors import (
     InvalidArgumentError,
     UnaccountedGradientError,
@@ -235,13 +235,13 @@ def test_norms_and_sums_are_formed_in_full_precision_whatever_the_process_set(
     """TF32 products round to 1e-3, far above the rounding that the norms allow for; the user's
     setting is put back."""
     seen = []
-    original = gradients.gram_blocks
+    original = gram_norms.gram_blocks
 
     def watched(*args):
         seen.append(torch.get_float32_matmul_precision())
         return original(*args)
 
-    monkeypatch.setattr(gradients, "gram_blocks", watched)
+    monkeypatch.setattr(gram_norms, "gram_blocks", watched)
     before = torch.get_float32_matmul_precision()
     try:
         torch.set_float32_matmul_precision("high")

@@ -6,16 +6,11 @@ import pytest
 import torch
 from models import example_norms
 
-from hf_dp.clipping import gradients, norms
-from hf_dp.clipping.gradients import (
-    Lookups,
-    OuterProducts,
-    PerExampleGradient,
-    Weights,
-    inner_product,
-    outer_norms,
-)
+from hf_dp.clipping import gram_norms, norms
+from hf_dp.clipping.gradients import Lookups, OuterProducts, PerExampleGradient, Weights
+from hf_dp.clipping.gram_norms import outer_norms
 from hf_dp.clipping.grams import LastOf, gram_blocks
+from hf_dp.clipping.inner_products import inner_product
 
 
 def exact_norm(parameter: torch.Tensor, uses: list[PerExampleGradient]) -> torch.Tensor:
@@ -141,7 +136,7 @@ def test_a_remembered_gram_matrix_is_that_of_the_same_numbers():
 def test_uses_reduced_together_have_the_norms_they_have_alone(together, monkeypatch):
     """In their order, whatever lengths follow each other, halved matrices among them, and however
     many fit."""
-    monkeypatch.setattr(gradients, "_TOGETHER", together)
+    monkeypatch.setattr(gram_norms, "_TOGETHER", together)
     generator = torch.Generator().manual_seed(5)
     lengths = (3, 3, 7, 130, 130, 64, 3, 1)
     every = [
@@ -150,7 +145,7 @@ def test_uses_reduced_together_have_the_norms_they_have_alone(together, monkeypa
         )
         for t in lengths
     ]
-    for use, found in zip(every, outer_norms(every), strict=True):
+    for use, found in zip(every, outer_norms((use.left, use.right) for use in every), strict=True):
         exact = torch.stack(
             [use.example_gradient(i, torch.Size((6, 5))).square().sum() for i in range(2)]
         )

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 
-from hf_dp.clipping.gradients import full_precision
+from hf_dp.clipping.rounding import full_precision
 from hf_dp.errors import DataError, SelfCheckError, UnsupportedModelError
 from hf_dp.representation import one_vector_per_example
 

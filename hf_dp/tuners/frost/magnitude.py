@@ -36,7 +36,8 @@ from hf_dp._validate import invalid, one_of
 from hf_dp.clipping import ClippingEngine
 from hf_dp.clipping.clipped_sum import ClippedSum
 from hf_dp.clipping.explicit import accumulate, explicit, representable
-from hf_dp.clipping.gradients import PerExampleGradient, full_precision
+from hf_dp.clipping.gradients import PerExampleGradient
+from hf_dp.clipping.rounding import full_precision
 from hf_dp.plan import ROUNDING_MARGIN
 from hf_dp.selection_plan import MAGNITUDES
 from hf_dp.tuners.frost.partition import Partition
