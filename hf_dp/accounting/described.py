@@ -1,5 +1,4 @@
-"""What every event has: a description that can be read back, and the neighboring relations that it
-holds for."""
+"""What every event has: a description to read back, and the relations that it holds for."""
 
 from __future__ import annotations
 
@@ -10,10 +9,9 @@ from typing import Any, ClassVar
 class Described:
     """Base of the events, which are frozen dataclasses.
 
-    Attributes (of the class):
-        relations: of :data:`hf_dp.accounting.RELATIONS`, those under which the event's analysis
-            holds.
-        restriction: why not under the others; empty where all hold.
+    Class attributes:
+        relations: those of :data:`hf_dp.accounting.RELATIONS` under which the analysis holds.
+        restriction: why it does not hold under the others; empty if it holds under all.
         established: whether a bound on its epsilon is known at all.
     """
 
@@ -22,5 +20,5 @@ class Described:
     established: ClassVar[bool] = True
 
     def to_dict(self) -> dict[str, Any]:
-        """A JSON-ready description that :func:`hf_dp.accounting.event_from_dict` reads back."""
+        """Return a JSON-ready description that :func:`hf_dp.accounting.event_from_dict` reads."""
         return {"type": type(self).__name__, **dataclasses.asdict(self)}  # type: ignore[call-overload]

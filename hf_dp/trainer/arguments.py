@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from transformers import TrainingArguments
 
 from hf_dp._validate import in_unit_interval, integer, invalid, non_negative, one_of, positive
+from hf_dp.accounting import ACCOUNTANTS
 from hf_dp.clipping.engine import STRATEGIES
 from hf_dp.errors import InvalidArgumentError, UnsupportedArgumentError
 from hf_dp.forward_plan import PUBLISHED
@@ -27,7 +28,6 @@ from hf_dp.trainer.forward_arguments import (
 
 NON_PRIVATE = "non_private"
 PRIVACY_MODES = (NON_PRIVATE, "dp_sgd", DP_FP)
-ACCOUNTANTS = ("pld", "rdp", "prv", "gdp_clt")
 PRIVACY_UNITS = ("example",)
 NEIGHBORING_RELATIONS = ("zero_out",)
 # Un-noised quantities that a user may let out; the card then says so.

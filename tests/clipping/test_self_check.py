@@ -78,7 +78,7 @@ RULES = {
 @pytest.mark.parametrize("factor", [0.5, 1.1])
 @pytest.mark.parametrize("name", RULES)
 def test_each_wrong_rule_is_refused(name, factor, monkeypatch):
-    """Only what the rule records is wrong; what it passes on is right."""
+    """Only what the rule captures is wrong; what it passes on is right."""
     function = getattr(sys.modules[f"hf_dp.clipping.rules.{name}"], RULES[name])
     right = function.backward
 
@@ -89,7 +89,7 @@ def test_each_wrong_rule_is_refused(name, factor, monkeypatch):
         def __getattr__(self, name):
             return getattr(self.tape, name)
 
-        def record(self, module, parameter, use):
+        def capture(self, module, parameter, use):
             use = Dense(use) if isinstance(use, torch.Tensor) else use
             for field in ("left", "grads", "gradients"):
                 if hasattr(use, field):
@@ -110,7 +110,7 @@ def test_a_wrong_sum_with_right_norms_is_refused(monkeypatch):
     monkeypatch.setattr(
         Dense, "add_weighted_sum", lambda *a: right(*a[:-1], Weights(a[-1].values * 0.5))
     )
-    with pytest.raises(SelfCheckError, match=r"clipped sum of '.*' is off"):
+    with pytest.raises(SelfCheckError, match=r"clipped sum of '.*' differs"):
         check(bert())
 
 

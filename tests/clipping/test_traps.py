@@ -224,7 +224,7 @@ def test_an_inner_product_of_few_positions():
 
 
 def test_planted_float32_for_few_positions_is_seen(monkeypatch):
-    monkeypatch.setattr(grams, "_FEW_ROWS", 0)
+    monkeypatch.setattr(grams, "_FEW", 0)
     assert max(error_of_claimed(4, length, 256_000) for length in (1, 2, 4, 8, 11)) > 1
 
 
@@ -259,7 +259,7 @@ def test_rows_chosen_by_value_are_refused_where_as_many_would_fit_every_example(
     x[..., 0] = (torch.arange(8) < torch.tensor(counts)[:, None]) * 2.0 - 1
     with pytest.raises(
         UnsupportedModelError,
-        match=r"first dimension is not the number of examples|gives an example",
+        match=r"first dimension is not the number of examples|for an example alone",
     ):
         contribution(Chosen(), x, strategy)
 
