@@ -77,7 +77,7 @@ def calibrate_noise_multiplier(
     make = event or (lambda sigma, count: PoissonSampledGaussian(sigma, sample_rate, count))
 
     def gap(sigma: float) -> float:
-        """log(epsilon / target): positive means too little noise."""
+        """Return log(epsilon / target); positive means too little noise."""
         try:
             value = epsilon((*prior, make(sigma, steps)), delta, name).value
         except AccountingRangeError:
@@ -125,8 +125,7 @@ def calibrate_steps(
 
     Returns:
         A number of steps n >= 0 with epsilon(prior_events + n steps) <= target_epsilon and
-        epsilon(n + 1 steps) > target_epsilon; 0 if one step, or the prior events alone, exceed the
-        target.
+        epsilon(n + 1 steps) > target_epsilon; 0 if one step, or the prior events alone, exceed it.
 
     Raises:
         CalibrationError: the target is not reached within the steps that the accountant covers.
@@ -209,8 +208,7 @@ def calibrate_sample_rate(
     if bracket is None:
         return 1.0
     rate = _significant(1 / _narrow(gap, *bracket), ROUND_FLOOR)
-    # The search ran over 1 / rate. The number returned is another one, and only its own epsilon
-    # counts.
+    # The search ran over 1 / rate; only the epsilon of the rate that is returned counts.
     while rate > smallest and gap(1 / rate) > 0:
         rate = _significant(rate * (1 - TOLERANCE / 3), ROUND_FLOOR)
     return max(rate, smallest)
@@ -324,8 +322,7 @@ def _narrow(gap: Gap, low: Point, high: Point) -> float:
             left_gap = left_gap / 2 if last == "right" else left_gap
             last = "right"
     answer = round_sigma_up(right)
-    # The accountant's result may vary by its rounding errors; only the returned number's own result
-    # counts.
+    # The accountant's result may vary by rounding; only the result at the returned number counts.
     while gap(answer) > 0:
         answer = round_sigma_up(answer * (1 + aim))
     return answer

@@ -23,7 +23,7 @@ class Answer:
     Attributes:
         accountant: its name.
         epsilon: with its kind, or None.
-        note: why there is none; otherwise empty.
+        note: why epsilon is None; otherwise empty.
     """
 
     accountant: str
@@ -41,8 +41,7 @@ def compare(
 
     Arguments and errors are those of :func:`hf_dp.accounting.epsilon`, with one exception: an
     accountant that is out of its range, or cannot describe an event, gives an answer without
-    epsilon. For DP-FP as published the answer has no epsilon either; the paper's figure is in the
-    note.
+    epsilon. So does DP-FP as published; the note then has the paper's figure.
     """
     events = (events,) if isinstance(events, Event) else tuple(events)
     answers = []

@@ -118,8 +118,7 @@ class Composition:
             accountant can describe them.
         visible, responses, published: mechanisms that release something about each example by
             itself.
-        restricted: name, relations and reason for each kind of event that does not hold under all
-            relations.
+        restricted: name, relations and reason for each kind of event restricted to some relations.
     """
 
     sampled: tuple[SampledTerm, ...]

@@ -61,8 +61,7 @@ def gaussian_epsilon(mu: float, delta: float) -> float:
 
     if excess(0.0) <= 0:
         return 0.0
-    # Gaussian tail: the loss has mean mu^2/2 and standard deviation mu, so delta is reached below
-    # this point.
+    # Gaussian tail: the loss has mean mu^2/2 and standard deviation mu, so delta is reached before.
     high = mu**2 / 2 + mu * math.sqrt(2 * math.log(1 / delta)) + 1e-9
     return float(brentq(excess, 0.0, high, xtol=1e-12, rtol=1e-12))
 

@@ -57,8 +57,7 @@ HEAVY_TAILS = dataclasses.replace(
     "samples or replace-one.",
 )
 
-# The closed form has no grid; these limits only keep its floating-point evaluation away from
-# overflow.
+# The closed form has no grid; these limits only keep its evaluation away from overflow.
 CLOSED_FORM = dataclasses.replace(
     RANGE,
     min_noise_multiplier=0.05,
@@ -80,8 +79,7 @@ SLACK = 1e-3
 
 COARSE, FINE = 1e-4, 1e-5
 
-# At and above this epsilon the fine grid was never worth its cost (up to 10 times the time and
-# memory).
+# From this epsilon on the fine grid was never worth its cost, up to 10 times the time and memory.
 FINE_BELOW = 3.0
 
 # The fine grid is skipped when it would gain less than about this, half of SLACK.

@@ -3,7 +3,7 @@
 Gopi, Lee, Wutschitz 2021 (arXiv 2106.02848), Theorem 5.5: the loss of each step is discretized on a
 mesh chosen so that the composed epsilon is within EPS_ERROR, and composed by FFT in extended
 precision. ``Epsilon.value`` is the upper end, ``Epsilon.estimate`` the point estimate that papers
-print.
+report.
 """
 
 from __future__ import annotations
@@ -35,13 +35,11 @@ RANGE = Range(
     next_move='Use accountant="rdp".',
 )
 
-# Half-width of the certified interval, as the package advises; smaller values cost time in
-# proportion.
+# Half-width of the certified interval, as the package advises; smaller values take longer.
 EPS_ERROR = 0.01
 # delta_error / delta, as the paper's authors choose it.
 DELTA_ERROR_RATIO = 1e-3
-# Mesh points; about 150 bytes each, so this is near 1.2 GB. Above it the package meets MemoryError
-# or swaps.
+# Mesh points of about 150 bytes, so near 1.2 GB; above it the package runs out of memory or swaps.
 MAX_MESH_POINTS = 2**23
 # The largest correction for the defect described in _mean_error that is added to the upper end;
 # beyond it we refuse.

@@ -139,8 +139,8 @@ def _best_of(curve: np.ndarray, mean_runs: float, shape: float | None) -> np.nda
     All orders here are above 1. Poisson, Theorem 6: at order a with e = log(1 + 1/(a - 1)),
     ``curve(a) + mean delta(e) + log(mean) / (a - 1)``, where one run is (e, delta(e))-DP. Truncated
     negative binomial, Theorem 2: ``curve(a) + log(mean) / (a - 1) + (1 + shape) min over b of
-    ((1 - 1/b) curve(b) - log(gamma) / b)``; the theorem holds for every b, so the minimum may be
-    taken.
+    ((1 - 1/b) curve(b) - log(gamma) / b)``; since the theorem holds for every b, we take the
+    minimum.
     """
     orders = np.asarray(ORDERS)
     base = curve + math.log(mean_runs) / (orders - 1)

@@ -63,8 +63,7 @@ class DrawnMasks(_Dropout):
 
     Attributes:
         drawn: the masks, in order.
-        other_draws: whether anything else drew random numbers, such as fused attention with
-            dropout.
+        other_draws: whether anything else drew random numbers, as fused attention may.
     """
 
     def __init__(self, device: torch.device):

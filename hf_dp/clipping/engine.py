@@ -161,8 +161,7 @@ class ClippingEngine:
             check=self._drop_stray_gradients,
         )
         try:
-            # The sums are float32 even if the forward, and so perhaps this call, runs under
-            # autocast.
+            # The sums are float32 even if this call runs under autocast.
             with torch.autocast(losses.device.type, enabled=False):
                 norms = self._take(clipped, losses)
         except BaseException:

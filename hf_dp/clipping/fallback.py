@@ -195,7 +195,7 @@ def _captured(
     def capture(position: int, leaf: Any) -> Any:
         if not isinstance(leaf, Tensor) or not leaf.is_floating_point():
             return leaf
-        # Of shape (1, T, d) or (1, heads, T, T); a scalar or a vector is more likely meant to
+        # The shape is (1, T, d) or (1, heads, T, T); a scalar or a vector is more likely meant to
         # broadcast as it is.
         if shared and tape.examples is not None and leaf.dim() >= 3 and leaf.shape[0] == 1:
             call.expanded = True

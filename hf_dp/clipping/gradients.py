@@ -79,7 +79,7 @@ class PerExampleGradient(ABC):
 
         Args:
             examples: with start and stop inside the range.
-            rows: rows of the parameter, likewise.
+            rows: rows of the parameter, with start and stop inside the range.
         """
 
     def example_gradient(

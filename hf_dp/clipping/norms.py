@@ -28,7 +28,7 @@ class ExampleNorms:
 
     Args:
         groups: the group, 0..K-1, of each parameter; a group is clipped together.
-        examples: b.
+        examples: their number, b.
     """
 
     def __init__(self, groups: Mapping[nn.Parameter, int], examples: int):

@@ -32,8 +32,7 @@ from torch import Tensor
 # The smallest C that the engine accepts, and an error that is negligible beside its square.
 SMALLEST_CLIPPING_NORM = 1e-9
 NEGLIGIBLE = 1e-4 * SMALLEST_CLIPPING_NORM**2
-# Blocked float sums of some thousand terms are accurate to a few eps; tests/clipping measures at
-# most 18.
+# Blocked float sums of some thousand terms are accurate to a few eps: 18 at most in tests/clipping.
 _ROUNDING = 32.0
 _BLOCK = 1024  # numbers whose norm is taken at once
 
@@ -80,8 +79,8 @@ class Norms:
 def squared_norms(values: Tensor) -> Tensor:
     """Return the squared norms, (b,), of b vectors (b, n).
 
-    They are computed in blocks: over 4e7 numbers a float32 norm on the CPU loses 1.4 % of the sum
-    of squares.
+    They are computed in blocks: over 4e7 numbers, a float32 norm on the CPU loses 1.4 % of the
+    squared norm.
     """
     if values.shape[1] <= _BLOCK:
         return torch.linalg.vector_norm(values, dim=1).square()

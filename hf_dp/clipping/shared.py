@@ -5,8 +5,7 @@ sum over examples. The engine therefore expands the result to the batch first
 (:func:`~hf_dp.clipping.fallback.shared_method`). These methods are known by class and name:
 
 * relative position biases: T5 and its family (``compute_bias``), MPNet (``compute_position_bias``);
-* the prompt of PEFT's prompt tuning and p-tuning (``get_prompt``), which PEFT computes once and
-  repeats.
+* the prompt of PEFT's prompt tuning and p-tuning (``get_prompt``), computed once and repeated.
 
 Any other method like these is refused because of the shape of its gradient.
 """

@@ -28,7 +28,7 @@ def linear(tape: Tape, module: nn.Linear, input: Tensor) -> Tensor:
 
 
 def conv1d(tape: Tape, module: Conv1D, x: Tensor) -> Tensor:
-    """Run the forward of transformers' ``Conv1D`` (GPT-2); capture likewise."""
+    """Run the forward of transformers' ``Conv1D`` (GPT-2); capture its parameters' gradients."""
     tape.refuse_parameter(module, x)
     return _affine(tape, module, x, True)
 

@@ -1,8 +1,8 @@
 """Root-mean-square and group norms.
 
 With x_hat the normalized input, the weight gradient is ``sum_t g_t * x_hat_t`` and the bias
-gradient ``sum_t g_t``. Both are as small as one position's activation and are formed per example at
-once.
+gradient ``sum_t g_t``. Both are as small as one position's activation, so they are formed per
+example at once.
 """
 
 from __future__ import annotations
@@ -36,8 +36,7 @@ def _rms_norm_gradients(
     eps = torch.finfo(x.dtype).eps if eps is None else eps  # nn.RMSNorm's default
     dtype = accumulation_dtype(grad.dtype)
     x = positions(x)
-    # x_hat as the forward rounds it: transformers' classes compute in float32 in a model of any
-    # dtype.
+    # x_hat as the forward rounds it: transformers' classes compute in float32, for any dtype.
     if type(module) is nn.RMSNorm:
         x_hat = x.to(dtype) * torch.rsqrt(x.to(dtype).pow(2).mean(-1, keepdim=True) + eps)
     else:
