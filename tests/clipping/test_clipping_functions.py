@@ -22,8 +22,7 @@ NAMES = ("bert", "gpt2_tied", "llama", "albert")
 
 
 def layers_of(model: nn.Module) -> dict[str, int]:
-    """By hand: the module that a parameter's name begins with, a tied one counted where it is met
-    first."""
+    """Group by the module in a parameter's name; a tied one belongs to the first."""
     order: list[str] = []
     groups = {}
     for name, _ in model.named_parameters():

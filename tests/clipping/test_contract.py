@@ -232,8 +232,10 @@ def test_an_empty_batch_of_losses_adds_nothing(model):
 def test_norms_and_sums_are_formed_in_full_precision_whatever_the_process_set(
     model, batch, monkeypatch
 ):
-    """TF32 products round to 1e-3, far above the rounding that the norms allow for; the user's
-    setting is put back."""
+    """TF32 products round to 1e-3, far more than the norms allow for.
+
+    The user's setting is restored.
+    """
     seen = []
     original = gram_norms.gram_blocks
 

@@ -1,5 +1,4 @@
-"""Modules without a rule: their own parameters' gradients are taken per example by differentiating
-them again."""
+"""Modules without a rule are run again and differentiated example by example."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Adapters on a quantized base: exact where only weights are quantized, refused where a batch
-shares a rounding.
+"""Adapters on a quantized base model.
 
-The slow ones need bitsandbytes (``hf-dp[quantized]``), which `make slow` installs.
+They are exact where only weights are quantized, and refused where a batch shares a rounding. The
+slow tests need bitsandbytes (``hf-dp[quantized]``), which `make slow` installs.
 """
 
 from __future__ import annotations

@@ -1,5 +1,4 @@
-"""Weighted sums of different parameters on one thread each are the sums they are one after the
-other."""
+"""Weighted sums on one thread each equal those formed one after the other."""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""Norms and clipped sums against a loop over single, unpadded examples in float64; each bug of this
-kind planted."""
+"""Norms and clipped sums against a loop over single, unpadded examples in float64.
+
+Each bug of this kind is planted.
+"""
 
 from __future__ import annotations
 
@@ -139,8 +141,7 @@ def test_collect_resets():
 
 
 def test_bf16_contributions_stay_within_the_clipping_norm():
-    """Sums of neighbouring batches (one example more) differ by at most C, in float32, under bf16
-    autocast."""
+    """Sums of neighboring batches differ by at most C, in float32, under bf16 autocast."""
     model = models.bert(dtype=torch.float32)
     batch = batch_for(model, (9, 9, 9, 9, 9))
 

@@ -1,5 +1,7 @@
-"""Ways to move a sum by more than C, or to be silently wrong, that were found by trying; each is
-exact or refused now."""
+"""Ways to move a sum by more than C, or to be silently wrong, that were found by trying.
+
+Each is exact or refused now.
+"""
 
 from __future__ import annotations
 
@@ -94,8 +96,7 @@ def test_a_generator_of_the_models_own_is_seen_in_the_second_pass():
 
 
 class Hooked(nn.Module):
-    """Both terms of the sum get one gradient tensor; a hook changes it in place after `last` has
-    seen it."""
+    """Both terms get one gradient tensor, which a hook changes after `last` has seen it."""
 
     def __init__(self):
         super().__init__()
@@ -139,8 +140,7 @@ class Cancelling(nn.Module):
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_a_gradient_changed_in_place_before_the_second_use_of_its_layer(strategy):
-    """The second pass added the first use before the hook had changed it as in the first pass: 1.44
-    C."""
+    """Once the second pass added a use before the hook had changed it: 1.44 C."""
     torch.manual_seed(0)
     assert contribution(HookedReuse(), torch.randn(1, 3, 16), strategy) <= 1 + 1e-5
 
@@ -237,8 +237,7 @@ def test_a_clipping_norm_whose_square_underflows_is_refused():
 
 
 class Chosen(nn.Module):
-    """A head on those positions only that hold a value above 0, as a language model's on its masked
-    tokens."""
+    """A head on the positions that hold a value above 0, like a language model's on masked ones."""
 
     def __init__(self):
         super().__init__()
@@ -283,8 +282,7 @@ def test_the_length_of_an_evaluation_is_not_one_of_the_training_forward():
 
 
 class ByLength(nn.Module):
-    """Sorts its rows by length and puts them back at the end; what it knows as row 0 is another
-    example."""
+    """A model that sorts its inputs by length inside, so that input 0 is another example there."""
 
     def __init__(self):
         super().__init__()
@@ -298,8 +296,7 @@ class ByLength(nn.Module):
 
 
 class Gated(nn.Module):
-    """A branch that mixes rows, behind a gate that is 0 at first (as LoRA's B, and many
-    adapters)."""
+    """A branch that mixes examples, behind a gate that starts at 0 (as LoRA's B)."""
 
     def __init__(self):
         super().__init__()
@@ -390,8 +387,7 @@ def test_rows_that_are_not_the_examples_are_refused(kind, strategy):
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_positions_that_look_like_examples_are_refused_by_the_self_check(strategy):
-    """Blenderbot looks positions up by arange(T): with T examples their norms were too small by
-    sqrt(T - 1)."""
+    """Blenderbot's positions are arange(T): with T examples, norms were sqrt(T - 1) too small."""
     torch.manual_seed(0)
     config = BlenderbotConfig(
         vocab_size=61, d_model=16, decoder_layers=1, encoder_layers=1, decoder_attention_heads=2, decoder_ffn_dim=24,
@@ -653,10 +649,10 @@ def test_a_parameter_unfrozen_inside_is_seen():
 def test_a_hole_in_a_mask_is_refused_where_positions_would_depend_on_a_neighbors_length(
     build, padded
 ):
-    """GPT-2 counts over holes, OPT only tokens: one kind of position ids, given only beside a
-    longer row, moves either.
+    """GPT-2 counts positions over holes, OPT only tokens.
 
-    (16 rows with a hole and one longer row that joined moved GPT-2's clipped sum by 10.3 C.)
+    Either changes if one kind of position ids is given only beside a longer row: 16 rows with a hole
+    and one longer row that joined moved GPT-2's clipped sum by 10.3 C.
     """
     model = build().eval()
     batch = batch_for(model, (8, 8))
