@@ -49,9 +49,9 @@ class FallbackCall:
         parameters: the module's own, by their names in ``function``.
         arguments: the leaves of (args, kwargs); each tensor is replaced by _TENSOR and comes back
             from the autograd graph.
-        masks: how many of the kept tensors are dropout masks.
         autocast: device, whether it was on, dtype.
         expanded: whether something that all examples share was expanded to the batch.
+        tensors: the tensors among the arguments, followed by the dropout masks.
         outputs: the output leaves that received gradients, by position.
     """
 
@@ -60,7 +60,6 @@ class FallbackCall:
     parameters: dict[str, nn.Parameter]
     spec: pytree.TreeSpec
     arguments: list[Any]
-    masks: int
     autocast: tuple[str, bool, torch.dtype]
     tensors: tuple[Tensor, ...] = ()
     expanded: bool = False
@@ -69,7 +68,7 @@ class FallbackCall:
 
     def names(self) -> list[str]:
         """Return the parameters' names in the module, sorted."""
-        return sorted(name.removeprefix("owner.") for name in self.parameters)
+        return sorted(name.removeprefix("module.") for name in self.parameters)
 
     def run(
         self, parameters: Mapping[str, Tensor], leaves: Sequence[Any], masks: Sequence[Tensor]
@@ -94,14 +93,14 @@ class _Method(nn.Module):
     Calling the module itself would apply its forward hooks a second time.
     """
 
-    def __init__(self, owner: nn.Module, method: Callable[..., Any], of_parameters: bool = False):
+    def __init__(self, module: nn.Module, method: Callable[..., Any], of_parameters: bool = False):
         super().__init__()
-        self.owner = owner
+        self.module = module
         self.method = method
         self.of_parameters = of_parameters  # known to read nothing else
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self.method(self.owner, *args, **kwargs)
+        return self.method(self.module, *args, **kwargs)
 
 
 def fallback_forward(
@@ -185,10 +184,9 @@ def _captured(
     call = FallbackCall(
         module,
         function,
-        {f"owner.{name}": parameter for name, parameter in own.items()},
+        {f"module.{name}": parameter for name, parameter in own.items()},
         spec,
         [_TENSOR if isinstance(leaf, Tensor) else leaf for leaf in leaves],
-        len(masks),
         (device, torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)),
     )
 
