@@ -32,8 +32,8 @@ from transformers import (
 )
 
 from hf_dp.clipping import ClippingEngine
+from hf_dp.clipping.gradients import PerExampleGradient
 from hf_dp.clipping.norms import ExampleNorms
-from hf_dp.clipping.uses import Use
 from hf_dp.losses import per_example_loss
 
 Batch = dict[str, Tensor]
@@ -287,7 +287,7 @@ def engine_result(
 
 
 def example_norms(
-    uses: Mapping[nn.Parameter, Sequence[Use]], examples: int
+    uses: Mapping[nn.Parameter, Sequence[PerExampleGradient]], examples: int
 ) -> tuple[Tensor, Tensor]:
     """Norms (b,) and their slack (b,) of all these parameters together, as the engine finds
     them."""

@@ -221,7 +221,7 @@ def test_planted_violations_are_seen(case, tmp_path):
         ),
         (
             "clipping/rules/linear.py",
-            "from ..uses import Dense\nfrom hf_dp.clipping.recorder import Tape",
+            "from ..gradients import Dense\nfrom hf_dp.clipping.tape import Tape",
         ),
         ("accounting/__init__.py", "from .pld import f\nfrom hf_dp.errors import HfDpError"),
     ],

@@ -1,5 +1,4 @@
-"""Privacy accounting: what ran, what it costs, how much noise a target needs. Pure maths, no
-torch."""
+"""Privacy accounting: what ran, what it costs and how much noise a target needs; without torch."""
 
 from hf_dp.accounting.accountants import ACCOUNTANTS, BOUNDS, RELATIONS, epsilon
 from hf_dp.accounting.calibration import (

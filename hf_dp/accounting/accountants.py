@@ -1,4 +1,4 @@
-"""The one question: what epsilon did these events cost?"""
+"""The accountants, and the question that each answers: what epsilon did these events cost?"""
 
 from __future__ import annotations
 
@@ -14,34 +14,38 @@ from hf_dp.accounting.ranges import Range
 from hf_dp.accounting.value import Epsilon
 
 ACCOUNTANTS: tuple[str, ...] = ("pld", "rdp", "prv", "gdp_clt")
-"""Known accountants; each is the module ``hf_dp.accounting.<name>``, imported when first asked (a
-second of scipy)."""
+"""Known accountants; each is the module ``hf_dp.accounting.<name>``, imported on first use (scipy
+takes a second)."""
 
 BOUNDS: tuple[str, ...] = ("pld", "rdp", "prv")
-"""Those whose result is an upper bound and may be calibrated to."""
+"""The accountants whose result is an upper bound, so that noise may be calibrated to it."""
 
 RELATIONS: tuple[str, ...] = ("zero_out", "add_remove", "replace_one")
-"""What a neighboring data set is: one record's contribution replaced by nothing, the number of
-records being public (the default); one record more or less (the same epsilon, but then nothing of
-the run may depend on the number of records); one record replaced by another."""
+"""What a neighboring data set is.
+
+"zero_out" (the default): one example's contribution replaced by nothing, with the number of
+examples public. "add_remove": one example more or less; the epsilon is the same, but then nothing
+in the run may depend on the number of examples. "replace_one": one example replaced by another.
+"""
 
 
 class Accountant(Protocol):
-    """What a module of this package offers to be an accountant."""
+    """What a module of this package offers as an accountant."""
 
     RANGE: Range
 
     def epsilon(self, composition: Composition, delta: float, relation: str) -> Epsilon:
-        """Epsilon at ``delta``: 0 for nothing, infinity without noise.
+        """Return epsilon at ``delta``: 0 for nothing, infinity without noise.
 
-        AccountingRangeError where it may be wrong, UnsupportedEventError for a kind of event or
-        relation it does not know.
+        Raises:
+            AccountingRangeError: the result may be wrong here.
+            UnsupportedEventError: the accountant does not know this kind of event or relation.
         """
         ...
 
 
 def load(accountant: str) -> Accountant:
-    """The accountant of this name; InvalidArgumentError for an unknown one."""
+    """Return the accountant of this name; raise InvalidArgumentError for an unknown one."""
     name = one_of("accountant", accountant, ACCOUNTANTS)
     return cast(Accountant, importlib.import_module(f"hf_dp.accounting.{name}"))
 
@@ -52,30 +56,30 @@ def epsilon(
     accountant: str = "pld",
     relation: str = "zero_out",
 ) -> Epsilon:
-    """Epsilon of one event or of several composed adaptively.
+    """Return the epsilon of one event, or of several composed adaptively.
 
-    Changes nothing: it may be asked at any time, during a run included.
+    Changes nothing, so it may be called at any time, even during a run.
 
     Args:
         events: what ran, in any order; an empty sequence costs 0.
-        delta: in (0, 1); meaningful only well below 1 / number of records.
+        delta: in (0, 1); meaningful only well below 1 / number of examples.
         accountant: "pld" (default; min of PLD and RDP), "rdp", "prv" (upper end) or "gdp_clt" (an
             estimate).
         relation: one of RELATIONS; "replace_one" only with "pld".
 
     Raises:
-        InvalidArgumentError: delta, accountant or relation is not one.
+        InvalidArgumentError: delta, accountant or relation is invalid.
         AccountingRangeError: this accountant is not known to be right here; the message names one
             that is.
-        UnsupportedEventError: an event of a kind that is unknown, or unknown to this accountant or
-            for this relation.
+        UnsupportedEventError: an event is of an unknown kind, or of one that this accountant does
+            not know, or not under this relation.
     """
-    load(accountant)  # names the known ones when this is none
+    load(accountant)  # raises for an unknown name
     one_of("relation", relation, RELATIONS)
     return _epsilon(accountant, compose(events), in_unit_interval("delta", delta), relation)
 
 
-# a log, a card and privacy.json ask the same question of the same ledger
+# Cached: a log, a card and privacy.json ask the same question of the same ledger.
 @functools.lru_cache(maxsize=4096)
 def _epsilon(accountant: str, composition: Composition, delta: float, relation: str) -> Epsilon:
     return load(accountant).epsilon(composition, delta, relation)

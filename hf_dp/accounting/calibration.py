@@ -1,7 +1,7 @@
 """The smallest noise, the most steps or the largest sample rate that keeps a run inside its budget.
 
-Every answer is checked by evaluating the accountant at the very number that is returned: it lands
-on the private side or an error is raised. The target must be met by a bound; an estimate cannot be
+Every answer is checked by evaluating the accountant at exactly the number that is returned: it is
+on the private side, or an error is raised. The accountant must be a bound; an estimate cannot be
 calibrated to.
 """
 
@@ -38,26 +38,26 @@ def calibrate_noise_multiplier(
     prior_events: Iterable[Event] = (),
     event: MakeEvent | None = None,
 ) -> float:
-    """The smallest noise multiplier with which ``steps`` more sampled steps stay inside the target.
+    """Return the smallest noise multiplier with which ``steps`` more steps stay inside the target.
 
     Args:
         target_epsilon: epsilon of everything together, prior events included, > 0.
         target_delta: delta in (0, 1).
-        sample_rate: probability with which each record joins a step, in (0, 1].
+        sample_rate: probability with which each example joins a step, in (0, 1].
         steps: number of steps to pay for, >= 1.
         accountant: "pld", "rdp" or "prv".
-        prior_events: what already ran on the same records.
-        event: what ``steps`` steps with a noise multiplier are, ``(noise_multiplier, steps) ->
-            Event``; a sampler's ``event``. None: Poisson sampling at ``sample_rate``.
+        prior_events: what already ran on the same data.
+        event: ``(noise_multiplier, steps) -> Event``, the event of these steps, such as a sampler's
+            ``event``. None: Poisson sampling at ``sample_rate``.
 
     Returns:
         Noise standard deviation / clipping norm, with SIGNIFICANT_DIGITS digits, such that
         epsilon(prior_events + steps) <= target_epsilon, at most TOLERANCE (relative) above the
-        smallest such number. With "pld", 1 to 5 s.
+        smallest such number. "pld" takes 1 to 5 s.
 
     Raises:
-        InvalidArgumentError: a bad value, or an accountant that is not a bound.
-        CalibrationError: the target cannot be met, or is met by all the noise multipliers the
+        InvalidArgumentError: a value is invalid, or the accountant is not a bound.
+        CalibrationError: the target cannot be met, or is met by every noise multiplier that the
             accountant covers.
         AccountingRangeError: the accountant does not cover delta, sample_rate or steps.
     """
@@ -77,19 +77,18 @@ def calibrate_noise_multiplier(
     make = event or (lambda sigma, count: PoissonSampledGaussian(sigma, sample_rate, count))
 
     def gap(sigma: float) -> float:
-        """log(epsilon / target): positive means too little noise."""
+        """Return log(epsilon / target); positive means too little noise."""
         try:
             value = epsilon((*prior, make(sigma, steps)), delta, name).value
         except AccountingRangeError:
-            # With little noise epsilon can grow beyond what the accountant covers, which is "too
-            # little". With the most noise the cause is another argument, and the caller must hear
-            # it.
+            # With little noise epsilon can exceed what the accountant covers: too little. With the
+            # most noise the cause is another argument, and the caller must be told.
             if sigma >= limits.max_noise_multiplier:
                 raise
             return math.inf
         return math.log(value / target) if value > 0 else -math.inf
 
-    # First, because it also refuses at once a delta, rate or number of steps that the accountant
+    # This comes first because it also refuses a delta, rate or number of steps that the accountant
     # does not cover.
     if (least := gap(limits.max_noise_multiplier)) > 0:
         raise CalibrationError(
@@ -99,9 +98,8 @@ def calibrate_noise_multiplier(
             "`sample_rate`."
         )
     smallest, largest = limits.min_noise_multiplier, limits.max_noise_multiplier
-    bracket = _bracket(
-        gap, _start(target, delta, sample_rate, steps, prior, name), smallest, largest
-    )
+    start = _start(target, delta, sample_rate, steps, prior, name)
+    bracket = _bracket(gap, start, smallest, largest)
     if bracket is None:
         raise CalibrationError(
             f"target_epsilon {target:.6g} is met even at noise multiplier {smallest}, the least "
@@ -120,15 +118,14 @@ def calibrate_steps(
     prior_events: Iterable[Event] = (),
     event: MakeEvent | None = None,
 ) -> int:
-    """The largest number of further sampled steps that stays inside the target.
+    """Return the largest number of further sampled steps that stays inside the target.
 
     Arguments and errors as for :func:`calibrate_noise_multiplier`; ``sample_rate`` may be 0 and
     ``noise_multiplier`` 0.
 
     Returns:
         A number of steps n >= 0 with epsilon(prior_events + n steps) <= target_epsilon and
-        epsilon(n + 1 steps) > target_epsilon; 0 if even one step, or the prior events alone, pass
-        the target.
+        epsilon(n + 1 steps) > target_epsilon; 0 if one step, or the prior events alone, exceed it.
 
     Raises:
         CalibrationError: the target is not reached within the steps that the accountant covers.
@@ -171,8 +168,9 @@ def calibrate_sample_rate(
     accountant: str = "pld",
     prior_events: Iterable[Event] = (),
 ) -> float:
-    """The largest sample rate with which ``steps`` further Poisson-sampled steps stay inside the
-    target.
+    """Return the largest sample rate with which ``steps`` Poisson-sampled steps meet the target.
+
+    The steps come on top of the prior events.
 
     Arguments and errors as for :func:`calibrate_noise_multiplier`.
 
@@ -193,7 +191,7 @@ def calibrate_sample_rate(
         try:
             value = epsilon((*prior, PoissonSampledGaussian(sigma, rate, steps)), delta, name).value
         except AccountingRangeError:
-            if rate <= smallest:  # the cause is another argument, and the caller must hear it
+            if rate <= smallest:  # the cause is another argument, and the caller must be told
                 raise
             return math.inf  # epsilon beyond what the accountant covers
         return math.log(value / target) if value > 0 else -math.inf
@@ -210,8 +208,7 @@ def calibrate_sample_rate(
     if bracket is None:
         return 1.0
     rate = _significant(1 / _narrow(gap, *bracket), ROUND_FLOOR)
-    # The search went over 1 / rate: what is returned is another number, and only its own epsilon
-    # counts.
+    # The search ran over 1 / rate; only the epsilon of the rate that is returned counts.
     while rate > smallest and gap(1 / rate) > 0:
         rate = _significant(rate * (1 - TOLERANCE / 3), ROUND_FLOOR)
     return max(rate, smallest)
@@ -231,8 +228,7 @@ def _checked(
 
 
 def _within_range(fits: Callable[[int], bool], count: int) -> bool:
-    """More steps may leave the accountant's range (epsilon too large for it): then they do not fit
-    either."""
+    """Return whether ``count`` steps fit; they do not if their epsilon leaves the range."""
     try:
         return fits(count)
     except AccountingRangeError:
@@ -242,8 +238,10 @@ def _within_range(fits: Callable[[int], bool], count: int) -> bool:
 def _start(
     target: float, delta: float, sample_rate: float, steps: int, prior: tuple[Event, ...], name: str
 ) -> float:
-    """Where to begin the search: RDP's answer, which costs milliseconds and is near the others',
-    else 1."""
+    """Return where to begin the search: at RDP's answer, or at 1 if it has none.
+
+    RDP takes milliseconds and is close to the other accountants.
+    """
     if name == "rdp":
         return 1.0
     limits = load(name).RANGE
@@ -263,8 +261,7 @@ def _start_inverse(
     name: str,
     smallest: float,
 ) -> float:
-    """Where to begin the search for a sample rate, as 1 / rate: at RDP's answer, as
-    :func:`_start`."""
+    """Return where to begin the search for a sample rate, as 1 / rate (see :func:`_start`)."""
     if name == "rdp":
         return min(100.0, 1 / smallest)
     try:
@@ -276,10 +273,9 @@ def _start_inverse(
 
 
 def _bracket(gap: Gap, start: float, smallest: float, largest: float) -> tuple[Point, Point] | None:
-    """Two numbers with gap > 0 (too little noise) and gap <= 0 (enough), walking out from
-    ``start``.
+    """Search from ``start`` for a point with gap > 0 (too little noise) and one with gap <= 0.
 
-    ``largest`` is known to be enough; None when ``smallest`` is enough, too.
+    ``largest`` is known to be enough. Return None if ``smallest`` is also enough.
     """
     point, factor = (start, gap(start)), 1.1
     while point[1] <= 0:
@@ -296,12 +292,11 @@ def _bracket(gap: Gap, start: float, smallest: float, largest: float) -> tuple[P
 
 
 def _narrow(gap: Gap, low: Point, high: Point) -> float:
-    """Shrinks the bracket by interpolation; returns its upper end, rounded up, when within
-    TOLERANCE of its lower end.
+    """Shrink the bracket to TOLERANCE by interpolation; return its upper end, rounded up.
 
     Probes are placed a little above the interpolated root and then a little below it, so that two
-    good guesses end the search; an end that stays put twice has its gap halved (the Illinois rule),
-    and late rounds bisect.
+    good guesses end the search. An end that does not move in two rounds has its gap halved (the
+    Illinois rule), and late rounds bisect.
     """
     aim = TOLERANCE / 3
     (left, left_gap), (right, right_gap) = low, high
@@ -327,15 +322,14 @@ def _narrow(gap: Gap, low: Point, high: Point) -> float:
             left_gap = left_gap / 2 if last == "right" else left_gap
             last = "right"
     answer = round_sigma_up(right)
-    # The accountant's result may wiggle by its rounding errors: only the returned number itself
-    # counts.
+    # The accountant's result may vary by rounding; only the result at the returned number counts.
     while gap(answer) > 0:
         answer = round_sigma_up(answer * (1 + aim))
     return answer
 
 
 def round_sigma_up(sigma: float) -> float:
-    """``sigma`` with SIGNIFICANT_DIGITS digits, never smaller: more noise, so still private."""
+    """Return ``sigma`` rounded up to SIGNIFICANT_DIGITS digits: more noise, so still private."""
     return _significant(sigma, ROUND_CEILING)
 
 

@@ -1,4 +1,4 @@
-"""All accountants side by side: what each says of the same events, or why it says nothing."""
+"""All accountants side by side: what each says about the same events, or why it does not."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hf_dp.accounting.value import Epsilon
 from hf_dp.errors import AccountingRangeError, UnsupportedEventError
 
 PAPERS_FIGURE = (
-    "{:.3f} is the paper's own figure, under assumptions that do not hold of what ran; it is no "
+    "{:.3f} is the paper's own figure, under assumptions that do not hold for what ran; it is no "
     "epsilon of this run."
 )
 
@@ -20,8 +20,10 @@ PAPERS_FIGURE = (
 class Answer:
     """What one accountant says.
 
-    Attributes: accountant: its name. epsilon: with its kind, or None. note: why there is none, else
-        empty.
+    Attributes:
+        accountant: its name.
+        epsilon: with its kind, or None.
+        note: why epsilon is None; otherwise empty.
     """
 
     accountant: str
@@ -35,9 +37,12 @@ def compare(
     accountants: Sequence[str] = ACCOUNTANTS,
     relation: str = "zero_out",
 ) -> tuple[Answer, ...]:
-    """One answer for each accountant; arguments and errors of :func:`hf_dp.accounting.epsilon`, but
-    an accountant that is out of its range, or cannot describe an event, has an answer without
-    epsilon. So has the figure of DP-FP as published, which stands in the note."""
+    """Return one answer for each accountant.
+
+    Arguments and errors are those of :func:`hf_dp.accounting.epsilon`, with one exception: an
+    accountant that is out of its range, or cannot describe an event, gives an answer without
+    epsilon. So does DP-FP as published; the note then has the paper's figure.
+    """
     events = (events,) if isinstance(events, Event) else tuple(events)
     answers = []
     for name in accountants:

@@ -1,7 +1,7 @@
 """What a list of events composes to, in the form that all accountants share.
 
-The order of events does not matter to any accountant here (every one bounds adaptive composition),
-so equal mechanisms are merged, what touches no record is dropped, and plain Gaussians become a
+The order of events does not matter to any accountant here (each bounds adaptive composition), so
+equal mechanisms are merged, events that touch no example are dropped, and plain Gaussians become a
 single one, which is exact.
 """
 
@@ -13,8 +13,6 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple, TypeVar, get_args
-
-from scipy.special import bdtrc
 
 from hf_dp.accounting.events import (
     BestOfRandomRuns,
@@ -33,12 +31,11 @@ from hf_dp.errors import UnsupportedEventError
 
 _EVENTS = get_args(Event)
 _NO_CUT = 1e-300
-USE_PLD = 'Use accountant="pld".'  # where only it knows an event or a relation
+USE_PLD = 'Use accountant="pld".'  # for events and relations that only it knows
 UNESTABLISHED = (
     "No bound on the epsilon of DP-FP as published is known: the encoder's gradient is computed "
-    "from activations without "
-    'noise. Use accountant="gdp_clt" for the figure that the paper gives, or the variant "frozen" '
-    "for a guarantee."
+    'from activations without noise. Use accountant="gdp_clt" for the figure that the paper gives, '
+    'or the variant "frozen" for a guarantee.'
 )
 
 
@@ -51,8 +48,10 @@ class SampledTerm(NamedTuple):
 
 
 class TruncatedTerm(NamedTuple):
-    """A truncated one, with 0 < sample_rate <= 1, noise_multiplier > 0, steps > 0 and a cut that
-    can happen."""
+    """A truncated one with 0 < sample_rate <= 1, noise_multiplier > 0 and steps > 0.
+
+    Truncation can happen; otherwise it is a :class:`SampledTerm`.
+    """
 
     noise_multiplier: float
     sample_rate: float
@@ -62,8 +61,10 @@ class TruncatedTerm(NamedTuple):
 
 
 class VisibleTerm(NamedTuple):
-    """A Gaussian that a record takes part in with 0 < sample_rate <= 1 in each of ``steps`` draws,
-    and is seen to."""
+    """A Gaussian in which an example visibly takes part with probability ``sample_rate``.
+
+    There are ``steps`` samples, with 0 < sample_rate <= 1.
+    """
 
     noise_multiplier: float
     sample_rate: float
@@ -71,7 +72,7 @@ class VisibleTerm(NamedTuple):
 
 
 class ResponseTerm(NamedTuple):
-    """A randomised response among ``num_classes``, run ``steps`` times."""
+    """A randomized response among ``num_classes``, run ``steps`` times."""
 
     epsilon: float
     num_classes: int
@@ -79,8 +80,7 @@ class ResponseTerm(NamedTuple):
 
 
 class PublishedTerm(NamedTuple):
-    """DP-FP as published: a mechanism that no bound is known for; ``steps`` counts
-    micro-batches."""
+    """DP-FP as published, for which no bound is known; ``steps`` counts micro-batches."""
 
     noise_multiplier: float
     sample_rate: float
@@ -91,8 +91,10 @@ _Term = TypeVar("_Term", SampledTerm, VisibleTerm, PublishedTerm)
 
 
 class SearchTerm(NamedTuple):
-    """The best of randomly many runs; ``shape`` is that of the truncated negative binomial, None
-    for Poisson."""
+    """The best of randomly many runs.
+
+    ``shape`` is that of the truncated negative binomial, or None for Poisson.
+    """
 
     run: Composition
     mean_runs: float
@@ -106,18 +108,17 @@ class Composition:
 
     Attributes:
         sampled: the distinct Poisson-sampled mechanisms, sorted, with their total steps.
-        truncated, searches: the same of the other kinds, as they came; not every accountant can
-            describe them.
         gaussian_mu: sensitivity / standard deviation of the one Gaussian that all unsampled ones
             compose to, sqrt(sum steps / noise_multiplier^2) (Dong, Roth, Su 2019, Corollary 3.3); 0
             if there are none.
-        noiseless: a record entered some step without noise, so no finite epsilon holds.
-        noise_multipliers, sample_rates, steps: what ran, for range checks (unsampled ones included,
-            rate 1; of a search those of one run).
-        visible, responses, published: those of the events that release something of each record by
+        noiseless: an example entered some step without noise, so no finite epsilon holds.
+        noise_multipliers, sample_rates, steps: what ran, for range checks; unsampled mechanisms are
+            included with rate 1, and a search with those of one run.
+        truncated, searches: the other kinds of sampled mechanisms and the searches; not every
+            accountant can describe them.
+        visible, responses, published: mechanisms that release something about each example by
             itself.
-        restricted: name, relations and reason of each kind of event that does not hold for all
-            relations.
+        restricted: name, relations and reason for each kind of event restricted to some relations.
     """
 
     sampled: tuple[SampledTerm, ...]
@@ -135,7 +136,7 @@ class Composition:
 
     @property
     def empty(self) -> bool:
-        """Nothing that depends on a record ran: epsilon is exactly 0."""
+        """Whether nothing that ran depends on an example, so that epsilon is exactly 0."""
         parts = (
             self.sampled
             or self.truncated
@@ -157,8 +158,12 @@ class Composition:
         visible: str = "",
         published: str = "",
     ) -> None:
-        """Raises UnsupportedEventError for that relation, or a kind of event, where a next move is
-        given for it."""
+        """Raise UnsupportedEventError for a relation or kind of event that has a next move here.
+
+        Args:
+            replace_one, truncated, searches, visible, published: the next move for the user where
+                the accountant does not know that relation or kind; empty where it does.
+        """
         for name, relations, why in self.restricted:
             if relation not in relations:
                 raise UnsupportedEventError(
@@ -186,7 +191,7 @@ class Composition:
 
 
 def compose(events: Event | Iterable[Event]) -> Composition:
-    """Merges one event or several into their canonical form.
+    """Merge one event or several into their canonical form.
 
     Raises:
         UnsupportedEventError: something in the list is not an event of
@@ -214,8 +219,10 @@ def compose(events: Event | Iterable[Event]) -> Composition:
 
 
 def _restrictions(events: Iterable[Event]) -> tuple[tuple[str, tuple[str, ...], str], ...]:
-    """Of each kind of event that is restricted to some relations: name, relations, reason; also of
-    those never run."""
+    """Return name, relations and reason for each kind of event restricted to some relations.
+
+    Events that never ran are included.
+    """
     kinds: dict[str, tuple[str, tuple[str, ...], str]] = {}
     for event in events:
         for each in event.run if isinstance(event, BestOfRandomRuns) else (event,):
@@ -226,15 +233,18 @@ def _restrictions(events: Iterable[Event]) -> tuple[tuple[str, tuple[str, ...], 
 
 
 def _cuts(event: TruncatedPoissonSampledGaussian) -> bool:
-    """Whether a draw can be cut, other than with a probability that no epsilon shows.
+    """Return whether a sample is truncated with more than a negligible probability.
 
-    With probability t of a cut in one step, T steps are within total variation T t of T plain ones,
-    so what is (e, d)-private without a cut is (e, d + (1 + exp(e)) T t)-private with it: at t =
-    1e-300, T = 1e9 and e = 500, d + 1e-74. (Below that, tails underflow and dp-accounting divides
-    by them.)
+    If one step's sample is truncated with probability t, T steps are within total variation T t of
+    T plain ones, so what is (e, d)-private without truncation is (e, d + (1 + exp(e)) T t)-private
+    with it: at t = 1e-300, T = 1e9 and e = 500, that is d + 1e-74. (Below that, tails underflow and
+    dp-accounting divides by them.)
     """
     if event.max_batch_size >= event.num_examples:
         return False
+    # Imported here because it takes half a second: `import hf_dp.accounting` should not need it.
+    from scipy.special import bdtrc
+
     # P(K >= max)
     return bool(bdtrc(event.max_batch_size - 1, event.num_examples, event.sample_rate) > _NO_CUT)
 
@@ -251,7 +261,7 @@ class _Parts:
         self.searches: list[SearchTerm] = []
 
     def add(self, event: Event) -> None:
-        """An event that ran at least once."""
+        """Add an event that ran at least once."""
         if isinstance(event, BestOfRandomRuns):
             run = compose(event.run)
             if not run.empty:
@@ -282,7 +292,7 @@ class _Parts:
             kind[event.noise_multiplier, event.sample_rate] += event.steps * event.num_micro_batches
 
     def composition(self) -> Composition:
-        """The canonical form of all that was added."""
+        """Return the canonical form of all events added."""
         drawn = (self.poisson, self.truncated, self.visible, self.published)
         noisy = _terms(SampledTerm, self.poisson)
         truncated = tuple(
@@ -331,7 +341,7 @@ class _Parts:
 def _terms(
     kind: Callable[[float, float, int], _Term], counts: Mapping[tuple[float, float], int]
 ) -> tuple[_Term, ...]:
-    """Those with noise, sorted."""
+    """Return the mechanisms with noise, sorted."""
     return tuple(
         sorted(kind(sigma, rate, steps) for (sigma, rate), steps in counts.items() if sigma > 0)
     )

@@ -1,5 +1,4 @@
-"""What every event has: a description that can be read back, and the neighboring relations that it
-holds for."""
+"""What every event has: a description to read back, and the relations that it holds for."""
 
 from __future__ import annotations
 
@@ -13,12 +12,11 @@ SUM, VECTORS = "sum", "vectors"
 class Described:
     """Base of the events, which are frozen dataclasses.
 
-    Attributes (of the class):
-        relations: of :data:`hf_dp.accounting.RELATIONS`, those under which the event's analysis
-            holds.
-        restriction: why not under the others; empty where all hold.
+    Class attributes:
+        relations: those of :data:`hf_dp.accounting.RELATIONS` under which the analysis holds.
+        restriction: why it does not hold under the others; empty if it holds under all.
         reasons: why no bound on its epsilon is established; empty where there is one.
-            ``unestablished`` then names it in a sentence.
+        unestablished: how a sentence names it then.
     """
 
     relations: ClassVar[tuple[str, ...]] = ("zero_out", "add_remove", "replace_one")
@@ -38,5 +36,5 @@ class Described:
         return {SUM: self.noise_multiplier}  # type: ignore[attr-defined]
 
     def to_dict(self) -> dict[str, Any]:
-        """A JSON-ready description that :func:`hf_dp.accounting.event_from_dict` reads back."""
+        """Return a JSON-ready description that :func:`hf_dp.accounting.event_from_dict` reads."""
         return {"type": type(self).__name__, **dataclasses.asdict(self)}  # type: ignore[call-overload]

@@ -1,8 +1,8 @@
-"""What ran, as frozen data: the mechanisms that a run applied to the private records.
+"""What ran, as frozen data: the mechanisms that a run applied to the private examples.
 
 An event says nothing about epsilon; the accountants do. In every event ``noise_multiplier`` is the
-standard deviation of the Gaussian noise divided by the clipping norm, the noise being added once to
-the *sum* of the clipped contributions. What a neighboring data set is, is asked of the accountant
+standard deviation of the Gaussian noise divided by the clipping norm, with the noise added once to
+the *sum* of the clipped contributions. The accountant is told what a neighboring data set is
 (``hf_dp.accounting.RELATIONS``).
 """
 
@@ -27,7 +27,7 @@ from hf_dp.errors import InvalidArgumentError, UnsupportedEventError
 
 @dataclass(frozen=True)
 class Gaussian(Described):
-    """The Gaussian mechanism on all records (no sampling), run ``steps`` times, adaptively.
+    """The Gaussian mechanism on all examples (no sampling), run ``steps`` times, adaptively.
 
     Args:
         noise_multiplier: noise standard deviation / clipping norm, >= 0; 0 means no noise and
@@ -50,14 +50,13 @@ class Gaussian(Described):
 
 @dataclass(frozen=True)
 class PoissonSampledGaussian(Described):
-    """The Gaussian mechanism on a fresh Poisson sample of the records, run ``steps`` times,
-    adaptively.
+    """The Gaussian mechanism on a fresh Poisson sample, run ``steps`` times, adaptively.
 
     Args:
         noise_multiplier: noise standard deviation / clipping norm, >= 0; 0 means no noise and
             epsilon infinity.
-        sample_rate: the probability with which each record joins a step, independently of all else,
-            in [0, 1]. Shuffled or fixed-size batches are another mechanism and must not be
+        sample_rate: the probability, in [0, 1], with which each example joins a step, independently
+            of everything else. Shuffled or fixed-size batches are another mechanism and must not be
             described by this event.
         steps: how many times it ran, empty samples included, >= 0.
 
@@ -84,17 +83,17 @@ class PoissonSampledGaussian(Described):
 
 @dataclass(frozen=True)
 class TruncatedPoissonSampledGaussian(Described):
-    """As :class:`PoissonSampledGaussian`, but of a sample larger than ``max_batch_size`` a
-    uniformly random part is used.
+    """A :class:`PoissonSampledGaussian` whose samples are truncated to ``max_batch_size``.
 
-    A record can then push another one out of the sample, which costs more than leaving one out;
-    accounted as in Chua et al. 2025 (arXiv 2508.15089).
+    A larger Poisson sample is truncated uniformly at random. An example can then push another out
+    of the sample, which costs more than leaving one out. The analysis is that of Chua et al. 2025
+    (arXiv 2508.15089).
 
     Args:
-        noise_multiplier, sample_rate, steps: as there; ``sample_rate`` is that of the draw before
-            the cut.
-        num_examples: N, the records drawn from, >= 1.
-        max_batch_size: the most records that one step uses, >= 1.
+        noise_multiplier, sample_rate, steps: as there; ``sample_rate`` is that of the sample before
+            it is truncated.
+        num_examples: N, the examples drawn from, >= 1.
+        max_batch_size: the maximum number of examples per step, >= 1.
 
     Raises:
         InvalidArgumentError: a value is out of range or not a number.
@@ -108,8 +107,8 @@ class TruncatedPoissonSampledGaussian(Described):
 
     relations: ClassVar[tuple[str, ...]] = ("zero_out", "replace_one")
     restriction: ClassVar[str] = (
-        "Draws have a largest size: with one record more, which a neighbor has, other records "
-        "would be cut."
+        "Samples are truncated to a maximum size: with one example more, which a neighbor has, "
+        "other examples would be left out."
     )
 
     def __post_init__(self) -> None:
@@ -125,22 +124,25 @@ RUN_DISTRIBUTIONS = ("truncated_negative_binomial", "poisson")
 
 @dataclass(frozen=True)
 class BestOfRandomRuns(Described):
-    """A search: K independent runs, K random, of which only the best leaves (Papernot and Steinke
-    2021, 2110.03620).
+    """A search: K independent runs, K random, of which only the best is released.
 
-    It describes a search only if K was drawn secretly and stays secret; each run drew its
-    hyperparameters independently from one distribution fixed beforehand (nothing adaptive, no
-    pruning of runs); the score that chose was public or an accounted release, part of ``run``; and
-    of the other runs nothing leaves, their number included. Otherwise all runs compose.
+    The analysis is that of Papernot and Steinke 2021 (arXiv 2110.03620). This event describes a
+    search only if all of the following hold; otherwise all runs compose.
+
+    * K was drawn secretly and stays secret.
+    * Each run drew its hyperparameters independently from one distribution fixed beforehand
+      (nothing adaptive, no early stopping of runs).
+    * The score that chose the best run was public, or an accounted release that is part of ``run``.
+    * Nothing about the other runs is released, not even their number.
 
     Args:
-        run: everything that one run releases, its most expensive hyperparameters where they change
-            privacy; no search.
+        run: the events of one run; where hyperparameters change privacy, those of the most
+            expensive choice. None of them is a search.
         mean_runs: the expectation of K, from 1 to 10^9.
         distribution: of K: "truncated_negative_binomial" (K >= 1) or "poisson" (K may be 0: then
-            nothing leaves).
-        shape: of the former, 0 or from 10^-6 to 10^6: 1 (default) is the geometric distribution, 0
-            the logarithmic one; with "poisson" it has no meaning and is None.
+            nothing is released).
+        shape: that of the truncated negative binomial, 0 or from 10^-6 to 10^6: 1 (default) is the
+            geometric distribution, 0 the logarithmic one. With "poisson" it must be None.
         steps: how many such searches ran, >= 0.
 
     Raises:
@@ -189,7 +191,7 @@ class BestOfRandomRuns(Described):
         return {}
 
     def to_dict(self) -> dict[str, Any]:
-        """A JSON-ready description that :func:`event_from_dict` reads back."""
+        """Return a JSON-ready description that :func:`event_from_dict` reads."""
         return {**super().to_dict(), "run": [event.to_dict() for event in self.run]}
 
 
@@ -209,10 +211,10 @@ EVENT_TYPES: dict[str, type[Event]] = {cls.__name__: cls for cls in get_args(Eve
 
 
 def event_from_dict(data: Mapping[str, Any]) -> Event:
-    """The event that ``to_dict`` described.
+    """Return the event that ``to_dict`` described.
 
     Nothing is guessed: an unknown type, an unknown field, a missing field or a bad value is
-    refused, since an event read wrongly would be an epsilon computed wrongly.
+    refused, since an event read wrongly would give a wrong epsilon.
 
     Raises:
         UnsupportedEventError: the description is not one of an event this version knows.

@@ -1,11 +1,10 @@
-"""Epsilon in closed form where all that ran are Gaussians whose number of uses is known, and
-randomised responses.
+"""Epsilon in closed form for Gaussians with a visible number of uses, and randomized responses.
 
-Given how often a record took part (seen, and independent of what it holds) its privacy loss is
-normal; a randomised response adds one of at most three values to it. So ``delta(epsilon) = sum over
-cases of P(case) delta_Gauss(epsilon - loss of the responses; mu of the case)`` with no grid and no
-FFT: what is computed is the definition, to rounding. Both directions of zero-out have the same
-losses.
+Given how often an example took part (which is visible and independent of its contents), its privacy
+loss is normal; a randomized response adds one of at most three values to it. So ``delta(epsilon) =
+sum over cases of P(case) delta_Gauss(epsilon - loss of the responses; mu of the case)``, with no
+grid and no FFT: the definition itself is computed, up to rounding. Both directions of zero-out have
+the same losses.
 """
 
 from __future__ import annotations
@@ -21,14 +20,16 @@ from scipy.stats import binom
 
 from hf_dp.accounting.composition import Composition, ResponseTerm
 
-# Participation counts whose probabilities add up to less than this are given up: it is added to
-# delta.
+# Participation counts whose probabilities add up to less than this are left out; it is added to
+# delta instead.
 _TAIL = 1e-30
 
 
 def covers(composition: Composition) -> bool:
-    """Whether the closed form describes it: no secret sample, no search, and at most one visible
-    rate and noise."""
+    """Return whether the closed form describes the composition.
+
+    It has no secret sample, no search, and at most one visible rate and noise.
+    """
     others = (
         composition.sampled
         or composition.truncated
@@ -39,10 +40,12 @@ def covers(composition: Composition) -> bool:
 
 
 def epsilon(composition: Composition, delta: float, scale: float = 1.0) -> float:
-    """The smallest epsilon >= 0 at which the composition is (epsilon, delta)-DP, to 1e-9 of it and
-    rounded up.
+    """Return the smallest epsilon >= 0 at which the composition is (epsilon, delta)-DP.
 
-    Args: scale: of every Gaussian's sensitivity (2 under replace_one).
+    It is rounded up, with a relative accuracy of 1e-9.
+
+    Args:
+        scale: a factor on every Gaussian's sensitivity (2 under replace_one).
     """
     log_weights, mus = _participations(composition, scale)
     losses, log_probabilities = _responses(composition.responses)
@@ -69,15 +72,15 @@ def epsilon(composition: Composition, delta: float, scale: float = 1.0) -> float
 
 
 def _participations(composition: Composition, scale: float) -> tuple[np.ndarray, np.ndarray]:
-    """Log-probability and mu of each number of uses."""
+    """Return the log-probability and mu of each number of uses."""
     always = (composition.gaussian_mu * scale) ** 2
     if not composition.visible:
         return np.zeros(1), np.array([math.sqrt(always)])
     (term,) = composition.visible
     law = binom(term.steps, term.sample_rate)
     # Bernstein: the number of uses is further from its mean m than sqrt(2 m L) + L with a
-    # probability below exp(-L) a side. Of 1e9 draws, the most that are accepted, fewer than a
-    # million numbers remain.
+    # probability below exp(-L) on each side. With 1e9 samples, the most that are accepted, fewer
+    # than a million numbers of uses remain.
     mean, away = term.steps * term.sample_rate, math.log(2 / _TAIL)
     reach = math.sqrt(2 * mean * away) + away
     low, high = max(0, math.floor(mean - reach)), min(term.steps, math.ceil(mean + reach))
@@ -86,7 +89,7 @@ def _participations(composition: Composition, scale: float) -> tuple[np.ndarray,
 
 
 def _responses(terms: tuple[ResponseTerm, ...]) -> tuple[np.ndarray, np.ndarray]:
-    """The privacy losses of all responses together, and their log-probabilities."""
+    """Return the privacy losses of all responses together, and their log-probabilities."""
     law = {0.0: 0.0}
     for term in terms:
         for _ in range(term.steps):
@@ -98,7 +101,7 @@ def _responses(terms: tuple[ResponseTerm, ...]) -> tuple[np.ndarray, np.ndarray]
 
 
 def response_losses(term: ResponseTerm) -> Iterator[tuple[float, float]]:
-    """(loss, log-probability) of one response, of one label against another."""
+    """Yield (loss, log-probability) of one response, for one label against another."""
     log_total = term.epsilon + math.log1p((term.num_classes - 1) * math.exp(-term.epsilon))
     yield term.epsilon, term.epsilon - log_total
     yield -term.epsilon, -log_total
@@ -107,11 +110,10 @@ def response_losses(term: ResponseTerm) -> Iterator[tuple[float, float]]:
 
 
 def _log_delta(value: np.ndarray, mu: np.ndarray) -> np.ndarray:
-    """log of ``E[(1 - exp(value - loss))+]`` for a normal loss of mean mu^2 / 2 and variance mu^2;
-    mu = 0: loss 0.
+    """Return log ``E[(1 - exp(value - loss))+]`` for a normal loss.
 
-    (Balle and Wang 2018, Theorem 8; for values below 0, too, where a response has lowered what is
-    asked for.)
+    The loss has mean mu^2 / 2 and variance mu^2; for mu = 0 it is 0. See Balle and Wang 2018,
+    Theorem 8. Values may be below 0, where a response has lowered the epsilon that is left.
     """
     with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
         upper = log_ndtr(-value / mu + mu / 2)

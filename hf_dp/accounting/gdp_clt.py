@@ -1,5 +1,6 @@
-"""Gaussian DP by the central limit theorem: an estimate, for comparison with papers that report it;
-never a guarantee.
+"""Gaussian DP by the central limit theorem: an estimate and never a guarantee.
+
+It serves comparison with papers that report it.
 
 Bu, Dong, Long, Su 2019 (arXiv 1911.11607): T Poisson-sampled steps at rate q and noise multiplier
 sigma approach mu-GDP with mu = q sqrt(T (exp(1/sigma^2) - 1)) as T grows with q sqrt(T) fixed;
@@ -19,8 +20,8 @@ from hf_dp.accounting.composition import USE_PLD, Composition
 from hf_dp.accounting.ranges import Range
 from hf_dp.accounting.value import Epsilon, Kind
 
-# exp(1/sigma^2) and the tails are representable here; whether the limit theorem means anything is
-# another matter.
+# exp(1/sigma^2) and the tails are representable in this range; the limit theorem need not be
+# accurate in it.
 RANGE = Range(
     "gdp_clt",
     min_noise_multiplier=0.1,
@@ -33,10 +34,10 @@ RANGE = Range(
 
 
 def mu(composition: Composition) -> float:
-    """The GDP parameter of the limit; unsampled Gaussians enter exactly, with sqrt(T) / sigma.
+    """Return the GDP parameter of the limit.
 
-    DP-FP as published enters as the paper's equation 11 has it, ``p sqrt(T M (exp(C^2/sigma^2) -
-    1))``: its figure, by its assumptions.
+    Unsampled Gaussians enter exactly, with sqrt(T) / sigma. DP-FP as published enters as in the
+    paper's equation 11, ``p sqrt(T M (exp(C^2/sigma^2) - 1))``: its figure, by its assumptions.
     """
     squares = [composition.gaussian_mu**2]
     for sigma, rate, steps in (*composition.sampled, *composition.published):
@@ -45,7 +46,7 @@ def mu(composition: Composition) -> float:
 
 
 def gaussian_epsilon(mu: float, delta: float) -> float:
-    """Epsilon >= 0 at which mu-GDP is (epsilon, delta)-DP, relative accuracy about 1e-10.
+    """Return the epsilon >= 0 at which mu-GDP is (epsilon, delta)-DP, to a relative 1e-10.
 
     Solves delta = Phi(-eps/mu + mu/2) - exp(eps) Phi(-eps/mu - mu/2) (Dong, Roth, Su 2019,
     Corollary 2.13; Balle, Wang 2018, Theorem 8), in logarithms so that exp(eps) does not overflow.
@@ -54,25 +55,24 @@ def gaussian_epsilon(mu: float, delta: float) -> float:
     def excess(eps: float) -> float:
         upper = float(log_ndtr(-eps / mu + mu / 2))
         lower = eps + float(log_ndtr(-eps / mu - mu / 2))
-        # log(exp(upper) - exp(lower)); the two meet only where the difference underflows.
+        # log(exp(upper) - exp(lower)); the two are equal only where the difference underflows.
         log_delta = upper + math.log(-math.expm1(lower - upper)) if lower < upper else -math.inf
         return max(log_delta, -1e4) - math.log(delta)
 
     if excess(0.0) <= 0:
         return 0.0
-    # Gaussian tail: the loss has mean mu^2/2 and standard deviation mu, so delta is passed before
-    # this point.
+    # Gaussian tail: the loss has mean mu^2/2 and standard deviation mu, so delta is reached before.
     high = mu**2 / 2 + mu * math.sqrt(2 * math.log(1 / delta)) + 1e-9
     return float(brentq(excess, 0.0, high, xtol=1e-12, rtol=1e-12))
 
 
 def noise_multiplier(target_epsilon: float, delta: float, sample_rate: float, steps: int) -> float:
-    """The noise that the limit theorem asks for; to reproduce papers that calibrate by it, and for
-    nothing else.
+    """Return the noise that the limit theorem asks for.
 
-    Solves ``mu = q sqrt(T (exp(1/sigma^2) - 1))`` for the mu whose epsilon at ``delta`` is the
-    target (Du and Mi 2021, equations 3 and 11, where T counts micro-batches). What such a run
-    really costs can be several times the target: at their setting for 1.73 it is 5.90 by PLD.
+    Its only purpose is to reproduce papers that calibrate by it. Solves ``mu = q sqrt(T
+    (exp(1/sigma^2) - 1))`` for the mu whose epsilon at ``delta`` is the target (Du and Mi 2021,
+    equations 3 and 11, where T counts micro-batches). The true cost of such a run can be several
+    times the target: in their setting for 1.73 it is 5.90 by PLD.
 
     Raises: InvalidArgumentError.
     """
@@ -86,8 +86,12 @@ def noise_multiplier(target_epsilon: float, delta: float, sample_rate: float, st
 
 
 def epsilon(composition: Composition, delta: float, relation: str = "zero_out") -> Epsilon:
-    """Estimate of epsilon at ``delta``; AccountingRangeError outside RANGE, UnsupportedEventError
-    for other kinds."""
+    """Return an estimate of epsilon at ``delta``.
+
+    Raises:
+        AccountingRangeError: outside RANGE.
+        UnsupportedEventError: another kind of event or relation.
+    """
     composition.refuse(
         "gdp_clt",
         relation,

@@ -1,8 +1,7 @@
-"""The ledger: the append-only list of what ran on the private records, and why. It is the evidence
-behind an epsilon.
+"""The ledger: the append-only list of what ran on the private data, and why.
 
-Pure data: making it durable is the trainer's work. Steps are counted when they ran, never when they
-were planned.
+It is the evidence behind an epsilon. It is pure data; the trainer makes it durable. Steps are
+counted when they ran, never when they were planned.
 """
 
 from __future__ import annotations
@@ -20,14 +19,13 @@ from hf_dp.errors import LedgerError, UnsupportedEventError
 
 TRAINING = "training"
 SELECTION = "selection"
-EARLIER = "earlier run"  # on the same rows: what made the base, say
+EARLIER = "earlier run"  # on the same rows, such as the one that trained the base model
 RELEASE = "release"  # of representations or labels, once, before the first step
 
 
 @dataclass(frozen=True)
 class LedgerEntry:
-    """Consecutive steps of one mechanism with one purpose (:data:`TRAINING`, :data:`SELECTION`,
-    ...)."""
+    """Consecutive steps of one mechanism with one purpose, such as :data:`TRAINING`."""
 
     event: Event
     purpose: str
@@ -45,7 +43,7 @@ class LedgerEntry:
             raise invalid("steps", self.event.steps, "to be >= 1", "A ledger holds what ran.")
 
     def continues(self, earlier: LedgerEntry) -> bool:
-        """Same mechanism and purpose: only the number of steps may differ."""
+        """Return whether mechanism and purpose are the same; the number of steps may differ."""
         return self.purpose == earlier.purpose and _with_steps(self.event, 1) == _with_steps(
             earlier.event, 1
         )
@@ -56,17 +54,17 @@ def _with_steps(event: Event, steps: int) -> Event:
 
 
 class Ledger:
-    """Append-only history of one run; equal consecutive mechanisms are kept as one entry with more
-    steps.
+    """Append-only history of one run.
 
-    Entries are immutable and cannot be removed or reordered; the methods below are all there is.
+    Equal consecutive mechanisms are kept as one entry with more steps. Entries are immutable and
+    cannot be removed or reordered.
     """
 
     def __init__(self) -> None:
         self._entries: list[LedgerEntry] = []
 
     def append(self, event: Event, purpose: str) -> None:
-        """Records that ``event`` ran. Call it before its result becomes visible to anyone.
+        """Note that ``event`` ran. Call this before its result becomes visible to anyone.
 
         Raises:
             InvalidArgumentError: no steps, or an empty purpose.
@@ -81,25 +79,24 @@ class Ledger:
 
     @property
     def entries(self) -> tuple[LedgerEntry, ...]:
-        """The history in order."""
+        """The history, in order."""
         return tuple(self._entries)
 
     @property
     def events(self) -> tuple[Event, ...]:
-        """The events in order, as :func:`hf_dp.accounting.epsilon` takes them."""
+        """The events, in order, as :func:`hf_dp.accounting.epsilon` takes them."""
         return tuple(entry.event for entry in self._entries)
 
     def steps(self, purpose: str | None = None) -> int:
-        """Steps that ran, of one purpose or of all."""
+        """Count the steps that ran, for one purpose or for all."""
         return sum(entry.event.steps for entry in self._entries if purpose in (None, entry.purpose))
 
     def epsilon(self, delta: float, accountant: str = "pld") -> Epsilon:
-        """What all entries together cost; arguments and errors of
-        :func:`hf_dp.accounting.epsilon`."""
+        """Return what all entries together cost (see :func:`hf_dp.accounting.epsilon`)."""
         return epsilon(self.events, delta, accountant)
 
     def extends(self, other: Ledger) -> bool:
-        """True if ``other``'s history is a prefix of this one (equal histories included).
+        """Return whether ``other``'s history is a prefix of this one, or equal to it.
 
         A run may resume from a checkpoint only if the run's ledger extends the checkpoint's.
         """
@@ -113,32 +110,35 @@ class Ledger:
         return mine.continues(last) and mine.event.steps >= last.event.steps
 
     def to_list(self) -> list[dict[str, Any]]:
-        """JSON-ready rows ``{"type", "purpose", ...event fields}``, in order."""
-        rows = []
+        """Return JSON-ready entries ``{"type", "purpose", ...event fields}``, in order."""
+        entries = []
         for entry in self._entries:
             fields = entry.event.to_dict()
-            rows.append({"type": fields.pop("type"), "purpose": entry.purpose, **fields})
-        return rows
+            entries.append({"type": fields.pop("type"), "purpose": entry.purpose, **fields})
+        return entries
 
     @classmethod
-    def from_list(cls, rows: Iterable[Mapping[str, Any]]) -> Ledger:
-        """The ledger that ``to_list`` wrote.
+    def from_list(cls, entries: Iterable[Mapping[str, Any]]) -> Ledger:
+        """Return the ledger that ``to_list`` wrote.
 
         Raises:
-            LedgerError: a row cannot be read; a ledger with a hole would under-report.
+            LedgerError: an entry cannot be read; a ledger with a hole would under-report.
         """
         ledger = cls()
-        if isinstance(rows, (str, bytes, Mapping)) or not isinstance(rows, Iterable):
-            raise LedgerError(f"Expected a ledger as a list of rows, got {type(rows).__name__}.")
-        for number, row in enumerate(rows):
+        if isinstance(entries, (str, bytes, Mapping)) or not isinstance(entries, Iterable):
+            raise LedgerError(
+                f"Expected a ledger as a list of rows, got {type(entries).__name__}. Pass what "
+                "Ledger.to_list returned."
+            )
+        for number, entry in enumerate(entries):
             try:
-                fields = dict(row)
+                fields = dict(entry)
                 purpose = fields.pop("purpose")
                 ledger.append(event_from_dict(fields), purpose)
             except (KeyError, TypeError, ValueError) as error:
                 raise LedgerError(
-                    f"Row {number} of the ledger cannot be read: {row!r} ({error}). Restore the "
-                    "file from a backup; without it the privacy of this run is not known."
+                    f"Row {number} of the ledger cannot be read: {entry!r} ({error}). Restore "
+                    "the file from a backup; without it the privacy of this run is not known."
                 ) from error
         return ledger
 

@@ -1,13 +1,12 @@
-"""Privacy-loss distributions with Google's ``dp-accounting``: the default, tight, and with no error
-setting to misuse.
+"""Privacy-loss distributions with Google's ``dp-accounting``: the default accountant.
 
-A step's privacy loss is put on a grid by the pessimistic connect-the-dots rule (Doroshenko, Ghazi,
-Kamath, Kumar, Manurangsi 2022, arXiv 2207.04380) and composed by FFT; both directions of zero-out
-are computed, the worse one counts. What is reported is min(PLD + SLACK, RDP): both are upper
-bounds, and RDP is the tighter one in a few corners (few steps of very weak mechanisms, where the
-grid is coarser than the loss). RDP does not know replace-one and truncated samples; there it is PLD
-+ SLACK. Where no sample is secret the loss is a mixture of normals, and nothing need be put on a
-grid (:mod:`hf_dp.accounting.gaussian_mixture`).
+It is tight and has no error setting to misuse. A step's privacy loss is put on a grid by the
+pessimistic connect-the-dots rule (Doroshenko, Ghazi, Kamath, Kumar, Manurangsi 2022, arXiv
+2207.04380) and composed by FFT; both directions of zero-out are computed, and the worse one counts.
+The result is min(PLD + SLACK, RDP). Both are upper bounds; RDP is tighter in a few corners (few
+steps of very weak mechanisms, where the grid is coarser than the loss). RDP does not know
+replace-one and truncated samples, so there the result is PLD + SLACK. Where no sample is secret,
+the loss is a mixture of normals and needs no grid (:mod:`hf_dp.accounting.gaussian_mixture`).
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ from hf_dp.accounting.value import Epsilon
 # tilting up to 1e5 steps, prv-accountant up to 1e6): noise multipliers from 0.3, rates from
 # 1.48e-5, delta from 1e-8. Below delta 1e-8 the "pessimistic" result is not an upper bound: FFT
 # rounding makes it too small by 2e-3 at 1e-9 and by 0.014 at 1e-10. Large noise multipliers only
-# make the result looser, and RDP then caps it.
+# loosen the result, and RDP then caps it.
 RANGE = Range(
     "pld",
     min_noise_multiplier=0.3,
@@ -46,20 +45,19 @@ RANGE = Range(
     next_move='Use accountant="rdp".',
 )
 
-# Truncated draws, draws that are seen, and replace-one have heavier tails, from which FFT rounding
-# takes more: at noise 0.3, rate 1e-5 and delta 1e-8 the result is 0.003 too small after 1e5 steps
-# and 0.015 after 9e5 (against a tilted FFT of the same pair); 2.2e-4 at delta 1e-7 and 1e5 steps.
-# RDP cannot stand in for truncated draws and replace-one.
+# Truncated samples, visible samples and replace-one have heavier tails, where FFT rounding takes
+# more: at noise 0.3, rate 1e-5 and delta 1e-8 the result is 0.003 too small after 1e5 steps and
+# 0.015 after 9e5 (against a tilted FFT of the same pair); 2.2e-4 at delta 1e-7 and 1e5 steps. RDP
+# cannot replace it for truncated samples and replace-one.
 HEAVY_TAILS = dataclasses.replace(
     RANGE,
     max_steps=10**5,
     min_delta=1e-7,
-    next_move='Draws that are seen: use accountant="rdp". No other accountant describes truncated '
-    "draws or replace-one.",
+    next_move='For visible samples, use accountant="rdp". No other accountant describes truncated '
+    "samples or replace-one.",
 )
 
-# The closed form has no grid; these limits only keep its floating-point evaluation away from
-# overflow.
+# The closed form has no grid; these limits only keep its evaluation away from overflow.
 CLOSED_FORM = dataclasses.replace(
     RANGE,
     min_noise_multiplier=0.05,
@@ -70,24 +68,22 @@ CLOSED_FORM = dataclasses.replace(
     next_move="No accountant of hf_dp covers this range.",
 )
 
-# The grid grows with epsilon: at 433 it needs 1.5 s, at 5e5 more memory than a machine has. No one
-# reads such values.
+# The grid grows with epsilon: at 433 it needs 1.5 s, at 5e5 more memory than a machine has. Such
+# values have no use.
 MAX_EPSILON = 500.0
 
-# FFT rounding makes the grid's result too small by at most 4.3e-4 at delta 1e-8 and 1e5 steps
-# (noise 0.3, rate 1e-5), and by 4.7e-4 at delta 1e-8 and 1e6 steps (against prv-accountant's
-# estimate): twice that.
+# Twice the largest measured error: FFT rounding makes the grid's result too small by at most 4.3e-4
+# at delta 1e-8 and 1e5 steps (noise 0.3, rate 1e-5), and by 4.7e-4 at delta 1e-8 and 1e6 steps
+# (against prv-accountant's estimate).
 SLACK = 1e-3
 
 COARSE, FINE = 1e-4, 1e-5
 
-# At and above this epsilon the fine grid was never worth its price (up to 10 times the time and
-# memory).
+# From this epsilon on the fine grid was never worth its cost, up to 10 times the time and memory.
 FINE_BELOW = 3.0
 
 # The fine grid is skipped when it would gain less than about this, half of SLACK.
 WORTHWHILE_GAIN = SLACK / 2
-
 
 _RELATIONS = {
     "zero_out": NeighboringRelation.REPLACE_SPECIAL,
@@ -100,8 +96,10 @@ _RELATIONS = {
 def _one_step(
     noise_multiplier: float, sample_rate: float, interval: float, relation: str
 ) -> google_pld.PrivacyLossDistribution:
-    """The distribution of one step. Cached: building it is most of the work, and a run asks again
-    with more steps."""
+    """Return the distribution of one step.
+
+    It is cached: building it is most of the work, and a run asks again with more steps.
+    """
     return google_pld.from_gaussian_mechanism(
         noise_multiplier,
         sampling_prob=sample_rate,
@@ -128,8 +126,10 @@ def _one_truncated_step(
 def _self_composed(
     term: SampledTerm | TruncatedTerm, interval: float, relation: str
 ) -> google_pld.PrivacyLossDistribution:
-    """All steps of one mechanism. Cached for calibration next to prior events, which do not
-    change."""
+    """Return the distribution of all steps of one mechanism.
+
+    It is cached for calibration with prior events, which do not change.
+    """
     if isinstance(term, TruncatedTerm):
         one_step = _one_truncated_step(term._replace(steps=1), interval, relation)
     else:
@@ -139,10 +139,10 @@ def _self_composed(
 
 @lru_cache(maxsize=8)
 def _visible(term: VisibleTerm, interval: float) -> google_pld.PrivacyLossDistribution:
-    """All draws of one visible mechanism: in each, a Gaussian's loss with probability sample_rate,
-    else exactly none.
+    """Return the distribution of all samples of one visible mechanism.
 
-    Mixing in a loss of 0 keeps every step pessimistic: 0 is a point of the grid.
+    Each has a Gaussian's loss with probability sample_rate, and otherwise exactly none. Mixing in a
+    loss of 0 keeps every step pessimistic: 0 is a point of the grid.
     """
     used = _one_step(term.noise_multiplier, 1.0, interval, "zero_out")
     unused = google_pld.identity(value_discretization_interval=interval)
@@ -152,8 +152,8 @@ def _visible(term: VisibleTerm, interval: float) -> google_pld.PrivacyLossDistri
 @lru_cache(maxsize=8)
 def _response(term: ResponseTerm, interval: float) -> google_pld.PrivacyLossDistribution:
     keep = 1 / (1 + (term.num_classes - 1) * math.exp(-term.epsilon))
-    # There, noise_parameter is the chance of an answer drawn from all classes, the true one
-    # included.
+    # dp-accounting's noise parameter is the probability of an answer drawn from all classes, the
+    # true one included.
     noise = (1 - keep) * term.num_classes / (term.num_classes - 1)
     one = google_pld.from_randomized_response(
         noise, term.num_classes, value_discretization_interval=interval
@@ -164,7 +164,7 @@ def _response(term: ResponseTerm, interval: float) -> google_pld.PrivacyLossDist
 def _grid_epsilon(composition: Composition, delta: float, interval: float, relation: str) -> float:
     terms = (*composition.sampled, *composition.truncated)
     parts = [_self_composed(term, interval, relation) for term in terms]
-    scale = 2 if relation == "replace_one" else 1  # rows and labels are another's, not nothing
+    scale = 2 if relation == "replace_one" else 1  # vectors and labels are another's, not nothing
     parts += [
         _visible(term._replace(noise_multiplier=term.noise_multiplier / scale), interval)
         for term in composition.visible
@@ -179,12 +179,12 @@ def _grid_epsilon(composition: Composition, delta: float, interval: float, relat
 
 
 def _fine_grid_gain(composition: Composition, order: float) -> float:
-    """How much epsilon falls, roughly, from the coarse to the fine grid.
+    """Return roughly how much epsilon falls from the coarse to the fine grid.
 
     The coarse grid adds up to COARSE^2 / 4 to the variance of each sampled step's loss. By the
-    Chernoff bound at tilt order - 1, the best Renyi order's, extra variance V costs (order - 1) V /
-    2 of epsilon. Measured gains were 0.4 to 2 times this. It only decides whether to spend the
-    time: both grids give upper bounds.
+    Chernoff bound at tilt order - 1, that of the best Renyi order, an extra variance V costs
+    (order - 1) V / 2 of epsilon. Measured gains were 0.4 to 2 times this. The estimate only decides
+    whether to spend the time: both grids give upper bounds.
     """
     steps = sum(term.steps for term in composition.sampled) + sum(
         term.steps for term in composition.truncated
@@ -193,13 +193,14 @@ def _fine_grid_gain(composition: Composition, order: float) -> float:
 
 
 def epsilon(composition: Composition, delta: float, relation: str = "zero_out") -> Epsilon:
-    """Upper bound on epsilon at ``delta``; AccountingRangeError outside RANGE or above MAX_EPSILON.
+    """Return an upper bound on epsilon at ``delta``.
 
-    UnsupportedEventError for a search, which has no privacy-loss distribution that is known.
+    It takes 0.3 to 2 s for a new mechanism and a third of that for more steps of a known one; ten
+    times as long where the fine grid is worth it (epsilon < 3 and tens of thousands of steps).
 
-    Time: 0.3 to 2 s for a new mechanism, a third of that for more steps of a known one; ten times
-        as long where the
-    fine grid is worth it (epsilon < 3 and tens of thousands of steps).
+    Raises:
+        AccountingRangeError: outside RANGE or above MAX_EPSILON.
+        UnsupportedEventError: a search, whose privacy-loss distribution is not known.
     """
     composition.refuse("pld", relation, searches='Use accountant="rdp".', published=UNESTABLISHED)
     if composition.empty or composition.noiseless:
@@ -212,7 +213,7 @@ def epsilon(composition: Composition, delta: float, relation: str = "zero_out") 
         )
     heavy = composition.truncated or composition.visible or relation == "replace_one"
     (HEAVY_TAILS if heavy else RANGE).check(composition, delta)
-    # RDP bounds the plain mechanisms under zero-out; elsewhere it only tells how large the grid
+    # RDP bounds the plain mechanisms under zero-out; elsewhere it only estimates how large the grid
     # would become.
     bounded = relation != "replace_one" and not composition.truncated
     about, order = rdp.epsilon_and_order(composition if bounded else _at_worst(composition), delta)
@@ -225,7 +226,7 @@ def epsilon(composition: Composition, delta: float, relation: str = "zero_out") 
 
 
 def _at_worst(composition: Composition) -> Composition:
-    """Every step as if one record moved its sum by 2 C, and none were cut."""
+    """Return the steps as if one example moved each sum by 2 C and no sample were truncated."""
     terms = [*composition.sampled, *(SampledTerm(*term[:3]) for term in composition.truncated)]
     return dataclasses.replace(
         composition,

@@ -1,10 +1,9 @@
-"""Privacy random variables with Microsoft's ``prv-accountant``: the certified upper end, and its
-point estimate.
+"""Privacy random variables with Microsoft's ``prv-accountant``: an upper end and an estimate.
 
 Gopi, Lee, Wutschitz 2021 (arXiv 2106.02848), Theorem 5.5: the loss of each step is discretized on a
 mesh chosen so that the composed epsilon is within EPS_ERROR, and composed by FFT in extended
 precision. ``Epsilon.value`` is the upper end, ``Epsilon.estimate`` the point estimate that papers
-print.
+report.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from hf_dp.accounting.value import Epsilon
 from hf_dp.errors import AccountingRangeError
 
 # Compared with PLD and a third computation for noise multipliers from 0.3 up, 1e-5 <= rate <= 1 and
-# delta down to 1e-11 (33 rows, steps up to 1e6; its extended-precision FFT stays right where PLD's
+# delta down to 1e-11 (33 cases, steps up to 1e6; its extended-precision FFT stays right where PLD's
 # does not).
 RANGE = Range(
     "prv",
@@ -36,23 +35,21 @@ RANGE = Range(
     next_move='Use accountant="rdp".',
 )
 
-# Half-width of the certified interval. The package's own advice; smaller values cost time in
-# proportion.
+# Half-width of the certified interval, as the package advises; smaller values take longer.
 EPS_ERROR = 0.01
-# delta_error / delta, as the paper's authors use.
+# delta_error / delta, as the paper's authors choose it.
 DELTA_ERROR_RATIO = 1e-3
-# Mesh points; about 150 bytes each, so this is near 1.2 GB. Above it the package meets MemoryError
-# or swaps.
+# Mesh points of about 150 bytes, so near 1.2 GB; above it the package runs out of memory or swaps.
 MAX_MESH_POINTS = 2**23
-# Largest correction for the defect below that is added silently to the upper end; beyond it we
-# refuse.
+# The largest correction for the defect described in _mean_error that is added to the upper end;
+# beyond it we refuse.
 MAX_MEAN_ERROR = 1e-3
 
 _OTHER = 'Use accountant="pld" or accountant="rdp".'
 
 
 def epsilon(composition: Composition, delta: float, relation: str = "zero_out") -> Epsilon:
-    """Upper end of the certified interval at ``delta``, with the point estimate beside it.
+    """Return the upper end of the certified interval at ``delta``, with the point estimate.
 
     Raises:
         AccountingRangeError: outside RANGE; the mesh would not fit in memory; the package failed;
@@ -77,7 +74,7 @@ def epsilon(composition: Composition, delta: float, relation: str = "zero_out") 
     try:
         _check_mesh(prvs, counts, delta_error, composition, delta)
         with warnings.catch_warnings():
-            # exp overflow in cells that hold no mass
+            # exp overflows in cells that hold no mass.
             warnings.simplefilter("ignore", RuntimeWarning)
             accountant = PRVAccountant(prvs, EPS_ERROR, delta_error, max_self_compositions=counts)
             mean_error = _mean_error(accountant, prvs, counts)
@@ -114,7 +111,7 @@ def _random_variables(composition: Composition) -> tuple[list[Any], list[int]]:
 def _check_mesh(
     prvs: list[Any], counts: list[int], delta_error: float, composition: Composition, delta: float
 ) -> None:
-    """Refuses before the package allocates more than MAX_MESH_POINTS (its formula, Theorem 5.5)."""
+    """Raise before the package allocates more than MAX_MESH_POINTS (its formula, Theorem 5.5)."""
     half_width = float(compute_safe_domain_size(prvs, counts, EPS_ERROR, delta_error))
     mesh = EPS_ERROR / math.sqrt(sum(counts) / 2 * math.log(12 / delta_error))
     points = 2 * half_width / mesh
@@ -127,13 +124,12 @@ def _check_mesh(
 
 
 def _mean_error(accountant: PRVAccountant, prvs: list[Any], counts: list[int]) -> float:
-    """By how much the package's per-step means, summed over all steps, differ from ours: exactly
-    the shift of epsilon.
+    """Return how far the package's means, summed over all steps, are from ours.
 
-    The package shifts each discretized variable to have the mean it integrated. Release 0.2.0
-    integrates with fixed break points and can be wrong by 2e-5 a step without any message ((sigma
-    0.3, q 0.01, T 1000, delta 1e-5): interval [69.823, 69.850], truth 69.8157). We integrate the
-    same distribution function on panels that follow its scale.
+    This is exactly the shift of epsilon. The package shifts each discretized variable to have the
+    mean it integrated. Release 0.2.0 integrates with fixed break points and can silently be wrong
+    by 2e-5 a step (sigma 0.3, q 0.01, T 1000, delta 1e-5: interval [69.823, 69.850], truth
+    69.8157). We integrate the same distribution function on panels that follow its scale.
     """
     total = 0.0
     for prv, discrete, count in zip(prvs, accountant.composer.prvs, counts):
@@ -148,8 +144,7 @@ def _mean_error(accountant: PRVAccountant, prvs: list[Any], counts: list[int]) -
 
 
 def _truncated_mean(prv: Any, low: float, high: float) -> float:
-    """Mean of the variable conditioned on [low, high]: high - integral of its distribution
-    function."""
+    """Return the mean conditioned on [low, high]: high - integral of the distribution function."""
     ladder = np.geomspace(1e-9, max(high, -low), 600)
     edges = np.unique(
         np.clip(np.concatenate([-ladder, [0.0], ladder, _support_edge(prv)]), low, high)
@@ -163,8 +158,7 @@ def _truncated_mean(prv: Any, low: float, high: float) -> float:
 
 
 def _support_edge(prv: Any) -> np.ndarray:
-    """Panels near the lower end of the support, log(1 - q), where the distribution function rises
-    from 0 at once."""
+    """Return panel edges near log(1 - q), where the distribution function jumps up from 0."""
     if not isinstance(prv, PoissonSubsampledGaussianMechanism):
         return np.array([prv.mu**2 / 2 + prv.mu * z for z in np.linspace(-10, 10, 201)])
     edge = float(np.log1p(-prv.p))

@@ -1,5 +1,7 @@
-"""The range in which an accountant is known to be right; outside it refuses and names one that is
-right there."""
+"""The range in which an accountant is known to be right.
+
+Outside it the accountant refuses and names one that is right there.
+"""
 
 from __future__ import annotations
 
@@ -32,8 +34,7 @@ class Range:
     next_move: str
 
     def check(self, composition: Composition, delta: float) -> None:
-        """Raises AccountingRangeError, naming value, limit and next move, if something is
-        outside."""
+        """Raise AccountingRangeError, with value, limit and next move, for anything outside."""
         for sigma in composition.noise_multipliers:
             if not self.min_noise_multiplier <= sigma <= self.max_noise_multiplier:
                 limits = f"[{self.min_noise_multiplier}, {self.max_noise_multiplier}]"
@@ -47,7 +48,7 @@ class Range:
             raise self.error(f"`delta` >= {self.min_delta}, got {delta!r}")
 
     def error(self, what: str, next_move: str = "") -> AccountingRangeError:
-        """The error for one violated limit; the caller raises it."""
+        """Return the error for one violated limit; the caller raises it."""
         return AccountingRangeError(
             f"Accountant {self.accountant!r} is known to be right for {what}. "
             f"{next_move or self.next_move}"

@@ -1,10 +1,10 @@
-"""Renyi accounting with Google's ``dp-accounting``: an upper bound with no grid and no limit on
-delta.
+"""Renyi accounting with Google's ``dp-accounting``: an upper bound without a grid, for any delta.
 
-The curve of the Poisson-sampled Gaussian is Mironov, Talwar, Zhang 2019 (arXiv 1908.10530), section
-3.3: integer orders exact, fractional orders bounded from above (dp-accounting adds the terms of the
-series without their signs; up to 0.5 % in the curve, 0.2 % in epsilon). Curves add up over steps
-and events. Conversion to epsilon: Canonne, Kamath, Steinke 2020 (arXiv 2004.00010), Proposition 12.
+The curve of the Poisson-sampled Gaussian is from Mironov, Talwar, Zhang 2019 (arXiv 1908.10530),
+section 3.3: integer orders are exact, and fractional orders are bounded from above (dp-accounting
+adds the terms of the series without their signs; up to 0.5 % in the curve, 0.2 % in epsilon).
+Curves add up over steps and events. The conversion to epsilon is from Canonne, Kamath, Steinke 2020
+(arXiv 2004.00010), Proposition 12.
 """
 
 from __future__ import annotations
@@ -50,8 +50,10 @@ ROUNDING_ALLOWANCE = 1e-11
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Drops one warning a progress bar would repeat: a series that does not converge only removes
-    its order."""
+    """Drop a warning that a progress bar would repeat.
+
+    A series that does not converge only removes its order.
+    """
 
     def keep(record: logging.LogRecord) -> bool:
         return "failed to converge" not in str(record.msg)
@@ -66,14 +68,16 @@ def _quiet() -> Iterator[None]:
 
 @lru_cache(maxsize=64)
 def _curve(noise_multiplier: float, sample_rate: float) -> np.ndarray:
-    """Upper bound of the Renyi divergence of one step at each of ORDERS (read-only; infinite where
-    not computable)."""
+    """Return an upper bound on the Renyi divergence of one step at each of ORDERS.
+
+    The array is read-only, and infinite where the divergence cannot be computed.
+    """
     accountant = google_rdp.RdpAccountant(ORDERS)
     with _quiet():
         accountant.compose(
             dp_event.PoissonSampledDpEvent(sample_rate, dp_event.GaussianDpEvent(noise_multiplier))
         )
-    # An order that overflowed to NaN bounds nothing: infinite.
+    # An order that overflowed to NaN bounds nothing, so it becomes infinite.
     curve = (
         np.where(np.isnan(accountant.rdp), np.inf, np.maximum(accountant.rdp, 0.0))
         + ROUNDING_ALLOWANCE
@@ -83,14 +87,16 @@ def _curve(noise_multiplier: float, sample_rate: float) -> np.ndarray:
 
 
 def epsilon_and_order(composition: Composition, delta: float) -> tuple[float, float]:
-    """The smallest epsilon over ORDERS and its order, without a range check (``pld``, ``prv`` use
-    it too)."""
+    """Return the smallest epsilon over ORDERS and its order, without a range check.
+
+    ``pld`` and ``prv`` also use it.
+    """
     value, order = google_rdp.compute_epsilon(ORDERS, _total(composition), delta)
     return float(value), float(order)
 
 
 def _total(composition: Composition) -> np.ndarray:
-    """The curve of all events: the sum of theirs."""
+    """Return the curve of all events, which is the sum of theirs."""
     curve = composition.gaussian_mu**2 / 2 * np.asarray(ORDERS)
     for term in composition.sampled:
         curve = curve + term.steps * _curve(term.noise_multiplier, term.sample_rate)
@@ -104,9 +110,9 @@ def _total(composition: Composition) -> np.ndarray:
 
 
 def _visible(noise_multiplier: float, sample_rate: float) -> np.ndarray:
-    """Of one draw in which a record takes part, and is seen to, with probability q: given that, its
-    loss is a Gaussian's.
+    """Return the curve of one sample in which an example visibly takes part with probability q.
 
+    Given that it takes part, its loss is a Gaussian's, so the curve is
     ``log E[exp((a - 1) loss)] / (a - 1) = log(1 - q + q exp(a (a - 1) / (2 sigma^2))) / (a - 1)``.
     """
     orders = np.asarray(ORDERS)
@@ -128,13 +134,13 @@ def _response(term: ResponseTerm) -> np.ndarray:
 
 
 def _best_of(curve: np.ndarray, mean_runs: float, shape: float | None) -> np.ndarray:
-    """Of the best of K runs, each with this curve (Papernot and Steinke 2021); all orders here are
-    above 1.
+    """Return the curve of the best of K runs with this curve (Papernot and Steinke 2021).
 
-    Poisson, Theorem 6: at order a with e = log(1 + 1/(a - 1)), ``curve(a) + mean delta(e) +
-    log(mean) / (a - 1)``, where one run is (e, delta(e))-DP. Truncated negative binomial, Theorem
-    2: ``curve(a) + log(mean) / (a - 1) + (1 + shape) min over b of ((1 - 1/b) curve(b) - log(gamma)
-    / b)``; the theorem holds for every b, so the least may be taken.
+    All orders here are above 1. Poisson, Theorem 6: at order a with e = log(1 + 1/(a - 1)),
+    ``curve(a) + mean delta(e) + log(mean) / (a - 1)``, where one run is (e, delta(e))-DP. Truncated
+    negative binomial, Theorem 2: ``curve(a) + log(mean) / (a - 1) + (1 + shape) min over b of
+    ((1 - 1/b) curve(b) - log(gamma) / b)``; since the theorem holds for every b, we take the
+    minimum.
     """
     orders = np.asarray(ORDERS)
     base = curve + math.log(mean_runs) / (orders - 1)
@@ -149,15 +155,15 @@ def _best_of(curve: np.ndarray, mean_runs: float, shape: float | None) -> np.nda
         finite
     ]
     best = base + (1 + shape) * float(terms.min(initial=math.inf))
-    # Renyi divergence grows with its order: a larger order's value bounds a smaller one's.
+    # Renyi divergence grows with its order, so a larger order's value bounds a smaller one's.
     return np.minimum.accumulate(best[::-1])[::-1]
 
 
 def _gamma(mean_runs: float, shape: float) -> float:
-    """The parameter in (0, 1) with which the truncated negative binomial has this mean (ibid.,
-    Definition 1)."""
+    """Return the gamma in (0, 1) that gives the truncated negative binomial this mean (ibid.)."""
 
-    # t = log(1/gamma): shape (1/gamma - 1) / (1 - gamma^shape); its limit for shape 0
+    # Definition 1: shape (1/gamma - 1) / (1 - gamma^shape), or its limit for shape 0; t is
+    # log(1/gamma).
     def mean(t: float) -> float:
         return math.expm1(t) / (t if shape == 0 else -math.expm1(-shape * t) / shape)
 
@@ -166,8 +172,12 @@ def _gamma(mean_runs: float, shape: float) -> float:
 
 
 def epsilon(composition: Composition, delta: float, relation: str = "zero_out") -> Epsilon:
-    """Upper bound on epsilon at ``delta``; AccountingRangeError outside RANGE,
-    UnsupportedEventError for other kinds."""
+    """Return an upper bound on epsilon at ``delta``.
+
+    Raises:
+        AccountingRangeError: outside RANGE.
+        UnsupportedEventError: another kind of event or relation.
+    """
     composition.refuse(
         "rdp", relation, replace_one=USE_PLD, truncated=USE_PLD, published=UNESTABLISHED
     )

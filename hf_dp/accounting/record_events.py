@@ -1,10 +1,10 @@
-"""Events of mechanisms that release something about each record by itself, not a sum over records.
+"""Events of mechanisms that release something about each example by itself, and not a sum.
 
-What is released then shows how many records there are, and which of them took part. So none of
-these holds under ``add_remove`` (a record more is a row more, which no noise hides), and sampling
-hides nothing: whoever knows the other records sees whether this one took part. (Du and Mi 2021,
-equation 10, claims otherwise: :class:`PublishedForwardNoise`.) Under ``zero_out`` the row of an
-absent record is there, and holds noise only.
+What is released shows how many examples there are and which of them took part. So none of these
+events holds under ``add_remove``: one example more is one released vector more, which no noise
+hides. Sampling hides nothing either: an adversary who knows the other examples sees whether this
+one took part. (Du and Mi 2021, equation 10, claims otherwise: :class:`PublishedForwardNoise`.)
+Under ``zero_out`` the vector of an absent example is still released, and holds only noise.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from hf_dp._validate import in_unit_interval, integer, invalid, non_negative, po
 from hf_dp.accounting.described import SUM, VECTORS, Described
 
 ROW_BY_ROW = ("zero_out", "replace_one")
-_SHOWS_HOW_MANY = "The rows that are released show how many records took part."
+_SHOWS_HOW_MANY = "The released vectors show how many examples took part."
 
 
 @dataclass(frozen=True)
 class RecordRelease(Described):
-    """Each record's vector, clipped, is released with Gaussian noise of its own, ``steps`` times.
+    """Each example's clipped vector is released, with its own Gaussian noise, ``steps`` times.
 
-    A record's own row alone depends on it, so this is the Gaussian mechanism of sensitivity C on
-    that row.
+    Only an example's own vector depends on it, so this is the Gaussian mechanism of sensitivity C
+    on that vector.
 
     Args:
         noise_multiplier: noise standard deviation / clipping norm, >= 0.
-        steps: how many times every record's row was released, >= 0.
+        steps: how many times every example's vector was released, >= 0.
 
     Raises: InvalidArgumentError.
     """
@@ -38,7 +38,9 @@ class RecordRelease(Described):
     steps: int = 1
 
     relations: ClassVar[tuple[str, ...]] = ROW_BY_ROW
-    restriction: ClassVar[str] = "One row is released for each record, so their number is."
+    restriction: ClassVar[str] = (
+        "One vector is released for each example, which shows how many examples there are."
+    )
 
     def __post_init__(self) -> None:
         object.__setattr__(
@@ -53,18 +55,18 @@ class RecordRelease(Described):
 
 @dataclass(frozen=True)
 class SampledRecordRelease(Described):
-    """As :class:`RecordRelease`, of the records that join a Poisson draw; who joined is seen.
+    """A :class:`RecordRelease` of the examples in a Poisson sample; membership is visible.
 
-    A record that took part in k draws has released k noisy rows: with T draws in all,
+    An example that took part in k samples has released k noisy vectors: with T samples in all,
     ``delta(epsilon) = sum_k Binomial(k; T, q) delta_Gauss(epsilon; sqrt(k) / noise_multiplier)``,
-    because k does not depend on what the record holds. Sampling scales delta and gives no other
+    because k does not depend on the example's contents. Sampling scales delta and gives no other
     amplification.
 
     Args:
         noise_multiplier: noise standard deviation / clipping norm, >= 0.
-        sample_rate: the probability with which each record joins a draw, in [0, 1].
+        sample_rate: the probability with which each example joins a sample, in [0, 1].
         steps: optimizer steps, empty ones included, >= 0.
-        num_micro_batches: independent draws of each step, M >= 1; T is ``steps *
+        num_micro_batches: independent samples in each step, M >= 1; T is ``steps *
             num_micro_batches``.
 
     Raises: InvalidArgumentError.
@@ -88,21 +90,21 @@ class SampledRecordRelease(Described):
 
 @dataclass(frozen=True)
 class SumAndRows(Described):
-    """Each step releases a noisy sum over a Poisson draw, and noisy rows of drawn records, which
-    show who they are.
+    """Each step releases a noisy sum over a Poisson sample, and noisy vectors of single examples.
 
-    With two independent draws the sum's is secret: a :class:`PoissonSampledGaussian` and a
-    :class:`SampledRecordRelease`. If one draw serves both, the rows show whose sum it is, and it
-    may not be taken for that of a secret sample. Given that the record was drawn, sum and row are
-    one Gaussian mechanism with ``mu^2 = 1 / noise_multiplier^2 + 1 / record_noise_multiplier^2``:
+    The vectors show which examples were sampled. With two independent samples the sum's stays
+    secret: a :class:`PoissonSampledGaussian` and a :class:`SampledRecordRelease`. If one sample
+    serves both, the vectors show whose sum it is, so its sample is not secret. Given that the
+    example was sampled, sum and vector are one Gaussian mechanism with
+    ``mu^2 = 1 / noise_multiplier^2 + 1 / record_noise_multiplier^2``, so
     ``delta(epsilon) = sum_k Binomial(k; T, q) delta_Gauss(epsilon; sqrt(k) mu)``.
 
     Args:
-        noise_multiplier: of the sum: noise standard deviation / clipping norm, >= 0.
-        record_noise_multiplier: of the rows, >= 0.
-        sample_rate: the probability with which each record joins a draw, in [0, 1].
-        steps: empty draws included, >= 0.
-        one_draw: whether the sum is over the very records whose rows are released.
+        noise_multiplier: that of the sum, noise standard deviation / clipping norm, >= 0.
+        record_noise_multiplier: that of the vectors, >= 0.
+        sample_rate: the probability with which each example joins a sample, in [0, 1].
+        steps: how many, empty samples included, >= 0.
+        one_draw: whether the sum is over the same examples whose vectors are released.
 
     Raises: InvalidArgumentError.
     """
@@ -129,20 +131,19 @@ class SumAndRows(Described):
 
     @property
     def joint_noise_multiplier(self) -> float:
-        """1 / mu of sum and row together."""
+        """1 / mu of sum and vector together."""
         sigmas = (self.noise_multiplier, self.record_noise_multiplier)
         return 0.0 if 0 in sigmas else 1 / math.hypot(*(1 / sigma for sigma in sigmas))
 
 
 @dataclass(frozen=True)
 class PublishedForwardNoise(Described):
-    """DP-FP as published (Du and Mi 2021, Algorithm 1): for this mechanism *no epsilon is
-    established*.
+    """DP-FP as published (Du and Mi 2021, Algorithm 1), for which *no epsilon is established*.
 
-    The paper takes each micro-batch for ``p G_mu + (1 - p) Id`` (equation 10) and the update for
-    post-processing of the noised representations. Neither holds: rows are released one by one, and
-    the encoder's gradient is computed from activations without noise. Only ``gdp_clt`` answers for
-    it, with the figure that the paper computes.
+    The paper treats each micro-batch as ``p G_mu + (1 - p) Id`` (equation 10) and the update as
+    post-processing of the noised representations. Neither holds: vectors are released one by one,
+    and the encoder's gradient is computed from activations without noise. Only ``gdp_clt`` gives an
+    answer, the figure that the paper computes.
 
     Args:
         noise_multiplier: noise standard deviation / clipping norm of the representation, >= 0.
@@ -184,12 +185,12 @@ class PublishedForwardNoise(Described):
 
 @dataclass(frozen=True)
 class RandomizedResponse(Described):
-    """Each record's label is replaced, once, by randomised response; ``steps`` times.
+    """Each example's label is replaced by randomized response, ``steps`` times.
 
-    The label stays with probability ``exp(epsilon) / (exp(epsilon) + K - 1)``, else it becomes one
-    of the others uniformly (Warner 1965). Two labels' answers differ by a factor of at most
-    exp(epsilon); an absent record's answer is uniform, which is a mixture of those of all labels,
-    so no further than they are.
+    The label stays with probability ``exp(epsilon) / (exp(epsilon) + K - 1)``; otherwise it becomes
+    one of the others uniformly (Warner 1965). The answers for two labels differ by a factor of at
+    most exp(epsilon). An absent example's answer is uniform, which is a mixture of those of all
+    labels and therefore no further away.
 
     Args:
         epsilon: > 0 and at most 20.
@@ -204,17 +205,19 @@ class RandomizedResponse(Described):
     steps: int = 1
 
     relations: ClassVar[tuple[str, ...]] = ROW_BY_ROW
-    restriction: ClassVar[str] = "One label is released for each record, so their number is."
+    restriction: ClassVar[str] = (
+        "One label is released for each example, which shows how many examples there are."
+    )
 
     def __post_init__(self) -> None:
         value = positive("epsilon", self.epsilon)
-        # one answer in 5e8 is another label there; further on 1 - that loses its digits
+        # There one answer in 5e8 is another label; beyond it, 1 - that number loses its digits.
         if value > 20:
             raise invalid(
                 "epsilon",
                 self.epsilon,
                 "to be at most 20",
-                "Above that labels are public for all purposes.",
+                "Above that, labels are effectively public.",
             )
         object.__setattr__(self, "epsilon", value)
         object.__setattr__(self, "num_classes", integer("num_classes", self.num_classes, 2))
@@ -226,7 +229,7 @@ class RandomizedResponse(Described):
 
     @property
     def keep_probability(self) -> float:
-        """With which a label stays as it is; rounded down."""
+        """The probability with which a label stays as it is; rounded down."""
         others = (self.num_classes - 1) * math.exp(-self.epsilon)
         return math.nextafter(1 - others / (1 + others), 0)
 

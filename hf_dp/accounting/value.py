@@ -1,4 +1,4 @@
-"""An epsilon with what it is worth: a proven upper bound or an estimate."""
+"""An epsilon and its kind: a proven upper bound or an estimate."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ KINDS: tuple[Kind, ...] = get_args(Kind)
 
 
 def round_up(value: float, digits: int = 3) -> float:
-    """The smallest number with ``digits`` decimals that is not below ``value``; infinity, and what
-    has no decimals, stays.
+    """Return the smallest number with ``digits`` decimals that is not below ``value``.
 
-    A printed epsilon is rounded up so that the sentence "this run is (epsilon, delta)-DP" stays
-    true. The rounding is done in decimal on the shortest form of the float: 2.41 stays 2.41
-    although its binary value is a little above.
+    Infinity, and a number too large to have decimals, is returned as it is. A printed epsilon is
+    rounded up so that the sentence "this run is (epsilon, delta)-DP" stays true. The rounding is
+    done in decimal on the shortest form of the float: 2.41 stays 2.41 although its binary value is
+    a little above.
     """
-    # whole numbers from there on, and longer than a decimal of 28 digits soon after
+    # Larger floats are whole numbers, and soon longer than a decimal of 28 digits.
     if not abs(value) < 2**53:
         return value
     return float(
@@ -37,10 +37,9 @@ class Epsilon:
     Args:
         value: epsilon >= 0, possibly infinite.
         kind: "bound" if the events are (value, delta)-DP; "estimate" if the value may be below the
-            true epsilon; "not established" if it follows from assumptions that do not hold of what
+            true epsilon; "not established" if it follows from assumptions that do not hold for what
             ran (DP-FP as published).
-        estimate: the accountant's point estimate beside its bound, where it has one (``prv``),
-            otherwise None.
+        estimate: the accountant's point estimate beside its bound (``prv`` has one), or None.
     """
 
     value: float
@@ -51,9 +50,9 @@ class Epsilon:
         one_of("kind", self.kind, KINDS)
         if math.isnan(self.value) or self.value < 0:
             raise InvalidArgumentError(f"Expected an epsilon >= 0, got {self.value!r}.")
-        # never a numpy scalar: it is printed and written to JSON
+        # Never a numpy scalar: the value is printed and written to JSON.
         object.__setattr__(self, "value", float(self.value))
 
     def rounded_up(self, digits: int = 3) -> float:
-        """``value`` as it is printed: rounded up, never to nearest."""
+        """Return ``value`` as it is printed: rounded up, never to nearest."""
         return round_up(self.value, digits)

@@ -1,2 +1,1 @@
-"""From the rows of a data set to the batches a model sees: each example is collated alone, then
-padded with others."""
+"""From the rows of a data set to batches: each row is collated alone, then padded with others."""

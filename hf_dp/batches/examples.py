@@ -1,8 +1,8 @@
-"""The rows of a training set, each fetched and collated on its own, with randomness of its own.
+"""The rows of a training set, each fetched and collated alone, with its own randomness.
 
-This is where it holds by construction that no row sees another: the data collator gets one row at a
-time, in a state in which no other row has left a trace. Padding (:mod:`hf_dp.batches.padding`) is
-all that is done to rows together.
+By construction no row sees another here: the data collator gets one row at a time, in a state in
+which no other row has left a trace. Only padding (:mod:`hf_dp.batches.padding`) treats several
+examples together.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from hf_dp.noise import SecretRandomness
 
 Collator = Callable[[list[Any]], Any]
 
-# switching the generators to the private streams and back takes longer than collating a row
+# Rows fetched at once: switching the generators to the private streams and back takes longer than
+# collating a row.
 _CHUNK = 256
 
 
@@ -33,10 +34,10 @@ class Examples(Dataset[Example]):
     Args:
         dataset: anything with ``len`` and ``[i]``.
         collator: the user's; it is called with a list of one row.
-        randomness: of the run; reseeds the global generators for each example.
+        randomness: the run's; it reseeds the global generators for each example.
 
-    Raises: DataError, naming the row, when the collator fails on it alone or does not return one
-        example.
+    Raises:
+        DataError: names the row for which the collator fails or does not return one example.
     """
 
     def __init__(self, dataset: Any, collator: Collator, randomness: SecretRandomness):
@@ -59,7 +60,7 @@ class Examples(Dataset[Example]):
             return [self._example(index) for index in indices]
 
     def collate(self, row: Any) -> Example:
-        """Return what the collator makes of a row that is not of the data set."""
+        """Return what the collator makes of a row that does not come from the data set."""
         with self._private():
             return self._collated(row, "A synthetic row")
 
@@ -70,16 +71,16 @@ class Examples(Dataset[Example]):
 
     @contextmanager
     def _private(self) -> Iterator[None]:
-        if get_worker_info() is not None:  # the generators of a worker process serve nothing else
+        if get_worker_info() is not None:  # a worker process uses its generators for nothing else
             yield
         else:
             with self.randomness.streams():
                 yield
-                self.randomness.reseed()  # not on from where the last example left the generators
+                self.randomness.reseed()  # do not continue where the last example stopped
 
     def _example(self, index: int) -> Example:
-        # A generator that all rows share would let one row shift what the later ones get, and a
-        # collator that seeds the global generators would decide for its neighbors.
+        # If rows shared a generator, one row could shift what later rows get, and a collator that
+        # seeds the global generators would determine what its neighbors get.
         self.randomness.reseed(index)
         try:
             row = self.dataset[index]
@@ -89,10 +90,9 @@ class Examples(Dataset[Example]):
                 "transform needs a column that the model's forward does not take, set "
                 "remove_unused_columns=False."
             ) from problem
-        # A collator may pop columns or write into lists; rows of the data set may share them.
-        return self._collated(
-            row if self._rows_are_fresh else _copied(row, index), f"Row {index} of the training set"
-        )
+        # A collator may pop columns or write into lists, which rows of the data set may share.
+        row = row if self._rows_are_fresh else _copied(row, index)
+        return self._collated(row, f"Row {index} of the training set")
 
     def _collated(self, row: Any, which: str) -> Example:
         try:
@@ -102,19 +102,12 @@ class Examples(Dataset[Example]):
                 f"{which}, collated alone, failed ({type(problem).__name__}: {problem}). The data "
                 "collator is called with a list of one row, so that no row sees another; the "
                 "library pads. It must work on one. If it misses a column, set "
-                "remove_unused_columns=False: else only those that the model's forward takes are "
-                "kept."
+                "remove_unused_columns=False: otherwise only columns that the model's forward "
+                "takes are kept."
             ) from problem
         for name, leaf in leaves(example):
-            size = (
-                leaf.shape[0]
-                if isinstance(leaf, Tensor) and leaf.dim()
-                else len(leaf)
-                if isinstance(leaf, list)
-                else 1
-            )
-            if size != 1 or (isinstance(leaf, Tensor) and not leaf.dim()):
-                shape = tuple(leaf.shape) if isinstance(leaf, Tensor) else (size,)
+            if not _is_one_example(leaf):
+                shape = tuple(leaf.shape) if isinstance(leaf, Tensor) else (len(leaf),)
                 raise DataError(
                     f"{which}, collated alone, gives `{name}` of shape {shape}. Expected one "
                     "example: a first dimension of 1. Use a collator that returns one row for each "
@@ -123,9 +116,15 @@ class Examples(Dataset[Example]):
         return example
 
 
+def _is_one_example(leaf: Any) -> bool:
+    """Return whether a tensor or list has a first dimension of 1; a plain value is one example."""
+    if isinstance(leaf, Tensor):
+        return leaf.dim() > 0 and leaf.shape[0] == 1
+    return not isinstance(leaf, list) or len(leaf) == 1
+
+
 def _with_isolated_transform(dataset: Any) -> Any:
-    """Return the data set with its ``set_transform``, which sees one row at a time, in a fresh
-    state for each."""
+    """Return the data set with its ``set_transform`` in a fresh state for each row."""
     if not isinstance(dataset, datasets.Dataset) or dataset.format["type"] != "custom":
         return dataset
     return dataset.with_transform(

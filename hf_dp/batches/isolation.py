@@ -1,10 +1,10 @@
 """Call a function each time as if it had never been called before.
 
-A data collator is code of the user's. If one call can leave something behind for the next (a
-counter, a cache, the state of a generator), one example reaches another without any clipping. So
-each call runs on a fresh copy of all mutable state that the function can reach: its attributes,
-what it closes over, its defaults, and the globals and class attributes that code outside installed
-packages reads. Generators in that state are replaced by secretly seeded ones.
+A data collator is the user's code. If one call can leave something behind for the next (a counter,
+a cache, the state of a generator), one example reaches another without any clipping. So each call
+runs on a fresh copy of all mutable state that the function can reach: its attributes, its closure,
+its defaults, and the globals and class attributes that code outside installed packages reads.
+Generators in that state are replaced by secretly seeded ones.
 """
 
 from __future__ import annotations
@@ -70,8 +70,7 @@ _IMMUTABLE = (
     torch.device,
 )
 _GENERATORS = (random.Random, np.random.Generator, np.random.RandomState, torch.Generator)
-# Large objects that all calls share. Of these only the libraries' own classes: one of the user's
-# may keep anything.
+# Large objects that all calls share, if a library defines their class; the user's are copied.
 _SHARED_IF_INSTALLED = (
     nn.Module,
     PreTrainedTokenizerBase,
@@ -88,18 +87,20 @@ _SHARED_IF_INSTALLED = (
 )
 _DATA = (Dataset, datasets.Dataset, datasets.DatasetDict)
 _CACHED = type(functools.lru_cache(lambda: None))
-_SLOW = 5e-3  # seconds for a copy, from which it is told
+_SLOW = 5e-3  # a copy that takes more seconds is warned about
 
 
 class _Empty(enum.Enum):
-    """Stand for what an unassigned place holds."""
+    """What an unassigned place holds."""
 
     EMPTY = enum.auto()
 
 
 class _Slot(NamedTuple):
-    """A place outside the function's own attributes that can hold state: an attribute or an item of
-    ``holder``."""
+    """A place outside the function's own attributes that can hold state.
+
+    It is an attribute or an item of ``holder``.
+    """
 
     holder: Any
     key: str
@@ -127,18 +128,19 @@ class _Slot(NamedTuple):
 class Isolated:
     """A callable whose calls share no state.
 
-    Args: function: any callable. Its state is copied now; later changes to the original have no
-        effect.
-
-    Attributes: data: the data sets that it reaches.
-
     All calls share what is too large to copy: models, stock tokenizers and processors, data sets.
-    Attributes that a call sets on them are undone. Raises: DataError when state cannot be copied
-    (an open file, a running generator), and, from a call, when it changed the vocabulary of a
-    tokenizer.
+    Attributes that a call sets on them are undone. State that compiled code, installed packages or
+    files keep is out of reach; the privacy statement says so.
 
-    State that compiled code, installed packages or files keep is out of reach; the privacy
-    statement says so.
+    Args:
+        function: any callable. Its state is copied now, so later changes have no effect.
+
+    Attributes:
+        data: the data sets that it reaches.
+
+    Raises:
+        DataError: state cannot be copied (an open file, a running generator), or, from a call, the
+            call changed the vocabulary of a tokenizer.
     """
 
     def __init__(self, function: Callable[..., Any]):
@@ -164,8 +166,8 @@ class Isolated:
         copy.deepcopy(self._state, _memo(self._reach))
         if (seconds := time.perf_counter() - start) > _SLOW:
             logger.warning(
-                "Copying the state of %s takes %.0f ms, and each example gets a copy. Let it hold "
-                "less: tables as tensors or strings, or work done in the data set beforehand.",
+                "Copying the state of %s takes %.0f ms, and each example gets a copy. Reduce it: "
+                "keep tables as tensors or strings, or do the work in the data set beforehand.",
                 _name(function),
                 1000 * seconds,
             )
@@ -173,7 +175,7 @@ class Isolated:
     def __call__(self, *args: Any) -> Any:
         memo = _memo(self._reach)
         function, values = copy.deepcopy(self._state, memo)
-        # a seed of its own, from which it would make a public generator
+        # A collator with a seed of its own would make a public generator from it.
         for holder in self._reach.seeded:
             object.__setattr__(memo.get(id(holder), holder), "seed", random.getrandbits(31))
         with (
@@ -232,7 +234,7 @@ def _as_it_was(shared: list[Any]) -> Iterator[None]:
         if any(len(each) != size for each, size in sizes):
             raise DataError(
                 "the data collator adds tokens to the tokenizer, which later rows would see. Add "
-                "them before."
+                "them before training."
             )
 
 
@@ -243,8 +245,7 @@ def _rebound(now: dict[str, Any], before: dict[str, Any]) -> bool:
 
 
 def _memo(reach: _Reach) -> dict[int, Any]:
-    """Return what deepcopy takes as copied already: shared objects as they are, generators as new
-    ones."""
+    """Return deepcopy's memo of what is not copied: shared objects stay, generators are new."""
     memo = {id(value): value for value in (*reach.shared, *reach.modules)}
     memo.update({id(cached): _without_results(cached) for cached in reach.cached})
     memo.update({id(generator): _reseeded(generator) for generator in reach.generators})
@@ -257,8 +258,10 @@ def _without_results(cached: Any) -> Any:
 
 
 def _reseeded(generator: Any) -> Any:
-    """Return a generator of the same kind with a fresh seed from Python's global generator, which
-    is private here."""
+    """Return a generator of the same kind with a fresh, secret seed.
+
+    The seed comes from Python's global generator, which is private here.
+    """
     seed = random.getrandbits(63)
     if isinstance(generator, np.random.Generator):
         return np.random.Generator(type(generator.bit_generator)(seed))
@@ -270,8 +273,7 @@ def _reseeded(generator: Any) -> Any:
 
 
 class _Reach:
-    """Collect what a callable reaches: shared objects, generators, objects with a seed, and slots
-    that hold state."""
+    """What a callable reaches: shared objects, generators, seeded objects and slots with state."""
 
     def __init__(self) -> None:
         self.shared: list[Any] = []
@@ -288,7 +290,7 @@ class _Reach:
     def visit(self, value: Any) -> None:
         if isinstance(value, type):
             self._classes_of(value)
-        # not to be copied, where an attribute or a closure holds one
+        # A module that an attribute or a closure holds is not copied.
         if isinstance(value, types.ModuleType):
             self.modules.append(value)
         if id(value) in self._seen or isinstance(value, _IMMUTABLE):
@@ -321,9 +323,11 @@ class _Reach:
             self._object(value)
 
     def _function(self, function: types.FunctionType) -> None:
-        """Visit what a function reads beside its arguments; functions themselves are not copied, so
-        these are slots."""
-        # `nonlocal` can assign to it, so it holds state whatever is in it
+        """Visit what a function reads beside its arguments.
+
+        Functions themselves are not copied, so these places are slots.
+        """
+        # `nonlocal` can assign to a cell, so it holds state whatever is in it.
         for cell in function.__closure__ or ():
             self._slot(_Slot(cell, "cell_contents"), assigned=True)
         for name in ("__defaults__", "__kwdefaults__"):
@@ -333,7 +337,7 @@ class _Reach:
             for name, assigned in sorted(_globals_used(function.__code__).items()):
                 self._slot(_Slot(function.__globals__, name, is_item=True), assigned)
                 self._module(function.__globals__.get(name), function.__code__)
-            # by an import statement inside the function
+            # Modules that an import statement inside the function loads.
             for name in sorted(_imported(function.__code__)):
                 self._module(_module_named(name), function.__code__)
 
@@ -356,7 +360,7 @@ class _Reach:
         self._classes_of(type(value))
 
     def _module(self, module: Any, code: types.CodeType) -> None:
-        """Visit the globals of a module of the user's that code may reach through it."""
+        """Visit the globals that code may reach through one of the user's modules."""
         if not isinstance(module, types.ModuleType) or _is_installed(module.__name__):
             return
         if (id(module), id(code)) in self._modules_seen:
@@ -372,7 +376,7 @@ class _Reach:
                 self._class(each)
 
     def _class(self, cls: type) -> None:
-        """Visit the methods and the attributes of a class of the user's."""
+        """Visit the methods and attributes of one of the user's classes."""
         if cls in self.classes:
             return
         self.classes[cls] = frozenset(vars(cls))
@@ -407,8 +411,10 @@ def _is_shared(value: Any) -> bool:
 
 @functools.cache
 def _globals_used(code: types.CodeType) -> dict[str, bool]:
-    """Return whether code assigns to each global that it uses, by name, functions defined inside it
-    included."""
+    """Return, for each global that code uses, whether the code assigns to it.
+
+    Functions defined inside it are included, here and below.
+    """
     names: dict[str, bool] = {}
     for each in dis.get_instructions(code):
         if each.opname in ("LOAD_GLOBAL", "LOAD_NAME", "STORE_GLOBAL", "DELETE_GLOBAL"):
@@ -422,14 +428,14 @@ def _globals_used(code: types.CodeType) -> dict[str, bool]:
 
 @functools.cache
 def _names(code: types.CodeType) -> frozenset[str]:
-    """Return the names of globals and attributes in code, functions defined inside it included."""
+    """Return the names of globals and attributes in code."""
     inner = (constant for constant in code.co_consts if isinstance(constant, types.CodeType))
     return frozenset(code.co_names).union(*map(_names, inner))
 
 
 @functools.cache
 def _imported(code: types.CodeType) -> frozenset[str]:
-    """Return the modules that code imports when it runs, functions defined inside it included."""
+    """Return the modules that code imports when it runs."""
     inner = (constant for constant in code.co_consts if isinstance(constant, types.CodeType))
     names = {
         each.argval
@@ -440,10 +446,12 @@ def _imported(code: types.CodeType) -> frozenset[str]:
 
 
 def _module_named(name: str) -> Any:
-    """Return a module of the user's, imported now if it was not before; None where that fails, as
-    it will in the call."""
+    """Return one of the user's modules, imported now if necessary.
+
+    Return None if it belongs to a library, or if the import fails, as it then will in the call.
+    """
     try:
-        module = importlib.import_module(name)  # first: whose it is, its file tells
+        module = importlib.import_module(name)  # first: its file tells whose it is
     except ImportError:
         return None
     return None if _is_installed(name) else module
@@ -451,8 +459,7 @@ def _module_named(name: str) -> Any:
 
 @functools.cache
 def _is_installed(module: str | None) -> bool:
-    """Return whether a module belongs to Python, an installed package or hf_dp, rather than to the
-    user."""
+    """Return whether a module belongs to Python, an installed package or hf_dp, not to the user."""
     root = (module or "").partition(".")[0]
     if root in sys.stdlib_module_names and root != "__main__" or root in ("builtins", "hf_dp"):
         return True

@@ -1,5 +1,4 @@
-"""Describe what collated examples have in common: names, types and shapes, and in which dimensions
-they differ."""
+"""What collated examples have in common: names, types and shapes, and where they differ."""
 
 from __future__ import annotations
 
@@ -16,8 +15,9 @@ from hf_dp.errors import DataError
 class Leaf:
     """One tensor of every example, of shape (1, ...), or a plain value.
 
-    Attributes: dtype: of the tensor, or the kind of value. least, most: by dimension, over all
-        examples seen.
+    Attributes:
+        dtype: that of the tensor, or the kind of value.
+        least, most: the smallest and largest size of each dimension, over all examples seen.
     """
 
     dtype: str
@@ -35,14 +35,19 @@ class Leaf:
 
 @dataclass
 class Layout:
-    """The leaves by dotted name; filled by :meth:`add`, then held against what is drawn by
-    :meth:`check`."""
+    """The leaves by dotted name.
+
+    :meth:`add` fills it, and :meth:`check` compares sampled examples with it.
+    """
 
     leaves: dict[str, Leaf] = field(default_factory=dict)
 
     def add(self, example: Example) -> None:
-        """Take an example into account. Raises: DataError where it differs from the first in more
-        than lengths."""
+        """Take an example into account.
+
+        Raises:
+            DataError: it differs from the first one in more than lengths.
+        """
         found = _leaves(example)
         if not self.leaves:
             self.leaves = found
@@ -55,8 +60,7 @@ class Layout:
                 known.most = tuple(map(max, known.most, leaf.most))
 
     def check(self, example: Example) -> None:
-        """Raise DataError for an example whose names, types or numbers of dimensions are not those
-        of the others."""
+        """Raise DataError if names, types or numbers of dimensions differ from the others'."""
         self._refuse_other(_leaves(example))
 
     def _refuse_other(self, found: dict[str, Leaf]) -> None:
@@ -87,8 +91,7 @@ def _leaf(value: Any) -> Leaf:
     if isinstance(value, Tensor):
         shape = tuple(value.shape)
         return Leaf(str(value.dtype).removeprefix("torch."), shape, shape)
-    # The kind of a list's values may differ between examples; the list is no input of a stock
-    # model.
+    # The values of a list may differ in kind between examples; no stock model takes it as input.
     return Leaf("a list of values" if isinstance(value, list) else repr(value), is_tensor=False)
 
 

@@ -1,4 +1,4 @@
-"""Which values a row may hold, so that no row can end the run at the step that draws it."""
+"""The values that a row may hold, so that no row can end the run at the step that samples it."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ _TOKEN_LABELS = ("token_classification", "causal_lm", "masked_lm", "seq2seq_lm")
 
 @dataclass(frozen=True)
 class Limits:
-    """Ranges of integers by column, from 0 to the number given, itself excluded.
+    """Ranges of integers by column, from 0 to below the number given.
 
     Args:
-        ignorable: columns that may also hold -100, the label of what is not predicted.
-        as_long_as_tokens: columns that have a value for each of the ``input_ids``.
+        ignorable: columns that may also hold -100, the label of positions that are not predicted.
+        as_long_as_tokens: columns with a value for each of the ``input_ids``.
         any_mask: whether an attention mask may have holes, begin with 0 or be 0 everywhere.
-        padded_on_the_left: by the tokenizer.
+        padded_on_the_left: whether the tokenizer pads on the left.
     """
 
     below: Mapping[str, int] = field(default_factory=dict)
@@ -37,10 +37,10 @@ class Limits:
 
     @classmethod
     def of(cls, model: nn.Module, own_loss: bool = False, side: str = "right") -> Limits:
-        """Return the limits of a model and, unless the loss is the user's own, of its task's
-        labels.
+        """Return the limits of a model and, unless the loss is the user's own, of its labels.
 
-        Args: side: on which the tokenizer pads.
+        Args:
+            side: the side on which the tokenizer pads.
         """
         base: Any = base_model(model)
         config = getattr(base, "config", None)
@@ -66,8 +66,7 @@ class Limits:
         )
 
     def check(self, example: Example) -> None:
-        """Raise DataError for a value out of range, a float that is not a number, or columns that
-        do not fit the tokens."""
+        """Raise DataError for a value out of range, a NaN, or columns unlike the tokens."""
         tokens = example.get("input_ids") if isinstance(example, dict) else None
         if isinstance(tokens, Tensor):
             self._check_tokens(example, tokens)
@@ -106,8 +105,7 @@ class Limits:
             self._check_mask(mask[0] != 0)
 
     def _check_mask(self, attended: Tensor) -> None:
-        """Raise DataError for what :func:`hf_dp.losses.with_position_ids` would refuse at the step
-        that draws the row."""
+        """Raise DataError for a mask that :func:`hf_dp.losses.with_position_ids` would refuse."""
         begins_late = not bool(attended[0])
         if not bool(attended.any()):
             raise DataError("its attention_mask is 0 everywhere. Leave the row out.")
@@ -154,7 +152,7 @@ def _task(model: nn.Module) -> str | None:
 def _input_embeddings(base: Any) -> int | None:
     try:
         return int(base.get_input_embeddings().weight.shape[0])
-    except (AttributeError, NotImplementedError, IndexError):  # a model without a table of tokens
+    except (AttributeError, NotImplementedError, IndexError):  # a model without token embeddings
         return None
 
 
@@ -166,8 +164,10 @@ def _vocabulary(base: Any) -> int | None:
 
 
 def _is_single_label(config: Any) -> bool:
-    """Labels are classes. (Where problem_type is None it follows from their type; floats are not
-    held against this.)"""
+    """Return whether labels are classes.
+
+    Where problem_type is None, the labels' type decides; floats are not compared with this.
+    """
     kind = getattr(config, "problem_type", None)
     return kind == "single_label_classification" or (
         kind is None and getattr(config, "num_labels", 1) > 1

@@ -1,8 +1,8 @@
-"""One data-loader item is one logical batch: a list of physical batches, empty for an empty draw.
+"""A data loader whose items are logical batches, each a list of physical batches.
 
-The loader is not passed through ``accelerator.prepare``: its sharding hands ranks alternate logical
-batches, repeats the first at the tail and drops those of unexpected size, so what would be drawn is
-no longer a Poisson sample.
+The list is empty for an empty sample. The loader is not passed through ``accelerator.prepare``: its
+sharding hands ranks alternate logical batches, repeats the first at the tail and drops those of
+unexpected size, so the result would no longer be a Poisson sample.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from hf_dp.plans.sampling import MicroBatchSampler, PoissonSampler
 
 @dataclasses.dataclass(frozen=True)
 class PhysicalBatches:
-    """Cut the examples of one draw into physical batches of similar length and pad each.
+    """Splits the examples of one sample into physical batches of similar length and pads each.
 
     Args:
-        padding, layout: of the training set.
-        size: most examples of a physical batch. max_tokens: most tokens, padding included; None: no
-            limit.
-        one_shape: only examples of one shape share a physical batch. Numbers shorter than float32
-            round an example's gradient to some 2^-8 of it, and otherwise with another padded
-            length. If that were the longest neighbor's, one more example could lengthen the padding
-            of all others, and 1,024 such changes moved a sum by 1.69 C.
+        padding, layout: those of the training set.
+        size: the maximum number of examples in a physical batch.
+        max_tokens: the maximum number of tokens, padding included; None: no limit.
+        one_shape: whether only examples of one shape share a physical batch. Formats shorter than
+            float32 round an example's gradient to about 2^-8 of it, and differently for another
+            padded length. If padding went to the longest neighbor's length, one more example could
+            change it for all others, and 1,024 such changes moved a sum by 1.69 C.
     """
 
     padding: Padding
@@ -45,10 +45,11 @@ class PhysicalBatches:
     one_shape: bool = False
 
     def __call__(self, examples: Sequence[Example]) -> list[Any]:
-        """Return the physical batches, each with a first dimension of examples.
+        """Return the physical batches, each with the examples in its first dimension.
 
-        Raises: DataError for an example unlike those that were looked over, or without tokens where
-            ``max_tokens`` counts them.
+        Raises:
+            DataError: an example is unlike those seen before training, or has no tokens although
+                ``max_tokens`` counts them.
         """
         for example in examples:
             self.layout.check(example)
@@ -58,7 +59,7 @@ class PhysicalBatches:
         ]
 
     def cut(self, examples: Sequence[Example]) -> list[list[int]]:
-        """Return the places of the examples of each physical batch."""
+        """Return the indices of the examples in each physical batch."""
         lengths = [length_of(example) for example in examples]
         if self.max_tokens is not None and not all(lengths):
             raise DataError(
@@ -75,7 +76,7 @@ def private_dataloader(
     batches: PhysicalBatches,
     options: BatchOptions,
 ) -> DataLoader:
-    """Return a loader over the sampler's draws, from the run's secret source."""
+    """Return a loader over the sampler's samples, drawn from the run's secret source."""
     sampler = dataclasses.replace(sampler, random_bytes=examples.randomness.random_bytes)
     return DataLoader(
         examples,
@@ -90,7 +91,7 @@ def private_dataloader(
 
 
 def length_of(example: Example) -> int:
-    """Return the positions that an example's tokens take; 0 for one without tokens."""
+    """Return the length of an example's tokens; 0 for one without tokens."""
     tokens = example.get("input_ids") if isinstance(example, dict) else None
     return tokens.shape[-1] if isinstance(tokens, Tensor) else 0
 

@@ -1,8 +1,7 @@
-"""Look at every row once, before the first draw, so that none ends the run at the step that draws
-it.
+"""A look at every row before the first sample, so that no row ends the run when it is sampled.
 
-A run that stops at a row tells that it was drawn. What is found here is said on the local console,
-and nothing is kept but the layout: names, types and the range of lengths.
+A run that stops at a row reveals that the row was sampled. Findings are printed on the local
+console, and only the layout is kept: names, types and the range of lengths.
 """
 
 from __future__ import annotations
@@ -24,17 +23,19 @@ from hf_dp.errors import DataError
 
 logger = logging.get_logger(__name__)
 
-# share of rows of exactly the greatest length, from which they look cut from longer texts
+# If at least this share of rows has exactly the greatest length, they look cut from longer texts.
 _CHUNKS_FROM = 0.9
-_FEW = 20  # rows of which nothing is concluded
+_FEW = 20  # nothing is concluded from fewer rows
 
 
 @dataclass
 class LookedOver:
     """What was found.
 
-    Attributes: layout: of all examples. longest: index of the row with most tokens. at_full_length:
-        rows as long as it.
+    Attributes:
+        layout: that of all examples.
+        longest: the index of the row with the most tokens.
+        at_full_length: how many rows have that many tokens.
     """
 
     layout: Layout
@@ -42,8 +43,7 @@ class LookedOver:
     at_full_length: int = 0
 
     def look_like_chunks(self, rows: int) -> bool:
-        """Return whether nearly all rows are exactly as long as the longest: then they may be cut
-        from longer documents."""
+        """Return whether nearly all rows are as long as the longest, as chunks of documents are."""
         return rows >= _FEW and self.at_full_length >= _CHUNKS_FROM * rows
 
 
@@ -52,11 +52,14 @@ def look_over(
 ) -> LookedOver:
     """Return the layout of a training set after a look at each of its rows.
 
-    Args: workers: processes that fetch and collate. quiet: show no progress bar.
+    Args:
+        workers: the number of processes that fetch and collate.
+        quiet: whether to hide the progress bar.
 
-    Raises: DataError with the index of a row that differs from the first in columns or types, holds
-        a value out of range or NaN, or fails to collate; or naming a column whose lengths differ
-        and that cannot be padded.
+    Raises:
+        DataError: names a row that differs from the first in columns or types, holds a value out of
+            range or NaN, or fails to collate; or a column of unequal lengths without a padding
+            value.
     """
     found = LookedOver(Layout())
     most = -1
@@ -92,7 +95,7 @@ def _all(examples: Examples, workers: int) -> Iterator[Example]:
 
 
 def tokens_of(example: Example) -> int:
-    """Return how many tokens an example has: those attended to, else all; 0 for one without."""
+    """Count an example's tokens: those attended to if it has a mask, otherwise all."""
     sizes = {name: leaf for name, leaf in leaves(example) if isinstance(leaf, Tensor)}
     mask, ids = sizes.get("attention_mask"), sizes.get("input_ids")
     if mask is not None and ids is not None and mask.shape == ids.shape:

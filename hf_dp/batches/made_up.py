@@ -1,7 +1,7 @@
-"""Made-up rows in the format of a data set, so that the self-check goes the way that rows go,
-collator included.
+"""Made-up rows in the format of a data set.
 
-Of a real row only names, types and shapes are read, never a value.
+The self-check uses them so that it follows the path of real rows, collator included. Only names,
+types and shapes of a real row are read, never a value.
 """
 
 from __future__ import annotations
@@ -24,17 +24,18 @@ _WORDS = (
 
 
 def made_up_rows(templates: Sequence[Any], examples: Sequence[Mapping[str, Tensor]]) -> list[Any]:
-    """Return rows of the template's format that say what the synthetic examples say.
+    """Return rows in the templates' format with the contents of the synthetic examples.
+
+    A column that the examples have (labels under any of their names) is taken from them. Others are
+    zeros, random floats, made-up words or images, of the first template's shape. A column that in
+    all templates is as long as the tokens, or else as the labels, is so in the rows.
 
     Args:
-        templates: rows of the data set. examples: batches of one, with the model's inputs and
-            ``labels``.
+        templates: rows of the data set.
+        examples: batches of one, with the model's inputs and ``labels``.
 
-    A column that the examples have (labels under any of their names) is theirs; others are zeros,
-    random floats, made-up words or images, of the first template's shape. A column that in all
-    templates is as long as the tokens, or else as the labels, is so in the rows.
-
-    Raises: DataError for a type that cannot be made up.
+    Raises:
+        DataError: a value's type cannot be made up.
     """
     aligned = dict.fromkeys(_as_long_as(templates, LABELS), "labels")
     aligned |= dict.fromkeys(_as_long_as(templates, ("input_ids",)), "input_ids")
@@ -42,8 +43,7 @@ def made_up_rows(templates: Sequence[Any], examples: Sequence[Mapping[str, Tenso
 
 
 def _as_long_as(templates: Sequence[Any], names: Sequence[str]) -> set[str]:
-    """Return the columns that in all templates are as long as the first of ``names`` that there
-    is."""
+    """Return the columns that in all templates are as long as the first known of ``names``."""
     found = []
     for template in templates:
         given = template if isinstance(template, Mapping) else {}
@@ -77,7 +77,7 @@ def _like(
     if isinstance(value, float):
         return random.gauss(0, 1)
     tokens = example["input_ids"].shape[1] if "input_ids" in example else 5
-    beside = example.get(aligned.get(name or "", ""))  # what the column is as long as
+    beside = example.get(aligned.get(name or "", ""))  # the tensor whose length the column has
     length = None if beside is None or beside.dim() < 2 else beside.shape[1]
     if isinstance(value, str):
         return " ".join(random.choices(_WORDS, k=tokens))

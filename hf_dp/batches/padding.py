@@ -1,8 +1,7 @@
-"""Pad examples that were collated alone to a common length, with values that no loss and no
-attention sees.
+"""Padding to a common length with values that no loss and no attention sees.
 
-Which value is right depends on what a column means, so it goes by name and type; a column of
-unequal lengths without a known value is refused before the first draw.
+Which value is right depends on what a column means, so its name and type decide. A column of
+unequal lengths without a known value is refused before the first sample.
 """
 
 from __future__ import annotations
@@ -33,10 +32,10 @@ class Padding:
         decoder_pad_token_id: for the decoder's token ids.
         pad_token_type_id: for token type ids.
         side: "right" or "left", the tokenizer's.
-        pads_labels: whether labels may differ in length: those of tokens, or of a loss of the
-            user's own.
-        labels_side: "right" for a decoder of its own, whose positions count from its first label;
-            else ``side``.
+        pads_labels: whether labels may differ in length, as token labels and those of the user's
+            own loss may.
+        labels_side: "right" for an encoder-decoder, whose decoder counts positions from its first
+            label; otherwise ``side``.
         values: fill values that the user declared, by column.
     """
 
@@ -56,12 +55,14 @@ class Padding:
         values: Mapping[str, float] | None = None,
         own_loss: bool = False,
     ) -> Padding:
-        """Return the padding of a model and its tokenizer (or processor; None: by the model's
-        configuration alone)."""
+        """Return the padding of a model and its tokenizer or processor.
+
+        Without either (None), the model's configuration alone decides.
+        """
         config = getattr(base_model(model), "config", None)
         tokenizer = getattr(tokenizer, "tokenizer", tokenizer)
-        # Where nothing attends to padding (per-example losses demand the mask), any token will do
-        # for a model without one.
+        # Nothing attends to padding (per-example losses require the mask), so any token will do for
+        # a model without a padding token.
         of_config = getattr(config, "pad_token_id", None)
         if of_config is None and takes_attention_mask(model):
             of_config = 0
@@ -78,8 +79,12 @@ class Padding:
         )
 
     def check(self, layout: Layout) -> None:
-        """Raise DataError, naming the column, when examples differ in a dimension that cannot be
-        padded, or for a declared value of a column that there is not."""
+        """Check that every column of unequal lengths can be padded.
+
+        Raises:
+            DataError: names a column whose examples differ in a dimension that cannot be padded, or
+                a declared value whose column does not exist.
+        """
         unknown = sorted(self.values.keys() - {column(name) for name in layout.leaves})
         if unknown:
             raise DataError(
@@ -94,12 +99,11 @@ class Padding:
                 raise DataError(_cannot_pad(name, leaf, dimension))
 
     def fill(self, name: str, leaf: Leaf) -> float | None:
-        """Return the value that a column is padded with, or None when there is none that is known
-        to be right."""
+        """Return the value that a column is padded with; None if none is known to be right."""
         name, is_float = column(name), leaf.dtype.startswith(("float", "bfloat", "complex"))
         if name in self.values:
             return self.values[name]
-        if is_float:  # 0 is no padding of an additive mask, nor of a target
+        if is_float:  # 0 is not padding for an additive mask, nor for a target
             return None
         if name in LABELS:
             return IGNORED_LABEL if self.pads_labels else None
@@ -114,8 +118,7 @@ class Padding:
         )
 
     def together(self, examples: Sequence[Example], layout: Layout) -> Any:
-        """Return one batch of the examples, each leaf padded to the longest of them, in their
-        order."""
+        """Return one batch of the examples, in order, each leaf padded to its longest."""
 
         def combine(name: str, values: list[Any]) -> Any:
             if isinstance(values[0], Tensor):
@@ -149,8 +152,10 @@ class Padding:
         return padded
 
     def _dimension(self, name: str, dimensions: int) -> int:
-        """Return the dimension of a column's length: the last of what is known by name, else the
-        first of an example."""
+        """Return the dimension of a column's length.
+
+        It is the last one, or the first one of an example for a column with a declared value.
+        """
         return 1 if column(name) in self.values else dimensions - 1
 
     def _side(self, name: str) -> str:
@@ -175,7 +180,7 @@ def _cannot_pad(name: str, leaf: Leaf, dimension: int) -> str:
     )
     return (
         f"The column `{name}` ({leaf.dtype}) differs in length between rows "
-        f"({lengths or 'at this draw'}), and hf_dp knows no value to pad its dimension {dimension} "
-        "with that changes nothing. Pad it to one length in the data set or the collator, leave it "
-        f"out, or declare the value: padding_values={{{column(name)!r}: ...}}."
+        f"({lengths or 'in this sample'}), and hf_dp knows no value that would change nothing as "
+        f"padding of its dimension {dimension}. Pad it to one length in the data set or the "
+        f"collator, leave it out, or declare the value: padding_values={{{column(name)!r}: ...}}."
     )

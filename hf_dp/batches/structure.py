@@ -1,5 +1,7 @@
-"""The leaves of what a data collator returns, by name: nested mappings, tuples and lists of
-tensors, and plain values."""
+"""The leaves of what a data collator returns, by name.
+
+It returns nested mappings, tuples and lists of tensors, and plain values.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,8 @@ def own(collated: Any, name: str = "") -> Any:
 
     A list of plain values (texts, numbers, None) stays a list: one value for each example.
 
-    Raises: DataError for anything else, naming it.
+    Raises:
+        DataError: names a value of any other type.
     """
     if isinstance(collated, Tensor):
         return collated.detach()
@@ -36,8 +39,7 @@ def own(collated: Any, name: str = "") -> Any:
 
 
 def leaves(example: Example, name: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield (dotted name, leaf) of a value that :func:`own` made; a list of plain values is one
-    leaf."""
+    """Yield (dotted name, leaf) of a value from :func:`own`; a list of plain values is a leaf."""
     if isinstance(example, dict):
         for key, value in example.items():
             yield from leaves(value, _join(name, key))
@@ -51,7 +53,7 @@ def leaves(example: Example, name: str = "") -> Iterator[tuple[str, Any]]:
 def combined(
     examples: list[Example], combine: Callable[[str, list[Any]], Any], name: str = ""
 ) -> Any:
-    """Return one structure of equal structures, each leaf made of the examples' leaves."""
+    """Return one structure like all of ``examples``, each leaf combined from theirs."""
     first = examples[0]
     if isinstance(first, dict):
         return {

@@ -9,13 +9,10 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from hf_dp.accounting import ACCOUNTANTS, RELATIONS
 from hf_dp.cli.answers import json_row, table
 from hf_dp.cli.main import hyphenated
 from hf_dp.errors import LedgerError
-
-# Repeated here so that --help need not import scipy; a test compares them with hf_dp.accounting's.
-ACCOUNTANTS = ("pld", "rdp", "prv", "gdp_clt")
-RELATIONS = ("zero_out", "add_remove", "replace_one")
 
 NOTE = (
     "Poisson sampling, Gaussian noise on the sum of clipped gradients. A bound holds; an estimate "

@@ -1,34 +1,42 @@
-"""Book-keeping (Bu et al. 2023, after the ghost norm of Li et al., section 4): one backward pass
-records what each trainable parameter met; norms follow from the records, then each weight gradient
-is formed once, as a weighted matrix product."""
+"""Book-keeping: one backward pass (Bu et al. 2023, after the ghost norm of Li et al., section 4).
+
+The pass captures what each trainable parameter met. The norms follow from that, and then each
+weight gradient is formed once, as a weighted matrix product.
+"""
 
 from __future__ import annotations
 
 from torch import Tensor, nn
 
 from hf_dp.clipping.bundles import bundled
+from hf_dp.clipping.clipped_sum import ClippedSum
+from hf_dp.clipping.gradients import PerExampleGradient
 from hf_dp.clipping.norms import ExampleNorms
-from hf_dp.clipping.step import ClippedStep
-from hf_dp.clipping.uses import Use
 
 
-def book_keeping(step: ClippedStep, losses: Tensor) -> Tensor:
-    """Adds the clipped gradients to the step's sums; returns the examples' norms (b,). Holds all
-    records at once."""
-    return clip_and_add(step, step.records(losses), len(losses))
+def book_keeping(clipped: ClippedSum, losses: Tensor) -> Tensor:
+    """Add the clipped gradients to the sums; return the examples' norms (b,).
+
+    Holds everything that the backward pass captured at once.
+    """
+    return clip_and_add(clipped, clipped.capture(losses), len(losses))
 
 
-def clip_and_add(step: ClippedStep, uses: dict[nn.Parameter, list[Use]], examples: int) -> Tensor:
-    """Norms from the records of a batch, weights from the norms, weighted sums from records and
-    weights; the norms (b,)."""
-    bundles = bundled(uses, step.groups)
-    table = ExampleNorms(step.groups, examples)
-    for bundle in bundles:  # one row for all: nothing in it can be in doubt
-        table.add({bundle.parameters[0]: [bundle.use]})
+def clip_and_add(
+    clipped: ClippedSum, uses: dict[nn.Parameter, list[PerExampleGradient]], examples: int
+) -> Tensor:
+    """Take norms, turn them into weights and add the weighted sums; return the norms (b,).
+
+    Consumes ``uses``.
+    """
+    bundles = bundled(uses, clipped.groups)
+    table = ExampleNorms(clipped.groups, examples)
+    for bundle in bundles:  # under one name for all its parameters: a dense norm needs no settling
+        table.add({bundle.parameters[0]: [bundle.gradient]})
     table.add(uses)
     table.settle(uses)
-    decision = step.decide(table)
-    step.add(uses, decision)
+    decision = clipped.decide(table)
+    clipped.add(uses, decision)
     for bundle in bundles:
-        step.add_bundle(bundle, decision)
+        clipped.add_bundle(bundle, decision)
     return decision.norms

@@ -1,8 +1,8 @@
 """Small per-example gradients (biases, norms) side by side in one matrix.
 
-A transformer has more vectors than matrices, each with its own few operations on a few thousand
-numbers: on short batches starting those operations took longer than the arithmetic. Side by side
-they are one norm and one matrix-vector product.
+A transformer has more vectors than matrices, and each vector needs its own few operations on a few
+thousand numbers: on short batches, starting those operations took longer than the arithmetic. Side
+by side they need one norm and one matrix-vector product.
 """
 
 from __future__ import annotations
@@ -13,23 +13,25 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from hf_dp.clipping.uses import Dense, Use
+from hf_dp.clipping.gradients import Dense, PerExampleGradient
 
-_LARGEST = (
-    2**14
-)  # numbers in one example's gradient; above that, copying it costs more than the operations saved
+# Numbers in one example's gradient; copying a larger one costs more than the operations saved.
+_LARGEST = 2**14
 
 
 @dataclass
 class Bundle:
-    """Per-example gradients of several parameters, all clipped together; ``use`` has shape (b, sum
-    of their sizes)."""
+    """The per-example gradients of several parameters that are clipped together.
+
+    Attributes:
+        gradient: theirs, side by side, (b, sum of their sizes).
+    """
 
     parameters: list[nn.Parameter]
-    use: Dense
+    gradient: Dense
 
     def split(self, total: Tensor) -> list[Tensor]:
-        """A sum over examples, (sum of sizes,), as one tensor for each parameter (views)."""
+        """Split a sum over examples, (sum of sizes,), into a view for each parameter."""
         parts = total.split([parameter.numel() for parameter in self.parameters])
         return [
             part.view(parameter.shape)
@@ -38,10 +40,12 @@ class Bundle:
 
 
 def bundled(
-    uses: dict[nn.Parameter, list[Use]], groups: Mapping[nn.Parameter, int]
+    uses: dict[nn.Parameter, list[PerExampleGradient]], groups: Mapping[nn.Parameter, int]
 ) -> list[Bundle]:
-    """Takes out of ``uses`` every parameter with one small dense gradient; a bundle for each group,
-    dtype and device."""
+    """Take every parameter with one small dense gradient out of ``uses``.
+
+    Return a bundle for each group, dtype and device.
+    """
     members: dict[tuple[int, torch.dtype, torch.device], list[nn.Parameter]] = {}
     for parameter, (first, *others) in uses.items():
         if isinstance(first, Dense) and not others and parameter.numel() <= _LARGEST:

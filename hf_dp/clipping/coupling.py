@@ -1,5 +1,4 @@
-"""Modules and settings through which one example changes another's gradient: refused before
-anything runs."""
+"""Refusal of modules and settings through which one example changes another's gradient."""
 
 from __future__ import annotations
 
@@ -15,15 +14,15 @@ from hf_dp.errors import UnsupportedModelError
 def refuse_coupling(model: nn.Module) -> None:
     """Raise for anything known to couple the examples of a batch.
 
-    Raises: UnsupportedModelError naming the module, why it couples examples and what to use
-        instead.
+    Raises:
+        UnsupportedModelError: names the module, why it couples examples and what to use instead.
     """
     for name, module in model.named_modules():
         if isinstance(module, _BatchNorm) or (
             isinstance(module, _InstanceNorm) and module.track_running_stats
         ):
             raise UnsupportedModelError(
-                f"`{name}` is a {type(module).__name__}: in training it normalises each example "
+                f"`{name}` is a {type(module).__name__}: in training it normalizes each example "
                 "with statistics of the whole batch (and stores them), so one example's gradient "
                 "depends on the others and clipping it bounds nothing. Replace it by nn.GroupNorm "
                 "or nn.LayerNorm before creating the trainer."
@@ -33,8 +32,9 @@ def refuse_coupling(model: nn.Module) -> None:
                 if getattr(module, option):
                     raise UnsupportedModelError(
                         f"`{name}` is a {type(module).__name__} with "
-                        f"{option}={getattr(module, option)!r}: it changes rows, or reads counts, "
-                        "that other examples share, or is sparse. Build the model without it."
+                        f"{option}={getattr(module, option)!r}: it changes weights or reads counts "
+                        "that examples share, or makes gradients sparse. Build the model without "
+                        "it."
                     )
         if _is_a(module, "NllbMoeTop2Router"):
             raise UnsupportedModelError(
@@ -52,14 +52,15 @@ def refuse_coupling(model: nn.Module) -> None:
 
 
 def _is_a(module: nn.Module, class_name: str) -> bool:
-    """Whether a module is of a class with this name, or of one derived from it; nothing is imported
-    for it."""
+    """Return whether a module's class or a base of it has this name, without importing it."""
     return any(base.__name__ == class_name for base in type(module).__mro__)
 
 
 def _refuse_outlier_columns(name: str, module: nn.Module) -> None:
-    """LLM.int8 multiplies in 16 bits, not 8, the features that are large in *any* row of the
-    batch."""
+    """Raise for LLM.int8 with a threshold.
+
+    It multiplies the features that are large in *any* example of the batch in 16 bits, not 8.
+    """
     state: Any = getattr(module, "state", None)
     if _is_a(module, "Linear8bitLt") and getattr(state, "threshold", 0.0) > 0:
         raise UnsupportedModelError(
@@ -79,25 +80,26 @@ def _refuse_quantization(config: object) -> None:
     method = getattr(method, "value", method)
     if method != "bitsandbytes":  # tests/clipping/test_quantized.py runs it
         raise UnsupportedModelError(
-            f"The base is quantized by {method!r}, of which it has not been shown that activations "
-            "are left alone: rounding them by the range of the whole batch would let one example "
-            "change the gradients of the others. Quantize it with bitsandbytes (load_in_4bit=True, "
-            "or load_in_8bit=True with llm_int8_threshold=0.0), or load it dequantized."
+            f"The base model is quantized by {method!r}, which has not been shown to leave "
+            "activations unchanged: rounding them by the range of the whole batch would let one "
+            "example change the gradients of the others. Quantize it with bitsandbytes "
+            "(load_in_4bit=True, or load_in_8bit=True with llm_int8_threshold=0.0), or load it "
+            "dequantized."
         )
 
 
 def _refuse_config(config: object) -> None:
     _refuse_quantization(config)
-    # Both only from some length on, which a short synthetic example does not have.
+    # Both take effect only above some length, which short synthetic examples do not reach.
     if getattr(config, "attention_type", None) == "block_sparse":
         raise UnsupportedModelError(
             "The config sets attention_type='block_sparse': which positions an example attends to "
-            "depends on how far its batch is padded. Set attention_type='original_full'."
+            "depends on the length its batch is padded to. Set attention_type='original_full'."
         )
     if getattr(config, "model_type", None) == "reformer":
         raise UnsupportedModelError(
             "Reformer sorts positions into chunks together with the padding, so an example's "
-            "gradient depends on the longest of its batch. Choose another architecture."
+            "gradient depends on the longest example of its batch. Choose another architecture."
         )
     rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
     kinds = (

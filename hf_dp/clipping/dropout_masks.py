@@ -1,9 +1,9 @@
-"""Dropout in a module that is run again: masks are drawn once for the batch, kept, and given to the
-second run.
+"""Dropout in a module that is run again: its masks are drawn once and reused.
 
-The functions intercept ``torch.nn.functional.dropout``, which ``nn.Dropout`` calls too.
-Interception is entered inside the module's forward and not around the whole model, because it does
-not reach the forwards that checkpointing runs again.
+The masks are drawn for the batch, kept, and given to the second run. The functions intercept
+``torch.nn.functional.dropout``, which ``nn.Dropout`` also calls. Interception is entered inside the
+module's forward and not around the whole model, because it does not reach the forwards that
+checkpointing runs again.
 """
 
 from __future__ import annotations
@@ -25,25 +25,25 @@ def _arguments(
 
 
 def random_state(device: torch.device) -> list[Tensor]:
-    """The state of torch's generators that a forward on this device draws from."""
+    """Return the state of torch's generators that a forward on this device draws from."""
     return [torch.get_rng_state()] + (
         [torch.cuda.get_rng_state(device)] if device.type == "cuda" else []
     )
 
 
 def set_random_state(device: torch.device, state: Sequence[Tensor]) -> None:
-    """Put back what :func:`random_state` gave."""
+    """Restore what :func:`random_state` returned."""
     torch.set_rng_state(state[0])
     if device.type == "cuda":
         torch.cuda.set_rng_state(state[1], device)
 
 
 class _Dropout(TorchFunctionMode, ABC):
-    """Inside, dropout multiplies by a mask that the subclass gives."""
+    """A context in which dropout multiplies by a mask that the subclass provides."""
 
     @abstractmethod
     def mask(self, input: Tensor, p: float) -> Tensor:
-        """The mask for one call, of the shape of ``input``: 0 or 1 / (1 - p)."""
+        """Return the mask for one call, shaped like ``input``, of 0 and 1 / (1 - p)."""
 
     def __torch_function__(
         self,
@@ -59,10 +59,11 @@ class _Dropout(TorchFunctionMode, ABC):
 
 
 class DrawnMasks(_Dropout):
-    """Masks drawn as torch draws them, and kept in ``drawn``.
+    """Masks drawn as torch draws them.
 
-    ``other_draws``: whether anything else drew random numbers (fused attention with dropout, for
-    instance).
+    Attributes:
+        drawn: the masks, in order.
+        other_draws: whether anything else drew random numbers, as fused attention may.
     """
 
     def __init__(self, device: torch.device):
@@ -96,7 +97,7 @@ class DrawnMasks(_Dropout):
 
 
 class GivenMasks(_Dropout):
-    """These masks, in their order."""
+    """Given masks, in order."""
 
     def __init__(self, masks: Sequence[Tensor]):
         super().__init__()

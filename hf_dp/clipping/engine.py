@@ -1,11 +1,9 @@
-"""The clipping engine: sums of per-example gradients, each clipped to one norm, from an ordinary
-forward.
+"""The clipping engine: sums of clipped per-example gradients from an ordinary forward.
 
     with ClippingEngine(model, clipping_norm=0.1) as engine:
-        losses = per_example_losses(model(**inputs).logits, labels)     # (b,)
-        norms = engine.backward(losses)                                 # (b,), adds to the running
-        clipped sums sums = engine.collect()                                         # {parameter
-        name: sum of clipped gradients}
+        losses = per_example_losses(model(**inputs).logits, labels)  # (b,)
+        norms = engine.backward(losses)  # (b,); adds to the running clipped sums
+        sums = engine.collect()  # {parameter name: sum of clipped gradients}
 
 Autograd itself computes no weight gradient. Inside the ``with``, each module that owns trainable
 parameters has a forward that lets its rule see, in backward, what its parameters met.
@@ -14,7 +12,7 @@ parameters has a forward that lets its rule see, in backward, what its parameter
 from __future__ import annotations
 
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -23,44 +21,44 @@ from torch import Tensor, nn
 
 from hf_dp import _validate
 from hf_dp.clipping.book_keeping import book_keeping
+from hf_dp.clipping.clipped_sum import ClippedSum
 from hf_dp.clipping.coupling import refuse_coupling
-from hf_dp.clipping.owners import own_parameters, shared_method, unknown_module
-from hf_dp.clipping.recorder import Tape
+from hf_dp.clipping.fallback import fallback_forward, own_parameters, shared_method
+from hf_dp.clipping.rounding import SMALLEST_CLIPPING_NORM, accumulation_dtype
 from hf_dp.clipping.rules import find_rule
 from hf_dp.clipping.shared import SharedMethod, find_shared_method
-from hf_dp.clipping.step import ClippedStep
+from hf_dp.clipping.tape import Tape
 from hf_dp.clipping.two_pass import two_pass
-from hf_dp.clipping.uses import SMALLEST_CLIPPING_NORM, accumulation_dtype
 from hf_dp.errors import UnaccountedGradientError, UnsupportedLossError, UnsupportedModelError
 from hf_dp.plans.dp_sgd import CLIPPINGS
 
-# ``per_example`` is book-keeping of explicit gradients: no module has a rule, each is
+# ``per_example`` is book-keeping of explicit gradients: no module has a rule, and each is
 # differentiated example by example.
 _STRATEGIES = {"book_keeping": book_keeping, "two_pass": two_pass, "per_example": book_keeping}
 STRATEGIES = tuple(_STRATEGIES)
 
 
 class ClippingEngine:
-    """Context manager; the forward runs inside it, on the unmodified model.
+    """A context manager inside which the unmodified model runs and losses are back-propagated.
 
     Args:
-        model: its trainable parameters (``requires_grad``) are clipped together; frozen modules are
-            left alone.
+        model: its trainable parameters (``requires_grad``) are clipped; frozen modules are left
+            alone.
         clipping_norm: C, the largest L2 norm of one example's contribution to a sum.
         clipping: ``"flat"``, one norm over all parameters; ``"automatic"`` (AUTO-S);
-            ``"per_layer"``, each of the K modules that own trainable parameters to C / sqrt(K). See
-            :mod:`hf_dp.clipping.weights`.
-        strategy: the same sums in different ways. ``"book_keeping"``: one backward, all records
-            held until its end. ``"two_pass"``: two backwards over one graph, a record held only
-            while it is looked at; for models that use gradient checkpointing or fill the memory.
-            ``"per_example"``: explicit per-example gradients, without rules.
+            ``"per_layer"``, one norm C / sqrt(K) for each of the K modules that own trainable
+            parameters. See :mod:`hf_dp.clipping.weights`.
+        strategy: how to compute the same sums. ``"book_keeping"``: one backward pass, everything it
+            captures held until its end. ``"two_pass"``: two passes over one graph, each gradient
+            held only while it is needed; for gradient checkpointing and models that fill the
+            memory. ``"per_example"``: explicit per-example gradients, without rules.
 
     Raises:
         UnsupportedModelError: the model couples examples, or nothing in it is trainable, or (in
-            backward) an input cannot be split by example. UnaccountedGradientError: a gradient
-            reached a parameter past the engine.
+            backward) an input cannot be split by example.
+        UnaccountedGradientError: a gradient reached a parameter by a path around the engine.
 
-    The sums' sensitivity to one example is C when losses are per-example, which
+    The sums' sensitivity to one example is C if losses are per-example, which
     :func:`hf_dp.clipping.self_check` tests; call it once for a new model. Sums and norms are
     float32, or float64 for a float64 model.
     """
@@ -79,7 +77,7 @@ class ClippingEngine:
                 "clipping_norm",
                 clipping_norm,
                 f"to be at least {SMALLEST_CLIPPING_NORM}",
-                "Squares of gradients as small as that are 0 in float32. Scale the loss up.",
+                "The squares of gradients this small are 0 in float32. Scale the loss up.",
             )
         self.clipping = _validate.one_of("clipping", clipping, CLIPPINGS)
         self.strategy = _validate.one_of("strategy", strategy, STRATEGIES)
@@ -94,7 +92,7 @@ class ClippingEngine:
     def __enter__(self) -> ClippingEngine:
         modules = dict(self.model.named_modules())
         if self._restore or any(
-            isinstance(_target(module), _Recorded) for module in modules.values()
+            isinstance(_target(module), _CapturingForward) for module in modules.values()
         ):
             raise UnaccountedGradientError(
                 "This model is already inside a ClippingEngine; leave that one first."
@@ -116,7 +114,7 @@ class ClippingEngine:
                 if own_parameters(module) and not isinstance(
                     module, (nn.ParameterDict, nn.ParameterList)
                 ):
-                    self._record(module)
+                    self._install(module)
                 method = find_shared_method(module)
                 if method is not None:
                     self._share(module, method)
@@ -132,18 +130,48 @@ class ClippingEngine:
 
     @property
     def groups(self) -> dict[str, int]:
-        """Which parameters are clipped together, numbered from 0; inside the ``with``."""
+        """The group of each parameter, numbered from 0, inside the ``with``."""
         return {name: self._groups[parameter] for name, parameter in self._parameters.items()}
 
     def backward(self, losses: Tensor) -> Tensor:
         """Back-propagate per-example losses and add the clipped gradients to the running sums.
 
-        Args: losses: (b,), each a function of its own example only, unscaled. b = 0 is allowed and
-            adds nothing.
-        Returns: the examples' gradient norms before clipping, (b,), detached; ``inf`` for an
-            example whose norm is not finite, which is removed from the sums.
+        Args:
+            losses: (b,), each a function of its own example only, unscaled. b = 0 is allowed and
+                adds nothing.
+
+        Returns:
+            the examples' gradient norms before clipping, (b,), detached; ``inf`` for an example
+            whose norm is not finite, which is removed from the sums.
+
         Raises: UnsupportedLossError, UnaccountedGradientError, UnsupportedModelError.
         """
+        self._check_losses(losses)
+        if len(losses) == 0:
+            return losses.detach()
+        self._refuse_stray_gradients(
+            "was set before engine.backward()", "Call optimizer.zero_grad() after each step."
+        )
+        clipped = ClippedSum(
+            self._tape,
+            self._groups,
+            self.clipping,
+            self.clipping_norm,
+            self._sums,
+            check=self._drop_stray_gradients,
+        )
+        try:
+            # The sums are float32 even if this call runs under autocast.
+            with torch.autocast(losses.device.type, enabled=False):
+                norms = self._take(clipped, losses)
+        except BaseException:
+            self._spoiled = self._spoiled or clipped.adding
+            raise
+        finally:
+            self._tape.forget_forward()
+        return torch.where(torch.isfinite(norms), norms, torch.full_like(norms, torch.inf))
+
+    def _check_losses(self, losses: Tensor) -> None:
         if not self._restore:
             raise UnaccountedGradientError("engine.backward() works only inside `with engine:`.")
         if losses.dim() != 1 or not losses.is_floating_point():
@@ -152,63 +180,37 @@ class ClippingEngine:
                 f"{losses.dtype}. Use reduction='none' and average each example over its own "
                 "positions."
             )
-        examples = len(losses)
-        if examples == 0:
-            return losses.detach()
-        if self._tape.examples is not None and examples != self._tape.examples:
+        known = self._tape.examples
+        if len(losses) and known is not None and len(losses) != known:
             raise UnsupportedLossError(
-                f"Expected one loss for each of the {self._tape.examples} examples of the forward, "
-                f"got {examples}."
+                f"Expected one loss for each of the {known} examples of the forward, got "
+                f"{len(losses)}."
             )
-        self._refuse_stray_gradients(
-            "before engine.backward(); call optimizer.zero_grad() after each step"
-        )
-        step = ClippedStep(
-            self._tape,
-            self._groups,
-            self.clipping,
-            self.clipping_norm,
-            self._sums,
-            check=lambda: self._refuse_stray_gradients(
-                "by autograd itself, on a path that does not pass through the forward of the "
-                "module that owns it (its gradient would have been added unclipped). Freeze it",
-                drop=True,
-            ),
-        )
-        try:
-            # The sums are float32 also where the forward, and so perhaps this call, runs under
-            # autocast.
-            with torch.autocast(losses.device.type, enabled=False):
-                norms = self._take(step, losses)
-        except BaseException:
-            self._spoiled = self._spoiled or step.adding
-            raise
-        finally:
-            self._tape.forget_forward()
-        return torch.where(torch.isfinite(norms), norms, torch.full_like(norms, torch.inf))
 
-    def _take(self, step: ClippedStep, losses: Tensor) -> Tensor:
-        """What becomes of one physical batch; a subclass may take something else than clipped sums
-        from its records."""
-        return _STRATEGIES[self.strategy](step, losses)
+    def _take(self, clipped: ClippedSum, losses: Tensor) -> Tensor:
+        """Process one physical batch; a subclass may compute something other than clipped sums."""
+        return _STRATEGIES[self.strategy](clipped, losses)
 
     def collect(self) -> dict[str, Tensor]:
-        """The clipped sums since the last call, keyed as ``model.named_parameters()`` (zeros where
-        unused), and reset."""
+        """Return the clipped sums since the last call, and reset them.
+
+        They are keyed as in ``model.named_parameters()``, with zeros for unused parameters.
+        """
         if self._spoiled:
             raise UnaccountedGradientError(
-                "engine.backward() failed while it added to the sums, so parts of some gradients "
-                "are in them and parts are not. Leave the engine and start this logical batch "
-                "again."
+                "engine.backward() failed while it added to the sums, so they hold only parts of "
+                "some gradients. Leave the engine and start this logical batch again."
             )
         sums, self._sums = self._sums, {}
         return {name: sums[p] if p in sums else _zeros(p) for name, p in self._parameters.items()}
 
-    # -- recording forwards ---
+    # -- capturing forwards ---
 
     def _group(self) -> dict[nn.Parameter, int]:
-        """Parameters that are clipped together: all, or those of one owner (a tied one belongs to
-        its first owner)."""
+        """Return each parameter's group: one for all, or one for each module that owns some.
+
+        A tied parameter belongs to its first owner.
+        """
         if self.clipping != "per_layer":
             return dict.fromkeys(self._parameters.values(), 0)
         groups: dict[nn.Parameter, int] = {}
@@ -217,25 +219,23 @@ class ClippingEngine:
             groups |= dict.fromkeys(new, len(set(groups.values())))
         return groups
 
-    def _record(self, module: nn.Module) -> None:
-        """Give one module a recording forward, as an instance attribute, and note how to take it
-        back."""
+    def _install(self, module: nn.Module) -> None:
+        """Give one module a capturing forward, as an instance attribute."""
         previous = module.__dict__.get("forward")
         rule = None if self.strategy == "per_example" else find_rule(module)
         run = (
-            partial(unknown_module, self._tape, _original(previous))
+            partial(fallback_forward, self._tape, _original(previous))
             if rule is None
             else partial(rule, self._tape)
         )
-        self._replace(module, "forward", _Recorded(self._tape, run, previous))
+        self._replace(module, "forward", _CapturingForward(self._tape, run, previous))
 
     def _share(self, module: nn.Module, method: SharedMethod) -> None:
-        self._replace(
-            module, method.name, partial(shared_method, self._tape, method.call, method.parameters)
-        )
+        run = partial(shared_method, self._tape, method.call, method.parameters)
+        self._replace(module, method.name, run)
 
     def _replace(self, module: nn.Module, name: str, function: Callable[..., Any]) -> None:
-        """Set an instance method; one that the instance had already comes back at the end."""
+        """Set an instance method; the one that the instance had before comes back at the end."""
         previous = module.__dict__.get(name)
         object.__setattr__(module, name, types.MethodType(function, module))
 
@@ -257,20 +257,36 @@ class ClippingEngine:
                 self._tape.examples = value.shape[0]
                 return
 
-    def _refuse_stray_gradients(self, how: str, drop: bool = False) -> None:
-        found = {
+    def _stray_gradients(self) -> dict[str, nn.Parameter]:
+        """Return the trainable parameters that have a ``.grad``."""
+        return {
             name: p
             for name, p in self._everything.items()
             if p.requires_grad and p.grad is not None
         }
-        if drop:  # no optimizer may find it
-            for parameter in found.values():
-                parameter.grad = None
-        stray = list(found)
+
+    def _refuse_stray_gradients(self, what: str, remedy: str) -> None:
+        """Raise if a trainable parameter has a ``.grad``."""
+        stray = list(self._stray_gradients())
+        if stray:
+            raise UnaccountedGradientError(f"`.grad` of {_named(stray)} {what}. {remedy}")
+
+    def _drop_stray_gradients(self) -> None:
+        """Raise if autograd itself wrote a ``.grad``; drop it, so that no optimizer finds it."""
+        stray = self._stray_gradients()
+        for parameter in stray.values():
+            parameter.grad = None
         if stray:
             raise UnaccountedGradientError(
-                f"`.grad` of {stray[0]!r} ({len(stray)} parameters in all) was set {how}."
+                f"Autograd wrote `.grad` of {_named(list(stray))} directly, bypassing clipping: "
+                "the parameter is used outside the forward of the module that owns it. Freeze it "
+                "(requires_grad_(False))."
             )
+
+
+def _named(parameters: Sequence[str]) -> str:
+    """Return the first name and how many there are, for messages."""
+    return f"{parameters[0]!r} ({len(parameters)} parameter{'s' * (len(parameters) > 1)} affected)"
 
 
 def _zeros(parameter: nn.Parameter) -> Tensor:
@@ -279,9 +295,11 @@ def _zeros(parameter: nn.Parameter) -> Tensor:
     )
 
 
-class _Recorded:
-    """The forward a module has inside the engine. Called with the module, so a deep copy uses its
-    own weights."""
+class _CapturingForward:
+    """The forward that a module has inside the engine.
+
+    It is called with the module, so a deep copy of the module uses its own weights.
+    """
 
     def __init__(self, tape: Tape, run: Callable[..., Any], previous: Callable[..., Any] | None):
         self.tape, self.run, self.previous = tape, run, previous
@@ -294,8 +312,10 @@ class _Recorded:
 
 
 def _original(previous: Callable[..., Any] | None) -> Callable[..., Any]:
-    """The forward a module had, as a function of the module: the class's unless an instance had one
-    of its own."""
+    """Return the forward that a module had, as a function of the module.
+
+    It is the class's, unless the instance had one of its own.
+    """
     if previous is not None:
         return lambda module, *args, **kwargs: previous(*args, **kwargs)
     return lambda module, *args, **kwargs: type(module).forward(module, *args, **kwargs)

@@ -1,7 +1,7 @@
 """One example's gradient at a time: formed, used and dropped.
 
-For what has no Gram form: 1-norms (DP-FROST). The numbers that were measured are the numbers that
-are added, so no rounding of another summation order comes between norm and sum.
+This serves norms without a Gram form, such as 1-norms (DP-FROST). The numbers that are measured are
+the numbers that are added, so no difference in summation order comes between norm and sum.
 """
 
 from __future__ import annotations
@@ -11,14 +11,18 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from hf_dp.clipping.uses import Lookups, Use, accumulation_dtype
+from hf_dp.clipping.gradients import Lookups, PerExampleGradient
+from hf_dp.clipping.rounding import accumulation_dtype
 
 
 def explicit(
-    uses: Sequence[Use], parameter: nn.Parameter, index: int
+    uses: Sequence[PerExampleGradient], parameter: nn.Parameter, index: int
 ) -> tuple[Tensor | None, Tensor]:
-    """One example's gradient: (None, all of it), or for lookups alone (the rows that are not zero,
-    them)."""
+    """Return one example's gradient as (rows, values).
+
+    For lookups alone these are the rows of the parameter that were looked up and their values;
+    otherwise None and the whole gradient.
+    """
     dtype = accumulation_dtype(parameter.dtype)
     first, *others = uses
     if isinstance(first, Lookups) and not others:
@@ -32,10 +36,10 @@ def explicit(
 
 
 def representable(weights: Tensor) -> Tensor:
-    """Weights without those that float32 holds with few digits only, or none: a rounded one could
-    exceed its bound.
+    """Return the weights with those below float32's normal range set to zero.
 
-    (Of gradients with norms above about 1e37 times the clipping norm. Such an example is left out.)
+    Float32 holds those with few digits or none, and a rounded weight could exceed its bound. They
+    belong to gradients with norms above about 1e37 C; such an example is left out.
     """
     return torch.where(
         weights < torch.finfo(torch.float32).tiny, torch.zeros_like(weights), weights
@@ -49,10 +53,10 @@ def accumulate(
     values: Tensor,
     dtype: torch.dtype | None = None,
 ) -> None:
-    """Add what :func:`explicit` returned, or a function of its values, to the running total of a
-    parameter.
+    """Add what :func:`explicit` returned, or a function of it, to a parameter's running total.
 
-    Args: dtype: of a new total; default float32, or float64 for a float64 parameter.
+    Args:
+        dtype: of a new total; by default float32, or float64 for a float64 parameter.
     """
     if parameter not in totals:
         dtype = dtype or accumulation_dtype(parameter.dtype)

@@ -1,11 +1,10 @@
-"""Clipping of gradients seen through low-rank carriers: RGP, Yu et al. 2021 (arXiv 2106.09352),
-algorithm 1.
+"""Clipping of gradients projected onto low-rank carriers (RGP, Yu et al. 2021, algorithm 1).
 
-A weight W (m, n) is thought of as ``L R + (W - L R)``, the second part constant, L (m, r) with
-orthonormal columns and R (r, n) with orthonormal rows. The gradients of L and R, ``G R^T`` and
-``L^T G`` for the gradient G of W, are clipped and noised instead of G: r (m + n) numbers where G
-has m n. Value and derivative of the model are those of W, so nothing in the model
-changes: the records of W's uses are projected.
+The paper is arXiv 2106.09352. A weight W (m, n) is written as ``L R + (W - L R)``, with the second
+part constant, L (m, r) with orthonormal columns and R (r, n) with orthonormal rows. The gradients
+of L and R, ``G R^T`` and ``L^T G`` for the gradient G of W, are clipped and noised instead of G:
+r (m + n) numbers where G has m n. The model's value and derivative are those of W, so nothing in
+the model changes: the gradients of W's uses are projected.
 """
 
 from __future__ import annotations
@@ -18,9 +17,10 @@ from torch import Tensor, nn
 
 from hf_dp._validate import invalid, one_of
 from hf_dp.clipping.book_keeping import clip_and_add
+from hf_dp.clipping.clipped_sum import ClippedSum
 from hf_dp.clipping.engine import ClippingEngine
-from hf_dp.clipping.step import ClippedStep
-from hf_dp.clipping.uses import Dense, OuterProducts, Use, accumulation_dtype, full_precision
+from hf_dp.clipping.gradients import Dense, OuterProducts, PerExampleGradient
+from hf_dp.clipping.rounding import accumulation_dtype, full_precision
 
 CLIPPINGS = ("flat", "automatic")
 LEFT, RIGHT = ".left_carrier", ".right_carrier"  # what follows a weight's name in the sums
@@ -34,26 +34,26 @@ class Carriers:
     right: Tensor
 
     def gradient(self, of_left: Tensor, of_right: Tensor) -> Tensor:
-        """The weight's gradient, (m, n), from those of the carriers: ``dL R + L dR - L L^T dL R``
-        (section 3.2).
+        """Return the weight's gradient, (m, n), from those of the carriers (section 3.2).
 
-        With the exact ``dL = G R^T``, ``dR = L^T G`` it is G projected: what of it lies in the span
-        of L or of R.
+        It is ``dL R + L dR - L L^T dL R``. With the exact ``dL = G R^T`` and ``dR = L^T G`` it is
+        the projection of G onto the span of L or of R.
         """
         return of_left @ self.right + self.left @ (of_right - self.left.mT @ of_left @ self.right)
 
 
 class LowRankEngine(ClippingEngine):
-    """As :class:`ClippingEngine`, but of the weights with carriers the carriers' gradients are
-    clipped and summed.
+    """A :class:`ClippingEngine` that clips and sums carriers' gradients in place of the weights'.
 
-    ``collect()`` returns them as ``NAME.left_carrier`` (m, r) and ``NAME.right_carrier`` (r, n);
-    other parameters as ever.
+    ``collect()`` returns them as ``NAME.left_carrier`` (m, r) and ``NAME.right_carrier`` (r, n),
+    and other parameters under their own names.
 
-    Args: carriers: by parameter name, of matrices.
+    Args:
+        carriers: by parameter name; each parameter must be a matrix.
 
-    Raises: InvalidArgumentError for carriers of no trainable matrix, or clipping other than
-        ``"flat"`` and ``"automatic"``.
+    Raises:
+        InvalidArgumentError: carriers are given for something that is not a trainable matrix, or
+            clipping is neither ``"flat"`` nor ``"automatic"``.
     """
 
     def __init__(
@@ -73,9 +73,9 @@ class LowRankEngine(ClippingEngine):
             parameter = self._parameters.get(name)
             if parameter is None or parameter.shape != (len(each.left), each.right.shape[1]):
                 self.__exit__()
-                raise invalid("carriers", name, "to be of a trainable matrix, and of its shape")
-            # They stand for the carriers where the engine keeps norms and sums by parameter; they
-            # hold no values.
+                raise invalid("carriers", name, "to name a trainable matrix and to match its shape")
+            # These parameters hold no values. They are the keys under which the engine keeps the
+            # carriers' norms and sums.
             dtype = accumulation_dtype(parameter.dtype)
             each = self.carriers[name] = Carriers(each.left.to(dtype), each.right.to(dtype))
             pair = tuple(nn.Parameter(torch.empty_like(part)) for part in (each.left, each.right))
@@ -83,8 +83,8 @@ class LowRankEngine(ClippingEngine):
             self._groups |= dict.fromkeys(pair, 0)
         return self
 
-    def _take(self, step: ClippedStep, losses: Tensor) -> Tensor:
-        uses = step.records(losses)
+    def _take(self, clipped: ClippedSum, losses: Tensor) -> Tensor:
+        uses = clipped.capture(losses)
         names = {parameter: name for name, parameter in self._parameters.items()}
         with torch.no_grad(), full_precision():
             for parameter, pair in self._pairs.items():
@@ -93,7 +93,7 @@ class LowRankEngine(ClippingEngine):
                         uses.pop(parameter), self.carriers[names[parameter]], parameter.shape
                     )
                     uses |= {part: [use] for part, use in zip(pair, projected, strict=True)}
-        return clip_and_add(step, uses, len(losses))
+        return clip_and_add(clipped, uses, len(losses))
 
     def collect(self) -> dict[str, Tensor]:
         sums, found = dict(self._sums), super().collect()
@@ -108,8 +108,10 @@ class LowRankEngine(ClippingEngine):
         return found
 
 
-def _project(uses: Sequence[Use], carriers: Carriers, shape: torch.Size) -> tuple[Dense, Dense]:
-    """The gradients of both carriers, one for each example."""
+def _project(
+    uses: Sequence[PerExampleGradient], carriers: Carriers, shape: torch.Size
+) -> tuple[Dense, Dense]:
+    """Return the per-example gradients of both carriers."""
     lefts, rights = [], []
     for use in uses:
         if isinstance(use, OuterProducts):

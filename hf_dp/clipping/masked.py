@@ -1,9 +1,9 @@
 """Clipping where only some entries of each parameter train (PVAL, PARAM: DP-FROST, section 5).
 
 A mask is the same for all examples, so the sum of the masked gradients is the masked sum of the
-gradients: only the norms are others. Those have no Gram form (the mask stands between the factors),
-so each example's gradient is formed once, in blocks that stay in the processor's cache, squared and
-dropped.
+gradients; only the norms differ. Masked norms have no Gram form (the mask stands between the
+factors), so each example's gradient is formed once, in blocks that stay in the processor's cache,
+squared and dropped.
 """
 
 from __future__ import annotations
@@ -14,31 +14,32 @@ import torch
 from torch import Tensor, nn
 
 from hf_dp._validate import invalid, one_of
+from hf_dp.clipping.clipped_sum import ClippedSum
 from hf_dp.clipping.engine import ClippingEngine
+from hf_dp.clipping.gradients import Lookups, PerExampleGradient
 from hf_dp.clipping.norms import ExampleNorms
-from hf_dp.clipping.step import ClippedStep
-from hf_dp.clipping.uses import Lookups, Norms, Use, full_precision, squared_norms
+from hf_dp.clipping.rounding import Norms, full_precision, squared_norms
 
 CLIPPINGS = ("flat", "automatic")
 
-# Numbers of gradients that are held at once: one MiB, so that they stay in a core's cache, or what
-# fills a GPU.
+# How many numbers of gradients are held at once: one MiB, which stays in a core's cache, or enough
+# to keep a GPU busy.
 _BLOCK = {"cpu": 2**18, "cuda": 2**26}
 
 
 class MaskedEngine(ClippingEngine):
-    """As :class:`ClippingEngine` for the entries that a mask keeps: norms over those alone, sums
-    zero elsewhere.
+    """A :class:`ClippingEngine` for the entries that a mask keeps.
 
-    An example is removed, as there, when its gradient is not finite, entries that do not train
-    included.
+    Norms are taken over those entries alone, and sums are zero elsewhere. As there, an example is
+    removed if its gradient is not finite, even in an entry that does not train.
 
     Args:
-        masks: by parameter name, True where an entry trains, of the parameter's shape; a parameter
-            without one trains whole.
+        masks: by parameter name, of the parameter's shape, True where an entry trains; all entries
+            of a parameter without a mask train.
 
-    Raises: InvalidArgumentError for a mask of no trainable parameter or of another shape, or
-        clipping other than ``"flat"`` and ``"automatic"``.
+    Raises:
+        InvalidArgumentError: a mask belongs to no trainable parameter or has another shape, or
+            clipping is neither ``"flat"`` nor ``"automatic"``.
     """
 
     def __init__(
@@ -57,21 +58,20 @@ class MaskedEngine(ClippingEngine):
             parameter = self._parameters.get(name)
             if parameter is None or parameter.shape != mask.shape:
                 self.__exit__()
-                raise invalid("masks", name, "to be of a trainable parameter, and of its shape")
+                raise invalid("masks", name, "to name a trainable parameter and to have its shape")
         self._masked = {self._parameters[name]: mask for name, mask in self.masks.items()}
         return self
 
     def collect(self) -> dict[str, Tensor]:
         sums = super().collect()
         for name, mask in self.masks.items():
-            sums[name].masked_fill_(
-                ~mask, 0
-            )  # not a product: where nothing is clipped a sum may be infinite
+            # Not by a product: where nothing is clipped, a sum may be infinite.
+            sums[name].masked_fill_(~mask, 0)
         return sums
 
-    def _take(self, step: ClippedStep, losses: Tensor) -> Tensor:
-        uses = step.records(losses)
-        table = ExampleNorms(step.groups, len(losses))
+    def _take(self, clipped: ClippedSum, losses: Tensor) -> Tensor:
+        uses = clipped.capture(losses)
+        table = ExampleNorms(clipped.groups, len(losses))
         for parameter, mask in self._masked.items():
             if parameter in uses:
                 table.put(parameter, masked_norms(uses[parameter], mask))
@@ -79,18 +79,18 @@ class MaskedEngine(ClippingEngine):
         table.add(whole)
         table.settle(whole)
         del whole
-        decision = step.decide(table)
-        step.add(uses, decision)
+        decision = clipped.decide(table)
+        clipped.add(uses, decision)
         return decision.norms
 
 
 @torch.no_grad()
 @full_precision()
-def masked_norms(uses: Sequence[Use], mask: Tensor) -> Norms:
-    """Norms of the entries of one parameter's gradient that ``mask``, of its shape, keeps.
+def masked_norms(uses: Sequence[PerExampleGradient], mask: Tensor) -> Norms:
+    """Return norms of the entries of one parameter's gradient that ``mask``, of its shape, keeps.
 
-    Explicit, so that nothing cancels: the error is that of the last rounding. The slack is that of
-    the whole sum, of which the masked one is a part.
+    They are computed explicitly, so nothing cancels and the error is that of the last rounding. The
+    slack is that of the whole sum, of which the masked sum is a part.
     """
     slack = torch.stack([use.slack() for use in uses]).sum(0)
     squared = torch.zeros(len(slack), dtype=torch.float64, device=slack.device)
@@ -103,15 +103,16 @@ def masked_norms(uses: Sequence[Use], mask: Tensor) -> Norms:
 
 
 def _parts(
-    uses: Sequence[Use], mask: Tensor, of_examples: Tensor
+    uses: Sequence[PerExampleGradient], mask: Tensor, of_examples: Tensor
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Which examples (k,), and a part of their masked gradients (k, ...); together all that is not
-    zero.
+    """Yield examples (k,) and a part of their masked gradients (k, ...), all nonzero parts once.
 
-    Masked by a product, which a `where` would take several times as long as: infinite times zero is
-    NaN, and removes the example.
+    The mask is applied by a product; a `where` takes several times as long. Infinity times zero is
+    NaN, which removes the example.
 
-    Args: mask: (m, n). of_examples: (b,), whose dtype and device the parts take.
+    Args:
+        mask: (m, n).
+        of_examples: (b,); the parts take its dtype and device.
     """
     dtype, device, b = of_examples.dtype, of_examples.device, len(of_examples)
     first, *others = uses

@@ -1,5 +1,7 @@
-"""Per-example gradients one at a time by plain autograd: the oracle of the self-check and of the
-tests."""
+"""Per-example gradients, one at a time, by plain autograd.
+
+They are the oracle of the self-check and of the tests.
+"""
 
 from __future__ import annotations
 
@@ -12,14 +14,14 @@ from torch import Tensor, nn
 def per_example_gradients(
     losses: Tensor, parameters: Mapping[str, nn.Parameter]
 ) -> Iterator[dict[str, Tensor]]:
-    """The gradient of each loss in turn, ``{name: tensor like the parameter}``, by one backward
-    pass an example.
+    """Yield the gradient of each loss in turn, ``{name: tensor like the parameter}``.
 
-    Args: losses: (b,), of a forward that ran without the engine. Unused parameters get zeros. Keeps
-        the graph.
+    Each takes one backward pass, which keeps the graph. Unused parameters get zeros. All passes
+    share one graph, so an example that is not finite spoils the others (0 * NaN is NaN): this is
+    not fit for training.
 
-    All passes share one graph, so an example that is not finite spoils the others (0 * NaN is NaN):
-    no way to train.
+    Args:
+        losses: (b,), of a forward that ran without the engine.
     """
     for loss in losses:
         gradients = torch.autograd.grad(

@@ -1,9 +1,8 @@
-"""Before the first draw: does the engine, on *this* model and loss, agree with one-by-one
-gradients?
+"""A check, before any private data is read, of the engine on *this* model and loss.
 
-Synthetic examples of different length go through the model together, padded, inside the engine;
-then each alone, unpadded, through plain autograd. Dropout is off. The private data is never looked
-at.
+Synthetic examples of different lengths run through the model together, padded, inside the engine;
+then each runs alone, unpadded, through plain autograd. Losses, norms and clipped sums must agree.
+Dropout is off.
 """
 
 from __future__ import annotations
@@ -22,14 +21,14 @@ from torch.nn import functional as F
 
 from hf_dp.clipping.engine import ClippingEngine
 from hf_dp.clipping.per_example import per_example_gradients
-from hf_dp.clipping.uses import squared_norms
+from hf_dp.clipping.rounding import squared_norms
 from hf_dp.clipping.weights import clipping_weights
 from hf_dp.errors import SelfCheckError
 
 Batch = Any  # a mapping of inputs
 PerExampleLoss = Callable[[nn.Module, Batch], Tensor]
 
-# Of 16-bit forwards: their products have three digits.
+# For 16-bit forwards, whose products have three digits.
 AUTOCAST_TOLERANCE = 5e-2
 _MOVE = 0.01  # about as much as an initial weight
 _DROPOUTS = (
@@ -44,9 +43,9 @@ _DROPOUTS = (
 
 @contextmanager
 def _no_dropout() -> Iterator[None]:
-    """Training-mode forwards with every dropout an identity, wherever it is called.
+    """Turn every dropout into an identity inside, wherever a training-mode forward calls it.
 
-    The functions are replaced, not intercepted: an interceptor (TorchFunctionMode) is off during
+    The functions are replaced and not intercepted: an interceptor (TorchFunctionMode) is off during
     backward, where gradient checkpointing runs forwards again.
     """
     originals = {name: getattr(F, name) for name in (*_DROPOUTS, "scaled_dot_product_attention")}
@@ -69,7 +68,7 @@ def _no_dropout() -> Iterator[None]:
 
 
 def _positional(args: tuple[Any, ...]) -> dict[str, Any]:
-    """What follows query, key, value and mask, by name; the fifth, dropout_p, is left out."""
+    """Return the arguments after query, key, value and mask by name, without dropout_p."""
     return dict(zip(("is_causal",), args[5:6], strict=False))
 
 
@@ -85,16 +84,18 @@ def self_check(
 ) -> None:
     """Compare the engine with one-by-one gradients on synthetic examples.
 
+    Parameters, their gradients and training mode are left as found.
+
     Args:
         per_example_loss: ``(model, batch) -> (b,)``.
-        padded: the examples as one batch, of different lengths, not sorted by them. alone: each as
-            a batch of one, unpadded.
-        rtol: relative tolerance on losses, norms and clipped sums; default by the parameters' dtype
-            (1e-3 in float32).
+        padded: the examples as one batch, of different lengths and not sorted by length.
+        alone: each of them as a batch of one, unpadded.
+        rtol: relative tolerance of losses, norms and clipped sums; the default depends on the
+            parameters' dtype (1e-3 in float32).
 
-    Raises: SelfCheckError saying what differed: a loss (it depends on neighbors or padding), a
-        norm, a clipped sum, or a buffer that the forward changed. Parameters, their gradients and
-        training mode are left as found.
+    Raises:
+        SelfCheckError: says what differed: a loss (it depends on neighbors or padding), a norm, a
+            clipped sum, or a buffer that the forward changed.
     """
     trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
     rtol = _tolerance(trainable) if rtol is None else rtol
@@ -108,9 +109,8 @@ def self_check(
         versions = {name: parameter._version for name, parameter in model.named_parameters()}
         with _no_dropout():
             expected = [_alone(model, per_example_loss, example, trainable) for example in alone]
-            clipping_norm = (
-                min(example.norm for example in expected) / 2 or 1.0
-            )  # so that every example is clipped
+            # Below every norm, so that every example is clipped.
+            clipping_norm = min(example.norm for example in expected) / 2 or 1.0
             with engine(clipping_norm) as running:
                 losses = per_example_loss(model, padded)
                 norms = running.backward(losses)
@@ -122,25 +122,22 @@ def self_check(
             for batch, order in _arrangements(padded, len(alone)):
                 with engine(clipping_norm) as running:
                     norms = running.backward(per_example_loss(model, batch))
-                    _compare_norms(norms.double(), [expected[row] for row in order], rtol)
-                    _compare_rows(running, partial(per_example_loss, model, batch), len(order))
-        with engine(clipping_norm) as running:
-            running.backward(
-                per_example_loss(model, padded)
-            )  # and once with dropout on, as it will run
+                    _compare_norms(norms.double(), [expected[each] for each in order], rtol)
+                    _compare_one(running, partial(per_example_loss, model, batch), len(order))
+        with engine(clipping_norm) as running:  # and once with dropout on, as in training
+            running.backward(per_example_loss(model, padded))
         _refuse_changes(model, buffers, versions)
 
 
 def _on_a_copy(per_example_loss: PerExampleLoss, model: nn.Module, batch: Batch) -> Tensor:
-    """Call the loss with a batch of its own: it may pop labels or write into them, and the same
-    batch is used again."""
+    """Call the loss with a copy of the batch, which it may change."""
     return per_example_loss(model, copy.deepcopy(batch))
 
 
 def _arrangements(padded: Batch, count: int) -> Iterator[tuple[Batch, list[int]]]:
-    """The batch as it is, and repeated until it has as many examples as positions.
+    """Yield the batch as it is, and repeated until it has as many examples as positions.
 
-    A tensor of positions, or one that begins with the positions, then looks like one of examples.
+    In the second, a tensor whose first dimension is the positions looks like one of examples.
     """
     yield padded, list(range(count))
     tokens = padded.get("input_ids") if isinstance(padded, Mapping) else None
@@ -159,11 +156,11 @@ def _in_order(value: Any, order: list[int], count: int) -> Any:
     )
 
 
-def _compare_rows(engine: ClippingEngine, losses: Callable[[], Tensor], examples: int) -> None:
-    """Back-propagate one example's loss alone: no other example may have a gradient then.
+def _compare_one(engine: ClippingEngine, losses: Callable[[], Tensor], examples: int) -> None:
+    """Back-propagate one example's loss alone; raise if any other example gets a gradient.
 
-    Not the first example's: what is taken for it by mistake (a row that all share) would not be
-    seen.
+    The first example is not used: something that all share and that is mistaken for its own would
+    go unnoticed.
     """
     for index in sorted({examples // 2, examples - 1} - {0}):
         values = losses()
@@ -173,16 +170,16 @@ def _compare_rows(engine: ClippingEngine, losses: Callable[[], Tensor], examples
             other = int(norms.argmax())
             raise SelfCheckError(
                 f"The loss of synthetic example {index} alone gave example {other} a gradient norm "
-                f"of {float(norms[other]):.3g} in the clipping engine: a layer sees rows that are "
-                "not the examples in their order (sorted, transposed, packed or shared by all). "
-                "Freeze parts of the model to find it, or give the layer one row per example."
+                f"of {float(norms[other]):.3g} in the clipping engine: the first dimension of a "
+                "layer's input is not the examples in their order (it is sorted, transposed, "
+                "packed or shared by all). Freeze parts of the model to find the layer, or give it "
+                "inputs with the examples in their first dimension."
             )
 
 
 @contextmanager
 def _moved(trainable: Mapping[str, nn.Parameter]) -> Iterator[None]:
-    """Trainable parameters a little off their values: zeros (LoRA's B, gates) would hide what is
-    behind them."""
+    """Move trainable parameters a little: zeros (LoRA's B, gates) hide what is behind them."""
     values = {name: parameter.detach().clone() for name, parameter in trainable.items()}
     try:
         with torch.no_grad():
@@ -199,7 +196,7 @@ def _moved(trainable: Mapping[str, nn.Parameter]) -> Iterator[None]:
 
 @dataclass
 class _Expected:
-    """One example by plain autograd, unpadded and alone."""
+    """The loss, gradient norm and gradients of one example, unpadded, by plain autograd."""
 
     loss: float
     norm: float
@@ -219,14 +216,14 @@ def _alone(
     if not (math.isfinite(expected.loss) and math.isfinite(expected.norm)):
         raise SelfCheckError(
             "On synthetic examples the model's losses or gradients are not finite, so no private "
-            "step could use a row. Look for weights that are not finite, or a precision that "
+            "step could use an example. Look for weights that are not finite, or a precision that "
             "overflows."
         )
     return expected
 
 
 def _squared_norm(gradient: Tensor) -> Tensor:
-    """In float64, without a copy of the gradient in it."""
+    """Return the squared norm in float64, without a float64 copy of the gradient."""
     return squared_norms(gradient.reshape(1, -1))[0].double()
 
 
@@ -247,8 +244,8 @@ def _compare_norms(norms: Tensor, expected: Sequence[_Expected], rtol: float) ->
         if not abs(measured - example.norm) <= rtol * max(example.norm, 1e-3 * largest):
             raise SelfCheckError(
                 f"A synthetic example's gradient norm is {example.norm:.6g} by autograd but "
-                f"{measured:.6g} by the clipping engine: some layer of this model is used in a way "
-                "that its rule does not cover. Freeze parts of the model to find it."
+                f"{measured:.6g} by the clipping engine: this model uses a layer in a way that "
+                "the layer's clipping rule does not cover. Freeze parts of the model to find it."
             )
 
 
@@ -275,8 +272,9 @@ def _compare_sums(
             min(float(exact.norm()), clipping_norm), 1e-2 * clipping_norm
         ):
             raise SelfCheckError(
-                f"The clipped sum of {name!r} is off by {error:.3g} (clipping norm "
-                f"{clipping_norm:.3g})."
+                f"The clipped sum of {name!r} differs from the sum of clipped one-by-one gradients "
+                f"by {error:.3g} (clipping norm {clipping_norm:.3g}). Freeze this parameter, or "
+                "correct the clipping rule of its layer."
             )
 
 

@@ -1,15 +1,13 @@
-"""Methods through which a model computes, from parameters alone, something that all its examples
-share.
+"""Methods that compute, from parameters alone, something that all examples share.
 
 Their results have no example dimension, so the gradient that arrives at a parameter is already a
-sum over examples. Here the result is expanded to the batch first
-(:func:`~hf_dp.clipping.owners.shared_method`). Known by class and method name:
+sum over examples. The engine therefore expands the result to the batch first
+(:func:`~hf_dp.clipping.fallback.shared_method`). These methods are known by class and name:
 
 * relative position biases: T5 and its family (``compute_bias``), MPNet (``compute_position_bias``);
-* the prompt of PEFT's prompt tuning and p-tuning (``get_prompt``), which PEFT computes once and
-    repeats.
+* the prompt of PEFT's prompt tuning and p-tuning (``get_prompt``), computed once and repeated.
 
-What is not known here is refused by the shape of the gradient.
+Any other method like these is refused because of the shape of its gradient.
 """
 
 from __future__ import annotations
@@ -38,7 +36,7 @@ class SharedMethod:
 
 
 def find_shared_method(module: nn.Module) -> SharedMethod | None:
-    """The shared method of this module, when it has one and a parameter of it is trainable."""
+    """Return this module's shared method, if it has one that reads a trainable parameter."""
     if isinstance(module, PeftModel):
         found = _prompt(module)
     else:
@@ -55,7 +53,7 @@ def _position_bias(module: nn.Module) -> SharedMethod | None:
         return None
     method = getattr(type(module), names[0])
     if isinstance(module, MPNetEncoder):
-        # Its method expands to the batch itself; for one example it is shown one row.
+        # Its method expands to the batch itself, so it is given one example.
         def call(owner: nn.Module, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
             return method(owner, x[:1], *args, **kwargs)
     else:

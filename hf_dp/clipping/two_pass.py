@@ -1,12 +1,14 @@
-"""Two passes over one graph (the ghost clipping of Li et al., section 4): the first gives norms and
-drops each record as soon as its norm is known, the second meets the same records again and adds
-them, weighted, to the sums.
+"""Two backward passes over one graph (the ghost clipping of Li et al., section 4).
 
-The weights multiply the records and not the losses, as published: both backwards then do the same
-arithmetic, so what is added is what was measured, also in bfloat16 and where an example's gradient
-is not finite. Random numbers drawn in backward (by checkpoints) are the same in both, and every
-record is compared with the first by its norm. Uses of one parameter are joined in both alike: added
-one by one, uses that cancel would leave in the sum the rounding of each (56 C was measured).
+The first pass takes norms and drops each gradient as soon as its norm is known. The second meets
+the same gradients again and adds them, weighted, to the sums.
+
+The weights multiply the gradients and not the losses, unlike in the paper: both passes then do the
+same arithmetic, so what is added is what was measured, even in bfloat16 and where an example's
+gradient is not finite. Random numbers drawn in backward (by checkpoints) are the same in both, and
+every gradient is compared with the first pass's by its norm. Uses of one parameter are joined in
+both passes alike: if they were added one by one, uses that cancel would leave the rounding error of
+each in the sum (56 C was measured).
 """
 
 from __future__ import annotations
@@ -14,79 +16,119 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from hf_dp.clipping.clipped_sum import ClippedSum, Decision
 from hf_dp.clipping.dropout_masks import random_state, set_random_state
+from hf_dp.clipping.gradients import PerExampleGradient
 from hf_dp.clipping.norms import ExampleNorms, gathered
-from hf_dp.clipping.step import ClippedStep
-from hf_dp.clipping.uses import Use
 from hf_dp.errors import UnsupportedModelError
 
 # Largest relative difference between two runs of the same kernels (atomic additions on a GPU).
 _REPEATABLE = 1e-4
 
 
-def two_pass(step: ClippedStep, losses: Tensor) -> Tensor:
-    """Adds the clipped gradients to the step's sums; returns the examples' norms (b,).
+def two_pass(clipped: ClippedSum, losses: Tensor) -> Tensor:
+    """Add the clipped gradients to the sums; return the examples' norms (b,).
 
     Only parameters that the forward used more than once (tied, reused) are held until all their
     uses are known.
     """
-    table = ExampleNorms(step.groups, len(losses))
-    expected = step.forward_uses()
-    waiting: dict[nn.Parameter, list[Use]] = {}
-    counts: dict[nn.Parameter, int] = {}
-    fingerprints: dict[nn.Parameter, list[Tensor]] = {}
+    first = _FirstPass(clipped, len(losses))
+    device = losses.device
+    before = random_state(device)
+    clipped.backward(losses, first.measure, retain_graph=True)
+    first.finish_waiting()
+    decision = clipped.decide(first.table)
+    second = _SecondPass(clipped, first.fingerprints, decision)
+    after = random_state(device)
+    set_random_state(device, before)  # a checkpointed forward that does not restore it runs again
+    try:
+        clipped.backward(losses, second.add)
+    finally:
+        set_random_state(device, after)
+    second.refuse_missing()
+    return decision.norms
 
-    def finish(parameter: nn.Parameter) -> None:
-        uses = waiting.pop(parameter)
-        table.add({parameter: uses})
-        table.settle({parameter: uses})
 
-    def measure(parameter: nn.Parameter, use: Use) -> None:
-        if parameter in table:
+class _Waiting:
+    """The uses of parameters whose other uses are yet to come."""
+
+    def __init__(self) -> None:
+        self.waiting: dict[nn.Parameter, list[PerExampleGradient]] = {}
+
+    def wait(self, parameter: nn.Parameter, use: PerExampleGradient) -> None:
+        """Hold one use, joined with the known ones where that is cheaper."""
+        known = self.waiting.get(parameter, ())
+        self.waiting[parameter] = gathered([*known, use], parameter.shape)
+
+
+class _FirstPass(_Waiting):
+    """Norms and fingerprints of what the first backward pass meets."""
+
+    def __init__(self, clipped: ClippedSum, examples: int):
+        super().__init__()
+        self.table = ExampleNorms(clipped.groups, examples)
+        self.fingerprints: dict[nn.Parameter, list[Tensor]] = {}
+        self._expected = clipped.forward_uses()
+        self._counts: dict[nn.Parameter, int] = {}
+
+    def measure(self, parameter: nn.Parameter, use: PerExampleGradient) -> None:
+        """Take one use; when it is the last one of its parameter, take the norms."""
+        if parameter in self.table:
             raise UnsupportedModelError(
                 f"A parameter of shape {tuple(parameter.shape)} met more gradients in backward "
                 "than uses in the forward, so its norm is not known when it is needed. Use "
                 "clipping_strategy='book_keeping'."
             )
-        fingerprints.setdefault(parameter, []).append(use.fingerprint())
-        waiting[parameter] = gathered([*waiting.get(parameter, ()), use], parameter.shape)
-        counts[parameter] = counts.get(parameter, 0) + 1
-        if counts[parameter] == expected[parameter]:
-            finish(parameter)
+        self.fingerprints.setdefault(parameter, []).append(use.fingerprint())
+        self.wait(parameter, use)
+        self._counts[parameter] = self._counts.get(parameter, 0) + 1
+        if self._counts[parameter] == self._expected[parameter]:
+            self._finish(parameter)
 
-    def add(parameter: nn.Parameter, use: Use) -> None:
-        # What is added must be what was measured, or its norm is not known to be within the
-        # clipping norm.
-        seen = fingerprints.get(parameter)
-        if not seen or not _same(seen.pop(0), use.fingerprint()):
+    def finish_waiting(self) -> None:
+        """Take the norms of parameters that met fewer gradients than the forward had uses."""
+        for parameter in list(self.waiting):
+            self._finish(parameter)
+
+    def _finish(self, parameter: nn.Parameter) -> None:
+        uses = self.waiting.pop(parameter)
+        self.table.add({parameter: uses})
+        self.table.settle({parameter: uses})
+
+
+class _SecondPass(_Waiting):
+    """The weighted sums; what is added must be what was measured, or C would not bound it."""
+
+    def __init__(
+        self,
+        clipped: ClippedSum,
+        fingerprints: dict[nn.Parameter, list[Tensor]],
+        decision: Decision,
+    ):
+        super().__init__()
+        self._clipped, self._fingerprints, self._decision = clipped, fingerprints, decision
+
+    def add(self, parameter: nn.Parameter, use: PerExampleGradient) -> None:
+        """Compare one use with the first pass's; after the last of its parameter, add them."""
+        measured = self._fingerprints.get(parameter)
+        if not measured or not _same(measured.pop(0), use.fingerprint()):
             raise UnsupportedModelError(
                 "The second backward pass met other values at a parameter of shape "
                 f"{tuple(parameter.shape)} than the first: a checkpointed forward draws random "
                 "numbers that are not restored, or keeps state. Use "
                 "clipping_strategy='book_keeping', and preserve_rng_state=True for checkpoints."
             )
-        waiting[parameter] = gathered([*waiting.get(parameter, ()), use], parameter.shape)
-        if not seen:
-            step.add({parameter: waiting.pop(parameter)}, decision)
+        self.wait(parameter, use)
+        if not measured:
+            self._clipped.add({parameter: self.waiting.pop(parameter)}, self._decision)
 
-    device = losses.device
-    before = random_state(device)
-    step.backward(losses, measure, retain_graph=True)
-    for parameter in list(waiting):
-        finish(parameter)
-    decision = step.decide(table)
-    after = random_state(device)
-    set_random_state(device, before)  # a checkpointed forward that does not restore it runs again
-    try:
-        step.backward(losses, add)
-    finally:
-        set_random_state(device, after)
-    if any(fingerprints.values()):
-        raise UnsupportedModelError(
-            "The second backward pass met fewer gradients than the first, so parts of examples "
-            "would be missing from the sum. Use clipping_strategy='book_keeping'."
-        )
-    return decision.norms
+    def refuse_missing(self) -> None:
+        """Raise if the first pass measured a use that this one did not meet."""
+        if any(self._fingerprints.values()):
+            raise UnsupportedModelError(
+                "The second backward pass met fewer gradients than the first, so parts of examples "
+                "would be missing from the sum. Use clipping_strategy='book_keeping'."
+            )
 
 
 def _same(first: Tensor, second: Tensor) -> bool:

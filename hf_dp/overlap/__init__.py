@@ -1,1 +1,1 @@
-"""Whether evaluation rows are training rows."""
+"""A check of whether evaluation rows are training rows."""

@@ -1,7 +1,7 @@
-"""Whether an evaluation set holds rows of the training set: where rows come from, what they hold.
+"""A check of whether an evaluation set holds rows of the training set.
 
-Two questions, asked of rows and not of objects. *Provenance*: do both sets read the same row of the
-same memory, or the same index of the same object? *Content*: how many rows have inputs that all
+It asks two questions about rows, not about objects. *Provenance*: do both sets read the same row of
+the same memory, or the same index of the same object? *Content*: how many rows have inputs that all
 equal those of some training row? Rows are compared by keyed hashes, with a key drawn for each
 :class:`TrainingRows`; neither leaves the process.
 """
@@ -23,18 +23,26 @@ from hf_dp.overlap.origin import Part, parts_of, share_memory
 
 logger = logging.get_logger(__name__)
 
-LARGEST_SHARE = 0.1  # of an evaluation set: more rows that equal training rows are no coincidence
+# If a larger share of an evaluation set equals training rows, it is no coincidence.
+LARGEST_SHARE = 0.1
 IDS, ID_ENDINGS = ("id", "idx", "index", "guid", "uid"), ("_id", "_idx", "_index", "_guid", "_uid")
 
 
 @dataclass(frozen=True)
 class Overlap:
-    """What an evaluation set shares with the training set."""
+    """What an evaluation set shares with the training set.
 
-    derived: bool  # by provenance, at least one row is a row of the training set
-    equal: int = field(repr=False)  # rows that equal some training row; 0, uncounted, if derived
+    Attributes:
+        derived: whether, by provenance, at least one row is a row of the training set.
+        equal: how many rows equal some training row; 0, uncounted, if derived.
+        rows: how many rows there are.
+        comparable: False without a common column to compare.
+    """
+
+    derived: bool
+    equal: int = field(repr=False)
     rows: int
-    comparable: bool  # False without a common column to compare
+    comparable: bool
 
     @property
     def refused(self) -> bool:
@@ -45,8 +53,10 @@ class Overlap:
 class TrainingRows:
     """The rows of a training set, to compare evaluation sets with; hashed when first needed.
 
-    Args: the training set; the names of the arguments of the model's forward (None: unknown); the
-    names of label columns.
+    Args:
+        dataset: the training set.
+        read: the names of the arguments of the model's forward; None if unknown.
+        labels: the names of label columns.
     """
 
     def __init__(
@@ -68,12 +78,14 @@ class TrainingRows:
         )
 
     def has_compared(self, evaluation: Any) -> bool:
-        """Whether this object has been compared before."""
+        """Return whether this object has been compared before."""
         return id(evaluation) in self._verdicts
 
     def compare(self, evaluation: Any) -> Overlap:
-        """Return what one evaluation set shares with the training set; once for each object that
-        cannot grow."""
+        """Return what one evaluation set shares with the training set.
+
+        Each object that cannot grow is compared once.
+        """
         if not self.has_compared(evaluation) or isinstance(evaluation, list):
             self._verdicts[id(evaluation)] = (evaluation, self._compare(list(parts_of(evaluation))))
         return self._verdicts[id(evaluation)][1]
@@ -89,7 +101,7 @@ class TrainingRows:
             if columns is not None and not all(
                 is_repeatable(part, columns) for part in (*self.parts, *parts)
             ):
-                break  # rows that come out differently each time can be equal without looking it
+                break  # rows that differ on each reading may be equal although they look different
             if columns is not None:
                 if columns not in self._hashes:
                     self._hashes[columns] = hash_rows(self.parts, columns, self._key)
@@ -110,12 +122,17 @@ class TrainingRows:
 
 
 def refuse_training_rows(evaluation: Any, training: TrainingRows) -> bool:
-    """Refuse evaluation sets that hold training rows; warn once of a set where a few rows are
-    equal.
+    """Refuse evaluation sets that hold training rows; warn once about a set with a few equal rows.
 
-    Args: one evaluation set, a mapping of names to sets, each judged by itself, or None; the
-    training rows. Returns: whether every set could be compared. Raises: UnsupportedArgumentError,
-    naming the set if it has a name.
+    Args:
+        evaluation: one evaluation set, a mapping of names to sets, each judged by itself, or None.
+        training: the training rows.
+
+    Returns:
+        whether every set could be compared.
+
+    Raises:
+        UnsupportedArgumentError: names the set that holds training rows, if it has a name.
     """
     named = evaluation if isinstance(evaluation, Mapping) else {None: evaluation}
     verdicts = [
@@ -151,4 +168,5 @@ def _judge(name: Any, evaluation: Any, training: TrainingRows) -> bool:
 
 
 def is_id(name: str) -> bool:
+    """Return whether a column holds row ids, by its name."""
     return name.lower() in IDS or name.lower().endswith(ID_ENDINGS)

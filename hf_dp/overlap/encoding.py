@@ -1,5 +1,7 @@
-"""One encoding of a row's values, whatever container holds them: Python objects, arrays, tensors,
-Arrow buffers."""
+"""One encoding of a row's values, independent of what holds them.
+
+They may be Python objects, arrays, tensors or Arrow buffers.
+"""
 
 from __future__ import annotations
 
@@ -17,10 +19,12 @@ NONE, EMPTY_LIST = b"N", b"l" + bytes(8)
 
 
 def is_scalar(value: Any) -> bool:
+    """Return whether a value is a single number, tensors and arrays without dimensions included."""
     return isinstance(value, (bool, int, float, np.generic)) or getattr(value, "ndim", None) == 0
 
 
 def is_picture(value: Any) -> bool:
+    """Return whether a value is a PIL image."""
     library = sys.modules.get("PIL.Image")
     return library is not None and isinstance(value, library.Image)
 
@@ -61,6 +65,7 @@ def _sized(tag: bytes, content: bytes) -> bytes:
 
 
 def to_numpy(value: Any) -> np.ndarray:
+    """Return a tensor or any array-like value as an array."""
     if isinstance(value, torch.Tensor):
         value = value.detach().cpu()
         value = value.float() if value.is_floating_point() else value
@@ -112,16 +117,18 @@ def _encode_array(array: np.ndarray) -> bytes:
     return (b"F" if array.dtype.kind == "f" else b"I") + head + _as_bytes(array)
 
 
-# The same encoding, read from Arrow's buffers
+# The same encoding, read from Arrow's buffers.
 
 
 def is_number(kind: Any) -> bool:
+    """Return whether an Arrow type holds numbers or booleans."""
     from pyarrow import types
 
     return types.is_integer(kind) or types.is_floating(kind) or types.is_boolean(kind)
 
 
 def is_list(array: Any) -> bool:
+    """Return whether an Arrow array holds lists."""
     from pyarrow import types
 
     kind = array.type

@@ -27,8 +27,13 @@ TOKENS, MASK = "input_ids", "attention_mask"
 
 @dataclass(frozen=True)
 class Columns:
-    """What is compared: columns, which of them to decode as pictures, and whether after
-    transforms."""
+    """What is compared.
+
+    Attributes:
+        names: the columns.
+        pictures: those that are decoded as pictures.
+        served: whether rows are compared after the user's transforms.
+    """
 
     names: tuple[str, ...]
     pictures: frozenset[str]
@@ -52,8 +57,7 @@ def hash_rows(parts: list[Part], columns: Columns, key: bytes) -> np.ndarray:
 
 
 def is_repeatable(part: Part, columns: Columns) -> bool:
-    """Return whether the first row is the same when it is read again; a random transform's is
-    not."""
+    """Return whether the first row is the same when read again; a random transform's is not."""
     if part.is_read_from_table(columns.served) or not part.length or part.streams:
         return True
     first, again = (next(_object_rows(part, columns)) for _ in range(2))
@@ -69,7 +73,7 @@ def _object_rows(part: Part, columns: Columns) -> Iterator[bytes]:
 
 
 def _table_rows(part: Part, columns: Columns) -> Iterator[bytes]:
-    """Yield the same for an Arrow table; of chosen rows once each, in the table's order."""
+    """Yield the same for an Arrow table: each chosen row once, in the table's order."""
     chosen = part.table_rows()
     wanted = None if chosen is None else np.unique(chosen)
     start = 0
@@ -87,7 +91,7 @@ def _table_rows(part: Part, columns: Columns) -> Iterator[bytes]:
 
 
 def _decoded(stored: Any, feature: Any) -> Iterator[Any]:
-    """Yield the pictures of an Arrow array, one at a time; what is no picture as it is."""
+    """Yield the pictures of an Arrow array, one at a time; other values as they are."""
     decode = getattr(feature, "decode_example", lambda value: value)
     return (decode(element.as_py()) if element.is_valid else None for element in stored)
 

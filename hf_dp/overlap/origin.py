@@ -1,4 +1,4 @@
-"""Where rows come from: which object, which index of it, which place in Arrow memory."""
+"""Where rows come from: which object, which index in it, which place in Arrow memory."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Part:
 
     @cached_property
     def length(self) -> int:
-        """How many rows; of a stream only whether there are any."""
+        """The number of rows; for a stream, 1 if there are any and 0 if not."""
         if self.chosen is not None:
             return len(self.chosen)
         return sum(1 for _ in islice(self.base, 1)) if self.streams else len(self.base)
@@ -53,18 +53,20 @@ class Part:
         return getattr(getattr(self.base, "_data", None), "table", None)
 
     def table_rows(self) -> np.ndarray | None:
-        """Return the row of ``table`` that each row is; None: all, in order."""
+        """Return each row's index in ``table``; None stands for all, in order."""
         if self.base._indices is None:
             return self.chosen
         return self.base._indices.table.column(0).to_numpy().astype(np.int64)[self.indices]
 
     def is_read_from_table(self, served: bool) -> bool:
-        """Whether rows are taken as Arrow holds them; with ``served``, the user's transform is
-        run."""
+        """Return whether rows are read as Arrow holds them.
+
+        With ``served``, the rows of a data set with a transform of the user's are not.
+        """
         return self.table is not None and not (served and self.base.format["type"] == "custom")
 
     def fields(self, served: bool) -> Mapping[str, Any]:
-        """Return the values of one row by column; of an Arrow table only the names."""
+        """Return the values of one row by column; for an Arrow table, only the names."""
         if self.is_read_from_table(served):
             return dict.fromkeys(self.table.column_names)
         return fields_of(next(self.values()))
@@ -96,10 +98,10 @@ def parts_of(dataset: Any) -> Iterator[Part]:
 def share_memory(
     training: list[Part], evaluation: list[Part], is_metadata: Callable[[str], bool]
 ) -> bool:
-    """Whether some row of both is the same index of one object, or the same place in Arrow memory.
+    """Return whether some row of both is the same index of one object, or one place in memory.
 
-    Labels and ids (``is_metadata``) show it only if a set has nothing else: one array may number
-    the rows of two sets.
+    The memory is Arrow's. Labels and ids (``is_metadata``) count only if a set has nothing else:
+    one array may number the rows of two sets.
     """
     tables = [
         part.table.column_names for part in [*training, *evaluation] if part.table is not None
@@ -116,8 +118,11 @@ def share_memory(
 
 
 def _places(parts: list[Part], carries: Callable[[str], bool]) -> dict[Any, list[np.ndarray]]:
-    """Return row indices by object and, under "arrow", bit addresses of the columns it
-    ``carries``."""
+    """Return row indices by object and, under "arrow", bit addresses of chosen columns.
+
+    Args:
+        carries: whether the column of this name counts.
+    """
     found: dict[Any, list[np.ndarray]] = {}
     for part in parts:
         found.setdefault(id(part.base), []).append(part.indices)
@@ -137,8 +142,10 @@ def _addresses(array: Any) -> np.ndarray:
 
 
 def _slot(array: Any) -> tuple[int, int]:
-    """Return the first element's bit address (strings, lists: its offset's) and the step to the
-    next."""
+    """Return the bit address of the first element, or of its offset, and the step to the next.
+
+    Strings and lists have offsets.
+    """
     import pyarrow as pa
 
     kind, types = array.type, pa.types

@@ -4,7 +4,16 @@ from __future__ import annotations
 
 import math
 
-from hf_dp.accounting import BOUNDS, SELECTION, TRAINING, Event, Ledger, calibrate_steps, epsilon
+from hf_dp.accounting import (
+    BOUNDS,
+    EARLIER,
+    SELECTION,
+    TRAINING,
+    Event,
+    Ledger,
+    calibrate_steps,
+    epsilon,
+)
 from hf_dp.errors import BudgetExceededError
 from hf_dp.plans.privacy import PrivacyPlan
 
@@ -47,11 +56,11 @@ class Budget:
         if plan.accountant not in BOUNDS:
             # DP-FP as published: steps beyond those of its figure would not have that figure.
             return plan.steps
-        if done + planned_steps <= plan.steps and self._selections_as_planned():
-            return plan.steps  # the plan was calibrated to meet the target at exactly these
         prior = self.ledger.events
         if self._reserved and plan.selection is not None:
             prior = (*prior, plan.selection.event(self._reserved))
+        if done + planned_steps <= plan.steps and self._is_as_planned(prior, plan.steps - done):
+            return plan.steps
         if epsilon(prior, plan.delta, plan.accountant).value > plan.target_epsilon:
             return done
         return done + calibrate_steps(
@@ -85,9 +94,19 @@ class Budget:
         if self._goal is not None:
             self._allowed = self.allowed_steps(self._goal - self.ledger.steps(TRAINING))
 
-    def _selections_as_planned(self) -> bool:
-        planned = 0 if self.plan.selection is None else self.plan.selection.iterations
-        return self.ledger.steps(SELECTION) + self._reserved <= planned
+    def _is_as_planned(self, prior: tuple[Event, ...], remaining: int) -> bool:
+        """Whether the plan's steps fit: it was calibrated to meet the target at exactly these.
+
+        What earlier runs released may have been left out of the plan, so then it is computed.
+        """
+        plan = self.plan
+        planned = 0 if plan.selection is None else plan.selection.iterations
+        if self.ledger.steps(SELECTION) + self._reserved > planned:
+            return False
+        if not self.ledger.steps(EARLIER) or remaining < 1 or plan.target_epsilon is None:
+            return True
+        after = epsilon((*prior, plan.event(remaining)), plan.delta, plan.accountant)
+        return after.value <= plan.target_epsilon
 
     def _would_pass(self, event: Event) -> bool:
         if self.plan.target_epsilon is None:

@@ -11,8 +11,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from hf_dp.clipping import register_rule
+from hf_dp.clipping.gradients import Lookups, PerExampleGradient
+from hf_dp.clipping.rounding import accumulation_dtype
 from hf_dp.clipping.rules._positions import positions
-from hf_dp.clipping.uses import Lookups, Use, accumulation_dtype
 
 
 class LabelWordProjection(nn.Module):
@@ -47,7 +48,7 @@ def _keep(module: LabelWordProjection, input: Tensor) -> tuple[Tensor, ...]:
 
 def _gradients(
     module: LabelWordProjection, kept: tuple[Tensor, ...], output_grad: Tensor
-) -> dict[str, Tensor | Use]:
+) -> dict[str, Tensor | PerExampleGradient]:
     """Row ``ids[k]`` of the weight's gradient is ``sum_t g_tk a_t``, of the bias's ``sum_t g_tk``;
     the other rows are zero.
 
@@ -59,7 +60,7 @@ def _gradients(
     dtype = accumulation_dtype(grads.dtype)
     ids = torch.tensor(module.ids, device=grads.device).expand(len(grads), -1)
     rows = torch.bmm(grads.to(dtype).mT, activations.to(dtype))
-    found: dict[str, Tensor | Use] = {"weight": Lookups(ids, rows)}
+    found: dict[str, Tensor | PerExampleGradient] = {"weight": Lookups(ids, rows)}
     if module.bias is not None:
         found["bias"] = Lookups(ids, grads.sum(1, dtype=dtype)[..., None])
     return found

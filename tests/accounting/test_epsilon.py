@@ -1,5 +1,4 @@
-"""Every accountant against numbers computed elsewhere, at its edges, and against the other
-accountants.
+"""Every accountant against numbers computed elsewhere, at its edges, and against the others.
 
 Golden values: ``tight`` from an independent implementation (exponentially tilted FFT of the
 remove-direction loss, exact cell masses, mean corrected), ``rdp`` from Opacus 1.6 (exact series),

@@ -1,5 +1,4 @@
-"""Every number of ``tests/golden/accounting.json`` (its source stands there), by the accountant it
-belongs to."""
+"""Every number of ``tests/golden/accounting.json``, which names its source."""
 
 from __future__ import annotations
 
@@ -112,9 +111,12 @@ def test_li_2021(row):
 
 
 def test_the_central_limit_figure_of_sst2_is_of_another_run():
-    """Table 1 prints 1.73 and 4.33. The run of the other columns gives 1.544 and 4.039; 2000
-    examples a step, 102 steps give the printed figures, but then the composed trade-off function
-    gives 2.50 and 6.76 where 2.41 and 6.69 are printed."""
+    """Table 1 prints 1.73 and 4.33, which its own columns do not give.
+
+    The run of the other columns gives 1.544 and 4.039. 2000 examples a step and 102 steps give the
+    printed figures, but then the composed trade-off function gives 2.50 and 6.76 where 2.41 and 6.69
+    are printed.
+    """
     for target, printed in ((3, 1.73), (8, 4.33)):
         found = {
             row["config"]: row
@@ -167,8 +169,7 @@ def test_frost_pairs(row):
 
 @pytest.mark.parametrize("row", GOLDEN["dp_fp"])
 def test_dp_fp_calibration(row):
-    """Du and Mi 2021: noise by equation 11, for the epsilon that the central limit theorem gives
-    (their claim)."""
+    """Du and Mi 2021: noise by equation 11, for the epsilon of the central limit theorem."""
     found = gdp_clt.noise_multiplier(row["clt"], row["delta"], row["q"], row["steps"])
     assert found == pytest.approx(row["sigma"], abs=1e-6)
     total = math.sqrt(math.expm1(found**-2) * row["steps"]) * row["q"]
@@ -181,8 +182,10 @@ def test_dp_fp_calibration(row):
 @pytest.mark.slow
 @pytest.mark.parametrize("row", GOLDEN["dp_fp"])
 def test_what_dp_fp_would_cost_by_other_accountants(row):
-    """If the amplification that the paper claims held. It prints Li et al.'s figures there: 3 and
-    2.41, 8 and 6.69."""
+    """Figures that would follow if the amplification held that the paper claims.
+
+    It prints Li et al.'s figures there: 3 and 2.41, 8 and 6.69.
+    """
     event = event_of(row)
     assert row["tight"] - 1e-3 <= epsilon(event, row["delta"]).value <= row["tight"] + 3e-3
     assert (

@@ -1,5 +1,7 @@
-"""Events that release something of each record, against quadrature, simulation of the definition,
-and the paper's figures."""
+"""Events that release something about each example by itself.
+
+They are compared with quadrature, simulation of the definition, and the paper's figures.
+"""
 
 from __future__ import annotations
 
@@ -37,8 +39,7 @@ TRUTH = json.loads((Path(__file__).parents[1] / "golden" / "dp_fp.json").read_te
 def delta_by_quadrature(
     value: float, mus: list[float], weights: list[float], shifts=((0.0, 1.0),)
 ) -> float:
-    """``E[(1 - exp(value - loss))+]`` over the cases, integrated over the normal loss: nothing of
-    hf_dp."""
+    """Return ``E[(1 - exp(value - loss))+]`` over the cases by quadrature, without hf_dp."""
     total = 0.0
     for mu, weight in zip(mus, weights, strict=True):
         for shift, chance in shifts:
@@ -274,8 +275,10 @@ def test_noise_zero_has_no_epsilon():
 
 
 def test_micro_batches_reduce_the_noise_variance_as_the_formula_says_and_not_by_m():
-    """sigma^2 = C^2 / ln(1 + M k), k = (mu_tot D)^2 / (B^2 T); Proposition 3's 1/M is its limit for
-    M k -> 0."""
+    """The formula is sigma^2 = C^2 / ln(1 + M k), with k = (mu_tot D)^2 / (B^2 T).
+
+    Proposition 3's 1/M is its limit for M k -> 0.
+    """
     ratios = {}
     for target in (1.73, 4.33, 0.02):
         sigma = {m: gdp_clt.noise_multiplier(target, DELTA, B / (m * D), T * m) for m in (1, M)}

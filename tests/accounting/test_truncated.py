@@ -1,5 +1,7 @@
-"""Draws with a largest size: against exact quadrature on few records, and where no accountant may
-answer."""
+"""Truncated samples against exact quadrature on few examples.
+
+Accountants that do not know them refuse.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +19,7 @@ GRID = np.linspace(-40, 40, 160_001)
 
 
 def output_density(gradients, sigma, q, cap):
-    """Density of one step's noisy sum: every Poisson draw, every uniformly random part of a too
-    large one."""
+    """Return the density of one step's noisy sum, over all samples and all their truncations."""
     density = np.zeros_like(GRID)
     n = len(gradients)
     for size in range(n + 1):
@@ -41,8 +42,10 @@ def hockey_stick(p, q, epsilon):
 )
 @pytest.mark.parametrize(("sigma", "q"), [(1.0, 0.3), (2.0, 0.9)])
 def test_the_bound_holds_for_every_choice_of_unit_gradients(n, cap, sigma, q):
-    """Zero-out of one of n records, all gradients of 1-dimensional records in {-1, 0, 1}, both
-    directions."""
+    """Zero-out of one of n examples, in both directions.
+
+    The gradients are all those of 1-dimensional examples in {-1, 0, 1}.
+    """
     delta = 1e-3
     bound = epsilon(TruncatedPoissonSampledGaussian(sigma, q, 1, n, cap), delta).value
     worst = 0.0
@@ -58,9 +61,11 @@ def test_the_bound_holds_for_every_choice_of_unit_gradients(n, cap, sigma, q):
     assert worst <= delta + 1e-9
 
 
-def test_one_more_record_is_not_answered():
-    """With cap = N and one record added, others are cut: exact quadrature gives 9.577 where plain
-    Poisson has 4.378."""
+def test_one_more_example_is_not_answered():
+    """With cap = N and one example added, others are left out.
+
+    Exact quadrature gives 9.577 where plain Poisson sampling has 4.378.
+    """
     event = TruncatedPoissonSampledGaussian(1.0, 1.0, 1, 3, 3)
     three, four = (
         output_density((-1, -1, -1), 1.0, 1.0, 3),

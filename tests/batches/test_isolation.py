@@ -390,8 +390,10 @@ class OwnGenerators:
 
 @pytest.mark.parametrize("make", [lambda: by_global_generators, OwnGenerators])
 def test_generators_are_seeded_from_the_private_stream(make):
-    """Each call by the stream alone: equal for equal states of it, and not what the public seed
-    gives."""
+    """Each call depends on the secret stream alone.
+
+    Equal states of the stream give equal results, which are not those of the public seed.
+    """
     isolated = Isolated(make())
     found = []
     for seed in (1, 1, 2):

@@ -1,5 +1,4 @@
-"""Every row is looked at before the first draw: what could end the run at a drawn row is refused
-with its index."""
+"""A row that could end the run when it is sampled is refused before, with its index."""
 
 from __future__ import annotations
 

@@ -128,8 +128,7 @@ def test_structures_and_plain_values():
     ],
 )
 def test_examples_of_another_kind_are_refused(other, message):
-    """One of another type would turn the whole batch into its type, and labels into those of
-    another loss."""
+    """A row of another type would change the batch's type, and labels to another loss."""
     with pytest.raises(DataError, match=message):
         together(RIGHT, {"labels": torch.tensor([1])}, other)
 

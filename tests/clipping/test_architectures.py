@@ -1,7 +1,7 @@
-"""The zoo: norms and clipped sums of many architectures against a loop over single, unpadded
-examples, or a refusal.
+"""Compare norms and clipped sums of many architectures with a loop over single examples.
 
-Each case is run with every strategy; the full matrix with the first one, book-keeping.
+The examples are unpadded in the loop. Models that the engine refuses are refused by name. Each case
+runs with every strategy; the full matrix runs with the first one, book-keeping.
 """
 
 from __future__ import annotations
@@ -71,8 +71,7 @@ def test_equals_the_loop(name, strategy, case):
 @pytest.mark.parametrize("case", ["padded", "long"])
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_the_models_themselves_do_not_couple_examples(name, case):
-    """Plain autograd on the padded batch equals the loop: what differs in another test is the
-    engine's doing."""
+    """Check the oracle: plain autograd on the padded batch equals the loop."""
     architecture = ARCHITECTURES[name]
     model = architecture.build()
     examples = architecture.examples(model, LENGTHS[case])
@@ -190,8 +189,10 @@ def test_gradient_checkpointing(name, strategy):
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize(("name", "checkpointing"), DROPOUT)
 def test_fixed_dropout_masks_give_the_same_sums(name, strategy, checkpointing):
-    """Against plain autograd on the masks of one forward of the whole batch, so the strategies also
-    equal each other."""
+    """Compare with plain autograd on the same masks.
+
+    The masks are those of one forward of the whole batch, so the strategies also equal each other.
+    """
     architecture = ARCHITECTURES[name]
     model = architecture.build(dropout=0.5)
     batch = collate(model, architecture.examples(model, (5, 2, 3)))
@@ -331,10 +332,10 @@ RELATIVE = {
 @pytest.mark.parametrize("shared", [False, True], ids=["own projections", "shared projections"])
 @pytest.mark.parametrize("trains", RELATIVE)
 def test_deberta_with_relative_attention(trains, shared, lengths, strategy):
-    """`rel_embeddings.weight` is used outside its module, and projections run on (1, 2k, H) rows of
-    no example.
+    """`rel_embeddings.weight` is used outside its module.
 
-    With two buckets the table has four rows, as many as one of the batches has examples.
+    Projections run on (1, 2k, H) rows that belong to no example. With two buckets the table has four
+    rows, as many as one of the batches has examples.
     """
     architecture = Architecture(relative_deberta, "classification")
     frozen, options = RELATIVE[trains]
@@ -399,8 +400,7 @@ HALVED = {
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("name", HALVED)
 def test_forward_hooks_are_applied_once(name, strategy):
-    """A module that is run again to be differentiated must not meet its hooks again: halved twice,
-    a norm is too small."""
+    """A hook must not run again when its module does: halved twice, a norm is too small."""
     architecture = ARCHITECTURES[name]
     model = architecture.build()
     for path in HALVED[name]:
@@ -516,8 +516,7 @@ def test_planted_missing_mask_is_seen():
 
 
 def test_without_downcasts_the_norms_of_llama_are_float64():
-    """In float32 a weight's gradient would carry roundings of 1e-7: more than the tolerance of
-    these tests."""
+    """Float32 rounding, 1e-7 in a weight's gradient, would exceed the tolerance here."""
     norm = ARCHITECTURES["llama"].build().model.norm.requires_grad_(False)
     value = torch.randn(4, 16, dtype=torch.float64)
     exact = (

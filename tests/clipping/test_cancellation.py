@@ -1,7 +1,6 @@
-"""Float32 norms of gradients that cancel: never below the truth by more than 1e-4, never taken for
-small.
+"""Float32 norms of gradients that cancel are never too small by more than 1e-4.
 
-Every record here is float32; the truth is the gradient formed from the same records in float64.
+Every factor here is float32; the truth is the gradient formed from the same factors in float64.
 """
 
 from __future__ import annotations
@@ -12,12 +11,13 @@ from models import TinyTied, batch_for, engine_result, example_norms, loop_oracl
 from torch import Tensor, nn
 
 from hf_dp.clipping import ClippingEngine, norms
-from hf_dp.clipping.uses import Dense, Lookups, OuterProducts, Use, inner_product
+from hf_dp.clipping.gradients import Dense, Lookups, OuterProducts, PerExampleGradient
+from hf_dp.clipping.inner_products import inner_product
 
 NORM_RTOL = 1e-4  # invariant 2
 
 
-def truth(of_parameters: list[list[Use]], shape: torch.Size) -> Tensor:
+def truth(of_parameters: list[list[PerExampleGradient]], shape: torch.Size) -> Tensor:
     squares = [
         sum(use.example_gradient(0, shape) for use in of_parameter).square().sum()
         for of_parameter in of_parameters
@@ -25,7 +25,7 @@ def truth(of_parameters: list[list[Use]], shape: torch.Size) -> Tensor:
     return torch.stack(squares).sum().sqrt()
 
 
-def measured(of_parameters: list[list[Use]], shape: torch.Size) -> Tensor:
+def measured(of_parameters: list[list[PerExampleGradient]], shape: torch.Size) -> Tensor:
     return example_norms(
         {nn.Parameter(torch.zeros(shape)): of_parameter for of_parameter in of_parameters}, 1
     )[0][0]
@@ -42,8 +42,10 @@ class Source:
 def cancelling(
     source: Source, length: int, width: int, residue: float, scale: float = 1.0
 ) -> OuterProducts:
-    """Coefficients of mean zero on nearly equal inputs, as in a key projection: the gradient is
-    ~``residue`` of its terms."""
+    """Coefficients of mean zero on nearly equal inputs, as in a key projection.
+
+    The gradient is about ``residue`` of its terms.
+    """
     coefficients = source(1, length, 1)
     coefficients = coefficients - coefficients.mean(1, keepdim=True)
     return OuterProducts(
@@ -80,8 +82,7 @@ def test_cancelling_linear_through_the_engine():
 def tied_uses(
     source: Source, length: int, vocabulary: int, width: int, residue: float
 ) -> tuple[OuterProducts, Lookups]:
-    """The head's gradient undoes the embedding's: left looks up the same tokens, with the opposite
-    sign."""
+    """The head's gradient cancels the embedding's: same tokens, opposite sign."""
     tokens = torch.randint(0, vocabulary, (1, length), generator=source.generator)
     right = 10 * source(1, length, width)
     left = torch.zeros(1, length, vocabulary)
@@ -133,8 +134,7 @@ def test_tied_model_in_float32():
 
 
 def test_only_the_key_projections_train():
-    """Softmax ignores a shift of its scores, so a key projection's gradient cancels over positions
-    more than others."""
+    """Softmax ignores a shift of its scores, so a key projection's gradient cancels more."""
     model, double = roberta(dtype=torch.float32), roberta(dtype=torch.float32).double()
     for each in (model, double):
         for name, parameter in each.named_parameters():
@@ -147,13 +147,16 @@ def test_only_the_key_projections_train():
 
 
 def test_a_large_rounding_error_does_not_hide_a_small_one():
-    """Two layers cancel. The first one's error makes the total look large; once it is recomputed
-    the total is small, and the second layer, passed over at first, is now the doubtful one."""
+    """Two layers cancel, one after the other.
+
+    The first one's error makes the total look large. Once it is recomputed the total is small, and the
+    second layer, passed over at first, is now the doubtful one.
+    """
     worst = 0.0
     shape = torch.Size((64, 64))
     for seed in range(100):
         source = Source(seed)
-        pair: list[list[Use]] = [
+        pair: list[list[PerExampleGradient]] = [
             [cancelling(source, 16, 64, 1e-7, scale=1e3)],
             [cancelling(source, 16, 64, 1e-5)],
         ]
@@ -172,8 +175,7 @@ def test_lookups_that_cancel_to_nothing_in_float32_are_not_taken_for_zero():
 @pytest.mark.parametrize("residue", [1e-2, 1e-4, 1e-6, 1e-7])
 @pytest.mark.parametrize("length", [16, 64], ids=["outer_products", "formed_at_once"])
 def test_contribution_of_a_cancelling_example_to_the_sum(length, residue):
-    """What enters the sum has the clipping norm, even where its terms are far larger than their
-    sum."""
+    """What enters the sum is within the clipping norm even if its terms are far larger."""
     source = Source(0)
     linear = nn.Linear(64, 64, bias=False)
     x, direction = source(4, length, 64), source(64)
@@ -276,8 +278,10 @@ def test_claimed_rounding_error_of_lookups_is_an_upper_bound(length, kind):
 @pytest.mark.parametrize("orthogonal", [False, True])
 @pytest.mark.parametrize("length", [1, 8, 64])
 def test_claimed_rounding_error_of_two_uses_is_an_upper_bound(length, orthogonal):
-    """Of |G + H|^2 as a whole: for orthogonal factors the cross term alone is all rounding, but
-    then the squares dominate."""
+    """The bound is one on |G + H|^2 as a whole.
+
+    For orthogonal factors the cross term alone is all rounding, but then the squares dominate.
+    """
     for seed in range(3):
         source = Source(seed)
         right, grads = source(2, length, 16), source(2, length, 16)
@@ -306,7 +310,7 @@ def test_claimed_rounding_error_of_two_uses_is_an_upper_bound(length, orthogonal
 def test_inner_product_with_a_dense_use(form):
     source = Source(0)
     dense = Dense(source(2, 12, 16))
-    other: Use = (
+    other: PerExampleGradient = (
         OuterProducts(source(2, 7, 12), source(2, 7, 16))
         if form == "outer"
         else Lookups(torch.randint(0, 12, (2, 7), generator=source.generator), source(2, 7, 16))
@@ -323,10 +327,12 @@ def test_inner_product_with_a_dense_use(form):
 
 
 @pytest.mark.parametrize("form", ["linear", "tied"])
-def test_records_of_bf16_are_squared_in_float32(form):
+def test_factors_of_bf16_are_squared_in_float32(form):
     source = Source(0)
     if form == "linear":
-        use: Use = OuterProducts(source(1, 64, 32).bfloat16(), source(1, 64, 32).bfloat16())
+        use: PerExampleGradient = OuterProducts(
+            source(1, 64, 32).bfloat16(), source(1, 64, 32).bfloat16()
+        )
     else:
         use = Lookups(torch.zeros(1, 64, dtype=torch.long), source(1, 64, 32).bfloat16())
     shape = torch.Size((32, 32))
@@ -336,10 +342,9 @@ def test_records_of_bf16_are_squared_in_float32(form):
 
 
 def test_ordinary_gradients_never_need_the_slow_path(monkeypatch):
-    """It costs a float64 gradient for one example; on random and real models it is for special
-    cases only."""
+    """A float64 gradient is formed only in special cases, not on random and real models."""
 
-    def refuse(self: Use, index: int, shape: torch.Size) -> Tensor:
+    def refuse(self: PerExampleGradient, index: int, shape: torch.Size) -> Tensor:
         raise AssertionError("slow path")
 
     for form in (OuterProducts, Lookups, Dense):
@@ -359,10 +364,12 @@ def test_ordinary_gradients_never_need_the_slow_path(monkeypatch):
 
 
 def test_long_lookups_never_need_the_slow_path(monkeypatch):
-    """With only an embedding training nothing hides its rounding error; 512 random positions are an
-    ordinary example."""
+    """With only an embedding training, nothing hides its rounding error.
 
-    def refuse(self: Use, index: int, shape: torch.Size) -> Tensor:
+    512 random positions are an ordinary example.
+    """
+
+    def refuse(self: PerExampleGradient, index: int, shape: torch.Size) -> Tensor:
         raise AssertionError("slow path")
 
     monkeypatch.setattr(Lookups, "example_gradient", refuse)

@@ -10,7 +10,7 @@ import torch
 from models import BUILDERS, alone, batch_for
 
 from hf_dp.clipping import norms, self_check
-from hf_dp.clipping.uses import OuterProducts
+from hf_dp.clipping.gradients import OuterProducts
 from hf_dp.errors import SelfCheckError
 from hf_dp.losses import per_example_loss
 

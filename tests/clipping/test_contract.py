@@ -10,7 +10,7 @@ import torch
 from models import SHORT, assert_same_sums, batch_for, engine_result, rows
 from torch import nn
 
-from hf_dp.clipping import ClippingEngine, per_example_gradients, uses
+from hf_dp.clipping import ClippingEngine, gradients, gram_norms, per_example_gradients
 from hf_dp.errors import (
     InvalidArgumentError,
     UnaccountedGradientError,
@@ -45,7 +45,7 @@ def test_an_example_that_is_not_finite_is_removed(model, batch, value):
 
 
 def test_planted_product_with_a_nan_is_seen(model, batch, monkeypatch):
-    for kind in (uses.OuterProducts, uses.Lookups, uses.Dense):
+    for kind in (gradients.OuterProducts, gradients.Lookups, gradients.Dense):
         monkeypatch.setattr(kind, "keep_only", lambda self, keep: None)
     factor = torch.tensor([1.0, float("nan"), 1.0, 1.0], dtype=torch.float64)
     _, sums = engine_result(model, batch, 0.1, loss=lambda m, i: per_example_loss(m, i) * factor)
@@ -232,16 +232,18 @@ def test_an_empty_batch_of_losses_adds_nothing(model):
 def test_norms_and_sums_are_formed_in_full_precision_whatever_the_process_set(
     model, batch, monkeypatch
 ):
-    """TF32 products round to 1e-3, far above the rounding that the norms allow for; the user's
-    setting is put back."""
+    """TF32 products round to 1e-3, far more than the norms allow for.
+
+    The user's setting is restored.
+    """
     seen = []
-    original = uses.gram_blocks
+    original = gram_norms.gram_blocks
 
     def watched(*args):
         seen.append(torch.get_float32_matmul_precision())
         return original(*args)
 
-    monkeypatch.setattr(uses, "gram_blocks", watched)
+    monkeypatch.setattr(gram_norms, "gram_blocks", watched)
     before = torch.get_float32_matmul_precision()
     try:
         torch.set_float32_matmul_precision("high")

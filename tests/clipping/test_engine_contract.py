@@ -368,8 +368,10 @@ TOKENS = torch.tensor([[0, 1], [2, 2], [4, 0]])
     "options", [{"max_norm": 1.0}, {"scale_grad_by_freq": True}, {"sparse": True}], ids=str
 )
 def test_embedding_options_that_couple_examples(options, trainable):
-    """A frozen embedding with max_norm still rewrites the rows that an example looks up; the others
-    are harmless then."""
+    """A frozen embedding with max_norm still rewrites the rows that an example looks up.
+
+    The other options are harmless then.
+    """
     if not trainable and "max_norm" not in options:
         pytest.skip("a frozen embedding computes no gradient")
     model = LookUp(**options)
@@ -395,8 +397,10 @@ def test_time_first_input_is_refused_by_shape():
 @pytest.mark.parametrize("kind", ["hook", "parametrization"])
 @pytest.mark.parametrize("examples", [2, 3])
 def test_weight_norm_is_exact_or_refused(kind, examples):
-    """Its weight is computed anew at each forward: the plain rule would clip and sum a gradient of
-    no parameter."""
+    """Its weight is computed again at each forward.
+
+    The plain rule would clip and sum a gradient that belongs to no parameter.
+    """
     from torch.nn.utils import parametrizations, weight_norm
 
     torch.manual_seed(0)
@@ -421,8 +425,10 @@ def test_weight_norm_is_exact_or_refused(kind, examples):
 
 @pytest.mark.parametrize("name", ["bert", "gpt2_tied", "llama"])
 def test_contributions_under_bf16_autocast(name):
-    """One example moves the sum by at most C: norms are of the very numbers that are summed, and
-    sums are float32."""
+    """One example moves the sum by at most C.
+
+    Norms are those of the numbers that are summed, and sums are float32.
+    """
     model = BUILDERS[name](dtype=torch.float32)
     batch = batch_for(model, (30, 7, 30, 2))
     clipping_norm = 0.05

@@ -1,5 +1,7 @@
-"""Norms and clipped sums equal a loop over single, unpadded examples in plain autograd (invariants
-2 and 12)."""
+"""Norms and clipped sums equal a loop over single, unpadded examples in plain autograd.
+
+These are invariants 2 and 12.
+"""
 
 from __future__ import annotations
 
@@ -116,8 +118,7 @@ def test_a_module_used_twice(length):
 
 
 def test_reused_layers_of_different_lengths_and_forms():
-    """The same weight meets short sequences (outer products) and long ones (formed at once) in one
-    backward."""
+    """One weight meets short sequences (outer products) and long ones (formed at once)."""
     torch.manual_seed(0)
     linear = nn.Linear(6, 6).double()
     x, y = torch.randn(3, 2, 6).double(), torch.randn(3, 30, 6).double()
@@ -142,8 +143,7 @@ def test_reused_layers_of_different_lengths_and_forms():
 @pytest.mark.parametrize("padding_idx", [None, 3])
 @pytest.mark.parametrize("length", [1, 3, 40])
 def test_tied_embedding_and_head(padding_idx, length):
-    """With a padding index the embedding's row gets no gradient from look-ups but still gets one
-    from the head."""
+    """A row at the padding index gets no gradient from look-ups but one from the head."""
     torch.manual_seed(0)
     model = TinyTied(padding_idx=padding_idx).double()
     loss = lambda module, inputs: torch.sin(module(inputs["input_ids"])).mean(1).sum(1)  # noqa: E731
@@ -215,8 +215,7 @@ def test_lora_under_gradient_checkpointing_with_frozen_embeddings():
 
 @pytest.mark.parametrize("name", ["bert", "gpt2_tied"])
 def test_broadcast_position_ids(name):
-    """These models look positions up with indices of shape (1, T), shared by the batch; explicit
-    (b, T) must agree."""
+    """Positions of shape (1, T), shared by the batch, must agree with explicit (b, T)."""
     model = BUILDERS[name]()
     batch = batch_for(model, (8, 3, 5))
     position_ids = torch.arange(8).expand(3, 8)
@@ -229,8 +228,7 @@ def test_broadcast_position_ids(name):
 
 
 def test_albert_counts_the_cross_terms_of_its_reused_layer():
-    """Not only equal to the loop: the sum of the three uses' squared norms is something else, so
-    this model can tell."""
+    """The sum of the three uses' squared norms is another number, so this model can tell."""
     model = albert()
     batch = batch_for(model, (6, 4))
     norms, _ = engine_result(model, batch, 1.0)

@@ -1,5 +1,7 @@
-"""Modules without a rule inside whole models (small cases of the fallback itself:
-test_no_rule.py)."""
+"""Modules without a rule inside whole models.
+
+Small cases of the fallback itself are in test_no_rule.py.
+"""
 
 from __future__ import annotations
 
@@ -35,8 +37,7 @@ def masked_lm_loss(model: nn.Module, inputs: Batch) -> Tensor:
 
 @pytest.mark.parametrize("lengths", [(5, 1, 3), (19, 7)], ids=str)
 def test_a_bias_tied_between_a_rule_and_a_module_without_one(lengths):
-    """BertLMPredictionHead owns the bias that its decoder adds: it must count once, not twice and
-    not never."""
+    """BertLMPredictionHead owns the bias that its decoder adds: it must count exactly once."""
     model = bert_masked_lm()
     head = model.cls.predictions
     assert head.bias is head.decoder.bias
@@ -169,8 +170,7 @@ def test_an_output_the_fallback_cannot_see_into_is_refused():
 
 
 def test_a_parametrized_weight_of_as_many_rows_as_examples_is_refused():
-    """Its output's first dimension counts outputs; equal to the number of examples, no shape gives
-    it away."""
+    """Its output's first dimension counts outputs; if it equals b, no shape shows that."""
 
     class Twice(nn.Module):
         def forward(self, weight: Tensor) -> Tensor:

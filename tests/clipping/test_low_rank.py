@@ -1,5 +1,4 @@
-"""Clipping through low-rank carriers, against a loop in float64 over the reparametrized model as
-its paper writes it."""
+"""Clipping through low-rank carriers against a float64 loop over the paper's model."""
 
 from __future__ import annotations
 
@@ -10,7 +9,7 @@ from torch.func import functional_call
 
 from hf_dp.clipping.low_rank import LEFT, RIGHT, Carriers, LowRankEngine
 from hf_dp.errors import InvalidArgumentError
-from hf_dp.tuners.rgp.config import RgpConfig, carriers, weight_gradients
+from hf_dp.tuners.rgp.config.config import RgpConfig, carriers, weight_gradients
 
 LENGTHS = (5, 1, 3, 6)
 NAMES = ("bert", "gpt2_classifier", "albert", "t5", "vit")
@@ -34,8 +33,7 @@ def built(name, rank=2):
 
 
 def by_the_text(architecture, model, by_name, examples):
-    """Gradients of carriers by autograd through the reparametrized weights, one example at a
-    time."""
+    """Return the carriers' gradients by autograd, one example at a time."""
     own = dict(model.named_parameters())
     pairs = {
         n: (each.left.clone().requires_grad_(), each.right.clone().requires_grad_())

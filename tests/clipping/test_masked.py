@@ -7,9 +7,9 @@ import torch
 from architectures import ARCHITECTURES, INFILLING, assert_equal, clip, collate, single, together
 
 from hf_dp.clipping import masked
+from hf_dp.clipping.clipped_sum import ClippedSum
+from hf_dp.clipping.gradients import Dense, Lookups, OuterProducts
 from hf_dp.clipping.masked import MaskedEngine, masked_norms
-from hf_dp.clipping.step import ClippedStep
-from hf_dp.clipping.uses import Dense, Lookups, OuterProducts
 from hf_dp.errors import InvalidArgumentError
 
 LENGTHS = (5, 1, 3, 6)
@@ -54,8 +54,7 @@ def test_equals_the_loop(name):
 
 
 def test_norms_are_of_the_kept_entries_alone():
-    """With norms of all entries an example would be clipped harder: a planted bug that the loop
-    sees."""
+    """Planted: norms of all entries would clip an example harder, and the loop shows it."""
     architecture, model, masks, examples = built("bert")
     expected = expected_of(architecture, model, masks, examples)
     whole = expected_of(architecture, model, {}, examples)
@@ -97,8 +96,7 @@ def test_norms_of_every_mix_of_uses(forms):
 
 
 def test_cancelling_uses_are_not_taken_for_small():
-    """In float32 the sum's rounding is larger than the gradient that is left: the slack covers
-    it."""
+    """The slack covers a float32 sum whose rounding exceeds the gradient that is left."""
     left, right = torch.full((1, 1, 4), 1e4), torch.full((1, 1, 4), 1.0)
     uses = [OuterProducts(left, right), OuterProducts(-left * (1 + 2**-23), right)]
     found = masked_norms(uses, torch.eye(4, dtype=torch.bool))
@@ -107,8 +105,10 @@ def test_cancelling_uses_are_not_taken_for_small():
 
 
 def test_a_parameter_without_a_mask_is_settled_where_its_gram_sum_cancels():
-    """loss = v.(W a_1) - v.(W a_2) with nearly equal a: G = v (a_1 - a_2)^T, and a small one of the
-    bias."""
+    """The loss is v.(W a_1) - v.(W a_2) with nearly equal a.
+
+    Then G = v (a_1 - a_2)^T, and the bias has a small gradient.
+    """
     torch.manual_seed(0)
     width = 256
     linear = torch.nn.Linear(width, width)
@@ -127,8 +127,8 @@ def test_an_infinite_entry_removes_the_example_also_where_it_is_masked(value):
     mask = torch.tensor([True, False, True, True])
     gradients = torch.tensor([[1.0, 7.0, 2.0, 2.0], [1.0, value, 1.0, 1.0]])
     with MaskedEngine(model, {"weight": mask}, 6.0) as engine:
-        step = ClippedStep(engine._tape, engine._groups, "flat", 6.0, engine._sums, lambda: None)
-        step.records = lambda losses: {model.weight: [Dense(gradients)]}
+        step = ClippedSum(engine._tape, engine._groups, "flat", 6.0, engine._sums, lambda: None)
+        step.capture = lambda losses: {model.weight: [Dense(gradients)]}
         norms = engine._take(step, torch.zeros(2))
         sums = engine.collect()["weight"]
     assert norms.tolist() == [3.0, torch.inf]

@@ -1,5 +1,4 @@
-"""Modules without a rule: their own parameters' gradients are taken per example by differentiating
-them again."""
+"""Modules without a rule are run again and differentiated example by example."""
 
 from __future__ import annotations
 
@@ -150,7 +149,7 @@ def test_a_shared_table_of_as_many_rows_as_examples_is_refused_and_not_split():
     model = Outer(Shifted(), 4)
     with (
         ClippingEngine(model, 0.1) as engine,
-        pytest.raises(UnsupportedModelError, match="Shifted .*one row per example"),
+        pytest.raises(UnsupportedModelError, match="Shifted .*examples in their first dimension"),
     ):
         engine.backward(model(torch.randn(4, 5, 3)))
 

@@ -1,5 +1,4 @@
-"""An example whose gradient is not finite is removed; the others' sums are as if it had never been
-drawn."""
+"""An example whose gradient is not finite is removed, as if it had not been sampled."""
 
 from __future__ import annotations
 
@@ -27,8 +26,7 @@ OTHERS = [0, 2, 3]
 
 
 class Poisoned(nn.Module):
-    """Spoils one example's activations after the embeddings, so that every layer above meets
-    them."""
+    """A model that spoils one example's activations after the embeddings, for every layer above."""
 
     def __init__(self, model: nn.Module, value: float, position: int):
         super().__init__()
@@ -101,8 +99,10 @@ def test_rules_that_no_architecture_uses(name, strategy, value, monkeypatch):
 
 @pytest.mark.parametrize("name", ["bert", "gpt2_tied", "llama", "albert"])
 def test_bit_for_bit_the_sum_without_it(name):
-    """Same shapes, so no rounding differs: the example once with its true loss and a weight of
-    nothing, once spoiled."""
+    """Compare the example with weight 0 and the example spoiled.
+
+    The shapes are the same, so no rounding differs.
+    """
     model = BUILDERS[name](dtype=torch.float32)
     batch = batch_for(model, LENGTHS)
 
@@ -140,8 +140,10 @@ def test_earlier_and_later_batches_are_kept():
 
 @pytest.mark.parametrize("scale", [1e20, 1e30, 1e38])
 def test_a_norm_that_overflows_float32_removes_its_example(scale):
-    """The gradient itself is finite; its square is not, so its norm is unknown and a weight of C /
-    inf would be 0 * x."""
+    """The gradient is finite but its square is not, so its norm is unknown.
+
+    A weight of C / inf would be 0 * x.
+    """
     torch.manual_seed(0)
     model = TinyTied()
     tokens = torch.randint(0, 11, (3, 4))
@@ -178,11 +180,10 @@ def test_the_self_check_refuses_a_model_that_is_not_finite():
 
 
 def test_a_squared_norm_of_minus_infinity_is_not_a_small_one():
-    """Products that overflow can sum to -inf; clamped to 0 the example would enter the sum
-    unclipped."""
+    """Products that overflow can sum to -inf; clamped to 0, the example would be unclipped."""
     left = torch.tensor([[[1e20, 1.0], [-1e20, 1.0]], [[1.0, 2.0], [0.5, 0.1]]])
     right = torch.tensor([[[1.0, 1e20], [1.0, 1e20]], [[1.0, 1.0], [1.0, 2.0]]])
-    from hf_dp.clipping.uses import OuterProducts
+    from hf_dp.clipping.gradients import OuterProducts
 
     norms, _ = example_norms(
         {torch.nn.Parameter(torch.zeros(2, 2)): [OuterProducts(left, right)]}, 2

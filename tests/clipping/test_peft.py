@@ -1,5 +1,7 @@
-"""Parameter-efficient tuning as stock PEFT does it: exact against the loop, or refused by name; the
-base left alone."""
+"""Parameter-efficient tuning with stock PEFT is exact against the loop, or refused by name.
+
+The base model is left alone.
+"""
 
 from __future__ import annotations
 
@@ -155,8 +157,10 @@ def batch_loss(model: Any, batch: Batch) -> Tensor:
 
 
 def own_loss(model: Any, example: Batch) -> Tensor:
-    """Of one example alone; for classes written out, because AdaLoRA adds a penalty on its weights
-    to the model's own."""
+    """Return one example's loss, written out for some classes.
+
+    AdaLoRA adds a penalty on its weights to the model's own loss.
+    """
     if example["labels"].dim() == 1:
         inputs = {name: value for name, value in example.items() if name != "labels"}
         return F.cross_entropy(model(**inputs).logits, example["labels"])
@@ -198,8 +202,7 @@ def test_exact(name, strategy):
 )
 @pytest.mark.parametrize("name", EXACT_OR_REFUSED)
 def test_exact_or_refused_by_name(name, lengths, strategy):
-    """Sixteen examples of one token: DoRA runs its LoRA layers on an identity matrix of (16,
-    16)."""
+    """DoRA runs its LoRA layers on an identity matrix of (16, 16): sixteen one-token examples."""
     case, words = EXACT_OR_REFUSED[name]
     model = case.build()
     refusal = refused(case, model, lengths, strategy)
@@ -244,8 +247,7 @@ def test_lora_dropout_with_fixed_masks(name, strategy):
     "name", ["LoRA on Linear, and the classifier", "LoRA on Conv1D", "IA3 on Conv1D"]
 )
 def test_gradient_checkpointing_of_a_frozen_base(name, strategy):
-    """transformers makes the embedding's output require gradients, or nothing would flow through
-    the frozen layers."""
+    """The embedding's output requires gradients; otherwise none reach the adapters."""
     case = EXACT[name]
     model = case.build()
     expected = expectation(case, model, (5, 1, 3))
@@ -289,8 +291,7 @@ def test_hf_dp_knows_the_loss_of_a_prompted_language_model():
 
 
 def state(model: nn.Module) -> dict[str, Any]:
-    """What must be the same before and after: which module has a forward or hooks of its own, and
-    every value."""
+    """Return what must not change: modules with their own forward or hooks, and every value."""
     hooks = {
         name: (
             module.__dict__.get("forward"),
@@ -355,8 +356,10 @@ def test_a_frozen_module_has_its_own_forward_inside(strategy):
 
 
 class Int8Linear(nn.Module):
-    """As bitsandbytes' layers look to the engine: an integer weight, dequantized in the forward;
-    never trained."""
+    """A layer as bitsandbytes' look to the engine.
+
+    Its integer weight is dequantized in the forward and never trained.
+    """
 
     def __init__(self, inputs: int, outputs: int, as_parameter: bool):
         super().__init__()

@@ -1,7 +1,7 @@
-"""Adapters on a quantized base: exact where only weights are quantized, refused where a batch
-shares a rounding.
+"""Adapters on a quantized base model.
 
-The slow ones need bitsandbytes (``hf-dp[quantized]``), which `make slow` installs.
+They are exact where only weights are quantized, and refused where a batch shares a rounding. The
+slow tests need bitsandbytes (``hf-dp[quantized]``), which `make slow` installs.
 """
 
 from __future__ import annotations
@@ -137,5 +137,7 @@ class Settings:
 def test_methods_that_were_not_shown_to_leave_activations_alone_are_refused(settings, kind):
     model = models.bert()
     model.config.quantization_config = kind(**settings)
-    with pytest.raises(UnsupportedModelError, match="activations are left alone"):
+    with pytest.raises(
+        UnsupportedModelError, match="not been shown to leave activations unchanged"
+    ):
         ClippingEngine(model, 0.1).__enter__()

@@ -1,8 +1,8 @@
-"""Random small module graphs against a loop over single examples: what no hand-written case thought
-of.
+"""Random small module graphs against a loop over single examples.
 
-A graph is a list of named steps on a hidden tensor of shape (b, d) or (b, T, d). The seed and the
-list are in the message of a failure; ``graph(seed)`` draws the same one again.
+They cover what no hand-written case thought of. A graph is a list of named steps on a hidden tensor
+of shape (b, d) or (b, T, d). The seed and the list are in the message of a failure; ``graph(seed)``
+draws the same graph again.
 """
 
 from __future__ import annotations
@@ -196,8 +196,7 @@ class Graph(nn.Module):
     # -- steps with the first table ---
 
     def head(self) -> Step:
-        """A head tied to the embedding, its bias own or none; the width becomes the
-        vocabulary's."""
+        """Return a head tied to the embedding; the width becomes the vocabulary's."""
         (table,) = self.tables
         to = table.embedding_dim
         project = self.own(nn.Linear(self.width, to), f"linear {self.width}-{to}")
@@ -278,8 +277,7 @@ def norms_of(graph: Graph) -> Tensor:
 
 
 def test_the_graphs_can_tell_a_missing_cross_term():
-    """Gradients of a weight's two uses, squared one by one as if untied, give another norm in some
-    graph."""
+    """If the uses of a weight count as untied, some graph has another norm."""
     told = 0
     for seed in SEEDS:
         tied, untied = Graph(seed), Graph(seed)

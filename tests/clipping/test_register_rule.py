@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from hf_dp.clipping import ClippingEngine, per_example_gradients, register_rule, rules
 from hf_dp.clipping.engine import STRATEGIES
-from hf_dp.clipping.uses import OuterProducts
+from hf_dp.clipping.gradients import OuterProducts
 from hf_dp.errors import InvalidArgumentError, UnsupportedModelError
 
 

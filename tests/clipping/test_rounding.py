@@ -6,12 +6,14 @@ import pytest
 import torch
 from models import example_norms
 
-from hf_dp.clipping import norms, uses
+from hf_dp.clipping import gram_norms, norms
+from hf_dp.clipping.gradients import Lookups, OuterProducts, PerExampleGradient, Weights
+from hf_dp.clipping.gram_norms import outer_norms
 from hf_dp.clipping.grams import LastOf, gram_blocks
-from hf_dp.clipping.uses import Lookups, OuterProducts, Use, Weights, inner_product, outer_norms
+from hf_dp.clipping.inner_products import inner_product
 
 
-def exact_norm(parameter: torch.Tensor, uses: list[Use]) -> torch.Tensor:
+def exact_norm(parameter: torch.Tensor, uses: list[PerExampleGradient]) -> torch.Tensor:
     examples = len(uses[0].left) if isinstance(uses[0], OuterProducts) else len(uses[0].grads)
     totals = [
         sum(use.example_gradient(i, parameter.shape) for use in uses) for i in range(examples)
@@ -20,8 +22,7 @@ def exact_norm(parameter: torch.Tensor, uses: list[Use]) -> torch.Tensor:
 
 
 def cancelling(length: int, width: int, remainder: float) -> OuterProducts:
-    """Pairs of positions that cancel but for ``remainder``: the terms are 1/remainder larger than
-    the result."""
+    """Return pairs of positions that cancel: terms are 1/remainder larger than the result."""
     generator = torch.Generator().manual_seed(length + width)
     left = torch.randn(2, length // 2, width, generator=generator)
     right = 1 + 0.1 * torch.randn(2, length // 2, width, generator=generator)
@@ -49,8 +50,10 @@ def test_planted_trust_in_the_gram_sum_is_seen(monkeypatch):
 
 @pytest.mark.parametrize("remainder", [1e-1, 1e-3, 1e-5, 1e-7])
 def test_cancelling_tied_uses(remainder):
-    """A head whose gradient is minus the embedding's, nearly: |G_u|^2 + |G_v|^2 + 2 <G_u, G_v>
-    cancels."""
+    """A head whose gradient is nearly minus the embedding's.
+
+    |G_u|^2 + |G_v|^2 + 2 <G_u, G_v> cancels.
+    """
     generator = torch.Generator().manual_seed(0)
     tokens = torch.arange(12).repeat(2, 1)
     right = torch.randn(2, 12, 8, generator=generator) * 30
@@ -97,7 +100,7 @@ def test_mixed_inner_products_equal_the_explicit_product():
     tokens = torch.randint(0, 20, (3, 5), generator=generator)
     lookups = Lookups(tokens, torch.randn(3, 5, 8, generator=generator).double())
     outer = OuterProducts(*(torch.randn(3, 7, n, generator=generator).double() for n in (20, 8)))
-    from hf_dp.clipping.uses import Dense
+    from hf_dp.clipping.gradients import Dense
 
     dense = Dense(torch.randn(3, 20, 8, generator=generator).double())
     for one, other in ((outer, lookups), (lookups, outer), (dense, outer), (dense, lookups)):
@@ -132,9 +135,11 @@ def test_a_remembered_gram_matrix_is_that_of_the_same_numbers():
 
 @pytest.mark.parametrize("together", [1, 2**18])
 def test_uses_reduced_together_have_the_norms_they_have_alone(together, monkeypatch):
-    """In their order, whatever lengths follow each other, halved matrices among them, and however
-    many fit."""
-    monkeypatch.setattr(uses, "_TOGETHER", together)
+    """Norms come in order, for any lengths in succession, with halved matrices among them.
+
+    It does not matter how many fit together.
+    """
+    monkeypatch.setattr(gram_norms, "_TOGETHER", together)
     generator = torch.Generator().manual_seed(5)
     lengths = (3, 3, 7, 130, 130, 64, 3, 1)
     every = [
@@ -143,7 +148,7 @@ def test_uses_reduced_together_have_the_norms_they_have_alone(together, monkeypa
         )
         for t in lengths
     ]
-    for use, found in zip(every, outer_norms(every), strict=True):
+    for use, found in zip(every, outer_norms((use.left, use.right) for use in every), strict=True):
         exact = torch.stack(
             [use.example_gradient(i, torch.Size((6, 5))).square().sum() for i in range(2)]
         )
@@ -155,15 +160,15 @@ def test_uses_reduced_together_have_the_norms_they_have_alone(together, monkeypa
 
 
 def test_remembered_products_with_weights_are_those_of_the_same_numbers():
-    """Records shared by several uses are scaled once, and again after a change in place."""
-    records = torch.randn(2, 3, 4, generator=torch.Generator().manual_seed(6))
+    """A factor shared by several uses is scaled once, and again after a change in place."""
+    factor = torch.randn(2, 3, 4, generator=torch.Generator().manual_seed(6))
     weights = Weights(torch.tensor([0.5, 2.0]))
-    first = weights.scaled(records, torch.float32)
-    assert weights.scaled(records, torch.float32) is first
-    records.mul_(3)
-    torch.testing.assert_close(weights.scaled(records, torch.float32), 3 * first)
-    assert weights.scaled(records, torch.float64).dtype == torch.float64
+    first = weights.scaled(factor, torch.float32)
+    assert weights.scaled(factor, torch.float32) is first
+    factor.mul_(3)
+    torch.testing.assert_close(weights.scaled(factor, torch.float32), 3 * first)
+    assert weights.scaled(factor, torch.float64).dtype == torch.float64
     torch.testing.assert_close(
-        weights.scaled(records.roll(1, 0), torch.float32)[1],
-        4 * weights.scaled(records, torch.float32)[0],
+        weights.scaled(factor.roll(1, 0), torch.float32)[1],
+        4 * weights.scaled(factor, torch.float32)[0],
     )

@@ -12,7 +12,7 @@ from models import BUILDERS, alone, batch_for, bert, gpt2, llama
 from torch import Tensor, nn
 
 from hf_dp.clipping import self_check
-from hf_dp.clipping.uses import Dense, Weights
+from hf_dp.clipping.gradients import Dense, Weights
 from hf_dp.errors import SelfCheckError, UnaccountedGradientError, UnsupportedModelError
 from hf_dp.losses import per_example_loss
 
@@ -78,7 +78,7 @@ RULES = {
 @pytest.mark.parametrize("factor", [0.5, 1.1])
 @pytest.mark.parametrize("name", RULES)
 def test_each_wrong_rule_is_refused(name, factor, monkeypatch):
-    """Only what the rule records is wrong; what it passes on is right."""
+    """Only what the rule captures is wrong; what it passes on is right."""
     function = getattr(sys.modules[f"hf_dp.clipping.rules.{name}"], RULES[name])
     right = function.backward
 
@@ -89,12 +89,12 @@ def test_each_wrong_rule_is_refused(name, factor, monkeypatch):
         def __getattr__(self, name):
             return getattr(self.tape, name)
 
-        def record(self, module, parameter, use):
+        def capture(self, module, parameter, use):
             use = Dense(use) if isinstance(use, torch.Tensor) else use
             for field in ("left", "grads", "gradients"):
                 if hasattr(use, field):
                     setattr(use, field, getattr(use, field) * factor)
-            self.tape.record(module, parameter, use)
+            self.tape.capture(module, parameter, use)
 
     def wrong(ctx, *grads):
         ctx.tape = Scaled(ctx.tape)
@@ -110,7 +110,7 @@ def test_a_wrong_sum_with_right_norms_is_refused(monkeypatch):
     monkeypatch.setattr(
         Dense, "add_weighted_sum", lambda *a: right(*a[:-1], Weights(a[-1].values * 0.5))
     )
-    with pytest.raises(SelfCheckError, match=r"clipped sum of '.*' is off"):
+    with pytest.raises(SelfCheckError, match=r"clipped sum of '.*' differs"):
         check(bert())
 
 

@@ -1,8 +1,8 @@
-"""How far the *sum* moves when one example is added to many aligned ones: rounding of a large sum
-must not pass C.
+"""How far the *sum* moves when one example joins many aligned ones.
 
-Every example pulls in the same direction, so the sum is about a thousand times what one example may
-add, and its rounding is as large as it gets. Sums kept in bfloat16 moved by 1.87 C here.
+Rounding of a large sum must not exceed C. Every example pulls in the same direction, so the sum is
+about a thousand times what one example may add, and its rounding is as large as it gets. Sums kept
+in bfloat16 moved by 1.87 C here.
 """
 
 from __future__ import annotations
@@ -50,8 +50,10 @@ def sum_of_groups(
 def moved(
     model: torch.nn.Module, bf16: bool, strategy: str = "book_keeping", distinct: int = 1
 ) -> float:
-    """``|sum with - sum without| / C``, the example taken from the front: all others change their
-    physical batch."""
+    """Return ``|sum with - sum without| / C``.
+
+    The example is taken from the front, so all others change their physical batch.
+    """
     rows = torch.arange(ALIGNED + 1) % distinct
     batch = on(
         model.device,
@@ -81,8 +83,10 @@ def test_the_other_strategies_move_it_no_further(strategy, device):
 
 
 def test_planted_sums_in_bf16_are_seen(monkeypatch):
-    """As when autograd keeps ``.grad`` of a bf16 model: each number jumps by a whole step of the
-    large sum, or not at all."""
+    """Planted: sums in bf16, as autograd's ``.grad`` of a bf16 model.
+
+    Each number jumps by a whole step of the large sum, or not at all.
+    """
     original = ClippingEngine.collect
     monkeypatch.setattr(
         ClippingEngine,
@@ -93,9 +97,11 @@ def test_planted_sums_in_bf16_are_seen(monkeypatch):
 
 
 def moved_by_a_longer_one(bf16: bool, by_shape: bool, device: str = "cpu") -> float:
-    """As :func:`moved`, of texts of one repeated word. The longest joins: all after it move on by
-    one, and with them the last of each physical batch comes into the next one, whose examples are
-    all shorter."""
+    """Return the same as :func:`moved` for texts of one repeated word.
+
+    The longest joins, so all after it move on by one, and the last of each physical batch comes into
+    the next one, whose examples are all shorter.
+    """
     model = models.bert(
         dtype=torch.float32, hidden_size=128, intermediate_size=512, num_attention_heads=2
     ).to(device)

@@ -1,5 +1,4 @@
-"""Weighted sums of different parameters on one thread each are the sums they are one after the
-other."""
+"""Weighted sums on one thread each equal those formed one after the other."""
 
 from __future__ import annotations
 
@@ -8,7 +7,7 @@ import pytest
 import torch
 from models import LONG, SHORT, batch_for, disagreement
 
-from hf_dp.clipping import ClippingEngine, side_by_side, step, uses
+from hf_dp.clipping import ClippingEngine, clipped_sum, gradients, side_by_side
 from hf_dp.errors import UnaccountedGradientError
 from hf_dp.losses import per_example_loss
 
@@ -28,7 +27,7 @@ def jobs(monkeypatch):
     def counted(jobs):
         return side_by_side.side_by_side(seen.append(job) or job for job in jobs)
 
-    monkeypatch.setattr(step, "side_by_side", counted)
+    monkeypatch.setattr(clipped_sum, "side_by_side", counted)
     yield seen
     left = torch.get_num_threads()
     torch.set_num_threads(before)
@@ -92,11 +91,11 @@ def test_an_example_that_is_not_finite_is_removed(jobs):
 
 
 def test_planted_unclipped_product_is_seen(jobs, monkeypatch):
-    original = uses.OuterProducts.weighted_factors
+    original = gradients.OuterProducts.weighted_factors
     monkeypatch.setattr(
-        uses.OuterProducts,
+        gradients.OuterProducts,
         "weighted_factors",
-        lambda self, weights: original(self, uses.Weights(torch.ones_like(weights.values))),
+        lambda self, weights: original(self, gradients.Weights(torch.ones_like(weights.values))),
     )
     model = models.bert()
     assert disagreement(model, batch_for(model, SHORT)) > 1e-3
@@ -104,7 +103,7 @@ def test_planted_unclipped_product_is_seen(jobs, monkeypatch):
 
 
 def test_an_error_in_a_thread_is_raised_and_spoils_the_sums(jobs, monkeypatch):
-    original = uses.OuterProducts.weighted_factors
+    original = gradients.OuterProducts.weighted_factors
     shapes = []
 
     def one_too_wide(self, weights):
@@ -112,7 +111,7 @@ def test_an_error_in_a_thread_is_raised_and_spoils_the_sums(jobs, monkeypatch):
         shapes.append(left.shape)
         return (left, right) if len(shapes) != 2 else (left, right[1:])
 
-    monkeypatch.setattr(uses.OuterProducts, "weighted_factors", one_too_wide)
+    monkeypatch.setattr(gradients.OuterProducts, "weighted_factors", one_too_wide)
     model = models.bert()
     with ClippingEngine(model, 0.1) as engine:
         with pytest.raises(RuntimeError, match="shape"):
@@ -137,7 +136,7 @@ def test_each_job_runs_without_gradient_on_one_thread():
 
 def records(shape, length=4, number=1):
     return [
-        uses.OuterProducts(torch.ones(2, length, shape[0]), torch.ones(2, length, shape[1]))
+        gradients.OuterProducts(torch.ones(2, length, shape[0]), torch.ones(2, length, shape[1]))
     ] * number
 
 
@@ -151,7 +150,7 @@ def test_which_products_get_a_thread_of_their_own(monkeypatch):
     found = {parameter: records(parameter.shape) for parameter in (*middle, larger, small)}
     others = {
         tied: records(tied.shape, number=2),
-        lookup: [uses.Lookups(torch.zeros(2, 4).long(), torch.ones(2, 4, 16))],
+        lookup: [gradients.Lookups(torch.zeros(2, 4).long(), torch.ones(2, 4, 16))],
     }
     before = torch.get_num_threads()
     try:

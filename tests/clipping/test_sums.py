@@ -1,5 +1,7 @@
-"""Norms and clipped sums against a loop over single, unpadded examples in float64; each bug of this
-kind planted."""
+"""Norms and clipped sums against a loop over single, unpadded examples in float64.
+
+Each bug of this kind is planted.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,7 @@ from models import (
 )
 from peft import LoraConfig, get_peft_model
 
-from hf_dp.clipping import ClippingEngine, norms, uses
+from hf_dp.clipping import ClippingEngine, gradients, norms
 from hf_dp.losses import per_example_loss
 
 EXACT = 1e-9
@@ -139,8 +141,7 @@ def test_collect_resets():
 
 
 def test_bf16_contributions_stay_within_the_clipping_norm():
-    """Sums of neighbouring batches (one example more) differ by at most C, in float32, under bf16
-    autocast."""
+    """Sums of neighboring batches differ by at most C, in float32, under bf16 autocast."""
     model = models.bert(dtype=torch.float32)
     batch = batch_for(model, (9, 9, 9, 9, 9))
 
@@ -170,15 +171,15 @@ def test_planted_missing_inner_product_is_seen(monkeypatch):
 
 
 def test_planted_unclipped_layer_is_seen(monkeypatch):
-    original = uses.OuterProducts.weighted_factors
+    original = gradients.OuterProducts.weighted_factors
 
     def unclipped(self, weights):
         of_that_layer = (self.left.shape[2], self.right.shape[2]) == (24, 16)
         return original(
-            self, uses.Weights(torch.ones_like(weights.values)) if of_that_layer else weights
+            self, gradients.Weights(torch.ones_like(weights.values)) if of_that_layer else weights
         )
 
-    monkeypatch.setattr(uses.OuterProducts, "weighted_factors", unclipped)
+    monkeypatch.setattr(gradients.OuterProducts, "weighted_factors", unclipped)
     model = models.bert()
     assert disagreement(model, batch_for(model, SHORT)) > 1e-3
 
@@ -186,7 +187,7 @@ def test_planted_unclipped_layer_is_seen(monkeypatch):
 def test_planted_half_norm_in_one_rule_is_seen(monkeypatch):
     linear = sys.modules["hf_dp.clipping.rules.linear"]
     monkeypatch.setattr(
-        linear, "OuterProducts", lambda left, right: uses.OuterProducts(left / 2, right)
+        linear, "OuterProducts", lambda left, right: gradients.OuterProducts(left / 2, right)
     )
     model = models.bert()
     assert disagreement(model, batch_for(model, SHORT)) > 1e-3

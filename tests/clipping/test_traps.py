@@ -1,5 +1,7 @@
-"""Ways to move a sum by more than C, or to be silently wrong, that were found by trying; each is
-exact or refused now."""
+"""Ways to move a sum by more than C, or to be silently wrong, that were found by trying.
+
+Each is exact or refused now.
+"""
 
 from __future__ import annotations
 
@@ -17,11 +19,12 @@ from transformers import BlenderbotConfig, BlenderbotForCausalLM
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from hf_dp.batches.padding import Padding
-from hf_dp.clipping import ClippingEngine, grams, per_example_gradients, self_check, uses
+from hf_dp.clipping import ClippingEngine, grams, per_example_gradients, self_check
+from hf_dp.clipping.clipped_sum import ClippedSum
 from hf_dp.clipping.engine import STRATEGIES
+from hf_dp.clipping.gradients import Dense, OuterProducts
+from hf_dp.clipping.inner_products import inner_product
 from hf_dp.clipping.rules import find_rule
-from hf_dp.clipping.step import ClippedStep
-from hf_dp.clipping.uses import Dense, OuterProducts
 from hf_dp.errors import (
     DataError,
     HfDpError,
@@ -93,8 +96,7 @@ def test_a_generator_of_the_models_own_is_seen_in_the_second_pass():
 
 
 class Hooked(nn.Module):
-    """Both terms of the sum get one gradient tensor; a hook changes it in place after `last` has
-    seen it."""
+    """Both terms get one gradient tensor, which a hook changes after `last` has seen it."""
 
     def __init__(self):
         super().__init__()
@@ -138,8 +140,7 @@ class Cancelling(nn.Module):
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_a_gradient_changed_in_place_before_the_second_use_of_its_layer(strategy):
-    """The second pass added the first use before the hook had changed it as in the first pass: 1.44
-    C."""
+    """Once the second pass added a use before the hook had changed it: 1.44 C."""
     torch.manual_seed(0)
     assert contribution(HookedReuse(), torch.randn(1, 3, 16), strategy) <= 1 + 1e-5
 
@@ -160,7 +161,7 @@ def test_uses_that_cancel_move_a_sum_by_no_more_than_their_sum(strategy):
 
 def test_a_second_pass_that_meets_fewer_gradients_is_refused(monkeypatch):
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 1))
-    original, passes = ClippedStep.backward, []
+    original, passes = ClippedSum.backward, []
 
     def losing(self, losses, sink, retain_graph=False):
         passes.append(1)
@@ -169,7 +170,7 @@ def test_a_second_pass_that_meets_fewer_gradients_is_refused(monkeypatch):
         for use in met if len(passes) == 1 else met[:-1]:
             sink(*use)
 
-    monkeypatch.setattr(ClippedStep, "backward", losing)
+    monkeypatch.setattr(ClippedSum, "backward", losing)
     with ClippingEngine(model, C, strategy="two_pass") as engine:
         with pytest.raises(UnsupportedModelError, match="fewer gradients than the first"):
             engine.backward(model(torch.randn(2, 3)).squeeze(1))
@@ -218,12 +219,12 @@ def test_an_inner_product_of_few_positions():
         one.example_gradient(0, torch.Size((256_000, 1)))
         * other.example_gradient(0, torch.Size((256_000, 1)))
     ).sum()
-    found, error = uses.inner_product(one, other)
+    found, error = inner_product(one, other)
     assert abs(float(found[0]) - float(exact)) <= float(error[0])
 
 
 def test_planted_float32_for_few_positions_is_seen(monkeypatch):
-    monkeypatch.setattr(grams, "_FEW_ROWS", 0)
+    monkeypatch.setattr(grams, "_FEW", 0)
     assert max(error_of_claimed(4, length, 256_000) for length in (1, 2, 4, 8, 11)) > 1
 
 
@@ -236,8 +237,7 @@ def test_a_clipping_norm_whose_square_underflows_is_refused():
 
 
 class Chosen(nn.Module):
-    """A head on those positions only that hold a value above 0, as a language model's on its masked
-    tokens."""
+    """A head on the positions that hold a value above 0, like a language model's on masked ones."""
 
     def __init__(self):
         super().__init__()
@@ -258,7 +258,7 @@ def test_rows_chosen_by_value_are_refused_where_as_many_would_fit_every_example(
     x[..., 0] = (torch.arange(8) < torch.tensor(counts)[:, None]) * 2.0 - 1
     with pytest.raises(
         UnsupportedModelError,
-        match=r"first dimension is not the number of examples|gives an example",
+        match=r"first dimension is not the number of examples|for an example alone",
     ):
         contribution(Chosen(), x, strategy)
 
@@ -282,8 +282,7 @@ def test_the_length_of_an_evaluation_is_not_one_of_the_training_forward():
 
 
 class ByLength(nn.Module):
-    """Sorts its rows by length and puts them back at the end; what it knows as row 0 is another
-    example."""
+    """A model that sorts its inputs by length inside, so that input 0 is another example there."""
 
     def __init__(self):
         super().__init__()
@@ -297,8 +296,7 @@ class ByLength(nn.Module):
 
 
 class Gated(nn.Module):
-    """A branch that mixes rows, behind a gate that is 0 at first (as LoRA's B, and many
-    adapters)."""
+    """A branch that mixes examples, behind a gate that starts at 0 (as LoRA's B)."""
 
     def __init__(self):
         super().__init__()
@@ -389,8 +387,7 @@ def test_rows_that_are_not_the_examples_are_refused(kind, strategy):
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_positions_that_look_like_examples_are_refused_by_the_self_check(strategy):
-    """Blenderbot looks positions up by arange(T): with T examples their norms were too small by
-    sqrt(T - 1)."""
+    """Blenderbot's positions are arange(T): with T examples, norms were sqrt(T - 1) too small."""
     torch.manual_seed(0)
     config = BlenderbotConfig(
         vocab_size=61, d_model=16, decoder_layers=1, encoder_layers=1, decoder_attention_heads=2, decoder_ffn_dim=24,
@@ -564,7 +561,7 @@ def test_an_embedding_that_looks_up_otherwise_than_it_says_is_refused(kind):
             return self.table(x).square().sum((1, 2))
 
     with pytest.raises(
-        UnsupportedModelError, match=f"{kind.__name__} `table` looks its rows up with"
+        UnsupportedModelError, match=f"{kind.__name__} `table` calls F.embedding with"
     ):
         contribution(Net(), torch.randint(0, 9, (4, 5)))
 
@@ -602,7 +599,7 @@ def test_outputs_of_linear_layers_may_be_changed_in_place():
 def test_sums_that_an_error_left_half_added_cannot_be_collected(monkeypatch, strategy):
     model, calls = models.bert(), []
     batch = batch_for(model, (5, 3))
-    original = ClippedStep._weighted
+    original = ClippedSum._weighted
 
     def failing(self, *args):
         calls.append(1)
@@ -611,7 +608,7 @@ def test_sums_that_an_error_left_half_added_cannot_be_collected(monkeypatch, str
             raise RuntimeError("out of memory")
         return total
 
-    monkeypatch.setattr(ClippedStep, "_weighted", failing)
+    monkeypatch.setattr(ClippedSum, "_weighted", failing)
     with ClippingEngine(model, C, strategy=strategy) as engine:
         with pytest.raises(RuntimeError, match="out of memory"):
             engine.backward(per_example_loss(model, batch))
@@ -652,10 +649,10 @@ def test_a_parameter_unfrozen_inside_is_seen():
 def test_a_hole_in_a_mask_is_refused_where_positions_would_depend_on_a_neighbors_length(
     build, padded
 ):
-    """GPT-2 counts over holes, OPT only tokens: one kind of position ids, given only beside a
-    longer row, moves either.
+    """GPT-2 counts positions over holes, OPT only tokens.
 
-    (16 rows with a hole and one longer row that joined moved GPT-2's clipped sum by 10.3 C.)
+    Either changes if one kind of position ids is given only beside a longer row: 16 rows with a hole
+    and one longer row that joined moved GPT-2's clipped sum by 10.3 C.
     """
     model = build().eval()
     batch = batch_for(model, (8, 8))

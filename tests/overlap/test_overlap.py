@@ -1,5 +1,4 @@
-"""Evaluation sets that hold training rows are found by provenance and by content, whatever form
-they come in."""
+"""Evaluation sets that hold training rows are found by provenance and by content."""
 
 from __future__ import annotations
 
@@ -26,8 +25,7 @@ ROWS = 40
 
 
 def table(start: int, count: int = ROWS) -> datasets.Dataset:
-    """Rows that differ from those of any other range in every input, and not in ``label`` and
-    ``idx``."""
+    """Return rows unlike those of any other range, except for ``label`` and ``idx``."""
     numbers = range(start, start + count)
     return datasets.Dataset.from_dict(
         {

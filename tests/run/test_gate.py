@@ -105,7 +105,9 @@ def is_durable_before_anything_is_out(gate: Gate, book: RunLedger) -> bool:
     known = []
     for _ in range(3):
         with gate.release(PLAN.step_release()) as release:
-            before = read(book.folder).ledger.steps() if (book.folder / "privacy.json").exists() else 0
+            before = (
+                read(book.folder).ledger.steps() if (book.folder / "privacy.json").exists() else 0
+            )
             release.sum({"w": torch.zeros(3)})
             known.append(before)
     return known == [1, 2, 3]
@@ -141,7 +143,11 @@ def test_planted_gates_that_record_late_or_not_at_all_are_seen(book, planted):
 
 def test_nothing_is_recorded_and_nothing_leaves_beyond_the_target(tmp_path):
     plan = PrivacyPlan.create(
-        num_examples=1000, expected_batch_size=100, clipping_norm=1.0, target_epsilon=1.0, max_steps=2
+        num_examples=1000,
+        expected_batch_size=100,
+        clipping_norm=1.0,
+        target_epsilon=1.0,
+        max_steps=2,
     )
     book = RunLedger(tmp_path, plan)
     book.start(2)

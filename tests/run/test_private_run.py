@@ -10,7 +10,14 @@ from transformers import DataCollatorWithPadding
 
 from hf_dp import DpSgdPlan, PrivacyPlan, PrivacyRequest, PrivateRun, mechanism_for
 from hf_dp.batches.options import BatchOptions
-from hf_dp.errors import DataError, LedgerError, SelfCheckError, UnsupportedArgumentError
+from hf_dp.errors import (
+    BudgetExceededError,
+    DataError,
+    LedgerError,
+    SelfCheckError,
+    UnsupportedArgumentError,
+)
+from hf_dp.noise import SecretRandomness
 from hf_dp.run.options import RunOptions
 from hf_dp.statement.record import read
 from hf_dp.statement.verify import disagreements
@@ -79,23 +86,22 @@ def test_an_accelerate_loop(tmp_path):
     assert read(tmp_path).status == "proven"
 
 
-def test_the_trainer_and_the_loop_make_the_same_weights(tmp_path):
-    """Same seeds for noise and draws: DPTrainer is seams over the same lines."""
+def test_the_trainer_and_the_loop_make_the_same_weights(tmp_path, monkeypatch):
+    """With all examples in each step and the noise set aside: DPTrainer is seams over the same
+    lines."""
+    monkeypatch.setattr(
+        SecretRandomness, "gaussian_like", lambda self, like, std: torch.zeros_like(like)
+    )
     initial = tiny.model().state_dict()
     trainer = tiny.trainer(
         tmp_path / "trainer",
         given={"model": _model(initial)},
-        insecure_seed=3,
+        expected_batch_size=40,
         optim="sgd",
         lr_scheduler_type="constant",
     )
     trainer.train()
-    private = run(
-        tmp_path / "loop",
-        _model(initial),
-        trainer.privacy_plan,
-        insecure_seed=3,
-    )
+    private = run(tmp_path / "loop", _model(initial), trainer.privacy_plan)
     loop(private, torch.optim.SGD(private.model.parameters(), lr=1e-2))
     for name, value in trainer.model.state_dict().items():
         torch.testing.assert_close(private.model.state_dict()[name], value, rtol=1e-5, atol=1e-7)
@@ -108,14 +114,12 @@ def _model(state):
 
 
 def test_it_stops_before_the_target_is_passed(tmp_path):
-    plan = request(
-        mechanism=DpSgdPlan(clipping_norm=0.1), target_epsilon=1.0, max_steps=3
-    ).plan()
+    plan = request(mechanism=DpSgdPlan(clipping_norm=0.1), target_epsilon=1.0, max_steps=3).plan()
     private = run(tmp_path, plan=plan)
     assert loop(private, torch.optim.SGD(private.model.parameters(), lr=0.1)) == 3
     assert private.epsilon().value <= 1.0
     again = run(tmp_path / "second", plan=plan, earlier_runs=[str(tmp_path)])
-    with pytest.raises(Exception, match="target_epsilon"):
+    with pytest.raises(BudgetExceededError, match="target_epsilon"):
         loop(again, torch.optim.SGD(again.model.parameters(), lr=0.1))
 
 

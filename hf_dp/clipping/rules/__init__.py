@@ -1,8 +1,8 @@
-"""Which rule serves which class. Exact class only: a subclass may scale or shift what its parent
-computes.
+"""Which rule serves which class.
 
-(The plain embedding rule on Gemma's scaled embedding under-counts the norm by sqrt(hidden size),
-silently. Subclasses of ``nn.Embedding`` are served by a rule that runs their own forward.)
+A rule serves its exact class only, since a subclass may scale or shift what its parent computes. On
+Gemma's scaled embedding the plain embedding rule would silently underestimate the norm by a factor
+of sqrt(hidden size); subclasses of ``nn.Embedding`` have a rule that runs their own forward.
 """
 
 from __future__ import annotations
@@ -36,8 +36,10 @@ _RULES: dict[type[nn.Module], Rule] = {
 
 
 def find_rule(module: nn.Module) -> Rule | None:
-    """The rule for this very module, or None when its class is unknown, its forward replaced or a
-    weight parametrised."""
+    """Return the rule for this module.
+
+    Return None if its class is unknown, its forward replaced or a weight parametrized.
+    """
     if "forward" in module.__dict__ or parametrize.is_parametrized(module):
         return None
     rule = _RULES.get(type(module))
@@ -45,7 +47,7 @@ def find_rule(module: nn.Module) -> Rule | None:
         return rule
     weight = module._parameters.get("weight")
     if not isinstance(weight, nn.Parameter):
-        return None  # computed anew before each forward, as torch.nn.utils.weight_norm does
+        return None  # computed again before each forward, as torch.nn.utils.weight_norm does
     if isinstance(module, nn.Conv2d) and not is_plain_conv2d(module):
         return None
     if rule is None and isinstance(module, nn.Embedding):
@@ -60,24 +62,27 @@ def find_rule(module: nn.Module) -> Rule | None:
 
 
 def register_rule(module_class: type[nn.Module], keep: Keep, gradients: Gradients) -> None:
-    """Teach the engine the per-example gradients of a module class of your own (this class, not its
-    subclasses).
+    """Register the per-example gradients of a module class of your own.
+
+    The rule serves this class and not its subclasses. The module's forward must return one tensor
+    with the examples in its first dimension. :func:`hf_dp.clipping.self_check` checks the rule on
+    synthetic examples, as it does all rules. A module without a rule also works, but more slowly:
+    it is differentiated example by example.
 
     Args:
         keep: ``keep(module, *args, **kwargs) -> tuple of tensors``, called with the forward's
-            arguments: what the gradients will need of the inputs, one row per example each.
-        gradients: ``gradients(module, kept, output_grad) -> {parameter name: gradient}``: for each
-            trainable parameter that the module owns, its per-example gradient (b,
-            *parameter.shape), or where that is large :class:`~hf_dp.clipping.uses.OuterProducts` or
-            :class:`~hf_dp.clipping.uses.Lookups`. It must not mix examples.
+            arguments. It returns what the gradients will need of the inputs; each tensor has the
+            examples in its first dimension.
+        gradients: ``gradients(module, kept, output_grad) -> {parameter name: gradient}``, with an
+            entry for each trainable parameter that the module owns: its per-example gradient
+            (b, *parameter.shape), or, where that is large,
+            :class:`~hf_dp.clipping.gradients.OuterProducts` or
+            :class:`~hf_dp.clipping.gradients.Lookups`. It must not mix examples.
 
-    The module's forward must return one tensor with one row per example. The rule is checked on
-    synthetic examples before training, as all are. A module without a rule works too, more slowly:
-    it is differentiated example by example.
+    Raises:
+        InvalidArgumentError: ``module_class`` is not a module class, or has a rule already.
 
-    Raises: InvalidArgumentError when ``module_class`` is no module class, or has a rule already.
-
-    Example, a learned scale of each feature::
+    A learned scale of each feature, for example::
 
         register_rule(
             Scale,

@@ -1,5 +1,7 @@
-"""Casting inside a recorded layer: autocast does not reach the operations of a custom autograd
-function's backward."""
+"""Casting inside a layer with a rule.
+
+Autocast does not reach the operations in the backward of a custom autograd function.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +10,7 @@ from torch import Tensor
 
 
 def matmul_dtype(x: Tensor) -> torch.dtype:
-    """The dtype in which autocast would run a matrix product on ``x``: its own when autocast is
-    off."""
+    """Return the dtype in which a matrix product on ``x`` runs under the current autocast."""
     if (
         torch.is_autocast_enabled(x.device.type)
         and x.is_floating_point()

@@ -1,4 +1,4 @@
-"""Positions: whatever lies between the example dimension and the feature dimensions."""
+"""Positions: all dimensions between the example dimension and the feature dimensions."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ from torch import Tensor
 
 
 def positions(tensor: Tensor, feature_dims: int = 1) -> Tensor:
-    """(b, ..., features) as (b, T, d): everything between counts as positions, T = 1 when there is
-    nothing between."""
+    """Return (b, ..., features) as (b, T, d); T = 1 if there is no dimension between."""
     if tensor.dim() == 3 and feature_dims == 1:
         return tensor
     split = tensor.dim() - feature_dims

@@ -1,14 +1,17 @@
-"""``nn.Conv2d``: an affine map of the patch under the kernel, so its weight gradient is ``sum_t g_t
-patch_t^T``, t the output positions. (For the patch embedding of a vision transformer the patches do
-not overlap and are no larger than the image.)"""
+"""``nn.Conv2d``: an affine map of the patch under the kernel.
+
+Its weight gradient is ``sum_t g_t patch_t^T``, t over the output positions. In the patch embedding
+of a vision transformer the patches do not overlap and together are no larger than the image.
+"""
 
 from __future__ import annotations
 
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from hf_dp.clipping.gradients import OuterProducts, PerExampleGradient
+from hf_dp.clipping.rounding import accumulation_dtype
 from hf_dp.clipping.rules.pair import PairRule
-from hf_dp.clipping.uses import OuterProducts, Use, accumulation_dtype
 
 
 def _keep_input(module: nn.Conv2d, input: Tensor) -> tuple[Tensor]:
@@ -17,13 +20,12 @@ def _keep_input(module: nn.Conv2d, input: Tensor) -> tuple[Tensor]:
 
 def _conv2d_gradients(
     module: nn.Conv2d, kept: tuple[Tensor, ...], grad: Tensor
-) -> dict[str, Tensor | Use]:
+) -> dict[str, Tensor | PerExampleGradient]:
     padding = module.padding
     assert not isinstance(padding, str)  # such a module has no rule
     x = kept[0].to(grad.dtype)
-    patches = F.unfold(
-        x, module.kernel_size, module.dilation, padding, module.stride
-    ).mT  # (b, T, in * kh * kw)
+    # (b, T, in * kh * kw)
+    patches = F.unfold(x, module.kernel_size, module.dilation, padding, module.stride).mT
     output_grads = grad.flatten(2).mT  # (b, T, out)
     return {
         "weight": OuterProducts(output_grads, patches),
@@ -35,7 +37,7 @@ conv2d = PairRule(_keep_input, _conv2d_gradients, flattens=False)
 
 
 def is_plain_conv2d(module: nn.Conv2d) -> bool:
-    """One group, zeros for padding: what the rule covers."""
+    """Return whether the rule covers this module: one group, and zeros for padding."""
     return (
         module.groups == 1
         and module.padding_mode == "zeros"

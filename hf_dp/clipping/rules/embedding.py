@@ -1,15 +1,14 @@
-"""``nn.Embedding`` and its subclasses: the gradient of row k is the sum of output gradients at
-positions that looked k up.
+"""``nn.Embedding`` and its subclasses.
 
-A subclass (Gemma's and BART's scaled embeddings, the shifted positions of OPT and BART) runs its
-own forward; only its call of ``torch.nn.functional.embedding`` on its weight is recorded, so what
-it does before and after is differentiated by autograd. A subclass that uses its weight in any other
-way gives autograd a gradient for it, which the engine refuses.
+The gradient of row k of the weight is the sum of output gradients at the positions that looked k
+up. A subclass (Gemma's and BART's scaled embeddings, the shifted positions of OPT and BART) runs
+its own forward; only its call of ``torch.nn.functional.embedding`` on its weight is captured, so
+autograd differentiates what it does before and after. If a subclass uses its weight in any other
+way, autograd writes a gradient for it, which the engine refuses.
 
-``padding_idx`` gets no gradient, as in autograd. Indices shared by all examples, shape (1, ...),
-are expanded to the
-batch: their output gradient would arrive summed over examples, from which no per-example gradient
-    can be recovered.
+``padding_idx`` gets no gradient, as in autograd. Indices shared by all examples, of shape (1, ...),
+are expanded to the batch: their output gradient would arrive summed over examples, and no
+per-example gradient could be recovered from it.
 """
 
 from __future__ import annotations
@@ -22,15 +21,15 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from hf_dp.clipping.recorder import Tape
-from hf_dp.clipping.uses import Lookups
+from hf_dp.clipping.gradients import Lookups
+from hf_dp.clipping.tape import Tape
 from hf_dp.errors import UnsupportedModelError
 
 
 def embedding(tape: Tape, module: nn.Embedding, input: Tensor) -> Tensor:
-    """Forward of ``nn.Embedding`` that records, in backward, which rows each example looked up.
+    """Run ``nn.Embedding``'s forward; capture, in backward, which rows each example looked up.
 
-    (``max_norm``, ``scale_grad_by_freq`` and ``sparse`` were refused when the engine was entered.)
+    The engine refused ``max_norm``, ``scale_grad_by_freq`` and ``sparse`` when it was entered.
     """
     if tape.examples is not None and tape.examples > 1 and input.dim() >= 2 and input.shape[0] == 1:
         input = input.expand(tape.examples, *input.shape[1:])
@@ -39,12 +38,12 @@ def embedding(tape: Tape, module: nn.Embedding, input: Tensor) -> Tensor:
 
 
 def embedding_subclass(tape: Tape, module: nn.Embedding, *args: Any, **kwargs: Any) -> Any:
-    """The subclass's own forward, its lookups recorded."""
-    with _RecordedLookups(tape, module):
+    """Run the subclass's own forward and capture its lookups."""
+    with _CapturedLookups(tape, module):
         return type(module).forward(module, *args, **kwargs)
 
 
-class _RecordedLookups(TorchFunctionMode):
+class _CapturedLookups(TorchFunctionMode):
     def __init__(self, tape: Tape, module: nn.Embedding):
         super().__init__()
         self.tape, self.module = tape, module
@@ -72,7 +71,7 @@ class _RecordedLookups(TorchFunctionMode):
         scale_grad_by_freq: bool = False,
         sparse: bool = False,
     ) -> None:
-        """What the lookup is asked for must be what the module says, which is what is recorded."""
+        """Raise for options other than the module's own, which are those that are captured."""
         if (
             padding_idx != self.module.padding_idx
             or max_norm is not None
@@ -80,11 +79,11 @@ class _RecordedLookups(TorchFunctionMode):
             or sparse
         ):
             raise UnsupportedModelError(
-                f"{self.tape.describe(self.module)} looks its rows up with "
+                f"{self.tape.describe(self.module)} calls F.embedding with "
                 f"padding_idx={padding_idx}, max_norm={max_norm}, "
-                f"scale_grad_by_freq={scale_grad_by_freq}, sparse={sparse}, and says "
-                f"padding_idx={self.module.padding_idx} of itself. Let both agree and leave the "
-                "others out, or freeze it (requires_grad_(False))."
+                f"scale_grad_by_freq={scale_grad_by_freq}, sparse={sparse}. Expected its own "
+                f"padding_idx={self.module.padding_idx} and no other option. Change the call, or "
+                "freeze the module (requires_grad_(False))."
             )
 
 
@@ -109,5 +108,5 @@ class _Embedding(torch.autograd.Function):
             grad = grad.reshape(*tokens.shape, -1)
             if module.padding_idx is not None:
                 grad = grad.masked_fill((tokens == module.padding_idx)[..., None], 0)
-            ctx.tape.record(module, module.weight, Lookups(tokens, grad))
+            ctx.tape.capture(module, module.weight, Lookups(tokens, grad))
         return None, None, None, None

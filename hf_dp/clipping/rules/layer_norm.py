@@ -1,8 +1,8 @@
-"""``nn.LayerNorm``: with x_hat the normalised input, weight gradient ``sum_t g_t * x_hat_t``, bias
-gradient ``sum_t g_t``.
+"""``nn.LayerNorm``.
 
-Both are as small as one position's activation, so they are formed per example at once and no record
-is kept.
+With x_hat the normalized input, the weight gradient is ``sum_t g_t * x_hat_t`` and the bias
+gradient ``sum_t g_t``. Both are as small as one position's activation, so they are formed per
+example at once and no activation is kept.
 """
 
 from __future__ import annotations
@@ -12,14 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hf_dp.clipping.recorder import Tape
+from hf_dp.clipping.rounding import accumulation_dtype
 from hf_dp.clipping.rules._positions import positions
-from hf_dp.clipping.uses import accumulation_dtype
+from hf_dp.clipping.tape import Tape
 
 
 def layer_norm(tape: Tape, module: nn.LayerNorm, input: Tensor) -> Tensor:
-    """Forward of ``nn.LayerNorm`` that records, in backward, the uses of its trainable weight and
-    bias."""
+    """Run ``nn.LayerNorm``'s forward; capture, in backward, its parameters' gradients."""
     tape.refuse_parameter(module, input)
     weight, bias = module.weight, module.bias
     tape.note_forward(weight, bias)
@@ -49,11 +48,11 @@ class _LayerNorm(torch.autograd.Function):
         dtype, dims = accumulation_dtype(grad.dtype), len(module.normalized_shape)
         if ctx.needs_input_grad[1]:
             products = (x.to(dtype) - mean).mul_(rstd).mul_(grad)
-            of_examples = positions(tape.by_example(module, products), dims).sum(1)
-            tape.record(module, module.weight, of_examples.view(-1, *weight.shape))
+            per_example = positions(tape.by_example(module, products), dims).sum(1)
+            tape.capture(module, module.weight, per_example.view(-1, *weight.shape))
         if ctx.needs_input_grad[2]:
-            of_examples = positions(tape.by_example(module, grad), dims).sum(1, dtype=dtype)
-            tape.record(module, module.bias, of_examples.view(-1, *bias.shape))
+            per_example = positions(tape.by_example(module, grad), dims).sum(1, dtype=dtype)
+            tape.capture(module, module.bias, per_example.view(-1, *bias.shape))
         grad_x = None
         if ctx.needs_input_grad[0]:
             grad_x = torch.ops.aten.native_layer_norm_backward.default(

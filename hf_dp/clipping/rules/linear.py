@@ -1,9 +1,8 @@
-"""``nn.Linear`` and GPT-2's ``Conv1D``: affine maps of the last dimension, input of any rank >= 2,
-or flattened (b * T, d).
+"""``nn.Linear`` and GPT-2's ``Conv1D``: affine maps of the last dimension.
 
-With a_t the input and g_t the output gradient of position t, the weight's gradient is ``sum_t g_t
-a_t^T`` (Linear, weight out x in) or ``sum_t a_t g_t^T`` (Conv1D, weight in x out); the bias's is
-``sum_t g_t``.
+Inputs have any rank >= 2, or are flattened, (b * T, d). With a_t the input and g_t the output
+gradient of position t, the weight's gradient is ``sum_t g_t a_t^T`` (Linear, weight out x in) or
+``sum_t a_t g_t^T`` (Conv1D, weight in x out); the bias's is ``sum_t g_t``.
 """
 
 from __future__ import annotations
@@ -15,21 +14,21 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers.pytorch_utils import Conv1D
 
-from hf_dp.clipping.recorder import Tape
+from hf_dp.clipping.gradients import OuterProducts
+from hf_dp.clipping.rounding import accumulation_dtype
 from hf_dp.clipping.rules._autocast import matmul_dtype
 from hf_dp.clipping.rules._positions import positions
-from hf_dp.clipping.uses import OuterProducts, accumulation_dtype
+from hf_dp.clipping.tape import Tape
 
 
 def linear(tape: Tape, module: nn.Linear, input: Tensor) -> Tensor:
-    """Forward of ``nn.Linear`` that records, in backward, the uses of its trainable weight and
-    bias."""
+    """Run ``nn.Linear``'s forward; capture, in backward, its parameters' gradients."""
     tape.refuse_parameter(module, input)
     return _affine(tape, module, input, False)
 
 
 def conv1d(tape: Tape, module: Conv1D, x: Tensor) -> Tensor:
-    """Forward of transformers' ``Conv1D`` (GPT-2), recorded likewise."""
+    """Run the forward of transformers' ``Conv1D`` (GPT-2); capture its parameters' gradients."""
     tape.refuse_parameter(module, x)
     return _affine(tape, module, x, True)
 
@@ -59,8 +58,8 @@ class _Affine(torch.autograd.Function):
         else:
             output = F.linear(x, matrix, bias)
         ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)
-        # `.data`: not as a view of what it is computed in, since a model may change it in place
-        # (Longformer does). The operator for that, _unsafe_view, has no Python binding of its own:
+        # `.data`, so that autograd does not treat it as a view: a model may change it in place
+        # (Longformer does). The operator for this, _unsafe_view, has no Python binding of its own;
         # called between two large products it took 0.1 ms.
         return output.data
 
@@ -73,9 +72,9 @@ class _Affine(torch.autograd.Function):
         if ctx.needs_input_grad[1]:
             activations = positions(tape.by_example(module, x))
             pair = (activations, output_grads) if transposed else (output_grads, activations)
-            tape.record(module, module.weight, OuterProducts(*pair))
+            tape.capture(module, module.weight, OuterProducts(*pair))
         if ctx.needs_input_grad[2]:
-            tape.record(
+            tape.capture(
                 module, module.bias, output_grads.sum(1, dtype=accumulation_dtype(grad.dtype))
             )
         grad_x = None

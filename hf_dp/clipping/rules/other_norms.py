@@ -1,6 +1,9 @@
-"""Root-mean-square and group norms: with x_hat the normalised input, weight gradient ``sum_t g_t *
-x_hat_t`` and bias gradient ``sum_t g_t``, as small as one position's activation: formed per example
-at once."""
+"""Root-mean-square and group norms.
+
+With x_hat the normalized input, the weight gradient is ``sum_t g_t * x_hat_t`` and the bias
+gradient ``sum_t g_t``. Both are as small as one position's activation, so they are formed per
+example at once.
+"""
 
 from __future__ import annotations
 
@@ -14,9 +17,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from hf_dp.clipping.rounding import accumulation_dtype
 from hf_dp.clipping.rules._positions import positions
 from hf_dp.clipping.rules.pair import PairRule
-from hf_dp.clipping.uses import accumulation_dtype
 
 
 def _keep_input(module: nn.Module, input: Tensor) -> tuple[Tensor]:
@@ -26,15 +29,14 @@ def _keep_input(module: nn.Module, input: Tensor) -> tuple[Tensor]:
 def _rms_norm_gradients(
     module: nn.Module, kept: tuple[Tensor, ...], grad: Tensor
 ) -> dict[str, Tensor]:
-    """Also of Gemma's ``(1 + w) x_hat``: the derivative by w is the same."""
+    """Return the weight's gradients, which are the same for Gemma's ``(1 + w) x_hat``."""
     (x,) = kept
     eps = getattr(module, "variance_epsilon", None)
     eps = getattr(module, "eps", None) if eps is None else eps
     eps = torch.finfo(x.dtype).eps if eps is None else eps  # nn.RMSNorm's default
     dtype = accumulation_dtype(grad.dtype)
     x = positions(x)
-    # x_hat as the forward rounds it: transformers' classes compute in float32, whatever the model's
-    # dtype.
+    # x_hat as the forward rounds it: transformers' classes compute in float32, for any dtype.
     if type(module) is nn.RMSNorm:
         x_hat = x.to(dtype) * torch.rsqrt(x.to(dtype).pow(2).mean(-1, keepdim=True) + eps)
     else:
@@ -59,13 +61,12 @@ rms_norm = PairRule(lambda module, x: (x,), _rms_norm_gradients)
 
 
 def _keeps_dtype(module_class: Any) -> bool:
-    """T5's takes only the variance in float32."""
+    """Return whether only the variance is computed in float32, as in T5."""
     return _body(module_class.forward) == _normal(ast.parse(textwrap.dedent(_T5_FORWARD)).body)
 
 
-# What the forward of an RMSNorm in transformers 5 looks like, for about 190 classes of that name. A
-# class is taken for one when its source is one of these, letter by letter: its name says nothing
-# about what a next version computes.
+# The forwards of about 190 classes named RMSNorm in transformers 5. A class is recognized only if
+# its source is exactly one of these: its name says nothing about what a later version computes.
 _T5_FORWARD = """
     variance = hidden_states.to(torch.float32).pow(2).mean(-1, keepdim=True)
     hidden_states = hidden_states * torch.rsqrt(variance + self.variance_epsilon)
@@ -103,7 +104,7 @@ _RMS_NORM_HELPER = "return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + sel
 
 @functools.cache
 def is_rms_norm(module_class: Any) -> bool:
-    """Whether the class computes a root-mean-square norm with a weight, by its source."""
+    """Return whether the class, by its source, computes a root-mean-square norm with a weight."""
     body = _body(getattr(module_class, "forward", None))
     if body not in {
         _normal(ast.parse(textwrap.dedent(known)).body) for known in _RMS_NORM_FORWARDS
@@ -115,9 +116,11 @@ def is_rms_norm(module_class: Any) -> bool:
 
 @functools.cache
 def _body(function: Any) -> str:
-    """The statements of a function without docstring and comments; empty where there is no source,
-    or a decorator."""
-    if hasattr(function, "__wrapped__"):  # the source would be that of what is wrapped
+    """Return a function's statements without docstring and comments.
+
+    Return an empty string if it has no source, or a decorator.
+    """
+    if hasattr(function, "__wrapped__"):  # the source would be the wrapped function's
         return ""
     try:
         source = textwrap.dedent(inspect.getsource(function))  # type: ignore[arg-type]

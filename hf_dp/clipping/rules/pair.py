@@ -1,5 +1,4 @@
-"""A rule as a pair of functions: what to keep of the inputs, and the per-example gradients from
-it."""
+"""A rule as a pair of functions: what to keep of the inputs, and the gradients from it."""
 
 from __future__ import annotations
 
@@ -10,30 +9,34 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hf_dp.clipping.recorder import Tape
-from hf_dp.clipping.uses import Use
+from hf_dp.clipping.gradients import PerExampleGradient
+from hf_dp.clipping.tape import Tape
 from hf_dp.errors import UnsupportedModelError
 
 Keep = Callable[..., tuple[Tensor, ...]]
-Gradients = Callable[[Any, tuple[Tensor, ...], Tensor], Mapping[str, "Tensor | Use"]]
+Gradients = Callable[[Any, tuple[Tensor, ...], Tensor], Mapping[str, "Tensor | PerExampleGradient"]]
 
 
 @dataclass(frozen=True)
 class PairRule:
-    """Runs the module's own forward on detached parameters, so that autograd gives the input
-    gradients and no other.
+    """A rule that runs the module's own forward on detached parameters.
+
+    Autograd then computes the gradients of the inputs and no others.
 
     Args:
-        keep: ``(module, *args, **kwargs) -> tensors`` that the gradients need, each with one row
-            per example.
-        gradients: ``(module, kept, output_grad) -> {parameter name: per-example gradient (b,
-            *shape), or a Use}`` for at least the trainable parameters of the module; tensors have
-            one row per example first, also where the module worked on flattened (b * T, d) inputs.
+        keep: ``(module, *args, **kwargs) -> tensors`` that the gradients need, each with the
+            examples in its first dimension.
+        gradients: ``(module, kept, output_grad) -> {parameter name: per-example gradient}`` for at
+            least the trainable parameters of the module. A gradient is a tensor (b, *shape) or a
+            :class:`~hf_dp.clipping.gradients.PerExampleGradient`. The tensors passed in have the
+            examples in their first dimension, even if the module worked on flattened (b * T, d)
+            inputs.
+        flattens: whether an input (b * T, d) means the same as (b, T, d).
     """
 
     keep: Keep
     gradients: Gradients
-    flattens: bool = True  # whether rows (b * T, d) mean what (b, T, d) does
+    flattens: bool = True
 
     def __call__(self, tape: Tape, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         own = {name: p for name, p in module.named_parameters(recurse=False) if p.requires_grad}
@@ -51,7 +54,7 @@ class PairRule:
             module._parameters.update(own)
         if not isinstance(output, Tensor):
             raise UnsupportedModelError(
-                f"{tape.describe(module)} returned a {type(output).__name__}, where its clipping "
+                f"{tape.describe(module)} returned a {type(output).__name__}, but its clipping "
                 "rule expects one tensor. Remove the rule: a module without one is differentiated "
                 "example by example."
             )
@@ -59,9 +62,9 @@ class PairRule:
 
 
 class _Kept(torch.autograd.Function):
-    """Identity that keeps a rule's tensors and, in backward, records what the rule makes of them.
+    """Identity that keeps a rule's tensors and, in backward, captures the gradients from them.
 
-    The parameter is an input so that there is a backward in any case.
+    ``anchor``, a parameter of the module, is an input so that backward reaches this in any case.
     """
 
     @staticmethod
@@ -92,10 +95,10 @@ class _Kept(torch.autograd.Function):
         missing = sorted(set(ctx.own) - set(found))
         if missing:
             raise UnsupportedModelError(
-                f"The clipping rule of {tape.describe(ctx.module)} gave gradients for "
-                f"{sorted(found)} and none for its trainable {missing}. Let its gradients function "
-                "return them, or freeze them (requires_grad_(False))."
+                f"The clipping rule of {tape.describe(ctx.module)} returned gradients for "
+                f"{sorted(found)} but none for its trainable {missing}. Return them from its "
+                "gradients function, or freeze these parameters (requires_grad_(False))."
             )
         for name, parameter in ctx.own.items():
-            tape.record(ctx.module, parameter, found[name])
+            tape.capture(ctx.module, parameter, found[name])
         return grad, None, None, None, None, None, *[None] * len(kept)

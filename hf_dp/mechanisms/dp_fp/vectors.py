@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 
-from hf_dp.clipping.uses import full_precision
+from hf_dp.clipping.rounding import full_precision
 from hf_dp.errors import DataError, SelfCheckError, UnsupportedModelError
 from hf_dp.mechanisms.dp_fp.representation import one_vector_per_example
 from hf_dp.run.private_run import PrivateRun

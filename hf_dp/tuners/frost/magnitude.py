@@ -34,9 +34,10 @@ from torch import Tensor, nn
 
 from hf_dp._validate import invalid, one_of
 from hf_dp.clipping import ClippingEngine
+from hf_dp.clipping.clipped_sum import ClippedSum
 from hf_dp.clipping.explicit import accumulate, explicit, representable
-from hf_dp.clipping.step import ClippedStep
-from hf_dp.clipping.uses import Use, full_precision
+from hf_dp.clipping.gradients import PerExampleGradient
+from hf_dp.clipping.rounding import full_precision
 from hf_dp.plans.rounding import ROUNDING_MARGIN
 from hf_dp.plans.selection import MAGNITUDES
 from hf_dp.tuners.frost.partition import Partition
@@ -137,12 +138,12 @@ class MagnitudeEngine(ClippingEngine):
         """``|values|_a^a`` in float64."""
         return (values.abs() if self.norm_order == 1 else values.square()).sum(dtype=torch.float64)
 
-    def _take(self, step: ClippedStep, losses: Tensor) -> Tensor:
-        uses = step.records(losses)
+    def _take(self, step: ClippedSum, losses: Tensor) -> Tensor:
+        uses = step.capture(losses)
         with torch.no_grad(), full_precision():
             return self._add(uses, len(losses))
 
-    def _add(self, uses: dict[nn.Parameter, list[Use]], examples: int) -> Tensor:
+    def _add(self, uses: dict[nn.Parameter, list[PerExampleGradient]], examples: int) -> Tensor:
         device = next(iter(self._parameters.values())).device
         names = {parameter: name for name, parameter in self._parameters.items()}
         powers = torch.zeros(examples, len(self.partitions), dtype=torch.float64, device=device)

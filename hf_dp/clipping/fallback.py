@@ -1,11 +1,11 @@
-"""Per-example gradients of a module that owns trainable parameters but has no rule (and, by the
-``per_example`` strategy, of every module).
+"""Per-example gradients of a module that owns trainable parameters but has no rule.
 
-The module runs as it is, with its *own* parameters detached (children keep their rules), and its
-inputs are kept; once backward has delivered its output gradients, it is run again for each example
-and differentiated with respect to its own parameters only, by ``torch.func``. What it gives for an
-example alone is compared with what it gave in the batch: a module that mixes examples, or a tensor
-that was taken for one with a row per example and has none, is refused and never guessed.
+The ``per_example`` strategy treats every module in this way. The module runs as it is, with its
+*own* parameters detached (its children keep their rules), and its inputs are kept. Once backward
+has delivered its output gradients, it is run again for each example and differentiated with respect
+to its own parameters only, by ``torch.func``. Its output for an example alone is compared with its
+output in the batch: a module that mixes examples, or a tensor that only appears to have the
+examples in its first dimension, is refused rather than guessed at.
 """
 
 from __future__ import annotations
@@ -20,17 +20,19 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from hf_dp.clipping.dropout_masks import DrawnMasks, GivenMasks
-from hf_dp.clipping.recorder import Tape
+from hf_dp.clipping.tape import Tape
 from hf_dp.errors import UnsupportedModelError
 
 _TENSOR = object()
 
 
 def own_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
-    """The trainable parameters that ``module`` owns, by dotted name: its own and those of its
-    parameter containers."""
+    """Return the trainable parameters that ``module`` owns, by dotted name.
+
+    These are its own and those of its parameter containers.
+    """
     own = {}
-    if module._parameters:  # most have none, and this is asked of every module at every step
+    if module._parameters:  # most modules have none, and each is asked at every step
         own = {name: p for name, p in module.named_parameters(recurse=False) if p.requires_grad}
     for name, child in module.named_children():
         if isinstance(child, (nn.ParameterDict, nn.ParameterList)):
@@ -39,39 +41,46 @@ def own_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
 
 
 @dataclass(eq=False)
-class OwnerCall:
-    """One forward of a module without a rule, to be differentiated example by example after
-    backward."""
+class FallbackCall:
+    """One forward of a module without a rule, differentiated by example after backward.
+
+    Attributes:
+        function: what is run again: the module's forward, or another of its methods.
+        parameters: the module's own, by their names in ``function``.
+        arguments: the leaves of (args, kwargs); each tensor is replaced by _TENSOR and comes back
+            from the autograd graph.
+        autocast: device, whether it was on, dtype.
+        expanded: whether something that all examples share was expanded to the batch.
+        tensors: the tensors among the arguments, followed by the dropout masks.
+        outputs: the output leaves that received gradients, by position.
+    """
 
     module: nn.Module
-    function: nn.Module  # what is run again: the module's forward, or another of its methods
-    parameters: dict[str, nn.Parameter]  # by their names in ``function``
+    function: nn.Module
+    parameters: dict[str, nn.Parameter]
     spec: pytree.TreeSpec
-    arguments: list[
-        Any
-    ]  # leaves of (args, kwargs); tensors are replaced by _TENSOR and come from the autograd graph
-    masks: int  # how many of the kept tensors are dropout masks
+    arguments: list[Any]
     autocast: tuple[str, bool, torch.dtype]
     tensors: tuple[Tensor, ...] = ()
-    expanded: bool = False  # whether what all examples share was expanded to the batch
+    expanded: bool = False
     outputs: dict[int, Tensor] = field(default_factory=dict)
     output_grads: dict[int, Tensor] = field(default_factory=dict)
 
     def names(self) -> list[str]:
-        """The parameters by their names in the module."""
-        return sorted(name.removeprefix("owner.") for name in self.parameters)
+        """Return the parameters' names in the module, sorted."""
+        return sorted(name.removeprefix("module.") for name in self.parameters)
 
     def run(
         self, parameters: Mapping[str, Tensor], leaves: Sequence[Any], masks: Sequence[Tensor]
     ) -> list[Any]:
-        """The function's output leaves for these parameters, argument leaves and dropout masks."""
+        """Return the output leaves for these parameters, argument leaves and dropout masks."""
         args, kwargs = pytree.tree_unflatten(list(leaves), self.spec)
         device, enabled, dtype = self.autocast
         with (
             torch.autocast(device, enabled=enabled, dtype=dtype),
             GivenMasks(masks) if masks else nullcontext(),
         ):
-            # Tied parameters stay apart: a child that shares one has recorded its own use of it.
+            # Tied parameters stay apart: a child that shares one captures its own use of it.
             output = torch.func.functional_call(
                 self.function, dict(parameters), args, kwargs, tie_weights=False
             )
@@ -79,27 +88,25 @@ class OwnerCall:
 
 
 class _Method(nn.Module):
-    """A method of a module as a module, so that ``torch.func.functional_call`` can give it other
-    parameters.
+    """A module's method as a module, to which ``torch.func.functional_call`` can give parameters.
 
-    (Calling the module itself would apply its forward hooks a second time.)
+    Calling the module itself would apply its forward hooks a second time.
     """
 
-    def __init__(self, owner: nn.Module, method: Callable[..., Any], of_parameters: bool = False):
+    def __init__(self, module: nn.Module, method: Callable[..., Any], of_parameters: bool = False):
         super().__init__()
-        self.owner = owner
+        self.module = module
         self.method = method
         self.of_parameters = of_parameters  # known to read nothing else
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self.method(self.owner, *args, **kwargs)
+        return self.method(self.module, *args, **kwargs)
 
 
-def unknown_module(
+def fallback_forward(
     tape: Tape, original: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any
 ) -> Any:
-    """Forward of a module without a rule: as ever, but its own parameters' gradients are taken per
-    example later."""
+    """Run the forward of a module without a rule; its own parameters' gradients follow later."""
     if not torch.is_grad_enabled():
         return original(module, *args, **kwargs)
     own = own_parameters(module)
@@ -107,17 +114,16 @@ def unknown_module(
     with _detached(module, own), DrawnMasks(next(iter(own.values())).device) as masks:
         output = original(module, *args, **kwargs)
     if masks.other_draws:
-        # Replaying other draws needs the whole batch at once, where 0 * NaN would carry one
-        # example's NaN to all others.
+        # To repeat other draws, the whole batch would have to run at once, where 0 * NaN would
+        # carry one example's NaN to all others.
         raise UnsupportedModelError(
             f"{tape.describe(module)} has no clipping rule and draws random numbers other than by "
             "dropout, so it cannot be run again example by example. Freeze its parameters "
             f"{sorted(own)} (requires_grad_(False)), or switch the random part off (attention "
             "dropout: attn_implementation='eager')."
         )
-    return _captured(
-        tape, module, _Method(module, original), own, (args, kwargs), masks.drawn, output
-    )
+    function = _Method(module, original)
+    return _captured(tape, module, function, own, (args, kwargs), masks.drawn, output)
 
 
 def shared_method(
@@ -128,11 +134,11 @@ def shared_method(
     *args: Any,
     **kw: Any,
 ) -> Any:
-    """A method that computes something from parameters alone, with a first dimension of 1, given to
-    all examples.
+    """Run a method that computes, from parameters alone, something that all examples share.
 
-    (T5's relative position bias; the prompt of prompt tuning.) Its result is expanded to the batch,
-    so that each example gets its own gradient with respect to it.
+    Examples are T5's relative position bias and the prompt of prompt tuning. The result, with a
+    first dimension of 1, is expanded to the batch, so that each example gets its own gradient with
+    respect to it.
     """
     with tape.originals():
         if not torch.is_grad_enabled():
@@ -148,15 +154,8 @@ def shared_method(
             f"{tape.describe(module)} draws random numbers for what all examples share. Set its "
             f"dropout to 0, or freeze {sorted(parameters)} (requires_grad_(False))."
         )
-    return _captured(
-        tape,
-        module,
-        _Method(module, method, of_parameters=True),
-        parameters,
-        (args, kw),
-        [],
-        output,
-    )
+    function = _Method(module, method, of_parameters=True)
+    return _captured(tape, module, function, parameters, (args, kw), [], output)
 
 
 def _captured(
@@ -168,7 +167,7 @@ def _captured(
     masks: Sequence[Tensor],
     output: Any,
 ) -> Any:
-    """The output, so wrapped that backward notes its gradients.
+    """Return the output, wrapped so that backward notes its gradients.
 
     What is computed from parameters and indices alone, with a first dimension of 1, is shared by
     all examples and is expanded to the batch, so that each gets its own gradient.
@@ -178,43 +177,24 @@ def _captured(
     for tensor in tensors:
         tape.refuse_parameter(module, tensor)
     outputs, output_spec = pytree.tree_flatten(output)
-    complex_valued = [
-        leaf for leaf in (*outputs, *own.values()) if isinstance(leaf, Tensor) and leaf.is_complex()
-    ]
-    if complex_valued:
-        raise UnsupportedModelError(
-            f"{tape.describe(module)} has no clipping rule and works with complex numbers. Freeze "
-            f"its parameters {sorted(own)} (requires_grad_(False))."
-        )
-    opaque = [
-        leaf
-        for leaf in outputs
-        if not isinstance(leaf, (Tensor, bool, int, float, str, type(None)))
-    ]
-    if opaque:
-        raise UnsupportedModelError(
-            f"{tape.describe(module)} has no clipping rule and returns a "
-            f"{type(opaque[0]).__name__}, into which the engine cannot see, so the gradients of "
-            f"its parameters {sorted(own)} are not known. Freeze them (requires_grad_(False))."
-        )
+    _refuse_outputs(tape, module, own, outputs)
     anchor = next(iter(own.values()))
     device = anchor.device.type
     shared = function.of_parameters or not any(leaf.is_floating_point() for leaf in tensors)
-    call = OwnerCall(
+    call = FallbackCall(
         module,
         function,
-        {f"owner.{name}": parameter for name, parameter in own.items()},
+        {f"module.{name}": parameter for name, parameter in own.items()},
         spec,
         [_TENSOR if isinstance(leaf, Tensor) else leaf for leaf in leaves],
-        len(masks),
         (device, torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)),
     )
 
     def capture(position: int, leaf: Any) -> Any:
         if not isinstance(leaf, Tensor) or not leaf.is_floating_point():
             return leaf
-        # (1, T, d), (1, heads, T, T): a scalar or a vector is more likely meant to broadcast as it
-        # is.
+        # The shape is (1, T, d) or (1, heads, T, T); a scalar or a vector is more likely meant to
+        # broadcast as it is.
         if shared and tape.examples is not None and leaf.dim() >= 3 and leaf.shape[0] == 1:
             call.expanded = True
             leaf = leaf.expand(tape.examples, *leaf.shape[1:])
@@ -223,16 +203,36 @@ def _captured(
     return pytree.tree_unflatten([capture(*each) for each in enumerate(outputs)], output_spec)
 
 
+def _refuse_outputs(
+    tape: Tape, module: nn.Module, own: Mapping[str, nn.Parameter], outputs: Sequence[Any]
+) -> None:
+    """Raise for complex numbers and for outputs that may hide tensors."""
+    if any(leaf.is_complex() for leaf in (*outputs, *own.values()) if isinstance(leaf, Tensor)):
+        raise UnsupportedModelError(
+            f"{tape.describe(module)} has no clipping rule and works with complex numbers. Freeze "
+            f"its parameters {sorted(own)} (requires_grad_(False))."
+        )
+    for leaf in outputs:
+        if not isinstance(leaf, (Tensor, bool, int, float, str, type(None))):
+            raise UnsupportedModelError(
+                f"{tape.describe(module)} has no clipping rule and returns a "
+                f"{type(leaf).__name__}, which the engine cannot inspect, so the gradients of its "
+                f"parameters {sorted(own)} are not known. Freeze them (requires_grad_(False))."
+            )
+
+
 class _Capture(torch.autograd.Function):
-    """Identity that notes its output gradient. The owner's parameter is an input so that it records
-    in any case."""
+    """Identity that notes its output gradient.
+
+    ``anchor``, a parameter of the module, is an input so that backward reaches this in any case.
+    """
 
     @staticmethod
     def forward(
         ctx: Any,
         output: Tensor,
         anchor: Tensor,
-        call: OwnerCall,
+        call: FallbackCall,
         tape: Tape,
         position: int,
         *tensors: Tensor,
@@ -244,38 +244,38 @@ class _Capture(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         (grad,) = grad_outputs
-        call: OwnerCall = ctx.call
+        call: FallbackCall = ctx.call
         output, *tensors = (tensor.detach() for tensor in ctx.saved_tensors)
         ctx.tape.by_example(call.module, grad)
         call.tensors = tuple(tensors)
         call.outputs[ctx.position] = output
         call.output_grads[ctx.position] = grad
-        ctx.tape.record_call(call)
+        ctx.tape.capture_call(call)
         return grad, None, None, None, None, *[None] * len(tensors)
 
 
-def own_gradients(call: OwnerCall, tape: Tape) -> None:
-    """Record the per-example gradients of the owner's own parameters, and let go of what the call
-    kept.
+def fallback_gradients(call: FallbackCall, tape: Tape) -> None:
+    """Capture the per-example gradients of the module's own parameters; free what the call kept.
 
-    Raises: UnsupportedModelError when the module mixes examples, or an input has neither rows for
-        the examples nor one for all.
+    Raises:
+        UnsupportedModelError: the module mixes examples, or an input's first dimension is neither
+            the number of examples nor 1.
     """
     examples = tape.expected_examples()
     positions = sorted(call.output_grads)
-    grads = [_rows(call.output_grads[position], examples, call, tape) for position in positions]
+    grads = [_singles(call.output_grads[position], call, tape) for position in positions]
     tensors = iter(call.tensors)
     leaves = [next(tensors) if leaf is _TENSOR else leaf for leaf in call.arguments]
     masks = list(tensors)
     flattened = any(call.output_grads[position].shape[0] != examples for position in positions)
-    mapped = [_has_rows(each, tape, flattened, call.expanded) for each in (*leaves, *masks)]
+    mapped = [_has_examples(each, tape, flattened, call.expanded) for each in (*leaves, *masks)]
     inputs = [
-        _rows(each, examples, call, tape) if is_mapped else each
+        _singles(each, call, tape) if is_mapped else each
         for each, is_mapped in zip((*leaves, *masks), mapped, strict=True)
     ]
 
-    def run(own: dict[str, Tensor], rows: list[Tensor]) -> list[Tensor]:
-        given = iter(rows)
+    def run(own: dict[str, Tensor], single: list[Tensor]) -> list[Tensor]:
+        given = iter(single)
         here = [
             next(given) if is_mapped else each
             for each, is_mapped in zip(inputs, mapped, strict=True)
@@ -285,19 +285,19 @@ def own_gradients(call: OwnerCall, tape: Tape) -> None:
 
     per_example = [each for each, is_mapped in zip(inputs, mapped, strict=True) if is_mapped]
     gradients, outputs = _for_each_example(run, per_example, grads, call, tape)
-    for position, rows in zip(positions, outputs, strict=True):
-        _compare(rows, _rows(call.outputs[position], examples, call, tape), call, tape)
+    for position, alone in zip(positions, outputs, strict=True):
+        _compare(alone, _singles(call.outputs[position], call, tape), call, tape)
     call.tensors, call.outputs, call.output_grads = (), {}, {}
     for name, parameter in call.parameters.items():
-        tape.record(call.module, parameter, gradients[name])
+        tape.capture(call.module, parameter, gradients[name])
 
 
-def _has_rows(leaf: Any, tape: Tape, flattened: bool, expanded: bool) -> bool:
-    """Whether an input has rows for the examples, judged by its shape; the comparison of outputs
-    finds errors.
+def _has_examples(leaf: Any, tape: Tape, flattened: bool, expanded: bool) -> bool:
+    """Return whether an input has an example dimension, judged by its shape.
 
-    (b * T, d) is believed to have them only beside such an output, and (b,) only beside one that
-    has an example dimension: positions (T,) of as many tokens as there are examples look the same.
+    The comparison of outputs finds wrong judgments. An input (b * T, d) is believed to have one
+    only beside an output like it, and (b,) only beside an output with an example dimension:
+    positions (T,) look the same when T is the number of examples.
     """
     if not isinstance(leaf, Tensor) or leaf.dim() == 0 or (expanded and leaf.dim() == 1):
         return False
@@ -306,8 +306,8 @@ def _has_rows(leaf: Any, tape: Tape, flattened: bool, expanded: bool) -> bool:
     )
 
 
-def _rows(tensor: Tensor, examples: int, call: OwnerCall, tape: Tape) -> Tensor:
-    """(b, ...) as b batches of one, (b, 1, ...); (b * T, d) as b batches of T rows, (b, T, d)."""
+def _singles(tensor: Tensor, call: FallbackCall, tape: Tape) -> Tensor:
+    """Return b batches of one example: (b, ...) as (b, 1, ...), (b * T, d) as (b, T, d)."""
     split = tape.by_example(call.module, tensor)
     return split[:, None] if split.shape == tensor.shape else split
 
@@ -316,27 +316,27 @@ def _for_each_example(
     run: Callable[..., list[Tensor]],
     inputs: list[Tensor],
     grads: list[Tensor],
-    call: OwnerCall,
+    call: FallbackCall,
     tape: Tape,
 ) -> tuple[dict[str, Tensor], list[Tensor]]:
-    """Parameter gradients and outputs of each example, stacked.
+    """Return parameter gradients and outputs of each example, stacked.
 
-    By vmap (one example's NaN stays its own); a module that cannot be mapped (a branch on values,
-    an operation without a batching rule, a hook that calls requires_grad_) is run by plain autograd
-    once for each example.
+    ``vmap`` computes them (one example's NaN stays its own). A module that cannot be mapped (a
+    branch on values, an operation without a batching rule, a hook that calls requires_grad_) is run
+    by plain autograd once for each example.
     """
     parameters = {name: parameter.detach() for name, parameter in call.parameters.items()}
 
     def mapped(
-        rows: list[Tensor], output_rows: list[Tensor]
+        single: list[Tensor], output_grads: list[Tensor]
     ) -> tuple[dict[str, Tensor], list[Tensor]]:
-        outputs, pullback, *_ = torch.func.vjp(lambda own: run(own, rows), parameters)
-        return pullback(output_rows)[0], outputs
+        outputs, pullback, *_ = torch.func.vjp(lambda own: run(own, single), parameters)
+        return pullback(output_grads)[0], outputs
 
     def alone(index: int) -> tuple[dict[str, Tensor], list[Tensor]]:
         own = {name: parameter.clone().requires_grad_() for name, parameter in parameters.items()}
         with torch.enable_grad():
-            outputs = run(own, [rows[index] for rows in inputs])
+            outputs = run(own, [each[index] for each in inputs])
         used = [(o, g[index]) for o, g in zip(outputs, grads, strict=True) if o.requires_grad]
         found = torch.autograd.grad(
             [o for o, _ in used], list(own.values()), [g for _, g in used], allow_unused=True
@@ -359,20 +359,17 @@ def _for_each_example(
             f"example by example ({problem}). Freeze its parameters {call.names()} "
             "(requires_grad_(False))."
         ) from problem
-    return pytree.tree_map(lambda *rows: torch.stack(rows), *each)
+    return pytree.tree_map(lambda *results: torch.stack(results), *each)
 
 
-def _compare(alone: Tensor, together: Tensor, call: OwnerCall, tape: Tape) -> None:
-    """Raise unless the module gave each example alone what it gave it in the batch (up to
-    rounding)."""
+def _compare(alone: Tensor, together: Tensor, call: FallbackCall, tape: Tape) -> None:
+    """Raise unless each example's output alone equals its output in the batch, up to rounding."""
     if alone.shape == together.shape:
         dims = tuple(range(1, together.dim()))
-        usable = torch.isfinite(together).all(
-            dim=dims, keepdim=True
-        )  # a spoiled example is removed anyway
-        gap = torch.where(
-            usable, alone.double() - together.double(), 0.0
-        ).abs()  # NaN if only alone
+        # An example that is not finite is removed anyway.
+        usable = torch.isfinite(together).all(dim=dims, keepdim=True)
+        # NaN where only the output alone is not finite; the comparison below then fails.
+        gap = torch.where(usable, alone.double() - together.double(), 0.0).abs()
         size = torch.where(usable, together.double(), 0.0).abs()
         tolerance = {torch.float64: 1e-9, torch.float32: 1e-3}.get(together.dtype, 5e-2)
         if call.autocast[1]:
@@ -380,14 +377,15 @@ def _compare(alone: Tensor, together: Tensor, call: OwnerCall, tape: Tape) -> No
         if bool((gap.amax(dims) <= tolerance * size.amax(dims).clamp_min(1e-6)).all()):
             return
     raise UnsupportedModelError(
-        f"{tape.describe(call.module)} has no clipping rule, and gives an example alone something "
-        "else than in a batch: it mixes examples, or its inputs have not one row per example. "
-        f"Freeze its parameters {call.names()} (requires_grad_(False))."
+        f"{tape.describe(call.module)} has no clipping rule and produces a different output for an "
+        "example alone than in a batch: it mixes examples, or its inputs do not have the examples "
+        f"in their first dimension. Freeze its parameters {call.names()} (requires_grad_(False))."
     )
 
 
 @contextmanager
 def _detached(module: nn.Module, own: Mapping[str, nn.Parameter]) -> Iterator[None]:
+    """Let a module run on detached copies of its parameters inside."""
     places = []
     for name, parameter in own.items():
         path, _, key = name.rpartition(".")

@@ -1,4 +1,4 @@
-"""The tape: which trainable parameter met which input and output gradient in one backward pass."""
+"""The tape: which trainable parameter met which gradients in one backward pass."""
 
 from __future__ import annotations
 
@@ -10,38 +10,38 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hf_dp.clipping.uses import Dense, Use, accumulation_dtype, compact
+from hf_dp.clipping.gradients import Dense, PerExampleGradient, compact
+from hf_dp.clipping.rounding import accumulation_dtype
 from hf_dp.errors import UnaccountedGradientError, UnsupportedModelError
 
-Sink = Callable[[nn.Parameter, Use], None]
+Sink = Callable[[nn.Parameter, PerExampleGradient], None]
 
 
 class Tape:
-    """Hands each :class:`~hf_dp.clipping.uses.Use` of a parameter to a sink while a backward pass
-    runs.
+    """Hands each use of a parameter to a sink while a backward pass runs.
 
-    ``examples`` is the batch size seen by the model's own forward (None before it ran); what is
-    shared by all examples (position ids of shape (1, T)) is expanded to it, so that each example
-    gets its own gradient.
+    What all examples share (position ids of shape (1, T)) is expanded to ``examples``, so that each
+    example gets its own gradient.
+
+    Attributes:
+        examples: the batch size that the model's own forward saw; None before it ran.
+        bypassed: True while modules run their own forwards, to differentiate one without a rule.
+        calls: forwards of modules without a rule that received output gradients.
     """
 
     def __init__(self, names: Mapping[nn.Module, str] | None = None) -> None:
         self.examples: int | None = None
-        self.bypassed = False  # True while the originals run, for modules without a rule
-        self.calls: list[
-            Any
-        ] = []  # forwards of modules without a rule that received output gradients
-        self._forwards: list[Tensor | None] = []  # what the forward used, as often as it did
-        self._batches: set[tuple[int, int]] = (
-            set()
-        )  # first dimension and positions of what the forward worked on
+        self.bypassed = False
+        self.calls: list[Any] = []
+        self._forwards: list[Tensor | None] = []  # what the forward used, once for each use
+        self._batches: set[tuple[int, int]] = set()  # first dimension and positions it worked on
         self._names = names or {}
         self._open_for: int | None = None
         self._sink: Sink | None = None
 
     @contextmanager
-    def recording(self, examples: int, sink: Sink) -> Iterator[None]:
-        """Inside, a backward pass over ``examples`` per-example losses is recorded."""
+    def capturing(self, examples: int, sink: Sink) -> Iterator[None]:
+        """Hand what a backward pass over ``examples`` per-example losses meets inside to a sink."""
         self._open_for, self._sink, self.calls = examples, sink, []
         try:
             yield
@@ -52,7 +52,7 @@ class Tape:
 
     @contextmanager
     def originals(self) -> Iterator[None]:
-        """Inside, every recorded module runs its own forward."""
+        """Let every module run its own forward inside."""
         before, self.bypassed = self.bypassed, True
         try:
             yield
@@ -60,8 +60,7 @@ class Tape:
             self.bypassed = before
 
     def note_forward(self, *parameters: Tensor | None) -> None:
-        """Count one use in a forward; a forward that checkpointing runs again during backward does
-        not count."""
+        """Count one use in a forward, unless checkpointing runs the forward again in backward."""
         if self._open_for is None and torch.is_grad_enabled():
             self._forwards += parameters
 
@@ -76,23 +75,26 @@ class Tape:
                     self._batches.add((shape[0], shape[1]))
 
     def forward_uses(self) -> Counter[nn.Parameter]:
-        """How often the forward used each trainable parameter."""
+        """Count the forward's uses of each trainable parameter."""
         return Counter(p for p in self._forwards if isinstance(p, nn.Parameter) and p.requires_grad)
 
     def forget_forward(self) -> None:
-        """Begin to count again."""
+        """Start counting again."""
         self._forwards.clear()
         self._batches.clear()
 
-    def record_call(self, call: Any) -> None:
-        """Note a module without a rule; it is differentiated when the backward pass is over."""
+    def capture_call(self, call: Any) -> None:
+        """Note a call of a module without a rule, to be differentiated after the backward pass."""
         self.expected_examples()
         if not any(call is known for known in self.calls):
             self.calls.append(call)
 
     def expected_examples(self) -> int:
-        """How many examples this backward pass has. Raises: UnaccountedGradientError outside
-        ``engine.backward``."""
+        """Return how many examples this backward pass has.
+
+        Raises:
+            UnaccountedGradientError: outside ``engine.backward``.
+        """
         if self._open_for is None:
             raise UnaccountedGradientError(
                 "backward() was called on a model inside a ClippingEngine, so no gradient was "
@@ -101,15 +103,17 @@ class Tape:
         return self._open_for
 
     def by_example(self, module: nn.Module, tensor: Tensor, flattened: bool = True) -> Tensor:
-        """``tensor`` with one row per example: as it is, or (b * T, d) seen as (b, T, d), example
-        by example.
+        """Return ``tensor`` with examples in its first dimension.
 
-        (That flattened rows are ordered by example is what ``view(-1, d)`` gives;
-        :func:`~hf_dp.clipping.self_check` tells. Rows chosen by value, such as those of masked
-        tokens, are ordered likewise but not as many of each example: T must be a number of
-        positions that the forward had.)
-        Raises: UnaccountedGradientError outside ``ClippingEngine.backward``; UnsupportedModelError
-            for another shape.
+        A tensor (b, ...) is returned as it is, and (b * T, d) as (b, T, d), example by example.
+        ``view(-1, d)`` orders flattened vectors by example, and
+        :func:`~hf_dp.clipping.self_check` finds those that are not. Vectors selected by value, such
+        as those of masked tokens, are ordered by example but not equally many for each: T must be a
+        number of positions that the forward had.
+
+        Raises:
+            UnaccountedGradientError: outside ``ClippingEngine.backward``.
+            UnsupportedModelError: for any other shape.
         """
         examples = self.expected_examples()
         if tensor.dim() >= 1 and tensor.shape[0] == examples:
@@ -118,21 +122,21 @@ class Tape:
             return tensor.view(examples, -1, tensor.shape[1])
         raise UnsupportedModelError(
             f"{self.describe(module)} worked on a tensor of shape {tuple(tensor.shape)}, whose "
-            f"first dimension is not the number of examples ({examples}), nor that times the "
-            "positions of each, so its gradient cannot be split by example. Freeze this module "
-            "(requires_grad_(False)) or pass its inputs with one row per example."
+            f"first dimension is not the number of examples ({examples}), nor that number times "
+            "the positions of each, so its gradient cannot be split by example. Freeze this module "
+            "(requires_grad_(False)), or pass its inputs with the examples in their first "
+            "dimension."
         )
 
-    def is_flattened(self, rows: int) -> bool:
-        """Whether so many rows are those of all positions of all examples."""
+    def is_flattened(self, count: int) -> bool:
+        """Return whether ``count`` vectors are those of all positions of all examples."""
         examples = self.expected_examples()
-        return rows % examples == 0 and (examples, rows // examples) in self._batches
+        return count % examples == 0 and (examples, count // examples) in self._batches
 
     def refuse_parameter(self, module: nn.Module, input: Tensor) -> None:
-        """Raise for a module applied to a parameter: its rows are no examples, however many they
-        are.
+        """Raise for a module applied to a parameter: what it computes belongs to no example.
 
-        (DeBERTa normalises its table of relative positions.)
+        DeBERTa normalizes its table of relative positions in this way.
         """
         if isinstance(input, nn.Parameter):
             raise UnsupportedModelError(
@@ -142,16 +146,20 @@ class Tape:
             )
 
     def describe(self, module: nn.Module) -> str:
-        """``Linear `encoder.layer.0.dense` ``, for messages."""
+        """Return a name for messages, such as ``Linear `encoder.layer.0.dense` ``."""
         name = self._names.get(module)
         return f"{type(module).__name__} `{name}`" if name else type(module).__name__
 
-    def record(self, module: nn.Module, parameter: nn.Parameter, use: Use | Tensor) -> None:
-        """Hand over one use of a parameter by ``module``; a tensor is its per-example gradient (b,
-        *shape).
+    def capture(
+        self, module: nn.Module, parameter: nn.Parameter, use: PerExampleGradient | Tensor
+    ) -> None:
+        """Hand over what one use by ``module`` gave a parameter.
 
-        Raises: UnsupportedModelError when the shape is not that of per-example gradients of this
-            parameter.
+        Args:
+            use: a tensor is the per-example gradient itself, (b, *parameter.shape).
+
+        Raises:
+            UnsupportedModelError: the shape is not that of this parameter's per-example gradients.
         """
         if isinstance(use, Dense):
             use = use.gradients

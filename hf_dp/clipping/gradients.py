@@ -1,0 +1,323 @@
+"""The per-example gradient of one parameter, in the cheapest exact form.
+
+For example ``i`` every layer's gradient has one of three forms, with ``t`` running over the
+positions of that example:
+
+* outer products: ``G_i = sum_t left_it right_it^T``, for a parameter of shape (m, n) once its
+  trailing dimensions are flattened. ``nn.Linear``: left = output gradient, right = input. GPT-2's
+  ``Conv1D`` (weight stored in x out): the other way round. ``nn.Conv2d``: left = output gradient,
+  right = the patch under the kernel.
+* lookups: ``G_i = sum_t onehot(token_it) grad_it^T``, for a parameter of shape (V, n), or (V,) with
+  n = 1.
+* dense: the gradient itself, shape (b, *parameter.shape); for biases, norms and every parameter
+  smaller than the activations it met.
+
+Each object holds what one *use* of a parameter contributes. A parameter with several uses (a reused
+layer, a tied embedding) has the sum of theirs, so its norm also needs the inner product of every
+pair (:mod:`hf_dp.clipping.inner_products`). Uses that are cheap to join are joined into one.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from hf_dp.clipping.gram_norms import outer_norms
+from hf_dp.clipping.grams import Grams, LastOf
+from hf_dp.clipping.rounding import Norms, accumulation_dtype, full_precision, squared_norms, unit
+
+
+class Weights:
+    """One weight for each of b examples.
+
+    Attributes:
+        values: the weights, (b,).
+        scaled: a function of vectors (b, T, d) and a dtype that returns them in this dtype, each
+            times the weight of its example.
+    """
+
+    def __init__(self, values: Tensor):
+        self.values = values
+        self.scaled: LastOf[Tensor] = LastOf(self._scale)
+
+    def _scale(self, vectors: Tensor, dtype: torch.dtype) -> Tensor:
+        return vectors.to(dtype) * self.values.to(dtype)[:, None, None]
+
+
+class PerExampleGradient(ABC):
+    """The gradients that one use of a parameter gives b examples, in one of the three forms."""
+
+    @abstractmethod
+    def fits(self, shape: torch.Size, examples: int) -> bool:
+        """Return whether this has ``examples`` gradients of a parameter of this shape."""
+
+    @abstractmethod
+    def norms(self, grams: Grams | None = None) -> Norms:
+        """Return squared norms with their rounding error.
+
+        Args:
+            grams: shared by gradients whose norms are taken one after the other.
+        """
+
+    @abstractmethod
+    def add_weighted_sum(self, total: Tensor | None, shape: torch.Size, weights: Weights) -> Tensor:
+        """Return ``total + sum_i weights[i] * G_i``, of this shape; changes a given total."""
+
+    @abstractmethod
+    def slack(self) -> Tensor:
+        """Return the bound on the rounding of the weighted sum (:class:`Norms`) by itself, (b,)."""
+
+    @abstractmethod
+    def block(self, examples: slice, rows: slice, dtype: torch.dtype) -> Tensor:
+        """Return some rows of some examples' gradients, formed explicitly.
+
+        The shape is (examples, rows, n), with n the product of the parameter's trailing dimensions.
+
+        Args:
+            examples: with start and stop inside the range.
+            rows: rows of the parameter, with start and stop inside the range.
+        """
+
+    def example_gradient(
+        self, index: int, shape: torch.Size, dtype: torch.dtype = torch.float64
+    ) -> Tensor:
+        """Return ``G_index`` of this shape, formed explicitly.
+
+        In float64 this is the slow form in which nothing cancels.
+        """
+        height = shape[0] if shape else 1
+        return self.block(slice(index, index + 1), slice(0, height), dtype).view(shape)
+
+    @abstractmethod
+    def fingerprint(self) -> Tensor:
+        """Return a number for each example, (b,), by which two captures can be compared."""
+
+    @abstractmethod
+    def keep_only(self, keep: Tensor) -> None:
+        """Set the gradients of examples with ``keep[i]`` False to zero.
+
+        Never by a product: 0 * NaN is NaN.
+        """
+
+
+def _where(keep: Tensor, value: Tensor) -> Tensor:
+    return torch.where(
+        keep.view(-1, *[1] * (value.dim() - 1)),
+        value,
+        torch.zeros((), dtype=value.dtype, device=value.device),
+    )
+
+
+@dataclass
+class OuterProducts(PerExampleGradient):
+    """``G_i = sum_t left[i, t] right[i, t]^T``; left (b, T, m), right (b, T, n)."""
+
+    left: Tensor
+    right: Tensor
+
+    def fits(self, shape: torch.Size, examples: int) -> bool:
+        left, right = self.left.shape, self.right.shape
+        alike = len(left) == len(right) == 3 and left[:2] == right[:2] and left[0] == examples
+        return (
+            alike
+            and len(shape) >= 2
+            and left[2] == shape[0]
+            and left[2] * right[2] == shape.numel()
+        )
+
+    def norms(self, grams: Grams | None = None) -> Norms:
+        return outer_norms([(self.left, self.right)], grams)[0]
+
+    def weighted_factors(self, weights: Weights) -> tuple[Tensor, Tensor]:
+        """Return two matrices, (m, b T) and (b T, n), whose product is the weighted sum."""
+        dtype = accumulation_dtype(self.left.dtype)
+        # Scale the smaller factor; if both are of one size, the right one, which is often shared.
+        if self.left.shape[2] < self.right.shape[2]:
+            left, right = weights.scaled(self.left, dtype), self.right.to(dtype)
+        else:
+            left, right = self.left.to(dtype), weights.scaled(self.right, dtype)
+        return left.flatten(0, 1).mT, right.flatten(0, 1)
+
+    def add_weighted_sum(self, total: Tensor | None, shape: torch.Size, weights: Weights) -> Tensor:
+        left, right = self.weighted_factors(weights)
+        if total is None:
+            return torch.mm(left, right).view(shape)
+        total.view(len(left), -1).addmm_(left, right)
+        return total
+
+    def slack(self) -> Tensor:
+        dtype = accumulation_dtype(self.left.dtype)
+        left = torch.linalg.vector_norm(self.left, dim=2, dtype=dtype)
+        right = torch.linalg.vector_norm(self.right, dim=2, dtype=dtype)
+        return unit(dtype) * left.mul_(right).sum(1)
+
+    def block(self, examples: slice, rows: slice, dtype: torch.dtype) -> Tensor:
+        left, right = self.left[examples, :, rows].to(dtype).mT, self.right[examples].to(dtype)
+        # For a single strided example, bmm took more than twice as long as mm.
+        return torch.mm(left[0], right[0])[None] if len(left) == 1 else torch.bmm(left, right)
+
+    def fingerprint(self) -> Tensor:
+        left = torch.linalg.vector_norm(self.left, dim=(1, 2))
+        return left * torch.linalg.vector_norm(self.right, dim=(1, 2))
+
+    def keep_only(self, keep: Tensor) -> None:
+        self.left, self.right = _where(keep, self.left), _where(keep, self.right)
+
+
+@dataclass
+class Lookups(PerExampleGradient):
+    """``G_i = sum_t onehot(tokens[i, t]) grads[i, t]^T``.
+
+    Args:
+        tokens: integers, (b, T).
+        grads: (b, T, n), zero at padding.
+    """
+
+    tokens: Tensor
+    grads: Tensor
+
+    def fits(self, shape: torch.Size, examples: int) -> bool:
+        alike = self.tokens.dim() == 2 and len(self.tokens) == examples
+        return (
+            alike
+            and len(shape) in (1, 2)
+            and self.grads.shape == (*self.tokens.shape, shape[1:].numel())
+        )
+
+    def joined(self, other: Lookups) -> Lookups:
+        """Return both uses as one, concatenated along the positions."""
+        return Lookups(
+            torch.cat([self.tokens, other.tokens], 1), torch.cat([self.grads, other.grads], 1)
+        )
+
+    def norms(self, grams: Grams | None = None) -> Norms:
+        dtype = accumulation_dtype(self.grads.dtype)
+        # Sum the gradients of equal tokens of one example first, then square: O(b T n), and nothing
+        # cancels afterwards.
+        example, _, sums = self.rows(torch.float64)
+        squared = torch.zeros(len(self.tokens), dtype=torch.float64, device=self.grads.device)
+        squared = squared.index_add_(0, example, sums.square().sum(-1)).to(dtype)
+        return Norms(squared, 4 * torch.finfo(dtype).eps * squared, self.slack())
+
+    def rows(self, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the rows of all ``G_i`` that were looked up.
+
+        Returns:
+            the example of each (r,), the row of the parameter (r,) and its values (r, n).
+        """
+        stride = int(self.tokens.max()) + 1 if self.tokens.numel() else 1
+        example = torch.arange(len(self.tokens), device=self.tokens.device)[:, None]
+        found, row_of = torch.unique(
+            (self.tokens + example * stride).flatten(), return_inverse=True
+        )
+        values = torch.zeros(len(found), self.grads.shape[2], dtype=dtype, device=self.grads.device)
+        values.index_add_(0, row_of, self.grads.flatten(0, 1).to(dtype))
+        return found // stride, found % stride, values
+
+    def slack(self) -> Tensor:
+        # The norm is exact up to its last rounding; the sum over positions in float32 is not:
+        # sum_t |grad_t| <= sqrt(T sum_t |grad_t|^2)
+        dtype = accumulation_dtype(self.grads.dtype)
+        squares = self.grads.to(dtype).square().sum((1, 2))
+        return unit(dtype) * squares.mul(self.tokens.shape[1]).sqrt()
+
+    def add_weighted_sum(self, total: Tensor | None, shape: torch.Size, weights: Weights) -> Tensor:
+        dtype = accumulation_dtype(self.grads.dtype)
+        if total is None:
+            total = torch.zeros(shape, dtype=dtype, device=self.grads.device)
+        weighted = weights.scaled(self.grads, dtype)
+        total.view(len(total), -1).index_add_(0, self.tokens.flatten(), weighted.flatten(0, 1))
+        return total
+
+    def block(self, examples: slice, rows: slice, dtype: torch.dtype) -> Tensor:
+        tokens, grads = self.tokens[examples], self.grads[examples].to(dtype)
+        height = rows.stop - rows.start
+        inside = (tokens >= rows.start) & (tokens < rows.stop)
+        example = torch.arange(len(tokens), device=tokens.device)[:, None].expand_as(tokens)
+        block = torch.zeros(len(tokens) * height, grads.shape[2], dtype=dtype, device=grads.device)
+        block.index_add_(0, (tokens - rows.start + example * height)[inside], grads[inside])
+        return block.view(len(tokens), height, -1)
+
+    def fingerprint(self) -> Tensor:
+        return torch.linalg.vector_norm(self.grads, dim=(1, 2))
+
+    def keep_only(self, keep: Tensor) -> None:
+        self.grads = _where(keep, self.grads)
+
+
+@dataclass
+class Dense(PerExampleGradient):
+    """``G_i = gradients[i]``, shape (b, *parameter.shape)."""
+
+    gradients: Tensor
+
+    def fits(self, shape: torch.Size, examples: int) -> bool:
+        return self.gradients.shape == (examples, *shape)
+
+    def joined(self, other: Dense) -> Dense:
+        """Return the sum of the gradients of both uses."""
+        return Dense(self.gradients + other.gradients)
+
+    def norms(self, grams: Grams | None = None) -> Norms:
+        squared = squared_norms(self.gradients.flatten(1))
+        return Norms(squared, torch.zeros_like(squared), self.slack())
+
+    def add_weighted_sum(self, total: Tensor | None, shape: torch.Size, weights: Weights) -> Tensor:
+        dtype = accumulation_dtype(self.gradients.dtype)
+        flat, values = self.gradients.flatten(1).to(dtype), weights.values.to(dtype)
+        if total is None:
+            return torch.mv(flat.mT, values).view(shape)
+        total.view(-1).addmv_(flat.mT, values)
+        return total
+
+    def slack(self) -> Tensor:
+        dtype = accumulation_dtype(self.gradients.dtype)
+        return torch.zeros(len(self.gradients), dtype=dtype, device=self.gradients.device)
+
+    def block(self, examples: slice, rows: slice, dtype: torch.dtype) -> Tensor:
+        gradients = self.gradients[examples]
+        height = gradients.shape[1] if gradients.dim() > 1 else 1
+        return gradients.view(len(gradients), height, -1)[:, rows].to(dtype)
+
+    def fingerprint(self) -> Tensor:
+        return torch.linalg.vector_norm(self.gradients.flatten(1), dim=1)
+
+    def keep_only(self, keep: Tensor) -> None:
+        self.gradients = _where(keep, self.gradients)
+
+
+def compact(uses: Sequence[PerExampleGradient], shape: torch.Size) -> list[PerExampleGradient]:
+    """Return the gradients of one parameter's uses in the cheapest form.
+
+    Many outer products become one explicit gradient. Forming G costs ``2 T m n`` flops an example
+    and m n numbers to keep; the Gram form costs ``2 T^2 (m + n)`` flops and ``T (m + n)`` numbers,
+    T counted over all uses together. Both comparisons come out the same way, so the form that is
+    cheaper to compute is also cheaper to keep. A parameter used once is decided as soon as it is
+    seen, by the same function.
+    """
+    if len(uses) == 1 and not isinstance(uses[0], OuterProducts):
+        return list(uses)
+    outer = [use for use in uses if isinstance(use, OuterProducts)]
+    others: list[PerExampleGradient] = [use for use in uses if not isinstance(use, OuterProducts)]
+    if not outer:
+        return others
+    m, n = outer[0].left.shape[2], outer[0].right.shape[2]
+    length = sum(use.left.shape[1] for use in outer)
+    if m * n >= length * (m + n):
+        return [*outer, *others]
+    return [_explicit_sum(outer, shape), *others]
+
+
+def _explicit_sum(outer: Sequence[OuterProducts], shape: torch.Size) -> Dense:
+    dtype = accumulation_dtype(outer[0].left.dtype)
+    total: Tensor | None = None
+    with full_precision():
+        for use in outer:
+            left, right = use.left.to(dtype).mT, use.right.to(dtype)
+            total = torch.bmm(left, right) if total is None else total.baddbmm_(left, right)
+    assert total is not None
+    return Dense(total.view(-1, *shape))

@@ -1,0 +1,51 @@
+"""Inner products of the gradients that two uses of one parameter give each example.
+
+Two uses of one parameter (a reused layer, a tied embedding) add their gradients, so the norm of the
+sum needs the inner product of every pair of uses.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from hf_dp.clipping.gradients import Dense, Lookups, OuterProducts, PerExampleGradient
+from hf_dp.clipping.grams import products
+from hf_dp.clipping.rounding import accumulation_dtype, unit
+
+
+def inner_product(one: PerExampleGradient, other: PerExampleGradient) -> tuple[Tensor, Tensor]:
+    """Return ``<G_i, H_i>`` of each example, (b,), and a bound on its rounding error, (b,)."""
+    if isinstance(one, Dense) or isinstance(other, Dense):
+        dense, factored = (one, other) if isinstance(one, Dense) else (other, one)
+        assert isinstance(dense, Dense)
+        terms = _with_dense(dense.gradients, factored)
+    elif isinstance(one, OuterProducts) and isinstance(other, OuterProducts):
+        # <sum_s l_s r_s^T, sum_t k_t q_t^T> = sum_{s,t} (l_s . k_t)(r_s . q_t)
+        dtype = accumulation_dtype(one.left.dtype)
+        terms = products(one.left.to(dtype), other.left.to(dtype))
+        terms.mul_(products(one.right.to(dtype), other.right.to(dtype)))
+    else:
+        outer, lookups = (one, other) if isinstance(one, OuterProducts) else (other, one)
+        assert isinstance(outer, OuterProducts) and isinstance(lookups, Lookups)
+        dtype = accumulation_dtype(outer.left.dtype)
+        # <sum_s l_s r_s^T, sum_t onehot(k_t) e_t^T> = sum_{s,t} l_s[k_t] (r_s . e_t)
+        index = lookups.tokens[:, None, :].expand(-1, outer.left.shape[1], -1)
+        terms = products(outer.right.to(dtype), lookups.grads.to(dtype))
+        terms.mul_(outer.left.gather(2, index).to(dtype))
+    terms = terms.flatten(1)
+    # The terms are themselves rounded dot products; their count stands in for the random walk of
+    # the small ones.
+    return terms.sum(1), unit(terms.dtype) * terms.abs().sum(1)
+
+
+def _with_dense(gradients: Tensor, other: PerExampleGradient) -> Tensor:
+    if isinstance(other, OuterProducts):
+        # <D, sum_t l_t r_t^T> = sum_t l_t^T D r_t
+        left, right = other.left.to(gradients.dtype), other.right.to(gradients.dtype)
+        return torch.bmm(left, gradients.flatten(2)).mul_(right).sum(-1)
+    if isinstance(other, Lookups):
+        found = torch.stack([d[tokens] for d, tokens in zip(gradients, other.tokens, strict=True)])
+        return found.view_as(other.grads).mul_(other.grads.to(found.dtype)).sum(-1)
+    assert isinstance(other, Dense)
+    return (gradients * other.gradients).flatten(1)
