@@ -4,22 +4,26 @@ run starts."""
 from __future__ import annotations
 
 import dataclasses
-import functools
-import types
 import typing
-from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 
 from transformers import TrainingArguments
 
-from hf_dp._validate import in_unit_interval, integer, invalid, non_negative, one_of, positive
+from hf_dp._validate import invalid, one_of
 from hf_dp.accounting import ACCOUNTANTS
 from hf_dp.clipping.engine import STRATEGIES
-from hf_dp.errors import InvalidArgumentError, UnsupportedArgumentError
 from hf_dp.plans.dp_fp import DP_FP, PUBLISHED
-from hf_dp.plans.dp_sgd import CLIPPINGS
-from hf_dp.plans.units import NEIGHBORING_RELATIONS, PRIVACY_UNITS
 from hf_dp.statement.unnoised import RELEASABLE
+from hf_dp.trainer.argument_checks import (
+    Problems,
+    attempt,
+    check_budget,
+    check_mechanism,
+    check_release,
+    raise_all,
+    surrounding_problems,
+)
 from hf_dp.trainer.argument_table import environment_problems, table_problems
 from hf_dp.trainer.forward_arguments import (
     ForwardArguments,
@@ -27,10 +31,9 @@ from hf_dp.trainer.forward_arguments import (
     resolve_forward,
 )
 from hf_dp.trainer.privacy_modes import MODES
+from hf_dp.trainer.text_numbers import numbers_from_text
 
 NON_PRIVATE = "non_private"
-
-Problems = dict[str, InvalidArgumentError]
 
 
 @dataclass
@@ -326,7 +329,7 @@ class DPTrainingArguments(ForwardArguments, TrainingArguments):
     )
 
     def __post_init__(self) -> None:
-        problems = _numbers_from_text(self)
+        problems = numbers_from_text(self)
         if self.max_grad_norm is None:
             self.max_grad_norm = 0.0 if self.is_private else 1.0
         if self.is_private:
@@ -341,9 +344,9 @@ class DPTrainingArguments(ForwardArguments, TrainingArguments):
             self.learning_rate = 5e-5
         # Settings first: `super().__post_init__` takes devices, starts process groups, writes
         # environment variables.
-        _raise_all({**self._setting_problems(), **problems})
+        raise_all({**self._setting_problems(), **problems})
         super().__post_init__()
-        _raise_all(self._surrounding_problems())
+        raise_all(surrounding_problems(self))
 
     @property
     def is_private(self) -> bool:
@@ -356,162 +359,29 @@ class DPTrainingArguments(ForwardArguments, TrainingArguments):
         return self.privacy_mode == DP_FP and self.dp_fp_variant == PUBLISHED
 
     def check(self) -> None:
-        """Repeats all checks, since arguments can be assigned after construction.
+        """Repeat all checks, since arguments can be assigned after construction.
 
         Raises:
             UnsupportedArgumentError, InvalidArgumentError: as on construction.
         """
-        _raise_all({**self._setting_problems(), **self._surrounding_problems()})
+        raise_all({**self._setting_problems(), **surrounding_problems(self)})
 
     def _setting_problems(self) -> Problems:
-        """What is wrong with the arguments and the environment variables, by name."""
+        """Return what is wrong with the arguments and the environment variables, by name."""
         problems: Problems = {}
-        self._try(problems, "privacy_mode", one_of, (NON_PRIVATE, *MODES))
+        attempt(self, problems, "privacy_mode", one_of, (NON_PRIVATE, *MODES))
         if problems:  # which checks apply is not known
             return problems
         if not self.is_private:
             return self._ignored_privacy_arguments()
-        self._check_budget(problems)
-        self._check_mechanism(problems)
-        self._check_release(problems)
-        forward_problems(self, self._try, problems)
+        check_budget(self, problems)
+        check_mechanism(self, problems)
+        check_release(self, problems)
+        forward_problems(self, partial(attempt, self), problems)
         return {**table_problems(self), **environment_problems(self.report_to), **problems}
 
-    def _try(
-        self, problems: Problems, name: str, check: Callable[..., object], *details: object
-    ) -> None:
-        """Sets the argument to what the check returns, or notes the problem."""
-        try:
-            setattr(self, name, check(name, getattr(self, name), *details))
-        except InvalidArgumentError as error:
-            problems[name] = error
-
-    def _check_budget(self, problems: Problems) -> None:
-        if self.target_epsilon is not None:
-            self._try(problems, "target_epsilon", positive, "Typical values are 1 to 10.")
-        if self.target_delta is not None:
-            self._try(problems, "target_delta", in_unit_interval, "Leave it unset for 1/(2N).")
-        if self.noise_multiplier is not None:
-            self._try(
-                problems,
-                "noise_multiplier",
-                positive,
-                "For a run without noise use privacy_mode='non_private'.",
-            )
-        self._try(problems, "accountant", one_of, ACCOUNTANTS)
-        self._try(
-            problems, "privacy_unit", one_of, PRIVACY_UNITS, "Other units need their own sampler."
-        )
-        self._try(
-            problems, "neighboring_relation", one_of, NEIGHBORING_RELATIONS, "Use 'zero_out'."
-        )
-        if self.target_epsilon is None and self.noise_multiplier is None:
-            problems["target_epsilon"] = invalid(
-                "target_epsilon",
-                None,
-                "to be given when `noise_multiplier` is not",
-                "One of the two fixes the privacy of the run. Set exactly one.",
-            )
-        if self.target_epsilon is not None and self.noise_multiplier is not None:
-            problems.setdefault(
-                "target_epsilon",
-                invalid(
-                    "target_epsilon",
-                    self.target_epsilon,
-                    f"to be unset when `noise_multiplier` ({self.noise_multiplier!r}) is given",
-                    "Each fixes the other. Remove one of the two.",
-                ),
-            )
-        if self.is_published_dp_fp and self.accountant != "gdp_clt":
-            problems["accountant"] = invalid(
-                "accountant",
-                self.accountant,
-                "to be unset for DP-FP as published",
-                "No accountant has a bound for it; the paper's own figure is computed by "
-                "'gdp_clt'.",
-            )
-        elif (
-            self.accountant == "gdp_clt"
-            and self.target_epsilon is not None
-            and not self.is_published_dp_fp
-        ):
-            problems["accountant"] = invalid(
-                "accountant",
-                self.accountant,
-                "to be a bound when `target_epsilon` is given",
-                "The noise is calibrated to a bound, and gdp_clt is an estimate. "
-                "Use 'pld', or give `noise_multiplier` instead.",
-            )
-
-    def _check_mechanism(self, problems: Problems) -> None:
-        self._try(
-            problems,
-            "expected_batch_size",
-            integer,
-            1,
-            "It is the logical batch of a private step; set it (per_device_train_batch_size is "
-            "memory only).",
-        )
-        if self.max_logical_batch_size is not None:
-            self._try(
-                problems, "max_logical_batch_size", integer, 1, "Leave it unset for no limit."
-            )
-        self._try(
-            problems,
-            "per_device_train_batch_size",
-            integer,
-            1,
-            "It is the physical batch: memory only.",
-        )
-        self._try(problems, "per_example_max_grad_norm", positive, "The default is 0.1.")
-        self._try(problems, "clipping", one_of, CLIPPINGS)
-        if self.clipping_strategy is not None:
-            self._try(problems, "clipping_strategy", one_of, STRATEGIES)
-        if self.max_tokens_per_physical_batch is not None:
-            self._try(
-                problems,
-                "max_tokens_per_physical_batch",
-                integer,
-                1,
-                "Leave it unset for no limit.",
-            )
-        self._try(problems, "earlier_runs", _list_of_paths)
-        self._try(problems, "max_grad_norm", non_negative, "Use 0 to switch it off.")
-        for name in (
-            "clip_noised_gradient",
-            "rows_are_chunks",
-            "adapter_init_data_is_public",
-            "evaluate_on_training_rows",
-        ):
-            self._try(problems, name, _true_or_false)
-        self._try(problems, "padding_values", _numbers_by_column)
-        if problems.keys() & {"max_grad_norm", "clip_noised_gradient"}:
-            return
-        if self.max_grad_norm and not self.clip_noised_gradient:
-            problems["max_grad_norm"] = invalid(
-                "max_grad_norm",
-                self.max_grad_norm,
-                "to be unset or 0 in private modes",
-                "It clips the averaged gradient after noise, not each example's. For that set "
-                "`per_example_max_grad_norm`; if the clip after noise is meant, set "
-                "clip_noised_gradient=True.",
-                UnsupportedArgumentError,
-            )
-        if self.clip_noised_gradient and not self.max_grad_norm:
-            problems["clip_noised_gradient"] = invalid(
-                "clip_noised_gradient",
-                True,
-                "to be False when `max_grad_norm` is 0",
-                "Set `max_grad_norm` above 0.",
-            )
-
-    def _check_release(self, problems: Problems) -> None:
-        self._try(problems, "release", _list_of_names, RELEASABLE)
-        if self.insecure_seed is not None:
-            self._try(problems, "insecure_seed", integer, 0, "Leave it unset outside tests.")
-
     def _ignored_privacy_arguments(self) -> Problems:
-        """Privacy arguments that were set although the mode does not read them."""
+        """Return the privacy arguments that were set although the mode does not read them."""
         moves = {
             "expected_batch_size": "Use `per_device_train_batch_size` and "
             "`gradient_accumulation_steps`",
@@ -531,93 +401,6 @@ class DPTrainingArguments(ForwardArguments, TrainingArguments):
                 )
         return problems
 
-    def _surrounding_problems(self) -> Problems:
-        """What is wrong with the processes and devices of this run; they are known after
-        ``super().__post_init__``."""
-        problems: Problems = {}
-        if not self.is_private:
-            return problems
-        if (
-            self.world_size != 1
-        ):  # $WORLD_SIZE is a row of the environment table; MPI launchers set other variables
-            problems["world_size"] = invalid(
-                "world_size",
-                self.world_size,
-                "to be 1 in private modes",
-                "Private training runs in one process for now; two would release two models from "
-                "one budget. Launch with one process.",
-                UnsupportedArgumentError,
-            )
-        if self.n_gpu > 1:
-            problems["n_gpu"] = invalid(
-                "n_gpu",
-                self.n_gpu,
-                "to be at most 1 in private modes",
-                "One process with several GPUs uses DataParallel, which splits batches behind the "
-                "clipping engine. Set CUDA_VISIBLE_DEVICES to one device.",
-                UnsupportedArgumentError,
-            )
-        return problems
-
-
-def _raise_all(problems: Problems) -> None:
-    """Raises one error for all problems: a single one as it is, several as a list."""
-    errors = list(problems.values())
-    if not errors:
-        return
-    if len(errors) == 1:
-        raise errors[0]
-    all_unsupported = all(isinstance(error, UnsupportedArgumentError) for error in errors)
-    kind = UnsupportedArgumentError if all_unsupported else InvalidArgumentError
-    raise kind(
-        "\n- ".join(
-            [f"{len(errors)} arguments must change before this run can start:", *map(str, errors)]
-        )
-    )
-
-
-def _true_or_false(name: str, value: object) -> bool:
-    if not isinstance(value, bool):
-        raise invalid(name, value, "to be True or False", "Write it without quotes.")
-    return value
-
-
-def _numbers_by_column(name: str, value: object) -> dict[str, float]:
-    numbers = isinstance(value, dict) and all(
-        isinstance(column, str)
-        and isinstance(fill, (int, float))
-        and not isinstance(fill, bool)
-        and fill == fill
-        for column, fill in value.items()
-    )
-    if not numbers:
-        raise invalid(
-            name,
-            value,
-            "to be a mapping from columns to numbers",
-            "For example {'token_weights': 0}.",
-        )
-    return dict(value)  # type: ignore[call-overload]
-
-
-def _list_of_names(name: str, value: object, known: tuple[str, ...]) -> list[str]:
-    if not isinstance(value, (list, tuple)):
-        raise invalid(
-            name,
-            value,
-            f"to be a list of names among {list(known)}",
-            "Leave it empty to release nothing.",
-        )
-    return [one_of(name, item, known, "Leave it empty to release nothing.") for item in value]
-
-
-def _list_of_paths(name: str, value: object) -> list[str]:
-    if not isinstance(value, (list, tuple)) or not all(isinstance(path, str) for path in value):
-        raise invalid(
-            name, value, "to be a list of folders", "Leave it empty where the rows were never used."
-        )
-    return list(value)
-
 
 def _own_fields() -> list[dataclasses.Field[typing.Any]]:
     """Fields that transformers does not have, except the mode itself."""
@@ -628,46 +411,3 @@ def _own_fields() -> list[dataclasses.Field[typing.Any]]:
 
 def _default(own: dataclasses.Field[typing.Any]) -> object:
     return own.default if own.default_factory is dataclasses.MISSING else own.default_factory()
-
-
-@functools.cache
-def _number_fields() -> dict[str, type]:
-    """The fields whose type is a plain number (or None), inherited ones included, with that
-    type."""
-    numbers: dict[str, type] = {}
-    for name, hint in typing.get_type_hints(DPTrainingArguments).items():
-        kinds = set(typing.get_args(hint) or [hint]) - {types.NoneType}
-        for number in (int, float):
-            if kinds == {number}:
-                numbers[name] = number
-    return numbers
-
-
-def _number(text: str, kind: type) -> int | float:
-    """The number that a text spells; "1e3" is a whole number too. Raises ValueError if there is
-    none of this kind."""
-    number = float(text)
-    if kind is float:
-        return number
-    try:
-        return int(text)
-    except ValueError:
-        if not number.is_integer():
-            raise
-        return int(number)
-
-
-def _numbers_from_text(args: DPTrainingArguments) -> Problems:
-    """Converts numbers given as text in place; what cannot be read is a problem."""
-    problems: Problems = {}
-    for name, kind in _number_fields().items():
-        value = getattr(args, name)
-        if isinstance(value, str):
-            try:
-                setattr(args, name, _number(value, kind))
-            except ValueError:
-                wanted = "a whole number" if kind is int else "a number"
-                problems[name] = invalid(
-                    name, value, f"to be {wanted}", "Correct it, or remove it for the default."
-                )
-    return problems

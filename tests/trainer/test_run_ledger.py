@@ -194,7 +194,8 @@ def test_an_older_copy_of_the_record_is_refused(folder):
 
 def test_planted_marks_that_are_not_read_are_seen(folder, monkeypatch):
     older_copy(folder)
-    monkeypatch.setattr("hf_dp.run.ledger.marks_of_run", lambda folder: [])
+    for module in ("ledger", "resume"):
+        monkeypatch.setattr(f"hf_dp.run.{module}.marks_of_run", lambda folder: [])
     with pytest.raises(LedgerError, match="the ledger of this run went back"):
         go_on(folder)  # the mark itself does not go back even then
     monkeypatch.setattr("hf_dp.run.ledger.write_mark", lambda *_: None)
@@ -496,7 +497,8 @@ def test_a_whole_run_with_an_older_record_is_refused_until_it_is_rebuilt(tmp_pat
 def test_planted_whole_run_with_an_older_record_trains_on(tmp_path, monkeypatch):
     trained(tmp_path)
     shutil.copy(tmp_path / "checkpoint-2" / FILE_NAME, tmp_path / FILE_NAME)
-    monkeypatch.setattr("hf_dp.run.ledger.marks_of_run", lambda folder: [])
+    for module in ("ledger", "resume"):
+        monkeypatch.setattr(f"hf_dp.run.{module}.marks_of_run", lambda folder: [])
     monkeypatch.setattr("hf_dp.run.ledger.write_mark", lambda *_: None)
     monkeypatch.setattr(RunLedger, "_write_mark", lambda *_: None)
     again = tiny.trainer(tmp_path)

@@ -1,0 +1,249 @@
+"""What is wrong with the arguments of a private run: ranges, and what contradicts what."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from hf_dp._validate import in_unit_interval, integer, invalid, non_negative, one_of, positive
+from hf_dp.accounting import ACCOUNTANTS
+from hf_dp.clipping.engine import STRATEGIES
+from hf_dp.errors import InvalidArgumentError, UnsupportedArgumentError
+from hf_dp.plans.dp_sgd import CLIPPINGS
+from hf_dp.plans.units import NEIGHBORING_RELATIONS, PRIVACY_UNITS
+from hf_dp.statement.unnoised import RELEASABLE
+
+Problems = dict[str, InvalidArgumentError]
+
+
+def attempt(
+    args: Any, problems: Problems, name: str, check: Callable[..., object], *details: object
+) -> None:
+    """Set the argument to what the check returns, or note the problem."""
+    try:
+        setattr(args, name, check(name, getattr(args, name), *details))
+    except InvalidArgumentError as error:
+        problems[name] = error
+
+
+def check_budget(args: Any, problems: Problems) -> None:
+    """Check how much privacy is asked for, and by which accountant."""
+    if args.target_epsilon is not None:
+        attempt(args, problems, "target_epsilon", positive, "Typical values are 1 to 10.")
+    if args.target_delta is not None:
+        attempt(args, problems, "target_delta", in_unit_interval, "Leave it unset for 1/(2N).")
+    if args.noise_multiplier is not None:
+        attempt(
+            args,
+            problems,
+            "noise_multiplier",
+            positive,
+            "For a run without noise use privacy_mode='non_private'.",
+        )
+    attempt(args, problems, "accountant", one_of, ACCOUNTANTS)
+    attempt(
+        args, problems, "privacy_unit", one_of, PRIVACY_UNITS, "Other units need their own sampler."
+    )
+    attempt(
+        args, problems, "neighboring_relation", one_of, NEIGHBORING_RELATIONS, "Use 'zero_out'."
+    )
+    if args.target_epsilon is None and args.noise_multiplier is None:
+        problems["target_epsilon"] = invalid(
+            "target_epsilon",
+            None,
+            "to be given when `noise_multiplier` is not",
+            "One of the two fixes the privacy of the run. Set exactly one.",
+        )
+    if args.target_epsilon is not None and args.noise_multiplier is not None:
+        problems.setdefault(
+            "target_epsilon",
+            invalid(
+                "target_epsilon",
+                args.target_epsilon,
+                f"to be unset when `noise_multiplier` ({args.noise_multiplier!r}) is given",
+                "Each fixes the other. Remove one of the two.",
+            ),
+        )
+    if args.is_published_dp_fp and args.accountant != "gdp_clt":
+        problems["accountant"] = invalid(
+            "accountant",
+            args.accountant,
+            "to be unset for DP-FP as published",
+            "No accountant has a bound for it; the paper's own figure is computed by 'gdp_clt'.",
+        )
+    elif (
+        args.accountant == "gdp_clt"
+        and args.target_epsilon is not None
+        and not args.is_published_dp_fp
+    ):
+        problems["accountant"] = invalid(
+            "accountant",
+            args.accountant,
+            "to be a bound when `target_epsilon` is given",
+            "The noise is calibrated to a bound, and gdp_clt is an estimate. "
+            "Use 'pld', or give `noise_multiplier` instead.",
+        )
+
+
+def check_mechanism(args: Any, problems: Problems) -> None:
+    """Check batches, clipping and rows."""
+    attempt(
+        args,
+        problems,
+        "expected_batch_size",
+        integer,
+        1,
+        "It is the logical batch of a private step; set it (per_device_train_batch_size is "
+        "memory only).",
+    )
+    if args.max_logical_batch_size is not None:
+        attempt(
+            args, problems, "max_logical_batch_size", integer, 1, "Leave it unset for no limit."
+        )
+    attempt(
+        args,
+        problems,
+        "per_device_train_batch_size",
+        integer,
+        1,
+        "It is the physical batch: memory only.",
+    )
+    attempt(args, problems, "per_example_max_grad_norm", positive, "The default is 0.1.")
+    attempt(args, problems, "clipping", one_of, CLIPPINGS)
+    if args.clipping_strategy is not None:
+        attempt(args, problems, "clipping_strategy", one_of, STRATEGIES)
+    if args.max_tokens_per_physical_batch is not None:
+        attempt(
+            args,
+            problems,
+            "max_tokens_per_physical_batch",
+            integer,
+            1,
+            "Leave it unset for no limit.",
+        )
+    attempt(args, problems, "earlier_runs", _list_of_paths)
+    attempt(args, problems, "max_grad_norm", non_negative, "Use 0 to switch it off.")
+    for name in (
+        "clip_noised_gradient",
+        "rows_are_chunks",
+        "adapter_init_data_is_public",
+        "evaluate_on_training_rows",
+    ):
+        attempt(args, problems, name, _true_or_false)
+    attempt(args, problems, "padding_values", _numbers_by_column)
+    if problems.keys() & {"max_grad_norm", "clip_noised_gradient"}:
+        return
+    if args.max_grad_norm and not args.clip_noised_gradient:
+        problems["max_grad_norm"] = invalid(
+            "max_grad_norm",
+            args.max_grad_norm,
+            "to be unset or 0 in private modes",
+            "It clips the averaged gradient after noise, not each example's. For that set "
+            "`per_example_max_grad_norm`; if the clip after noise is meant, set "
+            "clip_noised_gradient=True.",
+            UnsupportedArgumentError,
+        )
+    if args.clip_noised_gradient and not args.max_grad_norm:
+        problems["clip_noised_gradient"] = invalid(
+            "clip_noised_gradient",
+            True,
+            "to be False when `max_grad_norm` is 0",
+            "Set `max_grad_norm` above 0.",
+        )
+
+
+def check_release(args: Any, problems: Problems) -> None:
+    """Check what is let out, and how secret the noise is."""
+    attempt(args, problems, "release", _list_of_names, RELEASABLE)
+    if args.insecure_seed is not None:
+        attempt(args, problems, "insecure_seed", integer, 0, "Leave it unset outside tests.")
+
+
+def surrounding_problems(args: Any) -> Problems:
+    """Return what is wrong with the processes and devices of a run.
+
+    They are known after ``TrainingArguments.__post_init__``.
+    """
+    problems: Problems = {}
+    if not args.is_private:
+        return problems
+    if (
+        args.world_size != 1
+    ):  # $WORLD_SIZE is a row of the environment table; MPI launchers set other variables
+        problems["world_size"] = invalid(
+            "world_size",
+            args.world_size,
+            "to be 1 in private modes",
+            "Private training runs in one process for now; two would release two models from "
+            "one budget. Launch with one process.",
+            UnsupportedArgumentError,
+        )
+    if args.n_gpu > 1:
+        problems["n_gpu"] = invalid(
+            "n_gpu",
+            args.n_gpu,
+            "to be at most 1 in private modes",
+            "One process with several GPUs uses DataParallel, which splits batches behind the "
+            "clipping engine. Set CUDA_VISIBLE_DEVICES to one device.",
+            UnsupportedArgumentError,
+        )
+    return problems
+
+
+def raise_all(problems: Problems) -> None:
+    """Raise one error for all problems: a single one as it is, several as a list."""
+    errors = list(problems.values())
+    if not errors:
+        return
+    if len(errors) == 1:
+        raise errors[0]
+    all_unsupported = all(isinstance(error, UnsupportedArgumentError) for error in errors)
+    kind = UnsupportedArgumentError if all_unsupported else InvalidArgumentError
+    raise kind(
+        "\n- ".join(
+            [f"{len(errors)} arguments must change before this run can start:", *map(str, errors)]
+        )
+    )
+
+
+def _true_or_false(name: str, value: object) -> bool:
+    if not isinstance(value, bool):
+        raise invalid(name, value, "to be True or False", "Write it without quotes.")
+    return value
+
+
+def _numbers_by_column(name: str, value: object) -> dict[str, float]:
+    numbers = isinstance(value, dict) and all(
+        isinstance(column, str)
+        and isinstance(fill, (int, float))
+        and not isinstance(fill, bool)
+        and fill == fill
+        for column, fill in value.items()
+    )
+    if not numbers:
+        raise invalid(
+            name,
+            value,
+            "to be a mapping from columns to numbers",
+            "For example {'token_weights': 0}.",
+        )
+    return dict(value)  # type: ignore[call-overload]
+
+
+def _list_of_names(name: str, value: object, known: tuple[str, ...]) -> list[str]:
+    if not isinstance(value, (list, tuple)):
+        raise invalid(
+            name,
+            value,
+            f"to be a list of names among {list(known)}",
+            "Leave it empty to release nothing.",
+        )
+    return [one_of(name, item, known, "Leave it empty to release nothing.") for item in value]
+
+
+def _list_of_paths(name: str, value: object) -> list[str]:
+    if not isinstance(value, (list, tuple)) or not all(isinstance(path, str) for path in value):
+        raise invalid(
+            name, value, "to be a list of folders", "Leave it empty where the rows were never used."
+        )
+    return list(value)
