@@ -15,8 +15,8 @@ from hf_dp.errors import ConfigError, UnsupportedArgumentError
 from hf_dp.tuners.base import Tuner
 from hf_dp.tuners.frost.config import FrostConfig
 from hf_dp.tuners.frost.tuner import Reselect, SelectOnce
-from hf_dp.tuners.rgp.config.config import RgpConfig
-from hf_dp.tuners.rgp.config.tuner import Rgp
+from hf_dp.tuners.rgp.config import RgpConfig
+from hf_dp.tuners.rgp.tuner import Rgp
 from hf_dp.tuners.single_entries.config import MaskConfig
 from hf_dp.tuners.single_entries.tuner import Masks
 

@@ -7,6 +7,6 @@ from hf_dp.tuners.public_choice import BitFitConfig as BitFitConfig
 from hf_dp.tuners.public_choice import HeadConfig as HeadConfig
 from hf_dp.tuners.public_choice import RandomConfig as RandomConfig
 from hf_dp.tuners.public_choice import TopBlocksConfig as TopBlocksConfig
-from hf_dp.tuners.rgp.config.config import RgpConfig as RgpConfig
+from hf_dp.tuners.rgp.config import RgpConfig as RgpConfig
 from hf_dp.tuners.single_entries.config import ParamConfig as ParamConfig
 from hf_dp.tuners.single_entries.config import PvalConfig as PvalConfig

@@ -33,7 +33,7 @@ from hf_dp.tuners.frost.config import FrostConfig
 from hf_dp.tuners.frost.magnitude import MagnitudeEngine
 from hf_dp.tuners.frost.partition import partitions
 from hf_dp.tuners.public_choice import RandomConfig
-from hf_dp.tuners.rgp.config.config import RgpConfig
+from hf_dp.tuners.rgp.config import RgpConfig
 from hf_dp.tuners.single_entries.config import PvalConfig
 from tests import tiny
 

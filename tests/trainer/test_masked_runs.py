@@ -15,7 +15,7 @@ from hf_dp.plans.rounding import ROUNDING_MARGIN
 from hf_dp.run.gate import Release
 from hf_dp.statement.record import read
 from hf_dp.statement.verify import disagreements
-from hf_dp.tuners.rgp.config.config import RgpConfig
+from hf_dp.tuners.rgp.config import RgpConfig
 from hf_dp.tuners.single_entries import tuner as single_entries
 from hf_dp.tuners.single_entries.config import (
     MaskConfig,

@@ -15,7 +15,7 @@ from hf_dp.tuners.base import (
     refuse_options,
     refuse_other_options,
 )
-from hf_dp.tuners.rgp.config.config import RgpConfig, carriers, weight_gradients
+from hf_dp.tuners.rgp.config import RgpConfig, carriers, weight_gradients
 from hf_dp.tuners.selection import always_trained
 
 
