@@ -179,6 +179,8 @@ class PrivacyPlan:
             **own,
             "mechanism": self.mechanism.to_dict(),
             "selection": selection,
+            "noise_multiplier": self.noise_multiplier,
+            "clipping_norm": self.clipping_norm,
             "sample_rate": self.sample_rate,
             "noise_std": self.noise_std,
         }
