@@ -199,6 +199,9 @@ def test_the_commands_of_a_page_parse(page, monkeypatch, capsys):
                 patched.setattr(argparse.ArgumentParser, "parse_args", parse_args)
                 assert main([*words[1:], "--dry-run"]) == 0, words
             continue
+        if "--help" in words:
+            assert main(words[1:]) == 0
+            continue
         with pytest.raises(Parsed):
             assert main(words[1:]) is Parsed, (words, capsys.readouterr().err)
 
