@@ -104,7 +104,7 @@ def run_programs(page: str, folder: Path) -> str:
         env=OFFLINE,
         capture_output=True,
         text=True,
-        timeout=280,
+        timeout=1200,
     )
     assert done.returncode == 0, done.stderr[-2000:]
     return done.stdout
