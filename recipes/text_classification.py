@@ -2,7 +2,8 @@
 
     accelerate launch recipes/text_classification.py --config recipes/demo/minilm_dp_adam.yaml
 
-The same main as `hf-dp train`; read hf_dp/cli/tasks/text_classification.py to see each step.
+This script runs the same main as `hf-dp train`. Read hf_dp/cli/tasks/text_classification.py to see
+each step.
 """
 
 import sys

@@ -1,11 +1,10 @@
-"""Why no epsilon is established for DP-FP as published: one row's own word shows in every update,
-whatever the noise.
+"""Show why no epsilon is established for DP-FP as published: one row shows in every update.
 
     python recipes/dp_fp/why_not_proven.py
 
-Sixteen made-up rows; one of them holds a word that no other has. For rising noise, with and without
-this row, the table counts the steps that move the word's embedding. With noise that hides a row,
-the two counts could not be told apart.
+There are sixteen made-up rows, and one of them holds a word that no other row has. The table counts
+the steps that move this word's embedding, with and without the word, at rising noise. If the noise
+hid a row, nobody could tell the two counts apart.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ NOISES = (0.346, 1.0, 10.0, 100.0)  # the first is the paper's for "epsilon 1.73
 
 
 class CanaryMoves(TrainerCallback):
-    """Counts the steps after which the canary's embedding is another."""
+    """Count the steps that change the canary's embedding."""
 
     def __init__(self) -> None:
         self.moved = 0
@@ -40,8 +39,7 @@ class CanaryMoves(TrainerCallback):
 
 
 def rows(with_canary: bool) -> datasets.Dataset:
-    """All rows there in both cases; without the canary, its row holds nothing but ordinary
-    words."""
+    """Return as many rows in both cases; without the canary, its row holds ordinary words only."""
     tokens = torch.randint(4, CANARY, (ROWS, 8), generator=torch.Generator().manual_seed(0))
     if with_canary:
         tokens[0, 3] = CANARY
@@ -67,8 +65,7 @@ def model() -> BertForSequenceClassification:
 
 
 def count(variant: str, noise: float, with_canary: bool) -> int:
-    """Of STEPS steps, in each of which every row takes part, those that move the canary's
-    embedding."""
+    """Count the steps, of STEPS in which every row takes part, that move the canary's embedding."""
     watch = CanaryMoves()
     with tempfile.TemporaryDirectory() as folder:
         args = DPTrainingArguments(
@@ -97,8 +94,8 @@ def count(variant: str, noise: float, with_canary: bool) -> int:
 def main() -> None:
     """Print the table and what follows from it."""
     logging.set_verbosity_error()
-    torch.set_num_threads(1)  # of a model this small, threads only wait for each other
-    print(f"steps of {STEPS} that move the embedding of a word which one row alone holds\n")
+    torch.set_num_threads(1)  # with a model this small, threads only wait for each other
+    print(f"steps out of {STEPS} that move the embedding of a word that only one row holds\n")
     print(f"{'variant':<12}{'noise / C':>10}{'row there':>12}{'row without the word':>24}")
     seen: dict[str, set[tuple[int, int]]] = {}
     for variant in ("published", "frozen"):
@@ -110,10 +107,10 @@ def main() -> None:
     print()
     if told_apart:
         print(
-            "published: whoever sees one update knows whether the row was there, at every noise. "
-            "The gradient of the encoder\nis (what comes back through the noise) x (the "
-            "activations below it, as they are): the second factor is not\nnoised, so the update "
-            "is no function of the noised representation, and post-processing does not cover it."
+            "published: one update shows whether the row was there, at every noise. The encoder's "
+            "gradient is what comes back\nthrough the noise times the activations below it, and "
+            "the activations are not noised. So the update is not a\nfunction of the noised "
+            "representation, and post-processing does not cover it."
         )
     if seen["frozen"] == {(0, 0)}:
         print("frozen: nothing below the noise moves, so nothing below it can tell.")

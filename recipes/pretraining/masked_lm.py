@@ -1,10 +1,10 @@
-"""Continue the pretraining of a masked language model on public text, without privacy.
+r"""Continue the pretraining of a masked language model on public text, without privacy.
 
-    python recipes/pretraining/masked_lm.py --config recipes/pretraining/minilm_masked_lm.yaml
-    --text_files A.parquet B.parquet
+    python recipes/pretraining/masked_lm.py --config recipes/pretraining/minilm_masked_lm.yaml \
+        --text_files A.parquet B.parquet
 
-The same main as `hf-dp train` with `task: masked_lm`; read hf_dp/cli/tasks/masked_lm.py to see each
-step.
+This script runs the same main as `hf-dp train` with `task: masked_lm`. Read
+hf_dp/cli/tasks/masked_lm.py to see each step.
 """
 
 import sys
