@@ -150,9 +150,10 @@ class DPTrainingArguments(ForwardArguments, TrainingArguments):
     > [!NOTE]
     > Defaults that differ from [`~transformers.TrainingArguments`]:
     > - `max_grad_norm`: `None` instead of `1.0`; it becomes 0 in private modes and 1.0 in
-    `"non_private"`. > - `hub_strategy`: `"end"` instead of `"every_save"`. > - `learning_rate`:
-    `None` instead of `5e-5`; it becomes that, and 5e-6 for DP-FP as published. > -
-    `average_tokens_across_devices`: always `False` in private modes instead of `True`.
+    >   `"non_private"`.
+    > - `hub_strategy`: `"end"` instead of `"every_save"`.
+    > - `learning_rate`: `None` instead of `5e-5`; it becomes that, and 5e-6 for DP-FP as published.
+    > - `average_tokens_across_devices`: always `False` in private modes instead of `True`.
 
     Raises:
         UnsupportedArgumentError: an argument that transformers knows would break the privacy
