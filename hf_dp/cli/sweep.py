@@ -22,13 +22,15 @@ from hf_dp.cli.sweep_report import draw, draw_over_zero_shot, in_words, spent_to
 from hf_dp.errors import ConfigError
 
 EXAMPLES = """examples:
-  hf-dp sweep --config recipes/sst2/minilm_dp_adam_eps3.yaml --grid target_epsilon=3,8 learning_rate=5e-4,1e-3 \\
-      --seeds 0 1 2 --output-dir outputs/sweep
-  hf-dp sweep --config recipe.yaml --grid infilling=null,sst2 target_epsilon=3,8 --output-dir outputs/words --plot words.png
+  hf-dp sweep --config recipes/sst2/minilm_dp_adam_eps3.yaml --seeds 0 1 2 \\
+      --grid target_epsilon=3,8 learning_rate=5e-4,1e-3 --output-dir outputs/sweep
+  hf-dp sweep --config recipe.yaml --grid infilling=null,sst2 target_epsilon=3,8 \\
+      --output-dir outputs/words --plot words.png
 
-Runs that are done are not repeated: start the same command again after an interruption. Every private run on the same rows
-adds its epsilon; the last line says what all runs in the table cost together. To publish the best one at the price of a few,
-see accounting.BestOfRandomRuns.
+Runs that are done are not repeated: start the same command again after an interruption. Every
+private run on the same rows adds its epsilon; the last line says what all runs in the table cost
+together. A search that releases only the best of a secret, random number of runs can cost as little
+as a few of them, but a grid is no such search: `hf-dp account search --help` states the conditions.
 """
 METRICS = "eval_results.json"  # Trainer.save_metrics' name; the last thing that a run writes
 

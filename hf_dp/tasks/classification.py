@@ -124,7 +124,9 @@ def metrics(names: Sequence[str], classes: int) -> Callable[[Any], dict[str, flo
             f"to be without f1 for {classes} classes",
             "F1 here is that of class 1 of two.",
         )
-    modules = [evaluate.load(str(Path(__file__).parent / "metrics" / name)) for name in names]
+    modules = [
+        evaluate.load(str(Path(__file__).parent / "metrics" / f"{name}.py")) for name in names
+    ]
 
     def compute(prediction: Any) -> dict[str, float]:
         logits = (

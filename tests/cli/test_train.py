@@ -15,7 +15,7 @@ import pytest
 import tiny
 import yaml
 
-from hf_dp.cli.config import check_keys, peft_config, split_config
+from hf_dp.cli.config import check_keys, peft_config, read_yaml
 from hf_dp.cli.main import main
 from hf_dp.errors import ConfigError
 from hf_dp.trainer.trainer import DPTrainer
@@ -152,13 +152,13 @@ def test_unreadable_files(task, capsys):
     assert main(["train", "--config", str(task)]) == 2
     assert "could not be read as json" in capsys.readouterr().err
     with pytest.raises(ConfigError, match="cannot be read"):
-        split_config(["--config", str(task.parent / "none.yaml")])
+        read_yaml(str(task.parent / "none.yaml"))
     task.write_text("a: [")
     with pytest.raises(ConfigError, match="not valid YAML"):
-        split_config(["--config", str(task)])
+        read_yaml(str(task))
     task.write_text("- 1")
     with pytest.raises(ConfigError, match="mapping"):
-        split_config(["--config", str(task)])
+        read_yaml(str(task))
 
 
 def test_every_unknown_key_is_reported():

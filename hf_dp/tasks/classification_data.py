@@ -75,6 +75,10 @@ class DataArguments:
             return "/".join(filter(None, [self.dataset_name, self.dataset_config]))
         return self.data_name or "private"
 
+    def columns(self, tokenizer: Any, names: Sequence[str]) -> tuple[Any, ...]:
+        """Return the arguments of :func:`~hf_dp.tasks.classification.encode` after the rows."""
+        return tokenizer, self.text_columns, self.label_column, names, self.max_length
+
 
 def load_train(data: DataArguments) -> Any:
     """The training rows. Raises: ConfigError when none are named, DataError."""
