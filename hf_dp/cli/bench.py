@@ -1,5 +1,5 @@
-"""``hf-dp bench throughput|memory|training``: what private training costs beside non-private
-training on equal work."""
+"""``hf-dp bench``: measure what private training costs beside non-private training on equal
+work."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import argparse
 import json
 import sys
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -49,18 +49,24 @@ TRAINING_EXAMPLE = """example (MiniLM, one pass over 10,000 rows in each of 12 r
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The parser of all sub-commands."""
+    """Return the parser of all sub-commands."""
     parser = argparse.ArgumentParser("hf-dp bench", description=NOTE, allow_abbrev=False)
     commands = parser.add_subparsers(
         dest="benchmark", required=True, metavar="{throughput,memory,training}"
     )
-    speed = _command(
+    _throughput_command(commands)
+    _memory_command(commands)
+    _training_command(commands)
+    return parser
+
+
+def _throughput_command(commands: Any) -> None:
+    add = _command(
         commands,
         "throughput",
         "examples per second, ratio to non-private and its bound",
         THROUGHPUT_EXAMPLE,
-    )
-    add = speed.add_argument
+    ).add_argument
     add(
         "--rounds",
         type=int,
@@ -76,23 +82,23 @@ def build_parser() -> argparse.ArgumentParser:
     add(
         "--repeats",
         type=int,
-        help="steps of every mode in a round, in turns (default: as many as last 8 seconds)",
+        help="steps of every mode in a round, in turns (default: what takes 8 seconds)",
     )
     add(
         "--runs",
         type=int,
         default=1,
-        help="repeat the whole and say whether the runs agree (default: 1)",
+        help="repeat the whole and state whether the runs agree (default: 1)",
     )
     add(
         "--profile",
         action="store_true",
-        help="also milliseconds by operator that a mode takes more than non_private",
+        help="also print by operator how many more milliseconds a mode takes than non_private",
     )
     add(
         "--max-batch",
         action="store_true",
-        help="CUDA: also the largest batch of each mode and the speed there",
+        help="CUDA: also find the largest batch of each mode and the speed there",
     )
     add(
         "--lcm-limit",
@@ -101,23 +107,24 @@ def build_parser() -> argparse.ArgumentParser:
         metavar="N",
         help="with --max-batch: largest common logical batch, examples (default: 16384)",
     )
-    memory = _command(
+
+
+def _memory_command(commands: Any) -> None:
+    add = _command(
         commands, "memory", "peak memory, each mode in a process of its own", MEMORY_EXAMPLE
-    )
-    memory.add_argument(
+    ).add_argument
+    add(
         "--repeats",
         type=int,
         default=1,
         help="processes of each mode; the median counts (default: 1)",
     )
-    memory.add_argument(
+    add(
         "--steps",
         type=int,
         default=3,
         help="steps a process, the peak from the second on (default: 3)",
     )
-    _training_command(commands)
-    return parser
 
 
 def _training_command(commands: Any) -> None:
@@ -130,7 +137,19 @@ def _training_command(commands: Any) -> None:
         allow_abbrev=False,
     )
     parser.set_defaults(plot=None, beside=None)
+    _add_data(parser.add_argument_group("data and model").add_argument)
+    _add_training(parser.add_argument_group("training").add_argument)
     add = parser.add_argument
+    add("--rounds", type=int, default=3, help="runs of every mode, interleaved (default: 3)")
+    add(
+        "--modes",
+        metavar="A,B",
+        help="comma-separated, of those above (default: all but ours_by_tokens)",
+    )
+    _add_machine_and_report(add)
+
+
+def _add_data(add: Callable[..., Any]) -> None:
     add("--train-file", required=True, metavar="PATH", help=".parquet, .csv, .json or .jsonl")
     add(
         "--model",
@@ -166,6 +185,9 @@ def _training_command(commands: Any) -> None:
         metavar="T",
         help="longer texts are cut, tokens (default: 128)",
     )
+
+
+def _add_training(add: Callable[..., Any]) -> None:
     add(
         "--logical-batch-size",
         type=int,
@@ -185,12 +207,9 @@ def _training_command(commands: Any) -> None:
         type=int,
         help="optimizer steps of a run (default: one pass, rows / logical batch rounded up)",
     )
-    add("--rounds", type=int, default=3, help="runs of every mode, interleaved (default: 3)")
-    add(
-        "--modes",
-        metavar="A,B",
-        help="comma-separated, of those above (default: all but ours_by_tokens)",
-    )
+
+
+def _add_machine_and_report(add: Callable[..., Any]) -> None:
     add("--device", metavar="cpu|cuda", help="default: cuda where there is a device")
     add("--threads", type=int, help="torch's intra-op threads (default: torch's own choice)")
     add(
@@ -229,19 +248,13 @@ def _command(commands: Any, name: str, text: str, example: str) -> argparse.Argu
         metavar="fp32|bf16",
         help="bf16 is autocast, float32 weights (default: fp32)",
     )
-    add("--device", metavar="cpu|cuda", help="default: cuda where there is a device")
-    add("--threads", type=int, help="torch's intra-op threads (default: torch's own choice)")
     add(
         "--gradient-checkpointing",
         action="store_true",
         help="non-reentrant, in every mode (default: off)",
     )
-    add(
-        "--json",
-        metavar="PATH",
-        help="write everything: versions, device, arguments, all raw numbers",
-    )
-    add("--plot", metavar="PATH.png", help="draw bars by mode (needs hf-dp[plot])")
+    _add_machine_and_report(add)
+    add("--plot", metavar="PATH.png", help="plot bars by mode (needs hf-dp[plot])")
     add(
         "--beside",
         metavar="PATH",
@@ -251,8 +264,10 @@ def _command(commands: Any, name: str, text: str, example: str) -> argparse.Argu
 
 
 def main(argv: Sequence[str]) -> int:
-    """Measures, prints a table, writes the files asked for; exit code 2 (and a line on stderr) for
-    what cannot be done."""
+    """Measure, print a table and write the files asked for.
+
+    Return 2 (with a line on stderr) for what cannot be done.
+    """
     args = build_parser().parse_args(hyphenated(argv))
     if args.benchmark != "training":
         _validate.one_of("model", args.model, SHAPES)  # before the heavy imports
@@ -266,9 +281,9 @@ def main(argv: Sequence[str]) -> int:
             json.dumps(report, indent=1, allow_nan=False) + "\n", encoding="utf-8"
         )
     if args.plot:
-        from hf_dp.benchmarks.plot import draw
+        from hf_dp.benchmarks.plot import plot_reports
 
-        draw([report, *beside], args.plot)
+        plot_reports([report, *beside], args.plot)
     return 0
 
 
@@ -355,7 +370,7 @@ def _modes(args: argparse.Namespace) -> list[str]:
 
 
 def _check_files(args: argparse.Namespace) -> None:
-    """Refuses, before minutes of measuring, what could not be written afterwards."""
+    """Refuse, before minutes of measuring, what could not be written afterwards."""
     for name in ("json", "plot"):
         path = getattr(args, name)
         if path and not Path(path).absolute().parent.is_dir():
@@ -367,7 +382,10 @@ def _check_files(args: argparse.Namespace) -> None:
 
 
 def _beside(args: argparse.Namespace) -> list[Mapping[str, Any]]:
-    """The report that --beside names, none or one; it must be of the same work."""
+    """Return the report that --beside names, none or one.
+
+    Raises: InvalidArgumentError if it is not of the same work.
+    """
     if not args.beside:
         return []
     if not args.plot:

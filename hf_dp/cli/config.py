@@ -12,7 +12,7 @@ import typing
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any, TypedDict, cast
 
 import yaml
 from huggingface_hub.dataclasses import validate_typed_dict
@@ -72,7 +72,7 @@ def parse(
         if not issubclass(cls, TrainingArguments):  # those check their own
             for name in defaults.keys() & _hints(cls).keys():
                 defaults[name] = checked(name, defaults[name], hints[name])
-    parser = HfArgumentParser(list(dataclass_types), prog=prog, allow_abbrev=False)  # type: ignore[arg-type]
+    parser = HfArgumentParser(cast(Any, dataclass_types), prog=prog, allow_abbrev=False)
     parser.set_defaults(**defaults)
     for action in parser._actions:
         if action.dest in defaults:

@@ -1,5 +1,5 @@
-"""Planning before spending: what a run would cost, over a range of settings, on another data set;
-no torch."""
+"""Plan before spending: the cost of a run, over a range of settings, on other data; without
+torch."""
 
 from hf_dp.planning.forecast import Forecast, forecast
 from hf_dp.planning.sweep import parse_sweep

@@ -6,7 +6,8 @@ import itertools
 
 import pytest
 
-from hf_dp.benchmarks.modes import NON_PRIVATE, Mode
+from hf_dp.benchmarks.mode import BenchmarkMode
+from hf_dp.benchmarks.modes import NON_PRIVATE
 from hf_dp.benchmarks.rounds import (
     Ratio,
     enough_repeats,
@@ -81,7 +82,7 @@ def test_a_timing_is_long_enough():
 
 
 def test_a_timing_is_one_step_and_cleans_up(monkeypatch):
-    class Fake(Mode):
+    class Fake(BenchmarkMode):
         done: list[str] = []
 
         def step(self, batches):

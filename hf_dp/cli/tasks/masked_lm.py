@@ -1,8 +1,8 @@
-"""Continue the pretraining of a masked language model on public text: plain, without privacy.
+"""Continue the pretraining of a masked language model on public text, without privacy.
 
-For a base whose masked-LM head is missing (a sentence encoder, say), so that infilling has words to
-compare. Only public text may go in: nothing of it is protected, and the checkpoint lists it under
-``pretraining_sources``.
+It is for a base whose masked-LM head is missing (a sentence encoder, say), so that infilling has
+words to compare. Only public text may go in: nothing protects it, and the checkpoint lists its
+sources under ``pretraining_sources``.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ class PretrainingArguments:
     )
     text_columns: list[str] = field(
         metadata={
-            "help": "Columns of text, of whichever file has them; annotations.text for nested ones."
+            "help": "Columns of text; a file needs only one. annotations.text for a nested one."
         }
     )
     pretraining_sources: list[str] = field(
         metadata={
-            "help": "Names of all public data sets the checkpoint will have seen, the base's own "
-            "included."
+            "help": "Names of all public data sets that the checkpoint will have seen, those of "
+            "the base included."
         }
     )
     max_length: int = field(
@@ -46,14 +46,15 @@ class PretrainingArguments:
         default=0.3, metadata={"help": "Share of tokens that are predicted."}
     )
     held_out: float = field(
-        default=0.02, metadata={"help": "Share of texts the accuracy is measured on."}
+        default=0.02, metadata={"help": "Share of texts on which the accuracy is measured."}
     )
     max_minutes: float = field(
-        default=45.0, metadata={"help": "Processor time (of all threads) after which it stops."}
+        default=45.0,
+        metadata={"help": "Processor time of all threads after which to stop, in minutes."},
     )
     smallest_gain: float = field(
         default=0.005,
-        metadata={"help": "It also stops when the accuracy gained less between two evaluations."},
+        metadata={"help": "Stop when the accuracy gained less than this between two evaluations."},
     )
 
 
@@ -92,8 +93,10 @@ def train(values: dict[str, Any], words: Sequence[str]) -> int:
 
 
 def build_trainer(task: PretrainingArguments, args: Any) -> Any:
-    """A stock Trainer, except that it computes vocabulary logits where a token is predicted and
-    nowhere else."""
+    """Return a Trainer that computes vocabulary logits only where a token is predicted.
+
+    Raises: DataError for a model that cannot be loaded, or too few texts.
+    """
     import datasets
     from transformers import AutoModelForMaskedLM, AutoTokenizer, DataCollatorForLanguageModeling
 
@@ -108,15 +111,15 @@ def build_trainer(task: PretrainingArguments, args: Any) -> Any:
     except (OSError, ValueError) as problem:
         raise DataError(
             f"The model {task.model_name_or_path!r} could not be loaded: "
-            f"{str(problem).splitlines()[0]}"
+            f"{str(problem).splitlines()[0]} Give a Hub name, a folder, or package:NAME."
         ) from problem
     seen = getattr(model.config, "pretraining_sources", None) or []
     model.config.pretraining_sources = list(dict.fromkeys([*seen, *task.pretraining_sources]))
     lines = list(dict.fromkeys(read_texts(task.text_files, task.text_columns)))
     if len(lines) * task.held_out < 1 or len(lines) * (1 - task.held_out) < 1:
         raise DataError(
-            f"`text_files` hold {len(lines)} different texts, of which `held_out` = "
-            f"{task.held_out:g} leaves none to train or to measure on. Give more text."
+            f"`text_files` hold {len(lines)} different texts. With `held_out` {task.held_out:g}, "
+            "none is left to train on or to measure. Give more text."
         )
     encoded = tokenizer(
         lines, truncation=True, max_length=task.max_length, return_special_tokens_mask=True
