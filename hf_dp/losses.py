@@ -182,7 +182,7 @@ def with_position_ids(model: nn.Module, inputs: dict[str, Any]) -> dict[str, Any
 
 
 def _forward_parameters(model: nn.Module) -> Mapping[str, inspect.Parameter]:
-    # Those of the class: inside the engine an instance may have another forward.
+    # The class is asked because an instance may have another forward inside the engine.
     return inspect.signature(type(model).forward).parameters
 
 

@@ -5,7 +5,7 @@ page by page. On virtual machines such page faults cost more than the arithmetic
 interrupt, and they fall on one mode or the other by chance. A timing process therefore keeps its
 memory, for all modes alike, and the report says so.
 
-Large blocks (the gradient of an embedding) would be mapped anew each time unless enough memory is
+Large blocks (the gradient of an embedding) would be mapped again each time unless enough memory is
 free at the end of the heap, which depends on the order of the modes. Nothing is mapped, therefore.
 For a training of your own on the CPU, the environment variables ``MALLOC_TRIM_THRESHOLD_=2000000000
 MALLOC_MMAP_MAX_=0`` do the same.

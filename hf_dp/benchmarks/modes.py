@@ -73,7 +73,7 @@ class Clipped(BenchmarkMode):
 
 
 class Selecting(BenchmarkMode):
-    """DP-FROST's selection on one draw: magnitudes (mgna, order 1) of all trainable partitions."""
+    """The selection of DP-FROST on one sample: magnitudes (mgna, order 1) of all partitions."""
 
     def __init__(self, model: nn.Module, workload: Workload):
         super().__init__(model, workload)

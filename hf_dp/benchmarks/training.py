@@ -2,7 +2,7 @@
 
 A run is one call of ``trainer.train()`` on a fresh copy of the model, with everything a user gets
 and nothing more: no evaluation, saving or logging. A private run also includes the self-check
-before the first step, noise, ledger, epsilon and card. Poisson draws vary in size, so times are
+before the first step, noise, ledger, epsilon and card. Poisson samples vary in size, so times are
 divided by the examples that were really processed. Rounds and the order of modes within them are
 those of :mod:`hf_dp.benchmarks.rounds`.
 """
@@ -44,16 +44,16 @@ from hf_dp.trainer.trainer import DPTrainer
 
 Log = Callable[[str], None]
 
-# mode -> what it is
+# mode -> description
 MODES = {
     "stock": "transformers.Trainer, random order",
     "stock_by_length": "transformers.Trainer, group_by_length",
-    "ours_unsorted": "DPTrainer, physical batches in drawn order",
+    "ours_unsorted": "DPTrainer, physical batches in sampling order",
     "ours": "DPTrainer",
     "ours_by_tokens": "DPTrainer, physical batches sized by tokens alone",
 }
 DEFAULT_MODES = ("stock", "stock_by_length", "ours_unsorted", "ours")
-# (mode, baseline) -> what the throughput of the one divided by that of the other says
+# (mode, baseline) -> what the ratio of their throughputs shows
 RATIOS = {
     ("ours", "ours_unsorted"): "what sorting by length gives",
     ("ours", "stock"): "beside stock order",
@@ -63,9 +63,9 @@ RATIOS = {
 }
 LEGEND = (
     "s/1000: seconds for 1,000 examples; CPU: seconds of all threads. before: seconds before the "
-    "first draw, and\nshare of the run; after: seconds after the last step. data: share of the run "
-    "in which sampled rows\nwere fetched, collated and padded (private modes). padding: share of "
-    "all positions."
+    "first sample,\nand share of the run; after: seconds after the last step. data: share of the "
+    "run in which sampled rows\nwere fetched, collated and padded (private modes). padding: share "
+    "of all positions."
 )
 
 

@@ -220,7 +220,7 @@ class Run:
         seconds: wall time in all.
         cpu_seconds: processor time of all threads; with one thread, a much smaller number than
             `seconds` means that other processes had the processor.
-        preparation: seconds before the first draw (data loader, optimizer, privately the
+        preparation: seconds before the first sample (data loader, optimizer, privately the
             self-check).
         finishing: seconds after the last step (privately epsilon and card).
         steps: optimizer steps made.
@@ -244,11 +244,12 @@ class Run:
     def seconds_per_example(self) -> float:
         """Return the wall time over the examples that were really processed.
 
-        Raises: HfDpError when there were none, since private draws can be empty.
+        Raises: HfDpError when there were none, since private samples can be empty.
         """
         if not self.examples:
             raise HfDpError(
-                "All draws of a run were empty. Use a larger logical_batch_size or more steps."
+                "All Poisson samples of a run were empty. Use a larger logical_batch_size or more "
+                "steps."
             )
         return self.seconds / self.examples
 
@@ -323,7 +324,7 @@ def in_drawn_order(
 
 @contextmanager
 def unsorted_batches() -> Iterator[None]:
-    """Make private data loaders cut draws in drawn order, inside the context.
+    """Make private data loaders cut samples in sampling order, inside the context.
 
     The context exists to measure what sorting gives; there is no such option.
     """

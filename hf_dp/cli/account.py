@@ -20,7 +20,8 @@ RELATIONS = ("zero_out", "add_remove", "replace_one")
 RUN_DISTRIBUTIONS = ("truncated_negative_binomial", "poisson")
 
 NOTE = (
-    "Poisson sampling, Gaussian noise on the sum of clipped gradients. A bound holds; an estimate "
+    "These figures are for Poisson sampling with Gaussian noise on the sum of clipped gradients. A "
+    "bound holds; an estimate "
     "may be below the true epsilon. Epsilon is rounded up."
 )
 _SST2 = "example (SST-2, 1024 of 67349 examples a step, 3 epochs):\n  hf-dp account "
@@ -36,12 +37,12 @@ QUESTIONS = {
         f"noise --target-epsilon 3 --sample-rate 0.0152044 {_COMMON}",
     ),
     "steps": (
-        "most steps that stay inside a target",
+        "largest number of steps that stays within a target",
         "steps --target-epsilon 3 --noise-multiplier 0.8254 --sample-rate 0.0152044 --delta "
         "7.424e-6",
     ),
     "sample-rate": (
-        "largest sample rate that stays inside a target",
+        "largest sample rate that stays within a target",
         f"sample-rate --target-epsilon 3 --noise-multiplier 0.8254 {_COMMON}",
     ),
     "search": (
@@ -50,7 +51,7 @@ QUESTIONS = {
     ),
     "ledger": ("recompute what a finished or interrupted run cost", "ledger outputs/demo"),
     "rebuild": (
-        "bring a privacy.json up to date that an older copy replaced",
+        "complete a privacy.json that an older copy replaced",
         "rebuild outputs/demo",
     ),
 }
@@ -304,7 +305,7 @@ def _rebuild(args: argparse.Namespace) -> int:
         "delta": record.plan.delta,
         "set_aside": None if done.set_aside is None else done.set_aside.name,
     }
-    what = "written anew" if done.changed else "nothing was missing, left as it is"
+    what = "rewritten" if done.changed else "nothing was missing, left as it is"
     lines = [f"run {record.run_id}, status: {record.status}; privacy.json: {what}"]
     if done.set_aside is not None:
         lines.append(f"the file that could not be read is now {done.set_aside.name}")

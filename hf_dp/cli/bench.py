@@ -37,9 +37,9 @@ both panels of one figure, speed measured before with --json speed.json:
 TRAINING_NOTE = (
     "Wall time of trainer.train() on your rows, the same number of optimizer steps on both sides: "
     "AdamW, constant learning rate, fp32, padding to the longest row of a physical batch; no "
-    "evaluation, saving or logging. Times are divided by the examples really processed, since "
-    "private draws vary in size. Modes: stock (transformers.Trainer with gradient accumulation), "
-    "stock_by_length (its group_by_length), ours_unsorted (DPTrainer, physical batches in drawn "
+    "evaluation, saving or logging. Times are divided by the examples that were processed, since "
+    "private samples vary in size. Modes: stock (transformers.Trainer with gradient accumulation), "
+    "stock_by_length (its group_by_length), ours_unsorted (DPTrainer, physical batches in sampling "
     "order), ours (DPTrainer), ours_by_tokens (physical batches sized by tokens alone)."
 )
 TRAINING_EXAMPLE = """example (MiniLM, one pass over 10,000 rows in each of 12 runs):

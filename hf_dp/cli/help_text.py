@@ -27,7 +27,7 @@ PRIVACY = {
     ),
     "max_logical_batch_size": (
         "B",
-        "largest draw that is used whole; accounted for, by pld only (default: no limit)",
+        "largest sample that a step uses in full; needs accountant pld (default: no limit)",
     ),
     "per_device_train_batch_size": (
         "b",

@@ -185,12 +185,12 @@ def _refuse_other_modes(mode: str) -> None:
 
 
 def _transfer(plan: PrivacyPlan, num_examples: int) -> Transfer:
-    """Return the settings for another number of examples. Raises: ConfigError for a cut draw."""
+    """Return the settings for another number of examples. Raises: ConfigError for a cut sample."""
     from hf_dp.planning import transfer
 
     if plan.max_batch_size is not None:
         raise ConfigError(
-            "A largest draw (--max-batch-size) does not carry over to other data. Transfer "
+            "A limit on the sample (--max-batch-size) does not carry over to other data. Transfer "
             "without it."
         )
     return transfer(sample_rate=plan.sample_rate, steps=plan.steps, num_examples=num_examples)
@@ -225,7 +225,7 @@ def _number(value: Any) -> Any:
 def _rows(recipe: dict[str, Any]) -> int:
     """Return how many training rows the recipe's data has.
 
-    Raises: ConfigError where the data is not at hand.
+    Raises: ConfigError where the data is not available.
     """
     if recipe.get("max_train_rows"):
         return int(recipe["max_train_rows"])
@@ -238,7 +238,7 @@ def _rows(recipe: dict[str, Any]) -> int:
 
         return len(load_file(recipe["train_file"]))
     raise ConfigError(
-        "The recipe's training rows are not at hand, so their number is not known. Give "
+        "The recipe's training rows are not available here, so their number is not known. Give "
         "--num-examples N."
     )
 

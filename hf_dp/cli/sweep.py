@@ -221,8 +221,8 @@ def _run(recipe: dict[str, Any], cell: Cell, which: str) -> bool:
         changed = sorted(key for key in {*before, *values} if before.get(key) != values.get(key))
         raise ConfigError(
             f"{cell.folder.name} in `--output-dir` was run with other values of {changed}. Choose "
-            "another folder: these results are not those of this recipe, and the record of what "
-            "its private runs have spent must not be lost."
+            "another folder: the results in it are of another recipe, and the record of what its "
+            "private runs have spent must not be lost."
         )
     if cell.done is not None:
         return True

@@ -16,7 +16,7 @@ from hf_dp.accounting.comparison import compare
 from hf_dp.errors import AccountingRangeError, CalibrationError
 from hf_dp.plan import PrivacyPlan
 
-STEPS = (16, 64, 256, 1024, 4096)  # Figure 3's
+STEPS = (16, 64, 256, 1024, 4096)  # those of Figure 3
 _SMALLEST_RATE = 2.0**-12
 Curve = tuple[list[float], list[float]]
 

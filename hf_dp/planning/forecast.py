@@ -55,7 +55,7 @@ class Forecast:
 def _used(plan: PrivacyPlan) -> float:
     """Return the expected number of examples that a step uses.
 
-    That is B, or for a draw of K that is cut, E min(K, cap) = sum over k <= cap of P(K >= k).
+    That is B, or for a sample of K that is cut, E min(K, cap) = sum over k <= cap of P(K >= k).
     """
     if plan.max_batch_size is None:
         return plan.expected_batch_size

@@ -16,7 +16,7 @@ from hf_dp.clipping.uses import Lookups, Use, accumulation_dtype
 
 
 class LabelWordProjection(nn.Module):
-    """Return logits of K words, (..., K): ``x W[ids]^T + b[ids]``.
+    """A projection onto the logits of K words, (..., K): ``x W[ids]^T + b[ids]``.
 
     The head of a language model computes all V of them.
 

@@ -65,7 +65,7 @@ def load_classifier(
             return load_infilling(path, tokenizer, infilling, names)
         return _with_head(path, names, arguments.from_scratch), tokenizer
     except HfDpError:
-        raise  # says what is wrong itself, and may be a ValueError
+        raise  # its message is complete; some are also a ValueError
     except (OSError, ValueError) as problem:
         raise DataError(
             f"The model {arguments.model_name_or_path!r} could not be loaded: "
@@ -103,7 +103,7 @@ def _with_head(path: str, names: Sequence[str], from_scratch: bool) -> Any:
     if from_scratch:
         config = AutoConfig.from_pretrained(path, num_labels=len(names), **labels)
         model = AutoModelForSequenceClassification.from_config(config)
-        # The path is no base of this model, and the card must not say so.
+        # The card must not name the path as the base of this model.
         model.config._name_or_path = ""
         return model
     model, info = AutoModelForSequenceClassification.from_pretrained(

@@ -461,7 +461,7 @@ class TestRebuild:
     def test_prints_what_was_added_and_epsilon(self, folder, capsys):
         assert main(["account", "rebuild", str(folder)]) == 0
         lines = capsys.readouterr().out.splitlines()
-        assert lines[0] == "run a-run, status: running; privacy.json: written anew"
+        assert lines[0] == "run a-run, status: running; privacy.json: rewritten"
         assert lines[1] == "added:"
         assert lines[2].startswith("  training: PoissonSampledGaussian(noise_multiplier 0.82539,")
         assert lines[2].endswith("steps 8)")

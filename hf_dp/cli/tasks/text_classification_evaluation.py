@@ -127,7 +127,7 @@ def load_trained(
         if Path(folder, "adapter_config.json").exists():
             from peft import PeftModel
 
-            set_seed(seed)  # what the checkpoint of the base lacks is drawn as in training
+            set_seed(seed)  # initializes what the base's checkpoint lacks, as in training
             base, tokenizer = load_classifier(model_args, data_args.text_columns, names)
             return PeftModel.from_pretrained(base, folder), tokenizer
         tokenizer = AutoTokenizer.from_pretrained(folder)
