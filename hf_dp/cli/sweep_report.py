@@ -105,10 +105,7 @@ def plot_sweep(results: dict[Cell, dict[str, Any]], path: str) -> None:
     Curves and bars show the spread of the seeds.
     """
     metric = sorted(next(iter(results.values()))["metrics"])[0]
-    axes = [
-        list(dict.fromkeys(each))
-        for each in zip(*(cell.settings.values() for cell in results), strict=True)
-    ]
+    axes = list(zip(*(cell.settings.values() for cell in results), strict=True))
     names = list(next(iter(results)).settings)
     if len(axes) <= 2 and all(
         isinstance(value, (int, float)) for values in axes for value in values

@@ -118,7 +118,7 @@ class InfillingForSequenceClassification(PreTrainedModel):
 
 
 def _replace(model: nn.Module, old: nn.Module, new: nn.Module) -> None:
-    """Replace one module by another, in place.
+    """Replace one module by another, in place, and change nothing else.
 
     ``set_output_embeddings`` of BERT and others also ties biases that were not tied.
     """
