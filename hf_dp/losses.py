@@ -131,8 +131,7 @@ def per_example_loss(model: nn.Module, inputs: Mapping[str, Any]) -> Tensor:
 
 
 def attended_targets(labels: Tensor, mask: Tensor) -> Tensor:
-    """Return the labels (b, T) of a decoder without those that padding predicts, or that stand on
-    it.
+    """Return the labels (b, T) of a decoder without those that padding predicts or holds.
 
     A target counts if it and the position before it are both attended to. Beside left padding, an
     example's first token would be predicted from that padding, which the example alone does not
@@ -229,8 +228,10 @@ def problem_type(model: nn.Module, labels: Tensor) -> str:
 
 
 def classification_loss(model: nn.Module, logits: Tensor, labels: Tensor) -> Tensor:
-    """Return one loss per example, (b,), from logits (b, K) and labels, by the model's problem
-    type.
+    """Return one loss per example, (b,), by the model's problem type.
+
+    Args:
+        logits: (b, K).
 
     Raises: as per_example_loss.
     """

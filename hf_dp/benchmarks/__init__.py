@@ -1,5 +1,4 @@
-"""Measure what private training costs: speed and memory of every way to clip, beside non-private
-training on equal work.
+"""Measure what private training costs in speed and memory, beside non-private training.
 
 ``hf-dp bench throughput``, ``memory`` and ``training`` (:mod:`hf_dp.cli.bench`) are the way in.
 Importing the package or :mod:`hf_dp.benchmarks.shapes` loads neither torch nor transformers.

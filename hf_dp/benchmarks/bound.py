@@ -122,8 +122,7 @@ def _norm_flops(trace: Trace) -> tuple[int, int]:
 
 
 def trace_model(model: nn.Module, workload: Workload) -> Trace:
-    """Run one example forward and note every linear layer, LoRA's included, with its real
-    shapes."""
+    """Run one example forward; note every linear layer, LoRA's included, with its real shapes."""
     trace = Trace()
     with _hooks(model, trace), torch.random.fork_rng():
         model(

@@ -64,10 +64,10 @@ def interleave(
 
 
 def ratio(rounds: Sequence[Mapping[str, float]], mode: str, baseline: str) -> Ratio:
-    """Return median and interquartile range of ``time of baseline / time of mode`` over >= 2
-    rounds.
+    """Return median and interquartile range of ``time of baseline / time of mode``.
 
-    The inclusive method computes the quartiles.
+    Each ratio is of one round, of which there are at least 2. The inclusive method computes the
+    quartiles.
     """
     values = [each[baseline] / each[mode] for each in rounds]
     low, middle, high = statistics.quantiles(values, n=4, method="inclusive")
@@ -88,8 +88,7 @@ def verdict(runs: Sequence[Ratio]) -> str:
 
 
 def enough_repeats(seconds_per_step: float, at_least: float = 8.0) -> int:
-    """Return how many steps last ``at_least`` seconds, over which a machine's speed averages
-    out."""
+    """Return how many steps last ``at_least`` seconds, so that a machine's speed averages out."""
     return max(1, math.ceil(at_least / max(seconds_per_step, 1e-6)))
 
 

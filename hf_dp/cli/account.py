@@ -21,8 +21,7 @@ RUN_DISTRIBUTIONS = ("truncated_negative_binomial", "poisson")
 
 NOTE = (
     "These figures are for Poisson sampling with Gaussian noise on the sum of clipped gradients. A "
-    "bound holds; an estimate "
-    "may be below the true epsilon. Epsilon is rounded up."
+    "bound holds; an estimate may be below the true epsilon. Epsilon is rounded up."
 )
 _SST2 = "example (SST-2, 1024 of 67349 examples a step, 3 epochs):\n  hf-dp account "
 _COMMON = "--steps 198 --delta 7.424e-6"
@@ -65,7 +64,8 @@ The figure describes a search only if all of this holds:
   - K was sampled secretly from the distribution, before the first run, and stays secret;
   - each run draws its hyperparameters independently from one distribution that was fixed
     beforehand: nothing is adaptive, and no run is stopped because of its score;
-  - the score that selects the best run is public: no score on private rows is accounted for;
+  - the score that selects the best run is computed on public data: the figure does not cover a
+    score on private rows;
   - nothing of the other runs leaves, their number included.
 Otherwise all runs compose: use `hf-dp sweep`, whose last line says what they cost together.
 """

@@ -1,5 +1,4 @@
-"""``hf-dp bench``: measure what private training costs beside non-private training on equal
-work."""
+"""``hf-dp bench``: measure private training beside non-private training on equal work."""
 
 from __future__ import annotations
 

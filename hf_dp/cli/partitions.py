@@ -1,5 +1,4 @@
-"""``hf-dp partitions MODEL``: list the weight matrices from which DP-FROST selects, with their
-sizes."""
+"""``hf-dp partitions MODEL``: list the weight matrices from which DP-FROST selects."""
 
 from __future__ import annotations
 

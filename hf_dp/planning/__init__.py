@@ -1,5 +1,4 @@
-"""Plan before spending: the cost of a run, over a range of settings, on other data; without
-torch."""
+"""Plan before spending, without torch: the cost of a run, of a range of settings, on other data."""
 
 from hf_dp.planning.forecast import Forecast, forecast
 from hf_dp.planning.sweep import parse_sweep

@@ -35,8 +35,10 @@ def effective_noise(target: float, delta: float, steps: int, rates: Sequence[flo
 
 
 def noise_by_rate(target: float, delta: float, epochs: float, rates: Sequence[float]) -> Curve:
-    """Return sigma by sample rate q, with a fixed number of epochs, so epochs / q steps (Figure
-    7)."""
+    """Return sigma by sample rate q, with a fixed number of epochs (Figure 7).
+
+    There are epochs / q steps.
+    """
     return _curve(
         rates, lambda q: calibrate_noise_multiplier(target, delta, q, math.ceil(epochs / q), "rdp")
     )

@@ -42,8 +42,10 @@ class Forecast:
 
     @property
     def effective_noise_multiplier(self) -> float:
-        """Return sigma / q, to which the noise on the mean gradient is proportional (Li et al.,
-        3.1.1)."""
+        """Return sigma / q (Li et al. 2022, section 3.1.1).
+
+        The noise on the mean gradient is proportional to it.
+        """
         return self.plan.noise_multiplier / self.plan.sample_rate
 
     @property

@@ -156,8 +156,7 @@ def _short(name: str) -> str:
 
 
 def encode_all(sets: dict[str, Any], columns: Sequence[Any]) -> Any:
-    """Return the evaluation sets encoded, as the Trainer takes them: one data set, or several by
-    name."""
+    """Return the evaluation sets encoded, as the Trainer takes them: one, or several by name."""
     from hf_dp.tasks.classification import encode
 
     encoded = {name: encode(rows, *columns) for name, rows in sets.items()}

@@ -1,5 +1,6 @@
-"""A public, synthetic sentiment set for demonstrations: short reviews, negative (0) or positive
-(1).
+"""A public, synthetic sentiment set for demonstrations.
+
+Its rows are short customer reviews, ``negative`` (0) or ``positive`` (1).
 
 Every sentence is made here from word lists of our own and a fixed public seed. It describes nobody,
 holds nothing private and says nothing about accuracy on real reviews. It exists so that a private
@@ -12,7 +13,7 @@ the label. There are three kinds of template:
 
 - ``plain``: the opinion word is meant as it stands ("the parking garage was superb");
 - ``negated``: the template turns it around ("nobody in my family would call the parking garage
-superb" is negative);
+  superb" is negative);
 - ``mixed``: a side remark of the opposite opinion, then the verdict, which gives the label.
 
 The splits share no template, opinion word, subject or context: validation accuracy measures
@@ -146,8 +147,7 @@ def _pick(rng: random.Random, items: Sequence[str]) -> str:
 
 
 def _pair(rng: random.Random, words: Vocabulary, kind: str) -> list[dict[str, Any]]:
-    """Return a negative and a positive row that differ in their opinion words alone, in random
-    order."""
+    """Return a negative and a positive row, in random order, that differ in opinion words alone."""
     template = _pick(rng, words.templates[kind])
     subject, context = _pick(rng, words.subjects), _pick(rng, words.contexts)
     other = _pick(rng, [name for name in words.subjects if name != subject])

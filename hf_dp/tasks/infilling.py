@@ -131,11 +131,10 @@ def _replace(model: nn.Module, old: nn.Module, new: nn.Module) -> None:
 def load_infilling(
     name: str, tokenizer: Any, infilling: Infilling, class_names: Sequence[str]
 ) -> tuple[InfillingForSequenceClassification, Any]:
-    """Return a pretrained masked language model as a classifier, and its tokenizer with the
-    template.
+    """Return a masked language model as a classifier, and its tokenizer with the template.
 
     Args:
-        name: Hub name or folder.
+        name: Hub name or folder of the pretrained model.
         class_names: in the order of their ids.
 
     Raises: DataError for a checkpoint without a trained masked-LM head, or a tokenizer without a

@@ -1,5 +1,4 @@
-"""The rows of a vocabulary projection that belong to the label words, with their own clipping
-rule."""
+"""The rows of a vocabulary projection that belong to the label words, with a clipping rule."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Continue training a masked language model: on the predicted tokens only, until it no longer
-pays."""
+"""Continue training a masked language model, on predicted tokens only, until gains are small."""
 
 from __future__ import annotations
 
@@ -79,7 +78,7 @@ class MaskedLMTrainer(Trainer):
         return (loss, logits) if return_outputs else loss
 
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
-        """Return the share of held-out masked tokens that are predicted; use the same masks each
+        """Return the share of held-out masked tokens that are predicted, with the same masks each
         time."""
         self.model.eval()
         right = count = 0

@@ -232,7 +232,7 @@ def test_a_search_is_described_with_its_conditions(capsys):
         "stays secret",
         "independently",
         "nothing is adaptive",
-        "is public",
+        "on public data",
         "compose",
     ):
         assert condition in text

@@ -299,8 +299,7 @@ def test_a_sweep_is_resumed_and_adds_up(recipe, capsys):
     assert [path.stat().st_mtime_ns for path in sorted(folder.glob("*/log.txt"))] == times, (
         "nothing ran again"
     )
-    # Interrupted before its end, a run is started anew in a folder of its own, and what it had
-    # spent counts.
+    # An interrupted run starts again in a folder of its own, and what it had spent counts.
     next(folder.glob("*/run1/eval_results.json")).unlink()
     assert main(words) == 0
     records = [document.read(path) for path in sorted(folder.glob("*/run*"))]

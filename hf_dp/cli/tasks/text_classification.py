@@ -1,8 +1,7 @@
-"""Fine-tune an encoder to classify texts, privately or not: load, encode, train, evaluate, save,
-state epsilon.
+"""Fine-tune an encoder to classify texts, privately or not.
 
-The encoder gets a head, or, with ``infilling``, it classifies by the word that a masked language
-model puts into a template.
+The steps: load, encode, train, evaluate, save, state epsilon. The encoder gets a head, or, with
+``infilling``, it classifies by the word that a masked language model puts into a template.
 """
 
 from __future__ import annotations
