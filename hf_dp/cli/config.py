@@ -27,14 +27,18 @@ def read_yaml(path: str) -> dict[str, Any]:
         values = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
     except OSError as problem:
         raise ConfigError(
-            f"The configuration file {path!r} cannot be read: {problem.strerror}."
+            f"The configuration file {path!r} cannot be read: {problem.strerror}. Give --config "
+            "the path of a YAML file."
         ) from problem
     except yaml.YAMLError as problem:
         raise ConfigError(
             f"The configuration file {path!r} is not valid YAML: {problem}"
         ) from problem
     if not isinstance(values, dict) or not all(isinstance(key, str) for key in values):
-        raise ConfigError(f"The configuration file {path!r} must be a mapping of names to values.")
+        raise ConfigError(
+            f"The configuration file {path!r} must be a mapping of names to values, got a "
+            f"{type(values).__name__}. Write lines like `learning_rate: 1e-3`."
+        )
     return values
 
 
@@ -108,7 +112,10 @@ def checked(name: str, value: Any, hint: Any) -> Any:
         words = [str(kind) if typing.get_args(kind) else kind.__name__ for kind in kinds]
         expected = " or ".join(word for word in words if word != "NoneType")
         expected = expected.replace("str", "text").replace("dict", "a block")
-        raise ConfigError(f"Expected `{name}` to be {expected}, got {value!r}.") from problem
+        raise ConfigError(
+            f"Expected `{name}` to be {expected}, got {value!r}. Change it in the configuration "
+            "file."
+        ) from problem
     return value
 
 
@@ -160,4 +167,7 @@ def peft_config(values: dict[str, Any] | None) -> Any:
     except HfDpError:
         raise
     except (TypeError, ValueError) as problem:
-        raise ConfigError(f"The `peft` block {values!r} is refused by peft: {problem}") from problem
+        raise ConfigError(
+            f"The `peft` block {values!r} is refused by peft: {problem} See the options of peft's "
+            f"{methods[method].__name__}."
+        ) from problem

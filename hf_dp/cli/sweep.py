@@ -301,7 +301,8 @@ def zero_shot(cell: Cell) -> dict[str, float]:
         if done.returncode:
             raise ConfigError(
                 f"The zero-shot evaluation of {cell.label!r} failed: "
-                f"{done.stderr.strip().splitlines()[-1]}"
+                f"{done.stderr.strip().splitlines()[-1]} Leave --zero-shot out, or change the "
+                "recipe."
             )
         kept.write_text(done.stdout.strip().splitlines()[-1], encoding="utf-8")
     return {

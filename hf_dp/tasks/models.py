@@ -21,7 +21,8 @@ def freeze(model: Any, prefixes: Sequence[str]) -> None:
         matched = [p for name, p in model.named_parameters() if name.startswith(prefix)]
         if not matched:
             raise ConfigError(
-                f"`freeze` names {prefix!r}, but no parameter of the model starts with it."
+                f"`freeze` names {prefix!r}, but no parameter of the model starts with it. "
+                f"Names look like {next(name for name, _ in model.named_parameters())!r}."
             )
         for parameter in matched:
             parameter.requires_grad_(False)

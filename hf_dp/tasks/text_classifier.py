@@ -84,7 +84,8 @@ def _infilling(arguments: ModelArguments, text_columns: Sequence[str]) -> Any:
     if infilling.template.texts != len(text_columns):
         raise ConfigError(
             f"The template {infilling.template.text!r} takes {infilling.template.texts} text "
-            f"column(s), but `text_columns` names {list(text_columns)}. Let both agree."
+            f"column(s), but `text_columns` names {list(text_columns)}. Name as many columns as "
+            "the template has texts."
         )
     if arguments.from_scratch:
         raise ConfigError(
