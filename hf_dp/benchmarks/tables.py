@@ -1,4 +1,4 @@
-"""Print a report as aligned plain text."""
+"""Format a report as aligned plain text."""
 
 from __future__ import annotations
 

@@ -53,7 +53,7 @@ class InfillingForSequenceClassification(PreTrainedModel):
         if type(head) is not nn.Linear or self.masked_lm.base_model is self.masked_lm:
             raise UnsupportedModelError(
                 f"{type(self.masked_lm).__name__} computes its vocabulary logits in a way that "
-                f"infilling does not know: its output embeddings are {type(head).__name__}, and "
+                f"infilling does not know: its output embeddings are {type(head).__name__}, but "
                 "nn.Linear was expected. Train a classification head instead."
             )
         _replace(self.masked_lm, head, only_rows(head, config.label_word_ids))
