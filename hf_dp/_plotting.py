@@ -1,4 +1,5 @@
-"""What every figure needs: matplotlib where it is installed, and a clear word where it is not."""
+"""What every figure needs: matplotlib where it is installed, and a clear message where it is
+not."""
 
 from __future__ import annotations
 
@@ -12,10 +13,9 @@ _KINDS = (".png", ".pdf", ".svg")
 
 
 def require_matplotlib(path: str) -> None:
-    """Raises: InvalidArgumentError for another kind of file, or naming the extra where matplotlib
-    is not installed.
+    """Raise InvalidArgumentError for another kind of file, or where matplotlib is not installed.
 
-    To be called before anything is computed.
+    The message names the extra to install. Call it before anything is computed.
     """
     if Path(path).suffix.lower() not in _KINDS:
         raise _validate.invalid(
@@ -28,7 +28,7 @@ def require_matplotlib(path: str) -> None:
 
 
 def panels(count: int, width: float = 4.5, height: float = 3.6) -> tuple[Any, list[Any]]:
-    """A figure and its ``count`` axes side by side, without upper and right edges."""
+    """Return a figure and its ``count`` axes side by side, without upper and right edges."""
     from matplotlib.figure import Figure  # not pyplot: no display is touched
 
     figure = Figure(figsize=(width * count, height), layout="constrained")

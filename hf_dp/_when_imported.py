@@ -17,8 +17,11 @@ from typing import Any
 
 
 def when_imported(module: str, function: str) -> None:
-    """Call ``function``, given as "module:name", now if ``module`` is imported already, else right
-    after it is."""
+    """Call ``function`` now if ``module`` is imported already, else right after it is.
+
+    Args:
+        function: "module:name".
+    """
     if module in sys.modules:
         _call(function)
     else:
@@ -40,7 +43,7 @@ class _Waiting(importlib.abc.MetaPathFinder):
     ) -> importlib.machinery.ModuleSpec | None:
         if fullname != self.module or self.looking:
             return None
-        self.looking = True  # what the other finders find is the real thing
+        self.looking = True  # lets the other finders find the real module
         try:
             spec = importlib.util.find_spec(fullname)
         finally:

@@ -1,6 +1,8 @@
-"""Per-example losses from logits. The model is called *without* labels: a model's own loss averages
-over the batch, which makes one example's gradient depend on its neighbors (and on their number of
-tokens)."""
+"""Compute per-example losses from logits.
+
+The model is called *without* labels: its own loss averages over the batch, which makes one
+example's gradient depend on its neighbors (and on their number of tokens).
+"""
 
 from __future__ import annotations
 
@@ -49,20 +51,22 @@ IGNORED_LABEL = -100
 
 
 def base_model(model: nn.Module) -> nn.Module:
-    """The transformers model inside a PEFT wrapper, or the model itself."""
+    """Return the transformers model inside a PEFT wrapper, or the model itself."""
     unwrap: Any = getattr(model, "get_base_model", None)
     return model if unwrap is None else unwrap()
 
 
 def register_model_class(model_class: type[nn.Module], task: str) -> None:
-    """Declare that the logits of this class, and of its subclasses, are those of ``task``, a key of
-    :func:`task_of`."""
+    """Declare that the logits of this class, and of its subclasses, are those of a task.
+
+    Args:
+        task: a key of :func:`task_of`.
+    """
     _REGISTERED[model_class] = one_of("task", task, _TASKS)
 
 
 def task_of(model: nn.Module) -> str:
-    """The model's kind of task, a key of ``_TASKS``: ``"sequence_classification"``,
-    ``"causal_lm"``, ...
+    """Return the model's kind of task: ``"sequence_classification"``, ``"causal_lm"``, ...
 
     Raises: UnsupportedLossError naming the class, when hf_dp knows no per-example loss for it.
     """
@@ -83,12 +87,14 @@ def task_of(model: nn.Module) -> str:
 
 
 def per_example_loss(model: nn.Module, inputs: Mapping[str, Any]) -> Tensor:
-    """One loss per example, (b,), each a function of its own example only.
+    """Return one loss per example, (b,), each a function of its own example only.
 
-    Args: inputs: a collated batch with ``labels``: (b,) integers (single label) or floats
-        (regression, one output), (b, K) floats (multi-label), or (b, T) class or token ids with
-        -100 where nothing is predicted; an example's loss is then the mean over its own labelled
-        tokens, 0 when it has none.
+    Args:
+        inputs: a collated batch with ``labels``: (b,) integers (single label) or floats
+            (regression, one output), (b, K) floats (multi-label), or (b, T) class or token ids with
+            -100 where nothing is predicted. An example's loss is then the mean over its own labeled
+            tokens, 0 when it has none.
+
     Raises: UnsupportedLossError; DataError when the labels are missing or do not fit.
     """
     task = task_of(model)
@@ -107,7 +113,8 @@ def per_example_loss(model: nn.Module, inputs: Mapping[str, Any]) -> Tensor:
     logits = getattr(output, "logits", None)
     if logits is None:
         raise UnsupportedLossError(
-            f"{type(base_model(model)).__name__} returned no logits, so no loss can be formed."
+            f"{type(base_model(model)).__name__} returned no logits, so no loss can be formed. "
+            "Override DPTrainer.compute_per_example_loss to return one loss per example."
         )
     mask = inputs.get("attention_mask")
     if loss is _causal_lm and mask is not None and mask.shape == labels.shape:
@@ -118,18 +125,17 @@ def per_example_loss(model: nn.Module, inputs: Mapping[str, Any]) -> Tensor:
         and labels.dim() == 2
         and logits.shape[1] > labels.shape[1]
     ):
-        # Virtual tokens of prompt tuning stand before the row; nothing predicts them.
+        # Virtual tokens of prompt tuning stand before the example; nothing predicts them.
         labels = F.pad(labels, (logits.shape[1] - labels.shape[1], 0), value=IGNORED_LABEL)
     return loss(base_model(model), logits, labels)
 
 
 def attended_targets(labels: Tensor, mask: Tensor) -> Tensor:
-    """Return a decoder's labels (b, T) without those that padding predicts, or that stand on
-    padding.
+    """Return the labels (b, T) of a decoder without those that padding predicts or holds.
 
-    A target counts if it and the position before it are both attended to: beside left padding a
-    row's first token would be predicted from that padding, which the row alone does not have.
-    Before the first position stands nothing, or a prompt.
+    A target counts if it and the position before it are both attended to. Beside left padding, an
+    example's first token would be predicted from that padding, which the example alone does not
+    have. Nothing stands before the first position, or a prompt does.
     """
     attended = mask != 0
     before = torch.cat([torch.ones_like(attended[:, :1]), attended[:, :-1]], 1)
@@ -137,13 +143,13 @@ def attended_targets(labels: Tensor, mask: Tensor) -> Tensor:
 
 
 def with_position_ids(model: nn.Module, inputs: dict[str, Any]) -> dict[str, Any]:
-    """Left-padded rows of a decoder-only model get explicit position ids: each row's from its first
-    token on.
+    """Give left-padded examples of a decoder-only model explicit position ids.
 
-    Without them absolute positions count the padding, which is as long as the batch's longest
-    neighbour needs it.
-    Raises: UnsupportedModelError for a left-padded row of a model that takes no position ids;
-        DataError for a row with a hole in its mask beside padding on the left.
+    They count from each example's first token on. Without them, absolute positions count the
+    padding, which is as long as the longest example of the batch needs it.
+
+    Raises: UnsupportedModelError for a left-padded example of a model that takes no position ids;
+        DataError for an example with a hole in its mask beside padding on the left.
     """
     mask = inputs.get("attention_mask")
     base = base_model(model)
@@ -152,19 +158,18 @@ def with_position_ids(model: nn.Module, inputs: dict[str, Any]) -> dict[str, Any
     decoder_only = getattr(getattr(base, "config", None), "model_type", None) in _DECODER_ONLY
     if not decoder_only or "position_ids" not in _forward_parameters(base):
         raise UnsupportedModelError(
-            f"Rows are padded on the left, and {type(base).__name__} would count the padding as "
-            "positions, which is as long as an example's neighbors need it. Set "
+            f"Examples are padded on the left, and {type(base).__name__} would count the padding "
+            "as positions, of which there are as many as an example's neighbors need. Set "
             "tokenizer.padding_side = 'right'."
         )
     tokens = mask != 0
     begins = tokens & ~F.pad(tokens[:, :-1], (1, 0))
     if bool((begins.sum(1) > 1).any()):
-        # Some models count over the hole and some (OPT) only tokens, as long as they get no
-        # position ids. Unless they get them, or get the same in both cases, the row's positions
-        # depend on whether a longer row is beside it.
+        # Without position ids, some models count over the hole and some (OPT) count only tokens.
+        # The positions of the example would then depend on whether a longer one is beside it.
         raise DataError(
-            "Rows are padded on the left, and the attention_mask of one has a hole (0 between two "
-            "1), so which positions its tokens have would depend on its neighbors. Set "
+            "Examples are padded on the left, and the attention_mask of one has a hole (0 between "
+            "two 1), so the positions of its tokens would depend on its neighbors. Set "
             "tokenizer.padding_side = 'right', leave masked tokens out, or let the collator make "
             "position_ids."
         )
@@ -176,13 +181,12 @@ def with_position_ids(model: nn.Module, inputs: dict[str, Any]) -> dict[str, Any
 
 
 def _forward_parameters(model: nn.Module) -> Mapping[str, inspect.Parameter]:
-    return inspect.signature(
-        type(model).forward
-    ).parameters  # the class's: inside the engine an instance may have another
+    # The class is asked because an instance may have another forward inside the engine.
+    return inspect.signature(type(model).forward).parameters
 
 
 def columns_read(model: Any) -> frozenset[str] | None:
-    """Return the names of what a model's forward takes; None where that is not known."""
+    """Return the names of the arguments of a model's forward; None where they are not known."""
     return (
         frozenset(_forward_parameters(base_model(model))) if isinstance(model, nn.Module) else None
     )
@@ -207,8 +211,10 @@ def _require_attention_mask(model: nn.Module, inputs: Mapping[str, Any]) -> None
 
 
 def problem_type(model: nn.Module, labels: Tensor) -> str:
-    """``config.problem_type``, or what transformers would infer from the number of labels and their
-    dtype."""
+    """Return ``config.problem_type``, or what transformers would infer.
+
+    It infers the type from the number of labels and their dtype.
+    """
     config: Any = model.config
     if config.problem_type is not None:
         return config.problem_type
@@ -222,8 +228,13 @@ def problem_type(model: nn.Module, labels: Tensor) -> str:
 
 
 def classification_loss(model: nn.Module, logits: Tensor, labels: Tensor) -> Tensor:
-    """One loss per example, (b,), from logits (b, K) and labels, by the model's problem type.
-    Raises: as per_example_loss."""
+    """Return one loss per example, (b,), by the model's problem type.
+
+    Args:
+        logits: (b, K).
+
+    Raises: as per_example_loss.
+    """
     kind = problem_type(model, labels)
     logits = logits.float() if logits.dtype in (torch.float16, torch.bfloat16) else logits
     if kind == "single_label_classification":
@@ -262,8 +273,7 @@ def _shifted_labels(base: Any, labels: Tensor) -> Tensor:
 
 
 def _tokens(model: nn.Module, logits: Tensor, labels: Tensor) -> Tensor:
-    """Mean cross-entropy over the example's *own* labelled tokens; 0 for an example that has
-    none."""
+    """Return the mean cross-entropy over each example's *own* labeled tokens; 0 if it has none."""
     if labels.shape != logits.shape[:2]:
         raise DataError(
             f"Expected one label per token, shape {tuple(logits.shape[:2])}, got "

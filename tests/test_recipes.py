@@ -17,12 +17,12 @@ from transformers import TrainingArguments
 from hf_dp.accounting import PoissonSampledGaussian, RecordRelease, SampledRecordRelease, epsilon
 from hf_dp.cli import sweep
 from hf_dp.cli.config import parse, peft_config, read_yaml
-from hf_dp.cli.tasks.classification_data import DataArguments
 from hf_dp.cli.tasks.masked_lm import PretrainingArguments
-from hf_dp.cli.tasks.text_classification import ModelArguments
 from hf_dp.errors import ConfigError
 from hf_dp.plans.privacy import PrivacyPlan, PrivacyRequest
+from hf_dp.tasks.classification_data import DataArguments
 from hf_dp.tasks.templates import Infilling
+from hf_dp.tasks.text_classifier import ModelArguments
 from hf_dp.trainer.arguments import DPTrainingArguments
 from hf_dp.trainer.forward_arguments import forward_plan
 

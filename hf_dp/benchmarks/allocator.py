@@ -1,12 +1,14 @@
-"""The C library's allocator, told to keep what is freed.
+"""Tell the C library's allocator to keep what is freed.
 
 By default glibc gives freed memory back to the operating system and takes it again a moment later,
-page by page; on virtual machines such page faults cost more than the arithmetic they interrupt, and
-by turns fall on one mode or the other. So a timing process keeps its memory, for all modes alike,
-and the report says so. Large blocks (the gradient of an embedding) would be mapped anew each time
-unless enough is free at the heap's end, which is one mode's luck: so nothing is mapped. (For a
-training of your own on the CPU, the environment variables ``MALLOC_TRIM_THRESHOLD_=2000000000
-MALLOC_MMAP_MAX_=0`` do the same.)
+page by page. On virtual machines such page faults cost more than the arithmetic that they
+interrupt, and they fall on one mode or the other by chance. A timing process therefore keeps its
+memory, for all modes alike, and the report says so.
+
+Large blocks (the gradient of an embedding) would be mapped again each time unless enough memory is
+free at the end of the heap, which depends on the order of the modes. Nothing is mapped, therefore.
+For a training of your own on the CPU, the environment variables ``MALLOC_TRIM_THRESHOLD_=2000000000
+MALLOC_MMAP_MAX_=0`` do the same.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ _LARGEST = 2**31 - 1
 
 
 def keep_freed_memory() -> bool:
-    """Whether the allocator took the settings; False where the C library is not glibc."""
+    """Return whether the allocator took the settings; False where the C library is not glibc."""
     try:
         mallopt = ctypes.CDLL(None).mallopt
     except (AttributeError, OSError, TypeError):

@@ -1,25 +1,26 @@
-"""The speed that arithmetic allows: multiplications that exact norms add to ordinary training.
+"""Bound the speed that arithmetic allows: count the multiplications that exact norms add.
 
-Counted in flops (a multiply-add is two) for one example; products of matrices only, since
-everything else is of lower order or bound by memory traffic, which no count of flops sees. A
+Flops are counted for one example, a multiply-add as two. Only products of matrices count:
+everything else is of lower order, or bound by memory traffic, which no count of flops sees. A
 measurement can therefore fall short of the bound.
 
-Ordinary training. A linear layer d -> p over T positions: 2 T d p forward, as much again for the
-gradient of its weight if that trains, and for that of its input if that needs one; so 6 T d p, or 4
-T d p where frozen. Attention: Q K^T and its product with V, 4 T^2 hidden a layer forward, and twice
-that backward, counted in full also for causal masks and frozen projections. Embedding rows are
-looked up, not multiplied: 0. A checkpointed block's forward runs twice.
+Ordinary training. A linear layer d -> p over T positions takes 2 T d p forward, 2 T d p for the
+gradient of its weight if that trains, and 2 T d p for the gradient of its input if that needs one.
+That is 6 T d p, or 4 T d p where the weight is frozen. Attention takes 4 T^2 hidden a layer forward
+for Q K^T and its product with V, and twice that backward, counted in full also for causal masks and
+frozen projections. Embedding rows are looked up, not multiplied: 0. The forward of a checkpointed
+block runs twice.
 
-Norms. For the weights of one parameter, T counting the positions of all its uses, the cheaper of
-the Gram form ``sum((a a^T) * (g g^T))``, 2 T^2 (d + p) (Li et al., section 4), and forming ``g^T
-a``, 2 T d p. A Gram matrix is symmetric: half of it, T (T + 1)(d + p), would do. A tied embedding
-and head add ``a e^T``, 2 T E d for E lookups. The direct form is counted in full although an engine
-may keep what it forms in place of the weight gradient and so pay less: where many layers are direct
-(LoRA), a measurement can pass the bound.
+Norms. For the weights of one parameter, T counts the positions of all its uses. The cheaper of two
+forms is counted: the Gram form ``sum((a a^T) * (g g^T))``, 2 T^2 (d + p) (Li et al., section 4), or
+the direct form ``g^T a``, 2 T d p. A Gram matrix is symmetric, so half of it, T (T + 1)(d + p),
+would do. A tied embedding and head add ``a e^T``, 2 T E d for E lookups. The direct form is counted
+in full although an engine may keep what it forms in place of the weight gradient and so pay less.
+Where many layers are direct (LoRA), a measurement can pass the bound.
 
-``book_keeping`` adds the norms. ``two_pass`` adds besides one more backward without weight
-gradients: the input gradients and attention's backward again, and again the forward of checkpointed
-blocks. The others have no bound here.
+``book_keeping`` adds the norms. ``two_pass`` also adds one more backward without weight gradients:
+the input gradients and attention's backward again, and again the forward of checkpointed blocks.
+The others have no bound here.
 """
 
 from __future__ import annotations
@@ -41,8 +42,7 @@ from hf_dp.losses import base_model
 
 @dataclass(frozen=True)
 class LinearUse:
-    """One call of a linear layer on one example: T positions, d inputs, p outputs, and which
-    gradients it needs."""
+    """One call of a linear layer on one example: its sizes, and which gradients it needs."""
 
     weight: int  # identity of the parameter: uses of one weight share it
     positions: int
@@ -54,13 +54,13 @@ class LinearUse:
 
     @property
     def product(self) -> int:
-        """Flops of one pass over the matrix, 2 T d p."""
+        """Return the flops of one pass over the matrix, 2 T d p."""
         return 2 * self.positions * self.inputs * self.outputs
 
 
 @dataclass(frozen=True)
 class Flops:
-    """Flops per example of ordinary training, and of what exact clipping adds."""
+    """Flops per example: those of ordinary training, and those that exact clipping adds."""
 
     non_private: int
     norms: int
@@ -68,8 +68,10 @@ class Flops:
     second_backward: int
 
     def bound(self, strategy: str, symmetric: bool = False) -> float | None:
-        """Largest possible speed relative to non-private training, in (0, 1]; None where the
-        strategy has no bound here."""
+        """Return the largest possible speed relative to non-private training, in (0, 1].
+
+        The result is None for a strategy that has no bound here.
+        """
         norms = self.norms_symmetric if symmetric else self.norms
         extra = {"book_keeping": norms, "two_pass": norms + self.second_backward}.get(strategy)
         return None if extra is None else self.non_private / (self.non_private + extra)
@@ -77,17 +79,17 @@ class Flops:
 
 @dataclass
 class Trace:
-    """What one example's forward used: linear calls, positions looked up by trainable embedding,
-    and attention."""
+    """What the forward of one example used: linear calls, lookups and attention."""
 
     linear: list[LinearUse] = field(default_factory=list)
+    # embedding -> positions looked up in it
     lookups: dict[int, int] = field(default_factory=lambda: defaultdict(int))
     attention: int = 0  # flops of all attention products, forward only
     attention_recomputed: bool = False
 
 
 def count_flops(trace: Trace) -> Flops:
-    """The sums of the module docstring."""
+    """Return the sums of the module docstring."""
     once_more = sum(use.product for use in trace.linear if use.recomputed)
     once_more += trace.attention * trace.attention_recomputed
     forward_backward = sum(
@@ -120,8 +122,7 @@ def _norm_flops(trace: Trace) -> tuple[int, int]:
 
 
 def trace_model(model: nn.Module, workload: Workload) -> Trace:
-    """Run one example forward and note every linear layer, LoRA's included, with the shapes it
-    really saw."""
+    """Run one example forward; note every linear layer, LoRA's included, with its real shapes."""
     trace = Trace()
     with _hooks(model, trace), torch.random.fork_rng():
         model(
@@ -132,7 +133,7 @@ def trace_model(model: nn.Module, workload: Workload) -> Trace:
             }
         )
     config: Any = getattr(base_model(model), "config", None)
-    config = getattr(config, "base_config", config)  # of an infilling classifier
+    config = getattr(config, "base_config", config)  # an infilling classifier holds it
     trace.attention = 4 * workload.positions**2 * config.hidden_size * config.num_hidden_layers
     trace.attention_recomputed = any(_recomputes(module) for module in model.modules())
     return trace

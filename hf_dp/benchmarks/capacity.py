@@ -1,8 +1,8 @@
-"""The largest physical batch of each mode, and speed there, as Li et al. measure it (appendix G).
+"""Find the largest physical batch of each mode, and its speed there (Li et al., appendix G).
 
-The largest batch comes from a binary search over whether a step runs out of memory. To compare two
-modes at their largest batches on the same number of examples and updates, both do a logical batch
-of the least common multiple of the two.
+A binary search finds the largest batch that a step can run without running out of memory. To
+compare two modes at their largest batches on the same number of examples and updates, both run a
+logical batch of the least common multiple of the two.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from typing import Any
 
 import torch
 
-from hf_dp.benchmarks.modes import NON_PRIVATE, Refused, build_mode, is_out_of_memory, refusals
+from hf_dp.benchmarks.mode import Refused
+from hf_dp.benchmarks.modes import NON_PRIVATE, build_mode, is_out_of_memory, refusals
 from hf_dp.benchmarks.rounds import interleave, ratio, seconds_of_step
 from hf_dp.benchmarks.workload import Workload, make_batch
 from hf_dp.errors import HfDpError
@@ -24,10 +25,10 @@ Fits = Callable[[int], bool]
 
 
 def largest_batch(fits: Fits, limit: int = 1 << 16) -> int:
-    """The largest batch size that fits, 0 when not even 1 does; ``limit`` when that still fits.
+    """Return the largest batch size that fits: 0 if not even 1 does, ``limit`` if that still fits.
 
-    Doubles until one does not fit, then halves the interval. Assumes that whatever is smaller than
-    a fitting batch fits.
+    The size is doubled until one does not fit, then the interval is halved. Every batch that is
+    smaller than a fitting one is assumed to fit.
     """
     low, high = 0, 1
     while high <= limit and fits(high):
@@ -43,10 +44,11 @@ def largest_batch(fits: Fits, limit: int = 1 << 16) -> int:
 
 
 def physical_batches(one: int, other: int, limit: int) -> tuple[int, int]:
-    """How many batches of each size make the same number of examples: their least common multiple.
+    """Return how many batches of each size make the same number of examples.
 
-    Batch sizes without a common factor have a huge one. Beyond ``limit`` examples both do whole
-    batches up to the limit (at least one), and speeds per example are compared instead.
+    That number is their least common multiple. Batch sizes without a common factor have a huge one:
+    beyond ``limit`` examples both run whole batches up to the limit (at least one), and speeds per
+    example are compared instead.
     """
     examples = math.lcm(one, other)
     if examples <= limit:
@@ -55,10 +57,10 @@ def physical_batches(one: int, other: int, limit: int) -> tuple[int, int]:
 
 
 def batch_fits(workload: Workload, mode: str) -> Fits:
-    """Whether two steps (the second one finds the memory as training leaves it) run without running
-    out of memory.
+    """Return a predicate: whether two steps at a batch size run without running out of memory.
 
-    The predicate raises Refused when the mode cannot do this workload at any size.
+    Two steps, because the second one finds the memory as training leaves it. The predicate raises
+    Refused when the mode cannot run this workload at any size.
     """
 
     def fits(examples: int) -> bool:
@@ -77,11 +79,10 @@ def batch_fits(workload: Workload, mode: str) -> Fits:
 
 
 def seconds_at(workload: Workload, mode: str, batches: int) -> float:
-    """Seconds of one logical batch of ``batches`` full physical ones, on a model built for this
-    timing alone.
+    """Time one logical batch of ``batches`` full physical ones, in seconds.
 
-    Two modes at their largest batches do not fit side by side, so each timing builds, warms up,
-    measures and frees.
+    Two modes at their largest batches do not fit side by side, so each timing builds a model, warms
+    up, measures and frees.
     """
     try:
         with refusals(mode):
@@ -98,16 +99,20 @@ def measure_capacity(
     fits: Callable[[Workload, str], Fits] = batch_fits,
     seconds: Callable[[Workload, str, int], float] = seconds_at,
 ) -> dict[str, dict[str, Any]]:
-    """For each mode: largest batch, logical batch, examples per second there, ratio to non-private
-    with its spread.
+    """Measure the largest batch of each mode, and examples per second there.
 
-    Args: limit: largest logical batch in examples. fits, seconds: how to try a size and time a
-        mode, for tests.
-    Returns: {mode: row}; a row has ``refused`` instead where the mode cannot do the workload.
+    Args:
+        rounds: interleaved timings of each mode.
+        limit: largest logical batch in examples.
+        fits: how to try a size, for tests.
+        seconds: how to time a mode, for tests.
+
+    Returns: a row for each mode: largest batch, logical batch, speed, ratio to non-private training
+        with its spread; or ``refused`` where the mode cannot run the workload.
     Raises: HfDpError when non-private training itself does not fit.
     """
     rows: dict[str, dict[str, Any]] = {}
-    _free()  # whatever the caller let go of
+    _free()  # what the caller no longer refers to
     for mode in modes:
         try:
             rows[mode] = {"max_batch": largest_batch(fits(workload, mode))}
@@ -124,9 +129,8 @@ def measure_capacity(
         base, own = rows[NON_PRIVATE]["max_batch"], rows[mode]["max_batch"]
         try:
             rows[mode] |= _pair(workload, mode, base, own, rounds, limit, seconds)
-        except (
-            Refused
-        ) as refused:  # it fitted in the search; a fragmented memory may not take it again
+        except Refused as refused:
+            # It fitted in the search, but fragmented memory may not take it again.
             rows[mode]["refused"] = f"{refused}, when timed at its largest batch"
     return rows
 
@@ -140,7 +144,7 @@ def _pair(
     limit: int,
     seconds: Callable[..., float],
 ) -> dict[str, Any]:
-    """One mode against non-private training, each at its largest batch, interleaved."""
+    """Time one mode against non-private training, each at its largest batch, interleaved."""
     base_count, count = physical_batches(base, own, limit)
 
     def per_example(name: str, size: int, batches: int) -> float:

@@ -1,5 +1,7 @@
-"""On what it was measured: versions and machine, for the JSON and the line above a table. No paths,
-no user or host name."""
+"""Describe where a measurement ran: versions and machine, for the JSON and the line above a table.
+
+No path, user or host name is among them.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +19,7 @@ _PACKAGES = ("torch", "transformers", "peft", "opacus")
 
 
 def environment(workload: Workload) -> dict[str, Any]:
-    """Versions (None where not installed), device name, threads, and how busy the machine was
-    before the measurement."""
+    """Return versions (None where not installed), device, threads, and the load before the run."""
     return {
         "hf_dp": __version__,
         "python": platform.python_version(),

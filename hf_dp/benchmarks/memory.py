@@ -1,5 +1,7 @@
-"""Peak memory of every mode, each in a fresh process, so that none inherits what another's
-allocator kept."""
+"""Measure the peak memory of every mode, each in a fresh process.
+
+In one process, a mode would inherit what the allocator kept for another.
+"""
 
 from __future__ import annotations
 
@@ -20,9 +22,9 @@ from hf_dp.errors import HfDpError
 MIB = 2**20
 Probe = Callable[[Workload, str, int], dict[str, Any]]
 
-# The same for every mode: what is freed goes back to the system at once, so resident memory is
-# memory in use. Without this glibc keeps freed tensors in its arenas and MKL its scratch, and the
-# peak depends on the order of allocations.
+# These are the same for every mode. What is freed goes back to the system at once, so that resident
+# memory is memory in use. Otherwise glibc keeps freed tensors in its arenas and MKL its scratch
+# buffers, and the peak depends on the order of allocations.
 _ALLOCATOR = {
     "MALLOC_ARENA_MAX": "1",
     "MALLOC_MMAP_THRESHOLD_": "65536",
@@ -64,13 +66,17 @@ def measure_memory(
     run: Probe = probe,
     log: Callable[[str], None] = lambda line: None,
 ) -> dict[str, Any]:
-    """Median peak of ``repeats`` processes a mode, and its ratio to non-private training with the
-    same checkpointing.
+    """Return the median peak of each mode over ``repeats`` processes, and its ratio to non-private.
 
-    Args: steps: training steps a process; the peak is taken from the second on. run: the probe, for
-        tests.
-    Returns: what ``--json`` writes. Raises: InvalidArgumentError; HfDpError when non-private
-        training cannot run.
+    Non-private training runs with the same checkpointing.
+
+    Args:
+        steps: training steps a process; the peak is taken from the second on.
+        run: the probe, for tests.
+        log: called with progress.
+
+    Returns: what ``--json`` writes.
+    Raises: InvalidArgumentError; HfDpError when non-private training cannot run.
     """
     names = check_modes(modes)
     repeats, steps = _validate.integer("repeats", repeats, 1), _validate.integer("steps", steps, 2)
@@ -98,7 +104,7 @@ def measure_memory(
 
 
 def _median(answers: Sequence[dict[str, Any]]) -> float | None:
-    """Median of the peaks in bytes; None as soon as one process had to refuse."""
+    """Return the median of the peaks in bytes; None if any process had to refuse."""
     if any("refused" in answer for answer in answers):
         return None
     return statistics.median(answer["bytes"] for answer in answers)

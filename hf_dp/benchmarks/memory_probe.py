@@ -1,15 +1,15 @@
-"""One mode's peak memory, measured in the process it runs in: ``python -m
-hf_dp.benchmarks.memory_probe REQUEST``.
+"""Measure the peak memory of one mode in this process.
 
-REQUEST is JSON: ``workload`` (fields of Workload), ``mode``, ``steps``. One JSON line on stdout
-answers, see :func:`hf_dp.benchmarks.memory.probe`.
+Usage: ``python -m hf_dp.benchmarks.memory_probe REQUEST``. REQUEST is JSON: ``workload`` (fields of
+Workload), ``mode``, ``steps``. One JSON line on stdout answers, see
+:func:`hf_dp.benchmarks.memory.probe`.
 
-CPU: resident size. A tiny model trains first in the same mode, so that libraries that load on first
-    use are there; what is
-resident then is subtracted. The kernel's high-water mark is reset after the first step of the
-measured model where the system allows it (writing 5 to /proc/self/clear_refs, see proc(5)), so that
-neither building the model nor first-use buffers set the peak; else the mark of the whole process
-stands. CUDA: the allocator's own peak, reset likewise.
+On the CPU, the resident size is measured. A tiny model trains first in the same mode, so that
+libraries that load on first use are loaded; what is resident then is subtracted. The kernel's
+high-water mark is reset after the first step of the measured model where the system allows it
+(writing 5 to /proc/self/clear_refs, see proc(5)), so that neither building the model nor first-use
+buffers set the peak. Otherwise the mark of the whole process counts. On CUDA, the allocator's own
+peak is measured and reset likewise.
 """
 
 from __future__ import annotations
@@ -22,16 +22,19 @@ from typing import Any
 
 import torch
 
-from hf_dp.benchmarks.modes import FORWARD, Refused, build_mode, refusals
+from hf_dp.benchmarks.mode import Refused
+from hf_dp.benchmarks.modes import FORWARD, build_mode, refusals
 from hf_dp.benchmarks.workload import Workload, make_batch
 
 
 def measure(workload: Workload, name: str, steps: int) -> dict[str, Any]:
-    """Peak bytes of steps 2 to ``steps`` above what was in use before the model was built, and how
-    it was measured."""
+    """Return the peak bytes of steps 2 to ``steps``, and how they were measured.
+
+    What was in use before the model was built is subtracted.
+    """
     torch.set_num_threads(workload.threads or 1)
-    # Libraries and kernels are loaded by a first step; DP-FP knows classifiers alone, and "tiny" is
-    # a language model.
+    # A first step loads libraries and kernels. DP-FP needs a classifier, and "tiny" is a language
+    # model.
     small = "tiny-bert" if name == FORWARD else "tiny"
     with suppress(Refused):
         _train(workload.replace(model=small, batch_size=2, length=8), name, 1)
@@ -46,8 +49,10 @@ def measure(workload: Workload, name: str, steps: int) -> dict[str, Any]:
 def _train(
     workload: Workload, name: str, steps: int, meter: CudaMeter | ResidentMeter | None = None
 ) -> str:
-    """Train a new model for some steps; the meter starts after the first. Returns the mode's
-    note."""
+    """Train a new model for some steps and return the mode's note.
+
+    The meter starts after the first step.
+    """
     with refusals(name):
         mode = build_mode(name, workload)
         batch = make_batch(workload, mode.model)
@@ -60,7 +65,7 @@ def _train(
 
 
 class ResidentMeter:
-    """Peak resident size of this process above what it was when the meter was made, bytes."""
+    """Peak resident size of this process above what it was when the meter was made, in bytes."""
 
     def __init__(self) -> None:
         self.before = _status("VmRSS") or _lifetime_peak()
@@ -74,13 +79,12 @@ class ResidentMeter:
             self.measured = "peak resident size from the second step on"
 
     def peak(self) -> int:
-        """Bytes; 0 at least."""
+        """Return the peak in bytes, at least 0."""
         return max(0, (_status("VmHWM") or _lifetime_peak()) - self.before)
 
 
 class CudaMeter:
-    """Peak of what torch's allocator handed out above what it had when the meter was made,
-    bytes."""
+    """Peak of what torch's allocator handed out since the meter was made, in bytes."""
 
     measured = "torch.cuda.max_memory_allocated from the second step on"
 
@@ -93,13 +97,13 @@ class CudaMeter:
         torch.cuda.reset_peak_memory_stats()
 
     def peak(self) -> int:
-        """Bytes."""
+        """Return the peak in bytes."""
         torch.cuda.synchronize()
         return torch.cuda.max_memory_allocated() - self.before
 
 
 def _status(field: str) -> int | None:
-    """A size of /proc/self/status in bytes, None where there is none."""
+    """Return a size of /proc/self/status in bytes; None where there is none."""
     with suppress(OSError), open("/proc/self/status", encoding="ascii", errors="replace") as lines:
         for line in lines:
             if line.startswith(field + ":"):

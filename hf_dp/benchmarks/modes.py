@@ -1,16 +1,14 @@
-"""What is compared: one training step's forward and backward, without noise or optimizer, in each
-way to clip.
+"""The modes that are compared: forward and backward of one training step, in each way to clip.
 
-A step takes one logical batch as a list of physical ones and ends with what an optimizer would
-need: the mean gradient in ``.grad`` (non-private) or the clipped sums (private). It keeps that
-result until the next step starts, as training does, so that all modes hold the same at their peak.
-Noise and update cost the same in all modes and are left out of all.
+A step takes one logical batch as a list of physical ones. It ends with what an optimizer would
+need: the mean gradient in ``.grad`` (non-private) or the clipped sums (private). The result is kept
+until the next step starts, as in training, so that all modes hold the same at their peak. Noise and
+update cost the same in all modes and are left out of all.
 """
 
 from __future__ import annotations
 
 import importlib.util
-from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
@@ -18,15 +16,14 @@ import torch
 from torch import Tensor, nn
 
 from hf_dp import _validate
-from hf_dp.benchmarks.workload import Batch, Workload, build_model, forward_precision
+from hf_dp.benchmarks.mode import CLIPPING_NORM, BenchmarkMode, Refused
+from hf_dp.benchmarks.workload import Batch, Workload, build_model
 from hf_dp.clipping.engine import STRATEGIES, ClippingEngine
 from hf_dp.errors import (
-    HfDpError,
     UnaccountedGradientError,
     UnsupportedLossError,
     UnsupportedModelError,
 )
-from hf_dp.losses import per_example_loss
 from hf_dp.mechanisms.dp_fp.representation import PrivateRepresentation, find_last_layer
 from hf_dp.noise import SecretRandomness
 from hf_dp.tuners.frost.magnitude import MagnitudeEngine
@@ -36,47 +33,10 @@ NON_PRIVATE = "non_private"
 SELECTION = "frost_selection"
 FORWARD = "dp_fp"
 OPACUS = ("opacus_hooks", "opacus_ghost")
-CLIPPING_NORM = 0.1  # the library's default; its value changes no operation
 
 
-class Refused(HfDpError):
-    """A mode cannot do this workload; the message is the row's reason."""
-
-
-class Mode(ABC):
-    """One way to form a gradient.
-
-    Attributes: note: what the reader must know beside the numbers, or "".
-    """
-
-    note = ""
-
-    def __init__(self, model: nn.Module, workload: Workload):
-        self.model = model
-        self.workload = workload
-
-    @abstractmethod
-    def step(self, batches: Sequence[Batch]) -> None:
-        """Forward and backward of one logical batch; the result stays until the next step or
-        :meth:`reset`."""
-
-    @abstractmethod
-    def reset(self) -> None:
-        """Drop the result, so that another mode can use the model; not part of what is timed."""
-
-    @abstractmethod
-    def gradients(self) -> dict[str, Tensor]:
-        """The result of the last step by parameter name: mean gradients, or sums of clipped
-        ones."""
-
-    def losses(self, batch: Batch) -> Tensor:
-        """One loss per example, (b,)."""
-        with forward_precision(self.workload):
-            return per_example_loss(self.model, batch)
-
-
-class NonPrivate(Mode):
-    """Ordinary training: mean loss, gradients in ``.grad``, which starts at None."""
+class NonPrivate(BenchmarkMode):
+    """Ordinary training: a mean loss, and gradients in ``.grad``, which starts at None."""
 
     def step(self, batches: Sequence[Batch]) -> None:
         self.reset()
@@ -90,8 +50,8 @@ class NonPrivate(Mode):
         return {name: p.grad for name, p in self.model.named_parameters() if p.grad is not None}
 
 
-class Clipped(Mode):
-    """Our engine, entered and collected once a step, as :class:`hf_dp.DPTrainer` does."""
+class Clipped(BenchmarkMode):
+    """Our engine, entered and collected once a step, as in :class:`hf_dp.DPTrainer`."""
 
     def __init__(self, model: nn.Module, workload: Workload, strategy: str):
         super().__init__(model, workload)
@@ -112,9 +72,8 @@ class Clipped(Mode):
         return self._sums
 
 
-class Selecting(Mode):
-    """What DP-FROST's selection does with a draw: magnitudes of partitions (mgna, order 1), of the
-    model's trainable ones."""
+class Selecting(BenchmarkMode):
+    """The selection of DP-FROST on one sample: magnitudes (mgna, order 1) of all partitions."""
 
     def __init__(self, model: nn.Module, workload: Workload):
         super().__init__(model, workload)
@@ -157,18 +116,18 @@ class ForwardNoised(NonPrivate):
 
 
 def mode_names() -> tuple[str, ...]:
-    """Every mode, also those whose package is not installed."""
+    """Return every mode, also those whose package is not installed."""
     return (NON_PRIVATE, *STRATEGIES, SELECTION, FORWARD, *OPACUS)
 
 
 def installed_modes() -> tuple[str, ...]:
-    """The modes that can be tried here."""
+    """Return the modes that can be tried here."""
     has_opacus = importlib.util.find_spec("opacus") is not None
     return tuple(name for name in mode_names() if has_opacus or name not in OPACUS)
 
 
 def check_modes(names: Sequence[str]) -> tuple[str, ...]:
-    """The modes to run, without repeats, with non_private (which every ratio needs) first.
+    """Return the modes to run, without repeats, with non_private first, which every ratio needs.
 
     Raises: InvalidArgumentError for an unknown name, or for an Opacus mode where Opacus is not
         installed.
@@ -185,11 +144,13 @@ def check_modes(names: Sequence[str]) -> tuple[str, ...]:
     return tuple(dict.fromkeys([NON_PRIVATE, *names]))
 
 
-def build_mode(name: str, workload: Workload, shared: nn.Module | None = None) -> Mode:
-    """One mode, ready to step.
+def build_mode(name: str, workload: Workload, shared: nn.Module | None = None) -> BenchmarkMode:
+    """Return one mode, ready to step.
 
-    Args: shared: a model to use where the mode leaves it as it was; Opacus changes its model and
-        gets one of its own.
+    Args:
+        shared: a model to use where the mode leaves it as it was. Opacus changes its model and gets
+            one of its own.
+
     Raises: Refused.
     """
     with refusals(name):
@@ -209,7 +170,7 @@ def build_mode(name: str, workload: Workload, shared: nn.Module | None = None) -
 
 @contextmanager
 def refusals(name: str) -> Iterator[None]:
-    """Turn what a mode cannot do into :class:`Refused`; a bug of our own stays the error it is.
+    """Turn what a mode cannot do into :class:`Refused`; leave a bug of our own the error it is.
 
     Opacus fails on what it cannot do with errors of any class (a missing ``_norm_sample``
     attribute, say), so any error in its modes counts. Running out of memory counts in every mode.
@@ -229,7 +190,7 @@ def refusals(name: str) -> Iterator[None]:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an allocation failed, on the device or on the host."""
+    """Return whether an allocation failed, on the device or on the host."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
     signs = (

@@ -1,10 +1,9 @@
-"""The same step through Opacus (>= 1.6), run as its maintainers advise: ``wrap_model=False``,
-position ids given in full.
+"""Run the same step through Opacus (>= 1.6), as its maintainers advise.
 
-Opacus refuses a trainable tied weight in ghost mode, so there the head gets a weight of its own,
-and the row says so. The optimizer is told to skip the update (``signal_skip_step``, what
-``BatchMemoryManager`` uses): clipping and accumulation run, noise and update do not, as in the
-other modes.
+That is, with ``wrap_model=False`` and with position ids given in full. Opacus refuses a trainable
+tied weight in ghost mode, so there the head gets a weight of its own, and the row says so. The
+optimizer is told to skip the update (``signal_skip_step``, which ``BatchMemoryManager`` uses):
+clipping and accumulation run, noise and update do not, as in the other modes.
 """
 
 from __future__ import annotations
@@ -18,16 +17,15 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from hf_dp.benchmarks.modes import CLIPPING_NORM, Mode, Refused
+from hf_dp.benchmarks.mode import CLIPPING_NORM, BenchmarkMode, Refused
 from hf_dp.benchmarks.workload import Batch, Workload, build_model
 from hf_dp.losses import base_model
 
 
-class OpacusMode(Mode):
-    """``opacus_hooks`` (per-example gradients) or ``opacus_ghost`` (fast gradient clipping with
-    ghost norms).
+class OpacusMode(BenchmarkMode):
+    """``opacus_hooks`` (per-example gradients) or ``opacus_ghost`` (fast gradient clipping).
 
-    Raises: Refused for an Opacus without ``wrap_model``; whatever Opacus raises.
+    Raises: Refused for an Opacus without ``wrap_model``; every error that Opacus raises.
     """
 
     def __init__(self, workload: Workload, name: str):
@@ -92,10 +90,10 @@ def _make_private(model: nn.Module, mode: str) -> tuple[Any, Any]:
 
 
 def _explicit(model: nn.Module, batch: Batch) -> Batch:
-    """The batch with contiguous (b, T) position and type ids: Opacus cannot split a lookup that
-    examples share.
+    """Return the batch with contiguous (b, T) position and type ids.
 
-    RoBERTa makes its position ids from the tokens, one row per example, so it needs none.
+    Opacus cannot split a lookup that examples share. RoBERTa makes its position ids from the
+    tokens, one row of ids per example, so it needs none.
     """
     base: Any = base_model(model)
     accepted = inspect.signature(type(base).forward).parameters

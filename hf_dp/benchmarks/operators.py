@@ -1,5 +1,4 @@
-"""What is left between a measurement and its bound: time by operator, a mode's minus non-private
-training's."""
+"""Show what is left between a measurement and its bound: time by operator, beside non-private."""
 
 from __future__ import annotations
 
@@ -7,15 +6,16 @@ from collections.abc import Mapping, Sequence
 
 from torch.profiler import ProfilerActivity, profile
 
-from hf_dp.benchmarks.modes import Mode
+from hf_dp.benchmarks.mode import BenchmarkMode
 from hf_dp.benchmarks.workload import Batch
 
 TOP = 12
 
 
-def operator_seconds(mode: Mode, batches: Sequence[Batch], steps: int = 2) -> dict[str, float]:
-    """Self time of every operator in one step, seconds: on the CPU, or of its kernels on the
-    device."""
+def operator_seconds(
+    mode: BenchmarkMode, batches: Sequence[Batch], steps: int = 2
+) -> dict[str, float]:
+    """Return the self time of every operator in one step: seconds on the CPU, or of its kernels."""
     on_cuda = mode.workload.on_cuda
     mode.step(batches)
     with profile(
@@ -32,8 +32,10 @@ def operator_seconds(mode: Mode, batches: Sequence[Batch], steps: int = 2) -> di
 def left_over(
     mode: Mapping[str, float], non_private: Mapping[str, float], top: int = TOP
 ) -> list[tuple[str, float, float]]:
-    """(operator, seconds more than non-private, seconds in this mode) of one step, the largest
-    differences first."""
+    """Return (operator, seconds more than non-private, seconds in this mode) of one step.
+
+    The ``top`` largest differences are returned, in falling order.
+    """
     more = {name: seconds - non_private.get(name, 0.0) for name, seconds in mode.items()}
     more |= {name: -seconds for name, seconds in non_private.items() if name not in mode}
     names = sorted(more, key=lambda name: abs(more[name]), reverse=True)[:top]

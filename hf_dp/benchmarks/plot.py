@@ -1,4 +1,4 @@
-"""Bars of memory and speed by mode, side by side, as Figure 5 of Li et al. (ICLR 2022)."""
+"""Plot bars of memory and speed by mode, side by side, as Figure 5 of Li et al. (ICLR 2022)."""
 
 from __future__ import annotations
 
@@ -12,8 +12,10 @@ Panel = tuple[str, dict[str, float]]
 
 
 def panels(reports: Sequence[Mapping[str, Any]]) -> list[Panel]:
-    """(axis label, {mode: value}) of every figure in the reports, memory first; refused modes have
-    no bar."""
+    """Return (axis label, {mode: value}) of every figure in the reports, memory first.
+
+    Refused modes have no bar.
+    """
     found = [panel for report in reports for panel in _panels_of(report)]
     return sorted(found, key=lambda panel: "examples per second" in panel[0])
 
@@ -35,16 +37,18 @@ def _panels_of(report: Mapping[str, Any]) -> Iterator[Panel]:
         )
 
 
-def draw(reports: Sequence[Mapping[str, Any]], path: str | Path) -> None:
-    """Write one figure with a panel of bars for each measurement; the file's ending chooses the
-    format."""
+def plot_reports(reports: Sequence[Mapping[str, Any]], path: str | Path) -> None:
+    """Write one figure with a panel of bars for each measurement.
+
+    The ending of the file name selects the format.
+    """
     shown = panels(reports)
     figure, places = _plotting.panels(len(shown))
     for axes, (label, bars) in zip(places, shown, strict=True):
-        drawn = axes.bar(
+        patches = axes.bar(
             list(bars), list(bars.values()), color=[f"C{number}" for number in range(len(bars))]
         )
-        axes.bar_label(drawn, fmt="{:.4g}", fontsize=8)
+        axes.bar_label(patches, fmt="{:.4g}", fontsize=8)
         axes.set_ylabel(label)
         axes.tick_params(axis="x", labelrotation=30)
     w = reports[0]["workload"]

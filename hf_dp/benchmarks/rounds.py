@@ -1,9 +1,10 @@
-"""Interleaved timings, and the one statistic taken from them.
+"""Time modes in interleaved rounds, and take one statistic from them.
 
-A shared machine speeds up and slows down by more than the differences that matter, over seconds. So
-modes take turns step by step, a round takes the median of several turns of each (a step that lost
-its processor to someone else does not count, what a mode does in every step does), and only times
-of the same round are divided by each other; the order rotates, so that no mode always runs first.
+A shared machine speeds up and slows down over seconds, by more than the differences that matter.
+Modes therefore take turns step by step. A round takes the median of several turns of each mode: a
+step that lost its processor to another process does not count, but what a mode does in every step
+does. Only times of the same round are divided by each other, and the order rotates, so that no mode
+always runs first.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from dataclasses import dataclass
 
 import torch
 
-from hf_dp.benchmarks.modes import Mode
+from hf_dp.benchmarks.mode import BenchmarkMode
 from hf_dp.benchmarks.workload import Batch
 
 Round = dict[str, float]  # mode -> seconds for the same work
@@ -35,7 +36,7 @@ class Ratio:
 
     @property
     def counts(self) -> bool:
-        """Whether the machine was steady enough; otherwise the run must be repeated."""
+        """Return whether the machine was steady enough; otherwise the run must be repeated."""
         return self.interquartile_range < LARGEST_IQR
 
 
@@ -45,10 +46,9 @@ def interleave(
     log: Callable[[str], None] = lambda line: None,
     repeats: int = 1,
 ) -> list[Round]:
-    """``rounds`` times the median seconds of every timer over ``repeats`` turns, each turn starting
-    with the next timer.
+    """Return, for each round, the median seconds of every timer over ``repeats`` turns.
 
-    ``log`` hears of every round.
+    Each turn starts with the next timer. ``log`` is called after every round.
     """
     names = list(timers)
     results = []
@@ -64,16 +64,21 @@ def interleave(
 
 
 def ratio(rounds: Sequence[Mapping[str, float]], mode: str, baseline: str) -> Ratio:
-    """Median and interquartile range (inclusive method) of ``time of baseline / time of mode``
-    within each of >= 2 rounds."""
+    """Return median and interquartile range of ``time of baseline / time of mode``.
+
+    Each ratio is of one round, of which there are at least 2. The inclusive method computes the
+    quartiles.
+    """
     values = [each[baseline] / each[mode] for each in rounds]
     low, middle, high = statistics.quantiles(values, n=4, method="inclusive")
     return Ratio(middle, high - low)
 
 
 def verdict(runs: Sequence[Ratio]) -> str:
-    """``repeat`` when a run does not count; of several runs also ``agree`` or ``differ``; else
-    ``counts``."""
+    """Return whether runs count: ``repeat`` if one does not.
+
+    For one run that counts, return ``counts``; for several, ``agree`` or ``differ``.
+    """
     if not all(run.counts for run in runs):
         return "repeat"
     if len(runs) == 1:
@@ -83,13 +88,12 @@ def verdict(runs: Sequence[Ratio]) -> str:
 
 
 def enough_repeats(seconds_per_step: float, at_least: float = 8.0) -> int:
-    """Steps in one round so that they last ``at_least`` seconds, over which a shared machine's
-    speed averages out."""
+    """Return how many steps last ``at_least`` seconds, so that a machine's speed averages out."""
     return max(1, math.ceil(at_least / max(seconds_per_step, 1e-6)))
 
 
-def seconds_of_step(mode: Mode, batches: Sequence[Batch]) -> float:
-    """Wall-clock seconds of one step; leaves the model without gradients."""
+def seconds_of_step(mode: BenchmarkMode, batches: Sequence[Batch]) -> float:
+    """Return the wall-clock seconds of one step; leave the model without gradients."""
     gc.collect()  # what another mode left is not collected in this one's time
     _synchronize(mode)
     start = time.perf_counter()
@@ -100,7 +104,7 @@ def seconds_of_step(mode: Mode, batches: Sequence[Batch]) -> float:
     return seconds
 
 
-def _synchronize(mode: Mode) -> None:
+def _synchronize(mode: BenchmarkMode) -> None:
     # CUDA kernels run after the call that started them has returned.
     if mode.workload.on_cuda:
         torch.cuda.synchronize()

@@ -1,9 +1,8 @@
-"""The models that are measured: published sizes, random weights, built from a config (no hub, no
-download).
+"""The models that are measured: published sizes, random weights, built from a configuration.
 
-Speed and memory of dense layers do not depend on the values of the weights. Dropout is on as
-published (0.1); LoRA has none of its own, PEFT's default. Sizes: Radford et al. 2019 (GPT-2), Liu
-et al. 2019 (RoBERTa), Wang et al. 2020 (MiniLM).
+Nothing is downloaded. Speed and memory of dense layers do not depend on the values of the weights.
+Dropout is on as published (0.1); LoRA has none of its own, as is PEFT's default. Sizes: Radford et
+al. 2019 (GPT-2), Liu et al. 2019 (RoBERTa), Wang et al. 2020 (MiniLM).
 """
 
 from __future__ import annotations
@@ -20,10 +19,14 @@ if TYPE_CHECKING:
 class Shape:
     """One model.
 
-    Attributes: build: ``build(dropout, tied)`` -> the model; ``tied`` matters only where ``tied``
-        below is True. length: default number of positions T. batch_size: default number of examples
-        b, one that fits a laptop. vocabulary: token ids are below it. positions: the longest T that
-        the model can embed. tied: output head and input embedding are one trainable parameter.
+    Attributes:
+        build: ``build(dropout, tied)`` returns the model; its ``tied`` matters only where ``tied``
+            below is True.
+        length: default number of positions T.
+        batch_size: default number of examples b, one that fits a laptop.
+        vocabulary: token ids are below it.
+        positions: the longest T that the model can embed.
+        tied: whether output head and input embedding are one trainable parameter.
     """
 
     build: Callable[[float, bool], nn.Module]
@@ -90,8 +93,7 @@ def _encoder(
 def _infilling(
     family: str, layers: int, hidden: int, heads: int, inner: int, **sizes: int
 ) -> Callable[..., Any]:
-    """The same encoder as :func:`_encoder`'s, classifying by a word of its vocabulary instead of a
-    head."""
+    """Build the encoder of :func:`_encoder`, which classifies by a word of its vocabulary."""
 
     def build(dropout: float, tied: bool) -> nn.Module:
         import transformers

@@ -1,4 +1,4 @@
-"""A report as aligned plain text."""
+"""Format a report as aligned plain text."""
 
 from __future__ import annotations
 
@@ -7,8 +7,10 @@ from typing import Any
 
 
 def aligned(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Columns as wide as their widest cell: the first and the last to the left, numbers to the
-    right."""
+    """Return columns as wide as their widest cell.
+
+    The first and the last column stand to the left, numbers to the right.
+    """
     table = [list(header), *map(list, rows)]
     widths = [max(len(row[column]) for row in table) for column in range(len(header))]
     last = len(header) - 1
@@ -22,7 +24,7 @@ def aligned(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def title(report: Mapping[str, Any]) -> str:
-    """One line on what was measured and one on where."""
+    """Return one line on what was measured and one on where."""
     w, e = report["workload"], report["environment"]
     checkpointing = ", gradient checkpointing" if w["gradient_checkpointing"] else ""
     what = (
@@ -39,8 +41,10 @@ def title(report: Mapping[str, Any]) -> str:
 
 
 def throughput_table(report: Mapping[str, Any]) -> str:
-    """Speed, ratio to non-private with its spread, and the bounds; then operators and largest
-    batches where measured."""
+    """Return speed, ratio to non-private with its spread, and the bounds.
+
+    Operators and largest batches follow where they were measured.
+    """
     protocol = report["protocol"]
     how = (
         f"forward + backward; median of {protocol['rounds']} interleaved rounds of "
@@ -54,7 +58,7 @@ def throughput_table(report: Mapping[str, Any]) -> str:
     if any(row.get("bound") for row in report["modes"].values()):
         parts.append(
             "bound: flops of non-private / (those + flops of exact norms); symmetric: with half of "
-            "each Gram matrix; two_pass runs\nthe input gradients of its second backward besides. "
+            "each Gram matrix.\ntwo_pass also runs the input gradients of its second backward. "
             "IQR must be under 0.04, else repeat."
         )
     parts += [_operators(mode, rows) for mode, rows in report.get("operators", {}).items()]
@@ -113,7 +117,7 @@ def _capacity(rows: Mapping[str, Mapping[str, Any]]) -> str:
 
 
 def memory_table(report: Mapping[str, Any]) -> str:
-    """Peak memory and its ratio to non-private training with the same checkpointing."""
+    """Return peak memory and its ratio to non-private training with the same checkpointing."""
     how = (
         f"{report['measured']}; a process of its own for each mode, median of "
         f"{report['protocol']['repeats']}"

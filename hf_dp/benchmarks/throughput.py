@@ -1,4 +1,4 @@
-"""Speed of every mode at one batch size, beside the bound that arithmetic sets."""
+"""Measure the speed of every mode at one batch size, beside the bound that arithmetic sets."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from hf_dp.benchmarks.allocator import keep_freed_memory
 from hf_dp.benchmarks.bound import Flops, count_flops, trace_model
 from hf_dp.benchmarks.capacity import measure_capacity
 from hf_dp.benchmarks.environment import environment
-from hf_dp.benchmarks.modes import NON_PRIVATE, Mode, Refused, build_mode, check_modes, refusals
+from hf_dp.benchmarks.mode import BenchmarkMode, Refused
+from hf_dp.benchmarks.modes import NON_PRIVATE, build_mode, check_modes, refusals
 from hf_dp.benchmarks.operators import left_over, operator_seconds
 from hf_dp.benchmarks.rounds import (
     Round,
@@ -33,12 +34,16 @@ Log = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Protocol:
-    """How it is timed.
+    """How a measurement is timed.
 
-    Attributes: rounds: timings of each mode in a run. warmups: steps of each mode before a run, not
-        timed. repeats: steps of each mode in a round; None for as many as last 8 seconds. runs:
-        repetitions of the whole. profile: also time by operator. max_batch: also the largest batch
-        of each mode and the speed there (CUDA). lcm_limit: largest logical batch then.
+    Attributes:
+        rounds: timings of each mode in a run.
+        warmups: steps of each mode before a run, not timed.
+        repeats: steps of each mode in a round; None for the number that lasts 8 seconds.
+        runs: repetitions of the whole.
+        profile: also measure time by operator.
+        max_batch: also measure the largest batch of each mode and the speed there (CUDA).
+        lcm_limit: the largest logical batch then.
     """
 
     rounds: int = 7
@@ -59,14 +64,14 @@ class Protocol:
 
 @dataclass
 class Bench:
-    """The modes that can do the workload, warmed up, and why the others cannot."""
+    """The modes that can run the workload, warmed up, and why the others cannot."""
 
-    modes: dict[str, Mode] = field(default_factory=dict)
+    modes: dict[str, BenchmarkMode] = field(default_factory=dict)
     batches: dict[str, Sequence[Batch]] = field(default_factory=dict)
     refused: dict[str, str] = field(default_factory=dict)
 
     def time(self, name: str) -> float:
-        """Seconds of one step of one mode."""
+        """Return the seconds of one step of one mode."""
         return seconds_of_step(self.modes[name], self.batches[name])
 
 
@@ -76,10 +81,12 @@ def measure_throughput(
     protocol: Protocol | None = None,
     log: Log = lambda line: None,
 ) -> dict[str, Any]:
-    """Times every mode; see :mod:`hf_dp.benchmarks.rounds` for how.
+    """Time every mode; see :mod:`hf_dp.benchmarks.rounds` for how.
 
-    Args: modes: names of :func:`hf_dp.benchmarks.modes.mode_names`; non_private is always timed.
+    Args:
+        modes: names of :func:`hf_dp.benchmarks.modes.mode_names`; non_private is always timed.
         log: called with progress.
+
     Returns: what ``--json`` writes: environment, workload, flops, one row a mode, and all raw
         rounds.
     Raises: InvalidArgumentError; HfDpError when non-private training itself cannot run.
@@ -131,8 +138,10 @@ def _measure(
 
 
 def _prepare(workload: Workload, names: Sequence[str], shared: nn.Module, log: Log) -> Bench:
-    """Build each mode and run it once. Modes that leave the model as it was share one: no luck of
-    memory layout."""
+    """Build each mode and run it once.
+
+    Modes that leave the model as it was share one, so that no difference is due to memory layout.
+    """
     bench = Bench()
     batch = make_batch(workload, shared)
     for name in names:

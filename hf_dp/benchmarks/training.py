@@ -1,11 +1,10 @@
-"""End to end: wall time of ``train()``, stock and private, on the same rows with the same number of
-optimizer steps.
+"""Time training end to end, stock and private, on the same rows with the same number of steps.
 
 A run is one call of ``trainer.train()`` on a fresh copy of the model, with everything a user gets
-and nothing more: no evaluation, saving or logging; privately, also the self-check before the first
-step, noise, ledger, epsilon and card. Poisson draws vary in size, so times are divided by the
-examples that were really processed. Rounds and the order of modes within them are those of
-:mod:`hf_dp.benchmarks.rounds`.
+and nothing more: no evaluation, saving or logging. A private run also includes the self-check
+before the first step, noise, ledger, epsilon and card. Poisson samples vary in size, so times are
+divided by the examples that were really processed. Rounds and the order of modes within them are
+those of :mod:`hf_dp.benchmarks.rounds`.
 """
 
 from __future__ import annotations
@@ -45,16 +44,16 @@ from hf_dp.trainer.trainer import DPTrainer
 
 Log = Callable[[str], None]
 
-# mode -> what it is
+# mode -> description
 MODES = {
     "stock": "transformers.Trainer, random order",
     "stock_by_length": "transformers.Trainer, group_by_length",
-    "ours_unsorted": "DPTrainer, physical batches in drawn order",
+    "ours_unsorted": "DPTrainer, physical batches in sampling order",
     "ours": "DPTrainer",
     "ours_by_tokens": "DPTrainer, physical batches sized by tokens alone",
 }
 DEFAULT_MODES = ("stock", "stock_by_length", "ours_unsorted", "ours")
-# (mode, baseline) -> what the throughput of the one divided by that of the other says
+# (mode, baseline) -> what the ratio of their throughputs shows
 RATIOS = {
     ("ours", "ours_unsorted"): "what sorting by length gives",
     ("ours", "stock"): "beside stock order",
@@ -63,17 +62,18 @@ RATIOS = {
     ("ours_by_tokens", "ours"): "what sizing by tokens gives",
 }
 LEGEND = (
-    "s/1000: seconds for 1,000 examples; CPU: of all threads. before the first draw and after the "
-    "last step, in seconds; share: of\nthe former in the whole run. data: share in which drawn "
-    "rows were fetched, collated and padded (privately). padding: of all\npositions."
+    "s/1000: seconds for 1,000 examples; CPU: seconds of all threads. before: seconds before the "
+    "first sample,\nand share of the run; after: seconds after the last step. data: share of the "
+    "run in which sampled rows\nwere fetched, collated and padded (private modes). padding: share "
+    "of all positions."
 )
 
 
 def train_once(work: TrainingWork, task: Task, mode: str, seed: int = 0) -> Run:
-    """Trains a copy of the task's model in one mode; its output folder is removed.
+    """Train a copy of the task's model in one mode and time it; remove the output folder.
 
-    Raises: HfDpError when the trainer made other steps, or stock processed other examples, than
-        were asked for.
+    Raises: HfDpError when the number of steps, or of examples in a stock mode, is not what was
+        asked for.
     """
     with tempfile.TemporaryDirectory() as folder:
         counter = Counter()
@@ -141,8 +141,8 @@ def _build_trainer(
         rows = one_pass(task.rows, work.optimizer_steps * work.logical_batch_size)
         return Trainer(args=TrainingArguments(**common), train_dataset=rows, **given)
     if mode == "ours_by_tokens":
-        # As much memory as nine in ten batches of the other modes at most; no limit by count, so
-        # short rows come in many.
+        # At most the memory of nine in ten batches of the other modes. There is no limit by count,
+        # so short examples come in large batches.
         common["per_device_train_batch_size"] = work.logical_batch_size
         longest = sorted(task.lengths)[math.ceil(0.9 * len(task.rows)) - 1]
         common["max_tokens_per_physical_batch"] = work.physical_batch_size * longest
@@ -158,9 +158,12 @@ def measure_training(
     modes: Sequence[str] = DEFAULT_MODES,
     log: Log = lambda line: None,
 ) -> dict[str, Any]:
-    """Times every mode, after a warm-up of each.
+    """Time every mode, after a warm-up of each.
 
-    Args: modes: keys of MODES. log: called with progress.
+    Args:
+        modes: keys of MODES.
+        log: called with progress.
+
     Returns: what ``--json`` writes: environment, workload, one row a mode, ratios, and all raw
         runs.
     Raises: InvalidArgumentError; HfDpError as :func:`train_once`.
@@ -187,15 +190,7 @@ def measure_training(
     return {
         "benchmark": "training",
         "environment": machine,
-        "workload": {
-            **asdict(work),
-            **task.names,
-            "steps": work.optimizer_steps,
-            "device": work.machine.device,
-            "threads": work.machine.threads,
-            "precision": "fp32",
-            "dropout": task.dropout,
-        },
+        "workload": _described(work, task),
         "modes": {name: _row(runs[name]) for name in names},
         "ratios": {
             f"{a}/{b}": compare(rounds, a, b) for a, b in RATIOS if a in names and b in names
@@ -204,16 +199,28 @@ def measure_training(
     }
 
 
+def _described(work: TrainingWork, task: Task) -> dict[str, Any]:
+    return {
+        **asdict(work),
+        **task.names,
+        "steps": work.optimizer_steps,
+        "device": work.machine.device,
+        "threads": work.machine.threads,
+        "precision": "fp32",
+        "dropout": task.dropout,
+    }
+
+
 def check_modes(modes: Sequence[str]) -> list[str]:
-    """The modes without repetitions. Raises: InvalidArgumentError for an unknown one."""
+    """Return the modes without repetitions. Raises: InvalidArgumentError for an unknown one."""
     return list(dict.fromkeys(_validate.one_of("modes", name, MODES) for name in modes))
 
 
 def compare(rounds: Sequence[Round], mode: str, baseline: str) -> dict[str, float]:
-    """Throughput of ``mode`` over that of ``baseline`` within each round: median, lowest and
-    highest.
+    """Return the throughput of ``mode`` over that of ``baseline``: median, lowest and highest.
 
-    Args: rounds: seconds per example by mode.
+    Args:
+        rounds: seconds per example by mode; both are compared within each round.
     """
     values = [each[baseline] / each[mode] for each in rounds]
     return {"median": statistics.median(values), "lowest": min(values), "highest": max(values)}
@@ -237,58 +244,47 @@ def _row(runs: Sequence[Run]) -> dict[str, Any]:
 
 
 def training_table(report: dict[str, Any]) -> str:
-    """Times by mode and the ratios between modes, as aligned text."""
+    """Return times by mode and the ratios between modes, as aligned text."""
+    parts = [_heading(report), f"{_times(report['modes'])}\n{LEGEND}"]
+    if report["ratios"]:
+        parts.append(f"throughput within a round\n{_ratios(report['ratios'])}")
+    return "\n\n".join(parts)
+
+
+def _heading(report: dict[str, Any]) -> str:
     w, e = report["workload"], report["environment"]
     load = "" if e["load_average"] is None else f", load before {e['load_average']:.1f}"
-    head = (
+    return (
         f"{w['model']}, {w['rows']} rows of {w['train_file']}, at most {w['max_length']} tokens, "
         f"{w['precision']}, dropout {w['dropout']:g}\n{w['steps']} optimizer steps of "
         f"{w['logical_batch_size']} examples in physical batches of {w['physical_batch_size']}; "
         f"wall time of train(), median of {w['rounds']} interleaved rounds\n{e['device']}, "
         f"{e['threads']} threads, torch {e['torch']}, transformers {e['transformers']}{load}"
     )
+
+
+def _times(rows: dict[str, dict[str, Any]]) -> str:
+    columns: dict[str, Callable[[dict[str, Any]], str]] = {
+        "s/1000": lambda row: f"{row['seconds_per_1000_examples']:.2f}",
+        "CPU s/1000": lambda row: f"{row['cpu_seconds_per_1000_examples']:.2f}",
+        "examples/s": lambda row: f"{row['examples_per_second']:.1f}",
+        "examples": lambda row: f"{row['examples']:g}",
+        "before, s": lambda row: f"{row['preparation_seconds']:.2f}",
+        "share": lambda row: f"{row['preparation_share']:.1%}",
+        "after, s": lambda row: f"{row['finishing_seconds']:.2f}",
+        "data": lambda row: f"{row['data_share']:.1%}" if row["data_share"] else "-",
+        "padding": lambda row: f"{row['padding_share']:.1%}",
+    }
     cells = [
-        [
-            name,
-            f"{row['seconds_per_1000_examples']:.2f}",
-            f"{row['cpu_seconds_per_1000_examples']:.2f}",
-            f"{row['examples_per_second']:.1f}",
-            f"{row['examples']:g}",
-            f"{row['preparation_seconds']:.2f}",
-            f"{row['preparation_share']:.1%}",
-            f"{row['finishing_seconds']:.2f}",
-            f"{row['data_share']:.1%}" if row["data_share"] else "-",
-            f"{row['padding_share']:.1%}",
-            MODES[name],
-        ]
-        for name, row in report["modes"].items()
+        [name, *(cell(row) for cell in columns.values()), MODES[name]] for name, row in rows.items()
     ]
-    header = [
-        "mode",
-        "s/1000",
-        "CPU s/1000",
-        "examples/s",
-        "examples",
-        "before, s",
-        "share",
-        "after, s",
-        "data",
-        "padding",
-        "",
+    return aligned(["mode", *columns, ""], cells)
+
+
+def _ratios(ratios: dict[str, dict[str, float]]) -> str:
+    cells = [
+        [pair, f"{each['median']:.3f}", f"{each['lowest']:.3f}..{each['highest']:.3f}", what]
+        for pair, what in {f"{a}/{b}": what for (a, b), what in RATIOS.items()}.items()
+        if (each := ratios.get(pair))
     ]
-    parts = [head, aligned(header, cells) + f"\n{LEGEND}"]
-    if report["ratios"]:
-        ratios = [
-            [
-                pair,
-                f"{each['median']:.3f}",
-                f"{each['lowest']:.3f}..{each['highest']:.3f}",
-                RATIOS[tuple(pair.split("/"))],
-            ]
-            for pair, each in report["ratios"].items()
-        ]
-        parts.append(
-            "throughput within a round\n"
-            + aligned(["ratio", "median", "lowest..highest", ""], ratios)
-        )
-    return "\n\n".join(parts)
+    return aligned(["ratio", "median", "lowest..highest", ""], cells)

@@ -1,5 +1,7 @@
-"""What the end-to-end benchmark trains: how much, on which rows and model; how its batches are cut
-and its runs counted."""
+"""What the end-to-end benchmark trains: how much, and on which rows and model.
+
+Also how its batches are cut, and how its runs are counted.
+"""
 
 from __future__ import annotations
 
@@ -33,10 +35,16 @@ from hf_dp.tasks.files import load_file, resolve_model
 class TrainingWork:
     """How much each run trains, and how often.
 
-    Attributes: rows: examples in the data. logical_batch_size: examples of an optimizer step,
-        expected ones in a private mode; a multiple of physical_batch_size, the examples of one
-        forward. steps: optimizer steps of a run; None for one pass, ``ceil(rows /
-        logical_batch_size)``. rounds: runs of each mode. threads, device: None for torch's choice.
+    Attributes:
+        rows: examples in the data.
+        logical_batch_size: examples of an optimizer step, in a private mode their expected number;
+            a multiple of physical_batch_size.
+        physical_batch_size: examples of one forward.
+        steps: optimizer steps of a run; None for one pass, ``ceil(rows / logical_batch_size)``.
+        rounds: runs of each mode.
+        threads: torch's intra-op threads; None for torch's choice.
+        device: None for CUDA where there is a device.
+
     Raises: InvalidArgumentError naming the field.
     """
 
@@ -75,16 +83,16 @@ class TrainingWork:
 
     @property
     def optimizer_steps(self) -> int:
-        """``steps``, filled in."""
+        """Return ``steps``, filled in."""
         return math.ceil(self.rows / self.logical_batch_size) if self.steps is None else self.steps
 
     @property
     def machine(self) -> Workload:
-        """Threads and device, checked and filled in; the model it names has no part here."""
+        """Return threads and device, checked and filled in; ignore the model that it names."""
         return Workload("tiny", threads=self.threads, device=self.device)
 
     def warm_up(self) -> TrainingWork:
-        """The same with one step of at most two physical batches."""
+        """Return the same with one step of at most two physical batches."""
         return replace(
             self,
             steps=1,
@@ -96,9 +104,11 @@ class TrainingWork:
 class Task:
     """Data and model of one measurement; nothing of it changes while runs are timed.
 
-    Attributes: rows: a ``datasets.Dataset`` of token ids and labels, in no particular order of
-        length. model: a classifier with its initial weights. tokenizer: pads. names: for the
-        report: ``model``, ``train_file``, ``max_length`` (tokens).
+    Attributes:
+        rows: a ``datasets.Dataset`` of token ids and labels, in no particular order of length.
+        model: a classifier with its initial weights.
+        tokenizer: pads.
+        names: for the report: ``model``, ``train_file``, ``max_length`` (tokens).
     """
 
     rows: Any
@@ -108,12 +118,12 @@ class Task:
 
     @property
     def lengths(self) -> list[int]:
-        """Tokens of each row."""
+        """Return the number of tokens of each row."""
         return [len(ids) for ids in self.rows["input_ids"]]
 
     @property
     def dropout(self) -> float:
-        """The model's largest dropout probability."""
+        """Return the model's largest dropout probability."""
         return max(
             (module.p for module in self.model.modules() if isinstance(module, nn.Dropout)),
             default=0.0,
@@ -129,44 +139,29 @@ def load_task(
     label_column: str = "label",
     class_names: Sequence[str] = (),
 ) -> Task:
-    """The first ``rows`` rows of a file, cut at ``max_length`` tokens, and a classifier with a new
-    head.
+    """Load the first ``rows`` rows of a file, and a classifier with a new head.
 
-    The rows are put into a fixed random order: in a file sorted by length even unsorted batches
-    would hold little padding.
+    Texts are cut at ``max_length`` tokens. The rows are put into a fixed random order: in a file
+    sorted by length, even unsorted batches would hold little padding.
 
-    Args: model: a name or folder, or ``package:NAME``; NAME as pip or as Python spells it.
+    Args:
+        model: a name or folder, or ``package:NAME``; NAME as pip or as Python spells it.
         class_names: by id, for files that declare none.
+
     Raises: InvalidArgumentError, DataError.
     """
-    max_length = _validate.integer(
-        "max_length", max_length, 3
-    )  # two special tokens and one of text
+    # Two special tokens and one of text.
+    max_length = _validate.integer("max_length", max_length, 3)
     data = load_file(train_file)
     if len(data) < rows:
         raise _validate.invalid(
-            "rows", rows, f"to be at most the {len(data)} rows of {Path(train_file).name!r}"
+            "rows",
+            rows,
+            f"to be at most the {len(data)} rows of {Path(train_file).name!r}",
+            "Lower it, or use a larger file.",
         )
     names = label_names(data, label_column, class_names)
-    path = resolve_model(model)
-    try:
-        tokenizer: Any = AutoTokenizer.from_pretrained(path)
-        set_seed(0)  # the head's initial weights
-        network = AutoModelForSequenceClassification.from_pretrained(path, num_labels=len(names))
-    except (OSError, ValueError) as problem:
-        raise DataError(
-            f"The model {model!r} could not be loaded: {str(problem).splitlines()[0]} "
-            "Give a Hub name, a folder with config.json, weights and tokenizer, or package:NAME."
-        ) from problem
-    if tokenizer.pad_token is None:
-        raise DataError(
-            f"The tokenizer of {model!r} has no padding token. Choose an encoder model."
-        )
-    positions = getattr(network.config, "max_position_embeddings", None)
-    if positions is not None and max_length > positions:
-        raise _validate.invalid(
-            "max_length", max_length, f"to be at most {positions}, the positions of the model"
-        )
+    network, tokenizer = _load_classifier(model, len(names), max_length)
     encoded = encode(
         data.select(range(rows)), tokenizer, text_columns, label_column, names, max_length
     )
@@ -181,12 +176,38 @@ def load_task(
     )
 
 
-def one_pass(rows: Any, count: int) -> Any:
-    """A data set of ``count`` rows: ``rows`` repeated and cut.
+def _load_classifier(model: str, num_labels: int, max_length: int) -> tuple[Any, Any]:
+    path = resolve_model(model)
+    try:
+        tokenizer: Any = AutoTokenizer.from_pretrained(path)
+        set_seed(0)  # the head's initial weights
+        network = AutoModelForSequenceClassification.from_pretrained(path, num_labels=num_labels)
+    except (OSError, ValueError) as problem:
+        raise DataError(
+            f"The model {model!r} could not be loaded: {str(problem).splitlines()[0]} "
+            "Give a Hub name, a folder with config.json, weights and tokenizer, or package:NAME."
+        ) from problem
+    if tokenizer.pad_token is None:
+        raise DataError(
+            f"The tokenizer of {model!r} has no padding token. Choose an encoder model."
+        )
+    positions = getattr(network.config, "max_position_embeddings", None)
+    if positions is not None and max_length > positions:
+        raise _validate.invalid(
+            "max_length",
+            max_length,
+            f"to be at most {positions}, the positions of the model",
+            "Lower it.",
+        )
+    return network, tokenizer
 
-    One pass over it is the stock trainer's whole run. A run that ended within an epoch, or went
-    over its end, would have an incomplete step or, with length grouping, a biased share of long
-    rows: they come first.
+
+def one_pass(rows: Any, count: int) -> Any:
+    """Return a data set of ``count`` rows: ``rows`` repeated and cut.
+
+    One pass over it is the stock trainer's whole run. A run that ended within an epoch, or
+    continued past its end, would have an incomplete step or, with length grouping, a biased share
+    of long rows, since they come first.
     """
     return concatenate_datasets([rows] * math.ceil(count / len(rows))).select(range(count))
 
@@ -195,13 +216,18 @@ def one_pass(rows: Any, count: int) -> Any:
 class Run:
     """One call of ``train()``.
 
-    Attributes: seconds: wall time in all. cpu_seconds: of all threads; with one thread, far fewer
-        than `seconds` means that other processes had the processor. preparation: seconds of it
-        before the first draw (data loader, optimizer, privately the self-check). finishing: seconds
-        of it after the last step (privately epsilon and card). steps: optimizer steps made.
-        examples: rows that went through the model. tokens: of those rows. positions: tokens and
-        padding. data: seconds in which rows were fetched, collated alone and padded; privately
-        only.
+    Attributes:
+        seconds: wall time in all.
+        cpu_seconds: processor time of all threads; with one thread, a much smaller number than
+            `seconds` means that other processes had the processor.
+        preparation: seconds before the first sample (data loader, optimizer, privately the
+            self-check).
+        finishing: seconds after the last step (privately epsilon and card).
+        steps: optimizer steps made.
+        examples: examples that went through the model.
+        tokens: tokens of those examples.
+        positions: tokens and padding.
+        data: seconds in which rows were fetched, collated alone and padded; private modes only.
     """
 
     seconds: float
@@ -216,21 +242,25 @@ class Run:
 
     @property
     def seconds_per_example(self) -> float:
-        """Wall time over examples really processed. Raises: HfDpError when there were none: private
-        draws can be empty."""
+        """Return the wall time over the examples that were really processed.
+
+        Raises: HfDpError when there were none, since private samples can be empty.
+        """
         if not self.examples:
             raise HfDpError(
-                "All draws of a run were empty. Use a larger logical_batch_size or more steps."
+                "All Poisson samples of a run were empty. Use a larger logical_batch_size or more "
+                "steps."
             )
         return self.seconds / self.examples
 
 
 class Counter(TrainerCallback):
-    """Count what goes through the model from the moment that training begins; checks before it do
-    not count.
+    """Count what goes through the model once training has begun; earlier checks do not count.
 
-    Attributes: examples, tokens, positions, data: as in a run. begun, stepped: when training began
-        and the latest step ended, seconds of ``time.perf_counter``.
+    Attributes:
+        examples, tokens, positions, data: as in a run.
+        begun: when training began, in seconds of ``time.perf_counter``.
+        stepped: when the latest step ended, likewise.
     """
 
     def __init__(self) -> None:
@@ -244,7 +274,7 @@ class Counter(TrainerCallback):
 
     @contextmanager
     def timing_data(self) -> Iterator[None]:
-        """Inside, add up the time in which a private run's rows become batches."""
+        """Add up the time in which a private run's rows become batches, inside the context."""
         originals = [(Examples, "__getitems__"), (loader.PhysicalBatches, "__call__")]
         functions = [getattr(owner, name) for owner, name in originals]
 
@@ -281,8 +311,10 @@ def in_drawn_order(
     max_tokens: int | None = None,
     shapes: Sequence[Hashable] | None = None,
 ) -> list[list[int]]:
-    """Positions 0..len(lengths)-1 cut into groups of at most ``size``, whatever the lengths.
-    (float32 gives no shapes.)"""
+    """Cut positions 0..len(lengths)-1 into groups of at most ``size``, whatever the lengths.
+
+    ``shapes`` must be None, as it is in float32.
+    """
     assert shapes is None
     return [
         list(range(start, min(start + size, len(lengths))))
@@ -292,8 +324,10 @@ def in_drawn_order(
 
 @contextmanager
 def unsorted_batches() -> Iterator[None]:
-    """Inside, private data loaders cut draws as they come. For measuring what sorting gives; there
-    is no such option."""
+    """Make private data loaders cut samples in sampling order, inside the context.
+
+    The context exists to measure what sorting gives; there is no such option.
+    """
     sorting = loader.physical_batches
     loader.physical_batches = in_drawn_order
     try:

@@ -1,5 +1,7 @@
-"""What is measured: model, batch, precision, device. The same for every mode, so that all do equal
-work."""
+"""The fixed choices of one measurement: model, batch, precision, device.
+
+They are the same for every mode, so that all modes do equal work.
+"""
 
 from __future__ import annotations
 
@@ -23,13 +25,20 @@ _FIRST_TOKEN = 4  # lower ids are padding and the like, which would shift RoBERT
 
 @dataclasses.dataclass(frozen=True)
 class Workload:
-    """The fixed choices of one measurement; a field left at None takes the shape's default, or the
-    machine's.
+    """The fixed choices of one measurement.
 
-    Attributes: model: a key of SHAPES. batch_size: examples in a physical batch. length: positions
-        of each example. precision: ``fp32``, or ``bf16`` (autocast of the forward, weights
-        float32). device: ``cpu`` or ``cuda``. gradient_checkpointing: non-reentrant. threads:
-        torch's intra-op threads. dropout: probability everywhere.
+    A field left at None takes the default of the model's shape, or of the machine.
+
+    Attributes:
+        model: a key of SHAPES.
+        batch_size: examples in a physical batch.
+        length: positions of each example.
+        precision: ``fp32``, or ``bf16`` (autocast of the forward, float32 weights).
+        device: ``cpu`` or ``cuda``.
+        gradient_checkpointing: non-reentrant.
+        threads: torch's intra-op threads.
+        dropout: its probability everywhere.
+
     Raises: InvalidArgumentError naming the field.
     """
 
@@ -70,38 +79,41 @@ class Workload:
 
     @property
     def shape(self) -> Shape:
-        """The model's sizes."""
+        """Return the model's sizes."""
         return SHAPES[self.model]
 
     @property
     def examples(self) -> int:
-        """``batch_size``, filled in."""
+        """Return ``batch_size``, filled in."""
         assert self.batch_size is not None
         return self.batch_size
 
     @property
     def positions(self) -> int:
-        """``length``, filled in."""
+        """Return ``length``, filled in."""
         assert self.length is not None
         return self.length
 
     @property
     def on_cuda(self) -> bool:
-        """Whether the work runs on a CUDA device."""
+        """Return whether the work runs on a CUDA device."""
         return self.device == "cuda"
 
     def replace(self, **changes: Any) -> Workload:
-        """A copy with other values."""
+        """Return a copy with other values."""
         return dataclasses.replace(self, **changes)
 
     def to_dict(self) -> dict[str, Any]:
-        """All fields, filled in; ``Workload(**...)`` reads them back."""
+        """Return all fields, filled in; ``Workload(**...)`` reads them back."""
         return dataclasses.asdict(self)
 
 
 def build_model(workload: Workload, tied: bool = True) -> nn.Module:
-    """The model with random weights, built on the device, in training mode. ``tied=False`` gives
-    the head its own weight."""
+    """Return the model with random weights, built on the device, in training mode.
+
+    Args:
+        tied: False gives the head a weight of its own.
+    """
     torch.manual_seed(0)
     assert workload.device is not None
     with torch.device(workload.device):
@@ -117,8 +129,10 @@ def build_model(workload: Workload, tied: bool = True) -> nn.Module:
 
 
 def make_batch(workload: Workload, model: nn.Module, examples: int | None = None) -> Batch:
-    """Random tokens and labels, every row of full length: ``input_ids``, ``attention_mask`` (b, T)
-    and ``labels``."""
+    """Return random tokens and labels, every example of full length.
+
+    The keys are ``input_ids`` and ``attention_mask``, (b, T), and ``labels``.
+    """
     generator = torch.Generator().manual_seed(1)
     size = (examples or workload.examples, workload.positions)
     tokens = torch.randint(_FIRST_TOKEN, workload.shape.vocabulary, size, generator=generator)
@@ -139,7 +153,7 @@ def make_batch(workload: Workload, model: nn.Module, examples: int | None = None
 
 @contextmanager
 def forward_precision(workload: Workload) -> Iterator[None]:
-    """Around a forward and its loss, as the Trainer does: autocast to bfloat16, or nothing."""
+    """Run a forward and its loss as the Trainer does: under bfloat16 autocast, or plain."""
     assert workload.device is not None
     with torch.autocast(workload.device, torch.bfloat16, enabled=workload.precision == "bf16"):
         yield
@@ -147,7 +161,7 @@ def forward_precision(workload: Workload) -> Iterator[None]:
 
 @contextmanager
 def threads_of(workload: Workload) -> Iterator[None]:
-    """Inside, torch works with the workload's number of threads."""
+    """Set torch's number of threads to the workload's, inside the context."""
     before = torch.get_num_threads()
     assert workload.threads is not None
     torch.set_num_threads(workload.threads)

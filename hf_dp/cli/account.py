@@ -1,22 +1,24 @@
-"""``hf-dp account epsilon|noise|steps|sample-rate|ledger|rebuild``: privacy accounting from
-numbers, or of a run's record."""
+"""``hf-dp account``: privacy accounting from numbers, or of the record of a run."""
 
 from __future__ import annotations
 
 import argparse
 import json
+import textwrap
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from hf_dp.accounting import ACCOUNTANTS, RELATIONS
+from hf_dp.accounting.events import RUN_DISTRIBUTIONS
 from hf_dp.cli.answers import json_row, table
-from hf_dp.cli.main import hyphenated
+from hf_dp.cli.options import hyphenated
 from hf_dp.errors import LedgerError
 
 NOTE = (
-    "Poisson sampling, Gaussian noise on the sum of clipped gradients. A bound holds; an estimate "
-    "may be below the true epsilon. Epsilon is rounded up."
+    "These figures are for Poisson sampling with Gaussian noise on the sum of clipped gradients. A "
+    "bound holds; an estimate may be below the true epsilon. Epsilon is rounded up."
 )
 _SST2 = "example (SST-2, 1024 of 67349 examples a step, 3 epochs):\n  hf-dp account "
 _COMMON = "--steps 198 --delta 7.424e-6"
@@ -31,53 +33,62 @@ QUESTIONS = {
         f"noise --target-epsilon 3 --sample-rate 0.0152044 {_COMMON}",
     ),
     "steps": (
-        "most steps that stay inside a target",
+        "largest number of steps that stays within a target",
         "steps --target-epsilon 3 --noise-multiplier 0.8254 --sample-rate 0.0152044 --delta "
         "7.424e-6",
     ),
     "sample-rate": (
-        "largest sample rate that stays inside a target",
+        "largest sample rate that stays within a target",
         f"sample-rate --target-epsilon 3 --noise-multiplier 0.8254 {_COMMON}",
+    ),
+    "search": (
+        "epsilon of a search over a secret number of runs that releases only the best",
+        f"search --mean-runs 10 --noise-multiplier 1.2 --sample-rate 0.0152044 {_COMMON}",
     ),
     "ledger": ("recompute what a finished or interrupted run cost", "ledger outputs/demo"),
     "rebuild": (
-        "put a run's privacy.json right that an older copy replaced",
+        "complete a privacy.json that an older copy replaced",
         "rebuild outputs/demo",
     ),
 }
 _OF_A_RUN = ("ledger", "rebuild")
+SEARCH_NOTE = """\
+Epsilon of a hyperparameter search of which only the best run is released (Papernot and Steinke
+2021, arXiv 2110.03620). The number of runs K is random, with the mean that you give. The noise,
+sample rate and steps are those of one run, the most expensive one where they differ.
+
+The figure describes a search only if all of this holds:
+  - K was sampled secretly from the distribution, before the first run, and stays secret;
+  - each run draws its hyperparameters independently from one distribution that was fixed
+    beforehand: nothing is adaptive, and no run is stopped because of its score;
+  - the score that selects the best run is computed on public data: the figure does not cover a
+    score on private rows;
+  - nothing of the other runs leaves, their number included.
+Otherwise all runs compose: use `hf-dp sweep`, whose last line says what they cost together.
+"""
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The parser of all questions."""
+    """Return the parser of all questions."""
     parser = argparse.ArgumentParser("hf-dp account", description=NOTE, allow_abbrev=False)
     commands = parser.add_subparsers(
         dest="question", required=True, metavar="{" + ",".join(QUESTIONS) + "}"
     )
     for question, (text, example) in QUESTIONS.items():
+        before = "example:\n  hf-dp account " if question in _OF_A_RUN else _SST2
         add = commands.add_parser(
             question,
             help=text,
-            description=NOTE,
-            epilog=f"{_SST2 if question not in _OF_A_RUN else 'example:' + chr(10) + '  hf-dp account '}{example}",
+            description=SEARCH_NOTE if question == "search" else textwrap.fill(NOTE, 100),
+            epilog=before + example,
             formatter_class=argparse.RawDescriptionHelpFormatter,
             allow_abbrev=False,
         ).add_argument
-        _numbers(question, add)
-        if question in ("epsilon", "ledger"):
-            add(
-                "--cross-check",
-                action="store_true",
-                help="every accountant with its kind, side by side",
-            )
-        default = "the run's own" if question in _OF_A_RUN else "pld"
-        bounds = "" if question in ("epsilon", *_OF_A_RUN) else "; a bound: pld, rdp or prv"
-        add("--accountant", choices=ACCOUNTANTS, help=f"which one (default: {default}{bounds})")
-        if question == "epsilon":
-            help_text = (
-                "what a neighboring data set is (default: zero_out; replace_one only with pld)"
-            )
-            add("--relation", choices=RELATIONS, default="zero_out", help=help_text)
+        _add_numbers(question, add)
+        if question == "search":
+            _add_search(add)
+        else:
+            _add_accountant(question, add)
         add(
             "--json",
             action="store_true",
@@ -86,7 +97,50 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _numbers(question: str, add: Callable[..., Any]) -> None:
+def _add_accountant(question: str, add: Callable[..., Any]) -> None:
+    if question in ("epsilon", "ledger"):
+        add(
+            "--cross-check",
+            action="store_true",
+            help="every accountant with its kind, side by side",
+        )
+    default = "the run's own" if question in _OF_A_RUN else "pld"
+    bounds = "" if question in ("epsilon", *_OF_A_RUN) else "; a bound: pld, rdp or prv"
+    add("--accountant", choices=ACCOUNTANTS, help=f"which one (default: {default}{bounds})")
+    if question == "epsilon":
+        add(
+            "--relation",
+            choices=RELATIONS,
+            default="zero_out",
+            help="what a neighboring data set is (default: zero_out; replace_one only with pld)",
+        )
+
+
+def _add_search(add: Callable[..., Any]) -> None:
+    add(
+        "--mean-runs",
+        type=float,
+        required=True,
+        metavar="K",
+        help="expected number of runs, from 1 to 10^9",
+    )
+    add(
+        "--distribution",
+        choices=RUN_DISTRIBUTIONS,
+        default=RUN_DISTRIBUTIONS[0],
+        help="of the number of runs (default: truncated_negative_binomial, at least one run; with "
+        "poisson there may be none, and nothing is released)",
+    )
+    add(
+        "--shape",
+        type=float,
+        metavar="ETA",
+        help="of the truncated negative binomial: 1 is the geometric distribution, 0 the "
+        "logarithmic one (default: 1)",
+    )
+
+
+def _add_numbers(question: str, add: Callable[..., Any]) -> None:
     if question == "ledger":
         add("path", metavar="PATH", help="a privacy.json, or the folder that holds it")
         return
@@ -117,23 +171,26 @@ def _numbers(question: str, add: Callable[..., Any]) -> None:
         },
         "--delta": {"type": float, "help": "delta, for example 1 / (2 x number of examples)"},
     }
-    asked = {"epsilon": "--target-epsilon", "noise": "--noise-multiplier"}.get(
-        question, f"--{question}"
-    )
+    wanted = {
+        "epsilon": "--target-epsilon",
+        "search": "--target-epsilon",
+        "noise": "--noise-multiplier",
+    }.get(question, f"--{question}")
     for name, settings in options.items():
-        if name != asked:
+        if name != wanted:
             add(name, required=True, **settings)
 
 
 def main(argv: Sequence[str]) -> int:
-    """Answers one question on stdout; exit code 2 (and a line on stderr) for what cannot be
-    answered."""
+    """Answer one question on stdout; return 2 (with a line on stderr) if there is no answer."""
     args = build_parser().parse_args(hyphenated(argv))
-    if args.question == "epsilon":
-        return _epsilon(args)
-    if args.question == "rebuild":
-        return _rebuild(args)
-    return _ledger(args) if args.question == "ledger" else _calibrated(args)
+    answers: dict[str, Callable[[argparse.Namespace], int]] = {
+        "epsilon": _epsilon,
+        "search": _search,
+        "ledger": _ledger,
+        "rebuild": _rebuild,
+    }
+    return answers.get(args.question, _calibrated)(args)
 
 
 def _epsilon(args: argparse.Namespace) -> int:
@@ -149,6 +206,33 @@ def _epsilon(args: argparse.Namespace) -> int:
         answers = (Answer(name, epsilon(event, args.delta, name, args.relation)),)
     found = {"event": event.to_dict(), "delta": args.delta, "relation": args.relation}
     return _print(args, found, answers, "")
+
+
+def _search(args: argparse.Namespace) -> int:
+    from hf_dp.accounting import BestOfRandomRuns, PoissonSampledGaussian, epsilon
+    from hf_dp.accounting.comparison import Answer, compare
+    from hf_dp.errors import UnsupportedEventError
+
+    run = PoissonSampledGaussian(args.noise_multiplier, args.sample_rate, args.steps)
+    poisson = args.distribution == "poisson"
+    shape = 1.0 if args.shape is None and not poisson else args.shape
+    search = BestOfRandomRuns((run,), args.mean_runs, args.distribution, shape)
+    answers = []
+    for name in ACCOUNTANTS:
+        with suppress(UnsupportedEventError):  # this accountant cannot describe a search
+            answers.append(Answer(name, epsilon(search, args.delta, name)))
+    one_run = compare(run, args.delta, [answer.accountant for answer in answers])
+    found = {
+        "event": search.to_dict(),
+        "delta": args.delta,
+        "one_run": [json_row(answer) for answer in one_run],
+    }
+    how = args.distribution.replace("_", " ") + ("" if poisson else f" of shape {shape:g}")
+    heading = (
+        f"one run:\n{table(one_run, args.delta)}\n"
+        f"the best of K runs, K {how} with mean {args.mean_runs:g}:"
+    )
+    return _print(args, found, answers, heading)
 
 
 def _calibrated(args: argparse.Namespace) -> int:
@@ -218,7 +302,7 @@ def _rebuild(args: argparse.Namespace) -> int:
         "delta": record.plan.delta,
         "set_aside": None if done.set_aside is None else done.set_aside.name,
     }
-    what = "written anew" if done.changed else "nothing was missing, left as it is"
+    what = "rewritten" if done.changed else "nothing was missing, left as it is"
     lines = [f"run {record.run_id}, status: {record.status}; privacy.json: {what}"]
     if done.set_aside is not None:
         lines.append(f"the file that could not be read is now {done.set_aside.name}")
@@ -231,13 +315,16 @@ def _rebuild(args: argparse.Namespace) -> int:
     if not done.had_mark:
         lines.append(
             "the run's own mark was missing: nothing shows whether steps are lost that no file "
-            "here knows"
+            "here knows of"
         )
     return _print(args, found, answers, "\n".join(lines))
 
 
 def _verdict(record: Any) -> str:
-    """Whether the statement in the file follows from its ledger, computed now."""
+    """Return whether the statement in the file follows from its ledger, computed now.
+
+    Raises: LedgerError if it does not.
+    """
     from hf_dp.statement.verify import disagreements
 
     if record.statement is None:

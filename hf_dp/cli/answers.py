@@ -1,5 +1,4 @@
-"""Accountants' answers as JSON rows and as a table; epsilon rounded up, as everywhere it is
-printed."""
+"""Write accountants' answers as JSON rows and as a table; epsilon is rounded up."""
 
 from __future__ import annotations
 
@@ -9,7 +8,10 @@ from typing import Any
 
 
 def json_row(answer: Any) -> dict[str, Any]:
-    """A :class:`hf_dp.accounting.comparison.Answer`; an infinite epsilon is the string "inf"."""
+    """Return a :class:`hf_dp.accounting.comparison.Answer` for JSON.
+
+    An infinite epsilon is the string "inf".
+    """
     if answer.epsilon is None:
         return {
             "accountant": answer.accountant,
@@ -27,7 +29,7 @@ def json_row(answer: Any) -> dict[str, Any]:
 
 
 def table(answers: Iterable[Any], delta: float) -> str:
-    """A line for each accountant under a heading."""
+    """Return a line for each accountant under a heading."""
     lines = [f"{'accountant':<11}{'kind':<10}epsilon at delta {delta:g}"]
     for row in map(json_row, answers):
         if row["epsilon"] is None:

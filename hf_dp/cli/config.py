@@ -1,5 +1,7 @@
-"""Flat YAML and command line into dataclasses: the command line wins, an unknown key is an
-error."""
+"""Read flat YAML and the command line into dataclasses.
+
+The command line wins, and an unknown key is an error.
+"""
 
 from __future__ import annotations
 
@@ -8,49 +10,35 @@ import difflib
 import types
 import typing
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict, cast
 
 import yaml
+from huggingface_hub.dataclasses import validate_typed_dict
+from huggingface_hub.errors import StrictDataclassFieldValidationError
 
 from hf_dp.errors import ConfigError, HfDpError
 
 
-def split_config(argv: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
-    """Take ``--config FILE`` out of ``argv`` and read it: (its keys, the other words).
-
-    Raises: ConfigError for a missing, unreadable or non-flat file.
-    """
-    words, path = [], None
-    waiting = iter(argv)
-    for word in waiting:
-        if word == "--config":
-            path = next(waiting, None)
-            if path is None:
-                raise ConfigError(
-                    "--config needs a file, for example --config recipes/demo/minilm_dp_adam.yaml"
-                )
-        elif word.startswith("--config="):
-            path = word.removeprefix("--config=")
-        else:
-            words.append(word)
-    return ({} if path is None else read_yaml(path)), words
-
-
 def read_yaml(path: str) -> dict[str, Any]:
-    """The keys of one configuration file. Raises: ConfigError."""
+    """Return the keys of one configuration file. Raises: ConfigError."""
     try:
         values = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
     except OSError as problem:
         raise ConfigError(
-            f"The configuration file {path!r} cannot be read: {problem.strerror}."
+            f"The configuration file {path!r} cannot be read: {problem.strerror}. Give --config "
+            "the path of a YAML file."
         ) from problem
     except yaml.YAMLError as problem:
         raise ConfigError(
             f"The configuration file {path!r} is not valid YAML: {problem}"
         ) from problem
     if not isinstance(values, dict) or not all(isinstance(key, str) for key in values):
-        raise ConfigError(f"The configuration file {path!r} must be a mapping of names to values.")
+        raise ConfigError(
+            f"The configuration file {path!r} must be a mapping of names to values, got a "
+            f"{type(values).__name__}. Write lines like `learning_rate: 1e-3`."
+        )
     return values
 
 
@@ -62,74 +50,73 @@ def parse(
     prog: str,
     extra: Sequence[str] = (),
 ) -> tuple[Any, ...]:
-    """Instances of the dataclasses, from YAML ``values`` overridden by command-line ``words``.
+    """Return instances of the dataclasses, from YAML ``values`` and command-line ``words``.
 
-    Raises: ConfigError naming every unknown key, with the nearest known one. (argparse reports a
-        wrong word and exits.)
+    The words win. Numbers that stand as text are converted, since YAML reads 1e-3 as text.
+
+    Args:
+        prog: the command's name, for its usage line.
+        extra: keys of ``values`` that are none of the dataclasses'.
+
+    Raises:
+        ConfigError: unknown keys, each with the nearest known one, or a value of another kind.
+        SystemExit: a wrong word, which argparse reports.
     """
-    from transformers import HfArgumentParser
+    from transformers import HfArgumentParser, TrainingArguments
 
-    known = {
-        field.name: field
-        for cls in dataclass_types
-        for field in dataclasses.fields(cls)
-        if field.init
-    }
-    check_keys(values, {*known, *extra})
-    parser = HfArgumentParser(list(dataclass_types), prog=prog, allow_abbrev=False)  # type: ignore[arg-type]
-    defaults = {name: value for name, value in values.items() if name in known}
+    hints = {name: hint for cls in dataclass_types for name, hint in _hints(cls).items()}
+    check_keys(values, {*hints, *extra})
+    defaults = {name: value for name, value in values.items() if name in hints}
     for name, value in defaults.items():
-        if isinstance(value, str) and str(known[name].type).startswith("list"):
+        if isinstance(value, str) and str(hints[name]).startswith("list"):
             defaults[name] = [value]  # one value of a list need not be written as one
         if value is False and name.endswith("_strategy"):
             defaults[name] = "no"  # which YAML reads as a truth value
     for cls in dataclass_types:
-        if cls.__module__.startswith("hf_dp.cli"):  # TrainingArguments check their own
-            for name, kind in typing.get_type_hints(cls).items():
-                if name in defaults:
-                    check_kind(name, defaults[name], kind)
+        if not issubclass(cls, TrainingArguments):  # those check their own
+            for name in defaults.keys() & _hints(cls).keys():
+                defaults[name] = checked(name, defaults[name], hints[name])
+    parser = HfArgumentParser(cast(Any, dataclass_types), prog=prog, allow_abbrev=False)
     parser.set_defaults(**defaults)
     for action in parser._actions:
-        if action.dest in values:
+        if action.dest in defaults:
             action.required = False
     try:
         return parser.parse_args_into_dataclasses(args=list(words), args_file_flag=None)
+    except HfDpError:
+        raise
     except ValueError as problem:
-        if isinstance(problem, HfDpError):
-            raise
         raise ConfigError(
             f"{str(problem).splitlines()[0]} See `hf-dp train --help-all` for all keys."
         ) from problem
 
 
-_BLOCKS = ("infilling",)  # text, or a block of their own
+def _hints(cls: type) -> dict[str, Any]:
+    """Return the annotations of a dataclass's arguments, resolved."""
+    resolved = typing.get_type_hints(cls)
+    return {field.name: resolved[field.name] for field in dataclasses.fields(cls) if field.init}
 
 
-def check_kind(name: str, value: Any, kind: Any) -> None:
-    """Raise ConfigError for a YAML value of another kind than the annotation ``kind`` says: text,
-    numbers, lists of them."""
-    kinds = typing.get_args(kind) if isinstance(kind, types.UnionType) else (kind,)
-    if (isinstance(value, dict) and name in _BLOCKS) or any(_is_of(value, each) for each in kinds):
-        return
-    words = " or ".join(
-        str(getattr(each, "__name__", each)) for each in kinds if each is not type(None)
-    )
-    expected = str(kinds[0]) if typing.get_origin(kinds[0]) is list else words
-    raise ConfigError(f"Expected `{name}` to be {expected.replace('str', 'text')}, got {value!r}.")
+def checked(name: str, value: Any, hint: Any) -> Any:
+    """Return a YAML value if it fits an annotation; convert numbers where a float is expected.
 
-
-def _is_of(value: Any, kind: Any) -> bool:
-    if typing.get_origin(kind) is list:
-        (item,) = typing.get_args(kind)
-        return isinstance(value, list) and all(_is_of(each, item) for each in value)
-    if kind is float and isinstance(value, str):  # 1e-3 is text to YAML
-        try:
-            return float(value) is not None
-        except ValueError:
-            return False
-    if isinstance(value, bool) and kind is not bool:
-        return False
-    return isinstance(value, (int, float) if kind is float else kind)
+    Raises: ConfigError naming the key, its value and the kind that was expected.
+    """
+    kinds = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+    if float in kinds and isinstance(value, (str, int)) and not isinstance(value, bool):
+        with suppress(ValueError):
+            value = float(value)  # 1e-3 is text to YAML, and 1 an integer
+    try:
+        validate_typed_dict(TypedDict("Value", {name: hint}), {name: value})  # type: ignore
+    except StrictDataclassFieldValidationError as problem:
+        words = [str(kind) if typing.get_args(kind) else kind.__name__ for kind in kinds]
+        expected = " or ".join(word for word in words if word != "NoneType")
+        expected = expected.replace("str", "text").replace("dict", "a block")
+        raise ConfigError(
+            f"Expected `{name}` to be {expected}, got {value!r}. Change it in the configuration "
+            "file."
+        ) from problem
+    return value
 
 
 def check_keys(values: dict[str, Any], known: set[str]) -> None:
@@ -147,7 +134,7 @@ def check_keys(values: dict[str, Any], known: set[str]) -> None:
 
 
 def peft_config(values: dict[str, Any] | None) -> Any:
-    """A PEFT config from a YAML block ``{peft_type: lora, r: 8, ...}``, or None.
+    """Return a PEFT config from a YAML block ``{peft_type: lora, r: 8, ...}``, or None.
 
     Raises: ConfigError for an unknown method or option.
     """
@@ -180,4 +167,7 @@ def peft_config(values: dict[str, Any] | None) -> Any:
     except HfDpError:
         raise
     except (TypeError, ValueError) as problem:
-        raise ConfigError(f"The `peft` block {values!r} is refused by peft: {problem}") from problem
+        raise ConfigError(
+            f"The `peft` block {values!r} is refused by peft: {problem} See the options of peft's "
+            f"{methods[method].__name__}."
+        ) from problem

@@ -1,5 +1,4 @@
-"""``hf-dp partitions MODEL``: the weight matrices of a model that DP-FROST chooses from, with their
-sizes."""
+"""``hf-dp partitions MODEL``: list the weight matrices from which DP-FROST selects."""
 
 from __future__ import annotations
 
@@ -20,11 +19,11 @@ EXAMPLES = """examples:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The parser."""
+    """Return the parser."""
     parser = argparse.ArgumentParser(
         "hf-dp partitions",
-        description="List a model's partitions: a weight matrix with its bias, tied ones as one, "
-        "and how large each is.",
+        description="List the partitions of a model and their sizes. A partition is a weight "
+        "matrix with its bias; tied weights are one partition.",
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
@@ -41,8 +40,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Prints the partitions; exit code 2 (and a line on stderr) for a model that cannot be
-    loaded."""
+    """Print the partitions; return 2 (with a line on stderr) for a model that cannot be loaded."""
     args = build_parser().parse_args(list(argv))
     found, always, never = _partitions(args.model, args.granularity, args.num_labels)
     total = sum(part.size for part in found)
@@ -66,7 +64,7 @@ def main(argv: Sequence[str]) -> int:
     for part in found:
         print(f"{part.name:<{width}}  {part.size:>12,}  {part.size / total:7.2%}")
     print(
-        f"{len(found)} partitions, {total:,} parameters; not to choose from: {always:,} of a new "
+        f"{len(found)} partitions, {total:,} parameters; not selectable: {always:,} of a new "
         "head, which always train",
         end="",
     )
@@ -75,8 +73,10 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _partitions(name: str, granularity: str, num_labels: int) -> tuple[list[Partition], int, int]:
-    """The partitions of a classifier, and how many of its numbers always and never train whatever
-    is chosen."""
+    """Return the partitions of a classifier, and how many numbers always and never train.
+
+    Those do not depend on what is selected.
+    """
     import torch
     from transformers import AutoConfig, AutoModelForSequenceClassification
 
@@ -91,7 +91,8 @@ def _partitions(name: str, granularity: str, num_labels: int) -> tuple[list[Part
             model = AutoModelForSequenceClassification.from_config(config)
     except (OSError, ValueError) as problem:
         raise DataError(
-            f"The model {name!r} could not be loaded: {str(problem).splitlines()[0]}"
+            f"The model {name!r} could not be loaded: {str(problem).splitlines()[0]} Give a Hub "
+            "name, a folder, or package:NAME."
         ) from problem
     model.tie_weights()
     frost = FrostConfig(task_type="SEQ_CLS")

@@ -1,28 +1,30 @@
-"""``hf-dp plan``: what a run, or a recipe, will cost, before anything is spent."""
+"""``hf-dp plan``: estimate what a run, or a recipe, will cost before anything is spent."""
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from hf_dp._validate import integer
 from hf_dp.cli.account import ACCOUNTANTS
 from hf_dp.cli.answers import json_row, table
-from hf_dp.cli.config import peft_config, split_config
-from hf_dp.cli.main import hyphenated
+from hf_dp.cli.config import peft_config, read_yaml
+from hf_dp.cli.options import hyphenated
 from hf_dp.errors import ConfigError
 
 if TYPE_CHECKING:
-    from hf_dp.planning import Forecast
+    from hf_dp.planning import Forecast, Transfer
+    from hf_dp.plans.privacy import PrivacyPlan
 
 EXAMPLES = """examples (SST-2):
   hf-dp plan --num-examples 67349 --batch-size 1024 --epochs 3 --target-epsilon 3 --cross-check
   hf-dp plan --num-examples 67349 --epochs 3 --target-epsilon 3 --sweep batch_size=64..4096
   hf-dp plan --config recipes/sst2/minilm_dp_adam_eps3.yaml --num-examples 67349 --plot plan.png
-  hf-dp plan --num-examples 67349 --batch-size 1024 --epochs 3 --target-epsilon 3 --transfer-to 392702
+  hf-dp plan --num-examples 67349 --batch-size 1024 --epochs 3 --target-epsilon 3 \\
+      --transfer-to 392702
 """
 
 # option -> the key of a recipe, whose value it replaces
@@ -51,16 +53,22 @@ _SWEPT = {
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The parser."""
+    """Return the parser."""
     parser = argparse.ArgumentParser(
         "hf-dp plan",
-        description="What a private run will cost: noise, epsilon, signal beside noise, time. "
-        "Nothing is run.",
+        description="Estimate what a private run will cost: noise, epsilon, signal beside noise, "
+        "time. Nothing is run.",
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    add = parser.add_argument
+    _add_run(parser.add_argument_group("the run").add_argument)
+    _add_facts(parser.add_argument_group("known facts, for more estimates").add_argument)
+    _add_output(parser.add_argument_group("output").add_argument)
+    return parser
+
+
+def _add_run(add: Callable[..., Any]) -> None:
     add("--config", metavar="FILE", help="a recipe; options given here replace its values")
     add(
         "--num-examples",
@@ -73,7 +81,7 @@ def build_parser() -> argparse.ArgumentParser:
         "--max-batch-size",
         type=int,
         metavar="B",
-        help="most examples of a draw that a step uses (default: no limit)",
+        help="largest number of sampled examples that a step uses (default: no limit)",
     )
     add("--epochs", type=float, metavar="E", help="steps = E N / B, rounded up (default: 3)")
     add("--steps", type=int, metavar="T", help="number of optimizer steps, instead of epochs")
@@ -92,7 +100,9 @@ def build_parser() -> argparse.ArgumentParser:
         metavar="C",
         help="largest L2 norm of one example's gradient (default: 0.1)",
     )
-    add("--cross-check", action="store_true", help="epsilon by every accountant, with its kind")
+
+
+def _add_facts(add: Callable[..., Any]) -> None:
     add(
         "--gradient-norm",
         type=float,
@@ -111,6 +121,10 @@ def build_parser() -> argparse.ArgumentParser:
         metavar="X",
         help="examples per second (hf-dp bench throughput), for the time",
     )
+
+
+def _add_output(add: Callable[..., Any]) -> None:
+    add("--cross-check", action="store_true", help="epsilon by every accountant, with its kind")
     add(
         "--sweep",
         metavar="KEY=VALUES",
@@ -128,24 +142,13 @@ def build_parser() -> argparse.ArgumentParser:
         help="effective noise, noise and epsilon as a PNG, PDF or SVG (takes a minute)",
     )
     add("--json", action="store_true", help="one JSON object on stdout")
-    return parser
 
 
 def main(argv: Sequence[str]) -> int:
-    """Prints the plan; exit code 2 (and a line on stderr) for what cannot be planned."""
-    parser = build_parser()
-    args = parser.parse_args(hyphenated(argv))
-    recipe, _ = split_config([] if args.config is None else ["--config", args.config])
-    if recipe.get("privacy_mode", "dp_sgd") != "dp_sgd":
-        why = (
-            "its rows are released, not sums"
-            if recipe["privacy_mode"] == "dp_fp"
-            else "it spends no privacy"
-        )
-        raise ConfigError(
-            f"The recipe's privacy_mode is {recipe['privacy_mode']!r}: {why}. hf-dp plan plans "
-            "dp_sgd."
-        )
+    """Print the plan; return 2 (with a line on stderr) for what cannot be planned."""
+    args = build_parser().parse_args(hyphenated(argv))
+    recipe = {} if args.config is None else read_yaml(args.config)
+    _refuse_other_modes(recipe.get("privacy_mode", "dp_sgd"))
     if args.plot is not None:
         from hf_dp._plotting import require_matplotlib
 
@@ -155,23 +158,10 @@ def main(argv: Sequence[str]) -> int:
         return _sweep(args, settings)
     found = _forecast(args, settings)
     if args.plot is not None:
-        from hf_dp.planning.figures import draw
+        from hf_dp.planning.figures import plot_plan
 
-        draw(found.plan, args.plot)
-    to = None
-    if args.transfer_to is not None:
-        from hf_dp.planning import transfer
-
-        if found.plan.max_batch_size is not None:
-            raise ConfigError(
-                "A largest draw (--max-batch-size) does not carry over to other data. Transfer "
-                "without it."
-            )
-        to = transfer(
-            sample_rate=found.plan.sample_rate,
-            steps=found.plan.steps,
-            num_examples=args.transfer_to,
-        )
+        plot_plan(found.plan, args.plot)
+    to = None if args.transfer_to is None else _transfer(found.plan, args.transfer_to)
     if args.json:
         transferred = None if to is None else dataclasses.asdict(to)
         print(json.dumps({**_json(found), "transfer": transferred}, allow_nan=False))
@@ -185,14 +175,34 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
+def _refuse_other_modes(mode: str) -> None:
+    """Raise ConfigError for a privacy mode other than dp_sgd."""
+    if mode != "dp_sgd":
+        why = "it releases noised rows, not sums" if mode == "dp_fp" else "it spends no privacy"
+        raise ConfigError(
+            f"The recipe's privacy_mode is {mode!r}: {why}. hf-dp plan plans dp_sgd only."
+        )
+
+
+def _transfer(plan: PrivacyPlan, num_examples: int) -> Transfer:
+    """Return the settings for another number of examples. Raises: ConfigError for a cut sample."""
+    from hf_dp.planning import transfer
+
+    if plan.max_batch_size is not None:
+        raise ConfigError(
+            "A limit on the sample (--max-batch-size) does not carry over to other data. Transfer "
+            "without it."
+        )
+    return transfer(sample_rate=plan.sample_rate, steps=plan.steps, num_examples=num_examples)
+
+
 def _settings(args: argparse.Namespace, recipe: dict[str, Any]) -> dict[str, Any]:
-    """By option name: the command line's, else the recipe's."""
+    """Return the settings by option name: the command line's, else the recipe's."""
     settings: dict[str, Any] = {option: _number(recipe.get(key)) for option, key in _KEYS.items()}
     given = {option: getattr(args, option, None) for option in _KEYS}
     for one, other in (("epochs", "steps"), ("target_epsilon", "noise_multiplier")):
-        if (
-            given[one] is not None or given[other] is not None
-        ):  # one of a pair replaces the recipe's other
+        if given[one] is not None or given[other] is not None:
+            # One of a pair also replaces the recipe's other.
             settings[one] = settings[other] = None
     settings |= {option: value for option, value in given.items() if value is not None}
     if recipe.get("max_steps") == -1 and args.steps is None:
@@ -205,7 +215,7 @@ def _settings(args: argparse.Namespace, recipe: dict[str, Any]) -> dict[str, Any
 
 
 def _number(value: Any) -> Any:
-    """YAML reads 1e-5 as text; words stay what they are."""
+    """Return a number that YAML reads as text, like 1e-5; leave words as they are."""
     try:
         return float(value) if isinstance(value, str) else value
     except ValueError:
@@ -213,7 +223,10 @@ def _number(value: Any) -> Any:
 
 
 def _rows(recipe: dict[str, Any]) -> int:
-    """The training rows of a recipe's data, where they are at hand."""
+    """Return how many training rows the recipe's data has.
+
+    Raises: ConfigError where the data is not available.
+    """
     if recipe.get("max_train_rows"):
         return int(recipe["max_train_rows"])
     if recipe.get("dataset_name") == "demo":
@@ -225,17 +238,18 @@ def _rows(recipe: dict[str, Any]) -> int:
 
         return len(load_file(recipe["train_file"]))
     raise ConfigError(
-        "The recipe's training rows are not at hand, so their number is not known. Give "
+        "The recipe's training rows are not available here, so their number is not known. Give "
         "--num-examples N."
     )
 
 
-def _plan(settings: dict[str, Any]) -> Any:
+def _plan(settings: dict[str, Any]) -> PrivacyPlan:
     from hf_dp.plans.privacy import PrivacyPlan
 
     if settings["num_examples"] is None:
         raise ConfigError(
-            "Expected --num-examples N, the rows of the training set (or --config with data)."
+            "Expected --num-examples N, the rows of the training set (or --config with data), got "
+            "neither."
         )
     epochs, steps = settings["epochs"], settings["steps"]
     clipping_norm = 0.1 if settings["clipping_norm"] is None else settings["clipping_norm"]
@@ -286,6 +300,11 @@ def _sweep(args: argparse.Namespace, settings: dict[str, Any]) -> int:
     if args.json:
         print(json.dumps({"sweep": key, "rows": [_json(row) for row in rows]}, allow_nan=False))
         return 0
+    print(_sweep_table(key, values, rows))
+    return 0
+
+
+def _sweep_table(key: str, values: Sequence[float], rows: Sequence[Forecast]) -> str:
     names = [answer.accountant for answer in rows[0].answers]
     header = [key, "sample rate", "steps", "noise", "effective", *names]
     with_signal = rows[0].signal_to_noise is not None
@@ -304,13 +323,15 @@ def _sweep(args: argparse.Namespace, settings: dict[str, Any]) -> int:
             [*cells, f"{row.signal_to_noise:.3g}"] if row.signal_to_noise is not None else cells
         )
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    for line in lines:
-        print("  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)))
-    print(
+    aligned = [
+        "  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True))
+        for line in lines
+    ]
+    legend = (
         "noise: noise multiplier; effective: noise multiplier / sample rate; epsilon by "
         f"{', '.join(names)}"
     )
-    return 0
+    return "\n".join([*aligned, legend])
 
 
 def _cell(answer: Any) -> str:
@@ -345,7 +366,7 @@ def _text(found: Forecast) -> str:
     if plan.selection is not None:
         lines.insert(
             2,
-            f"before them at most {plan.selection.iterations} releases to choose what trains, "
+            f"before them at most {plan.selection.iterations} releases to select what trains, "
             f"sample rate {plan.selection.sample_rate:g}, noise multiplier "
             f"{plan.selection.noise_multiplier:.6g}",
         )

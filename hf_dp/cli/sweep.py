@@ -1,5 +1,7 @@
-"""``hf-dp sweep``: a grid of runs over settings and seeds, resumable, as a table; and what all of
-them cost together."""
+"""``hf-dp sweep``: train over a grid of settings and seeds, and report what the runs cost together.
+
+An interrupted sweep is resumed by the same command.
+"""
 
 from __future__ import annotations
 
@@ -11,55 +13,31 @@ import json
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from hf_dp.cli.cells import METRICS, Cell, in_words
 from hf_dp.cli.config import read_yaml
-from hf_dp.cli.sweep_report import draw, draw_over_zero_shot, in_words, spent_together, table
+from hf_dp.cli.sweep_report import plot_over_zero_shot, plot_sweep, spent_together, table
 from hf_dp.errors import ConfigError
 
 EXAMPLES = """examples:
-  hf-dp sweep --config recipes/sst2/minilm_dp_adam_eps3.yaml --grid target_epsilon=3,8 learning_rate=5e-4,1e-3 \\
-      --seeds 0 1 2 --output-dir outputs/sweep
-  hf-dp sweep --config recipe.yaml --grid infilling=null,sst2 target_epsilon=3,8 --output-dir outputs/words --plot words.png
+  hf-dp sweep --config recipes/sst2/minilm_dp_adam_eps3.yaml --seeds 0 1 2 \\
+      --grid target_epsilon=3,8 learning_rate=5e-4,1e-3 --output-dir outputs/sweep
+  hf-dp sweep --config recipe.yaml --grid infilling=null,sst2 target_epsilon=3,8 \\
+      --output-dir outputs/words --plot words.png
 
-Runs that are done are not repeated: start the same command again after an interruption. Every private run on the same rows
-adds its epsilon; the last line says what all runs in the table cost together. To publish the best one at the price of a few,
-see accounting.BestOfRandomRuns.
+Runs that are done are not repeated: start the same command again after an interruption. Every
+private run on the same rows adds its epsilon; the last line says what all runs in the table cost
+together. A search that releases only the best of a secret, random number of runs can cost as little
+as a few of them, but a grid is no such search: `hf-dp account search --help` states the conditions.
 """
-METRICS = "eval_results.json"  # Trainer.save_metrics' name; the last thing that a run writes
-
-
-@dataclass(frozen=True, eq=False)
-class Cell:
-    """One run: its settings over the recipe's, and where it writes."""
-
-    settings: dict[str, Any]
-    seed: int
-    folder: Path
-
-    @property
-    def attempts(self) -> list[Path]:
-        """The output folders of all attempts, the interrupted ones too: what they have spent
-        counts."""
-        return sorted(self.folder.glob("run*"), key=lambda path: int(path.name.removeprefix("run")))
-
-    @property
-    def done(self) -> Path | None:
-        """The output folder of the attempt that was completed."""
-        return next((path for path in self.attempts if (path / METRICS).exists()), None)
-
-    @property
-    def label(self) -> str:
-        """The settings in words."""
-        return " ".join(f"{key}={in_words(value)}" for key, value in self.settings.items())
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The parser."""
+    """Return the parser."""
     parser = argparse.ArgumentParser(
         "hf-dp sweep",
         description="Train a recipe once for every combination of the given values and seeds.",
@@ -95,19 +73,20 @@ def build_parser() -> argparse.ArgumentParser:
     add(
         "--zero-shot",
         action="store_true",
-        help="also what each base knows untrained, with its template and words",
+        help="also evaluate each untrained base, with its template and words",
     )
     add(
         "--plot",
         metavar="PATH",
-        help="a PNG, PDF or SVG: bars; with --zero-shot trained over untrained accuracy",
+        help="write a PNG, PDF or SVG: a curve, heat map or bars; with --zero-shot, trained over "
+        "untrained accuracy",
     )
     add("--dry-run", action="store_true", help="print the runs and stop")
     return parser
 
 
 def main(argv: Sequence[str]) -> int:
-    """Runs what is not done, prints the table; exit code 1 when a run failed, 2 for a bad grid."""
+    """Run what is not done and print the table; return 1 if a run failed, 2 for a bad grid."""
     args = build_parser().parse_args(list(argv))
     if args.plot is not None:
         from hf_dp._plotting import require_matplotlib
@@ -116,7 +95,8 @@ def main(argv: Sequence[str]) -> int:
     recipe = with_settings(read_yaml(args.config), dict(_setting(word) for word in args.set))
     if Path(args.output_dir).is_file():
         raise ConfigError(
-            f"Expected `--output-dir` to be a folder, and {args.output_dir!r} is a file."
+            f"Expected `--output-dir` to be a folder, but {args.output_dir!r} is a file. Choose "
+            "another name."
         )
     cells = list(grid(args.grid, args.seeds, Path(args.output_dir)))
     if args.dry_run:
@@ -135,7 +115,7 @@ def main(argv: Sequence[str]) -> int:
     if spent := spent_together(cells):
         print(spent)
     if args.plot is not None and results:
-        (draw_over_zero_shot if args.zero_shot else draw)(results, args.plot)
+        (plot_over_zero_shot if args.zero_shot else plot_sweep)(results, args.plot)
     for cell in failed:
         print(
             f"failed: {cell.label} seed={cell.seed}; see {cell.folder / 'log.txt'}", file=sys.stderr
@@ -144,21 +124,25 @@ def main(argv: Sequence[str]) -> int:
 
 
 def grid(words: Sequence[str], seeds: Sequence[int], folder: Path) -> Iterator[Cell]:
-    """All combinations. Raises: ConfigError for a word that is not KEY=VALUES, or a key that comes
-    twice."""
+    """Yield all combinations.
+
+    Raises: ConfigError for a word that is not KEY=VALUES, or a key that comes twice.
+    """
     axes: dict[str, list[Any]] = {}
     for word in words:
         key, _, text = word.partition("=")
         if not key or not text or key in axes:
             raise ConfigError(
-                f"Expected each word of `--grid` to be KEY=A,B with a new key, got {word!r}."
+                f"Expected each word of `--grid` to be KEY=A,B with a new key, got {word!r}. "
+                "For example --grid learning_rate=1e-4,1e-3."
             )
         _refuse_own(key)
         axes[key] = _yaml(f"[{text}]", word)
     for what, given in {**axes, "--seeds": list(seeds)}.items():
         if len({json.dumps(value, sort_keys=True) for value in given}) < len(given):
             raise ConfigError(
-                f"Expected the values of {what} to be different from each other, got {given}."
+                f"Expected the values of {what} to be different from each other, got {given}. "
+                "Leave the repeated ones out."
             )
     for values in itertools.product(*axes.values()):
         settings = dict(zip(axes, values, strict=True))
@@ -175,13 +159,16 @@ def _name(settings: dict[str, Any]) -> str:
 def _setting(word: str) -> tuple[str, Any]:
     key, equals, text = word.partition("=")
     if not equals:
-        raise ConfigError(f"Expected each word of `--set` to be KEY=VALUE, got {word!r}.")
+        raise ConfigError(
+            f"Expected each word of `--set` to be KEY=VALUE, got {word!r}. "
+            "For example --set max_steps=100."
+        )
     _refuse_own(key)
     return key, _yaml(text, word)
 
 
 def _refuse_own(key: str) -> None:
-    """Keys that the sweep itself sets."""
+    """Raise ConfigError for a key that the sweep itself sets."""
     if key in ("seed", "output_dir"):
         raise ConfigError(
             f"`{key}` is the sweep's own: use {'--seeds' if key == 'seed' else '--output-dir'}."
@@ -194,13 +181,14 @@ def _yaml(text: str, word: str) -> Any:
         json.dumps(value)
     except (yaml.YAMLError, TypeError) as problem:
         raise ConfigError(
-            f"{word!r} is no plain YAML value: {str(problem).splitlines()[0]}"
+            f"{word!r} is no plain YAML value: {str(problem).splitlines()[0]} Quote it, or write "
+            "text, a number, a list or a mapping."
         ) from problem
     return value
 
 
 def with_settings(recipe: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The recipe with these settings; ``peft.r`` is the key ``r`` of the block ``peft``.
+    """Return the recipe with these settings; ``peft.r`` is the key ``r`` of the block ``peft``.
 
     Raises: ConfigError when there is no such block.
     """
@@ -213,7 +201,8 @@ def with_settings(recipe: Mapping[str, Any], settings: Mapping[str, Any]) -> dic
             values[block][inside[0]] = value
         else:
             raise ConfigError(
-                f"Expected the key {key!r} to be of a block of the recipe, and `{block}` is none."
+                f"Expected the key {key!r} to be inside a block of the recipe, but the recipe has "
+                f"no block `{block}`. Add it, or name a key of the top level."
             )
     return values
 
@@ -221,7 +210,7 @@ def with_settings(recipe: Mapping[str, Any], settings: Mapping[str, Any]) -> dic
 def _run(recipe: dict[str, Any], cell: Cell, which: str) -> bool:
     """Train one cell in a process of its own, unless its result is there already.
 
-    Raises: ConfigError when what is there was run with another recipe.
+    Raises: ConfigError when the folder holds a run of another recipe.
     """
     values = {**with_settings(recipe, cell.settings), "seed": cell.seed}
     values = {
@@ -232,8 +221,8 @@ def _run(recipe: dict[str, Any], cell: Cell, which: str) -> bool:
         changed = sorted(key for key in {*before, *values} if before.get(key) != values.get(key))
         raise ConfigError(
             f"{cell.folder.name} in `--output-dir` was run with other values of {changed}. Choose "
-            "another folder: its results are not this recipe's, and what its private runs have "
-            "spent must not be lost."
+            "another folder: the results in it are of another recipe, and the record of what its "
+            "private runs have spent must not be lost."
         )
     if cell.done is not None:
         return True
@@ -260,8 +249,10 @@ def _run(recipe: dict[str, Any], cell: Cell, which: str) -> bool:
 
 
 def result(cell: Cell) -> dict[str, Any]:
-    """``{"metrics": {"accuracy": 0.9}, "epsilon": 2.4}`` of a run that is done; epsilon None when
-    it is not private."""
+    """Return ``{"metrics": {"accuracy": 0.9}, "epsilon": 2.4}`` of a run that is done.
+
+    Epsilon is None for a run that is not private.
+    """
     from hf_dp.statement.record import FILE_NAME, read
 
     folder = cell.done
@@ -287,8 +278,10 @@ def result(cell: Cell) -> dict[str, Any]:
 
 
 def zero_shot(cell: Cell) -> dict[str, float]:
-    """The base's metrics with this cell's template and words before training; none for a head.
-    Computed once."""
+    """Return the metrics of the base before training, with this cell's template and words.
+
+    A head has none. They are computed once and kept.
+    """
     kept = cell.folder / "zero_shot.json"
     if not read_yaml(str(cell.folder / "config.yaml")).get("infilling"):
         return {}
@@ -308,7 +301,8 @@ def zero_shot(cell: Cell) -> dict[str, float]:
         if done.returncode:
             raise ConfigError(
                 f"The zero-shot evaluation of {cell.label!r} failed: "
-                f"{done.stderr.strip().splitlines()[-1]}"
+                f"{done.stderr.strip().splitlines()[-1]} Leave --zero-shot out, or change the "
+                "recipe."
             )
         kept.write_text(done.stdout.strip().splitlines()[-1], encoding="utf-8")
     return {

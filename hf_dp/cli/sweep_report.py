@@ -1,17 +1,16 @@
-"""What came out of a sweep: a table, a figure, and what all its private runs cost together."""
+"""Report a sweep: a table, a figure, and what all its private runs cost together."""
 
 from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from hf_dp.cli.sweep import Cell
+from hf_dp.cli.cells import Cell, in_words
 
 
 def table(results: dict[Cell, dict[str, Any]]) -> str:
-    """Each combination's metrics: mean over its seeds, and the smallest and largest."""
+    """Return each combination's metrics: mean over its seeds, and the smallest and largest."""
     lines = []
     for label, rows in _by_label(results).items():
         cells = []
@@ -42,8 +41,10 @@ def _by_label(results: dict[Cell, dict[str, Any]]) -> dict[str, list[dict[str, A
 
 
 def spent_together(cells: Sequence[Cell]) -> str:
-    """What all private runs of the sweep, unfinished ones included, cost on the rows they share:
-    their ledgers composed."""
+    """Return what all private runs of the sweep cost on the rows that they share.
+
+    Their ledgers are composed, those of unfinished runs included.
+    """
     from hf_dp.accounting import epsilon
     from hf_dp.statement.record import FILE_NAME, read
 
@@ -61,17 +62,20 @@ def spent_together(cells: Sequence[Cell]) -> str:
             "DP-FP as published is among these runs: no differential privacy guarantee is "
             "established for any of them, nor for all together"
         )
-    delta = min(record.plan.delta for record in records)  # what holds at the smallest holds at all
+    # A guarantee at the smallest delta holds at every larger one.
+    delta = min(record.plan.delta for record in records)
     total = epsilon([event for record in records for event in record.ledger.events], delta, "rdp")
     return (
         f"all {len(records)} private runs together: epsilon {total.rounded_up(3)} at delta "
-        f"{delta:g} (rdp, a bound); that is what holds for whoever sees more than one of them"
+        f"{delta:g} (rdp, a bound); that is what holds for anyone who sees more than one of them"
     )
 
 
-def draw_over_zero_shot(results: dict[Cell, dict[str, Any]], path: str) -> None:
-    """Trained over untrained accuracy, a line for each combination of the settings other than
-    ``infilling`` (figure 8)."""
+def plot_over_zero_shot(results: dict[Cell, dict[str, Any]], path: str) -> None:
+    """Plot trained over untrained accuracy (Li et al., figure 8).
+
+    There is a line for each combination of the settings other than ``infilling``.
+    """
     from hf_dp._plotting import panels
 
     lines: dict[str, list[tuple[float, float]]] = {}
@@ -93,14 +97,13 @@ def draw_over_zero_shot(results: dict[Cell, dict[str, Any]], path: str) -> None:
     figure.savefig(path)
 
 
-def draw(results: dict[Cell, dict[str, Any]], path: str) -> None:
-    """Over one number a curve, over two a heat map, else a bar for each combination; with the
-    spread of the seeds."""
+def plot_sweep(results: dict[Cell, dict[str, Any]], path: str) -> None:
+    """Plot a curve over one number, a heat map over two, else a bar for each combination.
+
+    Curves and bars show the spread of the seeds.
+    """
     metric = sorted(next(iter(results.values()))["metrics"])[0]
-    axes = [
-        list(dict.fromkeys(each))
-        for each in zip(*(cell.settings.values() for cell in results), strict=True)
-    ]
+    axes = list(zip(*(cell.settings.values() for cell in results), strict=True))
     names = list(next(iter(results)).settings)
     if len(axes) <= 2 and all(
         isinstance(value, (int, float)) for values in axes for value in values
@@ -109,15 +112,15 @@ def draw(results: dict[Cell, dict[str, Any]], path: str) -> None:
         for cell, found in results.items():
             numbers.setdefault(tuple(cell.settings.values()), []).append(found["metrics"][metric])
         if len(axes) == 1:
-            return _curve(
+            return _plot_curve(
                 names[0], metric, {key[0]: values for key, values in numbers.items()}, path
             )
         if len(axes) == 2:
-            return _heat_map((names[0], names[1]), metric, numbers, path)
-    _bars(results, metric, path)
+            return _plot_heat_map((names[0], names[1]), metric, numbers, path)
+    _plot_bars(results, metric, path)
 
 
-def _curve(name: str, metric: str, numbers: dict[float, list[float]], path: str) -> None:
+def _plot_curve(name: str, metric: str, numbers: dict[float, list[float]], path: str) -> None:
     from hf_dp._plotting import panels
 
     figure, (axes,) = panels(1)
@@ -133,7 +136,7 @@ def _curve(name: str, metric: str, numbers: dict[float, list[float]], path: str)
     figure.savefig(path)
 
 
-def _heat_map(
+def _plot_heat_map(
     names: tuple[str, str], metric: str, numbers: dict[tuple[float, ...], list[float]], path: str
 ) -> None:
     from hf_dp._plotting import panels
@@ -159,7 +162,7 @@ def _heat_map(
     figure.savefig(path)
 
 
-def _bars(results: dict[Cell, dict[str, Any]], metric: str, path: str) -> None:
+def _plot_bars(results: dict[Cell, dict[str, Any]], metric: str, path: str) -> None:
     from hf_dp._plotting import panels
 
     groups = {
@@ -182,10 +185,3 @@ def _bars(results: dict[Cell, dict[str, Any]], metric: str, path: str) -> None:
     axes.set_xlabel(metric)
     axes.set_xlim(left=max(0.0, min(min(v) for v in groups.values()) - 0.1))
     figure.savefig(path)
-
-
-def in_words(value: Any) -> str:
-    """A value in words; an infilling block as its label words and its template."""
-    if isinstance(value, dict) and isinstance(value.get("label_words"), dict):
-        return f"{'/'.join(map(str, value['label_words'].values()))} in {value.get('template')!r}"
-    return str(value)

@@ -1,59 +1,63 @@
-"""``hf-dp train --config FILE``: run a task's main in this process."""
+"""``hf-dp train --config FILE``: run a task's training in this process."""
 
 from __future__ import annotations
 
-import importlib
+import argparse
 from collections.abc import Sequence
 
-from hf_dp._validate import one_of
-from hf_dp.cli.config import split_config
-from hf_dp.cli.tasks import TASKS
+from hf_dp.cli.config import read_yaml
+from hf_dp.cli.help_text import add_fields, add_privacy, formatter, list_tasks
+from hf_dp.cli.options import common_parser
+from hf_dp.cli.tasks import DEFAULT_TASK, TASKS, training_module
 
-HELP = """usage: hf-dp train --config FILE [--NAME VALUE ...]
+DESCRIPTION = """\
+Fine-tune a model, with differential privacy unless privacy_mode is non_private. Every argument can
+stand in the YAML file or on the command line (--learning_rate or --learning-rate). The command line
+wins. An unknown key is an error.
 
-Fine-tune a model, with differential privacy unless privacy_mode is non_private. Every key can stand in the YAML file or
-on the command line (--learning_rate or --learning-rate); the command line wins; an unknown key is an error.
-
-  --config FILE                 flat YAML: task, model, data and training arguments, and a block `peft:`
-  --task NAME                   text_classification (default), masked_lm (pretraining on public text, not private)
-  --model_name_or_path NAME     Hub name, folder, or package:NAME for a model inside a Python package
-  --train_file, --validation_file FILE   .parquet, .csv, .json or .jsonl
-  --dataset_name NAME --dataset_config NAME   instead: a data set on the Hub; --train_split, --validation_split
-  --text_columns, --label_column NAME    default: sentence, label
-  --infilling NAME              classify by filling in a word: sst2, mnli, qnli, qqp, or a block in YAML (default: a head)
-  --metrics NAME ...            accuracy, f1 (accuracy)
-  --max_length N                tokens (default 128)
-  --output_dir FOLDER           checkpoint, model card (README.md) and privacy.json
-
-privacy (defaults in parentheses)
-  --target_epsilon E | --noise_multiplier S   exactly one; S = noise standard deviation / clipping norm
-  --target_delta D              (1 / (2 x number of training rows))
-  --expected_batch_size B       logical batch: expected rows drawn a step; sample rate = B / rows
-  --max_logical_batch_size B    largest draw that is used whole; accounted for, by pld only (no limit)
-  --per_device_train_batch_size b   physical batch: memory only, never the result (8)
-  --per_example_max_grad_norm C     clipping norm, L2 (0.1)
-  --accountant NAME             pld, rdp, prv (pld)
-  --privacy_mode NAME           dp_sgd, dp_fp, non_private (dp_sgd)
-  --release NAME ...            un-noised quantities to let out: training_loss (none)
-
-  --help-all                    every key, TrainingArguments' included (slow: imports transformers)
-
-example:
-  hf-dp train --config recipes/sst2/minilm_dp_adam_eps3.yaml --train_file train.parquet --validation_file dev.parquet
 """
 
 
+def build_parser() -> argparse.ArgumentParser:
+    """Return the parser of the options that decide which task runs."""
+    parser = common_parser("hf-dp train")
+    parser.add_argument(
+        "--help-all",
+        "--help_all",
+        action="store_true",
+        help="list every argument, those of TrainingArguments included (slow: imports "
+        "transformers)",
+    )
+    return parser
+
+
+def help_text(task: str) -> str:
+    """Return the help of ``hf-dp train`` with the arguments of one task."""
+    module = training_module(task)
+    parser = argparse.ArgumentParser(
+        "hf-dp train",
+        usage="hf-dp train --config FILE [--NAME VALUE ...]",
+        description=DESCRIPTION + list_tasks(TASKS),
+        epilog=f"example:\n  {module.EXAMPLE}",
+        formatter_class=formatter,
+        parents=[build_parser()],
+        add_help=False,
+    )
+    for cls in module.ARGUMENTS:
+        add_fields(parser, cls)
+    training = parser.add_argument_group("training").add_argument
+    training("--output_dir", metavar="FOLDER", help="where the checkpoint is written")
+    if TASKS[task].private:
+        add_privacy(parser)
+    return parser.format_help()
+
+
 def main(argv: Sequence[str]) -> int:
-    """Find the task (``--task`` or the YAML's ``task:``) and run it."""
-    if not argv or any(word in ("-h", "--help") for word in argv):
-        print(HELP)
+    """Find the task (``--task``, else the YAML file's ``task:``) and run it."""
+    args, words = build_parser().parse_known_args(list(argv))
+    values = {} if args.config is None else read_yaml(args.config)
+    task = args.task or values.get("task", DEFAULT_TASK)
+    if args.help or not argv:
+        print(help_text(task))
         return 0 if argv else 2
-    argv = ["--help" if word in ("--help-all", "--help_all") else word for word in argv]
-    values, words = split_config(argv)
-    task, rest = values.get("task", "text_classification"), list(argv)
-    for position, word in enumerate(words):
-        if word == "--task" and position + 1 < len(words):
-            task = words[position + 1]
-            start = rest.index("--task")
-            del rest[start : start + 2]
-    return int(importlib.import_module(TASKS[one_of("task", task, TASKS)]).main(rest))
+    return training_module(task).train(values, ["--help"] if args.help_all else words)

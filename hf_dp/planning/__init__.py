@@ -1,5 +1,4 @@
-"""Planning before spending: what a run would cost, over a range of settings, on another data set;
-no torch."""
+"""Plan before spending, without torch: the cost of a run, of a range of settings, on other data."""
 
 from hf_dp.planning.forecast import Forecast, forecast
 from hf_dp.planning.sweep import parse_sweep

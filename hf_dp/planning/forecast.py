@@ -1,5 +1,4 @@
-"""What a plan will cost: epsilon by each accountant, noise beside signal, time and memory. Nothing
-is run."""
+"""Forecast what a plan will cost: epsilon by each accountant, noise beside signal, time, memory."""
 
 from __future__ import annotations
 
@@ -20,7 +19,7 @@ _BYTES_PER_PARAMETER = 16
 
 @dataclass(frozen=True)
 class Forecast:
-    """What a plan will cost.
+    """What a plan will cost. Nothing has been run.
 
     Attributes:
         plan: as given.
@@ -28,10 +27,10 @@ class Forecast:
         signal_to_noise: norm of the mean clipped gradient / expected norm of its noise, for one
             step; None without ``gradient_norm`` and ``parameters``.
         examples: expected number of examples that go through the model.
-        seconds: for those at the given throughput, without start, evaluation and saving; None
+        seconds: their time at the given throughput, without start, evaluation and saving; None
             without one.
-        state_bytes: weights, gradient sums and Adam's moments in float32; activations come on top.
-            None without ``parameters``.
+        state_bytes: weights, gradient sums and Adam's moments in float32, without activations; None
+            without ``parameters``.
     """
 
     plan: PrivacyPlan
@@ -43,19 +42,23 @@ class Forecast:
 
     @property
     def effective_noise_multiplier(self) -> float:
-        """sigma / q, what the noise on the mean gradient is proportional to (Li et al. 2022,
-        section 3.1.1)."""
+        """Return sigma / q (Li et al. 2022, section 3.1.1).
+
+        The noise on the mean gradient is proportional to it.
+        """
         return self.plan.noise_multiplier / self.plan.sample_rate
 
     @property
     def epochs(self) -> float:
-        """Expected number of times that an example is used."""
+        """Return the expected number of times that an example is used."""
         return self.examples / self.plan.num_examples
 
 
 def _used(plan: PrivacyPlan) -> float:
-    """Expected number of examples that a step uses: B, or E min(K, cap) = sum over k <= cap of P(K
-    >= k), K the draw."""
+    """Return the expected number of examples that a step uses.
+
+    That is B, or for a sample of K that is cut, E min(K, cap) = sum over k <= cap of P(K >= k).
+    """
     if plan.max_batch_size is None:
         return plan.expected_batch_size
     below = np.arange(min(plan.max_batch_size, plan.num_examples))
@@ -70,7 +73,7 @@ def forecast(
     parameters: int | None = None,
     throughput: float | None = None,
 ) -> Forecast:
-    """What ``plan`` will cost.
+    """Forecast what ``plan`` will cost.
 
     Args:
         accountants: which to ask; default the plan's own.
@@ -82,23 +85,7 @@ def forecast(
     """
     if parameters is not None:
         parameters = _validate.integer("parameters", parameters, 1)
-    ratio = None
-    if gradient_norm is not None:
-        signal = _validate.positive("gradient_norm", gradient_norm)
-        if signal > plan.clipping_norm:
-            raise _validate.invalid(
-                "gradient_norm",
-                gradient_norm,
-                f"to be at most the clipping norm {plan.clipping_norm:g}",
-                "It is the norm of a mean of clipped gradients.",
-            )
-        if parameters is None:
-            raise _validate.invalid(
-                "parameters", None, "to be given with `gradient_norm`", "Noise grows with it."
-            )
-        # The noise on the mean is N(0, (noise_std / B)^2) in each of p coordinates: its norm is
-        # about that times sqrt(p).
-        ratio = signal * _used(plan) / (plan.noise_std * math.sqrt(parameters))
+    ratio = None if gradient_norm is None else _signal_to_noise(plan, gradient_norm, parameters)
     examples = plan.steps * _used(plan)
     if plan.selection is not None:
         examples += plan.selection.iterations * plan.selection.sample_rate * plan.num_examples
@@ -112,3 +99,21 @@ def forecast(
         else examples / _validate.positive("throughput", throughput),
         state_bytes=None if parameters is None else _BYTES_PER_PARAMETER * parameters,
     )
+
+
+def _signal_to_noise(plan: PrivacyPlan, gradient_norm: float, parameters: int | None) -> float:
+    signal = _validate.positive("gradient_norm", gradient_norm)
+    if signal > plan.clipping_norm:
+        raise _validate.invalid(
+            "gradient_norm",
+            gradient_norm,
+            f"to be at most the clipping norm {plan.clipping_norm:g}",
+            "It is the norm of a mean of clipped gradients.",
+        )
+    if parameters is None:
+        raise _validate.invalid(
+            "parameters", None, "to be given with `gradient_norm`", "Noise grows with it."
+        )
+    # The noise on the mean is N(0, (noise_std / B)^2) in each of p coordinates, so its norm is
+    # about that standard deviation times sqrt(p).
+    return signal * _used(plan) / (plan.noise_std * math.sqrt(parameters))

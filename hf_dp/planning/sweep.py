@@ -1,4 +1,4 @@
-"""``key=64..4096`` and ``key=1,2,4``: the values of one setting to try, all others fixed."""
+"""Parse ``key=64..4096`` and ``key=1,2,4``: values of one setting to try, all others fixed."""
 
 from __future__ import annotations
 
@@ -11,9 +11,11 @@ _MOST = 100  # values
 
 
 def parse_sweep(text: str, keys: Mapping[str, type]) -> tuple[str, list[float]]:
-    """The key and its values: a list, or a range by doubling, both ends included.
+    """Return the key and its values: a list, or a range by doubling, both ends included.
 
-    Args: keys: what may be swept, and whether it counts (int) or measures (float).
+    Args:
+        keys: what may be swept, and whether it counts (int) or measures (float).
+
     Raises: InvalidArgumentError.
     """
     name, equals, values = text.partition("=")

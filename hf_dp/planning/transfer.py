@@ -20,8 +20,8 @@ class Transfer:
         num_examples: N of the new data set.
         expected_batch_size: q N, rounded to a whole number, at least 1.
         steps: as tuned.
-        num_train_epochs: that give this number of steps at this batch size; for a trainer that
-            counts epochs.
+        num_train_epochs: the epochs that give this number of steps at this batch size, for a
+            trainer that counts epochs.
         sample_rate: expected_batch_size / num_examples: as tuned, up to the rounding.
     """
 
@@ -33,11 +33,12 @@ class Transfer:
 
 
 def transfer(*, sample_rate: float, steps: int, num_examples: int) -> Transfer:
-    """The settings with which ``num_examples`` examples see the same sample rate and number of
-    steps.
+    """Return settings with which ``num_examples`` examples get the same sample rate and steps.
 
-    Args: sample_rate: q of the tuned run, batch size / number of its examples. steps: of the tuned
-        run.
+    Args:
+        sample_rate: q of the tuned run, batch size / number of its examples.
+        steps: those of the tuned run.
+
     Raises: InvalidArgumentError; also where rounding a batch size would change q by more than a
         tenth.
     """

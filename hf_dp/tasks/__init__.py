@@ -1,2 +1,1 @@
-"""How a task is posed: classification data, templates and label words, metrics, built-in
-demonstration sentences."""
+"""Pose a task: data, templates and label words, models, metrics, demonstration sentences."""

@@ -1,5 +1,4 @@
-"""Text classification data: columns to token ids, labels by public names, metrics on evaluation
-rows."""
+"""Text classification data: columns to token ids, labels by public names, metrics."""
 
 from __future__ import annotations
 
@@ -13,11 +12,11 @@ from hf_dp.tasks.template_tokenizer import room_for_text
 
 
 def label_names(dataset: Any, label_column: str, given: Sequence[str] | None) -> list[str]:
-    """The class names: ``given``, else those the file's schema declares. Rows are never scanned for
-    them.
+    """Return the class names: ``given``, else those that the schema of the file declares.
 
-    (A label set read off private rows would itself be a release: a class with one member tells of
-    that member.)
+    Rows are never scanned for them. A label set read off private rows would itself be a release: a
+    class with one member reveals that member.
+
     Raises: DataError when neither is there; InvalidArgumentError for fewer than two names, or a
         name twice.
     """
@@ -46,7 +45,8 @@ def require_columns(dataset: Any, columns: Sequence[str], argument: str) -> None
     missing = [column for column in columns if column not in dataset.column_names]
     if missing:
         raise DataError(
-            f"`{argument}` names {missing}, but the data has the columns {dataset.column_names}."
+            f"`{argument}` names {missing}, but the data has the columns {dataset.column_names}. "
+            f"Set `{argument}` to columns that are there."
         )
 
 
@@ -58,12 +58,12 @@ def encode(
     names: Sequence[str],
     max_length: int,
 ) -> Any:
-    """Token ids, attention mask and ``label`` for each row; one or two text columns, cut at
-    ``max_length`` tokens.
+    """Return token ids, attention mask and ``label`` for each row.
 
-    The tokenizer decides what the text becomes: a sequence for a classification head, or a filled
-    template (:func:`~hf_dp.tasks.template_tokenizer.with_template`), of which only the texts are
-    cut, the longer one first.
+    There are one or two text columns. The tokenizer decides what the text becomes: a sequence for a
+    classification head, or a filled template
+    (:func:`~hf_dp.tasks.template_tokenizer.with_template`). It is cut at ``max_length`` tokens. Of
+    a template only the texts are cut, the longer one first.
 
     Raises: DataError for missing columns, text that is no string, or a label outside ``0 ..
         len(names) - 1``; InvalidArgumentError for other than one or two text columns, or where no
@@ -79,37 +79,46 @@ def encode(
     room_for_text(tokenizer, len(text_columns), max_length)
     require_columns(dataset, text_columns, "text_columns")
     require_columns(dataset, [label_column], "label_column")
-    ids = {name: index for index, name in enumerate(names)}
 
-    def rows(batch: dict[str, list[Any]]) -> dict[str, Any]:
-        for column in text_columns:
-            if not all(isinstance(text, str) for text in batch[column]):
-                raise DataError(
-                    f"The text column {column!r} has a value that is not text. Drop or fill such "
-                    "rows."
-                )
-        labels = [
-            ids.get(label, -1) if isinstance(label, str) else label for label in batch[label_column]
-        ]
-        if not all(isinstance(label, int) and 0 <= label < len(names) for label in labels):
-            raise DataError(
-                f"The label column {label_column!r} has a value outside the classes {list(names)} "
-                f"(ids 0 to {len(names) - 1})."
-            )
-        encoded = tokenizer(
-            *[batch[column] for column in text_columns], truncation=True, max_length=max_length
-        )
+    def encode_rows(batch: dict[str, list[Any]]) -> dict[str, Any]:
+        texts = [_texts(batch, column) for column in text_columns]
+        labels = _labels(batch[label_column], label_column, names)
+        encoded = tokenizer(*texts, truncation=True, max_length=max_length)
         return {**encoded, "label": labels}
 
-    return dataset.map(rows, batched=True, remove_columns=dataset.column_names, desc="Tokenizing")
+    return dataset.map(
+        encode_rows, batched=True, remove_columns=dataset.column_names, desc="Tokenizing"
+    )
+
+
+def _texts(batch: dict[str, list[Any]], column: str) -> list[Any]:
+    """Return a column of text. Raises: DataError for a value that is no string."""
+    if not all(isinstance(text, str) for text in batch[column]):
+        raise DataError(
+            f"The text column {column!r} has a value that is not text. Drop or fill such rows."
+        )
+    return batch[column]
+
+
+def _labels(values: Sequence[Any], column: str, names: Sequence[str]) -> list[Any]:
+    """Return class ids for ids or names. Raises: DataError for a value outside the classes."""
+    ids = {name: index for index, name in enumerate(names)}
+    labels = [ids.get(value, -1) if isinstance(value, str) else value for value in values]
+    if not all(isinstance(label, int) and 0 <= label < len(names) for label in labels):
+        raise DataError(
+            f"The label column {column!r} has a value outside the classes {list(names)} "
+            f"(ids 0 to {len(names) - 1}). Correct the rows, or set `class_names`."
+        )
+    return labels
 
 
 METRICS = ("accuracy", "f1")
 
 
 def metrics(names: Sequence[str], classes: int) -> Callable[[Any], dict[str, float]]:
-    """``compute_metrics`` for Trainer, through ``evaluate``'s modules of these names shipped with
-    this package.
+    """Return ``compute_metrics`` for Trainer, from the ``evaluate`` modules in this package.
+
+    The modules are loaded by local path, so that nothing is downloaded.
 
     Raises: InvalidArgumentError for an unknown metric, or for F1 where there are not two classes.
     """
@@ -124,7 +133,9 @@ def metrics(names: Sequence[str], classes: int) -> Callable[[Any], dict[str, flo
             f"to be without f1 for {classes} classes",
             "F1 here is that of class 1 of two.",
         )
-    modules = [evaluate.load(str(Path(__file__).parent / "metrics" / name)) for name in names]
+    modules = [
+        evaluate.load(str(Path(__file__).parent / "metrics" / f"{name}.py")) for name in names
+    ]
 
     def compute(prediction: Any) -> dict[str, float]:
         logits = (

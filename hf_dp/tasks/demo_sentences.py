@@ -1,18 +1,19 @@
-"""A public, synthetic sentiment set for demonstrations: short customer reviews, ``negative`` (0) or
-``positive`` (1).
+"""A public, synthetic sentiment set for demonstrations.
+
+Its rows are short customer reviews, ``negative`` (0) or ``positive`` (1).
 
 Every sentence is made here from word lists of our own and a fixed public seed. It describes nobody,
-holds nothing private and says nothing about accuracy on real reviews; it exists so that a private
+holds nothing private and says nothing about accuracy on real reviews. It exists so that a private
 run can be tried offline.
 
-How rows are made. A template is filled with a subject, a neutral context and opinion words of each
-class, so rows come in *pairs*: a negative and a positive sentence that differ in their opinion
-words alone. Template, subject, context, number of words and punctuation therefore tell nothing
-about the label. There are three kinds of template:
+How rows are made: a template is filled with a subject, a neutral context and opinion words of each
+class. Rows therefore come in *pairs*: a negative and a positive sentence that differ in their
+opinion words alone. Template, subject, context, number of words and punctuation tell nothing about
+the label. There are three kinds of template:
 
 - ``plain``: the opinion word is meant as it stands ("the parking garage was superb");
 - ``negated``: the template turns it around ("nobody in my family would call the parking garage
-    superb" is negative);
+  superb" is negative);
 - ``mixed``: a side remark of the opposite opinion, then the verdict, which gives the label.
 
 The splits share no template, opinion word, subject or context: validation accuracy measures
@@ -146,8 +147,7 @@ def _pick(rng: random.Random, items: Sequence[str]) -> str:
 
 
 def _pair(rng: random.Random, words: Vocabulary, kind: str) -> list[dict[str, Any]]:
-    """One negative and one positive row that differ in their opinion words alone, in random
-    order."""
+    """Return a negative and a positive row, in random order, that differ in opinion words alone."""
     template = _pick(rng, words.templates[kind])
     subject, context = _pick(rng, words.subjects), _pick(rng, words.contexts)
     other = _pick(rng, [name for name in words.subjects if name != subject])
@@ -167,11 +167,11 @@ def _pair(rng: random.Random, words: Vocabulary, kind: str) -> list[dict[str, An
 
 
 def demo_rows(split: str, num_rows: int) -> list[dict[str, Any]]:
-    """The first ``num_rows`` rows of a split: dicts of ``sentence``, ``label`` (0 or 1) and
-    ``kind`` of template.
+    """Return the first ``num_rows`` rows of a split, each with ``sentence``, ``label`` and
+    ``kind``.
 
-    The same call gives the same rows on every machine, a shorter call gives a prefix of a longer
-    one, the classes are exactly balanced and no sentence occurs twice.
+    The same call gives the same rows on every machine. A shorter call gives a prefix of a longer
+    one. The classes are exactly balanced and no sentence occurs twice.
 
     Args:
         split: ``"train"`` or ``"validation"``.
@@ -203,10 +203,11 @@ def demo_rows(split: str, num_rows: int) -> list[dict[str, Any]]:
 
 
 def demo_dataset(num_train: int = 8_000, num_validation: int = 1_000) -> DatasetDict:
-    """The demo set as a ``datasets.DatasetDict`` with splits ``train`` and ``validation``.
+    """Return the demo set as a ``datasets.DatasetDict`` with splits ``train`` and ``validation``.
 
-    Columns as in SST-2: ``sentence``, ``label`` (``ClassLabel``: negative, positive). Errors: as
-    :func:`demo_rows`.
+    The columns are those of SST-2: ``sentence``, ``label`` (``ClassLabel``: negative, positive).
+
+    Raises: as :func:`demo_rows`.
     """
     from datasets import ClassLabel, Dataset, DatasetDict, Features, Value
 

@@ -1,4 +1,4 @@
-"""Local files and package-borne models, with errors that say which file or name was wrong."""
+"""Load local files, data of the Hub and models inside packages; errors name what was wrong."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _LOADERS = {".parquet": "parquet", ".csv": "csv", ".json": "json", ".jsonl": "js
 
 
 def load_file(path: str) -> Any:
-    """A ``datasets.Dataset`` from a Parquet, CSV or JSON(-lines) file.
+    """Return a ``datasets.Dataset`` from a Parquet, CSV or JSON(-lines) file.
 
     Raises: DataError for a missing or unreadable file, an unknown ending, or no rows.
     """
@@ -38,21 +38,22 @@ def load_file(path: str) -> Any:
 
 
 def load_hub(name: str, config: str | None, split: str) -> Any:
-    """One split of a data set on the Hub, or in a local folder laid out like one. Raises:
-    DataError."""
+    """Return one split of a data set on the Hub, or in a local folder laid out like one.
+
+    Raises: DataError.
+    """
     import datasets
 
-    # datasets 5.2 does not see that a file of a local folder has changed: its cache would give the
-    # old rows.
-    anew = (
+    # datasets 5.2 does not notice that a file of a local folder has changed: its cache would give
+    # the old rows.
+    uncached = (
         {"download_mode": "force_redownload", "verification_mode": "no_checks"}
         if Path(name).is_dir()
         else {}
     )
     try:
-        return datasets.load_dataset(name, config, split=split, **anew)
-    # No such data set, config or split, no network, a damaged file: each has its own error.
-    except Exception as problem:
+        return datasets.load_dataset(name, config, split=split, **uncached)
+    except Exception as problem:  # no such data set, no network, a damaged file: all differ
         raise DataError(
             f"The split {split!r} of the data set {name!r} (dataset_config {config!r}) could not "
             f"be loaded: {str(problem).splitlines()[0]}"
@@ -60,10 +61,11 @@ def load_hub(name: str, config: str | None, split: str) -> Any:
 
 
 def resolve_model(name: str) -> str:
-    """A model name or path as ``from_pretrained`` takes it; ``package:NAME`` is the model inside a
-    Python package.
+    """Return a model name or path as ``from_pretrained`` takes it.
 
-    Raises: DataError when that package is not installed.
+    ``package:NAME`` is the model inside a Python package.
+
+    Raises: DataError when that package is not installed, or carries no model.
     """
     kind, separator, package = name.partition(":")
     if kind != "package" or not separator:

@@ -1,9 +1,8 @@
-"""Classification by filling in the missing word, over any masked language model (Li et al., section
-3.2).
+"""Classify by filling in the missing word, with any masked language model (Li et al., section 3.2).
 
-The template and the mask come from the tokenizer (:mod:`hf_dp.tasks.template_tokenizer`), the
-logits of the classes are those of their label words at the mask. No forward is copied: the base's
-own masked-LM model runs, whose head is handed the hidden state at the mask only, and whose
+The template and the mask come from the tokenizer (:mod:`hf_dp.tasks.template_tokenizer`). The
+logits of the classes are those of their label words at the mask. No forward is copied: the
+masked-LM model of the base runs, its head gets the hidden state at the mask only, and its
 vocabulary projection is cut to the rows of the label words.
 """
 
@@ -32,7 +31,7 @@ class InfillingForSequenceClassification(PreTrainedModel):
 
     Args:
         config: see :class:`InfillingConfig`.
-        masked_lm: the base with its weights; from the configuration, newly initialized, when not
+        masked_lm: the base with its weights; newly initialized from the configuration when not
             given.
 
     Raises: UnsupportedModelError for a base whose head is not a linear map onto its vocabulary.
@@ -53,9 +52,9 @@ class InfillingForSequenceClassification(PreTrainedModel):
         head: Any = self.masked_lm.get_output_embeddings()
         if type(head) is not nn.Linear or self.masked_lm.base_model is self.masked_lm:
             raise UnsupportedModelError(
-                f"{type(self.masked_lm).__name__} computes its vocabulary logits in a way "
-                f"infilling does not know (its output embeddings are {type(head).__name__}, "
-                "nn.Linear was expected). Train a classification head instead."
+                f"{type(self.masked_lm).__name__} computes its vocabulary logits in a way that "
+                f"infilling does not know: its output embeddings are {type(head).__name__}, but "
+                "nn.Linear was expected. Train a classification head instead."
             )
         _replace(self.masked_lm, head, only_rows(head, config.label_word_ids))
         self.supports_gradient_checkpointing = self.masked_lm.supports_gradient_checkpointing
@@ -68,10 +67,13 @@ class InfillingForSequenceClassification(PreTrainedModel):
         labels: Tensor | None = None,
         **inputs: Any,
     ) -> SequenceClassifierOutput:
-        """Args: input_ids: (b, T), each row with the mask token exactly once; labels: (b,) class
-        ids for a mean loss.
+        """Return the logits, and a mean loss if labels are given.
 
-        Raises: DataError for a row without the mask token or with two.
+        Args:
+            input_ids: (b, T), each example with the mask token exactly once.
+            labels: (b,) class ids.
+
+        Raises: DataError for an example without the mask token or with two.
         """
         if input_ids is None:
             raise DataError(
@@ -81,8 +83,8 @@ class InfillingForSequenceClassification(PreTrainedModel):
         at_mask = input_ids == self.config.mask_token_id
         if not bool((at_mask.sum(1) == 1).all()):
             raise DataError(
-                "Each row must hold the mask token exactly once. Encode texts with the tokenizer "
-                "saved beside this model, which puts them into its template "
+                "Each example must hold the mask token exactly once. Encode texts with the "
+                "tokenizer saved beside this model, which puts them into its template "
                 f"{self.config.template!r}, as one text or as a pair."
             )
         where = at_mask.int().argmax(1)
@@ -106,16 +108,20 @@ class InfillingForSequenceClassification(PreTrainedModel):
         )
 
     def valid_input_ids(self, input_ids: Tensor) -> Tensor:
-        """Random token ids (b, T) made acceptable: the mask token at a random place of each row and
-        nowhere else."""
+        """Make random token ids (b, T) acceptable.
+
+        Each example gets the mask token at a random place and nowhere else.
+        """
         mask = self.config.mask_token_id
         input_ids = torch.where(input_ids == mask, self.config.label_word_ids[0], input_ids)
         return input_ids.scatter(1, torch.randint(input_ids.shape[1], (len(input_ids), 1)), mask)
 
 
 def _replace(model: nn.Module, old: nn.Module, new: nn.Module) -> None:
-    """In place, and nothing else: ``set_output_embeddings`` of BERT and others also ties biases
-    that were not tied."""
+    """Replace one module by another, in place, and change nothing else.
+
+    ``set_output_embeddings`` of BERT and others also ties biases that were not tied.
+    """
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
             if child is old:
@@ -125,10 +131,12 @@ def _replace(model: nn.Module, old: nn.Module, new: nn.Module) -> None:
 def load_infilling(
     name: str, tokenizer: Any, infilling: Infilling, class_names: Sequence[str]
 ) -> tuple[InfillingForSequenceClassification, Any]:
-    """A pretrained masked language model as a classifier, and the tokenizer that applies its
-    template.
+    """Return a masked language model as a classifier, and its tokenizer with the template.
 
-    Args: name: Hub name or folder; class_names: in the order of their ids.
+    Args:
+        name: Hub name or folder of the pretrained model.
+        class_names: in the order of their ids.
+
     Raises: DataError for a checkpoint without a trained masked-LM head, or a tokenizer without a
         mask token; InvalidArgumentError for label words that are not single tokens.
     """
@@ -142,9 +150,8 @@ def load_infilling(
             "(recipes/pretraining/masked_lm.py), or leave `infilling` out to train a "
             "classification head."
         )
-    masked_lm.config._name_or_path = (
-        ""  # it may be a path, and would be published with the configuration
-    )
+    # It may be a path, and would be published with the configuration.
+    masked_lm.config._name_or_path = ""
     config_class: Any = InfillingConfig
     config = config_class(
         base_config=masked_lm.config,
@@ -156,7 +163,7 @@ def load_infilling(
         id2label=dict(enumerate(class_names)),
         label2id={name: index for index, name in enumerate(class_names)},
         pretraining_sources=getattr(masked_lm.config, "pretraining_sources", None),
-        # would otherwise be reset in the base's, too
+        # Unset, it would also be reset in the configuration of the base.
         attn_implementation=masked_lm.config._attn_implementation,
     )
     config._name_or_path = name

@@ -1,5 +1,4 @@
-"""The configuration of an infilling classifier: that of its base, and which words stand for which
-classes."""
+"""The configuration of an infilling classifier: its base, and which words stand for the classes."""
 
 from __future__ import annotations
 
@@ -14,10 +13,13 @@ from transformers.configuration_utils import SubConfigSpec
 class InfillingConfig(PreTrainedConfig):
     """Configuration of :class:`~hf_dp.tasks.infilling.InfillingForSequenceClassification`.
 
-    ``base_config`` is the masked language model's own; ``label_word_ids[k]`` is the token that
-    stands for class k, ``label_words`` are the same as words; ``mask_token_id`` is the token they
-    are guessed for. ``template`` and ``pretraining_sources`` are there to be read: the tokenizer
-    applies the one, the card lists the other.
+    Attributes:
+        base_config: the configuration of the masked language model.
+        label_word_ids: the token that stands for each class.
+        label_words: the same as words.
+        mask_token_id: the token in whose place they are predicted.
+        template: for the reader; the tokenizer applies it.
+        pretraining_sources: for the card, which lists them.
     """
 
     model_type = "hf_dp_infilling"
@@ -35,13 +37,12 @@ class InfillingConfig(PreTrainedConfig):
 
     def __post_init__(self, **kwargs: Any) -> None:
         super().__post_init__(**kwargs)
-        # Whoever has a configuration may ask the Auto classes for its model. Loading that together
-        # with this module would be too early: AutoConfig is among the first things that
+        # The Auto classes may be asked for the model of any configuration. Importing the model
+        # together with this module would be too early: AutoConfig is among the first things that
         # transformers imports.
         importlib.import_module("hf_dp.tasks.infilling")
 
 
 def register() -> None:
-    """Make ``AutoConfig`` know it: called as soon as transformers has one (see
-    ``hf_dp/__init__.py``)."""
+    """Make ``AutoConfig`` know it, as soon as transformers has one (see ``hf_dp/__init__.py``)."""
     AutoConfig.register(InfillingConfig.model_type, InfillingConfig, exist_ok=True)

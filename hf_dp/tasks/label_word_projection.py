@@ -1,5 +1,4 @@
-"""The rows of a vocabulary projection that belong to the label words, as a module with its own
-clipping rule."""
+"""The rows of a vocabulary projection that belong to the label words, with a clipping rule."""
 
 from __future__ import annotations
 
@@ -17,8 +16,9 @@ from hf_dp.clipping.rules._positions import positions
 
 
 class LabelWordProjection(nn.Module):
-    """Logits of K words, (..., K): ``x W[ids]^T + b[ids]``, where a language model's head computes
-    all V of them.
+    """A projection onto the logits of K words, (..., K): ``x W[ids]^T + b[ids]``.
+
+    The head of a language model computes all V of them.
 
     Args:
         weight: (V, d), usually the input embedding's own.
@@ -49,12 +49,12 @@ def _keep(module: LabelWordProjection, input: Tensor) -> tuple[Tensor, ...]:
 def _gradients(
     module: LabelWordProjection, kept: tuple[Tensor, ...], output_grad: Tensor
 ) -> dict[str, Tensor | PerExampleGradient]:
-    """Row ``ids[k]`` of the weight's gradient is ``sum_t g_tk a_t``, of the bias's ``sum_t g_tk``;
-    the other rows are zero.
+    """Return the gradients of weight and bias as lookups.
 
-    That is what an embedding's gradient looks like when it looks ``ids`` up, so the inner product
-    with the tied embedding's own gradient (tokens of the text that are label words) is the one of
-    two lookups.
+    Row ``ids[k]`` of the weight's gradient is ``sum_t g_tk a_t``, and of the bias's ``sum_t g_tk``;
+    the other rows are zero. An embedding that looks ``ids`` up has such a gradient. The inner
+    product with the tied embedding's own gradient (tokens of the text that are label words) is
+    therefore that of two lookups.
     """
     activations, grads = positions(kept[0]), positions(output_grad)
     dtype = accumulation_dtype(grads.dtype)
@@ -70,6 +70,8 @@ register_rule(LabelWordProjection, keep=_keep, gradients=_gradients)
 
 
 def only_rows(head: Any, ids: Sequence[int]) -> LabelWordProjection:
-    """The K rows of ``head``, an ``nn.Linear`` over the vocabulary; weight and bias stay the same
-    parameters."""
+    """Return the K rows of ``head``, an ``nn.Linear`` over the vocabulary.
+
+    Weight and bias stay the same parameters.
+    """
     return LabelWordProjection(head.weight, head.bias, ids)

@@ -1,4 +1,4 @@
-"""From a class to the one token that stands for it at the mask."""
+"""Find the one token that stands for a class at the mask."""
 
 from __future__ import annotations
 
@@ -15,11 +15,10 @@ _SHOWN = 5
 
 
 def label_word_ids(tokenizer: Any, infilling: Infilling, class_names: Sequence[str]) -> list[int]:
-    """For each class, in this order, the token of its label word as the tokenizer reads it in place
-    of the mask.
+    """Return, for each class, the token of its label word as it reads in place of the mask.
 
-    (``" great"`` with its space for byte-level vocabularies.) ``tokenizer`` is the base's own,
-    without the template.
+    In byte-level vocabularies that is ``" great"``, with its space. ``tokenizer`` is that of the
+    base, without the template.
 
     Raises: DataError for classes without a word or words without a class; InvalidArgumentError for
         a word that is not one token, with near words that are, or for two classes with the same
@@ -78,11 +77,11 @@ def _one_token(tokenizer: Any, template: Template, word: str) -> int:
 
 
 def _read(tokenizer: Any, template: Template, word: str) -> list[int] | None:
-    """The word's tokens in the sentence that it completes, its space included; None if one holds
-    more than the word.
+    """Return the tokens of the word in the sentence that it completes, its space included.
 
-    (Any words stand for the texts.) Not the word alone, nor after some other word: "no" after a
-    quotation mark is the token "no", and after a letter the end of another word.
+    The result is None if a token holds more than the word. Placeholder words stand for the texts.
+    Reading the word alone, or after some other word, would not do: "no" after a quotation mark is
+    the token "no", and after a letter the end of another word.
     """
     place = template.pieces.index(MASK)
     before, after = (
@@ -106,8 +105,10 @@ def _filled(pieces: Sequence[str]) -> list[str]:
 
 
 def _near(tokenizer: Any, template: Template, word: str) -> list[str]:
-    """Other writings of the word, then similar words of the vocabulary, that are one token in its
-    place."""
+    """Return words near this one that are one token in its place.
+
+    Other spellings of the word come first, then similar words of the vocabulary.
+    """
     written = {
         tokenizer.convert_tokens_to_string([token]).strip() for token in tokenizer.get_vocab()
     }

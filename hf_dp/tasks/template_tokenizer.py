@@ -1,9 +1,8 @@
-"""A template as part of a tokenizer: its words and mask are added as ``[CLS]`` and ``[SEP]`` are,
-after truncation.
+"""Make a template part of a tokenizer, which adds its words and mask as it adds ``[CLS]``.
 
-So truncation shortens the texts and never the template, the mask is there exactly once whatever the
-texts say (their own "[MASK]" is read as ordinary characters), and a stock ``pipeline`` on raw text
-gives what training saw.
+They are added after truncation. Truncation therefore shortens the texts and never the template, and
+the mask is there exactly once whatever the texts say (their own "[MASK]" is read as ordinary
+characters). A stock ``pipeline`` on raw text gives what training saw.
 """
 
 from __future__ import annotations
@@ -31,13 +30,14 @@ _COPIED = (
 
 
 def with_template(tokenizer: Any, template: Template) -> PreTrainedTokenizerFast:
-    """A tokenizer that puts one text (or a pair) into ``template``; saved and loaded by
-    ``AutoTokenizer``, it still does.
+    """Return a tokenizer that puts one text (or a pair) into ``template``.
 
-    All tokens are of type 0: the template makes one sentence of them. Given the other number of
-    texts, it adds no mask, which the model refuses.
+    It still does so when it is saved and loaded by ``AutoTokenizer``. All tokens are of type 0,
+    since the template makes one sentence of them. Given the other number of texts, the tokenizer
+    adds no mask, which the model refuses.
 
-    Raises: DataError for a tokenizer without a mask token or without a fast implementation.
+    Raises: DataError for a tokenizer without a mask token or without a fast implementation;
+        InvalidArgumentError for a template that holds the mask token of the tokenizer.
     """
     require_mask_token(tokenizer)
     if any(tokenizer.mask_token in piece for piece in template.pieces if piece not in _SLOTS):
@@ -67,7 +67,7 @@ def with_template(tokenizer: Any, template: Template) -> PreTrainedTokenizerFast
 
 
 def require_mask_token(tokenizer: Any) -> None:
-    """Raises: DataError naming the classification head as the way out."""
+    """Raise DataError if a tokenizer has no mask token, or no fast implementation."""
     if not getattr(tokenizer, "is_fast", False):
         raise DataError(
             f"{type(tokenizer).__name__} has no fast implementation, which infilling needs to keep "
@@ -82,13 +82,15 @@ def require_mask_token(tokenizer: Any) -> None:
 
 
 def template_words(tokenizer: Any, words: str, after: str | None) -> list[int]:
-    """Token ids of words of a template as they read ``after`` the mask, after a text, or at the
-    start (None).
+    """Return token ids of words of a template, as they read in their place.
 
     A space at their end belongs to what follows, a text or the missing word: tokens of byte-level
     and SentencePiece vocabularies carry the space before them. After a text they read as after any
-    word ("?" as in "a?"); words that would grow together with it ("s" to "as") stay apart from it,
-    as after the mask.
+    word ("?" as in "a?"). Words that would merge with it ("s" to "as") stay apart from it, as after
+    the mask.
+
+    Args:
+        after: what stands before the words: the mask, a text, or None at the start.
     """
     words = words.rstrip(" ")
     if not words:
@@ -103,8 +105,10 @@ def template_words(tokenizer: Any, words: str, after: str | None) -> list[int]:
 
 
 def tokens_from(tokenizer: Any, text: str, start: int) -> list[int] | None:
-    """The tokens of ``text`` from the character ``start`` on; None where one token lies on both
-    sides of it."""
+    """Return the tokens of ``text`` from the character ``start`` on.
+
+    The result is None where one token lies on both sides of it.
+    """
     encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
     pairs = list(zip(encoded["input_ids"], encoded["offset_mapping"], strict=True))
     if any(begin < start < end for _, (begin, end) in pairs):
@@ -141,19 +145,18 @@ def _post_processor(tokenizer: Any, template: Template) -> Any:
 
 
 def _needs_prefix(template: Template) -> bool:
-    """Whether a text stands after a space."""
+    """Return whether a text stands after a space."""
     pairs = zip(template.pieces, template.pieces[1:], strict=False)
     return any(piece in TEXTS and before.endswith(" ") for before, piece in pairs)
 
 
 def _prepared(tokenizer: Any, template: Template) -> dict[str, Any]:
-    """The tokenizer as JSON, changed so that a text reads in the template as it would in a
-    sentence.
+    """Return the tokenizer as JSON, changed so that a text reads in the template as in a sentence.
 
-    Byte-level ones give a text its leading space, which "<S1> ? [MASK] , <S2>" writes before the
-    second text. (The setting is one for both: the first text gets it, too.) A text's own "[MASK]"
-    loses its brackets, after any other normalization: SentencePiece vocabularies hold it as an
-    ordinary piece.
+    Byte-level tokenizers give a text its leading space, which "<S1> ? [MASK] , <S2>" writes before
+    the second text. The setting applies to both texts, so the first text gets one as well. A text's
+    own "[MASK]" loses its brackets, after any other normalization: SentencePiece vocabularies hold
+    it as an ordinary piece.
     """
     state = json.loads(tokenizer.backend_tokenizer.to_str())
     splitting = state["pre_tokenizer"] or {}
@@ -169,7 +172,7 @@ def _prepared(tokenizer: Any, template: Template) -> dict[str, Any]:
 
 
 def room_for_text(tokenizer: Any, texts: int, max_length: int) -> int:
-    """How many tokens of text fit beside the tokens that the tokenizer adds.
+    """Return how many tokens of text fit beside the tokens that the tokenizer adds.
 
     Raises: InvalidArgumentError when none does.
     """

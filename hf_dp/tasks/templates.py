@@ -1,5 +1,4 @@
-"""Classification as filling in a missing word: templates and label words (Li et al., section 3.2
-and appendix N, Table 10)."""
+"""Templates and label words for classification by infilling (Li et al., section 3.2, Table 10)."""
 
 from __future__ import annotations
 
@@ -17,8 +16,7 @@ _MARKERS = re.compile("|".join(map(re.escape, (MASK, *TEXTS))))
 
 @dataclass(frozen=True)
 class Template:
-    """A sentence with places for one or two texts and exactly one missing word: ``"<S1> It was
-    [MASK] ."``.
+    """A sentence with places for one or two texts and one missing word: ``"<S1> It was [MASK] ."``.
 
     Raises: InvalidArgumentError for no mask or two, a text that is missing or comes twice, or
         ``<mask>`` for ``[MASK]``.
@@ -54,7 +52,7 @@ class Template:
 
     @property
     def texts(self) -> int:
-        """How many text columns it takes: 1 or 2."""
+        """Return how many text columns the template takes: 1 or 2."""
         return sum(piece in TEXTS for piece in self.pieces)
 
 
@@ -62,7 +60,7 @@ class Template:
 class Infilling:
     """A template and, for each class by name, the word that stands for it.
 
-    Raises: InvalidArgumentError for less than two classes, or a word that is no text.
+    Raises: InvalidArgumentError for fewer than two classes, or a word that is no text.
     """
 
     template: Template
@@ -87,8 +85,12 @@ class Infilling:
 
     @classmethod
     def of(cls, value: Any) -> Infilling:
-        """From a configuration: a task of Table 10 by name (``"sst2"``), or ``{template: ...,
-        label_words: {...}}``."""
+        """Return the template and words of a configuration.
+
+        Args:
+            value: a task of Table 10 by name (``"sst2"``), or ``{template: ..., label_words:
+                {...}}``.
+        """
         if isinstance(value, str):
             return GLUE[one_of("infilling", value, GLUE)]
         if not isinstance(value, Mapping) or set(value) != {"template", "label_words"}:

@@ -7,7 +7,8 @@ import torch
 
 from hf_dp.benchmarks import capacity
 from hf_dp.benchmarks.capacity import batch_fits, largest_batch, measure_capacity, physical_batches
-from hf_dp.benchmarks.modes import NON_PRIVATE, Refused
+from hf_dp.benchmarks.mode import Refused
+from hf_dp.benchmarks.modes import NON_PRIVATE
 from hf_dp.benchmarks.workload import Workload
 from hf_dp.errors import HfDpError, UnsupportedModelError
 

@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from hf_dp.benchmarks import modes
+from hf_dp.benchmarks.mode import Refused
 from hf_dp.benchmarks.modes import (
     FORWARD,
     NON_PRIVATE,
     OPACUS,
     SELECTION,
-    Refused,
     build_mode,
     check_modes,
     mode_names,

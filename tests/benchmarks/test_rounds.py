@@ -6,7 +6,8 @@ import itertools
 
 import pytest
 
-from hf_dp.benchmarks.modes import NON_PRIVATE, Mode
+from hf_dp.benchmarks.mode import BenchmarkMode
+from hf_dp.benchmarks.modes import NON_PRIVATE
 from hf_dp.benchmarks.rounds import (
     Ratio,
     enough_repeats,
@@ -44,7 +45,7 @@ def test_one_step_that_was_interrupted_does_not_move_a_round():
 
 
 def test_a_machine_that_slows_down_does_not_move_the_ratio():
-    # 0.8 in every round; dividing medians of a drifting machine, or times of neighbouring rounds,
+    # 0.8 in every round; dividing medians of a drifting machine, or times of neighboring rounds,
     # would not give that
     rounds = [{NON_PRIVATE: 0.8 * drift, "mode": drift} for drift in (1.0, 1.5, 9.0, 2.0, 1.1)]
     found = ratio(rounds, "mode", NON_PRIVATE)
@@ -81,7 +82,7 @@ def test_a_timing_is_long_enough():
 
 
 def test_a_timing_is_one_step_and_cleans_up(monkeypatch):
-    class Fake(Mode):
+    class Fake(BenchmarkMode):
         done: list[str] = []
 
         def step(self, batches):

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from hf_dp.benchmarks import throughput
-from hf_dp.benchmarks.modes import NON_PRIVATE, Refused
+from hf_dp.benchmarks.mode import Refused
+from hf_dp.benchmarks.modes import NON_PRIVATE
 from hf_dp.benchmarks.operators import left_over, operator_seconds
 from hf_dp.benchmarks.tables import throughput_table
 from hf_dp.benchmarks.throughput import Protocol, measure_throughput

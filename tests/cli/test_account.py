@@ -10,13 +10,23 @@ import time
 
 import pytest
 
-from hf_dp.accounting import ACCOUNTANTS, Ledger, PoissonSampledGaussian, epsilon, round_up
+from hf_dp.accounting import (
+    ACCOUNTANTS,
+    BestOfRandomRuns,
+    Ledger,
+    PoissonSampledGaussian,
+    epsilon,
+    round_up,
+)
+from hf_dp.accounting.events import RUN_DISTRIBUTIONS
 from hf_dp.cli import account
-from hf_dp.cli.main import hyphenated, main
+from hf_dp.cli.main import main
+from hf_dp.cli.options import hyphenated
 from hf_dp.plans import DpSgdPlan, PrivacyPlan
 from hf_dp.run.mark import RUN_MARK, Mark, write_mark
 from hf_dp.statement import record as document
-from hf_dp.statement.statement import PrivacyStatement, RunFacts
+from hf_dp.statement.facts import RunFacts
+from hf_dp.statement.statement import PrivacyStatement
 from hf_dp.statement.weaknesses import Weaknesses
 
 RUN = ["--sample-rate", "0.0152043831", "--steps", "198", "--delta", "7.424e-6"]
@@ -150,6 +160,7 @@ def test_top_level(capsys):
 
 def test_tables_agree():
     assert account.ACCOUNTANTS == ACCOUNTANTS
+    assert account.RUN_DISTRIBUTIONS == RUN_DISTRIBUTIONS
     assert hyphenated(["--a_b=c_d", "e_f", "--g_h", "-x_y"]) == [
         "--a-b=c_d",
         "e_f",
@@ -184,6 +195,66 @@ def test_steps_and_sample_rate(capsys):
     first, *_, row = capsys.readouterr().out.splitlines()
     assert float(first.split()[2]) == pytest.approx(0.0152, abs=5e-5)
     assert row.split() == ["rdp", "bound", "3.000"]
+
+
+SEARCH = ["account", "search", "--noise-multiplier", "1.2", *RUN, "--mean-runs", "10"]
+
+
+@pytest.mark.parametrize(
+    ("words", "settings"),
+    [
+        ([], {}),
+        (["--shape", "0.5"], {"shape": 0.5}),
+        (["--distribution", "poisson"], {"distribution": "poisson", "shape": None}),
+    ],
+)
+def test_a_search_costs_what_accounting_says(words, settings, capsys):
+    run = PoissonSampledGaussian(1.2, 0.0152043831, 198)
+    search = BestOfRandomRuns((run,), 10, **settings)
+    one, best = (epsilon(event, 7.424e-6, "rdp").rounded_up(3) for event in (run, search))
+    assert main([*SEARCH, *words, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == {
+        "event": search.to_dict(),
+        "delta": 7.424e-6,
+        "one_run": [{"accountant": "rdp", "kind": "bound", "epsilon": one}],
+        "results": [{"accountant": "rdp", "kind": "bound", "epsilon": best}],
+    }
+    assert main([*SEARCH, *words]) == 0
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert ["rdp", "bound", f"{one:.3f}"] in rows
+    assert rows[-1] == ["rdp", "bound", f"{best:.3f}"]
+
+
+def test_a_search_is_described_with_its_conditions(capsys):
+    with pytest.raises(SystemExit):
+        main(["account", "search", "--help"])
+    text = " ".join(capsys.readouterr().out.split())
+    for condition in (
+        "stays secret",
+        "independently",
+        "nothing is adaptive",
+        "on public data",
+        "compose",
+    ):
+        assert condition in text
+    with pytest.raises(SystemExit):
+        main(["sweep", "--help"])
+    assert "`hf-dp account search --help`" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "match"),
+    [
+        (["--mean-runs", "1"], "A single run is no search"),
+        (["--mean-runs", "0.5"], "`mean_runs` to be from 1 to 10^9, got 0.5"),
+        (["--distribution", "poisson", "--shape", "1"], "`shape` to be None"),
+    ],
+)
+def test_what_is_no_search(words, match, capsys):
+    assert main([*SEARCH, *words]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert match in captured.err
 
 
 @pytest.mark.parametrize(("accountant", "limit"), [("pld", 3.0), ("gdp_clt", 1.0)])
@@ -391,7 +462,7 @@ class TestRebuild:
     def test_prints_what_was_added_and_epsilon(self, folder, capsys):
         assert main(["account", "rebuild", str(folder)]) == 0
         lines = capsys.readouterr().out.splitlines()
-        assert lines[0] == "run a-run, status: running; privacy.json: written anew"
+        assert lines[0] == "run a-run, status: running; privacy.json: rewritten"
         assert lines[1] == "added:"
         assert lines[2].startswith("  training: PoissonSampledGaussian(noise_multiplier 0.82539,")
         assert lines[2].endswith("steps 8)")

@@ -299,8 +299,7 @@ def test_a_sweep_is_resumed_and_adds_up(recipe, capsys):
     assert [path.stat().st_mtime_ns for path in sorted(folder.glob("*/log.txt"))] == times, (
         "nothing ran again"
     )
-    # Interrupted before its end, a run is started anew in a folder of its own, and what it had
-    # spent counts.
+    # An interrupted run starts again in a folder of its own, and what it had spent counts.
     next(folder.glob("*/run1/eval_results.json")).unlink()
     assert main(words) == 0
     records = [document.read(path) for path in sorted(folder.glob("*/run*"))]
@@ -309,7 +308,7 @@ def test_a_sweep_is_resumed_and_adds_up(recipe, capsys):
     together = epsilon(events, records[0].plan.delta, "rdp").rounded_up()
     assert f"all 3 private runs together: epsilon {together}" in capsys.readouterr().out
     assert main([*words[:-1], str(folder) + "2", "--grid", "peft.r=1"]) == 2
-    assert "Expected the key 'peft.r' to be of a block of the recipe" in capsys.readouterr().err
+    assert "Expected the key 'peft.r' to be inside a block of the recipe" in capsys.readouterr().err
     changed(recipe, learning_rate=0.5)
     assert main(words) == 2
     assert "was run with other values of ['learning_rate']" in capsys.readouterr().err
@@ -346,7 +345,7 @@ def test_a_sweep_says_which_runs_failed(recipe, capsys):
 def test_what_a_sweep_spends_together(tmp_path, monkeypatch):
     """At the smallest delta; no claim beside a run with a fixed seed."""
     from hf_dp.accounting import Ledger, epsilon
-    from hf_dp.cli.sweep import Cell
+    from hf_dp.cli.cells import Cell
     from hf_dp.cli.sweep_report import spent_together
     from hf_dp.plans.privacy import PrivacyPlan
     from hf_dp.statement import record as document
@@ -455,8 +454,8 @@ def test_a_sweep_over_label_words_beside_their_zero_shot_accuracy(recipe, capsys
 
 def test_the_figures_of_a_sweep(tmp_path):
     pytest.importorskip("matplotlib")
-    from hf_dp.cli.sweep import Cell
-    from hf_dp.cli.sweep_report import draw, draw_over_zero_shot
+    from hf_dp.cli.cells import Cell
+    from hf_dp.cli.sweep_report import plot_over_zero_shot, plot_sweep
 
     words = {"template": "<S1> [MASK]", "label_words": {"a": "bad", "b": "good"}}
     results = {
@@ -466,7 +465,7 @@ def test_the_figures_of_a_sweep(tmp_path):
         for target in (3, 8)
         for seed in (0, 1)
     }  # fmt: skip
-    for figure in (draw, draw_over_zero_shot):
+    for figure in (plot_sweep, plot_over_zero_shot):
         figure(results, str(tmp_path / "figure.png"))
         assert (tmp_path / "figure.png").read_bytes().startswith(b"\x89PNG")
 
@@ -479,12 +478,12 @@ def test_the_figures_of_a_sweep(tmp_path):
         ({"peft": ("null", "lora")}, "bars"),
     ],
 )
-def test_numbers_are_drawn_as_a_curve_or_a_heat_map(tmp_path, monkeypatch, axes, kind):
+def test_numbers_are_plotted_as_a_curve_or_a_heat_map(tmp_path, monkeypatch, axes, kind):
     pytest.importorskip("matplotlib")
     from matplotlib.axes import Axes
 
-    from hf_dp.cli.sweep import Cell
-    from hf_dp.cli.sweep_report import draw
+    from hf_dp.cli.cells import Cell
+    from hf_dp.cli.sweep_report import plot_sweep
 
     called: list[str] = []
     for method, name in (("errorbar", "a curve"), ("imshow", "a heat map"), ("barh", "bars")):
@@ -503,14 +502,14 @@ def test_numbers_are_drawn_as_a_curve_or_a_heat_map(tmp_path, monkeypatch, axes,
         for seed in (0, 1)
     }
     results.pop(next(iter(results)))  # one is not done yet
-    draw(results, str(tmp_path / "figure.png"))
+    plot_sweep(results, str(tmp_path / "figure.png"))
     assert kind in called and (tmp_path / "figure.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_a_sweep_with_published_dp_fp_claims_nothing_for_all_together(tmp_path):
     import tiny
 
-    from hf_dp.cli.sweep import Cell
+    from hf_dp.cli.cells import Cell
     from hf_dp.cli.sweep_report import spent_together, table
 
     cells = []

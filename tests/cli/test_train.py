@@ -3,6 +3,7 @@ launch``."""
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import re
@@ -15,9 +16,12 @@ import pytest
 import tiny
 import yaml
 
-from hf_dp.cli.config import check_keys, peft_config, split_config
+from hf_dp.cli.config import check_keys, checked, peft_config, read_yaml
+from hf_dp.cli.help_text import PRIVACY
 from hf_dp.cli.main import main
+from hf_dp.cli.tasks import TASKS, evaluated_tasks, evaluation_module, training_module
 from hf_dp.errors import ConfigError
+from hf_dp.trainer.arguments import DPTrainingArguments
 from hf_dp.trainer.trainer import DPTrainer
 
 ROOT = Path(__file__).parent.parent.parent
@@ -152,13 +156,13 @@ def test_unreadable_files(task, capsys):
     assert main(["train", "--config", str(task)]) == 2
     assert "could not be read as json" in capsys.readouterr().err
     with pytest.raises(ConfigError, match="cannot be read"):
-        split_config(["--config", str(task.parent / "none.yaml")])
+        read_yaml(str(task.parent / "none.yaml"))
     task.write_text("a: [")
     with pytest.raises(ConfigError, match="not valid YAML"):
-        split_config(["--config", str(task)])
+        read_yaml(str(task))
     task.write_text("- 1")
     with pytest.raises(ConfigError, match="mapping"):
-        split_config(["--config", str(task)])
+        read_yaml(str(task))
 
 
 def test_every_unknown_key_is_reported():
@@ -167,14 +171,103 @@ def test_every_unknown_key_is_reported():
     assert peft_config(None) is None
 
 
-def test_help_is_quick_and_has_an_example():
-    start = time.perf_counter()
-    done = subprocess.run(
-        [sys.executable, "-m", "hf_dp.cli.main", "train", "--help"], capture_output=True, text=True
+def check_quick_help(*words: str) -> str:
+    """Return the help of a command, which must come within two seconds and without transformers."""
+    code = (
+        "import sys; from hf_dp.cli.main import main; code = main(); "
+        "assert not {'torch', 'transformers'} & set(sys.modules); raise SystemExit(code)"
     )
+    start = time.perf_counter()
+    done = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True)
     assert time.perf_counter() - start < 2
-    assert "example:" in done.stdout
-    assert done.returncode == 0
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize("task_name", TASKS)
+def test_help_is_quick_and_lists_the_arguments_of_the_task(task_name):
+    text = check_quick_help("train", "--task", task_name, "--help")
+    for name, row in TASKS.items():
+        assert f"  {name}" in text and row.help in text
+    assert "example:\n  hf-dp train" in text
+    module = training_module(task_name)
+    for cls in module.ARGUMENTS:
+        for field in dataclasses.fields(cls):
+            assert f"  --{field.name} " in text
+    assert ("--target_epsilon" in text) is TASKS[task_name].private
+    assert max(map(len, text.splitlines())) <= 100
+
+
+def test_help_of_train_describes_the_task_that_would_run(task):
+    assert check_quick_help("train", "--help") == check_quick_help(
+        "train", "--task=text_classification", "-h"
+    )
+    task.write_text("task: masked_lm\n")
+    assert "--pretraining_sources" in check_quick_help("train", "--config", str(task), "--help")
+
+
+@pytest.mark.parametrize("task_name", evaluated_tasks())
+def test_help_of_eval(task_name):
+    text = check_quick_help("eval", "--task", task_name, "--help")
+    assert "--zero-shot" in text and "--trained" in text and "--text_columns" in text
+    assert "example:\n  hf-dp eval" in text
+    assert max(map(len, text.splitlines())) <= 100
+
+
+def test_every_task_of_the_registry_has_what_the_commands_read():
+    for name, row in TASKS.items():
+        assert callable(training_module(name).train)
+        if row.evaluation is not None:
+            assert callable(evaluation_module(name).evaluate)
+    assert evaluated_tasks() == ["text_classification"]
+
+
+def test_a_task_without_evaluation_is_refused(task, capsys):
+    for words in (["--task", "masked_lm"], ["--task=masked_lm"]):
+        assert main(["eval", "--config", str(task), *words]) == 2
+        assert "`task` to be one of ['text_classification']" in capsys.readouterr().err
+    assert main(["train", "--task=translation"]) == 2
+    assert "`task` to be one of" in capsys.readouterr().err
+
+
+def test_the_privacy_arguments_of_the_help_are_those_of_the_class():
+    fields = {field.name: field for field in dataclasses.fields(DPTrainingArguments)}
+    for name, (_, text) in PRIVACY.items():
+        assert name in fields
+        default = re.search(r"\(default: (.*)\)$", text)
+        if name in ("per_device_train_batch_size", "per_example_max_grad_norm", "privacy_mode"):
+            assert default is not None and default[1] == str(fields[name].default)
+        else:  # unset: resolved by the plan, or none
+            assert not fields[name].default or fields[name].default is dataclasses.MISSING
+
+
+@pytest.mark.parametrize(
+    ("hint", "value", "found"),
+    [
+        (int, 12, 12),
+        (int, True, "int, got True"),
+        (int, "12", "int, got '12'"),
+        (float, 1, 1.0),
+        (float, "1e-3", 1e-3),
+        (float, True, "float, got True"),
+        (float, "many", "float, got 'many'"),
+        (int | None, None, None),
+        (int | None, 1.5, "int, got 1.5"),
+        (str, 5, "text, got 5"),
+        (list[str], ["a", "b"], ["a", "b"]),
+        (list[str], ["a", 5], r"list.text., got"),
+        (bool, "yes", "bool, got 'yes'"),
+        (dict | str | None, {"a": 1}, {"a": 1}),
+        (dict | str | None, 5, "a block or text, got 5"),
+    ],
+)
+def test_kinds_of_values_in_yaml(hint, value, found):
+    if isinstance(found, str):
+        with pytest.raises(ConfigError, match=f"Expected `x` to be {found}"):
+            checked("x", value, hint)
+    else:
+        assert checked("x", value, hint) == found
+        assert type(checked("x", value, hint)) is type(found)
 
 
 def test_accelerate_launch_runs_the_same_main(task):

@@ -234,7 +234,7 @@ def test_a_head_that_is_not_a_linear_map_is_refused():
     )
     masked_lm = hf.BertForMaskedLM(config.base_config)
     masked_lm.set_output_embeddings(torch.nn.Bilinear(2, 2, 2))
-    with pytest.raises(UnsupportedModelError, match="Bilinear, nn.Linear was expected"):
+    with pytest.raises(UnsupportedModelError, match="Bilinear, but nn.Linear was expected"):
         InfillingForSequenceClassification(config, masked_lm)
 
 

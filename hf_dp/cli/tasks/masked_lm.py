@@ -1,20 +1,20 @@
-"""Continue the pretraining of a masked language model on public text: plain, without privacy.
+"""Continue the pretraining of a masked language model on public text, without privacy.
 
-For a base whose masked-LM head is missing (a sentence encoder, say), so that infilling has words to
-compare. Only public text may go in: nothing of it is protected, and the checkpoint lists it under
-``pretraining_sources``.
+It is for a base whose masked-LM head is missing (a sentence encoder, say), so that infilling has
+words to compare. Only public text may go in: nothing protects it, and the checkpoint lists its
+sources under ``pretraining_sources``.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from hf_dp._validate import in_unit_interval, positive
-from hf_dp.cli.config import parse, split_config
+from hf_dp.cli.config import parse
 from hf_dp.errors import DataError
 
 
@@ -30,13 +30,13 @@ class PretrainingArguments:
     )
     text_columns: list[str] = field(
         metadata={
-            "help": "Columns of text, of whichever file has them; annotations.text for nested ones."
+            "help": "Columns of text; a file needs only one. annotations.text for a nested one."
         }
     )
     pretraining_sources: list[str] = field(
         metadata={
-            "help": "Names of all public data sets the checkpoint will have seen, the base's own "
-            "included."
+            "help": "Names of all public data sets that the checkpoint will have seen, those of "
+            "the base included."
         }
     )
     max_length: int = field(
@@ -46,28 +46,30 @@ class PretrainingArguments:
         default=0.3, metadata={"help": "Share of tokens that are predicted."}
     )
     held_out: float = field(
-        default=0.02, metadata={"help": "Share of texts the accuracy is measured on."}
+        default=0.02, metadata={"help": "Share of texts on which the accuracy is measured."}
     )
     max_minutes: float = field(
-        default=45.0, metadata={"help": "Processor time (of all threads) after which it stops."}
+        default=45.0,
+        metadata={"help": "Processor time of all threads after which to stop, in minutes."},
     )
     smallest_gain: float = field(
         default=0.005,
-        metadata={"help": "It also stops when the accuracy gained less between two evaluations."},
+        metadata={"help": "Stop when the accuracy gained less than this between two evaluations."},
     )
 
 
-def main(argv: Sequence[str]) -> int:
-    """Run the task; prints each accuracy, why it stopped, and last the folder."""
+ARGUMENTS = (PretrainingArguments,)
+EXAMPLE = (
+    "hf-dp train --config recipes/pretraining/minilm_masked_lm.yaml --text_files public.parquet"
+)
+
+
+def train(values: dict[str, Any], words: Sequence[str]) -> int:
+    """Run the task; print each accuracy, why training stopped, and last the folder."""
     from transformers import TrainingArguments
 
-    values, words = split_config(argv)
     task, args = parse(
-        [PretrainingArguments, TrainingArguments],
-        values,
-        words,
-        prog="hf-dp train",
-        extra=("task",),
+        [*ARGUMENTS, TrainingArguments], values, words, prog="hf-dp train", extra=("task",)
     )
     positive("max_minutes", task.max_minutes)
     in_unit_interval("mlm_probability", task.mlm_probability)
@@ -90,50 +92,17 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def texts(files: Sequence[str], columns: Sequence[str]) -> Iterator[str]:
-    """Every text of these columns, in the order of the files. Raises: DataError for a file that has
-    none of them."""
-    from hf_dp.tasks.files import load_file
-
-    for file in files:
-        rows = load_file(file)
-        found = [
-            column.split(".") for column in columns if column.split(".")[0] in rows.column_names
-        ]
-        if not found:
-            raise DataError(
-                f"The file {Path(file).name!r} has the columns {rows.column_names}, none of "
-                f"{list(columns)}."
-            )
-        for first, *rest in found:
-            for value in rows[first]:
-                yield from _texts(value, rest, ".".join([first, *rest]))
-
-
-def _texts(value: Any, path: Sequence[str], column: str) -> Iterator[str]:
-    if isinstance(value, list):
-        for item in value:
-            yield from _texts(item, path, column)
-    elif path and isinstance(value, dict) and path[0] in value:
-        yield from _texts(value[path[0]], path[1:], column)
-    elif not path and isinstance(value, str):
-        if value:
-            yield value
-    elif value is not None:
-        raise DataError(
-            f"The column {column!r} of `text_columns` holds {type(value).__name__}, where text was "
-            "expected."
-        )
-
-
 def build_trainer(task: PretrainingArguments, args: Any) -> Any:
-    """A stock Trainer, except that it computes vocabulary logits where a token is predicted and
-    nowhere else."""
+    """Return a Trainer that computes vocabulary logits only where a token is predicted.
+
+    Raises: DataError for a model that cannot be loaded, or too few texts.
+    """
     import datasets
     from transformers import AutoModelForMaskedLM, AutoTokenizer, DataCollatorForLanguageModeling
 
-    from hf_dp.cli.tasks.masked_lm_trainer import MaskedLMTrainer, Stop
     from hf_dp.tasks.files import resolve_model
+    from hf_dp.tasks.masked_lm_trainer import MaskedLMTrainer, Stop
+    from hf_dp.tasks.public_text import read_texts
 
     path = resolve_model(task.model_name_or_path)
     try:
@@ -142,15 +111,15 @@ def build_trainer(task: PretrainingArguments, args: Any) -> Any:
     except (OSError, ValueError) as problem:
         raise DataError(
             f"The model {task.model_name_or_path!r} could not be loaded: "
-            f"{str(problem).splitlines()[0]}"
+            f"{str(problem).splitlines()[0]} Give a Hub name, a folder, or package:NAME."
         ) from problem
     seen = getattr(model.config, "pretraining_sources", None) or []
     model.config.pretraining_sources = list(dict.fromkeys([*seen, *task.pretraining_sources]))
-    lines = list(dict.fromkeys(texts(task.text_files, task.text_columns)))
+    lines = list(dict.fromkeys(read_texts(task.text_files, task.text_columns)))
     if len(lines) * task.held_out < 1 or len(lines) * (1 - task.held_out) < 1:
         raise DataError(
-            f"`text_files` hold {len(lines)} different texts, of which `held_out` = "
-            f"{task.held_out:g} leaves none to train or to measure on. Give more text."
+            f"`text_files` hold {len(lines)} different texts. With `held_out` {task.held_out:g}, "
+            "none is left to train on or to measure. Give more text."
         )
     encoded = tokenizer(
         lines, truncation=True, max_length=task.max_length, return_special_tokens_mask=True

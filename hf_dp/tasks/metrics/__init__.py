@@ -1,1 +1,1 @@
-"""Metric modules for ``evaluate``, loaded by local path so that nothing is downloaded."""
+"""Metric modules for ``evaluate``, one file each, loaded by path so that nothing is downloaded."""

@@ -1,5 +1,5 @@
-"""F1 of class 1: the harmonic mean of precision and recall, in [0, 1]; 0 where nothing is predicted
-or to be found."""
+"""F1 of class 1: the harmonic mean of precision and recall, in [0, 1]; 0 where both are
+undefined."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import numpy as np
 
 
 class F1(evaluate.Metric):
-    """``{"f1": float}`` from integer ``predictions`` and ``references`` of two classes, 0 and 1, of
-    equal length."""
+    """``{"f1": float}`` from integer ``predictions`` and ``references``, 0 or 1, of equal
+    length."""
 
     def _info(self) -> evaluate.MetricInfo:
         return evaluate.MetricInfo(

@@ -1,5 +1,4 @@
-"""Which rows a classification task trains on and is evaluated on, from the Hub, local files or the
-built-in sentences."""
+"""Load the rows of a classification task: from the Hub, local files or the built-in sentences."""
 
 from __future__ import annotations
 
@@ -58,7 +57,7 @@ class DataArguments:
     max_train_rows: int | None = field(
         default=None,
         metadata={
-            "help": "Train on the first rows only; N, sample rate and delta are then of these."
+            "help": "Train on the first rows only; N, sample rate and delta then refer to these."
         },
     )
     metrics: list[str] = field(
@@ -68,22 +67,27 @@ class DataArguments:
 
     @property
     def public_name(self) -> str:
-        """The training data's name for the card."""
+        """Return the training data's name for the card."""
         if self.dataset_name == "demo":
             return "hf_dp demo sentences (synthetic)"
         if self.dataset_name:
             return "/".join(filter(None, [self.dataset_name, self.dataset_config]))
         return self.data_name or "private"
 
+    def columns(self, tokenizer: Any, names: Sequence[str]) -> tuple[Any, ...]:
+        """Return the arguments of :func:`~hf_dp.tasks.classification.encode` after the rows."""
+        return tokenizer, self.text_columns, self.label_column, names, self.max_length
+
 
 def load_train(data: DataArguments) -> Any:
-    """The training rows. Raises: ConfigError when none are named, DataError."""
+    """Return the training rows. Raises: ConfigError when none are named; DataError."""
     rows = _load_train(data)
     if data.max_train_rows is None:
         return rows
     if not 0 < data.max_train_rows <= len(rows):
         raise ConfigError(
-            f"Expected `max_train_rows` to be from 1 to {len(rows)}, got {data.max_train_rows}."
+            f"Expected `max_train_rows` to be from 1 to {len(rows)}, got {data.max_train_rows}. "
+            "Leave it out to train on all rows."
         )
     return rows.select(range(data.max_train_rows))
 
@@ -98,13 +102,17 @@ def _load_train(data: DataArguments) -> Any:
     if data.dataset_name is not None:
         return load_hub(data.dataset_name, data.dataset_config, data.train_split)
     if data.train_file is None:
-        raise ConfigError("Expected `train_file` (or `dataset_name`) to be given.")
+        raise ConfigError("Expected `train_file` (or `dataset_name`) to be given, got neither.")
     return load_file(data.train_file)
 
 
 def load_evaluation(data: DataArguments) -> dict[str, Any]:
-    """The evaluation sets by name: of their splits or files, without "validation_". Raises:
-    ConfigError, DataError."""
+    """Return the evaluation sets by name.
+
+    The name is that of the split or file, without "validation_".
+
+    Raises: ConfigError when none are named; DataError.
+    """
     from hf_dp.tasks.demo_sentences import demo_dataset
     from hf_dp.tasks.files import load_file, load_hub
 
@@ -117,12 +125,14 @@ def load_evaluation(data: DataArguments) -> dict[str, Any]:
             for split in data.validation_split
         }
     if not data.validation_file:
-        raise ConfigError("Expected `validation_file` (or `dataset_name`) to be given.")
+        raise ConfigError(
+            "Expected `validation_file` (or `dataset_name`) to be given, got neither."
+        )
     files = {_short(Path(file).stem): load_file(file) for file in data.validation_file}
     if len(files) < len(data.validation_file):
         raise ConfigError(
             "Expected the files of `validation_file` to have different names, got "
-            f"{data.validation_file}."
+            f"{data.validation_file}. Rename one: the metrics are named after the files."
         )
     return files
 
@@ -136,7 +146,8 @@ def _check_source(data: DataArguments) -> None:
     given = [name for name, value in files.items() if value]
     if data.dataset_name is not None and given:
         raise ConfigError(
-            f"Expected `dataset_name` or files, got dataset_name {data.dataset_name!r} and {given}."
+            f"Expected `dataset_name` or files, got dataset_name {data.dataset_name!r} and "
+            f"{given}. Leave one of them out."
         )
 
 
@@ -145,8 +156,7 @@ def _short(name: str) -> str:
 
 
 def encode_all(sets: dict[str, Any], columns: Sequence[Any]) -> Any:
-    """The evaluation sets encoded: one data set, or a dictionary of several, as Trainer takes
-    them."""
+    """Return the evaluation sets encoded, as the Trainer takes them: one, or several by name."""
     from hf_dp.tasks.classification import encode
 
     encoded = {name: encode(rows, *columns) for name, rows in sets.items()}

@@ -1,5 +1,4 @@
-"""How a masked language model is trained further: on the predicted tokens only, and until it no
-longer pays."""
+"""Continue training a masked language model, on predicted tokens only, until gains are small."""
 
 from __future__ import annotations
 
@@ -12,8 +11,12 @@ from transformers import Trainer, TrainerCallback
 
 
 class Stop(TrainerCallback):
-    """Ends training by processor time (minutes), or when an evaluation gained too little accuracy
-    (0 to 1)."""
+    """End training by processor time (minutes), or when an evaluation gained too little accuracy.
+
+    Args:
+        max_minutes: processor time of all threads.
+        smallest_gain: accuracy between two evaluations, 0 to 1.
+    """
 
     def __init__(self, max_minutes: float, smallest_gain: float):
         self.max_minutes, self.smallest_gain = max_minutes, smallest_gain
@@ -45,8 +48,10 @@ class Stop(TrainerCallback):
 
 
 class MaskedLMTrainer(Trainer):
-    """Stock Trainer, but vocabulary logits are computed only where a token is predicted, and
-    accuracy where it is held out."""
+    """The stock Trainer, with vocabulary logits only where a token is predicted.
+
+    Its evaluation measures accuracy on held-out masked tokens.
+    """
 
     model: Any
 
@@ -73,7 +78,8 @@ class MaskedLMTrainer(Trainer):
         return (loss, logits) if return_outputs else loss
 
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
-        """Share of held-out masked tokens that are predicted; the same masks each time."""
+        """Return the share of held-out masked tokens that are predicted, with the same masks each
+        time."""
         self.model.eval()
         right = count = 0
         with torch.random.fork_rng(), torch.no_grad():

@@ -1,0 +1,41 @@
+"""What a task prints at its end, whichever the task."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+
+def metric_lines(
+    metrics: Mapping[str, float], evaluation: Any, names: Sequence[str] = ("accuracy", "f1")
+) -> list[str]:
+    """Return ``accuracy on the 872 evaluation rows: 0.9`` for each metric of each evaluation set.
+
+    Args:
+        metrics: by the Trainer's names, ``eval_accuracy`` or ``eval_matched_accuracy``.
+        evaluation: one data set, or several by name.
+        names: which metrics to print, in this order.
+    """
+    sets = evaluation if isinstance(evaluation, Mapping) else {"": evaluation}
+    lines = []
+    for name, rows in sets.items():
+        prefix = f"eval_{name}_" if name else "eval_"
+        found = {
+            key.removeprefix(prefix): value
+            for key, value in metrics.items()
+            if key.startswith(prefix)
+        }
+        where = f"{len(rows)} {name + ' ' if name else ''}evaluation rows"
+        lines += [
+            f"{metric} on the {where}: {found[metric]:.4f}" for metric in names if metric in found
+        ]
+    return lines
+
+
+def print_summary(trainer: Any, lines: Sequence[str]) -> None:
+    """Print the metrics, epsilon by every accountant, and last the folder of the checkpoint."""
+    print()
+    print("\n".join(lines))
+    if trainer.args.is_private:
+        print(trainer.privacy_statement())
+    print(trainer.args.output_dir)

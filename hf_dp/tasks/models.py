@@ -1,0 +1,71 @@
+"""Preparing any pretrained model for private training: what a task checks and freezes."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+from hf_dp._validate import invalid
+from hf_dp.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+
+def freeze(model: Any, prefixes: Sequence[str]) -> None:
+    """Stop parameters whose name starts with one of ``prefixes`` from training.
+
+    Raises: ConfigError for a prefix that no parameter has.
+    """
+    for prefix in prefixes:
+        matched = [p for name, p in model.named_parameters() if name.startswith(prefix)]
+        if not matched:
+            raise ConfigError(
+                f"`freeze` names {prefix!r}, but no parameter of the model starts with it. "
+                f"Names look like {next(name for name, _ in model.named_parameters())!r}."
+            )
+        for parameter in matched:
+            parameter.requires_grad_(False)
+
+
+def check_positions(model: Any, max_length: int) -> None:
+    """Raise InvalidArgumentError if a model has fewer positions than ``max_length`` tokens.
+
+    Dummy tokens are used. Otherwise the first long private row that is sampled would end the run,
+    and so reveal that it exists.
+    """
+    import torch
+
+    pad = getattr(model.config, "pad_token_id", None) or 0
+    tokens = torch.full((1, max_length), 5 if pad != 5 else 6)
+    if valid := getattr(model, "valid_input_ids", None):
+        tokens = valid(tokens)
+    training = model.training
+    try:
+        with torch.no_grad():
+            model.eval()(input_ids=tokens, attention_mask=torch.ones_like(tokens))
+    except (IndexError, RuntimeError) as problem:
+        raise invalid(
+            "max_length",
+            max_length,
+            "to be no more tokens than the model has positions",
+            f"Its forward fails on that many: {str(problem).splitlines()[0]}",
+        ) from problem
+    finally:
+        model.train(training)
+
+
+def warn_of_new_weights(model: Any) -> None:
+    """Warn of random weights that an adapter would not hold: those that the checkpoint lacks.
+
+    Only weights of the base count. PEFT saves a new head with the adapter.
+    """
+    base = f"{model.base_model_prefix}."
+    new = [name for name in getattr(model, "newly_initialized", []) if name.startswith(base)]
+    if new:
+        logger.warning(
+            "The checkpoint of the base has no %s: they are random, and an adapter holds them only "
+            "if it trains them. Everyone who loads the adapter gets other random values. Save this "
+            "model once (model.save_pretrained) and train on that, or train without `peft`.",
+            ", ".join(new),
+        )

@@ -1,0 +1,86 @@
+"""Every package that hf_dp imports is declared in pyproject.toml, with a bound that holds here."""
+
+from __future__ import annotations
+
+import ast
+import re
+import sys
+import tomllib
+from functools import cache
+from importlib.metadata import packages_distributions
+from pathlib import Path
+
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+ROOT = Path(__file__).parent.parent
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+# Imported inside a function, where the feature of an extra is used.
+EXTRAS = {"matplotlib": "plot", "opacus": "bench", "bitsandbytes": "quantized"}
+# Imported inside a function that only gets an object of this package.
+OPTIONAL = {"PIL"}
+
+
+def imported() -> dict[str, set[str]]:
+    """Return the top-level modules that hf_dp imports, with the files that import them."""
+    found: dict[str, set[str]] = {}
+    for path in (ROOT / "hf_dp").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            names = []
+            if isinstance(node, ast.Import):
+                names = [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom) and not node.level and node.module:
+                names = [node.module]
+            for name in names:
+                found.setdefault(name.partition(".")[0], set()).add(str(path.relative_to(ROOT)))
+    return {name: files for name, files in found.items() if name not in sys.stdlib_module_names}
+
+
+def declared(requirements: list[str]) -> dict[str, Requirement]:
+    """Return requirements by the canonical name of their distribution."""
+    parsed = [Requirement(text) for text in requirements]
+    return {canonicalize_name(requirement.name): requirement for requirement in parsed}
+
+
+installed = cache(packages_distributions)  # reads every installed file list: seconds
+
+
+def distributions(module: str) -> set[str]:
+    """Return the canonical names of the distributions that may provide a module."""
+    names = installed().get(module) or [module]
+    return {canonicalize_name(name) for name in names}
+
+
+def test_every_import_is_declared():
+    required = declared(PROJECT["dependencies"])
+    problems = []
+    for module, files in imported().items():
+        if module == "hf_dp" or module in OPTIONAL or module in EXTRAS:
+            continue
+        if not distributions(module) & required.keys():
+            problems.append(f"{module}, imported by {sorted(files)}")
+    assert problems == []
+
+
+def test_optional_imports_belong_to_an_extra():
+    for module, extra in EXTRAS.items():
+        assert distributions(module) & declared(PROJECT["optional-dependencies"][extra]).keys()
+
+
+def test_every_dependency_is_imported():
+    """Except those that a feature needs though no module of ours imports them."""
+    without_import = {"accelerate"}  # transformers' Trainer imports it
+    used = {name for module in imported() for name in distributions(module)}
+    assert set(declared(PROJECT["dependencies"])) - used <= without_import
+
+
+def test_bounds_hold_for_the_pinned_versions():
+    pins = {}
+    for line in (ROOT / "constraints.txt").read_text().splitlines():
+        if match := re.match(r"([\w.-]+)==(\S+)", line):
+            pins[canonicalize_name(match[1])] = match[2]
+    groups = [PROJECT["dependencies"], *PROJECT["optional-dependencies"].values()]
+    for name, requirement in declared([text for group in groups for text in group]).items():
+        if name in pins:
+            assert requirement.specifier.contains(pins[name]), f"{requirement} and {pins[name]}"
+    assert set(declared(PROJECT["dependencies"])) <= pins.keys()
