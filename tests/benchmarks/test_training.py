@@ -13,6 +13,7 @@ import tiny
 import torch
 
 from hf_dp.batches import loader
+from hf_dp.batches.physical import physical_batches
 from hf_dp.benchmarks import training
 from hf_dp.benchmarks.training import (
     DEFAULT_MODES,
@@ -33,7 +34,7 @@ from hf_dp.benchmarks.training_task import (
     unsorted_batches,
 )
 from hf_dp.errors import DataError, HfDpError, InvalidArgumentError
-from hf_dp.plans.sampling import PoissonSampler, physical_batches
+from hf_dp.plans.sampling import PoissonSampler
 
 ROWS, LOGICAL, PHYSICAL, STEPS = 40, 16, 4, 3
 WORK = TrainingWork(ROWS, LOGICAL, PHYSICAL, rounds=2, threads=1, device="cpu")
