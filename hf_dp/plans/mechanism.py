@@ -9,9 +9,10 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from typing import Any, ClassVar, Self, TypeVar
 
+from hf_dp._dataclasses import checked_fields
 from hf_dp.accounting import TRAINING, Event, calibrate_noise_multiplier
 from hf_dp.errors import ConfigError
 from hf_dp.plans.release import PlannedRelease
@@ -251,9 +252,4 @@ def mechanism_from_dict(values: Any) -> MechanismPlan:
             f"{name!r}. Read it with the version or extension of hf_dp that wrote it."
         )
     cls = MECHANISM_PLANS[name]
-    known = {item.name for item in fields(cls)}
-    if set(given) != known:
-        raise ConfigError(
-            f"The plan of {name} lacks or adds fields (expected {sorted(known)}): it was edited."
-        )
-    return cls(**given)
+    return cls(**checked_fields(cls, given, ConfigError))

@@ -4,10 +4,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from hf_dp import _validate
+from hf_dp._dataclasses import checked_fields
 from hf_dp.accounting import SELECTION, SUM, Event, PoissonSampledGaussian
 from hf_dp.accounting.budget import compute_sigma
 from hf_dp.accounting.calibration import MakeEvent
@@ -116,13 +117,7 @@ class SelectionPlan:
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> SelectionPlan:
         """Read back what :meth:`to_dict` wrote. Raises: ConfigError, InvalidArgumentError."""
-        names = {field.name for field in fields(cls)}
-        if not isinstance(values, Mapping) or set(values) != names:
-            raise ConfigError(
-                f"The selection in the plan lacks or adds fields (expected {sorted(names)}): it "
-                "was edited."
-            )
-        plan = cls(**values)
+        plan = cls(**checked_fields(cls, values, ConfigError))
         plan.event()
         return plan
 

@@ -10,6 +10,7 @@ from functools import partial
 
 from transformers import TrainingArguments
 
+from hf_dp._dataclasses import default_of
 from hf_dp._validate import invalid, one_of
 from hf_dp.accounting import ACCOUNTANTS
 from hf_dp.clipping.engine import STRATEGIES
@@ -390,7 +391,7 @@ class DPTrainingArguments(ForwardArguments, TrainingArguments):
         problems: Problems = {}
         of_forward = {each.name for each in dataclasses.fields(ForwardArguments)}
         for own in _own_fields():
-            value, default = getattr(self, own.name), _default(own)
+            value, default = getattr(self, own.name), default_of(own)
             mode = DP_FP if own.name in of_forward else "dp_sgd"
             if value != default:
                 problems[own.name] = invalid(
@@ -408,7 +409,3 @@ def _own_fields() -> list[dataclasses.Field[typing.Any]]:
     inherited = {inherited.name for inherited in dataclasses.fields(TrainingArguments)}
     own = dataclasses.fields(DPTrainingArguments)
     return [one for one in own if one.name not in inherited and one.name != "privacy_mode"]
-
-
-def _default(own: dataclasses.Field[typing.Any]) -> object:
-    return own.default if own.default_factory is dataclasses.MISSING else own.default_factory()
