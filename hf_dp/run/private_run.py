@@ -101,7 +101,6 @@ class PrivateRun:
         self.model, self.plan, self.options = model, plan, options or RunOptions()
         self.train_dataset, self.data_collator = train_dataset, data_collator
         self.processing_class, self.accelerator = processing_class, accelerator
-        self.randomness = SecretRandomness(insecure_seed)
         self.has_own_loss = compute_per_example_loss is not None
         self._loss: PerExampleLoss = compute_per_example_loss or per_example_loss
         self._prepare = prepare_inputs or (lambda batch: send_to_device(batch, self.device))
@@ -125,7 +124,7 @@ class PrivateRun:
             earlier=earlier_claims(earlier_runs),
         )
         self.book.rows_are_chunks = self.options.rows_are_chunks
-        self._gate = Gate(self.book, self.randomness)
+        self.randomness = SecretRandomness(insecure_seed)
 
     # -- what was released --
 
@@ -138,6 +137,16 @@ class PrivateRun:
     def ledger(self) -> Ledger:
         """What ran so far on the training set, append-only."""
         return self.book.ledger
+
+    @property
+    def randomness(self) -> SecretRandomness:
+        """Where noise, draws and all that is random about an example come from."""
+        return self._randomness
+
+    @randomness.setter
+    def randomness(self, randomness: SecretRandomness) -> None:
+        """Use another source, for tests: the gate's noise comes from the same one."""
+        self._randomness, self._gate = randomness, Gate(self.book, randomness)
 
     def release(self, planned: PlannedRelease) -> AbstractContextManager[Release]:
         """Record a release, durably, and give what lets its values out: noise of the planned

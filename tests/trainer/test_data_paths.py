@@ -74,8 +74,8 @@ def released(
         folder, cls=path.trainer, given=given, **{**options, **path.options, **others}
     )
     if coupled:
-        trainer.randomness = Coupled(5)
-        trainer.randomness.rows = kept
+        trainer.run.randomness = Coupled(5)
+        trainer.run.randomness.rows = kept
     before = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
     trainer.train()
     after = {name: p.detach() for name, p in trainer.model.named_parameters()}
@@ -184,7 +184,7 @@ def collate_together_and_predict(patch):
 
 
 def no_self_check(patch):
-    patch.setattr("hf_dp.trainer.trainer.self_check", lambda *args, **kwargs: None)
+    patch.setattr("hf_dp.run.private_run.self_check", lambda *args, **kwargs: None)
 
 
 PLANTED = {

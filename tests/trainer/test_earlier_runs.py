@@ -53,7 +53,7 @@ def test_dp_sgd_after_public_labels_claims_no_labels(tmp_path):
 
 def test_planted_claims_of_earlier_runs_that_are_not_passed_on_are_seen(tmp_path, monkeypatch):
     run(tmp_path / "first", **FROZEN)
-    monkeypatch.setattr("hf_dp.trainer.trainer.earlier_claims", lambda args: ())
+    monkeypatch.setattr("hf_dp.run.private_run.earlier_claims", lambda args: ())
     with pytest.raises(LedgerError, match="expected `earlier` to name these runs"):
         run(tmp_path / "second", tmp_path / "first")
 
@@ -118,7 +118,7 @@ def test_what_the_marks_of_an_earlier_run_know_weakens_it(tmp_path):
     data["plan"]["released"], data["statement"], data["status"] = [], None, "running"
     path.write_text(json.dumps(data))
     args = tiny.arguments(tmp_path / "second", earlier_runs=[str(tmp_path / "first")])
-    assert [claim.released for claim in earlier_claims(args)] == [("training_loss",)]
+    assert [claim.released for claim in earlier_claims(args.earlier_runs)] == [("training_loss",)]
 
 
 @pytest.mark.parametrize(

@@ -90,7 +90,7 @@ def test_each_checkpoint_has_its_card_and_ledger_and_no_unnoised_number(device, 
 
 
 def test_planted_unnoised_loss_in_the_state_is_seen(tmp_path, monkeypatch):
-    monkeypatch.setattr("hf_dp.trainer.withheld.WITHHELD", {})
+    monkeypatch.setattr("hf_dp.statement.unnoised.UNNOISED", {})
     trainer = tiny.trainer(tmp_path, save_strategy="steps", save_steps=2)
     step = trainer.training_step
     monkeypatch.setattr(trainer, "training_step", lambda *args: step(*args) + 0.7)
@@ -299,7 +299,7 @@ def test_two_processes_cannot_share_a_run(tmp_path):
 def test_rng_states_of_a_checkpoint_hold_no_private_stream(tmp_path):
     trainer = interrupted(tmp_path)
     saved = torch.load(tmp_path / "checkpoint-4" / "rng_state.pth", weights_only=False)
-    private = trainer.randomness._streams["torch"]
+    private = trainer.run.randomness._streams["torch"]
     assert not torch.equal(saved["cpu"], private)
 
 
