@@ -13,11 +13,11 @@ import torch
 from models import DEVICES, batch_for, on, rows
 from torch import Tensor
 
+from hf_dp.batches.physical import physical_batches
 from hf_dp.clipping import ClippingEngine
 from hf_dp.clipping.engine import STRATEGIES
 from hf_dp.losses import per_example_loss
 from hf_dp.plans.rounding import ROUNDING_MARGIN
-from hf_dp.plans.sampling import physical_batches
 
 ALIGNED = 1024
 PHYSICAL = 64

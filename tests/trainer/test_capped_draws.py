@@ -38,7 +38,7 @@ def test_what_ran_is_what_is_accounted(tmp_path):
     assert "with truncated Poisson sampling" in statement.sentence()
     trainer.save_model()
     written = json.loads((tmp_path / "privacy.json").read_text())
-    assert written["plan"]["max_batch_size"] == 9
+    assert written["plan"]["mechanism"]["max_batch_size"] == 9
     assert "hf-dp account ledger privacy.json" in (tmp_path / "README.md").read_text()
     assert written["ledger"][0]["type"] == "TruncatedPoissonSampledGaussian"
 
@@ -62,7 +62,7 @@ def test_steps_beyond_the_plan_are_paid_for_as_capped_draws(tmp_path):
         max_batch_size=8,
     )
     plan = dataclasses.replace(plan, target_epsilon=epsilon(plan.event(), plan.delta).value + 1e-3)
-    assert RunLedger(tmp_path, plan).allowed_steps(10) == 3
+    assert RunLedger(tmp_path, plan).budget.allowed_steps(10) == 3
     # As plain Poisson draws more would have seemed to fit.
     assert epsilon(PoissonSampledGaussian(4.0, 0.2, 4), plan.delta).value < plan.target_epsilon
 

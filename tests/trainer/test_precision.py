@@ -45,7 +45,7 @@ def test_planted_precision_by_the_argument_is_seen(tmp_path, from_environment, m
     monkeypatch.setattr(
         Precision,
         "of",
-        classmethod(lambda cls, model, accelerator, computed=(): cls(None, ("float32",))),
+        classmethod(lambda cls, *given: cls(None, ("float32",))),
     )  # what bf16=False says
     from_environment("bf16")
     assert not one_shape(tiny.trainer(tmp_path))
