@@ -12,7 +12,7 @@ import os
 import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
@@ -36,6 +36,12 @@ class SecretRandomness:
         self._numpy = np.random.Generator(np.random.SFC64(np.random.SeedSequence(insecure_seed)))
         self._by_device: dict[torch.device, torch.Generator] = {}
         self._streams: dict[str, Any] | None = None
+
+    def __copy__(self) -> NoReturn:
+        raise TypeError("SecretRandomness cannot be copied: two runs would draw the same noise.")
+
+    def __deepcopy__(self, memo: Any) -> NoReturn:
+        self.__copy__()
 
     def random_bytes(self, count: int) -> bytes:
         """``count`` random bytes: from the operating system's cryptographic source unless

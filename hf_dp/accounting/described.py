@@ -17,12 +17,14 @@ class Described:
         restriction: why it does not hold under the others; empty if it holds under all.
         reasons: why no bound on its epsilon is established; empty where there is one.
         unestablished: how a sentence names it then.
+        several_forwards: whether one step noises vectors in several forward passes.
     """
 
     relations: ClassVar[tuple[str, ...]] = ("zero_out", "add_remove", "replace_one")
     restriction: ClassVar[str] = ""
     reasons: ClassVar[tuple[str, ...]] = ()
     unestablished: ClassVar[str] = ""
+    several_forwards: ClassVar[bool] = False
 
     @property
     def established(self) -> bool:

@@ -171,6 +171,7 @@ class PublishedForwardNoise(Described):
         "the paper's figure is a limit theorem's estimate far outside its range: even if all of "
         "the above held, the true value would be several times as large",
     )
+    several_forwards: ClassVar[bool] = True
     unestablished: ClassVar[str] = (
         "DP-FP as published, whose encoder is trained by gradients that were not noised"
     )

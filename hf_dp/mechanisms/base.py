@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from hf_dp.errors import ConfigError
+from hf_dp.errors import ConfigError, LedgerError
 from hf_dp.plans.mechanism import MechanismPlan
 from hf_dp.run.gate import Release
 from hf_dp.run.private_run import PrivateRun
@@ -74,7 +74,16 @@ class Mechanism(ABC):
         optimizer gets."""
 
     def set_gradients(self, clipped: Clipped, release: Release) -> None:
-        """Set ``p.grad`` to :meth:`gradients`."""
+        """Set ``p.grad`` to :meth:`gradients`.
+
+        Raises: LedgerError for a release that is not this run's step.
+        """
+        plan = self.run.plan
+        if plan.releases_each_step and not release.is_of(self.run.book, plan.step_release()):
+            raise LedgerError(
+                "Expected the release of this run's step, got another one. Use "
+                "`with run.release_step() as release:` of the same run."
+            )
         gradients = dict(self.gradients(clipped, release))
         for parameter in list(gradients):
             parameter.grad = gradients.pop(parameter).to(parameter.dtype)
@@ -108,10 +117,12 @@ class Mechanism(ABC):
             self.start()
             self.prepare()
             run.book.start(run.plan.steps, self.tuner.releases_to_come())
-            for batches in islice(self._endless(), run.plan.steps):
+            for step, batches in enumerate(islice(self._endless(), run.plan.steps)):
                 if run.plan.releases_each_step and run.book.exhausted:
                     return
                 run.model.train()
+                self.tuner.before_step(run, step)
+                run.begin_step()
                 yield batches
         finally:
             run.stop()

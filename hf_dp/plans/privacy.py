@@ -9,13 +9,21 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from hf_dp import _validate
-from hf_dp.accounting import ACCOUNTANTS, SUM, Event
+from hf_dp.accounting import (
+    ACCOUNTANTS,
+    RELEASE,
+    SELECTION,
+    SUM,
+    TRAINING,
+    Event,
+    LedgerEntry,
+)
 from hf_dp.errors import ConfigError
 from hf_dp.plans.dp_sgd import DpSgdPlan
 from hf_dp.plans.mechanism import MechanismPlan, Sampler, Schedule, Words, mechanism_from_dict
 from hf_dp.plans.release import PlannedRelease
 from hf_dp.plans.selection import SelectionPlan
-from hf_dp.plans.units import NEIGHBORING_RELATIONS, PRIVACY_UNITS
+from hf_dp.plans.units import NEIGHBORING_RELATIONS, PRIVACY_UNITS, RELATIONS, UNITS
 
 MAX_STEPS = 10**9
 
@@ -56,6 +64,8 @@ class PrivacyPlan:
         _validate.integer("steps", self.steps, 1)
         _check_delta(self.delta, self.num_examples)
         _validate.one_of("accountant", self.accountant, ACCOUNTANTS)
+        _validate.one_of("unit", self.mechanism.unit, UNITS)
+        _validate.one_of("relation", self.mechanism.relation, RELATIONS)
         if self.target_epsilon is not None:
             _validate.positive("target_epsilon", self.target_epsilon)
 
@@ -150,6 +160,17 @@ class PrivacyPlan:
         before = (release.event for release in self.releases_before())
         trained = (self.event(steps),) if self.releases_each_step else ()
         return (*selected, *before, *trained)
+
+    def makes(self, entry: LedgerEntry) -> bool:
+        """Return whether an entry of a ledger is a release that this plan makes."""
+        steps = entry.event.steps
+        if entry.purpose == SELECTION:
+            return self.selection is not None and entry.event == self.selection.event(steps)
+        if entry.purpose == RELEASE:
+            return any(entry.event == release.event for release in self.releases_before())
+        if entry.purpose != TRAINING or not self.releases_each_step:
+            return False
+        return entry.event == self.event(steps)
 
     # -- made and read --
 
@@ -265,6 +286,8 @@ class PrivacyRequest:
 
     def _uncalibrated(self) -> PrivacyPlan:
         """Check and couple the numbers."""
+        _validate.one_of("privacy_unit", self.privacy_unit, PRIVACY_UNITS)
+        _validate.one_of("neighboring_relation", self.neighboring_relation, NEIGHBORING_RELATIONS)
         n = _validate.integer(
             "num_examples",
             self.num_examples,

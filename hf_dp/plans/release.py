@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 
-from hf_dp.accounting import Event
+from hf_dp._validate import one_of, positive
+from hf_dp.accounting import RELEASE, SELECTION, TRAINING, Event
 from hf_dp.errors import ConfigError
+
+PURPOSES = (TRAINING, SELECTION, RELEASE)
 
 
 @dataclass(frozen=True)
@@ -18,12 +22,12 @@ class PlannedRelease:
 
     Args:
         event: what the ledger records.
-        purpose: why, as the ledger names it (:data:`hf_dp.accounting.TRAINING`, ...).
+        purpose: why, as the ledger names it: one of :data:`PURPOSES`.
         sensitivities: by part of the event (:data:`hf_dp.accounting.SUM`,
             :data:`hf_dp.accounting.VECTORS`), the largest L2 distance by which one example can move
-            what is noised.
+            what is noised, above 0.
 
-    Raises: ConfigError when the parts are not those of the event.
+    Raises: ConfigError when the parts are not those of the event; InvalidArgumentError.
     """
 
     event: Event
@@ -31,12 +35,15 @@ class PlannedRelease:
     sensitivities: Mapping[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        one_of("purpose", self.purpose, PURPOSES)
         if set(self.sensitivities) != set(self.event.noise_multipliers):
             raise ConfigError(
                 f"Expected the sensitivities of {sorted(self.event.noise_multipliers)}, which "
                 f"{type(self.event).__name__} releases, got those of {sorted(self.sensitivities)}. "
                 "Plan one release for each event."
             )
+        checked = {part: positive(part, value) for part, value in self.sensitivities.items()}
+        object.__setattr__(self, "sensitivities", MappingProxyType(checked))
 
     def noise_std(self, part: str) -> float:
         """Return the standard deviation of the noise on a part: noise multiplier x sensitivity.

@@ -6,15 +6,15 @@ import math
 
 from hf_dp.accounting import (
     BOUNDS,
-    EARLIER,
     SELECTION,
     TRAINING,
     Event,
     Ledger,
+    LedgerEntry,
     calibrate_steps,
     epsilon,
 )
-from hf_dp.errors import BudgetExceededError
+from hf_dp.errors import BudgetExceededError, LedgerError
 from hf_dp.plans.privacy import PrivacyPlan
 
 
@@ -79,8 +79,15 @@ class Budget:
         return self.ledger.steps(TRAINING) + 1 > self._allowed
 
     def check(self, event: Event, purpose: str) -> None:
-        """Raise BudgetExceededError when releasing ``event`` would pass the target."""
-        if self.exhausted if purpose == TRAINING else self._would_pass(event):
+        """Raise BudgetExceededError when releasing ``event`` would pass the target; LedgerError for
+        a step before :meth:`start`."""
+        is_step = purpose == TRAINING and self.plan.makes(LedgerEntry(event, purpose))
+        if is_step and self._goal is None:
+            raise LedgerError(
+                "No step was planned in this process. Start the run first: "
+                "`mechanism.logical_batches()` or `DPTrainer.train()` does."
+            )
+        if self.exhausted if is_step else self._would_pass(event):
             raise BudgetExceededError(
                 f"The next step of {purpose} would pass target_epsilon={self.plan.target_epsilon} "
                 f"after {self.ledger.steps()} steps."
@@ -88,22 +95,25 @@ class Budget:
 
     def released(self, event: Event, purpose: str) -> None:
         """Note that ``event`` is in the ledger: less may be left to train with than before."""
-        if purpose == TRAINING:
+        if purpose == TRAINING and self.plan.makes(LedgerEntry(event, purpose)):
             return
         self._reserved = max(0, self._reserved - event.steps)
         if self._goal is not None:
             self._allowed = self.allowed_steps(self._goal - self.ledger.steps(TRAINING))
 
     def _is_as_planned(self, prior: tuple[Event, ...], remaining: int) -> bool:
-        """Whether the plan's steps fit: it was calibrated to meet the target at exactly these.
+        """Return whether the plan's steps fit: it was calibrated to meet the target at exactly
+        these.
 
-        What earlier runs released may have been left out of the plan, so then it is computed.
+        What the plan does not make (of earlier runs, say) may have been left out when it was
+        calibrated, so then it is computed.
         """
         plan = self.plan
         planned = 0 if plan.selection is None else plan.selection.iterations
         if self.ledger.steps(SELECTION) + self._reserved > planned:
             return False
-        if not self.ledger.steps(EARLIER) or remaining < 1 or plan.target_epsilon is None:
+        known = all(plan.makes(entry) for entry in self.ledger.entries)
+        if known or remaining < 1 or plan.target_epsilon is None:
             return True
         after = epsilon((*prior, plan.event(remaining)), plan.delta, plan.accountant)
         return after.value <= plan.target_epsilon

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Collection, Mapping
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch.utils.data import Dataset
 from hf_dp.errors import (
     DataError,
     UnaccountedGradientError,
+    UnsupportedArgumentError,
     UnsupportedModelError,
 )
 from hf_dp.losses import base_model
@@ -145,4 +147,16 @@ def refuse_frozen_heads(model: Any, trained: Collection[nn.Parameter]) -> None:
         raise UnsupportedModelError(
             f"Under this peft_config the head {frozen} of {type(model).__name__} would stay "
             f"frozen, and a new head is random. Set modules_to_save={frozen} in the peft_config."
+        )
+
+
+def refuse_many_processes(accelerator: Any) -> None:
+    """Raise UnsupportedArgumentError where several processes would each release from one budget."""
+    processes = int(os.environ.get("WORLD_SIZE") or 1)
+    if accelerator is not None:
+        processes = max(processes, accelerator.num_processes)
+    if processes != 1:
+        raise UnsupportedArgumentError(
+            f"Expected one process, got {processes}. Each would release a model of its own from "
+            "one budget. Launch a single process."
         )

@@ -37,7 +37,7 @@ class Gate:
         Raises: BudgetExceededError, before anything is recorded, when it would pass the target.
         """
         self._ledger.append(planned.event, planned.purpose)
-        release = Release(planned, self._randomness)
+        release = Release(planned, self._randomness, self._ledger)
         try:
             yield release
         finally:
@@ -47,10 +47,11 @@ class Gate:
 class Release:
     """The right to let out what one recorded event covers."""
 
-    def __init__(self, planned: PlannedRelease, randomness: SecretRandomness):
+    def __init__(self, planned: PlannedRelease, randomness: SecretRandomness, ledger: RunLedger):
         self.planned = planned
         self._randomness: SecretRandomness | None = randomness
-        self._sum_is_out = False
+        self._ledger: RunLedger | None = ledger
+        self._out: set[str] = set()
 
     @torch.no_grad()
     def sum(self, sums: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -58,9 +59,7 @@ class Release:
 
         Raises: LedgerError the second time: that would be another release.
         """
-        if self._sum_is_out:
-            raise LedgerError("The sum of this release is out already. Record another release.")
-        self._sum_is_out = True
+        self._once(SUM)
         for total in sums.values():
             total.add_(self._noise(total, SUM))
         return sums
@@ -68,27 +67,41 @@ class Release:
     def vectors(self, vectors: Tensor) -> Tensor:
         """Return (b, d) vectors, each of one example alone, with noise in each coordinate.
 
-        Differentiable. A step may call it for several physical batches, each example's vector once
-        for each time that the example was drawn.
+        Differentiable. Where the event says so (``several_forwards``), a step may call it for
+        several physical batches.
+
+        Raises: LedgerError the second time otherwise: that would be another release.
         """
+        if not self.planned.event.several_forwards:
+            self._once(VECTORS)
         return vectors + self._noise(vectors, VECTORS)
 
     def labels(self, labels: Tensor) -> Tensor:
         """Return (b,) labels after randomized response.
 
-        Raises: LedgerError when the recorded event is not one.
+        Raises: LedgerError when the recorded event is not one, or the second time.
         """
         event = self.planned.event
         if not isinstance(event, RandomizedResponse):
             raise LedgerError(
                 f"Expected the recorded event to be RandomizedResponse, got {event!r}."
             )
+        self._once("labels")
         source = self._source().random_bytes
         return randomized_response(labels, event.num_classes, event.keep_probability, source)
+
+    def is_of(self, ledger: RunLedger, planned: PlannedRelease) -> bool:
+        """Return whether this release was recorded in this ledger, as planned."""
+        return self._ledger is ledger and self.planned == planned
 
     def close(self) -> None:
         """Let nothing more out."""
         self._randomness = None
+
+    def _once(self, part: str) -> None:
+        if part in self._out:
+            raise LedgerError(f"The {part} of this release left already. Record another release.")
+        self._out.add(part)
 
     def _noise(self, values: Tensor, part: str) -> Tensor:
         return self._source().gaussian_like(values, self.planned.noise_std(part))
@@ -103,4 +116,4 @@ class NothingReleased(Release):
     """Stands for a step that uses nothing of the private rows but what was released before."""
 
     def __init__(self) -> None:
-        self._randomness, self._sum_is_out = None, False
+        self._randomness, self._ledger, self._out = None, None, set()

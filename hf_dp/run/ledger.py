@@ -51,6 +51,7 @@ class RunLedger:
         insecure_seed: bool = False,
         released: Iterable[str] = (),
         earlier: Iterable[EarlierRun] = (),
+        earlier_entries: Sequence[LedgerEntry] = (),
     ):
         self.folder, self.plan = Path(folder), plan
         self.insecure_seed, self.released, self.earlier = (
@@ -58,6 +59,7 @@ class RunLedger:
             tuple(released),
             tuple(earlier),
         )
+        self._earlier_entries = tuple(earlier_entries)
         self.model_selection = self.rows_are_chunks = False
         self.evaluation_compared = True
         self.ledger = Ledger()
@@ -146,8 +148,19 @@ class RunLedger:
 
         Only :class:`hf_dp.run.gate.Gate` calls it from outside, and shows nothing before.
 
-        Raises: BudgetExceededError before anything is recorded when the target would be passed.
+        Raises: BudgetExceededError before anything is recorded when the target would be passed;
+            LedgerError before :meth:`open`, or without what earlier runs released.
         """
+        if self._lock is None:
+            raise LedgerError(
+                "This run has not been opened, so another process may be at work on it. Open it "
+                "first: `mechanism.logical_batches()`, `run.open()` or `DPTrainer.train()` does."
+            )
+        if purpose != EARLIER and self._earlier_entries and not self.ledger.steps(EARLIER):
+            raise LedgerError(
+                "The ledger does not hold yet what `earlier_runs` released. Call `run.open()` "
+                "first."
+            )
         self.budget.check(event, purpose)
         self.ledger.append(event, purpose)
         self.save(self.folder)

@@ -19,6 +19,7 @@ class RunOptions:
         representation_module: DP-FP's last layer, where it is not found by itself.
         padding_values: fill values, by column, of columns that transformers does not know.
         rows_are_chunks: whether each row is a piece of a longer text.
+        adapter_init_data_is_public: whether data that an adapter was initialized from is public.
     """
 
     batches: BatchOptions = BatchOptions()
@@ -26,3 +27,4 @@ class RunOptions:
     representation_module: str | None = None
     padding_values: Mapping[str, float] = field(default_factory=dict)
     rows_are_chunks: bool = False
+    adapter_init_data_is_public: bool = False

@@ -31,16 +31,21 @@ from transformers.utils import logging
 from hf_dp.accounting import Epsilon, Ledger
 from hf_dp.batches.limits import Limits
 from hf_dp.batches.padding import Padding
-from hf_dp.clipping import ClippingEngine, self_check
+from hf_dp.clipping import ClippingEngine, refuse_coupling, self_check
 from hf_dp.clipping.self_check import AUTOCAST_TOLERANCE
-from hf_dp.errors import DataError
+from hf_dp.errors import ConfigError, DataError, LedgerError
 from hf_dp.losses import columns_read, per_example_loss
 from hf_dp.noise import SecretRandomness
 from hf_dp.overlap.compare import TrainingRows, refuse_training_rows
 from hf_dp.plans.mechanism import Sampler
 from hf_dp.plans.privacy import PrivacyPlan
 from hf_dp.plans.release import PlannedRelease
-from hf_dp.run.checks import check_collator, refuse_rows_in_collator
+from hf_dp.run.checks import (
+    check_collator,
+    refuse_adapters_from_data,
+    refuse_many_processes,
+    refuse_rows_in_collator,
+)
 from hf_dp.run.earlier import earlier_claims, earlier_entries
 from hf_dp.run.facts import run_facts
 from hf_dp.run.gate import Gate, NothingReleased, Release
@@ -110,9 +115,16 @@ class PrivateRun:
             self.train_dataset,
             self.data_collator,
         )
+        self._step_is_open = False
         self._data: TrainingData | None = None
         self._data_of: tuple[Any, Any] = (None, None)
         self._training_rows = training_rows
+        if not plan.releases_each_step and not plan.releases_before():
+            raise ConfigError(
+                f"Expected a plan that releases something, got {type(plan.mechanism).__name__}, "
+                "which releases nothing before the steps and nothing in them. Plan what it lets "
+                "out."
+            )
         self._earlier = earlier_entries(
             earlier_runs, plan.num_examples, plan.privacy_unit, plan.neighboring_relation
         )
@@ -122,6 +134,7 @@ class PrivateRun:
             insecure_seed=insecure_seed is not None,
             released=released,
             earlier=earlier_claims(earlier_runs),
+            earlier_entries=self._earlier,
         )
         self.book.rows_are_chunks = self.options.rows_are_chunks
         self.randomness = SecretRandomness(insecure_seed)
@@ -160,16 +173,34 @@ class PrivateRun:
         """Record one training step, as :meth:`release`.
 
         Where steps release nothing (:attr:`PrivacyPlan.releases_each_step`), nothing can leave.
+
+        Raises: LedgerError a second time for one logical batch: sampled once, it may be released
+            once.
         """
+        if not self._step_is_open:
+            raise LedgerError(
+                "Expected a logical batch for each step, but there is none, or its step was "
+                "released. Take one with `for batches in mechanism.logical_batches():`."
+            )
+        self._step_is_open = False
         if not self.plan.releases_each_step:
             return nullcontext(NothingReleased())
         return self._gate.release(self.plan.step_release())
 
+    def begin_step(self) -> None:
+        """Note that a logical batch was sampled: one step may be released for it."""
+        self._step_is_open = True
+
     def open(self) -> None:
         """Take the output folder, and record what ``earlier_runs`` released of the same rows.
 
-        Raises: LedgerError, BudgetExceededError.
+        Raises: LedgerError, BudgetExceededError; UnsupportedModelError, UnsupportedArgumentError
+            for what cannot be private.
         """
+        refuse_coupling(self.model)
+        if not self.options.adapter_init_data_is_public:
+            refuse_adapters_from_data(self.model)
+        refuse_many_processes(self.accelerator)
         self.book.open()
         self.book.record_earlier(self._earlier)
 

@@ -59,18 +59,13 @@ def other_earlier_runs() -> LedgerError:
 
 
 def _refuse_another_plan(then: PrivacyPlan, now: PrivacyPlan) -> None:
-    before, after = _flat(then), _flat(now)
-    for name in sorted(before | after):
-        if name != "steps" and before.get(name) != after.get(name):
-            raise LedgerError(
-                f"Cannot resume: `{name}` is {after.get(name)!r} but the run was started with "
-                f"{before.get(name)!r}. Resume with the same arguments and data, or start a new "
-                "run in a new output_dir."
-            )
-
-
-def _flat(plan: PrivacyPlan) -> dict[str, object]:
-    """Return the plan's values by name, those of its mechanism among them."""
-    values = plan.to_dict()
-    mechanism = values.pop("mechanism")
-    return {**values, "mechanism": mechanism.pop("name"), **mechanism}
+    before, after = then.to_dict(), now.to_dict()
+    mechanisms = before.pop("mechanism"), after.pop("mechanism")
+    for old, new in (mechanisms, (before, after)):
+        for name in sorted(old | new):
+            if name != "steps" and old.get(name) != new.get(name):
+                raise LedgerError(
+                    f"Cannot resume: `{name}` is {new.get(name)!r} but the run was started with "
+                    f"{old.get(name)!r}. Resume with the same arguments and data, or start a new "
+                    "run in a new output_dir."
+                )

@@ -9,7 +9,6 @@ nevertheless.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -23,13 +22,14 @@ from hf_dp.plans.privacy import PrivacyPlan
 from hf_dp.plans.rounding import rounding_margin
 from hf_dp.plans.selection import SelectionPlan
 from hf_dp.statement.statement import NOT_ESTABLISHED, what_ran
+from hf_dp.statement.weaknesses import NAMES
 
 SCHEMA_VERSION = 2
 
 # What a file of version 1 leaves open. Its evaluation sets were not compared with the training
 # rows.
 _SINCE_2: dict[str, Any] = {"rows_are_chunks": False, "evaluation_compared": False, "earlier": []}
-_OF_THE_RUN = ("run_id", "insecure_seed", "released", "model_selection")
+_OF_THE_RUN = ("run_id", *NAMES)
 
 
 def upgraded(data: Mapping[str, Any], path: Path) -> Mapping[str, Any]:
@@ -40,7 +40,7 @@ def upgraded(data: Mapping[str, Any], path: Path) -> Mapping[str, Any]:
         written.
     """
     if data["schema_version"] == SCHEMA_VERSION:
-        return data
+        return _with_a_mechanism(data)
     rows = data["ledger"] if isinstance(data["ledger"], list) else []
     if any(isinstance(row, Mapping) and row.get("purpose") == EARLIER for row in rows):
         raise LedgerError(
@@ -58,33 +58,89 @@ def upgraded(data: Mapping[str, Any], path: Path) -> Mapping[str, Any]:
             f"{path} was edited: schema version 1 has no {added}. Restore the version that it was "
             "written with."
         )
-    plan = _plan(data["plan"])
-    of_run = {name: data["plan"][name] for name in _OF_THE_RUN if name in data["plan"]}
     statement = data["statement"]
     if isinstance(statement, Mapping) and isinstance(statement.get("facts"), Mapping):
-        statement = _statement(statement, plan, Ledger.from_list(rows))
-    return {**data, "plan": {**plan.to_dict(), **of_run, **_SINCE_2}, "statement": statement}
+        facts = {**statement["facts"], **_SINCE_2}
+        statement = {**statement, "facts": facts}
+    return _with_a_mechanism({**data, "plan": {**data["plan"], **_SINCE_2}, "statement": statement})
+
+
+def _with_a_mechanism(data: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a document whose plan has a mechanism of its own, from one whose plan is flat.
+
+    (The first files of version 2 were as flat as those of version 1.)
+    """
+    if not isinstance(data["plan"], Mapping) or "mechanism" in data["plan"]:
+        return data
+    of_run = {name: data["plan"][name] for name in _OF_THE_RUN if name in data["plan"]}
+    plan = _plan({name: value for name, value in data["plan"].items() if name not in of_run})
+    statement = data["statement"]
+    if isinstance(statement, Mapping) and isinstance(statement.get("facts"), Mapping):
+        statement = _statement(statement, plan, Ledger.from_list(data["ledger"]))
+    return {**data, "plan": {**plan.to_dict(), **of_run}, "statement": statement}
 
 
 def _plan(values: Mapping[str, Any]) -> PrivacyPlan:
-    """Read the flat plan of version 1."""
+    """Read a flat plan. Raises: ConfigError for one that is not what hf_dp would have written."""
     given = dict(values)
-    for name in _OF_THE_RUN:
-        given.pop(name, None)
-    sample_rate, noise_std = given.pop("sample_rate"), given.pop("noise_std")
-    flat = {name: given.pop(name) for name in ("noise_multiplier", "clipping_norm", "clipping")}
-    most = given.pop("max_batch_size")
-    mechanism = _mechanism(given.pop("forward"), flat, most)
+    del given["sample_rate"], given["noise_std"]
+    numbers = {name: given.pop(name) for name in ("noise_multiplier", "clipping_norm", "clipping")}
+    mechanism = _mechanism(given.pop("forward"), numbers, given.pop("max_batch_size"))
     if given["selection"] is not None:
         chosen = dict(given["selection"])
         given["selection"] = SelectionPlan.from_dict({"quantity": chosen.pop("release"), **chosen})
     plan = PrivacyPlan(**given, mechanism=mechanism)
-    rows = plan.num_examples
-    margin = rounding_margin(plan.expected_batch_size, rows if most is None else min(most, rows))
-    std = flat["noise_multiplier"] * (flat["clipping_norm"] * (1 + margin))
-    if plan.sample_rate != sample_rate or not math.isclose(std, noise_std, rel_tol=1e-12):
-        raise ConfigError("its sample_rate or noise_std does not follow from the rest")
+    if _flat(plan) != dict(values):
+        raise ConfigError("it contradicts itself")
     return plan
+
+
+def _flat(plan: PrivacyPlan) -> dict[str, Any]:
+    """Return a plan as it was written when it was flat."""
+    mechanism = plan.mechanism
+    most, rows = mechanism.max_batch_size, plan.num_examples
+    margin = rounding_margin(plan.expected_batch_size, rows if most is None else min(most, rows))
+    selection = None
+    if plan.selection is not None:
+        chosen = plan.selection.to_dict()
+        selection = {"release": chosen.pop("quantity"), **chosen}
+    own = {
+        name: getattr(plan, name)
+        for name in (
+            "num_examples",
+            "expected_batch_size",
+            "steps",
+            "noise_multiplier",
+            "clipping_norm",
+            "delta",
+            "accountant",
+            "target_epsilon",
+            "clipping",
+            "max_batch_size",
+            "privacy_unit",
+            "neighboring_relation",
+            "sample_rate",
+        )
+    }
+    std = plan.noise_multiplier * (plan.clipping_norm * (1 + margin))
+    return {**own, "selection": selection, "forward": _forward(mechanism), "noise_std": std}
+
+
+def _forward(mechanism: MechanismPlan) -> dict[str, Any] | None:
+    if not isinstance(mechanism, dp_fp.ForwardPlan):
+        return None
+    return {
+        "variant": mechanism.variant,
+        "num_micro_batches": getattr(mechanism, "num_micro_batches", 1),
+        "release": getattr(mechanism, "reuse", dp_fp.FRESH),
+        "draws": getattr(mechanism, "draws", dp_fp.SEPARATE),
+        "record_clipping_norm": getattr(mechanism, "record_clipping_norm", None),
+        "record_noise_multiplier": getattr(mechanism, "record_noise_multiplier", None),
+        "budget_ratio": getattr(mechanism, "budget_ratio", None),
+        "label_epsilon": getattr(mechanism, "label_epsilon", None),
+        "labels_in_vector": mechanism.labels_in_vector,
+        "num_classes": mechanism.num_classes,
+    }
 
 
 def _mechanism(forward: Any, flat: Mapping[str, Any], most: int | None) -> MechanismPlan:
@@ -113,11 +169,16 @@ def _mechanism(forward: Any, flat: Mapping[str, Any], most: int | None) -> Mecha
 
 
 def _statement(values: Mapping[str, Any], plan: PrivacyPlan, ledger: Ledger) -> dict[str, Any]:
-    facts = {**values["facts"], **_SINCE_2}
+    """Return a statement with what is now in codes, and in American spelling."""
+    facts = dict(values["facts"])
+    if facts.pop("privacy_mode") != plan.mechanism.privacy_mode:
+        raise ConfigError("its privacy_mode is not that of the statement")
     none = values["status"] == NOT_ESTABLISHED
-    return {
-        **values,
-        "facts": {name: value for name, value in facts.items() if name != "privacy_mode"},
+    respelled = {
+        name: values[name].replace("randomised", "randomized")
+        for name in ("neighboring_relation", "mechanism")
+    }
+    added = {
         "unit_code": "none" if none else plan.mechanism.unit,
         "relation_code": "none" if none else plan.mechanism.relation,
         "privacy_mode": plan.mechanism.privacy_mode,
@@ -127,3 +188,6 @@ def _statement(values: Mapping[str, Any], plan: PrivacyPlan, ledger: Ledger) -> 
         "not_established": list(plan.event().reasons) if none else [],
         "what_ran": what_ran(plan, ledger, values["status"]),
     }
+    if unknown := sorted(set(added) & set(values) - {"unit_code"}):
+        raise ConfigError(f"a statement of that version has no {unknown}")
+    return {**added, **values, "facts": facts, **respelled}

@@ -295,8 +295,10 @@ def _claim(plan: PrivacyPlan, ledger: Ledger, facts: RunFacts) -> _Claim:
             else result_of(ledger, plan.delta, name)
             for name in ACCOUNTANTS
         )
-        reasons = unestablished[0].reasons
-        reason = f"{'; '.join(reasons)} (Du and Mi 2021 claim otherwise)"
+        reasons = unestablished[0].reasons or ("its plan says that no bound is known",)
+        reason = "; ".join(reasons)
+        if unestablished[0].reasons:
+            reason += " (Du and Mi 2021 claim otherwise)"
         return _Claim(NOT_ESTABLISHED, reason, None, plan.accountant, note, epsilons, reasons)
     epsilons = tuple(result_of(ledger, plan.delta, name) for name in ACCOUNTANTS)
     chosen, note = headline(epsilons, plan.accountant)
@@ -306,8 +308,10 @@ def _claim(plan: PrivacyPlan, ledger: Ledger, facts: RunFacts) -> _Claim:
 
 def _not_established(plan: PrivacyPlan, ledger: Ledger) -> list[Event]:
     """List what is planned, or ran, of which no bound is known."""
-    planned = () if plan.mechanism.established else (plan.event(),)
-    return [event for event in (*planned, *ledger.events) if not event.established]
+    mechanism = plan.mechanism
+    known = mechanism.established and NONE not in (mechanism.unit, mechanism.relation)
+    planned = [] if known else [plan.event()]
+    return [*planned, *(event for event in ledger.events if not event.established)]
 
 
 def _why_not_private(ledger: Ledger, facts: RunFacts) -> str:
@@ -343,9 +347,12 @@ def what_ran(plan: PrivacyPlan, ledger: Ledger, status: str) -> str:
         (event, *_) = _not_established(plan, ledger)
         earlier = plan.mechanism.established
         who = "an earlier run on the same rows, which it names," if earlier else "it"
-        return f"{who} was trained by {event.unestablished}"
+        return f"{who} was trained by {event.unestablished or plan.words.name}"
     before = [entry.event for entry in ledger.entries if entry.purpose == RELEASE]
     ran = plan.mechanism.what_ran(plan.schedule, ledger.steps(TRAINING), before)
+    others = [e for e in ledger.entries if e.purpose != EARLIER and not plan.makes(e)]
+    if further := sum(entry.event.steps for entry in others):
+        ran += f", and {further} further release{'s' * (further > 1)} that the plan does not make"
     if chosen := ledger.steps(SELECTION):
         ran = f"{chosen} noisy release{'s' * (chosen > 1)} to choose what trains, {ran}"
     if ledger.steps(EARLIER):

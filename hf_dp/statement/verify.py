@@ -11,9 +11,8 @@ from typing import Any
 
 from hf_dp._validate import non_negative
 from hf_dp._version import __version__
-from hf_dp.accounting import EARLIER, RELEASE, SELECTION, TRAINING, LedgerEntry
+from hf_dp.accounting import EARLIER
 from hf_dp.errors import InvalidArgumentError
-from hf_dp.plans.privacy import PrivacyPlan
 from hf_dp.statement.record import PrivacyRecord
 from hf_dp.statement.schema import SCHEMA_VERSION
 from hf_dp.statement.statement import PrivacyStatement, RunFacts
@@ -26,8 +25,6 @@ _WORDING = (
     "accountant_note",
     "sampling",
     "mechanism",
-    "mechanism_name",
-    "what_ran",
     "covered",
     "not_covered",
 )
@@ -57,7 +54,8 @@ def disagreements(record: PrivacyRecord) -> list[str]:
     problems += [
         f"the ledger has steps of {entry.purpose} that are not the plan's: {entry.event.to_dict()}"
         for entry in record.ledger.entries
-        if not _planned(entry, record.plan)
+        # What was named as earlier: nothing here can tell whether all of it was.
+        if entry.purpose != EARLIER and not record.plan.makes(entry)
     ]
     now = PrivacyStatement.from_ledger(record.plan, record.ledger, facts).to_dict()
     same_version = (
@@ -71,20 +69,6 @@ def disagreements(record: PrivacyRecord) -> list[str]:
                     f"{value!r}"
                 )
     return problems + _bounds(record.statement, now)
-
-
-def _planned(entry: LedgerEntry, plan: PrivacyPlan) -> bool:
-    if entry.purpose == SELECTION:
-        return plan.selection is not None and entry.event == plan.selection.event(entry.event.steps)
-    if entry.purpose == EARLIER:
-        return True  # what was named; nothing here can tell whether all was
-    if entry.purpose == RELEASE:
-        return any(entry.event == release.event for release in plan.releases_before())
-    return (
-        entry.purpose == TRAINING
-        and plan.releases_each_step
-        and entry.event == plan.event(entry.event.steps)
-    )
 
 
 def _bounds(said: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:

@@ -79,4 +79,5 @@ def options_of(args: DPTrainingArguments) -> RunOptions:
         representation_module=args.representation_module,
         padding_values=args.padding_values,
         rows_are_chunks=args.rows_are_chunks,
+        adapter_init_data_is_public=args.adapter_init_data_is_public,
     )

@@ -13,6 +13,7 @@ _PRIVATE_SEAMS = (
     "columns_for_training",
     "check_engine",
     "run",
+    "training_data",
 )
 
 

@@ -215,7 +215,7 @@ class DPTrainer(Trainer):
             )
         run.model, run.options = self.model, options_of(self.args)
         run.train_dataset, run.data_collator = self.train_dataset, self.data_collator
-        run.processing_class = self.processing_class
+        run.processing_class, run.accelerator = self.processing_class, self.accelerator
         return run
 
     # -- what was spent --
@@ -268,6 +268,7 @@ class DPTrainer(Trainer):
         if callable(getattr(self.optimizer, "train", None)):  # schedule-free optimizers
             self.optimizer.train()  # type: ignore[union-attr]
         self.tuner.before_step(run, self.state.global_step)
+        run.begin_step()  # each call is given one Poisson sample
 
         clipped = mechanism.clip(inputs)  # per-example losses, norms, weights, the clipped sum
         with run.release_step() as release:  # the step is in the durable ledger from here on

@@ -13,14 +13,16 @@ import tiny
 import torch
 from transformers import DataCollatorWithPadding
 
-from hf_dp.accounting import SUM, Gaussian, epsilon
+from hf_dp.accounting import SUM, Gaussian, Ledger, epsilon
 from hf_dp.cards.card import render_card
 from hf_dp.mechanisms import Clipped, Mechanism, mechanism_for, register_mechanism
 from hf_dp.mechanisms.dp_fp.representation import clip_vectors
 from hf_dp.plans import MechanismPlan, PrivacyRequest, Words, register_plan
 from hf_dp.plans.sampling import PoissonSampler
 from hf_dp.run.private_run import PrivateRun
+from hf_dp.statement.facts import RunFacts
 from hf_dp.statement.record import read
+from hf_dp.statement.statement import PrivacyStatement
 from hf_dp.statement.verify import disagreements
 
 
@@ -111,6 +113,27 @@ def test_it_runs_and_everything_knows_it(tmp_path):
     assert json.loads((tmp_path / "privacy.json").read_text())["plan"]["mechanism"]["name"] == (
         "feature_mean"
     )
+
+
+@register_plan
+@dataclass(frozen=True)
+class NotEstablished(FeatureMeanPlan):
+    """Says itself that no bound is known."""
+
+    name = "not_established_mean"
+    established = False
+
+
+def test_a_plan_that_says_that_nothing_is_established_is_believed():
+    plan = PrivacyRequest(
+        num_examples=40, expected_batch_size=40, mechanism=NotEstablished(1.0, 2.0), max_steps=1
+    ).plan()
+    ledger = Ledger()
+    ledger.append(plan.event(1), "training")
+    statement = PrivacyStatement.from_ledger(plan, ledger, RunFacts("a", "b", "c", "d"))
+    assert statement.status == "as published, not established" and statement.epsilon is None
+    assert statement.unit_code == statement.relation_code == "none"
+    assert "NO differential privacy guarantee" in statement.sentence()
 
 
 def test_it_is_added_in_less_than_60_lines():

@@ -4,6 +4,7 @@ and once for each event. Each property has the bug it guards against planted."""
 from __future__ import annotations
 
 import ast
+import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,13 +15,14 @@ import torch
 from scipy import stats
 
 from hf_dp.accounting import (
+    Gaussian,
     PoissonSampledGaussian,
     RandomizedResponse,
     RecordRelease,
     SumAndRows,
     event_from_dict,
 )
-from hf_dp.errors import BudgetExceededError, ConfigError, LedgerError
+from hf_dp.errors import BudgetExceededError, ConfigError, InvalidArgumentError, LedgerError
 from hf_dp.mechanisms import DpSgd
 from hf_dp.noise import SecretRandomness
 from hf_dp.plans import DpSgdPlan, PlannedRelease, PrivacyPlan
@@ -116,7 +118,7 @@ def is_durable_before_anything_is_out(gate: Gate, book: RunLedger) -> bool:
 class AppendsAfterwards(Gate):
     @contextmanager
     def release(self, planned):
-        release = Release(planned, self._randomness)
+        release = Release(planned, self._randomness, self._ledger)
         yield release
         self._ledger.append(planned.event, planned.purpose)
 
@@ -129,7 +131,7 @@ class ForgetsTheSecond(Gate):
         self.count += 1
         if self.count != 2:
             self._ledger.append(planned.event, planned.purpose)
-        yield Release(planned, self._randomness)
+        yield Release(planned, self._randomness, self._ledger)
 
 
 def test_the_ledger_is_durable_before_the_value(book):
@@ -189,6 +191,92 @@ def test_what_the_event_does_not_release_cannot_leave(book):
             release.labels(torch.tensor([0, 1]))
 
 
+def test_vectors_and_labels_leave_once(book):
+    gate = Gate(book, SecretRandomness())
+    with gate.release(
+        PlannedRelease(RecordRelease(2.0, 1), "release", {"vectors": 1.0})
+    ) as release:
+        release.vectors(torch.zeros(2, 3))
+        with pytest.raises(LedgerError, match="Record another release"):
+            release.vectors(torch.zeros(2, 3))
+    with gate.release(PlannedRelease(RandomizedResponse(1.0, 2, 1), "release")) as release:
+        release.labels(torch.tensor([0, 1]))
+        with pytest.raises(LedgerError, match="Record another release"):
+            release.labels(torch.tensor([0, 1]))
+
+
+@pytest.mark.parametrize("sensitivity", [0.0, -1.0, float("nan"), float("inf")])
+def test_a_sensitivity_that_hides_nothing_is_refused(sensitivity):
+    with pytest.raises(InvalidArgumentError, match="sum"):
+        PlannedRelease(PoissonSampledGaussian(1.0, 0.1, 1), "training", {"sum": sensitivity})
+
+
+def test_what_is_planned_cannot_be_changed_after_it_was_recorded():
+    given = {"sum": 1.0}
+    planned = PlannedRelease(PoissonSampledGaussian(1.0, 0.1, 1), "training", given)
+    given["sum"] = 1e-9
+    assert planned.noise_std("sum") == 1.0
+    with pytest.raises(TypeError):
+        planned.sensitivities["sum"] = 1e-9  # type: ignore[index]
+
+
+def test_a_purpose_that_is_not_the_runs_own_is_refused():
+    with pytest.raises(InvalidArgumentError, match="purpose"):
+        PlannedRelease(PoissonSampledGaussian(1.0, 0.1, 1), "earlier run", {"sum": 1.0})
+
+
+def test_nothing_is_recorded_before_the_folder_is_taken(tmp_path):
+    closed = RunLedger(tmp_path, PLAN)
+    with pytest.raises(LedgerError, match="not been opened"):
+        closed.append(PLAN.event(1), "training")
+    closed.open()
+    with pytest.raises(LedgerError, match="No step was planned"):
+        closed.append(PLAN.event(1), "training")
+    closed.stop()
+    assert not (tmp_path / "privacy.json").exists()
+
+
+def test_secret_randomness_cannot_be_copied():
+    for copied in (copy.copy, copy.deepcopy):
+        with pytest.raises(TypeError, match="cannot be copied"):
+            copied(SecretRandomness())
+
+
+def test_releases_that_the_plan_does_not_make_count_against_the_target(tmp_path):
+    """Whatever their purpose: the plan was calibrated without them."""
+    plan = PrivacyPlan.create(
+        num_examples=1000,
+        expected_batch_size=100,
+        clipping_norm=1.0,
+        target_epsilon=1.0,
+        max_steps=8,
+    )
+    for purpose in ("release", "training"):
+        book = RunLedger(tmp_path / purpose, plan)
+        book.start(8)
+        other = PlannedRelease(Gaussian(20.0, 1), purpose, {"sum": 1.0})
+        gate, taken = Gate(book, SecretRandomness()), []
+
+        def steps(gate=gate, taken=taken):
+            for _ in range(8):
+                with gate.release(plan.step_release()):
+                    taken.append(1)
+
+        with gate.release(other):
+            pass
+        book.start(8)
+        with pytest.raises(BudgetExceededError):
+            steps()
+        assert 0 < len(taken) < 8
+        assert book.ledger.epsilon(plan.delta).value <= 1.0
+        with (
+            pytest.raises(BudgetExceededError),
+            gate.release(PlannedRelease(Gaussian(0.3, 1), purpose, {"sum": 1.0})),
+        ):
+            pytest.fail("a release beyond the target")
+        book.stop()
+
+
 # -- the whole step: clip, then noise --
 
 
@@ -206,6 +294,8 @@ def clips_before_it_noises(folder: Path) -> bool:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(SecretRandomness, "gaussian_like", lambda self, t, std: zero(t.shape))
+        trainer.run.open()
+        trainer.run.book.start(2)
         trainer.create_optimizer()
         with_it, without = gradient([0, 3, 7]), gradient([0, 3])
     return float((with_it - without).norm()) <= 0.01 * (1 + 1e-4) / 8

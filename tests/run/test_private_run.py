@@ -8,7 +8,14 @@ import torch
 from accelerate import Accelerator
 from transformers import DataCollatorWithPadding
 
-from hf_dp import DpSgdPlan, PrivacyPlan, PrivacyRequest, PrivateRun, mechanism_for
+from hf_dp import (
+    DpSgdPlan,
+    FrozenPlan,
+    PrivacyPlan,
+    PrivacyRequest,
+    PrivateRun,
+    mechanism_for,
+)
 from hf_dp.batches.options import BatchOptions
 from hf_dp.errors import (
     BudgetExceededError,
@@ -18,9 +25,11 @@ from hf_dp.errors import (
     UnsupportedArgumentError,
 )
 from hf_dp.noise import SecretRandomness
+from hf_dp.run.ledger import RunLedger
 from hf_dp.run.options import RunOptions
 from hf_dp.statement.record import read
 from hf_dp.statement.verify import disagreements
+from hf_dp.tuners.base import Tuner
 
 OPTIONS = RunOptions(batches=BatchOptions(physical_batch_size=4, quiet=True))
 
@@ -162,4 +171,82 @@ def test_two_loops_cannot_share_a_folder(tmp_path):
     first = run(tmp_path)
     loop(first, torch.optim.SGD(first.model.parameters(), lr=0.1))
     with pytest.raises(LedgerError, match="another run"):
+        loop(run(tmp_path), None)
+
+
+def test_one_sample_pays_for_one_step(tmp_path):
+    """Sampling hides who took part in one release, not in forty of the same sample."""
+    private = run(tmp_path)
+    mechanism = mechanism_for(private)
+    for batches in mechanism.logical_batches():
+        with private.release_step() as release:
+            mechanism.set_gradients(mechanism.clip(batches), release)
+        with (
+            pytest.raises(LedgerError, match="logical batch for each step"),
+            private.release_step(),
+        ):
+            pytest.fail("a second release of one sample")
+        break
+    with (
+        pytest.raises(LedgerError, match="logical batch for each step"),
+        run(tmp_path / "other").release_step(),
+    ):
+        pytest.fail("a release without a sample")
+    assert private.ledger.steps() == 1
+
+
+def test_a_release_of_another_run_sets_no_gradient(tmp_path):
+    """Its noise is scaled to another clipping norm."""
+    loose = run(tmp_path / "loose", plan=request(mechanism=DpSgdPlan(1000.0, 1.0)).plan())
+    tight = run(tmp_path / "tight", plan=request(mechanism=DpSgdPlan(1e-6, 1.0)).plan())
+    of_loose, of_tight = mechanism_for(loose), mechanism_for(tight)
+    for batches, _ in zip(of_loose.logical_batches(), of_tight.logical_batches(), strict=True):
+        clipped = of_loose.clip(batches)
+        with (
+            tight.release_step() as release,
+            pytest.raises(LedgerError, match="release of this run's step"),
+        ):
+            of_loose.set_gradients(clipped, release)
+        break
+    assert all(p.grad is None for p in loose.model.parameters())
+
+
+def test_vectors_that_were_not_released_are_not_trained_on(tmp_path, monkeypatch):
+    """A release that fails leaves nothing that the next attempt takes for released."""
+    plan = request(mechanism=FrozenPlan(1.0, 100.0, label_epsilon=0.1, num_classes=2)).plan()
+    private = run(tmp_path, plan=plan)
+    mechanism = mechanism_for(private)
+    original = RunLedger.append
+
+    def full_disk(self, event, purpose):
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr(RunLedger, "append", full_disk)
+    with pytest.raises(OSError):
+        next(mechanism.logical_batches())
+    monkeypatch.setattr(RunLedger, "append", original)
+    next(mechanism.logical_batches())
+    assert mechanism._vectors.norm(dim=1).min() > 10  # noise of 100 in each of 16 coordinates
+    assert private.ledger.steps("release") == 2
+
+
+def test_the_tuner_is_asked_before_each_step(tmp_path):
+    seen = []
+
+    class Watching(Tuner):
+        def before_step(self, run, step):
+            seen.append(step)
+
+    private = run(tmp_path)
+    mechanism = mechanism_for(private, Watching())
+    for batches in mechanism.logical_batches():
+        with private.release_step() as release:
+            mechanism.set_gradients(mechanism.clip(batches), release)
+        private.model.zero_grad()
+    assert seen == [0, 1, 2, 3]
+
+
+def test_more_than_one_process_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(UnsupportedArgumentError, match="Expected one process, got 2"):
         loop(run(tmp_path), None)

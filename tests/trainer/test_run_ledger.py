@@ -36,6 +36,8 @@ def begun(folder: Path, steps: int = 3) -> RunLedger:
 
 
 def step(run: RunLedger) -> None:
+    if run.budget._goal is None:  # opened, not started
+        run.budget.start(1)
     run.append(PLAN.event(1), "training")
 
 

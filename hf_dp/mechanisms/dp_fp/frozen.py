@@ -64,16 +64,21 @@ class Frozen(Mechanism):
         self._keep()
 
     def _release_before(self, vectors: Tensor, labels: Tensor, kept: Tensor | None) -> None:
-        """Let out what is released once: labels by randomized response, and vectors (``once``)."""
-        self._vectors, self._labels = vectors, labels if kept is None else kept
+        """Let out what is released once: labels by randomized response, and vectors (``once``).
+
+        Nothing is kept before all of it is out: what a failed release left would be taken for
+        released the next time.
+        """
+        labels = labels if kept is None else kept
         for planned in self.run.plan.releases_before():
             if not isinstance(planned.event, RandomizedResponse):
                 with self.run.release(planned) as release:
-                    self._vectors = release.vectors(vectors)
+                    vectors = release.vectors(vectors)
             elif kept is None:
                 check_classes(labels, planned.event.num_classes)
                 with self.run.release(planned) as release:
-                    self._labels = release.labels(labels)
+                    labels = release.labels(labels)
+        self._vectors, self._labels = vectors, labels
 
     def _keep(self) -> None:
         """Write what was released, for a resume: a second release would cost again."""

@@ -10,6 +10,7 @@ from hf_dp.plans.dp_fp.base import PRIVATE_ENCODER as PRIVATE_ENCODER
 from hf_dp.plans.dp_fp.base import PUBLISHED as PUBLISHED
 from hf_dp.plans.dp_fp.base import VARIANTS as VARIANTS
 from hf_dp.plans.dp_fp.base import ForwardPlan as ForwardPlan
+from hf_dp.plans.dp_fp.frozen import FRESH as FRESH
 from hf_dp.plans.dp_fp.frozen import ONCE as ONCE
 from hf_dp.plans.dp_fp.frozen import REUSES as REUSES
 from hf_dp.plans.dp_fp.frozen import FrozenPlan as FrozenPlan
