@@ -29,7 +29,7 @@ class Tuner:
 
     @property
     def undecided(self) -> bool:
-        """Whether what trains will be decided when training starts, and has not been decided yet."""
+        """Whether what trains is still to be decided, when training starts."""
         return False
 
     def plan(self, clipping_norm: float) -> SelectionPlan | None:
