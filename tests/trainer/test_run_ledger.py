@@ -263,7 +263,7 @@ def test_a_copied_checkpoint_is_no_second_output_folder(folder, tmp_path):
     shutil.copytree(folder / "checkpoint-3", tmp_path / "other")
     run = RunLedger(tmp_path / "other", PLAN)
     run.resume(tmp_path / "other")
-    with pytest.raises(LedgerError, match="Go on in the run's own output_dir"):
+    with pytest.raises(LedgerError, match="Continue in the run's own output_dir"):
         run.start(5)
 
 
@@ -313,7 +313,7 @@ def test_a_new_run_does_not_begin_beside_a_mark(folder, name, tmp_path):
     shutil.copy(folder / RUN_MARK, other / name)
     with pytest.raises(
         LedgerError,
-        match=f"holds {name} of another run .5 of training. and no privacy.json of it.*rebuild",
+        match=f"holds {name} of another run .5 of training., but not its privacy.json.*rebuild",
     ):
         RunLedger(other, PLAN).start(5)
     for run_id in (None, "another"):
