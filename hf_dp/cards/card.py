@@ -179,7 +179,7 @@ def one_line(value: object) -> str:
 
 
 def public_name(value: object) -> str | None:
-    """Return one line, of a local path only its last component; None if there is nothing to show."""
+    """Return one line, with a local path reduced to its last component; None for no text."""
     if value is None:
         return None
     text = one_line(value)

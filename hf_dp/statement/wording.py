@@ -95,7 +95,7 @@ def not_covered(facts: RunFacts, plan: PrivacyPlan) -> tuple[str, ...]:
         "where a run broke off, if a drawn row broke it (a transform or collator that fails at "
         "random, a model or loss that fails on it, one long row that exhausts the memory): that "
         "the run ended there reveals that the row was drawn",
-        "an output folder that was set back as a whole to an earlier state (a backup, a snapshot) "
+        "an output folder that was put back as a whole to an earlier state (a backup, a snapshot) "
         "and trained on, or copied and trained on in both places: neither ledger knows the steps "
         "of the other, so epsilon does not count them",
         "running time and memory use",

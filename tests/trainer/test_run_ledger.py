@@ -416,7 +416,7 @@ def test_planted_weaknesses_that_are_forgotten_are_seen(folder, monkeypatch):
     run.start(5)
     step(run)
     monkeypatch.setattr(run, "released", ())
-    with pytest.raises(LedgerError, match="what was true once of a run is true for good"):
+    with pytest.raises(LedgerError, match="What was true of a run once is true for good"):
         step(run)
     run.stop()
 

@@ -196,7 +196,7 @@ def test_configurations_round_trip_and_refuse_others(tmp_path):
     config.save_pretrained(tmp_path)
     again = RandomConfig.from_pretrained(str(tmp_path))
     assert (again.options(), again.parameters) == (config.options(), config.parameters)
-    with pytest.raises(ConfigError, match="method 'random', not 'bitfit'"):
+    with pytest.raises(ConfigError, match="the method 'bitfit', got 'random'"):
         BitFitConfig.from_pretrained(str(tmp_path))
     with pytest.raises(ConfigError, match="a readable selection.json"):
         RandomConfig.from_pretrained(str(tmp_path.parent))
