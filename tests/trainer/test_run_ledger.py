@@ -226,7 +226,7 @@ def test_planted_mark_of_one_name_everywhere_would_go_back(folder, monkeypatch):
 def test_an_older_copy_that_appears_before_the_lock_is_refused(folder):
     run = resumed(folder)
     older_copy(folder)
-    with pytest.raises(LedgerError, match="3 steps, and 5 when it was read"):
+    with pytest.raises(LedgerError, match="3 steps now, and recorded 5 when it was read"):
         run.start(5)
     assert run._lock is None
 
