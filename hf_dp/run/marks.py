@@ -62,16 +62,16 @@ def marks_in(folder: Path) -> list[Found]:
 
 
 def marks_of_run(folder: Path) -> list[Found]:
-    """List the marks in a run's folder and in its checkpoints, the checkpoints' ``privacy.json``
-    among them.
+    """List the marks in a run's folder and in its checkpoints.
+
+    A checkpoint's ``privacy.json`` counts as a mark.
 
     Raises: LedgerError naming a file that cannot be read.
     """
     found = marks_in(folder)
     for checkpoint in checkpoints(folder):
-        found += [
-            replace(item, own=False) for item in marks_in(checkpoint)
-        ]  # a run's own was copied there
+        # A run's own mark that was copied into a checkpoint is not its own there.
+        found += [replace(item, own=False) for item in marks_in(checkpoint)]
         if (checkpoint / FILE_NAME).exists():
             found.append(
                 Found(checkpoint / FILE_NAME, Mark.of(read_copy(checkpoint)), is_record=True)

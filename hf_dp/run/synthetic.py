@@ -39,9 +39,8 @@ def synthetic_examples(model: nn.Module) -> list[Batch]:
 
 def _texts(model: nn.Module, base: Any) -> list[Batch]:
     config, task = base.config, _task(model)
-    pad, eos = (
-        getattr(config, name, None) for name in ("pad_token_id", "eos_token_id")
-    )  # Funnel has no eos
+    # Funnel has no end token.
+    pad, eos = (getattr(config, name, None) for name in ("pad_token_id", "eos_token_id"))
     pad = pad if isinstance(pad, int) else 0
     vocabulary = base.get_input_embeddings().weight.shape[0]
     tokens = torch.tensor([token for token in range(vocabulary) if token != pad])

@@ -316,14 +316,14 @@ def _not_established(plan: PrivacyPlan, ledger: Ledger) -> list[Event]:
 def _why_not_private(ledger: Ledger, facts: RunFacts) -> str:
     if facts.insecure_seed:
         return (
-            "noise and sampling came from a fixed seed (insecure_seed), and whoever knows it can "
-            "subtract the noise"
+            "noise and sampling came from a fixed seed (insecure_seed), and anyone who knows it "
+            "can subtract the noise"
         )
     for run in facts.earlier:
         if run.insecure_seed:
             return (
                 f"noise and sampling of {run.name} on the same rows came from a fixed seed "
-                "(insecure_seed), and whoever knows it can subtract that noise"
+                "(insecure_seed), and anyone who knows it can subtract that noise"
             )
     noiseless = sum(event.steps for event in ledger.events if compose(event).noiseless)
     return f"{noiseless} of {ledger.steps()} steps ran without noise" if noiseless else ""

@@ -76,8 +76,10 @@ class Flags:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
-        """Read back what :meth:`to_dict` wrote. Raises: LedgerError for unknown, missing or bad
-        fields."""
+        """Read back what :meth:`to_dict` wrote.
+
+        Raises: LedgerError for unknown, missing or bad fields.
+        """
         try:
             return cls(**checked_fields(cls, values))
         except (InvalidArgumentError, TypeError, ValueError) as error:
@@ -143,8 +145,10 @@ class Weaknesses(Flags):
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
-        """Read back what :meth:`to_dict` wrote. Raises: LedgerError for unknown, missing or bad
-        fields."""
+        """Read back what :meth:`to_dict` wrote.
+
+        Raises: LedgerError for unknown, missing or bad fields.
+        """
         given = checked_fields(cls, values)
         if not isinstance(given["earlier"], list):
             raise LedgerError(f"{cls.__name__} cannot be read: expected `earlier` to be a list.")

@@ -50,8 +50,10 @@ STYLES = ("houlsby", "pfeiffer")
 
 @dataclass
 class AdapterConfig(PeftConfig):
-    """Adapters after attention and feed-forward (``houlsby``), or after feed-forward alone
-    (``pfeiffer``).
+    """Bottleneck adapters, after Houlsby et al. or Pfeiffer et al.
+
+    In the style ``houlsby`` they stand after attention and feed-forward, in the style ``pfeiffer``
+    after feed-forward alone.
 
     Args:
         bottleneck_size: width of the adapter; DP-FROST uses 16, 48 and 96 (after Yu et al. 2022).

@@ -66,7 +66,7 @@ CASES = {
     "too many tokens": (
         lambda: with_tokens([4] * 25), {},
         "Model and loss fail on a made-up row as long as the longest .*truncate them; row 7 has "
-        "most tokens",
+        "the most tokens",
     ),
 }  # fmt: skip
 
