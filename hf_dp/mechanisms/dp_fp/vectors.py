@@ -94,9 +94,9 @@ def vectors_of(
                 run.losses({**batch, "labels": torch.zeros_like(batch["labels"])})
                 if len(entered) != 1 or len(entered[0]) != len(batch["labels"]):
                     raise SelfCheckError(
-                        f"Expected the last layer to be given one representation per example, once "
-                        f"per batch, got {len(entered)} calls or another number of examples. "
-                        "Use a model that calls its last layer once per forward pass, or "
+                        "Expected the model to call its last layer once per batch, with one "
+                        f"representation per example; it made {len(entered)} call(s), or gave "
+                        "another number of representations. Use a model that does, or "
                         "privacy_mode='dp_sgd'."
                     )
                 (seen,) = entered
