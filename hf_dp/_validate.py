@@ -1,4 +1,4 @@
-"""One message shape for every bad value: argument, value, what was expected, the next move.
+"""One form of message for every bad value: argument, what was expected, value, the next move.
 
 Each helper returns the (converted) value, so a check reads ``self.x = positive("x", x)``.
 """
@@ -19,13 +19,13 @@ def invalid(
     next_move: str = "",
     error: type[InvalidArgumentError] = InvalidArgumentError,
 ) -> InvalidArgumentError:
-    """The error for one bad value; the caller raises it."""
+    """Return the error for one bad value; the caller raises it."""
     message = f"Expected `{name}` {expected}, got {value!r}."
     return error(f"{message} {next_move}".rstrip())
 
 
 def real(name: str, value: object, next_move: str = "") -> float:
-    """A finite real number; refuses bool, strings, NaN and infinity."""
+    """Return a finite real number; refuse bool, strings, NaN and infinity."""
     if isinstance(value, bool) or not hasattr(value, "__float__"):
         raise invalid(name, value, "to be a number", next_move)
     try:
@@ -38,7 +38,7 @@ def real(name: str, value: object, next_move: str = "") -> float:
 
 
 def positive(name: str, value: object, next_move: str = "") -> float:
-    """A finite number > 0."""
+    """Return a finite number > 0."""
     number = real(name, value, next_move)
     if number <= 0:
         raise invalid(name, value, "to be > 0", next_move)
@@ -46,7 +46,7 @@ def positive(name: str, value: object, next_move: str = "") -> float:
 
 
 def non_negative(name: str, value: object, next_move: str = "") -> float:
-    """A finite number >= 0."""
+    """Return a finite number >= 0."""
     number = real(name, value, next_move)
     if number < 0:
         raise invalid(name, value, "to be >= 0", next_move)
@@ -56,7 +56,7 @@ def non_negative(name: str, value: object, next_move: str = "") -> float:
 def in_unit_interval(
     name: str, value: object, next_move: str = "", *, zero: bool = False, one: bool = False
 ) -> float:
-    """A number between 0 and 1; each end is allowed only when asked for."""
+    """Return a number between 0 and 1; each end is allowed only on request."""
     number = real(name, value, next_move)
     if not ((0 < number or (zero and number == 0)) and (number < 1 or (one and number == 1))):
         raise invalid(
@@ -66,7 +66,7 @@ def in_unit_interval(
 
 
 def integer(name: str, value: object, minimum: int, next_move: str = "") -> int:
-    """A whole number >= ``minimum``; 3.0 is accepted, 3.5 and True are not."""
+    """Return a whole number >= ``minimum``; accept 3.0, refuse 3.5 and True."""
     number = real(name, value, next_move)
     if number != int(number) or number < minimum:
         raise invalid(name, value, f"to be a whole number >= {minimum}", next_move)
@@ -74,7 +74,7 @@ def integer(name: str, value: object, minimum: int, next_move: str = "") -> int:
 
 
 def one_of(name: str, value: object, choices: Iterable[str], next_move: str = "") -> str:
-    """One of the listed strings; the message lists them and suggests the nearest."""
+    """Return one of the listed strings; the error lists them and suggests the nearest."""
     known = list(choices)
     if not isinstance(value, str) or value not in known:
         close = difflib.get_close_matches(str(value), known, n=1)

@@ -1,9 +1,8 @@
-"""Secret randomness: Gaussian noise, and the streams on which everything random in a private step
-runs.
+"""Secret randomness: Gaussian noise, and the private streams of everything else that is random.
 
-All of it is seeded by the operating system, never from ``seed`` or ``data_seed``, and never saved:
-whoever knew the seed could draw the same noise and subtract it. The generators are statistical, not
-cryptographic; the statement says so.
+All of it is seeded by the operating system, never from ``seed`` or ``data_seed``. Seeds are never
+saved, because anyone who knew a seed could draw the same noise and subtract it. The generators are
+statistical, not cryptographic; the statement says so.
 """
 
 from __future__ import annotations
@@ -22,17 +21,18 @@ from torch import Tensor
 class SecretRandomness:
     """The random sources of one private run.
 
-    Args: insecure_seed: for tests only; makes every draw reproducible and the run *not private*.
-
-    ``random_bytes(n)`` feeds the sampler; ``gaussian_like`` draws noise; ``streams()`` switches
-    Python's, NumPy's and PyTorch's global generators to private streams and back, for dropout,
+    ``random_bytes(n)`` feeds the sampler, and ``gaussian_like`` draws noise. ``streams()`` switches
+    the global generators of Python, NumPy and PyTorch to private streams and back, for dropout,
     masking collators and augmentation.
+
+    Args:
+        insecure_seed: for tests only; makes every draw reproducible and the run *not private*.
     """
 
     def __init__(self, insecure_seed: int | None = None):
         self.insecure = insecure_seed is not None
-        # SeedSequence(None) takes 128 bits from the operating system. torch's own CPU generator
-        # would keep only 32 bits of its seed: few enough to try them all against a released weight.
+        # SeedSequence(None) takes 128 bits from the operating system. PyTorch's CPU generator would
+        # keep only 32 bits of its seed: few enough to try them all against a released weight.
         self._numpy = np.random.Generator(np.random.SFC64(np.random.SeedSequence(insecure_seed)))
         self._by_device: dict[torch.device, torch.Generator] = {}
         self._streams: dict[str, Any] | None = None
@@ -44,17 +44,22 @@ class SecretRandomness:
         self.__copy__()
 
     def random_bytes(self, count: int) -> bytes:
-        """``count`` random bytes: from the operating system's cryptographic source unless
-        ``insecure_seed`` was given."""
+        """Return ``count`` random bytes.
+
+        They come from the operating system's cryptographic source, unless ``insecure_seed`` was
+        given.
+        """
         return self._numpy.bytes(count) if self.insecure else os.urandom(count)
 
     def seed(self) -> int:
-        """A fresh 63-bit seed for a generator that takes one."""
+        """Return a fresh 63-bit seed for a generator that takes one."""
         return int.from_bytes(self.random_bytes(8), "little") >> 1
 
     def gaussian_like(self, tensor: Tensor, std: float) -> Tensor:
-        """Independent normal noise with standard deviation ``std``, of the tensor's shape and
-        device, float32 or better."""
+        """Return independent normal noise of the tensor's shape and device, in float32 or better.
+
+        ``std`` is its standard deviation.
+        """
         dtype = torch.float64 if tensor.dtype == torch.float64 else torch.float32
         if tensor.device.type == "cpu":
             numpy_dtype: Any = np.float64 if dtype == torch.float64 else np.float32
@@ -69,11 +74,10 @@ class SecretRandomness:
         )
 
     def reseed(self, index: int | None = None) -> None:
-        """Seed the global generators of Python, NumPy and PyTorch's CPU afresh, for what is random
-        about example ``index``.
+        """Reseed the global generators (Python, NumPy, PyTorch's CPU) for example ``index``.
 
-        Call it inside :meth:`streams`, or in a worker process. The index matters to tests only,
-        which give each example the same randomness in two runs; see :meth:`example_seed`.
+        Call it inside :meth:`streams`, or in a worker process. The index matters only in tests that
+        give each example the same randomness in two runs; see :meth:`example_seed`.
         """
         _seed_global_generators(self.example_seed(index))
 
@@ -83,12 +87,14 @@ class SecretRandomness:
 
     @contextmanager
     def streams(self) -> Iterator[None]:
-        """Inside, the global generators run on private streams; outside they are as if nothing had
-        been drawn."""
+        """Run the global generators on private streams inside.
+
+        Outside, they are as if nothing had been drawn.
+        """
         public = _global_state()
         if self._streams is None:
             seed = self.seed()
-            torch.manual_seed(seed)  # of all devices
+            torch.manual_seed(seed)  # on all devices
             _seed_global_generators(seed)
         else:
             _set_global_state(self._streams)
@@ -102,8 +108,10 @@ class SecretRandomness:
 def randomized_response(
     labels: Tensor, num_classes: int, keep_probability: float, random_bytes: Callable[[int], bytes]
 ) -> Tensor:
-    """Return each label kept with ``keep_probability`` (exact to 2^-65), else one of the others,
-    uniformly; (b,) integers."""
+    """Return each label with ``keep_probability``, else another one, uniformly; (b,) integers.
+
+    The probability is exact to 2^-65.
+    """
     draws = np.frombuffer(random_bytes(16 * len(labels)), dtype=np.uint64).reshape(2, -1)
     kept = torch.from_numpy(draws[0] < np.uint64(min(round(keep_probability * 2**64), 2**64 - 1)))
     shift = torch.from_numpy((draws[1] % np.uint64(num_classes - 1)).astype(np.int64)) + 1

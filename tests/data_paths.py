@@ -470,8 +470,8 @@ PATHS: dict[str, DataPath] = {
     "seq2seq": DataPath(t5, translated, lambda: hf.DataCollatorForSeq2Seq(tokenizer())),
     "seq2seq with the model": DataPath(t5, translated, lambda: hf.DataCollatorForSeq2Seq(tokenizer(), model=t5())),
     "flattening": _language_model(
-        lambda: hf.DataCollatorWithFlattening(), refused="DataCollatorWithFlattening puts many "
-        "examples into one row"
+        lambda: hf.DataCollatorWithFlattening(), refused="DataCollatorWithFlattening joins many "
+        "examples into one"
     ),
     # tasks
     "decoder inputs given": DataPath(t5, decoded, lambda: stacking),

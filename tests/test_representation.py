@@ -128,7 +128,7 @@ def test_the_last_layer_is_found(name, layer):
         assert find_last_layer(model, batch)[0] == layer
         assert find_last_layer(model, batch, layer)[0] == layer
         with pytest.raises(
-            UnsupportedModelError, match="one that is used once, takes one vector per example"
+            UnsupportedModelError, match="a layer that is used once, takes one vector per example"
         ):
             find_last_layer(model, batch, next(iter(dict(model.named_children()))))
     assert model.training and not any(module._forward_hooks for module in model.modules())
@@ -140,7 +140,7 @@ def test_tasks_without_one_representation_are_refused(name):
     model = architecture.build(dtype=torch.float32)
     batch = architectures.collate(model, architecture.examples(model, (5, 8)))
     with pytest.raises(
-        UnsupportedModelError, match="predicts for each token .or generates., so there is no single"
+        UnsupportedModelError, match="predicts for each token .or generates text., so no single"
     ):
         find_last_layer(model, batch)
 
@@ -165,7 +165,8 @@ def test_a_head_on_every_token_is_refused_with_what_could_be_named():
 
 def test_a_name_that_is_no_module_is_refused_with_those_that_are():
     with pytest.raises(
-        UnsupportedModelError, match=r"to name a module, got 'head'. Linear ones: .*'classifier'"
+        UnsupportedModelError,
+        match=r"to name a module of the model, got 'head'.*linear layers are .*'classifier'",
     ):
         find_last_layer(tiny.model(), {"input_ids": torch.tensor([[2, 5, 3]])}, "head")
 

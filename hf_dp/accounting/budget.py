@@ -1,5 +1,7 @@
-"""How a privacy budget is divided between selection and training (DP-FROST, section 4.6, Algorithms
-2 and 3)."""
+"""Divide a privacy budget between selection and training.
+
+DP-FROST, section 4.6, Algorithms 2 and 3.
+"""
 
 from __future__ import annotations
 
@@ -24,17 +26,23 @@ def compute_sigma(
     prior_events: Sequence[Event] = (),
     event: MakeEvent | None = None,
 ) -> tuple[float, float]:
-    """(noise multiplier of training, of selection).
+    """Return the noise multipliers (of training, of selection).
 
-    Training's noise is what ``(1 - selection_budget_ratio) * target_epsilon`` needs by itself, with
-    what ran before; then selection's is the smallest with which everything together stays inside
-    ``target_epsilon``. (Epsilons do not add up, so selection gets more than its ratio.)
+    The noise of training is first calibrated to ``(1 - selection_budget_ratio) * target_epsilon``,
+    together with what ran before. The noise of the selection is then the smallest with which
+    everything together stays within ``target_epsilon``. Epsilons do not add up, so the selection
+    gets more than its ratio.
 
-    Args: sample_rate, steps: of training. selection_sample_rate: q_ps. selection_iterations: T,
-        times the number of selections. selection_budget_ratio: 1 - r_eps, in (0, 1). event: of
-        training, as in :func:`hf_dp.accounting.calibrate_noise_multiplier`.
-    Raises: InvalidArgumentError; CalibrationError when selection does not fit, which names what to
-        change.
+    Args:
+        sample_rate, steps: of training.
+        selection_sample_rate: q_ps.
+        selection_iterations: T, times the number of selections.
+        selection_budget_ratio: 1 - r_eps, in (0, 1).
+        event: of training, as in :func:`hf_dp.accounting.calibrate_noise_multiplier`.
+
+    Raises:
+        InvalidArgumentError: an argument is out of range.
+        CalibrationError: the selection does not fit; the message names what to change.
     """
     ratio = in_unit_interval("selection_budget_ratio", selection_budget_ratio)
     iterations = integer("selection_iterations", selection_iterations, 1)

@@ -1,4 +1,4 @@
-"""How a logical batch is cut into physical ones: memory and padding only, never the result."""
+"""Cut a logical batch into physical ones; this affects memory and padding, never the result."""
 
 from __future__ import annotations
 
@@ -15,16 +15,17 @@ def physical_batches(
     max_tokens: int | None = None,
     shapes: Sequence[Hashable] | None = None,
 ) -> list[list[int]]:
-    """Positions 0..len(lengths)-1 cut into groups of at most ``size``: as few as can be, of such
-    cuts one with least padding.
+    """Cut the positions 0..len(lengths)-1 into as few groups of at most ``size`` as possible.
 
-    Args: max_tokens: largest number of tokens of a group, padding to its longest example included;
-        an example that is longer makes a group of its own. shapes: of each example; only those of
-        equal shape share a group.
+    Among the cuts with the fewest groups, one with the least padding is chosen. The group of an
+    example affects padding and memory; it changes the clipped sum by no more than rounding. An
+    empty draw gives no group. The longest example comes first, so that a group too large for the
+    memory fails at once.
 
-    Which group an example falls in changes padding and memory, never the clipped sum beyond
-    rounding. An empty draw gives no group. The longest example comes first, so that one too large
-    for the memory is met at once.
+    Args:
+        max_tokens: the largest number of tokens in a group, including padding to its longest
+            example. An example that is longer gets a group of its own.
+        shapes: the shape of each example; only examples of equal shape share a group.
     """
     _validate.integer("size", size, 1)
     if max_tokens is not None:
@@ -49,12 +50,11 @@ def physical_batches(
             alike and end - start <= size and (max_tokens is None or tokens <= max_tokens)
         )
 
-    # The best cut of the first `end` examples is a last group and the best cut of those before it.
-    # Sorted as they are, a group that may be may also be without its first example: so the starts
-    # to choose from are all those from `earliest` on.
-    one_more = (
-        int(longest.sum() + len(order) * longest.max(initial=0)) + 1
-    )  # a group outweighs any padding
+    # The best cut of the first `end` examples is a last group plus the best cut of those before it.
+    # Examples are sorted, so a group that is allowed is also allowed without its first example. The
+    # possible starts of the last group are therefore all those from `earliest` on.
+    # One more group must cost more than any padding.
+    one_more = int(longest.sum() + len(order) * longest.max(initial=0)) + 1
     cost, start_of = np.zeros(len(order) + 1, np.int64), [0] * (len(order) + 1)
     earliest = 0
     for end in range(1, len(order) + 1):

@@ -1,7 +1,7 @@
 """The model card (README.md) of a private run: the privacy statement first, then everything else.
 
-Every value that is not ours is data: it goes into YAML through a YAML writer and into Markdown
-escaped, and a local path is reduced to its last component, since a card is published.
+Every value that hf_dp did not write itself is data. It goes into YAML through a YAML writer, and
+into Markdown escaped. Since cards are published, a local path is reduced to its last component.
 """
 
 from __future__ import annotations
@@ -55,24 +55,24 @@ def render_card(
     pretraining_sources: Iterable[str] | None = None,
     usage: str | None = None,
 ) -> str:
-    """The complete README.md: YAML metadata, then Markdown.
+    """Return the complete README.md: YAML metadata, then Markdown.
+
+    Unknown values read "unknown". Metadata that the hub checks against its lists or links to
+    (language, base model, data set, pipeline tag) is left out of the YAML block when unknown.
 
     Args:
-        model_name: title; a path is reduced to its last component, as are ``base_model`` and
-            ``dataset``.
+        model_name: the title. Paths are reduced to their last components, here and in
+            ``base_model`` and ``dataset``.
         base_model, dataset: hub ids or names.
         task_tag: the hub's pipeline tag, for example "text-classification".
         metrics: computed on evaluation data.
         training: public settings (learning rate, epochs, batch sizes, ...), shown as given.
-        license, language: as the hub spells them. tags: further ones, kept.
+        license, language: as the hub spells them.
+        tags: tags to add.
         library_name: "transformers" or "peft".
-        usage: Python lines that load the model.
-        pretraining_sources: names of public data sets the base has seen; the card warns when
+        pretraining_sources: names of public data sets that the base has seen; the card warns when
             ``dataset`` is among them.
-
-    Returns: text; unknown values read "unknown". Metadata that the hub checks against its lists or
-        links to (language, base model, data set, pipeline tag) is left out of the YAML block when
-        unknown.
+        usage: Python lines that load the model.
 
     Raises: InvalidArgumentError when ``metrics`` or ``training`` holds an un-noised quantity of the
         training rows that the run did not declare as released.
@@ -103,9 +103,8 @@ def render_card(
         check=_check(statement),
         seen_in_pretraining=seen,
         not_established_reasons=statement.not_established,
-        usage=None
-        if usage is None or "```" in usage
-        else usage,  # a name with a fence in it would end the block
+        # A name with a fence in it would end the code block.
+        usage=None if usage is None or "```" in usage else usage,
         about_rows=_rows(
             {
                 "Base model": base_model,
@@ -125,8 +124,10 @@ def render_card(
 
 
 def metadata(statement: PrivacyStatement) -> dict[str, Any]:
-    """The card's ``differential_privacy`` key: plain data, ``epsilon`` None unless the status is a
-    proven one."""
+    """Return the value of the card's ``differential_privacy`` key, as plain data.
+
+    ``epsilon`` is None unless the status is a proven one.
+    """
     facts = statement.facts
     return {
         "status": statement.status,
@@ -169,15 +170,16 @@ def metadata(statement: PrivacyStatement) -> dict[str, Any]:
 
 
 def one_line(value: object) -> str:
-    """Text without line breaks, control and formatting characters (bidirectional overrides,
-    zero-width ones)."""
+    """Return text without line breaks, control and formatting characters.
+
+    Bidirectional overrides and zero-width characters are among the latter.
+    """
     text = "".join(" " if unicodedata.category(char)[0] in "CZ" else char for char in str(value))
     return " ".join(text.split())
 
 
 def public_name(value: object) -> str | None:
-    """One line; the last component if it looks like a local path; None if there is nothing to
-    show."""
+    """Return one line, with a local path reduced to its last component; None for no text."""
     if value is None:
         return None
     text = one_line(value)
@@ -188,21 +190,24 @@ def public_name(value: object) -> str | None:
 
 
 def hub_id(value: object) -> str | None:
-    """The value if it can be a hub id; the hub refuses a card whose metadata links to something
-    else."""
+    """Return the value if it can be a hub id, else None.
+
+    The hub refuses a card whose metadata links to anything else.
+    """
     if value is None or _is_local(one_line(value)):
         return None
     return one_line(value) if re.fullmatch(r"[\w.-]+(/[\w.-]+)?", one_line(value)) else None
 
 
 def markdown(value: object) -> str:
-    """One line in which Markdown and HTML see only text; underscores inside a word need no
-    escape."""
+    """Escape a value, as one line, so that Markdown and HTML see only text.
+
+    Underscores inside a word need no escape.
+    """
     text = re.sub(r"([\\`*{}\[\]<>#|~!&$@^])", r"\\\1", one_line(value))
     text = re.sub(r"(?<![A-Za-z0-9])_|_(?![A-Za-z0-9])", r"\\_", text)
-    return re.sub(
-        r"^(\d*)([-+=.)])(?=[\s=-]|$)", r"\1\\\2", text
-    )  # a list item or an underlined heading
+    # A list item or an underlined heading.
+    return re.sub(r"^(\d*)([-+=.)])(?=[\s=-]|$)", r"\1\\\2", text)
 
 
 def _is_local(text: str) -> bool:
@@ -222,8 +227,8 @@ def _refuse_unnoised(
         if quantity not in released:
             raise InvalidArgumentError(
                 f"Expected no quantity of the training rows in the card, got {name!r}: it is not "
-                "noised and epsilon does not cover it. Leave it out, or release it (then the "
-                f"statement lists {quantity!r})."
+                "noised, and epsilon does not cover it. Leave it out, or release it (the "
+                f"statement then lists {quantity!r})."
             )
 
 
@@ -234,7 +239,7 @@ def _tags(statement: PrivacyStatement, given: Iterable[str]) -> list[str]:
 
 
 def _released(facts: RunFacts) -> list[str]:
-    """Names of what this run, and those on the same rows that it names, let out without noise."""
+    """List what this run and the earlier runs that it names released without noise."""
     return list(dict.fromkeys(one_line(name) for run in facts.everywhere for name in run.released))
 
 
@@ -258,7 +263,7 @@ def _note(row: AccountantResult) -> str:
 
 
 def _rows(values: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Name and value, escaped for a table; None and empty read "unknown"."""
+    """Return names and values, escaped for a table; None and empty values read "unknown"."""
     return [(markdown(name), _shown(value)) for name, value in values.items()]
 
 
@@ -314,19 +319,21 @@ def _target(statement: PrivacyStatement) -> str:
 
 
 def _noise(statement: PrivacyStatement) -> str:
-    """Noise multipliers; of gradients and released rows by name, where there are both."""
+    """Show the noise multipliers; name those of gradients and of vectors where there are both."""
     both = [row for row in statement.mechanisms if "record_noise_multiplier" in row]
     if not both:
         return _numbers(statement.noise_multipliers)
     pairs = dict.fromkeys((row["noise_multiplier"], row["record_noise_multiplier"]) for row in both)
     return "; ".join(
-        f"{sums!r} (sums of gradients), {rows!r} (released rows)" for sums, rows in pairs
+        f"{sums!r} (sums of gradients), {rows!r} (released vectors)" for sums, rows in pairs
     )
 
 
 def _check(statement: PrivacyStatement) -> str:
-    """Commands that give the same epsilons: the command line for one mechanism, Python for
-    several."""
+    """Return commands that give the same epsilons.
+
+    For one mechanism it is a command line, for several it is Python.
+    """
     merged: dict[tuple[float, float], int] = {}
     for row in statement.mechanisms:
         event = event_from_dict({key: value for key, value in row.items() if key != "purpose"})

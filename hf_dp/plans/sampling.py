@@ -1,6 +1,6 @@
-"""Poisson sampling: who joins a logical batch.
+"""Poisson sampling: which examples join a logical batch.
 
-The sampler owns its event, so the accountant is told exactly what was drawn.
+A sampler makes its own event, so the accountant is told exactly what was drawn.
 """
 
 from __future__ import annotations
@@ -19,22 +19,21 @@ RandomBytes = Callable[[int], bytes]
 
 @dataclass(frozen=True)
 class PoissonSampler:
-    """Each of ``num_examples`` examples joins a draw independently with probability
-    ``sample_rate``.
+    """Draws each example independently with probability ``sample_rate``.
+
+    A draw compares 64 uniform bits per example with ``round(q * 2**64)``, so the probability is
+    exact to 2**-65. Iterating yields ``steps`` draws. Each is a list of indices in increasing
+    order, possibly empty.
 
     Args:
         num_examples: N >= 1.
         sample_rate: q in (0, 1].
         steps: how many draws one iteration over the sampler makes, >= 1.
-        random_bytes: where randomness comes from, ``n -> n bytes``; the operating system's
-            cryptographic source. Another one is for tests only: a sampler that can be predicted
-            voids the amplification that the accountant counts on.
-        max_batch_size: the most examples that a draw keeps; of a larger one a uniformly random
-            part. None: all of them.
-
-    A draw compares 64 uniform bits with ``round(q * 2**64)``, so the probability is exact to
-    2**-65. Iterating yields ``steps`` draws, each a list of indices in increasing order, possibly
-    empty.
+        random_bytes: the source of randomness, ``n -> n bytes``; by default the operating system's
+            cryptographic source. Another source is for tests only: a predictable sampler voids the
+            amplification that the accountant counts on.
+        max_batch_size: the largest number of examples in a draw; a larger draw is reduced to a
+            uniformly random part. None means no limit.
     """
 
     num_examples: int
@@ -51,16 +50,15 @@ class PoissonSampler:
             _validate.integer("max_batch_size", self.max_batch_size, 1)
 
     def draw(self) -> list[int]:
-        """The indices of one logical batch, in increasing order."""
+        """Draw the indices of one logical batch, in increasing order."""
         if self.sample_rate == 1:
             drawn = np.arange(self.num_examples)
         else:
             uniform = np.frombuffer(self.random_bytes(8 * self.num_examples), dtype=np.uint64)
             drawn = np.flatnonzero(uniform < np.uint64(round(self.sample_rate * 2**64)))
         if self.max_batch_size is not None and len(drawn) > self.max_batch_size:
-            # The order of independent random keys is a uniformly random order (two of 64 bits are
-            # never equal in practice; if they were, the earlier index would be kept, with a chance
-            # of 2^-64 a pair).
+            # The order of independent random keys is uniformly random. Two 64-bit keys are equal
+            # with probability 2^-64 per pair; then the earlier index comes first.
             keys = np.frombuffer(self.random_bytes(8 * len(drawn)), dtype=np.uint64)
             drawn = np.sort(drawn[np.argsort(keys, kind="stable")[: self.max_batch_size]])
         return drawn.tolist()
@@ -68,7 +66,7 @@ class PoissonSampler:
     def event(
         self, noise_multiplier: float, steps: int = 1
     ) -> PoissonSampledGaussian | TruncatedPoissonSampledGaussian:
-        """What ``steps`` draws are to the accountant, each released with this noise multiplier."""
+        """Return the event of ``steps`` draws, each released with this noise multiplier."""
         if self.max_batch_size is None:
             return PoissonSampledGaussian(noise_multiplier, self.sample_rate, steps)
         return TruncatedPoissonSampledGaussian(
@@ -85,8 +83,12 @@ class PoissonSampler:
 
 @dataclass(frozen=True)
 class MicroBatchSampler:
-    """``num_micro_batches`` independent Poisson draws a step (Du and Mi 2021, section 3.2), joined:
-    a record may occur twice.
+    """Joins ``num_micro_batches`` independent Poisson draws per step (Du and Mi 2021, section 3.2).
+
+    An example may occur more than once in a step. The M N Bernoulli trials of a step are made by
+    drawing the gaps between successes, which are geometric. This takes about as many random numbers
+    as examples drawn, not as trials. A gap is ``floor(log(u) / log(1 - p))`` for u uniform on
+    multiples of 2^-64, so the relative error of probabilities is about 2^-53 / p.
 
     Args:
         num_examples: N >= 1.
@@ -94,11 +96,6 @@ class MicroBatchSampler:
         steps: how many joined draws one iteration makes, >= 1.
         num_micro_batches: M >= 1.
         random_bytes: as for :class:`PoissonSampler`.
-
-    The M N Bernoulli trials of a step are made by drawing the gaps between successes, which are
-    geometric: as many random numbers as records drawn, not as trials. A gap is ``floor(log(u) /
-    log(1 - p))`` for u uniform on multiples of 2^-64, so probabilities are right to about 2^-53 / p
-    of themselves.
     """
 
     num_examples: int
@@ -119,19 +116,19 @@ class MicroBatchSampler:
         _validate.integer("num_micro_batches", self.num_micro_batches, 1)
 
     def micro_batches(self) -> list[list[int]]:
-        """M lists of indices, each in increasing order and possibly empty."""
+        """Draw M lists of indices, each in increasing order and possibly empty."""
         drawn = self._successes(self.num_examples * self.num_micro_batches)
         which, index = np.divmod(drawn, self.num_examples)
         return [index[which == micro].tolist() for micro in range(self.num_micro_batches)]
 
     def draw(self) -> list[int]:
-        """The indices of one step's micro-batches, one after the other."""
+        """Draw the indices of one step's micro-batches, one after the other."""
         return (
             self._successes(self.num_examples * self.num_micro_batches) % self.num_examples
         ).tolist()
 
     def _successes(self, trials: int) -> np.ndarray:
-        """Which of independent trials succeed, in increasing order."""
+        """Draw which of ``trials`` independent trials succeed, in increasing order."""
         if self.sample_rate == 1:
             return np.arange(trials)
         found: list[np.ndarray] = []

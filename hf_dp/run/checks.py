@@ -1,4 +1,4 @@
-"""What must hold of model, data and collator before a private run may start."""
+"""Check what must hold for model, data and collator before a private run may start."""
 
 from __future__ import annotations
 
@@ -21,38 +21,41 @@ from hf_dp.overlap.compare import TrainingRows
 
 
 def check_train_dataset(dataset: Any) -> int:
-    """The number of examples N of a training set. Raises: DataError without a length, or with fewer
-    than two rows."""
+    """Return the number of examples N of a training set.
+
+    Raises: DataError for a data set without a length, or with fewer than two rows.
+    """
     if dataset is None:
-        raise DataError("Private training needs a `train_dataset`.")
+        raise DataError(
+            "Private training needs a `train_dataset`, got None. Pass one to DPTrainer."
+        )
     try:
         length = len(dataset)
     except TypeError:
         raise DataError(
-            f"The train_dataset ({type(dataset).__name__}) has no length. Poisson sampling needs "
-            "the number of rows: load the data without streaming=True."
+            f"The train_dataset ({type(dataset).__name__}) has no length, but Poisson sampling "
+            "needs the number of rows. Load the data without streaming=True."
         ) from None
     if length < 2:
         raise DataError(
-            f"Expected a train_dataset with at least two rows, got {length}. Check file and split "
-            "name."
+            f"Expected a train_dataset with at least two rows, got {length}. Check the file and "
+            "the name of the split."
         )
     return length
 
 
 def check_collator(collator: Any) -> None:
-    """Raise DataError for the collator that puts many examples into one row."""
+    """Raise DataError for the collator that joins many examples into one."""
     inner = getattr(collator, "data_collator", collator)  # transformers wraps one to remove columns
     if type(inner).__name__ == "DataCollatorWithFlattening":
         raise DataError(
-            "DataCollatorWithFlattening puts many examples into one row, so no example could be "
-            "clipped. Use DataCollatorWithPadding."
+            "DataCollatorWithFlattening joins many examples into one, so no single example could "
+            "be clipped. Use DataCollatorWithPadding."
         )
 
 
 def refuse_rows_in_collator(reached: Collection[Any], training: TrainingRows) -> None:
-    """Raise DataError when a collator holds training rows, which it could put into other
-    examples."""
+    """Raise DataError when a collator holds training rows, which could enter other examples."""
     sets = [
         part
         for each in reached
@@ -65,12 +68,11 @@ def refuse_rows_in_collator(reached: Collection[Any], training: TrainingRows) ->
     ):
         raise DataError(
             "The data collator holds rows of the training set, so it could put them into other "
-            "examples. Build what it needs before, from public data, or in the rows themselves."
+            "examples. Build what it needs beforehand from public data, or put it into each row."
         )
 
 
-# Initializations of adapters that read weights and random numbers alone; of all others it is not
-# known.
+# Initializations of adapters that use only weights and random numbers. Others may use data.
 _DATA_FREE = (
     "gaussian",
     "olora",
@@ -84,23 +86,24 @@ _DATA_FREE = (
 
 
 def refuse_adapters_from_data(model: nn.Module) -> None:
-    """Raise UnsupportedModelError for an adapter whose initial weights may come from data (EVA,
-    CorDA, LoRA-GA)."""
+    """Raise UnsupportedModelError for an adapter whose initial weights may come from data.
+
+    Examples are EVA, CorDA and LoRA-GA.
+    """
     for name, config in (getattr(model, "peft_config", None) or {}).items():
         for option in ("init_lora_weights", "init_weights"):
             init = getattr(config, option, None)
             if isinstance(init, str) and not init.startswith(_DATA_FREE):
                 raise UnsupportedModelError(
-                    f"The adapter {name!r} was made with {option}={init!r}, whose initial weights "
-                    "are computed from data. If that was the training data, they hold un-noised "
-                    "facts about it. Use another initialization; if it was public data, set "
+                    f"The adapter {name!r} was made with {option}={init!r}, which computes initial "
+                    "weights from data. If that was the training data, the weights hold un-noised "
+                    "facts about it. Use another initialization, or, if the data was public, set "
                     "adapter_init_data_is_public=True."
                 )
 
 
 def check_optimizer(optimizer: Any, model: nn.Module) -> None:
-    """Raise UnaccountedGradientError when the optimizer trains a parameter that the model does not
-    have."""
+    """Raise UnaccountedGradientError when the optimizer trains a parameter outside the model."""
     known = {id(parameter) for parameter in model.parameters()}
     for group in optimizer.param_groups:
         for parameter in group["params"]:
@@ -113,15 +116,17 @@ def check_optimizer(optimizer: Any, model: nn.Module) -> None:
 
 
 def check_head_is_trainable(model: nn.Module) -> None:
-    """Under an adapter, the head of a classifier must train, too: it is new, and random weights
-    would stay.
+    """Check that something trains and that, under an adapter, the head of a classifier trains.
 
-    Raises: UnsupportedModelError naming ``modules_to_save``, or when nothing trains at all.
+    A new head is random, and would stay random if it were frozen.
+
+    Raises: UnsupportedModelError for a frozen head (naming ``modules_to_save``), or when nothing
+        trains.
     """
     if not any(p.requires_grad for p in model.parameters()):
         raise UnsupportedModelError(
-            f"{type(model).__name__} has no trainable parameter. Set requires_grad_(True) on what "
-            "to train (in a recipe: leave something out of `freeze`)."
+            f"{type(model).__name__} has no trainable parameter. Call requires_grad_(True) on what "
+            "is to train (in a recipe, remove something from `freeze`)."
         )
     base: Any = base_model(model)
     if base is model:
@@ -132,7 +137,7 @@ def check_head_is_trainable(model: nn.Module) -> None:
 
 
 def refuse_frozen_heads(model: Any, trained: Collection[nn.Parameter]) -> None:
-    """Raise UnsupportedModelError when a classifier has a head of which nothing is ``trained``."""
+    """Raise UnsupportedModelError when nothing in the head of a classifier is ``trained``."""
     if not type(model).__name__.endswith(("Classification", "QuestionAnswering")):
         return
     backbone = getattr(model, "base_model_prefix", "")
@@ -145,8 +150,8 @@ def refuse_frozen_heads(model: Any, trained: Collection[nn.Parameter]) -> None:
     )
     if frozen:
         raise UnsupportedModelError(
-            f"Under this peft_config the head {frozen} of {type(model).__name__} would stay "
-            f"frozen, and a new head is random. Set modules_to_save={frozen} in the peft_config."
+            f"With this peft_config the head {frozen} of {type(model).__name__} would stay frozen, "
+            f"and a new head is random. Set modules_to_save={frozen} in the peft_config."
         )
 
 

@@ -1,5 +1,7 @@
-"""Which folder a run may use: not another run's, whose evidence or weights would be lost or mixed
-with its own."""
+"""Which folder a run may use.
+
+It may not use another run's folder, whose evidence or weights would be lost or mixed with its own.
+"""
 
 from __future__ import annotations
 
@@ -15,42 +17,46 @@ from hf_dp.statement.record import FILE_NAME, read
 
 
 def refuse_leftovers(folder: Path) -> None:
-    """Raise LedgerError for another run's weights or logs in a folder: a new run's statement would
-    seem to cover them."""
+    """Raise LedgerError for another run's weights or logs in a folder.
+
+    The statement of a new run would seem to cover them.
+    """
     patterns = ("*.safetensors", "*.bin", "checkpoint-*", "trainer_state.json")
     found = sorted(path.name for pattern in patterns for path in folder.glob(pattern))
     if found:
         raise LedgerError(
             f"output_dir {folder.name!r} already holds {found[0]!r} but no {FILE_NAME}: weights or "
-            "logs of a run that is not this one. Choose a new output_dir, so that the privacy "
-            "statement is not taken to cover them."
+            "logs of another run. Choose a new output_dir; otherwise this run's privacy statement "
+            "would seem to cover them."
         )
 
 
 def refuse_foreign_ledger(folder: str | os.PathLike[str], run_id: str | None) -> None:
-    """Raise LedgerError when a folder holds the ledger or the mark of a run other than ``run_id``
-    (None: of any run)."""
+    """Raise LedgerError when a folder holds the ledger or mark of a run other than ``run_id``.
+
+    None means any run.
+    """
     folder = Path(folder)
     if (folder / FILE_NAME).exists() and (earlier := read(folder)).run_id != run_id:
         raise LedgerError(
             f"The folder {folder.name!r} already holds the {FILE_NAME} of another run "
-            f"({earlier.ledger.steps()} steps). Pass resume_from_checkpoint to go on with that "
-            "run, or choose another folder (a new output_dir): overwriting it would lose the "
-            "evidence of what was spent, or leave it beside weights that it does not describe."
+            f"({earlier.ledger.steps()} steps). Pass resume_from_checkpoint to continue that run, "
+            "or choose another folder (a new output_dir). Otherwise the evidence of what was spent "
+            "would be overwritten, or left beside weights that it does not describe."
         )
     for item in mark_files_in(folder):
         if item.mark.run_id != run_id:
             raise LedgerError(
                 f"The folder {folder.name!r} holds {item.where.name} of another run "
-                f"({in_words(item.mark.ledger)}) and no {FILE_NAME} of it. Choose another folder "
-                f"(a new output_dir). To go on with that run: {rebuild_advice(folder)}"
+                f"({in_words(item.mark.ledger)}), but not its {FILE_NAME}. Choose another folder "
+                f"(a new output_dir). To continue that run: {rebuild_advice(folder)}"
             )
 
 
 def checkpoint_of(resume_from_checkpoint: str | bool | None, folder: str) -> str | None:
-    """The checkpoint that Trainer's argument means: a path, True for the last one, nothing.
+    """Return the checkpoint that Trainer's argument means: a path, the last one for True, or None.
 
-    Raises: LedgerError for True where there is none.
+    Raises: LedgerError for True without a checkpoint.
     """
     if resume_from_checkpoint is not True:
         return resume_from_checkpoint or None
@@ -59,9 +65,9 @@ def checkpoint_of(resume_from_checkpoint: str | bool | None, folder: str) -> str
         next_move = "Pass False to start a run."
         if Path(folder, FILE_NAME).exists():
             next_move = (
-                "The run ended before its first one, so there is nothing to go on from. Start one "
-                f"in a new output_dir: what {FILE_NAME} here records was spent on the same rows, "
-                "and both count together."
+                "The run ended before its first checkpoint, so it cannot be continued. Start a new "
+                f"run in a new output_dir. What {FILE_NAME} here records was spent on the same "
+                "rows, and both count together."
             )
         raise LedgerError(
             f"resume_from_checkpoint=True, but output_dir {Path(folder).name!r} has no checkpoint. "

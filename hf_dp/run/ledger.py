@@ -1,9 +1,8 @@
-"""The ledger of one run on disk: made durable before the release it records becomes visible to
-anyone.
+"""The ledger of one run on disk.
 
-It cannot go back: a mark of how far it has come (:mod:`hf_dp.run.mark`) is made durable after
-each of its entries, and travels with checkpoints and weights. A ledger that lacks what a mark knows
-is refused.
+An entry is durable before the release that it records becomes visible to anyone. The ledger cannot
+go back unnoticed: a mark of how far it has come (:mod:`hf_dp.run.mark`) is made durable after each
+entry, and travels with checkpoints and weights. A ledger that lacks what a mark knows is refused.
 """
 
 from __future__ import annotations
@@ -33,14 +32,18 @@ from hf_dp.statement.weaknesses import NAMES, EarlierRun, Weaknesses
 
 
 class RunLedger:
-    """One append-only ledger per run, kept in ``output_dir``; checkpoints hold copies.
+    """The append-only ledger of one run, kept in ``output_dir``; checkpoints hold copies.
+
+    The arguments ``insecure_seed``, ``released`` and ``earlier`` and the attributes
+    ``model_selection``, ``rows_are_chunks`` and ``evaluation_compared`` weaken the claim. What
+    weakens it once weakens it for good.
 
     Args:
         folder: the run's output folder.
-        plan: what the run does; a resumed run must have the same.
-        insecure_seed, released, earlier: what weakens the claim, as are the attributes
-            ``model_selection``, ``rows_are_chunks`` and ``evaluation_compared``. Once true of a
-            run, true for good (of the last: once False).
+        plan: what the run does; a resumed run must have the same plan.
+        insecure_seed: whether the randomness can be reproduced.
+        released: names of what is released without noise.
+        earlier: what the earlier runs on the same rows claim.
     """
 
     def __init__(
@@ -68,8 +71,9 @@ class RunLedger:
         self._lock: FileLock | None = None
 
     def start(self, planned_steps: int, planned_releases: int = 0) -> None:
-        """Begin (or go on with) ``planned_steps`` training steps, and that many releases of
-        selections between them.
+        """Begin, or continue, ``planned_steps`` training steps.
+
+        Selections will make ``planned_releases`` more releases between them.
 
         Raises: as :meth:`open` and :meth:`hf_dp.run.budget.Budget.start`.
         """
@@ -77,10 +81,11 @@ class RunLedger:
         self.budget.start(planned_steps, planned_releases)
 
     def open(self) -> None:
-        """Take the folder for this run; until then nothing may be recorded.
+        """Take the folder for this run. Nothing may be recorded before.
 
-        Raises: LedgerError when the folder holds another run's ledger, which would be lost; when
-            another process is at work on this run; when a mark knows steps that the ledger lacks.
+        Raises: LedgerError when the folder holds another run's ledger, which would be lost, when
+            another process is at work on this run, or when a mark knows steps that the ledger
+            lacks.
         """
         refuse_foreign_ledger(self.folder, self.run_id)
         if not len(self.ledger):
@@ -97,9 +102,8 @@ class RunLedger:
             raise
         known = reduce(Weaknesses.merged, (item.mark.weaknesses for item in found), Weaknesses())
         self._weaken(known)
-        if (
-            record is not None
-        ):  # a run of an earlier version has no mark yet; a kill may have left one a step behind
+        if record is not None:
+            # A run of an earlier version has no mark yet; a kill may have left it a step behind.
             write_mark(
                 self.folder / RUN_MARK,
                 replace(Mark.of(record), weaknesses=record.weaknesses.merged(known)),
@@ -107,7 +111,7 @@ class RunLedger:
 
     @property
     def weaknesses(self) -> Weaknesses:
-        """What weakens the claim of this run, as far as it is known now."""
+        """What weakens the claim of this run, as far as is known now."""
         return Weaknesses(**{name: getattr(self, name) for name in NAMES})
 
     @property
@@ -125,11 +129,14 @@ class RunLedger:
         return self.budget.exhausted
 
     def record_earlier(self, entries: Sequence[LedgerEntry]) -> None:
-        """Begin the ledger with what earlier runs released of the same rows; a ledger already begun
-        must hold just that.
+        """Begin the ledger with what earlier runs released of the same rows.
 
-        Raises: LedgerError when it holds something else: other ``earlier_runs`` were named, or a
-            first attempt was killed while they were recorded; BudgetExceededError.
+        A ledger that has already begun must hold exactly these entries of earlier runs.
+
+        Raises:
+            LedgerError: the ledger holds other entries, because other ``earlier_runs`` were named
+                or a first attempt was killed while they were recorded.
+            BudgetExceededError: the earlier runs alone pass the target.
         """
         if not len(self.ledger):
             for entry in entries:
@@ -146,7 +153,7 @@ class RunLedger:
     def append(self, event: Event, purpose: str) -> None:
         """Record one release and make it durable, in the ledger and then in its mark.
 
-        Only :class:`hf_dp.run.gate.Gate` calls it from outside, and shows nothing before.
+        Outside this class only :class:`hf_dp.run.gate.Gate` calls it, before it lets a value out.
 
         Raises: BudgetExceededError before anything is recorded when the target would be passed;
             LedgerError before :meth:`open`, or without what earlier runs released.
@@ -171,8 +178,8 @@ class RunLedger:
     ) -> None:
         """Write ``privacy.json``, and then the mark, into ``folder``.
 
-        Raises: LedgerError, and leaves both as they are, where this ledger does not continue the
-            one there.
+        Raises: LedgerError when this ledger does not continue the one there. Both files are then
+            left as they are.
         """
         record = to_record(
             self.plan,
@@ -185,11 +192,12 @@ class RunLedger:
         self._write_mark(Path(folder))
 
     def mark_weights(self, folder: str | os.PathLike[str]) -> None:
-        """Put the mark into ``folder`` and into the metadata of the weights there; tensors stay as
-        they are.
+        """Put the mark into ``folder`` and into the metadata of the weights there.
 
-        Raises: LedgerError when a file there carries the mark of another run, or knows more than
-            this ledger.
+        Tensors stay as they are.
+
+        Raises: LedgerError when a file there carries the mark of another run, or one that knows
+            more than this ledger.
         """
         folder = Path(folder)
         for path in weights_files(folder):
@@ -201,7 +209,7 @@ class RunLedger:
         write_mark(folder / (RUN_MARK if own else COPIED_MARK), self.mark)
 
     def resume(self, checkpoint: str | os.PathLike[str]) -> None:
-        """Take over the *run's* ledger, so that repeated steps and branches all count.
+        """Take over the ledger of the *run*, so that repeated steps and branches all count.
 
         Raises: LedgerError as :func:`hf_dp.run.resume.records_to_resume`.
         """
@@ -213,20 +221,22 @@ class RunLedger:
         self._weaken(at_checkpoint.weaknesses)
 
     def stop(self) -> None:
-        """Let another process go on with this run."""
+        """Release the lock, so that another process may continue this run."""
         if self._lock is not None:
             self._lock.release()
             self._lock = None
 
     def _refuse_stale(self) -> PrivacyRecord | None:
-        """The file may have grown between our reading it and the lock: another process went on, and
-        died."""
+        """Raise LedgerError when the file changed between our reading it and taking the lock.
+
+        Another process may have gone on with the run in between, and died.
+        """
         if not Path(self.folder, FILE_NAME).exists():
             return None
         on_disk = read(self.folder)
         if on_disk.ledger.to_list() != self.ledger.to_list():
             raise LedgerError(
-                f"The run's {FILE_NAME} records {on_disk.ledger.steps()} steps, and "
+                f"The run's {FILE_NAME} records {on_disk.ledger.steps()} steps now, and recorded "
                 f"{self.ledger.steps()} when it was read: another process has gone on with this "
                 "run. Resume again, so that its steps count."
             )

@@ -1,7 +1,7 @@
 """A high-water mark: how far the ledger of a run has come, written beside it and never taken back.
 
-``privacy.json`` can be replaced by an older copy of itself. A mark cannot be replaced by accident
-along with it: the run's own mark has a name of its own, and copies travel with checkpoints and
+``privacy.json`` can be replaced by an older copy of itself. The mark does not go back along with it
+by accident: the run's own mark has another name than its copies, which travel with checkpoints and
 weights.
 """
 
@@ -22,11 +22,11 @@ from hf_dp.statement.strict_json import loads
 from hf_dp.statement.weaknesses import Weaknesses
 
 # Names that start with "_" are never pushed to the Hub. The run's own mark must not have the name
-# of its copies: whoever copies a checkpoint over the run would go back with both files.
+# of its copies: otherwise copying a checkpoint over the run would set both files back.
 RUN_MARK = "_privacy_mark.json"  # in the run's folder
 COPIED_MARK = "_privacy_mark_of_copy.json"  # in checkpoints, and wherever else weights are saved
 VERSION = 1
-_PREFIX = "hf_dp_"  # of keys in the metadata of weights
+_PREFIX = "hf_dp_"  # of the keys in the metadata of weights
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,7 +39,7 @@ class Mark:
 
     @classmethod
     def of(cls, record: PrivacyRecord) -> Mark:
-        """Make the mark of what ``privacy.json`` says."""
+        """Make the mark that belongs to a ``privacy.json``."""
         return cls(record.run_id, record.ledger, record.weaknesses)
 
     def extends(self, other: Mark) -> bool:
@@ -47,8 +47,7 @@ class Mark:
         return self.run_id == other.run_id and not self.lacks(other)
 
     def lacks(self, other: Mark) -> str:
-        """Say what ``other`` knows of the same run and this does not; empty when there is
-        nothing."""
+        """Say what ``other`` knows of the same run and this mark does not; empty if nothing."""
         if not self.ledger.extends(other.ledger):
             return f"{in_words(other.ledger)}, which {in_words(self.ledger)} here do not continue"
         if not self.weaknesses.includes(other.weaknesses):
@@ -66,15 +65,15 @@ class Mark:
 
     @classmethod
     def from_dict(cls, values: Any, where: Path) -> Mark:
-        """Read back what :meth:`to_dict` wrote. Raises: LedgerError naming ``where`` it stands."""
+        """Read back what :meth:`to_dict` wrote. Raises: LedgerError naming the file ``where``."""
         if (
             isinstance(values, Mapping)
             and isinstance(version := values.get("mark_version"), int)
             and version > VERSION
         ):
             raise LedgerError(
-                f"The mark in {where} has version {version}; this hf_dp knows up to {VERSION}. "
-                "Upgrade hf_dp and try again."
+                f"The mark in {where} has version {version}; this hf_dp knows versions up to "
+                f"{VERSION}. Upgrade hf_dp and try again."
             )
         keys = ["mark_version", "run_id", "ledger", "weaknesses"]
         if (
@@ -97,7 +96,7 @@ class Mark:
 
 
 def in_words(ledger: Ledger) -> str:
-    """Count the releases in a ledger, by their purpose."""
+    """Count the releases in a ledger by purpose, in words."""
     counts = {entry.purpose: ledger.steps(entry.purpose) for entry in ledger.entries}
     return (
         " and ".join(f"{steps} of {purpose}" for purpose, steps in counts.items()) or "no releases"
@@ -105,11 +104,12 @@ def in_words(ledger: Ledger) -> str:
 
 
 def write_mark(path: Path, mark: Mark) -> None:
-    """Make ``mark`` durable in a file of its own; return without a write when it stands there
-    already.
+    """Make ``mark`` durable in a file of its own, unless it is there already.
 
-    Raises: LedgerError when the file there is of another run, knows more, or cannot be read; it is
-        left as it is. OSError when the disk refuses.
+    Raises:
+        LedgerError: the file there is of another run, knows more, or cannot be read. It is left
+            as it is.
+        OSError: the disk refused.
     """
     if path.exists():
         there = read_mark(path)
@@ -120,8 +120,10 @@ def write_mark(path: Path, mark: Mark) -> None:
 
 
 def read_mark(path: Path) -> Mark:
-    """Return the mark in a file of its own. Raises: LedgerError for a damaged, edited or newer
-    file."""
+    """Return the mark in a file of its own.
+
+    Raises: LedgerError for a damaged, edited or newer file.
+    """
     try:
         return Mark.from_dict(loads(path.read_text(encoding="utf-8")), path)
     except (OSError, ValueError, RecursionError) as error:
@@ -146,7 +148,7 @@ def stamp(path: Path, mark: Mark) -> None:
 
 
 def read_stamp(path: Path) -> Mark | None:
-    """Return the mark in the metadata of a weights file, None without one. Raises: LedgerError."""
+    """Return the mark in the metadata of a weights file, or None. Raises: LedgerError."""
     found = read_metadata(path)
     texts = {
         key.removeprefix(_PREFIX): text for key, text in found.items() if key.startswith(_PREFIX)
@@ -164,8 +166,8 @@ def read_stamp(path: Path) -> Mark | None:
 def _refuse_to_lose(there: Mark, new: Mark, path: Path) -> None:
     if there.run_id != new.run_id:
         raise LedgerError(
-            f"{path} carries the mark of run {there.run_id}, and this is run {new.run_id}: its "
-            "steps would be forgotten. Save into another folder."
+            f"{path} carries the mark of run {there.run_id}, and this is run {new.run_id}. The "
+            "steps of that run would be forgotten. Save into another folder."
         )
     if lost := new.lacks(there):
         raise LedgerError(

@@ -1,5 +1,7 @@
-"""All marks of a run, wherever they travelled; a ledger that lacks what one of them knows went
-back."""
+"""All marks of a run, wherever they traveled.
+
+A ledger that lacks what one of them knows went back.
+"""
 
 from __future__ import annotations
 
@@ -30,9 +32,9 @@ class Found:
     Attributes:
         where: the file.
         mark: what it says.
-        own: the file is the run's own mark, which no copy of a checkpoint brings along.
-        is_record: the file is a ``privacy.json``, which an earlier version of hf_dp may have
-            written.
+        own: whether the file is the run's own mark, which no copy of a checkpoint contains.
+        is_record: whether the file is a ``privacy.json``, which an earlier version of hf_dp may
+            have written.
     """
 
     where: Path
@@ -42,13 +44,13 @@ class Found:
 
 
 def mark_files_in(folder: Path) -> list[Found]:
-    """List the marks in files of their own in one folder. Raises: LedgerError for a damaged one."""
+    """List the mark files in one folder. Raises: LedgerError for a damaged one."""
     names = [name for name in (RUN_MARK, COPIED_MARK) if (folder / name).exists()]
     return [Found(folder / name, read_mark(folder / name), own=name == RUN_MARK) for name in names]
 
 
 def marks_in(folder: Path) -> list[Found]:
-    """List the marks in one folder: in files of their own, and in weights.
+    """List the marks in one folder: mark files, and marks in weights.
 
     Raises: LedgerError naming a file that cannot be read.
     """
@@ -60,16 +62,16 @@ def marks_in(folder: Path) -> list[Found]:
 
 
 def marks_of_run(folder: Path) -> list[Found]:
-    """List the marks in a run's folder and in its checkpoints, the checkpoints' ``privacy.json``
-    among them.
+    """List the marks in a run's folder and in its checkpoints.
+
+    A checkpoint's ``privacy.json`` counts as a mark.
 
     Raises: LedgerError naming a file that cannot be read.
     """
     found = marks_in(folder)
     for checkpoint in checkpoints(folder):
-        found += [
-            replace(item, own=False) for item in marks_in(checkpoint)
-        ]  # a run's own was copied there
+        # A run's own mark that was copied into a checkpoint is not its own there.
+        found += [replace(item, own=False) for item in marks_in(checkpoint)]
         if (checkpoint / FILE_NAME).exists():
             found.append(
                 Found(checkpoint / FILE_NAME, Mark.of(read_copy(checkpoint)), is_record=True)
@@ -83,24 +85,24 @@ def read_copy(checkpoint: Path) -> PrivacyRecord:
         return read(checkpoint)
     except DamagedRecordError as problem:
         raise LedgerError(
-            f"The checkpoint {checkpoint.name!r} cannot be used, for what it says of its privacy "
-            f"cannot be read: {str(problem).removesuffix(RESTORE).strip()} Restore it from a "
-            "backup, or move the checkpoint out of the output folder and resume from another one; "
-            "the run's own ledger counts its steps."
+            f"The checkpoint {checkpoint.name!r} cannot be used, because its privacy record cannot "
+            f"be read: {str(problem).removesuffix(RESTORE).strip()} Restore it from a backup, or "
+            "move the checkpoint out of the output folder and resume from another one. The run's "
+            "own ledger still counts its steps."
         ) from problem
 
 
 def checkpoints(folder: Path) -> list[Path]:
-    """List the checkpoints of a run, from the first to the newest."""
+    """List the checkpoints of a run, from the oldest to the newest."""
     numbered = [path for path in folder.glob("checkpoint-*") if path.is_dir()]
     return sorted(numbered, key=lambda path: (_number(path), path.name))
 
 
 def read_run(path_or_dir: str | Path) -> PrivacyRecord:
-    """Return what a run's ``privacy.json`` says, with all that its marks know to weaken it.
+    """Return what a run's ``privacy.json`` says, with every weakness that its marks know of.
 
-    Raises: LedgerError when it cannot be read, or when a mark beside it is of another run or has
-        steps that it lacks.
+    Raises: LedgerError when the file cannot be read, or when a mark beside it is of another run or
+        knows steps that it lacks.
     """
     record, path = read(path_or_dir), file_of(path_or_dir)
     if path.name != FILE_NAME:
@@ -112,44 +114,43 @@ def read_run(path_or_dir: str | Path) -> PrivacyRecord:
 
 
 def refuse_unknown_to(run: Mark, folder: Path, found: Iterable[Found]) -> None:
-    """Raise LedgerError when one of the marks ``found`` is of another run than ``run``, or has
-    steps that it lacks.
+    """Raise LedgerError when a mark is of another run than ``run``, or knows steps that it lacks.
 
-    (What weakens a claim is merged, not refused: it can be noted in a checkpoint before the run's
-    own record is written again.)
+    Weaknesses are merged, not refused: a checkpoint can note one before the run's own record is
+    written again.
     """
     for item in found:
         if item.mark.run_id != run.run_id:
             raise LedgerError(
-                f"{item.where} is of run {item.mark.run_id}, and {FILE_NAME} in {folder} of run "
-                f"{run.run_id}: one folder is for one run. Move the files of one of the two to a "
+                f"{item.where} is of run {item.mark.run_id}, and {FILE_NAME} in {folder} is of run "
+                f"{run.run_id}; one folder is for one run. Move the files of one of the two to a "
                 "folder of their own."
             )
         if not run.ledger.extends(item.mark.ledger):
             raise LedgerError(
                 f"{FILE_NAME} in {folder} went back: it lacks what {_shown(item.where, folder)} "
-                f"knows of the same run, {run.lacks(item.mark)}. Steps that it lacks would not be "
+                f"knows of the same run, {run.lacks(item.mark)}. The missing steps would not be "
                 f"counted. {rebuild_advice(folder)}"
             )
 
 
 def refuse_without_own_mark(run: Mark, folder: Path, found: Iterable[Found]) -> None:
-    """Raise LedgerError when marks travelled with copies, and the run's own is not there.
+    """Raise LedgerError when a folder has marks of copies, but not the run's own mark.
 
-    Such a folder is a copy of a checkpoint, whose ledger ends there, or its mark was deleted.
+    Either the folder is a copy of a checkpoint, whose ledger ends there, or its mark was deleted.
     """
     marks = [item for item in found if not item.is_record]
     if len(run.ledger) and marks and not any(item.own for item in marks):
         raise LedgerError(
             f"{folder} holds {FILE_NAME} and {_shown(marks[0].where, folder)} of run {run.run_id}, "
             f"but not the run's own {RUN_MARK}: it is a copy of a checkpoint, or the mark was "
-            "deleted. What ran after the copy was made would not be counted. Go on in the run's "
+            "deleted. What ran after the copy was made would not be counted. Continue in the run's "
             f"own output_dir. If this is it: {rebuild_advice(folder)}"
         )
 
 
 def rebuild_advice(folder: Path) -> str:
-    """Say how a run's ledger is put right."""
+    """Say how to repair a run's ledger."""
     command = f"hf-dp account rebuild {shlex.quote(str(folder))}"
     return f"Run `{command}`, or restore a backup of the whole folder that is not older."
 

@@ -1,5 +1,4 @@
-"""In which precision forward and backward passes run: read from what runs, never from what was
-asked for."""
+"""The precision of forward and backward passes, read from what runs, never from the request."""
 
 from __future__ import annotations
 
@@ -19,11 +18,13 @@ _FULL = ("float32", "float64")
 
 @dataclass(frozen=True)
 class Precision:
-    """What the accelerator, the surrounding autocast and the parameters say.
+    """The precision that accelerator, surrounding autocast and parameters give.
 
-    Args: autocast: name of the type that products are computed in, or None. parameters: names of
-        all parameters' types. computed: names of the types shorter than float32 that a forward of
-        model and loss was seen to compute in.
+    Args:
+        autocast: name of the type that products are computed in, or None.
+        parameters: names of the types of all parameters.
+        computed: names of the types shorter than float32 that a forward pass of model and loss was
+            seen to compute in.
     """
 
     autocast: str | None
@@ -38,19 +39,21 @@ class Precision:
         device: torch.device,
         computed: Iterable[str] = (),
     ) -> Precision:
-        """Return the precision that a forward of this model has now. Args: computed: what
-        :class:`Watched` saw.
+        """Return the precision that a forward pass of this model has now.
+
+        Args:
+            computed: what :class:`Watched` saw.
 
         Raises: UnsupportedArgumentError for float16 and 8-bit autocast, which scale losses or share
-            scales in a batch; for products of float32 numbers in a shorter type (TF32).
+            scales in a batch, and for products of float32 numbers in a shorter type (TF32).
         """
         if torch.get_float32_matmul_precision() != "highest":
             raise invalid(
                 "torch.get_float32_matmul_precision()",
                 torch.get_float32_matmul_precision(),
                 'to be "highest" in private modes',
-                "Norms are formed in float32, and the gradients that they bound would not be. Use "
-                "bf16=True for speed.",
+                "Norms are computed in float32, but the gradients that they bound would not be. "
+                "Use bf16=True for speed.",
                 UnsupportedArgumentError,
             )
         mixed = str(mixed_precision or "no")
@@ -59,8 +62,8 @@ class Precision:
                 "mixed_precision",
                 mixed,
                 'to be "no" or "bf16" in private modes',
-                "float16 scales the loss and skips steps on overflow; 8 bits share a scale in the "
-                "batch. Both depend on the data. Use bf16=True, and check "
+                "float16 scales the loss and skips steps on overflow; 8-bit types share a scale in "
+                "the batch. Both depend on the data. Use bf16=True, and check "
                 "ACCELERATE_MIXED_PRECISION.",
                 UnsupportedArgumentError,
             )
@@ -72,7 +75,7 @@ class Precision:
                     "torch.autocast",
                     autocast,
                     "to be bfloat16 or off around private training",
-                    "Other types overflow or round so coarsely that no margin was measured. Use "
+                    "Other types overflow, or round so coarsely that no margin is known. Use "
                     "bf16=True.",
                     UnsupportedArgumentError,
                 )
@@ -84,8 +87,10 @@ class Precision:
 
     @property
     def is_short(self) -> bool:
-        """Whether anything is computed in less than float32, so that rounding depends on the padded
-        length."""
+        """Whether anything is computed in less than float32.
+
+        Rounding then depends on the padded length.
+        """
         return (
             self.autocast is not None
             or bool(self.computed)
@@ -93,7 +98,7 @@ class Precision:
         )
 
     def words(self) -> str:
-        """Return it for the card."""
+        """Return the precision in words, for the card."""
         weights = " and ".join(self.parameters)
         forward = (
             weights if self.autocast is None else f"{self.autocast} autocast over {weights} weights"
@@ -104,10 +109,12 @@ class Precision:
 
 
 class Watched(TorchDispatchMode):
-    """Inside, note the types shorter than float32 that floating-point numbers are computed in,
-    whoever switched to them.
+    """Notes, inside, the types shorter than float32 that floating-point numbers are computed in.
 
-    Attributes: short: their names.
+    It sees them whatever code switched to them.
+
+    Attributes:
+        short: their names.
     """
 
     def __init__(self) -> None:

@@ -1,5 +1,4 @@
-"""Put a run's ``privacy.json`` right from its marks: steps that it lost are added, nothing is taken
-away."""
+"""Rebuild a run's ``privacy.json`` from its marks: add steps that it lost, and remove nothing."""
 
 from __future__ import annotations
 
@@ -32,10 +31,10 @@ class Rebuilt:
     Attributes:
         record: what ``privacy.json`` says now.
         added: the releases that it lacked.
-        changed: it was written anew.
-        set_aside: where the file went that could not be read; None when there was none.
-        had_mark: the run's own mark was there. Without it, nothing shows whether anything is still
-            missing.
+        changed: whether it was rewritten.
+        set_aside: where a file that could not be read was moved; None when there was none.
+        had_mark: whether the run's own mark was there. Without it, nothing shows whether anything
+            is still missing.
     """
 
     record: PrivacyRecord
@@ -46,15 +45,13 @@ class Rebuilt:
 
 
 def rebuild(folder: Path) -> Rebuilt:
-    """Write the longest ledger that the files of a run know into its ``privacy.json``, and its
-    mark.
+    """Write the longest ledger that a run's files know into its ``privacy.json`` and its mark.
 
-    What weakens the claim is merged over all of them. A ``privacy.json`` that lacks nothing stays
-    as it is.
+    Weaknesses are merged over all files. A ``privacy.json`` that lacks nothing stays as it is.
 
-    Raises: LedgerError when another process is at work on the run; when files are of different
-        runs, or know steps that do not continue each other; when nothing shows how far the run
-        went; when a file cannot be read.
+    Raises: LedgerError when another process is at work on the run, when files are of different runs
+        or know steps that do not continue each other, when nothing shows how far the run went, or
+        when a file cannot be read.
     """
     if not any((folder / name).exists() for name in (FILE_NAME, RUN_MARK)):
         raise LedgerError(
@@ -64,7 +61,8 @@ def rebuild(folder: Path) -> Rebuilt:
         )
     if folder.resolve().name.startswith("checkpoint-"):
         raise LedgerError(
-            f"{folder} is a checkpoint, whose ledger ends there. Name the output folder of its run."
+            f"{folder} is a checkpoint, and its ledger ends there. Name the output folder of its "
+            "run."
         )
     lock = lock_run(folder)
     try:
@@ -87,7 +85,7 @@ def _rebuild(folder: Path) -> Rebuilt:
     if not had_mark and (record is None or not record.ledger.extends(run.ledger)):
         raise LedgerError(
             f"{folder} has no {RUN_MARK}, and its {FILE_NAME} is damaged or lacks what other files "
-            f"of the run know ({in_words(run.ledger)}): nothing shows how far the run went. "
+            f"of the run know ({in_words(run.ledger)}), so nothing shows how far the run went. "
             "Restore a backup of the whole folder that is not older; without one the privacy of "
             "this run is not known."
         )
@@ -114,8 +112,7 @@ def _rebuild(folder: Path) -> Rebuilt:
 
 
 def _restated(record: PrivacyRecord, run: Mark) -> PrivacyStatement | None:
-    """What may be said of the whole ledger, from the facts of an older statement; None where there
-    was none."""
+    """Make the statement of the whole ledger, from the facts of an older one; None without one."""
     if record.statement is None:
         return None
     facts = replace(RunFacts.from_dict(record.statement["facts"]), **vars(run.weaknesses))
@@ -123,13 +120,13 @@ def _restated(record: PrivacyRecord, run: Mark) -> PrivacyStatement | None:
 
 
 def _longest(found: Sequence[Found]) -> Mark:
-    """The ledger that continues all others, with all that weakens the run."""
+    """Return the mark whose ledger continues all others, with the weaknesses of all."""
     first = found[0]
     for item in found:
         if item.mark.run_id != first.mark.run_id:
             raise LedgerError(
-                f"{first.where} is of run {first.mark.run_id}, and {item.where} of run "
-                f"{item.mark.run_id}: one folder is for one run. Move the files of one of the two "
+                f"{first.where} is of run {first.mark.run_id}, and {item.where} is of run "
+                f"{item.mark.run_id}; one folder is for one run. Move the files of one of the two "
                 "to a folder of their own."
             )
     longest = max(found, key=lambda item: item.mark.ledger.steps())
@@ -138,9 +135,9 @@ def _longest(found: Sequence[Found]) -> Mark:
             raise LedgerError(
                 f"{longest.where} ({in_words(longest.mark.ledger)}) and {item.where} "
                 f"({in_words(item.mark.ledger)}) are of one run, and neither ledger continues the "
-                "other: two copies of the run went on from one point, or a file was edited. No "
-                "ledger here counts both. Restore a backup of the whole folder that is not older; "
-                "without it the privacy of this run is not known."
+                "other: two copies of the run went on from the same point, or a file was edited. "
+                "No ledger here counts both. Restore a backup of the whole folder that is not "
+                "older; without one the privacy of this run is not known."
             )
     weaknesses = reduce(
         lambda one, other: one.merged(other), (item.mark.weaknesses for item in found)
@@ -153,14 +150,14 @@ def _newest_copy(folder: Path) -> PrivacyRecord:
         if (checkpoint / FILE_NAME).exists():
             return read_copy(checkpoint)
     raise LedgerError(
-        f"{FILE_NAME} in {folder} is missing or damaged, and there is no checkpoint whose copy has "
-        "the plan of the run. Restore a backup of the whole folder that is not older; without it "
-        "the privacy of this run is not known."
+        f"{FILE_NAME} in {folder} is missing or damaged, and no checkpoint has a copy with the "
+        "plan of the run. Restore a backup of the whole folder that is not older; without one the "
+        "privacy of this run is not known."
     )
 
 
 def _set_aside(path: Path) -> Path:
-    """Keep the damaged file under another name: it is evidence, too."""
+    """Keep the damaged file under another name, since it is evidence as well."""
     number = 1
     while (kept := path.with_name(f"_damaged-{number}-{path.name}")).exists():
         number += 1
@@ -169,7 +166,7 @@ def _set_aside(path: Path) -> Path:
 
 
 def _added(before: Ledger, after: Ledger) -> Ledger:
-    """What ``after`` has and ``before``, which it extends, has not."""
+    """Return what ``after`` adds to ``before``, which it extends."""
     added, known = Ledger(), before.entries
     for index, entry in enumerate(after.entries):
         steps = entry.event.steps - (known[index].event.steps if index < len(known) else 0)

@@ -1,5 +1,4 @@
-"""Synthetic examples in a model's declared ranges, for the self-check. No private row is
-involved."""
+"""Synthetic examples in a model's declared ranges, for the self-check; no private row is used."""
 
 from __future__ import annotations
 
@@ -12,17 +11,16 @@ from torch import Tensor, nn
 from hf_dp.errors import UnsupportedLossError, UnsupportedModelError
 from hf_dp.losses import base_model, task_of
 
-# Neither ascending nor descending: a model that sorts its rows must not look like one that does
-# not.
+# Neither ascending nor descending, so that a model that sorts its examples is found out.
 _LENGTHS = (7, 12, 4)
-# For sequence-to-sequence models: the longer text has the shorter target.
+# For sequence-to-sequence models: the longest text has the shortest target.
 _TARGET_LENGTHS = (5, 3, 4)
 
 Batch = dict[str, Tensor]
 
 
 def synthetic_examples(model: nn.Module) -> list[Batch]:
-    """Return three batches of one example, of different length where examples have one, on the CPU.
+    """Return three batches of one example on the CPU, of different lengths where there are any.
 
     Raises: UnsupportedModelError for a model whose inputs are neither token ids nor images.
     """
@@ -41,9 +39,8 @@ def synthetic_examples(model: nn.Module) -> list[Batch]:
 
 def _texts(model: nn.Module, base: Any) -> list[Batch]:
     config, task = base.config, _task(model)
-    pad, eos = (
-        getattr(config, name, None) for name in ("pad_token_id", "eos_token_id")
-    )  # Funnel has no eos
+    # Funnel has no end token.
+    pad, eos = (getattr(config, name, None) for name in ("pad_token_id", "eos_token_id"))
     pad = pad if isinstance(pad, int) else 0
     vocabulary = base.get_input_embeddings().weight.shape[0]
     tokens = torch.tensor([token for token in range(vocabulary) if token != pad])
@@ -55,7 +52,7 @@ def _texts(model: nn.Module, base: Any) -> list[Batch]:
             ids = valid(ids)
         if isinstance(eos, int) and 0 <= eos < vocabulary:
             ids[:, :-1][ids[:, :-1] == eos] = ids[0, 0] if ids[0, 0] != eos else tokens[0]
-            ids[:, -1] = eos  # some heads read the position of it
+            ids[:, -1] = eos  # some heads read its position
         if task == "seq2seq_lm":
             labels = tokens[torch.randint(len(tokens), (1, target_length))]
         else:
@@ -68,8 +65,7 @@ def _texts(model: nn.Module, base: Any) -> list[Batch]:
 
 
 def made_up_tokens(model: nn.Module, shape: tuple[int, ...]) -> Tensor:
-    """Return valid token ids (..., T) without padding, the last one the end token where the model
-    has one."""
+    """Return valid token ids (..., T) without padding; the last is the end token, if any."""
     base: Any = base_model(model)
     config = getattr(base, "config", None)
     pad, eos = (getattr(config, name, None) for name in ("pad_token_id", "eos_token_id"))
@@ -94,7 +90,7 @@ def _images(model: nn.Module, base: Any) -> list[Batch]:
 
 
 def _task(model: nn.Module) -> str:
-    """Return the kind of task; a loss of the user's own is taken to want one class per example."""
+    """Return the kind of task; assume one class per example for a loss of the user's own."""
     try:
         return task_of(model)
     except UnsupportedLossError:

@@ -1,5 +1,7 @@
-"""The training set of a private run: looked over once, each row collated alone, padded with
-others."""
+"""The training set of a private run.
+
+It is looked over once. Each row is collated alone, and examples are padded together.
+"""
 
 from __future__ import annotations
 
@@ -30,15 +32,18 @@ from hf_dp.run.synthetic import made_up_tokens, synthetic_examples
 
 logger = logging.get_logger(__name__)
 
-_TRIES = 20  # collations of a made-up row until a masking collator leaves it something to predict
+_TRIES = 20  # collations of a made-up row, until a masking collator leaves something to predict
 
 
 class TrainingData:
     """What a private run knows of its rows.
 
     Args:
-        dataset: without the columns that the model does not take. collator: the user's.
-        padding, limits: of the model. randomness: of the run. options: of batches and loader.
+        dataset: without the columns that the model does not take.
+        collator: the user's.
+        padding, limits: those of the model.
+        randomness: that of the run.
+        options: for batches and loader.
     """
 
     def __init__(
@@ -52,9 +57,8 @@ class TrainingData:
     ):
         self.examples = Examples(dataset, collator, randomness)
         self.padding, self.limits, self.options = padding, limits, options
-        self.computed: frozenset[str] = (
-            frozenset()
-        )  # types shorter than float32 that a forward was seen to compute in
+        # The types shorter than float32 that a forward pass was seen to compute in.
+        self.computed: frozenset[str] = frozenset()
 
     @cached_property
     def looked_over(self) -> LookedOver:
@@ -70,18 +74,22 @@ class TrainingData:
     def check(
         self, model: nn.Module, losses: Callable[[Any], Tensor], *, needs_labels: bool
     ) -> None:
-        """Look over the rows, and see that the model takes one as long as the longest of them.
+        """Look over the rows, and check that the model takes one as long as the longest of them.
 
-        Args: losses: of a batch. needs_labels: False where the loss is the user's own.
+        Args:
+            losses: computes the losses of a batch.
+            needs_labels: False where the loss is the user's own.
 
-        Raises: DataError as :func:`look_over`; without labels; for rows that are too long.
+        Raises:
+            DataError: as :func:`look_over`; when labels are missing or rows are too long.
+            UnsupportedLossError: the loss does not give one number per example.
         """
         layout = self.looked_over.layout
         if needs_labels and "labels" not in layout.leaves:
             raise DataError(
-                f"The training batches have no `labels` (they have {sorted(layout.leaves)}). Name "
-                "the label column `label` or `labels` (dataset.rename_column), or use a collator "
-                "that makes labels."
+                f"The training batches have no `labels` (they have {sorted(layout.leaves)}). "
+                "Rename the label column to `label` or `labels` (dataset.rename_column), or use a "
+                "collator that makes labels."
             )
         training = model.training
         longest = as_long_as_the_longest(self.examples[self.looked_over.longest], layout, model)
@@ -93,8 +101,8 @@ class TrainingData:
                 shape = tuple(found.shape) if isinstance(found, Tensor) else type(found).__name__
                 raise UnsupportedLossError(
                     "Expected compute_per_example_loss to return one loss for each example, shape "
-                    f"(1,) for a batch of one, got {shape}. Use reduction='none', and average over "
-                    "what belongs to an example."
+                    f"(1,) for a batch of one, got {shape}. Use reduction='none', and average "
+                    "within each example."
                 )
             self.computed = frozenset(watched.short)
         except HfDpError:
@@ -106,23 +114,23 @@ class TrainingData:
                 f"({type(problem).__name__}: {problem}). It has the columns "
                 f"{sorted(layout.leaves)}{f', of lengths up to {lengths}' if lengths else ''}. If "
                 "a column is missing, set remove_unused_columns=False. If rows are too long, "
-                f"truncate them; row {self.looked_over.longest} has most tokens."
+                f"truncate them; row {self.looked_over.longest} has the most tokens."
             ) from problem
         finally:
             model.train(training)
 
     def warn_of_chunks(self) -> None:
-        """Say on the local console where the rows look like pieces of longer documents."""
+        """Warn on the local console when the rows look like chunks of longer documents."""
         if self.looked_over.look_like_chunks(len(self.examples)):
             logger.warning(
-                "Nearly all rows have the same number of tokens, as pieces of longer documents do. "
-                "Then a piece is protected, and a document of k pieces k-fold weaker. If it is so, "
-                "set rows_are_chunks=True, and the card says it. Otherwise let each row be a whole "
-                "document."
+                "Nearly all rows have the same number of tokens, as chunks of longer documents do. "
+                "If they are chunks, one chunk is protected, and a document of k chunks is "
+                "protected k-fold weaker. Set rows_are_chunks=True, and the card says so; or let "
+                "each row be a whole document. If they are not chunks, ignore this."
             )
 
     def batches(self, one_shape: bool = False) -> PhysicalBatches:
-        """Return what cuts and pads drawn examples; see :class:`PhysicalBatches`."""
+        """Return the object that cuts and pads drawn examples; see :class:`PhysicalBatches`."""
         return PhysicalBatches(
             self.padding,
             self.looked_over.layout,
@@ -136,11 +144,12 @@ class TrainingData:
         return private_dataloader(self.examples, sampler, self.batches(one_shape), self.options)
 
     def synthetic_examples(self, model: nn.Module) -> list[Example]:
-        """Return made-up examples that went through the collator as rows do, each a batch of one.
+        """Return made-up examples that passed through the collator like rows, each a batch of one.
 
-        Where rows cannot be made up in the data set's format, they are the model's inputs as they
-        are, and a warning says so. Raises: UnsupportedModelError for a model whose inputs are not
-        known.
+        Where rows cannot be made up in the data set's format, synthetic inputs of the model are
+        returned unchanged, and a warning says so.
+
+        Raises: UnsupportedModelError for a model whose inputs are not known.
         """
         made = synthetic_examples(model)
         try:
@@ -152,9 +161,9 @@ class TrainingData:
             return [self._collated(row) for row in rows]
         except DataError as problem:
             logger.warning(
-                "The self-check goes past the data collator, to which no made-up rows could be "
-                "given: %s. Override DPTrainer.synthetic_batches(self) to return what it would "
-                "make of some.",
+                "The self-check skips the data collator, because it could not be given made-up "
+                "rows: %s. Override DPTrainer.synthetic_batches(self) to return what the collator "
+                "makes of some made-up rows.",
                 str(problem).rstrip("."),
             )
             return list(made)
@@ -182,8 +191,7 @@ def _attends_to_nothing(example: Example) -> bool:
 
 
 def as_long_as_the_longest(example: Example, layout: Layout, model: nn.Module) -> Any:
-    """Return a made-up batch of one with an example's columns, each of the greatest length that it
-    has in any row."""
+    """Return a made-up batch of one, in which each column has its greatest length in any row."""
 
     def made(name: str, values: list[Any]) -> Any:
         (value,) = values
@@ -203,9 +211,10 @@ def as_long_as_the_longest(example: Example, layout: Layout, model: nn.Module) -
 def padded_together(
     examples: list[Any], padding: Padding, of_rows: Layout | None = None
 ) -> tuple[Any, list[Example]]:
-    """Return (one padded batch, the examples one by one) of batches of one.
+    """Return (one padded batch, the examples one by one), from batches of one.
 
-    Args: of_rows: whose columns and types the examples must have; None: any.
+    Args:
+        of_rows: the layout whose columns and types the examples must have; None allows any.
 
     Raises: DataError when they are not two or more batches of one example with the same columns.
     """

@@ -1,4 +1,4 @@
-"""The metadata of a safetensors file: read and replaced without a tensor being touched.
+"""Read and replace the metadata of a safetensors file without touching a tensor.
 
 A file is 8 bytes (the length of the header, little-endian), a JSON header, and the tensors' bytes.
 """
@@ -15,18 +15,18 @@ from hf_dp.errors import LedgerError
 from hf_dp.statement.durable import replace_file
 from hf_dp.statement.strict_json import loads
 
-_LENGTH = 8  # bytes; tensors start at a multiple of it, too
-_MOST = 100_000_000  # bytes of a header, the format's own limit
+_LENGTH = 8  # bytes; tensors start at a multiple of it
+_MOST = 100_000_000  # the most bytes of a header, by the format
 _CHUNK = 1 << 24
 _METADATA = "__metadata__"
-# In folders of weights, but no weights: masks of what trains (hf_dp.tuners.single_entries.tuner).
+# Files that stand beside weights: masks of what trains (hf_dp.tuners.single_entries.tuner).
 NOT_WEIGHTS = ("selection_masks.safetensors",)
 
 
 def weights_files(folder: Path) -> list[Path]:
-    """List the safetensors files with weights in a folder: of a model, its shards, an adapter.
+    """List the safetensors files with weights in a folder: a model, its shards or an adapter.
 
-    PEFT puts adapters with a name of their own into folders of that name, which are looked into.
+    PEFT puts an adapter with a name of its own into a folder of that name; these are included.
     """
     found = [*folder.glob("*.safetensors"), *folder.glob("*/adapter_model*.safetensors")]
     return sorted(
@@ -39,8 +39,10 @@ def weights_files(folder: Path) -> list[Path]:
 
 
 def read_metadata(path: Path) -> dict[str, str]:
-    """Return the metadata of a safetensors file. Raises: LedgerError when its header cannot be
-    read."""
+    """Return the metadata of a safetensors file.
+
+    Raises: LedgerError when its header cannot be read.
+    """
     with _opened(path) as stream:
         return _Header.of(stream, path).metadata
 
@@ -48,10 +50,12 @@ def read_metadata(path: Path) -> dict[str, str]:
 def add_metadata(path: Path, added: Mapping[str, str]) -> None:
     """Put ``added`` into the metadata of a safetensors file, durably and in one step.
 
-    Other metadata and the bytes of the tensors stay as they are, and at multiples of 8 bytes.
+    Other metadata and the bytes of the tensors stay as they are. Tensors stay at multiples of 8
+    bytes.
 
-    Raises: LedgerError when the header cannot be read; OSError when the disk refuses. The file is
-        then as it was.
+    Raises:
+        LedgerError: the header cannot be read. The file stays as it was.
+        OSError: the disk refused. The file stays as it was.
     """
     with _opened(path) as stream:
         header = _Header.of(stream, path)
@@ -99,7 +103,7 @@ def _opened(path: Path) -> BinaryIO:
 
 def _unreadable(path: Path, why: str) -> LedgerError:
     return LedgerError(
-        f"Expected {path} to be a safetensors file, whose metadata may say what was spent for it; "
-        f"it cannot be read ({why}). Restore it. If a kill cut its saving short, delete it: no "
-        "model could load it."
+        f"Expected {path} to be a safetensors file, whose metadata may say what was spent for it, "
+        f"but it cannot be read ({why}). Restore it. If a kill interrupted its saving, delete it: "
+        "no model could load it."
     )

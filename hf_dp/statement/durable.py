@@ -11,10 +11,10 @@ from pathlib import Path
 def replace_file(path: Path, chunks: Iterable[bytes]) -> None:
     """Put ``chunks`` in the place of the file at ``path``; on return they are on the disk.
 
-    After a kill at any point the file is the old one or the new one, whole.
-    The order is what makes that true: file to disk, rename, folder to disk.
+    After a kill at any point the file is the old one or the new one, whole. The order ensures that:
+    file to disk, rename, folder to disk.
 
-    Raises: OSError when the disk refuses; the old file is then intact.
+    Raises: OSError when the disk refuses. The old file is then intact.
     """
     temporary = path.with_name(f"_{path.name}.{os.getpid()}.tmp")
     try:

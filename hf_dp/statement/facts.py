@@ -1,4 +1,4 @@
-"""What the ledger does not know of a run: what weakens its claim, and how it was made."""
+"""What the ledger does not know about a run: what weakens its claim, and how it was made."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ class RunFacts(Weaknesses):
 
     Args:
         trained: which parameters were trained, in words and numbers.
-        precision: of gradient sums and noise, for example "float32".
-        noise_generator, sampling_generator: their kind and how they were seeded; never a seed.
+        precision: that of gradient sums and noise, for example "float32".
+        noise_generator, sampling_generator: their kind and how they were seeded, never a seed.
         versions: library -> version.
 
     Raises: InvalidArgumentError.

@@ -1,12 +1,14 @@
-"""Whether the private data is among what the base model was pretrained on: then epsilon says little
-about those rows."""
+"""Whether the base model was pretrained on the private data.
+
+If so, epsilon says little about those rows.
+"""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable
 
-# Data sets whose text is another's: GLUE's tasks and where their sentences come from.
+# Data sets that share their text: the tasks of GLUE, and where their sentences come from.
 _SAME_TEXT = {
     "qqp": {"quora", "quoraduplicates", "quoraquestionpairs"},
     "qnli": {"squad", "rajpurkarsquad"},
@@ -18,11 +20,11 @@ _NOT_A_NAME = {"default", "private", "train"}
 
 
 def seen_in_pretraining(dataset: str | None, sources: Iterable[str]) -> list[str]:
-    """Those of ``sources`` that seem to name ``dataset``, a collection it is part of, or a data set
-    with the same text.
+    """List the ``sources`` that seem to hold the text of ``dataset``.
 
-    Compared are the last two components of each name, letters and digits only, by their beginnings:
-    "nyu-mll/glue/sst2", "SST-2 (train)" and "glue" are one. A needless warning costs less than a
+    A source may name the data set, a collection that contains it, or a data set with the same text.
+    Names are compared by the beginnings of their last two components, letters and digits only:
+    "nyu-mll/glue/sst2", "SST-2 (train)" and "glue" match. A needless warning costs less than a
     missing one.
     """
     wanted = _names(dataset or "")

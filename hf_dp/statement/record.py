@@ -1,7 +1,8 @@
 """``privacy.json``: plan, ledger and statement of a run, written durably and never shortened.
 
 The file is the evidence behind an epsilon. It is rewritten before each noised gradient becomes
-visible, so a kill at any point leaves a file that counts at least all that was released.
+visible. A kill at any point therefore leaves a file that counts at least everything that was
+released.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ RESTORE = (
 
 
 class DamagedRecordError(LedgerError):
-    """There is no ``privacy.json``, or what is there is not what hf_dp wrote."""
+    """A ``privacy.json`` is missing, or is not what hf_dp wrote."""
 
 
 @dataclass(frozen=True)
@@ -50,13 +51,13 @@ class PrivacyRecord:
     """What :func:`read` found.
 
     Attributes:
-        plan, ledger: of the run.
-        run_id: which run; a ledger continues only its own.
-        weaknesses: what weakened the claim once weakens it for good, also after a resume.
-        status: the statement's, or "running".
-        statement: as a dict (``PrivacyStatement.from_dict`` reads it), or None while the run has
-            not ended.
-        schema_version: with which the file was written.
+        plan, ledger: those of the run.
+        run_id: which run it is; a run continues only its own ledger.
+        weaknesses: what weakens the claim. What did so once does so for good, also after a resume.
+        status: that of the statement, or "running".
+        statement: a dict that ``PrivacyStatement.from_dict`` reads, or None while the run has not
+            ended.
+        schema_version: the version with which the file was written.
     """
 
     plan: PrivacyPlan
@@ -69,13 +70,12 @@ class PrivacyRecord:
 
     @property
     def insecure_seed(self) -> bool:
-        """Whether the randomness of this run, or of one that it names as earlier, can be
-        reproduced."""
+        """Whether the randomness of this run, or of one of its earlier runs, can be reproduced."""
         return any(run.insecure_seed for run in self.weaknesses.everywhere)
 
 
 def earlier_runs(record: PrivacyRecord) -> tuple[EarlierRun, ...]:
-    """List what a run names as its own earlier runs, and then the run itself."""
+    """List the earlier runs that a run names, and then the run itself."""
     own = {item.name: getattr(record.weaknesses, item.name) for item in fields(Flags)}
     mechanism = record.plan.mechanism
     this = EarlierRun(record.run_id, mechanism.unit, mechanism.relation, **own)
@@ -90,8 +90,10 @@ def to_record(
     weaknesses: Weaknesses = _NOTHING,
     statement: PrivacyStatement | None = None,
 ) -> dict[str, Any]:
-    """Return the content of ``privacy.json``: JSON-ready, no realized batch sizes, no seeds, no
-    paths."""
+    """Return the content of ``privacy.json``, JSON-ready.
+
+    It holds no realized batch sizes, no seeds and no paths.
+    """
     return {
         "schema_version": SCHEMA_VERSION,
         "hf_dp_version": __version__,
@@ -103,17 +105,18 @@ def to_record(
 
 
 def write(path_or_dir: str | os.PathLike[str], record: Mapping[str, Any]) -> Path:
-    """Replace the file in one step, durably: after return, or a kill, it is the old one or the new
-    one, whole.
+    """Replace the file in one step, durably, and return its path.
+
+    After a kill at any point the file is the old one or the new one, whole.
 
     Args:
         path_or_dir: a folder (made if absent) or a path that ends in ".json".
-        record: of :func:`to_record`.
+        record: made by :func:`to_record`.
 
     Raises:
         LedgerError: the file there is of another run, holds steps that ``record`` lacks, or
-            cannot be read; it is left as it is. Or ``record`` itself is not well formed.
-        OSError: the disk refused; the old file is intact.
+            cannot be read, or ``record`` itself is not well formed. The file is left as it is.
+        OSError: the disk refused. The old file is intact.
     """
     path = file_of(path_or_dir)
     new = _record(record, path)
@@ -126,10 +129,10 @@ def write(path_or_dir: str | os.PathLike[str], record: Mapping[str, Any]) -> Pat
 
 
 def read(path_or_dir: str | os.PathLike[str]) -> PrivacyRecord:
-    """What a folder's ``privacy.json`` (or the ".json" file named) says; nothing is guessed.
+    """Read a folder's ``privacy.json`` (or the ".json" file named), and guess nothing.
 
-    Raises: LedgerError for a missing, damaged, edited or newer file; the message names it and the
-        next move.
+    Raises: LedgerError for a missing, damaged, edited or newer file. The message names the file and
+        the next move.
     """
     path = file_of(path_or_dir)
     try:
@@ -159,13 +162,13 @@ def file_of(path_or_dir: str | os.PathLike[str]) -> Path:
 
 
 def _record(data: Any, path: Path) -> PrivacyRecord:
-    """Checks a document from top to bottom."""
+    """Check a document from top to bottom, and return its record."""
     if not isinstance(data, Mapping) or "schema_version" not in data:
         raise DamagedRecordError(f"{path} is not a privacy record of hf_dp. {RESTORE}")
     version = data["schema_version"]
     if isinstance(version, int) and version > SCHEMA_VERSION:
         raise LedgerError(
-            f"{path} has schema version {version}; hf_dp {__version__} knows up to "
+            f"{path} has schema version {version}; hf_dp {__version__} knows versions up to "
             f"{SCHEMA_VERSION}. Upgrade hf_dp and try again."
         )
     known = isinstance(version, int) and not isinstance(version, bool) and version >= 1
@@ -216,7 +219,7 @@ def _plan(values: Any, path: Path) -> tuple[PrivacyPlan, str, Weaknesses]:
 def _check_statement(
     status: Any, statement: Any, plan: PrivacyPlan, ledger: Ledger, path: Path
 ) -> None:
-    """Status, statement and ledger must tell the same story."""
+    """Raise LedgerError when status, statement and ledger do not agree."""
     if statement is None:
         agrees = status == RUNNING
     else:
@@ -240,8 +243,8 @@ def _check_statement(
 def _refuse_to_lose(old: PrivacyRecord, new: PrivacyRecord, path: Path) -> None:
     if new.run_id != old.run_id:
         raise LedgerError(
-            f"{path} belongs to run {old.run_id}, not to {new.run_id}, and is the evidence of its "
-            "privacy. Use another output folder, or resume that run."
+            f"{path} belongs to run {old.run_id}, not to {new.run_id}, and is the evidence of that "
+            "run's privacy. Use another output folder, or resume that run."
         )
     if not new.ledger.extends(old.ledger):
         raise LedgerError(
@@ -251,7 +254,7 @@ def _refuse_to_lose(old: PrivacyRecord, new: PrivacyRecord, path: Path) -> None:
         )
     if not new.weaknesses.includes(old.weaknesses):
         raise LedgerError(
-            f"{path} records {old.weaknesses} as what weakens the claim, and the new record "
-            f"{new.weaknesses}: what was true once of a run is true for good. Resume from the "
+            f"{path} records {old.weaknesses} as what weakens the claim, but the new record has "
+            f"{new.weaknesses}. What was true of a run once is true for good. Resume from the "
             f"record in {path.name}."
         )

@@ -1,4 +1,4 @@
-"""What each accountant says of a run, and how its numbers are printed."""
+"""What each accountant says about a run, and how its numbers are printed."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from decimal import ROUND_CEILING, Decimal
 from typing import Any
 
+from hf_dp._dataclasses import checked_fields
 from hf_dp.accounting import BOUNDS, Ledger, round_up
 from hf_dp.accounting.comparison import compare
-from hf_dp.errors import AccountingRangeError
-from hf_dp.statement.weaknesses import checked_fields
+from hf_dp.errors import AccountingRangeError, LedgerError
 
 EPSILON_DIGITS = 3  # decimals of a printed epsilon
 DELTA_DIGITS = 4  # significant digits of a printed delta
@@ -23,11 +23,9 @@ class AccountantResult:
 
     Args:
         accountant: "pld", "rdp", "prv" or "gdp_clt".
-        epsilon: rounded up to three decimals, or None if there is none to give; ``note`` then says
-            why.
-        kind: "bound" or "estimate" (may be below the true epsilon); None without an epsilon.
-        estimate: point estimate beside the bound (prv), rounded up to three decimals, otherwise
-            None.
+        epsilon: rounded up to three decimals, or None; ``note`` then says why.
+        kind: "bound" or "estimate" (which may be below the true epsilon); None without an epsilon.
+        estimate: a point estimate beside the bound (prv), rounded up to three decimals, else None.
         note: why there is no epsilon, else empty.
     """
 
@@ -39,21 +37,25 @@ class AccountantResult:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> AccountantResult:
-        """Read back what a statement's ``to_dict`` wrote. Raises: LedgerError for unknown or
-        missing fields."""
-        return cls(**checked_fields(cls, values))
+        """Read back what a statement's ``to_dict`` wrote.
+
+        Raises: LedgerError for unknown or missing fields.
+        """
+        return cls(**checked_fields(cls, values, LedgerError))
 
 
 def epsilon_text(epsilon: float | None) -> str:
-    """Return an epsilon that is already rounded up as it is printed; "none" for none."""
+    """Return the text of an epsilon that is already rounded up; "none" for None."""
     if epsilon is None:
         return "none"
     return "0" if epsilon == 0 else f"{epsilon:.{EPSILON_DIGITS}f}"
 
 
 def delta_text(delta: float) -> str:
-    """Return delta rounded up to four significant digits, so that "(epsilon, delta)-private" stays
-    true."""
+    """Return delta rounded up to four significant digits.
+
+    Rounding up keeps "(epsilon, delta)-private" true.
+    """
     exact = Decimal(repr(float(delta)))
     if exact == 0:
         return "0"
@@ -62,12 +64,12 @@ def delta_text(delta: float) -> str:
 
 
 def result_of(ledger: Ledger, delta: float, accountant: str) -> AccountantResult:
-    """Return what an accountant says of a ledger, or why it says nothing."""
+    """Return what an accountant says about a ledger, or why it says nothing."""
     (answer,) = compare(ledger.events, delta, (accountant,))
     value = answer.epsilon
-    if (
-        value is None
-    ):  # DP-FP's figure, too, stands in the note: no number here can be taken for an epsilon
+    if value is None:
+        # The figure for DP-FP stands in the note as well, so that no number here can be mistaken
+        # for an epsilon.
         return AccountantResult(accountant, None, None, note=answer.note)
     if not math.isfinite(value.value):
         return AccountantResult(accountant, None, None, note="no finite epsilon")
@@ -76,7 +78,7 @@ def result_of(ledger: Ledger, delta: float, accountant: str) -> AccountantResult
 
 
 def headline(rows: tuple[AccountantResult, ...], wanted: str) -> tuple[AccountantResult, str]:
-    """Return the result that the claim is made with, and why if it is not the one asked for.
+    """Return the result for the claim and, if it is not the one asked for, why.
 
     Raises: AccountingRangeError when no accountant gives an upper bound.
     """

@@ -1,10 +1,9 @@
-"""Versions of ``privacy.json``: what older ones did not say, and when they can be read
-nevertheless.
+"""Versions of ``privacy.json``: what older ones did not say, and when they can still be read.
 
-- 1: up to hf_dp 0.1.0. The plan is flat, and of earlier runs it holds the releases only, not what
+- 1: up to hf_dp 0.1.0. The plan is flat. For earlier runs it holds the releases only, not what
   weakened them.
-- 2: the plan has a ``mechanism`` of its own; ``earlier``, ``rows_are_chunks`` and
-  ``evaluation_compared`` of the run; what a statement means is in codes, never read from prose.
+- 2: the plan has a ``mechanism`` of its own, and the run has ``earlier``, ``rows_are_chunks`` and
+  ``evaluation_compared``. Codes say what a statement means; nothing is read from prose.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from hf_dp.statement.weaknesses import NAMES
 
 SCHEMA_VERSION = 2
 
-# What a file of version 1 leaves open. Its evaluation sets were not compared with the training
+# What a file of version 1 does not say. Its evaluation sets were not compared with the training
 # rows.
 _SINCE_2: dict[str, Any] = {"rows_are_chunks": False, "evaluation_compared": False, "earlier": []}
 _OF_THE_RUN = ("run_id", *NAMES)
@@ -35,9 +34,10 @@ _OF_THE_RUN = ("run_id", *NAMES)
 def upgraded(data: Mapping[str, Any], path: Path) -> Mapping[str, Any]:
     """Return a document as the current version would have written it.
 
-    Raises: LedgerError for a file of version 1 with earlier runs: what weakened these is not in it.
-        ConfigError, TypeError, ValueError, KeyError for a plan that version 1 could not have
-        written.
+    Raises:
+        LedgerError: the file is of version 1 and has earlier runs; it does not say what weakened
+            them.
+        ConfigError, TypeError, ValueError, KeyError: version 1 could not have written the plan.
     """
     if data["schema_version"] == SCHEMA_VERSION:
         return _with_a_mechanism(data)
@@ -46,17 +46,17 @@ def upgraded(data: Mapping[str, Any], path: Path) -> Mapping[str, Any]:
         raise LedgerError(
             f"{path} has schema version 1, and counts earlier runs without what weakened them: "
             "un-noised quantities that they released, labels that they left public. Expected "
-            f"schema version {SCHEMA_VERSION}, which says it. Its claim can be read with hf_dp "
-            f"{data['hf_dp_version']}, which wrote it, and holds no further than that of each run "
-            "that it counts; this version can neither resume the run nor take it for an earlier "
-            "one."
+            f"schema version {SCHEMA_VERSION}, which records it. This version can neither resume "
+            "the run nor take it for an earlier one. Read its claim with hf_dp "
+            f"{data['hf_dp_version']}, which wrote it; it holds no further than that of each run "
+            "that it counts."
         )
     if not isinstance(data["plan"], Mapping):
-        return data  # which is found out where plans are read
+        return data  # refused where plans are read
     if added := sorted(set(_SINCE_2) & set(data["plan"])):
         raise LedgerError(
-            f"{path} was edited: schema version 1 has no {added}. Restore the version that it was "
-            "written with."
+            f"{path} was edited: schema version 1 has no {added}. Restore the `schema_version` "
+            "that it was written with."
         )
     statement = data["statement"]
     if isinstance(statement, Mapping) and isinstance(statement.get("facts"), Mapping):

@@ -1,9 +1,8 @@
-"""The privacy statement: what a run may claim, computed from what ran and printed everywhere the
-same.
+"""The privacy statement: what a run may claim, computed from what ran.
 
-The numbers come from the ledger, never from the plan's intentions; epsilon is a bound, rounded up;
-what it does not cover is part of the statement. What must be said follows Ponomareva et al. 2023
-(arXiv 2303.00654), "How to report".
+It is the same wherever it is printed. Its numbers come from the ledger, never from the plan's
+intentions. Epsilon is a bound, rounded up, and what it does not cover is part of the statement.
+What must be said follows Ponomareva et al. 2023 (arXiv 2303.00654), "How to report".
 """
 
 from __future__ import annotations
@@ -13,6 +12,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from hf_dp import _validate
+from hf_dp._dataclasses import checked_fields
 from hf_dp.accounting import (
     ACCOUNTANTS,
     BOUNDS,
@@ -44,7 +44,7 @@ from hf_dp.statement.results import (
     line,
     result_of,
 )
-from hf_dp.statement.weaknesses import checked_fields, plain, refuse_unnamed
+from hf_dp.statement.weaknesses import plain, refuse_unnamed
 from hf_dp.statement.wording import (
     COVERED,
     not_covered,
@@ -61,34 +61,38 @@ NOT_ESTABLISHED = "as published, not established"
 
 @dataclass(frozen=True)
 class PrivacyStatement:
-    """What the run may claim. Made by :meth:`from_ledger`; nothing else computes these values.
+    """What the run may claim. Only :meth:`from_ledger` computes these values.
+
+    Noise standard deviations are noise_multiplier x the sensitivity (clipping_norm and its rounding
+    margin), on the sum.
 
     Attributes:
         status: PROVEN, PROVEN_WEIGHTS_ONLY (the user released un-noised quantities), NOT_PRIVATE or
-            NOT_ESTABLISHED (DP-FP as published: no bound is known for what ran). As weak as that of
-            the weakest run that is named as earlier.
-        status_reason: in words. not_established: each reason why no bound is known, in words.
-        epsilon: the headline, an upper bound rounded up to three decimals; None when the run is not
-            private.
+            NOT_ESTABLISHED (DP-FP as published: no bound is known for what ran). It is as weak as
+            that of the weakest earlier run that is named.
+        status_reason: in words.
+        not_established: each reason why no bound is known, in words.
+        epsilon: the headline, an upper bound rounded up to three decimals; None when there is no
+            bound to claim.
         delta: as in the plan, not rounded (:attr:`delta_text` is rounded up).
-        accountant: whose bound the headline is; ``accountant_note`` says why, if not the one asked
-            for.
+        accountant: the accountant whose bound the headline is.
+        accountant_note: why that is not the accountant asked for, else empty.
         epsilons: one result for each of :data:`hf_dp.accounting.ACCOUNTANTS`.
         target_epsilon: what the noise was calibrated to, or None when the noise was given.
-        unit, neighboring_relation: in words; the weakest of this run's and of all earlier runs'.
-            ``unit_code``, ``relation_code``: of :mod:`hf_dp.plans.units`.
+        unit, neighboring_relation: in words; the weakest of this run and of all earlier runs.
+        unit_code, relation_code: codes of :mod:`hf_dp.plans.units`.
         privacy_mode: the argument that selected the mechanism.
         mechanism_name, mechanism, sampling: in words, from the mechanism's plan.
-        sampling_code: "poisson", or "none". tag: of the mechanism, on the Hub.
+        sampling_code: "poisson" or "none".
+        tag: the mechanism's tag on the Hub.
         what_ran: in words, for :meth:`sentence`.
-        noise_multipliers, sample_rates: of the mechanisms that ran (the plan's when nothing ran),
-            in order.
-        noise standard deviations are noise_multiplier x the sensitivity (clipping_norm and its
-        rounding margin), on the sum.
-        steps: that ran, by the ledger; steps_planned: by the plan.
+        noise_multipliers, sample_rates: those of the mechanisms that ran, in order (the plan's when
+            nothing ran).
+        steps: how many ran, by the ledger.
+        steps_planned: how many the plan has.
         expected_batch_size: the public divisor of the noisy sum.
         num_examples: N, stated as public.
-        mechanisms: the ledger's rows.
+        mechanisms: the entries of the ledger.
         covered, not_covered: in words.
         facts: what the trainer said about the run.
     """
@@ -128,16 +132,16 @@ class PrivacyStatement:
 
     @classmethod
     def from_ledger(cls, plan: PrivacyPlan, ledger: Ledger, facts: RunFacts) -> PrivacyStatement:
-        """Return the statement of a run; pure, about a second (four accountants).
+        """Return the statement of a run.
 
-        An accountant outside its range is listed without epsilon. Where the plan's accountant is
-        out of range, or is no bound, the headline is the smallest bound that there is, and
-        ``accountant_note`` says so.
+        The function is pure and takes about a second (four accountants). An accountant outside its
+        range is listed without epsilon. If the plan's accountant is out of its range or gives no
+        bound, the headline is the smallest bound there is, and ``accountant_note`` says so.
 
         Raises:
             AccountingRangeError: no accountant gives a finite bound.
-            InvalidArgumentError: a unit or relation for which no statement is known.
-            LedgerError: the ledger counts earlier runs, and ``facts`` name none.
+            InvalidArgumentError: no statement is known for the unit or relation.
+            LedgerError: the ledger counts earlier runs, but ``facts`` name none.
         """
         _validate.one_of("privacy_unit", plan.privacy_unit, PRIVACY_UNITS)
         _validate.one_of("neighboring_relation", plan.neighboring_relation, NEIGHBORING_RELATIONS)
@@ -189,8 +193,7 @@ class PrivacyStatement:
 
     @property
     def proven(self) -> bool:
-        """The headline holds: for all that left the run, or (un-noised releases) for the
-        weights."""
+        """Whether the headline holds: for all that left the run, or at least for the weights."""
         return self.status in (PROVEN, PROVEN_WEIGHTS_ONLY)
 
     @property
@@ -204,7 +207,7 @@ class PrivacyStatement:
         return delta_text(self.delta)
 
     def sentence(self) -> str:
-        """Return the claim in one sentence; when there is none to make, that."""
+        """Return the claim in one sentence, or a sentence that says there is none."""
         if self.status == NOT_ESTABLISHED:
             return (
                 "NO differential privacy guarantee is established for this run: "
@@ -229,19 +232,20 @@ class PrivacyStatement:
 
     @property
     def rows_are_chunks(self) -> bool:
-        """Whether a row is a chunk of a longer text, as declared for this run or for an earlier one
-        on the same rows."""
+        """Whether rows are chunks of longer texts, as declared for this run or an earlier one."""
         return any(run.rows_are_chunks for run in self.facts.everywhere)
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-ready; :meth:`from_dict` reads it back."""
+        """Return plain data, JSON-ready; :meth:`from_dict` reads it back."""
         return plain(asdict(self))
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> PrivacyStatement:
-        """Read back what :meth:`to_dict` wrote. Raises: LedgerError for unknown, missing or bad
-        fields."""
-        given = checked_fields(cls, values)
+        """Read back what :meth:`to_dict` wrote.
+
+        Raises: LedgerError for unknown, missing or bad fields.
+        """
+        given = checked_fields(cls, values, LedgerError)
         try:
             given["epsilons"] = tuple(AccountantResult.from_dict(row) for row in given["epsilons"])
             given["facts"] = RunFacts.from_dict(given["facts"])
@@ -307,7 +311,7 @@ def _claim(plan: PrivacyPlan, ledger: Ledger, facts: RunFacts) -> _Claim:
 
 
 def _not_established(plan: PrivacyPlan, ledger: Ledger) -> list[Event]:
-    """List what is planned, or ran, of which no bound is known."""
+    """List the events, planned or run, for which no bound is known."""
     mechanism = plan.mechanism
     known = mechanism.established and NONE not in (mechanism.unit, mechanism.relation)
     planned = [] if known else [plan.event()]
@@ -317,14 +321,14 @@ def _not_established(plan: PrivacyPlan, ledger: Ledger) -> list[Event]:
 def _why_not_private(ledger: Ledger, facts: RunFacts) -> str:
     if facts.insecure_seed:
         return (
-            "noise and sampling came from a fixed seed (insecure_seed), and whoever knows it can "
-            "subtract the noise"
+            "noise and sampling came from a fixed seed (insecure_seed), and anyone who knows it "
+            "can subtract the noise"
         )
     for run in facts.earlier:
         if run.insecure_seed:
             return (
                 f"noise and sampling of {run.name} on the same rows came from a fixed seed "
-                "(insecure_seed), and whoever knows it can subtract that noise"
+                "(insecure_seed), and anyone who knows it can subtract that noise"
             )
     noiseless = sum(event.steps for event in ledger.events if compose(event).noiseless)
     return f"{noiseless} of {ledger.steps()} steps ran without noise" if noiseless else ""
@@ -342,7 +346,7 @@ def _proven(plan: PrivacyPlan, facts: RunFacts) -> tuple[str, str]:
 
 
 def what_ran(plan: PrivacyPlan, ledger: Ledger, status: str) -> str:
-    """Say what ran: in this run, to choose what trains, and in earlier runs on the same rows."""
+    """Say what ran: in earlier runs on the same rows, in the selection, and in this run."""
     if status == NOT_ESTABLISHED:
         (event, *_) = _not_established(plan, ledger)
         earlier = plan.mechanism.established
@@ -361,7 +365,7 @@ def what_ran(plan: PrivacyPlan, ledger: Ledger, status: str) -> str:
 
 
 def _rates(event: Event) -> list[tuple[float, float]]:
-    """List (noise multiplier, sample rate) of what an event consists of."""
+    """List (noise multiplier, sample rate) for each part of an event."""
     if isinstance(event, BestOfRandomRuns):
         return [pair for each in event.run for pair in _rates(each)]
     rate = getattr(event, "sample_rate", 1.0)

@@ -1,4 +1,4 @@
-"""Read JSON that is evidence: what hf_dp cannot have written is refused."""
+"""Read JSON that is evidence, and refuse what hf_dp cannot have written."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import Any, NoReturn
 def loads(text: str) -> Any:
     """Parse ``text``.
 
-    Raises: ValueError or RecursionError for incomplete JSON, a key that appears twice, and numbers
-        that are not finite.
+    Raises: ValueError or RecursionError for incomplete JSON, for a key that appears twice, and for
+        numbers that are not finite.
     """
     return json.loads(
         text, parse_constant=_no_constant, parse_float=_finite, object_pairs_hook=_no_duplicates

@@ -1,12 +1,14 @@
-"""What a Trainer computes from training rows without noise: kept out of logs and cards, unless the
-user releases it."""
+"""What a Trainer computes from training rows without noise.
+
+It is kept out of logs and cards unless the user releases it.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Collection
 
 # Name in logs, trackers, trainer_state.json and metrics -> name under which a user may release it.
-# Runtimes and counts tell the sizes of draws.
+# Runtimes and counts reveal the sizes of draws.
 UNNOISED = {
     "loss": "training_loss",
     "train_loss": "training_loss",
@@ -26,10 +28,11 @@ RELEASABLE = ("training_loss",)
 def withhold(
     logs: dict[str, float], released: Collection[str], *, gradients_are_noised: bool = True
 ) -> None:
-    """Remove, in place, what the user did not ask to release.
+    """Remove from ``logs``, in place, what the user did not ask to release.
 
-    Args: gradients_are_noised: whether ``grad_norm`` is that of a noised gradient, which may be
-        logged.
+    Args:
+        gradients_are_noised: whether ``grad_norm`` is the norm of a noised gradient, which may be
+            logged.
     """
     for name, quantity in UNNOISED.items():
         if quantity == "grad_norm" and gradients_are_noised:

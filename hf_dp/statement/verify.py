@@ -1,7 +1,7 @@
-"""Does what a ``privacy.json`` states follow from the plan and the ledger in the same file?
+"""Check that a ``privacy.json`` states only what follows from its own plan and ledger.
 
-The file is not signed: whoever rewrites plan, ledger and statement together so that they agree is
-not found out. What is found is every statement that says more than its own evidence.
+The file is not signed: if plan, ledger and statement are rewritten together so that they agree, the
+check passes. It finds every statement that says more than its own evidence.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from hf_dp.statement.schema import SCHEMA_VERSION
 from hf_dp.statement.statement import PrivacyStatement, RunFacts
 from hf_dp.statement.weaknesses import NAMES
 
-# Wording, which another version of hf_dp may have changed; numbers and kinds are compared whatever
-# the version.
+# Fields of wording, which another version of hf_dp may word differently. Numbers and kinds are
+# compared whatever the version.
 _WORDING = (
     "status_reason",
     "accountant_note",
@@ -32,10 +32,9 @@ _BOUNDS = ("epsilon", "epsilons", "accountant")
 
 
 def disagreements(record: PrivacyRecord) -> list[str]:
-    """What of the statement does not follow from the rest of the file, in words; empty when all of
-    it does.
+    """List, in words, what in the statement does not follow from the rest of the file.
 
-    An epsilon may be larger than what is computed now (another version's bound may be looser),
+    An epsilon may be larger than what is computed now (another version's bound may be looser), but
     never smaller.
 
     Raises: LedgerError when the statement cannot be read.

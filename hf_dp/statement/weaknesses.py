@@ -1,6 +1,6 @@
-"""What weakens the claim of a run, beside its noise: once true of a run, true for good.
+"""What weakens the claim of a run, apart from its noise.
 
-Privacy cannot be taken back, so these only ever add up: over the resumes of one run, and, as
+What is lost cannot be taken back, so weaknesses only add up: over the resumes of one run and, as
 :class:`EarlierRun`, over all runs on the same rows that a run names.
 """
 
@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, Self
 
 from hf_dp import _validate
+from hf_dp._dataclasses import checked_fields
 from hf_dp.accounting import EARLIER, Ledger
 from hf_dp.errors import InvalidArgumentError, LedgerError
 from hf_dp.plans.units import (
@@ -26,14 +27,14 @@ class Flags:
     """What weakens the claim of one run.
 
     Args:
-        insecure_seed: whoever knows the seed can reproduce noise or sampling; such a run is not
-            private.
-        released: names of un-noised quantities that the user let out, for example "training_loss".
-        model_selection: a checkpoint was chosen by evaluation (load_best_model_at_end, early
-            stopping).
-        rows_are_chunks: each row is a chunk of a longer text, as the user declared.
-        evaluation_compared: every evaluation set was compared with the training rows. False: at
-            least one was not, since they have no column in common.
+        insecure_seed: whether noise or sampling can be reproduced from a known seed. Such a run is
+            not private.
+        released: names of un-noised quantities that the user released, for example "training_loss".
+        model_selection: whether a checkpoint was chosen by evaluation (load_best_model_at_end,
+            early stopping).
+        rows_are_chunks: whether each row is a chunk of a longer text, as the user declared.
+        evaluation_compared: whether every evaluation set was compared with the training rows. A set
+            that has no column in common with them is not.
 
     Raises: InvalidArgumentError for a value of another type.
     """
@@ -67,29 +68,31 @@ class Flags:
         )
 
     def includes(self, other: Flags) -> bool:
-        """Return whether ``other`` weakens nothing further."""
+        """Return whether ``other`` adds no weakness."""
         return self.merged(other) == self
 
     def to_dict(self) -> dict[str, Any]:
-        """Give plain data, JSON-ready; :meth:`from_dict` reads it back."""
+        """Return plain data, JSON-ready; :meth:`from_dict` reads it back."""
         return plain(asdict(self))
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
-        """Read back what :meth:`to_dict` wrote. Raises: LedgerError for unknown, missing or bad
-        fields."""
+        """Read back what :meth:`to_dict` wrote.
+
+        Raises: LedgerError for unknown, missing or bad fields.
+        """
         try:
-            return cls(**checked_fields(cls, values))
+            return cls(**checked_fields(cls, values, LedgerError))
         except (InvalidArgumentError, TypeError, ValueError) as error:
             raise LedgerError(f"{cls.__name__} cannot be read: {error}") from error
 
 
 @dataclass(frozen=True)
 class EarlierRun(Flags):
-    """What an earlier private run on the same rows claims, as far as it limits what later ones may.
+    """What an earlier private run on the same rows claims, as far as it limits later claims.
 
     Args:
-        run_id: which run.
+        run_id: which run it is.
         unit, relation: codes of :mod:`hf_dp.plans.units`.
 
     Raises: InvalidArgumentError for an unknown code.
@@ -108,11 +111,11 @@ class EarlierRun(Flags):
 
     @property
     def name(self) -> str:
-        """How cards name the run."""
+        """The name of the run in cards."""
         return f"the earlier run {self.run_id[:8]}"
 
     def merged(self, other: Flags) -> Self:
-        """Return what two accounts of one run, taken at different times, know together."""
+        """Return what two accounts of one run, from different times, know together."""
         both = super().merged(other)
         if not isinstance(other, EarlierRun):
             return both
@@ -123,8 +126,10 @@ class EarlierRun(Flags):
 
 @dataclass(frozen=True, kw_only=True)
 class Weaknesses(Flags):
-    """What weakens the claim of a run, and of the ``earlier`` runs on the same rows, each of them
-    once."""
+    """What weakens the claims of a run and of the ``earlier`` runs on the same rows.
+
+    Each earlier run is listed once.
+    """
 
     earlier: tuple[EarlierRun, ...] = ()
 
@@ -141,9 +146,11 @@ class Weaknesses(Flags):
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
-        """Read back what :meth:`to_dict` wrote. Raises: LedgerError for unknown, missing or bad
-        fields."""
-        given = checked_fields(cls, values)
+        """Read back what :meth:`to_dict` wrote.
+
+        Raises: LedgerError for unknown, missing or bad fields.
+        """
+        given = checked_fields(cls, values, LedgerError)
         if not isinstance(given["earlier"], list):
             raise LedgerError(f"{cls.__name__} cannot be read: expected `earlier` to be a list.")
         given["earlier"] = tuple(EarlierRun.from_dict(run) for run in given["earlier"])
@@ -159,7 +166,7 @@ NAMES = tuple(item.name for item in fields(Weaknesses))
 
 
 def each_once(runs: Iterable[EarlierRun]) -> tuple[EarlierRun, ...]:
-    """Merge the accounts of each run, in the order in which the runs come first."""
+    """Merge the accounts of each run, in the order in which the runs first appear."""
     found: dict[str, EarlierRun] = {}
     for run in runs:
         found[run.run_id] = found[run.run_id].merged(run) if run.run_id in found else run
@@ -167,37 +174,22 @@ def each_once(runs: Iterable[EarlierRun]) -> tuple[EarlierRun, ...]:
 
 
 def refuse_unnamed(ledger: Ledger, earlier: tuple[EarlierRun, ...]) -> None:
-    """Raise LedgerError when a ledger holds what earlier runs released, and names none of these
-    runs."""
+    """Raise LedgerError when a ledger counts releases of earlier runs, but none is named."""
     if ledger.steps(EARLIER) and not earlier:
         raise LedgerError(
             f"The ledger counts {ledger.steps(EARLIER)} releases of earlier runs; expected "
-            "`earlier` to name these runs, got none: what they left unprotected is not known. "
-            "(`hf_dp.trainer.from_arguments.earlier_claims` makes it.)"
+            "`earlier` to name these runs, got none. What they left unprotected is not known. "
+            "Make `earlier` with `hf_dp.trainer.from_arguments.earlier_claims`."
         )
 
 
 def plain(value: Any) -> Any:
-    """Turn tuples to lists and mappings to dicts: what JSON and YAML give back."""
+    """Turn tuples into lists and mappings into dicts, as JSON and YAML give them back."""
     if isinstance(value, Mapping):
         return {str(key): plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
         return [plain(item) for item in value]
     return value
-
-
-def checked_fields(cls: type[Any], values: Any) -> dict[str, Any]:
-    """Return ``values`` as keyword arguments of a dataclass. Raises: LedgerError naming unknown and
-    missing fields."""
-    known = [item.name for item in fields(cls)]
-    given = dict(values) if isinstance(values, Mapping) else {}
-    unknown, missing = sorted(set(given) - set(known)), sorted(set(known) - set(given))
-    if unknown or missing:
-        raise LedgerError(
-            f"{cls.__name__} cannot be read: unknown fields {unknown}, missing {missing}. "
-            "It was edited, or written by another version of hf_dp."
-        )
-    return given
 
 
 def _is_list_of(kind: type[Any], values: Any) -> bool:

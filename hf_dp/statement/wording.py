@@ -1,4 +1,4 @@
-"""What a statement says in words, whatever the mechanism: unit, relation, what is not covered."""
+"""The words of a statement, whatever the mechanism: unit, relation, and what is not covered."""
 
 from __future__ import annotations
 
@@ -46,8 +46,10 @@ _DERIVED = "sample rate, steps, delta, divisor"
 
 
 def unit_in_words(unit: str, facts: RunFacts) -> str:
-    """What is protected, by its code (:mod:`hf_dp.plans.units`), and how much weaker what is more
-    than that."""
+    """Say what is protected, by its code in :mod:`hf_dp.plans.units`.
+
+    Also say how much weaker the protection is of a person or text in several rows.
+    """
     if unit == NONE:
         return "none: nothing is established for any unit"
     who = _IN_ROWS
@@ -57,12 +59,12 @@ def unit_in_words(unit: str, facts: RunFacts) -> str:
 
 
 def relation_in_words(relation: str) -> str:
-    """Against which change a row is protected, by its code."""
+    """Say against which change a row is protected, by its code in :mod:`hf_dp.plans.units`."""
     return _RELATIONS[relation]
 
 
 def released_in_words(facts: RunFacts) -> list[str]:
-    """What was released without noise, in this run and in those on the same rows that it names."""
+    """List what was released without noise, in this run and in the earlier runs that it names."""
     names = {
         EVALUATION_ON_TRAINING_ROWS: f"{EVALUATION_ON_TRAINING_ROWS} (metrics computed on training "
         "rows)"
@@ -74,7 +76,7 @@ def released_in_words(facts: RunFacts) -> list[str]:
 
 
 def not_covered(facts: RunFacts, plan: PrivacyPlan) -> tuple[str, ...]:
-    """What epsilon says nothing about, a line each."""
+    """List what epsilon says nothing about, one line each."""
     return (
         _evaluation(facts),
         "model selection on evaluation data (best checkpoint, early stopping): "
@@ -88,18 +90,18 @@ def not_covered(facts: RunFacts, plan: PrivacyPlan) -> tuple[str, ...]:
         "next: each row is taken to be a function of its own example alone; where one example acts "
         "through several rows, it is protected less",
         "a collator that keeps state where each call cannot get a fresh copy of it (files, "
-        "compiled code, packages): what it makes of a row is taken to be a function of that row "
-        "alone, too",
+        "compiled code, packages): what it makes of a row is likewise taken to be a function of "
+        "that row alone",
         "where a run broke off, if a drawn row broke it (a transform or collator that fails at "
-        "random, a model or loss that fails on it, one long row that exhausts the memory): that it "
-        "ended there tells that the row was drawn",
+        "random, a model or loss that fails on it, one long row that exhausts the memory): that "
+        "the run ended there reveals that the row was drawn",
         "an output folder that was put back as a whole to an earlier state (a backup, a snapshot) "
         "and trained on, or copied and trained on in both places: neither ledger knows the steps "
         "of the other, so epsilon does not count them",
         "running time and memory use",
         "floating-point attacks on the noise: the proof assumes real-number Gaussian noise",
-        "how kernels round: that an example's gradient is rounded alike beside other examples was "
-        "measured (float32; bfloat16 on a CPU), not proved",
+        "how kernels round: that an example's gradient is rounded the same way whatever examples "
+        "stand beside it was measured (float32; bfloat16 on a CPU), not proved",
         "attacks on the random generators: the proof assumes ideal randomness; noise from "
         f"{facts.noise_generator}, sampling from {facts.sampling_generator}",
         *(
@@ -122,7 +124,7 @@ def _evaluation(facts: RunFacts) -> str:
     if not where:
         return text
     return (
-        f"{text}. Whether one is was not checked for every evaluation set of {where[0]}: a set "
+        f"{text}. Whether any do was not checked for every evaluation set of {where[0]}: a set "
         "that has no column in common with the training rows, or was used before hf_dp compared "
         "them, was not compared with them"
     )

@@ -1,4 +1,4 @@
-"""What is wrong with the arguments of a private run: ranges, and what contradicts what."""
+"""Check the arguments of a private run: their ranges, and which contradict each other."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Problems = dict[str, InvalidArgumentError]
 def attempt(
     args: Any, problems: Problems, name: str, check: Callable[..., object], *details: object
 ) -> None:
-    """Set the argument to what the check returns, or note the problem."""
+    """Set the argument to what the check returns, or record the problem."""
     try:
         setattr(args, name, check(name, getattr(args, name), *details))
     except InvalidArgumentError as error:
@@ -27,7 +27,7 @@ def attempt(
 
 
 def check_budget(args: Any, problems: Problems) -> None:
-    """Check how much privacy is asked for, and by which accountant."""
+    """Check the privacy budget and the accountant."""
     if args.target_epsilon is not None:
         attempt(args, problems, "target_epsilon", positive, "Typical values are 1 to 10.")
     if args.target_delta is not None:
@@ -52,7 +52,7 @@ def check_budget(args: Any, problems: Problems) -> None:
             "target_epsilon",
             None,
             "to be given when `noise_multiplier` is not",
-            "One of the two fixes the privacy of the run. Set exactly one.",
+            "One of the two determines the privacy of the run. Set exactly one.",
         )
     if args.target_epsilon is not None and args.noise_multiplier is not None:
         problems.setdefault(
@@ -61,7 +61,7 @@ def check_budget(args: Any, problems: Problems) -> None:
                 "target_epsilon",
                 args.target_epsilon,
                 f"to be unset when `noise_multiplier` ({args.noise_multiplier!r}) is given",
-                "Each fixes the other. Remove one of the two.",
+                "Each determines the other. Remove one of the two.",
             ),
         )
     if args.is_published_dp_fp and args.accountant != "gdp_clt":
@@ -69,7 +69,7 @@ def check_budget(args: Any, problems: Problems) -> None:
             "accountant",
             args.accountant,
             "to be unset for DP-FP as published",
-            "No accountant has a bound for it; the paper's own figure is computed by 'gdp_clt'.",
+            "No accountant has a bound for it; 'gdp_clt' computes the paper's own figure.",
         )
     elif (
         args.accountant == "gdp_clt"
@@ -138,8 +138,8 @@ def check_mechanism(args: Any, problems: Problems) -> None:
             "max_grad_norm",
             args.max_grad_norm,
             "to be unset or 0 in private modes",
-            "It clips the averaged gradient after noise, not each example's. For that set "
-            "`per_example_max_grad_norm`; if the clip after noise is meant, set "
+            "It clips the averaged gradient after noise, not the gradient of each example. To clip "
+            "the latter, set `per_example_max_grad_norm`. To clip after noise, set "
             "clip_noised_gradient=True.",
             UnsupportedArgumentError,
         )
@@ -153,29 +153,28 @@ def check_mechanism(args: Any, problems: Problems) -> None:
 
 
 def check_release(args: Any, problems: Problems) -> None:
-    """Check what is let out, and how secret the noise is."""
+    """Check what is released without noise, and whether the noise is secret."""
     attempt(args, problems, "release", _list_of_names, RELEASABLE)
     if args.insecure_seed is not None:
         attempt(args, problems, "insecure_seed", integer, 0, "Leave it unset outside tests.")
 
 
 def surrounding_problems(args: Any) -> Problems:
-    """Return what is wrong with the processes and devices of a run.
+    """Return the problems with the processes and devices of a run.
 
-    They are known after ``TrainingArguments.__post_init__``.
+    These are known only after ``TrainingArguments.__post_init__``.
     """
     problems: Problems = {}
     if not args.is_private:
         return problems
-    if (
-        args.world_size != 1
-    ):  # $WORLD_SIZE is a row of the environment table; MPI launchers set other variables
+    # $WORLD_SIZE is a row of the environment table, but MPI launchers set other variables.
+    if args.world_size != 1:
         problems["world_size"] = invalid(
             "world_size",
             args.world_size,
             "to be 1 in private modes",
             "Private training runs in one process for now; two would release two models from "
-            "one budget. Launch with one process.",
+            "one budget. Launch a single process.",
             UnsupportedArgumentError,
         )
     if args.n_gpu > 1:
@@ -184,14 +183,14 @@ def surrounding_problems(args: Any) -> Problems:
             args.n_gpu,
             "to be at most 1 in private modes",
             "One process with several GPUs uses DataParallel, which splits batches behind the "
-            "clipping engine. Set CUDA_VISIBLE_DEVICES to one device.",
+            "clipping engine's back. Set CUDA_VISIBLE_DEVICES to one device.",
             UnsupportedArgumentError,
         )
     return problems
 
 
 def raise_all(problems: Problems) -> None:
-    """Raise one error for all problems: a single one as it is, several as a list."""
+    """Raise one error for all problems: a single problem unchanged, several as a list."""
     errors = list(problems.values())
     if not errors:
         return
@@ -244,6 +243,6 @@ def _list_of_names(name: str, value: object, known: tuple[str, ...]) -> list[str
 def _list_of_paths(name: str, value: object) -> list[str]:
     if not isinstance(value, (list, tuple)) or not all(isinstance(path, str) for path in value):
         raise invalid(
-            name, value, "to be a list of folders", "Leave it empty where the rows were never used."
+            name, value, "to be a list of folders", "Leave it empty if the rows were never used."
         )
     return list(value)

@@ -1,14 +1,12 @@
-"""What a private run does with each argument of ``transformers.TrainingArguments``: one row a
-field, none left out.
+"""What a private run does with each argument of ``transformers.TrainingArguments``.
 
-Guarantee: in private modes a setting that would break the privacy statement is refused, by name and
-    before anything of
-the process is touched; a field this table does not know (a newer transformers) is refused unless it
-has its default.
+The table has one row for each field, without exception. Guarantee: in private modes, a setting that
+would break the privacy statement is refused by name, before anything in the process is touched. A
+field that the table does not know (of a newer transformers) is refused unless it has its default.
 
 The predicates read raw values (as given, before transformers parses them) as well as parsed ones.
-Rows cover transformers >= 5.20, < 6; ``VERSION_DEPENDENT`` names those that only part of that range
-has.
+Rows cover transformers >= 5.20, < 6. ``VERSION_DEPENDENT`` names the fields that only some of these
+versions have.
 """
 
 from __future__ import annotations
@@ -23,6 +21,7 @@ from typing import Any
 
 from transformers import TrainingArguments
 
+from hf_dp._dataclasses import default_of
 from hf_dp._validate import invalid
 from hf_dp.errors import InvalidArgumentError, UnsupportedArgumentError
 
@@ -32,15 +31,16 @@ class Verdict(Enum):
 
     WORKS = "works"  # does what transformers documents, and the privacy statement holds
     NEUTRAL = "neutral"  # accepted; in a private run it changes nothing
-    REFUSED = (
-        "refused"  # some of its values would break the privacy statement, or be ignored in silence
-    )
+    # Some of its values would break the privacy statement, or would be ignored silently.
+    REFUSED = "refused"
 
 
 @dataclasses.dataclass(frozen=True)
 class ArgumentRow:
-    """One row: the verdict and its reason; for ``REFUSED`` also which values, what is expected and
-    the next move."""
+    """One row of the table: the verdict and its reason.
+
+    A ``REFUSED`` row also says which values are refused, what is expected, and the next move.
+    """
 
     verdict: Verdict
     reason: str
@@ -49,7 +49,7 @@ class ArgumentRow:
     next_move: str = ""
 
     def problem(self, name: str, value: object) -> InvalidArgumentError | None:
-        """The error for this value, or None if the value is fine; the caller raises it."""
+        """Return the error for this value, or None if the value is fine; the caller raises it."""
         if self.refuses is None or not self.refuses(value):
             return None
         move = f"{self.reason} {self.next_move}"
@@ -76,7 +76,7 @@ def _refused(
 
 
 def _plain(value: object) -> object:
-    """An enum member as its value."""
+    """Return the value of an enum member; return anything else unchanged."""
     return value.value if isinstance(value, Enum) else value
 
 
@@ -93,11 +93,11 @@ def _other_than(*allowed: object) -> Callable[[Any], bool]:
 
 
 def _as_dict(value: object) -> Mapping[str, Any]:
-    """A dict argument in any form transformers takes: dict, JSON text, path of a JSON file, or a
-    parsed config object.
+    """Read a dict argument in any form that transformers takes.
 
-    What cannot be read counts as empty here: ``TrainingArguments`` refuses it with its own message
-    a moment later.
+    The forms are a dict, JSON text, the path of a JSON file, and a parsed config object. What
+    cannot be read counts as empty here; ``TrainingArguments`` refuses it with its own message a
+    moment later.
     """
     if isinstance(value, Mapping):
         return value
@@ -114,7 +114,7 @@ def _as_dict(value: object) -> Mapping[str, Any]:
 
 
 def _truthy(value: object) -> bool:
-    """True also for the text "true", which transformers converts in JSON arguments."""
+    """Return whether a value is true, or the text "true", which transformers converts in JSON."""
     return value.lower() == "true" if isinstance(value, str) else bool(value)
 
 
@@ -139,7 +139,7 @@ def _reshapes_batches(value: object) -> bool:
     )
 
 
-# Optimizers that step after the backward pass, from `.grad`: what they do is post-processing of the
+# Optimizers that step after the backward pass, from `.grad`. What they do is post-processing of the
 # noised gradient.
 STEPPING_OPTIMIZERS = frozenset(
     """adamw_torch adamw_torch_fused adamw_torch_xla adamw_torch_npu_fused adamw_torch_4bit
@@ -159,21 +159,20 @@ STEPPING_IN_BACKWARD = frozenset(
 # --- rows that several fields share ---
 
 _SCRIPT_FLAG = _works("Read by scripts, not by the Trainer.")
-_EVALUATION = _works("Concerns evaluation only; evaluation data are not covered by epsilon.")
+_EVALUATION = _works("Concerns evaluation only; epsilon does not cover evaluation data.")
 _SELECTION = _works(
-    "Looks at evaluation metrics only; model selection on evaluation data is not covered by "
-    "epsilon."
+    "Looks at evaluation metrics only; epsilon does not cover model selection on evaluation data."
 )
 _LOGGING = _works(
     "Only what may leave is logged: un-noised quantities are left out unless named in `release`."
 )
 _TRACKER = _works(
-    "Names where the tracker stores what is logged; what is logged is filtered before it."
+    "Names where the tracker stores what is logged; the log is filtered before it gets there."
 )
 _SAVING = _works("A checkpoint holds released (noised) weights and a copy of the ledger.")
 _HUB = _works("What is pushed is listed in the card, which is written with every save.")
 _AFTER_NOISE = _works("Acts on the noised gradient: post-processing.")
-_LOADER = _works("Concerns how examples are fetched, not which are drawn.")
+_LOADER = _works("Concerns how examples are fetched, not which ones are drawn.")
 _ONE_PROCESS = _neutral("A private run has one process and no DistributedDataParallel.")
 _PRECISION_16 = "fp16 scales the loss and skips steps on overflow, which depends on the data."
 _COMPILE = _refused(
@@ -185,12 +184,13 @@ _COMPILE = _refused(
 _CHECKPOINTING_KWARGS = _refused(
     _is_unlike_one_backward,
     "to have use_reentrant=False and preserve_rng_state=True",
-    "The reentrant form runs its own backward, outside the clipping engine; without the random "
-    "state a forward that runs again has other dropout masks, and its gradients belong to no loss.",
+    "The reentrant form runs its own backward pass, outside the clipping engine. Without the "
+    "random state, the recomputed forward pass has other dropout masks, and its gradients belong "
+    "to no loss.",
     "Remove both options.",
 )
 _CHECKPOINTING = _works(
-    "The non-reentrant form recomputes activations inside the one backward of the engine."
+    "The non-reentrant form recomputes activations inside the engine's one backward pass."
 )
 
 ARGUMENT_TABLE: Mapping[str, ArgumentRow] = {
@@ -200,12 +200,12 @@ ARGUMENT_TABLE: Mapping[str, ArgumentRow] = {
         "The physical batch: memory only, never part of the privacy statement."
     ),
     "num_train_epochs": _works("Becomes a number of steps in PrivacyPlan."),
-    "max_steps": _works("The number of private steps, if above 0."),
+    "max_steps": _works("If above 0, the number of private steps."),
     "auto_find_batch_size": _refused(
         _is_on,
         "to be False",
-        "After an out-of-memory error it restarts training from changed weights, so steps run that "
-        "no plan counts.",
+        "After an out-of-memory error it restarts training from changed weights, and no plan "
+        "counts these steps.",
         "Lower `per_device_train_batch_size` instead; it does not change the result.",
     ),
     "gradient_accumulation_steps": _refused(
@@ -229,9 +229,9 @@ ARGUMENT_TABLE: Mapping[str, ArgumentRow] = {
     "optim": _refused(
         lambda value: _plain(value) not in STEPPING_OPTIMIZERS,
         "to be an optimizer that steps after the backward pass",
-        "LOMO and layerwise optimizers step inside the backward pass, before clipping and noise; a "
-        "name that is not known here might.",
-        'Use "adamw_torch", "sgd", "adafactor" or another one that is not layerwise.',
+        "LOMO and layerwise optimizers step inside the backward pass, before clipping and noise. "
+        "An optimizer that is not known here might as well.",
+        'Use "adamw_torch", "sgd", "adafactor" or another optimizer that is not layerwise.',
     ),
     "optim_args": _AFTER_NOISE,
     "optim_target_modules": _AFTER_NOISE,
@@ -253,8 +253,8 @@ ARGUMENT_TABLE: Mapping[str, ArgumentRow] = {
     "neftune_noise_alpha": _refused(
         _is_set,
         "to be None",
-        "Its noise is drawn from a public seed and scaled by the padded length, so by the longest "
-        "neighbor.",
+        "Its noise is drawn from a public seed and scaled by the padded length, which depends on "
+        "the longest neighbor.",
         "Remove it.",
     ),
     "use_liger_kernel": _refused(
@@ -296,9 +296,9 @@ ARGUMENT_TABLE: Mapping[str, ArgumentRow] = {
     "torch_empty_cache_steps": _refused(
         _is_set,
         "to be None",
-        "It acts inside the training step that the private step replaces, so it would be ignored "
-        "in silence.",
-        "Remove it; to save memory lower `per_device_train_batch_size`.",
+        "It acts inside the training step that the private step replaces, so it would be silently "
+        "ignored.",
+        "Remove it; to save memory, lower `per_device_train_batch_size`.",
     ),
     # logging
     "logging_strategy": _LOGGING,
@@ -315,7 +315,7 @@ ARGUMENT_TABLE: Mapping[str, ArgumentRow] = {
     "log_level": _works("How much is printed, not what is measured."),
     "log_level_replica": _ONE_PROCESS,
     "disable_tqdm": _works(
-        "The bar shows steps and time on the local screen; timing is not covered by epsilon."
+        "The bar shows steps and time on the local screen; epsilon does not cover timing."
     ),
     "report_to": _LOGGING,
     "run_name": _TRACKER,
@@ -326,7 +326,7 @@ ARGUMENT_TABLE: Mapping[str, ArgumentRow] = {
     "skip_memory_metrics": _refused(
         _other_than(True),
         "to be True",
-        "Peak memory reveals the size and the longest row of each secret draw.",
+        "Peak memory reveals the size and the longest example of each secret draw.",
         "Remove it; `hf-dp bench memory` measures on synthetic data.",
     ),
     "debug": _refused(
@@ -352,14 +352,14 @@ ARGUMENT_TABLE: Mapping[str, ArgumentRow] = {
     "greater_is_better": _SELECTION,
     # saving and resuming
     "save_only_model": _works(
-        "Such a checkpoint cannot be resumed; the ledger of the run is kept all the same."
+        "Such a checkpoint cannot be resumed; the ledger of the run is kept nevertheless."
     ),
     "save_strategy": _SAVING,
     "save_steps": _SAVING,
     "save_on_each_node": _ONE_PROCESS,
     "save_total_limit": _works("Deletes checkpoints, never the ledger in `output_dir`."),
     "enable_jit_checkpoint": _works(
-        "A checkpoint on SIGTERM; the ledger is durable before the noised gradient is."
+        "Saves a checkpoint on SIGTERM; the ledger is durable before the noised gradient is used."
     ),
     "ignore_data_skip": _neutral(
         "Every logical batch is a fresh draw, so there is nothing to skip."
@@ -376,16 +376,16 @@ ARGUMENT_TABLE: Mapping[str, ArgumentRow] = {
     "hub_strategy": _refused(
         lambda value: _plain(value) in ("checkpoint", "all_checkpoints"),
         'to be "end" or "every_save"',
-        "It also pushes optimizer, random and trainer state of checkpoints, which the card does "
-        "not list.",
+        "It also pushes the optimizer, random and trainer state of checkpoints, which the card "
+        "does not list.",
         'Use hub_strategy="end", and keep checkpoints local.',
     ),
     "hub_always_push": _HUB,
     "hub_revision": _HUB,
     # randomness
     "seed": _works(
-        "Governs only what no data touches: initialization of heads and adapters. Draws and noise "
-        "are secret."
+        "Governs only what no data touches: the initialization of heads and adapters. Draws and "
+        "noise are secret."
     ),
     "full_determinism": _works(
         "Makes kernels deterministic and seeds public generators; draws and noise stay secret."
@@ -394,7 +394,7 @@ ARGUMENT_TABLE: Mapping[str, ArgumentRow] = {
         _is_set,
         "to be None",
         "Which examples are drawn must stay secret; a seed in training_args.bin would publish it.",
-        "Remove it; for a reproducible test that is not private use `insecure_seed`.",
+        "Remove it; for a reproducible test that is not private, use `insecure_seed`.",
     ),
     # hardware and accelerate
     "use_cpu": _works("Chooses the device."),
@@ -402,7 +402,7 @@ ARGUMENT_TABLE: Mapping[str, ArgumentRow] = {
         _reshapes_batches,
         "to leave split_batches, dispatch_batches, even_batches, use_configured_state and "
         "gradient_accumulation_kwargs at their defaults",
-        "They reshape the drawn batches, or bring in settings that are not checked here.",
+        "These options reshape the drawn batches, or bring in settings that are not checked here.",
         "Remove them; `non_blocking` may stay.",
     ),
     "parallelism_config": _refused(
@@ -415,8 +415,8 @@ ARGUMENT_TABLE: Mapping[str, ArgumentRow] = {
     "dataloader_drop_last": _refused(
         _is_on,
         "to be False",
-        "Batches are Poisson draws of varying size; dropping one would change the sampling that is "
-        "accounted for.",
+        "Batches are Poisson draws of varying size. Dropping one would change the sampling that "
+        "the accountant counts on.",
         "Remove it.",
     ),
     "dataloader_num_workers": _works(
@@ -437,8 +437,8 @@ ARGUMENT_TABLE: Mapping[str, ArgumentRow] = {
     "train_sampling_strategy": _refused(
         _other_than("random", None),
         'to be "random"',
-        "Every logical batch is a Poisson draw; another order would void the sampling that is "
-        "accounted for.",
+        "Every logical batch is a Poisson draw. Another order would void the sampling that the "
+        "accountant counts on.",
         "Remove it; physical batches are sorted by length anyway.",
     ),
     "length_column_name": _neutral("Read only by sampling strategies that are refused."),
@@ -454,14 +454,14 @@ ARGUMENT_TABLE: Mapping[str, ArgumentRow] = {
         _is_on,
         "to be None",
         "Per-example norms over sharded parameters are not implemented.",
-        "Remove it; train fewer parameters with `peft_config` if memory is short.",
+        "Remove it; if memory is short, train fewer parameters with `peft_config`.",
     ),
     "fsdp_config": _neutral("Read only with `fsdp`, which is refused."),
     "deepspeed": _refused(
         _is_on,
         "to be None",
         "DeepSpeed owns the backward pass, the clipping and the step.",
-        "Remove it; train fewer parameters with `peft_config` if memory is short.",
+        "Remove it; if memory is short, train fewer parameters with `peft_config`.",
     ),
     # flags of scripts
     "do_train": _SCRIPT_FLAG,
@@ -469,7 +469,7 @@ ARGUMENT_TABLE: Mapping[str, ArgumentRow] = {
     "do_predict": _SCRIPT_FLAG,
 }
 
-# Rows whose field is missing from some transformers in the range (both came in 5.23).
+# Rows whose field is missing in some versions of transformers in the range (both came with 5.23).
 VERSION_DEPENDENT = frozenset({"activation_checkpointing", "activation_checkpointing_kwargs"})
 
 # --- the environment: what accelerate, launchers and trackers read from it ---
@@ -494,7 +494,7 @@ ENVIRONMENT_TABLE: Mapping[str, ArgumentRow] = {
         "to be unset or 1",
         "Private training runs in one process for now; two would release two models from one "
         "budget.",
-        "Launch with one process.",
+        "Launch a single process.",
     ),
     "ACCELERATE_MIXED_PRECISION": _refused(
         lambda value: value.lower() not in ("", "no", "bf16"),
@@ -505,7 +505,7 @@ ENVIRONMENT_TABLE: Mapping[str, ArgumentRow] = {
     "ACCELERATE_DYNAMO_BACKEND": _refused(
         lambda value: value.lower() not in ("", "no"),
         'to be "no"',
-        "Compiled graphs bypass the engine.",
+        "Compiled graphs bypass the clipping engine.",
         "Unset it.",
     ),
     "ACCELERATE_USE_DEEPSPEED": _flag_row(
@@ -523,7 +523,7 @@ ENVIRONMENT_TABLE: Mapping[str, ArgumentRow] = {
     "WANDB_WATCH": _refused(
         lambda value: value.lower() in ("gradients", "all"),
         'to be "false" or "parameters"',
-        "It hooks gradients, and would publish them before noise.",
+        "It hooks gradients, and would publish them without noise.",
         "Unset it.",
     ),
     "WANDB_LOG_MODEL": _refused(
@@ -538,7 +538,7 @@ ENVIRONMENT_TABLE: Mapping[str, ArgumentRow] = {
         "not list."
     ),
 }
-# Read by one tracker only: checked only when `report_to` names it.
+# Variables that a single tracker reads. They are checked only when `report_to` names that tracker.
 TRACKER_OF_VARIABLE = {
     "WANDB_WATCH": "wandb",
     "WANDB_LOG_MODEL": "wandb",
@@ -548,26 +548,19 @@ TRACKER_OF_VARIABLE = {
 # --- checks ---
 
 
-def _default(field: dataclasses.Field[Any]) -> object:
-    if field.default_factory is not dataclasses.MISSING:
-        return field.default_factory()
-    return field.default
-
-
 def _row_of_an_unknown(field: dataclasses.Field[Any]) -> ArgumentRow:
-    """The row of a field that came with a transformers newer than the table: nothing but its
-    default."""
-    default = _default(field)
+    """Make the row of a field that came with a newer transformers: only its default is accepted."""
+    default = default_of(field)
     return _refused(
         lambda value: value != default,
         f"to be {default!r}",
         "This transformers is newer than hf_dp, which does not know what the argument does.",
-        "Remove it, or use an older transformers.",
+        "Remove it, or use an older version of transformers.",
     )
 
 
 def fields_without_a_row(arguments_class: type[TrainingArguments] = TrainingArguments) -> list[str]:
-    """Names of the fields of this class that the table does not know, in their order."""
+    """List the fields of this class that the table does not know, in their order."""
     return [
         field.name
         for field in dataclasses.fields(arguments_class)
@@ -578,8 +571,10 @@ def fields_without_a_row(arguments_class: type[TrainingArguments] = TrainingArgu
 def table_problems(
     args: TrainingArguments, arguments_class: type[TrainingArguments] = TrainingArguments
 ) -> dict[str, InvalidArgumentError]:
-    """The problems of a private run with these values, by argument; reads the fields of
-    ``arguments_class``."""
+    """Return the problems of a private run with these values, by argument.
+
+    Only the fields of ``arguments_class`` are read.
+    """
     problems: dict[str, InvalidArgumentError] = {}
     for field in dataclasses.fields(arguments_class):
         value = getattr(args, field.name)
@@ -591,7 +586,7 @@ def table_problems(
 
 
 def _trackers(report_to: object) -> Collection[str]:
-    """Names in ``report_to``, in any form transformers takes."""
+    """List the names in ``report_to``, in any form that transformers takes."""
     return (
         [report_to]
         if isinstance(report_to, str)
@@ -602,8 +597,10 @@ def _trackers(report_to: object) -> Collection[str]:
 
 
 def environment_problems(report_to: object) -> dict[str, InvalidArgumentError]:
-    """The problems with environment variables of a private run that reports to these trackers, by
-    variable."""
+    """Return the problems with environment variables of a private run, by variable.
+
+    ``report_to`` names the trackers that the run reports to.
+    """
     trackers = _trackers(report_to)
     problems: dict[str, InvalidArgumentError] = {}
     for name, row in ENVIRONMENT_TABLE.items():

@@ -1,5 +1,4 @@
-"""What Trainer's loop asks between steps: stop before the target is passed, and show epsilon beside
-the progress."""
+"""Callbacks of Trainer's loop: stop before the target is passed, and show epsilon with progress."""
 
 from __future__ import annotations
 
@@ -14,19 +13,20 @@ from hf_dp.accounting import TRAINING
 from hf_dp.errors import LedgerError, UnaccountedGradientError
 from hf_dp.run.ledger import RunLedger
 
-# The log's name for the figure that the paper of DP-FP as published gives.
+# The name in logs for the figure that the paper gives for DP-FP as published.
 NO_EPSILON = "papers_figure_not_established"
 
 
 class StopBeforeTarget(TrainerCallback):
-    """Ends training when one more step would pass ``target_epsilon``, and at once when a step is
-    not in the ledger."""
+    """Ends training when one more step would pass ``target_epsilon``.
+
+    It aborts at once when a step is not in the ledger.
+    """
 
     def __init__(self, run: RunLedger):
         self.run = run
-        self._ahead = (
-            0  # ledger steps beyond the optimizer's: branches, and earlier calls of train()
-        )
+        # Steps in the ledger beyond the optimizer's: branches, and earlier calls of train().
+        self._ahead = 0
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._ahead = self.run.ledger.steps(TRAINING) - state.global_step
@@ -36,20 +36,19 @@ class StopBeforeTarget(TrainerCallback):
         if recorded != state.global_step:
             raise LedgerError(
                 f"The optimizer made step {state.global_step}, but the ledger holds {recorded}: a "
-                "step ran that was not recorded. The weights in memory have no privacy statement; "
-                "do not publish them."
+                "step ran that was not recorded. No privacy statement covers the weights in "
+                "memory; do not publish them."
             )
         if self.run.exhausted:
             control.should_training_stop = True
 
 
 class WeightsMove(TrainerCallback):
-    """Ends the run when the first optimizer steps change no trainable weight: the budget would buy
-    nothing.
+    """Aborts if the first optimizer steps leave every trainable weight unchanged.
 
-    (An optimizer that holds other tensors than the model: it was made before ``get_peft_model``, or
-    the model was moved or its parameters replaced since.) Looks at the first values of each weight
-    until one has changed once.
+    Continuing would spend budget for nothing. The cause is an optimizer that holds other tensors
+    than the model: it was made before ``get_peft_model``, or the model was moved or its parameters
+    replaced since. The callback compares the first values of each weight until one has changed.
     """
 
     _LOOKED_AT = 4096
@@ -61,7 +60,7 @@ class WeightsMove(TrainerCallback):
     def on_pre_optimizer_step(
         self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any
     ) -> None:
-        if not self._moved:  # an empty draw of DP-FP has no gradient, and need not move anything
+        if not self._moved:  # an empty draw of DP-FP has no gradient, and may leave all unchanged
             told = any(
                 p.grad is not None and bool(p.grad.any())
                 for p in model.parameters()
@@ -79,19 +78,18 @@ class WeightsMove(TrainerCallback):
         **kwargs: Any,
     ) -> None:
         rates = [float(group["lr"]) for group in optimizer.param_groups if "lr" in group]
-        if (
-            self._moved or not self._before or (rates and not any(rates))
-        ):  # warmup starts at a rate of 0
+        # Warmup starts at a learning rate of 0.
+        if self._moved or not self._before or (rates and not any(rates)):
             return
         self._moved = any(
             not torch.equal(x, y) for x, y in zip(self._before, self._values(model), strict=True)
         )
         if not self._moved:
             raise UnaccountedGradientError(
-                "The optimizer step changed none of the model's trainable weights. It holds other "
-                f"tensors, or the learning rate is too small for their precision (rates {rates}). "
-                "Wrap the model (get_peft_model), move it to its device and set its dtype before "
-                "you create optimizer and trainer."
+                "The optimizer step changed none of the model's trainable weights. The optimizer "
+                "holds other tensors than the model, or the learning rate is too small for the "
+                f"precision of the weights (rates {rates}). Wrap the model (get_peft_model), move "
+                "it to its device and set its dtype before you create optimizer and trainer."
             )
         self._before = []
 
@@ -104,7 +102,7 @@ class WeightsMove(TrainerCallback):
 
 
 class EpsilonProgress(ProgressCallback):
-    """The terminal bar, with the epsilon spent at the last log."""
+    """The terminal's progress bar, with the epsilon spent at the last log."""
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
         if self.training_bar is not None and "epsilon" in (logs or {}):
@@ -115,8 +113,7 @@ class EpsilonProgress(ProgressCallback):
 
 
 def with_epsilon(callback: Any) -> Any:
-    """The counterpart of a stock progress callback that also shows epsilon; any other callback
-    unchanged."""
+    """Replace a stock progress callback by one that also shows epsilon; return others unchanged."""
     if type(callback) is ProgressCallback:
         return EpsilonProgress()
     if type(callback).__name__ == "NotebookProgressCallback":

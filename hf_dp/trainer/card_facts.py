@@ -1,4 +1,4 @@
-"""What the card says that the statement does not know: names, settings, metrics."""
+"""What the card says beyond the privacy statement: names, settings and metrics."""
 
 from __future__ import annotations
 
@@ -17,8 +17,10 @@ _PIPELINES = {"sequence_classification": "text-classification", "causal_lm": "te
 
 
 def card_details(trainer: Any, **given: Any) -> dict[str, Any]:
-    """Keyword arguments of :func:`render_card` for a trainer; what the user passed to
-    ``create_model_card`` wins."""
+    """Return the keyword arguments of :func:`render_card` for a trainer.
+
+    What the user passed to ``create_model_card`` takes precedence.
+    """
     args, model = trainer.args, base_model(trainer.model)
     name = args.hub_model_id or args.output_dir
     dataset = given.pop("dataset", None) or given.pop("dataset_name", None)
@@ -54,15 +56,17 @@ def card_details(trainer: Any, **given: Any) -> dict[str, Any]:
 
 
 def pretraining_sources(model: nn.Module) -> list[str]:
-    """Names of public data sets that the base has seen, as far as its configuration lists them."""
+    """List the public data sets that the base has seen, as far as its configuration names them."""
     return list(
         getattr(getattr(base_model(model), "config", None), "pretraining_sources", None) or []
     )
 
 
 def earlier_run(model: nn.Module) -> str | None:
-    """What is known of a private run that made the base, from the privacy.json in its folder; None
-    for other bases."""
+    """Describe the private run that made the base, by the privacy.json in its folder.
+
+    Return None for other bases.
+    """
     folder = getattr(getattr(base_model(model), "config", None), "_name_or_path", None)
     if not folder or not Path(folder, FILE_NAME).exists():
         return None

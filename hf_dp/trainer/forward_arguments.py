@@ -1,4 +1,4 @@
-"""The arguments of ``privacy_mode="dp_fp"``, and what is wrong with them."""
+"""The arguments of ``privacy_mode="dp_fp"``, and their checks."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from hf_dp.plans.dp_fp import (
     PublishedPlan,
 )
 
-# Du and Mi 2021, section 4.1; learning rate and batch are small because noise enters the forward
-# pass.
+# Du and Mi 2021, section 4.1. Learning rate and batch size are small because noise enters the
+# forward pass.
 PUBLISHED_BATCH_SIZE, PUBLISHED_MICRO_BATCHES, PUBLISHED_LEARNING_RATE = 32, 32, 5e-6
 
 Check = Callable[..., object]
@@ -35,44 +35,47 @@ Check = Callable[..., object]
 @dataclass
 class ForwardArguments:
     r"""
-    Arguments of [`DPTrainingArguments`] that only `privacy_mode="dp_fp"` reads (Du and Mi 2021):
-    noise on the representation that enters the last layer.
+    Arguments of [`DPTrainingArguments`] that only `privacy_mode="dp_fp"` reads. That mode adds
+    noise to the representation that enters the last layer (Du and Mi 2021).
 
     > Parameters of DP-FP
 
         dp_fp_variant (`str`, *optional*, defaults to `"published"`):
             What trains below the noise. `"published"`: everything, by an ordinary optimizer, as in
             the paper; *no epsilon is established for it*, and card, logs and CLI say so.
-            `"frozen"`: nothing, so that what trains is a function of released rows.
-            `"private_encoder"`: everything, by DP-SGD, with the last layer on released rows.
+            `"frozen"`: nothing, so that what trains is a function of released vectors.
+            `"private_encoder"`: everything, by DP-SGD; the last layer trains on released vectors.
         representation_clipping_norm (`float`, *optional*, defaults to `1.0`):
             Largest L2 norm C of a representation, above 0 (equation 8).
         num_micro_batches (`int`, *optional*):
-            M independent Poisson draws a step, each at the rate `expected_batch_size` / (M N).
-            Unset means 32 for `"published"` (the paper's), else 1.
+            The number M of independent Poisson draws per step, each at the rate
+            `expected_batch_size` / (M N). Unset means 32 for `"published"` (as in the paper), and
+            1 otherwise.
         representation_module (`str`, *optional*):
-            Dotted name of the layer that takes one vector per example and gives the logits. Unset:
-            found by itself.
+            Dotted name of the layer that takes one vector per example and gives the logits. If
+            unset, the layer is found automatically.
         representation_release (`str`, *optional*, defaults to `"once"`):
-            Of `"frozen"`: `"once"` (one noisy row per example for the whole run; the least noise)
-            or `"fresh"` (a new one each time the example is drawn).
+            Only for `"frozen"`: `"once"` (one noisy vector per example for the whole run; the least
+            noise) or `"fresh"` (a new vector each time the example is drawn).
         representation_draws (`str`, *optional*, defaults to `"separate"`):
-            Of `"private_encoder"`: whether the encoder's gradients and the rows come from
-            `"separate"` Poisson draws or from one `"shared"` draw, which costs much more: the rows
-            show whose gradients they are.
+            Only for `"private_encoder"`: whether the encoder's gradients and the vectors come from
+            `"separate"` Poisson draws or from one `"shared"` draw. A shared draw costs much more,
+            because the vectors show whose gradients are in the sum.
         representation_noise_multiplier (`float`, *optional*):
-            Of `"private_encoder"` beside `noise_multiplier`: noise on a row in units of
-            `representation_clipping_norm`.
+            Only for `"private_encoder"`, together with `noise_multiplier`: the noise on a vector,
+            in units of `representation_clipping_norm`.
         representation_budget_ratio (`float`, *optional*, defaults to `0.5`):
-            Of `"private_encoder"` with `target_epsilon`: how much of it the gradients leave to the
-            rows, in (0, 1).
+            Only for `"private_encoder"` with `target_epsilon`: the share of it, in (0, 1), that the
+            gradients leave to the vectors.
         label_epsilon (`float`, *optional*):
-            Of `"frozen"`: replaces each label once by randomised response with this epsilon, which
-            adds to the rest. Unset: labels are public, unless `labels_in_vector`.
+            Only for `"frozen"`: randomizes each label once, by randomized response with this
+            epsilon, which adds to the rest. If unset, labels are public, unless `labels_in_vector`
+            is set.
         labels_in_vector (`bool`, *optional*, defaults to `False`):
-            Of the sound variants: releases the representation in the block of its class, of a
-            vector noised whole, so that the label is protected at no extra cost. Needs a linear
-            last layer; its bias stays as it is.
+            Only for `"frozen"` and `"private_encoder"`: releases a vector with one block per class,
+            all of it noised, in which the representation stands in the block of its class. The
+            label is thereby protected at no extra cost. Needs a linear last layer, whose bias does
+            not train.
     """
 
     dp_fp_variant: str = field(
@@ -89,14 +92,15 @@ class ForwardArguments:
     num_micro_batches: int | None = field(
         default=None,
         metadata={
-            "help": "Only for dp_fp: independent Poisson draws a step. Unset means "
-            f"{PUBLISHED_MICRO_BATCHES} for published, else 1."
+            "help": "Only for dp_fp: independent Poisson draws per step. Unset means "
+            f"{PUBLISHED_MICRO_BATCHES} for published, and 1 otherwise."
         },
     )
     representation_module: str | None = field(
         default=None,
         metadata={
-            "help": "Only for dp_fp: the layer that gives the logits, if it is not found by itself."
+            "help": "Only for dp_fp: the layer that gives the logits, if it is not found "
+            "automatically."
         },
     )
     representation_release: str = field(
@@ -109,21 +113,21 @@ class ForwardArguments:
     representation_noise_multiplier: float | None = field(
         default=None,
         metadata={
-            "help": "Only for dp_fp, private_encoder, beside noise_multiplier: of the rows, in "
-            "units of representation_clipping_norm."
+            "help": "Only for dp_fp, private_encoder, together with noise_multiplier: the noise on "
+            "a vector, in units of representation_clipping_norm."
         },
     )
     representation_budget_ratio: float = field(
         default=0.5,
         metadata={
-            "help": "Only for dp_fp, private_encoder: how much of target_epsilon the gradients "
-            "leave to the rows."
+            "help": "Only for dp_fp, private_encoder: the share of target_epsilon that the "
+            "gradients leave to the vectors."
         },
     )
     label_epsilon: float | None = field(
         default=None,
         metadata={
-            "help": "Only for dp_fp, frozen: epsilon of a randomised response on the labels."
+            "help": "Only for dp_fp, frozen: epsilon of a randomized response on the labels."
         },
     )
     labels_in_vector: bool = field(
@@ -157,7 +161,7 @@ def forward_plan(args: Any, num_classes: int | None) -> ForwardPlan:
             classes,
         )
     if draws != 1:
-        raise invalid("num_micro_batches", draws, "to be 1 with a private encoder")
+        raise invalid("num_micro_batches", draws, "to be 1 with a private encoder", "Remove it.")
     return PrivateEncoderPlan(
         args.per_example_max_grad_norm,
         sigma,
@@ -181,20 +185,20 @@ def _check_labels(args: Any) -> None:
             "dp_fp_variant",
             args.dp_fp_variant,
             "to be 'frozen' or 'private_encoder' with `label_epsilon` or `labels_in_vector`",
-            "The published variant protects no label, and nothing that is established.",
+            "The published variant protects no labels, and no guarantee is established for it.",
         )
     if args.label_epsilon is not None and args.dp_fp_variant == PRIVATE_ENCODER:
         raise invalid(
             "label_epsilon",
             args.label_epsilon,
             "to be None with a private encoder",
-            "Its rows are drawn anew in each step; protect the labels with "
+            "Its vectors are drawn anew in each step. Protect the labels with "
             "labels_in_vector=True, at no further cost.",
         )
 
 
 def resolve_forward(args: Any) -> None:
-    """Fill in what is unset, by variant."""
+    """Fill in the arguments that are unset, by variant."""
     published = args.dp_fp_variant == PUBLISHED
     if args.num_micro_batches is None:
         args.num_micro_batches = PUBLISHED_MICRO_BATCHES if published else 1
@@ -207,8 +211,10 @@ def resolve_forward(args: Any) -> None:
 def forward_problems(
     args: Any, check: Callable[..., None], problems: dict[str, InvalidArgumentError]
 ) -> None:
-    """Adds what is wrong to ``problems``; ``check(problems, name, validator, *details)`` is the
-    caller's."""
+    """Add the problems with the arguments of DP-FP to ``problems``.
+
+    ``check(problems, name, validator, *details)`` checks one argument and adds its problem.
+    """
     if args.privacy_mode != DP_FP:
         for own in dataclasses.fields(ForwardArguments):
             if getattr(args, own.name) != own.default:
@@ -238,9 +244,9 @@ def forward_problems(
             "There `noise_multiplier` is the noise of the representation.",
         )
     for name, value, why in (
-        ("clipping_strategy", None, "There is no clipping of gradients"),
-        ("clipping", "flat", "There is no clipping of gradients"),
-        ("max_logical_batch_size", None, "Draws are not cut"),
+        ("clipping_strategy", None, "No gradients are clipped"),
+        ("clipping", "flat", "No gradients are clipped"),
+        ("max_logical_batch_size", None, "Draws are not truncated"),
     ):
         if getattr(args, name) != value and (
             args.dp_fp_variant != PRIVATE_ENCODER or name == "max_logical_batch_size"

@@ -1,4 +1,4 @@
-"""The progress table in a notebook. Apart from the terminal's, because it needs IPython."""
+"""The progress table in a notebook; in a file of its own because it needs IPython."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ from transformers.utils.notebook import NotebookProgressCallback
 
 
 class NotebookEpsilonProgress(NotebookProgressCallback):
-    """The notebook table, with an Epsilon column; the training loss reads "withheld" unless it is
-    released."""
+    """The notebook's progress table, with a column for epsilon.
+
+    The training loss reads "withheld" unless it is released.
+    """
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
         logs = logs or {}
@@ -21,7 +23,7 @@ class NotebookEpsilonProgress(NotebookProgressCallback):
         ):
             return
         columns = self.training_tracker.inner_table[0]
-        row = dict.fromkeys(columns, "No log")  # the table's first row must fill every column
+        row = dict.fromkeys(columns, "No log")  # the first row of the table must fill all columns
         row["Training Loss"] = logs.get("loss", "withheld")
         row[self.first_column] = (
             state.global_step if self.first_column == "Step" else round(state.epoch, 2)

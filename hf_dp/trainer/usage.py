@@ -13,10 +13,10 @@ from hf_dp.tuners.adapter import AdapterConfig
 
 
 def usage(model: nn.Module, name: str, base_name: str | None, task_tag: str | None) -> str | None:
-    """Python lines that load ``name``, or None where there is no pipeline for the task.
+    """Return Python lines that load ``name``, or None where there is no pipeline for the task.
 
-    An infilling classifier is a class of hf_dp's, which transformers knows after ``import hf_dp``;
-    for its adapter the base is made a classifier again first.
+    An infilling classifier is one of hf_dp's own classes, which transformers knows after
+    ``import hf_dp``. To load its adapter, the base is first made a classifier again.
     """
     config: Any = getattr(base_model(model), "config", None)
     adapters = getattr(model, "peft_config", {})
@@ -25,7 +25,7 @@ def usage(model: nn.Module, name: str, base_name: str | None, task_tag: str | No
         return _adapter(config, name, base_name or "BASE_MODEL", merges=not ours)
     if task_tag is None:
         return None
-    if ours:  # transformers loads by itself only what PEFT knows
+    if ours:  # transformers by itself loads only the adapters that PEFT knows
         return _bottleneck(
             config, type(base_model(model)).__name__, name, base_name or "BASE_MODEL", task_tag
         )

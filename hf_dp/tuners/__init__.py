@@ -1,2 +1,4 @@
-"""Which parameters train: choices of them, private or not, and adapters of our own. Stock adapters
-come from PEFT."""
+"""Which parameters train: selections, private or not, and hf_dp's own adapters.
+
+Stock adapters come from PEFT.
+"""

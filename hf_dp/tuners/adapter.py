@@ -1,8 +1,10 @@
-"""Bottleneck adapters (Houlsby et al. 2019, arXiv 1902.00751; Pfeiffer et al. 2021, arXiv
-2005.00247) as a PEFT method.
+"""Bottleneck adapters as a PEFT method.
 
-After the output projection of a sublayer, before the residual connection: ``h + up(act(down(h)))``.
-PEFT has no such method, so what is saved loads where ``hf_dp`` is imported.
+An adapter stands after the output projection of a sublayer, before the residual connection, and
+computes ``h + up(act(down(h)))``. PEFT has no such method, so a saved adapter loads only where
+``hf_dp`` is imported.
+
+References: Houlsby et al. 2019, arXiv 1902.00751; Pfeiffer et al. 2021, arXiv 2005.00247.
 """
 
 from __future__ import annotations
@@ -23,8 +25,7 @@ from transformers.activations import ACT2FN
 from hf_dp._validate import integer, invalid, one_of
 from hf_dp.errors import UnsupportedModelError
 
-# The output projections of (attention, feed-forward) in transformers' models, by model_type: ends
-# of module names.
+# By model_type, the ends of the names of the output projections: (attention, feed-forward).
 _BERT = (["attention.output.dense"], ["output.dense"])
 OUTPUTS: dict[str, tuple[list[str], list[str]]] = {
     **dict.fromkeys(
@@ -49,16 +50,19 @@ STYLES = ("houlsby", "pfeiffer")
 
 @dataclass
 class AdapterConfig(PeftConfig):
-    """Adapters after attention and feed-forward (``houlsby``), or after feed-forward alone
-    (``pfeiffer``).
+    """Bottleneck adapters, after Houlsby et al. or Pfeiffer et al.
+
+    In the style ``houlsby`` they stand after attention and feed-forward, in the style ``pfeiffer``
+    after feed-forward alone.
 
     Args:
-        bottleneck_size: width of the adapter; 16, 48 and 96 in DP-FROST (after Yu et al. 2022).
-        style: ``houlsby`` or ``pfeiffer``. activation: a name of transformers' activations.
-        target_modules: ends of module names, for a model whose type is not known or a choice of
-            one's own.
-        modules_to_save: modules that train in full; a classifier's head is one with
-            ``task_type="SEQ_CLS"``.
+        bottleneck_size: width of the adapter; DP-FROST uses 16, 48 and 96 (after Yu et al. 2022).
+        style: ``houlsby`` or ``pfeiffer``.
+        activation: the name of one of transformers' activations.
+        target_modules: ends of the names of the modules to adapt. Needed for a model whose type is
+            not in the table; overrides the table for the others.
+        modules_to_save: modules that train in full. With ``task_type="SEQ_CLS"`` the head of a
+            classifier is one of them.
 
     Raises: InvalidArgumentError naming the argument.
     """
@@ -95,14 +99,17 @@ class AdapterLayer(nn.Module, BaseTunerLayer):
         self.update_layer(adapter_name, config)
 
     def update_layer(self, adapter_name: str, config: AdapterConfig) -> None:
-        """Add an adapter that changes nothing yet: ``up`` starts at zero, so that a private run
-        starts from the base."""
+        """Add an adapter that changes nothing yet.
+
+        ``up`` starts at zero, so that a private run starts from the base model.
+        """
         base = self.get_base_layer()
         weight: Any = base.weight
         width = getattr(base, "out_features", None) or getattr(base, "nf", None)
         if width is None:
             raise UnsupportedModelError(
-                f"An adapter goes after a linear layer, not after {type(base).__name__}."
+                f"Expected a linear layer before an adapter, got {type(base).__name__}. Name "
+                "linear layers in `target_modules`."
             )
         where = {"device": weight.device, "dtype": weight.dtype}
         down, up = (
@@ -132,8 +139,10 @@ class AdapterLayer(nn.Module, BaseTunerLayer):
 
 
 class AdapterModel(BaseTuner):
-    """Made by ``get_peft_model`` from an :class:`AdapterConfig`. An adapter is not linear and
-    cannot be merged."""
+    """The model that ``get_peft_model`` makes from an :class:`AdapterConfig`.
+
+    An adapter is not linear, so it cannot be merged.
+    """
 
     prefix: str = "adapter_"
     tuner_layer_cls = AdapterLayer
@@ -147,14 +156,14 @@ class AdapterModel(BaseTuner):
                     "target_modules",
                     None,
                     f"to be given for a model of type {kind!r}",
-                    f"Name the ends of its output projections, as {OUTPUTS['gpt2']} for gpt2. "
-                    f"Known are {sorted(OUTPUTS)}.",
+                    "Give the ends of the names of its output projections, for example "
+                    f"{OUTPUTS['gpt2']} for gpt2. Known types: {sorted(OUTPUTS)}.",
                 )
             attention, feed_forward = OUTPUTS[kind]
             peft_config.target_modules = sorted(
                 {*feed_forward, *(attention if peft_config.style == "houlsby" else ())}
             )
-            if peft_config.style == "pfeiffer":  # "output.dense" is also how attention's ends
+            if peft_config.style == "pfeiffer":  # attention's names also end with "output.dense"
                 peft_config.exclude_modules = [
                     end for end in attention if any(end.endswith(f) for f in feed_forward)
                 ] or None
@@ -179,8 +188,8 @@ class AdapterModel(BaseTuner):
 
     def _check_merge_allowed(self) -> None:
         raise UnsupportedModelError(
-            "An adapter is not a linear map, so it cannot be merged into the base; keep it beside "
-            "it."
+            "An adapter is not a linear map, so it cannot be merged into the base model. Keep the "
+            "two side by side."
         )
 
 

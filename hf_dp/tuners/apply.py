@@ -1,4 +1,4 @@
-"""From what a user passes as ``model`` and ``peft_config`` to the module that trains."""
+"""Turn what a user passes as ``model`` and ``peft_config`` into the module that trains."""
 
 from __future__ import annotations
 
@@ -37,17 +37,17 @@ def load_model(name_or_path: str) -> nn.Module:
 
 
 def apply_peft(model: Any, peft_config: Any, device: torch.device) -> nn.Module:
-    """Wrap the model for the adapter, after it has been placed on its device.
+    """Move the model to its device, then wrap it for the adapter.
 
-    (A model moved after wrapping leaves an optimizer that updates copies: a run that looks right
-    and learns nothing.) A missing ``task_type`` is set from the model's class, so that the head
-    trains and is saved, and the log says so.
+    If the model moved after wrapping, the optimizer would update copies: the run would look right
+    and learn nothing. A missing ``task_type`` is set by :func:`set_task_type`.
     """
     from peft import PeftModel, get_peft_model
 
     if isinstance(model, PeftModel):
         raise InvalidArgumentError(
-            "Expected `peft_config` to be None for a model that is a PeftModel already."
+            "Expected `peft_config` to be None for a model that is a PeftModel already. Pass the "
+            "base model, or leave `peft_config` unset."
         )
     set_task_type(model, peft_config)
     try:
@@ -59,8 +59,10 @@ def apply_peft(model: Any, peft_config: Any, device: torch.device) -> nn.Module:
 
 
 def set_task_type(model: nn.Module, peft_config: Any) -> None:
-    """Set a missing ``task_type`` from the model's class, so that the head trains and is saved, and
-    log it."""
+    """Set a missing ``task_type`` from the model's class, and log it.
+
+    Without it PEFT would neither train nor save the head.
+    """
     if peft_config.task_type is not None:
         return
     try:
@@ -68,13 +70,15 @@ def set_task_type(model: nn.Module, peft_config: Any) -> None:
     except UnsupportedLossError:
         pass
     if peft_config.task_type is None:
-        logger.info("peft_config.task_type is not set and %s suggests none.", type(model).__name__)
+        logger.info(
+            "peft_config.task_type is not set, and %s does not imply one.", type(model).__name__
+        )
     else:
         logger.info("peft_config.task_type was not set; using %s.", peft_config.task_type)
 
 
 def describe_training(model: nn.Module) -> str:
-    """What trains, in words with counts: goes into the card."""
+    """Return what trains, in words and counts, for the card."""
     trainable = sum(p.numel() for p in model.parameters() if p.requires_grad)
     total = sum(p.numel() for p in model.parameters()) - _copied(model)
     if trainable == total:
@@ -85,8 +89,10 @@ def describe_training(model: nn.Module) -> str:
 
 
 def _copied(model: nn.Module) -> int:
-    """Of how many trained parameters PEFT holds the frozen original, too: selected modules and
-    ``modules_to_save``."""
+    """Count the trained numbers whose frozen original PEFT also keeps.
+
+    These are the parameters of selected modules and of ``modules_to_save``.
+    """
     marks = (f".{SelectionModel.prefix}", ".modules_to_save.")
     copies = {
         p

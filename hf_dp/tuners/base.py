@@ -20,57 +20,58 @@ from hf_dp.tuners.selection import SelectionConfig, always_trained, candidates
 
 
 class Tuner:
-    """Decides what trains, inside a private run. This one decides nothing: all that is trainable
-    trains."""
+    """Decides what trains inside a private run.
 
-    clips_in_its_own_way = False  # whether :meth:`engine` is another than the run's
+    This base class decides nothing: everything that is trainable trains.
+    """
+
+    clips_in_its_own_way = False  # whether :meth:`engine` differs from the run's engine
 
     @property
     def undecided(self) -> bool:
-        """Whether what trains is decided when training starts, and that is still to come."""
+        """Whether what trains is still to be decided, when training starts."""
         return False
 
     def plan(self, clipping_norm: float) -> SelectionPlan | None:
-        """Return what will be released to select, or None."""
+        """Return what the selection will release, or None if there is no selection."""
         return None
 
     def prepare(self, run: PrivateRun) -> None:
-        """Raise, before anything is written, for what cannot work."""
+        """Raise for what cannot work, before anything is written."""
 
     def check_arguments(self, args: TrainingArguments) -> None:
         """Raise InvalidArgumentError for training arguments that cannot work."""
 
     def start(self, run: PrivateRun, checkpoint: str | None = None) -> None:
-        """Select what trains, or read what a checkpoint's run has selected.
+        """Select what trains, or read what the run of a checkpoint selected.
 
-        Before the optimizer exists; may replace ``run.model``.
+        It is called before the optimizer exists, and may replace ``run.model``.
         """
 
     def before_step(self, run: PrivateRun, step: int) -> None:
-        """Do what is due before private step number ``step``, from 0."""
+        """Do what is due before private step number ``step``, counted from 0."""
 
     def engine(self, run: PrivateRun) -> ClippingEngine:
-        """Return what clips the steps' gradients."""
+        """Return the engine that clips the gradients of the steps."""
         return run.engine()
 
     def finish(self, noised: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Return the gradients that the optimizer gets, by parameter, from what was clipped and
-        noised."""
+        """Return the gradients for the optimizer, made from what was clipped and noised."""
         return noised
 
     def tune(self, optimizer: Any) -> None:
-        """Change the optimizer that was just made."""
+        """Change the optimizer that has just been made."""
 
     def releases_to_come(self) -> int:
-        """Return how many more noisy releases this process means to make after the first step."""
+        """Return how many more noisy releases this process will make after the first step."""
         return 0
 
     def save(self, folder: str) -> None:
-        """Write what was selected beside weights that do not tell it themselves."""
+        """Write what was selected, beside weights that do not show it themselves."""
 
     @contextmanager
     def all_that_may_train(self, model: nn.Module) -> Iterator[None]:
-        """Make everything trainable, inside, that may train at some time: for the optimizer."""
+        """Make everything trainable inside that may ever train, so that the optimizer gets it."""
         yield
 
     def describe(self, model: nn.Module) -> str:
@@ -79,7 +80,7 @@ class Tuner:
 
 
 def refuse_options(run: PrivateRun, config: Any) -> None:
-    """Raise InvalidArgumentError for ways to clip that a method with its own engine lacks."""
+    """Raise InvalidArgumentError for a way to clip that a method with its own engine lacks."""
     method, strategy = config.method.upper(), run.options.clipping_strategy
     if run.plan.clipping not in ("flat", "automatic"):
         raise invalid("clipping", run.plan.clipping, f"to be 'flat' or 'automatic' with {method}")
@@ -88,34 +89,36 @@ def refuse_options(run: PrivateRun, config: Any) -> None:
             "clipping_strategy",
             strategy,
             f"to be None with {method}",
-            "It has a way of its own to form norms.",
+            "The method computes norms in its own way.",
         )
 
 
 def freeze_others(model: nn.Module, config: SelectionConfig) -> None:
-    """Leave trainable what may be chosen and what always trains; an adapter would freeze the rest,
-    too."""
+    """Freeze what neither may be chosen nor always trains, as an adapter would."""
     kept = {*candidates(model, config), *always_trained(model, config)}
     for parameter in model.parameters():
         parameter.requires_grad_(parameter.requires_grad and parameter in kept)
 
 
 def refuse_made_before(run: PrivateRun, config: SelectionConfig) -> None:
-    """Raise for models that cannot work with a selection inside the run, before it is paid for."""
+    """Raise for a model that cannot work with a selection in the run, before it costs privacy."""
     if hasattr(run.model, "peft_config"):
         raise InvalidArgumentError(
-            "Expected `peft_config` to be None for a model that is a PeftModel already."
+            "Expected `peft_config` to be None for a model that is a PeftModel already. Pass the "
+            "base model, or leave `peft_config` unset."
         )
     set_task_type(run.model, config)
     refuse_frozen_heads(run.model, always_trained(run.model, config))
 
 
 def refuse_other_options(earlier: Any, now: Any) -> None:
+    """Raise ConfigError when a resumed run has other options than the run was started with."""
     then, wanted = earlier.options(), now.options()
     changed = [name for name in wanted if then.get(name) != wanted[name]]
     if changed:
         name = changed[0]
         raise ConfigError(
             f"Cannot resume: `{name}` of peft_config is {wanted[name]!r}, but the run was started "
-            f"with {then.get(name)!r}."
+            f"with {then.get(name)!r}. Set it back to that value, or start a new run in a new "
+            "output_dir."
         )

@@ -1,8 +1,9 @@
-"""Which tuner serves a configuration: for what is decided inside the run, by the private rows
-(DP-FROST, PARAM) or entry by entry (PVAL, RGP).
+"""Which tuner serves a configuration.
 
-A :class:`Tuner` is asked when the plan is made, before the first step, in each step and when
-weights are saved. What it reads of the private rows leaves through the run's gate.
+A tuner is needed where what trains is decided inside the run: by the private rows (DP-FROST,
+PARAM), or entry by entry (PVAL, RGP). It is asked when the plan is made, before the first step, in
+each step and when weights are saved. What it computes from private rows leaves through the run's
+gate.
 """
 
 from __future__ import annotations
@@ -22,28 +23,29 @@ from hf_dp.tuners.single_entries.tuner import Masks
 
 
 def tuner_for(peft_config: Any, is_private: bool) -> Tuner | None:
-    """Return the tuner that a configuration asks for; None for one that PEFT applies as it is.
+    """Return the tuner that a configuration needs, or None where PEFT applies it unchanged.
 
-    Raises: UnsupportedArgumentError in ``non_private`` mode; ConfigError for a selection that
-        another run made.
+    Raises:
+        UnsupportedArgumentError: a tuner is needed in ``non_private`` mode.
+        ConfigError: the configuration holds a selection that another run made.
     """
     if not isinstance(peft_config, (FrostConfig, MaskConfig, RgpConfig)):
         return None
-    # What is selected is written into it, and the caller's may serve another run.
+    # A copy: the run writes its selection into it, and the caller may reuse the original.
     config = copy.deepcopy(peft_config)
     if isinstance(config, FrostConfig) and (config.parameters is not None or config.made):
         if not is_private and config.parameters is not None:
             return None  # an adapter like any other
         raise ConfigError(
-            "This FrostConfig holds a selection that another run made from private rows, and this "
-            "run's ledger would not know it. Pass a new FrostConfig, or resume that run."
+            "This FrostConfig holds a selection that another run made from private rows. The "
+            "ledger of this run would not count it. Pass a new FrostConfig, or resume that run."
         )
     if not is_private:
         raise invalid(
             "peft_config",
             type(config).__name__,
             "to be used in private modes",
-            "Without privacy use RandomConfig, TopBlocksConfig or a selection that a private run "
+            "Without privacy, use RandomConfig, TopBlocksConfig or a selection that a private run "
             "made.",
             UnsupportedArgumentError,
         )

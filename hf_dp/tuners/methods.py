@@ -1,5 +1,4 @@
-"""All our ways to choose what trains, so that importing this lets PEFT and YAML know them by
-name."""
+"""All of hf_dp's ways to choose what trains; importing this registers their names."""
 
 from hf_dp.tuners.adapter import AdapterConfig as AdapterConfig
 from hf_dp.tuners.frost.config import FrostConfig as FrostConfig

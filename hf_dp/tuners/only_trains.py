@@ -1,4 +1,4 @@
-"""Restrict, for a while, what trains to some of it: a selection clips over what it looks at."""
+"""Restrict what trains for a while, because a selection clips only over what it looks at."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ from torch import nn
 
 @contextmanager
 def only_trains(model: nn.Module, names: set[str]) -> Iterator[Callable[[set[str]], None]]:
-    """Leave trainable, inside, only the named ones of the parameters that trained; call what it
-    gives to name others."""
+    """Leave only the named parameters trainable inside, of those that were trainable.
+
+    Yields: a function that takes other names and restricts to them instead.
+    """
     trained = {
         name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad
     }

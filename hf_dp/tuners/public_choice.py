@@ -1,7 +1,7 @@
-"""Parameters chosen without looking at the data, so for free: random partitions, last blocks,
-biases, the head alone.
+"""Parameters chosen without looking at the data, which costs no privacy.
 
-The baselines of Li et al. (top-2 blocks), DP-FROST (Rand) and Bu et al. 2022 (DP-BitFiT, arXiv
+The choices are random partitions, the last blocks, biases, or the head alone. They are the
+baselines of Li et al. (top-2 blocks), DP-FROST (Rand) and Bu et al. 2022 (DP-BitFiT, arXiv
 2210.00036).
 """
 
@@ -28,8 +28,10 @@ _BLOCK = re.compile(r"^(.*?\.(?:layers?|h|blocks?))\.(\d+)\.")
 class RandomConfig(SelectionConfig):
     """Partitions drawn at random (DP-FROST's Rand), at most ``unfreeze_ratio`` of all numbers.
 
-    Args: unfreeze_ratio: in (0, 1]. selection_seed: of the draw, which is public. granularity: as
-        in :func:`hf_dp.tuners.frost.partition.partitions`.
+    Args:
+        unfreeze_ratio: in (0, 1].
+        selection_seed: seed of the draw, which is public.
+        granularity: as in :func:`hf_dp.tuners.frost.partition.partitions`.
     """
 
     unfreeze_ratio: float = field(default=0.25)
@@ -60,7 +62,8 @@ class RandomConfig(SelectionConfig):
 class TopBlocksConfig(SelectionConfig):
     """The last ``blocks`` transformer blocks (Li et al., table 2: top-2), and a classifier's head.
 
-    Args: blocks: how many, at least 1.
+    Args:
+        blocks: how many, at least 1.
     """
 
     blocks: int = field(default=2)
@@ -80,7 +83,8 @@ class TopBlocksConfig(SelectionConfig):
                 found.setdefault(match[1], set()).add(int(match[2]))
         if not found:
             raise UnsupportedModelError(
-                f"No numbered transformer blocks were found in {type(model).__name__}."
+                f"No numbered transformer blocks were found in {type(model).__name__}. Use "
+                "RandomConfig or BitFitConfig."
             )
         stem = max(found, key=lambda stack: len(found[stack]))
         last = sorted(found[stem])[-self.blocks :]
@@ -107,21 +111,23 @@ class BitFitConfig(SelectionConfig):
             name for name, p in model.named_parameters() if name.endswith("bias") and p in allowed
         ]
         if not found:
-            raise UnsupportedModelError(f"{type(model).__name__} has no bias to train.")
+            raise UnsupportedModelError(
+                f"{type(model).__name__} has no bias to train. Use RandomConfig or HeadConfig."
+            )
         return found
 
 
 @register
 @dataclass
 class HeadConfig(SelectionConfig):
-    """A classifier's head alone, or ``modules_to_save``; all else frozen."""
+    """A classifier's head or ``modules_to_save`` alone; everything else is frozen."""
 
     method: ClassVar[str] = "head"
 
     def choose(self, model: nn.Module) -> list[str]:
         if len(candidates(model, self)) == sum(p.requires_grad for p in model.parameters()):
             raise UnsupportedModelError(
-                f"{type(model).__name__} has no head that PEFT knows (task_type SEQ_CLS). Name it "
-                "in `modules_to_save`."
+                f"{type(model).__name__} has no head that PEFT knows (with task_type SEQ_CLS). "
+                "Name the head in `modules_to_save`."
             )
         return []

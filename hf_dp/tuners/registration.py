@@ -1,4 +1,4 @@
-"""What lets PEFT load the one adapter of ours that it does not know, once ``hf_dp`` is imported."""
+"""Let PEFT load hf_dp's own adapter once ``hf_dp`` is imported."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import importlib
 
 
 def register() -> None:
-    """Import the adapter method, which makes itself known. (Where that import is under way already,
-    it is what led here.)"""
+    """Import the adapter module, which registers itself with PEFT.
+
+    If that import is already under way, it is what called this function, and nothing happens.
+    """
     importlib.import_module("hf_dp.tuners.adapter")

@@ -1,13 +1,14 @@
 """Training some of a model's own parameters, as an adapter that stock PEFT loads without hf_dp.
 
-PEFT's ``LNTuningConfig`` is, despite its name, a tuner that trains a full copy of any module and
-swaps it in. A :class:`SelectionConfig` says *which parameters*; :class:`SelectionModel` turns that
-into copies of the modules that own them. What is saved is a plain ``LNTuningConfig`` with the
-trained parameters, and beside it ``selection.json``: how they were chosen.
+Despite its name, PEFT's ``LNTuningConfig`` belongs to a tuner that trains a full copy of any module
+and swaps it in. A :class:`SelectionConfig` says *which parameters* train; :class:`SelectionModel`
+turns that into copies of the modules that own them. What is saved is a plain ``LNTuningConfig``
+with the trained parameters. Beside it, ``selection.json`` records how they were chosen.
 
-Two things are more than stock. Parameters of a copied module that were not selected stay the base's
-own, frozen, and are not saved. Copies of a tied parameter are one parameter while it trains (each
-is saved, so that stock PEFT, which does not tie them, computes the same).
+Two things go beyond stock PEFT. First, parameters of a copied module that were not selected remain
+the frozen parameters of the base, and are not saved. Second, the copies of a tied parameter are one
+parameter while it trains. Each of them is saved, so that stock PEFT, which does not tie them,
+computes the same result.
 """
 
 from __future__ import annotations
@@ -47,14 +48,14 @@ _STOCK = [item.name for item in fields(LNTuningConfig)]
 
 @dataclass
 class SelectionConfig(LNTuningConfig):
-    """Which of a model's own parameters train; its children say how they are chosen.
+    """Which of a model's own parameters train; subclasses say how they are chosen.
 
     A new head (``task_type`` SEQ_CLS, TOKEN_CLS, QUESTION_ANS) and ``modules_to_save`` always
-    train, never chosen from.
+    train, and are not candidates.
 
     Args:
-        parameters: the chosen ones, as the base model's ``named_parameters`` calls them; None until
-            they are chosen.
+        parameters: names of the chosen parameters, as the base model's ``named_parameters`` gives
+            them; None until they are chosen.
 
     Raises: ConfigError for ``target_modules`` (``parameters`` decides them).
     """
@@ -68,18 +69,19 @@ class SelectionConfig(LNTuningConfig):
         self.peft_type = self.method.upper()
         if self.target_modules is not None:
             raise ConfigError(
-                f"{type(self).__name__} takes no `target_modules`: what trains decides them."
+                f"Expected `target_modules` to be unset for {type(self).__name__}, got "
+                f"{self.target_modules!r}. Remove it: the method itself chooses what trains."
             )
 
     def choose(self, model: nn.Module) -> list[str]:
-        """Names of the parameters to train, from public knowledge: the model alone.
+        """Return the names of the parameters to train, chosen by looking at the model alone.
 
-        Raises: ConfigError when that is not enough.
+        Raises: ConfigError when the choice needs private rows.
         """
         raise NotImplementedError
 
     def details(self) -> dict[str, Any]:
-        """What ``selection.json`` holds, JSON-ready: the method, its options, what it chose."""
+        """Return what ``selection.json`` holds: the method, its options and what it chose."""
         own = {key: value for key, value in asdict(self).items() if key not in _STOCK}
         saved = _plain(self.modules_to_save)
         return {
@@ -89,12 +91,12 @@ class SelectionConfig(LNTuningConfig):
         } | own
 
     def stock(self) -> LNTuningConfig:
-        """The configuration that stock PEFT loads the saved adapter with."""
+        """Return the configuration with which stock PEFT loads the saved adapter."""
         values = {name: getattr(self, name) for name in _STOCK if name != "peft_type"}
         return LNTuningConfig(**values)
 
     def save_pretrained(self, save_directory: str, **kwargs: Any) -> None:
-        """Write ``adapter_config.json`` of the stock tuner, and ``selection.json``."""
+        """Write the stock tuner's ``adapter_config.json``, and ``selection.json``."""
         self.stock().save_pretrained(save_directory, **kwargs)
         self.write_details(save_directory)
 
@@ -105,7 +107,7 @@ class SelectionConfig(LNTuningConfig):
         )
 
     def options(self) -> dict[str, Any]:
-        """What the user decided, without what was chosen: a resumed run must have the same."""
+        """Return the user's options, without what was chosen; a resumed run must have the same."""
         values = {
             name: value
             for name, value in self.details().items()
@@ -121,26 +123,31 @@ class SelectionConfig(LNTuningConfig):
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: str, *args: Any, **kwargs: Any) -> Any:
-        """The selection that was saved beside an adapter, in a folder or a Hub repository.
+        """Read the selection saved beside an adapter, in a folder or a Hub repository.
 
-        Raises: ConfigError when there is none, or of another method.
+        Raises: ConfigError when there is none, or when another method made it.
         """
         values = read_details(pretrained_model_name_or_path, **kwargs)
         method = values.pop("method", None)
         if method != cls.method:
-            raise ConfigError(f"{FILE_NAME} there is of the method {method!r}, not {cls.method!r}.")
+            raise ConfigError(
+                f"Expected {FILE_NAME} in {pretrained_model_name_or_path!r} to come from the "
+                f"method {cls.method!r}, got {method!r}. Read it with that method's configuration."
+            )
         try:
             return cls(**values)
         except TypeError as problem:
             raise ConfigError(
-                f"{FILE_NAME} cannot be read ({problem}): another version wrote it."
+                f"{FILE_NAME} cannot be read ({problem}): another version of hf_dp wrote it. Use "
+                "that version."
             ) from problem
 
 
 def register(cls: type[SelectionConfig], tuner: Any = None) -> type[SelectionConfig]:
-    """Class decorator: lets ``get_peft_model`` and YAML find the method by its name.
+    """Let ``get_peft_model`` and YAML find a method by its name; a class decorator.
 
-    Args: tuner: what ``get_peft_model`` builds, default :class:`SelectionModel`.
+    Args:
+        tuner: the class that ``get_peft_model`` builds; by default :class:`SelectionModel`.
     """
     name: Any = cls.method.upper()
     PEFT_TYPE_TO_CONFIG_MAPPING[name] = cls
@@ -150,8 +157,10 @@ def register(cls: type[SelectionConfig], tuner: Any = None) -> type[SelectionCon
 
 
 class SelectionModel(LNTuningModel):
-    """Trains the selected parameters in copies of the modules that own them. Made by
-    ``get_peft_model``."""
+    """Trains the selected parameters in copies of the modules that own them.
+
+    It is made by ``get_peft_model``.
+    """
 
     def inject_adapter(
         self, model: nn.Module, adapter_name: str, *args: Any, **kwargs: Any
@@ -164,22 +173,20 @@ class SelectionModel(LNTuningModel):
         chosen = {names[name] for name in config.parameters}
         config.target_modules = targets
         with warnings.catch_warnings():
-            warnings.filterwarnings(
-                "ignore", "Unsupported layer type"
-            )  # copies need no in_features
+            # Copies need no in_features.
+            warnings.filterwarnings("ignore", "Unsupported layer type")
             super().inject_adapter(model, adapter_name, *args, **kwargs)
-        config.target_modules = (
-            targets  # PEFT shortens long lists, and takes a lone "wte" for a changed vocabulary
-        )
+        # PEFT shortens long lists, and mistakes a lone "wte" for a changed vocabulary.
+        config.target_modules = targets
         self._join(model, adapter_name, chosen)
         self._train_only_selected()
 
-    # LNTuning's own leaves the wrappers of modules_to_save in a merged model, whose checkpoint then
-    # loads without the head.
+    # LNTuning's own method leaves the wrappers of modules_to_save in a merged model. Its checkpoint
+    # would then load without the head.
     _unload_and_optionally_merge = BaseTuner._unload_and_optionally_merge
 
     def _check_tied_modules(self, model: nn.Module, peft_config: PeftConfig) -> None:
-        """No warning: copies of tied parameters are one parameter here."""
+        """Give no warning, since the copies of a tied parameter are one parameter here."""
 
     def _replace_module(
         self, parent: nn.Module, child_name: str, new_module: nn.Module, child: nn.Module
@@ -187,8 +194,8 @@ class SelectionModel(LNTuningModel):
         if isinstance(new_module, LNTuningLayer):
             super()._replace_module(parent, child_name, new_module, child)
         else:
-            # Back to an ordinary layer or head. Stock PEFT would look for its `weight`, which
-            # not every layer has.
+            # This goes back to an ordinary layer or head. Stock PEFT would look for its `weight`,
+            # which not every layer has.
             setattr(parent, child_name, new_module)
 
     @staticmethod
@@ -209,8 +216,10 @@ class SelectionModel(LNTuningModel):
                     setattr(twin, name, new)
 
     def _train_only_selected(self) -> None:
-        """Stock PEFT switches a whole copy on; of it only the selected parameters train, the others
-        are the base's."""
+        """Freeze what was not selected, since stock PEFT makes a whole copy trainable.
+
+        Parameters of a copy that were not selected are the base's own.
+        """
         base = {
             parameter
             for layer in self.model.modules()
@@ -261,7 +270,7 @@ class SelectionModel(LNTuningModel):
 
 
 def _same_as_base(layer: LNTuningLayer, adapter_name: str) -> list[str]:
-    """Paths of a copy's parameters that are the base's own."""
+    """List the paths of a copy's parameters that are the base's own."""
     if adapter_name not in layer.ln_tuning_layers:
         return []
     base = dict(layer.base_layer.named_parameters(remove_duplicate=False))
@@ -274,10 +283,13 @@ def _same_as_base(layer: LNTuningLayer, adapter_name: str) -> list[str]:
 
 
 def target_modules(model: nn.Module, parameters: Sequence[str]) -> list[str] | str:
-    """The layers that own these parameters, all owners of a tied one, in the form PEFT takes them.
+    """Return the layers that own these parameters, in the form PEFT takes them.
 
-    Raises: InvalidArgumentError for a name that is no parameter; UnsupportedModelError for one that
-        is not a layer's.
+    For a tied parameter these are all its owners.
+
+    Raises:
+        InvalidArgumentError: a name is not that of a parameter.
+        UnsupportedModelError: a parameter does not belong to a single layer.
     """
     names = dict(model.named_parameters())
     for name in parameters:
@@ -293,14 +305,14 @@ def target_modules(model: nn.Module, parameters: Sequence[str]) -> list[str] | s
     for name in parameters:
         if names[name] in outside:
             raise UnsupportedModelError(
-                f"{name!r} is not a parameter of a single layer but of a module made of others, "
-                "which cannot be copied and swapped. Leave it out."
+                f"{name!r} belongs to a module made of other modules, not to a single layer, so it "
+                "cannot be copied and swapped. Leave it out."
             )
     wanted = {names[name] for name in parameters}
     owners = [
         path for path, module in modules.items() if wanted & set(module.parameters(recurse=False))
     ]
-    # PEFT matches a list by the end of a name: "head" would also match "decoder.head".
+    # PEFT matches the items of a list with the ends of names: "head" also matches "decoder.head".
     if all(
         path in owners or not any(path.endswith(f".{name}") for name in owners) for path in modules
     ):
@@ -309,12 +321,12 @@ def target_modules(model: nn.Module, parameters: Sequence[str]) -> list[str] | s
 
 
 def candidates(model: nn.Module, config: SelectionConfig) -> list[nn.Parameter]:
-    """The trainable parameters that may be selected.
+    """Return the trainable parameters that may be selected.
 
-    Not those of the head and of ``modules_to_save``, which always train. Not those that a module
-    made of others owns (ViT's class token, the bias that a masked language model's head shares with
-    its decoder), which stay frozen: PEFT copies layers, and such a module, copied whole, no longer
-    has the attributes that others read.
+    Two kinds are left out. Parameters of the head and of ``modules_to_save`` always train. Those
+    that a module made of other modules owns stay frozen (ViT's class token, or the bias that a
+    masked language model's head shares with its decoder): PEFT copies layers, and a whole copy of
+    such a module would lack the attributes that other modules read.
     """
     out = always_trained(model, config) | outside_layers(model)
     return [
@@ -325,7 +337,7 @@ def candidates(model: nn.Module, config: SelectionConfig) -> list[nn.Parameter]:
 
 
 def outside_layers(model: nn.Module) -> set[nn.Parameter]:
-    """Parameters that a module with children owns, alone or beside a layer."""
+    """Return the parameters that a module with children owns, alone or together with a layer."""
     return {
         p
         for module in model.modules()
@@ -335,7 +347,7 @@ def outside_layers(model: nn.Module) -> set[nn.Parameter]:
 
 
 def always_trained(model: nn.Module, config: SelectionConfig) -> set[nn.Parameter]:
-    """Parameters of the modules that PEFT trains in full whatever is selected."""
+    """Return the parameters of the modules that PEFT trains in full, whatever is selected."""
     saved = config.modules_to_save or []
     ends = (
         *([saved] if isinstance(saved, str) else saved),
@@ -350,7 +362,10 @@ def always_trained(model: nn.Module, config: SelectionConfig) -> set[nn.Paramete
 
 
 def read_details(name_or_path: str, **options: Any) -> dict[str, Any]:
-    """The content of ``selection.json`` in a folder or a Hub repository. Raises: ConfigError."""
+    """Read ``selection.json`` in a folder or a Hub repository.
+
+    Raises: ConfigError when it cannot be read.
+    """
     path = os.path.join(name_or_path, FILE_NAME)
     if not os.path.isdir(name_or_path):
         from huggingface_hub import hf_hub_download
@@ -360,7 +375,8 @@ def read_details(name_or_path: str, **options: Any) -> dict[str, Any]:
         values = json.loads(Path(path).read_text(encoding="utf-8"))
     except (OSError, ValueError) as problem:
         raise ConfigError(
-            f"There is no readable {FILE_NAME} in {name_or_path!r} ({problem})."
+            f"Expected a readable {FILE_NAME} in {name_or_path!r}, got: {problem}. Name the folder "
+            "of an adapter that hf_dp saved."
         ) from problem
     return dict(values)
 

@@ -66,7 +66,7 @@ CASES = {
     "too many tokens": (
         lambda: with_tokens([4] * 25), {},
         "Model and loss fail on a made-up row as long as the longest .*truncate them; row 7 has "
-        "most tokens",
+        "the most tokens",
     ),
 }  # fmt: skip
 
@@ -259,7 +259,7 @@ def test_rows_that_look_like_pieces_of_documents(lengths, said, tmp_path, caplog
     given = {"train_dataset": data.add_column("labels", data["input_ids"]), "eval_dataset": None, "model": gpt2(),
              "data_collator": collator}  # fmt: skip
     tiny.trainer(tmp_path, given=given).training_data()
-    assert any("pieces of longer documents" in text for text in said_so) == said
+    assert any("chunks of longer documents" in text for text in said_so) == said
     said_so.clear()
     tiny.trainer(tmp_path, given=given, rows_are_chunks=True).training_data()
     assert not said_so

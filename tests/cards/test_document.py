@@ -285,7 +285,8 @@ def test_an_older_record_is_continued_in_the_new_version(tmp_path: Path) -> None
 def test_an_older_record_that_counts_earlier_runs_is_refused(tmp_path: Path) -> None:
     folder = old(tmp_path, lambda data: data["ledger"][0].update(purpose="earlier run"))
     with pytest.raises(
-        LedgerError, match="schema version 1, and counts earlier runs.*read with hf_dp 0.1.0"
+        LedgerError,
+        match="schema version 1, and counts earlier runs.*Read its claim with hf_dp 0.1.0",
     ):
         read(folder)
 

@@ -142,7 +142,10 @@ def test_planted_mark_that_goes_back_is_seen(kind, tmp_path, monkeypatch) -> Non
 @pytest.mark.parametrize(
     ("edit", "message"),
     [
-        (lambda data: data.update(mark_version=2), "version 2; this hf_dp knows up to 1. Upgrade"),
+        (
+            lambda data: data.update(mark_version=2),
+            "version 2; this hf_dp knows versions up to 1. Upgrade",
+        ),
         (lambda data: data.update(mark_version=0), "edited or damaged"),
         (lambda data: data.update(mark_version="1"), "edited or damaged"),
         (lambda data: data.update(extra=1), "expected the keys"),

@@ -200,7 +200,7 @@ def test_without_the_runs_own_mark_a_record_that_knows_all_gets_one(run: Path) -
 def test_without_any_plan_it_is_refused(run: Path) -> None:
     (run / FILE_NAME).unlink()
     (run / "checkpoint-3" / FILE_NAME).unlink()
-    with pytest.raises(LedgerError, match="no checkpoint whose copy has the plan"):
+    with pytest.raises(LedgerError, match="no checkpoint has a copy with the plan"):
         rebuild(run)
     assert not (run / FILE_NAME).exists()
 

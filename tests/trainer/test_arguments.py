@@ -415,14 +415,14 @@ def test_without_privacy_transformers_rules(output_dir):
 def test_more_than_one_process_is_refused(output_dir, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(
-        UnsupportedArgumentError, match=r"`\$WORLD_SIZE`.*'2'.*Launch with one process"
+        UnsupportedArgumentError, match=r"`\$WORLD_SIZE`.*'2'.*Launch a single process"
     ):
         make(output_dir)
     monkeypatch.delenv("WORLD_SIZE")
     args = make(output_dir)
     monkeypatch.setattr(TrainingArguments, "world_size", 2)
     with pytest.raises(
-        UnsupportedArgumentError, match=r"`world_size` to be 1.*got 2.*Launch with one process"
+        UnsupportedArgumentError, match=r"`world_size` to be 1.*got 2.*Launch a single process"
     ):
         args.check()
     with pytest.raises(UnsupportedArgumentError, match=r"`world_size` to be 1"):

@@ -136,7 +136,8 @@ def test_a_run_that_ended_before_its_first_checkpoint_is_told_what_to_do(tmp_pat
     trainer = run(tmp_path, FrostConfig(**FROST))
     trainer.train()
     with pytest.raises(
-        LedgerError, match="has no checkpoint.*Start one in a new output_dir.*both count together"
+        LedgerError,
+        match="has no checkpoint.*Start a new run in a new output_dir.*both count together",
     ):
         run(tmp_path, FrostConfig(**FROST)).train(resume_from_checkpoint=True)
 

@@ -128,7 +128,7 @@ def test_refusals(tmp_path):
         PvalConfig(unfreeze_ratio=0)
     with pytest.raises(InvalidArgumentError, match="leave room for one"):
         largest({"a": torch.ones(3)}, 0.1)
-    with pytest.raises(UnsupportedModelError, match="pass this configuration to DPTrainer"):
+    with pytest.raises(UnsupportedModelError, match="Pass its configuration to DPTrainer"):
         get_peft_model(tiny.model(), PvalConfig())
     assert issubclass(PvalConfig, MaskConfig)
 

@@ -35,8 +35,8 @@ def batches(trainer, indices):
 
 
 def step(trainer, indices):
+    trainer.run.open()
     if trainer.ledger.steps() == 0:
-        trainer.run.open()
         trainer.run.book.start(100)
     trainer.model.zero_grad()
     trainer.training_step(trainer.model, batches(trainer, indices))

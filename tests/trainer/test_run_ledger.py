@@ -228,7 +228,7 @@ def test_planted_mark_of_one_name_everywhere_would_go_back(folder, monkeypatch):
 def test_an_older_copy_that_appears_before_the_lock_is_refused(folder):
     run = resumed(folder)
     older_copy(folder)
-    with pytest.raises(LedgerError, match="3 steps, and 5 when it was read"):
+    with pytest.raises(LedgerError, match="3 steps now, and recorded 5 when it was read"):
         run.start(5)
     assert run._lock is None
 
@@ -265,7 +265,7 @@ def test_a_copied_checkpoint_is_no_second_output_folder(folder, tmp_path):
     shutil.copytree(folder / "checkpoint-3", tmp_path / "other")
     run = RunLedger(tmp_path / "other", PLAN)
     run.resume(tmp_path / "other")
-    with pytest.raises(LedgerError, match="Go on in the run's own output_dir"):
+    with pytest.raises(LedgerError, match="Continue in the run's own output_dir"):
         run.start(5)
 
 
@@ -315,7 +315,7 @@ def test_a_new_run_does_not_begin_beside_a_mark(folder, name, tmp_path):
     shutil.copy(folder / RUN_MARK, other / name)
     with pytest.raises(
         LedgerError,
-        match=f"holds {name} of another run .5 of training. and no privacy.json of it.*rebuild",
+        match=f"holds {name} of another run .5 of training., but not its privacy.json.*rebuild",
     ):
         RunLedger(other, PLAN).start(5)
     for run_id in (None, "another"):
@@ -418,7 +418,7 @@ def test_planted_weaknesses_that_are_forgotten_are_seen(folder, monkeypatch):
     run.start(5)
     step(run)
     monkeypatch.setattr(run, "released", ())
-    with pytest.raises(LedgerError, match="what was true once of a run is true for good"):
+    with pytest.raises(LedgerError, match="What was true of a run once is true for good"):
         step(run)
     run.stop()
 

@@ -69,7 +69,7 @@ def test_a_row_that_cannot_be_made_up_is_said(tmp_path, monkeypatch):
     assert trainer.ledger.steps() == 4
     (said,) = warned
     assert (
-        "past the data collator" in said
+        "skips the data collator" in said
         and "a Tokens cannot be made up" in said
         and "synthetic_batches" in said
     )

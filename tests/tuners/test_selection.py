@@ -185,7 +185,7 @@ def test_what_the_model_itself_owns_cannot_be_copied():
             super().__init__()
             self.scale, self.layer = nn.Parameter(torch.ones(2)), nn.Linear(2, 2)
 
-    with pytest.raises(UnsupportedModelError, match="'scale' is not a parameter of a single layer"):
+    with pytest.raises(UnsupportedModelError, match="'scale' belongs to a module made of other"):
         target_modules(Own(), ["scale"])
 
 
@@ -196,9 +196,9 @@ def test_configurations_round_trip_and_refuse_others(tmp_path):
     config.save_pretrained(tmp_path)
     again = RandomConfig.from_pretrained(str(tmp_path))
     assert (again.options(), again.parameters) == (config.options(), config.parameters)
-    with pytest.raises(ConfigError, match="method 'random', not 'bitfit'"):
+    with pytest.raises(ConfigError, match="the method 'bitfit', got 'random'"):
         BitFitConfig.from_pretrained(str(tmp_path))
-    with pytest.raises(ConfigError, match="no readable selection.json"):
+    with pytest.raises(ConfigError, match="a readable selection.json"):
         RandomConfig.from_pretrained(str(tmp_path.parent))
 
 

@@ -1,13 +1,18 @@
-"""DP-FP with everything below the noise frozen: what trains is a function of released vectors, so
-post-processing covers it.
+"""DP-FP with everything below the noise frozen.
 
-``once``: each example's representation is released one time with Gaussian noise. Under zero-out an
-example's vector moves by C at the most, so this is the Gaussian mechanism with ``mu = C / sigma``:
-no composition, whatever is trained on the vectors. ``fresh``: a new noisy vector each time the
-example is drawn. It takes part in k of T M draws and is seen to, so ``delta(epsilon) = sum_k
-Binomial(k; T M, p) delta_Gauss(epsilon; sqrt(k) C / sigma)``. (Nothing of the encoder moves, so
-representations are computed once, in the precision of the weights; they stay in memory and never
-leave it un-noised.)
+What trains is a function of released vectors, so post-processing covers it. There are two ways to
+release them.
+
+``once``: the representation of each example is released one time with Gaussian noise. Under
+zero-out a vector moves by at most C, so this is the Gaussian mechanism with ``mu = C / sigma``.
+Nothing composes, whatever is trained on the vectors.
+
+``fresh``: a new noisy vector is released each time the example is drawn. The example takes part in
+k of T M draws, and everyone can see which. So ``delta(epsilon) = sum_k Binomial(k; T M, p)
+delta_Gauss(epsilon; sqrt(k) C / sigma)``.
+
+The encoder does not change, so representations are computed once, in the precision of the weights.
+They stay in memory and never leave it without noise.
 """
 
 from __future__ import annotations
@@ -30,8 +35,8 @@ from hf_dp.mechanisms.dp_fp.vectors import check_classes
 from hf_dp.plans.dp_fp import FrozenPlan
 from hf_dp.run.gate import Release
 
-# Not pushed to the Hub, which leaves out names with an underscore; what is in it is released, so it
-# may be kept.
+# The file holds released values only, so it may be kept. Names that start with "_" are never pushed
+# to the Hub.
 RELEASED_ROWS = "_released_rows.safetensors"
 
 
@@ -81,7 +86,7 @@ class Frozen(Mechanism):
         self._vectors, self._labels = vectors, labels
 
     def _keep(self) -> None:
-        """Write what was released, for a resume: a second release would cost again."""
+        """Write what was released: after a resume, a second release would cost privacy again."""
         released = {} if self.plan.releases_each_step else {"rows": self._vectors}
         if self.plan.label_epsilon is not None or released:
             released["labels"] = self._labels
@@ -102,7 +107,9 @@ class Frozen(Mechanism):
             with safe_open(path, framework="pt", device=device) as file:
                 if (file.metadata() or {}).get("run_id") != self.run.book.run_id:
                     raise LedgerError(
-                        f"Cannot resume: {RELEASED_ROWS} in output_dir is of another run."
+                        f"Cannot resume: {RELEASED_ROWS} in output_dir is of another run. Restore "
+                        "this run's own file, or start a new run in a new output_dir (both count "
+                        "together)."
                     )
                 names = file.keys()
                 return {name: file.get_tensor(name) for name in names}
@@ -123,8 +130,7 @@ class Frozen(Mechanism):
         )
 
     def clip(self, batches: Any) -> Clipped:
-        """Return the vectors of the drawn examples, released before or clipped, and their
-        labels."""
+        """Return the vectors of the drawn examples, already released or clipped, with labels."""
         assert self._vectors is not None and self._labels is not None
         self.run.model.eval()  # below the noise nothing is random and no buffer changes
         self._last.layer.train()

@@ -29,17 +29,19 @@ from hf_dp.run.private_run import PrivateRun
 def last_layer(run: PrivateRun) -> tuple[str, nn.Module]:
     """Return name and module of the layer whose input is the representation.
 
-    Raises: UnsupportedModelError.
+    Raises: UnsupportedModelError as :func:`find_last_layer`.
     """
     padded, _ = run.check_batches()
     return find_last_layer(run.model, padded, run.options.representation_module)
 
 
 class LastLayer:
-    """The layer above the noise, with the loss of its rows.
+    """The layer above the noise, with the loss of the vectors that enter it.
 
-    Raises: UnsupportedModelError when it shares a parameter with what lies below, or (labels in the
-        vector) is not linear; UnsupportedArgumentError when protected labels are no classes.
+    Raises:
+        UnsupportedModelError: the layer shares a parameter with the layers below, is frozen, or is
+            not linear although labels are in the vector.
+        UnsupportedArgumentError: labels are to be protected and are not classes.
     """
 
     def __init__(self, run: PrivateRun, plan: ForwardPlan):
@@ -49,10 +51,12 @@ class LastLayer:
         own = set(self.layer.parameters())
         below = [name for name, p in _below(run.model, self.layer) if p in own]
         if below or not own:
+            shared = (
+                f"it shares {below} with the layers below the noise" if below else "it has none"
+            )
             raise UnsupportedModelError(
-                f"The last layer {self.name!r} has no parameters of its own: "
-                f"{below or 'it has none'} (shared with the layers below the noise, which it would "
-                "train). Use a model with a head of its own, or privacy_mode='dp_sgd'."
+                f"The last layer {self.name!r} has no parameters of its own: {shared}. Use a model "
+                "whose last layer has its own parameters, or privacy_mode='dp_sgd'."
             )
         self._blocks = plan.num_classes if plan.labels_in_vector else None
         if self._blocks is not None and type(self.layer) is not nn.Linear:
@@ -63,25 +67,27 @@ class LastLayer:
         kind = problem_type(base_model(run.model), torch.zeros(1, dtype=torch.long))
         if plan.protects_labels and kind != "single_label_classification":
             raise UnsupportedArgumentError(
-                "`label_epsilon` and `labels_in_vector` protect one class per example, and this is "
-                f"{kind}."
+                "`label_epsilon` and `labels_in_vector` protect one class per example, and this "
+                f"model's task is {kind}. Remove them, or use privacy_mode='dp_sgd'."
             )
 
         self.parameters = [p for p in self.layer.parameters() if p.requires_grad]
         if not self.parameters:
             raise UnsupportedModelError(
-                f"The last layer {self.name!r} is frozen, so nothing would be learned from its "
-                "rows."
+                f"The last layer {self.name!r} is frozen, so nothing would be learned from the "
+                "released vectors. Unfreeze it."
             )
         self._width = check_representations(run, self.layer)
 
     def below(self) -> list[nn.Parameter]:
-        """The parameters below the noise."""
+        """Return the parameters below the noise."""
         return [p for _, p in _below(self.model, self.layer)]
 
     def clipped(self, rows: Tensor, labels: Tensor) -> Tensor:
-        """What noise is added to: clipped rows, (b, d), or vectors with the label inside, (b, K
-        d)."""
+        """Return what noise is added to, from the representations ``rows``.
+
+        These are clipped vectors, (b, d), or vectors with the label inside, (b, K d).
+        """
         rows = clip_vectors(rows, self.plan.vector_clipping_norm)
         if self._blocks is None:
             return rows
@@ -89,8 +95,7 @@ class LastLayer:
         return into_blocks(rows, labels, self._blocks)
 
     def loss(self, released: Tensor, labels: Tensor | None) -> Tensor:
-        """Sum of the losses of released rows; ``labels`` are not looked at where the vector holds
-        them."""
+        """Sum the losses of released vectors; ignore ``labels`` where the vectors hold them."""
         dtype = next(self.layer.parameters()).dtype
         if self._blocks is not None:
             assert isinstance(self.layer, nn.Linear)
@@ -101,11 +106,11 @@ class LastLayer:
         ).sum()
 
     def vectors_of(self, batches: Sequence[Any]) -> tuple[Tensor, Tensor]:
-        """Return representations and labels of collated batches."""
+        """Return the representations and labels of collated batches."""
         return vectors_of(self.run, self.layer, batches, self._width)
 
     def all_vectors(self) -> tuple[Tensor, Tensor]:
-        """Return those of every example of the training set, in its order."""
+        """Return the representations and labels of all training examples, in their order."""
         return all_vectors(self.run, self.layer)
 
 

@@ -1,9 +1,10 @@
 """DP-FP's last layer above an encoder that is trained by DP-SGD.
 
 Each step releases a noisy sum of clipped encoder gradients, and noisy vectors from which the last
-layer's gradient follows. Vectors show who was drawn. So the sum may be taken for that of a secret
-Poisson sample only if its draw is another, independent one (``separate``); with one draw for both,
-sum and vector of a drawn example are one Gaussian mechanism that is seen (``shared``).
+layer's gradient follows. Vectors show which examples were drawn. The sum therefore counts as that
+of a secret Poisson sample only if the vectors come from an independent draw of their own
+(``separate``). With one draw for both (``shared``), sum and vector of a drawn example are one
+Gaussian mechanism, and that the example was drawn is visible.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from hf_dp.run.gate import Release
 
 @register_mechanism
 class PrivateEncoder(DpSgd):
-    """DP-SGD below the noise, an ordinary gradient from released vectors above it."""
+    """DP-SGD below the noise, and an ordinary gradient from released vectors above it."""
 
     plan_type = PrivateEncoderPlan
     _last: LastLayer
@@ -39,7 +40,7 @@ class PrivateEncoder(DpSgd):
                 "peft_config",
                 type(self.tuner).__name__,
                 "to be FROST, a stock adapter or None with dp_fp_variant='private_encoder'",
-                "This one clips in a way of its own, the last layer included.",
+                "This one clips in its own way, including the last layer.",
                 UnsupportedArgumentError,
             )
 
@@ -70,7 +71,7 @@ class PrivateEncoder(DpSgd):
         return gradients
 
     def _vector_draw(self) -> Any:
-        """Return the next draw for vectors, independent of that for gradients."""
+        """Return the next draw for vectors, independent of the draw for gradients."""
         if self._vector_draws is None:
             self._vector_draws = self._endless()
         return next(self._vector_draws)

@@ -24,8 +24,10 @@ logger = logging.get_logger(__name__)
 
 @register_mechanism
 class Published(Mechanism):
-    """Clip and noise in the forward pass of M joined micro-batches; then an ordinary backward pass
-    and optimizer."""
+    """Clips and noises in the forward pass of M joined micro-batches.
+
+    Backward pass and optimizer are ordinary ones.
+    """
 
     plan_type = PublishedPlan
     _representation: PrivateRepresentation
@@ -34,10 +36,9 @@ class Published(Mechanism):
         _, layer = last_layer(self.run)
         self._representation = PrivateRepresentation(layer, self.plan.vector_clipping_norm)
         logger.warning(
-            "DP-FP as published: NO differential privacy guarantee is established for this run. "
-            "The encoder is trained by\n"
-            "gradients that were not noised; dp_fp_variant='frozen' or 'private_encoder' have a "
-            "guarantee."
+            "DP-FP as published: NO differential privacy guarantee is established for this run,\n"
+            "because un-noised gradients train the encoder. dp_fp_variant='frozen' and "
+            "'private_encoder' have a guarantee."
         )
 
     def clip(self, batches: Any) -> Clipped:
@@ -45,8 +46,10 @@ class Published(Mechanism):
         return Clipped(batches, zero(self.run))
 
     def gradients(self, clipped: Clipped, release: Release) -> Mapping[nn.Parameter, Tensor]:
-        """Return the gradient of all M micro-batches at once: their losses add up, so one padded
-        batch gives what M passes give."""
+        """Return the gradient of all M micro-batches at once.
+
+        Their losses add up, so one padded batch gives the same as M passes.
+        """
         run = self.run
         with run.randomness.streams():
             for batch in clipped.values:
@@ -54,7 +57,7 @@ class Published(Mechanism):
                     losses = run.losses(batch)
                     (losses.sum() / run.plan.expected_batch_size).backward()
                 clipped.loss_sum += losses.detach().sum()
-        # An empty step is a step: Adam's moments decay.
+        # A step without examples is still a step: Adam's moments decay.
         return {
             p: torch.zeros_like(p) if p.grad is None else p.grad
             for p in run.model.parameters()

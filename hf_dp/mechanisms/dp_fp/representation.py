@@ -1,8 +1,7 @@
-"""DP-FP's mechanism: the representation that enters the last layer, clipped and noised in training
-(Du and Mi 2021, equations 8 and 9).
+"""Clip and noise the representation that enters the last layer (Du and Mi 2021, equations 8, 9).
 
-Outside :meth:`PrivateRepresentation.noising`, and so in evaluation, the layer gets what the model
-computes.
+Outside :meth:`PrivateRepresentation.noising`, and therefore in evaluation, the layer gets what the
+model computes.
 """
 
 from __future__ import annotations
@@ -23,12 +22,14 @@ _ONE_VECTOR = ("sequence_classification", "image_classification")
 
 
 def clip_vectors(rows: Tensor, clipping_norm: float) -> Tensor:
-    """``h min(1, C / |h|_2)`` for each row h of (b, d) (equation 8); differentiable; a row that is
-    not finite becomes 0."""
+    """Return ``h min(1, C / |h|_2)`` for each vector h in (b, d) (equation 8), differentiably.
+
+    A vector that is not finite becomes 0.
+    """
     finite = torch.isfinite(rows.detach()).all(1, keepdim=True)
     rows = torch.where(finite, rows, torch.zeros_like(rows))
-    # Float64: squares of what float32 can hold neither overflow nor vanish, and rounding stays far
-    # below the plan's margin.
+    # float64: squares of float32 values neither overflow nor vanish, and rounding stays far below
+    # the plan's margin.
     norms = torch.linalg.vector_norm(rows.double(), dim=1, keepdim=True)
     weights = (clipping_norm / norms.clamp_min(torch.finfo(torch.float64).tiny)).clamp_max(1)
     return (rows.double() * weights).to(rows.dtype)
@@ -39,7 +40,7 @@ class PrivateRepresentation:
 
     Args:
         layer: takes one vector per example, (b, d).
-        clipping_norm: C, of each vector.
+        clipping_norm: C, the largest L2 norm of a vector.
     """
 
     def __init__(self, layer: nn.Module, clipping_norm: float):
@@ -53,9 +54,12 @@ class PrivateRepresentation:
 
     @contextmanager
     def noising(self, noise: Callable[[Tensor], Tensor]) -> Iterator[None]:
-        """For forward and backward of one batch. Gradient checkpointing may run the layer again in
-        backward: it then gets the very values that were released, since fresh noise would be a
-        second release, and the gradient of no forward."""
+        """Clip and noise what enters the layer, inside, for forward and backward of one batch.
+
+        Gradient checkpointing may run the layer again in the backward pass. The layer then gets the
+        very values that were released: fresh noise would be a second release, and the gradient
+        would belong to no forward pass.
+        """
         handle = self.layer.register_forward_pre_hook(partial(self._enter, noise, []))
         try:
             yield
@@ -80,8 +84,8 @@ class PrivateRepresentation:
             ):
                 raise UnsupportedModelError(
                     f"The last layer ({type(module).__name__}) was given two different "
-                    "representations of one batch. Only a model that uses it once in a forward can "
-                    "be trained with privacy_mode='dp_fp'."
+                    "representations of one batch. privacy_mode='dp_fp' needs a model that uses "
+                    "its last layer once per forward pass. Use privacy_mode='dp_sgd'."
                 )
             clipped = self.clipped(rows)
             noised = clipped + (values - clipped).detach()
@@ -89,13 +93,13 @@ class PrivateRepresentation:
 
 
 def one_vector_per_example(inputs: tuple[Any, ...], layer: nn.Module) -> Tensor:
-    """The layer's input of shape (b, d). Raises: UnsupportedModelError for another one."""
+    """Return the layer's input, (b, d). Raises: UnsupportedModelError for another shape."""
     rows = inputs[0] if inputs else None
     if not isinstance(rows, Tensor) or rows.dim() != 2 or not rows.is_floating_point():
         shape = tuple(rows.shape) if isinstance(rows, Tensor) else type(rows).__name__
         raise UnsupportedModelError(
             f"Expected {type(layer).__name__} to take one vector per example, of shape (batch, "
-            f"features), got {shape}."
+            f"features), got {shape}. Name another layer with `representation_module`."
         )
     return rows
 
@@ -104,29 +108,29 @@ def one_vector_per_example(inputs: tuple[Any, ...], layer: nn.Module) -> Tensor:
 def find_last_layer(
     model: nn.Module, batch: Mapping[str, Tensor], name: str | None = None
 ) -> tuple[str, nn.Module]:
-    """(name, module) of the layer whose input is the representation and whose output are the
-    logits.
+    """Find the layer from the representation to the logits; return its name and module.
 
     Args:
-        batch: a few examples, for one forward without labels; made-up ones do.
-        name: the layer to take, a dotted name; None: the linear layer that gives the logits
-            (BERT's, DistilBERT's, ALBERT's, DeBERTa's, ModernBERT's and ViT's ``classifier``, the
-            ``out_proj`` of RoBERTa's and ELECTRA's heads).
+        batch: a few examples, for one forward without labels; made-up ones suffice.
+        name: the layer's dotted name. None means the linear layer that gives the logits: the
+            ``classifier`` of BERT, DistilBERT, ALBERT, DeBERTa, ModernBERT and ViT, the
+            ``out_proj`` in the heads of RoBERTa and ELECTRA.
 
     Raises: UnsupportedModelError for a task without a single representation, or when there is no
-        such layer; the message lists those that could be named.
+        such layer. The message lists layers that could be named.
     """
     if task_of(model) not in _ONE_VECTOR:
         raise UnsupportedModelError(
-            f"{type(base_model(model)).__name__} predicts for each token (or generates), so there "
-            "is no single representation of an example to clip and noise (Du and Mi leave it open, "
-            "section 6). Use privacy_mode='dp_sgd'."
+            f"{type(base_model(model)).__name__} predicts for each token (or generates text), so "
+            "no single representation of an example can be clipped and noised (Du and Mi leave "
+            "this case open, section 6). Use privacy_mode='dp_sgd'."
         )
     modules = dict(model.named_modules())
     if name is not None and name not in modules:
         last = [known for known, module in modules.items() if isinstance(module, nn.Linear)][-4:]
         raise UnsupportedModelError(
-            f"Expected `representation_module` to name a module, got {name!r}. Linear ones: {last}."
+            f"Expected `representation_module` to name a module of the model, got {name!r}. Name "
+            f"the layer that gives the logits; the last linear layers are {last}."
         )
     calls: dict[str, list[tuple[Any, Any]]] = {}
     watched = modules if name is None else {name: modules[name]}
@@ -158,10 +162,10 @@ def find_last_layer(
         else f"`representation_module`={name!r} to be the last layer"
     )
     raise UnsupportedModelError(
-        f"Expected {wanted} of {type(base_model(model)).__name__}: one that is used once, takes "
-        "one vector per example and gives the logits. Layers that take one vector per example: "
-        f"{could or 'none'}. Name the module that gives the logits with `representation_module`, "
-        "or use privacy_mode='dp_sgd'."
+        f"Expected {wanted} of {type(base_model(model)).__name__}: a layer that is used once, "
+        "takes one vector per example and gives the logits. Layers that take one vector per "
+        f"example: {could or 'none'}. Name the layer that gives the logits with "
+        "`representation_module`, or use privacy_mode='dp_sgd'."
     )
 
 
@@ -187,20 +191,23 @@ def _takes_vectors(seen: list[tuple[Any, Any]], rows: int) -> bool:
 
 
 def into_blocks(rows: Tensor, labels: Tensor, num_classes: int) -> Tensor:
-    """(b, K d): each row in the block of its label, zeros elsewhere. Its norm is the row's."""
+    """Put each vector into the block of its label, with zeros elsewhere: (b, K d).
+
+    The norm of a vector stays the same.
+    """
     blocks = rows.new_zeros(len(rows), num_classes, rows.shape[1])
     blocks[torch.arange(len(rows), device=rows.device), labels] = rows
     return blocks.flatten(1)
 
 
 def block_loss(layer: nn.Linear, vectors: Tensor) -> Tensor:
-    """Cross-entropy of a linear layer from vectors whose blocks hide the label, (b,); the labels
-    themselves are not needed.
+    """Compute the cross-entropy of a linear layer, (b,), from vectors whose blocks hide the label.
 
-    With v = h in the block of its class y and noise everywhere, ``u = sum over blocks of v`` is h
-    with noise, and ``logsumexp(W u + b) - sum_k <w_k, v_k>``: the second term has the mean <w_y,
-    h>, so it replaces the label's logit. It is linear in v, so the gradient's label part is
-    unbiased. A bias would need the label, too: it stays as it is.
+    The labels themselves are not needed. Let v hold h in the block of its class y, and noise
+    everywhere. Then ``u = sum over blocks of v`` is h with noise, and the loss is
+    ``logsumexp(W u + b) - sum_k <w_k, v_k>``. The second term has the mean <w_y, h>, so it takes
+    the place of the label's logit. It is linear in v, so the label part of the gradient is
+    unbiased. The gradient of a bias would need the label as well, so the bias stays as it is.
     """
     blocks = vectors.view(len(vectors), layer.out_features, layer.in_features)
     bias = None if layer.bias is None else layer.bias.detach()

@@ -1,5 +1,7 @@
-"""The representations of private rows, each computed from its own row alone, and nothing else kept
-of it."""
+"""The representations of private examples.
+
+Each is computed from its own example alone, and nothing else of the example is kept.
+"""
 
 from __future__ import annotations
 
@@ -16,21 +18,22 @@ from hf_dp.errors import DataError, SelfCheckError, UnsupportedModelError
 from hf_dp.mechanisms.dp_fp.representation import one_vector_per_example
 from hf_dp.run.private_run import PrivateRun
 
-_CHUNK = 1024  # rows fetched at a time, within which examples of similar length go together
-_TOLERANCE = (
-    1e-5  # of a row's norm: how far padding and neighbors may move it (float32 rounds to some 1e-6)
-)
+_CHUNK = 1024  # rows fetched at a time; among them, examples of similar length go together
+# How far padding and neighbors may move a vector, relative to its norm (float32 rounds to 1e-6).
+_TOLERANCE = 1e-5
 
 
 def check_representations(run: PrivateRun, layer: nn.Module) -> int:
-    """Check on synthetic examples, in evaluation mode, that a vector is its own example's, and that
-    nothing is kept. Return its width.
+    """Check that a vector depends on its own example alone; return its width.
 
-    A vector that a neighbor could move would carry that neighbor into what is noised for one
-    example alone.
+    The check runs on synthetic examples, in evaluation mode. If a neighbor could move a vector, it
+    would enter what is noised for one example alone. The check also fails if the forward pass
+    changes the model.
 
-    Raises: SelfCheckError; UnsupportedModelError for 16-bit weights, whose rounding moves vectors
-        by more than the margin.
+    Raises:
+        SelfCheckError: the check failed.
+        UnsupportedModelError: weights have 16 bits, whose rounding moves vectors by more than the
+            margin.
     """
     low = sorted(
         {
@@ -41,9 +44,9 @@ def check_representations(run: PrivateRun, layer: nn.Module) -> int:
     )
     if low:
         raise UnsupportedModelError(
-            f"The model's weights are {', '.join(low)}: what stands beside an example would round "
-            "its vector differently, by more than the noise is scaled to. Load the model in "
-            "float32 (bf16=True in the arguments is for gradients)."
+            f"The model's weights are {', '.join(low)}. An example's vector would be rounded "
+            "differently beside other examples, by more than the noise is scaled to. Load the "
+            "model in float32 (bf16=True in the arguments is for gradients)."
         )
     padded, alone = run.check_batches()
     together, _ = vectors_of(run, layer, [padded])
@@ -55,10 +58,10 @@ def check_representations(run: PrivateRun, layer: nn.Module) -> int:
             (other - apart).norm(dim=1).max() <= _TOLERANCE * scale
         ):
             raise SelfCheckError(
-                "On synthetic examples the representation of an example is another when other "
-                "examples stand beside it, so noise for one example would not cover what it does "
-                "to its neighbors' vectors. Check the attention mask and how the model pools, or "
-                "use privacy_mode='dp_sgd'."
+                "On synthetic examples, the representation of an example changes when other "
+                "examples stand beside it. Noise for one example would not cover what it does to "
+                "its neighbors' vectors. Check the attention mask and how the model pools, or use "
+                "privacy_mode='dp_sgd'."
             )
     return apart.shape[1]
 
@@ -66,11 +69,12 @@ def check_representations(run: PrivateRun, layer: nn.Module) -> int:
 def vectors_of(
     run: PrivateRun, layer: nn.Module, batches: Sequence[Any], width: int = 0
 ) -> tuple[Tensor, Tensor]:
-    """Return what enters ``layer``, (n, d) in float32 or better, and labels (n, ...), in the
-    batches' order; dropout off.
+    """Return what enters ``layer``, (n, d) in float32 or better, and labels (n, ...).
 
-    Raises: SelfCheckError when the forward changed a buffer or parameter: it could hold an example,
-        and would be saved.
+    Both are in the order of the batches. Dropout is off.
+
+    Raises: SelfCheckError when the forward pass changed a buffer or parameter, which could then
+        hold an example and would be saved.
     """
     vectors, labels = [], []
     entered: list[Tensor] = []
@@ -86,13 +90,14 @@ def vectors_of(
             model.eval()
             for batch in batches:
                 entered.clear()
-                # Only the forward is wanted: no label reaches it, of whatever kind they are.
+                # Only the forward pass is wanted, so labels of any kind are replaced by zeros.
                 run.losses({**batch, "labels": torch.zeros_like(batch["labels"])})
                 if len(entered) != 1 or len(entered[0]) != len(batch["labels"]):
                     raise SelfCheckError(
-                        f"The last layer was given {len(entered)} representations of a batch, or "
-                        "not one for each example. Only a model that uses it once in a forward can "
-                        "be trained with privacy_mode='dp_fp'."
+                        "Expected the model to call its last layer once per batch, with one "
+                        f"representation per example; it made {len(entered)} call(s), or gave "
+                        "another number of representations. Use a model that does, or "
+                        "privacy_mode='dp_sgd'."
                     )
                 (seen,) = entered
                 vectors.append(seen if seen.dtype == torch.float64 else seen.float())
@@ -108,9 +113,9 @@ def vectors_of(
 
 
 def all_vectors(run: PrivateRun, layer: nn.Module) -> tuple[Tensor, Tensor]:
-    """Return :func:`vectors_of` every example of the training set, in its order.
+    """Return :func:`vectors_of` for all training examples, in their order.
 
-    Raises: DataError for other data than planned.
+    Raises: DataError when the data are not those that were planned for.
     """
     data = run.training_data()
     cut = data.batches()
@@ -133,13 +138,15 @@ def all_vectors(run: PrivateRun, layer: nn.Module) -> tuple[Tensor, Tensor]:
 
 
 def check_classes(labels: Tensor, num_classes: int) -> None:
-    """Raise DataError for labels that are not all classes 0..K-1: any other answer would tell that
-    it was one."""
+    """Raise DataError unless all labels are classes 0..K-1.
+
+    A special treatment of other labels would reveal that there are some.
+    """
     whole = not labels.is_floating_point() and labels.dim() == 1
     if not whole or (labels.numel() and bool(((labels < 0) | (labels >= num_classes)).any())):
         raise DataError(
-            f"Protected labels must be whole numbers from 0 to {num_classes - 1}, one for each "
-            "example; some are not. Leave out examples without a class, or say the right "
+            f"Expected protected labels to be whole numbers from 0 to {num_classes - 1}, one for "
+            "each example; some are not. Remove rows without a class, or correct "
             "config.num_labels."
         )
 
@@ -147,9 +154,8 @@ def check_classes(labels: Tensor, num_classes: int) -> None:
 @contextmanager
 def _nothing_kept(model: nn.Module) -> Iterator[None]:
     before = _versions(model)
-    values = {
-        name: buffer.clone() for name, buffer in model.named_buffers()
-    }  # (a write to `.data` has no version)
+    # Values as well as versions: a write to `.data` does not change the version.
+    values = {name: buffer.clone() for name, buffer in model.named_buffers()}
     yield
     after = _versions(model)
     changed = {name for name in before | after if before.get(name) != after.get(name)}
@@ -160,8 +166,8 @@ def _nothing_kept(model: nn.Module) -> Iterator[None]:
     }
     if changed:
         raise SelfCheckError(
-            f"The model's forward changed {sorted(changed)}: what it computed from private rows "
-            "would be saved with the model, without noise. Freeze or remove these statistics."
+            f"The model's forward pass changed {sorted(changed)}: values computed from private "
+            "rows would be saved with the model, without noise. Freeze or remove these statistics."
         )
 
 

@@ -1,5 +1,8 @@
-"""``FrostConfig``: DP-FROST as a PEFT configuration. The private data chooses; ``DPTrainer`` does
-it, and pays for it."""
+"""``FrostConfig``: DP-FROST as a PEFT configuration.
+
+What trains is chosen from the private rows. ``DPTrainer`` makes the choice, and its ledger counts
+what the choice costs.
+"""
 
 from __future__ import annotations
 
@@ -20,25 +23,29 @@ from hf_dp.tuners.selection import SelectionConfig, candidates, register
 @register
 @dataclass
 class FrostConfig(SelectionConfig):
-    """DP-FROST: the weight matrices with the largest noisy gradient magnitudes train, the others
-    are frozen.
+    """DP-FROST: the weight matrices with the largest noisy gradient magnitudes train.
 
-    Defaults are the paper's (section 5, with the largest of its four ratios). A new classification
-    head and ``modules_to_save`` always train and are not counted.
+    All other matrices are frozen. A new classification head and ``modules_to_save`` always train
+    and are not counted. The defaults are the paper's (section 5, with the largest of its four
+    ratios).
 
     Args:
-        unfreeze_ratio: gamma in (0, 1], how many of the candidates' numbers may train.
-        selection_budget_ratio: 1 - r_eps in (0, 1), how much of target_epsilon training leaves to
-            the selection.
-        selection_iterations: T; 1 is the single-shot variant. selection_sample_rate: q_ps.
-        gap_coefficient: nu. magnitude: ``mg``, ``mgn`` or ``mgna``. norm_order: alpha, 1 or 2.
-        selection_clipping_norm: c, of gradients in the norm of that order; default: the run's
-            per_example_max_grad_norm.
-        selection_noise_multiplier: sigma_ps; given exactly when the run is given
+        unfreeze_ratio: gamma in (0, 1], which share of the candidates' numbers may train.
+        selection_budget_ratio: 1 - r_eps in (0, 1), which share of target_epsilon training leaves
+            to the selection.
+        selection_iterations: T; 1 is the single-shot variant.
+        selection_sample_rate: q_ps.
+        gap_coefficient: nu.
+        magnitude: ``mg``, ``mgn`` or ``mgna``.
+        norm_order: alpha, 1 or 2.
+        selection_clipping_norm: c, for the gradient's norm of order ``norm_order``; by default the
+            run's ``per_example_max_grad_norm``.
+        selection_noise_multiplier: sigma_ps. Set it if and only if the run sets
             ``noise_multiplier``.
-        num_selections: K; above 1 what trains is chosen again every 1/K of the steps, and a whole
+        num_selections: K. Above 1, what trains is chosen again every 1/K of the steps, and a whole
             checkpoint is saved.
-        granularity, partitions: as in :func:`hf_dp.tuners.frost.partition.partitions`.
+        granularity: as in :func:`hf_dp.tuners.frost.partition.partitions`.
+        partitions: as ``own`` there.
         made: the selections so far, filled in by the trainer.
 
     Raises: InvalidArgumentError naming the argument.
@@ -81,15 +88,18 @@ class FrostConfig(SelectionConfig):
 
     def choose(self, model: nn.Module) -> list[str]:
         raise ConfigError(
-            "FrostConfig holds no selection yet: it is made from the private rows, and costs "
-            "privacy. Pass it to DPTrainer(model, args, train_dataset=..., "
-            "peft_config=FrostConfig(...)) and call train(); to use one that was made, "
-            "FrostConfig.from_pretrained(folder)."
+            "FrostConfig holds no selection yet. The selection is made from the private rows and "
+            "costs privacy: pass the configuration to DPTrainer(model, args, train_dataset=..., "
+            "peft_config=FrostConfig(...)) and call train(). To use a selection that was made "
+            "before, call FrostConfig.from_pretrained(folder)."
         )
 
     def selection_plan(self, clipping_norm: float) -> SelectionPlan:
-        """What the selection will release. Args: clipping_norm: the run's, unless there is one of
-        the selection's own."""
+        """Return what the selection will release.
+
+        Args:
+            clipping_norm: the run's; ``selection_clipping_norm`` takes its place where it is set.
+        """
         noise = self.selection_noise_multiplier
         return SelectionPlan(
             quantity=self.magnitude,
@@ -104,26 +114,29 @@ class FrostConfig(SelectionConfig):
         )
 
     def candidate_partitions(self, model: nn.Module) -> list[Partition]:
-        """The partitions that may be selected.
+        """Return the partitions that may be selected.
 
-        Raises: InvalidArgumentError for a name of ``partitions`` that matches none of them, when
-            nothing may be selected, or when the smallest does not fit ``unfreeze_ratio``.
+        Raises: InvalidArgumentError when a name in ``partitions`` matches no parameter, when
+            nothing may be selected, or when even the smallest partition exceeds
+            ``unfreeze_ratio``.
         """
         found = partitions(model, self.granularity, self.partitions, set(candidates(model, self)))
         if not found:
             raise invalid(
                 "peft_config",
                 "FrostConfig",
-                "to have something to choose from",
-                "All else is frozen.",
+                "to find parameters that it may select",
+                "Everything outside the head is frozen. Unfreeze some parameters first.",
             )
         refuse_too_small(found, self.unfreeze_ratio)
         return found
 
 
 def made_from(selection: Any, plan: SelectionPlan, parts: Sequence[Partition]) -> dict[str, Any]:
-    """A selection as ``selection.json`` keeps it: names, noisy magnitudes and sensitivities;
-    nothing that was not noised."""
+    """Return a selection as ``selection.json`` keeps it.
+
+    It holds names, noisy magnitudes and sensitivities, and nothing that was not noised.
+    """
     by_name: Mapping[str, Partition] = {part.name: part for part in parts}
     chosen = [by_name[name] for name in selection.names]
     return {

@@ -1,10 +1,10 @@
-"""PGM-EST: partition gradient magnitudes from noisy observations of shrinking sets (DP-FROST,
-section 4.5, Algorithm 5).
+"""PGM-EST: estimate partition gradient magnitudes from noisy observations.
 
-In iteration t the noisy magnitude of each partition i that then remained was observed, ``o_ti =
-lambda_t v_i + noise`` with standard deviation ``sigma Delta_t``. Unknown are the magnitudes v_i on
-all data, and the scales lambda_t of the samples, of which the first is the sample rate. Alternating
-maximization of the likelihood, each half in closed form.
+DP-FROST, section 4.5, Algorithm 5. In iteration t the noisy magnitude of each remaining partition i
+was observed: ``o_ti = lambda_t v_i + noise``, with standard deviation ``sigma Delta_t``. Unknown
+are the magnitudes v_i on all data and the scales lambda_t of the samples; the first scale is the
+sample rate. The likelihood is maximized in alternation over magnitudes and scales, each in closed
+form.
 """
 
 from __future__ import annotations
@@ -22,14 +22,15 @@ def estimate(
     sample_rate: float,
     iterations: int = ITERATIONS,
 ) -> np.ndarray:
-    """The magnitudes v, (M,).
+    """Estimate the magnitudes v, (M,).
 
     Args:
         observed: (t, M) noisy magnitudes, NaN for a partition that no longer remained.
-            sensitivities: (t,), Delta.
-        sample_rate: q_ps, which the first scale is fixed to. (So at t = 1 the estimate is o_1 /
-            q_ps as in section 4.5; Algorithm 5, line 2, returns o_1 itself, which differs by a
-            common factor.)
+        sensitivities: (t,), Delta.
+        sample_rate: q_ps, the value of the first scale. At t = 1 the estimate is therefore
+            o_1 / q_ps, as in section 4.5. Algorithm 5, line 2, returns o_1 itself, which differs
+            by a common factor.
+        iterations: J, how often magnitudes and scales are updated.
     """
     observed = np.atleast_2d(np.asarray(observed, dtype=np.float64))
     there = ~np.isnan(observed)
@@ -40,10 +41,10 @@ def estimate(
     magnitudes = values[0] / sample_rate
     for _ in range(iterations if len(observed) > 1 else 0):
         # Lemma 5: v_i = sum_t (o_ti lambda_t / Delta_t^2) / sum_t (lambda_t^2 / Delta_t^2), over
-        # the t that observed i
+        # the iterations t that observed i.
         weight = scales * inverse
         magnitudes = (weight @ values) / ((weight * scales) @ there)
-        # Lemma 4: lambda_t = sum_i o_ti v_i / sum_i v_i^2, over the i that t observed
+        # Lemma 4: lambda_t = sum_i o_ti v_i / sum_i v_i^2, over the partitions i observed in t.
         squares = there @ magnitudes**2
         again = np.divide(values @ magnitudes, squares, out=np.ones_like(scales), where=squares > 0)
         scales[1:] = again[1:]
@@ -51,7 +52,7 @@ def estimate(
 
 
 def scales_of(observed: np.ndarray, magnitudes: np.ndarray, sample_rate: float) -> np.ndarray:
-    """The scales (t,) that go with these magnitudes, by Lemma 4; the first is the sample rate."""
+    """Return the scales (t,) that fit these magnitudes (Lemma 4); the first is the sample rate."""
     there = ~np.isnan(observed)
     squares = there @ magnitudes**2
     found = np.divide(
@@ -65,10 +66,9 @@ def scales_of(observed: np.ndarray, magnitudes: np.ndarray, sample_rate: float) 
 
 
 def variance(noise_multiplier: float, scales: np.ndarray, sensitivities: Sequence[float]) -> float:
-    """Variance of the estimate for a partition that remained in all iterations: sigma^2 / sum_t
-    lambda_t^2 / Delta_t^2.
+    """Return the variance of the estimate for a partition that remained in all iterations.
 
-    Lemma 6.
+    By Lemma 6 it is ``sigma^2 / sum_t (lambda_t^2 / Delta_t^2)``.
     """
     ratios = np.asarray(scales, dtype=np.float64) / np.asarray(sensitivities, dtype=np.float64)
     return float(noise_multiplier**2 / np.sum(ratios**2))

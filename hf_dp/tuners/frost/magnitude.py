@@ -1,28 +1,28 @@
-"""Partition gradient magnitudes: how large the summed gradient of each partition is, with a known
-sensitivity.
+"""Partition gradient magnitudes: how large the summed gradient of each partition is.
 
-DP-FROST, section 4.4. For a set S of partitions, order a in {1, 2} and an example x, let g_P(x) be
-its gradient on P. With
+DP-FROST, section 4.4. For a set S of partitions, an order a in {1, 2} and an example x, let g_P(x)
+be the gradient of x on P. The three magnitudes are
 
 * ``mg``: weights ``w_x = min(1, c / |g_S(x)|_a)`` and ``mu_P = |sum_x w_x g_P(x)|_a / |P|^(1/a)``,
-* ``mgn``: each g_P divided by ``|P|^(1/a)`` first, and the threshold ``cbar = c / (mean of |P| over
-    S)^(1/a)``,
-* ``mgna``: as mgn, of absolute values,
+* ``mgn``: as mg, but each g_P is divided by ``|P|^(1/a)`` first, and the threshold is
+  ``cbar = c / (mean of |P| over S)^(1/a)``,
+* ``mgna``: as mgn, with absolute values.
 
-definition 8 is in all three cases ``mu_P = |sum_x w_x h(g_P(x))|_a / |P|^(1/a)``, h the identity or
-the absolute value, since dividing by ``|P|^(1/a)`` commutes with the sum and the norm. For mgn and
-mgna ``w_x = min(1, cbar / (sum over Q in S of |g_Q(x)|_a^a / |Q|)^(1/a))``. For mgna with a = 1
-nothing cancels, so ``mu_P = sum_x w_x |g_P(x)|_1 / |P|`` and the norms are enough: one look at each
-gradient. The others look twice, for the weight and for the sum.
+In all three cases definition 8 is ``mu_P = |sum_x w_x h(g_P(x))|_a / |P|^(1/a)``, where h is the
+identity or the absolute value, since dividing by ``|P|^(1/a)`` commutes with the sum and the norm.
+For mgn and mgna, ``w_x = min(1, cbar / (sum over Q in S of |g_Q(x)|_a^a / |Q|)^(1/a))``. For mgna
+with a = 1 nothing cancels, so ``mu_P = sum_x w_x |g_P(x)|_1 / |P|``: the norms are enough, and one
+look at each gradient suffices. The others look twice, for the weight and for the sum.
 
-Sensitivity (lemma 3), of the vector of all mu in the L2 norm when one example is left out: ``c /
-(min |P|)^(1/a)`` for mg, cbar for the others. Leaving x out moves mu_P by at most ``|w_x g_P(x)|_a
-/ |P|^(1/a)``; over partitions the L2 norm of these is at most their a-norm, which for mgn and mgna
-is what was clipped to cbar, and for mg at most ``(min |P|)^(-1/a)`` times what was clipped to c.
+Sensitivity (lemma 3): how far the vector of all mu moves in the L2 norm when one example is left
+out. It is ``c / (min |P|)^(1/a)`` for mg, and cbar for the others. Leaving x out moves mu_P by at
+most ``|w_x g_P(x)|_a / |P|^(1/a)``. Over the partitions, the L2 norm of these bounds is at most
+their a-norm. For mgn and mgna that is what was clipped to cbar; for mg it is at most
+``(min |P|)^(-1/a)`` times what was clipped to c.
 
-There is no Gram form of a 1-norm: each layer's gradient is formed example by example, used and
-dropped. The very numbers that were measured are added, so no rounding of another summation order
-comes between norm and sum.
+A 1-norm has no Gram form, so each layer's gradient is formed example by example, used and dropped.
+The very numbers that were measured are added. Norm and sum therefore cannot differ by the rounding
+of different summation orders.
 """
 
 from __future__ import annotations
@@ -48,29 +48,32 @@ NORM_ORDERS = (1, 2)
 def sensitivity(
     partitions: Sequence[Partition], magnitude: str, norm_order: int, clipping_norm: float
 ) -> float:
-    """How far one example can move the vector of magnitudes over these partitions, L2; rounding of
-    float32 sums included."""
+    """Return how far one example can move the vector of magnitudes, in the L2 norm.
+
+    The rounding of float32 sums is included.
+    """
     sizes = [partition.size for partition in partitions]
     smallest = min(sizes) if magnitude == "mg" else sum(sizes) / len(sizes)
     return clipping_norm / smallest ** (1 / norm_order) * (1 + ROUNDING_MARGIN)
 
 
 class MagnitudeEngine(ClippingEngine):
-    """As :class:`ClippingEngine`, but what it adds up are magnitudes of partitions instead of
-    gradients.
+    """A :class:`ClippingEngine` that adds up magnitudes of partitions instead of gradients.
 
         with MagnitudeEngine(model, partitions, clipping_norm=0.1) as engine:
-            engine.backward(losses)        # (b,) per-example losses of each physical batch
-            mu = engine.magnitudes()       # (M,) in the order of the partitions; not private until
-            noise is added
+            engine.backward(losses)    # (b,) per-example losses of each physical batch
+            mu = engine.magnitudes()   # (M,) in the order of the partitions
+
+    The magnitudes are not private until noise is added.
 
     Args:
-        partitions: S; parameters outside them must not be trainable. clipping_norm: c, in units of
-            the gradient's norm of order ``norm_order``. magnitude: ``mg``, ``mgn`` or ``mgna``.
-            norm_order: a, 1 or 2.
+        partitions: S; parameters outside them must not be trainable.
+        clipping_norm: c, for the gradient's norm of order ``norm_order``.
+        magnitude: ``mg``, ``mgn`` or ``mgna``.
+        norm_order: a, 1 or 2.
 
-    Raises: InvalidArgumentError naming the argument; in ``backward`` what :class:`ClippingEngine`
-        raises.
+    Raises: InvalidArgumentError naming the argument. ``backward`` raises what
+        :class:`ClippingEngine` raises.
     """
 
     def __init__(
@@ -107,18 +110,18 @@ class MagnitudeEngine(ClippingEngine):
             raise invalid(
                 "partitions",
                 outside[0],
-                "to be in one of them, or frozen",
-                "Freeze what is not looked at.",
+                "to cover every trainable parameter",
+                "Freeze the parameters that no partition holds.",
             )
         return self
 
     @torch.no_grad()
     def magnitudes(self) -> Tensor:
-        """``mu``, (M,), of all examples since the engine was entered."""
+        """Return ``mu``, (M,), for all examples since the engine was entered."""
         device = next(iter(self._parameters.values())).device
         if self.magnitude == "mgna" and self.norm_order == 1:
-            # float64 whatever was drawn: the noise has the same type, and a coarser one would tell
-            # that the draw was empty.
+            # This is float64 even for an empty draw. The noise gets the same type, and a coarser
+            # type would reveal that the draw was empty.
             empty = torch.zeros(len(self.partitions), dtype=torch.float64, device=device)
             return empty if self._direct is None else self._direct.clone()
         powers = torch.zeros(len(self.partitions), dtype=torch.float64, device=device)
@@ -135,7 +138,7 @@ class MagnitudeEngine(ClippingEngine):
         )
 
     def _power(self, values: Tensor) -> Tensor:
-        """``|values|_a^a`` in float64."""
+        """Return ``|values|_a^a`` in float64."""
         return (values.abs() if self.norm_order == 1 else values.square()).sum(dtype=torch.float64)
 
     def _take(self, step: ClippedSum, losses: Tensor) -> Tensor:
@@ -177,7 +180,7 @@ class MagnitudeEngine(ClippingEngine):
                     values = (values.abs() if self.magnitude == "mgna" else values) * float(
                         weights[index]
                     )
-                    # float64: a draw may be all rows (q_ps = 1), beside whose float32 sum one row's
-                    # part is rounded away
+                    # float64: a draw may hold all examples (q_ps = 1), and in their float32 sum the
+                    # part of a single example would be rounded away.
                     accumulate(self._totals, parameter, rows, values, torch.float64)
         return norms

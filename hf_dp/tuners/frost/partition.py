@@ -1,5 +1,7 @@
-"""A model's parameters as disjoint partitions: one weight matrix and its bias each (DP-FROST,
-section 4.3)."""
+"""A model's parameters as disjoint partitions (DP-FROST, section 4.3).
+
+By default a partition is one weight matrix with its bias.
+"""
 
 from __future__ import annotations
 
@@ -19,9 +21,11 @@ _ROLE = re.compile(r"(weight|bias)$")
 class Partition:
     """Parameters that are chosen together.
 
-    Attributes: name: stable, from the model's own names. parameters: as ``named_parameters`` calls
-        them, in its order. owners: every module that uses one of them, tied ones included. size:
-        how many numbers, |P|.
+    Attributes:
+        name: stable, made from the model's own names.
+        parameters: their names as ``named_parameters`` gives them, in its order.
+        owners: every module that uses one of them, including modules tied to it.
+        size: how many numbers they hold, |P|.
     """
 
     name: str
@@ -36,18 +40,17 @@ def partitions(
     own: Mapping[str, Sequence[str]] | None = None,
     among: Collection[nn.Parameter] | None = None,
 ) -> list[Partition]:
-    """The trainable parameters of ``model`` as disjoint partitions, in the order of its first
-    parameters.
+    """Return the trainable parameters of ``model`` as disjoint partitions.
+
+    Partitions come in the order of their first parameters. Tied parameters count as one, and what
+    is tied to a partition belongs to it (the bias of a vocabulary to its embedding).
 
     Args:
-        granularity: ``"weight"``, a weight matrix with its bias; ``"module"``, everything that one
-            module owns.
-        own: partitions of your own, name -> parameter names (a trailing * matches any end);
-            parameters it does not name follow ``granularity``.
-        among: only these parameters; default: the trainable ones.
-
-    Tied parameters are one, and what is tied to one partition belongs to it (a vocabulary's bias to
-    its embedding).
+        granularity: ``"weight"`` for a weight matrix with its bias, ``"module"`` for everything
+            that one module owns.
+        own: partitions of your own, name -> parameter names; a trailing * matches any end.
+            Parameters that it does not name follow ``granularity``.
+        among: only these parameters; by default the trainable ones.
 
     Raises: InvalidArgumentError for an unknown granularity, a name that matches nothing, or a
         parameter named twice.
@@ -59,7 +62,7 @@ def partitions(
     named = _own(own or {}, list(first.values()))
     keys: dict[str, str] = {}  # parameter -> the key of its partition
     owners: dict[str, list[str]] = {name: [] for name in first.values()}
-    seen: dict[str, int] = {}  # keys, in the order they came
+    seen: dict[str, int] = {}  # keys, in the order in which they came
     joined: dict[str, str] = {}
 
     def root(key: str) -> str:
@@ -76,9 +79,8 @@ def partitions(
             stem = "" if granularity == "module" else _ROLE.sub("", local).rstrip("._")
             key = named.get(name) or ".".join(filter(None, [module_name, stem]))
             seen.setdefault(key, len(seen))
-            if (
-                name in keys and name not in named
-            ):  # tied: the partition that came first takes the other in
+            if name in keys and name not in named:
+                # The parameter is tied: the partition that came first absorbs the other one.
                 one, other = sorted((root(key), root(keys[name])), key=seen.__getitem__)
                 joined[other] = one
             keys.setdefault(name, key)
@@ -98,7 +100,7 @@ def partitions(
 
 
 def _own(own: Mapping[str, Sequence[str]], names: Sequence[str]) -> dict[str, str]:
-    """Parameter -> the partition of the user's that holds it."""
+    """Map parameters to the user's own partitions that hold them."""
     found: dict[str, str] = {}
     for partition, patterns in own.items():
         for pattern in patterns:
@@ -117,7 +119,7 @@ def _own(own: Mapping[str, Sequence[str]], names: Sequence[str]) -> dict[str, st
                         "partitions",
                         name,
                         "to be in one partition",
-                        f"It is in {found[name]!r} already.",
+                        f"It is in {found[name]!r} already. Remove it from one of the two.",
                     )
                 found[name] = partition
     return found

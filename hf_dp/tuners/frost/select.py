@@ -1,14 +1,13 @@
-"""PSEL: choose the partitions with the largest gradient magnitudes, a few in each iteration
-(DP-FROST, Algorithm 4).
+"""PSEL: choose the partitions with the largest gradient magnitudes (DP-FROST, Algorithm 4).
 
-What is large and certain is taken early: the later magnitudes are then clipped over fewer
-partitions, and their noise weighs less. Everything here is computed from noisy magnitudes, so it
-costs no privacy beyond theirs.
+Each iteration takes a few partitions. Those that are clearly large are taken early; later
+magnitudes are then clipped over fewer partitions, and their noise weighs less. Everything here is
+computed from noisy magnitudes, so it costs no privacy beyond theirs.
 
-Two readings of ours where the algorithm leaves one open. A partition that does not fit into what is
-left is skipped and the next one tried (RoBERTa's word embedding is 31 % of the model: stopping at
-it would select nothing). A partition below the threshold ends the iteration (as written, Algorithm
-4's loop would not end).
+The algorithm is ambiguous in two places. First, we skip a partition that exceeds what is left of
+the ratio, and try the next one: RoBERTa's word embedding is 31 % of the model, and stopping at it
+would select nothing. Second, we end an iteration at the first partition below the threshold: as
+written, the loop of Algorithm 4 would not end.
 """
 
 from __future__ import annotations
@@ -23,17 +22,19 @@ from hf_dp.errors import InvalidArgumentError
 from hf_dp.tuners.frost.estimate import estimate, scales_of, variance
 from hf_dp.tuners.frost.partition import Partition
 
-# For the remaining partitions: noisy magnitudes in their order, and the sensitivity they were
-# noised for.
+# Returns the noisy magnitudes of the remaining partitions, in their order, and the sensitivity that
+# the noise was scaled to.
 Observe = Callable[[Sequence[Partition]], tuple[Sequence[float], float]]
 
 
 @dataclass(frozen=True)
 class Selection:
-    """What was chosen, and from which published observations.
+    """What was chosen, and from which released observations.
 
-    Attributes: names: of the selected partitions, in the order they were taken. observed: an entry
-        for each iteration, noisy magnitude by partition name. sensitivities: of each iteration.
+    Attributes:
+        names: of the selected partitions, in the order in which they were taken.
+        observed: for each iteration, the noisy magnitudes by partition name.
+        sensitivities: for each iteration.
         unfreeze_ratio: gamma.
     """
 
@@ -53,15 +54,17 @@ def select(
     gap_coefficient: float,
     noise_multiplier: float,
 ) -> Selection:
-    """At most ``unfreeze_ratio`` of all numbers, by noisy magnitude.
+    """Select partitions with at most ``unfreeze_ratio`` of all numbers, by noisy magnitude.
 
     Args:
-        observe: called once an iteration, with the partitions that remain.
-        unfreeze_ratio: gamma in (0, 1]. iterations: T; 1 is the single-shot variant. sample_rate:
-            q_ps.
-        gap_coefficient: nu. noise_multiplier: sigma_ps; 0 for magnitudes without noise (tests).
+        observe: called once in each iteration, with the partitions that remain.
+        unfreeze_ratio: gamma in (0, 1].
+        iterations: T; 1 is the single-shot variant.
+        sample_rate: q_ps.
+        gap_coefficient: nu.
+        noise_multiplier: sigma_ps; 0 for magnitudes without noise (tests).
 
-    Raises: InvalidArgumentError when no partition fits into the budget.
+    Raises: InvalidArgumentError when even the smallest partition exceeds ``unfreeze_ratio``.
     """
     total = sum(partition.size for partition in partitions)
     budget = unfreeze_ratio * total
@@ -82,7 +85,8 @@ def select(
         deviation = math.sqrt(
             variance(noise_multiplier, scales_of(observed, magnitudes, sample_rate), sensitivities)
         )
-        # Increasing magnitude; ties by name, so that equal numbers choose equally everywhere.
+        # By increasing magnitude. Ties are broken by name, so that the same numbers give the same
+        # choice everywhere.
         order = sorted(
             remaining, key=lambda partition: (magnitudes[index[partition.name]], partition.name)
         )
@@ -113,20 +117,22 @@ def select(
 
 
 def refuse_too_small(partitions: Sequence[Partition], unfreeze_ratio: float) -> None:
-    """Raise InvalidArgumentError when not even the smallest partition fits into the ratio."""
+    """Raise InvalidArgumentError when even the smallest partition exceeds the ratio."""
     total = sum(partition.size for partition in partitions)
     smallest = min(partitions, key=lambda partition: partition.size)
     if smallest.size > unfreeze_ratio * total:
         raise InvalidArgumentError(
-            f"Expected `unfreeze_ratio` to leave room for a partition, got {unfreeze_ratio!r}: "
-            f"{unfreeze_ratio * total:,.0f} of {total:,} numbers, and the smallest partition, "
-            f"{smallest.name!r}, has {smallest.size:,}. Raise it."
+            f"Expected `unfreeze_ratio` to leave room for a partition, got {unfreeze_ratio!r}. It "
+            f"allows {unfreeze_ratio * total:,.0f} of {total:,} numbers, and the smallest "
+            f"partition, {smallest.name!r}, has {smallest.size:,}. Raise it."
         )
 
 
 def _last_frozen(order: Sequence[Partition], numbers: float) -> Partition:
-    """The largest of the partitions expected to stay frozen: the smallest ones that hold
-    ``numbers`` together."""
+    """Return the largest of the partitions that are expected to stay frozen.
+
+    These are the smallest partitions that together hold ``numbers``.
+    """
     held = 0
     for partition in order:
         held += partition.size

@@ -1,4 +1,4 @@
-"""DP-FROST in a run: once before training, as an adapter; or repeatedly, in place."""
+"""DP-FROST in a run: it selects once, as an adapter, or repeatedly, in place."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class _Frost(Tuner):
     def start(self, run: PrivateRun, checkpoint: str | None = None) -> None:
         if self._applied:
             return
-        self.prepare(run)  # again: much may have happened since, and from here it costs
+        self.prepare(run)  # again: things may have changed, and what follows costs privacy
         if checkpoint is not None:
             self._read(checkpoint)
         elif not self.config.made:
@@ -72,7 +72,7 @@ class _Frost(Tuner):
         )
 
     def _read(self, checkpoint: str) -> None:
-        """Take over what the run chose before; it never chooses the same again."""
+        """Take over what the run selected before, instead of paying for it again."""
         earlier = FrostConfig.from_pretrained(checkpoint)
         refuse_other_options(earlier, self.config)
         self.config.made = earlier.made
@@ -93,7 +93,7 @@ class _Frost(Tuner):
 
 
 class SelectOnce(_Frost):
-    """K = 1: the model is replaced by an adapter of the selected weights."""
+    """K = 1: an adapter of the selected weights takes the place of the model."""
 
     def _apply(self, run: PrivateRun) -> None:
         self.config.parameters = list(self.config.made[0]["parameters"])
@@ -101,8 +101,10 @@ class SelectOnce(_Frost):
 
 
 class Reselect(_Frost):
-    """K > 1 (section 5.3): chosen again at step ``(k - 1) floor(U / K)`` of U; trains in place,
-    saves a whole checkpoint."""
+    """K > 1 (section 5.3): selection k takes place at step ``(k - 1) floor(U / K)`` of U.
+
+    The model trains in place, and a whole checkpoint is saved.
+    """
 
     _may_train: Sequence[nn.Parameter] = ()
 
@@ -149,8 +151,8 @@ class Reselect(_Frost):
 def select_partitions(run: PrivateRun, config: FrostConfig) -> dict[str, Any]:
     """Run PSEL (DP-FROST, Algorithm 4) on the run's model and private rows; see :func:`made_from`.
 
-    In each iteration the remaining partitions alone are trainable, so the gradient is clipped over
-    them alone.
+    In each iteration only the remaining partitions are trainable, so the gradient is clipped over
+    these alone.
     """
     plan = run.plan.selection
     assert plan is not None and plan.noise_multiplier is not None

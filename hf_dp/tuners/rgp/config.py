@@ -1,5 +1,7 @@
-"""RGP: low-rank carriers of weight gradients (Yu et al. 2021, arXiv 2106.09352), a baseline of Li
-et al."""
+"""RGP: low-rank carriers of weight gradients (Yu et al. 2021, arXiv 2106.09352).
+
+It is one of the baselines of Li et al.
+"""
 
 from __future__ import annotations
 
@@ -18,14 +20,16 @@ from hf_dp.tuners.single_entries.config import InPlace
 
 @dataclass
 class RgpConfig(SelectionConfig):
-    """The weight matrices of linear layers train through carriers of this rank, the head and
-    ``modules_to_save`` whole.
+    """RGP: the weight matrices of linear layers train through low-rank carriers.
 
-    Embeddings, biases and norms are frozen, as in section 5 there. Trains in place; a whole
-    checkpoint is saved.
+    The head and ``modules_to_save`` train in full. Embeddings, biases and norms are frozen, as in
+    section 5 of the paper. The model trains in place, and a whole checkpoint is saved.
 
-    Args: rank: r, at least 1. power_iterations: for each step's carriers, at least 1.
-        learning_rate_scale: the weights' learning rate / that of what trains whole.
+    Args:
+        rank: r, at least 1.
+        power_iterations: how many make the carriers of a step, at least 1.
+        learning_rate_scale: the learning rate of the weight matrices, divided by that of what
+            trains in full.
     """
 
     rank: int = field(default=1)
@@ -41,9 +45,9 @@ class RgpConfig(SelectionConfig):
         positive("learning_rate_scale", self.learning_rate_scale)
 
     def weights(self, model: nn.Module) -> dict[str, nn.Parameter]:
-        """The matrices with carriers, by name: of layers, not looked up in.
+        """Return the matrices that get carriers, by name; embeddings are not among them.
 
-        Raises: InvalidArgumentError for a rank above the smallest side of one.
+        Raises: InvalidArgumentError for a rank above the smallest side of a matrix.
         """
         looked_up = {
             p
@@ -69,11 +73,11 @@ register(RgpConfig, InPlace)
 
 @torch.no_grad()
 def carriers(weight: Tensor, start: Tensor, rank: int, iterations: int) -> Carriers:
-    """Carriers along the historical update ``weight - start``, or along the weight while there is
-    none.
+    """Return carriers along the historical update ``weight - start``.
 
-    Power iteration from a random start (algorithm 2): the update is a function of what was
-    released, so this is free.
+    While there is no update yet, they are carriers along the weight. They come from a power
+    iteration with a random start (algorithm 2). The update is a function of what was released, so
+    they cost no privacy.
     """
     update = (weight - start).float()
     if not bool(update.any()):
@@ -92,7 +96,7 @@ def _orthonormal(columns: Tensor) -> Tensor:
 def weight_gradients(
     noised: Mapping[str, Tensor], by_name: Mapping[str, Carriers]
 ) -> dict[str, Tensor]:
-    """Released gradients with those of carriers replaced by the weights'."""
+    """Return the released gradients, with those of carriers replaced by those of the weights."""
     found = dict(noised)
     for name, each in by_name.items():
         of_left, of_right = found.pop(name + LEFT), found.pop(name + RIGHT)

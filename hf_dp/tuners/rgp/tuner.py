@@ -1,4 +1,4 @@
-"""RGP in a run: new carriers for each step, from what the weights have learned so far."""
+"""RGP in a run: each step gets new carriers, made from what the weights have learned so far."""
 
 from __future__ import annotations
 
@@ -20,8 +20,10 @@ from hf_dp.tuners.selection import always_trained
 
 
 class Rgp(Tuner):
-    """The carriers' gradients are clipped and noised, the weights' are made of them; trains in
-    place."""
+    """Clips and noises the gradients of carriers, and makes those of the weights from them.
+
+    The model trains in place.
+    """
 
     clips_in_its_own_way = True
 

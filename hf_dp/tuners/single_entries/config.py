@@ -1,7 +1,7 @@
-"""Single parameters that train while their neighbors stay: PVAL and PARAM, the baselines of
-DP-FROST (section 5).
+"""PVAL and PARAM: single entries of a weight train while the others stay as they are.
 
-Not an adapter: entries of a weight train in place, and a whole checkpoint is saved.
+Both are baselines of DP-FROST (section 5). They are not adapters: entries train in place, and a
+whole checkpoint is saved.
 """
 
 from __future__ import annotations
@@ -23,10 +23,12 @@ from hf_dp.tuners.selection import SelectionConfig, candidates, register
 
 @dataclass
 class MaskConfig(SelectionConfig):
-    """Which single parameters train, at most ``unfreeze_ratio`` of them; a new head and
-    ``modules_to_save`` train whole.
+    """Which single parameters train, at most ``unfreeze_ratio`` of them.
 
-    Args: unfreeze_ratio: gamma in (0, 1].
+    A new head and ``modules_to_save`` train in full.
+
+    Args:
+        unfreeze_ratio: gamma in (0, 1].
     """
 
     unfreeze_ratio: float = field(default=0.25)
@@ -36,32 +38,34 @@ class MaskConfig(SelectionConfig):
         in_unit_interval("unfreeze_ratio", self.unfreeze_ratio, one=True)
 
     def candidate_names(self, model: nn.Module) -> list[str]:
-        """Names of the parameters whose entries may be selected."""
+        """List the names of the parameters whose entries may be selected."""
         allowed = set(candidates(model, self))
         return [name for name, parameter in model.named_parameters() if parameter in allowed]
 
 
 class InPlace:
-    """Stands where PEFT looks for an adapter of these methods."""
+    """Stands where PEFT looks for the adapter of a method that has none."""
 
     prefix = "mask_"
 
     def __init__(self, *args: Any, **kwargs: Any):
         raise UnsupportedModelError(
-            "This method trains in place, not as an adapter: pass this configuration to "
+            "This method trains in place, not as an adapter. Pass its configuration to "
             "DPTrainer(peft_config=...)."
         )
 
 
 @dataclass
 class PvalConfig(MaskConfig):
-    """PVAL (Luo et al. 2021): the single parameters with the largest absolute value. Looks at no
-    data, so it is free."""
+    """PVAL (Luo et al. 2021): the single parameters with the largest absolute value.
+
+    It looks at no data, so it costs no privacy.
+    """
 
     method: ClassVar[str] = "pval"
 
     def masks(self, model: nn.Module) -> dict[str, Tensor]:
-        """By parameter name, True where an entry trains."""
+        """Return a mask for each parameter name, True where an entry trains."""
         names = dict(model.named_parameters())
         return largest(
             {name: names[name].detach() for name in self.candidate_names(model)},
@@ -71,7 +75,7 @@ class PvalConfig(MaskConfig):
 
 @dataclass
 class ParamConfig(MaskConfig):
-    """PARAM: the single parameters with the largest noisy gradient, from one Poisson draw.
+    """PARAM: the single parameters with the largest noisy gradient, from one Poisson sample.
 
     Args:
         selection_budget_ratio, selection_sample_rate, selection_clipping_norm (L2),
@@ -90,8 +94,11 @@ class ParamConfig(MaskConfig):
         in_unit_interval("selection_budget_ratio", self.selection_budget_ratio)
 
     def selection_plan(self, clipping_norm: float) -> SelectionPlan:
-        """What the selection will release. Args: clipping_norm: the run's, unless there is one of
-        the selection's own."""
+        """Return what the selection will release.
+
+        Args:
+            clipping_norm: the run's; ``selection_clipping_norm`` takes its place where it is set.
+        """
         noise = self.selection_noise_multiplier
         return SelectionPlan(
             quantity="gradient",
@@ -111,9 +118,9 @@ register(ParamConfig, InPlace)
 
 
 def largest(values: Mapping[str, Tensor], ratio: float) -> dict[str, Tensor]:
-    """Masks of the ``floor(ratio n)`` entries of all n that are largest in absolute value.
+    """Return masks of the ``floor(ratio n)`` entries, of all n, with the largest absolute value.
 
-    Raises: InvalidArgumentError when that is none.
+    Raises: InvalidArgumentError when that number is 0.
     """
     flat = torch.cat([value.abs().flatten().float() for value in values.values()])
     count = math.floor(ratio * len(flat))
@@ -134,7 +141,7 @@ def largest(values: Mapping[str, Tensor], ratio: float) -> dict[str, Tensor]:
 
 
 def packed(masks: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Masks as bits, for a file; :func:`unpacked` reads them back."""
+    """Return masks as bits, for a file; :func:`unpacked` reads them back."""
     return {
         name: torch.from_numpy(np.packbits(mask.flatten().cpu().numpy()))
         for name, mask in masks.items()
@@ -142,8 +149,10 @@ def packed(masks: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def unpacked(bits: Mapping[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
-    """What :func:`packed` wrote, for this model. Raises: InvalidArgumentError when it is not of
-    this model."""
+    """Read back what :func:`packed` wrote for this model.
+
+    Raises: InvalidArgumentError when the masks are of another model.
+    """
     names = dict(model.named_parameters())
     masks = {}
     for name, packed_bits in bits.items():
@@ -156,5 +165,8 @@ def unpacked(bits: Mapping[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
 
 def _refuse(name: str) -> NoReturn:
     raise invalid(
-        "masks", name, "to be of a parameter of this model", "The checkpoint is of another model."
+        "masks",
+        name,
+        "to belong to a parameter of this model",
+        "The checkpoint is of another model: resume with the model that the run was started with.",
     )

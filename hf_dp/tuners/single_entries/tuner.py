@@ -1,4 +1,4 @@
-"""PVAL and PARAM in a run: a mask for each weight; trains in place, saves a whole checkpoint."""
+"""PVAL and PARAM in a run: a mask for each weight, and training in place."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ from hf_dp.tuners.single_entries.config import (
     unpacked,
 )
 
-# Optimizers that move each entry by its own gradients alone, and not at all without one.
+# Optimizers that move each entry by its own gradients alone, and leave it where it gets none.
 _ELEMENTWISE = ("adamw_torch", "adamw_torch_fused", "sgd", "adagrad", "rmsprop", "adafactor")
 _MASKS = "selection_masks.safetensors"
 
 
 class Masks(Tuner):
-    """Entries that the mask does not keep get neither gradient nor noise."""
+    """Gives neither gradient nor noise to entries that the mask does not keep."""
 
     clips_in_its_own_way = True
 
@@ -63,7 +63,10 @@ class Masks(Tuner):
         refuse_options(run, self.config)
         if not self.config.candidate_names(run.model):
             raise invalid(
-                "peft_config", type(self.config).__name__, "to have something to choose from"
+                "peft_config",
+                type(self.config).__name__,
+                "to find parameters that it may select",
+                "Everything outside the head is frozen. Unfreeze some parameters first.",
             )
 
     def check_arguments(self, args: TrainingArguments) -> None:
@@ -72,7 +75,7 @@ class Masks(Tuner):
                 "weight_decay",
                 args.weight_decay,
                 "to be 0 with a mask of parameters",
-                "It would shrink those that are not to train.",
+                "It would shrink the parameters that must not train.",
             )
         if args.optim not in _ELEMENTWISE or not args.adam_epsilon > 0:
             raise invalid(
@@ -133,7 +136,7 @@ class Masks(Tuner):
 
 
 def select_entries(run: PrivateRun, config: ParamConfig) -> dict[str, Tensor]:
-    """Return masks of the single parameters with the largest noisy gradient, from one draw."""
+    """Return masks of the single parameters with the largest noisy gradient, from one sample."""
     plan, rows = run.plan.selection, run.plan.num_examples
     assert plan is not None
     with only_trains(run.model, set(config.candidate_names(run.model))):
