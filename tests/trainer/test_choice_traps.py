@@ -103,9 +103,10 @@ def test_training_leaves_room_for_the_selections_to_come(tmp_path):
         target_epsilon=2.0,
         max_steps=9,
         selection=chosen,
+        accountant="rdp",
     )
     ledger = RunLedger(tmp_path, plan)
-    ledger.open()
+    ledger.start(9, 6)
     ledger.append(plan.selection.event(4), "selection")
     ledger.append(
         plan.event(5), "training"

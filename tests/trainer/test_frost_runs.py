@@ -323,6 +323,7 @@ def test_selections_beyond_the_plan_are_paid_from_what_is_left(tmp_path):
         target_epsilon=2.0,
         max_steps=20,
         selection=chosen,
+        accountant="rdp",
     )
     run = RunLedger(tmp_path, plan)
     run.start(20)

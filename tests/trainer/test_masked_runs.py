@@ -76,7 +76,9 @@ def test_pval_keeps_the_largest(tmp_path):
 
 
 def test_param_is_charged_and_pval_is_free(tmp_path):
-    trainer = masked(tmp_path / "a", ParamConfig(unfreeze_ratio=0.2), target_epsilon=2.0)
+    trainer = masked(
+        tmp_path / "a", ParamConfig(unfreeze_ratio=0.2), target_epsilon=2.0, accountant="rdp"
+    )
     trainer.train()
     trainer.save_model()
     assert [(e.purpose, e.event.steps) for e in trainer.ledger.entries] == [

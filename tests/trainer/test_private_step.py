@@ -207,7 +207,7 @@ def test_an_unrecorded_step_stops_the_run(trainer, monkeypatch):
 
 
 def test_a_step_beyond_the_target_is_refused_before_it_is_recorded(tmp_path):
-    trainer = tiny.trainer(tmp_path, target_epsilon=4.0)
+    trainer = tiny.trainer(tmp_path, target_epsilon=4.0, accountant="rdp")
     trainer.train()
     with pytest.raises(BudgetExceededError, match="target_epsilon=4"):
         step(trainer, [1])
