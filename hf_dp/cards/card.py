@@ -6,20 +6,17 @@ into Markdown escaped. Since cards are published, a local path is reduced to its
 
 from __future__ import annotations
 
-import os
-import re
-import unicodedata
 from collections.abc import Callable, Iterable, Mapping
 from functools import cache
 from importlib import resources
-from pathlib import PurePosixPath, PureWindowsPath
 from typing import Any
 
 from huggingface_hub import ModelCardData
 from jinja2 import Environment, StrictUndefined, Template
 
 from hf_dp._version import __version__
-from hf_dp.accounting import Gaussian, PoissonSampledGaussian, event_from_dict
+from hf_dp.cards.commands import check_commands
+from hf_dp.cards.escaping import hub_id, markdown, one_line, public_name
 from hf_dp.errors import InvalidArgumentError
 from hf_dp.plans.units import EXAMPLE, FEATURES, NONE
 from hf_dp.statement.facts import RunFacts
@@ -100,7 +97,7 @@ def render_card(
         statement=statement,
         accountant_rows=[_accountant_row(row) for row in statement.epsilons],
         parameter_rows=_parameter_rows(statement),
-        check=_check(statement),
+        check=check_commands(statement),
         seen_in_pretraining=seen,
         not_established_reasons=statement.not_established,
         # A name with a fence in it would end the code block.
@@ -167,53 +164,6 @@ def metadata(statement: PrivacyStatement) -> dict[str, Any]:
         "events": [dict(row) for row in statement.mechanisms],
         "library": f"hf_dp {__version__}",
     }
-
-
-def one_line(value: object) -> str:
-    """Return text without line breaks, control and formatting characters.
-
-    Bidirectional overrides and zero-width characters are among the latter.
-    """
-    text = "".join(" " if unicodedata.category(char)[0] in "CZ" else char for char in str(value))
-    return " ".join(text.split())
-
-
-def public_name(value: object) -> str | None:
-    """Return one line, with a local path reduced to its last component; None for no text."""
-    if value is None:
-        return None
-    text = one_line(value)
-    if not _is_local(text):
-        return text or None
-    last = PureWindowsPath(text).name if "\\" in text else PurePosixPath(text).name
-    return None if last in ("", ".", "..", "~") else last
-
-
-def hub_id(value: object) -> str | None:
-    """Return the value if it can be a hub id, else None.
-
-    The hub refuses a card whose metadata links to anything else.
-    """
-    if value is None or _is_local(one_line(value)):
-        return None
-    return one_line(value) if re.fullmatch(r"[\w.-]+(/[\w.-]+)?", one_line(value)) else None
-
-
-def markdown(value: object) -> str:
-    """Escape a value, as one line, so that Markdown and HTML see only text.
-
-    Underscores inside a word need no escape.
-    """
-    text = re.sub(r"([\\`*{}\[\]<>#|~!&$@^])", r"\\\1", one_line(value))
-    text = re.sub(r"(?<![A-Za-z0-9])_|_(?![A-Za-z0-9])", r"\\_", text)
-    # A list item or an underlined heading.
-    return re.sub(r"^(\d*)([-+=.)])(?=[\s=-]|$)", r"\1\\\2", text)
-
-
-def _is_local(text: str) -> bool:
-    if text.startswith((".", "/", "~", "\\", "file:")) or re.match(r"[A-Za-z]:[\\/]", text):
-        return True
-    return os.sep in text and os.path.exists(text)
 
 
 def _refuse_unnoised(
@@ -326,39 +276,6 @@ def _noise(statement: PrivacyStatement) -> str:
     pairs = dict.fromkeys((row["noise_multiplier"], row["record_noise_multiplier"]) for row in both)
     return "; ".join(
         f"{sums!r} (sums of gradients), {rows!r} (released vectors)" for sums, rows in pairs
-    )
-
-
-def _check(statement: PrivacyStatement) -> str:
-    """Return commands that give the same epsilons.
-
-    For one mechanism it is a command line, for several it is Python.
-    """
-    merged: dict[tuple[float, float], int] = {}
-    for row in statement.mechanisms:
-        event = event_from_dict({key: value for key, value in row.items() if key != "purpose"})
-        if not isinstance(event, Gaussian | PoissonSampledGaussian):
-            return "```bash\nhf-dp account ledger privacy.json --cross-check\n```"
-        key = (event.noise_multiplier, getattr(event, "sample_rate", 1.0))
-        merged[key] = merged.get(key, 0) + event.steps
-    if statement.privacy_mode != "dp_sgd":
-        return "```bash\nhf-dp account ledger privacy.json --cross-check\n```"
-    merged = merged or {(statement.noise_multipliers[0], statement.sample_rates[0]): 0}
-    if len(merged) == 1:
-        ((sigma, rate), steps), *_ = merged.items()
-        return (
-            f"```bash\nhf-dp account epsilon --noise-multiplier {sigma!r} --sample-rate {rate!r} "
-            f"--steps {steps} --delta {statement.delta!r} --cross-check\n```"
-        )
-    events = "".join(
-        f"    PoissonSampledGaussian(noise_multiplier={sigma!r}, sample_rate={rate!r}, "
-        f"steps={steps}),\n"
-        for (sigma, rate), steps in merged.items()
-    )
-    return (
-        "```python\nfrom hf_dp.accounting import ACCOUNTANTS, PoissonSampledGaussian, epsilon\n\n"
-        f"events = [\n{events}]\nfor accountant in ACCOUNTANTS:\n"
-        f"    print(accountant, epsilon(events, {statement.delta!r}, accountant).rounded_up())\n```"
     )
 
 

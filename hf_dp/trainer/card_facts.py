@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from hf_dp.cards.card import public_name
+from hf_dp.cards.escaping import public_name
 from hf_dp.losses import base_model, task_of
 from hf_dp.statement.record import FILE_NAME, read
 from hf_dp.trainer.arguments import DPTrainingArguments
