@@ -67,13 +67,13 @@ class SelectionPlan:
             _validate.in_unit_interval("selection_budget_ratio", self.budget_ratio)
 
     def sampler(self, num_examples: int, iterations: int | None = None) -> PoissonSampler:
-        """A sampler of ``iterations`` (default: all) of its draws."""
+        """Return a sampler of ``iterations`` (default: all) of its draws."""
         return PoissonSampler(
             num_examples, self.sample_rate, self.iterations if iterations is None else iterations
         )
 
     def event(self, iterations: int | None = None) -> PoissonSampledGaussian:
-        """What the accountant is told about ``iterations`` (default: all) releases."""
+        """Return what the accountant is told about ``iterations`` (default: all) releases."""
         if self.noise_multiplier is None:
             raise ConfigError(
                 "This SelectionPlan has no noise multiplier yet; PrivacyPlan.create decides it."
@@ -111,7 +111,7 @@ class SelectionPlan:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-ready; :meth:`from_dict` reads it back."""
+        """Return plain data, JSON-ready; :meth:`from_dict` reads it back."""
         return asdict(self)
 
     @classmethod

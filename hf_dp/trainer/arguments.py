@@ -405,7 +405,7 @@ class DPTrainingArguments(ForwardArguments, TrainingArguments):
 
 
 def _own_fields() -> list[dataclasses.Field[typing.Any]]:
-    """Fields that transformers does not have, except the mode itself."""
+    """Return the fields that transformers does not have, except the mode itself."""
     inherited = {inherited.name for inherited in dataclasses.fields(TrainingArguments)}
     own = dataclasses.fields(DPTrainingArguments)
     return [one for one in own if one.name not in inherited and one.name != "privacy_mode"]

@@ -1,7 +1,7 @@
 """``DPTrainer``: transformers' Trainer with differentially private steps.
 
-Only seams of Trainer are overridden; its loop, schedulers, callbacks, evaluation and saving run as
-ever. What a private step does is on one screen: :meth:`DPTrainer.training_step`.
+Only seams of Trainer are overridden; its loop, schedulers, callbacks, evaluation and saving stay as
+they are. What a private step does is on one screen: :meth:`DPTrainer.training_step`.
 """
 
 from __future__ import annotations
@@ -64,8 +64,9 @@ FIXED_ARGUMENTS = (
 
 
 class DPTrainer(Trainer):
-    """Drop-in for :class:`transformers.Trainer`; the arguments are Trainer's, in Trainer's order,
-    and ``peft_config``.
+    """Train privately: a drop-in for :class:`transformers.Trainer`.
+
+    The arguments are Trainer's, in Trainer's order, and ``peft_config``.
 
     Args:
         model: a model, or a name or path that is loaded with the class its config names.
@@ -74,9 +75,9 @@ class DPTrainer(Trainer):
             instead.
         peft_config: a PEFT config; the model is wrapped after it was placed on its device.
 
-    Attributes: ``privacy_plan`` (:class:`PrivacyPlan`), ``ledger`` (:class:`Ledger`, what ran so
-        far); both None in
-    ``non_private`` mode and before a training set is known.
+    Attributes:
+        privacy_plan: the :class:`PrivacyPlan`; None in ``non_private`` mode and before a training
+            set is known. So is ``ledger``, the :class:`Ledger` of what ran so far.
 
     Raises: InvalidArgumentError, DataError, UnsupportedModelError, CalibrationError, before
         anything is written.
@@ -300,8 +301,8 @@ class DPTrainer(Trainer):
     def train(
         self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any
     ) -> TrainOutput:
-        """As Trainer's. A resumed private run goes on with the *run's* ledger; a run stops before
-        its target is passed.
+        """Train, as Trainer does. A resumed private run goes on with the *run's* ledger, and a run
+        stops before its target is passed.
 
         Raises: LedgerError when resuming without, or with another, ledger; BudgetExceededError when
             nothing is left; SelfCheckError, before the first draw, when the clipping engine
@@ -389,17 +390,17 @@ class DPTrainer(Trainer):
         return self.run.synthetic_batches()
 
     def floating_point_ops(self, inputs: Any) -> int:
-        """0 in private modes: the sum over steps would tell the sizes of the draws."""
+        """Return 0 in private modes: the sum over steps would tell the sizes of the samples."""
         return 0 if self.args.is_private else super().floating_point_ops(inputs)
 
     def get_total_train_batch_size(self, args: Any) -> int:
-        """The expected logical batch in private modes."""
+        """Return the expected logical batch in private modes."""
         if self.privacy_plan is None:
             return super().get_total_train_batch_size(args)
         return round(self.privacy_plan.expected_batch_size)
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """As Trainer's, without what a private run withholds, with the epsilon spent so far."""
+        """Log, without what a private run withholds and with the epsilon spent so far."""
         if self.args.is_private:
             released = () if self._run is None else self._run.book.released
             withhold(logs, released, gradients_are_noised=not self.args.is_published_dp_fp)
@@ -411,7 +412,10 @@ class DPTrainer(Trainer):
         super().log(logs, start_time)
 
     def evaluate(self, eval_dataset: Any = None, *args: Any, **kwargs: Any) -> dict[str, float]:
-        """As Trainer's. Raises: UnsupportedArgumentError for the training set in private modes."""
+        """Evaluate, as Trainer does.
+
+        Raises: UnsupportedArgumentError for rows of the training set in private modes.
+        """
         known: Any = self.eval_dataset
         effective = known if eval_dataset is None else eval_dataset
         self._compare_with_training_rows(
@@ -422,7 +426,10 @@ class DPTrainer(Trainer):
         return metrics
 
     def predict(self, test_dataset: Any, *args: Any, **kwargs: Any) -> Any:
-        """As Trainer's. Raises: UnsupportedArgumentError for the training set in private modes."""
+        """Predict, as Trainer does.
+
+        Raises: UnsupportedArgumentError for rows of the training set in private modes.
+        """
         self._compare_with_training_rows(test_dataset)
         return super().predict(test_dataset, *args, **kwargs)
 
@@ -433,7 +440,7 @@ class DPTrainer(Trainer):
             self.run.check_evaluation(evaluation)
 
     def hyperparameter_search(self, *args: Any, **kwargs: Any) -> Any:
-        """Refused in private modes: each trial is a release on the same rows."""
+        """Refuse in private modes: each trial is a release on the same rows."""
         if self.args.is_private:
             raise UnsupportedArgumentError(
                 "hyperparameter_search trains on the private rows once per trial, and the epsilon "
@@ -477,7 +484,7 @@ class DPTrainer(Trainer):
         super()._push_from_checkpoint(checkpoint_folder)
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
-        """In private modes the card with the privacy statement, and ``privacy.json`` beside it."""
+        """Write, in private modes, the card with the privacy statement, and ``privacy.json``."""
         if self._run is None:
             return super().create_model_card(*args, **kwargs)
         if self.is_world_process_zero():
@@ -491,7 +498,7 @@ class DPTrainer(Trainer):
         Path(folder, "README.md").write_text(card, encoding="utf-8")
 
     def evaluation_metrics(self) -> dict[str, float]:
-        """The latest metrics of each evaluation, without timings: what the card shows."""
+        """Return the latest metrics of each evaluation, without timings: what the card shows."""
         timings = ("_runtime", "_per_second", "_preparation_time")
         return {
             k: v
@@ -549,8 +556,8 @@ class DPTrainer(Trainer):
         book.model_selection = book.model_selection or bool(selects or early)
 
     def columns_for_training(self) -> tuple[Any, Callable[..., Any]]:
-        """Dataset and collator with the columns that the model's forward does not take removed, as
-        Trainer does."""
+        """Return dataset and collator, without the columns that the model's forward does not take,
+        as Trainer does."""
         import datasets
 
         if isinstance(self.train_dataset, datasets.Dataset):

@@ -114,8 +114,8 @@ class PrivateEncoderPlan(ForwardPlan):
         prior_events: Sequence[Event],
         selection: SelectionPlan | None,
     ) -> tuple[Self, SelectionPlan | None]:
-        """As ComputeSigma of DP-FROST: the gradients' noise for their part of epsilon alone, then
-        the vectors' for the whole."""
+        """Return the plan with the gradients' noise for their part of epsilon alone, and then the
+        vectors' for the whole (as ComputeSigma of DP-FROST)."""
         if self.record_noise_multiplier is not None or self.budget_ratio is None:
             raise _validate.invalid(
                 "representation_noise_multiplier",
