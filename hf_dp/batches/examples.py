@@ -98,6 +98,13 @@ class Examples(Dataset[Example]):
         try:
             example = own(self.collator([row]))
         except Exception as problem:
+            if words := _labels_in_words(row):
+                name, value = words
+                raise DataError(
+                    f"{which} has the text {value!r} as `{name}`, and models take class ids. Use "
+                    f"dataset.cast_column({name!r}, datasets.ClassLabel(names=[...])); with hf-dp, "
+                    "set class_names."
+                ) from problem
             raise DataError(
                 f"{which}, collated alone, failed ({type(problem).__name__}: {problem}). The data "
                 "collator is called with a list of one row, so that no row sees another; the "
@@ -114,6 +121,13 @@ class Examples(Dataset[Example]):
                     "row."
                 )
         return example
+
+
+def _labels_in_words(row: Any) -> tuple[str, str] | None:
+    """Return name and value of a label that is text, if there is one."""
+    values = row if isinstance(row, dict) else {}
+    found = ((name, values[name]) for name in ("label", "labels", "label_ids") if name in values)
+    return next(((name, value) for name, value in found if isinstance(value, str)), None)
 
 
 def _is_one_example(leaf: Any) -> bool:

