@@ -67,6 +67,7 @@ def test_one_padded_batch_gives_what_m_passes_give(tmp_path, monkeypatch):
     )
     trainer.run.open()
     trainer.mechanism.start()
+    trainer.run.book.start(10)
     micro = [[0, 5, 9], [5, 7], [], [5, 39]]
     dataset, collator = trainer.columns_for_training()
 
@@ -74,6 +75,7 @@ def test_one_padded_batch_gives_what_m_passes_give(tmp_path, monkeypatch):
         trainer.model.zero_grad()
         for group in groups:
             batches = [collator([dataset[i] for i in group])] if group else []
+            trainer.run.begin_step()
             with trainer.run.release_step() as release:
                 trainer.mechanism.set_gradients(trainer.mechanism.clip(batches), release)
         return [parameter.grad.clone() for parameter in trainer.model.parameters()]
