@@ -164,7 +164,10 @@ def listed(change):
     [
         (lambda row: row.pop("label"), r"Row 7 .*it lacks \['labels'\]"),
         (lambda row: row.update(label=0.5), "Row 7 .*`labels` is a float32 tensor"),
-        (lambda row: row.update(label="good"), "Row 7 of the training set has the text 'good' as `label`"),
+        (
+            lambda row: row.update(label="good"),
+            "Row 7 of the training set has the text 'good' as `label`",
+        ),
     ],
 )
 def test_rows_whose_columns_differ(change, message, tmp_path):

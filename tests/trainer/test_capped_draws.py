@@ -84,7 +84,9 @@ def test_a_ledger_that_grew_before_the_lock_is_not_overwritten(tmp_path):
     second.resume(tmp_path)
     first.append(plan.event(1), "training")
     first.stop()
-    with pytest.raises(LedgerError, match="51 steps now, and recorded 50 when it was read.*Resume again"):
+    with pytest.raises(
+        LedgerError, match="51 steps now, and recorded 50 when it was read.*Resume again"
+    ):
         second.start(10)
     third = RunLedger(tmp_path, plan)
     third.resume(tmp_path)
