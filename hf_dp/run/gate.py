@@ -1,6 +1,6 @@
 """The one gate through which everything noised passes: ledger first, then noise, then the value.
 
-Nothing else in hf_dp draws Gaussian noise or appends to a run's ledger (``tests/test_gate.py``
+Nothing else in hf_dp draws Gaussian noise or appends to a run's ledger (``tests/run/test_gate.py``
 searches for it). A :class:`Release` exists only after its event is durable, so no order of calls
 shows a value that the ledger does not know; its noise comes from that very event, so no call can
 ask for less.
@@ -72,6 +72,7 @@ class Release:
 
         Raises: LedgerError the second time otherwise: that would be another release.
         """
+        self._source()
         if not self.planned.event.several_forwards:
             self._once(VECTORS)
         return vectors + self._noise(vectors, VECTORS)
@@ -81,13 +82,13 @@ class Release:
 
         Raises: LedgerError when the recorded event is not one, or the second time.
         """
+        source = self._source().random_bytes
         event = self.planned.event
         if not isinstance(event, RandomizedResponse):
             raise LedgerError(
                 f"Expected the recorded event to be RandomizedResponse, got {event!r}."
             )
         self._once("labels")
-        source = self._source().random_bytes
         return randomized_response(labels, event.num_classes, event.keep_probability, source)
 
     def is_of(self, ledger: RunLedger, planned: PlannedRelease) -> bool:

@@ -158,7 +158,11 @@ class PrivateRun:
 
     @randomness.setter
     def randomness(self, randomness: SecretRandomness) -> None:
-        """Use another source, for tests: the gate's noise comes from the same one."""
+        """Use another source, for tests: the gate's noise comes from the same one.
+
+        A source that can be reproduced makes the run not private, for good.
+        """
+        self.book.insecure_seed = self.book.insecure_seed or randomness.insecure
         self._randomness, self._gate = randomness, Gate(self.book, randomness)
 
     def release(self, planned: PlannedRelease) -> AbstractContextManager[Release]:

@@ -314,7 +314,7 @@ def _not_established(plan: PrivacyPlan, ledger: Ledger) -> list[Event]:
     """List the events, planned or run, for which no bound is known."""
     mechanism = plan.mechanism
     known = mechanism.established and NONE not in (mechanism.unit, mechanism.relation)
-    planned = [] if known else [plan.event()]
+    planned = () if known else plan.events()[-1:]
     return [*planned, *(event for event in ledger.events if not event.established)]
 
 
@@ -349,7 +349,7 @@ def what_ran(plan: PrivacyPlan, ledger: Ledger, status: str) -> str:
     """Say what ran: in earlier runs on the same rows, in the selection, and in this run."""
     if status == NOT_ESTABLISHED:
         (event, *_) = _not_established(plan, ledger)
-        earlier = plan.mechanism.established
+        earlier = event in ledger.events and event not in plan.events()
         who = "an earlier run on the same rows, which it names," if earlier else "it"
         return f"{who} was trained by {event.unestablished or plan.words.name}"
     before = [entry.event for entry in ledger.entries if entry.purpose == RELEASE]

@@ -178,8 +178,14 @@ def test_a_closed_release_lets_nothing_out(book):
         pass
     with pytest.raises(LedgerError, match="closed"):
         release.sum({"w": torch.zeros(3)})
-    with pytest.raises(LedgerError, match="closed"):
-        NothingReleased().sum({"w": torch.zeros(3)})
+    nothing = NothingReleased()
+    for leave in (
+        lambda: nothing.sum({"w": torch.zeros(3)}),
+        lambda: nothing.vectors(torch.zeros(2, 3)),
+        lambda: nothing.labels(torch.tensor([0, 1])),
+    ):
+        with pytest.raises(LedgerError, match="closed"):
+            leave()
 
 
 def test_what_the_event_does_not_release_cannot_leave(book):

@@ -250,3 +250,10 @@ def test_more_than_one_process_is_refused(tmp_path, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(UnsupportedArgumentError, match="Expected one process, got 2"):
         loop(run(tmp_path), None)
+
+
+def test_randomness_that_can_be_reproduced_is_never_private(tmp_path):
+    private = run(tmp_path)
+    private.randomness = SecretRandomness(insecure_seed=3)
+    loop(private, torch.optim.SGD(private.model.parameters(), lr=0.1))
+    assert read(tmp_path).status == "not private"
