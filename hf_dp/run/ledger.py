@@ -44,6 +44,7 @@ class RunLedger:
         insecure_seed: whether the randomness can be reproduced.
         released: names of what is released without noise.
         earlier: what the earlier runs on the same rows claim.
+        earlier_entries: what they released; nothing else may be recorded before it.
     """
 
     def __init__(
