@@ -1,0 +1,134 @@
+"""Run a function in several processes at once, forked from this one, which has imported everything.
+
+Each child finds the environment that torchrun gives it, and gloo on the CPU with one thread.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import signal
+import socket
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.fsdp
+import torch.distributed.tensor  # (children share what is imported here)
+from accelerate.state import AcceleratorState, GradientState, PartialState
+
+# For what hangs: an honest run takes seconds.
+_LIMIT = 600.0
+
+
+@dataclass
+class Outcome:
+    """How one process ended: what it returned, or the error's type, message and traceback."""
+
+    result: Any = None
+    error: str = ""
+    message: str = ""
+    trace: str = ""
+    exit: int = 0
+
+
+def on_processes(count: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
+    """Return what ``function(*arguments)`` returns in each of ``count`` ranks, in their order.
+
+    Inside, ``torch.distributed`` is initialized with gloo. Raises: AssertionError with all
+    tracebacks when one fails.
+    """
+
+    def run() -> Any:
+        dist.init_process_group("gloo")
+        try:
+            return function(*arguments)
+        finally:
+            dist.destroy_process_group()
+
+    ended = outcomes(count, run)
+    failed = [f"rank {rank}: {each.trace}" for rank, each in enumerate(ended) if each.exit]
+    assert not failed, "\n".join(failed)
+    return [each.result for each in ended]
+
+
+def outcomes(
+    count: int, function: Callable[[], Any], env: Callable[[int], dict[str, str]] = lambda rank: {}
+) -> list[Outcome]:
+    """Return how ``function()`` ended in each of ``count`` ranks; no process group is made.
+
+    Args: env: more of the environment, by rank.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        port = _free_port()
+        children = []
+        sys.stdout.flush()
+        sys.stderr.flush()
+        for rank in range(count):
+            child = os.fork()
+            if child == 0:
+                _run(rank, count, port, function, env(rank), Path(folder, str(rank)))
+            children.append(child)
+        return [_outcome(child, Path(folder, str(rank))) for rank, child in enumerate(children)]
+
+
+def _free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])
+
+
+def _run(
+    rank: int,
+    count: int,
+    port: int,
+    function: Callable[[], Any],
+    env: dict[str, str],
+    result: Path,
+) -> None:
+    os.environ |= {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(count),
+        "LOCAL_WORLD_SIZE": str(count),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "ACCELERATE_USE_CPU": "true",
+        **env,
+    }
+    outcome = Outcome()
+    try:
+        PartialState._reset_state()
+        AcceleratorState._reset_state(True)
+        GradientState._reset_state()
+        torch.set_num_threads(1)
+        outcome.result = function()
+    except BaseException as error:
+        outcome = Outcome(
+            error=type(error).__name__, message=str(error), trace=traceback.format_exc(), exit=1
+        )
+    try:
+        result.write_bytes(pickle.dumps(outcome))
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(outcome.exit)
+
+
+def _outcome(child: int, result: Path) -> Outcome:
+    end = time.monotonic() + _LIMIT
+    while os.waitpid(child, os.WNOHANG) == (0, 0):
+        if time.monotonic() > end:
+            os.kill(child, signal.SIGKILL)
+        time.sleep(0.01)
+    if not result.exists():
+        return Outcome(error="Killed", trace="the process was killed", exit=9)
+    outcome: Outcome = pickle.loads(result.read_bytes())
+    return outcome
