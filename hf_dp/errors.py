@@ -66,3 +66,7 @@ class UnaccountedGradientError(HfDpError, RuntimeError):
 class SelfCheckError(HfDpError, RuntimeError):
     """On synthetic examples the engine disagreed with one-by-one gradients, so training was not
     started."""
+
+
+class DistributedError(HfDpError, RuntimeError):
+    """The processes of a run disagree, or one of them failed or is gone."""

@@ -11,6 +11,7 @@ import os
 import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from hashlib import sha256
 from typing import Any, NoReturn
 
 import numpy as np
@@ -27,13 +28,17 @@ class SecretRandomness:
 
     Args:
         insecure_seed: for tests only; makes every draw reproducible and the run *not private*.
+        rank: of this process; with a seed, each has a stream of its own.
     """
 
-    def __init__(self, insecure_seed: int | None = None):
+    def __init__(self, insecure_seed: int | None = None, rank: int = 0):
         self.insecure = insecure_seed is not None
         # SeedSequence(None) takes 128 bits from the operating system. PyTorch's CPU generator would
         # keep only 32 bits of its seed: few enough to try them all against a released weight.
-        self._numpy = np.random.Generator(np.random.SFC64(np.random.SeedSequence(insecure_seed)))
+        own = (rank,) if rank else ()
+        self._numpy = np.random.Generator(
+            np.random.SFC64(np.random.SeedSequence(insecure_seed, spawn_key=own))
+        )
         self._by_device: dict[torch.device, torch.Generator] = {}
         self._streams: dict[str, Any] | None = None
 
@@ -50,6 +55,14 @@ class SecretRandomness:
         given.
         """
         return self._numpy.bytes(count) if self.insecure else os.urandom(count)
+
+    def fingerprint(self) -> str:
+        """Return what two sources have in common only if they are copies of one another.
+
+        It is a digest of fresh draws, which are used for nothing else.
+        """
+        noise = self._numpy.standard_normal(8).tobytes()
+        return sha256(self.random_bytes(32) + noise).hexdigest()
 
     def seed(self) -> int:
         """Return a fresh 63-bit seed for a generator that takes one."""

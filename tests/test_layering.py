@@ -15,7 +15,7 @@ LAYERS = {
     "errors": 0, "_validate": 0, "_version": 0, "_plotting": 0, "_when_imported": 0, "_dataclasses": 0, "glossary": 0,
     "accounting": 1,
     "plans": 2, "planning": 2,
-    "clipping": 3, "noise": 3, "losses": 3, "statement": 3,
+    "clipping": 3, "distributed": 3, "noise": 3, "losses": 3, "statement": 3,
     "batches": 4, "overlap": 4, "run": 4, "tasks": 4,
     "mechanisms": 5, "tuners": 5,
     "cards": 6, "trainer": 6,

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.utils.data import Subset
 
 from hf_dp.overlap.encoding import (
     cells,
@@ -19,7 +20,7 @@ from hf_dp.overlap.encoding import (
     to_numpy,
     without_views,
 )
-from hf_dp.overlap.origin import Part, fields_of
+from hf_dp.overlap.origin import Part, fields_of, parts_of
 
 BATCH_ROWS = 1024  # of an Arrow table, in memory at a time
 TOKENS, MASK = "input_ids", "attention_mask"
@@ -54,6 +55,24 @@ def hash_rows(parts: list[Part], columns: Columns, key: bytes) -> np.ndarray:
             hashes if chosen is None else hashes[np.unique(chosen, return_inverse=True)[1]]
         )
     return np.concatenate(found)
+
+
+def digest_of_rows(dataset: Any) -> str:
+    """Return a digest of all rows in their order, before any transform of the user's.
+
+    Rows that differ on each reading are counted only.
+    """
+    found = blake2b(digest_size=16)
+    inner = dataset
+    while isinstance(inner, Subset):  # parts do not tell its order
+        found.update(np.asarray(inner.indices, np.int64).tobytes())
+        inner = inner.dataset
+    for part in parts_of(dataset):
+        columns = Columns(tuple(sorted(part.fields(False))), frozenset(), False)
+        found.update(f"{part.length} {columns.names}".encode())
+        if is_repeatable(part, columns):
+            found.update(hash_rows([part], columns, b"").tobytes())
+    return found.hexdigest()
 
 
 def is_repeatable(part: Part, columns: Columns) -> bool:

@@ -13,8 +13,24 @@ import numpy as np
 
 from hf_dp import _validate
 from hf_dp.accounting.events import PoissonSampledGaussian, TruncatedPoissonSampledGaussian
+from hf_dp.errors import UnsupportedArgumentError
 
 RandomBytes = Callable[[int], bytes]
+
+
+@dataclass(frozen=True)
+class Share:
+    """The examples of one of ``count`` processes: ``rank``, ``rank + count``, and so on.
+
+    It is fixed, so that every example belongs to one process for the whole run.
+    """
+
+    rank: int = 0
+    count: int = 1
+
+    def of(self, num_examples: int) -> np.ndarray:
+        """Return the indices, in increasing order."""
+        return np.arange(self.rank, num_examples, self.count)
 
 
 @dataclass(frozen=True)
@@ -34,6 +50,9 @@ class PoissonSampler:
             amplification that the accountant counts on.
         max_batch_size: the largest number of examples in a draw; a larger draw is reduced to a
             uniformly random part. None means no limit.
+        share: which examples this sampler draws from; those of the other shares are drawn by other
+            processes. The draws of all shares together are one Poisson draw from all N examples,
+            because each example is drawn independently of all others.
     """
 
     num_examples: int
@@ -41,6 +60,7 @@ class PoissonSampler:
     steps: int
     random_bytes: RandomBytes = field(default=os.urandom, repr=False, compare=False)
     max_batch_size: int | None = None
+    share: Share = Share()
 
     def __post_init__(self) -> None:
         _validate.integer("num_examples", self.num_examples, 1)
@@ -48,14 +68,24 @@ class PoissonSampler:
         _validate.integer("steps", self.steps, 1)
         if self.max_batch_size is not None:
             _validate.integer("max_batch_size", self.max_batch_size, 1)
+            if self.share.count > 1:
+                raise _validate.invalid(
+                    "max_batch_size",
+                    self.max_batch_size,
+                    f"to be None with {self.share.count} processes",
+                    "Each draws from examples of its own, so none knows when the whole draw is too "
+                    "large. Leave `max_logical_batch_size` unset, or launch one process.",
+                    UnsupportedArgumentError,
+                )
 
     def draw(self) -> list[int]:
         """Draw the indices of one logical batch, in increasing order."""
+        examples = self.share.of(self.num_examples)
         if self.sample_rate == 1:
-            drawn = np.arange(self.num_examples)
+            drawn = examples
         else:
-            uniform = np.frombuffer(self.random_bytes(8 * self.num_examples), dtype=np.uint64)
-            drawn = np.flatnonzero(uniform < np.uint64(round(self.sample_rate * 2**64)))
+            uniform = np.frombuffer(self.random_bytes(8 * len(examples)), dtype=np.uint64)
+            drawn = examples[uniform < np.uint64(round(self.sample_rate * 2**64))]
         if self.max_batch_size is not None and len(drawn) > self.max_batch_size:
             # The order of independent random keys is uniformly random. Two 64-bit keys are equal
             # with probability 2^-64 per pair; then the earlier index comes first.
@@ -95,7 +125,7 @@ class MicroBatchSampler:
         sample_rate: p in (0, 1], of each draw.
         steps: how many joined draws one iteration makes, >= 1.
         num_micro_batches: M >= 1.
-        random_bytes: as for :class:`PoissonSampler`.
+        random_bytes, share: as for :class:`PoissonSampler`.
     """
 
     num_examples: int
@@ -103,6 +133,7 @@ class MicroBatchSampler:
     steps: int
     num_micro_batches: int = 1
     random_bytes: RandomBytes = field(default=os.urandom, repr=False, compare=False)
+    share: Share = Share()
 
     def __post_init__(self) -> None:
         _validate.integer("num_examples", self.num_examples, 1)
@@ -117,15 +148,14 @@ class MicroBatchSampler:
 
     def micro_batches(self) -> list[list[int]]:
         """Draw M lists of indices, each in increasing order and possibly empty."""
-        drawn = self._successes(self.num_examples * self.num_micro_batches)
-        which, index = np.divmod(drawn, self.num_examples)
-        return [index[which == micro].tolist() for micro in range(self.num_micro_batches)]
+        examples = self.share.of(self.num_examples)
+        drawn = self._successes(len(examples) * self.num_micro_batches)
+        which, place = np.divmod(drawn, max(1, len(examples)))
+        return [examples[place[which == micro]].tolist() for micro in range(self.num_micro_batches)]
 
     def draw(self) -> list[int]:
         """Draw the indices of one step's micro-batches, one after the other."""
-        return (
-            self._successes(self.num_examples * self.num_micro_batches) % self.num_examples
-        ).tolist()
+        return [index for drawn in self.micro_batches() for index in drawn]
 
     def _successes(self, trials: int) -> np.ndarray:
         """Draw which of ``trials`` independent trials succeed, in increasing order."""

@@ -10,6 +10,7 @@ import datasets
 from torch import nn
 from torch.utils.data import Dataset
 
+from hf_dp.distributed.processes import Processes
 from hf_dp.errors import (
     DataError,
     UnaccountedGradientError,
@@ -155,13 +156,19 @@ def refuse_frozen_heads(model: Any, trained: Collection[nn.Parameter]) -> None:
         )
 
 
-def refuse_many_processes(accelerator: Any) -> None:
-    """Raise UnsupportedArgumentError where several processes would each release from one budget."""
-    processes = int(os.environ.get("WORLD_SIZE") or 1)
-    if accelerator is not None:
-        processes = max(processes, accelerator.num_processes)
-    if processes != 1:
-        raise UnsupportedArgumentError(
-            f"Expected one process, got {processes}. Each would release a model of its own from "
-            "one budget. Launch a single process."
-        )
+def check_launch(processes: Processes, accelerator: Any) -> None:
+    """Raise UnsupportedArgumentError where processes do not know of each other.
+
+    Each would take itself for the only one, and release a model of its own from one budget.
+    """
+    launched = os.environ.get("WORLD_SIZE") or "1"
+    prepared = processes.count if accelerator is None else accelerator.num_processes
+    if launched == str(processes.count) and prepared == processes.count:
+        return
+    raise UnsupportedArgumentError(
+        f"The launcher started {launched} processes ($WORLD_SIZE), torch.distributed knows "
+        f"{processes.count} and accelerate {prepared}. Processes that do not know of each other "
+        "would each release a model of their own from one budget. On a machine without "
+        "accelerators, pass use_cpu=True (or set ACCELERATE_USE_CPU=true); in a loop of your own, "
+        "call torch.distributed.init_process_group() before PrivateRun."
+    )

@@ -11,7 +11,7 @@ from hf_dp.run.precision import Precision
 from hf_dp.statement.facts import RunFacts
 from hf_dp.statement.weaknesses import Weaknesses
 
-_PACKAGES = ("torch", "transformers", "accelerate", "peft", "dp-accounting", "prv-accountant")
+PACKAGES = ("torch", "transformers", "accelerate", "peft", "dp-accounting", "prv-accountant")
 
 
 def run_facts(
@@ -27,5 +27,5 @@ def run_facts(
         noise_generator=f"{noise} by the operating system (not cryptographic)",
         sampling_generator="the operating system's cryptographic generator",
         **vars(weaknesses),
-        versions={"hf_dp": __version__, **{name: metadata.version(name) for name in _PACKAGES}},
+        versions={"hf_dp": __version__, **{name: metadata.version(name) for name in PACKAGES}},
     )

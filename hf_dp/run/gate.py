@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 
 from hf_dp.accounting import SUM, VECTORS, RandomizedResponse
+from hf_dp.distributed.processes import Processes
+from hf_dp.distributed.sums import add_up_with_noise
 from hf_dp.errors import LedgerError
 from hf_dp.noise import SecretRandomness, randomized_response
 from hf_dp.plans.release import PlannedRelease
@@ -55,13 +57,15 @@ class Release:
 
     @torch.no_grad()
     def sum(self, sums: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Add noise to one sum over examples, given as named parts, in place, and return it.
+        """Add up one sum over the examples of all processes, given as named parts, add noise once,
+        in place, and return it.
 
         Raises: LedgerError the second time: that would be another release.
         """
         self._once(SUM)
-        for total in sums.values():
-            total.add_(self._noise(total, SUM))
+        add_up_with_noise(
+            list(sums.values()), lambda total: self._noise(total, SUM), self._processes()
+        )
         return sums
 
     def vectors(self, vectors: Tensor) -> Tensor:
@@ -106,6 +110,9 @@ class Release:
 
     def _noise(self, values: Tensor, part: str) -> Tensor:
         return self._source().gaussian_like(values, self.planned.noise_std(part))
+
+    def _processes(self) -> Processes:
+        return Processes() if self._ledger is None else self._ledger.processes
 
     def _source(self) -> SecretRandomness:
         if self._randomness is None:

@@ -17,6 +17,7 @@ from pathlib import Path
 from filelock import FileLock
 
 from hf_dp.accounting import EARLIER, Event, Ledger, LedgerEntry
+from hf_dp.distributed.processes import Processes
 from hf_dp.errors import LedgerError
 from hf_dp.plans.privacy import PrivacyPlan
 from hf_dp.run.budget import Budget
@@ -45,6 +46,7 @@ class RunLedger:
         released: names of what is released without noise.
         earlier: what the earlier runs on the same rows claim.
         earlier_entries: what they released; nothing else may be recorded before it.
+        processes: those of the run. The main one keeps the files, the others a copy in memory.
     """
 
     def __init__(
@@ -56,6 +58,7 @@ class RunLedger:
         released: Iterable[str] = (),
         earlier: Iterable[EarlierRun] = (),
         earlier_entries: Sequence[LedgerEntry] = (),
+        processes: Processes | None = None,
     ):
         self.folder, self.plan = Path(folder), plan
         self.insecure_seed, self.released, self.earlier = (
@@ -69,6 +72,8 @@ class RunLedger:
         self.ledger = Ledger()
         self.run_id = uuid.uuid4().hex
         self.budget = Budget(plan, self.ledger)
+        self.processes = processes or Processes()
+        self._is_open = False
         self._lock: FileLock | None = None
 
     def start(self, planned_steps: int, planned_releases: int = 0) -> None:
@@ -88,6 +93,12 @@ class RunLedger:
             another process is at work on this run, or when a mark knows steps that the ledger
             lacks.
         """
+        self.run_id, known = self.processes.on_main(self._open_folder)
+        self._weaken(known)
+        self._is_open = True
+
+    def _open_folder(self) -> tuple[str, Weaknesses]:
+        """Take the folder; return the run's id and what weakens it."""
         refuse_foreign_ledger(self.folder, self.run_id)
         if not len(self.ledger):
             refuse_leftovers(self.folder)
@@ -102,13 +113,13 @@ class RunLedger:
             self.stop()
             raise
         known = reduce(Weaknesses.merged, (item.mark.weaknesses for item in found), Weaknesses())
-        self._weaken(known)
         if record is not None:
             # A run of an earlier version has no mark yet; a kill may have left it a step behind.
             write_mark(
                 self.folder / RUN_MARK,
                 replace(Mark.of(record), weaknesses=record.weaknesses.merged(known)),
             )
+        return self.run_id, known
 
     @property
     def weaknesses(self) -> Weaknesses:
@@ -155,11 +166,20 @@ class RunLedger:
         """Record one release and make it durable, in the ledger and then in its mark.
 
         Outside this class only :class:`hf_dp.run.gate.Gate` calls it, before it lets a value out.
+        Every process records it, and goes on only when it is on the main one's disk.
 
         Raises: BudgetExceededError before anything is recorded when the target would be passed;
-            LedgerError before :meth:`open`, or without what earlier runs released.
+            LedgerError before :meth:`open`, or without what earlier runs released; DistributedError
+            when the processes' ledgers differ, or when another one failed.
         """
-        if self._lock is None:
+        self.processes.together(
+            lambda: self._append(event, purpose),
+            lambda nothing: f"entry {len(self.ledger)} of run {self.run_id}: {purpose}, {event}",
+        )
+        self.budget.released(event, purpose)
+
+    def _append(self, event: Event, purpose: str) -> None:
+        if not self._is_open:
             raise LedgerError(
                 "This run has not been opened, so another process may be at work on it. Open it "
                 "first: `mechanism.logical_batches()`, `run.open()` or `DPTrainer.train()` does."
@@ -172,16 +192,17 @@ class RunLedger:
         self.budget.check(event, purpose)
         self.ledger.append(event, purpose)
         self.save(self.folder)
-        self.budget.released(event, purpose)
 
     def save(
         self, folder: str | os.PathLike[str], statement: PrivacyStatement | None = None
     ) -> None:
-        """Write ``privacy.json``, and then the mark, into ``folder``.
+        """Write ``privacy.json``, and then the mark, into ``folder``, in the main process.
 
         Raises: LedgerError when this ledger does not continue the one there. Both files are then
             left as they are.
         """
+        if not self.processes.is_main:
+            return
         record = to_record(
             self.plan,
             self.ledger,
@@ -215,7 +236,9 @@ class RunLedger:
         Raises: LedgerError as :func:`hf_dp.run.resume.records_to_resume`.
         """
         claims = {claim.run_id for claim in self.earlier}
-        run, at_checkpoint = records_to_resume(self.folder, Path(checkpoint), self.plan, claims)
+        run, at_checkpoint = self.processes.on_main(
+            lambda: records_to_resume(self.folder, Path(checkpoint), self.plan, claims)
+        )
         self.ledger, self.run_id = run.ledger, run.run_id
         self.budget = Budget(self.plan, self.ledger)
         self._weaken(run.weaknesses)
@@ -223,6 +246,7 @@ class RunLedger:
 
     def stop(self) -> None:
         """Release the lock, so that another process may continue this run."""
+        self._is_open = False
         if self._lock is not None:
             self._lock.release()
             self._lock = None

@@ -16,8 +16,9 @@ In a loop of one's own (:class:`hf_dp.trainer.trainer.DPTrainer` runs the same l
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,7 @@ from hf_dp.batches.limits import Limits
 from hf_dp.batches.padding import Padding
 from hf_dp.clipping import ClippingEngine, refuse_coupling, self_check
 from hf_dp.clipping.self_check import AUTOCAST_TOLERANCE
+from hf_dp.distributed.processes import Processes
 from hf_dp.errors import ConfigError, DataError, LedgerError
 from hf_dp.losses import columns_read, per_example_loss
 from hf_dp.noise import SecretRandomness
@@ -40,16 +42,18 @@ from hf_dp.overlap.compare import TrainingRows, refuse_training_rows
 from hf_dp.plans.mechanism import Sampler
 from hf_dp.plans.privacy import PrivacyPlan
 from hf_dp.plans.release import PlannedRelease
+from hf_dp.plans.sampling import Share
 from hf_dp.run.checks import (
     check_collator,
+    check_launch,
     refuse_adapters_from_data,
-    refuse_many_processes,
     refuse_rows_in_collator,
 )
 from hf_dp.run.earlier import earlier_claims, earlier_entries
 from hf_dp.run.facts import run_facts
 from hf_dp.run.gate import Gate, NothingReleased, Release
 from hf_dp.run.ledger import RunLedger
+from hf_dp.run.meeting import facts_in_common, share_weights
 from hf_dp.run.options import RunOptions
 from hf_dp.run.precision import Precision
 from hf_dp.run.training_data import TrainingData, padded_together
@@ -115,6 +119,7 @@ class PrivateRun:
             self.train_dataset,
             self.data_collator,
         )
+        self.arguments: Mapping[str, Any] = {}  # which all processes must have in common
         self._step_is_open = False
         self._data: TrainingData | None = None
         self._data_of: tuple[Any, Any] = (None, None)
@@ -125,6 +130,7 @@ class PrivateRun:
                 "which releases nothing before the steps and nothing in them. Plan what it lets "
                 "out."
             )
+        self.processes = Processes.here()
         self._earlier = earlier_entries(
             earlier_runs, plan.num_examples, plan.privacy_unit, plan.neighboring_relation
         )
@@ -135,9 +141,10 @@ class PrivateRun:
             released=released,
             earlier=earlier_claims(earlier_runs),
             earlier_entries=self._earlier,
+            processes=self.processes,
         )
         self.book.rows_are_chunks = self.options.rows_are_chunks
-        self.randomness = SecretRandomness(insecure_seed)
+        self.randomness = SecretRandomness(insecure_seed, self.processes.rank)
 
     # -- what was released --
 
@@ -204,9 +211,36 @@ class PrivateRun:
         refuse_coupling(self.model)
         if not self.options.adapter_init_data_is_public:
             refuse_adapters_from_data(self.model)
-        refuse_many_processes(self.accelerator)
+        check_launch(self.processes, self.accelerator)
+        self.share(self.plan.sampler())  # refuses what several processes cannot draw
+        self._meet()
         self.book.open()
         self.book.record_earlier(self._earlier)
+
+    def _meet(self) -> None:
+        """Compare this process with the others, and take over the main one's weights.
+
+        Raises: DistributedError naming what differs, or when two random sources are the same.
+        """
+        if self.processes.alone:
+            return
+        self.processes.refuse_differences(
+            facts_in_common(
+                plan=self.plan,
+                options=self.options,
+                arguments=self.arguments,
+                train_dataset=self.train_dataset,
+                data_collator=self.data_collator,
+                model=self.model,
+            )
+        )
+        self.processes.refuse_equal(
+            "source of random numbers",
+            self.randomness.fingerprint(),
+            "Noise that is drawn twice can be subtracted. Create the trainer in each process, not "
+            "before processes are forked.",
+        )
+        share_weights(self.model, self.processes)
 
     def stop(self) -> None:
         """Let another process go on with this run."""
@@ -300,7 +334,14 @@ class PrivateRun:
         """Return the sampler's draws from the training set, each a list of padded physical
         batches."""
         data = self.training_data()  # which also sees in what precision the loss computes
-        return data.loader(sampler, one_shape=self.precision().is_short)
+        return data.loader(self.share(sampler), one_shape=self.precision().is_short)
+
+    def share(self, sampler: Sampler) -> Sampler:
+        """Return a sampler of this process's examples; all processes' draws are one together.
+
+        Raises: UnsupportedArgumentError for a draw whose size is limited, with several processes.
+        """
+        return replace(sampler, share=Share(self.processes.rank, self.processes.count))
 
     # -- losses and their clipped sums --
 
@@ -339,7 +380,7 @@ class PrivateRun:
         """Run a logical batch through the model into the engine, and return the sum of its losses,
         which is not private."""
         loss_sum = torch.zeros((), device=self.device)
-        with self.randomness.streams():
+        with self.processes.telling(), self.randomness.streams():
             for batch in batches:
                 losses = self.losses(batch)
                 engine.backward(losses)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -167,16 +168,7 @@ def surrounding_problems(args: Any) -> Problems:
     problems: Problems = {}
     if not args.is_private:
         return problems
-    # $WORLD_SIZE is a row of the environment table, but MPI launchers set other variables.
-    if args.world_size != 1:
-        problems["world_size"] = invalid(
-            "world_size",
-            args.world_size,
-            "to be 1 in private modes",
-            "Private training runs in one process for now; two would release two models from "
-            "one budget. Launch a single process.",
-            UnsupportedArgumentError,
-        )
+    problems |= _launch_problems(args)
     if args.n_gpu > 1:
         problems["n_gpu"] = invalid(
             "n_gpu",
@@ -187,6 +179,50 @@ def surrounding_problems(args: Any) -> Problems:
             UnsupportedArgumentError,
         )
     return problems
+
+
+def _launch_problems(args: Any) -> Problems:
+    """Return the problem of processes that do not know of each other, if there is one.
+
+    Each would take itself for the only one, and release a model of its own from one budget.
+    """
+    launched = os.environ.get("WORLD_SIZE") or ("1" if args.world_size == 1 else None)
+    if launched is not None and launched != str(args.world_size):
+        found = invalid(
+            "$WORLD_SIZE",
+            launched,
+            f"to be {args.world_size}, the number of processes that accelerate knows, in private "
+            "modes",
+            "Each process takes itself for the only one, and would release a model of its own from "
+            "one budget. On a machine without accelerators, set use_cpu=True (use_cpu: true).",
+            UnsupportedArgumentError,
+        )
+        return {"WORLD_SIZE": found}
+    # What `accelerate launch --cpu` sets for several processes, of which it starts only one.
+    meant = {"MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys()
+    on_cpu = os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("true", "1", "yes")
+    if meant and on_cpu and "WORLD_SIZE" not in os.environ:
+        found = invalid(
+            "--num_processes",
+            "one process",
+            "to start as many processes as it names, in private modes",
+            "`accelerate launch --cpu` starts one process whatever `--num_processes` says. Use "
+            "`torchrun --nproc_per_node 2` or `hf-dp train --num_processes 2` with use_cpu=True; "
+            "for one process, leave `--num_processes` away and unset MASTER_ADDR.",
+            UnsupportedArgumentError,
+        )
+        return {"num_processes": found}
+    if args.world_size > 1 and args.max_logical_batch_size is not None:
+        found = invalid(
+            "max_logical_batch_size",
+            args.max_logical_batch_size,
+            f"to be None with {args.world_size} processes",
+            "Each draws from rows of its own, so none knows when the whole draw is too large. "
+            "Leave it unset, or launch one process.",
+            UnsupportedArgumentError,
+        )
+        return {"max_logical_batch_size": found}
+    return {}
 
 
 def raise_all(problems: Problems) -> None:

@@ -173,7 +173,11 @@ _SAVING = _works("A checkpoint holds released (noised) weights and a copy of the
 _HUB = _works("What is pushed is listed in the card, which is written with every save.")
 _AFTER_NOISE = _works("Acts on the noised gradient: post-processing.")
 _LOADER = _works("Concerns how examples are fetched, not which ones are drawn.")
-_ONE_PROCESS = _neutral("A private run has one process and no DistributedDataParallel.")
+_NO_DDP = _neutral(
+    "hf_dp adds up the clipped sums of the processes itself, once per step, without "
+    "DistributedDataParallel."
+)
+_PROCESSES = _works("Says how processes find each other or what they log, not what they draw.")
 _PRECISION_16 = "fp16 scales the loss and skips steps on overflow, which depends on the data."
 _COMPILE = _refused(
     _is_set,
@@ -304,7 +308,7 @@ ARGUMENT_TABLE: Mapping[str, ArgumentRow] = {
     "logging_strategy": _LOGGING,
     "logging_steps": _LOGGING,
     "logging_first_step": _LOGGING,
-    "log_on_each_node": _ONE_PROCESS,
+    "log_on_each_node": _PROCESSES,
     "logging_nan_inf_filter": _neutral("The loss handed to the Trainer is a constant, never NaN."),
     "include_num_input_tokens_seen": _refused(
         _other_than(False, None, "no"),
@@ -313,7 +317,7 @@ ARGUMENT_TABLE: Mapping[str, ArgumentRow] = {
         "Remove it.",
     ),
     "log_level": _works("How much is printed, not what is measured."),
-    "log_level_replica": _ONE_PROCESS,
+    "log_level_replica": _PROCESSES,
     "disable_tqdm": _works(
         "The bar shows steps and time on the local screen; epsilon does not cover timing."
     ),
@@ -356,7 +360,12 @@ ARGUMENT_TABLE: Mapping[str, ArgumentRow] = {
     ),
     "save_strategy": _SAVING,
     "save_steps": _SAVING,
-    "save_on_each_node": _ONE_PROCESS,
+    "save_on_each_node": _refused(
+        _is_on,
+        "to be False",
+        "One process keeps the ledger that goes with the weights.",
+        "Use a folder that all machines share, or copy what rank 0 saved.",
+    ),
     "save_total_limit": _works("Deletes checkpoints, never the ledger in `output_dir`."),
     "enable_jit_checkpoint": _works(
         "Saves a checkpoint on SIGTERM; the ledger is durable before the noised gradient is used."
@@ -443,13 +452,13 @@ ARGUMENT_TABLE: Mapping[str, ArgumentRow] = {
     ),
     "length_column_name": _neutral("Read only by sampling strategies that are refused."),
     # distribution
-    "ddp_find_unused_parameters": _ONE_PROCESS,
-    "ddp_bucket_cap_mb": _ONE_PROCESS,
-    "ddp_broadcast_buffers": _ONE_PROCESS,
-    "ddp_static_graph": _ONE_PROCESS,
-    "ddp_backend": _ONE_PROCESS,
-    "ddp_timeout": _ONE_PROCESS,
-    "local_rank": _ONE_PROCESS,
+    "ddp_find_unused_parameters": _NO_DDP,
+    "ddp_bucket_cap_mb": _NO_DDP,
+    "ddp_broadcast_buffers": _NO_DDP,
+    "ddp_static_graph": _NO_DDP,
+    "ddp_backend": _PROCESSES,
+    "ddp_timeout": _PROCESSES,
+    "local_rank": _PROCESSES,
     "fsdp": _refused(
         _is_on,
         "to be None",
@@ -489,13 +498,6 @@ def _flag_row(reason: str) -> ArgumentRow:
 
 
 ENVIRONMENT_TABLE: Mapping[str, ArgumentRow] = {
-    "WORLD_SIZE": _refused(
-        _other_than("", "1"),
-        "to be unset or 1",
-        "Private training runs in one process for now; two would release two models from one "
-        "budget.",
-        "Launch a single process.",
-    ),
     "ACCELERATE_MIXED_PRECISION": _refused(
         lambda value: value.lower() not in ("", "no", "bf16"),
         'to be "no" or "bf16"',

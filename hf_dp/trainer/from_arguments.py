@@ -81,3 +81,12 @@ def options_of(args: DPTrainingArguments) -> RunOptions:
         rows_are_chunks=args.rows_are_chunks,
         adapter_init_data_is_public=args.adapter_init_data_is_public,
     )
+
+
+# Concern one process alone: what it prints, and which one it is.
+_OWN = {"local_rank", "disable_tqdm", "log_level", "log_level_replica"}
+
+
+def shared_arguments(args: DPTrainingArguments) -> dict[str, object]:
+    """Return the arguments that all processes of a run must have in common."""
+    return {name: value for name, value in args.to_dict().items() if name not in _OWN}

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +45,8 @@ from hf_dp.statement.wording import EVALUATION_ON_TRAINING_ROWS
 from hf_dp.trainer.arguments import DPTrainingArguments
 from hf_dp.trainer.callbacks import NO_EPSILON, StopBeforeTarget, WeightsMove, with_epsilon
 from hf_dp.trainer.card_facts import card_details, earlier_run, pretraining_sources
-from hf_dp.trainer.from_arguments import options_of, own_copy, plan_of
+from hf_dp.trainer.from_arguments import options_of, own_copy, plan_of, shared_arguments
+from hf_dp.trainer.launch import without_ddp
 from hf_dp.trainer.subclasses import check_subclass
 from hf_dp.tuners.apply import apply_peft, load_model
 from hf_dp.tuners.base import Tuner
@@ -333,6 +335,7 @@ class DPTrainer(Trainer):
                 "in `earlier_runs`.",
                 earlier,
             )
+        run.arguments = shared_arguments(self.args)
         try:
             run.open()
             self._refuse_optimizers()
@@ -348,7 +351,9 @@ class DPTrainer(Trainer):
         return output
 
     def _prepare_for_training(self, max_steps: int, *args: Any, **kwargs: Any) -> Any:
-        prepared = super()._prepare_for_training(max_steps, *args, **kwargs)
+        private = self.args.is_private
+        with without_ddp(self.accelerator) if private else nullcontext():
+            prepared = super()._prepare_for_training(max_steps, *args, **kwargs)
         if self.args.is_private:
             run = self.run
             check_optimizer(self.optimizer, self.model)
@@ -491,6 +496,8 @@ class DPTrainer(Trainer):
             self._write_privacy_files(self.folder, **kwargs)
 
     def _write_privacy_files(self, folder: str, **card_options: Any) -> None:
+        if not self.is_world_process_zero():
+            return
         statement = self.privacy_statement()
         os.makedirs(folder, exist_ok=True)
         self.run.book.save(folder, statement)

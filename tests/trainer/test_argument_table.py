@@ -112,8 +112,6 @@ def test_accelerator_config_file_is_read(tmp_path):
 @pytest.mark.parametrize(
     ("variable", "bad", "good"),
     [
-        ("WORLD_SIZE", "2", "1"),
-        ("WORLD_SIZE", "two", ""),
         ("ACCELERATE_MIXED_PRECISION", "fp16", "bf16"),
         ("ACCELERATE_MIXED_PRECISION", "fp8", "no"),
         ("ACCELERATE_DYNAMO_BACKEND", "inductor", "NO"),

@@ -46,6 +46,7 @@ REFUSALS = [
     ({"privacy_mode": "dp_pf"}, r"`privacy_mode`.*\['non_private', 'dp_sgd', 'dp_fp'\].*'dp_pf'"),
     ({"privacy_mode": "dpsgd"}, r"`privacy_mode`.*Did you mean 'dp_sgd'"),
     ({"privacy_mode": None}, r"`privacy_mode`.*got None"),
+    ({"save_on_each_node": True}, r"`save_on_each_node` to be False.*rank 0 saved"),
     (
         {"target_epsilon": 3.0},
         r"`target_epsilon` to be unset when `noise_multiplier` \(1.0\).*Remove one of the two",
@@ -412,21 +413,38 @@ def test_without_privacy_transformers_rules(output_dir):
     assert args.average_tokens_across_devices is True
 
 
-def test_more_than_one_process_is_refused(output_dir, monkeypatch):
+def test_processes_that_do_not_know_of_each_other_are_refused(output_dir, monkeypatch):
+    # `accelerate launch --multi_gpu --num_processes 2` without GPUs and without use_cpu
     monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setattr(TrainingArguments, "world_size", 1)
     with pytest.raises(
-        UnsupportedArgumentError, match=r"`\$WORLD_SIZE`.*'2'.*Launch a single process"
+        UnsupportedArgumentError, match=r"`\$WORLD_SIZE` to be 1.*got '2'.*set use_cpu=True"
     ):
         make(output_dir)
-    monkeypatch.delenv("WORLD_SIZE")
-    args = make(output_dir)
+    monkeypatch.setattr(TrainingArguments, "world_size", 2)
+    make(output_dir)
+
+
+def test_accelerate_launch_that_starts_one_process_instead_of_two_is_refused(
+    output_dir, monkeypatch
+):
+    for name, value in {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "29500",
+        "ACCELERATE_USE_CPU": "True",
+    }.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(UnsupportedArgumentError, match=r"--num_processes.*Use `torchrun"):
+        make(output_dir)
+
+
+def test_a_limit_of_the_whole_draw_is_refused_with_several_processes(output_dir, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setattr(TrainingArguments, "world_size", 2)
     with pytest.raises(
-        UnsupportedArgumentError, match=r"`world_size` to be 1.*got 2.*Launch a single process"
+        UnsupportedArgumentError, match="`max_logical_batch_size` to be None with 2 processes"
     ):
-        args.check()
-    with pytest.raises(UnsupportedArgumentError, match=r"`world_size` to be 1"):
-        make(output_dir)
+        make(output_dir, max_logical_batch_size=8)
 
 
 def test_data_parallel_is_refused(output_dir, monkeypatch):

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from hf_dp.accounting import RandomizedResponse
-from hf_dp.errors import LedgerError
+from hf_dp.errors import LedgerError, UnsupportedArgumentError
 from hf_dp.mechanisms.base import Clipped, Mechanism, register_mechanism, zero
 from hf_dp.mechanisms.dp_fp.last_layer import LastLayer
 from hf_dp.mechanisms.dp_fp.vectors import check_classes
@@ -50,6 +50,12 @@ class Frozen(Mechanism):
     _labels: Tensor | None = None
 
     def start(self, checkpoint: str | None = None) -> None:
+        if not self.run.processes.alone:
+            raise UnsupportedArgumentError(
+                "Expected one process with dp_fp_variant='frozen', got "
+                f"{self.run.processes.count}. Each row passes the encoder once, and what trains on "
+                "the vectors is one layer: launch a single process."
+            )
         self._last = LastLayer(self.run, self.plan)
         for parameter in self._last.below():
             parameter.requires_grad_(False)

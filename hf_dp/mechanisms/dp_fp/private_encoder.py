@@ -67,7 +67,8 @@ class PrivateEncoder(DpSgd):
             above = self._last.parameters
             found = torch.autograd.grad(loss, above, allow_unused=True)
         for parameter, gradient in zip(above, found, strict=True):
-            gradients[parameter] = torch.zeros_like(parameter) if gradient is None else gradient
+            own = torch.zeros_like(parameter) if gradient is None else gradient
+            gradients[parameter] = self.run.processes.summed(own)  # of released vectors: free
         return gradients
 
     def _vector_draw(self) -> Any:

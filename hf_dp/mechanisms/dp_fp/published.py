@@ -59,7 +59,7 @@ class Published(Mechanism):
                 clipped.loss_sum += losses.detach().sum()
         # A step without examples is still a step: Adam's moments decay.
         return {
-            p: torch.zeros_like(p) if p.grad is None else p.grad
+            p: run.processes.summed(torch.zeros_like(p) if p.grad is None else p.grad)
             for p in run.model.parameters()
             if p.requires_grad
         }

@@ -57,12 +57,13 @@ class Rgp(Tuner):
             parameter.requires_grad_(parameter.requires_grad and parameter in kept)
 
     def before_step(self, run: PrivateRun, step: int) -> None:
-        self._carriers = {
-            name: carriers(
+        for name, weight in self._weights.items():
+            made = carriers(
                 weight, self._start[name], self.config.rank, self.config.power_iterations
             )
-            for name, weight in self._weights.items()
-        }
+            # Their start is random, and every process must project onto the same ones.
+            shared = map(run.processes.from_main, (made.left, made.right))
+            self._carriers[name] = Carriers(*shared)
 
     def engine(self, run: PrivateRun) -> LowRankEngine:
         plan = run.plan

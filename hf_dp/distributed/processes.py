@@ -1,0 +1,229 @@
+"""The processes that train one model together, and how they agree.
+
+What one process refuses, all refuse: a process that went on alone would wait forever for the
+others, or release what they do not know of.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from hf_dp.errors import DistributedError
+
+Result = TypeVar("Result")
+
+_DIGEST = 16  # bytes
+# One group for each default group: a message must not wait for a device, nor pair with a sum.
+_GROUPS: dict[Any, Any] = {}
+
+
+class Processes:
+    """The processes of one run, this one among them; by default this one alone.
+
+    Messages go over gloo on the CPU, also where tensors go over NCCL. Every method must be called
+    by all processes in the same order.
+
+    Attributes:
+        rank: of this process, 0 <= rank < count. Rank 0, the main process, keeps the ledger.
+        count: how many there are.
+    """
+
+    def __init__(self, rank: int = 0, count: int = 1):
+        self.rank, self.count = rank, count
+
+    @classmethod
+    def here(cls) -> Processes:
+        """Return those of ``torch.distributed``, or this process alone where it is not used."""
+        if not (dist.is_available() and dist.is_initialized()):
+            return cls()
+        return cls(dist.get_rank(), dist.get_world_size())
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this process is the one that writes."""
+        return self.rank == 0
+
+    @property
+    def alone(self) -> bool:
+        """Whether there is no other process."""
+        return self.count == 1
+
+    # -- acting together --
+
+    def together(
+        self, act: Callable[[], Result], digest: Callable[[Result], str] = lambda result: ""
+    ) -> Result:
+        """Return ``act()``, once it has succeeded in every process and all digests are equal.
+
+        Raises: what ``act`` raises here; DistributedError when it failed elsewhere, or when the
+            processes got different digests.
+        """
+        if self.alone:
+            return act()
+        try:
+            result = act()
+            said = digest(result)
+        except BaseException as error:
+            self.tell(error)
+            raise
+        self._hear(said)
+        return result
+
+    def on_main(self, act: Callable[[], Result]) -> Result:
+        """Return in every process what ``act()`` returns in the main one, which alone runs it.
+
+        Raises: what ``act`` raises there; DistributedError elsewhere.
+        """
+        if self.alone:
+            return act()
+        done: list[Any] = [self.together(act if self.is_main else lambda: None)]
+        with _others_present():
+            dist.broadcast_object_list(done, src=0, group=self._group())
+        result: Result = done[0]
+        return result
+
+    def tell(self, error: BaseException) -> None:
+        """Let the others raise in their next :meth:`together`: this process failed."""
+        if self.alone:
+            return
+        try:
+            failed = self._failures(b"\1")
+            self._texts(failed, f"{type(error).__name__}: {error}")
+        except Exception as lost:  # the others are gone: the first error is what matters
+            error.add_note(f"The other processes could not be told: {lost}")
+
+    @contextmanager
+    def telling(self) -> Iterator[None]:
+        """Tell the others of an error inside, where they go on to :meth:`together`."""
+        try:
+            yield
+        except BaseException as error:
+            self.tell(error)
+            raise
+
+    def _hear(self, said: str) -> None:
+        """Raise DistributedError when another process failed or says something else."""
+        found = self._gathered(b"\0" + hashlib.blake2b(said.encode(), digest_size=_DIGEST).digest())
+        failed = [rank for rank, each in enumerate(found) if each[0]]
+        if failed:
+            texts = self._texts(failed, "")
+            raise DistributedError(
+                f"Rank {failed[0]} of {self.count} failed, so this one (rank {self.rank}) stops "
+                f"too: {texts[failed[0]]}"
+            )
+        other = [rank for rank, each in enumerate(found) if each != found[0]]
+        if other:
+            raise DistributedError(
+                f"Ranks {other} of {self.count} disagree with rank 0 about what happens next "
+                f"(rank {self.rank}: {said}). Nothing more is released. Start all processes "
+                "together, with the same code, arguments and data."
+            )
+
+    def _failures(self, status: bytes) -> list[int]:
+        found = self._gathered(status + bytes(_DIGEST))
+        return [rank for rank, each in enumerate(found) if each[0]]
+
+    def _texts(self, failed: list[int], own: str) -> list[str]:
+        texts: list[Any] = [""] * self.count
+        with _others_present():
+            dist.all_gather_object(texts, own[:2000], group=self._group())
+        return texts
+
+    def _gathered(self, message: bytes) -> list[bytes]:
+        """Return the messages of all processes, of equal length, by rank."""
+        own = torch.frombuffer(bytearray(message), dtype=torch.uint8)
+        found = [torch.empty_like(own) for _ in range(self.count)]
+        with _others_present():
+            dist.all_gather(found, own, group=self._group())
+        return [bytes(each.tolist()) for each in found]
+
+    # -- comparing --
+
+    def refuse_differences(self, facts: Mapping[str, str]) -> None:
+        """Compare facts, by name, with those of the main process.
+
+        Raises: DistributedError naming the first fact that differs, with both values.
+        """
+        if self.alone:
+            return
+        everyone: list[Any] = [None] * self.count
+        with _others_present():
+            dist.all_gather_object(everyone, dict(facts), group=self._group())
+        main = everyone[0]
+        for rank, theirs in enumerate(everyone):
+            for name in [*main, *(name for name in theirs if name not in main)]:
+                if theirs.get(name) != main.get(name):
+                    raise DistributedError(
+                        f"The processes of one run differ in {name}: rank {rank} has "
+                        f"{theirs.get(name)}, rank 0 has {main.get(name)}. Start all of them with "
+                        "the same code, arguments and data."
+                    )
+
+    def refuse_equal(self, what: str, fingerprint: str, remedy: str) -> None:
+        """Raise DistributedError when two processes have the same of what must differ."""
+        if self.alone:
+            return
+        everyone: list[Any] = [None] * self.count
+        with _others_present():
+            dist.all_gather_object(everyone, fingerprint, group=self._group())
+        for rank, theirs in enumerate(everyone):
+            if theirs in everyone[:rank]:
+                raise DistributedError(
+                    f"Ranks {everyone.index(theirs)} and {rank} have the same {what}. {remedy}"
+                )
+
+    def largest(self, number: int) -> int:
+        """Return the largest of the processes' numbers."""
+        if self.alone:
+            return number
+        found = torch.tensor(number)
+        with _others_present():
+            dist.all_reduce(found, dist.ReduceOp.MAX, group=self._group())
+        return int(found)
+
+    # -- tensors --
+
+    @torch.no_grad()
+    def summed(self, tensor: Tensor) -> Tensor:
+        """Add up the processes' tensors of equal shape, in place, and return the sum."""
+        if not self.alone:
+            with _others_present():
+                dist.all_reduce(tensor)
+        return tensor
+
+    @torch.no_grad()
+    def from_main(self, tensor: Tensor) -> Tensor:
+        """Overwrite a tensor with the main process's, and return it."""
+        if not self.alone:
+            with _others_present():
+                dist.broadcast(tensor, src=0)
+        return tensor
+
+    def _group(self) -> Any:
+        """Return the group for messages; made when all processes first meet."""
+        world = dist.group.WORLD
+        if world not in _GROUPS:
+            _GROUPS.clear()
+            with _others_present():
+                _GROUPS[world] = dist.new_group(backend="gloo")
+        return _GROUPS[world]
+
+
+@contextmanager
+def _others_present() -> Iterator[None]:
+    """Raise DistributedError where a collective fails, because a process is gone."""
+    try:
+        yield
+    except RuntimeError as problem:
+        raise DistributedError(
+            "Another process of this run is gone, or did not answer in time "
+            f"({str(problem).splitlines()[0][:200]}). What was released is in the ledger. Look for "
+            "the first error in the other processes' output, and resume from the last checkpoint."
+        ) from problem

@@ -1,0 +1,89 @@
+"""One noisy sum from the sums of several processes.
+
+Each process holds a clipped sum over its own examples. Their total gets its noise once, element by
+element: the totals are scattered over the processes, the one that owns an element draws its noise,
+and the noisy elements are gathered. No process holds another's sum, nor a total without noise that
+it does not own; and all end with the same bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Replicate
+
+from hf_dp.distributed.processes import Processes, _others_present
+
+# Numbers that travel together: large enough for the bandwidth of a network, and small beside the
+# sums of a model.
+BUCKET = 2**23
+
+# Newer versions of torch warn of the old names.
+_reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+_all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+
+Noise = Callable[[Tensor], Tensor]  # of the shape, type and device of its argument
+
+
+@torch.no_grad()
+def add_up_with_noise(sums: Sequence[Tensor], noise: Noise, processes: Processes) -> None:
+    """Replace this process's sums, in place, by those of all processes with noise.
+
+    Args:
+        sums: in the same order everywhere. A sharded one (DTensor) was added up before, and is
+            noised where it lies; any other one is this process's own.
+        noise: draws independent noise, once for each element of the total.
+    """
+    for total in sums:
+        if isinstance(total, DTensor):
+            _add_to_shard(total, noise)
+    own = [total for total in sums if not isinstance(total, DTensor)]
+    if processes.alone:
+        for total in own:
+            total.add_(noise(total))
+        return
+    for bucket in _buckets(own):
+        _scatter_noise_gather(bucket, noise, processes)
+
+
+def _buckets(sums: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    """Cut a list into pieces of one type and device, of at most BUCKET numbers or one tensor."""
+    bucket: list[Tensor] = []
+    size = 0
+    for total in sums:
+        alike = bucket and (bucket[0].dtype, bucket[0].device) == (total.dtype, total.device)
+        if bucket and (not alike or size + total.numel() > BUCKET):
+            yield bucket
+            bucket, size = [], 0
+        bucket.append(total)
+        size += total.numel()
+    if bucket:
+        yield bucket
+
+
+def _scatter_noise_gather(bucket: list[Tensor], noise: Noise, processes: Processes) -> None:
+    sizes = [total.numel() for total in bucket]
+    padding = -sum(sizes) % processes.count
+    flat = torch.cat([*(total.reshape(-1) for total in bucket), bucket[0].new_zeros(padding)])
+    owned = flat.new_empty(len(flat) // processes.count)
+    with _others_present():
+        _reduce_scatter(owned, flat)
+        owned.add_(noise(owned))
+        _all_gather(flat, owned)
+    for total, part in zip(bucket, flat.split([*sizes, padding]), strict=False):
+        total.copy_(part.view(total.shape))
+
+
+def _add_to_shard(total: DTensor, noise: Noise) -> None:
+    """Noise this process's shard; where several processes hold a copy of it, one of them draws."""
+    local, mesh = total.to_local(), total.device_mesh
+    drawn = noise(local)
+    for dimension, placement in enumerate(total.placements):
+        if isinstance(placement, Replicate) and mesh.size(dimension) > 1:
+            group = mesh.get_group(dimension)
+            with _others_present():
+                dist.broadcast(drawn, src=dist.get_global_rank(group, 0), group=group)
+    local.add_(drawn)
