@@ -420,9 +420,9 @@ def test_processes_that_do_not_know_of_each_other_are_refused(output_dir, monkey
     with pytest.raises(
         UnsupportedArgumentError, match=r"`\$WORLD_SIZE` to be 1.*got '2'.*set use_cpu=True"
     ):
-        make(output_dir)
+        make(output_dir, use_cpu=False)
     monkeypatch.setattr(TrainingArguments, "world_size", 2)
-    make(output_dir)
+    make(output_dir, use_cpu=False)
 
 
 def test_accelerate_launch_that_starts_one_process_instead_of_two_is_refused(
@@ -436,15 +436,6 @@ def test_accelerate_launch_that_starts_one_process_instead_of_two_is_refused(
         monkeypatch.setenv(name, value)
     with pytest.raises(UnsupportedArgumentError, match=r"--num_processes.*Use `torchrun"):
         make(output_dir)
-
-
-def test_a_limit_of_the_whole_draw_is_refused_with_several_processes(output_dir, monkeypatch):
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    monkeypatch.setattr(TrainingArguments, "world_size", 2)
-    with pytest.raises(
-        UnsupportedArgumentError, match="`max_logical_batch_size` to be None with 2 processes"
-    ):
-        make(output_dir, max_logical_batch_size=8)
 
 
 def test_data_parallel_is_refused(output_dir, monkeypatch):
