@@ -68,7 +68,10 @@ def llama_with_lora() -> Any:
         pad_token_id=0,
     )
     adapter = LoraConfig(
-        r=2, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM", init_lora_weights="gaussian"
+        r=2,
+        target_modules=["q_proj", "v_proj"],
+        task_type="CAUSAL_LM",
+        init_lora_weights="gaussian",
     )
     model = get_peft_model(LlamaForCausalLM(config), adapter)
     for name, parameter in model.named_parameters():
@@ -118,6 +121,8 @@ def trained(folder: Path, kind: str, dtype: torch.dtype = torch.float32, **optio
 def distance(found: dict[str, Tensor], expected: dict[str, Tensor], kind: str) -> float:
     """The largest difference, as a part of the largest update."""
     start = dict(MODELS[kind]().named_parameters())
-    update = max(float((expected[n] - start[n].detach().to(expected[n].dtype)).abs().max()) for n in start)
+    update = max(
+        float((expected[n] - start[n].detach().to(expected[n].dtype)).abs().max()) for n in start
+    )
     assert update > 0
     return max(float((found[n] - expected[n]).abs().max()) for n in expected) / update

@@ -57,24 +57,25 @@ class Processes:
 
     # -- acting together --
 
-    def together(
-        self, act: Callable[[], Result], digest: Callable[[Result], str] = lambda result: ""
-    ) -> Result:
-        """Return ``act()``, once it has succeeded in every process and all digests are equal.
+    def together(self, act: Callable[[], Result]) -> Result:
+        """Return ``act()``, once it has succeeded in every process.
 
-        Raises: what ``act`` raises here; DistributedError when it failed elsewhere, or when the
-            processes got different digests.
+        Raises: what ``act`` raises here; DistributedError when it failed elsewhere.
         """
         if self.alone:
             return act()
-        try:
+        with self.telling():
             result = act()
-            said = digest(result)
-        except BaseException as error:
-            self.tell(error)
-            raise
-        self._hear(said)
+        self._hear("")
         return result
+
+    def agree(self, what: str) -> None:
+        """Go on when every process has come this far, and is about to do the same.
+
+        Raises: DistributedError when another failed on its way, or is about to do something else.
+        """
+        if not self.alone:
+            self._hear(what)
 
     def on_main(self, act: Callable[[], Result]) -> Result:
         """Return in every process what ``act()`` returns in the main one, which alone runs it.
@@ -90,7 +91,8 @@ class Processes:
         return result
 
     def tell(self, error: BaseException) -> None:
-        """Let the others raise in their next :meth:`together`: this process failed."""
+        """Let the others raise in their next :meth:`together` or :meth:`agree`: this process
+        failed."""
         if self.alone:
             return
         try:
@@ -101,7 +103,7 @@ class Processes:
 
     @contextmanager
     def telling(self) -> Iterator[None]:
-        """Tell the others of an error inside, where they go on to :meth:`together`."""
+        """Tell the others of an error inside, where they go on to act together or to agree."""
         try:
             yield
         except BaseException as error:

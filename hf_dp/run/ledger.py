@@ -172,10 +172,10 @@ class RunLedger:
             LedgerError before :meth:`open`, or without what earlier runs released; DistributedError
             when the processes' ledgers differ, or when another one failed.
         """
-        self.processes.together(
-            lambda: self._append(event, purpose),
-            lambda nothing: f"entry {len(self.ledger)} of run {self.run_id}: {purpose}, {event}",
+        self.processes.agree(
+            f"entry {len(self.ledger) + 1} of run {self.run_id} is to be {purpose}, {event}"
         )
+        self.processes.together(lambda: self._append(event, purpose))
         self.budget.released(event, purpose)
 
     def _append(self, event: Event, purpose: str) -> None:

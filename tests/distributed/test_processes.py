@@ -82,7 +82,7 @@ def test_a_failure_before_the_others_arrive_is_told():
 def test_processes_that_disagree_stop():
     def act():
         here = Processes.here()
-        return _error(lambda: here.together(lambda: here.rank // 2, lambda found: f"entry {found}"))
+        return _error(lambda: here.agree(f"entry {here.rank // 2}"))
 
     for message in on_processes(3, act):
         assert "Ranks [2] of 3 disagree with rank 0" in message

@@ -1,0 +1,456 @@
+"""Whole runs of several processes: the same update, one ledger, one card.
+
+The processes are forked from this one and meet over gloo, as torchrun would start them.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import silence
+import tiny
+import torch
+from processes import Outcome, outcomes
+from silence import MODELS, distance, trained, weights
+from transformers import TrainerCallback
+
+from hf_dp.distributed.processes import Processes
+from hf_dp.noise import SecretRandomness
+from hf_dp.run.ledger import RunLedger
+from hf_dp.run.private_run import PrivateRun
+from hf_dp.statement.record import read
+from hf_dp.statement.verify import disagreements
+
+
+def results(count: int, function) -> list[Any]:
+    ended = outcomes(count, function)
+    failed = [f"rank {rank}: {each.trace}" for rank, each in enumerate(ended) if each.exit]
+    assert not failed, "\n".join(failed)
+    return [each.result for each in ended]
+
+
+def assert_all_equal(found: list[dict[str, torch.Tensor]]) -> None:
+    assert all(torch.equal(each[n], found[0][n]) for each in found for n in found[0])
+
+
+# -- the update --
+
+WAYS = {  # (processes, physical batch, other arguments)
+    "two": (2, 8, {}),
+    "three uneven": (3, 4, {}),
+    "alone, one by one": (1, 1, {}),
+    "by tokens": (2, 8, {"max_tokens_per_physical_batch": 20}),
+    "checkpointing": (2, 8, {"gradient_checkpointing": True}),
+}
+QUICK = [
+    ("bert", torch.float32, "three uneven"),
+    ("gpt2", torch.float64, "two"),
+    ("llama_lora", torch.float64, "two"),
+]
+
+
+def cases():
+    for kind in MODELS:
+        for dtype in (torch.float64, torch.float32):
+            for way in WAYS:
+                case = (kind, dtype, way)
+                yield pytest.param(*case, marks=[] if case in QUICK else [pytest.mark.slow])
+
+
+@pytest.mark.parametrize(("kind", "dtype", "way"), cases())
+def test_the_update_does_not_depend_on_the_processes(kind, dtype, way, tmp_path):
+    count, size, options = WAYS[way]
+    alone = trained(tmp_path / "alone", kind, dtype, per_device_train_batch_size=40)
+    found = results(
+        count,
+        lambda: trained(tmp_path / "t", kind, dtype, per_device_train_batch_size=size, **options),
+    )
+    assert_all_equal(found)
+    assert distance(found[0], alone, kind) < (1e-9 if dtype == torch.float64 else 1e-4)
+
+
+def test_planted_example_that_two_processes_draw_is_seen(tmp_path, monkeypatch):
+    alone = trained(tmp_path / "alone", "bert", torch.float64)
+    share = PrivateRun.share
+
+    def overlapping(self, sampler):
+        mine = share(self, sampler)
+        draw = type(mine).draw
+        monkeypatch.setattr(type(mine), "draw", lambda each: sorted({0, *draw(each)}))
+        return mine
+
+    monkeypatch.setattr(PrivateRun, "share", overlapping)
+    found = results(2, lambda: trained(tmp_path / "two", "bert", torch.float64))
+    assert distance(found[0], alone, "bert") > 1e-3
+
+
+# -- the draws --
+
+
+def drawn(rate: float, steps: int, shift: float = 0.0) -> list[list[int]]:
+    """This process's draws, as a run makes them. Args: shift: of rank 1's rate, planted."""
+    import dataclasses
+
+    from hf_dp.plans.sampling import PoissonSampler, Share
+
+    rank = int(os.environ["RANK"])
+    sampler = PoissonSampler(40, rate + shift * rank, steps)
+    mine = dataclasses.replace(sampler, share=Share(rank, int(os.environ["WORLD_SIZE"])))
+    return list(mine)
+
+
+def assert_is_a_poisson_draw(by_rank: list[list[list[int]]], rate: float) -> None:
+    """Every example is in each draw independently with the same probability."""
+    import numpy as np
+    from scipy import stats
+
+    steps = len(by_rank[0])
+    joined = np.zeros((steps, 40))
+    for draws in by_rank:
+        for step, draw in enumerate(draws):
+            assert not joined[step, draw].any()  # nobody is drawn by two
+            joined[step, draw] = 1
+    for count in joined.sum(0):
+        assert stats.binomtest(int(count), steps, rate).pvalue > 1e-7
+    sizes = joined.sum(1)
+    counts = np.bincount(sizes.astype(int), minlength=41)
+    expected = stats.binom.pmf(np.arange(41), 40, rate) * steps
+    usable = expected > 5
+    tested = [*counts[usable], counts[~usable].sum()], [*expected[usable], expected[~usable].sum()]
+    assert stats.chisquare(*tested).pvalue > 1e-6
+
+
+@pytest.mark.parametrize("count", [2, 3])
+def test_the_draws_of_all_processes_are_one_poisson_draw(count):
+    assert_is_a_poisson_draw(results(count, lambda: drawn(0.2, 4000)), 0.2)
+
+
+def test_planted_other_rate_of_one_process_is_seen():
+    with pytest.raises(AssertionError):
+        assert_is_a_poisson_draw(results(2, lambda: drawn(0.2, 4000, shift=0.03)), 0.2)
+
+
+def test_a_process_without_examples_of_its_own_takes_part(tmp_path):
+    # three processes, and so few examples in a draw that most are empty
+    def train():
+        made = tiny.trainer(tmp_path, expected_batch_size=1, max_steps=5, accountant="rdp")
+        made.train()
+        return weights(made)
+
+    assert_all_equal(results(3, train))
+    assert read(tmp_path).ledger.steps() == 5
+
+
+# -- what is released --
+
+
+def test_the_noise_of_a_run_of_two_processes_is_that_of_one(tmp_path):
+    import numpy as np
+    from scipy import stats
+
+    def train():
+        made = tiny.trainer(
+            tmp_path,
+            noise_multiplier=100.0,  # what moves the weights is noise
+            optim="sgd",
+            learning_rate=1.0,
+            lr_scheduler_type="constant",
+            max_steps=2,
+            accountant="rdp",
+        )
+        before = weights(made)
+        made.train()
+        scale = 8 / made.privacy_plan.noise_std / 2**0.5
+        moved = [(before[n] - after) * scale for n, after in weights(made).items()]
+        return torch.cat([each.flatten() for each in moved])
+
+    first, second = results(2, train)
+    assert torch.equal(first, second)
+    values = first.double().numpy()
+    half = len(values) // 2
+    assert stats.kstest(values, "norm").pvalue > 1e-6
+    assert abs(values.var() - 1) < 5 * (2 / len(values)) ** 0.5
+    assert abs(np.corrcoef(values[:half], values[half : 2 * half])[0, 1]) < 5 / half**0.5
+
+
+# -- one ledger, one card --
+
+
+def test_statement_and_folder_are_those_of_one_process(tmp_path):
+    def train(folder: Path):
+        made = tiny.trainer(folder, save_strategy="steps", save_steps=2, accountant="rdp")
+        made.train()
+        made.save_model()
+
+    train(tmp_path / "one")
+    results(2, lambda: train(tmp_path / "two"))
+    one, two = tmp_path / "one", tmp_path / "two"
+    assert names(two) == names(one)
+    first, second = read(one), read(two)
+    assert first.ledger.to_list() == second.ledger.to_list()
+    assert first.plan == second.plan
+    assert first.statement == second.statement
+    assert disagreements(second) == []
+    assert (one / "README.md").read_text() == (two / "README.md").read_text().replace("two", "one")
+
+
+def names(folder: Path) -> set[str]:
+    found = {str(path.relative_to(folder)) for path in folder.rglob("*")}
+    return {name for name in found if "rng_state" not in name}  # one for each process
+
+
+@pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2), (2, 3)])
+def test_a_run_goes_on_with_another_number_of_processes(before, after, tmp_path):
+    whole = trained(tmp_path / "whole", "bert", torch.float64, max_steps=4)
+
+    def start():
+        made = silence.trainer(
+            tmp_path / "run",
+            "bert",
+            torch.float64,
+            max_steps=4,
+            save_strategy="steps",
+            save_steps=2,
+        )
+        made.add_callback(_StopAfter(2))
+        made.train()
+
+    def go_on():
+        made = silence.trainer(
+            tmp_path / "run",
+            "bert",
+            torch.float64,
+            max_steps=4,
+            save_strategy="steps",
+            save_steps=2,
+        )
+        made.train(resume_from_checkpoint=True)
+        return weights(made)
+
+    results(before, start)
+    found = results(after, go_on)
+    assert_all_equal(found)
+    assert distance(found[0], whole, "bert") < 1e-9
+    assert read(tmp_path / "run").ledger.steps() == 4
+
+
+class _StopAfter(TrainerCallback):
+    def __init__(self, steps: int):
+        self.steps = steps
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if state.global_step == self.steps:
+            control.should_save = control.should_training_stop = True
+
+
+def recorded_when_gradients_are_set(folder: Path) -> list[tuple[int, int]]:
+    """(steps on disk, steps whose gradient is being set), in each step of this process."""
+    made = tiny.trainer(folder, max_steps=3, accountant="rdp")
+    found, honest = [], made.mechanism.set_gradients
+
+    def watched(clipped, release):
+        on_disk = read(folder).ledger.steps() if (folder / "privacy.json").exists() else 0
+        found.append((on_disk, len(found) + 1))
+        honest(clipped, release)
+
+    made.mechanism.set_gradients = watched
+    made.train()
+    return found
+
+
+def test_the_ledger_is_durable_before_any_process_sets_a_gradient(tmp_path):
+    for found in results(2, lambda: recorded_when_gradients_are_set(tmp_path)):
+        assert len(found) == 3 and all(on_disk >= step for on_disk, step in found)
+
+
+def test_planted_process_that_does_not_wait_for_the_ledger_is_seen(tmp_path, monkeypatch):
+    import time
+
+    def hurried(self, act):
+        if self.is_main:
+            time.sleep(0.2)
+        return act()
+
+    append = RunLedger.append
+
+    def without_waiting(self, event, purpose):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Processes, "together", hurried)
+            append(self, event, purpose)
+
+    monkeypatch.setattr(RunLedger, "append", without_waiting)
+    _, other = results(2, lambda: recorded_when_gradients_are_set(tmp_path))
+    assert any(on_disk < step for on_disk, step in other)
+
+
+def test_processes_whose_ledgers_differ_stop(tmp_path):
+    def train():
+        made = tiny.trainer(tmp_path, max_steps=4, accountant="rdp")
+        honest = made.mechanism.set_gradients
+
+        def meddle(clipped, release):
+            honest(clipped, release)
+            if made.run.processes.rank == 1:
+                made.run.book.run_id = "another run"
+
+        made.mechanism.set_gradients = meddle
+        made.train()
+
+    for each in outcomes(2, train):
+        assert each.error == "DistributedError", each.trace
+        assert "Ranks [1] of 2 disagree with rank 0" in each.message
+    assert read(tmp_path).ledger.steps() == 1
+
+
+# -- what is refused at the start --
+
+DIFFERENCES = {
+    "arguments": (
+        lambda rank: {"learning_rate": 1e-2 * (rank + 1)},
+        "the argument `learning_rate`",
+    ),
+    "plan": (
+        lambda rank: {"noise_multiplier": 1.0 + rank},
+        "the privacy plan's `mechanism`|the privacy plan's `noise_multiplier`",
+    ),
+    "data": (lambda rank: {"given": {"train_dataset": _rows(rank)}}, "the rows of train_dataset"),
+    "size": (
+        lambda rank: {"given": {"train_dataset": tiny.dataset(40 + rank)}},
+        "num_examples",
+    ),
+    "model": (
+        lambda rank: {"given": {"model": tiny.model(num_labels=2 + rank)}},
+        "the parameters of the model",
+    ),
+}
+
+
+def _rows(rank: int):
+    rows = tiny.dataset()
+    return rows if rank == 0 else rows.select([1, 0, *range(2, 40)])
+
+
+@pytest.mark.parametrize("what", DIFFERENCES)
+def test_processes_that_differ_are_refused(what, tmp_path):
+    options, named = DIFFERENCES[what]
+
+    def train():
+        made = tiny.trainer(tmp_path, accountant="rdp", **options(int(os.environ["RANK"])))
+        made.train()
+
+    ended = outcomes(2, train)
+    import re
+
+    for each in ended:
+        assert each.error == "DistributedError", each.trace
+        assert re.search(f"differ in .*({named})", each.message), each.message
+    assert not (tmp_path / "privacy.json").exists()
+
+
+def test_other_code_is_refused(tmp_path, monkeypatch):
+    from hf_dp.run import meeting
+
+    def train():
+        monkeypatch.setattr(meeting, "_digest_of_code", lambda: os.environ["RANK"])
+        tiny.trainer(tmp_path, accountant="rdp").train()
+
+    for each in outcomes(2, train):
+        assert "differ in the code of hf_dp" in each.message
+
+
+def test_one_random_source_in_two_processes_is_refused(tmp_path, monkeypatch):
+    def train():
+        made = tiny.trainer(tmp_path, accountant="rdp")
+        made.run.randomness = SecretRandomness(5)  # of the same rank
+        made.train()
+
+    for each in outcomes(2, train):
+        assert "Ranks 0 and 1 have the same source of random numbers" in each.message
+    assert not (tmp_path / "privacy.json").exists()
+
+
+def test_every_process_trains_the_same_weights_from_the_start(tmp_path):
+    def train():
+        model = tiny.model(seed=int(os.environ["RANK"]))
+        made = tiny.trainer(tmp_path, given={"model": model}, accountant="rdp")
+        made.train()
+        return weights(made)
+
+    assert_all_equal(results(2, train))
+
+
+def test_a_limit_of_the_whole_draw_is_refused(tmp_path):
+    def train():
+        tiny.trainer(tmp_path, max_logical_batch_size=12)
+
+    ended = outcomes(2, train)  # the first to refuse may end before the other has met it
+    assert all(each.exit for each in ended)
+    assert any(
+        "`max_logical_batch_size` to be None with 2 processes" in each.message for each in ended
+    )
+
+
+# -- what goes wrong later --
+
+
+def failing_in_step(folder: Path, step: int, fail) -> None:
+    """Train; ``fail()`` is called in rank 1's loss of this step."""
+
+    class Failing(tiny.DPTrainer):
+        def compute_per_example_loss(self, model, inputs):
+            if self.state.global_step == step and self.is_in_train and self.args.process_index == 1:
+                fail()
+            return super().compute_per_example_loss(model, inputs)
+
+    made = tiny.trainer(
+        folder,
+        cls=Failing,
+        expected_batch_size=20,
+        max_steps=4,
+        save_strategy="steps",
+        save_steps=1,
+        accountant="rdp",
+    )
+    made.train()
+
+
+def test_a_process_out_of_memory_stops_all_before_the_step_is_released(tmp_path):
+    def fail():
+        raise torch.OutOfMemoryError("tried to allocate 3 GiB")
+
+    main, other = outcomes(2, lambda: failing_in_step(tmp_path, 2, fail))
+    assert other.error == "OutOfMemoryError"
+    assert main.error == "DistributedError"
+    assert "Rank 1 of 2 failed" in main.message and "tried to allocate 3 GiB" in main.message
+    assert_can_go_on(tmp_path, recorded=2)
+
+
+def test_a_killed_process_stops_all_before_the_step_is_released(tmp_path):
+    main, other = outcomes(
+        2, lambda: failing_in_step(tmp_path, 2, lambda: os.kill(os.getpid(), signal.SIGKILL))
+    )
+    assert other == Outcome(error="Killed", trace="the process was killed", exit=9)
+    assert main.error == "DistributedError" and "Another process" in main.message
+    assert_can_go_on(tmp_path, recorded=2)
+
+
+def assert_can_go_on(folder: Path, recorded: int) -> None:
+    assert read(folder).ledger.steps() == recorded
+    results(2, lambda: _go_on(folder))
+    assert read(folder).ledger.steps() == 4
+
+
+def _go_on(folder: Path) -> None:
+    made = tiny.trainer(
+        folder,
+        expected_batch_size=20,
+        max_steps=4,
+        save_strategy="steps",
+        save_steps=1,
+        accountant="rdp",
+    )
+    made.train(resume_from_checkpoint=True)
