@@ -38,6 +38,7 @@ from hf_dp.clipping.clipped_sum import ClippedSum
 from hf_dp.clipping.explicit import accumulate, explicit, representable
 from hf_dp.clipping.gradients import PerExampleGradient
 from hf_dp.clipping.rounding import full_precision
+from hf_dp.distributed.processes import Processes
 from hf_dp.plans.rounding import ROUNDING_MARGIN
 from hf_dp.plans.selection import MAGNITUDES
 from hf_dp.tuners.frost.partition import Partition
@@ -116,8 +117,14 @@ class MagnitudeEngine(ClippingEngine):
         return self
 
     @torch.no_grad()
-    def magnitudes(self) -> Tensor:
-        """Return ``mu``, (M,), for all examples since the engine was entered."""
+    def magnitudes(self, processes: Processes | None = None) -> Tensor:
+        """Return ``mu``, (M,), for all examples since the engine was entered.
+
+        Args:
+            processes: of the run; this one's part of mu is returned, and the parts of all add up to
+                it. None: this one alone.
+        """
+        here = processes or Processes()
         device = next(iter(self._parameters.values())).device
         if self.magnitude == "mgna" and self.norm_order == 1:
             # This is float64 even for an empty draw. The noise gets the same type, and a coarser
@@ -126,8 +133,13 @@ class MagnitudeEngine(ClippingEngine):
             return empty if self._direct is None else self._direct.clone()
         powers = torch.zeros(len(self.partitions), dtype=torch.float64, device=device)
         for name, parameter in self._parameters.items():
-            if parameter in self._totals:
-                powers[self._index[name]] += self._power(self._totals[parameter])
+            total = self._totals.get(parameter)
+            if not here.alone:  # a norm of the sum over all examples
+                if total is None:
+                    total = torch.zeros(parameter.shape, dtype=torch.float64, device=device)
+                total = here.summed(total.clone())
+            if total is not None and here.is_main:
+                powers[self._index[name]] += self._power(total)
         return (powers / self._sizes(device)) ** (1 / self.norm_order)
 
     def _sizes(self, device: torch.device) -> Tensor:

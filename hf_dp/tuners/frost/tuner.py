@@ -171,7 +171,7 @@ def select_partitions(run: PrivateRun, config: FrostConfig) -> dict[str, Any]:
             )
             with engine:
                 run.feed(engine, next(draws))
-                magnitudes = engine.magnitudes()
+                magnitudes = engine.magnitudes(run.processes)
             logger.info("DP-FROST: %d partitions remain.", len(remaining))
             with run.release(plan.release(engine.sensitivity)) as release:
                 noised = release.sum({SUM: magnitudes})[SUM]
