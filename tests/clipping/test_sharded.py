@@ -6,7 +6,8 @@ is a loop over single examples by plain autograd on the whole model.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import peft
@@ -27,12 +28,16 @@ from models import Batch, assert_same_sums
 from processes import on_processes
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 from hf_dp.clipping import ClippingEngine, sharded_sums
 from hf_dp.clipping.engine import STRATEGIES
+from hf_dp.clipping.masked import MaskedEngine
 from hf_dp.clipping.rules import find_rule
+from hf_dp.errors import HfDpError
 
 LENGTHS = (5, 1, 3, 4, 2)
 # The physical batches of each rank, as positions in the logical batch; all have equally many.
@@ -426,3 +431,218 @@ def test_gradient_checkpointing(strategy, reentrant):
         return norms, whole(sums)
 
     assert_equal(*of_all(on_processes(2, run)), expected)
+
+
+# -- several steps ---
+
+
+@pytest.mark.parametrize("strategy", ["book_keeping", "two_pass"])
+def test_steps_with_other_forwards_between(strategy, monkeypatch):
+    """A forward without a backward leaves the outermost modules whole, also over the next step.
+
+    FSDP2 itself never reduces a gradient.
+    """
+    architecture = ARCHITECTURES["gpt2_tied"]
+
+    def train(model: Any, shard: bool) -> tuple[dict[str, Tensor], Tensor]:
+        examples = architecture.examples(model, LENGTHS)
+        batch = collate(model, examples)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        for _ in range(3):
+            with ClippingEngine(model, 5.0, strategy=strategy) as engine:
+                cuts = CUTS[2][dist.get_rank()] if shard else [range(5)]
+                for cut in cuts:
+                    mine = [examples[place] for place in cut]
+                    losses = together(model, collate(model, mine or examples[:1]))
+                    engine.backward(losses, counted=bool(mine))
+                    with torch.no_grad():
+                        together(model, batch)
+                sums = engine.collect()
+            for name, parameter in model.named_parameters():
+                parameter.grad = sums[name]
+            optimizer.step()
+            optimizer.zero_grad()
+            model.eval()
+            with torch.no_grad():
+                losses = together(model, batch)
+            model.train()
+        with ClippingEngine(model, 5.0):  # whose start reshards
+            parameters = {name: p.detach().clone() for name, p in model.named_parameters()}
+        return whole(parameters), losses
+
+    expected, expected_losses = train(architecture.build(), False)
+
+    def run() -> tuple[dict[str, Tensor], Tensor]:
+        def refuse(*args: Any, **kwargs: Any) -> None:
+            raise AssertionError("FSDP2 reduced a gradient")
+
+        monkeypatch.setattr(_fsdp_param_group, "foreach_reduce", refuse)
+        sharded_sums._WHOLE = VECTORS
+        return train(sharded(architecture.build()), True)
+
+    for parameters, losses in on_processes(2, run):
+        assert_same_sums(parameters, expected, atol=1e-9)
+        torch.testing.assert_close(losses, expected_losses, rtol=1e-9, atol=0)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_one_sum_of_full_size_at_a_time(strategy):
+    def run() -> int:
+        sharded_sums._WHOLE = NONE
+        alive: list[weakref.ref[Tensor]] = []
+        scatter = sharded_sums._scatter
+
+        def watched(total: Tensor, parameter: nn.Parameter) -> DTensor:
+            assert total.shape == parameter.shape
+            assert not any(each() is not None for each in alive)
+            alive.append(weakref.ref(total))
+            return scatter(total, parameter)
+
+        sharded_sums._scatter = watched
+        model = sharded(ARCHITECTURES["bert"].build())
+        examples = ARCHITECTURES["bert"].examples(model, LENGTHS)
+        result(model, examples, 1.0, strategy=strategy)
+        return len(alive)
+
+    parameters = len(list(ARCHITECTURES["bert"].build().parameters()))
+    assert on_processes(2, run) == [2 * parameters] * 2  # physical batches
+
+
+# -- refused ---
+
+
+def message(count: int, build: Callable[[], Any], use: Callable[[Any], object]) -> str:
+    """The message with which every rank refuses."""
+
+    def run() -> str:
+        model = build()
+        with pytest.raises(HfDpError) as refused:
+            use(model)
+        return str(refused.value)
+
+    first, *others = on_processes(count, run)
+    assert all(each == first for each in others)
+    return first
+
+
+def enter(model: Any) -> None:
+    ClippingEngine(model, 1.0).__enter__()
+
+
+class Outside(nn.Module):
+    """Uses a weight outside the module that owns it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 1)
+
+    def forward(self, input: Tensor) -> Tensor:
+        return (self.last(self.first(input)) + input @ self.first.weight.sum(0)[:, None])[:, 0]
+
+
+@pytest.mark.parametrize("synchronized", [True, False])
+def test_a_gradient_that_autograd_writes_is_refused(synchronized):
+    def use(model: Any) -> None:
+        model.set_requires_gradient_sync(synchronized)
+        with ClippingEngine(model, 1.0) as engine:
+            engine.backward(model(torch.ones(2, 4)))
+
+    found = message(2, lambda: fully_shard(Outside()), use)
+    assert "'first.weight'" in found and "bypassing clipping" in found
+
+
+def test_no_losses_are_refused():
+    def use(model: Any) -> None:
+        with ClippingEngine(model, 1.0) as engine:
+            engine.backward(torch.zeros(0))
+
+    assert "counted=False" in message(2, lambda: fully_shard(Outside()), use)
+
+
+def test_engines_that_need_whole_parameters_are_refused():
+    def use(model: Any) -> None:
+        MaskedEngine(model, {}, 1.0).__enter__()
+
+    assert "MaskedEngine needs each parameter whole" in message(
+        2, lambda: fully_shard(Outside()), use
+    )
+
+
+class Bare(nn.Module):
+    """A parameter beside layers: no rule, and shards within."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.layer = nn.Parameter(torch.ones(4)), nn.Linear(4, 1)
+
+    def forward(self, input: Tensor) -> Tensor:
+        return self.layer(input * self.scale)[:, 0]
+
+
+def test_modules_without_a_rule_around_shards_are_refused():
+    def build() -> Any:
+        model = Bare()
+        fully_shard(model.layer)
+        return fully_shard(model)
+
+    found = message(2, build, enter)
+    assert "Bare has no clipping rule" in found and "'layer'" in found and "['scale']" in found
+
+
+def tensor_parallel() -> nn.Module:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    return parallelize_module(nn.Sequential(nn.Linear(4, 4)), mesh, {"0": ColwiseParallel()})
+
+
+def tensor_parallel_and_sharded() -> nn.Module:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("shard", "tensor"))
+    model = parallelize_module(
+        nn.Sequential(nn.Linear(4, 4)), mesh["tensor"], {"0": ColwiseParallel()}
+    )
+    return fully_shard(model, mesh=mesh["shard"])
+
+
+def on_some() -> nn.Module:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    return fully_shard(nn.Linear(4, 4), mesh=mesh["shard"])
+
+
+def on_two_meshes() -> nn.Module:
+    both = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    fully_shard(model[0], mesh=both)
+    return fully_shard(model, mesh=init_device_mesh("cpu", (4,)))
+
+
+class DeepSpeedEngine(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.module = nn.Linear(4, 4)
+
+
+def zero_3() -> nn.Module:
+    model = nn.Linear(4, 4)
+    model.weight.ds_id = 0  # type: ignore[assignment]
+    return model
+
+
+@pytest.mark.parametrize(
+    ("build", "count", "says"),
+    [
+        (tensor_parallel, 2, "tensor, sequence, expert or pipeline"),
+        (tensor_parallel_and_sharded, 4, "tensor, sequence, expert or pipeline"),
+        (on_some, 4, "over 2 of 4 processes"),
+        (on_two_meshes, 4, "different meshes"),
+        (
+            lambda: FullyShardedDataParallel(nn.Linear(4, 4), device_id=torch.device("cpu")),
+            2,
+            "FSDP1",
+        ),
+        (DeepSpeedEngine, 1, "DeepSpeed"),
+        (zero_3, 1, "DeepSpeed"),
+    ],
+    ids=["TP", "TP and FSDP2", "part of the ranks", "two meshes", "FSDP1", "DeepSpeed", "ZeRO-3"],
+)
+def test_other_parallelism_is_refused(build, count, says):
+    found = message(count, build, enter)
+    assert says in found and "fully_shard" in found
