@@ -29,7 +29,7 @@ def clip_and_add(
 
     Consumes ``uses``.
     """
-    bundles = bundled(uses, clipped.groups)
+    bundles = bundled(uses, clipped.groups, clipped.shards)
     table = ExampleNorms(clipped.groups, examples)
     for bundle in bundles:  # under one name for all its parameters: a dense norm needs no settling
         table.add({bundle.parameters[0]: [bundle.gradient]})

@@ -7,7 +7,7 @@ by side they need one norm and one matrix-vector product.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -40,15 +40,19 @@ class Bundle:
 
 
 def bundled(
-    uses: dict[nn.Parameter, list[PerExampleGradient]], groups: Mapping[nn.Parameter, int]
+    uses: dict[nn.Parameter, list[PerExampleGradient]],
+    groups: Mapping[nn.Parameter, int],
+    apart: Container[nn.Parameter],
 ) -> list[Bundle]:
-    """Take every parameter with one small dense gradient out of ``uses``.
+    """Take every parameter with one small dense gradient out of ``uses``, except those ``apart``.
 
     Return a bundle for each group, dtype and device.
     """
     members: dict[tuple[int, torch.dtype, torch.device], list[nn.Parameter]] = {}
     for parameter, (first, *others) in uses.items():
-        if isinstance(first, Dense) and not others and parameter.numel() <= _LARGEST:
+        small = isinstance(first, Dense) and not others and parameter.numel() <= _LARGEST
+        if small and parameter not in apart:
+            assert isinstance(first, Dense)
             key = (groups[parameter], first.gradients.dtype, first.gradients.device)
             members.setdefault(key, []).append(parameter)
     bundles = []

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -15,6 +15,7 @@ from hf_dp.clipping.fallback import fallback_gradients
 from hf_dp.clipping.gradients import Lookups, OuterProducts, PerExampleGradient, Weights
 from hf_dp.clipping.norms import ExampleNorms, gathered
 from hf_dp.clipping.rounding import full_precision
+from hf_dp.clipping.sharded_sums import ShardedSums
 from hf_dp.clipping.side_by_side import products_for_one_thread, side_by_side
 from hf_dp.clipping.tape import Sink, Tape
 from hf_dp.clipping.weights import clipping_weights
@@ -44,8 +45,11 @@ class ClippedSum:
         groups: which parameters are clipped together, numbered from 0.
         sums: the running sums, added to in place.
         check: raises if autograd itself wrote a gradient.
+        counted: False for made-up examples, none of which is used.
+        shards: the running sums of parameters that are spread over processes.
 
     Attributes:
+        shards: as given.
         adding: whether adding to the sums has begun, so that a failure leaves them incomplete.
     """
 
@@ -57,11 +61,14 @@ class ClippedSum:
         clipping_norm: float,
         sums: dict[nn.Parameter, Tensor],
         check: Callable[[], None],
+        counted: bool = True,
+        shards: ShardedSums | None = None,
     ):
         self.tape, self.groups = tape, groups
         self.adding = False
         self._clipping, self._clipping_norm = clipping, clipping_norm
         self._sums, self._check = sums, check
+        self._counted, self.shards = counted, ShardedSums(()) if shards is None else shards
 
     def forward_uses(self) -> Counter[nn.Parameter]:
         """Count the forward's uses of each parameter."""
@@ -92,22 +99,66 @@ class ClippedSum:
 
     @torch.no_grad()
     def decide(self, table: ExampleNorms) -> Decision:
-        """Turn norms into weights; an example whose norm is not finite is not used."""
+        """Turn norms into weights.
+
+        An example whose norm is not finite is not used, and none of a batch that does not count.
+        """
         norms, slack = table.result()
         weights = clipping_weights(self._clipping, norms + slack, self._clipping_norm)
         keep = torch.isfinite(norms + slack).all(0)
+        if not self._counted:
+            weights, keep = torch.zeros_like(weights), torch.zeros_like(keep)
         by_group = [Weights(values) for values in weights]
         return Decision(norms.square().sum(0).sqrt(), by_group, keep, bool(keep.all()))
 
     @torch.no_grad()
     @full_precision()
     def add(self, uses: dict[nn.Parameter, list[PerExampleGradient]], decision: Decision) -> None:
-        """Add the weighted gradients of parameters to their sums. Consumes ``uses``."""
+        """Add the weighted gradients of all parameters of a batch to their sums.
+
+        Consumes ``uses``.
+        """
+        scattered = {p: uses.pop(p) for p in list(uses) if p in self.shards}
         beside = {parameter: uses.pop(parameter) for parameter in products_for_one_thread(uses)}
         lookups = [p for p in uses if beside and all(isinstance(use, Lookups) for use in uses[p])]
         with side_by_side(self._products(beside, decision)):
             self._add_each({parameter: uses.pop(parameter) for parameter in lookups}, decision)
         self._add_each(uses, decision)
+        for parameter in self.shards.expect(scattered, decision.keep.device):
+            total = self._total(parameter, scattered.pop(parameter, ()), decision)
+            self.shards.add(parameter, total)
+
+    def expect(self, used: Collection[nn.Parameter], decision: Decision) -> None:
+        """Prepare for :meth:`add_part` of the uses of these parameters."""
+        here = {parameter for parameter in used if parameter in self.shards}
+        self.shards.expect(here, decision.keep.device)
+
+    @torch.no_grad()
+    @full_precision()
+    def add_part(
+        self, parameter: nn.Parameter, uses: list[PerExampleGradient], decision: Decision
+    ) -> None:
+        """Add the weighted gradients of one parameter while a backward pass runs."""
+        if parameter in self.shards:
+            total = self._total(parameter, uses, decision)
+            assert total is not None
+            self.shards.add_during_backward(parameter, total)
+        else:
+            self._add_each({parameter: uses}, decision)
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        """End what :meth:`expect` began, after the backward pass."""
+        self.shards.finish()
+
+    def _total(
+        self, parameter: nn.Parameter, uses: Sequence[PerExampleGradient], decision: Decision
+    ) -> Tensor | None:
+        """Return the weighted sum of this batch for one parameter, None if it was not used."""
+        total: Tensor | None = None
+        for use in uses:
+            total = self._weighted(total, parameter, parameter.shape, use, decision)
+        return total
 
     def _products(
         self, uses: dict[nn.Parameter, list[PerExampleGradient]], decision: Decision

@@ -8,15 +8,17 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
 
+from hf_dp.clipping.sharding import refuse_parallelism
 from hf_dp.errors import UnsupportedModelError
 
 
 def refuse_coupling(model: nn.Module) -> None:
-    """Raise for anything known to couple the examples of a batch.
+    """Raise for anything known to couple the examples of a batch, or to spread one of them.
 
     Raises:
         UnsupportedModelError: names the module, why it couples examples and what to use instead.
     """
+    refuse_parallelism(model)
     for name, module in model.named_modules():
         if isinstance(module, _BatchNorm) or (
             isinstance(module, _InstanceNorm) and module.track_running_stats

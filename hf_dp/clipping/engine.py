@@ -26,6 +26,8 @@ from hf_dp.clipping.coupling import refuse_coupling
 from hf_dp.clipping.fallback import fallback_forward, own_parameters, shared_method
 from hf_dp.clipping.rounding import SMALLEST_CLIPPING_NORM, accumulation_dtype
 from hf_dp.clipping.rules import find_rule
+from hf_dp.clipping.sharded_sums import ShardedSums
+from hf_dp.clipping.sharding import is_sharded, managed_modules, refuse_shards_within, reshard
 from hf_dp.clipping.shared import SharedMethod, find_shared_method
 from hf_dp.clipping.tape import Tape
 from hf_dp.clipping.two_pass import two_pass
@@ -58,6 +60,10 @@ class ClippingEngine:
             backward) an input cannot be split by example.
         UnaccountedGradientError: a gradient reached a parameter by a path around the engine.
 
+    The model may be sharded by FSDP2 (``torch.distributed.fsdp.fully_shard``). Then all processes
+    must call :meth:`backward` equally often, one that has no examples left with made-up ones and
+    ``counted=False``, and all must call :meth:`collect`.
+
     The sums' sensitivity to one example is C if losses are per-example, which
     :func:`hf_dp.clipping.self_check` tests; call it once for a new model. Sums and norms are
     float32, or float64 for a float64 model.
@@ -87,6 +93,8 @@ class ClippingEngine:
         self._parameters: dict[str, nn.Parameter] = {}  # those that train
         self._groups: dict[nn.Parameter, int] = {}
         self._sums: dict[nn.Parameter, Tensor] = {}
+        self._sharded = False
+        self._shards = ShardedSums(())
         self._spoiled = False
 
     def __enter__(self) -> ClippingEngine:
@@ -97,6 +105,9 @@ class ClippingEngine:
             raise UnaccountedGradientError(
                 "This model is already inside a ClippingEngine; leave that one first."
             )
+        self._sharded = is_sharded(self.model)
+        if self._sharded:
+            self._prepare_shards()
         refuse_coupling(self.model)
         self._everything = dict(self.model.named_parameters())
         self._parameters = {name: p for name, p in self._everything.items() if p.requires_grad}
@@ -105,16 +116,16 @@ class ClippingEngine:
                 "The model has no trainable parameter. Set requires_grad_(True) on what to train."
             )
         self._sums, self._spoiled = {}, False
-        self._tape = Tape({module: name for name, module in modules.items()})
+        self._shards = ShardedSums(self._parameters.values())
+        self._tape = Tape({module: name for name, module in modules.items()}, self._sharded)
         self._groups = self._group()
         try:
             handle = self.model.register_forward_pre_hook(self._note_inputs, with_kwargs=True)
             self._restore.append(handle.remove)
             for module in modules.values():
-                if own_parameters(module) and not isinstance(
-                    module, (nn.ParameterDict, nn.ParameterList)
-                ):
-                    self._install(module)
+                own = own_parameters(module)
+                if own and not isinstance(module, (nn.ParameterDict, nn.ParameterList)):
+                    self._install(module, own)
                 method = find_shared_method(module)
                 if method is not None:
                     self._share(module, method)
@@ -127,26 +138,41 @@ class ClippingEngine:
         while self._restore:
             self._restore.pop()()
         self._tape = Tape()
+        if self._sharded:
+            reshard(self.model)
 
     @property
     def groups(self) -> dict[str, int]:
         """The group of each parameter, numbered from 0, inside the ``with``."""
         return {name: self._groups[parameter] for name, parameter in self._parameters.items()}
 
-    def backward(self, losses: Tensor) -> Tensor:
+    def backward(self, losses: Tensor, counted: bool = True) -> Tensor:
         """Back-propagate per-example losses and add the clipped gradients to the running sums.
 
         Args:
-            losses: (b,), each a function of its own example only, unscaled. b = 0 is allowed and
-                adds nothing.
+            losses: (b,), each a function of its own example only, unscaled. b = 0 is allowed unless
+                the model is sharded, and adds nothing.
+            counted: False for made-up examples, with which a process that has no others takes part
+                in what the processes do together. They add exactly nothing, whatever their
+                gradients are.
 
         Returns:
             the examples' gradient norms before clipping, (b,), detached; ``inf`` for an example
-            whose norm is not finite, which is removed from the sums.
+            whose norm is not finite, which is removed from the sums. Of examples that do not count
+            there are none, (0,).
 
         Raises: UnsupportedLossError, UnaccountedGradientError, UnsupportedModelError.
         """
         self._check_losses(losses)
+        if self._sharded and len(losses) == 0:
+            raise UnsupportedLossError(
+                "engine.backward() got no losses, but this model is sharded: in forward and "
+                "backward the other processes wait for this one. Run the model on made-up examples "
+                "and pass their losses with counted=False."
+            )
+        if not self._sharded and not counted:  # nothing here waits for this process
+            self._tape.forget_forward()
+            return losses.detach()[:0]
         if len(losses) == 0:
             return losses.detach()
         self._refuse_stray_gradients(
@@ -159,6 +185,8 @@ class ClippingEngine:
             self.clipping_norm,
             self._sums,
             check=self._drop_stray_gradients,
+            counted=counted,
+            shards=self._shards,
         )
         try:
             # The sums are float32 even if this call runs under autocast.
@@ -169,7 +197,8 @@ class ClippingEngine:
             raise
         finally:
             self._tape.forget_forward()
-        return torch.where(torch.isfinite(norms), norms, torch.full_like(norms, torch.inf))
+        norms = torch.where(torch.isfinite(norms), norms, torch.full_like(norms, torch.inf))
+        return norms if counted else norms[:0]
 
     def _check_losses(self, losses: Tensor) -> None:
         if not self._restore:
@@ -194,7 +223,9 @@ class ClippingEngine:
     def collect(self) -> dict[str, Tensor]:
         """Return the clipped sums since the last call, and reset them.
 
-        They are keyed as in ``model.named_parameters()``, with zeros for unused parameters.
+        They are keyed as in ``model.named_parameters()``, with zeros for unused parameters. The sum
+        of a sharded parameter is a DTensor placed as the parameter is, and is that of the examples
+        of all processes; the sum of any other parameter is that of this process's examples.
         """
         if self._spoiled:
             raise UnaccountedGradientError(
@@ -202,6 +233,8 @@ class ClippingEngine:
                 "some gradients. Leave the engine and start this logical batch again."
             )
         sums, self._sums = self._sums, {}
+        with torch.no_grad():
+            sums |= self._shards.collect(sums)
         return {name: sums[p] if p in sums else _zeros(p) for name, p in self._parameters.items()}
 
     # -- capturing forwards ---
@@ -219,10 +252,27 @@ class ClippingEngine:
             groups |= dict.fromkeys(new, len(set(groups.values())))
         return groups
 
-    def _install(self, module: nn.Module) -> None:
+    def _prepare_shards(self) -> None:
+        """Let a sharded model show its shards, and what autograd might write to them."""
+        if type(self)._take is not ClippingEngine._take:
+            raise UnsupportedModelError(
+                f"{type(self).__name__} needs each parameter whole in every process (masks, "
+                "carriers or magnitudes of its size), but fully_shard spread this model's "
+                "parameters over processes. Use DP-SGD or LoRA with FSDP2, or run this method on "
+                "one process or with data parallelism (DDP)."
+            )
+        reshard(self.model)
+        for module in managed_modules(self.model):
+            # A gradient that autograd writes must reach `.grad`, where it is refused.
+            module.set_requires_gradient_sync(True, recurse=False)
+
+    def _install(self, module: nn.Module, own: dict[str, nn.Parameter]) -> None:
         """Give one module a capturing forward, as an instance attribute."""
+        self._tape.know(module, own)
         previous = module.__dict__.get("forward")
         rule = None if self.strategy == "per_example" else find_rule(module)
+        if self._sharded and rule is None:
+            refuse_shards_within(module, self._tape.describe(module), own)
         run = (
             partial(fallback_forward, self._tape, _original(previous))
             if rule is None
@@ -231,7 +281,8 @@ class ClippingEngine:
         self._replace(module, "forward", _CapturingForward(self._tape, run, previous))
 
     def _share(self, module: nn.Module, method: SharedMethod) -> None:
-        run = partial(shared_method, self._tape, method.call, method.parameters)
+        self._tape.know(module, method.parameters)
+        run = partial(shared_method, self._tape, method.call, tuple(method.parameters))
         self._replace(module, method.name, run)
 
     def _replace(self, module: nn.Module, name: str, function: Callable[..., Any]) -> None:

@@ -17,9 +17,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
 from hf_dp.clipping.dropout_masks import DrawnMasks, GivenMasks
+from hf_dp.clipping.sharding import passed_on
 from hf_dp.clipping.tape import Tape
 from hf_dp.errors import UnsupportedModelError
 
@@ -47,6 +49,7 @@ class FallbackCall:
     Attributes:
         function: what is run again: the module's forward, or another of its methods.
         parameters: the module's own, by their names in ``function``.
+        constants: other parameters that it reads, where they are not in the module any more.
         arguments: the leaves of (args, kwargs); each tensor is replaced by _TENSOR and comes back
             from the autograd graph.
         autocast: device, whether it was on, dtype.
@@ -56,13 +59,14 @@ class FallbackCall:
     """
 
     module: nn.Module
-    function: nn.Module
-    parameters: dict[str, nn.Parameter]
+    function: _Method
+    parameters: dict[str, Tensor]
     spec: pytree.TreeSpec
     arguments: list[Any]
     autocast: tuple[str, bool, torch.dtype]
     tensors: tuple[Tensor, ...] = ()
     expanded: bool = False
+    constants: dict[str, Tensor] = field(default_factory=dict)
     outputs: dict[int, Tensor] = field(default_factory=dict)
     output_grads: dict[int, Tensor] = field(default_factory=dict)
 
@@ -81,10 +85,30 @@ class FallbackCall:
             GivenMasks(masks) if masks else nullcontext(),
         ):
             # Tied parameters stay apart: a child that shares one captures its own use of it.
+            values = {**self.constants, **parameters}
             output = torch.func.functional_call(
-                self.function, dict(parameters), args, kwargs, tie_weights=False
+                self.function, values, args, kwargs, tie_weights=False
             )
         return pytree.tree_leaves(output)
+
+    def keep_values(self, tape: Tape) -> None:
+        """Copy the parameters that a sharded module has while its backward runs, and only then."""
+        if self.outputs:
+            return  # copied with the first output
+        every = dict(self.function.named_parameters(remove_duplicate=False))
+        if self.function.of_parameters:
+            every = {name: every[name] for name in self.parameters}
+        gone = [name for name, parameter in every.items() if isinstance(parameter, DTensor)]
+        if gone:
+            raise UnsupportedModelError(
+                f"{tape.describe(self.module)} has no clipping rule, and FSDP2 freed its parameter "
+                f"{gone[0].removeprefix('module.')!r} before its gradient was known. Freeze its "
+                f"parameters {self.names()} (requires_grad_(False)), or set "
+                "reshard_after_backward to False."
+            )
+        values = {name: parameter.detach().clone() for name, parameter in every.items()}
+        self.parameters = {name: values.pop(name) for name in self.parameters}
+        self.constants = values
 
 
 class _Method(nn.Module):
@@ -110,7 +134,7 @@ def fallback_forward(
     if not torch.is_grad_enabled():
         return original(module, *args, **kwargs)
     own = own_parameters(module)
-    tape.note_forward(*own.values())
+    tape.note_forward(module, *own)
     with _detached(module, own), DrawnMasks(next(iter(own.values())).device) as masks:
         output = original(module, *args, **kwargs)
     if masks.other_draws:
@@ -129,7 +153,7 @@ def fallback_forward(
 def shared_method(
     tape: Tape,
     method: Callable[..., Any],
-    parameters: Mapping[str, nn.Parameter],
+    names: Sequence[str],
     module: nn.Module,
     *args: Any,
     **kw: Any,
@@ -143,7 +167,8 @@ def shared_method(
     with tape.originals():
         if not torch.is_grad_enabled():
             return method(module, *args, **kw)
-        tape.note_forward(*parameters.values())
+        parameters = {name: module.get_parameter(name) for name in names}
+        tape.note_forward(module, *names)
         with (
             _detached(module, parameters),
             DrawnMasks(next(iter(parameters.values())).device) as masks,
@@ -239,7 +264,7 @@ class _Capture(torch.autograd.Function):
     ) -> Tensor:
         ctx.call, ctx.tape, ctx.position = call, tape, position
         ctx.save_for_backward(output, *tensors)
-        return output.view_as(output)
+        return passed_on(output, call.module)
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
@@ -247,6 +272,8 @@ class _Capture(torch.autograd.Function):
         call: FallbackCall = ctx.call
         output, *tensors = (tensor.detach() for tensor in ctx.saved_tensors)
         ctx.tape.by_example(call.module, grad)
+        if ctx.tape.sharded:
+            call.keep_values(ctx.tape)
         call.tensors = tuple(tensors)
         call.outputs[ctx.position] = output
         call.output_grads[ctx.position] = grad
@@ -287,9 +314,9 @@ def fallback_gradients(call: FallbackCall, tape: Tape) -> None:
     gradients, outputs = _for_each_example(run, per_example, grads, call, tape)
     for position, alone in zip(positions, outputs, strict=True):
         _compare(alone, _singles(call.outputs[position], call, tape), call, tape)
-    call.tensors, call.outputs, call.output_grads = (), {}, {}
-    for name, parameter in call.parameters.items():
-        tape.capture(call.module, parameter, gradients[name])
+    call.tensors, call.outputs, call.output_grads, call.constants = (), {}, {}, {}
+    for name in call.parameters:
+        tape.capture(call.module, name.removeprefix("module."), gradients[name])
 
 
 def _has_examples(leaf: Any, tape: Tape, flattened: bool, expanded: bool) -> bool:

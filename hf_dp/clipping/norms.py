@@ -112,6 +112,8 @@ class ExampleNorms:
         return [parameter for parameter in self._norms if self._groups[parameter] == group]
 
     def _device(self) -> torch.device:
+        for norms in self._norms.values():  # a parameter kept on the CPU computes elsewhere
+            return norms.squared.device
         return next(iter(self._groups)).device
 
 

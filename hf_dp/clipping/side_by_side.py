@@ -35,7 +35,7 @@ def products_for_one_thread(
     threads = torch.get_num_threads()
     work: dict[nn.Parameter, int] = {}
     for parameter, (first, *others) in uses.items():
-        if isinstance(first, OuterProducts) and not others and parameter.device.type == "cpu":
+        if isinstance(first, OuterProducts) and not others and first.left.device.type == "cpu":
             work[parameter] = first.left.shape[:2].numel() * parameter.numel()
     chosen = (
         sorted((p for p in work if work[p] >= _SMALLEST), key=lambda p: -work[p])

@@ -27,15 +27,19 @@ class Tape:
         examples: the batch size that the model's own forward saw; None before it ran.
         bypassed: True while modules run their own forwards, to differentiate one without a rule.
         calls: forwards of modules without a rule that received output gradients.
+        sharded: whether a parameter is whole only while its module runs (FSDP2), as another object
+            than outside.
     """
 
-    def __init__(self, names: Mapping[nn.Module, str] | None = None) -> None:
+    def __init__(self, names: Mapping[nn.Module, str] | None = None, sharded: bool = False) -> None:
         self.examples: int | None = None
         self.bypassed = False
         self.calls: list[Any] = []
-        self._forwards: list[Tensor | None] = []  # what the forward used, once for each use
+        self._forwards: list[nn.Parameter | None] = []  # what the forward used, once for each use
         self._batches: set[tuple[int, int]] = set()  # first dimension and positions it worked on
+        self.sharded = sharded
         self._names = names or {}
+        self._slots: dict[tuple[nn.Module, str], nn.Parameter] = {}
         self._open_for: int | None = None
         self._sink: Sink | None = None
 
@@ -59,10 +63,18 @@ class Tape:
         finally:
             self.bypassed = before
 
-    def note_forward(self, *parameters: Tensor | None) -> None:
-        """Count one use in a forward, unless checkpointing runs the forward again in backward."""
+    def know(self, module: nn.Module, parameters: Mapping[str, nn.Parameter]) -> None:
+        """Note which parameters the names that ``module`` captures stand for."""
+        for name, parameter in parameters.items():
+            self._slots[module, name] = parameter
+
+    def note_forward(self, module: nn.Module, *names: str) -> None:
+        """Count one use of parameters of ``module`` in a forward.
+
+        Not when checkpointing runs the forward again in backward.
+        """
         if self._open_for is None and torch.is_grad_enabled():
-            self._forwards += parameters
+            self._forwards += [self._slots.get((module, name)) for name in names]
 
     def note_positions(self, tensors: Iterable[Any]) -> None:
         """Note how many positions tokens (b, T) and tensors (b, ..., d) among these have."""
@@ -76,7 +88,7 @@ class Tape:
 
     def forward_uses(self) -> Counter[nn.Parameter]:
         """Count the forward's uses of each trainable parameter."""
-        return Counter(p for p in self._forwards if isinstance(p, nn.Parameter) and p.requires_grad)
+        return Counter(p for p in self._forwards if p is not None and p.requires_grad)
 
     def forget_forward(self) -> None:
         """Start counting again."""
@@ -150,17 +162,23 @@ class Tape:
         name = self._names.get(module)
         return f"{type(module).__name__} `{name}`" if name else type(module).__name__
 
-    def capture(
-        self, module: nn.Module, parameter: nn.Parameter, use: PerExampleGradient | Tensor
-    ) -> None:
-        """Hand over what one use by ``module`` gave a parameter.
+    def capture(self, module: nn.Module, name: str, use: PerExampleGradient | Tensor) -> None:
+        """Hand over what one use by ``module`` gave its parameter of this name.
 
         Args:
             use: a tensor is the per-example gradient itself, (b, *parameter.shape).
 
         Raises:
             UnsupportedModelError: the shape is not that of this parameter's per-example gradients.
+            UnaccountedGradientError: the parameter did not train when the engine was entered.
         """
+        parameter = self._slots.get((module, name))
+        if parameter is None:
+            raise UnaccountedGradientError(
+                f"A gradient reached {name!r} of {self.describe(module)}, which was no trainable "
+                "parameter of the model when its ClippingEngine was entered. Leave the engine, set "
+                "requires_grad as wanted and enter it again."
+            )
         if isinstance(use, Dense):
             use = use.gradients
         if isinstance(use, Tensor):

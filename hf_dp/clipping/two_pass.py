@@ -39,6 +39,7 @@ def two_pass(clipped: ClippedSum, losses: Tensor) -> Tensor:
     first.finish_waiting()
     decision = clipped.decide(first.table)
     second = _SecondPass(clipped, first.fingerprints, decision)
+    clipped.expect(first.fingerprints, decision)
     after = random_state(device)
     set_random_state(device, before)  # a checkpointed forward that does not restore it runs again
     try:
@@ -46,6 +47,7 @@ def two_pass(clipped: ClippedSum, losses: Tensor) -> Tensor:
     finally:
         set_random_state(device, after)
     second.refuse_missing()
+    clipped.finish()
     return decision.norms
 
 
@@ -120,7 +122,7 @@ class _SecondPass(_Waiting):
             )
         self.wait(parameter, use)
         if not measured:
-            self._clipped.add({parameter: self.waiting.pop(parameter)}, self._decision)
+            self._clipped.add_part(parameter, self.waiting.pop(parameter), self._decision)
 
     def refuse_missing(self) -> None:
         """Raise if the first pass measured a use that this one did not meet."""

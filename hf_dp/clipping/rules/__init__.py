@@ -21,6 +21,7 @@ from hf_dp.clipping.rules.layer_norm import layer_norm
 from hf_dp.clipping.rules.linear import conv1d, linear
 from hf_dp.clipping.rules.other_norms import group_norm, is_rms_norm, rms_norm
 from hf_dp.clipping.rules.pair import Gradients, Keep, PairRule
+from hf_dp.clipping.sharding import plain_class
 
 Rule = Callable[..., Any]
 
@@ -42,7 +43,8 @@ def find_rule(module: nn.Module) -> Rule | None:
     """
     if "forward" in module.__dict__ or parametrize.is_parametrized(module):
         return None
-    rule = _RULES.get(type(module))
+    own_class = plain_class(module)
+    rule = _RULES.get(own_class)
     if isinstance(rule, PairRule) and rule not in _BUILT_IN:
         return rule
     weight = module._parameters.get("weight")
@@ -52,11 +54,7 @@ def find_rule(module: nn.Module) -> Rule | None:
         return None
     if rule is None and isinstance(module, nn.Embedding):
         return embedding_subclass
-    if (
-        rule is None
-        and is_rms_norm(cast(Any, type(module)))
-        and set(module._parameters) == {"weight"}
-    ):
+    if rule is None and is_rms_norm(cast(Any, own_class)) and set(module._parameters) == {"weight"}:
         return rms_norm if weight.dim() == 1 else None
     return rule
 

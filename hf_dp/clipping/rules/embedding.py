@@ -33,7 +33,7 @@ def embedding(tape: Tape, module: nn.Embedding, input: Tensor) -> Tensor:
     """
     if tape.examples is not None and tape.examples > 1 and input.dim() >= 2 and input.shape[0] == 1:
         input = input.expand(tape.examples, *input.shape[1:])
-    tape.note_forward(module.weight)
+    tape.note_forward(module, "weight")
     return _Embedding.apply(input, module.weight, module, tape)
 
 
@@ -108,5 +108,5 @@ class _Embedding(torch.autograd.Function):
             grad = grad.reshape(*tokens.shape, -1)
             if module.padding_idx is not None:
                 grad = grad.masked_fill((tokens == module.padding_idx)[..., None], 0)
-            ctx.tape.capture(module, module.weight, Lookups(tokens, grad))
+            ctx.tape.capture(module, "weight", Lookups(tokens, grad))
         return None, None, None, None

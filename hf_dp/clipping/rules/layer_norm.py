@@ -21,7 +21,7 @@ def layer_norm(tape: Tape, module: nn.LayerNorm, input: Tensor) -> Tensor:
     """Run ``nn.LayerNorm``'s forward; capture, in backward, its parameters' gradients."""
     tape.refuse_parameter(module, input)
     weight, bias = module.weight, module.bias
-    tape.note_forward(weight, bias)
+    tape.note_forward(module, "weight", "bias")
     if torch.is_autocast_enabled(input.device.type) and input.device.type == "cuda":
         input = input.float()  # as autocast does on this device
     return _LayerNorm.apply(input, weight, bias, module, tape)
@@ -49,10 +49,10 @@ class _LayerNorm(torch.autograd.Function):
         if ctx.needs_input_grad[1]:
             products = (x.to(dtype) - mean).mul_(rstd).mul_(grad)
             per_example = positions(tape.by_example(module, products), dims).sum(1)
-            tape.capture(module, module.weight, per_example.view(-1, *weight.shape))
+            tape.capture(module, "weight", per_example.view(-1, *weight.shape))
         if ctx.needs_input_grad[2]:
             per_example = positions(tape.by_example(module, grad), dims).sum(1, dtype=dtype)
-            tape.capture(module, module.bias, per_example.view(-1, *bias.shape))
+            tape.capture(module, "bias", per_example.view(-1, *bias.shape))
         grad_x = None
         if ctx.needs_input_grad[0]:
             grad_x = torch.ops.aten.native_layer_norm_backward.default(

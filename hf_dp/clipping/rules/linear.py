@@ -35,7 +35,7 @@ def conv1d(tape: Tape, module: Conv1D, x: Tensor) -> Tensor:
 
 def _affine(tape: Tape, module: nn.Linear | Conv1D, x: Tensor, transposed: bool) -> Tensor:
     weight, bias = module.weight, module.bias
-    tape.note_forward(weight, bias)
+    tape.note_forward(module, "weight", "bias")
     return _Affine.apply(x, weight, bias, (tape, module, transposed))
 
 
@@ -72,11 +72,10 @@ class _Affine(torch.autograd.Function):
         if ctx.needs_input_grad[1]:
             activations = positions(tape.by_example(module, x))
             pair = (activations, output_grads) if transposed else (output_grads, activations)
-            tape.capture(module, module.weight, OuterProducts(*pair))
+            tape.capture(module, "weight", OuterProducts(*pair))
         if ctx.needs_input_grad[2]:
-            tape.capture(
-                module, module.bias, output_grads.sum(1, dtype=accumulation_dtype(grad.dtype))
-            )
+            summed = output_grads.sum(1, dtype=accumulation_dtype(grad.dtype))
+            tape.capture(module, "bias", summed)
         grad_x = None
         if ctx.needs_input_grad[0]:
             matrix = weight.to(grad.dtype)

@@ -20,6 +20,7 @@ from torch.nn import functional as F
 from hf_dp.clipping.rounding import accumulation_dtype
 from hf_dp.clipping.rules._positions import positions
 from hf_dp.clipping.rules.pair import PairRule
+from hf_dp.clipping.sharding import plain_class
 
 
 def _keep_input(module: nn.Module, input: Tensor) -> tuple[Tensor]:
@@ -37,7 +38,7 @@ def _rms_norm_gradients(
     dtype = accumulation_dtype(grad.dtype)
     x = positions(x)
     # x_hat as the forward rounds it: transformers' classes compute in float32, for any dtype.
-    if type(module) is nn.RMSNorm:
+    if plain_class(module) is nn.RMSNorm:
         x_hat = x.to(dtype) * torch.rsqrt(x.to(dtype).pow(2).mean(-1, keepdim=True) + eps)
     else:
         scale = torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + eps)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_dp.clipping.gradients import PerExampleGradient
+from hf_dp.clipping.sharding import passed_on
 from hf_dp.clipping.tape import Tape
 from hf_dp.errors import UnsupportedModelError
 
@@ -45,7 +46,7 @@ class PairRule:
         kept = self.keep(module, *args, **kwargs)
         for tensor in kept:
             tape.refuse_parameter(module, tensor)
-        tape.note_forward(*own.values())
+        tape.note_forward(module, *own)
         for name, parameter in own.items():
             module._parameters[name] = parameter.detach()  # type: ignore[assignment]
         try:
@@ -58,7 +59,7 @@ class PairRule:
                 "rule expects one tensor. Remove the rule: a module without one is differentiated "
                 "example by example."
             )
-        return _Kept.apply(output, next(iter(own.values())), self, module, tape, own, *kept)
+        return _Kept.apply(output, next(iter(own.values())), self, module, tape, tuple(own), *kept)
 
 
 class _Kept(torch.autograd.Function):
@@ -75,12 +76,12 @@ class _Kept(torch.autograd.Function):
         rule: PairRule,
         module: nn.Module,
         tape: Tape,
-        own: dict[str, nn.Parameter],
+        own: tuple[str, ...],
         *kept: Tensor,
     ) -> Tensor:
         ctx.rule, ctx.module, ctx.tape, ctx.own = rule, module, tape, own
         ctx.save_for_backward(*kept)
-        return output.view_as(output)
+        return passed_on(output, module)
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
@@ -99,6 +100,6 @@ class _Kept(torch.autograd.Function):
                 f"{sorted(found)} but none for its trainable {missing}. Return them from its "
                 "gradients function, or freeze these parameters (requires_grad_(False))."
             )
-        for name, parameter in ctx.own.items():
-            tape.capture(ctx.module, parameter, found[name])
+        for name in ctx.own:
+            tape.capture(ctx.module, name, found[name])
         return grad, None, None, None, None, None, *[None] * len(kept)

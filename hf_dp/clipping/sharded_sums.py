@@ -1,0 +1,178 @@
+"""Running sums over all processes of parameters that FSDP2 shards, each process keeping its shard.
+
+A weighted sum is formed from this process's examples at full size. Two kinds of parameters differ
+in when it is reduced over the processes:
+
+* *scattered*: after every physical batch, one parameter at a time, so that a process holds one sum
+  of full size at most;
+* *whole*: once, in :meth:`ShardedSums.collect`, all in one flat tensor. These are the smallest
+  parameters, as many as together are negligible beside what a layer needs anyway.
+
+Every process must take part in every reduction, in the same order. Which parameters a physical
+batch used may depend on its data (experts), so the processes first agree on that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DeviceMesh, DTensor, Partial, Placement, Replicate
+
+from hf_dp.clipping.rounding import accumulation_dtype
+
+# Numbers that the sums of whole parameters may hold on a process, together: 128 MiB in float32.
+_WHOLE = 2**25
+
+
+class ShardedSums:
+    """The sums of sharded parameters; sums of the others and of whole ones are kept elsewhere.
+
+    Args:
+        parameters: the trainable ones, in the model's order.
+    """
+
+    def __init__(self, parameters: Iterable[nn.Parameter]):
+        self._sharded = [p for p in parameters if isinstance(p, DTensor)]
+        self._scattered = _larger(self._sharded, _WHOLE)
+        self._sums: dict[nn.Parameter, Tensor] = {}
+        self._device: torch.device | None = None  # that of the examples; None before any
+        self._due: dict[nn.Parameter, None] = {}
+        self._held: dict[nn.Parameter, Tensor] = {}
+        self._alike = False
+
+    def __contains__(self, parameter: object) -> bool:
+        """Return whether sums of this parameter are reduced after every physical batch."""
+        return parameter in self._scattered
+
+    def expect(self, used: Collection[nn.Parameter], device: torch.device) -> list[nn.Parameter]:
+        """Agree which scattered parameters any process adds to now; return them, in order.
+
+        Args:
+            used: those that this process's examples used.
+        """
+        self._device = device
+        self._due, self._held, self._alike = {}, {}, True
+        if self._scattered:
+            here = torch.tensor([p in used for p in self._scattered], device=device)
+            either = torch.stack([here, ~here]).int()
+            _reduce(either, self._mesh(), dist.ReduceOp.MAX)
+            anywhere, not_everywhere = either.bool().tolist()
+            self._due = {p: None for p, yes in zip(self._scattered, anywhere, strict=True) if yes}
+            self._alike = not any(
+                yes and no for yes, no in zip(anywhere, not_everywhere, strict=True)
+            )
+        return list(self._due)
+
+    def add(self, parameter: nn.Parameter, total: Tensor | None) -> None:
+        """Reduce this process's weighted sum over the processes, and add the shard it keeps.
+
+        Args:
+            total: of the parameter's full shape; None for zeros.
+        """
+        del self._due[parameter]
+        self._held.pop(parameter, None)
+        dtype = accumulation_dtype(parameter.dtype)
+        if total is None:
+            total = torch.zeros(parameter.shape, dtype=dtype, device=self._device)
+        reduced = _scatter(total.to(dtype), parameter)
+        known = self._sums.get(parameter)
+        self._sums[parameter] = reduced if known is None else known.add_(reduced)
+
+    def add_during_backward(self, parameter: nn.Parameter, total: Tensor) -> None:
+        """Do as :meth:`add`, in a backward pass, between collectives of FSDP2 itself.
+
+        Their order is the same everywhere if all processes use the same parameters. Else the sum
+        is held until :meth:`finish`.
+        """
+        if self._alike:
+            self.add(parameter, total)
+        else:
+            self._held[parameter] = total
+
+    def finish(self) -> None:
+        """Add what is due and was not added yet."""
+        for parameter in list(self._due):
+            self.add(parameter, self._held.get(parameter))
+
+    def collect(self, local: Mapping[nn.Parameter, Tensor]) -> dict[nn.Parameter, Tensor]:
+        """Return the sums of all sharded parameters as DTensors placed as they are; reset.
+
+        Args:
+            local: this process's sums of whole parameters.
+        """
+        sums, self._sums = self._sums, {}
+        if self._device is not None:  # else no process has run anything
+            whole = [p for p in self._sharded if p not in self._scattered]
+            for dtype in sorted({accumulation_dtype(p.dtype) for p in whole}, key=str):
+                sums |= self._reduced(
+                    [p for p in whole if accumulation_dtype(p.dtype) == dtype], local
+                )
+        self._device = None
+        return {p: sums[p].to(p.device) if p in sums else _zeros(p) for p in self._sharded}
+
+    def _reduced(
+        self, parameters: Sequence[nn.Parameter], local: Mapping[nn.Parameter, Tensor]
+    ) -> dict[nn.Parameter, Tensor]:
+        """Return sums over all processes of parameters of one dtype, by one reduction."""
+        dtype = accumulation_dtype(parameters[0].dtype)
+        flat = torch.zeros(sum(p.numel() for p in parameters), dtype=dtype, device=self._device)
+        parts = flat.split([p.numel() for p in parameters])
+        for parameter, part in zip(parameters, parts, strict=True):
+            if parameter in local:
+                part.copy_(local[parameter].flatten())
+        _reduce(flat, self._mesh(), dist.ReduceOp.SUM)
+        return {
+            parameter: _shard_of(part.view(parameter.shape), parameter)
+            for parameter, part in zip(parameters, parts, strict=True)
+        }
+
+    def _mesh(self) -> DeviceMesh:
+        return self._sharded[0].device_mesh  # one for all: refuse_parallelism
+
+
+def _larger(parameters: Iterable[nn.Parameter], numbers: int) -> dict[nn.Parameter, None]:
+    """Return all but the smallest parameters, which together have at most this many numbers."""
+    ordered = sorted(parameters, key=lambda p: p.numel())
+    left = numbers
+    small = set()
+    for parameter in ordered:
+        left -= parameter.numel()
+        if left < 0:
+            break
+        small.add(parameter)
+    return {parameter: None for parameter in parameters if parameter not in small}
+
+
+def _reduce(tensor: Tensor, mesh: DeviceMesh, operation: Any) -> None:
+    """Reduce over all processes of a mesh, in place, one dimension of it after the other."""
+    for dimension in range(mesh.ndim):
+        dist.all_reduce(tensor, operation, group=mesh.get_group(dimension))
+
+
+def _scatter(total: Tensor, parameter: nn.Parameter) -> DTensor:
+    """Return the sum of all processes' totals, placed as the parameter."""
+    assert isinstance(parameter, DTensor)
+    mesh = parameter.device_mesh
+    partial: list[Placement] = [Partial() for _ in range(mesh.ndim)]
+    # Shards first, so that replicas exchange shards and not the whole.
+    shards = [each if each.is_shard() else Partial() for each in parameter.placements]
+    of_all = DTensor.from_local(total, mesh, partial, run_check=False)
+    return of_all.redistribute(placements=shards).redistribute(placements=parameter.placements)
+
+
+def _shard_of(whole: Tensor, parameter: nn.Parameter) -> Tensor:
+    """Return what all processes hold, placed as the parameter; no view of it."""
+    assert isinstance(parameter, DTensor)
+    mesh = parameter.device_mesh
+    everywhere = DTensor.from_local(
+        whole, mesh, [Replicate() for _ in range(mesh.ndim)], run_check=False
+    )
+    return everywhere.redistribute(placements=parameter.placements).clone()
+
+
+def _zeros(parameter: DTensor) -> Tensor:
+    return torch.zeros_like(parameter.detach(), dtype=accumulation_dtype(parameter.dtype))

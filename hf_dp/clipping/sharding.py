@@ -1,0 +1,143 @@
+"""Models whose parameters are spread over processes by FSDP2, torch's ``fully_shard``.
+
+Outside its module's forward and backward such a parameter is a DTensor, of which each process holds
+a shard. Inside, the module holds another, ordinary parameter with all numbers. So the engine knows
+a parameter by its module and its name, and keys everything by the DTensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.distributed.tensor import DTensor, Shard
+
+from hf_dp.errors import UnsupportedModelError
+
+
+def plain_class(module: nn.Module) -> type[nn.Module]:
+    """Return the class that a module had before ``fully_shard`` derived one from it."""
+    found = type(module)
+    if isinstance(module, FSDPModule):  # its class is derived from (FSDPModule, the module's own)
+        return found.__mro__[found.__mro__.index(FSDPModule) + 1]
+    return found
+
+
+def is_sharded(model: nn.Module) -> bool:
+    """Return whether ``fully_shard`` manages parameters of this model."""
+    return any(isinstance(module, FSDPModule) for module in model.modules())
+
+
+def managed_modules(model: nn.Module) -> Iterator[FSDPModule]:
+    """Yield the modules that ``fully_shard`` was called on, the outermost first."""
+    return (module for module in model.modules() if isinstance(module, FSDPModule))
+
+
+def reshard(model: nn.Module) -> None:
+    """Let modules hold their sharded parameters again.
+
+    A forward without a backward leaves the outermost ones whole, with values that the next
+    optimizer step does not change.
+    """
+    for module in managed_modules(model):
+        module.reshard()
+
+
+def passed_on(output: Tensor, module: nn.Module) -> Tensor:
+    """Return an output of ``module`` for an autograd function to return as its own.
+
+    A view, but of a module that ``fully_shard`` was called on a copy: FSDP2 warns of views there.
+    """
+    return output.clone() if isinstance(module, FSDPModule) else output.view_as(output)
+
+
+def refuse_parallelism(model: nn.Module) -> None:
+    """Raise for parameters spread over processes in any way but FSDP2's.
+
+    Raises:
+        UnsupportedModelError: names the way, and what to use instead.
+    """
+    for name, module in model.named_modules():
+        if isinstance(module, FullyShardedDataParallel):
+            raise UnsupportedModelError(
+                f"{_named('The model', name)} is wrapped in FullyShardedDataParallel (FSDP1). It "
+                "joins parameters of many layers in one flat tensor, so no layer sees its own. Use "
+                "FSDP2: torch.distributed.fsdp.fully_shard, or fsdp_version: 2 in accelerate's "
+                "configuration."
+            )
+        if any(base.__name__ == "DeepSpeedEngine" for base in type(module).__mro__):
+            raise _deepspeed(_named("The model", name))
+    managed = {
+        id(parameter) for module in managed_modules(model) for parameter in _of_module(module)
+    }
+    meshes: dict[object, str] = {}
+    for name, parameter in model.named_parameters():
+        if hasattr(parameter, "ds_id"):
+            raise _deepspeed(f"Parameter {name!r}")
+        if isinstance(parameter, DTensor):
+            _refuse_placement(name, parameter, managed=id(parameter) in managed)
+            meshes.setdefault(parameter.device_mesh, name)
+    if len(meshes) > 1:
+        first, second, *_ = meshes.values()
+        raise UnsupportedModelError(
+            f"{first!r} and {second!r} are sharded over different meshes (expert parallelism?), so "
+            "their processes see different examples. Call fully_shard with one mesh for all."
+        )
+
+
+def refuse_shards_within(module: nn.Module, described: str, own: Mapping[str, object]) -> None:
+    """Raise for a module to be run again by example that contains modules sharded by themselves.
+
+    Each run would gather them, for as many examples as this process happens to have.
+
+    Args:
+        own: the module's trainable parameters, by name.
+    """
+    inside = [name for name, m in module.named_modules() if name and isinstance(m, FSDPModule)]
+    if inside:
+        raise UnsupportedModelError(
+            f"{described} has no clipping rule, so it is run again example by example, but "
+            f"fully_shard was called on modules inside it ({inside[0]!r}), which each run would "
+            f"gather again. Freeze its parameters {sorted(own)} (requires_grad_(False)), move them "
+            "to a module of their own, or do not shard the modules inside apart from it."
+        )
+
+
+def _of_module(module: FSDPModule) -> list[nn.Parameter]:
+    assert isinstance(module, nn.Module)
+    return list(module.parameters())
+
+
+def _refuse_placement(name: str, parameter: DTensor, managed: bool) -> None:
+    mesh, (*before, last) = parameter.device_mesh, parameter.placements
+    # FSDP2 has one dimension that shards, after one that replicates (HSDP). A second one that
+    # shards, or a strided shard, is tensor parallelism.
+    of_fsdp = type(last) is Shard and all(each.is_replicate() for each in before)
+    if not (managed and of_fsdp):
+        raise UnsupportedModelError(
+            f"{name!r} is a DTensor placed as {parameter.placements} on a mesh of shape "
+            f"{tuple(mesh.shape)}, which is not how fully_shard places data-parallel parameters. "
+            "With tensor, sequence, expert or pipeline parallelism a process sees only a part of "
+            "each example's gradient, so its norm is not known. Use fully_shard alone, on one mesh "
+            "over all processes, or on a mesh (replicate, shard)."
+        )
+    if mesh.size() != dist.get_world_size():
+        raise UnsupportedModelError(
+            f"{name!r} is sharded over {mesh.size()} of {dist.get_world_size()} processes, so no "
+            "sum over all processes is formed. Call fully_shard with a mesh over all of them; to "
+            "replicate shards, with one of two dimensions (replicate, shard)."
+        )
+
+
+def _deepspeed(what: str) -> UnsupportedModelError:
+    return UnsupportedModelError(
+        f"{what} belongs to DeepSpeed, whose own backward reduces gradients over processes before "
+        "any example's is clipped. Use FSDP2 (torch.distributed.fsdp.fully_shard, or fsdp_version: "
+        "2 in accelerate's configuration), which shards as ZeRO-3 does."
+    )
+
+
+def _named(whole: str, name: str) -> str:
+    return f"`{name}`" if name else whole
