@@ -34,6 +34,7 @@ from hf_dp.batches.limits import Limits
 from hf_dp.batches.padding import Padding
 from hf_dp.clipping import ClippingEngine, refuse_coupling, self_check
 from hf_dp.clipping.self_check import AUTOCAST_TOLERANCE
+from hf_dp.clipping.sharding import is_sharded
 from hf_dp.distributed.processes import Processes
 from hf_dp.errors import ConfigError, DataError, LedgerError
 from hf_dp.losses import columns_read, per_example_loss
@@ -120,6 +121,7 @@ class PrivateRun:
             self.data_collator,
         )
         self.arguments: Mapping[str, Any] = {}  # which all processes must have in common
+        self._stand_in: Any = None  # for physical batches that only others have
         self._step_is_open = False
         self._data: TrainingData | None = None
         self._data_of: tuple[Any, Any] = (None, None)
@@ -377,15 +379,28 @@ class PrivateRun:
         return "two_pass" if checkpoints else "book_keeping"
 
     def feed(self, engine: ClippingEngine, batches: Iterable[Any]) -> Tensor:
-        """Run a logical batch through the model into the engine, and return the sum of its losses,
-        which is not private."""
+        """Run this process's part of a logical batch through the model into the engine, and return
+        the sum of its losses, which is not private.
+
+        A model that is sharded is gathered by all processes for each forward, so that all make as
+        many; the forwards that are missing run on made-up examples, which count nothing.
+        """
         loss_sum = torch.zeros((), device=self.device)
         with self.processes.telling(), self.randomness.streams():
-            for batch in batches:
+            own = list(batches)
+            for batch in own:
                 losses = self.losses(batch)
                 engine.backward(losses)
                 loss_sum += losses.detach().nan_to_num().sum()
+            if is_sharded(self.model):
+                for _ in range(self.processes.largest(len(own)) - len(own)):
+                    engine.backward(self.losses(self._made_up_batch()), counted=False)
         return loss_sum
+
+    def _made_up_batch(self) -> Any:
+        if self._stand_in is None:
+            self._stand_in, _ = self.check_batches()
+        return self._stand_in
 
     # -- the self-check --
 
