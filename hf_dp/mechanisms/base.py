@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from hf_dp.errors import ConfigError, LedgerError
+from hf_dp.clipping.sharding import is_sharded
+from hf_dp.errors import ConfigError, LedgerError, UnsupportedModelError
 from hf_dp.plans.mechanism import MechanismPlan
 from hf_dp.run.gate import Release
 from hf_dp.run.private_run import PrivateRun
@@ -38,6 +39,7 @@ class Mechanism(ABC):
     """
 
     plan_type: ClassVar[type[Any]]
+    needs_whole_weights: ClassVar[str] = ""  # why, where a sharded model cannot be trained
 
     def __init__(self, run: PrivateRun, tuner: Tuner | None = None):
         self.run, self.tuner = run, tuner or Tuner()
@@ -54,6 +56,16 @@ class Mechanism(ABC):
 
         Before the optimizer exists. Args: checkpoint: folder from which a run goes on.
         """
+
+    def refuse_shards(self, sharded: bool) -> None:
+        """Raise UnsupportedModelError for a sharded model that cannot be trained in this way."""
+        for part in (self, self.tuner):
+            if sharded and part.needs_whole_weights:
+                raise UnsupportedModelError(
+                    f"{part.needs_whole_weights} So the model cannot be sharded with FSDP2. Train "
+                    "it with DDP (an accelerate configuration without FSDP), where each process "
+                    "holds all weights."
+                )
 
     def prepare(self) -> None:
         """Raise for what would not work, before the first step is recorded."""
@@ -111,6 +123,7 @@ class Mechanism(ABC):
         Raises: LedgerError, BudgetExceededError; DataError; SelfCheckError, before the first draw.
         """
         run = self.run
+        self.refuse_shards(is_sharded(run.model))
         try:
             run.open()
             self.tuner.start(run)

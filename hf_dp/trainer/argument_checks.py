@@ -6,6 +6,8 @@ import os
 from collections.abc import Callable
 from typing import Any
 
+from accelerate.utils import DistributedType
+
 from hf_dp._validate import in_unit_interval, integer, invalid, non_negative, one_of, positive
 from hf_dp.accounting import ACCOUNTANTS
 from hf_dp.clipping.engine import STRATEGIES
@@ -212,6 +214,19 @@ def _launch_problems(args: Any) -> Problems:
             UnsupportedArgumentError,
         )
         return {"num_processes": found}
+    shards = args.fsdp or os.environ.get("ACCELERATE_USE_FSDP", "").lower() in ("true", "1")
+    kind = args.distributed_state.distributed_type if args.distributed_state else None
+    if shards and kind in (DistributedType.NO, DistributedType.MULTI_CPU):
+        found = invalid(
+            "fsdp",
+            args.fsdp,
+            "to be unset on a CPU, and with one process, in private modes",
+            "accelerate shards on accelerators only, and would silently train whole copies. Remove "
+            "it (on a CPU call torch.distributed.fsdp.fully_shard on the model, in a loop of your "
+            "own with PrivateRun).",
+            UnsupportedArgumentError,
+        )
+        return {"fsdp": found}
     if args.world_size > 1 and args.max_logical_batch_size is not None:
         found = invalid(
             "max_logical_batch_size",

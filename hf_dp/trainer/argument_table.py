@@ -128,6 +128,12 @@ def _is_unlike_one_backward(value: object) -> bool:
     )
 
 
+def _other_than_fsdp2(value: object) -> bool:
+    config = _as_dict(value)
+    version = config.get("version", config.get("fsdp_version", 2))
+    return version not in (2, "2") or any(bool(config.get(name)) for name in ("xla", "xla_fsdp_v2"))
+
+
 def _reshapes_batches(value: object) -> bool:
     config = _as_dict(value)
     return (
@@ -417,8 +423,9 @@ ARGUMENT_TABLE: Mapping[str, ArgumentRow] = {
     "parallelism_config": _refused(
         _is_set,
         "to be None",
-        "Per-example norms over sharded parameters are not implemented.",
-        "Remove it.",
+        "With tensor, context or pipeline parallelism a process sees only a part of each example's "
+        "gradient, so its norm is not known.",
+        "Remove it; FSDP2 (`fsdp`) spreads the weights without splitting examples.",
     ),
     # data
     "dataloader_drop_last": _refused(
@@ -459,13 +466,14 @@ ARGUMENT_TABLE: Mapping[str, ArgumentRow] = {
     "ddp_backend": _PROCESSES,
     "ddp_timeout": _PROCESSES,
     "local_rank": _PROCESSES,
-    "fsdp": _refused(
-        _is_on,
-        "to be None",
-        "Per-example norms over sharded parameters are not implemented.",
-        "Remove it; if memory is short, train fewer parameters with `peft_config`.",
+    "fsdp": _works("Norms stay in one process; clipped sums are added up over the shards."),
+    "fsdp_config": _refused(
+        _other_than_fsdp2,
+        'to have "version": 2, and "xla": false',
+        "FSDP1 joins the parameters of many layers in one flat tensor, and XLA shards behind the "
+        "clipping engine's back.",
+        'Set "version": 2.',
     ),
-    "fsdp_config": _neutral("Read only with `fsdp`, which is refused."),
     "deepspeed": _refused(
         _is_on,
         "to be None",
@@ -513,14 +521,18 @@ ENVIRONMENT_TABLE: Mapping[str, ArgumentRow] = {
     "ACCELERATE_USE_DEEPSPEED": _flag_row(
         "DeepSpeed owns the backward pass, the clipping and the step."
     ),
-    "ACCELERATE_USE_FSDP": _flag_row(
-        "Per-example norms over sharded parameters are not implemented."
+    "ACCELERATE_USE_FSDP": _refused(
+        lambda value: _flag(value) and os.environ.get("FSDP_VERSION", "1") != "2",
+        "to go with $FSDP_VERSION 2",
+        "FSDP1 joins the parameters of many layers in one flat tensor.",
+        "Set `fsdp_version: 2` in the accelerate configuration.",
     ),
     "ACCELERATE_USE_MEGATRON_LM": _flag_row(
         "Megatron-LM owns the backward pass, the clipping and the step."
     ),
     "ACCELERATE_USE_PARALLELISM_CONFIG": _flag_row(
-        "Per-example norms over sharded parameters are not implemented."
+        "With tensor, context or pipeline parallelism a process sees only a part of each example's "
+        "gradient, so its norm is not known."
     ),
     "WANDB_WATCH": _refused(
         lambda value: value.lower() in ("gradients", "all"),

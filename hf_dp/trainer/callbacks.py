@@ -6,10 +6,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from transformers import TrainerCallback
 from transformers.trainer_callback import ProgressCallback
 
 from hf_dp.accounting import TRAINING
+from hf_dp.distributed.processes import Processes
 from hf_dp.errors import LedgerError, UnaccountedGradientError
 from hf_dp.run.ledger import RunLedger
 
@@ -62,10 +64,11 @@ class WeightsMove(TrainerCallback):
     ) -> None:
         if not self._moved:  # an empty draw of DP-FP has no gradient, and may leave all unchanged
             told = any(
-                p.grad is not None and bool(p.grad.any())
+                p.grad is not None and bool(_own(p.grad).any())
                 for p in model.parameters()
                 if p.requires_grad
             )
+            told = bool(Processes.here().largest(told))
             self._before = self._values(model) if told else []
 
     def on_optimizer_step(
@@ -81,9 +84,10 @@ class WeightsMove(TrainerCallback):
         # Warmup starts at a learning rate of 0.
         if self._moved or not self._before or (rates and not any(rates)):
             return
-        self._moved = any(
+        moved = any(
             not torch.equal(x, y) for x, y in zip(self._before, self._values(model), strict=True)
         )
+        self._moved = bool(Processes.here().largest(moved))
         if not self._moved:
             raise UnaccountedGradientError(
                 "The optimizer step changed none of the model's trainable weights. The optimizer "
@@ -95,10 +99,15 @@ class WeightsMove(TrainerCallback):
 
     def _values(self, model: Any) -> list[Tensor]:
         return [
-            p.detach().flatten()[: self._LOOKED_AT].clone()
+            _own(p.detach()).flatten()[: self._LOOKED_AT].clone()
             for p in model.parameters()
             if p.requires_grad and p.numel()
         ]
+
+
+def _own(tensor: Tensor) -> Tensor:
+    """Return the part of a tensor that this process holds."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 class EpsilonProgress(ProgressCallback):

@@ -23,6 +23,7 @@ from hf_dp._validate import invalid
 from hf_dp.accounting import Epsilon, Ledger
 from hf_dp.cards.card import render_card
 from hf_dp.clipping import refuse_coupling
+from hf_dp.clipping.sharding import is_sharded
 from hf_dp.errors import UnsupportedArgumentError
 from hf_dp.losses import columns_read, per_example_loss
 from hf_dp.mechanisms import Mechanism, mechanism_for
@@ -278,7 +279,7 @@ class DPTrainer(Trainer):
             mechanism.set_gradients(clipped, release)  # + noise, / expected_batch_size, to p.grad
 
         if "training_loss" in run.book.released:
-            return clipped.loss_sum / run.plan.expected_batch_size
+            return run.processes.summed(clipped.loss_sum) / run.plan.expected_batch_size
         return torch.zeros((), device=self.args.device)
 
     # -- Trainer's seams --
@@ -336,6 +337,7 @@ class DPTrainer(Trainer):
                 earlier,
             )
         run.arguments = shared_arguments(self.args)
+        self.mechanism.refuse_shards(self.is_fsdp_enabled or is_sharded(self.model))
         try:
             run.open()
             self._refuse_optimizers()

@@ -26,6 +26,7 @@ class Tuner:
     """
 
     clips_in_its_own_way = False  # whether :meth:`engine` differs from the run's engine
+    needs_whole_weights = ""  # why, where a sharded model cannot be trained
 
     @property
     def undecided(self) -> bool:

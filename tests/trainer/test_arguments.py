@@ -138,8 +138,9 @@ REFUSALS = [
     ({"use_liger_kernel": True}, r"`use_liger_kernel` to be False.*Remove it"),
     ({"deepspeed": "ds_config.json"}, r"`deepspeed` to be None.*Remove it"),
     ({"deepspeed": {"zero_optimization": {"stage": 2}}}, r"`deepspeed` to be None.*Remove it"),
-    ({"fsdp": True}, r"`fsdp` to be None.*Remove it"),
-    ({"fsdp": "full_shard"}, r"`fsdp` to be None.*Remove it"),
+    ({"fsdp_config": {"version": 1}}, r"`fsdp_config`.*Set \"version\": 2"),
+    ({"fsdp": True, "fsdp_config": {"fsdp_version": "1"}}, r"`fsdp_config`.*FSDP1"),
+    ({"fsdp_config": {"xla": True}}, r"`fsdp_config`.*XLA"),
     ({"parallelism_config": object()}, r"`parallelism_config` to be None.*Remove it"),
     ({"torch_compile": True}, r"`torch_compile` to be False.*Remove it"),
     ({"torch_compile_backend": "inductor"}, r"`torch_compile_backend` to be None.*Remove it"),
@@ -436,6 +437,11 @@ def test_accelerate_launch_that_starts_one_process_instead_of_two_is_refused(
         monkeypatch.setenv(name, value)
     with pytest.raises(UnsupportedArgumentError, match=r"--num_processes.*Use `torchrun"):
         make(output_dir)
+
+
+def test_fsdp_is_refused_where_accelerate_would_not_shard(output_dir):
+    with pytest.raises(UnsupportedArgumentError, match="`fsdp` to be unset on a CPU.*fully_shard"):
+        make(output_dir, fsdp=True)
 
 
 def test_data_parallel_is_refused(output_dir, monkeypatch):

@@ -45,6 +45,7 @@ class Frozen(Mechanism):
     """Trains the last layer on noisy vectors."""
 
     plan_type = FrozenPlan
+    needs_whole_weights = "DP-FP with a frozen encoder trains one layer on released vectors."
     _last: LastLayer
     _vectors: Tensor | None = None  # released ("once") or secret ("fresh")
     _labels: Tensor | None = None

@@ -30,6 +30,7 @@ class PrivateEncoder(DpSgd):
     """DP-SGD below the noise, and an ordinary gradient from released vectors above it."""
 
     plan_type = PrivateEncoderPlan
+    needs_whole_weights = "DP-FP with a private encoder trains the last layer on released vectors."
     _last: LastLayer
     _vector_draws: Iterator[Any] | None = None
 

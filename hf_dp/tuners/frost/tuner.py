@@ -106,6 +106,9 @@ class Reselect(_Frost):
     The model trains in place, and a whole checkpoint is saved.
     """
 
+    needs_whole_weights = (
+        "DP-FROST with num_selections above 1 looks at whole gradients again while it trains."
+    )
     _may_train: Sequence[nn.Parameter] = ()
 
     def _apply(self, run: PrivateRun) -> None:

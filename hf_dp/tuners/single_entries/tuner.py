@@ -42,6 +42,7 @@ class Masks(Tuner):
     """Gives neither gradient nor noise to entries that the mask does not keep."""
 
     clips_in_its_own_way = True
+    needs_whole_weights = "PARAM and PVAL apply masks to whole weight matrices at every step."
 
     def __init__(self, config: MaskConfig):
         self.config = config
