@@ -27,7 +27,7 @@ from hf_dp.clipping.fallback import fallback_forward, own_parameters, shared_met
 from hf_dp.clipping.rounding import SMALLEST_CLIPPING_NORM, accumulation_dtype
 from hf_dp.clipping.rules import find_rule
 from hf_dp.clipping.sharded_sums import ShardedSums
-from hf_dp.clipping.sharding import is_sharded, managed_modules, refuse_shards_within, reshard
+from hf_dp.clipping.sharding import is_sharded, prepare_shards, refuse_shards_within, reshard
 from hf_dp.clipping.shared import SharedMethod, find_shared_method
 from hf_dp.clipping.tape import Tape
 from hf_dp.clipping.two_pass import two_pass
@@ -253,7 +253,10 @@ class ClippingEngine:
         return groups
 
     def _prepare_shards(self) -> None:
-        """Let a sharded model show its shards, and what autograd might write to them."""
+        """Let a sharded model show its shards, and what autograd might write to them.
+
+        Such a gradient is refused.
+        """
         if type(self)._take is not ClippingEngine._take:
             raise UnsupportedModelError(
                 f"{type(self).__name__} needs each parameter whole in every process (masks, "
@@ -261,10 +264,7 @@ class ClippingEngine:
                 "parameters over processes. Use DP-SGD or LoRA with FSDP2, or run this method on "
                 "one process or with data parallelism (DDP)."
             )
-        reshard(self.model)
-        for module in managed_modules(self.model):
-            # A gradient that autograd writes must reach `.grad`, where it is refused.
-            module.set_requires_gradient_sync(True, recurse=False)
+        prepare_shards(self.model)
 
     def _install(self, module: nn.Module, own: dict[str, nn.Parameter]) -> None:
         """Give one module a capturing forward, as an instance attribute."""

@@ -17,11 +17,21 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
 from hf_dp.clipping.engine import ClippingEngine
 from hf_dp.clipping.per_example import per_example_gradients
 from hf_dp.clipping.rounding import squared_norms
+from hf_dp.clipping.sharded_check import (
+    averaged_gradients,
+    computing_dtypes,
+    of_all_shards,
+    of_one_process,
+    placed_as,
+    refuse_different_examples,
+)
+from hf_dp.clipping.sharding import is_sharded, prepare_shards, reshard
 from hf_dp.clipping.weights import clipping_weights
 from hf_dp.errors import SelfCheckError
 
@@ -84,31 +94,38 @@ def self_check(
 ) -> None:
     """Compare the engine with one-by-one gradients on synthetic examples.
 
-    Parameters, their gradients and training mode are left as found.
+    Parameters, their gradients and training mode are left as found. If FSDP2 shards the model, all
+    processes must call this with the same examples, and no parameter may have a ``.grad``.
 
     Args:
         per_example_loss: ``(model, batch) -> (b,)``.
         padded: the examples as one batch, of different lengths and not sorted by length.
         alone: each of them as a batch of one, unpadded.
         rtol: relative tolerance of losses, norms and clipped sums; the default depends on the
-            parameters' dtype (1e-3 in float32).
+            dtype that the parameters have in the forward (1e-3 in float32).
 
     Raises:
         SelfCheckError: says what differed: a loss (it depends on neighbors or padding), a norm, a
             clipped sum, or a buffer that the forward changed.
     """
+    sharded = is_sharded(model)
+    if sharded:
+        prepare_shards(model)
     trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    rtol = _tolerance(trainable) if rtol is None else rtol
     per_example_loss = partial(_on_a_copy, per_example_loss)
 
     def engine(clipping_norm: float) -> ClippingEngine:
         return ClippingEngine(model, clipping_norm, clipping=clipping, strategy=strategy)
 
-    with _training(model), _moved(trainable):
+    with _training(model), _moved(model, trainable):
         buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
         versions = {name: parameter._version for name, parameter in model.named_parameters()}
         with _no_dropout():
             expected = [_alone(model, per_example_loss, example, trainable) for example in alone]
+            if sharded:
+                device = next(iter(trainable.values())).device
+                refuse_different_examples([each.loss for each in expected], device)
+            rtol = _tolerance(model, trainable) if rtol is None else rtol
             # Below every norm, so that every example is clipped.
             clipping_norm = min(example.norm for example in expected) / 2 or 1.0
             with engine(clipping_norm) as running:
@@ -178,7 +195,7 @@ def _compare_one(engine: ClippingEngine, losses: Callable[[], Tensor], examples:
 
 
 @contextmanager
-def _moved(trainable: Mapping[str, nn.Parameter]) -> Iterator[None]:
+def _moved(model: nn.Module, trainable: Mapping[str, nn.Parameter]) -> Iterator[None]:
     """Move trainable parameters a little: zeros (LoRA's B, gates) hide what is behind them."""
     values = {name: parameter.detach().clone() for name, parameter in trainable.items()}
     try:
@@ -186,9 +203,11 @@ def _moved(trainable: Mapping[str, nn.Parameter]) -> Iterator[None]:
             for parameter in trainable.values():
                 generator = torch.Generator(parameter.device).manual_seed(0)
                 noise = torch.randn(parameter.shape, generator=generator, device=parameter.device)
-                parameter.add_(noise.to(parameter.dtype), alpha=_MOVE)
+                noise = placed_as(parameter, noise.to(parameter.dtype))
+                parameter.add_(noise, alpha=_MOVE)
         yield
     finally:
+        reshard(model)
         with torch.no_grad():
             for name, parameter in trainable.items():
                 parameter.copy_(values[name])
@@ -210,7 +229,11 @@ def _alone(
     trainable: Mapping[str, nn.Parameter],
 ) -> _Expected:
     loss = per_example_loss(model, example)
-    gradients = next(per_example_gradients(loss, trainable))
+    gradients = (
+        averaged_gradients(loss[0], trainable)
+        if is_sharded(model)
+        else next(per_example_gradients(loss, trainable))
+    )
     norm = torch.stack([_squared_norm(g) for g in gradients.values()]).sum().sqrt()
     expected = _Expected(float(loss.detach()[0]), float(norm), gradients)
     if not (math.isfinite(expected.loss) and math.isfinite(expected.norm)):
@@ -224,7 +247,8 @@ def _alone(
 
 def _squared_norm(gradient: Tensor) -> Tensor:
     """Return the squared norm in float64, without a float64 copy of the gradient."""
-    return squared_norms(gradient.reshape(1, -1))[0].double()
+    shard = gradient.to_local() if isinstance(gradient, DTensor) else gradient
+    return of_all_shards(squared_norms(shard.reshape(1, -1))[0].double(), gradient)
 
 
 def _compare_losses(losses: Tensor, expected: Sequence[_Expected], rtol: float) -> None:
@@ -266,10 +290,10 @@ def _compare_sums(
         exact = torch.zeros_like(total)
         for column, example in enumerate(expected):
             exact.add_(example.gradients[name], alpha=float(weights[groups[name], column]))
-        error = float((total - exact).norm())
+        error = float(_squared_norm(of_one_process(total) - exact).sqrt())
         # Relative to this parameter's own sum: a small one must not hide behind the others.
         if not error <= rtol * len(expected) * max(
-            min(float(exact.norm()), clipping_norm), 1e-2 * clipping_norm
+            min(float(_squared_norm(exact).sqrt()), clipping_norm), 1e-2 * clipping_norm
         ):
             raise SelfCheckError(
                 f"The clipped sum of {name!r} differs from the sum of clipped one-by-one gradients "
@@ -297,8 +321,8 @@ def _refuse_changes(
         )
 
 
-def _tolerance(trainable: Mapping[str, nn.Parameter]) -> float:
-    dtypes = {p.dtype for p in trainable.values()}
+def _tolerance(model: nn.Module, trainable: Mapping[str, nn.Parameter]) -> float:
+    dtypes = {p.dtype for p in trainable.values()} | computing_dtypes(model)
     if dtypes & {torch.bfloat16, torch.float16} or any(
         torch.is_autocast_enabled(p.device.type) for p in trainable.values()
     ):

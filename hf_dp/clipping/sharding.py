@@ -35,6 +35,13 @@ def managed_modules(model: nn.Module) -> Iterator[FSDPModule]:
     return (module for module in model.modules() if isinstance(module, FSDPModule))
 
 
+def prepare_shards(model: nn.Module) -> None:
+    """Let modules hold their sharded parameters, and autograd's gradients reach their ``.grad``."""
+    reshard(model)
+    for module in managed_modules(model):
+        module.set_requires_gradient_sync(True, recurse=False)
+
+
 def reshard(model: nn.Module) -> None:
     """Let modules hold their sharded parameters again.
 

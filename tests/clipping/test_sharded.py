@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import peft
@@ -33,9 +34,11 @@ from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
-from hf_dp.clipping import ClippingEngine, sharded_sums
+from hf_dp.clipping import ClippingEngine, self_check, sharded_sums
 from hf_dp.clipping.engine import STRATEGIES
+from hf_dp.clipping.gradients import Dense
 from hf_dp.clipping.masked import MaskedEngine
+from hf_dp.clipping.rounding import Norms
 from hf_dp.clipping.rules import find_rule
 from hf_dp.errors import HfDpError
 
@@ -646,3 +649,67 @@ def zero_3() -> nn.Module:
 def test_other_parallelism_is_refused(build, count, says):
     found = message(count, build, enter)
     assert says in found and "fully_shard" in found
+
+
+# -- the self-check ---
+
+
+def check(model: Any, architecture: Architecture, loss: Any = together, seed: int = 0) -> None:
+    examples = architecture.examples(architecture.build(), (5, 2), seed=seed)
+    alone = [collate(model, [example]) for example in examples]
+    self_check(model, loss, collate(model, examples), alone)
+
+
+@pytest.mark.parametrize("name", ["bert", "gpt2_tied", "t5"])
+def test_the_self_check_passes(name):
+    """It leaves parameters and gradients as found."""
+    architecture = ARCHITECTURES[name]
+
+    def unchanged(dtype: torch.dtype, precision: Any, **options: Any) -> None:
+        with precision:
+            model = sharded(architecture.build(dtype=dtype), **options)
+            check(model, architecture)
+        assert all(p.grad is None for p in model.parameters())
+        found = whole({name: p.detach() for name, p in model.named_parameters()})
+        before = {n: p.detach() for n, p in architecture.build(dtype=dtype).named_parameters()}
+        assert_same_sums(found, before, atol=0)
+
+    def run() -> None:
+        mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("replicate", "shard"))
+        for options in ({}, {"reshard_after_forward": False}, {"mesh": mesh}):
+            unchanged(torch.float64, architecture.precision(), **options)
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+        unchanged(torch.float32, nullcontext(), mp_policy=policy)
+
+    on_processes(2, run)
+
+
+@pytest.mark.parametrize(
+    ("plant", "says"),
+    [
+        ("norm", "gradient norm"),
+        ("sum", "clipped sum"),
+        ("coupled", "beside a longer one"),
+        ("rank", "different"),
+    ],
+)
+def test_the_self_check_sees(plant, says):
+    architecture = ARCHITECTURES["bert"]
+
+    def use(model: Any) -> None:
+        loss, seed = together, 0
+        if plant == "norm":
+            Dense.norms = lambda self, grams=None: Norms(*[torch.ones(len(self.gradients))] * 3)  # type: ignore[method-assign, assignment]
+        elif plant == "sum":
+            scatter = sharded_sums._scatter
+            sharded_sums._WHOLE = NONE
+            sharded_sums._scatter = lambda total, parameter: scatter(
+                scatter(total, parameter).full_tensor(), parameter
+            )
+        elif plant == "coupled":
+            loss = lambda model, batch: together(model, batch) / len(batch["labels"])  # noqa: E731
+        else:
+            seed = dist.get_rank()
+        check(model, architecture, loss, seed)
+
+    assert says in message(2, lambda: sharded(architecture.build()), use)
