@@ -121,7 +121,7 @@ class PrivateRun:
             self.data_collator,
         )
         self.arguments: Mapping[str, Any] = {}  # which all processes must have in common
-        self._stand_in: Any = None  # for physical batches that only others have
+        self._made_up: Any = None  # a batch for the forwards that only other processes have rows for
         self._step_is_open = False
         self._data: TrainingData | None = None
         self._data_of: tuple[Any, Any] = (None, None)
@@ -387,20 +387,16 @@ class PrivateRun:
         """
         loss_sum = torch.zeros((), device=self.device)
         with self.processes.telling(), self.randomness.streams():
-            own = list(batches)
+            own, made_up = list(batches), 0
+            if is_sharded(self.model):
+                made_up = self.processes.largest(len(own)) - len(own)
             for batch in own:
                 losses = self.losses(batch)
                 engine.backward(losses)
                 loss_sum += losses.detach().nan_to_num().sum()
-            if is_sharded(self.model):
-                for _ in range(self.processes.largest(len(own)) - len(own)):
-                    engine.backward(self.losses(self._made_up_batch()), counted=False)
+            for _ in range(made_up):
+                engine.backward(self.losses(self._made_up), counted=False)
         return loss_sum
-
-    def _made_up_batch(self) -> Any:
-        if self._stand_in is None:
-            self._stand_in, _ = self.check_batches()
-        return self._stand_in
 
     # -- the self-check --
 
@@ -409,6 +405,7 @@ class PrivateRun:
         gradients."""
         with self.randomness.streams(), self._forward_context():
             padded, alone = self.check_batches()
+            self._made_up = padded
             strategy = self.strategy()
             logger.info("Clipping strategy: %s.", strategy)
             precision = self.precision()
@@ -426,9 +423,14 @@ class PrivateRun:
 
     def check_batches(self) -> tuple[Any, list[Any]]:
         """Return the synthetic examples as one padded batch and one by one, on the model's
-        device."""
+        device; the same in all processes of a sharded model, which check them together."""
         layout = self.training_data().looked_over.layout if self.has_own_examples else None
-        examples = self._synthetic() if self._synthetic else self.synthetic_batches()
+        make = self._synthetic or self.synthetic_batches
+        if is_sharded(self.model):
+            self.training_data()  # which all processes look over together
+            examples = self.processes.on_main(make)
+        else:
+            examples = make()
         padded, alone = padded_together(examples, self.padding(), layout)
         return self._prepare(padded), [self._prepare(example) for example in alone]
 
