@@ -40,7 +40,8 @@ from hf_dp.clipping.gradients import Dense
 from hf_dp.clipping.masked import MaskedEngine
 from hf_dp.clipping.rounding import Norms
 from hf_dp.clipping.rules import find_rule
-from hf_dp.errors import HfDpError
+from hf_dp.clipping.tape import Tape
+from hf_dp.errors import HfDpError, UnsupportedModelError
 
 LENGTHS = (5, 1, 3, 4, 2)
 # The physical batches of each rank, as positions in the logical batch; all have equally many.
@@ -713,3 +714,33 @@ def test_the_self_check_sees(plant, says):
         check(model, architecture, loss, seed)
 
     assert says in message(2, lambda: sharded(architecture.build()), use)
+
+
+@pytest.mark.parametrize("strategy", ["book_keeping", "two_pass"])
+def test_a_logical_batch_can_start_again_after_an_error_in_backward(strategy):
+    architecture = ARCHITECTURES["bert"]
+    expected = expected_of(architecture)
+
+    def run() -> Result:
+        sharded_sums._WHOLE = VECTORS
+        model = architecture.build()
+        examples = architecture.examples(model, LENGTHS)
+        sharded(model)
+        capture, calls = Tape.capture, []
+
+        def failing(*args: Any) -> None:
+            calls.append(args)
+            if len(calls) == 12:
+                raise UnsupportedModelError("planted")
+            capture(*args)
+
+        Tape.capture = failing  # type: ignore[method-assign]
+        with pytest.raises(UnsupportedModelError, match="planted"):
+            result(model, examples, expected.clipping_norm, strategy=strategy)
+        with torch.no_grad():
+            together(model, collate(model, examples))
+        assert isinstance(model.bert.encoder.layer[0].output.dense.weight, DTensor)
+        norms, sums = result(model, examples, expected.clipping_norm, strategy=strategy)
+        return norms, whole(sums)
+
+    assert_equal(*of_all(on_processes(2, run)), expected)
