@@ -25,11 +25,16 @@ from architectures import (
     poison,
     together,
 )
-from models import Batch, assert_same_sums
+from models import Batch, assert_same_sums, on
 from processes import on_processes
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FullyShardedDataParallel,
+    MixedPrecisionPolicy,
+    fully_shard,
+)
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
@@ -739,8 +744,36 @@ def test_a_logical_batch_can_start_again_after_an_error_in_backward(strategy):
             result(model, examples, expected.clipping_norm, strategy=strategy)
         with torch.no_grad():
             together(model, collate(model, examples))
-        assert isinstance(model.bert.encoder.layer[0].output.dense.weight, DTensor)
+        assert isinstance(model.bert.encoder.layer[1].output.dense.weight, DTensor)
         norms, sums = result(model, examples, expected.clipping_norm, strategy=strategy)
         return norms, whole(sums)
 
     assert_equal(*of_all(on_processes(2, run)), expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_shards_kept_on_the_cpu(strategy, monkeypatch):
+    """One process: what is gathered, computed and reduced is on the GPU, what is kept is not."""
+    architecture = ARCHITECTURES["bert"]
+    expected = expected_of(architecture)
+    dist.init_process_group("cpu:gloo,cuda:nccl", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("cuda", (1,))
+        for numbers in (ALL, NONE):
+            monkeypatch.setattr(sharded_sums, "_WHOLE", numbers)
+            model = sharded(architecture.build().cuda(), mesh, offload_policy=CPUOffloadPolicy())
+            examples = architecture.examples(model, LENGTHS)
+            batch = on("cuda", collate(model, examples))
+            with ClippingEngine(model, expected.clipping_norm, strategy=strategy) as engine:
+                norms = engine.backward(together(model, batch))
+                sums = engine.collect()
+            assert norms.device.type == "cuda"
+            assert {total.device.type for total in sums.values()} == {"cpu"}
+            full = {name: total.to("cuda").full_tensor().cpu() for name, total in sums.items()}
+            assert_equal(norms.cpu(), full, expected)
+            alone = [on("cuda", collate(model, [example])) for example in examples]
+            self_check(model, together, batch, alone)
+    finally:
+        dist.destroy_process_group()
