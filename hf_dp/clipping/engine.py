@@ -27,7 +27,13 @@ from hf_dp.clipping.fallback import fallback_forward, own_parameters, shared_met
 from hf_dp.clipping.rounding import SMALLEST_CLIPPING_NORM, accumulation_dtype
 from hf_dp.clipping.rules import find_rule
 from hf_dp.clipping.sharded_sums import ShardedSums
-from hf_dp.clipping.sharding import is_sharded, prepare_shards, refuse_shards_within, reshard
+from hf_dp.clipping.sharding import (
+    is_sharded,
+    prepare_shards,
+    refuse_shards_within,
+    reset_shards,
+    reshard,
+)
 from hf_dp.clipping.shared import SharedMethod, find_shared_method
 from hf_dp.clipping.tape import Tape
 from hf_dp.clipping.two_pass import two_pass
@@ -137,9 +143,11 @@ class ClippingEngine:
     def __exit__(self, *exception: object) -> None:
         while self._restore:
             self._restore.pop()()
-        self._tape = Tape()
-        if self._sharded:
+        if self._sharded and any(exception) and self._tape.examples is not None:
+            reset_shards(self.model)  # a forward began that may not have ended
+        elif self._sharded:
             reshard(self.model)
+        self._tape = Tape()
 
     @property
     def groups(self) -> dict[str, int]:

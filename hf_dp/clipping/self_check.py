@@ -122,9 +122,6 @@ def self_check(
         versions = {name: parameter._version for name, parameter in model.named_parameters()}
         with _no_dropout():
             expected = [_alone(model, per_example_loss, example, trainable) for example in alone]
-            if sharded:
-                device = next(iter(trainable.values())).device
-                refuse_different_examples([each.loss for each in expected], device)
             rtol = _tolerance(model, trainable) if rtol is None else rtol
             # Below every norm, so that every example is clipped.
             clipping_norm = min(example.norm for example in expected) / 2 or 1.0
@@ -133,6 +130,8 @@ def self_check(
                 norms = running.backward(losses)
                 sums = running.collect()
                 groups = running.groups
+            if sharded:
+                refuse_different_examples([each.loss for each in expected], losses.device)
             _compare_losses(losses.detach().double(), expected, rtol)
             _compare_norms(norms.double(), expected, rtol)
             _compare_sums(sums, expected, groups, clipping, clipping_norm, rtol)

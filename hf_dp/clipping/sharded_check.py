@@ -45,7 +45,7 @@ def placed_as(parameter: nn.Parameter, whole: Tensor) -> Tensor:
     mesh = parameter.device_mesh
     everywhere = [Replicate() for _ in range(mesh.ndim)]
     spread = DTensor.from_local(whole, mesh, everywhere, run_check=False)
-    return spread.redistribute(placements=parameter.placements)
+    return spread.redistribute(placements=parameter.placements).to(parameter.device)
 
 
 def of_one_process(total: Tensor) -> Tensor:

@@ -60,24 +60,37 @@ def passed_on(output: Tensor, module: nn.Module) -> Tensor:
     return output.clone() if isinstance(module, FSDPModule) else output.view_as(output)
 
 
+def reset_shards(model: nn.Module) -> None:
+    """Let a model start again after an error within its forward or backward."""
+    inner = {each for module in managed_modules(model) for each in list(_modules_of(module))[1:]}
+    for module in managed_modules(model):
+        if module not in inner and hasattr(module, "reset_iter_state"):  # torch >= 2.13
+            module.reset_iter_state()
+    reshard(model)
+
+
 def refuse_parallelism(model: nn.Module) -> None:
     """Raise for parameters spread over processes in any way but FSDP2's.
 
     Raises:
         UnsupportedModelError: names the way, and what to use instead.
     """
-    for name, module in model.named_modules():
-        if isinstance(module, FullyShardedDataParallel):
+    classes = {type(module): name for name, module in model.named_modules()}
+    for module_class, name in classes.items():
+        if issubclass(module_class, FullyShardedDataParallel):
             raise UnsupportedModelError(
                 f"{_named('The model', name)} is wrapped in FullyShardedDataParallel (FSDP1). It "
                 "joins parameters of many layers in one flat tensor, so no layer sees its own. Use "
                 "FSDP2: torch.distributed.fsdp.fully_shard, or fsdp_version: 2 in accelerate's "
                 "configuration."
             )
-        if any(base.__name__ == "DeepSpeedEngine" for base in type(module).__mro__):
+        if any(base.__name__ == "DeepSpeedEngine" for base in module_class.__mro__):
             raise _deepspeed(_named("The model", name))
     managed = {
-        id(parameter) for module in managed_modules(model) for parameter in _of_module(module)
+        id(parameter)
+        for outer in managed_modules(model)
+        for module in _modules_of(outer)
+        for parameter in module.parameters(recurse=False)
     }
     meshes: dict[object, str] = {}
     for name, parameter in model.named_parameters():
@@ -112,9 +125,9 @@ def refuse_shards_within(module: nn.Module, described: str, own: Mapping[str, ob
         )
 
 
-def _of_module(module: FSDPModule) -> list[nn.Parameter]:
+def _modules_of(module: FSDPModule) -> Iterator[nn.Module]:
     assert isinstance(module, nn.Module)
-    return list(module.parameters())
+    return module.modules()
 
 
 def _refuse_placement(name: str, parameter: DTensor, managed: bool) -> None:

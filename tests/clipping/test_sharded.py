@@ -25,11 +25,16 @@ from architectures import (
     poison,
     together,
 )
-from models import Batch, assert_same_sums
+from models import Batch, assert_same_sums, on
 from processes import on_processes
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FullyShardedDataParallel,
+    MixedPrecisionPolicy,
+    fully_shard,
+)
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
@@ -40,7 +45,8 @@ from hf_dp.clipping.gradients import Dense
 from hf_dp.clipping.masked import MaskedEngine
 from hf_dp.clipping.rounding import Norms
 from hf_dp.clipping.rules import find_rule
-from hf_dp.errors import HfDpError
+from hf_dp.clipping.tape import Tape
+from hf_dp.errors import HfDpError, UnsupportedModelError
 
 LENGTHS = (5, 1, 3, 4, 2)
 # The physical batches of each rank, as positions in the logical batch; all have equally many.
@@ -713,3 +719,61 @@ def test_the_self_check_sees(plant, says):
         check(model, architecture, loss, seed)
 
     assert says in message(2, lambda: sharded(architecture.build()), use)
+
+
+@pytest.mark.parametrize("strategy", ["book_keeping", "two_pass"])
+def test_a_logical_batch_can_start_again_after_an_error_in_backward(strategy):
+    architecture = ARCHITECTURES["bert"]
+    expected = expected_of(architecture)
+
+    def run() -> Result:
+        sharded_sums._WHOLE = VECTORS
+        model = architecture.build()
+        examples = architecture.examples(model, LENGTHS)
+        sharded(model)
+        capture, calls = Tape.capture, []
+
+        def failing(*args: Any) -> None:
+            calls.append(args)
+            if len(calls) == 12:
+                raise UnsupportedModelError("planted")
+            capture(*args)
+
+        Tape.capture = failing  # type: ignore[method-assign]
+        with pytest.raises(UnsupportedModelError, match="planted"):
+            result(model, examples, expected.clipping_norm, strategy=strategy)
+        with torch.no_grad():
+            together(model, collate(model, examples))
+        assert isinstance(model.bert.encoder.layer[1].output.dense.weight, DTensor)
+        norms, sums = result(model, examples, expected.clipping_norm, strategy=strategy)
+        return norms, whole(sums)
+
+    assert_equal(*of_all(on_processes(2, run)), expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_shards_kept_on_the_cpu(strategy, monkeypatch):
+    """One process: what is gathered, computed and reduced is on the GPU, what is kept is not."""
+    architecture = ARCHITECTURES["bert"]
+    expected = expected_of(architecture)
+    dist.init_process_group("cpu:gloo,cuda:nccl", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("cuda", (1,))
+        for numbers in (ALL, NONE):
+            monkeypatch.setattr(sharded_sums, "_WHOLE", numbers)
+            model = sharded(architecture.build().cuda(), mesh, offload_policy=CPUOffloadPolicy())
+            examples = architecture.examples(model, LENGTHS)
+            batch = on("cuda", collate(model, examples))
+            with ClippingEngine(model, expected.clipping_norm, strategy=strategy) as engine:
+                norms = engine.backward(together(model, batch))
+                sums = engine.collect()
+            assert norms.device.type == "cuda"
+            assert {total.device.type for total in sums.values()} == {"cpu"}
+            full = {name: total.to("cuda").full_tensor().cpu() for name, total in sums.items()}
+            assert_equal(norms.cpu(), full, expected)
+            alone = [on("cuda", collate(model, [example])) for example in examples]
+            self_check(model, together, batch, alone)
+    finally:
+        dist.destroy_process_group()
