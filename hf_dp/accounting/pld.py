@@ -27,6 +27,7 @@ from hf_dp.accounting.composition import (
     TruncatedTerm,
     VisibleTerm,
 )
+from hf_dp.accounting.one_step import sampled_gaussian
 from hf_dp.accounting.ranges import Range
 from hf_dp.accounting.value import Epsilon
 
@@ -100,6 +101,8 @@ def _one_step(
 
     It is cached: building it is most of the work, and a run asks again with more steps.
     """
+    if sample_rate < 1 and relation != "replace_one":
+        return sampled_gaussian(noise_multiplier, sample_rate, interval)
     return google_pld.from_gaussian_mechanism(
         noise_multiplier,
         sampling_prob=sample_rate,

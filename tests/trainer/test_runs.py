@@ -4,8 +4,6 @@ expects."""
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,6 +12,7 @@ import torch
 from models import DEVICES
 from peft import LoraConfig, PeftModel
 from transformers import AutoModelForSequenceClassification, EarlyStoppingCallback, TrainerCallback
+from warm import run_program
 
 from hf_dp.accounting import EARLIER, epsilon
 from hf_dp.errors import (
@@ -286,8 +285,9 @@ def test_two_processes_cannot_share_a_run(tmp_path):
                 "import sys; sys.path.insert(0, sys.argv[1]); import tiny, pathlib\n"
                 "tiny.trainer(pathlib.Path(sys.argv[2])).train(resume_from_checkpoint=True)"
             )
-            command = [sys.executable, "-c", code, str(Path(tiny.__file__).parent), str(tmp_path)]
-            self.done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+            (tmp_path / "intruder").mkdir()
+            words = [str(Path(tiny.__file__).parent), str(tmp_path)]
+            self.done = run_program(code, tmp_path / "intruder", words)
             control.should_training_stop = True
 
     intruder = Intruder()
