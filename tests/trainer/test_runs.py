@@ -142,6 +142,7 @@ def test_training_learns_without_much_noise(tmp_path):
         "accountant": "rdp",
         "max_steps": 150,
         "expected_batch_size": 40,
+        "per_device_train_batch_size": 40,
         "learning_rate": 1e-3,
         "evaluate_on_training_rows": True,
     }
@@ -182,16 +183,19 @@ def test_resuming_from_an_earlier_checkpoint_counts_the_branch(tmp_path):
 
 
 def test_a_branch_stops_before_the_target_is_passed(tmp_path):
-    first = interrupted(tmp_path, target_epsilon=4.0)
+    options = {"target_epsilon": 4.0, "accountant": "rdp"}
+    first = interrupted(tmp_path, **options)
     assert first.epsilon().value <= 4.0
-    trainer = tiny.trainer(tmp_path, save_strategy="steps", save_steps=2, target_epsilon=4.0)
+    trainer = tiny.trainer(tmp_path, save_strategy="steps", save_steps=2, **options)
     with pytest.raises(BudgetExceededError, match="would pass it"):
         trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
     assert read(tmp_path).ledger.steps() == 4
 
 
 def test_a_run_stops_early_when_earlier_steps_used_part_of_the_target(tmp_path):
-    trainer = tiny.trainer(tmp_path, save_strategy="steps", save_steps=2, target_epsilon=4.0)
+    options = {"save_strategy": "steps", "save_steps": 2}
+    options |= {"target_epsilon": 4.0, "accountant": "rdp"}
+    trainer = tiny.trainer(tmp_path, **options)
 
     class Crash(TrainerCallback):
         def on_step_end(self, args, state, control, **kwargs):
@@ -202,7 +206,7 @@ def test_a_run_stops_early_when_earlier_steps_used_part_of_the_target(tmp_path):
     with pytest.raises(KeyboardInterrupt):
         trainer.train()
     assert read(tmp_path).ledger.steps() == 3
-    again = tiny.trainer(tmp_path, save_strategy="steps", save_steps=2, target_epsilon=4.0)
+    again = tiny.trainer(tmp_path, **options)
     again.train(resume_from_checkpoint=True)
     assert (
         again.ledger.steps() == 4
