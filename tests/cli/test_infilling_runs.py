@@ -6,6 +6,8 @@ from __future__ import annotations
 import itertools
 import json
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -13,6 +15,7 @@ import torch
 import transformers as hf
 import yaml
 from families import SENTENCES, bert
+from warm import run_program
 
 from hf_dp.cli.main import main
 
@@ -268,8 +271,29 @@ def test_bad_evaluations(recipe, capsys):
     assert "did you mean `max_length`" in capsys.readouterr().err
 
 
-def test_a_sweep_is_resumed_and_adds_up(recipe, capsys):
+class Forked:
+    """``subprocess`` for a sweep whose runs need not wait for torch to be imported."""
+
+    STDOUT = subprocess.STDOUT
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def run(self, command: list[str], stdout, stderr) -> subprocess.CompletedProcess[str]:
+        assert command[:2] == [sys.executable, "-m"] and stderr == self.STDOUT
+        code = (
+            f"import runpy; runpy.run_module({command[2]!r}, run_name='__main__', alter_sys=True)"
+        )
+        done = run_program(code, self.folder, command[3:])
+        stdout.write(done.stdout + done.stderr)
+        return done
+
+
+def test_a_sweep_is_resumed_and_adds_up(recipe, capsys, tmp_path, monkeypatch):
+    """(Its processes are started as they are in test_a_sweep_says_which_runs_failed.)"""
     from hf_dp.accounting import epsilon
+
+    monkeypatch.setattr("hf_dp.cli.sweep.subprocess", Forked(tmp_path))
     from hf_dp.statement import record as document
 
     folder = recipe.parent / "sweep"

@@ -4,8 +4,6 @@ expects."""
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,6 +12,7 @@ import torch
 from models import DEVICES
 from peft import LoraConfig, PeftModel
 from transformers import AutoModelForSequenceClassification, EarlyStoppingCallback, TrainerCallback
+from warm import run_program
 
 from hf_dp.accounting import EARLIER, epsilon
 from hf_dp.errors import (
@@ -143,6 +142,7 @@ def test_training_learns_without_much_noise(tmp_path):
         "accountant": "rdp",
         "max_steps": 150,
         "expected_batch_size": 40,
+        "per_device_train_batch_size": 40,
         "learning_rate": 1e-3,
         "evaluate_on_training_rows": True,
     }
@@ -183,16 +183,19 @@ def test_resuming_from_an_earlier_checkpoint_counts_the_branch(tmp_path):
 
 
 def test_a_branch_stops_before_the_target_is_passed(tmp_path):
-    first = interrupted(tmp_path, target_epsilon=4.0)
+    options = {"target_epsilon": 4.0, "accountant": "rdp"}
+    first = interrupted(tmp_path, **options)
     assert first.epsilon().value <= 4.0
-    trainer = tiny.trainer(tmp_path, save_strategy="steps", save_steps=2, target_epsilon=4.0)
+    trainer = tiny.trainer(tmp_path, save_strategy="steps", save_steps=2, **options)
     with pytest.raises(BudgetExceededError, match="would pass it"):
         trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
     assert read(tmp_path).ledger.steps() == 4
 
 
 def test_a_run_stops_early_when_earlier_steps_used_part_of_the_target(tmp_path):
-    trainer = tiny.trainer(tmp_path, save_strategy="steps", save_steps=2, target_epsilon=4.0)
+    options = {"save_strategy": "steps", "save_steps": 2}
+    options |= {"target_epsilon": 4.0, "accountant": "rdp"}
+    trainer = tiny.trainer(tmp_path, **options)
 
     class Crash(TrainerCallback):
         def on_step_end(self, args, state, control, **kwargs):
@@ -203,7 +206,7 @@ def test_a_run_stops_early_when_earlier_steps_used_part_of_the_target(tmp_path):
     with pytest.raises(KeyboardInterrupt):
         trainer.train()
     assert read(tmp_path).ledger.steps() == 3
-    again = tiny.trainer(tmp_path, save_strategy="steps", save_steps=2, target_epsilon=4.0)
+    again = tiny.trainer(tmp_path, **options)
     again.train(resume_from_checkpoint=True)
     assert (
         again.ledger.steps() == 4
@@ -286,8 +289,9 @@ def test_two_processes_cannot_share_a_run(tmp_path):
                 "import sys; sys.path.insert(0, sys.argv[1]); import tiny, pathlib\n"
                 "tiny.trainer(pathlib.Path(sys.argv[2])).train(resume_from_checkpoint=True)"
             )
-            command = [sys.executable, "-c", code, str(Path(tiny.__file__).parent), str(tmp_path)]
-            self.done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+            (tmp_path / "intruder").mkdir()
+            words = [str(Path(tiny.__file__).parent), str(tmp_path)]
+            self.done = run_program(code, tmp_path / "intruder", words)
             control.should_training_stop = True
 
     intruder = Intruder()
