@@ -55,6 +55,10 @@ class LedgerError(HfDpError, RuntimeError):
     """The ledger of a run is missing, damaged, or belongs to another run."""
 
 
+class OutputError(HfDpError, OSError):
+    """A file of a run cannot be written: the disk is full, or the folder is not writable."""
+
+
 class BudgetExceededError(HfDpError, RuntimeError):
     """The next release would pass the target epsilon."""
 

@@ -22,6 +22,7 @@ from hf_dp.plans.privacy import PrivacyPlan
 from hf_dp.run.budget import Budget
 from hf_dp.run.folder import refuse_foreign_ledger, refuse_leftovers
 from hf_dp.run.lock import lock_run
+from hf_dp.run.lost import recorded_since
 from hf_dp.run.mark import COPIED_MARK, RUN_MARK, Mark, stamp, write_mark
 from hf_dp.run.marks import marks_of_run, refuse_unknown_to, refuse_without_own_mark
 from hf_dp.run.resume import other_earlier_runs, records_to_resume
@@ -67,6 +68,7 @@ class RunLedger:
         self.model_selection = self.rows_are_chunks = False
         self.evaluation_compared = True
         self.ledger = Ledger()
+        self.lost: dict[str, int] = {}  # releases by purpose since the checkpoint resumed from
         self.run_id = uuid.uuid4().hex
         self.budget = Budget(plan, self.ledger)
         self._lock: FileLock | None = None
@@ -80,6 +82,14 @@ class RunLedger:
         """
         self.open()
         self.budget.start(planned_steps, planned_releases)
+
+    def take(self) -> None:
+        """Take the lock of the run in the folder, if there is one; :meth:`stop` releases it.
+
+        Raises: LedgerError when another process is at work on it.
+        """
+        if self.folder.is_dir():
+            self._lock = self._lock or lock_run(self.folder)
 
     def open(self) -> None:
         """Take the folder for this run. Nothing may be recorded before.
@@ -218,6 +228,7 @@ class RunLedger:
         run, at_checkpoint = records_to_resume(self.folder, Path(checkpoint), self.plan, claims)
         self.ledger, self.run_id = run.ledger, run.run_id
         self.budget = Budget(self.plan, self.ledger)
+        self.lost = recorded_since(at_checkpoint.ledger, run.ledger)
         self._weaken(run.weaknesses)
         self._weaken(at_checkpoint.weaknesses)
 

@@ -34,7 +34,7 @@ from hf_dp.run.checks import (
     check_train_dataset,
     refuse_adapters_from_data,
 )
-from hf_dp.run.folder import checkpoint_of, refuse_foreign_ledger
+from hf_dp.run.folder import refuse_foreign_ledger
 from hf_dp.run.private_run import PrivateRun
 from hf_dp.run.training_data import TrainingData
 from hf_dp.statement.provenance import seen_in_pretraining
@@ -44,6 +44,7 @@ from hf_dp.statement.wording import EVALUATION_ON_TRAINING_ROWS
 from hf_dp.trainer.arguments import DPTrainingArguments
 from hf_dp.trainer.callbacks import NO_EPSILON, StopBeforeTarget, WeightsMove, with_epsilon
 from hf_dp.trainer.card_facts import card_details, earlier_run, pretraining_sources
+from hf_dp.trainer.checkpointing import Checkpointing
 from hf_dp.trainer.from_arguments import options_of, own_copy, plan_of
 from hf_dp.trainer.subclasses import check_subclass
 from hf_dp.tuners.apply import apply_peft, load_model
@@ -63,7 +64,7 @@ FIXED_ARGUMENTS = (
 )
 
 
-class DPTrainer(Trainer):
+class DPTrainer(Checkpointing):
     """Train privately: a drop-in for :class:`transformers.Trainer`.
 
     The arguments are Trainer's, in Trainer's order, and ``peft_config``.
@@ -312,9 +313,7 @@ class DPTrainer(Trainer):
         if not self.args.is_private:
             return super().train(resume_from_checkpoint, *args, **kwargs)
         run = self.run
-        checkpoint = checkpoint_of(resume_from_checkpoint, self.folder)
-        if checkpoint is not None:
-            run.book.resume(checkpoint)
+        checkpoint = self._checkpoint_of(resume_from_checkpoint)
         if seen := seen_in_pretraining(self.dataset_name, pretraining_sources(self.model)):
             logger.warning(
                 "The base model was pretrained on %s, the same text as the training data %s: what "
@@ -339,7 +338,7 @@ class DPTrainer(Trainer):
             self.tuner.start(run, checkpoint)
             self._train_model(run.model)
             self.mechanism.start(checkpoint)
-            output = super().train(resume_from_checkpoint, *args, **kwargs)
+            output = super().train(checkpoint, *args, **kwargs)
             self._write_privacy_files(self.folder)
         finally:
             run.stop()
@@ -358,6 +357,7 @@ class DPTrainer(Trainer):
             run.facts(self.tuner.describe(self.model))
             to_come = self.tuner.releases_to_come()
             run.book.start(max_steps - self.state.global_step, to_come)
+            self._tell_outlook(max_steps)
         return prepared
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
@@ -479,7 +479,7 @@ class DPTrainer(Trainer):
             self._write_privacy_files(output_dir or self.folder)
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
-        if self._run is not None and self.is_world_process_zero():
+        if self._run is not None and self.is_world_process_zero() and not self.is_saving:
             self._write_privacy_files(self.folder)  # so that no push leaves without its card
         super()._push_from_checkpoint(checkpoint_folder)
 
