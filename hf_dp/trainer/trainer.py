@@ -46,6 +46,7 @@ from hf_dp.trainer.callbacks import NO_EPSILON, StopBeforeTarget, WeightsMove, w
 from hf_dp.trainer.card_facts import card_details, earlier_run, pretraining_sources
 from hf_dp.trainer.checkpointing import Checkpointing
 from hf_dp.trainer.from_arguments import options_of, own_copy, plan_of
+from hf_dp.trainer.signals import StopOnSignal
 from hf_dp.trainer.subclasses import check_subclass
 from hf_dp.tuners.apply import apply_peft, load_model
 from hf_dp.tuners.base import Tuner
@@ -93,6 +94,7 @@ class DPTrainer(Checkpointing):
     tuner: Tuner
     mechanism: Mechanism
     _run: PrivateRun | None
+    _signals: StopOnSignal
     _evaluation: dict[str, float]
 
     def __init__(
@@ -194,6 +196,8 @@ class DPTrainer(Checkpointing):
         if plan.releases_each_step:
             self.add_callback(StopBeforeTarget(run.book))
         self.add_callback(WeightsMove())
+        self._signals = StopOnSignal()
+        self.add_callback(self._signals)
         self._refuse_optimizers()
         self.tuner.check_arguments(args)
         self.tuner.prepare(run)
@@ -307,7 +311,8 @@ class DPTrainer(Checkpointing):
 
         Raises: LedgerError when resuming without, or with another, ledger; BudgetExceededError when
             nothing is left; SelfCheckError, before the first draw, when the clipping engine
-            disagrees with one-by-one gradients.
+            disagrees with one-by-one gradients; TrainingStopped, a SystemExit, after SIGTERM or
+            SIGINT, when the step under way is finished and saved.
         """
         self._refuse_changed_arguments()
         if not self.args.is_private:
@@ -341,7 +346,9 @@ class DPTrainer(Checkpointing):
             output = super().train(checkpoint, *args, **kwargs)
             self._write_privacy_files(self.folder)
         finally:
+            self._signals.restore()
             run.stop()
+        self._signals.finish(self.folder, self.state.global_step, self.state.max_steps)
         if "training_loss" not in run.book.released:
             output = output._replace(training_loss=float("nan"))
         return output

@@ -322,7 +322,7 @@ def test_every_own_argument_is_refused_without_privacy():
         {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": False}},
         {"lr_scheduler_type": "reduce_lr_on_plateau", "eval_strategy": "epoch"},
         {"optim": "sgd"},
-        {"eval_strategy": "steps", "load_best_model_at_end": True, "enable_jit_checkpoint": True},
+        {"eval_strategy": "steps", "load_best_model_at_end": True},
         {"dataloader_num_workers": 2, "dataloader_prefetch_factor": 2},
         {"full_determinism": True, "seed": 1, "restore_callback_states_from_checkpoint": True},
         {"accelerator_config": {"non_blocking": True}},
