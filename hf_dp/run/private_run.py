@@ -125,7 +125,7 @@ class PrivateRun:
                 "which releases nothing before the steps and nothing in them. Plan what it lets "
                 "out."
             )
-        self._earlier = earlier_entries(
+        self.earlier = earlier_entries(
             earlier_runs, plan.num_examples, plan.privacy_unit, plan.neighboring_relation
         )
         self.book = RunLedger(
@@ -134,7 +134,7 @@ class PrivateRun:
             insecure_seed=insecure_seed is not None,
             released=released,
             earlier=earlier_claims(earlier_runs),
-            earlier_entries=self._earlier,
+            earlier_entries=self.earlier,
         )
         self.book.rows_are_chunks = self.options.rows_are_chunks
         self.randomness = SecretRandomness(insecure_seed)
@@ -206,7 +206,7 @@ class PrivateRun:
             refuse_adapters_from_data(self.model)
         refuse_many_processes(self.accelerator)
         self.book.open()
-        self.book.record_earlier(self._earlier)
+        self.book.record_earlier(self.earlier)
 
     def stop(self) -> None:
         """Let another process go on with this run."""

@@ -10,11 +10,13 @@ from transformers import Trainer
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.utils import logging
 
+from hf_dp._validate import invalid
 from hf_dp.run.checkpoint import SAVING, publish, rotate, stage, tidy
 from hf_dp.run.choice import checkpoint_of
 from hf_dp.run.disk import named_disk_errors
 from hf_dp.run.lost import lost_in_words, outlook
 from hf_dp.run.private_run import PrivateRun
+from hf_dp.run.start_over import move_earlier_run, refuse_half_moved
 
 logger = logging.get_logger(__name__)
 
@@ -84,14 +86,29 @@ class Checkpointing(Trainer):
     def _checkpoint_of(self, resume_from_checkpoint: str | bool | None) -> str | None:
         """Return the checkpoint to go on from, and take over the run's ledger; None for a new run.
 
-        Raises: LedgerError for a checkpoint that is not complete, and as ``RunLedger.resume``.
+        A new run that starts over moves the earlier one aside.
+
+        Raises: LedgerError for a checkpoint that is not complete, and as ``RunLedger.resume``;
+            InvalidArgumentError for ``start_over`` together with a checkpoint.
         """
-        if not resume_from_checkpoint or self._run is None:
+        start_over = self.args.start_over  # type: ignore[attr-defined]
+        if self._run is None or not (resume_from_checkpoint or start_over):
             return None
+        if resume_from_checkpoint and start_over:
+            raise invalid(
+                "start_over",
+                True,
+                f"to be False with resume_from_checkpoint={resume_from_checkpoint!r}",
+                "Resume to go on with the run in output_dir, or start over to leave it behind.",
+            )
         book = self._run.book
         book.take()
         try:
             tidy(book.folder)
+            if start_over:
+                move_earlier_run(book, self._run.earlier)
+                return None
+            refuse_half_moved(book.folder)
             checkpoint = checkpoint_of(resume_from_checkpoint, str(self.args.output_dir))
             if checkpoint is not None:
                 book.resume(checkpoint)

@@ -36,6 +36,7 @@ from hf_dp.run.checks import (
 )
 from hf_dp.run.folder import refuse_foreign_ledger
 from hf_dp.run.private_run import PrivateRun
+from hf_dp.run.start_over import runs_before
 from hf_dp.run.training_data import TrainingData
 from hf_dp.statement.provenance import seen_in_pretraining
 from hf_dp.statement.statement import PrivacyStatement
@@ -58,6 +59,7 @@ logger = logging.get_logger(__name__)
 # calls of train().
 FIXED_ARGUMENTS = (
     "privacy_mode",
+    "start_over",
     "padding_values",
     "rows_are_chunks",
     "adapter_init_data_is_public",
@@ -128,6 +130,9 @@ class DPTrainer(Checkpointing):
                 rows = TrainingRows(train_dataset, columns_read(model))
                 compared = args.evaluate_on_training_rows or refuse_training_rows(
                     eval_dataset, rows
+                )
+                args.earlier_runs = runs_before(
+                    Path(str(args.output_dir)), args.earlier_runs, args.start_over
                 )
                 classes = getattr(getattr(model, "config", None), "num_labels", None)
                 self.privacy_plan = plan_of(args, num_examples, self.tuner, classes)

@@ -233,6 +233,8 @@ REFUSALS = [
         r"`earlier_runs` to be a list of folders, got 'outputs/first'",
     ),
     (PUBLIC | {"earlier_runs": ["a"]}, r"`earlier_runs` to be left at \[\].*Remove it"),
+    ({"enable_jit_checkpoint": True}, r"`enable_jit_checkpoint` to be False.*SIGTERM by itself"),
+    (PUBLIC | {"start_over": True}, r"`start_over` to be left at False.*Remove it"),
     (PUBLIC | {"padding_values": {"a": 0}}, r"`padding_values` to be left at {}.*Remove it"),
     (PUBLIC | {"rows_are_chunks": True}, r"`rows_are_chunks` to be left at False.*Remove it"),
     (
