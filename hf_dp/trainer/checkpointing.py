@@ -118,10 +118,20 @@ class Checkpointing(Trainer):
             book.stop()
         return checkpoint
 
+    def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
+        """Run an epoch, unless all steps were made: Trainer would make one more in a run that is
+        resumed from its last checkpoint."""
+        if self._run is not None and self.state.global_step >= self.state.max_steps:
+            self.control.should_training_stop = True
+            return
+        super()._run_epoch(*args, **kwargs)
+
     def _tell_outlook(self, max_steps: int) -> None:
         """Say how a resumed run will end, when steps were lost or no longer fit."""
         if self._run is None or not self._run.plan.releases_each_step:
             return
         book, done = self._run.book, self.state.global_step
+        if done >= max_steps:
+            return
         if book.lost or book.budget.left < max_steps - done:
             logger.warning(outlook(self._run.plan, book.ledger, done, max_steps, book.budget.left))

@@ -242,6 +242,7 @@ def check(folder: Path, before: dict[str, int], shared: Shared) -> None:
         state = json.loads((path / "trainer_state.json").read_text())
         ledger = read(path).ledger
         assert updates == state["global_step"] == int(path.name.rpartition("-")[2])
+        assert updates <= STEPS, f"{path.name} has more steps than were planned"
         assert updates <= ledger.steps("training") <= now
         torch.load(path / "optimizer.pt", weights_only=True)
 

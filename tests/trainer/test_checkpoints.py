@@ -187,6 +187,15 @@ def test_a_resume_that_lost_nothing_says_nothing(tmp_path, said):
     assert again.ledger.steps() == 4 and said == []
 
 
+@pytest.mark.parametrize("options", [{}, {"target_epsilon": 4.0, "accountant": "rdp"}])
+def test_a_run_resumed_from_its_last_checkpoint_makes_no_further_step(tmp_path, options):
+    """A kill may come between the last save and the end; transformers makes one more step."""
+    saving(tmp_path, **options).train()
+    again = saving(tmp_path, **options)
+    again.train(resume_from_checkpoint=True)
+    assert (again.state.global_step, again.ledger.steps()) == (4, 4)
+
+
 def test_the_best_checkpoint_is_known_by_its_final_path_and_kept(tmp_path):
     trainer = saving(
         tmp_path,
