@@ -22,12 +22,11 @@ def named_disk_errors(what: str, folder: str | os.PathLike[str], next_move: str)
     """
     try:
         yield
-    except OutputError:
-        raise
     except (OSError, SafetensorError, RuntimeError) as error:
         if not _is_of_the_disk(error):
             raise
-        why = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+        cause = error.__cause__ if isinstance(error, OutputError) else error  # said more exactly
+        why = cause.strerror if isinstance(cause, OSError) and cause.strerror else str(cause)
         raise OutputError(
             f"{what} could not be written to {str(Path(folder))!r} ({why}). Make room, or make the "
             f"folder writable. {next_move}"

@@ -20,6 +20,7 @@ from hf_dp.accounting import EARLIER, Event, Ledger, LedgerEntry
 from hf_dp.errors import LedgerError
 from hf_dp.plans.privacy import PrivacyPlan
 from hf_dp.run.budget import Budget
+from hf_dp.run.disk import named_disk_errors
 from hf_dp.run.folder import refuse_foreign_ledger, refuse_leftovers
 from hf_dp.run.lock import lock_run
 from hf_dp.run.lost import recorded_since
@@ -101,8 +102,9 @@ class RunLedger:
         refuse_foreign_ledger(self.folder, self.run_id)
         if not len(self.ledger):
             refuse_leftovers(self.folder)
-        self.folder.mkdir(parents=True, exist_ok=True)
-        self._lock = self._lock or lock_run(self.folder)
+        with named_disk_errors("A new run", self.folder, "Or choose another output_dir."):
+            self.folder.mkdir(parents=True, exist_ok=True)
+            self._lock = self._lock or lock_run(self.folder)
         try:
             record = self._refuse_stale()
             found = marks_of_run(self.folder)
@@ -199,8 +201,13 @@ class RunLedger:
             weaknesses=self.weaknesses,
             statement=statement,
         )
-        write(folder, record)
-        self._write_mark(Path(folder))
+        with named_disk_errors(
+            f"The ledger ({FILE_NAME} and its mark)",
+            folder,
+            "Nothing is released before it is recorded. Then resume_from_checkpoint=True goes on.",
+        ):
+            write(folder, record)
+            self._write_mark(Path(folder))
 
     def mark_weights(self, folder: str | os.PathLike[str]) -> None:
         """Put the mark into ``folder`` and into the metadata of the weights there.

@@ -35,6 +35,7 @@ from hf_dp.run.checks import (
     refuse_adapters_from_data,
 )
 from hf_dp.run.folder import refuse_foreign_ledger
+from hf_dp.run.memory import named_memory_errors
 from hf_dp.run.private_run import PrivateRun
 from hf_dp.run.start_over import runs_before
 from hf_dp.run.training_data import TrainingData
@@ -281,7 +282,8 @@ class DPTrainer(Checkpointing):
         self.tuner.before_step(run, self.state.global_step)
         run.begin_step()  # each call is given one Poisson sample
 
-        clipped = mechanism.clip(inputs)  # per-example losses, norms, weights, the clipped sum
+        with named_memory_errors():
+            clipped = mechanism.clip(inputs)  # per-example losses, norms, weights, the clipped sum
         with run.release_step() as release:  # the step is in the durable ledger from here on
             mechanism.set_gradients(clipped, release)  # + noise, / expected_batch_size, to p.grad
 
