@@ -55,6 +55,14 @@ class LedgerError(HfDpError, RuntimeError):
     """The ledger of a run is missing, damaged, or belongs to another run."""
 
 
+class OutputError(HfDpError, OSError):
+    """A file of a run cannot be written: the disk is full, or the folder is not writable."""
+
+
+class MemoryShortError(HfDpError, MemoryError):
+    """Memory ran out while a logical batch was computed; nothing of it was released."""
+
+
 class BudgetExceededError(HfDpError, RuntimeError):
     """The next release would pass the target epsilon."""
 

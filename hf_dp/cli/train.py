@@ -15,6 +15,9 @@ Fine-tune a model, with differential privacy unless privacy_mode is non_private.
 stand in the YAML file or on the command line (--learning_rate or --learning-rate). The command line
 wins. An unknown key is an error.
 
+A private run that gets SIGTERM or SIGINT (Ctrl-C) finishes its step, saves a checkpoint and ends
+with the exit code 128 + signal number (143, 130); go on with --resume_from_checkpoint True.
+
 """
 
 

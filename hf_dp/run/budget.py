@@ -78,6 +78,11 @@ class Budget:
         """Whether the next training step would pass the target."""
         return self.ledger.steps(TRAINING) + 1 > self._allowed
 
+    @property
+    def left(self) -> float:
+        """How many training steps may still be made inside the target, infinity without one."""
+        return max(0, self._allowed - self.ledger.steps(TRAINING))
+
     def check(self, event: Event, purpose: str) -> None:
         """Raise BudgetExceededError when releasing ``event`` would pass the target; LedgerError for
         a step before :meth:`start`."""

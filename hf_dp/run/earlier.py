@@ -32,7 +32,8 @@ def earlier_entries(
                 "earlier_runs",
                 path,
                 f"to be a run on the same {num_examples} rows, not on {plan.num_examples}",
-                "A run on other rows costs these nothing: leave it out.",
+                "A run on other rows costs these nothing: leave it out. If it is in output_dir, "
+                "choose another output_dir.",
             )
         for name, theirs, ours in (
             ("privacy_unit", plan.privacy_unit, privacy_unit),

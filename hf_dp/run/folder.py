@@ -8,8 +8,6 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from transformers.trainer_utils import get_last_checkpoint
-
 from hf_dp.errors import LedgerError
 from hf_dp.run.mark import in_words
 from hf_dp.run.marks import mark_files_in, rebuild_advice
@@ -51,26 +49,3 @@ def refuse_foreign_ledger(folder: str | os.PathLike[str], run_id: str | None) ->
                 f"({in_words(item.mark.ledger)}), but not its {FILE_NAME}. Choose another folder "
                 f"(a new output_dir). To continue that run: {rebuild_advice(folder)}"
             )
-
-
-def checkpoint_of(resume_from_checkpoint: str | bool | None, folder: str) -> str | None:
-    """Return the checkpoint that Trainer's argument means: a path, the last one for True, or None.
-
-    Raises: LedgerError for True without a checkpoint.
-    """
-    if resume_from_checkpoint is not True:
-        return resume_from_checkpoint or None
-    last = get_last_checkpoint(folder) if os.path.isdir(folder) else None
-    if last is None:
-        next_move = "Pass False to start a run."
-        if Path(folder, FILE_NAME).exists():
-            next_move = (
-                "The run ended before its first checkpoint, so it cannot be continued. Start a new "
-                f"run in a new output_dir. What {FILE_NAME} here records was spent on the same "
-                "rows, and both count together."
-            )
-        raise LedgerError(
-            f"resume_from_checkpoint=True, but output_dir {Path(folder).name!r} has no checkpoint. "
-            f"{next_move}"
-        )
-    return last

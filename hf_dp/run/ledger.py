@@ -21,8 +21,10 @@ from hf_dp.distributed.processes import Processes
 from hf_dp.errors import LedgerError
 from hf_dp.plans.privacy import PrivacyPlan
 from hf_dp.run.budget import Budget
+from hf_dp.run.disk import named_disk_errors
 from hf_dp.run.folder import refuse_foreign_ledger, refuse_leftovers
 from hf_dp.run.lock import lock_run
+from hf_dp.run.lost import recorded_since
 from hf_dp.run.mark import COPIED_MARK, RUN_MARK, Mark, stamp, write_mark
 from hf_dp.run.marks import marks_of_run, refuse_unknown_to, refuse_without_own_mark
 from hf_dp.run.resume import other_earlier_runs, records_to_resume
@@ -70,6 +72,7 @@ class RunLedger:
         self.model_selection = self.rows_are_chunks = False
         self.evaluation_compared = True
         self.ledger = Ledger()
+        self.lost: dict[str, int] = {}  # releases by purpose since the checkpoint resumed from
         self.run_id = uuid.uuid4().hex
         self.budget = Budget(plan, self.ledger)
         self.processes = processes or Processes()
@@ -85,6 +88,14 @@ class RunLedger:
         """
         self.open()
         self.budget.start(planned_steps, planned_releases)
+
+    def take(self) -> None:
+        """Take the lock of the run in the folder, if there is one; :meth:`stop` releases it.
+
+        Raises: LedgerError when another process is at work on it.
+        """
+        if self.folder.is_dir():
+            self._lock = self._lock or lock_run(self.folder)
 
     def open(self) -> None:
         """Take the folder for this run. Nothing may be recorded before.
@@ -102,8 +113,9 @@ class RunLedger:
         refuse_foreign_ledger(self.folder, self.run_id)
         if not len(self.ledger):
             refuse_leftovers(self.folder)
-        self.folder.mkdir(parents=True, exist_ok=True)
-        self._lock = self._lock or lock_run(self.folder)
+        with named_disk_errors("A new run", self.folder, "Or choose another output_dir."):
+            self.folder.mkdir(parents=True, exist_ok=True)
+            self._lock = self._lock or lock_run(self.folder)
         try:
             record = self._refuse_stale()
             found = marks_of_run(self.folder)
@@ -210,8 +222,13 @@ class RunLedger:
             weaknesses=self.weaknesses,
             statement=statement,
         )
-        write(folder, record)
-        self._write_mark(Path(folder))
+        with named_disk_errors(
+            f"The ledger ({FILE_NAME} and its mark)",
+            folder,
+            "Nothing is released before it is recorded. Then resume_from_checkpoint=True goes on.",
+        ):
+            write(folder, record)
+            self._write_mark(Path(folder))
 
     def mark_weights(self, folder: str | os.PathLike[str]) -> None:
         """Put the mark into ``folder`` and into the metadata of the weights there.
@@ -241,6 +258,7 @@ class RunLedger:
         )
         self.ledger, self.run_id = run.ledger, run.run_id
         self.budget = Budget(self.plan, self.ledger)
+        self.lost = recorded_since(at_checkpoint.ledger, run.ledger)
         self._weaken(run.weaknesses)
         self._weaken(at_checkpoint.weaknesses)
 

@@ -10,7 +10,7 @@ from hf_dp.errors import LedgerError
 
 # If two processes resumed one run, each would record its own "step 51", and the ledger would keep
 # only one of the two. The operating system drops the lock when a process dies.
-_NAME = "_privacy.lock"  # (names that start with "_" are never pushed to the Hub)
+LOCK = "_privacy.lock"  # (names that start with "_" are never pushed to the Hub)
 
 
 def lock_run(folder: Path) -> FileLock:
@@ -18,7 +18,7 @@ def lock_run(folder: Path) -> FileLock:
 
     Raises: LedgerError when another process has it.
     """
-    lock = FileLock(folder / _NAME)
+    lock = FileLock(folder / LOCK)
     try:
         lock.acquire(timeout=0)
     except Timeout:

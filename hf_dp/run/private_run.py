@@ -133,7 +133,7 @@ class PrivateRun:
                 "out."
             )
         self.processes = Processes.here()
-        self._earlier = earlier_entries(
+        self.earlier = earlier_entries(
             earlier_runs, plan.num_examples, plan.privacy_unit, plan.neighboring_relation
         )
         self.book = RunLedger(
@@ -142,7 +142,7 @@ class PrivateRun:
             insecure_seed=insecure_seed is not None,
             released=released,
             earlier=earlier_claims(earlier_runs),
-            earlier_entries=self._earlier,
+            earlier_entries=self.earlier,
             processes=self.processes,
         )
         self.book.rows_are_chunks = self.options.rows_are_chunks
@@ -217,7 +217,7 @@ class PrivateRun:
         self.share(self.plan.sampler())  # refuses what several processes cannot draw
         self._meet()
         self.book.open()
-        self.book.record_earlier(self._earlier)
+        self.book.record_earlier(self.earlier)
 
     def _meet(self) -> None:
         """Compare this process with the others, and take over the main one's weights.

@@ -11,6 +11,16 @@ from hf_dp.run.mark import Mark, in_words
 from hf_dp.run.marks import marks_in, marks_of_run, read_copy, rebuild_advice, refuse_unknown_to
 from hf_dp.statement.record import FILE_NAME, PrivacyRecord, read
 
+# What the plan calls it -> what DPTrainer's user calls it; most telling first.
+_ARGUMENTS = {
+    "num_examples": "the rows of `train_dataset`",
+    "expected_batch_size": "",
+    "clipping_norm": "`per_example_max_grad_norm`",
+    "target_epsilon": "",
+    "noise_multiplier": "",
+    "delta": "`target_delta`",
+}
+
 
 def records_to_resume(
     folder: Path, checkpoint: Path, plan: PrivacyPlan, earlier_runs: Collection[str]
@@ -59,13 +69,14 @@ def other_earlier_runs() -> LedgerError:
 
 
 def _refuse_another_plan(then: PrivacyPlan, now: PrivacyPlan) -> None:
-    before, after = then.to_dict(), now.to_dict()
-    mechanisms = before.pop("mechanism"), after.pop("mechanism")
-    for old, new in (mechanisms, (before, after)):
-        for name in sorted(old | new):
-            if name != "steps" and old.get(name) != new.get(name):
-                raise LedgerError(
-                    f"Cannot resume: `{name}` is {new.get(name)!r} but the run was started with "
-                    f"{old.get(name)!r}. Resume with the same arguments and data, or start a new "
-                    "run in a new output_dir."
-                )
+    old, new = ({**plan.to_dict(), **plan.to_dict()["mechanism"]} for plan in (then, now))
+    # What the user sets comes before what is derived from it.
+    names = [*_ARGUMENTS, *sorted((old | new).keys() - {*_ARGUMENTS, "mechanism", "steps"})]
+    for name in names:
+        if old.get(name) != new.get(name):
+            argument = _ARGUMENTS.get(name, "")
+            raise LedgerError(
+                f"Cannot resume: `{name}`{argument and f' ({argument})'} is {new.get(name)!r} but "
+                f"the run was started with {old.get(name)!r}. Resume with the same arguments and "
+                "data, or start a new run in a new output_dir."
+            )

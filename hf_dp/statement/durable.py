@@ -41,3 +41,19 @@ def sync_folder(folder: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def sync_tree(folder: Path) -> None:
+    """Make all files and folders below ``folder``, and ``folder`` itself, durable.
+
+    Raises: OSError when the disk refuses.
+    """
+    for parent, _, names in os.walk(folder, topdown=False):
+        for name in names:
+            flags = os.O_RDONLY if hasattr(os, "O_DIRECTORY") else os.O_RDWR  # (Windows)
+            descriptor = os.open(os.path.join(parent, name), flags)
+            try:
+                os.fsync(descriptor)
+            finally:
+                os.close(descriptor)
+        sync_folder(Path(parent))

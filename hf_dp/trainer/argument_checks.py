@@ -128,6 +128,7 @@ def check_mechanism(args: Any, problems: Problems) -> None:
     attempt(args, problems, "max_grad_norm", non_negative, "Use 0 to switch it off.")
     for name in (
         "clip_noised_gradient",
+        "start_over",
         "rows_are_chunks",
         "adapter_init_data_is_public",
         "evaluate_on_training_rows",

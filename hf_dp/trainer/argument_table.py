@@ -373,8 +373,12 @@ ARGUMENT_TABLE: Mapping[str, ArgumentRow] = {
         "Use a folder that all machines share, or copy what rank 0 saved.",
     ),
     "save_total_limit": _works("Deletes checkpoints, never the ledger in `output_dir`."),
-    "enable_jit_checkpoint": _works(
-        "Saves a checkpoint on SIGTERM; the ledger is durable before the noised gradient is used."
+    "enable_jit_checkpoint": _refused(
+        _is_on,
+        "to be False",
+        "A private run saves a checkpoint on SIGTERM by itself, aside, so that no half of one is "
+        "taken for a checkpoint.",
+        "Remove it.",
     ),
     "ignore_data_skip": _neutral(
         "Every logical batch is a fresh draw, so there is nothing to skip."

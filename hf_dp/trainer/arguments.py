@@ -114,6 +114,10 @@ class DPTrainingArguments(ForwardArguments, TrainingArguments):
             Folders (or `privacy.json` files) of earlier private runs on the same rows, for example
             the one that made the
             base: what they released is put into this run's ledger and paid from the same target.
+        start_over (`bool`, *optional*, defaults to `False`):
+            Whether to leave the run in `output_dir` behind and begin a new one on the same rows.
+            All that is in `output_dir` moves into its sub folder `_earlier-run-ID`, nothing is
+            deleted, and the new run counts the old one as one of its `earlier_runs`.
 
     > Parameters that control the rows
 
@@ -271,6 +275,13 @@ class DPTrainingArguments(ForwardArguments, TrainingArguments):
         metadata={
             "help": "Folders of earlier private runs on the same rows: their releases count in "
             "this run's ledger and target."
+        },
+    )
+    start_over: bool = field(
+        default=False,
+        metadata={
+            "help": "Leave the run in output_dir behind and begin a new one: its files move into a "
+            "sub folder, and both runs count."
         },
     )
 

@@ -36,8 +36,10 @@ from hf_dp.run.checks import (
     check_train_dataset,
     refuse_adapters_from_data,
 )
-from hf_dp.run.folder import checkpoint_of, refuse_foreign_ledger
+from hf_dp.run.folder import refuse_foreign_ledger
+from hf_dp.run.memory import named_memory_errors
 from hf_dp.run.private_run import PrivateRun
+from hf_dp.run.start_over import runs_before
 from hf_dp.run.training_data import TrainingData
 from hf_dp.statement.provenance import seen_in_pretraining
 from hf_dp.statement.statement import PrivacyStatement
@@ -46,8 +48,10 @@ from hf_dp.statement.wording import EVALUATION_ON_TRAINING_ROWS
 from hf_dp.trainer.arguments import DPTrainingArguments
 from hf_dp.trainer.callbacks import NO_EPSILON, StopBeforeTarget, WeightsMove, with_epsilon
 from hf_dp.trainer.card_facts import card_details, earlier_run, pretraining_sources
+from hf_dp.trainer.checkpointing import Checkpointing
 from hf_dp.trainer.from_arguments import options_of, own_copy, plan_of, shared_arguments
 from hf_dp.trainer.launch import without_ddp
+from hf_dp.trainer.signals import StopOnSignal
 from hf_dp.trainer.subclasses import check_subclass
 from hf_dp.tuners.apply import apply_peft, load_model
 from hf_dp.tuners.base import Tuner
@@ -59,6 +63,7 @@ logger = logging.get_logger(__name__)
 # calls of train().
 FIXED_ARGUMENTS = (
     "privacy_mode",
+    "start_over",
     "padding_values",
     "rows_are_chunks",
     "adapter_init_data_is_public",
@@ -66,7 +71,7 @@ FIXED_ARGUMENTS = (
 )
 
 
-class DPTrainer(Trainer):
+class DPTrainer(Checkpointing):
     """Train privately: a drop-in for :class:`transformers.Trainer`.
 
     The arguments are Trainer's, in Trainer's order, and ``peft_config``.
@@ -95,6 +100,7 @@ class DPTrainer(Trainer):
     tuner: Tuner
     mechanism: Mechanism
     _run: PrivateRun | None
+    _signals: StopOnSignal
     _evaluation: dict[str, float]
 
     def __init__(
@@ -128,6 +134,9 @@ class DPTrainer(Trainer):
                 rows = TrainingRows(train_dataset, columns_read(model))
                 compared = args.evaluate_on_training_rows or refuse_training_rows(
                     eval_dataset, rows
+                )
+                args.earlier_runs = runs_before(
+                    Path(str(args.output_dir)), args.earlier_runs, args.start_over
                 )
                 classes = getattr(getattr(model, "config", None), "num_labels", None)
                 self.privacy_plan = plan_of(args, num_examples, self.tuner, classes)
@@ -196,6 +205,8 @@ class DPTrainer(Trainer):
         if plan.releases_each_step:
             self.add_callback(StopBeforeTarget(run.book))
         self.add_callback(WeightsMove())
+        self._signals = StopOnSignal()
+        self.add_callback(self._signals)
         self._refuse_optimizers()
         self.tuner.check_arguments(args)
         self.tuner.prepare(run)
@@ -274,7 +285,8 @@ class DPTrainer(Trainer):
         self.tuner.before_step(run, self.state.global_step)
         run.begin_step()  # each call is given one Poisson sample
 
-        clipped = mechanism.clip(inputs)  # per-example losses, norms, weights, the clipped sum
+        with named_memory_errors():
+            clipped = mechanism.clip(inputs)  # per-example losses, norms, weights, the clipped sum
         with run.release_step() as release:  # the step is in the durable ledger from here on
             mechanism.set_gradients(clipped, release)  # + noise, / expected_batch_size, to p.grad
 
@@ -309,15 +321,14 @@ class DPTrainer(Trainer):
 
         Raises: LedgerError when resuming without, or with another, ledger; BudgetExceededError when
             nothing is left; SelfCheckError, before the first draw, when the clipping engine
-            disagrees with one-by-one gradients.
+            disagrees with one-by-one gradients; TrainingStopped, a SystemExit, after SIGTERM or
+            SIGINT, when the step under way is finished and saved.
         """
         self._refuse_changed_arguments()
         if not self.args.is_private:
             return super().train(resume_from_checkpoint, *args, **kwargs)
         run = self.run
-        checkpoint = checkpoint_of(resume_from_checkpoint, self.folder)
-        if checkpoint is not None:
-            run.book.resume(checkpoint)
+        checkpoint = self._checkpoint_of(resume_from_checkpoint)
         if seen := seen_in_pretraining(self.dataset_name, pretraining_sources(self.model)):
             logger.warning(
                 "The base model was pretrained on %s, the same text as the training data %s: what "
@@ -344,10 +355,12 @@ class DPTrainer(Trainer):
             self.tuner.start(run, checkpoint)
             self._train_model(run.model)
             self.mechanism.start(checkpoint)
-            output = super().train(resume_from_checkpoint, *args, **kwargs)
+            output = super().train(checkpoint, *args, **kwargs)
             self._write_privacy_files(self.folder)
         finally:
+            self._signals.restore()
             run.stop()
+        self._signals.finish(self.folder, self.state.global_step, self.state.max_steps)
         if "training_loss" not in run.book.released:
             output = output._replace(training_loss=float("nan"))
         return output
@@ -365,6 +378,7 @@ class DPTrainer(Trainer):
             run.facts(self.tuner.describe(self.model))
             to_come = self.tuner.releases_to_come()
             run.book.start(max_steps - self.state.global_step, to_come)
+            self._tell_outlook(max_steps)
         return prepared
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
@@ -486,7 +500,7 @@ class DPTrainer(Trainer):
             self._write_privacy_files(output_dir or self.folder)
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
-        if self._run is not None and self.is_world_process_zero():
+        if self._run is not None and self.is_world_process_zero() and not self.is_saving:
             self._write_privacy_files(self.folder)  # so that no push leaves without its card
         super()._push_from_checkpoint(checkpoint_folder)
 

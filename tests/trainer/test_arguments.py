@@ -235,6 +235,8 @@ REFUSALS = [
         r"`earlier_runs` to be a list of folders, got 'outputs/first'",
     ),
     (PUBLIC | {"earlier_runs": ["a"]}, r"`earlier_runs` to be left at \[\].*Remove it"),
+    ({"enable_jit_checkpoint": True}, r"`enable_jit_checkpoint` to be False.*SIGTERM by itself"),
+    (PUBLIC | {"start_over": True}, r"`start_over` to be left at False.*Remove it"),
     (PUBLIC | {"padding_values": {"a": 0}}, r"`padding_values` to be left at {}.*Remove it"),
     (PUBLIC | {"rows_are_chunks": True}, r"`rows_are_chunks` to be left at False.*Remove it"),
     (
@@ -324,7 +326,7 @@ def test_every_own_argument_is_refused_without_privacy():
         {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": False}},
         {"lr_scheduler_type": "reduce_lr_on_plateau", "eval_strategy": "epoch"},
         {"optim": "sgd"},
-        {"eval_strategy": "steps", "load_best_model_at_end": True, "enable_jit_checkpoint": True},
+        {"eval_strategy": "steps", "load_best_model_at_end": True},
         {"dataloader_num_workers": 2, "dataloader_prefetch_factor": 2},
         {"full_determinism": True, "seed": 1, "restore_callback_states_from_checkpoint": True},
         {"accelerator_config": {"non_blocking": True}},

@@ -239,17 +239,19 @@ def test_resume_with_another_runs_ledger_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("changed", "name"),
+    ("changed", "match"),
     [
-        ({"noise_multiplier": 0.9}, "noise_multiplier"),
-        ({"expected_batch_size": 9}, "expected_batch_size"),
-        ({"per_example_max_grad_norm": 0.2}, "clipping_norm"),
-        ({"target_delta": 1e-3}, "delta"),
+        ({"noise_multiplier": 0.9}, "`noise_multiplier` is 0.9 but .* 1.0"),
+        ({"expected_batch_size": 9}, "`expected_batch_size` is 9.0 but .* 8.0"),
+        ({"per_example_max_grad_norm": 0.2}, "`per_example_max_grad_norm`.* is 0.2 but .* 0.1"),
+        ({"target_delta": 1e-3}, "`target_delta`.* is 0.001 but .* 0.0125"),
+        ({"given": {"train_dataset": tiny.dataset(30)}}, "`train_dataset`.* is 30 but .* 40"),
     ],
+    ids=["noise", "batch", "clipping", "delta", "rows"],
 )
-def test_resume_with_another_plan_is_refused(tmp_path, changed, name):
+def test_resume_with_another_plan_is_refused(tmp_path, changed, match):
     interrupted(tmp_path)
-    with pytest.raises(LedgerError, match=f"`{name}` is"):
+    with pytest.raises(LedgerError, match=match):
         tiny.trainer(tmp_path, **changed).train(resume_from_checkpoint=True)
 
 

@@ -1,0 +1,137 @@
+"""The Trainer's checkpoints in a private run: written aside, complete, and resumed knowingly."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+from transformers import Trainer
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+from transformers.utils import logging
+
+from hf_dp._validate import invalid
+from hf_dp.run.checkpoint import SAVING, publish, rotate, stage, tidy
+from hf_dp.run.choice import checkpoint_of
+from hf_dp.run.disk import named_disk_errors
+from hf_dp.run.lost import lost_in_words, outlook
+from hf_dp.run.private_run import PrivateRun
+from hf_dp.run.start_over import move_earlier_run, refuse_half_moved
+
+logger = logging.get_logger(__name__)
+
+_STATE = "trainer_state.json"
+
+
+class Checkpointing(Trainer):
+    """A Trainer whose checkpoints appear complete or not at all, in private modes."""
+
+    _run: PrivateRun | None
+    _saving: Path | None = None  # the folder below which a checkpoint is being written
+
+    @property
+    def is_saving(self) -> bool:
+        """Whether a checkpoint is being written, which is not in its place yet."""
+        return self._saving is not None
+
+    def _get_output_dir(self, trial: Any) -> str:
+        """Return where checkpoints are written: aside, until they are complete."""
+        return super()._get_output_dir(trial) if self._saving is None else str(self._saving)
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        """Write a checkpoint aside and put it in its place, in one step and durably.
+
+        Raises: OutputError when the disk refuses. The checkpoints that were there are there still.
+        """
+        if self._run is None:
+            return super()._save_checkpoint(model, trial)
+        name = f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
+        folder = self._run.folder
+        one = self.args.should_save
+        with named_disk_errors(
+            name,
+            folder,
+            "Then go on with resume_from_checkpoint=True, from the last complete checkpoint. Every "
+            "step that was made is in the ledger.",
+        ):
+            if one:
+                stage(folder)
+            self.accelerator.wait_for_everyone()
+            self._write_aside(folder, name, model, trial)
+            self.accelerator.wait_for_everyone()
+            if one:
+                publish(folder, name)
+                rotate(folder, self.args.save_total_limit, self.state.best_model_checkpoint)
+            self.accelerator.wait_for_everyone()
+        if self.args.push_to_hub:
+            self._push_from_checkpoint(os.path.join(str(self.args.output_dir), name))
+
+    def _write_aside(self, folder: Path, name: str, model: Any, trial: Any) -> None:
+        self._saving = folder / SAVING
+        aside = self._saving / name
+        try:
+            super()._save_checkpoint(model, trial)
+        finally:
+            self._saving = None
+            is_best = self.state.best_model_checkpoint == str(aside)
+            if is_best:
+                self.state.best_model_checkpoint = os.path.join(str(self.args.output_dir), name)
+        if is_best and self.args.should_save:
+            self.state.save_to_json(str(aside / _STATE))
+
+    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
+        if not self.is_saving:  # it is pushed when it is complete
+            super()._push_from_checkpoint(checkpoint_folder)
+
+    def _checkpoint_of(self, resume_from_checkpoint: str | bool | None) -> str | None:
+        """Return the checkpoint to go on from, and take over the run's ledger; None for a new run.
+
+        A new run that starts over moves the earlier one aside.
+
+        Raises: LedgerError for a checkpoint that is not complete, and as ``RunLedger.resume``;
+            InvalidArgumentError for ``start_over`` together with a checkpoint.
+        """
+        start_over = self.args.start_over  # type: ignore[attr-defined]
+        if self._run is None or not (resume_from_checkpoint or start_over):
+            return None
+        if resume_from_checkpoint and start_over:
+            raise invalid(
+                "start_over",
+                True,
+                f"to be False with resume_from_checkpoint={resume_from_checkpoint!r}",
+                "Resume to go on with the run in output_dir, or start over to leave it behind.",
+            )
+        book = self._run.book
+        book.take()
+        try:
+            tidy(book.folder)
+            if start_over:
+                move_earlier_run(book, self._run.earlier)
+                return None
+            refuse_half_moved(book.folder)
+            checkpoint = checkpoint_of(resume_from_checkpoint, str(self.args.output_dir))
+            if checkpoint is not None:
+                book.resume(checkpoint)
+                if book.lost:
+                    logger.warning(lost_in_words(Path(checkpoint).name, book.lost))
+        finally:
+            book.stop()
+        return checkpoint
+
+    def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
+        """Run an epoch, unless all steps were made: Trainer would make one more in a run that is
+        resumed from its last checkpoint."""
+        if self._run is not None and self.state.global_step >= self.state.max_steps:
+            self.control.should_training_stop = True
+            return
+        super()._run_epoch(*args, **kwargs)
+
+    def _tell_outlook(self, max_steps: int) -> None:
+        """Say how a resumed run will end, when steps were lost or no longer fit."""
+        if self._run is None or not self._run.plan.releases_each_step:
+            return
+        book, done = self._run.book, self.state.global_step
+        if done >= max_steps:
+            return
+        if book.lost or book.budget.left < max_steps - done:
+            logger.warning(outlook(self._run.plan, book.ledger, done, max_steps, book.budget.left))

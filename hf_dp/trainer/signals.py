@@ -1,0 +1,122 @@
+"""SIGTERM and SIGINT end a run after its step, with a checkpoint; a second one ends it at once."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+from transformers import TrainerCallback
+from transformers.utils import logging
+
+logger = logging.get_logger(__name__)
+
+SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
+
+class TrainingStopped(SystemExit):
+    """A signal ended the training, after a checkpoint was saved.
+
+    A script that does not catch it ends with the exit code ``128 + signal number``, as one that the
+    signal killed; it does not go on to evaluate and publish a run that is not finished.
+
+    Attributes: signum: the signal. code: ``128 + signum``.
+    """
+
+    def __init__(self, signum: int):
+        super().__init__(128 + signum)
+        self.signum = signum
+
+
+class StopOnSignal(TrainerCallback):
+    """Ends training after the step in which a signal arrives, and has a checkpoint saved.
+
+    Handlers are installed when the steps begin, in the main thread only, and taken back by
+    :meth:`restore`. Before the first step a signal does what it always does: there is nothing to
+    save.
+
+    Args:
+        stop_now: whether to stop after this step, asked in the same places by every process of a
+            run. None: whether this process got a signal.
+
+    Attributes: signum: the first signal that arrived in this process; None before.
+    """
+
+    def __init__(self, stop_now: Callable[[], bool] | None = None):
+        self.signum: int | None = None
+        self._stop_now = stop_now or (lambda: self.signum is not None)
+        self._stopping = False
+        self._before: dict[int, Any] = {}
+        self._process = 0
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.signum, self._stopping, self._process = None, False, os.getpid()
+        if threading.current_thread() is threading.main_thread() and not self._before:
+            self._before = {each: signal.signal(each, self._arrived) for each in SIGNALS}
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self._stops():
+            # A scheduler may kill soon: no evaluation first.
+            control.should_evaluate = False
+            control.should_save = control.should_training_stop = True
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self._stops():
+            control.should_save = control.should_training_stop = True
+
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self._stops():
+            control.should_training_stop = True
+            # Trainer would load the best model, and with save_total_limit=1 delete the checkpoint
+            # that was just saved. The best one is known in there.
+            state.best_model_checkpoint = None
+
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self._stopping:
+            control.should_evaluate = control.should_save = False  # not a second time
+
+    def _stops(self) -> bool:
+        self._stopping = self._stopping or self._stop_now()
+        return self._stopping
+
+    def restore(self) -> None:
+        """Take the handlers back."""
+        for each, handler in self._before.items():
+            signal.signal(each, handler)
+        self._before = {}
+
+    def finish(self, folder: str, steps: int, max_steps: int) -> None:
+        """Raise TrainingStopped when a signal ended the training."""
+        if not self._stopping:
+            return
+        signum = self.signum or signal.SIGTERM  # another process of the run may have got it
+        logger.warning(
+            "%s: stopped after step %d of %d, which is saved as checkpoint-%d in %s. Go on with "
+            "trainer.train(resume_from_checkpoint=True), or `hf-dp train ... "
+            "--resume_from_checkpoint True`.",
+            signal.Signals(signum).name,
+            steps,
+            max_steps,
+            steps,
+            folder,
+        )
+        raise TrainingStopped(signum)
+
+    def _arrived(self, signum: int, frame: FrameType | None) -> None:
+        if os.getpid() != self._process:  # in a worker that fetches rows, forked from this process
+            if signum != signal.SIGINT:  # Ctrl-C reaches all; the step under way needs its rows
+                signal.signal(signum, signal.SIG_DFL)
+                signal.raise_signal(signum)
+        elif self.signum is not None:
+            self.restore()
+            signal.raise_signal(signum)
+        else:
+            self.signum = signum
+            logger.warning(
+                "%s: finishing the step under way and saving a checkpoint. A second signal stops "
+                "at once.",
+                signal.Signals(signum).name,
+            )

@@ -1,0 +1,349 @@
+"""Kill small private runs with SIGKILL, again and again, and check what is on the disk after each.
+
+    PYTHONPATH=tests python tests/run/kill_runs.py --kills 200
+
+Each attempt is a fork of this process, which has everything imported, and starts a run or resumes
+it. It is killed at a chosen point (the k-th sync, rename, deletion, release or optimizer step) or at
+a random time. Two counters in shared memory outlive it: noised values that were let out, and
+releases that were begun. After each kill:
+
+- the ledger on the disk holds at least what was let out, and at most one release more, which was
+  begun and not let out;
+- each checkpoint agrees with its manifest and loads, and its weights hold no more updates than its
+  ledger and the run's record;
+- the run goes on from there, or has no checkpoint yet.
+
+``--plant`` breaks the library on purpose; the script must then fail.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import mmap
+import os
+import random
+import shutil
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import safetensors
+import tiny
+import torch
+from transformers import BertForSequenceClassification, TrainerCallback
+
+from hf_dp.accounting import PoissonSampledGaussian, epsilon
+from hf_dp.accounting.comparison import Answer
+from hf_dp.errors import LedgerError
+from hf_dp.run.checkpoint import SAVING, numbered
+from hf_dp.run.gate import Gate, Release
+from hf_dp.run.ledger import RunLedger
+from hf_dp.run.manifest import damage
+from hf_dp.run.marks import read_run
+from hf_dp.statement import results
+from hf_dp.statement.record import FILE_NAME, read
+from hf_dp.trainer.checkpointing import Checkpointing
+from hf_dp.tuners.frost.config import FrostConfig
+
+NOTHING_TO_RESUME, FAILED = 3, 4  # exit codes of an attempt
+STEPS = 6
+CONFIGS: dict[str, Any] = {
+    "dp_sgd": lambda: None,
+    "frost": lambda: FrostConfig(
+        unfreeze_ratio=0.3,
+        selection_sample_rate=0.3,
+        selection_iterations=2,
+        selection_noise_multiplier=2.0,
+        num_selections=2,
+    ),
+}
+
+
+class Counting(BertForSequenceClassification):
+    """Its weights hold how often they were updated."""
+
+    def __init__(self, config: Any):
+        super().__init__(config)
+        self.register_buffer("updates", torch.zeros(()))
+
+
+class CountUpdates(TrainerCallback):
+    def on_optimizer_step(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any):
+        model.updates += 1
+
+
+class Shared:
+    """Counters that outlive a killed process."""
+
+    NAMES = ("let_out", "begun", "points")
+
+    def __init__(self) -> None:
+        self._memory = mmap.mmap(-1, 8 * len(self.NAMES))
+
+    def __getitem__(self, name: str) -> int:
+        at = 8 * self.NAMES.index(name)
+        return int.from_bytes(self._memory[at : at + 8], "little")
+
+    def __setitem__(self, name: str, value: int) -> None:
+        at = 8 * self.NAMES.index(name)
+        self._memory[at : at + 8] = value.to_bytes(8, "little")
+
+
+def warm() -> None:
+    """Do once, before all forks, what costs seconds and is not about crashes."""
+    torch.set_num_threads(1)
+    epsilon(PoissonSampledGaussian(1.0, 0.2, 1), 1e-3, "rdp")  # imports the accountant
+    compare = results.compare
+
+    def by_rdp_alone(events: Any, delta: float, names: Any) -> Any:
+        if tuple(names) == ("rdp",):
+            return compare(events, delta, names)
+        return tuple(Answer(name, None, "left out, to be quick") for name in names)
+
+    results.compare = by_rdp_alone  # type: ignore[assignment]
+
+
+# -- in the forked child --
+
+
+def watch(shared: Shared, kill_at: int | None) -> None:
+    """Count the points at which a kill is interesting, and die at one of them."""
+    shared["points"] = 0
+
+    def point() -> None:
+        shared["points"] += 1
+        if shared["points"] == kill_at:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def around(owner: Any, name: str) -> None:
+        real = getattr(owner, name)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            point()
+            result = real(*args, **kwargs)
+            point()
+            return result
+
+        setattr(owner, name, call)
+
+    for owner, name in (
+        (os, "fsync"),
+        (os, "rename"),
+        (os, "replace"),
+        (os, "unlink"),
+        (os, "rmdir"),
+        (torch, "save"),
+        (torch.optim.AdamW, "step"),
+        (Checkpointing, "_save_checkpoint"),
+    ):
+        around(owner, name)
+
+    append, let_out = RunLedger.append, Release.sum
+
+    def begun(self: RunLedger, event: Any, purpose: str) -> None:
+        shared["begun"] += event.steps
+        append(self, event, purpose)
+
+    def out(self: Release, sums: Any) -> Any:
+        noised = let_out(self, sums)
+        shared["let_out"] += self.planned.event.steps
+        point()
+        return noised
+
+    RunLedger.append, Release.sum = begun, out  # type: ignore[method-assign]
+
+
+def make(folder: Path, config: str) -> Any:
+    torch.manual_seed(0)
+    trainer = tiny.trainer(
+        folder,
+        given={"model": Counting(tiny.model().config), "peft_config": CONFIGS[config]()},
+        max_steps=STEPS,
+        save_strategy="steps",
+        save_steps=2,
+        save_total_limit=2,
+        logging_strategy="no",
+        accountant="rdp",
+    )
+    trainer.add_callback(CountUpdates())
+    return trainer
+
+
+def child(folder: Path, config: str, shared: Shared, kill_at: int | None, branch: bool) -> int:
+    torch.set_num_threads(1)
+    with open(folder.with_suffix(".log"), "a") as log:
+        os.dup2(log.fileno(), 1)
+        os.dup2(log.fileno(), 2)
+        try:
+            watch(shared, kill_at)
+            resume: bool | str = (folder / FILE_NAME).exists()
+            if branch and resume and (found := numbered(folder)):
+                resume = str(found[-1])
+            make(folder, config).train(resume_from_checkpoint=resume)
+        except LedgerError as error:
+            if "has no checkpoint" in str(error):
+                return NOTHING_TO_RESUME
+            traceback.print_exc()
+            return FAILED
+        except BaseException:
+            traceback.print_exc()
+            return FAILED
+    return 0
+
+
+# -- in the parent --
+
+
+def attempt(
+    folder: Path,
+    config: str,
+    shared: Shared,
+    *,
+    kill_at: int | None = None,
+    after: float | None = None,
+    branch: bool = False,
+) -> int:
+    """Fork one attempt and return its exit code, negative for a signal."""
+    pid = os.fork()
+    if not pid:
+        os._exit(child(folder, config, shared, kill_at, branch))
+    if after is not None:
+        time.sleep(after)
+        os.kill(pid, signal.SIGKILL)
+    _, status = os.waitpid(pid, 0)
+    return os.waitstatus_to_exitcode(status)
+
+
+def recorded(folder: Path) -> int:
+    """Return how many releases the run's files record. Raises: LedgerError when they disagree."""
+    return read_run(folder).ledger.steps() if (folder / FILE_NAME).exists() else 0
+
+
+def check(folder: Path, before: dict[str, int], shared: Shared) -> None:
+    """Raise AssertionError when the disk shows less, or more, than what happened."""
+    now = recorded(folder)
+    let_out = shared["let_out"] - before["let_out"]
+    begun = shared["begun"] - before["begun"]
+    new = now - before["recorded"]
+    assert new >= let_out, f"{let_out} noised values were let out, and {new} were recorded"
+    assert new <= begun, f"{begun} releases were begun, and {new} were recorded"
+    assert new <= let_out + 1, f"{new} releases were recorded for {let_out} values"
+    for path in folder.glob("checkpoint-*"):
+        problem = damage(path)
+        assert not problem, f"{path.name} is not complete: {problem}"
+        with safetensors.safe_open(path / "model.safetensors", "pt") as weights:
+            updates = int(weights.get_tensor("updates"))
+        state = json.loads((path / "trainer_state.json").read_text())
+        ledger = read(path).ledger
+        assert updates == state["global_step"] == int(path.name.rpartition("-")[2])
+        assert updates <= STEPS, f"{path.name} has more steps than were planned"
+        assert updates <= ledger.steps("training") <= now
+        torch.load(path / "optimizer.pt", weights_only=True)
+
+
+def kill_runs(kills: int, seed: int, root: Path, plant: str | None = None) -> Counter[str]:
+    """Kill and resume until ``kills`` attempts have died. Raises: AssertionError."""
+    if plant is not None:
+        PLANTS[plant]()
+    warm()
+    choose, shared, seen = random.Random(seed), Shared(), Counter()  # type: ignore[var-annotated]
+    points, seconds = {}, {}
+    for config in CONFIGS:  # one run of each that is left alone
+        folder, start = root / f"whole-{config}", time.monotonic()
+        assert attempt(folder, config, shared) == 0, folder.with_suffix(".log").read_text()
+        points[config], seconds[config] = shared["points"], time.monotonic() - start
+    number, folder, config = 0, root / "0", "dp_sgd"
+    while seen["killed"] < kills:
+        before = {name: shared[name] for name in ("let_out", "begun")}
+        before["recorded"] = recorded(folder)
+        resumes, branch = before["recorded"] > 0, choose.random() < 0.25
+        how: dict[str, Any]
+        if choose.random() < 0.75:
+            most = points[config] if not resumes or branch else max(2, points[config] * 2 // 3)
+            how = {"kill_at": choose.randint(1, most)}
+        else:
+            how = {"after": choose.uniform(0.0, seconds[config])}
+        code = attempt(folder, config, shared, branch=branch, **how)
+        where = f"{folder.name} ({config}), attempt {dict(seen)}, {how}: exit {code}"
+        try:
+            assert code in (0, NOTHING_TO_RESUME, -signal.SIGKILL), "the attempt failed"
+            check(folder, before, shared)
+        except (AssertionError, LedgerError, OSError) as error:
+            log = folder.with_suffix(".log")
+            tail = log.read_text()[-3000:] if log.exists() else ""
+            raise AssertionError(f"{where}\n{error}\n{tail}") from error
+        seen["attempts"] += 1
+        seen["killed"] += code == -signal.SIGKILL
+        seen["killed at a point"] += code == -signal.SIGKILL and "kill_at" in how
+        seen["killed while saving"] += code != 0 and (folder / SAVING).exists()
+        seen["resumed"] += resumes and code != NOTHING_TO_RESUME
+        seen["branched"] += branch and resumes
+        if code in (0, NOTHING_TO_RESUME):
+            seen["finished"] += code == 0
+            shutil.rmtree(folder, ignore_errors=True)
+            number += 1
+            folder, config = root / str(number), choose.choice(list(CONFIGS))
+    seen["finished at last"] += _finish(folder, config, shared)
+    return seen
+
+
+def _finish(folder: Path, config: str, shared: Shared) -> int:
+    code = attempt(folder, config, shared)
+    assert code in (0, NOTHING_TO_RESUME), folder.with_suffix(".log").read_text()[-3000:]
+    return int(code == 0)
+
+
+# -- planted bugs --
+
+
+def ledger_after_the_gradient() -> None:
+    """The value leaves before its event is durable."""
+    from contextlib import contextmanager
+
+    @contextmanager
+    def release(self: Any, planned: Any) -> Any:
+        release = Release(planned, self._randomness, self._ledger)
+        yield release
+        release.close()
+        self._ledger.append(planned.event, planned.purpose)
+
+    Gate.release = release  # type: ignore[method-assign, assignment]
+
+
+def save_in_place() -> None:
+    """A checkpoint is written under its own name."""
+    from hf_dp.run.manifest import write_manifest
+    from hf_dp.trainer import checkpointing
+
+    del Checkpointing._get_output_dir
+    checkpointing.publish = lambda folder, name: write_manifest(folder / name)  # type: ignore[assignment]
+
+
+PLANTS = {each.__name__: each for each in (ledger_after_the_gradient, save_in_place)}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
+    parser.add_argument("--kills", type=int, default=200)
+    parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(10**6))
+    parser.add_argument("--plant", choices=PLANTS)
+    args = parser.parse_args()
+    start = time.monotonic()
+    with tempfile.TemporaryDirectory() as root:
+        try:
+            seen = kill_runs(args.kills, args.seed, Path(root), args.plant)
+        except AssertionError as error:
+            print(f"FAILED (--seed {args.seed}): {error}")
+            return 1
+    print(f"seed {args.seed}: {dict(seen)} in {time.monotonic() - start:.0f} s")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

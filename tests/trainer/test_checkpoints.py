@@ -1,0 +1,247 @@
+"""Checkpoints appear complete or not at all; a resumed run says what it skipped and what it
+lost."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+import tiny
+from transformers import TrainerCallback
+from transformers.utils import logging
+
+from hf_dp.errors import LedgerError
+from hf_dp.run.checkpoint import SAVING, numbered, rotate, stage, tidy
+from hf_dp.run.manifest import MANIFEST, damage
+from hf_dp.statement.record import read
+
+
+@pytest.fixture
+def said(monkeypatch):
+    """What hf_dp's loggers warned of."""
+    found: list[str] = []
+    for module in ("trainer.checkpointing", "run.choice"):
+        logger = logging.get_logger(f"hf_dp.{module}")
+        monkeypatch.setattr(
+            logger, "warning", lambda text, *args: found.append(text % args if args else text)
+        )
+    return found
+
+
+class CrashAt(TrainerCallback):
+    def __init__(self, step: int):
+        self.step = step
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if state.global_step == self.step:
+            raise KeyboardInterrupt
+
+
+def saving(folder: Path, **options):
+    options = {"save_strategy": "steps", "save_steps": 2, "logging_strategy": "no", **options}
+    return tiny.trainer(folder, **options)
+
+
+def crashed(folder: Path, step: int, **options) -> None:
+    trainer = saving(folder, **options)
+    trainer.add_callback(CrashAt(step))
+    with pytest.raises(KeyboardInterrupt):
+        trainer.train()
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("finished")
+    saving(folder).train()
+    return folder
+
+
+@pytest.fixture
+def run(finished, tmp_path) -> Path:
+    """A copy of a finished run of 4 steps with checkpoints at 2 and 4."""
+    return shutil.copytree(finished, tmp_path / "run")
+
+
+def test_a_checkpoint_is_in_its_place_only_when_it_is_complete(tmp_path, monkeypatch):
+    from hf_dp.run import manifest
+
+    seen = []
+    write = manifest.write_manifest
+    monkeypatch.setattr(
+        "hf_dp.run.checkpoint.write_manifest",
+        lambda path: (seen.append([p.name for p in numbered(tmp_path)]), write(path)),
+    )
+    saving(tmp_path).train()
+    assert seen == [[], ["checkpoint-2"]]
+    for checkpoint in numbered(tmp_path):
+        assert damage(checkpoint) == ""
+        listed = json.loads((checkpoint / MANIFEST).read_text())["files"]
+        assert {"model.safetensors", "optimizer.pt", "scheduler.pt", "rng_state.pth"} <= set(listed)
+        assert {"privacy.json", "trainer_state.json"} <= set(listed)
+    assert not (tmp_path / SAVING).exists()
+
+
+def test_every_file_and_folder_is_synced_before_the_rename(tmp_path, monkeypatch):
+    """The order that a power cut can rely on: files, their folder, rename, the parent."""
+    calls: list[tuple[str, str]] = []
+    fsync, rename = os.fsync, os.rename
+
+    def record_fsync(descriptor):
+        calls.append(("fsync", os.readlink(f"/proc/self/fd/{descriptor}")))
+        fsync(descriptor)
+
+    def record_rename(old, new):
+        calls.append(("rename", str(new)))
+        rename(old, new)
+
+    monkeypatch.setattr(os, "fsync", record_fsync)
+    monkeypatch.setattr(os, "rename", record_rename)
+    saving(tmp_path, max_steps=2).train()
+    place = calls.index(("rename", str(tmp_path / "checkpoint-2")))
+    synced = {path for kind, path in calls[:place] if kind == "fsync"}
+    aside = tmp_path / SAVING / "checkpoint-2"
+    files = {str(aside / path.name) for path in (tmp_path / "checkpoint-2").iterdir()}
+    assert len(files) > 8 and files <= synced
+    assert str(aside) in synced
+    assert ("fsync", str(tmp_path)) in calls[place:]
+
+
+@pytest.mark.parametrize("how", ["missing", "truncated", "changed"])
+@pytest.mark.parametrize(
+    "name", ["model.safetensors", "optimizer.pt", "scheduler.pt", "trainer_state.json", MANIFEST]
+)
+def test_a_damaged_checkpoint_is_named_and_the_one_before_it_is_taken(run, said, name, how):
+    path = run / "checkpoint-4" / name
+    content = path.read_bytes()
+    if how == "missing":
+        path.unlink()
+    else:
+        path.write_bytes(content[:-7] if how == "truncated" else content[:-7] + b"changed")
+    if not (name == MANIFEST and how == "missing"):  # then it might be of an earlier version
+        with pytest.raises(LedgerError, match=f"'checkpoint-4'.*{name}.*checkpoint-2"):
+            saving(run).train(resume_from_checkpoint=str(run / "checkpoint-4"))
+    again = saving(run)
+    again.train(resume_from_checkpoint=True)
+    assert any("'checkpoint-4'" in line and name in line for line in said)
+    assert again.state.global_step == 4
+    assert read(run).ledger.steps() == 6
+    assert damage(run / "checkpoint-4") == ""  # the branch made it anew
+
+
+def test_without_any_complete_checkpoint_all_are_named(run):
+    for checkpoint in numbered(run):
+        (checkpoint / "optimizer.pt").unlink()
+    with pytest.raises(
+        LedgerError, match="'checkpoint-4'.*optimizer.pt.*'checkpoint-2'.*earlier_runs"
+    ):
+        saving(run).train(resume_from_checkpoint=True)
+
+
+def test_a_checkpoint_without_manifest_is_used_only_by_its_path(run, said):
+    for checkpoint in numbered(run):
+        (checkpoint / MANIFEST).unlink()
+    with pytest.raises(LedgerError, match=f"{MANIFEST}.*earlier version"):
+        saving(run).train(resume_from_checkpoint=True)
+    again = saving(run)
+    again.train(resume_from_checkpoint=str(run / "checkpoint-2"))
+    assert again.state.global_step == 4
+    assert any("cannot be checked" in line for line in said)
+
+
+def test_weights_alone_are_not_resumed_from(tmp_path):
+    saving(tmp_path, save_only_model=True).train()
+    with pytest.raises(LedgerError, match="save_only_model"):
+        saving(tmp_path).train(resume_from_checkpoint=True)
+
+
+def test_lost_steps_are_counted_and_the_end_is_told(tmp_path, said):
+    crashed(tmp_path, 3)
+    again = saving(tmp_path)
+    again.train(resume_from_checkpoint=True)
+    assert again.ledger.steps() == 5
+    first, second = said
+    assert "Going on from checkpoint-2" in first and "(1 of training)" in first
+    assert f"at step 4 of max_steps=4, at epsilon {again.epsilon().rounded_up()}" in second
+
+
+def test_a_run_that_will_end_early_says_so_and_where(tmp_path, said):
+    target = {"target_epsilon": 4.0, "accountant": "rdp"}
+    crashed(tmp_path, 3, **target)
+    again = saving(tmp_path, **target)
+    again.train(resume_from_checkpoint=True)
+    assert again.state.global_step == 3 and again.epsilon().value <= 4.0
+    assert "Of the 2 steps that are left, 1 may still be made inside target_epsilon=4" in said[1]
+    assert "at step 3 of max_steps=4" in said[1] and "learning-rate schedule" in said[1]
+
+
+def test_a_resume_that_lost_nothing_says_nothing(tmp_path, said):
+    crashed(tmp_path, 3, save_steps=3)  # the crash comes before the save of step 3
+    assert numbered(tmp_path) == []
+    folder = tmp_path / "other"
+    saving(folder, max_steps=2, lr_scheduler_type="constant").train()
+    again = saving(folder, lr_scheduler_type="constant")
+    again.train(resume_from_checkpoint=True)
+    assert again.ledger.steps() == 4 and said == []
+
+
+@pytest.mark.parametrize("options", [{}, {"target_epsilon": 4.0, "accountant": "rdp"}])
+def test_a_run_resumed_from_its_last_checkpoint_makes_no_further_step(tmp_path, options):
+    """A kill may come between the last save and the end; transformers makes one more step."""
+    saving(tmp_path, **options).train()
+    again = saving(tmp_path, **options)
+    again.train(resume_from_checkpoint=True)
+    assert (again.state.global_step, again.ledger.steps()) == (4, 4)
+
+
+def test_the_best_checkpoint_is_known_by_its_final_path_and_kept(tmp_path):
+    trainer = saving(
+        tmp_path,
+        save_steps=1,
+        max_steps=5,
+        eval_strategy="steps",
+        eval_steps=1,
+        load_best_model_at_end=True,
+        metric_for_best_model="eval_loss",
+        save_total_limit=2,
+    )
+    trainer.train()
+    best = trainer.state.best_model_checkpoint
+    assert best == str(tmp_path / f"checkpoint-{trainer.state.best_global_step}")
+    assert Path(best) in numbered(tmp_path) and len(numbered(tmp_path)) == 2
+    for checkpoint in numbered(tmp_path):
+        state = json.loads((checkpoint / "trainer_state.json").read_text())
+        assert SAVING not in state["best_model_checkpoint"]
+        assert damage(checkpoint) == ""
+
+
+def test_rotation_keeps_the_newest_and_not_the_highest(tmp_path):
+    for age, step in enumerate((6, 8, 2, 4)):
+        path = tmp_path / f"checkpoint-{step}"
+        path.mkdir()
+        os.utime(path, (age, age))
+    rotate(tmp_path, 2, str(tmp_path / "checkpoint-6"))
+    assert {path.name for path in numbered(tmp_path)} == {"checkpoint-6", "checkpoint-4"}
+    assert not (tmp_path / SAVING).exists()
+
+
+def test_what_a_killed_save_left_is_removed_and_nothing_else(tmp_path):
+    aside = stage(tmp_path)
+    for name in ("checkpoint-7", "deleted-checkpoint-1", "replaced-checkpoint-2", "mine"):
+        (aside / name).mkdir()
+        (aside / name / "file").touch()
+    (aside / "notes.txt").touch()
+    (tmp_path / "checkpoint-3").mkdir()
+    tidy(tmp_path)
+    assert sorted(path.name for path in aside.iterdir()) == ["mine", "notes.txt"]
+    assert [path.name for path in numbered(tmp_path)] == ["checkpoint-3", "checkpoint-2"]
+    assert (tmp_path / "checkpoint-2" / "file").exists()  # it was being replaced: put back
+
+
+def test_a_replaced_checkpoint_that_has_its_successor_is_removed(tmp_path):
+    (tmp_path / "checkpoint-2").mkdir()
+    (stage(tmp_path) / "replaced-checkpoint-2").mkdir()
+    tidy(tmp_path)
+    assert not (tmp_path / SAVING).exists()

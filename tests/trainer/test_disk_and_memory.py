@@ -1,0 +1,200 @@
+"""A full disk, an unwritable folder and too little memory: a clear error, a usable last checkpoint,
+and each release recorded once."""
+
+from __future__ import annotations
+
+import errno
+import os
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import tiny
+import torch
+
+from hf_dp.errors import MemoryShortError, OutputError
+from hf_dp.run.checkpoint import SAVING, numbered
+from hf_dp.run.gate import Release
+from hf_dp.run.manifest import damage
+from hf_dp.run.marks import read_run
+
+
+def saving(folder: Path, **options):
+    options = {"save_strategy": "steps", "save_steps": 2, "logging_strategy": "no", **options}
+    return tiny.trainer(folder, accountant="rdp", **options)
+
+
+@pytest.fixture
+def let_out(monkeypatch):
+    """How many noised values left."""
+    counted, release = [0], Release.sum
+
+    def count(self, sums):
+        counted[0] += 1
+        return release(self, sums)
+
+    monkeypatch.setattr(Release, "sum", count)
+    return counted
+
+
+def check_and_resume(folder: Path, let_out: list[int], last: str | None) -> None:
+    assert let_out[0] <= read_run(folder).ledger.steps() <= let_out[0] + 1
+    assert [path.name for path in numbered(folder)][:1] == ([last] if last else [])
+    assert all(damage(path) == "" for path in numbered(folder))
+    if last:
+        before = read_run(folder).ledger.steps()
+        again = saving(folder)
+        again.train(resume_from_checkpoint=True)
+        assert again.state.global_step == 4 and not (folder / SAVING).exists()
+        assert again.ledger.steps() == before + 4 - int(last[-1])
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EACCES])
+@pytest.mark.parametrize(
+    ("name", "call", "last", "said"),
+    [
+        ("privacy.json", 3, "checkpoint-2", "The ledger"),  # of the third step
+        ("_privacy_mark.json", 3, "checkpoint-2", "The ledger"),
+        ("_saving/checkpoint-4/privacy.json", 0, "checkpoint-2", "checkpoint-4"),
+        ("_saving/checkpoint-4/model.safetensors", 0, "checkpoint-2", "checkpoint-4"),
+        ("_saving/checkpoint-4/_manifest.json", 0, "checkpoint-2", "checkpoint-4"),
+        ("_saving/checkpoint-2/_manifest.json", 0, None, "checkpoint-2"),
+    ],
+)
+def test_a_file_that_cannot_be_written(
+    tmp_path, monkeypatch, let_out, name, call, last, said, code
+):
+    """The disk refuses at the sync, where a full one may say so first."""
+    fsync, seen = os.fsync, [0]
+    target, _, file = str(tmp_path / name).rpartition("/")
+
+    def refuse(descriptor):
+        path = os.readlink(f"/proc/self/fd/{descriptor}")
+        in_folder, _, written = path.rpartition("/")
+        if in_folder == target and (written == file or written.startswith(f"_{file}.")):
+            seen[0] += 1
+            if seen[0] > max(0, call - 1):
+                raise OSError(code, os.strerror(code))
+        fsync(descriptor)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", refuse)
+        with pytest.raises(OutputError) as refused:
+            saving(tmp_path).train()
+    message = str(refused.value)
+    assert message.startswith(said) and os.strerror(code) in message
+    assert str(tmp_path) in message and "resume_from_checkpoint=True" in message
+    check_and_resume(tmp_path, let_out, last)
+
+
+@pytest.mark.parametrize("what", ["optimizer", "weights"])
+def test_writers_with_errors_of_their_own_are_understood(tmp_path, monkeypatch, let_out, what):
+    from safetensors import SafetensorError
+
+    trainer = saving(tmp_path, save_steps=2)
+    with monkeypatch.context() as patch:
+        if what == "optimizer":
+            save = torch.save
+
+            def refuse(value, path, *args, **kwargs):
+                if "checkpoint-4" in str(path) and "optimizer" in str(path):
+                    raise RuntimeError(
+                        "PytorchStreamWriter failed writing file data/0: file write failed"
+                    )
+                return save(value, path, *args, **kwargs)
+
+            patch.setattr(torch, "save", refuse)
+        else:
+            write = trainer.model.save_pretrained
+
+            def refuse_weights(folder, *args, **kwargs):
+                if "checkpoint-4" in str(folder):
+                    raise SafetensorError("I/O error: No space left on device (os error 28)")
+                return write(folder, *args, **kwargs)
+
+            patch.setattr(trainer.model, "save_pretrained", refuse_weights)
+        with pytest.raises(OutputError, match="checkpoint-4 could not be written"):
+            trainer.train()
+    check_and_resume(tmp_path, let_out, "checkpoint-2")
+
+
+def test_a_real_limit_on_file_size_stops_the_run_clearly(tmp_path):
+    """RLIMIT_FSIZE makes the system itself refuse, as a quota does: weights of 40 kB."""
+    code = (
+        "import sys, signal, resource, pathlib; sys.path[:0] = [sys.argv[1], sys.argv[3]]\n"
+        "import test_disk_and_memory as own\n"
+        "trainer = own.saving(pathlib.Path(sys.argv[2]))\n"
+        "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (30_000, resource.RLIM_INFINITY))\n"
+        "trainer.train()\n"
+    )
+    tests = str(Path(tiny.__file__).parent)
+    done = subprocess.run(
+        [sys.executable, "-c", code, tests, str(tmp_path), str(Path(__file__).parent)],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+    )
+    assert resource.getrlimit(resource.RLIMIT_FSIZE)[0] == resource.RLIM_INFINITY
+    assert done.returncode == 1
+    assert "OutputError: checkpoint-2 could not be written" in done.stderr, done.stderr[-2000:]
+    assert read_run(tmp_path).ledger.steps() == 2 and numbered(tmp_path) == []
+
+
+@pytest.mark.parametrize("folder_is", ["a file", "read-only"])
+def test_an_output_folder_that_cannot_be_used(tmp_path, monkeypatch, folder_is):
+    folder = tmp_path / "run"
+    trainer = saving(folder)
+    if folder_is == "a file":
+        folder.rmdir()
+        folder.write_text("mine")
+    else:
+        denied = PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+        monkeypatch.setattr(Path, "mkdir", lambda *args, **kwargs: (_ for _ in ()).throw(denied))
+    with pytest.raises(OutputError, match="A new run could not be written to.*another output_dir"):
+        trainer.train()
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"),
+        RuntimeError(
+            "[enforce fail] DefaultCPUAllocator: not enough memory: you tried to allocate"
+        ),
+        MemoryError(),
+    ],
+    ids=["cuda", "cpu", "python"],
+)
+def test_memory_that_runs_out_in_a_physical_batch_records_nothing(tmp_path, let_out, error):
+    trainer = saving(tmp_path, per_device_train_batch_size=2, expected_batch_size=20)
+    losses, calls = trainer.run._loss, [0]
+
+    def short(model, batch):
+        calls[0] += trainer.state.global_step == 2 and trainer.run._step_is_open
+        if calls[0] == 3:  # the third physical batch of the third step
+            raise error
+        return losses(model, batch)
+
+    trainer.run._loss = short
+    with pytest.raises(MemoryShortError, match="per_device_train_batch_size.*max_tokens"):
+        trainer.train()
+    assert read_run(tmp_path).ledger.steps() == 2 == let_out[0]
+    assert all(p.grad is None or not p.grad.any() for p in trainer.model.parameters())
+    again = saving(tmp_path, per_device_train_batch_size=1, expected_batch_size=20)
+    again.train(resume_from_checkpoint=True)
+    assert again.ledger.steps() == 4
+
+
+def test_other_errors_of_the_loss_are_left_as_they_are(tmp_path):
+    trainer = saving(tmp_path)
+
+    def wrong(model, batch):
+        raise RuntimeError("mat1 and mat2 shapes cannot be multiplied")
+
+    trainer.mechanism.prepare = lambda: setattr(trainer.run, "_loss", wrong)  # type: ignore[method-assign]
+    with pytest.raises(RuntimeError, match="mat1") as raised:
+        trainer.train()
+    assert not isinstance(raised.value, MemoryShortError)

@@ -1,0 +1,157 @@
+"""SIGTERM and SIGINT: the step under way is finished, a checkpoint saved, and handlers given back."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+import tiny
+from transformers import TrainerCallback
+
+from hf_dp.run.checkpoint import numbered
+from hf_dp.run.manifest import damage
+from hf_dp.statement.record import read
+from hf_dp.trainer.signals import StopOnSignal, TrainingStopped
+
+
+class SignalAt(TrainerCallback):
+    """Sends a signal to this process in the middle of a step, or in another place of the loop."""
+
+    def __init__(self, step: int, signum: int = signal.SIGTERM, place: str = "on_step_begin"):
+        self.step, self.signum = step, signum
+        setattr(self, place, self.send)
+
+    def send(self, args, state, control, **kwargs):
+        if state.global_step == self.step:
+            self.step = -1
+            os.kill(os.getpid(), self.signum)
+
+
+def stopped_by(folder: Path, *sent, **options):
+    trainer = tiny.trainer(folder, logging_strategy="no", **options)
+    for each in sent:
+        trainer.add_callback(each)
+    return trainer
+
+
+@pytest.fixture(autouse=True)
+def handlers_are_given_back():
+    before = [signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGINT)]
+    yield
+    after = [signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGINT)]
+    for each, handler in zip((signal.SIGTERM, signal.SIGINT), before):
+        signal.signal(each, handler)
+    assert after == before
+
+
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_the_run_after_its_step_with_a_checkpoint(tmp_path, signum):
+    trainer = stopped_by(tmp_path, SignalAt(1, signum))
+    with pytest.raises(TrainingStopped) as stopped:
+        trainer.train()
+    assert stopped.value.code == 128 + signum
+    (checkpoint,) = numbered(tmp_path)
+    assert checkpoint.name == "checkpoint-2" and damage(checkpoint) == ""
+    assert read(tmp_path).ledger.steps() == 2
+    again = tiny.trainer(tmp_path)
+    again.train(resume_from_checkpoint=True)
+    assert (again.state.global_step, again.ledger.steps()) == (4, 4)
+
+
+def test_a_signal_during_evaluation_costs_no_further_step(tmp_path):
+    trainer = stopped_by(
+        tmp_path, SignalAt(1, place="on_prediction_step"), eval_strategy="steps", eval_steps=1
+    )
+    with pytest.raises(TrainingStopped):
+        trainer.train()
+    assert [path.name for path in numbered(tmp_path)] == ["checkpoint-1"]
+    assert trainer.ledger.steps() == 1
+
+
+def test_the_checkpoint_of_a_signal_survives_load_best_model_and_a_limit_of_one(tmp_path):
+    options = {
+        "save_strategy": "steps",
+        "save_steps": 1,
+        "eval_strategy": "steps",
+        "eval_steps": 1,
+        "load_best_model_at_end": True,
+        "metric_for_best_model": "eval_loss",
+        "greater_is_better": True,  # so that the first step is the best, most likely
+        "save_total_limit": 1,
+    }
+    trainer = stopped_by(tmp_path, SignalAt(2), **options)
+    with pytest.raises(TrainingStopped):
+        trainer.train()
+    assert numbered(tmp_path)[0].name == "checkpoint-3"
+    tiny.trainer(tmp_path, **options).train(resume_from_checkpoint=True)
+    assert read(tmp_path).ledger.steps() == 4
+
+
+def test_a_second_signal_stops_at_once(tmp_path):
+    trainer = stopped_by(
+        tmp_path, SignalAt(1, signal.SIGINT), SignalAt(1, signal.SIGINT, "on_pre_optimizer_step")
+    )
+    with pytest.raises(KeyboardInterrupt):
+        trainer.train()
+    assert numbered(tmp_path) == []
+    assert read(tmp_path).ledger.steps() == 2  # the step that it broke off was recorded
+
+
+def test_before_the_first_step_a_signal_does_what_it_always_does(tmp_path):
+    trainer = stopped_by(tmp_path)
+    trainer.mechanism.prepare = lambda: os.kill(os.getpid(), signal.SIGINT)  # type: ignore[method-assign]
+    with pytest.raises(KeyboardInterrupt):
+        trainer.train()
+    assert not (tmp_path / "privacy.json").exists()
+
+
+def test_handlers_are_installed_in_the_main_thread_only(tmp_path):
+    found = []
+
+    class Look(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            found.append(signal.getsignal(signal.SIGTERM))
+
+    before = signal.getsignal(signal.SIGTERM)
+    trainer = stopped_by(tmp_path, Look(), max_steps=1)
+    worker = threading.Thread(target=trainer.train)
+    worker.start()
+    worker.join()
+    stopped_by(tmp_path / "main", Look(), max_steps=1).train()
+    assert found[0] == before and found[1] != before
+
+
+def test_all_processes_of_a_run_can_agree_to_stop(tmp_path):
+    """What says whether to stop is a seam: with several processes, whether any got a signal."""
+    trainer = tiny.trainer(tmp_path)
+    asked = []
+    trainer._signals._stop_now = lambda: asked.append(1) or len(asked) == 2
+    with pytest.raises(TrainingStopped):
+        trainer.train()
+    assert trainer.state.global_step == 2
+    assert isinstance(trainer._signals, StopOnSignal)
+
+
+def test_the_command_line_ends_with_128_and_the_signal(tmp_path):
+    code = (
+        "import os, signal, sys; sys.path.insert(0, sys.argv[1])\n"
+        "import tiny, pathlib, test_signals\n"
+        "from hf_dp.cli import main, train\n"
+        "trainer = test_signals.stopped_by(pathlib.Path(sys.argv[2]), test_signals.SignalAt(1))\n"
+        "train.main = lambda words: trainer.train() and 0\n"
+        "sys.exit(main.main(['train']))\n"
+    )
+    tests = str(Path(tiny.__file__).parent)
+    done = subprocess.run(
+        [sys.executable, "-c", code, tests, str(tmp_path)],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path])},
+    )
+    assert done.returncode == 143, done.stderr[-2000:]
+    assert "resume_from_checkpoint" in done.stderr
