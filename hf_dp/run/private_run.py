@@ -121,7 +121,9 @@ class PrivateRun:
             self.data_collator,
         )
         self.arguments: Mapping[str, Any] = {}  # which all processes must have in common
-        self._made_up: Any = None  # a batch for the forwards that only other processes have rows for
+        self._made_up: Any = (
+            None  # a batch for the forwards that only other processes have rows for
+        )
         self._step_is_open = False
         self._data: TrainingData | None = None
         self._data_of: tuple[Any, Any] = (None, None)

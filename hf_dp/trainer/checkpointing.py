@@ -46,25 +46,24 @@ class Checkpointing(Trainer):
         if self._run is None:
             return super()._save_checkpoint(model, trial)
         name = f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
-        folder = self._run.folder
-        one = self.args.should_save
+        folder, processes = self._run.folder, self._run.processes
         with named_disk_errors(
             name,
             folder,
             "Then go on with resume_from_checkpoint=True, from the last complete checkpoint. Every "
             "step that was made is in the ledger.",
         ):
-            if one:
-                stage(folder)
-            self.accelerator.wait_for_everyone()
-            self._write_aside(folder, name, model, trial)
-            self.accelerator.wait_for_everyone()
-            if one:
-                publish(folder, name)
-                rotate(folder, self.args.save_total_limit, self.state.best_model_checkpoint)
-            self.accelerator.wait_for_everyone()
+            processes.on_main(lambda: stage(folder))
+            with processes.telling():
+                self._write_aside(folder, name, model, trial)
+            processes.agree(f"{name} is written")
+            processes.on_main(lambda: self._publish(folder, name))
         if self.args.push_to_hub:
             self._push_from_checkpoint(os.path.join(str(self.args.output_dir), name))
+
+    def _publish(self, folder: Path, name: str) -> None:
+        publish(folder, name)
+        rotate(folder, self.args.save_total_limit, self.state.best_model_checkpoint)
 
     def _write_aside(self, folder: Path, name: str, model: Any, trial: Any) -> None:
         self._saving = folder / SAVING
@@ -78,6 +77,26 @@ class Checkpointing(Trainer):
                 self.state.best_model_checkpoint = os.path.join(str(self.args.output_dir), name)
         if is_best and self.args.should_save:
             self.state.save_to_json(str(aside / _STATE))
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Save the model, as Trainer does, and whole also where checkpoints hold shards."""
+        plugin = getattr(self.accelerator.state, "fsdp_plugin", None)
+        in_shards = plugin is not None and "FULL_STATE_DICT" not in str(plugin.state_dict_type)
+        if self._run is None or plugin is None or not in_shards or _internal_call:
+            super().save_model(output_dir, _internal_call)
+            if self._run is not None and in_shards and self.args.should_save:
+                self._write_beside_weights(output_dir or str(self.args.output_dir))
+            return
+        before = plugin.state_dict_type
+        plugin.set_state_dict_type("FULL_STATE_DICT")
+        try:
+            super().save_model(output_dir, _internal_call)
+        finally:
+            plugin.set_state_dict_type(before)
+
+    def _write_beside_weights(self, folder: str) -> None:
+        """Write what belongs beside a run's weights: selection, mark, ledger and card."""
+        raise NotImplementedError
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
         if not self.is_saving:  # it is pushed when it is complete
@@ -101,22 +120,33 @@ class Checkpointing(Trainer):
                 f"to be False with resume_from_checkpoint={resume_from_checkpoint!r}",
                 "Resume to go on with the run in output_dir, or start over to leave it behind.",
             )
+        run = self._run
+        # No process reads the folder any more as it was when its trainer was made.
+        run.processes.agree(f"resume {resume_from_checkpoint}, start over {start_over}")
+        checkpoint = run.processes.on_main(lambda: self._prepare_folder(resume_from_checkpoint))
+        if checkpoint is not None:
+            run.book.resume(checkpoint)
+            if run.book.lost and run.processes.is_main:
+                logger.warning(lost_in_words(Path(checkpoint).name, run.book.lost))
+        return checkpoint
+
+    def _prepare_folder(self, resume_from_checkpoint: str | bool | None) -> str | None:
+        """Clean up after a kill; move an earlier run aside, or choose the checkpoint to go on from.
+
+        One process of a run does it, with the run's lock.
+        """
+        assert self._run is not None
         book = self._run.book
         book.take()
         try:
             tidy(book.folder)
-            if start_over:
+            if self.args.start_over:  # type: ignore[attr-defined]
                 move_earlier_run(book, self._run.earlier)
                 return None
             refuse_half_moved(book.folder)
-            checkpoint = checkpoint_of(resume_from_checkpoint, str(self.args.output_dir))
-            if checkpoint is not None:
-                book.resume(checkpoint)
-                if book.lost:
-                    logger.warning(lost_in_words(Path(checkpoint).name, book.lost))
+            return checkpoint_of(resume_from_checkpoint, str(self.args.output_dir))
         finally:
             book.stop()
-        return checkpoint
 
     def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
         """Run an epoch, unless all steps were made: Trainer would make one more in a run that is
@@ -131,7 +161,7 @@ class Checkpointing(Trainer):
         if self._run is None or not self._run.plan.releases_each_step:
             return
         book, done = self._run.book, self.state.global_step
-        if done >= max_steps:
+        if done >= max_steps or not self._run.processes.is_main:
             return
         if book.lost or book.budget.left < max_steps - done:
             logger.warning(outlook(self._run.plan, book.ledger, done, max_steps, book.budget.left))

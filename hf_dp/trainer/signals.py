@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
 from transformers import TrainerCallback
 from transformers.utils import logging
+
+from hf_dp.distributed.processes import Processes
 
 logger = logging.get_logger(__name__)
 
@@ -38,16 +39,14 @@ class StopOnSignal(TrainerCallback):
     :meth:`restore`. Before the first step a signal does what it always does: there is nothing to
     save.
 
-    Args:
-        stop_now: whether to stop after this step, asked in the same places by every process of a
-            run. None: whether this process got a signal.
+    Args: processes: of the run. A signal to one of them ends all after the same step.
 
     Attributes: signum: the first signal that arrived in this process; None before.
     """
 
-    def __init__(self, stop_now: Callable[[], bool] | None = None):
+    def __init__(self, processes: Processes):
         self.signum: int | None = None
-        self._stop_now = stop_now or (lambda: self.signum is not None)
+        self._processes = processes
         self._stopping = False
         self._before: dict[int, Any] = {}
         self._process = 0
@@ -79,7 +78,8 @@ class StopOnSignal(TrainerCallback):
             control.should_evaluate = control.should_save = False  # not a second time
 
     def _stops(self) -> bool:
-        self._stopping = self._stopping or self._stop_now()
+        if not self._stopping:
+            self._stopping = bool(self._processes.largest(self.signum is not None))
         return self._stopping
 
     def restore(self) -> None:

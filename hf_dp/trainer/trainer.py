@@ -205,7 +205,7 @@ class DPTrainer(Checkpointing):
         if plan.releases_each_step:
             self.add_callback(StopBeforeTarget(run.book))
         self.add_callback(WeightsMove())
-        self._signals = StopOnSignal()
+        self._signals = StopOnSignal(run.processes)
         self.add_callback(self._signals)
         self._refuse_optimizers()
         self.tuner.check_arguments(args)
@@ -495,9 +495,12 @@ class DPTrainer(Checkpointing):
             )
         super()._save(output_dir, state_dict)
         if self._run is not None and self.args.should_save:
-            self.tuner.save(output_dir or self.folder)
-            self._run.book.mark_weights(output_dir or self.folder)
-            self._write_privacy_files(output_dir or self.folder)
+            self._write_beside_weights(output_dir or self.folder)
+
+    def _write_beside_weights(self, folder: str) -> None:
+        self.tuner.save(folder)
+        self.run.book.mark_weights(folder)
+        self._write_privacy_files(folder)
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
         if self._run is not None and self.is_world_process_zero() and not self.is_saving:

@@ -11,12 +11,13 @@ from pathlib import Path
 
 import pytest
 import tiny
+from processes import outcomes
 from transformers import TrainerCallback
 
 from hf_dp.run.checkpoint import numbered
 from hf_dp.run.manifest import damage
 from hf_dp.statement.record import read
-from hf_dp.trainer.signals import StopOnSignal, TrainingStopped
+from hf_dp.trainer.signals import TrainingStopped
 
 
 class SignalAt(TrainerCallback):
@@ -126,15 +127,19 @@ def test_handlers_are_installed_in_the_main_thread_only(tmp_path):
     assert found[0] == before and found[1] != before
 
 
-def test_all_processes_of_a_run_can_agree_to_stop(tmp_path):
-    """What says whether to stop is a seam: with several processes, whether any got a signal."""
-    trainer = tiny.trainer(tmp_path)
-    asked = []
-    trainer._signals._stop_now = lambda: asked.append(1) or len(asked) == 2
-    with pytest.raises(TrainingStopped):
-        trainer.train()
-    assert trainer.state.global_step == 2
-    assert isinstance(trainer._signals, StopOnSignal)
+def test_a_signal_to_one_process_stops_all_after_the_same_step(tmp_path):
+    def train():
+        sent = [SignalAt(2)] if os.environ["RANK"] == "1" else []
+        trainer = stopped_by(tmp_path, *sent, max_steps=6, accountant="rdp")
+        try:
+            trainer.train()
+        except TrainingStopped as stopped:
+            return stopped.code, trainer.state.global_step
+
+    assert [each.result for each in outcomes(2, train)] == [(128 + signal.SIGTERM, 3)] * 2
+    assert read(tmp_path).ledger.steps() == 3
+    assert [path.name for path in numbered(tmp_path)] == ["checkpoint-3"]
+    assert damage(tmp_path / "checkpoint-3") is None
 
 
 def test_the_command_line_ends_with_128_and_the_signal(tmp_path):

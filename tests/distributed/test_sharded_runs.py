@@ -1,0 +1,273 @@
+"""Whole runs of a model that FSDP2 shards: the same update, folder and ledger as in one process.
+
+accelerate shards on accelerators only. Here it is told that it has some, so that its own code runs
+on the CPU; a model that ``fully_shard`` was called on needs no accelerate.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import silence
+import tiny
+import torch
+from accelerate.state import PartialState
+from accelerate.utils import DistributedType
+from processes import on_processes, outcomes
+from safetensors.torch import load_file
+from silence import Silent, distance, weights
+from torch.distributed.fsdp import fully_shard
+from transformers import DataCollatorWithPadding
+
+from hf_dp import DpSgdPlan, PrivacyRequest, PrivateRun, mechanism_for
+from hf_dp.batches.options import BatchOptions
+from hf_dp.run.options import RunOptions
+from hf_dp.statement.record import read
+from hf_dp.statement.verify import disagreements
+from hf_dp.tuners.frost.config import FrostConfig
+from hf_dp.tuners.rgp.config import RgpConfig
+
+LAYERS = {"bert": "BertLayer", "gpt2": "GPT2Block", "llama_lora": "LlamaDecoderLayer"}
+
+
+def environment(kind: str, state_dict: str = "FULL_STATE_DICT") -> dict[str, str]:
+    """What ``accelerate launch`` sets for an FSDP2 configuration."""
+    return {
+        "ACCELERATE_USE_FSDP": "true",
+        "FSDP_VERSION": "2",
+        "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP",
+        "FSDP_TRANSFORMER_CLS_TO_WRAP": LAYERS[kind],
+        "FSDP_STATE_DICT_TYPE": state_dict,
+        "FSDP_CPU_RAM_EFFICIENT_LOADING": "false",
+        "FSDP_RESHARD_AFTER_FORWARD": "true",
+    }
+
+
+def sharded(count: int, kind: str, function, state_dict: str = "FULL_STATE_DICT") -> list[Any]:
+    """Return what ``function()`` returns in each rank, where accelerate shards."""
+
+    def run() -> Any:
+        init = PartialState.__init__
+
+        def with_accelerators(self, *args, **kwargs):
+            init(self, *args, **kwargs)
+            if self.distributed_type == DistributedType.MULTI_CPU:
+                self.distributed_type = DistributedType.MULTI_GPU
+
+        PartialState.__init__ = with_accelerators
+        return function()
+
+    ended = outcomes(count, run, lambda rank: environment(kind, state_dict))
+    failed = [f"rank {rank}: {each.trace}" for rank, each in enumerate(ended) if each.exit]
+    assert not failed, "\n".join(failed)
+    return [each.result for each in ended]
+
+
+def trained(folder: Path, kind: str, dtype: torch.dtype, resume: bool = False, **options: Any):
+    """Weights after training, whole, and whether all parameters were sharded."""
+    values = {
+        "max_steps": 4,
+        "per_device_train_batch_size": 4,
+        "save_strategy": "steps",
+        "save_steps": 2,
+        "optim": "adamw_torch",  # a sharded checkpoint of an optimizer without state cannot be read
+        "learning_rate": 1e-2,
+    }
+    made = silence.trainer(folder, kind, dtype, **{**values, **options})
+    made.train(resume_from_checkpoint=resume or None)
+    made.save_model()
+    whole = {name: _whole(value) for name, value in weights(made).items()}
+    return whole, {type(p.data).__name__ for p in made.model.parameters()}
+
+
+def _whole(value: torch.Tensor) -> torch.Tensor:
+    return value.full_tensor() if hasattr(value, "full_tensor") else value
+
+
+QUICK = [("gpt2", torch.float64, 2)]
+CASES = [(kind, dtype, 2) for kind in LAYERS for dtype in (torch.float64, torch.float32)] + [
+    ("bert", torch.float64, 3)
+]
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtype", "count"),
+    [pytest.param(*c, marks=[] if c in QUICK else [pytest.mark.slow]) for c in CASES],
+)
+def test_a_sharded_run_is_that_of_one_process(kind, dtype, count, tmp_path):
+    alone, _ = trained(tmp_path / "one", kind, dtype)
+    found = sharded(count, kind, lambda: trained(tmp_path / "fsdp", kind, dtype))
+    assert all(types == {"DTensor"} for _, types in found)
+    for whole, _ in found:
+        assert distance(whole, alone, kind) < (1e-9 if dtype == torch.float64 else 1e-4)
+    one, two = tmp_path / "one", tmp_path / "fsdp"
+    assert read(one).ledger.to_list() == read(two).ledger.to_list()
+    assert disagreements(read(two)) == []
+    assert published(two) == published(one)
+    (saved,) = two.glob("*.safetensors")
+    same = load_file(one / saved.name)
+    for name, value in load_file(saved).items():
+        torch.testing.assert_close(value, same[name], rtol=1e-4, atol=1e-6)
+
+
+def published(folder: Path) -> set[str]:
+    return {path.name for path in folder.iterdir() if not path.name.startswith("_")}
+
+
+@pytest.mark.parametrize(
+    "state_dict",
+    ["SHARDED_STATE_DICT", pytest.param("FULL_STATE_DICT", marks=pytest.mark.slow)],
+)
+def test_a_sharded_run_goes_on_from_its_checkpoint(state_dict, tmp_path):
+    kind, dtype = "gpt2", torch.float64
+    whole, _ = trained(tmp_path / "one", kind, dtype)
+    folder = tmp_path / "fsdp"
+    sharded(2, kind, lambda: trained(folder, kind, dtype), state_dict)
+    shutil.rmtree(folder / "checkpoint-4")
+    found = sharded(2, kind, lambda: trained(folder, kind, dtype, resume=True), state_dict)
+    assert all(distance(each, whole, kind) < 1e-9 for each, _ in found)
+    assert read(folder).ledger.steps() == 6  # two steps were made twice, and both count
+    assert (folder / "model.safetensors").exists()  # whole, as one process saves it
+
+
+def looped(folder: Path, shards: bool, batch: int = 40) -> dict[str, torch.Tensor]:
+    """Weights after a plain PyTorch loop, on a model that ``fully_shard`` was called on."""
+    model = tiny.model().double()
+    if shards:
+        for layer in model.bert.encoder.layer:
+            fully_shard(layer)
+        fully_shard(model)
+    plan = PrivacyRequest(
+        num_examples=40,
+        expected_batch_size=batch,
+        mechanism=DpSgdPlan(clipping_norm=0.1, noise_multiplier=1.0),
+        max_steps=3,
+        accountant="rdp",
+    ).plan()
+    private = PrivateRun(
+        model,
+        plan,
+        folder,
+        train_dataset=tiny.dataset().rename_column("label", "labels"),
+        data_collator=DataCollatorWithPadding(tiny.tokenizer()),
+        options=RunOptions(batches=BatchOptions(physical_batch_size=4, quiet=True)),
+    )
+    if batch == 40:
+        private.randomness = Silent(0, private.processes.rank)
+    mechanism = mechanism_for(private)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    for batches in mechanism.logical_batches():
+        clipped = mechanism.clip(batches)
+        with private.release_step() as release:
+            mechanism.set_gradients(clipped, release)
+        optimizer.step()
+        optimizer.zero_grad()
+    return {name: _whole(p.detach()).clone() for name, p in model.named_parameters()}
+
+
+def test_a_loop_on_a_sharded_model_is_that_of_one_process(tmp_path):
+    alone = looped(tmp_path / "one", False)
+    for found in on_processes(3, looped, tmp_path / "fsdp", True):
+        for name, value in found.items():
+            torch.testing.assert_close(value, alone[name], rtol=1e-12, atol=1e-12)
+
+
+def test_processes_without_examples_make_the_same_forwards(tmp_path):
+    found = on_processes(3, looped, tmp_path, True, 2)  # most draws of most processes are empty
+    for other in found[1:]:
+        assert all(torch.equal(found[0][name], other[name]) for name in other)
+    assert read(tmp_path).ledger.steps() == 3
+
+
+def test_the_noise_of_shards_is_that_of_one_process(tmp_path):
+    import numpy as np
+    from scipy import stats
+
+    def train():
+        made = tiny.trainer(
+            tmp_path,
+            noise_multiplier=100.0,  # what moves the weights is noise
+            optim="sgd",
+            learning_rate=1.0,
+            lr_scheduler_type="constant",
+            max_steps=1,
+            accountant="rdp",
+        )
+        before = weights(made)
+        made.train()
+        scale = 8 / made.privacy_plan.noise_std
+        after = {name: _whole(value) for name, value in weights(made).items()}
+        return torch.cat([((before[n] - after[n]) * scale).flatten() for n in after])
+
+    first, second = sharded(2, "bert", train)
+    assert torch.equal(first, second)
+    values = first.double().numpy()
+    half = len(values) // 2
+    assert stats.kstest(values, "norm").pvalue > 1e-6
+    assert abs(values.var() - 1) < 5 * (2 / len(values)) ** 0.5
+    assert abs(np.corrcoef(values[:half], values[half : 2 * half])[0, 1]) < 5 / half**0.5
+
+
+REFUSED = {
+    "rgp": ({"given": {"peft_config": RgpConfig(rank=2, task_type="SEQ_CLS")}}, "RGP makes"),
+    "published": ({"privacy_mode": "dp_fp"}, "DP-FP as published"),
+    "frost twice": (
+        {
+            "given": {
+                "peft_config": FrostConfig(
+                    unfreeze_ratio=0.5,
+                    num_selections=2,
+                    selection_noise_multiplier=1.0,
+                    task_type="SEQ_CLS",
+                )
+            }
+        },
+        "num_selections above 1",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_needs_whole_weights_is_refused_by_name(what, tmp_path):
+    options, named = REFUSED[what]
+
+    def train():
+        with pytest.raises(Exception, match=named) as refused:
+            tiny.trainer(tmp_path, **options).train()
+        return str(refused.value)
+
+    for message in sharded(2, "bert", train):
+        assert "cannot be sharded with FSDP2. Train it with DDP" in message
+    assert not (tmp_path / "privacy.json").exists()
+
+
+@pytest.mark.slow
+def test_frost_selects_before_the_model_is_sharded(tmp_path):
+    def train():
+        config = FrostConfig(unfreeze_ratio=0.5, selection_iterations=2, task_type="SEQ_CLS")
+        made = tiny.trainer(
+            tmp_path, given={"peft_config": config}, target_epsilon=8.0, accountant="rdp"
+        )
+        made.train()
+        made.save_model()
+        return {name: _whole(value) for name, value in weights(made).items()}
+
+    first, second = sharded(2, "bert", train)
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    assert disagreements(read(tmp_path)) == []
+
+
+def test_bf16_with_float32_master_weights(tmp_path):
+    def train():
+        made = tiny.trainer(tmp_path, bf16=True, max_steps=2, accountant="rdp")
+        made.train()
+        assert {p.dtype for p in made.model.parameters()} == {torch.float32}
+        return {name: _whole(value) for name, value in weights(made).items()}
+
+    first, second = sharded(2, "bert", train)
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    assert "bfloat16" in read(tmp_path).statement["facts"]["precision"] or os.environ["RANK"]
