@@ -290,6 +290,9 @@ class ClippingEngine:
 
     def _share(self, module: nn.Module, method: SharedMethod) -> None:
         self._tape.know(module, method.parameters)
+        if self._sharded:
+            described = self._tape.describe(module)
+            refuse_shards_within(module, described, method.parameters, only_own=True)
         run = partial(shared_method, self._tape, method.call, tuple(method.parameters))
         self._replace(module, method.name, run)
 

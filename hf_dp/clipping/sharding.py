@@ -7,7 +7,7 @@ a parameter by its module and its name, and keys everything by the DTensor.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator
 
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -75,7 +75,13 @@ def refuse_parallelism(model: nn.Module) -> None:
     Raises:
         UnsupportedModelError: names the way, and what to use instead.
     """
-    classes = {type(module): name for name, module in model.named_modules()}
+    classes: dict[type, str] = {}
+    placed: dict[str, nn.Parameter] = {}  # found in one traversal, which every step takes
+    for name, module in model.named_modules():
+        classes.setdefault(type(module), name)
+        for key, parameter in module._parameters.items():
+            if isinstance(parameter, DTensor) or hasattr(parameter, "ds_id"):
+                placed[f"{name}.{key}" if name else key] = parameter
     for module_class, name in classes.items():
         if issubclass(module_class, FullyShardedDataParallel):
             raise UnsupportedModelError(
@@ -88,12 +94,12 @@ def refuse_parallelism(model: nn.Module) -> None:
             raise _deepspeed(_named("The model", name))
     managed = {
         id(parameter)
-        for outer in managed_modules(model)
+        for outer in (managed_modules(model) if placed else ())
         for module in _modules_of(outer)
         for parameter in module.parameters(recurse=False)
     }
     meshes: dict[object, str] = {}
-    for name, parameter in model.named_parameters():
+    for name, parameter in placed.items():
         if hasattr(parameter, "ds_id"):
             raise _deepspeed(f"Parameter {name!r}")
         if isinstance(parameter, DTensor):
@@ -107,15 +113,23 @@ def refuse_parallelism(model: nn.Module) -> None:
         )
 
 
-def refuse_shards_within(module: nn.Module, described: str, own: Mapping[str, object]) -> None:
+def refuse_shards_within(
+    module: nn.Module, described: str, own: Collection[str], only_own: bool = False
+) -> None:
     """Raise for a module to be run again by example that contains modules sharded by themselves.
 
     Each run would gather them, for as many examples as this process happens to have.
 
     Args:
-        own: the module's trainable parameters, by name.
+        own: the names of the trainable parameters in question.
+        only_own: whether the run reads no others.
     """
-    inside = [name for name, m in module.named_modules() if name and isinstance(m, FSDPModule)]
+    inside = [
+        name
+        for name, each in module.named_modules()
+        if name and isinstance(each, FSDPModule)
+        if not only_own or any(parameter.startswith(f"{name}.") for parameter in own)
+    ]
     if inside:
         raise UnsupportedModelError(
             f"{described} has no clipping rule, so it is run again example by example, but "

@@ -598,6 +598,16 @@ def test_modules_without_a_rule_around_shards_are_refused():
     assert "Bare has no clipping rule" in found and "'layer'" in found and "['scale']" in found
 
 
+def test_a_shared_table_sharded_by_itself_is_refused():
+    def build() -> Any:
+        model = ARCHITECTURES["t5"].build()
+        fully_shard(model.encoder.block[0].layer[0].SelfAttention.relative_attention_bias)
+        return fully_shard(model)
+
+    found = message(2, build, enter)
+    assert "T5Attention" in found and "'relative_attention_bias'" in found
+
+
 def tensor_parallel() -> nn.Module:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     return parallelize_module(nn.Sequential(nn.Linear(4, 4)), mesh, {"0": ColwiseParallel()})
