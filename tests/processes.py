@@ -5,6 +5,7 @@ Each child finds the environment that torchrun gives it, and gloo on the CPU wit
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import pickle
 import signal
@@ -25,7 +26,7 @@ import torch.distributed.tensor  # (children share what is imported here)
 from accelerate.state import AcceleratorState, GradientState, PartialState
 
 # For what hangs: an honest run takes seconds.
-_LIMIT = 600.0
+_LIMIT = 80.0
 
 
 @dataclass
@@ -104,6 +105,7 @@ def _run(
         **env,
     }
     outcome = Outcome()
+    faulthandler.dump_traceback_later(0.9 * _LIMIT)  # where it hangs
     try:
         PartialState._reset_state()
         AcceleratorState._reset_state(True)

@@ -85,7 +85,7 @@ class Processes:
         if self.alone:
             return act()
         done: list[Any] = [self.together(act if self.is_main else lambda: None)]
-        with _others_present():
+        with others_present():
             dist.broadcast_object_list(done, src=0, group=self._group())
         result: Result = done[0]
         return result
@@ -103,7 +103,10 @@ class Processes:
 
     @contextmanager
     def telling(self) -> Iterator[None]:
-        """Tell the others of an error inside, where they go on to act together or to agree."""
+        """Tell the others of an error inside, where they go on to act together or to agree.
+
+        There must be no other collective inside: the others would wait there, and not listen.
+        """
         try:
             yield
         except BaseException as error:
@@ -134,7 +137,7 @@ class Processes:
 
     def _texts(self, failed: list[int], own: str) -> list[str]:
         texts: list[Any] = [""] * self.count
-        with _others_present():
+        with others_present():
             dist.all_gather_object(texts, own[:2000], group=self._group())
         return texts
 
@@ -142,7 +145,7 @@ class Processes:
         """Return the messages of all processes, of equal length, by rank."""
         own = torch.frombuffer(bytearray(message), dtype=torch.uint8)
         found = [torch.empty_like(own) for _ in range(self.count)]
-        with _others_present():
+        with others_present():
             dist.all_gather(found, own, group=self._group())
         return [bytes(each.tolist()) for each in found]
 
@@ -156,7 +159,7 @@ class Processes:
         if self.alone:
             return
         everyone: list[Any] = [None] * self.count
-        with _others_present():
+        with others_present():
             dist.all_gather_object(everyone, dict(facts), group=self._group())
         main = everyone[0]
         for rank, theirs in enumerate(everyone):
@@ -173,7 +176,7 @@ class Processes:
         if self.alone:
             return
         everyone: list[Any] = [None] * self.count
-        with _others_present():
+        with others_present():
             dist.all_gather_object(everyone, fingerprint, group=self._group())
         for rank, theirs in enumerate(everyone):
             if theirs in everyone[:rank]:
@@ -186,7 +189,7 @@ class Processes:
         if self.alone:
             return number
         found = torch.tensor(number)
-        with _others_present():
+        with others_present():
             dist.all_reduce(found, dist.ReduceOp.MAX, group=self._group())
         return int(found)
 
@@ -196,7 +199,7 @@ class Processes:
     def summed(self, tensor: Tensor) -> Tensor:
         """Add up the processes' tensors of equal shape, in place, and return the sum."""
         if not self.alone:
-            with _others_present():
+            with others_present():
                 dist.all_reduce(tensor)
         return tensor
 
@@ -204,7 +207,7 @@ class Processes:
     def from_main(self, tensor: Tensor) -> Tensor:
         """Overwrite a tensor with the main process's, and return it."""
         if not self.alone:
-            with _others_present():
+            with others_present():
                 dist.broadcast(tensor, src=0)
         return tensor
 
@@ -213,19 +216,27 @@ class Processes:
         world = dist.group.WORLD
         if world not in _GROUPS:
             _GROUPS.clear()
-            with _others_present():
+            with others_present():
                 _GROUPS[world] = dist.new_group(backend="gloo")
         return _GROUPS[world]
 
 
 @contextmanager
-def _others_present() -> Iterator[None]:
-    """Raise DistributedError where a collective fails, because a process is gone."""
+def others_present() -> Iterator[None]:
+    """Raise DistributedError where a collective fails inside, because a process is gone."""
     try:
         yield
     except RuntimeError as problem:
+        if isinstance(problem, DistributedError) or not _is_of_a_collective(problem):
+            raise
         raise DistributedError(
             "Another process of this run is gone, or did not answer in time "
             f"({str(problem).splitlines()[0][:200]}). What was released is in the ledger. Look for "
             "the first error in the other processes' output, and resume from the last checkpoint."
         ) from problem
+
+
+def _is_of_a_collective(problem: RuntimeError) -> bool:
+    # gloo has no class of errors of its own
+    text = str(problem).lower()
+    return isinstance(problem, dist.DistError) or any(name in text for name in ("gloo", "nccl"))

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 
-from hf_dp.distributed.processes import Processes, _others_present
+from hf_dp.distributed.processes import Processes, others_present
 
 # Numbers that travel together: large enough for the bandwidth of a network, and small beside the
 # sums of a model.
@@ -69,7 +69,7 @@ def _scatter_noise_gather(bucket: list[Tensor], noise: Noise, processes: Process
     padding = -sum(sizes) % processes.count
     flat = torch.cat([*(total.reshape(-1) for total in bucket), bucket[0].new_zeros(padding)])
     owned = flat.new_empty(len(flat) // processes.count)
-    with _others_present():
+    with others_present():
         _reduce_scatter(owned, flat)
         owned.add_(noise(owned))
         _all_gather(flat, owned)
@@ -84,6 +84,6 @@ def _add_to_shard(total: DTensor, noise: Noise) -> None:
     for dimension, placement in enumerate(total.placements):
         if isinstance(placement, Replicate) and mesh.size(dimension) > 1:
             group = mesh.get_group(dimension)
-            with _others_present():
+            with others_present():
                 dist.broadcast(drawn, src=dist.get_global_rank(group, 0), group=group)
     local.add_(drawn)

@@ -35,7 +35,7 @@ from hf_dp.batches.padding import Padding
 from hf_dp.clipping import ClippingEngine, refuse_coupling, self_check
 from hf_dp.clipping.self_check import AUTOCAST_TOLERANCE
 from hf_dp.clipping.sharding import is_sharded
-from hf_dp.distributed.processes import Processes
+from hf_dp.distributed.processes import Processes, others_present
 from hf_dp.errors import ConfigError, DataError, LedgerError
 from hf_dp.losses import columns_read, per_example_loss
 from hf_dp.noise import SecretRandomness
@@ -388,7 +388,9 @@ class PrivateRun:
         many; the forwards that are missing run on made-up examples, which count nothing.
         """
         loss_sum = torch.zeros((), device=self.device)
-        with self.processes.telling(), self.randomness.streams():
+        # Processes of a sharded model meet inside each forward, where nobody could listen.
+        heard = others_present() if is_sharded(self.model) else self.processes.telling()
+        with heard, self.randomness.streams():
             own, made_up = list(batches), 0
             if is_sharded(self.model):
                 made_up = self.processes.largest(len(own)) - len(own)

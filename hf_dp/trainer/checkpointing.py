@@ -54,8 +54,7 @@ class Checkpointing(Trainer):
             "step that was made is in the ledger.",
         ):
             processes.on_main(lambda: stage(folder))
-            with processes.telling():
-                self._write_aside(folder, name, model, trial)
+            self._write_aside(folder, name, model, trial)
             processes.agree(f"{name} is written")
             processes.on_main(lambda: self._publish(folder, name))
         if self.args.push_to_hub:
@@ -85,7 +84,9 @@ class Checkpointing(Trainer):
         if self._run is None or plugin is None or not in_shards or _internal_call:
             super().save_model(output_dir, _internal_call)
             if self._run is not None and in_shards and self.args.should_save:
-                self._write_beside_weights(output_dir or str(self.args.output_dir))
+                folder = output_dir or str(self.args.output_dir)
+                os.makedirs(folder, exist_ok=True)
+                self._write_beside_weights(folder)
             return
         before = plugin.state_dict_type
         plugin.set_state_dict_type("FULL_STATE_DICT")

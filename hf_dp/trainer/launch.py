@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 from accelerate import Accelerator
+from torch import nn
 
 
 @contextmanager
@@ -27,3 +28,16 @@ def without_ddp(accelerator: Accelerator) -> Iterator[None]:
         yield
     finally:
         accelerator.prepare_model = prepare  # type: ignore[method-assign]
+
+
+def without_tied_copies(model: nn.Module, state_dict: dict[str, Any]) -> dict[str, Any]:
+    """Return a gathered state dict with each tied parameter once, as one process saves it."""
+    first: dict[int, str] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        first.setdefault(id(parameter), name)
+    tied = {
+        name
+        for name, parameter in model.named_parameters(remove_duplicate=False)
+        if first[id(parameter)] != name
+    }
+    return {name: value for name, value in state_dict.items() if name not in tied}

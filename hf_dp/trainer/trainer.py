@@ -24,6 +24,7 @@ from hf_dp.accounting import Epsilon, Ledger
 from hf_dp.cards.card import render_card
 from hf_dp.clipping import refuse_coupling
 from hf_dp.clipping.sharding import is_sharded
+from hf_dp.distributed.processes import others_present
 from hf_dp.errors import UnsupportedArgumentError
 from hf_dp.losses import columns_read, per_example_loss
 from hf_dp.mechanisms import Mechanism, mechanism_for
@@ -50,7 +51,7 @@ from hf_dp.trainer.callbacks import NO_EPSILON, StopBeforeTarget, WeightsMove, w
 from hf_dp.trainer.card_facts import card_details, earlier_run, pretraining_sources
 from hf_dp.trainer.checkpointing import Checkpointing
 from hf_dp.trainer.from_arguments import options_of, own_copy, plan_of, shared_arguments
-from hf_dp.trainer.launch import without_ddp
+from hf_dp.trainer.launch import without_ddp, without_tied_copies
 from hf_dp.trainer.signals import StopOnSignal
 from hf_dp.trainer.subclasses import check_subclass
 from hf_dp.tuners.apply import apply_peft, load_model
@@ -355,7 +356,8 @@ class DPTrainer(Checkpointing):
             self.tuner.start(run, checkpoint)
             self._train_model(run.model)
             self.mechanism.start(checkpoint)
-            output = super().train(checkpoint, *args, **kwargs)
+            with others_present():  # Trainer gathers, too
+                output = super().train(checkpoint, *args, **kwargs)
             self._write_privacy_files(self.folder)
         finally:
             self._signals.restore()
@@ -493,6 +495,8 @@ class DPTrainer(Checkpointing):
                 "model.save_pretrained, beside that run's README.md and privacy.json; or name that "
                 "run in `earlier_runs` and train."
             )
+        if state_dict is not None:
+            state_dict = without_tied_copies(self.model, state_dict)
         super()._save(output_dir, state_dict)
         if self._run is not None and self.args.should_save:
             self._write_beside_weights(output_dir or self.folder)

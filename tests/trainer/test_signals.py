@@ -139,7 +139,7 @@ def test_a_signal_to_one_process_stops_all_after_the_same_step(tmp_path):
     assert [each.result for each in outcomes(2, train)] == [(128 + signal.SIGTERM, 3)] * 2
     assert read(tmp_path).ledger.steps() == 3
     assert [path.name for path in numbered(tmp_path)] == ["checkpoint-3"]
-    assert damage(tmp_path / "checkpoint-3") is None
+    assert not damage(tmp_path / "checkpoint-3")
 
 
 def test_the_command_line_ends_with_128_and_the_signal(tmp_path):
