@@ -15,6 +15,8 @@ import subprocess
 import sys
 import tomllib
 from argparse import Namespace
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -146,7 +148,7 @@ def test_two_launchers_on_one_machine_are_two_machines(launcher, recipe, tmp_pat
     (stdout, stderr), (other, other_stderr) = (child.communicate(timeout=600) for child in children)
     assert [child.returncode for child in children] == [0, 0], stderr + other_stderr
     check_run(recipe, stdout)
-    assert "Privacy: " not in other and "accuracy" not in other
+    assert "Privacy: " not in other and "accuracy on" not in other
 
 
 @pytest.mark.slow
@@ -357,6 +359,59 @@ def test_an_error_names_its_rank(recipe, monkeypatch, capsys):
         monkeypatch.setenv("RANK", rank)
         assert main(["train"]) == 2
         assert capsys.readouterr().err.strip() == who
+
+
+# -- what ranks share ---
+
+
+def test_the_main_process_prepares_rows_before_the_others(recipe, monkeypatch):
+    """They go into a cache that all processes of a machine share."""
+    from hf_dp.cli.tasks import text_classification
+    from hf_dp.trainer.arguments import DPTrainingArguments
+
+    inside: list[str] = []
+
+    @contextmanager
+    def first(self: object, local: bool = True, desc: str = "work") -> Iterator[None]:
+        inside.append(desc)
+        yield
+        inside.pop()
+
+    def watched(name: str) -> None:
+        act = getattr(text_classification, name)
+        monkeypatch.setattr(
+            text_classification, name, lambda *args: seen.append((name, *inside)) or act(*args)
+        )
+
+    seen: list[tuple[str, ...]] = []
+    for name in ("load_train", "load_evaluation", "encode_all", "load_classifier"):
+        watched(name)
+    monkeypatch.setattr(DPTrainingArguments, "main_process_first", first)
+    monkeypatch.setattr("hf_dp.trainer.trainer.DPTrainer.train", lambda *a, **k: sys.exit(0))
+    with pytest.raises(SystemExit):
+        main(["train", "--config", str(recipe), "--use_cpu", "True"])
+    assert seen == [
+        ("load_train", "loading the rows"),
+        ("load_evaluation", "loading the rows"),
+        ("load_classifier",),
+        ("encode_all", "encoding the rows"),
+    ]
+
+
+@pytest.mark.parametrize(("rank", "anew"), [(None, True), ("0", True), ("1", False)])
+def test_only_the_first_process_of_a_machine_prepares_a_folder_anew(
+    rank, anew, tmp_path, monkeypatch
+):
+    from hf_dp.tasks.files import load_hub
+
+    asked: list[dict[str, object]] = []
+    monkeypatch.setattr("datasets.load_dataset", lambda *args, **options: asked.append(options))
+    if rank is None:
+        monkeypatch.delenv("LOCAL_RANK", raising=False)
+    else:
+        monkeypatch.setenv("LOCAL_RANK", rank)
+    load_hub(str(tmp_path), None, "train")
+    assert ("download_mode" in asked[0]) is anew
 
 
 # -- exit codes ---
