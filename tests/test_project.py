@@ -186,11 +186,12 @@ def test_the_commands_of_a_page_parse(page, monkeypatch, capsys):
     monkeypatch.setattr(argparse.ArgumentParser, "parse_args", parse_and_stop)
     monkeypatch.setattr("hf_dp.cli.tasks.text_classification.build_trainer", stop)
     monkeypatch.setattr("hf_dp.cli.tasks.masked_lm.build_trainer", stop)
+    monkeypatch.setattr("hf_dp.cli.train.launch", stop)
     monkeypatch.setattr("hf_dp.cli.tasks.text_classification_evaluation.load_evaluation", stop)
     for words in commands(page):
         for script in (word for word in words if word.startswith("recipes/")):
             assert (ROOT / script).exists(), script
-        if words[:2] == ["accelerate", "launch"]:
+        if words[:2] == ["accelerate", "launch"] or words[0] == "torchrun":
             words = ["hf-dp", "train", *words[words.index("recipes/text_classification.py") + 1 :]]
         if words[0] != "hf-dp":
             continue

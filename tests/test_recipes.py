@@ -203,15 +203,6 @@ def test_table_1_of_the_paper():
         assert by_pld == pytest.approx(value, abs=0.012)
 
 
-@pytest.mark.parametrize(
-    "path", sorted((ROOT / "recipes" / "accelerate").glob("*.yaml")), ids=lambda path: path.stem
-)
-def test_accelerate_configurations_are_read_by_accelerate(path):
-    from accelerate.commands.config.config_args import load_config_from_file
-
-    assert load_config_from_file(str(path)).num_processes == 1
-
-
 # -- DP-FP's ---
 
 DP_FP_RECIPES = [name for name in RECIPES if name.startswith("recipes/dp_fp/")]

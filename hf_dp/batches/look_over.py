@@ -19,6 +19,7 @@ from hf_dp.batches.layout import Layout
 from hf_dp.batches.limits import Limits
 from hf_dp.batches.padding import Padding
 from hf_dp.batches.structure import Example, leaves
+from hf_dp.distributed.processes import Processes
 from hf_dp.errors import DataError
 
 logger = logging.get_logger(__name__)
@@ -54,7 +55,7 @@ def look_over(
 
     Args:
         workers: the number of processes that fetch and collate.
-        quiet: whether to hide the progress bar.
+        quiet: whether to hide the progress bar, which only the main process shows.
 
     Raises:
         DataError: names a row that differs from the first in columns or types, holds a value out of
@@ -67,7 +68,7 @@ def look_over(
         _all(examples, workers),
         total=len(examples),
         desc="Looking over the rows",
-        disable=quiet,
+        disable=quiet or not Processes.here().is_main,
         leave=False,
     )
     for index, example in enumerate(each):

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 from hf_dp.cli.config import read_yaml
 from hf_dp.cli.help_text import add_fields, formatter, list_tasks
+from hf_dp.cli.launch import refuse_several
 from hf_dp.cli.options import common_parser
 from hf_dp.cli.tasks import DEFAULT_TASK, evaluated_tasks, evaluation_module
 
@@ -59,6 +60,7 @@ def main(argv: Sequence[str]) -> int:
     if args.help or not argv:
         print(help_text(task))
         return 0 if argv else 2
+    refuse_several("hf-dp eval", "Start it without a launcher.")
     metrics, lines = evaluation_module(task).evaluate(values, words, zero_shot=args.zero_shot)
     print(json.dumps(metrics) if args.json else "\n".join(lines))
     return 0

@@ -15,6 +15,7 @@ one line on stderr and exit code 2.
 from __future__ import annotations
 
 import importlib
+import os
 import sys
 from collections.abc import Sequence
 
@@ -79,7 +80,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return int(importlib.import_module(COMMANDS[words[0]][0]).main(words[1:]))
     except HfDpError as error:
-        print(f"hf-dp {words[0]}: {error}", file=sys.stderr)
+        rank = os.environ.get("RANK", "0")  # of several processes, most say what the first says
+        who = f"hf-dp {words[0]}" + (f" (rank {rank})" if rank != "0" else "")
+        print(f"{who}: {error}", file=sys.stderr)
         return 2
 
 

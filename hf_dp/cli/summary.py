@@ -33,7 +33,12 @@ def metric_lines(
 
 
 def print_summary(trainer: Any, lines: Sequence[str]) -> None:
-    """Print the metrics, epsilon by every accountant, and last the folder of the checkpoint."""
+    """Print the metrics, epsilon by every accountant, and last the folder of the checkpoint.
+
+    Of several processes, only the main one prints.
+    """
+    if not trainer.is_world_process_zero():
+        return
     print()
     print("\n".join(lines))
     if trainer.args.is_private:

@@ -20,6 +20,7 @@ import yaml
 
 from hf_dp.cli.cells import METRICS, Cell, in_words
 from hf_dp.cli.config import read_yaml
+from hf_dp.cli.launch import add_launch_options, launch_words, refuse_several
 from hf_dp.cli.sweep_report import plot_over_zero_shot, plot_sweep, spent_together, table
 from hf_dp.errors import ConfigError
 
@@ -82,12 +83,15 @@ def build_parser() -> argparse.ArgumentParser:
         "untrained accuracy",
     )
     add("--dry-run", action="store_true", help="print the runs and stop")
+    add_launch_options(parser)
     return parser
 
 
 def main(argv: Sequence[str]) -> int:
     """Run what is not done and print the table; return 1 if a run failed, 2 for a bad grid."""
     args = build_parser().parse_args(list(argv))
+    refuse_several("hf-dp sweep", "Start it alone: `--num_processes` divides each of its runs.")
+    launched = launch_words(args)
     if args.plot is not None:
         from hf_dp._plotting import require_matplotlib
 
@@ -105,7 +109,7 @@ def main(argv: Sequence[str]) -> int:
     failed = [
         cell
         for number, cell in enumerate(cells)
-        if not _run(recipe, cell, f"{number + 1} of {len(cells)}")
+        if not _run(recipe, cell, f"{number + 1} of {len(cells)}", launched)
     ]
     results = {cell: result(cell) for cell in cells if cell not in failed}
     if args.zero_shot:
@@ -207,8 +211,11 @@ def with_settings(recipe: Mapping[str, Any], settings: Mapping[str, Any]) -> dic
     return values
 
 
-def _run(recipe: dict[str, Any], cell: Cell, which: str) -> bool:
+def _run(recipe: dict[str, Any], cell: Cell, which: str, launched: Sequence[str]) -> bool:
     """Train one cell in a process of its own, unless its result is there already.
+
+    Args:
+        launched: the words that ask for several processes.
 
     Raises: ConfigError when the folder holds a run of another recipe.
     """
@@ -243,6 +250,7 @@ def _run(recipe: dict[str, Any], cell: Cell, which: str) -> bool:
             str(config),
             "--output_dir",
             str(output),
+            *launched,
         ]
         done = subprocess.run(command, stdout=log, stderr=subprocess.STDOUT)
     return done.returncode == 0 and cell.done is not None

@@ -1,4 +1,4 @@
-"""``hf-dp train --config FILE``: run a task's training in this process."""
+"""``hf-dp train --config FILE``: run a task's training, in this process or in several."""
 
 from __future__ import annotations
 
@@ -7,8 +7,16 @@ from collections.abc import Sequence
 
 from hf_dp.cli.config import read_yaml
 from hf_dp.cli.help_text import add_fields, add_privacy, formatter, list_tasks
+from hf_dp.cli.launch import (
+    add_launch_options,
+    launch,
+    launch_words,
+    refuse_several,
+    show_progress_once,
+)
 from hf_dp.cli.options import common_parser
 from hf_dp.cli.tasks import DEFAULT_TASK, TASKS, training_module
+from hf_dp.errors import ConfigError
 
 DESCRIPTION = """\
 Fine-tune a model, with differential privacy unless privacy_mode is non_private. Every argument can
@@ -31,6 +39,7 @@ def build_parser() -> argparse.ArgumentParser:
         help="list every argument, those of TrainingArguments included (slow: imports "
         "transformers)",
     )
+    add_launch_options(parser)
     return parser
 
 
@@ -56,11 +65,29 @@ def help_text(task: str) -> str:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Find the task (``--task``, else the YAML file's ``task:``) and run it."""
+    """Find the task (``--task``, else the YAML file's ``task:``) and run it.
+
+    Raises: HfDpError for arguments, a configuration or a task that cannot run like this.
+    """
     args, words = build_parser().parse_known_args(list(argv))
     values = {} if args.config is None else read_yaml(args.config)
     task = args.task or values.get("task", DEFAULT_TASK)
     if args.help or not argv:
         print(help_text(task))
         return 0 if argv else 2
-    return training_module(task).train(values, ["--help"] if args.help_all else words)
+    module = training_module(task)
+    if args.help_all:
+        return module.train(values, ["--help"])
+    if TASKS[task].one_process:
+        refuse_several(f"hf-dp train --task {task}", "Start it without a launcher.")
+    if not launch_words(args):
+        show_progress_once()
+        return module.train(values, words)
+    if TASKS[task].one_process:
+        raise ConfigError(
+            f"The task {task!r} runs in one process. Leave `--num_processes` and "
+            "`--accelerate_config` out."
+        )
+    named = {"--config": args.config, "--task": args.task}
+    chosen = [word for name, value in named.items() if value is not None for word in (name, value)]
+    return launch("train", [*chosen, *words], args)

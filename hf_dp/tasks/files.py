@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 from pathlib import Path
 from typing import Any
 
@@ -45,10 +46,11 @@ def load_hub(name: str, config: str | None, split: str) -> Any:
     import datasets
 
     # datasets 5.2 does not notice that a file of a local folder has changed: its cache would give
-    # the old rows.
+    # the old rows. The other processes of a machine come later, and read what the first prepared.
+    first = os.environ.get("LOCAL_RANK", "0") == "0"
     uncached = (
         {"download_mode": "force_redownload", "verification_mode": "no_checks"}
-        if Path(name).is_dir()
+        if Path(name).is_dir() and first
         else {}
     )
     try:

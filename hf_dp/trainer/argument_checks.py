@@ -210,8 +210,9 @@ def _launch_problems(args: Any) -> Problems:
             "one process",
             "to start as many processes as it names, in private modes",
             "`accelerate launch --cpu` starts one process whatever `--num_processes` says. Use "
-            "`torchrun --nproc_per_node 2` or `hf-dp train --num_processes 2` with use_cpu=True; "
-            "for one process, leave `--num_processes` away and unset MASTER_ADDR.",
+            "`torchrun --nproc_per_node 2` or `hf-dp train --num_processes 2`, with use_cpu=True "
+            "where there is a GPU; for one process, leave `--num_processes` away and unset "
+            "MASTER_ADDR.",
             UnsupportedArgumentError,
         )
         return {"num_processes": found}

@@ -31,6 +31,7 @@ from hf_dp.trainer.forward_arguments import (
     forward_problems,
     resolve_forward,
 )
+from hf_dp.trainer.launch import processes_without_device, use_cpu_without_accelerator
 from hf_dp.trainer.privacy_modes import MODES
 from hf_dp.trainer.text_numbers import numbers_from_text
 
@@ -355,6 +356,9 @@ class DPTrainingArguments(ForwardArguments, TrainingArguments):
                 self.accountant = "gdp_clt" if self.is_published_dp_fp else "pld"
         if self.learning_rate is None:
             self.learning_rate = 5e-5
+        use_cpu_without_accelerator(self)
+        if (excess := processes_without_device(self)) is not None:
+            problems["LOCAL_RANK"] = excess
         # Settings first: `super().__post_init__` takes devices, starts process groups, writes
         # environment variables.
         raise_all({**self._setting_problems(), **problems})

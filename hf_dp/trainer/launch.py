@@ -2,13 +2,64 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
+import torch
 from accelerate import Accelerator
 from torch import nn
+from transformers.utils import logging
+
+from hf_dp._validate import invalid
+from hf_dp.errors import InvalidArgumentError
+
+logger = logging.get_logger(__name__)
+
+_NOT_FOR_SEVERAL = ("cpu", "mps")  # kinds of devices that several processes cannot divide
+
+
+def has_accelerator() -> bool:
+    """Return whether this machine has devices that several processes can divide among them."""
+    if not torch.accelerator.is_available():
+        return False
+    found = torch.accelerator.current_accelerator()
+    return found is not None and found.type not in _NOT_FOR_SEVERAL
+
+
+def use_cpu_without_accelerator(args: Any) -> None:
+    """Set ``args.use_cpu`` where a launcher started several processes and there is no accelerator.
+
+    Otherwise accelerate takes each of them for the only one. Call it before devices are set up.
+    """
+    count = int(os.environ.get("WORLD_SIZE") or 1)
+    if count == 1 or args.use_cpu or has_accelerator():
+        return
+    args.use_cpu = True
+    if os.environ.get("RANK") == "0":
+        logger.warning(
+            "No accelerator is here that several processes could divide: the %d processes train on "
+            "the CPU, as with use_cpu=True.",
+            count,
+        )
+
+
+def processes_without_device(args: Any) -> InvalidArgumentError | None:
+    """Return the problem of a process that would take a device which this machine does not have."""
+    on_cpu = os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("true", "1", "yes")
+    if args.use_cpu or on_cpu or not has_accelerator():
+        return None
+    local, devices = int(os.environ.get("LOCAL_RANK") or 0), torch.accelerator.device_count()
+    if local < devices:
+        return None
+    return invalid(
+        "$LOCAL_RANK",
+        local,
+        f"to be below {devices}, the number of accelerators that this process sees",
+        "Start at most one process for each of them, or set use_cpu=True.",
+    )
 
 
 @contextmanager

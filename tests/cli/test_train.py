@@ -13,7 +13,6 @@ import time
 from pathlib import Path
 
 import pytest
-import tiny
 import yaml
 
 from hf_dp.cli.config import check_keys, checked, peft_config, read_yaml
@@ -25,35 +24,6 @@ from hf_dp.trainer.arguments import DPTrainingArguments
 from hf_dp.trainer.trainer import DPTrainer
 
 ROOT = Path(__file__).parent.parent.parent
-
-
-@pytest.fixture
-def task(tmp_path) -> Path:
-    """A configuration file of the tiny task, with a model folder and data files beside it."""
-    tiny.model().save_pretrained(tmp_path / "model")
-    tiny.tokenizer().save_pretrained(tmp_path / "model")
-    for name, part in (("train", tiny.rows(40)), ("dev", tiny.held_out_rows())):
-        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in part))
-    values = {
-        "task": "text_classification",
-        "model_name_or_path": str(tmp_path / "model"),
-        "train_file": str(tmp_path / "train.jsonl"),
-        "validation_file": str(tmp_path / "dev.jsonl"),
-        "class_names": ["negative", "positive"],
-        "max_length": 24,
-        "output_dir": str(tmp_path / "out"),
-        "target_epsilon": 8,
-        "expected_batch_size": 8,
-        "max_steps": 3,
-        "learning_rate": "1e-3",
-        "save_strategy": "no",
-        "use_cpu": True,
-        "disable_tqdm": True,
-        "dataloader_pin_memory": False,
-    }
-    config = tmp_path / "run.yaml"
-    config.write_text(yaml.safe_dump(values))
-    return config
 
 
 def test_train_prints_accuracy_epsilons_and_last_the_folder(task, capsys):
@@ -271,7 +241,8 @@ def test_kinds_of_values_in_yaml(hint, value, found):
 
 
 def test_accelerate_launch_runs_the_same_main(task):
-    command = [sys.executable, "-m", "accelerate.commands.launch", "--cpu", "--num_processes", "1"]
+    config = ROOT / "recipes" / "accelerate" / "cpu.yaml"
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(config)]
     done = subprocess.run(
         [*command, str(ROOT / "recipes" / "text_classification.py"), "--config", str(task)],
         env={**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"},

@@ -417,7 +417,9 @@ def test_without_privacy_transformers_rules(output_dir):
 
 
 def test_processes_that_do_not_know_of_each_other_are_refused(output_dir, monkeypatch):
-    # `accelerate launch --multi_gpu --num_processes 2` without GPUs and without use_cpu
+    # Without accelerators use_cpu is set; what is left are launchers that accelerate does not know.
+    monkeypatch.setattr("hf_dp.trainer.launch.has_accelerator", lambda: True)
+    monkeypatch.setattr("torch.accelerator.device_count", lambda: 1)
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setattr(TrainingArguments, "world_size", 1)
     with pytest.raises(

@@ -60,12 +60,14 @@ class Task:
             know the task.
         private: whether the task trains with differential privacy, so that the privacy arguments
             apply.
+        one_process: whether the task cannot be divided among processes.
     """
 
     help: str
     training: str
     evaluation: str | None = None
     private: bool = True
+    one_process: bool = False
 
 
 DEFAULT_TASK = "text_classification"
@@ -79,6 +81,7 @@ TASKS: dict[str, Task] = {
         "continue pretraining a masked language model on public text; not private",
         "hf_dp.cli.tasks.masked_lm",
         private=False,
+        one_process=True,  # it stops by its own processor time, which processes do not share
     ),
 }
 

@@ -43,7 +43,8 @@ def train(values: dict[str, Any], words: Sequence[str]) -> int:
         trainer.push_to_hub()
     trainer.save_metrics("eval", trainer.evaluation_metrics(), combined=False)
     print_summary(trainer, metric_lines(metrics, trainer.eval_dataset))
-    trainer.end()
+    # Otherwise a process of several may abort at its exit; Trainer.end() does no more.
+    trainer.accelerator.end_training()
     return 0
 
 
@@ -64,7 +65,8 @@ def build_trainer(
             "`from_scratch` does not go with `peft`: the random base of the adapter would not be "
             "saved. Leave one of them out."
         )
-    train_rows, evaluation_rows = load_train(data_args), load_evaluation(data_args)
+    with args.main_process_first(desc="loading the rows"):  # into a cache that all share
+        train_rows, evaluation_rows = load_train(data_args), load_evaluation(data_args)
     names = label_names(train_rows, data_args.label_column, data_args.class_names)
     set_seed(args.seed)  # the head's initial weights
     model, tokenizer = load_classifier(model_args, data_args.text_columns, names)
@@ -73,6 +75,9 @@ def build_trainer(
     if adapter is not None:
         warn_of_new_weights(model)
     columns = data_args.columns(tokenizer, names)
+    with args.main_process_first(desc="encoding the rows"):
+        train_dataset = encode(train_rows, *columns)
+        eval_dataset = encode_all(evaluation_rows, columns)
     # In 16 bits only examples that are padded alike share a physical batch, so fewer lengths give
     # fewer batches, and products of such lengths are faster there. The result is never longer than
     # max_length, which `check_positions` compared with the positions of the model.
@@ -80,8 +85,8 @@ def build_trainer(
     trainer = DPTrainer(
         model,
         args,
-        train_dataset=encode(train_rows, *columns),
-        eval_dataset=encode_all(evaluation_rows, columns),
+        train_dataset=train_dataset,
+        eval_dataset=eval_dataset,
         data_collator=DataCollatorWithPadding(tokenizer, pad_to_multiple_of=multiple),
         processing_class=tokenizer,
         compute_metrics=metrics(data_args.metrics, len(names)),

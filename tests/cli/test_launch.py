@@ -1,0 +1,468 @@
+"""Several processes: ``hf-dp train --num_processes``, ``accelerate launch`` and ``torchrun``.
+
+The commands are those that the configurations in recipes/accelerate name in their first lines.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import importlib
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import tomllib
+from argparse import Namespace
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import yaml
+from accelerate.commands.launch import launch_command_parser
+
+from hf_dp.cli import launch, train
+from hf_dp.cli.main import main
+from hf_dp.errors import ConfigError
+from hf_dp.statement.record import read
+from hf_dp.statement.verify import disagreements
+
+ROOT = Path(__file__).parent.parent.parent
+FILES = {path.stem: path for path in sorted((ROOT / "recipes" / "accelerate").glob("*.yaml"))}
+# As in a shell, one thread a process.
+OFFLINE = {
+    **os.environ,
+    "HF_HUB_OFFLINE": "1",
+    "OMP_NUM_THREADS": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+}
+PROGRAMS = {
+    "accelerate": [sys.executable, "-m", "accelerate.commands.accelerate_cli"],
+    "torchrun": [sys.executable, "-m", "torch.distributed.run"],
+    "hf-dp": [sys.executable, "-m", "hf_dp.cli.main"],
+}
+
+
+@pytest.fixture
+def recipe(task) -> Path:
+    """The tiny recipe with given noise, for no processor in particular."""
+    values = yaml.safe_load(task.read_text())
+    del values["target_epsilon"], values["use_cpu"]
+    task.write_text(yaml.safe_dump({**values, "noise_multiplier": 1.0}))
+    return task
+
+
+def start(words: list[str]) -> subprocess.Popen[str]:
+    """Start a command in the root of the project."""
+    return subprocess.Popen(
+        [*PROGRAMS[words[0]], *words[1:]],
+        cwd=ROOT,
+        env=OFFLINE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def commands(name: str, **values: str) -> list[list[str]]:
+    """The commands that a configuration's first lines name, with these values in their places."""
+    found = []
+    for line in FILES[name].read_text().splitlines():
+        if line.startswith("#") and (
+            command := re.search(r"\b(accelerate launch|torchrun) .*", line)
+        ):
+            found.append([values.get(word, word) for word in shlex.split(command[0])])
+    return found
+
+
+def check_run(recipe: Path, stdout: str, *, processes: int = 2) -> None:
+    """The run is there, once: its folder is verified, and it was printed by one process."""
+    lines = stdout.strip().splitlines()
+    assert lines[-1] == str(recipe.parent / "out")
+    for printed in ("Privacy: ", "accuracy on the 20 evaluation rows", "  pld ", lines[-1]):
+        assert len([line for line in lines if line.startswith(printed)]) == 1, stdout
+    record = read(recipe.parent / "out")
+    assert disagreements(record) == []
+    assert [(event.steps, event.sample_rate) for event in record.ledger.events] == [(3, 0.2)]
+    assert record.statement["epsilon"] == pytest.approx(0.957, abs=1e-3)
+    assert {"README.md", "model.safetensors", "eval_results.json"} <= {
+        path.name for path in (recipe.parent / "out").iterdir()
+    }
+
+
+# -- real runs: about 20 s of processor time each ---
+
+
+def test_hf_dp_train_starts_two_processes(recipe):
+    child = start(["hf-dp", "train", "--num_processes", "2", "--config", str(recipe)])
+    stdout, stderr = child.communicate(timeout=600)
+    assert child.returncode == 0, stderr[-3000:]
+    check_run(recipe, stdout)
+    assert stderr.count("the 2 processes train on the CPU") == 1
+    assert stderr.count("Loading weights: 100%") == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "words",
+    [
+        *commands("cpu_2_processes", **{"RECIPE.yaml": "RECIPE"}),
+        shlex.split(
+            "torchrun --standalone --nproc_per_node 2 recipes/text_classification.py --config RECIPE"
+        ),
+        # without accelerators these would be two jobs that do not know of each other
+        shlex.split(
+            "accelerate launch --multi_gpu --num_processes 2 --main_process_port 0 "
+            "recipes/text_classification.py --config RECIPE"
+        ),
+        shlex.split("hf-dp train --accelerate_config cpu_2_processes --config RECIPE"),
+    ],
+    ids=lambda words: " ".join(words[:4]),
+)
+def test_other_launchers_start_the_same_run(words, recipe):
+    child = start([str(recipe) if word == "RECIPE" else word for word in words])
+    stdout, stderr = child.communicate(timeout=600)
+    assert child.returncode == 0, stderr[-3000:]
+    check_run(recipe, stdout)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", ["accelerate", "torchrun"])
+def test_two_launchers_on_one_machine_are_two_machines(launcher, recipe, tmp_path):
+    values = {"HOST": "127.0.0.1", "RECIPE.yaml": str(recipe)}
+    small = tmp_path / "two.yaml"
+    small.write_text(
+        FILES["ddp_2_machines"].read_text().replace("num_processes: 16", "num_processes: 2")
+    )
+    values |= {"recipes/accelerate/ddp_2_machines.yaml": str(small), "8": "1"}
+    children = []
+    for rank in ("0", "1"):
+        (words,) = (
+            words
+            for words in commands("ddp_2_machines", RANK=rank, **values)
+            if words[0] == launcher
+        )
+        children.append(start([*words, "--use_cpu", "True"]))
+    (stdout, stderr), (other, other_stderr) = (child.communicate(timeout=600) for child in children)
+    assert [child.returncode for child in children] == [0, 0], stderr + other_stderr
+    check_run(recipe, stdout)
+    assert "Privacy: " not in other and "accuracy on" not in other
+
+
+@pytest.mark.slow
+def test_accelerate_launch_that_starts_one_process_says_so(recipe):
+    child = start(
+        shlex.split(
+            "accelerate launch --cpu --num_processes 2 recipes/text_classification.py --config"
+        )
+        + [str(recipe)]
+    )
+    _, stderr = child.communicate(timeout=600)
+    assert child.returncode != 0
+    assert "`accelerate launch --cpu` starts one process whatever `--num_processes` says" in stderr
+    assert not (recipe.parent / "out").exists()
+
+
+@pytest.mark.slow
+def test_the_exit_code_is_that_of_the_process_that_failed_first(recipe):
+    words = ["hf-dp", "train", "--num_processes", "2", "--max_length", "0", "--config", str(recipe)]
+    child = start(words)
+    _, stderr = child.communicate(timeout=600)
+    assert child.returncode == 2
+    assert "Expected `max_length` to be no more tokens" in stderr
+    assert re.search(
+        r"hf-dp train: the process of rank [01] failed first, with exit code 2", stderr
+    )
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["one_gpu", "ddp_8_gpus", "fsdp2_8_gpus"])
+def test_the_configurations_for_gpus_run_as_their_first_line_says(name, recipe):
+    import torch
+
+    (words,) = commands(name, **{"RECIPE.yaml": str(recipe)})
+    if name != "one_gpu":
+        count = min(8, torch.cuda.device_count())
+        if count < 2:
+            pytest.skip("needs two GPUs")
+        words[2:2] = ["--num_processes", str(count)]
+    child = start(words)
+    stdout, stderr = child.communicate(timeout=600)
+    assert child.returncode == 0, stderr[-3000:]
+    check_run(recipe, stdout)
+
+
+# -- the configurations ---
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_accelerate_reads_a_configuration_and_starts_what_its_first_line_says(name, monkeypatch):
+    started = []
+    for launcher in ("simple_launcher", "multi_gpu_launcher"):
+        monkeypatch.setattr(
+            f"accelerate.commands.launch.{launcher}",
+            lambda args, launcher=launcher: started.append((launcher, args)),
+        )
+    monkeypatch.chdir(ROOT)
+    first = FILES[name].read_text().splitlines()[0]
+    assert f"accelerate launch --config_file recipes/accelerate/{name}.yaml " in first
+    words = commands(name, RANK="1", HOST="first")[0]
+    parsed = launch_command_parser().parse_args(words[2:])
+    launch_command = importlib.import_module("accelerate.commands.launch").launch_command
+    launch_command(parsed)
+    ((launcher, args),) = started
+    assert args.training_script == "recipes/text_classification.py"
+    expected = {
+        "cpu": (1, 1),
+        "cpu_2_processes": (2, 1),
+        "one_gpu": (1, 1),
+        "ddp_8_gpus": (8, 1),
+        "ddp_2_machines": (16, 2),
+        "fsdp2_8_gpus": (8, 1),
+    }
+    assert (args.num_processes, args.num_machines) == expected[name]
+    assert launcher == ("simple_launcher" if args.num_processes == 1 else "multi_gpu_launcher")
+    assert args.use_cpu == name.startswith("cpu") and args.mixed_precision == "no"
+    assert args.use_fsdp == (name == "fsdp2_8_gpus")
+    if args.use_fsdp:
+        assert (args.fsdp_version, args.fsdp_auto_wrap_policy, args.fsdp_state_dict_type) == (
+            2,
+            "TRANSFORMER_BASED_WRAP",
+            "FULL_STATE_DICT",
+        )
+        assert args.fsdp_reshard_after_forward is True
+        assert args.fsdp_cpu_ram_efficient_loading is False
+    if args.num_machines == 2:
+        assert (args.machine_rank, args.main_process_ip) == (1, "first")
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_the_keys_of_a_configuration_are_accelerates(name):
+    """accelerate refuses unknown keys at the top, and drops unknown ones inside a block."""
+    from accelerate.commands.config.config_args import load_config_from_file
+
+    config = load_config_from_file(str(FILES[name]))
+    known = vars(launch_command_parser().parse_args(["script.py"]))
+    assert set(config.fsdp_config) <= set(known)
+
+
+def test_the_configurations_are_installed_with_the_package():
+    package_data = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
+    patterns = package_data["package-data"]["hf_dp"]
+    for path in launch.FOLDER.glob("*.yaml"):
+        inside = path.relative_to(ROOT / "hf_dp").as_posix()
+        assert any(fnmatch.fnmatch(inside, pattern) for pattern in patterns), inside
+    assert launch.configurations() == list(FILES)  # recipes/accelerate is the same folder
+
+
+# -- the options ---
+
+
+@pytest.fixture
+def launched(monkeypatch) -> list[Namespace]:
+    """What accelerate was asked to launch; nothing starts."""
+    found: list[Namespace] = []
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    monkeypatch.setattr("accelerate.commands.launch.launch_command", found.append)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("accelerator", "words", "file", "count"),
+    [
+        (False, ["--num_processes", "3"], "cpu_2_processes", 3),
+        (True, ["--num-processes", "3"], "ddp_8_gpus", 3),
+        (False, ["--accelerate_config", "ddp_8_gpus"], "ddp_8_gpus", None),
+        (False, ["--accelerate_config=one_gpu", "--num_processes", "1"], "one_gpu", 1),
+    ],
+)
+def test_other_words_are_passed_on(accelerator, words, file, count, launched, recipe, monkeypatch):
+    monkeypatch.setattr("hf_dp.trainer.launch.has_accelerator", lambda: accelerator)
+    rest = ["--max_steps", "2", "--peft.r=3"]
+    assert main(["train", *words, "--config", str(recipe), *rest]) == 0
+    (args,) = launched
+    assert (args.module, args.training_script) == (True, "hf_dp.cli.main")
+    assert args.training_script_args == ["train", "--config", str(recipe), *rest]
+    assert Path(args.config_file).stem == file and args.num_processes == count
+    assert args.main_process_port == 0  # a free one
+
+
+def test_one_process_is_this_one(launched, recipe, monkeypatch):
+    ran = []
+    module = Namespace(train=lambda values, words: ran.append(words) or 0)
+    monkeypatch.setattr(train, "training_module", lambda name: module)
+    assert main(["train", "--num_processes", "1", "--config", str(recipe)]) == 0
+    assert ran == [[]] and not launched
+
+
+@pytest.mark.parametrize(
+    ("words", "environment", "message"),
+    [
+        (["--num_processes", "0"], {}, r"`num_processes` to be a whole number >= 1, got 0"),
+        (
+            ["--num_processes", "2"],
+            {"WORLD_SIZE": "2"},
+            r"`--num_processes` to be left out .*WORLD_SIZE is '2'.*, got '2'",
+        ),
+        (["--accelerate_config", "ddp"], {}, r"to be one of \['cpu', .*'one_gpu'\], got 'ddp'"),
+        (["--accelerate_config", "no.yaml"], {}, r"one of \['cpu', .*got 'no.yaml', which does"),
+        (["--accelerate_config", "RECIPE"], {}, r"'run.yaml' cannot be read: A `distributed_type`"),
+        (["--accelerate_config", "ddp_2_machines"], {}, "does not name the first one. Set `main_"),
+        (
+            ["--accelerate_config", "cpu", "--num_processes", "2"],
+            {},
+            "Expected one process with 'cpu.yaml'.*got 2. Choose another of",
+        ),
+        (["--task", "masked_lm", "--num_processes", "2"], {}, "'masked_lm' runs in one process"),
+        (["--task", "masked_lm"], {"WORLD_SIZE": "2"}, "runs in one process, and a launcher star"),
+    ],
+)
+def test_what_cannot_be_launched_is_refused(words, environment, message, launched, recipe, monkeypatch, capsys):  # fmt: skip
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    words = [str(recipe) if word == "RECIPE" else word for word in words]
+    assert main(["train", "--config", str(recipe), *words]) == 2
+    assert re.search(message, capsys.readouterr().err) and not launched
+
+
+@pytest.mark.parametrize("command", ["eval", "sweep"])
+def test_commands_of_one_process_refuse_a_launcher(command, recipe, monkeypatch, capsys):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    words = {"eval": [], "sweep": ["--output-dir", "nowhere"]}[command]
+    assert main([command, "--config", str(recipe), *words]) == 2
+    assert f"`hf-dp {command}` runs in one process, and a launcher" in capsys.readouterr().err
+
+
+def test_each_run_of_a_sweep_is_divided(recipe, tmp_path, monkeypatch, capsys):
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    ran: list[list[str]] = []
+
+    def run(command: list[str], **options: object) -> Namespace:
+        ran.append(command)
+        return Namespace(returncode=1)
+
+    monkeypatch.setattr("hf_dp.cli.sweep.subprocess.run", run)
+    words = ["--config", str(recipe), "--output-dir", str(tmp_path / "sweep")]
+    assert main(["sweep", *words, "--num-processes", "2"]) == 1
+    ((*_, name, count),) = ran
+    assert (name, count) == ("--num_processes", "2")
+
+
+def test_an_error_names_its_rank(recipe, monkeypatch, capsys):
+    def refuse(*args: object) -> int:
+        raise ConfigError("no.")
+
+    monkeypatch.setattr(train, "main", refuse)
+    for rank, who in (("0", "hf-dp train: no."), ("3", "hf-dp train (rank 3): no.")):
+        monkeypatch.setenv("RANK", rank)
+        assert main(["train"]) == 2
+        assert capsys.readouterr().err.strip() == who
+
+
+# -- what ranks share ---
+
+
+def test_the_main_process_prepares_rows_before_the_others(recipe, monkeypatch):
+    """They go into a cache that all processes of a machine share."""
+    from hf_dp.cli.tasks import text_classification
+    from hf_dp.trainer.arguments import DPTrainingArguments
+
+    inside: list[str] = []
+
+    @contextmanager
+    def first(self: object, local: bool = True, desc: str = "work") -> Iterator[None]:
+        inside.append(desc)
+        yield
+        inside.pop()
+
+    def watched(name: str) -> None:
+        act = getattr(text_classification, name)
+        monkeypatch.setattr(
+            text_classification, name, lambda *args: seen.append((name, *inside)) or act(*args)
+        )
+
+    seen: list[tuple[str, ...]] = []
+    for name in ("load_train", "load_evaluation", "encode_all", "load_classifier"):
+        watched(name)
+    monkeypatch.setattr(DPTrainingArguments, "main_process_first", first)
+    monkeypatch.setattr("hf_dp.trainer.trainer.DPTrainer.train", lambda *a, **k: sys.exit(0))
+    with pytest.raises(SystemExit):
+        main(["train", "--config", str(recipe), "--use_cpu", "True"])
+    assert seen == [
+        ("load_train", "loading the rows"),
+        ("load_evaluation", "loading the rows"),
+        ("load_classifier",),
+        ("encode_all", "encoding the rows"),
+    ]
+
+
+@pytest.mark.parametrize(("rank", "anew"), [(None, True), ("0", True), ("1", False)])
+def test_only_the_first_process_of_a_machine_prepares_a_folder_anew(
+    rank, anew, tmp_path, monkeypatch
+):
+    from hf_dp.tasks.files import load_hub
+
+    asked: list[dict[str, object]] = []
+    monkeypatch.setattr("datasets.load_dataset", lambda *args, **options: asked.append(options))
+    if rank is None:
+        monkeypatch.delenv("LOCAL_RANK", raising=False)
+    else:
+        monkeypatch.setenv("LOCAL_RANK", rank)
+    load_hub(str(tmp_path), None, "train")
+    assert ("download_mode" in asked[0]) is anew
+
+
+# -- exit codes ---
+
+
+def ended(error: Exception, recipe: Path, monkeypatch: pytest.MonkeyPatch) -> int:
+    """How ``hf-dp train`` ends when accelerate's launcher raises this."""
+
+    def launch_command(args: Namespace) -> None:
+        raise error
+
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    monkeypatch.setattr("accelerate.commands.launch.launch_command", launch_command)
+    return main(["train", "--num_processes", "2", "--config", str(recipe)])
+
+
+@pytest.mark.parametrize(("code", "expected"), [(2, 2), (1, 1), (-9, 137), (-15, 143)])
+def test_exit_codes_pass_through(code, expected, recipe, monkeypatch, capsys):
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+
+    failure = ProcessFailure(local_rank=1, pid=1, exitcode=code, error_file="none")
+    assert ended(ChildFailedError("hf_dp", {1: failure}), recipe, monkeypatch) == expected
+    assert f"rank 1 failed first, with exit code {expected}" in capsys.readouterr().err
+    alone = subprocess.CalledProcessError(code, "python")
+    assert ended(alone, recipe, monkeypatch) == expected
+
+
+def test_a_signal_to_the_launcher_is_its_exit_code(recipe, monkeypatch):
+    from torch.distributed.elastic.multiprocessing import SignalException
+
+    stopped = SignalException("stopped", signal.SIGINT)
+    assert ended(stopped, recipe, monkeypatch) == 130
+
+
+def test_what_accelerate_refuses_is_a_refusal(recipe, monkeypatch, capsys):
+    assert ended(ValueError("Less than two GPU ids"), recipe, monkeypatch) == 2
+    assert "refuses the configuration" in capsys.readouterr().err
+
+
+def test_sigterm_reaches_the_one_process_of_a_configuration(recipe, monkeypatch):
+    """accelerate only waits for it, and would leave it behind."""
+
+    def launch_command(args: Namespace) -> None:
+        child = subprocess.Popen([sys.executable, "-c", "import time; print(1, flush=True); time.sleep(600)"], stdout=subprocess.PIPE)  # fmt: skip
+        assert child.stdout is not None and child.stdout.readline()
+        os.kill(os.getpid(), signal.SIGTERM)
+        if child.wait(60):
+            raise subprocess.CalledProcessError(child.returncode, "python")
+
+    before = signal.getsignal(signal.SIGTERM)
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    monkeypatch.setattr("accelerate.commands.launch.launch_command", launch_command)
+    assert main(["train", "--accelerate_config", "cpu", "--config", str(recipe)]) == 143
+    assert signal.getsignal(signal.SIGTERM) is before
