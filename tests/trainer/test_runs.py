@@ -541,7 +541,7 @@ def test_planted_earlier_run_that_is_not_recorded_is_seen(tmp_path, monkeypatch)
         accountant="rdp",
         earlier_runs=[str(tmp_path / "first")],
     )
-    monkeypatch.setattr(second.run, "_earlier", ())
+    monkeypatch.setattr(second.run, "earlier", ())
     monkeypatch.setattr(second.run.book, "_earlier_entries", ())  # which refuses such a ledger
     second.train()
     assert second.epsilon().value < 7.9  # what test_an_earlier_run_... would refuse
