@@ -1,11 +1,12 @@
 """Kill small private runs with SIGKILL, again and again, and check what is on the disk after each.
 
-    PYTHONPATH=tests python tests/run/kill_runs.py --kills 200
+    PYTHONPATH=tests python tests/run/kill_runs.py --kills 200 [--processes 2]
 
 Each attempt is a fork of this process, which has everything imported, and starts a run or resumes
 it. It is killed at a chosen point (the k-th sync, rename, deletion, release or optimizer step) or at
-a random time. Two counters in shared memory outlive it: noised values that were let out, and
-releases that were begun. After each kill:
+a random time; of several processes, one is, and the others must end with an error that says so. Two
+counters in shared memory outlive it: noised values that were let out, and releases that were begun.
+After each kill:
 
 - the ledger on the disk holds at least what was let out, and at most one release more, which was
   begun and not let out;
@@ -20,6 +21,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import mmap
 import os
 import random
@@ -36,11 +38,12 @@ from typing import Any
 import safetensors
 import tiny
 import torch
+from processes import environment
 from transformers import BertForSequenceClassification, TrainerCallback
 
 from hf_dp.accounting import PoissonSampledGaussian, epsilon
 from hf_dp.accounting.comparison import Answer
-from hf_dp.errors import LedgerError
+from hf_dp.errors import DistributedError, LedgerError
 from hf_dp.run.checkpoint import SAVING, numbered
 from hf_dp.run.gate import Gate, Release
 from hf_dp.run.ledger import RunLedger
@@ -51,8 +54,9 @@ from hf_dp.statement.record import FILE_NAME, read
 from hf_dp.trainer.checkpointing import Checkpointing
 from hf_dp.tuners.frost.config import FrostConfig
 
-NOTHING_TO_RESUME, FAILED = 3, 4  # exit codes of an attempt
+NOTHING_TO_RESUME, FAILED, LEFT_ALONE = 3, 4, 5  # exit codes of an attempt
 STEPS = 6
+PATIENCE = 5.0  # seconds
 CONFIGS: dict[str, Any] = {
     "dp_sgd": lambda: None,
     "frost": lambda: FrostConfig(
@@ -175,22 +179,21 @@ def make(folder: Path, config: str) -> Any:
     return trainer
 
 
-def child(folder: Path, config: str, shared: Shared, kill_at: int | None, branch: bool) -> int:
+def child(
+    folder: Path, config: str, shared: Shared, kill_at: int | None, resume: bool | str, rank: int
+) -> int:
     torch.set_num_threads(1)
     with open(folder.with_suffix(".log"), "a") as log:
         os.dup2(log.fileno(), 1)
         os.dup2(log.fileno(), 2)
         try:
             watch(shared, kill_at)
-            resume: bool | str = (folder / FILE_NAME).exists()
-            if branch and resume and (found := numbered(folder)):
-                resume = str(found[-1])
             make(folder, config).train(resume_from_checkpoint=resume)
-        except LedgerError as error:
+        except (LedgerError, DistributedError) as error:
             if "has no checkpoint" in str(error):
                 return NOTHING_TO_RESUME
             traceback.print_exc()
-            return FAILED
+            return LEFT_ALONE if isinstance(error, DistributedError) else FAILED
         except BaseException:
             traceback.print_exc()
             return FAILED
@@ -208,16 +211,55 @@ def attempt(
     kill_at: int | None = None,
     after: float | None = None,
     branch: bool = False,
+    victim: int = 0,
+    processes: int = 1,
 ) -> int:
-    """Fork one attempt and return its exit code, negative for a signal."""
-    pid = os.fork()
-    if not pid:
-        os._exit(child(folder, config, shared, kill_at, branch))
+    """Fork one attempt and return its exit code, negative for a signal.
+
+    Args: victim: the rank that is killed.
+    """
+    resume: bool | str = (folder / FILE_NAME).exists()
+    if branch and resume and (found := numbered(folder)):
+        resume = str(found[-1])
+    own = [Shared() for _ in range(processes)]
+    launched = [environment(rank, processes) for rank in range(processes)]
+    children = []
+    for rank in range(processes):
+        pid = os.fork()
+        if not pid:
+            if processes > 1:
+                os.environ |= launched[rank] | {"MASTER_PORT": launched[0]["MASTER_PORT"]}
+            at = kill_at if rank == victim else None
+            os._exit(child(folder, config, own[rank], at, resume, rank))
+        children.append(pid)
     if after is not None:
         time.sleep(after)
-        os.kill(pid, signal.SIGKILL)
-    _, status = os.waitpid(pid, 0)
-    return os.waitstatus_to_exitcode(status)
+        os.kill(children[victim], signal.SIGKILL)
+    codes = _ended(children, victim)
+    for name in ("let_out", "begun"):  # by whoever came farthest
+        shared[name] += max(each[name] for each in own)
+    shared["points"] = own[victim]["points"]
+    killed = codes[victim] == -signal.SIGKILL
+    unexpected = [c for c in codes if c not in (0, NOTHING_TO_RESUME, LEFT_ALONE, -signal.SIGKILL)]
+    if unexpected or (LEFT_ALONE in codes and not killed and NOTHING_TO_RESUME not in codes):
+        return FAILED
+    return -signal.SIGKILL if killed else max(c for c in codes if c != LEFT_ALONE)
+
+
+def _ended(children: list[int], victim: int) -> list[int]:
+    """Wait for all; as launchers do, end those that a killed one leaves waiting for it."""
+    found: dict[int, int] = {}
+    deadline = math.inf
+    while len(found) < len(children):
+        for rank, pid in enumerate(children):
+            if rank not in found and (ended := os.waitpid(pid, os.WNOHANG))[0]:
+                found[rank] = os.waitstatus_to_exitcode(ended[1])
+                if found[rank] == -signal.SIGKILL:
+                    deadline = min(deadline, time.monotonic() + PATIENCE)
+            elif rank not in found and time.monotonic() > deadline:
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(0.005)
+    return [found[rank] for rank in range(len(children))]
 
 
 def recorded(folder: Path) -> int:
@@ -247,7 +289,9 @@ def check(folder: Path, before: dict[str, int], shared: Shared) -> None:
         torch.load(path / "optimizer.pt", weights_only=True)
 
 
-def kill_runs(kills: int, seed: int, root: Path, plant: str | None = None) -> Counter[str]:
+def kill_runs(
+    kills: int, seed: int, root: Path, plant: str | None = None, processes: int = 1
+) -> Counter[str]:
     """Kill and resume until ``kills`` attempts have died. Raises: AssertionError."""
     if plant is not None:
         PLANTS[plant]()
@@ -256,7 +300,8 @@ def kill_runs(kills: int, seed: int, root: Path, plant: str | None = None) -> Co
     points, seconds = {}, {}
     for config in CONFIGS:  # one run of each that is left alone
         folder, start = root / f"whole-{config}", time.monotonic()
-        assert attempt(folder, config, shared) == 0, folder.with_suffix(".log").read_text()
+        whole = attempt(folder, config, shared, processes=processes)
+        assert whole == 0, folder.with_suffix(".log").read_text()
         points[config], seconds[config] = shared["points"], time.monotonic() - start
     number, folder, config = 0, root / "0", "dp_sgd"
     while seen["killed"] < kills:
@@ -269,6 +314,7 @@ def kill_runs(kills: int, seed: int, root: Path, plant: str | None = None) -> Co
             how = {"kill_at": choose.randint(1, most)}
         else:
             how = {"after": choose.uniform(0.0, seconds[config])}
+        how |= {"victim": choose.randrange(processes), "processes": processes}
         code = attempt(folder, config, shared, branch=branch, **how)
         where = f"{folder.name} ({config}), attempt {dict(seen)}, {how}: exit {code}"
         try:
@@ -289,12 +335,12 @@ def kill_runs(kills: int, seed: int, root: Path, plant: str | None = None) -> Co
             shutil.rmtree(folder, ignore_errors=True)
             number += 1
             folder, config = root / str(number), choose.choice(list(CONFIGS))
-    seen["finished at last"] += _finish(folder, config, shared)
+    seen["finished at last"] += _finish(folder, config, shared, processes)
     return seen
 
 
-def _finish(folder: Path, config: str, shared: Shared) -> int:
-    code = attempt(folder, config, shared)
+def _finish(folder: Path, config: str, shared: Shared, processes: int) -> int:
+    code = attempt(folder, config, shared, processes=processes)
     assert code in (0, NOTHING_TO_RESUME), folder.with_suffix(".log").read_text()[-3000:]
     return int(code == 0)
 
@@ -333,11 +379,12 @@ def main() -> int:
     parser.add_argument("--kills", type=int, default=200)
     parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(10**6))
     parser.add_argument("--plant", choices=PLANTS)
+    parser.add_argument("--processes", type=int, default=1)
     args = parser.parse_args()
     start = time.monotonic()
     with tempfile.TemporaryDirectory() as root:
         try:
-            seen = kill_runs(args.kills, args.seed, Path(root), args.plant)
+            seen = kill_runs(args.kills, args.seed, Path(root), args.plant, args.processes)
         except AssertionError as error:
             print(f"FAILED (--seed {args.seed}): {error}")
             return 1

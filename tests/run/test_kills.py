@@ -42,6 +42,13 @@ def test_two_hundred_kills_lose_no_release_and_no_checkpoint():
 
 
 @pytest.mark.slow
+def test_kills_of_one_of_two_processes_lose_no_release_and_no_checkpoint():
+    done = run("--kills", "60", "--processes", "2")
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
+    assert "'killed': 60" in done.stdout
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("plant", "found"),
     [
