@@ -45,7 +45,13 @@ from hf_dp.statement.wording import EVALUATION_ON_TRAINING_ROWS
 from hf_dp.trainer.arguments import DPTrainingArguments
 from hf_dp.trainer.callbacks import NO_EPSILON, StopBeforeTarget, WeightsMove, with_epsilon
 from hf_dp.trainer.card_facts import card_details, earlier_run, pretraining_sources
-from hf_dp.trainer.from_arguments import options_of, own_copy, plan_of, shared_arguments
+from hf_dp.trainer.from_arguments import (
+    find_physical_batch,
+    options_of,
+    own_copy,
+    plan_of,
+    shared_arguments,
+)
 from hf_dp.trainer.launch import without_ddp
 from hf_dp.trainer.subclasses import check_subclass
 from hf_dp.tuners.apply import apply_peft, load_model
@@ -94,6 +100,7 @@ class DPTrainer(Trainer):
     tuner: Tuner
     mechanism: Mechanism
     _run: PrivateRun | None
+    _found_size: bool  # whether the size of physical batches was found for this machine
     _evaluation: dict[str, float]
 
     def __init__(
@@ -156,6 +163,7 @@ class DPTrainer(Trainer):
         )
         self._at_creation = {name: getattr(args, name) for name in FIXED_ARGUMENTS}
         self._run = None
+        self._found_size = False
         self._evaluation = {}
         self.dataset_name = self.base_model_name = None
         if self.privacy_plan is not None:
@@ -358,6 +366,11 @@ class DPTrainer(Trainer):
             run = self.run
             check_optimizer(self.optimizer, self.model)
             self.mechanism.prepare()
+            if self.args.auto_physical_batch_size and not self._found_size:
+                self._found_size = True
+                find_physical_batch(self.args, self.mechanism, self.optimizer)
+                self._train_batch_size = self.state.train_batch_size = self.args.train_batch_size
+                prepared = (prepared[0], self.get_train_dataloader())
             # What weakens the claim is noted before the first step is recorded.
             self._note_model_selection()
             run.facts(self.tuner.describe(self.model))

@@ -72,6 +72,8 @@ def build_trainer(
     freeze(model, model_args.freeze)
     if adapter is not None:
         warn_of_new_weights(model)
+    if args.auto_physical_batch_size and args.auto_physical_batch_length is None:
+        args.auto_physical_batch_length = data_args.max_length
     columns = data_args.columns(tokenizer, names)
     # In 16 bits only examples that are padded alike share a physical batch, so fewer lengths give
     # fewer batches, and products of such lengths are faster there. The result is never longer than
