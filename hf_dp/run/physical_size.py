@@ -23,7 +23,7 @@ from transformers.utils import logging
 
 from hf_dp import _validate
 from hf_dp.batches.options import BatchOptions
-from hf_dp.batches.structure import Example, column, combined, own
+from hf_dp.batches.structure import Example, column, combined, leaves, own
 from hf_dp.errors import DataError, DoesNotFitError, UnsupportedArgumentError
 from hf_dp.losses import base_model
 from hf_dp.noise import untouched_generators
@@ -107,8 +107,7 @@ def largest_physical_batch(
             "Expected a CUDA device, or the CPU of a system with processes that fork, to find the "
             f"physical batch that fits, got {run.device.type!r}. Set the size yourself."
         )
-    tokens = takes_tokens(run.model)
-    length = longest_thought_of(run, length) if tokens else None
+    length = longest_thought_of(run, length)
     most = _largest_draw(run)
     if most_examples is not None:
         most = min(most, most_examples)
@@ -177,11 +176,23 @@ def largest_that_fits(
     return low
 
 
-def longest_thought_of(run: PrivateRun, length: int | None) -> int:
-    """Return how many tokens an example may have: as given, else what tokenizer and model take.
+def longest_thought_of(run: PrivateRun, length: int | None) -> int | None:
+    """Return how many tokens an example may have: as given, else what tokenizer and model take;
+    None for examples without tokens.
 
-    Raises: InvalidArgumentError when none of them says.
+    Raises: InvalidArgumentError when none of them says, or for a length without tokens.
     """
+    of_own = [_tokens_of(own(each)) for each in run.own_examples()]
+    if not (any(of_own) if of_own else takes_tokens(run.model)):
+        if length is not None:
+            raise _validate.invalid(
+                "auto_physical_batch_length",
+                length,
+                "to be None for examples without `input_ids`",
+                "Remove it: made-up examples then have the size of the model's inputs, or that of "
+                "the largest that DPTrainer.synthetic_batches(self) returns.",
+            )
+        return None
     if length is not None:
         return _validate.integer("auto_physical_batch_length", length, 1)
     tokenizer = run.processing_class or getattr(run.data_collator, "tokenizer", None)
@@ -315,13 +326,17 @@ def _made_up(run: PrivateRun, length: int | None) -> Example:
     if not run.has_own_examples:
         (example,) = synthetic_examples(run.model, (length or 1,), (length or 1,))
         return own(example)
-    example = max(map(own, run.own_examples()), key=_tokens_of)
+    example = max(map(own, run.own_examples()), key=_numbers_in)
     return example if length is None else _stretched(example, length, base_model(run.model))
 
 
 def _tokens_of(example: Example) -> int:
     tokens = example.get("input_ids") if isinstance(example, dict) else None
     return tokens.shape[-1] if isinstance(tokens, Tensor) else 0
+
+
+def _numbers_in(example: Example) -> int:
+    return sum(leaf.numel() for _, leaf in leaves(example) if isinstance(leaf, Tensor))
 
 
 def _stretched(example: Example, length: int, base: Any) -> Example:

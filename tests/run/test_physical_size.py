@@ -200,10 +200,22 @@ def test_roberta_has_fewer_positions_than_its_table_has_rows(tmp_path):
 
 
 def test_an_unknown_length_is_refused(tmp_path):
+    from transformers import T5Config, T5ForConditionalGeneration
+
     run = mechanism_of(tmp_path).run
-    run.model = torch.nn.Linear(2, 2)
+    run.model = T5ForConditionalGeneration(
+        T5Config(vocab_size=19, d_model=8, d_kv=4, d_ff=8, num_layers=1, num_heads=2)
+    )
     with pytest.raises(InvalidArgumentError, match="`auto_physical_batch_length` to be given"):
         longest_thought_of(run, None)
+
+
+def test_a_length_of_what_has_no_tokens_is_refused(tmp_path):
+    run = mechanism_of(tmp_path).run
+    run.model = torch.nn.Linear(2, 2)
+    assert longest_thought_of(run, None) is None
+    with pytest.raises(InvalidArgumentError, match="`auto_physical_batch_length` to be None"):
+        longest_thought_of(run, 64)
 
 
 def test_a_longer_row_is_refused(tmp_path, artificial):
@@ -426,6 +438,12 @@ def test_a_search_that_fails_in_one_process_stops_both(tmp_path, monkeypatch):
 # -- a Trainer --
 
 
+@pytest.fixture
+def no_statement(monkeypatch):
+    """Statements take seconds and are not what is tested."""
+    monkeypatch.setattr(tiny.DPTrainer, "_write_privacy_files", lambda *_, **__: None)
+
+
 class Recorded:
     """The sizes of the physical batches that steps were given."""
 
@@ -440,18 +458,25 @@ class Recorded:
         trainer.mechanism.clip = recording
 
 
+WAYS = {
+    "dp_sgd": {},
+    "rgp": {"given": {"peft_config": RgpConfig()}},
+    "frost": {"given": {"peft_config": FrostConfig(selection_noise_multiplier=1.0)}},
+    "private_encoder": {
+        "privacy_mode": "dp_fp",
+        "dp_fp_variant": "private_encoder",
+        "representation_noise_multiplier": 1.0,
+    },
+    "checkpointing": {"gradient_checkpointing": True},
+}
+SLOW = ("frost", "private_encoder")  # their accounting takes seconds
+
+
 @pytest.mark.parametrize(
     "changes",
-    [
-        {},
-        {"given": {"peft_config": RgpConfig()}},
-        {"given": {"peft_config": FrostConfig(selection_noise_multiplier=1.0)}},
-        {"privacy_mode": "dp_fp", "dp_fp_variant": "private_encoder", "target_epsilon": 8.0},
-        {"gradient_checkpointing": True},
-    ],
-    ids=["dp_sgd", "rgp", "frost", "private_encoder", "checkpointing"],
+    [pytest.param(WAYS[way], id=way, marks=[pytest.mark.slow] * (way in SLOW)) for way in WAYS],
 )
-def test_a_trainer_uses_what_it_finds(tmp_path, changes):
+def test_a_trainer_uses_what_it_finds(tmp_path, no_statement, changes):
     trainer = tiny.trainer(
         tmp_path,
         auto_physical_batch_size=True,
@@ -471,7 +496,7 @@ def test_a_trainer_uses_what_it_finds(tmp_path, changes):
     assert all(examples * tokens <= 60 for examples, tokens in recorded.sizes)
 
 
-def test_a_size_that_is_given_to_a_trainer_is_the_most(tmp_path):
+def test_a_size_that_is_given_to_a_trainer_is_the_most(tmp_path, no_statement):
     trainer = tiny.trainer(
         tmp_path, auto_physical_batch_size=True, per_device_train_batch_size=3, max_steps=1
     )
@@ -480,7 +505,7 @@ def test_a_size_that_is_given_to_a_trainer_is_the_most(tmp_path):
     assert trainer.args.max_tokens_per_physical_batch == 72  # 24 positions
 
 
-def test_it_is_found_once(tmp_path, monkeypatch):
+def test_it_is_found_once(tmp_path, no_statement, monkeypatch):
     """The number that was found is no upper limit for a second train()."""
     calls = []
     find = physical_size.largest_physical_batch
@@ -496,11 +521,13 @@ def test_it_is_found_once(tmp_path, monkeypatch):
     assert len(calls) == 1
 
 
-def test_the_update_does_not_depend_on_it(tmp_path):
+def test_the_update_does_not_depend_on_it(tmp_path, no_statement):
     """The search draws nothing: with a seed, the same rows and the same noise follow."""
 
     def weights(**options):
-        trainer = tiny.trainer(tmp_path / str(len(options)), insecure_seed=1, **options)
+        trainer = tiny.trainer(
+            tmp_path / str(len(options)), insecure_seed=1, max_steps=2, **options
+        )
         trainer.train()
         return trainer.model.state_dict()
 
@@ -521,7 +548,7 @@ class Own(tiny.DPTrainer):
         return [{**each, "weights": torch.ones(1)} for each in made]
 
 
-def test_made_up_examples_of_ones_own_are_stretched(tmp_path):
+def test_made_up_examples_of_ones_own_are_stretched(tmp_path, no_statement):
     given = {"train_dataset": tiny.dataset().map(lambda row: {"weights": 1.0})}
     options = {"auto_physical_batch_size": True, "remove_unused_columns": False, "max_steps": 1}
     trainer = tiny.trainer(tmp_path, cls=Own, given=given, **options)
