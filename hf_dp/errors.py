@@ -76,5 +76,9 @@ class SelfCheckError(HfDpError, RuntimeError):
     started."""
 
 
+class DoesNotFitError(HfDpError, MemoryError):
+    """Not even one example fits into the memory."""
+
+
 class DistributedError(HfDpError, RuntimeError):
     """The processes of a run disagree, or one of them failed or is gone."""

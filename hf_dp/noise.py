@@ -118,6 +118,16 @@ class SecretRandomness:
             _set_global_state(public)
 
 
+@contextmanager
+def untouched_generators() -> Iterator[None]:
+    """Let the global generators run inside. Outside, they are as if nothing had been drawn."""
+    before = _global_state()
+    try:
+        yield
+    finally:
+        _set_global_state(before)
+
+
 def randomized_response(
     labels: Tensor, num_classes: int, keep_probability: float, random_bytes: Callable[[int], bytes]
 ) -> Tensor:

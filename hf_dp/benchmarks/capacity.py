@@ -16,31 +16,14 @@ from typing import Any
 import torch
 
 from hf_dp.benchmarks.mode import Refused
-from hf_dp.benchmarks.modes import NON_PRIVATE, build_mode, is_out_of_memory, refusals
+from hf_dp.benchmarks.modes import NON_PRIVATE, build_mode, refusals
 from hf_dp.benchmarks.rounds import interleave, ratio, seconds_of_step
 from hf_dp.benchmarks.workload import Workload, make_batch
 from hf_dp.errors import HfDpError
+from hf_dp.run.memory import is_out_of_memory
+from hf_dp.run.physical_size import largest_that_fits
 
 Fits = Callable[[int], bool]
-
-
-def largest_batch(fits: Fits, limit: int = 1 << 16) -> int:
-    """Return the largest batch size that fits: 0 if not even 1 does, ``limit`` if that still fits.
-
-    The size is doubled until one does not fit, then the interval is halved. Every batch that is
-    smaller than a fitting one is assumed to fit.
-    """
-    low, high = 0, 1
-    while high <= limit and fits(high):
-        low, high = high, 2 * high
-    high = min(high, limit + 1)
-    while high - low > 1:
-        middle = (low + high) // 2
-        if fits(middle):
-            low = middle
-        else:
-            high = middle
-    return low
 
 
 def physical_batches(one: int, other: int, limit: int) -> tuple[int, int]:
@@ -115,7 +98,7 @@ def measure_capacity(
     _free()  # what the caller no longer refers to
     for mode in modes:
         try:
-            rows[mode] = {"max_batch": largest_batch(fits(workload, mode))}
+            rows[mode] = {"max_batch": largest_that_fits(fits(workload, mode))}
         except Refused as refused:
             rows[mode] = {"refused": str(refused)}
         if rows[mode].get("max_batch") == 0:

@@ -15,7 +15,6 @@ peak is measured and reset likewise.
 from __future__ import annotations
 
 import json
-import resource
 import sys
 from contextlib import suppress
 from typing import Any
@@ -25,6 +24,7 @@ import torch
 from hf_dp.benchmarks.mode import Refused
 from hf_dp.benchmarks.modes import FORWARD, build_mode, refusals
 from hf_dp.benchmarks.workload import Workload, make_batch
+from hf_dp.run.memory import lifetime_peak, status
 
 
 def measure(workload: Workload, name: str, steps: int) -> dict[str, Any]:
@@ -68,7 +68,7 @@ class ResidentMeter:
     """Peak resident size of this process above what it was when the meter was made, in bytes."""
 
     def __init__(self) -> None:
-        self.before = _status("VmRSS") or _lifetime_peak()
+        self.before = status("VmRSS") or lifetime_peak()
         self.measured = "peak resident size, model building and first step included"
 
     def start(self) -> None:
@@ -80,7 +80,7 @@ class ResidentMeter:
 
     def peak(self) -> int:
         """Return the peak in bytes, at least 0."""
-        return max(0, (_status("VmHWM") or _lifetime_peak()) - self.before)
+        return max(0, (status("VmHWM") or lifetime_peak()) - self.before)
 
 
 class CudaMeter:
@@ -100,20 +100,6 @@ class CudaMeter:
         """Return the peak in bytes."""
         torch.cuda.synchronize()
         return torch.cuda.max_memory_allocated() - self.before
-
-
-def _status(field: str) -> int | None:
-    """Return a size of /proc/self/status in bytes; None where there is none."""
-    with suppress(OSError), open("/proc/self/status", encoding="ascii", errors="replace") as lines:
-        for line in lines:
-            if line.startswith(field + ":"):
-                return int(line.split()[1]) * 1024
-    return None
-
-
-def _lifetime_peak() -> int:
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024  # macOS counts bytes, Linux KiB
 
 
 def main() -> None:

@@ -12,7 +12,6 @@ import importlib.util
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-import torch
 from torch import Tensor, nn
 
 from hf_dp import _validate
@@ -26,6 +25,7 @@ from hf_dp.errors import (
 )
 from hf_dp.mechanisms.dp_fp.representation import PrivateRepresentation, find_last_layer
 from hf_dp.noise import SecretRandomness
+from hf_dp.run.memory import is_out_of_memory
 from hf_dp.tuners.frost.magnitude import MagnitudeEngine
 from hf_dp.tuners.frost.partition import partitions
 
@@ -187,15 +187,3 @@ def refusals(name: str) -> Iterator[None]:
             lines = str(error).strip().splitlines() or [""]
             raise Refused(f"{type(error).__name__}: {lines[0]}") from error
         raise
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether an allocation failed, on the device or on the host."""
-    if isinstance(error, torch.OutOfMemoryError | MemoryError):
-        return True
-    signs = (
-        "can't allocate memory",
-        "out of memory",
-        "ALLOC_FAILED",
-    )  # torch on the CPU, CUDA, cuBLAS and cuDNN
-    return isinstance(error, RuntimeError) and any(sign in str(error) for sign in signs)

@@ -33,6 +33,10 @@ PRIVACY = {
         "b",
         "physical batch: changes memory, never the result (default: 8)",
     ),
+    "auto_physical_batch_size": (
+        "True|False",
+        "find the largest physical batch that fits into memory (default: False)",
+    ),
     "per_example_max_grad_norm": ("C", "clipping norm, L2 (default: 0.1)"),
     "accountant": ("NAME", "pld, rdp or prv; gdp_clt is an estimate (default: pld)"),
     "privacy_mode": ("NAME", "dp_sgd, dp_fp or non_private (default: dp_sgd)"),

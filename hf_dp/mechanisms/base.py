@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any, ClassVar
 
@@ -13,9 +13,11 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from hf_dp.clipping.sharding import is_sharded
-from hf_dp.errors import ConfigError, LedgerError, UnsupportedModelError
+from hf_dp.errors import ConfigError, LedgerError, UnsupportedArgumentError, UnsupportedModelError
+from hf_dp.noise import untouched_generators
 from hf_dp.plans.mechanism import MechanismPlan
 from hf_dp.run.gate import Release
+from hf_dp.run.physical_size import PhysicalSize, largest_physical_batch
 from hf_dp.run.private_run import PrivateRun
 from hf_dp.statement.statement import PrivacyStatement
 from hf_dp.tuners.base import Tuner
@@ -99,6 +101,51 @@ class Mechanism(ABC):
         gradients = dict(self.gradients(clipped, release))
         for parameter in list(gradients):
             parameter.grad = gradients.pop(parameter).to(parameter.dtype)
+
+    # -- the size of physical batches --
+
+    def rehearse(self, batches: Any, optimizer: Any) -> None:
+        """Do what a step does to the memory, on made-up physical batches, without drawing and
+        without releasing. Args: optimizer: makes a step, too, unless it is None.
+
+        Raises: UnsupportedArgumentError for a mechanism that cannot.
+        """
+        raise UnsupportedArgumentError(
+            f"The physical batch that fits cannot be found for {type(self.plan).__name__}: only "
+            "steps of DP-SGD, and of DP-FP with a private encoder, can be rehearsed. Set the size "
+            "yourself."
+        )
+
+    def find_physical_batch(
+        self,
+        optimizer: Any,
+        *,
+        length: int | None = None,
+        most_examples: int | None = None,
+        most_tokens: int | None = None,
+    ) -> PhysicalSize:
+        """Find the largest physical batch that fits, and use it for the draws to come; arguments
+        and errors as :func:`hf_dp.run.physical_size.largest_physical_batch`."""
+        run = self.run
+        if is_sharded(run.model):
+            raise UnsupportedArgumentError(
+                "The physical batch that fits cannot be found for a sharded model: a trial that "
+                "runs out of memory in one process would leave the others waiting. Set "
+                "`per_device_train_batch_size` or `max_tokens_per_physical_batch` yourself."
+            )
+        with untouched_generators():
+            self.tuner.before_step(run, 0)  # again at the first step
+        with self.tuner.all_that_may_train(run.model):
+            found = largest_physical_batch(
+                run,
+                self.rehearse,
+                optimizer,
+                length=length,
+                most_examples=most_examples,
+                most_tokens=most_tokens,
+            )
+        run.options = replace(run.options, batches=found.of(run.options.batches))
+        return found
 
     # -- what may be claimed --
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor, nn
 
 from hf_dp.mechanisms.base import Clipped, Mechanism, register_mechanism
@@ -42,6 +43,24 @@ class DpSgd(Mechanism):
             total.div_(self.run.plan.expected_batch_size)
         gradients = self.tuner.finish(noised)  # a function of what is noised: free
         return {p: gradients.pop(name) for name, p in self._trainable().items()}
+
+    def rehearse(self, batches: Any, optimizer: Any) -> None:
+        """Clip made-up batches, and give the optimizer zeros: sums without noise must not reach
+        it."""
+        with self.tuner.engine(self.run) as engine:
+            for batch in batches:
+                engine.backward(self.run.losses(batch))
+            sums = engine.collect()
+        for total in sums.values():
+            total.copy_(torch.zeros_like(total))  # which takes what the noise takes
+        gradients = self.tuner.finish(sums)
+        trained = self._trainable()
+        for name, parameter in trained.items():
+            parameter.grad = gradients.pop(name).to(parameter.dtype)
+        if optimizer is not None:
+            optimizer.step()
+        for parameter in trained.values():
+            parameter.grad = None
 
     def _trainable(self) -> dict[str, nn.Parameter]:
         return {name: p for name, p in self.run.model.named_parameters() if p.requires_grad}

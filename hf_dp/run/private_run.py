@@ -438,6 +438,10 @@ class PrivateRun:
         padded, alone = padded_together(examples, self.padding(), layout)
         return self._prepare(padded), [self._prepare(example) for example in alone]
 
+    def own_examples(self) -> list[Any]:
+        """Return the user's made-up examples, each a batch of one; none if they are not given."""
+        return self._synthetic() if self._synthetic and self.has_own_examples else []
+
     def synthetic_batches(self) -> list[Any]:
         """Return made-up examples in the training set's format that went through the collator, each
         a batch of one."""

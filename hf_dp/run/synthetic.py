@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -19,17 +20,23 @@ _TARGET_LENGTHS = (5, 3, 4)
 Batch = dict[str, Tensor]
 
 
-def synthetic_examples(model: nn.Module) -> list[Batch]:
-    """Return three batches of one example on the CPU, of different lengths where there are any.
+def synthetic_examples(
+    model: nn.Module,
+    lengths: Sequence[int] = _LENGTHS,
+    target_lengths: Sequence[int] = _TARGET_LENGTHS,
+) -> list[Batch]:
+    """Return batches of one example on the CPU, of the given lengths where there are any.
+
+    Args: target_lengths: of the labels, for a sequence-to-sequence model.
 
     Raises: UnsupportedModelError for a model whose inputs are neither token ids nor images.
     """
     base: Any = base_model(model)
+    if takes_tokens(model):
+        return _texts(model, base, lengths, target_lengths)
     main_input = getattr(base, "main_input_name", None)
-    if main_input == "input_ids" and hasattr(base, "get_input_embeddings"):
-        return _texts(model, base)
     if main_input == "pixel_values":
-        return _images(model, base)
+        return [_image(model, base) for _ in lengths]
     raise UnsupportedModelError(
         f"{type(base).__name__} takes {main_input!r}, for which hf_dp cannot make synthetic "
         "examples to check the clipping engine with. Override DPTrainer.synthetic_batches(self) to "
@@ -37,7 +44,16 @@ def synthetic_examples(model: nn.Module) -> list[Batch]:
     )
 
 
-def _texts(model: nn.Module, base: Any) -> list[Batch]:
+def takes_tokens(model: nn.Module) -> bool:
+    """Return whether a model's main input is token ids."""
+    base: Any = base_model(model)
+    main_input = getattr(base, "main_input_name", None)
+    return main_input == "input_ids" and hasattr(base, "get_input_embeddings")
+
+
+def _texts(
+    model: nn.Module, base: Any, lengths: Sequence[int], target_lengths: Sequence[int]
+) -> list[Batch]:
     config, task = base.config, _task(model)
     # Funnel has no end token.
     pad, eos = (getattr(config, name, None) for name in ("pad_token_id", "eos_token_id"))
@@ -46,7 +62,7 @@ def _texts(model: nn.Module, base: Any) -> list[Batch]:
     tokens = torch.tensor([token for token in range(vocabulary) if token != pad])
     has_mask = "attention_mask" in inspect.signature(base.forward).parameters
     alone = []
-    for length, target_length in zip(_LENGTHS, _TARGET_LENGTHS, strict=True):
+    for length, target_length in zip(lengths, target_lengths, strict=True):
         ids = tokens[torch.randint(len(tokens), (1, length))]
         if valid := getattr(base, "valid_input_ids", None):
             ids = valid(ids)
@@ -76,17 +92,14 @@ def made_up_tokens(model: nn.Module, shape: tuple[int, ...]) -> Tensor:
     return tokens if valid is None else valid(tokens)
 
 
-def _images(model: nn.Module, base: Any) -> list[Batch]:
+def _image(model: nn.Module, base: Any) -> Batch:
     size = base.config.image_size
     height, width = (size, size) if isinstance(size, int) else size
     shape = (1, base.config.num_channels, height, width)
-    return [
-        {
-            "pixel_values": torch.randn(shape, dtype=base.dtype),
-            "labels": _labels(base, _task(model), None),
-        }
-        for _ in _LENGTHS
-    ]
+    return {
+        "pixel_values": torch.randn(shape, dtype=base.dtype),
+        "labels": _labels(base, _task(model), None),
+    }
 
 
 def _task(model: nn.Module) -> str:

@@ -12,6 +12,7 @@ from hf_dp._validate import in_unit_interval, integer, invalid, non_negative, on
 from hf_dp.accounting import ACCOUNTANTS
 from hf_dp.clipping.engine import STRATEGIES
 from hf_dp.errors import InvalidArgumentError, UnsupportedArgumentError
+from hf_dp.plans.dp_fp import DP_FP, PRIVATE_ENCODER
 from hf_dp.plans.dp_sgd import CLIPPINGS
 from hf_dp.plans.units import NEIGHBORING_RELATIONS, PRIVACY_UNITS
 from hf_dp.statement.unnoised import RELEASABLE
@@ -124,6 +125,7 @@ def check_mechanism(args: Any, problems: Problems) -> None:
             1,
             "Leave it unset for no limit.",
         )
+    _check_physical_batch(args, problems)
     attempt(args, problems, "earlier_runs", _list_of_paths)
     attempt(args, problems, "max_grad_norm", non_negative, "Use 0 to switch it off.")
     for name in (
@@ -153,6 +155,29 @@ def check_mechanism(args: Any, problems: Problems) -> None:
             True,
             "to be False when `max_grad_norm` is 0",
             "Set `max_grad_norm` above 0.",
+        )
+
+
+def _check_physical_batch(args: Any, problems: Problems) -> None:
+    name, length = "auto_physical_batch_size", "auto_physical_batch_length"
+    attempt(args, problems, name, _true_or_false)
+    if args.auto_physical_batch_length is not None:
+        attempt(args, problems, length, integer, 1, "Leave it unset for what the model takes.")
+        if not args.auto_physical_batch_size and length not in problems:
+            problems[length] = invalid(
+                length,
+                args.auto_physical_batch_length,
+                f"to be unset without `{name}`",
+                f"Set {name}=True, or remove it.",
+            )
+    variant = args.dp_fp_variant if args.privacy_mode == DP_FP else PRIVATE_ENCODER
+    if args.auto_physical_batch_size and variant != PRIVATE_ENCODER:
+        problems[name] = invalid(
+            name,
+            args.auto_physical_batch_size,
+            f"to be False with dp_fp_variant={variant!r}",
+            "It is found for steps that clip per-example gradients. Set "
+            "`per_device_train_batch_size`.",
         )
 
 

@@ -216,7 +216,7 @@ ARGUMENT_TABLE: Mapping[str, ArgumentRow] = {
         "to be False",
         "After an out-of-memory error it restarts training from changed weights, and no plan "
         "counts these steps.",
-        "Lower `per_device_train_batch_size` instead; it does not change the result.",
+        "Set `auto_physical_batch_size=True`, which finds the size that fits before training.",
     ),
     "gradient_accumulation_steps": _refused(
         _other_than(1),

@@ -104,6 +104,16 @@ class DPTrainingArguments(ForwardArguments, TrainingArguments):
             Largest number of tokens of a physical batch, padding included, beside
             `per_device_train_batch_size`: short examples then come in larger batches than long
             ones. Memory and speed only.
+        auto_physical_batch_size (`bool`, *optional*, defaults to `False`):
+            Whether to find, before training, the largest physical batch that fits into the memory,
+            and to write it into `per_device_train_batch_size` and, for text,
+            `max_tokens_per_physical_batch`. It is found on made-up examples and does not depend on
+            the rows. Where one of the two is given (for the former: anything but its default, 8),
+            it is an upper limit.
+        auto_physical_batch_length (`int`, *optional*):
+            With `auto_physical_batch_size`, the number of tokens at which rows are truncated, which
+            the made-up examples then have. Unset means the largest number that tokenizer and model
+            take. A longer row is refused.
         max_grad_norm (`float`, *optional*):
             The Trainer's own clip, of the averaged gradient after noise. `None` becomes 0 (off) in
             private modes and 1.0 in `"non_private"`.
@@ -255,6 +265,20 @@ class DPTrainingArguments(ForwardArguments, TrainingArguments):
         metadata={
             "help": "Largest number of tokens of a physical batch, padding included, beside "
             "per_device_train_batch_size."
+        },
+    )
+    auto_physical_batch_size: bool = field(
+        default=False,
+        metadata={
+            "help": "Whether to find the largest physical batch that fits into the memory, on "
+            "made-up examples. Sizes that are given are upper limits."
+        },
+    )
+    auto_physical_batch_length: int | None = field(
+        default=None,
+        metadata={
+            "help": "With auto_physical_batch_size, the number of tokens at which rows are "
+            "truncated. Unset means what tokenizer and model take at most."
         },
     )
     max_grad_norm: float | None = field(  # type: ignore[assignment]

@@ -92,8 +92,8 @@ def _public_settings(args: DPTrainingArguments) -> dict[str, Any]:
         "num_train_epochs",
         "max_steps",
     )
-    values = {
-        name: getattr(args, name)
-        for name in (*names, "per_device_train_batch_size", "expected_batch_size", "seed")
-    }
+    sizes = ["per_device_train_batch_size"]
+    if args.max_tokens_per_physical_batch is not None:
+        sizes.append("max_tokens_per_physical_batch")
+    values = {name: getattr(args, name) for name in (*names, *sizes, "expected_batch_size", "seed")}
     return {name: getattr(value, "value", value) for name, value in values.items()}

@@ -38,7 +38,7 @@ from hf_dp.run.checks import (
     refuse_adapters_from_data,
 )
 from hf_dp.run.folder import refuse_foreign_ledger
-from hf_dp.run.memory import named_memory_errors
+from hf_dp.run.memory_errors import named_memory_errors
 from hf_dp.run.private_run import PrivateRun
 from hf_dp.run.start_over import runs_before
 from hf_dp.run.training_data import TrainingData
@@ -50,7 +50,13 @@ from hf_dp.trainer.arguments import DPTrainingArguments
 from hf_dp.trainer.callbacks import NO_EPSILON, StopBeforeTarget, WeightsMove, with_epsilon
 from hf_dp.trainer.card_facts import card_details, earlier_run, pretraining_sources
 from hf_dp.trainer.checkpointing import Checkpointing
-from hf_dp.trainer.from_arguments import options_of, own_copy, plan_of, shared_arguments
+from hf_dp.trainer.from_arguments import (
+    find_physical_batch,
+    options_of,
+    own_copy,
+    plan_of,
+    shared_arguments,
+)
 from hf_dp.trainer.launch import without_ddp, without_tied_copies
 from hf_dp.trainer.signals import StopOnSignal
 from hf_dp.trainer.subclasses import check_subclass
@@ -102,6 +108,7 @@ class DPTrainer(Checkpointing):
     mechanism: Mechanism
     _run: PrivateRun | None
     _signals: StopOnSignal
+    _found_size: bool  # whether the size of physical batches was found for this machine
     _evaluation: dict[str, float]
 
     def __init__(
@@ -167,6 +174,7 @@ class DPTrainer(Checkpointing):
         )
         self._at_creation = {name: getattr(args, name) for name in FIXED_ARGUMENTS}
         self._run = None
+        self._found_size = False
         self._evaluation = {}
         self.dataset_name = self.base_model_name = None
         if self.privacy_plan is not None:
@@ -375,6 +383,11 @@ class DPTrainer(Checkpointing):
             run = self.run
             check_optimizer(self.optimizer, self.model)
             self.mechanism.prepare()
+            if self.args.auto_physical_batch_size and not self._found_size:
+                self._found_size = True
+                find_physical_batch(self.args, self.mechanism, self.optimizer)
+                self._train_batch_size = self.state.train_batch_size = self.args.train_batch_size
+                prepared = (prepared[0], self.get_train_dataloader())
             # What weakens the claim is noted before the first step is recorded.
             self._note_model_selection()
             run.facts(self.tuner.describe(self.model))

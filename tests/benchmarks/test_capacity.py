@@ -6,11 +6,12 @@ import pytest
 import torch
 
 from hf_dp.benchmarks import capacity
-from hf_dp.benchmarks.capacity import batch_fits, largest_batch, measure_capacity, physical_batches
+from hf_dp.benchmarks.capacity import batch_fits, measure_capacity, physical_batches
 from hf_dp.benchmarks.mode import Refused
 from hf_dp.benchmarks.modes import NON_PRIVATE
 from hf_dp.benchmarks.workload import Workload
 from hf_dp.errors import HfDpError, UnsupportedModelError
+from hf_dp.run.physical_size import largest_that_fits
 
 TINY = Workload("tiny", device="cpu", threads=1)
 
@@ -18,7 +19,7 @@ TINY = Workload("tiny", device="cpu", threads=1)
 @pytest.mark.parametrize("size", [*range(35), 157, 1000])
 def test_the_search_finds_the_largest_size_in_few_tries(size):
     tried = []
-    assert largest_batch(lambda b: tried.append(b) or b <= size) == size
+    assert largest_that_fits(lambda b: tried.append(b) or b <= size) == size
     assert len(tried) <= 2 * size.bit_length() + 1
     assert len(set(tried)) == len(tried)
 
@@ -26,7 +27,7 @@ def test_the_search_finds_the_largest_size_in_few_tries(size):
 @pytest.mark.parametrize("limit", [1, 7, 8, 9])
 def test_the_search_stops_at_its_limit(limit):
     tried = []
-    assert largest_batch(lambda b: not tried.append(b), limit) == limit
+    assert largest_that_fits(lambda b: not tried.append(b), limit) == limit
     assert max(tried) <= limit
 
 
@@ -44,7 +45,7 @@ def test_out_of_memory_is_too_large_and_anything_else_is_not(monkeypatch):
             raise torch.OutOfMemoryError("CUDA out of memory")
 
     monkeypatch.setattr(capacity, "_steps", steps)
-    assert largest_batch(batch_fits(TINY, "book_keeping")) == 5
+    assert largest_that_fits(batch_fits(TINY, "book_keeping")) == 5
 
     def refuse(workload, mode, count):
         raise UnsupportedModelError("not this model")

@@ -105,6 +105,22 @@ REFUSALS = [
         {"max_tokens_per_physical_batch": 0},
         "`max_tokens_per_physical_batch` to be a whole number >= 1, got 0",
     ),
+    (
+        {"auto_physical_batch_size": "yes"},
+        r"`auto_physical_batch_size` to be True or False.*quotes",
+    ),
+    (
+        {"auto_physical_batch_length": 128},
+        r"`auto_physical_batch_length` to be unset without `auto_physical_batch_size`, got 128",
+    ),
+    (
+        {"auto_physical_batch_size": True, "auto_physical_batch_length": 0},
+        r"`auto_physical_batch_length` to be a whole number >= 1, got 0",
+    ),
+    (
+        {"auto_physical_batch_size": True, "privacy_mode": "dp_fp"},
+        r"`auto_physical_batch_size` to be False with dp_fp_variant='published'",
+    ),
     ({"max_logical_batch_size": 0}, "`max_logical_batch_size` to be a whole number >= 1, got 0"),
     (
         {"max_grad_norm": 1.0},
@@ -133,7 +149,7 @@ REFUSALS = [
     ({"neftune_noise_alpha": 0.0}, r"`neftune_noise_alpha` to be None.*Remove it"),
     (
         {"auto_find_batch_size": True},
-        r"`auto_find_batch_size`.*Lower `per_device_train_batch_size`",
+        r"`auto_find_batch_size`.*Set `auto_physical_batch_size=True`",
     ),
     ({"use_liger_kernel": True}, r"`use_liger_kernel` to be False.*Remove it"),
     ({"deepspeed": "ds_config.json"}, r"`deepspeed` to be None.*Remove it"),
@@ -218,6 +234,14 @@ REFUSALS = [
     (
         PUBLIC | {"max_tokens_per_physical_batch": 64},
         r"`max_tokens_per_physical_batch` to be left.*Remove it",
+    ),
+    (
+        PUBLIC | {"auto_physical_batch_size": True},
+        r"`auto_physical_batch_size` to be left at False.*Remove it",
+    ),
+    (
+        PUBLIC | {"auto_physical_batch_length": 9},
+        r"`auto_physical_batch_length` to be left at None.*Remove it",
     ),
     (PUBLIC | {"max_logical_batch_size": 64}, r"`max_logical_batch_size` to be left.*Remove it"),
     (PUBLIC | {"accountant": "rdp"}, r"`accountant` to be left at None.*Remove it"),

@@ -74,6 +74,8 @@ def build_trainer(
     freeze(model, model_args.freeze)
     if adapter is not None:
         warn_of_new_weights(model)
+    if args.auto_physical_batch_size and args.auto_physical_batch_length is None:
+        args.auto_physical_batch_length = data_args.max_length
     columns = data_args.columns(tokenizer, names)
     with args.main_process_first(desc="encoding the rows"):
         train_dataset = encode(train_rows, *columns)

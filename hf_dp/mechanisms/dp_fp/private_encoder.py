@@ -49,6 +49,10 @@ class PrivateEncoder(DpSgd):
         with self._below_only():
             super().prepare()
 
+    def rehearse(self, batches: Any, optimizer: Any) -> None:
+        with self._below_only():
+            super().rehearse(batches, optimizer)
+
     def clip(self, batches: Any) -> Clipped:
         """Return the clipped sum of the encoder's gradients, and clipped vectors with labels."""
         with self._below_only():
