@@ -483,7 +483,7 @@ def test_a_trainer_uses_what_it_finds(tmp_path, no_statement, changes):
         auto_physical_batch_length=10,
         per_device_train_batch_size=8,
         max_tokens_per_physical_batch=60,
-        expected_batch_size=20,
+        expected_batch_size=40,  # all rows in each draw
         max_steps=2,
         **changes,
     )
