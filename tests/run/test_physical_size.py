@@ -351,6 +351,32 @@ def test_other_ends_of_a_step():
     assert killed.ended.startswith("signal 9")
 
 
+def test_a_gpu_that_runs_out_of_memory_is_caught(monkeypatch):
+    """With a stand-in for the allocator: 300 bytes reserved before, 900 at the peak."""
+    calls = []
+    for name, value in {
+        "synchronize": None,
+        "empty_cache": None,
+        "reset_peak_memory_stats": None,
+        "memory_reserved": 300,
+        "max_memory_reserved": 900,
+        "mem_get_info": (5_000, 8_000),
+    }.items():
+        monkeypatch.setattr(
+            torch.cuda, name, lambda *_, name=name, value=value: calls.append(name) or value
+        )
+    cuda = torch.device("cuda", 0)
+    assert left_by_others(cuda) == 5_300
+    assert try_on(cuda, lambda: None, 0) == Tried(600)
+
+    def fail():
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB.")
+
+    assert try_on(cuda, fail, 0) == Tried(ended="CUDA out of memory")
+    assert calls[-1] == "empty_cache" and "reset_peak_memory_stats" in calls
+    assert try_on(cuda, lambda: {}["a"], 0) == Tried(error="KeyError: 'a'")
+
+
 def test_control_groups_limit_what_is_left(tmp_path):
     for name, text in {
         "memory.max": "1000",
