@@ -158,7 +158,7 @@ def assert_placed(model: nn.Module, sums: dict[str, Tensor]) -> None:
 
 
 @pytest.mark.parametrize("clipping", ["flat", "automatic", "per_layer"])
-@pytest.mark.parametrize("name", ["bert", "gpt2_tied"])
+@pytest.mark.parametrize("name", ["bert", pytest.param("gpt2_tied", marks=pytest.mark.slow)])
 def test_equals_one_process_in_float32(name, clipping):
     architecture = ARCHITECTURES[name]
     model = architecture.build(dtype=torch.float32)
@@ -247,7 +247,14 @@ def test_layers_that_fully_shard_was_called_on_keep_their_rules():
 # -- examples that do not count, and those that are removed ---
 
 
-@pytest.mark.parametrize("value", [1.0, torch.nan, torch.inf])
+@pytest.mark.parametrize(
+    "value",
+    [
+        pytest.param(1.0, marks=pytest.mark.slow),
+        torch.nan,
+        pytest.param(torch.inf, marks=pytest.mark.slow),
+    ],
+)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_made_up_examples_add_exactly_nothing(strategy, value):
     architecture = ARCHITECTURES["bert"]
@@ -270,7 +277,7 @@ def test_made_up_examples_add_exactly_nothing(strategy, value):
     assert on_processes(2, run) == [([0, 0], True)] * 2
 
 
-@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+@pytest.mark.parametrize("value", [pytest.param(torch.nan, marks=pytest.mark.slow), torch.inf])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_an_example_that_is_not_finite_is_removed_on_its_rank(strategy, value):
     architecture = ARCHITECTURES["bert"]
@@ -676,7 +683,14 @@ def check(model: Any, architecture: Architecture, loss: Any = together, seed: in
     self_check(model, loss, collate(model, examples), alone)
 
 
-@pytest.mark.parametrize("name", ["bert", "gpt2_tied", "t5"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param("bert", marks=pytest.mark.slow),
+        "gpt2_tied",
+        pytest.param("t5", marks=pytest.mark.slow),
+    ],
+)
 def test_the_self_check_passes(name):
     """It leaves parameters and gradients as found."""
     architecture = ARCHITECTURES[name]

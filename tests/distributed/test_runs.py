@@ -203,7 +203,14 @@ def names(folder: Path) -> set[str]:
     return {name for name in found if "rng_state" not in name}  # one for each process
 
 
-@pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2), (2, 3)])
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        pytest.param(2, 1, marks=pytest.mark.slow),
+        pytest.param(1, 2, marks=pytest.mark.slow),
+        (2, 3),
+    ],
+)
 def test_a_run_goes_on_with_another_number_of_processes(before, after, tmp_path):
     whole = trained(tmp_path / "whole", "bert", torch.float64, max_steps=4)
 
