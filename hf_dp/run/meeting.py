@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import cache
 from hashlib import blake2b
 from importlib import metadata
@@ -40,7 +41,8 @@ def facts_in_common(
     found = {"the code of hf_dp": _digest_of_code()}
     found |= {f"the version of {package}": metadata.version(package) for package in PACKAGES}
     found |= _each("the privacy plan's", plan.to_dict())
-    found |= _each("the run's option", vars(options))
+    loud = replace(options, batches=replace(options.batches, quiet=False))  # bars are one's own
+    found |= _each("the run's option", vars(loud))
     found |= _each("the argument", arguments)
     return found | {
         "the number of rows": str(len(train_dataset)),
