@@ -37,7 +37,7 @@ class ShardedSums:
 
     def __init__(self, parameters: Iterable[nn.Parameter]):
         self._sharded = [p for p in parameters if isinstance(p, DTensor)]
-        self._scattered = _larger(self._sharded, _WHOLE)
+        self._scattered = reduced_each_batch(self._sharded)
         self._sums: dict[nn.Parameter, Tensor] = {}
         self._device: torch.device | None = None  # that of the examples; None before any
         self._due: dict[nn.Parameter, None] = {}
@@ -134,10 +134,12 @@ class ShardedSums:
         return self._sharded[0].device_mesh  # one for all: refuse_parallelism
 
 
-def _larger(parameters: Iterable[nn.Parameter], numbers: int) -> dict[nn.Parameter, None]:
-    """Return all but the smallest parameters, which together have at most this many numbers."""
+def reduced_each_batch(parameters: Iterable[nn.Parameter]) -> dict[nn.Parameter, None]:
+    """Return the *scattered* ones of trainable parameters: all but the smallest, which together
+    have a limited number of numbers."""
+    parameters = list(parameters)
     ordered = sorted(parameters, key=lambda p: p.numel())
-    left = numbers
+    left = _WHOLE
     small = set()
     for parameter in ordered:
         left -= parameter.numel()
