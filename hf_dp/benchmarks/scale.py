@@ -99,13 +99,15 @@ class Traffic:
         scattered: reduce-scattered.
         gathered: all-gathered.
         reduced: all-reduced.
-        calls: collectives.
+        calls: how many scatters and gathers.
+        reductions: how many all-reduces.
     """
 
     scattered: int = 0
     gathered: int = 0
     reduced: int = 0
     calls: int = 0
+    reductions: int = 0
 
     def sent(self, processes: int) -> float:
         """Return the bytes that each process sends; an all-reduce is a scatter and a gather."""
@@ -118,6 +120,7 @@ class Traffic:
             self.gathered + other.gathered,
             self.reduced + other.reduced,
             self.calls + other.calls,
+            self.reductions + other.reductions,
         )
 
     def __mul__(self, times: int) -> Traffic:
@@ -130,7 +133,7 @@ class Traffic:
 def stock_ddp_traffic(sizes: Sizes) -> Traffic:
     """Return that of DDP: gradients, once a step."""
     numbers = BYTES * sizes.trained
-    return Traffic(reduced=numbers, calls=math.ceil(numbers / _STOCK_BUCKET))
+    return Traffic(reduced=numbers, reductions=math.ceil(numbers / _STOCK_BUCKET))
 
 
 def private_ddp_traffic(sizes: Sizes) -> Traffic:
@@ -149,8 +152,12 @@ def gathers(sizes: Sizes) -> Traffic:
 def scatters(sizes: Sizes) -> Traffic:
     """Return what ours scatters under FSDP2 after one physical batch: the larger sums, once all
     know which of them somebody used (two integers of 4 bytes for each)."""
-    count = sizes.scattered_parameters
-    return Traffic(BYTES * sizes.scattered, reduced=8 * count, calls=count + min(1, count))
+    return Traffic(
+        BYTES * sizes.scattered,
+        reduced=8 * sizes.scattered_parameters,
+        calls=math.ceil(sizes.scattered / BUCKET),
+        reductions=min(1, sizes.scattered_parameters),
+    )
 
 
 def stock_fsdp2_traffic(sizes: Sizes, physical_batches: int) -> Traffic:
@@ -163,7 +170,7 @@ def private_fsdp2_traffic(sizes: Sizes, physical_batches: int) -> Traffic:
     """Return that of ours under FSDP2: the smaller sums are all-reduced, once a step."""
     each = gathers(sizes) + scatters(sizes)
     smaller = sizes.trained - sizes.scattered
-    return each * physical_batches + Traffic(reduced=BYTES * smaller, calls=min(1, smaller))
+    return each * physical_batches + Traffic(reduced=BYTES * smaller, reductions=min(1, smaller))
 
 
 # -- memory --
@@ -213,16 +220,17 @@ def stock_fsdp2_memory(sizes: Sizes, processes: int, physical_batches: int) -> H
 
 
 def private_fsdp2_memory(sizes: Sizes, processes: int) -> Held:
-    """Return that of ours under FSDP2: the smaller sums whole, twice while they are reduced, and
-    one larger sum at a time."""
+    """Return that of ours under FSDP2: the smaller sums whole, twice while they are reduced; a
+    bucket of the larger ones, or one of them, with what is sent and received of them."""
     smaller = sizes.trained - sizes.scattered
-    largest = sizes.largest if sizes.scattered else 0
+    full = min(sizes.scattered, BUCKET + sizes.largest)
+    exchanged = full + min(full, BUCKET) + full / processes
     return _own(
         sizes,
         processes,
         gathered=_gathered(sizes),
         whole=BYTES * smaller,
-        bucket=BYTES * max(smaller, largest),
+        bucket=BYTES * max(smaller, exchanged),
     )
 
 
@@ -272,7 +280,7 @@ class Machine:
         relative_speed: of private forward and backward, beside that (``hf-dp bench throughput``).
         bandwidth: bytes a second that a process sends.
         latency: seconds of a message.
-        noise_per_second: normal numbers that a process draws (1.2e8 were measured on one core).
+        noise_per_second: normal numbers that a process draws (one core was measured to draw 1.2e8).
         seconds_per_record: of one entry of the ledger, until it is durable (measured).
     """
 
@@ -281,7 +289,7 @@ class Machine:
     bandwidth: float = 25e9
     latency: float = 2e-6
     noise_per_second: float = 5e9
-    seconds_per_record: float = 0.01
+    seconds_per_record: float = 0.02
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
@@ -289,7 +297,7 @@ class Machine:
 
     def seconds(self, traffic: Traffic, processes: int) -> float:
         """Return how long collectives take, one after the other."""
-        messages = traffic.calls * (processes - 1) * (2 if traffic.reduced else 1)
+        messages = (traffic.calls + 2 * traffic.reductions) * (processes - 1)
         return traffic.sent(processes) / self.bandwidth + messages * self.latency
 
 

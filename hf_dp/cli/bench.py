@@ -189,7 +189,7 @@ def _scale_command(commands: Any) -> None:
         ("--bandwidth", 25e9, "bytes a second that a process sends"),
         ("--latency", 2e-6, "seconds of a message"),
         ("--noise-per-second", 5e9, "normal numbers that a process draws"),
-        ("--seconds-per-record", 0.01, "one entry of the ledger, made durable"),
+        ("--seconds-per-record", 0.02, "one entry of the ledger, made durable"),
     ):
         add(name, type=float, default=default, help=f"{text} (default: {default:g})")
     add("--batch-size", type=int, default=64, metavar="B", help="of a physical batch (default: 64)")

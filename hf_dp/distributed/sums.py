@@ -23,7 +23,7 @@ from hf_dp.distributed.processes import Processes, others_present
 BUCKET = 2**23
 
 # Newer versions of torch warn of the old names.
-_reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 _all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 
 Noise = Callable[[Tensor], Tensor]  # of the shape, type and device of its argument
@@ -57,7 +57,7 @@ def _buckets(sums: Sequence[Tensor]) -> Iterator[list[Tensor]]:
     size = 0
     for part in (part for total in sums for part in _parts(total)):
         alike = bucket and (bucket[0].dtype, bucket[0].device) == (part.dtype, part.device)
-        if bucket and (not alike or size + part.numel() > _limit(part)):
+        if bucket and (not alike or size + part.numel() > bucket_numbers(part)):
             yield bucket
             bucket, size = [], 0
         bucket.append(part)
@@ -67,12 +67,13 @@ def _buckets(sums: Sequence[Tensor]) -> Iterator[list[Tensor]]:
 
 
 def _parts(total: Tensor) -> Sequence[Tensor]:
-    if total.numel() > _limit(total) and total.is_contiguous():
-        return total.view(-1).split(_limit(total))
+    if total.numel() > bucket_numbers(total) and total.is_contiguous():
+        return total.view(-1).split(bucket_numbers(total))
     return [total]
 
 
-def _limit(tensor: Tensor) -> int:
+def bucket_numbers(tensor: Tensor) -> int:
+    """Return how many numbers travel together at most, where this tensor is."""
     return max(1, BUCKET // 4) if tensor.device.type == "cpu" else BUCKET
 
 
@@ -82,7 +83,7 @@ def _scatter_noise_gather(bucket: list[Tensor], noise: Noise, processes: Process
     flat = torch.cat([*(total.reshape(-1) for total in bucket), bucket[0].new_zeros(padding)])
     owned = flat.new_empty(len(flat) // processes.count)
     with others_present():
-        _reduce_scatter(owned, flat)
+        reduce_scatter(owned, flat)
         owned.add_(noise(owned))
         _all_gather(flat, owned)
     for total, part in zip(bucket, flat.split([*sizes, padding]), strict=False):

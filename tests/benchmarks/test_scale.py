@@ -64,7 +64,7 @@ class Collectives(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         space, name = func.name().split("::")
-        if space in ("c10d", "_c10d_functional") and "wait" not in name and "wrap" not in name:
+        if space == "c10d":
             self._count(name, args)
         self.watch()
         return func(*args, **(kwargs or {}))
@@ -75,13 +75,10 @@ class Collectives(TorchDispatchMode):
         elif name == "_reduce_scatter_base_":
             self.found += Traffic(args[1].nbytes, calls=1)
             self.scattered.append((args[1].nbytes, args[0].nbytes))
-        elif name.startswith("reduce_scatter_tensor"):
-            self.found += Traffic(args[0].nbytes, calls=1)
-            self.scattered.append((args[0].nbytes, args[0].nbytes // args[2]))
         elif name == "allreduce_":
             reduced = sum(each.nbytes for each in args[0])
             if reduced != 8:  # the number of physical batches
-                self.found += Traffic(reduced=reduced, calls=1)
+                self.found += Traffic(reduced=reduced, reductions=1)
         else:
             assert name == "allgather_" and args[1][0].nbytes < MESSAGES, name
 
@@ -151,8 +148,8 @@ def counted(way: str, private: bool, folder: Any) -> tuple[Traffic, Held, Sizes]
     with counter, whole_sums(whole):
         step.step([batch()] * BATCHES)
     if private and way == "fsdp2":
-        reduced = max([size for size, _ in counter.scattered], default=0)
-        held |= {"whole": whole[0], "bucket": max(reduced, whole[0])}
+        exchanged = max((2 * size + own for size, own in counter.scattered), default=0)
+        held |= {"whole": whole[0], "bucket": max(exchanged, whole[0])}
     elif private:
         held["bucket"] = max((size + 2 * own for size, own in counter.scattered), default=0)
     return counter.found, Held(**held, gathered=max(gathered)), sizes
