@@ -453,6 +453,10 @@ def _check_files(args: argparse.Namespace) -> None:
         path = getattr(args, name)
         if path and not Path(path).absolute().parent.is_dir():
             raise _validate.invalid(name, path, "to be in a folder that exists", "Create it first.")
+    if args.plot and getattr(args, "processes", 1) != 1:
+        raise _validate.invalid(
+            "processes", args.processes, "to be 1 with --plot", "Leave --plot out."
+        )
     if args.plot:
         from hf_dp._plotting import require_matplotlib
 

@@ -9,6 +9,7 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -25,6 +26,7 @@ from hf_dp.benchmarks import scale
 from hf_dp.benchmarks.process_modes import PrivateStep, StockStep, make_optimizer, spread
 from hf_dp.benchmarks.scale import Held, Machine, Sizes, Traffic, expected_most, predict
 from hf_dp.benchmarks.workload import Workload
+from hf_dp.cli.main import main
 from hf_dp.clipping import sharded_sums
 from hf_dp.clipping.sharded_sums import ShardedSums
 from hf_dp.errors import InvalidArgumentError
@@ -237,3 +239,19 @@ def test_wrong_numbers_are_refused(change, name):
         predict(**{"name": "tiny-bert", **change})
     with pytest.raises(InvalidArgumentError, match="`bandwidth`"):
         Machine(bandwidth=0.0)
+
+
+# -- the page --
+
+PAGE = Path(scale.__file__).parents[1] / "distributed" / "README.md"
+
+
+def test_the_page_shows_what_the_command_prints(capsys):
+    assert main(["bench", "scale", "--model", "roberta-base"]) == 0
+    assert capsys.readouterr().out.strip() in PAGE.read_text()
+
+
+@pytest.mark.parametrize("mean", [16, 64, 256, 1024])
+def test_the_page_shows_the_largest_draws(mean):
+    cells = " | ".join(f"{expected_most(mean, count) / mean:.3f}" for count in (2, 8, 64, 1024))
+    assert f"| {mean:,} | {cells} |" in PAGE.read_text()
