@@ -1,6 +1,7 @@
 """Measure what private training costs in speed and memory, beside non-private training.
 
-``hf-dp bench throughput``, ``memory`` and ``training`` (:mod:`hf_dp.cli.bench`) are the way in.
+``hf-dp bench throughput``, ``memory``, ``training`` and ``scale`` (:mod:`hf_dp.cli.bench`) are the
+way in.
 Importing the package or :mod:`hf_dp.benchmarks.shapes` loads neither torch nor transformers.
 
     shapes        the models, built from a configuration with random weights
@@ -16,6 +17,8 @@ Importing the package or :mod:`hf_dp.benchmarks.shapes` loads neither torch nor 
     operators     time by operator, from a profiler
     training      end to end, against the stock Trainer
     training_task the data, model and counting of training
+    processes     a step on several processes, beside stock DDP and FSDP2 (process_modes)
+    scale         bytes, memory and predicted time on several processes, by arithmetic
     environment   versions and machine
     allocator     what the C library does with freed memory
     tables, plot  what the reader sees

@@ -15,6 +15,7 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -85,6 +86,23 @@ def verdict(runs: Sequence[Ratio]) -> str:
         return "counts"
     medians = [run.median for run in runs]
     return "agree" if max(medians) - min(medians) <= AGREEMENT else "differ"
+
+
+def speed(
+    runs: Sequence[Sequence[Round]], mode: str, baseline: str, examples: int
+) -> dict[str, Any]:
+    """Return what a report says of a mode beside its baseline: speed, ratios of runs, verdict.
+
+    Args: examples: of one step.
+    """
+    ratios = [ratio(rounds, mode, baseline) for rounds in runs]
+    seconds = statistics.median(each[mode] for rounds in runs for each in rounds)
+    return {
+        "examples_per_second": examples / seconds,
+        "ratio": statistics.median(each.median for each in ratios),
+        "ratios": [{**vars(each), "counts": each.counts} for each in ratios],
+        "verdict": verdict(ratios),
+    }
 
 
 def enough_repeats(seconds_per_step: float, at_least: float = 8.0) -> int:

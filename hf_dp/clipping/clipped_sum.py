@@ -125,8 +125,11 @@ class ClippedSum:
             self._add_each({parameter: uses.pop(parameter) for parameter in lookups}, decision)
         self._add_each(uses, decision)
         for parameter in self.shards.expect(scattered, decision.keep.device):
-            total = self._total(parameter, scattered.pop(parameter, ()), decision)
-            self.shards.add(parameter, total)
+            # No name for the sum: the last one is freed before the next is formed.
+            self.shards.add(
+                parameter, self._total(parameter, scattered.pop(parameter, ()), decision)
+            )
+        self.shards.finish()
 
     def expect(self, used: Collection[nn.Parameter], decision: Decision) -> None:
         """Prepare for :meth:`add_part` of the uses of these parameters."""

@@ -3,8 +3,8 @@
 A weighted sum is formed from this process's examples at full size. Two kinds of parameters differ
 in when it is reduced over the processes:
 
-* *scattered*: after every physical batch, one parameter at a time, so that a process holds one sum
-  of full size at most;
+* *scattered*: after every physical batch, few at a time, so that a process holds about a bucket of
+  sums of full size, or one of them;
 * *whole*: once, in :meth:`ShardedSums.collect`, all in one flat tensor. These are the smallest
   parameters, as many as together are negligible beside what a layer needs anyway.
 
@@ -20,9 +20,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DeviceMesh, DTensor, Partial, Placement, Replicate
+from torch.distributed.tensor import DeviceMesh, DTensor, Replicate
 
 from hf_dp.clipping.rounding import accumulation_dtype
+from hf_dp.clipping.scattering import scattered
+from hf_dp.distributed.sums import bucket_numbers
 
 # Numbers that the sums of whole parameters may hold on a process, together: 128 MiB in float32.
 _WHOLE = 2**25
@@ -37,11 +39,12 @@ class ShardedSums:
 
     def __init__(self, parameters: Iterable[nn.Parameter]):
         self._sharded = [p for p in parameters if isinstance(p, DTensor)]
-        self._scattered = _larger(self._sharded, _WHOLE)
+        self._scattered = reduced_each_batch(self._sharded)
         self._sums: dict[nn.Parameter, Tensor] = {}
         self._device: torch.device | None = None  # that of the examples; None before any
         self._due: dict[nn.Parameter, None] = {}
         self._held: dict[nn.Parameter, Tensor] = {}
+        self._bucket: dict[nn.Parameter, Tensor] = {}  # about to travel together
         self._alike = False
 
     def __contains__(self, parameter: object) -> bool:
@@ -55,7 +58,7 @@ class ShardedSums:
             used: those that this process's examples used.
         """
         self._device = device
-        self._due, self._held, self._alike = {}, {}, True
+        self._due, self._held, self._bucket, self._alike = {}, {}, {}, True
         if self._scattered:
             here = torch.tensor([p in used for p in self._scattered], device=device)
             either = torch.stack([here, ~here]).int()
@@ -68,7 +71,8 @@ class ShardedSums:
         return list(self._due)
 
     def add(self, parameter: nn.Parameter, total: Tensor | None) -> None:
-        """Reduce this process's weighted sum over the processes, and add the shard it keeps.
+        """Reduce this process's weighted sum over the processes, and add the shard it keeps; once a
+        bucket is full, or in :meth:`finish`.
 
         Args:
             total: of the parameter's full shape; None for zeros.
@@ -78,9 +82,20 @@ class ShardedSums:
         dtype = accumulation_dtype(parameter.dtype)
         if total is None:
             total = torch.zeros(parameter.shape, dtype=dtype, device=self._device)
-        reduced = _scatter(total.to(dtype), parameter)
-        known = self._sums.get(parameter)
-        self._sums[parameter] = reduced if known is None else known.add_(reduced)
+        if any(other.dtype != dtype for other in self._bucket.values()):
+            self._empty_bucket()
+        self._bucket[parameter] = total.to(dtype)
+        if sum(each.numel() for each in self._bucket.values()) >= bucket_numbers(total):
+            self._empty_bucket()
+
+    def _empty_bucket(self) -> None:
+        bucket, self._bucket = self._bucket, {}
+        if not bucket:
+            return
+        found = scattered([p for p in bucket if isinstance(p, DTensor)], list(bucket.values()))
+        for parameter, reduced in zip(bucket, found, strict=True):
+            known = self._sums.get(parameter)
+            self._sums[parameter] = reduced if known is None else known.add_(reduced)
 
     def add_during_backward(self, parameter: nn.Parameter, total: Tensor) -> None:
         """Do as :meth:`add`, in a backward pass, between collectives of FSDP2 itself.
@@ -94,9 +109,10 @@ class ShardedSums:
             self._held[parameter] = total
 
     def finish(self) -> None:
-        """Add what is due and was not added yet."""
+        """Add what is due and was not added yet, and reduce what waits."""
         for parameter in list(self._due):
             self.add(parameter, self._held.get(parameter))
+        self._empty_bucket()
 
     def collect(self, local: Mapping[nn.Parameter, Tensor]) -> dict[nn.Parameter, Tensor]:
         """Return the sums of all sharded parameters as DTensors placed as they are; reset.
@@ -134,10 +150,12 @@ class ShardedSums:
         return self._sharded[0].device_mesh  # one for all: refuse_parallelism
 
 
-def _larger(parameters: Iterable[nn.Parameter], numbers: int) -> dict[nn.Parameter, None]:
-    """Return all but the smallest parameters, which together have at most this many numbers."""
+def reduced_each_batch(parameters: Iterable[nn.Parameter]) -> dict[nn.Parameter, None]:
+    """Return the *scattered* ones of trainable parameters: all but the smallest, which together
+    have a limited number of numbers."""
+    parameters = list(parameters)
     ordered = sorted(parameters, key=lambda p: p.numel())
-    left = numbers
+    left = _WHOLE
     small = set()
     for parameter in ordered:
         left -= parameter.numel()
@@ -151,17 +169,6 @@ def _reduce(tensor: Tensor, mesh: DeviceMesh, operation: Any) -> None:
     """Reduce over all processes of a mesh, in place, one dimension of it after the other."""
     for dimension in range(mesh.ndim):
         dist.all_reduce(tensor, operation, group=mesh.get_group(dimension))
-
-
-def _scatter(total: Tensor, parameter: nn.Parameter) -> DTensor:
-    """Return the sum of all processes' totals, placed as the parameter."""
-    assert isinstance(parameter, DTensor)
-    mesh = parameter.device_mesh
-    partial: list[Placement] = [Partial() for _ in range(mesh.ndim)]
-    # Shards first, so that replicas exchange shards and not the whole.
-    shards = [each if each.is_shard() else Partial() for each in parameter.placements]
-    of_all = DTensor.from_local(total, mesh, partial, run_check=False)
-    return of_all.redistribute(placements=shards).redistribute(placements=parameter.placements)
 
 
 def _shard_of(whole: Tensor, parameter: nn.Parameter) -> Tensor:

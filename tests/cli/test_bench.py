@@ -61,6 +61,8 @@ COMMON = (
     [
         ("throughput", COMMON),
         ("memory", COMMON),
+        ("throughput", ("--processes", "fsdp2", "--physical-batches")),
+        ("scale", ("predictions", "--bandwidth", "default: 2.5e+10", *SHAPES)),
         (
             "training",
             ("example", "default: 1024", "--train-file", "stock_by_length", "ours_by_tokens"),
@@ -207,6 +209,10 @@ def test_both_bars_in_one_figure(monkeypatch, tmp_path):
         ([*SPEED, "--rounds", "2"], "`rounds`"),
         ([*SPEED, "--json", "no/such/folder/x.json"], "`json`.*folder"),
         ([*SPEED, "--beside", "x.json"], "`beside`.*--plot"),
+        ([*SPEED, "--processes", "0"], "`processes`"),
+        ([*SPEED, "--processes", "2", "--modes", "dp_fp"], "`modes`"),
+        ([*SPEED, "--processes", "2", "--plot", "x.png"], "`processes`.*--plot"),
+        (["bench", "scale", "--model", "tiny", "--latency", "0"], "`latency`"),
         ([*MEMORY, "--steps", "1"], "`steps`"),
         ([*TRAINING, "--modes", "stock,our"], "`modes`.*'ours'"),
         ([*TRAINING, "--logical-batch-size", "1000"], "multiple of `physical_batch_size`"),

@@ -36,7 +36,7 @@ from torch.distributed.fsdp import (
     fully_shard,
 )
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 from hf_dp.clipping import ClippingEngine, self_check, sharded_sums
@@ -45,7 +45,9 @@ from hf_dp.clipping.gradients import Dense
 from hf_dp.clipping.masked import MaskedEngine
 from hf_dp.clipping.rounding import Norms
 from hf_dp.clipping.rules import find_rule
+from hf_dp.clipping.scattering import scattered
 from hf_dp.clipping.tape import Tape
+from hf_dp.distributed import sums as distributed_sums
 from hf_dp.errors import HfDpError, UnsupportedModelError
 
 LENGTHS = (5, 1, 3, 4, 2)
@@ -502,19 +504,23 @@ def test_steps_with_other_forwards_between(strategy, monkeypatch):
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_one_sum_of_full_size_at_a_time(strategy):
+@pytest.mark.parametrize("limit", [1, 300])
+def test_a_bucket_of_sums_of_full_size_at_a_time(strategy, limit, monkeypatch):
+    monkeypatch.setattr(distributed_sums, "BUCKET", 4 * limit)  # a quarter of it between CPUs
+
     def run() -> int:
         sharded_sums._WHOLE = NONE
         alive: list[weakref.ref[Tensor]] = []
-        scatter = sharded_sums._scatter
+        scatter = sharded_sums.scattered
 
-        def watched(total: Tensor, parameter: nn.Parameter) -> DTensor:
-            assert total.shape == parameter.shape
+        def watched(parameters: Sequence[DTensor], totals: Sequence[Tensor]) -> list[DTensor]:
+            assert [t.shape for t in totals] == [p.shape for p in parameters]
+            assert sum(total.numel() for total in totals[:-1]) < limit
             assert not any(each() is not None for each in alive)
-            alive.append(weakref.ref(total))
-            return scatter(total, parameter)
+            alive.extend(weakref.ref(total) for total in totals)
+            return scatter(parameters, totals)
 
-        sharded_sums._scatter = watched
+        sharded_sums.scattered = watched
         model = sharded(ARCHITECTURES["bert"].build())
         examples = ARCHITECTURES["bert"].examples(model, LENGTHS)
         result(model, examples, 1.0, strategy=strategy)
@@ -522,6 +528,29 @@ def test_one_sum_of_full_size_at_a_time(strategy):
 
     parameters = len(list(ARCHITECTURES["bert"].build().parameters()))
     assert on_processes(2, run) == [2 * parameters] * 2  # physical batches
+
+
+@pytest.mark.parametrize(("shape", "dimension"), [((7, 3), 0), ((2, 5), 0), ((4, 6, 2), 1)])
+@pytest.mark.parametrize("bucket", [4, 40, 2**23])
+def test_a_scattered_sum_is_placed_as_its_parameter(shape, dimension, bucket, monkeypatch):
+    monkeypatch.setattr(distributed_sums, "BUCKET", bucket)
+
+    def run() -> list[Tensor]:
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        parameters, totals = [], []
+        for each, dim in ((shape, dimension), ((9,), 0)):
+            whole = torch.zeros(each, dtype=torch.float64)
+            parameters.append(distribute_tensor(whole, mesh, [Shard(dim)]))
+            totals.append(torch.arange(whole.numel()).double().view(each) * (1 + dist.get_rank()))
+        found = scattered(parameters, totals)
+        for one, other in zip(found, parameters, strict=True):
+            assert one.to_local().shape == other.to_local().shape
+            assert one.placements == other.placements and one.shape == other.shape
+        return [each.full_tensor() for each in found]
+
+    for found in on_processes(3, run):
+        for total in found:
+            assert torch.equal(total, 6 * torch.arange(total.numel()).double().view(total.shape))
 
 
 # -- refused ---
@@ -731,11 +760,9 @@ def test_the_self_check_sees(plant, says):
         if plant == "norm":
             Dense.norms = lambda self, grams=None: Norms(*[torch.ones(len(self.gradients))] * 3)  # type: ignore[method-assign, assignment]
         elif plant == "sum":
-            scatter = sharded_sums._scatter
+            scatter = sharded_sums.scattered
             sharded_sums._WHOLE = NONE
-            sharded_sums._scatter = lambda total, parameter: scatter(
-                scatter(total, parameter).full_tensor(), parameter
-            )
+            sharded_sums.scattered = lambda *given: [2 * each for each in scatter(*given)]
         elif plant == "coupled":
             loss = lambda model, batch: together(model, batch) / len(batch["labels"])  # noqa: E731
         else:

@@ -68,11 +68,24 @@ def test_the_noise_of_several_processes_is_that_of_one(count):
 
 def test_the_total_is_exact_without_noise_whatever_the_buckets(monkeypatch):
     expected = [sum(parts) for parts in zip(*(own_sums(r, torch.float64) for r in range(3)))]
-    for bucket in (1, 100, 2**23):
+    for bucket in (400, 5000, 2**23):  # a quarter of it between CPUs
         monkeypatch.setattr(module, "BUCKET", bucket)
         for found in on_processes(3, released, torch.float64, 0.0):
             for total, exact in zip(found, expected, strict=True):
                 torch.testing.assert_close(total, exact, rtol=1e-12, atol=1e-12)
+
+
+def test_no_bucket_is_larger_than_allowed_whatever_the_tensors(monkeypatch):
+    monkeypatch.setattr(module, "BUCKET", 4 * 100)
+    large = torch.arange(1050.0).view(30, 35)
+    cut = list(module._buckets([large, torch.ones(60), torch.ones(30)]))
+    sizes = [sum(each.numel() for each in bucket) for bucket in cut]
+    assert max(sizes) <= 100 and sum(sizes) == 1140
+    for bucket in cut:
+        for part in bucket:
+            part.zero_()
+    assert not large.any()  # its parts are views of it
+    assert [len(bucket) for bucket in module._buckets([large.t()])] == [1]  # cannot be cut in place
 
 
 def test_types_do_not_mix():
