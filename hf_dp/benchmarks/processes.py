@@ -2,7 +2,8 @@
 
 Each way runs in processes of its own, which take turns between the stock step and ours as all modes
 do (:mod:`hf_dp.benchmarks.rounds`). A step begins when all processes are there, and takes as long
-as in the slowest.
+as in the slowest. On CPUs the seconds of computing of all processes are counted, too: on a busy
+machine they say more than those on the clock, since each exchange waits for whoever is interrupted.
 """
 
 from __future__ import annotations
@@ -10,7 +11,9 @@ from __future__ import annotations
 import gc
 import json
 import os
+import statistics
 import tempfile
+import time
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -92,13 +95,19 @@ def measure_processes(
         },
         "processes": {"count": processes, "physical_batches": physical_batches},
         "modes": {
-            name: speed(found[way]["runs"], name, way, examples)
-            for way in ways
+            name: speed(each["runs"], name, way, examples) | _computing(each, name, way)
+            for way, each in found.items()
             for name in (way, PRIVATE + way)
         },
         "ways": {way: WAYS[way] for way in ways},
         "runs": {way: each["runs"] for way, each in found.items()},
     }
+
+
+def _computing(found: dict[str, Any], name: str, baseline: str) -> dict[str, Any]:
+    """Return the median seconds of computing of a step, and the ratio of the baseline's to them."""
+    seconds = {each: statistics.median(times) for each, times in found["cpu_seconds"].items()}
+    return {"cpu_seconds": seconds[name], "cpu_ratio": seconds[baseline] / seconds[name]}
 
 
 def _in_processes(
@@ -166,7 +175,8 @@ def measure_here(
 ) -> dict[str, Any]:
     """Time one way in this process, together with all others of ``torch.distributed``.
 
-    Returns: ``repeats``, the steps in a round, and ``runs``, the same in every process.
+    Returns: ``repeats``, the steps in a round; ``runs``; ``cpu_seconds`` of all processes by step.
+        The same in every process.
     Raises: HfDpError for a step that did not do the work.
     """
     if not workload.on_cuda:
@@ -185,15 +195,18 @@ def measure_here(
             PRIVATE + way: private,
         }
         expected = Done(physical_batches, examples, 1)
+        cpu_seconds: dict[str, list[float]] = {name: [] for name in steps}
         timers = {
-            name: partial(_time, name, step, batches, done, expected)
+            name: partial(_time, name, step, batches, done, expected, cpu_seconds[name])
             for name, step in steps.items()
         }
         first = {name: timer() for name, timer in timers.items()}
         repeats = protocol.repeats or enough_repeats(first[way])
         runs = time_runs(timers, protocol, repeats, log)
         private.run.stop()
-    return {"repeats": repeats, "runs": runs}
+    # Without the first steps, which make buffers and the optimizer's state.
+    computed = {name: each[1:] for name, each in cpu_seconds.items()}
+    return {"repeats": repeats, "runs": runs, "cpu_seconds": computed}
 
 
 def _batches(workload: Workload, model: torch.nn.Module, count: int) -> list[Batch]:
@@ -207,19 +220,30 @@ def _batches(workload: Workload, model: torch.nn.Module, count: int) -> list[Bat
     ]
 
 
-def _time(name: str, step: Step, batches: Sequence[Batch], done: Done, expected: Done) -> float:
-    """Return the seconds of one step in the slowest process.
+def _time(
+    name: str,
+    step: Step,
+    batches: Sequence[Batch],
+    done: Done,
+    expected: Done,
+    cpu_seconds: list[float],
+) -> float:
+    """Return the seconds of one step in the slowest process; note those of computing in all.
 
     Raises: HfDpError when this process did other work than was asked for.
     """
     gc.collect()  # before all begin together
     dist.barrier()
-    seconds = torch.tensor(seconds_of_step(step, batches), device=step.workload.device)
+    before = time.process_time()
+    slowest = torch.tensor(seconds_of_step(step, batches), device=step.workload.device)
+    computed = torch.tensor(time.process_time() - before, device=step.workload.device)
     found = done.take()
     if found != expected:
         raise HfDpError(
             f"The step {name} did {found}, where {expected} was asked for, so its time cannot be "
             "compared."
         )
-    dist.all_reduce(seconds, dist.ReduceOp.MAX)
-    return float(seconds)
+    dist.all_reduce(slowest, dist.ReduceOp.MAX)
+    dist.all_reduce(computed)
+    cpu_seconds.append(float(computed))
+    return float(slowest)

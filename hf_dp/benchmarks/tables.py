@@ -79,13 +79,15 @@ def processes_table(report: Mapping[str, Any]) -> str:
     )
     cells = []
     for way, stock in report["ways"].items():
-        cells.append([way, f"{report['modes'][way]['examples_per_second']:.2f}", *"---", stock])
-        name = f"private_{way}"
+        row, name = report["modes"][way], f"private_{way}"
+        speed = f"{row['examples_per_second']:.2f}"
+        cells.append([way, speed, *"---", f"{row['cpu_seconds']:.2f}", "-", stock])
         row = report["modes"][name]
-        note = "ours: engine, ledger, sum, noise; ratio to the line above"
-        cells.append([name, *_measured(row), note])
+        computed = [f"{row['cpu_seconds']:.2f}", f"{row['cpu_ratio']:.3f}"]
+        note = "ours: engine, ledger, sum, noise; ratios to the line above"
+        cells.append([name, *_measured(row), *computed, note])
     return f"{heading}\n\n" + aligned(
-        ["step", "examples/s", "ratio", "IQR", "verdict", "note"], cells
+        ["step", "examples/s", "ratio", "IQR", "verdict", "CPU s", "ratio", "note"], cells
     )
 
 
