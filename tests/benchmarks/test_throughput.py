@@ -144,8 +144,9 @@ def test_the_profiler_sees_the_norms():
         batches = [make_batch(TINY, mode.model)]
         mode.step(batches)  # what happens once is not to weigh on one of them
         seconds[name] = operator_seconds(mode, batches, steps=20)
-    assert "aten::bmm" in [
+    # Only what one of them alone calls is sure to take longer there.
+    assert {"_AffineBackward", "aten::diagonal"} <= {
         name
-        for name, more, _ in left_over(seconds["book_keeping"], seconds[NON_PRIVATE], 40)
+        for name, more, _ in left_over(seconds["book_keeping"], seconds[NON_PRIVATE], 400)
         if more > 0
-    ]
+    }

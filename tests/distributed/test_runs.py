@@ -430,7 +430,7 @@ def test_a_process_out_of_memory_stops_all_before_the_step_is_released(tmp_path)
         raise torch.OutOfMemoryError("tried to allocate 3 GiB")
 
     main, other = outcomes(2, lambda: failing_in_step(tmp_path, 2, fail))
-    assert other.error == "OutOfMemoryError"
+    assert other.error == "MemoryShortError"
     assert main.error == "DistributedError"
     assert "Rank 1 of 2 failed" in main.message and "tried to allocate 3 GiB" in main.message
     assert_can_go_on(tmp_path, recorded=2)

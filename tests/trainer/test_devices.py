@@ -19,6 +19,7 @@ from hf_dp.trainer import launch
 
 def facts(folder: Path, **options: Any) -> tuple[Any, ...]:
     args = tiny.arguments(folder, use_cpu=False, **options)
+    dist.barrier()  # nobody leaves while another is still on its way
     return args.world_size, args.use_cpu, args.device.type, dist.get_backend()
 
 

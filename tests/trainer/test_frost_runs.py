@@ -189,8 +189,8 @@ def test_no_artifact_holds_noise_drawn_rows_or_magnitudes_without_noise(tmp_path
             secret.extend((noisy[name] - before[name]).tolist())
         return noisy
 
-    def seen(engine):
-        found = magnitudes(engine)
+    def seen(engine, *processes):
+        found = magnitudes(engine, *processes)
         secret.extend(found.tolist())
         return found
 

@@ -239,7 +239,9 @@ def test_noise_and_draws_do_not_follow_from_the_seed(tmp_path):
 
 def test_planted_noise_and_draws_from_the_seed_are_seen(tmp_path, monkeypatch):
     original = SecretRandomness.__init__
-    monkeypatch.setattr(SecretRandomness, "__init__", lambda self, seed=None: original(self, 7))
+    monkeypatch.setattr(
+        SecretRandomness, "__init__", lambda self, seed=None, rank=0: original(self, 7)
+    )
     assert reproducible_from_seed(tmp_path) == ["draws", "noise"]
 
 

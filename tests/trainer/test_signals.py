@@ -42,10 +42,12 @@ def stopped_by(folder: Path, *sent, **options):
 
 @pytest.fixture(autouse=True)
 def handlers_are_given_back():
+    mine = [signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGINT)]
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
     before = [signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGINT)]
     yield
     after = [signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGINT)]
-    for each, handler in zip((signal.SIGTERM, signal.SIGINT), before):
+    for each, handler in zip((signal.SIGTERM, signal.SIGINT), mine):
         signal.signal(each, handler)
     assert after == before
 
