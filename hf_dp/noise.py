@@ -18,6 +18,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from hf_dp.errors import LedgerError
+
 
 class SecretRandomness:
     """The random sources of one private run.
@@ -32,7 +34,7 @@ class SecretRandomness:
     """
 
     def __init__(self, insecure_seed: int | None = None, rank: int = 0):
-        self.insecure = insecure_seed is not None
+        self.insecure, self._process = insecure_seed is not None, os.getpid()
         # SeedSequence(None) takes 128 bits from the operating system. PyTorch's CPU generator would
         # keep only 32 bits of its seed: few enough to try them all against a released weight.
         own = (rank,) if rank else ()
@@ -57,12 +59,12 @@ class SecretRandomness:
         return self._numpy.bytes(count) if self.insecure else os.urandom(count)
 
     def fingerprint(self) -> str:
-        """Return what two sources have in common only if they are copies of one another.
+        """Return what two sources have in common only if they draw the same noise.
 
-        It is a digest of fresh draws, which are used for nothing else.
+        It is a digest of fresh draws, which are used for nothing else. The operating system's bytes
+        are left out: they differ even for copies.
         """
-        noise = self._numpy.standard_normal(8).tobytes()
-        return sha256(self.random_bytes(32) + noise).hexdigest()
+        return sha256(self._numpy.standard_normal(8).tobytes()).hexdigest()
 
     def seed(self) -> int:
         """Return a fresh 63-bit seed for a generator that takes one."""
@@ -73,6 +75,12 @@ class SecretRandomness:
 
         ``std`` is its standard deviation.
         """
+        if os.getpid() != self._process:
+            raise LedgerError(
+                "This process was forked from the one that made the source of its noise, and would "
+                "draw the same noise. Create the trainer, or the PrivateRun, in the process that "
+                "trains."
+            )
         dtype = torch.float64 if tensor.dtype == torch.float64 else torch.float32
         if tensor.device.type == "cpu":
             numpy_dtype: Any = np.float64 if dtype == torch.float64 else np.float32

@@ -9,8 +9,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import Subset
+from torch.utils.data import ConcatDataset, Subset
 
+from hf_dp.errors import DataError
 from hf_dp.overlap.encoding import (
     cells,
     encode,
@@ -60,19 +61,34 @@ def hash_rows(parts: list[Part], columns: Columns, key: bytes) -> np.ndarray:
 def digest_of_rows(dataset: Any) -> str:
     """Return a digest of all rows in their order, before any transform of the user's.
 
-    Rows that differ on each reading are counted only.
+    Raises: DataError for rows that differ on each reading, which cannot be compared.
     """
     found = blake2b(digest_size=16)
-    inner = dataset
-    while isinstance(inner, Subset):  # parts do not tell its order
-        found.update(np.asarray(inner.indices, np.int64).tobytes())
-        inner = inner.dataset
+    for description in _structure(dataset):
+        found.update(description)
     for part in parts_of(dataset):
         columns = Columns(tuple(sorted(part.fields(False))), frozenset(), False)
+        if not is_repeatable(part, columns):
+            raise DataError(
+                "Rows of train_dataset differ each time they are read, so it cannot be seen "
+                "whether all processes have the same rows in the same order. Move what is random "
+                "(augmentation) into the data collator or, for a datasets.Dataset, into "
+                "set_transform; or launch one process."
+            )
         found.update(f"{part.length} {columns.names}".encode())
-        if is_repeatable(part, columns):
-            found.update(hash_rows([part], columns, b"").tobytes())
+        found.update(hash_rows([part], columns, b"").tobytes())
     return found.hexdigest()
+
+
+def _structure(dataset: Any) -> Iterator[bytes]:
+    """Yield how Subset and ConcatDataset arrange rows: parts do not tell the order."""
+    if isinstance(dataset, Subset):
+        yield b"subset" + np.asarray(dataset.indices, np.int64).tobytes()
+        yield from _structure(dataset.dataset)
+    elif isinstance(dataset, ConcatDataset):
+        yield f"joined {len(dataset.datasets)}".encode()
+        for inner in dataset.datasets:
+            yield from _structure(inner)
 
 
 def is_repeatable(part: Part, columns: Columns) -> bool:

@@ -163,7 +163,8 @@ def check_launch(processes: Processes, accelerator: Any) -> None:
     """
     launched = os.environ.get("WORLD_SIZE") or "1"
     prepared = processes.count if accelerator is None else accelerator.num_processes
-    if launched == str(processes.count) and prepared == processes.count:
+    known = Processes.here().count  # now, and not when the run was made
+    if launched == str(processes.count) and prepared == known == processes.count:
         return
     raise UnsupportedArgumentError(
         f"The launcher started {launched} processes ($WORLD_SIZE), torch.distributed knows "

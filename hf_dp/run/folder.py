@@ -6,12 +6,17 @@ It may not use another run's folder, whose evidence or weights would be lost or 
 from __future__ import annotations
 
 import os
+from collections.abc import Collection
 from pathlib import Path
 
 from hf_dp.errors import LedgerError
 from hf_dp.run.mark import in_words
 from hf_dp.run.marks import mark_files_in, rebuild_advice
 from hf_dp.statement.record import FILE_NAME, read
+
+# What the folder of a run that was moved aside begins with. Names that start with "_" are never
+# pushed to the Hub, nor taken for weights of the new run.
+ASIDE = "_earlier-run-"
 
 
 def refuse_leftovers(folder: Path) -> None:
@@ -48,4 +53,28 @@ def refuse_foreign_ledger(folder: str | os.PathLike[str], run_id: str | None) ->
                 f"The folder {folder.name!r} holds {item.where.name} of another run "
                 f"({in_words(item.mark.ledger)}), but not its {FILE_NAME}. Choose another folder "
                 f"(a new output_dir). To continue that run: {rebuild_advice(folder)}"
+            )
+
+
+def moved_aside(folder: Path) -> dict[str, Path]:
+    """Return the runs that a start over moved aside in a folder, by id."""
+    aside = sorted(path for path in folder.glob(f"{ASIDE}*") if (path / FILE_NAME).exists())
+    return {read(path).run_id: path for path in aside}
+
+
+def refuse_uncounted(folder: Path, counted: Collection[str]) -> None:
+    """Raise LedgerError for a run that was moved aside in a folder and that no run counts.
+
+    Args: counted: the ids of the runs that the run in the folder counts.
+    """
+    found = moved_aside(folder)
+    known = set(counted)
+    for path in found.values():
+        known |= {claim.run_id for claim in read(path).weaknesses.earlier}
+    for run_id, path in found.items():
+        if run_id not in known:
+            raise LedgerError(
+                f"The folder {folder.name!r} holds {path.name!r}, an earlier run on the same rows "
+                f"that this run does not count. Name it: earlier_runs=[{str(path)!r}]; or choose "
+                "another output_dir for other rows."
             )

@@ -22,7 +22,7 @@ from hf_dp.errors import LedgerError
 from hf_dp.plans.privacy import PrivacyPlan
 from hf_dp.run.budget import Budget
 from hf_dp.run.disk import named_disk_errors
-from hf_dp.run.folder import refuse_foreign_ledger, refuse_leftovers
+from hf_dp.run.folder import refuse_foreign_ledger, refuse_leftovers, refuse_uncounted
 from hf_dp.run.lock import lock_run
 from hf_dp.run.lost import recorded_since
 from hf_dp.run.mark import COPIED_MARK, RUN_MARK, Mark, stamp, write_mark
@@ -113,6 +113,7 @@ class RunLedger:
         refuse_foreign_ledger(self.folder, self.run_id)
         if not len(self.ledger):
             refuse_leftovers(self.folder)
+        refuse_uncounted(self.folder, {claim.run_id for claim in self.earlier})
         with named_disk_errors("A new run", self.folder, "Or choose another output_dir."):
             self.folder.mkdir(parents=True, exist_ok=True)
             self._lock = self._lock or lock_run(self.folder)
@@ -163,8 +164,9 @@ class RunLedger:
             BudgetExceededError: the earlier runs alone pass the target.
         """
         if not len(self.ledger):
-            for entry in entries:
-                self.append(entry.event, entry.purpose)
+            if entries:
+                self.processes.agree(f"{len(entries)} entries of earlier runs begin the ledger")
+                self.processes.together(lambda: self._append(*entries))
             return
         expected = Ledger()
         for entry in entries:
@@ -187,22 +189,26 @@ class RunLedger:
         self.processes.agree(
             f"entry {len(self.ledger) + 1} of run {self.run_id} is to be {purpose}, {event}"
         )
-        self.processes.together(lambda: self._append(event, purpose))
+        self.processes.together(lambda: self._append(LedgerEntry(event, purpose)))
         self.budget.released(event, purpose)
 
-    def _append(self, event: Event, purpose: str) -> None:
+    def _append(self, *entries: LedgerEntry) -> None:
+        """Record entries and make them durable together: a part of what earlier runs released would
+        look like all of it."""
         if not self._is_open:
             raise LedgerError(
                 "This run has not been opened, so another process may be at work on it. Open it "
                 "first: `mechanism.logical_batches()`, `run.open()` or `DPTrainer.train()` does."
             )
-        if purpose != EARLIER and self._earlier_entries and not self.ledger.steps(EARLIER):
-            raise LedgerError(
-                "The ledger does not hold yet what `earlier_runs` released. Call `run.open()` "
-                "first."
-            )
-        self.budget.check(event, purpose)
-        self.ledger.append(event, purpose)
+        for entry in entries:
+            started = entry.purpose == EARLIER or self.ledger.steps(EARLIER)
+            if self._earlier_entries and not started:
+                raise LedgerError(
+                    "The ledger does not hold yet what `earlier_runs` released. Call `run.open()` "
+                    "first."
+                )
+            self.budget.check(entry.event, entry.purpose)
+            self.ledger.append(entry.event, entry.purpose)
         self.save(self.folder)
 
     def save(

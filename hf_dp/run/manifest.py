@@ -91,3 +91,9 @@ def _listed(values: Any) -> dict[str, tuple[int, str]]:
             raise ValueError(f"expected bytes and sha256 of {name!r}, got {entry!r}")
         listed[name] = (entry["bytes"], entry["sha256"])
     return listed
+
+
+def manifest_digest(checkpoint: str | os.PathLike[str]) -> str:
+    """Return a digest of a checkpoint's manifest, and so of its files; words if there is none."""
+    path = Path(checkpoint, MANIFEST)
+    return hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else "not there"

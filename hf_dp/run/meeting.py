@@ -33,6 +33,7 @@ def facts_in_common(
     plan: PrivacyPlan,
     options: RunOptions,
     arguments: Mapping[str, Any],
+    weaknesses: Mapping[str, Any],
     train_dataset: Any,
     data_collator: Any,
     model: nn.Module,
@@ -44,6 +45,7 @@ def facts_in_common(
     loud = replace(options, batches=replace(options.batches, quiet=False))  # bars are one's own
     found |= _each("the run's option", vars(loud))
     found |= _each("the argument", arguments)
+    found |= _each("what weakens the claim,", weaknesses)
     return found | {
         "the number of rows": str(len(train_dataset)),
         "the rows of train_dataset": digest_of_rows(train_dataset),
@@ -53,7 +55,11 @@ def facts_in_common(
 
 
 def _each(of: str, values: Mapping[str, Any]) -> dict[str, str]:
-    return {f"{of} `{name}`": repr(value)[:200] for name, value in values.items()}
+    return {f"{of} `{name}`": _shown(repr(value)) for name, value in values.items()}
+
+
+def _shown(text: str) -> str:
+    return text if len(text) <= 200 else f"{text[:200]}... ({_digest(text)})"
 
 
 def _layout(model: nn.Module) -> str:

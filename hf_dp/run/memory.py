@@ -62,7 +62,9 @@ def taken(process: int | None = None) -> int:
     """Return the bytes that a process (None: this one) holds and cannot give back: on Linux without
     pages of files, elsewhere its resident size."""
     anonymous = status("RssAnon", process)
-    return psutil.Process(process).memory_info().rss if anonymous is None else anonymous
+    if anonymous is None:
+        return int(psutil.Process(process).memory_info().rss)
+    return anonymous + (status("RssShmem", process) or 0)
 
 
 def status(field: str, process: int | None = None) -> int | None:
@@ -96,13 +98,13 @@ def _left_in_groups() -> int:
         for line in Path("/proc/self/cgroup").read_text(encoding="ascii").splitlines():
             _, controllers, path = line.split(":", 2)
             if not controllers:  # version 2
-                root, names = "/sys/fs/cgroup", ("memory.max", "memory.current", "inactive_file")
+                root, names = "/sys/fs/cgroup", ("memory.max", "memory.current", "")
             elif "memory" in controllers.split(","):
                 root = "/sys/fs/cgroup/memory"
                 names = (
                     "memory.limit_in_bytes",
                     "memory.usage_in_bytes",
-                    "total_inactive_file",
+                    "total_",
                 )
             else:
                 continue
@@ -113,13 +115,15 @@ def _left_in_groups() -> int:
     return left
 
 
-def _left_in(folder: Path, most: str, used: str, reclaimable: str) -> int:
-    """Return what one control group leaves; what the kernel caches of files it gives back."""
+def _left_in(folder: Path, most: str, used: str, prefix: str) -> int:
+    """Return what one control group leaves; what the kernel caches of files it gives back, also
+    what was read twice (a data set's pages become active)."""
+    files = {f"{prefix}inactive_file", f"{prefix}active_file"}
     with suppress(OSError, ValueError):
         limit = int((folder / most).read_text(encoding="ascii"))  # version 2 says "max" for none
         now = int((folder / used).read_text(encoding="ascii"))
         lines = (folder / "memory.stat").read_text(encoding="ascii").splitlines()
-        cached = sum(int(line.split()[1]) for line in lines if line.split()[0] == reclaimable)
+        cached = sum(int(line.split()[1]) for line in lines if line.split()[0] in files)
         return max(0, limit - now + cached)
     return sys.maxsize
 

@@ -233,6 +233,7 @@ class PrivateRun:
                 plan=self.plan,
                 options=self.options,
                 arguments=self.arguments,
+                weaknesses=vars(self.book.weaknesses),
                 train_dataset=self.train_dataset,
                 data_collator=self.data_collator,
                 model=self.model,

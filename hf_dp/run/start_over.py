@@ -15,6 +15,7 @@ from transformers.utils import logging
 from hf_dp.accounting import LedgerEntry
 from hf_dp.errors import LedgerError
 from hf_dp.run.earlier import earlier_entries, whole_run
+from hf_dp.run.folder import ASIDE, moved_aside
 from hf_dp.run.ledger import RunLedger
 from hf_dp.run.lock import LOCK
 from hf_dp.run.mark import RUN_MARK
@@ -23,16 +24,16 @@ from hf_dp.statement.record import FILE_NAME, read
 
 logger = logging.get_logger(__name__)
 
-# Names that start with "_" are never pushed to the Hub, nor taken for weights of the new run.
-_PREFIX = "_earlier-run-"
-
 
 def runs_before(folder: Path, named: Iterable[str], start_over: bool) -> list[str]:
     """Return the folders of all earlier runs on the same rows: those that the user named, those
     that earlier starts moved aside, and, when the run starts over, the one in ``folder``."""
-    aside = sorted(path for path in folder.glob(f"{_PREFIX}*") if (path / FILE_NAME).exists())
+    found = moved_aside(folder)
     if start_over and (folder / FILE_NAME).exists():
-        aside = [folder]  # it brings the runs that it started over from
+        found |= {read(folder).run_id: folder}
+    # Those that another one of them counts come with it.
+    counted = {c.run_id for path in found.values() for c in read(path).weaknesses.earlier}
+    aside = [path for run_id, path in found.items() if run_id not in counted]
     moved = {path.resolve() for path in aside}
     return [
         *(path for path in named if Path(path).resolve() not in moved),
@@ -60,10 +61,15 @@ def move_earlier_run(book: RunLedger, counted: Sequence[LedgerEntry]) -> None:
             f"The run in output_dir {folder.name!r} has gone on since this trainer was created, "
             "and its new steps would not be counted. Create the trainer again."
         )
-    aside = folder / f"{_PREFIX}{record.run_id[:8]}"
+    aside = folder / f"{ASIDE}{record.run_id[:8]}"
     aside.mkdir(exist_ok=True)
     last = (RUN_MARK, FILE_NAME)
-    others = [each.name for each in folder.iterdir() if each.name not in (*last, aside.name, LOCK)]
+    stays = (*last, aside.name, LOCK)
+    others = [
+        each.name
+        for each in folder.iterdir()
+        if each.name not in stays and not each.name.startswith(ASIDE)
+    ]
     for name in (*sorted(others), *last):
         if os.path.lexists(folder / name):
             os.rename(folder / name, aside / name)
@@ -82,7 +88,7 @@ def refuse_half_moved(folder: Path) -> None:
     """Raise LedgerError for a folder whose run was being moved aside when a kill came."""
     if not (folder / FILE_NAME).exists():
         return
-    aside = folder / f"{_PREFIX}{read(folder).run_id[:8]}"
+    aside = folder / f"{ASIDE}{read(folder).run_id[:8]}"
     if aside.is_dir():
         raise LedgerError(
             f"A start over of the run in output_dir {folder.name!r} was broken off: a part of its "

@@ -15,6 +15,7 @@ from hf_dp.run.checkpoint import SAVING, publish, rotate, stage, tidy
 from hf_dp.run.choice import checkpoint_of
 from hf_dp.run.disk import named_disk_errors
 from hf_dp.run.lost import lost_in_words, outlook
+from hf_dp.run.manifest import manifest_digest
 from hf_dp.run.private_run import PrivateRun
 from hf_dp.run.start_over import move_earlier_run, refuse_half_moved
 
@@ -112,7 +113,11 @@ class Checkpointing(Trainer):
             InvalidArgumentError for ``start_over`` together with a checkpoint.
         """
         start_over = self.args.start_over  # type: ignore[attr-defined]
-        if self._run is None or not (resume_from_checkpoint or start_over):
+        if self._run is None:
+            return None
+        # No process reads the folder any more as it was when its trainer was made.
+        self._run.processes.agree(f"resume {resume_from_checkpoint}, start over {start_over}")
+        if not (resume_from_checkpoint or start_over):
             return None
         if resume_from_checkpoint and start_over:
             raise invalid(
@@ -122,10 +127,9 @@ class Checkpointing(Trainer):
                 "Resume to go on with the run in output_dir, or start over to leave it behind.",
             )
         run = self._run
-        # No process reads the folder any more as it was when its trainer was made.
-        run.processes.agree(f"resume {resume_from_checkpoint}, start over {start_over}")
         checkpoint = run.processes.on_main(lambda: self._prepare_folder(resume_from_checkpoint))
         if checkpoint is not None:
+            run.processes.refuse_differences({f"what {checkpoint} is": manifest_digest(checkpoint)})
             run.book.resume(checkpoint)
             if run.book.lost and run.processes.is_main:
                 logger.warning(lost_in_words(Path(checkpoint).name, run.book.lost))

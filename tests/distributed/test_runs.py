@@ -380,6 +380,74 @@ def test_one_random_source_in_two_processes_is_refused(tmp_path, monkeypatch):
     assert not (tmp_path / "privacy.json").exists()
 
 
+def test_copies_of_a_secret_source_are_refused(tmp_path, monkeypatch):
+    source = SecretRandomness()
+
+    def train():
+        made = tiny.trainer(tmp_path, accountant="rdp")
+        made.run.randomness = source
+        made.train()
+
+    for each in outcomes(2, train):
+        assert "Ranks 0 and 1 have the same source of random numbers" in each.message
+
+
+def test_a_fork_cannot_draw_the_same_noise():
+    source = SecretRandomness()
+    (found,) = outcomes(1, lambda: source.gaussian_like(torch.zeros(3), 1.0))
+    assert found.error == "LedgerError" and "was forked" in found.message
+
+
+class Shuffled(torch.utils.data.Dataset):
+    """Rows in an order of their own, which differ on each reading."""
+
+    def __init__(self):
+        self.order = torch.randperm(40, generator=torch.Generator().manual_seed(os.getpid()))
+
+    def __len__(self):
+        return 40
+
+    def __getitem__(self, index):
+        ids = [2, *torch.randint(4, 19, (3,)).tolist(), 3]
+        return {"input_ids": ids, "attention_mask": [1] * 5, "label": int(self.order[index]) % 2}
+
+
+def test_rows_that_cannot_be_compared_are_refused(tmp_path):
+    def train():
+        tiny.trainer(tmp_path, given={"train_dataset": Shuffled()}, accountant="rdp").train()
+
+    for each in outcomes(2, train):
+        assert each.error == "DataError" and "differ each time they are read" in each.message
+
+
+def test_the_order_inside_joined_parts_is_compared():
+    from torch.utils.data import ConcatDataset, Subset
+
+    from hf_dp.overlap.hashes import digest_of_rows
+
+    rows = [{"text": str(number)} for number in range(40)]
+    halves = ConcatDataset([rows[:20], rows[20:]])
+    orders = [list(range(40)), list(range(39, -1, -1))]
+    mixed = [ConcatDataset([Subset(halves, order)]) for order in orders]
+    assert digest_of_rows(mixed[0]) != digest_of_rows(mixed[1])
+
+
+def test_resume_in_one_process_alone_is_refused(tmp_path):
+    results(
+        2,
+        lambda: tiny.trainer(
+            tmp_path, save_strategy="steps", save_steps=2, accountant="rdp"
+        ).train(),
+    )
+
+    def go_on():
+        made = tiny.trainer(tmp_path, save_strategy="steps", save_steps=2, accountant="rdp")
+        made.train(resume_from_checkpoint=True if os.environ["RANK"] == "0" else None)
+
+    for each in outcomes(2, go_on):
+        assert "Ranks [1] of 2 disagree with rank 0" in each.message
+
+
 def test_every_process_trains_the_same_weights_from_the_start(tmp_path):
     def train():
         model = tiny.model(seed=int(os.environ["RANK"]))

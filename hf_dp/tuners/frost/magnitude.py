@@ -132,6 +132,7 @@ class MagnitudeEngine(ClippingEngine):
             empty = torch.zeros(len(self.partitions), dtype=torch.float64, device=device)
             return empty if self._direct is None else self._direct.clone()
         powers = torch.zeros(len(self.partitions), dtype=torch.float64, device=device)
+        here.agree("magnitudes")  # or stop, where another process failed on its way
         for name, parameter in self._parameters.items():
             total = self._totals.get(parameter)
             if not here.alone:  # a norm of the sum over all examples
