@@ -60,7 +60,7 @@ def test_starting_over_twice_counts_all_three(first):
     third = run(first, max_steps=1, start_over=True)
     third.train()
     assert (third.ledger.steps(EARLIER), third.ledger.steps("training")) == (8, 1)
-    assert len(list(aside(first).glob("_earlier-run-*"))) == 1
+    assert len(list(first.glob("_earlier-run-*"))) == 2
     assert len(read(first).weaknesses.earlier) == 2
 
 
