@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 
 import numpy as np
 import pytest
@@ -121,7 +122,7 @@ def test_planted_shared_generator_is_seen(monkeypatch):
 
 
 def _reproducible(self, insecure_seed=None, rank=0):
-    self.insecure, self._by_device, self._streams = False, {}, None
+    self.insecure, self._by_device, self._streams, self._process = False, {}, None, os.getpid()
     self._numpy = np.random.Generator(np.random.SFC64(7))
 
 
