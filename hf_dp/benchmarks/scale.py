@@ -186,7 +186,8 @@ class Held:
         optimizer: its state.
         gathered: whole layers while they compute.
         whole: gradients or sums of full size under FSDP2.
-        bucket: buffers of what is exchanged.
+        bucket: buffers of what is exchanged; between CPUs, ours has one more bucket than is said
+            here, of a quarter of its size.
     """
 
     parameters: float

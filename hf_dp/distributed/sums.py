@@ -9,6 +9,7 @@ it does not own; and all end with the same bits.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -23,7 +24,7 @@ from hf_dp.distributed.processes import Processes, others_present
 BUCKET = 2**23
 
 # Newer versions of torch warn of the old names.
-reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+_reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 _all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 
 Noise = Callable[[Tensor], Tensor]  # of the shape, type and device of its argument
@@ -48,6 +49,19 @@ def add_up_with_noise(sums: Sequence[Tensor], noise: Noise, processes: Processes
         return
     for bucket in _buckets(own):
         _scatter_noise_gather(bucket, noise, processes)
+
+
+def reduce_scatter(owned: Tensor, flat: Tensor, group: Any = None) -> None:
+    """Overwrite ``owned`` with this process's part of the sum of all processes' ``flat``.
+
+    Args: flat: one-dimensional, as many parts as processes. group: of processes; None for all.
+    """
+    if flat.device.type == "cpu":  # gloo's own function computes for twice as long
+        received = torch.empty_like(flat)
+        dist.all_to_all_single(received, flat, group=group)
+        torch.sum(received.view(-1, len(owned)), 0, out=owned)
+    else:
+        _reduce_scatter(owned, flat, group=group)
 
 
 def _buckets(sums: Sequence[Tensor]) -> Iterator[list[Tensor]]:

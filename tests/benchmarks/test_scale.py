@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from processes import on_processes
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
@@ -74,9 +75,9 @@ class Collectives(TorchDispatchMode):
     def _count(self, name: str, args: Any) -> None:
         if name == "_allgather_base_":
             self.found += Traffic(gathered=args[0].nbytes, calls=1)
-        elif name == "_reduce_scatter_base_":
+        elif name in ("_reduce_scatter_base_", "alltoall_base_"):  # FSDP2's, ours between CPUs
             self.found += Traffic(args[1].nbytes, calls=1)
-            self.scattered.append((args[1].nbytes, args[0].nbytes))
+            self.scattered.append((args[1].nbytes, args[1].nbytes // dist.get_world_size()))
         elif name == "allreduce_":
             reduced = sum(each.nbytes for each in args[0])
             if reduced != 8:  # the number of physical batches
