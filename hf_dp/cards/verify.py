@@ -202,14 +202,10 @@ def _of_the_card(
         return
     details, repository = CardDetails.from_dict(record.card), _repository(section or "")
     again = render_privacy(statement, details, repository)
-    yield _compared(
-        "its section Privacy",
-        digest_of_text(section or "") != digest_of_text(again),
-        "the statement",
-    )
-    if digest_of_text(render_card(statement, details, repository=repository)) != digest_of_text(
-        text
-    ):
+    differs = digest_of_text(section or "") != digest_of_text(again)
+    yield _compared("its section Privacy", differs, "the statement")
+    whole = render_card(statement, details, repository=repository)
+    if digest_of_text(whole) != digest_of_text(text):
         yield Check(about, NOTICE, "it was edited outside what is about privacy")
 
 

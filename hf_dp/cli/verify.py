@@ -63,8 +63,8 @@ def main(argv: Sequence[str]) -> int:
         )
     if args.allowed_signers is not None and not Path(args.allowed_signers).is_file():
         raise ConfigError(
-            f"Expected --allowed-signers to be a file, got {args.allowed_signers!r}. Write one line "
-            'into it: "alice@example.org ssh-ed25519 AAAA...".'
+            f"Expected --allowed-signers to be a file, got {args.allowed_signers!r}. Write a line "
+            'like "alice@example.org ssh-ed25519 AAAA..." into it.'
         )
     from hf_dp.cards.verify import FAILED, NOT_CHECKED, OK, summary, verify
 
