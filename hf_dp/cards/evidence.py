@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from huggingface_hub import ModelCard
+from yaml import YAMLError
 
 from hf_dp.cards.card import privacy_section, render_card
 from hf_dp.cards.details import CardDetails
@@ -183,7 +184,7 @@ def _with_edits(details: CardDetails, statement: PrivacyStatement, folder: Path)
         text = path.read_text(encoding="utf-8")
         now = ModelCard(text, ignore_metadata_errors=True).data.to_dict()
         made = ModelCard(render_card(statement, details)).data.to_dict()
-    except (ValueError, OSError, HfDpError) as error:
+    except (ValueError, OSError, YAMLError, HfDpError) as error:
         raise LedgerError(
             f"{path} cannot be read ({error}). Mend its YAML block, or delete the file to have it "
             "made anew."

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from huggingface_hub import ModelCard
+from yaml import YAMLError
 
 from hf_dp._version import __version__
 from hf_dp.accounting import SELECTION, TRAINING
@@ -183,7 +184,7 @@ def _of_the_card(
     try:
         text = path.read_text(encoding="utf-8")
         block = plain(ModelCard(text, ignore_metadata_errors=False).data.to_dict().get(KEY))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, YAMLError) as error:
         yield Check(about, FAILED, f"{CARD} cannot be read: {error}")
         return
     section = privacy_section(text)

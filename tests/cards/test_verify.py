@@ -1,0 +1,326 @@
+"""``hf-dp verify``: what was changed after a run is found, and named."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+from huggingface_hub import ModelCard
+from rewriting import rewrite
+
+from hf_dp.cards.evidence import card_files
+from hf_dp.cards.signature import SIGNATURE, sign
+from hf_dp.cards.verify import FAILED, NOT_CHECKED, NOTICE, OK, Report, verify
+from hf_dp.cli.main import main
+from hf_dp.errors import LedgerError
+from hf_dp.statement.record import FILE_NAME
+
+Change = Callable[[Path], None]
+
+
+def saved(folder: Path, **arguments: Any) -> Path:
+    trainer = tiny.trainer(folder, accountant="rdp", **arguments)
+    trainer.describe(license="mit", language="en", dataset="org/rows")
+    trainer.train()
+    trainer.save_model()
+    return folder
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return saved(tmp_path_factory.mktemp("run") / "ours")
+
+
+@pytest.fixture(scope="module")
+def other(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return saved(tmp_path_factory.mktemp("run") / "other", noise_multiplier=3.0)
+
+
+@pytest.fixture
+def copy(run: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(run, tmp_path / "copy"))
+
+
+def failures(report: Report) -> str:
+    return "\n".join(f"{c.about}: {c.words}" for c in report.checks if c.outcome == FAILED)
+
+
+def test_a_saved_run_is_verified(copy: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    report = verify(copy)
+    assert report.outcome == OK, report
+    assert {check.outcome for check in report.checks} == {OK, NOTICE}
+    assert [c.about for c in report.checks if c.outcome == NOTICE] == ["signature"]
+    assert main(["verify", str(copy)]) == 0
+    assert "verified: The released weights are (" in capsys.readouterr().out
+    assert main(["verify", str(copy), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["outcome"] == OK
+
+
+def in_record(change: Callable[[Any], Any]) -> Change:
+    return lambda folder: rewrite(folder / FILE_NAME, change, renew=False)
+
+
+def in_card(old: str, new: str) -> Change:
+    def change(folder: Path) -> None:
+        text = (folder / "README.md").read_text()
+        assert re.search(old, text), text
+        (folder / "README.md").write_text(re.sub(old, new, text, count=1))
+
+    return change
+
+
+def in_block(change: Callable[[Any], Any]) -> Change:
+    def edit(folder: Path) -> None:
+        card = ModelCard.load(folder / "README.md")
+        change(card.data["differential_privacy"])
+        card.save(folder / "README.md")
+
+    return edit
+
+
+def flip(name: str, at: float) -> Change:
+    """Flip one bit of a file, at a place between its beginning (0) and its end (1)."""
+
+    def change(folder: Path) -> None:
+        data = bytearray((folder / name).read_bytes())
+        data[int(at * (len(data) - 1))] ^= 1
+        (folder / name).write_bytes(bytes(data))
+
+    return change
+
+
+def cut(name: str) -> Change:
+    return lambda folder: (folder / name).write_bytes((folder / name).read_bytes()[:-100])
+
+
+TAMPERINGS: dict[str, tuple[Change, str]] = {
+    "epsilon": (in_record(lambda d: d["statement"].update(epsilon=0.1)), "statement is not what"),
+    "epsilon of one accountant": (
+        in_record(lambda d: d["statement"]["epsilons"][1].update(epsilon=0.1)),
+        "statement is not what",
+    ),
+    "delta": (in_record(lambda d: d["plan"].update(delta=1e-9)), "plan is not what"),
+    "status": (in_record(lambda d: d.update(status="not private")), "status or statement"),
+    "running": (in_record(lambda d: d.update(status="running", statement=None)), "statement is not"),
+    "event dropped": (in_record(lambda d: d["ledger"].pop()), "ledger is not what"),
+    "event repeated": (
+        in_record(lambda d: d["ledger"].append(d["ledger"][0])),
+        "ledger is not what",
+    ),
+    "steps": (in_record(lambda d: d["ledger"][0].update(steps=1)), "ledger is not what"),
+    "q": (in_record(lambda d: d["ledger"][0].update(sample_rate=1e-3)), "ledger is not what"),
+    "sigma": (in_record(lambda d: d["ledger"][0].update(noise_multiplier=99.0)), "ledger is not"),
+    "purpose": (in_record(lambda d: d["ledger"][0].update(purpose="selection")), "ledger is not"),
+    "rows": (in_record(lambda d: d["plan"].update(num_examples=10**6)), "plan is not what"),
+    "clipping norm": (in_record(lambda d: d["plan"].update(clipping_norm=1e-3)), "plan is not what"),
+    "weaknesses": (in_record(lambda d: d["plan"].update(evaluation_compared=True, released=["x"])),
+                   "plan is not what"),
+    "unit in words": (in_record(lambda d: d["statement"].update(unit="a user")), "statement is not"),
+    "what is not covered": (
+        in_record(lambda d: d["statement"]["not_covered"].pop()),
+        "statement is not what",
+    ),
+    "license in the record": (in_record(lambda d: d["card"].update(license="gpl")), "card is not"),
+    "digests cut out": (in_record(lambda d: d.update(digests=None)), "digests are missing"),
+    "a key cut out": (in_record(lambda d: d.pop("digests")), "expected the keys"),
+    "no longer JSON": (cut(FILE_NAME), "is not complete JSON"),
+    "no record": (lambda folder: (folder / FILE_NAME).unlink(), "is missing"),
+    "a tensor": (flip("model.safetensors", 1.0), "model.safetensors is not what was saved"),
+    "a shorter file of weights": (cut("model.safetensors"), "model.safetensors is not what was"),
+    "epsilon in the sentence": (
+        in_card(r"weights are \(\d+\.\d+", "weights are (0.100"),
+        "section Privacy does not agree with the digest",
+    ),
+    "epsilon in the table": (in_card(r"\| rdp \| \d+", "| rdp | 0"), "section Privacy does not"),
+    "an item not covered": (
+        in_card(r"- Hyperparameter tuning.*\n", ""),
+        "section Privacy does not agree",
+    ),
+    "in short": (in_card("What is protected", "All is protected"), "section Privacy does not"),
+    "no section": (in_card("## Privacy", "## Something"), "section Privacy does not agree"),
+    "epsilon in the block": (
+        in_block(lambda block: block.update(epsilon=0.1)),
+        "differential_privacy block does not agree",
+    ),
+    "unit in the block": (
+        in_block(lambda block: block.update(unit="user")),
+        "differential_privacy block does not agree",
+    ),
+    "an event in the block": (in_block(lambda block: block["events"].pop()), "block does not agree"),
+    "no block": (in_card("differential_privacy:", "dp:"), "block does not agree"),
+    "broken YAML": (in_card("license: mit", "license: [mit"), "README.md cannot be read"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", TAMPERINGS)
+def test_tampering_is_caught_by_name(copy: Path, kind: str) -> None:
+    change, message = TAMPERINGS[kind]
+    change(copy)
+    report = verify(copy)
+    assert report.outcome == FAILED
+    assert message in failures(report)
+    assert main(["verify", str(copy)]) == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        (FILE_NAME, "model.safetensors is of another run"),
+        ("README.md", "section Privacy does not agree with the digest"),
+        ("model.safetensors", "model.safetensors is not what was saved"),
+    ],
+)
+def test_what_is_of_another_run_is_caught(copy: Path, other: Path, name: str, message: str) -> None:
+    shutil.copy(other / name, copy / name)
+    assert message in failures(verify(copy))
+
+
+def test_further_weights_are_caught(copy: Path, other: Path) -> None:
+    shutil.copy(other / "model.safetensors", copy / "adapter_model.safetensors")
+    assert "nothing vouches for adapter_model.safetensors" in failures(verify(copy))
+
+
+def test_an_older_ledger_is_caught(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    trainer = tiny.trainer(folder, accountant="rdp", save_strategy="steps", save_steps=1)
+    trainer.train()
+    trainer.save_model()
+    older = sorted(folder.glob("checkpoint-*"))[0]
+    shutil.copy(older / FILE_NAME, folder / FILE_NAME)
+    assert "model.safetensors knows more steps than privacy.json" in failures(verify(folder))
+    shutil.copy(older / "README.md", folder / "README.md")
+    assert "knows more steps" in failures(verify(folder))
+    assert verify(older).outcome == OK
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda d: d["statement"].update(epsilon=0.1), "epsilon is stated as 0.1"),
+        (lambda d: d["ledger"][0].update(steps=1), "does not belong to its ledger"),
+        (lambda d: d["ledger"][0].update(noise_multiplier=99.0), "does not belong to its ledger"),
+        (lambda d: d["statement"].update(status_reason="trust me"), "status_reason is stated as"),
+    ],
+)
+def test_what_contradicts_itself_is_caught_also_with_new_digests(
+    copy: Path, change: Callable[[Any], Any], message: str
+) -> None:
+    rewrite(copy / FILE_NAME, change)
+    assert message in failures(verify(copy))
+
+
+def test_absent_weights_have_an_exit_code_of_their_own(copy: Path) -> None:
+    (copy / "model.safetensors").unlink()
+    report = verify(copy)
+    assert report.outcome == NOT_CHECKED
+    assert main(["verify", str(copy)]) == 3
+
+
+def test_an_edit_elsewhere_on_the_card_is_a_notice(copy: Path) -> None:
+    in_card("license: mit", "license: apache-2.0")(copy)
+    report = verify(copy)
+    assert report.outcome == OK
+    (notice,) = [c for c in report.checks if c.outcome == NOTICE and c.about == "card"]
+    assert "edited outside" in notice.words
+
+
+# -- signatures --
+
+
+@pytest.fixture(scope="module")
+def keys(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("keys")
+    for name in ("alice", "mallory"):
+        words = ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-C", name, "-f", folder / name]
+        subprocess.run(words, check=True)
+    public = (folder / "alice.pub").read_text()
+    (folder / "signers").write_text(f"alice@example.org {public}")
+    return folder
+
+
+def signed(folder: Path, key: Path) -> None:
+    (folder / SIGNATURE).write_bytes(sign((folder / FILE_NAME).read_bytes(), key))
+
+
+def test_a_signature_says_who_vouches(copy: Path, keys: Path) -> None:
+    trust: dict[str, Any] = {"allowed_signers": keys / "signers", "identity": "alice@example.org"}
+    assert "there is none" in failures(verify(copy, **trust))
+    signed(copy, keys / "alice")
+    report = verify(copy, **trust)
+    assert report.outcome == OK
+    assert report.checks[-1].outcome == OK and "alice@example.org" in report.checks[-1].words
+    assert verify(copy).checks[-1].outcome == NOTICE  # nobody said whom to trust
+    signed(copy, keys / "mallory")
+    assert "signature: " in failures(verify(copy, **trust))
+
+
+def test_only_a_signature_catches_what_agrees_with_itself(copy: Path, keys: Path) -> None:
+    """Everything is made anew by somebody who says that the noise was larger."""
+    signed(copy, keys / "alice")
+    trust: dict[str, Any] = {"allowed_signers": keys / "signers", "identity": "alice@example.org"}
+    lie = 50.0
+
+    def change(data: Any) -> None:
+        data["plan"]["noise_multiplier"] = data["plan"]["mechanism"]["noise_multiplier"] = lie
+        data["plan"]["noise_std"] *= lie / data["ledger"][0]["noise_multiplier"]
+        data["ledger"][0]["noise_multiplier"] = lie
+        data["plan"]["target_epsilon"] = None
+
+    forge(copy, change)
+    assert "it is not one of this privacy.json" in failures(verify(copy))
+    (copy / SIGNATURE).unlink()
+    report = verify(copy)
+    assert report.outcome == OK, failures(report)
+    assert "anyone who can write these files" in report.checks[-1].words
+    assert "there is none" in failures(verify(copy, **trust))
+
+
+def forge(folder: Path, change: Callable[[Any], Any]) -> None:
+    """Change plan and ledger, and make statement, card, weights' mark and digests agree."""
+    from safetensors.torch import load_file, save_file
+
+    from hf_dp.statement.facts import RunFacts
+    from hf_dp.statement.record import read, to_record
+    from hf_dp.statement.statement import PrivacyStatement
+
+    rewrite(folder / FILE_NAME, change)
+    data = json.loads((folder / FILE_NAME).read_text())
+    facts = RunFacts.from_dict(data["statement"]["facts"])
+    (folder / FILE_NAME).write_text(
+        json.dumps({**data, "statement": None, "digests": None, "status": "running"})
+    )
+    record = read(folder)
+    statement = PrivacyStatement.from_ledger(record.plan, record.ledger, facts)
+    weights = folder / "model.safetensors"
+    save_file(load_file(weights), weights, metadata={"format": "pt"})
+    document = to_record(
+        record.plan, record.ledger, run_id=record.run_id, weaknesses=record.weaknesses,
+        statement=statement,
+    )  # fmt: skip
+    (folder / FILE_NAME).write_text(json.dumps(document))
+    (folder / "README.md").unlink()
+    for name, content in card_files(folder)[0].items():
+        (folder / name).write_bytes(content)
+
+
+def test_a_card_is_not_made_for_weights_that_changed(copy: Path) -> None:
+    flip("model.safetensors", 1.0)(copy)
+    with pytest.raises(LedgerError, match="is not what was saved"):
+        card_files(copy)
+
+
+def test_planted_verify_without_digests_is_seen(
+    copy: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without the comparison of digests, edits of the prose would pass."""
+    monkeypatch.setattr("hf_dp.statement.digests.Digests.changed_parts", lambda self, data: [])
+    change, _ = TAMPERINGS["license in the record"]
+    change(copy)
+    assert verify(copy).outcome == OK
