@@ -43,6 +43,14 @@ COMMANDS: dict[str, tuple[str, str]] = {
         "hf_dp.cli.account",
         "compute epsilon of a run or a search, or the noise a target needs (no GPU, no torch)",
     ),
+    "inspect": (
+        "hf_dp.cli.inspect",
+        "list what of a run's folder would be published, what stays, and why",
+    ),
+    "publish": (
+        "hf_dp.cli.publish",
+        "put a run on the Hub: weights, tokenizer, configuration, card and ledger",
+    ),
     "partitions": (
         "hf_dp.cli.partitions",
         "list the weight matrices of a model, from which DP-FROST selects",

@@ -1,0 +1,201 @@
+"""What a push puts on the Hub: an explicit list of bytes and files, made before any upload."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+
+from huggingface_hub import CommitOperationAdd
+
+from hf_dp.cards.escaping import hub_id
+from hf_dp.errors import LedgerError, PublishError
+from hf_dp.publishing.allowed import refuse_others, sort_files
+from hf_dp.publishing.card_files import card_files
+from hf_dp.publishing.contents import Contents
+from hf_dp.publishing.private_words import PrivateWords
+from hf_dp.run.mark import Mark, in_words
+from hf_dp.run.marks import marks_in
+from hf_dp.statement.record import FILE_NAME, PrivacyRecord, read
+from hf_dp.statement.statement import NOT_PRIVATE
+
+CARD = "README.md"
+_MASKS = "selection_masks.safetensors"
+# What only the metadata of a private run's card may hold, as a key or a tag.
+_CLAIM = re.compile(r"\A---\n.*?differential[-_]privacy.*?^---", re.S | re.M)
+
+
+@dataclass(frozen=True)
+class Publication:
+    """The files that go, and why each of the others stays.
+
+    Attributes:
+        folder: of the run, or of a checkpoint.
+        files: by their paths in the repository: their bytes, or where they are (weights).
+        goes, stays: by path, why.
+        changes: what was taken out of a file or replaced, in words.
+        refusals: why the folder cannot be published, each with its next move.
+        record: the run's ``privacy.json``; None for a model that was not trained privately.
+    """
+
+    folder: Path
+    files: Mapping[str, bytes | Path]
+    goes: Mapping[str, str]
+    stays: Mapping[str, str]
+    changes: tuple[str, ...]
+    refusals: tuple[str, ...]
+    record: PrivacyRecord | None
+
+    @classmethod
+    def of(
+        cls,
+        folder: str | os.PathLike[str],
+        repository: str | None = None,
+        base_model: str | None = None,
+        *,
+        not_private: bool = False,
+        tokens: Iterable[str | None] = (),
+    ) -> Publication:
+        """Look through a folder. Nothing is written, and no network is used.
+
+        Args:
+            repository: its name on the Hub, for the card.
+            base_model: the id on the Hub of the base, for the card and for an adapter.
+            not_private: whether to publish what no epsilon covers: a run with ``insecure_seed``, or
+                a model that was not trained privately.
+            tokens: secrets to look for, besides those that this process knows.
+
+        Raises: PublishError for a path that is no folder, or a ``base_model`` that is no id.
+        """
+        folder = Path(folder)
+        if not folder.is_dir():
+            raise PublishError(f"Expected a folder of a run to publish, got {str(folder)!r}.")
+        if base_model is not None and hub_id(base_model) is None:
+            raise PublishError(
+                f"Expected `base_model` to be an id on the Hub, for example "
+                f"'FacebookAI/roberta-base', got {base_model!r}."
+            )
+        contents = Contents(PrivateWords.of(folder, tokens), base_model)
+        found = sort_files(folder)
+        goes, stays = dict(found.goes), dict(found.stays)
+        files: dict[str, bytes | Path] = {}
+        for name in goes:
+            if name.endswith(".safetensors"):
+                files[name] = folder / name
+            elif name not in (CARD, FILE_NAME):
+                files[name] = (folder / name).read_bytes()
+        if not any(name.endswith(".safetensors") and name != _MASKS for name in files):
+            contents.refusals.append(
+                f"{folder} holds no model.safetensors and no adapter_model.safetensors. Name the "
+                "folder into which the model was saved."
+            )
+        record = None
+        try:
+            record = _record(folder)
+            if record is not None:
+                files |= card_files(folder, repository=repository, base_model=base_model)
+            elif (folder / CARD).is_file():
+                files[CARD] = (folder / CARD).read_bytes()
+        except LedgerError as problem:
+            contents.refusals.append(str(problem))
+        else:
+            contents.refusals += _unfit_claim(record, files, not_private)
+        for name, content in files.items():
+            if isinstance(content, Path):
+                contents.look_at_weights(name, content)
+            else:
+                files[name] = contents.published(name, content)
+        return cls(
+            folder,
+            MappingProxyType(dict(sorted(files.items()))),
+            MappingProxyType({name: why for name, why in goes.items() if name in files}),
+            MappingProxyType(stays),
+            tuple(contents.changes),
+            tuple(contents.refusals),
+            record,
+        )
+
+    @property
+    def mark(self) -> Mark | None:
+        """How far the run had come, and what weakens its claim; None without a run."""
+        return None if self.record is None else Mark.of(self.record)
+
+    @property
+    def size(self) -> int:
+        """The number of bytes that go."""
+        return sum(
+            each.stat().st_size if isinstance(each, Path) else len(each)
+            for each in self.files.values()
+        )
+
+    def in_words(self) -> str:
+        """Name the run and its claim."""
+        if self.record is None:
+            return "not trained privately"
+        statement = self.record.statement or {}
+        if statement.get("epsilon") is None:
+            return self.record.status
+        return (
+            f"{self.record.status}, epsilon {statement['epsilon']}, {in_words(self.record.ledger)}"
+        )
+
+    def refuse(self) -> None:
+        """Raise PublishError when anything keeps the folder from being published."""
+        if self.refusals:
+            more = "".join(f"\n- {reason}" for reason in self.refusals)
+            raise PublishError(f"{self.folder} cannot be published, and nothing was sent:{more}")
+
+    def additions(self) -> list[CommitOperationAdd]:
+        """Return the operations of a commit, after a last look at their names.
+
+        Raises: PublishError as :meth:`refuse`, and for a name that is not on the allow-list.
+        """
+        self.refuse()
+        refuse_others(self.files)
+        return [
+            CommitOperationAdd(name, each if isinstance(each, bytes) else str(each))
+            for name, each in self.files.items()
+        ]
+
+
+def _record(folder: Path) -> PrivacyRecord | None:
+    """Return a folder's record; None for a model that no private run made.
+
+    Raises: LedgerError for a damaged record, and where only marks are left of a private run.
+    """
+    if (folder / FILE_NAME).exists():
+        return read(folder)
+    if marks := marks_in(folder):
+        raise LedgerError(
+            f"{folder} has no {FILE_NAME}, and {marks[0].where.name} carries the mark of the "
+            f"private run {marks[0].mark.run_id}. Publish the run's own output folder, or one of "
+            f"its checkpoints, with its {FILE_NAME}."
+        )
+    return None
+
+
+def _unfit_claim(
+    record: PrivacyRecord | None, files: Mapping[str, bytes | Path], not_private: bool
+) -> list[str]:
+    """List why what the files claim does not fit what is to be published."""
+    explicit = "To publish it as what it is, pass --not-private (in Python, not_private=True)."
+    if record is not None:
+        if record.status == NOT_PRIVATE and not not_private:
+            reason = (record.statement or {}).get("status_reason", "")
+            return [f"This run is NOT private: {reason}. {explicit}"]
+        return []
+    if not not_private:
+        return [
+            f"There is no {FILE_NAME}, so nothing says that this model was trained privately. If "
+            f"it was, publish the folder that holds the file. {explicit}"
+        ]
+    card = files.get(CARD, b"")
+    if isinstance(card, bytes) and _CLAIM.match(card.decode("utf-8", errors="replace")):
+        return [
+            f"The metadata of {CARD} claim differential privacy, and there is no {FILE_NAME}. Take "
+            "the claim out of the card, or publish the folder that holds the evidence."
+        ]
+    return []
