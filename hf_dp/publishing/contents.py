@@ -82,7 +82,7 @@ class Contents:
 
     def _json(self, name: str, content: bytes) -> bytes:
         try:
-            values = json.loads(content)
+            values = json.loads(content, object_pairs_hook=_once)
         except (ValueError, RecursionError) as problem:
             self.refusals.append(f"{name} cannot be read as JSON ({problem}). Save it again.")
             return content
@@ -92,9 +92,9 @@ class Contents:
             if name == "adapter_config.json":
                 self._name_base(name, values)
         for key, text in _texts(values):
-            if _TEMPLATE_KEY in key.split("."):
-                continue  # a program; secrets in it were looked for above
-            if found := self.words.found_in(text):
+            is_program = any(part.startswith(_TEMPLATE_KEY) for part in key.split("."))
+            found = self.words.place_in(text) if is_program else self.words.found_in(text)
+            if found:
                 self._refuse(f"{name}: {key}", found, "Take it out, or write a public name there.")
         if len(self.changes) == before:
             return content
@@ -133,6 +133,14 @@ def is_local(name: str) -> bool:
     """Return whether the name of a model or file is not one on the Hub, or is shadowed by a file
     here."""
     return is_local_path(name) or hub_id(name) is None or os.path.exists(name)
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Refuse a key that stands twice: only the last is read, and the first would leave unseen."""
+    values = dict(pairs)
+    if len(values) < len(pairs):
+        raise ValueError(f"a key stands twice in the block with {next(iter(values))!r}")
+    return values
 
 
 def _texts(value: Any, at: str = "") -> Iterator[tuple[str, str]]:
