@@ -83,9 +83,9 @@ def epsilon(composition: Composition, delta: float, relation: str = "zero_out") 
     except (RuntimeError, MemoryError, ValueError, AssertionError, IndexError) as error:
         if isinstance(error, AccountingRangeError):
             raise
-        reason = str(error) or type(error).__name__
+        # Notes of accountants stand on cards: the package's own words are for who reads the cause.
         raise RANGE.error(
-            f"parameters that prv-accountant can evaluate; it failed with: {reason}", _OTHER
+            "parameters that prv-accountant can evaluate, and it could not evaluate these", _OTHER
         ) from error
     if not mean_error <= MAX_MEAN_ERROR:
         raise RANGE.error(

@@ -6,164 +6,105 @@ into Markdown escaped. Since cards are published, a local path is reduced to its
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Mapping
 from functools import cache
 from importlib import resources
 from typing import Any
 
-from huggingface_hub import ModelCardData
 from jinja2 import Environment, StrictUndefined, Template
 
 from hf_dp._version import __version__
+from hf_dp.cards.chart import epsilon_over_steps
 from hf_dp.cards.commands import check_commands
-from hf_dp.cards.escaping import hub_id, markdown, one_line, public_name
+from hf_dp.cards.details import BASE_MODEL, REPOSITORY, CardDetails
+from hf_dp.cards.escaping import markdown, public_name
+from hf_dp.cards.metadata import card_data
+from hf_dp.cards.plain_words import in_short
 from hf_dp.errors import InvalidArgumentError
-from hf_dp.plans.units import EXAMPLE, FEATURES, NONE
-from hf_dp.statement.facts import RunFacts
 from hf_dp.statement.provenance import seen_in_pretraining
 from hf_dp.statement.results import AccountantResult, epsilon_text
-from hf_dp.statement.statement import (
-    NOT_ESTABLISHED,
-    PrivacyStatement,
-)
+from hf_dp.statement.statement import NOT_ESTABLISHED, PrivacyStatement
 from hf_dp.statement.unnoised import UNNOISED
-from hf_dp.statement.wording import EVALUATION_ON_TRAINING_ROWS
+from hf_dp.statement.wording import EVALUATION_ON_TRAINING_ROWS, TECHNICAL
 
-TAGS = ("differential-privacy", "differential_privacy", "dp-sgd", "hf_dp")
-NOT_PRIVATE_TAGS = ("hf_dp",)  # a search for private models must not find one that is not
 UNKNOWN = "unknown"
-
-_UNITS = {EXAMPLE: "example", FEATURES: "features of an example (labels public)", NONE: None}
 
 
 def render_card(
-    statement: PrivacyStatement,
-    *,
-    model_name: str,
-    base_model: str | None = None,
-    dataset: str | None = None,
-    task_tag: str | None = None,
-    metrics: Mapping[str, float] | None = None,
-    training: Mapping[str, Any] | None = None,
-    license: str | None = None,
-    language: str | list[str] | None = None,
-    tags: Iterable[str] | None = None,
-    library_name: str = "transformers",
-    pretraining_sources: Iterable[str] | None = None,
-    usage: str | None = None,
+    statement: PrivacyStatement, details: CardDetails, *, repository: str | None = None
 ) -> str:
     """Return the complete README.md: YAML metadata, then Markdown.
 
-    Unknown values read "unknown". Metadata that the hub checks against its lists or links to
-    (language, base model, data set, pipeline tag) is left out of the YAML block when unknown.
+    Unknown values read "unknown".
 
-    Args:
-        model_name: the title. Paths are reduced to their last components, here and in
-            ``base_model`` and ``dataset``.
-        base_model, dataset: hub ids or names.
-        task_tag: the hub's pipeline tag, for example "text-classification".
-        metrics: computed on evaluation data.
-        training: public settings (learning rate, epochs, batch sizes, ...), shown as given.
-        license, language: as the hub spells them.
-        tags: tags to add.
-        library_name: "transformers" or "peft".
-        pretraining_sources: names of public data sets that the base has seen; the card warns when
-            ``dataset`` is among them.
-        usage: Python lines that load the model.
+    Args: repository: id on the Hub, for the lines that check and load the model; None before it has
+        one.
 
-    Raises: InvalidArgumentError when ``metrics`` or ``training`` holds an un-noised quantity of the
-        training rows that the run did not declare as released.
+    Raises: InvalidArgumentError when metrics or settings hold an un-noised quantity of the training
+        rows that the run did not declare as released.
     """
-    metrics, training = dict(metrics or {}), dict(training or {})
-    _refuse_unnoised(list(metrics), list(training), statement.facts.released)
-    sources = [one_line(source) for source in pretraining_sources or ()]
-    seen = seen_in_pretraining(dataset, sources)
-    hub_base, hub_dataset = hub_id(base_model), hub_id(dataset)
-    base_model, dataset = public_name(base_model), public_name(dataset)
-    title = public_name(model_name) or UNKNOWN
-    languages = [language] if isinstance(language, str) else list(language or ())
-    data = ModelCardData(
-        license=public_name(license) or UNKNOWN,
-        language=[one_line(item) for item in languages] or None,
-        library_name=one_line(library_name),
-        base_model=hub_base,
-        datasets=None if hub_dataset is None else [hub_dataset],
-        pipeline_tag=None if task_tag is None else one_line(task_tag),
-        tags=_tags(statement, tags or ()),
-        differential_privacy=metadata(statement),
-    )
+    _refuse_unnoised(list(details.metrics), list(details.training), statement.facts.released)
+    dataset = details.dataset
     body = _template().render(
-        title=title,
-        statement=statement,
-        accountant_rows=[_accountant_row(row) for row in statement.epsilons],
-        parameter_rows=_parameter_rows(statement),
-        check=check_commands(statement),
-        seen_in_pretraining=seen,
-        not_established_reasons=statement.not_established,
-        # A name with a fence in it would end the code block.
-        usage=None if usage is None or "```" in usage else usage,
+        title=details.model_name or UNKNOWN,
+        privacy=render_privacy(statement, details, repository),
+        usage=_usage(details, repository),
         about_rows=_rows(
             {
-                "Base model": base_model,
-                "Pretraining data, as far as listed": ", ".join(sources) or None,
+                "Base model": details.base_model,
+                "Pretraining data, as far as listed": details.pretraining_sources or None,
                 "Training data": dataset,
-                "Task": task_tag,
-                "Language": ", ".join(languages) or None,
-                "License": license,
-                "Trained": statement.facts.trained,
+                "Task": details.task_tag,
+                "Language": details.language or None,
+                "License": details.license_name or details.license,
+                "What was trained": statement.facts.trained,
+                "Recipe": details.recipe,
             }
         ),
-        metric_rows=_rows(metrics),
-        training_rows=_rows(training),
+        on_training_rows=EVALUATION_ON_TRAINING_ROWS in statement.facts.released,
+        metric_rows=_rows(details.metrics),
+        training_rows=_rows(details.training),
         version_rows=_rows({"hf_dp": __version__, **statement.facts.versions}),
     )
-    return f"---\n{data.to_yaml()}\n---\n\n{body.strip()}\n"
+    return f"---\n{card_data(statement, details).to_yaml()}\n---\n\n{body.strip()}\n"
 
 
-def metadata(statement: PrivacyStatement) -> dict[str, Any]:
-    """Return the value of the card's ``differential_privacy`` key, as plain data.
+def render_privacy(
+    statement: PrivacyStatement, details: CardDetails, repository: str | None = None
+) -> str:
+    """Return the section "Privacy" of a card, which ``privacy.json`` has a digest of."""
+    seen = seen_in_pretraining(details.dataset, details.pretraining_sources)
+    return (
+        _template("privacy.md")
+        .render(
+            statement=statement,
+            in_short=in_short(statement),
+            seen_in_pretraining=seen,
+            accountant_rows=[_accountant_row(row, statement) for row in statement.epsilons],
+            parameter_rows=_parameter_rows(statement),
+            chart=epsilon_over_steps(statement),
+            not_covered=[item for item in statement.not_covered if item not in TECHNICAL],
+            technical=[item for item in statement.not_covered if item in TECHNICAL],
+            check=check_commands(statement),
+            where=repository or "THIS_FOLDER",
+        )
+        .strip()
+    )
 
-    ``epsilon`` is None unless the status is a proven one.
-    """
-    facts = statement.facts
-    return {
-        "status": statement.status,
-        "status_reason": one_line(statement.status_reason),
-        "epsilon": statement.epsilon,
-        "epsilon_kind": "bound" if statement.proven else None,
-        "delta": statement.delta,
-        "accountant": statement.accountant if statement.proven else None,
-        "epsilon_by_accountant": {
-            row.accountant: {
-                "epsilon": row.epsilon,
-                "kind": row.kind,
-                **({} if row.estimate is None else {"estimate": row.estimate}),
-                **({"note": one_line(row.note)} if row.note else {}),
-            }
-            for row in statement.epsilons
-        },
-        "target_epsilon": statement.target_epsilon,
-        "unit": _UNITS[statement.unit_code],
-        "rows_are_chunks": statement.rows_are_chunks,
-        "neighboring_relation": None if statement.status == NOT_ESTABLISHED else "zero_out",
-        "mechanism": statement.mechanism_name,
-        "sampling": statement.sampling_code,
-        "noise_multiplier": _one_or_list(statement.noise_multipliers),
-        "sample_rate": _one_or_list(statement.sample_rates),
-        "steps": statement.steps,
-        "steps_planned": statement.steps_planned,
-        "clipping": statement.clipping,
-        "clipping_norm": statement.clipping_norm,
-        "expected_batch_size": statement.expected_batch_size,
-        "num_examples": statement.num_examples,
-        "num_examples_public": True,
-        "released_without_noise": _released(facts),
-        "precision": one_line(facts.precision),
-        "noise_generator": one_line(facts.noise_generator),
-        "sampling_generator": one_line(facts.sampling_generator),
-        "events": [dict(row) for row in statement.mechanisms],
-        "library": f"hf_dp {__version__}",
-    }
+
+def privacy_section(card: str) -> str | None:
+    """Return the section "Privacy" of a rendered card; None if it has none."""
+    found = re.search(r"^## Privacy\n.*?(?=^## |\Z)", card, re.MULTILINE | re.DOTALL)
+    return None if found is None else found[0].strip()
+
+
+def _usage(details: CardDetails, repository: str | None) -> str | None:
+    """Return the lines that load the model, or None; a fence in a name would end the code block."""
+    if details.usage is None or "```" in details.usage:
+        return None
+    text = details.usage.replace(REPOSITORY, repository or "path/to/this/folder")
+    return text.replace(BASE_MODEL, details.hub_base or "BASE_MODEL")
 
 
 def _refuse_unnoised(
@@ -182,23 +123,10 @@ def _refuse_unnoised(
             )
 
 
-def _tags(statement: PrivacyStatement, given: Iterable[str]) -> list[str]:
-    kept = [tag for tag in map(public_name, given) if tag and (statement.proven or tag not in TAGS)]
-    ours = (statement.tag if tag == "dp-sgd" else tag for tag in TAGS)
-    return list(dict.fromkeys([*kept, *(ours if statement.proven else NOT_PRIVATE_TAGS)]))
-
-
-def _released(facts: RunFacts) -> list[str]:
-    """List what this run and the earlier runs that it names released without noise."""
-    return list(dict.fromkeys(one_line(name) for run in facts.everywhere for name in run.released))
-
-
-def _one_or_list(values: tuple[float, ...]) -> float | list[float]:
-    return values[0] if len(values) == 1 else list(values)
-
-
-def _accountant_row(row: AccountantResult) -> tuple[str, str, str]:
+def _accountant_row(row: AccountantResult, statement: PrivacyStatement) -> tuple[str, str, str]:
     kind = {None: "-", "bound": "upper bound", "estimate": "estimate, not a guarantee"}[row.kind]
+    if statement.proven and row.accountant == statement.accountant:
+        kind += ": **the epsilon of this card**"
     if row.estimate is not None:
         kind += f" (point estimate {epsilon_text(row.estimate)})"
     return (
@@ -280,12 +208,11 @@ def _noise(statement: PrivacyStatement) -> str:
 
 
 @cache
-def _template() -> Template:
+def _template(name: str = "card.md") -> Template:
     filters: dict[str, Callable[..., Any]] = {"md": markdown, "capitalize_first": _capitalized}
     environment = Environment(
         undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True, autoescape=False
     )
     environment.filters.update(filters)
-    return environment.from_string(
-        resources.files(__package__).joinpath("template.md").read_text(encoding="utf-8")
-    )
+    text = resources.files(__package__).joinpath(name).read_text(encoding="utf-8")
+    return environment.from_string(text)

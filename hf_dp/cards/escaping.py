@@ -7,6 +7,9 @@ import re
 import unicodedata
 from pathlib import PurePosixPath, PureWindowsPath
 
+_IN_CACHE = re.compile(r"(?:models|datasets)--([\w.-]+)[\\/]snapshots[\\/]")
+_SAYS_NOTHING = re.compile(r"model|models|checkpoint(-\d+)?|final|best|latest|outputs?|files|main")
+
 
 def one_line(value: object) -> str:
     """Return text without line breaks, control and formatting characters.
@@ -18,24 +21,35 @@ def one_line(value: object) -> str:
 
 
 def public_name(value: object) -> str | None:
-    """Return one line, with a local path reduced to its last component; None for no text."""
+    """Return one line, with a local path reduced to a name; None for no text.
+
+    The name is the path's last component, with the one before it where the last says nothing
+    ("model", "checkpoint-12"). A folder of the Hub's cache is named by its repository.
+    """
     if value is None:
         return None
     text = one_line(value)
     if not _is_local(text):
         return text or None
-    last = PureWindowsPath(text).name if "\\" in text else PurePosixPath(text).name
-    return None if last in ("", ".", "..", "~") else last
-
-
-def hub_id(value: object) -> str | None:
-    """Return the value if it can be a hub id, else None.
-
-    The hub refuses a card whose metadata links to anything else.
-    """
-    if value is None or _is_local(one_line(value)):
+    path = PureWindowsPath(text) if "\\" in text else PurePosixPath(text)
+    parts = [part for part in path.parts if part not in ("/", "\\", ".", "..", "~", path.anchor)]
+    cached = _IN_CACHE.search(text)
+    if cached:
+        return "/".join(cached[1].split("--"))
+    if not parts:
         return None
-    return one_line(value) if re.fullmatch(r"[\w.-]+(/[\w.-]+)?", one_line(value)) else None
+    says_nothing = _SAYS_NOTHING.fullmatch(parts[-1]) and len(parts) > 1
+    return "/".join(parts[-2:]) if says_nothing else parts[-1]
+
+
+def source_name(value: object) -> str | None:
+    """Return the name of a model or data set, as :func:`public_name`, that says of a local one that
+    it is local: "bert (local)" cannot be taken for a repository."""
+    name = public_name(value)
+    text = one_line(value)
+    if name is None or not _is_local(text) or _IN_CACHE.search(text):
+        return name
+    return f"{name} (local)"
 
 
 def markdown(value: object) -> str:

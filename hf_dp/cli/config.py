@@ -171,3 +171,21 @@ def peft_config(values: dict[str, Any] | None) -> Any:
             f"The `peft` block {values!r} is refused by peft: {problem} See the options of peft's "
             f"{methods[method].__name__}."
         ) from problem
+
+
+def card_block(values: Any) -> dict[str, Any]:
+    """Return what the YAML block ``card: {license: mit, language: en, ...}`` says of the card.
+
+    Raises: ConfigError for an unknown key; InvalidArgumentError for what the Hub would refuse.
+    """
+    if not values:
+        return {}
+    if not isinstance(values, dict):
+        raise ConfigError(
+            f"Expected `card` to be a block like {{license: mit, language: en}}, got {values!r}."
+        )
+    from hf_dp.cards.details import SETTABLE, CardDetails
+
+    check_keys(values, set(SETTABLE))
+    CardDetails().with_given(**values)
+    return dict(values)

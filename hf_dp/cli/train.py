@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
 from hf_dp.cli.config import read_yaml
 from hf_dp.cli.help_text import add_fields, add_privacy, formatter, list_tasks
@@ -82,7 +84,7 @@ def main(argv: Sequence[str]) -> int:
         refuse_several(f"hf-dp train --task {task}", "Start it without a launcher.")
     if not launch_words(args):
         show_progress_once()
-        return module.train(values, words)
+        return module.train(_with_recipe(values, args.config), words)
     if TASKS[task].one_process:
         raise ConfigError(
             f"The task {task!r} runs in one process. Leave `--num_processes` and "
@@ -91,3 +93,11 @@ def main(argv: Sequence[str]) -> int:
     named = {"--config": args.config, "--task": args.task}
     chosen = [word for name, value in named.items() if value is not None for word in (name, value)]
     return launch("train", [*chosen, *words], args)
+
+
+def _with_recipe(values: dict[str, Any], config: str | None) -> dict[str, Any]:
+    """Return the values of a configuration file whose ``card`` also names the file."""
+    card = values.get("card") or {}
+    if config is None or not isinstance(card, dict):
+        return values
+    return {**values, "card": {"recipe": Path(config).name, **card}}

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from hf_dp.cards.escaping import hub_id
+from hf_dp.cards.hub_rules import is_repository
 from hf_dp.errors import LedgerError
 from hf_dp.publishing.private_words import PrivateWords, is_local_path
 from hf_dp.run.mark import STAMP_PREFIX
@@ -122,7 +122,7 @@ class Contents:
                 f"{name}: {BASE_KEY}",
                 f"{base!r}, no name on the Hub: a local path, which says something of this machine "
                 "and which nobody else could load",
-                "Name the base on the Hub: --base-model ID, or trainer.base_model_name = ID.",
+                "Name the base on the Hub: --base-model ID, or trainer.describe(base_model=ID).",
             )
 
     def _refuse(self, where: str, what: str, next_move: str) -> None:
@@ -132,7 +132,7 @@ class Contents:
 def is_local(name: str) -> bool:
     """Return whether the name of a model or file is not one on the Hub, or is shadowed by a file
     here."""
-    return is_local_path(name) or hub_id(name) is None or os.path.exists(name)
+    return is_local_path(name) or not is_repository(name) or os.path.exists(name)
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

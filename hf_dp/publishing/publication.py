@@ -11,18 +11,17 @@ from types import MappingProxyType
 
 from huggingface_hub import CommitOperationAdd
 
-from hf_dp.cards.escaping import hub_id
+from hf_dp.cards.evidence import CARD, card_files
+from hf_dp.cards.hub_rules import is_repository
 from hf_dp.errors import LedgerError, PublishError
-from hf_dp.publishing.allowed import refuse_others, sort_files
-from hf_dp.publishing.card_files import card_files
+from hf_dp.publishing.allowed import refuse_others, sort_files, why_goes
 from hf_dp.publishing.contents import Contents
 from hf_dp.publishing.private_words import PrivateWords
-from hf_dp.run.mark import Mark, in_words
-from hf_dp.run.marks import marks_in
+from hf_dp.run.mark import Mark, in_words, read_stamp
+from hf_dp.run.marks import marks_in, read_run
 from hf_dp.statement.record import FILE_NAME, PrivacyRecord, read
 from hf_dp.statement.statement import NOT_PRIVATE
 
-CARD = "README.md"
 _MASKS = "selection_masks.safetensors"
 # What only the metadata of a private run's card may hold, as a key or a tag.
 _CLAIM = re.compile(r"\A---\n.*?differential[-_]privacy.*?^---", re.S | re.M)
@@ -73,21 +72,15 @@ class Publication:
         folder = Path(folder)
         if not folder.is_dir():
             raise PublishError(f"Expected a folder of a run to publish, got {str(folder)!r}.")
-        if base_model is not None and hub_id(base_model) is None:
+        if base_model is not None and not is_repository(base_model):
             raise PublishError(
                 f"Expected `base_model` to be an id on the Hub, for example "
                 f"'FacebookAI/roberta-base', got {base_model!r}."
             )
         contents = Contents(PrivateWords.of(folder, tokens), base_model)
         found = sort_files(folder)
-        goes, stays = dict(found.goes), dict(found.stays)
-        files: dict[str, bytes | Path] = {}
-        for name in goes:
-            if name.endswith(".safetensors"):
-                files[name] = folder / name
-            elif name not in (CARD, FILE_NAME):
-                files[name] = (folder / name).read_bytes()
-        if not any(name.endswith(".safetensors") and name != _MASKS for name in files):
+        files = _files(folder, found.goes)
+        if not any(isinstance(each, Path) and name != _MASKS for name, each in files.items()):
             contents.refusals.append(
                 f"{folder} holds no model.safetensors and no adapter_model.safetensors. Name the "
                 "folder into which the model was saved."
@@ -96,23 +89,22 @@ class Publication:
         try:
             record = _record(folder)
             if record is not None:
-                files |= card_files(folder, repository=repository, base_model=base_model)
-            elif (folder / CARD).is_file():
-                files[CARD] = (folder / CARD).read_bytes()
+                given = {} if base_model is None else {"base_model": base_model}
+                files |= card_files(folder, repository=repository, given=given)
+            contents.refusals += _unfit_claim(record, files, not_private)
         except LedgerError as problem:
             contents.refusals.append(str(problem))
-        else:
-            contents.refusals += _unfit_claim(record, files, not_private)
         for name, content in files.items():
             if isinstance(content, Path):
                 contents.look_at_weights(name, content)
             else:
                 files[name] = contents.published(name, content)
+        files = dict(sorted(files.items()))
         return cls(
             folder,
-            MappingProxyType(dict(sorted(files.items()))),
-            MappingProxyType({name: why for name, why in goes.items() if name in files}),
-            MappingProxyType(stays),
+            MappingProxyType(files),
+            MappingProxyType({name: why_goes(name) or "" for name in files}),
+            MappingProxyType(found.stays),
             tuple(contents.changes),
             tuple(contents.refusals),
             record,
@@ -161,13 +153,28 @@ class Publication:
         ]
 
 
+def _files(folder: Path, names: Iterable[str]) -> dict[str, bytes | Path]:
+    """Return the bytes of small files, and the paths of weights."""
+    return {
+        name: folder / name if name.endswith(".safetensors") else (folder / name).read_bytes()
+        for name in names
+    }
+
+
 def _record(folder: Path) -> PrivacyRecord | None:
     """Return a folder's record; None for a model that no private run made.
 
-    Raises: LedgerError for a damaged record, and where only marks are left of a private run.
+    Raises: LedgerError for a damaged record, for one that lacks what a mark beside it knows, and
+        where only marks are left of a private run.
     """
     if (folder / FILE_NAME).exists():
-        return read(folder)
+        record, known = read(folder), read_run(folder)
+        if not record.weaknesses.includes(known.weaknesses):
+            raise LedgerError(
+                f"{FILE_NAME} in {folder} lacks what a mark beside it knows to weaken the claim: "
+                f"{known.weaknesses}. Save the model again with trainer.save_model()."
+            )
+        return record
     if marks := marks_in(folder):
         raise LedgerError(
             f"{folder} has no {FILE_NAME}, and {marks[0].where.name} carries the mark of the "
@@ -186,7 +193,13 @@ def _unfit_claim(
         if record.status == NOT_PRIVATE and not not_private:
             reason = (record.statement or {}).get("status_reason", "")
             return [f"This run is NOT private: {reason}. {explicit}"]
-        return []
+        return [
+            f"Nothing ties {path} to the {FILE_NAME} beside it: it carries no mark of a run. Save "
+            "the model with trainer.save_model(); in a loop of your own, save the weights and then "
+            "call mechanism.save()."
+            for name, path in files.items()
+            if isinstance(path, Path) and name != _MASKS and not _is_tied(record, name, path)
+        ]
     if not not_private:
         return [
             f"There is no {FILE_NAME}, so nothing says that this model was trained privately. If "
@@ -199,3 +212,9 @@ def _unfit_claim(
             "the claim out of the card, or publish the folder that holds the evidence."
         ]
     return []
+
+
+def _is_tied(record: PrivacyRecord, name: str, path: Path) -> bool:
+    """Return whether weights belong to a record, by its digest of them or by their mark."""
+    by_digest = record.digests is not None and name in record.digests.files
+    return by_digest or read_stamp(path) is not None

@@ -29,6 +29,7 @@ from hf_dp.run.mark import COPIED_MARK, RUN_MARK, Mark, stamp, write_mark
 from hf_dp.run.marks import marks_of_run, refuse_unknown_to, refuse_without_own_mark
 from hf_dp.run.resume import other_earlier_runs, records_to_resume
 from hf_dp.run.weights_file import weights_files
+from hf_dp.statement.digests import Beside
 from hf_dp.statement.record import FILE_NAME, PrivacyRecord, read, to_record, write
 from hf_dp.statement.statement import PrivacyStatement
 from hf_dp.statement.weaknesses import NAMES, EarlierRun, Weaknesses
@@ -212,9 +213,14 @@ class RunLedger:
         self.save(self.folder)
 
     def save(
-        self, folder: str | os.PathLike[str], statement: PrivacyStatement | None = None
+        self,
+        folder: str | os.PathLike[str],
+        statement: PrivacyStatement | None = None,
+        beside: Beside | None = None,
     ) -> None:
         """Write ``privacy.json``, and then the mark, into ``folder``, in the main process.
+
+        Args: beside: what lies beside it there: card and weights.
 
         Raises: LedgerError when this ledger does not continue the one there. Both files are then
             left as they are.
@@ -227,6 +233,7 @@ class RunLedger:
             run_id=self.run_id,
             weaknesses=self.weaknesses,
             statement=statement,
+            beside=beside or Beside(),
         )
         with named_disk_errors(
             f"The ledger ({FILE_NAME} and its mark)",

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from hf_dp.statement.digests import digest_of_file
 from hf_dp.statement.durable import replace_file
 from hf_dp.statement.strict_json import loads
 
@@ -46,7 +47,7 @@ def damage(checkpoint: Path) -> str:
             found = path.stat().st_size
             if found != size:
                 return f"its {name} has {found:,} bytes, and had {size:,} when it was saved"
-            if _digest(path) != digest:
+            if digest_of_file(path) != digest:
                 return f"its {name} is not what was saved (the SHA-256 differs)"
         except FileNotFoundError:
             return f"its {name} is missing"
@@ -69,12 +70,7 @@ def _files(folder: Path) -> Iterator[str]:
 
 
 def _measured(path: Path) -> dict[str, Any]:
-    return {"bytes": path.stat().st_size, "sha256": _digest(path)}
-
-
-def _digest(path: Path) -> str:
-    with open(path, "rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()
+    return {"bytes": path.stat().st_size, "sha256": digest_of_file(path)}
 
 
 def _listed(values: Any) -> dict[str, tuple[int, str]]:

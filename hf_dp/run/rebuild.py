@@ -13,6 +13,7 @@ from hf_dp.errors import LedgerError
 from hf_dp.run.lock import lock_run
 from hf_dp.run.mark import RUN_MARK, Mark, in_words, write_mark
 from hf_dp.run.marks import Found, checkpoints, marks_of_run, read_copy
+from hf_dp.statement.digests import Beside
 from hf_dp.statement.record import (
     FILE_NAME,
     DamagedRecordError,
@@ -105,6 +106,7 @@ def _rebuild(folder: Path) -> Rebuilt:
                 run_id=run.run_id,
                 weaknesses=run.weaknesses,
                 statement=statement,
+                beside=Beside(known.card),
             ),
         )
     write_mark(folder / RUN_MARK, run)

@@ -18,8 +18,9 @@ from hf_dp._version import __version__
 from hf_dp.accounting import Ledger
 from hf_dp.errors import ConfigError, LedgerError
 from hf_dp.plans.privacy import PrivacyPlan
+from hf_dp.statement.digests import Beside, Digests
 from hf_dp.statement.durable import replace_file
-from hf_dp.statement.schema import SCHEMA_VERSION, upgraded
+from hf_dp.statement.schema import SCHEMA_VERSION, keys_of, upgraded
 from hf_dp.statement.statement import PrivacyStatement
 from hf_dp.statement.strict_json import loads
 from hf_dp.statement.weaknesses import (
@@ -28,14 +29,15 @@ from hf_dp.statement.weaknesses import (
     Flags,
     Weaknesses,
     each_once,
+    plain,
     refuse_unnamed,
 )
 
 FILE_NAME = "privacy.json"
 RUNNING = "running"
 
-_KEYS = ("schema_version", "hf_dp_version", "status", "plan", "ledger", "statement")
 _NOTHING = Weaknesses()
+_ALONE = Beside()
 RESTORE = (
     "Run `hf-dp account rebuild OUTPUT_DIR`, or restore a backup of the whole output folder that "
     "is not older. Without it the privacy of this run is not known."
@@ -58,6 +60,10 @@ class PrivacyRecord:
         statement: a dict that ``PrivacyStatement.from_dict`` reads, or None while the run has not
             ended.
         schema_version: the version with which the file was written.
+        card: what the model card says that does not follow from the statement, as plain data; None
+            without a card.
+        digests: of the parts of this file and of what lies beside it; None while the run has not
+            ended, and in files of earlier versions.
     """
 
     plan: PrivacyPlan
@@ -67,6 +73,8 @@ class PrivacyRecord:
     status: str
     statement: dict[str, Any] | None
     schema_version: int
+    card: dict[str, Any] | None = None
+    digests: Digests | None = None
 
     @property
     def insecure_seed(self) -> bool:
@@ -89,19 +97,23 @@ def to_record(
     run_id: str,
     weaknesses: Weaknesses = _NOTHING,
     statement: PrivacyStatement | None = None,
+    beside: Beside = _ALONE,
 ) -> dict[str, Any]:
     """Return the content of ``privacy.json``, JSON-ready.
 
     It holds no realized batch sizes, no seeds and no paths.
     """
-    return {
+    document = {
         "schema_version": SCHEMA_VERSION,
         "hf_dp_version": __version__,
         "status": RUNNING if statement is None else statement.status,
         "plan": {**plan.to_dict(), "run_id": run_id, **weaknesses.to_dict()},
         "ledger": ledger.to_list(),
         "statement": None if statement is None else statement.to_dict(),
+        "card": None if beside.card is None else plain(beside.card),
     }
+    digests = None if statement is None else Digests.of(document, beside).to_dict()
+    return {**document, "digests": digests}
 
 
 def write(path_or_dir: str | os.PathLike[str], record: Mapping[str, Any]) -> Path:
@@ -172,10 +184,12 @@ def _record(data: Any, path: Path) -> PrivacyRecord:
             f"{SCHEMA_VERSION}. Upgrade hf_dp and try again."
         )
     known = isinstance(version, int) and not isinstance(version, bool) and version >= 1
-    if not known or set(data) != set(_KEYS):
+    keys = keys_of(version if known else SCHEMA_VERSION)
+    if not known or set(data) != set(keys):
         raise DamagedRecordError(
-            f"{path} was edited: expected the keys {list(_KEYS)}, got {list(data)}. {RESTORE}"
+            f"{path} was edited: expected the keys {list(keys)}, got {list(data)}. {RESTORE}"
         )
+    digests = _digests(data, path)
     try:
         data = upgraded(data, path)
     except LedgerError:
@@ -192,7 +206,35 @@ def _record(data: Any, path: Path) -> PrivacyRecord:
         raise DamagedRecordError(f"{path} was edited or damaged: {error} {RESTORE}") from error
     status, statement = data["status"], data["statement"]
     _check_statement(status, statement, plan, ledger, path)
-    return PrivacyRecord(plan, ledger, run_id, weaknesses, status, statement, version)
+    card = data["card"]
+    if card is not None and not isinstance(card, dict):
+        raise DamagedRecordError(f"{path} was edited: its card is {card!r}. {RESTORE}")
+    return PrivacyRecord(
+        plan, ledger, run_id, weaknesses, status, statement, version, card, digests
+    )
+
+
+def _digests(data: Mapping[str, Any], path: Path) -> Digests | None:
+    """Return the digests in a document.
+
+    Raises: LedgerError when a part is not what it was when the document was written.
+    """
+    if data.get("digests") is None:
+        # A run that has ended has them, or its file would say less of itself when they are cut out.
+        if data["statement"] is not None and "digests" in data:
+            raise DamagedRecordError(f"{path} was edited: its digests are missing. {RESTORE}")
+        return None
+    try:
+        digests = Digests.from_dict(data["digests"])
+        changed = digests.changed_parts(data)
+    except (LedgerError, TypeError, ValueError) as error:
+        raise DamagedRecordError(f"{path} was edited: {error} {RESTORE}") from error
+    if changed:
+        raise DamagedRecordError(
+            f"{path} was edited: its {' and its '.join(changed)} is not what was written (the "
+            f"SHA-256 differs). {RESTORE}"
+        )
+    return digests
 
 
 def _plan(values: Any, path: Path) -> tuple[PrivacyPlan, str, Weaknesses]:

@@ -4,6 +4,7 @@
   weakened them.
 - 2: the plan has a ``mechanism`` of its own, and the run has ``earlier``, ``rows_are_chunks`` and
   ``evaluation_compared``. Codes say what a statement means; nothing is read from prose.
+- 3: there is a ``card``, and there are ``digests`` once the run has ended.
 """
 
 from __future__ import annotations
@@ -23,12 +24,20 @@ from hf_dp.plans.selection import SelectionPlan
 from hf_dp.statement.statement import NOT_ESTABLISHED, what_ran
 from hf_dp.statement.weaknesses import NAMES
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
+
+_KEYS = ("schema_version", "hf_dp_version", "status", "plan", "ledger", "statement")
+_KEYS_SINCE_3 = ("card", "digests")
 
 # What a file of version 1 does not say. Its evaluation sets were not compared with the training
 # rows.
 _SINCE_2: dict[str, Any] = {"rows_are_chunks": False, "evaluation_compared": False, "earlier": []}
 _OF_THE_RUN = ("run_id", *NAMES)
+
+
+def keys_of(version: int) -> tuple[str, ...]:
+    """Return the keys of a document of one version."""
+    return _KEYS if version < 3 else (*_KEYS, *_KEYS_SINCE_3)
 
 
 def upgraded(data: Mapping[str, Any], path: Path) -> Mapping[str, Any]:
@@ -39,7 +48,10 @@ def upgraded(data: Mapping[str, Any], path: Path) -> Mapping[str, Any]:
             them.
         ConfigError, TypeError, ValueError, KeyError: version 1 could not have written the plan.
     """
-    if data["schema_version"] == SCHEMA_VERSION:
+    if data["schema_version"] >= 3:
+        return data
+    data = {**data, **dict.fromkeys(_KEYS_SINCE_3)}
+    if data["schema_version"] == 2:
         return _with_a_mechanism(data)
     rows = data["ledger"] if isinstance(data["ledger"], list) else []
     if any(isinstance(row, Mapping) and row.get("purpose") == EARLIER for row in rows):

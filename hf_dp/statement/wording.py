@@ -43,6 +43,25 @@ COVERED = (
 )
 EVALUATION_ON_TRAINING_ROWS = "evaluation_on_training_rows"  # a name in RunFacts.released
 _DERIVED = "sample rate, steps, delta, divisor"
+# What no epsilon of hf_dp covers, whatever ran.
+TECHNICAL = (
+    "a data set whose rows depend on other rows, or that keeps state from one reading to the next: "
+    "each row is taken to be a function of its own example alone; where one example acts through "
+    "several rows, it is protected less",
+    "a collator that keeps state where each call cannot get a fresh copy of it (files, compiled "
+    "code, packages): what it makes of a row is likewise taken to be a function of that row alone",
+    "where a run broke off, if a drawn row broke it (a transform or collator that fails at random, "
+    "a model or loss that fails on it, one long row that exhausts the memory): that the run ended "
+    "there reveals that the row was drawn",
+    "an output folder that was put back as a whole to an earlier state (a backup, a snapshot) and "
+    "trained on, or copied and trained on in both places: neither ledger knows the steps of the "
+    "other, so epsilon does not count them",
+    "running time and memory use",
+    "floating-point attacks on the noise: the proof assumes real-number Gaussian noise",
+    "how kernels round: that an example's gradient is rounded the same way whatever examples stand "
+    "beside it was measured (float32; bfloat16 on a CPU), not proved",
+    "attacks on the random generators: the proof assumes ideal randomness",
+)
 
 
 def unit_in_words(unit: str, facts: RunFacts) -> str:
@@ -76,38 +95,22 @@ def released_in_words(facts: RunFacts) -> list[str]:
 
 
 def not_covered(facts: RunFacts, plan: PrivacyPlan) -> tuple[str, ...]:
-    """List what epsilon says nothing about, one line each."""
+    """List what epsilon says nothing about: first what depends on the run, then
+    :data:`TECHNICAL`."""
     return (
+        *(
+            f"{name}: released without noise at the user's request"
+            for name in released_in_words(facts)
+        ),
+        *_public_labels(facts, plan),
         _evaluation(facts),
         "model selection on evaluation data (best checkpoint, early stopping): "
         f"{_selected(facts)}, and not accounted for",
         "hyperparameter tuning and other runs on the same data: each run adds its own epsilon",
         "tokenizer, vocabulary or label set, if built from the training set",
         "pretraining data of the base model",
-        *_public_labels(facts, plan),
         f"the number of rows, which is stated as public (with what is derived from it: {_DERIVED})",
-        "a data set whose rows depend on other rows, or that keeps state from one reading to the "
-        "next: each row is taken to be a function of its own example alone; where one example acts "
-        "through several rows, it is protected less",
-        "a collator that keeps state where each call cannot get a fresh copy of it (files, "
-        "compiled code, packages): what it makes of a row is likewise taken to be a function of "
-        "that row alone",
-        "where a run broke off, if a drawn row broke it (a transform or collator that fails at "
-        "random, a model or loss that fails on it, one long row that exhausts the memory): that "
-        "the run ended there reveals that the row was drawn",
-        "an output folder that was put back as a whole to an earlier state (a backup, a snapshot) "
-        "and trained on, or copied and trained on in both places: neither ledger knows the steps "
-        "of the other, so epsilon does not count them",
-        "running time and memory use",
-        "floating-point attacks on the noise: the proof assumes real-number Gaussian noise",
-        "how kernels round: that an example's gradient is rounded the same way whatever examples "
-        "stand beside it was measured (float32; bfloat16 on a CPU), not proved",
-        "attacks on the random generators: the proof assumes ideal randomness; noise from "
-        f"{facts.noise_generator}, sampling from {facts.sampling_generator}",
-        *(
-            f"{name}: released without noise at the user's request"
-            for name in released_in_words(facts)
-        ),
+        *TECHNICAL,
     )
 
 

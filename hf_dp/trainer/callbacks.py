@@ -13,6 +13,7 @@ from transformers.trainer_callback import ProgressCallback
 from hf_dp.accounting import TRAINING
 from hf_dp.distributed.processes import Processes
 from hf_dp.errors import LedgerError, UnaccountedGradientError
+from hf_dp.plans.privacy import PrivacyPlan
 from hf_dp.run.ledger import RunLedger
 
 # The name in logs for the figure that the paper gives for DP-FP as published.
@@ -43,6 +44,19 @@ class StopBeforeTarget(TrainerCallback):
             )
         if self.run.exhausted:
             control.should_training_stop = True
+
+
+class ExpectedEpochs(TrainerCallback):
+    """Counts epochs as expected passes over the rows: steps x expected batch size / rows.
+
+    Trainer counts loaders, whose lengths are whole numbers of steps.
+    """
+
+    def __init__(self, plan: PrivacyPlan):
+        self._a_step = plan.expected_batch_size / plan.num_examples
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        state.epoch = state.global_step * self._a_step
 
 
 class WeightsMove(TrainerCallback):

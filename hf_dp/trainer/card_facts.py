@@ -1,58 +1,83 @@
-"""What the card says beyond the privacy statement: names, settings and metrics."""
+"""What a trainer knows for its card."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
-from hf_dp.cards.escaping import public_name
+from hf_dp.cards.details import CardDetails
+from hf_dp.errors import InvalidArgumentError
 from hf_dp.losses import base_model, task_of
 from hf_dp.statement.record import FILE_NAME, read
 from hf_dp.trainer.arguments import DPTrainingArguments
 from hf_dp.trainer.usage import usage
 
-_PIPELINES = {"sequence_classification": "text-classification", "causal_lm": "text-generation"}
+_PIPELINES = {
+    "sequence_classification": "text-classification",
+    "token_classification": "token-classification",
+    "image_classification": "image-classification",
+    "causal_lm": "text-generation",
+    "masked_lm": "fill-mask",
+}
+# What `create_model_card` of transformers and TRL calls a field of CardDetails.
+_OTHER_NAMES = {
+    "finetuned_from": "base_model",
+    "dataset_name": "dataset",
+    "dataset_tags": "dataset",
+    "tasks": "task_tag",
+}
 
 
-def card_details(trainer: Any, **given: Any) -> dict[str, Any]:
-    """Return the keyword arguments of :func:`render_card` for a trainer.
+def details_of(trainer: Any, given: Mapping[str, Any]) -> CardDetails:
+    """Return what the card of a trainer says beside its statement.
 
-    What the user passed to ``create_model_card`` takes precedence.
+    Args: given: what the user said, which takes precedence.
+
+    Raises: InvalidArgumentError for what the Hub would refuse.
     """
     args, model = trainer.args, base_model(trainer.model)
-    name = args.hub_model_id or args.output_dir
-    dataset = given.pop("dataset", None) or given.pop("dataset_name", None)
-    tags = given.pop("tags", None) or []
-    short = args.hub_model_id or str(name).rstrip("/\\").replace("\\", "/").split("/")[-1]
-    known = {
-        "usage": usage(
-            trainer.model, short, public_name(trainer.base_model_name), _PIPELINES.get(_task(model))
-        ),
-        "model_name": given.pop("model_name", None) or short.split("/")[-1],
-        "base_model": given.pop("finetuned_from", None)
-        or trainer.base_model_name
-        or getattr(getattr(model, "config", None), "_name_or_path", None)
-        or None,
-        "dataset": dataset[0]
-        if isinstance(dataset, (list, tuple)) and dataset
-        else dataset or trainer.dataset_name,
-        "task_tag": _PIPELINES.get(_task(model)),
-        "metrics": trainer.evaluation_metrics(),
-        "library_name": "peft" if hasattr(trainer.model, "peft_config") else "transformers",
-        "training": _public_settings(args),
-        "license": given.pop("license", None),
-        "language": given.pop("language", None),
-        "pretraining_sources": pretraining_sources(model),
-        "tags": [tags] if isinstance(tags, str) else list(tags),
-    }
-    given.pop("tasks", None)
-    given.pop("dataset_tags", None)
-    given.pop("dataset_args", None)
-    if given:
-        raise TypeError(f"create_model_card() got unexpected arguments {sorted(given)}")
-    return known
+    name = args.hub_model_id or str(args.output_dir)
+    tag = _PIPELINES.get(_task(model))
+    known = CardDetails(
+        model_name=name.rstrip("/\\").replace("\\", "/").split("/")[-1],
+        base_model=getattr(getattr(model, "config", None), "_name_or_path", None) or None,
+        task_tag=tag,
+        metrics=trainer.evaluation_metrics(),
+        training=_public_settings(args),
+        library_name="peft" if hasattr(trainer.model, "peft_config") else "transformers",
+        pretraining_sources=tuple(pretraining_sources(model)),
+        usage=usage(trainer.model, tag),
+    )
+    return known.with_given(**given)
+
+
+def in_our_names(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of a ``create_model_card`` by the names of CardDetails, without those
+    that are None.
+
+    Raises: InvalidArgumentError when two of them say the same thing.
+    """
+    found: dict[str, Any] = {}
+    for name, value in options.items():
+        ours = _OTHER_NAMES.get(name, name)
+        if value is None:
+            continue
+        if ours in ("dataset", "base_model", "task_tag") and isinstance(value, (list, tuple)):
+            if len(value) != 1:
+                raise InvalidArgumentError(
+                    f"Expected `{name}` to be one name, got {value!r}: a card is about one."
+                )
+            (value,) = value
+        if ours in found and found[ours] != value:
+            raise InvalidArgumentError(
+                f"Expected `{name}` to agree with what else names the {ours}, got {value!r} and "
+                f"{found[ours]!r}."
+            )
+        found[ours] = value
+    return found
 
 
 def pretraining_sources(model: nn.Module) -> list[str]:
@@ -83,17 +108,17 @@ def _task(model: nn.Module) -> str:
 
 
 def _public_settings(args: DPTrainingArguments) -> dict[str, Any]:
-    names = (
+    names = [
         "learning_rate",
         "optim",
         "lr_scheduler_type",
         "warmup_steps",
         "weight_decay",
         "num_train_epochs",
-        "max_steps",
-    )
-    sizes = ["per_device_train_batch_size"]
+        "per_device_train_batch_size",
+        "seed",
+    ]
     if args.max_tokens_per_physical_batch is not None:
-        sizes.append("max_tokens_per_physical_batch")
-    values = {name: getattr(args, name) for name in (*names, *sizes, "expected_batch_size", "seed")}
+        names.append("max_tokens_per_physical_batch")
+    values = {name: getattr(args, name) for name in names}
     return {name: getattr(value, "value", value) for name, value in values.items()}

@@ -33,7 +33,7 @@ class Publishing(Checkpointing):
     The main process alone talks to the Hub; the others learn whether it succeeded.
     """
 
-    base_model_name: str | None = None
+    card: dict[str, Any]
     push_in_progress: PushInProgress | None = None
     _hub: Hub | None = None
 
@@ -75,8 +75,9 @@ class Publishing(Checkpointing):
         if self.hub_model_id is None:
             self.init_hf_repo(token, private)
         self.save_model(_internal_call=True)
-        name = kwargs.pop("model_name", None) or str(self.hub_model_id).split("/")[-1]
-        self.create_model_card(model_name=name, **self._with_model_tags(kwargs))
+        if not self._is_private:  # whose card Trainer writes
+            kwargs.setdefault("model_name", str(self.hub_model_id).split("/")[-1])
+        self.create_model_card(**self._with_model_tags(kwargs))
         self._finish_current_push()
         done: list[Any] = []
         message = commit_message or "End of training"
@@ -181,7 +182,7 @@ class Publishing(Checkpointing):
         )
 
     def _publication(self, folder: Path, not_private: bool) -> Publication:
-        base = self.base_model_name
+        base = self.card.get("base_model")
         return Publication.of(
             folder,
             self.hub_model_id,

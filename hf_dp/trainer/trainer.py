@@ -6,7 +6,6 @@ they are. What a private step does is on one screen: :meth:`DPTrainer.training_s
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
@@ -21,7 +20,7 @@ from transformers.utils import logging
 
 from hf_dp._validate import invalid
 from hf_dp.accounting import Epsilon, Ledger
-from hf_dp.cards.card import render_card
+from hf_dp.cards.evidence import write_card
 from hf_dp.clipping import refuse_coupling
 from hf_dp.clipping.sharding import is_sharded
 from hf_dp.distributed.processes import others_present
@@ -47,8 +46,14 @@ from hf_dp.statement.statement import PrivacyStatement
 from hf_dp.statement.unnoised import withhold
 from hf_dp.statement.wording import EVALUATION_ON_TRAINING_ROWS
 from hf_dp.trainer.arguments import DPTrainingArguments
-from hf_dp.trainer.callbacks import NO_EPSILON, StopBeforeTarget, WeightsMove, with_epsilon
-from hf_dp.trainer.card_facts import card_details, earlier_run, pretraining_sources
+from hf_dp.trainer.callbacks import (
+    NO_EPSILON,
+    ExpectedEpochs,
+    StopBeforeTarget,
+    WeightsMove,
+    with_epsilon,
+)
+from hf_dp.trainer.card_facts import details_of, earlier_run, in_our_names, pretraining_sources
 from hf_dp.trainer.from_arguments import (
     find_physical_batch,
     options_of,
@@ -102,8 +107,7 @@ class DPTrainer(Publishing):
     model: Any
     loss_is_scaled_for_ga = True
     privacy_plan: PrivacyPlan | None
-    dataset_name: str | None  # for the card, as base_model_name: the trainer cannot know them
-    base_model_name: str | None
+    card: dict[str, Any]
     tuner: Tuner
     mechanism: Mechanism
     _run: PrivateRun | None
@@ -176,7 +180,7 @@ class DPTrainer(Publishing):
         self._run = None
         self._found_size = False
         self._evaluation = {}
-        self.dataset_name = self.base_model_name = None
+        self.card = {}
         if self.privacy_plan is not None:
             self._make_run(self.privacy_plan, rows, compared)
 
@@ -214,6 +218,7 @@ class DPTrainer(Publishing):
         if plan.releases_each_step:
             self.add_callback(StopBeforeTarget(run.book))
         self.add_callback(WeightsMove())
+        self.add_callback(ExpectedEpochs(plan))
         self._signals = StopOnSignal(run.processes)
         self.add_callback(self._signals)
         self._refuse_optimizers()
@@ -338,12 +343,13 @@ class DPTrainer(Publishing):
             return super().train(resume_from_checkpoint, *args, **kwargs)
         run = self.run
         checkpoint = self._checkpoint_of(resume_from_checkpoint)
-        if seen := seen_in_pretraining(self.dataset_name, pretraining_sources(self.model)):
+        dataset = self.card.get("dataset")
+        if seen := seen_in_pretraining(dataset, pretraining_sources(self.model)):
             logger.warning(
                 "The base model was pretrained on %s, the same text as the training data %s: what "
                 "it knows of these rows is not covered by epsilon. The card says so.",
                 ", ".join(seen),
-                self.dataset_name,
+                dataset,
             )
         if (
             checkpoint is None
@@ -519,21 +525,40 @@ class DPTrainer(Publishing):
         self.run.book.mark_weights(folder)
         self._write_privacy_files(folder)
 
+    def describe(self, **details: Any) -> None:
+        """Say what the card of a private run should, in this and in every later save.
+
+        Args: details: fields of :class:`~hf_dp.cards.details.CardDetails`: license, language,
+            dataset, base_model, tags, recipe, evaluation_split, ...
+
+        Raises: InvalidArgumentError for what the Hub would refuse; nothing is taken over then.
+        """
+        details_of(self, {**self.card, **details})
+        self.card.update(details)
+
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
-        """Write, in private modes, the card with the privacy statement, and ``privacy.json``."""
+        """Write, in private modes, the card with the privacy statement, and ``privacy.json``.
+
+        Arguments are those of :meth:`transformers.Trainer.create_model_card` and of
+        :meth:`describe`; every later save keeps them.
+        """
         if self._run is None:
             return super().create_model_card(*args, **kwargs)
+        names = ("language", "license", "tags", "model_name", "finetuned_from", "tasks")
+        self.describe(**in_our_names({**dict(zip(names, args, strict=False)), **kwargs}))
         if self.is_world_process_zero():
-            self._write_privacy_files(self.folder, **kwargs)
+            self._write_privacy_files(self.folder)
 
-    def _write_privacy_files(self, folder: str, **card_options: Any) -> None:
+    def _write_privacy_files(self, folder: str) -> None:
         if not self.is_world_process_zero():
             return
-        statement = self.privacy_statement()
-        os.makedirs(folder, exist_ok=True)
-        self.run.book.save(folder, statement)
-        card = render_card(statement, **card_details(self, **card_options))
-        Path(folder, "README.md").write_text(card, encoding="utf-8")
+        statement, book = self.privacy_statement(), self.run.book
+        write_card(
+            folder,
+            statement,
+            details_of(self, self.card),
+            lambda beside: book.save(folder, statement, beside),
+        )
 
     def evaluation_metrics(self) -> dict[str, float]:
         """Return the latest metrics of each evaluation, without timings: what the card shows."""

@@ -7,13 +7,17 @@ from typing import Any
 
 from torch import nn
 
+from hf_dp.cards.details import BASE_MODEL, REPOSITORY
 from hf_dp.losses import base_model
 from hf_dp.tasks.infilling_config import InfillingConfig
 from hf_dp.tuners.adapter import AdapterConfig
 
 
-def usage(model: nn.Module, name: str, base_name: str | None, task_tag: str | None) -> str | None:
-    """Return Python lines that load ``name``, or None where there is no pipeline for the task.
+def usage(model: nn.Module, task_tag: str | None) -> str | None:
+    """Return Python lines that load a model from where the card is, or None where there is no
+    pipeline for the task.
+
+    :data:`~hf_dp.cards.details.REPOSITORY` and BASE_MODEL stand for the names.
 
     An infilling classifier is one of hf_dp's own classes, which transformers knows after
     ``import hf_dp``. To load its adapter, the base is first made a classifier again.
@@ -22,20 +26,19 @@ def usage(model: nn.Module, name: str, base_name: str | None, task_tag: str | No
     adapters = getattr(model, "peft_config", {})
     ours = any(isinstance(each, AdapterConfig) for each in adapters.values())
     if isinstance(config, InfillingConfig) and adapters:
-        return _adapter(config, name, base_name or "BASE_MODEL", merges=not ours)
+        return _adapter(config, REPOSITORY, BASE_MODEL, merges=not ours)
     if task_tag is None:
         return None
     if ours:  # transformers by itself loads only the adapters that PEFT knows
-        return _bottleneck(
-            config, type(base_model(model)).__name__, name, base_name or "BASE_MODEL", task_tag
-        )
+        class_name = type(base_model(model)).__name__
+        return _bottleneck(config, class_name, REPOSITORY, BASE_MODEL, task_tag)
     lines = ["import hf_dp  # makes the class known"] if isinstance(config, InfillingConfig) else []
     return "\n".join(
         [
             *lines,
             "from transformers import pipeline",
             "",
-            f"model = pipeline({task_tag!r}, model={name!r})",
+            f"model = pipeline({task_tag!r}, model={REPOSITORY!r})",
         ]
     )
 

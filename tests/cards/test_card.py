@@ -14,7 +14,10 @@ import yaml
 from huggingface_hub import ModelCard
 
 from hf_dp.accounting import ACCOUNTANTS, Ledger, PoissonSampledGaussian
-from hf_dp.cards.card import TAGS, markdown, metadata, public_name, render_card
+from hf_dp.cards.card import render_card
+from hf_dp.cards.details import CardDetails
+from hf_dp.cards.escaping import markdown, public_name
+from hf_dp.cards.metadata import TAGS, metadata
 from hf_dp.cli.account import main as account
 from hf_dp.errors import InvalidArgumentError
 from hf_dp.plans import DpSgdPlan, PrivacyPlan
@@ -52,7 +55,7 @@ def statement_of(
 
 
 def render(statement: PrivacyStatement, **values: Any) -> str:
-    return render_card(statement, **{"model_name": "my-model", **values})
+    return render_card(statement, CardDetails(**{"model_name": "my-model", **values}))
 
 
 def loaded(text: str, folder: Path) -> ModelCard:
@@ -110,12 +113,12 @@ def test_sst2_card(sst2: PrivacyStatement, tmp_path: Path) -> None:
     assert data.tags == ["mine", "dp-sgd", *(tag for tag in TAGS if tag != "dp-sgd")]
     assert f"({sst2.epsilon:.3f}, 7.425e-06)-differentially private" in card.text
     assert re.search(r"\| gdp_clt \| 1\.5\d+ \| estimate, not a guarantee \|", card.text)
-    assert f"| pld | {sst2.epsilon:.3f} | upper bound |" in card.text
+    assert f"| pld | {sst2.epsilon:.3f} | upper bound: **the epsilon of this card** |" in card.text
     assert "point estimate 2.410" in card.text
     assert "evaluation data" in card.text
     assert "| eval_accuracy | 0.912346 |" in card.text
     assert "| max_steps | -1 |" in card.text
-    assert card.text.index("differentially private") < card.text.index("## Model\n")
+    assert card.text.index("differentially private") < card.text.index("## How it was trained\n")
 
 
 def command_results(text: str, capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
@@ -174,7 +177,7 @@ def test_a_release_is_said_in_prose_and_metadata(tmp_path: Path) -> None:
     statement = statement_of(released=("training_loss",))
     card = loaded(render(statement), tmp_path)
     assert card.data["differential_privacy"]["released_without_noise"] == ["training_loss"]
-    assert "training_loss: released without noise at the user's request" in card.text
+    assert "Training_loss: released without noise at the user's request" in card.text
     assert "proven for the weights only" in card.text
 
 
@@ -254,7 +257,7 @@ def test_no_local_path_gets_in(
     card = loaded(text, tmp_path)
     assert (card.data.base_model, card.data.datasets) == (None, None)
     assert card.text.lstrip().startswith("# my-model\n")
-    assert "| Base model | encoder |" in text
+    assert "| Base model | encoder (local) |" in text
     assert "| files | b.json, c.json |" in text
 
 
@@ -279,13 +282,15 @@ def test_public_name(value: str | None, name: str | None) -> None:
 
 @pytest.mark.parametrize(
     "field",
-    ["model_name", "base_model", "dataset", "task_tag", "license", "language", "tags", "trained"],
+    ["model_name", "base_model", "dataset", "recipe", "license_name", "trained"],
 )
 def test_hostile_names_break_neither_yaml_nor_markdown(
     small: PrivacyStatement, field: str, tmp_path: Path
 ) -> None:
     statement = statement_of(trained=HOSTILE, released=(HOSTILE,)) if field == "trained" else small
-    values = {} if field == "trained" else {field: [HOSTILE] if field == "tags" else HOSTILE}
+    values = {} if field == "trained" else {field: HOSTILE}
+    if field == "license_name":
+        values["license"] = "other"
     check_intact(render(statement, **values), statement, tmp_path)
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rewriting import rewrite
 
 from hf_dp.accounting import Ledger
 from hf_dp.errors import LedgerError
@@ -35,12 +36,6 @@ def content(steps: int, run_id: str = "run-a", purpose: str = "training") -> dic
     return to_record(PLAN, ledger_of(steps, purpose), run_id=run_id)
 
 
-def edit(path: Path, change: Any) -> None:
-    data = json.loads(path.read_text())
-    change(data)
-    path.write_text(json.dumps(data))
-
-
 @pytest.fixture
 def written(tmp_path: Path) -> Path:
     return write(tmp_path, content(3))
@@ -58,6 +53,8 @@ def test_keys_and_round_trip(tmp_path: Path) -> None:
         "plan",
         "ledger",
         "statement",
+        "card",
+        "digests",
     ]
     assert data["status"] == "running"
     assert data["statement"] is None
@@ -189,7 +186,7 @@ def test_missing(tmp_path: Path) -> None:
         ('{"schema_version": 0}', "edited"),
         ('{"schema_version": true}', "edited"),
         ('{"schema_version": 2}', "edited"),
-        ('{"schema_version": 3}', "Upgrade hf_dp"),
+        ('{"schema_version": 4}', "Upgrade hf_dp"),
     ],
 )
 def test_unreadable(tmp_path: Path, text: str, message: str) -> None:
@@ -225,7 +222,7 @@ def test_not_text(tmp_path: Path) -> None:
     ],
 )
 def test_edited(written: Path, change: Any) -> None:
-    edit(written, change)
+    rewrite(written, change)
     with pytest.raises(LedgerError, match=r"privacy\.json"):
         read(written)
 
@@ -233,7 +230,7 @@ def test_edited(written: Path, change: Any) -> None:
 def test_a_ledger_edited_under_its_statement_is_found(tmp_path: Path) -> None:
     statement = PrivacyStatement.from_ledger(PLAN, ledger_of(3), FACTS)
     path = write(tmp_path, to_record(PLAN, ledger_of(3), run_id="run-a", statement=statement))
-    edit(path, lambda data: data["ledger"][0].update(steps=1))
+    rewrite(path, lambda data: data["ledger"][0].update(steps=1))
     with pytest.raises(LedgerError, match="does not belong"):
         read(path)
 
@@ -258,7 +255,7 @@ OLD = Path(__file__).parent / "records" / "schema_1.json"
 
 def old(folder: Path, change: Any = lambda data: None) -> Path:
     (folder / FILE_NAME).write_text(OLD.read_text())
-    edit(folder / FILE_NAME, change)
+    rewrite(folder / FILE_NAME, change)
     return folder
 
 
@@ -276,7 +273,7 @@ def test_an_older_record_is_read_for_what_it_leaves_open(tmp_path: Path) -> None
 def test_an_older_record_is_continued_in_the_new_version(tmp_path: Path) -> None:
     record = read(old(tmp_path))
     write(tmp_path, to_record(PLAN, ledger_of(4), run_id="run-a", weaknesses=record.weaknesses))
-    assert json.loads((tmp_path / FILE_NAME).read_text())["schema_version"] == 2
+    assert json.loads((tmp_path / FILE_NAME).read_text())["schema_version"] == 3
     assert read(tmp_path).weaknesses == record.weaknesses
     with pytest.raises(LedgerError, match="true for good"):
         write(tmp_path, to_record(PLAN, ledger_of(5), run_id="run-a"))

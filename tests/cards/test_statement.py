@@ -167,7 +167,7 @@ def test_what_is_not_covered_is_listed() -> None:
         "number of rows",
         "time and memory",
         "floating-point",
-        FACTS.noise_generator,
+        "attacks on the random generators",
     ):
         assert item in text
     assert "not used by this run" in text

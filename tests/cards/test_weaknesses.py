@@ -9,9 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rewriting import rewrite
 
 from hf_dp.accounting import Ledger, PublishedForwardNoise, RecordRelease
-from hf_dp.cards.card import metadata, render_card
+from hf_dp.cards.card import render_card
+from hf_dp.cards.details import CardDetails
+from hf_dp.cards.metadata import metadata
 from hf_dp.errors import InvalidArgumentError, LedgerError
 from hf_dp.plans import DpSgdPlan, FrozenPlan, PrivacyPlan, PublishedPlan
 from hf_dp.plans.units import (
@@ -206,7 +209,7 @@ def test_after_a_run_with_public_labels_no_label_is_claimed() -> None:
     (line,) = [line for line in statement.not_covered if "labels of the training rows" in line]
     assert "entered the loss of the earlier run ffffffff as they are" in line
     assert metadata(statement)["unit"] == "features of an example (labels public)"
-    assert "f" * 32 in render_card(statement, model_name="m")
+    assert "f" * 32 in render_card(statement, CardDetails())
     alone = after((SAFE,))
     assert (alone.unit_code, metadata(alone)["unit"]) == (EXAMPLE, "example")
     assert not any("labels of the training rows" in line for line in alone.not_covered)
@@ -370,9 +373,7 @@ def _in_both(data: dict[str, Any], **changes: Any) -> None:
 def test_a_statement_that_says_more_than_its_earlier_runs_is_found(edit, message, tmp_path) -> None:
     test_the_statement_survives_the_file_and_is_checked_against_it(tmp_path)
     path = tmp_path / "privacy.json"
-    data = json.loads(path.read_text())
-    edit(data)
-    path.write_text(json.dumps(data))
+    rewrite(path, edit)
     assert any(message in problem for problem in disagreements(read(path)))
 
 
@@ -390,8 +391,6 @@ def test_a_statement_that_says_more_than_its_earlier_runs_is_found(edit, message
 def test_a_record_without_its_earlier_runs_is_refused(edit, message, tmp_path) -> None:
     test_the_statement_survives_the_file_and_is_checked_against_it(tmp_path)
     path = tmp_path / "privacy.json"
-    data = json.loads(path.read_text())
-    edit(data["plan"])
-    path.write_text(json.dumps(data))
+    rewrite(path, lambda data: edit(data["plan"]))
     with pytest.raises(LedgerError, match=message):
         read(path)

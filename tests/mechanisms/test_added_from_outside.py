@@ -15,6 +15,7 @@ from transformers import DataCollatorWithPadding
 
 from hf_dp.accounting import SUM, Gaussian, Ledger, epsilon
 from hf_dp.cards.card import render_card
+from hf_dp.cards.details import CardDetails
 from hf_dp.mechanisms import Clipped, Mechanism, mechanism_for, register_mechanism
 from hf_dp.mechanisms.dp_fp.representation import clip_vectors
 from hf_dp.plans import MechanismPlan, PrivacyRequest, Words, register_plan
@@ -108,7 +109,7 @@ def test_it_runs_and_everything_knows_it(tmp_path):
     assert epsilon(record.ledger.events, plan.delta).value <= 2.0
     assert disagreements(record) == []
     assert statement.status == "proven" and "3 steps of a feature mean" in statement.sentence()
-    card = render_card(statement, model_name="mean")
+    card = render_card(statement, CardDetails(model_name="mean"))
     assert "the noisy mean of features" in card and "sampling: none" in card
     assert json.loads((tmp_path / "privacy.json").read_text())["plan"]["mechanism"]["name"] == (
         "feature_mean"

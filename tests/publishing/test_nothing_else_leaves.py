@@ -93,7 +93,7 @@ def published(hub, tmp_path: Path, monkeypatch, strategy: str, adapter: bool) ->
         hub_always_push=True,
         hub_token=TOKEN,
     )
-    trainer.base_model_name = f"{USER}/tiny-base"
+    trainer.describe(base_model=f"{USER}/tiny-base")
     trainer.train()
     trainer.push_to_hub()
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]

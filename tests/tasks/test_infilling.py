@@ -181,7 +181,7 @@ def test_lora_on_an_infilling_model(base, tmp_path):
         model, arguments, train_dataset=encoded, processing_class=tokenizer, peft_config=adapter
     )
     trainer.train()
-    trainer.base_model_name = str(base)
+    trainer.describe(base_model=str(base))
     trainer.save_model()
     assert (tmp_path / "out" / "adapter_model.safetensors").exists()
     expected = (

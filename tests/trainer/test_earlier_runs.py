@@ -3,12 +3,12 @@ them."""
 
 from __future__ import annotations
 
-import json
 import shutil
 from pathlib import Path
 
 import pytest
 import tiny
+from rewriting import rewrite
 
 from hf_dp.accounting import EARLIER
 from hf_dp.errors import InvalidArgumentError, LedgerError
@@ -114,9 +114,8 @@ def test_what_the_marks_of_an_earlier_run_know_weakens_it(tmp_path):
     ever."""
     run(tmp_path / "first", release=["training_loss"])
     path = tmp_path / "first" / FILE_NAME
-    data = json.loads(path.read_text())
-    data["plan"]["released"], data["statement"], data["status"] = [], None, "running"
-    path.write_text(json.dumps(data))
+    rewrite(path, lambda data: data["plan"].update(released=[]))
+    rewrite(path, lambda data: data.update(statement=None, digests=None, status="running"))
     args = tiny.arguments(tmp_path / "second", earlier_runs=[str(tmp_path / "first")])
     assert [claim.released for claim in earlier_claims(args.earlier_runs)] == [("training_loss",)]
 
@@ -127,9 +126,7 @@ def test_what_the_marks_of_an_earlier_run_know_weakens_it(tmp_path):
 def test_a_run_with_another_unit_or_relation_is_refused(tmp_path, name, theirs):
     run(tmp_path / "first")
     path = tmp_path / "first" / FILE_NAME
-    data = json.loads(path.read_text())
-    data["plan"][name] = theirs
-    path.write_text(json.dumps(data))
+    rewrite(path, lambda data: data["plan"].update({name: theirs}))
     with pytest.raises(InvalidArgumentError, match=f"with {name}='.*', not '{theirs}'"):
         tiny.trainer(tmp_path / "second", earlier_runs=[str(tmp_path / "first")])
 

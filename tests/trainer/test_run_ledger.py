@@ -11,6 +11,7 @@ import pytest
 import safetensors.torch
 import tiny
 import torch
+from rewriting import rewrite
 from transformers import AutoModelForSequenceClassification
 
 from hf_dp.errors import LedgerError
@@ -396,11 +397,11 @@ def test_what_weakens_a_run_comes_back_from_its_marks(folder):
     run.start(5)
     step(run)
     run.stop()
-    data = json.loads((folder / FILE_NAME).read_text())
-    data["plan"].update(
-        released=[], model_selection=False, rows_are_chunks=False, evaluation_compared=True
+    unweakened = {"released": [], "model_selection": False, "rows_are_chunks": False}
+    rewrite(
+        folder / FILE_NAME,
+        lambda data: data["plan"].update(unweakened, evaluation_compared=True),
     )
-    (folder / FILE_NAME).write_text(json.dumps(data))
     again = resumed(folder)
     again.open()
     expected = Weaknesses(

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from hf_dp.cli.config import parse, peft_config
+from hf_dp.cli.config import card_block, parse, peft_config
 from hf_dp.cli.summary import metric_lines, print_summary
 from hf_dp.errors import ConfigError
 from hf_dp.tasks.classification_data import (
@@ -33,9 +33,16 @@ def train(values: dict[str, Any], words: Sequence[str]) -> int:
     from hf_dp.trainer.arguments import DPTrainingArguments
 
     model_args, data_args, args = parse(
-        [*ARGUMENTS, DPTrainingArguments], values, words, prog="hf-dp train", extra=("task", "peft")
+        [*ARGUMENTS, DPTrainingArguments],
+        values,
+        words,
+        prog="hf-dp train",
+        extra=("task", "peft", "card"),
     )
+    card = card_block(values.get("card"))
     trainer = build_trainer(model_args, data_args, args, peft_config(values.get("peft")))
+    if args.is_private:
+        trainer.describe(**card)
     trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
     metrics = trainer.evaluate()
     trainer.save_model()
@@ -94,6 +101,6 @@ def build_trainer(
         compute_metrics=metrics(data_args.metrics, len(names)),
         peft_config=adapter,
     )
-    trainer.dataset_name = data_args.public_name
-    trainer.base_model_name = None if model_args.from_scratch else model_args.model_name_or_path
+    base = None if model_args.from_scratch else model_args.model_name_or_path
+    trainer.card.update(dataset=data_args.public_name, base_model=base)
     return trainer

@@ -94,7 +94,7 @@ def _parse(
 
     ours = {item.name for kind in ARGUMENTS for item in dataclasses.fields(kind)}
     training = {item.name for item in dataclasses.fields(DPTrainingArguments)}
-    check_keys(values, ours | training | {"task", "peft"})
+    check_keys(values, ours | training | {"task", "peft", "card"})
     known = {key: value for key, value in values.items() if key in ours}
     args, model_args, data_args = parse(ARGUMENTS, known, words, prog="hf-dp eval")
     integer("per_device_eval_batch_size", args.per_device_eval_batch_size, 1)

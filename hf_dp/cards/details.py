@@ -1,0 +1,161 @@
+"""What a card says beside the privacy statement: the model, its data, license, scores, settings."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields, replace
+from typing import Any
+
+from hf_dp._dataclasses import checked_fields
+from hf_dp._validate import invalid
+from hf_dp.cards.escaping import public_name, source_name
+from hf_dp.cards.hub_rules import (
+    check_languages,
+    check_license,
+    check_pipeline_tag,
+    check_tags,
+    is_repository,
+)
+from hf_dp.errors import InvalidArgumentError, LedgerError
+from hf_dp.statement.weaknesses import plain
+
+# Where the names go in `usage`, once they are known.
+REPOSITORY = "@repository@"
+BASE_MODEL = "@base_model@"
+
+
+@dataclass(frozen=True, kw_only=True)
+class CardDetails:
+    """What a card says that does not follow from the statement. ``None`` reads "unknown".
+
+    Args:
+        model_name: the title.
+        base_model: id on the Hub, else a name. A local path is reduced to a name.
+        dataset: id on the Hub, else a name, likewise; with a configuration, "org/name/config".
+        evaluation_split: the split of the evaluation data, for example "validation".
+        task_tag: the Hub's pipeline tag, for example "text-classification".
+        metrics: computed on evaluation data, by the Trainer's names ("eval_accuracy").
+        training: public settings (learning rate, batch sizes, ...), shown as given.
+        recipe: the file or command that trained it.
+        license, license_name, license_link: as the Hub spells them; the last two for "other".
+        language: ISO 639 codes.
+        tags: tags to add.
+        library_name: "transformers" or "peft".
+        pretraining_sources: names of public data sets that the base has seen. The card warns when
+            ``dataset`` is among them.
+        usage: Python lines that load the model, with :data:`REPOSITORY` for its name and
+            :data:`BASE_MODEL` for its base.
+        metadata: further keys for the card's YAML block, which hf_dp does not write itself.
+        given: names of the fields that the user set; they survive every later save.
+
+    Raises: InvalidArgumentError for what the Hub would refuse.
+    """
+
+    model_name: str = "model"
+    base_model: str | None = None
+    dataset: str | None = None
+    evaluation_split: str | None = None
+    task_tag: str | None = None
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    training: Mapping[str, Any] = field(default_factory=dict)
+    recipe: str | None = None
+    license: str | None = None
+    license_name: str | None = None
+    license_link: str | None = None
+    language: tuple[str, ...] = ()
+    tags: tuple[str, ...] = ()
+    library_name: str = "transformers"
+    pretraining_sources: tuple[str, ...] = ()
+    usage: str | None = None
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+    given: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        for name in ("language", "tags", "pretraining_sources", "given"):
+            value = getattr(self, name)
+            listed = (value,) if isinstance(value, str) else tuple(value or ())
+            object.__setattr__(self, name, listed)
+        for name in ("metrics", "training", "metadata"):
+            value = getattr(self, name)
+            if not isinstance(value, Mapping):
+                raise invalid(name, value, "to be a mapping of names to values")
+            object.__setattr__(self, name, plain(value))
+        for name in _TEXTS:
+            value = getattr(self, name)
+            if value is not None and not isinstance(value, str):
+                raise invalid(name, value, "to be text")
+        # Cards are published: what is kept of a path is a name.
+        for name in ("model_name", "recipe"):
+            object.__setattr__(self, name, public_name(getattr(self, name)))
+        for name in ("base_model", "dataset"):
+            object.__setattr__(self, name, source_name(getattr(self, name)))
+        if self.license is not None:
+            check_license(self.license, self.license_name, self.license_link)
+        check_languages(self.language)
+        check_tags(self.tags)
+        if self.task_tag is not None:
+            check_pipeline_tag(self.task_tag)
+        if unknown := sorted(set(self.given) - set(NAMES)):
+            raise invalid("given", unknown, f"to be among {sorted(NAMES)}")
+
+    @property
+    def hub_dataset(self) -> str | None:
+        """The id of the data set on the Hub, without its configuration; None if it is none."""
+        parts = (self.dataset or "").split("/")
+        name = "/".join(parts[:2])
+        return name if len(parts) <= 3 and is_repository(name) else None
+
+    @property
+    def hub_base(self) -> str | None:
+        """The id of the base model on the Hub; None if its name is none."""
+        return self.base_model if is_repository(self.base_model) else None
+
+    def remarks(self) -> list[str]:
+        """Say what the Hub will not show, and how to mend it."""
+        said = []
+        for name, value, known in (
+            ("dataset", self.dataset, self.hub_dataset),
+            ("base_model", self.base_model, self.hub_base),
+        ):
+            if value and known is None:
+                said.append(
+                    f"`{name}` {value!r} is not an id on the Hub (like 'organization/name'): the "
+                    "card names it in words, and its metadata leaves it out. Set it to the id, if "
+                    "it has one."
+                )
+        if self.license is None:
+            said.append("No `license` is given: the Hub shows none, and few may use the model.")
+        return said
+
+    def with_given(self, **given: Any) -> CardDetails:
+        """Return these details with what the user says instead.
+
+        Raises: InvalidArgumentError, also for a name that is none of a card's.
+        """
+        for name in given:
+            if name not in SETTABLE:
+                raise InvalidArgumentError(
+                    f"A card has no {name!r}. It has {', '.join(SETTABLE)}; all else follows from "
+                    "the run."
+                )
+        return replace(self, **given, given=tuple(dict.fromkeys((*self.given, *given))))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain data, JSON-ready; :meth:`from_dict` reads it back."""
+        return plain(asdict(self))
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> CardDetails:
+        """Read back what :meth:`to_dict` wrote.
+
+        Raises: LedgerError for unknown, missing or bad fields.
+        """
+        try:
+            return cls(**checked_fields(cls, values, LedgerError))
+        except InvalidArgumentError as error:
+            raise LedgerError(f"The card in privacy.json cannot be read: {error}") from error
+
+
+NAMES = tuple(item.name for item in fields(CardDetails))
+SETTABLE = tuple(name for name in NAMES if name not in ("given", "metrics", "training"))
+_TEXTS = tuple(item.name for item in fields(CardDetails) if "str" in item.type.split("[")[0])

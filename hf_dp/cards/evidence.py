@@ -1,0 +1,195 @@
+"""The card and the evidence beside it, made together: README.md, and ``privacy.json`` with digests.
+
+``privacy.json`` is written last, so that its digests are of what lies beside it. After a kill in
+between, it belongs to no card yet, which ``hf-dp verify`` says and ``hf-dp card`` mends.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import ModelCard
+
+from hf_dp.cards.card import privacy_section, render_card
+from hf_dp.cards.details import CardDetails
+from hf_dp.cards.metadata import KEY, metadata
+from hf_dp.errors import HfDpError, LedgerError
+from hf_dp.run.mark import read_stamp
+from hf_dp.run.weights_file import weights_files
+from hf_dp.statement.digests import Beside, digest_of, digest_of_file, digest_of_text
+from hf_dp.statement.durable import replace_file
+from hf_dp.statement.record import FILE_NAME, PrivacyRecord, read, to_record
+from hf_dp.statement.statement import PrivacyStatement
+from hf_dp.statement.verify import disagreements
+from hf_dp.statement.weaknesses import plain
+
+CARD = "README.md"
+# What was chosen to train: as much a result of the private rows as the weights.
+SELECTION_FILES = ("selection.json", "selection_masks.safetensors")
+
+Save = Callable[[Beside], None]
+
+
+def write_card(
+    folder: str | os.PathLike[str],
+    statement: PrivacyStatement,
+    details: CardDetails,
+    save: Save,
+    *,
+    repository: str | None = None,
+) -> None:
+    """Write the card into a folder, and then, by ``save``, the ``privacy.json`` that vouches for
+    it.
+
+    Raises: as :func:`hf_dp.cards.card.render_card` and ``save``; OSError.
+    """
+    text = render_card(statement, details, repository=repository)
+    os.makedirs(folder, exist_ok=True)
+    replace_file(Path(folder, CARD), [text.encode()])
+    save(beside(folder, statement, details, text))
+
+
+def beside(
+    folder: str | os.PathLike[str], statement: PrivacyStatement, details: CardDetails, card: str
+) -> Beside:
+    """Return the digests of a card and of the weights in a folder."""
+    section = privacy_section(card)
+    assert section is not None
+    return Beside(
+        details.to_dict(),
+        {
+            "privacy_section": digest_of_text(section),
+            "differential_privacy": digest_of(plain(metadata(statement))),
+        },
+        file_digests(Path(folder)),
+    )
+
+
+def file_digests(folder: Path) -> dict[str, str]:
+    """Return the digests of weights and selections in a folder, by their names relative to it."""
+    paths = [*weights_files(folder), *(folder / name for name in SELECTION_FILES)]
+    return {
+        path.relative_to(folder).as_posix(): digest_of_file(path)
+        for path in sorted(paths)
+        if path.is_file()
+    }
+
+
+def card_files(
+    folder: str | os.PathLike[str],
+    *,
+    repository: str | None = None,
+    given: Mapping[str, Any] | None = None,
+) -> dict[str, bytes]:
+    """Return README.md and ``privacy.json`` of a saved run, made again and belonging together.
+
+    What people changed in the metadata of the README.md there (license, language, tags, ...) is
+    kept.
+
+    Args:
+        repository: the model's id on the Hub, for the lines that load it; None for none.
+        given: fields of :class:`~hf_dp.cards.details.CardDetails` to set.
+
+    Raises:
+        LedgerError: there is no ``privacy.json``; its run has not ended, or it does not belong to
+            the weights beside it, or its statement does not follow from its ledger.
+        InvalidArgumentError: ``given`` holds what the Hub would refuse.
+    """
+    folder = Path(folder)
+    record = read(folder)
+    _refuse_unfit(record, folder)
+    assert record.statement is not None
+    statement = PrivacyStatement.from_dict(record.statement)
+    details = CardDetails() if record.card is None else CardDetails.from_dict(record.card)
+    details = _with_edits(details, statement, folder)
+    details = details.with_given(**dict(given or {}))
+    text = render_card(statement, details, repository=repository)
+    document = to_record(
+        record.plan,
+        record.ledger,
+        run_id=record.run_id,
+        weaknesses=record.weaknesses,
+        statement=statement,
+        beside=beside(folder, statement, details, text),
+    )
+    written = json.dumps(document, indent=2, allow_nan=False) + "\n"
+    return {CARD: text.encode(), FILE_NAME: written.encode()}
+
+
+def _refuse_unfit(record: PrivacyRecord, folder: Path) -> None:
+    if record.statement is None:
+        raise LedgerError(
+            f"The run in {folder} has not ended, or was killed: its {FILE_NAME} has no statement, "
+            "and the weights beside it may be older than its ledger. Resume it to its end, or name "
+            "one of its checkpoints, each of which has a statement of its own."
+        )
+    if problems := disagreements(record):
+        raise LedgerError(
+            f"{folder / FILE_NAME} states what does not follow from it: {problems[0]}. Restore it "
+            "from a backup, or run `hf-dp account rebuild` on the run's output folder."
+        )
+    for path in weights_files(folder):
+        mark = read_stamp(path)
+        if mark is not None and mark.run_id != record.run_id:
+            raise LedgerError(
+                f"{path} is of run {mark.run_id}, and {FILE_NAME} beside it of run "
+                f"{record.run_id}. Put each run's files into a folder of their own."
+            )
+        if mark is not None and not record.ledger.extends(mark.ledger):
+            raise LedgerError(
+                f"{path} knows more steps than {FILE_NAME} beside it, which is an older one. Run "
+                "`hf-dp account rebuild` on the run's output folder."
+            )
+    if record.digests is None:
+        return
+    now = file_digests(folder)
+    for name, digest in record.digests.files.items():
+        if now.get(name, digest) != digest:
+            raise LedgerError(
+                f"{folder / name} is not what was saved with {FILE_NAME} (the SHA-256 differs). "
+                "Save the model again with `trainer.save_model()`, or restore the file."
+            )
+
+
+_OF_THE_HUB = {  # its name in the metadata -> its name in CardDetails
+    "license": "license",
+    "license_name": "license_name",
+    "license_link": "license_link",
+    "language": "language",
+    "base_model": "base_model",
+    "datasets": "dataset",
+    "pipeline_tag": "task_tag",
+}
+_OURS = {*_OF_THE_HUB, "tags", "library_name", "model-index", KEY}
+
+
+def _with_edits(details: CardDetails, statement: PrivacyStatement, folder: Path) -> CardDetails:
+    """Return the details with what people changed in the metadata of the card that is there."""
+    path = folder / CARD
+    if not path.is_file():
+        return details
+    try:
+        text = path.read_text(encoding="utf-8")
+        now = ModelCard(text, ignore_metadata_errors=True).data.to_dict()
+        made = ModelCard(render_card(statement, details)).data.to_dict()
+    except (ValueError, OSError, HfDpError) as error:
+        raise LedgerError(
+            f"{path} cannot be read ({error}). Mend its YAML block, or delete the file to have it "
+            "made anew."
+        ) from error
+    changed: dict[str, Any] = {}
+    for key, name in _OF_THE_HUB.items():
+        if key in now and now[key] != made.get(key):
+            value = now[key]
+            changed[name] = value[0] if name == "dataset" and isinstance(value, list) else value
+    added = [tag for tag in now.get("tags") or () if tag not in (made.get("tags") or ())]
+    if added:
+        changed["tags"] = (*details.tags, *added)
+    details = details.with_given(**changed) if changed else details
+    extra = {key: value for key, value in now.items() if key not in _OURS}
+    return replace(details, metadata={**details.metadata, **extra})

@@ -1,0 +1,141 @@
+"""A card's YAML block: what the Hub understands, and ``differential_privacy`` for programs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from huggingface_hub import EvalResult, ModelCardData
+
+from hf_dp._version import __version__
+from hf_dp.cards.details import CardDetails
+from hf_dp.cards.escaping import one_line, public_name
+from hf_dp.cards.hub_rules import METRICS
+from hf_dp.plans.units import EXAMPLE, FEATURES, NONE
+from hf_dp.statement.facts import RunFacts
+from hf_dp.statement.statement import NOT_ESTABLISHED, PrivacyStatement
+
+TAGS = ("differential-privacy", "differential_privacy", "dp-sgd", "hf_dp")
+NOT_PRIVATE_TAGS = ("hf_dp",)  # a search for private models must not find one that is not
+KEY = "differential_privacy"
+_UNITS = {EXAMPLE: "example", FEATURES: "features of an example (labels public)", NONE: None}
+
+
+def card_data(statement: PrivacyStatement, details: CardDetails) -> ModelCardData:
+    """Return the YAML block of a card.
+
+    What the Hub checks against its lists, or links to, is left out when it is unknown.
+    """
+    results = eval_results(details)
+    return ModelCardData(
+        license=details.license or "unknown",
+        license_name=details.license_name,
+        license_link=details.license_link,
+        language=list(details.language) or None,
+        library_name=one_line(details.library_name),
+        base_model=details.hub_base,
+        datasets=None if details.hub_dataset is None else [details.hub_dataset],
+        pipeline_tag=details.task_tag,
+        tags=_tags(statement, details.tags),
+        model_name=details.model_name if results else None,
+        eval_results=results or None,
+        **details.metadata,
+        differential_privacy=metadata(statement),
+    )
+
+
+def eval_results(details: CardDetails) -> list[EvalResult]:
+    """Return the scores for the Hub's ``model-index``: metrics of a data set that the Hub knows."""
+    if details.hub_dataset is None or details.task_tag is None:
+        return []
+    config = details.dataset.split("/")[2:] if details.dataset else []
+    found = []
+    for name, value in details.metrics.items():
+        split, metric = of_metric(name, details.evaluation_split)
+        if metric in METRICS:
+            found.append(
+                EvalResult(
+                    task_type=details.task_tag,
+                    dataset_type=details.hub_dataset,
+                    dataset_name=details.dataset or details.hub_dataset,
+                    dataset_config=config[0] if config else None,
+                    dataset_split=split,
+                    metric_type=metric,
+                    metric_name=metric,
+                    metric_value=float(value),
+                )
+            )
+    return found
+
+
+def of_metric(name: str, split: str | None) -> tuple[str | None, str]:
+    """Return split and metric of a Trainer's name: "eval_validation_matched_f1" is the f1 of
+    "validation_matched"; where the name has no split, it is ``split``."""
+    text = name.removeprefix("eval_")
+    for metric in sorted(METRICS, key=len, reverse=True):
+        if text == metric:
+            return split, metric
+        if text.endswith(f"_{metric}"):
+            return text.removesuffix(f"_{metric}"), metric
+    return split, text
+
+
+def metadata(statement: PrivacyStatement) -> dict[str, Any]:
+    """Return the value of the card's ``differential_privacy`` key, as plain data.
+
+    ``epsilon`` is None unless the status is a proven one.
+    """
+    facts = statement.facts
+    return {
+        "status": statement.status,
+        "status_reason": one_line(statement.status_reason),
+        "epsilon": statement.epsilon,
+        "epsilon_kind": "bound" if statement.proven else None,
+        "delta": statement.delta,
+        "accountant": statement.accountant if statement.proven else None,
+        "epsilon_by_accountant": {
+            row.accountant: {
+                "epsilon": row.epsilon,
+                "kind": row.kind,
+                **({} if row.estimate is None else {"estimate": row.estimate}),
+                **({"note": one_line(row.note)} if row.note else {}),
+            }
+            for row in statement.epsilons
+        },
+        "target_epsilon": statement.target_epsilon,
+        "unit": _UNITS[statement.unit_code],
+        "rows_are_chunks": statement.rows_are_chunks,
+        "neighboring_relation": None if statement.status == NOT_ESTABLISHED else "zero_out",
+        "mechanism": statement.mechanism_name,
+        "sampling": statement.sampling_code,
+        "noise_multiplier": _one_or_list(statement.noise_multipliers),
+        "sample_rate": _one_or_list(statement.sample_rates),
+        "steps": statement.steps,
+        "steps_planned": statement.steps_planned,
+        "clipping": statement.clipping,
+        "clipping_norm": statement.clipping_norm,
+        "expected_batch_size": statement.expected_batch_size,
+        "num_examples": statement.num_examples,
+        "num_examples_public": True,
+        "released_without_noise": _released(facts),
+        "precision": one_line(facts.precision),
+        "noise_generator": one_line(facts.noise_generator),
+        "sampling_generator": one_line(facts.sampling_generator),
+        "events": [dict(row) for row in statement.mechanisms],
+        "library": f"hf_dp {__version__}",
+    }
+
+
+def _tags(statement: PrivacyStatement, given: Iterable[str]) -> list[str]:
+    kept = [tag for tag in map(public_name, given) if tag and (statement.proven or tag not in TAGS)]
+    ours = (statement.tag if tag == "dp-sgd" else tag for tag in TAGS)
+    return list(dict.fromkeys([*kept, *(ours if statement.proven else NOT_PRIVATE_TAGS)]))
+
+
+def _released(facts: RunFacts) -> list[str]:
+    """List what this run and the earlier runs that it names released without noise."""
+    return list(dict.fromkeys(one_line(name) for run in facts.everywhere for name in run.released))
+
+
+def _one_or_list(values: tuple[float, ...]) -> float | list[float]:
+    return values[0] if len(values) == 1 else list(values)

@@ -1,0 +1,90 @@
+"""The guarantee for a reader who knows no differential privacy."""
+
+from __future__ import annotations
+
+import math
+
+from hf_dp.cards.escaping import markdown
+from hf_dp.plans.units import EXAMPLE
+from hf_dp.statement.statement import NOT_ESTABLISHED, PrivacyStatement
+
+FALSE_ALARMS = 0.01  # of 100 rows that were not used, one is taken for used
+# A delta from which a card says something of it: 1 in 10,000.
+LARGE_DELTA = 1e-4
+
+
+def most_found(epsilon: float, delta: float, false_alarms: float = FALSE_ALARMS) -> float:
+    """Return the largest share of used rows that any test recognizes.
+
+    Of the rows that were not used it takes ``false_alarms`` for used. (epsilon, delta) bounds both
+    kinds of error: ``found <= e^epsilon false + delta`` and ``1 - found >= e^-epsilon (1 - delta -
+    false)`` (Wasserman and Zhou 2010; Kairouz, Oh and Viswanath 2015, theorem 2.1).
+    """
+    grown = min(epsilon, 50.0)  # beyond, the first bound is above 1 whatever delta is
+    one = math.exp(grown) * false_alarms + delta
+    other = 1 - math.exp(-epsilon) * max(0.0, 1 - delta - false_alarms)
+    return min(1.0, one, other)
+
+
+def in_short(statement: PrivacyStatement) -> list[str]:
+    """Return, as Markdown, what is protected, against whom, by how much, and what is not."""
+    if not statement.proven:
+        return _without_a_guarantee(statement)
+    row = "chunk of a text" if statement.rows_are_chunks else "row"
+    what = f"each single {row} of the training set"
+    if statement.unit_code != EXAMPLE:
+        what = f"the text (or image) of each single {row} of the training set, not its label"
+    found = most_found(statement.epsilon or 0.0, statement.delta)
+    alone = statement.status == "proven for the weights only"
+    lines = [
+        f"**What is protected.** {what[0].upper()}{what[1:]} ({statement.num_examples:,} rows): "
+        "whether and how it was used for training.",
+        "**Against whom.** Anyone who has the weights"
+        + (" (but not what else was released, see below)" if alone else "")
+        + ", also if they know all other rows and how the model was trained.",
+        f"**How well.** Say that somebody tests which rows were used, and takes 1 in 100 rows that "
+        f"were not for used. Then they recognize at most {_in_100(found)} in 100 rows that were. "
+        "Without privacy it may be 100 in 100." + _judged(found),
+    ]
+    if statement.delta >= LARGE_DELTA:
+        customary = "Far less than 1 in 10,000 is customary."
+        if statement.num_examples < 1 / LARGE_DELTA:
+            customary = "Of so few rows no model can be taught with a delta that is customary."
+        lines.append(
+            f"**A large delta.** Delta, {markdown(statement.delta_text)}, is roughly the chance "
+            f"that all this fails. {customary}"
+        )
+    lines.append(
+        "**What is not protected.** A person with several rows is protected less. What the base "
+        "model learned before, evaluation data, and other models trained on the same rows are not "
+        "covered. The full list is below."
+    )
+    return lines
+
+
+def _without_a_guarantee(statement: PrivacyStatement) -> list[str]:
+    why = (
+        "the published analysis of this method does not hold for what ran (the reasons are below)"
+        if statement.status == NOT_ESTABLISHED
+        else markdown(statement.status_reason)
+    )
+    return [
+        "**What is protected.** Nothing that anyone could rely on: treat these weights as if they "
+        "had been trained without any privacy protection.",
+        f"**Why.** {why[0].upper()}{why[1:]}. The numbers below are for the record; no epsilon "
+        "follows from them.",
+    ]
+
+
+def _in_100(share: float) -> str:
+    """Return a share in percent, rounded up, so that "at most" stays true."""
+    digits = 0 if share < 0.9 else 2 if share < 0.9999 else 4
+    return f"{min(100.0, math.ceil(share * 100 * 10**digits) / 10**digits):g}"
+
+
+def _judged(found: float) -> str:
+    if found <= 0.05:
+        return " This is a strong guarantee."
+    if found <= 0.5:
+        return " This is a real guarantee."
+    return " Against such a strong opponent this promises little by itself."
