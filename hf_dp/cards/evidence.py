@@ -23,6 +23,7 @@ from hf_dp.run.mark import read_stamp
 from hf_dp.run.weights_file import weights_files
 from hf_dp.statement.digests import Beside, digest_of, digest_of_file, digest_of_text
 from hf_dp.statement.durable import replace_file
+from hf_dp.statement.facts import RunFacts
 from hf_dp.statement.record import FILE_NAME, PrivacyRecord, read, to_record
 from hf_dp.statement.statement import PrivacyStatement
 from hf_dp.statement.verify import disagreements
@@ -85,8 +86,9 @@ def card_files(
     *,
     repository: str | None = None,
     given: Mapping[str, Any] | None = None,
-) -> dict[str, bytes]:
-    """Return README.md and ``privacy.json`` of a saved run, made again and belonging together.
+) -> tuple[dict[str, bytes], list[str]]:
+    """Return README.md and ``privacy.json`` of a saved run, made again and belonging together; and
+    remarks on what the Hub will not show.
 
     What people changed in the metadata of the README.md there (license, language, tags, ...) is
     kept.
@@ -104,8 +106,12 @@ def card_files(
     record = read(folder)
     _refuse_unfit(record, folder)
     assert record.statement is not None
-    statement = PrivacyStatement.from_dict(record.statement)
-    details = CardDetails() if record.card is None else CardDetails.from_dict(record.card)
+    # Stated again: an older version may have worded it differently, or bounded it more loosely.
+    facts = RunFacts.from_dict(record.statement["facts"])
+    statement = PrivacyStatement.from_ledger(record.plan, record.ledger, facts)
+    details = CardDetails(model_name=folder.resolve().name)
+    if record.card is not None:
+        details = CardDetails.from_dict(record.card)
     details = _with_edits(details, statement, folder)
     details = details.with_given(**dict(given or {}))
     text = render_card(statement, details, repository=repository)
@@ -118,7 +124,7 @@ def card_files(
         beside=beside(folder, statement, details, text),
     )
     written = json.dumps(document, indent=2, allow_nan=False) + "\n"
-    return {CARD: text.encode(), FILE_NAME: written.encode()}
+    return {CARD: text.encode(), FILE_NAME: written.encode()}, details.remarks()
 
 
 def _refuse_unfit(record: PrivacyRecord, folder: Path) -> None:

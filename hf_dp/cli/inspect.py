@@ -73,6 +73,7 @@ def listing(found: Publication) -> str:
         _block(f"goes ({len(goes)} files, {_bytes(found.size)})", goes),
         _block("stays", found.stays),
         _items("changed on the way", found.changes),
+        _items("remarks", found.remarks),
         _items("REFUSED", found.refusals),
     ]
     return "\n".join(block for block in blocks if block)
@@ -109,5 +110,6 @@ def _plain(found: Publication) -> dict[str, Any]:
         "goes": dict(found.goes),
         "stays": dict(found.stays),
         "changes": list(found.changes),
+        "remarks": list(found.remarks),
         "refusals": list(found.refusals),
     }

@@ -43,6 +43,14 @@ COMMANDS: dict[str, tuple[str, str]] = {
         "hf_dp.cli.account",
         "compute epsilon of a run or a search, or the noise a target needs (no GPU, no torch)",
     ),
+    "card": (
+        "hf_dp.cli.card",
+        "make the model card of a saved run again, with another license, data set, ...",
+    ),
+    "verify": (
+        "hf_dp.cli.verify",
+        "check what a published model claims against its own evidence",
+    ),
     "inspect": (
         "hf_dp.cli.inspect",
         "list what of a run's folder would be published, what stays, and why",

@@ -198,6 +198,7 @@ def publish(
     base_model: str | None = None,
     revision: str | None = None,
     not_private: bool = False,
+    sign_with: str | Path | None = None,
     token: str | None = None,
     message: str = "Publish with hf_dp",
 ) -> CommitInfo:
@@ -210,18 +211,26 @@ def publish(
         base_model: the id on the Hub of an adapter's base, where it was loaded from a folder.
         revision: a branch; made unless it is there.
         not_private: whether to publish what no epsilon covers, as what it is.
+        sign_with: the file of an SSH private key, to sign the ``privacy.json`` that goes.
         token: None for that of ``hf auth login`` or HF_TOKEN.
 
-    Raises: PublishError. Refusals come before anything is sent.
+    Raises: PublishError; ConfigError for a key that cannot be used. Refusals come before anything is sent.
     """
     hub = Hub(token)
-    kept = {"base_model": base_model, "not_private": not_private, "tokens": (token,)}
-    Publication.of(folder, repository, **kept).refuse()
+
+    def look_through(name: str) -> Publication:
+        return Publication.of(
+            folder,
+            name,
+            base_model,
+            not_private=not_private,
+            sign_with=sign_with,
+            tokens=(token,),
+        )
+
+    publication = look_through(repository)
+    publication.refuse()
     full_name = hub.create(repository, private)
-    return hub.push(
-        Publication.of(folder, full_name, **kept),
-        full_name,
-        revision=revision,
-        private=private,
-        message=message,
-    )
+    if full_name != repository:  # which the card is to name
+        publication = look_through(full_name)
+    return hub.push(publication, full_name, revision=revision, private=private, message=message)

@@ -13,6 +13,7 @@ from huggingface_hub import CommitOperationAdd
 
 from hf_dp.cards.evidence import CARD, card_files
 from hf_dp.cards.hub_rules import is_repository
+from hf_dp.cards.signature import SIGNATURE, sign
 from hf_dp.errors import LedgerError, PublishError
 from hf_dp.publishing.allowed import refuse_others, sort_files, why_goes
 from hf_dp.publishing.contents import Contents
@@ -37,6 +38,7 @@ class Publication:
         goes, stays: by path, why.
         changes: what was taken out of a file or replaced, in words.
         refusals: why the folder cannot be published, each with its next move.
+        remarks: what the Hub will not show.
         record: the run's ``privacy.json``; None for a model that was not trained privately.
     """
 
@@ -46,6 +48,7 @@ class Publication:
     stays: Mapping[str, str]
     changes: tuple[str, ...]
     refusals: tuple[str, ...]
+    remarks: tuple[str, ...]
     record: PrivacyRecord | None
 
     @classmethod
@@ -56,6 +59,7 @@ class Publication:
         base_model: str | None = None,
         *,
         not_private: bool = False,
+        sign_with: str | os.PathLike[str] | None = None,
         tokens: Iterable[str | None] = (),
     ) -> Publication:
         """Look through a folder. Nothing is written, and no network is used.
@@ -65,9 +69,11 @@ class Publication:
             base_model: the id on the Hub of the base, for the card and for an adapter.
             not_private: whether to publish what no epsilon covers: a run with ``insecure_seed``, or
                 a model that was not trained privately.
+            sign_with: the file of an SSH private key, to sign the ``privacy.json`` that goes.
             tokens: secrets to look for, besides those that this process knows.
 
-        Raises: PublishError for a path that is no folder, or a ``base_model`` that is no id.
+        Raises: PublishError for a path that is no folder, or a ``base_model`` that is no id;
+            ConfigError for a key that ssh-keygen cannot use.
         """
         folder = Path(folder)
         if not folder.is_dir():
@@ -85,12 +91,14 @@ class Publication:
                 f"{folder} holds no model.safetensors and no adapter_model.safetensors. Name the "
                 "folder into which the model was saved."
             )
-        record = None
+        record, remarks = None, []
         try:
             record = _record(folder)
             if record is not None:
                 given = {} if base_model is None else {"base_model": base_model}
-                files |= card_files(folder, repository=repository, given=given)
+                made, remarks = card_files(folder, repository=repository, given=given)
+                contents.refusals += _sign(files, made[FILE_NAME], folder, sign_with)
+                files |= made
             contents.refusals += _unfit_claim(record, files, not_private)
         except LedgerError as problem:
             contents.refusals.append(str(problem))
@@ -107,6 +115,7 @@ class Publication:
             MappingProxyType(found.stays),
             tuple(contents.changes),
             tuple(contents.refusals),
+            tuple(remarks),
             record,
         )
 
@@ -159,6 +168,27 @@ def _files(folder: Path, names: Iterable[str]) -> dict[str, bytes | Path]:
         name: folder / name if name.endswith(".safetensors") else (folder / name).read_bytes()
         for name in names
     }
+
+
+def _sign(
+    files: dict[str, bytes | Path],
+    evidence: bytes,
+    folder: Path,
+    key: str | os.PathLike[str] | None,
+) -> list[str]:
+    """Put the signature of the evidence among the files; list why one that is there does not fit.
+
+    Raises: ConfigError for a key that ssh-keygen cannot use.
+    """
+    if key is not None:
+        files[SIGNATURE] = sign(evidence, key)
+    elif SIGNATURE in files and (folder / FILE_NAME).read_bytes() != evidence:
+        return [
+            f"{SIGNATURE} signs {FILE_NAME} as it is in {folder}, and what goes to the Hub names the "
+            "repository. Sign what goes, by --sign-with KEY; or run `hf-dp card DIR --repository "
+            f"REPO`, sign its {FILE_NAME}, and publish to REPO; or delete the signature."
+        ]
+    return []
 
 
 def _record(folder: Path) -> PrivacyRecord | None:

@@ -63,11 +63,18 @@ def disagreements(record: PrivacyRecord) -> list[str]:
     for name, value in now.items():
         if name not in (*_BOUNDS, "facts") and (same_version or name not in _WORDING):
             if record.statement[name] != value:
-                problems.append(
-                    f"{name} is stated as {record.statement[name]!r}, and the ledger gives "
-                    f"{value!r}"
-                )
+                stated, found = _differing(record.statement[name], value)
+                problems.append(f"{name} is stated as {stated!r}, and the ledger gives {found!r}")
     return problems + _bounds(record.statement, now)
+
+
+def _differing(stated: Any, found: Any) -> tuple[Any, Any]:
+    """Return two values, of two lists only the items in which they differ."""
+    if not (isinstance(stated, list) and isinstance(found, list)):
+        return stated, found
+    only_stated = [item for item in stated if item not in found]
+    only_found = [item for item in found if item not in stated]
+    return (only_stated, only_found) if only_stated or only_found else (stated, found)
 
 
 def _bounds(said: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:

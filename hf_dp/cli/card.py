@@ -1,0 +1,70 @@
+"""``hf-dp card DIR``: make the card of a saved run again."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+from hf_dp.cli.options import hyphenated
+
+DESCRIPTION = """\
+Make README.md and privacy.json of a saved run again, from privacy.json. What people changed in the
+metadata of README.md (license, language, tags, ...) is kept; the options below change it here.
+"""
+EPILOG = """\
+examples:
+  hf-dp card outputs/demo --license apache-2.0 --language en
+  hf-dp card outputs/demo --base-model FacebookAI/roberta-base --dataset nyu-mll/glue/sst2
+"""
+_OPTIONS = {
+    "model-name": "title of the card",
+    "base-model": "its id on the Hub",
+    "dataset": "its id on the Hub, else its name; with a configuration: nyu-mll/glue/sst2",
+    "evaluation-split": "the split that the metrics were computed on, for example validation",
+    "license": "as the Hub spells it: apache-2.0, mit, cc-by-4.0, ..., other",
+    "license-name": "with --license other",
+    "license-link": "with --license other",
+    "task-tag": "the Hub's pipeline tag, for example text-classification",
+    "recipe": "what trained it",
+}
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """Return the parser."""
+    parser = argparse.ArgumentParser(
+        "hf-dp card",
+        description=DESCRIPTION,
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("folder", metavar="DIR", help="a saved run, or one of its checkpoints")
+    for name, text in _OPTIONS.items():
+        parser.add_argument(f"--{name}", metavar="TEXT", help=text)
+    for name, text in {"language": "ISO 639 codes", "tags": "tags to add"}.items():
+        parser.add_argument(f"--{name}", nargs="+", metavar="TEXT", help=text)
+    parser.add_argument(
+        "--repository", metavar="ID", help="the model's id on the Hub, for the lines that load it"
+    )
+    return parser
+
+
+def main(argv: Sequence[str]) -> int:
+    """Write both files; print remarks on what the Hub will not show."""
+    args = build_parser().parse_args(hyphenated(argv))
+    from hf_dp.cards.evidence import CARD, card_files
+    from hf_dp.cards.hub_rules import check_repository
+    from hf_dp.statement.durable import replace_file
+
+    if args.repository is not None:
+        check_repository("--repository", args.repository, "Or leave it out.")
+    names = [name.replace("-", "_") for name in (*_OPTIONS, "language", "tags")]
+    given = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
+    files, remarks = card_files(args.folder, repository=args.repository, given=given)
+    for name, content in files.items():
+        replace_file(Path(args.folder, name), [content])
+    for remark in remarks:
+        print(f"remark: {remark}")
+    print(Path(args.folder, CARD))
+    return 0

@@ -1,0 +1,109 @@
+"""``hf-dp verify MODEL``: what a model claims, against its own evidence."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from hf_dp.cli.options import hyphenated
+from hf_dp.errors import ConfigError
+
+DESCRIPTION = """\
+Check a published model, or a folder: compute epsilon again by every accountant, compare the card
+with the statement, the statement with the ledger, and the weights with their digests. It needs no
+GPU and none of the training rows.
+"""
+EPILOG = """\
+exit codes: 0 all agrees; 1 something does not; 2 wrong arguments; 3 something is missing and was
+not checked.
+
+examples:
+  hf-dp verify outputs/demo
+  hf-dp verify ORGANIZATION/MODEL
+  hf-dp verify ORGANIZATION/MODEL --allowed-signers signers.txt --identity alice@example.org
+"""
+EXIT_FAILED, EXIT_NOT_CHECKED = 1, 3
+# What is fetched from the Hub: what has a digest, and what has none although it should.
+_EVIDENCE = ("README.md", "privacy.json", "privacy.json.sig", "selection.json")
+_WEIGHTS = ("*.safetensors", "*.bin")
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """Return the parser."""
+    parser = argparse.ArgumentParser(
+        "hf-dp verify",
+        description=DESCRIPTION,
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("model", metavar="MODEL", help="a folder, or a repository on the Hub")
+    add("--revision", metavar="NAME", help="of the repository: a branch, tag or commit")
+    add("--skip-weights", action="store_true", help="do not fetch the weights from the Hub")
+    add(
+        "--allowed-signers",
+        metavar="FILE",
+        help='who may sign: lines "identity key-type key", as ssh-keygen reads them',
+    )
+    add("--identity", metavar="WHO", help="who is expected to have signed privacy.json")
+    add("--json", action="store_true", help="one JSON object on stdout")
+    return parser
+
+
+def main(argv: Sequence[str]) -> int:
+    """Print the report; return 0, 1 or 3, as the help has it."""
+    args = build_parser().parse_args(hyphenated(argv))
+    if (args.allowed_signers is None) != (args.identity is None):
+        raise ConfigError(
+            "Expected --allowed-signers and --identity together, got one of them. The file says "
+            "whose keys are whose, the identity whose signature is expected."
+        )
+    if args.allowed_signers is not None and not Path(args.allowed_signers).is_file():
+        raise ConfigError(
+            f"Expected --allowed-signers to be a file, got {args.allowed_signers!r}. Write a line "
+            'like "alice@example.org ssh-ed25519 AAAA..." into it.'
+        )
+    from hf_dp.cards.verify import FAILED, NOT_CHECKED, OK, summary, verify
+
+    folder = _folder(args)
+    report = verify(folder, allowed_signers=args.allowed_signers, identity=args.identity)
+    if args.json:
+        print(json.dumps(summary(report), indent=1))
+    else:
+        for check in report.checks:
+            print(f"{check.outcome:<12} {check.about}: {check.words}")
+        said = {OK: "verified", FAILED: "NOT verified", NOT_CHECKED: "not fully checked"}
+        print(f"\n{said[report.outcome]}: {report.claim or 'nothing is claimed'}")
+    return {OK: 0, FAILED: EXIT_FAILED, NOT_CHECKED: EXIT_NOT_CHECKED}[report.outcome]
+
+
+def _folder(args: argparse.Namespace) -> Path:
+    """Return the folder to check, fetched from the Hub if it is no local one.
+
+    Raises: ConfigError when there is no such folder or repository.
+    """
+    path = Path(args.model)
+    if path.is_dir():
+        return path
+    from hf_dp.cards.hub_rules import is_repository
+
+    if not is_repository(args.model):
+        raise ConfigError(
+            f"Expected MODEL to be a folder or a repository like 'organization/name', got "
+            f"{args.model!r}."
+        )
+    from huggingface_hub import snapshot_download
+
+    patterns = [*_EVIDENCE, *(() if args.skip_weights else _WEIGHTS)]
+    try:
+        found = snapshot_download(args.model, revision=args.revision, allow_patterns=patterns)
+    except (OSError, ValueError) as error:  # the Hub's errors are OSErrors
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise ConfigError(
+            f"{args.model!r} is no folder here, and cannot be fetched from the Hub: {reason} For a "
+            "private or gated repository set HF_TOKEN or run `hf auth login`."
+        ) from None
+    return Path(found)
