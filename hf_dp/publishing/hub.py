@@ -214,7 +214,8 @@ def publish(
         sign_with: the file of an SSH private key, to sign the ``privacy.json`` that goes.
         token: None for that of ``hf auth login`` or HF_TOKEN.
 
-    Raises: PublishError; ConfigError for a key that cannot be used. Refusals come before anything is sent.
+    Raises: PublishError; ConfigError for a key that cannot be used. Refusals come before anything
+        is sent.
     """
     hub = Hub(token)
 

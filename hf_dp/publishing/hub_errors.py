@@ -47,7 +47,9 @@ def asked(what: str, repository: str, token: str | None, act: Callable[[], Resul
     raise problem
 
 
-def _next_move(error: Exception, repository: str) -> str:
+def _next_move(error: BaseException, repository: str) -> str:
+    while not isinstance(error, HfHubHTTPError) and error.__cause__ is not None:
+        error = error.__cause__  # the client wraps what fails in an upload
     status = error.response.status_code if isinstance(error, HfHubHTTPError) else None
     if isinstance(error, HFValidationError):
         return (
