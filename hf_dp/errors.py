@@ -82,3 +82,8 @@ class DoesNotFitError(HfDpError, MemoryError):
 
 class DistributedError(HfDpError, RuntimeError):
     """The processes of a run disagree, or one of them failed or is gone."""
+
+
+class PublishError(HfDpError, RuntimeError):
+    """A folder cannot be published as it is, or the Hub did not take it; the message says what to
+    do. It never holds a token."""

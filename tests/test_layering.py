@@ -18,7 +18,7 @@ LAYERS = {
     "clipping": 3, "distributed": 3, "noise": 3, "losses": 3, "statement": 3,
     "batches": 4, "overlap": 4, "run": 4, "tasks": 4,
     "mechanisms": 5, "tuners": 5,
-    "cards": 6, "trainer": 6,
+    "cards": 6, "publishing": 6, "trainer": 6,
     "cli": 7, "audit": 7, "benchmarks": 7,
 }  # fmt: skip
 

@@ -51,6 +51,14 @@ COMMANDS: dict[str, tuple[str, str]] = {
         "hf_dp.cli.verify",
         "check what a published model claims against its own evidence",
     ),
+    "inspect": (
+        "hf_dp.cli.inspect",
+        "list what of a run's folder would be published, what stays, and why",
+    ),
+    "publish": (
+        "hf_dp.cli.publish",
+        "put a run on the Hub: weights, tokenizer, configuration, card and ledger",
+    ),
     "partitions": (
         "hf_dp.cli.partitions",
         "list the weight matrices of a model, from which DP-FROST selects",

@@ -155,8 +155,13 @@ class Mechanism(ABC):
 
     def save(self) -> PrivacyStatement:
         """Write ``privacy.json`` with the statement into the run's folder, and return the
-        statement."""
+        statement.
+
+        Weights that lie there get the run's mark, without which they cannot be published: save them
+        first.
+        """
         statement = self.statement()
+        self.run.book.mark_weights(self.run.folder)
         self.run.book.save(self.run.folder, statement)
         return statement
 

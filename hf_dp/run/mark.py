@@ -26,7 +26,7 @@ from hf_dp.statement.weaknesses import Weaknesses
 RUN_MARK = "_privacy_mark.json"  # in the run's folder
 COPIED_MARK = "_privacy_mark_of_copy.json"  # in checkpoints, and wherever else weights are saved
 VERSION = 1
-_PREFIX = "hf_dp_"  # of the keys in the metadata of weights
+STAMP_PREFIX = "hf_dp_"  # of the keys in the metadata of weights
 
 
 @dataclass(frozen=True, eq=False)
@@ -144,14 +144,16 @@ def stamp(path: Path, mark: Mark) -> None:
     texts = {
         key: value if isinstance(value, str) else json.dumps(value) for key, value in values.items()
     }
-    add_metadata(path, {_PREFIX + key: text for key, text in texts.items()})
+    add_metadata(path, {STAMP_PREFIX + key: text for key, text in texts.items()})
 
 
 def read_stamp(path: Path) -> Mark | None:
     """Return the mark in the metadata of a weights file, or None. Raises: LedgerError."""
     found = read_metadata(path)
     texts = {
-        key.removeprefix(_PREFIX): text for key, text in found.items() if key.startswith(_PREFIX)
+        key.removeprefix(STAMP_PREFIX): text
+        for key, text in found.items()
+        if key.startswith(STAMP_PREFIX)
     }
     if not texts:
         return None

@@ -176,7 +176,7 @@ _TRACKER = _works(
     "Names where the tracker stores what is logged; the log is filtered before it gets there."
 )
 _SAVING = _works("A checkpoint holds released (noised) weights and a copy of the ledger.")
-_HUB = _works("What is pushed is listed in the card, which is written with every save.")
+_HUB = _works("A push is one commit of weights, configuration, card and ledger, by an allow-list.")
 _AFTER_NOISE = _works("Acts on the noised gradient: post-processing.")
 _LOADER = _works("Concerns how examples are fetched, not which ones are drawn.")
 _NO_DDP = _neutral(

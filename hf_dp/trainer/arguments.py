@@ -154,8 +154,9 @@ class DPTrainingArguments(ForwardArguments, TrainingArguments):
             Of the optimizer. Unset means 5e-5, transformers' default, and 5e-6 for DP-FP as
             published, the paper's.
         hub_strategy (`str`, *optional*, defaults to `"end"`):
-            When to push to the Hub. `"checkpoint"` and `"all_checkpoints"` are refused in private
-            modes.
+            When to push to the Hub: when the model is saved, or with every checkpoint, too. Each
+            push is the noised weights with their card. `"checkpoint"` and `"all_checkpoints"` are
+            refused in private modes.
 
     > Parameters that control tests
 
@@ -398,6 +399,10 @@ class DPTrainingArguments(ForwardArguments, TrainingArguments):
     def is_published_dp_fp(self) -> bool:
         """Whether no epsilon is established for what this run does."""
         return self.privacy_mode == DP_FP and self.dp_fp_variant == PUBLISHED
+
+    def __getstate__(self) -> dict[str, typing.Any]:
+        """Leave the token out: `training_args.bin`, in every checkpoint, is a pickle of this."""
+        return {**vars(self), "hub_token": None}
 
     def check(self) -> None:
         """Repeat all checks, since arguments can be assigned after construction.

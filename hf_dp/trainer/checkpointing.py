@@ -82,7 +82,8 @@ class Checkpointing(Trainer):
         """Save the model, as Trainer does, and whole also where checkpoints hold shards."""
         plugin = getattr(self.accelerator.state, "fsdp_plugin", None)
         in_shards = plugin is not None and "FULL_STATE_DICT" not in str(plugin.state_dict_type)
-        if self._run is None or plugin is None or not in_shards or _internal_call:
+        of_checkpoint = _internal_call and self.is_saving  # and not what is pushed
+        if self._run is None or plugin is None or not in_shards or of_checkpoint:
             super().save_model(output_dir, _internal_call)
             if self._run is not None and in_shards and self.args.should_save:
                 folder = output_dir or str(self.args.output_dir)
@@ -99,10 +100,6 @@ class Checkpointing(Trainer):
     def _write_beside_weights(self, folder: str) -> None:
         """Write what belongs beside a run's weights: selection, mark, ledger and card."""
         raise NotImplementedError
-
-    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
-        if not self.is_saving:  # it is pushed when it is complete
-            super()._push_from_checkpoint(checkpoint_folder)
 
     def _checkpoint_of(self, resume_from_checkpoint: str | bool | None) -> str | None:
         """Return the checkpoint to go on from, and take over the run's ledger; None for a new run.

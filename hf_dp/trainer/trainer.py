@@ -54,7 +54,6 @@ from hf_dp.trainer.callbacks import (
     with_epsilon,
 )
 from hf_dp.trainer.card_facts import details_of, earlier_run, in_our_names, pretraining_sources
-from hf_dp.trainer.checkpointing import Checkpointing
 from hf_dp.trainer.from_arguments import (
     find_physical_batch,
     options_of,
@@ -63,6 +62,7 @@ from hf_dp.trainer.from_arguments import (
     shared_arguments,
 )
 from hf_dp.trainer.launch import without_ddp, without_tied_copies
+from hf_dp.trainer.publishing import Publishing
 from hf_dp.trainer.signals import StopOnSignal
 from hf_dp.trainer.subclasses import check_subclass
 from hf_dp.tuners.apply import apply_peft, load_model
@@ -83,7 +83,7 @@ FIXED_ARGUMENTS = (
 )
 
 
-class DPTrainer(Checkpointing):
+class DPTrainer(Publishing):
     """Train privately: a drop-in for :class:`transformers.Trainer`.
 
     The arguments are Trainer's, in Trainer's order, and ``peft_config``.
@@ -524,11 +524,6 @@ class DPTrainer(Checkpointing):
         self.tuner.save(folder)
         self.run.book.mark_weights(folder)
         self._write_privacy_files(folder)
-
-    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
-        if self._run is not None and self.is_world_process_zero() and not self.is_saving:
-            self._write_privacy_files(self.folder)  # so that no push leaves without its card
-        super()._push_from_checkpoint(checkpoint_folder)
 
     def describe(self, **details: Any) -> None:
         """Say what the card of a private run should, in this and in every later save.

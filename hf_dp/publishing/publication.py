@@ -1,0 +1,250 @@
+"""What a push puts on the Hub: an explicit list of bytes and files, made before any upload."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+
+from huggingface_hub import CommitOperationAdd
+
+from hf_dp.cards.evidence import CARD, card_files
+from hf_dp.cards.hub_rules import is_repository
+from hf_dp.cards.signature import SIGNATURE, sign
+from hf_dp.errors import LedgerError, PublishError
+from hf_dp.publishing.allowed import refuse_others, sort_files, why_goes
+from hf_dp.publishing.contents import Contents
+from hf_dp.publishing.private_words import PrivateWords
+from hf_dp.run.mark import Mark, in_words, read_stamp
+from hf_dp.run.marks import marks_in, read_run
+from hf_dp.statement.record import FILE_NAME, PrivacyRecord, read
+from hf_dp.statement.statement import NOT_PRIVATE
+
+_MASKS = "selection_masks.safetensors"
+# What only the metadata of a private run's card may hold, as a key or a tag.
+_CLAIM = re.compile(r"\A---\n.*?differential[-_]privacy.*?^---", re.S | re.M)
+
+
+@dataclass(frozen=True)
+class Publication:
+    """The files that go, and why each of the others stays.
+
+    Attributes:
+        folder: of the run, or of a checkpoint.
+        files: by their paths in the repository: their bytes, or where they are (weights).
+        goes, stays: by path, why.
+        changes: what was taken out of a file or replaced, in words.
+        refusals: why the folder cannot be published, each with its next move.
+        remarks: what the Hub will not show.
+        record: the run's ``privacy.json``; None for a model that was not trained privately.
+    """
+
+    folder: Path
+    files: Mapping[str, bytes | Path]
+    goes: Mapping[str, str]
+    stays: Mapping[str, str]
+    changes: tuple[str, ...]
+    refusals: tuple[str, ...]
+    remarks: tuple[str, ...]
+    record: PrivacyRecord | None
+
+    @classmethod
+    def of(
+        cls,
+        folder: str | os.PathLike[str],
+        repository: str | None = None,
+        base_model: str | None = None,
+        *,
+        not_private: bool = False,
+        sign_with: str | os.PathLike[str] | None = None,
+        tokens: Iterable[str | None] = (),
+    ) -> Publication:
+        """Look through a folder. Nothing is written, and no network is used.
+
+        Args:
+            repository: its name on the Hub, for the card.
+            base_model: the id on the Hub of the base, for the card and for an adapter.
+            not_private: whether to publish what no epsilon covers: a run with ``insecure_seed``, or
+                a model that was not trained privately.
+            sign_with: the file of an SSH private key, to sign the ``privacy.json`` that goes.
+            tokens: secrets to look for, besides those that this process knows.
+
+        Raises: PublishError for a path that is no folder, or a ``base_model`` that is no id;
+            ConfigError for a key that ssh-keygen cannot use.
+        """
+        folder = Path(folder)
+        if not folder.is_dir():
+            raise PublishError(f"Expected a folder of a run to publish, got {str(folder)!r}.")
+        if base_model is not None and not is_repository(base_model):
+            raise PublishError(
+                f"Expected `base_model` to be an id on the Hub, for example "
+                f"'FacebookAI/roberta-base', got {base_model!r}."
+            )
+        contents = Contents(PrivateWords.of(folder, tokens), base_model)
+        found = sort_files(folder)
+        files = _files(folder, found.goes)
+        if not any(isinstance(each, Path) and name != _MASKS for name, each in files.items()):
+            contents.refusals.append(
+                f"{folder} holds no model.safetensors and no adapter_model.safetensors. Name the "
+                "folder into which the model was saved."
+            )
+        record, remarks = None, []
+        try:
+            record = _record(folder)
+            if record is not None:
+                given = {} if base_model is None else {"base_model": base_model}
+                made, remarks = card_files(folder, repository=repository, given=given)
+                contents.refusals += _sign(files, made[FILE_NAME], folder, sign_with)
+                files |= made
+            contents.refusals += _unfit_claim(record, files, not_private)
+        except LedgerError as problem:
+            contents.refusals.append(str(problem))
+        for name, content in files.items():
+            if isinstance(content, Path):
+                contents.look_at_weights(name, content)
+            else:
+                files[name] = contents.published(name, content)
+        files = dict(sorted(files.items()))
+        return cls(
+            folder,
+            MappingProxyType(files),
+            MappingProxyType({name: why_goes(name) or "" for name in files}),
+            MappingProxyType(found.stays),
+            tuple(contents.changes),
+            tuple(contents.refusals),
+            tuple(remarks),
+            record,
+        )
+
+    @property
+    def mark(self) -> Mark | None:
+        """How far the run had come, and what weakens its claim; None without a run."""
+        return None if self.record is None else Mark.of(self.record)
+
+    @property
+    def size(self) -> int:
+        """The number of bytes that go."""
+        return sum(
+            each.stat().st_size if isinstance(each, Path) else len(each)
+            for each in self.files.values()
+        )
+
+    def in_words(self) -> str:
+        """Name the run and its claim."""
+        if self.record is None:
+            return "not trained privately"
+        statement = self.record.statement or {}
+        if statement.get("epsilon") is None:
+            return self.record.status
+        return (
+            f"{self.record.status}, epsilon {statement['epsilon']}, {in_words(self.record.ledger)}"
+        )
+
+    def refuse(self) -> None:
+        """Raise PublishError when anything keeps the folder from being published."""
+        if self.refusals:
+            more = "".join(f"\n- {reason}" for reason in self.refusals)
+            raise PublishError(f"{self.folder} cannot be published, and nothing was sent:{more}")
+
+    def additions(self) -> list[CommitOperationAdd]:
+        """Return the operations of a commit, after a last look at their names.
+
+        Raises: PublishError as :meth:`refuse`, and for a name that is not on the allow-list.
+        """
+        self.refuse()
+        refuse_others(self.files)
+        return [
+            CommitOperationAdd(name, each if isinstance(each, bytes) else str(each))
+            for name, each in self.files.items()
+        ]
+
+
+def _files(folder: Path, names: Iterable[str]) -> dict[str, bytes | Path]:
+    """Return the bytes of small files, and the paths of weights."""
+    return {
+        name: folder / name if name.endswith(".safetensors") else (folder / name).read_bytes()
+        for name in names
+    }
+
+
+def _sign(
+    files: dict[str, bytes | Path],
+    evidence: bytes,
+    folder: Path,
+    key: str | os.PathLike[str] | None,
+) -> list[str]:
+    """Put the signature of the evidence among the files; list why one that is there does not fit.
+
+    Raises: ConfigError for a key that ssh-keygen cannot use.
+    """
+    if key is not None:
+        files[SIGNATURE] = sign(evidence, key)
+    elif SIGNATURE in files and (folder / FILE_NAME).read_bytes() != evidence:
+        return [
+            f"{SIGNATURE} signs {FILE_NAME} as it is in {folder}, and what goes to the Hub names "
+            "the repository. Sign what goes, by --sign-with KEY; or run `hf-dp card DIR --repository "
+            f"REPO`, sign its {FILE_NAME}, and publish to REPO; or delete the signature."
+        ]
+    return []
+
+
+def _record(folder: Path) -> PrivacyRecord | None:
+    """Return a folder's record; None for a model that no private run made.
+
+    Raises: LedgerError for a damaged record, for one that lacks what a mark beside it knows, and
+        where only marks are left of a private run.
+    """
+    if (folder / FILE_NAME).exists():
+        record, known = read(folder), read_run(folder)
+        if not record.weaknesses.includes(known.weaknesses):
+            raise LedgerError(
+                f"{FILE_NAME} in {folder} lacks what a mark beside it knows to weaken the claim: "
+                f"{known.weaknesses}. Save the model again with trainer.save_model()."
+            )
+        return record
+    if marks := marks_in(folder):
+        raise LedgerError(
+            f"{folder} has no {FILE_NAME}, and {marks[0].where.name} carries the mark of the "
+            f"private run {marks[0].mark.run_id}. Publish the run's own output folder, or one of "
+            f"its checkpoints, with its {FILE_NAME}."
+        )
+    return None
+
+
+def _unfit_claim(
+    record: PrivacyRecord | None, files: Mapping[str, bytes | Path], not_private: bool
+) -> list[str]:
+    """List why what the files claim does not fit what is to be published."""
+    explicit = "To publish it as what it is, pass --not-private (in Python, not_private=True)."
+    if record is not None:
+        if record.status == NOT_PRIVATE and not not_private:
+            reason = (record.statement or {}).get("status_reason", "")
+            return [f"This run is NOT private: {reason}. {explicit}"]
+        return [
+            f"Nothing ties {path} to the {FILE_NAME} beside it: it carries no mark of a run. Save "
+            "the model with trainer.save_model(); in a loop of your own, save the weights and then "
+            "call mechanism.save()."
+            for name, path in files.items()
+            if isinstance(path, Path) and name != _MASKS and not _is_tied(record, name, path)
+        ]
+    if not not_private:
+        return [
+            f"There is no {FILE_NAME}, so nothing says that this model was trained privately. If "
+            f"it was, publish the folder that holds the file. {explicit}"
+        ]
+    card = files.get(CARD, b"")
+    if isinstance(card, bytes) and _CLAIM.match(card.decode("utf-8", errors="replace")):
+        return [
+            f"The metadata of {CARD} claim differential privacy, and there is no {FILE_NAME}. Take "
+            "the claim out of the card, or publish the folder that holds the evidence."
+        ]
+    return []
+
+
+def _is_tied(record: PrivacyRecord, name: str, path: Path) -> bool:
+    """Return whether weights belong to a record, by its digest of them or by their mark."""
+    by_digest = record.digests is not None and name in record.digests.files
+    return by_digest or read_stamp(path) is not None

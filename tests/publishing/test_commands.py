@@ -1,0 +1,55 @@
+"""``hf-dp inspect`` and ``hf-dp publish``."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from conftest import BASE
+from loopback_hub import TOKEN, USER
+
+from hf_dp.cli.main import main
+
+NAME = f"{USER}/model"
+
+
+def test_inspect_lists_what_goes_what_stays_and_why(full, capsys):
+    assert main(["inspect", str(full)]) == 0
+    said = capsys.readouterr().out
+    assert "proven, epsilon" in said and "4 of training" in said
+    goes, stays = said.split("stays:")
+    assert "model.safetensors" in goes and "noised weights" in goes
+    assert "training_args.bin" in stays and "checkpoint-2/" in stays and "REFUSED" not in said
+
+
+def test_inspect_says_what_is_refused_and_exits_with_1(lora, capsys):
+    assert main(["inspect", str(lora)]) == 1
+    assert "REFUSED" in (said := capsys.readouterr().out) and "--base-model ID" in said
+    assert main(["inspect", str(lora), "--base_model", BASE, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["refusals"] == [] and "adapter_model.safetensors" in found["goes"]
+    assert main(["inspect", str(lora / "nowhere")]) == 2
+    assert "Expected a folder" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("spelling", ["--base-model", "--base_model"])
+def test_publish(hub, lora, capsys, spelling):
+    assert main(["publish", str(lora), NAME, "--private", spelling, BASE]) == 0
+    assert capsys.readouterr().out.strip() == f"{hub.url}/{NAME}/commit/{hub.pushes(NAME)[0].oid}"
+    assert hub.repositories[NAME].private
+    config = json.loads(hub.files(NAME)["adapter_config.json"])
+    assert config["base_model_name_or_path"] == BASE
+
+
+def test_publish_refuses_in_one_line_without_the_token(hub, lora, capsys):
+    hub.faults["commit"] = 403
+    assert main(["publish", str(lora), NAME, "--base-model", BASE]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("hf-dp publish: ") and "may not write" in said and TOKEN not in said
+
+
+def test_there_is_no_option_for_a_token(capsys):
+    with pytest.raises(SystemExit):
+        main(["publish", "--help"])
+    said = capsys.readouterr().out
+    assert "--token" not in said and "hf auth login" in said and "HF_TOKEN" in said

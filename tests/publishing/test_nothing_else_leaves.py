@@ -1,0 +1,162 @@
+"""Over every byte that the Hub receives: no row, path, un-noised loss, draw, name or token.
+
+A run that writes all of these into its own folder is pushed; what is looked for is there, and not
+in what was received.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+from loopback_hub import TOKEN, USER
+from peft import LoraConfig
+from transformers import DataCollatorWithPadding, TrainerCallback
+
+from hf_dp.plans.sampling import PoissonSampler
+from hf_dp.publishing import allowed
+from hf_dp.trainer.trainer import DPTrainer
+
+NAME = f"{USER}/model"
+PERSON, MACHINE = "quillon-of-tests", "machine-zanzibar"
+LOSS = 7654321.0  # added to every example's loss, which moves no gradient
+
+
+class KnownLoss(DPTrainer):
+    def compute_per_example_loss(self, model: Any, inputs: dict[str, Any]) -> Any:
+        return super().compute_per_example_loss(model, inputs) + LOSS
+
+
+class WritesAllDown(TrainerCallback):
+    """What a careless script leaves in the folders from which is pushed."""
+
+    def __init__(self, rows: list[str], draws: list[list[int]]):
+        self.rows, self.draws = rows, draws
+
+    def on_push_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        folder = Path(args.output_dir)
+        for place in (folder, *folder.glob("checkpoint-*")):
+            (place / "predictions.jsonl").write_text("\n".join(self.rows))
+            (place / "draws.txt").write_text("\n".join(map(json.dumps, self.draws)))
+            (place / "notes.txt").write_text(f"{TOKEN} {Path.home()} {PERSON} {MACHINE}")
+
+
+def published(hub, tmp_path: Path, monkeypatch, strategy: str, adapter: bool) -> dict[str, bytes]:
+    """Train and push; return what must not have left, by name."""
+    home = tmp_path / "home-of-people" / PERSON
+    output = home / "outputs-ruritania" / "run-sealand"
+    monkeypatch.setenv("HOME", str(home))
+    monkeypatch.setenv("LOGNAME", PERSON)
+    monkeypatch.setenv("USER", PERSON)
+    monkeypatch.setattr("socket.gethostname", lambda: MACHINE)
+    base = home / "bases-freedonia" / "bert"
+    tiny.model().save_pretrained(base)
+    tiny.tokenizer().save_pretrained(base)
+    words = tiny.tokenizer().from_pretrained(base)
+    rows = [f"row-{i}-of-graustark {row['sentence']}" for i, row in enumerate(tiny.rows(40))]
+    data = tiny.dataset().add_column("sentence", rows)
+    data.to_parquet(home / "data-elbonia" / "train.parquet")
+    data = type(data).from_parquet(
+        str(home / "data-elbonia" / "train.parquet"), cache_dir=str(home / "cache-latveria")
+    )
+    draws: list[list[int]] = []
+    draw = PoissonSampler.draw
+    monkeypatch.setattr(
+        PoissonSampler, "draw", lambda self: (draws.append(found := draw(self)), found)[1]
+    )
+    config = LoraConfig(r=2, target_modules=["query"], task_type="SEQ_CLS") if adapter else None
+    trainer = tiny.trainer(
+        output,
+        cls=KnownLoss,
+        given={
+            "model": str(base),
+            "peft_config": config,
+            "train_dataset": data,
+            "processing_class": words,
+            "data_collator": DataCollatorWithPadding(words),
+            "callbacks": [WritesAllDown(rows, draws)],
+        },
+        save_strategy="steps",
+        save_steps=2,
+        logging_steps=1,
+        report_to="tensorboard",
+        release=["training_loss"],  # into the logs of this machine
+        run_name=f"run by {PERSON}",
+        push_to_hub=True,
+        hub_model_id=NAME,
+        hub_strategy=strategy,
+        hub_always_push=True,
+        hub_token=TOKEN,
+    )
+    trainer.describe(base_model=f"{USER}/tiny-base")
+    trainer.train()
+    trainer.push_to_hub()
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    assert len(losses) == 4 and min(losses) > 1e5 and len(draws) == 4
+    drawn = [found for found in draws if len(found) >= 4]
+    assert drawn
+    return {
+        "a row": b"-of-graustark",
+        "the output folder": b"outputs-ruritania",
+        "the run's folder": b"run-sealand",
+        "the data's path": b"data-elbonia",
+        "the base's path": b"bases-freedonia",
+        "the home folder": b"home-of-people",
+        "the user": PERSON.encode(),
+        "the machine": MACHINE.encode(),
+        "the token": TOKEN.encode(),
+        **{f"loss {n} in words": str(loss)[:9].encode() for n, loss in enumerate(losses)},
+        **{f"loss {n} in bytes": struct.pack("<f", loss) for n, loss in enumerate(losses)},
+        **{f"draw {n}": json.dumps(found)[1:-1].encode() for n, found in enumerate(drawn)},
+    }
+
+
+def found(words: dict[str, bytes], texts: Iterator[tuple[str, bytes]]) -> dict[str, str]:
+    """Where each of the words is, of those that are anywhere."""
+    return {name: where for where, text in texts for name, word in words.items() if word in text}
+
+
+def on_disk(folder: Path) -> Iterator[tuple[str, bytes]]:
+    for path in folder.rglob("*"):
+        yield str(path), str(path).encode()
+        if path.is_file():
+            yield str(path), path.read_bytes()
+
+
+@pytest.mark.parametrize("adapter", [False, True], ids=["full", "adapter"])
+@pytest.mark.parametrize("strategy", ["end", "every_save"])
+def test_of_what_is_private_nothing_is_received(hub, tmp_path, monkeypatch, strategy, adapter):
+    words = published(hub, tmp_path, monkeypatch, strategy, adapter)
+    # "the data's path" is in the arguments of nobody: in the cache alone.
+    assert set(found(words, on_disk(tmp_path))) == set(words)  # there to be found
+    assert len(hub.pushes(NAME)) == (3 if strategy == "every_save" else 1)
+    weights = "adapter_model.safetensors" if adapter else "model.safetensors"
+    assert any(weights in where for where, _ in hub.received())
+    assert found(words, hub.received()) == {}
+
+
+@pytest.mark.parametrize("strategy", ["end", "every_save"])
+def test_a_planted_leak_is_seen(hub, tmp_path, monkeypatch, strategy):
+    """The same, with an allow-list that lets everything go."""
+    monkeypatch.setattr(allowed, "_GOES", {r"(?!_|checkpoint).*": "planted"})
+    monkeypatch.setattr(
+        "hf_dp.publishing.contents.Contents.published", lambda self, name, text: text
+    )
+    words = published(hub, tmp_path, monkeypatch, strategy, False)
+    seen = found(words, hub.received())
+    losses = [name for name in words if name.startswith("loss")]
+    draws = [name for name in words if name.startswith("draw")]
+    assert {"a row", "the user", "the machine", "the token", *losses, *draws} <= set(seen)
+    assert {"the output folder", "the run's folder"} <= set(seen)
+
+
+def test_one_planted_file_is_seen(hub, tmp_path, monkeypatch):
+    goes = {r"trainer_state\.json": "planted", **allowed._GOES}
+    monkeypatch.setattr(allowed, "_GOES", goes)
+    words = published(hub, tmp_path, monkeypatch, "every_save", False)
+    assert any(name.startswith("loss") for name in found(words, hub.received()))

@@ -1,0 +1,200 @@
+"""What a folder would publish: of whole models and adapters, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import tiny
+import torch
+from conftest import BASE
+from safetensors.torch import load_file, save_file
+
+from hf_dp.errors import PublishError
+from hf_dp.publishing.publication import Publication
+from hf_dp.statement.record import read
+
+CARD_AND_TOKENIZER = {"README.md", "privacy.json", "tokenizer.json", "tokenizer_config.json"}
+
+
+@pytest.mark.parametrize(
+    ("method", "own"),
+    [
+        ("full", {"model.safetensors", "config.json"}),
+        ("lora", {"adapter_model.safetensors", "adapter_config.json"}),
+        ("frost", {"adapter_model.safetensors", "adapter_config.json", "selection.json"}),
+    ],
+)
+@pytest.mark.parametrize("checkpoint", ["", "checkpoint-2"])
+def test_a_run_goes_as_what_loading_and_checking_need(trained, method, own, checkpoint):
+    found = Publication.of(trained(method) / checkpoint, "you/model", BASE)
+    assert found.refusals == ()
+    assert set(found.files) == set(found.goes) == CARD_AND_TOKENIZER | own
+    assert {"training_args.bin"} <= set(found.stays)
+    assert {op.path_in_repo for op in found.additions()} == set(found.files)
+    assert found.record is not None and found.record.ledger.steps("training") == (
+        2 if checkpoint else 4
+    )
+    assert found.size == sum(len(as_bytes(each)) for each in found.files.values())
+    for name, content in found.files.items():
+        assert str(trained(method)).encode() not in as_bytes(content), name
+
+
+def as_bytes(content: bytes | Path) -> bytes:
+    return content if isinstance(content, bytes) else content.read_bytes()
+
+
+def test_an_adapter_names_its_base_on_the_hub_or_is_refused(lora, base):
+    assert json.loads((lora / "adapter_config.json").read_text())["base_model_name_or_path"] == str(
+        base
+    )
+    with pytest.raises(PublishError, match=r"base_model_name_or_path.*local path.*--base-model"):
+        Publication.of(lora).additions()
+    found = Publication.of(lora, base_model=BASE)
+    config = json.loads(as_bytes(found.files["adapter_config.json"]))
+    assert config["base_model_name_or_path"] == BASE and len(found.changes) == 1
+    with pytest.raises(PublishError, match=r"`base_model` to be an id.*'/some/where'"):
+        Publication.of(lora, base_model="/some/where")
+
+
+def test_the_list_is_frozen_and_what_was_looked_at_is_what_leaves(full):
+    found = Publication.of(full)
+    with pytest.raises(TypeError):
+        found.files["notes.txt"] = b""
+    before = found.files["config.json"]
+    (full / "config.json").write_text('{"a": "/data/secret/x"}')
+    (operation,) = (op for op in found.additions() if op.path_in_repo == "config.json")
+    assert operation.path_or_fileobj == before
+
+
+def test_a_folder_without_its_ledger_is_refused(full):
+    (full / "privacy.json").unlink()
+    for not_private in (False, True):  # weights and marks still say whose they are
+        with pytest.raises(PublishError, match=r"no privacy.json.*mark of the private run"):
+            Publication.of(full, not_private=not_private).refuse()
+    for mark in full.glob("_privacy*"):
+        mark.unlink()
+    with pytest.raises(PublishError, match=r"model.safetensors carries the mark"):
+        Publication.of(full, not_private=True).refuse()
+
+
+def test_weights_of_another_run_are_refused(full, trained, tmp_path):
+    other = tiny.trainer(tmp_path / "other", max_steps=1)
+    other.train()
+    other.save_model()
+    shutil.copy(tmp_path / "other" / "model.safetensors", full / "model.safetensors")
+    with pytest.raises(PublishError, match=rf"of run {read(tmp_path / 'other').run_id}"):
+        Publication.of(full).refuse()
+
+
+def test_an_older_ledger_beside_newer_weights_is_refused(full):
+    shutil.copy(full / "checkpoint-2" / "privacy.json", full / "privacy.json")
+    with pytest.raises(PublishError, match=r"went back"):
+        Publication.of(full).refuse()
+
+
+def test_weights_that_carry_no_mark_are_refused(full):
+    weights = load_file(full / "model.safetensors")
+    save_file(weights, full / "model.safetensors", metadata={"format": "pt"})
+    assert Publication.of(full).refusals
+
+
+def test_a_damaged_ledger_is_refused(full):
+    (full / "privacy.json").write_text("{")
+    with pytest.raises(PublishError, match=r"privacy.json is not complete JSON"):
+        Publication.of(full).refuse()
+
+
+def test_a_run_under_way_is_refused(full):
+    record = json.loads((full / "privacy.json").read_text())
+    (full / "privacy.json").write_text(
+        json.dumps({**record, "status": "running", "statement": None})
+    )
+    with pytest.raises(PublishError, match=r"running|under way|not ended"):
+        Publication.of(full).refuse()
+
+
+def test_a_folder_without_weights_is_refused(full):
+    (full / "model.safetensors").rename(full / "pytorch_model.bin")
+    with pytest.raises(PublishError, match=r"holds no model.safetensors"):
+        Publication.of(full).refuse()
+    with pytest.raises(PublishError, match=r"Expected a folder.*nowhere"):
+        Publication.of(full / "nowhere")
+
+
+def test_all_refusals_are_said_at_once(lora):
+    (lora / "chat_template.jinja").write_text(str(lora))
+    (lora / "LICENSE").write_text("hf_" + "q" * 34)
+    assert len(Publication.of(lora).refusals) == 3
+    with pytest.raises(PublishError, match=r"(?s)chat_template.*adapter_config|LICENSE"):
+        Publication.of(lora).refuse()
+
+
+# -- what is not private --
+
+
+@pytest.fixture(scope="module")
+def insecure(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("insecure")
+    trainer = tiny.trainer(folder, insecure_seed=1, max_steps=1)
+    trainer.train()
+    trainer.save_model()
+    return folder
+
+
+@pytest.fixture(scope="module")
+def public(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("public")
+    trainer = tiny.trainer(folder, privacy_mode="non_private", max_steps=1)
+    trainer.train()
+    trainer.save_model()
+    trainer.create_model_card()
+    return folder
+
+
+def test_an_insecure_run_goes_only_as_not_private(insecure):
+    with pytest.raises(PublishError, match=r"NOT private.*insecure_seed.*--not-private"):
+        Publication.of(insecure).refuse()
+    found = Publication.of(insecure, not_private=True)
+    found.refuse()
+    card = as_bytes(found.files["README.md"]).decode()
+    assert "not private" in card.lower() and "epsilon: null" in card
+    assert found.in_words() == "not private"
+
+
+def test_a_model_without_a_private_run_goes_without_any_epsilon(public):
+    with pytest.raises(PublishError, match=r"no privacy.json.*--not-private"):
+        Publication.of(public).refuse()
+    found = Publication.of(public, not_private=True)
+    found.refuse()
+    assert found.record is None and "privacy.json" not in found.files
+    assert {"model.safetensors", "config.json", "README.md"} <= set(found.files)
+    for name in set(found.files) - {"model.safetensors"}:
+        text = as_bytes(found.files[name]).decode().lower()
+        assert "differential" not in text and '"epsilon"' not in text, name
+    assert "epsilon" not in as_bytes(found.files["README.md"]).decode().replace(
+        "epsilon=1e-08",
+        "",  # the optimizer's
+    )
+
+
+@pytest.mark.parametrize(
+    "metadata", ["tags:\n- differential-privacy\n", "differential_privacy:\n  epsilon: 1\n"]
+)
+def test_a_card_that_claims_privacy_without_evidence_is_refused(public, tmp_path, metadata):
+    folder = shutil.copytree(public, tmp_path / "copy")
+    (folder / "README.md").write_text(f"---\nlicense: mit\n{metadata}---\n\n# x\n")
+    with pytest.raises(PublishError, match=r"claim differential privacy"):
+        Publication.of(folder, not_private=True).refuse()
+    (folder / "README.md").write_text(
+        "---\nlicense: mit\n---\n\nno differential_privacy here\n---\n"
+    )
+    Publication.of(folder, not_private=True).refuse()
+
+
+def test_weights_are_not_read_into_memory(full):
+    found = Publication.of(full)
+    assert isinstance(found.files["model.safetensors"], Path)
+    assert torch.is_tensor(next(iter(load_file(found.files["model.safetensors"]).values())))

@@ -1,0 +1,69 @@
+"""What was pushed loads in a fresh process by its name, and computes what it computed here."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import tiny
+from conftest import BASE
+from loopback_hub import USER
+
+from hf_dp.publishing.hub import publish
+
+TEXTS = ["good film", "the plot was very bad and long", "fine"]
+PROGRAM = """
+import json, sys
+from transformers import pipeline
+texts, found = json.loads(sys.argv[1]), {}
+for method in ("full", "lora", "frost"):
+    classify = pipeline("text-classification", model=f"{sys.argv[2]}/{method}", top_k=None)
+    found[method] = [
+        {row["label"]: row["score"] for row in rows} for rows in classify(texts)
+    ]
+print(json.dumps(found))
+"""
+
+
+def test_what_is_pulled_computes_what_was_pushed(hub, trained, base, tmp_path):
+    from peft import AutoPeftModelForSequenceClassification
+    from transformers import AutoModelForSequenceClassification, pipeline
+
+    hub.add(BASE, {path.name: path.read_bytes() for path in base.iterdir()})
+    here = {}
+    for method in ("full", "lora", "frost"):
+        publish(trained(method), f"{USER}/{method}", base_model=None if method == "full" else BASE)
+        loader = (
+            AutoModelForSequenceClassification
+            if method == "full"
+            else AutoPeftModelForSequenceClassification
+        )
+        model = loader.from_pretrained(trained(method))
+        classify = pipeline(
+            "text-classification", model=model, tokenizer=tiny.tokenizer(), top_k=None
+        )
+        here[method] = [{row["label"]: row["score"] for row in rows} for rows in classify(TEXTS)]
+    environment = {
+        **os.environ,
+        "HF_ENDPOINT": hub.url,
+        "HF_HOME": str(tmp_path / "home"),
+        "HF_HUB_OFFLINE": "0",
+        "HF_HUB_DISABLE_TELEMETRY": "1",
+        "HF_HUB_DISABLE_XET": "1",
+        "NO_PROXY": "127.0.0.1",
+    }
+    del environment["HF_TOKEN"]  # they are public
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, json.dumps(TEXTS), USER],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        env=environment,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    pulled = json.loads(done.stdout.splitlines()[-1])
+    assert pulled == here
+    assert here["full"] != here["lora"] != here["frost"]

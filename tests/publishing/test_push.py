@@ -1,0 +1,270 @@
+"""Pushes through the real client: one commit, and a repository of this run alone."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import pytest
+import tiny
+from conftest import BASE
+from huggingface_hub import constants
+from loopback_hub import TOKEN, USER
+
+from hf_dp.errors import PublishError
+from hf_dp.publishing.hub import Hub, publish
+from hf_dp.publishing.publication import Publication
+
+NAME = f"{USER}/model"
+
+
+def expected(folder, base_model=None) -> dict[str, bytes]:
+    found = Publication.of(folder, NAME, base_model)
+    return {
+        name: each if isinstance(each, bytes) else each.read_bytes()
+        for name, each in found.files.items()
+    }
+
+
+@pytest.mark.parametrize("by_lfs", [False, True])
+@pytest.mark.parametrize("method", ["full", "lora", "frost"])
+def test_a_push_is_one_commit_of_exactly_the_publication(hub, trained, method, by_lfs):
+    hub.by_lfs = by_lfs
+    base_model = None if method == "full" else BASE
+    done = publish(trained(method), NAME, base_model=base_model, message="Hello")
+    (commit,) = hub.pushes(NAME)
+    assert (commit.message, commit.oid) == ("Hello", done.oid)
+    assert hub.files(NAME) == expected(trained(method), base_model)
+    assert {line["key"] for line in commit.operations} == {"file"} | (
+        {"lfsFile"} if by_lfs else set()
+    )
+
+
+def test_a_name_without_a_namespace_is_the_users(hub, full):
+    publish(full, "model")
+    assert list(hub.repositories) == [NAME]
+
+
+@pytest.mark.parametrize("private", [None, False, True])
+def test_the_repository_is_as_private_as_asked(hub, full, private):
+    publish(full, NAME, private=private)
+    assert hub.repositories[NAME].private is bool(private)
+
+
+def test_what_was_to_be_private_does_not_go_to_a_public_repository(hub, full):
+    hub.add(NAME, {})
+    with pytest.raises(PublishError, match=r"is public.*to be private.*settings"):
+        publish(full, NAME, private=True)
+    assert not hub.files(NAME)
+
+
+def test_an_empty_repository_of_the_web_page_is_filled(hub, full):
+    hub.add(NAME, {"README.md": b"---\nlicense: mit\n---\n", "LICENSE": b"MIT"})
+    publish(full, NAME)
+    assert hub.files(NAME) == {**expected(full), "LICENSE": b"MIT"}
+
+
+@pytest.mark.parametrize(
+    ("files", "why"),
+    [
+        ({"train.csv": b"rows"}, r"holds 'train.csv' and no privacy.json.*another name"),
+        ({"model.safetensors": b"w", "README.md": b"x"}, r"holds 'model.safetensors'"),
+        ({"privacy.json": b"{}"}, r"a privacy.json that cannot be read"),
+    ],
+)
+def test_a_repository_with_other_content_is_refused_before_anything_is_sent(hub, full, files, why):
+    hub.add(NAME, files)
+    with pytest.raises(PublishError, match=why) as error:
+        publish(full, NAME)
+    assert "/tmp" not in str(error.value)
+    assert hub.files(NAME) == files
+    assert not any("preupload" in r.path or "commit" in r.path for r in hub.requests)
+
+
+def test_another_run_is_not_pushed_over(hub, full, tmp_path):
+    publish(full, NAME)
+    other = tiny.trainer(tmp_path / "other", max_steps=1)
+    other.train()
+    other.save_model()
+    with pytest.raises(PublishError, match=r"holds the private run \w+, and this is run \w+"):
+        publish(tmp_path / "other", NAME)
+    assert len(hub.pushes(NAME)) == 1
+
+
+def test_the_same_run_is_updated_and_never_goes_back(hub, full):
+    publish(full / "checkpoint-2", NAME)
+    publish(full, NAME)
+    assert hub.files(NAME) == expected(full)
+    with pytest.raises(PublishError, match=r"newer state of this run: it knows 4 of training"):
+        publish(full / "checkpoint-2", NAME)
+    publish(full, NAME)  # again the same
+    assert hub.files(NAME) == expected(full)
+
+
+def test_one_object_does_not_push_back_either(hub, full):
+    pusher = Hub()
+    pusher.create(NAME)
+    pusher.push(Publication.of(full, NAME), NAME)
+    with pytest.raises(PublishError, match=r"newer state"):
+        pusher.push(Publication.of(full / "checkpoint-2", NAME), NAME)
+
+
+def test_what_an_earlier_push_left_is_deleted_by_the_same_commit(hub, full):
+    (full / "generation_config.json").write_text("{}")
+    publish(full, NAME)
+    hub.add(NAME, {"trainer_state.json": b"{}", "runs/x": b"log", "LICENSE": b"MIT"})
+    (full / "generation_config.json").unlink()
+    publish(full, NAME)
+    assert hub.files(NAME) == {**expected(full), "LICENSE": b"MIT"}
+    deleted = [
+        op["value"]["path"] for op in hub.pushes(NAME)[-1].operations if op["key"] == "deletedFile"
+    ]
+    assert deleted == ["generation_config.json", "runs/x", "trainer_state.json"]
+
+
+@pytest.mark.parametrize("revision", ["eps-3", "release/v1"])
+def test_a_branch_is_made_empty_and_holds_the_publication(hub, full, lora, revision):
+    publish(full, NAME)
+    publish(lora, NAME, base_model=BASE, revision=revision)  # another run beside it
+    assert hub.files(NAME) == expected(full)
+    assert hub.files(NAME, revision) == expected(lora, BASE)
+
+
+def test_weights_that_are_not_in_the_run_are_refused_before_the_hub_is_asked(hub, full):
+    (full / "privacy.json").unlink()
+    with pytest.raises(PublishError, match=r"no privacy.json"):
+        publish(full, NAME)
+    assert hub.requests == []
+
+
+# -- what goes wrong --
+
+
+@pytest.mark.parametrize("fault", ["create", "look", "commit", "lfs", "preupload"])
+@pytest.mark.parametrize("how", ["drop", 403, 500])
+def test_a_push_that_breaks_leaves_nothing_and_the_next_succeeds(
+    hub, full, fault, how, monkeypatch
+):
+    monkeypatch.setattr("time.sleep", lambda seconds: None)
+    hub.by_lfs = True
+    hub.faults[fault] = how
+    if fault in ("lfs", "preupload") and how != 403:  # the client tries these again by itself
+        publish(full, NAME)
+        assert not hub.faults
+    else:
+        with pytest.raises(PublishError) as caught:
+            publish(full, NAME)
+        said = str(caught.value)
+        assert NAME in said and ("token" if how == 403 else "ublish again") in said
+        assert NAME not in hub.repositories or not hub.pushes(NAME)
+    publish(full, NAME)
+    assert hub.files(NAME) == expected(full)
+
+
+def test_a_commit_whose_answer_is_lost_can_be_repeated(hub, full, monkeypatch):
+    """The Hub has the commit, and this process does not know it."""
+    publish(full, NAME)
+    assert hub.files(NAME) == expected(full)
+    publish(full, NAME)
+    assert hub.files(NAME) == expected(full)
+
+
+def test_a_repository_that_changes_during_a_push_is_not_overwritten(hub, full):
+    class Meanwhile(Hub):
+        def look(self, repository, revision=None):
+            found = super().look(repository, revision)
+            hub.add(repository, {"theirs.txt": b""})
+            return found
+
+    pusher = Meanwhile()
+    pusher.create(NAME)
+    with pytest.raises(PublishError, match=r"changed the repository meanwhile"):
+        pusher.push(Publication.of(full, NAME), NAME)
+    assert hub.files(NAME) == {"theirs.txt": b""}
+
+
+@pytest.mark.parametrize(
+    "name", ["a/b/c", "you/has space", "you/x..y", "-x", "you/" + "x" * 97, ""]
+)
+def test_a_bad_name_is_said(hub, full, name):
+    with pytest.raises(PublishError, match=r"name of a repository"):
+        publish(full, name)
+    assert not hub.repositories
+
+
+def test_no_rights_no_token_a_wrong_token_no_network(hub, full, monkeypatch):
+    with pytest.raises(PublishError, match=r"(?s)'someone-else/model'.*may not write"):
+        publish(full, "someone-else/model")
+    with pytest.raises(PublishError, match=r"does not accept the token.*hf auth login"):
+        publish(full, NAME, token="hf_" + "wrong" * 8)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    with pytest.raises(PublishError, match=r"HF_HUB_OFFLINE is set"):
+        publish(full, NAME)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.delenv("HF_TOKEN")
+    monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(full / "no-such-file"))
+    with pytest.raises(PublishError, match=r"no token.*hf auth login.*HF_TOKEN"):
+        publish(full, NAME)
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    hub.close()
+    with pytest.raises(PublishError, match=r"could not be reached"):
+        publish(full, NAME)
+
+
+def test_a_token_is_in_no_error(hub, full, monkeypatch):
+    """Neither in the text, nor in anything that hangs on it."""
+    hub.faults["commit"] = 500
+    with pytest.raises(PublishError) as caught:
+        publish(full, NAME)
+    error: BaseException | None = caught.value
+    while error is not None:
+        assert TOKEN not in str(error) and TOKEN not in repr(vars(error))
+        assert isinstance(error, PublishError)
+        error = error.__cause__ or error.__context__
+
+
+def test_the_token_is_nowhere_but_in_the_authorization(hub, trained):
+    publish(trained("lora"), NAME, base_model=BASE)
+    assert len(list(hub.received())) > 20
+    for where, content in hub.received():
+        assert TOKEN.encode() not in content, where
+    assert all(TOKEN in request.headers.get("authorization", "") for request in hub.requests)
+
+
+def test_a_planted_file_is_stopped_by_the_last_look(hub, full, monkeypatch):
+    found = Publication.of(full, NAME)
+    planted = {**found.files, "trainer_state.json": b"{}"}
+    object.__setattr__(found, "files", planted)
+    pusher = Hub()
+    pusher.create(NAME)
+    with pytest.raises(PublishError, match=r"'trainer_state.json' was about to be uploaded"):
+        pusher.push(found, NAME)
+    assert not hub.files(NAME)
+
+
+def test_a_model_that_was_not_trained_privately_goes_to_an_empty_repository_alone(hub, tmp_path):
+    folder = tmp_path / "public"
+    trainer = tiny.trainer(folder, privacy_mode="non_private", max_steps=1)
+    trainer.train()
+    trainer.save_model()
+    publish(folder, NAME, not_private=True)
+    assert "privacy.json" not in hub.files(NAME)
+    with pytest.raises(PublishError, match=r"exists and holds"):
+        publish(folder, NAME, not_private=True)
+    pusher = Hub()
+    for _ in range(2):  # its own pushes it knows
+        pusher.create(f"{USER}/other")
+        pusher.push(Publication.of(folder, f"{USER}/other", not_private=True), f"{USER}/other")
+
+
+def test_a_public_model_is_not_pushed_over_a_private_run(hub, full, tmp_path):
+    publish(full, NAME)
+    copy = shutil.copytree(full, tmp_path / "copy", ignore=lambda *_: ["_privacy_mark.json"])
+    (copy / "privacy.json").unlink()
+    tiny.model().save_pretrained(copy)
+    (copy / "README.md").write_text("# plain\n")
+    with pytest.raises(
+        PublishError, match=r"holds the private run \w+, and this is no private run"
+    ):
+        publish(copy, NAME, not_private=True)
+    assert json.loads(hub.files(NAME)["privacy.json"])

@@ -1,0 +1,317 @@
+"""DPTrainer's pushes: at the end, with every save, in several processes, and what they refuse."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import threading
+from concurrent.futures import Future
+
+import pytest
+import tiny
+import torch
+from conftest import SAVES
+from loopback_hub import TOKEN, USER
+from peft import LoraConfig
+from processes import outcomes
+from transformers.utils import logging
+
+from hf_dp.accounting import epsilon
+from hf_dp.errors import PublishError
+from hf_dp.publishing.hub import Hub
+from hf_dp.publishing.staging import STAGED
+from hf_dp.statement.record import read
+from hf_dp.trainer.from_arguments import own_copy
+
+NAME = f"{USER}/model"
+PUSHES = {"push_to_hub": True, "hub_model_id": NAME}
+EVERY_SAVE = {**PUSHES, **SAVES, "hub_strategy": "every_save", "hub_always_push": True}
+
+
+@pytest.fixture
+def warnings(monkeypatch) -> list[str]:
+    found: list[str] = []
+    logger = logging.get_logger("hf_dp.trainer.publishing")
+    monkeypatch.setattr(logger, "warning", lambda text, *args: found.append(text % args))
+    return found
+
+
+def evidence(hub, number: int) -> dict:
+    return json.loads(hub.pushes(NAME)[number].files["privacy.json"])
+
+
+def test_the_end_is_pushed_once_and_nothing_before(hub, tmp_path):
+    trainer = tiny.trainer(tmp_path / "run", **PUSHES, **SAVES)
+    assert hub.repositories[NAME].private is False and not hub.pushes(NAME)
+    trainer.train()
+    assert not hub.pushes(NAME)
+    done = trainer.push_to_hub()
+    (commit,) = hub.pushes(NAME)
+    assert done.oid == commit.oid and commit.message == "End of training"
+    assert set(hub.files(NAME)) == {
+        "README.md",
+        "privacy.json",
+        "config.json",
+        "model.safetensors",
+        "tokenizer.json",
+        "tokenizer_config.json",
+    }
+    assert evidence(hub, 0)["statement"]["epsilon"] == trainer.epsilon().rounded_up()
+    assert f"{trainer.epsilon().rounded_up()}" in hub.files(NAME)["README.md"].decode()
+
+
+def test_save_model_pushes_as_in_trainer(hub, tmp_path):
+    trainer = tiny.trainer(tmp_path / "run", **PUSHES)
+    trainer.train()
+    trainer.save_model()
+    assert [commit.message for commit in hub.pushes(NAME)] == ["Model save"]
+
+
+def test_push_to_hub_without_the_argument(hub, tmp_path):
+    trainer = tiny.trainer(tmp_path / "my-model", max_steps=1)
+    trainer.train()
+    trainer.push_to_hub(tags="mine", license="mit", private=True)
+    card = hub.files(f"{USER}/my-model")["README.md"].decode()
+    assert "mine" in card and "license: mit" in card
+    assert hub.repositories[f"{USER}/my-model"].private
+
+
+@pytest.mark.parametrize("private", [None, True])
+def test_the_repository_is_as_private_as_the_argument_says(hub, tmp_path, private):
+    tiny.trainer(tmp_path / "run", **PUSHES, hub_private_repo=private)
+    assert hub.repositories[NAME].private is bool(private)
+
+
+@pytest.mark.parametrize("adapter", [False, True])
+def test_every_save_carries_the_epsilon_spent_so_far(hub, tmp_path, base, adapter):
+    given = {"peft_config": LoraConfig(r=2, target_modules=["query"], task_type="SEQ_CLS")}
+    trainer = tiny.trainer(tmp_path / "run", given=given if adapter else {}, **EVERY_SAVE)
+    trainer.train()
+    assert len(hub.pushes(NAME)) == 2
+    for number, steps in ((0, 2), (1, 4)):
+        statement = evidence(hub, number)["statement"]
+        (event,) = trainer.ledger.events
+        spent = epsilon(
+            type(event)(event.noise_multiplier, event.sample_rate, steps), statement["delta"]
+        )
+        assert statement["steps"] == steps and statement["epsilon"] == spent.rounded_up(3)
+        commit = hub.pushes(NAME)[number]
+        assert (
+            f"step {steps} (proven, epsilon {statement['epsilon']}, {steps} of training)"
+            in commit.message
+        )
+        assert str(statement["epsilon"]) in commit.files["README.md"].decode()
+        weights = "adapter_model.safetensors" if adapter else "model.safetensors"
+        saved = tmp_path / "run" / f"checkpoint-{steps}" / weights
+        assert commit.files[weights] == saved.read_bytes()
+    assert not (tmp_path / "run" / STAGED).exists()
+    trainer.push_to_hub()
+    assert evidence(hub, 2)["statement"]["steps"] == 4
+
+
+def test_a_checkpoint_that_is_rotated_away_is_still_uploaded_whole(hub, tmp_path, monkeypatch):
+    """Training ends, and deletes the checkpoint, while its upload has not begun."""
+    gate, push = threading.Event(), Hub.push
+
+    def slow(self, *args, **options):
+        assert gate.wait(60)
+        return push(self, *args, **options)
+
+    monkeypatch.setattr(Hub, "push", slow)
+    folder, seen = tmp_path / "run", []
+
+    class Rotated(tiny.DPTrainer):
+        def _finish_current_push(self):
+            seen.append(sorted(path.name for path in folder.glob("checkpoint-*")))
+            gate.set()
+            super()._finish_current_push()
+
+    trainer = tiny.trainer(
+        folder, cls=Rotated, **{**EVERY_SAVE, "save_steps": 1}, save_total_limit=1
+    )
+    trainer.train()
+    assert seen == [["checkpoint-4"]]
+    assert [evidence(hub, n)["statement"]["steps"] for n in range(4)] == [1, 2, 3, 4]
+    assert len({commit.files["model.safetensors"] for commit in hub.pushes(NAME)}) == 4
+    assert not (folder / STAGED).exists()
+
+
+def test_a_save_during_a_push_is_skipped_unless_always_push(hub, tmp_path, monkeypatch):
+    gate, push = threading.Event(), Hub.push
+    monkeypatch.setattr(
+        Hub, "push", lambda self, *args, **options: (gate.wait(60), push(self, *args, **options))[1]
+    )
+
+    class Waits(tiny.DPTrainer):
+        def _finish_current_push(self):
+            gate.set()
+            super()._finish_current_push()
+
+    options = {**EVERY_SAVE, "hub_always_push": False, "save_steps": 1}
+    tiny.trainer(tmp_path / "run", cls=Waits, **options).train()
+    assert [evidence(hub, n)["statement"]["steps"] for n in range(len(hub.pushes(NAME)))] == [1]
+
+
+@pytest.mark.parametrize("fault", ["commit", "look"])
+def test_a_push_that_fails_warns_and_training_goes_on(hub, tmp_path, warnings, fault):
+    trainer = tiny.trainer(tmp_path / "run", **EVERY_SAVE)
+    hub.faults[fault] = 403
+    trainer.train()
+    assert trainer.state.global_step == 4
+    (warning,) = warnings
+    assert "checkpoint-2 was not pushed, and training goes on" in warning and NAME in warning
+    assert TOKEN not in warning
+    assert [evidence(hub, n)["statement"]["steps"] for n in range(1)] == [4]
+    hub.faults["commit"] = 403
+    with pytest.raises(PublishError, match="may not write"):
+        trainer.push_to_hub()
+
+
+def test_a_leak_in_a_checkpoint_warns_and_nothing_of_it_is_pushed(hub, tmp_path, warnings):
+    class Leaks(tiny.DPTrainer):
+        def _write_beside_weights(self, folder):
+            super()._write_beside_weights(folder)
+            (tmp_path / folder / "generation_config.json").write_text(f'{{"from": "{tmp_path}"}}')
+
+    trainer = tiny.trainer(tmp_path / "run", cls=Leaks, **EVERY_SAVE)
+    trainer.train()
+    assert len(warnings) == 2 and "generation_config.json: from" in warnings[0]
+    assert not hub.pushes(NAME)
+    with pytest.raises(PublishError, match=r"generation_config.json: from"):
+        trainer.push_to_hub()
+
+
+def test_a_repository_with_other_content_is_refused_before_anything_is_spent(hub, tmp_path):
+    hub.add(NAME, {"model.safetensors": b"theirs"})
+    with pytest.raises(PublishError, match=r"exists and holds 'model.safetensors'"):
+        tiny.trainer(tmp_path / "run", **PUSHES)
+    assert not (tmp_path / "run" / "privacy.json").exists()
+
+
+def test_the_repository_of_another_run_is_refused_before_anything_is_spent(hub, tmp_path):
+    first = tiny.trainer(tmp_path / "first", **PUSHES, max_steps=1)
+    first.train()
+    first.push_to_hub()
+    with pytest.raises(PublishError, match=r"holds the private run"):
+        tiny.trainer(tmp_path / "second", **PUSHES)
+    with pytest.raises(PublishError, match=r"holds the private run"):
+        tiny.trainer(tmp_path / "first", **PUSHES, start_over=True)
+
+
+def test_a_resumed_run_goes_on_in_its_repository(hub, tmp_path):
+    options = {**EVERY_SAVE, "max_steps": 4}
+    tiny.trainer(tmp_path / "run", **options).train()
+    resumed = tiny.trainer(tmp_path / "run", **options)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-2"))
+    assert read(tmp_path / "run").ledger.steps() == 6
+    assert evidence(hub, -1)["statement"]["steps"] == 6
+
+
+def test_a_run_with_a_known_seed_goes_only_on_explicit_request(hub, tmp_path):
+    with pytest.raises(PublishError, match=r"insecure_seed.*not_private=True"):
+        tiny.trainer(tmp_path / "run", **PUSHES, insecure_seed=1)
+    trainer = tiny.trainer(tmp_path / "run", hub_model_id=NAME, insecure_seed=1, max_steps=1)
+    trainer.train()
+    with pytest.raises(PublishError, match=r"insecure_seed.*not_private=True"):
+        trainer.push_to_hub()
+    assert not hub.repositories
+    trainer.push_to_hub(not_private=True)
+    assert evidence(hub, 0)["status"] == "not private"
+
+
+@pytest.mark.parametrize("strategy", ["end", "every_save"])
+def test_a_public_run_is_pushed_with_trainers_card_and_no_epsilon(hub, tmp_path, strategy):
+    options = {**EVERY_SAVE, "hub_strategy": strategy, "privacy_mode": "non_private"}
+    trainer = tiny.trainer(tmp_path / "run", **options)
+    trainer.train()
+    trainer.push_to_hub()
+    assert len(hub.pushes(NAME)) == (3 if strategy == "every_save" else 1)
+    assert "generated_from_trainer" in hub.files(NAME)["README.md"].decode()
+    for commit in hub.pushes(NAME):
+        assert not {"privacy.json", "training_args.bin", "trainer_state.json"} & set(commit.files)
+        assert b"differential" not in commit.files.get("README.md", b"").lower()
+        assert "epsilon" not in commit.message
+
+
+def test_a_push_in_the_background_is_of_the_model_as_it_was(hub, tmp_path, monkeypatch):
+    gate, push = threading.Event(), Hub.push
+    trainer = tiny.trainer(tmp_path / "run", **PUSHES, max_steps=1)
+    trainer.train()
+    monkeypatch.setattr(
+        Hub, "push", lambda self, *args, **options: (gate.wait(60), push(self, *args, **options))[1]
+    )
+    job = trainer.push_to_hub(blocking=False)
+    before = (tmp_path / "run" / "model.safetensors").read_bytes()
+    with torch.no_grad():
+        for parameter in trainer.model.parameters():
+            parameter.zero_()
+    trainer.save_model(_internal_call=True)
+    gate.set()
+    assert isinstance(job, Future) and job.result(60).oid == hub.pushes(NAME)[0].oid
+    assert hub.files(NAME)["model.safetensors"] == before
+    assert not (tmp_path / "run" / STAGED).exists()
+
+
+def test_a_branch(hub, tmp_path):
+    trainer = tiny.trainer(tmp_path / "run", **PUSHES, hub_revision="eps-8", max_steps=1)
+    trainer.train()
+    trainer.push_to_hub()
+    assert not hub.files(NAME) and "privacy.json" in hub.files(NAME, "eps-8")
+
+
+@pytest.mark.parametrize("strategy", ["checkpoint", "all_checkpoints"])
+def test_strategies_that_push_whole_checkpoints_stay_refused(tmp_path, strategy):
+    with pytest.raises(ValueError, match="hub_strategy"):
+        tiny.arguments(tmp_path, hub_strategy=strategy)
+
+
+# -- the token --
+
+
+def test_the_token_is_used_and_pickled_nowhere(hub, tmp_path, monkeypatch):
+    monkeypatch.delenv("HF_TOKEN")
+    trainer = tiny.trainer(tmp_path / "run", **EVERY_SAVE, hub_token=TOKEN)
+    trainer.train()
+    trainer.push_to_hub()
+    assert len(hub.pushes(NAME)) == 3
+    assert trainer.args.hub_token == TOKEN
+    files = [path for path in (tmp_path / "run").rglob("*") if path.is_file()]
+    assert {"training_args.bin", "trainer_state.json"} <= {path.name for path in files}
+    for path in files:
+        assert TOKEN.encode() not in path.read_bytes(), path
+
+
+def test_arguments_are_pickled_without_the_token_and_copied_with_it(tmp_path):
+    args = tiny.arguments(tmp_path, hub_token=TOKEN)
+    assert TOKEN.encode() not in pickle.dumps(args)
+    loaded = pickle.loads(pickle.dumps(args))
+    assert loaded.hub_token is None and loaded.noise_multiplier == args.noise_multiplier
+    copied = own_copy(args)
+    assert copied.hub_token == args.hub_token == TOKEN and copied is not args
+    assert TOKEN not in str(args) and TOKEN not in json.dumps(args.to_dict(), default=str)
+
+
+# -- several processes --
+
+
+def test_of_several_processes_one_pushes_and_all_learn_of_a_failure(hub, tmp_path):
+    def run() -> tuple[int, bool, str]:
+        trainer = tiny.trainer(tmp_path / "run", **EVERY_SAVE)
+        trainer.train()
+        done = trainer.push_to_hub()
+        hub.faults["commit"] = 403  # in the copy of this process alone: the server is in the parent
+        trainer.args.hub_model_id = "someone-else/model"
+        trainer.hub_model_id = None
+        try:
+            trainer.push_to_hub()
+        except Exception as error:
+            return trainer.args.process_index, done is None, type(error).__name__
+        return trainer.args.process_index, done is None, "nothing"
+
+    ended = outcomes(2, run)
+    assert not any(each.exit for each in ended), ended
+    assert [each.result for each in ended] == [
+        (0, False, "PublishError"),
+        (1, True, "DistributedError"),
+    ]
+    assert [evidence(hub, n)["statement"]["steps"] for n in range(3)] == [2, 4, 4]
