@@ -40,7 +40,7 @@ def parsed(values: dict[str, Any]) -> tuple[Any, ...]:
     values = {**values, "use_cpu": True}
     if values["task"] == "masked_lm":
         values |= GIVEN_BY_THE_USER
-    return parse(ARGUMENTS[values["task"]], values, [], prog="", extra=("task", "peft"))
+    return parse(ARGUMENTS[values["task"]], values, [], prog="", extra=("task", "peft", "card"))
 
 
 @pytest.mark.parametrize("name", RECIPES)

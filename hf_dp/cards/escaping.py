@@ -46,6 +46,8 @@ def source_name(value: object) -> str | None:
     """Return the name of a model or data set, as :func:`public_name`, that says of a local one that
     it is local: "bert (local)" cannot be taken for a repository."""
     name = public_name(value)
+    if name is not None and name.startswith("package:"):
+        return f"{name.removeprefix('package:')} (in a Python package)"
     text = one_line(value)
     if name is None or not _is_local(text) or _IN_CACHE.search(text):
         return name

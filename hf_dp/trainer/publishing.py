@@ -9,6 +9,7 @@ from huggingface_hub import CommitInfo
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, HubStrategy
 from transformers.utils import PushInProgress, logging
 
+from hf_dp.cards.hub_rules import is_repository
 from hf_dp.distributed.processes import Processes
 from hf_dp.errors import HfDpError, PublishError
 from hf_dp.publishing.contents import is_local
@@ -186,7 +187,7 @@ class Publishing(Checkpointing):
         return Publication.of(
             folder,
             self.hub_model_id,
-            None if base is None or is_local(base) else base,
+            base if is_repository(base) and not is_local(base) else None,
             not_private=not_private,
             tokens=(self._the_hub().token, self.args.hub_token),
         )
