@@ -185,8 +185,8 @@ def _sign(
     elif SIGNATURE in files and (folder / FILE_NAME).read_bytes() != evidence:
         return [
             f"{SIGNATURE} signs {FILE_NAME} as it is in {folder}, and what goes to the Hub names "
-            "the repository. Sign what goes, by --sign-with KEY; or run `hf-dp card DIR --repository "
-            f"REPO`, sign its {FILE_NAME}, and publish to REPO; or delete the signature."
+            "the repository. Sign what goes, by --sign-with KEY; or run `hf-dp card DIR "
+            f"--repository REPO`, sign its {FILE_NAME} and publish to REPO; or delete it."
         ]
     return []
 

@@ -54,6 +54,15 @@ def details_of(trainer: Any, given: Mapping[str, Any]) -> CardDetails:
     return known.with_given(**given)
 
 
+def given_before(checkpoint: str) -> dict[str, Any]:
+    """Return what the user said of the card of a run, as one of its checkpoints has it."""
+    kept = read(checkpoint).card if Path(checkpoint, FILE_NAME).exists() else None
+    if kept is None:
+        return {}
+    details = CardDetails.from_dict(kept)
+    return {name: getattr(details, name) for name in details.given}
+
+
 def in_our_names(options: Mapping[str, Any]) -> dict[str, Any]:
     """Return the arguments of a ``create_model_card`` by the names of CardDetails, without those
     that are None.

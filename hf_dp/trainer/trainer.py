@@ -53,7 +53,13 @@ from hf_dp.trainer.callbacks import (
     WeightsMove,
     with_epsilon,
 )
-from hf_dp.trainer.card_facts import details_of, earlier_run, in_our_names, pretraining_sources
+from hf_dp.trainer.card_facts import (
+    details_of,
+    earlier_run,
+    given_before,
+    in_our_names,
+    pretraining_sources,
+)
 from hf_dp.trainer.from_arguments import (
     find_physical_batch,
     options_of,
@@ -343,6 +349,8 @@ class DPTrainer(Publishing):
             return super().train(resume_from_checkpoint, *args, **kwargs)
         run = self.run
         checkpoint = self._checkpoint_of(resume_from_checkpoint)
+        if checkpoint is not None:
+            self.card = {**given_before(checkpoint), **self.card}
         dataset = self.card.get("dataset")
         if seen := seen_in_pretraining(dataset, pretraining_sources(self.model)):
             logger.warning(

@@ -1,0 +1,235 @@
+"""What a card says beside the statement: the Hub's rules, what the user gave, plain words."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tiny
+from huggingface_hub import ModelCard
+from scipy import stats
+
+from hf_dp.accounting import Ledger
+from hf_dp.cards.card import privacy_section, render_card
+from hf_dp.cards.chart import epsilon_over_steps
+from hf_dp.cards.details import CardDetails
+from hf_dp.cards.evidence import card_files
+from hf_dp.cards.hub_rules import LICENSES, PIPELINE_TAGS
+from hf_dp.cards.plain_words import in_short, most_found
+from hf_dp.cli.main import main
+from hf_dp.errors import InvalidArgumentError
+from hf_dp.plans import DpSgdPlan, PrivacyPlan
+from hf_dp.statement.facts import RunFacts
+from hf_dp.statement.statement import PrivacyStatement
+
+SMALL = PrivacyPlan(1000, 100.0, 10, 1e-4, DpSgdPlan(1.0, 2.0))
+FACTS = RunFacts("all 10 parameters", "float32", "SFC64", "os")
+
+
+def statement_of(**changes: Any) -> PrivacyStatement:
+    ledger = Ledger()
+    ledger.append(SMALL.event(), "training")
+    return PrivacyStatement.from_ledger(SMALL, ledger, dataclasses.replace(FACTS, **changes))
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("license", "Apache 2.0", "Did you mean 'apache-2.0'"),
+        ("license", "my own", "use 'other' with `license_name`"),
+        ("license", "other", "`license_name` to be given"),
+        ("license_name", "mine", None),
+        ("language", "English", "Did you mean 'en'"),
+        ("language", "xx", "ISO 639"),
+        ("language", ["en", "Klingon"], "'Klingon'"),
+        ("task_tag", "text_classification", "Did you mean 'text-classification'"),
+        ("tags", ["a\nb"], "on one line"),
+        ("model_name", 3, "to be text"),
+        ("metrics", [1], "to be a mapping"),
+        ("given", ["colour"], "'colour'"),
+    ],
+)
+def test_what_the_hub_would_refuse_is_refused(field: str, value: Any, message: str | None) -> None:
+    if message is None:
+        CardDetails(**{field: value, "license": "other"})
+        with pytest.raises(InvalidArgumentError, match="to be left out with license='mit'"):
+            CardDetails(**{field: value, "license": "mit"})
+        return
+    with pytest.raises(InvalidArgumentError, match=message):
+        CardDetails(**{field: value})
+
+
+def test_names_that_are_no_ids_are_said_and_stay_out_of_the_metadata() -> None:
+    details = CardDetails(dataset="AG News", base_model="/data/models/bert", license="mit")
+    assert (details.hub_dataset, details.hub_base) == (None, None)
+    assert [remark.split()[0] for remark in details.remarks()] == ["`dataset`", "`base_model`"]
+    assert CardDetails(dataset="nyu-mll/glue/sst2").hub_dataset == "nyu-mll/glue"
+    assert CardDetails(base_model="gpt2").hub_base == "gpt2"
+    cached = "/home/me/.cache/huggingface/hub/models--org--bert/snapshots/0a1b"
+    assert CardDetails(base_model=cached).hub_base == "org/bert"
+    assert CardDetails(base_model="/site-packages/encoder/model").base_model == (
+        "encoder/model (local)"
+    )
+
+
+def test_metadata_survives_a_round_trip_and_keeps_the_rules(tmp_path: Path) -> None:
+    details = CardDetails(
+        model_name="m",
+        base_model="org/base",
+        dataset="nyu-mll/glue/mnli",
+        evaluation_split="validation",
+        task_tag="text-classification",
+        metrics={"eval_accuracy": 0.5, "eval_validation_matched_f1": 0.25, "eval_loss": 1.0},
+        license="other",
+        license_name="mine",
+        license_link="LICENSE",
+        language=["en", "zh-Hant"],
+    )
+    text = render_card(statement_of(), details, repository="org/m")
+    (tmp_path / "README.md").write_text(text)
+    data = ModelCard.load(tmp_path / "README.md").data
+    found = data.to_dict()
+    assert (found["license"], found["license_name"], found["license_link"]) == (
+        "other",
+        "mine",
+        "LICENSE",
+    )
+    assert found["license"] in LICENSES and found["pipeline_tag"] in PIPELINE_TAGS
+    assert (found["base_model"], found["datasets"]) == ("org/base", ["nyu-mll/glue"])
+    (index,) = found["model-index"]
+    assert index["name"] == "m"
+    scores = {
+        (result["dataset"]["split"], metric["type"]): metric["value"]
+        for result in index["results"]
+        for metric in result["metrics"]
+        if result["dataset"]["config"] == "mnli"
+    }
+    assert scores == {("validation", "accuracy"): 0.5, ("validation_matched", "f1"): 0.25}
+    assert str(data) == text.split("---\n")[1].rstrip()
+    assert "hf-dp verify org/m" in text
+
+
+def test_what_the_user_gave_survives_later_saves(tmp_path: Path) -> None:
+    trainer = tiny.trainer(tmp_path, accountant="rdp", save_strategy="steps", save_steps=1)
+    trainer.train()
+    given = {"license": "mit", "language": "en", "finetuned_from": "org/base", "tags": ["mine"]}
+    trainer.create_model_card(**given)
+    trainer.save_model()
+    trainer.save_model()
+    data = ModelCard.load(tmp_path / "README.md").data
+    assert (data.license, data.language, data.base_model) == ("mit", ["en"], "org/base")
+    assert "mine" in data.tags
+    with pytest.raises(InvalidArgumentError, match="licence"):
+        trainer.create_model_card(licence="mit")
+    with pytest.raises(InvalidArgumentError, match="Did you mean 'en'"):
+        trainer.create_model_card(language="English")
+    trainer.save_model()
+    assert ModelCard.load(tmp_path / "README.md").data.language == ["en"]
+
+
+def test_what_the_user_gave_survives_a_resume(tmp_path: Path) -> None:
+    arguments = {"accountant": "rdp", "save_strategy": "steps", "save_steps": 2, "max_steps": 4}
+    first = tiny.trainer(tmp_path, **arguments)
+    first.describe(license="mit")
+    first.train()
+    again = tiny.trainer(tmp_path, **arguments)
+    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    again.save_model()
+    assert ModelCard.load(tmp_path / "README.md").data.license == "mit"
+
+
+def test_edits_of_the_metadata_are_kept_when_a_card_is_made_again(tmp_path: Path) -> None:
+    trainer = tiny.trainer(tmp_path, accountant="rdp")
+    trainer.train()
+    trainer.save_model()
+    card = ModelCard.load(tmp_path / "README.md")
+    card.data.license = "mit"
+    card.data["widget"] = [{"text": "a film"}]
+    card.data.tags.append("films")
+    card.save(tmp_path / "README.md")
+    assert main(["card", str(tmp_path), "--language", "en", "de"]) == 0
+    assert main(["card", str(tmp_path), "--dataset", "org/rows"]) == 0
+    data = ModelCard.load(tmp_path / "README.md").data
+    assert (data.license, data.language, data.datasets) == ("mit", ["en", "de"], ["org/rows"])
+    assert data["widget"] == [{"text": "a film"}] and "films" in data.tags
+    assert main(["verify", str(tmp_path)]) == 0
+    files, _ = card_files(tmp_path)
+    assert files["README.md"] == (tmp_path / "README.md").read_bytes()
+
+
+def test_epochs_are_expected_passes_over_the_rows(tmp_path: Path) -> None:
+    trainer = tiny.trainer(
+        tmp_path, accountant="rdp", num_train_epochs=2, max_steps=-1, expected_batch_size=17
+    )
+    trainer.train()
+    plan = trainer.privacy_plan
+    assert plan is not None
+    assert trainer.state.epoch == pytest.approx(plan.steps * 17 / plan.num_examples)
+    assert plan.steps == math.ceil(2 * plan.num_examples / 17)
+
+
+# -- plain words --
+
+
+def test_most_found_bounds_every_test_of_a_gaussian_mechanism() -> None:
+    """Against the exact trade-off of the Gaussian mechanism (Dong, Roth, Su 2022)."""
+    for mu, delta in itertools.product((0.2, 1.0, 3.0), (1e-6, 1e-3)):
+        found = 1 - stats.norm.cdf(stats.norm.ppf(0.99) - mu)
+        grid = np.linspace(0, 40, 40_001)
+        spent = stats.norm.cdf(mu / 2 - grid / mu) - np.exp(grid) * stats.norm.cdf(
+            -mu / 2 - grid / mu
+        )
+        epsilon = grid[np.argmax(spent <= delta)]
+        assert found <= most_found(epsilon, delta)
+    assert most_found(0.0, 0.0) == pytest.approx(0.01)
+    assert most_found(3.0, 1e-5) == pytest.approx(0.2009, abs=1e-4)
+    assert most_found(8.0, 1e-5) == pytest.approx(1 - math.exp(-8) * 0.98999)
+    assert most_found(1000.0, 1e-5) <= 1.0
+
+
+@pytest.mark.parametrize(
+    ("sigma", "words"), [(20.0, "strong guarantee"), (0.6, "real guarantee"), (0.4, "little by")]
+)
+def test_a_guarantee_is_judged_by_what_it_promises(sigma: float, words: str) -> None:
+    plan = PrivacyPlan(100_000, 500.0, 20, 1e-6, DpSgdPlan(0.1, sigma))
+    ledger = Ledger()
+    ledger.append(plan.event(), "training")
+    (line,) = [x for x in in_short(PrivacyStatement.from_ledger(plan, ledger, FACTS)) if "100" in x
+               and "How well" in x]  # fmt: skip
+    assert words in line
+
+
+def test_a_large_delta_is_remarked() -> None:
+    plan = PrivacyPlan(5, 2.0, 4, 0.1, DpSgdPlan(0.1, 2.0))
+    ledger = Ledger()
+    ledger.append(plan.event(), "training")
+    text = "\n".join(in_short(PrivacyStatement.from_ledger(plan, ledger, FACTS)))
+    assert "A large delta" in text and "Of so few rows" in text
+    assert "A large delta" not in "\n".join(
+        in_short(PrivacyStatement.from_ledger(PrivacyPlan(10**6, 1e3, 4, 1e-7, DpSgdPlan(0.1, 1.0)),
+                                              Ledger(), FACTS))
+    )  # fmt: skip
+
+
+def test_without_a_guarantee_nothing_is_promised() -> None:
+    text = "\n".join(in_short(statement_of(insecure_seed=True)))
+    assert "Nothing that anyone could rely on" in text and "guarantee" not in text
+
+
+def test_the_chart_ends_at_the_epsilon_of_the_card() -> None:
+    statement = statement_of()
+    chart = epsilon_over_steps(statement)
+    assert chart is not None
+    rows = [line.split() for line in chart.splitlines()[1:]]
+    assert [int(row[0]) for row in rows] == [2, 3, 4, 5, 7, 8, 9, 10]
+    values = [float(row[-1]) for row in rows]
+    assert values == sorted(values) and values[-1] == statement.epsilon
+    assert len(rows[-1][1]) == 40
+    assert epsilon_over_steps(statement_of(insecure_seed=True)) is None
+    section = privacy_section(render_card(statement, CardDetails()))
+    assert section is not None and chart in section
