@@ -122,10 +122,18 @@ def card_files(
         run_id=record.run_id,
         weaknesses=record.weaknesses,
         statement=statement,
-        beside=beside(folder, statement, details, text),
+        beside=_with_absent(beside(folder, statement, details, text), record),
     )
     written = json.dumps(document, indent=2, allow_nan=False) + "\n"
     return {CARD: text.encode(), FILE_NAME: written.encode()}, details.remarks()
+
+
+def _with_absent(found: Beside, record: PrivacyRecord) -> Beside:
+    """Return what lies beside, with the digests of weights that are elsewhere if none are here: a
+    card may be kept without them."""
+    if found.files or record.digests is None:
+        return found
+    return replace(found, files=record.digests.files)
 
 
 def _refuse_unfit(record: PrivacyRecord, folder: Path) -> None:

@@ -42,9 +42,10 @@ def in_short(statement: PrivacyStatement) -> list[str]:
         "**Against whom.** Anyone who has the weights"
         + (" (but not what else was released, see below)" if alone else "")
         + ", also if they know all other rows and how the model was trained.",
-        f"**How well.** Say that somebody tests which rows were used, and takes 1 in 100 rows that "
-        f"were not for used. Then they recognize at most {_in_100(found)} in 100 rows that were. "
-        "Without privacy it may be 100 in 100." + _judged(found),
+        "**How well.** Suppose that somebody guesses which rows were used, and is wrong about 1 in "
+        "100 of the rows that were not. Then they find at most "
+        f"{_in_100(found)} in 100 of the rows that were. Without privacy they may find all."
+        + _judged(found),
     ]
     if statement.delta >= LARGE_DELTA:
         customary = "Far less than 1 in 10,000 is customary."
@@ -87,4 +88,4 @@ def _judged(found: float) -> str:
         return " This is a strong guarantee."
     if found <= 0.5:
         return " This is a real guarantee."
-    return " Against such a strong opponent this promises little by itself."
+    return " By itself this promises little."

@@ -193,7 +193,8 @@ def test_most_found_bounds_every_test_of_a_gaussian_mechanism() -> None:
 
 
 @pytest.mark.parametrize(
-    ("sigma", "words"), [(20.0, "strong guarantee"), (0.6, "real guarantee"), (0.4, "little by")]
+    ("sigma", "words"),
+    [(20.0, "strong guarantee"), (0.6, "real guarantee"), (0.4, "promises little")],
 )
 def test_a_guarantee_is_judged_by_what_it_promises(sigma: float, words: str) -> None:
     plan = PrivacyPlan(100_000, 500.0, 20, 1e-6, DpSgdPlan(0.1, sigma))

@@ -1,0 +1,64 @@
+"""The table of ``model_cards/README.md``, made from the ``privacy.json`` files beside it.
+
+``python tests/cards/leaderboard.py`` writes it into the page.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from hf_dp.cards.details import CardDetails
+from hf_dp.cards.metadata import of_metric
+from hf_dp.statement.record import read
+from hf_dp.statement.results import epsilon_text
+from hf_dp.statement.statement import PrivacyStatement
+
+CARDS = Path(__file__).parent.parent.parent / "model_cards"
+BEGIN, END = "<!-- table: begin -->", "<!-- table: end -->"
+_HEAD = """\
+| Card | Data | Base | What was trained | Epsilon (PLD) | RDP | PRV | Score | Recipe |
+|---|---|---|---|---|---|---|---|---|"""
+
+
+def folders() -> list[Path]:
+    """List the folders with a card."""
+    return sorted(path.parent for path in CARDS.glob("*/privacy.json"))
+
+
+def table() -> str:
+    """Return the table, a row for each card, by score."""
+    rows = []
+    for folder in folders():
+        record = read(folder)
+        assert record.statement is not None and record.card is not None
+        statement = PrivacyStatement.from_dict(record.statement)
+        details = CardDetails.from_dict(record.card)
+        epsilons = {row.accountant: epsilon_text(row.epsilon) for row in statement.epsilons}
+        claimed = [epsilons[name] if statement.proven else "none" for name in ("pld", "rdp", "prv")]
+        scores = {
+            of_metric(name, None)[1]: value
+            for name, value in details.metrics.items()
+            if of_metric(name, None)[1] == "accuracy"
+        }
+        ((metric, score),) = scores.items()
+        rows.append(
+            (
+                score,
+                f"| [{statement.mechanism_name}: {folder.name}]({folder.name}/README.md) "
+                f"| {details.dataset} | {details.base_model} | {statement.facts.trained} "
+                f"| {' | '.join(claimed)} | {metric} {100 * score:.1f} % | `{details.recipe}` |",
+            )
+        )
+    return "\n".join([_HEAD, *(row for _, row in sorted(rows, reverse=True))])
+
+
+def page(text: str) -> str:
+    """Return the page with the table in its place."""
+    between = f"{BEGIN}\n{table()}\n{END}"
+    return re.sub(f"{BEGIN}.*{END}", lambda _: between, text, flags=re.DOTALL)
+
+
+if __name__ == "__main__":
+    path = CARDS / "README.md"
+    path.write_text(page(path.read_text()))

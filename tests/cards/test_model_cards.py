@@ -1,0 +1,36 @@
+"""The cards of real runs in ``model_cards/``: each verifies, and is what would be made today."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from leaderboard import CARDS, folders, page
+
+from hf_dp.cards.evidence import CARD, card_files
+from hf_dp.cards.verify import NOT_CHECKED, verify
+from hf_dp.statement.record import FILE_NAME
+
+
+def test_there_are_cards_of_what_the_papers_do() -> None:
+    names = {folder.name for folder in folders()}
+    assert names >= {"full", "lora", "frost", "rgp", "dp_fp_published", "dp_fp_private_encoder"}
+
+
+@pytest.mark.parametrize("folder", folders(), ids=lambda folder: folder.name)
+def test_a_card_verifies_but_for_its_absent_weights(folder: Path) -> None:
+    report = verify(folder)
+    assert report.outcome == NOT_CHECKED, report
+    assert {check.about for check in report.checks if check.outcome == NOT_CHECKED} == {"weights"}
+
+
+@pytest.mark.parametrize("folder", folders(), ids=lambda folder: folder.name)
+def test_a_card_made_again_is_the_same(folder: Path) -> None:
+    files, _ = card_files(folder)
+    for name in (CARD, FILE_NAME):
+        assert files[name] == (folder / name).read_bytes(), "run `hf-dp card` on the folder"
+
+
+def test_the_page_shows_what_the_cards_say() -> None:
+    text = (CARDS / "README.md").read_text()
+    assert page(text) == text, "run `python tests/cards/leaderboard.py`"
