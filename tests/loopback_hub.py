@@ -18,6 +18,7 @@ from typing import Any
 from urllib.parse import unquote, urlsplit
 
 USER = "reader-of-tests"
+BASE = f"{USER}/tiny-base"
 TOKEN = "hf_" + "LoopbackSecret" * 3
 FIRST = {".gitattributes": b"*.safetensors filter=lfs diff=lfs merge=lfs -text\n"}
 

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 import tiny
 import torch
-from conftest import BASE
+from loopback_hub import BASE
+from rewriting import rewrite
 from safetensors.torch import load_file, save_file
 
 from hf_dp.errors import PublishError
@@ -108,11 +109,9 @@ def test_a_damaged_ledger_is_refused(full):
 
 
 def test_a_run_under_way_is_refused(full):
-    record = json.loads((full / "privacy.json").read_text())
-    (full / "privacy.json").write_text(
-        json.dumps({**record, "status": "running", "statement": None})
-    )
-    with pytest.raises(PublishError, match=r"running|under way|not ended"):
+    under_way = {"status": "running", "statement": None}
+    rewrite(full / "privacy.json", lambda record: record.update(under_way))
+    with pytest.raises(PublishError, match=r"has not ended, or was killed"):
         Publication.of(full).refuse()
 
 

@@ -8,8 +8,7 @@ import subprocess
 import sys
 
 import tiny
-from conftest import BASE
-from loopback_hub import USER
+from loopback_hub import BASE, USER
 
 from hf_dp.publishing.hub import publish
 
