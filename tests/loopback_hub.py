@@ -367,5 +367,5 @@ def _encoded(body: bytes) -> Iterator[tuple[str, bytes]]:
         value = value.get("value", value) if isinstance(value, dict) else {}
         for each in (value, *(value.get("files") or ())):
             for key in ("content", "sample"):
-                if isinstance(each, dict) and key in each:
+                if key in each and (key == "sample" or each.get("encoding") == "base64"):
                     yield f"{each.get('path')} ({key})", base64.b64decode(each[key])
