@@ -91,7 +91,8 @@ class Publication:
                 f"{folder} holds no model.safetensors and no adapter_model.safetensors. Name the "
                 "folder into which the model was saved."
             )
-        record, remarks = None, []
+        record: PrivacyRecord | None = None
+        remarks: list[str] = []
         try:
             record = _record(folder)
             if record is not None:
