@@ -18,6 +18,7 @@ from typing import Any
 from urllib.parse import unquote, urlsplit
 
 USER = "reader-of-tests"
+BASE = f"{USER}/tiny-base"
 TOKEN = "hf_" + "LoopbackSecret" * 3
 FIRST = {".gitattributes": b"*.safetensors filter=lfs diff=lfs merge=lfs -text\n"}
 
@@ -366,5 +367,5 @@ def _encoded(body: bytes) -> Iterator[tuple[str, bytes]]:
         value = value.get("value", value) if isinstance(value, dict) else {}
         for each in (value, *(value.get("files") or ())):
             for key in ("content", "sample"):
-                if isinstance(each, dict) and key in each:
+                if key in each and (key == "sample" or each.get("encoding") == "base64"):
                     yield f"{each.get('path')} ({key})", base64.b64decode(each[key])

@@ -164,7 +164,7 @@ class Hub:
         self._own[repository, revision] = done.oid
         return done
 
-    def in_background(self, act: Callable[[], None]) -> Future[None]:
+    def in_background(self, act: Callable[[], Result]) -> Future[Result]:
         """Run ``act`` in the thread of this object's uploads, one after another."""
         return self.api.run_as_future(act)
 

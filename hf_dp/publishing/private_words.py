@@ -98,7 +98,7 @@ def is_local_path(value: str) -> bool:
         return False
     if _ABSOLUTE.match(value):
         return True
-    return value.startswith(("/", "./", "../", ".\\", "..\\")) and _exists(value)
+    return bool(re.match(r"/.|\.\.?[\\/]", value)) and _exists(value)
 
 
 def _exists(value: str) -> bool:

@@ -24,8 +24,8 @@ from hf_dp.statement.record import FILE_NAME, PrivacyRecord, read
 from hf_dp.statement.statement import NOT_PRIVATE
 
 _MASKS = "selection_masks.safetensors"
-# What only the metadata of a private run's card may hold, as a key or a tag.
-_CLAIM = re.compile(r"\A---\n.*?differential[-_]privacy.*?^---", re.S | re.M)
+_METADATA = re.compile(r"---\n(.*?)^---", re.S | re.M)
+_CLAIM = re.compile(r"differential[-_]privacy")  # a key, and tags, of a private run's card
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,8 @@ class Publication:
                 f"{folder} holds no model.safetensors and no adapter_model.safetensors. Name the "
                 "folder into which the model was saved."
             )
-        record, remarks = None, []
+        record: PrivacyRecord | None = None
+        remarks: list[str] = []
         try:
             record = _record(folder)
             if record is not None:
@@ -185,8 +186,8 @@ def _sign(
     elif SIGNATURE in files and (folder / FILE_NAME).read_bytes() != evidence:
         return [
             f"{SIGNATURE} signs {FILE_NAME} as it is in {folder}, and what goes to the Hub names "
-            "the repository. Sign what goes, by --sign-with KEY; or run `hf-dp card DIR "
-            f"--repository REPO`, sign its {FILE_NAME} and publish to REPO; or delete it."
+            "the repository. Sign what goes, by --sign-with KEY; run `hf-dp card DIR --repository "
+            f"REPO`, sign its {FILE_NAME}, and publish to REPO; or delete the signature."
         ]
     return []
 
@@ -236,7 +237,8 @@ def _unfit_claim(
             f"it was, publish the folder that holds the file. {explicit}"
         ]
     card = files.get(CARD, b"")
-    if isinstance(card, bytes) and _CLAIM.match(card.decode("utf-8", errors="replace")):
+    text = card.decode("utf-8", errors="replace") if isinstance(card, bytes) else ""
+    if (metadata := _METADATA.match(text)) and _CLAIM.search(metadata[1]):
         return [
             f"The metadata of {CARD} claim differential privacy, and there is no {FILE_NAME}. Take "
             "the claim out of the card, or publish the folder that holds the evidence."

@@ -35,7 +35,8 @@ class Publishing(Checkpointing):
     """
 
     card: dict[str, Any]
-    push_in_progress: PushInProgress | None = None
+    hub_model_id: Any
+    push_in_progress: Any = None
     _hub: Hub | None = None
 
     def init_hf_repo(self, token: str | None = None, private: bool | None = None) -> None:
@@ -198,10 +199,11 @@ class Publishing(Checkpointing):
         return self._hub
 
     def _add_push(self, job: Any) -> None:
+        jobs: Any = [job]
         if self.push_in_progress is None or self.push_in_progress.is_done():
-            self.push_in_progress = PushInProgress([job])
+            self.push_in_progress = PushInProgress(jobs)
         else:
-            self.push_in_progress.jobs.append(job)
+            self.push_in_progress.jobs += jobs
 
     def _with_model_tags(self, options: dict[str, Any]) -> dict[str, Any]:
         """Return the card's options, with the tags of the model, as Trainer adds them."""

@@ -10,12 +10,11 @@ from pathlib import Path
 import pytest
 import tiny
 from huggingface_hub import HfApi, constants
-from loopback_hub import TOKEN, USER, LoopbackHub
+from loopback_hub import TOKEN, LoopbackHub
 from peft import LoraConfig
 
 from hf_dp.tuners.frost.config import FrostConfig
 
-BASE = f"{USER}/tiny-base"
 SAVES = {"save_strategy": "steps", "save_steps": 2, "logging_strategy": "no"}
 
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from conftest import BASE
-from loopback_hub import TOKEN, USER
+from loopback_hub import BASE, TOKEN, USER
 
 from hf_dp.cli.main import main
 

@@ -97,9 +97,9 @@ def published(hub, tmp_path: Path, monkeypatch, strategy: str, adapter: bool) ->
     trainer.train()
     trainer.push_to_hub()
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-    assert len(losses) == 4 and min(losses) > 1e5 and len(draws) == 4
+    losses = [loss for loss in losses if loss]  # 0 for an empty draw
     drawn = [found for found in draws if len(found) >= 4]
-    assert drawn
+    assert losses and min(losses) > LOSS / 9 and drawn
     return {
         "a row": b"-of-graustark",
         "the output folder": b"outputs-ruritania",
@@ -111,7 +111,10 @@ def published(hub, tmp_path: Path, monkeypatch, strategy: str, adapter: bool) ->
         "the machine": MACHINE.encode(),
         "the token": TOKEN.encode(),
         **{f"loss {n} in words": str(loss)[:9].encode() for n, loss in enumerate(losses)},
-        **{f"loss {n} in bytes": struct.pack("<f", loss) for n, loss in enumerate(losses)},
+        # As a TensorBoard event holds it.
+        **{
+            f"loss {n} in bytes": b"\x15" + struct.pack("<f", loss) for n, loss in enumerate(losses)
+        },
         **{f"draw {n}": json.dumps(found)[1:-1].encode() for n, found in enumerate(drawn)},
     }
 
@@ -132,7 +135,6 @@ def on_disk(folder: Path) -> Iterator[tuple[str, bytes]]:
 @pytest.mark.parametrize("strategy", ["end", "every_save"])
 def test_of_what_is_private_nothing_is_received(hub, tmp_path, monkeypatch, strategy, adapter):
     words = published(hub, tmp_path, monkeypatch, strategy, adapter)
-    # "the data's path" is in the arguments of nobody: in the cache alone.
     assert set(found(words, on_disk(tmp_path))) == set(words)  # there to be found
     assert len(hub.pushes(NAME)) == (3 if strategy == "every_save" else 1)
     weights = "adapter_model.safetensors" if adapter else "model.safetensors"
@@ -149,7 +151,9 @@ def test_a_planted_leak_is_seen(hub, tmp_path, monkeypatch, strategy):
     )
     words = published(hub, tmp_path, monkeypatch, strategy, False)
     seen = found(words, hub.received())
-    losses = [name for name in words if name.startswith("loss")]
+    # The log in words is in checkpoints.
+    logs = ("loss",) if strategy == "every_save" else ()
+    losses = [name for name in words if name.startswith(logs) or name.endswith("in bytes")]
     draws = [name for name in words if name.startswith("draw")]
     assert {"a row", "the user", "the machine", "the token", *losses, *draws} <= set(seen)
     assert {"the output folder", "the run's folder"} <= set(seen)

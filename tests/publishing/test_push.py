@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import shutil
 
 import pytest
 import tiny
-from conftest import BASE
-from huggingface_hub import constants
-from loopback_hub import TOKEN, USER
+from huggingface_hub import HfApi, constants
+from loopback_hub import BASE, TOKEN, USER
 
 from hf_dp.errors import PublishError
 from hf_dp.publishing.hub import Hub, publish
@@ -206,7 +206,8 @@ def test_no_rights_no_token_a_wrong_token_no_network(hub, full, monkeypatch):
     with pytest.raises(PublishError, match=r"no token.*hf auth login.*HF_TOKEN"):
         publish(full, NAME)
     monkeypatch.setenv("HF_TOKEN", TOKEN)
-    hub.close()
+    nobody = functools.partial(HfApi, endpoint="http://127.0.0.1:9")  # where nothing listens
+    monkeypatch.setattr("hf_dp.publishing.hub.HfApi", nobody)
     with pytest.raises(PublishError, match=r"could not be reached"):
         publish(full, NAME)
 

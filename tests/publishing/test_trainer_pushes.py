@@ -10,7 +10,6 @@ from concurrent.futures import Future
 import pytest
 import tiny
 import torch
-from conftest import SAVES
 from loopback_hub import TOKEN, USER
 from peft import LoraConfig
 from processes import outcomes
@@ -24,6 +23,7 @@ from hf_dp.statement.record import read
 from hf_dp.trainer.from_arguments import own_copy
 
 NAME = f"{USER}/model"
+SAVES = {"save_strategy": "steps", "save_steps": 2}
 PUSHES = {"push_to_hub": True, "hub_model_id": NAME}
 EVERY_SAVE = {**PUSHES, **SAVES, "hub_strategy": "every_save", "hub_always_push": True}
 
