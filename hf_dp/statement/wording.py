@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from hf_dp.accounting import LOSS
+from hf_dp.plans.mechanism import Words
 from hf_dp.plans.privacy import PrivacyPlan
 from hf_dp.plans.units import (
     EXAMPLE,
@@ -58,6 +60,11 @@ def unit_in_words(unit: str, facts: RunFacts) -> str:
     return f"{_UNITS[unit]}; {who} {_K_FOLD}"
 
 
+def covered(words: Words) -> str:
+    """Say what epsilon covers."""
+    return f"{COVERED}; {words.also_covered}" if words.also_covered else COVERED
+
+
 def relation_in_words(relation: str) -> str:
     """Say against which change a row is protected, by its code in :mod:`hf_dp.plans.units`."""
     return _RELATIONS[relation]
@@ -100,8 +107,8 @@ def not_covered(facts: RunFacts, plan: PrivacyPlan) -> tuple[str, ...]:
         "of the other, so epsilon does not count them",
         "running time and memory use",
         "floating-point attacks on the noise: the proof assumes real-number Gaussian noise",
-        "how kernels round: that an example's gradient is rounded the same way whatever examples "
-        "stand beside it was measured (float32; bfloat16 on a CPU), not proved",
+        f"how kernels round: that an example's gradient{_and_loss(plan)} is rounded the same way "
+        "whatever examples stand beside it was measured (float32; bfloat16 on a CPU), not proved",
         "attacks on the random generators: the proof assumes ideal randomness; noise from "
         f"{facts.noise_generator}, sampling from {facts.sampling_generator}",
         *(
@@ -136,6 +143,10 @@ def _selected(facts: RunFacts) -> str:
     if any(run.model_selection for run in facts.earlier):
         return "used in an earlier run on the same rows"
     return "not used by this run's trainer"
+
+
+def _and_loss(plan: PrivacyPlan) -> str:
+    return " and loss" if LOSS in plan.mechanism.sensitivities(plan.schedule) else ""
 
 
 def _public_labels(facts: RunFacts, plan: PrivacyPlan) -> tuple[str, ...]:
