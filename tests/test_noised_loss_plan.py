@@ -76,6 +76,15 @@ def test_noise_that_is_given_is_that_of_the_gradients():
     )
 
 
+def test_the_figures_on_the_page():
+    sst2 = {"num_examples": 67349, "expected_batch_size": 1024, "num_train_epochs": 3.0}
+    alone = PrivacyPlan.create(**{**GIVEN, **sst2}, target_epsilon=3.0)
+    plan = create(**sst2, target_epsilon=3.0, noised_loss_bound=1.5, noised_loss_budget_ratio=0.01)
+    sigmas = [round(each.noise_multiplier, 4) for each in (alone, plan)]
+    assert sigmas == [0.8254, 0.8296]
+    assert round(plan.mechanism.noised_loss_std(plan.schedule), 3) == 0.012
+
+
 def test_a_limit_of_the_draw():
     plan = create(noise_multiplier=1.5, max_batch_size=60, accountant="pld")
     assert plan.event() == TruncatedSumAndLoss(1.5, 4.5, 0.05, 40, 1000, 60)
