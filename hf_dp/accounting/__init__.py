@@ -6,6 +6,7 @@ from hf_dp.accounting.calibration import (
     calibrate_sample_rate,
     calibrate_steps,
 )
+from hf_dp.accounting.described import LOSS as LOSS
 from hf_dp.accounting.described import SUM as SUM
 from hf_dp.accounting.described import VECTORS as VECTORS
 from hf_dp.accounting.events import (
@@ -13,7 +14,9 @@ from hf_dp.accounting.events import (
     Event,
     Gaussian,
     PoissonSampledGaussian,
+    SumAndLoss,
     TruncatedPoissonSampledGaussian,
+    TruncatedSumAndLoss,
     event_from_dict,
 )
 from hf_dp.accounting.ledger import EARLIER, RELEASE, SELECTION, TRAINING, Ledger, LedgerEntry
@@ -30,6 +33,7 @@ __all__ = [
     "ACCOUNTANTS",
     "BOUNDS",
     "EARLIER",
+    "LOSS",
     "RELATIONS",
     "RELEASE",
     "SELECTION",
@@ -47,8 +51,10 @@ __all__ = [
     "RandomizedResponse",
     "RecordRelease",
     "SampledRecordRelease",
+    "SumAndLoss",
     "SumAndRows",
     "TruncatedPoissonSampledGaussian",
+    "TruncatedSumAndLoss",
     "calibrate_noise_multiplier",
     "calibrate_sample_rate",
     "calibrate_steps",

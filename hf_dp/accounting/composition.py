@@ -19,6 +19,7 @@ from hf_dp.accounting.events import (
     Event,
     Gaussian,
     PoissonSampledGaussian,
+    SumAndLoss,
     TruncatedPoissonSampledGaussian,
 )
 from hf_dp.accounting.record_events import (
@@ -262,6 +263,8 @@ class _Parts:
 
     def add(self, event: Event) -> None:
         """Add an event that ran at least once."""
+        if isinstance(event, SumAndLoss):
+            event = event.joint
         if isinstance(event, BestOfRandomRuns):
             run = compose(event.run)
             if not run.empty:

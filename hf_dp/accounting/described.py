@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any, ClassVar
 
-# What an event releases with noise: a sum over examples, or vectors of one example each.
-SUM, VECTORS = "sum", "vectors"
+# What an event releases with noise: a sum over examples, vectors of one example each, or the sum of
+# the examples' losses.
+SUM, VECTORS, LOSS = "sum", "vectors", "loss"
 
 
 class Described:
@@ -33,10 +35,18 @@ class Described:
 
     @property
     def noise_multipliers(self) -> dict[str, float]:
-        """The noise multiplier of each part that is released with Gaussian noise: a :data:`SUM`,
-        :data:`VECTORS`, both, or neither."""
+        """The noise multiplier of each part that is released with Gaussian noise: of :data:`SUM`,
+        :data:`VECTORS` and :data:`LOSS` those that there are."""
         return {SUM: self.noise_multiplier}  # type: ignore[attr-defined]
 
     def to_dict(self) -> dict[str, Any]:
         """Return a JSON-ready description that :func:`hf_dp.accounting.event_from_dict` reads."""
         return {"type": type(self).__name__, **dataclasses.asdict(self)}  # type: ignore[call-overload]
+
+
+def joint_noise_multiplier(*noise_multipliers: float) -> float:
+    """Return 1 / mu of several Gaussian mechanisms on one example, which are one together: its mu^2
+    is the sum of theirs."""
+    if 0 in noise_multipliers:
+        return 0.0
+    return 1 / math.hypot(*(1 / sigma for sigma in noise_multipliers))

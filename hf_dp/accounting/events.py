@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, get_args
 
 from hf_dp._validate import in_unit_interval, integer, invalid, non_negative, one_of, real
-from hf_dp.accounting.described import Described
+from hf_dp.accounting.described import LOSS, SUM, Described, joint_noise_multiplier
 from hf_dp.accounting.record_events import (
     PublishedForwardNoise,
     RandomizedResponse,
@@ -119,6 +119,83 @@ class TruncatedPoissonSampledGaussian(Described):
             object.__setattr__(self, name, integer(name, getattr(self, name), 1))
 
 
+@dataclass(frozen=True)
+class SumAndLoss(Described):
+    """A :class:`PoissonSampledGaussian` that also releases the noisy sum of its sample's losses.
+
+    Each of the two sums has Gaussian noise of its own, independent of the other's. Divide each by
+    the standard deviation of its noise. All noise is then standard normal, and an example adds one
+    vector: its gradient, of norm at most ``1 / noise_multiplier``, and its loss, at most
+    ``1 / loss_noise_multiplier``, in a coordinate of its own. So the two are :attr:`joint`, the
+    Gaussian mechanism of one sum, with ``1 / sigma^2 = 1 / noise_multiplier^2 + 1 /
+    loss_noise_multiplier^2``, whatever the sampling and the relation.
+
+    Args:
+        noise_multiplier: of the sum of gradients, noise standard deviation / clipping norm, >= 0.
+        loss_noise_multiplier: of the sum of losses, noise standard deviation / bound of one loss,
+            >= 0.
+        sample_rate, steps: as there.
+
+    Raises:
+        InvalidArgumentError: a value is out of range or not a number.
+    """
+
+    noise_multiplier: float
+    loss_noise_multiplier: float
+    sample_rate: float
+    steps: int
+
+    def __post_init__(self) -> None:
+        for name in ("noise_multiplier", "loss_noise_multiplier"):
+            object.__setattr__(self, name, non_negative(name, getattr(self, name)))
+        sampled = dataclasses.asdict(self.joint)
+        del sampled["noise_multiplier"]
+        for name, value in sampled.items():
+            object.__setattr__(self, name, value)
+
+    @property
+    def joint(self) -> PoissonSampledGaussian | TruncatedPoissonSampledGaussian:
+        """The Gaussian mechanism that the two sums are together."""
+        return PoissonSampledGaussian(self.joint_noise_multiplier, self.sample_rate, self.steps)
+
+    @property
+    def joint_noise_multiplier(self) -> float:
+        """The noise multiplier of :attr:`joint`."""
+        return joint_noise_multiplier(self.noise_multiplier, self.loss_noise_multiplier)
+
+    @property
+    def noise_multipliers(self) -> dict[str, float]:
+        return {SUM: self.noise_multiplier, LOSS: self.loss_noise_multiplier}
+
+
+@dataclass(frozen=True)
+class TruncatedSumAndLoss(SumAndLoss):
+    """A :class:`SumAndLoss` whose samples are truncated, as in
+    :class:`TruncatedPoissonSampledGaussian`.
+
+    Args: num_examples, max_batch_size: as there; the others as in :class:`SumAndLoss`.
+
+    Raises: InvalidArgumentError.
+    """
+
+    num_examples: int
+    max_batch_size: int
+
+    relations: ClassVar[tuple[str, ...]] = TruncatedPoissonSampledGaussian.relations
+    restriction: ClassVar[str] = TruncatedPoissonSampledGaussian.restriction
+
+    @property
+    def joint(self) -> TruncatedPoissonSampledGaussian:
+        """The Gaussian mechanism that the two sums are together."""
+        return TruncatedPoissonSampledGaussian(
+            self.joint_noise_multiplier,
+            self.sample_rate,
+            self.steps,
+            self.num_examples,
+            self.max_batch_size,
+        )
+
+
 RUN_DISTRIBUTIONS = ("truncated_negative_binomial", "poisson")
 
 
@@ -199,6 +276,8 @@ Event = (
     Gaussian
     | PoissonSampledGaussian
     | TruncatedPoissonSampledGaussian
+    | SumAndLoss
+    | TruncatedSumAndLoss
     | BestOfRandomRuns
     | RecordRelease
     | SampledRecordRelease

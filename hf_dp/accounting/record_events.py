@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from hf_dp._validate import in_unit_interval, integer, invalid, non_negative, positive
-from hf_dp.accounting.described import SUM, VECTORS, Described
+from hf_dp.accounting.described import SUM, VECTORS, Described, joint_noise_multiplier
 
 ROW_BY_ROW = ("zero_out", "replace_one")
 _SHOWS_HOW_MANY = "The released vectors show how many examples took part."
@@ -132,8 +132,7 @@ class SumAndRows(Described):
     @property
     def joint_noise_multiplier(self) -> float:
         """1 / mu of sum and vector together."""
-        sigmas = (self.noise_multiplier, self.record_noise_multiplier)
-        return 0.0 if 0 in sigmas else 1 / math.hypot(*(1 / sigma for sigma in sigmas))
+        return joint_noise_multiplier(self.noise_multiplier, self.record_noise_multiplier)
 
 
 @dataclass(frozen=True)

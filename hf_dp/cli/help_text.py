@@ -40,6 +40,11 @@ PRIVACY = {
     "per_example_max_grad_norm": ("C", "clipping norm, L2 (default: 0.1)"),
     "accountant": ("NAME", "pld, rdp or prv; gdp_clt is an estimate (default: pld)"),
     "privacy_mode": ("NAME", "dp_sgd, dp_fp or non_private (default: dp_sgd)"),
+    "noised_loss_budget_ratio": (
+        "R",
+        "share of the privacy budget for a noised training loss (default: none is released)",
+    ),
+    "noised_loss_bound": ("B", "with it: each loss is clipped to [0, B], a public number"),
     "release": ("NAME", "un-noised quantities to publish: training_loss (default: none)"),
 }
 _METAVARS = {int: "N", float: "X", bool: "True|False"}

@@ -17,6 +17,7 @@ from hf_dp.errors import ConfigError
 
 if TYPE_CHECKING:
     from hf_dp.planning import Forecast, Transfer
+    from hf_dp.plans import NoisedLossPlan
     from hf_dp.plans.privacy import PrivacyPlan
 
 EXAMPLES = """examples (SST-2):
@@ -39,6 +40,8 @@ _KEYS = {
     "noise_multiplier": "noise_multiplier",
     "accountant": "accountant",
     "clipping": "clipping",
+    "noised_loss_budget_ratio": "noised_loss_budget_ratio",
+    "noised_loss_bound": "noised_loss_bound",
 }
 _SWEPT = {
     "num_examples": int,
@@ -99,6 +102,18 @@ def _add_run(add: Callable[..., Any]) -> None:
         type=float,
         metavar="C",
         help="largest L2 norm of one example's gradient (default: 0.1)",
+    )
+    add(
+        "--noised-loss-budget-ratio",
+        type=float,
+        metavar="R",
+        help="share of the privacy budget for a noised training loss (default: none is released)",
+    )
+    add(
+        "--noised-loss-bound",
+        type=float,
+        metavar="B",
+        help="with it: largest loss of one example",
     )
 
 
@@ -266,6 +281,8 @@ def _plan(settings: dict[str, Any]) -> PrivacyPlan:
         target_delta=settings["delta"],
         accountant=settings["accountant"] or "pld",
         clipping=settings["clipping"] or "flat",
+        noised_loss_bound=settings["noised_loss_bound"],
+        noised_loss_budget_ratio=settings["noised_loss_budget_ratio"],
         selection=adapter.selection_plan(clipping_norm)
         if hasattr(adapter, "selection_plan")
         else None,
@@ -351,7 +368,19 @@ def _json(found: Forecast) -> dict[str, Any]:
     }
 
 
+def _noised_loss(plan: PrivacyPlan, mechanism: NoisedLossPlan) -> str:
+    together = mechanism.step_event(plan.schedule, mechanism.sigma, 1).joint_noise_multiplier
+    return (
+        f"noised loss of each step: losses clipped to [0, {mechanism.noised_loss_bound:g}], noise "
+        f"multiplier {mechanism.loss_noise_multiplier:.6g}, standard deviation of the mean "
+        f"{mechanism.noised_loss_std(plan.schedule):.4g}; with the gradients, as one sum with "
+        f"noise multiplier {together:.6g}"
+    )
+
+
 def _text(found: Forecast) -> str:
+    from hf_dp.plans import NoisedLossPlan
+
     plan = found.plan
     capped = (
         "" if plan.max_batch_size is None else f", of which at most {plan.max_batch_size} are used"
@@ -363,6 +392,8 @@ def _text(found: Forecast) -> str:
         f"noise multiplier {plan.noise_multiplier:.6g}, effective "
         f"{found.effective_noise_multiplier:.5g} (/ sample rate)",
     ]
+    if isinstance(plan.mechanism, NoisedLossPlan):
+        lines.append(_noised_loss(plan, plan.mechanism))
     if plan.selection is not None:
         lines.insert(
             2,

@@ -12,3 +12,4 @@ from hf_dp.mechanisms.dp_fp.frozen import Frozen as Frozen
 from hf_dp.mechanisms.dp_fp.private_encoder import PrivateEncoder as PrivateEncoder
 from hf_dp.mechanisms.dp_fp.published import Published as Published
 from hf_dp.mechanisms.dp_sgd import DpSgd as DpSgd
+from hf_dp.mechanisms.noised_loss import DpSgdNoisedLoss as DpSgdNoisedLoss

@@ -38,10 +38,15 @@ class Mechanism(ABC):
     """How a run of :attr:`plan_type` obtains privacy: one subclass for each plan.
 
     Args: run: the private run. tuner: what trains.
+
+    Attributes:
+        noised_loss: of the last step, (), where its plan releases one: the noised sum of the
+            clipped losses / the expected batch size. It may be below 0.
     """
 
     plan_type: ClassVar[type[Any]]
     needs_whole_weights: ClassVar[str] = ""  # why, where a sharded model cannot be trained
+    noised_loss: Tensor | None = None
 
     def __init__(self, run: PrivateRun, tuner: Tuner | None = None):
         self.run, self.tuner = run, tuner or Tuner()

@@ -5,7 +5,7 @@ Any optimizer then makes it DP-Adam and so on.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
 import torch
@@ -28,8 +28,12 @@ class DpSgd(Mechanism):
     def clip(self, batches: Any) -> Clipped:
         """Return, by parameter, the sum of clipped gradients: ``sum_i w_i g_i``, norms at most
         C."""
+        return self._clip(batches)
+
+    def _clip(self, batches: Any, watch: Callable[[Tensor], object] | None = None) -> Clipped:
+        """Clip; ``watch`` gets the losses, (b,), of each physical batch, too."""
         with self.tuner.engine(self.run) as engine:
-            loss_sum = self.run.feed(engine, batches)
+            loss_sum = self.run.feed(engine, batches, watch)
             return Clipped(engine.collect(), loss_sum)
 
     def gradients(self, clipped: Clipped, release: Release) -> Mapping[nn.Parameter, Tensor]:

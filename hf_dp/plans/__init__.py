@@ -11,6 +11,7 @@ from hf_dp.plans.mechanism import MechanismPlan as MechanismPlan
 from hf_dp.plans.mechanism import Schedule as Schedule
 from hf_dp.plans.mechanism import Words as Words
 from hf_dp.plans.mechanism import register_plan as register_plan
+from hf_dp.plans.noised_loss import NoisedLossPlan as NoisedLossPlan
 from hf_dp.plans.privacy import PrivacyPlan as PrivacyPlan
 from hf_dp.plans.privacy import PrivacyRequest as PrivacyRequest
 from hf_dp.plans.release import PlannedRelease as PlannedRelease

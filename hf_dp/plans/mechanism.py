@@ -79,6 +79,8 @@ class Words:
         proof: why the epsilon holds, as the reason of the status "proven".
         tag: on the Hub.
         sampling_code: "poisson", or "none" where all examples take part at once.
+        also_covered: what epsilon covers beside the weights; empty if nothing is released beside
+            them.
     """
 
     name: str
@@ -88,6 +90,7 @@ class Words:
     proof: str
     tag: str
     sampling_code: str = "poisson"
+    also_covered: str = ""
 
 
 @dataclass(frozen=True)

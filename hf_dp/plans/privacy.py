@@ -19,8 +19,8 @@ from hf_dp.accounting import (
     LedgerEntry,
 )
 from hf_dp.errors import ConfigError
-from hf_dp.plans.dp_sgd import DpSgdPlan
 from hf_dp.plans.mechanism import MechanismPlan, Sampler, Schedule, Words, mechanism_from_dict
+from hf_dp.plans.noised_loss import dp_sgd_plan
 from hf_dp.plans.release import PlannedRelease
 from hf_dp.plans.selection import SelectionPlan
 from hf_dp.plans.units import NEIGHBORING_RELATIONS, PRIVACY_UNITS, RELATIONS, UNITS
@@ -182,14 +182,24 @@ class PrivacyPlan:
         noise_multiplier: float | None = None,
         clipping: str = "flat",
         max_batch_size: int | None = None,
+        noised_loss_bound: float | None = None,
+        noised_loss_budget_ratio: float | None = None,
         **request: Any,
     ) -> PrivacyPlan:
-        """Plan DP-SGD: the arguments of :class:`hf_dp.plans.dp_sgd.DpSgdPlan`, and those of
+        """Plan DP-SGD: the arguments of :class:`hf_dp.plans.dp_sgd.DpSgdPlan`, those of
+        :class:`hf_dp.plans.noised_loss.NoisedLossPlan` for a noised loss, and those of
         :class:`PrivacyRequest` but its mechanism.
 
         Raises: as :meth:`PrivacyRequest.plan`.
         """
-        mechanism = DpSgdPlan(clipping_norm, noise_multiplier, clipping, max_batch_size)
+        mechanism = dp_sgd_plan(
+            clipping_norm,
+            noise_multiplier,
+            clipping,
+            max_batch_size,
+            noised_loss_bound,
+            noised_loss_budget_ratio,
+        )
         return PrivacyRequest(mechanism=mechanism, **request).plan()
 
     def to_dict(self) -> dict[str, Any]:

@@ -24,8 +24,8 @@ class PlannedRelease:
         event: what the ledger records.
         purpose: why, as the ledger names it: one of :data:`PURPOSES`.
         sensitivities: by part of the event (:data:`hf_dp.accounting.SUM`,
-            :data:`hf_dp.accounting.VECTORS`), the largest L2 distance by which one example can move
-            what is noised, above 0.
+            :data:`hf_dp.accounting.VECTORS`, :data:`hf_dp.accounting.LOSS`), the largest L2
+            distance by which one example can move what is noised, above 0.
 
     Raises: ConfigError when the parts are not those of the event; InvalidArgumentError.
     """

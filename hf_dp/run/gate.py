@@ -14,7 +14,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from hf_dp.accounting import SUM, VECTORS, RandomizedResponse
+from hf_dp.accounting import LOSS, SUM, VECTORS, RandomizedResponse
 from hf_dp.distributed.processes import Processes
 from hf_dp.distributed.sums import add_up_with_noise
 from hf_dp.errors import LedgerError
@@ -55,18 +55,23 @@ class Release:
         self._ledger: RunLedger | None = ledger
         self._out: set[str] = set()
 
-    @torch.no_grad()
     def sum(self, sums: dict[str, Tensor]) -> dict[str, Tensor]:
         """Add up one sum over the examples of all processes, given as named parts, add noise once,
         in place, and return it.
 
         Raises: LedgerError the second time: that would be another release.
         """
-        self._once(SUM)
-        add_up_with_noise(
-            list(sums.values()), lambda total: self._noise(total, SUM), self._processes()
-        )
+        self._add_up(list(sums.values()), SUM)
         return sums
+
+    def loss(self, total: Tensor) -> Tensor:
+        """Add up one sum of bounded losses, (), over the examples of all processes, add noise once,
+        in place, and return it.
+
+        Raises: LedgerError the second time; ConfigError when the recorded event covers no loss.
+        """
+        self._add_up([total], LOSS)
+        return total
 
     def vectors(self, vectors: Tensor) -> Tensor:
         """Return (b, d) vectors, each of one example alone, with noise in each coordinate.
@@ -102,6 +107,11 @@ class Release:
     def close(self) -> None:
         """Let nothing more out."""
         self._randomness = None
+
+    @torch.no_grad()
+    def _add_up(self, sums: list[Tensor], part: str) -> None:
+        self._once(part)
+        add_up_with_noise(sums, lambda total: self._noise(total, part), self._processes())
 
     def _once(self, part: str) -> None:
         if part in self._out:

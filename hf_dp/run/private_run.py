@@ -381,9 +381,16 @@ class PrivateRun:
         checkpoints = any(getattr(m, "gradient_checkpointing", False) for m in self.model.modules())
         return "two_pass" if checkpoints else "book_keeping"
 
-    def feed(self, engine: ClippingEngine, batches: Iterable[Any]) -> Tensor:
+    def feed(
+        self,
+        engine: ClippingEngine,
+        batches: Iterable[Any],
+        watch: Callable[[Tensor], object] | None = None,
+    ) -> Tensor:
         """Run this process's part of a logical batch through the model into the engine, and return
         the sum of its losses, which is not private.
+
+        ``watch``, where given, is called with the losses, (b,), of each physical batch of rows.
 
         A model that is sharded is gathered by all processes for each forward, so that all make as
         many; the forwards that are missing run on made-up examples, which count nothing.
@@ -399,6 +406,8 @@ class PrivateRun:
                 losses = self.losses(batch)
                 engine.backward(losses)
                 loss_sum += losses.detach().nan_to_num().sum()
+                if watch is not None:
+                    watch(losses.detach())
             for _ in range(made_up):
                 engine.backward(self.losses(self._made_up), counted=False)
         return loss_sum

@@ -17,6 +17,8 @@ _ARGUMENTS = {
     "expected_batch_size": "",
     "clipping_norm": "`per_example_max_grad_norm`",
     "target_epsilon": "",
+    "noised_loss_bound": "",
+    "noised_loss_budget_ratio": "",
     "noise_multiplier": "",
     "delta": "`target_delta`",
 }

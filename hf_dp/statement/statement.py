@@ -46,7 +46,7 @@ from hf_dp.statement.results import (
 )
 from hf_dp.statement.weaknesses import plain, refuse_unnamed
 from hf_dp.statement.wording import (
-    COVERED,
+    covered,
     not_covered,
     relation_in_words,
     released_in_words,
@@ -186,7 +186,7 @@ class PrivacyStatement:
             steps_planned=plan.steps,
             num_examples=plan.num_examples,
             mechanisms=tuple(ledger.to_list()),
-            covered=COVERED,
+            covered=covered(words),
             not_covered=not_covered(facts, plan),
             facts=facts,
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from hf_dp.plans.mechanism import Words
 from hf_dp.plans.privacy import PrivacyPlan
 from hf_dp.plans.units import (
     EXAMPLE,
@@ -58,8 +59,8 @@ TECHNICAL = (
     "other, so epsilon does not count them",
     "running time and memory use",
     "floating-point attacks on the noise: the proof assumes real-number Gaussian noise",
-    "how kernels round: that an example's gradient is rounded the same way whatever examples stand "
-    "beside it was measured (float32; bfloat16 on a CPU), not proved",
+    "how kernels round: that an example's gradient or loss is rounded the same way whatever "
+    "examples stand beside it was measured (float32; bfloat16 on a CPU), not proved",
     "attacks on the random generators: the proof assumes ideal randomness",
 )
 
@@ -75,6 +76,11 @@ def unit_in_words(unit: str, facts: RunFacts) -> str:
     if any(run.rows_are_chunks for run in facts.everywhere):
         who = f"each row is a chunk of a longer text, so a document of k chunks, like {_IN_ROWS},"
     return f"{_UNITS[unit]}; {who} {_K_FOLD}"
+
+
+def covered(words: Words) -> str:
+    """Say what epsilon covers."""
+    return f"{COVERED}; {words.also_covered}" if words.also_covered else COVERED
 
 
 def relation_in_words(relation: str) -> str:

@@ -14,6 +14,7 @@ from hf_dp.clipping.engine import STRATEGIES
 from hf_dp.errors import InvalidArgumentError, UnsupportedArgumentError
 from hf_dp.plans.dp_fp import DP_FP, PRIVATE_ENCODER
 from hf_dp.plans.dp_sgd import CLIPPINGS
+from hf_dp.plans.noised_loss import BOUND, RATIO, budget_ratio, half_given, loss_bound
 from hf_dp.plans.units import NEIGHBORING_RELATIONS, PRIVACY_UNITS
 from hf_dp.statement.unnoised import RELEASABLE
 
@@ -186,6 +187,28 @@ def check_release(args: Any, problems: Problems) -> None:
     attempt(args, problems, "release", _list_of_names, RELEASABLE)
     if args.insecure_seed is not None:
         attempt(args, problems, "insecure_seed", integer, 0, "Leave it unset outside tests.")
+
+
+def check_noised_loss(args: Any, problems: Problems) -> None:
+    """Check the noised loss that is released beside the gradients."""
+    given = [name for name in (BOUND, RATIO) if getattr(args, name) is not None]
+    if args.privacy_mode != "dp_sgd":
+        for name in given:
+            problems[name] = invalid(
+                name,
+                getattr(args, name),
+                f"to be unset when privacy_mode={args.privacy_mode!r}",
+                "Only the steps of DP-SGD add up losses over a secret draw; DP-FP's last layer "
+                "trains on released rows. Remove it.",
+                UnsupportedArgumentError,
+            )
+        return
+    for name, check in ((BOUND, loss_bound), (RATIO, budget_ratio)):
+        if name in given:
+            attempt(args, problems, name, check)
+    for missing, other in ((BOUND, RATIO), (RATIO, BOUND)):
+        if given == [other]:
+            problems[missing] = half_given(missing, other)
 
 
 def surrounding_problems(args: Any) -> Problems:

@@ -15,12 +15,14 @@ from hf_dp._validate import invalid, one_of
 from hf_dp.accounting import ACCOUNTANTS
 from hf_dp.clipping.engine import STRATEGIES
 from hf_dp.plans.dp_fp import DP_FP, PUBLISHED
+from hf_dp.plans.noised_loss import BOUND, RATIO
 from hf_dp.statement.unnoised import RELEASABLE
 from hf_dp.trainer.argument_checks import (
     Problems,
     attempt,
     check_budget,
     check_mechanism,
+    check_noised_loss,
     check_release,
     raise_all,
     surrounding_problems,
@@ -147,6 +149,15 @@ class DPTrainingArguments(ForwardArguments, TrainingArguments):
 
     > Parameters that control what leaves the run
 
+        noised_loss_budget_ratio (`float`, *optional*):
+            Only for `"dp_sgd"`, together with `noised_loss_bound`: releases the training loss of
+            each step with noise, as `noised_loss` in the logs, and epsilon covers it. The share of
+            the privacy budget, in (0, 1), that it gets; the gradient's noise grows by the factor
+            1/sqrt(1 - share). A hundredth is enough for a curve. Off when unset.
+        noised_loss_bound (`float`, *optional*):
+            With `noised_loss_budget_ratio`: each example's loss is clipped to [0, bound] before the
+            losses are added up and noised. Above 0, and public: choose it without looking at the
+            rows, for example twice the loss of a guess (log of the number of classes).
         release (`list[str]`, *optional*, defaults to `[]`):
             Names of un-noised quantities to log and publish anyway: `"training_loss"`. Epsilon does
             not cover them and the card says so.
@@ -340,6 +351,20 @@ class DPTrainingArguments(ForwardArguments, TrainingArguments):
     )
 
     # --- what leaves the run ---
+    noised_loss_budget_ratio: float | None = field(
+        default=None,
+        metadata={
+            "help": "Only for dp_sgd, with noised_loss_bound: the share of the privacy budget, in "
+            "(0, 1), for a noised training loss in the logs. Unset: none is released."
+        },
+    )
+    noised_loss_bound: float | None = field(
+        default=None,
+        metadata={
+            "help": "With noised_loss_budget_ratio: each example's loss is clipped to [0, bound]. "
+            "Above 0, and public."
+        },
+    )
     release: list[str] = field(
         default_factory=list,
         metadata={
@@ -423,6 +448,7 @@ class DPTrainingArguments(ForwardArguments, TrainingArguments):
         check_budget(self, problems)
         check_mechanism(self, problems)
         check_release(self, problems)
+        check_noised_loss(self, problems)
         forward_problems(self, partial(attempt, self), problems)
         return {**table_problems(self), **environment_problems(self.report_to), **problems}
 
@@ -431,6 +457,7 @@ class DPTrainingArguments(ForwardArguments, TrainingArguments):
         moves = {
             "expected_batch_size": "Use `per_device_train_batch_size` and "
             "`gradient_accumulation_steps`",
+            **dict.fromkeys((BOUND, RATIO), "Its logs hold the loss as it is: remove it"),
         }
         problems: Problems = {}
         of_forward = {each.name for each in dataclasses.fields(ForwardArguments)}

@@ -125,11 +125,15 @@ def _own(tensor: Tensor) -> Tensor:
 
 
 class EpsilonProgress(ProgressCallback):
-    """The terminal's progress bar, with the epsilon spent at the last log."""
+    """The terminal's progress bar, with the epsilon spent, and the noised loss where one is
+    released, at the last log."""
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
         if self.training_bar is not None and "epsilon" in (logs or {}):
-            self.training_bar.set_postfix_str(f"epsilon {logs['epsilon']:g}", refresh=False)
+            shown = f"epsilon {logs['epsilon']:g}"
+            if "noised_loss" in logs:
+                shown += f", noised loss {logs['noised_loss']:.4g}"
+            self.training_bar.set_postfix_str(shown, refresh=False)
         if self.training_bar is not None and NO_EPSILON in (logs or {}):
             self.training_bar.set_postfix_str("privacy not established", refresh=False)
         super().on_log(args, state, control, logs=logs, **kwargs)

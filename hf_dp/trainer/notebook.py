@@ -29,4 +29,6 @@ class NotebookEpsilonProgress(NotebookProgressCallback):
             state.global_step if self.first_column == "Step" else round(state.epoch, 2)
         )
         row["Epsilon"] = logs["epsilon"]
+        if "noised_loss" in logs:
+            row["Noised Loss"] = logs["noised_loss"]
         self.training_tracker.write_line(row)

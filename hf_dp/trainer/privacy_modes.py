@@ -9,6 +9,7 @@ from hf_dp.errors import ConfigError
 from hf_dp.plans.dp_fp import DP_FP
 from hf_dp.plans.dp_sgd import DpSgdPlan
 from hf_dp.plans.mechanism import MechanismPlan
+from hf_dp.plans.noised_loss import dp_sgd_plan
 from hf_dp.trainer.forward_arguments import forward_plan
 
 DP_SGD = "dp_sgd"
@@ -17,17 +18,19 @@ DP_SGD = "dp_sgd"
 PlanOfArguments = Callable[[Any, int | None], MechanismPlan]
 
 
-def dp_sgd_plan(args: Any, num_classes: int | None) -> DpSgdPlan:
+def gradient_plan(args: Any, num_classes: int | None) -> DpSgdPlan:
     """Return the plan of ``privacy_mode="dp_sgd"``."""
-    return DpSgdPlan(
+    return dp_sgd_plan(
         args.per_example_max_grad_norm,
         args.noise_multiplier,
         args.clipping,
         args.max_logical_batch_size,
+        args.noised_loss_bound,
+        args.noised_loss_budget_ratio,
     )
 
 
-MODES: dict[str, PlanOfArguments] = {DP_SGD: dp_sgd_plan, DP_FP: forward_plan}
+MODES: dict[str, PlanOfArguments] = {DP_SGD: gradient_plan, DP_FP: forward_plan}
 
 
 def register_mode(name: str, plan: PlanOfArguments) -> None:

@@ -188,7 +188,7 @@ class Publishing(Checkpointing):
         return Publication.of(
             folder,
             self.hub_model_id,
-            base if is_repository(base) and not is_local(base) else None,
+            base if base and is_repository(base) and not is_local(base) else None,
             not_private=not_private,
             tokens=(self._the_hub().token, self.args.hub_token),
         )

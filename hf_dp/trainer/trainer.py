@@ -88,6 +88,8 @@ FIXED_ARGUMENTS = (
     "evaluate_on_training_rows",
 )
 
+_NONE = (torch.zeros((), dtype=torch.float64), 0)  # no noised loss yet
+
 
 class DPTrainer(Publishing):
     """Train privately: a drop-in for :class:`transformers.Trainer`.
@@ -120,6 +122,7 @@ class DPTrainer(Publishing):
     _signals: StopOnSignal
     _found_size: bool  # whether the size of physical batches was found for this machine
     _evaluation: dict[str, float]
+    _noised_losses: tuple[Tensor, int]  # their sum over the steps since the last log, and these
 
     def __init__(
         self,
@@ -187,6 +190,7 @@ class DPTrainer(Publishing):
         self._found_size = False
         self._evaluation = {}
         self.card = {}
+        self._noised_losses = _NONE
         if self.privacy_plan is not None:
             self._make_run(self.privacy_plan, rows, compared)
 
@@ -310,6 +314,9 @@ class DPTrainer(Publishing):
         with run.release_step() as release:  # the step is in the durable ledger from here on
             mechanism.set_gradients(clipped, release)  # + noise, / expected_batch_size, to p.grad
 
+        if mechanism.noised_loss is not None:
+            total, steps = self._noised_losses
+            self._noised_losses = (total + mechanism.noised_loss, steps + 1)
         if "training_loss" in run.book.released:
             return run.processes.summed(clipped.loss_sum) / run.plan.expected_batch_size
         return torch.zeros((), device=self.args.device)
@@ -371,6 +378,7 @@ class DPTrainer(Publishing):
                 earlier,
             )
         run.arguments = shared_arguments(self.args)
+        self._noised_losses = _NONE
         self.mechanism.refuse_shards(self.is_fsdp_enabled or is_sharded(self.model))
         try:
             run.open()
@@ -450,8 +458,14 @@ class DPTrainer(Publishing):
         return round(self.privacy_plan.expected_batch_size)
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Log, without what a private run withholds and with the epsilon spent so far."""
+        """Log, without what a private run withholds, with the epsilon spent so far and, where it is
+        released, ``noised_loss``: the mean over the steps since the last log of steps."""
         if self.args.is_private:
+            of_steps = "loss" in logs or "train_loss" in logs  # and not of an evaluation
+            total, steps = self._noised_losses
+            if steps and of_steps:
+                logs["noised_loss"] = float(total) / steps
+                self._noised_losses = _NONE
             released = () if self._run is None else self._run.book.released
             withhold(logs, released, gradients_are_noised=not self.args.is_published_dp_fp)
             if self.is_in_train and self._run is not None:

@@ -7,7 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from hf_dp.accounting import PoissonSampledGaussian, calibrate_noise_multiplier, epsilon
+from hf_dp.accounting import (
+    PoissonSampledGaussian,
+    SumAndLoss,
+    calibrate_noise_multiplier,
+    epsilon,
+)
 from hf_dp.cli.main import main
 from hf_dp.planning import figures
 
@@ -121,6 +126,23 @@ def test_a_recipe_and_what_replaces_its_values(capsys, recipe):
     )
 
 
+def test_a_noised_loss(capsys, recipe):
+    recipe.write_text(
+        recipe.read_text() + "noised_loss_bound: 3.0\nnoised_loss_budget_ratio: 0.1\n"
+    )
+    words = ["plan", "--config", str(recipe), "--num-examples", "67349"]
+    found = json.loads(printed(capsys, *words, "--json"))
+    sigma = found["plan"]["noise_multiplier"]
+    event = SumAndLoss(sigma, 3 * sigma, 1024 / 67349, 198)
+    assert found["results"][0]["epsilon"] == epsilon(event, 7e-6, "rdp").rounded_up() == 3
+    shown = printed(capsys, *words, "--noised-loss-bound", "2")
+    assert (
+        f"noised loss of each step: losses clipped to [0, 2], noise multiplier {3 * sigma:.6g}, "
+        f"standard deviation of the mean {3 * sigma * 2 / 1024:.4g}; with the gradients, as one "
+        f"sum with noise multiplier {event.joint_noise_multiplier:.6g}"
+    ) in shown
+
+
 def test_a_recipe_with_a_selection(capsys, recipe):
     recipe.write_text(recipe.read_text() + "peft:\n  peft_type: frost\n  selection_iterations: 4\n")
     words = ["plan", "--config", str(recipe), "--num-examples", "67349"]
@@ -197,6 +219,8 @@ def test_a_recipe_without_privacy_is_refused(capsys, recipe):
 @pytest.mark.parametrize(
     ("words", "match"),
     [
+        (["--noised-loss-bound", "2"], "`noised_loss_budget_ratio` to be given with"),
+        (["--noised-loss-budget-ratio", "2"], "`noised_loss_bound` to be given with"),
         (["--steps", "0"], "`steps` to be a whole number >= 1"),
         (["--steps", "-5"], "`steps` to be a whole number >= 1"),
         (["--epochs", "1e308"], "`num_train_epochs` to give at most"),

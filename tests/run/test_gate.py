@@ -19,6 +19,7 @@ from hf_dp.accounting import (
     PoissonSampledGaussian,
     RandomizedResponse,
     RecordRelease,
+    SumAndLoss,
     SumAndRows,
     event_from_dict,
 )
@@ -51,6 +52,8 @@ def has_the_planned_noise(gate: Gate, planned: PlannedRelease, part: str = "sum"
     with gate.release(planned) as release:
         if part == "sum":
             noise = release.sum({"w": torch.zeros(20_000)})["w"]
+        elif part == "loss":
+            noise = release.loss(torch.zeros(20_000, dtype=torch.float64))
         else:
             noise = release.vectors(torch.zeros(200, 100)).flatten()
     multiplier = planned.event.noise_multipliers[part]
@@ -74,6 +77,8 @@ PLANNED = [
         ),
         "vectors",
     ),
+    (PlannedRelease(SumAndLoss(2.0, 9.0, 0.1, 1), "training", {"sum": 0.5, "loss": 3.0}), "sum"),
+    (PlannedRelease(SumAndLoss(2.0, 9.0, 0.1, 1), "training", {"sum": 0.5, "loss": 3.0}), "loss"),
 ]
 
 
@@ -181,6 +186,7 @@ def test_a_closed_release_lets_nothing_out(book):
     nothing = NothingReleased()
     for leave in (
         lambda: nothing.sum({"w": torch.zeros(3)}),
+        lambda: nothing.loss(torch.zeros(())),
         lambda: nothing.vectors(torch.zeros(2, 3)),
         lambda: nothing.labels(torch.tensor([0, 1])),
     ):
@@ -193,12 +199,28 @@ def test_what_the_event_does_not_release_cannot_leave(book):
     with gate.release(PLAN.step_release()) as release:
         with pytest.raises(ConfigError, match="got 'vectors'"):
             release.vectors(torch.zeros(2, 3))
+        with pytest.raises(ConfigError, match="got 'loss'"):
+            release.loss(torch.zeros(()))
         with pytest.raises(LedgerError, match="RandomizedResponse"):
             release.labels(torch.tensor([0, 1]))
 
 
-def test_vectors_and_labels_leave_once(book):
+def test_losses_vectors_and_labels_leave_once(book):
     gate = Gate(book, SecretRandomness())
+    planned = PlannedRelease(SumAndLoss(2.0, 9.0, 0.1, 1), "training", {"sum": 0.5, "loss": 3.0})
+    with gate.release(planned) as release:
+        release.loss(torch.zeros(()))
+        release.sum({"w": torch.zeros(3)})
+        for again in (
+            lambda: release.loss(torch.zeros(())),
+            lambda: release.sum({"w": torch.zeros(3)}),
+        ):
+            with pytest.raises(LedgerError, match="Record another release"):
+                again()
+    with gate.release(planned) as closed:
+        pass
+    with pytest.raises(LedgerError, match="closed"):
+        closed.loss(torch.zeros(()))
     with gate.release(
         PlannedRelease(RecordRelease(2.0, 1), "release", {"vectors": 1.0})
     ) as release:

@@ -42,6 +42,39 @@ PUBLIC = {"privacy_mode": "non_private", "noise_multiplier": None, "expected_bat
 
 # (changed arguments, what the message says: the argument, and after it the next move)
 REFUSALS = [
+    # noised loss
+    (
+        {"noised_loss_bound": 2.0},
+        r"`noised_loss_budget_ratio` to be given with `noised_loss_bound`, got None.*remove both",
+    ),
+    (
+        {"noised_loss_budget_ratio": 0.1},
+        r"`noised_loss_bound` to be given with `noised_loss_budget_ratio`, got None.*remove both",
+    ),
+    (
+        {"noised_loss_bound": 0, "noised_loss_budget_ratio": 0.1},
+        r"`noised_loss_bound` to be > 0, got 0.*public",
+    ),
+    (
+        {"noised_loss_bound": float("nan"), "noised_loss_budget_ratio": 0.1},
+        r"`noised_loss_bound` to be finite, got nan",
+    ),
+    (
+        {"noised_loss_bound": "much", "noised_loss_budget_ratio": 0.1},
+        r"`noised_loss_bound` to be a number, got 'much'",
+    ),
+    (
+        {"noised_loss_bound": 2.0, "noised_loss_budget_ratio": 1.0},
+        r"`noised_loss_budget_ratio` to be in \(0, 1\), got 1.0.*A hundredth",
+    ),
+    (
+        {"noised_loss_bound": 2.0, "noised_loss_budget_ratio": True},
+        r"`noised_loss_budget_ratio` to be a number, got True",
+    ),
+    (
+        {"privacy_mode": "dp_fp", "dp_fp_variant": "frozen", "noised_loss_bound": 2.0},
+        r"`noised_loss_bound` to be unset when privacy_mode='dp_fp'.*Remove it",
+    ),
     # budget
     ({"privacy_mode": "dp_pf"}, r"`privacy_mode`.*\['non_private', 'dp_sgd', 'dp_fp'\].*'dp_pf'"),
     ({"privacy_mode": "dpsgd"}, r"`privacy_mode`.*Did you mean 'dp_sgd'"),
@@ -278,6 +311,14 @@ REFUSALS = [
     ),
     ({"rows_are_chunks": "yes"}, r"`rows_are_chunks` to be True or False, got 'yes'"),
     (PUBLIC | {"release": ["training_loss"]}, r"`release` to be left at \[\].*Remove it"),
+    (
+        PUBLIC | {"noised_loss_bound": 2.0},
+        r"`noised_loss_bound` to be left at None.*Its logs hold the loss as it is: remove it",
+    ),
+    (
+        PUBLIC | {"noised_loss_budget_ratio": 0.1},
+        r"`noised_loss_budget_ratio` to be left at None.*Its logs hold the loss as it is",
+    ),
     (PUBLIC | {"insecure_seed": 0}, r"`insecure_seed` to be left at None.*Remove it"),
     *[
         (
@@ -345,6 +386,7 @@ def test_every_own_argument_is_refused_without_privacy():
         {"max_grad_norm": 0.0},
         {"release": ["training_loss"]},
         {"insecure_seed": 0},
+        {"noised_loss_bound": "2", "noised_loss_budget_ratio": "1e-2"},  # (as YAML leaves them)
         {"bf16": True, "fp16_full_eval": True},
         {"hub_strategy": "every_save", "push_to_hub": True},
         {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": False}},

@@ -378,9 +378,9 @@ def draws_of(trainer) -> list[tuple[list, list]]:
     def tokens(batches) -> list:
         return sorted(tuple(row) for batch in batches for row in batch["input_ids"].tolist())
 
-    def feeding(engine, batches):
+    def feeding(engine, batches, *more):
         seen.append((tokens(batches), []))
-        return feed(engine, batches)
+        return feed(engine, batches, *more)
 
     run.feed = feeding
 

@@ -240,9 +240,9 @@ def test_params_sums_are_clipped(tmp_path, monkeypatch):
     trainer = masked(tmp_path, ParamConfig(**PARAM, selection_clipping_norm=1e-3))
     feed = trainer.run.feed
 
-    def noted(engine, batches):
+    def noted(engine, batches, *more):
         trainer.drawn = [row for batch in batches for row in batch["labels"]]
-        return feed(engine, batches)
+        return feed(engine, batches, *more)
 
     trainer.run.feed = noted
     trainer.train()

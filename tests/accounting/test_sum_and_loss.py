@@ -1,0 +1,137 @@
+"""A noisy sum of gradients and one of losses over one draw: one Gaussian mechanism.
+
+Compared with a numerical integral over the two released numbers, which knows nothing of it.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+
+import numpy as np
+import pytest
+
+from hf_dp.accounting import (
+    ACCOUNTANTS,
+    Ledger,
+    PoissonSampledGaussian,
+    SumAndLoss,
+    TruncatedPoissonSampledGaussian,
+    TruncatedSumAndLoss,
+    epsilon,
+    event_from_dict,
+)
+from hf_dp.accounting.composition import compose
+from hf_dp.errors import InvalidArgumentError, UnsupportedEventError
+
+SIGMA, OF_LOSS, RATE = 0.9, 2.0, 0.2
+JOINT = (SIGMA**-2 + OF_LOSS**-2) ** -0.5
+
+
+@pytest.mark.parametrize("accountant", ACCOUNTANTS)
+def test_it_costs_what_one_sum_with_the_joint_noise_costs(accountant):
+    got = epsilon(SumAndLoss(SIGMA, OF_LOSS, 0.02, 50), 1e-5, accountant)
+    expected = epsilon(PoissonSampledGaussian(JOINT, 0.02, 50), 1e-5, accountant)
+    assert got.value == pytest.approx(expected.value, rel=1e-9) and got.kind == expected.kind
+    alone = epsilon(PoissonSampledGaussian(SIGMA, 0.02, 50), 1e-5, accountant)
+    assert got.value > 1.05 * alone.value
+
+
+def delta_on_a_grid(value: float, order: int) -> float:
+    """delta(value) of one step by a sum over the plane of what is released.
+
+    In units of a release without the example's: its gradient adds C = 0.1 along one axis, its loss
+    B = 3 along the other. Args: order: 1 with the example first, -1 without it first.
+    """
+    gradient, loss = 0.1, 3.0
+    stds = (SIGMA * gradient, OF_LOSS * loss)
+    x = np.linspace(-9 * stds[0], gradient + 9 * stds[0], 1500)
+    y = np.linspace(-9 * stds[1], loss + 9 * stds[1], 1500)
+
+    def density(at: np.ndarray, mean: float, std: float) -> np.ndarray:
+        return np.exp(-(((at - mean) / std) ** 2) / 2) / (std * math.sqrt(2 * math.pi))
+
+    without = np.outer(density(x, 0, stds[0]), density(y, 0, stds[1]))
+    drawn = np.outer(density(x, gradient, stds[0]), density(y, loss, stds[1]))
+    first, second = (RATE * drawn + (1 - RATE) * without, without)[::order]
+    cell = (x[1] - x[0]) * (y[1] - y[0])
+    return float(np.maximum(first - math.exp(value) * second, 0).sum() * cell)
+
+
+def costs_no_more_than(event: SumAndLoss | PoissonSampledGaussian, accountant: str) -> bool:
+    """Whether the epsilon of one step of ``event`` bounds both directions at delta 1e-5."""
+    value = epsilon(event, 1e-5, accountant).value
+    return max(delta_on_a_grid(value, order) for order in (1, -1)) <= 1e-5
+
+
+@pytest.mark.parametrize("accountant", ["pld", "rdp", "prv"])
+def test_its_epsilon_bounds_the_integral_over_both_releases(accountant):
+    assert costs_no_more_than(SumAndLoss(SIGMA, OF_LOSS, RATE, 1), accountant)
+
+
+def test_the_bound_is_tight():
+    value = epsilon(SumAndLoss(SIGMA, OF_LOSS, RATE, 1), 1e-5).value
+    assert delta_on_a_grid(value - 0.02, 1) > 1e-5
+
+
+@pytest.mark.parametrize(
+    "planted",
+    [
+        PoissonSampledGaussian(SIGMA, RATE, 1),  # the loss for nothing
+        PoissonSampledGaussian(math.hypot(SIGMA, OF_LOSS), RATE, 1),
+        SumAndLoss(SIGMA, OF_LOSS * 1.1, RATE, 1),
+    ],
+)
+def test_planted_events_that_cost_too_little_are_seen(planted):
+    assert not costs_no_more_than(planted, "pld")
+
+
+def test_truncated_samples_and_their_relations():
+    event = TruncatedSumAndLoss(SIGMA, OF_LOSS, 0.02, 50, 1000, 30)
+    as_one = TruncatedPoissonSampledGaussian(event.joint_noise_multiplier, 0.02, 50, 1000, 30)
+    assert epsilon(event, 1e-5) == epsilon(as_one, 1e-5)
+    assert epsilon(event, 1e-5).value > epsilon(SumAndLoss(SIGMA, OF_LOSS, 0.02, 50), 1e-5).value
+    with pytest.raises(UnsupportedEventError, match="add_remove.* TruncatedSumAndLoss"):
+        epsilon(event, 1e-5, relation="add_remove")
+    with pytest.raises(UnsupportedEventError, match='Use accountant="pld"'):
+        epsilon(event, 1e-5, "rdp")
+
+
+@pytest.mark.parametrize(
+    "event", [SumAndLoss(1, 3, 0.1, 7), TruncatedSumAndLoss(1, 3, 0.1, 7, 40, 9)]
+)
+def test_description_parts_and_steps(event):
+    assert event_from_dict(json.loads(json.dumps(event.to_dict()))) == event
+    assert event.noise_multipliers == {"sum": 1.0, "loss": 3.0}
+    assert event.joint_noise_multiplier == pytest.approx(1 / math.sqrt(1 + 1 / 9), rel=1e-15)
+    assert compose(event).steps == 7 and event.established
+    ledger = Ledger()
+    for _ in range(7):
+        ledger.append(event_from_dict({**event.to_dict(), "steps": 1}), "training")
+    assert ledger.events == (event,)
+
+
+@pytest.mark.parametrize("sigmas", [(0.0, 1.0), (1.0, 0.0)])
+def test_a_part_without_noise_has_no_finite_epsilon(sigmas):
+    event = SumAndLoss(*sigmas, 0.1, 3)
+    assert compose(event).noiseless and math.isinf(epsilon(event, 1e-5).value)
+
+
+@pytest.mark.parametrize(
+    ("values", "match"),
+    [
+        ((-1, 1, 0.1, 1), "`noise_multiplier`"),
+        ((1, -1, 0.1, 1), "`loss_noise_multiplier`"),
+        ((1, "1", 0.1, 1), "`loss_noise_multiplier`"),
+        ((1, math.nan, 0.1, 1), "`loss_noise_multiplier`"),
+        ((1, 1, 1.1, 1), "`sample_rate`"),
+        ((1, 1, 0.1, 0.5), "`steps`"),
+    ],
+)
+def test_bad_values_are_refused(values, match):
+    with pytest.raises(InvalidArgumentError, match=match):
+        SumAndLoss(*values)
+    with pytest.raises(InvalidArgumentError, match=match):
+        TruncatedSumAndLoss(*values, 40, 9)
+    with pytest.raises(InvalidArgumentError, match="max_batch_size"):
+        TruncatedSumAndLoss(1, 1, 0.1, 1, 40, 0)

@@ -1,0 +1,302 @@
+"""The sum of losses that a step releases: what one example can do to it, and its noise.
+
+Each property has the bug it guards against planted.
+"""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+import tiny
+import torch
+from scipy import stats
+from transformers import DataCollatorWithPadding
+
+from hf_dp import NoisedLossPlan, PrivacyRequest, PrivateRun, mechanism_for
+from hf_dp.errors import LedgerError, SelfCheckError
+from hf_dp.losses import per_example_loss
+from hf_dp.mechanisms.noised_loss import BoundedLosses
+from hf_dp.noise import SecretRandomness
+from hf_dp.plans.release import PlannedRelease
+from hf_dp.run.gate import Release
+from hf_dp.run.ledger import RunLedger
+from hf_dp.statement.record import read
+from hf_dp.statement.verify import disagreements
+
+BOUND, RATIO, ROWS, BATCH = 0.75, 0.2, 40, 8
+EXTREMES = [math.nan, math.inf, -math.inf, -5.0, 1e30, 0.3, 0.7, BOUND]
+
+
+def extreme_loss(model, inputs):
+    """Losses that can be anything, each of its example alone."""
+    losses = per_example_loss(model, inputs)
+    factors = torch.tensor(EXTREMES)[inputs["input_ids"].sum(1) % len(EXTREMES)]
+    return losses * factors
+
+
+def private_run(folder: Path, steps: int = 4, loss=None, **mechanism) -> PrivateRun:
+    given = {"noised_loss_bound": BOUND, "noised_loss_budget_ratio": RATIO, **mechanism}
+    plan = PrivacyRequest(
+        num_examples=ROWS,
+        expected_batch_size=BATCH,
+        mechanism=NoisedLossPlan(0.1, 1.0, **given),
+        max_steps=steps,
+        accountant="rdp",
+    ).plan()
+    return PrivateRun(
+        tiny.model(),
+        plan,
+        folder,
+        train_dataset=tiny.dataset().rename_column("label", "labels"),
+        data_collator=DataCollatorWithPadding(tiny.tokenizer()),
+        compute_per_example_loss=loss,
+    )
+
+
+# -- sensitivity --
+
+
+def moves_by_at_most_the_bound(folder: Path) -> bool:
+    """Whether each example moves what a step hands to the release by at most B, in any draw."""
+    run = private_run(folder, loss=extreme_loss)
+    mechanism = mechanism_for(run)
+    loader = mechanism.loader()
+
+    def total(indices: list[int]) -> float:
+        batches = loader.collate_fn([loader.dataset[i] for i in indices]) if indices else []
+        return float(mechanism.clip(batches).values[1])
+
+    others = [1, 5, 6, 12, 14, 15, 17]
+    alone, moved = total(others), []
+    for index in sorted(set(range(ROWS)) - set(others)):
+        moved.append(abs(total(sorted([*others, index])) - alone))
+    assert total([]) == 0.0
+    return all(move <= BOUND for move in moved) and max(moved) > 0.9 * BOUND
+
+
+def test_one_example_moves_the_sum_by_at_most_the_bound(tmp_path):
+    seen = {int(i % len(EXTREMES)) for i in torch.tensor([sum(r) for r in _ids()])}
+    assert len(seen) > 5  # the rows meet the extremes
+    assert moves_by_at_most_the_bound(tmp_path)
+
+
+def _ids() -> list[list[int]]:
+    return [row["input_ids"] for row in tiny.dataset()]
+
+
+def _unclipped(self, losses):
+    self.total += losses.double().nan_to_num(0, 0, 0).sum()
+
+
+def _not_finite(self, losses):
+    self.total += losses.double().clamp(0, self.bound).sum()
+
+
+def _negative(self, losses):
+    values = losses.double()
+    self.total += torch.where(values.isfinite(), values, 0).clamp(max=self.bound).sum()
+
+
+@pytest.mark.parametrize("planted", [_unclipped, _not_finite, _negative])
+def test_planted_losses_that_are_not_bounded_are_seen(planted, tmp_path, monkeypatch):
+    monkeypatch.setattr(BoundedLosses, "add", planted)
+    assert not moves_by_at_most_the_bound(tmp_path)
+
+
+def totals_of_parts(unit: float, bound: float = 0.3) -> set[float]:
+    """The totals of 30,000 losses, in other orders and other parts, as processes would form them."""
+    losses = torch.rand(30_000, generator=torch.Generator().manual_seed(0)) / 2
+    found = set()
+    for seed, sizes in enumerate(([30_000], [1] * 300 + [29_700], [7_500] * 4)):
+        order = torch.randperm(len(losses), generator=torch.Generator().manual_seed(seed))
+        parts = []
+        for part in losses[order].split(sizes):
+            own = BoundedLosses(bound, unit, torch.device("cpu"))
+            own.add(part)
+            parts.append(own.total)
+        found.add(float(sum(parts)))
+    return found
+
+
+def test_the_sum_is_exact_in_whatever_order_and_parts():
+    plan = NoisedLossPlan(0.1, 1.0, noised_loss_bound=0.3, noised_loss_budget_ratio=0.1)
+    request = PrivacyRequest(
+        num_examples=30_000, expected_batch_size=100, mechanism=plan, max_steps=1
+    )
+    unit = plan.loss_unit(request.plan().schedule)
+    assert len(totals_of_parts(unit)) == 1
+
+
+def test_planted_sum_that_is_rounded_is_seen():
+    assert len(totals_of_parts(2.0**-60)) > 1
+
+
+def test_what_is_clipped():
+    losses = BoundedLosses(0.75, 2.0**-40, torch.device("cpu"))
+    losses.add(torch.tensor([math.nan, math.inf, -math.inf, -1.0, 0.0]))
+    assert float(losses.total) == 0.0
+    losses.add(torch.tensor([5.0, 0.75, 0.5, 1e38]))
+    losses.add(torch.tensor([0.25], dtype=torch.float64, requires_grad=True))
+    losses.add(torch.tensor([0.25], dtype=torch.bfloat16))
+    losses.add(torch.zeros(0))
+    assert float(losses.total) == 3 * 0.75 + 0.5 + 0.25 + 0.25
+    assert losses.total.dtype == torch.float64 and not losses.total.requires_grad
+
+
+@pytest.mark.parametrize("through", ["value", "gradient"])
+def test_a_loss_that_depends_on_its_neighbors_is_refused(through, tmp_path):
+    """Also where only its value does, which moves no gradient."""
+
+    def coupled(model, inputs):
+        losses = per_example_loss(model, inputs)
+        mean = losses.mean()
+        return losses + (mean.detach() if through == "value" else mean)
+
+    run = private_run(tmp_path, loss=coupled)
+    with pytest.raises(SelfCheckError, match="loss of a synthetic example"):
+        next(iter(mechanism_for(run).logical_batches()))
+    assert not (tmp_path / "privacy.json").exists()
+
+
+# -- what is released --
+
+
+class EmptyDraws(SecretRandomness):
+    """Secret noise, and draws in which nobody is."""
+
+    def random_bytes(self, count: int) -> bytes:
+        return b"\xff" * count
+
+
+def pvalue_of_the_noise(folder: Path, steps: int = 300) -> float:
+    """KS test of the noised losses of empty draws, from the public numbers alone."""
+    run = private_run(folder, steps)
+    run.book.save = lambda *args: None  # type: ignore[method-assign]  # (the disk takes long)
+    run.randomness = EmptyDraws()
+    mechanism, found = mechanism_for(run), []
+    for batches in mechanism.logical_batches():
+        clipped = mechanism.clip(batches)
+        assert float(clipped.values[1]) == 0
+        with run.release_step() as release:
+            mechanism.set_gradients(clipped, release)
+        found.append(float(mechanism.noised_loss))
+        run.model.zero_grad()
+    std = math.sqrt((1 - RATIO) / RATIO) * 1.0 * BOUND / BATCH
+    assert len(set(found)) == steps
+    return stats.kstest([value / std for value in found], "norm").pvalue
+
+
+def test_the_noise_has_the_documented_standard_deviation(tmp_path):
+    assert pvalue_of_the_noise(tmp_path) > 1e-5
+
+
+@pytest.mark.parametrize("part", ["sum", "loss"])
+def test_planted_noise_of_another_size_is_seen_where_it_is_used(tmp_path, monkeypatch, part):
+    honest = PlannedRelease.noise_std
+
+    def planted(self, name):
+        return honest(self, name) * (0.5 if name == part else 1)
+
+    monkeypatch.setattr(PlannedRelease, "noise_std", planted)
+    assert (pvalue_of_the_noise(tmp_path) < 1e-5) == (part == "loss")
+
+
+def test_it_is_the_clipped_mean_and_noise(tmp_path, monkeypatch):
+    """With the noise set aside: of exactly the rows of the draw, by the expected batch size."""
+    monkeypatch.setattr(
+        SecretRandomness, "gaussian_like", lambda self, like, std: torch.zeros_like(like)
+    )
+    run = private_run(tmp_path)
+    mechanism = mechanism_for(run)
+    optimizer = torch.optim.SGD(run.model.parameters(), lr=0.5)
+    found = []
+    for batches in mechanism.logical_batches():
+        batches = list(batches)
+        with torch.no_grad():
+            losses = [per_example_loss(run.model, dict(batch)) for batch in batches]
+        expected = float(sum(each.double().clamp(0, BOUND).sum() for each in losses)) / BATCH
+        clipped = mechanism.clip(batches)
+        with run.release_step() as release:
+            mechanism.set_gradients(clipped, release)
+        found.append((float(mechanism.noised_loss), expected))
+        optimizer.step()
+        optimizer.zero_grad()
+    assert len(found) == 4 and any(expected > 0 for _, expected in found)
+    for got, expected in found:
+        assert got == pytest.approx(expected, abs=1e-5)
+    statement = mechanism.save()
+    assert "the noised losses in its logs" in statement.covered
+    assert disagreements(read(tmp_path)) == []
+    assert [row["type"] for row in statement.mechanisms] == ["SumAndLoss"]
+
+
+# -- the ledger first, and once --
+
+
+def is_recorded_before_the_loss_leaves(folder: Path) -> bool:
+    """Whether the file on disk counts each step before its noised loss can be seen."""
+    run = private_run(folder)
+    mechanism, found = mechanism_for(run), []
+    honest = Release.loss
+
+    def watched(self, total):
+        on_disk = read(folder).ledger.steps() if (folder / "privacy.json").exists() else 0
+        found.append(on_disk)
+        return honest(self, total)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Release, "loss", watched)
+        for batches in mechanism.logical_batches():
+            clipped = mechanism.clip(batches)
+            assert mechanism.noised_loss is None or len(found)
+            with run.release_step() as release:
+                mechanism.set_gradients(clipped, release)
+            run.model.zero_grad()
+    return found == [1, 2, 3, 4]
+
+
+def test_the_step_is_durable_before_its_loss_leaves(tmp_path):
+    assert is_recorded_before_the_loss_leaves(tmp_path)
+
+
+def test_planted_ledger_that_is_written_late_is_seen(tmp_path, monkeypatch):
+    honest = RunLedger.save
+    calls: list[int] = []
+
+    def late(self, folder, statement=None):
+        calls.append(1)
+        if len(calls) > 1:
+            honest(self, folder, statement)
+
+    monkeypatch.setattr(RunLedger, "save", late)
+    assert not is_recorded_before_the_loss_leaves(tmp_path)
+
+
+def test_a_step_releases_its_loss_once(tmp_path):
+    run = private_run(tmp_path)
+    mechanism = mechanism_for(run)
+    for batches in mechanism.logical_batches():
+        clipped = mechanism.clip(batches)
+        with run.release_step() as release:
+            mechanism.set_gradients(clipped, release)
+            with pytest.raises(LedgerError, match="The loss of this release left already"):
+                release.loss(torch.zeros((), dtype=torch.float64))
+            with pytest.raises(LedgerError, match="left already"):
+                mechanism.set_gradients(clipped, release)
+        run.model.zero_grad()
+
+
+def test_a_release_of_another_bound_is_refused(tmp_path):
+    run, other = private_run(tmp_path / "one"), private_run(tmp_path / "two", noised_loss_bound=9.0)
+    mechanism = mechanism_for(run)
+    for batches in mechanism.logical_batches():
+        clipped = mechanism.clip(batches)
+        with (
+            run.release(other.plan.step_release()) as release,
+            pytest.raises(LedgerError, match="release of this run's step"),
+        ):
+            mechanism.set_gradients(clipped, release)
+        assert mechanism.noised_loss is None
+        break

@@ -1,0 +1,346 @@
+"""A noised loss in whole runs: from the argument to logs, ledger, statement and card."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import tiny
+import torch
+from peft import LoraConfig
+from transformers import TrainerCallback
+
+from hf_dp.accounting import SumAndLoss, TruncatedSumAndLoss, epsilon, event_from_dict
+from hf_dp.errors import LedgerError, UnsupportedArgumentError
+from hf_dp.mechanisms import DpSgdNoisedLoss
+from hf_dp.mechanisms.noised_loss import BoundedLosses
+from hf_dp.noise import SecretRandomness
+from hf_dp.run.gate import Release
+from hf_dp.statement.record import read
+from hf_dp.statement.verify import disagreements
+from hf_dp.trainer.trainer import DPTrainer
+from hf_dp.tuners.frost.config import FrostConfig
+from hf_dp.tuners.rgp.config import RgpConfig
+
+LOSS = {"noised_loss_bound": 2.0, "noised_loss_budget_ratio": 0.2, "accountant": "rdp"}
+
+
+def made(folder: Path, **options) -> DPTrainer:
+    return tiny.trainer(folder, **{**LOSS, **options})
+
+
+# -- what is logged --
+
+
+class Recorder(TrainerCallback):
+    def __init__(self):
+        self.logs: list[dict] = []
+
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        self.logs.append(dict(logs))
+
+
+class Watched:
+    """The noised loss of each step, as the mechanism makes it."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch):
+        self.steps: list[float] = []
+        honest = DpSgdNoisedLoss.gradients
+
+        def gradients(mechanism, clipped, release):
+            found = honest(mechanism, clipped, release)
+            self.steps.append(float(mechanism.noised_loss))
+            return found
+
+        monkeypatch.setattr(DpSgdNoisedLoss, "gradients", gradients)
+
+
+def logged(trainer: DPTrainer) -> list[tuple[int, float]]:
+    history = trainer.state.log_history
+    return [(row["step"], row["noised_loss"]) for row in history if "noised_loss" in row]
+
+
+def test_logs_hold_the_mean_over_the_steps_since_the_last(tmp_path, monkeypatch):
+    watched, recorder = Watched(monkeypatch), Recorder()
+    trainer = made(
+        tmp_path,
+        max_steps=7,
+        logging_steps=3,
+        eval_strategy="steps",
+        eval_steps=2,  # also between two logs of steps
+        save_strategy="steps",
+        save_steps=7,
+        given={"callbacks": [recorder]},
+    )
+    output = trainer.train()
+    s = watched.steps
+    assert len(s) == 7
+    expected = [(3, sum(s[:3]) / 3), (6, sum(s[3:6]) / 3), (7, s[6])]  # and the rest at the end
+    assert logged(trainer) == [(step, pytest.approx(value)) for step, value in expected]
+    assert [row["noised_loss"] for row in recorder.logs if "noised_loss" in row] == [
+        value for _, value in logged(trainer)
+    ]
+    state = json.loads((tmp_path / "checkpoint-7" / "trainer_state.json").read_text())
+    assert [row["noised_loss"] for row in state["log_history"] if "noised_loss" in row] == [
+        value for _, value in logged(trainer)[:2]
+    ]
+    assert not any({"loss", "train_loss"} & set(row) for row in recorder.logs)
+    assert output.training_loss != output.training_loss
+    assert not any("eval_loss" in row for row in recorder.logs if "noised_loss" in row)
+
+
+def test_without_a_log_of_steps_the_end_has_the_mean_of_all(tmp_path, monkeypatch):
+    watched = Watched(monkeypatch)
+    trainer = made(tmp_path, logging_strategy="no")
+    trainer.train()
+    assert logged(trainer) == [(4, pytest.approx(sum(watched.steps) / 4))]
+
+
+def unnoised_numbers(folder: Path) -> list[float]:
+    """Numbers below a folder, or in the logs, that are a clipped sum of losses without its noise,
+    or its mean."""
+    totals = []
+    honest = DpSgdNoisedLoss.clip
+
+    def clip(mechanism, batches):
+        clipped = honest(mechanism, batches)
+        totals.append(float(clipped.values[1]))
+        return clipped
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(DpSgdNoisedLoss, "clip", clip)
+        trainer = made(folder, save_strategy="steps", save_steps=2)
+        trainer.train()
+        trainer.save_model()
+    assert len([total for total in totals if total > 0]) > 1
+    secret = [total / scale for total in totals if total for scale in (1, 8)]
+    shown = list(_numbers(trainer.state.log_history))
+    for path in folder.rglob("*.json"):
+        shown += _numbers(json.loads(path.read_text()))
+    return [x for x in shown if any(x == pytest.approx(y, rel=1e-6) for y in secret)]
+
+
+def _numbers(value):
+    if isinstance(value, dict | list):
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from _numbers(item)
+    elif isinstance(value, float):
+        yield value
+
+
+def test_no_loss_without_noise_is_written_or_logged(tmp_path):
+    assert unnoised_numbers(tmp_path) == []
+
+
+def test_planted_loss_without_noise_is_seen(tmp_path, monkeypatch):
+    monkeypatch.setattr(Release, "loss", lambda self, total: total)
+    assert len(unnoised_numbers(tmp_path)) >= 2
+
+
+def test_tensorboard_and_the_bar_get_it(tmp_path, capsys):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    trainer = made(tmp_path, report_to=["tensorboard"], disable_tqdm=False)
+    trainer.train()
+    (events,) = {path.parent for path in tmp_path.rglob("events.out.tfevents*")}
+    accumulator = EventAccumulator(str(events))
+    accumulator.Reload()
+    assert len(accumulator.Scalars("train/noised_loss")) == 4
+    assert f", noised loss {logged(trainer)[-1][1]:.4g}" in capsys.readouterr().err
+
+
+def test_a_notebook_shows_it(tmp_path):
+    from hf_dp.trainer.notebook import NotebookEpsilonProgress
+
+    trainer, notebook = made(tmp_path), NotebookEpsilonProgress()
+    trainer.add_callback(notebook)
+    tables = []
+    honest = notebook.on_log
+
+    def watched(*args, **kwargs):
+        honest(*args, **kwargs)
+        tables.append([list(row) for row in notebook.training_tracker.inner_table])
+
+    notebook.on_log = watched
+    trainer.train()
+    columns, *rows = tables[-2]  # the last one is that of the end
+    assert rows[-1][columns.index("Noised Loss")] == logged(trainer)[-1][1]
+
+
+def test_it_may_stand_beside_a_loss_that_is_released_without_noise(tmp_path):
+    trainer = made(tmp_path, release=["training_loss"])
+    trainer.train()
+    rows = [row for row in trainer.state.log_history if "noised_loss" in row]
+    assert len(rows) == 4 and all(row["loss"] > 0 for row in rows)
+    assert trainer.privacy_statement().status == "proven for the weights only"
+
+
+# -- what it costs, and what is said of it --
+
+
+def test_the_target_pays_for_it_and_ledger_statement_and_card_name_it(tmp_path):
+    trainer = made(tmp_path, target_epsilon=3.0)
+    trainer.train()
+    plan = trainer.privacy_plan
+    (event,) = trainer.ledger.events
+    assert isinstance(event, SumAndLoss) and event == plan.event()
+    assert 2.99 < epsilon(event, plan.delta, "rdp").value <= 3.0
+    assert trainer.epsilon().value <= 3.0
+    trainer.save_model()
+    record = read(tmp_path)
+    assert record.status == "proven" and disagreements(record) == []
+    written = json.loads((tmp_path / "privacy.json").read_text())
+    assert event_from_dict({k: v for k, v in written["ledger"][0].items() if k != "purpose"}) == (
+        event
+    )
+    assert written["plan"]["mechanism"]["noised_loss_bound"] == 2.0
+    statement = trainer.privacy_statement()
+    assert "each clipped to [0, 2.0], are summed, too" in statement.mechanism
+    assert statement.covered.endswith("the noised losses in its logs, and whatever is computed "
+                                      "from them")  # fmt: skip
+    assert statement.noise_multipliers == (event.noise_multiplier, event.loss_noise_multiplier)
+    assert "4 steps of DP-SGD and a noised loss with Poisson sampling" in statement.sentence()
+    assert any("gradient and loss is rounded the same" in line for line in statement.not_covered)
+    card = (tmp_path / "README.md").read_text()
+    assert "logged as noised\\_loss" in card or "logged as noised_loss" in card
+    assert "hf-dp account ledger privacy.json" in card and "SumAndLoss" in card
+
+
+def test_a_run_without_it_says_nothing_of_it(tmp_path):
+    trainer = tiny.trainer(tmp_path, accountant="rdp")
+    trainer.train()
+    trainer.save_model()
+    assert trainer.mechanism.noised_loss is None and logged(trainer) == []
+    for name in ("privacy.json", "README.md"):
+        text = (tmp_path / name).read_text()
+        assert "noised_loss" not in text and "noised loss" not in text
+
+
+def test_account_ledger_recomputes_it(tmp_path, capsys):
+    from hf_dp.cli.main import main
+
+    trainer = made(tmp_path)
+    trainer.train()
+    assert main(["account", "ledger", str(tmp_path)]) == 0
+    printed = capsys.readouterr().out
+    assert "training: SumAndLoss(noise_multiplier 1.0, loss_noise_multiplier 2.0" in printed
+    assert "consistent" in printed and f"{trainer.epsilon().rounded_up(3):.3f}" in printed
+
+
+# -- with other ways to train --
+
+TUNERS = {
+    "frost": FrostConfig(
+        unfreeze_ratio=0.3,
+        selection_sample_rate=0.3,
+        selection_iterations=3,
+        selection_noise_multiplier=2.0,
+    ),
+    "lora": LoraConfig(r=2, task_type="SEQ_CLS"),
+    "rgp": RgpConfig(rank=2, task_type="SEQ_CLS"),
+}
+
+
+@pytest.mark.parametrize("tuner", TUNERS)
+def test_every_tuner_has_it(tuner, tmp_path):
+    trainer = made(tmp_path, given={"peft_config": TUNERS[tuner]})
+    trainer.train()
+    assert len(logged(trainer)) == 4
+    assert trainer.ledger.events[-1] == SumAndLoss(1.0, 2.0, 0.2, 4)
+    assert len(trainer.ledger.events) == (2 if tuner == "frost" else 1)
+    assert disagreements(read(tmp_path)) == []
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"bf16": True}, {"clipping_strategy": "two_pass"}, {"clipping": "per_layer"}],
+    ids=["bf16", "two passes", "per layer"],
+)
+def test_the_loss_is_that_of_the_draw_however_the_gradients_are_clipped(
+    options, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(
+        SecretRandomness, "gaussian_like", lambda self, like, std: torch.zeros_like(like)
+    )
+    trainer = made(tmp_path, expected_batch_size=40, max_steps=1, **options)
+    with torch.no_grad():
+        losses = [
+            float(
+                trainer.compute_per_example_loss(
+                    trainer.model,
+                    {k: torch.tensor([v]) for k, v in {**row, "labels": row["label"]}.items()
+                     if k != "label"},
+                )
+            )
+            for row in trainer.train_dataset
+        ]  # fmt: skip
+    trainer.train()
+    ((_, found),) = logged(trainer)
+    assert found == pytest.approx(sum(losses) / 40, rel=1e-2 if "bf16" in options else 1e-5)
+
+
+def test_a_limit_of_the_draw(tmp_path):
+    limit = {"max_logical_batch_size": 9, "accountant": "pld"}
+    trainer = made(tmp_path, max_steps=2, logging_strategy="no", **limit)
+    counted = []
+    honest = BoundedLosses.add
+
+    def add(self, losses):
+        counted.append(len(losses))
+        honest(self, losses)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(BoundedLosses, "add", add)
+        trainer.train()
+    assert trainer.ledger.events == (TruncatedSumAndLoss(1.0, 2.0, 0.2, 2, 40, 9),)
+    assert 0 < sum(counted) <= 2 * 9
+    assert "of a draw of more than 9 rows" in trainer.privacy_statement().sampling
+
+
+# -- resuming --
+
+
+def test_a_resumed_run_goes_on_with_it(tmp_path):
+    options = {"save_strategy": "steps", "save_steps": 2}
+    made(tmp_path, **options).train()
+    trainer = made(tmp_path, **options)
+    trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert [step for step, _ in logged(trainer)] == [1, 2, 3, 4]
+    assert trainer.ledger.events == (SumAndLoss(1.0, 2.0, 0.2, 6),)
+
+
+@pytest.mark.parametrize(
+    ("changed", "match"),
+    [
+        ({"noised_loss_bound": 3.0}, "`noised_loss_bound` is 3.0 but .* 2.0"),
+        ({"noised_loss_budget_ratio": 0.1}, "`noised_loss_budget_ratio` is 0.1 but .* 0.2"),
+        (dict.fromkeys(LOSS, None), "`noised_loss_bound` is None but .* 2.0"),
+    ],
+    ids=["bound", "ratio", "off"],
+)
+def test_a_resumed_run_with_another_loss_is_refused(changed, match, tmp_path):
+    options = {"save_strategy": "steps", "save_steps": 2, "max_steps": 2, "target_epsilon": 3.0}
+    changed = {**changed, "accountant": "rdp"}
+    made(tmp_path, **options).train()
+    with pytest.raises(LedgerError, match=match):
+        made(tmp_path, **{**options, **changed}).train(resume_from_checkpoint=True)
+
+
+def test_steps_beyond_the_plan_are_paid_for_with_their_loss(tmp_path):
+    trainer = made(tmp_path, target_epsilon=3.0, save_strategy="steps", save_steps=2)
+    trainer.train()
+    from hf_dp.errors import BudgetExceededError
+
+    again = made(tmp_path, target_epsilon=3.0)
+    with pytest.raises(BudgetExceededError):
+        again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+
+
+@pytest.mark.parametrize("variant", ["published", "frozen", "private_encoder"])
+def test_dp_fp_refuses_it_with_the_reason(variant, tmp_path):
+    options = {"privacy_mode": "dp_fp", "dp_fp_variant": variant, "accountant": None}
+    with pytest.raises(UnsupportedArgumentError, match="Only the steps of DP-SGD") as error:
+        made(tmp_path, **options)
+    for name in ("noised_loss_bound", "noised_loss_budget_ratio"):
+        assert f"`{name}` to be unset when privacy_mode='dp_fp'" in str(error.value)
