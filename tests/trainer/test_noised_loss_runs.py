@@ -11,8 +11,14 @@ import torch
 from peft import LoraConfig
 from transformers import TrainerCallback
 
-from hf_dp.accounting import SumAndLoss, TruncatedSumAndLoss, epsilon, event_from_dict
-from hf_dp.errors import LedgerError, UnsupportedArgumentError
+from hf_dp.accounting import (
+    PoissonSampledGaussian,
+    SumAndLoss,
+    TruncatedSumAndLoss,
+    epsilon,
+    event_from_dict,
+)
+from hf_dp.errors import BudgetExceededError, LedgerError, UnsupportedArgumentError
 from hf_dp.mechanisms import DpSgdNoisedLoss
 from hf_dp.mechanisms.noised_loss import BoundedLosses
 from hf_dp.noise import SecretRandomness
@@ -327,11 +333,21 @@ def test_a_resumed_run_with_another_loss_is_refused(changed, match, tmp_path):
         made(tmp_path, **{**options, **changed}).train(resume_from_checkpoint=True)
 
 
+def test_it_counts_in_a_later_run_on_the_same_rows(tmp_path):
+    made(tmp_path / "first").train()
+    later = tiny.trainer(
+        tmp_path / "later", earlier_runs=[str(tmp_path / "first")], accountant="rdp"
+    )
+    later.train()
+    events = (SumAndLoss(1.0, 2.0, 0.2, 4), PoissonSampledGaussian(1.0, 0.2, 4))
+    assert later.ledger.events == events
+    assert later.epsilon().value == epsilon(events, later.privacy_plan.delta, "rdp").value
+    assert disagreements(read(tmp_path / "later")) == []
+
+
 def test_steps_beyond_the_plan_are_paid_for_with_their_loss(tmp_path):
     trainer = made(tmp_path, target_epsilon=3.0, save_strategy="steps", save_steps=2)
     trainer.train()
-    from hf_dp.errors import BudgetExceededError
-
     again = made(tmp_path, target_epsilon=3.0)
     with pytest.raises(BudgetExceededError):
         again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
