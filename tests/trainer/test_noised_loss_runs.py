@@ -27,6 +27,7 @@ from hf_dp.statement.record import read
 from hf_dp.statement.verify import disagreements
 from hf_dp.trainer.trainer import DPTrainer
 from hf_dp.tuners.frost.config import FrostConfig
+from hf_dp.tuners.methods import AdapterConfig, ParamConfig, PvalConfig
 from hf_dp.tuners.rgp.config import RgpConfig
 
 LOSS = {"noised_loss_bound": 2.0, "noised_loss_budget_ratio": 0.2, "accountant": "rdp"}
@@ -243,18 +244,36 @@ TUNERS = {
         selection_iterations=3,
         selection_noise_multiplier=2.0,
     ),
+    "frost twice": FrostConfig(
+        unfreeze_ratio=0.3,
+        selection_iterations=2,
+        num_selections=2,
+        selection_noise_multiplier=2.0,
+    ),
+    "param": ParamConfig(unfreeze_ratio=0.3, selection_noise_multiplier=2.0),
+    "pval": PvalConfig(unfreeze_ratio=0.3),
+    "adapter": AdapterConfig(),
     "lora": LoraConfig(r=2, task_type="SEQ_CLS"),
     "rgp": RgpConfig(rank=2, task_type="SEQ_CLS"),
 }
 
 
-@pytest.mark.parametrize("tuner", TUNERS)
+RARE = ("frost twice", "param", "pval", "adapter")
+
+
+@pytest.mark.parametrize(
+    "tuner", [pytest.param(t, marks=[pytest.mark.slow] if t in RARE else []) for t in TUNERS]
+)
 def test_every_tuner_has_it(tuner, tmp_path):
     trainer = made(tmp_path, given={"peft_config": TUNERS[tuner]})
     trainer.train()
     assert len(logged(trainer)) == 4
-    assert trainer.ledger.events[-1] == SumAndLoss(1.0, 2.0, 0.2, 4)
-    assert len(trainer.ledger.events) == (2 if tuner == "frost" else 1)
+    entries = trainer.ledger.entries
+    trained = [entry.event for entry in entries if entry.purpose == "training"]
+    assert all(type(event) is SumAndLoss for event in trained)
+    assert sum(event.steps for event in trained) == 4
+    selects = tuner.startswith("frost") or tuner == "param"
+    assert ("selection" in [entry.purpose for entry in entries]) == selects
     assert disagreements(read(tmp_path)) == []
 
 
