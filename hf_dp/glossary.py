@@ -27,6 +27,9 @@ step) or an earlier run.
 the durable ledger first. The argument ``release=["training_loss"]`` is the exception of the name:
 it lets *un-noised* quantities out, and the card says so.
 
+**noised loss**: the noised sum of the losses of one draw, each clipped to [0,
+``noised_loss_bound``], / the expected batch size. Part of a step's release, where it is asked for.
+
 **sensitivity**: the largest L2 distance by which one example can move what is noised.
 
 **noise multiplier**, sigma: standard deviation of the noise / sensitivity.

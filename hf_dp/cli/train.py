@@ -96,8 +96,8 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _with_recipe(values: dict[str, Any], config: str | None) -> dict[str, Any]:
-    """Return the values of a configuration file whose ``card`` also names the file."""
-    card = values.get("card") or {}
+    """Return the values of a configuration file whose block ``card``, if any, names the file."""
+    card = values.get("card")
     if config is None or not isinstance(card, dict):
         return values
     return {**values, "card": {"recipe": Path(config).name, **card}}

@@ -70,7 +70,7 @@ def test_names_that_are_no_ids_are_said_and_stay_out_of_the_metadata() -> None:
     assert [remark.split()[0] for remark in details.remarks()] == ["`dataset`", "`base_model`"]
     assert CardDetails(dataset="nyu-mll/glue/sst2").hub_dataset == "nyu-mll/glue"
     assert CardDetails(base_model="gpt2").hub_base == "gpt2"
-    cached = "/home/me/.cache/huggingface/hub/models--org--bert/snapshots/0a1b"
+    cached = "/data/.cache/huggingface/hub/models--org--bert/snapshots/0a1b"
     assert CardDetails(base_model=cached).hub_base == "org/bert"
     assert CardDetails(base_model="/site-packages/encoder/model").base_model == (
         "encoder/model (local)"

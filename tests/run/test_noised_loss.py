@@ -151,8 +151,7 @@ def test_a_loss_that_depends_on_its_neighbors_is_refused(through, tmp_path):
 
     def coupled(model, inputs):
         losses = per_example_loss(model, inputs)
-        mean = losses.mean()
-        return losses + (mean.detach() if through == "value" else mean)
+        return losses + len(losses) if through == "value" else losses * len(losses)
 
     run = private_run(tmp_path, loss=coupled)
     with pytest.raises(SelfCheckError, match="loss of a synthetic example"):

@@ -11,8 +11,14 @@ import torch
 from peft import LoraConfig
 from transformers import TrainerCallback
 
-from hf_dp.accounting import SumAndLoss, TruncatedSumAndLoss, epsilon, event_from_dict
-from hf_dp.errors import LedgerError, UnsupportedArgumentError
+from hf_dp.accounting import (
+    PoissonSampledGaussian,
+    SumAndLoss,
+    TruncatedSumAndLoss,
+    epsilon,
+    event_from_dict,
+)
+from hf_dp.errors import BudgetExceededError, LedgerError, UnsupportedArgumentError
 from hf_dp.mechanisms import DpSgdNoisedLoss
 from hf_dp.mechanisms.noised_loss import BoundedLosses
 from hf_dp.noise import SecretRandomness
@@ -21,6 +27,7 @@ from hf_dp.statement.record import read
 from hf_dp.statement.verify import disagreements
 from hf_dp.trainer.trainer import DPTrainer
 from hf_dp.tuners.frost.config import FrostConfig
+from hf_dp.tuners.methods import AdapterConfig, ParamConfig, PvalConfig
 from hf_dp.tuners.rgp.config import RgpConfig
 
 LOSS = {"noised_loss_bound": 2.0, "noised_loss_budget_ratio": 0.2, "accountant": "rdp"}
@@ -237,18 +244,36 @@ TUNERS = {
         selection_iterations=3,
         selection_noise_multiplier=2.0,
     ),
+    "frost twice": FrostConfig(
+        unfreeze_ratio=0.3,
+        selection_iterations=2,
+        num_selections=2,
+        selection_noise_multiplier=2.0,
+    ),
+    "param": ParamConfig(unfreeze_ratio=0.3, selection_noise_multiplier=2.0),
+    "pval": PvalConfig(unfreeze_ratio=0.3),
+    "adapter": AdapterConfig(),
     "lora": LoraConfig(r=2, task_type="SEQ_CLS"),
     "rgp": RgpConfig(rank=2, task_type="SEQ_CLS"),
 }
 
 
-@pytest.mark.parametrize("tuner", TUNERS)
+RARE = ("frost twice", "param", "pval", "adapter")
+
+
+@pytest.mark.parametrize(
+    "tuner", [pytest.param(t, marks=[pytest.mark.slow] if t in RARE else []) for t in TUNERS]
+)
 def test_every_tuner_has_it(tuner, tmp_path):
     trainer = made(tmp_path, given={"peft_config": TUNERS[tuner]})
     trainer.train()
     assert len(logged(trainer)) == 4
-    assert trainer.ledger.events[-1] == SumAndLoss(1.0, 2.0, 0.2, 4)
-    assert len(trainer.ledger.events) == (2 if tuner == "frost" else 1)
+    entries = trainer.ledger.entries
+    trained = [entry.event for entry in entries if entry.purpose == "training"]
+    assert all(type(event) is SumAndLoss for event in trained)
+    assert sum(event.steps for event in trained) == 4
+    selects = tuner.startswith("frost") or tuner == "param"
+    assert ("selection" in [entry.purpose for entry in entries]) == selects
     assert disagreements(read(tmp_path)) == []
 
 
@@ -327,11 +352,21 @@ def test_a_resumed_run_with_another_loss_is_refused(changed, match, tmp_path):
         made(tmp_path, **{**options, **changed}).train(resume_from_checkpoint=True)
 
 
+def test_it_counts_in_a_later_run_on_the_same_rows(tmp_path):
+    made(tmp_path / "first").train()
+    later = tiny.trainer(
+        tmp_path / "later", earlier_runs=[str(tmp_path / "first")], accountant="rdp"
+    )
+    later.train()
+    events = (SumAndLoss(1.0, 2.0, 0.2, 4), PoissonSampledGaussian(1.0, 0.2, 4))
+    assert later.ledger.events == events
+    assert later.epsilon().value == epsilon(events, later.privacy_plan.delta, "rdp").value
+    assert disagreements(read(tmp_path / "later")) == []
+
+
 def test_steps_beyond_the_plan_are_paid_for_with_their_loss(tmp_path):
     trainer = made(tmp_path, target_epsilon=3.0, save_strategy="steps", save_steps=2)
     trainer.train()
-    from hf_dp.errors import BudgetExceededError
-
     again = made(tmp_path, target_epsilon=3.0)
     with pytest.raises(BudgetExceededError):
         again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
