@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import tempfile
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
@@ -11,11 +12,14 @@ from types import MappingProxyType
 from hf_dp.publishing.publication import Publication
 
 # Names that start with "_" are never published.
-STAGED = "_publishing"
+STAGED = "_publishing-"
 
 
-def stage(publication: Publication, folder: Path, name: str, *, linked: bool = True) -> Publication:
-    """Return the publication with its files in ``folder/_publishing/name``.
+def stage(
+    publication: Publication, folder: Path, *, linked: bool = True
+) -> tuple[Publication, Path]:
+    """Return the publication with its files in a new folder ``_publishing-...`` in ``folder``, and
+    that folder, for :func:`clear`.
 
     Args: linked: whether hard links will do. They cost no space, and a checkpoint that is rotated
         away leaves them; a file that is written again in its place would change under the upload,
@@ -23,24 +27,26 @@ def stage(publication: Publication, folder: Path, name: str, *, linked: bool = T
 
     Raises: OSError when the disk refuses.
     """
-    staged = folder / STAGED / name
-    shutil.rmtree(staged, ignore_errors=True)
-    staged.mkdir(parents=True)
+    place = Path(tempfile.mkdtemp(prefix=STAGED, dir=folder))
     files: dict[str, bytes | Path] = {}
-    for path, content in publication.files.items():
+    for name, content in publication.files.items():
         if isinstance(content, Path):
-            target = staged / path.replace("/", "--")
+            target = place / name.replace("/", "--")
             _put(content.resolve(), target, linked)
             content = target
-        files[path] = content
-    return replace(publication, files=MappingProxyType(files))
+        files[name] = content
+    return replace(publication, files=MappingProxyType(files)), place
 
 
-def clear(folder: Path, name: str = "") -> None:
-    """Remove what was staged under a name; without one everything, as a kill may have left it."""
-    shutil.rmtree(folder / STAGED / name, ignore_errors=True)
-    if name and (folder / STAGED).is_dir() and not any((folder / STAGED).iterdir()):
-        (folder / STAGED).rmdir()
+def clear(place: Path) -> None:
+    """Remove what was staged."""
+    shutil.rmtree(place, ignore_errors=True)
+
+
+def clear_all(folder: Path) -> None:
+    """Remove what a kill may have left staged. No push may be under way."""
+    for place in folder.glob(f"{STAGED}*"):
+        clear(place)
 
 
 def _put(source: Path, target: Path, linked: bool) -> None:

@@ -15,7 +15,7 @@ from hf_dp.errors import HfDpError, PublishError
 from hf_dp.publishing.contents import is_local
 from hf_dp.publishing.hub import Hub
 from hf_dp.publishing.publication import Publication
-from hf_dp.publishing.staging import clear, stage
+from hf_dp.publishing.staging import clear, clear_all, stage
 from hf_dp.run.mark import Mark
 from hf_dp.statement.record import FILE_NAME, read
 from hf_dp.trainer.checkpointing import Checkpointing
@@ -111,11 +111,11 @@ class Publishing(Checkpointing):
         self.callback_handler.on_push_begin(self.args, self.state, self.control)
         folder, name = Path(str(self.args.output_dir)), Path(checkpoint_folder).name
         if not busy:
-            clear(folder)
+            clear_all(folder)
         try:
             publication = self._publication(Path(checkpoint_folder), not self._is_private)
             publication.refuse()
-            staged = stage(publication, folder, name)
+            staged, place = stage(publication, folder)
         except (HfDpError, OSError) as problem:
             return _warn(name, problem)
         step = name.removeprefix(f"{PREFIX_CHECKPOINT_DIR}-")
@@ -127,7 +127,7 @@ class Publishing(Checkpointing):
             except Exception as problem:  # of a thread, whose error nobody would see
                 _warn(name, problem)
             finally:
-                clear(folder, name)
+                clear(place)
 
         self._add_push(self._the_hub().in_background(push))
 
@@ -159,13 +159,13 @@ class Publishing(Checkpointing):
         if blocking:
             return self._push(publication, message, revision, private)
         # The next save writes into the same files.
-        staged = stage(publication, folder, "end", linked=False)
+        staged, place = stage(publication, folder, linked=False)
 
         def push() -> CommitInfo:
             try:
                 return self._push(staged, message, revision, private)
             finally:
-                clear(folder, "end")
+                clear(place)
 
         job = self._the_hub().in_background(push)
         self._add_push(job)

@@ -114,6 +114,15 @@ def test_a_damaged_ledger_is_refused(full):
         Publication.of(full).refuse()
 
 
+def test_a_weakness_that_only_a_mark_knows_is_not_hidden(full):
+    path = full / "_privacy_mark.json"
+    mark = json.loads(path.read_text())
+    mark["weaknesses"]["released"] = ["training_loss"]
+    path.write_text(json.dumps(mark))
+    with pytest.raises(PublishError, match=r"lacks what a mark beside it knows.*training_loss"):
+        Publication.of(full).refuse()
+
+
 def test_a_run_under_way_is_refused(full):
     under_way = {"status": "running", "statement": None}
     rewrite(full / "privacy.json", lambda record: record.update(under_way))

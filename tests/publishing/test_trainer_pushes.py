@@ -9,7 +9,6 @@ from concurrent.futures import Future
 
 import pytest
 import tiny
-import torch
 from loopback_hub import TOKEN, USER
 from peft import LoraConfig
 from processes import outcomes
@@ -84,11 +83,11 @@ def test_the_repository_is_as_private_as_the_argument_says(hub, tmp_path, privat
 
 
 @pytest.mark.parametrize("adapter", [False, True])
-def test_every_save_carries_the_epsilon_spent_so_far(hub, tmp_path, base, adapter):
+def test_every_save_carries_the_epsilon_spent_so_far(hub, tmp_path, warnings, adapter):
     given = {"peft_config": LoraConfig(r=2, target_modules=["query"], task_type="SEQ_CLS")}
     trainer = tiny.trainer(tmp_path / "run", given=given if adapter else {}, **EVERY_SAVE)
     trainer.train()
-    assert len(hub.pushes(NAME)) == 2
+    assert len(hub.pushes(NAME)) == 2 and warnings == []
     for number, steps in ((0, 2), (1, 4)):
         statement = evidence(hub, number)["statement"]
         (event,) = trainer.ledger.events
@@ -105,7 +104,7 @@ def test_every_save_carries_the_epsilon_spent_so_far(hub, tmp_path, base, adapte
         weights = "adapter_model.safetensors" if adapter else "model.safetensors"
         saved = tmp_path / "run" / f"checkpoint-{steps}" / weights
         assert commit.files[weights] == saved.read_bytes()
-    assert not (tmp_path / "run" / STAGED).exists()
+    assert not list((tmp_path / "run").glob(f"{STAGED}*"))
     trainer.push_to_hub()
     assert evidence(hub, 2)["statement"]["steps"] == 4
 
@@ -134,7 +133,15 @@ def test_a_checkpoint_that_is_rotated_away_is_still_uploaded_whole(hub, tmp_path
     assert seen == [["checkpoint-4"]]
     assert [evidence(hub, n)["statement"]["steps"] for n in range(4)] == [1, 2, 3, 4]
     assert len({commit.files["model.safetensors"] for commit in hub.pushes(NAME)}) == 4
-    assert not (folder / STAGED).exists()
+    assert not list(folder.glob(f"{STAGED}*"))
+
+
+def test_what_a_kill_left_staged_is_removed(hub, tmp_path):
+    left = tmp_path / "run" / f"{STAGED}left"
+    left.mkdir(parents=True)
+    (left / "model.safetensors").write_bytes(b"of a killed push")
+    tiny.trainer(tmp_path / "run", **EVERY_SAVE).train()
+    assert not left.exists() and len(hub.pushes(NAME)) == 2
 
 
 def test_a_save_during_a_push_is_skipped_unless_always_push(hub, tmp_path, monkeypatch):
@@ -242,15 +249,13 @@ def test_a_push_in_the_background_is_of_the_model_as_it_was(hub, tmp_path, monke
         Hub, "push", lambda self, *args, **options: (gate.wait(60), push(self, *args, **options))[1]
     )
     job = trainer.push_to_hub(blocking=False)
-    before = (tmp_path / "run" / "model.safetensors").read_bytes()
-    with torch.no_grad():
-        for parameter in trainer.model.parameters():
-            parameter.zero_()
-    trainer.save_model(_internal_call=True)
+    weights = tmp_path / "run" / "model.safetensors"
+    before = weights.read_bytes()
+    weights.write_bytes(b"of the next save, in the same place")
     gate.set()
     assert isinstance(job, Future) and job.result(60).oid == hub.pushes(NAME)[0].oid
     assert hub.files(NAME)["model.safetensors"] == before
-    assert not (tmp_path / "run" / STAGED).exists()
+    assert not list((tmp_path / "run").glob(f"{STAGED}*"))
 
 
 def test_a_branch(hub, tmp_path):
