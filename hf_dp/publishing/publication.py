@@ -72,8 +72,8 @@ class Publication:
             sign_with: the file of an SSH private key, to sign the ``privacy.json`` that goes.
             tokens: secrets to look for, besides those that this process knows.
 
-        Raises: PublishError for a path that is no folder, or a ``base_model`` that is no id;
-            ConfigError for a key that ssh-keygen cannot use.
+        Raises: PublishError for a path that is no folder, a file in it that cannot be read, or a
+            ``base_model`` that is no id; ConfigError for a key that ssh-keygen cannot use.
         """
         folder = Path(folder)
         if not folder.is_dir():
@@ -164,11 +164,17 @@ class Publication:
 
 
 def _files(folder: Path, names: Iterable[str]) -> dict[str, bytes | Path]:
-    """Return the bytes of small files, and the paths of weights."""
-    return {
-        name: folder / name if name.endswith(".safetensors") else (folder / name).read_bytes()
-        for name in names
-    }
+    """Return the bytes of small files, and the paths of weights.
+
+    Raises: PublishError for a file that cannot be read.
+    """
+    try:
+        return {
+            name: folder / name if name.endswith(".safetensors") else (folder / name).read_bytes()
+            for name in names
+        }
+    except OSError as error:
+        raise PublishError(f"A file of {folder} cannot be read ({error}).") from error
 
 
 def _sign(

@@ -44,6 +44,8 @@ class Publishing(Checkpointing):
 
         Raises: PublishError when it holds anything but an earlier state of this run.
         """
+        if self._pushes_as_trainer:
+            return super().init_hf_repo(token, private)
         if self.args.push_to_hub and self._is_insecure:
             raise PublishError(_NOT_PRIVATE)
         self.push_in_progress = None
@@ -71,6 +73,8 @@ class Publishing(Checkpointing):
         Raises: PublishError, before anything is uploaded when the folder or the repository is
             refused; DistributedError when another process failed.
         """
+        if self._pushes_as_trainer:
+            return super().push_to_hub(commit_message, blocking, token, revision, private, **kwargs)
         if self._is_insecure and not not_private:
             raise PublishError(_NOT_PRIVATE)
         self.callback_handler.on_push_begin(self.args, self.state, self.control)
@@ -97,10 +101,9 @@ class Publishing(Checkpointing):
         """
         if self.is_saving:  # it is pushed when it is complete
             return
-        strategy = HubStrategy(self.args.hub_strategy)
-        if strategy not in (HubStrategy.END, HubStrategy.EVERY_SAVE):  # in non_private alone
+        if self._pushes_as_trainer:
             return super()._push_from_checkpoint(checkpoint_folder)
-        if not self.is_world_process_zero() or strategy == HubStrategy.END:
+        if not self.is_world_process_zero() or self.args.hub_strategy == HubStrategy.END:
             return
         busy = self.push_in_progress is not None and not self.push_in_progress.is_done()
         if busy and not self.args.hub_always_push:
@@ -213,6 +216,12 @@ class Publishing(Checkpointing):
         given = options.get("tags") or []
         given = [given] if isinstance(given, str) else list(given)
         return {**options, "tags": list(dict.fromkeys([*given, *own]))}
+
+    @property
+    def _pushes_as_trainer(self) -> bool:
+        """Whether whole checkpoints are pushed, as only a run that claims nothing may."""
+        whole = (HubStrategy.CHECKPOINT, HubStrategy.ALL_CHECKPOINTS)
+        return not self._is_private and self.args.hub_strategy in whole
 
     @property
     def _is_private(self) -> bool:

@@ -13,6 +13,7 @@ import torch
 from loopback_hub import TOKEN, USER
 from peft import LoraConfig
 from processes import outcomes
+from transformers import Trainer
 from transformers.utils import logging
 
 from hf_dp.accounting import epsilon
@@ -257,6 +258,17 @@ def test_a_branch(hub, tmp_path):
     trainer.train()
     trainer.push_to_hub()
     assert not hub.files(NAME) and "privacy.json" in hub.files(NAME, "eps-8")
+
+
+def test_whole_checkpoints_of_a_public_run_are_trainers_business(tmp_path, monkeypatch):
+    asked = []
+    for name in ("init_hf_repo", "_push_from_checkpoint", "push_to_hub"):
+        monkeypatch.setattr(Trainer, name, lambda self, *args, name=name: asked.append(name))
+    options = {**EVERY_SAVE, "hub_strategy": "checkpoint", "privacy_mode": "non_private"}
+    trainer = tiny.trainer(tmp_path / "run", **options)
+    trainer.train()
+    trainer.push_to_hub()
+    assert asked == ["init_hf_repo", *["_push_from_checkpoint"] * 2, "push_to_hub"]
 
 
 @pytest.mark.parametrize("strategy", ["checkpoint", "all_checkpoints"])
