@@ -13,8 +13,9 @@ from pathlib import Path
 _TOKEN = re.compile(r"hf_[A-Za-z0-9]{30,}")
 _ABSOLUTE = re.compile(r"/[^/\s]+/|~[\w.-]*/|[A-Za-z]:[\\/]|\\\\[^\\]|file:")
 _INSIDE = re.compile(r"""(?<=[\s"'=(,:\[])/[\w.-]+/[\w.-]""")
-_ADDRESS = re.compile(r"[a-z][a-z0-9+.-]*://")
+_ADDRESS = re.compile(r"\b(?!file:)[a-z][a-z0-9+.-]*://\S+")
 _SHORTEST_NAME = 4  # of a machine; shorter ones are words, too
+_SHORTEST_TOKEN = 8
 _NO_NAMES = ("localhost",)
 
 
@@ -39,7 +40,7 @@ class PrivateWords:
         home = str(Path.home())
         given = (*tokens, *known_tokens())
         return cls(
-            tuple(dict.fromkeys(token for token in given if token)),
+            tuple(dict.fromkeys(t for t in given if t is not None and len(t) >= _SHORTEST_TOKEN)),
             tuple(place for place in (str(folder.resolve()), home) if len(Path(place).parts) > 1),
             _user(),
             socket.gethostname(),
@@ -63,11 +64,10 @@ class PrivateWords:
         """Say what is private about a value of a configuration; empty if nothing is."""
         if found := self.secret_in(value) or self.place_in(value):
             return found
-        if _ADDRESS.match(value) and not value.startswith("file:"):
-            return ""
-        if is_local_path(value) or _INSIDE.search(value):
+        paths = _ADDRESS.sub("", value)
+        if is_local_path(paths) or _INSIDE.search(paths):
             return "a local path"
-        if self.user and re.search(rf"[\\/]{re.escape(self.user)}[\\/]", value):
+        if self.user and re.search(rf"[\\/]{re.escape(self.user)}[\\/]", paths):
             return "the user's name in a path"
         known = len(self.machine) >= _SHORTEST_NAME and self.machine not in _NO_NAMES
         if known and re.search(rf"(?<![\w-]){re.escape(self.machine)}(?![\w-])", value):

@@ -57,7 +57,9 @@ def test_an_adapter_names_its_base_on_the_hub_or_is_refused(lora, base):
     )
     with pytest.raises(PublishError, match=r"base_model_name_or_path.*local path.*--base-model"):
         Publication.of(lora).additions()
-    found = Publication.of(lora, base_model=BASE)
+    found = Publication.of(lora, "you/model", BASE)
+    card = as_bytes(found.files["README.md"]).decode()
+    assert f"base_model: {BASE}" in card and "you/model" in card
     config = json.loads(as_bytes(found.files["adapter_config.json"]))
     assert config["base_model_name_or_path"] == BASE and len(found.changes) == 1
     with pytest.raises(PublishError, match=r"`base_model` to be an id.*'/some/where'"):

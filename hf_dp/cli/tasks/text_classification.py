@@ -45,9 +45,7 @@ def train(values: dict[str, Any], words: Sequence[str]) -> int:
         trainer.describe(**card)
     trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
     metrics = trainer.evaluate()
-    trainer.save_model()
-    if args.push_to_hub:
-        trainer.push_to_hub()
+    trainer.save_model()  # and with push_to_hub also publish it
     trainer.save_metrics("eval", trainer.evaluation_metrics(), combined=False)
     print_summary(trainer, metric_lines(metrics, trainer.eval_dataset))
     # Otherwise a process of several may abort at its exit; Trainer.end() does no more.
