@@ -29,6 +29,10 @@ from hf_dp.statement.unnoised import UNNOISED
 from hf_dp.statement.wording import EVALUATION_ON_TRAINING_ROWS, TECHNICAL
 
 UNKNOWN = "unknown"
+_BESIDE_SUMS = {
+    "record_noise_multiplier": "released vectors",
+    "loss_noise_multiplier": "sums of losses",
+}
 
 
 def render_card(
@@ -197,14 +201,15 @@ def _target(statement: PrivacyStatement) -> str:
 
 
 def _noise(statement: PrivacyStatement) -> str:
-    """Show the noise multipliers; name those of gradients and of vectors where there are both."""
-    both = [row for row in statement.mechanisms if "record_noise_multiplier" in row]
-    if not both:
-        return _numbers(statement.noise_multipliers)
-    pairs = dict.fromkeys((row["noise_multiplier"], row["record_noise_multiplier"]) for row in both)
-    return "; ".join(
-        f"{sums!r} (sums of gradients), {rows!r} (released vectors)" for sums, rows in pairs
-    )
+    """Show the noise multipliers; name what each is of where a step releases more than a sum."""
+    for name, what in _BESIDE_SUMS.items():
+        both = [row for row in statement.mechanisms if name in row]
+        if both:
+            pairs = dict.fromkeys((row["noise_multiplier"], row[name]) for row in both)
+            return "; ".join(
+                f"{sums!r} (sums of gradients), {others!r} ({what})" for sums, others in pairs
+            )
+    return _numbers(statement.noise_multipliers)
 
 
 @cache

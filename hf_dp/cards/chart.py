@@ -11,11 +11,11 @@ from hf_dp.errors import AccountingRangeError
 from hf_dp.statement.results import epsilon_text
 from hf_dp.statement.statement import PrivacyStatement
 
-_ROWS, _WIDTH = 8, 40
+_ROWS, _WIDTH = 4, 40  # each row costs an accounting of its own, at every save
 
 
 def epsilon_over_steps(statement: PrivacyStatement) -> str | None:
-    """Return bars of the epsilon spent after each eighth of what was released.
+    """Return bars of the epsilon spent after each quarter of what was released.
 
     Return None where a run has no epsilon, or released only once: one number is no picture.
     """

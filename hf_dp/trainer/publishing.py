@@ -156,6 +156,8 @@ class Publishing(Checkpointing):
         self._the_hub(token)
         publication = self._publication(folder, not_private or not self._is_private)
         publication.refuse()
+        for remark in publication.remarks:
+            logger.warning("The card: %s", remark)
         if blocking:
             return self._push(publication, message, revision, private)
         # The next save writes into the same files.

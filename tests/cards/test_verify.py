@@ -324,3 +324,40 @@ def test_planted_verify_without_digests_is_seen(
     change, _ = TAMPERINGS["license in the record"]
     change(copy)
     assert verify(copy).outcome == OK
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["verify", "no such folder"], "folder or a repository like 'organization/name'"),
+        (["verify", "org/model"], "cannot be fetched from the Hub"),
+        (["verify", ".", "--identity", "me"], "--allowed-signers and --identity together"),
+        (["verify", ".", "--identity", "me", "--allowed-signers", "no"], "to be a file, got 'no'"),
+        (["card", "no such folder"], "privacy.json is missing"),
+        (["card", ".", "--repository", "a b"], "to be the id of a repository"),
+        (["card", ".", "--license", "mine"], "privacy.json is missing"),
+    ],
+)
+def test_bad_arguments_are_named(
+    words: list[str],
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(words) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_card_with_what_the_hub_does_not_know_is_refused_and_nothing_is_written(
+    copy: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = {path.name: path.read_bytes() for path in copy.iterdir() if path.is_file()}
+    assert main(["card", str(copy), "--license", "Apache 2.0"]) == 2
+    assert "Did you mean 'apache-2.0'" in capsys.readouterr().err
+    assert main(["card", str(copy), "--license", "apache-2.0", "--dataset", "AG News"]) == 0
+    assert "remark: `dataset` 'AG News' is not an id" in capsys.readouterr().out
+    changed = {name for name, text in before.items() if (copy / name).read_bytes() != text}
+    assert changed == {"README.md", "privacy.json"}
+    assert verify(copy).outcome == OK
