@@ -30,6 +30,7 @@ _VOCABULARY = (
     "entity_vocab.json",
     "emoji.json",
 )
+_NAME_IT = "Name the base on the Hub: --base-model ID, or trainer.describe(base_model=ID)."
 _TEMPLATE_KEY = "chat_template"
 # Of metadata in weights. Others are refused: the digest of a file covers them, so that they cannot
 # be taken out here.
@@ -44,12 +45,14 @@ class Contents:
     Attributes:
         refusals: what keeps the folder from being published, each with its next move.
         changes: what was taken out or replaced, by file and key.
+        remarks: what others will miss.
     """
 
     def __init__(self, words: PrivateWords, base_model: str | None = None):
         self.words, self.base_model = words, base_model
         self.refusals: list[str] = []
         self.changes: list[str] = []
+        self.remarks: list[str] = []
 
     def published(self, name: str, content: bytes) -> bytes:
         """Return what is published of a file that is not weights."""
@@ -122,7 +125,11 @@ class Contents:
                 f"{name}: {BASE_KEY}",
                 f"{base!r}, no name on the Hub: a local path, which says something of this machine "
                 "and which nobody else could load",
-                "Name the base on the Hub: --base-model ID, or trainer.describe(base_model=ID).",
+                _NAME_IT,
+            )
+        elif not base:
+            self.remarks.append(
+                f"{name} names no base model, so others cannot load the adapter alone. {_NAME_IT}"
             )
 
     def _refuse(self, where: str, what: str, next_move: str) -> None:

@@ -18,9 +18,10 @@ from hf_dp.errors import LedgerError, PublishError
 from hf_dp.publishing.allowed import refuse_others, sort_files, why_goes
 from hf_dp.publishing.contents import Contents
 from hf_dp.publishing.private_words import PrivateWords
-from hf_dp.run.mark import Mark, in_words, read_stamp
+from hf_dp.run.mark import Mark, read_stamp
 from hf_dp.run.marks import marks_in, read_run
 from hf_dp.statement.record import FILE_NAME, PrivacyRecord, read
+from hf_dp.statement.results import delta_text
 from hf_dp.statement.statement import NOT_PRIVATE
 
 _MASKS = "selection_masks.safetensors"
@@ -38,7 +39,7 @@ class Publication:
         goes, stays: by path, why.
         changes: what was taken out of a file or replaced, in words.
         refusals: why the folder cannot be published, each with its next move.
-        remarks: what the Hub will not show.
+        remarks: what others will miss.
         record: the run's ``privacy.json``; None for a model that was not trained privately.
     """
 
@@ -116,7 +117,7 @@ class Publication:
             MappingProxyType(found.stays),
             tuple(contents.changes),
             tuple(contents.refusals),
-            tuple(remarks),
+            (*contents.remarks, *remarks),
             record,
         )
 
@@ -141,7 +142,8 @@ class Publication:
         if statement.get("epsilon") is None:
             return self.record.status
         return (
-            f"{self.record.status}, epsilon {statement['epsilon']}, {in_words(self.record.ledger)}"
+            f"{self.record.status}, epsilon {statement['epsilon']} at delta "
+            f"{delta_text(statement['delta'])}, {self.record.ledger.steps():,} releases"
         )
 
     def refuse(self) -> None:

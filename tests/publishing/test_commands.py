@@ -17,7 +17,7 @@ NAME = f"{USER}/model"
 def test_inspect_lists_what_goes_what_stays_and_why(full, capsys):
     assert main(["inspect", str(full)]) == 0
     said = capsys.readouterr().out
-    assert "proven, epsilon" in said and "4 of training" in said
+    assert "proven, epsilon" in said and "4 releases" in said
     goes, stays = said.split("stays:")
     assert "model.safetensors" in goes and "noised weights" in goes
     assert "training_args.bin" in stays and "checkpoint-2/" in stays and "REFUSED" not in said

@@ -133,6 +133,13 @@ def test_a_base_on_the_hub_stays_and_its_file_is_byte_for_byte_the_same():
         assert published == text and contents.refusals == contents.changes == []
 
 
+@pytest.mark.parametrize("base", [None, ""])
+def test_an_adapter_without_a_base_is_remarked_on(base):
+    _, contents = looked_at("adapter_config.json", {"base_model_name_or_path": base})
+    assert contents.refusals == [] and "names no base model" in contents.remarks[0]
+    assert looked_at("adapter_config.json", {"base_model_name_or_path": base}, "a/b")[1].changes
+
+
 def test_json_that_cannot_be_looked_through_is_refused():
     assert looked_at("config.json", b"{")[1].refusals
     twice = b'{"a": "/data/secret/x", "a": 1}'

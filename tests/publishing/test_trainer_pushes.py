@@ -97,7 +97,7 @@ def test_every_save_carries_the_epsilon_spent_so_far(hub, tmp_path, warnings, ad
         assert statement["steps"] == steps and statement["epsilon"] == spent.rounded_up(3)
         commit = hub.pushes(NAME)[number]
         assert (
-            f"step {steps} (proven, epsilon {statement['epsilon']}, {steps} of training)"
+            f"step {steps} (proven, epsilon {statement['epsilon']} at delta 0.0125, {steps} releases)"
             in commit.message
         )
         assert str(statement["epsilon"]) in commit.files["README.md"].decode()
