@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from hf_dp.plans import PrivacyRequest as PrivacyRequest
     from hf_dp.plans import PrivateEncoderPlan as PrivateEncoderPlan
     from hf_dp.plans import PublishedPlan as PublishedPlan
+    from hf_dp.publishing.hub import publish as publish
     from hf_dp.run.private_run import PrivateRun as PrivateRun
     from hf_dp.statement.statement import PrivacyStatement as PrivacyStatement
     from hf_dp.trainer.arguments import DPTrainingArguments as DPTrainingArguments
@@ -44,6 +45,7 @@ _HOMES = {
     "Ledger": "hf_dp.accounting",
     "PrivateRun": "hf_dp.run.private_run",
     "mechanism_for": "hf_dp.mechanisms",
+    "publish": "hf_dp.publishing.hub",
     **dict.fromkeys(
         (
             "DpSgdPlan",

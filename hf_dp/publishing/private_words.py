@@ -37,11 +37,13 @@ class PrivateWords:
     @classmethod
     def of(cls, folder: Path, tokens: Iterable[str | None] = ()) -> PrivateWords:
         """Return those of this machine, this user and this folder."""
-        home = str(Path.home())
+        folder, home = folder.resolve(), Path.home()
+        # A checkpoint lies in the run's folder.
+        run = folder.parent if folder.name.startswith("checkpoint-") else folder
         given = (*tokens, *known_tokens())
         return cls(
             tuple(dict.fromkeys(t for t in given if t is not None and len(t) >= _SHORTEST_TOKEN)),
-            tuple(place for place in (str(folder.resolve()), home) if len(Path(place).parts) > 1),
+            tuple(str(place) for place in (folder, run, home) if len(place.parts) > 1),
             _user(),
             socket.gethostname(),
         )

@@ -167,9 +167,13 @@ def test_words_of_this_machine(monkeypatch, tmp_path):
     monkeypatch.setenv("HF_TOKEN", TOKEN)
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     monkeypatch.setenv("LOGNAME", "alicia")
-    words = PrivateWords.of(tmp_path / "run", ["a-token-that-was-passed"])
+    words = PrivateWords.of(tmp_path / "run" / "checkpoint-2", ["a-token-that-was-passed"])
     assert {TOKEN, "a-token-that-was-passed"} <= set(words.tokens)
-    assert words.places == (str(tmp_path / "run"), str(tmp_path / "home"))
+    assert words.places == (
+        str(tmp_path / "run" / "checkpoint-2"),
+        str(tmp_path / "run"),
+        str(tmp_path / "home"),
+    )
     assert words.user == "alicia" and words.machine
 
 
