@@ -188,7 +188,9 @@ def test_further_weights_are_caught(copy: Path, other: Path) -> None:
 
 def test_an_older_ledger_is_caught(tmp_path: Path) -> None:
     folder = tmp_path / "run"
-    trainer = tiny.trainer(folder, accountant="rdp", save_strategy="steps", save_steps=1)
+    trainer = tiny.trainer(
+        folder, accountant="rdp", save_strategy="steps", save_steps=1, max_steps=2
+    )
     trainer.train()
     trainer.save_model()
     older = sorted(folder.glob("checkpoint-*"))[0]
