@@ -29,6 +29,7 @@ from hf_dp.statement.unnoised import UNNOISED
 from hf_dp.statement.wording import EVALUATION_ON_TRAINING_ROWS, TECHNICAL
 
 UNKNOWN = "unknown"
+_FRONT_MATTER = re.compile(r"\A---\n.*?^---\n", re.MULTILINE | re.DOTALL)
 _BESIDE_SUMS = {
     "record_noise_multiplier": "released vectors",
     "loss_noise_multiplier": "sums of losses",
@@ -51,8 +52,7 @@ def render_card(
     _refuse_unnoised(list(details.metrics), list(details.training), statement.facts.released)
     dataset = details.dataset
     body = _template().render(
-        title=details.model_name or UNKNOWN,
-        privacy=render_privacy(statement, details, repository),
+        head=render_head(statement, details, repository),
         usage=_usage(details, repository),
         about_rows=_rows(
             {
@@ -74,14 +74,15 @@ def render_card(
     return f"---\n{card_data(statement, details).to_yaml()}\n---\n\n{body.strip()}\n"
 
 
-def render_privacy(
+def render_head(
     statement: PrivacyStatement, details: CardDetails, repository: str | None = None
 ) -> str:
-    """Return the section "Privacy" of a card, which ``privacy.json`` has a digest of."""
+    """Return a card's title and section "Privacy", which ``privacy.json`` has a digest of."""
     seen = seen_in_pretraining(details.dataset, details.pretraining_sources)
     return (
         _template("privacy.md")
         .render(
+            title=details.model_name or UNKNOWN,
             statement=statement,
             in_short=in_short(statement),
             seen_in_pretraining=seen,
@@ -97,10 +98,18 @@ def render_privacy(
     )
 
 
-def privacy_section(card: str) -> str | None:
-    """Return the section "Privacy" of a rendered card; None if it has none."""
-    found = re.search(r"^## Privacy\n.*?(?=^## |\Z)", card, re.MULTILINE | re.DOTALL)
-    return None if found is None else found[0].strip()
+def privacy_head(card: str) -> str | None:
+    """Return a card's text from the title to the end of its section "Privacy".
+
+    All before the section belongs to it: a comment or fence opened there would hide it. Return None
+    unless there is exactly one such section.
+    """
+    found = _FRONT_MATTER.match(card)
+    body = card[found.end() :] if found else card
+    if len(re.findall(r"^[ \t]*#+[ \t]*privacy\b", body, re.MULTILINE | re.IGNORECASE)) != 1:
+        return None
+    head = re.match(r".*?^## Privacy\n.*?(?=^## |\Z)", body, re.MULTILINE | re.DOTALL)
+    return None if head is None else head[0].strip()
 
 
 def _usage(details: CardDetails, repository: str | None) -> str | None:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import math
+import numbers
+import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
@@ -34,7 +38,8 @@ class CardDetails:
         dataset: id on the Hub, else a name, likewise; with a configuration, "org/name/config".
         evaluation_split: the split of the evaluation data, for example "validation".
         task_tag: the Hub's pipeline tag, for example "text-classification".
-        metrics: computed on evaluation data, by the Trainer's names ("eval_accuracy").
+        metrics: numbers computed on evaluation data, by the Trainer's names ("eval_accuracy"); one
+            that is not finite becomes None, and what is no number is left out.
         training: public settings (learning rate, batch sizes, ...), shown as given.
         recipe: the file or command that trained it.
         license, license_name, license_link: as the Hub spells them; the last two for "other".
@@ -56,7 +61,7 @@ class CardDetails:
     dataset: str | None = None
     evaluation_split: str | None = None
     task_tag: str | None = None
-    metrics: Mapping[str, float] = field(default_factory=dict)
+    metrics: Mapping[str, float | None] = field(default_factory=dict)
     training: Mapping[str, Any] = field(default_factory=dict)
     recipe: str | None = None
     license: str | None = None
@@ -79,7 +84,7 @@ class CardDetails:
             value = getattr(self, name)
             if not isinstance(value, Mapping):
                 raise invalid(name, value, "to be a mapping of names to values")
-            object.__setattr__(self, name, plain(value))
+            object.__setattr__(self, name, _checked(name, value))
         for name in _TEXTS:
             value = getattr(self, name)
             if value is not None and not isinstance(value, str):
@@ -156,6 +161,52 @@ class CardDetails:
             raise LedgerError(f"The card in privacy.json cannot be read: {error}") from error
 
 
+def _checked(name: str, values: Mapping[Any, Any]) -> dict[str, Any]:
+    """Return values as JSON has them. Raises: InvalidArgumentError for metadata of another kind."""
+    if name == "metrics":  # text and tables are no scores; a diverged run has scores that are none
+        return {str(key): _finite(value) for key, value in values.items() if _is_number(value)}
+    if name == "training":
+        return {str(key): _shown(value) for key, value in values.items()}
+    for key, value in values.items():
+        if not isinstance(key, str) or key in _RESERVED or _CLAIM.search(key):
+            raise invalid(
+                "metadata",
+                key,
+                "to have keys that are neither hf_dp's own nor about privacy",
+                "License, language and the like have arguments of their own.",
+            )
+        try:
+            json.dumps(value, allow_nan=False)
+        except (TypeError, ValueError) as error:
+            raise invalid("metadata", {key: value}, "to be plain data, as JSON has it") from error
+    return plain(values)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, numbers.Real) and not isinstance(value, bool)
+
+
+def _finite(value: Any) -> float | int | None:
+    number = value if isinstance(value, int) else float(value)
+    return number if math.isfinite(number) else None
+
+
+def _shown(value: Any) -> Any:
+    if value is None or isinstance(value, (bool, int, str)):
+        return value
+    if _is_number(value):
+        return _finite(value)
+    if isinstance(value, (list, tuple)):
+        return [_shown(item) for item in value]
+    return str(value)
+
+
+# Keys that hf_dp writes, and parameters of ModelCardData, which are no keys.
+_RESERVED = frozenset(
+    "license license_name license_link language base_model datasets pipeline_tag tags library_name "
+    "model-index model_name eval_results ignore_metadata_errors metrics".split()
+)
+_CLAIM = re.compile(r"privacy|private|epsilon|delta|guarantee|\bdp\b|dp_", re.IGNORECASE)
 NAMES = tuple(item.name for item in fields(CardDetails))
 SETTABLE = tuple(name for name in NAMES if name not in ("given", "metrics", "training"))
 _TEXTS = tuple(item.name for item in fields(CardDetails) if "str" in item.type.split("[")[0])

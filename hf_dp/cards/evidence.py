@@ -13,16 +13,20 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import ModelCard
-from yaml import YAMLError
-
-from hf_dp.cards.card import privacy_section, render_card
+from hf_dp.cards.card import privacy_head, render_card
 from hf_dp.cards.details import CardDetails
-from hf_dp.cards.metadata import KEY, metadata
-from hf_dp.errors import HfDpError, LedgerError
+from hf_dp.cards.edits import with_edits
+from hf_dp.cards.metadata import card_data, metadata
+from hf_dp.errors import LedgerError
 from hf_dp.run.mark import read_stamp
 from hf_dp.run.weights_file import weights_files
-from hf_dp.statement.digests import Beside, digest_of, digest_of_file, digest_of_text
+from hf_dp.statement.digests import (
+    Beside,
+    digest_of,
+    digest_of_bytes,
+    digest_of_file,
+    digest_of_text,
+)
 from hf_dp.statement.durable import replace_file
 from hf_dp.statement.facts import RunFacts
 from hf_dp.statement.record import FILE_NAME, PrivacyRecord, read, to_record
@@ -33,6 +37,8 @@ from hf_dp.statement.weaknesses import plain
 CARD = "README.md"
 # What was chosen to train: as much a result of the private rows as the weights.
 SELECTION_FILES = ("selection.json", "selection_masks.safetensors")
+# They decide which weights are loaded, and what is computed with them.
+CONFIGS = ("config.json", "adapter_config.json", "model.safetensors.index.json")
 
 Save = Callable[[Beside], None]
 
@@ -57,28 +63,38 @@ def write_card(
 
 
 def beside(
-    folder: str | os.PathLike[str], statement: PrivacyStatement, details: CardDetails, card: str
+    folder: str | os.PathLike[str],
+    statement: PrivacyStatement,
+    details: CardDetails,
+    card: str,
+    replaced: Mapping[str, bytes] | None = None,
 ) -> Beside:
-    """Return the digests of a card and of the weights in a folder."""
-    section = privacy_section(card)
-    assert section is not None
+    """Return the digests of a card and of the files in a folder; ``replaced`` as in
+    :func:`file_digests`."""
+    head = privacy_head(card)
+    assert head is not None
     return Beside(
         details.to_dict(),
         {
-            "privacy_section": digest_of_text(section),
+            "privacy_section": digest_of_text(head),
             "differential_privacy": digest_of(plain(metadata(statement))),
         },
-        file_digests(Path(folder)),
+        file_digests(Path(folder), replaced),
     )
 
 
-def file_digests(folder: Path) -> dict[str, str]:
-    """Return the digests of weights and selections in a folder, by their names relative to it."""
-    paths = [*weights_files(folder), *(folder / name for name in SELECTION_FILES)]
+def file_digests(folder: Path, replaced: Mapping[str, bytes] | None = None) -> dict[str, str]:
+    """Return the digests of what makes a model what it is: weights, selections and configurations,
+    by their names relative to a folder.
+
+    Args: replaced: bytes of files that are published instead of those in the folder.
+    """
+    paths = [*weights_files(folder), *(folder / name for name in (*SELECTION_FILES, *CONFIGS))]
+    names = sorted(path.relative_to(folder).as_posix() for path in paths if path.is_file())
+    given = dict(replaced or {})
     return {
-        path.relative_to(folder).as_posix(): digest_of_file(path)
-        for path in sorted(paths)
-        if path.is_file()
+        name: digest_of_bytes(given[name]) if name in given else digest_of_file(folder / name)
+        for name in names
     }
 
 
@@ -87,6 +103,7 @@ def card_files(
     *,
     repository: str | None = None,
     given: Mapping[str, Any] | None = None,
+    replaced: Mapping[str, bytes] | None = None,
 ) -> tuple[dict[str, bytes], list[str]]:
     """Return README.md and ``privacy.json`` of a saved run, made again and belonging together; and
     remarks on what the Hub will not show.
@@ -97,6 +114,7 @@ def card_files(
     Args:
         repository: the model's id on the Hub, for the lines that load it; None for none.
         given: fields of :class:`~hf_dp.cards.details.CardDetails` to set.
+        replaced: bytes of configurations that are published instead of those in the folder.
 
     Raises:
         LedgerError: there is no ``privacy.json``; its run has not ended, or it does not belong to
@@ -113,7 +131,7 @@ def card_files(
     details = CardDetails(model_name=folder.resolve().name)
     if record.card is not None:
         details = CardDetails.from_dict(record.card)
-    details = _with_edits(details, statement, folder)
+    details = with_edits(details, card_data(statement, details).to_dict(), folder / CARD)
     details = details.with_given(**dict(given or {}))
     text = render_card(statement, details, repository=repository)
     document = to_record(
@@ -122,18 +140,17 @@ def card_files(
         run_id=record.run_id,
         weaknesses=record.weaknesses,
         statement=statement,
-        beside=_with_absent(beside(folder, statement, details, text), record),
+        beside=_with_absent(beside(folder, statement, details, text, replaced), record),
     )
     written = json.dumps(document, indent=2, allow_nan=False) + "\n"
     return {CARD: text.encode(), FILE_NAME: written.encode()}, details.remarks()
 
 
 def _with_absent(found: Beside, record: PrivacyRecord) -> Beside:
-    """Return what lies beside, with the digests of weights that are elsewhere if none are here: a
-    card may be kept without them."""
-    if found.files or record.digests is None:
-        return found
-    return replace(found, files=record.digests.files)
+    """Return what lies beside, with the digests of files that were saved and are not here: a card
+    may be kept without its weights."""
+    listed = {} if record.digests is None else record.digests.files
+    return replace(found, files={**listed, **found.files})
 
 
 def _refuse_unfit(record: PrivacyRecord, folder: Path) -> None:
@@ -160,6 +177,13 @@ def _refuse_unfit(record: PrivacyRecord, folder: Path) -> None:
                 f"{path} knows more steps than {FILE_NAME} beside it, which is an older one. Run "
                 "`hf-dp account rebuild` on the run's output folder."
             )
+        listed = {} if record.digests is None else record.digests.files
+        if mark is None and path.relative_to(folder).as_posix() not in listed:
+            raise LedgerError(
+                f"Nothing shows that {path} is of the run of {FILE_NAME} beside it: it carries no "
+                "mark of a run and has no digest there. Take it out of the folder, or save the "
+                "model again with `trainer.save_model()`."
+            )
     if record.digests is None:
         return
     now = file_digests(folder)
@@ -169,42 +193,9 @@ def _refuse_unfit(record: PrivacyRecord, folder: Path) -> None:
                 f"{folder / name} is not what was saved with {FILE_NAME} (the SHA-256 differs). "
                 "Save the model again with `trainer.save_model()`, or restore the file."
             )
-
-
-_OF_THE_HUB = {  # its name in the metadata -> its name in CardDetails
-    "license": "license",
-    "license_name": "license_name",
-    "license_link": "license_link",
-    "language": "language",
-    "base_model": "base_model",
-    "datasets": "dataset",
-    "pipeline_tag": "task_tag",
-}
-_OURS = {*_OF_THE_HUB, "tags", "library_name", "model-index", KEY}
-
-
-def _with_edits(details: CardDetails, statement: PrivacyStatement, folder: Path) -> CardDetails:
-    """Return the details with what people changed in the metadata of the card that is there."""
-    path = folder / CARD
-    if not path.is_file():
-        return details
-    try:
-        text = path.read_text(encoding="utf-8")
-        now = ModelCard(text, ignore_metadata_errors=True).data.to_dict()
-        made = ModelCard(render_card(statement, details)).data.to_dict()
-    except (ValueError, OSError, YAMLError, HfDpError) as error:
-        raise LedgerError(
-            f"{path} cannot be read ({error}). Mend its YAML block, or delete the file to have it "
-            "made anew."
-        ) from error
-    changed: dict[str, Any] = {}
-    for key, name in _OF_THE_HUB.items():
-        if key in now and now[key] != made.get(key):
-            value = now[key]
-            changed[name] = value[0] if name == "dataset" and isinstance(value, list) else value
-    added = [tag for tag in now.get("tags") or () if tag not in (made.get("tags") or ())]
-    if added:
-        changed["tags"] = (*details.tags, *added)
-    details = details.with_given(**changed) if changed else details
-    extra = {key: value for key, value in now.items() if key not in _OURS}
-    return replace(details, metadata={**details.metadata, **extra})
+    for name in SELECTION_FILES:
+        if name in now and name not in record.digests.files:
+            raise LedgerError(
+                f"{folder / name} was not saved with {FILE_NAME} beside it, which does not account "
+                "for it. Take it out of the folder."
+            )

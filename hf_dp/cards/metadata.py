@@ -52,7 +52,7 @@ def eval_results(details: CardDetails) -> list[EvalResult]:
     found = []
     for name, value in details.metrics.items():
         split, metric = of_metric(name, details.evaluation_split)
-        if metric in METRICS:
+        if metric in METRICS and value is not None:
             found.append(
                 EvalResult(
                     task_type=details.task_tag,

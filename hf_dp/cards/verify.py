@@ -9,22 +9,20 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import ModelCard
-from yaml import YAMLError
-
 from hf_dp._version import __version__
 from hf_dp.accounting import SELECTION, TRAINING
-from hf_dp.cards.card import privacy_section, render_card, render_privacy
+from hf_dp.cards.card import privacy_head, render_card, render_head
 from hf_dp.cards.details import CardDetails
-from hf_dp.cards.evidence import CARD, SELECTION_FILES, file_digests
+from hf_dp.cards.edits import front_matter
+from hf_dp.cards.evidence import CARD, CONFIGS, SELECTION_FILES, file_digests
 from hf_dp.cards.metadata import KEY, metadata
 from hf_dp.cards.signature import SIGNATURE, check
-from hf_dp.errors import HfDpError, LedgerError
+from hf_dp.errors import ConfigError, HfDpError, LedgerError
 from hf_dp.run.mark import read_stamp
 from hf_dp.run.weights_file import weights_files
 from hf_dp.statement.digests import digest_of, digest_of_text
@@ -34,6 +32,16 @@ from hf_dp.statement.statement import PrivacyStatement
 from hf_dp.statement.verify import disagreements
 from hf_dp.statement.weaknesses import plain
 
+_WEIGHTS = re.compile(
+    r"\.(safetensors|bin|pt|pth|ckpt|h5|msgpack|gguf|onnx|npz|npy|pkl|pickle|joblib|tflite|ot)$",
+    re.IGNORECASE,
+)
+# What hf_dp and Trainer keep in the folder of a run, which no program loads as a model.
+_STATE = re.compile(
+    r"training_args\.bin|(optimizer|scheduler|scaler)(_\d+)?\.(pt|bin)|rng_state(_\d+)?\.pth"
+    r"|_released_rows\.safetensors"
+)
+_OF_A_RUN = re.compile(r"checkpoint-\d+|_earlier-run-.*|_saving|_publishing|\.git|\.cache|runs")
 OK, FAILED, NOT_CHECKED, NOTICE = "ok", "FAILED", "not checked", "notice"
 
 
@@ -85,14 +93,25 @@ def verify(
         statement = _statement(record)
     except HfDpError as error:
         return Report((Check(FILE_NAME, FAILED, str(error)),), None)
-    checks = [
-        *_of_the_record(record),
-        *_of_the_schedule(record, statement),
-        *_of_the_weights(record, folder),
-        *_of_the_card(record, statement, folder),
-        _of_the_signature(folder, allowed_signers, identity),
-    ]
+    looks: tuple[tuple[str, Callable[[], Iterable[Check]]], ...] = (
+        ("statement", lambda: _of_the_record(record)),
+        ("schedule", lambda: _of_the_schedule(record, statement)),
+        ("weights", lambda: _of_the_files(record, folder)),
+        ("card", lambda: _of_the_card(record, statement, folder)),
+        ("signature", lambda: _of_the_signature(folder, allowed_signers, identity)),
+    )
+    checks = [each for about, look in looks for each in _looked(about, look)]
     return Report(tuple(checks), statement.sentence())
+
+
+def _looked(about: str, look: Callable[[], Iterable[Check]]) -> list[Check]:
+    """Return what was found. What cannot be looked at, whatever is wrong with it, has failed."""
+    try:
+        return list(look())
+    except ConfigError:
+        raise
+    except Exception as error:  # files of strangers may hold anything
+        return [Check(about, FAILED, f"it cannot be read: {type(error).__name__}: {error}")]
 
 
 def _statement(record: PrivacyRecord) -> PrivacyStatement:
@@ -109,9 +128,9 @@ def _of_the_record(record: PrivacyRecord) -> Iterator[Check]:
     if record.digests is None:
         yield Check(
             about,
-            NOTICE,
-            f"{FILE_NAME} has no digests: an earlier version of hf_dp wrote it. `hf-dp card` adds "
-            "them",
+            NOT_CHECKED,
+            f"{FILE_NAME} has no digests: an earlier version of hf_dp wrote it, or they were taken "
+            "out. Who has the run's folder adds them with `hf-dp card`",
         )
     else:
         yield Check(about, OK, f"they are what was written: their digests in {FILE_NAME} agree")
@@ -144,7 +163,7 @@ def _of_the_schedule(record: PrivacyRecord, statement: PrivacyStatement) -> Iter
         yield Check(about, NOTICE, f"{words}: not as planned; the ledger is what counts")
 
 
-def _of_the_weights(record: PrivacyRecord, folder: Path) -> Iterator[Check]:
+def _of_the_files(record: PrivacyRecord, folder: Path) -> Iterator[Check]:
     about = "weights"
     listed = {} if record.digests is None else record.digests.files
     present = file_digests(folder)
@@ -155,23 +174,37 @@ def _of_the_weights(record: PrivacyRecord, folder: Path) -> Iterator[Check]:
             yield Check(about, FAILED, f"{name} is not what was saved: the SHA-256 differs")
         else:
             yield Check(about, OK, f"{name} is what was saved")
-    for name in sorted(set(present) - set(listed)):
-        outcome = NOTICE if record.digests is None else FAILED
-        yield Check(about, outcome, f"nothing vouches for {name}: it has no digest in {FILE_NAME}")
-    if not any(name not in SELECTION_FILES for name in (*listed, *present)):
-        yield Check(about, NOT_CHECKED, "no weights are here, and none are listed")
+    marked = set()
     for path in weights_files(folder):
-        try:
-            mark = read_stamp(path)
-        except LedgerError as error:
-            yield Check(about, FAILED, str(error))
-            continue
-        if mark is None:
-            continue
-        if mark.run_id != record.run_id:
-            yield Check(about, FAILED, f"{path.name} is of another run, {mark.run_id}")
-        elif not record.ledger.extends(mark.ledger):
-            yield Check(about, FAILED, f"{path.name} knows more steps than {FILE_NAME} beside it")
+        name, mark = path.relative_to(folder).as_posix(), read_stamp(path)
+        if mark is not None and mark.run_id != record.run_id:
+            yield Check(about, FAILED, f"{name} is of another run, {mark.run_id}")
+        elif mark is not None and not record.ledger.extends(mark.ledger):
+            yield Check(about, FAILED, f"{name} knows more steps than {FILE_NAME} beside it")
+        elif mark is not None:
+            marked.add(name)
+    for name in sorted({*present, *other_weights(folder)} - set(listed)):
+        if record.digests is None and name in (*marked, *SELECTION_FILES, *CONFIGS):
+            yield Check(about, NOT_CHECKED, f"{name} has no digest in {FILE_NAME}")
+        else:
+            yield Check(about, FAILED, f"nothing vouches for {name}: it was not saved by the run")
+    if not weights_files(folder) and not any(name.endswith(".safetensors") for name in listed):
+        yield Check(about, NOT_CHECKED, "no weights are here, and none are listed")
+
+
+def other_weights(folder: Path) -> list[str]:
+    """List all files below a folder that some program might load as weights, by their names.
+
+    Left out are what hf_dp and Trainer keep in the folder of a run, and checkpoints.
+    """
+    found = []
+    for parent, folders, names in os.walk(folder):
+        folders[:] = [each for each in folders if not _OF_A_RUN.fullmatch(each)]
+        for name in names:
+            path = Path(parent, name).relative_to(folder).as_posix()
+            if _WEIGHTS.search(name) and not _STATE.fullmatch(name):
+                found.append(path)
+    return sorted(found)
 
 
 def _of_the_card(
@@ -183,31 +216,41 @@ def _of_the_card(
         return
     try:
         text = path.read_text(encoding="utf-8")
-        block = plain(ModelCard(text, ignore_metadata_errors=False).data.to_dict().get(KEY))
-    except (OSError, ValueError, YAMLError) as error:
+        block = plain(front_matter(text).get(KEY))
+    except (OSError, ValueError) as error:
         yield Check(about, FAILED, f"{CARD} cannot be read: {error}")
         return
-    section = privacy_section(text)
-    current = _is_current(record, statement)
-    made = plain(metadata(statement))
+    head = privacy_head(text)
+    if head is None:
+        yield Check(about, FAILED, "it has no section Privacy, or several")
+        return
     if record.digests is None or record.digests.privacy_section is None:
-        yield Check(about, NOTICE, f"{FILE_NAME} has no digest of a card; `hf-dp card` adds one")
+        yield Check(
+            about, NOT_CHECKED, f"{FILE_NAME} has no digest of a card; `hf-dp card` adds one"
+        )
     else:
-        differs = digest_of_text(section or "") != record.digests.privacy_section
+        differs = digest_of_text(head) != record.digests.privacy_section
         yield _compared("its section Privacy", differs, "the digest")
         differs = digest_of(block) != record.digests.differential_privacy
         yield _compared(f"its {KEY} block", differs, "the digest")
-    if current or record.digests is None:
-        yield _compared(f"its {KEY} block", block != made, "the statement")
-    if not current or record.card is None:
+    yield from _as_made_now(record, statement, text, block)
+
+
+def _as_made_now(
+    record: PrivacyRecord, statement: PrivacyStatement, text: str, block: Any
+) -> Iterator[Check]:
+    """Compare a card with the one that this version would make, where it is of this version."""
+    if record.card is None or not _is_current(record, statement):
         return
-    details, repository = CardDetails.from_dict(record.card), _repository(section or "")
-    again = render_privacy(statement, details, repository)
-    differs = digest_of_text(section or "") != digest_of_text(again)
+    differs = block != plain(metadata(statement))
+    yield _compared(f"its {KEY} block", differs, "the statement")
+    head = privacy_head(text) or ""
+    details, repository = CardDetails.from_dict(record.card), _repository(head)
+    differs = digest_of_text(head) != digest_of_text(render_head(statement, details, repository))
     yield _compared("its section Privacy", differs, "the statement")
     whole = render_card(statement, details, repository=repository)
     if digest_of_text(whole) != digest_of_text(text):
-        yield Check(about, NOTICE, "it was edited outside what is about privacy")
+        yield Check("card", NOTICE, "it was edited outside what is about privacy")
 
 
 def _compared(what: str, differs: bool, with_what: str) -> Check:
@@ -230,7 +273,7 @@ def _repository(section: str) -> str | None:
 
 def _of_the_signature(
     folder: Path, allowed_signers: str | os.PathLike[str] | None, identity: str | None
-) -> Check:
+) -> Iterator[Check]:
     about, path = "signature", folder / SIGNATURE
     asked = allowed_signers is not None
     if not path.is_file():
@@ -238,14 +281,16 @@ def _of_the_signature(
             "there is none: everything above agrees, and anyone who can write these files could "
             "have written them together"
         )
-        return Check(about, FAILED if asked else NOTICE, words)
+        yield Check(about, FAILED if asked else NOTICE, words)
+        return
     found = check(file_of(folder).read_bytes(), path, allowed_signers, identity)
     if not found.good:
-        return Check(about, FAILED, f"it is not one of this {FILE_NAME}: {found.words}")
-    if not found.trusted:
+        yield Check(about, FAILED, f"it is not one of this {FILE_NAME}: {found.words}")
+    elif not found.trusted:
         unknown = "whose key this is, is not known here; give --allowed-signers and --identity"
-        return Check(about, NOTICE, f"{found.words}; {unknown}")
-    return Check(about, OK, found.words)
+        yield Check(about, NOTICE, f"{found.words}; {unknown}")
+    else:
+        yield Check(about, OK, found.words)
 
 
 def summary(report: Report) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -55,16 +56,24 @@ def main(argv: Sequence[str]) -> int:
     args = build_parser().parse_args(hyphenated(argv))
     from hf_dp.cards.evidence import CARD, card_files
     from hf_dp.cards.hub_rules import check_repository
+    from hf_dp.run.lock import lock_run
     from hf_dp.statement.durable import replace_file
+    from hf_dp.statement.record import FILE_NAME, write
 
     if args.repository is not None:
         check_repository("--repository", args.repository, "Or leave it out.")
     names = [name.replace("-", "_") for name in (*_OPTIONS, "language", "tags")]
     given = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
-    files, remarks = card_files(args.folder, repository=args.repository, given=given)
-    for name, content in files.items():
-        replace_file(Path(args.folder, name), [content])
+    folder = Path(args.folder)
+    lock = lock_run(folder) if folder.is_dir() else None  # a run that goes on writes these files
+    try:
+        files, remarks = card_files(folder, repository=args.repository, given=given)
+        replace_file(folder / CARD, [files[CARD]])
+        write(folder, json.loads(files[FILE_NAME]))
+    finally:
+        if lock is not None:
+            lock.release()
     for remark in remarks:
         print(f"remark: {remark}")
-    print(Path(args.folder, CARD))
+    print(folder / CARD)
     return 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -25,9 +26,8 @@ examples:
   hf-dp verify ORGANIZATION/MODEL --allowed-signers signers.txt --identity alice@example.org
 """
 EXIT_FAILED, EXIT_NOT_CHECKED = 1, 3
-# What is fetched from the Hub: what has a digest, and what has none although it should.
-_EVIDENCE = ("README.md", "privacy.json", "privacy.json.sig", "selection.json")
-_WEIGHTS = ("*.safetensors", "*.bin")
+# Of a repository everything is fetched: weights that nothing vouches for are found, too.
+_WEIGHTS = ("*.safetensors",)
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -97,13 +97,14 @@ def _folder(args: argparse.Namespace) -> Path:
         )
     from huggingface_hub import snapshot_download
 
-    patterns = [*_EVIDENCE, *(() if args.skip_weights else _WEIGHTS)]
+    skipped = _WEIGHTS if args.skip_weights else ()
     try:
-        found = snapshot_download(args.model, revision=args.revision, allow_patterns=patterns)
+        found = snapshot_download(args.model, revision=args.revision, ignore_patterns=list(skipped))
     except (OSError, ValueError) as error:  # the Hub's errors are OSErrors
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise ConfigError(
             f"{args.model!r} is no folder here, and cannot be fetched from the Hub: {reason} For a "
             "private or gated repository set HF_TOKEN or run `hf auth login`."
         ) from None
+    print(f"commit {Path(found).name} of {args.model}", file=sys.stderr)
     return Path(found)

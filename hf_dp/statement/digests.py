@@ -101,9 +101,14 @@ def digest_of(value: Any) -> str:
 
 
 def digest_of_text(text: str) -> str:
-    """Return the digest of a text. Line ends and space at the end of a line do not count."""
-    lines = [line.rstrip() for line in text.strip().splitlines()]
+    """Return the digest of a text. How its lines end, and space before that, do not count."""
+    lines = [line.rstrip(" \t\r") for line in text.strip().split("\n")]
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+
+
+def digest_of_bytes(content: bytes) -> str:
+    """Return the digest of bytes."""
+    return hashlib.sha256(content).hexdigest()
 
 
 def digest_of_file(path: Path) -> str:

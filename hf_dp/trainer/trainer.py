@@ -85,6 +85,8 @@ FIXED_ARGUMENTS = (
     "padding_values",
     "rows_are_chunks",
     "adapter_init_data_is_public",
+    "noised_loss_budget_ratio",
+    "noised_loss_bound",
     "evaluate_on_training_rows",
 )
 
@@ -356,6 +358,7 @@ class DPTrainer(Publishing):
             return super().train(resume_from_checkpoint, *args, **kwargs)
         run = self.run
         checkpoint = self._checkpoint_of(resume_from_checkpoint)
+        self._evaluation.clear()  # of other weights
         if checkpoint is not None:
             self.card = {**given_before(checkpoint), **self.card}
         dataset = self.card.get("dataset")
@@ -575,6 +578,7 @@ class DPTrainer(Publishing):
         if not self.is_world_process_zero():
             return
         statement, book = self.privacy_statement(), self.run.book
+        refuse_foreign_ledger(folder, book.run_id)  # whose card it would replace
         write_card(
             folder,
             statement,

@@ -15,7 +15,7 @@ from huggingface_hub import ModelCard
 from scipy import stats
 
 from hf_dp.accounting import Ledger
-from hf_dp.cards.card import privacy_section, render_card
+from hf_dp.cards.card import privacy_head, render_card
 from hf_dp.cards.chart import epsilon_over_steps
 from hf_dp.cards.details import CardDetails
 from hf_dp.cards.evidence import card_files
@@ -232,5 +232,5 @@ def test_the_chart_ends_at_the_epsilon_of_the_card() -> None:
     assert values == sorted(values) and values[-1] == statement.epsilon
     assert len(rows[-1][1]) == 40
     assert epsilon_over_steps(statement_of(insecure_seed=True)) is None
-    section = privacy_section(render_card(statement, CardDetails()))
+    section = privacy_head(render_card(statement, CardDetails()))
     assert section is not None and chart in section
