@@ -91,8 +91,9 @@ def verify(
     try:
         record = read(folder)
         statement = _statement(record)
-    except HfDpError as error:
-        return Report((Check(FILE_NAME, FAILED, str(error)),), None)
+        claim = statement.sentence()
+    except (HfDpError, TypeError, ValueError, KeyError, AttributeError) as error:
+        return Report((Check(FILE_NAME, FAILED, f"it cannot be read: {error}"),), None)
     looks: tuple[tuple[str, Callable[[], Iterable[Check]]], ...] = (
         ("statement", lambda: _of_the_record(record)),
         ("schedule", lambda: _of_the_schedule(record, statement)),
@@ -101,7 +102,7 @@ def verify(
         ("signature", lambda: _of_the_signature(folder, allowed_signers, identity)),
     )
     checks = [each for about, look in looks for each in _looked(about, look)]
-    return Report(tuple(checks), statement.sentence())
+    return Report(tuple(checks), claim)
 
 
 def _looked(about: str, look: Callable[[], Iterable[Check]]) -> list[Check]:

@@ -33,4 +33,4 @@ def test_a_card_made_again_is_the_same(folder: Path) -> None:
 
 def test_the_page_shows_what_the_cards_say() -> None:
     text = (CARDS / "README.md").read_text()
-    assert page(text) == text, "run `python tests/cards/leaderboard.py`"
+    assert page(text) == text, "run `python tests/leaderboard.py`"

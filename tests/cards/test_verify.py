@@ -144,7 +144,7 @@ TAMPERINGS: dict[str, tuple[Change, str]] = {
         "section Privacy does not agree",
     ),
     "in short": (in_card("What is protected", "All is protected"), "section Privacy does not"),
-    "no section": (in_card("## Privacy", "## Something"), "section Privacy does not agree"),
+    "no section": (in_card("## Privacy", "## Something"), "no section Privacy, or several"),
     "epsilon in the block": (
         in_block(lambda block: block.update(epsilon=0.1)),
         "differential_privacy block does not agree",
@@ -157,6 +157,84 @@ TAMPERINGS: dict[str, tuple[Change, str]] = {
     "no block": (in_card("differential_privacy:", "dp:"), "block does not agree"),
     "broken YAML": (in_card("license: mit", "license: [mit"), "README.md cannot be read"),
 }  # fmt: skip
+
+
+def hidden(folder: Path) -> None:
+    """Put the true section into a comment, and a false one after it."""
+    text = (folder / "README.md").read_text()
+    begin, end = text.index("## Privacy"), text.index("## How it was trained")
+    section = text[begin:end]
+    false = re.sub(r"weights are \(\d+\.\d+", "weights are (0.010", section)
+    text = f"{text[:begin]}<!--\n{section}\n-->\n\n{false}{text[end:]}"
+    (folder / "README.md").write_text(text)
+
+
+def before_the_section(added: str) -> Change:
+    return in_card("## Privacy", added + "\n\n## Privacy")
+
+
+def loads(name: str, weights: str) -> Change:
+    """Have transformers load other weights than those of the run."""
+
+    def change(folder: Path) -> None:
+        (folder / weights).parent.mkdir(exist_ok=True)
+        shutil.copy(folder / "model.safetensors", folder / weights)
+        config = json.loads((folder / name).read_text())
+        (folder / name).write_text(json.dumps({**config, "transformers_weights": weights}))
+
+    return change
+
+
+def old_schema(folder: Path) -> None:
+    in_record(lambda d: (d.pop("digests"), d.pop("card"), d.update(schema_version=2)))(folder)
+
+
+def added(name: str) -> Change:
+    def change(folder: Path) -> None:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(b"weights")
+
+    return change
+
+
+CARD_TRICKS: dict[str, tuple[Change, str]] = {
+    "a false section, the true one in a comment": (hidden, "no section Privacy, or several"),
+    "a claim before the section": (
+        before_the_section("These weights are (0.01, 1e-9)-private."),
+        "section Privacy does not agree",
+    ),
+    "a comment opened before it": (before_the_section("<!--"), "section Privacy does not agree"),
+    "a fence opened before it": (before_the_section("~~~"), "section Privacy does not agree"),
+    "another title": (in_card(r"\n# .*", "\n# (0.01, 1e-9)-private"), "section Privacy does not"),
+    "a second section": (
+        lambda folder: (folder / "README.md").open("a").write("\n## Privacy\n\nepsilon 0.01\n"),
+        "no section Privacy, or several",
+    ),
+    "other line breaks": (
+        in_card("- \\*\\*Against", "\u2028- **Against"),
+        "section Privacy does not",
+    ),
+    "a key twice": (in_card("license: mit", "license: mit\nlicense: mit"), "stands twice"),
+    "other weights by config.json": (
+        loads("config.json", "_evil.safetensors"),
+        "_evil.safetensors",
+    ),
+    "weights in a folder": (loads("config.json", "sub/evil.safetensors"), "sub/evil.safetensors"),
+    "config.json": (
+        lambda folder: (folder / "config.json").write_text("{}"),
+        "config.json is not what was saved",
+    ),
+    "an index of shards": (
+        added("model.safetensors.index.json"),
+        "nothing vouches for model.safetensors.index.json",
+    ),
+    "pickled weights": (added("pytorch_model.bin"), "nothing vouches for pytorch_model.bin"),
+    "capital letters": (added("MODEL.SAFETENSORS"), "nothing vouches for MODEL.SAFETENSORS"),
+    "another format": (added("model.gguf"), "nothing vouches for model.gguf"),
+    "deeper": (added("a/b/adapter_model.safetensors"), "a/b/adapter_model.safetensors"),
+    "a selection": (added("selection.json"), "nothing vouches for selection.json"),
+}
+TAMPERINGS |= CARD_TRICKS
 
 
 @pytest.mark.parametrize("kind", TAMPERINGS)
@@ -215,6 +293,56 @@ def test_what_contradicts_itself_is_caught_also_with_new_digests(
 ) -> None:
     rewrite(copy / FILE_NAME, change)
     assert message in failures(verify(copy))
+
+
+def test_without_digests_nothing_is_verified(copy: Path) -> None:
+    """An older version wrote none; whoever takes them out must not gain by it."""
+    old_schema(copy)
+    assert verify(copy).outcome == NOT_CHECKED
+    shutil.copy(copy / "model.safetensors", copy / "model-00001-of-00002.safetensors")
+    assert verify(copy).outcome == NOT_CHECKED  # it carries the mark of the run
+    unmarked(copy / "model.safetensors")
+    assert "nothing vouches for model.safetensors" in failures(verify(copy))
+    with pytest.raises(LedgerError, match="Nothing shows that"):
+        card_files(copy)
+
+
+def unmarked(weights: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    save_file(load_file(weights), weights, metadata={"format": "pt"})
+
+
+@pytest.mark.parametrize("name", ["adapter_model.safetensors", "model-00001-of-00002.safetensors"])
+def test_a_card_does_not_vouch_for_foreign_weights(copy: Path, name: str) -> None:
+    shutil.copy(copy / "model.safetensors", copy / name)
+    unmarked(copy / name)
+    with pytest.raises(LedgerError, match=f"Nothing shows that .*{name}"):
+        card_files(copy)
+
+
+def test_a_card_without_weights_keeps_their_digests(copy: Path) -> None:
+    (copy / "model.safetensors").unlink()
+    assert main(["card", str(copy)]) == 0
+    assert verify(copy).outcome == NOT_CHECKED
+    (copy / "model.safetensors").write_bytes(b"other")
+    assert verify(copy).outcome == FAILED
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda d: d["card"].update(tags=3),
+        lambda d: d["card"].update(license="nope"),
+        lambda d: d["card"].update(metrics={"train_loss": 0.1}),
+        lambda d: d.update(card={}),
+        lambda d: d["statement"].update(epsilon="abc"),
+        lambda d: d["statement"].update(num_examples="x"),
+    ],
+)
+def test_hostile_files_fail_and_raise_nothing(copy: Path, change: Callable[[Any], Any]) -> None:
+    rewrite(copy / FILE_NAME, change)
+    assert verify(copy).outcome == FAILED
 
 
 def test_absent_weights_have_an_exit_code_of_their_own(copy: Path) -> None:
@@ -292,6 +420,7 @@ def forge(folder: Path, change: Callable[[Any], Any]) -> None:
     """Change plan and ledger, and make statement, card, weights' mark and digests agree."""
     from safetensors.torch import load_file, save_file
 
+    from hf_dp.run.mark import Mark, stamp
     from hf_dp.statement.facts import RunFacts
     from hf_dp.statement.record import read, to_record
     from hf_dp.statement.statement import PrivacyStatement
@@ -306,6 +435,7 @@ def forge(folder: Path, change: Callable[[Any], Any]) -> None:
     statement = PrivacyStatement.from_ledger(record.plan, record.ledger, facts)
     weights = folder / "model.safetensors"
     save_file(load_file(weights), weights, metadata={"format": "pt"})
+    stamp(weights, Mark.of(record))
     document = to_record(
         record.plan, record.ledger, run_id=record.run_id, weaknesses=record.weaknesses,
         statement=statement,

@@ -1,6 +1,6 @@
 """The table of ``model_cards/README.md``, made from the ``privacy.json`` files beside it.
 
-``python tests/cards/leaderboard.py`` writes it into the page.
+``python tests/leaderboard.py`` writes it into the page.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from hf_dp.statement.record import read
 from hf_dp.statement.results import epsilon_text
 from hf_dp.statement.statement import PrivacyStatement
 
-CARDS = Path(__file__).parent.parent.parent / "model_cards"
+CARDS = Path(__file__).parent.parent / "model_cards"
 BEGIN, END = "<!-- table: begin -->", "<!-- table: end -->"
 _HEAD = """\
 | Card | Data | Base | What was trained | Epsilon (PLD) | RDP | PRV | Score | Recipe |
