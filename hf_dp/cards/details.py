@@ -164,7 +164,11 @@ class CardDetails:
 def _checked(name: str, values: Mapping[Any, Any]) -> dict[str, Any]:
     """Return values as JSON has them. Raises: InvalidArgumentError for metadata of another kind."""
     if name == "metrics":  # text and tables are no scores; a diverged run has scores that are none
-        return {str(key): _finite(value) for key, value in values.items() if _is_number(value)}
+        return {
+            str(key): _finite(value)
+            for key, value in values.items()
+            if value is None or _is_number(value)
+        }
     if name == "training":
         return {str(key): _shown(value) for key, value in values.items()}
     for key, value in values.items():
@@ -187,6 +191,8 @@ def _is_number(value: Any) -> bool:
 
 
 def _finite(value: Any) -> float | int | None:
+    if value is None:
+        return None
     number = value if isinstance(value, int) else float(value)
     return number if math.isfinite(number) else None
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -65,7 +66,11 @@ def with_edits(details: CardDetails, made: Mapping[str, Any], path: Path) -> Car
         added = [tag for tag in now.get("tags") or () if tag not in (made.get("tags") or ())]
         if added:
             changed["tags"] = (*details.tags, *added)
-        extra = {key: value for key, value in now.items() if key not in _OURS}
+        extra = {
+            key: str(value) if isinstance(value, date) else value
+            for key, value in now.items()
+            if key not in _OURS
+        }
         details = details.with_given(**changed) if changed else details
         return replace(details, metadata={**details.metadata, **extra})
     except (ValueError, TypeError, OSError, InvalidArgumentError) as error:

@@ -182,7 +182,8 @@ def _refuse_unfit(record: PrivacyRecord, folder: Path) -> None:
             raise LedgerError(
                 f"Nothing shows that {path} is of the run of {FILE_NAME} beside it: it carries no "
                 "mark of a run and has no digest there. Take it out of the folder, or save the "
-                "model again with `trainer.save_model()`."
+                "model again with trainer.save_model(); in a loop of your own, save the weights "
+                "and then call mechanism.save()."
             )
     if record.digests is None:
         return

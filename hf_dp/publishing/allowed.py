@@ -60,7 +60,7 @@ _STAYS = {
     r".*\.(bin|pt|pth|ckpt|pkl|pickle|joblib|h5|msgpack)": "not safetensors: a pickle can run code",
 }
 UNKNOWN = "not on the list of what may leave"
-LINK = "a link that leaves the folder"
+LINK = "a link: what it leads to may be anything"
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ def sort_files(folder: Path) -> Sorted:
             top, inside, _ = name.partition("/")
             whole = inside and top != _TEMPLATES  # one line for a folder of which nothing goes
             stays[f"{top}/" if whole else name] = why_stays(f"{top}/" if whole else name)
-        elif not (folder / name).resolve().is_relative_to(folder.resolve()):
+        elif (folder / name).is_symlink() or not _is_inside(folder / name, folder):
             stays[name] = LINK
         elif re.fullmatch(r"model-\d{5}-of-\d{5}\.safetensors", name) and name not in named:
             stays[name] = "a shard that the index does not name: of an earlier save"
@@ -114,6 +114,10 @@ def refuse_others(names: Iterable[str]) -> None:
                 f"({why_stays(name)}). Nothing was uploaded. Please report this: it is a bug of "
                 "hf_dp."
             )
+
+
+def _is_inside(path: Path, folder: Path) -> bool:
+    return path.resolve().is_relative_to(folder.resolve())
 
 
 def _files(folder: Path) -> Iterator[str]:

@@ -34,7 +34,7 @@ _NAME_IT = "Name the base on the Hub: --base-model ID, or trainer.describe(base_
 _TEMPLATE_KEY = "chat_template"
 # Of metadata in weights. Others are refused: the digest of a file covers them, so that they cannot
 # be taken out here.
-_METADATA = ("format",)
+_METADATA = {"format": ("pt", "tf", "flax", "np", "mlx")}
 
 
 class Contents:
@@ -70,8 +70,8 @@ class Contents:
         try:
             keys = [
                 key
-                for key in read_metadata(path)
-                if key not in _METADATA and not key.startswith(STAMP_PREFIX)
+                for key, value in read_metadata(path).items()
+                if value not in _METADATA.get(key, ()) and not key.startswith(STAMP_PREFIX)
             ]
         except LedgerError as problem:
             self.refusals.append(str(problem))

@@ -12,8 +12,9 @@ from pathlib import Path
 
 _TOKEN = re.compile(r"hf_[A-Za-z0-9]{30,}")
 _ABSOLUTE = re.compile(r"/[^/\s]+/|~[\w.-]*/|[A-Za-z]:[\\/]|\\\\[^\\]|file:")
-_INSIDE = re.compile(r"""(?<=[\s"'=(,:\[])/[\w.-]+/[\w.-]""")
-_ADDRESS = re.compile(r"\b(?!file:)[a-z][a-z0-9+.-]*://\S+")
+_INSIDE = re.compile(r"(?<![\w/.-])/[\w.-]+/[\w.-]|\bfile:/|(?<!\w)[A-Za-z]:\\\w")
+_ADDRESS = re.compile(r"\b(https?|hf)://(?!\S*@)\S+")  # others, and ones with a password, may tell
+_OTHER_ADDRESS = re.compile(r"\b[a-z][a-z0-9+.-]*://")
 _SHORTEST_NAME = 4  # of a machine; shorter ones are words, too
 _SHORTEST_TOKEN = 8
 _NO_NAMES = ("localhost",)
@@ -67,6 +68,8 @@ class PrivateWords:
         if found := self.secret_in(value) or self.place_in(value):
             return found
         paths = _ADDRESS.sub("", value)
+        if _OTHER_ADDRESS.search(paths):
+            return "an address that is not a public page's"
         if is_local_path(paths) or _INSIDE.search(paths):
             return "a local path"
         if self.user and re.search(rf"[\\/]{re.escape(self.user)}[\\/]", paths):

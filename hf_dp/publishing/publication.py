@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from collections.abc import Iterable, Mapping
@@ -11,14 +12,14 @@ from types import MappingProxyType
 
 from huggingface_hub import CommitOperationAdd
 
-from hf_dp.cards.evidence import CARD, card_files
+from hf_dp.cards.evidence import CARD, CONFIGS, card_files
 from hf_dp.cards.hub_rules import is_repository
 from hf_dp.cards.signature import SIGNATURE, sign
 from hf_dp.errors import LedgerError, PublishError
 from hf_dp.publishing.allowed import refuse_others, sort_files, why_goes
 from hf_dp.publishing.contents import Contents
 from hf_dp.publishing.private_words import PrivateWords
-from hf_dp.run.mark import Mark, read_stamp
+from hf_dp.run.mark import Mark
 from hf_dp.run.marks import marks_in, read_run
 from hf_dp.statement.record import FILE_NAME, PrivacyRecord, read
 from hf_dp.statement.results import delta_text
@@ -92,23 +93,30 @@ class Publication:
                 f"{folder} holds no model.safetensors and no adapter_model.safetensors. Name the "
                 "folder into which the model was saved."
             )
+        _look_at(files, contents)
         record: PrivacyRecord | None = None
         remarks: list[str] = []
         try:
             record = _record(folder)
             if record is not None:
                 given = {} if base_model is None else {"base_model": base_model}
-                made, remarks = card_files(folder, repository=repository, given=given)
+                configs = {
+                    name: content
+                    for name, content in files.items()
+                    if name in CONFIGS and isinstance(content, bytes)
+                }
+                made, remarks = card_files(
+                    folder, repository=repository, given=given, replaced=configs
+                )
                 contents.refusals += _sign(files, made[FILE_NAME], folder, sign_with)
-                files |= made
+                for name, content in made.items():
+                    files[name] = contents.published(name, content)
+                contents.refusals += _incomplete(record, files, folder)
+            elif isinstance(card := files.get(CARD), bytes):
+                files[CARD] = contents.published(CARD, card)
             contents.refusals += _unfit_claim(record, files, not_private)
         except LedgerError as problem:
             contents.refusals.append(str(problem))
-        for name, content in files.items():
-            if isinstance(content, Path):
-                contents.look_at_weights(name, content)
-            else:
-                files[name] = contents.published(name, content)
         files = dict(sorted(files.items()))
         return cls(
             folder,
@@ -155,14 +163,60 @@ class Publication:
     def additions(self) -> list[CommitOperationAdd]:
         """Return the operations of a commit, after a last look at their names.
 
-        Raises: PublishError as :meth:`refuse`, and for a name that is not on the allow-list.
+        Raises: PublishError as :meth:`refuse`, for a name that is not on the allow-list, and for a
+            file that changed since it was looked at.
         """
         self.refuse()
         refuse_others(self.files)
-        return [
+        operations = [
             CommitOperationAdd(name, each if isinstance(each, bytes) else str(each))
             for name, each in self.files.items()
         ]
+        digests = self._digests()
+        for each in operations:
+            name, found = each.path_in_repo, each.upload_info.sha256.hex()
+            if digests.get(name, found) != found:
+                raise PublishError(
+                    f"{name} changed while it was published, and nothing was sent. Publish again "
+                    "when nobody writes into the folder."
+                )
+        return operations
+
+    def _digests(self) -> Mapping[str, str]:
+        """Return the digests of files in the ``privacy.json`` that goes."""
+        evidence = self.files.get(FILE_NAME)
+        if self.record is None or not isinstance(evidence, bytes):
+            return {}
+        return dict(json.loads(evidence)["digests"]["files"])
+
+
+def _look_at(files: dict[str, bytes | Path], contents: Contents) -> None:
+    """Look at what stands in the files that go, and replace what must not."""
+    for name, content in files.items():
+        if isinstance(content, Path):
+            contents.look_at_weights(name, content)
+        elif name not in (CARD, FILE_NAME):  # which are made anew where a run made them
+            files[name] = contents.published(name, content)
+
+
+def _incomplete(
+    record: PrivacyRecord, files: Mapping[str, bytes | Path], folder: Path
+) -> list[str]:
+    """List why a record and what lies beside it are not all of a run."""
+    problems = []
+    if not len(record.ledger):
+        problems.append(
+            f"The run of {folder} has made no private step, so its epsilon of 0 is about weights "
+            "that it did not train. Publish the folder of the run that trained them."
+        )
+    listed = {} if record.digests is None else record.digests.files
+    problems += [
+        f"{name} was saved with {FILE_NAME} and is not in {folder}. Save the model again with "
+        "trainer.save_model(), or restore the file."
+        for name in listed
+        if name not in files
+    ]
+    return problems
 
 
 def _files(folder: Path, names: Iterable[str]) -> dict[str, bytes | Path]:
@@ -232,13 +286,7 @@ def _unfit_claim(
         if record.status == NOT_PRIVATE and not not_private:
             reason = (record.statement or {}).get("status_reason", "")
             return [f"This run is NOT private: {reason}. {explicit}"]
-        return [
-            f"Nothing ties {path} to the {FILE_NAME} beside it: it carries no mark of a run. Save "
-            "the model with trainer.save_model(); in a loop of your own, save the weights and then "
-            "call mechanism.save()."
-            for name, path in files.items()
-            if isinstance(path, Path) and name != _MASKS and not _is_tied(record, name, path)
-        ]
+        return []
     if not not_private:
         return [
             f"There is no {FILE_NAME}, so nothing says that this model was trained privately. If "
@@ -246,15 +294,10 @@ def _unfit_claim(
         ]
     card = files.get(CARD, b"")
     text = card.decode("utf-8", errors="replace") if isinstance(card, bytes) else ""
+    text = text.replace("\r\n", "\n")
     if (metadata := _METADATA.match(text)) and _CLAIM.search(metadata[1]):
         return [
             f"The metadata of {CARD} claim differential privacy, and there is no {FILE_NAME}. Take "
             "the claim out of the card, or publish the folder that holds the evidence."
         ]
     return []
-
-
-def _is_tied(record: PrivacyRecord, name: str, path: Path) -> bool:
-    """Return whether weights belong to a record, by its digest of them or by their mark."""
-    by_digest = record.digests is not None and name in record.digests.files
-    return by_digest or read_stamp(path) is not None

@@ -65,6 +65,7 @@ def test_wrong_numbers_are_refused(field, value):
         measure_memory(TINY, [], **{field: value}, run=invented())
 
 
+@pytest.mark.slow
 def test_a_larger_batch_takes_more_memory():
     small, large = (
         probe(TINY.replace(batch_size=size, length=32), "book_keeping", 2) for size in (8, 256)

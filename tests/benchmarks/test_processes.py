@@ -77,6 +77,7 @@ def test_the_stock_step_is_that_of_one_process_on_all_examples(way):
             torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_from_the_command_line(tmp_path, capfd):
     words = ["bench", "throughput", "--model", "tiny-bert", "--device", "cpu", "--threads", "1"]
     words += ["--processes", "2", "--physical-batches", "1", "--modes", "ddp", "--rounds", "3"]

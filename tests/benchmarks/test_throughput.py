@@ -134,6 +134,7 @@ def test_operators_that_a_mode_adds_come_first():
     assert [seconds for _, _, seconds in rows] == [2.0, 0.1, 3.0, 0.0]
 
 
+@pytest.mark.slow
 def test_the_profiler_sees_the_norms():
     from hf_dp.benchmarks.modes import build_mode
     from hf_dp.benchmarks.workload import make_batch

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import json
 import math
 from pathlib import Path
 from typing import Any
@@ -52,6 +53,12 @@ def statement_of(**changes: Any) -> PrivacyStatement:
         ("model_name", 3, "to be text"),
         ("metrics", [1], "to be a mapping"),
         ("given", ["colour"], "'colour'"),
+        ("metadata", {"tags": ["a"]}, "neither hf_dp's own"),
+        ("metadata", {"epsilon": 0.01}, "nor about privacy"),
+        ("metadata", {"dp_guarantee": "yes"}, "nor about privacy"),
+        ("metadata", {"model-index": []}, "neither hf_dp's own"),
+        ("metadata", {"a": float("nan")}, "plain data"),
+        ("metadata", {"a": object()}, "plain data"),
     ],
 )
 def test_what_the_hub_would_refuse_is_refused(field: str, value: Any, message: str | None) -> None:
@@ -234,3 +241,49 @@ def test_the_chart_ends_at_the_epsilon_of_the_card() -> None:
     assert epsilon_over_steps(statement_of(insecure_seed=True)) is None
     section = privacy_head(render_card(statement, CardDetails()))
     assert section is not None and chart in section
+
+
+def test_only_numbers_are_metrics_and_a_diverged_run_can_be_saved(tmp_path: Path) -> None:
+    given = {"eval_loss": float("nan"), "eval_accuracy": np.float32(0.5), "eval_samples": "row 17"}
+    details = CardDetails(metrics=given, training={"betas": (0.9, float("inf")), "x": tmp_path})
+    assert details.metrics == {"eval_loss": None, "eval_accuracy": 0.5}
+    assert CardDetails.from_dict(json.loads(json.dumps(details.to_dict()))) == details
+    assert "row 17" not in render_card(statement_of(), details)
+    trainer = tiny.trainer(tmp_path, accountant="rdp")
+    trainer.train()
+    trainer._evaluation.update(given)
+    trainer.save_model()
+    assert main(["verify", str(tmp_path)]) == 0
+
+
+def test_metrics_of_other_weights_are_forgotten(tmp_path: Path) -> None:
+    trainer = tiny.trainer(tmp_path, accountant="rdp")
+    trainer.evaluate()
+    trainer.train()
+    assert not trainer.evaluation_metrics()
+
+
+@pytest.mark.parametrize(
+    ("edit", "message"),
+    [
+        ("date: 2024-01-01\n", None),
+        ("on: yes\n", "YAML block"),
+        ("1: a\n", "YAML block"),
+        ("epsilon: 0.01\n", "nor about privacy"),
+        ("model_name: foo\n", "neither hf_dp's own"),
+        ("datasets: []\n", "expected one datasets"),
+        ("base_model: [a/b, c/d]\n", "expected one base_model"),
+        ("language: 5\n", "YAML block"),
+        ("tags: [a]\ntags: [b]\n", "twice"),
+    ],
+)
+def test_metadata_that_cannot_be_kept_are_named(
+    tmp_path: Path, edit: str, message: str | None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trainer = tiny.trainer(tmp_path, accountant="rdp", max_steps=1)
+    trainer.train()
+    text = (tmp_path / "README.md").read_text()
+    (tmp_path / "README.md").write_text(text.replace("---\n", f"---\n{edit}", 1))
+    assert main(["card", str(tmp_path)]) == (0 if message is None else 2)
+    error = capsys.readouterr().err
+    assert message is None or message in error

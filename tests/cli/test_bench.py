@@ -101,6 +101,7 @@ def test_throughput_end_to_end(tmp_path, capsys):
     assert "round 3 of 3" in output.err
 
 
+@pytest.mark.slow
 def test_memory_end_to_end(tmp_path, capsys):
     path = tmp_path / "memory.json"
     assert (

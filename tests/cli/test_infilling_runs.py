@@ -289,6 +289,7 @@ class Forked:
         return done
 
 
+@pytest.mark.slow
 def test_a_sweep_is_resumed_and_adds_up(recipe, capsys, tmp_path, monkeypatch):
     """(Its processes are started as they are in test_a_sweep_says_which_runs_failed.)"""
     from hf_dp.accounting import epsilon

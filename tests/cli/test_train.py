@@ -240,6 +240,7 @@ def test_kinds_of_values_in_yaml(hint, value, found):
         assert type(checked("x", value, hint)) is type(found)
 
 
+@pytest.mark.slow
 def test_accelerate_launch_runs_the_same_main(task):
     config = ROOT / "recipes" / "accelerate" / "cpu.yaml"
     command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(config)]

@@ -73,7 +73,8 @@ def test_a_folder_is_sorted(tmp_path):
     assert "logs" in found.stays["runs/"] and "checkpoint" in found.stays["checkpoint-2/"]
 
 
-def test_a_link_that_leaves_the_folder_stays(tmp_path):
+def test_links_stay(tmp_path):
+    """Also one inside the folder: it may lead to a file that must stay."""
     run, outside = tmp_path / "run", tmp_path / "secret.json"
     run.mkdir()
     outside.write_text("{}")
@@ -82,8 +83,8 @@ def test_a_link_that_leaves_the_folder_stays(tmp_path):
     (run / "LICENSE").symlink_to(run / "real.txt")
     (run / "additional_chat_templates").symlink_to(tmp_path)
     found = sort_files(run)
-    assert found.stays["config.json"] == LINK and "LICENSE" in found.goes
-    assert list(found.goes) == ["LICENSE"]
+    assert found.stays["config.json"] == found.stays["LICENSE"] == LINK
+    assert not found.goes
 
 
 def test_a_shard_that_the_index_does_not_name_stays(tmp_path):

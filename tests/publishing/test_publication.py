@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from hf_dp.cards.signature import sign
 from hf_dp.cards.verify import verify
 from hf_dp.cli.main import main
-from hf_dp.errors import ConfigError, PublishError
+from hf_dp.errors import ConfigError, PublishError, UnsupportedArgumentError
 from hf_dp.publishing.publication import Publication
 from hf_dp.statement.record import read
 
@@ -261,7 +261,7 @@ def test_a_signature_that_fits_goes_and_one_that_does_not_is_refused(full, key, 
 
 def test_weights_that_were_put_beside_a_run_are_refused(lora):
     save_file({"w": torch.zeros(2)}, lora / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(PublishError, match=r"Nothing ties .*model.safetensors to the privacy.json"):
+    with pytest.raises(PublishError, match=r"Nothing shows that .*model.safetensors is of the run"):
         Publication.of(lora, base_model=BASE).refuse()
 
 
@@ -270,7 +270,55 @@ def test_a_loop_of_ones_own_is_published_once_its_weights_are_saved(tmp_path):
     trainer.train()
     folder = tmp_path / "run"
     trainer.model.save_pretrained(folder)  # as a plain loop does
-    with pytest.raises(PublishError, match=r"Nothing ties.*mechanism.save\(\)"):
+    with pytest.raises(PublishError, match=r"Nothing shows that(.|\n)*mechanism.save\(\)"):
         Publication.of(folder).refuse()
     trainer.mechanism.save()
     Publication.of(folder).refuse()
+
+
+def test_a_run_without_a_private_step_is_refused(tmp_path):
+    """Weights that came from elsewhere would be published with epsilon 0."""
+    trainer = tiny.trainer(tmp_path / "run")
+    trainer.save_model()
+    with pytest.raises(PublishError, match="has made no private step"):
+        Publication.of(tmp_path / "run").refuse()
+
+
+def test_weights_of_a_private_run_without_its_record_are_not_saved_as_untrained(tmp_path, trained):
+    """As they come from the Hub, whose cache holds weights and configuration alone."""
+    source = tmp_path / "source"
+    source.mkdir()
+    for name in ("model.safetensors", "config.json"):
+        shutil.copy(trained("full") / name, source / name)
+    model = tiny.BertForSequenceClassification.from_pretrained(source)
+    trainer = tiny.trainer(tmp_path / "run", given={"model": model})
+    with pytest.raises(UnsupportedArgumentError, match="is the result of a private run"):
+        trainer.save_model()
+
+
+def test_weights_that_change_under_a_publication_are_not_sent(trained, tmp_path):
+    folder = shutil.copytree(trained("full"), tmp_path / "run")
+    found = Publication.of(folder)
+    found.additions()
+    weights = folder / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-4] + b"evil")
+    with pytest.raises(PublishError, match="model.safetensors changed while it was published"):
+        found.additions()
+
+
+def test_a_saved_file_that_is_gone_is_missed(trained, tmp_path):
+    folder = shutil.copytree(trained("full"), tmp_path / "run")
+    (folder / "config.json").unlink()
+    with pytest.raises(PublishError, match="config.json was saved with privacy.json and is not"):
+        Publication.of(folder).refuse()
+
+
+def test_what_goes_verifies_with_its_own_configuration(trained, tmp_path):
+    """The base of an adapter is written into the configuration that goes, and digested so."""
+    found = Publication.of(trained("lora"), "you/model", BASE)
+    assert any("adapter_config.json" in change for change in found.changes)
+    there = written(found, tmp_path / "there")
+    assert verify(there).outcome == "ok"
+    config = json.loads((there / "adapter_config.json").read_text())
+    (there / "adapter_config.json").write_text(json.dumps({**config, "lora_alpha": 999}))
+    assert verify(there).outcome == "FAILED"

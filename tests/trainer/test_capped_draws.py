@@ -15,6 +15,7 @@ from hf_dp.plans.privacy import PrivacyPlan
 from hf_dp.run.ledger import RunLedger
 
 
+@pytest.mark.slow
 def test_what_ran_is_what_is_accounted(tmp_path):
     trainer = tiny.trainer(tmp_path, max_logical_batch_size=9, max_steps=6)
     draw = type(trainer.privacy_plan.sampler()).draw

@@ -120,6 +120,7 @@ def test_writers_with_errors_of_their_own_are_understood(tmp_path, monkeypatch, 
     check_and_resume(tmp_path, let_out, "checkpoint-2")
 
 
+@pytest.mark.slow
 def test_a_real_limit_on_file_size_stops_the_run_clearly(tmp_path):
     """RLIMIT_FSIZE makes the system itself refuse, as a quota does: weights of 40 kB."""
     code = (

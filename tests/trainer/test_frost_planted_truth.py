@@ -86,6 +86,7 @@ def found(folder, count=10, **noise) -> list[set[str]]:
     return selections
 
 
+@pytest.mark.slow
 def test_frost_finds_what_matters_at_epsilon_2(tmp_path, monkeypatch):
     # Ten selections of one plan; each alone is what the target pays for.
     monkeypatch.setattr("hf_dp.run.budget.Budget._would_pass", lambda self, event: False)

@@ -44,6 +44,7 @@ def frost(folder, given=None, config=None, **options):
     return tiny.trainer(folder, given={"peft_config": config, **(given or {})}, **options)
 
 
+@pytest.mark.slow
 def test_selection_and_training_together_meet_the_target(tmp_path):
     trainer = frost(tmp_path, config=FrostConfig(**SMALL), target_epsilon=2.0)
     trainer.train()
@@ -137,6 +138,7 @@ torch.save(model(torch.tensor([[2, 5, 6, 3]]), torch.ones(1, 4, dtype=torch.long
 """
 
 
+@pytest.mark.slow
 def test_stock_peft_without_hf_dp_computes_the_same(tmp_path):
     tiny.model().save_pretrained(tmp_path / "base")
     trainer = frost(tmp_path / "run")

@@ -77,6 +77,8 @@ def test_each_checkpoint_has_its_card_and_ledger_and_no_unnoised_number(device, 
             "plan",
             "ledger",
             "statement",
+            "card",
+            "digests",
         ]
         assert document["statement"]["steps"] == step
         epsilon = document["statement"]["epsilon"]

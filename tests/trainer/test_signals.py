@@ -144,6 +144,7 @@ def test_a_signal_to_one_process_stops_all_after_the_same_step(tmp_path):
     assert not damage(tmp_path / "checkpoint-3")
 
 
+@pytest.mark.slow
 def test_the_command_line_ends_with_128_and_the_signal(tmp_path):
     code = (
         "import os, signal, sys; sys.path.insert(0, sys.argv[1])\n"

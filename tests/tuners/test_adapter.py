@@ -107,6 +107,7 @@ torch.save(model(torch.tensor([[2, 5, 6, 3]]), torch.ones(1, 4, dtype=torch.long
 """
 
 
+@pytest.mark.slow
 def test_trains_privately_and_loads_where_hf_dp_is_imported(tmp_path):
     tiny.model().save_pretrained(tmp_path / "base")
     trainer = tiny.trainer(
