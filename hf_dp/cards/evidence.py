@@ -160,7 +160,7 @@ def _refuse_unfit(record: PrivacyRecord, folder: Path) -> None:
             "and the weights beside it may be older than its ledger. Resume it to its end, or name "
             "one of its checkpoints, each of which has a statement of its own."
         )
-    if problems := disagreements(record):
+    if problems := disagreements(record, wording=False):  # it is stated again
         raise LedgerError(
             f"{folder / FILE_NAME} states what does not follow from it: {problems[0]}. Restore it "
             "from a backup, or run `hf-dp account rebuild` on the run's output folder."

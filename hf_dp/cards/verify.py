@@ -241,7 +241,7 @@ def _as_made_now(
     record: PrivacyRecord, statement: PrivacyStatement, text: str, block: Any
 ) -> Iterator[Check]:
     """Compare a card with the one that this version would make, where it is of this version."""
-    if record.card is None or not _is_current(record, statement):
+    if record.card is None or not _is_current(record):
         return
     differs = block != plain(metadata(statement))
     yield _compared(f"its {KEY} block", differs, "the statement")
@@ -260,10 +260,9 @@ def _compared(what: str, differs: bool, with_what: str) -> Check:
     return Check("card", OK, f"{what} agrees with {with_what}")
 
 
-def _is_current(record: PrivacyRecord, statement: PrivacyStatement) -> bool:
+def _is_current(record: PrivacyRecord) -> bool:
     """Return whether this version wrote it, and so words it in the same way."""
-    same = statement.facts.versions.get("hf_dp") == __version__
-    return same and record.schema_version == SCHEMA_VERSION
+    return record.written_by == __version__ and record.schema_version == SCHEMA_VERSION
 
 
 def _repository(section: str) -> str | None:

@@ -59,7 +59,7 @@ class PrivacyRecord:
         status: that of the statement, or "running".
         statement: a dict that ``PrivacyStatement.from_dict`` reads, or None while the run has not
             ended.
-        schema_version: the version with which the file was written.
+        schema_version, written_by: the versions of the file and of hf_dp with which it was written.
         card: what the model card says that does not follow from the statement, as plain data; None
             without a card.
         digests: of the parts of this file and of what lies beside it; None while the run has not
@@ -73,6 +73,7 @@ class PrivacyRecord:
     status: str
     statement: dict[str, Any] | None
     schema_version: int
+    written_by: str
     card: dict[str, Any] | None = None
     digests: Digests | None = None
 
@@ -210,7 +211,16 @@ def _record(data: Any, path: Path) -> PrivacyRecord:
     if card is not None and not isinstance(card, dict):
         raise DamagedRecordError(f"{path} was edited: its card is {card!r}. {RESTORE}")
     return PrivacyRecord(
-        plan, ledger, run_id, weaknesses, status, statement, version, card, digests
+        plan,
+        ledger,
+        run_id,
+        weaknesses,
+        status,
+        statement,
+        version,
+        str(data["hf_dp_version"]),
+        card,
+        digests,
     )
 
 

@@ -31,8 +31,10 @@ _WORDING = (
 _BOUNDS = ("epsilon", "epsilons", "accountant")
 
 
-def disagreements(record: PrivacyRecord) -> list[str]:
+def disagreements(record: PrivacyRecord, *, wording: bool = True) -> list[str]:
     """List, in words, what in the statement does not follow from the rest of the file.
+
+    Args: wording: whether what this version of hf_dp would word differently counts, too.
 
     An epsilon may be larger than what is computed now (another version's bound may be looser), but
     never smaller.
@@ -57,11 +59,9 @@ def disagreements(record: PrivacyRecord) -> list[str]:
         if entry.purpose != EARLIER and not record.plan.makes(entry)
     ]
     now = PrivacyStatement.from_ledger(record.plan, record.ledger, facts).to_dict()
-    same_version = (
-        record.schema_version == SCHEMA_VERSION and facts.versions.get("hf_dp") == __version__
-    )
+    same_version = record.schema_version == SCHEMA_VERSION and record.written_by == __version__
     for name, value in now.items():
-        if name not in (*_BOUNDS, "facts") and (same_version or name not in _WORDING):
+        if name not in (*_BOUNDS, "facts") and ((wording and same_version) or name not in _WORDING):
             if record.statement[name] != value:
                 stated, found = _differing(record.statement[name], value)
                 problems.append(f"{name} is stated as {stated!r}, and the ledger gives {found!r}")
