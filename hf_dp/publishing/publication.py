@@ -85,7 +85,7 @@ class Publication:
                 f"Expected `base_model` to be an id on the Hub, for example "
                 f"'FacebookAI/roberta-base', got {base_model!r}."
             )
-        contents = Contents(PrivateWords.of(folder, tokens), base_model)
+        contents = Contents(PrivateWords.of(folder, tokens), base_model or _base_of_card(folder))
         found = sort_files(folder)
         files = _files(folder, found.goes)
         if not any(isinstance(each, Path) and name != _MASKS for name, each in files.items()):
@@ -188,6 +188,16 @@ class Publication:
         if self.record is None or not isinstance(evidence, bytes):
             return {}
         return dict(json.loads(evidence)["digests"]["files"])
+
+
+def _base_of_card(folder: Path) -> str | None:
+    """Return the id on the Hub of the base, as the user gave it for the card; None without one."""
+    try:
+        kept = read(folder).card or {}
+    except LedgerError:  # which is said where the record is read
+        return None
+    base = kept.get("base_model") if "base_model" in kept.get("given", ()) else None
+    return base if isinstance(base, str) and is_repository(base) else None
 
 
 def _look_at(files: dict[str, bytes | Path], contents: Contents) -> None:

@@ -322,3 +322,12 @@ def test_what_goes_verifies_with_its_own_configuration(trained, tmp_path):
     config = json.loads((there / "adapter_config.json").read_text())
     (there / "adapter_config.json").write_text(json.dumps({**config, "lora_alpha": 999}))
     assert verify(there).outcome == "FAILED"
+
+
+def test_the_base_that_the_card_names_is_that_of_the_adapter(trained, tmp_path):
+    folder = shutil.copytree(trained("lora"), tmp_path / "run")
+    assert main(["card", str(folder), "--base-model", BASE]) == 0
+    found = Publication.of(folder, "you/model")
+    assert found.refusals == ()
+    config = json.loads(as_bytes(found.files["adapter_config.json"]))
+    assert config["base_model_name_or_path"] == BASE
