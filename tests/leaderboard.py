@@ -17,7 +17,7 @@ from hf_dp.statement.statement import PrivacyStatement
 CARDS = Path(__file__).parent.parent / "model_cards"
 BEGIN, END = "<!-- table: begin -->", "<!-- table: end -->"
 _HEAD = """\
-| Card | Data | Base | What was trained | Epsilon (PLD) | RDP | PRV | Score | Recipe |
+| Card | Task | Base | What was trained | Epsilon (PLD) | RDP | PRV | Score | Recipe |
 |---|---|---|---|---|---|---|---|---|"""
 
 
@@ -46,11 +46,17 @@ def table() -> str:
             (
                 score,
                 f"| [{statement.mechanism_name}: {folder.name}]({folder.name}/README.md) "
-                f"| {details.dataset} | {details.base_model} | {statement.facts.trained} "
-                f"| {' | '.join(claimed)} | {metric} {100 * score:.1f} % | `{details.recipe}` |",
+                f"| {details.task_tag}, {details.dataset} | {details.base_model} "
+                f"| {re.split(r': |, (?=[a-z])', statement.facts.trained)[0]} "
+                f"| {' | '.join(claimed)} | {metric} {100 * score:.1f} % | {_link(details.recipe)} |",
             )
         )
     return "\n".join([_HEAD, *(row for _, row in sorted(rows, reverse=True))])
+
+
+def _link(recipe: str | None) -> str:
+    (path,) = (CARDS.parent / "recipes").rglob(str(recipe))
+    return f"[{recipe}](../{path.relative_to(CARDS.parent).as_posix()})"
 
 
 def page(text: str) -> str:

@@ -78,6 +78,7 @@ PAGES = {
             page
             for top in ("hf_dp", "recipes", "model_cards")
             for page in ROOT.glob(f"{top}/**/README.md")
+            if not (page.parent / "privacy.json").exists()  # a card, whose program needs the Hub
         ),
     ]
 }

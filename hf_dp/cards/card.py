@@ -137,20 +137,14 @@ def _refuse_unnoised(
 
 
 def _accountant_row(row: AccountantResult, statement: PrivacyStatement) -> tuple[str, str, str]:
-    kind = {None: "-", "bound": "upper bound", "estimate": "estimate, not a guarantee"}[row.kind]
+    if row.epsilon is None:
+        return markdown(row.accountant), "-", markdown(row.note)
+    kind = {None: "", "bound": "upper bound", "estimate": "estimate, not a guarantee"}[row.kind]
     if statement.proven and row.accountant == statement.accountant:
         kind += ": **the epsilon of this card**"
     if row.estimate is not None:
         kind += f" (point estimate {epsilon_text(row.estimate)})"
-    return (
-        markdown(row.accountant),
-        epsilon_text(row.epsilon) if row.epsilon is not None else "-",
-        kind + _note(row),
-    )
-
-
-def _note(row: AccountantResult) -> str:
-    return f": {markdown(row.note)}" if row.note else ""
+    return markdown(row.accountant), epsilon_text(row.epsilon), kind
 
 
 def _rows(values: Mapping[str, Any]) -> list[tuple[str, str]]:
