@@ -215,7 +215,7 @@ def test_default_is_never_above_rdp():
             "prv",
             "accountant=.pld. or accountant=.rdp.",
         ),
-        (PoissonSampledGaussian(0.6, 0.2, 100), 1e-5, "prv", "failed with: Discrete mean differs"),
+        (PoissonSampledGaussian(0.6, 0.2, 100), 1e-5, "prv", "could not evaluate these"),
     ],
 )
 def test_outside_its_range_an_accountant_refuses_and_names_another(event, delta, accountant, match):

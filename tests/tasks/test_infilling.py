@@ -201,6 +201,7 @@ def run_the_cards_lines(folder: Path, base: Path, more: str) -> str:
     lines = re.search(
         r"## Use\n+```python\n(.*?)```", (folder / "out" / "README.md").read_text(), re.DOTALL
     ).group(1)
+    lines = lines.replace("path/to/this/folder", "out").replace("BASE_MODEL", base.name)
     done = subprocess.run(
         [sys.executable, "-c", f"{lines}\n{more}"],
         capture_output=True,

@@ -118,7 +118,7 @@ def test_the_status_reaches_everything_that_anyone_reads(tmp_path, capsys, caplo
         assert document["statement"]["epsilon"] is None
         assert disagreements(read(folder)) == []
         card = (folder / "README.md").read_text()
-        assert f"status: {STATUS}" in card and f"Status: {STATUS}. Why:" in card
+        assert f"status: {STATUS}" in card and f"Status: {STATUS}.\nWhy:" in card
         assert "  epsilon: null\n" in card and "target_epsilon: null" in card
         assert (
             "differential-privacy\n" not in card.split("---")[1]

@@ -208,7 +208,7 @@ def test_the_target_pays_for_it_and_ledger_statement_and_card_name_it(tmp_path):
                                       "from them")  # fmt: skip
     assert statement.noise_multipliers == (event.noise_multiplier, event.loss_noise_multiplier)
     assert "4 steps of DP-SGD and a noised loss with Poisson sampling" in statement.sentence()
-    assert any("gradient and loss is rounded the same" in line for line in statement.not_covered)
+    assert any("gradient or loss is rounded the same" in line for line in statement.not_covered)
     card = (tmp_path / "README.md").read_text()
     assert "logged as noised\\_loss" in card or "logged as noised_loss" in card
     assert "hf-dp account ledger privacy.json" in card and "SumAndLoss" in card
