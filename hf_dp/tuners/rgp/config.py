@@ -96,10 +96,14 @@ def _orthonormal(columns: Tensor) -> Tensor:
 def weight_gradients(
     noised: Mapping[str, Tensor], by_name: Mapping[str, Carriers]
 ) -> dict[str, Tensor]:
-    """Return the released gradients, with those of carriers replaced by those of the weights."""
+    """Return the released gradients, with those of carriers replaced by those of the weights.
+
+    Equal numbers give equal bits, wherever in memory they lie, so that all processes get the same.
+    """
     found = dict(noised)
     for name, each in by_name.items():
-        of_left, of_right = found.pop(name + LEFT), found.pop(name + RIGHT)
+        # A matrix product rounds by the alignment of its factors, which are views of one buffer.
+        of_left, of_right = found.pop(name + LEFT).clone(), found.pop(name + RIGHT).clone()
         found[name] = Carriers(each.left.to(of_left.dtype), each.right.to(of_left.dtype)).gradient(
             of_left, of_right
         )
