@@ -17,6 +17,7 @@ from transformers import TrainingArguments
 from hf_dp.accounting import PoissonSampledGaussian, RecordRelease, SampledRecordRelease, epsilon
 from hf_dp.cli import sweep
 from hf_dp.cli.config import parse, peft_config, read_yaml
+from hf_dp.cli.tasks import generation
 from hf_dp.cli.tasks.masked_lm import PretrainingArguments
 from hf_dp.errors import ConfigError
 from hf_dp.plans.privacy import PrivacyPlan, PrivacyRequest
@@ -32,6 +33,8 @@ RECIPES = {name: path for name, path in RECIPES.items() if "accelerate" not in n
 GIVEN_BY_THE_USER = {"text_files": ["a.parquet"]}
 ARGUMENTS: dict[str, list[type]] = {
     "text_classification": [ModelArguments, DataArguments, DPTrainingArguments],
+    "causal_lm": [*generation.ARGUMENTS, DPTrainingArguments],
+    "seq2seq": [*generation.ARGUMENTS, DPTrainingArguments],
     "masked_lm": [PretrainingArguments, TrainingArguments],
 }
 

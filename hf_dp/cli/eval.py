@@ -28,8 +28,8 @@ def build_parser() -> argparse.ArgumentParser:
         "--zero-shot",
         "--zero_shot",
         action="store_true",
-        help="evaluate the untrained base with its template and label words (needs `infilling`): "
-        "how well the words fit the task before anything is spent (Li et al., figure 8)",
+        help="evaluate the untrained base, before anything is spent; a classifier needs "
+        "`infilling`: how well its template and label words fit (Li et al., figure 8)",
     )
     add("--json", action="store_true", help='print one JSON object: {"eval_accuracy": ...}')
     return parser
@@ -61,6 +61,8 @@ def main(argv: Sequence[str]) -> int:
         print(help_text(task))
         return 0 if argv else 2
     refuse_several("hf-dp eval", "Start it without a launcher.")
-    metrics, lines = evaluation_module(task).evaluate(values, words, zero_shot=args.zero_shot)
+    metrics, lines = evaluation_module(task).evaluate(
+        values, words, task=task, zero_shot=args.zero_shot
+    )
     print(json.dumps(metrics) if args.json else "\n".join(lines))
     return 0

@@ -90,6 +90,17 @@ class Processes:
         result: Result = done[0]
         return result
 
+    def from_each(self, act: Callable[[], Result]) -> list[Result]:
+        """Return what ``act()`` returns in each process, by rank, in all of them.
+
+        Raises: what ``act`` raises here; DistributedError when it failed elsewhere.
+        """
+        results: list[Any] = [self.together(act)] * self.count
+        if not self.alone:
+            with others_present():
+                dist.all_gather_object(results, results[self.rank], group=self._group())
+        return results
+
     def tell(self, error: BaseException) -> None:
         """Let the others raise in their next :meth:`together` or :meth:`agree`: this process
         failed."""

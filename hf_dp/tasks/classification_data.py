@@ -1,46 +1,20 @@
-"""Load the rows of a classification task: from the Hub, local files or the built-in sentences."""
+"""The data of a classification task: its arguments, and its evaluation sets encoded."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
-from hf_dp.errors import ConfigError
+from hf_dp.tasks.sources import SourceArguments
 
 
 @dataclass
-class DataArguments:
+class DataArguments(SourceArguments):
     """Which rows, and which of their columns."""
 
-    dataset_name: str | None = field(
-        default=None,
-        metadata={
-            "help": "Data set on the Hub (nyu-mll/glue), or `demo` for the built-in synthetic "
-            "sentences."
-        },
-    )
-    dataset_config: str | None = field(
-        default=None, metadata={"help": "Its configuration, for example sst2."}
-    )
-    train_split: str = field(default="train", metadata={"help": "Split to train on."})
-    validation_split: list[str] = field(
-        default_factory=lambda: ["validation"], metadata={"help": "Splits to evaluate on."}
-    )
-    train_file: str | None = field(
-        default=None, metadata={"help": "Training rows: .parquet, .csv, .json or .jsonl."}
-    )
-    validation_file: list[str] = field(
-        default_factory=list, metadata={"help": "Evaluation rows, same columns."}
-    )
-    data_name: str | None = field(
-        default=None,
-        metadata={
-            "help": "Public name of the data in train_file, for the card; compared with what the "
-            "base has seen."
-        },
-    )
+    demo_name = "hf_dp demo sentences (synthetic)"
+
     text_columns: list[str] = field(
         default_factory=lambda: ["sentence"], metadata={"help": "One or two columns of text."}
     )
@@ -54,105 +28,20 @@ class DataArguments:
     max_length: int = field(
         default=128, metadata={"help": "Longest text, in tokens; longer ones are cut."}
     )
-    max_train_rows: int | None = field(
-        default=None,
-        metadata={
-            "help": "Train on the first rows only; N, sample rate and delta then refer to these."
-        },
-    )
     metrics: list[str] = field(
         default_factory=lambda: ["accuracy"],
         metadata={"help": "accuracy, f1 (of class 1, for two classes)."},
     )
 
-    @property
-    def public_name(self) -> str:
-        """Return the training data's name for the card."""
-        if self.dataset_name == "demo":
-            return "hf_dp demo sentences (synthetic)"
-        if self.dataset_name:
-            return "/".join(filter(None, [self.dataset_name, self.dataset_config]))
-        return self.data_name or "private"
+    def demo(self) -> Any:
+        """Return the demonstration sentences."""
+        from hf_dp.tasks.demo_sentences import demo_dataset
+
+        return demo_dataset()
 
     def columns(self, tokenizer: Any, names: Sequence[str]) -> tuple[Any, ...]:
         """Return the arguments of :func:`~hf_dp.tasks.classification.encode` after the rows."""
         return tokenizer, self.text_columns, self.label_column, names, self.max_length
-
-
-def load_train(data: DataArguments) -> Any:
-    """Return the training rows. Raises: ConfigError when none are named; DataError."""
-    rows = _load_train(data)
-    if data.max_train_rows is None:
-        return rows
-    if not 0 < data.max_train_rows <= len(rows):
-        raise ConfigError(
-            f"Expected `max_train_rows` to be from 1 to {len(rows)}, got {data.max_train_rows}. "
-            "Leave it out to train on all rows."
-        )
-    return rows.select(range(data.max_train_rows))
-
-
-def _load_train(data: DataArguments) -> Any:
-    from hf_dp.tasks.demo_sentences import demo_dataset
-    from hf_dp.tasks.files import load_file, load_hub
-
-    _check_source(data)
-    if data.dataset_name == "demo":
-        return demo_dataset()["train"]
-    if data.dataset_name is not None:
-        return load_hub(data.dataset_name, data.dataset_config, data.train_split)
-    if data.train_file is None:
-        raise ConfigError("Expected `train_file` (or `dataset_name`) to be given, got neither.")
-    return load_file(data.train_file)
-
-
-def load_evaluation(data: DataArguments) -> dict[str, Any]:
-    """Return the evaluation sets by name.
-
-    The name is that of the split or file, without "validation_".
-
-    Raises: ConfigError when none are named; DataError.
-    """
-    from hf_dp.tasks.demo_sentences import demo_dataset
-    from hf_dp.tasks.files import load_file, load_hub
-
-    _check_source(data)
-    if data.dataset_name == "demo":
-        return {"validation": demo_dataset()["validation"]}
-    if data.dataset_name is not None:
-        return {
-            _short(split): load_hub(data.dataset_name, data.dataset_config, split)
-            for split in data.validation_split
-        }
-    if not data.validation_file:
-        raise ConfigError(
-            "Expected `validation_file` (or `dataset_name`) to be given, got neither."
-        )
-    files = {_short(Path(file).stem): load_file(file) for file in data.validation_file}
-    if len(files) < len(data.validation_file):
-        raise ConfigError(
-            "Expected the files of `validation_file` to have different names, got "
-            f"{data.validation_file}. Rename one: the metrics are named after the files."
-        )
-    return files
-
-
-def _check_source(data: DataArguments) -> None:
-    files = {
-        "train_file": data.train_file,
-        "validation_file": data.validation_file,
-        "data_name": data.data_name,
-    }
-    given = [name for name, value in files.items() if value]
-    if data.dataset_name is not None and given:
-        raise ConfigError(
-            f"Expected `dataset_name` or files, got dataset_name {data.dataset_name!r} and "
-            f"{given}. Leave one of them out."
-        )
-
-
-def _short(name: str) -> str:
-    return name.removeprefix("validation_")
 
 
 def encode_all(sets: dict[str, Any], columns: Sequence[Any]) -> Any:

@@ -28,11 +28,13 @@ def freeze(model: Any, prefixes: Sequence[str]) -> None:
             parameter.requires_grad_(False)
 
 
-def check_positions(model: Any, max_length: int) -> None:
+def check_positions(model: Any, max_length: int, max_target_length: int | None = None) -> None:
     """Raise InvalidArgumentError if a model has fewer positions than ``max_length`` tokens.
 
     Dummy tokens are used. Otherwise the first long private row that is sampled would end the run,
     and so reveal that it exists.
+
+    Args: max_target_length: of what the decoder of an encoder-decoder reads, in tokens.
     """
     import torch
 
@@ -40,10 +42,13 @@ def check_positions(model: Any, max_length: int) -> None:
     tokens = torch.full((1, max_length), 5 if pad != 5 else 6)
     if valid := getattr(model, "valid_input_ids", None):
         tokens = valid(tokens)
+    decoder = {}
+    if getattr(model.config, "is_encoder_decoder", False):
+        decoder["decoder_input_ids"] = tokens[:, :1].expand(1, max_target_length or max_length)
     training = model.training
     try:
         with torch.no_grad():
-            model.eval()(input_ids=tokens, attention_mask=torch.ones_like(tokens))
+            model.eval()(input_ids=tokens, attention_mask=torch.ones_like(tokens), **decoder)
     except (IndexError, RuntimeError) as problem:
         raise invalid(
             "max_length",

@@ -6,7 +6,7 @@ they are. What a private step does is on one screen: :meth:`DPTrainer.training_s
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -491,6 +491,23 @@ class DPTrainer(Publishing):
         metrics = super().evaluate(eval_dataset, *args, **kwargs)
         self._evaluation.update(metrics)
         return metrics
+
+    def record_evaluation(self, metrics: Mapping[str, float], eval_dataset: Any) -> None:
+        """Log metrics that were computed outside :meth:`evaluate`; the card shows them.
+
+        Args:
+            metrics: by names that begin with ``eval_``.
+            eval_dataset: the rows that they were computed on: one data set, or several by name.
+
+        Raises: UnsupportedArgumentError for rows of the training set in private modes;
+            InvalidArgumentError for another name.
+        """
+        for name in metrics:
+            if not name.startswith("eval_"):
+                raise invalid("metrics", name, "to have names that begin with eval_")
+        self._compare_with_training_rows(eval_dataset)
+        self._evaluation.update(metrics)
+        self.log(dict(metrics))
 
     def predict(self, test_dataset: Any, *args: Any, **kwargs: Any) -> Any:
         """Predict, as Trainer does.

@@ -43,7 +43,7 @@ class EvaluationModule(Protocol):
     EXAMPLE: str
 
     def evaluate(
-        self, values: dict[str, Any], words: Sequence[str], *, zero_shot: bool
+        self, values: dict[str, Any], words: Sequence[str], *, task: str, zero_shot: bool
     ) -> tuple[dict[str, float], list[str]]:
         """Return the metrics by the Trainer's names, and as lines to read."""
         ...
@@ -76,6 +76,16 @@ TASKS: dict[str, Task] = {
         "fine-tune an encoder to classify texts",
         "hf_dp.cli.tasks.text_classification",
         evaluation="hf_dp.cli.tasks.text_classification_evaluation",
+    ),
+    "causal_lm": Task(
+        "fine-tune a decoder to write: tables to text, dialog, chat, free text",
+        "hf_dp.cli.tasks.causal_lm",
+        evaluation="hf_dp.cli.tasks.generation_evaluation",
+    ),
+    "seq2seq": Task(
+        "fine-tune an encoder-decoder to write",
+        "hf_dp.cli.tasks.seq2seq",
+        evaluation="hf_dp.cli.tasks.generation_evaluation",
     ),
     "masked_lm": Task(
         "continue pretraining a masked language model on public text; not private",

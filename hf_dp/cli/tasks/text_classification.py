@@ -12,13 +12,9 @@ from typing import Any
 from hf_dp.cli.config import card_block, parse, peft_config
 from hf_dp.cli.summary import metric_lines, print_summary
 from hf_dp.errors import ConfigError
-from hf_dp.tasks.classification_data import (
-    DataArguments,
-    encode_all,
-    load_evaluation,
-    load_train,
-)
+from hf_dp.tasks.classification_data import DataArguments, encode_all
 from hf_dp.tasks.models import check_positions, freeze, warn_of_new_weights
+from hf_dp.tasks.sources import load_evaluation, load_train
 from hf_dp.tasks.text_classifier import ModelArguments, load_classifier
 
 ARGUMENTS = (ModelArguments, DataArguments)

@@ -2,35 +2,18 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from hf_dp._validate import integer
-from hf_dp.cli.config import check_keys, parse
 from hf_dp.cli.summary import metric_lines
+from hf_dp.cli.tasks.evaluation import EvalArguments, parse_evaluation
 from hf_dp.errors import ConfigError
-from hf_dp.tasks.classification_data import DataArguments, encode_all, load_evaluation
+from hf_dp.tasks.classification_data import DataArguments, encode_all
+from hf_dp.tasks.sources import load_evaluation
 from hf_dp.tasks.text_classifier import ModelArguments, load_classifier
 
 _TIMINGS = ("_runtime", "_per_second", "_preparation_time", "_loss")
-
-
-@dataclass
-class EvalArguments:
-    """How the evaluation runs."""
-
-    trained: str | None = field(
-        default=None,
-        metadata={
-            "help": "What to evaluate, a folder or Hub name. Default: the output_dir of the "
-            "configuration."
-        },
-    )
-    per_device_eval_batch_size: int = field(default=8, metadata={"help": "Rows at a time."})
-    use_cpu: bool = field(default=False, metadata={"help": "Leave a GPU alone."})
 
 
 ARGUMENTS = (EvalArguments, ModelArguments, DataArguments)
@@ -38,13 +21,14 @@ EXAMPLE = "hf-dp eval --config recipes/glue/sst2/roberta_base_infilling_eps3.yam
 
 
 def evaluate(
-    values: dict[str, Any], words: Sequence[str], *, zero_shot: bool
+    values: dict[str, Any], words: Sequence[str], *, task: str, zero_shot: bool
 ) -> tuple[dict[str, float], list[str]]:
     """Return the metrics by the Trainer's names, and as lines to read.
 
     Args:
         values: the keys of the configuration that the classifier was trained with.
         words: the command line's, which win.
+        task: text_classification.
         zero_shot: evaluate the untrained base instead.
 
     Raises: ConfigError, DataError, InvalidArgumentError.
@@ -53,7 +37,7 @@ def evaluate(
 
     from hf_dp.tasks.classification import label_names, metrics
 
-    args, model_args, data_args = _parse(values, words)
+    args, model_args, data_args = parse_evaluation(ARGUMENTS, values, words)
     if zero_shot and model_args.infilling is None:
         raise ConfigError(
             "--zero-shot needs `infilling`: a new classification head knows nothing before it is "
@@ -84,21 +68,6 @@ def evaluate(
         if name != "epoch" and not name.endswith(_TIMINGS)
     }
     return kept, metric_lines(found, trainer.eval_dataset)
-
-
-def _parse(
-    values: dict[str, Any], words: Sequence[str]
-) -> tuple[EvalArguments, ModelArguments, DataArguments]:
-    """Read the arguments; leave out the keys that only concern training. Raises: ConfigError."""
-    from hf_dp.trainer.arguments import DPTrainingArguments
-
-    ours = {item.name for kind in ARGUMENTS for item in dataclasses.fields(kind)}
-    training = {item.name for item in dataclasses.fields(DPTrainingArguments)}
-    check_keys(values, ours | training | {"task", "peft", "card"})
-    known = {key: value for key, value in values.items() if key in ours}
-    args, model_args, data_args = parse(ARGUMENTS, known, words, prog="hf-dp eval")
-    integer("per_device_eval_batch_size", args.per_device_eval_batch_size, 1)
-    return args, model_args, data_args
 
 
 def load_trained(

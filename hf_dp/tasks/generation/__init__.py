@@ -1,0 +1,1 @@
+"""Generate text privately: rows to prompts and targets, decoding, references and scores."""

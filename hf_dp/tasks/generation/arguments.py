@@ -1,0 +1,130 @@
+"""The arguments of the generation tasks: which rows, which model, how it writes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from hf_dp._validate import in_unit_interval, integer, one_of, positive
+from hf_dp.tasks.generation.formats import NAMES
+from hf_dp.tasks.sources import SourceArguments
+
+
+@dataclass
+class LanguageModelArguments:
+    """Which model starts."""
+
+    model_name_or_path: str = field(metadata={"help": "Hub name, local folder, or package:NAME."})
+    from_scratch: bool = field(
+        default=False,
+        metadata={
+            "help": "Start from random weights of this architecture, to see what pretraining gives "
+            "(Li et al.: retrain)."
+        },
+    )
+    freeze: list[str] = field(
+        default_factory=list,
+        metadata={"help": "Prefixes of parameter names to freeze, for example transformer.wte."},
+    )
+
+
+@dataclass
+class TextArguments(SourceArguments):
+    """Which rows, and how they become a prompt and a target."""
+
+    demo_name = "hf_dp demo tables (synthetic)"
+
+    data_format: str = field(
+        default="pairs", metadata={"help": f"Layout of the rows: {', '.join(NAMES)}."}
+    )
+    prompt_column: str | None = field(
+        default=None, metadata={"help": "With pairs: the column that the model is given."}
+    )
+    target_column: str | None = field(
+        default=None, metadata={"help": "With pairs: the column that it should write."}
+    )
+    text_column: str | None = field(
+        default=None, metadata={"help": "With text: the column that it should write."}
+    )
+    messages_column: str = field(
+        default="messages",
+        metadata={"help": "With messages: the column of turns, each with role and content."},
+    )
+    separator: str | None = field(
+        default=None,
+        metadata={
+            "help": "Text between prompt and target, for a decoder. Default: the token that begins "
+            "and ends texts where it is one (GPT-2), else a line break."
+        },
+    )
+    max_length: int = field(
+        default=100,
+        metadata={
+            "help": "Longest sequence in tokens: prompt and target of a decoder, the prompt of an "
+            "encoder-decoder. Targets are cut."
+        },
+    )
+    max_target_length: int = field(
+        default=100, metadata={"help": "Longest target of an encoder-decoder, in tokens."}
+    )
+    cut_prompts: bool = field(
+        default=False, metadata={"help": "Cut prompts that are too long, rather than refuse them."}
+    )
+    metrics: list[str] = field(
+        default_factory=lambda: ["bleu", "rougeL"],
+        metadata={"help": "Scores of what the model writes; none: decode nothing."},
+    )
+
+    bertscore_model: str | None = field(
+        default=None, metadata={"help": "With bertscore_f1: the local folder of an encoder."}
+    )
+
+    def __post_init__(self) -> None:
+        from hf_dp.tasks.generation.scores import check_metrics
+
+        check_metrics(self.metrics, bertscore_model=self.bertscore_model)
+        one_of("data_format", self.data_format, NAMES)
+        integer("max_length", self.max_length, 2)
+        integer("max_target_length", self.max_target_length, 1)
+
+    def demo(self) -> Any:
+        """Return the demonstration tables."""
+        from hf_dp.tasks.generation.demo_tables import demo_tables
+
+        return demo_tables()
+
+
+BEAM, NUCLEUS, GREEDY = "beam", "nucleus", "greedy"
+
+
+@dataclass
+class DecodingArguments:
+    """How the model writes. The defaults are those of Li et al. (2021), appendix K."""
+
+    decoding: str = field(
+        default=BEAM, metadata={"help": f"{BEAM}, {NUCLEUS} (sampling) or {GREEDY}."}
+    )
+    num_beams: int = field(default=5, metadata={"help": "Beams, with beam."})
+    top_p: float = field(
+        default=0.9, metadata={"help": "Share of probability to sample from, with nucleus."}
+    )
+    temperature: float = field(default=1.0, metadata={"help": "Of sampling, with nucleus."})
+    max_new_tokens: int = field(default=100, metadata={"help": "Longest text, in tokens."})
+    stop: list[str] = field(
+        default_factory=list,
+        metadata={"help": "Texts that end the writing, beside the model's end token."},
+    )
+    decoding_batch_size: int = field(default=16, metadata={"help": "Prompts at a time."})
+    decoding_seed: int = field(default=0, metadata={"help": "Seed of sampling."})
+    max_decoded: int | None = field(
+        default=None, metadata={"help": "Decode and score the first prompts only."}
+    )
+
+    def __post_init__(self) -> None:
+        one_of("decoding", self.decoding, (BEAM, NUCLEUS, GREEDY))
+        for name in ("num_beams", "max_new_tokens", "decoding_batch_size"):
+            integer(name, getattr(self, name), 1)
+        in_unit_interval("top_p", self.top_p, one=True)
+        positive("temperature", self.temperature)
+        if self.max_decoded is not None:
+            integer("max_decoded", self.max_decoded, 1)

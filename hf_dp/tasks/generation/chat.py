@@ -1,0 +1,169 @@
+"""Write a conversation as token ids, with labels on the assistant's turns alone."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from hf_dp.errors import DataError
+from hf_dp.losses import IGNORED_LABEL
+
+ASSISTANT = "assistant"
+_MARKER = "generation"  # the block of a template that says what the assistant writes
+
+
+@dataclass(frozen=True)
+class ChatEncoding:
+    """Conversations in the layout of a tokenizer's chat template.
+
+    Which tokens are the assistant's is known in one of two ways. A template with ``{% generation
+    %}`` says it; TRL knows such a version of many templates. Otherwise each turn is what the
+    template adds to the turns before it.
+
+    Args:
+        max_length: of a conversation, in tokens; its end is cut.
+
+    Raises: DataError for a tokenizer without a chat template.
+    """
+
+    tokenizer: Any
+    max_length: int
+
+    def __post_init__(self) -> None:
+        if not self.tokenizer.chat_template:
+            raise DataError(
+                "data_format 'messages' needs a tokenizer with a chat template, and that of this "
+                "model has none. Take an instruction-tuned model, or set tokenizer.chat_template "
+                "and save the tokenizer beside the model."
+            )
+
+    @cached_property
+    def template(self) -> str | None:
+        """The template that marks what the assistant writes; None where none is known."""
+        given = self.tokenizer.chat_template
+        given = given.get("default") if isinstance(given, dict) else given
+        if given is not None and has_markers(given):
+            return given
+        try:
+            from trl.chat_template_utils import get_training_chat_template
+        except ImportError:
+            return None
+        try:
+            return get_training_chat_template(self.tokenizer)
+        except ValueError:  # a template that TRL does not know
+            return None
+
+    def example(self, messages: Sequence[Mapping[str, Any]], row: int) -> dict[str, list[int]]:
+        """Return ``input_ids``, ``attention_mask`` and ``labels`` of a conversation.
+
+        Args: messages: turns with ``role`` and ``content``.
+
+        Raises: DataError for turns that the template refuses or rewrites, or where no token of the
+            assistant's is left.
+        """
+        _check(messages, row)
+        ids, mask = (self._marked if self.template else self._by_prefixes)(messages, row)
+        ids, mask = ids[: self.max_length], mask[: self.max_length]
+        if not any(mask):
+            raise DataError(
+                f"Row {row} has no token of the assistant's in its first {self.max_length}, so "
+                "there is nothing to learn. Raise `max_length`, or drop such rows."
+            )
+        labels = [token if own else IGNORED_LABEL for token, own in zip(ids, mask)]
+        return {"input_ids": ids, "attention_mask": [1] * len(ids), "labels": labels}
+
+    def prompt(self, messages: Sequence[Mapping[str, Any]], row: int, room: int) -> list[int]:
+        """Return the token ids after which the assistant's last turn is to be written.
+
+        Raises: DataError for turns that the template refuses, or that leave no ``room``.
+        """
+        _check(messages, row)
+        ids = self._ids(messages[: _last(messages)], row, add_generation_prompt=True)
+        if len(ids) > self.max_length - room:
+            raise DataError(
+                f"Row {row} has {len(ids)} tokens before the assistant's last turn, and "
+                f"`max_length` {self.max_length} leaves {self.max_length - room}. Raise "
+                "`max_length`, or drop such rows."
+            )
+        return ids
+
+    def reference(self, messages: Sequence[Mapping[str, Any]]) -> str:
+        """Return the assistant's last turn."""
+        return str(messages[_last(messages)]["content"])
+
+    def _marked(
+        self, messages: Sequence[Mapping[str, Any]], row: int
+    ) -> tuple[list[int], list[int]]:
+        found = self._apply(messages, row, return_assistant_tokens_mask=True)
+        return found["input_ids"], found["assistant_masks"]
+
+    def _by_prefixes(
+        self, messages: Sequence[Mapping[str, Any]], row: int
+    ) -> tuple[list[int], list[int]]:
+        whole = self._ids(messages, row)
+        mask = [0] * len(whole)
+        for turn, message in enumerate(messages):
+            if message["role"] != ASSISTANT:
+                continue
+            before = self._ids(messages[:turn], row, add_generation_prompt=True)
+            after = self._ids(messages[: turn + 1], row)
+            if after[: len(before)] != before or whole[: len(after)] != after:
+                raise DataError(
+                    f"The chat template rewrites earlier turns (seen in row {row}, turn {turn}), "
+                    "so which tokens are the assistant's is not known. Use a template with {% "
+                    "generation %} blocks, or install TRL, which has such versions of many: pip "
+                    "install 'hf-dp[trl]'."
+                )
+            mask[len(before) : len(after)] = [1] * (len(after) - len(before))
+        return whole, mask
+
+    def _ids(self, messages: Sequence[Mapping[str, Any]], row: int, **options: Any) -> list[int]:
+        return self._apply(messages, row, **options)["input_ids"]
+
+    def _apply(self, messages: Sequence[Mapping[str, Any]], row: int, **options: Any) -> Any:
+        from jinja2 import TemplateError
+
+        try:
+            return self.tokenizer.apply_chat_template(
+                list(messages),
+                chat_template=self.template,
+                tokenize=True,
+                return_dict=True,
+                **options,
+            )
+        except TemplateError as problem:
+            raise DataError(
+                f"The chat template refuses row {row}: {problem}. Correct its turns (roles are "
+                f"{[message['role'] for message in messages]})."
+            ) from problem
+
+
+def has_markers(template: str) -> bool:
+    """Return whether a chat template marks what the assistant writes."""
+    return any(f"{{%{dash} {_MARKER}" in template for dash in ("", "-"))
+
+
+def _check(messages: Any, row: int) -> None:
+    turns = messages if isinstance(messages, list) else []
+    fit = [
+        isinstance(turn, Mapping)
+        and isinstance(turn.get("role"), str)
+        and isinstance(turn.get("content"), str)
+        for turn in turns
+    ]
+    if not turns or not all(fit):
+        raise DataError(
+            f"Row {row}: expected a list of turns, each with `role` and `content` as text, got "
+            f"{type(messages).__name__}. Drop or correct such rows."
+        )
+    if ASSISTANT not in {turn["role"] for turn in turns}:
+        raise DataError(
+            f"Row {row} has no turn with the role {ASSISTANT!r}, so there is nothing to learn. "
+            "Drop such rows, or rename the roles."
+        )
+
+
+def _last(messages: Sequence[Mapping[str, Any]]) -> int:
+    return max(i for i, message in enumerate(messages) if message["role"] == ASSISTANT)

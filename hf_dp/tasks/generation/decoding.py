@@ -1,0 +1,126 @@
+"""Let a model write: beams, nucleus sampling or greedily, in batches of prompts of like length.
+
+Nothing here reads or moves the private random sources: sampling uses torch's global generator,
+seeded for the call and restored after it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from hf_dp.errors import DataError
+from hf_dp.losses import base_model
+from hf_dp.tasks.generation.arguments import BEAM, NUCLEUS, DecodingArguments
+
+
+def decode(
+    model: Any,
+    tokenizer: Any,
+    prompts: Sequence[Sequence[int]],
+    settings: DecodingArguments,
+    *,
+    progress: bool = True,
+) -> list[str]:
+    """Return one text for each prompt, in their order, without the prompt.
+
+    Prompts are sorted by length and padded on the left for a decoder, so that what is written
+    stands after the prompt. The same prompts, settings and machine give the same texts.
+
+    Args:
+        prompts: token ids, of at least one token each.
+
+    Raises: DataError for a prompt that is empty, or longer than the model's positions leave room
+        for.
+    """
+    from tqdm.auto import tqdm
+
+    _check(model, prompts, settings)
+    order = sorted(range(len(prompts)), key=lambda i: -len(prompts[i]))
+    size = settings.decoding_batch_size
+    batches = [order[at : at + size] for at in range(0, len(order), size)]
+    texts = [""] * len(prompts)
+    training = model.training
+    device = next(model.parameters()).device
+    devices = [device] if device.type != "cpu" else []
+    try:
+        model.eval()
+        with torch.no_grad(), torch.random.fork_rng(devices):
+            torch.manual_seed(settings.decoding_seed)
+            for batch in tqdm(batches, desc="Decoding", disable=not progress):
+                inputs = _padded(model, tokenizer, [prompts[i] for i in batch], device)
+                written = model.generate(**inputs, **_options(model, tokenizer, settings))
+                if not _is_encoder_decoder(model):
+                    written = written[:, inputs["input_ids"].shape[1] :]
+                found = tokenizer.batch_decode(written, skip_special_tokens=True)
+                for i, text in zip(batch, found):
+                    texts[i] = _until(text, settings.stop).strip()
+    finally:
+        model.train(training)
+    return texts
+
+
+def _options(model: Any, tokenizer: Any, settings: DecodingArguments) -> dict[str, Any]:
+    """Return the keywords of ``generate``; all that it samples by is given, so that a model's own
+    generation_config decides nothing but its end tokens."""
+    options: dict[str, Any] = {
+        "max_new_tokens": settings.max_new_tokens,
+        "num_beams": settings.num_beams if settings.decoding == BEAM else 1,
+        "do_sample": settings.decoding == NUCLEUS,
+        "pad_token_id": tokenizer.pad_token_id,
+    }
+    if settings.decoding == NUCLEUS:
+        options |= {"top_p": settings.top_p, "top_k": 0, "temperature": settings.temperature}
+    if settings.stop:
+        options |= {"stop_strings": list(settings.stop), "tokenizer": tokenizer}
+    if getattr(base_model(model).generation_config, "eos_token_id", None) is None:
+        options["eos_token_id"] = tokenizer.eos_token_id
+    return options
+
+
+def _padded(
+    model: Any, tokenizer: Any, prompts: Sequence[Sequence[int]], device: Any
+) -> dict[str, torch.Tensor]:
+    longest = max(map(len, prompts))
+    left = not _is_encoder_decoder(model)
+    ids = torch.full((len(prompts), longest), tokenizer.pad_token_id)
+    mask = torch.zeros_like(ids)
+    for row, prompt in enumerate(prompts):
+        where = slice(longest - len(prompt), longest) if left else slice(0, len(prompt))
+        ids[row, where], mask[row, where] = torch.tensor(list(prompt)), 1
+    return {"input_ids": ids.to(device), "attention_mask": mask.to(device)}
+
+
+def _until(text: str, stops: Sequence[str]) -> str:
+    for stop in stops:
+        text = text.split(stop, 1)[0]
+    return text
+
+
+def positions(model: Any) -> int | None:
+    """Return how many positions a decoder has; None where it has no such limit."""
+    if _is_encoder_decoder(model):
+        return None
+    return getattr(base_model(model).config, "max_position_embeddings", None)
+
+
+def _check(model: Any, prompts: Sequence[Sequence[int]], settings: DecodingArguments) -> None:
+    lengths = [len(prompt) for prompt in prompts]
+    if lengths and not min(lengths):
+        raise DataError(
+            f"Prompt {lengths.index(0)} has no token, and a model writes after one. Begin with the "
+            "tokenizer's beginning or end token."
+        )
+    limit = positions(model)
+    if limit is not None and lengths and max(lengths) + settings.max_new_tokens > limit:
+        raise DataError(
+            f"Prompt {lengths.index(max(lengths))} has {max(lengths)} tokens, and with "
+            f"`max_new_tokens` {settings.max_new_tokens} it passes the {limit} positions of the "
+            "model. Shorten it, or lower `max_new_tokens`."
+        )
+
+
+def _is_encoder_decoder(model: Any) -> bool:
+    return bool(getattr(base_model(model).config, "is_encoder_decoder", False))

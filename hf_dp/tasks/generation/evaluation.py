@@ -1,0 +1,146 @@
+"""Evaluate a model that writes: perplexity of the references, and scores of its own texts."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from hf_dp.distributed.processes import Processes
+from hf_dp.tasks.generation.arguments import DecodingArguments, TextArguments
+from hf_dp.tasks.generation.data import Encoding, Questions, encode, questions
+from hf_dp.tasks.generation.decoding import decode
+from hf_dp.tasks.generation.perplexity import negative_log_likelihood, perplexity
+from hf_dp.tasks.generation.scores import score
+
+
+@dataclass(frozen=True)
+class EvaluationSet:
+    """One evaluation set.
+
+    Attributes:
+        name: of the split or file.
+        encoded: one row for each reference, with labels.
+        asked: what the model is to write.
+    """
+
+    name: str
+    encoded: Any
+    asked: Questions
+
+
+def evaluation_sets(
+    sets: Mapping[str, Any], data: TextArguments, decoding: DecodingArguments, encoding: Encoding
+) -> list[EvaluationSet]:
+    """Return the evaluation sets, encoded and as questions."""
+    return [
+        EvaluationSet(
+            name,
+            encode(rows, data, encoding),
+            questions(rows, data, encoding).first(decoding.max_decoded),
+        )
+        for name, rows in sets.items()
+    ]
+
+
+@dataclass(frozen=True)
+class Evaluated:
+    """What the evaluation found.
+
+    Attributes:
+        metrics: by the Trainer's names: eval_perplexity, eval_bleu, or eval_NAME_bleu where there
+            are several sets.
+        lines: the same to read, and what was not available.
+    """
+
+    metrics: dict[str, float]
+    lines: list[str]
+
+
+def evaluate_texts(
+    model: Any,
+    tokenizer: Any,
+    collate: Any,
+    sets: list[EvaluationSet],
+    data: TextArguments,
+    decoding: DecodingArguments,
+    *,
+    folder: str | None = None,
+    batch_size: int = 8,
+) -> Evaluated:
+    """Return perplexity and scores of each set; with several processes, all divide the work.
+
+    Args:
+        data: names the scores; without any, nothing is decoded.
+        folder: where the texts are written, as ``generations.jsonl``: prompt, text, references.
+
+    Raises: InvalidArgumentError for an unknown score; DataError.
+    """
+    processes = Processes.here()
+    metrics: dict[str, float] = {}
+    lines: list[str] = []
+    for one in sets:
+        prefix = f"eval_{one.name}_" if len(sets) > 1 else "eval_"
+        where = f"{len(one.encoded)} {one.name + ' ' if len(sets) > 1 else ''}evaluation rows"
+        found = {"perplexity": _perplexity(model, collate, one.encoded, batch_size)}
+        if data.metrics:
+            texts = _decode(model, tokenizer, one.asked.prompts, decoding)
+            scores = processes.on_main(
+                partial(
+                    score,
+                    data.metrics,
+                    texts,
+                    one.asked.references,
+                    bertscore_model=data.bertscore_model,
+                )
+            )
+            found |= scores.values
+            lines += [
+                f"{name}: not available ({why})" for name, why in scores.not_available.items()
+            ]
+            if folder is not None and processes.is_main:
+                name = f"generations_{one.name}.jsonl" if len(sets) > 1 else "generations.jsonl"
+                _write(Path(folder, name), tokenizer, one.asked, texts)
+        metrics |= {prefix + name: value for name, value in found.items()}
+        lines += [f"{name} on the {where}: {value:.4f}" for name, value in found.items()]
+    return Evaluated(metrics, lines)
+
+
+def _perplexity(model: Any, collate: Any, encoded: Any, batch_size: int) -> float:
+    processes = Processes.here()
+    own = range(processes.rank, len(encoded), processes.count)
+    examples = [dict(row) for row in encoded.select(own)]
+    shares = processes.from_each(
+        lambda: negative_log_likelihood(model, collate, examples, batch_size)
+    )
+    return perplexity(sum(total for total, _ in shares), sum(count for _, count in shares))
+
+
+def _decode(
+    model: Any, tokenizer: Any, prompts: list[list[int]], decoding: DecodingArguments
+) -> list[str]:
+    processes = Processes.here()
+    own = prompts[processes.rank :: processes.count]
+    shares = processes.from_each(
+        lambda: decode(model, tokenizer, own, decoding, progress=processes.is_main)
+    )
+    return [shares[i % processes.count][i // processes.count] for i in range(len(prompts))]
+
+
+def _write(path: Path, tokenizer: Any, asked: Questions, texts: list[str]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    rows = zip(asked.prompts, texts, asked.references)
+    path.write_text(
+        "".join(
+            json.dumps(
+                {"prompt": tokenizer.decode(prompt), "text": text, "references": references},
+                ensure_ascii=False,
+            )
+            + "\n"
+            for prompt, text, references in rows
+        ),
+        encoding="utf-8",
+    )

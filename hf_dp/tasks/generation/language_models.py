@@ -1,0 +1,97 @@
+"""Load the model of a generation task, with a padding token that changes no embedding."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+from hf_dp.errors import DataError, UnsupportedModelError
+from hf_dp.tasks.files import resolve_model
+from hf_dp.tasks.generation.arguments import LanguageModelArguments
+
+logger = logging.getLogger(__name__)
+
+CAUSAL, SEQ2SEQ = "causal_lm", "seq2seq"
+
+
+def load_language_model(arguments: LanguageModelArguments, kind: str) -> tuple[Any, Any]:
+    """Return model and tokenizer of a decoder (``causal_lm``) or encoder-decoder (``seq2seq``).
+
+    Raises: DataError for what cannot be loaded; UnsupportedModelError for a tokenizer that does not
+        fit the model.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer
+
+    auto = {CAUSAL: AutoModelForCausalLM, SEQ2SEQ: AutoModelForSeq2SeqLM}[kind]
+    path = resolve_model(arguments.model_name_or_path)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(path)
+        if arguments.from_scratch:
+            model = auto.from_config(AutoConfig.from_pretrained(path))
+            # The card must not name the path as the base of this model.
+            model.config._name_or_path = ""
+        else:
+            model = auto.from_pretrained(path)
+    except (OSError, ValueError) as problem:
+        raise DataError(
+            f"The model {arguments.model_name_or_path!r} could not be loaded for the task {kind}: "
+            f"{str(problem).splitlines()[0]} Give a Hub name, a folder with config.json, weights "
+            "and tokenizer, or package:NAME."
+        ) from problem
+    fit_tokens(model, tokenizer)
+    return model, tokenizer
+
+
+def load_trained(path: str, arguments: LanguageModelArguments, kind: str) -> tuple[Any, Any]:
+    """Return model and tokenizer that ``hf-dp train`` wrote; an adapter on its base.
+
+    Raises: DataError for what cannot be loaded.
+    """
+    folder = resolve_model(path)
+    if not Path(folder, "adapter_config.json").exists():
+        return load_language_model(LanguageModelArguments(path), kind)
+    from peft import PeftModel
+
+    base, tokenizer = load_language_model(arguments, kind)
+    try:
+        return PeftModel.from_pretrained(base, folder), tokenizer
+    except (OSError, ValueError, RuntimeError) as problem:
+        raise DataError(
+            f"The adapter {path!r} could not be put onto {arguments.model_name_or_path!r}: "
+            f"{str(problem).splitlines()[0]} Give the configuration that it was trained with."
+        ) from problem
+
+
+def fit_tokens(model: Any, tokenizer: Any) -> None:
+    """Give the tokenizer a padding token, and refuse one that does not fit the model.
+
+    A missing padding token becomes the end token. Nothing attends to padding and no label stands
+    on it, so no embedding is needed for it.
+
+    Raises: UnsupportedModelError for a tokenizer with more tokens than the model has embeddings, or
+        without an end token.
+    """
+    if tokenizer.eos_token is None:
+        raise UnsupportedModelError(
+            "The tokenizer has no end token (eos_token), so the model could not learn where a text "
+            "ends. Set tokenizer.eos_token to one of its tokens and save it beside the model."
+        )
+    embeddings = model.get_input_embeddings().num_embeddings
+    if len(tokenizer) > embeddings:
+        raise UnsupportedModelError(
+            f"The tokenizer has {len(tokenizer)} tokens, and the model {embeddings} embeddings. "
+            "Call model.resize_token_embeddings(len(tokenizer)) once, without private data, and "
+            "save both."
+        )
+    if tokenizer.pad_token is None:
+        tokenizer.pad_token = tokenizer.eos_token
+        logger.warning(
+            "The tokenizer has no padding token: it is set to the end token %r. No embedding "
+            "changes.",
+            tokenizer.eos_token,
+        )
+    if model.config.pad_token_id is None:
+        model.config.pad_token_id = tokenizer.pad_token_id
+    if model.generation_config.pad_token_id is None:
+        model.generation_config.pad_token_id = tokenizer.pad_token_id

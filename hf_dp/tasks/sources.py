@@ -1,0 +1,134 @@
+"""Load the rows of a task: from the Hub, local files or the built-in demonstration data."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar
+
+from hf_dp.errors import ConfigError
+
+
+@dataclass
+class SourceArguments:
+    """Which rows a task trains and evaluates on."""
+
+    demo_name: ClassVar[str]
+
+    dataset_name: str | None = field(
+        default=None,
+        metadata={"help": "Data set on the Hub, or `demo` for the built-in synthetic rows."},
+    )
+    dataset_config: str | None = field(
+        default=None, metadata={"help": "Its configuration, for example sst2."}
+    )
+    train_split: str = field(default="train", metadata={"help": "Split to train on."})
+    validation_split: list[str] = field(
+        default_factory=lambda: ["validation"], metadata={"help": "Splits to evaluate on."}
+    )
+    train_file: str | None = field(
+        default=None, metadata={"help": "Training rows: .parquet, .csv, .json or .jsonl."}
+    )
+    validation_file: list[str] = field(
+        default_factory=list, metadata={"help": "Evaluation rows, same columns."}
+    )
+    data_name: str | None = field(
+        default=None,
+        metadata={
+            "help": "Public name of the data in train_file, for the card; compared with what the "
+            "base has seen."
+        },
+    )
+    max_train_rows: int | None = field(
+        default=None,
+        metadata={
+            "help": "Train on the first rows only; N, sample rate and delta then refer to these."
+        },
+    )
+
+    @property
+    def public_name(self) -> str:
+        """Return the training data's name for the card."""
+        if self.dataset_name == "demo":
+            return self.demo_name
+        if self.dataset_name:
+            return "/".join(filter(None, [self.dataset_name, self.dataset_config]))
+        return self.data_name or "private"
+
+    def demo(self) -> Any:
+        """Return the task's built-in rows, a data set of ``train`` and ``validation``."""
+        raise NotImplementedError
+
+
+def load_train(data: SourceArguments) -> Any:
+    """Return the training rows. Raises: ConfigError when none are named; DataError."""
+    rows = _load_train(data)
+    if data.max_train_rows is None:
+        return rows
+    if not 0 < data.max_train_rows <= len(rows):
+        raise ConfigError(
+            f"Expected `max_train_rows` to be from 1 to {len(rows)}, got {data.max_train_rows}. "
+            "Leave it out to train on all rows."
+        )
+    return rows.select(range(data.max_train_rows))
+
+
+def _load_train(data: SourceArguments) -> Any:
+    from hf_dp.tasks.files import load_file, load_hub
+
+    _check_source(data)
+    if data.dataset_name == "demo":
+        return data.demo()["train"]
+    if data.dataset_name is not None:
+        return load_hub(data.dataset_name, data.dataset_config, data.train_split)
+    if data.train_file is None:
+        raise ConfigError("Expected `train_file` (or `dataset_name`) to be given, got neither.")
+    return load_file(data.train_file)
+
+
+def load_evaluation(data: SourceArguments) -> dict[str, Any]:
+    """Return the evaluation sets by name.
+
+    The name is that of the split or file, without "validation_".
+
+    Raises: ConfigError when none are named; DataError.
+    """
+    from hf_dp.tasks.files import load_file, load_hub
+
+    _check_source(data)
+    if data.dataset_name == "demo":
+        return {"validation": data.demo()["validation"]}
+    if data.dataset_name is not None:
+        return {
+            _short(split): load_hub(data.dataset_name, data.dataset_config, split)
+            for split in data.validation_split
+        }
+    if not data.validation_file:
+        raise ConfigError(
+            "Expected `validation_file` (or `dataset_name`) to be given, got neither."
+        )
+    files = {_short(Path(file).stem): load_file(file) for file in data.validation_file}
+    if len(files) < len(data.validation_file):
+        raise ConfigError(
+            "Expected the files of `validation_file` to have different names, got "
+            f"{data.validation_file}. Rename one: the metrics are named after the files."
+        )
+    return files
+
+
+def _check_source(data: SourceArguments) -> None:
+    files = {
+        "train_file": data.train_file,
+        "validation_file": data.validation_file,
+        "data_name": data.data_name,
+    }
+    given = [name for name, value in files.items() if value]
+    if data.dataset_name is not None and given:
+        raise ConfigError(
+            f"Expected `dataset_name` or files, got dataset_name {data.dataset_name!r} and "
+            f"{given}. Leave one of them out."
+        )
+
+
+def _short(name: str) -> str:
+    return name.removeprefix("validation_")
