@@ -1,0 +1,1 @@
+"""Generate text: scores of generated texts."""
