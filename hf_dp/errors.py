@@ -47,6 +47,10 @@ class DataError(HfDpError, ValueError):
     """A data set, file or collator cannot be used for private training."""
 
 
+class MetricUnavailableError(HfDpError, RuntimeError):
+    """A metric cannot be computed here; the message says what is missing."""
+
+
 class ConfigError(HfDpError, ValueError):
     """A configuration file has an unknown key or an unreadable value."""
 

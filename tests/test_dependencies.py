@@ -16,7 +16,16 @@ from packaging.utils import canonicalize_name
 ROOT = Path(__file__).parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 # Imported inside a function, where the feature of an extra is used.
-EXTRAS = {"matplotlib": "plot", "opacus": "bench", "bitsandbytes": "quantized"}
+EXTRAS = {
+    "matplotlib": "plot",
+    "opacus": "bench",
+    "bitsandbytes": "quantized",
+    "sacrebleu": "generation",
+    "nltk": "generation",
+    "rouge_score": "generation",
+    "pycocoevalcap": "generation",
+    "bert_score": "generation",
+}
 # Imported inside a function that only gets an object of this package.
 OPTIONAL = {"PIL"}
 

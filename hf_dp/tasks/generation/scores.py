@@ -1,0 +1,183 @@
+"""Score generated texts against references, by the metrics that their task is known by."""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hf_dp import _validate
+from hf_dp.errors import DataError, MetricUnavailableError
+
+METRICS = {
+    "bleu": "BLEU of the corpus, 0 to 100 (sacrebleu, lower case, 13a): that of the E2E script",
+    "nist": "NIST-5 of the corpus, from 0 (nltk, lower case, 13a): the best reference of an order",
+    "e2e_nist": "NIST-5 of the corpus, from 0, as the E2E script has it: all references together",
+    "rouge1": "ROUGE-1, F1 from 0 to 1 (rouge-score, stemmed): the best reference of a row",
+    "rouge2": "ROUGE-2, F1 from 0 to 1 (rouge-score, stemmed): the best reference of a row",
+    "rougeL": "ROUGE-L, F1 from 0 to 1 (rouge-score, stemmed): the best reference of a row",
+    "e2e_rouge_l": "ROUGE-L of the E2E script, 0 to 1 (pycocoevalcap); needs Java",
+    "cider": "CIDEr of the E2E script, 0 to 10 (pycocoevalcap); needs Java",
+    "meteor": "METEOR 1.5 of the E2E script, 0 to 1 (its authors' program); needs Java",
+    "bertscore_f1": "BERTScore F1, not rescaled (bert-score); needs a local model",
+    "bleurt": "BLEURT: not available, no maintained package computes it",
+    "dialog_f1": "F1 of words as ParlAI scores dialog, 0 to 1: the best reference of a row",
+}
+
+# The file in hf_dp/tasks/metrics of each metric, where it is named otherwise.
+_MODULES = {"rouge1": "rouge", "rouge2": "rouge", "rougeL": "rouge", "bertscore_f1": "bertscore"}
+# What each file imports of the extra `generation`.
+_PACKAGES = {
+    "bleu": ("sacrebleu",),
+    "nist": ("sacrebleu", "nltk"),
+    "e2e_nist": ("sacrebleu", "nltk"),
+    "rouge": ("rouge_score",),
+    "e2e_rouge_l": ("pycocoevalcap",),
+    "cider": ("pycocoevalcap",),
+    "meteor": ("pycocoevalcap",),
+    "bertscore": ("bert_score",),
+}
+_NO_BLEURT = (
+    "no maintained package computes it: its authors' needs TensorFlow and is not on PyPI, and the "
+    "port to PyTorch there is a single release of 2024"
+)
+
+
+@dataclass(frozen=True)
+class Scores:
+    """Numbers by metric, how each was computed, and why others could not be.
+
+    Attributes:
+        values: finite numbers by the names of :data:`METRICS`, in their units.
+        how: for each of them package, version, settings and model.
+        not_available: for each of the other metrics that were asked for, the reason.
+    """
+
+    values: dict[str, float]
+    how: dict[str, str]
+    not_available: dict[str, str]
+
+    def __str__(self) -> str:
+        found = [f"{name} {value:.4f} ({self.how[name]})" for name, value in self.values.items()]
+        missing = [f"{name} not available: {why}" for name, why in self.not_available.items()]
+        return "\n".join(found + missing)
+
+
+def score(
+    names: Sequence[str],
+    predictions: Sequence[str],
+    references: Sequence[Sequence[str]],
+    *,
+    bertscore_model: str | Path | None = None,
+) -> Scores:
+    """Score one prediction a row against the references of the row.
+
+    Nothing is downloaded. A metric that cannot be computed here is never replaced by another one;
+    :attr:`Scores.not_available` says why.
+
+    Args:
+        names: of :data:`METRICS`.
+        predictions: one text a row. It may be empty.
+        references: one or more texts for each row, their number may differ.
+        bertscore_model: the folder of an encoder and its tokenizer, for ``bertscore_f1``.
+
+    Raises: InvalidArgumentError as :func:`check_metrics` does, or for no rows; DataError for a
+        number of rows that differs, a value that is no text, or a row with no reference or an
+        empty one.
+    """
+    check_metrics(names, bertscore_model=bertscore_model)
+    _check_rows(predictions, references)
+    values: dict[str, float] = {}
+    how: dict[str, str] = {}
+    not_available: dict[str, str] = {}
+    for module in dict.fromkeys(map(_module, names)):
+        asked = [name for name in dict.fromkeys(names) if _module(name) == module]
+        options = {"model": bertscore_model} if module == "bertscore" else {}
+        try:
+            found = _compute(module, predictions, references, options)
+        except MetricUnavailableError as problem:
+            not_available |= dict.fromkeys(asked, str(problem))
+            continue
+        for name in asked:
+            if math.isfinite(found[name]):
+                values[name], how[name] = found[name], found["how"]
+            else:
+                not_available[name] = f"{found['how']} gave {found[name]}"
+    return Scores(values, how, not_available)
+
+
+def check_metrics(names: Sequence[str], *, bertscore_model: str | Path | None = None) -> None:
+    """Refuse what no data could make right; call it before a long run.
+
+    Raises: InvalidArgumentError for an unknown metric, a package that is not installed, or a
+        ``bertscore_model`` that is no folder of a model.
+    """
+    for name in names:
+        _validate.one_of("metrics", name, METRICS)
+        for package in _PACKAGES.get(_module(name), ()):
+            if importlib.util.find_spec(package) is None:
+                raise _validate.invalid(
+                    "metrics",
+                    name,
+                    f"with {package.replace('_', '-')} installed",
+                    "Install it with: pip install 'hf-dp[generation]'",
+                )
+    if bertscore_model is not None and not (Path(bertscore_model) / "config.json").is_file():
+        raise _validate.invalid(
+            "bertscore_model",
+            str(bertscore_model),
+            "to be a local folder with a model's config.json",
+            "Nothing is downloaded: save an encoder and its tokenizer there, or leave it out.",
+        )
+
+
+def _module(name: str) -> str:
+    """Return the name of the file that computes a metric."""
+    return _MODULES.get(name, name)
+
+
+def _compute(
+    module: str, predictions: Sequence[str], references: Sequence[Sequence[str]], options: Any
+) -> dict[str, Any]:
+    """Return what one ``evaluate`` module finds; it is loaded by path, and writes no file of texts.
+
+    Raises: MetricUnavailableError where it cannot be computed here.
+    """
+    if module == "bleurt":
+        raise MetricUnavailableError(_NO_BLEURT)
+    import evaluate
+
+    path = Path(__file__).parents[1] / "metrics" / f"{module}.py"
+    metric = evaluate.load(str(path), keep_in_memory=True)
+    rows = {"predictions": list(predictions), "references": [list(row) for row in references]}
+    return metric.compute(**rows, **options) or {}
+
+
+def _check_rows(predictions: Sequence[str], references: Sequence[Sequence[str]]) -> None:
+    """Refuse rows that have no score, by their index. Raises: as :func:`score` does."""
+    if len(predictions) != len(references):
+        raise DataError(
+            f"There are {len(predictions)} predictions, but references for {len(references)} rows. "
+            "Give one prediction and one list of references for each row, in the same order."
+        )
+    if not predictions:
+        raise _validate.invalid("predictions", [], "to have a row", "No rows have no score.")
+    for index, (text, row) in enumerate(zip(predictions, references, strict=True)):
+        if not isinstance(text, str):
+            raise DataError(
+                f"The prediction of row {index} is {text!r}, not a text. Use '' where nothing was "
+                "generated."
+            )
+        if isinstance(row, str) or not all(isinstance(each, str) for each in row):
+            raise DataError(
+                f"The references of row {index} are {row!r}, not a list of texts. Put a single "
+                "reference into a list, too."
+            )
+        if not row or not all(each.strip() for each in row):
+            raise DataError(
+                f"Row {index} has {'an empty reference' if row else 'no reference'}. Leave out "
+                f"{'that reference' if row else 'the row'}, or fill it in."
+            )

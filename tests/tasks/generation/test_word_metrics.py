@@ -1,0 +1,191 @@
+"""BLEU, NIST, ROUGE and dialog F1 against direct counts, and against the E2E challenge's script."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+
+import pytest
+from restaurants import PREDICTIONS, REFERENCES
+
+from hf_dp.tasks.generation.scores import score
+
+# -- what the E2E challenge's script prints ---------------------------------------------------------
+
+# Of github.com/tuetschek/e2e-metrics, whose code is not part of this project: mteval/mteval-v13a-sig.pl
+# (its subroutines under a main program that reads lines) and metrics/pymteval.py, run by hand on
+# these texts; "first" are the rows with their first reference alone.
+SCRIPT = {
+    "first": {
+        "perl": (0.3100014460, 3.4000623681),
+        "pymteval": (0.3100014459705951, 3.400062368126279),
+    },
+    "all": {
+        "perl": (0.5498830713, 5.3169884834),
+        "pymteval": (0.549883071282515, 5.316988483424912),
+    },
+}
+FIRST = [row[:1] for row in REFERENCES]
+ROWS = {"first": FIRST, "all": REFERENCES}
+
+
+@pytest.mark.parametrize("rows", ROWS)
+def test_bleu_is_that_of_the_e2e_script(rows):
+    found = score(["bleu"], PREDICTIONS, ROWS[rows]).values["bleu"]
+    for program in ("perl", "pymteval"):
+        assert found == pytest.approx(100 * SCRIPT[rows][program][0], rel=1e-9)
+
+
+def test_e2e_nist_is_that_of_the_e2e_script():
+    for rows in ROWS:
+        found = score(["e2e_nist"], PREDICTIONS, ROWS[rows]).values["e2e_nist"]
+        assert found == pytest.approx(SCRIPT[rows]["pymteval"][1], rel=1e-9)
+    assert SCRIPT["first"]["perl"][1] == pytest.approx(SCRIPT["first"]["pymteval"][1], rel=1e-9)
+
+
+def test_nist_of_single_references_is_that_of_the_e2e_script():
+    found = score(["nist"], PREDICTIONS, FIRST).values["nist"]
+    assert found == pytest.approx(SCRIPT["first"]["perl"][1], rel=1e-9)
+
+
+# -- direct counts ----------------------------------------------------------------------------------
+
+
+def words(text: str) -> list[str]:
+    """mteval's words, character by character: punctuation stands alone, but for ``'``, for ``.``
+    and ``,`` between digits, and for ``-`` that does not follow a digit."""
+    text = f" {text.lower()} "
+    split = ""
+    for before, mark, after in zip(text, text[1:], text[2:]):
+        alone = mark in '!"#$%&()*+/:;<=>?@[\\]^_`{|}~'
+        alone |= mark in ".," and not (before in "0123456789" and after in "0123456789")
+        alone |= mark == "-" and before in "0123456789"
+        split += f" {mark} " if alone else mark
+    return split.split()
+
+
+def ngrams(tokens: list[str], order: int) -> Counter:
+    return Counter(zip(*(tokens[start:] for start in range(order))))
+
+
+def test_bleu_from_its_definition():
+    """Papineni et al. 2002: clipped matches over all references, geometric mean, closest length."""
+    matched, there = [0] * 5, [0] * 5
+    length = expected = 0
+    for text, row in zip(PREDICTIONS, REFERENCES):
+        tokens, others = words(text), [words(other) for other in row]
+        length += len(tokens)
+        expected += min((abs(len(other) - len(tokens)), len(other)) for other in others)[1]
+        for order in range(1, 5):
+            counts = ngrams(tokens, order)
+            there[order] += sum(counts.values())
+            for ngram, count in counts.items():
+                matched[order] += min(count, max(ngrams(other, order)[ngram] for other in others))
+    logs = [math.log(matched[order] / there[order]) for order in range(1, 5)]
+    brevity = min(0.0, 1 - expected / length)
+    bleu = 100 * math.exp(sum(logs) / 4 + brevity)
+    found = score(["bleu"], PREDICTIONS, REFERENCES)
+    assert found.values["bleu"] == pytest.approx(bleu, rel=1e-12)
+    assert "nrefs:var|case:lc|eff:no|tok:13a|smooth:exp" in found.how["bleu"]
+
+
+def test_nist_from_its_definition():
+    """Doddington 2002, equation 3, as nltk reads it: for each order the reference with the highest
+    precision, whose length counts."""
+    rows = [
+        (words(text), [words(other) for other in row]) for text, row in zip(PREDICTIONS, REFERENCES)
+    ]
+    total = sum(len(other) for _, row in rows for other in row)
+    seen = {order: Counter() for order in range(1, 6)}
+    for _, row in rows:
+        for other in row:
+            for order in seen:
+                seen[order] += ngrams(other, order)
+    gains, lengths, expected = [], 0, 0
+    for order in range(1, 6):
+        gain = count = 0.0
+        for tokens, row in rows:
+            own = ngrams(tokens, order)
+            best = (-1.0, 0.0, 0)
+            for other in row:
+                information = 0.0
+                for ngram, times in ngrams(other, order).items():
+                    context = seen[order - 1][ngram[:-1]] if order > 1 else total
+                    information += min(times, own[ngram]) * math.log2(context / seen[order][ngram])
+                best = max(best, (information / sum(own.values()), information, len(other)))
+            gain, count = gain + best[1], count + sum(own.values())
+            lengths, expected = lengths + len(tokens), expected + best[2]
+        gains.append(gain / count)
+    shortness = math.log(min(1.0, lengths / expected)) / math.log(2 / 3)
+    assert score(["nist"], PREDICTIONS, REFERENCES).values["nist"] == pytest.approx(
+        sum(gains) * 0.5 ** (shortness**2), rel=1e-12
+    )
+
+
+STEMS = {
+    "vaults": "vault", "adriatic": "adriat", "rating": "rate", "coffee": "coffe",
+    "family": "famili", "friendly": "friendli", "prices": "price", "restaurant": "restaur",
+    "centre": "centr", "serves": "serv", "people": "peopl", "sells": "sell",
+}  # fmt: skip
+
+
+def rouge_words(text: str) -> list[str]:
+    """Runs of a-z and 0-9, with the stems above in place of words."""
+    runs = "".join(mark if mark.isascii() and mark.isalnum() else " " for mark in text.lower())
+    return [STEMS.get(word, word) for word in runs.split()]
+
+
+def longest(one: list[str], other: list[str]) -> int:
+    """The length of the longest common subsequence, by its recursion."""
+    if not one or not other:
+        return 0
+    if one[-1] == other[-1]:
+        return 1 + longest(one[:-1], other[:-1])
+    memory = LONGEST.setdefault((tuple(one), tuple(other)), None)
+    if memory is None:
+        memory = max(longest(one[:-1], other), longest(one, other[:-1]))
+        LONGEST[tuple(one), tuple(other)] = memory
+    return memory
+
+
+LONGEST: dict[tuple[tuple[str, ...], tuple[str, ...]], int | None] = {}
+
+
+def f1(common: int, predicted: int, expected: int) -> float:
+    return 2 * common / (predicted + expected)
+
+
+def test_rouge_from_its_definition():
+    """Lin 2004: common n-grams and the longest common subsequence, F1, the best reference."""
+    sums = Counter()
+    for text, row in zip(PREDICTIONS, REFERENCES):
+        tokens, others = rouge_words(text), [rouge_words(other) for other in row]
+        for order in (1, 2):
+            own = ngrams(tokens, order)
+            sums[f"rouge{order}"] += max(
+                f1(
+                    sum(min(count, ngrams(other, order)[ngram]) for ngram, count in own.items()),
+                    len(tokens) - order + 1,
+                    len(other) - order + 1,
+                )
+                for other in others
+            )
+        sums["rougeL"] += max(
+            f1(longest(tokens, other), len(tokens), len(other)) for other in others
+        )
+    found = score(["rouge1", "rouge2", "rougeL"], PREDICTIONS, REFERENCES).values
+    assert found == pytest.approx({name: total / 4 for name, total in sums.items()}, rel=1e-12)
+
+
+def test_dialog_f1_by_hand():
+    predictions = ["I like the dogs, and a cat!", "No.", "Don't you?"]
+    references = [
+        ["Cats? I like dogs; dogs like me.", "i have two cats"],
+        ["yes", "no!"],
+        ["do you", "don t you"],
+    ]
+    # i like dogs and cat (5 words); cats i like dogs dogs like me (7 words): 3 in common
+    first = 2 * 3 / (5 + 7)
+    assert score(["dialog_f1"], predictions, references).values == {
+        "dialog_f1": pytest.approx((first + 1 + 1) / 3, rel=1e-12)
+    }
