@@ -31,6 +31,10 @@ COMMANDS: dict[str, tuple[str, str]] = {
         "hf_dp.cli.eval",
         "compute metrics of a model on evaluation rows, trained or zero-shot",
     ),
+    "generate": (
+        "hf_dp.cli.generate",
+        "let a private model write synthetic rows; its epsilon stands in the file",
+    ),
     "sweep": (
         "hf_dp.cli.sweep",
         "train over a grid of settings and seeds, and state what the runs cost together",

@@ -68,7 +68,7 @@ def main(argv: Sequence[str]) -> int:
         )
     from hf_dp.cards.verify import FAILED, NOT_CHECKED, OK, summary, verify
 
-    folder = _folder(args)
+    folder = fetched(args.model, args.revision, _WEIGHTS if args.skip_weights else ())
     report = verify(folder, allowed_signers=args.allowed_signers, identity=args.identity)
     if args.json:
         print(json.dumps(summary(report), indent=1))
@@ -80,31 +80,32 @@ def main(argv: Sequence[str]) -> int:
     return {OK: 0, FAILED: EXIT_FAILED, NOT_CHECKED: EXIT_NOT_CHECKED}[report.outcome]
 
 
-def _folder(args: argparse.Namespace) -> Path:
-    """Return the folder to check, fetched from the Hub if it is no local one.
+def fetched(model: str, revision: str | None = None, skipped: Sequence[str] = ()) -> Path:
+    """Return the folder of a model, fetched from the Hub if it is no local one.
+
+    Args: skipped: patterns of files to leave on the Hub.
 
     Raises: ConfigError when there is no such folder or repository.
     """
-    path = Path(args.model)
+    path = Path(model)
     if path.is_dir():
         return path
     from hf_dp.cards.hub_rules import is_repository
 
-    if not is_repository(args.model):
+    if not is_repository(model):
         raise ConfigError(
             f"Expected MODEL to be a folder or a repository like 'organization/name', got "
-            f"{args.model!r}."
+            f"{model!r}."
         )
     from huggingface_hub import snapshot_download
 
-    skipped = _WEIGHTS if args.skip_weights else ()
     try:
-        found = snapshot_download(args.model, revision=args.revision, ignore_patterns=list(skipped))
+        found = snapshot_download(model, revision=revision, ignore_patterns=list(skipped))
     except (OSError, ValueError) as error:  # the Hub's errors are OSErrors
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise ConfigError(
-            f"{args.model!r} is no folder here, and cannot be fetched from the Hub: {reason} For a "
+            f"{model!r} is no folder here, and cannot be fetched from the Hub: {reason} For a "
             "private or gated repository set HF_TOKEN or run `hf auth login`."
         ) from None
-    print(f"commit {Path(found).name} of {args.model}", file=sys.stderr)
+    print(f"commit {Path(found).name} of {model}", file=sys.stderr)
     return Path(found)

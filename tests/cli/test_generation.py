@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import datasets
+import pyarrow.parquet as pq
 import pytest
 import tiny_text
 import yaml
@@ -122,3 +124,87 @@ def test_what_cannot_be_done_is_named_before_anything_is_written(task, capsys, w
     assert main(["train", "--config", str(task), *words]) == 2
     assert message in capsys.readouterr().err
     assert not (task.parent / "out").exists()
+
+
+# -- hf-dp generate --
+
+
+def facts(path: Path) -> dict:
+    return json.loads(pq.read_schema(path).metadata[b"hf_dp"])
+
+
+@pytest.fixture
+def prompts(tmp_path) -> Path:
+    path = tmp_path / "prompts.parquet"
+    tiny_text.tables()["validation"].select_columns(["meaning_representation"]).to_parquet(path)
+    return path
+
+
+def test_synthetic_rows_carry_the_epsilon_and_train_by_the_same_recipe(task, prompts, capsys):
+    assert main(["train", "--config", str(task)]) == 0
+    out, real = task.parent / "synthetic.parquet", task.parent / "real.parquet"
+    tiny_text.tables()["train"].to_parquet(real)
+    words = ["--num", "30", "--out", str(out), "--prompts", str(prompts), "--decoding", "nucleus"]
+    compare = ["--real", str(real), "--phrases", "riverside", "--nearest", "2"]
+    assert main(["generate", "--config", str(task), *words, *compare]) == 0
+    printed = capsys.readouterr().out
+    assert "no epsilon covers these lines" in printed and "texts with 'riverside'" in printed
+    assert printed.strip().splitlines()[-1] == str(out)
+
+    rows = datasets.Dataset.from_parquet(str(out))
+    given = datasets.Dataset.from_parquet(str(prompts))["meaning_representation"]
+    assert len(rows) == 30
+    assert (
+        rows["meaning_representation"][:12] == given[:12] == rows["meaning_representation"][12:24]
+    )
+    assert len(set(rows["human_reference"])) > 20  # sampled anew each time
+    stated = json.loads((task.parent / "out" / "privacy.json").read_text())["statement"]
+    assert facts(out)["differential_privacy"]["epsilon"] == stated["epsilon"]
+    assert facts(out)["verified"] == "ok" and str(stated["epsilon"]) in facts(out)["claim"]
+    assert str(task.parent) not in json.dumps(facts(out))
+
+    values = yaml.safe_load(task.read_text()) | {
+        "dataset_name": None,
+        "train_file": str(out),
+        "validation_file": str(real),
+        "output_dir": str(task.parent / "again"),
+        "metrics": [],
+    }
+    task.write_text(yaml.safe_dump(values))
+    assert main(["train", "--config", str(task)]) == 0
+
+
+def test_a_model_without_a_statement_says_so(task, prompts):
+    out = task.parent / "synthetic.parquet"
+    words = ["--num", "2", "--out", str(out), "--prompts", str(prompts)]
+    model = yaml.safe_load(task.read_text())["model_name_or_path"]
+    assert main(["generate", "--config", str(task), *words, "--trained", model]) == 0
+    assert "states no privacy" in facts(out)["claim"]
+    assert "differential_privacy" not in facts(out)
+
+
+def test_a_claim_that_its_files_do_not_bear_out_is_not_carried_on(task, prompts, capsys):
+    assert main(["train", "--config", str(task)]) == 0
+    weights = task.parent / "out" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1] + b"\1")
+    out = task.parent / "synthetic.parquet"
+    words = ["--num", "2", "--out", str(out), "--prompts", str(prompts)]
+    assert main(["generate", "--config", str(task), *words]) == 2
+    assert "not borne out" in capsys.readouterr().err
+    assert not out.exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--out", "x.csv"], ".parquet"),
+        ([], "needs `prompts`"),
+        (["--nearest", "2"], "--real FILE"),
+        (["--num", "0"], "num"),
+    ],
+)
+def test_what_generate_cannot_do_is_named(task, capsys, words, message):
+    model = yaml.safe_load(task.read_text())["model_name_or_path"]
+    given = ["--num", "2", "--out", str(task.parent / "x.parquet"), "--trained", model, *words]
+    assert main(["generate", "--config", str(task), *given]) == 2
+    assert message in capsys.readouterr().err

@@ -25,13 +25,16 @@ class EvalArguments:
     per_device_eval_batch_size: int = field(default=8, metadata={"help": "Rows at a time."})
     use_cpu: bool = field(default=False, metadata={"help": "Leave a GPU alone."})
 
+    def __post_init__(self) -> None:
+        integer("per_device_eval_batch_size", self.per_device_eval_batch_size, 1)
+
 
 def parse_evaluation(
-    kinds: Sequence[type], values: dict[str, Any], words: Sequence[str]
+    kinds: Sequence[type], values: dict[str, Any], words: Sequence[str], prog: str = "hf-dp eval"
 ) -> tuple[Any, ...]:
     """Return instances of the dataclasses; leave out the keys that only concern training.
 
-    Args: kinds: the task's dataclasses, :class:`EvalArguments` first.
+    Args: kinds: the dataclasses of the command.
 
     Raises: ConfigError.
     """
@@ -41,6 +44,4 @@ def parse_evaluation(
     training = {item.name for item in dataclasses.fields(DPTrainingArguments)}
     check_keys(values, ours | training | {"task", "peft", "card"})
     known = {key: value for key, value in values.items() if key in ours}
-    parsed = parse(kinds, known, words, prog="hf-dp eval")
-    integer("per_device_eval_batch_size", parsed[0].per_device_eval_batch_size, 1)
-    return parsed
+    return parse(kinds, known, words, prog=prog)

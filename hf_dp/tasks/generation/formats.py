@@ -29,13 +29,16 @@ class Format:
 
     Attributes:
         help: one line.
-        columns: which columns a row needs: the names of arguments for columns that the user names.
+        columns: which columns a row needs, that of the targets last: the names of arguments for
+            columns that the user names.
         read: makes a prompt and its targets from the values of these columns.
+        write: makes the value of the last column from one text; its inverse.
     """
 
     help: str
     columns: tuple[str, ...]
     read: Callable[..., Written]
+    write: Callable[[str], Any] = str
 
 
 def _texts(value: Any) -> tuple[str, ...]:
@@ -67,6 +70,7 @@ FORMATS: Mapping[str, Format] = {
         lambda triples, notes: Written(
             f" {dart.linearized(triples)}", tuple(f" {one}" for one in notes["text"])
         ),
+        lambda text: {"text": [text]},
     ),
     "persona_chat": Format(
         "Persona-Chat: dialogs (personality, history, candidates)",
@@ -74,6 +78,7 @@ FORMATS: Mapping[str, Format] = {
         lambda personality, history, candidates: Written(
             persona_chat.linearized(personality, history), (f" {candidates[-1]}",)
         ),
+        lambda text: [text],
     ),
 }
 MESSAGES = "messages"  # turns, which a chat template writes: see chat.py

@@ -1,0 +1,213 @@
+"""``hf-dp generate``: synthetic rows from a private model, with its epsilon in the file."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from hf_dp._validate import integer
+from hf_dp.cli.config import read_yaml
+from hf_dp.cli.help_text import add_fields, formatter
+from hf_dp.cli.launch import refuse_several
+from hf_dp.cli.tasks.evaluation import parse_evaluation
+from hf_dp.errors import ConfigError
+from hf_dp.tasks.generation.arguments import (
+    NUCLEUS,
+    DecodingArguments,
+    LanguageModelArguments,
+    TextArguments,
+)
+
+DESCRIPTION = """\
+Let a trained model write rows in the columns of its training rows. What a private model writes is
+post-processing: its epsilon holds for the texts, however many there are, and stands in the file's
+metadata. It does not hold for the prompts, which stand in the rows as you give them.
+"""
+EXAMPLES = """\
+examples:
+  hf-dp generate --config recipes/e2e/gpt2_full_eps8.yaml --prompts tables.parquet --num 10000 \\
+      --out synthetic.parquet
+  hf-dp generate --config recipes/e2e/gpt2_full_eps8.yaml --prompts tables.parquet --num 1000 \\
+      --out synthetic.parquet --real test.parquet --phrases riverside "family friendly"
+"""
+
+
+@dataclass
+class GenerateArguments:
+    """What is written."""
+
+    num: int = field(metadata={"help": "Number of rows."})
+    out: str = field(metadata={"help": "File to write, .parquet."})
+    trained: str | None = field(
+        default=None,
+        metadata={
+            "help": "The model, a folder or Hub name. Default: the output_dir of the configuration."
+        },
+    )
+    prompts: str | None = field(
+        default=None,
+        metadata={
+            "help": "File with the columns of the prompts, taken in turn; they must be public."
+        },
+    )
+    real: str | None = field(
+        default=None,
+        metadata={
+            "help": "File of real rows: print how like them the synthetic ones are. Computed "
+            "without noise: no epsilon covers it."
+        },
+    )
+    phrases: list[str] = field(
+        default_factory=list,
+        metadata={"help": "With real: words or phrases whose share of texts is compared."},
+    )
+    nearest: int = field(
+        default=0,
+        metadata={
+            "help": "With real: print so many texts that come nearest to a real one, beside it. No "
+            "epsilon covers it."
+        },
+    )
+    use_cpu: bool = field(default=False, metadata={"help": "Leave a GPU alone."})
+
+    def __post_init__(self) -> None:
+        integer("num", self.num, 1)
+        integer("nearest", self.nearest, 0)
+
+
+ARGUMENTS = (GenerateArguments, LanguageModelArguments, TextArguments, DecodingArguments)
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """Return the parser of the options that are not arguments of the rows."""
+    parser = argparse.ArgumentParser("hf-dp generate", add_help=False, allow_abbrev=False)
+    add = parser.add_argument
+    add("-h", "--help", action="store_true", help="show this text and exit")
+    add("--config", metavar="FILE", help="the configuration that the model was trained with")
+    return parser
+
+
+def help_text() -> str:
+    """Return the help of ``hf-dp generate``."""
+    parser = argparse.ArgumentParser(
+        "hf-dp generate",
+        usage="hf-dp generate --config FILE --num N --out FILE [--NAME VALUE ...]",
+        description=DESCRIPTION,
+        epilog=EXAMPLES,
+        formatter_class=formatter,
+        parents=[build_parser()],
+        add_help=False,
+    )
+    for cls in ARGUMENTS:
+        add_fields(parser, cls)
+    return parser.format_help()
+
+
+def main(argv: Sequence[str]) -> int:
+    """Write the rows; print what they carry, and how like real rows they are where asked."""
+    args, words = build_parser().parse_known_args(list(argv))
+    if args.help or not argv:
+        print(help_text())
+        return 0 if argv else 2
+    refuse_several("hf-dp generate", "Start it without a launcher.")
+    values = {"decoding": NUCLEUS} | ({} if args.config is None else read_yaml(args.config))
+    asked, model_args, data, decoding = parse_evaluation(
+        ARGUMENTS, values, words, prog="hf-dp generate"
+    )
+    if not asked.real and (asked.phrases or asked.nearest):
+        raise ConfigError("`phrases` and `nearest` compare with real rows. Name them: --real FILE.")
+    name = asked.trained or values.get("output_dir")
+    if name is None:
+        raise ConfigError("Expected `trained`, the model's folder or Hub name, got none.")
+    rows, facts = _written(name, values.get("task", "causal_lm"), asked, model_args, data, decoding)
+
+    from hf_dp.tasks.generation.synthetic import save
+
+    save(rows, Path(asked.out), facts)
+    if asked.real:
+        print("\n".join(_compared(rows, asked, data)))
+    print(f"{len(rows)} rows: {facts['claim']}")
+    print(asked.out)
+    return 0
+
+
+def _written(
+    name: str,
+    kind: str,
+    asked: GenerateArguments,
+    model_args: LanguageModelArguments,
+    data: TextArguments,
+    decoding: DecodingArguments,
+) -> tuple[Any, dict[str, Any]]:
+    """Return the rows, and what is to stand in the file's metadata."""
+    import dataclasses
+
+    import torch
+
+    from hf_dp.cli.verify import fetched
+    from hf_dp.tasks.files import load_file
+    from hf_dp.tasks.generation.data import encoding_of
+    from hf_dp.tasks.generation.language_models import load_trained
+    from hf_dp.tasks.generation.synthetic import check_out, write_rows
+
+    check_out(Path(asked.out))
+    folder = fetched(name)
+    facts = claim_of(folder)
+    prompts = None if asked.prompts is None else load_file(asked.prompts)
+    model, tokenizer = load_trained(str(folder), model_args, kind)
+    if torch.cuda.is_available() and not asked.use_cpu:
+        model = model.to("cuda")
+    encoding = encoding_of(kind, tokenizer, data)
+    rows = write_rows(model, tokenizer, data, encoding, prompts, decoding, asked.num)
+    # The name of a folder may tell where it lies; its last part is enough to know it by.
+    of_prompts = None if asked.prompts is None else Path(asked.prompts).name
+    settings = dataclasses.asdict(decoding)
+    return rows, {**facts, "model": Path(name).name, "prompts": of_prompts, "decoding": settings}
+
+
+def claim_of(folder: Path) -> dict[str, Any]:
+    """Return what is claimed of a model, after a look at whether its files bear it out.
+
+    Raises: ConfigError for a claim that they do not bear out.
+    """
+    from hf_dp.cards.metadata import metadata
+    from hf_dp.cards.verify import FAILED, verify
+    from hf_dp.statement.record import file_of, read
+    from hf_dp.statement.statement import PrivacyStatement
+
+    if not file_of(folder).is_file():
+        return {"claim": "the model states no privacy, so nothing protects its training rows"}
+    report = verify(folder)
+    if report.outcome == FAILED:
+        raise ConfigError(
+            f"The claim of {folder.name!r} is not borne out by its files, and the rows would carry "
+            "it. See: hf-dp verify."
+        )
+    statement = PrivacyStatement.from_dict(read(folder).statement or {})
+    return {
+        "claim": statement.sentence(),
+        "verified": report.outcome,
+        "differential_privacy": metadata(statement),
+    }
+
+
+def _compared(rows: Any, asked: GenerateArguments, data: TextArguments) -> list[str]:
+    """Return how like the real rows the written ones are, to read."""
+    from hf_dp.tasks.files import load_file
+    from hf_dp.tasks.generation.fidelity import compare
+    from hf_dp.tasks.generation.synthetic import nearest, texts_of
+
+    written, real = texts_of(rows, data), texts_of(load_file(str(asked.real)), data)
+    lines = ["compared with the real rows, without noise; no epsilon covers these lines:"]
+    lines += compare(written, real, asked.phrases).lines()
+    found = sorted(nearest(written, real), reverse=True)[: asked.nearest] if asked.nearest else []
+    for share, own, other in found:
+        lines += [
+            f"{share:.0%} of the word 4-grams stand in one real text:",
+            f"  written: {written[own]}",
+            f"  real:    {real[other]}",
+        ]
+    return lines
