@@ -112,6 +112,43 @@ def test_the_32_glue_recipes_are_there():
     assert set(GLUE_RECIPES) == expected
 
 
+# -- the tables of Li et al. on generation ---
+
+# Rows of the data set, epochs, and tokens of a sequence (tables 4, 7 and 8; section 5.2).
+GENERATION = {
+    "e2e": (42_061, 10, 100),
+    "dart": (62_659, 15, 120),
+    "persona_chat": (131_438, 10, 256),
+}
+GENERATION_RECIPES = [name for name in RECIPES if name.split("/")[1] in GENERATION]
+
+
+@pytest.mark.parametrize("name", GENERATION_RECIPES)
+def test_a_generation_recipe_spends_what_its_header_says(name):
+    text = RECIPES[name].read_text()
+    _, data, decoding, args = parsed(read_yaml(str(RECIPES[name])))
+    rows, epochs, tokens = GENERATION[name.split("/")[1]]
+    by_rdp, by_pld, delta, stated = HEADER.search(text).groups()
+    assert (int(stated), args.num_train_epochs, data.max_length) == (rows, epochs, tokens)
+    assert (args.expected_batch_size, args.per_example_max_grad_norm) == (1024, 0.1)
+    assert (decoding.decoding, decoding.num_beams, args.lr_scheduler_type) == (
+        "beam",
+        5,
+        "constant",
+    )
+    found = spent(rows, args.expected_batch_size, args.num_train_epochs, args.target_epsilon)
+    assert found == (pytest.approx(float(delta), rel=1e-5), float(by_rdp), float(by_pld))
+    assert f"--config {name} " in text and "(the paper's; not run here)" in text
+
+
+def test_every_row_of_the_generation_tables_is_there():
+    methods = ("full", "lora", "prefix", "rgp", "top2", "retrain")
+    expected = {f"recipes/{task}/gpt2_{m}_eps8.yaml" for task in ("e2e", "dart") for m in methods}
+    models = ("gpt2", "gpt2_medium", "dialogpt_medium")
+    expected |= {f"recipes/persona_chat/{model}_full_eps8.yaml" for model in models}
+    assert set(GENERATION_RECIPES) == expected
+
+
 # -- DP-FROST's tables ---
 
 FROST_RECIPES = [name for name in RECIPES if name.startswith("recipes/frost/")]

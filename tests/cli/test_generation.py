@@ -12,7 +12,10 @@ import tiny_text
 import yaml
 from transformers import AutoModelForCausalLM, AutoTokenizer, pipeline
 
+from hf_dp.cli.config import read_yaml
 from hf_dp.cli.main import main
+
+ROOT = Path(__file__).parent.parent.parent
 
 
 @pytest.fixture
@@ -98,6 +101,25 @@ def test_seq2seq_trains_and_writes(task, capsys):
     assert main(["train", "--config", str(task), *words]) == 0
     metrics = json.loads((task.parent / "out" / "eval_results.json").read_text())
     assert {"eval_rougeL", "eval_perplexity"} <= metrics.keys()
+
+
+@pytest.mark.parametrize("method", ["full", "lora", "prefix", "rgp", "top2", "retrain"])
+def test_every_method_of_the_table_trains_and_writes_as_its_recipe_says(method, task, capsys):
+    """With the `peft` block of the recipe; sizes are those of the tiny model."""
+    recipe = read_yaml(str(ROOT / f"recipes/e2e/gpt2_{method}_eps8.yaml"))
+    values = yaml.safe_load(task.read_text()) | {"metrics": [], "max_steps": 1}
+    values |= {key: recipe[key] for key in ("peft", "from_scratch") if key in recipe}
+    if method == "top2":
+        values["peft"]["blocks"] = 1  # of two
+    if method == "rgp":
+        values["peft"]["rank"] = 2
+    task.write_text(yaml.safe_dump(values))
+    assert main(["train", "--config", str(task)]) == 0
+    statement = json.loads((task.parent / "out" / "privacy.json").read_text())["statement"]
+    assert statement["status"] == "proven"
+    words = ["--metrics", "rougeL", "--max_decoded", "2"]
+    assert main(["eval", "--config", str(task), *words]) == 0
+    assert "rougeL on the" in capsys.readouterr().out
 
 
 def test_without_metrics_nothing_is_decoded(task, capsys):

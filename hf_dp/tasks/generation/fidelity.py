@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -78,8 +78,8 @@ def compare(synthetic: Sequence[str], real: Sequence[str], phrases: Sequence[str
     )
 
 
-def _pair(values: object) -> tuple[float, float]:
-    first, second = values  # type: ignore[misc]
+def _pair(values: Iterable[float]) -> tuple[float, float]:
+    first, second = values
     return first, second
 
 
