@@ -6,8 +6,8 @@ from __future__ import annotations
 PREDICTIONS = [
     "The Vaults is a pub near Café Adriatic, with a 5 out of 5 rating.",
     "Blue Spice is a coffee shop. It isn't family-friendly.",
-    "Prices start at £20-25 at The Punter, a restaurant in the city centre!",
-    "Cotto serves cheap English food to 1,000 people (a day).",
+    "Prices start at £20-25 at The Punter, a restaurant in the city centre with a view!",
+    "Cotto serves cheap English food, cheap food, to 1,000 people (a day).",
 ]
 REFERENCES = [
     [
@@ -20,7 +20,10 @@ REFERENCES = [
         "In the city centre The Punter serves food at £20-25.",
         "At The Punter, a restaurant in the city centre, prices start at £20.",
     ],
-    ["Cotto sells cheap English food.", "1,000 people a day eat cheap English food at Cotto."],
+    [
+        "Cotto is serving cheap English foods.",
+        "1,000 people a day eat cheap English food at Cotto.",
+    ],
 ]
 
 # The same texts in the words of the Penn Treebank, without case and punctuation, by hand. Brackets
@@ -28,8 +31,8 @@ REFERENCES = [
 PTB_PREDICTIONS = [
     "the vaults is a pub near café adriatic with a 5 out of 5 rating",
     "blue spice is a coffee shop it is n't family-friendly",
-    "prices start at # 20-25 at the punter a restaurant in the city centre",
-    "cotto serves cheap english food to 1,000 people -lrb- a day -rrb-",
+    "prices start at # 20-25 at the punter a restaurant in the city centre with a view",
+    "cotto serves cheap english food cheap food to 1,000 people -lrb- a day -rrb-",
 ]
 PTB_REFERENCES = [
     [
@@ -42,5 +45,5 @@ PTB_REFERENCES = [
         "in the city centre the punter serves food at # 20-25",
         "at the punter a restaurant in the city centre prices start at # 20",
     ],
-    ["cotto sells cheap english food", "1,000 people a day eat cheap english food at cotto"],
+    ["cotto is serving cheap english foods", "1,000 people a day eat cheap english food at cotto"],
 ]

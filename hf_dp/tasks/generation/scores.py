@@ -163,18 +163,18 @@ def _check_rows(predictions: Sequence[str], references: Sequence[Sequence[str]])
             f"There are {len(predictions)} predictions, but references for {len(references)} rows. "
             "Give one prediction and one list of references for each row, in the same order."
         )
-    if not predictions:
+    if len(predictions) == 0:
         raise _validate.invalid("predictions", [], "to have a row", "No rows have no score.")
     for index, (text, row) in enumerate(zip(predictions, references, strict=True)):
         if not isinstance(text, str):
             raise DataError(
-                f"The prediction of row {index} is {text!r}, not a text. Use '' where nothing was "
-                "generated."
+                f"The prediction of row {index} is no text but of type {type(text).__name__}. Use "
+                "'' where nothing was generated."
             )
         if isinstance(row, str) or not all(isinstance(each, str) for each in row):
             raise DataError(
-                f"The references of row {index} are {row!r}, not a list of texts. Put a single "
-                "reference into a list, too."
+                f"The references of row {index} are no list of texts. Put a single one into a "
+                "list, too."
             )
         if not row or not all(each.strip() for each in row):
             raise DataError(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+
 import numpy as np
 import pytest
 import tiny
@@ -60,6 +62,23 @@ def test_empty_predictions_score_nothing(folder):
     assert more.values["bertscore_f1"] == pytest.approx(full.values["bertscore_f1"] * 3 / 5)
     nothing = score(["bertscore_f1"], [""], [["a"]], bertscore_model=folder)
     assert nothing.values == {"bertscore_f1": 0.0}
+
+
+def test_long_and_odd_texts_have_finite_scores(folder):
+    predictions = ["the film was good " * 20, "\x00", "é ||| 日本語"]
+    found = score(["bertscore_f1"], predictions, [["a"], ["\x00"], ["b"]], bertscore_model=folder)
+    assert 0 < found.values["bertscore_f1"] < 1
+
+
+def test_a_model_that_bert_score_cannot_use_is_a_reason(folder, tmp_path):
+    shutil.copytree(folder, tmp_path / "not-t5")
+    shutil.copytree(folder, tmp_path / "unpadded")
+    words = tiny.tokenizer()
+    words.pad_token = None
+    words.save_pretrained(tmp_path / "unpadded")
+    for name, why in {"not-t5": "as T5", "unpadded": "no pad token"}.items():
+        found = score(["bertscore_f1"], PREDICTIONS, REFERENCES, bertscore_model=tmp_path / name)
+        assert found.values == {} and why in found.not_available["bertscore_f1"]
 
 
 def test_without_a_model_it_is_not_available():

@@ -102,7 +102,7 @@ def cider() -> float:
 # on two files: PTB_PREDICTIONS, two empty lines and "| | |"; and three lines for each row:
 # its PTB_REFERENCES, again from the first where there are less, and for the last rows three empty
 # lines; an empty one, "cotto" and an empty one; three times "near the river".
-METEOR = 0.4313268073716176
+METEOR = 0.43314788595359965
 # Rows in which nothing is predicted: an empty text matches no reference of punctuation, either.
 NOTHING = {"": ["..."], "!": ["?", "Cotto"], " ||| ": ["near the river"]}
 
