@@ -115,7 +115,8 @@ class DPSeq2SeqTrainer(DPTrainer, Seq2SeqTrainer):
                 model, inputs, prediction_loss_only, ignore_keys, **gen_kwargs
             )
         inputs = self._prepare_inputs(inputs)
-        options = {**(gen_kwargs or getattr(self, "_gen_kwargs", {}))}
+        given = gen_kwargs or getattr(self, "_gen_kwargs", {})
+        options = {name: value for name, value in given.items() if value is not None}
         pad = options.pop("pad_token_id", None)
         pad = self._pad_token_id() if pad is None else pad
         prompts = split_rows(inputs, pad)

@@ -26,8 +26,8 @@ from hf_dp.trainer.argument_checks import Problems
 from hf_dp.trainer.argument_table import ArgumentRow, Verdict
 from hf_dp.trainer.arguments import DPTrainingArguments
 from hf_dp.trainer.from_arguments import own_copy
-from hf_dp.trainer.sft_preparation import Preparation, check_rows, refuse_dropped_rows
 from hf_dp.trainer.trainer import DPTrainer
+from hf_dp.trainer.trl_preparation import SFTPreparation, check_rows, refuse_dropped_rows
 
 _BY_ROW = ArgumentRow(Verdict.WORKS, "Says how TRL prepares each row, by itself.")
 _MODEL = ArgumentRow(Verdict.WORKS, "Says how model and tokenizer are loaded.")
@@ -187,7 +187,7 @@ class DPSFTTrainer(DPTrainer):
             # TRL writes new tables, which no longer tell of which rows they were made.
             self._raw_rows = TrainingRows(train_dataset, None)
             refuse_training_rows(eval_dataset, self._raw_rows)
-        self._preparation = Preparation(
+        self._preparation = SFTPreparation(
             model=model,
             args=copy.copy(checked),
             data_collator=data_collator,

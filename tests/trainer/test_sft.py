@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Any
 
-import families
 import pytest
 import torch
+from chat import model, tokenizer, words
 from datasets import Dataset
 from peft import AutoPeftModelForCausalLM, LoraConfig
-from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 from trl import SFTConfig, SFTTrainer
-from trl.chat_template_utils import qwen2_5_chat_template
 
 from hf_dp.errors import DataError, InvalidArgumentError, UnsupportedArgumentError
 from hf_dp.losses import per_example_loss
@@ -21,41 +18,6 @@ from hf_dp.trainer.argument_table import fields_without_a_row
 from hf_dp.trainer.sft import SFT_ROWS, DPSFTConfig, DPSFTTrainer
 
 ROWS = 24
-
-
-@cache
-def _pieces() -> Any:
-    return families._bytes(["<|endoftext|>", "<|im_start|>", "<|im_end|>"])
-
-
-def tokenizer(template: str | None = qwen2_5_chat_template) -> PreTrainedTokenizerFast:
-    made = PreTrainedTokenizerFast(
-        tokenizer_object=_pieces(), eos_token="<|im_end|>", pad_token="<|endoftext|>"
-    )
-    made.chat_template = template
-    return made
-
-
-def model() -> Qwen2ForCausalLM:
-    torch.manual_seed(0)
-    config = Qwen2Config(
-        vocab_size=512,
-        hidden_size=16,
-        intermediate_size=24,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        max_position_embeddings=256,
-        attention_dropout=0.0,
-    )
-    return Qwen2ForCausalLM(config)
-
-
-WORDS = "film plot great dull long short good bad fine poor".split()
-
-
-def words(index: int, count: int) -> str:
-    return " ".join(WORDS[(index * 3 + j * (1 + index % 4)) % len(WORDS)] for j in range(count))
 
 
 def prompts(count: int = ROWS, start: int = 0) -> Dataset:

@@ -1,12 +1,13 @@
-"""What TRL's SFTTrainer makes of model, tokenizer and data before it hands them to Trainer."""
+"""What TRL's trainers make of model, tokenizer and data before they hand them to Trainer."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from datasets import Dataset
 from transformers import Trainer
-from trl import SFTTrainer
+from trl import DPOTrainer, SFTTrainer
 from trl.data_utils import is_conversational, is_conversational_from_value
 
 from hf_dp.errors import DataError
@@ -17,7 +18,7 @@ _TEXTS = ("prompt", "completion", "messages", "chosen", "rejected", "conversatio
 
 
 class _HandedOver(Exception):
-    """Ends SFTTrainer's constructor. Args: given: what Trainer would have been given."""
+    """Ends the constructor of one of TRL's trainers. Args: given: what Trainer would be given."""
 
     def __init__(self, given: dict[str, Any]):
         super().__init__("to DPTrainer")
@@ -25,13 +26,13 @@ class _HandedOver(Exception):
 
 
 class _InPlaceOfTrainer(Trainer):
-    """The next class after SFTTrainer's own: its constructor gets what Trainer's would."""
+    """The next class after TRL's own: its constructor gets what Trainer's would."""
 
     def __init__(self, *args: Any, **given: Any):
         raise _HandedOver(given)
 
 
-class Preparation(SFTTrainer, _InPlaceOfTrainer):
+class SFTPreparation(SFTTrainer, _InPlaceOfTrainer):
     """SFTTrainer's constructor, up to where it calls Trainer's. It trains nothing.
 
     So tokenizer, chat template, padding token, labels and truncation are TRL's own, and nothing of
@@ -54,15 +55,43 @@ class Preparation(SFTTrainer, _InPlaceOfTrainer):
 
         None and the name of a set stay as they are.
         """
-        if dataset is None or isinstance(dataset, str) or self._skip_prepare_dataset:
+        if self._skip_prepare_dataset:
             return dataset
-        if isinstance(dataset, dict):
-            return {name: self._prepared(each, name) for name, each in dataset.items()}
-        return self._prepared(dataset, "eval")
+        return each_set(dataset, self._prepared)
 
     def _prepared(self, dataset: Any, name: str) -> Any:
         args, tokenizer = self.given["args"], self.given["processing_class"]
         return self._prepare_dataset(dataset, tokenizer, args, False, self._formatting_func, name)
+
+
+class DPOPreparation(DPOTrainer, _InPlaceOfTrainer):
+    """The same for DPOTrainer: tokens of prompts and of both answers, without reference model."""
+
+    def __init__(self, **given: Any):
+        try:
+            super().__init__(**given)
+        except _HandedOver as handed:
+            self.given = handed.given
+
+    def of_evaluation(self, dataset: Any) -> Any:
+        """Return an evaluation set as :meth:`SFTPreparation.of_evaluation`."""
+        return each_set(dataset, self._prepared)
+
+    def _prepared(self, dataset: Any, name: str) -> Any:
+        args, tokenizer = self.given["args"], self.given["processing_class"]
+        return self._prepare_dataset(dataset, tokenizer, args, name)
+
+
+def each_set(dataset: Any, prepare: Callable[[Any, str], Any]) -> Any:
+    """Return what ``prepare(set, name)`` makes of a data set, or of each in a mapping.
+
+    None and the name of a set stay as they are.
+    """
+    if dataset is None or isinstance(dataset, str):
+        return dataset
+    if isinstance(dataset, dict):
+        return {name: prepare(each, name) for name, each in dataset.items()}
+    return prepare(dataset, "eval")
 
 
 def check_rows(dataset: Any) -> None:
@@ -80,8 +109,8 @@ def check_rows(dataset: Any) -> None:
     pictures = sorted(set(_PICTURES) & set(dataset.column_names))
     if pictures:
         raise DataError(
-            f"The train_dataset has the column {pictures[0]!r}, and DPSFTTrainer prepares texts "
-            "only. Remove the column, or train with DPTrainer and a collator of your own."
+            f"The train_dataset has the column {pictures[0]!r}, and only texts are "
+            "prepared here. Remove the column, or train with DPTrainer and a collator of your own."
         )
     kinds = [name for name in _TEXTS if name in dataset.column_names]
     if "input_ids" in dataset.column_names or not kinds:
