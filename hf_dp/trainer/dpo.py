@@ -158,7 +158,9 @@ class DPDPOConfig(DPTrainingArguments, DPOConfig):  # type: ignore[misc]  # lear
 class PairCollator:
     """Make a batch of b pairs: the chosen answers' tokens, the rejected answers' beside them.
 
-    Each column has one row for each pair, (b, T) or (b,), so a pair is one example.
+    Each column has one row for each pair, (b, T) or (b,), so a pair is one example. Both answers
+    of a pair are padded to one length, so where tokens are counted, a pair counts as its longer
+    answer.
 
     Args: collate: TRL's collator, which puts all rejected answers after all chosen ones.
     """

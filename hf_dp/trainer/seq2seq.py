@@ -67,9 +67,8 @@ class DPSeq2SeqTrainingArguments(DPTrainingArguments, Seq2SeqTrainingArguments):
                 "predict_with_generate",
                 True,
                 "to be False with privacy_mode='dp_fp'",
-                "DP-FP trains a last layer on one noised representation for each text; generating "
-                "reads one for each token, which nothing was trained on. Use "
-                "privacy_mode='dp_sgd'.",
+                "DP-FP clips and noises one representation of each text, and a model that "
+                "generates has one for each token. Use privacy_mode='dp_sgd'.",
                 UnsupportedArgumentError,
             )
         return problems

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -12,9 +13,20 @@ from peft import LoraConfig, get_peft_model
 from trl import DPOConfig, DPOTrainer
 
 from hf_dp.clipping import ClippingEngine
-from hf_dp.errors import DataError, InvalidArgumentError, UnsupportedArgumentError
+from hf_dp.errors import (
+    DataError,
+    InvalidArgumentError,
+    UnsupportedArgumentError,
+    UnsupportedLossError,
+)
 from hf_dp.trainer.argument_table import fields_without_a_row
-from hf_dp.trainer.dpo import DPO_ROWS, DPDPOConfig, DPDPOTrainer, PairCollator
+from hf_dp.trainer.dpo import (
+    DPO_ROWS,
+    DPDPOConfig,
+    DPDPOTrainer,
+    PairCollator,
+    answer_log_probs,
+)
 from hf_dp.trainer.trainer import DPTrainer
 
 ROWS = 24
@@ -107,6 +119,7 @@ def batch_of(tested: Any, places: list[int]) -> dict[str, torch.Tensor]:
 
 
 PLACES = [0, 3, 5, 10, 11]
+COLUMNS = ("input_ids", "attention_mask", "labels")
 
 
 def test_the_loss_of_a_pair_is_that_of_the_paper(tmp_path):
@@ -147,8 +160,7 @@ def norm(found: dict[str, torch.Tensor]) -> float:
 
 @pytest.mark.parametrize("strategy", ["book_keeping", "two_pass", "per_example"])
 def test_both_answers_of_a_pair_are_clipped_as_one(strategy, tmp_path):
-    """Against autograd on one pair after the other, written out by hand. Were the answers clipped
-    one by one, as if they were two examples, the sums would be others."""
+    """Against autograd on one pair after the other, written out by hand."""
     tested, rows = trainer(tmp_path), pairs()
     policy = tested.model
     alone = [gradients(by_hand(policy, model(), rows[place]), policy) for place in PLACES]
@@ -162,10 +174,26 @@ def test_both_answers_of_a_pair_are_clipped_as_one(strategy, tmp_path):
     for name, total in sums.items():
         exact = sum(weight * each[name] for weight, each in zip(weights, alone, strict=True))
         torch.testing.assert_close(total, exact, rtol=1e-3, atol=1e-4 * clip)
-    one_by_one = tested.compute_per_example_loss(policy, batch_of(tested, PLACES[:1]))
-    ids = batch_of(tested, PLACES[:1])
-    chosen = tested.margins(policy, {**ids, "rejected_labels": ids["rejected_labels"] * 0 - 100})
-    assert norm(gradients(chosen.sum(), policy)) > 0 and len(one_by_one) == 1
+
+
+class OneAnswerEach(DPDPOTrainer):
+    """The planted bug: one loss for each answer, so each is clipped by itself."""
+
+    def compute_per_example_loss(self, model, inputs):
+        both = {name: torch.cat([inputs[name], inputs[f"rejected_{name}"]]) for name in COLUMNS}
+        margins = self.margins(model, inputs).detach()
+        log_probs = answer_log_probs(model, both)
+        pull = self.args.beta * torch.sigmoid(-margins)
+        return torch.cat([-pull, pull]) * log_probs
+
+
+def test_answers_that_are_clipped_by_themselves_are_refused(tmp_path):
+    tested = OneAnswerEach(
+        moved(), model(), arguments(tmp_path), train_dataset=pairs(), processing_class=tokenizer()
+    )
+    with pytest.raises(UnsupportedLossError, match=r"one loss for each example, shape \(1,\)"):
+        tested.train()
+    assert not tested.ledger.steps()
 
 
 def test_a_pair_is_one_row_of_every_column(tmp_path):
@@ -314,6 +342,4 @@ def test_rows_that_trl_would_drop_are_refused(tmp_path):
 
 def test_the_collator_copies(tmp_path):
     """hf_dp gives each row a fresh copy of the collator's state."""
-    import copy
-
     assert isinstance(copy.deepcopy(trainer(tmp_path).data_collator), PairCollator)
