@@ -208,9 +208,16 @@ def test_a_pair_is_one_row_of_every_column(tmp_path):
         assert tokens.tolist() == tokenizer()(text)["input_ids"]
 
 
-def test_the_reference_sees_one_row(tmp_path):
-    """Other neighbors, the same numbers to the last bit."""
-    together = trainer(tmp_path / "a").train_dataset
+def test_the_reference_sees_one_answer_at_a_time(tmp_path):
+    """Without padding; so with other neighbors, the same numbers to the last bit."""
+    reference, seen = model(), []
+    reference.register_forward_pre_hook(
+        lambda module, args, given: seen.append((given["input_ids"], given["attention_mask"])),
+        with_kwargs=True,
+    )
+    together = trainer(tmp_path / "a", given={"ref_model": reference}).train_dataset
+    assert len(seen) == 2 * ROWS
+    assert all(len(tokens) == 1 and bool(mask.all()) for tokens, mask in seen)
     others = pairs(ROWS, 100).to_list()
     among = Dataset.from_list([*others[:3], pairs()[7], *others[3:]])
     beside = trainer(tmp_path / "b", given={"train_dataset": among}).train_dataset
