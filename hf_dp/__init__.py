@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from hf_dp.run.private_run import PrivateRun as PrivateRun
     from hf_dp.statement.statement import PrivacyStatement as PrivacyStatement
     from hf_dp.trainer.arguments import DPTrainingArguments as DPTrainingArguments
+    from hf_dp.trainer.seq2seq import DPSeq2SeqTrainer as DPSeq2SeqTrainer
+    from hf_dp.trainer.seq2seq import DPSeq2SeqTrainingArguments as DPSeq2SeqTrainingArguments
     from hf_dp.trainer.trainer import DPTrainer as DPTrainer
     from hf_dp.tuners.methods import AdapterConfig as AdapterConfig
     from hf_dp.tuners.methods import BitFitConfig as BitFitConfig
@@ -40,6 +42,8 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "ClippingEngine": "hf_dp.clipping",
+    "DPSeq2SeqTrainer": "hf_dp.trainer.seq2seq",
+    "DPSeq2SeqTrainingArguments": "hf_dp.trainer.seq2seq",
     "DPTrainer": "hf_dp.trainer.trainer",
     "DPTrainingArguments": "hf_dp.trainer.arguments",
     "Ledger": "hf_dp.accounting",

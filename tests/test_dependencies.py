@@ -15,7 +15,8 @@ from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-# Imported inside a function, where the feature of an extra is used.
+# Imported inside a function, where the feature of an extra is used, or by a module that is the
+# feature.
 EXTRAS = {
     "matplotlib": "plot",
     "opacus": "bench",
@@ -25,6 +26,7 @@ EXTRAS = {
     "rouge_score": "generation",
     "pycocoevalcap": "generation",
     "bert_score": "generation",
+    "trl": "trl",
 }
 # Imported inside a function that only gets an object of this package.
 OPTIONAL = {"PIL"}

@@ -69,11 +69,13 @@ def test_importing_the_package_is_light():
 # -- pages: README.md, those beside what they describe, and CONTRIBUTING.md ---
 
 README, CONTRIBUTING = ROOT / "README.md", ROOT / ".github" / "CONTRIBUTING.md"
+GENERATION = ROOT / "hf_dp" / "trainer" / "generation.md"
 PAGES = {
     str(path.relative_to(ROOT)): path
     for path in [
         README,
         CONTRIBUTING,
+        GENERATION,
         *(
             page
             for top in ("hf_dp", "recipes", "model_cards")

@@ -17,6 +17,7 @@ import os
 from collections.abc import Callable, Collection, Mapping
 from enum import Enum
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from transformers import TrainingArguments
@@ -48,14 +49,14 @@ class ArgumentRow:
     expected: str = ""
     next_move: str = ""
 
-    def problem(self, name: str, value: object) -> InvalidArgumentError | None:
+    def problem(
+        self, name: str, value: object, where: str = "in private modes"
+    ) -> InvalidArgumentError | None:
         """Return the error for this value, or None if the value is fine; the caller raises it."""
         if self.refuses is None or not self.refuses(value):
             return None
         move = f"{self.reason} {self.next_move}"
-        return invalid(
-            name, value, f"{self.expected} in private modes", move, UnsupportedArgumentError
-        )
+        return invalid(name, value, f"{self.expected} {where}", move, UnsupportedArgumentError)
 
 
 def _works(reason: str) -> ArgumentRow:
@@ -577,26 +578,30 @@ def _row_of_an_unknown(field: dataclasses.Field[Any]) -> ArgumentRow:
     )
 
 
-def fields_without_a_row(arguments_class: type[TrainingArguments] = TrainingArguments) -> list[str]:
-    """List the fields of this class that the table does not know, in their order."""
-    return [
-        field.name
-        for field in dataclasses.fields(arguments_class)
-        if field.name not in ARGUMENT_TABLE
-    ]
+def fields_without_a_row(
+    arguments_class: type[TrainingArguments] = TrainingArguments,
+    more: Mapping[str, ArgumentRow] = MappingProxyType({}),
+) -> list[str]:
+    """List the fields of this class that neither the table nor ``more`` knows, in their order."""
+    known = {**ARGUMENT_TABLE, **more}
+    return [field.name for field in dataclasses.fields(arguments_class) if field.name not in known]
 
 
 def table_problems(
-    args: TrainingArguments, arguments_class: type[TrainingArguments] = TrainingArguments
+    args: TrainingArguments,
+    arguments_class: type[TrainingArguments] = TrainingArguments,
+    more: Mapping[str, ArgumentRow] = MappingProxyType({}),
 ) -> dict[str, InvalidArgumentError]:
     """Return the problems of a private run with these values, by argument.
 
-    Only the fields of ``arguments_class`` are read.
+    Only the fields of ``arguments_class`` are read. ``more`` are rows of fields that
+    ``TrainingArguments`` does not have.
     """
     problems: dict[str, InvalidArgumentError] = {}
+    known = {**ARGUMENT_TABLE, **more}
     for field in dataclasses.fields(arguments_class):
         value = getattr(args, field.name)
-        row = ARGUMENT_TABLE.get(field.name) or _row_of_an_unknown(field)
+        row = known.get(field.name) or _row_of_an_unknown(field)
         problem = row.problem(field.name, value)
         if problem is not None:
             problems[field.name] = problem

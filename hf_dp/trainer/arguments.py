@@ -5,8 +5,10 @@ from __future__ import annotations
 
 import dataclasses
 import typing
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
+from types import MappingProxyType
 
 from transformers import TrainingArguments
 
@@ -27,7 +29,7 @@ from hf_dp.trainer.argument_checks import (
     raise_all,
     surrounding_problems,
 )
-from hf_dp.trainer.argument_table import environment_problems, table_problems
+from hf_dp.trainer.argument_table import ArgumentRow, environment_problems, table_problems
 from hf_dp.trainer.forward_arguments import (
     ForwardArguments,
     forward_problems,
@@ -190,6 +192,10 @@ class DPTrainingArguments(ForwardArguments, TrainingArguments):
     """
 
     _VALID_DICT_FIELDS = [*TrainingArguments._VALID_DICT_FIELDS, "padding_values"]
+    # The class whose arguments a private run judges, and rows for those of them that
+    # TrainingArguments does not have.
+    _INHERITED: typing.ClassVar[type[TrainingArguments]] = TrainingArguments
+    _ROWS: typing.ClassVar[Mapping[str, ArgumentRow]] = MappingProxyType({})
 
     # --- privacy budget ---
     privacy_mode: str = field(
@@ -450,7 +456,8 @@ class DPTrainingArguments(ForwardArguments, TrainingArguments):
         check_release(self, problems)
         check_noised_loss(self, problems)
         forward_problems(self, partial(attempt, self), problems)
-        return {**table_problems(self), **environment_problems(self.report_to), **problems}
+        inherited = table_problems(self, self._INHERITED, self._ROWS)
+        return {**inherited, **environment_problems(self.report_to), **problems}
 
     def _ignored_privacy_arguments(self) -> Problems:
         """Return the privacy arguments that were set although the mode does not read them."""

@@ -18,16 +18,22 @@ from hf_dp.trainer.privacy_modes import MODES
 from hf_dp.tuners.base import Tuner
 
 
-def own_copy(args: object) -> DPTrainingArguments:
+def own_copy(
+    args: object, arguments_class: type[DPTrainingArguments] = DPTrainingArguments
+) -> DPTrainingArguments:
     """Return a checked copy of the arguments: steps are written into it, and the caller's may serve
-    another run."""
-    if not isinstance(args, DPTrainingArguments):
+    another run.
+
+    Raises: InvalidArgumentError for arguments of another class than this trainer's.
+    """
+    if not isinstance(args, arguments_class):
+        name, given = arguments_class.__name__, type(args).__name__
+        theirs = "TrainingArguments" if args is None else given
         raise invalid(
             "args",
-            type(args).__name__,
-            "to be DPTrainingArguments",
-            "Replace TrainingArguments(...) by DPTrainingArguments(..., target_epsilon=3, "
-            "expected_batch_size=1024).",
+            given,
+            f"to be {name}",
+            f"Replace {theirs}(...) by {name}(..., target_epsilon=3, expected_batch_size=1024).",
         )
     copied = copy.copy(args)
     copied.hub_token = args.hub_token  # a copy, like a pickle, goes without it

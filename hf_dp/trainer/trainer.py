@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -114,6 +114,7 @@ class DPTrainer(Publishing):
     """
 
     args: DPTrainingArguments
+    arguments_class: ClassVar[type[DPTrainingArguments]] = DPTrainingArguments
     model: Any
     loss_is_scaled_for_ga = True
     privacy_plan: PrivacyPlan | None
@@ -143,7 +144,7 @@ class DPTrainer(Publishing):
         *,
         peft_config: Any = None,
     ):
-        args = own_copy(args)
+        args = own_copy(args, self.arguments_class)
         self.privacy_plan = None
         tuner = tuner_for(peft_config, args.is_private)
         self.tuner = tuner or Tuner()

@@ -1,0 +1,168 @@
+"""``DPSeq2SeqTrainer``: DPTrainer with generation during evaluation and prediction."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments, TrainingArguments
+
+from hf_dp._validate import invalid
+from hf_dp.errors import DataError, InvalidArgumentError, UnsupportedArgumentError
+from hf_dp.losses import base_model
+from hf_dp.plans.dp_fp import DP_FP
+from hf_dp.trainer.argument_checks import Problems
+from hf_dp.trainer.argument_table import ArgumentRow, Verdict
+from hf_dp.trainer.arguments import DPTrainingArguments
+from hf_dp.trainer.prompts import split_rows
+from hf_dp.trainer.trainer import DPTrainer
+
+_GENERATION = ArgumentRow(
+    Verdict.WORKS, "Concerns evaluation only; epsilon does not cover evaluation data."
+)
+SEQ2SEQ_ROWS: Mapping[str, ArgumentRow] = MappingProxyType(
+    {
+        "sortish_sampler": ArgumentRow(
+            Verdict.REFUSED,
+            "Every logical batch is a Poisson draw; transformers ignores this argument.",
+            bool,
+            "to be False",
+            "Remove it; physical batches are sorted by length anyway.",
+        ),
+        "predict_with_generate": _GENERATION,
+        "generation_max_length": _GENERATION,
+        "generation_num_beams": _GENERATION,
+        "generation_config": _GENERATION,
+    }
+)
+_DEFAULT_LENGTH = 20  # transformers' own
+
+
+@dataclass
+class DPSeq2SeqTrainingArguments(DPTrainingArguments, Seq2SeqTrainingArguments):
+    r"""
+    Configuration of [`DPSeq2SeqTrainer`]: the arguments of [`DPTrainingArguments`] and of
+    [`~transformers.Seq2SeqTrainingArguments`].
+
+    For a decoder-only model, `generation_max_length` counts new tokens, as it does for the decoder
+    of an encoder-decoder: it does not depend on the prompts of a batch.
+
+    Raises:
+        UnsupportedArgumentError, InvalidArgumentError: as [`DPTrainingArguments`], and for
+            `predict_with_generate` with DP-FP.
+    """
+
+    _INHERITED: ClassVar[type[TrainingArguments]] = Seq2SeqTrainingArguments
+    _ROWS: ClassVar[Mapping[str, ArgumentRow]] = SEQ2SEQ_ROWS
+
+    def _setting_problems(self) -> Problems:
+        problems = super()._setting_problems()
+        if self.predict_with_generate and self.privacy_mode == DP_FP:
+            problems["predict_with_generate"] = invalid(
+                "predict_with_generate",
+                True,
+                "to be False with privacy_mode='dp_fp'",
+                "DP-FP clips and noises one representation of each text, and a model that "
+                "generates has one for each token. Use privacy_mode='dp_sgd'.",
+                UnsupportedArgumentError,
+            )
+        return problems
+
+
+class DPSeq2SeqTrainer(DPTrainer, Seq2SeqTrainer):
+    """Train privately, and generate during evaluation and prediction: a drop-in for
+    :class:`transformers.Seq2SeqTrainer`, for encoder-decoders and for decoder-only models.
+
+    With ``predict_with_generate``, predictions are the generated tokens. An encoder-decoder
+    generates as in transformers. A decoder-only model is given what stands before a row's first
+    label that is not -100, padded on the left, so labels must mask the prompt; ``predictions`` are
+    the new tokens alone and ``label_ids`` the target tokens. Keywords of ``generate`` may be passed
+    to ``evaluate`` and ``predict``; lengths count new tokens.
+
+    Generation reads released weights and evaluation rows. Sampling draws from torch's public
+    generators, from which a private step takes nothing.
+
+    Args: those of :class:`DPTrainer`; ``args`` are :class:`DPSeq2SeqTrainingArguments`.
+
+    Raises: as :class:`DPTrainer`; in evaluation, DataError for rows that have no prompt, several
+        answers, or do not fit into the model's context.
+    """
+
+    args: DPSeq2SeqTrainingArguments
+    arguments_class: ClassVar[type[DPTrainingArguments]] = DPSeq2SeqTrainingArguments
+    _gen_kwargs: dict[str, Any]
+
+    def prediction_step(
+        self,
+        model: nn.Module,
+        inputs: dict[str, Any],
+        prediction_loss_only: bool,
+        ignore_keys: list[str] | None = None,
+        **gen_kwargs: Any,
+    ) -> tuple[Any, Any, Any]:
+        """Return (loss, new tokens, target tokens) of a batch, as
+        :class:`transformers.Seq2SeqTrainer` does."""
+        config = getattr(base_model(self.model), "config", None)
+        generates = self.args.predict_with_generate and not prediction_loss_only
+        if not generates or getattr(config, "is_encoder_decoder", False):
+            return super().prediction_step(
+                model, inputs, prediction_loss_only, ignore_keys, **gen_kwargs
+            )
+        inputs = self._prepare_inputs(inputs)
+        given = gen_kwargs or getattr(self, "_gen_kwargs", {})
+        options = {name: value for name, value in given.items() if value is not None}
+        pad = options.pop("pad_token_id", None)
+        pad = self._pad_token_id() if pad is None else pad
+        prompts = split_rows(inputs, pad)
+        new = self._number_of_new_tokens(options)
+        self._refuse_beyond_context(prompts.length, new)
+        loss = None
+        if prompts.targets is not None:
+            loss, _, _ = super().prediction_step(model, inputs, True, ignore_keys)
+        with torch.no_grad():
+            tokens = self.model.generate(
+                **prompts.inputs, **options, pad_token_id=pad, max_new_tokens=new
+            )
+        answers = tokens[:, prompts.length :]
+        return loss, F.pad(answers, (0, new - answers.shape[1]), value=pad), prompts.targets
+
+    def _number_of_new_tokens(self, options: dict[str, Any]) -> int:
+        """Return how many tokens are generated at most, and take the lengths out of ``options``."""
+        known = self.model.generation_config
+        given = (options.pop("max_new_tokens", None), options.pop("max_length", None))
+        of_model = (known.max_new_tokens, known.max_length)
+        return next((int(each) for each in (*given, *of_model) if each), _DEFAULT_LENGTH)
+
+    def _refuse_beyond_context(self, prompt: int, new: int) -> None:
+        config = getattr(base_model(self.model), "config", None)
+        context = getattr(config, "max_position_embeddings", None)
+        if isinstance(context, int) and prompt + new > context:
+            raise DataError(
+                f"The longest prompt of a batch has {prompt} tokens, and {new} new ones do not fit "
+                f"beside it into the model's context of {context}. Truncate the prompts, or lower "
+                "generation_max_length."
+            )
+
+    def _pad_token_id(self) -> int:
+        known = (
+            getattr(self.processing_class, "pad_token_id", None),
+            getattr(self.model.generation_config, "pad_token_id", None),
+            getattr(base_model(self.model).config, "pad_token_id", None),
+            getattr(self.processing_class, "eos_token_id", None),
+            getattr(self.model.generation_config, "eos_token_id", None),
+        )
+        for each in known:
+            if isinstance(each, (list, tuple)) and each:
+                each = each[0]
+            if isinstance(each, int):
+                return each
+        raise InvalidArgumentError(
+            "Expected a padding token to generate in batches, but neither `processing_class` nor "
+            "the model's configuration has a pad_token_id or an eos_token_id. Set "
+            "tokenizer.pad_token and pass the tokenizer as `processing_class`."
+        )

@@ -1,0 +1,144 @@
+"""What TRL's trainers make of model, tokenizer and data before they hand them to Trainer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from datasets import Dataset
+from transformers import Trainer
+from trl import DPOTrainer, SFTTrainer
+from trl.data_utils import is_conversational, is_conversational_from_value
+
+from hf_dp.errors import DataError
+
+_PICTURES = ("image", "images")
+# By which columns TRL tells conversations from texts.
+_TEXTS = ("prompt", "completion", "messages", "chosen", "rejected", "conversations")
+
+
+class _HandedOver(Exception):
+    """Ends the constructor of one of TRL's trainers. Args: given: what Trainer would be given."""
+
+    def __init__(self, given: dict[str, Any]):
+        super().__init__("to DPTrainer")
+        self.given = given
+
+
+class _InPlaceOfTrainer(Trainer):
+    """The next class after TRL's own: its constructor gets what Trainer's would."""
+
+    def __init__(self, *args: Any, **given: Any):
+        raise _HandedOver(given)
+
+
+class SFTPreparation(SFTTrainer, _InPlaceOfTrainer):
+    """SFTTrainer's constructor, up to where it calls Trainer's. It trains nothing.
+
+    So tokenizer, chat template, padding token, labels and truncation are TRL's own, and nothing of
+    what follows happens: no fused head, no metrics of batches.
+
+    Args: those of SFTTrainer.
+
+    Attributes:
+        given: model, data_collator, train_dataset, eval_dataset and processing_class, prepared.
+    """
+
+    def __init__(self, **given: Any):
+        try:
+            super().__init__(**given)
+        except _HandedOver as handed:
+            self.given = handed.given
+
+    def of_evaluation(self, dataset: Any) -> Any:
+        """Return an evaluation set, or a mapping of them, prepared as the training set was.
+
+        None and the name of a set stay as they are.
+        """
+        if self._skip_prepare_dataset:
+            return dataset
+        return each_set(dataset, self._prepared)
+
+    def _prepared(self, dataset: Any, name: str) -> Any:
+        args, tokenizer = self.given["args"], self.given["processing_class"]
+        return self._prepare_dataset(dataset, tokenizer, args, False, self._formatting_func, name)
+
+
+class DPOPreparation(DPOTrainer, _InPlaceOfTrainer):
+    """The same for DPOTrainer: tokens of prompts and of both answers, without reference model."""
+
+    def __init__(self, **given: Any):
+        try:
+            super().__init__(**given)
+        except _HandedOver as handed:
+            self.given = handed.given
+
+    def of_evaluation(self, dataset: Any) -> Any:
+        """Return an evaluation set as :meth:`SFTPreparation.of_evaluation`."""
+        return each_set(dataset, self._prepared)
+
+    def _prepared(self, dataset: Any, name: str) -> Any:
+        args, tokenizer = self.given["args"], self.given["processing_class"]
+        return self._prepare_dataset(dataset, tokenizer, args, name)
+
+
+def each_set(dataset: Any, prepare: Callable[[Any, str], Any]) -> Any:
+    """Return what ``prepare(set, name)`` makes of a data set, or of each in a mapping.
+
+    None and the name of a set stay as they are.
+    """
+    if dataset is None or isinstance(dataset, str):
+        return dataset
+    if isinstance(dataset, dict):
+        return {name: prepare(each, name) for name, each in dataset.items()}
+    return prepare(dataset, "eval")
+
+
+def check_rows(dataset: Any) -> None:
+    """Check that TRL prepares each row for itself.
+
+    It decides by the first row whether all are conversations, so all must be of one kind.
+
+    Raises: DataError for another kind of data set, for images, and for a row unlike the first.
+    """
+    if not isinstance(dataset, Dataset):
+        raise DataError(
+            f"Expected `train_dataset` to be a datasets.Dataset, got {type(dataset).__name__}. "
+            "Make one with Dataset.from_list(rows); load without streaming=True."
+        )
+    pictures = sorted(set(_PICTURES) & set(dataset.column_names))
+    if pictures:
+        raise DataError(
+            f"The train_dataset has the column {pictures[0]!r}, and only texts are "
+            "prepared here. Remove the column, or train with DPTrainer and a collator of your own."
+        )
+    kinds = [name for name in _TEXTS if name in dataset.column_names]
+    if "input_ids" in dataset.column_names or not kinds:
+        return
+    first = None
+    for index, row in enumerate(dataset.select_columns(kinds)):
+        try:
+            kind = (is_conversational(row), is_conversational_from_value(row))
+        except IndexError:
+            raise DataError(
+                f"Row {index} of the train_dataset has no messages. Leave it out."
+            ) from None
+        first = kind if first is None else first
+        if kind != first:
+            raise DataError(
+                f"Row {index} of the train_dataset is of another kind than the first (a text and a "
+                "conversation), by which TRL prepares them all. Give all rows one format."
+            )
+
+
+def refuse_dropped_rows(before: Any, after: Any, max_length: int | None) -> None:
+    """Raise DataError when rows were dropped: their number is public, and must not depend on what
+    is in them."""
+    dropped = len(before) - len(after)
+    if dropped:
+        raise DataError(
+            f"{dropped} of the {len(before)} rows have no token to predict within max_length="
+            f"{max_length}. TRL drops such rows, but how many rows there are is public in the "
+            "privacy statement and must not depend on their texts. Raise max_length (None: no "
+            "limit), or leave such rows out by a rule that you may tell everyone."
+        )

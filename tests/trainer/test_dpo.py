@@ -1,0 +1,352 @@
+"""DPDPOTrainer: a pair is one example, whose loss is that of the DPO paper."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from chat import model, tokenizer, words
+from datasets import Dataset
+from peft import LoraConfig, get_peft_model
+from trl import DPOConfig, DPOTrainer
+
+from hf_dp.clipping import ClippingEngine
+from hf_dp.errors import (
+    DataError,
+    InvalidArgumentError,
+    UnsupportedArgumentError,
+    UnsupportedLossError,
+)
+from hf_dp.trainer.argument_table import fields_without_a_row
+from hf_dp.trainer.dpo import (
+    DPO_ROWS,
+    DPDPOConfig,
+    DPDPOTrainer,
+    PairCollator,
+    answer_log_probs,
+)
+from hf_dp.trainer.trainer import DPTrainer
+
+ROWS = 24
+BETA = 0.5
+
+
+def pairs(count: int = ROWS, start: int = 0) -> Dataset:
+    return Dataset.from_list(
+        [
+            {
+                "prompt": f"{i}: {words(i, 1 + i % 3)}?",
+                "chosen": f" {words(i + 1, 1 + i % 4)}.",
+                "rejected": f" {words(i + 2, 1 + (i * 3) % 5)}!",
+            }
+            for i in range(start, start + count)
+        ]
+    )
+
+
+def talks(count: int = ROWS, start: int = 0) -> Dataset:
+    def said(role: str, text: str) -> list[dict[str, str]]:
+        return [{"role": role, "content": text}]
+
+    return Dataset.from_list(
+        [
+            {
+                "prompt": said("user", row["prompt"]),
+                "chosen": said("assistant", row["chosen"]),
+                "rejected": said("assistant", row["rejected"]),
+            }
+            for row in pairs(count, start)
+        ]
+    )
+
+
+def moved() -> Any:
+    """A policy that is not its reference any more."""
+    made = model()
+    with torch.no_grad():
+        for parameter in made.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    return made
+
+
+def arguments(folder: Any, **options: Any) -> DPDPOConfig:
+    values = {
+        "noise_multiplier": 1.0,
+        "expected_batch_size": 6,
+        "per_device_train_batch_size": 4,
+        "per_device_eval_batch_size": 4,
+        "max_steps": 2,
+        "save_strategy": "no",
+        "use_cpu": True,
+        "disable_tqdm": True,
+        "beta": BETA,
+        **options,
+    }
+    return DPDPOConfig(str(folder), **values)
+
+
+def trainer(folder: Any, made: Any = pairs, given: dict[str, Any] | None = None, **options: Any):
+    keywords = {
+        "model": moved(),
+        "ref_model": model(),
+        "processing_class": tokenizer(),
+        "train_dataset": made(),
+        **(given or {}),
+    }
+    return DPDPOTrainer(args=arguments(folder, **options), **keywords)
+
+
+def by_hand(policy: Any, reference: Any, row: dict[str, Any]) -> torch.Tensor:
+    """The loss of one pair, from unpadded texts."""
+    prompt = tokenizer()(row["prompt"])["input_ids"]
+    ratios = []
+    for answer in (row["chosen"], row["rejected"]):
+        tokens = torch.tensor(tokenizer()(row["prompt"] + answer + "<|im_end|>")["input_ids"])
+        assert tokens[: len(prompt)].tolist() == prompt
+        by_model = []
+        for each in (policy, reference):
+            logits = each(tokens[None]).logits[0, :-1].log_softmax(-1)
+            picked = logits.gather(1, tokens[1:, None])[:, 0]
+            by_model.append(picked[len(prompt) - 1 :].sum())
+        ratios.append(by_model[0] - by_model[1].detach())
+    return -torch.log(torch.sigmoid(BETA * (ratios[0] - ratios[1])))
+
+
+def batch_of(tested: Any, places: list[int]) -> dict[str, torch.Tensor]:
+    return tested.data_collator([tested.train_dataset[place] for place in places])
+
+
+PLACES = [0, 3, 5, 10, 11]
+COLUMNS = ("input_ids", "attention_mask", "labels")
+
+
+def test_the_loss_of_a_pair_is_that_of_the_paper(tmp_path):
+    tested, rows = trainer(tmp_path), pairs()
+    losses = tested.compute_per_example_loss(tested.model, batch_of(tested, PLACES))
+    expected = torch.stack([by_hand(tested.model, model(), rows[place]) for place in PLACES])
+    torch.testing.assert_close(losses, expected, rtol=1e-4, atol=1e-5)
+    assert losses.std() > 0.01
+
+
+def test_the_loss_is_that_of_trl(tmp_path):
+    args = DPOConfig(
+        str(tmp_path / "trl"), use_cpu=True, bf16=False, beta=BETA, report_to="none",
+        per_device_eval_batch_size=1, gradient_checkpointing=False, disable_tqdm=True,
+    )  # fmt: skip
+    theirs = DPOTrainer(
+        moved(),
+        model(),
+        args,
+        train_dataset=pairs(),
+        eval_dataset=pairs(),
+        processing_class=tokenizer(),
+    )
+    tested = trainer(tmp_path, evaluate_on_training_rows=True)
+    assert tested.evaluate(pairs())["eval_loss"] == pytest.approx(
+        theirs.evaluate()["eval_loss"], rel=1e-4
+    )
+
+
+def gradients(loss: torch.Tensor, policy: Any) -> dict[str, torch.Tensor]:
+    found = torch.autograd.grad(loss, list(policy.parameters()))
+    return dict(zip(dict(policy.named_parameters()), found, strict=True))
+
+
+def norm(found: dict[str, torch.Tensor]) -> float:
+    return float(sum(each.double().square().sum() for each in found.values()) ** 0.5)
+
+
+@pytest.mark.parametrize("strategy", ["book_keeping", "two_pass", "per_example"])
+def test_both_answers_of_a_pair_are_clipped_as_one(strategy, tmp_path):
+    """Against autograd on one pair after the other, written out by hand."""
+    tested, rows = trainer(tmp_path), pairs()
+    policy = tested.model
+    alone = [gradients(by_hand(policy, model(), rows[place]), policy) for place in PLACES]
+    expected = [norm(each) for each in alone]
+    clip = sorted(expected)[2] * 0.99
+    with ClippingEngine(policy, clip, strategy=strategy) as engine:
+        norms = engine.backward(tested.compute_per_example_loss(policy, batch_of(tested, PLACES)))
+        sums = engine.collect()
+    assert norms.tolist() == pytest.approx(expected, rel=1e-3)
+    weights = [min(1.0, clip / each) for each in expected]
+    for name, total in sums.items():
+        exact = sum(weight * each[name] for weight, each in zip(weights, alone, strict=True))
+        torch.testing.assert_close(total, exact, rtol=1e-3, atol=1e-4 * clip)
+
+
+class OneAnswerEach(DPDPOTrainer):
+    """The planted bug: one loss for each answer, so each is clipped by itself."""
+
+    def compute_per_example_loss(self, model, inputs):
+        both = {name: torch.cat([inputs[name], inputs[f"rejected_{name}"]]) for name in COLUMNS}
+        margins = self.margins(model, inputs).detach()
+        log_probs = answer_log_probs(model, both)
+        pull = self.args.beta * torch.sigmoid(-margins)
+        return torch.cat([-pull, pull]) * log_probs
+
+
+def test_answers_that_are_clipped_by_themselves_are_refused(tmp_path):
+    tested = OneAnswerEach(
+        moved(), model(), arguments(tmp_path), train_dataset=pairs(), processing_class=tokenizer()
+    )
+    with pytest.raises(UnsupportedLossError, match=r"one loss for each example, shape \(1,\)"):
+        tested.train()
+    assert not tested.ledger.steps()
+
+
+def test_a_pair_is_one_row_of_every_column(tmp_path):
+    tested = trainer(tmp_path)
+    assert {len(value) for value in batch_of(tested, PLACES).values()} == {len(PLACES)}
+    alone = batch_of(tested, [3])
+    for prefix in ("", "rejected_"):
+        attended = alone[f"{prefix}attention_mask"][0].bool()
+        tokens = alone[f"{prefix}input_ids"][0, attended]
+        answer = pairs()[3]["rejected" if prefix else "chosen"]
+        text = pairs()[3]["prompt"] + answer + "<|im_end|>"
+        assert tokens.tolist() == tokenizer()(text)["input_ids"]
+
+
+def test_the_reference_sees_one_answer_at_a_time(tmp_path):
+    """Without padding; so with other neighbors, the same numbers to the last bit."""
+    reference, seen = model(), []
+    reference.register_forward_pre_hook(
+        lambda module, args, given: seen.append((given["input_ids"], given["attention_mask"])),
+        with_kwargs=True,
+    )
+    together = trainer(tmp_path / "a", given={"ref_model": reference}).train_dataset
+    assert len(seen) == 2 * ROWS
+    assert all(len(tokens) == 1 and bool(mask.all()) for tokens, mask in seen)
+    others = pairs(ROWS, 100).to_list()
+    among = Dataset.from_list([*others[:3], pairs()[7], *others[3:]])
+    beside = trainer(tmp_path / "b", given={"train_dataset": among}).train_dataset
+    for name in ("ref_chosen_logps", "ref_rejected_logps"):
+        assert beside[3][name] == together[7][name] != together[8][name]
+
+
+def test_without_a_reference_it_is_the_model_before_training(tmp_path):
+    tested = trainer(tmp_path, given={"ref_model": None})
+    losses = tested.compute_per_example_loss(tested.model, batch_of(tested, PLACES))
+    torch.testing.assert_close(losses, torch.full_like(losses, 2.0).log())
+
+
+@pytest.mark.parametrize("made", [pairs, talks])
+@pytest.mark.parametrize("lora", [False, True])
+def test_a_private_run_is_proven(made, lora, tmp_path):
+    config = LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM")
+    seen = []
+
+    def metrics(prediction):
+        seen.append(prediction.predictions.shape)
+        return {"preferred": float((prediction.predictions > 0).mean())}
+
+    tested = trainer(
+        tmp_path,
+        made,
+        given={
+            "ref_model": None,
+            "eval_dataset": made(6, 100),
+            "peft_config": config if lora else None,
+            "compute_metrics": metrics,
+        },
+        eval_strategy="steps",
+        eval_steps=1,
+    )
+    tested.train()
+    assert tested.privacy_statement().status == "proven" and tested.ledger.steps() == 2
+    assert seen == [(6,)] * 2
+    assert tested.state.log_history[-2]["eval_loss"] > 0
+
+
+def test_left_padding_changes_nothing(tmp_path):
+    left = tokenizer()
+    left.padding_side = "left"
+    right, tested = (
+        trainer(tmp_path / "r"),
+        trainer(tmp_path / "l", given={"processing_class": left}),
+    )
+    for each in (right, tested):
+        each.check_engine()
+    losses = [
+        each.compute_per_example_loss(each.model, batch_of(each, PLACES))
+        for each in (right, tested)
+    ]
+    torch.testing.assert_close(*losses)
+
+
+# -- what is refused ---
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "message"),
+    [
+        ("loss_type", ["ipo"], r"`loss_type` to be \[\"sigmoid\"\].*none of its variants"),
+        ("label_smoothing", 0.1, "`label_smoothing` to be 0"),
+        ("use_weighting", True, "`use_weighting` to be False"),
+        ("ld_alpha", 0.5, "`ld_alpha` to be None"),
+        ("f_divergence_type", "js_divergence", "`f_divergence_type`"),
+        ("padding_free", True, "`padding_free` to be False.*flattens"),
+        ("sync_ref_model", True, "`sync_ref_model` to be False.*frozen"),
+        ("router_aux_loss_coef", 0.1, "`router_aux_loss_coef`"),
+        ("activation_offloading", True, "`activation_offloading`"),
+        ("privacy_mode", "non_private", "`privacy_mode` to be 'dp_sgd'.*trl.DPOTrainer"),
+    ],
+)
+def test_refused_arguments(option, value, message, tmp_path):
+    unset = (
+        {"noise_multiplier": None, "expected_batch_size": None} if option == "privacy_mode" else {}
+    )
+    with pytest.raises(UnsupportedArgumentError, match=message):
+        arguments(tmp_path, **{option: value}, **unset)
+
+
+def test_beta_is_positive(tmp_path):
+    with pytest.raises(InvalidArgumentError, match="`beta`"):
+        arguments(tmp_path, beta=0)
+
+
+def test_every_argument_of_trl_has_a_row():
+    assert fields_without_a_row(DPOConfig, DPO_ROWS) == []
+    assert set(fields_without_a_row(DPOConfig)) == set(DPO_ROWS)
+
+
+def test_trls_trainer_mixed_with_ours_is_refused(tmp_path):
+    class Mixed(DPTrainer, DPOTrainer):
+        arguments_class = DPDPOConfig
+
+    with pytest.raises(UnsupportedArgumentError, match="Mixed overrides compute_loss"):
+        Mixed(model(), arguments(tmp_path), train_dataset=pairs())
+
+
+def test_an_adapter_is_refused(tmp_path):
+    adapted = get_peft_model(model(), LoraConfig(r=2, target_modules=["q_proj"]))
+    with pytest.raises(InvalidArgumentError, match="`model` to be a model without adapter"):
+        trainer(tmp_path, given={"model": adapted})
+
+
+def test_new_pairs_need_a_reference(tmp_path):
+    tested = trainer(tmp_path, given={"ref_model": None})
+    with pytest.raises(DataError, match="nothing else knows the reference"):
+        tested.evaluate(pairs(4, 100))
+    assert trainer(tmp_path).predict(pairs(4, 100)).predictions.shape == (4,)
+
+
+def test_evaluation_on_training_rows_is_refused(tmp_path):
+    rows = pairs()
+    with pytest.raises(UnsupportedArgumentError, match="held-out set"):
+        trainer(tmp_path, given={"train_dataset": rows, "eval_dataset": rows.select(range(4))})
+    tested = trainer(tmp_path, given={"train_dataset": rows})
+    with pytest.raises(UnsupportedArgumentError, match="held-out set"):
+        tested.evaluate(rows.select(range(4)))
+
+
+def test_rows_that_trl_would_drop_are_refused(tmp_path):
+    long = [*pairs().to_list(), {"prompt": "film " * 50, "chosen": ".", "rejected": "!"}]
+    with pytest.raises(DataError, match="1 of the 25 rows have no token to predict"):
+        trainer(tmp_path, given={"train_dataset": Dataset.from_list(long)}, max_length=40)
+
+
+def test_the_collator_copies(tmp_path):
+    """hf_dp gives each row a fresh copy of the collator's state."""
+    assert isinstance(copy.deepcopy(trainer(tmp_path).data_collator), PairCollator)

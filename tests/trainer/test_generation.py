@@ -1,0 +1,342 @@
+"""DPSeq2SeqTrainer: what is generated, from which prompts, and what generation leaves alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import datasets
+import numpy as np
+import pytest
+import tiny
+import torch
+from generating import FAMILIES, NEW, TARGETS, alone, causal, pairs, t5, texts, trainer
+from models import POSITIONS, gpt2, llama
+from peft import LoraConfig
+from transformers import (
+    DataCollatorForLanguageModeling,
+    GenerationConfig,
+    GPT2LMHeadModel,
+    pipeline,
+)
+
+from hf_dp import DPSeq2SeqTrainer, DPSeq2SeqTrainingArguments
+from hf_dp.errors import DataError, InvalidArgumentError, UnsupportedArgumentError
+from hf_dp.trainer import seq2seq
+from hf_dp.trainer.argument_table import fields_without_a_row
+from hf_dp.trainer.arguments import DPTrainingArguments
+from hf_dp.trainer.prompts import Prompts, split_rows
+
+
+def targets(rows: datasets.Dataset) -> list[list[int]]:
+    return [[label for label in row["labels"] if label != -100] for row in rows]
+
+
+def without_padding(labels: np.ndarray) -> list[list[int]]:
+    return [[int(label) for label in row if label != -100] for row in labels]
+
+
+# -- what is generated ---
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_answers_in_a_batch_are_those_of_prompts_alone(family, side, tmp_path):
+    tokenizer = tiny.tokenizer()
+    tokenizer.padding_side = side
+    model = causal(family)
+    tested = trainer(tmp_path, model, given={"processing_class": tokenizer})
+    rows = texts(10, 1)
+    found = tested.predict(rows)
+    assert found.predictions.tolist() == [alone(model, row) for row in rows]
+    assert len({tuple(row) for row in found.predictions.tolist()}) > 5  # they depend on the prompt
+    assert without_padding(found.label_ids) == targets(rows)
+    assert found.metrics["test_rows"] == 10 and np.isfinite(found.metrics["test_loss"])
+
+
+def test_the_same_with_beams(tmp_path):
+    model = causal()
+    rows = texts(10, 1)
+    found = trainer(tmp_path, model, generation_num_beams=3).predict(rows)
+    assert found.predictions.tolist() == [alone(model, row, num_beams=3) for row in rows]
+
+
+def given_to_generate(tested, rows) -> list[torch.Tensor]:
+    """The prompts that the model was given, batch by batch."""
+    seen, generate = [], tested.model.generate
+
+    def watched(**inputs):
+        seen.append(inputs["input_ids"])
+        return generate(**inputs)
+
+    tested.model.generate = watched
+    tested.predict(rows)
+    return seen
+
+
+def leaves_the_target(inputs, pad_token_id) -> Prompts:
+    """The planted bug: the row as it is, for a prompt."""
+    right = split_rows(inputs, pad_token_id)
+    whole = {name: inputs[name] for name in ("input_ids", "attention_mask")}
+    return Prompts(whole, right.targets)
+
+
+def test_no_target_reaches_generate(tmp_path, monkeypatch):
+    tested, rows = trainer(tmp_path), texts(10, 1)
+    assert all(bool((tokens < TARGETS).all()) for tokens in given_to_generate(tested, rows))
+    monkeypatch.setattr(seq2seq, "split_rows", leaves_the_target)
+    tested = trainer(tmp_path / "planted")
+    assert any(bool((tokens >= TARGETS).any()) for tokens in given_to_generate(tested, rows))
+    found = tested.predict(rows).predictions.tolist()
+    assert found != [alone(tested.model, row) for row in rows]
+
+
+def test_a_row_without_target_is_a_prompt_as_a_whole(tmp_path):
+    model = causal()
+    rows = texts(4, 1).map(lambda row: {"labels": [-100] * len(row["input_ids"])})
+    tested = trainer(tmp_path, model)
+    found = tested.predict(rows)
+    assert found.predictions.tolist() == [alone(model, row) for row in rows]
+    assert without_padding(found.label_ids) == [[]] * 4
+    unlabeled = tested.predict(rows.remove_columns("labels"))
+    assert unlabeled.predictions.tolist() == found.predictions.tolist()
+    assert unlabeled.label_ids is None and "test_loss" not in unlabeled.metrics
+
+
+def test_lengths_count_new_tokens_and_may_be_given_to_evaluate(tmp_path):
+    tested, rows = trainer(tmp_path, generation_max_length=None), texts(10, 1)
+    assert tested.predict(rows).predictions.shape == (10, 20)  # transformers' default
+    assert tested.predict(rows, max_length=3).predictions.shape == (10, 3)
+    assert tested.predict(rows, max_new_tokens=4).predictions.shape == (10, 4)
+    tested.model.generation_config.max_new_tokens = 5
+    assert tested.predict(rows).predictions.shape == (10, 5)
+
+
+def test_an_adapter_generates(tmp_path):
+    tested = trainer(
+        tmp_path,
+        llama(dtype=torch.float32),
+        given={"peft_config": LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False)},
+    )
+    rows = texts(6, 1)
+    found = tested.predict(rows).predictions.tolist()
+    assert found == [alone(tested.model, row) for row in rows]
+    with tested.model.disable_adapter():
+        assert found != [alone(tested.model, row) for row in rows]
+
+
+def test_an_encoder_decoder_generates_as_in_transformers(tmp_path):
+    model = t5()
+    tested, rows = trainer(tmp_path, model), pairs(6, 1)
+    found = tested.predict(rows)
+    for row, got in zip(rows, found.predictions.tolist()):
+        tokens = torch.tensor([row["input_ids"]])
+        expected = model.generate(input_ids=tokens, max_length=NEW)[0].tolist()
+        assert got[: len(expected)] == expected and not any(got[len(expected) :])
+    assert without_padding(np.where(found.label_ids == 0, -100, found.label_ids)) == targets(rows)
+
+
+# -- rows that cannot be cut ---
+
+
+def batch(**changes: Any) -> dict[str, torch.Tensor]:
+    made = {
+        "input_ids": torch.tensor([[5, 6, 40, 41], [7, 42, 0, 0]]),
+        "attention_mask": torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0]]),
+        "labels": torch.tensor([[-100, -100, 40, 41], [-100, 42, -100, -100]]),
+    }
+    return {name: value for name, value in {**made, **changes}.items() if value is not None}
+
+
+def test_split_rows():
+    prompts = split_rows(batch(token_type_ids=torch.ones(2, 4, dtype=torch.long)), 9)
+    assert prompts.inputs["input_ids"].tolist() == [[5, 6], [9, 7]]
+    assert prompts.inputs["attention_mask"].tolist() == [[1, 1], [0, 1]]
+    assert prompts.inputs["token_type_ids"].tolist() == [[1, 1], [0, 1]]
+    assert prompts.targets.tolist() == [[40, 41], [42, -100]]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"labels": torch.tensor([[5, 6, 40, 41], [-100, 42, -100, -100]])}, "has no prompt"),
+        (
+            {"labels": torch.tensor([[-100, 6, -100, 41], [-100, 42, -100, -100]])},
+            "labels in several places",
+        ),
+        ({"labels": torch.tensor([1, 2])}, r"shape of `input_ids`, \(2, 4\).*got \(2,\)"),
+        ({"attention_mask": None}, "`attention_mask` to cut prompts"),
+        ({"pixel_values": torch.zeros(2, 3)}, r"how to cut \['pixel_values'\]"),
+    ],
+)
+def test_rows_that_cannot_be_cut_are_refused(changes, message):
+    with pytest.raises(DataError, match=message):
+        split_rows(batch(**changes), 0)
+
+
+def test_labels_that_copy_the_prompt_are_refused(tmp_path):
+    copies = DataCollatorForLanguageModeling(tiny.tokenizer(), mlm=False)
+    rows = texts(6, 1).remove_columns("labels")
+    with pytest.raises(DataError, match=r"Set the labels of prompts to -100"):
+        trainer(tmp_path, given={"data_collator": copies}).predict(rows)
+
+
+def test_what_does_not_fit_into_the_context_is_refused(tmp_path):
+    tested = trainer(tmp_path, generation_max_length=POSITIONS)
+    with pytest.raises(DataError, match="do not fit beside it.*of 40.*generation_max_length"):
+        tested.predict(texts(4, 1))
+
+
+def test_a_model_without_padding_and_end_is_refused(tmp_path):
+    model = causal()
+    for config in (model.config, model.generation_config):
+        config.pad_token_id = config.eos_token_id = None
+    tested = trainer(tmp_path, model)
+    tested.processing_class = None
+    with pytest.raises(InvalidArgumentError, match="a padding token to generate in batches"):
+        tested.predict(texts(4, 1))
+
+
+# -- arguments ---
+
+
+def test_every_argument_of_seq2seq_has_a_row():
+    known = fields_without_a_row(DPSeq2SeqTrainingArguments._INHERITED, seq2seq.SEQ2SEQ_ROWS)
+    assert known == []
+    assert fields_without_a_row(DPSeq2SeqTrainingArguments._INHERITED) == list(seq2seq.SEQ2SEQ_ROWS)
+
+
+def test_generation_with_dp_fp_is_refused(tmp_path):
+    with pytest.raises(
+        UnsupportedArgumentError, match="`predict_with_generate` to be False with.*'dp_fp'"
+    ):
+        DPSeq2SeqTrainingArguments(
+            str(tmp_path), privacy_mode="dp_fp", noise_multiplier=1.0, predict_with_generate=True
+        )
+
+
+def test_the_sortish_sampler_is_refused(tmp_path):
+    with pytest.raises(UnsupportedArgumentError, match="`sortish_sampler` to be False"):
+        trainer(tmp_path, sortish_sampler=True)
+
+
+def test_other_arguments_are_refused_by_name(tmp_path):
+    args = DPTrainingArguments(
+        str(tmp_path), noise_multiplier=1.0, expected_batch_size=8, use_cpu=True
+    )
+    with pytest.raises(InvalidArgumentError, match="to be DPSeq2SeqTrainingArguments"):
+        DPSeq2SeqTrainer(model=causal(), args=args, train_dataset=texts(40, 0))
+
+
+# -- private runs ---
+
+
+@pytest.mark.parametrize("made", [causal, t5], ids=["gpt2", "t5"])
+def test_a_private_run_that_generates_is_proven(made, tmp_path):
+    seen = []
+
+    def metrics(prediction):
+        seen.append(len(prediction.predictions))
+        return {"rows": len(prediction.predictions)}
+
+    tested = trainer(
+        tmp_path, made(), given={"compute_metrics": metrics}, eval_strategy="steps", eval_steps=1
+    )
+    tested.train()
+    assert tested.privacy_statement().status == "proven"
+    assert tested.ledger.steps() == 3
+    assert seen == [10] * 3
+
+
+SAMPLED = GenerationConfig(do_sample=True, temperature=2.0, pad_token_id=0, eos_token_id=3)
+
+
+def trained(folder, seed: int = 0, **options: Any) -> tuple[list[torch.Tensor], list[Any]]:
+    """The weights of a run whose noise and draws are known, and what it sampled on the way."""
+    sampled = []
+
+    def metrics(prediction):
+        sampled.append(prediction.predictions.tolist())
+        return {"rows": 1}
+
+    model = gpt2(dropout=0.2, dtype=torch.float32)
+    tested = trainer(
+        folder,
+        model,
+        given={"compute_metrics": metrics},
+        insecure_seed=5,
+        seed=seed,
+        generation_config=SAMPLED,
+        **options,
+    )
+    tested.train()
+    return [parameter.detach().clone() for parameter in model.parameters()], sampled
+
+
+def test_sampling_neither_changes_nor_shows_what_is_secret(tmp_path):
+    """Weights of a run depend on its secret streams alone: not on samples drawn between its steps,
+    nor on torch's public generator. And samples depend on that and on the weights alone."""
+    each_step = {"eval_strategy": "steps", "eval_steps": 1}
+    without, _ = trained(tmp_path / "without")
+    sampling, sampled = trained(tmp_path / "sampling", **each_step)
+    other_seed, others = trained(tmp_path / "other", seed=1, **each_step)
+    for weights in (sampling, other_seed):
+        assert all(torch.equal(one, other) for one, other in zip(weights, without, strict=True))
+    assert len(sampled) == len(others) == 3 and sampled != others
+
+
+def test_sampling_draws_from_the_public_generator(tmp_path):
+    """The private step leaves that generator where it was, so samples tell nothing of it."""
+    states, sampled = [], []
+    tested = trainer(
+        tmp_path,
+        gpt2(dropout=0.2, dtype=torch.float32),
+        generation_config=SAMPLED,
+        eval_strategy="steps",
+        eval_steps=1,
+    )
+    predict, step = tested.prediction_step, tested.mechanism.clip
+
+    def watched_step(*args):
+        before = torch.get_rng_state()
+        clipped = step(*args)
+        assert torch.equal(torch.get_rng_state(), before)
+        return clipped
+
+    def watched_prediction(*args, **options):
+        states.append(torch.get_rng_state())
+        found = predict(*args, **options)
+        sampled.append(not torch.equal(torch.get_rng_state(), states[-1]))
+        return found
+
+    tested.mechanism.clip, tested.prediction_step = watched_step, watched_prediction
+    tested.train()
+    assert sampled == [True] * 9
+
+
+def test_a_saved_checkpoint_generates_what_the_model_in_memory_does(tmp_path):
+    tested = trainer(tmp_path, save_strategy="steps", save_steps=3)
+    model, rows = tested.model, texts(10, 1)
+    before = tested.predict(rows).predictions
+    tested.train()
+    after = tested.predict(rows).predictions
+    assert model.lm_head.weight is model.transformer.wte.weight  # tied
+    assert before.tolist() != after.tolist()
+    loaded = GPT2LMHeadModel.from_pretrained(tmp_path / "checkpoint-3")
+    assert loaded.lm_head.weight is loaded.transformer.wte.weight
+    assert [alone(loaded, row) for row in rows] == after.tolist()
+
+
+def test_the_pipeline_takes_a_saved_model(tmp_path):
+    tested = trainer(tmp_path)
+    tested.train()
+    tested.save_model(str(tmp_path))
+    made = pipeline("text-generation", model=str(tmp_path), tokenizer=str(tmp_path), device="cpu")
+    text = made("good film", max_new_tokens=4, do_sample=False, return_full_text=False)
+    assert isinstance(text[0]["generated_text"], str)
+
+
+def test_without_privacy_it_generates_alike(tmp_path):
+    model, rows = causal(), texts(10, 1)
+    tested = trainer(tmp_path, model, privacy_mode="non_private")
+    tested.train()
+    assert tested.predict(rows).predictions.tolist() == [alone(model, row) for row in rows]

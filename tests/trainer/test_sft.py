@@ -1,0 +1,324 @@
+"""DPSFTTrainer: data as TRL prepares it, each row by itself, and a private run on it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from chat import model, tokenizer, words
+from datasets import Dataset
+from peft import AutoPeftModelForCausalLM, LoraConfig
+from trl import SFTConfig, SFTTrainer
+
+from hf_dp.errors import DataError, InvalidArgumentError, UnsupportedArgumentError
+from hf_dp.losses import per_example_loss
+from hf_dp.statement.record import read
+from hf_dp.trainer.argument_table import fields_without_a_row
+from hf_dp.trainer.sft import SFT_ROWS, DPSFTConfig, DPSFTTrainer
+
+ROWS = 24
+
+
+def prompts(count: int = ROWS, start: int = 0) -> Dataset:
+    return Dataset.from_list(
+        [
+            {"prompt": f"{i}: {words(i, 1 + i % 3)}?", "completion": f" {words(i + 1, 1 + i % 4)}."}
+            for i in range(start, start + count)
+        ]
+    )
+
+
+def texts(count: int = ROWS, start: int = 0) -> Dataset:
+    return Dataset.from_list(
+        [{"text": f"{i} {words(i, 1 + i % 5)}"} for i in range(start, start + count)]
+    )
+
+
+def talks(count: int = ROWS, start: int = 0) -> Dataset:
+    def turns(index: int) -> list[dict[str, str]]:
+        said = [
+            {"role": "user", "content": f"{index} {words(index, 1 + index % 3)}"},
+            {"role": "assistant", "content": words(index + 2, 1 + index % 4)},
+        ]
+        return said * (1 + index % 2)
+
+    return Dataset.from_list([{"messages": turns(i)} for i in range(start, start + count)])
+
+
+FORMATS = {"prompts": prompts, "texts": texts, "talks": talks}
+
+
+def arguments(folder: Any, **options: Any) -> DPSFTConfig:
+    values = {
+        "noise_multiplier": 1.0,
+        "expected_batch_size": 6,
+        "per_device_train_batch_size": 4,
+        "max_steps": 2,
+        "save_strategy": "no",
+        "use_cpu": True,
+        "disable_tqdm": True,
+        **options,
+    }
+    if values.get("privacy_mode") == "non_private":
+        del values["noise_multiplier"], values["expected_batch_size"]
+    return DPSFTConfig(str(folder), **values)
+
+
+def trainer(folder: Any, made: Any = prompts, given: dict[str, Any] | None = None, **options: Any):
+    keywords = {"model": model(), "processing_class": tokenizer(), "train_dataset": made()}
+    return DPSFTTrainer(args=arguments(folder, **options), **{**keywords, **(given or {})})
+
+
+def as_trl_does(folder: Any, rows: Dataset, **options: Any) -> Dataset:
+    """The training set of TRL's own trainer."""
+    args = SFTConfig(str(folder), use_cpu=True, bf16=False, report_to="none", **options)
+    made = SFTTrainer(model(), args, train_dataset=rows, processing_class=tokenizer())
+    return made.train_dataset.select_columns(["input_ids", "labels"])
+
+
+# -- what is trained on ---
+
+
+@pytest.mark.parametrize("form", FORMATS)
+@pytest.mark.parametrize("max_length", [None, 12])
+def test_rows_are_those_of_trl(form, max_length, tmp_path):
+    rows = FORMATS[form]()
+    expected = as_trl_does(tmp_path / "trl", rows, max_length=max_length)
+    tested = trainer(
+        tmp_path, given={"train_dataset": rows}, max_length=max_length, privacy_mode="non_private"
+    )
+    assert (
+        tested.train_dataset.select_columns(["input_ids", "labels"]).to_list() == expected.to_list()
+    )
+    assert max(map(len, expected["input_ids"])) <= (max_length or 200)
+
+
+def test_a_row_is_prepared_alone(tmp_path):
+    """Other neighbors, the same tokens and labels."""
+    rows = talks()
+    options = {"assistant_only_loss": True}
+    together = trainer(tmp_path / "a", given={"train_dataset": rows}, **options).train_dataset
+    others = talks(ROWS, 100)
+    for place in (0, 7, ROWS - 1):
+        row = rows.select([place]).to_list()
+        among = Dataset.from_list([*others.to_list()[:3], *row, *others.to_list()[3:]])
+        found = trainer(tmp_path / f"b{place}", given={"train_dataset": among}, **options)
+        assert found.train_dataset[3]["input_ids"] == together[place]["input_ids"]
+        assert found.train_dataset[3]["labels"] == together[place]["labels"]
+
+
+def test_labels_stand_on_completions(tmp_path):
+    tested, rows = trainer(tmp_path), prompts()
+    for row, made in zip(rows, tested.train_dataset):
+        asked = tokenizer()(row["prompt"])["input_ids"]
+        answered = tokenizer()(row["prompt"] + row["completion"] + "<|im_end|>")["input_ids"]
+        assert made["labels"] == [-100] * len(asked) + answered[len(asked) :]
+
+
+def by_roles(turns: list[dict[str, str]]) -> list[tuple[int, bool]]:
+    """The tokens of a conversation, and whether the assistant says them; written out by hand."""
+    encode, found = tokenizer().encode, []
+    system = "<|im_start|>system\nYou are Qwen, created by Alibaba Cloud. You are a helpful assistant.<|im_end|>\n"
+    found += [(token, False) for token in encode(system)]
+    for turn in turns:
+        is_answer = turn["role"] == "assistant"
+        found += [(token, False) for token in encode(f"<|im_start|>{turn['role']}")]
+        # To TRL's template for Qwen2.5, the line breaks around an answer belong to it.
+        said = encode("\n" + turn["content"] + "<|im_end|>\n")
+        found += [(token, is_answer) for token in said]
+    return found
+
+
+def test_the_loss_sees_no_turn_of_the_user(tmp_path):
+    """By hand: only tokens that the assistant says, and the end of its turns, have labels; and the
+    gradient of the loss with respect to the logits of all other positions is 0."""
+    tested = trainer(tmp_path, talks, assistant_only_loss=True)
+    for row, made in zip(talks(), tested.train_dataset):
+        expected = by_roles(row["messages"])
+        assert made["input_ids"] == [token for token, _ in expected]
+        assert made["labels"] == [token if said else -100 for token, said in expected]
+    made = tested.train_dataset[1]
+    batch = tested.data_collator([made])
+    logits = []
+    handle = tested.model.lm_head.register_forward_hook(
+        lambda module, args, output: (output.retain_grad(), logits.append(output))[1]
+    )
+    per_example_loss(tested.model, batch).sum().backward()
+    handle.remove()
+    predicted = logits[0].grad.abs().sum(-1)[0, :-1] > 0
+    assert predicted.tolist() == [label != -100 for label in made["labels"][1:]]
+
+
+def test_without_it_all_turns_have_labels(tmp_path):
+    tested = trainer(tmp_path, talks)
+    assert all(row["labels"] == row["input_ids"] for row in tested.train_dataset)
+
+
+def test_a_formatting_function_is_used(tmp_path):
+    rows = prompts().rename_columns({"prompt": "question", "completion": "answer"})
+    made = {"formatting_func": lambda row: f"Q {row['question']} A{row['answer']}"}
+    tested = trainer(tmp_path, given={**made, "train_dataset": rows})
+    expected = tokenizer()(f"Q {rows[0]['question']} A{rows[0]['answer']}<|im_end|>")["input_ids"]
+    assert tested.train_dataset[0]["input_ids"] == tested.train_dataset[0]["labels"] == expected
+    with pytest.raises(InvalidArgumentError, match="`formatting_func` to be None.*'prompt'"):
+        trainer(tmp_path, given=made)
+
+
+# -- private runs ---
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_a_private_run_is_proven(form, tmp_path):
+    made = FORMATS[form]
+    tested = trainer(tmp_path, made, given={"eval_dataset": made(6, 100)}, eval_strategy="epoch")
+    tested.train()
+    assert tested.privacy_statement().status == "proven"
+    tested.save_model(str(tmp_path))
+    record = read(tmp_path)
+    assert record.status == "proven" and tested.ledger.steps() == 2
+    assert tested.privacy_plan.num_examples == ROWS
+    metrics = tested.evaluate(made(5, 200))  # not tokenized
+    assert metrics["eval_loss"] > 0
+    assert tested.predict(made(5, 300)).predictions.shape[0] == 5
+
+
+def test_talks_with_lora_load_with_peft(tmp_path):
+    base = model()
+    base.save_pretrained(tmp_path / "base")
+    tested = trainer(
+        tmp_path / "run",
+        talks,
+        given={
+            "model": str(tmp_path / "base"),
+            "peft_config": LoraConfig(
+                r=2, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM"
+            ),
+        },
+        assistant_only_loss=True,
+        learning_rate=1e-2,
+    )
+    tested.train()
+    tested.save_model(str(tmp_path / "run"))
+    loaded = AutoPeftModelForCausalLM.from_pretrained(str(tmp_path / "run"))
+    batch = tested.data_collator([tested.train_dataset[0]])
+    with torch.no_grad():
+        found, expected = loaded(**batch).logits, tested.model.eval()(**batch).logits
+        unlike = base(**batch).logits
+    torch.testing.assert_close(found, expected)
+    assert not torch.allclose(found, unlike, atol=1e-4)
+    assert tested.privacy_statement().status == "proven"
+
+
+def test_the_loss_is_the_mean_of_the_examples_own_tokens(tmp_path):
+    """By hand, alone and unpadded, against a padded batch."""
+    tested = trainer(tmp_path)
+    rows = [tested.train_dataset[i] for i in (0, 3, 5)]
+    together = tested.compute_per_example_loss(tested.model, tested.data_collator(rows))
+    for row, got in zip(rows, together):
+        logits = tested.model(torch.tensor([row["input_ids"]])).logits[0].log_softmax(-1)
+        picked = [
+            -logits[place, label] for place, label in enumerate(row["labels"][1:]) if label != -100
+        ]
+        torch.testing.assert_close(got, torch.stack(picked).mean())
+
+
+# -- what is refused ---
+
+
+@pytest.mark.parametrize("mode", ["dp_sgd", "non_private"])
+@pytest.mark.parametrize(
+    ("option", "value", "message"),
+    [
+        ("packing", True, "`packing` to be False with DPSFTTrainer.*joins several rows"),
+        ("eval_packing", True, "`eval_packing` to be False"),
+        ("padding_free", True, "`padding_free` to be False.*flattens"),
+        ("loss_type", "dft", '`loss_type` to be "nll".*tokens of the whole batch'),
+        ("router_aux_loss_coef", 0.1, "`router_aux_loss_coef`.*mean over all tokens"),
+        ("activation_offloading", True, "`activation_offloading` to be False"),
+        ("gradient_checkpointing_kwargs", {"selective": True}, "no 'selective'"),
+    ],
+)
+def test_what_needs_several_rows_is_refused(option, value, message, mode, tmp_path):
+    with pytest.raises(UnsupportedArgumentError, match=message):
+        arguments(tmp_path, privacy_mode=mode, **{option: value})
+
+
+@pytest.mark.parametrize(
+    ("option", "value"), [("neftune_noise_alpha", 5.0), ("use_liger_kernel", True)]
+)
+def test_what_a_private_run_refuses_is_refused_here_too(option, value, tmp_path):
+    with pytest.raises(UnsupportedArgumentError, match=f"`{option}`"):
+        arguments(tmp_path, **{option: value})
+
+
+def test_every_argument_of_trl_has_a_row():
+    assert fields_without_a_row(SFTConfig, SFT_ROWS) == []
+    assert set(fields_without_a_row(SFTConfig)) == set(SFT_ROWS)
+
+
+def test_rows_that_trl_would_drop_are_refused(tmp_path):
+    long = Dataset.from_list([*prompts().to_list(), {"prompt": "film " * 50, "completion": "."}])
+    with pytest.raises(DataError, match="1 of the 25 rows have no token to predict within max_len"):
+        trainer(tmp_path, given={"train_dataset": long}, max_length=40)
+
+
+def test_rows_of_different_kinds_are_refused(tmp_path):
+    empty = Dataset.from_list([*talks().to_list(), {"messages": []}])
+    with pytest.raises(DataError, match="Row 24 of the train_dataset has no messages"):
+        trainer(tmp_path, given={"train_dataset": empty})
+    missing = Dataset.from_list([*talks().to_list(), {"messages": None}])
+    with pytest.raises(DataError, match="Row 24 of the train_dataset is of another kind"):
+        trainer(tmp_path, given={"train_dataset": missing})
+
+
+def test_other_data_is_refused(tmp_path):
+    with pytest.raises(DataError, match=r"to be a datasets\.Dataset, got list"):
+        trainer(tmp_path, given={"train_dataset": prompts().to_list()})
+    pictures = prompts().add_column("image", [0] * ROWS)
+    with pytest.raises(DataError, match="the column 'image'"):
+        trainer(tmp_path, given={"train_dataset": pictures})
+
+
+@pytest.mark.parametrize("part", [range(2, 4), range(ROWS)])
+def test_evaluation_on_training_rows_is_refused(part, tmp_path):
+    rows = prompts()
+    with pytest.raises(UnsupportedArgumentError, match="held-out set"):
+        trainer(tmp_path, given={"train_dataset": rows, "eval_dataset": rows.select(part)})
+    tested = trainer(tmp_path, given={"train_dataset": rows})
+    for call in (tested.evaluate, tested.predict):
+        with pytest.raises(UnsupportedArgumentError, match="held-out set"):
+            call(rows.select(part))
+        with pytest.raises(UnsupportedArgumentError, match="held-out set"):
+            call(Dataset.from_list(rows.select(part).to_list()))
+
+
+def test_a_few_training_rows_are_found_by_where_they_come_from(tmp_path):
+    """Two of forty rows: too few for their content alone, as TRL's new tables would have it."""
+    rows = prompts(60)
+    training, mixed = rows.select(range(ROWS)), rows.select([0, 1, *range(ROWS, 60)])
+    with pytest.raises(UnsupportedArgumentError, match="is made from rows of the training set"):
+        trainer(tmp_path, given={"train_dataset": training, "eval_dataset": mixed})
+
+
+def test_a_template_from_a_tokenizer_with_an_adapter_is_refused(tmp_path):
+    with pytest.raises(UnsupportedArgumentError, match="`chat_template_path` to be a Jinja file"):
+        trainer(
+            tmp_path,
+            talks,
+            given={"peft_config": LoraConfig(r=2, target_modules=["q_proj"])},
+            chat_template_path="somewhere",
+        )
+
+
+def test_trls_own_arguments_are_refused(tmp_path):
+    with pytest.raises(InvalidArgumentError, match="to be DPSFTConfig.*Replace SFTConfig"):
+        DPSFTTrainer(
+            model(), SFTConfig(str(tmp_path), use_cpu=True, bf16=False), train_dataset=texts()
+        )
+
+
+def test_a_template_without_markers_that_trl_does_not_know_is_refused(tmp_path):
+    unknown = tokenizer("{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}")
+    with pytest.raises(ValueError, match="[Tt]emplate"):
+        trainer(tmp_path, talks, given={"processing_class": unknown}, assistant_only_loss=True)
