@@ -44,3 +44,17 @@ def print_summary(trainer: Any, lines: Sequence[str]) -> None:
     if trainer.args.is_private:
         print(trainer.privacy_statement())
     print(trainer.args.output_dir)
+
+
+# As many first steps as Li et al. average over (figure 3, right).
+SIGNAL_STEPS = 30
+
+
+def signal_to_noise(logs: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Return the mean ``signal_to_noise`` of the logs of the first 30 steps; nothing without one.
+
+    It tells most with a log of every step (``logging_steps: 1``).
+    """
+    name = "signal_to_noise"
+    found = [log[name] for log in logs if name in log and log.get("step", 0) <= SIGNAL_STEPS]
+    return {name: sum(found) / len(found)} if found else {}

@@ -42,11 +42,14 @@ class Mechanism(ABC):
     Attributes:
         noised_loss: of the last step, (), where its plan releases one: the noised sum of the
             clipped losses / the expected batch size. It may be below 0.
+        noise_norm: the root of the expected squared norm of the noise in the last step's gradients,
+            where these are the noised sum itself; else None.
     """
 
     plan_type: ClassVar[type[Any]]
     needs_whole_weights: ClassVar[str] = ""  # why, where a sharded model cannot be trained
     noised_loss: Tensor | None = None
+    noise_norm: float | None = None
 
     def __init__(self, run: PrivateRun, tuner: Tuner | None = None):
         self.run, self.tuner = run, tuner or Tuner()

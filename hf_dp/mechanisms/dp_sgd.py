@@ -5,12 +5,14 @@ Any optimizer then makes it DP-Adam and so on.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
+from hf_dp.accounting import SUM
 from hf_dp.mechanisms.base import Clipped, Mechanism, register_mechanism
 from hf_dp.plans.dp_sgd import DpSgdPlan
 from hf_dp.run.gate import Release
@@ -43,9 +45,15 @@ class DpSgd(Mechanism):
         empty draw.
         """
         noised = release.sum(clipped.values)
+        divisor = self.run.plan.expected_batch_size
         for total in noised.values():
-            total.div_(self.run.plan.expected_batch_size)
+            total.div_(divisor)
+        numbers = sum(total.numel() for total in noised.values())
+        own = {id(total) for total in noised.values()}
         gradients = self.tuner.finish(noised)  # a function of what is noised: free
+        as_noised = {id(gradient) for gradient in gradients.values()} == own
+        std = release.planned.noise_std(SUM) / divisor
+        self.noise_norm = math.sqrt(numbers) * std if as_noised else None
         return {p: gradients.pop(name) for name, p in self._trainable().items()}
 
     def rehearse(self, batches: Any, optimizer: Any) -> None:

@@ -462,8 +462,13 @@ class DPTrainer(Publishing):
         return round(self.privacy_plan.expected_batch_size)
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Log, without what a private run withholds, with the epsilon spent so far and, where it is
-        released, ``noised_loss``: the mean over the steps since the last log of steps."""
+        """Log, without what a private run withholds, with the epsilon spent so far.
+
+        Beside the norm of a noised gradient stands ``signal_to_noise``, an estimate of Li et al.'s
+        |g|^2 / |z|^2 (section 3.1.1) made from that norm; where there is hardly any signal, it may
+        be below 0. ``noised_loss``, where it is released, is the mean over the steps since the last
+        log of steps.
+        """
         if self.args.is_private:
             of_steps = "loss" in logs or "train_loss" in logs  # and not of an evaluation
             total, steps = self._noised_losses
@@ -472,6 +477,10 @@ class DPTrainer(Publishing):
                 self._noised_losses = _NONE
             released = () if self._run is None else self._run.book.released
             withhold(logs, released, gradients_are_noised=not self.args.is_published_dp_fp)
+            noise = None if self._run is None else self.mechanism.noise_norm
+            if noise is not None and "grad_norm" in logs:
+                # E|g + z|^2 = |g|^2 + E|z|^2: an estimate from what is released anyway.
+                logs["signal_to_noise"] = (float(logs["grad_norm"]) / noise) ** 2 - 1
             if self.is_in_train and self._run is not None:
                 name = NO_EPSILON if self.args.is_published_dp_fp else "epsilon"
                 logs[name] = self.epsilon(

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from hf_dp.cli.config import card_block, parse, peft_config
-from hf_dp.cli.summary import metric_lines, print_summary
+from hf_dp.cli.summary import metric_lines, print_summary, signal_to_noise
 from hf_dp.errors import ConfigError
 from hf_dp.tasks.classification_data import DataArguments, encode_all
 from hf_dp.tasks.models import check_positions, freeze, warn_of_new_weights
@@ -42,7 +42,8 @@ def train(values: dict[str, Any], words: Sequence[str]) -> int:
     trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
     metrics = trainer.evaluate()
     trainer.save_model()  # and with push_to_hub also publish it
-    trainer.save_metrics("eval", trainer.evaluation_metrics(), combined=False)
+    found = {**trainer.evaluation_metrics(), **signal_to_noise(trainer.state.log_history)}
+    trainer.save_metrics("eval", found, combined=False)
     print_summary(trainer, metric_lines(metrics, trainer.eval_dataset))
     # Otherwise a process of several may abort at its exit; Trainer.end() does no more.
     trainer.accelerator.end_training()

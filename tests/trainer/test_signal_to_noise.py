@@ -1,0 +1,67 @@
+"""The logged signal to noise, against the clipped sum before any noise."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import tiny
+
+from hf_dp.cli.summary import signal_to_noise
+from hf_dp.tuners.methods import RgpConfig
+
+
+def logged(folder, multiplier, **given):
+    """What two steps log, and |g|^2 / E|z|^2 from their sums before noise."""
+    trainer = tiny.trainer(
+        folder,
+        target_epsilon=None,
+        noise_multiplier=multiplier,
+        accountant="rdp",
+        max_steps=2,
+        logging_steps=1,
+        **given,
+    )
+    plan, true = trainer.privacy_plan, []
+    clip = trainer.mechanism.clip
+
+    def seen(batches):
+        clipped = clip(batches)
+        signal = sum(float(total.double().square().sum()) for total in clipped.values.values())
+        numbers = sum(total.numel() for total in clipped.values.values())
+        true.append(signal / (numbers * (plan.noise_multiplier * plan.clipping_norm) ** 2))
+        return clipped
+
+    trainer.mechanism.clip = seen
+    trainer.train()
+    return [log["signal_to_noise"] for log in trainer.state.log_history if "grad_norm" in log], true
+
+
+def test_with_little_noise_it_is_what_was_clipped(tmp_path):
+    found, true = logged(tmp_path, 0.02)
+    assert min(true) > 0.5
+    assert found == pytest.approx(true, rel=0.1)
+
+
+def test_with_much_noise_it_is_nothing(tmp_path):
+    found, true = logged(tmp_path, 100.0)
+    numbers = sum(p.numel() for p in tiny.model().parameters())
+    assert max(true) < 1e-3
+    assert all(abs(each) < 6 * math.sqrt(2 / numbers) for each in found)
+
+
+def test_where_gradients_are_not_the_noised_sum_none_is_logged(tmp_path):
+    config = RgpConfig(rank=2, task_type="SEQ_CLS")
+    trainer = tiny.trainer(
+        tmp_path, given={"peft_config": config}, accountant="rdp", max_steps=1, logging_steps=1
+    )
+    trainer.train()
+    assert not any("signal_to_noise" in log for log in trainer.state.log_history)
+    assert signal_to_noise(trainer.state.log_history) == {}
+
+
+def test_the_mean_is_of_the_first_30_steps():
+    logs = [{"signal_to_noise": 1.0, "step": 1}, {"signal_to_noise": 2.0, "step": 30}]
+    assert signal_to_noise([*logs, {"signal_to_noise": 9.0, "step": 31}, {"loss": 3.0}]) == {
+        "signal_to_noise": 1.5
+    }
