@@ -86,6 +86,26 @@ def test_the_weights_gradient_is_the_projection():
     assert set(again) == {"w"} and torch.equal(again["w"], found)
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_the_weights_gradient_does_not_depend_on_how_its_factors_lie(seed):
+    """Processes with and without examples lay their sums out differently."""
+    generator = torch.Generator().manual_seed(seed)
+    left = torch.linalg.qr(torch.randn(16, 2, generator=generator)).Q
+    right = torch.linalg.qr(torch.randn(16, 2, generator=generator)).Q.mT
+    of_left, of_right = (
+        torch.randn(16, 2, generator=generator),
+        torch.randn(2, 16, generator=generator),
+    )
+    by_columns = [factor.mT.contiguous().mT for factor in (of_left, of_right)]
+    assert by_columns[0].stride() != of_left.stride() and torch.equal(by_columns[0], of_left)
+    each = Carriers(left, right)
+    found = [
+        weight_gradients({"w" + LEFT: a, "w" + RIGHT: b}, {"w": each})["w"]
+        for a, b in ((of_left, of_right), by_columns)
+    ]
+    assert torch.equal(*found)
+
+
 def test_carriers_follow_the_historical_update():
     torch.manual_seed(0)
     start = torch.randn(8, 6)

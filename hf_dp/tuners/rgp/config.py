@@ -98,13 +98,19 @@ def weight_gradients(
 ) -> dict[str, Tensor]:
     """Return the released gradients, with those of carriers replaced by those of the weights.
 
-    Equal numbers give equal bits, wherever in memory they lie, so that all processes get the same.
+    Equal numbers give equal bits, however they lie in memory, so that all processes get the same:
+    where one has drawn no example, its sums are laid out by rows, those of the others perhaps by
+    columns, and a matrix product adds up in another order then.
     """
     found = dict(noised)
     for name, each in by_name.items():
-        # A matrix product rounds by the alignment of its factors, which are views of one buffer.
-        of_left, of_right = found.pop(name + LEFT).clone(), found.pop(name + RIGHT).clone()
+        of_left, of_right = (_by_rows(found.pop(name + side)) for side in (LEFT, RIGHT))
         found[name] = Carriers(each.left.to(of_left.dtype), each.right.to(of_left.dtype)).gradient(
             of_left, of_right
         )
     return found
+
+
+def _by_rows(factor: Tensor) -> Tensor:
+    # A copy in any case: a product may round by where its factors begin in a shared buffer, too.
+    return factor.clone(memory_format=torch.contiguous_format)
