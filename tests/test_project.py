@@ -189,6 +189,9 @@ def test_the_commands_of_a_page_parse(page, monkeypatch, capsys):
     monkeypatch.setattr(argparse.ArgumentParser, "parse_args", parse_and_stop)
     monkeypatch.setattr("hf_dp.cli.tasks.text_classification.build_trainer", stop)
     monkeypatch.setattr("hf_dp.cli.tasks.masked_lm.build_trainer", stop)
+    monkeypatch.setattr("hf_dp.cli.tasks.generation.build_trainer", stop)
+    monkeypatch.setattr("hf_dp.cli.tasks.generation_evaluation.load_evaluation", stop)
+    monkeypatch.setattr("hf_dp.cli.generate._written", stop)
     monkeypatch.setattr("hf_dp.cli.train.launch", stop)
     monkeypatch.setattr("hf_dp.cli.tasks.text_classification_evaluation.load_evaluation", stop)
     for words in commands(page):

@@ -48,6 +48,7 @@ def evaluate(
             "--zero-shot evaluates the untrained base, and with `from_scratch` it knows nothing. "
             "Leave one of them out."
         )
+    rows = load_evaluation(data)
     if zero_shot:
         model, tokenizer = load_language_model(model_args, task)
     else:
@@ -56,7 +57,7 @@ def evaluate(
     if torch.cuda.is_available() and not args.use_cpu:
         model = model.to("cuda")
     encoding = encoding_of(task, tokenizer, data)
-    sets = evaluation_sets(load_evaluation(data), data, decoding, encoding)
+    sets = evaluation_sets(rows, data, decoding, encoding)
     folder = None if zero_shot else args.trained or values.get("output_dir")
     found = evaluate_texts(
         model,
