@@ -141,15 +141,6 @@ class DPDPOConfig(DPTrainingArguments, DPOConfig):  # type: ignore[misc]  # lear
                 "without privacy, use trl.DPOTrainer.",
                 UnsupportedArgumentError,
             )
-        if self.fsdp:
-            problems["fsdp"] = invalid(
-                "fsdp",
-                self.fsdp,
-                "to be unset with DPDPOTrainer",
-                "A pair needs two forwards before its backward, which was not tried on shards. "
-                "Remove it; with peft_config, each process holds little beside the model.",
-                UnsupportedArgumentError,
-            )
         attempt(self, problems, "beta", positive, "TRL's default is 0.1.")
         return problems
 
