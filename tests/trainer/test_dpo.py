@@ -265,6 +265,24 @@ def test_new_pairs_need_a_reference(tmp_path):
     assert trainer(tmp_path).predict(pairs(4, 100)).predictions.shape == (4,)
 
 
+def test_reference_columns_of_ones_own_are_kept(tmp_path):
+    def own(rows):
+        return rows.add_column("ref_chosen_logps", [-3.0] * len(rows)).add_column(
+            "ref_rejected_logps", [-5.0] * len(rows)
+        )
+
+    tested = trainer(tmp_path, given={"ref_model": None, "train_dataset": own(pairs())})
+    batch = batch_of(tested, PLACES)
+    assert batch["ref_chosen_logps"].tolist() == [-3.0] * len(PLACES)
+    nothing = {
+        name: torch.zeros(len(PLACES)) for name in ("ref_chosen_logps", "ref_rejected_logps")
+    }
+    found = tested.margins(tested.model, batch)
+    without = tested.margins(tested.model, {**batch, **nothing})
+    torch.testing.assert_close(found, without - BETA * 2.0)
+    assert tested.predict(own(pairs(4, 100))).predictions.shape == (4,)
+
+
 def test_evaluation_on_training_rows_is_refused(tmp_path):
     rows = pairs()
     with pytest.raises(UnsupportedArgumentError, match="held-out set"):

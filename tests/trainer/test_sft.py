@@ -16,7 +16,7 @@ from transformers import HfArgumentParser
 from trl import SFTConfig, SFTTrainer
 from warm import run_program
 
-from hf_dp import DPSeq2SeqTrainingArguments
+from hf_dp import DPSeq2SeqTrainer, DPSeq2SeqTrainingArguments
 from hf_dp.errors import DataError, InvalidArgumentError, UnsupportedArgumentError
 from hf_dp.losses import per_example_loss
 from hf_dp.statement.record import read
@@ -228,6 +228,60 @@ def test_the_loss_is_the_mean_of_the_examples_own_tokens(tmp_path):
             -logits[place, label] for place, label in enumerate(row["labels"][1:]) if label != -100
         ]
         torch.testing.assert_close(got, torch.stack(picked).mean())
+
+
+def test_without_privacy_it_trains_as_trl_does(tmp_path):
+    options = {
+        "max_steps": 3, "per_device_train_batch_size": 4, "learning_rate": 1e-2, "optim": "sgd", "use_cpu": True,
+        "lr_scheduler_type": "constant", "report_to": "none", "save_strategy": "no", "gradient_checkpointing": False,
+        "disable_tqdm": True, "bf16": False, "logging_steps": 1, "max_grad_norm": 1.0,
+    }  # fmt: skip
+    theirs = SFTTrainer(
+        model(), SFTConfig(str(tmp_path / "trl"), **options), train_dataset=prompts(),
+        processing_class=tokenizer(),
+    )  # fmt: skip
+    theirs.train()
+    ours = DPSFTTrainer(
+        model(),
+        DPSFTConfig(str(tmp_path / "ours"), privacy_mode="non_private", **options),
+        train_dataset=prompts(),
+        processing_class=tokenizer(),
+    )
+    ours.train()
+    start = dict(model().named_parameters())
+    for name, weight in ours.model.named_parameters():
+        torch.testing.assert_close(weight, theirs.model.get_parameter(name), rtol=1e-4, atol=1e-6)
+    assert any(
+        not torch.equal(weight, start[name]) for name, weight in ours.model.named_parameters()
+    )
+
+
+def test_what_it_prepares_serves_generation_during_evaluation(tmp_path):
+    made = trainer(tmp_path / "prepared", given={"eval_dataset": prompts(5, 100)})
+    tested = DPSeq2SeqTrainer(
+        model=model(),
+        args=DPSeq2SeqTrainingArguments(
+            str(tmp_path / "run"),
+            noise_multiplier=1.0,
+            expected_batch_size=6,
+            max_steps=1,
+            use_cpu=True,
+            disable_tqdm=True,
+            predict_with_generate=True,
+            generation_max_length=4,
+        ),
+        data_collator=made.data_collator,
+        train_dataset=made.train_dataset,
+        eval_dataset=made.eval_dataset,
+        processing_class=made.processing_class,
+        compute_metrics=lambda prediction: {"tokens": prediction.predictions.shape[1]},
+    )
+    tested.train()
+    assert tested.evaluate()["eval_tokens"] == 4
+    labels = tested.predict(made.eval_dataset).label_ids
+    said = tokenizer().batch_decode([[t for t in row if t != -100] for row in labels.tolist()])
+    assert said == [row["completion"] + "<|im_end|>" for row in prompts(5, 100)]
+    assert tested.privacy_statement().status == "proven"
 
 
 # -- what is refused ---
