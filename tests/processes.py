@@ -24,6 +24,7 @@ import torch.distributed as dist
 import torch.distributed.fsdp
 import torch.distributed.tensor  # (children share what is imported here)
 from accelerate.state import AcceleratorState, GradientState, PartialState
+from accelerate.utils import DistributedType
 
 # For what hangs: an honest run takes seconds.
 _LIMIT = 600.0
@@ -54,10 +55,7 @@ def on_processes(count: int, function: Callable[..., Any], *arguments: Any) -> l
         finally:
             dist.destroy_process_group()
 
-    ended = outcomes(count, run)
-    failed = [f"rank {rank}: {each.trace}" for rank, each in enumerate(ended) if each.exit]
-    assert not failed, "\n".join(failed)
-    return [each.result for each in ended]
+    return _results(outcomes(count, run))
 
 
 def outcomes(
@@ -78,6 +76,50 @@ def outcomes(
                 _run(rank, count, port, function, env(rank), Path(folder, str(rank)))
             children.append(child)
         return [_outcome(child, Path(folder, str(rank))) for rank, child in enumerate(children)]
+
+
+def where_accelerate_shards(
+    count: int, layer: str, function: Callable[[], Any], state_dict: str = "FULL_STATE_DICT"
+) -> list[Any]:
+    """Return what ``function()`` returns in each of ``count`` ranks, where accelerate shards a
+    model by FSDP2, layer by layer (a class name).
+
+    It shards on accelerators only, so it is told that there are some. Raises: AssertionError with
+    all tracebacks when one fails.
+    """
+
+    def run() -> Any:
+        init = PartialState.__init__
+
+        def with_accelerators(self: Any, *args: Any, **kwargs: Any) -> None:
+            init(self, *args, **kwargs)
+            if self.distributed_type == DistributedType.MULTI_CPU:
+                self.distributed_type = DistributedType.MULTI_GPU
+
+        PartialState.__init__ = with_accelerators  # type: ignore[method-assign]
+        return function()
+
+    ended = outcomes(count, run, lambda rank: _fsdp2(layer, state_dict))
+    return _results(ended)
+
+
+def _results(ended: list[Outcome]) -> list[Any]:
+    failed = [f"rank {rank}: {each.trace}" for rank, each in enumerate(ended) if each.exit]
+    assert not failed, "\n".join(failed)
+    return [each.result for each in ended]
+
+
+def _fsdp2(layer: str, state_dict: str) -> dict[str, str]:
+    """Return what ``accelerate launch`` sets for an FSDP2 configuration."""
+    return {
+        "ACCELERATE_USE_FSDP": "true",
+        "FSDP_VERSION": "2",
+        "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP",
+        "FSDP_TRANSFORMER_CLS_TO_WRAP": layer,
+        "FSDP_STATE_DICT_TYPE": state_dict,
+        "FSDP_CPU_RAM_EFFICIENT_LOADING": "false",
+        "FSDP_RESHARD_AFTER_FORWARD": "true",
+    }
 
 
 def environment(rank: int, count: int) -> dict[str, str]:

@@ -141,15 +141,6 @@ class DPDPOConfig(DPTrainingArguments, DPOConfig):  # type: ignore[misc]  # lear
                 "without privacy, use trl.DPOTrainer.",
                 UnsupportedArgumentError,
             )
-        if self.fsdp:
-            problems["fsdp"] = invalid(
-                "fsdp",
-                self.fsdp,
-                "to be unset with DPDPOTrainer",
-                "A pair needs two forwards before its backward, which was not tried on shards. "
-                "Remove it; with peft_config, each process holds little beside the model.",
-                UnsupportedArgumentError,
-            )
         attempt(self, problems, "beta", positive, "TRL's default is 0.1.")
         return problems
 
@@ -343,16 +334,16 @@ class DPDPOTrainer(DPTrainer):
         return each_set(dataset, self._with_references)
 
     def _with_references(self, dataset: Any, name: str) -> Any:
-        if set(_REFERENCES) <= set(dataset.column_names):
-            return dataset
-        if self._ref_model is None:
+        known = set(dataset.column_names)
+        if self._ref_model is None and not set(_REFERENCES) <= known:
             raise DataError(
                 "The model may have been trained since this trainer was created, and nothing else "
                 "knows the reference. Pass `eval_dataset` when the trainer is created, or "
                 "`ref_model`."
             )
-        prepared = self._preparation.of_evaluation(dataset)
-        return add_references(prepared, self._ref_model, self.data_collator, self.args)
+        if not set(_PAIR[:3]) <= known:
+            dataset = self._preparation.of_evaluation(dataset)
+        return add_references(dataset, self._ref_model, self.data_collator, self.args)
 
     def _set_signature_columns_if_needed(self) -> None:
         self._signature_columns: Any = self._signature_columns or list(_PAIR)
@@ -368,7 +359,7 @@ def answer_log_probs(model: nn.Module, inputs: Mapping[str, Tensor]) -> Tensor:
     return -per_example_loss(model, batch) * predicted.sum(1)
 
 
-def add_references(dataset: Any, model: nn.Module, collator: PairCollator, args: Any) -> Any:
+def add_references(dataset: Any, model: Any, collator: PairCollator, args: Any) -> Any:
     """Return the data set with the reference's log-probabilities of both answers as columns.
 
     Each is a function of its row and of the reference model: one answer at a time, without padding.

@@ -4,20 +4,10 @@ the model, whose processes then wait for each other at each token."""
 from __future__ import annotations
 
 import pytest
-from accelerate.state import PartialState
-from accelerate.utils import DistributedType
 from generating import alone, causal, texts, trainer
-from processes import outcomes
+from processes import on_processes, where_accelerate_shards
 
 ROWS = 10
-FSDP2 = {
-    "ACCELERATE_USE_FSDP": "true",
-    "FSDP_VERSION": "2",
-    "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP",
-    "FSDP_TRANSFORMER_CLS_TO_WRAP": "GPT2Block",
-    "FSDP_CPU_RAM_EFFICIENT_LOADING": "false",
-    "FSDP_RESHARD_AFTER_FORWARD": "true",
-}
 
 
 def ending_early():
@@ -34,16 +24,7 @@ def ending_early():
     return model
 
 
-def answered(folder, sharded: bool):
-    if sharded:  # accelerate shards on accelerators only: tell it that there are some
-        init = PartialState.__init__
-
-        def with_accelerators(self, *args, **kwargs):
-            init(self, *args, **kwargs)
-            if self.distributed_type == DistributedType.MULTI_CPU:
-                self.distributed_type = DistributedType.MULTI_GPU
-
-        PartialState.__init__ = with_accelerators
+def answered(folder):
     tested = trainer(
         folder,
         ending_early(),
@@ -59,11 +40,14 @@ def answered(folder, sharded: bool):
 
 @pytest.mark.parametrize("sharded", [False, True])
 def test_two_processes_answer_as_one(sharded, tmp_path):
-    ended = outcomes(2, lambda: answered(tmp_path, sharded), lambda rank: FSDP2 if sharded else {})
-    assert not any(each.exit for each in ended), [each.trace for each in ended]
+    found = (
+        where_accelerate_shards(2, "GPT2Block", lambda: answered(tmp_path))
+        if sharded
+        else on_processes(2, answered, tmp_path)
+    )
     model = ending_early()
     expected = [alone(model, row) for row in texts(ROWS, 1)]
-    for predictions, labels, types in (each.result for each in ended):
+    for predictions, labels, types in found:
         assert types == {"DTensor" if sharded else "Tensor"}
         assert predictions == expected
         assert [[label for label in row if label != -100] for row in labels] == [

@@ -14,9 +14,7 @@ import pytest
 import silence
 import tiny
 import torch
-from accelerate.state import PartialState
-from accelerate.utils import DistributedType
-from processes import on_processes, outcomes
+from processes import on_processes, where_accelerate_shards
 from safetensors.torch import load_file
 from silence import Silent, distance, weights
 from torch.distributed.fsdp import fully_shard
@@ -33,37 +31,9 @@ from hf_dp.tuners.rgp.config import RgpConfig
 LAYERS = {"bert": "BertLayer", "gpt2": "GPT2Block", "llama_lora": "LlamaDecoderLayer"}
 
 
-def environment(kind: str, state_dict: str = "FULL_STATE_DICT") -> dict[str, str]:
-    """What ``accelerate launch`` sets for an FSDP2 configuration."""
-    return {
-        "ACCELERATE_USE_FSDP": "true",
-        "FSDP_VERSION": "2",
-        "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP",
-        "FSDP_TRANSFORMER_CLS_TO_WRAP": LAYERS[kind],
-        "FSDP_STATE_DICT_TYPE": state_dict,
-        "FSDP_CPU_RAM_EFFICIENT_LOADING": "false",
-        "FSDP_RESHARD_AFTER_FORWARD": "true",
-    }
-
-
 def sharded(count: int, kind: str, function, state_dict: str = "FULL_STATE_DICT") -> list[Any]:
     """Return what ``function()`` returns in each rank, where accelerate shards."""
-
-    def run() -> Any:
-        init = PartialState.__init__
-
-        def with_accelerators(self, *args, **kwargs):
-            init(self, *args, **kwargs)
-            if self.distributed_type == DistributedType.MULTI_CPU:
-                self.distributed_type = DistributedType.MULTI_GPU
-
-        PartialState.__init__ = with_accelerators
-        return function()
-
-    ended = outcomes(count, run, lambda rank: environment(kind, state_dict))
-    failed = [f"rank {rank}: {each.trace}" for rank, each in enumerate(ended) if each.exit]
-    assert not failed, "\n".join(failed)
-    return [each.result for each in ended]
+    return where_accelerate_shards(count, LAYERS[kind], function, state_dict)
 
 
 def trained(folder: Path, kind: str, dtype: torch.dtype, resume: bool = False, **options: Any):

@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from chat import model, tokenizer, words
+from chat import model, tokenizer
 from datasets import Dataset
 from peft import LoraConfig, get_peft_model
+from preferences import BETA, ROWS, arguments, moved, pairs, talks, trainer
 from trl import DPOConfig, DPOTrainer
 
 from hf_dp.clipping import ClippingEngine
@@ -28,74 +29,6 @@ from hf_dp.trainer.dpo import (
     answer_log_probs,
 )
 from hf_dp.trainer.trainer import DPTrainer
-
-ROWS = 24
-BETA = 0.5
-
-
-def pairs(count: int = ROWS, start: int = 0) -> Dataset:
-    return Dataset.from_list(
-        [
-            {
-                "prompt": f"{i}: {words(i, 1 + i % 3)}?",
-                "chosen": f" {words(i + 1, 1 + i % 4)}.",
-                "rejected": f" {words(i + 2, 1 + (i * 3) % 5)}!",
-            }
-            for i in range(start, start + count)
-        ]
-    )
-
-
-def talks(count: int = ROWS, start: int = 0) -> Dataset:
-    def said(role: str, text: str) -> list[dict[str, str]]:
-        return [{"role": role, "content": text}]
-
-    return Dataset.from_list(
-        [
-            {
-                "prompt": said("user", row["prompt"]),
-                "chosen": said("assistant", row["chosen"]),
-                "rejected": said("assistant", row["rejected"]),
-            }
-            for row in pairs(count, start)
-        ]
-    )
-
-
-def moved() -> Any:
-    """A policy that is not its reference any more."""
-    made = model()
-    with torch.no_grad():
-        for parameter in made.parameters():
-            parameter.add_(0.1 * torch.randn_like(parameter))
-    return made
-
-
-def arguments(folder: Any, **options: Any) -> DPDPOConfig:
-    values = {
-        "noise_multiplier": 1.0,
-        "expected_batch_size": 6,
-        "per_device_train_batch_size": 4,
-        "per_device_eval_batch_size": 4,
-        "max_steps": 2,
-        "save_strategy": "no",
-        "use_cpu": True,
-        "disable_tqdm": True,
-        "beta": BETA,
-        **options,
-    }
-    return DPDPOConfig(str(folder), **values)
-
-
-def trainer(folder: Any, made: Any = pairs, given: dict[str, Any] | None = None, **options: Any):
-    keywords = {
-        "model": moved(),
-        "ref_model": model(),
-        "processing_class": tokenizer(),
-        "train_dataset": made(),
-        **(given or {}),
-    }
-    return DPDPOTrainer(args=arguments(folder, **options), **keywords)
 
 
 def by_hand(policy: Any, reference: Any, row: dict[str, Any]) -> torch.Tensor:
@@ -330,6 +263,24 @@ def test_new_pairs_need_a_reference(tmp_path):
     with pytest.raises(DataError, match="nothing else knows the reference"):
         tested.evaluate(pairs(4, 100))
     assert trainer(tmp_path).predict(pairs(4, 100)).predictions.shape == (4,)
+
+
+def test_reference_columns_of_ones_own_are_kept(tmp_path):
+    def own(rows):
+        return rows.add_column("ref_chosen_logps", [-3.0] * len(rows)).add_column(
+            "ref_rejected_logps", [-5.0] * len(rows)
+        )
+
+    tested = trainer(tmp_path, given={"ref_model": None, "train_dataset": own(pairs())})
+    batch = batch_of(tested, PLACES)
+    assert batch["ref_chosen_logps"].tolist() == [-3.0] * len(PLACES)
+    nothing = {
+        name: torch.zeros(len(PLACES)) for name in ("ref_chosen_logps", "ref_rejected_logps")
+    }
+    found = tested.margins(tested.model, batch)
+    without = tested.margins(tested.model, {**batch, **nothing})
+    torch.testing.assert_close(found, without - BETA * 2.0)
+    assert tested.predict(own(pairs(4, 100))).predictions.shape == (4,)
 
 
 def test_evaluation_on_training_rows_is_refused(tmp_path):

@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import importlib
+import sys
 from typing import Any
 
 import pytest
 import torch
+import yaml
 from chat import model, tokenizer, words
 from datasets import Dataset
 from peft import AutoPeftModelForCausalLM, LoraConfig
+from transformers import HfArgumentParser
 from trl import SFTConfig, SFTTrainer
+from warm import run_program
 
+from hf_dp import DPSeq2SeqTrainer, DPSeq2SeqTrainingArguments
 from hf_dp.errors import DataError, InvalidArgumentError, UnsupportedArgumentError
 from hf_dp.losses import per_example_loss
 from hf_dp.statement.record import read
 from hf_dp.trainer.argument_table import fields_without_a_row
+from hf_dp.trainer.dpo import DPDPOConfig
 from hf_dp.trainer.sft import SFT_ROWS, DPSFTConfig, DPSFTTrainer
 
 ROWS = 24
@@ -223,6 +230,60 @@ def test_the_loss_is_the_mean_of_the_examples_own_tokens(tmp_path):
         torch.testing.assert_close(got, torch.stack(picked).mean())
 
 
+def test_without_privacy_it_trains_as_trl_does(tmp_path):
+    options = {
+        "max_steps": 3, "per_device_train_batch_size": 4, "learning_rate": 1e-2, "optim": "sgd", "use_cpu": True,
+        "lr_scheduler_type": "constant", "report_to": "none", "save_strategy": "no", "gradient_checkpointing": False,
+        "disable_tqdm": True, "bf16": False, "logging_steps": 1, "max_grad_norm": 1.0,
+    }  # fmt: skip
+    theirs = SFTTrainer(
+        model(), SFTConfig(str(tmp_path / "trl"), **options), train_dataset=prompts(),
+        processing_class=tokenizer(),
+    )  # fmt: skip
+    theirs.train()
+    ours = DPSFTTrainer(
+        model(),
+        DPSFTConfig(str(tmp_path / "ours"), privacy_mode="non_private", **options),
+        train_dataset=prompts(),
+        processing_class=tokenizer(),
+    )
+    ours.train()
+    start = dict(model().named_parameters())
+    for name, weight in ours.model.named_parameters():
+        torch.testing.assert_close(weight, theirs.model.get_parameter(name), rtol=1e-4, atol=1e-6)
+    assert any(
+        not torch.equal(weight, start[name]) for name, weight in ours.model.named_parameters()
+    )
+
+
+def test_what_it_prepares_serves_generation_during_evaluation(tmp_path):
+    made = trainer(tmp_path / "prepared", given={"eval_dataset": prompts(5, 100)})
+    tested = DPSeq2SeqTrainer(
+        model=model(),
+        args=DPSeq2SeqTrainingArguments(
+            str(tmp_path / "run"),
+            noise_multiplier=1.0,
+            expected_batch_size=6,
+            max_steps=1,
+            use_cpu=True,
+            disable_tqdm=True,
+            predict_with_generate=True,
+            generation_max_length=4,
+        ),
+        data_collator=made.data_collator,
+        train_dataset=made.train_dataset,
+        eval_dataset=made.eval_dataset,
+        processing_class=made.processing_class,
+        compute_metrics=lambda prediction: {"tokens": prediction.predictions.shape[1]},
+    )
+    tested.train()
+    assert tested.evaluate()["eval_tokens"] == 4
+    labels = tested.predict(made.eval_dataset).label_ids
+    said = tokenizer().batch_decode([[t for t in row if t != -100] for row in labels.tolist()])
+    assert said == [row["completion"] + "<|im_end|>" for row in prompts(5, 100)]
+    assert tested.privacy_statement().status == "proven"
+
+
 # -- what is refused ---
 
 
@@ -322,3 +383,44 @@ def test_a_template_without_markers_that_trl_does_not_know_is_refused(tmp_path):
     unknown = tokenizer("{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}")
     with pytest.raises(ValueError, match="[Tt]emplate"):
         trainer(tmp_path, talks, given={"processing_class": unknown}, assistant_only_loss=True)
+
+
+@pytest.mark.parametrize("module", ["sft", "dpo"])
+def test_without_trl_the_message_names_the_extra(module, monkeypatch):
+    monkeypatch.setitem(sys.modules, "trl", None)
+    monkeypatch.delitem(sys.modules, f"hf_dp.trainer.{module}", raising=False)
+    with pytest.raises(ImportError, match=r"Run `pip install hf-dp\[trl\]`"):
+        importlib.import_module(f"hf_dp.trainer.{module}")
+
+
+def test_the_public_names_need_no_trl(tmp_path):
+    code = (
+        "import hf_dp, sys; [getattr(hf_dp, name) for name in hf_dp.__all__]; "
+        "print('trl' in sys.modules)"
+    )
+    done = run_program(code, tmp_path)
+    assert done.stdout.strip() == "False", done.stderr
+
+
+@pytest.mark.parametrize("config", [DPSFTConfig, DPDPOConfig, DPSeq2SeqTrainingArguments])
+def test_arguments_are_read_from_yaml(config, tmp_path):
+    text = {"output_dir": str(tmp_path), "target_epsilon": "3", "learning_rate": "5e-4"}
+    more = (
+        {}
+        if config is DPSeq2SeqTrainingArguments
+        else {"model_init_kwargs": '{"dtype": "float32"}'}
+    )
+    (tmp_path / "a.yaml").write_text(
+        yaml.safe_dump({**text, **more, "expected_batch_size": 8, "use_cpu": True})
+    )
+    (args,) = HfArgumentParser(config).parse_yaml_file(str(tmp_path / "a.yaml"))
+    assert (args.learning_rate, args.target_epsilon, args.gradient_checkpointing) == (
+        5e-4,
+        3.0,
+        False,
+    )
+    assert getattr(args, "model_init_kwargs", {"dtype": "float32"}) == {"dtype": "float32"}
+    (line,) = HfArgumentParser(config).parse_args_into_dataclasses(
+        ["--output_dir", str(tmp_path), "--noise_multiplier", "1", "--expected_batch_size", "8", "--use_cpu"]
+    )  # fmt: skip
+    assert line.noise_multiplier == 1.0 and line.logging_steps == 500
