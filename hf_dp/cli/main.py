@@ -47,6 +47,10 @@ COMMANDS: dict[str, tuple[str, str]] = {
         "hf_dp.cli.account",
         "compute epsilon of a run or a search, or the noise a target needs (no GPU, no torch)",
     ),
+    "audit": (
+        "hf_dp.cli.audit",
+        "measure what a model gives away: the exposure of canaries in its training rows",
+    ),
     "card": (
         "hf_dp.cli.card",
         "make the model card of a saved run again, with another license, data set, ...",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from hf_dp.cli.config import card_block, parse, peft_config
@@ -78,8 +78,11 @@ def build_trainer(
     decoding: DecodingArguments,
     args: Any,
     adapter: Any,
+    change_rows: Callable[[Any, Any, Any], Any] | None = None,
 ) -> tuple[Any, list[Any]]:
     """Return a :class:`DPTrainer` for the task, and its evaluation sets.
+
+    Args: change_rows: makes of rows, tokenizer and encoding the rows to train on instead.
 
     Raises: DataError, ConfigError, InvalidArgumentError, UnsupportedModelError.
     """
@@ -102,6 +105,8 @@ def build_trainer(
     if args.auto_physical_batch_size and args.auto_physical_batch_length is None:
         args.auto_physical_batch_length = data.max_length
     encoding = encoding_of(kind, tokenizer, data)
+    if change_rows is not None:
+        rows = change_rows(rows, tokenizer, encoding)
     with args.main_process_first(desc="encoding the rows"):
         train_dataset = encode(rows, data, encoding)
         sets = evaluation_sets(evaluation_rows, data, decoding, encoding)
