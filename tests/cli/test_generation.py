@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from pathlib import Path
 
@@ -9,8 +10,16 @@ import datasets
 import pyarrow.parquet as pq
 import pytest
 import tiny_text
+import torch
 import yaml
-from transformers import AutoModelForCausalLM, AutoTokenizer, pipeline
+from peft import PeftModel
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    pipeline,
+)
 
 from hf_dp.cli.config import read_yaml
 from hf_dp.cli.main import main
@@ -146,6 +155,66 @@ def test_what_cannot_be_done_is_named_before_anything_is_written(task, capsys, w
     assert main(["train", "--config", str(task), *words]) == 2
     assert message in capsys.readouterr().err
     assert not (task.parent / "out").exists()
+
+
+def test_a_chat_model_with_lora_from_yaml_loads_with_stock_peft(task, capsys):
+    """A Qwen3-shaped model and TRL's copy of its template, which marks nothing by itself."""
+    utils = pytest.importorskip("trl.chat_template_utils")
+    words = copy.deepcopy(tiny_text.tokenizer())
+    words.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>"]})
+    words.eos_token, words.chat_template = "<|im_end|>", utils.qwen3_chat_template
+    config = Qwen3Config(
+        vocab_size=len(words),
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=8,
+        eos_token_id=words.eos_token_id,
+        bos_token_id=None,
+        pad_token_id=words.pad_token_id,
+    )
+    base = task.parent / "qwen"
+    torch.manual_seed(0)
+    Qwen3ForCausalLM(config).save_pretrained(base)
+    words.save_pretrained(base)
+    for name, start, stop in (("train", 0, 40), ("dev", 40, 46)):
+        rows = [
+            {
+                "messages": [
+                    {"role": "user", "content": f"Where is pub {i}?"},
+                    {"role": "assistant", "content": f"In area {i % 3}."},
+                ]
+            }
+            for i in range(start, stop)
+        ]
+        (task.parent / f"{name}.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
+    values = yaml.safe_load(task.read_text()) | {
+        "model_name_or_path": str(base),
+        "dataset_name": None,
+        "train_file": str(task.parent / "train.jsonl"),
+        "validation_file": str(task.parent / "dev.jsonl"),
+        "data_format": "messages",
+        "metrics": ["rougeL"],
+        "peft": {"peft_type": "lora", "r": 2, "target_modules": ["q_proj", "v_proj"]},
+    }
+    task.write_text(yaml.safe_dump(values))
+    assert main(["train", "--config", str(task)]) == 0
+    out = task.parent / "out"
+    assert json.loads((out / "privacy.json").read_text())["statement"]["status"] == "proven"
+
+    first = json.loads((out / "generations.jsonl").read_text().splitlines()[0])
+    assert first["prompt"].count("<|im_start|>assistant") == 1 and "In area" not in first["prompt"]
+    assert first["references"] == ["In area 1."]
+    model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), out)
+    words = AutoTokenizer.from_pretrained(out)
+    ids = words(first["prompt"], return_tensors="pt")
+    text = words.decode(
+        model.generate(**ids, max_new_tokens=8)[0][ids["input_ids"].shape[1] :],
+        skip_special_tokens=True,
+    )
+    assert text.strip() == first["text"]
 
 
 # -- hf-dp generate --
