@@ -95,6 +95,18 @@ def test_eval_finds_what_train_found_and_generate_and_pipeline_write_the_same(ta
     assert piped["generated_text"].strip() == first["text"]
 
 
+def test_what_was_trained_is_kept_when_scoring_fails(task, monkeypatch):
+    def fail(*args, **kwargs):
+        raise OSError("no Java")
+
+    monkeypatch.setattr("hf_dp.tasks.generation.evaluation.score", fail)
+    with pytest.raises(OSError, match="no Java"):
+        main(["train", "--config", str(task)])
+    assert {"model.safetensors", "README.md", "privacy.json"} <= {
+        path.name for path in (task.parent / "out").iterdir()
+    }
+
+
 def test_zero_shot_evaluates_the_base(task, capsys):
     assert main(["eval", "--config", str(task), "--zero-shot", "--json"]) == 0
     assert "eval_bleu" in json.loads(capsys.readouterr().out.strip().splitlines()[-1])
@@ -149,6 +161,7 @@ def test_without_metrics_nothing_is_decoded(task, capsys):
         (["--max_length", "20"], "Row 0 has a prompt"),
         (["--max_length", "500"], "max_length"),
         (["--metrics", "blue"], "metrics"),
+        (["--max_new_tokens", "150"], "positions of the model"),
     ],
 )
 def test_what_cannot_be_done_is_named_before_anything_is_written(task, capsys, words, message):

@@ -39,8 +39,10 @@ def train(kind: str, values: dict[str, Any], words: Sequence[str]) -> int:
     if args.is_private:
         trainer.describe(**card)
     trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
-    lines = _evaluate(trainer, sets, data, decoding)
-    trainer.save_model()  # and with push_to_hub also publish it
+    try:
+        lines = _evaluate(trainer, sets, data, decoding)
+    finally:  # what was trained is kept, whatever becomes of the scores
+        trainer.save_model()  # and with push_to_hub also publish it
     found = {**trainer.evaluation_metrics(), **signal_to_noise(trainer.state.log_history)}
     trainer.save_metrics("eval", found, combined=False)
     print_summary(trainer, lines)
@@ -89,6 +91,7 @@ def build_trainer(
     from transformers import DataCollatorForSeq2Seq, set_seed
 
     from hf_dp.tasks.generation.data import encode, encoding_of
+    from hf_dp.tasks.generation.decoding import check_prompts
     from hf_dp.tasks.generation.evaluation import evaluation_sets
     from hf_dp.tasks.generation.language_models import load_language_model
     from hf_dp.trainer.trainer import DPTrainer
@@ -110,6 +113,9 @@ def build_trainer(
     with args.main_process_first(desc="encoding the rows"):
         train_dataset = encode(rows, data, encoding)
         sets = evaluation_sets(evaluation_rows, data, decoding, encoding)
+    if data.metrics:  # before anything is spent
+        for one in sets:
+            check_prompts(model, one.asked.prompts, decoding)
     if len(train_dataset) > len(rows):
         # Several references of a row are examples of their own, so a row is not the unit.
         args.rows_are_chunks = True

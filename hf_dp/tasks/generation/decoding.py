@@ -37,7 +37,7 @@ def decode(
     """
     from tqdm.auto import tqdm
 
-    _check(model, prompts, settings)
+    check_prompts(model, prompts, settings)
     order = sorted(range(len(prompts)), key=lambda i: -len(prompts[i]))
     size = settings.decoding_batch_size
     batches = [order[at : at + size] for at in range(0, len(order), size)]
@@ -106,7 +106,10 @@ def positions(model: Any) -> int | None:
     return getattr(base_model(model).config, "max_position_embeddings", None)
 
 
-def _check(model: Any, prompts: Sequence[Sequence[int]], settings: DecodingArguments) -> None:
+def check_prompts(
+    model: Any, prompts: Sequence[Sequence[int]], settings: DecodingArguments
+) -> None:
+    """Raise DataError for a prompt that is empty, or leaves no room to write; as decode does."""
     lengths = [len(prompt) for prompt in prompts]
     if lengths and not min(lengths):
         raise DataError(
