@@ -10,7 +10,13 @@ import tiny
 import torch
 from models import VOCABULARY, gpt2, llama
 from torch.nn import functional as F
-from transformers import DataCollatorForSeq2Seq, T5Config, T5ForConditionalGeneration
+from transformers import (
+    BartConfig,
+    BartForConditionalGeneration,
+    DataCollatorForSeq2Seq,
+    T5Config,
+    T5ForConditionalGeneration,
+)
 
 from hf_dp import DPSeq2SeqTrainer, DPSeq2SeqTrainingArguments
 
@@ -38,6 +44,29 @@ def t5() -> T5ForConditionalGeneration:
         eos_token_id=3,
     )
     return T5ForConditionalGeneration(config)
+
+
+def bart() -> BartForConditionalGeneration:
+    torch.manual_seed(0)
+    config = BartConfig(
+        vocab_size=VOCABULARY,
+        d_model=16,
+        encoder_layers=2,
+        decoder_layers=2,
+        encoder_attention_heads=2,
+        decoder_attention_heads=2,
+        encoder_ffn_dim=24,
+        decoder_ffn_dim=24,
+        max_position_embeddings=40,
+        dropout=0.0,
+        init_std=0.3,
+        decoder_start_token_id=2,
+        forced_eos_token_id=None,
+        pad_token_id=0,
+        bos_token_id=2,
+        eos_token_id=3,
+    )
+    return BartForConditionalGeneration(config)
 
 
 def texts(count: int, seed: int) -> datasets.Dataset:
