@@ -97,7 +97,14 @@ def pairs(count: int, seed: int) -> datasets.Dataset:
     return datasets.Dataset.from_list(rows)
 
 
-def trainer(folder, model=None, *, given: dict[str, Any] | None = None, **options: Any) -> Any:
+def trainer(
+    folder,
+    model=None,
+    *,
+    cls: type = DPSeq2SeqTrainer,
+    given: dict[str, Any] | None = None,
+    **options: Any,
+) -> Any:
     model = causal() if model is None else model
     made = pairs if model.config.is_encoder_decoder else texts
     tokenizer = (given or {}).get("processing_class") or tiny.tokenizer()
@@ -128,7 +135,7 @@ def trainer(folder, model=None, *, given: dict[str, Any] | None = None, **option
             k: v for k, v in values.items() if k not in ("noise_multiplier", "expected_batch_size")
         }
     args = DPSeq2SeqTrainingArguments(str(folder), **values)
-    return DPSeq2SeqTrainer(model=model, args=args, **keywords)
+    return cls(model=model, args=args, **keywords)
 
 
 def alone(model: Any, row: dict[str, list[int]], **options: Any) -> list[int]:

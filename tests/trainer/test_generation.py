@@ -25,6 +25,7 @@ from hf_dp.trainer import seq2seq
 from hf_dp.trainer.argument_table import fields_without_a_row
 from hf_dp.trainer.arguments import DPTrainingArguments
 from hf_dp.trainer.prompts import Prompts, split_rows
+from hf_dp.trainer.trainer import DPTrainer
 
 
 def targets(rows: datasets.Dataset) -> list[list[int]]:
@@ -251,6 +252,20 @@ def test_a_private_run_that_generates_is_proven(made, tmp_path):
     assert tested.privacy_statement().status == "proven"
     assert tested.ledger.steps() == 3
     assert seen == [10] * 3
+
+
+@pytest.mark.parametrize("made", [causal, t5])
+def test_it_trains_as_dptrainer_does(made, tmp_path):
+    """On the per-example loss: the same noise and draws, the same weights to the last bit."""
+    found = []
+    for cls in (DPSeq2SeqTrainer, DPTrainer):
+        model = made()
+        tested = trainer(tmp_path / cls.__name__, model, cls=cls, insecure_seed=5)
+        tested.train()
+        found.append(list(model.parameters()))
+    start = list(made().parameters())
+    for ours, theirs, before in zip(*found, start, strict=True):
+        assert torch.equal(ours, theirs) and not torch.equal(ours, before)
 
 
 SAMPLED = GenerationConfig(do_sample=True, temperature=2.0, pad_token_id=0, eos_token_id=3)
