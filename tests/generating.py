@@ -10,7 +10,13 @@ import tiny
 import torch
 from models import VOCABULARY, gpt2, llama
 from torch.nn import functional as F
-from transformers import DataCollatorForSeq2Seq, T5Config, T5ForConditionalGeneration
+from transformers import (
+    BartConfig,
+    BartForConditionalGeneration,
+    DataCollatorForSeq2Seq,
+    T5Config,
+    T5ForConditionalGeneration,
+)
 
 from hf_dp import DPSeq2SeqTrainer, DPSeq2SeqTrainingArguments
 
@@ -38,6 +44,29 @@ def t5() -> T5ForConditionalGeneration:
         eos_token_id=3,
     )
     return T5ForConditionalGeneration(config)
+
+
+def bart() -> BartForConditionalGeneration:
+    torch.manual_seed(0)
+    config = BartConfig(
+        vocab_size=VOCABULARY,
+        d_model=16,
+        encoder_layers=2,
+        decoder_layers=2,
+        encoder_attention_heads=2,
+        decoder_attention_heads=2,
+        encoder_ffn_dim=24,
+        decoder_ffn_dim=24,
+        max_position_embeddings=40,
+        dropout=0.0,
+        init_std=0.3,
+        decoder_start_token_id=2,
+        forced_eos_token_id=None,
+        pad_token_id=0,
+        bos_token_id=2,
+        eos_token_id=3,
+    )
+    return BartForConditionalGeneration(config)
 
 
 def texts(count: int, seed: int) -> datasets.Dataset:
@@ -68,7 +97,14 @@ def pairs(count: int, seed: int) -> datasets.Dataset:
     return datasets.Dataset.from_list(rows)
 
 
-def trainer(folder, model=None, *, given: dict[str, Any] | None = None, **options: Any) -> Any:
+def trainer(
+    folder,
+    model=None,
+    *,
+    cls: type = DPSeq2SeqTrainer,
+    given: dict[str, Any] | None = None,
+    **options: Any,
+) -> Any:
     model = causal() if model is None else model
     made = pairs if model.config.is_encoder_decoder else texts
     tokenizer = (given or {}).get("processing_class") or tiny.tokenizer()
@@ -99,7 +135,7 @@ def trainer(folder, model=None, *, given: dict[str, Any] | None = None, **option
             k: v for k, v in values.items() if k not in ("noise_multiplier", "expected_batch_size")
         }
     args = DPSeq2SeqTrainingArguments(str(folder), **values)
-    return DPSeq2SeqTrainer(model=model, args=args, **keywords)
+    return cls(model=model, args=args, **keywords)
 
 
 def alone(model: Any, row: dict[str, list[int]], **options: Any) -> list[int]:

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import tiny
 import torch
-from generating import FAMILIES, NEW, TARGETS, alone, causal, pairs, t5, texts, trainer
+from generating import FAMILIES, NEW, TARGETS, alone, bart, causal, pairs, t5, texts, trainer
 from models import POSITIONS, gpt2, llama
-from peft import LoraConfig
+from peft import LoraConfig, PrefixTuningConfig
 from transformers import (
     DataCollatorForLanguageModeling,
     GenerationConfig,
@@ -25,6 +25,7 @@ from hf_dp.trainer import seq2seq
 from hf_dp.trainer.argument_table import fields_without_a_row
 from hf_dp.trainer.arguments import DPTrainingArguments
 from hf_dp.trainer.prompts import Prompts, split_rows
+from hf_dp.trainer.trainer import DPTrainer
 
 
 def targets(rows: datasets.Dataset) -> list[list[int]]:
@@ -111,12 +112,16 @@ def test_lengths_count_new_tokens_and_may_be_given_to_evaluate(tmp_path):
     assert tested.predict(rows).predictions.shape == (10, 5)
 
 
-def test_an_adapter_generates(tmp_path):
-    tested = trainer(
-        tmp_path,
-        llama(dtype=torch.float32),
-        given={"peft_config": LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False)},
-    )
+@pytest.mark.parametrize(
+    "config",
+    [
+        LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False),
+        PrefixTuningConfig(num_virtual_tokens=3, task_type="CAUSAL_LM"),
+    ],
+    ids=["lora", "prefix"],
+)
+def test_an_adapter_generates(config, tmp_path):
+    tested = trainer(tmp_path, llama(dtype=torch.float32), given={"peft_config": config})
     rows = texts(6, 1)
     found = tested.predict(rows).predictions.tolist()
     assert found == [alone(tested.model, row) for row in rows]
@@ -124,14 +129,16 @@ def test_an_adapter_generates(tmp_path):
         assert found != [alone(tested.model, row) for row in rows]
 
 
-def test_an_encoder_decoder_generates_as_in_transformers(tmp_path):
-    model = t5()
+@pytest.mark.parametrize("made", [t5, bart])
+def test_an_encoder_decoder_generates_as_in_transformers(made, tmp_path):
+    model = made()
     tested, rows = trainer(tmp_path, model), pairs(6, 1)
     found = tested.predict(rows)
     for row, got in zip(rows, found.predictions.tolist()):
         tokens = torch.tensor([row["input_ids"]])
         expected = model.generate(input_ids=tokens, max_length=NEW)[0].tolist()
         assert got[: len(expected)] == expected and not any(got[len(expected) :])
+    assert len({tuple(row) for row in found.predictions.tolist()}) > 1
     assert without_padding(np.where(found.label_ids == 0, -100, found.label_ids)) == targets(rows)
 
 
@@ -230,7 +237,7 @@ def test_other_arguments_are_refused_by_name(tmp_path):
 # -- private runs ---
 
 
-@pytest.mark.parametrize("made", [causal, t5], ids=["gpt2", "t5"])
+@pytest.mark.parametrize("made", [causal, t5, bart])
 def test_a_private_run_that_generates_is_proven(made, tmp_path):
     seen = []
 
@@ -245,6 +252,20 @@ def test_a_private_run_that_generates_is_proven(made, tmp_path):
     assert tested.privacy_statement().status == "proven"
     assert tested.ledger.steps() == 3
     assert seen == [10] * 3
+
+
+@pytest.mark.parametrize("made", [causal, t5])
+def test_it_trains_as_dptrainer_does(made, tmp_path):
+    """On the per-example loss: the same noise and draws, the same weights to the last bit."""
+    found = []
+    for cls in (DPSeq2SeqTrainer, DPTrainer):
+        model = made()
+        tested = trainer(tmp_path / cls.__name__, model, cls=cls, insecure_seed=5)
+        tested.train()
+        found.append(list(model.parameters()))
+    start = list(made().parameters())
+    for ours, theirs, before in zip(*found, start, strict=True):
+        assert torch.equal(ours, theirs) and not torch.equal(ours, before)
 
 
 SAMPLED = GenerationConfig(do_sample=True, temperature=2.0, pad_token_id=0, eos_token_id=3)
