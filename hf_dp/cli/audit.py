@@ -15,7 +15,7 @@ from typing import Any
 
 from hf_dp._validate import integer, one_of
 from hf_dp.cli.config import card_block, parse, peft_config, read_yaml
-from hf_dp.cli.help_text import add_fields, add_privacy, formatter
+from hf_dp.cli.help_text import add_privacy, command_parser
 from hf_dp.cli.launch import refuse_several
 from hf_dp.cli.tasks import DEFAULT_TASK, generation
 from hf_dp.errors import ConfigError
@@ -105,18 +105,14 @@ def build_parser() -> argparse.ArgumentParser:
 
 def help_text() -> str:
     """Return the help of ``hf-dp audit``."""
-    parser = argparse.ArgumentParser(
+    parser = command_parser(
         "hf-dp audit exposure",
-        usage="hf-dp audit exposure --config FILE --repetitions R [R ...] [--NAME VALUE ...]",
-        description=DESCRIPTION,
-        epilog=EXAMPLES,
-        formatter_class=formatter,
-        parents=[build_parser()],
-        add_help=False,
-        conflict_handler="resolve",
+        "hf-dp audit exposure --config FILE --repetitions R [R ...] [--NAME VALUE ...]",
+        DESCRIPTION,
+        EXAMPLES,
+        build_parser(),
+        ARGUMENTS,
     )
-    for cls in ARGUMENTS:
-        add_fields(parser, cls)
     add_privacy(parser)
     return parser.format_help()
 

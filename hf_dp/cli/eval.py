@@ -7,7 +7,7 @@ import json
 from collections.abc import Sequence
 
 from hf_dp.cli.config import read_yaml
-from hf_dp.cli.help_text import add_fields, formatter, list_tasks
+from hf_dp.cli.help_text import command_parser, list_tasks
 from hf_dp.cli.launch import refuse_several
 from hf_dp.cli.options import common_parser
 from hf_dp.cli.tasks import DEFAULT_TASK, evaluated_tasks, evaluation_module
@@ -38,17 +38,14 @@ def build_parser() -> argparse.ArgumentParser:
 def help_text(task: str) -> str:
     """Return the help of ``hf-dp eval`` with the arguments of one task."""
     module = evaluation_module(task)
-    parser = argparse.ArgumentParser(
+    parser = command_parser(
         "hf-dp eval",
-        usage="hf-dp eval --config FILE [--zero-shot] [--NAME VALUE ...]",
-        description=DESCRIPTION + list_tasks(evaluated_tasks()),
-        epilog=f"example:\n  {module.EXAMPLE}",
-        formatter_class=formatter,
-        parents=[build_parser()],
-        add_help=False,
+        "hf-dp eval --config FILE [--zero-shot] [--NAME VALUE ...]",
+        DESCRIPTION + list_tasks(evaluated_tasks()),
+        f"example:\n  {module.EXAMPLE}",
+        build_parser(),
+        module.ARGUMENTS,
     )
-    for cls in module.ARGUMENTS:
-        add_fields(parser, cls)
     return parser.format_help()
 
 

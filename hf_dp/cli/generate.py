@@ -10,7 +10,7 @@ from typing import Any
 
 from hf_dp._validate import integer
 from hf_dp.cli.config import read_yaml
-from hf_dp.cli.help_text import add_fields, formatter
+from hf_dp.cli.help_text import command_parser
 from hf_dp.cli.launch import refuse_several
 from hf_dp.cli.tasks.evaluation import parse_evaluation
 from hf_dp.errors import ConfigError
@@ -92,17 +92,14 @@ def build_parser() -> argparse.ArgumentParser:
 
 def help_text() -> str:
     """Return the help of ``hf-dp generate``."""
-    parser = argparse.ArgumentParser(
+    parser = command_parser(
         "hf-dp generate",
-        usage="hf-dp generate --config FILE --num N --out FILE [--NAME VALUE ...]",
-        description=DESCRIPTION,
-        epilog=EXAMPLES,
-        formatter_class=formatter,
-        parents=[build_parser()],
-        add_help=False,
+        "hf-dp generate --config FILE --num N --out FILE [--NAME VALUE ...]",
+        DESCRIPTION,
+        EXAMPLES,
+        build_parser(),
+        ARGUMENTS,
     )
-    for cls in ARGUMENTS:
-        add_fields(parser, cls)
     return parser.format_help()
 
 

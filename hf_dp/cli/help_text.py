@@ -55,6 +55,35 @@ def formatter(prog: str) -> argparse.HelpFormatter:
     return argparse.RawDescriptionHelpFormatter(prog, max_help_position=34, width=100)
 
 
+def command_parser(
+    prog: str,
+    usage: str,
+    description: str,
+    epilog: str,
+    base: argparse.ArgumentParser,
+    arguments: Iterable[type],
+) -> argparse.ArgumentParser:
+    """Return a parser that is only there for its help.
+
+    Args:
+        base: the parser of the options that the command reads itself.
+        arguments: the dataclasses of the other options.
+    """
+    parser = argparse.ArgumentParser(
+        prog,
+        usage=usage,
+        description=description,
+        epilog=epilog,
+        formatter_class=formatter,
+        parents=[base],
+        add_help=False,
+        conflict_handler="resolve",
+    )
+    for cls in arguments:
+        add_fields(parser, cls)
+    return parser
+
+
 def list_tasks(names: Iterable[str]) -> str:
     """Return a line for each task."""
     width = max(map(len, TASKS))

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from hf_dp.cli.config import read_yaml
-from hf_dp.cli.help_text import add_fields, add_privacy, formatter, list_tasks
+from hf_dp.cli.help_text import add_privacy, command_parser, list_tasks
 from hf_dp.cli.launch import (
     add_launch_options,
     launch,
@@ -48,17 +48,14 @@ def build_parser() -> argparse.ArgumentParser:
 def help_text(task: str) -> str:
     """Return the help of ``hf-dp train`` with the arguments of one task."""
     module = training_module(task)
-    parser = argparse.ArgumentParser(
+    parser = command_parser(
         "hf-dp train",
-        usage="hf-dp train --config FILE [--NAME VALUE ...]",
-        description=DESCRIPTION + list_tasks(TASKS),
-        epilog=f"example:\n  {module.EXAMPLE}",
-        formatter_class=formatter,
-        parents=[build_parser()],
-        add_help=False,
+        "hf-dp train --config FILE [--NAME VALUE ...]",
+        DESCRIPTION + list_tasks(TASKS),
+        f"example:\n  {module.EXAMPLE}",
+        build_parser(),
+        module.ARGUMENTS,
     )
-    for cls in module.ARGUMENTS:
-        add_fields(parser, cls)
     training = parser.add_argument_group("training").add_argument
     training("--output_dir", metavar="FOLDER", help="where the checkpoint is written")
     if TASKS[task].private:
