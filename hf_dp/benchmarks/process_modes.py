@@ -32,6 +32,8 @@ WAYS = {
     "ddp": "DistributedDataParallel, gradients reduced once a step (no_sync)",
     "fsdp2": "fully_shard on each layer and the whole, gradients reduced once a step "
     "(set_requires_gradient_sync), as Trainer accumulates them",
+    "fsdp2_each": "the same, gradients reduced after each physical batch (sync_each_batch of "
+    "accelerate): no process holds gradients of full size, as ours holds no sums of full size",
 }
 _MOST_STEPS = 10**6  # of a measurement; they are planned, so that none is refused
 
@@ -112,12 +114,20 @@ class Step(BenchmarkMode):
 
 
 class StockStep(Step):
-    """Gradient accumulation as users have it: processes exchange gradients in the last backward."""
+    """Gradient accumulation as users have it.
+
+    Args: way: of :data:`WAYS`: says whether processes exchange gradients in the last backward or in
+        each.
+    """
+
+    def __init__(self, model: nn.Module, workload: Workload, optimizer: Optimizer, way: str):
+        super().__init__(model, workload, optimizer)
+        self.each = way == "fsdp2_each"
 
     def step(self, batches: Sequence[Batch]) -> None:
         for index, batch in enumerate(batches):
             last = index == len(batches) - 1
-            with nullcontext() if last else _unsynced(self.model):
+            with nullcontext() if last or self.each else _unsynced(self.model):
                 (self.losses(batch).mean() / len(batches)).backward()
         self.update()
 

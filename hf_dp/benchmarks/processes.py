@@ -191,7 +191,7 @@ def measure_here(
         batches = _batches(workload, inner, physical_batches)
         done = Done.watching(inner, optimizer)
         steps: dict[str, Step] = {
-            way: StockStep(model, workload, optimizer),
+            way: StockStep(model, workload, optimizer, way),
             PRIVATE + way: private,
         }
         expected = Done(physical_batches, examples, 1)

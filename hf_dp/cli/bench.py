@@ -102,8 +102,8 @@ def _throughput_command(commands: Any) -> None:
         type=int,
         default=1,
         metavar="N",
-        help="2 or more: whole steps with noise, ledger and AdamW on N processes, beside stock ddp "
-        "and fsdp2, which --modes then selects from (default: 1)",
+        help="2 or more: whole steps with noise, ledger and AdamW on N processes, beside stock "
+        "ddp, fsdp2 and fsdp2_each, which --modes then selects from (default: 1)",
     )
     add(
         "--physical-batches",

@@ -53,7 +53,7 @@ def test_a_step_that_does_other_work_is_not_compared(planted, monkeypatch):
         assert ("forwards=3" if planted == "forward" else "updates=2") in message
 
 
-@pytest.mark.parametrize("way", ["ddp", "fsdp2"])
+@pytest.mark.parametrize("way", ["ddp", "fsdp2", "fsdp2_each"])
 def test_the_stock_step_is_that_of_one_process_on_all_examples(way):
     def stepped(count: int) -> list[torch.Tensor]:
         model = build_model(TINY)
@@ -65,10 +65,10 @@ def test_the_stock_step_is_that_of_one_process_on_all_examples(way):
         batches = [{name: part[at] for name, part in parts.items()} for at in mine]
         if count == 1:
             for batch in batches:
-                (StockStep(model, TINY, optimizer).losses(batch).mean() / 4).backward()
+                (StockStep(model, TINY, optimizer, way).losses(batch).mean() / 4).backward()
             optimizer.step()
         else:
-            StockStep(here, TINY, optimizer).step(batches)
+            StockStep(here, TINY, optimizer, way).step(batches)
         return [getattr(p, "full_tensor", p.detach)().detach() for p in model.parameters()]
 
     alone = stepped(1)

@@ -130,7 +130,7 @@ def counted(way: str, private: bool, folder: Any) -> tuple[Traffic, Held, Sizes]
     step = (
         PrivateStep(plain, WORKLOAD, optimizer, str(folder), 6)
         if private
-        else StockStep(spread_model, WORKLOAD, optimizer)
+        else StockStep(spread_model, WORKLOAD, optimizer, way)
     )
     step.step([batch()] * BATCHES)  # makes the state of the optimizer
     held: dict[str, int] = {}
