@@ -242,6 +242,11 @@ def _rows(recipe: dict[str, Any]) -> int:
 
     Raises: ConfigError where the data is not available.
     """
+    here = recipe.get("train_file") or recipe.get("dataset_name") == "demo"
+    if here and recipe.get("data_format"):
+        from hf_dp.tasks.generation.data import count_examples
+
+        return count_examples(recipe)
     if recipe.get("max_train_rows"):
         return int(recipe["max_train_rows"])
     if recipe.get("dataset_name") == "demo":

@@ -143,6 +143,22 @@ def test_every_method_of_the_table_trains_and_writes_as_its_recipe_says(method, 
     assert "rougeL on the" in capsys.readouterr().out
 
 
+def test_a_plan_counts_references(task, capsys):
+    rows = [{"q": "a", "r": ["b", "c", "d"]}, {"q": "e", "r": ["f"]}] * 20
+    file = task.parent / "rows.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    values = {
+        "dataset_name": None,
+        "train_file": str(file),
+        "data_format": "pairs",
+        "prompt_column": "q",
+        "target_column": "r",
+    }
+    task.write_text(yaml.safe_dump(yaml.safe_load(task.read_text()) | values))
+    assert main(["plan", "--config", str(task)]) == 0
+    assert capsys.readouterr().out.startswith("80 examples")
+
+
 def test_without_metrics_nothing_is_decoded(task, capsys):
     values = yaml.safe_load(task.read_text()) | {"metrics": []}
     task.write_text(yaml.safe_dump(values))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 from hf_dp.errors import ConfigError
@@ -13,6 +13,7 @@ from hf_dp.tasks.generation.chat import ChatEncoding
 from hf_dp.tasks.generation.encoding import CausalEncoding, Seq2SeqEncoding, default_separator
 from hf_dp.tasks.generation.formats import MESSAGES, columns_of, read_row
 from hf_dp.tasks.generation.language_models import SEQ2SEQ
+from hf_dp.tasks.sources import load_train
 
 Encoding = CausalEncoding | Seq2SeqEncoding | ChatEncoding
 
@@ -68,6 +69,24 @@ def encode(rows: Any, data: TextArguments, encoding: Encoding) -> Any:
         with_indices=True,
         remove_columns=rows.column_names,
         desc="Tokenizing",
+    )
+
+
+def count_examples(recipe: Mapping[str, Any]) -> int:
+    """Return how many examples the training rows of a recipe are: one for each reference.
+
+    Raises: ConfigError, DataError as training does.
+    """
+    data = TextArguments(
+        **{item.name: recipe[item.name] for item in fields(TextArguments) if item.name in recipe}
+    )
+    rows = load_train(data)
+    if data.data_format == MESSAGES:
+        return len(rows)
+    columns = [rows[name] for name in _columns(rows, data)]
+    return sum(
+        len(read_row(data.data_format, values, row).targets)
+        for row, values in enumerate(zip(*columns))
     )
 
 
