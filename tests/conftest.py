@@ -1,8 +1,11 @@
-"""What holds for every test: the imported modules are not searched for garbage again and again."""
+"""What holds for every test: what lives on is not searched for garbage again and again."""
 
 from __future__ import annotations
 
 import gc
+from collections.abc import Iterator
+
+import pytest
 
 
 def pytest_collection_finish() -> None:
@@ -11,5 +14,17 @@ def pytest_collection_finish() -> None:
     Each ``Trainer.train()`` calls ``gc.collect()``, which searches every object of torch,
     transformers and the collected tests: a third of a second, longer than most runs here take.
     """
+    _keep_what_lives()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> Iterator[None]:
+    """After each file, keep what its tests imported and cached out of later collections, too."""
+    yield
+    if nextitem is not None and nextitem.path != item.path:
+        _keep_what_lives()
+
+
+def _keep_what_lives() -> None:
     gc.collect()
     gc.freeze()

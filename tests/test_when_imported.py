@@ -5,6 +5,8 @@ from __future__ import annotations
 import subprocess
 import sys
 
+from warm import run_program
+
 SCRIPT = """
 import importlib.util, sys
 import hf_dp
@@ -25,9 +27,10 @@ def test_a_look_up_before_the_import():
     assert done.returncode == 0, done.stderr[-2000:]
 
 
-def test_transformers_before_hf_dp():
+def test_transformers_before_hf_dp(tmp_path):
     script = (
+        "import sys\nassert 'transformers.models.auto.configuration_auto' in sys.modules\n"
         "from transformers import AutoConfig\nimport hf_dp\nAutoConfig.for_model('hf_dp_infilling')"
     )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    done = run_program(script, tmp_path)
     assert done.returncode == 0, done.stderr[-2000:]

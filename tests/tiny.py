@@ -3,6 +3,8 @@ download."""
 
 from __future__ import annotations
 
+import copy
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +71,11 @@ def rows(count: int = 40) -> list[dict[str, Any]]:
 
 
 def dataset(count: int = 40) -> datasets.Dataset:
+    return copy.copy(_dataset(count))
+
+
+@functools.cache
+def _dataset(count: int) -> datasets.Dataset:
     encoded = tokenizer()([row["sentence"] for row in rows(count)])
     return datasets.Dataset.from_dict(
         {
@@ -93,6 +100,11 @@ def held_out_rows() -> list[dict[str, Any]]:
 
 
 def evaluation_set() -> datasets.Dataset:
+    return copy.copy(_evaluation_set())
+
+
+@functools.cache
+def _evaluation_set() -> datasets.Dataset:
     encoded = tokenizer()([row["sentence"] for row in held_out_rows()])
     labels = [row["label"] for row in held_out_rows()]
     return datasets.Dataset.from_dict(

@@ -27,6 +27,7 @@ from hf_dp.accounting.composition import (
     TruncatedTerm,
     VisibleTerm,
 )
+from hf_dp.accounting.grid import epsilon_at, self_composed
 from hf_dp.accounting.one_step import sampled_gaussian
 from hf_dp.accounting.ranges import Range
 from hf_dp.accounting.value import Epsilon
@@ -137,7 +138,7 @@ def _self_composed(
         one_step = _one_truncated_step(term._replace(steps=1), interval, relation)
     else:
         one_step = _one_step(term.noise_multiplier, term.sample_rate, interval, relation)
-    return one_step.self_compose(term.steps)
+    return self_composed(one_step, term.steps)
 
 
 @lru_cache(maxsize=8)
@@ -149,7 +150,7 @@ def _visible(term: VisibleTerm, interval: float) -> google_pld.PrivacyLossDistri
     """
     used = _one_step(term.noise_multiplier, 1.0, interval, "zero_out")
     unused = google_pld.identity(value_discretization_interval=interval)
-    return used.compute_mixture(unused, term.sample_rate).self_compose(term.steps)
+    return self_composed(used.compute_mixture(unused, term.sample_rate), term.steps)
 
 
 @lru_cache(maxsize=8)
@@ -161,7 +162,7 @@ def _response(term: ResponseTerm, interval: float) -> google_pld.PrivacyLossDist
     one = google_pld.from_randomized_response(
         noise, term.num_classes, value_discretization_interval=interval
     )
-    return one.self_compose(term.steps) if term.steps > 1 else one
+    return self_composed(one, term.steps) if term.steps > 1 else one
 
 
 def _grid_epsilon(composition: Composition, delta: float, interval: float, relation: str) -> float:
@@ -178,7 +179,7 @@ def _grid_epsilon(composition: Composition, delta: float, interval: float, relat
     total = parts[0]
     for part in parts[1:]:
         total = total.compose(part)
-    return float(total.get_epsilon_for_delta(delta))
+    return epsilon_at(total, delta)
 
 
 def _fine_grid_gain(composition: Composition, order: float) -> float:

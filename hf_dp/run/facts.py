@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from importlib import metadata
 
 import torch
@@ -27,5 +28,11 @@ def run_facts(
         noise_generator=f"{noise} by the operating system (not cryptographic)",
         sampling_generator="the operating system's cryptographic generator",
         **vars(weaknesses),
-        versions={"hf_dp": __version__, **{name: metadata.version(name) for name in PACKAGES}},
+        versions={"hf_dp": __version__, **{name: _version(name) for name in PACKAGES}},
     )
+
+
+# Cached: what is imported stays as it is, and to parse a package's metadata takes milliseconds.
+@cache
+def _version(name: str) -> str:
+    return metadata.version(name)

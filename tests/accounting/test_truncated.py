@@ -5,6 +5,7 @@ Accountants that do not know them refuse.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 
@@ -18,6 +19,12 @@ from hf_dp.errors import AccountingRangeError, UnsupportedEventError
 GRID = np.linspace(-40, 40, 160_001)
 
 
+@functools.cache
+def noise_around(total, sigma):
+    """Return the density of the noise on GRID; many samples have the same sum."""
+    return norm.pdf(GRID, total, sigma)
+
+
 def output_density(gradients, sigma, q, cap):
     """Return the density of one step's noisy sum, over all samples and all their truncations."""
     density = np.zeros_like(GRID)
@@ -28,7 +35,7 @@ def output_density(gradients, sigma, q, cap):
             parts = list(itertools.combinations(drawn, min(cap, size)))
             for part in parts:
                 density += (
-                    chance / len(parts) * norm.pdf(GRID, sum(gradients[i] for i in part), sigma)
+                    chance / len(parts) * noise_around(sum(gradients[i] for i in part), sigma)
                 )
     return density
 

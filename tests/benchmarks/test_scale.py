@@ -109,14 +109,22 @@ def whole_sums(found: list[int]) -> Iterator[None]:
         ShardedSums.collect = collect
 
 
-def unsharded(model: nn.Module) -> int:
-    """Bytes of the parameters that FSDP2 holds whole now."""
-    return sum(
-        param._unsharded_param.untyped_storage().nbytes()
+def sharded_parameters(model: nn.Module) -> list[Any]:
+    """FSDP2's own objects for the parameters of a model; a group has its as long as the model."""
+    return [
+        param
         for module in model.modules()
         if isinstance(module, FSDPModule)
         for group in module._get_fsdp_state()._fsdp_param_groups
         for param in group.fsdp_params
+    ]
+
+
+def unsharded(parameters: list[Any]) -> int:
+    """Bytes of the parameters that FSDP2 holds whole now."""
+    return sum(
+        param._unsharded_param.untyped_storage().nbytes()
+        for param in parameters
         if hasattr(param, "_unsharded_param")
     )
 
@@ -147,7 +155,8 @@ def counted(way: str, private: bool, folder: Any) -> tuple[Traffic, Held, Sizes]
     step.update = update
     counter = Collectives()
     if way == "fsdp2":
-        counter.watch = lambda: gathered.append(unsharded(plain))
+        parameters = sharded_parameters(plain)
+        counter.watch = lambda: gathered.append(unsharded(parameters))
     with counter, whole_sums(whole):
         step.step([batch()] * BATCHES)
     if private and way == "fsdp2":

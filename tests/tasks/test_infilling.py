@@ -7,8 +7,6 @@ import dataclasses
 import json
 import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import datasets
@@ -18,6 +16,7 @@ import torch
 import transformers as hf
 from architectures import INFILLING, MASK, assert_exact, collate
 from families import bert
+from warm import run_program
 
 from hf_dp.clipping import rules
 from hf_dp.clipping.engine import STRATEGIES
@@ -202,13 +201,7 @@ def run_the_cards_lines(folder: Path, base: Path, more: str) -> str:
         r"## Use\n+```python\n(.*?)```", (folder / "out" / "README.md").read_text(), re.DOTALL
     ).group(1)
     lines = lines.replace("path/to/this/folder", "out").replace("BASE_MODEL", base.name)
-    done = subprocess.run(
-        [sys.executable, "-c", f"{lines}\n{more}"],
-        capture_output=True,
-        text=True,
-        cwd=folder,
-        env={**os.environ, "HF_HUB_OFFLINE": "1"},
-    )
+    done = run_program(f"{lines}\n{more}", folder, env={**os.environ, "HF_HUB_OFFLINE": "1"})
     assert done.returncode == 0, done.stderr[-2000:]
     return done.stdout.strip().splitlines()[-1]
 
