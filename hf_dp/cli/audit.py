@@ -31,8 +31,8 @@ random words and a suffix of five, of ten words of the model's vocabulary. Its e
 log2 |R| - log2 rank, with its rank among all |R| = 100,000 suffixes by the model's perplexity.
 
 The output of each run is a folder OUTPUT_DIR_exposure/MODE_rR with canaries.json (what was
-inserted) and exposure.json (what the latest measurement found). Canaries are public, and exposure is computed from
-the released weights alone: it is post-processing, and costs no privacy.
+inserted) and exposure.json (what the latest measurement found). Canaries are public, and exposure
+is computed from the released weights alone: it is post-processing, and costs no privacy.
 """
 EXAMPLES = """\
 examples:
