@@ -48,7 +48,7 @@ def log_perplexities(
         with torch.no_grad():
             begin = torch.tensor([list(prefix)], device=device)
             after = model(input_ids=begin, attention_mask=torch.ones_like(begin), use_cache=True)
-            kept = getattr(after, "past_key_values", None)
+            kept: Any = getattr(after, "past_key_values", None)
             if not hasattr(kept, "batch_repeat_interleave"):
                 raise UnsupportedModelError(
                     f"{type(base).__name__} keeps no cache of the tokens before, after which "
