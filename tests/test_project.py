@@ -193,6 +193,8 @@ def test_the_commands_of_a_page_parse(page, monkeypatch, capsys):
     monkeypatch.setattr("hf_dp.cli.tasks.generation_evaluation.load_evaluation", stop)
     monkeypatch.setattr("hf_dp.cli.generate._written", stop)
     monkeypatch.setattr("hf_dp.cli.train.launch", stop)
+    monkeypatch.setattr("hf_dp.cli.audit.train", stop)
+    monkeypatch.setattr("hf_dp.cli.audit.measure", stop)
     monkeypatch.setattr("hf_dp.cli.tasks.text_classification_evaluation.load_evaluation", stop)
     for words in commands(page):
         for script in (word for word in words if word.startswith("recipes/")):

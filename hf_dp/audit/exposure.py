@@ -120,6 +120,7 @@ def log_cdf(z: float, shape: float) -> float:
     from scipy.special import log_ndtr
     from scipy.stats import skewnorm
 
+    z = float(z)
     direct = float(skewnorm.cdf(z, shape))
     if direct > 1e-4:  # below, it is a difference of nearly equal numbers
         return math.log(direct)

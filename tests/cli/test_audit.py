@@ -1,0 +1,142 @@
+"""``hf-dp audit exposure`` on the built-in tables."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import tiny_text
+import yaml
+
+from hf_dp.cli.audit import recipe_of
+from hf_dp.cli.main import main
+
+
+@pytest.fixture
+def task(tmp_path, monkeypatch) -> Path:
+    """A configuration of a tiny GPT-2 on the built-in tables."""
+    monkeypatch.setattr(
+        "hf_dp.tasks.generation.demo_tables.demo_tables", lambda *_: tiny_text.tables(24)
+    )
+    values = {
+        "task": "causal_lm",
+        "model_name_or_path": tiny_text.saved(tmp_path / "model", tiny_text.gpt2()),
+        "dataset_name": "demo",
+        "data_format": "e2e",
+        "max_length": 150,
+        "output_dir": str(tmp_path / "out"),
+        "target_epsilon": 2,
+        "accountant": "rdp",
+        "expected_batch_size": 12,
+        "max_steps": 2,
+        "learning_rate": "1e-2",
+        "lr_scheduler_type": "constant",
+        "save_strategy": "no",
+        "logging_strategy": "no",
+        "use_cpu": True,
+        "disable_tqdm": True,
+        "dataloader_pin_memory": False,
+    }
+    config = tmp_path / "run.yaml"
+    config.write_text(yaml.safe_dump(values))
+    return config
+
+
+def audit(task: Path, *words: str) -> int:
+    return main(["audit", "exposure", "--config", str(task), *words])
+
+
+def test_a_private_model_says_what_is_in_it_and_is_measured_again_alike(task, capsys):
+    words = ["--candidates", "200"]
+    assert audit(task, *words, "--repetitions", "2", "--canaries", "2") == 0
+    folder = task.parent / "out_exposure" / "dp_sgd_r2"
+    printed = capsys.readouterr().out
+    assert printed.strip().splitlines()[-1] == str(folder / "exposure.json")
+    assert "dp_sgd_r2: 2 x 2.00 = 4" in printed
+
+    inserted = json.loads((folder / "canaries.json").read_text())
+    assert inserted["repetitions"] == 2 and len(inserted["canaries"]) == 2
+    stated = json.loads((folder / "privacy.json").read_text())
+    assert stated["statement"]["num_examples"] == 24 + 4
+    assert stated["statement"]["status"] == "proven"
+    card = (folder / "README.md").read_text()
+    assert "canaries-inserted" in card and "with 4 inserted rows of canaries" in card
+
+    found = json.loads((folder / "exposure.json").read_text())
+    assert found["exact"] is None and found["epsilon"] == stated["statement"]["epsilon"]
+    assert found["skew_normal"]["mean"] < found["mean_exposure_that_epsilon_allows"]
+    assert audit(task, *words, "--trained", str(folder), "--exact") == 0
+    again = json.loads((folder / "exposure.json").read_text())
+    for one, other in zip(found["canaries"], again["canaries"], strict=True):
+        assert one["skew_normal"]["exposure"] == pytest.approx(
+            other["skew_normal"]["exposure"], rel=1e-4
+        )
+        assert other["exact"]["size"] == 100_000
+
+    assert audit(task, "--repetitions", "2") == 2
+    assert f"--trained {folder}" in capsys.readouterr().err
+
+
+def test_without_privacy_a_repeated_canary_is_learned_by_heart(task, capsys):
+    words = ["--privacy_mode", "non_private", "--max_steps", "40", "--canaries", "1"]
+    words += ["--max_train_rows", "4", "--candidates", "200", "--exact"]
+    assert audit(task, *words, "--repetitions", "20") == 0
+    said = capsys.readouterr()
+    assert "without" in said.err and "target_epsilon 2" in said.err
+    folder = task.parent / "out_exposure" / "non_private_r20"
+    found = json.loads((folder / "exposure.json").read_text())
+    assert found["epsilon"] is None and "states no privacy" in found["claim"]
+    assert found["exact"]["mean"] > math.log2(100_000) - 4
+    assert found["exact"]["standard_deviation"] is None
+
+
+def test_a_private_recipe_keeps_its_batch_without_privacy(capsys):
+    recipe = {
+        "task": "causal_lm",
+        "expected_batch_size": 1024,
+        "per_device_train_batch_size": 48,
+        "target_epsilon": 3,
+        "learning_rate": 1e-3,
+    }
+    found = recipe_of(recipe, {"privacy_mode": "non_private"})
+    assert found == {
+        "task": "causal_lm",
+        "learning_rate": 1e-3,
+        "privacy_mode": "non_private",
+        "per_device_train_batch_size": 16,
+        "gradient_accumulation_steps": 64,
+    }
+    assert "expected_batch_size 1024, target_epsilon 3" in capsys.readouterr().err
+    assert recipe_of(recipe, {}) == recipe
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--repetitions", "1", "--task", "seq2seq"], "'seq2seq': an encoder-decoder"),
+        (["--repetitions", "1", "--task", "text_classification"], "'text_classification'"),
+        (["--repetitions", "1", "0"], "Expected `repetitions` to be a whole number >= 1, got 0"),
+        (["--repetitions", "1", "1"], "differ from each other"),
+        (["--repetitions", "1", "--candidates", "5"], "candidates"),
+        (["--repetitions", "1", "--canaries", "0"], "canaries"),
+        (["--repetitions", "1", "--data_format", "dart"], "'dart'"),
+        (["--repetitions", "1", "--push_to_hub", "True"], "push_to_hub"),
+        (["--repetitions", "1", "--trained", "x"], "got both"),
+        ([], "got neither"),
+        (["--trained", "{model}"], "no canaries.json"),
+    ],
+)
+def test_what_cannot_be_audited_is_named_before_anything_is_written(task, capsys, words, message):
+    given = [word.format(model=task.parent / "model") for word in words]
+    assert audit(task, *given) == 2
+    assert message in capsys.readouterr().err
+    assert not (task.parent / "out_exposure").exists()
+
+
+def test_an_unknown_audit_is_named(task, capsys):
+    assert main(["audit", "exposre", "--config", str(task)]) == 2
+    assert "Did you mean 'exposure'" in capsys.readouterr().err
+    assert main(["audit", "--help"]) == 0
+    assert "--repetitions" in capsys.readouterr().out
