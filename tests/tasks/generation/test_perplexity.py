@@ -25,7 +25,7 @@ def one_by_one(model, row, kind):
         given["decoder_input_ids"] = torch.tensor(
             [[model.config.decoder_start_token_id, *labels[:-1]]]
         )
-    scores = model(**given).logits[0].log_softmax(-1)
+    scores = model(**given).logits[0].log_softmax(-1).detach()
     at = range(len(labels)) if kind == SEQ2SEQ else range(1, len(labels))
     before = 0 if kind == SEQ2SEQ else 1
     terms = [-float(scores[t - before, labels[t]]) for t in at if labels[t] != -100]
