@@ -230,6 +230,7 @@ def train(values: dict[str, Any], words: Sequence[str], repetitions: int, folder
             "An audited model holds canaries and is not for others, and its training is not "
             "resumed. Leave `push_to_hub` and `resume_from_checkpoint` out."
         )
+    data.metrics = []  # nothing is decoded
     card = card_block(values.get("card"))
     adapter = peft_config(values.get("peft"))
     canaries: made.Canaries | None = None
