@@ -13,7 +13,7 @@ demo: $(VENV)/installed-demo
 	$(BIN)/hf-dp train --config recipes/demo/minilm_dp_adam.yaml
 
 test: $(VENV)/installed-test lint
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
 
 slow: $(VENV)/installed-slow
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m slow

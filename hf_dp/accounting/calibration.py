@@ -53,7 +53,7 @@ def calibrate_noise_multiplier(
     Returns:
         Noise standard deviation / clipping norm, with SIGNIFICANT_DIGITS digits, such that
         epsilon(prior_events + steps) <= target_epsilon, at most TOLERANCE (relative) above the
-        smallest such number. "pld" takes 1 to 5 s.
+        smallest such number. "pld" takes about a second.
 
     Raises:
         InvalidArgumentError: a value is invalid, or the accountant is not a bound.

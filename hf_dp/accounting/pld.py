@@ -199,7 +199,7 @@ def _fine_grid_gain(composition: Composition, order: float) -> float:
 def epsilon(composition: Composition, delta: float, relation: str = "zero_out") -> Epsilon:
     """Return an upper bound on epsilon at ``delta``.
 
-    It takes 0.1 to 1 s for a new mechanism and half of that for more steps of a known one; ten
+    It takes 0.05 to 0.5 s for a new mechanism and half of that for more steps of a known one; ten
     times as long where the fine grid is worth it (epsilon < 3 and tens of thousands of steps).
 
     Raises:

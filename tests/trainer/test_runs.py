@@ -4,6 +4,7 @@ expects."""
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -175,8 +176,20 @@ def interrupted(tmp_path, **options) -> DPTrainer:
     return trainer
 
 
-def test_resuming_from_an_earlier_checkpoint_counts_the_branch(tmp_path):
-    interrupted(tmp_path)
+@pytest.fixture(scope="module")
+def once_interrupted(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("interrupted")
+    interrupted(folder)
+    return folder
+
+
+@pytest.fixture
+def interrupted_run(once_interrupted, tmp_path) -> None:
+    """A copy of an interrupted run, in ``tmp_path``."""
+    shutil.copytree(once_interrupted, tmp_path, dirs_exist_ok=True)
+
+
+def test_resuming_from_an_earlier_checkpoint_counts_the_branch(interrupted_run, tmp_path):
     trainer = tiny.trainer(tmp_path, save_strategy="steps", save_steps=2)
     trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
     assert trainer.state.global_step == 4
@@ -217,15 +230,13 @@ def test_a_run_stops_early_when_earlier_steps_used_part_of_the_target(tmp_path):
     assert again.epsilon().value <= 4.0
 
 
-def test_resume_without_the_runs_ledger_is_refused(tmp_path):
-    interrupted(tmp_path)
+def test_resume_without_the_runs_ledger_is_refused(interrupted_run, tmp_path):
     (tmp_path / "privacy.json").unlink()
     with pytest.raises(LedgerError, match="output_dir is missing or damaged"):
         tiny.trainer(tmp_path).train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
 
 
-def test_resume_without_the_checkpoints_ledger_is_refused(tmp_path):
-    interrupted(tmp_path)
+def test_resume_without_the_checkpoints_ledger_is_refused(interrupted_run, tmp_path):
     (tmp_path / "checkpoint-2" / "privacy.json").unlink()
     with pytest.raises(LedgerError, match="privacy.json"):
         tiny.trainer(tmp_path).train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
@@ -251,8 +262,7 @@ def test_resume_with_another_runs_ledger_is_refused(tmp_path):
     ],
     ids=["noise", "batch", "clipping", "delta", "rows"],
 )
-def test_resume_with_another_plan_is_refused(tmp_path, changed, match):
-    interrupted(tmp_path)
+def test_resume_with_another_plan_is_refused(interrupted_run, tmp_path, changed, match):
     with pytest.raises(LedgerError, match=match):
         tiny.trainer(tmp_path, **changed).train(resume_from_checkpoint=True)
 
@@ -264,8 +274,7 @@ def test_resume_after_weights_were_published_as_insecure_stays_not_private(tmp_p
     assert trainer.privacy_statement().status == "not private"
 
 
-def test_a_second_run_in_the_same_folder_is_refused_and_nothing_lost(tmp_path):
-    interrupted(tmp_path)
+def test_a_second_run_in_the_same_folder_is_refused_and_nothing_lost(interrupted_run, tmp_path):
     before = (tmp_path / "privacy.json").read_bytes()
     with pytest.raises(LedgerError, match="another run"):
         tiny.trainer(tmp_path).train()
@@ -283,8 +292,7 @@ def test_weights_are_never_saved_beside_another_runs_statement(tmp_path, mode):
     assert (tmp_path / "a" / "checkpoint-4" / "model.safetensors").read_bytes() == before
 
 
-def test_two_processes_cannot_share_a_run(tmp_path):
-    interrupted(tmp_path)
+def test_two_processes_cannot_share_a_run(interrupted_run, tmp_path):
     trainer = tiny.trainer(tmp_path)
 
     class Intruder(TrainerCallback):

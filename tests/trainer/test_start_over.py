@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -22,10 +23,17 @@ def run(folder: Path, **options):
     return tiny.trainer(folder, accountant="rdp", **options)
 
 
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("finished")
+    run(folder).train()
+    return folder
+
+
 @pytest.fixture
-def first(tmp_path) -> Path:
-    run(tmp_path).train()
-    return tmp_path
+def first(finished, tmp_path) -> Path:
+    """A copy of a finished run of 4 steps with checkpoints at 2 and 4."""
+    return shutil.copytree(finished, tmp_path, dirs_exist_ok=True)
 
 
 def aside(folder: Path) -> Path:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -19,17 +20,24 @@ class Killed(BaseException):
     """Stands for SIGKILL."""
 
 
-def two_runs(folder: Path) -> None:
-    """B, which started over from A: its ledger begins with A's releases."""
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("finished")
     for noise in (2.0, 0.5):
         tiny.trainer(
             folder, noise_multiplier=noise, max_steps=2, accountant="rdp", start_over=noise < 1
         ).train()
+    return folder
+
+
+@pytest.fixture
+def two_runs(finished, tmp_path) -> Path:
+    """A copy of B, which started over from A: its ledger begins with A's releases."""
+    return shutil.copytree(finished, tmp_path, dirs_exist_ok=True)
 
 
 @pytest.mark.parametrize("after", range(1, 9))
-def test_a_start_over_that_is_killed_counts_all_the_same(after, tmp_path, monkeypatch):
-    two_runs(tmp_path)
+def test_a_start_over_that_is_killed_counts_all_the_same(after, two_runs, monkeypatch):
     writes, replace = [], os.replace
 
     def die_after(*args):
@@ -42,25 +50,24 @@ def test_a_start_over_that_is_killed_counts_all_the_same(after, tmp_path, monkey
     with monkeypatch.context() as patch:
         patch.setattr(durable.os, "replace", die_after)
         try:
-            tiny.trainer(tmp_path, **starts).train()
+            tiny.trainer(two_runs, **starts).train()
         except Killed:
             pass
-    again = tiny.trainer(tmp_path, **starts)
+    again = tiny.trainer(two_runs, **starts)
     again.train()
-    steps = read(tmp_path).ledger.to_list()
+    steps = read(two_runs).ledger.to_list()
     noises = [(entry["noise_multiplier"], entry["steps"]) for entry in steps]
     assert (2.0, 2) in noises and (0.5, 2) in noises, noises
     assert again.epsilon("rdp").value > 5  # what B spent alone
 
 
-def test_a_run_moved_aside_cannot_be_forgotten_by_a_loop_of_ones_own(tmp_path):
-    two_runs(tmp_path)
-    (tmp_path / "privacy.json").unlink()
-    for path in tmp_path.glob("_privacy*"):
+def test_a_run_moved_aside_cannot_be_forgotten_by_a_loop_of_ones_own(two_runs):
+    (two_runs / "privacy.json").unlink()
+    for path in two_runs.glob("_privacy*"):
         path.unlink()
-    for path in tmp_path.glob("README.md"):
+    for path in two_runs.glob("README.md"):
         path.unlink()
-    assert moved_aside(tmp_path)
+    assert moved_aside(two_runs)
     plan = PrivacyRequest(
         num_examples=40,
         expected_batch_size=8,
@@ -68,7 +75,7 @@ def test_a_run_moved_aside_cannot_be_forgotten_by_a_loop_of_ones_own(tmp_path):
         max_steps=1,
     ).plan()
     private = PrivateRun(
-        tiny.model(), plan, tmp_path, train_dataset=tiny.dataset(), data_collator=list
+        tiny.model(), plan, two_runs, train_dataset=tiny.dataset(), data_collator=list
     )
     with pytest.raises(LedgerError, match="an earlier run on the same rows that this run does not"):
         private.open()
