@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import tiny_text
 import torch
+from peft import PromptTuningConfig, get_peft_model
 
 from hf_dp.errors import DataError
 from hf_dp.tasks.generation.arguments import DecodingArguments
@@ -27,7 +28,18 @@ def settings(**given):
     return DecodingArguments(**{"max_new_tokens": 12, "decoding_batch_size": 4, **given})
 
 
-@pytest.mark.parametrize("make", [tiny_text.gpt2, tiny_text.t5])
+def prompt_tuned():
+    torch.manual_seed(0)
+    config = PromptTuningConfig(num_virtual_tokens=3, task_type="CAUSAL_LM")
+    made = get_peft_model(tiny_text.gpt2(), config)
+    with torch.no_grad():
+        for weights in made.parameters():
+            if weights.dim() > 1:
+                weights.normal_(0, 0.25)
+    return made
+
+
+@pytest.mark.parametrize("make", [tiny_text.gpt2, tiny_text.t5, prompt_tuned])
 @pytest.mark.parametrize("decoding", ["beam", "greedy"])
 def test_a_batch_writes_what_each_prompt_alone_writes(make, decoding):
     model = make().double()
