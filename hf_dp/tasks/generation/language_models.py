@@ -37,7 +37,8 @@ def load_language_model(arguments: LanguageModelArguments, kind: str) -> tuple[A
         raise DataError(
             f"The model {arguments.model_name_or_path!r} could not be loaded for the task {kind}: "
             f"{str(problem).splitlines()[0]} Give a Hub name, a folder with config.json, weights "
-            "and tokenizer, or package:NAME."
+            "and tokenizer, or package:NAME. To start from random weights of its architecture, set "
+            "from_scratch: true."
         ) from problem
     fit_tokens(model, tokenizer)
     return model, tokenizer
