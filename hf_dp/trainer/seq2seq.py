@@ -14,7 +14,7 @@ from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments, TrainingArgum
 
 from hf_dp._validate import invalid
 from hf_dp.errors import DataError, InvalidArgumentError, UnsupportedArgumentError
-from hf_dp.losses import base_model, padding_moves_prompts
+from hf_dp.losses import base_model, padding_moves_prompts, positions_of
 from hf_dp.plans.dp_fp import DP_FP
 from hf_dp.trainer.argument_checks import Problems
 from hf_dp.trainer.argument_table import ArgumentRow, Verdict
@@ -150,9 +150,8 @@ class DPSeq2SeqTrainer(DPTrainer, Seq2SeqTrainer):
         return next((int(each) for each in (*given, *of_model) if each), _DEFAULT_LENGTH)
 
     def _refuse_beyond_context(self, prompt: int, new: int) -> None:
-        config = getattr(base_model(self.model), "config", None)
-        context = getattr(config, "max_position_embeddings", None)
-        if isinstance(context, int) and prompt + new > context:
+        context = positions_of(self.model)
+        if context is not None and prompt + new > context:
             raise DataError(
                 f"The longest prompt of a batch has {prompt} tokens, and {new} new ones do not fit "
                 f"beside it into the model's context of {context}. Truncate the prompts, or lower "

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from hf_dp.errors import DataError
-from hf_dp.losses import base_model, padding_moves_prompts
+from hf_dp.losses import base_model, padding_moves_prompts, positions_of
 from hf_dp.tasks.generation.arguments import BEAM, NUCLEUS, DecodingArguments
 
 
@@ -106,24 +106,21 @@ def _until(text: str, stops: Sequence[str]) -> str:
     return text
 
 
-def positions(model: Any) -> int | None:
-    """Return how many positions a decoder has; None where it has no such limit."""
-    if _is_encoder_decoder(model):
-        return None
-    return getattr(base_model(model).config, "max_position_embeddings", None)
-
-
 def check_prompts(
-    model: Any, prompts: Sequence[Sequence[int]], settings: DecodingArguments
+    model: Any, prompts: Sequence[Sequence[int]], settings: DecodingArguments, virtual: int = 0
 ) -> None:
-    """Raise DataError for a prompt that is empty, or leaves no room to write; as decode does."""
+    """Raise DataError for a prompt that is empty, or leaves no room to write; as decode does.
+
+    Args: virtual: how many positions an adapter will take that the model has not yet.
+    """
     lengths = [len(prompt) for prompt in prompts]
     if lengths and not min(lengths):
         raise DataError(
             f"Prompt {lengths.index(0)} has no token, and a model writes after one. Begin with the "
             "tokenizer's beginning or end token."
         )
-    limit = positions(model)
+    limit = None if _is_encoder_decoder(model) else positions_of(model)
+    limit = None if limit is None else limit - virtual
     if limit is not None and lengths and max(lengths) + settings.max_new_tokens > limit:
         raise DataError(
             f"Prompt {lengths.index(max(lengths))} has {max(lengths)} tokens, and with "

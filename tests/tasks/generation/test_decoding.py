@@ -9,7 +9,7 @@ from peft import PromptTuningConfig, get_peft_model
 
 from hf_dp.errors import DataError
 from hf_dp.tasks.generation.arguments import DecodingArguments
-from hf_dp.tasks.generation.decoding import decode
+from hf_dp.tasks.generation.decoding import check_prompts, decode
 
 PROMPTS = ["food", "The Golden Fern is a cheap pub", "area : riverside | food", "a"]
 
@@ -110,6 +110,11 @@ def test_prompts_that_cannot_be_written_after_are_named():
         decode(tiny_text.gpt2(), words(), [[1], []], settings(), progress=False)
     with pytest.raises(DataError, match=r"Prompt 1 has 150 tokens.* passes the 160 positions"):
         decode(tiny_text.gpt2(), words(), [[1], [1] * 150], settings(), progress=False)
+    with pytest.raises(DataError, match=r"146 tokens.* passes the 157 positions"):
+        decode(prompt_tuned(), words(), [[1] * 146], settings(), progress=False)
+    with pytest.raises(DataError, match=r"146 tokens.* passes the 157 positions"):
+        check_prompts(tiny_text.gpt2(), [[1] * 146], settings(), virtual=3)
+    check_prompts(tiny_text.gpt2(), [[1] * 146], settings())
 
 
 @pytest.mark.parametrize(
