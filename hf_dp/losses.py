@@ -56,6 +56,27 @@ def base_model(model: nn.Module) -> nn.Module:
     return model if unwrap is None else unwrap()
 
 
+def padding_moves_prompts(model: nn.Module) -> bool:
+    """Return whether padding on the left of a decoder's prompts changes what it writes.
+
+    Prompt tuning puts its virtual tokens before the padding, and passes no position ids on.
+    """
+    config = getattr(model, "active_peft_config", None)
+    if config is None or not config.is_prompt_learning:
+        return False
+    whole = getattr(base_model(model), "config", None)
+    return config.peft_type != "PREFIX_TUNING" and not getattr(whole, "is_encoder_decoder", False)
+
+
+def positions_of(model: nn.Module) -> int | None:
+    """Return how many tokens a model has positions for, beside virtual ones of an adapter; None
+    where it has no such limit."""
+    limit = getattr(getattr(base_model(model), "config", None), "max_position_embeddings", None)
+    adapter = getattr(model, "active_peft_config", None)
+    virtual = getattr(adapter, "num_virtual_tokens", None) or 0
+    return limit - virtual if isinstance(limit, int) else None
+
+
 def register_model_class(model_class: type[nn.Module], task: str) -> None:
     """Declare that the logits of this class, and of its subclasses, are those of a task.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -127,6 +128,8 @@ def main(argv: Sequence[str]) -> int:
     if asked.real:
         print("\n".join(_compared(rows, asked, data)))
     print(f"{len(rows)} rows: {facts['claim']}")
+    if "not_covered" in facts:
+        print(f"Not covered: {facts['not_covered']}.")
     print(asked.out)
     return 0
 
@@ -151,8 +154,11 @@ def _written(
     from hf_dp.tasks.generation.synthetic import check_out, write_rows
 
     check_out(Path(asked.out))
+    _refuse_training_rows(asked.prompts, data.train_file)
     folder = fetched(name)
     facts = claim_of(folder)
+    if "differential_privacy" in facts:
+        _refuse_another_base(folder, model_args.model_name_or_path)
     prompts = None if asked.prompts is None else load_file(asked.prompts)
     model, tokenizer = load_trained(str(folder), model_args, kind)
     if torch.cuda.is_available() and not asked.use_cpu:
@@ -162,7 +168,41 @@ def _written(
     # The name of a folder may tell where it lies; its last part is enough to know it by.
     of_prompts = None if asked.prompts is None else Path(asked.prompts).name
     settings = dataclasses.asdict(decoding)
+    if of_prompts is not None:
+        facts["not_covered"] = "the prompts, which stand in the rows as they were given"
     return rows, {**facts, "model": Path(name).name, "prompts": of_prompts, "decoding": settings}
+
+
+def _refuse_training_rows(prompts: str | None, train_file: str | None) -> None:
+    """Raise ConfigError for prompts out of the file that the configuration trains on."""
+    if prompts and train_file and Path(prompts).resolve() == Path(train_file).resolve():
+        raise ConfigError(
+            f"Expected `prompts` to be public, got {Path(prompts).name!r}, the configuration's "
+            "train_file: its prompts would stand in the rows as they are, and no epsilon covers "
+            "that. Give a file of public prompts."
+        )
+
+
+def _refuse_another_base(folder: Path, base: str) -> None:
+    """Raise ConfigError for an adapter on another base than it was trained on, of which its claim
+    says nothing."""
+    from hf_dp.tasks.files import resolve_model
+
+    file = folder / "adapter_config.json"
+    if not file.is_file():
+        return
+    own = json.loads(file.read_text(encoding="utf-8")).get("base_model_name_or_path")
+    given = resolve_model(base)
+    if own and Path(own).resolve() == Path(given).resolve():
+        return
+    # Where it was trained, the same base may lie in another folder.
+    if own and not Path(own).exists() and Path(own).name == Path(given).name:
+        return
+    raise ConfigError(
+        f"The claim of {folder.name!r} is that of an adapter on the base {own!r}, and "
+        f"`model_name_or_path` is {base!r}: what that one has learned, no epsilon covers. Name the "
+        "adapter's base."
+    )
 
 
 def claim_of(folder: Path) -> dict[str, Any]:

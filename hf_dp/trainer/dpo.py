@@ -44,6 +44,8 @@ from hf_dp.trainer.trl_preparation import (
 
 _REFERENCES = ("ref_chosen_logps", "ref_rejected_logps")
 _PAIR = ("prompt_ids", "chosen_ids", "rejected_ids", *_REFERENCES)
+# By these rows are compared with each other, whatever other columns they have.
+_RAW_PAIR, _ENCODED_PAIR = frozenset(["prompt", "chosen", "rejected"]), frozenset(_PAIR[:3])
 
 _WORKS = ArgumentRow(Verdict.WORKS, "Concerns the model, or each pair by itself.")
 _UNREAD = ArgumentRow(
@@ -231,7 +233,7 @@ class DPDPOTrainer(DPTrainer):
         self._raw_rows = None
         if not checked.evaluate_on_training_rows:
             # TRL writes new tables, which no longer tell of which rows they were made.
-            self._raw_rows = TrainingRows(train_dataset, None)
+            self._raw_rows = TrainingRows(train_dataset, _RAW_PAIR)
             refuse_training_rows(eval_dataset, self._raw_rows)
         self._preparation = DPOPreparation(
             model=model,
@@ -341,9 +343,12 @@ class DPDPOTrainer(DPTrainer):
                 "knows the reference. Pass `eval_dataset` when the trainer is created, or "
                 "`ref_model`."
             )
-        if not set(_PAIR[:3]) <= known:
+        if not known >= _ENCODED_PAIR:
             dataset = self._preparation.of_evaluation(dataset)
         return add_references(dataset, self._ref_model, self.data_collator, self.args)
+
+    def _columns_compared(self, model: Any) -> frozenset[str]:
+        return _ENCODED_PAIR
 
     def _set_signature_columns_if_needed(self) -> None:
         self._signature_columns: Any = self._signature_columns or list(_PAIR)

@@ -8,18 +8,18 @@ from types import MappingProxyType
 from typing import Any, ClassVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments, TrainingArguments
 
 from hf_dp._validate import invalid
 from hf_dp.errors import DataError, InvalidArgumentError, UnsupportedArgumentError
-from hf_dp.losses import base_model
+from hf_dp.losses import base_model, padding_moves_prompts, positions_of
 from hf_dp.plans.dp_fp import DP_FP
 from hf_dp.trainer.argument_checks import Problems
 from hf_dp.trainer.argument_table import ArgumentRow, Verdict
 from hf_dp.trainer.arguments import DPTrainingArguments
-from hf_dp.trainer.prompts import split_rows
+from hf_dp.trainer.prompts import Prompts, split_rows
 from hf_dp.trainer.trainer import DPTrainer
 
 _GENERATION = ArgumentRow(
@@ -124,12 +124,23 @@ class DPSeq2SeqTrainer(DPTrainer, Seq2SeqTrainer):
         loss = None
         if prompts.targets is not None:
             loss, _, _ = super().prediction_step(model, inputs, True, ignore_keys)
-        with torch.no_grad():
-            tokens = self.model.generate(
-                **prompts.inputs, **options, pad_token_id=pad, max_new_tokens=new
-            )
-        answers = tokens[:, prompts.length :]
-        return loss, F.pad(answers, (0, new - answers.shape[1]), value=pad), prompts.targets
+        options |= {"pad_token_id": pad, "max_new_tokens": new}
+        return loss, self._answers(prompts, options), prompts.targets
+
+    def _answers(self, prompts: Prompts, options: dict[str, Any]) -> Tensor:
+        """Return new tokens, (b, max_new_tokens)."""
+        lengths = prompts.inputs["attention_mask"].sum(1)
+        if not padding_moves_prompts(self.model):
+            lengths = torch.full_like(lengths, prompts.length)
+        new, places, found = options["max_new_tokens"], [], []
+        for length in lengths.unique().tolist():  # of one length each where padding would matter
+            own = (lengths == length).nonzero()[:, 0]
+            inputs = {name: value[own, -length:] for name, value in prompts.inputs.items()}
+            with torch.no_grad():
+                answers = self.model.generate(**inputs, **options)[:, length:]
+            places.append(own.repeat_interleave(len(answers) // len(own)))
+            found.append(F.pad(answers, (0, new - answers.shape[1]), value=options["pad_token_id"]))
+        return torch.cat(found)[torch.cat(places).argsort(stable=True)]
 
     def _number_of_new_tokens(self, options: dict[str, Any]) -> int:
         """Return how many tokens are generated at most, and take the lengths out of ``options``."""
@@ -139,9 +150,8 @@ class DPSeq2SeqTrainer(DPTrainer, Seq2SeqTrainer):
         return next((int(each) for each in (*given, *of_model) if each), _DEFAULT_LENGTH)
 
     def _refuse_beyond_context(self, prompt: int, new: int) -> None:
-        config = getattr(base_model(self.model), "config", None)
-        context = getattr(config, "max_position_embeddings", None)
-        if isinstance(context, int) and prompt + new > context:
+        context = positions_of(self.model)
+        if context is not None and prompt + new > context:
             raise DataError(
                 f"The longest prompt of a batch has {prompt} tokens, and {new} new ones do not fit "
                 f"beside it into the model's context of {context}. Truncate the prompts, or lower "

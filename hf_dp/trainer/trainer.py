@@ -155,7 +155,7 @@ class DPTrainer(Publishing):
             if train_dataset is not None:
                 num_examples = check_train_dataset(train_dataset)
                 model = load_model(model) if isinstance(model, str) else model
-                rows = TrainingRows(train_dataset, columns_read(model))
+                rows = TrainingRows(train_dataset, self._columns_compared(model))
                 compared = args.evaluate_on_training_rows or refuse_training_rows(
                     eval_dataset, rows
                 )
@@ -526,6 +526,11 @@ class DPTrainer(Publishing):
         """
         self._compare_with_training_rows(test_dataset)
         return super().predict(test_dataset, *args, **kwargs)
+
+    def _columns_compared(self, model: Any) -> frozenset[str] | None:
+        """Return by which columns evaluation rows are compared with training rows, where both have
+        one of them."""
+        return columns_read(model)
 
     def _compare_with_training_rows(self, evaluation: Any) -> None:
         """Raise UnsupportedArgumentError for an evaluation set with rows of the training set, whose

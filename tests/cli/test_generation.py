@@ -23,6 +23,8 @@ from transformers import (
 
 from hf_dp.cli.config import read_yaml
 from hf_dp.cli.main import main
+from hf_dp.tasks.generation.arguments import LanguageModelArguments
+from hf_dp.tasks.generation.language_models import load_language_model
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -105,6 +107,44 @@ def test_what_was_trained_is_kept_when_scoring_fails(task, monkeypatch):
     assert {"model.safetensors", "README.md", "privacy.json"} <= {
         path.name for path in (task.parent / "out").iterdir()
     }
+
+
+def test_a_blank_reference_is_found_before_training(task, capsys):
+    blank = task.parent / "blank.parquet"
+    rows = [*tiny_text.tables()["validation"], {"meaning_representation": "food[Thai]"}]
+    datasets.Dataset.from_list([{"human_reference": " ", **row} for row in rows]).to_parquet(blank)
+    tiny_text.tables()["train"].to_parquet(task.parent / "train.parquet")
+    values = yaml.safe_load(task.read_text()) | {
+        "dataset_name": None,
+        "train_file": str(task.parent / "train.parquet"),
+        "validation_file": [str(blank)],
+    }
+    task.write_text(yaml.safe_dump(values))
+    assert main(["train", "--config", str(task)]) == 2
+    assert "'blank' has a blank target" in capsys.readouterr().err
+    assert not (task.parent / "out").exists()
+    task.write_text(yaml.safe_dump({**values, "metrics": []}))
+    assert main(["train", "--config", str(task)]) == 0
+
+
+def test_a_model_stops_at_the_end_token_that_it_is_trained_to_write(task):
+    """Its own configuration names another one, as that of a base whose tokenizer was changed."""
+    base = tiny_text.gpt2()
+    base.config.eos_token_id = base.generation_config.eos_token_id = 7
+    name = tiny_text.saved(task.parent / "other_end", base)
+    arguments = LanguageModelArguments(name)
+    model, words = load_language_model(arguments, "causal_lm")
+    assert set(model.generation_config.eos_token_id) == {7, words.eos_token_id}
+
+    class Always(torch.nn.Module):
+        def forward(self, hidden):
+            scores = torch.zeros(*hidden.shape[:-1], len(words))
+            scores[..., words.eos_token_id] = 1.0
+            return scores
+
+    model.lm_head = Always()
+    found = model.generate(torch.tensor([[3, 4]]), max_new_tokens=9, do_sample=False)
+    assert found.tolist() == [[3, 4, words.eos_token_id]]
 
 
 def test_zero_shot_evaluates_the_base(task, capsys):
@@ -312,6 +352,36 @@ def test_a_claim_that_its_files_do_not_bear_out_is_not_carried_on(task, prompts,
     assert main(["generate", "--config", str(task), *words]) == 2
     assert "not borne out" in capsys.readouterr().err
     assert not out.exists()
+
+
+def test_prompts_of_the_training_file_are_refused(task, prompts, capsys):
+    values = yaml.safe_load(task.read_text()) | {"dataset_name": None, "train_file": str(prompts)}
+    task.write_text(yaml.safe_dump(values))
+    out = task.parent / "synthetic.parquet"
+    words = ["--num", "2", "--out", str(out), "--prompts", str(prompts)]
+    words += ["--trained", values["model_name_or_path"]]
+    assert main(["generate", "--config", str(task), *words]) == 2
+    assert "prompts.parquet" in capsys.readouterr().err
+    assert not out.exists()
+    public = task.parent / "public.parquet"
+    public.write_bytes(prompts.read_bytes())
+    assert main(["generate", "--config", str(task), *words, "--prompts", str(public)]) == 0
+    assert "Not covered: the prompts" in capsys.readouterr().out
+    assert "prompts" in facts(out)["not_covered"]
+
+
+def test_the_claim_of_an_adapter_is_not_carried_on_to_another_base(task, prompts, capsys):
+    lora = {"peft_type": "LORA", "r": 2, "target_modules": ["c_attn"], "task_type": "CAUSAL_LM"}
+    task.write_text(yaml.safe_dump({**yaml.safe_load(task.read_text()), "peft": lora}))
+    assert main(["train", "--config", str(task)]) == 0
+    other = tiny_text.saved(task.parent / "other", tiny_text.gpt2(seed=1))
+    out = task.parent / "synthetic.parquet"
+    words = ["--num", "2", "--out", str(out), "--prompts", str(prompts)]
+    assert main(["generate", "--config", str(task), *words, "--model_name_or_path", other]) == 2
+    assert "Name the adapter's base" in capsys.readouterr().err
+    assert not out.exists()
+    assert main(["generate", "--config", str(task), *words]) == 0
+    assert facts(out)["verified"] == "ok"
 
 
 @pytest.mark.parametrize(

@@ -292,6 +292,20 @@ def test_evaluation_on_training_rows_is_refused(tmp_path):
         tested.evaluate(rows.select(range(4)))
 
 
+def test_training_rows_are_known_by_their_texts_whatever_stands_beside_them(tmp_path):
+    def beside(rows: Dataset, name: str) -> Dataset:
+        return rows.add_column("source", [f"{name} {place}" for place in range(len(rows))])
+
+    rows, same = beside(pairs(), "train"), beside(pairs(4), "held out")
+    with pytest.raises(UnsupportedArgumentError, match="held-out set"):
+        trainer(tmp_path, given={"train_dataset": rows, "eval_dataset": same})
+    tested = trainer(tmp_path, given={"train_dataset": rows})
+    encoded = beside(tested.train_dataset.remove_columns("source").select(range(4)), "held out")
+    for each in (same, Dataset.from_list(encoded.to_list())):
+        with pytest.raises(UnsupportedArgumentError, match="held-out set"):
+            tested.evaluate(each)
+
+
 def test_rows_that_trl_would_drop_are_refused(tmp_path):
     long = [*pairs().to_list(), {"prompt": "film " * 50, "chosen": ".", "rejected": "!"}]
     with pytest.raises(DataError, match="1 of the 25 rows have no token to predict"):

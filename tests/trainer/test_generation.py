@@ -11,7 +11,7 @@ import tiny
 import torch
 from generating import FAMILIES, NEW, TARGETS, alone, bart, causal, pairs, t5, texts, trainer
 from models import POSITIONS, gpt2, llama
-from peft import LoraConfig, PrefixTuningConfig
+from peft import LoraConfig, PrefixTuningConfig, PromptTuningConfig
 from transformers import (
     DataCollatorForLanguageModeling,
     GenerationConfig,
@@ -117,8 +117,9 @@ def test_lengths_count_new_tokens_and_may_be_given_to_evaluate(tmp_path):
     [
         LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False),
         PrefixTuningConfig(num_virtual_tokens=3, task_type="CAUSAL_LM"),
+        PromptTuningConfig(num_virtual_tokens=3, task_type="CAUSAL_LM"),
     ],
-    ids=["lora", "prefix"],
+    ids=["lora", "prefix", "prompt"],
 )
 def test_an_adapter_generates(config, tmp_path):
     tested = trainer(tmp_path, llama(dtype=torch.float32), given={"peft_config": config})

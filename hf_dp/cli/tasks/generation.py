@@ -114,8 +114,9 @@ def build_trainer(
         train_dataset = encode(rows, data, encoding)
         sets = evaluation_sets(evaluation_rows, data, decoding, encoding)
     if data.metrics:  # before anything is spent
+        virtual = getattr(adapter, "num_virtual_tokens", None) or 0
         for one in sets:
-            check_prompts(model, one.asked.prompts, decoding)
+            check_prompts(model, one.asked.prompts, decoding, virtual)
     if len(train_dataset) > len(rows):
         # Several references of a row are examples of their own, so a row is not the unit.
         args.rows_are_chunks = True

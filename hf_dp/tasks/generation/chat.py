@@ -125,6 +125,12 @@ class ChatEncoding:
     def _apply(self, messages: Sequence[Mapping[str, Any]], row: int, **options: Any) -> Any:
         from jinja2 import TemplateError
 
+        if not messages:
+            raise DataError(
+                f"Row {row} begins with the {ASSISTANT}'s turn, and before it the chat template "
+                "has nothing to write. Put a turn before it (a system's, for example), or drop "
+                "such rows."
+            )
         try:
             return self.tokenizer.apply_chat_template(
                 list(messages),

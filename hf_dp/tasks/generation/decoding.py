@@ -7,12 +7,13 @@ seeded for the call and restored after it.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import groupby
 from typing import Any
 
 import torch
 
 from hf_dp.errors import DataError
-from hf_dp.losses import base_model
+from hf_dp.losses import base_model, padding_moves_prompts, positions_of
 from hf_dp.tasks.generation.arguments import BEAM, NUCLEUS, DecodingArguments
 
 
@@ -38,9 +39,7 @@ def decode(
     from tqdm.auto import tqdm
 
     check_prompts(model, prompts, settings)
-    order = sorted(range(len(prompts)), key=lambda i: -len(prompts[i]))
-    size = settings.decoding_batch_size
-    batches = [order[at : at + size] for at in range(0, len(order), size)]
+    batches = _batches(model, prompts, settings.decoding_batch_size)
     texts = [""] * len(prompts)
     training = model.training
     device = next(model.parameters()).device
@@ -60,6 +59,14 @@ def decode(
     finally:
         model.train(training)
     return texts
+
+
+def _batches(model: Any, prompts: Sequence[Sequence[int]], size: int) -> list[list[int]]:
+    """Return the places of prompts of like length; of equal length where padding would matter."""
+    order = sorted(range(len(prompts)), key=lambda i: -len(prompts[i]))
+    alike = padding_moves_prompts(model)
+    groups = [list(group) for _, group in groupby(order, lambda i: len(prompts[i]) * alike)]
+    return [group[at : at + size] for group in groups for at in range(0, len(group), size)]
 
 
 def _options(model: Any, tokenizer: Any, settings: DecodingArguments) -> dict[str, Any]:
@@ -99,24 +106,21 @@ def _until(text: str, stops: Sequence[str]) -> str:
     return text
 
 
-def positions(model: Any) -> int | None:
-    """Return how many positions a decoder has; None where it has no such limit."""
-    if _is_encoder_decoder(model):
-        return None
-    return getattr(base_model(model).config, "max_position_embeddings", None)
-
-
 def check_prompts(
-    model: Any, prompts: Sequence[Sequence[int]], settings: DecodingArguments
+    model: Any, prompts: Sequence[Sequence[int]], settings: DecodingArguments, virtual: int = 0
 ) -> None:
-    """Raise DataError for a prompt that is empty, or leaves no room to write; as decode does."""
+    """Raise DataError for a prompt that is empty, or leaves no room to write; as decode does.
+
+    Args: virtual: how many positions an adapter will take that the model has not yet.
+    """
     lengths = [len(prompt) for prompt in prompts]
     if lengths and not min(lengths):
         raise DataError(
             f"Prompt {lengths.index(0)} has no token, and a model writes after one. Begin with the "
             "tokenizer's beginning or end token."
         )
-    limit = positions(model)
+    limit = None if _is_encoder_decoder(model) else positions_of(model)
+    limit = None if limit is None else limit - virtual
     if limit is not None and lengths and max(lengths) + settings.max_new_tokens > limit:
         raise DataError(
             f"Prompt {lengths.index(max(lengths))} has {max(lengths)} tokens, and with "

@@ -119,8 +119,10 @@ def default_separator(tokenizer: Any) -> str:
 
 def _beginning(tokenizer: Any) -> list[int]:
     """Return the tokens that the tokenizer puts before any text; GPT-2 puts none."""
-    tokens = tokenizer("", add_special_tokens=True)["input_ids"]
-    return [token for token in tokens if token != tokenizer.eos_token_id][:1]
+    text = _plain(tokenizer, "a")
+    tokens = tokenizer("a", add_special_tokens=True)["input_ids"]
+    starts = [at for at in range(len(tokens)) if tokens[at : at + len(text)] == text]
+    return tokens[: starts[0]] if starts else []
 
 
 def _plain(tokenizer: Any, text: str) -> list[int]:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from hf_dp.distributed.processes import Processes
+from hf_dp.errors import DataError
 from hf_dp.tasks.generation.arguments import DecodingArguments, TextArguments
 from hf_dp.tasks.generation.data import Encoding, Questions, encode, questions
 from hf_dp.tasks.generation.decoding import decode
@@ -35,8 +36,11 @@ class EvaluationSet:
 def evaluation_sets(
     sets: Mapping[str, Any], data: TextArguments, decoding: DecodingArguments, encoding: Encoding
 ) -> list[EvaluationSet]:
-    """Return the evaluation sets, encoded and as questions."""
-    return [
+    """Return the evaluation sets, encoded and as questions.
+
+    Raises: DataError as :func:`encode` does, and for a blank target where scores compare with it.
+    """
+    found = [
         EvaluationSet(
             name,
             encode(rows, data, encoding),
@@ -44,6 +48,20 @@ def evaluation_sets(
         )
         for name, rows in sets.items()
     ]
+    if data.metrics:
+        for one in found:
+            _refuse_blank(one)
+    return found
+
+
+def _refuse_blank(one: EvaluationSet) -> None:
+    for prompt, texts in enumerate(one.asked.references):
+        if not all(texts):
+            raise DataError(
+                f"The evaluation set {one.name!r} has a blank target (of its different prompts: "
+                f"number {prompt}), and no text can be compared with it. Fill it in or drop the "
+                "row; or leave the scores out, metrics: []."
+            )
 
 
 @dataclass(frozen=True)

@@ -37,7 +37,8 @@ def load_language_model(arguments: LanguageModelArguments, kind: str) -> tuple[A
         raise DataError(
             f"The model {arguments.model_name_or_path!r} could not be loaded for the task {kind}: "
             f"{str(problem).splitlines()[0]} Give a Hub name, a folder with config.json, weights "
-            "and tokenizer, or package:NAME."
+            "and tokenizer, or package:NAME. To start from random weights of its architecture, set "
+            "from_scratch: true."
         ) from problem
     fit_tokens(model, tokenizer)
     return model, tokenizer
@@ -64,7 +65,8 @@ def load_trained(path: str, arguments: LanguageModelArguments, kind: str) -> tup
 
 
 def fit_tokens(model: Any, tokenizer: Any) -> None:
-    """Give the tokenizer a padding token, and refuse one that does not fit the model.
+    """Give the tokenizer a padding token, let the model stop at its end token, and refuse a
+    tokenizer that does not fit the model.
 
     A missing padding token becomes the end token. Nothing attends to padding and no label stands
     on it, so no embedding is needed for it.
@@ -95,3 +97,8 @@ def fit_tokens(model: Any, tokenizer: Any) -> None:
         model.config.pad_token_id = tokenizer.pad_token_id
     if model.generation_config.pad_token_id is None:
         model.generation_config.pad_token_id = tokenizer.pad_token_id
+    # Texts are trained to end with the tokenizer's end token, which may not be the model's own.
+    ends = model.generation_config.eos_token_id
+    ends = ends if isinstance(ends, list) else [] if ends is None else [ends]
+    if tokenizer.eos_token_id not in ends:
+        model.generation_config.eos_token_id = [*ends, tokenizer.eos_token_id]

@@ -126,6 +126,7 @@ def test_a_question_ends_where_the_assistant_begins():
         ([{"role": "user"}], "list of turns"),
         ([{"role": "user", "content": None}], "list of turns"),
         ([{"role": "user", "content": "x"}], "no turn with the role 'assistant'"),
+        ([{"role": "assistant", "content": "x"}], "begins with the assistant's turn"),
     ],
 )
 def test_a_conversation_that_does_not_fit_is_named(turns, message):

@@ -5,7 +5,9 @@ from __future__ import annotations
 import datasets
 import pytest
 import tiny_text
-from transformers import DataCollatorForSeq2Seq
+from tokenizers import Tokenizer
+from tokenizers.processors import TemplateProcessing
+from transformers import DataCollatorForSeq2Seq, PreTrainedTokenizerFast
 
 from hf_dp.errors import ConfigError, DataError
 from hf_dp.tasks.generation.arguments import TextArguments
@@ -48,6 +50,22 @@ def test_free_text_is_predicted_from_its_first_token_on():
     assert row["input_ids"][0] == words.bos_token_id  # something stands before the first token
     assert row["labels"][0] == -100
     assert words.decode(row["labels"][1:-1]) == "The Golden Fern"
+
+
+@pytest.mark.parametrize(("begin", "end"), [("<s>", "</s>"), ("</s>", "</s>")])
+def test_what_a_tokenizer_puts_before_any_text_stands_before_a_prompt(begin, end):
+    pieces = Tokenizer.from_str(tiny_text.tokenizer().backend_tokenizer.to_str())
+    pieces.add_special_tokens([begin, end])
+    number = pieces.token_to_id(begin)
+    pieces.post_processor = TemplateProcessing(
+        single=f"{begin} $A", special_tokens=[(begin, number)]
+    )
+    words = PreTrainedTokenizerFast(tokenizer_object=pieces, bos_token=begin, eos_token=end)
+    data = TextArguments(data_format="pairs", prompt_column="q", target_column="a")
+    (row,) = encode(rows(q=["food"], a=["Thai"]), data, encoding_of(CAUSAL, words, data))
+    separator = begin if begin == end else "\n"
+    assert words.decode(row["input_ids"]) == f"{begin}food{separator}Thai{end}"
+    assert row["labels"].count(-100) == len(words("food" + separator)["input_ids"])
 
 
 def test_several_references_are_rows_of_their_own_and_one_question():

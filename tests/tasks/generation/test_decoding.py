@@ -5,10 +5,11 @@ from __future__ import annotations
 import pytest
 import tiny_text
 import torch
+from peft import PromptTuningConfig, get_peft_model
 
 from hf_dp.errors import DataError
 from hf_dp.tasks.generation.arguments import DecodingArguments
-from hf_dp.tasks.generation.decoding import decode
+from hf_dp.tasks.generation.decoding import check_prompts, decode
 
 PROMPTS = ["food", "The Golden Fern is a cheap pub", "area : riverside | food", "a"]
 
@@ -27,7 +28,18 @@ def settings(**given):
     return DecodingArguments(**{"max_new_tokens": 12, "decoding_batch_size": 4, **given})
 
 
-@pytest.mark.parametrize("make", [tiny_text.gpt2, tiny_text.t5])
+def prompt_tuned():
+    torch.manual_seed(0)
+    config = PromptTuningConfig(num_virtual_tokens=3, task_type="CAUSAL_LM")
+    made = get_peft_model(tiny_text.gpt2(), config)
+    with torch.no_grad():
+        for weights in made.parameters():
+            if weights.dim() > 1:
+                weights.normal_(0, 0.25)
+    return made
+
+
+@pytest.mark.parametrize("make", [tiny_text.gpt2, tiny_text.t5, prompt_tuned])
 @pytest.mark.parametrize("decoding", ["beam", "greedy"])
 def test_a_batch_writes_what_each_prompt_alone_writes(make, decoding):
     model = make().double()
@@ -98,6 +110,11 @@ def test_prompts_that_cannot_be_written_after_are_named():
         decode(tiny_text.gpt2(), words(), [[1], []], settings(), progress=False)
     with pytest.raises(DataError, match=r"Prompt 1 has 150 tokens.* passes the 160 positions"):
         decode(tiny_text.gpt2(), words(), [[1], [1] * 150], settings(), progress=False)
+    with pytest.raises(DataError, match=r"146 tokens.* passes the 157 positions"):
+        decode(prompt_tuned(), words(), [[1] * 146], settings(), progress=False)
+    with pytest.raises(DataError, match=r"146 tokens.* passes the 157 positions"):
+        check_prompts(tiny_text.gpt2(), [[1] * 146], settings(), virtual=3)
+    check_prompts(tiny_text.gpt2(), [[1] * 146], settings())
 
 
 @pytest.mark.parametrize(
