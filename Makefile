@@ -5,6 +5,9 @@ BIN := $(VENV)/bin
 # No hub is needed, and none is asked.
 export HF_HUB_OFFLINE = 1
 export TOKENIZERS_PARALLELISM = false
+# Of what is installed, Python compiles what is imported, once. The environment may forbid that: then each of the many
+# processes that tests start would compile again.
+export PYTHONDONTWRITEBYTECODE =
 
 .PHONY: demo test lint slow clean
 
@@ -12,8 +15,11 @@ demo: $(VENV)/installed-demo
 	rm -rf outputs/demo
 	$(BIN)/hf-dp train --config recipes/demo/minilm_dp_adam.yaml
 
-test: $(VENV)/installed-test lint
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
+# Lint and types run beside the tests, since neither keeps two cores busy alone.
+test: $(VENV)/installed-test
+	@$(MAKE) --no-print-directory lint > $(VENV)/lint.log 2>&1 & lint=$$!; \
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal; tested=$$?; \
+	wait $$lint; linted=$$?; cat $(VENV)/lint.log; exit $$((tested | linted))
 
 slow: $(VENV)/installed-slow
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m slow
@@ -26,20 +32,20 @@ lint: $(VENV)/installed-test
 # torch first and exactly: a range would let pip take a build with gigabytes of CUDA libraries on a machine without a GPU.
 $(VENV)/torch: constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet torch -c constraints.txt
+	$(BIN)/python -m pip install --quiet --no-compile torch -c constraints.txt
 	touch $@
 
 $(VENV)/installed-demo: $(VENV)/torch pyproject.toml
-	$(BIN)/python -m pip install --quiet -e '.[demo]' -c constraints.txt
+	$(BIN)/python -m pip install --quiet --no-compile -e '.[demo]' -c constraints.txt
 	touch $@
 
 $(VENV)/installed-test: $(VENV)/torch pyproject.toml
-	$(BIN)/python -m pip install --quiet -e '.[test]' -c constraints.txt
+	$(BIN)/python -m pip install --quiet --no-compile -e '.[test]' -c constraints.txt
 	touch $@
 
 # Not for `test`: what imports peft then imports bitsandbytes, too, which takes longer than many a test.
 $(VENV)/installed-slow: $(VENV)/installed-test
-	$(BIN)/python -m pip install --quiet -e '.[quantized]' -c constraints.txt
+	$(BIN)/python -m pip install --quiet --no-compile -e '.[quantized]' -c constraints.txt
 	touch $@
 
 clean:
