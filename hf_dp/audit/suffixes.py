@@ -1,4 +1,4 @@
-"""How perplexed a decoder is by each suffix after a prefix."""
+"""Compute how perplexed a decoder is by each suffix after a prefix."""
 
 from __future__ import annotations
 

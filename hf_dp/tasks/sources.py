@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
@@ -10,7 +11,7 @@ from hf_dp.errors import ConfigError
 
 
 @dataclass
-class SourceArguments:
+class SourceArguments(ABC):
     """Which rows a task trains and evaluates on."""
 
     demo_name: ClassVar[str]
@@ -55,9 +56,9 @@ class SourceArguments:
             return "/".join(filter(None, [self.dataset_name, self.dataset_config]))
         return self.data_name or "private"
 
+    @abstractmethod
     def demo(self) -> Any:
         """Return the task's built-in rows, a data set of ``train`` and ``validation``."""
-        raise NotImplementedError
 
 
 def load_train(data: SourceArguments) -> Any:

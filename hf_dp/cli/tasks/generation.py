@@ -1,4 +1,4 @@
-"""What the tasks ``causal_lm`` and ``seq2seq`` do: train, let the model write, score, save."""
+"""Run the tasks ``causal_lm`` and ``seq2seq``: train, let the model write, score, save."""
 
 from __future__ import annotations
 

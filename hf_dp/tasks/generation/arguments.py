@@ -99,7 +99,10 @@ BEAM, NUCLEUS, GREEDY = "beam", "nucleus", "greedy"
 
 @dataclass
 class DecodingArguments:
-    """How the model writes. The defaults are those of Li et al. (2021), appendix K."""
+    """How the model writes.
+
+    Beams, and the share of probability, are those of Li et al. (2021), appendix K.
+    """
 
     decoding: str = field(
         default=BEAM, metadata={"help": f"{BEAM}, {NUCLEUS} (sampling) or {GREEDY}."}
