@@ -111,7 +111,8 @@ def main(argv: Sequence[str]) -> int:
         print(help_text())
         return 0 if argv else 2
     refuse_several("hf-dp generate", "Start it without a launcher.")
-    values = {"decoding": NUCLEUS} | ({} if args.config is None else read_yaml(args.config))
+    values = {} if args.config is None else read_yaml(args.config)
+    values["decoding"] = NUCLEUS  # a recipe says how scored texts are written; the words may differ
     asked, model_args, data, decoding = parse_evaluation(
         ARGUMENTS, values, words, prog="hf-dp generate"
     )

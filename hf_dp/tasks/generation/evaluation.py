@@ -104,6 +104,7 @@ def evaluate_texts(
         prefix = f"eval_{one.name}_" if len(sets) > 1 else "eval_"
         where = f"{len(one.encoded)} {one.name + ' ' if len(sets) > 1 else ''}evaluation rows"
         found = {"perplexity": _perplexity(model, collate, one.encoded, batch_size)}
+        lines.append(f"perplexity on the {where}: {found['perplexity']:.4f}")
         if data.metrics:
             texts = _decode(model, tokenizer, one.asked.prompts, decoding)
             scores = processes.on_main(
@@ -116,6 +117,8 @@ def evaluate_texts(
                 )
             )
             found |= scores.values
+            asked = f"{len(texts)} different prompts of the {where}"
+            lines += [f"{name} on {asked}: {value:.4f}" for name, value in scores.values.items()]
             lines += [
                 f"{name}: not available ({why})" for name, why in scores.not_available.items()
             ]
@@ -123,7 +126,6 @@ def evaluate_texts(
                 name = f"generations_{one.name}.jsonl" if len(sets) > 1 else "generations.jsonl"
                 _write(Path(folder, name), tokenizer, one.asked, texts)
         metrics |= {prefix + name: value for name, value in found.items()}
-        lines += [f"{name} on the {where}: {value:.4f}" for name, value in found.items()]
     return Evaluated(metrics, lines)
 
 

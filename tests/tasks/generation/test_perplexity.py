@@ -51,6 +51,18 @@ def test_it_is_the_mean_over_all_target_tokens(make, kind, side):
     words.padding_side = "right"
 
 
+def test_a_first_token_that_nothing_stands_before_is_not_counted():
+    words = tiny_text.tokenizer()
+    words.pad_token = words.eos_token
+    ids = [words(text)["input_ids"] for text in ("The Golden Fern", "a cheap pub", "food")]
+    rows = [{"input_ids": i, "attention_mask": [1] * len(i), "labels": i} for i in ids]
+    model = tiny_text.gpt2().double()
+    found = negative_log_likelihood(model, DataCollatorForSeq2Seq(words), rows, 3)
+    by_hand = [one_by_one(model, row, CAUSAL) for row in rows]
+    assert found[1] == sum(count for _, count in by_hand) == sum(len(i) - 1 for i in ids)
+    assert math.isclose(found[0], sum(total for total, _ in by_hand), rel_tol=1e-9)
+
+
 def test_a_model_that_knows_nothing_is_in_doubt_between_all_tokens():
     assert perplexity(3 * math.log(50), 3) == pytest.approx(50)
     assert perplexity(1e6, 1) == math.inf
