@@ -25,7 +25,8 @@ from hf_dp.tasks.generation.arguments import (
 DESCRIPTION = """\
 Let a trained model write rows in the columns of its training rows. What a private model writes is
 post-processing: its epsilon holds for the texts, however many there are, and stands in the file's
-metadata. It does not hold for the prompts, which stand in the rows as you give them.
+metadata. It does not hold for the prompts, which stand in the rows as you give them. Texts are
+sampled (nucleus), whatever the configuration says, unless --decoding is given here.
 """
 EXAMPLES = """\
 examples:

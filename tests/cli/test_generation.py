@@ -183,6 +183,29 @@ def test_every_method_of_the_table_trains_and_writes_as_its_recipe_says(method, 
     assert "rougeL on 2 different prompts of the 12 evaluation rows" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("several", [True, False])
+def test_a_row_with_several_references_is_not_the_unit(several, task):
+    file = task.parent / "rows.jsonl"
+    rows = [{"q": f"a {i}", "r": ["b", "c"] if several else ["b"]} for i in range(20)]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    dev = task.parent / "dev.jsonl"
+    dev.write_text(json.dumps({"q": "food", "r": ["Thai food"]}) + "\n")
+    values = {
+        "dataset_name": None,
+        "train_file": str(file),
+        "validation_file": str(dev),
+        "data_format": "pairs",
+        "prompt_column": "q",
+        "target_column": "r",
+        "metrics": [],
+    }
+    task.write_text(yaml.safe_dump(yaml.safe_load(task.read_text()) | values))
+    assert main(["train", "--config", str(task)]) == 0
+    plan = json.loads((task.parent / "out" / "privacy.json").read_text())["plan"]
+    assert plan["rows_are_chunks"] is several
+    assert plan["num_examples"] == (40 if several else 20)
+
+
 def test_a_plan_counts_references(task, capsys):
     rows = [{"q": "a", "r": ["b", "c", "d"]}, {"q": "e", "r": ["f"]}] * 20
     file = task.parent / "rows.jsonl"
