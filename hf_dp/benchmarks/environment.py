@@ -14,6 +14,7 @@ import torch
 
 from hf_dp._version import __version__
 from hf_dp.benchmarks.workload import Workload
+from hf_dp.clipping.rounding import product_precision
 
 _PACKAGES = ("torch", "transformers", "peft", "opacus")
 
@@ -28,7 +29,7 @@ def environment(workload: Workload) -> dict[str, Any]:
         "threads": workload.threads,
         "processors": os.cpu_count(),
         "load_average": os.getloadavg()[0] if hasattr(os, "getloadavg") else None,
-        "float32_matmul_precision": torch.get_float32_matmul_precision(),
+        "products": product_precision("cuda" if workload.on_cuda else "cpu"),
     }
 
 

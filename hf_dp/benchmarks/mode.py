@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Sequence
 
 from torch import Tensor, nn
@@ -45,6 +46,10 @@ class BenchmarkMode(ABC):
     @abstractmethod
     def gradients(self) -> dict[str, Tensor]:
         """Return the result of the last step by name: mean gradients, or clipped sums."""
+
+    def forms(self) -> Counter[tuple[tuple[int, ...], str]]:
+        """Count the parameters of each shape and form of per-example gradients in the last step."""
+        return Counter()
 
     def losses(self, batch: Batch) -> Tensor:
         """Return one loss per example, (b,)."""

@@ -9,6 +9,7 @@ update cost the same in all modes and are left out of all.
 from __future__ import annotations
 
 import importlib.util
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
@@ -57,19 +58,28 @@ class Clipped(BenchmarkMode):
         super().__init__(model, workload)
         self.strategy = strategy
         self._sums: dict[str, Tensor] = {}
+        self._forms: dict[str, str] = {}
 
     def step(self, batches: Sequence[Batch]) -> None:
         self.reset()
-        with ClippingEngine(self.model, CLIPPING_NORM, strategy=self.strategy) as engine:
+        ratio = self.workload.memory_ratio
+        assert ratio is not None
+        with ClippingEngine(
+            self.model, CLIPPING_NORM, strategy=self.strategy, memory_ratio=ratio
+        ) as engine:
             for batch in batches:
                 engine.backward(self.losses(batch))
-            self._sums = engine.collect()
+            self._sums, self._forms = engine.collect(), engine.forms
 
     def reset(self) -> None:
         self._sums = {}
 
     def gradients(self) -> dict[str, Tensor]:
         return self._sums
+
+    def forms(self) -> Counter[tuple[tuple[int, ...], str]]:
+        shapes = {name: tuple(p.shape) for name, p in self.model.named_parameters()}
+        return Counter((shapes[name], form) for name, form in self._forms.items())
 
 
 class Selecting(BenchmarkMode):

@@ -69,6 +69,30 @@ def _gpt2_lora(dropout: float, tied: bool) -> nn.Module:
     return get_peft_model(_gpt2(12, 768, 12)(dropout, tied), config)
 
 
+def _llama(dropout: float, tied: bool) -> nn.Module:
+    """Build a decoder of Llama's kind, which has no dropout but in attention."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        num_hidden_layers=12,
+        hidden_size=768,
+        num_attention_heads=12,
+        intermediate_size=2048,
+        vocab_size=32000,
+        max_position_embeddings=4096,
+        attention_dropout=dropout,
+        use_cache=False,
+    )
+    return LlamaForCausalLM(config)
+
+
+def _llama_lora(dropout: float, tied: bool) -> nn.Module:
+    from peft import LoraConfig, get_peft_model
+
+    config = LoraConfig(task_type="CAUSAL_LM", r=16, target_modules=["q_proj", "v_proj"])
+    return get_peft_model(_llama(dropout, tied), config)
+
+
 def _encoder(
     family: str, layers: int, hidden: int, heads: int, inner: int, **sizes: int
 ) -> Callable[..., Any]:
@@ -135,6 +159,8 @@ SHAPES: Mapping[str, Shape] = {
     "gpt2-medium": Shape(_gpt2(24, 1024, 16), 100, 4, 50257, 1024, tied=True),
     "gpt2-large": Shape(_gpt2(36, 1280, 20), 100, 2, 50257, 1024, tied=True),
     "gpt2-lora": Shape(_gpt2_lora, 100, 8, 50257, 1024),  # the tied weight is frozen
+    "llama-small": Shape(_llama, 512, 4, 32000, 4096),
+    "llama-small-lora": Shape(_llama_lora, 512, 4, 32000, 4096),
     "roberta-base": Shape(_encoder("Roberta", 12, 768, 12, 3072, **_ROBERTA), 128, 16, 50265, 512),
     "roberta-large": Shape(_encoder("Roberta", 24, 1024, 16, 4096, **_ROBERTA), 128, 8, 50265, 512),
     "roberta-base-infilling": Shape(

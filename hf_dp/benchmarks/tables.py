@@ -62,6 +62,7 @@ def throughput_table(report: Mapping[str, Any]) -> str:
             "IQR must be under 0.04, else repeat."
         )
     parts += [_operators(mode, rows) for mode, rows in report.get("operators", {}).items()]
+    parts += [_forms(mode, rows) for mode, rows in report.get("forms", {}).items()]
     if "max_batch" in report:
         parts.append(_capacity(report["max_batch"]))
     return "\n\n".join(parts)
@@ -119,6 +120,17 @@ def _operators(mode: str, rows: Sequence[Mapping[str, Any]]) -> str:
     ]
     return f"what is left in {mode}, milliseconds of one step\n" + aligned(
         ["operator", "more", "in all", ""], cells
+    )
+
+
+def _forms(mode: str, rows: Sequence[Mapping[str, Any]]) -> str:
+    cells = [
+        [" x ".join(map(str, row["shape"])), row["form"], str(row["parameters"])]
+        for row in rows
+        if len(row["shape"]) > 1
+    ]
+    return f"forms of per-example gradients in {mode}, of weights\n" + aligned(
+        ["shape", "form", "weights"], cells
     )
 
 

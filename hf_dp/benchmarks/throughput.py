@@ -126,6 +126,7 @@ def _measure(
     if protocol.profile:
         log("profiling")
         report["operators"] = _profile(bench)
+        report["forms"] = {name: _forms(mode) for name, mode in bench.modes.items() if mode.forms()}
     if protocol.max_batch:
         log("searching the largest batches")
         del shared, bench  # the search needs the whole device
@@ -197,6 +198,13 @@ def _row(
         "bound_symmetric": flops.bound(name, symmetric=True),
         "note": bench.modes[name].note,
     }
+
+
+def _forms(mode: BenchmarkMode) -> list[dict[str, Any]]:
+    return [
+        {"shape": list(shape), "form": form, "parameters": count}
+        for (shape, form), count in sorted(mode.forms().items())
+    ]
 
 
 def _profile(bench: Bench) -> dict[str, list[dict[str, Any]]]:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from hf_dp import _validate
 from hf_dp.benchmarks.shapes import SHAPES, Shape
+from hf_dp.clipping.forms import MEMORY_RATIO, check_memory_ratio
 from hf_dp.losses import task_of
 
 Batch = dict[str, Tensor]
@@ -38,6 +39,7 @@ class Workload:
         gradient_checkpointing: non-reentrant.
         threads: torch's intra-op threads.
         dropout: its probability everywhere.
+        memory_ratio: as of :class:`~hf_dp.clipping.ClippingEngine`.
 
     Raises: InvalidArgumentError naming the field.
     """
@@ -50,10 +52,13 @@ class Workload:
     gradient_checkpointing: bool = False
     threads: int | None = None
     dropout: float = 0.1
+    memory_ratio: float | None = None
 
     def __post_init__(self) -> None:
         _validate.one_of("model", self.model, SHAPES)
         _validate.one_of("precision", self.precision, PRECISIONS)
+        ratio = MEMORY_RATIO if self.memory_ratio is None else self.memory_ratio
+        object.__setattr__(self, "memory_ratio", check_memory_ratio("memory_ratio", ratio))
         fill = {
             "batch_size": self.shape.batch_size if self.batch_size is None else self.batch_size,
             "length": self.shape.length if self.length is None else self.length,

@@ -299,6 +299,12 @@ def _command(commands: Any, name: str, text: str, example: str) -> argparse.Argu
         action="store_true",
         help="non-reentrant, in every mode (default: off)",
     )
+    add(
+        "--memory-ratio",
+        type=float,
+        metavar="R",
+        help="memory that book_keeping may take for speed, over non_private (default: 1.05)",
+    )
     _add_machine_and_report(add)
     add("--plot", metavar="PATH.png", help="plot bars by mode (needs hf-dp[plot])")
     add(
@@ -436,6 +442,7 @@ def _workload(args: argparse.Namespace) -> Any:
         args.device,
         args.gradient_checkpointing,
         args.threads,
+        memory_ratio=args.memory_ratio,
     )
 
 

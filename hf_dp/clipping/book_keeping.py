@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from hf_dp.clipping.bundles import bundled
 from hf_dp.clipping.clipped_sum import ClippedSum
+from hf_dp.clipping.forms import form_name, held_bytes, make_explicit
 from hf_dp.clipping.gradients import PerExampleGradient
 from hf_dp.clipping.norms import ExampleNorms
 
@@ -19,7 +20,10 @@ def book_keeping(clipped: ClippedSum, losses: Tensor) -> Tensor:
 
     Holds everything that the backward pass captured at once.
     """
-    return clip_and_add(clipped, clipped.capture(losses), len(losses))
+    uses = clipped.capture(losses)
+    make_explicit(uses, clipped.spare(held_bytes(uses)))
+    clipped.forms = {parameter: form_name(of_one) for parameter, of_one in uses.items()}
+    return clip_and_add(clipped, uses, len(losses))
 
 
 def clip_and_add(

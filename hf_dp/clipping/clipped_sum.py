@@ -47,9 +47,12 @@ class ClippedSum:
         check: raises if autograd itself wrote a gradient.
         counted: False for made-up examples, none of which is used.
         shards: the running sums of parameters that are spread over processes.
+        memory_ratio: as given to the engine.
+        model_bytes: what weights and gradients take in any training.
 
     Attributes:
         shards: as given.
+        forms: the form that each parameter's gradients got, in words; only from book-keeping.
         adding: whether adding to the sums has begun, so that a failure leaves them incomplete.
     """
 
@@ -63,16 +66,28 @@ class ClippedSum:
         check: Callable[[], None],
         counted: bool = True,
         shards: ShardedSums | None = None,
+        memory_ratio: float = 1.0,
+        model_bytes: int = 0,
     ):
         self.tape, self.groups = tape, groups
         self.adding = False
+        self.forms: dict[nn.Parameter, str] = {}
         self._clipping, self._clipping_norm = clipping, clipping_norm
         self._sums, self._check = sums, check
         self._counted, self.shards = counted, ShardedSums(()) if shards is None else shards
+        self._memory_ratio, self._model_bytes = memory_ratio, model_bytes
 
     def forward_uses(self) -> Counter[nn.Parameter]:
         """Count the forward's uses of each parameter."""
         return self.tape.forward_uses()
+
+    def spare(self, activations: int) -> float:
+        """Return the bytes that explicit gradients may take beyond the factors they replace.
+
+        Non-private training holds its weights, its gradients and at least these bytes of
+        activations.
+        """
+        return (self._memory_ratio - 1) * (self._model_bytes + activations)
 
     def backward(self, losses: Tensor, sink: Sink, retain_graph: bool = False) -> None:
         """Run one backward pass from all losses; hand each use of a parameter to ``sink``.

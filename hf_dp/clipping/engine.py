@@ -24,11 +24,13 @@ from hf_dp.clipping.book_keeping import book_keeping
 from hf_dp.clipping.clipped_sum import ClippedSum
 from hf_dp.clipping.coupling import refuse_coupling
 from hf_dp.clipping.fallback import fallback_forward, own_parameters, shared_method
+from hf_dp.clipping.forms import MEMORY_RATIO, check_memory_ratio
 from hf_dp.clipping.rounding import SMALLEST_CLIPPING_NORM, accumulation_dtype
 from hf_dp.clipping.rules import find_rule
 from hf_dp.clipping.sharded_sums import ShardedSums
 from hf_dp.clipping.sharding import (
     is_sharded,
+    local_bytes,
     prepare_shards,
     refuse_shards_within,
     reset_shards,
@@ -60,6 +62,8 @@ class ClippingEngine:
             captures held until its end. ``"two_pass"``: two passes over one graph, each gradient
             held only while it is needed; for gradient checkpointing and models that fill the
             memory. ``"per_example"``: explicit per-example gradients, without rules.
+        memory_ratio: how much memory ``"book_keeping"`` may take for speed, at least 1: an estimate
+            of its peak relative to training without clipping. See :mod:`hf_dp.clipping.forms`.
 
     Raises:
         UnsupportedModelError: the model couples examples, or nothing in it is trainable, or (in
@@ -81,6 +85,7 @@ class ClippingEngine:
         clipping_norm: float,
         clipping: str = "flat",
         strategy: str = "book_keeping",
+        memory_ratio: float = MEMORY_RATIO,
     ):
         self.model = model
         self.clipping_norm = _validate.positive("clipping_norm", clipping_norm)
@@ -93,12 +98,15 @@ class ClippingEngine:
             )
         self.clipping = _validate.one_of("clipping", clipping, CLIPPINGS)
         self.strategy = _validate.one_of("strategy", strategy, STRATEGIES)
+        self.memory_ratio = check_memory_ratio("memory_ratio", memory_ratio)
         self._tape = Tape()
         self._restore: list[Callable[[], None]] = []
         self._everything: dict[str, nn.Parameter] = {}
         self._parameters: dict[str, nn.Parameter] = {}  # those that train
         self._groups: dict[nn.Parameter, int] = {}
         self._sums: dict[nn.Parameter, Tensor] = {}
+        self._model_bytes = 0  # of weights and gradients
+        self._forms: dict[nn.Parameter, str] = {}
         self._sharded = False
         self._shards = ShardedSums(())
         self._spoiled = False
@@ -121,6 +129,8 @@ class ClippingEngine:
             raise UnsupportedModelError(
                 "The model has no trainable parameter. Set requires_grad_(True) on what to train."
             )
+        everything, trained = self._everything.values(), self._parameters.values()
+        self._model_bytes = sum(local_bytes(p) for each in (everything, trained) for p in each)
         self._sums, self._spoiled = {}, False
         self._shards = ShardedSums(self._parameters.values())
         self._tape = Tape({module: name for name, module in modules.items()}, self._sharded)
@@ -153,6 +163,15 @@ class ClippingEngine:
     def groups(self) -> dict[str, int]:
         """The group of each parameter, numbered from 0, inside the ``with``."""
         return {name: self._groups[parameter] for name, parameter in self._parameters.items()}
+
+    @property
+    def forms(self) -> dict[str, str]:
+        """The form that each parameter's gradients had in the last physical batch.
+
+        These are the words of :class:`~hf_dp.clipping.gradients.PerExampleGradient`; only
+        book-keeping notes them.
+        """
+        return {name: self._forms[p] for name, p in self._parameters.items() if p in self._forms}
 
     def backward(self, losses: Tensor, counted: bool = True) -> Tensor:
         """Back-propagate per-example losses and add the clipped gradients to the running sums.
@@ -195,6 +214,8 @@ class ClippingEngine:
             check=self._drop_stray_gradients,
             counted=counted,
             shards=self._shards,
+            memory_ratio=self.memory_ratio,
+            model_bytes=self._model_bytes,
         )
         try:
             # The sums are float32 even if this call runs under autocast.
@@ -204,6 +225,7 @@ class ClippingEngine:
             self._spoiled = self._spoiled or clipped.adding
             raise
         finally:
+            self._forms = clipped.forms
             self._tape.forget_forward()
         norms = torch.where(torch.isfinite(norms), norms, torch.full_like(norms, torch.inf))
         return norms if counted else norms[:0]

@@ -20,15 +20,15 @@ pair (:mod:`hf_dp.clipping.inner_products`). Uses that are cheap to join are joi
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from hf_dp.clipping.gram_norms import outer_norms
 from hf_dp.clipping.grams import Grams, LastOf
-from hf_dp.clipping.rounding import Norms, accumulation_dtype, full_precision, squared_norms, unit
+from hf_dp.clipping.rounding import Norms, accumulation_dtype, squared_norms, unit
 
 
 class Weights:
@@ -49,7 +49,13 @@ class Weights:
 
 
 class PerExampleGradient(ABC):
-    """The gradients that one use of a parameter gives b examples, in one of the three forms."""
+    """The gradients that one use of a parameter gives b examples, in one of the three forms.
+
+    Attributes:
+        form: its name.
+    """
+
+    form: ClassVar[str]
 
     @abstractmethod
     def fits(self, shape: torch.Size, examples: int) -> bool:
@@ -116,6 +122,7 @@ def _where(keep: Tensor, value: Tensor) -> Tensor:
 class OuterProducts(PerExampleGradient):
     """``G_i = sum_t left[i, t] right[i, t]^T``; left (b, T, m), right (b, T, n)."""
 
+    form = "factors"
     left: Tensor
     right: Tensor
 
@@ -177,6 +184,7 @@ class Lookups(PerExampleGradient):
         grads: (b, T, n), zero at padding.
     """
 
+    form = "lookups"
     tokens: Tensor
     grads: Tensor
 
@@ -251,9 +259,15 @@ class Lookups(PerExampleGradient):
 
 @dataclass
 class Dense(PerExampleGradient):
-    """``G_i = gradients[i]``, shape (b, *parameter.shape)."""
+    """``G_i = gradients[i]``, shape (b, *parameter.shape).
 
+    Args:
+        owned: whether nothing else holds the tensor, so that a sum may be formed in its place.
+    """
+
+    form = "explicit"
     gradients: Tensor
+    owned: bool = False
 
     def fits(self, shape: torch.Size, examples: int) -> bool:
         return self.gradients.shape == (examples, *shape)
@@ -269,6 +283,8 @@ class Dense(PerExampleGradient):
     def add_weighted_sum(self, total: Tensor | None, shape: torch.Size, weights: Weights) -> Tensor:
         dtype = accumulation_dtype(self.gradients.dtype)
         flat, values = self.gradients.flatten(1).to(dtype), weights.values.to(dtype)
+        if total is None and self.owned and len(flat) == 1:
+            return flat[0].mul_(values).view(shape)
         if total is None:
             return torch.mv(flat.mT, values).view(shape)
         total.view(-1).addmv_(flat.mT, values)
@@ -288,36 +304,3 @@ class Dense(PerExampleGradient):
 
     def keep_only(self, keep: Tensor) -> None:
         self.gradients = _where(keep, self.gradients)
-
-
-def compact(uses: Sequence[PerExampleGradient], shape: torch.Size) -> list[PerExampleGradient]:
-    """Return the gradients of one parameter's uses in the cheapest form.
-
-    Many outer products become one explicit gradient. Forming G costs ``2 T m n`` flops an example
-    and m n numbers to keep; the Gram form costs ``2 T^2 (m + n)`` flops and ``T (m + n)`` numbers,
-    T counted over all uses together. Both comparisons come out the same way, so the form that is
-    cheaper to compute is also cheaper to keep. A parameter used once is decided as soon as it is
-    seen, by the same function.
-    """
-    if len(uses) == 1 and not isinstance(uses[0], OuterProducts):
-        return list(uses)
-    outer = [use for use in uses if isinstance(use, OuterProducts)]
-    others: list[PerExampleGradient] = [use for use in uses if not isinstance(use, OuterProducts)]
-    if not outer:
-        return others
-    m, n = outer[0].left.shape[2], outer[0].right.shape[2]
-    length = sum(use.left.shape[1] for use in outer)
-    if m * n >= length * (m + n):
-        return [*outer, *others]
-    return [_explicit_sum(outer, shape), *others]
-
-
-def _explicit_sum(outer: Sequence[OuterProducts], shape: torch.Size) -> Dense:
-    dtype = accumulation_dtype(outer[0].left.dtype)
-    total: Tensor | None = None
-    with full_precision():
-        for use in outer:
-            left, right = use.left.to(dtype).mT, use.right.to(dtype)
-            total = torch.bmm(left, right) if total is None else total.baddbmm_(left, right)
-    assert total is not None
-    return Dense(total.view(-1, *shape))

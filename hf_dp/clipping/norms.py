@@ -8,7 +8,8 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from hf_dp.clipping.gradients import Dense, Lookups, OuterProducts, PerExampleGradient, compact
+from hf_dp.clipping.forms import compact
+from hf_dp.clipping.gradients import Dense, Lookups, OuterProducts, PerExampleGradient
 from hf_dp.clipping.gram_norms import outer_norms
 from hf_dp.clipping.grams import Grams, LastOf, gram_blocks
 from hf_dp.clipping.inner_products import inner_product

@@ -25,6 +25,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -47,18 +48,44 @@ def unit(dtype: torch.dtype) -> float:
     return _ROUNDING * torch.finfo(dtype).eps
 
 
+# What torch lets products of float32 matrices round to, by kind of device.
+_PRODUCTS: dict[str, Any] = {
+    "cuda": torch.backends.cuda.matmul,
+    "cpu": torch.backends.mkldnn.matmul,  # type: ignore[attr-defined]
+}
+
+
+def product_precision(device: str) -> str:
+    """Return what products of float32 matrices round their factors to on a kind of device.
+
+    This is ``"float32"``, ``"tf32"`` (10 bits) or ``"bf16"`` (7 bits), whichever of torch's
+    functions set it.
+    """
+    found = _PRODUCTS[device].fp32_precision if device in _PRODUCTS else "none"
+    return "float32" if found in ("none", "ieee") else str(found)
+
+
 @contextmanager
 def full_precision() -> Iterator[None]:
-    """Form norms and sums in true float32 inside.
+    """Form norms and sums in true float32 inside, and restore what was set outside.
 
-    TF32 products round to 1e-3, far more than the error that the norms allow for.
+    TF32 products round to 1e-3, far more than the error that the norms allow for. What forward and
+    backward round is another matter: it makes the gradients other ones, and these are bounded.
     """
-    precision = torch.get_float32_matmul_precision()
+    kept = {device: _PRODUCTS[device].fp32_precision for device in _PRODUCTS}
+    try:
+        before = torch.get_float32_matmul_precision()
+    except RuntimeError:  # set by torch.backends, of which the older function knows nothing
+        before = None
     torch.set_float32_matmul_precision("highest")
     try:
         yield
     finally:
-        torch.set_float32_matmul_precision(precision)
+        if before is not None:
+            torch.set_float32_matmul_precision(before)
+        for device, value in kept.items():
+            if _PRODUCTS[device].fp32_precision != value:
+                _PRODUCTS[device].fp32_precision = value
 
 
 @dataclass

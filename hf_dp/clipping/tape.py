@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hf_dp.clipping.gradients import Dense, PerExampleGradient, compact
+from hf_dp.clipping.forms import compact
+from hf_dp.clipping.gradients import Dense, PerExampleGradient
 from hf_dp.clipping.rounding import accumulation_dtype
 from hf_dp.errors import UnaccountedGradientError, UnsupportedModelError
 
@@ -184,7 +185,11 @@ class Tape:
         if isinstance(use, Tensor):
             use = Dense(use.to(accumulation_dtype(use.dtype)))
         if not use.fits(parameter.shape, self.expected_examples()):
-            shapes = {name: tuple(value.shape) for name, value in vars(use).items()}
+            shapes = {
+                name: tuple(value.shape)
+                for name, value in vars(use).items()
+                if isinstance(value, Tensor)
+            }
             raise UnsupportedModelError(
                 f"The clipping rule of {self.describe(module)} gave {type(use).__name__} of shapes "
                 f"{shapes} for a parameter of shape {tuple(parameter.shape)} and {self._open_for} "

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from hf_dp.batches.options import BatchOptions
+from hf_dp.clipping.forms import MEMORY_RATIO
 
 
 @dataclass(frozen=True)
@@ -16,6 +17,7 @@ class RunOptions:
         batches: of the physical batches and the data loader.
         clipping_strategy: how clipped sums are computed; None: two passes for a model with gradient
             checkpointing, else book-keeping.
+        clipping_memory_ratio: how much memory book-keeping may take for speed, at least 1.
         representation_module: DP-FP's last layer, where it is not found by itself.
         padding_values: fill values, by column, of columns that transformers does not know.
         rows_are_chunks: whether each row is a piece of a longer text.
@@ -24,6 +26,7 @@ class RunOptions:
 
     batches: BatchOptions = BatchOptions()
     clipping_strategy: str | None = None
+    clipping_memory_ratio: float = MEMORY_RATIO
     representation_module: str | None = None
     padding_values: Mapping[str, float] = field(default_factory=dict)
     rows_are_chunks: bool = False

@@ -11,6 +11,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_dp._validate import invalid
+from hf_dp.clipping.rounding import product_precision
 from hf_dp.errors import UnsupportedArgumentError
 
 _FULL = ("float32", "float64")
@@ -25,11 +26,14 @@ class Precision:
         parameters: names of the types of all parameters.
         computed: names of the types shorter than float32 that a forward pass of model and loss was
             seen to compute in.
+        products: what products of float32 matrices round their factors to, by
+            :func:`hf_dp.clipping.rounding.product_precision`.
     """
 
     autocast: str | None
     parameters: tuple[str, ...]
     computed: tuple[str, ...] = ()
+    products: str = "float32"
 
     @classmethod
     def of(
@@ -45,17 +49,8 @@ class Precision:
             computed: what :class:`Watched` saw.
 
         Raises: UnsupportedArgumentError for float16 and 8-bit autocast, which scale losses or share
-            scales in a batch, and for products of float32 numbers in a shorter type (TF32).
+            scales in a batch.
         """
-        if torch.get_float32_matmul_precision() != "highest":
-            raise invalid(
-                "torch.get_float32_matmul_precision()",
-                torch.get_float32_matmul_precision(),
-                'to be "highest" in private modes',
-                "Norms are computed in float32, but the gradients that they bound would not be. "
-                "Use bf16=True for speed.",
-                UnsupportedArgumentError,
-            )
         mixed = str(mixed_precision or "no")
         if mixed not in ("no", "bf16"):
             raise invalid(
@@ -83,7 +78,13 @@ class Precision:
             autocast,
             tuple(sorted({_name(p.dtype) for p in model.parameters()})),
             tuple(sorted(computed)),
+            product_precision(device.type),
         )
+
+    @property
+    def is_rounded(self) -> bool:
+        """Whether forward and backward round more than their parameters do."""
+        return self.autocast is not None or bool(self.computed) or self.products != "float32"
 
     @property
     def is_short(self) -> bool:
@@ -91,11 +92,7 @@ class Precision:
 
         Rounding then depends on the padded length.
         """
-        return (
-            self.autocast is not None
-            or bool(self.computed)
-            or any(name not in _FULL for name in self.parameters)
-        )
+        return self.is_rounded or any(name not in _FULL for name in self.parameters)
 
     def words(self) -> str:
         """Return the precision in words, for the card."""
@@ -105,6 +102,8 @@ class Precision:
         )
         if self.autocast is None and set(self.computed) - set(self.parameters):
             forward += f" and, within, {' and '.join(self.computed)}"
+        if self.products != "float32":
+            forward += f" with products in {self.products}"
         return f"forward and backward {forward}; norms, clipped sums and noise float32 or better"
 
 

@@ -371,7 +371,13 @@ class PrivateRun:
     def engine(self) -> ClippingEngine:
         """Return the engine that clips per-example gradients as the plan says."""
         plan = self.plan
-        return ClippingEngine(self.model, plan.clipping_norm, plan.clipping, self.strategy())
+        return ClippingEngine(
+            self.model,
+            plan.clipping_norm,
+            plan.clipping,
+            self.strategy(),
+            self.options.clipping_memory_ratio,
+        )
 
     def strategy(self) -> str:
         """Return how clipped sums are computed: as asked for; else two passes for a model that
@@ -432,7 +438,7 @@ class PrivateRun:
                 strategy=strategy,
                 # accelerate's autocast is inside the model's forward, where self_check does not
                 # see it
-                rtol=AUTOCAST_TOLERANCE if precision.autocast or precision.computed else None,
+                rtol=AUTOCAST_TOLERANCE if precision.is_rounded else None,
             )
 
     def check_batches(self) -> tuple[Any, list[Any]]:

@@ -11,6 +11,7 @@ from accelerate.utils import DistributedType
 from hf_dp._validate import in_unit_interval, integer, invalid, non_negative, one_of, positive
 from hf_dp.accounting import ACCOUNTANTS
 from hf_dp.clipping.engine import STRATEGIES
+from hf_dp.clipping.forms import check_memory_ratio
 from hf_dp.errors import InvalidArgumentError, UnsupportedArgumentError
 from hf_dp.plans.dp_fp import DP_FP, PRIVATE_ENCODER
 from hf_dp.plans.dp_sgd import CLIPPINGS
@@ -117,6 +118,7 @@ def check_mechanism(args: Any, problems: Problems) -> None:
     attempt(args, problems, "clipping", one_of, CLIPPINGS)
     if args.clipping_strategy is not None:
         attempt(args, problems, "clipping_strategy", one_of, STRATEGIES)
+    attempt(args, problems, "clipping_memory_ratio", check_memory_ratio)
     if args.max_tokens_per_physical_batch is not None:
         attempt(
             args,

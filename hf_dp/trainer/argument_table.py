@@ -284,12 +284,9 @@ ARGUMENT_TABLE: Mapping[str, ArgumentRow] = {
     "fp16": _refused(_is_on, "to be False", _PRECISION_16, "Use bf16=True, or full precision."),
     "bf16_full_eval": _EVALUATION,
     "fp16_full_eval": _EVALUATION,
-    "tf32": _refused(
-        _is_on,
-        "to be None or False",
-        "TF32 rounds float32 products to 10 bits, so a per-example norm may come out below the "
-        "true one.",
-        "Use bf16=True for speed: its norms and sums are formed in float32.",
+    "tf32": _works(
+        "Products in forward and backward are rounded to 10 bits; norms and sums are formed in "
+        "float32. Only examples that are padded alike share a physical batch."
     ),
     "activation_checkpointing": _CHECKPOINTING,
     "activation_checkpointing_kwargs": _CHECKPOINTING_KWARGS,

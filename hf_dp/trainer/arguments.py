@@ -16,6 +16,7 @@ from hf_dp._dataclasses import default_of
 from hf_dp._validate import invalid, one_of
 from hf_dp.accounting import ACCOUNTANTS
 from hf_dp.clipping.engine import STRATEGIES
+from hf_dp.clipping.forms import MEMORY_RATIO
 from hf_dp.plans.dp_fp import DP_FP, PUBLISHED
 from hf_dp.plans.noised_loss import BOUND, RATIO
 from hf_dp.statement.unnoised import RELEASABLE
@@ -104,6 +105,10 @@ class DPTrainingArguments(ForwardArguments, TrainingArguments):
             all records held), `"two_pass"` (two backward passes over one graph, the least memory)
             or `"per_example"` (explicit per-example gradients, slow; to compare with). Unset means
             `"two_pass"` under gradient checkpointing, else `"book_keeping"`.
+        clipping_memory_ratio (`float`, *optional*, defaults to `1.05`):
+            How much memory `"book_keeping"` may take for speed, at least 1: an estimate of its peak
+            relative to training without privacy. More than 1.05 pays for sequences of some hundred
+            tokens. Memory and speed only.
         max_tokens_per_physical_batch (`int`, *optional*):
             Largest number of tokens of a physical batch, padding included, beside
             `per_device_train_batch_size`: short examples then come in larger batches than long
@@ -276,6 +281,13 @@ class DPTrainingArguments(ForwardArguments, TrainingArguments):
             "help": "How clipped sums are computed, never what they are: one of "
             f"{', '.join(STRATEGIES)}. Unset means two_pass under gradient checkpointing, else "
             "book_keeping."
+        },
+    )
+    clipping_memory_ratio: float = field(
+        default=MEMORY_RATIO,
+        metadata={
+            "help": "How much memory book_keeping may take for speed, at least 1: an estimate of "
+            "its peak relative to training without privacy."
         },
     )
     max_tokens_per_physical_batch: int | None = field(

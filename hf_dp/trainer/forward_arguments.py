@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hf_dp._validate import in_unit_interval, integer, invalid, one_of, positive
+from hf_dp.clipping.forms import MEMORY_RATIO
 from hf_dp.errors import InvalidArgumentError, UnsupportedArgumentError
 from hf_dp.plans.dp_fp import (
     DP_FP,
@@ -245,6 +246,7 @@ def forward_problems(
         )
     for name, value, why in (
         ("clipping_strategy", None, "No gradients are clipped"),
+        ("clipping_memory_ratio", MEMORY_RATIO, "No gradients are clipped"),
         ("clipping", "flat", "No gradients are clipped"),
         ("max_logical_batch_size", None, "Draws are not truncated"),
     ):

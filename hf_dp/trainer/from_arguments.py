@@ -86,6 +86,7 @@ def options_of(args: DPTrainingArguments) -> RunOptions:
             multiprocessing_context=args.dataloader_multiprocessing_context,
         ),
         clipping_strategy=args.clipping_strategy,
+        clipping_memory_ratio=args.clipping_memory_ratio,
         representation_module=args.representation_module,
         padding_values=args.padding_values,
         rows_are_chunks=args.rows_are_chunks,

@@ -28,6 +28,7 @@ from architectures import (
     poison,
     together,
 )
+from forms import FORMS, force
 from models import DEVICES, POSITIONS, VOCABULARY, assert_same_sums, on
 from torch import nn
 
@@ -66,6 +67,15 @@ def test_equals_the_loop(name, strategy, case):
     architecture = ARCHITECTURES[name]
     model = architecture.build()
     assert_exact(architecture, model, architecture.examples(model, LENGTHS[case]), strategy)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_every_form_equals_the_loop(name, form, monkeypatch):
+    force(form, monkeypatch)
+    architecture = ARCHITECTURES[name]
+    model = architecture.build()
+    assert_exact(architecture, model, architecture.examples(model, LENGTHS["long"]))
 
 
 @pytest.mark.parametrize("case", ["padded", "long"])

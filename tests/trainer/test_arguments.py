@@ -135,6 +135,10 @@ REFUSALS = [
         r"`clipping_strategy` to be one of \['book_keeping', 'two_pass', 'per_example'\]",
     ),
     (
+        {"clipping_memory_ratio": 0.9},
+        r"`clipping_memory_ratio` to be at least 1.*got 0.9",
+    ),
+    (
         {"max_tokens_per_physical_batch": 0},
         "`max_tokens_per_physical_batch` to be a whole number >= 1, got 0",
     ),
@@ -172,7 +176,6 @@ REFUSALS = [
     ({"insecure_seed": True}, r"`insecure_seed`.*got True"),
     # arguments of transformers
     ({"fp16": True}, r"`fp16` to be False.*bf16=True"),
-    ({"tf32": True}, r"`tf32` to be None or False.*bf16=True"),
     (
         {"gradient_accumulation_steps": 2},
         r"`gradient_accumulation_steps` to be 1.*Set `expected_batch_size`",
@@ -264,6 +267,7 @@ REFUSALS = [
     ),
     (PUBLIC | {"clipping": "automatic"}, r"`clipping` to be left at 'flat'.*Remove it"),
     (PUBLIC | {"clipping_strategy": "per_example"}, r"`clipping_strategy` to be left.*Remove it"),
+    (PUBLIC | {"clipping_memory_ratio": 2}, r"`clipping_memory_ratio` to be left.*Remove it"),
     (
         PUBLIC | {"max_tokens_per_physical_batch": 64},
         r"`max_tokens_per_physical_batch` to be left.*Remove it",

@@ -1,0 +1,130 @@
+"""Which form per-example gradients take, and that none of them changes a sum."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from forms import FORMS, force
+from torch import nn
+
+from hf_dp.clipping import ClippingEngine, forms
+from hf_dp.clipping.forms import held_bytes, make_explicit, worth_it
+from hf_dp.clipping.gradients import Dense, Lookups, OuterProducts
+from hf_dp.errors import InvalidArgumentError
+
+
+def outer(examples: int, positions: int, height: int, width: int, shared=None) -> OuterProducts:
+    left = torch.randn(examples, positions, height)
+    right = torch.randn(examples, positions, width) if shared is None else shared
+    return OuterProducts(left, right)
+
+
+def weight(height: int, width: int) -> nn.Parameter:
+    return nn.Parameter(torch.zeros(height, width))
+
+
+@pytest.mark.parametrize(
+    ("examples", "positions", "height", "width", "explicit"),
+    [
+        # Times of this layer's two forms over that of the plain product, two threads.
+        (2, 512, 768, 3072, True),  # factors 1.53, explicit 1.05
+        (4, 512, 768, 2304, True),  # 1.62, 1.09
+        (1, 1024, 768, 3072, True),  # 1.97, 1.03
+        (16, 128, 768, 768, True),  # 1.46, 1.32
+        (16, 32, 768, 3072, False),  # 1.28, 2.52
+    ],
+)
+def test_the_faster_form_is_chosen_where_memory_is_no_object(
+    examples, positions, height, width, explicit
+):
+    one = weight(height, width)
+    uses = {one: forms.compact([outer(examples, positions, height, width)], one.shape)}
+    make_explicit(uses, float("inf"))
+    assert isinstance(uses[one][0], Dense) is explicit
+
+
+def test_a_weight_that_is_smaller_than_its_factors_is_explicit_at_once():
+    small, large = weight(8, 16), weight(64, 64)
+    assert isinstance(forms.compact([outer(2, 20, 8, 16)], small.shape)[0], Dense)
+    assert isinstance(forms.compact([outer(2, 20, 64, 64)], large.shape)[0], OuterProducts)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.1, 0.3, 0.9])
+def test_explicit_gradients_stay_within_the_memory_that_is_spare(share, monkeypatch):
+    """Count the tensors themselves, before and after; pairs of weights share an input."""
+    monkeypatch.setattr(forms.Weight, "saved", property(lambda weight: weight.explicit))
+    torch.manual_seed(int(10 * share))
+    uses, more = {}, 0
+    for _ in range(12):
+        positions, height, width = (int(torch.randint(20, 60, ())) for _ in range(3))
+        positions //= 5
+        first = outer(3, positions, height, width)
+        for each in (first, outer(3, positions, height, width, first.right)):
+            one = weight(height, width)
+            uses[one] = [each]
+            more += max(0, 3 * one.nbytes - each.left.nbytes - each.right.nbytes // 2)
+
+    def held() -> int:
+        tensors = [t for (use,) in uses.values() for t in vars(use).values() if t is not True]
+        return sum({t.data_ptr(): t.nbytes for t in tensors}.values())
+
+    before = held()
+    assert before == held_bytes(uses)
+    # A factor is freed with the last of the weights that share it.
+    unfreed = max(use.right.nbytes // 2 for (use,) in uses.values())
+    make_explicit(uses, share * more)
+    assert held() - before <= share * more + unfreed
+    forms_left = {type(use) for (use,) in uses.values()}
+    assert forms_left == ({OuterProducts, Dense} if share else {OuterProducts})
+
+
+def test_the_most_time_for_a_byte_comes_first():
+    wide, narrow = weight(768, 3072), weight(768, 512)
+    uses = {wide: [outer(1, 300, 768, 3072)], narrow: [outer(1, 300, 768, 512)]}
+    both = worth_it(uses, float("inf"))
+    assert both == [narrow, wide]
+    more = 4 * (768 * 512 - 300 * (768 + 512))
+    assert worth_it(uses, more) == [narrow] and worth_it(uses, more - 1) == []
+
+
+def test_uses_of_one_weight_become_one_explicit_gradient_beside_its_lookups():
+    table = weight(30, 4)
+    uses = {table: [outer(2, 3, 30, 4), outer(2, 5, 30, 4)]}
+    lookups = Lookups(torch.randint(0, 30, (2, 6)), torch.randn(2, 6, 4))
+    uses[table].append(lookups)
+    expected = sum(use.example_gradient(1, table.shape) for use in uses[table][:2])
+    explicit, *rest = forms.made_explicit(uses[table], table.shape)
+    assert rest == [lookups]
+    torch.testing.assert_close(explicit.gradients[1], expected.float())
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("strategy", ["book_keeping", "two_pass"])
+@pytest.mark.parametrize("sizes", [(3,), (1,), (1, 1, 2), (2, 1)])
+def test_sums_do_not_depend_on_form_or_physical_batches(form, strategy, sizes, monkeypatch):
+    """A single example's gradient becomes the running sum itself, so the first and later ones
+    take different ways; a removed example takes a third."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3, bias=False)).double()
+    rows = torch.randn(sum(sizes), 7, 6).double()
+    single = []
+    for row in rows:
+        gradients = torch.autograd.grad(model(row).square().mean(), list(model.parameters()))
+        norm = torch.cat([each.flatten() for each in gradients]).norm()
+        single.append([each * min(1, 0.05 / norm) for each in gradients])
+    force(form, monkeypatch)
+    with ClippingEngine(model, 0.05, strategy=strategy) as engine:
+        for part in rows.split(list(sizes)):
+            engine.backward(model(part).square().mean((1, 2)))
+        removed = rows[:1] * float("nan")
+        engine.backward(model(removed).square().mean((1, 2)))
+        sums = engine.collect()
+    for place, found in enumerate(sums.values()):
+        expected = torch.stack([each[place] for each in single]).sum(0)
+        torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)
+
+
+def test_memory_must_be_a_ratio_of_at_least_one():
+    for wrong in (0.5, 0, "much", float("inf")):
+        with pytest.raises(InvalidArgumentError, match="memory_ratio"):
+            ClippingEngine(nn.Linear(2, 2), 1.0, memory_ratio=wrong)

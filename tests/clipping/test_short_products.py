@@ -1,0 +1,108 @@
+"""With TF32 products in forward and backward, norms and sums are those of full precision."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from forms import FORMS, force
+from models import batch_for, gpt2, rows
+from tensor_cores import WAYS, TensorCores, precision_restored
+
+from hf_dp.clipping import ClippingEngine, clipped_sum, forms, norms
+from hf_dp.clipping.engine import STRATEGIES
+from hf_dp.clipping.rounding import full_precision, product_precision
+from hf_dp.losses import per_example_loss
+
+
+@pytest.fixture(autouse=True)
+def settings() -> Iterator[None]:
+    with precision_restored():
+        yield
+
+
+def worst_difference(strategy: str) -> float:
+    """Return how far a norm is, relatively, from that of the one gradient that makes the sum.
+
+    Nothing is clipped. Both are computed by the engine on TensorCores, the second norm in float64.
+    """
+    model = gpt2(dtype=torch.float32)
+    batch = batch_for(model, (9, 4, 12))
+    worst = 0.0
+    with TensorCores() as cores:
+        for index in range(3):
+            with ClippingEngine(model, 1e6, strategy=strategy) as engine:
+                norm = engine.backward(per_example_loss(model, rows(batch, [index, index])))
+                total = [each.double().flatten() for each in engine.collect().values()]
+            true = torch.cat(total).norm() / 2
+            worst = max(worst, abs(norm[0].item() / true.item() - 1))
+    assert (cores.rounded > 0) is (torch.backends.cuda.matmul.fp32_precision == "tf32")
+    return worst
+
+
+def _as_set(method: Any) -> Any:
+    """Return a method without its full precision; torch.no_grad is around that."""
+    return torch.no_grad()(method.__wrapped__.__wrapped__)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("way", WAYS)
+def test_norms_are_those_of_the_sums(way, form, strategy, monkeypatch):
+    force(form, monkeypatch)
+    WAYS[way]()
+    assert worst_difference(strategy) < 1e-5
+
+
+def test_planted_short_products_in_norms_are_seen(monkeypatch):
+    force("factors", monkeypatch)
+    WAYS["torch.backends.fp32_precision"]()
+    monkeypatch.setattr(norms.ExampleNorms, "add", _as_set(norms.ExampleNorms.add))
+    assert worst_difference("book_keeping") > 1e-5
+
+
+def test_planted_short_products_in_sums_are_seen(monkeypatch):
+    force("factors", monkeypatch)
+    WAYS["torch.backends.fp32_precision"]()
+    monkeypatch.setattr(clipped_sum.ClippedSum, "add", _as_set(clipped_sum.ClippedSum.add))
+    assert worst_difference("book_keeping") > 1e-5
+
+
+def test_planted_short_explicit_gradients_are_seen(monkeypatch):
+    """What is measured is what is added, so that no norm shows it: gradients differ instead."""
+    force("explicit at the end", monkeypatch)
+    WAYS["torch.backends.fp32_precision"]()
+
+    def sums():
+        torch.manual_seed(0)
+        model = gpt2(dtype=torch.float32)
+        with TensorCores(), ClippingEngine(model, 1e6) as engine:
+            engine.backward(per_example_loss(model, batch_for(model, (9, 4))))
+            return torch.cat([each.flatten() for each in engine.collect().values()])
+
+    exact = sums()
+    monkeypatch.setattr(forms, "full_precision", nullcontext)
+    assert (sums() - exact).norm() > 1e-5 * exact.norm()
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_what_was_set_is_restored(way):
+    WAYS[way]()
+    before = torch.backends.cuda.matmul.fp32_precision, torch.backends.mkldnn.matmul.fp32_precision
+    assert before[0] == "tf32" and product_precision("cuda") == "tf32"
+    with full_precision(), full_precision():
+        assert product_precision("cuda") == product_precision("cpu") == "float32"
+    after = torch.backends.cuda.matmul.fp32_precision, torch.backends.mkldnn.matmul.fp32_precision
+    assert after == before
+
+
+def test_nothing_set_stays_nothing_set():
+    with full_precision():
+        pass
+    assert torch.get_float32_matmul_precision() == "highest"
+    assert torch.backends.cuda.matmul.fp32_precision == "none"
+    torch.backends.fp32_precision = "tf32"  # what is not set for CUDA still follows
+    assert product_precision("cuda") == "tf32"
