@@ -38,8 +38,7 @@ def clip_and_add(
     for bundle in bundles:  # under one name for all its parameters: a dense norm needs no settling
         table.add({bundle.parameters[0]: [bundle.gradient]})
     table.add(uses)
-    table.settle(uses)
-    decision = clipped.decide(table)
+    decision = clipped.decide(table, uses)
     clipped.add(uses, decision)
     for bundle in bundles:
         clipped.add_bundle(bundle, decision)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from hf_dp.clipping.gradients import Dense, PerExampleGradient
+from hf_dp.clipping.gradients import Dense, PerExampleGradient, Weights
 
 # Numbers in one example's gradient; copying a larger one costs more than the operations saved.
 _LARGEST = 2**14
@@ -30,13 +30,33 @@ class Bundle:
     parameters: list[nn.Parameter]
     gradient: Dense
 
-    def split(self, total: Tensor) -> list[Tensor]:
-        """Split a sum over examples, (sum of sizes,), into a view for each parameter."""
-        parts = total.split([parameter.numel() for parameter in self.parameters])
-        return [
-            part.view(parameter.shape)
-            for part, parameter in zip(parts, self.parameters, strict=True)
-        ]
+
+class RunningSums(dict[nn.Parameter, Tensor]):
+    """The sums of parameters over physical batches.
+
+    Those of a bundle stay side by side until the end, so that a batch is added by one operation.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._side_by_side: dict[tuple[nn.Parameter, ...], Tensor] = {}
+
+    def add_bundle(self, bundle: Bundle, weights: Weights) -> None:
+        """Add the weighted gradients of a bundle."""
+        key, size = tuple(bundle.parameters), bundle.gradient.gradients.shape[1:]
+        total = self._side_by_side.get(key)
+        self._side_by_side[key] = bundle.gradient.add_weighted_sum(total, size, weights)
+
+    def by_parameter(self) -> dict[nn.Parameter, Tensor]:
+        """Return every sum under its own parameter; those of bundles are views of one tensor."""
+        sums = dict(self)
+        for parameters, total in self._side_by_side.items():
+            parts = total.split([parameter.numel() for parameter in parameters])
+            for parameter, part in zip(parameters, parts, strict=True):
+                part = part.view(parameter.shape)
+                # A batch of another length may have brought this parameter's gradients otherwise.
+                sums[parameter] = sums[parameter] + part if parameter in sums else part
+        return sums
 
 
 def bundled(

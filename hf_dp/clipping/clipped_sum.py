@@ -10,7 +10,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from hf_dp.clipping.bundles import Bundle
+from hf_dp.clipping.bundles import Bundle, RunningSums
 from hf_dp.clipping.fallback import fallback_gradients
 from hf_dp.clipping.gradients import Lookups, OuterProducts, PerExampleGradient, Weights
 from hf_dp.clipping.norms import ExampleNorms, gathered
@@ -62,7 +62,7 @@ class ClippedSum:
         groups: Mapping[nn.Parameter, int],
         clipping: str,
         clipping_norm: float,
-        sums: dict[nn.Parameter, Tensor],
+        sums: RunningSums,
         check: Callable[[], None],
         counted: bool = True,
         shards: ShardedSums | None = None,
@@ -113,18 +113,35 @@ class ClippedSum:
         return uses
 
     @torch.no_grad()
-    def decide(self, table: ExampleNorms) -> Decision:
+    def decide(
+        self, table: ExampleNorms, uses: Mapping[nn.Parameter, Sequence[PerExampleGradient]]
+    ) -> Decision:
         """Turn norms into weights.
 
         An example whose norm is not finite is not used, and none of a batch that does not count.
+
+        Args:
+            uses: the gradients from which doubtful norms can be computed again.
         """
+        weights, norms, keep = self._weights(table)
+        # One number is read, since a device must finish for each: 1 if all are kept, 2 for doubts.
+        doubts = ~table.certain(uses).to(keep.device)
+        read = int(keep.all().long() + 2 * doubts.long())
+        if read >= 2:
+            table.settle(uses)
+            weights, norms, keep = self._weights(table)
+            read = int(keep.all())
+        by_group = [Weights(values) for values in weights]
+        return Decision(norms.square().sum(0).sqrt(), by_group, keep, bool(read))
+
+    def _weights(self, table: ExampleNorms) -> tuple[Tensor, Tensor, Tensor]:
+        """Return weights and norms, each (K, b), and which examples are used, (b,)."""
         norms, slack = table.result()
         weights = clipping_weights(self._clipping, norms + slack, self._clipping_norm)
         keep = torch.isfinite(norms + slack).all(0)
         if not self._counted:
             weights, keep = torch.zeros_like(weights), torch.zeros_like(keep)
-        by_group = [Weights(values) for values in weights]
-        return Decision(norms.square().sum(0).sqrt(), by_group, keep, bool(keep.all()))
+        return weights, norms, keep
 
     @torch.no_grad()
     @full_precision()
@@ -212,12 +229,8 @@ class ClippedSum:
     @full_precision()
     def add_bundle(self, bundle: Bundle, decision: Decision) -> None:
         """Add the weighted gradients of a bundle to the sums of its parameters."""
-        gradient = bundle.gradient
-        size = torch.Size((gradient.gradients.shape[1],))
-        total = self._weighted(None, bundle.parameters[0], size, gradient, decision)
-        for parameter, part in zip(bundle.parameters, bundle.split(total), strict=True):
-            known = self._sums.get(parameter)
-            self._sums[parameter] = part if known is None else known.add_(part)
+        kept = self._kept(bundle.parameters[0], bundle.gradient, decision)
+        self._sums.add_bundle(bundle, kept)
 
     def _weighted(
         self,

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from hf_dp import _validate
 from hf_dp.clipping.book_keeping import book_keeping
+from hf_dp.clipping.bundles import RunningSums
 from hf_dp.clipping.clipped_sum import ClippedSum
 from hf_dp.clipping.coupling import refuse_coupling
 from hf_dp.clipping.fallback import fallback_forward, own_parameters, shared_method
@@ -104,7 +105,7 @@ class ClippingEngine:
         self._everything: dict[str, nn.Parameter] = {}
         self._parameters: dict[str, nn.Parameter] = {}  # those that train
         self._groups: dict[nn.Parameter, int] = {}
-        self._sums: dict[nn.Parameter, Tensor] = {}
+        self._sums = RunningSums()
         self._model_bytes = 0  # of weights and gradients
         self._forms: dict[nn.Parameter, str] = {}
         self._sharded = False
@@ -131,7 +132,7 @@ class ClippingEngine:
             )
         everything, trained = self._everything.values(), self._parameters.values()
         self._model_bytes = sum(local_bytes(p) for each in (everything, trained) for p in each)
-        self._sums, self._spoiled = {}, False
+        self._sums, self._spoiled = RunningSums(), False
         self._shards = ShardedSums(self._parameters.values())
         self._tape = Tape({module: name for name, module in modules.items()}, self._sharded)
         self._groups = self._group()
@@ -227,7 +228,7 @@ class ClippingEngine:
         finally:
             self._forms = clipped.forms
             self._tape.forget_forward()
-        norms = torch.where(torch.isfinite(norms), norms, torch.full_like(norms, torch.inf))
+        norms = norms.nan_to_num(nan=torch.inf, posinf=torch.inf, neginf=torch.inf)
         return norms if counted else norms[:0]
 
     def _check_losses(self, losses: Tensor) -> None:
@@ -262,8 +263,8 @@ class ClippingEngine:
                 "engine.backward() failed while it added to the sums, so they hold only parts of "
                 "some gradients. Leave the engine and start this logical batch again."
             )
-        sums, self._sums = self._sums, {}
         with torch.no_grad():
+            sums, self._sums = self._sums.by_parameter(), RunningSums()
             sums |= self._shards.collect(sums)
         return {name: sums[p] if p in sums else _zeros(p) for name, p in self._parameters.items()}
 

@@ -42,10 +42,11 @@ class Weights:
 
     def __init__(self, values: Tensor):
         self.values = values
+        self._of_vectors = values.view(-1, 1, 1)
         self.scaled: LastOf[Tensor] = LastOf(self._scale)
 
     def _scale(self, vectors: Tensor, dtype: torch.dtype) -> Tensor:
-        return vectors.to(dtype) * self.values.to(dtype)[:, None, None]
+        return vectors.to(dtype) * self._of_vectors.to(dtype)
 
 
 class PerExampleGradient(ABC):
@@ -153,7 +154,7 @@ class OuterProducts(PerExampleGradient):
         left, right = self.weighted_factors(weights)
         if total is None:
             return torch.mm(left, right).view(shape)
-        total.view(len(left), -1).addmm_(left, right)
+        (total if total.dim() == 2 else total.view(len(left), -1)).addmm_(left, right)
         return total
 
     def slack(self) -> Tensor:
@@ -205,10 +206,16 @@ class Lookups(PerExampleGradient):
     def norms(self, grams: Grams | None = None) -> Norms:
         dtype = accumulation_dtype(self.grads.dtype)
         # Sum the gradients of equal tokens of one example first, then square: O(b T n), and nothing
-        # cancels afterwards.
-        example, _, sums = self.rows(torch.float64)
-        squared = torch.zeros(len(self.tokens), dtype=torch.float64, device=self.grads.device)
-        squared = squared.index_add_(0, example, sums.square().sum(-1)).to(dtype)
+        # cancels afterwards. As many sums as positions, some of them empty: to count the tokens
+        # would make the processor wait for the device.
+        sorted_tokens, order = self.tokens.sort(1)
+        new = sorted_tokens.diff(dim=1, prepend=sorted_tokens[:, :1]) != 0
+        places = torch.empty_like(order).scatter_(1, order, new.cumsum(1))
+        places += torch.arange(0, places.numel(), places.shape[1], device=places.device)[:, None]
+        sums = torch.zeros(
+            places.numel(), self.grads.shape[2], dtype=torch.float64, device=self.grads.device
+        ).index_add_(0, places.flatten(), self.grads.flatten(0, 1).double())
+        squared = sums.square_().view(len(self.tokens), -1).sum(1).to(dtype)
         return Norms(squared, 4 * torch.finfo(dtype).eps * squared, self.slack())
 
     def rows(self, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:

@@ -96,7 +96,9 @@ class LowRankEngine(ClippingEngine):
         return clip_and_add(clipped, uses, len(losses))
 
     def collect(self) -> dict[str, Tensor]:
-        sums, found = dict(self._sums), super().collect()
+        with torch.no_grad():
+            sums = self._sums.by_parameter()
+        found = super().collect()
         for name in self.carriers:
             del found[name]
             for ending, part in zip(

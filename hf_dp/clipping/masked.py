@@ -77,9 +77,8 @@ class MaskedEngine(ClippingEngine):
                 table.put(parameter, masked_norms(uses[parameter], mask))
         whole = {parameter: of for parameter, of in uses.items() if parameter not in self._masked}
         table.add(whole)
-        table.settle(whole)
+        decision = clipped.decide(table, whole)
         del whole
-        decision = clipped.decide(table)
         clipped.add(uses, decision)
         return decision.norms
 

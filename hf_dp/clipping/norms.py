@@ -61,26 +61,30 @@ class ExampleNorms:
         self._norms[parameter] = norms
 
     @torch.no_grad()
-    @full_precision()
-    def settle(self, uses: Mapping[nn.Parameter, Sequence[PerExampleGradient]]) -> None:
-        """Compute doubtful norms again, for the parameters whose uses are given.
+    def certain(self, uses: Mapping[nn.Parameter, Sequence[PerExampleGradient]]) -> Tensor:
+        """Return whether :meth:`settle` has nothing to do, a boolean of shape ().
 
         An example is in doubt when the error is large relative to its group's norm so far:
         parameters yet to come only add to the norm.
         """
-        for group in sorted({self._groups[parameter] for parameter in uses}):
-            members = self._members(group)
-            squared = torch.stack([self._norms[p].squared for p in members])  # (parameters, b)
-            error = torch.stack([self._norms[p].error for p in members])
-            total = squared.sum(0)
-            doubtful = (error.sum(0) > _TOLERANCE * total.clamp_min(0)) & torch.isfinite(total)
-            doubtful &= torch.isfinite(error.sum(0))
-            if bool(doubtful.any()):
-                for index in doubtful.nonzero().flatten().tolist():
-                    _settle(members, uses, squared[:, index], error[:, index], index)
-                for place, parameter in enumerate(members):
-                    slack = self._norms[parameter].slack
-                    self._norms[parameter] = Norms(squared[place], error[place], slack)
+        doubts = [group.doubtful.any() for group in self._groups_of(uses)]
+        return ~torch.stack(doubts).any() if doubts else torch.ones((), dtype=torch.bool)
+
+    def _groups_of(self, uses: Mapping[nn.Parameter, Sequence[PerExampleGradient]]) -> list[_Group]:
+        groups = sorted({self._groups[parameter] for parameter in uses})
+        return [_Group(self._members(group), self._norms) for group in groups]
+
+    @torch.no_grad()
+    @full_precision()
+    def settle(self, uses: Mapping[nn.Parameter, Sequence[PerExampleGradient]]) -> None:
+        """Compute doubtful norms again, for the parameters whose uses are given."""
+        for group in self._groups_of(uses):
+            for index in group.doubtful.nonzero().flatten().tolist():
+                squared, error = group.squared[:, index], group.error[:, index]
+                _settle(group.members, uses, squared, error, index)
+            for place, parameter in enumerate(group.members):
+                slack = self._norms[parameter].slack
+                self._norms[parameter] = Norms(group.squared[place], group.error[place], slack)
 
     def result(self) -> tuple[Tensor, Tensor]:
         """Return norms (K, b), ``inf`` where not finite, and their slack (K, b).
@@ -105,7 +109,7 @@ class ExampleNorms:
         upper = torch.where(error > _TOLERANCE * squared.clamp_min(0), squared + error, squared)
         # An example with any part that is not finite has no norm and is removed; this includes
         # -inf and an error too large to judge.
-        usable = torch.isfinite(squared) & torch.isfinite(error) & torch.isfinite(slack)
+        usable = torch.isfinite(torch.stack([squared, error, slack])).all(0)
         norms = torch.where(usable, upper.clamp_min(0).sqrt(), torch.full_like(upper, torch.inf))
         return norms, slack
 
@@ -116,6 +120,23 @@ class ExampleNorms:
         for norms in self._norms.values():  # a parameter kept on the CPU computes elsewhere
             return norms.squared.device
         return next(iter(self._groups)).device
+
+
+class _Group:
+    """Norms that are clipped together, side by side.
+
+    Attributes:
+        squared, error: of each member and example, (parameters, b).
+        doubtful: the examples whose error is large beside their norm, (b,).
+    """
+
+    def __init__(self, members: list[nn.Parameter], norms: Mapping[nn.Parameter, Norms]):
+        self.members = members
+        self.squared = torch.stack([norms[p].squared for p in members])
+        self.error = torch.stack([norms[p].error for p in members])
+        total, error = self.squared.sum(0), self.error.sum(0)
+        self.doubtful = error > _TOLERANCE * total.clamp_min(0)
+        self.doubtful &= torch.isfinite(total + error)
 
 
 def _settle(

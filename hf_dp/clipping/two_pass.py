@@ -37,7 +37,7 @@ def two_pass(clipped: ClippedSum, losses: Tensor) -> Tensor:
     before = random_state(device)
     clipped.backward(losses, first.measure, retain_graph=True)
     first.finish_waiting()
-    decision = clipped.decide(first.table)
+    decision = clipped.decide(first.table, {})
     second = _SecondPass(clipped, first.fingerprints, decision)
     clipped.expect(first.fingerprints, decision)
     after = random_state(device)
@@ -46,7 +46,7 @@ def two_pass(clipped: ClippedSum, losses: Tensor) -> Tensor:
         clipped.backward(losses, second.add)
     finally:
         set_random_state(device, after)
-    second.refuse_missing()
+    second.refuse_differences()
     clipped.finish()
     return decision.norms
 
@@ -95,7 +95,8 @@ class _FirstPass(_Waiting):
     def _finish(self, parameter: nn.Parameter) -> None:
         uses = self.waiting.pop(parameter)
         self.table.add({parameter: uses})
-        self.table.settle({parameter: uses})
+        if not bool(self.table.certain({parameter: uses})):
+            self.table.settle({parameter: uses})
 
 
 class _SecondPass(_Waiting):
@@ -109,23 +110,25 @@ class _SecondPass(_Waiting):
     ):
         super().__init__()
         self._clipped, self._fingerprints, self._decision = clipped, fingerprints, decision
+        self._compared: list[tuple[nn.Parameter, Tensor]] = []
 
     def add(self, parameter: nn.Parameter, use: PerExampleGradient) -> None:
         """Compare one use with the first pass's; after the last of its parameter, add them."""
         measured = self._fingerprints.get(parameter)
-        if not measured or not _same(measured.pop(0), use.fingerprint()):
-            raise UnsupportedModelError(
-                "The second backward pass met other values at a parameter of shape "
-                f"{tuple(parameter.shape)} than the first: a checkpointed forward draws random "
-                "numbers that are not restored, or keeps state. Use "
-                "clipping_strategy='book_keeping', and preserve_rng_state=True for checkpoints."
-            )
+        if not measured:
+            raise _other_values(parameter)
+        self._compared.append((parameter, _same(measured.pop(0), use.fingerprint())))
         self.wait(parameter, use)
         if not measured:
             self._clipped.add_part(parameter, self.waiting.pop(parameter), self._decision)
 
-    def refuse_missing(self) -> None:
-        """Raise if the first pass measured a use that this one did not meet."""
+    def refuse_differences(self) -> None:
+        """Raise if this pass met other values than the first, or not all of its uses.
+
+        All comparisons are read at once: a device need not wait for each.
+        """
+        if self._compared and not bool(torch.stack([same for _, same in self._compared]).all()):
+            raise _other_values(next(p for p, same in self._compared if not bool(same)))
         if any(self._fingerprints.values()):
             raise UnsupportedModelError(
                 "The second backward pass met fewer gradients than the first, so parts of examples "
@@ -133,6 +136,16 @@ class _SecondPass(_Waiting):
             )
 
 
-def _same(first: Tensor, second: Tensor) -> bool:
-    finite = torch.isfinite(first)  # other examples are not used
-    return bool(((first - second).abs() <= _REPEATABLE * first.abs())[finite].all())
+def _other_values(parameter: nn.Parameter) -> UnsupportedModelError:
+    return UnsupportedModelError(
+        "The second backward pass met other values at a parameter of shape "
+        f"{tuple(parameter.shape)} than the first: a checkpointed forward draws random numbers "
+        "that are not restored, or keeps state. Use clipping_strategy='book_keeping', and "
+        "preserve_rng_state=True for checkpoints."
+    )
+
+
+def _same(first: Tensor, second: Tensor) -> Tensor:
+    """Return whether both are equal up to rounding, a boolean of shape ()."""
+    unused = ~torch.isfinite(first)  # examples without a norm
+    return (((first - second).abs() <= _REPEATABLE * first.abs()) | unused).all()

@@ -599,16 +599,16 @@ def test_outputs_of_linear_layers_may_be_changed_in_place():
 def test_sums_that_an_error_left_half_added_cannot_be_collected(monkeypatch, strategy):
     model, calls = models.bert(), []
     batch = batch_for(model, (5, 3))
-    original = ClippedSum._weighted
+    original = ClippedSum._kept
 
     def failing(self, *args):
         calls.append(1)
-        total = original(self, *args)
+        weights = original(self, *args)
         if len(calls) == 1:
             raise RuntimeError("out of memory")
-        return total
+        return weights
 
-    monkeypatch.setattr(ClippedSum, "_weighted", failing)
+    monkeypatch.setattr(ClippedSum, "_kept", failing)
     with ClippingEngine(model, C, strategy=strategy) as engine:
         with pytest.raises(RuntimeError, match="out of memory"):
             engine.backward(per_example_loss(model, batch))

@@ -48,14 +48,18 @@ class _LayerNorm(torch.autograd.Function):
         dtype, dims = accumulation_dtype(grad.dtype), len(module.normalized_shape)
         if ctx.needs_input_grad[1]:
             products = (x.to(dtype) - mean).mul_(rstd).mul_(grad)
-            per_example = positions(tape.by_example(module, products), dims).sum(1)
-            tape.capture(module, "weight", per_example.view(-1, *weight.shape))
+            tape.capture(module, "weight", _summed(tape.by_example(module, products), dims, dtype))
         if ctx.needs_input_grad[2]:
-            per_example = positions(tape.by_example(module, grad), dims).sum(1, dtype=dtype)
-            tape.capture(module, "bias", per_example.view(-1, *bias.shape))
+            tape.capture(module, "bias", _summed(tape.by_example(module, grad), dims, dtype))
         grad_x = None
         if ctx.needs_input_grad[0]:
             grad_x = torch.ops.aten.native_layer_norm_backward.default(
                 grad, x, module.normalized_shape, mean, rstd, weight, bias, [True, False, False]
             )[0]
         return grad_x, None, None, None, None
+
+
+def _summed(values: Tensor, dims: int, dtype: torch.dtype) -> Tensor:
+    """Return sums over positions, (b, *features), with features in the last ``dims`` dimensions."""
+    summed = positions(values, dims).sum(1, dtype=dtype)
+    return summed if dims == 1 else summed.view(-1, *values.shape[-dims:])

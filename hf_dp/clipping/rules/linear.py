@@ -39,6 +39,13 @@ def _affine(tape: Tape, module: nn.Linear | Conv1D, x: Tensor, transposed: bool)
     return _Affine.apply(x, weight, bias, (tape, module, transposed))
 
 
+def _product(x: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool) -> Tensor:
+    """Return what the module's own forward computes, by the same operations."""
+    if not transposed or bias is None:
+        return F.linear(x, weight.mT if transposed else weight, bias)
+    return torch.addmm(bias, x.view(-1, x.shape[-1]), weight).view(*x.shape[:-1], -1)
+
+
 class _Affine(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -49,14 +56,15 @@ class _Affine(torch.autograd.Function):
         call: tuple[Tape, nn.Linear | Conv1D, bool],
     ) -> Tensor:
         ctx.tape, ctx.module, ctx.transposed = call
-        matrix = weight.mT if ctx.transposed else weight
         if torch.is_autocast_enabled(x.device.type):
             dtype = matmul_dtype(x)
             x = x.to(dtype)
             with torch.autocast(x.device.type, enabled=False):
-                output = F.linear(x, matrix.to(dtype), None if bias is None else bias.to(dtype))
+                output = _product(
+                    x, weight.to(dtype), None if bias is None else bias.to(dtype), ctx.transposed
+                )
         else:
-            output = F.linear(x, matrix, bias)
+            output = _product(x, weight, bias, ctx.transposed)
         ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)
         # `.data`, so that autograd does not treat it as a view: a model may change it in place
         # (Longformer does). The operator for this, _unsafe_view, has no Python binding of its own;

@@ -1,0 +1,178 @@
+"""What a GPU would notice and a CPU hides: tensors on another device, operations, waiting.
+
+No GPU is needed. Tensors on the ``meta`` device have no values, so that any operation that makes a
+tensor elsewhere shows; operations and reads are counted as they are dispatched.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import transformers as hf
+from peft import LoraConfig, get_peft_model
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten
+
+from hf_dp.clipping import ClippingEngine
+from hf_dp.losses import per_example_loss
+
+VOCABULARY, LAYERS, LENGTH = 100, 12, 8
+
+
+def bert() -> nn.Module:
+    config = hf.BertConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=16,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=2,
+        intermediate_size=64,
+    )
+    return hf.BertForSequenceClassification(config)
+
+
+def gpt2() -> nn.Module:
+    config = hf.GPT2Config(
+        vocab_size=VOCABULARY,
+        n_embd=16,
+        n_layer=LAYERS,
+        n_head=2,
+        use_cache=False,
+        bos_token_id=0,
+        eos_token_id=0,
+        loss_type="ForCausalLM",
+    )
+    return hf.GPT2LMHeadModel(config)
+
+
+def llama() -> nn.Module:
+    config = hf.LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=16,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=2,
+        intermediate_size=64,
+        use_cache=False,
+    )
+    return hf.LlamaForCausalLM(config)
+
+
+def gpt2_lora() -> nn.Module:
+    lora = LoraConfig(task_type="CAUSAL_LM", r=4, target_modules=["c_attn"], fan_in_fan_out=True)
+    return get_peft_model(gpt2(), lora)
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "bert": bert,
+    "gpt2": gpt2,
+    "llama": llama,
+    "gpt2_lora": gpt2_lora,
+}
+
+
+def batch(model: nn.Module, device: str) -> dict[str, Tensor]:
+    tokens = torch.randint(4, VOCABULARY, (4, LENGTH), device=device)
+    labels = torch.ones(4, dtype=torch.long, device=device)
+    if not isinstance(model, hf.BertForSequenceClassification):
+        labels = tokens.clone()
+    return {"input_ids": tokens, "attention_mask": torch.ones_like(tokens), "labels": labels}
+
+
+class Counted(TorchDispatchMode):
+    """Counts operations by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.operations: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.operations[str(func)] += 1
+        return func(*args, **(kwargs or {}))
+
+    def reads(self) -> int:
+        """Count what needs a value or a shape that only the device knows."""
+        waiting = ("_local_scalar_dense", "nonzero", "_unique2", "masked_select", "equal")
+        return sum(self.operations[f"aten.{name}.default"] for name in waiting)
+
+
+class OnMeta(TorchDispatchMode):
+    """Notes what is made on another device, and answers reads, which ``meta`` cannot."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.elsewhere: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten._local_scalar_dense.default:
+            return args[0].dtype == torch.bool or 1  # all is kept, nothing in doubt
+        result = func(*args, **(kwargs or {}))
+        for each in tree_flatten(result)[0]:
+            # Numbers in expressions become tensors of no dimension; they travel with the launch.
+            if isinstance(each, Tensor) and each.device.type != "meta" and each.dim() > 0:
+                self.elsewhere.add(f"{func} on {each.device}")
+        return result
+
+
+def counted(model: nn.Module, private: bool) -> Counted:
+    """Count one physical batch that is not the first."""
+    inputs = batch(model, "cpu")
+    if not private:
+        with Counted() as counts:
+            model(**inputs).loss.backward()
+        model.zero_grad()
+        return counts
+    with ClippingEngine(model, 0.1) as engine:
+        engine.backward(per_example_loss(model, inputs))
+        with Counted() as counts:
+            engine.backward(per_example_loss(model, inputs))
+    return counts
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_physical_batch_takes_few_more_operations_and_reads(name):
+    model = MODELS[name]().train()
+    plain, private = counted(model, False), counted(model, True)
+    assert private.operations.total() <= 1.3 * plain.operations.total()
+    # One for doubtful norms and examples to leave out; one for the side of the padding, where
+    # transformers has just waited for the same mask.
+    assert private.reads() <= plain.reads() + 2
+
+
+@pytest.fixture
+def autocast_knows_meta(monkeypatch):
+    """Let torch's autocast, which is off here, take the device's name."""
+    autocast, is_enabled = torch.autocast, torch.is_autocast_enabled
+    monkeypatch.setattr(torch, "autocast", lambda device, **given: autocast("cpu", **given))
+    monkeypatch.setattr(torch, "is_autocast_enabled", lambda *device: is_enabled("cpu"))
+
+
+@pytest.mark.parametrize("strategy", ["book_keeping", "two_pass"])
+@pytest.mark.parametrize("name", MODELS)
+def test_engine_and_step_stay_on_the_device(name, strategy, autocast_knows_meta):
+    with torch.device("meta"):
+        model = MODELS[name]().train()
+    inputs = batch(model, "meta")
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    optimizer = torch.optim.AdamW(trained.values())
+    with OnMeta() as device:
+        with ClippingEngine(model, 0.1, strategy=strategy) as engine:
+            for _ in range(2):
+                engine.backward(per_example_loss(model, inputs))
+            sums = engine.collect()
+        for name, parameter in trained.items():
+            parameter.grad = sums[name] / 4
+        optimizer.step()
+    assert not device.elsewhere
+    assert all(total.device.type == "meta" for total in sums.values())
+
+
+def test_planted_tensor_on_the_processor_is_seen():
+    with OnMeta() as device:
+        torch.zeros(3, device="meta")
+        assert not device.elsewhere
+        torch.zeros(3)
+    assert device.elsewhere == {"aten.zeros.default on cpu"}
