@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -16,6 +17,13 @@ from torch.nn import functional as F
 from transformers.models.auto import modeling_auto
 
 from hf_dp._validate import one_of
+from hf_dp.clipping.chunked_loss import (
+    check_head,
+    check_output,
+    chunked_loss,
+    saves_memory,
+    without_logits,
+)
 from hf_dp.errors import DataError, UnsupportedLossError, UnsupportedModelError
 
 
@@ -107,7 +115,7 @@ def task_of(model: nn.Module) -> str:
     )
 
 
-def per_example_loss(model: nn.Module, inputs: Mapping[str, Any]) -> Tensor:
+def per_example_loss(model: nn.Module, inputs: Mapping[str, Any], chunked: bool = False) -> Tensor:
     """Return one loss per example, (b,), each a function of its own example only.
 
     Args:
@@ -115,6 +123,8 @@ def per_example_loss(model: nn.Module, inputs: Mapping[str, Any]) -> Tensor:
             (regression, one output), (b, K) floats (multi-label), or (b, T) class or token ids with
             -100 where nothing is predicted. An example's loss is then the mean over its own labeled
             tokens, 0 when it has none.
+        chunked: form a causal language model's loss by blocks of the vocabulary, where this takes
+            less memory (:mod:`hf_dp.clipping.chunked_loss`).
 
     Raises: UnsupportedLossError; DataError when the labels are missing or do not fit.
     """
@@ -130,7 +140,9 @@ def per_example_loss(model: nn.Module, inputs: Mapping[str, Any]) -> Tensor:
     _require_attention_mask(model, inputs)
     if task == "seq2seq_lm" and "decoder_input_ids" not in inputs:
         inputs["decoder_input_ids"] = _shifted_labels(base_model(model), labels)
-    output = model(**with_position_ids(model, inputs))
+    head = _head_by_blocks(model, task, labels) if chunked else None
+    with nullcontext() if head is None else without_logits(head) as found:
+        output = model(**with_position_ids(model, inputs))
     logits = getattr(output, "logits", None)
     if logits is None:
         raise UnsupportedLossError(
@@ -148,7 +160,21 @@ def per_example_loss(model: nn.Module, inputs: Mapping[str, Any]) -> Tensor:
     ):
         # Virtual tokens of prompt tuning stand before the example; nothing predicts them.
         labels = F.pad(labels, (logits.shape[1] - labels.shape[1], 0), value=IGNORED_LABEL)
+    if head is not None:
+        hidden = check_output(base_model(model), found, logits)
+        return chunked_loss(head, hidden[:, :-1], labels[:, 1:], IGNORED_LABEL)
     return loss(base_model(model), logits, labels)
+
+
+def _head_by_blocks(model: nn.Module, task: str, labels: Tensor) -> nn.Linear | None:
+    """Return the head whose logits are to be formed by blocks, None where they cost no more."""
+    if task != "causal_lm":
+        raise UnsupportedLossError(
+            f"`chunked_loss` is for causal language models, and {type(base_model(model)).__name__} "
+            f"is for {task}. Set chunked_loss=False."
+        )
+    head = check_head(base_model(model))
+    return head if saves_memory(head, *labels.shape[:2]) else None
 
 
 def attended_targets(labels: Tensor, mask: Tensor) -> Tensor:

@@ -51,7 +51,7 @@ class BenchmarkMode(ABC):
         """Count the parameters of each shape and form of per-example gradients in the last step."""
         return Counter()
 
-    def losses(self, batch: Batch) -> Tensor:
+    def losses(self, batch: Batch, chunked: bool = False) -> Tensor:
         """Return one loss per example, (b,)."""
         with forward_precision(self.workload):
-            return per_example_loss(self.model, batch)
+            return per_example_loss(self.model, batch, chunked)

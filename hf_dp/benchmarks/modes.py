@@ -68,7 +68,7 @@ class Clipped(BenchmarkMode):
             self.model, CLIPPING_NORM, strategy=self.strategy, memory_ratio=ratio
         ) as engine:
             for batch in batches:
-                engine.backward(self.losses(batch))
+                engine.backward(self.losses(batch, self.workload.chunked_loss))
             self._sums, self._forms = engine.collect(), engine.forms
 
     def reset(self) -> None:

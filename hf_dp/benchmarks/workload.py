@@ -40,6 +40,7 @@ class Workload:
         threads: torch's intra-op threads.
         dropout: its probability everywhere.
         memory_ratio: as of :class:`~hf_dp.clipping.ClippingEngine`.
+        chunked_loss: whether clipping modes form the loss by blocks of the vocabulary.
 
     Raises: InvalidArgumentError naming the field.
     """
@@ -53,6 +54,7 @@ class Workload:
     threads: int | None = None
     dropout: float = 0.1
     memory_ratio: float | None = None
+    chunked_loss: bool = False
 
     def __post_init__(self) -> None:
         _validate.one_of("model", self.model, SHAPES)

@@ -305,6 +305,12 @@ def _command(commands: Any, name: str, text: str, example: str) -> argparse.Argu
         metavar="R",
         help="memory that book_keeping may take for speed, over non_private (default: 1.05)",
     )
+    add(
+        "--chunked-loss",
+        action="store_true",
+        help="clipping modes form a language model's loss by blocks of the vocabulary (default: "
+        "off)",
+    )
     _add_machine_and_report(add)
     add("--plot", metavar="PATH.png", help="plot bars by mode (needs hf-dp[plot])")
     add(
@@ -443,6 +449,7 @@ def _workload(args: argparse.Namespace) -> Any:
         args.gradient_checkpointing,
         args.threads,
         memory_ratio=args.memory_ratio,
+        chunked_loss=args.chunked_loss,
     )
 
 

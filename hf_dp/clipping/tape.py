@@ -18,6 +18,13 @@ from hf_dp.errors import UnaccountedGradientError, UnsupportedModelError
 Sink = Callable[[nn.Parameter, PerExampleGradient], None]
 
 
+def tape_of(module: nn.Module) -> Tape | None:
+    """Return the tape that this module's gradients are handed to; None outside an engine."""
+    inside = getattr(module.__dict__.get("forward"), "__func__", None)
+    tape = getattr(inside, "tape", None)
+    return tape if isinstance(tape, Tape) and not tape.bypassed else None
+
+
 class Tape:
     """Hands each use of a parameter to a sink while a backward pass runs.
 
@@ -180,10 +187,10 @@ class Tape:
                 "parameter of the model when its ClippingEngine was entered. Leave the engine, set "
                 "requires_grad as wanted and enter it again."
             )
-        if isinstance(use, Dense):
-            use = use.gradients
         if isinstance(use, Tensor):
-            use = Dense(use.to(accumulation_dtype(use.dtype)))
+            use = Dense(use)
+        if isinstance(use, Dense):
+            use = Dense(use.gradients.to(accumulation_dtype(use.gradients.dtype)), use.owned)
         if not use.fits(parameter.shape, self.expected_examples()):
             shapes = {
                 name: tuple(value.shape)

@@ -119,6 +119,7 @@ def check_mechanism(args: Any, problems: Problems) -> None:
     if args.clipping_strategy is not None:
         attempt(args, problems, "clipping_strategy", one_of, STRATEGIES)
     attempt(args, problems, "clipping_memory_ratio", check_memory_ratio)
+    attempt(args, problems, "chunked_loss", _true_or_false)
     if args.max_tokens_per_physical_batch is not None:
         attempt(
             args,

@@ -109,6 +109,11 @@ class DPTrainingArguments(ForwardArguments, TrainingArguments):
             How much memory `"book_keeping"` may take for speed, at least 1: an estimate of its peak
             relative to training without privacy. More than 1.05 pays for sequences of some hundred
             tokens. Memory and speed only.
+        chunked_loss (`bool`, *optional*, defaults to `False`):
+            Form a causal language model's loss by blocks of the vocabulary, so that no logits of a
+            batch are held: for large vocabularies and long rows. It costs one more product of the
+            head. A head that trains takes part with one example, or where rows have as many
+            positions as hidden features; elsewhere its gradients would take more.
         max_tokens_per_physical_batch (`int`, *optional*):
             Largest number of tokens of a physical batch, padding included, beside
             `per_device_train_batch_size`: short examples then come in larger batches than long
@@ -288,6 +293,13 @@ class DPTrainingArguments(ForwardArguments, TrainingArguments):
         metadata={
             "help": "How much memory book_keeping may take for speed, at least 1: an estimate of "
             "its peak relative to training without privacy."
+        },
+    )
+    chunked_loss: bool = field(
+        default=False,
+        metadata={
+            "help": "Form a causal language model's loss by blocks of the vocabulary, so that no "
+            "logits of a batch are held."
         },
     )
     max_tokens_per_physical_batch: int | None = field(

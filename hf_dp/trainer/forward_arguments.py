@@ -247,6 +247,7 @@ def forward_problems(
     for name, value, why in (
         ("clipping_strategy", None, "No gradients are clipped"),
         ("clipping_memory_ratio", MEMORY_RATIO, "No gradients are clipped"),
+        ("chunked_loss", False, "It is for causal language models"),
         ("clipping", "flat", "No gradients are clipped"),
         ("max_logical_batch_size", None, "Draws are not truncated"),
     ):

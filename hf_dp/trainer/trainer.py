@@ -296,7 +296,7 @@ class DPTrainer(Publishing):
 
         Args: inputs: a collated physical batch of b examples, on the model's device.
         """
-        return per_example_loss(model, inputs)
+        return per_example_loss(model, inputs, self.args.chunked_loss)
 
     def training_step(
         self, model: nn.Module, inputs: Any, num_items_in_batch: Tensor | int | None = None

@@ -45,7 +45,13 @@ def hockey_stick(p, q, epsilon):
 
 
 @pytest.mark.parametrize(
-    ("n", "cap"), [(2, 1), (3, 1), (3, 2), pytest.param(4, 2, marks=pytest.mark.slow)]
+    ("n", "cap"),
+    [
+        (2, 1),
+        pytest.param(3, 1, marks=pytest.mark.slow),
+        (3, 2),
+        pytest.param(4, 2, marks=pytest.mark.slow),
+    ],
 )
 @pytest.mark.parametrize(("sigma", "q"), [(1.0, 0.3), (2.0, 0.9)])
 def test_the_bound_holds_for_every_choice_of_unit_gradients(n, cap, sigma, q):

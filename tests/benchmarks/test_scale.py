@@ -167,9 +167,15 @@ def counted(way: str, private: bool, folder: Any) -> tuple[Traffic, Held, Sizes]
     return counter.found, Held(**held, gathered=max(gathered)), sizes
 
 
-@pytest.mark.parametrize("processes", [1, 2, 4])
 @pytest.mark.parametrize(
-    ("way", "at_the_end"), [("ddp", 2**25), ("fsdp2", 2**25), ("fsdp2", 2000), ("fsdp2", 0)]
+    ("way", "at_the_end", "processes"),
+    [
+        pytest.param(way, at_the_end, processes, marks=[pytest.mark.slow] * slow)
+        for way, at_the_end in [("ddp", 2**25), ("fsdp2", 2**25), ("fsdp2", 2000), ("fsdp2", 0)]
+        for processes in (1, 2, 4)
+        # Four processes stand for all in the bucket between the extremes.
+        for slow in [processes == 4 and at_the_end != 2000]
+    ],
 )
 def test_ours_sends_and_holds_what_the_model_says(
     way, at_the_end, processes, tmp_path, monkeypatch
@@ -188,7 +194,7 @@ def test_ours_sends_and_holds_what_the_model_says(
             assert_held(held, memory)
 
 
-@pytest.mark.parametrize("processes", [1, 2, 4])
+@pytest.mark.parametrize("processes", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
 def test_stock_fsdp2_sends_what_the_model_says(processes, tmp_path):
     for traffic, held, sizes in on_processes(processes, lambda: counted("fsdp2", False, tmp_path)):
         expected = scale.stock_fsdp2_traffic(sizes, BATCHES)

@@ -339,6 +339,7 @@ def test_a_sweep_is_resumed_and_adds_up(recipe, capsys, tmp_path, monkeypatch):
     assert "was run with other values of ['learning_rate']" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_sweep_says_which_runs_failed(recipe, capsys):
     words = [
         "sweep",

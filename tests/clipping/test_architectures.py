@@ -49,7 +49,7 @@ LENGTHS = {
     "one example": (6,),
     "one example of one token": (1,),
 }
-FEW = ("padded", "as many positions as examples", "one token each", "one example")
+FEW = ("padded", "as many positions as examples", "one example")
 
 
 def over(strategies: dict[str, Any]) -> list[tuple[str, Any]]:

@@ -504,7 +504,7 @@ def test_steps_with_other_forwards_between(strategy, monkeypatch):
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("limit", [16, 300])
+@pytest.mark.parametrize("limit", [pytest.param(16, marks=pytest.mark.slow), 300])
 def test_a_bucket_of_sums_of_full_size_at_a_time(strategy, limit, monkeypatch):
     """Under the smaller limit one sum at a time: all have 16 numbers or more, but one of 3."""
     monkeypatch.setattr(distributed_sums, "BUCKET", 4 * limit)  # a quarter of it between CPUs

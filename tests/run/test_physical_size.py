@@ -436,7 +436,7 @@ def size_of_this_process(folder):
     return run
 
 
-@pytest.mark.parametrize("machines", [1, 2])
+@pytest.mark.parametrize("machines", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_two_processes_use_one_number(tmp_path, machines):
     local = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"} if machines == 2 else {}
     ended = outcomes(2, size_of_this_process(tmp_path), lambda rank: local)

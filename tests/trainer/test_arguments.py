@@ -138,6 +138,7 @@ REFUSALS = [
         {"clipping_memory_ratio": 0.9},
         r"`clipping_memory_ratio` to be at least 1.*got 0.9",
     ),
+    ({"chunked_loss": "yes"}, r"`chunked_loss` to be True or False.*quotes"),
     (
         {"max_tokens_per_physical_batch": 0},
         "`max_tokens_per_physical_batch` to be a whole number >= 1, got 0",
@@ -267,6 +268,7 @@ REFUSALS = [
     ),
     (PUBLIC | {"clipping": "automatic"}, r"`clipping` to be left at 'flat'.*Remove it"),
     (PUBLIC | {"clipping_strategy": "per_example"}, r"`clipping_strategy` to be left.*Remove it"),
+    (PUBLIC | {"chunked_loss": True}, r"`chunked_loss` to be left.*Remove it"),
     (PUBLIC | {"clipping_memory_ratio": 2}, r"`clipping_memory_ratio` to be left.*Remove it"),
     (
         PUBLIC | {"max_tokens_per_physical_batch": 64},

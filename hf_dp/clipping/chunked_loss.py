@@ -1,0 +1,224 @@
+"""The loss of a language model without the logits of a batch.
+
+A head of 128,000 tokens gives each position 128,000 logits, and cross-entropy holds them three
+times over. Here the loss and its gradients are formed by blocks of the vocabulary, and backward
+computes each block of logits again. Only the log of the sum of exponentials is kept, one number a
+position:
+
+    loss_t = lse_t - z_t[y_t],  lse_t = log sum_v exp z_t[v]
+    d loss_t / d z_t[v] = exp(z_t[v] - lse_t) - [v = y_t]
+
+That is one product more than the three of ordinary training. Numbers differ from those of
+``torch.nn.functional.cross_entropy`` by rounding only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn import functional as F
+
+from hf_dp.clipping.gradients import Dense
+from hf_dp.clipping.rounding import accumulation_dtype, full_precision
+from hf_dp.clipping.rules._autocast import matmul_dtype
+from hf_dp.clipping.tape import Tape, tape_of
+from hf_dp.errors import UnsupportedLossError
+
+# Numbers in a block of logits: 64 MiB in float32.
+_BLOCK = 2**24
+
+
+@dataclass
+class HeadInput:
+    """What a model gave to its head.
+
+    Attributes:
+        hidden: (b, T, d), once the model has run.
+    """
+
+    hidden: Tensor | None = None
+
+
+def check_head(model: Any) -> nn.Linear:
+    """Return the head of a language model.
+
+    Raises: UnsupportedLossError for a head that is no plain linear layer, or that FSDP2 shards.
+    """
+    find = getattr(model, "get_output_embeddings", None)
+    head = None if find is None else find()
+    if type(head) is not nn.Linear:
+        raise _unsupported(
+            f"the head of {type(model).__name__} is a {type(head).__module__}.{type(head).__name__}"
+        )
+    if isinstance(head.weight, DTensor):
+        raise _unsupported("the head's weight is spread over processes")
+    return head
+
+
+def saves_memory(head: nn.Linear, examples: int, positions: int) -> bool:
+    """Return whether per-example gradients of the head take no more memory than the logits.
+
+    They do for a single example or where T >= d; a frozen head has none.
+    """
+    return not head.weight.requires_grad or examples == 1 or positions >= head.in_features
+
+
+@contextmanager
+def without_logits(head: nn.Linear) -> Iterator[HeadInput]:
+    """Let the head return its input inside, and note it."""
+    found = HeadInput()
+    previous = head.__dict__.get("forward")
+
+    def pass_on(input: Tensor) -> Tensor:
+        found.hidden = input
+        return input
+
+    object.__setattr__(head, "forward", pass_on)
+    try:
+        yield found
+    finally:
+        if previous is None:
+            del head.__dict__["forward"]
+        else:
+            object.__setattr__(head, "forward", previous)
+
+
+def check_output(model: nn.Module, found: HeadInput, logits: object) -> Tensor:
+    """Return what the head got, (b, T, d).
+
+    Raises: UnsupportedLossError if the model does more with its logits than to return them.
+    """
+    if found.hidden is None or logits is not found.hidden:
+        raise _unsupported(
+            f"{type(model).__name__} changes its logits after the head (a scale or a soft cap)"
+        )
+    return found.hidden
+
+
+def chunked_loss(head: nn.Linear, hidden: Tensor, labels: Tensor, ignored: int) -> Tensor:
+    """Return each example's mean cross-entropy over its labeled positions, (b,); 0 without any.
+
+    Args:
+        hidden: the head's inputs, (b, T, d).
+        labels: (b, T); ``ignored`` where nothing is predicted.
+    """
+    tape = tape_of(head)
+    if tape is not None:
+        tape.note_forward(head, "weight", "bias")
+    loss: Tensor = _ChunkedLoss.apply(hidden, head.weight, head.bias, labels, (head, tape, ignored))
+    return loss
+
+
+def _unsupported(why: str) -> UnsupportedLossError:
+    return UnsupportedLossError(
+        f"`chunked_loss` needs a language model whose logits are a linear layer of its last hidden "
+        f"states, in one piece, but {why}. Set chunked_loss=False."
+    )
+
+
+@dataclass
+class _Block:
+    """Logits of some tokens, (b, T, width), and where the labels lie among them."""
+
+    rows: slice
+    logits: Tensor
+    index: Tensor  # (b, T, 1), inside the block also for labels outside
+    inside: Tensor  # (b, T, 1)
+
+
+def _blocks(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor
+) -> Iterator[_Block]:
+    vocabulary, positions = len(weight), hidden.shape[:2].numel()
+    width = max(1, min(vocabulary, _BLOCK // max(1, positions)))
+    for start in range(0, vocabulary, width):
+        rows = slice(start, min(start + width, vocabulary))
+        logits = F.linear(
+            hidden,
+            weight[rows].to(hidden.dtype),
+            None if bias is None else bias[rows].to(hidden.dtype),
+        )
+        index = (labels - start)[..., None]
+        inside = (index >= 0) & (index < rows.stop - start)
+        index = index.clamp(0, rows.stop - start - 1)
+        yield _Block(rows, logits.to(accumulation_dtype(hidden.dtype)), index, inside)
+
+
+class _ChunkedLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        labels: Tensor,
+        call: tuple[nn.Linear, Tape | None, int],
+    ) -> Tensor:
+        ctx.module, ctx.tape, ignored = call
+        ctx.dtype = hidden.dtype
+        if torch.is_autocast_enabled(hidden.device.type):
+            hidden = hidden.to(matmul_dtype(hidden))
+        labeled = labels != ignored
+        lse: Tensor | None = None
+        target: Tensor | None = None
+        with torch.autocast(hidden.device.type, enabled=False):
+            for block in _blocks(hidden, weight, bias, labels):
+                of_block = block.logits.logsumexp(-1)
+                picked = block.logits.gather(-1, block.index)
+                lse = of_block if lse is None else torch.logaddexp(lse, of_block)
+                target = picked if target is None else torch.where(block.inside, picked, target)
+        assert lse is not None and target is not None
+        share = labeled.to(lse.dtype) / labeled.sum(1, keepdim=True).clamp_min(1)
+        losses = (lse - target[..., 0]).masked_fill_(~labeled, 0).mul_(share).sum(1)
+        ctx.save_for_backward(hidden, weight, bias, labels, lse, share)
+        return losses
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
+        hidden, weight, bias, labels, lse, share = ctx.saved_tensors
+        (needs_hidden, needs_weight, needs_bias) = ctx.needs_input_grad[:3]
+        examples, vocabulary = len(hidden), len(weight)
+        dtype = accumulation_dtype(hidden.dtype)
+        scale = (grad_outputs[0][:, None] * share)[..., None]
+        unlabeled = scale == 0
+        one_each = 1 if ctx.tape is None else examples
+        grad_hidden = torch.zeros_like(hidden, dtype=dtype) if needs_hidden else None
+        of_weight = hidden.new_empty(one_each, *weight.shape, dtype=dtype) if needs_weight else None
+        of_bias = hidden.new_empty(one_each, vocabulary, dtype=dtype) if needs_bias else None
+        for block in _blocks(hidden, weight, bias, labels):
+            grads = block.logits.sub_(lse[..., None]).exp_()
+            grads.scatter_add_(-1, block.index, -block.inside.to(grads.dtype))
+            # As in a backward pass under autocast: rounded, once, to what the products take.
+            grads = grads.mul_(scale).masked_fill_(unlabeled, 0).to(hidden.dtype)
+            if grad_hidden is not None:
+                grad_hidden += grads @ weight[block.rows].to(hidden.dtype)
+            if ctx.tape is None:
+                grads, inputs = grads.flatten(0, 1)[None], hidden.flatten(0, 1)[None]
+            else:
+                inputs = hidden
+            if of_weight is not None:
+                with full_precision():
+                    of_weight[:, block.rows] = torch.bmm(grads.mT.to(dtype), inputs.to(dtype))
+            if of_bias is not None:
+                of_bias[:, block.rows] = grads.sum(1, dtype=dtype)
+        gradients = {"weight": of_weight, "bias": of_bias}
+        if ctx.tape is not None:
+            for name, gradient in gradients.items():
+                if gradient is not None:
+                    ctx.tape.capture(ctx.module, name, Dense(gradient, owned=True))
+            gradients = {}
+        summed = [gradients.get(name) for name in ("weight", "bias")]
+        back = None if grad_hidden is None else grad_hidden.to(ctx.dtype)
+        kinds = (weight, bias)
+        return (
+            back,
+            *(None if s is None else s[0].to(k.dtype) for s, k in zip(summed, kinds, strict=True)),
+            None,
+            None,
+        )

@@ -1,0 +1,202 @@
+"""The loss by blocks of the vocabulary against cross-entropy of whole logits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import models
+import pytest
+import torch
+import transformers as hf
+from models import assert_same_sums, batch_for, gpt2, llama, loop_oracle
+from peft import LoraConfig, get_peft_model
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten
+
+from hf_dp.clipping import ClippingEngine, chunked_loss, self_check
+from hf_dp.clipping.engine import STRATEGIES
+from hf_dp.errors import UnsupportedLossError
+from hf_dp.losses import per_example_loss
+
+LONG = (19, 12, 17)  # more positions than the tiny models have features
+
+
+def frozen_head() -> Any:
+    model = llama()
+    model.lm_head.weight.requires_grad_(False)
+    return model
+
+
+def with_bias() -> Any:
+    model = llama()
+    model.lm_head = torch.nn.Linear(model.config.hidden_size, models.VOCABULARY).double()
+    return model
+
+
+def lora() -> Any:
+    config = LoraConfig(task_type="CAUSAL_LM", r=2, target_modules=["q_proj"])
+    return get_peft_model(llama(), config)
+
+
+MODELS = {
+    "tied": gpt2,
+    "untied": llama,
+    "bias": with_bias,
+    "frozen": frozen_head,
+    "lora": lora,
+}
+
+
+@pytest.fixture(autouse=True)
+def small_blocks(monkeypatch):
+    """Several blocks of the vocabulary, the last one smaller."""
+    monkeypatch.setattr(chunked_loss, "_BLOCK", 3 * 19 * 9)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_losses_and_gradients_are_those_of_whole_logits(name):
+    model = MODELS[name]()
+    batch = batch_for(model, LONG)
+    results = []
+    for chunked in (False, True):
+        losses = per_example_loss(model, batch, chunked)
+        trained = [p for p in model.parameters() if p.requires_grad]
+        weights = torch.tensor([1.0, -2.0, 0.5]).double()
+        results.append([losses.detach(), *torch.autograd.grad(losses @ weights, trained)])
+    for whole, blocks in zip(*results, strict=True):
+        torch.testing.assert_close(blocks, whole, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("lengths", [LONG, (7,), (5, 3)])
+@pytest.mark.parametrize("name", MODELS)
+def test_norms_and_sums_equal_the_loop(name, lengths, strategy):
+    """The loop takes whole logits, one example at a time."""
+    model = MODELS[name]()
+    batch = batch_for(model, lengths)
+    with ClippingEngine(model, 0.01, strategy=strategy) as engine:
+        norms = engine.backward(per_example_loss(model, batch, chunked=True))
+        sums = engine.collect()
+    expected_norms, expected = loop_oracle(model, batch, 0.01)
+    torch.testing.assert_close(norms, expected_norms, rtol=1e-9, atol=0)
+    assert_same_sums(sums, expected, atol=1e-12)
+
+
+class Largest(TorchDispatchMode):
+    """Notes the most numbers of any tensor made inside that has a number for each token."""
+
+    numbers = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for each in tree_flatten(result)[0]:
+            if isinstance(each, Tensor) and models.VOCABULARY in each.shape:
+                self.numbers = max(self.numbers, each.numel())
+        return result
+
+
+@pytest.mark.parametrize("name", ["frozen", "lora"])
+def test_no_logits_of_the_batch_are_held(name):
+    model = MODELS[name]()
+    batch = batch_for(model, LONG)
+    found = []
+    for chunked in (True, False):
+        with Largest() as largest, ClippingEngine(model, 0.01) as engine:
+            engine.backward(per_example_loss(model, batch, chunked))
+        found.append(largest.numbers)
+    logits = len(LONG) * max(LONG) * models.VOCABULARY
+    assert found[0] < logits <= found[1]
+
+
+def test_nothing_labeled_gives_no_loss_and_no_gradient():
+    model = gpt2()
+    batch = batch_for(model, LONG)
+    batch["labels"][1] = -100
+    with ClippingEngine(model, 1e6) as engine:
+        losses = per_example_loss(model, batch, chunked=True)
+        norms = engine.backward(losses)
+    assert losses[1] == 0 and norms[1] == 0 and norms[0] > 0
+
+
+def test_logits_that_are_not_finite_at_padding_do_not_count():
+    """As with cross-entropy, which ignores such positions."""
+    head = torch.nn.Linear(4, 9).double()
+    hidden = torch.randn(2, 3, 4).double()
+    hidden[0, 2] = float("inf")
+    hidden.requires_grad_(True)
+    labels = torch.tensor([[1, 2, -100], [3, 4, 5]])
+    losses = chunked_loss.chunked_loss(head, hidden, labels, -100)
+    gradients = torch.autograd.grad(losses.sum(), [hidden])[0]
+    assert torch.isfinite(losses).all() and gradients[0, 2].abs().max() == 0
+
+
+def test_under_autocast_it_is_what_autocast_computes():
+    model = llama(dtype=torch.float32)
+    batch = batch_for(model, LONG)
+    found = []
+    for chunked in (False, True):
+        with ClippingEngine(model, 1e6) as engine:
+            with torch.autocast("cpu", torch.bfloat16):
+                losses = per_example_loss(model, batch, chunked)
+            engine.backward(losses)
+            found.append((losses.detach(), engine.collect()["lm_head.weight"]))
+    (whole, expected), (blocks, total) = found
+    torch.testing.assert_close(blocks, whole, rtol=1e-5, atol=1e-6)
+    assert (total - expected).norm() < 1e-2 * expected.norm()
+
+
+def test_the_self_check_passes():
+    model = gpt2()
+    padded = batch_for(model, LONG)
+    alone = [models.alone(padded, position) for position in range(len(LONG))]
+    self_check(model, lambda m, b: per_example_loss(m, b, chunked=True), padded, alone)
+
+
+@pytest.mark.parametrize(
+    ("build", "why"),
+    [
+        (models.bert, "is for sequence_classification"),
+        (
+            lambda: hf.Gemma2ForCausalLM(
+                hf.Gemma2Config(
+                    vocab_size=61,
+                    hidden_size=8,
+                    intermediate_size=8,
+                    num_hidden_layers=1,
+                    num_attention_heads=1,
+                    num_key_value_heads=1,
+                    head_dim=8,
+                )
+            ),
+            "changes its logits after the head",
+        ),
+        (
+            lambda: get_peft_model(
+                llama(), LoraConfig(task_type="CAUSAL_LM", r=2, target_modules=["lm_head"])
+            ),
+            "the head of LlamaForCausalLM is a peft",
+        ),
+    ],
+)
+def test_what_it_cannot_do_is_refused_by_name(build, why):
+    model = build()
+    with pytest.raises(UnsupportedLossError, match=f"chunked_loss.*{why}.*chunked_loss=False"):
+        per_example_loss(model, batch_for(model, (9,)), chunked=True)
+
+
+def test_planted_sum_of_the_wrong_tokens_is_seen(monkeypatch):
+    original = chunked_loss._blocks
+
+    def shifted(*args):
+        for block in original(*args):
+            block.index = (block.index + 1).clamp_max(block.logits.shape[-1] - 1)
+            yield block
+
+    monkeypatch.setattr(chunked_loss, "_blocks", shifted)
+    model = gpt2()
+    batch = batch_for(model, LONG)
+    with ClippingEngine(model, 0.01) as engine:
+        norms = engine.backward(per_example_loss(model, batch, chunked=True))
+    expected, _ = loop_oracle(model, batch, 0.01)
+    assert not torch.allclose(norms, expected, rtol=1e-3)
