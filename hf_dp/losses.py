@@ -160,7 +160,7 @@ def per_example_loss(model: nn.Module, inputs: Mapping[str, Any], chunked: bool 
     ):
         # Virtual tokens of prompt tuning stand before the example; nothing predicts them.
         labels = F.pad(labels, (logits.shape[1] - labels.shape[1], 0), value=IGNORED_LABEL)
-    if head is not None:
+    if head is not None and found is not None:
         hidden = check_output(base_model(model), found, logits)
         return chunked_loss(head, hidden[:, :-1], labels[:, 1:], IGNORED_LABEL)
     return loss(base_model(model), logits, labels)
@@ -174,7 +174,7 @@ def _head_by_blocks(model: nn.Module, task: str, labels: Tensor) -> nn.Linear | 
             f"is for {task}. Set chunked_loss=False."
         )
     head = check_head(base_model(model))
-    return head if saves_memory(head, *labels.shape[:2]) else None
+    return head if saves_memory(head, labels.shape[1]) else None
 
 
 def attended_targets(labels: Tensor, mask: Tensor) -> Tensor:

@@ -61,12 +61,14 @@ def check_head(model: Any) -> nn.Linear:
     return head
 
 
-def saves_memory(head: nn.Linear, examples: int, positions: int) -> bool:
+def saves_memory(head: nn.Linear, positions: int) -> bool:
     """Return whether per-example gradients of the head take no more memory than the logits.
 
-    They do for a single example or where T >= d; a frozen head has none.
+    They do where T >= d; a frozen head has none. The number of examples must not count: in bfloat16
+    blocks round otherwise than whole logits, and an example's gradient would depend on whether
+    another one is beside it.
     """
-    return not head.weight.requires_grad or examples == 1 or positions >= head.in_features
+    return not head.weight.requires_grad or positions >= head.in_features
 
 
 @contextmanager

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
+from hf_dp import losses
 from hf_dp.clipping import ClippingEngine, chunked_loss, self_check
 from hf_dp.clipping.engine import STRATEGIES
 from hf_dp.errors import UnsupportedLossError
@@ -60,16 +61,16 @@ def test_losses_and_gradients_are_those_of_whole_logits(name):
     batch = batch_for(model, LONG)
     results = []
     for chunked in (False, True):
-        losses = per_example_loss(model, batch, chunked)
+        values = per_example_loss(model, batch, chunked)
         trained = [p for p in model.parameters() if p.requires_grad]
         weights = torch.tensor([1.0, -2.0, 0.5]).double()
-        results.append([losses.detach(), *torch.autograd.grad(losses @ weights, trained)])
+        results.append([values.detach(), *torch.autograd.grad(values @ weights, trained)])
     for whole, blocks in zip(*results, strict=True):
         torch.testing.assert_close(blocks, whole, rtol=1e-9, atol=1e-12)
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("lengths", [LONG, (7,), (5, 3)])
+@pytest.mark.parametrize("lengths", [LONG, (18,), (5, 3)])
 @pytest.mark.parametrize("name", MODELS)
 def test_norms_and_sums_equal_the_loop(name, lengths, strategy):
     """The loop takes whole logits, one example at a time."""
@@ -109,14 +110,26 @@ def test_no_logits_of_the_batch_are_held(name):
     assert found[0] < logits <= found[1]
 
 
+def test_whether_blocks_are_used_does_not_depend_on_the_neighbors(monkeypatch):
+    """In bfloat16 an example's gradient would move by more than the noise is scaled to."""
+    used = []
+    original = losses.chunked_loss
+    monkeypatch.setattr(losses, "chunked_loss", lambda *a: used.append(1) or original(*a))
+    model = gpt2()
+    for lengths, expected in (((18,), 1), ((18, 17), 1), ((5,), 0), ((5, 5), 0)):
+        used.clear()
+        per_example_loss(model, batch_for(model, lengths), chunked=True)
+        assert len(used) == expected
+
+
 def test_nothing_labeled_gives_no_loss_and_no_gradient():
     model = gpt2()
     batch = batch_for(model, LONG)
     batch["labels"][1] = -100
     with ClippingEngine(model, 1e6) as engine:
-        losses = per_example_loss(model, batch, chunked=True)
-        norms = engine.backward(losses)
-    assert losses[1] == 0 and norms[1] == 0 and norms[0] > 0
+        values = per_example_loss(model, batch, chunked=True)
+        norms = engine.backward(values)
+    assert values[1] == 0 and norms[1] == 0 and norms[0] > 0
 
 
 def test_logits_that_are_not_finite_at_padding_do_not_count():
@@ -126,9 +139,9 @@ def test_logits_that_are_not_finite_at_padding_do_not_count():
     hidden[0, 2] = float("inf")
     hidden.requires_grad_(True)
     labels = torch.tensor([[1, 2, -100], [3, 4, 5]])
-    losses = chunked_loss.chunked_loss(head, hidden, labels, -100)
-    gradients = torch.autograd.grad(losses.sum(), [hidden])[0]
-    assert torch.isfinite(losses).all() and gradients[0, 2].abs().max() == 0
+    values = chunked_loss.chunked_loss(head, hidden, labels, -100)
+    gradients = torch.autograd.grad(values.sum(), [hidden])[0]
+    assert torch.isfinite(values).all() and gradients[0, 2].abs().max() == 0
 
 
 def test_under_autocast_it_is_what_autocast_computes():
@@ -138,9 +151,9 @@ def test_under_autocast_it_is_what_autocast_computes():
     for chunked in (False, True):
         with ClippingEngine(model, 1e6) as engine:
             with torch.autocast("cpu", torch.bfloat16):
-                losses = per_example_loss(model, batch, chunked)
-            engine.backward(losses)
-            found.append((losses.detach(), engine.collect()["lm_head.weight"]))
+                values = per_example_loss(model, batch, chunked)
+            engine.backward(values)
+            found.append((values.detach(), engine.collect()["lm_head.weight"]))
     (whole, expected), (blocks, total) = found
     torch.testing.assert_close(blocks, whole, rtol=1e-5, atol=1e-6)
     assert (total - expected).norm() < 1e-2 * expected.norm()
@@ -182,7 +195,7 @@ def test_the_self_check_passes():
 def test_what_it_cannot_do_is_refused_by_name(build, why):
     model = build()
     with pytest.raises(UnsupportedLossError, match=f"chunked_loss.*{why}.*chunked_loss=False"):
-        per_example_loss(model, batch_for(model, (9,)), chunked=True)
+        per_example_loss(model, batch_for(model, (18,)), chunked=True)
 
 
 def test_planted_sum_of_the_wrong_tokens_is_seen(monkeypatch):
