@@ -162,6 +162,11 @@ def per_example_loss(model: nn.Module, inputs: Mapping[str, Any], chunked: bool 
         labels = F.pad(labels, (logits.shape[1] - labels.shape[1], 0), value=IGNORED_LABEL)
     if head is not None and found is not None:
         hidden = check_output(base_model(model), found, logits)
+        if hidden.shape[:2] != labels.shape:
+            raise DataError(
+                f"Expected one label per token, shape {tuple(hidden.shape[:2])}, got "
+                f"{tuple(labels.shape)}."
+            )
         return chunked_loss(head, hidden[:, :-1], labels[:, 1:], IGNORED_LABEL)
     return loss(base_model(model), logits, labels)
 
@@ -174,6 +179,8 @@ def _head_by_blocks(model: nn.Module, task: str, labels: Tensor) -> nn.Linear | 
             f"is for {task}. Set chunked_loss=False."
         )
     head = check_head(base_model(model))
+    if labels.dim() != 2:
+        raise DataError(f"Expected one label per token, (b, T), got {tuple(labels.shape)}.")
     return head if saves_memory(head, labels.shape[1]) else None
 
 

@@ -7,7 +7,7 @@ by side they need one norm and one matrix-vector product.
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -44,6 +44,8 @@ class RunningSums(dict[nn.Parameter, Tensor]):
     def add_bundle(self, bundle: Bundle, weights: Weights) -> None:
         """Add the weighted gradients of a bundle."""
         key, size = tuple(bundle.parameters), bundle.gradient.gradients.shape[1:]
+        if key not in self._side_by_side:
+            self._part_with(set(key))
         total = self._side_by_side.get(key)
         self._side_by_side[key] = bundle.gradient.add_weighted_sum(total, size, weights)
 
@@ -51,12 +53,25 @@ class RunningSums(dict[nn.Parameter, Tensor]):
         """Return every sum under its own parameter; those of bundles are views of one tensor."""
         sums = dict(self)
         for parameters, total in self._side_by_side.items():
-            parts = total.split([parameter.numel() for parameter in parameters])
-            for parameter, part in zip(parameters, parts, strict=True):
-                part = part.view(parameter.shape)
+            for parameter, part in zip(parameters, _split(total, parameters), strict=True):
                 # A batch of another length may have brought this parameter's gradients otherwise.
                 sums[parameter] = sums[parameter] + part if parameter in sums else part
         return sums
+
+    def _part_with(self, parameters: set[nn.Parameter]) -> None:
+        """Give bundles that share some of these parameters a sum for each parameter.
+
+        Otherwise a model that uses other parameters in each batch would keep a sum for each batch.
+        """
+        for key in [key for key in self._side_by_side if not parameters.isdisjoint(key)]:
+            for parameter, part in zip(key, _split(self._side_by_side.pop(key), key), strict=True):
+                known = self.get(parameter)
+                self[parameter] = part.clone() if known is None else known.add_(part)
+
+
+def _split(total: Tensor, parameters: Sequence[nn.Parameter]) -> list[Tensor]:
+    parts = total.split([parameter.numel() for parameter in parameters])
+    return [part.view(p.shape) for part, p in zip(parts, parameters, strict=True)]
 
 
 def bundled(
@@ -77,11 +92,9 @@ def bundled(
             members.setdefault(key, []).append(parameter)
     bundles = []
     for parameters in members.values():
-        gradients = [
-            use.gradients.flatten(1)
-            for p in parameters
-            for use in uses.pop(p)
-            if isinstance(use, Dense)
-        ]
-        bundles.append(Bundle(parameters, Dense(torch.cat(gradients, 1))))
+        dense = [use for p in parameters for use in uses.pop(p) if isinstance(use, Dense)]
+        gradients = torch.cat([use.gradients.flatten(1) for use in dense], 1)
+        slacks = [use.of_factors for use in dense if use.of_factors is not None]
+        slack = torch.stack(slacks).square().sum(0).sqrt() if slacks else None
+        bundles.append(Bundle(parameters, Dense(gradients, owned=True, of_factors=slack)))
     return bundles

@@ -25,13 +25,14 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
 from hf_dp.clipping.gradients import Dense
-from hf_dp.clipping.rounding import accumulation_dtype, full_precision
+from hf_dp.clipping.rounding import accumulation_dtype, full_precision, unit
 from hf_dp.clipping.rules._autocast import matmul_dtype
-from hf_dp.clipping.tape import Tape, tape_of
+from hf_dp.clipping.tape import Tape, has_own_forward, tape_of
 from hf_dp.errors import UnsupportedLossError
 
-# Numbers in a block of logits: 64 MiB in float32.
-_BLOCK = 2**24
+# Tokens in a block. It must not depend on the batch: in bfloat16 each block's product is rounded,
+# so an example's gradient would depend on how many others are beside it.
+_WIDTH = 4096
 
 
 @dataclass
@@ -43,6 +44,7 @@ class HeadInput:
     """
 
     hidden: Tensor | None = None
+    version: int = 0
 
 
 def check_head(model: Any) -> nn.Linear:
@@ -58,6 +60,8 @@ def check_head(model: Any) -> nn.Linear:
         )
     if isinstance(head.weight, DTensor):
         raise _unsupported("the head's weight is spread over processes")
+    if head._forward_hooks or head._forward_pre_hooks or has_own_forward(head):
+        raise _unsupported("the head has hooks or a forward of its own")
     return head
 
 
@@ -78,7 +82,7 @@ def without_logits(head: nn.Linear) -> Iterator[HeadInput]:
     previous = head.__dict__.get("forward")
 
     def pass_on(input: Tensor) -> Tensor:
-        found.hidden = input
+        found.hidden, found.version = input, input._version
         return input
 
     object.__setattr__(head, "forward", pass_on)
@@ -96,11 +100,17 @@ def check_output(model: nn.Module, found: HeadInput, logits: object) -> Tensor:
 
     Raises: UnsupportedLossError if the model does more with its logits than to return them.
     """
-    if found.hidden is None or logits is not found.hidden:
+    hidden = found.hidden
+    passed_on = isinstance(logits, Tensor) and hidden is not None
+    if passed_on and logits is not hidden:  # accelerate returns 16 bits as 32
+        assert isinstance(logits, Tensor) and hidden is not None
+        widened = logits.dtype != hidden.dtype and logits.shape == hidden.shape
+        passed_on = widened and torch.equal(logits, hidden.to(logits.dtype))
+    if not passed_on or hidden is None or hidden._version != found.version:
         raise _unsupported(
             f"{type(model).__name__} changes its logits after the head (a scale or a soft cap)"
         )
-    return found.hidden
+    return hidden
 
 
 def chunked_loss(head: nn.Linear, hidden: Tensor, labels: Tensor, ignored: int) -> Tensor:
@@ -137,10 +147,9 @@ class _Block:
 def _blocks(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor
 ) -> Iterator[_Block]:
-    vocabulary, positions = len(weight), hidden.shape[:2].numel()
-    width = max(1, min(vocabulary, _BLOCK // max(1, positions)))
-    for start in range(0, vocabulary, width):
-        rows = slice(start, min(start + width, vocabulary))
+    vocabulary = len(weight)
+    for start in range(0, vocabulary, _WIDTH):
+        rows = slice(start, min(start + _WIDTH, vocabulary))
         logits = F.linear(
             hidden,
             weight[rows].to(hidden.dtype),
@@ -167,6 +176,8 @@ class _ChunkedLoss(torch.autograd.Function):
         if torch.is_autocast_enabled(hidden.device.type):
             hidden = hidden.to(matmul_dtype(hidden))
         labeled = labels != ignored
+        # As cross-entropy does, fail for a label that is no token.
+        weight.new_empty(1).expand(len(weight)).gather(0, labels.masked_fill(~labeled, 0).flatten())
         lse: Tensor | None = None
         target: Tensor | None = None
         with torch.autocast(hidden.device.type, enabled=False):
@@ -193,11 +204,13 @@ class _ChunkedLoss(torch.autograd.Function):
         grad_hidden = torch.zeros_like(hidden, dtype=dtype) if needs_hidden else None
         of_weight = hidden.new_empty(one_each, *weight.shape, dtype=dtype) if needs_weight else None
         of_bias = hidden.new_empty(one_each, vocabulary, dtype=dtype) if needs_bias else None
+        squares = torch.zeros(labels.shape, dtype=dtype, device=hidden.device)
         for block in _blocks(hidden, weight, bias, labels):
             grads = block.logits.sub_(lse[..., None]).exp_()
             grads.scatter_add_(-1, block.index, -block.inside.to(grads.dtype))
             # As in a backward pass under autocast: rounded, once, to what the products take.
             grads = grads.mul_(scale).masked_fill_(unlabeled, 0).to(hidden.dtype)
+            squares += grads.to(dtype).square().sum(-1)
             if grad_hidden is not None:
                 grad_hidden += grads @ weight[block.rows].to(hidden.dtype)
             if ctx.tape is None:
@@ -211,9 +224,12 @@ class _ChunkedLoss(torch.autograd.Function):
                 of_bias[:, block.rows] = grads.sum(1, dtype=dtype)
         gradients = {"weight": of_weight, "bias": of_bias}
         if ctx.tape is not None:
+            inputs = torch.linalg.vector_norm(hidden, dim=2, dtype=dtype)
+            slack = unit(dtype) * squares.sqrt_().mul_(inputs).sum(1)  # as that of outer products
             for name, gradient in gradients.items():
                 if gradient is not None:
-                    ctx.tape.capture(ctx.module, name, Dense(gradient, owned=True))
+                    of_factors = slack if name == "weight" else None
+                    ctx.tape.capture(ctx.module, name, Dense(gradient, True, of_factors))
             gradients = {}
         summed = [gradients.get(name) for name in ("weight", "bias")]
         back = None if grad_hidden is None else grad_hidden.to(ctx.dtype)

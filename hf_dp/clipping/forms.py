@@ -63,16 +63,18 @@ class Weight:
         positions: T, over all uses of the weight together.
         explicit: numbers of explicit gradients, b m n.
         factors: numbers of factors, b T (m + n); of a factor that k weights share, the k-th part.
+        more_bytes: what the explicit form takes beyond the factors; factors may be 16 bits wide.
     """
 
     positions: int
     explicit: int
     factors: float
+    more_bytes: float
 
     @property
     def smaller(self) -> bool:
         """Whether the explicit form takes less memory."""
-        return self.explicit < self.factors
+        return self.more_bytes < 0
 
     @property
     def saved(self) -> float:
@@ -117,8 +119,7 @@ def worth_it(
     for parameter, of_one in uses.items():
         weight = _weight(of_one, owners)
         if weight is not None and weight.saved > 0:
-            number = accumulation_dtype(parameter.dtype).itemsize
-            more = number * weight.explicit - parameter.itemsize * weight.factors
+            more = weight.more_bytes
             faster.append((weight.saved / max(1.0, more), more, parameter))
     chosen = []
     for _, more, parameter in sorted(faster, key=lambda each: -each[0]):
@@ -157,12 +158,14 @@ def _weight(
     if not outer:
         return None
     (examples, _, height), width = outer[0].left.shape, outer[0].right.shape[2]
-    shares = (
+    factors = sum(
         each.numel() / (1 if owners is None else owners[each.data_ptr()])
         for each in _factors(outer)
     )
-    positions = sum(use.left.shape[1] for use in outer)
-    return Weight(positions, examples * height * width, sum(shares))
+    positions, explicit = sum(use.left.shape[1] for use in outer), examples * height * width
+    dtype = outer[0].left.dtype
+    more = accumulation_dtype(dtype).itemsize * explicit - dtype.itemsize * factors
+    return Weight(positions, explicit, factors, more)
 
 
 def made_explicit(
@@ -177,5 +180,7 @@ def made_explicit(
             left, right = use.left.to(dtype).mT, use.right.to(dtype)
             total = torch.bmm(left, right) if total is None else total.baddbmm_(left, right)
     assert total is not None
-    explicit = Dense(total.view(-1, *shape), owned=True)
+    first, *others = (use.slack() for use in outer)
+    slack = sum(others, first)
+    explicit = Dense(total.view(-1, *shape), owned=True, of_factors=slack)
     return [explicit, *(use for use in uses if not isinstance(use, OuterProducts))]

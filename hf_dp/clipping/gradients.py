@@ -161,7 +161,7 @@ class OuterProducts(PerExampleGradient):
         dtype = accumulation_dtype(self.left.dtype)
         left = torch.linalg.vector_norm(self.left, dim=2, dtype=dtype)
         right = torch.linalg.vector_norm(self.right, dim=2, dtype=dtype)
-        return unit(dtype) * left.mul_(right).sum(1)
+        return unit(dtype) * torch.linalg.vecdot(left, right)
 
     def block(self, examples: slice, rows: slice, dtype: torch.dtype) -> Tensor:
         left, right = self.left[examples, :, rows].to(dtype).mT, self.right[examples].to(dtype)
@@ -211,7 +211,7 @@ class Lookups(PerExampleGradient):
         sorted_tokens, order = self.tokens.sort(1)
         new = sorted_tokens.diff(dim=1, prepend=sorted_tokens[:, :1]) != 0
         places = torch.empty_like(order).scatter_(1, order, new.cumsum(1))
-        places += torch.arange(0, places.numel(), places.shape[1], device=places.device)[:, None]
+        places += places.shape[1] * torch.arange(len(places), device=places.device)[:, None]
         sums = torch.zeros(
             places.numel(), self.grads.shape[2], dtype=torch.float64, device=self.grads.device
         ).index_add_(0, places.flatten(), self.grads.flatten(0, 1).double())
@@ -270,18 +270,23 @@ class Dense(PerExampleGradient):
 
     Args:
         owned: whether nothing else holds the tensor, so that a sum may be formed in its place.
+        of_factors: the slack, (b,), of the outer products that it was formed from, if it was. The
+            weight of an example must not depend on the form, which its neighbors help to decide.
     """
 
     form = "explicit"
     gradients: Tensor
     owned: bool = False
+    of_factors: Tensor | None = None
 
     def fits(self, shape: torch.Size, examples: int) -> bool:
         return self.gradients.shape == (examples, *shape)
 
     def joined(self, other: Dense) -> Dense:
         """Return the sum of the gradients of both uses."""
-        return Dense(self.gradients + other.gradients)
+        slacks = [each.of_factors for each in (self, other) if each.of_factors is not None]
+        slack = torch.stack(slacks).sum(0) if slacks else None
+        return Dense(self.gradients + other.gradients, owned=True, of_factors=slack)
 
     def norms(self, grams: Grams | None = None) -> Norms:
         squared = squared_norms(self.gradients.flatten(1))
@@ -298,6 +303,8 @@ class Dense(PerExampleGradient):
         return total
 
     def slack(self) -> Tensor:
+        if self.of_factors is not None:
+            return self.of_factors
         dtype = accumulation_dtype(self.gradients.dtype)
         return torch.zeros(len(self.gradients), dtype=dtype, device=self.gradients.device)
 
@@ -311,3 +318,4 @@ class Dense(PerExampleGradient):
 
     def keep_only(self, keep: Tensor) -> None:
         self.gradients = _where(keep, self.gradients)
+        self.owned = False

@@ -16,8 +16,10 @@ of terms ``d tiny sum_{s,t} |r_s . r_t| <= d tiny T sum_t |r_t|^2``, with r the 
 
 The clipped sum adds the same ``left_t right_t^T``. Where they cancel, its rounding can exceed their
 sum. ``slack = u sum_t |left_t||right_t|`` bounds it and is added to the norm before the weight is
-computed. A dense gradient has neither: the same tensor is squared for the norm and added to the
-sum, so what is released is bounded by what was measured.
+computed. A dense gradient needs neither: the same tensor is squared for the norm and added to the
+sum, so what is released is bounded by what was measured. One that was formed from outer products
+keeps their slack all the same: which form a gradient gets depends on the batch, and the weight of
+an example must not.
 """
 
 from __future__ import annotations
@@ -84,8 +86,11 @@ def full_precision() -> Iterator[None]:
         if before is not None:
             torch.set_float32_matmul_precision(before)
         for device, value in kept.items():
-            if _PRODUCTS[device].fp32_precision != value:
-                _PRODUCTS[device].fp32_precision = value
+            products = _PRODUCTS[device]
+            if products.fp32_precision != value:
+                products.fp32_precision = "none"  # what is set for all then holds, as before
+                if products.fp32_precision != value:
+                    products.fp32_precision = value
 
 
 @dataclass

@@ -25,6 +25,14 @@ def tape_of(module: nn.Module) -> Tape | None:
     return tape if isinstance(tape, Tape) and not tape.bypassed else None
 
 
+def has_own_forward(module: nn.Module) -> bool:
+    """Return whether an instance has another forward than its class and the engine give it."""
+    own = module.__dict__.get("forward")
+    inside = getattr(own, "__func__", None)
+    by_engine = isinstance(getattr(inside, "tape", None), Tape)
+    return own is not None and not (by_engine and getattr(inside, "previous", None) is None)
+
+
 class Tape:
     """Hands each use of a parameter to a sink while a backward pass runs.
 
@@ -190,7 +198,8 @@ class Tape:
         if isinstance(use, Tensor):
             use = Dense(use)
         if isinstance(use, Dense):
-            use = Dense(use.gradients.to(accumulation_dtype(use.gradients.dtype)), use.owned)
+            gradients = use.gradients.to(accumulation_dtype(use.gradients.dtype))
+            use = Dense(gradients, use.owned, use.of_factors)
         if not use.fits(parameter.shape, self.expected_examples()):
             shapes = {
                 name: tuple(value.shape)

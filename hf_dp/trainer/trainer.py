@@ -649,6 +649,14 @@ class DPTrainer(Publishing):
                 f"model's inputs; with dp_fp_variant={args.dp_fp_variant!r} the last layer trains "
                 "on released rows, not on inputs. Use privacy_mode='dp_sgd' for a loss of your own."
             )
+        if self._has_own_loss() and args.chunked_loss:
+            raise invalid(
+                "chunked_loss",
+                True,
+                f"to be False for {type(self).__name__}, which computes a loss of its own",
+                "Remove it.",
+                UnsupportedArgumentError,
+            )
         if compute_loss_func is not None:
             raise invalid(
                 "compute_loss_func",

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import models
 import pytest
 import torch
 import transformers as hf
+from accelerate.utils.operations import convert_to_fp32
 from models import assert_same_sums, batch_for, gpt2, llama, loop_oracle
 from peft import LoraConfig, get_peft_model
 from torch import Tensor
@@ -52,7 +54,7 @@ MODELS = {
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch):
     """Several blocks of the vocabulary, the last one smaller."""
-    monkeypatch.setattr(chunked_loss, "_BLOCK", 3 * 19 * 9)
+    monkeypatch.setattr(chunked_loss, "_WIDTH", 9)
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -120,6 +122,64 @@ def test_whether_blocks_are_used_does_not_depend_on_the_neighbors(monkeypatch):
         used.clear()
         per_example_loss(model, batch_for(model, lengths), chunked=True)
         assert len(used) == expected
+
+
+def test_in_bfloat16_a_gradient_does_not_depend_on_how_many_others_there_are():
+    model = llama(dtype=torch.float32)
+    batch = batch_for(model, (18,) * 9)
+
+    def first(examples: int) -> torch.Tensor:
+        part = models.rows(batch, range(examples))
+        with torch.autocast("cpu", torch.bfloat16):
+            value = per_example_loss(model, part, chunked=True)[0]
+        return torch.autograd.grad(value, [model.model.embed_tokens.weight])[0]
+
+    for examples in (1, 2, 8):
+        torch.testing.assert_close(first(examples), first(9), rtol=0, atol=0)
+
+
+def scaled_by_its_instance(model: Any) -> None:
+    model.lm_head.forward = lambda x: 2 * type(model.lm_head).forward(model.lm_head, x)
+
+
+def hooked(model: Any) -> None:
+    model.lm_head.register_forward_hook(lambda module, args, output: None)
+
+
+def changed_in_place(model: Any) -> None:
+    def change(module: Any, args: Any, output: Any) -> None:
+        with torch.no_grad():
+            output.logits[..., 5] = -10
+
+    model.register_forward_hook(change)
+
+
+@pytest.mark.parametrize("change", [scaled_by_its_instance, hooked, changed_in_place])
+@pytest.mark.parametrize("inside", [False, True])
+def test_a_head_that_does_more_is_refused(change, inside):
+    model = llama()
+    change(model)
+    engine = ClippingEngine(model, 1.0) if inside else nullcontext()
+    with engine, pytest.raises(UnsupportedLossError, match="chunked_loss=False"):
+        per_example_loss(model, batch_for(model, (18, 17)), chunked=True)
+
+
+def test_logits_that_accelerate_widens_are_known():
+    model = llama(dtype=torch.bfloat16)
+    batch = batch_for(model, (18, 17))
+    expected = per_example_loss(model, batch, chunked=True)
+    forward = model.forward
+    model.forward = lambda *args, **kwargs: convert_to_fp32(forward(*args, **kwargs))
+    assert torch.equal(per_example_loss(model, batch, chunked=True), expected)
+
+
+@pytest.mark.parametrize("label", [models.VOCABULARY, -1])
+def test_a_label_that_is_no_token_fails(label):
+    model = llama()
+    batch = batch_for(model, (18, 17))
+    batch["labels"][0, 3] = label
+    with pytest.raises((IndexError, RuntimeError), match="out of bounds"):
+        per_example_loss(model, batch, chunked=True)
 
 
 def test_nothing_labeled_gives_no_loss_and_no_gradient():

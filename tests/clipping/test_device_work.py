@@ -27,10 +27,10 @@ VOCABULARY, LAYERS, LENGTH = 100, 12, 8
 def bert() -> nn.Module:
     config = hf.BertConfig(
         vocab_size=VOCABULARY,
-        hidden_size=16,
+        hidden_size=64,
         num_hidden_layers=LAYERS,
         num_attention_heads=2,
-        intermediate_size=64,
+        intermediate_size=256,
     )
     return hf.BertForSequenceClassification(config)
 
@@ -38,7 +38,7 @@ def bert() -> nn.Module:
 def gpt2() -> nn.Module:
     config = hf.GPT2Config(
         vocab_size=VOCABULARY,
-        n_embd=16,
+        n_embd=64,
         n_layer=LAYERS,
         n_head=2,
         use_cache=False,
@@ -52,10 +52,10 @@ def gpt2() -> nn.Module:
 def llama() -> nn.Module:
     config = hf.LlamaConfig(
         vocab_size=VOCABULARY,
-        hidden_size=16,
+        hidden_size=64,
         num_hidden_layers=LAYERS,
         num_attention_heads=2,
-        intermediate_size=64,
+        intermediate_size=256,
         use_cache=False,
     )
     return hf.LlamaForCausalLM(config)

@@ -8,8 +8,9 @@ from forms import FORMS, force
 from torch import nn
 
 from hf_dp.clipping import ClippingEngine, forms
+from hf_dp.clipping.bundles import Bundle, RunningSums
 from hf_dp.clipping.forms import held_bytes, make_explicit, worth_it
-from hf_dp.clipping.gradients import Dense, Lookups, OuterProducts
+from hf_dp.clipping.gradients import Dense, Lookups, OuterProducts, Weights
 from hf_dp.errors import InvalidArgumentError
 
 
@@ -128,3 +129,70 @@ def test_memory_must_be_a_ratio_of_at_least_one():
     for wrong in (0.5, 0, "much", float("inf")):
         with pytest.raises(InvalidArgumentError, match="memory_ratio"):
             ClippingEngine(nn.Linear(2, 2), 1.0, memory_ratio=wrong)
+
+
+def _cancelling(model: nn.Linear, x: torch.Tensor, scale: float) -> torch.Tensor:
+    """Losses whose output gradients cancel over the positions of an example, up to rounding."""
+    outputs = model(x)
+    weights = torch.randn(1, *outputs.shape[1:], generator=torch.Generator().manual_seed(1))
+    weights = scale * (weights - weights.mean(1, keepdim=True))
+    return (outputs * weights).sum((1, 2))
+
+
+@pytest.mark.parametrize("scale", [10.0, 100.0])
+def test_the_weight_of_an_example_does_not_depend_on_the_form(scale, monkeypatch):
+    """One more example can change the form of all others' gradients. What clipping would make of
+    rounding noise then moved the sum by 6 C."""
+    torch.manual_seed(0)
+    model = nn.Linear(192, 192, bias=False)
+    one = scale * torch.randn(1, 1, 192).expand(1, 90, 192)
+    x = one.repeat(6, 1, 1)
+
+    def total(form: str) -> torch.Tensor:
+        with monkeypatch.context() as patch:
+            force(form, patch)
+            with ClippingEngine(model, 1.0) as engine:
+                engine.backward(_cancelling(model, x, scale))
+                return engine.collect()["weight"].double()
+
+    factors = total("factors")
+    for form in ("explicit as seen", "explicit at the end"):
+        assert (total(form) - factors).norm() < 0.5
+
+
+def test_planted_explicit_gradients_without_the_slack_of_their_factors_are_seen(monkeypatch):
+    monkeypatch.setattr(
+        Dense, "slack", lambda self: torch.zeros(len(self.gradients), dtype=torch.float32)
+    )
+    with pytest.raises(AssertionError):
+        test_the_weight_of_an_example_does_not_depend_on_the_form(100.0, monkeypatch)
+
+
+def test_the_budget_counts_bytes_of_16_bit_factors(monkeypatch):
+    monkeypatch.setattr(forms.Weight, "saved", 1.0)
+    one = weight(100, 100)
+    short = OuterProducts(
+        torch.randn(2, 40, 100, dtype=torch.bfloat16), torch.randn(2, 40, 100, dtype=torch.bfloat16)
+    )
+    more = 4 * 2 * 100 * 100 - 2 * 2 * 40 * 200
+    assert forms.compact([short], one.shape) == [short]
+    assert worth_it({one: [short]}, more) == [one]
+    assert worth_it({one: [short]}, more - 1) == []
+
+
+def test_sums_of_changing_compositions_take_no_more_than_their_parameters():
+    """Experts: other small parameters in each batch."""
+    torch.manual_seed(0)
+    experts = [nn.Parameter(torch.zeros(10)) for _ in range(12)]
+    sums, expected = RunningSums(), {p: torch.zeros(10) for p in experts}
+    for _ in range(30):
+        used = [experts[i] for i in torch.randperm(12)[:4]]
+        gradients = torch.randn(3, 40)
+        sums.add_bundle(Bundle(used, Dense(gradients)), Weights(torch.ones(3)))
+        for parameter, part in zip(used, gradients.sum(0).split(10), strict=True):
+            expected[parameter] += part
+    held = [*sums.values(), *sums._side_by_side.values()]
+    assert sum(each.numel() for each in held) <= 2 * 120
+    found = sums.by_parameter()
+    for parameter in experts:
+        torch.testing.assert_close(found[parameter], expected[parameter])

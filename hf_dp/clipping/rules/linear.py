@@ -43,7 +43,8 @@ def _product(x: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool) -
     """Return what the module's own forward computes, by the same operations."""
     if not transposed or bias is None:
         return F.linear(x, weight.mT if transposed else weight, bias)
-    return torch.addmm(bias, x.view(-1, x.shape[-1]), weight).view(*x.shape[:-1], -1)
+    flat = torch.addmm(bias, x.reshape(-1, x.shape[-1]), weight)
+    return flat.view(*x.shape[:-1], weight.shape[1])
 
 
 class _Affine(torch.autograd.Function):
