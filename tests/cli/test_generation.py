@@ -206,6 +206,28 @@ def test_a_row_with_several_references_is_not_the_unit(several, task):
     assert plan["num_examples"] == (40 if several else 20)
 
 
+def test_several_references_train_without_privacy(task):
+    """There a row need not be the unit, and the argument that says so is not the user's."""
+    file = task.parent / "rows.jsonl"
+    file.write_text(json.dumps({"q": "a", "r": ["b", "c"]}) + "\n")
+    recipe = yaml.safe_load(task.read_text())
+    for name in ("target_epsilon", "accountant", "expected_batch_size"):
+        del recipe[name]
+    recipe |= {
+        "dataset_name": None,
+        "train_file": str(file),
+        "validation_file": str(file),
+        "data_format": "pairs",
+        "prompt_column": "q",
+        "target_column": "r",
+        "metrics": [],
+        "privacy_mode": "non_private",
+    }
+    task.write_text(yaml.safe_dump(recipe))
+    assert main(["train", "--config", str(task)]) == 0
+    assert (task.parent / "out" / "model.safetensors").exists()
+
+
 def test_a_plan_counts_references(task, capsys):
     rows = [{"q": "a", "r": ["b", "c", "d"]}, {"q": "e", "r": ["f"]}] * 20
     file = task.parent / "rows.jsonl"

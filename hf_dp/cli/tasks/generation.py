@@ -117,7 +117,7 @@ def build_trainer(
         virtual = getattr(adapter, "num_virtual_tokens", None) or 0
         for one in sets:
             check_prompts(model, one.asked.prompts, decoding, virtual)
-    if len(train_dataset) > len(rows):
+    if args.is_private and len(train_dataset) > len(rows):
         # Several references of a row are examples of their own, so a row is not the unit.
         args.rows_are_chunks = True
     # In 16 bits only examples that are padded alike share a physical batch.
