@@ -139,13 +139,14 @@ def _cancelling(model: nn.Linear, x: torch.Tensor, scale: float) -> torch.Tensor
     return (outputs * weights).sum((1, 2))
 
 
+@pytest.mark.parametrize("width", [64, 192])  # in a bundle, and by itself
 @pytest.mark.parametrize("scale", [10.0, 100.0])
-def test_the_weight_of_an_example_does_not_depend_on_the_form(scale, monkeypatch):
+def test_the_weight_of_an_example_does_not_depend_on_the_form(scale, width, monkeypatch):
     """One more example can change the form of all others' gradients. What clipping would make of
     rounding noise then moved the sum by 6 C."""
     torch.manual_seed(0)
-    model = nn.Linear(192, 192, bias=False)
-    one = scale * torch.randn(1, 1, 192).expand(1, 90, 192)
+    model = nn.Linear(width, width, bias=False)
+    one = scale * torch.randn(1, 1, width).expand(1, 90, width)
     x = one.repeat(6, 1, 1)
 
     def total(form: str) -> torch.Tensor:
@@ -165,7 +166,7 @@ def test_planted_explicit_gradients_without_the_slack_of_their_factors_are_seen(
         Dense, "slack", lambda self: torch.zeros(len(self.gradients), dtype=torch.float32)
     )
     with pytest.raises(AssertionError):
-        test_the_weight_of_an_example_does_not_depend_on_the_form(100.0, monkeypatch)
+        test_the_weight_of_an_example_does_not_depend_on_the_form(100.0, 192, monkeypatch)
 
 
 def test_the_budget_counts_bytes_of_16_bit_factors(monkeypatch):

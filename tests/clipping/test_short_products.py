@@ -99,6 +99,9 @@ def test_what_was_set_is_restored(way):
         assert product_precision("cuda") == product_precision("cpu") == "float32"
     after = torch.backends.cuda.matmul.fp32_precision, torch.backends.mkldnn.matmul.fp32_precision
     assert after == before
+    if way == "torch.backends.fp32_precision":  # and what followed it still does
+        torch.backends.fp32_precision = "ieee"
+        assert product_precision("cuda") == product_precision("cpu") == "float32"
 
 
 def test_nothing_set_stays_nothing_set():
