@@ -37,10 +37,11 @@ _WIDTH = 4096
 
 @dataclass
 class HeadInput:
-    """What a model gave to its head.
+    """The input of a model's head.
 
     Attributes:
         hidden: (b, T, d), once the model has run.
+        version: counts changes in place of ``hidden``, as it was at the head.
     """
 
     hidden: Tensor | None = None
@@ -50,7 +51,8 @@ class HeadInput:
 def check_head(model: Any) -> nn.Linear:
     """Return the head of a language model.
 
-    Raises: UnsupportedLossError for a head that is no plain linear layer, or that FSDP2 shards.
+    Raises: UnsupportedLossError for a head that is no plain linear layer, that has hooks or a
+        forward of its own, or that FSDP2 shards.
     """
     find = getattr(model, "get_output_embeddings", None)
     head = None if find is None else find()

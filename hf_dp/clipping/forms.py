@@ -10,11 +10,11 @@ clipping needs the norm of each as well, and has two ways to it:
   weighted sum then read what was formed. ``m n`` numbers an example are kept, and nothing remains
   to be multiplied.
 
-Where ``m n < T (m + n)`` the explicit form is cheaper in both. It is chosen as soon as a use is
-seen (:func:`compact`). Beyond that it trades memory for time: :func:`make_explicit` spends what a
-budget allows, where it saves the most time for its memory. Gram matrices themselves are always
-small: where they are used ``T <= m n / (m + n) <= (m + n) / 4``, so ``T^2`` is at most a quarter of
-what the factors take.
+Where the explicit form takes fewer bytes it is chosen as soon as a use is seen (:func:`compact`):
+in float32 that is ``m n < T (m + n)``, and there it takes less time, too. Beyond that it trades
+memory for time: :func:`make_explicit` spends what a budget allows, where it saves the most time for
+its memory. Gram matrices need no budget. In float32 they are used where
+``T <= m n / (m + n) <= (m + n) / 4``, so ``T^2`` is at most a quarter of what the factors take.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def check_memory_ratio(name: str, value: object) -> float:
 
 @dataclass(frozen=True)
 class Weight:
-    """What a weight's gradients take in one physical batch, in either form.
+    """The cost of a weight's gradients in one physical batch, in either form.
 
     Attributes:
         positions: T, over all uses of the weight together.
@@ -73,7 +73,7 @@ class Weight:
 
     @property
     def smaller(self) -> bool:
-        """Whether the explicit form takes less memory."""
+        """Return whether the explicit form takes less memory."""
         return self.more_bytes < 0
 
     @property

@@ -83,7 +83,7 @@ class Precision:
 
     @property
     def is_rounded(self) -> bool:
-        """Whether forward and backward round more than their parameters do."""
+        """Return whether forward and backward round more than their parameters do."""
         return self.autocast is not None or bool(self.computed) or self.products != "float32"
 
     @property
