@@ -52,7 +52,7 @@ def test_grid(row):
     assert tight <= prv.value <= tight + 0.013
 
 
-@pytest.mark.parametrize("row", rows("grid"))
+@pytest.mark.parametrize("row", rows("grid", lambda row: row["steps"] <= 100))
 def test_the_oracle_agrees_with_the_grid(row):
     assert oracle.epsilon([(row["sigma"], row["q"], row["steps"])], row["delta"]) == pytest.approx(
         row["tight"], abs=2e-4
@@ -61,7 +61,7 @@ def test_the_oracle_agrees_with_the_grid(row):
 
 @pytest.mark.parametrize(
     "row",
-    rows("tiny_delta", lambda row: row["steps"] <= 1000 and row["delta"] in (1e-8, 1e-10, 1e-12)),
+    rows("tiny_delta", lambda row: row["steps"] <= 1000 and row["delta"] in (1e-8, 1e-12)),
 )
 def test_tiny_deltas(row):
     """No bound below the truth, whatever delta; PLD refuses where its own would be."""
@@ -89,7 +89,11 @@ PRINTED_PRV = {"1024xfactor", "delta_8e-6_repo"}
 PRINTED_CLT = {"MNLI", "QQP", "QNLI", "E2E"}
 
 
-@pytest.mark.parametrize("row", rows("li_2021", lambda row: row["config"] == "1024xfactor"))
+def in_table_1(row: dict) -> bool:
+    return row["config"] == "1024xfactor" and row["task"] in ("SST2", "QNLI")
+
+
+@pytest.mark.parametrize("row", rows("li_2021", in_table_1))
 def test_li_2021(row):
     event, delta = event_of(row), row["delta"]
     assert epsilon(event, delta, "rdp").value == pytest.approx(row["target"], rel=2e-3)

@@ -53,7 +53,9 @@ def hockey_stick(p, q, epsilon):
         pytest.param(4, 2, marks=pytest.mark.slow),
     ],
 )
-@pytest.mark.parametrize(("sigma", "q"), [(1.0, 0.3), (2.0, 0.9)])
+@pytest.mark.parametrize(
+    ("sigma", "q"), [(1.0, 0.3), pytest.param(2.0, 0.9, marks=pytest.mark.slow)]
+)
 def test_the_bound_holds_for_every_choice_of_unit_gradients(n, cap, sigma, q):
     """Zero-out of one of n examples, in both directions.
 
@@ -102,7 +104,12 @@ def test_heavy_tails_are_refused_where_rounding_would_show():
 
 
 @pytest.mark.parametrize(
-    ("n", "batch", "cap"), [(67_349, 1024, 2465), (392_702, 2048, 4013), (10_000, 100, 680)]
+    ("n", "batch", "cap"),
+    [
+        pytest.param(67_349, 1024, 2465, marks=pytest.mark.slow),
+        pytest.param(392_702, 2048, 4013, marks=pytest.mark.slow),
+        (10_000, 100, 680),
+    ],
 )
 def test_a_cut_that_never_happens_is_none(n, batch, cap):
     """Where the tail underflows, dp-accounting divides by it; here the draws are plain ones."""

@@ -21,25 +21,25 @@ from torch.utils._pytree import tree_flatten
 from hf_dp.clipping import ClippingEngine
 from hf_dp.losses import per_example_loss
 
-VOCABULARY, LAYERS, LENGTH = 100, 12, 8
+VOCABULARY, LENGTH = 100, 8
 
 
-def bert() -> nn.Module:
+def bert(layers: int) -> nn.Module:
     config = hf.BertConfig(
         vocab_size=VOCABULARY,
         hidden_size=64,
-        num_hidden_layers=LAYERS,
+        num_hidden_layers=layers,
         num_attention_heads=2,
         intermediate_size=256,
     )
     return hf.BertForSequenceClassification(config)
 
 
-def gpt2() -> nn.Module:
+def gpt2(layers: int) -> nn.Module:
     config = hf.GPT2Config(
         vocab_size=VOCABULARY,
         n_embd=64,
-        n_layer=LAYERS,
+        n_layer=layers,
         n_head=2,
         use_cache=False,
         bos_token_id=0,
@@ -49,11 +49,11 @@ def gpt2() -> nn.Module:
     return hf.GPT2LMHeadModel(config)
 
 
-def llama() -> nn.Module:
+def llama(layers: int) -> nn.Module:
     config = hf.LlamaConfig(
         vocab_size=VOCABULARY,
         hidden_size=64,
-        num_hidden_layers=LAYERS,
+        num_hidden_layers=layers,
         num_attention_heads=2,
         intermediate_size=256,
         use_cache=False,
@@ -61,12 +61,12 @@ def llama() -> nn.Module:
     return hf.LlamaForCausalLM(config)
 
 
-def gpt2_lora() -> nn.Module:
+def gpt2_lora(layers: int) -> nn.Module:
     lora = LoraConfig(task_type="CAUSAL_LM", r=4, target_modules=["c_attn"], fan_in_fan_out=True)
-    return get_peft_model(gpt2(), lora)
+    return get_peft_model(gpt2(layers), lora)
 
 
-MODELS: dict[str, Callable[[], nn.Module]] = {
+MODELS: dict[str, Callable[[int], nn.Module]] = {
     "bert": bert,
     "gpt2": gpt2,
     "llama": llama,
@@ -134,7 +134,7 @@ def counted(model: nn.Module, private: bool) -> Counted:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_a_physical_batch_takes_few_more_operations_and_reads(name):
-    model = MODELS[name]().train()
+    model = MODELS[name](12).train()
     plain, private = counted(model, False), counted(model, True)
     assert private.operations.total() <= 1.3 * plain.operations.total()
     # One for doubtful norms and examples to leave out; one for the side of the padding, where
@@ -154,7 +154,7 @@ def autocast_knows_meta(monkeypatch):
 @pytest.mark.parametrize("name", MODELS)
 def test_engine_and_step_stay_on_the_device(name, strategy, autocast_knows_meta):
     with torch.device("meta"):
-        model = MODELS[name]().train()
+        model = MODELS[name](2).train()
     inputs = batch(model, "meta")
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     optimizer = torch.optim.AdamW(trained.values())

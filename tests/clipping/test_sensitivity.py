@@ -125,7 +125,9 @@ def moved_by_a_longer_one(bf16: bool, by_shape: bool, device: str = "cpu") -> fl
 
 
 @pytest.mark.parametrize(
-    ("bf16", "by_shape"), [(False, False), (True, True)], ids=["float32", "bf16"]
+    ("bf16", "by_shape"),
+    [pytest.param(False, False, marks=pytest.mark.slow), (True, True)],
+    ids=["float32", "bf16"],
 )
 @pytest.mark.parametrize("device", DEVICES)
 def test_another_padding_of_all_others_moves_the_sum_by_no_more_than_the_noise_is_scaled_to(

@@ -119,8 +119,11 @@ def expected_of(architecture: Architecture, lengths: Sequence[int] = LENGTHS) ->
 
 @pytest.mark.parametrize(
     ("name", "processes"),
-    [(name, 2) for name in ("bert", "gpt2_tied", "llama", "albert", "t5", "vit", "gemma3")]
-    + [("bert", 3), ("gpt2_tied", 3)],
+    [("bert", 2), ("albert", 2), ("llama", 2), ("gpt2_tied", 3)]
+    + [
+        pytest.param(name, processes, marks=pytest.mark.slow)
+        for name, processes in [("gpt2_tied", 2), ("t5", 2), ("vit", 2), ("gemma3", 2), ("bert", 3)]
+    ],
 )
 def test_equals_the_loop(name, processes):
     architecture = ARCHITECTURES[name]
@@ -206,7 +209,9 @@ def test_replicated_shards():
         assert_equal(*of_all(results), expected)
 
 
-@pytest.mark.parametrize(("reshard", "processes"), [(True, 2), (False, 2), (2, 4)])
+@pytest.mark.parametrize(
+    ("reshard", "processes"), [(True, 2), (False, 2), pytest.param(2, 4, marks=pytest.mark.slow)]
+)
 def test_when_parameters_are_resharded(reshard, processes):
     architecture = ARCHITECTURES["bert"]
     expected = expected_of(architecture)

@@ -38,7 +38,7 @@ def answered(folder):
     return found.predictions.tolist(), found.label_ids.tolist(), types
 
 
-@pytest.mark.parametrize("sharded", [False, True])
+@pytest.mark.parametrize("sharded", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_two_processes_answer_as_one(sharded, tmp_path):
     found = (
         where_accelerate_shards(2, "GPT2Block", lambda: answered(tmp_path))

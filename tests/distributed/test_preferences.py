@@ -26,7 +26,7 @@ def trained(folder):
     return whole, {type(each).__name__ for each in found.values()}
 
 
-@pytest.mark.parametrize("sharded", [False, True])
+@pytest.mark.parametrize("sharded", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_two_processes_make_the_update_of_one(sharded, tmp_path):
     expected, _ = trained(tmp_path / "one")
     start = dict(moved().named_parameters())

@@ -151,6 +151,7 @@ def looped(folder: Path, shards: bool, batch: int = 40) -> dict[str, torch.Tenso
     return {name: _whole(p.detach()).clone() for name, p in model.named_parameters()}
 
 
+@pytest.mark.slow
 def test_a_loop_on_a_sharded_model_is_that_of_one_process(tmp_path):
     alone = looped(tmp_path / "one", False)
     for found in on_processes(3, looped, tmp_path / "fsdp", True):

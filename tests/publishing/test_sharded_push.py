@@ -13,7 +13,9 @@ from tests.distributed.test_sharded_runs import sharded
 NAME = f"{USER}/model"
 
 
-@pytest.mark.parametrize("state_dict", ["SHARDED_STATE_DICT", "FULL_STATE_DICT"])
+@pytest.mark.parametrize(
+    "state_dict", ["SHARDED_STATE_DICT", pytest.param("FULL_STATE_DICT", marks=pytest.mark.slow)]
+)
 def test_shards_are_put_together(hub, tmp_path, state_dict):
     def run() -> int:
         options = {"save_strategy": "no", "max_steps": 1, "hub_model_id": NAME}

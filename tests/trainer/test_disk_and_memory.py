@@ -51,7 +51,7 @@ def check_and_resume(folder: Path, let_out: list[int], last: str | None) -> None
         assert again.ledger.steps() == before + 4 - int(last[-1])
 
 
-@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EACCES])
+@pytest.mark.parametrize("code", [errno.ENOSPC, pytest.param(errno.EACCES, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     ("name", "call", "last", "said"),
     [
