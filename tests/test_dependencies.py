@@ -27,6 +27,7 @@ EXTRAS = {
     "pycocoevalcap": "generation",
     "bert_score": "generation",
     "trl": "trl",
+    "triton": "kernels",
 }
 # Imported inside a function that only gets an object of this package.
 OPTIONAL = {"PIL"}

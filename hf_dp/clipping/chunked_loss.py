@@ -25,6 +25,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
 from hf_dp.clipping.gradients import Dense
+from hf_dp.clipping.products import outer_sums
 from hf_dp.clipping.rounding import accumulation_dtype, full_precision, unit
 from hf_dp.clipping.rules._autocast import matmul_dtype
 from hf_dp.clipping.tape import Tape, has_own_forward, tape_of
@@ -221,7 +222,7 @@ class _ChunkedLoss(torch.autograd.Function):
                 inputs = hidden
             if of_weight is not None:
                 with full_precision():
-                    of_weight[:, block.rows] = torch.bmm(grads.mT.to(dtype), inputs.to(dtype))
+                    of_weight[:, block.rows] = outer_sums(grads, inputs)
             if of_bias is not None:
                 of_bias[:, block.rows] = grads.sum(1, dtype=dtype)
         gradients = {"weight": of_weight, "bias": of_bias}

@@ -28,6 +28,7 @@ from torch import nn
 
 from hf_dp import _validate
 from hf_dp.clipping.gradients import Dense, OuterProducts, PerExampleGradient
+from hf_dp.clipping.products import outer_sums
 from hf_dp.clipping.rounding import accumulation_dtype, full_precision
 
 # What each form costs beside the product that both need, as flops of that product take their time.
@@ -173,12 +174,10 @@ def made_explicit(
 ) -> list[PerExampleGradient]:
     """Return the uses with their outer products summed to one explicit gradient, which is first."""
     outer = [use for use in uses if isinstance(use, OuterProducts)]
-    dtype = accumulation_dtype(outer[0].left.dtype)
     total: torch.Tensor | None = None
     with torch.no_grad(), full_precision():
         for use in outer:
-            left, right = use.left.to(dtype).mT, use.right.to(dtype)
-            total = torch.bmm(left, right) if total is None else total.baddbmm_(left, right)
+            total = outer_sums(use.left, use.right, total)
     assert total is not None
     first, *others = (use.slack() for use in outer)
     slack = sum(others, first)

@@ -26,6 +26,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from hf_dp.clipping import tensor_cores
 from hf_dp.clipping.gram_norms import outer_norms
 from hf_dp.clipping.grams import Grams, LastOf
 from hf_dp.clipping.rounding import Norms, accumulation_dtype, squared_norms, unit
@@ -151,11 +152,18 @@ class OuterProducts(PerExampleGradient):
         return left.flatten(0, 1).mT, right.flatten(0, 1)
 
     def add_weighted_sum(self, total: Tensor | None, shape: torch.Size, weights: Weights) -> Tensor:
+        if tensor_cores.take(self.left, self.right):
+            return self._on_tensor_cores(total, shape, weights)
         left, right = self.weighted_factors(weights)
         if total is None:
             return torch.mm(left, right).view(shape)
         (total if total.dim() == 2 else total.view(len(left), -1)).addmm_(left, right)
         return total
+
+    def _on_tensor_cores(self, total: Tensor | None, shape: torch.Size, weights: Weights) -> Tensor:
+        known = None if total is None else total.view(1, shape[0], -1)
+        values = weights.values.to(torch.float32)[None]
+        return tensor_cores.product(self.left[None], self.right[None], values, known).view(shape)
 
     def slack(self) -> Tensor:
         dtype = accumulation_dtype(self.left.dtype)

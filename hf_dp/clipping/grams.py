@@ -13,14 +13,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from hf_dp.clipping import tensor_cores
+from hf_dp.clipping.products import dots
+
 # Gram matrices are symmetric: those of even length are halved, so that only one of the two mixed
 # blocks is computed. Products below this length are too small to run at full speed (a GPU needs
 # larger ones).
 _SMALLEST_HALVED = {"cpu": 64, "cuda": 512}
-# A product of few vectors (fewer than 12 where this was measured) runs in kernels that add up the
-# features one by one. They lost 5e-4 over 256,000 features, 1e-5 over 3,072 and 3e-6 over 1,024.
-# So products of fewer than _FEW vectors are computed over _MANY_FEATURES features at a time.
-_FEW, _MANY_FEATURES = 16, 1024
 
 Result = TypeVar("Result")
 
@@ -56,18 +55,6 @@ class LastOf(Generic[Result]):
 Grams = LastOf[list[Tensor]]  # of :func:`gram_blocks`
 
 
-def products(one: Tensor, other: Tensor) -> Tensor:
-    """Return ``one[s] . other[t]``, (b, S, T), of vectors (b, S, d) and (b, T, d)."""
-    features = one.shape[2]
-    if features <= _MANY_FEATURES or min(one.shape[1], other.shape[1]) >= _FEW:
-        return torch.bmm(one, other.mT)
-    total = torch.bmm(one[..., :_MANY_FEATURES], other[..., :_MANY_FEATURES].mT)
-    for start in range(_MANY_FEATURES, features, _MANY_FEATURES):
-        part = slice(start, start + _MANY_FEATURES)
-        total.baddbmm_(one[..., part], other[..., part].mT)
-    return total
-
-
 def gram_blocks(vectors: Tensor, dtype: torch.dtype) -> list[Tensor]:
     """Return the blocks of ``vectors[s] . vectors[t]``, (b, T, T), that symmetry leaves.
 
@@ -76,7 +63,8 @@ def gram_blocks(vectors: Tensor, dtype: torch.dtype) -> list[Tensor]:
     halves of each example continue as two examples of half the length. Vectors of zeros fill up to
     lengths at which products are fast; they add nothing.
     """
-    vectors = vectors.to(dtype)
+    if not tensor_cores.take(vectors):
+        vectors = vectors.to(dtype)  # once for all blocks
     length = vectors.shape[1]
     halvings = 0
     while length >> halvings > _SMALLEST_HALVED.get(vectors.device.type, 64):
@@ -89,9 +77,9 @@ def gram_blocks(vectors: Tensor, dtype: torch.dtype) -> list[Tensor]:
     blocks = []
     for _ in range(halvings):
         half = vectors.shape[1] // 2
-        blocks.append(products(vectors[:, half:], vectors[:, :half]))
+        blocks.append(dots(vectors[:, half:], vectors[:, :half], dtype))
         vectors = vectors.reshape(2 * len(vectors), half, -1)
-    return [*blocks, products(vectors, vectors)]
+    return [*blocks, dots(vectors, vectors, dtype)]
 
 
 def sum_of_blocks(blocks: Sequence[Tensor], examples: int) -> Tensor:

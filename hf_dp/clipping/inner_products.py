@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from hf_dp.clipping.gradients import Dense, Lookups, OuterProducts, PerExampleGradient
-from hf_dp.clipping.grams import products
+from hf_dp.clipping.products import dots
 from hf_dp.clipping.rounding import accumulation_dtype, unit
 
 
@@ -23,15 +23,15 @@ def inner_product(one: PerExampleGradient, other: PerExampleGradient) -> tuple[T
     elif isinstance(one, OuterProducts) and isinstance(other, OuterProducts):
         # <sum_s l_s r_s^T, sum_t k_t q_t^T> = sum_{s,t} (l_s . k_t)(r_s . q_t)
         dtype = accumulation_dtype(one.left.dtype)
-        terms = products(one.left.to(dtype), other.left.to(dtype))
-        terms.mul_(products(one.right.to(dtype), other.right.to(dtype)))
+        terms = dots(one.left, other.left, dtype)
+        terms.mul_(dots(one.right, other.right, dtype))
     else:
         outer, lookups = (one, other) if isinstance(one, OuterProducts) else (other, one)
         assert isinstance(outer, OuterProducts) and isinstance(lookups, Lookups)
         dtype = accumulation_dtype(outer.left.dtype)
         # <sum_s l_s r_s^T, sum_t onehot(k_t) e_t^T> = sum_{s,t} l_s[k_t] (r_s . e_t)
         index = lookups.tokens[:, None, :].expand(-1, outer.left.shape[1], -1)
-        terms = products(outer.right.to(dtype), lookups.grads.to(dtype))
+        terms = dots(outer.right, lookups.grads, dtype)
         terms.mul_(outer.left.gather(2, index).to(dtype))
     terms = terms.flatten(1)
     # The terms are themselves rounded dot products; their count stands in for the random walk of

@@ -11,6 +11,7 @@ from torch.nn import functional as F
 
 from hf_dp.clipping import register_rule
 from hf_dp.clipping.gradients import Lookups, PerExampleGradient
+from hf_dp.clipping.products import outer_sums
 from hf_dp.clipping.rounding import accumulation_dtype
 from hf_dp.clipping.rules._positions import positions
 
@@ -59,7 +60,7 @@ def _gradients(
     activations, grads = positions(kept[0]), positions(output_grad)
     dtype = accumulation_dtype(grads.dtype)
     ids = torch.tensor(module.ids, device=grads.device).expand(len(grads), -1)
-    rows = torch.bmm(grads.to(dtype).mT, activations.to(dtype))
+    rows = outer_sums(grads, activations)
     found: dict[str, Tensor | PerExampleGradient] = {"weight": Lookups(ids, rows)}
     if module.bias is not None:
         found["bias"] = Lookups(ids, grads.sum(1, dtype=dtype)[..., None])

@@ -19,7 +19,7 @@ from transformers import BlenderbotConfig, BlenderbotForCausalLM
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from hf_dp.batches.padding import Padding
-from hf_dp.clipping import ClippingEngine, grams, per_example_gradients, self_check
+from hf_dp.clipping import ClippingEngine, per_example_gradients, products, self_check
 from hf_dp.clipping.clipped_sum import ClippedSum
 from hf_dp.clipping.engine import STRATEGIES
 from hf_dp.clipping.gradients import Dense, OuterProducts
@@ -224,7 +224,7 @@ def test_an_inner_product_of_few_positions():
 
 
 def test_planted_float32_for_few_positions_is_seen(monkeypatch):
-    monkeypatch.setattr(grams, "_FEW", 0)
+    monkeypatch.setattr(products, "_FEW", 0)
     assert max(error_of_claimed(4, length, 256_000) for length in (1, 2, 4, 8, 11)) > 1
 
 

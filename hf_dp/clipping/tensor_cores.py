@@ -1,0 +1,74 @@
+"""Products of bfloat16 factors on tensor cores, summed in float32 as exactly as norms need.
+
+Products of two bfloat16 numbers are exact in float32, so norms and sums need float32 sums and no
+float32 factors. A GPU multiplies bfloat16 matrices some 15 times as fast as float32 ones. But its
+tensor cores do not round sums as IEEE 754 says. The model that is assumed here is the one that was
+measured for NVIDIA's (Fasi, Higham, Mikaitis and Pranesh 2021, "Numerical behavior of NVIDIA tensor
+cores"): one step adds 8 products (16 on later ones) to the accumulator, all are shifted to the
+largest exponent among them, and bits below the 24th are cut off, as are those of the sum. Cut, not
+rounded: errors of terms of one sign add up, and over thousands of terms they exceed what
+:mod:`hf_dp.clipping.rounding` allows for.
+
+So no more than ``TERMS`` products are summed by the tensor cores. Each such partial sum is
+multiplied by its example's weight and added to the total by ordinary float32 arithmetic. Under the
+model a partial sum is off by 15 eps of the sum of its magnitudes at most
+(tests/clipping/test_tensor_cores.py), less than the ``unit`` of 32 eps.
+
+A partial sum never holds terms of two examples. So what an example adds is a function of this
+example alone, and no weight need be rounded to bfloat16 or split.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+from torch import Tensor
+
+# Terms of one partial sum. Fewer are safer; a sum outside the tensor cores takes about a quarter of
+# the time of 64 terms within.
+TERMS = 64
+_LARGEST = 2**31  # numbers of one group of factors, whose places are 32-bit integers
+
+
+def take(*factors: Tensor) -> bool:
+    """Return whether :func:`product` multiplies these factors.
+
+    They must be bfloat16 and lie on an NVIDIA GPU with tensor cores for them (Ampere or later), and
+    Triton must be installed.
+    """
+    return (
+        all(each.dtype == torch.bfloat16 and each.is_cuda for each in factors)
+        and all(each[0].numel() < _LARGEST for each in factors)
+        and _has_them(factors[0].device.index)
+    )
+
+
+@cache
+def _has_them(device: int) -> bool:
+    if torch.version.cuda is None or torch.cuda.get_device_capability(device) < (8, 0):
+        return False
+    try:
+        import triton  # type: ignore[import-not-found, unused-ignore]  # noqa: F401
+    except ImportError:
+        return False
+    return True
+
+
+def product(one: Tensor, other: Tensor, weights: Tensor, total: Tensor | None = None) -> Tensor:
+    """Return ``sum_g weights[z, g] sum_k one[z, g, k, i] other[z, g, k, j]``, float32 (Z, I, J).
+
+    Args:
+        one: bfloat16, (Z, G, K, I), of any strides.
+        other: bfloat16, (Z, G, K, J), of any strides.
+        weights: float32, (Z, G).
+        total: float32, (Z, I, J) and contiguous; to be added to in place.
+    """
+    from hf_dp.clipping.tensor_core_kernel import launch
+
+    (_, _, _, height), width = one.shape, other.shape[3]
+    out = total
+    if out is None:
+        out = torch.empty(len(one), height, width, dtype=torch.float32, device=one.device)
+    launch(one, other, weights, out, add=total is not None, terms=TERMS)
+    return out

@@ -1,0 +1,189 @@
+"""Products of bfloat16 factors on tensor cores, emulated: as exact as norms and sums allow for."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import models
+import pytest
+import torch
+from forms import FORMS, force
+from models import batch_for, gpt2, rows
+from tensor_cores import emulate, product
+from torch import Tensor
+
+from hf_dp.clipping import ClippingEngine, tensor_cores
+from hf_dp.clipping.engine import STRATEGIES
+from hf_dp.clipping.rounding import unit
+from hf_dp.losses import per_example_loss
+from hf_dp.plans.rounding import ROUNDING_MARGIN
+
+EPS = torch.finfo(torch.float32).eps
+TERMS_OF = ("of one sign", "of both signs", "that nearly cancel", "of many sizes")
+
+
+def factors(kind: str, terms: int) -> tuple[Tensor, Tensor]:
+    source = torch.Generator().manual_seed(0)
+    one, other = (torch.randn(1, 1, terms, 4, generator=source) for _ in range(2))
+    if kind == "of one sign":
+        one, other = one.abs() + 1, other.abs() + 1
+    if kind == "that nearly cancel":
+        one[:, :, 1::2] = -one[:, :, ::2][:, :, : terms // 2]
+        other[:, :, 1::2] = other[:, :, ::2][:, :, : terms // 2]
+    if kind == "of many sizes":
+        one = one * torch.logspace(-6, 6, terms)[torch.randperm(terms, generator=source)][:, None]
+    return one.bfloat16(), other.bfloat16()
+
+
+def error(kind: str, terms: int) -> float:
+    """Return the largest error in eps of the sum of the terms' magnitudes."""
+    one, other = factors(kind, terms)
+    exact = torch.einsum("zgki,zgkj->zij", one.double(), other.double())
+    size = torch.einsum("zgki,zgkj->zij", one.double().abs(), other.double().abs())
+    found = product(one, other, torch.ones(1, 1))
+    return float(((found - exact).abs() / size).max()) / EPS
+
+
+@pytest.mark.parametrize("terms", [1, 7, 64, 768, 14_336])
+@pytest.mark.parametrize("kind", TERMS_OF)
+def test_sums_are_off_by_less_than_norms_allow_for(kind, terms):
+    assert error(kind, terms) <= 15 <= unit(torch.float32) / EPS / 2
+
+
+def test_planted_sums_that_never_leave_the_tensor_cores_are_seen(monkeypatch):
+    monkeypatch.setattr(tensor_cores, "TERMS", 14_336)
+    assert error("of one sign", 14_336) > unit(torch.float32) / EPS
+
+
+# -- in the engine ---
+
+
+def backward(engine: ClippingEngine, model: torch.nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        losses = per_example_loss(model, batch)
+    return engine.backward(losses)
+
+
+def worst_difference(strategy: str) -> float:
+    """Return how far a norm is, relatively, from that of the one gradient that makes the sum."""
+    model = gpt2(dtype=torch.float32)
+    batch = batch_for(model, (9, 4, 12))
+    worst = 0.0
+    for index in range(3):
+        with ClippingEngine(model, 1e6, strategy=strategy) as engine:
+            norm = backward(engine, model, rows(batch, [index, index]))
+            total = [each.double().flatten() for each in engine.collect().values()]
+        worst = max(worst, abs(norm[0].item() * 2 / torch.cat(total).norm().item() - 1))
+    return worst
+
+
+@pytest.mark.parametrize(
+    ("strategy", "form"),
+    [("book_keeping", form) for form in FORMS] + [("two_pass", "factors")],
+)
+def test_norms_are_those_of_the_sums(form, strategy, monkeypatch):
+    force(form, monkeypatch)
+    calls = emulate(monkeypatch)
+    assert worst_difference(strategy) < 2e-5
+    assert calls
+
+
+def test_sums_and_norms_are_those_of_float32_products(monkeypatch):
+    model = gpt2(dtype=torch.float32)
+    batch = batch_for(model, (9, 4, 12))
+
+    def result() -> tuple[Tensor, Tensor]:
+        with ClippingEngine(model, 0.1) as engine:
+            norms = backward(engine, model, batch)
+            return norms, torch.cat([each.flatten() for each in engine.collect().values()])
+
+    norms, sums = result()
+    assert emulate(monkeypatch) == []
+    again, same = result()
+    torch.testing.assert_close(again, norms, rtol=2e-5, atol=0)
+    assert (same - sums).norm() < 2e-5 * sums.norm()
+
+
+PHYSICAL, C = 128, 0.01
+
+
+def moved(aligned: int, strategy: str = "book_keeping") -> float:
+    """Return by how many C one of so many aligned examples moves the clipped sum."""
+    model = models.bert(dtype=torch.float32)
+    one = batch_for(model, (12,))
+    sums = []
+    for examples in (aligned + 1, aligned):
+        with ClippingEngine(model, C, strategy=strategy) as engine:
+            for start in range(0, examples, PHYSICAL):
+                count = min(PHYSICAL, examples - start)
+                backward(engine, model, rows(one, [0] * count))
+            sums.append(torch.cat([each.flatten().double() for each in engine.collect().values()]))
+    assert sums[0].norm() > 0.5 * aligned * C
+    return float((sums[0] - sums[1]).norm()) / C
+
+
+@pytest.mark.parametrize("strategy", [s for s in STRATEGIES if s != "per_example"])
+def test_one_example_moves_the_sum_by_no_more_than_the_noise_is_scaled_to(strategy, monkeypatch):
+    calls = emulate(monkeypatch)
+    assert moved(2048, strategy) <= 1 + ROUNDING_MARGIN
+    assert calls
+
+
+def test_planted_weights_in_bf16_are_seen(monkeypatch):
+    """As a split of a weighted factor without its rest: a weight that is rounded up adds too much."""
+    emulate(monkeypatch)
+    as_it_is = tensor_cores.product
+
+    def rounded_up(one: Tensor, other: Tensor, weights: Tensor, total: Tensor | None = None):
+        short = weights.bfloat16()
+        short = torch.where(short < weights, short * (1 + 2**-7), short)
+        return as_it_is(one, other, short.float(), total)
+
+    monkeypatch.setattr(tensor_cores, "product", rounded_up)
+    assert moved(256) > 1 + ROUNDING_MARGIN
+
+
+def test_only_bfloat16_on_a_gpu_is_taken():
+    for dtype in (torch.bfloat16, torch.float32, torch.float64):
+        assert not tensor_cores.take(torch.ones(2, 3, dtype=dtype))
+
+
+# -- the kernel itself ---
+
+
+def in_a_process(program: str, **env: str) -> None:
+    """Run a program beside this file; Triton reads its settings when it is imported."""
+    path = Path(__file__).with_name(program)
+    done = subprocess.run(
+        [sys.executable, str(path)], capture_output=True, text=True, env={**os.environ, **env}
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+
+
+@pytest.mark.slow
+def test_the_kernel_computes_what_it_says():
+    pytest.importorskip("triton")
+    in_a_process("interpreted_kernel.py", TRITON_INTERPRET="1")
+
+
+@pytest.mark.slow
+def test_the_kernel_compiles_to_tensor_cores_whose_sums_begin_at_zero():
+    pytest.importorskip("triton")
+    in_a_process("compiled_kernel.py")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", [(1, 3, 5, 7, 9), (2, 1, 200, 70, 65), (1, 16, 512, 768, 3072)])
+def test_on_a_gpu(shape):
+    z, groups, terms, height, width = shape
+    source = torch.Generator("cuda").manual_seed(0)
+    one = torch.rand(z, groups, terms, height, generator=source, device="cuda").bfloat16()
+    other = torch.rand(z, groups, terms, width, generator=source, device="cuda").bfloat16()
+    weights = torch.rand(z, groups, generator=source, device="cuda")
+    assert tensor_cores.take(one, other)
+    found = tensor_cores.product(one, other, weights)
+    exact = torch.einsum("zg,zgki,zgkj->zij", weights.double(), one.double(), other.double())
+    assert ((found - exact).abs() <= 15 * EPS * exact).all()
