@@ -137,6 +137,28 @@ def test_seeds_are_wide():
     assert all(0 <= seed < 2**63 for seed in seeds)
 
 
+class Noted:
+    """Stands for a generator on a GPU; notes its state."""
+
+    def __init__(self, device: torch.device):
+        self.state = b""
+
+    def set_state(self, state: Tensor) -> None:
+        self.state = bytes(state.tolist())
+
+
+def test_a_generator_on_a_gpu_begins_at_a_secret_place(monkeypatch):
+    """Its key alone has 64 bits. The place must be a multiple of 4."""
+    monkeypatch.setattr(torch, "Generator", Noted)
+    states = [SecretRandomness()._generator_on(torch.device("cuda")).state for _ in range(64)]
+    assert {len(state) for state in states} == {16}
+    keys = {int.from_bytes(state[:8], "little") for state in states}
+    places = {int.from_bytes(state[8:], "little") for state in states}
+    assert len(keys) == len(places) == 64
+    assert max(keys) > 2**61 and max(places) > 2**60  # missed with probability 8**-64
+    assert all(place % 4 == 0 and place < 2**63 for place in places)
+
+
 # -- streams
 # -----------------------------------------------------------------------------------------------------------
 

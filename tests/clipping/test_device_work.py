@@ -11,15 +11,22 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import tiny
 import torch
 import transformers as hf
+from accelerate.state import AcceleratorState, PartialState
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
 from hf_dp.clipping import ClippingEngine
+from hf_dp.distributed.processes import Processes
+from hf_dp.distributed.sums import add_up_with_noise
 from hf_dp.losses import per_example_loss
+from hf_dp.noise import SecretRandomness
+from hf_dp.run.private_run import PrivateRun
+from hf_dp.run.training_data import TrainingData
 
 VOCABULARY, LENGTH = 100, 8
 
@@ -109,6 +116,8 @@ class OnMeta(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten._local_scalar_dense.default:
             return args[0].dtype == torch.bool or 1  # all is kept, nothing in doubt
+        if func is torch.ops.aten.equal.default:
+            return False  # a step has changed the weights
         result = func(*args, **(kwargs or {}))
         for each in tree_flatten(result)[0]:
             # Numbers in expressions become tensors of no dimension; they travel with the launch.
@@ -168,6 +177,50 @@ def test_engine_and_step_stay_on_the_device(name, strategy, autocast_knows_meta)
         optimizer.step()
     assert not device.elsewhere
     assert all(total.device.type == "meta" for total in sums.values())
+
+
+def test_a_step_of_the_trainer_stays_on_the_device(tmp_path, monkeypatch, autocast_knows_meta):
+    """Clipping, noise and what the Trainer gets; looking over rows and checking values need a CPU."""
+    made = tiny.trainer(
+        tmp_path,
+        max_steps=3,
+        logging_nan_inf_filter=False,
+        save_strategy="no",
+        optim="adamw_torch",
+    )
+    for shared in (PartialState, AcceleratorState):
+        monkeypatch.setitem(shared._shared_state, "device", torch.device("meta"))
+    made.args.__dict__["_setup_devices"] = torch.device("meta")
+    made.model.to("meta")
+    monkeypatch.setattr(SecretRandomness, "_generator_on", lambda self, device: None)
+    monkeypatch.setattr(PrivateRun, "check_engine", lambda *_: None)
+    monkeypatch.setattr(TrainingData, "check", lambda *_, **__: None)
+    device, reading, steps = OnMeta(), OnMeta(), []
+    step = made.training_step
+
+    def watched(*given: Any) -> Tensor:
+        with device:
+            steps.append(step(*given))
+        return steps[-1]
+
+    monkeypatch.setattr(made, "training_step", watched)
+    with reading:
+        made.train()
+    assert len(steps) == 3 and not device.elsewhere
+    assert all(each.device.type == "meta" for each in (*steps, *made.model.parameters()))
+
+
+@pytest.mark.parametrize("tensors", [1, 200])
+def test_noise_takes_a_few_operations_however_many_tensors(tensors, monkeypatch):
+    monkeypatch.setattr(SecretRandomness, "_generator_on", lambda self, device: None)
+    sums = [torch.zeros(3, place + 1, device="meta") for place in range(tensors)]
+    randomness = SecretRandomness()
+    with OnMeta() as device, Counted() as counts:
+        add_up_with_noise(sums, lambda like: randomness.gaussian_like(like, 1.0), Processes())
+    started = {name: n for name, n in counts.operations.items() if "view" not in name}
+    assert sum(started.values()) <= 6, started
+    assert started["aten.normal_.default"] == 1
+    assert not device.elsewhere
 
 
 def test_planted_tensor_on_the_processor_is_seen():
