@@ -21,7 +21,6 @@ from hf_dp.clipping.chunked_loss import (
     check_head,
     check_output,
     chunked_loss,
-    saves_memory,
     without_logits,
 )
 from hf_dp.errors import DataError, UnsupportedLossError, UnsupportedModelError
@@ -123,8 +122,8 @@ def per_example_loss(model: nn.Module, inputs: Mapping[str, Any], chunked: bool 
             (regression, one output), (b, K) floats (multi-label), or (b, T) class or token ids with
             -100 where nothing is predicted. An example's loss is then the mean over its own labeled
             tokens, 0 when it has none.
-        chunked: form a causal language model's loss by blocks of the vocabulary, where this takes
-            less memory (:mod:`hf_dp.clipping.chunked_loss`).
+        chunked: form a causal language model's loss by blocks of the vocabulary
+            (:mod:`hf_dp.clipping.chunked_loss`).
 
     Raises: UnsupportedLossError; DataError when the labels are missing or do not fit.
     """
@@ -171,8 +170,8 @@ def per_example_loss(model: nn.Module, inputs: Mapping[str, Any], chunked: bool 
     return loss(base_model(model), logits, labels)
 
 
-def _head_by_blocks(model: nn.Module, task: str, labels: Tensor) -> nn.Linear | None:
-    """Return the head whose logits are to be formed by blocks, None where they cost no more."""
+def _head_by_blocks(model: nn.Module, task: str, labels: Tensor) -> nn.Linear:
+    """Return the head whose logits are to be formed by blocks."""
     if task != "causal_lm":
         raise UnsupportedLossError(
             f"`chunked_loss` is for causal language models, and {type(base_model(model)).__name__} "
@@ -181,7 +180,7 @@ def _head_by_blocks(model: nn.Module, task: str, labels: Tensor) -> nn.Linear | 
     head = check_head(base_model(model))
     if labels.dim() != 2:
         raise DataError(f"Expected one label per token, (b, T), got {tuple(labels.shape)}.")
-    return head if saves_memory(head, labels.shape[1]) else None
+    return head
 
 
 def attended_targets(labels: Tensor, mask: Tensor) -> Tensor:

@@ -10,6 +10,10 @@ position:
 
 That is one product more than the three of ordinary training. Numbers differ from those of
 ``torch.nn.functional.cross_entropy`` by rounding only.
+
+A head that trains has one gradient an example. Where rows have as many positions as the head has
+features, these are formed as they are. Where rows are shorter, they would take more than the
+logits do, and :mod:`hf_dp.clipping.head_gradients` forms norms and sums by blocks instead.
 """
 
 from __future__ import annotations
@@ -22,18 +26,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.nn import functional as F
 
 from hf_dp.clipping.gradients import Dense
+from hf_dp.clipping.head_gradients import (
+    HeadGradients,
+    LeftGrams,
+    LogitGradients,
+    logits_by_blocks,
+)
 from hf_dp.clipping.products import outer_sums
 from hf_dp.clipping.rounding import accumulation_dtype, full_precision, unit
 from hf_dp.clipping.rules._autocast import matmul_dtype
 from hf_dp.clipping.tape import Tape, has_own_forward, tape_of
 from hf_dp.errors import UnsupportedLossError
-
-# Tokens in a block. It must not depend on the batch: in bfloat16 each block's product is rounded,
-# so an example's gradient would depend on how many others are beside it.
-_WIDTH = 4096
 
 
 @dataclass
@@ -66,16 +71,6 @@ def check_head(model: Any) -> nn.Linear:
     if head._forward_hooks or head._forward_pre_hooks or has_own_forward(head):
         raise _unsupported("the head has hooks or a forward of its own")
     return head
-
-
-def saves_memory(head: nn.Linear, positions: int) -> bool:
-    """Return whether per-example gradients of the head take no more memory than the logits.
-
-    They do where T >= d; a frozen head has none. The number of examples must not count: in bfloat16
-    blocks round otherwise than whole logits, and an example's gradient would depend on whether
-    another one is beside it.
-    """
-    return not head.weight.requires_grad or positions >= head.in_features
 
 
 @contextmanager
@@ -137,33 +132,6 @@ def _unsupported(why: str) -> UnsupportedLossError:
     )
 
 
-@dataclass
-class _Block:
-    """Logits of some tokens, (b, T, width), and where the labels lie among them."""
-
-    rows: slice
-    logits: Tensor
-    index: Tensor  # (b, T, 1), inside the block also for labels outside
-    inside: Tensor  # (b, T, 1)
-
-
-def _blocks(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor
-) -> Iterator[_Block]:
-    vocabulary = len(weight)
-    for start in range(0, vocabulary, _WIDTH):
-        rows = slice(start, min(start + _WIDTH, vocabulary))
-        logits = F.linear(
-            hidden,
-            weight[rows].to(hidden.dtype),
-            None if bias is None else bias[rows].to(hidden.dtype),
-        )
-        index = (labels - start)[..., None]
-        inside = (index >= 0) & (index < rows.stop - start)
-        index = index.clamp(0, rows.stop - start - 1)
-        yield _Block(rows, logits.to(accumulation_dtype(hidden.dtype)), index, inside)
-
-
 class _ChunkedLoss(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -183,12 +151,11 @@ class _ChunkedLoss(torch.autograd.Function):
         weight.new_empty(1).expand(len(weight)).gather(0, labels.masked_fill(~labeled, 0).flatten())
         lse: Tensor | None = None
         target: Tensor | None = None
-        with torch.autocast(hidden.device.type, enabled=False):
-            for block in _blocks(hidden, weight, bias, labels):
-                of_block = block.logits.logsumexp(-1)
-                picked = block.logits.gather(-1, block.index)
-                lse = of_block if lse is None else torch.logaddexp(lse, of_block)
-                target = picked if target is None else torch.where(block.inside, picked, target)
+        for block in logits_by_blocks(hidden, weight, bias, labels):
+            of_block = block.logits.logsumexp(-1)
+            picked = block.logits.gather(-1, block.index)
+            lse = of_block if lse is None else torch.logaddexp(lse, of_block)
+            target = picked if target is None else torch.where(block.inside, picked, target)
         assert lse is not None and target is not None
         share = labeled.to(lse.dtype) / labeled.sum(1, keepdim=True).clamp_min(1)
         losses = (lse - target[..., 0]).masked_fill_(~labeled, 0).mul_(share).sum(1)
@@ -201,45 +168,54 @@ class _ChunkedLoss(torch.autograd.Function):
         (needs_hidden, needs_weight, needs_bias) = ctx.needs_input_grad[:3]
         examples, vocabulary = len(hidden), len(weight)
         dtype = accumulation_dtype(hidden.dtype)
-        scale = (grad_outputs[0][:, None] * share)[..., None]
-        unlabeled = scale == 0
+        logits = LogitGradients(
+            hidden, weight, bias, labels, lse, (grad_outputs[0][:, None] * share)[..., None]
+        )
         one_each = 1 if ctx.tape is None else examples
+        # Explicit gradients of b examples take b V d numbers, and their logits b V T.
+        by_blocks = needs_weight and ctx.tape is not None and hidden.shape[1] < hidden.shape[2]
         grad_hidden = torch.zeros_like(hidden, dtype=dtype) if needs_hidden else None
-        of_weight = hidden.new_empty(one_each, *weight.shape, dtype=dtype) if needs_weight else None
+        of_weight = (
+            hidden.new_empty(one_each, *weight.shape, dtype=dtype)
+            if needs_weight and not by_blocks
+            else None
+        )
         of_bias = hidden.new_empty(one_each, vocabulary, dtype=dtype) if needs_bias else None
+        grams = LeftGrams(hidden) if by_blocks else None
         squares = torch.zeros(labels.shape, dtype=dtype, device=hidden.device)
-        for block in _blocks(hidden, weight, bias, labels):
-            grads = block.logits.sub_(lse[..., None]).exp_()
-            grads.scatter_add_(-1, block.index, -block.inside.to(grads.dtype))
-            # As in a backward pass under autocast: rounded, once, to what the products take.
-            grads = grads.mul_(scale).masked_fill_(unlabeled, 0).to(hidden.dtype)
+        for rows, grads in logits.by_blocks():
             squares += grads.to(dtype).square().sum(-1)
+            if grams is not None:
+                grams.add(grads)
             if grad_hidden is not None:
-                grad_hidden += grads @ weight[block.rows].to(hidden.dtype)
+                grad_hidden += grads @ weight[rows].to(hidden.dtype)
+            inputs = hidden
             if ctx.tape is None:
                 grads, inputs = grads.flatten(0, 1)[None], hidden.flatten(0, 1)[None]
-            else:
-                inputs = hidden
             if of_weight is not None:
                 with full_precision():
-                    of_weight[:, block.rows] = outer_sums(grads, inputs)
+                    of_weight[:, rows] = outer_sums(grads, inputs)
             if of_bias is not None:
-                of_bias[:, block.rows] = grads.sum(1, dtype=dtype)
-        gradients = {"weight": of_weight, "bias": of_bias}
-        if ctx.tape is not None:
+                of_bias[:, rows] = grads.sum(1, dtype=dtype)
+        back = None if grad_hidden is None else grad_hidden.to(ctx.dtype)
+        if ctx.tape is None:
+            formed = (of_weight, of_bias)
+            kinds = (weight, bias)
+            return (
+                back,
+                *(
+                    None if each is None else each[0].to(kind.dtype)
+                    for each, kind in zip(formed, kinds, strict=True)
+                ),
+                None,
+                None,
+            )
+        if grams is not None:
+            ctx.tape.capture(ctx.module, "weight", HeadGradients(logits, grams.total()))
+        if of_weight is not None:
             inputs = torch.linalg.vector_norm(hidden, dim=2, dtype=dtype)
             slack = unit(dtype) * squares.sqrt_().mul_(inputs).sum(1)  # as that of outer products
-            for name, gradient in gradients.items():
-                if gradient is not None:
-                    of_factors = slack if name == "weight" else None
-                    ctx.tape.capture(ctx.module, name, Dense(gradient, True, of_factors))
-            gradients = {}
-        summed = [gradients.get(name) for name in ("weight", "bias")]
-        back = None if grad_hidden is None else grad_hidden.to(ctx.dtype)
-        kinds = (weight, bias)
-        return (
-            back,
-            *(None if s is None else s[0].to(k.dtype) for s, k in zip(summed, kinds, strict=True)),
-            None,
-            None,
-        )
+            ctx.tape.capture(ctx.module, "weight", Dense(of_weight, True, slack))
+        if of_bias is not None:
+            ctx.tape.capture(ctx.module, "bias", Dense(of_bias, True))
+        return back, None, None, None, None

@@ -141,6 +141,10 @@ class OuterProducts(PerExampleGradient):
     def norms(self, grams: Grams | None = None) -> Norms:
         return outer_norms([(self.left, self.right)], grams)[0]
 
+    def left_at(self, tokens: Tensor) -> Tensor:
+        """Return the left factors at some rows of each example, (b, T, S), for tokens (b, S)."""
+        return self.left.gather(2, tokens[:, None, :].expand(-1, self.left.shape[1], -1))
+
     def weighted_factors(self, weights: Weights) -> tuple[Tensor, Tensor]:
         """Return two matrices, (m, b T) and (b T, n), whose product is the weighted sum."""
         dtype = accumulation_dtype(self.left.dtype)

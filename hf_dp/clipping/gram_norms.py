@@ -89,6 +89,17 @@ def _reduced(pairs: Sequence[_GramPair]) -> list[Norms]:
     return [Norms(*of_pair) for of_pair in zip(*by_pair, strict=True)]
 
 
+def norms_from_grams(left: Tensor, right: Tensor, features: int) -> Norms:
+    """Return the norms of b sums of outer products from both factors' Gram matrices, (b, T, T).
+
+    Args:
+        left: overwritten.
+        features: of the wider factor.
+    """
+    (found,) = _reduced([_GramPair([left], [right], features)])
+    return found
+
+
 def _stacked(pairs: Sequence[list[Tensor]]) -> list[Tensor]:
     """Return the blocks (b, T, T) of each pair as blocks of (pairs * b, T, T)."""
     if len(pairs) == 1:

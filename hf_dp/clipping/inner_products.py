@@ -10,12 +10,17 @@ import torch
 from torch import Tensor
 
 from hf_dp.clipping.gradients import Dense, Lookups, OuterProducts, PerExampleGradient
+from hf_dp.clipping.head_gradients import HeadGradients
 from hf_dp.clipping.products import dots
 from hf_dp.clipping.rounding import accumulation_dtype, unit
+from hf_dp.errors import UnsupportedLossError
 
 
 def inner_product(one: PerExampleGradient, other: PerExampleGradient) -> tuple[Tensor, Tensor]:
-    """Return ``<G_i, H_i>`` of each example, (b,), and a bound on its rounding error, (b,)."""
+    """Return ``<G_i, H_i>`` of each example, (b,), and a bound on its rounding error, (b,).
+
+    Raises: UnsupportedLossError for a head by blocks beside another linear layer.
+    """
     if isinstance(one, Dense) or isinstance(other, Dense):
         dense, factored = (one, other) if isinstance(one, Dense) else (other, one)
         assert isinstance(dense, Dense)
@@ -25,14 +30,19 @@ def inner_product(one: PerExampleGradient, other: PerExampleGradient) -> tuple[T
         dtype = accumulation_dtype(one.left.dtype)
         terms = dots(one.left, other.left, dtype)
         terms.mul_(dots(one.right, other.right, dtype))
+    elif not isinstance(one, Lookups) and not isinstance(other, Lookups):
+        raise UnsupportedLossError(
+            "The head's weight is also the weight of another linear layer, so the norm of its "
+            "gradient cannot be formed by blocks. Set chunked_loss=False."
+        )
     else:
-        outer, lookups = (one, other) if isinstance(one, OuterProducts) else (other, one)
-        assert isinstance(outer, OuterProducts) and isinstance(lookups, Lookups)
-        dtype = accumulation_dtype(outer.left.dtype)
+        outer, lookups = (other, one) if isinstance(one, Lookups) else (one, other)
+        assert isinstance(outer, OuterProducts | HeadGradients) and isinstance(lookups, Lookups)
+        right = outer.right if isinstance(outer, OuterProducts) else outer.logits.hidden
+        dtype = accumulation_dtype(right.dtype)
         # <sum_s l_s r_s^T, sum_t onehot(k_t) e_t^T> = sum_{s,t} l_s[k_t] (r_s . e_t)
-        index = lookups.tokens[:, None, :].expand(-1, outer.left.shape[1], -1)
-        terms = dots(outer.right, lookups.grads, dtype)
-        terms.mul_(outer.left.gather(2, index).to(dtype))
+        terms = dots(right, lookups.grads, dtype)
+        terms.mul_(outer.left_at(lookups.tokens).to(dtype))
     terms = terms.flatten(1)
     # The terms are themselves rounded dot products; their count stands in for the random walk of
     # the small ones.
@@ -44,6 +54,9 @@ def _with_dense(gradients: Tensor, other: PerExampleGradient) -> Tensor:
         # <D, sum_t l_t r_t^T> = sum_t l_t^T D r_t
         left, right = other.left.to(gradients.dtype), other.right.to(gradients.dtype)
         return torch.bmm(left, gradients.flatten(2)).mul_(right).sum(-1)
+    if isinstance(other, HeadGradients):
+        terms = [_with_dense(gradients[:, rows], part) for rows, part in other.factors()]
+        return torch.cat(terms, 1)
     if isinstance(other, Lookups):
         found = torch.stack([d[tokens] for d, tokens in zip(gradients, other.tokens, strict=True)])
         return found.view_as(other.grads).mul_(other.grads.to(found.dtype)).sum(-1)

@@ -112,8 +112,7 @@ class DPTrainingArguments(ForwardArguments, TrainingArguments):
         chunked_loss (`bool`, *optional*, defaults to `False`):
             Form a causal language model's loss by blocks of the vocabulary, so that no logits of a
             batch are held: for large vocabularies and long rows. It costs one more product of the
-            head. A head that trains takes part where rows have as many positions as hidden
-            features; elsewhere its gradients would take more.
+            head, or two where the head trains on rows with fewer positions than hidden features.
         max_tokens_per_physical_batch (`int`, *optional*):
             Largest number of tokens of a physical batch, padding included, beside
             `per_device_train_batch_size`: short examples then come in larger batches than long

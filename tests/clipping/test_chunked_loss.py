@@ -12,12 +12,12 @@ import transformers as hf
 from accelerate.utils.operations import convert_to_fp32
 from models import assert_same_sums, batch_for, gpt2, llama, loop_oracle
 from peft import LoraConfig, get_peft_model
+from tensor_cores import WAYS, TensorCores, precision_restored
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
-from hf_dp import losses
-from hf_dp.clipping import ClippingEngine, chunked_loss, self_check
+from hf_dp.clipping import ClippingEngine, chunked_loss, head_gradients, self_check
 from hf_dp.clipping.engine import STRATEGIES
 from hf_dp.errors import UnsupportedLossError
 from hf_dp.losses import per_example_loss
@@ -54,7 +54,7 @@ MODELS = {
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch):
     """Several blocks of the vocabulary, the last one smaller."""
-    monkeypatch.setattr(chunked_loss, "_WIDTH", 9)
+    monkeypatch.setattr(head_gradients, "_WIDTH", 9)
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -99,29 +99,20 @@ class Largest(TorchDispatchMode):
         return result
 
 
-@pytest.mark.parametrize("name", ["frozen", "lora"])
-def test_no_logits_of_the_batch_are_held(name):
+@pytest.mark.parametrize("strategy", ["book_keeping", "two_pass"])
+@pytest.mark.parametrize(
+    ("name", "lengths"), [("frozen", LONG), ("lora", LONG), *((n, (7, 5) * 20) for n in MODELS)]
+)
+def test_no_logits_of_the_batch_are_held(name, lengths, strategy):
     model = MODELS[name]()
-    batch = batch_for(model, LONG)
+    batch = batch_for(model, lengths)
     found = []
     for chunked in (True, False):
-        with Largest() as largest, ClippingEngine(model, 0.01) as engine:
+        with Largest() as largest, ClippingEngine(model, 0.01, strategy=strategy) as engine:
             engine.backward(per_example_loss(model, batch, chunked))
         found.append(largest.numbers)
-    logits = len(LONG) * max(LONG) * models.VOCABULARY
+    logits = len(lengths) * max(lengths) * models.VOCABULARY
     assert found[0] < logits <= found[1]
-
-
-def test_whether_blocks_are_used_does_not_depend_on_the_neighbors(monkeypatch):
-    """In bfloat16 an example's gradient would move by more than the noise is scaled to."""
-    used = []
-    original = losses.chunked_loss
-    monkeypatch.setattr(losses, "chunked_loss", lambda *a: used.append(1) or original(*a))
-    model = gpt2()
-    for lengths, expected in (((18,), 1), ((18, 17), 1), ((5,), 0), ((5, 5), 0)):
-        used.clear()
-        per_example_loss(model, batch_for(model, lengths), chunked=True)
-        assert len(used) == expected
 
 
 def test_in_bfloat16_a_gradient_does_not_depend_on_how_many_others_there_are():
@@ -258,18 +249,102 @@ def test_what_it_cannot_do_is_refused_by_name(build, why):
         per_example_loss(model, batch_for(model, (18,)), chunked=True)
 
 
-def test_planted_sum_of_the_wrong_tokens_is_seen(monkeypatch):
-    original = chunked_loss._blocks
+@pytest.mark.parametrize("lengths", [LONG, (5, 3)])
+def test_planted_sum_of_the_wrong_tokens_is_seen(lengths, monkeypatch):
+    original = head_gradients.logits_by_blocks
 
     def shifted(*args):
         for block in original(*args):
             block.index = (block.index + 1).clamp_max(block.logits.shape[-1] - 1)
             yield block
 
-    monkeypatch.setattr(chunked_loss, "_blocks", shifted)
+    for module in (chunked_loss, head_gradients):
+        monkeypatch.setattr(module, "logits_by_blocks", shifted)
     model = gpt2()
-    batch = batch_for(model, LONG)
+    batch = batch_for(model, lengths)
     with ClippingEngine(model, 0.01) as engine:
         norms = engine.backward(per_example_loss(model, batch, chunked=True))
     expected, _ = loop_oracle(model, batch, 0.01)
     assert not torch.allclose(norms, expected, rtol=1e-3)
+
+
+# -- heads whose gradients are formed by blocks: rows shorter than the head has features ---
+
+SHORT = (9, 4, 12)
+
+
+def worst_difference(chunked: bool = True) -> float:
+    """Return how far a norm is, relatively, from that of the one gradient that makes the sum."""
+    model = gpt2(dtype=torch.float32)
+    batch = batch_for(model, SHORT)
+    worst = 0.0
+    for index in range(3):
+        with TensorCores(), ClippingEngine(model, 1e6) as engine:
+            twice = models.rows(batch, [index, index])
+            norm = engine.backward(per_example_loss(model, twice, chunked))
+            total = [each.double().flatten() for each in engine.collect().values()]
+        worst = max(worst, abs(norm[0].item() * 2 / torch.cat(total).norm().item() - 1))
+    return worst
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_what_is_added_is_what_was_measured_whatever_products_round_to(way):
+    """Logits are formed in backward, and again for the sum, where other settings hold."""
+    with precision_restored():
+        WAYS[way]()
+        assert worst_difference() < 1e-5
+
+
+def test_planted_logits_of_another_precision_are_seen(monkeypatch):
+    monkeypatch.setattr(head_gradients, "full_precision", nullcontext)
+    with precision_restored():
+        WAYS["torch.backends.fp32_precision"]()
+        assert worst_difference() > 1e-5
+
+
+def test_cancelling_gradients_of_a_head_are_settled(monkeypatch):
+    """A norm far below its terms comes from the explicit gradient in float64."""
+    settled = []
+    block = head_gradients.HeadGradients.block
+    monkeypatch.setattr(
+        head_gradients.HeadGradients, "block", lambda *a: settled.append(1) or block(*a)
+    )
+    torch.manual_seed(0)
+    head = torch.nn.Linear(16, models.VOCABULARY, bias=False)
+    hidden = torch.randn(1, 1, 16).expand(2, 8, 16) * torch.tensor([1.0, -1.0] * 4)[:, None]
+    labels = torch.tensor([[3] * 8, [5] * 8])
+    # Gradients of logits hardly depend on the input here, and the inputs cancel.
+    with torch.no_grad():
+        head.weight.mul_(1e-4)
+    with ClippingEngine(head, 1e6) as engine:
+        norms = engine.backward(chunked_loss.chunked_loss(head, hidden, labels, -100))
+    assert settled
+    exact = head.double()
+    for index in range(2):
+        values = chunked_loss.chunked_loss(
+            exact, hidden[index : index + 1].double(), labels[index : index + 1], -100
+        )
+        (gradient,) = torch.autograd.grad(values.sum(), [exact.weight])
+        assert norms[index].item() == pytest.approx(gradient.norm().item(), rel=1e-3)
+
+
+class HeadTwice(torch.nn.Module):
+    """Its head is also a layer of its body."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = torch.nn.Linear(models.VOCABULARY, 16, bias=False).double()
+        self.head = torch.nn.Linear(16, models.VOCABULARY, bias=False).double()
+        self.again = torch.nn.Linear(16, models.VOCABULARY, bias=False)
+        self.again.weight = self.head.weight
+
+
+def test_a_head_that_is_another_layer_too_is_refused():
+    model = HeadTwice()
+    hidden = torch.randn(2, 3, 16, dtype=torch.float64)
+    labels = torch.tensor([[1, 2, 3], [4, 5, 6]])
+    with ClippingEngine(model, 1.0) as engine:
+        hidden = model.body(model.again(hidden))
+        values = chunked_loss.chunked_loss(model.head, hidden, labels, -100)
+        with pytest.raises(UnsupportedLossError, match="another linear layer.*chunked_loss=False"):
+            engine.backward(values)
