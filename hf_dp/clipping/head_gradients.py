@@ -37,9 +37,13 @@ class _Block:
 
 
 def logits_by_blocks(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    labels: Tensor,
+    wanted: slice | None = None,
 ) -> Iterator[_Block]:
-    """Yield the logits of one block of tokens after the other.
+    """Yield the logits of one block of tokens after the other; only those with wanted tokens.
 
     They are the same numbers each time, whatever autocast or TF32 setting surrounds the call: what
     is added to a sum must be what was measured.
@@ -47,6 +51,8 @@ def logits_by_blocks(
     vocabulary = len(weight)
     for start in range(0, vocabulary, _WIDTH):
         rows = slice(start, min(start + _WIDTH, vocabulary))
+        if wanted is not None and (rows.stop <= wanted.start or wanted.stop <= rows.start):
+            continue
         with torch.autocast(hidden.device.type, enabled=False), full_precision():
             logits = F.linear(
                 hidden,
@@ -76,10 +82,10 @@ class LogitGradients:
     lse: Tensor
     scale: Tensor
 
-    def by_blocks(self) -> Iterator[tuple[slice, Tensor]]:
+    def by_blocks(self, wanted: slice | None = None) -> Iterator[tuple[slice, Tensor]]:
         """Yield rows of the vocabulary with the gradients of their logits, (b, T, rows)."""
         unlabeled = self.scale == 0
-        for block in logits_by_blocks(self.hidden, self.weight, self.bias, self.labels):
+        for block in logits_by_blocks(self.hidden, self.weight, self.bias, self.labels, wanted):
             grads = block.logits.sub_(self.lse[..., None]).exp_()
             grads.scatter_add_(-1, block.index, -block.inside.to(grads.dtype))
             # As in a backward pass under autocast: rounded, once, to what the products take.
@@ -125,9 +131,9 @@ class HeadGradients(PerExampleGradient):
     def fits(self, shape: torch.Size, examples: int) -> bool:
         return shape == self.logits.weight.shape and len(self.gram) == examples
 
-    def factors(self) -> Iterator[tuple[slice, OuterProducts]]:
+    def factors(self, wanted: slice | None = None) -> Iterator[tuple[slice, OuterProducts]]:
         """Yield rows of the weight with the outer products that make their gradients."""
-        for rows, left in self.logits.by_blocks():
+        for rows, left in self.logits.by_blocks(wanted):
             part = OuterProducts(left, self.logits.hidden)
             if self.keep is not None:
                 part.keep_only(self.keep)
@@ -165,11 +171,10 @@ class HeadGradients(PerExampleGradient):
 
     def block(self, examples: slice, rows: slice, dtype: torch.dtype) -> Tensor:
         blocks = []
-        for here, part in self.factors():  # of all examples, so that the numbers are the same
+        for here, part in self.factors(rows):  # of all examples, so that the numbers are the same
             start, stop = max(here.start, rows.start), min(here.stop, rows.stop)
-            if start < stop:
-                inside = slice(start - here.start, stop - here.start)
-                blocks.append(part.block(examples, inside, dtype))
+            inside = slice(start - here.start, stop - here.start)
+            blocks.append(part.block(examples, inside, dtype))
         return torch.cat(blocks, 1)
 
     def fingerprint(self) -> Tensor:

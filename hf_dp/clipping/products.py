@@ -43,7 +43,7 @@ def outer_sums(left: Tensor, right: Tensor, total: Tensor | None = None) -> Tens
 
     Args:
         left, right: (b, T, m) and (b, T, n).
-        total: (b, m, n) and contiguous; changed in place.
+        total: (b, m, n); changed in place.
     """
     if tensor_cores.take(left, right):
         return tensor_cores.product(left[:, None], right[:, None], _ones(left), total)

@@ -39,7 +39,7 @@ def take(*factors: Tensor) -> bool:
     """
     return (
         all(each.dtype == torch.bfloat16 and each.is_cuda for each in factors)
-        and all(each[0].numel() < _LARGEST for each in factors)
+        and all(each.shape[1:].numel() < _LARGEST for each in factors)
         and _has_them(factors[0].device.index)
     )
 
@@ -62,13 +62,15 @@ def product(one: Tensor, other: Tensor, weights: Tensor, total: Tensor | None = 
         one: bfloat16, (Z, G, K, I), of any strides.
         other: bfloat16, (Z, G, K, J), of any strides.
         weights: float32, (Z, G).
-        total: float32, (Z, I, J) and contiguous; to be added to in place.
+        total: float32, (Z, I, J); to be added to in place.
     """
     from hf_dp.clipping.tensor_core_kernel import launch
 
-    (_, _, _, height), width = one.shape, other.shape[3]
-    out = total
-    if out is None:
-        out = torch.empty(len(one), height, width, dtype=torch.float32, device=one.device)
-    launch(one, other, weights, out, add=total is not None, terms=TERMS)
-    return out
+    if total is not None and total.is_contiguous() and total.dtype == torch.float32:
+        launch(one, other, weights, total, add=True, terms=TERMS)
+        return total
+    out = torch.empty(
+        len(one), one.shape[3], other.shape[3], dtype=torch.float32, device=one.device
+    )
+    launch(one, other, weights, out, add=False, terms=TERMS)
+    return out if total is None else total.add_(out)

@@ -328,6 +328,23 @@ def test_cancelling_gradients_of_a_head_are_settled(monkeypatch):
         assert norms[index].item() == pytest.approx(gradient.norm().item(), rel=1e-3)
 
 
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_an_example_that_is_not_finite_leaves_no_trace(strategy):
+    torch.manual_seed(0)
+    head = torch.nn.Linear(16, models.VOCABULARY).double()
+    hidden = torch.randn(3, 5, 16, dtype=torch.float64)
+    hidden[1, 2] = torch.nan
+    labels = torch.randint(0, models.VOCABULARY, (3, 5))
+
+    def sums(kept: list[int]) -> list[Tensor]:
+        with ClippingEngine(head, 0.1, strategy=strategy) as engine:
+            engine.backward(chunked_loss.chunked_loss(head, hidden[kept], labels[kept], -100))
+            return list(engine.collect().values())
+
+    for found, expected in zip(sums([0, 1, 2]), sums([0, 2]), strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-12, atol=0)
+
+
 class HeadTwice(torch.nn.Module):
     """Its head is also a layer of its body."""
 
