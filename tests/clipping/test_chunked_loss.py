@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_flatten
 
 from hf_dp.clipping import ClippingEngine, chunked_loss, head_gradients, self_check
 from hf_dp.clipping.engine import STRATEGIES
+from hf_dp.clipping.gradients import OuterProducts
 from hf_dp.errors import UnsupportedLossError
 from hf_dp.losses import per_example_loss
 
@@ -343,6 +344,30 @@ def test_an_example_that_is_not_finite_leaves_no_trace(strategy):
 
     for found, expected in zip(sums([0, 1, 2]), sums([0, 2]), strict=True):
         torch.testing.assert_close(found, expected, rtol=1e-12, atol=0)
+
+
+def test_a_head_by_blocks_is_its_outer_products():
+    torch.manual_seed(0)
+    hidden = torch.randn(3, 5, 16, dtype=torch.float64)
+    weight = torch.randn(models.VOCABULARY, 16, dtype=torch.float64)
+    labels = torch.randint(0, models.VOCABULARY, (3, 5))
+    logits = hidden @ weight.mT
+    left = logits.softmax(-1) - torch.nn.functional.one_hot(labels, models.VOCABULARY)
+    whole = OuterProducts(left, hidden)
+    by_blocks = head_gradients.HeadGradients(
+        head_gradients.LogitGradients(
+            hidden, weight, None, labels, logits.logsumexp(-1), torch.ones(3, 5, 1).double()
+        ),
+        left @ left.mT,
+    )
+    norms, expected = by_blocks.norms(), whole.norms()
+    for name in ("squared", "error", "slack"):
+        torch.testing.assert_close(getattr(norms, name), getattr(expected, name))
+    torch.testing.assert_close(by_blocks.slack(), whole.slack())
+    torch.testing.assert_close(by_blocks.left_at(labels), whole.left_at(labels))
+    some = slice(1, 3), slice(7, 40), torch.float64
+    torch.testing.assert_close(by_blocks.block(*some), whole.block(*some))
+    torch.testing.assert_close(by_blocks.fingerprint(), whole.fingerprint())
 
 
 class HeadTwice(torch.nn.Module):
