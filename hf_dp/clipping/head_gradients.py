@@ -67,7 +67,7 @@ def logits_by_blocks(
 
 @dataclass
 class LogitGradients:
-    """What the gradients of the logits of b examples are formed from.
+    """Form the gradients of the logits of b examples, block by block.
 
     Attributes:
         hidden: the head's inputs, (b, T, d).

@@ -38,7 +38,9 @@ def main() -> None:
             assert "cp.async.cg" in made.asm["ptx"], "loads do not run ahead of products"
             assert made.metadata.shared <= 99 * 1024, "more than the smallest of these GPUs has"
             # A product begins at zeros, and what it gives is multiplied before it is added.
-            for product in re.findall(r"tt\.dot [^,]*, [^,]*, (%\w+)", made.asm["ttir"]):
+            begins = re.findall(r"tt\.dot [^,]*, [^,]*, (%\w+)", made.asm["ttir"])
+            assert begins
+            for product in begins:
                 assert re.search(rf"{product} = arith\.constant dense<0\.0", made.asm["ttir"])
 
 

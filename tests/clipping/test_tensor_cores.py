@@ -133,7 +133,7 @@ def test_one_example_moves_the_sum_by_no_more_than_the_noise_is_scaled_to(strate
 
 
 def test_planted_weights_in_bf16_are_seen(monkeypatch):
-    """As a split of a weighted factor without its rest: a weight that is rounded up adds too much."""
+    """A weight that is rounded up adds too much, as a split without its rest would."""
     emulate(monkeypatch)
     as_it_is = tensor_cores.product
 
