@@ -60,14 +60,18 @@ class PhysicalBatches:
 
     def cut(self, examples: Sequence[Example]) -> list[list[int]]:
         """Return the indices of the examples in each physical batch."""
+        shapes = [shape_of(example) for example in examples] if self.one_shape else None
+        return physical_batches(self.lengths(examples), self.size, self.max_tokens, shapes)
+
+    def lengths(self, examples: Sequence[Example]) -> list[int]:
+        """Return the tokens of each example. Raises: DataError, as above."""
         lengths = [length_of(example) for example in examples]
         if self.max_tokens is not None and not all(lengths):
             raise DataError(
                 "max_tokens_per_physical_batch is set, but an example has no `input_ids` to count. "
                 "Leave it unset for data without tokens, or remove empty rows."
             )
-        shapes = [shape_of(example) for example in examples] if self.one_shape else None
-        return physical_batches(lengths, self.size, self.max_tokens, shapes)
+        return lengths
 
 
 def private_dataloader(
@@ -78,9 +82,14 @@ def private_dataloader(
 ) -> DataLoader:
     """Return a loader over the sampler's samples, drawn from the run's secret source."""
     sampler = dataclasses.replace(sampler, random_bytes=examples.randomness.random_bytes)
+    return loader_of(examples, sampler, batches, options)
+
+
+def loader_of(dataset: Any, sampler: Any, batches: Any, options: BatchOptions) -> DataLoader:
+    """Return a loader of physical batches, without a shuffle or a sampler of its own."""
     return DataLoader(
-        examples,
-        batch_sampler=sampler,  # type: ignore[arg-type]
+        dataset,
+        batch_sampler=sampler,
         collate_fn=batches,
         num_workers=options.num_workers,
         pin_memory=options.pin_memory,

@@ -182,7 +182,7 @@ def _parameter_rows(statement: PrivacyStatement) -> list[tuple[str, str]]:
         "Sample rate": _numbers(statement.sample_rates),
         "Expected batch size": f"{statement.expected_batch_size:g}",
         "Steps (run / planned)": f"{statement.steps} / {statement.steps_planned}",
-        "Rows in the training set (public)": str(statement.num_examples),
+        _counted(statement): str(statement.num_examples),
         "Delta": f"{statement.delta_text} (exactly {statement.delta!r})",
         "Target epsilon": _target(statement),
         "Precision of sums and noise": facts.precision,
@@ -195,6 +195,11 @@ def _parameter_rows(statement: PrivacyStatement) -> list[tuple[str, str]]:
             run.run_id for run in facts.earlier
         )
     return [(markdown(name), markdown(text) or UNKNOWN) for name, text in texts.items()]
+
+
+def _counted(statement: PrivacyStatement) -> str:
+    what = "Rows" if statement.users is None else f"Units (each a {statement.users.name})"
+    return f"{what} in the training set (public)"
 
 
 def _target(statement: PrivacyStatement) -> str:

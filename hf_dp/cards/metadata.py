@@ -11,14 +11,19 @@ from hf_dp._version import __version__
 from hf_dp.cards.details import CardDetails
 from hf_dp.cards.escaping import one_line, public_name
 from hf_dp.cards.hub_rules import METRICS
-from hf_dp.plans.units import EXAMPLE, FEATURES, NONE
+from hf_dp.plans.units import EXAMPLE, FEATURES, NONE, USER
 from hf_dp.statement.facts import RunFacts
 from hf_dp.statement.statement import NOT_ESTABLISHED, PrivacyStatement
 
 TAGS = ("differential-privacy", "differential_privacy", "dp-sgd", "hf_dp")
 NOT_PRIVATE_TAGS = ("hf_dp",)  # a search for private models must not find one that is not
 KEY = "differential_privacy"
-_UNITS = {EXAMPLE: "example", FEATURES: "features of an example (labels public)", NONE: None}
+_UNITS = {
+    USER: "user",
+    EXAMPLE: "example",
+    FEATURES: "features of an example (labels public)",
+    NONE: None,
+}
 
 
 def card_data(statement: PrivacyStatement, details: CardDetails) -> ModelCardData:
@@ -115,6 +120,7 @@ def metadata(statement: PrivacyStatement) -> dict[str, Any]:
         "clipping": statement.clipping,
         "clipping_norm": statement.clipping_norm,
         "expected_batch_size": statement.expected_batch_size,
+        **_users(statement),
         "num_examples": statement.num_examples,
         "num_examples_public": True,
         "released_without_noise": _released(facts),
@@ -135,6 +141,19 @@ def _tags(statement: PrivacyStatement, given: Iterable[str]) -> list[str]:
 def _released(facts: RunFacts) -> list[str]:
     """List what this run and the earlier runs that it names released without noise."""
     return list(dict.fromkeys(one_line(name) for run in facts.everywhere for name in run.released))
+
+
+def _users(statement: PrivacyStatement) -> dict[str, Any]:
+    """Return whose rows are one unit, where it is not a row; ``num_examples`` then counts them."""
+    users = statement.users
+    if users is None:
+        return {}
+    return {
+        "unit_name": one_line(users.name),
+        "unit_column": one_line(users.column),
+        "max_rows_per_unit": users.max_rows,
+        "unit_reduction": users.reduction,
+    }
 
 
 def _one_or_list(values: tuple[float, ...]) -> float | list[float]:

@@ -31,32 +31,46 @@ def in_short(statement: PrivacyStatement) -> list[str]:
     if not statement.proven:
         return _without_a_guarantee(statement)
     row = "chunk of a text" if statement.rows_are_chunks else "row"
-    what = f"each single {row} of the training set"
-    if statement.unit_code != EXAMPLE:
-        what = f"the text (or image) of each single {row} of the training set, not its label"
+    what = f"each single {row} of the training set ({statement.num_examples:,} rows)"
+    users = statement.users
+    if users is not None:
+        name = markdown(users.name)
+        what = (
+            f"each single {name} in the training set, with all of its rows "
+            f"({statement.num_examples:,} in all)"
+        )
+    elif statement.unit_code != EXAMPLE:
+        what = (
+            f"the text (or image) of each single {row} of the training set, not its label "
+            f"({statement.num_examples:,} rows)"
+        )
     found = most_found(statement.epsilon or 0.0, statement.delta)
     alone = statement.status == "proven for the weights only"
     lines = [
-        f"**What is protected.** {what[0].upper()}{what[1:]} ({statement.num_examples:,} rows): "
-        "whether and how it was used for training.",
+        f"**What is protected.** {what[0].upper()}{what[1:]}: whether and how it was used for "
+        "training.",
         "**Against whom.** Anyone who has the weights"
         + (" (but not what else was released, see below)" if alone else "")
-        + ", also if they know all other rows and how the model was trained.",
-        "**How well.** Suppose that somebody guesses which rows were used, and is wrong about 1 in "
-        "100 of the rows that were not. Then they find at most "
-        f"{_in_100(found)} in 100 of the rows that were. Without privacy they may find all."
+        + f", also if they know {'all other rows' if users is None else 'the rows of all others'} "
+        "and how the model was trained.",
+        "**How well.** "
+        + _guessed(_in_100(found), users is not None)
+        + " Without privacy they may find all."
         + _judged(found),
     ]
     if statement.delta >= LARGE_DELTA:
         customary = "Far less than 1 in 10,000 is customary."
         if statement.num_examples < 1 / LARGE_DELTA:
-            customary = "Of so few rows no model can be taught with a delta that is customary."
+            few = "rows" if users is None else "units"
+            customary = f"Of so few {few} no model can be taught with a delta that is customary."
         lines.append(
             f"**A large delta.** Delta, {markdown(statement.delta_text)}, is roughly the chance "
             f"that all this fails. {customary}"
         )
     lines.append(
-        "**What is not protected.** A person with several rows is protected less. What the base "
+        "**What is not protected.** A person with several "
+        f"{'rows' if users is None else f'values in the column {markdown(repr(users.column))}'} is "
+        "protected less. What the base "
         "model learned before, evaluation data, and other models trained on the same rows are not "
         "covered. The full list is below."
     )
@@ -75,6 +89,18 @@ def _without_a_guarantee(statement: PrivacyStatement) -> list[str]:
         f"**Why.** {why[0].upper()}{why[1:]}. The numbers below are for the record; no epsilon "
         "follows from them.",
     ]
+
+
+def _guessed(found: str, users: bool) -> str:
+    if users:
+        return (
+            "Suppose that somebody guesses whose rows were used, and is wrong about 1 in 100 of "
+            f"those whose were not. Then they find at most {found} in 100 of those whose were."
+        )
+    return (
+        "Suppose that somebody guesses which rows were used, and is wrong about 1 in 100 of the "
+        f"rows that were not. Then they find at most {found} in 100 of the rows that were."
+    )
 
 
 def _in_100(share: float) -> str:

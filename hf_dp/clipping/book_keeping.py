@@ -23,7 +23,7 @@ def book_keeping(clipped: ClippedSum, losses: Tensor) -> Tensor:
     uses = clipped.capture(losses)
     make_explicit(uses, clipped.spare(held_bytes(uses)))
     clipped.forms = {parameter: form_name(of_one) for parameter, of_one in uses.items()}
-    return clip_and_add(clipped, uses, len(losses))
+    return clip_and_add(clipped, uses, clipped.units(losses))
 
 
 def clip_and_add(

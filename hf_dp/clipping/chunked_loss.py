@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from hf_dp.clipping.gradients import Dense
+from hf_dp.clipping.gradients import Dense, of_units
 from hf_dp.clipping.head_gradients import (
     HeadGradients,
     LeftGrams,
@@ -166,11 +166,13 @@ class _ChunkedLoss(torch.autograd.Function):
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, labels, lse, share = ctx.saved_tensors
         (needs_hidden, needs_weight, needs_bias) = ctx.needs_input_grad[:3]
+        scale, as_given = (grad_outputs[0][:, None] * share)[..., None], hidden.shape
+        if ctx.tape is not None:  # every position is computed by itself: its unit's or example's
+            rows = ctx.tape.rows_per_unit
+            hidden, labels, lse, scale = (of_units(v, rows) for v in (hidden, labels, lse, scale))
         examples, vocabulary = len(hidden), len(weight)
         dtype = accumulation_dtype(hidden.dtype)
-        logits = LogitGradients(
-            hidden, weight, bias, labels, lse, (grad_outputs[0][:, None] * share)[..., None]
-        )
+        logits = LogitGradients(hidden, weight, bias, labels, lse, scale)
         one_each = 1 if ctx.tape is None else examples
         # Explicit gradients of b examples take b V d numbers, and their logits b V T.
         by_blocks = needs_weight and ctx.tape is not None and hidden.shape[1] < hidden.shape[2]
@@ -197,7 +199,7 @@ class _ChunkedLoss(torch.autograd.Function):
                     of_weight[:, rows] = outer_sums(grads, inputs)
             if of_bias is not None:
                 of_bias[:, rows] = grads.sum(1, dtype=dtype)
-        back = None if grad_hidden is None else grad_hidden.to(ctx.dtype)
+        back = None if grad_hidden is None else grad_hidden.to(ctx.dtype).view(as_given)
         if ctx.tape is None:
             formed = (of_weight, of_bias)
             kinds = (weight, bias)
@@ -211,11 +213,11 @@ class _ChunkedLoss(torch.autograd.Function):
                 None,
             )
         if grams is not None:
-            ctx.tape.capture(ctx.module, "weight", HeadGradients(logits, grams.total()))
+            ctx.tape.capture(ctx.module, "weight", HeadGradients(logits, grams.total()), True)
         if of_weight is not None:
             inputs = torch.linalg.vector_norm(hidden, dim=2, dtype=dtype)
             slack = unit(dtype) * squares.sqrt_().mul_(inputs).sum(1)  # as that of outer products
-            ctx.tape.capture(ctx.module, "weight", Dense(of_weight, True, slack))
+            ctx.tape.capture(ctx.module, "weight", Dense(of_weight, True, slack), True)
         if of_bias is not None:
-            ctx.tape.capture(ctx.module, "bias", Dense(of_bias, True))
+            ctx.tape.capture(ctx.module, "bias", Dense(of_bias, True), True)
         return back, None, None, None, None

@@ -49,8 +49,10 @@ class ClippedSum:
         shards: the running sums of parameters that are spread over processes.
         memory_ratio: as given to the engine.
         model_bytes: what weights and gradients take in any training.
+        rows_per_unit: how many examples that follow each other are clipped as one.
 
     Attributes:
+        given: gradients that were captured already; None to capture them.
         shards: as given.
         forms: the form that each parameter's gradients got, in words; only from book-keeping.
         adding: whether adding to the sums has begun, so that a failure leaves them incomplete.
@@ -68,8 +70,11 @@ class ClippedSum:
         shards: ShardedSums | None = None,
         memory_ratio: float = 1.0,
         model_bytes: int = 0,
+        rows_per_unit: int = 1,
     ):
         self.tape, self.groups = tape, groups
+        self.given: dict[nn.Parameter, list[PerExampleGradient]] | None = None
+        self._rows_per_unit = rows_per_unit
         self.adding = False
         self.forms: dict[nn.Parameter, str] = {}
         self._clipping, self._clipping_norm = clipping, clipping_norm
@@ -80,6 +85,10 @@ class ClippedSum:
     def forward_uses(self) -> Counter[nn.Parameter]:
         """Count the forward's uses of each parameter."""
         return self.tape.forward_uses()
+
+    def units(self, losses: Tensor) -> int:
+        """Return how many units these losses are of, each clipped once."""
+        return len(losses) // self._rows_per_unit
 
     def spare(self, activations: int) -> float:
         """Return the bytes that explicit gradients may take beyond the factors they replace.
@@ -95,7 +104,7 @@ class ClippedSum:
         The losses are those of different examples, so their unweighted sum keeps the examples'
         gradients apart.
         """
-        with self.tape.capturing(len(losses), sink):
+        with self.tape.capturing(len(losses), sink, self._rows_per_unit):
             torch.autograd.backward(losses, torch.ones_like(losses), retain_graph=retain_graph)
             with self.tape.originals(), torch.no_grad(), full_precision():
                 for call in self.tape.calls:
@@ -104,6 +113,8 @@ class ClippedSum:
 
     def capture(self, losses: Tensor) -> dict[nn.Parameter, list[PerExampleGradient]]:
         """Run one backward pass; return all uses of each trainable parameter, held together."""
+        if self.given is not None:
+            return self.given
         uses: dict[nn.Parameter, list[PerExampleGradient]] = {}
 
         def keep(parameter: nn.Parameter, use: PerExampleGradient) -> None:

@@ -26,6 +26,7 @@ from hf_dp.clipping.clipped_sum import ClippedSum
 from hf_dp.clipping.coupling import refuse_coupling
 from hf_dp.clipping.fallback import fallback_forward, own_parameters, shared_method
 from hf_dp.clipping.forms import MEMORY_RATIO, check_memory_ratio
+from hf_dp.clipping.large_unit import LargeUnit
 from hf_dp.clipping.rounding import SMALLEST_CLIPPING_NORM, accumulation_dtype
 from hf_dp.clipping.rules import find_rule
 from hf_dp.clipping.sharded_sums import ShardedSums
@@ -111,6 +112,7 @@ class ClippingEngine:
         self._sharded = False
         self._shards = ShardedSums(())
         self._spoiled = False
+        self._large: LargeUnit | None = None
 
     def __enter__(self) -> ClippingEngine:
         modules = dict(self.model.named_modules())
@@ -132,7 +134,7 @@ class ClippingEngine:
             )
         everything, trained = self._everything.values(), self._parameters.values()
         self._model_bytes = sum(local_bytes(p) for each in (everything, trained) for p in each)
-        self._sums, self._spoiled = RunningSums(), False
+        self._sums, self._spoiled, self._large = RunningSums(), False, None
         self._shards = ShardedSums(self._parameters.values())
         self._tape = Tape({module: name for name, module in modules.items()}, self._sharded)
         self._groups = self._group()
@@ -174,24 +176,41 @@ class ClippingEngine:
         """
         return {name: self._forms[p] for name, p in self._parameters.items() if p in self._forms}
 
-    def backward(self, losses: Tensor, counted: bool = True) -> Tensor:
+    def backward(
+        self,
+        losses: Tensor,
+        counted: bool = True,
+        *,
+        rows_per_unit: int = 1,
+        unit_continues: bool = False,
+    ) -> Tensor:
         """Back-propagate per-example losses and add the clipped gradients to the running sums.
+
+        What is clipped is a *unit*: one example, or all rows of one user. A unit's gradient is that
+        of the sum of its losses, and has a norm of at most C in the sums, however many rows it has.
 
         Args:
             losses: (b,), each a function of its own example only, unscaled. b = 0 is allowed unless
-                the model is sharded, and adds nothing.
+                the model is sharded, and adds nothing. For the mean over the rows of a unit, divide
+                each loss by their number.
             counted: False for made-up examples, with which a process that has no others takes part
                 in what the processes do together. They add exactly nothing, whatever their
                 gradients are.
+            rows_per_unit: k >= 1; the examples 0 to k - 1 are one unit, the next k another, and so
+                on. k divides b.
+            unit_continues: the b examples are of one unit (k = b), and more of its examples follow
+                in the next call. The unit is clipped at the end of its last call.
 
         Returns:
-            the examples' gradient norms before clipping, (b,), detached; ``inf`` for an example
-            whose norm is not finite, which is removed from the sums. Of examples that do not count
-            there are none, (0,).
+            the units' gradient norms before clipping, (b / k,), detached; ``inf`` for a unit whose
+            norm is not finite, which is removed from the sums. Of examples that do not count, and
+            of a unit that continues, there are none, (0,).
 
-        Raises: UnsupportedLossError, UnaccountedGradientError, UnsupportedModelError.
+        Raises: UnsupportedLossError, UnaccountedGradientError, UnsupportedModelError;
+            InvalidArgumentError for rows that are no whole units.
         """
         self._check_losses(losses)
+        self._check_units(len(losses), rows_per_unit, unit_continues)
         if self._sharded and len(losses) == 0:
             raise UnsupportedLossError(
                 "engine.backward() got no losses, but this model is sharded: in forward and "
@@ -217,13 +236,20 @@ class ClippingEngine:
             shards=self._shards,
             memory_ratio=self.memory_ratio,
             model_bytes=self._model_bytes,
+            rows_per_unit=rows_per_unit,
         )
         try:
             # The sums are float32 even if this call runs under autocast.
             with torch.autocast(losses.device.type, enabled=False):
+                if unit_continues or self._large is not None:
+                    self._large = self._large or LargeUnit()
+                    clipped.backward(losses, self._large.add)
+                    if unit_continues:
+                        return losses.detach()[:0]
+                    clipped.given, self._large = self._large.uses(), None
                 norms = self._take(clipped, losses)
         except BaseException:
-            self._spoiled = self._spoiled or clipped.adding
+            self._spoiled = self._spoiled or clipped.adding or self._large is not None
             raise
         finally:
             self._forms = clipped.forms
@@ -247,9 +273,38 @@ class ClippingEngine:
                 f"{len(losses)}."
             )
 
+    def _check_units(self, examples: int, rows: int, continues: bool) -> None:
+        _validate.integer("rows_per_unit", rows, 1)
+        whole = examples == rows if continues or self._large is not None else examples % rows == 0
+        if not whole:
+            raise _validate.invalid(
+                "rows_per_unit",
+                rows,
+                f"to divide the {examples} examples into whole units"
+                if not continues and self._large is None
+                else f"to be the number of examples, {examples}, of a unit in several parts",
+                "A unit that is clipped in parts would move the sum by more than clipping_norm.",
+            )
+        if continues and self._sharded:
+            raise UnsupportedModelError(
+                "A unit has more rows than a physical batch, and this model is sharded: the other "
+                "processes would wait for this one. Raise per_device_train_batch_size (and "
+                "max_tokens_per_physical_batch), or lower max_rows_per_unit."
+            )
+
+    def _refuse_open_unit(self) -> None:
+        """Raise if the rows of a unit were begun and not ended: it was not clipped."""
+        if self._large is not None:
+            raise UnaccountedGradientError(
+                "The last engine.backward() had unit_continues=True, and the unit's other rows did "
+                "not follow, so it is not in the sums. Pass its last rows with "
+                "unit_continues=False."
+            )
+
     def _take(self, clipped: ClippedSum, losses: Tensor) -> Tensor:
         """Process one physical batch; a subclass may compute something other than clipped sums."""
-        return _STRATEGIES[self.strategy](clipped, losses)
+        strategy = book_keeping if clipped.given is not None else _STRATEGIES[self.strategy]
+        return strategy(clipped, losses)
 
     def collect(self) -> dict[str, Tensor]:
         """Return the clipped sums since the last call, and reset them.
@@ -258,6 +313,7 @@ class ClippingEngine:
         of a sharded parameter is a DTensor placed as the parameter is, and is that of the examples
         of all processes; the sum of any other parameter is that of this process's examples.
         """
+        self._refuse_open_unit()
         if self._spoiled:
             raise UnaccountedGradientError(
                 "engine.backward() failed while it added to the sums, so they hold only parts of "

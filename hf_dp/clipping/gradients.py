@@ -30,6 +30,7 @@ from hf_dp.clipping import tensor_cores
 from hf_dp.clipping.gram_norms import outer_norms
 from hf_dp.clipping.grams import Grams, LastOf
 from hf_dp.clipping.rounding import Norms, accumulation_dtype, squared_norms, unit
+from hf_dp.errors import UnsupportedModelError
 
 
 class Weights:
@@ -111,6 +112,25 @@ class PerExampleGradient(ABC):
         Never by a product: 0 * NaN is NaN.
         """
 
+    def of_units(self, rows: int) -> PerExampleGradient:
+        """Return the gradients of units: the sum over each ``rows`` examples that follow each
+        other.
+
+        Sums of outer products and of lookups over positions add up by joining the positions, so a
+        unit of k examples of T positions is one example of k T.
+
+        Raises: UnsupportedModelError for a form that cannot be joined.
+        """
+        raise UnsupportedModelError(
+            f"Gradients in the form {self.form!r} cannot be summed over the rows of a unit. Set "
+            "chunked_loss=False."
+        )
+
+
+def of_units(values: Tensor, rows: int) -> Tensor:
+    """Return positions (b, T, ...) of examples as positions (b / rows, rows T, ...) of units."""
+    return values.reshape(len(values) // rows, -1, *values.shape[2:])
+
 
 def _where(keep: Tensor, value: Tensor) -> Tensor:
     return torch.where(
@@ -186,6 +206,9 @@ class OuterProducts(PerExampleGradient):
 
     def keep_only(self, keep: Tensor) -> None:
         self.left, self.right = _where(keep, self.left), _where(keep, self.right)
+
+    def of_units(self, rows: int) -> OuterProducts:
+        return OuterProducts(of_units(self.left, rows), of_units(self.right, rows))
 
 
 @dataclass
@@ -275,6 +298,9 @@ class Lookups(PerExampleGradient):
     def keep_only(self, keep: Tensor) -> None:
         self.grads = _where(keep, self.grads)
 
+    def of_units(self, rows: int) -> Lookups:
+        return Lookups(of_units(self.tokens, rows), of_units(self.grads, rows))
+
 
 @dataclass
 class Dense(PerExampleGradient):
@@ -331,3 +357,11 @@ class Dense(PerExampleGradient):
     def keep_only(self, keep: Tensor) -> None:
         self.gradients = _where(keep, self.gradients)
         self.owned = False
+
+    def of_units(self, rows: int) -> Dense:
+        factors = self.of_factors
+        return Dense(
+            self.gradients.unflatten(0, (-1, rows)).sum(1),
+            owned=True,
+            of_factors=None if factors is None else factors.view(-1, rows).sum(1),
+        )

@@ -93,7 +93,7 @@ class LowRankEngine(ClippingEngine):
                         uses.pop(parameter), self.carriers[names[parameter]], parameter.shape
                     )
                     uses |= {part: [use] for part, use in zip(pair, projected, strict=True)}
-        return clip_and_add(clipped, uses, len(losses))
+        return clip_and_add(clipped, uses, clipped.units(losses))
 
     def collect(self) -> dict[str, Tensor]:
         with torch.no_grad():

@@ -71,7 +71,7 @@ class MaskedEngine(ClippingEngine):
 
     def _take(self, clipped: ClippedSum, losses: Tensor) -> Tensor:
         uses = clipped.capture(losses)
-        table = ExampleNorms(clipped.groups, len(losses))
+        table = ExampleNorms(clipped.groups, clipped.units(losses))
         for parameter, mask in self._masked.items():
             if parameter in uses:
                 table.put(parameter, masked_norms(uses[parameter], mask))

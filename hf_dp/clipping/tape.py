@@ -45,6 +45,8 @@ class Tape:
         calls: forwards of modules without a rule that received output gradients.
         sharded: whether a parameter is whole only while its module runs (FSDP2), as another object
             than outside.
+        rows_per_unit: k; each k examples that follow each other are one unit, whose gradients are
+            handed over as one.
     """
 
     def __init__(self, names: Mapping[nn.Module, str] | None = None, sharded: bool = False) -> None:
@@ -56,13 +58,15 @@ class Tape:
         self.sharded = sharded
         self._names = names or {}
         self._slots: dict[tuple[nn.Module, str], nn.Parameter] = {}
+        self.rows_per_unit = 1
         self._open_for: int | None = None
         self._sink: Sink | None = None
 
     @contextmanager
-    def capturing(self, examples: int, sink: Sink) -> Iterator[None]:
+    def capturing(self, examples: int, sink: Sink, rows_per_unit: int = 1) -> Iterator[None]:
         """Hand what a backward pass over ``examples`` per-example losses meets inside to a sink."""
         self._open_for, self._sink, self.calls = examples, sink, []
+        self.rows_per_unit = rows_per_unit
         try:
             yield
         finally:
@@ -178,11 +182,18 @@ class Tape:
         name = self._names.get(module)
         return f"{type(module).__name__} `{name}`" if name else type(module).__name__
 
-    def capture(self, module: nn.Module, name: str, use: PerExampleGradient | Tensor) -> None:
+    def capture(
+        self,
+        module: nn.Module,
+        name: str,
+        use: PerExampleGradient | Tensor,
+        by_unit: bool = False,
+    ) -> None:
         """Hand over what one use by ``module`` gave its parameter of this name.
 
         Args:
             use: a tensor is the per-example gradient itself, (b, *parameter.shape).
+            by_unit: whether ``use`` holds one gradient a unit already, and not one an example.
 
         Raises:
             UnsupportedModelError: the shape is not that of this parameter's per-example gradients.
@@ -200,7 +211,8 @@ class Tape:
         if isinstance(use, Dense):
             gradients = use.gradients.to(accumulation_dtype(use.gradients.dtype))
             use = Dense(gradients, use.owned, use.of_factors)
-        if not use.fits(parameter.shape, self.expected_examples()):
+        examples, rows = self.expected_examples(), self.rows_per_unit
+        if not use.fits(parameter.shape, examples // rows if by_unit else examples):
             shapes = {
                 name: tuple(value.shape)
                 for name, value in vars(use).items()
@@ -211,6 +223,8 @@ class Tape:
                 f"{shapes} for a parameter of shape {tuple(parameter.shape)} and {self._open_for} "
                 "examples. Correct the rule's gradients function."
             )
+        if rows > 1 and not by_unit:
+            use = use.of_units(rows)
         assert self._sink is not None
         for each in compact([use], parameter.shape):
             self._sink(parameter, each)

@@ -32,7 +32,7 @@ def two_pass(clipped: ClippedSum, losses: Tensor) -> Tensor:
     Only parameters that the forward used more than once (tied, reused) are held until all their
     uses are known.
     """
-    first = _FirstPass(clipped, len(losses))
+    first = _FirstPass(clipped, clipped.units(losses))
     device = losses.device
     before = random_state(device)
     clipped.backward(losses, first.measure, retain_graph=True)

@@ -15,10 +15,6 @@ from hf_dp.plans.selection import SelectionPlan, calibrated_together
 
 CLIPPINGS = ("flat", "automatic", "per_layer")
 
-POISSON = (
-    "Poisson: each row joins each step independently with the probability sample_rate; an empty "
-    "draw is a step"
-)
 _CLIPPED = {
     "flat": "clipped to an L2 norm of at most",
     "automatic": "rescaled (automatic clipping) to an L2 norm of at most",
@@ -114,26 +110,35 @@ class DpSgdPlan(MechanismPlan):
         return replace(self, noise_multiplier=sigma), noised
 
     def words(self, schedule: Schedule) -> Words:
-        cut = self.max_batch_size
-        sampling = POISSON
+        cut, users, one = self.max_batch_size, schedule.users, schedule.one
+        sampling = (
+            f"Poisson: each {one} joins each step independently with the probability sample_rate; "
+            "an empty draw is a step"
+        )
         if cut is not None:
+            of_them = f"{cut} rows" if users is None else f"{cut} (each a {one})"
             sampling += (
-                f"; of a draw of more than {cut} rows a uniformly random part of that size is used"
+                f"; of a draw of more than {of_them} a uniformly random part of that size is used"
+            )
+        if users is not None:
+            sampling += (
+                f"; of a drawn {one} with more than {users.max_rows} rows, that many of them are "
+                "used, chosen uniformly at random in each draw"
             )
         return Words(
             name="DP-SGD",
             mechanism=(
-                f"DP-SGD: per-example gradients {_CLIPPED[self.clipping]} {self.clipping_norm!r}; "
-                "Gaussian noise with standard deviation noise_multiplier x clipping_norm (and "
-                f"{self.margin(schedule):.1e} of it more, for the rounding of sums) is added once "
-                "to their sum, which is divided by the expected batch size and handed to the "
-                "optimizer"
+                f"DP-SGD: {schedule.gradients_in_words} {_CLIPPED[self.clipping]} "
+                f"{self.clipping_norm!r}; Gaussian noise with standard deviation noise_multiplier "
+                f"x clipping_norm (and {self.margin(schedule):.1e} of it more, for the rounding of "
+                "sums) is added once to their sum, which is divided by the expected batch size and "
+                "handed to the optimizer"
             ),
             sampling=sampling,
             drawn="Poisson sampling" if cut is None else "truncated Poisson sampling",
             proof=(
-                "Poisson sampling, per-example clipping and Gaussian noise, composed over the "
-                "steps in the ledger"
+                f"Poisson sampling, {schedule.clipping_in_words} and Gaussian noise, composed over "
+                "the steps in the ledger"
             ),
             tag="dp-sgd",
         )

@@ -18,7 +18,7 @@ from hf_dp.errors import ConfigError
 from hf_dp.plans.release import PlannedRelease
 from hf_dp.plans.sampling import MicroBatchSampler, PoissonSampler
 from hf_dp.plans.selection import SelectionPlan
-from hf_dp.plans.units import EXAMPLE, ZERO_OUT
+from hf_dp.plans.units import EXAMPLE, ZERO_OUT, Users
 
 Sampler = PoissonSampler | MicroBatchSampler
 
@@ -34,6 +34,8 @@ class Schedule:
         delta: of the (epsilon, delta) guarantee.
         accountant: the one whose epsilon is the headline.
         target_epsilon: what the noise is calibrated to; None when the noise is given.
+        users: where users are protected and not rows. ``num_examples`` and
+            ``expected_batch_size`` then count users.
     """
 
     num_examples: int
@@ -42,6 +44,26 @@ class Schedule:
     delta: float
     accountant: str
     target_epsilon: float | None = None
+    users: Users | None = None
+
+    @property
+    def one(self) -> str:
+        """What one thing that is drawn is called: "row", or the name of a user."""
+        return "row" if self.users is None else self.users.name
+
+    @property
+    def gradients_in_words(self) -> str:
+        """What is clipped, as a card calls it."""
+        if self.users is None:
+            return "per-example gradients"
+        return f"the gradient of each drawn {self.one}, the {self.users.reduction} over its rows,"
+
+    @property
+    def clipping_in_words(self) -> str:
+        """How often something is clipped, in a proof."""
+        if self.users is None:
+            return "per-example clipping"
+        return f"one clipping for all rows of a {self.one}"
 
     def calibrated(
         self,
@@ -182,6 +204,9 @@ class MechanismPlan(ABC):
 
     def check(self, schedule: Schedule, selection: SelectionPlan | None) -> None:
         """Raise InvalidArgumentError for what does not go with this mechanism."""
+
+    def check_users(self, users: Users) -> None:
+        """Raise InvalidArgumentError where this mechanism cannot protect users."""
 
     @abstractmethod
     def calibrated(

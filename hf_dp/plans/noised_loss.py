@@ -80,20 +80,25 @@ class NoisedLossPlan(DpSgdPlan):
     def words(self, schedule: Schedule) -> Words:
         words = super().words(schedule)
         bound, event = self.noised_loss_bound, self.step_event(schedule, self.sigma, 1)
+        of_same = (
+            "The losses of the same rows"
+            if schedule.users is None
+            else f"The losses of the same draw, the mean over the rows of each {schedule.one}"
+        )
         return replace(
             words,
             name="DP-SGD and a noised loss",
             mechanism=(
-                f"{words.mechanism}. The losses of the same rows, each clipped to [0, {bound!r}], "
-                "are summed, too; Gaussian noise with standard deviation "
+                f"{words.mechanism}. {of_same}, each clipped to [0, {bound!r}], are summed, too; "
+                "Gaussian noise with standard deviation "
                 f"{event.loss_noise_multiplier:.6g} x {bound!r} is added once to their sum, which "
                 "is divided by the expected batch size and logged as noised_loss. Each step's two "
                 "sums are accounted together, as one with noise multiplier "
                 f"{event.joint_noise_multiplier:.6g}"
             ),
             proof=(
-                "Poisson sampling, per-example clipping of gradients and losses, and Gaussian "
-                "noise on both sums, composed over the steps in the ledger"
+                f"Poisson sampling, {schedule.clipping_in_words} of gradients and losses, and "
+                "Gaussian noise on both sums, composed over the steps in the ledger"
             ),
             also_covered="the noised losses in its logs, and whatever is computed from them",
         )

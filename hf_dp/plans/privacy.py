@@ -5,10 +5,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 from hf_dp import _validate
+from hf_dp._dataclasses import checked_fields
 from hf_dp.accounting import (
     ACCOUNTANTS,
     RELEASE,
@@ -23,7 +24,15 @@ from hf_dp.plans.mechanism import MechanismPlan, Sampler, Schedule, Words, mecha
 from hf_dp.plans.noised_loss import dp_sgd_plan
 from hf_dp.plans.release import PlannedRelease
 from hf_dp.plans.selection import SelectionPlan
-from hf_dp.plans.units import NEIGHBORING_RELATIONS, PRIVACY_UNITS, RELATIONS, UNITS
+from hf_dp.plans.units import (
+    EXAMPLE,
+    NEIGHBORING_RELATIONS,
+    PRIVACY_UNITS,
+    RELATIONS,
+    UNITS,
+    USER,
+    Users,
+)
 
 MAX_STEPS = 10**9
 
@@ -36,7 +45,8 @@ class PrivacyPlan:
     Made by :class:`PrivacyRequest`.
 
     Args:
-        num_examples: N, the rows of the training set, stated as public.
+        num_examples: N, the rows of the training set (the users, where they are protected), stated
+            as public.
         expected_batch_size: B, the expected logical batch; also the divisor of the noisy sum.
         steps: optimizer steps.
         delta: of the (epsilon, delta) guarantee.
@@ -45,6 +55,7 @@ class PrivacyPlan:
         mechanism: how privacy is obtained, with its clipping norm and noise.
         selection: what is released before training to choose what trains; None: nothing.
         privacy_unit, neighboring_relation: what the user asked to be protected, and against what.
+        users: whose rows are one unit; with ``privacy_unit="user"`` only.
     """
 
     num_examples: int
@@ -57,6 +68,7 @@ class PrivacyPlan:
     selection: SelectionPlan | None = None
     privacy_unit: str = PRIVACY_UNITS[0]
     neighboring_relation: str = NEIGHBORING_RELATIONS[0]
+    users: Users | None = None
 
     def __post_init__(self) -> None:
         _validate.integer("num_examples", self.num_examples, 2)
@@ -68,8 +80,22 @@ class PrivacyPlan:
         _validate.one_of("relation", self.mechanism.relation, RELATIONS)
         if self.target_epsilon is not None:
             _validate.positive("target_epsilon", self.target_epsilon)
+        if (self.users is not None) != (self.privacy_unit == USER):
+            raise _validate.invalid(
+                "privacy_unit",
+                self.privacy_unit,
+                f"to be {USER!r} exactly where `users` is given, which is {self.users!r}",
+            )
+        if self.users is not None:
+            self.mechanism.check_users(self.users)
 
     # -- numbers --
+
+    @property
+    def unit(self) -> str:
+        """The code of what is protected; one of :data:`hf_dp.plans.units.UNITS`."""
+        protects_users = self.users is not None and self.mechanism.unit == EXAMPLE
+        return USER if protects_users else self.mechanism.unit
 
     @property
     def schedule(self) -> Schedule:
@@ -81,6 +107,7 @@ class PrivacyPlan:
             self.delta,
             self.accountant,
             self.target_epsilon,
+            self.users,
         )
 
     @property
@@ -205,6 +232,10 @@ class PrivacyPlan:
     def to_dict(self) -> dict[str, Any]:
         """Return all fields and what is derived from them, for ``privacy.json``."""
         own = {item.name: getattr(self, item.name) for item in fields(self)}
+        if self.users is None:
+            del own["users"]
+        else:
+            own["users"] = asdict(self.users)
         selection = None if self.selection is None else self.selection.to_dict()
         return {
             **own,
@@ -224,6 +255,8 @@ class PrivacyPlan:
             been written.
         """
         names = [item.name for item in fields(cls)]
+        if values.get("privacy_unit") != USER:
+            names.remove("users")
         missing = [name for name in names if name not in values]
         if missing:
             raise ConfigError(
@@ -234,6 +267,8 @@ class PrivacyPlan:
         given["mechanism"] = mechanism_from_dict(given["mechanism"])
         if given["selection"] is not None:
             given["selection"] = SelectionPlan.from_dict(given["selection"])
+        if "users" in given:
+            given["users"] = Users(**checked_fields(Users, given["users"], ConfigError))
         plan = cls(**given)
         plan.mechanism.require_noise()
         _validate.positive("noise_multiplier", plan.noise_multiplier)
@@ -245,7 +280,7 @@ class PrivacyRequest:
     """What a user asks for; :meth:`plan` decides the rest.
 
     Args:
-        num_examples: N >= 2.
+        num_examples: N >= 2, rows, or users where they are protected.
         expected_batch_size: B in (0, N].
         mechanism: how privacy is obtained. It has its noise, or ``target_epsilon`` decides it.
         num_train_epochs: expected passes over the rows; the steps are ``ceil(epochs * N / B)``.
@@ -269,6 +304,7 @@ class PrivacyRequest:
     prior_events: Sequence[Event] = ()
     privacy_unit: str = PRIVACY_UNITS[0]
     neighboring_relation: str = NEIGHBORING_RELATIONS[0]
+    users: Users | None = None
 
     def plan(self) -> PrivacyPlan:
         """Return the plan, its noise calibrated where a target is given.
@@ -302,7 +338,7 @@ class PrivacyRequest:
             "num_examples",
             self.num_examples,
             2,
-            "A private training set has at least two rows.",
+            "A private training set has at least two rows, or users.",
         )
         if self.expected_batch_size is None:
             raise _validate.invalid(
@@ -337,6 +373,7 @@ class PrivacyRequest:
             selection=self.selection,
             privacy_unit=self.privacy_unit,
             neighboring_relation=self.neighboring_relation,
+            users=self.users,
         )
 
     def _steps(self, num_examples: int, expected_batch_size: float) -> int:

@@ -88,9 +88,12 @@ class SelectionPlan:
         """Return one release of a noisy sum. Args: sensitivity: how far one example can move it."""
         return PlannedRelease(self.event(1), SELECTION, {SUM: sensitivity})
 
-    def in_words(self) -> str:
+    def in_words(self, one: str = "row") -> str:
         """Return how what trains is chosen, and what bounds one example's part in it (DP-FROST,
-        lemma 3)."""
+        lemma 3). Args: one: what is drawn, in a word."""
+        of_each, drawn = "per-example gradients", "rows"
+        if one != "row":
+            of_each, drawn = f"the gradients of each {one}", f"each {one}"
         if self.quantity in MAGNITUDES:
             how = {
                 "mg": "as they are",
@@ -98,15 +101,15 @@ class SelectionPlan:
                 "mgna": "absolute and normalized by partition",
             }
             what = (
-                "one magnitude for each partition of the model, of per-example gradients "
+                f"one magnitude for each partition of the model, of {of_each} "
                 f"({how[self.quantity]}) clipped in the {self.norm_order}-norm to"
             )
         else:
-            what = "the sum of per-example gradients clipped to an L2 norm of at most"
+            what = f"the sum of {of_each} clipped to an L2 norm of at most"
         return (
             'What trains was chosen from noisy releases (of purpose "selection" in the ledger), '
-            f"each on its own Poisson draw of rows with probability {self.sample_rate!r}: {what} "
-            f"{self.clipping_norm!r}; Gaussian noise with standard deviation "
+            f"each on its own Poisson draw of {drawn} with probability {self.sample_rate!r}: "
+            f"{what} {self.clipping_norm!r}; Gaussian noise with standard deviation "
             f"{self.noise_multiplier!r} x sensitivity"
         )
 

@@ -7,12 +7,16 @@ A plan carries the codes; :mod:`hf_dp.statement.wording` puts them into words.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
+
+from hf_dp import _validate
 
 NONE = "none"  # nothing is established
 
+USER = "user"  # all rows that a column says are one user's
 EXAMPLE = "example"  # a whole row, its label included
 FEATURES = "features"  # a row without its label, which is public
-UNITS = (EXAMPLE, FEATURES, NONE)
+UNITS = (USER, EXAMPLE, FEATURES, NONE)
 
 ZERO_OUT = "zero_out"  # of a row's part in sums
 RECORD_ZERO_OUT = "record_zero_out"  # and of a row's released vector
@@ -20,8 +24,47 @@ RECORD_AND_LABEL_ZERO_OUT = "record_and_label_zero_out"  # and of its label, whi
 RELATIONS = (ZERO_OUT, RECORD_ZERO_OUT, RECORD_AND_LABEL_ZERO_OUT, NONE)
 
 # What a user may ask for; other units and relations need samplers and accounting of their own.
-PRIVACY_UNITS = (EXAMPLE,)
+PRIVACY_UNITS = (EXAMPLE, USER)
 NEIGHBORING_RELATIONS = (ZERO_OUT,)
+
+MEAN, TOTAL = "mean", "sum"
+REDUCTIONS = (MEAN, TOTAL)
+MAX_ROWS = 10
+
+
+@dataclass(frozen=True)
+class Users:
+    """Users as the privacy unit: user-level sampling (Charles et al. 2024, arXiv 2407.07737).
+
+    Each step draws users, and a drawn user contributes one gradient, clipped once.
+
+    Args:
+        column: the column whose values say whose a row is.
+        name: what one of them is called in statements, for example "patient".
+        max_rows: the most rows of a drawn user that take part, chosen at random in each draw.
+        reduction: whether a user's gradient is the "mean" or the "sum" over those rows.
+
+    Raises: InvalidArgumentError.
+    """
+
+    column: str
+    name: str = "user"
+    max_rows: int = MAX_ROWS
+    reduction: str = MEAN
+
+    def __post_init__(self) -> None:
+        for argument, value in (
+            ("privacy_unit_column", self.column),
+            ("privacy_unit_name", self.name),
+        ):
+            if not isinstance(value, str) or not value.strip() or "\n" in value:
+                raise _validate.invalid(argument, value, "to be a word or a name, on one line")
+        _validate.integer("max_rows_per_unit", self.max_rows, 1)
+        _validate.one_of("unit_reduction", self.reduction, REDUCTIONS)
+
+    def scale(self, rows: int) -> float:
+        """Return by what the losses of a user's ``rows`` rows are multiplied before they add up."""
+        return 1 / rows if self.reduction == MEAN else 1.0
 
 
 def weakest_unit(units: Iterable[str]) -> str:

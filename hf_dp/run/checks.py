@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Collection, Mapping
 from typing import Any
 
 import datasets
 from torch import nn
 from torch.utils.data import Dataset
+from transformers.utils import logging
 
 from hf_dp.distributed.processes import Processes
 from hf_dp.errors import (
@@ -19,6 +21,15 @@ from hf_dp.errors import (
 )
 from hf_dp.losses import base_model
 from hf_dp.overlap.compare import TrainingRows
+
+logger = logging.get_logger(__name__)
+
+# Names of columns that usually say whose a row is.
+_WHO = (
+    "account|author|client|customer|employee|member|participant|patient|person|reviewer|speaker|"
+    "student|user|worker|(conv|conversation|dialog|dialogue|session|thread)(?=.?id)"
+)
+_USER_IDS = re.compile(rf"({_WHO})(_?(hash|id|key|name|no|number|uuid))?", re.IGNORECASE)
 
 
 def check_train_dataset(dataset: Any) -> int:
@@ -43,6 +54,26 @@ def check_train_dataset(dataset: Any) -> int:
             "the name of the split."
         )
     return length
+
+
+def hint_at_users(dataset: Any) -> None:
+    """Say on the local console where rows look as if several were one user's."""
+    if not isinstance(dataset, datasets.Dataset):
+        return
+    for column in dataset.column_names:
+        if not _USER_IDS.fullmatch(column):
+            continue
+        values = dataset.with_format(None)[column]
+        if all(isinstance(each, (str, int)) for each in values) and len(set(values)) < len(values):
+            logger.warning(
+                "The column %r looks as if it says whose each row is. Rows are protected one by "
+                "one, and whoever has k rows is protected k-fold weaker. To protect each with all "
+                "of their rows, set privacy_unit='user' and privacy_unit_column=%r. If rows are "
+                "nobody's, ignore this.",
+                column,
+                column,
+            )
+            return
 
 
 def check_collator(collator: Any) -> None:

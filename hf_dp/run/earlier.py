@@ -9,13 +9,18 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from hf_dp._validate import invalid
 from hf_dp.accounting import EARLIER, LedgerEntry
+from hf_dp.plans.units import Users
 from hf_dp.run.marks import read_run
 from hf_dp.statement.record import FILE_NAME, PrivacyRecord, earlier_runs
 from hf_dp.statement.weaknesses import EarlierRun, each_once
 
 
 def earlier_entries(
-    paths: Iterable[str], num_examples: int, privacy_unit: str, neighboring_relation: str
+    paths: Iterable[str],
+    num_examples: int,
+    privacy_unit: str,
+    neighboring_relation: str,
+    users: Users | None = None,
 ) -> list[LedgerEntry]:
     """Return what the runs in these folders released of the same rows.
 
@@ -31,7 +36,8 @@ def earlier_entries(
             raise invalid(
                 "earlier_runs",
                 path,
-                f"to be a run on the same {num_examples} rows, not on {plan.num_examples}",
+                f"to be a run on the same {num_examples} rows (or users), not on "
+                f"{plan.num_examples}",
                 "A run on other rows costs these nothing: leave it out. If it is in output_dir, "
                 "choose another output_dir.",
             )
@@ -46,6 +52,14 @@ def earlier_entries(
                     f"to be a run with {name}={ours!r}, not {theirs!r}",
                     f"No bound is known for both together. Set {name}={theirs!r} here as well.",
                 )
+        if plan.users is not None and users is not None and plan.users.column != users.column:
+            raise invalid(
+                "earlier_runs",
+                path,
+                f"to be a run with privacy_unit_column={users.column!r}, not {plan.users.column!r}",
+                "Rows that are one user's by one column may be several users' by another, so no "
+                "bound is known for both together.",
+            )
         entries += [LedgerEntry(entry.event, EARLIER) for entry in record.ledger.entries]
     return entries
 

@@ -14,6 +14,7 @@ from typing import Any
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from hf_dp.batches.units import UnitTable
 from hf_dp.distributed.processes import Processes
 from hf_dp.overlap.hashes import digest_of_rows
 from hf_dp.plans.privacy import PrivacyPlan
@@ -35,6 +36,7 @@ def facts_in_common(
     arguments: Mapping[str, Any],
     weaknesses: Mapping[str, Any],
     train_dataset: Any,
+    units: UnitTable | None,
     data_collator: Any,
     model: nn.Module,
 ) -> dict[str, str]:
@@ -49,6 +51,7 @@ def facts_in_common(
     return found | {
         "the number of rows": str(len(train_dataset)),
         "the rows of train_dataset": digest_of_rows(train_dataset),
+        "whose each row is": "their own" if units is None else units.digest(),
         "the data collator": type(data_collator).__qualname__,
         "the parameters of the model": _digest(_layout(model)),
     }

@@ -16,7 +16,7 @@ In a loop of one's own (:class:`hf_dp.trainer.trainer.DPTrainer` runs the same l
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -32,6 +32,7 @@ from transformers.utils import logging
 from hf_dp.accounting import Epsilon, Ledger
 from hf_dp.batches.limits import Limits
 from hf_dp.batches.padding import Padding
+from hf_dp.batches.units import UnitBatch, UnitTable, split_off_units
 from hf_dp.clipping import ClippingEngine, refuse_coupling, self_check
 from hf_dp.clipping.self_check import AUTOCAST_TOLERANCE
 from hf_dp.clipping.sharding import is_sharded
@@ -40,6 +41,7 @@ from hf_dp.errors import ConfigError, DataError, LedgerError
 from hf_dp.losses import columns_read, per_example_loss
 from hf_dp.noise import SecretRandomness
 from hf_dp.overlap.compare import TrainingRows, refuse_training_rows
+from hf_dp.overlap.users import TrainingUsers
 from hf_dp.plans.mechanism import Sampler
 from hf_dp.plans.privacy import PrivacyPlan
 from hf_dp.plans.release import PlannedRelease
@@ -75,6 +77,8 @@ class PrivateRun:
         plan: what the run does.
         output_dir: its folder; ``privacy.json`` is kept there.
         train_dataset: anything with ``len`` and ``[i]``. data_collator: of lists of rows.
+        units: whose the rows are, where the plan protects users and ``train_dataset`` has lost the
+            column that says so; None to take it off here.
         processing_class: the tokenizer or processor, which says how to pad.
         compute_per_example_loss: ``(model, batch) -> (b,)`` losses, each from its example alone;
             None for that of the model's own task.
@@ -107,7 +111,12 @@ class PrivateRun:
         forward_context: Callable[[], AbstractContextManager[Any]] = nullcontext,
         synthetic_batches: Callable[[], list[Any]] | None = None,
         training_rows: TrainingRows | None = None,
+        units: UnitTable | None = None,
     ):
+        if plan.users is not None and units is None:
+            units, train_dataset = split_off_units(train_dataset, plan.users.column)
+        self._check_units(plan, units)
+        self.units = units
         self.model, self.plan, self.options = model, plan, options or RunOptions()
         self.train_dataset, self.data_collator = train_dataset, data_collator
         self.processing_class, self.accelerator = processing_class, accelerator
@@ -128,6 +137,9 @@ class PrivateRun:
         self._data: TrainingData | None = None
         self._data_of: tuple[Any, Any] = (None, None)
         self._training_rows = training_rows
+        self._training_users = (
+            None if units is None or plan.users is None else TrainingUsers(units, plan.users.name)
+        )
         if not plan.releases_each_step and not plan.releases_before():
             raise ConfigError(
                 f"Expected a plan that releases something, got {type(plan.mechanism).__name__}, "
@@ -136,7 +148,11 @@ class PrivateRun:
             )
         self.processes = Processes.here()
         self.earlier = earlier_entries(
-            earlier_runs, plan.num_examples, plan.privacy_unit, plan.neighboring_relation
+            earlier_runs,
+            plan.num_examples,
+            plan.privacy_unit,
+            plan.neighboring_relation,
+            plan.users,
         )
         self.book = RunLedger(
             output_dir,
@@ -149,6 +165,17 @@ class PrivateRun:
         )
         self.book.rows_are_chunks = self.options.rows_are_chunks
         self.randomness = SecretRandomness(insecure_seed, self.processes.rank)
+
+    def _check_units(self, plan: PrivacyPlan, units: UnitTable | None) -> None:
+        if (plan.users is None) != (units is None):
+            raise ConfigError(
+                "Expected `units` exactly with a plan that protects users (privacy_unit='user')."
+            )
+        if units is not None and len(units) != plan.num_examples:
+            raise DataError(
+                f"The column {units.column!r} names {len(units)} users, but the privacy plan was "
+                f"made for {plan.num_examples}. Set num_examples to the number of users."
+            )
 
     # -- what was released --
 
@@ -235,6 +262,7 @@ class PrivateRun:
                 arguments=self.arguments,
                 weaknesses=vars(self.book.weaknesses),
                 train_dataset=self.train_dataset,
+                units=self.units,
                 data_collator=self.data_collator,
                 model=self.model,
             )
@@ -275,6 +303,8 @@ class PrivateRun:
             return
         if not refuse_training_rows(evaluation, self.training_rows()):
             self.book.evaluation_compared = False
+        if self._training_users is not None and not self._training_users.refuse(evaluation):
+            self.book.evaluation_compared = False
 
     def training_rows(self) -> TrainingRows:
         """Return the training set as evaluation sets are compared with it."""
@@ -296,10 +326,11 @@ class PrivateRun:
 
         Raises: DataError for other data than planned, or rows that cannot be trained on.
         """
-        if len(self.train_dataset) != self.plan.num_examples:
+        planned = self.plan.num_examples if self.units is None else self.units.num_rows
+        if len(self.train_dataset) != planned:
             raise DataError(
                 f"The train_dataset has {len(self.train_dataset)} rows, but the privacy plan was "
-                f"made for {self.plan.num_examples}. Create a new DPTrainer (and output_dir) for "
+                f"made for {planned}. Create a new DPTrainer (and output_dir) for "
                 "other data."
             )
         known, of = self._data, self._data_of
@@ -321,12 +352,14 @@ class PrivateRun:
         check_collator(collator)
         padding = self.padding()
         limits = Limits.of(self.model, self.has_own_loss, padding.side)
+        users = self.plan.users
+        units = None if self.units is None or users is None else (self.units, users)
         data = TrainingData(
-            dataset, collator, padding, limits, self.randomness, self.options.batches
+            dataset, collator, padding, limits, self.randomness, self.options.batches, units
         )
         refuse_rows_in_collator(data.examples.collator.data, self.training_rows())
         data.check(self.model, self.losses, needs_labels=not self.has_own_loss)
-        if not self.options.rows_are_chunks and limits.ignorable:
+        if not self.options.rows_are_chunks and limits.ignorable and units is None:
             data.warn_of_chunks()
         return data
 
@@ -396,7 +429,8 @@ class PrivateRun:
         """Run this process's part of a logical batch through the model into the engine, and return
         the sum of its losses, which is not private.
 
-        ``watch``, where given, is called with the losses, (b,), of each physical batch of rows.
+        ``watch``, where given, is called with the losses, (b,), of each physical batch of rows; of
+        users with the means over their rows.
 
         A model that is sharded is gathered by all processes for each forward, so that all make as
         many; the forwards that are missing run on made-up examples, which count nothing.
@@ -408,15 +442,32 @@ class PrivateRun:
             own, made_up = list(batches), 0
             if is_sharded(self.model):
                 made_up = self.processes.largest(len(own)) - len(own)
-            for batch in own:
-                losses = self.losses(batch)
-                engine.backward(losses)
-                loss_sum += losses.detach().nan_to_num().sum()
+            for losses in self._clipped(engine, own):
+                loss_sum += losses.nan_to_num().sum()
                 if watch is not None:
-                    watch(losses.detach())
+                    watch(losses)
             for _ in range(made_up):
                 engine.backward(self.losses(self._made_up), counted=False)
         return loss_sum
+
+    def _clipped(self, engine: ClippingEngine, batches: Iterable[Any]) -> Iterator[Tensor]:
+        """Feed each physical batch to the engine, and yield the losses of its units, (units,)."""
+        sum_so_far, rows_so_far = torch.zeros((), device=self.device), 0
+        for batch in batches:
+            if not isinstance(batch, UnitBatch):
+                losses = self.losses(batch)
+                engine.backward(losses)
+                yield losses.detach()
+                continue
+            losses = self.losses(batch.inputs)
+            engine.backward(
+                losses * batch.scale, rows_per_unit=batch.rows, unit_continues=batch.continues
+            )
+            of_units = losses.detach().view(-1, batch.rows).sum(1)
+            sum_so_far, rows_so_far = sum_so_far + of_units, rows_so_far + batch.rows
+            if not batch.continues:
+                yield sum_so_far / rows_so_far
+                sum_so_far, rows_so_far = torch.zeros((), device=self.device), 0
 
     # -- the self-check --
 

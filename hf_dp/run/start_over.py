@@ -54,7 +54,11 @@ def move_earlier_run(book: RunLedger, counted: Sequence[LedgerEntry]) -> None:
     record = whole_run(str(folder))
     plan = record.plan
     entries = earlier_entries(
-        [str(folder)], plan.num_examples, plan.privacy_unit, plan.neighboring_relation
+        [str(folder)],
+        plan.num_examples,
+        plan.privacy_unit,
+        plan.neighboring_relation,
+        plan.users,
     )
     if list(counted)[len(counted) - len(entries) :] != entries:
         raise LedgerError(

@@ -23,10 +23,12 @@ from hf_dp.batches.made_up import made_up_rows
 from hf_dp.batches.options import BatchOptions
 from hf_dp.batches.padding import LABELS, Padding
 from hf_dp.batches.structure import Example, column, combined, leaves, own
+from hf_dp.batches.units import UnitTable, unit_dataloader
 from hf_dp.errors import DataError, HfDpError, UnsupportedLossError
 from hf_dp.losses import IGNORED_LABEL
 from hf_dp.noise import SecretRandomness
 from hf_dp.plans.sampling import MicroBatchSampler, PoissonSampler
+from hf_dp.plans.units import Users
 from hf_dp.run.precision import Watched
 from hf_dp.run.synthetic import made_up_tokens, synthetic_examples
 
@@ -44,6 +46,7 @@ class TrainingData:
         padding, limits: those of the model.
         randomness: that of the run.
         options: for batches and loader.
+        units: whose the rows are, and how many of a user's rows take part; None: each by itself.
     """
 
     def __init__(
@@ -54,7 +57,9 @@ class TrainingData:
         limits: Limits,
         randomness: SecretRandomness,
         options: BatchOptions,
+        units: tuple[UnitTable, Users] | None = None,
     ):
+        self.units = units
         self.examples = Examples(dataset, collator, randomness)
         self.padding, self.limits, self.options = padding, limits, options
         # The types shorter than float32 that a forward pass was seen to compute in.
@@ -141,6 +146,9 @@ class TrainingData:
 
     def loader(self, sampler: PoissonSampler | MicroBatchSampler, one_shape: bool) -> DataLoader:
         """Return a loader over the sampler's draws, each a list of padded physical batches."""
+        if self.units is not None:
+            batches = self.batches(one_shape)
+            return unit_dataloader(self.examples, *self.units, sampler, batches, self.options)
         return private_dataloader(self.examples, sampler, self.batches(one_shape), self.options)
 
     def synthetic_examples(self, model: nn.Module) -> list[Example]:

@@ -87,7 +87,7 @@ def earlier_runs(record: PrivacyRecord) -> tuple[EarlierRun, ...]:
     """List the earlier runs that a run names, and then the run itself."""
     own = {item.name: getattr(record.weaknesses, item.name) for item in fields(Flags)}
     mechanism = record.plan.mechanism
-    this = EarlierRun(record.run_id, mechanism.unit, mechanism.relation, **own)
+    this = EarlierRun(record.run_id, record.plan.unit, mechanism.relation, **own)
     return each_once((*record.weaknesses.earlier, this))
 
 

@@ -32,6 +32,8 @@ from hf_dp.plans.units import (
     NEIGHBORING_RELATIONS,
     NONE,
     PRIVACY_UNITS,
+    USER,
+    Users,
     weakest_relation,
     weakest_unit,
 )
@@ -48,6 +50,7 @@ from hf_dp.statement.weaknesses import plain, refuse_unnamed
 from hf_dp.statement.wording import (
     covered,
     not_covered,
+    one_user,
     relation_in_words,
     released_in_words,
     unit_in_words,
@@ -95,6 +98,7 @@ class PrivacyStatement:
         mechanisms: the entries of the ledger.
         covered, not_covered: in words.
         facts: what the trainer said about the run.
+        users: whose rows are one unit, where users are protected; else None.
     """
 
     status: str
@@ -129,6 +133,7 @@ class PrivacyStatement:
     covered: str
     not_covered: tuple[str, ...]
     facts: RunFacts
+    users: Users | None = None
 
     @classmethod
     def from_ledger(cls, plan: PrivacyPlan, ledger: Ledger, facts: RunFacts) -> PrivacyStatement:
@@ -146,16 +151,18 @@ class PrivacyStatement:
         _validate.one_of("privacy_unit", plan.privacy_unit, PRIVACY_UNITS)
         _validate.one_of("neighboring_relation", plan.neighboring_relation, NEIGHBORING_RELATIONS)
         refuse_unnamed(ledger, facts.earlier)
+        _refuse_other_units(plan, facts)
         claim = _claim(plan, ledger, facts)
         unit, relation = NONE, NONE
         if claim.status != NOT_ESTABLISHED:
-            unit = weakest_unit((plan.mechanism.unit, *(run.unit for run in facts.earlier)))
+            unit = weakest_unit((plan.unit, *(run.unit for run in facts.earlier)))
             relations = (plan.mechanism.relation, *(run.relation for run in facts.earlier))
             relation = weakest_relation(relations, unit)
         rates = [pair for event in ledger.events for pair in _rates(event)]
         ran = rates or [(plan.noise_multiplier, plan.sample_rate)]
         words = plan.words
-        selected = "" if plan.selection is None else f". {plan.selection.in_words()}"
+        one = plan.schedule.one
+        selected = "" if plan.selection is None else f". {plan.selection.in_words(one)}"
         return cls(
             status=claim.status,
             status_reason=claim.reason,
@@ -166,9 +173,9 @@ class PrivacyStatement:
             accountant_note=claim.accountant_note,
             epsilons=claim.epsilons,
             target_epsilon=None if claim.status == NOT_ESTABLISHED else plan.target_epsilon,
-            unit=unit_in_words(unit, facts),
+            unit=unit_in_words(unit, facts, plan.users),
             unit_code=unit,
-            neighboring_relation=relation_in_words(relation),
+            neighboring_relation=relation_in_words(relation, plan.users),
             relation_code=relation,
             privacy_mode=plan.mechanism.privacy_mode,
             mechanism_name=words.name,
@@ -189,6 +196,7 @@ class PrivacyStatement:
             covered=covered(words),
             not_covered=not_covered(facts, plan),
             facts=facts,
+            users=plan.users,
         )
 
     @property
@@ -224,9 +232,12 @@ class PrivacyStatement:
             )
         row = "one row (a chunk of a longer text)" if self.rows_are_chunks else "one row"
         unit = row if self.unit_code == EXAMPLE else f"the text of {row}, labels being public,"
+        of_all = f"{unit} of the training set of {self.num_examples:,} rows"
+        if self.users is not None:
+            of_all = f"{one_user(self.users)}, of which the training set has {self.num_examples:,}"
         return (
             f"{what} are ({self.epsilon_text}, {self.delta_text})-differentially private with "
-            f"respect to zero-out of {unit} of the training set of {self.num_examples:,} rows "
+            f"respect to zero-out of {of_all} "
             f"({self.accountant} upper bound, {self.what_ran}){end}."
         )
 
@@ -237,7 +248,10 @@ class PrivacyStatement:
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain data, JSON-ready; :meth:`from_dict` reads it back."""
-        return plain(asdict(self))
+        values = plain(asdict(self))
+        if self.users is None:
+            del values["users"]
+        return values
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> PrivacyStatement:
@@ -245,8 +259,11 @@ class PrivacyStatement:
 
         Raises: LedgerError for unknown, missing or bad fields.
         """
-        given = checked_fields(cls, values, LedgerError)
+        known = {"users": None, **values} if isinstance(values, Mapping) else values
+        given = checked_fields(cls, known, LedgerError)
         try:
+            if given["users"] is not None:
+                given["users"] = Users(**checked_fields(Users, given["users"], LedgerError))
             given["epsilons"] = tuple(AccountantResult.from_dict(row) for row in given["epsilons"])
             given["facts"] = RunFacts.from_dict(given["facts"])
             for name in (
@@ -283,6 +300,18 @@ class _Claim:
     accountant_note: str
     epsilons: tuple[AccountantResult, ...]
     not_established: tuple[str, ...] = ()
+
+
+def _refuse_other_units(plan: PrivacyPlan, facts: RunFacts) -> None:
+    """Raise LedgerError for an earlier run that protects users where this one protects rows, or
+    the other way round: no bound is known for both together."""
+    for run in facts.earlier:
+        if (run.unit == USER) != (plan.users is not None) and run.unit != NONE:
+            raise LedgerError(
+                f"Expected {run.name} to protect what this run does (privacy_unit="
+                f"{plan.privacy_unit!r}), got {run.unit!r}. Leave it out, and the rows' budget "
+                "with it, only if it ran on other rows."
+            )
 
 
 def _claim(plan: PrivacyPlan, ledger: Ledger, facts: RunFacts) -> _Claim:

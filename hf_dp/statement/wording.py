@@ -10,7 +10,9 @@ from hf_dp.plans.units import (
     NONE,
     RECORD_AND_LABEL_ZERO_OUT,
     RECORD_ZERO_OUT,
+    USER,
     ZERO_OUT,
+    Users,
 )
 from hf_dp.statement.facts import RunFacts
 
@@ -21,10 +23,10 @@ _UNITS = {
 _IN_ROWS = "a person or text that appears in k rows"
 _K_FOLD = "is protected k-fold weaker (k times epsilon, and delta times k exp((k - 1) epsilon))"
 _SUM_RELATION = (
-    "zero-out: the contribution of one row is replaced by nothing, while the number of rows is "
-    "public. The value of epsilon is the same as for adding or removing one row, but that relation "
-    "is not claimed, because sample rate, steps, delta and divisor are derived from the number of "
-    "rows"
+    "zero-out: the contribution of one {one} is replaced by nothing, while the number of {all} is "
+    "public. The value of epsilon is the same as for adding or removing one {one}, but that "
+    "relation is not claimed, because sample rate, steps, delta and divisor are derived from the "
+    "number of {all}"
 )
 _VECTOR_RELATION = (
     "zero-out: the contribution of one row is replaced by nothing (its released vector holds noise "
@@ -65,13 +67,23 @@ TECHNICAL = (
 )
 
 
-def unit_in_words(unit: str, facts: RunFacts) -> str:
+def one_user(users: Users) -> str:
+    """Say what one user is."""
+    return f"one {users.name} (all rows with one value in the column {users.column!r})"
+
+
+def unit_in_words(unit: str, facts: RunFacts, users: Users | None = None) -> str:
     """Say what is protected, by its code in :mod:`hf_dp.plans.units`.
 
     Also say how much weaker the protection is of a person or text in several rows.
     """
     if unit == NONE:
         return "none: nothing is established for any unit"
+    if unit == USER and users is not None:
+        return (
+            f"{one_user(users)}, however many rows that are; what appears in the rows of several, "
+            f"k of them, {_K_FOLD}"
+        )
     who = _IN_ROWS
     if any(run.rows_are_chunks for run in facts.everywhere):
         who = f"each row is a chunk of a longer text, so a document of k chunks, like {_IN_ROWS},"
@@ -83,9 +95,11 @@ def covered(words: Words) -> str:
     return f"{COVERED}; {words.also_covered}" if words.also_covered else COVERED
 
 
-def relation_in_words(relation: str) -> str:
-    """Say against which change a row is protected, by its code in :mod:`hf_dp.plans.units`."""
-    return _RELATIONS[relation]
+def relation_in_words(relation: str, users: Users | None = None) -> str:
+    """Say against which change a row, or user, is protected, by its code in
+    :mod:`hf_dp.plans.units`."""
+    one, every = ("row", "rows") if users is None else (users.name, f"units (each a {users.name})")
+    return _RELATIONS[relation].format(one=one, all=every)
 
 
 def released_in_words(facts: RunFacts) -> list[str]:
@@ -115,8 +129,23 @@ def not_covered(facts: RunFacts, plan: PrivacyPlan) -> tuple[str, ...]:
         "hyperparameter tuning and other runs on the same data: each run adds its own epsilon",
         "tokenizer, vocabulary or label set, if built from the training set",
         "pretraining data of the base model",
-        f"the number of rows, which is stated as public (with what is derived from it: {_DERIVED})",
+        f"the number of {_counted(plan.users)}, which is stated as public (with what is derived "
+        f"from it: {_DERIVED})",
+        *_of_users(plan.users),
         *TECHNICAL,
+    )
+
+
+def _counted(users: Users | None) -> str:
+    return "rows" if users is None else f"units (each a {users.name})"
+
+
+def _of_users(users: Users | None) -> tuple[str, ...]:
+    if users is None:
+        return ()
+    return (
+        f"whether the column {users.column!r} is right: a {users.name} under two values counts as "
+        "two, and each is protected alone",
     )
 
 
@@ -153,7 +182,7 @@ def _public_labels(facts: RunFacts, plan: PrivacyPlan) -> tuple[str, ...]:
             "the labels of the training rows, which are stated as public: they enter the loss as "
             "they are",
         )
-    names = [run.name for run in facts.earlier if run.unit != EXAMPLE]
+    names = [run.name for run in facts.earlier if run.unit not in (EXAMPLE, USER)]
     if not names:
         return ()
     return (

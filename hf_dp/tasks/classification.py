@@ -57,8 +57,10 @@ def encode(
     label_column: str,
     names: Sequence[str],
     max_length: int,
+    keep: str | None = None,
 ) -> Any:
-    """Return token ids, attention mask and ``label`` for each row.
+    """Return token ids, attention mask and ``label`` for each row, and the column ``keep``, where
+    there is one.
 
     There are one or two text columns. The tokenizer decides what the text becomes: a sequence for a
     classification head, or a filled template
@@ -92,9 +94,8 @@ def encode(
         encoded = tokenizer(*texts, truncation=True, max_length=max_length)
         return {**encoded, "label": labels}
 
-    return dataset.map(
-        encode_rows, batched=True, remove_columns=dataset.column_names, desc="Tokenizing"
-    )
+    others = [name for name in dataset.column_names if name != keep]
+    return dataset.map(encode_rows, batched=True, remove_columns=others, desc="Tokenizing")
 
 
 def _texts(batch: dict[str, list[Any]], column: str) -> list[Any]:

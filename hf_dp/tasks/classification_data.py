@@ -39,9 +39,11 @@ class DataArguments(SourceArguments):
 
         return demo_dataset()
 
-    def columns(self, tokenizer: Any, names: Sequence[str]) -> tuple[Any, ...]:
+    def columns(
+        self, tokenizer: Any, names: Sequence[str], keep: str | None = None
+    ) -> tuple[Any, ...]:
         """Return the arguments of :func:`~hf_dp.tasks.classification.encode` after the rows."""
-        return tokenizer, self.text_columns, self.label_column, names, self.max_length
+        return tokenizer, self.text_columns, self.label_column, names, self.max_length, keep
 
 
 def encode_all(sets: dict[str, Any], columns: Sequence[Any]) -> Any:

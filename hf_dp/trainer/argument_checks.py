@@ -47,9 +47,7 @@ def check_budget(args: Any, problems: Problems) -> None:
             "For a run without noise use privacy_mode='non_private'.",
         )
     attempt(args, problems, "accountant", one_of, ACCOUNTANTS)
-    attempt(
-        args, problems, "privacy_unit", one_of, PRIVACY_UNITS, "Other units need their own sampler."
-    )
+    attempt(args, problems, "privacy_unit", one_of, PRIVACY_UNITS)
     attempt(
         args, problems, "neighboring_relation", one_of, NEIGHBORING_RELATIONS, "Use 'zero_out'."
     )

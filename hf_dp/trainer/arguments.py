@@ -39,12 +39,13 @@ from hf_dp.trainer.forward_arguments import (
 from hf_dp.trainer.launch import processes_without_device, use_cpu_without_accelerator
 from hf_dp.trainer.privacy_modes import MODES
 from hf_dp.trainer.text_numbers import numbers_from_text
+from hf_dp.trainer.unit_arguments import UnitArguments, unit_problems
 
 NON_PRIVATE = "non_private"
 
 
 @dataclass
-class DPTrainingArguments(ForwardArguments, TrainingArguments):
+class DPTrainingArguments(UnitArguments, ForwardArguments, TrainingArguments):
     r"""
     Configuration of [`DPTrainer`]: every argument of [`~transformers.TrainingArguments`], and those
     below.
@@ -76,8 +77,10 @@ class DPTrainingArguments(ForwardArguments, TrainingArguments):
             needs a bound). For DP-FP as published, which has no bound, it is `"gdp_clt"`, the
             paper's own figure.
         privacy_unit (`str`, *optional*, defaults to `"example"`):
-            What is protected: one row of the training data. A person in k rows is protected k-fold
-            weaker.
+            What is protected: `"example"`, one row of the training data (a person in k rows is
+            protected k-fold weaker), or `"user"`, all rows of one user. For `"user"`, see
+            [`UnitArguments`]; `expected_batch_size`, delta and all else that counts examples then
+            counts users.
         neighboring_relation (`str`, *optional*, defaults to `"zero_out"`):
             Which data sets count as neighbors: one example's contribution is replaced by nothing, N
             is public.
@@ -240,7 +243,10 @@ class DPTrainingArguments(ForwardArguments, TrainingArguments):
     )
     privacy_unit: str = field(
         default="example",
-        metadata={"help": "What is protected: example (one row of the training data)."},
+        metadata={
+            "help": "What is protected: example (one row of the training data) or user (all rows "
+            "of one user; needs privacy_unit_column)."
+        },
     )
     neighboring_relation: str = field(
         default="zero_out",
@@ -479,6 +485,7 @@ class DPTrainingArguments(ForwardArguments, TrainingArguments):
         check_release(self, problems)
         check_noised_loss(self, problems)
         forward_problems(self, partial(attempt, self), problems)
+        problems |= unit_problems(self)
         inherited = table_problems(self, self._INHERITED, self._ROWS)
         return {**inherited, **environment_problems(self.report_to), **problems}
 

@@ -223,6 +223,7 @@ class DPDPOTrainer(DPTrainer):
         checked: Any = own_copy(args, self.arguments_class)
         check_train_dataset(train_dataset)
         check_rows(train_dataset)
+        train_dataset = self._by_user(checked, train_dataset, eval_dataset)
         if isinstance(model, PeftModel):
             raise invalid(
                 "model",

@@ -15,6 +15,7 @@ from hf_dp.run.earlier import earlier_entries
 from hf_dp.run.options import RunOptions
 from hf_dp.trainer.arguments import DPTrainingArguments
 from hf_dp.trainer.privacy_modes import MODES
+from hf_dp.trainer.unit_arguments import users_of
 from hf_dp.tuners.base import Tuner
 
 
@@ -44,13 +45,14 @@ def own_copy(
 def plan_of(
     args: DPTrainingArguments, num_examples: int, tuner: Tuner, num_classes: int | None = None
 ) -> PrivacyPlan:
-    """Return the plan for these arguments.
+    """Return the plan for these arguments. Args: num_examples: rows, or users.
 
     Raises: InvalidArgumentError, CalibrationError; AccountingRangeError for an accountant that
         cannot describe it, here and not after the training.
     """
+    users = users_of(args)
     earlier = earlier_entries(
-        args.earlier_runs, num_examples, args.privacy_unit, args.neighboring_relation
+        args.earlier_runs, num_examples, args.privacy_unit, args.neighboring_relation, users
     )
     spent = tuple(entry.event for entry in earlier)
     request = PrivacyRequest(
@@ -66,6 +68,7 @@ def plan_of(
         prior_events=spent,
         privacy_unit=args.privacy_unit,
         neighboring_relation=args.neighboring_relation,
+        users=users,
     )
     plan = request.plan()
     epsilon((*spent, *plan.events()), plan.delta, plan.accountant)

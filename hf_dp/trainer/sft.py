@@ -180,6 +180,7 @@ class DPSFTTrainer(DPTrainer):
         checked: Any = own_copy(args, self.arguments_class)
         check_train_dataset(train_dataset)
         check_rows(train_dataset)
+        train_dataset = self._by_user(checked, train_dataset, eval_dataset)
         _refuse_new_tokens(checked, peft_config)
         _refuse_ignored_formatting(formatting_func, train_dataset)
         self._raw_rows = None

@@ -20,6 +20,7 @@ from transformers.utils import logging
 
 from hf_dp._validate import invalid
 from hf_dp.accounting import Epsilon, Ledger
+from hf_dp.batches.units import UnitTable, split_off_units
 from hf_dp.cards.evidence import write_card
 from hf_dp.clipping import refuse_coupling
 from hf_dp.clipping.sharding import is_sharded
@@ -28,12 +29,14 @@ from hf_dp.errors import UnsupportedArgumentError
 from hf_dp.losses import columns_read, per_example_loss
 from hf_dp.mechanisms import Mechanism, mechanism_for
 from hf_dp.overlap.compare import TrainingRows, refuse_training_rows
+from hf_dp.overlap.users import TrainingUsers
 from hf_dp.plans.dp_fp import DP_FP
 from hf_dp.plans.privacy import PrivacyPlan
 from hf_dp.run.checks import (
     check_head_is_trainable,
     check_optimizer,
     check_train_dataset,
+    hint_at_users,
     refuse_adapters_from_data,
 )
 from hf_dp.run.folder import refuse_foreign_ledger
@@ -71,6 +74,7 @@ from hf_dp.trainer.launch import without_ddp, without_tied_copies
 from hf_dp.trainer.publishing import Publishing
 from hf_dp.trainer.signals import StopOnSignal
 from hf_dp.trainer.subclasses import check_subclass
+from hf_dp.trainer.unit_arguments import users_of
 from hf_dp.tuners.apply import apply_peft, load_model
 from hf_dp.tuners.base import Tuner
 from hf_dp.tuners.find import tuner_for
@@ -88,6 +92,11 @@ FIXED_ARGUMENTS = (
     "noised_loss_budget_ratio",
     "noised_loss_bound",
     "evaluate_on_training_rows",
+    "privacy_unit",
+    "privacy_unit_column",
+    "privacy_unit_name",
+    "max_rows_per_unit",
+    "unit_reduction",
 )
 
 _NONE = (torch.zeros((), dtype=torch.float64), 0)  # no noised loss yet
@@ -126,6 +135,8 @@ class DPTrainer(Publishing):
     _found_size: bool  # whether the size of physical batches was found for this machine
     _evaluation: dict[str, float]
     _noised_losses: tuple[Tensor, int]  # their sum over the steps since the last log, and these
+    _units: UnitTable | None = None  # whose the training rows are, where users are protected
+    _users_compared: bool = True  # whether every evaluation set says whose its rows are
 
     def __init__(
         self,
@@ -154,10 +165,13 @@ class DPTrainer(Publishing):
             self._refuse_batch_losses(compute_loss_func, args)
             if train_dataset is not None:
                 num_examples = check_train_dataset(train_dataset)
+                train_dataset = self._by_user(args, train_dataset, eval_dataset)
+                if self._units is not None:
+                    num_examples = len(self._units)
                 model = load_model(model) if isinstance(model, str) else model
                 rows = TrainingRows(train_dataset, self._columns_compared(model))
-                compared = args.evaluate_on_training_rows or refuse_training_rows(
-                    eval_dataset, rows
+                compared = args.evaluate_on_training_rows or (
+                    refuse_training_rows(eval_dataset, rows) and self._users_compared
                 )
                 args.earlier_runs = runs_before(
                     Path(str(args.output_dir)), args.earlier_runs, args.start_over
@@ -218,6 +232,7 @@ class DPTrainer(Publishing):
             forward_context=lambda: self.compute_loss_context_manager(),
             synthetic_batches=lambda: self.synthetic_batches(),
             training_rows=rows,
+            units=self._units,
         )
         run = self.run
         run.has_own_loss = self._has_own_loss()
@@ -237,6 +252,22 @@ class DPTrainer(Publishing):
         self._refuse_optimizers()
         self.tuner.check_arguments(args)
         self.tuner.prepare(run)
+
+    def _by_user(self, args: DPTrainingArguments, train_dataset: Any, eval_dataset: Any) -> Any:
+        """Note whose the training rows are, once, and return them without the column that says so.
+
+        Raises: DataError; UnsupportedArgumentError for an evaluation set with rows of the same
+            users, unless their metrics are released on purpose.
+        """
+        users = users_of(args) if args.is_private else None
+        if users is None:
+            hint_at_users(train_dataset)
+        if users is None or self._units is not None:
+            return train_dataset
+        self._units, train_dataset = split_off_units(train_dataset, users.column)
+        if not args.evaluate_on_training_rows:
+            self._users_compared = TrainingUsers(self._units, users.name).refuse(eval_dataset)
+        return train_dataset
 
     @property
     def folder(self) -> str:

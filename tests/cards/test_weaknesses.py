@@ -179,7 +179,7 @@ def test_planted_merge_that_forgets_one_is_seen(name, monkeypatch) -> None:
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"unit": "user"}, "`unit` to be one of"),
+        ({"unit": "nation"}, "`unit` to be one of"),
         ({"relation": "add_remove"}, "`relation` to be one of"),
         ({"run_id": ""}, "`run_id` to be a name"),
         ({"rows_are_chunks": 1}, "`rows_are_chunks` to be True or False"),
@@ -382,7 +382,7 @@ def test_a_statement_that_says_more_than_its_earlier_runs_is_found(edit, message
     [
         (lambda plan: plan.update(earlier=[]), "expected `earlier` to name these runs"),
         (lambda plan: plan.update(earlier={}), "`earlier` to be a list"),
-        (lambda plan: plan["earlier"][0].update(unit="user"), "`unit` to be one of"),
+        (lambda plan: plan["earlier"][0].update(unit="nation"), "`unit` to be one of"),
         (lambda plan: plan["earlier"][0].pop("insecure_seed"), "missing .'insecure_seed'"),
         (lambda plan: plan.pop("earlier"), "missing .'earlier'"),
         (lambda plan: plan.update(rows_are_chunks="no"), "`rows_are_chunks` to be True or False"),

@@ -13,6 +13,7 @@ from hf_dp.errors import InvalidArgumentError, UnsupportedArgumentError
 from hf_dp.trainer.argument_table import ARGUMENT_TABLE
 from hf_dp.trainer.arguments import RELEASABLE, DPTrainingArguments
 from hf_dp.trainer.forward_arguments import ForwardArguments
+from hf_dp.trainer.unit_arguments import UnitArguments
 
 OWN = [
     field
@@ -38,6 +39,7 @@ def make(output_dir, **changes):
     return DPTrainingArguments(output_dir=str(output_dir), **values)
 
 
+USERS = {"privacy_unit": "user", "privacy_unit_column": "who"}
 PUBLIC = {"privacy_mode": "non_private", "noise_multiplier": None, "expected_batch_size": None}
 
 # (changed arguments, what the message says: the argument, and after it the next move)
@@ -115,7 +117,27 @@ REFUSALS = [
         {"accountant": "gdp_clt", "target_epsilon": 3.0, "noise_multiplier": None},
         r"`accountant` to be a bound.*Use 'pld', or give `noise_multiplier`",
     ),
-    ({"privacy_unit": "user"}, r"`privacy_unit` to be one of \['example'\].*sampler"),
+    ({"privacy_unit": "nation"}, r"`privacy_unit` to be one of \['example', 'user'\]"),
+    (
+        {"privacy_unit": "user"},
+        r"`privacy_unit_column` to be given with privacy_unit='user', got None. Name the column",
+    ),
+    *[
+        ({name: value}, rf"`{name}` to be unset with privacy_unit='example'.*privacy_unit='user'")
+        for name, value in {
+            "privacy_unit_column": "who",
+            "privacy_unit_name": "patient",
+            "max_rows_per_unit": 3,
+            "unit_reduction": "sum",
+        }.items()
+    ],
+    (USERS | {"privacy_unit_name": ""}, r"`privacy_unit_name` to be a word or a name"),
+    (USERS | {"max_rows_per_unit": 0}, r"`max_rows_per_unit` to be a whole number >= 1"),
+    (USERS | {"unit_reduction": "median"}, r"`unit_reduction` to be one of \['mean', 'sum'\]"),
+    (
+        USERS | {"auto_physical_batch_size": True},
+        r"`auto_physical_batch_size` to be False with privacy_unit='user'.*not measured",
+    ),
     ({"neighboring_relation": "add_remove"}, r"`neighboring_relation`.*Use 'zero_out'"),
     # mechanism
     ({"expected_batch_size": None}, r"`expected_batch_size`.*got None.*set it"),
@@ -343,6 +365,15 @@ REFUSALS = [
             "label_epsilon": 1.0,
             "labels_in_vector": True,
         }.items()  # fmt: skip
+    ],
+    *[
+        (PUBLIC | {name: value}, rf"`{name}` to be left at None.*Remove it")
+        for name, value in {
+            "privacy_unit_column": "who",
+            "privacy_unit_name": "patient",
+            "max_rows_per_unit": 3,
+            "unit_reduction": "sum",
+        }.items()
     ],
 ]
 
@@ -588,7 +619,7 @@ def test_help_of_the_command_line(capsys):
 
 
 def test_docstring_and_help_name_every_field_with_its_type_and_default():
-    text = DPTrainingArguments.__doc__ + ForwardArguments.__doc__
+    text = DPTrainingArguments.__doc__ + ForwardArguments.__doc__ + UnitArguments.__doc__
     documented = dict(re.findall(r"^        (\w+) \((.*)\):$", text, flags=re.MULTILINE))
     redefined = {"max_grad_norm", "hub_strategy", "learning_rate"}
     fields = {field.name: field for field in dataclasses.fields(DPTrainingArguments)}
@@ -604,7 +635,11 @@ def test_docstring_and_help_name_every_field_with_its_type_and_default():
         )
         shown = f'"{default}"' if isinstance(default, str) else str(default)
         expected = "*optional*" if default is None else f"*optional*, defaults to `{shown}`"
-        annotations = {**ForwardArguments.__annotations__, **DPTrainingArguments.__annotations__}
+        annotations = {
+            **UnitArguments.__annotations__,
+            **ForwardArguments.__annotations__,
+            **DPTrainingArguments.__annotations__,
+        }
         annotation = annotations[name]  # as written; HfArgumentParser resolves `field.type`
         assert text == f"`{annotation.removesuffix(' | None')}`, {expected}", name
 

@@ -121,12 +121,20 @@ def test_what_the_marks_of_an_earlier_run_know_weakens_it(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("name", "theirs"), [("privacy_unit", "user"), ("neighboring_relation", "add_remove")]
+    ("name", "theirs", "also"),
+    [
+        (
+            "privacy_unit",
+            "user",
+            {"users": {"column": "who", "name": "user", "max_rows": 3, "reduction": "mean"}},
+        ),
+        ("neighboring_relation", "add_remove", {}),
+    ],
 )
-def test_a_run_with_another_unit_or_relation_is_refused(tmp_path, name, theirs):
+def test_a_run_with_another_unit_or_relation_is_refused(tmp_path, name, theirs, also):
     run(tmp_path / "first")
     path = tmp_path / "first" / FILE_NAME
-    rewrite(path, lambda data: data["plan"].update({name: theirs}))
+    rewrite(path, lambda data: data["plan"].update({name: theirs, **also}))
     with pytest.raises(InvalidArgumentError, match=f"with {name}='.*', not '{theirs}'"):
         tiny.trainer(tmp_path / "second", earlier_runs=[str(tmp_path / "first")])
 

@@ -90,6 +90,7 @@ def build_trainer(
     """
     from transformers import DataCollatorForSeq2Seq, set_seed
 
+    from hf_dp.plans.units import USER
     from hf_dp.tasks.generation.data import encode, encoding_of
     from hf_dp.tasks.generation.decoding import check_prompts
     from hf_dp.tasks.generation.evaluation import evaluation_sets
@@ -111,13 +112,13 @@ def build_trainer(
     if change_rows is not None:
         rows = change_rows(rows, tokenizer, encoding)
     with args.main_process_first(desc="encoding the rows"):
-        train_dataset = encode(rows, data, encoding)
-        sets = evaluation_sets(evaluation_rows, data, decoding, encoding)
+        train_dataset = encode(rows, data, encoding, args.privacy_unit_column)
+        sets = evaluation_sets(evaluation_rows, data, decoding, encoding, args.privacy_unit_column)
     if data.metrics:  # before anything is spent
         virtual = getattr(adapter, "num_virtual_tokens", None) or 0
         for one in sets:
             check_prompts(model, one.asked.prompts, decoding, virtual)
-    if args.is_private and len(train_dataset) > len(rows):
+    if args.is_private and args.privacy_unit != USER and len(train_dataset) > len(rows):
         # Several references of a row are examples of their own, so a row is not the unit.
         args.rows_are_chunks = True
     # In 16 bits only examples that are padded alike share a physical batch.

@@ -78,7 +78,7 @@ def build_trainer(
         warn_of_new_weights(model)
     if args.auto_physical_batch_size and args.auto_physical_batch_length is None:
         args.auto_physical_batch_length = data_args.max_length
-    columns = data_args.columns(tokenizer, names)
+    columns = data_args.columns(tokenizer, names, args.privacy_unit_column)
     with args.main_process_first(desc="encoding the rows"):
         train_dataset = encode(train_rows, *columns)
         eval_dataset = encode_all(evaluation_rows, columns)

@@ -9,12 +9,13 @@ from typing import Any, ClassVar
 
 from hf_dp import _validate
 from hf_dp.accounting import VECTORS
+from hf_dp.errors import UnsupportedArgumentError
 from hf_dp.plans.dp_sgd import check_noise
 from hf_dp.plans.mechanism import MechanismPlan, Schedule
 from hf_dp.plans.rounding import ROUNDING_MARGIN
 from hf_dp.plans.sampling import MicroBatchSampler
 from hf_dp.plans.selection import SelectionPlan
-from hf_dp.plans.units import EXAMPLE, FEATURES, RECORD_ZERO_OUT
+from hf_dp.plans.units import EXAMPLE, FEATURES, RECORD_ZERO_OUT, USER, Users
 
 DP_FP = "dp_fp"
 PUBLISHED, FROZEN, PRIVATE_ENCODER = "published", "frozen", "private_encoder"
@@ -77,6 +78,16 @@ class ForwardPlan(MechanismPlan):
 
     def sensitivities(self, schedule: Schedule) -> Mapping[str, float]:
         return {VECTORS: self.vector_sensitivity}
+
+    def check_users(self, users: Users) -> None:
+        raise _validate.invalid(
+            "privacy_unit",
+            USER,
+            f"to be {EXAMPLE!r} with privacy_mode={DP_FP!r}",
+            f"DP-FP releases a vector for each row, so a {users.name} of k rows would be released "
+            "k times. Use privacy_mode='dp_sgd'.",
+            UnsupportedArgumentError,
+        )
 
     def check(self, schedule: Schedule, selection: SelectionPlan | None) -> None:
         if (rate := self.sample_rate(schedule)) > 1:

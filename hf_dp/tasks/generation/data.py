@@ -42,8 +42,9 @@ def encoding_of(kind: str, tokenizer: Any, data: TextArguments) -> Encoding:
     return CausalEncoding(tokenizer, separator, data.max_length, data.cut_prompts)
 
 
-def encode(rows: Any, data: TextArguments, encoding: Encoding) -> Any:
-    """Return a data set of ``input_ids``, ``attention_mask`` and ``labels``.
+def encode(rows: Any, data: TextArguments, encoding: Encoding, keep: str | None = None) -> Any:
+    """Return a data set of ``input_ids``, ``attention_mask`` and ``labels``, and of the column
+    ``keep``, where there is one.
 
     Labels stand on the target's tokens (of messages: on the assistant's turns) and are -100
     elsewhere. A row with several references becomes as many rows.
@@ -53,15 +54,19 @@ def encode(rows: Any, data: TextArguments, encoding: Encoding) -> Any:
     columns = _columns(rows, data)
 
     def encode_rows(batch: Mapping[str, list[Any]], indices: list[int]) -> dict[str, list[Any]]:
-        examples = [
-            example
+        made = [
+            _examples(values, row, data, encoding)
             for values, row in zip(zip(*(batch[name] for name in columns)), indices)
-            for example in _examples(values, row, data, encoding)
         ]
-        return {
-            name: [example[name] for example in examples]
+        encoded = {
+            name: [example[name] for of_row in made for example in of_row]
             for name in ("input_ids", "attention_mask", "labels")
         }
+        if keep is not None and keep in batch:
+            encoded[keep] = [
+                value for value, of_row in zip(batch[keep], made, strict=True) for _ in of_row
+            ]
+        return encoded
 
     return rows.map(
         encode_rows,

@@ -34,16 +34,20 @@ class EvaluationSet:
 
 
 def evaluation_sets(
-    sets: Mapping[str, Any], data: TextArguments, decoding: DecodingArguments, encoding: Encoding
+    sets: Mapping[str, Any],
+    data: TextArguments,
+    decoding: DecodingArguments,
+    encoding: Encoding,
+    keep: str | None = None,
 ) -> list[EvaluationSet]:
-    """Return the evaluation sets, encoded and as questions.
+    """Return the evaluation sets, encoded (with the column ``keep``) and as questions.
 
     Raises: DataError as :func:`encode` does, and for a blank target where scores compare with it.
     """
     found = [
         EvaluationSet(
             name,
-            encode(rows, data, encoding),
+            encode(rows, data, encoding, keep),
             questions(rows, data, encoding).first(decoding.max_decoded),
         )
         for name, rows in sets.items()

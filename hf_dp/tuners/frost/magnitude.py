@@ -124,6 +124,7 @@ class MagnitudeEngine(ClippingEngine):
             processes: of the run; this one's part of mu is returned, and the parts of all add up to
                 it. None: this one alone.
         """
+        self._refuse_open_unit()
         here = processes or Processes()
         device = next(iter(self._parameters.values())).device
         if self.magnitude == "mgna" and self.norm_order == 1:
@@ -157,7 +158,7 @@ class MagnitudeEngine(ClippingEngine):
     def _take(self, step: ClippedSum, losses: Tensor) -> Tensor:
         uses = step.capture(losses)
         with torch.no_grad(), full_precision():
-            return self._add(uses, len(losses))
+            return self._add(uses, step.units(losses))
 
     def _add(self, uses: dict[nn.Parameter, list[PerExampleGradient]], examples: int) -> Tensor:
         device = next(iter(self._parameters.values())).device

@@ -1,0 +1,292 @@
+"""Rows by whose they are: a column of a data set says which user each row belongs to.
+
+A user is drawn, not a row. Their rows are collated one by one like any others, and stay together
+until they are clipped as one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import datasets
+import numpy as np
+from torch.utils.data import DataLoader, Dataset, Sampler, Subset
+
+from hf_dp.batches.examples import Examples
+from hf_dp.batches.loader import PhysicalBatches, length_of, loader_of, shape_of
+from hf_dp.batches.options import BatchOptions
+from hf_dp.batches.physical import physical_batches
+from hf_dp.batches.structure import Example
+from hf_dp.errors import DataError
+from hf_dp.plans.sampling import MicroBatchSampler, PoissonSampler, RandomBytes
+from hf_dp.plans.units import Users
+
+Rows = tuple[int, ...]  # indices of the rows of one drawn unit
+
+
+class UnitTable:
+    """Which rows belong to which unit.
+
+    Args:
+        values: the unit of each row, as text or whole numbers; equal values are one unit.
+        column: where they come from, for messages.
+
+    Raises:
+        DataError: a value is missing, or neither text nor a whole number; there are fewer than two
+            units.
+    """
+
+    def __init__(self, values: Sequence[Any], column: str):
+        self.column, self.num_rows = column, len(values)
+        numbers: dict[Any, int] = {}
+        unit_of = np.empty(len(values), np.int64)
+        for row, value in enumerate(values):
+            unit_of[row] = numbers.setdefault(_checked(value, column, values), len(numbers))
+        if len(numbers) < 2:
+            raise DataError(
+                f"The column {column!r} names {len(numbers)} unit(s), and private training needs "
+                "two or more: with one, nothing but noise could be released. Check "
+                "privacy_unit_column."
+            )
+        self._digest = hashlib.sha256(unit_of.tobytes()).hexdigest()
+        order = np.argsort(unit_of, kind="stable")
+        self._rows = np.split(order, np.flatnonzero(np.diff(unit_of[order])) + 1)
+        self._names = frozenset(numbers)
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def rows(self, unit: int) -> np.ndarray:
+        """Return the indices of a unit's rows, in increasing order."""
+        return self._rows[unit]
+
+    def sizes(self) -> np.ndarray:
+        """Return the number of rows of each unit. Not private."""
+        return np.array([len(rows) for rows in self._rows])
+
+    def digest(self) -> str:
+        """Return a digest of which rows belong together; it holds no value of the column."""
+        return self._digest
+
+    def shared(self, values: Sequence[Any]) -> int:
+        """Return how many of these rows belong to one of the units. Not private."""
+        return sum(value in self._names for value in values)
+
+    def chosen(self, unit: int, most: int, random_bytes: RandomBytes) -> Rows:
+        """Return a unit's rows, or a uniformly random part of ``most`` of them.
+
+        What is chosen depends on this unit's own rows and on fresh randomness alone.
+        """
+        rows = self._rows[unit]
+        if len(rows) > most:
+            # As in PoissonSampler: the order of independent random keys is uniformly random.
+            keys = np.frombuffer(random_bytes(8 * len(rows)), dtype=np.uint64)
+            rows = np.sort(rows[np.argsort(keys, kind="stable")[:most]])
+        return tuple(rows.tolist())
+
+
+def _checked(value: Any, column: str, values: Sequence[Any]) -> Any:
+    """Return a value that names a unit. Raises: DataError."""
+    if isinstance(value, np.integer):
+        return int(value)
+    if isinstance(value, (str, int)) and not isinstance(value, bool) and value != "":
+        return value
+    missing = sum(_is_missing(each) for each in values)
+    if missing:
+        raise DataError(
+            f"The column {column!r} is empty in {missing:,} of {len(values):,} rows, and a row "
+            "that is nobody's cannot be protected as anybody's. Fill it in (a value of its own for "
+            "each such row, if each is another user's), or leave those rows out."
+        )
+    raise DataError(
+        f"The column {column!r} holds a {type(value).__name__}. Expected text or whole numbers, "
+        "by which rows of one user are recognized. Convert it (dataset.cast_column)."
+    )
+
+
+def _is_missing(value: Any) -> bool:
+    return value is None or value == "" or value != value
+
+
+def split_off_units(dataset: Any, column: str) -> tuple[UnitTable, Any]:
+    """Return whose the rows are, and the data set without the column that says so.
+
+    Nothing behind this function sees the column: no collator, model, log or card.
+
+    Raises: DataError for a data set that has no such column, and as :class:`UnitTable`.
+    """
+    values = unit_values(dataset, column)
+    if values is None:
+        has = list(dataset.column_names) if isinstance(dataset, datasets.Dataset) else "another"
+        raise DataError(
+            f"Expected the train_dataset to have the privacy_unit_column {column!r}, which says "
+            f"whose each row is; it has {has}. Name the right column, or keep it "
+            "when you prepare the rows (dataset.map(..., remove_columns=...))."
+        )
+    table = UnitTable(values, column)
+    if isinstance(dataset, datasets.Dataset):
+        return table, dataset.remove_columns(column)
+    return table, _Without(dataset, column)
+
+
+def unit_values(dataset: Any, column: str) -> list[Any] | None:
+    """Return a column of a data set; None if it has none of that name."""
+    if isinstance(dataset, datasets.Dataset):
+        if column not in dataset.column_names:
+            return None
+        return list(dataset.with_format(None)[column])
+    rows = [dataset[index] for index in range(len(dataset))]
+    if not all(isinstance(row, Mapping) and column in row for row in rows):
+        return None
+    return [row[column] for row in rows]
+
+
+class _Without(Subset[Any]):
+    """All rows of a data set of mappings, without one of their keys.
+
+    A Subset, so that where the rows come from can still be seen.
+    """
+
+    def __init__(self, dataset: Any, column: str):
+        super().__init__(dataset, range(len(dataset)))
+        self.column = column
+
+    def __getitem__(self, index: Any) -> dict[str, Any]:
+        row = super().__getitem__(index)
+        return {name: value for name, value in row.items() if name != self.column}
+
+    def __getitems__(self, indices: list[int]) -> list[dict[str, Any]]:
+        return [self[index] for index in indices]
+
+
+class UnitBatch(NamedTuple):
+    """A physical batch of units that have equally many rows in it.
+
+    Attributes:
+        inputs: the padded rows, ``rows`` of the first unit, then those of the next one.
+        rows: of each unit, in this batch.
+        scale: by which each row's loss is multiplied: 1, or 1 / the rows of the unit.
+        continues: whether it holds a part of one unit whose other rows follow.
+    """
+
+    inputs: Any
+    rows: int
+    scale: float
+    continues: bool = False
+
+
+@dataclass(frozen=True)
+class UnitDraws(Sampler[list[Rows]]):
+    """The rows of drawn units: a batch sampler whose items are units, each a tuple of its rows.
+
+    Args:
+        sampler: draws units.
+        table: whose rows are whose.
+        users: how many rows of a unit take part.
+        random_bytes: chooses them, afresh in each draw.
+    """
+
+    sampler: PoissonSampler | MicroBatchSampler
+    table: UnitTable
+    users: Users
+    random_bytes: RandomBytes
+
+    def __iter__(self) -> Iterator[list[Rows]]:
+        most = self.users.max_rows
+        for drawn in self.sampler:
+            yield [self.table.chosen(unit, most, self.random_bytes) for unit in drawn]
+
+    def __len__(self) -> int:
+        return len(self.sampler)
+
+
+class UnitExamples(Dataset[list[Example]]):
+    """The collated rows of units, each a list of examples."""
+
+    def __init__(self, examples: Examples, table: UnitTable):
+        self.examples, self._units = examples, len(table)
+
+    def __len__(self) -> int:
+        return self._units
+
+    def __getitems__(self, units: Sequence[Rows]) -> list[list[Example]]:
+        rows = iter(self.examples.__getitems__([row for unit in units for row in unit]))
+        return [[next(rows) for _ in unit] for unit in units]
+
+    def __getitem__(self, unit: Rows) -> list[Example]:
+        return self.__getitems__([unit])[0]
+
+
+@dataclass(frozen=True)
+class UnitBatches:
+    """Splits the units of one draw into physical batches, and never one that fits into a batch.
+
+    Only units with equally many rows share a batch: the engine then joins the rows of each by a
+    change of shape. A unit of more rows than fit gets batches of its own, one after the other. So
+    does one whose rows differ in shape where only rows of one shape may share a batch.
+
+    Args:
+        batches: cuts and pads rows.
+        users: whether a unit's gradient is the mean or the sum over its rows.
+    """
+
+    batches: PhysicalBatches
+    users: Users
+
+    def __call__(self, units: Sequence[Sequence[Example]]) -> list[Any]:
+        """Return the physical batches: plain ones of units of one row, and :class:`UnitBatch`."""
+        for unit in units:
+            for example in unit:
+                self.batches.layout.check(example)
+            self.batches.lengths(unit)  # or raise
+        alone = [unit for unit in units if not self._fits(unit)]
+        return [
+            *(batch for unit in alone for batch in self._parts(unit)),
+            *self._together([unit for unit in units if self._fits(unit)]),
+        ]
+
+    def _fits(self, unit: Sequence[Example]) -> bool:
+        return len(unit) == 1 or len(self.batches.cut(unit)) == 1
+
+    def _parts(self, unit: Sequence[Example]) -> Iterator[UnitBatch]:
+        scale, left = self.users.scale(len(unit)), len(unit)
+        for group in self.batches.cut(unit):
+            left -= len(group)
+            yield UnitBatch(
+                self._padded([unit[place] for place in group]), len(group), scale, left > 0
+            )
+
+    def _together(self, units: Sequence[Sequence[Example]]) -> Iterator[Any]:
+        by_rows: dict[int, list[Sequence[Example]]] = {}
+        for unit in units:
+            by_rows.setdefault(len(unit), []).append(unit)
+        for rows in sorted(by_rows, reverse=True):
+            alike = by_rows[rows]
+            for group in physical_batches(
+                [rows * max(map(length_of, unit)) for unit in alike],
+                self.batches.size // rows,
+                self.batches.max_tokens,
+                [shape_of(unit[0]) for unit in alike] if self.batches.one_shape else None,
+            ):
+                padded = self._padded([example for place in group for example in alike[place]])
+                yield padded if rows == 1 else UnitBatch(padded, rows, self.users.scale(rows))
+
+    def _padded(self, examples: Sequence[Example]) -> Any:
+        return self.batches.padding.together(list(examples), self.batches.layout)
+
+
+def unit_dataloader(
+    examples: Examples,
+    table: UnitTable,
+    users: Users,
+    sampler: PoissonSampler | MicroBatchSampler,
+    batches: PhysicalBatches,
+    options: BatchOptions,
+) -> DataLoader:
+    """Return a loader over the units that a sampler draws, from the run's secret source."""
+    secret = examples.randomness.random_bytes
+    draws = UnitDraws(replace(sampler, random_bytes=secret), table, users, secret)
+    return loader_of(UnitExamples(examples, table), draws, UnitBatches(batches, users), options)

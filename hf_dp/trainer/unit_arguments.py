@@ -1,0 +1,119 @@
+"""The arguments of ``privacy_unit="user"``, and their checks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from hf_dp._validate import invalid
+from hf_dp.errors import InvalidArgumentError
+from hf_dp.plans.units import EXAMPLE, MAX_ROWS, REDUCTIONS, USER, Users
+
+_ARGUMENTS = {
+    "privacy_unit_column": "column",
+    "privacy_unit_name": "name",
+    "max_rows_per_unit": "max_rows",
+    "unit_reduction": "reduction",
+}
+
+
+@dataclass
+class UnitArguments:
+    r"""
+    Arguments of [`DPTrainingArguments`] that only `privacy_unit="user"` reads. A step then draws
+    users, and all that a drawn user contributes is clipped once (Charles et al. 2024, arXiv
+    2407.07737, section 3).
+
+    > Parameters of users
+
+        privacy_unit_column (`str`, *optional*):
+            The column of `train_dataset` that says whose a row is: text or whole numbers, equal for
+            rows of one user. It is read once and reaches no collator, model, log or card; only its
+            name does.
+        privacy_unit_name (`str`, *optional*):
+            What the card calls one of them, for example `"patient"`. Unset means `"user"`.
+        max_rows_per_unit (`int`, *optional*):
+            The most rows of a drawn user that take part in a step, chosen at random each time;
+            unset means 10. Memory, time and how well a user is represented; never epsilon. It is
+            public: do not read it off the data.
+        unit_reduction (`str`, *optional*):
+            Whether a user's gradient is the `"mean"` (unset means this) or the `"sum"` over these
+            rows, before it is clipped.
+    """
+
+    privacy_unit_column: str | None = field(
+        default=None,
+        metadata={"help": "With privacy_unit=user: the column that says whose each row is."},
+    )
+    privacy_unit_name: str | None = field(
+        default=None,
+        metadata={"help": "What the card calls a user, for example patient. Unset means user."},
+    )
+    max_rows_per_unit: int | None = field(
+        default=None,
+        metadata={
+            "help": "Most rows of a drawn user that take part in a step, chosen at random each "
+            f"time. Unset means {MAX_ROWS}."
+        },
+    )
+    unit_reduction: str | None = field(
+        default=None,
+        metadata={
+            "help": f"How a user's rows become one gradient: {' or '.join(REDUCTIONS)}. Unset "
+            f"means {REDUCTIONS[0]}."
+        },
+    )
+
+
+def users_of(args: Any) -> Users | None:
+    """Return what the arguments say of users, None where rows are protected.
+
+    Raises: InvalidArgumentError.
+    """
+    if args.privacy_unit != USER:
+        return None
+    given = {ours: getattr(args, theirs) for theirs, ours in _ARGUMENTS.items()}
+    return Users(**{name: value for name, value in given.items() if value is not None})
+
+
+def unit_problems(args: Any) -> dict[str, InvalidArgumentError]:
+    """Return what is wrong with the arguments of users, by name."""
+    if args.privacy_unit == EXAMPLE:
+        return {
+            name: invalid(
+                name,
+                getattr(args, name),
+                f"to be unset with privacy_unit={EXAMPLE!r}",
+                f"Set privacy_unit={USER!r}, or remove it.",
+            )
+            for name in _ARGUMENTS
+            if getattr(args, name) is not None
+        }
+    if args.privacy_unit != USER:
+        return {}
+    name = "privacy_unit_column"
+    if args.privacy_unit_column is None:
+        return {
+            name: invalid(
+                name,
+                None,
+                f"to be given with privacy_unit={USER!r}",
+                "Name the column of the training set that says whose each row is.",
+            )
+        }
+    try:
+        users = users_of(args)
+    except InvalidArgumentError as error:
+        return {str(error).split("`")[1]: error}
+    if users is not None and users.max_rows > 1 and args.auto_physical_batch_size:
+        name = "auto_physical_batch_size"
+        return {
+            name: invalid(
+                name,
+                True,
+                f"to be False with privacy_unit={USER!r}",
+                "What the rows of a user take together is not measured. Set "
+                "`per_device_train_batch_size` yourself.",
+            )
+        }
+    return {}

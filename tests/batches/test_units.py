@@ -1,0 +1,168 @@
+"""Whose the rows are: the table, the choice of rows, and whole users in physical batches."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+
+import datasets
+import numpy as np
+import pytest
+import torch
+from scipy import stats
+
+from hf_dp.batches.layout import Layout
+from hf_dp.batches.loader import PhysicalBatches
+from hf_dp.batches.padding import Padding
+from hf_dp.batches.units import UnitBatch, UnitBatches, UnitDraws, UnitTable, split_off_units
+from hf_dp.errors import DataError
+from hf_dp.plans.sampling import PoissonSampler
+from hf_dp.plans.units import Users
+
+USERS = Users("who", max_rows=3)
+
+
+def test_equal_values_are_one_unit_in_whatever_order():
+    table = UnitTable(["b", "a", "b", "c", "a", "b"], "who")
+    assert len(table) == 3 and table.num_rows == 6
+    assert [table.rows(unit).tolist() for unit in range(3)] == [[0, 2, 5], [1, 4], [3]]
+    assert table.sizes().tolist() == [3, 2, 1]
+    assert table.shared(["a", "z", "c"]) == 2
+
+
+def test_text_and_whole_numbers_are_told_apart():
+    assert len(UnitTable([1, "1", np.int64(1), 2], "who")) == 3
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        (["a", None, "b", ""], r"'who' is empty in 2 of 4 rows.*Fill it in"),
+        ([1.0, float("nan")], r"'who' is empty in 1 of 2 rows|holds a float"),
+        ([1.5, 2.5], r"holds a float.*cast_column"),
+        ([True, False], r"holds a bool"),
+        ([["a"], ["b"]], r"holds a list"),
+        (["a", "a"], r"names 1 unit\(s\).*two or more"),
+    ],
+)
+def test_bad_columns_are_refused(values, message):
+    with pytest.raises(DataError, match=message):
+        UnitTable(values, "who")
+
+
+def test_the_column_is_split_off():
+    rows = {"text": ["a", "b", "c"], "who": [7, 7, 8]}
+    table, rest = split_off_units(datasets.Dataset.from_dict(rows), "who")
+    assert len(table) == 2 and rest.column_names == ["text"]
+    listed = [{"text": t, "who": w} for t, w in zip(*rows.values(), strict=True)]
+    table, rest = split_off_units(listed, "who")
+    assert len(table) == 2 and [rest[i] for i in range(len(rest))] == [
+        {"text": t} for t in rows["text"]
+    ]
+    assert listed[0] == {"text": "a", "who": 7}
+    for dataset in (datasets.Dataset.from_dict(rows), listed):
+        with pytest.raises(DataError, match="privacy_unit_column 'owner'"):
+            split_off_units(dataset, "owner")
+
+
+def test_a_part_of_a_units_rows_is_chosen_uniformly():
+    table = UnitTable(["a"] * 6 + ["b"], "who")
+    drawn = Counter(table.chosen(0, 2, os.urandom) for _ in range(3000))
+    assert len(drawn) == 15 and all(len(set(rows)) == 2 for rows in drawn)
+    assert stats.chisquare(list(drawn.values())).pvalue > 1e-5
+    assert table.chosen(1, 2, os.urandom) == (6,)
+    assert table.chosen(0, 6, os.urandom) == table.chosen(0, 9, os.urandom) == tuple(range(6))
+
+
+def test_users_are_drawn_alike_however_many_rows_they_have():
+    table = UnitTable(["a"] * 50 + ["b"] * 5 + ["c", "d"], "who")
+    sampler = PoissonSampler(len(table), 0.3, 4000)
+    draws = UnitDraws(sampler, table, USERS, os.urandom)
+    users = [[rows[0] for rows in draw] for draw in draws]
+    counts = Counter({0: 0}) + Counter(
+        {"a" if row < 50 else "bcd"[(row >= 55) + (row == 56)]: 0 for draw in users for row in draw}
+    )
+    for draw in users:
+        counts.update("a" if row < 50 else "bcd"[(row >= 55) + (row == 56)] for row in draw)
+    for user in "abcd":
+        assert stats.binomtest(counts[user], 4000, 0.3).pvalue > 1e-5
+    assert max(len(rows) for draw in draws for rows in draw) == USERS.max_rows
+
+
+def example(number: int, length: int):
+    return {"input_ids": torch.full((1, length), number), "place": torch.tensor([number])}
+
+
+def batches(**options) -> PhysicalBatches:
+    layout = Layout()
+    for length in (1, 30):
+        layout.add(example(1, length))
+    padding = Padding(values={"input_ids": 0})
+    return PhysicalBatches(padding, layout, **{"size": 4, **options})
+
+
+def made(sizes: list[int], lengths: list[int]) -> list[list[dict]]:
+    numbers, cycle = iter(range(1, 10**6)), iter(lengths * 1000)
+    return [[example(next(numbers), next(cycle)) for _ in range(size)] for size in sizes]
+
+
+def read(found: list) -> list[tuple[list[int], int, bool]]:
+    """(which rows, rows of each unit, whether it continues) of each physical batch."""
+    return [
+        (
+            (batch.inputs if isinstance(batch, UnitBatch) else batch)["place"].tolist(),
+            batch.rows if isinstance(batch, UnitBatch) else 1,
+            isinstance(batch, UnitBatch) and batch.continues,
+        )
+        for batch in found
+    ]
+
+
+@pytest.mark.parametrize("options", [{}, {"max_tokens": 24}, {"one_shape": True}, {"size": 1}])
+@pytest.mark.parametrize("seed", range(4))
+def test_every_unit_is_whole_in_one_batch_or_alone_in_several(seed, options):
+    generator = np.random.default_rng(seed)
+    sizes = generator.integers(1, 8, 12).tolist()
+    units = made(sizes, generator.integers(1, 12, 50).tolist())
+    cut = UnitBatches(batches(**options), Users("who"))
+    unit_of = {int(row["place"]): n for n, unit in enumerate(units) for row in unit}
+    found, open_rows, ended = read(cut(units)), [], []
+    for rows, per_unit, continues in found:
+        assert len(rows) <= options.get("size", 4) and len(rows) % per_unit == 0
+        if continues or open_rows:
+            assert per_unit == len(rows)
+            open_rows += rows
+            if not continues:
+                ended.append(open_rows)
+                open_rows = []
+        else:
+            ended += [rows[i : i + per_unit] for i in range(0, len(rows), per_unit)]
+    assert not open_rows and len(ended) == len(units)
+    for rows in ended:  # each unit once, with all of its rows
+        (unit,) = {unit_of[row] for row in rows}
+        assert sorted(rows) == sorted(int(row["place"]) for row in units[unit])
+
+
+def test_rows_of_one_user_each_come_as_without_users():
+    units = made([1] * 9, [3, 5, 2])
+    plain = batches()([unit[0] for unit in units])
+    of_users = UnitBatches(batches(), Users("who"))(units)
+    assert not any(isinstance(batch, UnitBatch) for batch in of_users)
+    for one, other in zip(plain, of_users, strict=True):
+        assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+@pytest.mark.parametrize(("reduction", "scale"), [("mean", 1 / 6), ("sum", 1.0)])
+def test_the_mean_is_over_all_rows_of_a_user_also_in_parts(reduction, scale):
+    found = UnitBatches(batches(), Users("who", reduction=reduction))(made([6], [3]))
+    assert [batch.scale for batch in found] == [scale, scale]
+    assert [batch.continues for batch in found] == [True, False]
+    assert sum(batch.rows for batch in found) == 6
+
+
+def test_limits_on_tokens_need_tokens():
+    layout, rows = Layout(), [[{"place": torch.tensor([number])}] for number in (1, 2)]
+    for (row,) in rows:
+        layout.add(row)
+    with pytest.raises(DataError, match="no `input_ids` to count"):
+        UnitBatches(PhysicalBatches(Padding(), layout, 4, 9), Users("who"))(rows)

@@ -1,0 +1,435 @@
+"""Users as the privacy unit in whole runs: what one user can move, and what is said of it."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import tiny
+import torch
+from transformers import DataCollatorWithPadding, TrainerCallback
+
+from hf_dp.accounting import PoissonSampledGaussian
+from hf_dp.batches.units import UnitBatches, UnitDraws, UnitTable
+from hf_dp.cli.main import main
+from hf_dp.clipping import per_example_gradients
+from hf_dp.errors import (
+    DataError,
+    InvalidArgumentError,
+    LedgerError,
+    UnsupportedArgumentError,
+)
+from hf_dp.losses import per_example_loss
+from hf_dp.noise import SecretRandomness
+from hf_dp.plans.dp_sgd import DpSgdPlan
+from hf_dp.plans.privacy import PrivacyPlan
+from hf_dp.plans.rounding import ROUNDING_MARGIN
+from hf_dp.plans.units import USER, Users
+from hf_dp.run.private_run import PrivateRun
+from hf_dp.statement.record import read
+from hf_dp.statement.verify import disagreements
+from hf_dp.tuners.frost.config import FrostConfig
+
+C = 0.1
+SECRET = [f"secret{number}" for number in range(12)]
+
+
+def owners(count: int = 40) -> list[str]:
+    """Users of 1 to 7 rows, not in order."""
+    return [SECRET[(i * i + i // 7) % len(SECRET)] for i in range(count)]
+
+
+def by_user(values=None, name: str = "who"):
+    values = owners() if values is None else values
+    return tiny.dataset(len(values)).add_column(name, values)
+
+
+def trainer(folder: Path, values=None, given=None, **options):
+    options = {
+        "privacy_unit": "user",
+        "privacy_unit_column": "who",
+        "expected_batch_size": 4,
+        "target_delta": 1e-3,
+        "per_example_max_grad_norm": C,
+        **options,
+    }
+    return tiny.trainer(
+        folder, given={"train_dataset": by_user(values), **(given or {})}, **options
+    )
+
+
+def clipped(made, units) -> dict[str, torch.Tensor]:
+    """What a step's clipped sum is when these users are drawn."""
+    made.create_optimizer()
+    loader = made.get_train_dataloader()
+    table, secret = made.run.units, os.urandom
+    most = made.run.plan.users.max_rows
+    drawn = [table.chosen(unit, most, secret) for unit in units]
+    return made.mechanism.clip(loader.collate_fn(loader.dataset.__getitems__(drawn))).values
+
+
+def flat(sums) -> torch.Tensor:
+    return torch.cat([total.flatten().double() for total in sums.values()])
+
+
+# -- what one user can move --
+
+
+def moved(folder: Path, rows: int, **options) -> float:
+    """``|sum with the user - sum without| / C``, beside five others; all gradients are large, and
+    the user's pull in one direction."""
+    values = ["many"] * rows + [f"other{number % 5}" for number in range(11)]
+    aligned = tiny.dataset(12).select([*[3] * rows, *range(11)]).add_column("who", values)
+    made = trainer(
+        folder,
+        given={"train_dataset": aligned},
+        max_rows_per_unit=100,
+        unit_reduction="sum",
+        **options,
+    )
+    with torch.no_grad():
+        for parameter in made.model.parameters():
+            parameter.mul_(3)
+    return float((flat(clipped(made, range(6))) - flat(clipped(made, range(1, 6)))).norm()) / C
+
+
+@pytest.mark.parametrize("rows", [1, 5, 50])
+def test_one_user_moves_a_step_by_at_most_c(rows, tmp_path):
+    assert 0.9 < moved(tmp_path, rows) <= 1 + ROUNDING_MARGIN
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"max_tokens_per_physical_batch": 16},
+        {"per_device_train_batch_size": 1},
+        {"clipping_strategy": "two_pass"},
+        {"clipping": "per_layer"},
+    ],
+    ids=str,
+)
+def test_whatever_the_physical_batches_are(options, tmp_path):
+    assert 0.5 < moved(tmp_path, 12, **options) <= 1 + ROUNDING_MARGIN
+
+
+def test_planted_rows_drawn_instead_of_users_are_seen(tmp_path, monkeypatch):
+    honest = UnitBatches.__call__
+    monkeypatch.setattr(
+        UnitBatches,
+        "__call__",
+        lambda self, units: honest(self, [[row] for unit in units for row in unit]),
+    )
+    assert moved(tmp_path, 50) > 5
+
+
+def test_planted_a_user_clipped_in_each_physical_batch_is_seen(tmp_path, monkeypatch):
+    honest = UnitBatches._parts
+    monkeypatch.setattr(
+        UnitBatches,
+        "_parts",
+        lambda self, unit: (part._replace(continues=False) for part in honest(self, unit)),
+    )
+    assert moved(tmp_path, 50) > 5
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_a_step_equals_the_loop_over_users(reduction, tmp_path):
+    made = trainer(tmp_path, unit_reduction=reduction, per_device_train_batch_size=3)
+    made.model.double()
+    found = clipped(made, range(len(made.run.units)))
+    parameters = dict(made.model.named_parameters())
+    expected = {name: torch.zeros_like(p) for name, p in parameters.items()}
+    for unit in range(len(made.run.units)):
+        rows = made.run.units.rows(unit).tolist()
+        total = {name: torch.zeros_like(p) for name, p in parameters.items()}
+        for row in rows:
+            values = made.train_dataset[row]
+            inputs = {k: torch.tensor([values[k]]) for k in ("input_ids", "attention_mask")}
+            loss = per_example_loss(
+                made.model, {**inputs, "labels": torch.tensor([values["label"]])}
+            )
+            for name, gradient in next(per_example_gradients(loss, parameters)).items():
+                total[name] += gradient / (len(rows) if reduction == "mean" else 1)
+        weight = min(1.0, C / float(flat(total).norm()))
+        for name, gradient in total.items():
+            expected[name] += weight * gradient
+    for name, total in expected.items():
+        torch.testing.assert_close(found[name], total, rtol=1e-8, atol=1e-12)
+
+
+def test_a_noised_loss_counts_a_user_once(tmp_path):
+    made = trainer(
+        tmp_path,
+        ["many"] * 9 + ["other"],
+        noised_loss_bound=0.5,
+        noised_loss_budget_ratio=0.2,
+        accountant="rdp",
+        expected_batch_size=1,
+        target_delta=1e-2,
+    )
+    _, both = clipped(made, [0, 1])
+    _, one = clipped(made, [1])
+    assert 0 < float(both - one) <= 0.5 and float(one) <= 0.5
+
+
+# -- what is planned and said --
+
+
+@pytest.fixture(scope="module")
+def done(tmp_path_factory):
+    """A finished run whose collator, callback and model look for the column."""
+    folder = tmp_path_factory.mktemp("users")
+    pad = DataCollatorWithPadding(tiny.tokenizer())
+
+    def collator(rows):
+        assert {name for row in rows for name in row} == {"input_ids", "attention_mask", "label"}
+        return pad(rows)
+
+    class Logs(TrainerCallback):
+        text = ""
+
+        def on_log(self, args, state, control, logs=None, **kwargs):
+            Logs.text += str(logs)
+
+    made = trainer(
+        folder,
+        given={"data_collator": collator, "callbacks": [Logs()]},
+        privacy_unit_name="patient",
+        max_rows_per_unit=2,
+        max_steps=6,
+        save_strategy="steps",
+        save_steps=3,
+        remove_unused_columns=False,
+    )
+    made.train()
+    made.save_model()
+    return made, folder, Logs.text
+
+
+def test_all_that_counts_examples_counts_users(done):
+    made, *_ = done
+    plan, users = made.privacy_plan, len(set(owners()))
+    assert (plan.num_examples, plan.privacy_unit, plan.unit) == (users, USER, USER)
+    assert plan.sample_rate == 4 / users
+    assert made.ledger.events[0] == PoissonSampledGaussian(1.0, 4 / users, 6)
+    assert len(made.get_train_dataloader().dataset) == users
+
+
+def test_the_column_reaches_nothing(done):
+    made, folder, logs = done
+    assert "who" not in made.train_dataset.column_names
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    assert len(files) > 10
+    for content in [logs.encode(), *(path.read_bytes() for path in files)]:
+        assert not any(secret.encode() in content for secret in SECRET)
+
+
+def test_statement_and_card_speak_of_users(done):
+    made, folder, *_ = done
+    statement = made.privacy_statement()
+    assert statement.unit_code == USER
+    assert "zero-out of one patient (all rows with one value in the column 'who')" in str(statement)
+    card = (folder / "README.md").read_text()
+    assert "unit: user" in card and "unit_name: patient" in card and "unit_column: who" in card
+    assert "each single patient in the training set" in card.lower()
+    assert "with more than 2 rows" in card
+    assert "rows in the training set (public)" not in card
+    assert main(["verify", str(folder)]) == 0
+
+
+def test_the_record_reads_back_and_an_edit_is_found(done, tmp_path):
+    made, folder, *_ = done
+    record = read(folder)
+    assert record.plan == made.privacy_plan and not disagreements(record)
+    assert PrivacyPlan.from_dict(json.loads(json.dumps(record.plan.to_dict()))) == record.plan
+    edited = json.loads((folder / "privacy.json").read_text())
+    edited["plan"]["users"]["column"] = "row_id"
+    (tmp_path / "privacy.json").write_text(json.dumps(edited))
+    assert main(["verify", str(tmp_path)]) != 0
+
+
+def test_a_resume_with_other_users_is_refused(done):
+    made, folder, *_ = done
+    for options in ({"max_rows_per_unit": 3}, {"unit_reduction": "sum"}):
+        values = {"max_rows_per_unit": 2, "max_steps": 6, "privacy_unit_name": "patient", **options}
+        again = trainer(folder, **values)
+        with pytest.raises(LedgerError, match="Cannot resume: `users`"):
+            again.train(resume_from_checkpoint=str(folder / "checkpoint-3"))
+
+
+def test_earlier_runs_by_another_column_are_refused(done, tmp_path):
+    made, folder, *_ = done
+    rows = by_user().rename_column("who", "author")
+    with pytest.raises(InvalidArgumentError, match="privacy_unit_column='author', not 'who'"):
+        trainer(
+            tmp_path,
+            given={"train_dataset": rows},
+            privacy_unit_column="author",
+            earlier_runs=[str(folder)],
+        )
+    both = trainer(tmp_path, earlier_runs=[str(folder)])
+    both.train()
+    assert both.epsilon().value > made.epsilon().value
+    assert both.privacy_statement().unit_code == USER
+
+
+def test_rows_and_users_do_not_add_up(done, tmp_path):
+    made, folder, *_ = done
+    with pytest.raises(InvalidArgumentError, match="privacy_unit='example', not 'user'"):
+        tiny.trainer(
+            tmp_path,
+            given={"train_dataset": tiny.dataset(len(set(owners())))},
+            earlier_runs=[str(folder)],
+        )
+
+
+def test_frost_selects_by_users(tmp_path, monkeypatch):
+    config = FrostConfig(
+        unfreeze_ratio=0.3,
+        selection_iterations=3,
+        selection_noise_multiplier=2.0,
+        selection_sample_rate=0.5,
+    )
+    made = trainer(tmp_path, given={"peft_config": config}, max_steps=2)
+    drawn = []
+    honest = UnitDraws.__iter__
+
+    def watched(self):
+        for draw in honest(self):
+            drawn.append(draw)
+            yield draw
+
+    monkeypatch.setattr(UnitDraws, "__iter__", watched)
+    made.train()
+    selected = [e for e in made.ledger.entries if e.purpose == "selection"]
+    assert selected and all(e.event.sample_rate == 0.5 for e in selected)
+    assert len(drawn) == sum(e.event.steps for e in selected) + 2
+    assert "the gradients of each user" in made.privacy_statement().mechanism
+
+
+# -- without a Trainer --
+
+
+def test_a_loop_of_ones_own(tmp_path):
+    plan = PrivacyPlan.create(
+        num_examples=len(set(owners())),
+        expected_batch_size=4,
+        max_steps=2,
+        noise_multiplier=1.0,
+        clipping_norm=C,
+        privacy_unit="user",
+        users=Users("who"),
+    )
+    collator = DataCollatorWithPadding(tiny.tokenizer())
+    run = PrivateRun(tiny.model(), plan, tmp_path, train_dataset=by_user(), data_collator=collator)
+    assert len(run.units) == plan.num_examples and "who" not in run.train_dataset.column_names
+    with pytest.raises(DataError, match="names 12 users, but the privacy plan was made for 11"):
+        PrivateRun(
+            tiny.model(),
+            replace(plan, num_examples=11),
+            tmp_path,
+            train_dataset=by_user(),
+            data_collator=collator,
+        )
+
+
+def test_plans_name_users_exactly_where_they_protect_them():
+    for options in ({"privacy_unit": "user"}, {"users": Users("who")}):
+        with pytest.raises(InvalidArgumentError, match="`privacy_unit` to be 'user' exactly where"):
+            PrivacyPlan(10, 2.0, 3, 1e-3, DpSgdPlan(1.0, 1.0), **options)
+
+
+# -- data --
+
+
+def test_rows_in_a_list(tmp_path):
+    rows = [dict(row) for row in by_user()]
+    made = trainer(tmp_path, given={"train_dataset": rows}, remove_unused_columns=False)
+    made.train()
+    assert made.ledger.steps() == 4 and "who" in rows[0]
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ([None, *owners()[1:]], "'who' is empty in 1 of 40 rows"),
+        (["one"] * 40, r"names 1 unit\(s\)"),
+    ],
+)
+def test_bad_columns_are_refused_before_anything_is_written(values, message, tmp_path):
+    with pytest.raises(DataError, match=message):
+        trainer(tmp_path / "run", values)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_missing_column_is_refused(tmp_path):
+    with pytest.raises(DataError, match="to have the privacy_unit_column 'who'.*input_ids"):
+        trainer(tmp_path, given={"train_dataset": tiny.dataset()})
+
+
+def test_delta_is_of_users(tmp_path):
+    assert trainer(tmp_path, target_delta=None).privacy_plan.delta == 1 / (2 * len(set(owners())))
+    with pytest.raises(InvalidArgumentError, match="`target_delta` to be < 1/num_examples"):
+        trainer(tmp_path, target_delta=0.09)
+
+
+def test_dp_fp_refuses_users(tmp_path):
+    with pytest.raises(UnsupportedArgumentError, match="releases a vector for each row"):
+        trainer(tmp_path, privacy_mode="dp_fp", dp_fp_variant="private_encoder")
+
+
+def test_evaluation_on_the_same_users_is_refused(tmp_path):
+    own = tiny.evaluation_set()
+    same = own.add_column("who", [SECRET[0]] * len(own))
+    with pytest.raises(UnsupportedArgumentError, match="of the same values in 'who'.*Split by"):
+        trainer(tmp_path, given={"eval_dataset": same})
+    released = trainer(tmp_path, given={"eval_dataset": same}, evaluate_on_training_rows=True)
+    assert "evaluation_on_training_rows" in released.run.book.released
+    others = own.add_column("who", [f"new{i}" for i in range(len(own))])
+    compared = trainer(tmp_path, given={"eval_dataset": others})
+    assert compared.run.book.evaluation_compared
+    with pytest.raises(UnsupportedArgumentError, match="the evaluation set 'b' has rows"):
+        compared.evaluate({"a": others, "b": same})
+    assert not trainer(tmp_path, given={"eval_dataset": own}).run.book.evaluation_compared
+
+
+def test_rows_that_look_like_users_get_a_hint(tmp_path, monkeypatch):
+    told: list[str] = []
+    monkeypatch.setattr(
+        "hf_dp.run.checks.logger.warning", lambda text, *values: told.append(text % values)
+    )
+    for column in ("label_id", "text_user", "username_hint"):
+        tiny.trainer(tmp_path, given={"train_dataset": by_user(name=column)})
+    tiny.trainer(tmp_path, given={"train_dataset": by_user(list(range(40)), "user_id")})
+    assert not told
+    tiny.trainer(tmp_path, given={"train_dataset": by_user(name="user_id")})
+    assert len(told) == 1 and "privacy_unit_column='user_id'" in told[0]
+    trainer(
+        tmp_path, given={"train_dataset": by_user(name="user_id")}, privacy_unit_column="user_id"
+    )
+    assert len(told) == 1
+
+
+def test_the_table_of_another_process_is_told_apart():
+    first, second = UnitTable(["a", "b", "a"], "who"), UnitTable(["a", "b", "b"], "who")
+    assert first.digest() == UnitTable(["x", "y", "x"], "who").digest() != second.digest()
+
+
+def test_a_fixed_seed_makes_it_not_private(tmp_path):
+    assert trainer(tmp_path, insecure_seed=0).privacy_statement().status == "not private"
+
+
+def test_noise_is_that_of_one_user(tmp_path, monkeypatch):
+    stds = []
+    honest = SecretRandomness.gaussian_like
+    monkeypatch.setattr(
+        SecretRandomness,
+        "gaussian_like",
+        lambda self, tensor, std: stds.append(std) or honest(self, tensor, std),
+    )
+    made = trainer(tmp_path, max_steps=1)
+    made.train()
+    assert set(stds) == {made.privacy_plan.noise_std}
