@@ -16,9 +16,11 @@ from hf_dp.cli.options import hyphenated
 from hf_dp.errors import ConfigError
 
 if TYPE_CHECKING:
+    from hf_dp.batches.units import UnitTable
     from hf_dp.planning import Forecast, Transfer
     from hf_dp.plans import NoisedLossPlan
     from hf_dp.plans.privacy import PrivacyPlan
+    from hf_dp.plans.units import Users
 
 EXAMPLES = """examples (SST-2):
   hf-dp plan --num-examples 67349 --batch-size 1024 --epochs 3 --target-epsilon 3 --cross-check
@@ -77,7 +79,8 @@ def _add_run(add: Callable[..., Any]) -> None:
         "--num-examples",
         type=int,
         metavar="N",
-        help="rows of the training set (default: those of the recipe's data)",
+        help="rows of the training set, or its users with privacy_unit: user (default: those of "
+        "the recipe's data)",
     )
     add("--batch-size", type=int, metavar="B", help="expected logical batch; sample rate = B / N")
     add(
@@ -182,6 +185,8 @@ def main(argv: Sequence[str]) -> int:
         print(json.dumps({**_json(found), "transfer": transferred}, allow_nan=False))
         return 0
     print(_text(found))
+    if "table" in settings:
+        print(_rows_of_users(settings["table"], settings["users"]))
     if to is not None:
         print(
             f"\nfor {to.num_examples:,} examples, same sample rate and steps: expected batch size "
@@ -223,10 +228,47 @@ def _settings(args: argparse.Namespace, recipe: dict[str, Any]) -> dict[str, Any
     if recipe.get("max_steps") == -1 and args.steps is None:
         settings["steps"] = None
     settings["peft"] = recipe.get("peft")
-    settings["num_examples"] = args.num_examples
+    settings["num_examples"], settings["users"] = args.num_examples, _users(recipe)
     if args.num_examples is None and recipe:
-        settings["num_examples"] = _rows(recipe)
+        if settings["users"] is None:
+            settings["num_examples"] = _rows(recipe)
+        else:
+            settings["table"] = _whose(recipe, settings["users"])
+            settings["num_examples"] = len(settings["table"])
     return settings
+
+
+def _users(recipe: dict[str, Any]) -> Users | None:
+    """Return what a recipe says of users. Raises: InvalidArgumentError."""
+    if not recipe:
+        return None
+    from argparse import Namespace
+
+    from hf_dp.trainer.unit_arguments import ARGUMENTS, unit_problems, users_of
+
+    names = ("auto_physical_batch_size", *ARGUMENTS)
+    said = Namespace(
+        privacy_unit=recipe.get("privacy_unit", "example"),
+        **{name: recipe.get(name) for name in names},
+    )
+    for problem in unit_problems(said).values():
+        raise problem
+    return users_of(said)
+
+
+def _whose(recipe: dict[str, Any], users: Users) -> UnitTable:
+    """Return whose the training rows of a recipe are. Raises: ConfigError, DataError."""
+    from hf_dp.batches.units import split_off_units
+    from hf_dp.tasks.files import load_file
+
+    if not recipe.get("train_file"):
+        raise ConfigError(
+            "The recipe's training rows are not available here, so the number of their users is "
+            "not known. Give --num-examples USERS."
+        )
+    rows = load_file(recipe["train_file"])
+    most = recipe.get("max_train_rows")
+    return split_off_units(rows if most is None else rows.select(range(most)), users.column)[0]
 
 
 def _number(value: Any) -> Any:
@@ -273,7 +315,7 @@ def _plan(settings: dict[str, Any]) -> PrivacyPlan:
         )
     epochs, steps = settings["epochs"], settings["steps"]
     clipping_norm = 0.1 if settings["clipping_norm"] is None else settings["clipping_norm"]
-    adapter = peft_config(settings["peft"])
+    adapter, users = peft_config(settings["peft"]), settings["users"]
     return PrivacyPlan.create(
         num_examples=settings["num_examples"],
         expected_batch_size=settings["batch_size"],
@@ -291,6 +333,8 @@ def _plan(settings: dict[str, Any]) -> PrivacyPlan:
         selection=adapter.selection_plan(clipping_norm)
         if hasattr(adapter, "selection_plan")
         else None,
+        users=users,
+        privacy_unit="example" if users is None else "user",
     )
 
 
@@ -383,17 +427,31 @@ def _noised_loss(plan: PrivacyPlan, mechanism: NoisedLossPlan) -> str:
     )
 
 
+def _rows_of_users(table: UnitTable, users: Users) -> str:
+    """Say how many rows users have; a function of the rows, for this console alone."""
+    sizes = sorted(table.sizes().tolist())
+    used = sum(min(size, users.max_rows) for size in sizes)
+    more = sum(size > users.max_rows for size in sizes)
+    return (
+        f"\n{table.num_rows:,} rows of {len(sizes):,} users: {sizes[0]} to {sizes[-1]} each, "
+        f"median {sizes[len(sizes) // 2]}; {more:,} users have more than max_rows_per_unit "
+        f"({users.max_rows}), and {used / table.num_rows:.0%} of the rows take part in an epoch. "
+        "These numbers are not private: do not publish them."
+    )
+
+
 def _text(found: Forecast) -> str:
     from hf_dp.plans import NoisedLossPlan
 
     plan = found.plan
+    what = "examples" if plan.users is None else "users"
     capped = (
         "" if plan.max_batch_size is None else f", of which at most {plan.max_batch_size} are used"
     )
     lines = [
-        f"{plan.num_examples:,} examples, {plan.expected_batch_size:g} expected in a step{capped}: "
+        f"{plan.num_examples:,} {what}, {plan.expected_batch_size:g} expected in a step{capped}: "
         f"sample rate {plan.sample_rate:.6g}",
-        f"{plan.steps:,} steps, {found.epochs:.4g} epochs, {found.examples:,.0f} examples in all",
+        f"{plan.steps:,} steps, {found.epochs:.4g} epochs, {found.examples:,.0f} {what} in all",
         f"noise multiplier {plan.noise_multiplier:.6g}, effective "
         f"{found.effective_noise_multiplier:.5g} (/ sample rate)",
     ]

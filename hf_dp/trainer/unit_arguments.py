@@ -9,7 +9,7 @@ from hf_dp._validate import invalid
 from hf_dp.errors import InvalidArgumentError
 from hf_dp.plans.units import EXAMPLE, MAX_ROWS, REDUCTIONS, USER, Users
 
-_ARGUMENTS = {
+ARGUMENTS = {
     "privacy_unit_column": "column",
     "privacy_unit_name": "name",
     "max_rows_per_unit": "max_rows",
@@ -72,7 +72,7 @@ def users_of(args: Any) -> Users | None:
     """
     if args.privacy_unit != USER:
         return None
-    given = {ours: getattr(args, theirs) for theirs, ours in _ARGUMENTS.items()}
+    given = {ours: getattr(args, theirs) for theirs, ours in ARGUMENTS.items()}
     return Users(**{name: value for name, value in given.items() if value is not None})
 
 
@@ -86,7 +86,7 @@ def unit_problems(args: Any) -> dict[str, InvalidArgumentError]:
                 f"to be unset with privacy_unit={EXAMPLE!r}",
                 f"Set privacy_unit={USER!r}, or remove it.",
             )
-            for name in _ARGUMENTS
+            for name in ARGUMENTS
             if getattr(args, name) is not None
         }
     if args.privacy_unit != USER:

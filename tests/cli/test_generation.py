@@ -228,6 +228,40 @@ def test_several_references_train_without_privacy(task):
     assert (task.parent / "out" / "model.safetensors").exists()
 
 
+def test_a_recipe_protects_users(task, capsys):
+    """All references of all rows of a user are one unit, for train and plan alike."""
+    rows = [{"q": f"a {i}", "r": ["b", "c"], "who": f"user{i % 10}"} for i in range(20)]
+    dev = task.parent / "dev.jsonl"
+    (task.parent / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    values = {
+        "dataset_name": None,
+        "train_file": str(task.parent / "rows.jsonl"),
+        "validation_file": str(dev),
+        "data_format": "pairs",
+        "prompt_column": "q",
+        "target_column": "r",
+        "metrics": [],
+        "privacy_unit": "user",
+        "privacy_unit_column": "who",
+        "max_rows_per_unit": 3,
+    }
+    task.write_text(yaml.safe_dump(yaml.safe_load(task.read_text()) | values))
+    dev.write_text(json.dumps({"q": "food", "r": ["Thai food"], "who": "user3"}) + "\n")
+    assert main(["train", "--config", str(task)]) == 2
+    assert "of the same values in 'who'" in capsys.readouterr().err
+    dev.write_text(json.dumps({"q": "food", "r": ["Thai food"], "who": "another"}) + "\n")
+    assert main(["plan", "--config", str(task)]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("10 users") and "20 rows of 10 users: 2 to 2 each" in out
+    assert main(["train", "--config", str(task)]) == 0
+    record = json.loads((task.parent / "out" / "privacy.json").read_text())
+    assert (record["plan"]["num_examples"], record["plan"]["rows_are_chunks"]) == (10, False)
+    assert record["plan"]["users"]["column"] == "who" and record["plan"]["evaluation_compared"]
+    capsys.readouterr()
+    assert main(["plan", "--config", str(task), "--num-examples", "99"]) == 0
+    assert capsys.readouterr().out.startswith("99 users")
+
+
 def test_a_plan_counts_references(task, capsys):
     rows = [{"q": "a", "r": ["b", "c", "d"]}, {"q": "e", "r": ["f"]}] * 20
     file = task.parent / "rows.jsonl"

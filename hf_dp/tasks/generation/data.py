@@ -17,6 +17,8 @@ from hf_dp.tasks.sources import load_train
 
 Encoding = CausalEncoding | Seq2SeqEncoding | ChatEncoding
 
+ENCODED = ("input_ids", "attention_mask", "labels")
+
 
 def encoding_of(kind: str, tokenizer: Any, data: TextArguments) -> Encoding:
     """Return how rows become token ids.
@@ -59,8 +61,7 @@ def encode(rows: Any, data: TextArguments, encoding: Encoding, keep: str | None 
             for values, row in zip(zip(*(batch[name] for name in columns)), indices)
         ]
         encoded = {
-            name: [example[name] for of_row in made for example in of_row]
-            for name in ("input_ids", "attention_mask", "labels")
+            name: [example[name] for of_row in made for example in of_row] for name in ENCODED
         }
         if keep is not None and keep in batch:
             encoded[keep] = [

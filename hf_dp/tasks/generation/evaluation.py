@@ -12,7 +12,7 @@ from typing import Any
 from hf_dp.distributed.processes import Processes
 from hf_dp.errors import DataError
 from hf_dp.tasks.generation.arguments import DecodingArguments, TextArguments
-from hf_dp.tasks.generation.data import Encoding, Questions, encode, questions
+from hf_dp.tasks.generation.data import ENCODED, Encoding, Questions, encode, questions
 from hf_dp.tasks.generation.decoding import decode
 from hf_dp.tasks.generation.perplexity import negative_log_likelihood, perplexity
 from hf_dp.tasks.generation.scores import score
@@ -31,6 +31,11 @@ class EvaluationSet:
     name: str
     encoded: Any
     asked: Questions
+
+    @property
+    def inputs(self) -> Any:
+        """The rows without what only says whose they are."""
+        return self.encoded.select_columns(list(ENCODED))
 
 
 def evaluation_sets(
@@ -107,7 +112,7 @@ def evaluate_texts(
     for one in sets:
         prefix = f"eval_{one.name}_" if len(sets) > 1 else "eval_"
         where = f"{len(one.encoded)} {one.name + ' ' if len(sets) > 1 else ''}evaluation rows"
-        found = {"perplexity": _perplexity(model, collate, one.encoded, batch_size)}
+        found = {"perplexity": _perplexity(model, collate, one.inputs, batch_size)}
         lines.append(f"perplexity on the {where}: {found['perplexity']:.4f}")
         if data.metrics:
             texts = _decode(model, tokenizer, one.asked.prompts, decoding)
