@@ -12,6 +12,7 @@ from torch import nn
 from torch.utils.data import Dataset
 from transformers.utils import logging
 
+from hf_dp.batches.units import UnitTable
 from hf_dp.distributed.processes import Processes
 from hf_dp.errors import (
     DataError,
@@ -21,8 +22,11 @@ from hf_dp.errors import (
 )
 from hf_dp.losses import base_model
 from hf_dp.overlap.compare import TrainingRows
+from hf_dp.plans.units import Users
 
 logger = logging.get_logger(__name__)
+
+FEW_USERS = 1000
 
 # Names of columns that usually say whose a row is.
 _WHO = (
@@ -74,6 +78,28 @@ def hint_at_users(dataset: Any) -> None:
                 column,
             )
             return
+
+
+def warn_of_users(table: UnitTable, users: Users) -> None:
+    """Say on the local console where the users are few, or one of them owns most rows."""
+    count, largest = len(table), int(table.sizes().max())
+    if count < FEW_USERS:
+        logger.warning(
+            "The column %r names only %s users. Noise that hides one of them hides much of what so "
+            "few have in common, and the default delta, 1 / (2 x users), is %.2g: roughly the "
+            "chance that the guarantee fails. Collect more users, or do not count on the model.",
+            users.column,
+            count,
+            1 / (2 * count),
+        )
+    if 2 * largest > table.num_rows:
+        logger.warning(
+            "One value of the column %r has more than half of the rows. Whenever it is drawn, at "
+            "most max_rows_per_unit (%s) of them are used. If it stands for many users or for "
+            "none (a placeholder), give each their own value.",
+            users.column,
+            users.max_rows,
+        )
 
 
 def check_collator(collator: Any) -> None:

@@ -38,6 +38,7 @@ from hf_dp.run.checks import (
     check_train_dataset,
     hint_at_users,
     refuse_adapters_from_data,
+    warn_of_users,
 )
 from hf_dp.run.folder import refuse_foreign_ledger
 from hf_dp.run.memory_errors import named_memory_errors
@@ -265,6 +266,7 @@ class DPTrainer(Publishing):
         if users is None or self._units is not None:
             return train_dataset
         self._units, train_dataset = split_off_units(train_dataset, users.column)
+        warn_of_users(self._units, users)
         if not args.evaluate_on_training_rows:
             self._users_compared = TrainingUsers(self._units, users.name).refuse(eval_dataset)
         return train_dataset

@@ -16,7 +16,7 @@ from hf_dp.batches.loader import PhysicalBatches
 from hf_dp.batches.padding import Padding
 from hf_dp.batches.units import UnitBatch, UnitBatches, UnitDraws, UnitTable, split_off_units
 from hf_dp.errors import DataError
-from hf_dp.plans.sampling import PoissonSampler
+from hf_dp.plans.sampling import PoissonSampler, Share
 from hf_dp.plans.units import Users
 
 USERS = Users("who", max_rows=3)
@@ -87,6 +87,16 @@ def test_users_are_drawn_alike_however_many_rows_they_have():
     for user in "abcd":
         assert stats.binomtest(counts[user], 4000, 0.3).pvalue > 1e-5
     assert max(len(rows) for draw in draws for rows in draw) == USERS.max_rows
+
+
+def test_processes_share_users_and_never_split_one():
+    table = UnitTable(["a", "b", "a", "c", "b", "d", "e"], "who")
+    drawn = []
+    for rank in range(2):
+        sampler = PoissonSampler(len(table), 1.0, 1, share=Share(rank, 2))
+        (draw,) = UnitDraws(sampler, table, USERS, os.urandom)
+        drawn += draw
+    assert sorted(drawn) == sorted(tuple(table.rows(unit).tolist()) for unit in range(len(table)))
 
 
 def example(number: int, length: int):

@@ -406,11 +406,26 @@ def test_rows_that_look_like_users_get_a_hint(tmp_path, monkeypatch):
     tiny.trainer(tmp_path, given={"train_dataset": by_user(list(range(40)), "user_id")})
     assert not told
     tiny.trainer(tmp_path, given={"train_dataset": by_user(name="user_id")})
+    monkeypatch.setattr("hf_dp.run.checks.FEW_USERS", 2)
     assert len(told) == 1 and "privacy_unit_column='user_id'" in told[0]
     trainer(
         tmp_path, given={"train_dataset": by_user(name="user_id")}, privacy_unit_column="user_id"
     )
     assert len(told) == 1
+
+
+def test_few_users_and_one_with_most_rows_get_a_warning(tmp_path, monkeypatch):
+    told: list[str] = []
+    monkeypatch.setattr(
+        "hf_dp.run.checks.logger.warning", lambda text, *values: told.append(text % values)
+    )
+    trainer(tmp_path)
+    assert len(told) == 1 and "only 12 users" in told[0] and "0.042" in told[0]
+    monkeypatch.setattr("hf_dp.run.checks.FEW_USERS", 5)
+    values = ["none"] * 21 + [f"u{number}" for number in range(19)]
+    trainer(tmp_path, values)
+    assert len(told) == 2 and "more than half of the rows" in told[1]
+    assert "none" not in told[1].replace("for none", "")
 
 
 def test_the_table_of_another_process_is_told_apart():
