@@ -116,7 +116,7 @@ class PrivateRun:
         if plan.users is not None and units is None:
             units, train_dataset = split_off_units(train_dataset, plan.users.column)
         self._check_units(plan, units)
-        self.units = units
+        self.units, self._rows_of_units = units, train_dataset
         self.model, self.plan, self.options = model, plan, options or RunOptions()
         self.train_dataset, self.data_collator = train_dataset, data_collator
         self.processing_class, self.accelerator = processing_class, accelerator
@@ -326,6 +326,11 @@ class PrivateRun:
 
         Raises: DataError for other data than planned, or rows that cannot be trained on.
         """
+        if self.units is not None and self.train_dataset is not self._rows_of_units:
+            raise DataError(
+                "The train_dataset was replaced after it was noted whose each row is. Create a new "
+                "DPTrainer (and output_dir) for other data."
+            )
         planned = self.plan.num_examples if self.units is None else self.units.num_rows
         if len(self.train_dataset) != planned:
             raise DataError(

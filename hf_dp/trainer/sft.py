@@ -188,9 +188,12 @@ class DPSFTTrainer(DPTrainer):
             # TRL writes new tables, which no longer tell of which rows they were made.
             self._raw_rows = TrainingRows(train_dataset, None)
             refuse_training_rows(eval_dataset, self._raw_rows)
+        given = copy.copy(checked)
+        if checked.is_private:  # whose a row is, is known by its place; draws are random anyway
+            given.shuffle_dataset = False
         self._preparation = SFTPreparation(
             model=model,
-            args=copy.copy(checked),
+            args=given,
             data_collator=data_collator,
             train_dataset=train_dataset,
             eval_dataset=eval_dataset,

@@ -424,3 +424,24 @@ def test_arguments_are_read_from_yaml(config, tmp_path):
         ["--output_dir", str(tmp_path), "--noise_multiplier", "1", "--expected_batch_size", "8", "--use_cpu"]
     )  # fmt: skip
     assert line.noise_multiplier == 1.0 and line.logging_steps == 500
+
+
+@pytest.mark.parametrize("made", FORMATS.values(), ids=FORMATS)
+def test_users_keep_their_rows_also_where_trl_would_shuffle(made, tmp_path):
+    owners = [f"u{(i * i) % 7}" for i in range(ROWS)]
+    options = {"shuffle_dataset": True, "target_delta": 1e-3, "expected_batch_size": 2}
+    found = trainer(
+        tmp_path,
+        given={"train_dataset": made().add_column("who", owners)},
+        privacy_unit="user",
+        privacy_unit_column="who",
+        **options,
+    )
+    assert len(found.run.units) == len(set(owners)) and "who" not in found.train_dataset[0]
+    alone = trainer(tmp_path, made, **{**options, "shuffle_dataset": False}).train_dataset
+    for unit in range(len(found.run.units)):
+        rows = found.run.units.rows(unit).tolist()
+        assert len({owners[row] for row in rows}) == 1
+        for row in rows:
+            assert found.train_dataset[row]["input_ids"] == alone[row]["input_ids"]
+    found.train()

@@ -370,6 +370,13 @@ def test_a_missing_column_is_refused(tmp_path):
         trainer(tmp_path, given={"train_dataset": tiny.dataset()})
 
 
+def test_other_rows_after_the_start_are_refused(tmp_path):
+    made = trainer(tmp_path)
+    made.train_dataset = made.train_dataset.select(range(39, -1, -1))
+    with pytest.raises(DataError, match="noted whose each row is"):
+        made.train()
+
+
 def test_delta_is_of_users(tmp_path):
     assert trainer(tmp_path, target_delta=None).privacy_plan.delta == 1 / (2 * len(set(owners())))
     with pytest.raises(InvalidArgumentError, match="`target_delta` to be < 1/num_examples"):
