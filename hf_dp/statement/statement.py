@@ -309,8 +309,8 @@ def _refuse_other_units(plan: PrivacyPlan, facts: RunFacts) -> None:
         if (run.unit == USER) != (plan.users is not None) and run.unit != NONE:
             raise LedgerError(
                 f"Expected {run.name} to protect what this run does (privacy_unit="
-                f"{plan.privacy_unit!r}), got {run.unit!r}. Leave it out, and the rows' budget "
-                "with it, only if it ran on other rows."
+                f"{plan.privacy_unit!r}), got {run.unit!r}: no bound is known for both together. "
+                "Start both runs with the same privacy_unit."
             )
 
 

@@ -30,7 +30,9 @@ from hf_dp.plans.rounding import ROUNDING_MARGIN
 from hf_dp.plans.units import USER, Users
 from hf_dp.run.private_run import PrivateRun
 from hf_dp.statement.record import read
+from hf_dp.statement.statement import PrivacyStatement
 from hf_dp.statement.verify import disagreements
+from hf_dp.statement.weaknesses import EarlierRun
 from hf_dp.tuners.frost.config import FrostConfig
 
 C = 0.1
@@ -284,6 +286,14 @@ def test_rows_and_users_do_not_add_up(done, tmp_path):
             given={"train_dataset": tiny.dataset(len(set(owners())))},
             earlier_runs=[str(folder)],
         )
+
+
+def test_a_statement_of_both_is_refused(done):
+    made, *_ = done
+    facts = made.run.facts("everything")
+    rows = replace(facts, earlier=(EarlierRun(run_id="a", unit="example", relation="zero_out"),))
+    with pytest.raises(LedgerError, match="protect what this run does"):
+        PrivacyStatement.from_ledger(made.privacy_plan, made.ledger, rows)
 
 
 def test_frost_selects_by_users(tmp_path, monkeypatch):
