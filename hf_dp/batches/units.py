@@ -54,7 +54,7 @@ class UnitTable:
         self._digest = hashlib.sha256(unit_of.tobytes()).hexdigest()
         order = np.argsort(unit_of, kind="stable")
         self._rows = np.split(order, np.flatnonzero(np.diff(unit_of[order])) + 1)
-        self._names = frozenset(numbers)
+        self._names = frozenset(map(str, numbers))
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -72,8 +72,11 @@ class UnitTable:
         return self._digest
 
     def shared(self, values: Sequence[Any]) -> int:
-        """Return how many of these rows belong to one of the units. Not private."""
-        return sum(value in self._names for value in values)
+        """Return how many of these rows belong to one of the units. Not private.
+
+        Values are compared as text: another data set may hold numbers as text.
+        """
+        return sum(str(value) in self._names for value in values)
 
     def chosen(self, unit: int, most: int, random_bytes: RandomBytes) -> Rows:
         """Return a unit's rows, or a uniformly random part of ``most`` of them.
@@ -147,10 +150,12 @@ def unit_values(dataset: Any, column: str) -> list[Any] | None:
 class _Without(Subset[Any]):
     """All rows of a data set of mappings, without one of their keys.
 
-    A Subset, so that where the rows come from can still be seen.
+    A Subset, so that where the rows come from can still be seen; of a list, which may be put into
+    another order later, a copy.
     """
 
     def __init__(self, dataset: Any, column: str):
+        dataset = list(dataset) if isinstance(dataset, list) else dataset
         super().__init__(dataset, range(len(dataset)))
         self.column = column
 

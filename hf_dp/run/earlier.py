@@ -32,15 +32,6 @@ def earlier_entries(
     for path in paths:
         record = whole_run(path)
         plan = record.plan
-        if plan.num_examples != num_examples:
-            raise invalid(
-                "earlier_runs",
-                path,
-                f"to be a run on the same {num_examples} rows (or users), not on "
-                f"{plan.num_examples}",
-                "A run on other rows costs these nothing: leave it out. If it is in output_dir, "
-                "choose another output_dir.",
-            )
         for name, theirs, ours in (
             ("privacy_unit", plan.privacy_unit, privacy_unit),
             ("neighboring_relation", plan.neighboring_relation, neighboring_relation),
@@ -52,6 +43,15 @@ def earlier_entries(
                     f"to be a run with {name}={ours!r}, not {theirs!r}",
                     f"No bound is known for both together. Set {name}={theirs!r} here as well.",
                 )
+        if plan.num_examples != num_examples:
+            raise invalid(
+                "earlier_runs",
+                path,
+                f"to be a run on the same {num_examples} rows (or users), not on "
+                f"{plan.num_examples}",
+                "A run on other rows costs these nothing: leave it out. If it is in output_dir, "
+                "choose another output_dir.",
+            )
         if plan.users is not None and users is not None and plan.users.column != users.column:
             raise invalid(
                 "earlier_runs",

@@ -261,7 +261,7 @@ class DPTrainer(Publishing):
             users, unless their metrics are released on purpose.
         """
         users = users_of(args) if args.is_private else None
-        if users is None:
+        if users is None and args.is_private:
             hint_at_users(train_dataset)
         if users is None or self._units is not None:
             return train_dataset

@@ -6,6 +6,7 @@ import json
 import os
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import tiny
@@ -208,53 +209,60 @@ def done(tmp_path_factory):
     )
     made.train()
     made.save_model()
-    return made, folder, Logs.text
+    drawn_from = len(made.get_train_dataloader().dataset)
+    return SimpleNamespace(
+        plan=made.privacy_plan,
+        ledger=made.ledger,
+        statement=made.privacy_statement(),
+        epsilon=made.epsilon().value,
+        columns=made.train_dataset.column_names,
+        drawn_from=drawn_from,
+        folder=folder,
+        logs=Logs.text,
+    )
 
 
 def test_all_that_counts_examples_counts_users(done):
-    made, *_ = done
-    plan, users = made.privacy_plan, len(set(owners()))
+    plan, users = done.plan, len(set(owners()))
     assert (plan.num_examples, plan.privacy_unit, plan.unit) == (users, USER, USER)
     assert plan.sample_rate == 4 / users
-    assert made.ledger.events[0] == PoissonSampledGaussian(1.0, 4 / users, 6)
-    assert len(made.get_train_dataloader().dataset) == users
+    assert done.ledger.events[0] == PoissonSampledGaussian(1.0, 4 / users, 6)
+    assert done.drawn_from == users
 
 
 def test_the_column_reaches_nothing(done):
-    made, folder, logs = done
-    assert "who" not in made.train_dataset.column_names
-    files = [path for path in folder.rglob("*") if path.is_file()]
+    assert "who" not in done.columns
+    files = [path for path in done.folder.rglob("*") if path.is_file()]
     assert len(files) > 10
-    for content in [logs.encode(), *(path.read_bytes() for path in files)]:
+    for content in [done.logs.encode(), *(path.read_bytes() for path in files)]:
         assert not any(secret.encode() in content for secret in SECRET)
 
 
 def test_statement_and_card_speak_of_users(done):
-    made, folder, *_ = done
-    statement = made.privacy_statement()
-    assert statement.unit_code == USER
-    assert "zero-out of one patient (all rows with one value in the column 'who')" in str(statement)
-    card = (folder / "README.md").read_text()
+    assert done.statement.unit_code == USER
+    assert "zero-out of one patient (all rows with one value in the column 'who')" in str(
+        done.statement
+    )
+    card = (done.folder / "README.md").read_text()
     assert "unit: user" in card and "unit_name: patient" in card and "unit_column: who" in card
     assert "each single patient in the training set" in card.lower()
     assert "with more than 2 rows" in card
     assert "rows in the training set (public)" not in card
-    assert main(["verify", str(folder)]) == 0
+    assert main(["verify", str(done.folder)]) == 0
 
 
 def test_the_record_reads_back_and_an_edit_is_found(done, tmp_path):
-    made, folder, *_ = done
-    record = read(folder)
-    assert record.plan == made.privacy_plan and not disagreements(record)
+    record = read(done.folder)
+    assert record.plan == done.plan and not disagreements(record)
     assert PrivacyPlan.from_dict(json.loads(json.dumps(record.plan.to_dict()))) == record.plan
-    edited = json.loads((folder / "privacy.json").read_text())
+    edited = json.loads((done.folder / "privacy.json").read_text())
     edited["plan"]["users"]["column"] = "row_id"
     (tmp_path / "privacy.json").write_text(json.dumps(edited))
     assert main(["verify", str(tmp_path)]) != 0
 
 
 def test_a_resume_with_other_users_is_refused(done):
-    made, folder, *_ = done
+    folder = done.folder
     for options in ({"max_rows_per_unit": 3}, {"unit_reduction": "sum"}):
         values = {"max_rows_per_unit": 2, "max_steps": 6, "privacy_unit_name": "patient", **options}
         again = trainer(folder, **values)
@@ -263,7 +271,7 @@ def test_a_resume_with_other_users_is_refused(done):
 
 
 def test_earlier_runs_by_another_column_are_refused(done, tmp_path):
-    made, folder, *_ = done
+    folder = done.folder
     rows = by_user().rename_column("who", "author")
     with pytest.raises(InvalidArgumentError, match="privacy_unit_column='author', not 'who'"):
         trainer(
@@ -274,26 +282,26 @@ def test_earlier_runs_by_another_column_are_refused(done, tmp_path):
         )
     both = trainer(tmp_path, earlier_runs=[str(folder)])
     both.train()
-    assert both.epsilon().value > made.epsilon().value
+    assert both.epsilon().value > done.epsilon
     assert both.privacy_statement().unit_code == USER
 
 
 def test_rows_and_users_do_not_add_up(done, tmp_path):
-    made, folder, *_ = done
+    folder = done.folder
     with pytest.raises(InvalidArgumentError, match="privacy_unit='example', not 'user'"):
         tiny.trainer(
             tmp_path,
-            given={"train_dataset": tiny.dataset(len(set(owners())))},
+            given={"train_dataset": tiny.dataset()},
             earlier_runs=[str(folder)],
         )
 
 
 def test_a_statement_of_both_is_refused(done):
-    made, *_ = done
-    facts = made.run.facts("everything")
-    rows = replace(facts, earlier=(EarlierRun(run_id="a", unit="example", relation="zero_out"),))
+    rows = replace(
+        done.statement.facts, earlier=(EarlierRun(run_id="a", unit="example", relation="zero_out"),)
+    )
     with pytest.raises(LedgerError, match="protect what this run does"):
-        PrivacyStatement.from_ledger(made.privacy_plan, made.ledger, rows)
+        PrivacyStatement.from_ledger(done.plan, done.ledger, rows)
 
 
 def test_frost_selects_by_users(tmp_path, monkeypatch):
@@ -387,6 +395,22 @@ def test_other_rows_after_the_start_are_refused(tmp_path):
         made.train()
 
 
+def test_a_list_in_another_order_changes_nothing(tmp_path):
+    rows = [dict(row) for row in by_user()]
+    made = trainer(tmp_path, given={"train_dataset": rows}, remove_unused_columns=False)
+    before = [made.train_dataset[index] for index in range(40)]
+    rows.reverse()
+    assert [made.train_dataset[index] for index in range(40)] == before
+
+
+def test_evaluation_rows_are_compared_as_text(tmp_path):
+    own, numbers = tiny.evaluation_set(), [i % 9 for i in range(40)]
+    same = own.add_column("who", ["3"] * len(own))
+    with pytest.raises(UnsupportedArgumentError, match="of the same values"):
+        trainer(tmp_path, numbers, given={"eval_dataset": same})
+    trainer(tmp_path, numbers, given={"eval_dataset": own.add_column("who", [["3"]] * len(own))})
+
+
 def test_delta_is_of_users(tmp_path):
     assert trainer(tmp_path, target_delta=None).privacy_plan.delta == 1 / (2 * len(set(owners())))
     with pytest.raises(InvalidArgumentError, match="`target_delta` to be < 1/num_examples"):
@@ -425,6 +449,11 @@ def test_rows_that_look_like_users_get_a_hint(tmp_path, monkeypatch):
     tiny.trainer(tmp_path, given={"train_dataset": by_user(name="user_id")})
     monkeypatch.setattr("hf_dp.run.checks.FEW_USERS", 2)
     assert len(told) == 1 and "privacy_unit_column='user_id'" in told[0]
+    tiny.trainer(
+        tmp_path,
+        given={"train_dataset": by_user(name="user_id")},
+        privacy_mode="non_private",
+    )
     trainer(
         tmp_path, given={"train_dataset": by_user(name="user_id")}, privacy_unit_column="user_id"
     )
