@@ -136,11 +136,13 @@ def split_off_units(dataset: Any, column: str) -> tuple[UnitTable, Any]:
 
 
 def unit_values(dataset: Any, column: str) -> list[Any] | None:
-    """Return a column of a data set; None if it has none of that name."""
+    """Return a column of a data set; None if it has none of that name, or can only be iterated."""
     if isinstance(dataset, datasets.Dataset):
         if column not in dataset.column_names:
             return None
         return list(dataset.with_format(None)[column])
+    if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
+        return None
     rows = [dataset[index] for index in range(len(dataset))]
     if not all(isinstance(row, Mapping) and column in row for row in rows):
         return None

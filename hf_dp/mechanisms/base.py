@@ -141,6 +141,12 @@ class Mechanism(ABC):
                 "runs out of memory in one process would leave the others waiting. Set "
                 "`per_device_train_batch_size` or `max_tokens_per_physical_batch` yourself."
             )
+        users = run.plan.users
+        if users is not None and users.max_rows > 1:
+            raise UnsupportedArgumentError(
+                "The physical batch that fits cannot be found for users of several rows: what "
+                "these take together is not measured. Set `per_device_train_batch_size` yourself."
+            )
         with untouched_generators():
             self.tuner.before_step(run, 0)  # again at the first step
         with self.tuner.all_that_may_train(run.model):

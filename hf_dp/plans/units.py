@@ -59,6 +59,13 @@ class Users:
         ):
             if not isinstance(value, str) or not value.strip() or "\n" in value:
                 raise _validate.invalid(argument, value, "to be a word or a name, on one line")
+        if self.name.strip().lower() in ("row", "example"):
+            raise _validate.invalid(
+                "privacy_unit_name",
+                self.name,
+                "to say whose the rows are",
+                'A card would take it for one row. Use "user", "patient" or the like.',
+            )
         _validate.integer("max_rows_per_unit", self.max_rows, 1)
         _validate.one_of("unit_reduction", self.reduction, REDUCTIONS)
 

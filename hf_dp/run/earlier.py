@@ -47,8 +47,8 @@ def earlier_entries(
             raise invalid(
                 "earlier_runs",
                 path,
-                f"to be a run on the same {num_examples} rows (or users), not on "
-                f"{plan.num_examples}",
+                f"to be a run on the same {num_examples} {'rows' if users is None else 'users'}, "
+                f"not on {plan.num_examples}",
                 "A run on other rows costs these nothing: leave it out. If it is in output_dir, "
                 "choose another output_dir.",
             )

@@ -25,7 +25,7 @@ from hf_dp.accounting import (
     Ledger,
 )
 from hf_dp.accounting.composition import compose
-from hf_dp.errors import LedgerError
+from hf_dp.errors import InvalidArgumentError, LedgerError
 from hf_dp.plans.privacy import PrivacyPlan
 from hf_dp.plans.units import (
     EXAMPLE,
@@ -274,7 +274,7 @@ class PrivacyStatement:
                 "not_established",
             ):
                 given[name] = tuple(given[name])
-        except TypeError as error:
+        except (TypeError, InvalidArgumentError) as error:
             raise LedgerError(
                 f"The privacy statement cannot be read ({error}): it was edited or damaged."
             ) from error

@@ -131,6 +131,7 @@ REFUSALS = [
             "unit_reduction": "sum",
         }.items()
     ],
+    (USERS | {"privacy_unit_name": "Row"}, r"`privacy_unit_name` to say whose the rows are"),
     (USERS | {"privacy_unit_name": ""}, r"`privacy_unit_name` to be a word or a name"),
     (USERS | {"max_rows_per_unit": 0}, r"`max_rows_per_unit` to be a whole number >= 1"),
     (USERS | {"unit_reduction": "median"}, r"`unit_reduction` to be one of \['mean', 'sum'\]"),

@@ -255,10 +255,18 @@ def test_the_record_reads_back_and_an_edit_is_found(done, tmp_path):
     record = read(done.folder)
     assert record.plan == done.plan and not disagreements(record)
     assert PrivacyPlan.from_dict(json.loads(json.dumps(record.plan.to_dict()))) == record.plan
-    edited = json.loads((done.folder / "privacy.json").read_text())
-    edited["plan"]["users"]["column"] = "row_id"
-    (tmp_path / "privacy.json").write_text(json.dumps(edited))
-    assert main(["verify", str(tmp_path)]) != 0
+    for part, name, value in (
+        ("plan", "column", "row_id"),
+        ("plan", "max_rows", 0),
+        ("statement", "name", "person"),
+        ("statement", "reduction", "none"),
+    ):
+        edited = json.loads((done.folder / "privacy.json").read_text())
+        edited[part]["users"][name] = value
+        (tmp_path / "privacy.json").write_text(json.dumps(edited))
+        assert main(["verify", str(tmp_path)]) != 0
+        with pytest.raises(LedgerError):
+            read(tmp_path)
 
 
 def test_a_resume_with_other_users_is_refused(done):
@@ -435,6 +443,17 @@ def test_evaluation_on_the_same_users_is_refused(tmp_path):
     with pytest.raises(UnsupportedArgumentError, match="the evaluation set 'b' has rows"):
         compared.evaluate({"a": others, "b": same})
     assert not trainer(tmp_path, given={"eval_dataset": own}).run.book.evaluation_compared
+
+
+def test_evaluation_rows_that_can_only_be_iterated_are_not_compared(tmp_path):
+    stream = tiny.evaluation_set().add_column("who", ["new"] * 20).to_iterable_dataset()
+    assert not trainer(tmp_path, given={"eval_dataset": stream}).run.book.evaluation_compared
+
+
+def test_the_size_of_physical_batches_is_not_searched_for(tmp_path):
+    made = trainer(tmp_path)
+    with pytest.raises(UnsupportedArgumentError, match="users of several rows"):
+        made.mechanism.find_physical_batch(None)
 
 
 def test_rows_that_look_like_users_get_a_hint(tmp_path, monkeypatch):
