@@ -17,6 +17,7 @@ from hf_dp.accounting.events import (
     SumAndLoss,
     TruncatedPoissonSampledGaussian,
     TruncatedSumAndLoss,
+    UserRowsGaussian,
     event_from_dict,
 )
 from hf_dp.accounting.ledger import EARLIER, RELEASE, SELECTION, TRAINING, Ledger, LedgerEntry
@@ -55,6 +56,7 @@ __all__ = [
     "SumAndRows",
     "TruncatedPoissonSampledGaussian",
     "TruncatedSumAndLoss",
+    "UserRowsGaussian",
     "calibrate_noise_multiplier",
     "calibrate_sample_rate",
     "calibrate_steps",

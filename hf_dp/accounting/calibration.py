@@ -14,7 +14,7 @@ from decimal import ROUND_CEILING, ROUND_FLOOR, Decimal
 from hf_dp._validate import in_unit_interval, integer, non_negative, one_of, positive
 from hf_dp.accounting.accountants import BOUNDS, epsilon, load
 from hf_dp.accounting.events import Event, PoissonSampledGaussian
-from hf_dp.errors import AccountingRangeError, CalibrationError
+from hf_dp.errors import AccountingRangeError, CalibrationError, UnsupportedEventError
 
 # The returned noise multiplier exceeds the smallest sufficient one by at most this fraction.
 TOLERANCE = 1e-4
@@ -247,7 +247,7 @@ def _start(
     limits = load(name).RANGE
     try:
         sigma = calibrate_noise_multiplier(target, delta, sample_rate, steps, "rdp", prior)
-    except (AccountingRangeError, CalibrationError):
+    except (AccountingRangeError, CalibrationError, UnsupportedEventError):
         return 1.0
     return min(max(sigma, limits.min_noise_multiplier), limits.max_noise_multiplier)
 
@@ -268,7 +268,7 @@ def _start_inverse(
         return min(
             1 / calibrate_sample_rate(target, delta, sigma, steps, "rdp", prior), 1 / smallest
         )
-    except (AccountingRangeError, CalibrationError):
+    except (AccountingRangeError, CalibrationError, UnsupportedEventError):
         return 1 / smallest
 
 

@@ -21,6 +21,7 @@ from hf_dp.accounting.events import (
     PoissonSampledGaussian,
     SumAndLoss,
     TruncatedPoissonSampledGaussian,
+    UserRowsGaussian,
 )
 from hf_dp.accounting.record_events import (
     PublishedForwardNoise,
@@ -59,6 +60,16 @@ class TruncatedTerm(NamedTuple):
     steps: int
     num_examples: int
     max_batch_size: int
+
+
+class UserRowsTerm(NamedTuple):
+    """Sampled rows, up to ``max_rows`` > 1 of one user, with 0 < sample_rate < 1,
+    noise_multiplier > 0 and steps > 0."""
+
+    noise_multiplier: float
+    sample_rate: float
+    steps: int
+    max_rows: int
 
 
 class VisibleTerm(NamedTuple):
@@ -115,8 +126,8 @@ class Composition:
         noiseless: an example entered some step without noise, so no finite epsilon holds.
         noise_multipliers, sample_rates, steps: what ran, for range checks; unsampled mechanisms are
             included with rate 1, and a search with those of one run.
-        truncated, searches: the other kinds of sampled mechanisms and the searches; not every
-            accountant can describe them.
+        truncated, user_rows, searches: the other kinds of sampled mechanisms and the searches; not
+            every accountant can describe them.
         visible, responses, published: mechanisms that release something about each example by
             itself.
         restricted: name, relations and reason for each kind of event restricted to some relations.
@@ -129,6 +140,7 @@ class Composition:
     sample_rates: tuple[float, ...]
     steps: int
     truncated: tuple[TruncatedTerm, ...] = ()
+    user_rows: tuple[UserRowsTerm, ...] = ()
     searches: tuple[SearchTerm, ...] = ()
     visible: tuple[VisibleTerm, ...] = ()
     responses: tuple[ResponseTerm, ...] = ()
@@ -141,6 +153,7 @@ class Composition:
         parts = (
             self.sampled
             or self.truncated
+            or self.user_rows
             or self.searches
             or self.visible
             or self.responses
@@ -155,6 +168,7 @@ class Composition:
         *,
         replace_one: str = "",
         truncated: str = "",
+        user_rows: str = "",
         searches: str = "",
         visible: str = "",
         published: str = "",
@@ -162,8 +176,8 @@ class Composition:
         """Raise UnsupportedEventError for a relation or kind of event that has a next move here.
 
         Args:
-            replace_one, truncated, searches, visible, published: the next move for the user where
-                the accountant does not know that relation or kind; empty where it does.
+            replace_one, truncated, user_rows, searches, visible, published: the next move for the
+                user where the accountant does not know that relation or kind; empty where it does.
         """
         for name, relations, why in self.restricted:
             if relation not in relations:
@@ -180,6 +194,7 @@ class Composition:
         )
         for kind, terms, next_move in (
             ("TruncatedPoissonSampledGaussian", cut, truncated),
+            ("UserRowsGaussian", self.user_rows, user_rows),
             ("BestOfRandomRuns", self.searches, searches),
             ("events that show who took part", self.visible, visible),
             ("RandomizedResponse", self.responses, visible),
@@ -256,6 +271,7 @@ class _Parts:
     def __init__(self) -> None:
         self.poisson: Counter[tuple[float, float]] = Counter()  # unsampled Gaussians at rate 1
         self.truncated: Counter[tuple[float, float, int, int]] = Counter()
+        self.user_rows: Counter[tuple[float, float, int]] = Counter()
         self.visible: Counter[tuple[float, float]] = Counter()
         self.responses: Counter[tuple[float, int]] = Counter()
         self.published: Counter[tuple[float, float]] = Counter()
@@ -283,7 +299,14 @@ class _Parts:
                 event.max_batch_size,
             )
             self.truncated[cut] += event.steps
-        elif isinstance(event, PoissonSampledGaussian | TruncatedPoissonSampledGaussian):
+        elif isinstance(event, UserRowsGaussian) and event.sample_rate == 1:
+            self.poisson[event.noise_multiplier / event.max_rows, 1.0] += event.steps
+        elif isinstance(event, UserRowsGaussian) and event.max_rows > 1:
+            rows = (event.noise_multiplier, event.sample_rate, event.max_rows)
+            self.user_rows[rows] += event.steps
+        elif isinstance(
+            event, PoissonSampledGaussian | TruncatedPoissonSampledGaussian | UserRowsGaussian
+        ):
             self.poisson[event.noise_multiplier, event.sample_rate] += event.steps
         elif isinstance(event, SumAndRows) and event.one_draw:
             self.visible[event.joint_noise_multiplier, event.sample_rate] += event.steps
@@ -296,12 +319,19 @@ class _Parts:
 
     def composition(self) -> Composition:
         """Return the canonical form of all events added."""
-        drawn = (self.poisson, self.truncated, self.visible, self.published)
+        drawn = (self.poisson, self.truncated, self.user_rows, self.visible, self.published)
         noisy = _terms(SampledTerm, self.poisson)
         truncated = tuple(
             sorted(
                 TruncatedTerm(key[0], key[1], steps, *key[2:])
                 for key, steps in self.truncated.items()
+                if key[0] > 0
+            )
+        )
+        user_rows = tuple(
+            sorted(
+                UserRowsTerm(key[0], key[1], steps, key[2])
+                for key, steps in self.user_rows.items()
                 if key[0] > 0
             )
         )
@@ -312,6 +342,7 @@ class _Parts:
         plain: list[tuple[float, float, int]] = [
             *noisy,
             *(term[:3] for term in truncated),
+            *(term[:3] for term in user_rows),
             *visible,
             *published,
         ]
@@ -332,6 +363,7 @@ class _Parts:
             steps=sum(sum(counts.values()) for counts in (*drawn, self.responses))
             + sum(term.times * term.run.steps for term in self.searches),
             truncated=truncated,
+            user_rows=user_rows,
             searches=tuple(self.searches),
             visible=visible,
             responses=tuple(

@@ -196,6 +196,43 @@ class TruncatedSumAndLoss(SumAndLoss):
         )
 
 
+@dataclass(frozen=True)
+class UserRowsGaussian(Described):
+    """The Gaussian mechanism on a fresh Poisson sample of rows, each clipped by itself, where what
+    is protected is a user with up to ``max_rows`` of the rows.
+
+    A step's sample has K of the user's rows, K binomial, and they move the sum by up to K clipping
+    norms. So a step is dominated by a mixture of Gaussians: N(0, sigma^2) against N(K, sigma^2)
+    with K ~ Binomial(max_rows, sample_rate) (Choquette-Choo et al. 2023, arXiv 2310.15526,
+    Corollary 4.7; as example-level sampling in Charles et al. 2024, arXiv 2407.07737, section 3).
+    Users with fewer rows lose less, since K grows with the number of rows.
+
+    Args:
+        noise_multiplier: noise standard deviation / clipping norm of one row, >= 0.
+        sample_rate: the probability, in [0, 1], with which each row joins a step, independently of
+            everything else.
+        steps: how many times it ran, empty samples included, >= 0.
+        max_rows: the most rows of one user that can be sampled from, >= 1.
+
+    Raises:
+        InvalidArgumentError: a value is out of range or not a number.
+    """
+
+    noise_multiplier: float
+    sample_rate: float
+    steps: int
+    max_rows: int
+
+    relations: ClassVar[tuple[str, ...]] = ("zero_out", "add_remove")
+    restriction: ClassVar[str] = "No bound is implemented for rows that become another user's."
+
+    def __post_init__(self) -> None:
+        poisson = PoissonSampledGaussian(self.noise_multiplier, self.sample_rate, self.steps)
+        for name, value in dataclasses.asdict(poisson).items():
+            object.__setattr__(self, name, value)
+        object.__setattr__(self, "max_rows", integer("max_rows", self.max_rows, 1))
+
+
 RUN_DISTRIBUTIONS = ("truncated_negative_binomial", "poisson")
 
 
@@ -278,6 +315,7 @@ Event = (
     | TruncatedPoissonSampledGaussian
     | SumAndLoss
     | TruncatedSumAndLoss
+    | UserRowsGaussian
     | BestOfRandomRuns
     | RecordRelease
     | SampledRecordRelease

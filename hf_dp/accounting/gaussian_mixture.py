@@ -33,6 +33,7 @@ def covers(composition: Composition) -> bool:
     others = (
         composition.sampled
         or composition.truncated
+        or composition.user_rows
         or composition.searches
         or composition.published
     )

@@ -1,5 +1,7 @@
 """The privacy-loss distribution of one Poisson-sampled Gaussian step, all grid points at once.
 
+That of sampled rows of one user is in :mod:`hf_dp.accounting.user_rows`.
+
 It is the distribution of dp-accounting's ``from_gaussian_mechanism``, with its own mechanism and
 tails. The inverse of the privacy loss and the connect-the-dots rule are evaluated here: the package
 does so point by point in Python, which was most of the time of an answer.
@@ -36,7 +38,7 @@ def sampled_gaussian(
         low = math.floor(bounds.epsilon_lower / interval)
         high = math.ceil(bounds.epsilon_upper / interval)
         deltas = _deltas(step, np.arange(low, high + 1) * interval)
-        probabilities = _connect_the_dots(deltas, interval)
+        probabilities = connect_the_dots(deltas, interval)
         directions.append(
             pld_pmf.DensePLDPmf(
                 interval,
@@ -49,7 +51,7 @@ def sampled_gaussian(
     return google_pld.PrivacyLossDistribution(*directions)
 
 
-def _connect_the_dots(deltas: np.ndarray, interval: float) -> np.ndarray:
+def connect_the_dots(deltas: np.ndarray, interval: float) -> np.ndarray:
     """Return the probability of each grid point, such that delta is right there and too large
     between.
 

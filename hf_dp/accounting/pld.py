@@ -15,6 +15,7 @@ import dataclasses
 import math
 from functools import lru_cache
 
+import numpy as np
 from dp_accounting.pld import privacy_loss_distribution as google_pld
 from dp_accounting.privacy_accountant import NeighboringRelation
 
@@ -25,11 +26,13 @@ from hf_dp.accounting.composition import (
     ResponseTerm,
     SampledTerm,
     TruncatedTerm,
+    UserRowsTerm,
     VisibleTerm,
 )
 from hf_dp.accounting.grid import epsilon_at, self_composed
 from hf_dp.accounting.one_step import sampled_gaussian
 from hf_dp.accounting.ranges import Range
+from hf_dp.accounting.user_rows import sampled_rows
 from hf_dp.accounting.value import Epsilon
 
 # Each limit is the edge of what was compared with independent computations (an FFT with exponential
@@ -127,8 +130,13 @@ def _one_truncated_step(
 
 
 @lru_cache(maxsize=8)
+def _one_step_of_rows(term: UserRowsTerm, interval: float) -> google_pld.PrivacyLossDistribution:
+    return sampled_rows(term.noise_multiplier, term.sample_rate, term.max_rows, interval)
+
+
+@lru_cache(maxsize=8)
 def _self_composed(
-    term: SampledTerm | TruncatedTerm, interval: float, relation: str
+    term: SampledTerm | TruncatedTerm | UserRowsTerm, interval: float, relation: str
 ) -> google_pld.PrivacyLossDistribution:
     """Return the distribution of all steps of one mechanism.
 
@@ -136,9 +144,21 @@ def _self_composed(
     """
     if isinstance(term, TruncatedTerm):
         one_step = _one_truncated_step(term._replace(steps=1), interval, relation)
+    elif isinstance(term, UserRowsTerm):
+        one_step = _one_step_of_rows(term._replace(steps=1), interval)
+        _refuse_too_large(one_step, term.steps)
     else:
         one_step = _one_step(term.noise_multiplier, term.sample_rate, interval, relation)
     return self_composed(one_step, term.steps)
+
+
+def _refuse_too_large(one_step: google_pld.PrivacyLossDistribution, steps: int) -> None:
+    """Raise AccountingRangeError where the mean loss alone is above MAX_EPSILON."""
+    pmf = one_step._pmf_remove.to_dense_pmf()
+    losses = (np.arange(pmf.size) + pmf._lower_loss) * pmf._discretization
+    mean = steps * float(losses @ np.asarray(pmf._probs))
+    if mean > MAX_EPSILON:
+        raise RANGE.error(f"epsilon up to {MAX_EPSILON}, got about {mean:.6g}")
 
 
 @lru_cache(maxsize=8)
@@ -166,7 +186,7 @@ def _response(term: ResponseTerm, interval: float) -> google_pld.PrivacyLossDist
 
 
 def _grid_epsilon(composition: Composition, delta: float, interval: float, relation: str) -> float:
-    terms = (*composition.sampled, *composition.truncated)
+    terms = (*composition.sampled, *composition.truncated, *composition.user_rows)
     parts = [_self_composed(term, interval, relation) for term in terms]
     scale = 2 if relation == "replace_one" else 1  # vectors and labels are another's, not nothing
     parts += [
@@ -190,9 +210,9 @@ def _fine_grid_gain(composition: Composition, order: float) -> float:
     (order - 1) V / 2 of epsilon. Measured gains were 0.4 to 2 times this. The estimate only decides
     whether to spend the time: both grids give upper bounds.
     """
-    steps = sum(term.steps for term in composition.sampled) + sum(
-        term.steps for term in composition.truncated
-    )
+    steps = sum(term.steps for term in composition.sampled)
+    steps += sum(term.steps for term in composition.truncated)
+    steps += sum(term.steps for term in composition.user_rows)
     return (order - 1) * steps * COARSE**2 / 8
 
 
@@ -215,13 +235,18 @@ def epsilon(composition: Composition, delta: float, relation: str = "zero_out") 
             gaussian_mixture.epsilon(composition, delta, 2.0 if relation == "replace_one" else 1.0),
             "bound",
         )
-    heavy = composition.truncated or composition.visible or relation == "replace_one"
+    heavy = (
+        composition.truncated
+        or composition.user_rows
+        or composition.visible
+        or relation == "replace_one"
+    )
     (HEAVY_TAILS if heavy else RANGE).check(composition, delta)
     # RDP bounds the plain mechanisms under zero-out; elsewhere it only estimates how large the grid
     # would become.
-    bounded = relation != "replace_one" and not composition.truncated
+    bounded = relation != "replace_one" and not composition.truncated and not composition.user_rows
     about, order = rdp.epsilon_and_order(composition if bounded else _at_worst(composition), delta)
-    if about > MAX_EPSILON:
+    if about > MAX_EPSILON and not composition.user_rows:
         raise RANGE.error(f"epsilon up to {MAX_EPSILON}, got about {about:.6g}")
     value = _grid_epsilon(composition, delta, COARSE, relation)
     if value < FINE_BELOW and _fine_grid_gain(composition, order) > WORTHWHILE_GAIN:
@@ -230,8 +255,13 @@ def epsilon(composition: Composition, delta: float, relation: str = "zero_out") 
 
 
 def _at_worst(composition: Composition) -> Composition:
-    """Return the steps as if one example moved each sum by 2 C and no sample were truncated."""
-    terms = [*composition.sampled, *(SampledTerm(*term[:3]) for term in composition.truncated)]
+    """Return the steps as if one example moved each sum by 2 C, no sample were truncated and no
+    user had several rows."""
+    terms = [
+        *composition.sampled,
+        *(SampledTerm(*term[:3]) for term in composition.truncated),
+        *(SampledTerm(*term[:3]) for term in composition.user_rows),
+    ]
     return dataclasses.replace(
         composition,
         sampled=tuple(term._replace(noise_multiplier=term.noise_multiplier / 2) for term in terms),
@@ -241,4 +271,5 @@ def _at_worst(composition: Composition) -> Composition:
             for term in composition.visible
         ),
         truncated=(),
+        user_rows=(),
     )

@@ -63,6 +63,7 @@ def epsilon(composition: Composition, delta: float, relation: str = "zero_out") 
         relation,
         replace_one=USE_PLD,
         truncated=USE_PLD,
+        user_rows=USE_PLD,
         searches='Use accountant="rdp".',
         visible=USE_PLD,
         published=UNESTABLISHED,

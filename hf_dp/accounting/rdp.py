@@ -154,7 +154,12 @@ def epsilon(composition: Composition, delta: float, relation: str = "zero_out") 
         UnsupportedEventError: another kind of event or relation.
     """
     composition.refuse(
-        "rdp", relation, replace_one=USE_PLD, truncated=USE_PLD, published=UNESTABLISHED
+        "rdp",
+        relation,
+        replace_one=USE_PLD,
+        truncated=USE_PLD,
+        user_rows=USE_PLD,
+        published=UNESTABLISHED,
     )
     if composition.empty or composition.noiseless:
         return Epsilon(math.inf if composition.noiseless else 0.0, "bound")

@@ -67,6 +67,14 @@ class UnitTable:
         """Return the number of rows of each unit. Not private."""
         return np.array([len(rows) for rows in self._rows])
 
+    def capped(self, most: int) -> np.ndarray:
+        """Return the indices of at most ``most`` rows of each unit, in increasing order.
+
+        Which of a unit's n rows these are is a fixed, scattered choice from n, the same in every
+        process and after a resume. It depends on no other unit; it need not be secret.
+        """
+        return np.sort(np.concatenate([_scattered(rows, most) for rows in self._rows]))
+
     def digest(self) -> str:
         """Return a digest of which rows belong together; it holds no value of the column."""
         return self._digest
@@ -89,6 +97,12 @@ class UnitTable:
             keys = np.frombuffer(random_bytes(8 * len(rows)), dtype=np.uint64)
             rows = np.sort(rows[np.argsort(keys, kind="stable")[:most]])
         return tuple(rows.tolist())
+
+
+def _scattered(rows: np.ndarray, most: int) -> np.ndarray:
+    if len(rows) <= most:
+        return rows
+    return rows[np.random.default_rng(len(rows)).permutation(len(rows))[:most]]
 
 
 def _checked(value: Any, column: str, values: Sequence[Any]) -> Any:
@@ -133,6 +147,17 @@ def split_off_units(dataset: Any, column: str) -> tuple[UnitTable, Any]:
     if isinstance(dataset, datasets.Dataset):
         return table, dataset.remove_columns(column)
     return table, _Without(dataset, column)
+
+
+def rows_to_draw(dataset: Any, table: UnitTable, users: Users) -> Any:
+    """Return the rows that a run trains on: all, or at most ``max_rows`` of each user where rows
+    are drawn one by one."""
+    if not users.by_row:
+        return dataset
+    chosen = table.capped(users.max_rows).tolist()
+    if isinstance(dataset, datasets.Dataset):
+        return dataset.select(chosen)
+    return Subset(dataset, chosen)
 
 
 def unit_values(dataset: Any, column: str) -> list[Any] | None:

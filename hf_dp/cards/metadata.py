@@ -11,7 +11,7 @@ from hf_dp._version import __version__
 from hf_dp.cards.details import CardDetails
 from hf_dp.cards.escaping import one_line, public_name
 from hf_dp.cards.hub_rules import METRICS
-from hf_dp.plans.units import EXAMPLE, FEATURES, NONE, USER
+from hf_dp.plans.units import EXAMPLE, FEATURES, NONE, USER, Users
 from hf_dp.statement.facts import RunFacts
 from hf_dp.statement.statement import NOT_ESTABLISHED, PrivacyStatement
 
@@ -152,8 +152,18 @@ def _users(statement: PrivacyStatement) -> dict[str, Any]:
         "unit_name": one_line(users.name),
         "unit_column": one_line(users.column),
         "max_rows_per_unit": users.max_rows,
-        "unit_reduction": users.reduction,
+        **_drawn(users),
     }
+
+
+def _drawn(users: Users) -> dict[str, Any]:
+    if users.by_row:
+        return {
+            "unit_sampling": users.sampling,
+            "num_rows": users.num_rows,
+            "num_rows_public": True,
+        }
+    return {"unit_sampling": users.sampling, "unit_reduction": users.reduction}
 
 
 def _one_or_list(values: tuple[float, ...]) -> float | list[float]:

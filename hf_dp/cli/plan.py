@@ -13,7 +13,7 @@ from hf_dp.cli.account import ACCOUNTANTS
 from hf_dp.cli.answers import json_row, table
 from hf_dp.cli.config import peft_config, read_yaml
 from hf_dp.cli.options import hyphenated
-from hf_dp.errors import ConfigError
+from hf_dp.errors import ConfigError, HfDpError
 
 if TYPE_CHECKING:
     from hf_dp.batches.units import UnitTable
@@ -187,6 +187,7 @@ def main(argv: Sequence[str]) -> int:
     print(_text(found))
     if "table" in settings:
         print(_rows_of_users(settings["table"], settings["users"]))
+        print(_both_ways(settings, found.plan))
     if to is not None:
         print(
             f"\nfor {to.num_examples:,} examples, same sample rate and steps: expected batch size "
@@ -235,6 +236,12 @@ def _settings(args: argparse.Namespace, recipe: dict[str, Any]) -> dict[str, Any
         else:
             settings["table"] = _whose(recipe, settings["users"])
             settings["num_examples"] = len(settings["table"])
+            settings["users"] = _with_rows(settings["users"], settings["table"])
+    if settings["users"] is not None and settings["users"].by_row and "table" not in settings:
+        raise ConfigError(
+            "With unit_sampling=examples the rows to draw from are counted user by user. Name the "
+            "recipe's train_file, and leave --num-examples unset."
+        )
     return settings
 
 
@@ -440,16 +447,53 @@ def _rows_of_users(table: UnitTable, users: Users) -> str:
     )
 
 
+def _with_rows(users: Users, table: UnitTable) -> Users:
+    """Return the users with the number of rows to draw from, where rows are drawn."""
+    rows = len(table.capped(users.max_rows)) if users.by_row else None
+    return dataclasses.replace(users, num_rows=rows)
+
+
+def _both_ways(settings: dict[str, Any], plan: PrivacyPlan) -> str:
+    """Compare drawing users with drawing their rows, at the same epsilon, steps and rows a step."""
+    from hf_dp.plans.units import SAMPLINGS
+
+    users, epsilon = plan.users, plan.target_epsilon
+    if users is None or epsilon is None:
+        return "Give a target_epsilon to compare drawing users with drawing their rows."
+    whose = settings["table"]
+    rows_of_one = len(whose.capped(users.max_rows)) / len(whose)
+    rows = plan.expected_batch_size * (1 if users.by_row else rows_of_one)
+    lines = [
+        f"\nNoise on the mean gradient of a step of about {rows:,.0f} rows, in clipping norms, at "
+        f"epsilon {epsilon:g}:"
+    ]
+    for sampling in SAMPLINGS:
+        other = _with_rows(dataclasses.replace(users, sampling=sampling), whose)
+        drawn = rows if other.by_row else rows / rows_of_one
+        try:
+            found = _plan({**settings, "users": other, "batch_size": drawn, "steps": plan.steps})
+            said = f"{found.noise_multiplier / drawn:.4g}"
+        except HfDpError as problem:
+            said = f"not possible ({problem})"
+        chosen = " (as configured)" if sampling == users.sampling else ""
+        lines.append(f"  unit_sampling={sampling}{chosen}: {said}")
+    lines.append(
+        "The smaller is the better one if a user's mean gradient is about as long as a row's. It "
+        "is shorter where the rows of a user differ much."
+    )
+    return "\n".join(lines)
+
+
 def _text(found: Forecast) -> str:
     from hf_dp.plans import NoisedLossPlan
 
     plan = found.plan
-    what = "examples" if plan.users is None else "users"
+    what = "examples" if plan.users is None else "rows" if plan.users.by_row else "users"
     capped = (
         "" if plan.max_batch_size is None else f", of which at most {plan.max_batch_size} are used"
     )
     lines = [
-        f"{plan.num_examples:,} {what}, {plan.expected_batch_size:g} expected in a step{capped}: "
+        f"{plan.drawn_from:,} {what}, {plan.expected_batch_size:g} expected in a step{capped}: "
         f"sample rate {plan.sample_rate:.6g}",
         f"{plan.steps:,} steps, {found.epochs:.4g} epochs, {found.examples:,.0f} {what} in all",
         f"noise multiplier {plan.noise_multiplier:.6g}, effective "

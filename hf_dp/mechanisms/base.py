@@ -142,7 +142,7 @@ class Mechanism(ABC):
                 "`per_device_train_batch_size` or `max_tokens_per_physical_batch` yourself."
             )
         users = run.plan.users
-        if users is not None and users.max_rows > 1:
+        if users is not None and users.max_rows > 1 and not users.by_row:
             raise UnsupportedArgumentError(
                 "The physical batch that fits cannot be found for users of several rows: what "
                 "these take together is not measured. Set `per_device_train_batch_size` yourself."

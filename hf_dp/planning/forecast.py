@@ -51,7 +51,7 @@ class Forecast:
     @property
     def epochs(self) -> float:
         """Return the expected number of times that an example is used."""
-        return self.examples / self.plan.num_examples
+        return self.examples / self.plan.drawn_from
 
 
 def _used(plan: PrivacyPlan) -> float:

@@ -8,10 +8,17 @@ from typing import Any, ClassVar, Self
 
 from hf_dp import _validate
 from hf_dp.accounting import SUM, Event
-from hf_dp.plans.mechanism import MechanismPlan, Schedule, Words, register_plan
+from hf_dp.plans.mechanism import (
+    MechanismPlan,
+    Schedule,
+    Words,
+    register_plan,
+    rows_not_known,
+)
 from hf_dp.plans.rounding import rounding_margin
 from hf_dp.plans.sampling import PoissonSampler
 from hf_dp.plans.selection import SelectionPlan, calibrated_together
+from hf_dp.plans.units import Users
 
 CLIPPINGS = ("flat", "automatic", "per_layer")
 
@@ -52,17 +59,19 @@ class DpSgdPlan(MechanismPlan):
 
     def margin(self, schedule: Schedule) -> float:
         """Return what the rounding of float32 sums can add to C, in units of it."""
-        most = schedule.num_examples
+        most = schedule.drawn_from
         if self.max_batch_size is not None:
             most = min(self.max_batch_size, most)
         return rounding_margin(schedule.expected_batch_size, most)
 
     def sampler(self, schedule: Schedule, steps: int) -> PoissonSampler:
+        users = schedule.users
         return PoissonSampler(
-            schedule.num_examples,
+            schedule.drawn_from,
             self.sample_rate(schedule),
             steps,
             max_batch_size=self.max_batch_size,
+            rows_of_a_user=1 if users is None or not users.by_row else users.max_rows,
         )
 
     def step_event(self, schedule: Schedule, noise_multiplier: float, steps: int) -> Event:
@@ -70,6 +79,10 @@ class DpSgdPlan(MechanismPlan):
 
     def sensitivities(self, schedule: Schedule) -> Mapping[str, float]:
         return {SUM: self.clipping_norm * (1 + self.margin(schedule))}
+
+    def check_users(self, users: Users) -> None:
+        if users.by_row and self.max_batch_size is not None:
+            raise rows_not_known("max_logical_batch_size")
 
     def check(self, schedule: Schedule, selection: SelectionPlan | None) -> None:
         refuse_estimates(schedule)
@@ -120,7 +133,13 @@ class DpSgdPlan(MechanismPlan):
             sampling += (
                 f"; of a draw of more than {of_them} a uniformly random part of that size is used"
             )
-        if users is not None:
+        if users is not None and users.by_row:
+            sampling += (
+                f"; at most {users.max_rows} rows of each {users.name} are drawn from, "
+                f"{users.num_rows} rows in all, and the accountant counts how many of these a step "
+                "can have"
+            )
+        elif users is not None:
             sampling += (
                 f"; of a drawn {one} with more than {users.max_rows} rows, that many of them are "
                 "used, chosen uniformly at random in each draw"

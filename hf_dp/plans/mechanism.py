@@ -12,13 +12,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, ClassVar, Self, TypeVar
 
+from hf_dp import _validate
 from hf_dp._dataclasses import checked_fields
 from hf_dp.accounting import TRAINING, Event, calibrate_noise_multiplier
-from hf_dp.errors import ConfigError
+from hf_dp.errors import ConfigError, InvalidArgumentError, UnsupportedArgumentError
 from hf_dp.plans.release import PlannedRelease
 from hf_dp.plans.sampling import MicroBatchSampler, PoissonSampler
 from hf_dp.plans.selection import SelectionPlan
-from hf_dp.plans.units import EXAMPLE, ZERO_OUT, Users
+from hf_dp.plans.units import BY_ROW, BY_USER, EXAMPLE, ZERO_OUT, Users
 
 Sampler = PoissonSampler | MicroBatchSampler
 
@@ -34,8 +35,8 @@ class Schedule:
         delta: of the (epsilon, delta) guarantee.
         accountant: the one whose epsilon is the headline.
         target_epsilon: what the noise is calibrated to; None when the noise is given.
-        users: where users are protected and not rows. ``num_examples`` and
-            ``expected_batch_size`` then count users.
+        users: where users are protected and not rows. ``num_examples`` then counts users, and
+            ``expected_batch_size`` what is drawn, users or rows.
     """
 
     num_examples: int
@@ -47,21 +48,28 @@ class Schedule:
     users: Users | None = None
 
     @property
+    def drawn_from(self) -> int:
+        """How many users, or rows, a step draws from: N, or the rows of users that are drawn."""
+        if self.users is None or self.users.num_rows is None:
+            return self.num_examples
+        return self.users.num_rows
+
+    @property
     def one(self) -> str:
         """What one thing that is drawn is called: "row", or the name of a user."""
-        return "row" if self.users is None else self.users.name
+        return "row" if self.users is None or self.users.by_row else self.users.name
 
     @property
     def gradients_in_words(self) -> str:
         """What is clipped, as a card calls it."""
-        if self.users is None:
+        if self.users is None or self.users.by_row:
             return "per-example gradients"
         return f"the gradient of each drawn {self.one}, the {self.users.reduction} over its rows,"
 
     @property
     def clipping_in_words(self) -> str:
         """How often something is clipped, in a proof."""
-        if self.users is None:
+        if self.users is None or self.users.by_row:
             return "per-example clipping"
         return f"one clipping for all rows of a {self.one}"
 
@@ -177,7 +185,7 @@ class MechanismPlan(ABC):
 
     def sample_rate(self, schedule: Schedule) -> float:
         """Return q, the probability with which each example joins each draw: B / N."""
-        return schedule.expected_batch_size / schedule.num_examples
+        return schedule.expected_batch_size / schedule.drawn_from
 
     @abstractmethod
     def sampler(self, schedule: Schedule, steps: int) -> Sampler:
@@ -206,7 +214,12 @@ class MechanismPlan(ABC):
         """Raise InvalidArgumentError for what does not go with this mechanism."""
 
     def check_users(self, users: Users) -> None:
-        """Raise InvalidArgumentError where this mechanism cannot protect users."""
+        """Raise InvalidArgumentError where this mechanism cannot protect users in this way.
+
+        By default it knows draws of users, not of their rows.
+        """
+        if users.by_row:
+            raise rows_not_known(f"a {type(self).__name__}")
 
     @abstractmethod
     def calibrated(
@@ -246,6 +259,17 @@ class MechanismPlan(ABC):
     def to_dict(self) -> dict[str, Any]:
         """Return plain data, JSON-ready; :func:`mechanism_from_dict` reads it back."""
         return {"name": self.name, **asdict(self)}
+
+
+def rows_not_known(what: str) -> InvalidArgumentError:
+    """Return the error for something that cannot draw rows of users; the caller raises it."""
+    return _validate.invalid(
+        "unit_sampling",
+        BY_ROW,
+        f"to be {BY_USER!r} with {what}",
+        "No bound is known for several rows of a user there.",
+        UnsupportedArgumentError,
+    )
 
 
 MECHANISM_PLANS: dict[str, type[MechanismPlan]] = {}

@@ -11,7 +11,8 @@ from hf_dp import _validate
 from hf_dp.accounting import LOSS, SumAndLoss, TruncatedSumAndLoss
 from hf_dp.errors import InvalidArgumentError
 from hf_dp.plans.dp_sgd import DpSgdPlan
-from hf_dp.plans.mechanism import Schedule, Words, register_plan
+from hf_dp.plans.mechanism import Schedule, Words, register_plan, rows_not_known
+from hf_dp.plans.units import Users
 
 BOUND, RATIO = "noised_loss_bound", "noised_loss_budget_ratio"
 _LARGEST_BOUND = 1e30  # near the ends of float32 a loss is not computed any more
@@ -63,6 +64,10 @@ class NoisedLossPlan(DpSgdPlan):
         """
         above = math.frexp(self.noised_loss_bound)[1] + schedule.num_examples.bit_length()
         return math.ldexp(1.0, above - 53)  # N < 2^bits and B < 2^exponent: N B < 2^above
+
+    def check_users(self, users: Users) -> None:
+        if users.by_row:
+            raise rows_not_known("a noised loss")
 
     def step_event(
         self, schedule: Schedule, noise_multiplier: float, steps: int

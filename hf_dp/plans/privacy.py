@@ -20,11 +20,19 @@ from hf_dp.accounting import (
     LedgerEntry,
 )
 from hf_dp.errors import ConfigError
-from hf_dp.plans.mechanism import MechanismPlan, Sampler, Schedule, Words, mechanism_from_dict
+from hf_dp.plans.mechanism import (
+    MechanismPlan,
+    Sampler,
+    Schedule,
+    Words,
+    mechanism_from_dict,
+    rows_not_known,
+)
 from hf_dp.plans.noised_loss import dp_sgd_plan
 from hf_dp.plans.release import PlannedRelease
 from hf_dp.plans.selection import SelectionPlan
 from hf_dp.plans.units import (
+    BY_ROW,
     EXAMPLE,
     NEIGHBORING_RELATIONS,
     PRIVACY_UNITS,
@@ -55,7 +63,8 @@ class PrivacyPlan:
         mechanism: how privacy is obtained, with its clipping norm and noise.
         selection: what is released before training to choose what trains; None: nothing.
         privacy_unit, neighboring_relation: what the user asked to be protected, and against what.
-        users: whose rows are one unit; with ``privacy_unit="user"`` only.
+        users: whose rows are one unit; with ``privacy_unit="user"`` only. Where their rows are
+            drawn one by one, ``expected_batch_size`` counts rows.
     """
 
     num_examples: int
@@ -87,7 +96,21 @@ class PrivacyPlan:
                 f"to be {USER!r} exactly where `users` is given, which is {self.users!r}",
             )
         if self.users is not None:
-            self.mechanism.check_users(self.users)
+            self._check_users(self.users)
+
+    def _check_users(self, users: Users) -> None:
+        self.mechanism.check_users(users)
+        if users.by_row and self.selection is not None:
+            raise rows_not_known("a selection of what trains")
+        if users.by_row != (users.num_rows is not None):
+            raise _validate.invalid(
+                "num_rows",
+                users.num_rows,
+                f"to be given exactly with unit_sampling={BY_ROW!r}, not {users.sampling!r}",
+                "It is the number of rows to draw from, at most max_rows_per_unit of each user.",
+            )
+        if users.num_rows is not None:
+            _check_num_rows(users.num_rows, self.num_examples, users.max_rows)
 
     # -- numbers --
 
@@ -112,7 +135,7 @@ class PrivacyPlan:
 
     @property
     def sample_rate(self) -> float:
-        """q: the probability with which each example joins each draw."""
+        """q: the probability with which each example (or user) joins each draw."""
         return self.mechanism.sample_rate(self.schedule)
 
     @property
@@ -163,7 +186,12 @@ class PrivacyPlan:
     @property
     def epoch(self) -> int:
         """Steps after which every example was drawn once on average."""
-        return max(1, round(self.num_examples / self.expected_batch_size))
+        return max(1, round(self.drawn_from / self.expected_batch_size))
+
+    @property
+    def drawn_from(self) -> int:
+        """How many rows, or users, a step draws from."""
+        return self.schedule.drawn_from
 
     def step_event(self, noise_multiplier: float, steps: int) -> Event:
         """Return what ``steps`` training steps of this plan with this noise would release."""
@@ -348,11 +376,13 @@ class PrivacyRequest:
                 "It is the logical batch size; 1024 suits many tasks.",
             )
         b = _validate.positive("expected_batch_size", self.expected_batch_size)
-        if b > n:
+        rows = None if self.users is None else self.users.num_rows
+        drawn_from = n if rows is None else rows
+        if b > drawn_from:
             raise _validate.invalid(
                 "expected_batch_size",
                 self.expected_batch_size,
-                f"to be at most num_examples ({n})",
+                f"to be at most {'num_examples' if rows is None else 'num_rows'} ({drawn_from})",
                 "Lower it.",
             )
         sigma = self.mechanism.noise_multiplier
@@ -365,7 +395,7 @@ class PrivacyRequest:
         return PrivacyPlan(
             num_examples=n,
             expected_batch_size=b,
-            steps=self._steps(n, b),
+            steps=self._steps(drawn_from, b),
             delta=1 / (2 * n) if self.target_delta is None else self.target_delta,
             mechanism=self.mechanism,
             accountant=self.accountant,
@@ -376,11 +406,11 @@ class PrivacyRequest:
             users=self.users,
         )
 
-    def _steps(self, num_examples: int, expected_batch_size: float) -> int:
+    def _steps(self, drawn_from: int, expected_batch_size: float) -> int:
         if self.max_steps > 0:
             return _validate.integer("max_steps", self.max_steps, 1)
         epochs = _validate.positive("num_train_epochs", self.num_train_epochs)
-        steps = epochs * num_examples / expected_batch_size
+        steps = epochs * drawn_from / expected_batch_size
         if steps > MAX_STEPS:
             raise _validate.invalid(
                 "num_train_epochs",
@@ -389,6 +419,16 @@ class PrivacyRequest:
                 "Lower it.",
             )
         return math.ceil(steps)
+
+
+def _check_num_rows(num_rows: int, num_users: int, max_rows: int) -> None:
+    if not num_users <= num_rows <= num_users * max_rows:
+        raise _validate.invalid(
+            "num_rows",
+            num_rows,
+            f"to be from {num_users} (one of each user) to {num_users * max_rows} "
+            "(max_rows_per_unit of each)",
+        )
 
 
 def _check_delta(delta: float, num_examples: int) -> None:

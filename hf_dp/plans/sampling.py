@@ -12,7 +12,11 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from hf_dp import _validate
-from hf_dp.accounting.events import PoissonSampledGaussian, TruncatedPoissonSampledGaussian
+from hf_dp.accounting.events import (
+    PoissonSampledGaussian,
+    TruncatedPoissonSampledGaussian,
+    UserRowsGaussian,
+)
 from hf_dp.errors import UnsupportedArgumentError
 
 RandomBytes = Callable[[int], bytes]
@@ -50,6 +54,7 @@ class PoissonSampler:
             amplification that the accountant counts on.
         max_batch_size: the largest number of examples in a draw; a larger draw is reduced to a
             uniformly random part. None means no limit.
+        rows_of_a_user: the most of the N examples that are one user's, where users are protected.
         share: which examples this sampler draws from; those of the other shares are drawn by other
             processes. The draws of all shares together are one Poisson draw from all N examples,
             because each example is drawn independently of all others.
@@ -61,12 +66,22 @@ class PoissonSampler:
     random_bytes: RandomBytes = field(default=os.urandom, repr=False, compare=False)
     max_batch_size: int | None = None
     share: Share = Share()
+    rows_of_a_user: int = 1
 
     def __post_init__(self) -> None:
         _validate.integer("num_examples", self.num_examples, 1)
         _validate.in_unit_interval("sample_rate", self.sample_rate, one=True)
         _validate.integer("steps", self.steps, 1)
+        _validate.integer("rows_of_a_user", self.rows_of_a_user, 1)
         if self.max_batch_size is not None:
+            if self.rows_of_a_user > 1:
+                raise _validate.invalid(
+                    "max_batch_size",
+                    self.max_batch_size,
+                    f"to be None with {self.rows_of_a_user} rows of a user",
+                    "No bound is known for both. Leave `max_logical_batch_size` unset.",
+                    UnsupportedArgumentError,
+                )
             _validate.integer("max_batch_size", self.max_batch_size, 1)
             if self.share.count > 1:
                 raise _validate.invalid(
@@ -95,8 +110,10 @@ class PoissonSampler:
 
     def event(
         self, noise_multiplier: float, steps: int = 1
-    ) -> PoissonSampledGaussian | TruncatedPoissonSampledGaussian:
+    ) -> PoissonSampledGaussian | TruncatedPoissonSampledGaussian | UserRowsGaussian:
         """Return the event of ``steps`` draws, each released with this noise multiplier."""
+        if self.rows_of_a_user > 1:
+            return UserRowsGaussian(noise_multiplier, self.sample_rate, steps, self.rows_of_a_user)
         if self.max_batch_size is None:
             return PoissonSampledGaussian(noise_multiplier, self.sample_rate, steps)
         return TruncatedPoissonSampledGaussian(

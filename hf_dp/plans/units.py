@@ -29,20 +29,28 @@ NEIGHBORING_RELATIONS = (ZERO_OUT,)
 
 MEAN, TOTAL = "mean", "sum"
 REDUCTIONS = (MEAN, TOTAL)
+BY_USER, BY_ROW = "users", "examples"
+SAMPLINGS = (BY_USER, BY_ROW)
 MAX_ROWS = 10
 
 
 @dataclass(frozen=True)
 class Users:
-    """Users as the privacy unit: user-level sampling (Charles et al. 2024, arXiv 2407.07737).
+    """Users as the privacy unit, by one of the two ways of Charles et al. 2024 (arXiv 2407.07737).
 
-    Each step draws users, and a drawn user contributes one gradient, clipped once.
+    Sampling "users", each step draws users, and a drawn user contributes one gradient, clipped
+    once. Sampling "examples", each step draws rows, each clipped by itself; the accountant knows
+    how many of them can be one user's.
 
     Args:
         column: the column whose values say whose a row is.
         name: what one of them is called in statements, for example "patient".
-        max_rows: the most rows of a drawn user that take part, chosen at random in each draw.
-        reduction: whether a user's gradient is the "mean" or the "sum" over those rows.
+        max_rows: the most rows of a user that take part: of a drawn user, chosen at random in each
+            draw; or of the rows that are drawn from, chosen once.
+        reduction: whether a drawn user's gradient is the "mean" or the "sum" over those rows.
+        sampling: "users" or "examples".
+        num_rows: the rows that are drawn from, at most ``max_rows`` of each user; stated as public.
+            With sampling "examples" only.
 
     Raises: InvalidArgumentError.
     """
@@ -51,6 +59,8 @@ class Users:
     name: str = "user"
     max_rows: int = MAX_ROWS
     reduction: str = MEAN
+    sampling: str = BY_USER
+    num_rows: int | None = None
 
     def __post_init__(self) -> None:
         for argument, value in (
@@ -68,6 +78,14 @@ class Users:
             )
         _validate.integer("max_rows_per_unit", self.max_rows, 1)
         _validate.one_of("unit_reduction", self.reduction, REDUCTIONS)
+        _validate.one_of("unit_sampling", self.sampling, SAMPLINGS)
+        if self.num_rows is not None:
+            _validate.integer("num_rows", self.num_rows, 2)
+
+    @property
+    def by_row(self) -> bool:
+        """Whether rows are drawn and clipped one by one."""
+        return self.sampling == BY_ROW
 
     def scale(self, rows: int) -> float:
         """Return by what the losses of a user's ``rows`` rows are multiplied before they add up."""

@@ -386,7 +386,7 @@ def _largest_draw(run: PrivateRun) -> int:
     above the expected number."""
     plan = run.plan
     expected = plan.expected_batch_size / run.processes.count
-    return min(plan.num_examples, math.ceil(expected + 6 * math.sqrt(expected)))
+    return min(plan.drawn_from, math.ceil(expected + 6 * math.sqrt(expected)))
 
 
 def _held(model: nn.Module, optimizer: Any) -> int:

@@ -32,7 +32,7 @@ from transformers.utils import logging
 from hf_dp.accounting import Epsilon, Ledger
 from hf_dp.batches.limits import Limits
 from hf_dp.batches.padding import Padding
-from hf_dp.batches.units import UnitBatch, UnitTable, split_off_units
+from hf_dp.batches.units import UnitBatch, UnitTable, rows_to_draw, split_off_units
 from hf_dp.clipping import ClippingEngine, refuse_coupling, self_check
 from hf_dp.clipping.self_check import AUTOCAST_TOLERANCE
 from hf_dp.clipping.sharding import is_sharded
@@ -115,6 +115,7 @@ class PrivateRun:
     ):
         if plan.users is not None and units is None:
             units, train_dataset = split_off_units(train_dataset, plan.users.column)
+            train_dataset = rows_to_draw(train_dataset, units, plan.users)
         self._check_units(plan, units)
         self.units, self._rows_of_units = units, train_dataset
         self.model, self.plan, self.options = model, plan, options or RunOptions()
@@ -176,6 +177,14 @@ class PrivateRun:
                 f"The column {units.column!r} names {len(units)} users, but the privacy plan was "
                 f"made for {plan.num_examples}. Set num_examples to the number of users."
             )
+        users = plan.users
+        if units is not None and users is not None and users.by_row:
+            rows = len(units.capped(users.max_rows))
+            if rows != users.num_rows:
+                raise DataError(
+                    f"There are {rows} rows to draw from, at most {users.max_rows} of each user, "
+                    f"but the privacy plan was made for {users.num_rows}. Set num_rows to {rows}."
+                )
 
     # -- what was released --
 
@@ -331,7 +340,9 @@ class PrivateRun:
                 "The train_dataset was replaced after it was noted whose each row is. Create a new "
                 "DPTrainer (and output_dir) for other data."
             )
-        planned = self.plan.num_examples if self.units is None else self.units.num_rows
+        users = self.plan.users
+        by_row = users is None or users.by_row
+        planned = self.plan.drawn_from if by_row or self.units is None else self.units.num_rows
         if len(self.train_dataset) != planned:
             raise DataError(
                 f"The train_dataset has {len(self.train_dataset)} rows, but the privacy plan was "
@@ -358,13 +369,15 @@ class PrivateRun:
         padding = self.padding()
         limits = Limits.of(self.model, self.has_own_loss, padding.side)
         users = self.plan.users
-        units = None if self.units is None or users is None else (self.units, users)
+        units = None
+        if self.units is not None and users is not None and not users.by_row:
+            units = (self.units, users)
         data = TrainingData(
             dataset, collator, padding, limits, self.randomness, self.options.batches, units
         )
         refuse_rows_in_collator(data.examples.collator.data, self.training_rows())
         data.check(self.model, self.losses, needs_labels=not self.has_own_loss)
-        if not self.options.rows_are_chunks and limits.ignorable and units is None:
+        if not self.options.rows_are_chunks and limits.ignorable and users is None:
             data.warn_of_chunks()
         return data
 

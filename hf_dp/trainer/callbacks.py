@@ -53,7 +53,7 @@ class ExpectedEpochs(TrainerCallback):
     """
 
     def __init__(self, plan: PrivacyPlan):
-        self._a_step = plan.expected_batch_size / plan.num_examples
+        self._a_step = plan.expected_batch_size / plan.drawn_from
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         state.epoch = state.global_step * self._a_step

@@ -9,6 +9,7 @@ from hf_dp._dataclasses import default_of
 from hf_dp._validate import invalid
 from hf_dp.accounting import epsilon
 from hf_dp.batches.options import BatchOptions
+from hf_dp.batches.units import UnitTable
 from hf_dp.mechanisms import Mechanism
 from hf_dp.plans.privacy import PrivacyPlan, PrivacyRequest
 from hf_dp.run.earlier import earlier_entries
@@ -43,14 +44,20 @@ def own_copy(
 
 
 def plan_of(
-    args: DPTrainingArguments, num_examples: int, tuner: Tuner, num_classes: int | None = None
+    args: DPTrainingArguments,
+    num_examples: int,
+    tuner: Tuner,
+    num_classes: int | None = None,
+    units: UnitTable | None = None,
 ) -> PrivacyPlan:
-    """Return the plan for these arguments. Args: num_examples: rows, or users.
+    """Return the plan for these arguments.
+
+    Args: num_examples: rows, or users. units: whose the rows are, where users are protected.
 
     Raises: InvalidArgumentError, CalibrationError; AccountingRangeError for an accountant that
         cannot describe it, here and not after the training.
     """
-    users = users_of(args)
+    users = users_of(args, units)
     earlier = earlier_entries(
         args.earlier_runs, num_examples, args.privacy_unit, args.neighboring_relation, users
     )

@@ -20,7 +20,7 @@ from transformers.utils import logging
 
 from hf_dp._validate import invalid
 from hf_dp.accounting import Epsilon, Ledger
-from hf_dp.batches.units import UnitTable, split_off_units
+from hf_dp.batches.units import UnitTable, rows_to_draw, split_off_units
 from hf_dp.cards.evidence import write_card
 from hf_dp.clipping import refuse_coupling
 from hf_dp.clipping.sharding import is_sharded
@@ -98,6 +98,7 @@ FIXED_ARGUMENTS = (
     "privacy_unit_name",
     "max_rows_per_unit",
     "unit_reduction",
+    "unit_sampling",
 )
 
 _NONE = (torch.zeros((), dtype=torch.float64), 0)  # no noised loss yet
@@ -178,7 +179,7 @@ class DPTrainer(Publishing):
                     Path(str(args.output_dir)), args.earlier_runs, args.start_over
                 )
                 classes = getattr(getattr(model, "config", None), "num_labels", None)
-                self.privacy_plan = plan_of(args, num_examples, self.tuner, classes)
+                self.privacy_plan = plan_of(args, num_examples, self.tuner, classes, self._units)
                 args.max_steps = self.privacy_plan.steps
         _refuse_model_init(model_init, args, peft_config)
         model = load_model(model) if isinstance(model, str) else model
@@ -255,7 +256,8 @@ class DPTrainer(Publishing):
         self.tuner.prepare(run)
 
     def _by_user(self, args: DPTrainingArguments, train_dataset: Any, eval_dataset: Any) -> Any:
-        """Note whose the training rows are, once, and return them without the column that says so.
+        """Note whose the training rows are, once, and return those to train on, without the column
+        that says so.
 
         Raises: DataError; UnsupportedArgumentError for an evaluation set with rows of the same
             users, unless their metrics are released on purpose.
@@ -266,6 +268,7 @@ class DPTrainer(Publishing):
         if users is None or self._units is not None:
             return train_dataset
         self._units, train_dataset = split_off_units(train_dataset, users.column)
+        train_dataset = rows_to_draw(train_dataset, self._units, users)
         warn_of_users(self._units, users)
         if not args.evaluate_on_training_rows:
             self._users_compared = TrainingUsers(self._units, users.name).refuse(eval_dataset)

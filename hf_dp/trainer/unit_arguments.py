@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from hf_dp._validate import invalid
+from hf_dp.batches.units import UnitTable
 from hf_dp.errors import InvalidArgumentError
-from hf_dp.plans.units import EXAMPLE, MAX_ROWS, REDUCTIONS, USER, Users
+from hf_dp.plans.units import EXAMPLE, MAX_ROWS, REDUCTIONS, SAMPLINGS, USER, Users
 
 ARGUMENTS = {
     "privacy_unit_column": "column",
     "privacy_unit_name": "name",
     "max_rows_per_unit": "max_rows",
     "unit_reduction": "reduction",
+    "unit_sampling": "sampling",
 }
 
 
@@ -21,8 +23,8 @@ ARGUMENTS = {
 class UnitArguments:
     r"""
     Arguments of [`DPTrainingArguments`] that only `privacy_unit="user"` reads. A step then draws
-    users, and all that a drawn user contributes is clipped once (Charles et al. 2024, arXiv
-    2407.07737, section 3).
+    users, and all that a drawn user contributes is clipped once; or it draws their rows (Charles et
+    al. 2024, arXiv 2407.07737, section 3).
 
     > Parameters of users
 
@@ -39,6 +41,11 @@ class UnitArguments:
         unit_reduction (`str`, *optional*):
             Whether a user's gradient is the `"mean"` (unset means this) or the `"sum"` over these
             rows, before it is clipped.
+        unit_sampling (`str`, *optional*):
+            What a step draws: `"users"` (unset means this), or `"examples"`: rows, at most
+            `max_rows_per_unit` of each user, chosen once. Each row is then clipped by itself,
+            `expected_batch_size` counts rows, and more rows of a user cost epsilon. `hf-dp plan`
+            compares the two.
     """
 
     privacy_unit_column: str | None = field(
@@ -63,17 +70,30 @@ class UnitArguments:
             f"means {REDUCTIONS[0]}."
         },
     )
+    unit_sampling: str | None = field(
+        default=None,
+        metadata={
+            "help": f"What a step draws: {' or '.join(SAMPLINGS)}. With examples, rows are drawn "
+            "and clipped one by one, and max_rows_per_unit costs epsilon. Unset means "
+            f"{SAMPLINGS[0]}."
+        },
+    )
 
 
-def users_of(args: Any) -> Users | None:
+def users_of(args: Any, units: UnitTable | None = None) -> Users | None:
     """Return what the arguments say of users, None where rows are protected.
+
+    Args: units: whose the rows are, once it is known.
 
     Raises: InvalidArgumentError.
     """
     if args.privacy_unit != USER:
         return None
     given = {ours: getattr(args, theirs) for theirs, ours in ARGUMENTS.items()}
-    return Users(**{name: value for name, value in given.items() if value is not None})
+    users = Users(**{name: value for name, value in given.items() if value is not None})
+    if units is None or not users.by_row:
+        return users
+    return replace(users, num_rows=len(units.capped(users.max_rows)))
 
 
 def unit_problems(args: Any) -> dict[str, InvalidArgumentError]:
@@ -105,7 +125,19 @@ def unit_problems(args: Any) -> dict[str, InvalidArgumentError]:
         users = users_of(args)
     except InvalidArgumentError as error:
         return {str(error).split("`")[1]: error}
-    if users is not None and users.max_rows > 1 and args.auto_physical_batch_size:
+    if users is None:
+        return {}
+    if users.by_row and args.unit_reduction is not None:
+        name = "unit_reduction"
+        return {
+            name: invalid(
+                name,
+                args.unit_reduction,
+                f"to be unset with unit_sampling={users.sampling!r}",
+                "Each row is then clipped by itself. Remove it.",
+            )
+        }
+    if users.max_rows > 1 and not users.by_row and args.auto_physical_batch_size:
         name = "auto_physical_batch_size"
         return {
             name: invalid(

@@ -7,6 +7,7 @@ import pytest
 from hf_dp.accounting import (
     Gaussian,
     PoissonSampledGaussian,
+    TruncatedPoissonSampledGaussian,
     calibrate_noise_multiplier,
     calibrate_steps,
     calibration,
@@ -60,6 +61,13 @@ def test_prior_events_are_paid_for(accountant, sigma):
     found = calibrate_noise_multiplier(0.5, DELTA, 0.02, 5, accountant, prior)
     assert found == pytest.approx(sigma, rel=1e-4 if accountant == "rdp" else 0.02)
     assert_private_and_tight(found, 0.5, DELTA, 0.02, 5, accountant, prior)
+
+
+def test_prior_events_that_only_pld_knows_are_paid_for():
+    """RDP, which says where to begin the search, cannot describe them."""
+    prior = (TruncatedPoissonSampledGaussian(2.0, 0.1, 10, 100, 15),)
+    found = calibrate_noise_multiplier(2.0, 1e-3, 0.1, 5, "pld", prior)
+    assert_private_and_tight(found, 2.0, 1e-3, 0.1, 5, "pld", prior)
 
 
 def test_the_test_above_would_notice_the_wrong_side():

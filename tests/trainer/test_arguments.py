@@ -129,12 +129,18 @@ REFUSALS = [
             "privacy_unit_name": "patient",
             "max_rows_per_unit": 3,
             "unit_reduction": "sum",
+            "unit_sampling": "examples",
         }.items()
     ],
     (USERS | {"privacy_unit_name": "Row"}, r"`privacy_unit_name` to say whose the rows are"),
     (USERS | {"privacy_unit_name": ""}, r"`privacy_unit_name` to be a word or a name"),
     (USERS | {"max_rows_per_unit": 0}, r"`max_rows_per_unit` to be a whole number >= 1"),
     (USERS | {"unit_reduction": "median"}, r"`unit_reduction` to be one of \['mean', 'sum'\]"),
+    (USERS | {"unit_sampling": "rows"}, r"`unit_sampling` to be one of \['users', 'examples'\]"),
+    (
+        USERS | {"unit_sampling": "examples", "unit_reduction": "mean"},
+        r"`unit_reduction` to be unset with unit_sampling='examples'.*Remove it",
+    ),
     (
         USERS | {"auto_physical_batch_size": True},
         r"`auto_physical_batch_size` to be False with privacy_unit='user'.*not measured",
@@ -374,6 +380,7 @@ REFUSALS = [
             "privacy_unit_name": "patient",
             "max_rows_per_unit": 3,
             "unit_reduction": "sum",
+            "unit_sampling": "examples",
         }.items()
     ],
 ]

@@ -3,6 +3,7 @@ them."""
 
 from __future__ import annotations
 
+import dataclasses
 import shutil
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from rewriting import rewrite
 from hf_dp.accounting import EARLIER
 from hf_dp.errors import InvalidArgumentError, LedgerError
 from hf_dp.plans.privacy import PrivacyPlan
+from hf_dp.plans.units import Users
 from hf_dp.run.earlier import earlier_claims, earlier_entries
 from hf_dp.run.ledger import RunLedger
 from hf_dp.statement.record import FILE_NAME, read
@@ -126,7 +128,7 @@ def test_what_the_marks_of_an_earlier_run_know_weakens_it(tmp_path):
         (
             "privacy_unit",
             "user",
-            {"users": {"column": "who", "name": "user", "max_rows": 3, "reduction": "mean"}},
+            {"users": dataclasses.asdict(Users("who"))},
         ),
         ("neighboring_relation", "add_remove", {}),
     ],

@@ -12,6 +12,7 @@ import pytest
 import tiny
 import torch
 from transformers import DataCollatorWithPadding, TrainerCallback
+from users import SECRET, C, by_user, flat, owners, trainer
 
 from hf_dp.accounting import PoissonSampledGaussian
 from hf_dp.batches.units import UnitBatches, UnitDraws, UnitTable
@@ -36,33 +37,6 @@ from hf_dp.statement.verify import disagreements
 from hf_dp.statement.weaknesses import EarlierRun
 from hf_dp.tuners.frost.config import FrostConfig
 
-C = 0.1
-SECRET = [f"secret{number}" for number in range(12)]
-
-
-def owners(count: int = 40) -> list[str]:
-    """Users of 1 to 7 rows, not in order."""
-    return [SECRET[(i * i + i // 7) % len(SECRET)] for i in range(count)]
-
-
-def by_user(values=None, name: str = "who"):
-    values = owners() if values is None else values
-    return tiny.dataset(len(values)).add_column(name, values)
-
-
-def trainer(folder: Path, values=None, given=None, **options):
-    options = {
-        "privacy_unit": "user",
-        "privacy_unit_column": "who",
-        "expected_batch_size": 4,
-        "target_delta": 1e-3,
-        "per_example_max_grad_norm": C,
-        **options,
-    }
-    return tiny.trainer(
-        folder, given={"train_dataset": by_user(values), **(given or {})}, **options
-    )
-
 
 def clipped(made, units) -> dict[str, torch.Tensor]:
     """What a step's clipped sum is when these users are drawn."""
@@ -72,10 +46,6 @@ def clipped(made, units) -> dict[str, torch.Tensor]:
     most = made.run.plan.users.max_rows
     drawn = [table.chosen(unit, most, secret) for unit in units]
     return made.mechanism.clip(loader.collate_fn(loader.dataset.__getitems__(drawn))).values
-
-
-def flat(sums) -> torch.Tensor:
-    return torch.cat([total.flatten().double() for total in sums.values()])
 
 
 # -- what one user can move --

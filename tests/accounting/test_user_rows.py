@@ -1,0 +1,189 @@
+"""Sampled rows, several of them one user's: against dp-accounting, quadrature and special cases."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+from dp_accounting.pld import privacy_loss_distribution as google_pld
+from scipy.stats import binom, multivariate_normal, norm
+
+from hf_dp.accounting import (
+    Gaussian,
+    PoissonSampledGaussian,
+    UserRowsGaussian,
+    calibrate_noise_multiplier,
+    epsilon,
+    event_from_dict,
+    user_rows,
+)
+from hf_dp.errors import AccountingRangeError, InvalidArgumentError, UnsupportedEventError
+
+GRID = np.linspace(-30, 45, 60_001)
+
+
+def densities(sigma, q, rows):
+    """The density of a step's sum with the user, all of whose rows point the same way; without."""
+    chances = binom.pmf(np.arange(rows + 1), rows, q)
+    with_user = sum(p * norm.pdf(GRID, i, sigma) for i, p in enumerate(chances))
+    return with_user, norm.pdf(GRID, 0, sigma)
+
+
+def divergence(p, q, eps):
+    return float(np.trapezoid(np.maximum(p - math.exp(eps) * q, 0), GRID))
+
+
+def delta_of_two_steps(p, q, eps):
+    """The hockey-stick divergence of two independent steps, on a grid of their outcomes."""
+    p, q = p[::30] * 30 * (GRID[1] - GRID[0]), q[::30] * 30 * (GRID[1] - GRID[0])
+    return float(np.maximum(np.outer(p, p) - math.exp(eps) * np.outer(q, q), 0).sum())
+
+
+CASES = [(1.0, 0.3, 2), (2.0, 0.05, 7), (0.8, 0.5, 3)]
+
+
+@pytest.mark.parametrize(("sigma", "q", "rows"), CASES)
+def test_one_step_is_what_quadrature_gives(sigma, q, rows):
+    loss = user_rows.sampled_rows(sigma, q, rows, 1e-4)
+    with_user, without = densities(sigma, q, rows)
+    for eps in (0.0, 0.3, 1.0, 3.0):
+        for pmf, one, other in (
+            (loss._pmf_remove, with_user, without),
+            (loss._pmf_add, without, with_user),
+        ):
+            exact = divergence(one, other, eps)
+            assert exact - 1e-7 <= pmf.get_delta_for_epsilon(eps) <= exact * 1.001 + 1e-7
+
+
+def test_planted_a_row_forgotten_is_seen(monkeypatch):
+    honest = user_rows.sampled_rows
+    monkeypatch.setattr(
+        user_rows, "sampled_rows", lambda sigma, q, rows, step: honest(sigma, q, rows - 1, step)
+    )
+    with pytest.raises(AssertionError):
+        test_one_step_is_what_quadrature_gives(*CASES[0])
+
+
+@pytest.mark.parametrize(("sigma", "q", "rows"), CASES)
+def test_two_steps_are_what_quadrature_gives(sigma, q, rows):
+    delta = 1e-4
+    found = epsilon(UserRowsGaussian(sigma, q, 2, rows), delta).value
+    with_user, without = densities(sigma, q, rows)
+    pairs = ((with_user, without), (without, with_user))
+    assert max(delta_of_two_steps(*pair, found) for pair in pairs) <= delta
+    assert max(delta_of_two_steps(*pair, found - 0.005) for pair in pairs) > delta
+
+
+@pytest.mark.parametrize("angle", [0.0, 1.0, 2.5, math.pi])
+def test_rows_in_any_directions_lose_no_more(angle):
+    """Two rows of a user at an angle, against the bound, which is of rows that are aligned."""
+    sigma, q, eps = 0.7, 0.4, 1.0
+    rows = [np.array([1.0, 0.0]), np.array([math.cos(angle), math.sin(angle)])]
+    axis = np.linspace(-6, 7, 521)
+    grid = np.stack(np.meshgrid(axis, axis), -1)
+
+    def density(mean):
+        return multivariate_normal.pdf(grid, mean, sigma**2)
+
+    with_user = sum(
+        q ** sum(drawn)
+        * (1 - q) ** (2 - sum(drawn))
+        * density(sum((d * r for d, r in zip(drawn, rows, strict=True)), np.zeros(2)))
+        for drawn in itertools.product((0, 1), repeat=2)
+    )
+    cell = (axis[1] - axis[0]) ** 2
+    loss = user_rows.sampled_rows(sigma, q, 2, 1e-4)
+    for one, other, pmf in (
+        (with_user, density([0, 0]), loss._pmf_remove),
+        (density([0, 0]), with_user, loss._pmf_add),
+    ):
+        found = np.maximum(one - math.exp(eps) * other, 0).sum() * cell
+        assert found <= pmf.get_delta_for_epsilon(eps) + 1e-7
+        if angle == 0:
+            assert found == pytest.approx(pmf.get_delta_for_epsilon(eps), rel=1e-3)
+
+
+@pytest.mark.parametrize(("sigma", "q", "rows"), [*CASES, (1.0, 0.001, 40)])
+def test_it_is_the_packages_distribution(sigma, q, rows):
+    counts = np.arange(rows + 1)
+    theirs = google_pld.from_mixture_gaussian_mechanism(
+        sigma,
+        counts.tolist(),
+        binom.pmf(counts, rows, q).tolist(),
+        value_discretization_interval=0.02,
+    )
+    ours = user_rows.sampled_rows(sigma, q, rows, 0.02)
+    for eps in np.linspace(0, 4, 9):
+        assert ours.get_delta_for_epsilon(eps) == pytest.approx(
+            theirs.get_delta_for_epsilon(eps), rel=1e-7, abs=1e-13
+        )
+
+
+def test_special_cases():
+    def value(event):
+        return epsilon(event, 1e-5).value
+
+    assert value(UserRowsGaussian(1.0, 0.02, 100, 1)) == value(
+        PoissonSampledGaussian(1.0, 0.02, 100)
+    )
+    assert value(UserRowsGaussian(6.0, 1.0, 10, 3)) == value(Gaussian(2.0, 10))
+    assert value(UserRowsGaussian(1.0, 0.0, 100, 5)) == 0
+    assert value(UserRowsGaussian(1.0, 0.1, 0, 5)) == 0
+    assert value(UserRowsGaussian(0.0, 0.1, 1, 5)) == math.inf
+    rising = [value(UserRowsGaussian(2.0, 0.02, 200, rows)) for rows in (1, 2, 5, 20)]
+    assert rising == sorted(rising)
+    # Less than if all five rows came whenever one does.
+    assert rising[2] < 0.8 * value(PoissonSampledGaussian(2 / 5, 1 - 0.98**5, 200))
+
+
+def test_events_add_up():
+    one = UserRowsGaussian(2.0, 0.02, 40, 5)
+    twice = epsilon([one, one], 1e-5).value
+    assert twice == epsilon(UserRowsGaussian(2.0, 0.02, 80, 5), 1e-5).value
+    both = epsilon([one, PoissonSampledGaussian(2.0, 0.02, 40)], 1e-5).value
+    assert epsilon(one, 1e-5).value < both < twice
+
+
+def test_noise_is_calibrated_to_it():
+    def event(sigma, steps):
+        return UserRowsGaussian(sigma, 0.02, steps, 6)
+
+    sigma = calibrate_noise_multiplier(3.0, 1e-5, 0.02, 100, event=event)
+    assert epsilon(event(sigma, 100), 1e-5).value <= 3.0
+    assert epsilon(event(sigma * 0.995, 100), 1e-5).value > 3.0
+    more = calibrate_noise_multiplier(
+        3.0, 1e-5, 0.02, 100, event=event, prior_events=event(sigma * 2, 50)
+    )
+    assert more > sigma
+
+
+@pytest.mark.parametrize("accountant", ["rdp", "prv", "gdp_clt"])
+def test_other_accountants_refuse(accountant):
+    with pytest.raises(UnsupportedEventError, match="UserRowsGaussian.*pld"):
+        epsilon(UserRowsGaussian(1.0, 0.1, 10, 2), 1e-5, accountant)
+
+
+def test_other_relations_and_ranges_are_refused():
+    event = UserRowsGaussian(1.0, 0.1, 10, 2)
+    assert epsilon(event, 1e-5, relation="add_remove").value > 0
+    with pytest.raises(UnsupportedEventError, match="replace_one"):
+        epsilon(event, 1e-5, relation="replace_one")
+    for bad in (
+        UserRowsGaussian(1.0, 0.5, 10, 2000),
+        UserRowsGaussian(1.0, 0.5, 1000, 60),
+        UserRowsGaussian(0.3, 0.9, 1, 900),
+    ):
+        with pytest.raises(AccountingRangeError):
+            epsilon(bad, 1e-5)
+    with pytest.raises(AccountingRangeError):
+        epsilon(UserRowsGaussian(1.0, 1e-4, 200_000, 2), 1e-5)
+
+
+def test_it_is_written_and_read():
+    event = UserRowsGaussian(1.5, 0.1, 3, 4)
+    assert event_from_dict(event.to_dict()) == event
+    for rows in (0, 2.5, True, None):
+        with pytest.raises(InvalidArgumentError, match="max_rows"):
+            UserRowsGaussian(1.0, 0.1, 1, rows)

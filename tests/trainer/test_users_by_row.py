@@ -1,0 +1,228 @@
+"""Rows of users drawn and clipped one by one: what is drawn from, what is said, what is refused."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from dataclasses import replace
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import tiny
+from transformers import DataCollatorWithPadding
+from users import C, by_user, flat, owners, trainer
+
+from hf_dp.accounting import UserRowsGaussian, epsilon, round_up
+from hf_dp.batches.units import UnitTable
+from hf_dp.cli.main import main
+from hf_dp.errors import DataError, InvalidArgumentError, UnsupportedArgumentError
+from hf_dp.plans.dp_sgd import DpSgdPlan
+from hf_dp.plans.privacy import PrivacyPlan
+from hf_dp.plans.rounding import ROUNDING_MARGIN
+from hf_dp.plans.sampling import PoissonSampler
+from hf_dp.plans.units import USER, Users
+from hf_dp.run.private_run import PrivateRun
+from hf_dp.statement.record import read
+from hf_dp.statement.verify import disagreements
+from hf_dp.tuners.frost.config import FrostConfig
+
+MOST = 2
+ROWS = sum(min(count, MOST) for count in Counter(owners()).values())
+
+
+def by_row(folder, values=None, given=None, **options):
+    options = {"unit_sampling": "examples", "max_rows_per_unit": MOST, **options}
+    return trainer(folder, values, given, **options)
+
+
+@pytest.fixture(scope="module")
+def done(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("by_row")
+    made = by_row(folder, privacy_unit_name="patient", max_steps=5, noise_multiplier=2.0)
+    drawn_from = len(made.get_train_dataloader().dataset)
+    made.train()
+    made.save_model()
+    return SimpleNamespace(
+        folder=folder,
+        plan=made.privacy_plan,
+        ledger=made.ledger,
+        statement=made.privacy_statement(),
+        drawn_from=drawn_from,
+        units=made.run.units,
+        epochs=made.state.epoch,
+    )
+
+
+def test_the_accountant_is_told_how_many_rows_one_user_has(done):
+    plan = done.plan
+    assert (plan.num_examples, plan.drawn_from, plan.unit) == (len(set(owners())), ROWS, USER)
+    assert plan.users.num_rows == done.drawn_from == ROWS
+    event = UserRowsGaussian(2.0, 4 / ROWS, 5, MOST)
+    assert done.ledger.events == (event,) or list(done.ledger.events) == [event]
+    assert done.statement.epsilon == round_up(epsilon(event, plan.delta).value)
+    assert done.statement.accountant == "pld"
+    assert done.epochs == pytest.approx(5 * 4 / ROWS)
+
+
+def test_no_user_has_more_rows_than_that(done):
+    of_row = {row: unit for unit in range(len(done.units)) for row in done.units.rows(unit)}
+    kept = Counter(of_row[row] for row in done.units.capped(MOST))
+    assert max(kept.values()) == MOST and sum(kept.values()) == ROWS
+    assert set(kept) == set(range(len(done.units)))
+
+
+def test_one_user_moves_a_step_by_at_most_c_a_row(tmp_path):
+    values = ["many"] * 9 + [f"other{number}" for number in range(5)]
+    aligned = tiny.dataset(14).select([*[3] * 9, *range(5)]).add_column("who", values)
+    made = by_row(tmp_path, given={"train_dataset": aligned}, max_rows_per_unit=3)
+    made.create_optimizer()
+    loader = made.get_train_dataloader()
+    assert len(made.train_dataset) == 8  # the first three are of one user
+
+    def total(rows):
+        batches = loader.collate_fn(loader.dataset.__getitems__(rows))
+        return flat(made.mechanism.clip(batches).values)
+
+    for rows in ([0], [0, 1], [0, 1, 2]):
+        moved = float((total([*rows, 5, 6]) - total([5, 6])).norm()) / C
+        assert 0.9 * len(rows) < moved <= len(rows) * (1 + ROUNDING_MARGIN)
+
+
+def test_statement_and_card_say_how(done):
+    card = (done.folder / "README.md").read_text()
+    assert f"at most 2 rows of each patient are drawn from, {ROWS} rows in all" in card
+    assert "unit: user" in card and "unit_sampling: examples" in card
+    assert f"num_rows: {ROWS}" in card and "UserRowsGaussian" in card
+    assert "each single patient in the training set" in card.lower()
+    assert main(["verify", str(done.folder)]) == 0
+
+
+def test_the_record_reads_back_and_an_edit_is_found(done, tmp_path):
+    record = read(done.folder)
+    assert record.plan == done.plan and not disagreements(record)
+    assert PrivacyPlan.from_dict(json.loads(json.dumps(record.plan.to_dict()))) == record.plan
+    for edit in ({"max_rows": 1}, {"sampling": "users"}, {"num_rows": ROWS - 1}):
+        edited = json.loads((done.folder / "privacy.json").read_text())
+        edited["plan"]["users"] |= edit
+        (tmp_path / "privacy.json").write_text(json.dumps(edited))
+        assert main(["verify", str(tmp_path)]) != 0
+
+
+def test_runs_of_both_kinds_add_up(done, tmp_path):
+    both = trainer(tmp_path, max_steps=2, earlier_runs=[str(done.folder)])
+    both.train()
+    assert both.epsilon().value > done.statement.epsilon
+
+
+def test_which_rows_are_drawn_from_depends_on_their_user_alone():
+    """So all processes, and a resumed run, draw from the same ones."""
+    table = UnitTable(["a"] * 9 + ["b"] * 30, "who")
+    of_b = table.capped(4)[4:] - 9
+    alone = UnitTable(["b"] * 30 + ["a"] * 2, "who").capped(4)[:4]
+    np.testing.assert_array_equal(of_b, alone)
+    assert len(set(np.diff(of_b))) > 1  # not just the first ones
+
+
+@pytest.mark.parametrize(
+    ("options", "name"),
+    [
+        ({"unit_reduction": "mean"}, "unit_reduction"),
+        ({"max_logical_batch_size": 8}, "unit_sampling"),
+        ({"noised_loss_bound": 1.0, "noised_loss_budget_ratio": 0.1}, "unit_sampling"),
+        ({"unit_sampling": "rows"}, "unit_sampling"),
+        ({"privacy_unit": "example", "privacy_unit_column": None}, "max_rows_per_unit"),
+        ({"expected_batch_size": 100}, "expected_batch_size"),
+    ],
+    ids=str,
+)
+def test_what_does_not_go_with_it_is_refused(options, name, tmp_path):
+    with pytest.raises(InvalidArgumentError, match=name):
+        by_row(tmp_path, **options)
+
+
+def test_a_selection_is_refused(tmp_path):
+    config = FrostConfig(
+        unfreeze_ratio=0.3,
+        selection_iterations=3,
+        selection_noise_multiplier=2.0,
+        selection_sample_rate=0.5,
+    )
+    with pytest.raises(UnsupportedArgumentError, match="a selection of what trains"):
+        by_row(tmp_path, given={"peft_config": config})
+
+
+def test_a_loop_of_ones_own_draws_from_as_many_rows_as_planned(tmp_path):
+    users = Users("who", max_rows=MOST, sampling="examples", num_rows=ROWS)
+    plan = PrivacyPlan.create(
+        num_examples=len(set(owners())),
+        expected_batch_size=4,
+        max_steps=2,
+        noise_multiplier=1.0,
+        clipping_norm=C,
+        privacy_unit="user",
+        users=users,
+    )
+
+    def run(users):
+        return PrivateRun(
+            tiny.model(),
+            replace(plan, users=users),
+            tmp_path,
+            train_dataset=by_user(),
+            data_collator=DataCollatorWithPadding(tiny.tokenizer()),
+        )
+
+    assert len(run(users).train_dataset) == ROWS
+    with pytest.raises(DataError, match=f"There are {ROWS} rows to draw from"):
+        run(replace(users, num_rows=ROWS - 1))
+    for wrong in ({"num_rows": None}, {"num_rows": 3}, {"sampling": "users"}):
+        with pytest.raises(InvalidArgumentError, match="num_rows"):
+            replace(plan, users=replace(users, **wrong))
+
+
+def test_a_sampler_cannot_both_cut_and_draw_several_rows_of_a_user():
+    with pytest.raises(UnsupportedArgumentError, match="max_batch_size"):
+        PoissonSampler(10, 0.5, 1, max_batch_size=7, rows_of_a_user=2)
+    assert PoissonSampler(10, 0.5, 1, rows_of_a_user=2).event(1.0, 3) == UserRowsGaussian(
+        1.0, 0.5, 3, 2
+    )
+    with pytest.raises(InvalidArgumentError, match="num_rows"):
+        PrivacyPlan(
+            10,
+            2.0,
+            3,
+            1e-3,
+            DpSgdPlan(1.0, 1.0),
+            privacy_unit="user",
+            users=Users("a", num_rows=20),
+        )
+
+
+def test_the_plan_command_compares_both_ways(tmp_path, capsys):
+    rows, recipe = tmp_path / "rows.json", tmp_path / "recipe.yaml"
+    rows.write_text(
+        "\n".join(json.dumps({"text": "a", "label": 0, "who": i % 300}) for i in range(900))
+    )
+    recipe.write_text(
+        f"train_file: {rows}\nprivacy_unit: user\nprivacy_unit_column: who\n"
+        "max_rows_per_unit: 2\nexpected_batch_size: 30\nmax_steps: 20\ntarget_epsilon: 3\n"
+    )
+    assert main(["plan", "--config", str(recipe)]) == 0
+    said = capsys.readouterr().out
+    assert "a step of about 60 rows" in said and "do not publish" in said
+    noise = {
+        way: float(said.split(f"unit_sampling={way}")[1].split(": ")[1].split()[0])
+        for way in ("users", "examples")
+    }
+    assert "unit_sampling=users (as configured)" in said and min(noise.values()) > 0
+    recipe.write_text(
+        recipe.read_text().replace("size: 30", "size: 60") + "unit_sampling: examples"
+    )
+    assert main(["plan", "--config", str(recipe)]) == 0
+    said = capsys.readouterr().out
+    assert "600 rows, 60 expected in a step" in said
+    assert f"unit_sampling=examples (as configured): {noise['examples']:.4g}" in said
+    assert f"unit_sampling=users: {noise['users']:.4g}" in said
+    assert main(["plan", "--config", str(recipe), "--num-examples", "300"]) == 2
+    assert "counted user by user" in capsys.readouterr().err
