@@ -84,6 +84,10 @@ class DoesNotFitError(HfDpError, MemoryError):
     """Not even one example fits into the memory."""
 
 
+class AuditError(HfDpError, RuntimeError):
+    """An audit refutes what a run claims. Its folder is complete, and says so."""
+
+
 class DistributedError(HfDpError, RuntimeError):
     """The processes of a run disagree, or one of them failed or is gone."""
 

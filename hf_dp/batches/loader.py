@@ -8,11 +8,11 @@ unexpected size, so the result would no longer be a Poisson sample.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 from torch import Tensor
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Sampler
 
 from hf_dp.batches.examples import Examples
 from hf_dp.batches.layout import Layout
@@ -22,6 +22,8 @@ from hf_dp.batches.physical import physical_batches
 from hf_dp.batches.structure import Example, leaves
 from hf_dp.errors import DataError
 from hf_dp.plans.sampling import MicroBatchSampler, PoissonSampler
+
+Watch = Callable[[PoissonSampler | MicroBatchSampler], Sampler[list[int]]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,10 +81,14 @@ def private_dataloader(
     sampler: PoissonSampler | MicroBatchSampler,
     batches: PhysicalBatches,
     options: BatchOptions,
+    watched: Watch | None = None,
 ) -> DataLoader:
-    """Return a loader over the sampler's samples, drawn from the run's secret source."""
+    """Return a loader over the sampler's samples, drawn from the run's secret source.
+
+    Args: watched: makes of the draws what goes through the model; None: all of it.
+    """
     sampler = dataclasses.replace(sampler, random_bytes=examples.randomness.random_bytes)
-    return loader_of(examples, sampler, batches, options)
+    return loader_of(examples, sampler if watched is None else watched(sampler), batches, options)
 
 
 def loader_of(dataset: Any, sampler: Any, batches: Any, options: BatchOptions) -> DataLoader:

@@ -190,6 +190,8 @@ def _parameter_rows(statement: PrivacyStatement) -> list[tuple[str, str]]:
         "Sampling generator": facts.sampling_generator,
         "Privacy mode": statement.privacy_mode,
     }
+    if facts.audit is not None:
+        texts["Audit (from below)"] = facts.audit.in_words()
     if facts.earlier:
         texts["Earlier runs on the same rows, which count"] = ", ".join(
             run.run_id for run in facts.earlier

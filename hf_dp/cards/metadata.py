@@ -12,6 +12,7 @@ from hf_dp.cards.details import CardDetails
 from hf_dp.cards.escaping import one_line, public_name
 from hf_dp.cards.hub_rules import METRICS
 from hf_dp.plans.units import EXAMPLE, FEATURES, NONE, USER, Users
+from hf_dp.statement.audited import as_fields
 from hf_dp.statement.facts import RunFacts
 from hf_dp.statement.statement import NOT_ESTABLISHED, PrivacyStatement
 
@@ -127,6 +128,7 @@ def metadata(statement: PrivacyStatement) -> dict[str, Any]:
         "precision": one_line(facts.precision),
         "noise_generator": one_line(facts.noise_generator),
         "sampling_generator": one_line(facts.sampling_generator),
+        **as_fields(facts.audit),
         "events": [dict(row) for row in statement.mechanisms],
         "library": f"hf_dp {__version__}",
     }

@@ -36,7 +36,10 @@ class DpSgd(Mechanism):
         """Clip; ``watch`` gets the losses, (b,), of each physical batch, too."""
         with self.tuner.engine(self.run) as engine:
             loss_sum = self.run.feed(engine, batches, watch)
-            return Clipped(engine.collect(), loss_sum)
+            sums = engine.collect()
+        if self.run.audit is not None:
+            self.run.audit.insert(sums)
+        return Clipped(sums, loss_sum)
 
     def gradients(self, clipped: Clipped, release: Release) -> Mapping[nn.Parameter, Tensor]:
         """Return ``(clipped sum + N(0, (sigma C)^2)) / B`` for every trainable parameter.
@@ -45,6 +48,8 @@ class DpSgd(Mechanism):
         empty draw.
         """
         noised = release.sum(clipped.values)
+        if self.run.audit is not None:
+            self.run.audit.score(noised)
         divisor = self.run.plan.expected_batch_size
         for total in noised.values():
             total.div_(divisor)

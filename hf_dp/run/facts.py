@@ -9,6 +9,7 @@ import torch
 
 from hf_dp._version import __version__
 from hf_dp.run.precision import Precision
+from hf_dp.statement.audited import AuditResult
 from hf_dp.statement.facts import RunFacts
 from hf_dp.statement.weaknesses import Weaknesses
 
@@ -16,9 +17,16 @@ PACKAGES = ("torch", "transformers", "accelerate", "peft", "dp-accounting", "prv
 
 
 def run_facts(
-    device: torch.device, precision: Precision, weaknesses: Weaknesses, trained: str
+    device: torch.device,
+    precision: Precision,
+    weaknesses: Weaknesses,
+    trained: str,
+    audit: AuditResult | None = None,
 ) -> RunFacts:
-    """Return the facts of a run on ``device``. Args: trained: which parameters, in words."""
+    """Return the facts of a run on ``device``.
+
+    Args: trained: which parameters, in words. audit: what it found.
+    """
     noise = f"PyTorch's {device.type} generator seeded with 63 bits"
     if device.type == "cpu":
         noise = "NumPy SFC64 seeded with 128 bits"
@@ -28,6 +36,7 @@ def run_facts(
         noise_generator=f"{noise} by the operating system (not cryptographic)",
         sampling_generator="the operating system's cryptographic generator",
         **vars(weaknesses),
+        audit=audit,
         versions={"hf_dp": __version__, **{name: _version(name) for name in PACKAGES}},
     )
 

@@ -57,9 +57,11 @@ from hf_dp.run.facts import run_facts
 from hf_dp.run.gate import Gate, NothingReleased, Release
 from hf_dp.run.ledger import RunLedger
 from hf_dp.run.meeting import facts_in_common, share_weights
+from hf_dp.run.one_run_audit import OneRunAudit
 from hf_dp.run.options import RunOptions
 from hf_dp.run.precision import Precision
 from hf_dp.run.training_data import TrainingData, padded_together
+from hf_dp.statement.audited import AuditResult
 from hf_dp.statement.facts import RunFacts
 from hf_dp.statement.statement import PrivacyStatement
 from hf_dp.statement.wording import EVALUATION_ON_TRAINING_ROWS
@@ -134,6 +136,8 @@ class PrivateRun:
         self._made_up: Any = (
             None  # a batch for the forwards that only other processes have rows for
         )
+        self.audit: OneRunAudit | None = None
+        self.audit_result: AuditResult | None = None
         self._step_is_open = False
         self._data: TrainingData | None = None
         self._data_of: tuple[Any, Any] = (None, None)
@@ -300,7 +304,9 @@ class PrivateRun:
 
     def facts(self, trained: str) -> RunFacts:
         """Return what the ledger does not know of the run."""
-        return run_facts(self.device, self.precision(), self.book.weaknesses, trained)
+        return run_facts(
+            self.device, self.precision(), self.book.weaknesses, trained, self.audit_result
+        )
 
     def check_evaluation(self, evaluation: Any) -> None:
         """Note that rows are evaluated on, whose metrics are not noised.
@@ -390,7 +396,8 @@ class PrivateRun:
         """Return the sampler's draws from the training set, each a list of padded physical
         batches."""
         data = self.training_data()  # which also sees in what precision the loss computes
-        return data.loader(self.share(sampler), one_shape=self.precision().is_short)
+        watched = None if self.audit is None else self.audit.draws
+        return data.loader(self.share(sampler), self.precision().is_short, watched)
 
     def share(self, sampler: Sampler) -> Sampler:
         """Return a sampler of this process's examples; all processes' draws are one together.

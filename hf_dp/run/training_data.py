@@ -17,7 +17,7 @@ from transformers.utils import logging
 from hf_dp.batches.examples import Examples
 from hf_dp.batches.layout import Layout
 from hf_dp.batches.limits import Limits
-from hf_dp.batches.loader import PhysicalBatches, private_dataloader
+from hf_dp.batches.loader import PhysicalBatches, Watch, private_dataloader
 from hf_dp.batches.look_over import LookedOver, look_over
 from hf_dp.batches.made_up import made_up_rows
 from hf_dp.batches.options import BatchOptions
@@ -144,12 +144,21 @@ class TrainingData:
             one_shape,
         )
 
-    def loader(self, sampler: PoissonSampler | MicroBatchSampler, one_shape: bool) -> DataLoader:
-        """Return a loader over the sampler's draws, each a list of padded physical batches."""
+    def loader(
+        self,
+        sampler: PoissonSampler | MicroBatchSampler,
+        one_shape: bool,
+        watched: Watch | None = None,
+    ) -> DataLoader:
+        """Return a loader over the sampler's draws, each a list of padded physical batches.
+
+        Args: watched: makes of the draws what goes through the model; rows alone, not users.
+        """
         if self.units is not None:
             batches = self.batches(one_shape)
             return unit_dataloader(self.examples, *self.units, sampler, batches, self.options)
-        return private_dataloader(self.examples, sampler, self.batches(one_shape), self.options)
+        batches = self.batches(one_shape)
+        return private_dataloader(self.examples, sampler, batches, self.options, watched)
 
     def synthetic_examples(self, model: nn.Module) -> list[Example]:
         """Return made-up examples that passed through the collator like rows, each a batch of one.

@@ -248,7 +248,7 @@ class PrivacyStatement:
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain data, JSON-ready; :meth:`from_dict` reads it back."""
-        values = plain(asdict(self))
+        values = {**plain(asdict(self)), "facts": self.facts.to_dict()}
         if self.users is None:
             del values["users"]
         return values
@@ -286,6 +286,8 @@ class PrivacyStatement:
             lines += [f"  {line(row)}" for row in self.epsilons]
         if self.accountant_note and self.proven:
             lines.append(f"  {self.accountant_note}")
+        if self.facts.audit is not None:
+            lines.append(f"  audit    {self.facts.audit.in_words()}")
         return "\n".join(lines)
 
 
@@ -317,9 +319,7 @@ def _refuse_other_units(plan: PrivacyPlan, facts: RunFacts) -> None:
 def _claim(plan: PrivacyPlan, ledger: Ledger, facts: RunFacts) -> _Claim:
     """Return the strongest claim that what ran allows."""
     if reason := _why_not_private(ledger, facts):
-        note = "not computed: the run is not private"
-        epsilons = tuple(AccountantResult(name, None, None, note=note) for name in ACCOUNTANTS)
-        return _Claim(NOT_PRIVATE, reason, None, plan.accountant, note, epsilons)
+        return _not_private(plan, reason, "not computed: the run is not private")
     if unestablished := _not_established(plan, ledger):
         note = "no bound is known for what ran"
         epsilons = tuple(
@@ -335,8 +335,17 @@ def _claim(plan: PrivacyPlan, ledger: Ledger, facts: RunFacts) -> _Claim:
         return _Claim(NOT_ESTABLISHED, reason, None, plan.accountant, note, epsilons, reasons)
     epsilons = tuple(result_of(ledger, plan.delta, name) for name in ACCOUNTANTS)
     chosen, note = headline(epsilons, plan.accountant)
+    if facts.audit is not None and (
+        reason := facts.audit.refutation(chosen.epsilon or 0.0, ledger.events, chosen.accountant)
+    ):
+        return _not_private(plan, reason, "refuted by an audit")
     status, reason = _proven(plan, facts)
     return _Claim(status, reason, chosen.epsilon, chosen.accountant, note, epsilons)
+
+
+def _not_private(plan: PrivacyPlan, reason: str, note: str) -> _Claim:
+    epsilons = tuple(AccountantResult(name, None, None, note=note) for name in ACCOUNTANTS)
+    return _Claim(NOT_PRIVATE, reason, None, plan.accountant, note, epsilons)
 
 
 def _not_established(plan: PrivacyPlan, ledger: Ledger) -> list[Event]:

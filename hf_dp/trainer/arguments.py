@@ -31,6 +31,7 @@ from hf_dp.trainer.argument_checks import (
     surrounding_problems,
 )
 from hf_dp.trainer.argument_table import ArgumentRow, environment_problems, table_problems
+from hf_dp.trainer.audit_arguments import AuditArguments, audit_problems
 from hf_dp.trainer.forward_arguments import (
     ForwardArguments,
     forward_problems,
@@ -45,7 +46,7 @@ NON_PRIVATE = "non_private"
 
 
 @dataclass
-class DPTrainingArguments(UnitArguments, ForwardArguments, TrainingArguments):
+class DPTrainingArguments(AuditArguments, UnitArguments, ForwardArguments, TrainingArguments):
     r"""
     Configuration of [`DPTrainer`]: every argument of [`~transformers.TrainingArguments`], and those
     below.
@@ -485,7 +486,7 @@ class DPTrainingArguments(UnitArguments, ForwardArguments, TrainingArguments):
         check_release(self, problems)
         check_noised_loss(self, problems)
         forward_problems(self, partial(attempt, self), problems)
-        problems |= unit_problems(self)
+        problems |= {**unit_problems(self), **audit_problems(self)}
         inherited = table_problems(self, self._INHERITED, self._ROWS)
         return {**inherited, **environment_problems(self.report_to), **problems}
 

@@ -50,6 +50,14 @@ from hf_dp.statement.statement import PrivacyStatement
 from hf_dp.statement.unnoised import withhold
 from hf_dp.statement.wording import EVALUATION_ON_TRAINING_ROWS
 from hf_dp.trainer.arguments import DPTrainingArguments
+from hf_dp.trainer.audits import (
+    audit_for,
+    conclude_audit,
+    note_losses,
+    refuse_refuted,
+    refuse_second_audit,
+    with_canaries_for,
+)
 from hf_dp.trainer.callbacks import (
     NO_EPSILON,
     ExpectedEpochs,
@@ -99,6 +107,8 @@ FIXED_ARGUMENTS = (
     "max_rows_per_unit",
     "unit_reduction",
     "unit_sampling",
+    "audit_canaries",
+    "audit_scores",
 )
 
 _NONE = (torch.zeros((), dtype=torch.float64), 0)  # no noised loss yet
@@ -172,6 +182,9 @@ class DPTrainer(Publishing):
                     num_examples = len(self._units)
                 model = load_model(model) if isinstance(model, str) else model
                 rows = TrainingRows(train_dataset, self._columns_compared(model))
+                if args.audit_canaries is not None:
+                    train_dataset = with_canaries_for(args, train_dataset, model, rows)
+                    num_examples = len(train_dataset)
                 compared = args.evaluate_on_training_rows or (
                     refuse_training_rows(eval_dataset, rows) and self._users_compared
                 )
@@ -241,6 +254,7 @@ class DPTrainer(Publishing):
         run.has_own_examples = type(self).synthetic_batches is not DPTrainer.synthetic_batches
         run.read_columns_with(self.columns_for_training)
         run.book.evaluation_compared, run.book.rows_are_chunks = compared, args.rows_are_chunks
+        run.audit = audit_for(args, run)
         self.mechanism = mechanism_for(run, self.tuner)
         self.callback_handler.callbacks = [
             with_epsilon(callback) for callback in self.callback_handler.callbacks
@@ -387,7 +401,8 @@ class DPTrainer(Publishing):
 
         Raises: LedgerError when resuming without, or with another, ledger; BudgetExceededError when
             nothing is left; SelfCheckError, before the first draw, when the clipping engine
-            disagrees with one-by-one gradients; TrainingStopped, a SystemExit, after SIGTERM or
+            disagrees with one-by-one gradients; AuditError when an audit refutes the statement,
+            with all files written; TrainingStopped, a SystemExit, after SIGTERM or
             SIGINT, when the step under way is finished and saved.
         """
         self._refuse_changed_arguments()
@@ -395,6 +410,7 @@ class DPTrainer(Publishing):
             return super().train(resume_from_checkpoint, *args, **kwargs)
         run = self.run
         checkpoint = self._checkpoint_of(resume_from_checkpoint)
+        refuse_second_audit(run, checkpoint)
         self._evaluation.clear()  # of other weights
         if checkpoint is not None:
             self.card = {**given_before(checkpoint), **self.card}
@@ -424,15 +440,18 @@ class DPTrainer(Publishing):
             run.open()
             self._refuse_optimizers()
             self.tuner.start(run, checkpoint)
+            note_losses(run)
             self._train_model(run.model)
             self.mechanism.start(checkpoint)
             with others_present():  # Trainer gathers, too
                 output = super().train(checkpoint, *args, **kwargs)
+            conclude_audit(run)
             self._write_privacy_files(self.folder)
         finally:
             self._signals.restore()
             run.stop()
         self._signals.finish(self.folder, self.state.global_step, self.state.max_steps)
+        refuse_refuted(self.privacy_statement() if run.audit else None)
         if "training_loss" not in run.book.released:
             output = output._replace(training_loss=float("nan"))
         return output

@@ -1,0 +1,159 @@
+"""Audit a run while it trains: canaries that secret coins put in or leave out, and what its
+releases tell of them.
+
+A canary is one of the rows that the sampler draws from. If its coin left it out, it contributes
+nothing when drawn: that is the run's neighbor under zero-out. If not, it contributes either as any
+row does, and its loss is compared before and after; or, in its place, one coordinate of length C
+enters the clipped sum (a Dirac canary; Nasr et al. 2023, arXiv 2302.07956), and what the noised
+sums tell of that coordinate is added up.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import Sampler as BatchSampler
+
+from hf_dp.accounting.one_run import best_number_of_guesses
+from hf_dp.errors import ConfigError
+from hf_dp.plans.mechanism import Sampler
+from hf_dp.plans.privacy import PrivacyPlan
+from hf_dp.plans.sampling import RandomBytes
+from hf_dp.statement.audited import GRADIENTS, AuditResult
+
+
+class OneRunAudit:
+    """The canaries of a run: the last ``count`` of its N rows.
+
+    Args:
+        scores: "gradients" or "losses".
+        count: m.
+        plan: of the run, DP-SGD on rows.
+        random_bytes: where coins, places and signs come from; not kept anywhere.
+    """
+
+    def __init__(self, scores: str, count: int, plan: PrivacyPlan, random_bytes: RandomBytes):
+        self.scores, self.count, self.plan = scores, count, plan
+        self.first = plan.num_examples - count  # the first canary's row
+        self._random = np.random.default_rng(np.frombuffer(random_bytes(32), np.uint32))
+        self._in = np.frombuffer(random_bytes(count), np.uint8) % 2 == 1
+        self._drawn: deque[list[int]] = deque()
+        self._likelihood = np.zeros(count)  # log-likelihood ratio of in and out
+        self._places: tuple[list[str], np.ndarray, np.ndarray, np.ndarray] | None = None
+        self._before: np.ndarray | None = None
+
+    # -- what takes part --
+
+    def draws(self, sampler: Sampler) -> BatchSampler[list[int]]:
+        """Return the sampler's draws without the canaries that are left out, and without those
+        that enter as coordinates."""
+        return _Draws(self, sampler)
+
+    def split(self, drawn: list[int]) -> list[int]:
+        """Return what of a draw goes through the model; note the canaries that are drawn."""
+        rows = [index for index in drawn if index < self.first]
+        canaries = [index - self.first for index in drawn if index >= self.first]
+        canaries = [canary for canary in canaries if self._in[canary]]
+        if self.scores == GRADIENTS:
+            self._drawn.append(canaries)
+            return rows
+        return rows + [self.first + canary for canary in canaries]
+
+    def forget_draws(self) -> None:
+        """Forget what was drawn ahead: the draws begin anew."""
+        self._drawn.clear()
+
+    @torch.no_grad()
+    def insert(self, sums: dict[str, Tensor]) -> None:
+        """Add the coordinates of the canaries of this step's draw to the clipped sums."""
+        if self.scores != GRADIENTS:
+            return
+        if not self._drawn:
+            raise ConfigError(
+                "The audit has seen fewer draws than steps, so it does not know whose canaries "
+                "take part. Train with this trainer's own data loader."
+            )
+        names, which, places, signs = self._coordinates(sums)
+        for canary in self._drawn.popleft():
+            flat = sums[names[which[canary]]].view(-1)
+            flat[places[canary]] += float(signs[canary]) * self.plan.clipping_norm
+
+    @torch.no_grad()
+    def score(self, noised: dict[str, Tensor]) -> None:
+        """Add up what this step's noised sums tell of each canary's coordinate.
+
+        A coordinate in units of C is N(0, s^2) without the canary, and with it N(1, s^2) with the
+        probability q. So its log-likelihood ratio is log(1 - q + q exp((2 x - 1) / (2 s^2))). (The
+        rows' gradients in that coordinate add to both alike.)
+        """
+        if self.scores != GRADIENTS:
+            return
+        names, which, places, signs = self._coordinates(noised)
+        found = np.empty(self.count)
+        for number, name in enumerate(names):
+            here = which == number
+            index = torch.as_tensor(places[here], device=noised[name].device)
+            found[here] = noised[name].reshape(-1)[index].double().cpu().numpy()
+        x = signs * found / self.plan.clipping_norm
+        s, q = self.plan.noise_std / self.plan.clipping_norm, self.plan.sample_rate
+        with np.errstate(divide="ignore"):
+            absent = np.log1p(-q)
+        self._likelihood += np.logaddexp(absent, np.log(q) + (2 * x - 1) / (2 * s**2))
+
+    def _coordinates(
+        self, sums: dict[str, Tensor]
+    ) -> tuple[list[str], np.ndarray, np.ndarray, np.ndarray]:
+        """Return the parts of the sum, and each canary's part, place in it and sign."""
+        if self._places is None:
+            names = list(sums)
+            sizes = np.array([sums[name].numel() for name in names])
+            if sizes.sum() < self.count:
+                raise ConfigError(
+                    f"Expected `audit_canaries` to be at most the {sizes.sum():,} numbers that "
+                    f"train, got {self.count}: each canary has a coordinate of its own."
+                )
+            places = self._random.choice(int(sizes.sum()), self.count, replace=False)
+            ends = sizes.cumsum()
+            which = np.searchsorted(ends, places, side="right")
+            signs = self._random.choice([-1.0, 1.0], self.count)
+            self._places = (names, which, places - (ends - sizes)[which], signs)
+        return self._places
+
+    # -- what is concluded --
+
+    def note_losses(self, losses: np.ndarray) -> None:
+        """Note the canaries' losses, (m,): before the first step, and again after the last."""
+        if self._before is None:
+            self._before = losses
+        else:
+            self._likelihood = self._before - losses
+
+    def result(self, epsilon: float) -> AuditResult:
+        """Guess, compare with the coins, and return what follows.
+
+        Half of the guesses are the highest scores, "in", and half the lowest, "out".
+
+        Args: epsilon: that is claimed; it decides how many guesses are made.
+        """
+        guesses = best_number_of_guesses(self.count, epsilon, self.plan.delta)
+        order = np.argsort(self._likelihood)
+        half = guesses // 2
+        correct = int(self._in[order[-half:]].sum() + (~self._in[order[:half]]).sum())
+        return AuditResult.of(self.scores, self.count, 2 * half, correct, self.plan.delta)
+
+
+class _Draws(BatchSampler[list[int]]):
+    def __init__(self, audit: OneRunAudit, sampler: Sampler):
+        self.audit, self.sampler = audit, sampler
+
+    def __iter__(self) -> Iterator[list[int]]:
+        self.audit.forget_draws()
+        for drawn in self.sampler:
+            yield self.audit.split(drawn)
+
+    def __len__(self) -> int:
+        return len(self.sampler)
