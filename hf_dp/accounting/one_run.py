@@ -162,13 +162,15 @@ def best_number_of_guesses(canaries: int, epsilon: float, delta: float) -> int:
     """
     mu = mu_of(epsilon, delta)
 
-    def learned(guesses: int) -> float:
+    def learned(guesses: int) -> tuple[float, float]:
         def too_many(cut: float) -> float:
             return (norm.sf(cut - mu) + norm.sf(cut)) / 2 - guesses / (2 * canaries)
 
         cut = brentq(too_many, -10.0, mu + 40.0)
         right = norm.sf(cut - mu) / (norm.sf(cut - mu) + norm.sf(cut))
-        return epsilon_at_least(canaries, guesses, int(right * guesses), delta)
+        # Where the claim is too small for any bound above 0, the clearest sign of more.
+        bound = epsilon_at_least(canaries, guesses, int(right * guesses), delta)
+        return bound, (right - 0.5) * math.sqrt(guesses)
 
     choices: Sequence[int] = sorted({2 * max(1, round(s * canaries / 2)) for s in _SHARES})
     return max((each for each in choices if each <= canaries), key=learned)

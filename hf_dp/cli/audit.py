@@ -119,11 +119,15 @@ def help_text() -> str:
 
 def main(argv: Sequence[str]) -> int:
     """Train and measure, or only measure; print a table."""
+    if argv[:1] == ["run"]:
+        from hf_dp.cli import audit_run
+
+        return audit_run.main(argv[1:])
     args, words = build_parser().parse_known_args(list(argv))
     if args.help or not argv:
         print(help_text())
         return 0 if argv else 2
-    one_of("audit", words[0] if words else None, ["exposure"])
+    one_of("audit", words[0] if words else None, ["exposure", "run"])
     refuse_several("hf-dp audit", "Start it without a launcher.")
     values = {} if args.config is None else read_yaml(args.config)
     named = {"task": args.task, "output_dir": args.output_dir, "privacy_mode": args.privacy_mode}

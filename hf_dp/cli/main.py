@@ -49,7 +49,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     ),
     "audit": (
         "hf_dp.cli.audit",
-        "measure what a model gives away: the exposure of canaries in its training rows",
+        "try to refute a claim: canaries in or out by coins, or the exposure of secrets",
     ),
     "card": (
         "hf_dp.cli.card",

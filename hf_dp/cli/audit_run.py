@@ -1,0 +1,84 @@
+"""``hf-dp audit run``: train a recipe with canaries in or out by coins, and bound epsilon from
+below."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from hf_dp.cli.config import read_yaml
+from hf_dp.cli.launch import refuse_several
+from hf_dp.cli.tasks import DEFAULT_TASK, training_module
+from hf_dp.errors import ConfigError
+
+DESCRIPTION = """\
+Train a recipe as `hf-dp train` does, with canaries among its rows, and try to refute its claim
+(Steinke, Nasr and Jagielski 2023; Mahloujifar, Melis and Chaudhuri 2024). A secret coin puts each
+canary in or leaves it out. After the run their scores are ordered, and the clearest are guessed.
+Many right guesses bound epsilon from below. A bound that contradicts the claim is an error.
+
+The canaries are made up. They count as rows, so a step of the same size has fewer real ones. What
+they told stands in privacy.json and on the card; the coins are not kept.
+"""
+EXAMPLES = """\
+examples:
+  hf-dp audit run --config recipes/demo/minilm_dp_adam.yaml
+  hf-dp audit run --config recipes/demo/minilm_dp_adam.yaml --canaries 200 --scores losses
+"""
+CANARIES = 1000
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """Return the parser of the options that an audit adds to those of ``hf-dp train``."""
+    parser = argparse.ArgumentParser(
+        "hf-dp audit run",
+        usage="hf-dp audit run --config FILE [--canaries N] [--NAME VALUE ...]",
+        description=DESCRIPTION,
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("--config", metavar="FILE", help="the recipe, as `hf-dp train` reads it", required=True)
+    add(
+        "--canaries",
+        type=int,
+        default=CANARIES,
+        metavar="N",
+        help=f"how many canaries join the rows; {CANARIES:,} if unset",
+    )
+    add(
+        "--scores",
+        default="gradients",
+        help="what tells of them: gradients (the noised sums of all steps) or losses (of canaries, "
+        "before and after)",
+    )
+    add(
+        "--output-dir",
+        "--output_dir",
+        metavar="FOLDER",
+        help="default: that of the recipe, with _audit after it",
+    )
+    return parser
+
+
+def main(argv: Sequence[str]) -> int:
+    """Train with canaries; the last lines say what they told.
+
+    Raises: AuditError when they refute the claim; HfDpError for what cannot be audited.
+    """
+    args, words = build_parser().parse_known_args(list(argv))
+    refuse_several("hf-dp audit", "Start it without a launcher.")
+    values: dict[str, Any] = read_yaml(args.config)
+    values |= {"audit_canaries": args.canaries, "audit_scores": args.scores}
+    values["output_dir"] = args.output_dir or _beside(values.get("output_dir"))
+    return training_module(values.get("task", DEFAULT_TASK)).train(values, words)
+
+
+def _beside(output_dir: str | None) -> str:
+    if output_dir is None:
+        raise ConfigError("Expected `output_dir`, beside which the audited model goes, got none.")
+    top = Path(output_dir)
+    return str(top.with_name(f"{top.name}_audit"))

@@ -1,0 +1,268 @@
+"""Audits of whole runs: who takes part, what is said, what is caught, what is refused."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+
+import datasets
+import numpy as np
+import pytest
+import tiny
+import torch
+import yaml
+
+from hf_dp.cli.main import main
+from hf_dp.errors import AuditError, InvalidArgumentError, LedgerError, UnsupportedArgumentError
+from hf_dp.noise import SecretRandomness
+from hf_dp.plans.sampling import PoissonSampler
+from hf_dp.run.one_run_audit import OneRunAudit
+from hf_dp.statement.audited import AuditResult
+from hf_dp.statement.record import read
+from hf_dp.statement.verify import disagreements
+
+CANARIES, ROWS, C = 60, 40, 0.1
+
+
+def trainer(folder, **options):
+    options = {
+        "audit_canaries": CANARIES,
+        "expected_batch_size": 25,
+        "noise_multiplier": 1.0,
+        "target_delta": 1e-3,
+        "per_example_max_grad_norm": C,
+        "max_steps": 4,
+        **options,
+    }
+    given = options.pop("given", {})
+    return tiny.trainer(folder, given={"train_dataset": tiny.dataset(ROWS), **given}, **options)
+
+
+def in_and_out(audit: OneRunAudit):
+    return np.flatnonzero(audit._in), np.flatnonzero(~audit._in)
+
+
+def flat(sums):
+    return torch.cat([total.flatten().double() for total in sums.values()])
+
+
+# -- who takes part --
+
+
+def test_canaries_are_rows_of_the_plan(tmp_path):
+    made = trainer(tmp_path)
+    assert made.privacy_plan.num_examples == len(made.train_dataset) == ROWS + CANARIES
+    assert made.privacy_plan.sample_rate == 25 / (ROWS + CANARIES)
+    assert 0.2 < np.mean(made.run.audit._in) < 0.8
+
+
+def test_a_canary_in_the_sum_is_one_coordinate_of_length_c_and_one_left_out_is_nothing(tmp_path):
+    made = trainer(tmp_path)
+    made.create_optimizer()
+    loader, audit = made.get_train_dataloader(), made.run.audit
+
+    def total(drawn):
+        rows = audit.split(drawn)
+        return flat(
+            made.mechanism.clip(loader.collate_fn(loader.dataset.__getitems__(rows))).values
+        )
+
+    inside, outside = in_and_out(audit)
+    nothing = total([0, 1, 2])
+    for canary in outside[:5]:
+        assert torch.equal(total([0, 1, 2, ROWS + canary]), nothing)
+    for canary in inside[:5]:
+        moved = total([0, 1, 2, ROWS + canary]) - nothing
+        assert float(moved.norm()) == pytest.approx(C, rel=1e-4)
+        assert int((moved.abs() > C / 2).sum()) == 1
+    several = total([0, 1, 2, *(ROWS + inside[:4])]) - nothing
+    assert float(several.norm()) == pytest.approx(2 * C, rel=1e-4)
+
+
+def test_with_losses_canaries_that_are_in_go_through_the_model(tmp_path):
+    audit = trainer(tmp_path, audit_scores="losses").run.audit
+    inside, outside = in_and_out(audit)
+    drawn = [3, *(ROWS + inside[:3]), *(ROWS + outside[:3])]
+    assert audit.split(drawn) == [3, *(ROWS + inside[:3])]
+
+
+def test_draws_come_from_the_runs_own_sampler(tmp_path):
+    audit = trainer(tmp_path).run.audit
+    drawn = Counter()
+    for rows in audit.draws(PoissonSampler(ROWS + CANARIES, 0.3, 400)):
+        drawn.update(rows)
+        drawn.update(ROWS + canary for canary in audit._drawn.popleft())
+    inside, outside = in_and_out(audit)
+    assert not any(drawn[ROWS + canary] for canary in outside)
+    taking_part = [*range(ROWS), *(ROWS + inside)]
+    # 0.3 x 400 = 120, standard deviation 9.2
+    assert all(70 < drawn[row] < 170 for row in taking_part)
+
+
+def test_made_up_rows_are_not_the_training_rows(tmp_path):
+    made = trainer(tmp_path, audit_scores="losses")
+    rows = {tuple(row["input_ids"]) for row in made.train_dataset.select(range(ROWS))}
+    canaries = made.train_dataset.select(range(ROWS, ROWS + CANARIES))
+    assert len({tuple(row["input_ids"]) for row in canaries}) == CANARIES
+    assert not rows & {tuple(row["input_ids"]) for row in canaries}
+    assert len({row["label"] for row in canaries}) > 1
+
+
+# -- what is said --
+
+
+@pytest.fixture(scope="module")
+def done(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("audited")
+    made = trainer(folder, max_steps=25)
+    made.train()
+    made.save_model()
+    return folder, made.privacy_statement()
+
+
+def test_record_and_card_say_what_was_found(done):
+    folder, statement = done
+    found = statement.facts.audit
+    assert statement.status == "proven" and found.canaries == CANARIES
+    assert 0 <= found.epsilon_at_least <= statement.epsilon
+    card = (folder / "README.md").read_text()
+    head = yaml.safe_load(card.split("---")[1])
+    assert head["differential_privacy"]["audit"]["correct"] == found.correct
+    assert f"{found.correct} of {found.guesses} guesses about 60 canaries were right" in card
+    assert "never proves one" in card and "never proves one" in str(statement)
+    record = read(folder)
+    assert not disagreements(record) and main(["verify", str(folder)]) == 0
+
+
+def test_nothing_of_the_coins_is_written(done):
+    """The counts, and what follows from them."""
+    folder, _ = done
+    written = json.loads((folder / "privacy.json").read_text())["statement"]["facts"]["audit"]
+    assert set(written) == {
+        "scores",
+        "canaries",
+        "guesses",
+        "correct",
+        "delta",
+        "epsilon_at_least",
+        "mu_at_least",
+        "epsilon_at_least_if_gaussian",
+    }
+
+
+def test_an_edited_audit_is_found(done, tmp_path):
+    folder, _ = done
+    edited = json.loads((folder / "privacy.json").read_text())
+    audit = edited["statement"]["facts"]["audit"]
+    audit["correct"], audit["guesses"] = audit["guesses"], audit["guesses"]
+    (tmp_path / "privacy.json").write_text(json.dumps(edited))
+    assert main(["verify", str(tmp_path)]) != 0
+    with pytest.raises(LedgerError):
+        AuditResult.from_dict({**audit, "epsilon_at_least": 0.0})
+
+
+def test_losses_are_compared_before_and_after(tmp_path):
+    made = trainer(tmp_path, audit_scores="losses", noise_multiplier=5.0)
+    made.train()
+    found = made.privacy_statement().facts.audit
+    assert found.scores == "losses" and np.ptp(made.run.audit._likelihood) > 0
+
+
+# -- what is caught --
+
+
+def test_planted_far_too_little_noise_is_an_error_and_the_card_claims_nothing(
+    tmp_path, monkeypatch
+):
+    honest = SecretRandomness.gaussian_like
+    monkeypatch.setattr(
+        SecretRandomness, "gaussian_like", lambda self, *args: honest(self, *args) * 0.1
+    )
+    made = trainer(
+        tmp_path, audit_canaries=200, max_steps=30, expected_batch_size=60, noise_multiplier=4.0
+    )
+    with pytest.raises(AuditError, match="not as private as it claims.*privacy.json"):
+        made.train()
+    made.save_model()
+    statement = made.privacy_statement()
+    assert statement.status == "not private" and "an audit told" in statement.status_reason
+    assert "an audit told" in (tmp_path / "README.md").read_text()
+    record = read(tmp_path)
+    assert record.statement["status"] == "not private" and not disagreements(record)
+
+
+def test_planted_rows_drawn_too_often_are_an_error(tmp_path, monkeypatch):
+    honest = PoissonSampler.draw
+    monkeypatch.setattr(
+        PoissonSampler,
+        "draw",
+        lambda self: sorted({row for _ in range(12) for row in honest(self)}),
+    )
+    made = trainer(
+        tmp_path,
+        audit_canaries=200,
+        expected_batch_size=12,
+        noise_multiplier=1.5,
+        max_steps=30,
+        target_delta=1e-6,
+    )
+    with pytest.raises(AuditError):
+        made.train()
+
+
+# -- what is refused --
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"audit_canaries": 3}, "`audit_canaries` to be a whole number >= 10"),
+        ({"audit_scores": "guesses"}, "`audit_scores` to be one of"),
+        ({"audit_canaries": None, "audit_scores": "losses"}, "without an audit"),
+        ({"release": ["training_loss"]}, "unless release is empty"),
+        (
+            {"privacy_unit": "user", "privacy_unit_column": "who"},
+            "unless privacy_unit is 'example'",
+        ),
+        (
+            {"privacy_mode": "dp_fp", "dp_fp_variant": "private_encoder"},
+            "unless privacy_mode is 'dp_sgd'",
+        ),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_audited_is_refused(options, message, tmp_path):
+    with pytest.raises(InvalidArgumentError, match=message):
+        trainer(tmp_path, **options)
+
+
+def test_canaries_that_are_training_rows_are_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(
+        "hf_dp.run.canary_rows.made_up_rows", lambda templates, examples: [templates[0]] * CANARIES
+    )
+    with pytest.raises(Exception, match="stand among the training rows already"):
+        trainer(tmp_path, audit_scores="losses")
+
+
+def test_a_resume_and_a_second_training_are_refused(tmp_path):
+    made = trainer(tmp_path, save_strategy="steps", save_steps=2)
+    made.train()
+    with pytest.raises(UnsupportedArgumentError, match="not resumed"):
+        made.train()
+    again = trainer(tmp_path, save_strategy="steps", save_steps=2)
+    with pytest.raises(UnsupportedArgumentError, match="not resumed"):
+        again.train(resume_from_checkpoint=True)
+
+
+def test_rows_in_a_list(tmp_path):
+    rows = [dict(row) for row in tiny.dataset(ROWS)]
+    made = trainer(tmp_path, given={"train_dataset": rows}, remove_unused_columns=False)
+    made.train()
+    assert made.privacy_statement().facts.audit.canaries == CANARIES and len(rows) == ROWS
+
+
+def test_a_data_set_keeps_its_format(tmp_path):
+    made = trainer(tmp_path, given={"train_dataset": tiny.dataset(ROWS).with_format("torch")})
+    assert isinstance(made.train_dataset, datasets.Dataset)
+    assert made.train_dataset.format["type"] == "torch"
+    made.train()
