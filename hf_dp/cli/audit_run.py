@@ -52,8 +52,9 @@ def build_parser() -> argparse.ArgumentParser:
     add(
         "--scores",
         default="gradients",
-        help="what tells of them: gradients (the noised sums of all steps) or losses (of canaries, "
-        "before and after)",
+        help="what tells of them: gradients (the noised sums of all steps; a canary is one "
+        "coordinate), directions (the same, of rows' own gradients; slow) or losses (before and "
+        "after)",
     )
     add(
         "--output-dir",

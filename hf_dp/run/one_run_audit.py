@@ -2,16 +2,18 @@
 releases tell of them.
 
 A canary is one of the rows that the sampler draws from. If its coin left it out, it contributes
-nothing when drawn: that is the run's neighbor under zero-out. If not, it contributes either as any
-row does, and its loss is compared before and after; or, in its place, one coordinate of length C
-enters the clipped sum (a Dirac canary; Nasr et al. 2023, arXiv 2302.07956), and what the noised
-sums tell of that coordinate is added up.
+nothing when drawn: that is the run's neighbor under zero-out. If not, then by its kind:
+
+    gradients   one coordinate of length C enters the clipped sum in its place (a Dirac canary;
+                Nasr et al. 2023, arXiv 2302.07956); the noised sums tell of that coordinate
+    directions  it contributes as any row; the noised sums tell of the direction of its gradient
+    losses      it contributes as any row; its loss is compared before and after
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import torch
@@ -23,14 +25,16 @@ from hf_dp.errors import ConfigError
 from hf_dp.plans.mechanism import Sampler
 from hf_dp.plans.privacy import PrivacyPlan
 from hf_dp.plans.sampling import RandomBytes
-from hf_dp.statement.audited import GRADIENTS, AuditResult
+from hf_dp.statement.audited import DIRECTIONS, GRADIENTS, AuditResult
+
+GradientOf = Callable[[int], dict[str, Tensor]]
 
 
 class OneRunAudit:
     """The canaries of a run: the last ``count`` of its N rows.
 
     Args:
-        scores: "gradients" or "losses".
+        scores: "gradients", "directions" or "losses".
         count: m.
         plan: of the run, DP-SGD on rows.
         random_bytes: where coins, places and signs come from; not kept anywhere.
@@ -45,6 +49,7 @@ class OneRunAudit:
         self._likelihood = np.zeros(count)  # log-likelihood ratio of in and out
         self._places: tuple[list[str], np.ndarray, np.ndarray, np.ndarray] | None = None
         self._before: np.ndarray | None = None
+        self.gradient_of: GradientOf | None = None  # for directions: of a canary, by parameter
 
     # -- what takes part --
 
@@ -90,6 +95,8 @@ class OneRunAudit:
         probability q. So its log-likelihood ratio is log(1 - q + q exp((2 x - 1) / (2 s^2))). (The
         rows' gradients in that coordinate add to both alike.)
         """
+        if self.scores == DIRECTIONS:
+            self._score_directions(noised)
         if self.scores != GRADIENTS:
             return
         names, which, places, signs = self._coordinates(noised)
@@ -103,6 +110,22 @@ class OneRunAudit:
         with np.errstate(divide="ignore"):
             absent = np.log1p(-q)
         self._likelihood += np.logaddexp(absent, np.log(q) + (2 * x - 1) / (2 * s**2))
+
+    def _score_directions(self, noised: dict[str, Tensor]) -> None:
+        """Add up the part of the noised sum along each canary's own gradient, of length 1."""
+        if self.gradient_of is None:
+            raise ConfigError("Expected `gradient_of` to be set for scores by directions.")
+        for canary in range(self.count):
+            gradient = self.gradient_of(canary)
+            if gradient.keys() != noised.keys():
+                raise ConfigError(
+                    "Expected audit_scores='gradients' for what trains here: the sums that are "
+                    "noised are not the gradients of parameters, so they have no direction of a "
+                    "canary's own."
+                )
+            length = torch.linalg.vector_norm(torch.stack([g.norm() for g in gradient.values()]))
+            along = sum(float((g * noised[name]).sum()) for name, g in gradient.items())
+            self._likelihood[canary] += along / max(float(length), 1e-30)
 
     def _coordinates(
         self, sums: dict[str, Tensor]
@@ -133,17 +156,28 @@ class OneRunAudit:
             self._likelihood = self._before - losses
 
     def result(self, epsilon: float) -> AuditResult:
-        """Guess, compare with the coins, and return what follows.
+        """Guess, compare with the coins, and return what follows. Args: epsilon: as claimed."""
+        return guess(self.scores, self._likelihood, self._in, epsilon, self.plan.delta)
 
-        Half of the guesses are the highest scores, "in", and half the lowest, "out".
+    @property
+    def outcome(self) -> tuple[float, bool]:
+        """The first canary's score, and whether it took part; for audits of many runs."""
+        return float(self._likelihood[0]), bool(self._in[0])
 
-        Args: epsilon: that is claimed; it decides how many guesses are made.
-        """
-        guesses = best_number_of_guesses(self.count, epsilon, self.plan.delta)
-        order = np.argsort(self._likelihood)
-        half = guesses // 2
-        correct = int(self._in[order[-half:]].sum() + (~self._in[order[:half]]).sum())
-        return AuditResult.of(self.scores, self.count, 2 * half, correct, self.plan.delta)
+
+def guess(
+    scores: str, values: np.ndarray, took_part: np.ndarray, epsilon: float, delta: float
+) -> AuditResult:
+    """Guess that the highest values took part and the lowest did not; return what follows.
+
+    Args:
+        scores: what the values (m,) are of. took_part: the coins, (m,).
+        epsilon: that is claimed; it decides how many guesses are made.
+    """
+    order, count = np.argsort(values), len(values)
+    half = best_number_of_guesses(count, epsilon, delta) // 2
+    correct = int(took_part[order[-half:]].sum() + (~took_part[order[:half]]).sum())
+    return AuditResult.of(scores, count, 2 * half, correct, delta)
 
 
 class _Draws(BatchSampler[list[int]]):

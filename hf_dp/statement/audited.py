@@ -21,8 +21,13 @@ from hf_dp.accounting.one_run import (
 )
 from hf_dp.errors import InvalidArgumentError, LedgerError
 
-GRADIENTS, LOSSES = "gradients", "losses"
-SCORES = (GRADIENTS, LOSSES)
+GRADIENTS, DIRECTIONS, LOSSES = "gradients", "directions", "losses"
+SCORES = (GRADIENTS, DIRECTIONS, LOSSES)
+_SEEN = {
+    GRADIENTS: "the noised gradients of all steps",
+    DIRECTIONS: "the noised gradients of all steps in the direction of each one's own",
+    LOSSES: "their losses",
+}
 CONFIDENCE = 0.95  # of the bounds
 REFUTED = 0.999  # from this confidence on a claim is refuted, by one of two tests
 _CLOSE = 1e-3
@@ -33,7 +38,7 @@ class AuditResult:
     """What guesses about canaries showed (:mod:`hf_dp.accounting.one_run`).
 
     Args:
-        scores: what was looked at: the noised "gradients" of the steps, or the canaries' "losses".
+        scores: what was looked at: one of :data:`SCORES`.
         canaries: m, rows that a fair coin each put in or left out. The coins are not kept.
         guesses: r, decided before anything was seen.
         correct: v, the right ones.
@@ -86,12 +91,11 @@ class AuditResult:
 
     def in_words(self) -> str:
         """Say what was found, and what it is worth."""
-        seen = "the noised gradients of all steps" if self.scores == GRADIENTS else "their losses"
         return (
             f"epsilon >= {_down(self.epsilon_at_least)} at {CONFIDENCE:.0%} confidence (>= "
             f"{_down(self.epsilon_at_least_if_gaussian)} if the run is Gaussian, mu-GDP): "
             f"{self.correct} of {self.guesses} guesses about {self.canaries} canaries were right, "
-            f"by {seen}. An audit can refute a claim; it never proves one"
+            f"by {_SEEN[self.scores]}. An audit can refute a claim; it never proves one"
         )
 
     def refutation(self, epsilon: float, events: Sequence[Event], accountant: str) -> str:

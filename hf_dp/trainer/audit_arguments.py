@@ -10,8 +10,6 @@ from hf_dp.errors import InvalidArgumentError
 from hf_dp.plans.units import EXAMPLE
 from hf_dp.statement.audited import GRADIENTS, SCORES
 
-FEWEST = 10
-
 
 @dataclass
 class AuditArguments:
@@ -26,8 +24,10 @@ class AuditArguments:
             Unset means no audit. They are made up, and they count as rows: N grows by as many.
         audit_scores (`str`, *optional*):
             What tells of them: `"gradients"` (unset means this), the noised sums of all steps, in
-            which a canary is one coordinate; or `"losses"`, the canaries' losses before and after,
-            where a canary is a made-up row that the model sees.
+            which a canary is one coordinate. In the others a canary is a made-up row that the model
+            sees: `"directions"`, the noised sums in the direction of each canary's own gradient,
+            which costs a forward and a backward pass a canary and step; or `"losses"`, the
+            canaries' losses before and after.
     """
 
     audit_canaries: int | None = field(
@@ -59,7 +59,7 @@ def audit_problems(args: Any) -> dict[str, InvalidArgumentError]:
             )
         }
     try:
-        integer("audit_canaries", args.audit_canaries, FEWEST)
+        integer("audit_canaries", args.audit_canaries, 1)
         one_of("audit_scores", args.audit_scores or GRADIENTS, SCORES)
     except InvalidArgumentError as error:
         return {str(error).split("`")[1]: error}

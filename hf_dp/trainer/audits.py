@@ -6,14 +6,14 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from hf_dp.errors import AuditError, UnsupportedArgumentError
 from hf_dp.overlap.compare import TrainingRows
 from hf_dp.run.canary_rows import with_canaries
 from hf_dp.run.one_run_audit import OneRunAudit
 from hf_dp.run.private_run import PrivateRun
-from hf_dp.statement.audited import GRADIENTS, LOSSES
+from hf_dp.statement.audited import DIRECTIONS, GRADIENTS, LOSSES
 from hf_dp.statement.statement import PrivacyStatement
 
 _LOOK_AT = (
@@ -47,7 +47,10 @@ def audit_for(args: Any, run: PrivateRun) -> OneRunAudit | None:
             f"Expected `audit_canaries` to be unset with {run.processes.count} processes, got "
             f"{args.audit_canaries}: each draws from rows of its own. Audit in one process."
         )
-    return OneRunAudit(_scores(args), args.audit_canaries, run.plan, run.randomness.random_bytes)
+    audit = OneRunAudit(_scores(args), args.audit_canaries, run.plan, run.randomness.random_bytes)
+    if audit.scores == DIRECTIONS:
+        audit.gradient_of = lambda canary: _gradient(run, audit.first + canary)
+    return audit
 
 
 def _scores(args: Any) -> str:
@@ -69,6 +72,24 @@ def note_losses(run: PrivateRun) -> None:
     """Note the canaries' losses, where these are compared."""
     if run.audit is not None and run.audit.scores == LOSSES:
         run.audit.note_losses(_losses(run, run.audit))
+
+
+def _gradient(run: PrivateRun, row: int) -> dict[str, Tensor]:
+    """Return the gradient of a row's loss, without dropout, by the names of what trains."""
+    data, model = run.training_data(), run.model
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    training = model.training
+    model.eval()
+    try:
+        with torch.enable_grad():
+            loss = run.losses(data.padding.together([data.examples[row]], data.looked_over.layout))
+            found = torch.autograd.grad(loss.sum(), list(trained.values()), allow_unused=True)
+    finally:
+        model.train(training)
+    return {
+        name: torch.zeros_like(p) if each is None else each
+        for (name, p), each in zip(trained.items(), found, strict=True)
+    }
 
 
 @torch.no_grad()
