@@ -123,11 +123,15 @@ def main(argv: Sequence[str]) -> int:
         from hf_dp.cli import audit_run
 
         return audit_run.main(argv[1:])
+    if argv[:1] == ["leave-one-out"]:
+        from hf_dp.cli import audit_leave_one_out
+
+        return audit_leave_one_out.main(argv[1:])
     args, words = build_parser().parse_known_args(list(argv))
     if args.help or not argv:
         print(help_text())
         return 0 if argv else 2
-    one_of("audit", words[0] if words else None, ["exposure", "run"])
+    one_of("audit", words[0] if words else None, ["exposure", "run", "leave-one-out"])
     refuse_several("hf-dp audit", "Start it without a launcher.")
     values = {} if args.config is None else read_yaml(args.config)
     named = {"task": args.task, "output_dir": args.output_dir, "privacy_mode": args.privacy_mode}

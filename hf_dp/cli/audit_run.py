@@ -10,7 +10,7 @@ from typing import Any
 
 from hf_dp.cli.config import read_yaml
 from hf_dp.cli.launch import refuse_several
-from hf_dp.cli.tasks import DEFAULT_TASK, training_module
+from hf_dp.cli.tasks import DEFAULT_TASK, private_module
 from hf_dp.errors import ConfigError
 
 DESCRIPTION = """\
@@ -74,12 +74,13 @@ def main(argv: Sequence[str]) -> int:
     refuse_several("hf-dp audit", "Start it without a launcher.")
     values: dict[str, Any] = read_yaml(args.config)
     values |= {"audit_canaries": args.canaries, "audit_scores": args.scores}
-    values["output_dir"] = args.output_dir or _beside(values.get("output_dir"))
-    return training_module(values.get("task", DEFAULT_TASK)).train(values, words)
+    values["output_dir"] = args.output_dir or beside(values.get("output_dir"), "audit")
+    return private_module(values.get("task", DEFAULT_TASK)).train(values, words)
 
 
-def _beside(output_dir: str | None) -> str:
+def beside(output_dir: str | None, name: str) -> str:
+    """Return the folder beside a recipe's. Raises: ConfigError for a recipe without one."""
     if output_dir is None:
-        raise ConfigError("Expected `output_dir`, beside which the audited model goes, got none.")
+        raise ConfigError("Expected `output_dir`, beside which the audit's folder goes, got none.")
     top = Path(output_dir)
-    return str(top.with_name(f"{top.name}_audit"))
+    return str(top.with_name(f"{top.name}_{name}"))

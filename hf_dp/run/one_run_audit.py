@@ -44,7 +44,7 @@ class OneRunAudit:
         self.scores, self.count, self.plan = scores, count, plan
         self.first = plan.num_examples - count  # the first canary's row
         self._random = np.random.default_rng(np.frombuffer(random_bytes(32), np.uint32))
-        self._in = np.frombuffer(random_bytes(count), np.uint8) % 2 == 1
+        self._in: np.ndarray = np.frombuffer(random_bytes(count), np.uint8) % 2 == 1
         self._drawn: deque[list[int]] = deque()
         self._likelihood = np.zeros(count)  # log-likelihood ratio of in and out
         self._places: tuple[list[str], np.ndarray, np.ndarray, np.ndarray] | None = None

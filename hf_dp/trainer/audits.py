@@ -113,6 +113,8 @@ def conclude_audit(run: PrivateRun) -> None:
     if run.audit is None:
         return
     note_losses(run)
+    if run.audit.count == 1:  # one guess shows nothing: `hf-dp audit leave-one-out` has many runs
+        return
     run.audit_result = run.audit.result(run.epsilon().value)
 
 

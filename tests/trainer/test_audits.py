@@ -161,6 +161,22 @@ def test_an_edited_audit_is_found(done, tmp_path):
         AuditResult.from_dict({**audit, "epsilon_at_least": 0.0})
 
 
+def test_directions_are_those_of_the_canaries_own_gradients(tmp_path):
+    """Without other rows and noise, a canary that is drawn is seen as C, else as nothing."""
+    made = trainer(tmp_path, audit_scores="directions", audit_canaries=1)
+    made.create_optimizer()
+    loader, audit = made.get_train_dataloader(), made.run.audit
+    for took_part in (True, False):
+        audit._in[:] = took_part
+        rows = audit.split([ROWS])
+        sums = made.mechanism.clip(loader.collate_fn(loader.dataset.__getitems__(rows))).values
+        audit._likelihood[:] = 0
+        audit.score(sums)
+        score, said = audit.outcome
+        assert said == took_part
+        assert score == pytest.approx(C if took_part else 0.0, rel=1e-3)
+
+
 def test_losses_are_compared_before_and_after(tmp_path):
     made = trainer(tmp_path, audit_scores="losses", noise_multiplier=5.0)
     made.train()
@@ -216,7 +232,7 @@ def test_planted_rows_drawn_too_often_are_an_error(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"audit_canaries": 3}, "`audit_canaries` to be a whole number >= 10"),
+        ({"audit_canaries": 0}, "`audit_canaries` to be a whole number >= 1"),
         ({"audit_scores": "guesses"}, "`audit_scores` to be one of"),
         ({"audit_canaries": None, "audit_scores": "losses"}, "without an audit"),
         ({"release": ["training_loss"]}, "unless release is empty"),

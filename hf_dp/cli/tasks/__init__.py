@@ -31,6 +31,15 @@ class TaskModule(Protocol):
         ...
 
 
+class PrivateTaskModule(TaskModule, Protocol):
+    """What the module of a private task provides beside."""
+
+    def trainer_of(self, values: dict[str, Any], words: Sequence[str]) -> Any:
+        """Return the task's :class:`DPTrainer` for the keys of a configuration file and
+        command-line words."""
+        ...
+
+
 class EvaluationModule(Protocol):
     """What the module of a task provides for ``hf-dp eval``.
 
@@ -104,6 +113,15 @@ def evaluated_tasks() -> list[str]:
 def training_module(name: str) -> TaskModule:
     """Import the module that trains a task. Raises: InvalidArgumentError for an unknown name."""
     return cast(TaskModule, importlib.import_module(TASKS[one_of("task", name, TASKS)].training))
+
+
+def private_module(name: str) -> PrivateTaskModule:
+    """Import the module of a task that trains privately.
+
+    Raises: InvalidArgumentError for an unknown name, or for a task that does not.
+    """
+    private = [known for known, task in TASKS.items() if task.private]
+    return cast(PrivateTaskModule, training_module(one_of("task", name, private)))
 
 
 def evaluation_module(name: str) -> EvaluationModule:

@@ -18,3 +18,8 @@ EXAMPLE = (
 def train(values: dict[str, Any], words: Sequence[str]) -> int:
     """Run the task; print a summary whose last line is the output folder."""
     return generation.train(CAUSAL, values, words)
+
+
+def trainer_of(values: dict[str, Any], words: Sequence[str]) -> Any:
+    """Return the trainer of a configuration."""
+    return generation.trainer_of(CAUSAL, values, words)[0]

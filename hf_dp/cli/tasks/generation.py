@@ -24,6 +24,25 @@ def train(kind: str, values: dict[str, Any], words: Sequence[str]) -> int:
 
     Args: kind: causal_lm or seq2seq.
     """
+    trainer, sets, data, decoding = trainer_of(kind, values, words)
+    trainer.train(resume_from_checkpoint=trainer.args.resume_from_checkpoint)
+    try:
+        lines = _evaluate(trainer, sets, data, decoding)
+    finally:  # what was trained is kept, whatever becomes of the scores
+        trainer.save_model()  # and with push_to_hub also publish it
+    found = {**trainer.evaluation_metrics(), **signal_to_noise(trainer.state.log_history)}
+    trainer.save_metrics("eval", found, combined=False)
+    print_summary(trainer, lines)
+    # Otherwise a process of several may abort at its exit; Trainer.end() does no more.
+    trainer.accelerator.end_training()
+    return 0
+
+
+def trainer_of(
+    kind: str, values: dict[str, Any], words: Sequence[str]
+) -> tuple[Any, list[Any], TextArguments, DecodingArguments]:
+    """Return the trainer of a configuration, its evaluation sets, and how these are read and
+    answered. Raises: as :func:`build_trainer`."""
     from hf_dp.trainer.arguments import DPTrainingArguments
 
     model_args, data, decoding, args = parse(
@@ -38,17 +57,7 @@ def train(kind: str, values: dict[str, Any], words: Sequence[str]) -> int:
     trainer, sets = build_trainer(kind, model_args, data, decoding, args, adapter)
     if args.is_private:
         trainer.describe(**card)
-    trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
-    try:
-        lines = _evaluate(trainer, sets, data, decoding)
-    finally:  # what was trained is kept, whatever becomes of the scores
-        trainer.save_model()  # and with push_to_hub also publish it
-    found = {**trainer.evaluation_metrics(), **signal_to_noise(trainer.state.log_history)}
-    trainer.save_metrics("eval", found, combined=False)
-    print_summary(trainer, lines)
-    # Otherwise a process of several may abort at its exit; Trainer.end() does no more.
-    trainer.accelerator.end_training()
-    return 0
+    return trainer, sets, data, decoding
 
 
 def _evaluate(

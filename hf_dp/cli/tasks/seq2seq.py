@@ -19,3 +19,8 @@ EXAMPLE = (
 def train(values: dict[str, Any], words: Sequence[str]) -> int:
     """Run the task; print a summary whose last line is the output folder."""
     return generation.train(SEQ2SEQ, values, words)
+
+
+def trainer_of(values: dict[str, Any], words: Sequence[str]) -> Any:
+    """Return the trainer of a configuration."""
+    return generation.trainer_of(SEQ2SEQ, values, words)[0]

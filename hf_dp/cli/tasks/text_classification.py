@@ -26,6 +26,20 @@ EXAMPLE = (
 
 def train(values: dict[str, Any], words: Sequence[str]) -> int:
     """Run the task; print a summary whose last line is the output folder."""
+    trainer = trainer_of(values, words)
+    trainer.train(resume_from_checkpoint=trainer.args.resume_from_checkpoint)
+    metrics = trainer.evaluate()
+    trainer.save_model()  # and with push_to_hub also publish it
+    found = {**trainer.evaluation_metrics(), **signal_to_noise(trainer.state.log_history)}
+    trainer.save_metrics("eval", found, combined=False)
+    print_summary(trainer, metric_lines(metrics, trainer.eval_dataset))
+    # Otherwise a process of several may abort at its exit; Trainer.end() does no more.
+    trainer.accelerator.end_training()
+    return 0
+
+
+def trainer_of(values: dict[str, Any], words: Sequence[str]) -> Any:
+    """Return the trainer of a configuration. Raises: as :func:`build_trainer`."""
     from hf_dp.trainer.arguments import DPTrainingArguments
 
     model_args, data_args, args = parse(
@@ -39,15 +53,7 @@ def train(values: dict[str, Any], words: Sequence[str]) -> int:
     trainer = build_trainer(model_args, data_args, args, peft_config(values.get("peft")))
     if args.is_private:
         trainer.describe(**card)
-    trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
-    metrics = trainer.evaluate()
-    trainer.save_model()  # and with push_to_hub also publish it
-    found = {**trainer.evaluation_metrics(), **signal_to_noise(trainer.state.log_history)}
-    trainer.save_metrics("eval", found, combined=False)
-    print_summary(trainer, metric_lines(metrics, trainer.eval_dataset))
-    # Otherwise a process of several may abort at its exit; Trainer.end() does no more.
-    trainer.accelerator.end_training()
-    return 0
+    return trainer
 
 
 def build_trainer(
