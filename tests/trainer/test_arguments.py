@@ -12,6 +12,7 @@ from transformers import HfArgumentParser, TrainingArguments
 from hf_dp.errors import InvalidArgumentError, UnsupportedArgumentError
 from hf_dp.trainer.argument_table import ARGUMENT_TABLE
 from hf_dp.trainer.arguments import RELEASABLE, DPTrainingArguments
+from hf_dp.trainer.audit_arguments import AuditArguments
 from hf_dp.trainer.forward_arguments import ForwardArguments
 from hf_dp.trainer.unit_arguments import UnitArguments
 
@@ -376,6 +377,8 @@ REFUSALS = [
     *[
         (PUBLIC | {name: value}, rf"`{name}` to be left at None.*Remove it")
         for name, value in {
+            "audit_canaries": 100,
+            "audit_scores": "losses",
             "privacy_unit_column": "who",
             "privacy_unit_name": "patient",
             "max_rows_per_unit": 3,
@@ -627,7 +630,8 @@ def test_help_of_the_command_line(capsys):
 
 
 def test_docstring_and_help_name_every_field_with_its_type_and_default():
-    text = DPTrainingArguments.__doc__ + ForwardArguments.__doc__ + UnitArguments.__doc__
+    mixins = (AuditArguments, UnitArguments, ForwardArguments)
+    text = "".join(cls.__doc__ for cls in (DPTrainingArguments, *mixins))
     documented = dict(re.findall(r"^        (\w+) \((.*)\):$", text, flags=re.MULTILINE))
     redefined = {"max_grad_norm", "hub_strategy", "learning_rate"}
     fields = {field.name: field for field in dataclasses.fields(DPTrainingArguments)}
@@ -644,6 +648,7 @@ def test_docstring_and_help_name_every_field_with_its_type_and_default():
         shown = f'"{default}"' if isinstance(default, str) else str(default)
         expected = "*optional*" if default is None else f"*optional*, defaults to `{shown}`"
         annotations = {
+            **AuditArguments.__annotations__,
             **UnitArguments.__annotations__,
             **ForwardArguments.__annotations__,
             **DPTrainingArguments.__annotations__,
