@@ -19,7 +19,7 @@ from transformers.trainer_utils import SaveStrategy, TrainOutput
 from transformers.utils import logging
 
 from hf_dp._validate import invalid
-from hf_dp.accounting import Epsilon, Ledger
+from hf_dp.accounting import TRAINING, Epsilon, Ledger
 from hf_dp.batches.units import UnitTable, rows_to_draw, split_off_units
 from hf_dp.cards.evidence import write_card
 from hf_dp.clipping import refuse_coupling
@@ -42,6 +42,7 @@ from hf_dp.run.checks import (
 )
 from hf_dp.run.folder import refuse_foreign_ledger
 from hf_dp.run.memory_errors import named_memory_errors
+from hf_dp.run.outlook import doubts
 from hf_dp.run.private_run import PrivateRun
 from hf_dp.run.start_over import runs_before
 from hf_dp.run.training_data import TrainingData
@@ -475,7 +476,22 @@ class DPTrainer(Publishing):
             to_come = self.tuner.releases_to_come()
             run.book.start(max_steps - self.state.global_step, to_come)
             self._tell_outlook(max_steps)
+            self._tell_doubts()
         return prepared
+
+    def _tell_doubts(self) -> None:
+        """Warn, before the first step of a new run, of settings with which it will learn little."""
+        run = self.run
+        if run.book.ledger.steps(TRAINING) or not run.processes.is_main:
+            return
+        trained = sum(p.numel() for p in run.model.parameters() if p.requires_grad)
+        for doubt in doubts(
+            run.plan,
+            parameters=trained,
+            learning_rate=float(self.args.learning_rate or 0.0),
+            optimizer=str(getattr(self.args.optim, "value", self.args.optim)),
+        ):
+            logger.warning(doubt)
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
         """Create Trainer's optimizer, over all that may train at some time of the run."""

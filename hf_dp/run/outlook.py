@@ -1,0 +1,56 @@
+"""What can be said before the first step about whether a run will learn, from its plan alone."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from hf_dp.plans.dp_sgd import DpSgdPlan
+from hf_dp.plans.privacy import PrivacyPlan
+
+SLOW = 5e-5  # transformers' default learning rate
+# Of the largest possible signal to noise. Pretrained models learned at 0.4 (the demo at 256 rows a
+# step); what a task needs of it is not known, so only what is far below counts.
+DROWNED = 0.1
+
+
+def doubts(
+    plan: PrivacyPlan, *, parameters: int, learning_rate: float, optimizer: str
+) -> Iterator[str]:
+    """Yield why a run may learn little, or protect little, each with a next move.
+
+    Args:
+        parameters: how many numbers train.
+        learning_rate, optimizer: as Trainer's arguments have them.
+    """
+    if not isinstance(plan.mechanism, DpSgdPlan):
+        return
+    if "adam" in optimizer and learning_rate <= SLOW:
+        yield (
+            f"learning_rate is {learning_rate:g}, transformers' default or less. With noise, Adam "
+            "usually needs 10 to 50 times that (Li et al. 2022, section 3 and figure 2): try 1e-3."
+        )
+    if (ratio := most_signal(plan, parameters)) < DROWNED:
+        yield (
+            "The noise will drown the gradients: if those of all steps had full length and the "
+            f"same direction, they would add up to {ratio:.2g} of the noise (noise multiplier "
+            f"{plan.noise_multiplier:.3g}, {plan.expected_batch_size:g} a step, {plan.steps:,} "
+            f"steps, {parameters:,} numbers train). Use more rows or a larger "
+            "expected_batch_size, train fewer numbers (LoRA, a head), or raise target_epsilon."
+        )
+    if plan.delta > (1 + 1e-9) / (2 * plan.num_examples):
+        yield (
+            f"target_delta is {plan.delta:.3g}, above 1/(2N) = {1 / (2 * plan.num_examples):.3g}. "
+            "It is roughly the chance that the guarantee fails. Leave it unset for 1/(2N)."
+        )
+
+
+def most_signal(plan: PrivacyPlan, parameters: int) -> float:
+    """Return the largest possible ratio of all steps' gradients to all steps' noise, in norms.
+
+    A step's mean gradient has norm C at most, so T of them add up to T C. Their noise has a
+    standard deviation of noise_std / B a coordinate and step, so its sum has the norm sqrt(T p)
+    noise_std / B.
+    """
+    of_noise = plan.noise_std * math.sqrt(plan.steps * parameters) / plan.expected_batch_size
+    return plan.steps * plan.clipping_norm / of_noise
