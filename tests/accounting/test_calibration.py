@@ -113,7 +113,7 @@ def test_bad_values_and_ranges():
         with pytest.raises(InvalidArgumentError):
             calibrate_noise_multiplier(*arguments)
     with pytest.raises(AccountingRangeError, match="delta"):
-        calibrate_noise_multiplier(3, 1e-10, Q, STEPS)
+        calibrate_noise_multiplier(3, 1e-12, Q, STEPS)
     with pytest.raises(AccountingRangeError, match="sample_rate"):
         calibrate_noise_multiplier(3, 1e-6, 1e-7, STEPS)
 

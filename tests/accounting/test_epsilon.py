@@ -190,7 +190,7 @@ def test_default_is_never_above_rdp():
 @pytest.mark.parametrize(
     ("event", "delta", "accountant", "match"),
     [
-        (SST2, 1e-9, "pld", '`delta` >= 1e-08, got 1e-09. Use accountant="rdp"'),
+        (SST2, 1e-12, "pld", '`delta` >= 1e-11, got 1e-12. Use accountant="rdp"'),
         (SST2, 1e-12, "prv", '`delta` >= 1e-11.*accountant="rdp"'),
         (
             PoissonSampledGaussian(0.2, 0.1, 1),
