@@ -55,7 +55,8 @@ def with_canaries(
         parts: list[Any] = [dataset, made]
         return ConcatDataset(parts)
     joined = datasets.concatenate_datasets([plain, canaries])
-    return joined.with_format(**dataset.format)
+    shown = {**dataset.format}
+    return joined.with_format(**shown.pop("format_kwargs"), **shown)
 
 
 def _refuse_known(canaries: Any, rows: TrainingRows) -> None:

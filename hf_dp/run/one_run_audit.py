@@ -84,8 +84,9 @@ class OneRunAudit:
             )
         names, which, places, signs = self._coordinates(sums)
         for canary in self._drawn.popleft():
-            flat = sums[names[which[canary]]].view(-1)
-            flat[places[canary]] += float(signs[canary]) * self.plan.clipping_norm
+            total = sums[names[which[canary]]]
+            place = np.unravel_index(int(places[canary]), tuple(total.shape))
+            total[tuple(map(int, place))] += float(signs[canary]) * self.plan.clipping_norm
 
     @torch.no_grad()
     def score(self, noised: dict[str, Tensor]) -> None:
