@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hf_dp._validate import integer
-from hf_dp.cli.audit_run import beside
+from hf_dp.cli.audit_run import beside, parser_of
 from hf_dp.cli.config import read_yaml
 from hf_dp.cli.launch import refuse_several
 from hf_dp.cli.tasks import DEFAULT_TASK, private_module
@@ -38,28 +38,14 @@ RUNS = 60
 
 def build_parser() -> argparse.ArgumentParser:
     """Return the parser of the options that an audit adds to those of ``hf-dp train``."""
-    parser = argparse.ArgumentParser(
-        "hf-dp audit leave-one-out",
-        usage="hf-dp audit leave-one-out --config FILE [--runs N] [--NAME VALUE ...]",
-        description=DESCRIPTION,
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = parser_of("leave-one-out", DESCRIPTION, EXAMPLES)
     add = parser.add_argument
-    add("--config", metavar="FILE", help="the recipe, as `hf-dp train` reads it", required=True)
     add("--runs", type=int, default=RUNS, metavar="N", help=f"how many runs; {RUNS} if unset")
     add(
         "--scores",
         default="directions",
         help="what tells of the canary: directions (the noised gradients along its own), gradients "
         "(the canary is one coordinate) or losses (before and after)",
-    )
-    add(
-        "--output-dir",
-        "--output_dir",
-        metavar="FOLDER",
-        help="default: that of the recipe, with _leave_one_out after it",
     )
     return parser
 

@@ -32,16 +32,8 @@ CANARIES = 1000
 
 def build_parser() -> argparse.ArgumentParser:
     """Return the parser of the options that an audit adds to those of ``hf-dp train``."""
-    parser = argparse.ArgumentParser(
-        "hf-dp audit run",
-        usage="hf-dp audit run --config FILE [--canaries N] [--NAME VALUE ...]",
-        description=DESCRIPTION,
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = parser_of("run", DESCRIPTION, EXAMPLES)
     add = parser.add_argument
-    add("--config", metavar="FILE", help="the recipe, as `hf-dp train` reads it", required=True)
     add(
         "--canaries",
         type=int,
@@ -56,11 +48,26 @@ def build_parser() -> argparse.ArgumentParser:
         "coordinate), directions (the same, of rows' own gradients; slow) or losses (before and "
         "after)",
     )
+    return parser
+
+
+def parser_of(name: str, description: str, examples: str) -> argparse.ArgumentParser:
+    """Return a parser of what all audits that train a recipe are asked for."""
+    parser = argparse.ArgumentParser(
+        f"hf-dp audit {name}",
+        usage=f"hf-dp audit {name} --config FILE [--NAME VALUE ...]",
+        description=description,
+        epilog=examples,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("--config", metavar="FILE", help="the recipe, as `hf-dp train` reads it", required=True)
     add(
         "--output-dir",
         "--output_dir",
         metavar="FOLDER",
-        help="default: that of the recipe, with _audit after it",
+        help="default: that of the recipe, with the audit's name after it",
     )
     return parser
 

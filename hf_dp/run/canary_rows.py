@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import os
+import random
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import datasets
-from torch import nn
+import numpy as np
+import torch
+from torch import Tensor, nn
 from torch.utils.data import ConcatDataset
 
 from hf_dp.batches.made_up import made_up_rows
+from hf_dp.batches.structure import Example, leaves
 from hf_dp.errors import DataError
 from hf_dp.noise import untouched_generators
 from hf_dp.overlap.compare import TrainingRows
@@ -27,7 +32,7 @@ def with_canaries(
 
     Args:
         alike: whether one row serves as all canaries, which the model then never sees.
-        rows: the data set as canaries are compared with it, unless they are alike.
+        rows: a ``datasets.Dataset`` as canaries are compared with it, unless they are alike.
 
     Raises: DataError for rows in whose format none can be made up, or canaries that are rows.
     """
@@ -36,6 +41,10 @@ def with_canaries(
     templates = [plain[0], plain[len(plain) // 2]]
     try:
         with untouched_generators():
+            # Not as the global generators were seeded: rows may have been made with the same seed.
+            torch.manual_seed(int.from_bytes(os.urandom(7), "little"))
+            random.seed(os.urandom(16))
+            np.random.seed(list(os.urandom(16)))
             lengths = [_TOKENS] * different
             made = made_up_rows(templates, synthetic_examples(model, lengths, lengths))
     except DataError as problem:
@@ -44,19 +53,38 @@ def with_canaries(
             f"cannot be made up ({problem})."
         ) from problem
     made = made * count if alike else made
-    if isinstance(dataset, datasets.Dataset):
-        columns = {name: [_plain(row[name]) for row in made] for name in dataset.column_names}
-        canaries = datasets.Dataset.from_dict(columns, features=dataset.features)
-    else:
-        canaries = made
-    if rows is not None and not alike:
-        _refuse_known(canaries, rows)
     if not isinstance(dataset, datasets.Dataset):
         parts: list[Any] = [dataset, made]
         return ConcatDataset(parts)
+    columns = {name: [_plain(row[name]) for row in made] for name in dataset.column_names}
+    canaries = datasets.Dataset.from_dict(columns, features=dataset.features)
+    if rows is not None and not alike:
+        _refuse_known(canaries, rows)
     joined = datasets.concatenate_datasets([plain, canaries])
     shown = {**dataset.format}
     return joined.with_format(**shown.pop("format_kwargs"), **shown)
+
+
+def refuse_alike(examples: Sequence[Example]) -> None:
+    """Raise DataError for canaries, collated one by one, of which several are the same to a model:
+    the columns that make rows differ could not be made up, and nothing would tell one from another.
+
+    What has one number or label for a row is not compared.
+    """
+    seen = {
+        tuple(
+            (name, leaf.numpy().tobytes())
+            for name, leaf in leaves(example)
+            if isinstance(leaf, Tensor) and leaf.dim() > 1
+        )
+        for example in examples
+    }
+    if len(seen) < len(examples):
+        raise DataError(
+            f"Of {len(examples)} made-up rows only {len(seen)} differ: this training set has "
+            "columns that hf_dp cannot fill. Use audit_scores='gradients', whose canaries the "
+            "model does not see."
+        )
 
 
 def _refuse_known(canaries: Any, rows: TrainingRows) -> None:

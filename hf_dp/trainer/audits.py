@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from hf_dp.errors import AuditError, UnsupportedArgumentError
 from hf_dp.overlap.compare import TrainingRows
-from hf_dp.run.canary_rows import with_canaries
+from hf_dp.run.canary_rows import refuse_alike, with_canaries
 from hf_dp.run.one_run_audit import OneRunAudit
 from hf_dp.run.private_run import PrivateRun
 from hf_dp.statement.audited import DIRECTIONS, GRADIENTS, LOSSES
@@ -68,6 +68,18 @@ def refuse_second_audit(run: PrivateRun, checkpoint: str | None) -> None:
         )
 
 
+def begin_audit(run: PrivateRun) -> None:
+    """Look at the canaries that the model will see, before the first step. Raises: DataError."""
+    if run.audit is not None and run.audit.scores != GRADIENTS:
+        refuse_alike(_canaries(run, run.audit))
+    note_losses(run)
+
+
+def _canaries(run: PrivateRun, audit: OneRunAudit) -> list[Any]:
+    examples = run.training_data().examples
+    return list(examples.__getitems__([audit.first + each for each in range(audit.count)]))
+
+
 def note_losses(run: PrivateRun) -> None:
     """Note the canaries' losses, where these are compared."""
     if run.audit is not None and run.audit.scores == LOSSES:
@@ -95,7 +107,7 @@ def _gradient(run: PrivateRun, row: int) -> dict[str, Tensor]:
 @torch.no_grad()
 def _losses(run: PrivateRun, audit: OneRunAudit) -> np.ndarray:
     data, training = run.training_data(), run.model.training
-    examples = data.examples.__getitems__([audit.first + each for each in range(audit.count)])
+    examples = _canaries(run, audit)
     found = np.empty(audit.count)
     batches = data.batches()
     run.model.eval()

@@ -11,11 +11,19 @@ import pytest
 import tiny
 import torch
 import yaml
+from transformers import set_seed
 
 from hf_dp.cli.main import main
-from hf_dp.errors import AuditError, InvalidArgumentError, LedgerError, UnsupportedArgumentError
+from hf_dp.errors import (
+    AuditError,
+    DataError,
+    InvalidArgumentError,
+    LedgerError,
+    UnsupportedArgumentError,
+)
 from hf_dp.noise import SecretRandomness
 from hf_dp.plans.sampling import PoissonSampler
+from hf_dp.run import canary_rows
 from hf_dp.run.one_run_audit import OneRunAudit
 from hf_dp.statement.audited import AuditResult
 from hf_dp.statement.record import read
@@ -106,6 +114,15 @@ def test_made_up_rows_are_not_the_training_rows(tmp_path):
     assert len({tuple(row["input_ids"]) for row in canaries}) == CANARIES
     assert not rows & {tuple(row["input_ids"]) for row in canaries}
     assert len({row["label"] for row in canaries}) > 1
+
+
+def test_canaries_do_not_follow_from_a_seed_that_rows_may_have_been_made_with(tmp_path):
+    found = []
+    for name in ("a", "b"):
+        set_seed(7)
+        made = trainer(tmp_path / name, audit_scores="losses")
+        found.append(made.train_dataset.select(range(ROWS, ROWS + CANARIES))["input_ids"])
+    assert list(found[0]) != list(found[1])
 
 
 # -- what is said --
@@ -253,11 +270,28 @@ def test_what_cannot_be_audited_is_refused(options, message, tmp_path):
 
 
 def test_canaries_that_are_training_rows_are_refused(tmp_path, monkeypatch):
+    rows = [dict(row) for row in tiny.dataset(ROWS)]
+    honest = canary_rows.made_up_rows
     monkeypatch.setattr(
-        "hf_dp.run.canary_rows.made_up_rows", lambda templates, examples: [templates[0]] * CANARIES
+        canary_rows, "made_up_rows", lambda *args: [rows[0], rows[1], *honest(*args)[2:]]
     )
-    with pytest.raises(Exception, match="stand among the training rows already"):
+    with pytest.raises(DataError, match="stand among the training rows already"):
         trainer(tmp_path, audit_scores="losses")
+
+
+def test_made_up_rows_that_cannot_differ_are_refused(tmp_path):
+    """Of pairs of answers, the columns are not the model's inputs."""
+    import preferences
+
+    made = preferences.trainer(
+        tmp_path / "a", audit_canaries=20, audit_scores="losses", max_steps=2
+    )
+    with pytest.raises(DataError, match="only 1 differ.*audit_scores='gradients'"):
+        made.train()
+    assert not made.ledger.steps()
+    made = preferences.trainer(tmp_path, audit_canaries=20, max_steps=2)
+    made.train()
+    assert made.privacy_statement().facts.audit.canaries == 20
 
 
 def test_a_resume_and_a_second_training_are_refused(tmp_path):

@@ -130,7 +130,7 @@ def test_what_cannot_be_padded_is_refused_before_the_first_draw(name, tmp_path):
 def collate_together(patch):
     """The user's collator gets all rows of a draw and pads them itself, as in the stock Trainer."""
 
-    def loader(self, sampler, one_shape):
+    def loader(self, sampler, one_shape, watched=None):
         examples = self.examples
 
         def rows(indices):
