@@ -137,7 +137,10 @@ def not_covered(facts: RunFacts, plan: PrivacyPlan) -> tuple[str, ...]:
 
 
 def _counted(users: Users | None) -> str:
-    return "rows" if users is None else f"units (each a {users.name})"
+    if users is None:
+        return "rows"
+    units = f"units (each a {users.name})"
+    return f"{units} and of the rows kept of them" if users.by_row else units
 
 
 def _of_users(users: Users | None) -> tuple[str, ...]:

@@ -65,7 +65,7 @@ def test_prior_events_are_paid_for(accountant, sigma):
 
 def test_prior_events_that_only_pld_knows_are_paid_for():
     """RDP, which says where to begin the search, cannot describe them."""
-    prior = (TruncatedPoissonSampledGaussian(2.0, 0.1, 10, 100, 15),)
+    prior = (TruncatedPoissonSampledGaussian(2.0, 0.1, 2, 20, 5),)
     found = calibrate_noise_multiplier(2.0, 1e-3, 0.1, 5, "pld", prior)
     assert_private_and_tight(found, 2.0, 1e-3, 0.1, 5, "pld", prior)
 

@@ -92,6 +92,8 @@ def test_one_user_moves_a_step_by_at_most_c_a_row(tmp_path):
 def test_statement_and_card_say_how(done):
     card = (done.folder / "README.md").read_text()
     assert f"at most 2 rows of each patient are drawn from, {ROWS} rows in all" in card
+    public = "the number of units (each a patient) and of the rows kept of them, which is stated as"
+    assert any(public in each for each in done.statement.not_covered)
     assert "unit: user" in card and "unit_sampling: examples" in card
     assert f"num_rows: {ROWS}" in card and "UserRowsGaussian" in card
     assert "each single patient in the training set" in card.lower()
