@@ -57,7 +57,7 @@ def test_leave_one_out_reports_what_its_runs_tell(task, capsys):
 
 
 def test_planted_missing_clipping_is_an_error_of_leave_one_out(task, capsys, monkeypatch):
-    """Each row's gradient enters with its whole length, a hundred times C and more. (All rows are in
+    """Each row's gradient enters with its whole length, thousands of times C. (All rows are in
     each step, so that the others differ little between runs; and coins fall evenly, since luck with
     24 coins is not what is tested.)"""
     coins, made = itertools.cycle([True, False]), OneRunAudit.__init__
@@ -72,7 +72,7 @@ def test_planted_missing_clipping_is_an_error_of_leave_one_out(task, capsys, mon
         clipped_sum, "clipping_weights", lambda *args: torch.ones_like(honest(*args))
     )
     monkeypatch.setattr("hf_dp.run.private_run.self_check", lambda *args, **kwargs: None)
-    words = ["--runs", "24", "--max_steps", "1", "--per_example_max_grad_norm", "0.01"]
+    words = ["--runs", "24", "--max_steps", "1", "--per_example_max_grad_norm", "1e-4"]
     words += ["--target_epsilon", "0.2", "--target_delta", "1e-6", "--expected_batch_size", "41"]
     assert main(["audit", "leave-one-out", "--config", str(task), *words]) == 2
     assert "not as private as it claims" in capsys.readouterr().err

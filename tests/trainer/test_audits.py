@@ -209,7 +209,7 @@ def test_planted_far_too_little_noise_is_an_error_and_the_card_claims_nothing(
 ):
     honest = SecretRandomness.gaussian_like
     monkeypatch.setattr(
-        SecretRandomness, "gaussian_like", lambda self, *args: honest(self, *args) * 0.1
+        SecretRandomness, "gaussian_like", lambda self, *args: honest(self, *args) * 0.02
     )
     made = trainer(
         tmp_path, audit_canaries=200, max_steps=30, expected_batch_size=60, noise_multiplier=4.0
@@ -229,7 +229,7 @@ def test_planted_rows_drawn_too_often_are_an_error(tmp_path, monkeypatch):
     monkeypatch.setattr(
         PoissonSampler,
         "draw",
-        lambda self: sorted({row for _ in range(12) for row in honest(self)}),
+        lambda self: sorted({row for _ in range(40) for row in honest(self)}),
     )
     made = trainer(
         tmp_path,
