@@ -1,4 +1,4 @@
-"""What guesses about canaries, put in or left out by coins, say against a privacy claim.
+"""Bound epsilon from below by guesses about canaries that coins put in or left out.
 
 There are m canaries; a fair coin each decided whether it took part. An auditor who sees what one
 run released guesses for r of them whether they did, and v guesses are right. If the run is private,

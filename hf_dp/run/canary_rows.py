@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import datasets
@@ -14,13 +14,14 @@ from torch import Tensor, nn
 from torch.utils.data import ConcatDataset
 
 from hf_dp.batches.made_up import made_up_rows
-from hf_dp.batches.structure import Example, leaves
+from hf_dp.batches.padding import LABELS
 from hf_dp.errors import DataError
 from hf_dp.noise import untouched_generators
 from hf_dp.overlap.compare import TrainingRows
 from hf_dp.run.synthetic import synthetic_examples
 
 _TOKENS = 12  # in a canary
+_AS_TOKENS = {"token_type_ids", "special_tokens_mask"}  # 0 for each token of a plain text
 
 
 def with_canaries(
@@ -28,7 +29,8 @@ def with_canaries(
 ) -> Any:
     """Return a data set and, after its rows, ``count`` made-up ones in the same format.
 
-    Their tokens, pictures and labels are random; of the rows only names, types and shapes are read.
+    Their tokens, pictures and labels are random. Of the rows names and types are read; shapes, too,
+    where the model never sees what is made.
 
     Args:
         alike: whether one row serves as all canaries, which the model then never sees.
@@ -46,12 +48,19 @@ def with_canaries(
             random.seed(os.urandom(16))
             np.random.seed(list(os.urandom(16)))
             lengths = [_TOKENS] * different
-            made = made_up_rows(templates, synthetic_examples(model, lengths, lengths))
+            contents = synthetic_examples(model, lengths, lengths)
+            made = made_up_rows(templates, contents)
     except DataError as problem:
         raise DataError(
             f"Expected `audit_canaries` to be unset for this training set: rows in its format "
             f"cannot be made up ({problem})."
         ) from problem
+    if not alike:
+        _refuse_shapes_of_rows(templates[0], contents[0])
+        # By name: whether they are as long as the tokens must not be read off the rows.
+        made = [
+            {**row, **{name: [0] * _TOKENS for name in _AS_TOKENS & row.keys()}} for row in made
+        ]
     made = made * count if alike else made
     if not isinstance(dataset, datasets.Dataset):
         parts: list[Any] = [dataset, made]
@@ -65,26 +74,21 @@ def with_canaries(
     return joined.with_format(**shown.pop("format_kwargs"), **shown)
 
 
-def refuse_alike(examples: Sequence[Example]) -> None:
-    """Raise DataError for canaries, collated one by one, of which several are the same to a model:
-    the columns that make rows differ could not be made up, and nothing would tell one from another.
+def _refuse_shapes_of_rows(template: Any, made: Mapping[str, Tensor]) -> None:
+    """Raise DataError for a column whose length or size a made-up row would take from a row.
 
-    What has one number or label for a row is not compared.
+    The model sees such a row in every step, so a training row would move it beyond its bound.
     """
-    seen = {
-        tuple(
-            (name, leaf.numpy().tobytes())
-            for name, leaf in leaves(example)
-            if isinstance(leaf, Tensor) and leaf.dim() > 1
-        )
-        for example in examples
-    }
-    if len(seen) < len(examples):
-        raise DataError(
-            f"Of {len(examples)} made-up rows only {len(seen)} differ: this training set has "
-            "columns that hf_dp cannot fill. Use audit_scores='gradients', whose canaries the "
-            "model does not see."
-        )
+    row = template if isinstance(template, Mapping) else {"(no columns)": template}
+    for name, value in row.items():
+        known = "labels" if name in LABELS else name
+        fixed = value is None or isinstance(value, (bool, int, float, str))
+        if not fixed and known not in made and name not in _AS_TOKENS:
+            raise DataError(
+                f"Expected audit_scores='gradients' for a training set with the column {name!r}: "
+                "a made-up row would take its length or size from a training row, and the model "
+                "would see it. Or remove the column, if the model does not read it."
+            )
 
 
 def _refuse_known(canaries: Any, rows: TrainingRows) -> None:

@@ -1,4 +1,4 @@
-"""What can be said before the first step about whether a run will learn, from its plan alone."""
+"""Say before the first step, from the plan alone, why a run may learn little."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from hf_dp.plans.dp_sgd import DpSgdPlan
 from hf_dp.plans.privacy import PrivacyPlan
 
 SLOW = 5e-5  # transformers' default learning rate
-# Of the largest possible signal to noise. Pretrained models learned at 0.4 (the demo at 256 rows a
-# step); what a task needs of it is not known, so only what is far below counts.
+# This is a ratio of the largest possible signal to noise. A pretrained model learned at 0.4 (the
+# quickstart). What a task needs is not known, so the limit lies far below.
 DROWNED = 0.1
 
 

@@ -1,4 +1,4 @@
-"""What an audit of a run found, beside what its statement claims."""
+"""Keep what an audit of a run found, and compare it with what its statement claims."""
 
 from __future__ import annotations
 
@@ -95,7 +95,8 @@ class AuditResult:
             f"epsilon >= {_down(self.epsilon_at_least)} at {CONFIDENCE:.0%} confidence (>= "
             f"{_down(self.epsilon_at_least_if_gaussian)} if the run is Gaussian, mu-GDP): "
             f"{self.correct} of {self.guesses} guesses about {self.canaries} canaries were right, "
-            f"by {_SEEN[self.scores]}. An audit can refute a claim; it never proves one"
+            f"by {_SEEN[self.scores]}. Canaries are made up and count as rows. An audit can refute "
+            "a claim; it never proves one"
         )
 
     def refutation(self, epsilon: float, events: Sequence[Event], accountant: str) -> str:

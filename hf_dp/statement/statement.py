@@ -62,6 +62,9 @@ NOT_PRIVATE = "not private"
 NOT_ESTABLISHED = "as published, not established"
 
 
+REFUTED_BY_AUDIT = "refuted by an audit"  # instead of an epsilon
+
+
 @dataclass(frozen=True)
 class PrivacyStatement:
     """What the run may claim. Only :meth:`from_ledger` computes these values.
@@ -338,7 +341,7 @@ def _claim(plan: PrivacyPlan, ledger: Ledger, facts: RunFacts) -> _Claim:
     if facts.audit is not None and (
         reason := facts.audit.refutation(chosen.epsilon or 0.0, ledger.events, chosen.accountant)
     ):
-        return _not_private(plan, reason, "refuted by an audit")
+        return _not_private(plan, reason, REFUTED_BY_AUDIT)
     status, reason = _proven(plan, facts)
     return _Claim(status, reason, chosen.epsilon, chosen.accountant, note, epsilons)
 

@@ -10,11 +10,11 @@ from torch import Tensor, nn
 
 from hf_dp.errors import AuditError, UnsupportedArgumentError
 from hf_dp.overlap.compare import TrainingRows
-from hf_dp.run.canary_rows import refuse_alike, with_canaries
+from hf_dp.run.canary_rows import with_canaries
 from hf_dp.run.one_run_audit import OneRunAudit
 from hf_dp.run.private_run import PrivateRun
 from hf_dp.statement.audited import DIRECTIONS, GRADIENTS, LOSSES
-from hf_dp.statement.statement import PrivacyStatement
+from hf_dp.statement.statement import REFUTED_BY_AUDIT, PrivacyStatement
 
 _LOOK_AT = (
     "Something is wrong: do not publish this model. If you changed how rows are drawn, clipped or "
@@ -68,18 +68,6 @@ def refuse_second_audit(run: PrivateRun, checkpoint: str | None) -> None:
         )
 
 
-def begin_audit(run: PrivateRun) -> None:
-    """Look at the canaries that the model will see, before the first step. Raises: DataError."""
-    if run.audit is not None and run.audit.scores != GRADIENTS:
-        refuse_alike(_canaries(run, run.audit))
-    note_losses(run)
-
-
-def _canaries(run: PrivateRun, audit: OneRunAudit) -> list[Any]:
-    examples = run.training_data().examples
-    return list(examples.__getitems__([audit.first + each for each in range(audit.count)]))
-
-
 def note_losses(run: PrivateRun) -> None:
     """Note the canaries' losses, where these are compared."""
     if run.audit is not None and run.audit.scores == LOSSES:
@@ -107,7 +95,7 @@ def _gradient(run: PrivateRun, row: int) -> dict[str, Tensor]:
 @torch.no_grad()
 def _losses(run: PrivateRun, audit: OneRunAudit) -> np.ndarray:
     data, training = run.training_data(), run.model.training
-    examples = _canaries(run, audit)
+    examples = data.examples.__getitems__([audit.first + each for each in range(audit.count)])
     found = np.empty(audit.count)
     batches = data.batches()
     run.model.eval()
@@ -132,9 +120,7 @@ def conclude_audit(run: PrivateRun) -> None:
 
 def refuse_refuted(statement: PrivacyStatement | None) -> None:
     """Raise AuditError for a statement that its own audit refutes."""
-    if statement is None or statement.facts.audit is None or statement.proven:
-        return
-    if "audit" in statement.status_reason:
+    if statement is not None and statement.accountant_note == REFUTED_BY_AUDIT:
         raise AuditError(
             f"The run is not as private as it claims: {statement.status_reason}. {_LOOK_AT}"
         )

@@ -53,8 +53,8 @@ from hf_dp.statement.wording import EVALUATION_ON_TRAINING_ROWS
 from hf_dp.trainer.arguments import DPTrainingArguments
 from hf_dp.trainer.audits import (
     audit_for,
-    begin_audit,
     conclude_audit,
+    note_losses,
     refuse_refuted,
     refuse_second_audit,
     with_canaries_for,
@@ -441,7 +441,7 @@ class DPTrainer(Publishing):
             run.open()
             self._refuse_optimizers()
             self.tuner.start(run, checkpoint)
-            begin_audit(run)
+            note_losses(run)
             self._train_model(run.model)
             self.mechanism.start(checkpoint)
             with others_present():  # Trainer gathers, too

@@ -279,16 +279,34 @@ def test_canaries_that_are_training_rows_are_refused(tmp_path, monkeypatch):
         trainer(tmp_path, audit_scores="losses")
 
 
-def test_made_up_rows_that_cannot_differ_are_refused(tmp_path):
-    """Of pairs of answers, the columns are not the model's inputs."""
+@pytest.mark.parametrize("scores", ["losses", "directions"])
+def test_canaries_that_the_model_sees_do_not_follow_from_rows(scores, tmp_path):
+    """Neither their contents nor their lengths, which other rows than these would change."""
+    short, long = ([dict(row) for row in tiny.dataset(ROWS)] for _ in range(2))
+    for rows, length in ((short, 3), (long, 9)):
+        for row in rows:
+            row.update({name: [1] * length for name in ("input_ids", "attention_mask")})
+            row["token_type_ids"] = [1] * length
+    found = []
+    for name, rows in (("short", short), ("long", long)):
+        made = trainer(
+            tmp_path / name,
+            audit_scores=scores,
+            given={"train_dataset": rows},
+            remove_unused_columns=False,
+        )
+        canaries = [made.train_dataset[ROWS + each] for each in range(CANARIES)]
+        found.append({tuple((k, len(v)) for k, v in c.items() if k != "label") for c in canaries})
+        assert not any(any(c["token_type_ids"]) for c in canaries)
+    assert found[0] == found[1] and len(found[0]) == 1
+
+
+def test_columns_that_would_take_the_length_of_a_row_are_refused(tmp_path):
+    """Those of pairs of answers are not the model's inputs."""
     import preferences
 
-    made = preferences.trainer(
-        tmp_path / "a", audit_canaries=20, audit_scores="losses", max_steps=2
-    )
-    with pytest.raises(DataError, match="only 1 differ.*audit_scores='gradients'"):
-        made.train()
-    assert not made.ledger.steps()
+    with pytest.raises(DataError, match="length or size from a training row"):
+        preferences.trainer(tmp_path / "a", audit_canaries=20, audit_scores="losses", max_steps=2)
     made = preferences.trainer(tmp_path, audit_canaries=20, max_steps=2)
     made.train()
     assert made.privacy_statement().facts.audit.canaries == 20

@@ -32,7 +32,7 @@ class TaskModule(Protocol):
 
 
 class PrivateTaskModule(TaskModule, Protocol):
-    """What the module of a private task provides beside."""
+    """What the module of a private task provides, in addition to :class:`TaskModule`."""
 
     def trainer_of(self, values: dict[str, Any], words: Sequence[str]) -> Any:
         """Return the task's :class:`DPTrainer` for the keys of a configuration file and
