@@ -19,6 +19,7 @@ from hf_dp.accounting.events import (
     Event,
     Gaussian,
     PoissonSampledGaussian,
+    RandomAllocationGaussian,
     SumAndLoss,
     TruncatedPoissonSampledGaussian,
     UserRowsGaussian,
@@ -70,6 +71,20 @@ class UserRowsTerm(NamedTuple):
     sample_rate: float
     steps: int
     max_rows: int
+
+
+class AllocatedTerm(NamedTuple):
+    """Random allocations of ``steps_per_allocation`` steps each, with noise_multiplier > 0 and
+    ``allocations`` > 0."""
+
+    noise_multiplier: float
+    steps_per_allocation: int
+    allocations: int
+
+    @property
+    def steps(self) -> int:
+        """Those of all allocations."""
+        return self.steps_per_allocation * self.allocations
 
 
 class VisibleTerm(NamedTuple):
@@ -126,8 +141,8 @@ class Composition:
         noiseless: an example entered some step without noise, so no finite epsilon holds.
         noise_multipliers, sample_rates, steps: what ran, for range checks; unsampled mechanisms are
             included with rate 1, and a search with those of one run.
-        truncated, user_rows, searches: the other kinds of sampled mechanisms and the searches; not
-            every accountant can describe them.
+        truncated, user_rows, allocated, searches: the other kinds of sampled mechanisms and the
+            searches; not every accountant can describe them.
         visible, responses, published: mechanisms that release something about each example by
             itself.
         restricted: name, relations and reason for each kind of event restricted to some relations.
@@ -141,6 +156,7 @@ class Composition:
     steps: int
     truncated: tuple[TruncatedTerm, ...] = ()
     user_rows: tuple[UserRowsTerm, ...] = ()
+    allocated: tuple[AllocatedTerm, ...] = ()
     searches: tuple[SearchTerm, ...] = ()
     visible: tuple[VisibleTerm, ...] = ()
     responses: tuple[ResponseTerm, ...] = ()
@@ -154,6 +170,7 @@ class Composition:
             self.sampled
             or self.truncated
             or self.user_rows
+            or self.allocated
             or self.searches
             or self.visible
             or self.responses
@@ -169,6 +186,7 @@ class Composition:
         replace_one: str = "",
         truncated: str = "",
         user_rows: str = "",
+        allocated: str = "",
         searches: str = "",
         visible: str = "",
         published: str = "",
@@ -176,8 +194,9 @@ class Composition:
         """Raise UnsupportedEventError for a relation or kind of event that has a next move here.
 
         Args:
-            replace_one, truncated, user_rows, searches, visible, published: the next move for the
-                user where the accountant does not know that relation or kind; empty where it does.
+            replace_one, truncated, user_rows, allocated, searches, visible, published: the next
+                move for the user where the accountant does not know that relation or kind; empty
+                where it does.
         """
         for name, relations, why in self.restricted:
             if relation not in relations:
@@ -195,6 +214,7 @@ class Composition:
         for kind, terms, next_move in (
             ("TruncatedPoissonSampledGaussian", cut, truncated),
             ("UserRowsGaussian", self.user_rows, user_rows),
+            ("RandomAllocationGaussian", self.allocated, allocated),
             ("BestOfRandomRuns", self.searches, searches),
             ("events that show who took part", self.visible, visible),
             ("RandomizedResponse", self.responses, visible),
@@ -272,6 +292,7 @@ class _Parts:
         self.poisson: Counter[tuple[float, float]] = Counter()  # unsampled Gaussians at rate 1
         self.truncated: Counter[tuple[float, float, int, int]] = Counter()
         self.user_rows: Counter[tuple[float, float, int]] = Counter()
+        self.allocated: Counter[tuple[float, int]] = Counter()  # allocations, not steps
         self.visible: Counter[tuple[float, float]] = Counter()
         self.responses: Counter[tuple[float, int]] = Counter()
         self.published: Counter[tuple[float, float]] = Counter()
@@ -289,6 +310,9 @@ class _Parts:
             self.responses[event.epsilon, event.num_classes] += event.steps
         elif isinstance(event, Gaussian | RecordRelease):
             self.poisson[event.noise_multiplier, 1.0] += event.steps
+        elif isinstance(event, RandomAllocationGaussian):
+            kind_of = (event.noise_multiplier, event.steps_per_allocation)
+            self.allocated[kind_of] += event.steps // event.steps_per_allocation
         elif event.sample_rate == 0:
             pass
         elif isinstance(event, TruncatedPoissonSampledGaussian) and _cuts(event):
@@ -335,6 +359,9 @@ class _Parts:
                 if key[0] > 0
             )
         )
+        allocated = tuple(
+            sorted(AllocatedTerm(*key, count) for key, count in self.allocated.items() if key[0])
+        )
         visible, published = (
             _terms(VisibleTerm, self.visible),
             _terms(PublishedTerm, self.published),
@@ -343,6 +370,7 @@ class _Parts:
             *noisy,
             *(term[:3] for term in truncated),
             *(term[:3] for term in user_rows),
+            *((t.noise_multiplier, 1 / t.steps_per_allocation, t.steps) for t in allocated),
             *visible,
             *published,
         ]
@@ -352,7 +380,7 @@ class _Parts:
             gaussian_mu=math.sqrt(
                 math.fsum(steps / sigma**2 for sigma, rate, steps in noisy if rate == 1)
             ),
-            noiseless=any(key[0] == 0 for counts in drawn for key in counts)
+            noiseless=any(key[0] == 0 for counts in (*drawn, self.allocated) for key in counts)
             or any(run.noiseless for run in runs),
             noise_multipliers=_with_runs(
                 [sigma for sigma, _, _ in plain], [run.noise_multipliers for run in runs]
@@ -361,9 +389,11 @@ class _Parts:
                 [rate for _, rate, _ in plain], [run.sample_rates for run in runs]
             ),
             steps=sum(sum(counts.values()) for counts in (*drawn, self.responses))
+            + sum(term.steps for term in allocated)
             + sum(term.times * term.run.steps for term in self.searches),
             truncated=truncated,
             user_rows=user_rows,
+            allocated=allocated,
             searches=tuple(self.searches),
             visible=visible,
             responses=tuple(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 # What an event releases with noise: a sum over examples, vectors of one example each, or the sum of
 # the examples' losses.
@@ -20,6 +20,7 @@ class Described:
         reasons: why no bound on its epsilon is established; empty where there is one.
         unestablished: how a sentence names it then.
         several_forwards: whether one step noises vectors in several forward passes.
+        paid_ahead: whether it is recorded before the first of several steps, which it all pays for.
     """
 
     relations: ClassVar[tuple[str, ...]] = ("zero_out", "add_remove", "replace_one")
@@ -27,6 +28,7 @@ class Described:
     reasons: ClassVar[tuple[str, ...]] = ()
     unestablished: ClassVar[str] = ""
     several_forwards: ClassVar[bool] = False
+    paid_ahead: ClassVar[bool] = False
 
     @property
     def established(self) -> bool:
@@ -38,6 +40,11 @@ class Described:
         """The noise multiplier of each part that is released with Gaussian noise: of :data:`SUM`,
         :data:`VECTORS` and :data:`LOSS` those that there are."""
         return {SUM: self.noise_multiplier}  # type: ignore[attr-defined]
+
+    def with_steps(self, steps: int) -> Self:
+        """Return the event of so many steps of the same kind, or of the fewest whole allocations
+        that have them."""
+        return dataclasses.replace(self, steps=steps)  # type: ignore[type-var]
 
     def to_dict(self) -> dict[str, Any]:
         """Return a JSON-ready description that :func:`hf_dp.accounting.event_from_dict` reads."""

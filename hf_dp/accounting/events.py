@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, get_args
+from typing import Any, ClassVar, Self, get_args
 
 from hf_dp._validate import in_unit_interval, integer, invalid, non_negative, one_of, real
 from hf_dp.accounting.described import LOSS, SUM, Described, joint_noise_multiplier
@@ -233,6 +233,60 @@ class UserRowsGaussian(Described):
         object.__setattr__(self, "max_rows", integer("max_rows", self.max_rows, 1))
 
 
+@dataclass(frozen=True)
+class RandomAllocationGaussian(Described):
+    """The Gaussian mechanism in which each example takes part once in ``steps_per_allocation``
+    steps, in a uniformly random one, independently of all others; then it is allocated anew.
+
+    The analysis is that of Chua et al. 2025 (arXiv 2412.16802, "balls and bins") and Feldman and
+    Shenfeld 2025 (arXiv 2502.08202). An allocation counts as a whole from its first step on: how
+    little a part of it costs is not known.
+
+    Args:
+        noise_multiplier: noise standard deviation / clipping norm, >= 0; 0 means no noise and
+            epsilon infinity.
+        steps_per_allocation: t >= 2.
+        steps: of all allocations together, a multiple of t, >= 0.
+
+    Raises:
+        InvalidArgumentError: a value is out of range or not a number.
+    """
+
+    noise_multiplier: float
+    steps_per_allocation: int
+    steps: int
+
+    relations: ClassVar[tuple[str, ...]] = ("zero_out", "add_remove")
+    restriction: ClassVar[str] = (
+        "No bound is implemented for one example replaced by another that is allocated."
+    )
+    paid_ahead: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        sigma = non_negative("noise_multiplier", self.noise_multiplier)
+        object.__setattr__(self, "noise_multiplier", sigma)
+        of_one = integer("steps_per_allocation", self.steps_per_allocation, 2)
+        object.__setattr__(self, "steps_per_allocation", of_one)
+        steps = integer("steps", self.steps, 0)
+        if steps % of_one:
+            raise invalid(
+                "steps",
+                self.steps,
+                f"to be a multiple of steps_per_allocation ({of_one})",
+                "An allocation that was begun counts as a whole.",
+            )
+        object.__setattr__(self, "steps", steps)
+
+    def with_steps(self, steps: int) -> Self:
+        of_one = self.steps_per_allocation
+        return dataclasses.replace(self, steps=-(-steps // of_one) * of_one)
+
+    @property
+    def sample_rate(self) -> float:
+        """The probability with which an example takes part in a given step."""
+        return 1 / self.steps_per_allocation
+
+
 RUN_DISTRIBUTIONS = ("truncated_negative_binomial", "poisson")
 
 
@@ -316,6 +370,7 @@ Event = (
     | SumAndLoss
     | TruncatedSumAndLoss
     | UserRowsGaussian
+    | RandomAllocationGaussian
     | BestOfRandomRuns
     | RecordRelease
     | SampledRecordRelease

@@ -34,6 +34,7 @@ def covers(composition: Composition) -> bool:
         composition.sampled
         or composition.truncated
         or composition.user_rows
+        or composition.allocated
         or composition.searches
         or composition.published
     )

@@ -98,6 +98,7 @@ def epsilon(composition: Composition, delta: float, relation: str = "zero_out") 
         replace_one=USE_PLD,
         truncated=USE_PLD,
         user_rows=USE_PLD,
+        allocated=USE_PLD,
         searches='Use accountant="rdp".',
         visible=USE_PLD,
     )

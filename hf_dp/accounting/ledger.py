@@ -6,7 +6,6 @@ counted when they ran, never when they were planned.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -44,13 +43,8 @@ class LedgerEntry:
 
     def continues(self, earlier: LedgerEntry) -> bool:
         """Return whether mechanism and purpose are the same; the number of steps may differ."""
-        return self.purpose == earlier.purpose and _with_steps(self.event, 1) == _with_steps(
-            earlier.event, 1
-        )
-
-
-def _with_steps(event: Event, steps: int) -> Event:
-    return dataclasses.replace(event, steps=steps)
+        same = self.event.with_steps(1) == earlier.event.with_steps(1)
+        return self.purpose == earlier.purpose and same
 
 
 class Ledger:
@@ -73,7 +67,7 @@ class Ledger:
         entry = LedgerEntry(event, purpose)
         if self._entries and entry.continues(self._entries[-1]):
             steps = self._entries[-1].event.steps + event.steps
-            self._entries[-1] = LedgerEntry(_with_steps(event, steps), purpose)
+            self._entries[-1] = LedgerEntry(event.with_steps(steps), purpose)
         else:
             self._entries.append(entry)
 

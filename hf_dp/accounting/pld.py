@@ -5,8 +5,9 @@ pessimistic connect-the-dots rule (Doroshenko, Ghazi, Kamath, Kumar, Manurangsi 
 2207.04380) and composed by FFT; both directions of zero-out are computed, and the worse one counts.
 The result is min(PLD + SLACK, RDP). Both are upper bounds; RDP is tighter in a few corners (few
 steps of very weak mechanisms, where the grid is coarser than the loss). RDP does not know
-replace-one and truncated samples, so there the result is PLD + SLACK. Where no sample is secret,
-the loss is a mixture of normals and needs no grid (:mod:`hf_dp.accounting.gaussian_mixture`).
+replace-one, truncated samples and allocations, so there the result is PLD + SLACK. Where no sample
+is secret, the loss is a mixture of normals and needs no grid
+(:mod:`hf_dp.accounting.gaussian_mixture`).
 """
 
 from __future__ import annotations
@@ -20,8 +21,10 @@ from dp_accounting.pld import privacy_loss_distribution as google_pld
 from dp_accounting.privacy_accountant import NeighboringRelation
 
 from hf_dp.accounting import gaussian_mixture, rdp, tilted
+from hf_dp.accounting.allocation import allocated
 from hf_dp.accounting.composition import (
     UNESTABLISHED,
+    AllocatedTerm,
     Composition,
     ResponseTerm,
     SampledTerm,
@@ -62,6 +65,14 @@ HEAVY_TAILS = dataclasses.replace(
     min_delta=1e-7,
     next_move='For visible samples, use accountant="rdp". No other accountant describes truncated '
     "samples or replace-one.",
+)
+
+# Less noise spreads the grid of an allocation over too much.
+ALLOCATED = dataclasses.replace(
+    HEAVY_TAILS,
+    min_noise_multiplier=0.45,
+    min_sample_rate=1e-4,
+    next_move='No other accountant describes random allocation. Use sampling="poisson".',
 )
 
 # The closed form has no grid; these limits only keep its evaluation away from overflow.
@@ -136,14 +147,23 @@ def _one_step_of_rows(term: UserRowsTerm, interval: float) -> google_pld.Privacy
     return sampled_rows(term.noise_multiplier, term.sample_rate, term.max_rows, interval)
 
 
+@lru_cache(maxsize=32)
+def _one_allocation(term: AllocatedTerm, interval: float) -> google_pld.PrivacyLossDistribution:
+    return allocated(term.noise_multiplier, term.steps_per_allocation, interval)
+
+
 @lru_cache(maxsize=8)
 def _self_composed(
-    term: SampledTerm | TruncatedTerm | UserRowsTerm, interval: float, relation: str
+    term: SampledTerm | TruncatedTerm | UserRowsTerm | AllocatedTerm, interval: float, relation: str
 ) -> google_pld.PrivacyLossDistribution:
     """Return the distribution of all steps of one mechanism.
 
     It is cached for calibration with prior events, which do not change.
     """
+    if isinstance(term, AllocatedTerm):
+        one_step = _one_allocation(term._replace(allocations=1), interval)
+        _refuse_too_large(one_step, term.allocations)
+        return self_composed(one_step, term.allocations)
     if isinstance(term, TruncatedTerm):
         one_step = _one_truncated_step(term._replace(steps=1), interval, relation)
     elif isinstance(term, UserRowsTerm):
@@ -188,7 +208,12 @@ def _response(term: ResponseTerm, interval: float) -> google_pld.PrivacyLossDist
 
 
 def _grid_epsilon(composition: Composition, delta: float, interval: float, relation: str) -> float:
-    terms = (*composition.sampled, *composition.truncated, *composition.user_rows)
+    terms = (
+        *composition.sampled,
+        *composition.truncated,
+        *composition.user_rows,
+        *composition.allocated,
+    )
     if delta < TILTED_BELOW:
         return _tilted_epsilon(composition, delta, interval, relation)
     parts = [_self_composed(term, interval, relation) for term in terms]
@@ -230,6 +255,7 @@ def _fine_grid_gain(composition: Composition, order: float) -> float:
     steps = sum(term.steps for term in composition.sampled)
     steps += sum(term.steps for term in composition.truncated)
     steps += sum(term.steps for term in composition.user_rows)
+    steps += sum(term.allocations for term in composition.allocated)
     return (order - 1) * steps * COARSE**2 / 8
 
 
@@ -255,30 +281,40 @@ def epsilon(composition: Composition, delta: float, relation: str = "zero_out") 
     heavy = (
         composition.truncated
         or composition.user_rows
+        or composition.allocated
         or composition.visible
         or relation == "replace_one"
         or (composition.responses and delta < TILTED_BELOW)
     )
-    (HEAVY_TAILS if heavy else RANGE).check(composition, delta)
+    (ALLOCATED if composition.allocated else HEAVY_TAILS if heavy else RANGE).check(
+        composition, delta
+    )
     # RDP bounds the plain mechanisms under zero-out; elsewhere it only estimates how large the grid
     # would become.
-    bounded = relation != "replace_one" and not composition.truncated and not composition.user_rows
+    no_curve = composition.truncated or composition.user_rows or composition.allocated
+    bounded = relation != "replace_one" and not no_curve
     about, order = rdp.epsilon_and_order(composition if bounded else _at_worst(composition), delta)
-    if about > MAX_EPSILON and not composition.user_rows:
+    if about > MAX_EPSILON and not composition.user_rows and not composition.allocated:
         raise RANGE.error(f"epsilon up to {MAX_EPSILON}, got about {about:.6g}")
     value = _grid_epsilon(composition, delta, COARSE, relation)
     if value < FINE_BELOW and _fine_grid_gain(composition, order) > WORTHWHILE_GAIN:
         value = min(value, _grid_epsilon(composition, delta, FINE, relation))
+    if composition.allocated and math.isinf(value):
+        raise ALLOCATED.error("more noise, or more steps per allocation, than were given")
     return Epsilon(min(value + SLACK, about if bounded else math.inf), "bound")
 
 
 def _at_worst(composition: Composition) -> Composition:
-    """Return the steps as if one example moved each sum by 2 C, no sample were truncated and no
-    user had several rows."""
+    """Return the steps as if one example moved each sum by 2 C, no sample were truncated, no user
+    had several rows, and allocations were Poisson samples."""
     terms = [
         *composition.sampled,
         *(SampledTerm(*term[:3]) for term in composition.truncated),
         *(SampledTerm(*term[:3]) for term in composition.user_rows),
+        *(
+            SampledTerm(term.noise_multiplier, 1 / term.steps_per_allocation, term.steps)
+            for term in composition.allocated
+        ),
     ]
     return dataclasses.replace(
         composition,
@@ -290,4 +326,5 @@ def _at_worst(composition: Composition) -> Composition:
         ),
         truncated=(),
         user_rows=(),
+        allocated=(),
     )

@@ -159,6 +159,7 @@ def epsilon(composition: Composition, delta: float, relation: str = "zero_out") 
         replace_one=USE_PLD,
         truncated=USE_PLD,
         user_rows=USE_PLD,
+        allocated=USE_PLD,
         published=UNESTABLISHED,
     )
     if composition.empty or composition.noiseless:

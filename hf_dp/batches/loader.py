@@ -21,9 +21,9 @@ from hf_dp.batches.padding import Padding
 from hf_dp.batches.physical import physical_batches
 from hf_dp.batches.structure import Example, leaves
 from hf_dp.errors import DataError
-from hf_dp.plans.sampling import MicroBatchSampler, PoissonSampler
+from hf_dp.plans.sampling import LogicalSampler
 
-Watch = Callable[[PoissonSampler | MicroBatchSampler], Sampler[list[int]]]
+Watch = Callable[[LogicalSampler], Sampler[list[int]]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,7 +78,7 @@ class PhysicalBatches:
 
 def private_dataloader(
     examples: Examples,
-    sampler: PoissonSampler | MicroBatchSampler,
+    sampler: LogicalSampler,
     batches: PhysicalBatches,
     options: BatchOptions,
     watched: Watch | None = None,

@@ -21,7 +21,7 @@ from hf_dp.batches.options import BatchOptions
 from hf_dp.batches.physical import physical_batches
 from hf_dp.batches.structure import Example
 from hf_dp.errors import DataError
-from hf_dp.plans.sampling import MicroBatchSampler, PoissonSampler, RandomBytes
+from hf_dp.plans.sampling import LogicalSampler, RandomBytes
 from hf_dp.plans.units import Users
 
 Rows = tuple[int, ...]  # indices of the rows of one drawn unit
@@ -221,7 +221,7 @@ class UnitDraws(Sampler[list[Rows]]):
         random_bytes: chooses them, afresh in each draw.
     """
 
-    sampler: PoissonSampler | MicroBatchSampler
+    sampler: LogicalSampler
     table: UnitTable
     users: Users
     random_bytes: RandomBytes
@@ -314,7 +314,7 @@ def unit_dataloader(
     examples: Examples,
     table: UnitTable,
     users: Users,
-    sampler: PoissonSampler | MicroBatchSampler,
+    sampler: LogicalSampler,
     batches: PhysicalBatches,
     options: BatchOptions,
 ) -> DataLoader:

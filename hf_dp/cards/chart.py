@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 from hf_dp.accounting import Event, epsilon, event_from_dict
@@ -54,6 +53,6 @@ def _first(events: list[Event], count: int) -> list[Event]:
     for event in events:
         steps = min(event.steps, count)
         if steps:
-            found.append(replace(event, steps=steps))  # type: ignore[type-var]
+            found.append(event.with_steps(steps))
         count -= steps
     return found

@@ -151,7 +151,7 @@ def _of_the_record(record: PrivacyRecord) -> Iterator[Check]:
 
 def _of_the_schedule(record: PrivacyRecord, statement: PrivacyStatement) -> Iterator[Check]:
     plan, ledger, about = record.plan, record.ledger, "schedule"
-    planned = {TRAINING: plan.steps if plan.releases_each_step else 0}
+    planned = {TRAINING: plan.steps_recorded if plan.releases_each_step else 0}
     planned[SELECTION] = 0 if plan.selection is None else plan.selection.event().steps
     ran = {purpose: ledger.steps(purpose) for purpose in planned}
     words = ", ".join(f"{ran[name]:,} of {planned[name]:,} steps of {name}" for name in planned)

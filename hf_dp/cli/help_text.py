@@ -25,6 +25,11 @@ PRIVACY = {
         "B",
         "logical batch: expected number of examples in a step; sample rate = B / rows",
     ),
+    "sampling": (
+        "NAME",
+        "poisson, or random_allocation: each row once an epoch, in a random step (default: "
+        "poisson)",
+    ),
     "max_logical_batch_size": (
         "B",
         "largest sample that a step uses in full; needs accountant pld (default: no limit)",

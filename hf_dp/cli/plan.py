@@ -14,6 +14,7 @@ from hf_dp.cli.answers import json_row, table
 from hf_dp.cli.config import peft_config, read_yaml
 from hf_dp.cli.options import hyphenated
 from hf_dp.errors import ConfigError, HfDpError
+from hf_dp.plans.sampling import POISSON, SAMPLINGS
 
 if TYPE_CHECKING:
     from hf_dp.batches.units import UnitTable
@@ -34,6 +35,7 @@ EXAMPLES = """examples (SST-2):
 _KEYS = {
     "batch_size": "expected_batch_size",
     "max_batch_size": "max_logical_batch_size",
+    "sampling": "sampling",
     "epochs": "num_train_epochs",
     "steps": "max_steps",
     "delta": "target_delta",
@@ -99,6 +101,7 @@ def _add_run(add: Callable[..., Any]) -> None:
         help="noise standard deviation / clipping norm, instead",
     )
     add("--delta", type=float, help="default: 1 / (2 N)")
+    add("--sampling", choices=SAMPLINGS, help="which examples join a step (default: poisson)")
     add("--accountant", choices=ACCOUNTANTS, help="whose epsilon counts (default: pld)")
     add(
         "--clipping-norm",
@@ -335,6 +338,7 @@ def _plan(settings: dict[str, Any]) -> PrivacyPlan:
         target_delta=settings["delta"],
         accountant=settings["accountant"] or "pld",
         clipping=settings["clipping"] or "flat",
+        sampling=settings["sampling"] or POISSON,
         noised_loss_bound=settings["noised_loss_bound"],
         noised_loss_budget_ratio=settings["noised_loss_budget_ratio"],
         selection=adapter.selection_plan(clipping_norm)
@@ -455,7 +459,7 @@ def _with_rows(users: Users, table: UnitTable) -> Users:
 
 def _both_ways(settings: dict[str, Any], plan: PrivacyPlan) -> str:
     """Compare drawing users with drawing their rows, at the same epsilon, steps and rows a step."""
-    from hf_dp.plans.units import SAMPLINGS
+    from hf_dp.plans.units import SAMPLINGS as OF_USERS
 
     users, epsilon = plan.users, plan.target_epsilon
     if users is None or epsilon is None:
@@ -467,7 +471,7 @@ def _both_ways(settings: dict[str, Any], plan: PrivacyPlan) -> str:
         f"\nNoise on the mean gradient of a step of about {rows:,.0f} rows, in clipping norms, at "
         f"epsilon {epsilon:g}:"
     ]
-    for sampling in SAMPLINGS:
+    for sampling in OF_USERS:
         other = _with_rows(dataclasses.replace(users, sampling=sampling), whose)
         drawn = rows if other.by_row else rows / rows_of_one
         try:
@@ -488,13 +492,14 @@ def _text(found: Forecast) -> str:
     from hf_dp.plans import NoisedLossPlan
 
     plan = found.plan
+    drawn = "" if plan.words.sampling_code == POISSON else f", {plan.words.drawn}"
     what = "examples" if plan.users is None else "rows" if plan.users.by_row else "users"
     capped = (
         "" if plan.max_batch_size is None else f", of which at most {plan.max_batch_size} are used"
     )
     lines = [
         f"{plan.drawn_from:,} {what}, {plan.expected_batch_size:g} expected in a step{capped}: "
-        f"sample rate {plan.sample_rate:.6g}",
+        f"sample rate {plan.sample_rate:.6g}{drawn}",
         f"{plan.steps:,} steps, {found.epochs:.4g} epochs, {found.examples:,.0f} {what} in all",
         f"noise multiplier {plan.noise_multiplier:.6g}, effective "
         f"{found.effective_noise_multiplier:.5g} (/ sample rate)",

@@ -4,6 +4,7 @@ To add one: a plan (:class:`hf_dp.plans.MechanismPlan`) and a step (:class:`Mech
 registered by its decorator.
 """
 
+from hf_dp.mechanisms.allocation import AllocatedDpSgd as AllocatedDpSgd
 from hf_dp.mechanisms.base import Clipped as Clipped
 from hf_dp.mechanisms.base import Mechanism as Mechanism
 from hf_dp.mechanisms.base import mechanism_for as mechanism_for

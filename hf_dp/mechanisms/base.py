@@ -5,7 +5,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from itertools import islice
 from typing import Any, ClassVar
 
 import torch
@@ -196,9 +195,11 @@ class Mechanism(ABC):
             self.start()
             self.prepare()
             run.book.start(run.plan.steps, self.tuner.releases_to_come())
-            for step, batches in enumerate(islice(self._endless(), run.plan.steps)):
+            endless = self._endless()
+            for step in range(run.plan.steps):
                 if run.plan.releases_each_step and run.book.exhausted:
                     return
+                batches = next(endless)
                 run.model.train()
                 self.tuner.before_step(run, step)
                 run.begin_step()

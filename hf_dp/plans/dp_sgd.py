@@ -16,7 +16,7 @@ from hf_dp.plans.mechanism import (
     rows_not_known,
 )
 from hf_dp.plans.rounding import rounding_margin
-from hf_dp.plans.sampling import PoissonSampler
+from hf_dp.plans.sampling import AllocationSampler, PoissonSampler
 from hf_dp.plans.selection import SelectionPlan, calibrated_together
 from hf_dp.plans.units import Users
 
@@ -64,7 +64,7 @@ class DpSgdPlan(MechanismPlan):
             most = min(self.max_batch_size, most)
         return rounding_margin(schedule.expected_batch_size, most)
 
-    def sampler(self, schedule: Schedule, steps: int) -> PoissonSampler:
+    def sampler(self, schedule: Schedule, steps: int) -> PoissonSampler | AllocationSampler:
         users = schedule.users
         return PoissonSampler(
             schedule.drawn_from,

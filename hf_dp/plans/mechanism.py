@@ -17,11 +17,9 @@ from hf_dp._dataclasses import checked_fields
 from hf_dp.accounting import TRAINING, Event, calibrate_noise_multiplier
 from hf_dp.errors import ConfigError, InvalidArgumentError, UnsupportedArgumentError
 from hf_dp.plans.release import PlannedRelease
-from hf_dp.plans.sampling import MicroBatchSampler, PoissonSampler
+from hf_dp.plans.sampling import LogicalSampler as Sampler
 from hf_dp.plans.selection import SelectionPlan
 from hf_dp.plans.units import BY_ROW, BY_USER, EXAMPLE, ZERO_OUT, Users
-
-Sampler = PoissonSampler | MicroBatchSampler
 
 
 @dataclass(frozen=True)
@@ -108,7 +106,8 @@ class Words:
         drawn: the sampling in two or three words, for "900 steps of DP-SGD with ...".
         proof: why the epsilon holds, as the reason of the status "proven".
         tag: on the Hub.
-        sampling_code: "poisson", or "none" where all examples take part at once.
+        sampling_code: "poisson", "random_allocation", or "none" where all examples take part at
+            once.
         also_covered: what epsilon covers beside the weights; empty if nothing is released beside
             them.
     """
@@ -186,6 +185,15 @@ class MechanismPlan(ABC):
     def sample_rate(self, schedule: Schedule) -> float:
         """Return q, the probability with which each example joins each draw: B / N."""
         return schedule.expected_batch_size / schedule.drawn_from
+
+    def steps_per_epoch(self, drawn_from: int, expected_batch_size: float) -> int | None:
+        """Return the whole number of steps in which each example takes part once, where there is
+        one; None where it takes part once on average."""
+        return None
+
+    def steps_released_together(self, schedule: Schedule) -> int:
+        """Return how many steps one entry of the ledger pays for, from the first of them on."""
+        return 1
 
     @abstractmethod
     def sampler(self, schedule: Schedule, steps: int) -> Sampler:

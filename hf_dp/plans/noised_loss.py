@@ -113,34 +113,6 @@ class NoisedLossPlan(DpSgdPlan):
         return noise_multiplier * math.sqrt((1 - ratio) / ratio)
 
 
-def dp_sgd_plan(
-    clipping_norm: float,
-    noise_multiplier: float | None = None,
-    clipping: str = "flat",
-    max_batch_size: int | None = None,
-    noised_loss_bound: float | None = None,
-    noised_loss_budget_ratio: float | None = None,
-) -> DpSgdPlan:
-    """Return the plan of DP-SGD, with a noised loss if its two arguments are given.
-
-    Raises: InvalidArgumentError.
-    """
-    if noised_loss_bound is None and noised_loss_budget_ratio is None:
-        return DpSgdPlan(clipping_norm, noise_multiplier, clipping, max_batch_size)
-    if noised_loss_bound is None:
-        raise half_given(BOUND, RATIO)
-    if noised_loss_budget_ratio is None:
-        raise half_given(RATIO, BOUND)
-    return NoisedLossPlan(
-        clipping_norm,
-        noise_multiplier,
-        clipping,
-        max_batch_size,
-        noised_loss_bound=noised_loss_bound,
-        noised_loss_budget_ratio=noised_loss_budget_ratio,
-    )
-
-
 def half_given(missing: str, given: str) -> InvalidArgumentError:
     """Return the error for one of the two arguments without the other; the caller raises it."""
     return _validate.invalid(

@@ -20,6 +20,7 @@ from hf_dp.accounting import (
     LedgerEntry,
 )
 from hf_dp.errors import ConfigError
+from hf_dp.plans.gradients import dp_sgd_plan
 from hf_dp.plans.mechanism import (
     MechanismPlan,
     Sampler,
@@ -28,8 +29,8 @@ from hf_dp.plans.mechanism import (
     mechanism_from_dict,
     rows_not_known,
 )
-from hf_dp.plans.noised_loss import dp_sgd_plan
 from hf_dp.plans.release import PlannedRelease
+from hf_dp.plans.sampling import POISSON
 from hf_dp.plans.selection import SelectionPlan
 from hf_dp.plans.units import (
     BY_ROW,
@@ -175,6 +176,13 @@ class PrivacyPlan:
         """How a statement speaks of the mechanism."""
         return self.mechanism.words(self.schedule)
 
+    @property
+    def steps_recorded(self) -> int:
+        """The steps that the ledger will hold: all, and what was released together with the last
+        of them."""
+        together = self.mechanism.steps_released_together(self.schedule)
+        return -(-self.steps // together) * together
+
     # -- what is drawn and released --
 
     def sampler(self, steps: int | None = None, **source: Any) -> Sampler:
@@ -239,10 +247,10 @@ class PrivacyPlan:
         max_batch_size: int | None = None,
         noised_loss_bound: float | None = None,
         noised_loss_budget_ratio: float | None = None,
+        sampling: str = POISSON,
         **request: Any,
     ) -> PrivacyPlan:
-        """Plan DP-SGD: the arguments of :class:`hf_dp.plans.dp_sgd.DpSgdPlan`, those of
-        :class:`hf_dp.plans.noised_loss.NoisedLossPlan` for a noised loss, and those of
+        """Plan DP-SGD: the arguments of :func:`hf_dp.plans.gradients.dp_sgd_plan`, and those of
         :class:`PrivacyRequest` but its mechanism.
 
         Raises: as :meth:`PrivacyRequest.plan`.
@@ -254,6 +262,7 @@ class PrivacyPlan:
             max_batch_size,
             noised_loss_bound,
             noised_loss_budget_ratio,
+            sampling,
         )
         return PrivacyRequest(mechanism=mechanism, **request).plan()
 
@@ -312,6 +321,7 @@ class PrivacyRequest:
         expected_batch_size: B in (0, N].
         mechanism: how privacy is obtained. It has its noise, or ``target_epsilon`` decides it.
         num_train_epochs: expected passes over the rows; the steps are ``ceil(epochs * N / B)``.
+            Where the mechanism has whole epochs, B is made N / their steps.
         max_steps: the steps, where positive.
         target_epsilon: what everything together may cost; None with given noise.
         target_delta: delta; None for 1/(2N), as in Li et al.
@@ -385,6 +395,9 @@ class PrivacyRequest:
                 f"to be at most {'num_examples' if rows is None else 'num_rows'} ({drawn_from})",
                 "Lower it.",
             )
+        of_epoch = self.mechanism.steps_per_epoch(drawn_from, b)
+        if of_epoch is not None:
+            b = drawn_from / of_epoch
         sigma = self.mechanism.noise_multiplier
         if (self.target_epsilon is None) == (sigma is None):
             raise _validate.invalid(
@@ -395,7 +408,7 @@ class PrivacyRequest:
         return PrivacyPlan(
             num_examples=n,
             expected_batch_size=b,
-            steps=self._steps(drawn_from, b),
+            steps=self._steps(drawn_from, b) if of_epoch is None else self._steps(of_epoch, 1),
             delta=1 / (2 * n) if self.target_delta is None else self.target_delta,
             mechanism=self.mechanism,
             accountant=self.accountant,

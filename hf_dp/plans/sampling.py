@@ -1,4 +1,4 @@
-"""Poisson sampling: which examples join a logical batch.
+"""Which examples join a logical batch: Poisson sampling and random allocation.
 
 A sampler makes its own event, so the accountant is told exactly what was drawn.
 """
@@ -14,12 +14,16 @@ import numpy as np
 from hf_dp import _validate
 from hf_dp.accounting.events import (
     PoissonSampledGaussian,
+    RandomAllocationGaussian,
     TruncatedPoissonSampledGaussian,
     UserRowsGaussian,
 )
 from hf_dp.errors import UnsupportedArgumentError
 
 RandomBytes = Callable[[int], bytes]
+
+POISSON, RANDOM_ALLOCATION = "poisson", "random_allocation"
+SAMPLINGS = (POISSON, RANDOM_ALLOCATION)
 
 
 @dataclass(frozen=True)
@@ -197,3 +201,68 @@ class MicroBatchSampler:
 
     def __len__(self) -> int:
         return self.steps
+
+
+def _nothing() -> None:
+    """Do nothing."""
+
+
+@dataclass(frozen=True)
+class AllocationSampler:
+    """Allocates each example to one of ``steps`` logical batches, uniformly and independently of
+    all others.
+
+    One iteration is one allocation: it yields its ``steps`` lists of indices, each in increasing
+    order and possibly empty. A second iteration allocates anew.
+
+    Args:
+        num_examples: N >= 1.
+        steps: t >= 2.
+        random_bytes, share: as for :class:`PoissonSampler`.
+        begin: is called when an allocation begins, before anything of it is known.
+    """
+
+    num_examples: int
+    steps: int
+    random_bytes: RandomBytes = field(default=os.urandom, repr=False, compare=False)
+    share: Share = Share()
+    begin: Callable[[], None] = field(default=_nothing, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        _validate.integer("num_examples", self.num_examples, 1)
+        _validate.integer("steps", self.steps, 2)
+
+    def allocate(self) -> np.ndarray:
+        """Draw the step, from 0 to ``steps`` - 1, of each example of the share."""
+        return _below(self.steps, len(self.share.of(self.num_examples)), self.random_bytes)
+
+    def event(self, noise_multiplier: float, steps: int) -> RandomAllocationGaussian:
+        """Return the event of ``steps`` logical batches, the last allocation counted in full."""
+        allocations = -(-steps // self.steps)
+        return RandomAllocationGaussian(noise_multiplier, self.steps, allocations * self.steps)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        self.begin()
+        examples, steps = self.share.of(self.num_examples), self.allocate()
+        order = np.argsort(steps, kind="stable")  # within a step, examples stay in order
+        ends = np.searchsorted(steps[order], np.arange(self.steps + 1))
+        for first, last in zip(ends[:-1], ends[1:], strict=True):
+            yield examples[order[first:last]].tolist()
+
+    def __len__(self) -> int:
+        return self.steps
+
+
+def _below(limit: int, count: int, random_bytes: RandomBytes) -> np.ndarray:
+    """Draw ``count`` whole numbers below ``limit``, each exactly equally likely.
+
+    Of 64 random bits, those above the largest multiple of ``limit`` are drawn again.
+    """
+    most = 2**64 - 2**64 % limit
+    drawn = np.frombuffer(random_bytes(8 * count), dtype=np.uint64).copy()
+    while (again := drawn > np.uint64(most - 1)).any():
+        drawn[again] = np.frombuffer(random_bytes(8 * int(again.sum())), dtype=np.uint64)
+    return (drawn % np.uint64(limit)).astype(np.int64)
+
+
+LogicalSampler = PoissonSampler | MicroBatchSampler | AllocationSampler

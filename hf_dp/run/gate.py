@@ -32,13 +32,27 @@ class Gate:
     def __init__(self, ledger: RunLedger, randomness: SecretRandomness):
         self._ledger, self._randomness = ledger, randomness
 
+    def pay_ahead(self, planned: PlannedRelease) -> None:
+        """Record ``planned``, durably, before the first of the steps that it pays for.
+
+        Raises: as :meth:`release`.
+        """
+        self._ledger.append(planned.event, planned.purpose)
+        self._ledger.paid = planned.event.steps
+
     @contextmanager
     def release(self, planned: PlannedRelease) -> Iterator[Release]:
         """Record ``planned``, durably, and give what lets its values out, inside the ``with`` only.
 
-        Raises: BudgetExceededError, before anything is recorded, when it would pass the target.
+        What is paid ahead is in the ledger already; each step uses up one that it paid for.
+
+        Raises: BudgetExceededError, before anything is recorded, when it would pass the target;
+            LedgerError for a step that was not paid ahead.
         """
-        self._ledger.append(planned.event, planned.purpose)
+        if planned.event.paid_ahead:
+            self._ledger.use_paid()
+        else:
+            self._ledger.append(planned.event, planned.purpose)
         release = Release(planned, self._randomness, self._ledger)
         try:
             yield release

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from filelock import FileLock
 
-from hf_dp.accounting import EARLIER, Event, Ledger, LedgerEntry
+from hf_dp.accounting import EARLIER, TRAINING, Event, Ledger, LedgerEntry
 from hf_dp.distributed.processes import Processes
 from hf_dp.errors import LedgerError
 from hf_dp.plans.privacy import PrivacyPlan
@@ -74,6 +74,7 @@ class RunLedger:
         self.evaluation_compared = True
         self.ledger = Ledger()
         self.lost: dict[str, int] = {}  # releases by purpose since the checkpoint resumed from
+        self.paid = 0  # steps in the ledger, recorded with those before them, that are yet to come
         self.run_id = uuid.uuid4().hex
         self.budget = Budget(plan, self.ledger)
         self.processes = processes or Processes()
@@ -88,6 +89,7 @@ class RunLedger:
         Raises: as :meth:`open` and :meth:`hf_dp.run.budget.Budget.start`.
         """
         self.open()
+        self.paid = 0
         self.budget.start(planned_steps, planned_releases)
 
     def take(self) -> None:
@@ -152,7 +154,22 @@ class RunLedger:
     @property
     def exhausted(self) -> bool:
         """Whether the next training step would pass the target."""
-        return self.budget.exhausted
+        return self.paid == 0 and self.budget.exhausted
+
+    @property
+    def steps_made(self) -> int:
+        """Training steps in the ledger, without those that are paid ahead."""
+        return self.ledger.steps(TRAINING) - self.paid
+
+    def use_paid(self) -> None:
+        """Take one of the steps that are paid ahead. Raises: LedgerError if none is left."""
+        if self.paid == 0:
+            raise LedgerError(
+                "Expected a step of a recorded allocation, but its steps were all released. Take "
+                "logical batches with `for batches in mechanism.logical_batches():`, which records "
+                "the next allocation."
+            )
+        self.paid -= 1
 
     def record_earlier(self, entries: Sequence[LedgerEntry]) -> None:
         """Begin the ledger with what earlier runs released of the same rows.

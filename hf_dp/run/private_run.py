@@ -45,7 +45,7 @@ from hf_dp.overlap.users import TrainingUsers
 from hf_dp.plans.mechanism import Sampler
 from hf_dp.plans.privacy import PrivacyPlan
 from hf_dp.plans.release import PlannedRelease
-from hf_dp.plans.sampling import Share
+from hf_dp.plans.sampling import AllocationSampler, Share
 from hf_dp.run.checks import (
     check_collator,
     check_launch,
@@ -242,6 +242,10 @@ class PrivateRun:
             return nullcontext(NothingReleased())
         return self._gate.release(self.plan.step_release())
 
+    def _begin_allocation(self) -> None:
+        """Record a whole allocation, before it is drawn; nothing of it is left of one before it."""
+        self._gate.pay_ahead(self.plan.step_release())
+
     def begin_step(self) -> None:
         """Note that a logical batch was sampled: one step may be released for it."""
         self._step_is_open = True
@@ -396,6 +400,8 @@ class PrivateRun:
         """Return the sampler's draws from the training set, each a list of padded physical
         batches."""
         data = self.training_data()  # which also sees in what precision the loss computes
+        if isinstance(sampler, AllocationSampler):
+            sampler = replace(sampler, begin=self._begin_allocation)
         watched = None if self.audit is None else self.audit.draws
         return data.loader(self.share(sampler), self.precision().is_short, watched)
 

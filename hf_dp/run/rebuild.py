@@ -173,5 +173,5 @@ def _added(before: Ledger, after: Ledger) -> Ledger:
     for index, entry in enumerate(after.entries):
         steps = entry.event.steps - (known[index].event.steps if index < len(known) else 0)
         if steps:
-            added.append(replace(entry.event, steps=steps), entry.purpose)
+            added.append(entry.event.with_steps(steps), entry.purpose)
     return added

@@ -27,7 +27,7 @@ from hf_dp.batches.units import UnitTable, unit_dataloader
 from hf_dp.errors import DataError, HfDpError, UnsupportedLossError
 from hf_dp.losses import IGNORED_LABEL
 from hf_dp.noise import SecretRandomness
-from hf_dp.plans.sampling import MicroBatchSampler, PoissonSampler
+from hf_dp.plans.sampling import LogicalSampler
 from hf_dp.plans.units import Users
 from hf_dp.run.precision import Watched
 from hf_dp.run.synthetic import made_up_tokens, synthetic_examples
@@ -146,7 +146,7 @@ class TrainingData:
 
     def loader(
         self,
-        sampler: PoissonSampler | MicroBatchSampler,
+        sampler: LogicalSampler,
         one_shape: bool,
         watched: Watch | None = None,
     ) -> DataLoader:

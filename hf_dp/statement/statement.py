@@ -193,7 +193,7 @@ class PrivacyStatement:
             sample_rates=tuple(dict.fromkeys(rate for _, rate in ran)),
             expected_batch_size=plan.expected_batch_size,
             steps=ledger.steps(TRAINING),
-            steps_planned=plan.steps,
+            steps_planned=plan.steps_recorded,
             num_examples=plan.num_examples,
             mechanisms=tuple(ledger.to_list()),
             covered=covered(words),

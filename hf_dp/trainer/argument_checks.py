@@ -16,6 +16,7 @@ from hf_dp.errors import InvalidArgumentError, UnsupportedArgumentError
 from hf_dp.plans.dp_fp import DP_FP, PRIVATE_ENCODER
 from hf_dp.plans.dp_sgd import CLIPPINGS
 from hf_dp.plans.noised_loss import BOUND, RATIO, budget_ratio, half_given, loss_bound
+from hf_dp.plans.sampling import SAMPLINGS
 from hf_dp.plans.units import NEIGHBORING_RELATIONS, PRIVACY_UNITS
 from hf_dp.statement.unnoised import RELEASABLE
 
@@ -100,6 +101,7 @@ def check_mechanism(args: Any, problems: Problems) -> None:
         "It is the logical batch of a private step; set it (per_device_train_batch_size is "
         "memory only).",
     )
+    attempt(args, problems, "sampling", one_of, SAMPLINGS)
     if args.max_logical_batch_size is not None:
         attempt(
             args, problems, "max_logical_batch_size", integer, 1, "Leave it unset for no limit."

@@ -19,6 +19,7 @@ from hf_dp.clipping.engine import STRATEGIES
 from hf_dp.clipping.forms import MEMORY_RATIO
 from hf_dp.plans.dp_fp import DP_FP, PUBLISHED
 from hf_dp.plans.noised_loss import BOUND, RATIO
+from hf_dp.plans.sampling import POISSON, SAMPLINGS
 from hf_dp.statement.unnoised import RELEASABLE
 from hf_dp.trainer.argument_checks import (
     Problems,
@@ -92,6 +93,12 @@ class DPTrainingArguments(AuditArguments, UnitArguments, ForwardArguments, Train
             Expected number of examples in a logical batch: a Poisson draw, the unit of one
             optimizer step and one noise. Required in private modes. `per_device_train_batch_size`
             is the physical batch: memory only.
+        sampling (`str`, *optional*, defaults to `"poisson"`):
+            Which examples join a logical batch. `"poisson"`: each with the same probability,
+            independently in each step. `"random_allocation"`: each once an epoch, in a uniformly
+            random step; the same noise then costs less epsilon. An epoch is paid for before its
+            first step, and one that is broken off is paid for in full: save checkpoints with
+            `save_strategy="epoch"`. Only `accountant="pld"` knows it.
         max_logical_batch_size (`int`, *optional*):
             Most examples of a draw that a step uses; of a larger draw a random part is left out
             (truncated Poisson sampling). Bounds the time and memory of a step; costs little epsilon
@@ -263,6 +270,13 @@ class DPTrainingArguments(AuditArguments, UnitArguments, ForwardArguments, Train
         metadata={
             "help": "Expected number of examples in a logical batch (one optimizer step). Required "
             "in private modes. per_device_train_batch_size is the physical batch: memory only."
+        },
+    )
+    sampling: str = field(
+        default=POISSON,
+        metadata={
+            "help": f"Which examples join a logical batch: {' or '.join(SAMPLINGS)} (each once an "
+            "epoch, in a random step: less epsilon for the same noise)."
         },
     )
     max_logical_batch_size: int | None = field(

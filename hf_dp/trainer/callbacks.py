@@ -10,7 +10,6 @@ from torch.distributed.tensor import DTensor
 from transformers import TrainerCallback
 from transformers.trainer_callback import ProgressCallback
 
-from hf_dp.accounting import TRAINING
 from hf_dp.distributed.processes import Processes
 from hf_dp.errors import LedgerError, UnaccountedGradientError
 from hf_dp.plans.privacy import PrivacyPlan
@@ -32,10 +31,10 @@ class StopBeforeTarget(TrainerCallback):
         self._ahead = 0
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._ahead = self.run.ledger.steps(TRAINING) - state.global_step
+        self._ahead = self.run.steps_made - state.global_step
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        recorded = self.run.ledger.steps(TRAINING) - self._ahead
+        recorded = self.run.steps_made - self._ahead
         if recorded != state.global_step:
             raise LedgerError(
                 f"The optimizer made step {state.global_step}, but the ledger holds {recorded}: a "

@@ -25,6 +25,7 @@ from hf_dp.plans.dp_fp import (
     PrivateEncoderPlan,
     PublishedPlan,
 )
+from hf_dp.plans.sampling import POISSON
 
 # Du and Mi 2021, section 4.1. Learning rate and batch size are small because noise enters the
 # forward pass.
@@ -250,9 +251,10 @@ def forward_problems(
         ("chunked_loss", False, "It is for causal language models"),
         ("clipping", "flat", "No gradients are clipped"),
         ("max_logical_batch_size", None, "Draws are not truncated"),
+        ("sampling", POISSON, "No bound is implemented for both"),
     ):
         if getattr(args, name) != value and (
-            args.dp_fp_variant != PRIVATE_ENCODER or name == "max_logical_batch_size"
+            args.dp_fp_variant != PRIVATE_ENCODER or name in ("max_logical_batch_size", "sampling")
         ):
             problems[name] = invalid(
                 name,

@@ -8,8 +8,8 @@ from typing import Any
 from hf_dp.errors import ConfigError
 from hf_dp.plans.dp_fp import DP_FP
 from hf_dp.plans.dp_sgd import DpSgdPlan
+from hf_dp.plans.gradients import dp_sgd_plan
 from hf_dp.plans.mechanism import MechanismPlan
-from hf_dp.plans.noised_loss import dp_sgd_plan
 from hf_dp.trainer.forward_arguments import forward_plan
 
 DP_SGD = "dp_sgd"
@@ -27,6 +27,7 @@ def gradient_plan(args: Any, num_classes: int | None) -> DpSgdPlan:
         args.max_logical_batch_size,
         args.noised_loss_bound,
         args.noised_loss_budget_ratio,
+        args.sampling,
     )
 
 

@@ -99,6 +99,7 @@ FIXED_ARGUMENTS = (
     "padding_values",
     "rows_are_chunks",
     "adapter_init_data_is_public",
+    "sampling",
     "noised_loss_budget_ratio",
     "noised_loss_bound",
     "evaluate_on_training_rows",

@@ -10,8 +10,7 @@ from hf_dp import _validate
 from hf_dp.accounting import SUM, VECTORS, Event, SampledRecordRelease, SumAndRows
 from hf_dp.plans.dp_fp.base import PRIVATE_ENCODER, PROOF, SHOWN, ForwardPlan, check_labels
 from hf_dp.plans.dp_sgd import CLIPPINGS, DpSgdPlan, check_noise
-from hf_dp.plans.mechanism import Schedule, Words, register_plan
-from hf_dp.plans.sampling import PoissonSampler
+from hf_dp.plans.mechanism import Sampler, Schedule, Words, register_plan
 from hf_dp.plans.selection import SelectionPlan
 
 SEPARATE, SHARED = "separate", "shared"
@@ -80,7 +79,7 @@ class PrivateEncoderPlan(ForwardPlan):
     def protects_labels(self) -> bool:
         return self.labels_in_vector
 
-    def sampler(self, schedule: Schedule, steps: int) -> PoissonSampler:
+    def sampler(self, schedule: Schedule, steps: int) -> Sampler:
         return self.gradients.sampler(schedule, steps)
 
     def step_event(self, schedule: Schedule, noise_multiplier: float, steps: int) -> Event:

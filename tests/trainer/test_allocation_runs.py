@@ -1,0 +1,161 @@
+"""Random allocation in whole runs: what is drawn, recorded, resumed and said."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import tiny
+from transformers import TrainerCallback
+
+from hf_dp.accounting import RandomAllocationGaussian, epsilon
+from hf_dp.cards.verify import verify
+from hf_dp.errors import BudgetExceededError, InvalidArgumentError, LedgerError
+from hf_dp.plans.sampling import AllocationSampler
+from hf_dp.tuners.frost.config import FrostConfig
+
+ALLOCATED = {"sampling": "random_allocation"}  # 40 rows, 8 expected: 5 steps an epoch
+
+
+class Recorded(TrainerCallback):
+    """Notes the ledger on disk, when a step begins."""
+
+    def __init__(self, folder):
+        self.folder, self.steps = folder, []
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        written = json.loads((self.folder / "privacy.json").read_text())["ledger"]
+        self.steps.append(sum(entry["steps"] for entry in written))
+
+
+def watch(monkeypatch) -> list[list[list[int]]]:
+    """Note each allocation that is drawn."""
+    drawn, honest = [], AllocationSampler.__iter__
+
+    def watched(self):
+        drawn.append([])
+        for batch in honest(self):
+            drawn[-1].append(batch)
+            yield batch
+
+    monkeypatch.setattr(AllocationSampler, "__iter__", watched)
+    return drawn
+
+
+def test_an_epoch_is_recorded_whole_before_its_first_step(tmp_path, monkeypatch):
+    drawn = watch(monkeypatch)
+    trainer = tiny.trainer(tmp_path, **ALLOCATED, max_steps=10)
+    disk = Recorded(tmp_path)
+    trainer.add_callback(disk)
+    trainer.train()
+    assert disk.steps == [5] * 5 + [10] * 5
+    assert [sorted(sum(batches, [])) for batches in drawn] == [list(range(40))] * 2
+    event = RandomAllocationGaussian(1.0, 5, 10)
+    assert trainer.ledger.events == (event,)
+    statement = trainer.privacy_statement()
+    assert statement.epsilon == epsilon(event, 1 / 80).rounded_up(3)
+    assert "2 random allocations, each of up to 5 steps, of DP-SGD" in statement.sentence()
+    assert statement.sampling.startswith("random allocation: each row joins one of the 5 steps")
+    assert "Poisson" not in f"{statement.sampling} {statement.sentence()}"
+    trainer.save_model()
+    assert verify(tmp_path).outcome != "FAILED"
+
+
+def test_a_part_of_an_epoch_costs_the_whole(tmp_path):
+    trainer = tiny.trainer(tmp_path, **ALLOCATED, max_steps=6)
+    trainer.train()
+    assert trainer.state.global_step == 6
+    assert trainer.ledger.events == (RandomAllocationGaussian(1.0, 5, 10),)
+    trainer.save_model()
+    assert verify(tmp_path).outcome != "FAILED"
+
+
+def test_a_resume_inside_an_epoch_counts_a_new_allocation(tmp_path):
+    kept = {"max_steps": 10, "save_strategy": "steps", "save_steps": 7}
+    tiny.trainer(tmp_path, **ALLOCATED, **kept).train()
+    again = tiny.trainer(tmp_path, **ALLOCATED, **kept)
+    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-7"))
+    assert again.state.global_step == 10
+    assert again.ledger.events == (RandomAllocationGaussian(1.0, 5, 15),)
+
+
+def test_a_resume_does_not_pass_the_target(tmp_path):
+    kept = {"max_steps": 10, "save_strategy": "steps", "save_steps": 7}
+    target = {"noise_multiplier": None, "target_epsilon": 8.0}
+    first = tiny.trainer(tmp_path, **ALLOCATED, **kept, **target)
+    first.train()
+    assert 7.9 < first.epsilon().value <= 8
+    again = tiny.trainer(tmp_path, **ALLOCATED, **kept, **target)
+    with pytest.raises(BudgetExceededError):
+        again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-7"))
+    assert again.ledger.events == first.ledger.events
+
+
+def test_a_second_call_of_train_begins_anew(tmp_path):
+    trainer = tiny.trainer(tmp_path, **ALLOCATED, max_steps=3)
+    trainer.train()
+    trainer.train()
+    assert trainer.ledger.events == (RandomAllocationGaussian(1.0, 5, 10),)
+
+
+def test_a_step_without_a_recorded_allocation_lets_nothing_out(tmp_path):
+    trainer = tiny.trainer(tmp_path, **ALLOCATED, max_steps=5)
+    trainer.train()
+    trainer.run.begin_step()
+    with pytest.raises(LedgerError, match="recorded allocation"), trainer.run.release_step():
+        pass
+
+
+def test_an_unrecorded_allocation_is_noticed(tmp_path, monkeypatch):
+    """A planted bug: the second allocation is drawn without being recorded."""
+    honest, begun = AllocationSampler.__iter__, []
+
+    def forgetful(self):
+        begun.append(1)
+        if len(begun) > 1:
+            object.__setattr__(self, "begin", lambda: None)
+        return honest(self)
+
+    monkeypatch.setattr(AllocationSampler, "__iter__", forgetful)
+    with pytest.raises(LedgerError, match="recorded allocation"):
+        tiny.trainer(tmp_path, **ALLOCATED, max_steps=10).train()
+
+
+def test_in_a_loop_of_ones_own(tmp_path):
+    trainer = tiny.trainer(tmp_path, **ALLOCATED, max_steps=7)
+    run, mechanism, sizes = trainer.run, trainer.mechanism, []
+    for batches in mechanism.logical_batches():
+        clipped = mechanism.clip(batches)
+        with run.release_step() as release:
+            mechanism.set_gradients(clipped, release)
+        trainer.model.zero_grad()
+        sizes.append(1)
+    assert len(sizes) == 7
+    assert run.ledger.events == (RandomAllocationGaussian(1.0, 5, 10),)
+
+
+def test_the_batch_is_what_an_epoch_of_whole_steps_gives(tmp_path):
+    plan = tiny.trainer(
+        tmp_path, **ALLOCATED, expected_batch_size=9, num_train_epochs=3, max_steps=-1
+    ).privacy_plan
+    assert (plan.expected_batch_size, plan.epoch, plan.steps) == (10.0, 4, 12)
+    assert plan.sample_rate == 0.25
+    assert type(plan).from_dict(plan.to_dict()) == plan
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"max_logical_batch_size": 12}, "`max_logical_batch_size` to be left out"),
+        ({"accountant": "rdp"}, "`accountant` to be 'pld'"),
+        ({"noised_loss_bound": 1.0, "noised_loss_budget_ratio": 0.1}, "`sampling` to be 'poisson'"),
+        ({"expected_batch_size": 30}, "`expected_batch_size` to be at most 20"),
+        ({"sampling": "shuffle"}, "`sampling` to be one of"),
+        ({"given": {"peft_config": FrostConfig()}}, "`peft_config` to be left out"),
+        ({"privacy_mode": "dp_fp"}, "sampling"),
+    ],
+)
+def test_what_has_no_bound_is_refused(tmp_path, given, message):
+    with pytest.raises(InvalidArgumentError, match=message):
+        tiny.trainer(tmp_path, **{**ALLOCATED, **given})
+    assert not list(tmp_path.iterdir())
