@@ -90,6 +90,14 @@ class PrivacyPlan:
         _validate.one_of("relation", self.mechanism.relation, RELATIONS)
         if self.target_epsilon is not None:
             _validate.positive("target_epsilon", self.target_epsilon)
+        of_epoch = self.mechanism.steps_per_epoch(self.drawn_from, self.expected_batch_size)
+        if of_epoch is not None and self.expected_batch_size != self.drawn_from / of_epoch:
+            raise _validate.invalid(
+                "expected_batch_size",
+                self.expected_batch_size,
+                f"to be {self.drawn_from} / {of_epoch}, what a step of an epoch has on average",
+                "Plan with a PrivacyRequest, which sees to it.",
+            )
         if (self.users is not None) != (self.privacy_unit == USER):
             raise _validate.invalid(
                 "privacy_unit",

@@ -206,7 +206,8 @@ def test_the_privacy_arguments_of_the_help_are_those_of_the_class():
     for name, (_, text) in PRIVACY.items():
         assert name in fields
         default = re.search(r"\(default: (.*)\)$", text)
-        if name in ("per_device_train_batch_size", "per_example_max_grad_norm", "privacy_mode"):
+        with_default = ("per_example_max_grad_norm", "privacy_mode", "sampling")
+        if name in ("per_device_train_batch_size", *with_default):
             assert default is not None and default[1] == str(fields[name].default)
         else:  # unset: resolved by the plan, or none
             assert not fields[name].default or fields[name].default is dataclasses.MISSING

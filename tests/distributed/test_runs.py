@@ -145,6 +145,32 @@ def test_a_process_without_examples_of_its_own_takes_part(tmp_path):
     assert read(tmp_path).ledger.steps() == 5
 
 
+def test_an_allocation_is_recorded_once_by_all_processes(tmp_path, monkeypatch):
+    from hf_dp.plans.sampling import AllocationSampler
+
+    drawn, honest = [], AllocationSampler.__iter__
+
+    def watched(self):
+        for batch in honest(self):
+            drawn.append(batch)
+            yield batch
+
+    monkeypatch.setattr(AllocationSampler, "__iter__", watched)
+
+    def train():
+        made = tiny.trainer(tmp_path, sampling="random_allocation", max_steps=7)
+        made.train()
+        return weights(made), drawn[:5]
+
+    found = results(2, train)
+    assert_all_equal([each for each, _ in found])
+    together = [index for _, batches in found for batch in batches for index in batch]
+    assert sorted(together) == list(range(40))
+    record = read(tmp_path)
+    assert record.ledger.steps() == 10
+    assert not disagreements(record)
+
+
 # -- what is released --
 
 

@@ -6,11 +6,14 @@ import json
 
 import pytest
 import tiny
+import users
 from transformers import TrainerCallback
 
 from hf_dp.accounting import RandomAllocationGaussian, epsilon
 from hf_dp.cards.verify import verify
 from hf_dp.errors import BudgetExceededError, InvalidArgumentError, LedgerError
+from hf_dp.plans.allocation import AllocatedPlan
+from hf_dp.plans.privacy import PrivacyPlan
 from hf_dp.plans.sampling import AllocationSampler
 from hf_dp.tuners.frost.config import FrostConfig
 
@@ -141,6 +144,31 @@ def test_the_batch_is_what_an_epoch_of_whole_steps_gives(tmp_path):
     assert (plan.expected_batch_size, plan.epoch, plan.steps) == (10.0, 4, 12)
     assert plan.sample_rate == 0.25
     assert type(plan).from_dict(plan.to_dict()) == plan
+
+
+def test_users_are_allocated_with_all_of_their_rows(tmp_path, monkeypatch):
+    drawn = watch(monkeypatch)
+    trainer = users.trainer(tmp_path, **ALLOCATED, max_steps=3, target_delta=None)
+    trainer.train()
+    count = len(set(users.owners()))
+    assert sorted(sum(drawn[0], [])) == list(range(count))
+    assert trainer.ledger.events == (RandomAllocationGaussian(1.0, count // 4, 3),)
+    assert "each user joins one of the 3 steps" in trainer.privacy_statement().sampling
+
+
+def test_workers_draw_nothing_ahead_of_the_ledger(tmp_path):
+    trainer = tiny.trainer(
+        tmp_path, **ALLOCATED, max_steps=10, dataloader_num_workers=1, dataloader_prefetch_factor=4
+    )
+    disk = Recorded(tmp_path)
+    trainer.add_callback(disk)
+    trainer.train()
+    assert disk.steps == [5] * 5 + [10] * 5
+
+
+def test_a_plan_of_other_batches_than_are_drawn_is_refused():
+    with pytest.raises(InvalidArgumentError, match=r"`expected_batch_size` to be 40 / 4"):
+        PrivacyPlan(40, 9.0, 10, 1 / 80, AllocatedPlan(0.1, 1.0))
 
 
 @pytest.mark.parametrize(

@@ -312,6 +312,7 @@ REFUSALS = [
         PUBLIC | {"auto_physical_batch_length": 9},
         r"`auto_physical_batch_length` to be left at None.*Remove it",
     ),
+    (PUBLIC | {"sampling": "random_allocation"}, r"`sampling` to be left.*Remove it"),
     (PUBLIC | {"max_logical_batch_size": 64}, r"`max_logical_batch_size` to be left.*Remove it"),
     (PUBLIC | {"accountant": "rdp"}, r"`accountant` to be left at None.*Remove it"),
     (PUBLIC | {"privacy_unit": "user"}, r"`privacy_unit` to be left.*Remove it"),
