@@ -21,6 +21,7 @@ from hf_dp.plans.dp_fp import DP_FP, PUBLISHED
 from hf_dp.plans.noised_loss import BOUND, RATIO
 from hf_dp.plans.sampling import POISSON, SAMPLINGS
 from hf_dp.statement.unnoised import RELEASABLE
+from hf_dp.trainer.adam_bc import adam_bc_problems
 from hf_dp.trainer.argument_checks import (
     Problems,
     attempt,
@@ -141,6 +142,11 @@ class DPTrainingArguments(AuditArguments, UnitArguments, ForwardArguments, Train
         max_grad_norm (`float`, *optional*):
             The Trainer's own clip, of the averaged gradient after noise. `None` becomes 0 (off) in
             private modes and 1.0 in `"non_private"`.
+        adam_bc_floor (`float`, *optional*):
+            Take the known noise off Adam's second moment (DP-AdamBC, Tang et al. 2024, arXiv
+            2312.14334), which costs no privacy. The number is the least that is left of it, as a
+            share of the noise's variance, above 0; a smaller one allows larger steps, so lower the
+            learning rate with it. Unset means plain Adam.
         clip_noised_gradient (`bool`, *optional*, defaults to `False`):
             Whether `max_grad_norm` above 0 is meant: it clips the noised gradient, which costs no
             privacy, but is easily taken for the per-example clip.
@@ -350,6 +356,13 @@ class DPTrainingArguments(AuditArguments, UnitArguments, ForwardArguments, Train
             "(off) in private modes and 1.0 in non_private."
         },
     )
+    adam_bc_floor: float | None = field(
+        default=None,
+        metadata={
+            "help": "Take the known noise off Adam's second moment (DP-AdamBC); the least that is "
+            "left, as a share of the noise's variance. Unset: plain Adam."
+        },
+    )
     clip_noised_gradient: bool = field(
         default=False,
         metadata={
@@ -500,7 +513,7 @@ class DPTrainingArguments(AuditArguments, UnitArguments, ForwardArguments, Train
         check_release(self, problems)
         check_noised_loss(self, problems)
         forward_problems(self, partial(attempt, self), problems)
-        problems |= {**unit_problems(self), **audit_problems(self)}
+        problems |= {**unit_problems(self), **audit_problems(self), **adam_bc_problems(self)}
         inherited = table_problems(self, self._INHERITED, self._ROWS)
         return {**inherited, **environment_problems(self.report_to), **problems}
 

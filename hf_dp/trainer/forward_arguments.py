@@ -34,6 +34,10 @@ PUBLISHED_BATCH_SIZE, PUBLISHED_MICRO_BATCHES, PUBLISHED_LEARNING_RATE = 32, 32,
 Check = Callable[..., object]
 
 
+# Arguments that no variant has, not even the one that also releases a sum.
+_FOR_SUMS_ALONE = ("max_logical_batch_size", "sampling", "adam_bc_floor")
+
+
 @dataclass
 class ForwardArguments:
     r"""
@@ -251,10 +255,11 @@ def forward_problems(
         ("chunked_loss", False, "It is for causal language models"),
         ("clipping", "flat", "No gradients are clipped"),
         ("max_logical_batch_size", None, "Draws are not truncated"),
+        ("adam_bc_floor", None, "Its gradients have noise of several kinds"),
         ("sampling", POISSON, "No bound is implemented for both"),
     ):
         if getattr(args, name) != value and (
-            args.dp_fp_variant != PRIVATE_ENCODER or name in ("max_logical_batch_size", "sampling")
+            args.dp_fp_variant != PRIVATE_ENCODER or name in _FOR_SUMS_ALONE
         ):
             problems[name] = invalid(
                 name,

@@ -50,6 +50,7 @@ from hf_dp.statement.provenance import seen_in_pretraining
 from hf_dp.statement.statement import PrivacyStatement
 from hf_dp.statement.unnoised import withhold
 from hf_dp.statement.wording import EVALUATION_ON_TRAINING_ROWS
+from hf_dp.trainer.adam_bc import corrected, refuse_other_noise
 from hf_dp.trainer.arguments import DPTrainingArguments
 from hf_dp.trainer.audits import (
     audit_for,
@@ -268,6 +269,7 @@ class DPTrainer(Publishing):
         self._signals = StopOnSignal(run.processes)
         self.add_callback(self._signals)
         self._refuse_optimizers()
+        refuse_other_noise(args, self.optimizer, self.tuner.gradients_are_noised_sums)
         self.tuner.check_arguments(args)
         self.tuner.prepare(run)
 
@@ -499,6 +501,11 @@ class DPTrainer(Publishing):
         new = self.optimizer is None
         with self.tuner.all_that_may_train(self.model):
             optimizer = super().create_optimizer(*args, **kwargs)
+        floor = self.args.adam_bc_floor
+        if new and floor is not None:
+            plan = self.run.plan
+            batch = plan.expected_batch_size
+            optimizer = self.optimizer = corrected(optimizer, plan.noise_std, batch, floor)
         if new:
             self.tuner.tune(optimizer)
         return optimizer

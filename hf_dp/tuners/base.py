@@ -26,6 +26,7 @@ class Tuner:
     """
 
     clips_in_its_own_way = False  # whether :meth:`engine` differs from the run's engine
+    gradients_are_noised_sums = True  # and not made of several of them
     needs_whole_weights = ""  # why, where a sharded model cannot be trained
 
     @property

@@ -312,6 +312,13 @@ REFUSALS = [
         PUBLIC | {"auto_physical_batch_length": 9},
         r"`auto_physical_batch_length` to be left at None.*Remove it",
     ),
+    (PUBLIC | {"adam_bc_floor": 0.1}, r"`adam_bc_floor` to be left.*Remove it"),
+    ({"adam_bc_floor": 0}, r"`adam_bc_floor` to be a number above 0, got 0"),
+    ({"adam_bc_floor": 0.1, "optim": "sgd"}, r"`adam_bc_floor` to be unset with optim='sgd'"),
+    (
+        {"adam_bc_floor": 0.1, "max_grad_norm": 1.0, "clip_noised_gradient": True},
+        r"`adam_bc_floor` to be unset with clip_noised_gradient",
+    ),
     (PUBLIC | {"sampling": "random_allocation"}, r"`sampling` to be left.*Remove it"),
     (PUBLIC | {"max_logical_batch_size": 64}, r"`max_logical_batch_size` to be left.*Remove it"),
     (PUBLIC | {"accountant": "rdp"}, r"`accountant` to be left at None.*Remove it"),

@@ -26,6 +26,7 @@ class Rgp(Tuner):
     """
 
     clips_in_its_own_way = True
+    gradients_are_noised_sums = False
     needs_whole_weights = "RGP makes its carriers from whole weight matrices at every step."
 
     def __init__(self, config: RgpConfig):

@@ -1,0 +1,148 @@
+"""Adam whose second moment is corrected for the noise that DP-SGD added: DP-AdamBC.
+
+The noise in each coordinate of a private gradient has a known variance, which Adam's second moment
+holds beside the gradient's own square. Where noise is the larger part, all coordinates get about
+the same step, as in SGD. Tang, Shpilevskiy and Lecuyer 2024 (arXiv 2312.14334, algorithm 1) take
+the variance off. It is a function of what was released, so it costs no privacy.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from hf_dp._validate import invalid, non_negative, positive
+from hf_dp.errors import UnsupportedArgumentError
+from hf_dp.trainer.argument_checks import Problems
+
+FLOOR = "adam_bc_floor"
+_ADAMS = ("adamw_torch", "adamw_torch_fused")
+
+
+class DPAdamBC(Optimizer):
+    """AdamW that divides by ``sqrt(max(v - noise_variance, floor * noise_variance))``.
+
+    Args:
+        params: parameters, or groups of them with ``lr``, ``betas`` and ``weight_decay``.
+        noise_variance: of the noise in each coordinate of a gradient, > 0.
+        floor: the least denominator, squared, as a share of ``noise_variance``, > 0. The second
+            moment strays from its mean by about ``sqrt(1 - beta2)`` of it.
+        lr, betas, weight_decay: as in :class:`torch.optim.AdamW`.
+
+    Raises: InvalidArgumentError.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        noise_variance: float,
+        floor: float,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        weight_decay: float = 0.0,
+    ):
+        self.noise_variance = positive("noise_variance", noise_variance)
+        self.floor = positive("floor", floor)
+        non_negative("lr", lr)
+        super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """Make one step; gradients that are None are passed over."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        least = self.floor * self.noise_variance
+        for group in self.param_groups:
+            beta1, beta2 = group["betas"]
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                state = self.state[p]
+                if not state:
+                    state["step"] = torch.zeros((), dtype=torch.float32)
+                    state["exp_avg"] = torch.zeros_like(p)
+                    state["exp_avg_sq"] = torch.zeros_like(p)
+                state["step"] += 1
+                count = float(state["step"])
+                state["exp_avg"].lerp_(p.grad, 1 - beta1)
+                state["exp_avg_sq"].mul_(beta2).addcmul_(p.grad, p.grad, value=1 - beta2)
+                second = state["exp_avg_sq"] / (1 - beta2**count)
+                second.sub_(self.noise_variance).clamp_(min=least).sqrt_()
+                p.mul_(1 - group["lr"] * group["weight_decay"])
+                p.addcdiv_(state["exp_avg"], second, value=-group["lr"] / (1 - beta1**count))
+        return loss
+
+
+def corrected(optimizer: Optimizer, noise_std: float, batch_size: float, floor: float) -> DPAdamBC:
+    """Return the optimizer that trains what ``optimizer``, an AdamW, was made for.
+
+    Args: noise_std: on the sum of gradients. batch_size: what the sum is divided by.
+    """
+    groups = [
+        {name: group[name] for name in ("params", "lr", "betas", "weight_decay")}
+        for group in optimizer.param_groups
+    ]
+    return DPAdamBC(groups, (noise_std / batch_size) ** 2, floor)
+
+
+def adam_bc_problems(args: Any) -> Problems:
+    """Return what does not go with ``adam_bc_floor``."""
+    if args.adam_bc_floor is None:
+        return {}
+    floor = args.adam_bc_floor
+    if not isinstance(floor, (int, float)) or isinstance(floor, bool) or not 0 < floor < math.inf:
+        return {
+            FLOOR: invalid(FLOOR, floor, "to be a number above 0", "0.1 is a first value to try.")
+        }
+    optim = getattr(args.optim, "value", args.optim)
+    if optim not in _ADAMS:
+        return {
+            FLOOR: invalid(
+                FLOOR,
+                floor,
+                f"to be unset with optim={optim!r}",
+                'It corrects Adam. Remove it, or use optim="adamw_torch".',
+                UnsupportedArgumentError,
+            )
+        }
+    if args.clip_noised_gradient:
+        return {
+            FLOOR: invalid(
+                FLOOR,
+                floor,
+                "to be unset with clip_noised_gradient",
+                "A clipped gradient has noise of no known variance. Remove one of the two.",
+                UnsupportedArgumentError,
+            )
+        }
+    return {}
+
+
+def refuse_other_noise(args: Any, optimizer: Optimizer | None, is_as_noised: bool) -> None:
+    """Raise UnsupportedArgumentError where the noise in a gradient is not that of the sum, or where
+    the user made the optimizer."""
+    if args.adam_bc_floor is None:
+        return
+    if optimizer is not None:
+        raise invalid(
+            FLOOR,
+            args.adam_bc_floor,
+            "to be unset with an optimizer of your own",
+            "Pass hf_dp.trainer.adam_bc.DPAdamBC as that optimizer, or let DPTrainer make it.",
+            UnsupportedArgumentError,
+        )
+    if not is_as_noised:
+        raise invalid(
+            FLOOR,
+            args.adam_bc_floor,
+            "to be unset with this peft_config",
+            "Its gradients are made of several noised sums, whose noise is not alike in all "
+            "coordinates. Remove it.",
+            UnsupportedArgumentError,
+        )

@@ -1,0 +1,111 @@
+"""DP-AdamBC: the noise's variance is taken off the second moment, and nothing else changes."""
+
+from __future__ import annotations
+
+import pytest
+import tiny
+import torch
+from torch import nn
+
+from hf_dp.errors import InvalidArgumentError, UnsupportedArgumentError
+from hf_dp.trainer.adam_bc import DPAdamBC
+from hf_dp.tuners.rgp.config import RgpConfig
+
+
+def by_hand(gradients, variance, floor, lr, betas, decay):
+    """Algorithm 1 of Tang et al., number by number in Python."""
+    weight, m, v = 1.0, 0.0, 0.0
+    for t, g in enumerate(gradients, 1):
+        m = betas[0] * m + (1 - betas[0]) * g
+        v = betas[1] * v + (1 - betas[1]) * g * g
+        first, second = m / (1 - betas[0] ** t), v / (1 - betas[1] ** t)
+        weight -= lr * decay * weight
+        weight -= lr * first / max(second - variance, floor * variance) ** 0.5
+    return weight
+
+
+@pytest.mark.parametrize("decay", [0.0, 0.1])
+def test_it_is_algorithm_1(decay):
+    gradients = [0.3, -0.1, 0.02, 0.5, -0.4, 0.0]
+    weight = nn.Parameter(torch.ones((), dtype=torch.float64))
+    optimizer = DPAdamBC([weight], 0.04, 0.1, 0.05, (0.8, 0.9), decay)
+    for gradient in gradients:
+        weight.grad = torch.tensor(gradient, dtype=torch.float64)
+        optimizer.step()
+    expected = by_hand(gradients, 0.04, 0.1, 0.05, (0.8, 0.9), decay)
+    assert weight.item() == pytest.approx(expected, rel=1e-12)
+    plain = by_hand(gradients, 1e-12, 1e-4, 0.05, (0.8, 0.9), decay)
+    assert abs(expected - plain) > 0.01  # with no variance taken off
+
+
+def test_coordinates_get_back_their_own_steps():
+    """Of two coordinates with gradients 1 and 0.1 under noise of 3, Adam's steps are 7 : 1 by their
+    signal alone; corrected, they are nearer to 1 : 1, as without noise."""
+    generator = torch.Generator().manual_seed(0)
+    signal = torch.tensor([1.0, 0.1]).repeat_interleave(5000)
+    ratios = {}
+    for name in ("adam", "corrected"):
+        weight = nn.Parameter(torch.zeros(10000))
+        optimizer = (
+            torch.optim.AdamW([weight], 1e-3, weight_decay=0)
+            if name == "adam"
+            else DPAdamBC([weight], 9.0, 1e-3)
+        )
+        for _ in range(3000):
+            weight.grad = signal + 3 * torch.randn(10000, generator=generator)
+            optimizer.step()
+        moved = weight.detach().view(2, 5000).mean(1)
+        ratios[name] = (moved[0] / moved[1]).item()
+    assert ratios["adam"] > 8
+    assert ratios["corrected"] < 0.8 * ratios["adam"]
+
+
+def test_the_trainer_takes_off_the_noise_that_it_adds(tmp_path):
+    trainer = tiny.trainer(tmp_path, adam_bc_floor=0.2, weight_decay=0.01, max_steps=2)
+    trainer.train()
+    optimizer = trainer.optimizer.optimizer
+    assert isinstance(optimizer, DPAdamBC)
+    plan = trainer.privacy_plan
+    assert optimizer.noise_variance == pytest.approx((plan.noise_std / 8) ** 2)
+    assert optimizer.floor == 0.2
+    assert {group["weight_decay"] for group in optimizer.param_groups} == {0.01, 0.0}
+
+
+def test_its_variance_is_that_of_gradients(tmp_path):
+    """Measured on what the optimizer gets: 10,000 coordinates of mostly noise."""
+    trainer = tiny.trainer(tmp_path, adam_bc_floor=0.2, noise_multiplier=50.0, max_steps=1)
+    seen, honest = [], DPAdamBC.step
+
+    def watched(self, closure=None):
+        grads = [p.grad.flatten() for group in self.param_groups for p in group["params"]]
+        seen.append((torch.cat(grads).double().square().mean().item(), self.noise_variance))
+        return honest(self, closure)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(DPAdamBC, "step", watched)
+        trainer.train()
+    ((square, variance),) = seen
+    assert square == pytest.approx(variance, rel=0.1)
+
+
+def test_a_resumed_run_goes_on_with_its_moments(tmp_path):
+    kept = {"adam_bc_floor": 0.2, "max_steps": 4, "save_strategy": "steps", "save_steps": 2}
+    tiny.trainer(tmp_path, **kept).train()
+    again = tiny.trainer(tmp_path, **kept)
+    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    states = again.optimizer.optimizer.state.values()
+    assert {float(state["step"]) for state in states} == {4.0}
+
+
+def test_other_noise_is_refused(tmp_path):
+    with pytest.raises(UnsupportedArgumentError, match="`adam_bc_floor` to be unset with this"):
+        tiny.trainer(tmp_path, adam_bc_floor=0.1, given={"peft_config": RgpConfig()})
+    model = tiny.model()
+    with pytest.raises(UnsupportedArgumentError, match="optimizer of your own"):
+        tiny.trainer(
+            tmp_path,
+            adam_bc_floor=0.1,
+            given={"model": model, "optimizers": (torch.optim.SGD(model.parameters()), None)},
+        )
+    with pytest.raises(InvalidArgumentError, match="`noise_variance`"):
+        DPAdamBC([nn.Parameter(torch.ones(1))], 0.0, 0.1)
