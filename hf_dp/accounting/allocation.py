@@ -19,12 +19,11 @@ from __future__ import annotations
 import math
 
 import numpy as np
-from dp_accounting.pld import pld_pmf
 from dp_accounting.pld import privacy_loss_distribution as google_pld
 from scipy import fft
 from scipy.special import ndtr, ndtri
 
-from hf_dp.accounting.one_step import connect_the_dots
+from hf_dp.accounting.one_step import losses_of
 
 _BEYOND = 1e-11  # of P's probability that one W is too large for the grid; it counts as lost
 _POINTS = 1 << 21  # of the grid of the sum, at most
@@ -48,19 +47,11 @@ def allocated(
     low = math.floor(math.log(ratio.smallest) / interval)
     high = math.ceil(math.log(ratio.largest) / interval)
     points = np.arange(low, high + 1) * interval
-    directions = []
-    for first, deltas in ((low, ratio.removal(points)), (-high, ratio.addition(-points[::-1]))):
-        deltas = np.clip(deltas, 0.0, 1.0)
-        directions.append(
-            pld_pmf.DensePLDPmf(
-                interval,
-                first,
-                connect_the_dots(deltas, interval),
-                infinity_mass=float(deltas.min()),
-                pessimistic_estimate=True,
-            )
-        )
-    return google_pld.PrivacyLossDistribution(*directions)
+    removal = np.clip(ratio.removal(points), 0.0, 1.0)
+    addition = np.clip(ratio.addition(-points[::-1]), 0.0, 1.0)
+    return google_pld.PrivacyLossDistribution(
+        losses_of(removal, interval, low), losses_of(addition, interval, -high)
+    )
 
 
 class _Ratio:

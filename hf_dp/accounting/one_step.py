@@ -38,17 +38,26 @@ def sampled_gaussian(
         low = math.floor(bounds.epsilon_lower / interval)
         high = math.ceil(bounds.epsilon_upper / interval)
         deltas = _deltas(step, np.arange(low, high + 1) * interval)
-        probabilities = connect_the_dots(deltas, interval)
-        directions.append(
-            pld_pmf.DensePLDPmf(
-                interval,
-                low,
-                probabilities,
-                infinity_mass=float(deltas.min()),
-                pessimistic_estimate=True,
-            )
-        )
+        directions.append(losses_of(deltas, interval, low))
     return google_pld.PrivacyLossDistribution(*directions)
+
+
+def losses_of(deltas: np.ndarray, interval: float, first: int) -> pld_pmf.DensePLDPmf:
+    """Return the losses with these deltas on the grid, pessimistic between its points.
+
+    Args:
+        deltas: at the losses ``first * interval``, ``(first + 1) * interval``, and so on.
+        interval: between two points of the grid of losses, > 0.
+
+    Raises: ValueError when the deltas grow by more than rounding.
+    """
+    return pld_pmf.DensePLDPmf(
+        interval,
+        first,
+        connect_the_dots(deltas, interval),
+        infinity_mass=float(deltas.min()),
+        pessimistic_estimate=True,
+    )
 
 
 def connect_the_dots(deltas: np.ndarray, interval: float) -> np.ndarray:

@@ -13,12 +13,11 @@ import math
 from collections.abc import Callable
 
 import numpy as np
-from dp_accounting.pld import pld_pmf
 from dp_accounting.pld import privacy_loss_distribution as google_pld
 from scipy.special import bdtrc, log_ndtr, logsumexp, ndtr, xlog1py
 from scipy.stats import binom
 
-from hf_dp.accounting.one_step import connect_the_dots
+from hf_dp.accounting.one_step import losses_of
 from hf_dp.errors import AccountingRangeError
 
 # A user has more rows in a step with less than this probability: then all of it counts as lost.
@@ -64,15 +63,7 @@ def sampled_rows(
                 for start in range(0, len(points), _CHUNK)
             ]
         )
-        directions.append(
-            pld_pmf.DensePLDPmf(
-                interval,
-                low,
-                connect_the_dots(found, interval),
-                infinity_mass=float(found.min()),
-                pessimistic_estimate=True,
-            )
-        )
+        directions.append(losses_of(found, interval, low))
     return google_pld.PrivacyLossDistribution(*directions)
 
 
