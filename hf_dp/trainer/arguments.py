@@ -145,8 +145,8 @@ class DPTrainingArguments(AuditArguments, UnitArguments, ForwardArguments, Train
         adam_bc_floor (`float`, *optional*):
             Take the known noise off Adam's second moment (DP-AdamBC, Tang et al. 2024, arXiv
             2312.14334), which costs no privacy. The number is the least that is left of it, as a
-            share of the noise's variance, above 0; a smaller one allows larger steps, so lower the
-            learning rate with it. Unset means plain Adam.
+            share of the noise's variance, above 0, in place of `adam_epsilon`; a smaller one allows
+            larger steps, so lower the learning rate with it. Unset means plain Adam.
         clip_noised_gradient (`bool`, *optional*, defaults to `False`):
             Whether `max_grad_norm` above 0 is meant: it clips the noised gradient, which costs no
             privacy, but is easily taken for the per-example clip.
