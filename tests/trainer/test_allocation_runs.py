@@ -11,7 +11,8 @@ from transformers import TrainerCallback
 
 from hf_dp.accounting import RandomAllocationGaussian, epsilon
 from hf_dp.cards.verify import verify
-from hf_dp.errors import BudgetExceededError, InvalidArgumentError, LedgerError
+from hf_dp.errors import AuditError, BudgetExceededError, InvalidArgumentError, LedgerError
+from hf_dp.noise import SecretRandomness
 from hf_dp.plans.allocation import AllocatedPlan
 from hf_dp.plans.privacy import PrivacyPlan
 from hf_dp.plans.sampling import AllocationSampler
@@ -164,6 +165,18 @@ def test_workers_draw_nothing_ahead_of_the_ledger(tmp_path):
     trainer.add_callback(disk)
     trainer.train()
     assert disk.steps == [5] * 5 + [10] * 5
+
+
+def test_an_audit_refutes_allocations_without_noise(tmp_path, monkeypatch):
+    """The planted bug is in the noise; a right run is not refuted (above 99.9 % by chance)."""
+    audited = {"audit_canaries": 60, "max_steps": 20, "expected_batch_size": 20}
+    trainer = tiny.trainer(tmp_path / "right", **ALLOCATED, **audited, target_delta=1e-3)
+    trainer.train()
+    assert trainer.privacy_statement().proven
+    monkeypatch.setattr(SecretRandomness, "gaussian_like", lambda self, v, std: v * 0)
+    trainer = tiny.trainer(tmp_path / "wrong", **ALLOCATED, **audited, target_delta=1e-3)
+    with pytest.raises(AuditError, match="not as private as it claims"):
+        trainer.train()
 
 
 def test_a_plan_of_other_batches_than_are_drawn_is_refused():
