@@ -6,6 +6,7 @@ import json
 
 import pytest
 import tiny
+import torch
 import users
 from transformers import TrainerCallback
 
@@ -170,11 +171,14 @@ def test_workers_draw_nothing_ahead_of_the_ledger(tmp_path):
 def test_an_audit_refutes_allocations_without_noise(tmp_path, monkeypatch):
     """The planted bug is in the noise; a right run is not refuted (above 99.9 % by chance)."""
     audited = {"audit_canaries": 60, "max_steps": 20, "expected_batch_size": 20}
-    trainer = tiny.trainer(tmp_path / "right", **ALLOCATED, **audited, target_delta=1e-3)
+    audited |= {"noise_multiplier": 2.0, "target_delta": 1e-3}
+    trainer = tiny.trainer(tmp_path / "right", **ALLOCATED, **audited)
     trainer.train()
     assert trainer.privacy_statement().proven
-    monkeypatch.setattr(SecretRandomness, "gaussian_like", lambda self, v, std: v * 0)
-    trainer = tiny.trainer(tmp_path / "wrong", **ALLOCATED, **audited, target_delta=1e-3)
+    monkeypatch.setattr(
+        SecretRandomness, "gaussian_like", lambda self, values, std: torch.zeros_like(values)
+    )
+    trainer = tiny.trainer(tmp_path / "wrong", **ALLOCATED, **audited)
     with pytest.raises(AuditError, match="not as private as it claims"):
         trainer.train()
 
