@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from hf_dp._validate import invalid
 from hf_dp.errors import AuditError, UnsupportedArgumentError
 from hf_dp.overlap.compare import TrainingRows
 from hf_dp.run.canary_rows import with_canaries
@@ -35,10 +36,13 @@ def with_canaries_for(args: Any, dataset: Any, model: nn.Module | None, rows: Tr
     )
 
 
-def audit_for(args: Any, run: PrivateRun) -> OneRunAudit | None:
+def audit_for(args: Any, run: PrivateRun, sums_are_gradients: bool) -> OneRunAudit | None:
     """Return the audit that the arguments ask for.
 
-    Raises: UnsupportedArgumentError with several processes, each of which draws rows of its own.
+    Args: sums_are_gradients: whether the noised sums are those of the weights' gradients.
+
+    Raises: UnsupportedArgumentError with several processes, each of which draws rows of its own;
+        and for directions among sums that are no gradients.
     """
     if args.audit_canaries is None:
         return None
@@ -46,6 +50,14 @@ def audit_for(args: Any, run: PrivateRun) -> OneRunAudit | None:
         raise UnsupportedArgumentError(
             f"Expected `audit_canaries` to be unset with {run.processes.count} processes, got "
             f"{args.audit_canaries}: each draws from rows of its own. Audit in one process."
+        )
+    if _scores(args) == DIRECTIONS and not sums_are_gradients:
+        raise invalid(
+            "audit_scores",
+            DIRECTIONS,
+            f"to be {GRADIENTS!r} or {LOSSES!r} with this peft_config",
+            "Its noised sums are of factors, in which a row's gradient has no direction.",
+            UnsupportedArgumentError,
         )
     audit = OneRunAudit(_scores(args), args.audit_canaries, run.plan, run.randomness.random_bytes)
     if audit.scores == DIRECTIONS:

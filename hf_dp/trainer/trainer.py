@@ -257,7 +257,7 @@ class DPTrainer(Publishing):
         run.has_own_examples = type(self).synthetic_batches is not DPTrainer.synthetic_batches
         run.read_columns_with(self.columns_for_training)
         run.book.evaluation_compared, run.book.rows_are_chunks = compared, args.rows_are_chunks
-        run.audit = audit_for(args, run)
+        run.audit = audit_for(args, run, self.tuner.gradients_are_noised_sums)
         self.mechanism = mechanism_for(run, self.tuner)
         self.callback_handler.callbacks = [
             with_epsilon(callback) for callback in self.callback_handler.callbacks

@@ -28,6 +28,7 @@ from hf_dp.run.one_run_audit import OneRunAudit
 from hf_dp.statement.audited import AuditResult
 from hf_dp.statement.record import read
 from hf_dp.statement.verify import disagreements
+from hf_dp.tuners.rgp.config import RgpConfig
 
 CANARIES, ROWS, C = 60, 40, 0.1
 
@@ -267,6 +268,12 @@ def test_planted_rows_drawn_too_often_are_an_error(tmp_path, monkeypatch):
 def test_what_cannot_be_audited_is_refused(options, message, tmp_path):
     with pytest.raises(InvalidArgumentError, match=message):
         trainer(tmp_path, **options)
+
+
+def test_directions_need_gradients(tmp_path):
+    given = {"peft_config": RgpConfig()}
+    with pytest.raises(UnsupportedArgumentError, match="`audit_scores` to be 'gradients' or"):
+        trainer(tmp_path, audit_scores="directions", given=given)
 
 
 def test_canaries_that_are_training_rows_are_refused(tmp_path, monkeypatch):
