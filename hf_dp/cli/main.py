@@ -39,6 +39,10 @@ COMMANDS: dict[str, tuple[str, str]] = {
         "hf_dp.cli.sweep",
         "train over a grid of settings and seeds, and state what the runs cost together",
     ),
+    "suggest": (
+        "hf_dp.cli.suggest",
+        "suggest batch size, steps, learning rate and what to train, each with its reason",
+    ),
     "plan": (
         "hf_dp.cli.plan",
         "estimate what a run or a recipe will cost, before anything is spent",

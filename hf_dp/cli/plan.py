@@ -8,11 +8,11 @@ import json
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from hf_dp._validate import integer
 from hf_dp.cli.account import ACCOUNTANTS
 from hf_dp.cli.answers import json_row, table
-from hf_dp.cli.config import peft_config, read_yaml
+from hf_dp.cli.config import read_yaml
 from hf_dp.cli.options import hyphenated
+from hf_dp.cli.plan_settings import plan_of, refuse_other_modes, settings_of, with_rows
 from hf_dp.errors import ConfigError, HfDpError
 from hf_dp.plans.sampling import POISSON, SAMPLINGS
 
@@ -31,22 +31,6 @@ EXAMPLES = """examples (SST-2):
       --transfer-to 392702
 """
 
-# option -> the key of a recipe, whose value it replaces
-_KEYS = {
-    "batch_size": "expected_batch_size",
-    "max_batch_size": "max_logical_batch_size",
-    "sampling": "sampling",
-    "epochs": "num_train_epochs",
-    "steps": "max_steps",
-    "delta": "target_delta",
-    "clipping_norm": "per_example_max_grad_norm",
-    "target_epsilon": "target_epsilon",
-    "noise_multiplier": "noise_multiplier",
-    "accountant": "accountant",
-    "clipping": "clipping",
-    "noised_loss_budget_ratio": "noised_loss_budget_ratio",
-    "noised_loss_bound": "noised_loss_bound",
-}
 _SWEPT = {
     "num_examples": int,
     "batch_size": int,
@@ -169,12 +153,12 @@ def main(argv: Sequence[str]) -> int:
     """Print the plan; return 2 (with a line on stderr) for what cannot be planned."""
     args = build_parser().parse_args(hyphenated(argv))
     recipe = {} if args.config is None else read_yaml(args.config)
-    _refuse_other_modes(recipe.get("privacy_mode", "dp_sgd"))
+    refuse_other_modes(recipe.get("privacy_mode", "dp_sgd"), "hf-dp plan")
     if args.plot is not None:
         from hf_dp._plotting import require_matplotlib
 
         require_matplotlib(args.plot)
-    settings = _settings(args, recipe)
+    settings = settings_of(args, recipe)
     if args.sweep is not None:
         return _sweep(args, settings)
     found = _forecast(args, settings)
@@ -199,15 +183,6 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def _refuse_other_modes(mode: str) -> None:
-    """Raise ConfigError for a privacy mode other than dp_sgd."""
-    if mode != "dp_sgd":
-        why = "it releases noised rows, not sums" if mode == "dp_fp" else "it spends no privacy"
-        raise ConfigError(
-            f"The recipe's privacy_mode is {mode!r}: {why}. hf-dp plan plans dp_sgd only."
-        )
-
-
 def _transfer(plan: PrivacyPlan, num_examples: int) -> Transfer:
     """Return the settings for another number of examples. Raises: ConfigError for a cut sample."""
     from hf_dp.planning import transfer
@@ -220,139 +195,10 @@ def _transfer(plan: PrivacyPlan, num_examples: int) -> Transfer:
     return transfer(sample_rate=plan.sample_rate, steps=plan.steps, num_examples=num_examples)
 
 
-def _settings(args: argparse.Namespace, recipe: dict[str, Any]) -> dict[str, Any]:
-    """Return the settings by option name: the command line's, else the recipe's."""
-    settings: dict[str, Any] = {option: _number(recipe.get(key)) for option, key in _KEYS.items()}
-    given = {option: getattr(args, option, None) for option in _KEYS}
-    for one, other in (("epochs", "steps"), ("target_epsilon", "noise_multiplier")):
-        if given[one] is not None or given[other] is not None:
-            # One of a pair also replaces the recipe's other.
-            settings[one] = settings[other] = None
-    settings |= {option: value for option, value in given.items() if value is not None}
-    if recipe.get("max_steps") == -1 and args.steps is None:
-        settings["steps"] = None
-    settings["peft"] = recipe.get("peft")
-    settings["num_examples"], settings["users"] = args.num_examples, _users(recipe)
-    if args.num_examples is None and recipe:
-        if settings["users"] is None:
-            settings["num_examples"] = _rows(recipe)
-        else:
-            settings["table"] = _whose(recipe, settings["users"])
-            settings["num_examples"] = len(settings["table"])
-            settings["users"] = _with_rows(settings["users"], settings["table"])
-    if settings["users"] is not None and settings["users"].by_row and "table" not in settings:
-        raise ConfigError(
-            "With unit_sampling=examples the rows to draw from are counted user by user. Name the "
-            "recipe's train_file, and leave --num-examples unset."
-        )
-    return settings
-
-
-def _users(recipe: dict[str, Any]) -> Users | None:
-    """Return what a recipe says of users. Raises: InvalidArgumentError."""
-    if not recipe:
-        return None
-    from argparse import Namespace
-
-    from hf_dp.trainer.unit_arguments import ARGUMENTS, unit_problems, users_of
-
-    names = ("auto_physical_batch_size", *ARGUMENTS)
-    said = Namespace(
-        privacy_unit=recipe.get("privacy_unit", "example"),
-        **{name: recipe.get(name) for name in names},
-    )
-    for problem in unit_problems(said).values():
-        raise problem
-    return users_of(said)
-
-
-def _whose(recipe: dict[str, Any], users: Users) -> UnitTable:
-    """Return whose the training rows of a recipe are. Raises: ConfigError, DataError."""
-    from hf_dp.batches.units import split_off_units
-    from hf_dp.tasks.files import load_file
-
-    if not recipe.get("train_file"):
-        raise ConfigError(
-            "The recipe's training rows are not available here, so the number of their users is "
-            "not known. Give --num-examples USERS."
-        )
-    rows = load_file(recipe["train_file"])
-    most = recipe.get("max_train_rows")
-    return split_off_units(rows if most is None else rows.select(range(most)), users.column)[0]
-
-
-def _number(value: Any) -> Any:
-    """Return a number that YAML reads as text, like 1e-5; leave words as they are."""
-    try:
-        return float(value) if isinstance(value, str) else value
-    except ValueError:
-        return value
-
-
-def _rows(recipe: dict[str, Any]) -> int:
-    """Return how many training rows the recipe's data has.
-
-    Raises: ConfigError where the data is not available.
-    """
-    here = recipe.get("train_file") or recipe.get("dataset_name") == "demo"
-    if here and recipe.get("data_format"):
-        from hf_dp.tasks.generation.data import count_examples
-
-        return count_examples(recipe)
-    if recipe.get("max_train_rows"):
-        return int(recipe["max_train_rows"])
-    if recipe.get("dataset_name") == "demo":
-        from hf_dp.tasks.demo_sentences import demo_dataset
-
-        return len(demo_dataset()["train"])
-    if recipe.get("train_file"):
-        from hf_dp.tasks.files import load_file
-
-        return len(load_file(recipe["train_file"]))
-    raise ConfigError(
-        "The recipe's training rows are not available here, so their number is not known. Give "
-        "--num-examples N."
-    )
-
-
-def _plan(settings: dict[str, Any]) -> PrivacyPlan:
-    from hf_dp.plans.privacy import PrivacyPlan
-
-    if settings["num_examples"] is None:
-        raise ConfigError(
-            "Expected --num-examples N, the rows of the training set (or --config with data), got "
-            "neither."
-        )
-    epochs, steps = settings["epochs"], settings["steps"]
-    clipping_norm = 0.1 if settings["clipping_norm"] is None else settings["clipping_norm"]
-    adapter, users = peft_config(settings["peft"]), settings["users"]
-    return PrivacyPlan.create(
-        num_examples=settings["num_examples"],
-        expected_batch_size=settings["batch_size"],
-        max_batch_size=settings["max_batch_size"],
-        clipping_norm=clipping_norm,
-        num_train_epochs=3.0 if epochs is None else epochs,
-        max_steps=-1 if steps is None else integer("steps", steps, 1),
-        target_epsilon=settings["target_epsilon"],
-        noise_multiplier=settings["noise_multiplier"],
-        target_delta=settings["delta"],
-        accountant=settings["accountant"] or "pld",
-        clipping=settings["clipping"] or "flat",
-        sampling=settings["sampling"] or POISSON,
-        noised_loss_bound=settings["noised_loss_bound"],
-        noised_loss_budget_ratio=settings["noised_loss_budget_ratio"],
-        selection=adapter.selection_plan(clipping_norm)
-        if hasattr(adapter, "selection_plan")
-        else None,
-        users=users,
-        privacy_unit="example" if users is None else "user",
-    )
-
-
 def _forecast(args: argparse.Namespace, settings: dict[str, Any]) -> Forecast:
     from hf_dp.planning import forecast
 
-    plan = _plan(settings)
+    plan = plan_of(settings)
     return forecast(
         plan,
         ACCOUNTANTS if args.cross_check else None,
@@ -451,12 +297,6 @@ def _rows_of_users(table: UnitTable, users: Users) -> str:
     )
 
 
-def _with_rows(users: Users, table: UnitTable) -> Users:
-    """Return the users with the number of rows to draw from, where rows are drawn."""
-    rows = len(table.capped(users.max_rows)) if users.by_row else None
-    return dataclasses.replace(users, num_rows=rows)
-
-
 def _both_ways(settings: dict[str, Any], plan: PrivacyPlan) -> str:
     """Compare drawing users with drawing their rows, at the same epsilon, steps and rows a step."""
     from hf_dp.plans.units import SAMPLINGS as OF_USERS
@@ -472,10 +312,10 @@ def _both_ways(settings: dict[str, Any], plan: PrivacyPlan) -> str:
         f"epsilon {epsilon:g}:"
     ]
     for sampling in OF_USERS:
-        other = _with_rows(dataclasses.replace(users, sampling=sampling), whose)
+        other = with_rows(dataclasses.replace(users, sampling=sampling), whose)
         drawn = rows if other.by_row else rows / rows_of_one
         try:
-            found = _plan({**settings, "users": other, "batch_size": drawn, "steps": plan.steps})
+            found = plan_of({**settings, "users": other, "batch_size": drawn, "steps": plan.steps})
             said = f"{found.noise_multiplier / drawn:.4g}"
         except HfDpError as problem:
             said = f"not possible ({problem})"

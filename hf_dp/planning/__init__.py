@@ -1,7 +1,18 @@
 """Plan before spending, without torch: the cost of a run, of a range of settings, on other data."""
 
-from hf_dp.planning.forecast import Forecast, forecast
+from hf_dp.planning.forecast import Forecast, forecast, most_signal
+from hf_dp.planning.suggestion import Choice, Suggestion, suggest
 from hf_dp.planning.sweep import parse_sweep
 from hf_dp.planning.transfer import Transfer, transfer
 
-__all__ = ["Forecast", "Transfer", "forecast", "parse_sweep", "transfer"]
+__all__ = [
+    "Choice",
+    "Forecast",
+    "Suggestion",
+    "Transfer",
+    "forecast",
+    "most_signal",
+    "parse_sweep",
+    "suggest",
+    "transfer",
+]

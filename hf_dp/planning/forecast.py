@@ -117,3 +117,14 @@ def _signal_to_noise(plan: PrivacyPlan, gradient_norm: float, parameters: int | 
     # The noise on the mean is N(0, (noise_std / B)^2) in each of p coordinates, so its norm is
     # about that standard deviation times sqrt(p).
     return signal * _used(plan) / (plan.noise_std * math.sqrt(parameters))
+
+
+def most_signal(plan: PrivacyPlan, parameters: int) -> float:
+    """Return the largest possible ratio of all steps' gradients to all steps' noise, in norms.
+
+    A step's mean gradient has norm C at most, so T of them add up to T C. Their noise has a
+    standard deviation of noise_std / B a coordinate and step, so its sum has the norm sqrt(T p)
+    noise_std / B.
+    """
+    of_noise = plan.noise_std * math.sqrt(plan.steps * parameters) / plan.expected_batch_size
+    return plan.steps * plan.clipping_norm / of_noise

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 
+from hf_dp.planning import most_signal
 from hf_dp.plans.dp_sgd import DpSgdPlan
 from hf_dp.plans.privacy import PrivacyPlan
 
@@ -43,14 +43,3 @@ def doubts(
             f"target_delta is {plan.delta:.3g}, above 1/(2N) = {1 / (2 * plan.num_examples):.3g}. "
             "It is roughly the chance that the guarantee fails. Leave it unset for 1/(2N)."
         )
-
-
-def most_signal(plan: PrivacyPlan, parameters: int) -> float:
-    """Return the largest possible ratio of all steps' gradients to all steps' noise, in norms.
-
-    A step's mean gradient has norm C at most, so T of them add up to T C. Their noise has a
-    standard deviation of noise_std / B a coordinate and step, so its sum has the norm sqrt(T p)
-    noise_std / B.
-    """
-    of_noise = plan.noise_std * math.sqrt(plan.steps * parameters) / plan.expected_batch_size
-    return plan.steps * plan.clipping_norm / of_noise

@@ -7,8 +7,9 @@ import logging
 import pytest
 import tiny
 
+from hf_dp.planning import most_signal
 from hf_dp.plans.privacy import PrivacyPlan
-from hf_dp.run.outlook import doubts, most_signal
+from hf_dp.run.outlook import doubts
 
 
 def plan(**options):

@@ -1,0 +1,198 @@
+"""Suggest settings that learn: batch size, steps, learning rate and what trains, with reasons.
+
+The rules carry settings that are known to work to other data. They read public numbers only: how
+many examples there are, epsilon, delta, and the size of the model.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from hf_dp import _validate
+from hf_dp.planning.forecast import most_signal
+from hf_dp.plans.privacy import PrivacyPlan
+
+LI = "Li et al. 2022"
+# SST-2 in Li et al. 2022, appendix H: B = 1024 of N = 67,349 for 3 epochs.
+SAMPLE_RATE = 1024 / 67_349
+STEPS = 198
+CLIPPING_NORM = 0.1
+SMALLEST_BATCH = 512
+LARGEST_RATE = 1 / 8
+LEARNING_RATES = (3e-4, 5e-3)
+WALK = 0.02
+ADAPTER_FACTOR = 3
+# Full fine-tuning learned at this ratio (the quickstart). Below it, fewer numbers should train.
+ENOUGH_SIGNAL = 0.4
+LORA = {"peft_type": "lora", "r": 8}
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One setting.
+
+    Attributes:
+        name: a key of a recipe, and an argument of DPTrainingArguments, except ``peft``.
+        value: as the recipe takes it.
+        reason: why, with its source.
+    """
+
+    name: str
+    value: Any
+    reason: str
+
+
+@dataclass(frozen=True)
+class Suggestion:
+    """Settings for a run, and what they mean. Nothing has been run.
+
+    Attributes:
+        plan: the run with these settings.
+        choices: the settings, each with its reason.
+        parameters: how many numbers train; None where that is not known.
+    """
+
+    plan: PrivacyPlan
+    choices: tuple[Choice, ...]
+    parameters: int | None
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """Return the settings by name, as a recipe has them."""
+        return {choice.name: choice.value for choice in self.choices}
+
+
+def suggest(
+    num_examples: int,
+    target_epsilon: float,
+    *,
+    epochs: float | None = None,
+    parameters: int | None = None,
+    peft: dict[str, Any] | None = None,
+    **request: Any,
+) -> Suggestion:
+    """Suggest settings for a run with DP-Adam.
+
+    Args:
+        num_examples: N, rows (or users) of the training set, at least 16.
+        target_epsilon: the epsilon to stay within.
+        epochs: passes over the data that there is time for; None: as many as the rules ask for.
+        parameters: how many numbers train with ``peft``; None: not known.
+        peft: the recipe's choice of what trains, which stays; None: everything, or LoRA where the
+            noise would drown that.
+        request: further arguments of :meth:`PrivacyPlan.create`, such as ``target_delta``.
+
+    Raises: InvalidArgumentError naming the argument; CalibrationError if no noise meets the target.
+    """
+    count = _validate.integer("num_examples", num_examples, 16)
+    if epochs is not None:
+        epochs = _validate.positive("epochs", epochs)
+    if parameters is not None:
+        parameters = _validate.integer("parameters", parameters, 1)
+    batch, steps, why_batch, why_steps = _batch_and_steps(count, epochs)
+    plan = PrivacyPlan.create(
+        num_examples=count,
+        expected_batch_size=batch,
+        max_steps=steps,
+        target_epsilon=target_epsilon,
+        clipping_norm=CLIPPING_NORM,
+        **request,
+    )
+    trains, why_trains = _what_trains(plan, parameters, peft)
+    return Suggestion(
+        plan,
+        (
+            Choice("expected_batch_size", batch, why_batch),
+            Choice("max_steps", steps, why_steps),
+            Choice("learning_rate", *_learning_rate(steps, adapter=trains is not None)),
+            Choice(
+                "lr_scheduler_type",
+                "linear",
+                "with a decay the last, noisy steps move the weights less; all our own sweeps used "
+                "it",
+            ),
+            Choice(
+                "per_example_max_grad_norm",
+                CLIPPING_NORM,
+                f"clip nearly every gradient ({LI}, section 3.1.2 and figure 4). Adam divides the "
+                "scale out again, so a smaller norm changes nothing",
+            ),
+            Choice("peft", trains, why_trains),
+        ),
+        parameters if trains == peft else None,
+    )
+
+
+def _batch_and_steps(count: int, epochs: float | None) -> tuple[int, int, str, str]:
+    """Return B and the number of steps, and why each."""
+    wanted = max(SAMPLE_RATE * count, min(SMALLEST_BATCH, LARGEST_RATE * count))
+    steps, needed = STEPS, STEPS * wanted / count
+    why = (
+        f"the sample rate of SST-2, 1024 / 67,349 ({LI}, appendix L: sample rate and steps carry "
+        "over to other data, batch size and epochs do not)"
+    )
+    if wanted > SAMPLE_RATE * count:
+        why = (
+            f"more than the sample rate of SST-2 gives ({SAMPLE_RATE * count:.0f}), since on few "
+            f"examples the noise of a small batch drowns its gradient ({LI}, figure 3)"
+        )
+    why_steps = f"as many as on SST-2 ({LI}, appendices H and L); {needed:.3g} epochs"
+    if epochs is not None and epochs < needed:
+        # The number of examples that pass, B x steps, is fixed. Both shrink by the same factor.
+        share = math.sqrt(epochs / needed)
+        wanted, steps = wanted * share, max(1, round(STEPS * share))
+        why += f". {epochs:g} epochs are fewer than the {needed:.3g} wanted: batch and steps shrink"
+        why_steps = f"{epochs:g} epochs at this batch size"
+    elif epochs is not None:
+        wanted = min(wanted * epochs / needed, count)
+        why = (
+            f"{epochs:g} epochs in {STEPS} steps: at a fixed number of steps a larger batch is "
+            f"always better ({LI}, section 3.1.1 and figure 3)"
+        )
+        why_steps = f"as many as on SST-2 ({LI}, appendices H and L)"
+    return max(1, round(wanted)), steps, why, why_steps
+
+
+def _learning_rate(steps: int, *, adapter: bool) -> tuple[float, str]:
+    """Return the peak learning rate, one digit, and why.
+
+    Under noise, Adam moves each number by about the learning rate in a random direction in each
+    step, so over S steps by about sqrt(S) times that. What a pretrained model bears of it is taken
+    as the same for all runs.
+    """
+    low, high = LEARNING_RATES
+    exact = min(max(WALK / math.sqrt(steps), low), high) * (ADAPTER_FACTOR if adapter else 1)
+    reason = (
+        "under noise Adam makes a random walk of about learning rate x sqrt(steps); our sweeps "
+        f"were best near {WALK:g}. Large batches need large rates ({LI}, figure 2). If you can "
+        "tune on public data, try half and double"
+    )
+    if adapter:
+        reason += (
+            f". An adapter takes {ADAPTER_FACTOR} times the rate of all weights (recipes/sst2)"
+        )
+    return float(f"{exact:.0e}"), reason
+
+
+def _what_trains(
+    plan: PrivacyPlan, parameters: int | None, peft: dict[str, Any] | None
+) -> tuple[dict[str, Any] | None, str]:
+    """Return the block ``peft``, None for everything, and why."""
+    if peft is not None:
+        return peft, "as it was chosen"
+    full = (
+        f"train everything: with ghost clipping it is as good as LoRA or better ({LI}, tables 1 "
+        "and 2), and it was in our runs (recipes/sst2)"
+    )
+    if parameters is None:
+        return None, full + ". Whether the noise allows it depends on `parameters`, not given"
+    ratio = most_signal(plan, parameters)
+    if ratio >= ENOUGH_SIGNAL:
+        return None, f"{full}. At best the gradients add up to {ratio:.2g} of the noise"
+    return LORA, (
+        f"noise grows with the numbers that train: for all {parameters:,} the gradients add up to "
+        f"{ratio:.2g} of the noise at best, and the least that learned in our runs is "
+        f"{ENOUGH_SIGNAL:g}"
+    )

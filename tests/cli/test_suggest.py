@@ -1,0 +1,107 @@
+"""``hf-dp suggest`` as a user calls it."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import tiny
+import yaml
+
+from hf_dp.cli.main import main
+
+SST2 = ["suggest", "--num-examples", "67349", "--target-epsilon", "3"]
+
+
+def printed(capsys, *words) -> str:
+    assert main(list(words)) == 0
+    return capsys.readouterr().out
+
+
+@pytest.fixture
+def recipe(tmp_path):
+    """A recipe whose model is a folder with a configuration and no weights."""
+    tiny.model().config.save_pretrained(tmp_path / "model")
+    values = {
+        "model_name_or_path": str(tmp_path / "model"),
+        "train_file": "rows.csv",
+        "max_train_rows": 5000,
+        "max_length": 8,
+        "per_device_train_batch_size": 4,
+        "target_epsilon": 8,
+        "expected_batch_size": 32,
+        "num_train_epochs": 9,
+        "learning_rate": 5e-5,
+    }
+    path = tmp_path / "recipe.yaml"
+    path.write_text(yaml.safe_dump(values))
+    return path
+
+
+def test_what_is_printed_is_yaml_with_a_reason_above_each_setting(capsys):
+    out = printed(capsys, *SST2, "--throughput", "100", "--parameters", "22700000")
+    found = yaml.safe_load(out)
+    assert found["expected_batch_size"] == 1024 and found["max_steps"] == 198
+    first = out.split("\n\n")[0]
+    assert "67,349 examples, epsilon 3 at delta 7.424e-06 (pld)" in first
+    assert "0.56 hours" in first and "0.34 GiB" in first
+    for block in out.strip().split("\n\n")[1:]:
+        assert block.startswith("# ") and not block.splitlines()[-1].startswith("#")
+    assert max(map(len, out.splitlines())) <= 100
+
+
+def test_json(capsys):
+    found = json.loads(printed(capsys, *SST2, "--json"))
+    assert found["settings"]["max_steps"] == found["plan"]["steps"] == 198
+    assert set(found["settings"]) == set(found["reasons"])
+    assert found["effective_noise_multiplier"] == pytest.approx(
+        found["plan"]["noise_multiplier"] * 67349 / 1024
+    )
+    assert found["seconds"] is found["state_bytes"] is None
+
+
+def test_a_recipe_gives_its_data_and_model(recipe, capsys, tmp_path):
+    new = tmp_path / "new.yaml"
+    words = ["suggest", "--config", str(recipe), "--epochs", "2", "--output", str(new)]
+    out = printed(capsys, *words)
+    assert "5,000 examples, epsilon 8" in out and "The recipe has 32." in out
+    assert "numbers that train" in out
+    before, after = yaml.safe_load(recipe.read_text()), yaml.safe_load(new.read_text())
+    assert "num_train_epochs" not in after
+    assert after["learning_rate"] > 1e-4 and after["train_file"] == before["train_file"]
+    assert after["max_steps"] * after["expected_batch_size"] == pytest.approx(10_000, rel=0.05)
+    assert main(words) == 2  # the file is there
+    assert "`--output`" in capsys.readouterr().err
+    # The new file is a recipe: hf-dp plan reads it.
+    planned = json.loads(printed(capsys, "plan", "--config", str(new), "--json"))["plan"]
+    assert planned["steps"] == after["max_steps"]
+
+
+def test_speed_and_memory_are_measured_on_made_up_examples(recipe, capsys):
+    # The file of rows does not exist, so nothing can have read it.
+    found = json.loads(printed(capsys, "suggest", "--config", str(recipe), "--measure", "--json"))
+    measured = found["measured"]
+    assert measured["throughput"] > 0 and measured["bytes"] >= 0
+    examples = found["plan"]["steps"] * found["plan"]["expected_batch_size"]
+    assert found["seconds"] == pytest.approx(examples / measured["throughput"])
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--target-epsilon", "3"], "--num-examples"),
+        (["--num-examples", "100"], "--target-epsilon"),
+        (SST2[1:] + ["--measure"], "--config"),
+        (SST2[1:] + ["--output", "x.yaml"], "--config"),
+        (SST2[1:] + ["--epochs", "-1"], "epochs"),
+    ],
+)
+def test_bad_input(words, said, capsys):
+    assert main(["suggest", *words]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_modes_that_are_not_dp_sgd_are_refused(recipe, capsys):
+    recipe.write_text(recipe.read_text() + "privacy_mode: dp_fp\n")
+    assert main(["suggest", "--config", str(recipe)]) == 2
+    assert "hf-dp suggest plans dp_sgd only" in capsys.readouterr().err
