@@ -126,7 +126,6 @@ class SearchTerm(NamedTuple):
     run: Composition
     mean_runs: float
     shape: float | None
-    times: int
 
 
 @dataclass(frozen=True)
@@ -305,7 +304,7 @@ class _Parts:
         if isinstance(event, BestOfRandomRuns):
             run = compose(event.run)
             if not run.empty:
-                self.searches.append(SearchTerm(run, event.mean_runs, event.shape, event.steps))
+                self.searches.append(SearchTerm(run, event.mean_runs, event.shape))
         elif isinstance(event, RandomizedResponse):
             self.responses[event.epsilon, event.num_classes] += event.steps
         elif isinstance(event, Gaussian | RecordRelease):
@@ -390,7 +389,7 @@ class _Parts:
             ),
             steps=sum(sum(counts.values()) for counts in (*drawn, self.responses))
             + sum(term.steps for term in allocated)
-            + sum(term.times * term.run.steps for term in self.searches),
+            + sum(term.run.steps for term in self.searches),
             truncated=truncated,
             user_rows=user_rows,
             allocated=allocated,

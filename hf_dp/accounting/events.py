@@ -311,7 +311,6 @@ class BestOfRandomRuns(Described):
             nothing is released).
         shape: that of the truncated negative binomial, 0 or from 10^-6 to 10^6: 1 (default) is the
             geometric distribution, 0 the logarithmic one. With "poisson" it must be None.
-        steps: how many such searches ran, >= 0.
 
     Raises:
         InvalidArgumentError: a value is out of range, or ``run`` holds no event or a search.
@@ -321,7 +320,6 @@ class BestOfRandomRuns(Described):
     mean_runs: float
     distribution: str = "truncated_negative_binomial"
     shape: float | None = 1.0
-    steps: int = 1
 
     def __post_init__(self) -> None:
         simple = (Gaussian, PoissonSampledGaussian, TruncatedPoissonSampledGaussian)
@@ -352,11 +350,23 @@ class BestOfRandomRuns(Described):
                     "to be above 1 by 10^-6 or more",
                     "A single run is no search.",
                 )
-        object.__setattr__(self, "steps", integer("steps", self.steps, 0))
+
+    @property
+    def steps(self) -> int:
+        """Those of one run."""
+        return sum(event.steps for event in self.run)
+
+    def with_steps(self, steps: int) -> Self:
+        """Return the search whose runs have so many steps. Raises: InvalidArgumentError for runs of
+        several events: of which is not known."""
+        if len(self.run) > 1:
+            raise invalid("steps", steps, f"to be left at {self.steps} for runs of several events")
+        return dataclasses.replace(self, run=(self.run[0].with_steps(steps),))
 
     @property
     def noise_multipliers(self) -> dict[str, float]:
-        return {}
+        """Those of one run; of a run of several events none is the one."""
+        return self.run[0].noise_multipliers if len(self.run) == 1 else {}
 
     def to_dict(self) -> dict[str, Any]:
         """Return a JSON-ready description that :func:`event_from_dict` reads."""

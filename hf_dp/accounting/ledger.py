@@ -12,7 +12,7 @@ from typing import Any
 
 from hf_dp._validate import invalid
 from hf_dp.accounting.accountants import epsilon
-from hf_dp.accounting.events import EVENT_TYPES, Event, event_from_dict
+from hf_dp.accounting.events import EVENT_TYPES, BestOfRandomRuns, Event, event_from_dict
 from hf_dp.accounting.value import Epsilon
 from hf_dp.errors import LedgerError, UnsupportedEventError
 
@@ -42,9 +42,17 @@ class LedgerEntry:
             raise invalid("steps", self.event.steps, "to be >= 1", "A ledger holds what ran.")
 
     def continues(self, earlier: LedgerEntry) -> bool:
-        """Return whether mechanism and purpose are the same; the number of steps may differ."""
+        """Return whether mechanism and purpose are the same; the number of steps may differ.
+
+        A search does not continue another one: two cost more than one with runs as long as both.
+        Only the run that is being recorded goes on with its own.
+        """
+        if self.purpose != earlier.purpose or type(self.event) is not type(earlier.event):
+            return False
+        if isinstance(self.event, BestOfRandomRuns) and self.purpose != TRAINING:
+            return False
         same = self.event.with_steps(1) == earlier.event.with_steps(1)
-        return self.purpose == earlier.purpose and same
+        return same
 
 
 class Ledger:
@@ -101,7 +109,7 @@ class Ledger:
         if len(self._entries) <= here or self._entries[:here] != earlier:
             return False
         mine = self._entries[here]
-        return mine.continues(last) and mine.event.steps >= last.event.steps
+        return mine == last or (mine.continues(last) and mine.event.steps >= last.event.steps)
 
     def to_list(self) -> list[dict[str, Any]]:
         """Return JSON-ready entries ``{"type", "purpose", ...event fields}``, in order."""

@@ -80,7 +80,7 @@ def _total(composition: Composition) -> np.ndarray:
     for response in composition.responses:
         curve = curve + response.steps * _response(response)
     for search in composition.searches:
-        curve = curve + search.times * _best_of(_total(search.run), search.mean_runs, search.shape)
+        curve = curve + _best_of(_total(search.run), search.mean_runs, search.shape)
     return curve
 
 

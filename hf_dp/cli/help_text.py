@@ -30,6 +30,11 @@ PRIVACY = {
         "poisson, or random_allocation: each row once an epoch, in a random step (default: "
         "poisson)",
     ),
+    "private_selection_mean_runs": (
+        "K",
+        "expected number of runs of a search that releases only the best; set by hf-dp sweep "
+        "--private-selection",
+    ),
     "max_logical_batch_size": (
         "B",
         "largest sample that a step uses in full; needs accountant pld (default: no limit)",

@@ -6,19 +6,18 @@ An interrupted sweep is resumed by the same command.
 from __future__ import annotations
 
 import argparse
-import copy
 import hashlib
 import itertools
 import json
-import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from hf_dp.cli.cells import METRICS, Cell, in_words
+from hf_dp.cli.cell_runs import result, run_cell, with_settings, zero_shot
+from hf_dp.cli.cells import Cell, in_words
 from hf_dp.cli.config import read_yaml
 from hf_dp.cli.launch import add_launch_options, launch_words, refuse_several
 from hf_dp.cli.sweep_report import plot_over_zero_shot, plot_sweep, spent_together, table
@@ -29,11 +28,18 @@ EXAMPLES = """examples:
       --grid target_epsilon=3,8 learning_rate=5e-4,1e-3 --output-dir outputs/sweep
   hf-dp sweep --config recipe.yaml --grid infilling=null,sst2 target_epsilon=3,8 \\
       --output-dir outputs/words --plot words.png
+  hf-dp sweep --config recipe.yaml --grid learning_rate=5e-4,1e-3,2e-3 --private-selection 5 \\
+      --score accuracy --output-dir outputs/search
 
 Runs that are done are not repeated: start the same command again after an interruption. Every
 private run on the same rows adds its epsilon; the last line says what all runs in the table cost
-together. A search that releases only the best of a secret, random number of runs can cost as little
-as a few of them, but a grid is no such search: `hf-dp account search --help` states the conditions.
+together.
+
+With --private-selection K, target_epsilon is that of the whole search. A secret, random number of
+runs (K on average) is made, each with values drawn from the grid. The run with the best score is
+moved to OUTPUT_DIR/best, and the others are deleted. Publish nothing else of the folder, and choose
+by evaluation data that is public: epsilon does not cover it. `hf-dp account search --help` states
+the conditions.
 """
 
 
@@ -82,6 +88,18 @@ def build_parser() -> argparse.ArgumentParser:
         help="write a PNG, PDF or SVG: a curve, heat map or bars; with --zero-shot, trained over "
         "untrained accuracy",
     )
+    add(
+        "--private-selection",
+        type=float,
+        metavar="K",
+        help="release only the best of a secret, random number of runs, K on average; epsilon is "
+        "that of the whole search",
+    )
+    add(
+        "--score",
+        metavar="NAME",
+        help="with it: the metric that decides (larger is better, except for perplexity)",
+    )
     add("--dry-run", action="store_true", help="print the runs and stop")
     add_launch_options(parser)
     return parser
@@ -102,14 +120,18 @@ def main(argv: Sequence[str]) -> int:
             f"Expected `--output-dir` to be a folder, but {args.output_dir!r} is a file. Choose "
             "another name."
         )
+    if args.score and args.private_selection is None:
+        raise ConfigError("`--score` decides in a search. Add --private-selection K.")
     cells = list(grid(args.grid, args.seeds, Path(args.output_dir)))
     if args.dry_run:
         print("\n".join(f"{cell.label} seed={cell.seed}: {cell.folder}" for cell in cells))
         return 0
+    if args.private_selection is not None:
+        return _select(args, recipe, cells, launched)
     failed = [
         cell
         for number, cell in enumerate(cells)
-        if not _run(recipe, cell, f"{number + 1} of {len(cells)}", launched)
+        if not run_cell(recipe, cell, f"{number + 1} of {len(cells)}", launched)
     ]
     results = {cell: result(cell) for cell in cells if cell not in failed}
     if args.zero_shot:
@@ -125,6 +147,28 @@ def main(argv: Sequence[str]) -> int:
             f"failed: {cell.label} seed={cell.seed}; see {cell.folder / 'log.txt'}", file=sys.stderr
         )
     return 1 if failed else 0
+
+
+def _select(
+    args: argparse.Namespace, recipe: dict[str, Any], cells: Sequence[Cell], launched: Sequence[str]
+) -> int:
+    """Search privately and print the best run. Raises: ConfigError."""
+    from hf_dp.cli.private_selection import Search, select
+
+    for option in ("zero_shot", "plot"):
+        if getattr(args, option):
+            raise ConfigError(
+                f"`--{option.replace('_', '-')}` shows all runs, and a private selection releases "
+                "one. Leave it out."
+            )
+    if not args.score:
+        raise ConfigError(
+            "`--private-selection` needs the metric that decides. Add --score accuracy, for "
+            "example."
+        )
+    found = select(Search(recipe, cells, args.private_selection, args.score), launched)
+    print(found.in_words())
+    return 0
 
 
 def grid(words: Sequence[str], seeds: Sequence[int], folder: Path) -> Iterator[Cell]:
@@ -189,131 +233,3 @@ def _yaml(text: str, word: str) -> Any:
             "text, a number, a list or a mapping."
         ) from problem
     return value
-
-
-def with_settings(recipe: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the recipe with these settings; ``peft.r`` is the key ``r`` of the block ``peft``.
-
-    Raises: ConfigError when there is no such block.
-    """
-    values = copy.deepcopy(dict(recipe))
-    for key, value in settings.items():
-        block, *inside = key.split(".")
-        if not inside:
-            values[block] = value
-        elif len(inside) == 1 and isinstance(values.get(block), dict):
-            values[block][inside[0]] = value
-        else:
-            raise ConfigError(
-                f"Expected the key {key!r} to be inside a block of the recipe, but the recipe has "
-                f"no block `{block}`. Add it, or name a key of the top level."
-            )
-    return values
-
-
-def _run(recipe: dict[str, Any], cell: Cell, which: str, launched: Sequence[str]) -> bool:
-    """Train one cell in a process of its own, unless its result is there already.
-
-    Args:
-        launched: the words that ask for several processes.
-
-    Raises: ConfigError when the folder holds a run of another recipe.
-    """
-    values = {**with_settings(recipe, cell.settings), "seed": cell.seed}
-    values = {
-        key: value for key, value in values.items() if value is not None and key != "output_dir"
-    }
-    config = cell.folder / "config.yaml"
-    if config.exists() and (before := read_yaml(str(config))) != values:
-        changed = sorted(key for key in {*before, *values} if before.get(key) != values.get(key))
-        raise ConfigError(
-            f"{cell.folder.name} in `--output-dir` was run with other values of {changed}. Choose "
-            "another folder: the results in it are of another recipe, and the record of what its "
-            "private runs have spent must not be lost."
-        )
-    if cell.done is not None:
-        return True
-    print(f"[{which}] {cell.label} seed={cell.seed}", file=sys.stderr, flush=True)
-    cell.folder.mkdir(parents=True, exist_ok=True)
-    config.write_text(yaml.safe_dump(values, sort_keys=False), encoding="utf-8")
-    with open(cell.folder / "log.txt", "w", encoding="utf-8") as log:
-        # A folder of its own for each attempt: an interrupted run's ledger must stay, and no other
-        # run may write beside it.
-        output = cell.folder / f"run{len(cell.attempts) + 1}"
-        output.mkdir()
-        command = [
-            sys.executable,
-            "-m",
-            "hf_dp.cli.main",
-            "train",
-            "--config",
-            str(config),
-            "--output_dir",
-            str(output),
-            *launched,
-        ]
-        done = subprocess.run(command, stdout=log, stderr=subprocess.STDOUT)
-    return done.returncode == 0 and cell.done is not None
-
-
-def result(cell: Cell) -> dict[str, Any]:
-    """Return ``{"metrics": {"accuracy": 0.9}, "epsilon": 2.4}`` of a run that is done.
-
-    Epsilon is None for a run that is not private.
-    """
-    from hf_dp.statement.record import FILE_NAME, read
-
-    folder = cell.done
-    assert folder is not None
-    try:
-        found = json.loads((folder / METRICS).read_text(encoding="utf-8"))
-    except ValueError as problem:
-        raise ConfigError(
-            f"{folder / METRICS} is damaged ({problem}). Delete it to run {cell.label!r} again."
-        ) from problem
-    metrics = {
-        name.removeprefix("eval_"): value
-        for name, value in found.items()
-        if not name.endswith("loss")
-    }
-    private = (folder / FILE_NAME).exists()
-    statement = read(folder).statement if private else None
-    return {
-        "metrics": metrics,
-        "epsilon": None if statement is None else statement["epsilon"],
-        "status": None if statement is None else statement["status"],
-    }
-
-
-def zero_shot(cell: Cell) -> dict[str, float]:
-    """Return the metrics of the base before training, with this cell's template and words.
-
-    A head has none. They are computed once and kept.
-    """
-    kept = cell.folder / "zero_shot.json"
-    if not read_yaml(str(cell.folder / "config.yaml")).get("infilling"):
-        return {}
-    if not kept.exists():
-        command = [
-            sys.executable,
-            "-m",
-            "hf_dp.cli.main",
-            "eval",
-            "--zero-shot",
-            "--json",
-            "--config",
-        ]
-        done = subprocess.run(
-            [*command, str(cell.folder / "config.yaml")], capture_output=True, text=True
-        )
-        if done.returncode:
-            raise ConfigError(
-                f"The zero-shot evaluation of {cell.label!r} failed: "
-                f"{done.stderr.strip().splitlines()[-1]} Leave --zero-shot out, or change the "
-                "recipe."
-            )
-        kept.write_text(done.stdout.strip().splitlines()[-1], encoding="utf-8")
-    return {
-        name.removeprefix("eval_"): value
-        for name, value in json.loads(kept.read_text(encoding="utf-8")).items()
-    }

@@ -4,6 +4,7 @@ Importing it registers the mechanisms that come with hf_dp.
 """
 
 from hf_dp.plans.allocation import AllocatedPlan as AllocatedPlan
+from hf_dp.plans.best_of_runs import BestOfRunsPlan as BestOfRunsPlan
 from hf_dp.plans.dp_fp import FrozenPlan as FrozenPlan
 from hf_dp.plans.dp_fp import PrivateEncoderPlan as PrivateEncoderPlan
 from hf_dp.plans.dp_fp import PublishedPlan as PublishedPlan

@@ -256,6 +256,7 @@ class PrivacyPlan:
         noised_loss_bound: float | None = None,
         noised_loss_budget_ratio: float | None = None,
         sampling: str = POISSON,
+        mean_runs: float | None = None,
         **request: Any,
     ) -> PrivacyPlan:
         """Plan DP-SGD: the arguments of :func:`hf_dp.plans.gradients.dp_sgd_plan`, and those of
@@ -271,6 +272,7 @@ class PrivacyPlan:
             noised_loss_bound,
             noised_loss_budget_ratio,
             sampling,
+            mean_runs,
         )
         return PrivacyRequest(mechanism=mechanism, **request).plan()
 

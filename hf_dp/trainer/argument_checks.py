@@ -13,6 +13,7 @@ from hf_dp.accounting import ACCOUNTANTS
 from hf_dp.clipping.engine import STRATEGIES
 from hf_dp.clipping.forms import check_memory_ratio
 from hf_dp.errors import InvalidArgumentError, UnsupportedArgumentError
+from hf_dp.plans.best_of_runs import ARGUMENT, check_mean_runs
 from hf_dp.plans.dp_fp import DP_FP, PRIVATE_ENCODER
 from hf_dp.plans.dp_sgd import CLIPPINGS
 from hf_dp.plans.noised_loss import BOUND, RATIO, budget_ratio, half_given, loss_bound
@@ -102,6 +103,16 @@ def check_mechanism(args: Any, problems: Problems) -> None:
         "memory only).",
     )
     attempt(args, problems, "sampling", one_of, SAMPLINGS)
+    if args.private_selection_mean_runs is not None:
+        attempt(args, problems, ARGUMENT, check_mean_runs)
+        if args.earlier_runs:
+            problems["earlier_runs"] = invalid(
+                "earlier_runs",
+                args.earlier_runs,
+                "to be empty with private_selection_mean_runs",
+                "No bound is implemented for both.",
+                UnsupportedArgumentError,
+            )
     if args.max_logical_batch_size is not None:
         attempt(
             args, problems, "max_logical_batch_size", integer, 1, "Leave it unset for no limit."

@@ -100,6 +100,12 @@ class DPTrainingArguments(AuditArguments, UnitArguments, ForwardArguments, Train
             random step; the same noise then costs less epsilon. An epoch is paid for before its
             first step, and one that is broken off is paid for in full: save checkpoints with
             `save_strategy="epoch"`. Only `accountant="pld"` knows it.
+        private_selection_mean_runs (`float`, *optional*):
+            Makes this run one of a search: of a secret, random number of runs with this mean, only
+            the best is released. `target_epsilon` and the stated epsilon are then those of the
+            whole search. That holds only under the conditions of
+            [`~hf_dp.accounting.BestOfRandomRuns`], which `hf-dp sweep --private-selection` meets.
+            Only `accountant="rdp"` knows it.
         max_logical_batch_size (`int`, *optional*):
             Most examples of a draw that a step uses; of a larger draw a random part is left out
             (truncated Poisson sampling). Bounds the time and memory of a step; costs little epsilon
@@ -283,6 +289,13 @@ class DPTrainingArguments(AuditArguments, UnitArguments, ForwardArguments, Train
         metadata={
             "help": f"Which examples join a logical batch: {' or '.join(SAMPLINGS)} (each once an "
             "epoch, in a random step: less epsilon for the same noise)."
+        },
+    )
+    private_selection_mean_runs: float | None = field(
+        default=None,
+        metadata={
+            "help": "Expected number of runs of a search that releases only its best run, this "
+            "one; epsilon is the search's. Use `hf-dp sweep --private-selection`."
         },
     )
     max_logical_batch_size: int | None = field(

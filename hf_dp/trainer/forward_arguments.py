@@ -35,7 +35,12 @@ Check = Callable[..., object]
 
 
 # Arguments that no variant has, not even the one that also releases a sum.
-_FOR_SUMS_ALONE = ("max_logical_batch_size", "sampling", "adam_bc_floor")
+_FOR_SUMS_ALONE = (
+    "max_logical_batch_size",
+    "sampling",
+    "private_selection_mean_runs",
+    "adam_bc_floor",
+)
 
 
 @dataclass
@@ -257,6 +262,7 @@ def forward_problems(
         ("max_logical_batch_size", None, "Draws are not truncated"),
         ("adam_bc_floor", None, "Its gradients have noise of several kinds"),
         ("sampling", POISSON, "No bound is implemented for both"),
+        ("private_selection_mean_runs", None, "No bound is implemented for both"),
     ):
         if getattr(args, name) != value and (
             args.dp_fp_variant != PRIVATE_ENCODER or name in _FOR_SUMS_ALONE

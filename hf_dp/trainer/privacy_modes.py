@@ -28,6 +28,7 @@ def gradient_plan(args: Any, num_classes: int | None) -> DpSgdPlan:
         args.noised_loss_bound,
         args.noised_loss_budget_ratio,
         args.sampling,
+        args.private_selection_mean_runs,
     )
 
 

@@ -101,6 +101,7 @@ FIXED_ARGUMENTS = (
     "rows_are_chunks",
     "adapter_init_data_is_public",
     "sampling",
+    "private_selection_mean_runs",
     "noised_loss_budget_ratio",
     "noised_loss_bound",
     "evaluate_on_training_rows",

@@ -280,5 +280,10 @@ def test_a_search_is_checked():
     ):  # neither RDP of the one nor PLD of the other is known
         with pytest.raises(UnsupportedEventError):
             epsilon(capped, 1e-5, accountant)
-    twice = BestOfRandomRuns((run,), 10, steps=2)
-    assert epsilon(twice, 1e-5, "rdp") == epsilon([search, search], 1e-5, "rdp")
+    longer = search.with_steps(20)
+    assert longer.run == (PoissonSampledGaussian(1.0, 0.01, 20),) and longer.steps == 20
+    # Two searches cost more than one whose runs are as long as those of both.
+    one, two = (epsilon(events, 1e-5, "rdp").value for events in (longer, [search, search]))
+    assert two > one
+    with pytest.raises(InvalidArgumentError, match="`steps`.*several events"):
+        BestOfRandomRuns((run, run), 10).with_steps(3)

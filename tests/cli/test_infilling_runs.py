@@ -294,7 +294,7 @@ def test_a_sweep_is_resumed_and_adds_up(recipe, capsys, tmp_path, monkeypatch):
     """(Its processes are started as they are in test_a_sweep_says_which_runs_failed.)"""
     from hf_dp.accounting import epsilon
 
-    monkeypatch.setattr("hf_dp.cli.sweep.subprocess", Forked(tmp_path))
+    monkeypatch.setattr("hf_dp.cli.cell_runs.subprocess", Forked(tmp_path))
     from hf_dp.statement import record as document
 
     folder = recipe.parent / "sweep"

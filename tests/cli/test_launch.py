@@ -343,7 +343,7 @@ def test_each_run_of_a_sweep_is_divided(recipe, tmp_path, monkeypatch, capsys):
         ran.append(command)
         return Namespace(returncode=1)
 
-    monkeypatch.setattr("hf_dp.cli.sweep.subprocess.run", run)
+    monkeypatch.setattr("hf_dp.cli.cell_runs.subprocess.run", run)
     words = ["--config", str(recipe), "--output-dir", str(tmp_path / "sweep")]
     assert main(["sweep", *words, "--num-processes", "2"]) == 1
     ((*_, name, count),) = ran

@@ -320,6 +320,13 @@ REFUSALS = [
         r"`adam_bc_floor` to be unset with clip_noised_gradient",
     ),
     (PUBLIC | {"sampling": "random_allocation"}, r"`sampling` to be left.*Remove it"),
+    (PUBLIC | {"private_selection_mean_runs": 3}, r"`private_selection_mean_runs` to be left"),
+    ({"private_selection_mean_runs": 0}, r"`private_selection_mean_runs` to be"),
+    ({"private_selection_mean_runs": 1.0, "accountant": "rdp"}, r"`private_selection_mean_runs`"),
+    (
+        {"private_selection_mean_runs": 3, "earlier_runs": ["a"]},
+        r"`earlier_runs` to be empty with private_selection_mean_runs",
+    ),
     (PUBLIC | {"max_logical_batch_size": 64}, r"`max_logical_batch_size` to be left.*Remove it"),
     (PUBLIC | {"accountant": "rdp"}, r"`accountant` to be left at None.*Remove it"),
     (PUBLIC | {"privacy_unit": "user"}, r"`privacy_unit` to be left.*Remove it"),

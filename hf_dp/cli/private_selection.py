@@ -1,0 +1,276 @@
+"""Search privately: a secret, random number of runs, of which only the best is released.
+
+Papernot and Steinke 2021 (arXiv 2110.03620), with a geometric number of runs. Each run draws its
+settings from the grid, uniformly and independently. Number and settings are drawn once, before the
+first run, and kept on disk: a search that goes on after an interruption makes the runs that it
+would have made, and nobody can stop it at a good moment and start it with another number.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import secrets
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hf_dp.cli.cell_runs import result, run_cell
+from hf_dp.cli.cells import Cell
+from hf_dp.errors import ConfigError, HfDpError
+from hf_dp.plans.best_of_runs import ARGUMENT, check_mean_runs
+
+DRAWN = "search.json"
+BEST = "best"
+# Settings that change no event: all runs of a search must cost the same.
+MAY_VARY = frozenset(
+    {
+        "adam_bc_floor",
+        "adam_beta1",
+        "adam_beta2",
+        "adam_epsilon",
+        "clipping",
+        "freeze",
+        "infilling",
+        "learning_rate",
+        "lr_scheduler_kwargs",
+        "lr_scheduler_type",
+        "max_length",
+        "model_name_or_path",
+        "optim",
+        "optim_args",
+        "peft",
+        "per_example_max_grad_norm",
+        "warmup_steps",
+        "weight_decay",
+    }
+)
+
+
+@dataclass(frozen=True)
+class Search:
+    """What is searched, and how the best is known.
+
+    Args:
+        recipe: the settings of every run.
+        cells: the grid, from which each run draws one cell.
+        mean_runs: the expected number of runs, above 1.
+        score: a metric of the evaluation rows, which must be public.
+
+    Raises: ConfigError, InvalidArgumentError for what cannot be searched privately.
+    """
+
+    recipe: dict[str, Any]
+    cells: Sequence[Cell]
+    mean_runs: float
+    score: str
+
+    def __post_init__(self) -> None:
+        check_mean_runs("--private-selection", self.mean_runs)
+        for name in sorted({key for cell in self.cells for key in cell.settings}):
+            if name.partition(".")[0] not in MAY_VARY:
+                raise ConfigError(
+                    f"A private selection cannot vary {name!r}: it may change what one run costs "
+                    f"or trains on. Fix it with --set, and vary only {sorted(MAY_VARY)}."
+                )
+        if self.recipe.get("privacy_mode", "dp_sgd") != "dp_sgd":
+            raise ConfigError(
+                f"A private selection needs privacy_mode dp_sgd, got "
+                f"{self.recipe['privacy_mode']!r}. Leave --private-selection out."
+            )
+        if self.recipe.get("push_to_hub") or self.recipe.get("report_to", "none") != "none":
+            raise ConfigError(
+                "The recipe sends each run elsewhere (push_to_hub, report_to), and a private "
+                "selection releases one. Remove both; publish OUTPUT_DIR/best afterwards."
+            )
+
+    @property
+    def folder(self) -> Path:
+        """Return the folder of the search."""
+        return self.cells[0].folder.parent
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """Return those of every run, JSON-ready: the recipe's, and that it is one of a search."""
+        own = {"report_to": "none", ARGUMENT: self.mean_runs}
+        return {"accountant": "rdp", **self.recipe, **own}
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """Return what must be the same when the search goes on."""
+        return {
+            "settings": self.settings,
+            "score": self.score,
+            "grid": [{**cell.settings, "seed": cell.seed} for cell in self.cells],
+        }
+
+
+@dataclass(frozen=True)
+class Found:
+    """The run that a search released.
+
+    Attributes:
+        folder: the run's output folder.
+        label: its settings, in words.
+        score, metric: the score and its name.
+        epsilon, delta: what the whole search costs.
+    """
+
+    folder: Path
+    label: str
+    score: float
+    metric: str
+    epsilon: float
+    delta: float
+
+    def in_words(self) -> str:
+        """Return the result in two lines."""
+        return (
+            f"best: {self.label or 'recipe'}: {self.metric} {self.score:.4f}; epsilon "
+            f"{self.epsilon:.3f} at delta {self.delta:g} for the whole search\n{self.folder}"
+        )
+
+
+def select(search: Search, launched: Sequence[str] = ()) -> Found:
+    """Make the runs that are not made, and release the best; return it.
+
+    Args: launched: the words that ask for several processes.
+
+    Raises: ConfigError when a run fails, when the folder holds another search or a part of one, or
+        when the runs did not all cost the same. Nothing is released then.
+    """
+    drawn = _drawn(search)
+    if "released" not in drawn:
+        trials = [
+            Cell(search.cells[index].settings, search.cells[index].seed, _trial(search, number))
+            for number, index in enumerate(drawn["runs"])
+        ]
+        for number, cell in enumerate(trials):
+            if not run_cell(search.settings, cell, f"run {number + 1}", launched):
+                raise ConfigError(
+                    f"{cell.label!r} failed; see {cell.folder / 'log.txt'}. Nothing is released. "
+                    "Mend the cause and start the same command again: it goes on with this run."
+                )
+        drawn = _choose(search, trials, drawn)
+    return _release(search, drawn)
+
+
+def _trial(search: Search, number: int) -> Path:
+    return search.folder / f"trial{number + 1}"
+
+
+def _drawn(search: Search) -> dict[str, Any]:
+    """Return what was drawn, from the file; draw it where no run was made yet."""
+    path = search.folder / DRAWN
+    if path.exists():
+        drawn = json.loads(path.read_text(encoding="utf-8"))
+        if drawn.get("search") != json.loads(json.dumps(search.identity)):
+            raise ConfigError(
+                f"{path} is of another search: recipe, grid, --private-selection, --score or "
+                "--seeds differ. Choose another folder; what was spent in this one counts, too."
+            )
+        return drawn
+    if search.folder.exists() and any(search.folder.iterdir()):
+        raise ConfigError(
+            f"Expected `--output-dir` to be a new folder, but {str(search.folder)!r} is not empty "
+            f"and has no {DRAWN}. Another number of runs must not be drawn there: choose another "
+            "folder."
+        )
+    search.folder.mkdir(parents=True, exist_ok=True)
+    count = _geometric(search.mean_runs)
+    runs = [secrets.randbelow(len(search.cells)) for _ in range(count)]
+    drawn = {"search": search.identity, "runs": runs}
+    _write(path, drawn)
+    return drawn
+
+
+def _geometric(mean: float) -> int:
+    """Return K >= 1 with P(K = k) = (1 - p)^(k - 1) p and the mean 1 / p, by inversion."""
+    uniform = secrets.SystemRandom().random()  # in [0, 1)
+    return 1 + int(math.log1p(-uniform) / math.log1p(-1 / mean))
+
+
+def _choose(search: Search, trials: Sequence[Cell], drawn: dict[str, Any]) -> dict[str, Any]:
+    """Note which run is the best.
+
+    Of equal ones it is the first: runs are independent and alike, so that is a random choice.
+
+    Raises: ConfigError where the score is missing, or runs did not cost the same.
+    """
+    _refuse_unequal(trials)
+    scores = []
+    for cell in trials:
+        metrics = result(cell)["metrics"]
+        if search.score not in metrics:
+            raise ConfigError(
+                f"Expected `--score` to be one of {sorted(metrics)}, got {search.score!r}. Start "
+                "the search in another folder with one of these."
+            )
+        scores.append(float(metrics[search.score]))
+    sign = -1 if search.score.endswith("perplexity") else 1
+    ranks = [-math.inf if math.isnan(score) else sign * score for score in scores]
+    best = ranks.index(max(ranks))
+    drawn = {**drawn, "released": best, "score": scores[best]}
+    _write(search.folder / DRAWN, drawn)
+    return drawn
+
+
+def _refuse_unequal(trials: Sequence[Cell]) -> None:
+    """Raise ConfigError unless all runs were planned and ran alike."""
+    from hf_dp.statement.record import read
+
+    records = [read(cell.done) for cell in trials if cell.done is not None]
+    kinds = {json.dumps([r.ledger.to_list(), r.plan.delta, r.plan.num_examples]) for r in records}
+    if len(records) != len(trials) or len(kinds) != 1 or any(r.insecure_seed for r in records):
+        raise ConfigError(
+            "The runs of this search did not all release the same events, so its bound does not "
+            "hold. Nothing is released. Start again in another folder, with the same rows and "
+            "budget for all runs."
+        )
+
+
+def _release(search: Search, drawn: dict[str, Any]) -> Found:
+    """Move the best run to its place and delete the others; also after an interruption in between.
+
+    Their number is deleted from the notes, too: it must stay secret.
+    """
+    from hf_dp.statement.record import read
+
+    target, best = search.folder / BEST, drawn["released"]
+    if not target.exists():
+        cell = search.cells[drawn["runs"][best]]
+        done = Cell(cell.settings, cell.seed, _trial(search, best)).done
+        if done is None:
+            raise ConfigError(
+                f"The best run is gone from {search.folder}: it was moved or deleted."
+            )
+        os.replace(done, target)
+    for path in search.folder.glob("trial*"):
+        shutil.rmtree(path)
+    if "runs" in drawn:
+        cell = search.cells[drawn["runs"][best]]
+        drawn = {key: value for key, value in drawn.items() if key != "runs"}
+        drawn |= {"released": 0, "label": f"{cell.label} seed={cell.seed}".strip()}
+        _write(search.folder / DRAWN, drawn)
+    statement = read(target).statement
+    if statement is None or statement["epsilon"] is None:
+        raise HfDpError(f"{target} states no epsilon; `hf-dp account ledger` says why.")
+    return Found(
+        target,
+        drawn["label"],
+        drawn["score"],
+        search.score,
+        statement["epsilon"],
+        statement["delta"],
+    )
+
+
+def _write(path: Path, values: dict[str, Any]) -> None:
+    """Replace the file durably; only its owner may read it."""
+    from hf_dp.statement.durable import replace_file
+
+    replace_file(path, [json.dumps(values).encode()])
+    path.chmod(0o600)

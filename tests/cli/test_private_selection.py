@@ -1,0 +1,222 @@
+"""``hf-dp sweep --private-selection``: what is drawn, what is released, what goes on."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections import Counter
+
+import pytest
+import tiny
+
+from hf_dp.accounting import BestOfRandomRuns
+from hf_dp.cards.verify import verify
+from hf_dp.cli import private_selection
+from hf_dp.cli.cells import METRICS
+from hf_dp.cli.main import main
+from hf_dp.cli.private_selection import Search, select
+from hf_dp.cli.sweep import grid
+from hf_dp.errors import ConfigError, InvalidArgumentError
+from hf_dp.statement.record import read
+
+RATES = "learning_rate=1e-3,2e-3,4e-3"
+
+
+class Runs:
+    """Trains each run in this process; its score is what the test says."""
+
+    def __init__(self):
+        self.made, self.scores, self.options, self.failing = [], [], {}, set()
+
+    def __call__(self, recipe, cell, which, launched):
+        number = int(cell.folder.name.removeprefix("trial")) - 1
+        if number in self.failing:
+            return False
+        if cell.done is not None:
+            return True
+        assert recipe["accountant"] == "rdp" and recipe["report_to"] == "none"
+        folder = cell.folder / f"run{len(cell.attempts) + 1}"
+        options = {"private_selection_mean_runs": recipe["private_selection_mean_runs"]}
+        trainer = tiny.trainer(
+            folder, accountant="rdp", max_steps=2, **options, **self.options.get(number, {})
+        )
+        trainer.train()
+        trainer.save_model()
+        score = {"eval_accuracy": self.scores[number], "eval_perplexity": 10 - self.scores[number]}
+        (folder / METRICS).write_text(json.dumps(score))
+        self.made.append(number)
+        return True
+
+
+@pytest.fixture
+def runs(monkeypatch):
+    made = Runs()
+    monkeypatch.setattr(private_selection, "run_cell", made)
+    return made
+
+
+def search(folder, *, mean=3.0, score="accuracy", words=(RATES,), seeds=(0,), **recipe) -> Search:
+    return Search(recipe, list(grid(words, seeds, folder)), mean, score)
+
+
+def fixed(monkeypatch, count):
+    monkeypatch.setattr(private_selection, "_geometric", lambda mean: count)
+
+
+def test_only_the_best_is_released(tmp_path, runs, monkeypatch):
+    fixed(monkeypatch, 4)
+    runs.scores = [0.5, float("nan"), 0.75, 0.75]
+    folder = tmp_path / "search"
+    found = select(search(folder))
+    assert runs.made == [0, 1, 2, 3]
+    assert found.score == 0.75 and found.folder == folder / "best"
+    assert sorted(path.name for path in folder.iterdir()) == ["best", "search.json"]
+    # Nothing there says how many runs there were.
+    noted = json.loads((folder / "search.json").read_text())
+    assert "runs" not in noted and noted["released"] == 0
+    (event,) = read(found.folder).ledger.events
+    assert isinstance(event, BestOfRandomRuns) and event.mean_runs == 3 and event.steps == 2
+    assert verify(found.folder).outcome != "FAILED"
+    assert f"epsilon {found.epsilon:.3f}" in found.in_words() and "learning_rate=" in found.label
+    # The same command again finds it and runs nothing.
+    assert select(search(folder)) == found and len(runs.made) == 4
+
+
+def test_smaller_is_better_for_a_perplexity(tmp_path, runs, monkeypatch):
+    fixed(monkeypatch, 2)
+    runs.scores = [0.5, 0.9]
+    found = select(search(tmp_path / "search", score="perplexity"))
+    assert found.score == 10 - 0.9
+
+
+def test_an_interrupted_search_goes_on_with_what_was_drawn(tmp_path, runs, monkeypatch):
+    fixed(monkeypatch, 3)
+    runs.scores, runs.failing = [0.5, 0.9, 0.7], {1}
+    folder = tmp_path / "search"
+    with pytest.raises(ConfigError, match=r"failed; see .*trial2.*Nothing is released"):
+        select(search(folder))
+    assert not (folder / "best").exists()
+    drawn = json.loads((folder / "search.json").read_text())["runs"]
+    fixed(monkeypatch, 99)  # not drawn again
+    runs.failing = set()
+    assert select(search(folder)).score == 0.9
+    assert runs.made == [0, 1, 2] and len(drawn) == 3
+
+
+@pytest.mark.parametrize("stage", ["moved", "deleted"])
+def test_an_interruption_while_the_best_is_released(tmp_path, runs, monkeypatch, stage):
+    fixed(monkeypatch, 3)
+    runs.scores = [0.5, 0.9, 0.7]
+    folder = tmp_path / "search"
+
+    def killed(*args, **kwargs):
+        raise KeyboardInterrupt
+
+    if stage == "moved":
+        with monkeypatch.context() as patched:
+            patched.setattr(shutil, "rmtree", killed)
+            with pytest.raises(KeyboardInterrupt):
+                select(search(folder))
+    else:
+        honest = private_selection._write
+        with monkeypatch.context() as patched:
+            patched.setattr(
+                private_selection,
+                "_write",
+                lambda path, values: honest(path, values) if "runs" in values else killed(),
+            )
+            with pytest.raises(KeyboardInterrupt):
+                select(search(folder))
+    found = select(search(folder))
+    assert found.score == 0.9 and runs.made == [0, 1, 2]
+    assert sorted(path.name for path in folder.iterdir()) == ["best", "search.json"]
+
+
+def test_runs_that_cost_differently_release_nothing(tmp_path, runs, monkeypatch):
+    """The bound is that of equal runs."""
+    fixed(monkeypatch, 2)
+    runs.scores, runs.options = [0.5, 0.6], {1: {"noise_multiplier": 0.9}}
+    with pytest.raises(ConfigError, match="did not all release the same events"):
+        select(search(tmp_path / "search"))
+    assert not (tmp_path / "search" / "best").exists()
+
+
+def test_another_search_in_the_same_folder_is_refused(tmp_path, runs, monkeypatch):
+    fixed(monkeypatch, 1)
+    runs.scores = [0.5]
+    folder = tmp_path / "search"
+    select(search(folder))
+    for change in (
+        {"mean": 4.0},
+        {"score": "perplexity"},
+        {"words": ("learning_rate=1e-3",)},
+        {"seeds": (1,)},
+        {"weight_decay": 0.1},
+    ):
+        with pytest.raises(ConfigError, match="is of another search"):
+            select(search(folder, **change))
+    (folder / "search.json").unlink()
+    with pytest.raises(ConfigError, match=r"not empty and has no search\.json"):
+        select(search(folder))
+
+
+def test_an_unknown_score(tmp_path, runs, monkeypatch):
+    fixed(monkeypatch, 1)
+    runs.scores = [0.5]
+    with pytest.raises(ConfigError, match=r"`--score` to be one of \['accuracy'"):
+        select(search(tmp_path / "search", score="f1"))
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        ({"words": ("num_train_epochs=1,2",)}, "cannot vary 'num_train_epochs'"),
+        ({"words": ("target_epsilon=1,2",)}, "cannot vary 'target_epsilon'"),
+        ({"words": ("train_file=a,b",)}, "cannot vary 'train_file'"),
+        ({"privacy_mode": "dp_fp"}, "needs privacy_mode dp_sgd"),
+        ({"push_to_hub": True}, "push_to_hub"),
+        ({"report_to": "wandb"}, "report_to"),
+    ],
+)
+def test_what_cannot_be_searched(tmp_path, change, match):
+    with pytest.raises(ConfigError, match=match):
+        search(tmp_path, **change)
+
+
+def test_a_mean_of_one_is_no_search(tmp_path):
+    with pytest.raises(InvalidArgumentError, match="`--private-selection` to be above 1"):
+        search(tmp_path, mean=1)
+
+
+@pytest.mark.parametrize("mean", [1.5, 3.0, 10.0])
+def test_the_number_of_runs_is_geometric(mean):
+    draws = Counter(private_selection._geometric(mean) for _ in range(20_000))
+    assert min(draws) == 1
+    for count in (1, 2, 3):
+        share = draws[count] / 20_000
+        exact = (1 - 1 / mean) ** (count - 1) / mean
+        assert abs(share - exact) < 6 * (exact / 20_000) ** 0.5  # one in 10^8
+
+
+def test_settings_are_drawn_from_the_whole_grid(tmp_path, monkeypatch):
+    fixed(monkeypatch, 600)
+    drawn = private_selection._drawn(search(tmp_path / "search", seeds=(0, 1)))["runs"]
+    assert {index: 50 < count < 150 for index, count in Counter(drawn).items()} == dict.fromkeys(
+        range(6), True
+    )
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--private-selection", "3"], "--score accuracy"),
+        (["--score", "accuracy"], "Add --private-selection K"),
+        (["--private-selection", "3", "--score", "accuracy", "--zero-shot"], "`--zero-shot`"),
+    ],
+)
+def test_bad_words(tmp_path, words, said, capsys):
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text("max_steps: 1\n")
+    out = str(tmp_path / "out")
+    assert main(["sweep", "--config", str(recipe), "--output-dir", out, *words]) == 2
+    assert said in capsys.readouterr().err

@@ -1,0 +1,107 @@
+"""A run that is one of a private selection: what it plans, records and states."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import tiny
+
+from hf_dp.accounting import BestOfRandomRuns, PoissonSampledGaussian, epsilon
+from hf_dp.cards.verify import verify
+from hf_dp.errors import InvalidArgumentError
+from hf_dp.plans.privacy import PrivacyPlan
+from hf_dp.tuners.frost.config import FrostConfig
+
+OF_A_SEARCH = {"private_selection_mean_runs": 5, "accountant": "rdp"}
+
+
+def search(sigma: float, steps: int) -> BestOfRandomRuns:
+    return BestOfRandomRuns((PoissonSampledGaussian(sigma, 0.2, steps),), 5)
+
+
+def test_the_run_states_what_the_whole_search_costs(tmp_path):
+    trainer = tiny.trainer(tmp_path, **OF_A_SEARCH)
+    trainer.train()
+    assert trainer.ledger.events == (search(1.0, 4),)
+    statement = trainer.privacy_statement()
+    assert statement.epsilon == epsilon(search(1.0, 4), 1 / 80, "rdp").rounded_up(3)
+    assert statement.epsilon > epsilon(search(1.0, 4).run, 1 / 80, "rdp").value
+    assert statement.steps == statement.steps_planned == 4
+    assert statement.noise_multipliers == (1.0,)
+    trainer.save_model()
+    card = " ".join((tmp_path / "README.md").read_text().split())
+    assert "the best of a secret number of independent runs" in card and "mean 5" in card
+    assert verify(tmp_path).outcome != "FAILED"
+
+
+def test_the_target_is_that_of_the_search(tmp_path):
+    trainer = tiny.trainer(tmp_path, **OF_A_SEARCH, target_epsilon=8)
+    assert (
+        trainer.run.plan.noise_multiplier
+        > tiny.trainer(
+            tmp_path / "one", accountant="rdp", target_epsilon=8
+        ).run.plan.noise_multiplier
+    )
+    trainer.train()
+    spent = trainer.epsilon().value
+    assert 7.9 < spent <= 8
+
+
+def test_a_resumed_run_goes_on_with_the_same_search(tmp_path):
+    first = tiny.trainer(tmp_path, **OF_A_SEARCH, save_strategy="steps", save_steps=2)
+    first.train()
+    (tmp_path / "checkpoint-4" / "trainer_state.json").unlink()
+    again = tiny.trainer(tmp_path, **OF_A_SEARCH, save_strategy="steps", save_steps=2)
+    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert again.ledger.events == (search(1.0, 6),)  # steps 3 and 4 ran twice
+
+
+@pytest.mark.parametrize("edited", [1.5, 50])
+def test_another_mean_in_the_plan_than_in_the_ledger_is_found(tmp_path, edited):
+    trainer = tiny.trainer(tmp_path, **OF_A_SEARCH)
+    trainer.train()
+    trainer.save_model()
+    path = tmp_path / "privacy.json"
+    document = json.loads(path.read_text())
+    document["plan"]["mechanism"]["mean_runs"] = edited
+    path.write_text(json.dumps(document))
+    assert verify(tmp_path).outcome == "FAILED"
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"accountant": "pld"}, "`accountant` to be 'rdp' with private_selection_mean_runs"),
+        ({"sampling": "random_allocation"}, "`sampling` to be left out with private_selection"),
+        ({"max_logical_batch_size": 12}, "`max_logical_batch_size` to be left out with private"),
+        (
+            {"noised_loss_bound": 2.0, "noised_loss_budget_ratio": 0.1, "target_epsilon": 8},
+            "`noised_loss_bound` to be left out with private",
+        ),
+    ],
+)
+def test_what_has_no_bound_in_a_search_is_refused(tmp_path, options, match):
+    with pytest.raises(InvalidArgumentError, match=match):
+        tiny.trainer(tmp_path, **OF_A_SEARCH | options)
+
+
+def test_a_selection_of_what_trains_is_refused(tmp_path):
+    frost = FrostConfig(unfreeze_ratio=0.5, selection_noise_multiplier=1.0)
+    with pytest.raises(InvalidArgumentError, match="`peft_config` to be left out with private"):
+        tiny.trainer(tmp_path, **OF_A_SEARCH, given={"peft_config": frost})
+
+
+def test_the_plan_can_be_made_without_a_trainer():
+    plan = PrivacyPlan.create(
+        num_examples=67_349,
+        expected_batch_size=1024,
+        num_train_epochs=3,
+        target_epsilon=3,
+        clipping_norm=0.1,
+        accountant="rdp",
+        mean_runs=10,
+    )
+    assert PrivacyPlan.from_dict(plan.to_dict()) == plan
+    spent = epsilon(plan.events(), plan.delta, "rdp").value
+    assert 2.99 < spent <= 3 and plan.noise_multiplier > 0.8254
