@@ -85,6 +85,12 @@ def _add_run(add: Callable[..., Any]) -> None:
         help="noise standard deviation / clipping norm, instead",
     )
     add("--delta", type=float, help="default: 1 / (2 N)")
+    add(
+        "--mean-runs",
+        type=float,
+        metavar="K",
+        help="expected runs of a private selection (hf-dp sweep), whose epsilon is that of all",
+    )
     add("--sampling", choices=SAMPLINGS, help="which examples join a step (default: poisson)")
     add("--accountant", choices=ACCOUNTANTS, help="whose epsilon counts (default: pld)")
     add(

@@ -31,6 +31,7 @@ KEYS = {
     "clipping": "clipping",
     "noised_loss_budget_ratio": "noised_loss_budget_ratio",
     "noised_loss_bound": "noised_loss_bound",
+    "mean_runs": "private_selection_mean_runs",
 }
 
 
@@ -167,6 +168,7 @@ def plan_of(settings: dict[str, Any]) -> PrivacyPlan:
         clipping=settings["clipping"] or "flat",
         sampling=settings["sampling"] or POISSON,
         noised_loss_bound=settings["noised_loss_bound"],
+        mean_runs=settings["mean_runs"],
         noised_loss_budget_ratio=settings["noised_loss_budget_ratio"],
         selection=adapter.selection_plan(clipping_norm)
         if hasattr(adapter, "selection_plan")

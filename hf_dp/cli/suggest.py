@@ -18,6 +18,7 @@ from hf_dp.cli.config import peft_config, read_yaml
 from hf_dp.cli.options import hyphenated
 from hf_dp.cli.plan_settings import refuse_other_modes, settings_of
 from hf_dp.errors import ConfigError, DataError
+from hf_dp.plans.sampling import POISSON
 
 if TYPE_CHECKING:
     from hf_dp.planning import Forecast, Suggestion
@@ -129,6 +130,8 @@ def _suggestion(
         peft=peft,
         target_delta=settings["delta"],
         accountant=settings["accountant"] or "pld",
+        sampling=settings["sampling"] or POISSON,
+        mean_runs=settings["mean_runs"],
         selection=adapter.selection_plan(CLIPPING_NORM) if selects else None,
         users=users,
         privacy_unit="example" if users is None else "user",

@@ -81,6 +81,16 @@ class BestOfRunsPlan(DpSgdPlan):
                 "a score on data that epsilon does not cover was released (Papernot and Steinke "
                 "2021)"
             ),
+            tuning=(
+                "hyperparameter tuning outside of this search, and other runs on the same data: "
+                "each run adds its own epsilon"
+            ),
+            conditions=(
+                "whether the search kept its conditions: the number of runs was drawn in secret "
+                "before the first of them, the settings of each run were drawn independently of "
+                "all others, the score reads no training row, and nothing of the other runs was "
+                "released (`hf-dp sweep --private-selection` does so; this record cannot show it)",
+            ),
         )
 
 

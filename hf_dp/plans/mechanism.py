@@ -110,6 +110,8 @@ class Words:
             once.
         also_covered: what epsilon covers beside the weights; empty if nothing is released beside
             them.
+        tuning: what epsilon does not cover of other runs.
+        conditions: what else epsilon rests on that a record holds no evidence of.
     """
 
     name: str
@@ -120,6 +122,10 @@ class Words:
     tag: str
     sampling_code: str = "poisson"
     also_covered: str = ""
+    tuning: str = (
+        "hyperparameter tuning and other runs on the same data: each run adds its own epsilon"
+    )
+    conditions: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -126,7 +126,8 @@ def not_covered(facts: RunFacts, plan: PrivacyPlan) -> tuple[str, ...]:
         _evaluation(facts),
         "model selection on evaluation data (best checkpoint, early stopping): "
         f"{_selected(facts)}, and not accounted for",
-        "hyperparameter tuning and other runs on the same data: each run adds its own epsilon",
+        plan.words.tuning,
+        *plan.words.conditions,
         "tokenizer, vocabulary or label set, if built from the training set",
         "pretraining data of the base model",
         f"the number of {_counted(plan.users)}, which is stated as public (with what is derived "

@@ -113,6 +113,14 @@ def check_mechanism(args: Any, problems: Problems) -> None:
                 "No bound is implemented for both.",
                 UnsupportedArgumentError,
             )
+        if args.evaluate_on_training_rows:
+            problems["evaluate_on_training_rows"] = invalid(
+                "evaluate_on_training_rows",
+                True,
+                f"to be False with {ARGUMENT}",
+                "The score that selects a run must not read the training rows.",
+                UnsupportedArgumentError,
+            )
     if args.max_logical_batch_size is not None:
         attempt(
             args, problems, "max_logical_batch_size", integer, 1, "Leave it unset for no limit."

@@ -31,6 +31,8 @@ def test_the_run_states_what_the_whole_search_costs(tmp_path):
     assert statement.noise_multipliers == (1.0,)
     trainer.save_model()
     card = " ".join((tmp_path / "README.md").read_text().split())
+    assert "Hyperparameter tuning outside of this search" in card
+    assert "Whether the search kept its conditions" in card
     assert "the best of a secret number of independent runs" in card and "mean 5" in card
     assert verify(tmp_path).outcome != "FAILED"
 
