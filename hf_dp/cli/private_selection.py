@@ -96,7 +96,9 @@ class Search:
     def settings(self) -> dict[str, Any]:
         """Return those of every run, JSON-ready: the recipe's, and that it is one of a search."""
         own = {"report_to": "none", ARGUMENT: self.mean_runs}
-        return {"accountant": "rdp", **self.recipe, **own}
+        said = self.recipe.get("card") or {}
+        card = {"model_name": self.folder.name, **said} if isinstance(said, dict) else said
+        return {"accountant": "rdp", **self.recipe, **own, "card": card}
 
     @property
     def identity(self) -> dict[str, Any]:
@@ -144,10 +146,7 @@ def select(search: Search, launched: Sequence[str] = ()) -> Found:
     """
     drawn = _drawn(search)
     if "released" not in drawn:
-        trials = [
-            Cell(search.cells[index].settings, search.cells[index].seed, _trial(search, number))
-            for number, index in enumerate(drawn["runs"])
-        ]
+        trials = [_trial(search, run) for run in drawn["runs"]]
         for number, cell in enumerate(trials):
             if not run_cell(search.settings, cell, f"run {number + 1}", launched):
                 raise ConfigError(
@@ -158,8 +157,11 @@ def select(search: Search, launched: Sequence[str] = ()) -> Found:
     return _release(search, drawn)
 
 
-def _trial(search: Search, number: int) -> Path:
-    return search.folder / f"trial{number + 1}"
+def _trial(search: Search, run: dict[str, Any]) -> Cell:
+    """Return one run. Its folder has a random name: a number would stand in training_args.bin, and
+    say how many runs there were at least."""
+    cell = search.cells[run["cell"]]
+    return Cell(cell.settings, cell.seed, search.folder / run["folder"])
 
 
 def _drawn(search: Search) -> dict[str, Any]:
@@ -181,7 +183,10 @@ def _drawn(search: Search) -> dict[str, Any]:
         )
     search.folder.mkdir(parents=True, exist_ok=True)
     count = _geometric(search.mean_runs)
-    runs = [secrets.randbelow(len(search.cells)) for _ in range(count)]
+    runs = [
+        {"cell": secrets.randbelow(len(search.cells)), "folder": f"trial-{secrets.token_hex(8)}"}
+        for _ in range(count)
+    ]
     drawn = {"search": search.identity, "runs": runs}
     _write(path, drawn)
     return drawn
@@ -241,17 +246,16 @@ def _release(search: Search, drawn: dict[str, Any]) -> Found:
 
     target, best = search.folder / BEST, drawn["released"]
     if not target.exists():
-        cell = search.cells[drawn["runs"][best]]
-        done = Cell(cell.settings, cell.seed, _trial(search, best)).done
+        done = _trial(search, drawn["runs"][best]).done
         if done is None:
             raise ConfigError(
                 f"The best run is gone from {search.folder}: it was moved or deleted."
             )
         os.replace(done, target)
-    for path in search.folder.glob("trial*"):
+    for path in search.folder.glob("trial-*"):
         shutil.rmtree(path)
     if "runs" in drawn:
-        cell = search.cells[drawn["runs"][best]]
+        cell = _trial(search, drawn["runs"][best])
         drawn = {key: value for key, value in drawn.items() if key != "runs"}
         drawn |= {"released": 0, "label": f"{cell.label} seed={cell.seed}".strip()}
         _write(search.folder / DRAWN, drawn)

@@ -29,12 +29,13 @@ class Runs:
         self.made, self.scores, self.options, self.failing = [], [], {}, set()
 
     def __call__(self, recipe, cell, which, launched):
-        number = int(cell.folder.name.removeprefix("trial")) - 1
+        number = int(which.removeprefix("run ")) - 1
         if number in self.failing:
             return False
         if cell.done is not None:
             return True
-        assert recipe["accountant"] == "rdp" and recipe["report_to"] == "none"
+        assert recipe["accountant"] == "rdp" and recipe["card"] == {"model_name": "search"}
+        assert recipe["report_to"] == "none"
         folder = cell.folder / f"run{len(cell.attempts) + 1}"
         options = {"private_selection_mean_runs": recipe["private_selection_mean_runs"]}
         trainer = tiny.trainer(
@@ -93,7 +94,7 @@ def test_an_interrupted_search_goes_on_with_what_was_drawn(tmp_path, runs, monke
     fixed(monkeypatch, 3)
     runs.scores, runs.failing = [0.5, 0.9, 0.7], {1}
     folder = tmp_path / "search"
-    with pytest.raises(ConfigError, match=r"failed; see .*trial2.*Nothing is released"):
+    with pytest.raises(ConfigError, match=r"failed; see .*trial-.*Nothing is released"):
         select(search(folder))
     assert not (folder / "best").exists()
     drawn = json.loads((folder / "search.json").read_text())["runs"]
@@ -200,10 +201,12 @@ def test_the_number_of_runs_is_geometric(mean):
 
 def test_settings_are_drawn_from_the_whole_grid(tmp_path, monkeypatch):
     fixed(monkeypatch, 600)
-    drawn = private_selection._drawn(search(tmp_path / "search", seeds=(0, 1)))["runs"]
-    assert {index: 50 < count < 150 for index, count in Counter(drawn).items()} == dict.fromkeys(
+    runs = private_selection._drawn(search(tmp_path / "search", seeds=(0, 1)))["runs"]
+    drawn = Counter(run["cell"] for run in runs)
+    assert {cell: 50 < count < 150 for cell, count in drawn.items()} == dict.fromkeys(
         range(6), True
     )
+    assert len({run["folder"] for run in runs}) == 600
 
 
 @pytest.mark.parametrize(
