@@ -7,7 +7,7 @@ they are. What a private step does is on one screen: :meth:`DPTrainer.training_s
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -86,6 +86,12 @@ from hf_dp.trainer.publishing import Publishing
 from hf_dp.trainer.signals import StopOnSignal
 from hf_dp.trainer.subclasses import check_subclass
 from hf_dp.trainer.unit_arguments import users_of
+from hf_dp.trainer.weight_average import (
+    average_weights,
+    averaged,
+    put_averages,
+    refuse_unaveraged,
+)
 from hf_dp.tuners.apply import apply_peft, load_model
 from hf_dp.tuners.base import Tuner
 from hf_dp.tuners.find import tuner_for
@@ -148,6 +154,7 @@ class DPTrainer(Publishing):
     mechanism: Mechanism
     _run: PrivateRun | None
     _signals: StopOnSignal
+    _averaging: Any  # the optimizer that keeps an average of the weights
     _found_size: bool  # whether the size of physical batches was found for this machine
     _evaluation: dict[str, float]
     _noised_losses: tuple[Tensor, int]  # their sum over the steps since the last log, and these
@@ -224,6 +231,7 @@ class DPTrainer(Publishing):
         self._at_creation = {name: getattr(args, name) for name in FIXED_ARGUMENTS}
         self._run = None
         self._found_size = False
+        self._averaging = None
         self._evaluation = {}
         self.card = {}
         self._noised_losses = _NONE
@@ -450,6 +458,8 @@ class DPTrainer(Publishing):
             self.mechanism.start(checkpoint)
             with others_present():  # Trainer gathers, too
                 output = super().train(checkpoint, *args, **kwargs)
+            if self.args.weight_average_decay is not None:
+                put_averages(self.optimizer)
             conclude_audit(run)
             self._write_privacy_files(self.folder)
         finally:
@@ -509,7 +519,18 @@ class DPTrainer(Publishing):
             optimizer = self.optimizer = corrected(optimizer, plan.noise_std, batch, floor)
         if new:
             self.tuner.tune(optimizer)
+        self._average_weights(getattr(optimizer, "optimizer", optimizer))  # accelerate wraps it
         return optimizer
+
+    def _average_weights(self, optimizer: Any) -> None:
+        """Let the optimizer keep the average that was asked for, if it does not yet."""
+        decay = self.args.weight_average_decay
+        if decay is None or optimizer is self._averaging:
+            return
+        in_shards = self.is_fsdp_enabled or is_sharded(self.model)
+        refuse_unaveraged(self.args, self.tuner.gradients_are_noised_sums, in_shards)
+        average_weights(optimizer, decay)
+        self._averaging = optimizer
 
     def _train_model(self, model: nn.Module) -> None:
         """Train the model that the tuner made, from before the optimizer exists."""
@@ -578,7 +599,8 @@ class DPTrainer(Publishing):
         self._compare_with_training_rows(
             known[effective] if isinstance(effective, str) else effective
         )
-        metrics = super().evaluate(eval_dataset, *args, **kwargs)
+        with self._as_it_will_end():
+            metrics = super().evaluate(eval_dataset, *args, **kwargs)
         self._evaluation.update(metrics)
         return metrics
 
@@ -605,7 +627,13 @@ class DPTrainer(Publishing):
         Raises: UnsupportedArgumentError for rows of the training set in private modes.
         """
         self._compare_with_training_rows(test_dataset)
-        return super().predict(test_dataset, *args, **kwargs)
+        with self._as_it_will_end():
+            return super().predict(test_dataset, *args, **kwargs)
+
+    def _as_it_will_end(self) -> AbstractContextManager[None]:
+        """Return a context in which the model is what training would end with now."""
+        kept = self.args.weight_average_decay is not None and self.is_in_train
+        return averaged(self.optimizer) if kept else nullcontext()
 
     def _columns_compared(self, model: Any) -> frozenset[str] | None:
         """Return by which columns evaluation rows are compared with training rows, where both have
