@@ -28,7 +28,8 @@ def doubts(
     if "adam" in optimizer and learning_rate <= SLOW:
         yield (
             f"learning_rate is {learning_rate:g}, transformers' default or less. With noise, Adam "
-            "usually needs 10 to 50 times that (Li et al. 2022, section 3 and figure 2): try 1e-3."
+            "usually needs 10 to 50 times that (Li et al. 2022, section 3 and figure 2). Try 1e-3, "
+            "or what `hf-dp suggest` names."
         )
     if (ratio := most_signal(plan, parameters)) < DROWNED:
         yield (
