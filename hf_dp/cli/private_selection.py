@@ -45,6 +45,7 @@ MAY_VARY = frozenset(
         "peft",
         "per_example_max_grad_norm",
         "warmup_steps",
+        "weight_average_decay",
         "weight_decay",
     }
 )

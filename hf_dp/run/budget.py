@@ -56,22 +56,37 @@ class Budget:
         if plan.accountant not in BOUNDS:
             # DP-FP as published: steps beyond those of its figure would not have that figure.
             return plan.steps
-        prior = self.ledger.events
+        others, own = self._others_and_own_steps()
         if self._reserved and plan.selection is not None:
-            prior = (*prior, plan.selection.event(self._reserved))
-        if done + planned_steps <= plan.steps and self._is_as_planned(prior, plan.steps - done):
+            others = (*others, plan.selection.event(self._reserved))
+        if done + planned_steps <= plan.steps and self._is_as_planned(
+            others, own + plan.steps - done
+        ):
             return plan.steps
-        if epsilon(prior, plan.delta, plan.accountant).value > plan.target_epsilon:
+        ran = others if own == 0 else (*others, plan.event(own))
+        if epsilon(ran, plan.delta, plan.accountant).value > plan.target_epsilon:
             return done
-        return done + calibrate_steps(
+        fit = calibrate_steps(
             plan.target_epsilon,
             plan.delta,
             plan.noise_multiplier,
             plan.sample_rate,
             plan.accountant,
-            prior_events=prior,
+            prior_events=others,
             event=plan.step_event,
         )
+        return done + max(0, fit - own)
+
+    def _others_and_own_steps(self) -> tuple[tuple[Event, ...], int]:
+        """Return what the ledger holds beside the plan's steps, and how many of those it holds.
+
+        They are computed as one event: in a private selection, steps to come are further steps of
+        the same search and not a second one.
+        """
+        entries = self.ledger.entries
+        own = [each for each in entries if each.purpose == TRAINING and self.plan.makes(each)]
+        others = tuple(each.event for each in entries if each not in own)
+        return others, sum(each.event.steps for each in own)
 
     @property
     def exhausted(self) -> bool:
@@ -106,7 +121,7 @@ class Budget:
         if self._goal is not None:
             self._allowed = self.allowed_steps(self._goal - self.ledger.steps(TRAINING))
 
-    def _is_as_planned(self, prior: tuple[Event, ...], remaining: int) -> bool:
+    def _is_as_planned(self, others: tuple[Event, ...], steps: int) -> bool:
         """Return whether the plan's steps fit: it was calibrated to meet the target at exactly
         these.
 
@@ -118,9 +133,9 @@ class Budget:
         if self.ledger.steps(SELECTION) + self._reserved > planned:
             return False
         known = all(plan.makes(entry) for entry in self.ledger.entries)
-        if known or remaining < 1 or plan.target_epsilon is None:
+        if known or self.ledger.steps(TRAINING) >= plan.steps or plan.target_epsilon is None:
             return True
-        after = epsilon((*prior, plan.event(remaining)), plan.delta, plan.accountant)
+        after = epsilon((*others, plan.event(steps)), plan.delta, plan.accountant)
         return after.value <= plan.target_epsilon
 
     def _would_pass(self, event: Event) -> bool:

@@ -59,6 +59,20 @@ def test_a_resumed_run_goes_on_with_the_same_search(tmp_path):
     assert again.ledger.events == (search(1.0, 6),)  # steps 3 and 4 ran twice
 
 
+def test_steps_that_were_lost_leave_room_for_the_rest_of_the_search(tmp_path):
+    """Steps to come are the search's own: as a second search, not one would fit."""
+    options = OF_A_SEARCH | {"target_epsilon": 8, "max_steps": 6}
+    saving = {"save_strategy": "steps", "save_steps": 2}
+    first = tiny.trainer(tmp_path, **options, **saving)
+    first.args.max_steps = 4
+    first.train()
+    again = tiny.trainer(tmp_path, **options, **saving)
+    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    (event,) = again.ledger.events  # 3 and 4 ran twice, so 5 and 6 do not fit
+    assert event.steps == 6 and again.state.global_step == 4
+    assert again.epsilon().value <= 8
+
+
 @pytest.mark.parametrize("edited", [1.5, 50])
 def test_another_mean_in_the_plan_than_in_the_ledger_is_found(tmp_path, edited):
     trainer = tiny.trainer(tmp_path, **OF_A_SEARCH)
