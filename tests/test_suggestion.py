@@ -8,6 +8,7 @@ import pytest
 
 from hf_dp.errors import InvalidArgumentError
 from hf_dp.planning import most_signal, suggest
+from hf_dp.plans.units import Users
 
 MINILM = 22_713_986
 
@@ -68,6 +69,18 @@ def test_what_trains_follows_from_the_noise():
     # A choice of the user's stays.
     chosen = {"peft_type": "lora", "r": 2}
     assert suggest(**few, parameters=MINILM, peft=chosen).settings["peft"] == chosen
+
+
+def test_rows_of_users_that_are_drawn_count():
+    users = Users(column="who", max_rows=4, sampling="examples", reduction="sum", num_rows=67_349)
+    found = suggest(30_000, 3, users=users, privacy_unit="user")
+    assert found.plan.sample_rate == pytest.approx(1024 / 67_349, rel=1e-3)
+
+
+def test_a_private_selection_is_calibrated_as_a_whole():
+    plain = suggest(67_349, 3, accountant="rdp")
+    searched = suggest(67_349, 3, accountant="rdp", mean_runs=5)
+    assert searched.plan.noise_multiplier > 1.1 * plain.plan.noise_multiplier
 
 
 @pytest.mark.parametrize(

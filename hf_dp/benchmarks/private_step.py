@@ -73,8 +73,8 @@ def _made_up(model: nn.Module, examples: int, length: int, device: Any) -> dict[
     config: Any = model.config
     text = config.get_text_config()
     tokens = torch.randint(_FIRST_TOKEN, text.vocab_size, (examples, length))
-    writes = task_of(model) in ("causal_lm", "seq2seq_lm")
-    labels = tokens.clone() if writes else torch.randint(0, config.num_labels, (examples,))
+    is_classifier = task_of(model) == "sequence_classification"
+    labels = torch.randint(0, config.num_labels, (examples,)) if is_classifier else tokens.clone()
     batch = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens), "labels": labels}
     return {name: value.to(device) for name, value in batch.items()}
 

@@ -82,7 +82,8 @@ def suggest(
         parameters: how many numbers train with ``peft``; None: not known.
         peft: the recipe's choice of what trains, which stays; None: everything, or LoRA where the
             noise would drown that.
-        request: further arguments of :meth:`PrivacyPlan.create`, such as ``target_delta``.
+        request: further arguments of :meth:`PrivacyPlan.create`, such as ``target_delta``. Where
+            ``users`` draws rows, batch and steps are those of rows.
 
     Raises: InvalidArgumentError naming the argument; CalibrationError if no noise meets the target.
     """
@@ -91,7 +92,9 @@ def suggest(
         epochs = _validate.positive("epochs", epochs)
     if parameters is not None:
         parameters = _validate.integer("parameters", parameters, 1)
-    batch, steps, why_batch, why_steps = _batch_and_steps(count, epochs)
+    users = request.get("users")
+    drawn_from = users.num_rows if users is not None and users.by_row else count
+    batch, steps, why_batch, why_steps = _batch_and_steps(drawn_from, epochs)
     plan = PrivacyPlan.create(
         num_examples=count,
         expected_batch_size=batch,
