@@ -180,3 +180,11 @@ def _outcome(child: int, result: Path) -> Outcome:
         return Outcome(error="Killed", trace="the process was killed", exit=9)
     outcome: Outcome = pickle.loads(result.read_bytes())
     return outcome
+
+
+def results(count: int, function) -> list[Any]:
+    """What a function returns in each of several processes, all of which must succeed."""
+    ended = outcomes(count, function)
+    failed = [f"rank {rank}: {each.trace}" for rank, each in enumerate(ended) if each.exit]
+    assert not failed, "\n".join(failed)
+    return [each.result for each in ended]

@@ -8,13 +8,12 @@ from __future__ import annotations
 import os
 import signal
 from pathlib import Path
-from typing import Any
 
 import pytest
 import silence
 import tiny
 import torch
-from processes import Outcome, outcomes
+from processes import Outcome, outcomes, results
 from silence import MODELS, distance, trained, weights
 from transformers import TrainerCallback
 
@@ -24,13 +23,6 @@ from hf_dp.run.ledger import RunLedger
 from hf_dp.run.private_run import PrivateRun
 from hf_dp.statement.record import read
 from hf_dp.statement.verify import disagreements
-
-
-def results(count: int, function) -> list[Any]:
-    ended = outcomes(count, function)
-    failed = [f"rank {rank}: {each.trace}" for rank, each in enumerate(ended) if each.exit]
-    assert not failed, "\n".join(failed)
-    return [each.result for each in ended]
 
 
 def assert_all_equal(found: list[dict[str, torch.Tensor]]) -> None:

@@ -1,0 +1,77 @@
+"""Users in runs of several processes: each drawn user is one process's, clipped once."""
+
+from __future__ import annotations
+
+import pytest
+import tiny
+import torch
+import users
+from processes import results
+from silence import Silent, distance, weights
+
+from hf_dp.run.private_run import PrivateRun
+from hf_dp.statement.record import read
+from hf_dp.statement.verify import disagreements
+
+COUNT = len(set(users.owners()))
+
+
+def trained(folder, **options):
+    """The weights after three steps that draw every user, without noise, in float64."""
+    labeled = users.by_user().map(lambda row: {"label": 1})  # so that gradients do not cancel
+    made = users.trainer(
+        folder,
+        given={"model": tiny.model().double(), "train_dataset": labeled},
+        expected_batch_size=COUNT,
+        optim="sgd",
+        learning_rate=1.0,
+        lr_scheduler_type="constant",
+        max_steps=3,
+        accountant="rdp",
+        **options,
+    )
+    made.run.randomness = Silent(0, made.run.processes.rank)
+    made.train()
+    return weights(made)
+
+
+@pytest.mark.parametrize(
+    ("count", "size", "reduction"), [(2, 8, "mean"), (3, 2, "sum")], ids=["two", "three, in parts"]
+)
+def test_the_update_does_not_depend_on_the_processes(tmp_path, count, size, reduction):
+    """Three processes take physical batches of 2 rows, so users of up to 7 rows come in parts."""
+    options = {"unit_reduction": reduction}
+    alone = trained(tmp_path / "alone", per_device_train_batch_size=40, **options)
+    found = results(
+        count, lambda: trained(tmp_path / "t", per_device_train_batch_size=size, **options)
+    )
+    assert all(torch.equal(each[name], found[0][name]) for each in found for name in found[0])
+    assert distance(found[0], alone, "bert") < 1e-9
+    record = read(tmp_path / "t")
+    assert record.plan.num_examples == COUNT and record.ledger.steps() == 3
+    assert not disagreements(record)
+
+
+def test_planted_user_that_two_processes_draw_is_seen(tmp_path, monkeypatch):
+    alone = trained(tmp_path / "alone")
+    share = PrivateRun.share
+
+    def overlapping(self, sampler):
+        mine = share(self, sampler)
+        draw = type(mine).draw
+        monkeypatch.setattr(type(mine), "draw", lambda each: sorted({0, *draw(each)}))
+        return mine
+
+    monkeypatch.setattr(PrivateRun, "share", overlapping)
+    found = results(2, lambda: trained(tmp_path / "two"))
+    assert distance(found[0], alone, "bert") > 1e-3
+
+
+def test_a_moving_average_is_the_same_in_all_processes(tmp_path):
+    def averaged():
+        made = tiny.trainer(tmp_path, weight_average_decay=0.5, max_steps=3)
+        made.train()
+        return weights(made)
+
+    first, second = results(2, averaged)
+    assert all(torch.equal(first[name], second[name]) for name in first)
