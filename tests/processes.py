@@ -183,7 +183,7 @@ def _outcome(child: int, result: Path) -> Outcome:
 
 
 def results(count: int, function) -> list[Any]:
-    """What a function returns in each of several processes, all of which must succeed."""
+    """Return what a function returns in each of several processes, all of which must succeed."""
     ended = outcomes(count, function)
     failed = [f"rank {rank}: {each.trace}" for rank, each in enumerate(ended) if each.exit]
     assert not failed, "\n".join(failed)

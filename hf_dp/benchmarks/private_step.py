@@ -20,7 +20,7 @@ _FIRST_TOKEN = 4  # lower ids are padding and the like, which would shift RoBERT
 
 @dataclass(frozen=True)
 class StepCost:
-    """What private steps of a model cost here.
+    """The cost of private steps of a model on this machine.
 
     Attributes:
         throughput: examples per second, forward to clipped sum; noise and optimizer are left out.

@@ -53,7 +53,7 @@ MAY_VARY = frozenset(
 
 @dataclass(frozen=True)
 class Search:
-    """What is searched, and how the best is known.
+    """A private search: its runs, and the score that decides.
 
     Args:
         recipe: the settings of every run.
@@ -154,6 +154,7 @@ def select(search: Search, launched: Sequence[str] = ()) -> Found:
                     f"{cell.label!r} failed; see {cell.folder / 'log.txt'}. Nothing is released. "
                     "Mend the cause and start the same command again: it goes on with this run."
                 )
+            _score(search, cell)  # a name that no run has is found after the first one
         drawn = _choose(search, trials, drawn)
     return _release(search, drawn)
 
@@ -204,24 +205,27 @@ def _choose(search: Search, trials: Sequence[Cell], drawn: dict[str, Any]) -> di
 
     Of equal ones it is the first: runs are independent and alike, so that is a random choice.
 
-    Raises: ConfigError where the score is missing, or runs did not cost the same.
+    Raises: ConfigError where runs did not cost the same.
     """
     _refuse_unequal(trials)
-    scores = []
-    for cell in trials:
-        metrics = result(cell)["metrics"]
-        if search.score not in metrics:
-            raise ConfigError(
-                f"Expected `--score` to be one of {sorted(metrics)}, got {search.score!r}. Start "
-                "the search in another folder with one of these."
-            )
-        scores.append(float(metrics[search.score]))
+    scores = [_score(search, cell) for cell in trials]
     sign = -1 if search.score.endswith("perplexity") else 1
     ranks = [-math.inf if math.isnan(score) else sign * score for score in scores]
     best = ranks.index(max(ranks))
     drawn = {**drawn, "released": best, "score": scores[best]}
     _write(search.folder / DRAWN, drawn)
     return drawn
+
+
+def _score(search: Search, cell: Cell) -> float:
+    """Return the score of a run that is done. Raises: ConfigError for a score that it has not."""
+    metrics = result(cell)["metrics"]
+    if search.score not in metrics:
+        raise ConfigError(
+            f"Expected `--score` to be one of {sorted(metrics)}, got {search.score!r}. Start "
+            "the search in another folder with one of these."
+        )
+    return float(metrics[search.score])
 
 
 def _refuse_unequal(trials: Sequence[Cell]) -> None:

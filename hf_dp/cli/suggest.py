@@ -88,7 +88,7 @@ def main(argv: Sequence[str]) -> int:
     measured = _measure(recipe, found) if args.measure else _Measured(args.throughput)
     if args.output is not None:
         _write(recipe, found, Path(args.output))
-    print(_json(found, measured, args) if args.json else _text(found, measured, recipe, args))
+    print(_json(found, measured) if args.json else _text(found, measured, recipe))
     return 0
 
 
@@ -226,9 +226,7 @@ def _forecast(found: Suggestion, measured: _Measured) -> Forecast:
     return forecast(found.plan, parameters=found.parameters, throughput=measured.throughput)
 
 
-def _text(
-    found: Suggestion, measured: _Measured, recipe: dict[str, Any], args: argparse.Namespace
-) -> str:
+def _text(found: Suggestion, measured: _Measured, recipe: dict[str, Any]) -> str:
     """Return the suggestion as YAML: what it means in comments, then each setting below its
     reason."""
     from hf_dp.run.outlook import doubts
@@ -289,7 +287,7 @@ def _memory(found: Suggestion, ahead: Forecast, measured: _Measured) -> str:
     )
 
 
-def _json(found: Suggestion, measured: _Measured, args: argparse.Namespace) -> str:
+def _json(found: Suggestion, measured: _Measured) -> str:
     ahead = _forecast(found, measured)
     return json.dumps(
         {

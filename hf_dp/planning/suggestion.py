@@ -19,11 +19,13 @@ LI = "Li et al. 2022"
 SAMPLE_RATE = 1024 / 67_349
 STEPS = 198
 CLIPPING_NORM = 0.1
-SMALLEST_BATCH = 512
-LARGEST_RATE = 1 / 8
-LEARNING_RATES = (3e-4, 5e-3)
-WALK = 0.02
-ADAPTER_FACTOR = 3
+# On few examples a step takes this many, or this share of them if that is less. `make demo` takes
+# 512 of 8,000.
+SMALLEST_BATCH, LARGEST_RATE = 512, 1 / 8
+# Learning rate x sqrt(steps) at the best cells of our grids (recipes/sst2/README.md), and the
+# rates beyond which nothing was tried.
+WALK, LEARNING_RATES = 0.02, (3e-4, 5e-3)
+ADAPTER_FACTOR = 3  # LoRA beside all weights (ibid., "What trains")
 # Full fine-tuning learned at this ratio (the quickstart). Below it, fewer numbers should train.
 ENOUGH_SIGNAL = 0.4
 LORA = {"peft_type": "lora", "r": 8}
@@ -186,8 +188,8 @@ def _what_trains(
     if peft is not None:
         return peft, "as it was chosen"
     full = (
-        f"train everything: with ghost clipping it is as good as LoRA or better ({LI}, tables 1 "
-        "and 2), and it was in our runs (recipes/sst2)"
+        f"train everything: with ghost clipping it is as good as LoRA or better ({LI}, table 2)"
+        ", and it was in our runs (recipes/sst2)"
     )
     if parameters is None:
         return None, full + ". Whether the noise allows it depends on `parameters`, not given"

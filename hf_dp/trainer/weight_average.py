@@ -1,7 +1,7 @@
 """An exponential moving average of the weights: evaluated during training, and what it ends with.
 
 The noise of single steps averages out. The average is a function of released weights, so it costs
-no privacy (De et al. 2022, arXiv 2204.13650, section 3.3). It is kept in the optimizer's state, and
+no privacy (De et al. 2022, arXiv 2204.13650). It is kept in the optimizer's state, and
 so it is saved, vouched for and resumed as Adam's moments are.
 """
 

@@ -162,10 +162,11 @@ def test_another_search_in_the_same_folder_is_refused(tmp_path, runs, monkeypatc
 
 
 def test_an_unknown_score(tmp_path, runs, monkeypatch):
-    fixed(monkeypatch, 1)
-    runs.scores = [0.5]
+    fixed(monkeypatch, 2)
+    runs.scores = [0.5, 0.6]
     with pytest.raises(ConfigError, match=r"`--score` to be one of \['accuracy'"):
         select(search(tmp_path / "search", score="f1"))
+    assert runs.made == [0]  # the second run is not spent
 
 
 @pytest.mark.parametrize(
