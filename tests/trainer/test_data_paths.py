@@ -20,6 +20,7 @@ import pytest
 import tiny
 import torch
 from data_paths import PATHS, DataPath, tokenizer
+from faults import attend_to_padding, collate_together
 from scipy import stats
 from torch import Tensor
 
@@ -29,7 +30,6 @@ from hf_dp.batches.padding import Padding
 from hf_dp.errors import DataError
 from hf_dp.noise import SecretRandomness
 from hf_dp.run.precision import Precision
-from hf_dp.run.training_data import TrainingData
 
 CLIPPING_NORM = 0.2
 MARGIN = 2.0**-12  # the plan's, for the rounding of sums
@@ -127,22 +127,6 @@ def test_what_cannot_be_padded_is_refused_before_the_first_draw(name, tmp_path):
 # -- each guard broken on purpose ---
 
 
-def collate_together(patch):
-    """The user's collator gets all rows of a draw and pads them itself, as in the stock Trainer."""
-
-    def loader(self, sampler, one_shape, watched=None):
-        examples = self.examples
-
-        def rows(indices):
-            with examples.randomness.streams():
-                examples.randomness.reseed()
-                return [dict(examples.collator._original([examples.dataset[i] for i in indices]))]
-
-        return [rows(draw) for draw in sampler]
-
-    patch.setattr(TrainingData, "loader", loader)
-
-
 def share_the_collator(patch):
     patch.setattr(Isolated, "__call__", lambda self, *args: self._original(*args))
 
@@ -161,15 +145,6 @@ def pad_labels_with(value):
         )
 
     return plant
-
-
-def attend_to_padding(patch):
-    original = Padding.fill
-    patch.setattr(
-        Padding,
-        "fill",
-        lambda self, name, leaf: 1 if "mask" in name else original(self, name, leaf),
-    )
 
 
 def predict_from_padding(patch):

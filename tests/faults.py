@@ -1,0 +1,237 @@
+"""Faults that let a run tell more than it claims.
+
+Other tests plant them one by one. Here they are for audits of whole runs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import torch
+
+from hf_dp.batches.padding import Padding
+from hf_dp.clipping import clipped_sum, gradients, weights
+from hf_dp.clipping.engine import ClippingEngine
+from hf_dp.mechanisms.dp_sgd import DpSgd
+from hf_dp.noise import SecretRandomness
+from hf_dp.plans.sampling import PoissonSampler
+from hf_dp.run.ledger import RunLedger
+from hf_dp.run.training_data import TrainingData
+
+Plant = Callable[[Any], None]  # it gets something with `setattr(where, name, value)`
+
+_noise, _draw = SecretRandomness.gaussian_like, PoissonSampler.draw
+_weights, _mean = clipped_sum.clipping_weights, DpSgd.gradients
+_group = ClippingEngine._group
+_factors, _outer, _append = (
+    gradients.OuterProducts.weighted_factors,
+    gradients.OuterProducts,
+    RunLedger.append,
+)
+
+
+def noise_times(factor: float) -> Plant:
+    return _put(SecretRandomness, "gaussian_like", lambda self, *a: factor * _noise(self, *a))
+
+
+def same_noise_in_each_step(patch: Any) -> None:
+    kept: dict[Any, Any] = {}
+
+    def same(self, tensor, std):
+        shape = (tuple(tensor.shape), tensor.dtype)
+        return kept.setdefault(shape, _noise(self, tensor, std))
+
+    patch.setattr(SecretRandomness, "gaussian_like", same)
+
+
+def uniform_noise(patch: Any) -> None:
+    """Of the right variance."""
+    patch.setattr(
+        SecretRandomness,
+        "gaussian_like",
+        lambda self, tensor, std: (torch.rand_like(tensor) - 0.5) * std * 12**0.5,
+    )
+
+
+def no_noise_on_every_other_tensor(patch: Any) -> None:
+    calls: list[int] = []
+
+    def some(self, tensor, std):
+        calls.append(1)
+        return _noise(self, tensor, std) * (len(calls) % 2)
+
+    patch.setattr(SecretRandomness, "gaussian_like", some)
+
+
+def drawn_times(count: int) -> Plant:
+    return _put(
+        PoissonSampler,
+        "draw",
+        lambda self: sorted({row for _ in range(count) for row in _draw(self)}),
+    )
+
+
+def same_draw_in_each_step(patch: Any) -> None:
+    kept: list[list[int]] = []
+
+    def same(self):
+        kept.append(kept[0] if kept else _draw(self))
+        return kept[-1]
+
+    patch.setattr(PoissonSampler, "draw", same)
+
+
+def shuffled(patch: Any) -> None:
+    """Each row once an epoch, as in the stock Trainer."""
+
+    def epochs(self):
+        size, order = round(self.num_examples * self.sample_rate), []
+        for _ in range(self.steps):
+            if len(order) < size:
+                order = torch.randperm(self.num_examples).tolist()
+            batch, order = order[:size], order[size:]
+            yield sorted(batch)
+
+    patch.setattr(PoissonSampler, "__iter__", epochs)
+
+
+def one_layer_unclipped(patch: Any) -> None:
+    def unclipped(self, of):
+        ones = (self.left.shape[2], self.right.shape[2]) == (32, 16)
+        return _factors(self, gradients.Weights(torch.ones_like(of.values)) if ones else of)
+
+    patch.setattr(gradients.OuterProducts, "weighted_factors", unclipped)
+
+
+def each_layer_clipped_to_c(patch: Any) -> None:
+    """Per-layer clipping without its division by the root of the number of layers."""
+
+    def by_layer(self):
+        self.clipping = "per_layer"
+        return _group(self)
+
+    patch.setattr(ClippingEngine, "_group", by_layer)
+    patch.setattr(weights, "math", mock.Mock(sqrt=lambda layers: 1.0))
+
+
+def divided_by_what_was_drawn(patch: Any) -> None:
+    """An example fewer makes each of the others larger."""
+    drawn: list[int] = []
+
+    def noted(self):
+        batch = _draw(self)
+        drawn.append(max(len(batch), 1))
+        return batch
+
+    def realized(self, clipped, release):
+        scale = self.run.plan.expected_batch_size / drawn[-1]
+        return {p: g * scale for p, g in _mean(self, clipped, release).items()}
+
+    patch.setattr(PoissonSampler, "draw", noted)
+    patch.setattr(DpSgd, "gradients", realized)
+
+
+def half_of_the_steps_unrecorded(patch: Any) -> None:
+    calls: list[int] = []
+
+    def forgetful(self, event, purpose):
+        calls.append(1)
+        if len(calls) % 2:
+            _append(self, event, purpose)
+
+    patch.setattr(RunLedger, "append", forgetful)
+    patch.setattr(
+        "hf_dp.trainer.callbacks.StopBeforeTarget.on_step_end", lambda *args, **kwargs: None
+    )
+
+
+def collate_together(patch):
+    """The user's collator gets all rows of a draw and pads them itself, as in the stock Trainer."""
+
+    class Together:
+        def __init__(self, examples, draws):
+            self.examples, self.draws = examples, draws
+
+        def __len__(self):
+            return len(self.draws)
+
+        def __iter__(self):
+            for indices in self.draws:
+                with self.examples.randomness.streams():
+                    self.examples.randomness.reseed()
+                    rows = [self.examples.dataset[index] for index in indices]
+                    yield [dict(self.examples.collator._original(rows))] if rows else []
+
+    def loader(self, sampler, one_shape, watched=None):
+        return Together(self.examples, sampler if watched is None else watched(sampler))
+
+    patch.setattr(TrainingData, "loader", loader)
+
+
+def attend_to_padding(patch):
+    original = Padding.fill
+    patch.setattr(
+        Padding,
+        "fill",
+        lambda self, name, leaf: 1 if "mask" in name else original(self, name, leaf),
+    )
+
+
+def _put(where: Any, name: str, value: Any) -> Plant:
+    return lambda patch: patch.setattr(where, name, value)
+
+
+FAULTS: dict[str, Plant] = {
+    "none": lambda patch: None,
+    "no noise": noise_times(0.0),
+    "a tenth of the noise": noise_times(0.1),
+    "half the noise": noise_times(0.5),
+    "no noise on every other tensor": no_noise_on_every_other_tensor,
+    "the same noise in each step": same_noise_in_each_step,
+    "uniform noise": uniform_noise,
+    "all rows in each step": _put(
+        PoissonSampler, "draw", lambda self: list(range(self.num_examples))
+    ),
+    "rows drawn four times as often": drawn_times(4),
+    "rows drawn twice as often": drawn_times(2),
+    "the same draw in each step": same_draw_in_each_step,
+    "shuffled epochs": shuffled,
+    "half of the steps unrecorded": half_of_the_steps_unrecorded,
+    "gradients are not clipped": _put(
+        clipped_sum, "clipping_weights", lambda *a: torch.ones_like(_weights(*a))
+    ),
+    "clipped to twice C": _put(
+        clipped_sum, "clipping_weights", lambda kind, norms, c: _weights(kind, norms, 2 * c)
+    ),
+    "one layer is not clipped": one_layer_unclipped,
+    "norms of linear layers halved": _put(
+        sys.modules["hf_dp.clipping.rules.linear"],
+        "OuterProducts",
+        lambda left, right: _outer(left / 2, right),
+    ),
+    "each layer is clipped to C": each_layer_clipped_to_c,
+    "divided by what was drawn": divided_by_what_was_drawn,
+    "collated together": collate_together,
+    "padding attended to": attend_to_padding,
+}
+
+
+class _Patch(contextlib.ExitStack):
+    def setattr(self, where: Any, name: Any, value: Any = None) -> None:
+        if isinstance(where, str):
+            self.enter_context(mock.patch(where, name))
+        else:
+            self.enter_context(mock.patch.object(where, name, value))
+
+
+@contextlib.contextmanager
+def planted(name: str) -> Iterator[None]:
+    """Plant a fault; without the check of the first batch, which would see some."""
+    with _Patch() as patch:
+        patch.setattr("hf_dp.run.private_run.self_check", lambda *args, **kwargs: None)
+        FAULTS[name](patch)
+        yield
