@@ -1,8 +1,8 @@
 """Remember whose each row was, so that a resumed run protects the same users.
 
-Each step protects what was one user's rows in that step. If a resume groups the rows in another way,
-the rows of a user of the first steps may be those of several users later, and no statement about
-one of them holds for the whole run.
+Each step protects what was one user's rows in that step. If a resume groups the rows in another
+way, the rows of a user of the first steps may be those of several users later, and no statement
+about one of them holds for the whole run.
 """
 
 from __future__ import annotations

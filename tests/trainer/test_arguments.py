@@ -325,6 +325,12 @@ REFUSALS = [
         },
         r"`weight_average_decay` to be unset with load_best_model_at_end",
     ),
+    (PUBLIC | {"noise_aware_floor": 0.1}, r"`noise_aware_floor` to be left.*Remove it"),
+    ({"noise_aware_floor": 1.5}, r"`noise_aware_floor` to be from 0 to 1, got 1.5"),
+    (
+        {"noise_aware_floor": 0.1, "max_grad_norm": 1.0, "clip_noised_gradient": True},
+        r"`noise_aware_floor` to be unset with clip_noised_gradient",
+    ),
     (PUBLIC | {"adam_bc_floor": 0.1}, r"`adam_bc_floor` to be left.*Remove it"),
     ({"adam_bc_floor": 0}, r"`adam_bc_floor` to be a number above 0, got 0"),
     ({"adam_bc_floor": 0.1, "optim": "sgd"}, r"`adam_bc_floor` to be unset with optim='sgd'"),
