@@ -55,6 +55,7 @@ _DECODER_ONLY = frozenset(modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES) - fro
 )
 
 IGNORED_LABEL = -100
+_OF_WHOLE_EXAMPLES = ("sequence_classification", "image_classification")
 
 
 def base_model(model: nn.Module) -> nn.Module:
@@ -112,6 +113,14 @@ def task_of(model: nn.Module) -> str:
         "sequence-to-sequence language models. Override DPTrainer.compute_per_example_loss(self, "
         "model, inputs) to return one loss per example, shape (b,), each from that example alone."
     )
+
+
+def means_over_rows(model: nn.Module | None) -> bool:
+    """Return whether a transformers model's own loss is the mean over the rows of its batch."""
+    try:
+        return model is not None and task_of(model) in _OF_WHOLE_EXAMPLES
+    except UnsupportedLossError:
+        return False
 
 
 def per_example_loss(model: nn.Module, inputs: Mapping[str, Any], chunked: bool = False) -> Tensor:

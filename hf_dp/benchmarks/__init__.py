@@ -8,6 +8,7 @@ Importing the package or :mod:`hf_dp.benchmarks.shapes` loads neither torch nor 
     workload      the fixed choices of one measurement
     mode          the interface of a mode: one way to form the gradient of a step
     modes         non-private training, one mode for each clipping strategy, selection, DP-FP
+    explicit_modes  per-example gradients one by one, layer by layer, or all at once by vmap
     opacus_modes  the same step through Opacus
     rounds        interleaved timings and the ratio statistic
     throughput    speed at one batch size

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from hf_dp.benchmarks.mode import Refused
-from hf_dp.benchmarks.modes import NON_PRIVATE, build_mode, refusals
+from hf_dp.benchmarks.modes import LOOP, NON_PRIVATE, build_mode, refusals
 from hf_dp.benchmarks.rounds import interleave, ratio, seconds_of_step
 from hf_dp.benchmarks.workload import Workload, make_batch
 from hf_dp.errors import HfDpError
@@ -97,6 +97,9 @@ def measure_capacity(
     rows: dict[str, dict[str, Any]] = {}
     _free()  # what the caller no longer refers to
     for mode in modes:
+        if mode == LOOP:
+            rows[mode] = {"refused": "its memory does not grow with the batch"}
+            continue
         try:
             rows[mode] = {"max_batch": largest_that_fits(fits(workload, mode))}
         except Refused as refused:

@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from torch import Tensor, nn
 
 from hf_dp import _validate
+from hf_dp.benchmarks.explicit_modes import LeeKifer, Loop, Vmap
 from hf_dp.benchmarks.mode import CLIPPING_NORM, BenchmarkMode, Refused
 from hf_dp.benchmarks.workload import Batch, Workload, build_model
 from hf_dp.clipping.engine import STRATEGIES, ClippingEngine
@@ -31,6 +32,7 @@ from hf_dp.tuners.frost.magnitude import MagnitudeEngine
 from hf_dp.tuners.frost.partition import partitions
 
 NON_PRIVATE = "non_private"
+LOOP, LEE_KIFER, VMAP = "loop", "lee_kifer", "vmap"
 SELECTION = "frost_selection"
 FORWARD = "dp_fp"
 OPACUS = ("opacus_hooks", "opacus_ghost")
@@ -125,9 +127,19 @@ class ForwardNoised(NonPrivate):
                 (self.losses(batch).mean() / len(batches)).backward()
 
 
+# Beside the engine's strategies.
+_OTHERS: dict[str, type[BenchmarkMode]] = {
+    LOOP: Loop,
+    LEE_KIFER: LeeKifer,
+    VMAP: Vmap,
+    SELECTION: Selecting,
+    FORWARD: ForwardNoised,
+}
+
+
 def mode_names() -> tuple[str, ...]:
     """Return every mode, also those whose package is not installed."""
-    return (NON_PRIVATE, *STRATEGIES, SELECTION, FORWARD, *OPACUS)
+    return (NON_PRIVATE, *STRATEGIES, *_OTHERS, *OPACUS)
 
 
 def installed_modes() -> tuple[str, ...]:
@@ -169,13 +181,9 @@ def build_mode(name: str, workload: Workload, shared: nn.Module | None = None) -
 
             return OpacusMode(workload, name)
         model = build_model(workload) if shared is None else shared
-        if name == SELECTION:
-            return Selecting(model, workload)
-        if name == FORWARD:
-            return ForwardNoised(model, workload)
-        return (
-            NonPrivate(model, workload) if name == NON_PRIVATE else Clipped(model, workload, name)
-        )
+        if name in STRATEGIES:
+            return Clipped(model, workload, name)
+        return {NON_PRIVATE: NonPrivate, **_OTHERS}[name](model, workload)
 
 
 @contextmanager

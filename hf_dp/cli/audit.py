@@ -7,7 +7,6 @@ import dataclasses
 import json
 import math
 import statistics
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,13 +16,13 @@ from hf_dp._validate import integer, one_of
 from hf_dp.cli.config import card_block, parse, peft_config, read_yaml
 from hf_dp.cli.help_text import add_privacy, command_parser
 from hf_dp.cli.launch import refuse_several
+from hf_dp.cli.non_private import NON_PRIVATE, asked_for, without_privacy
 from hf_dp.cli.tasks import DEFAULT_TASK, generation
 from hf_dp.errors import ConfigError
 from hf_dp.tasks.generation.arguments import TextArguments
 from hf_dp.tasks.generation.language_models import CAUSAL
 
 FILE_NAME = "exposure.json"
-NON_PRIVATE = "non_private"
 DESCRIPTION = """\
 Train a decoder with canaries among its rows, and measure how much of a search for them it saves
 (Carlini et al., 2019; Li et al., 2021, appendix M). A canary is a synthetic row: a prompt of three
@@ -136,7 +135,7 @@ def main(argv: Sequence[str]) -> int:
     values = {} if args.config is None else read_yaml(args.config)
     named = {"task": args.task, "output_dir": args.output_dir, "privacy_mode": args.privacy_mode}
     given = {key: value for key, value in named.items() if value is not None}
-    values = recipe_of(values, given)
+    values = recipe_of(values, given, words)
     asked = _parsed(values, words[1:])[0]
     folders = [Path(folder) for folder in asked.trained]
     if not folders:
@@ -151,8 +150,12 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def recipe_of(values: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
+def recipe_of(
+    values: dict[str, Any], given: dict[str, Any], words: Sequence[str] = ()
+) -> dict[str, Any]:
     """Return the values of a recipe with what the command line says instead.
+
+    Args: words: the rest of the command line.
 
     Raises: ConfigError for a task that has no canaries.
     """
@@ -163,34 +166,9 @@ def recipe_of(values: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
             "encoder-decoder or a classifier does not write what stands in its rows in this form. "
             "Give the recipe of a decoder."
         )
-    values = {**values, **given}
-    return _as_non_private(values) if given.get("privacy_mode") == NON_PRIVATE else values
-
-
-def _as_non_private(values: dict[str, Any]) -> dict[str, Any]:
-    """Return a private recipe without its privacy arguments, with batches of the same size."""
-    from transformers import TrainingArguments
-
-    from hf_dp.trainer.arguments import DPTrainingArguments
-
-    ours, theirs = (
-        {one.name for one in dataclasses.fields(cls)}
-        for cls in (DPTrainingArguments, TrainingArguments)
-    )
-    dropped = {
-        name: value
-        for name, value in values.items()
-        if name in ours - theirs and name != "privacy_mode"
-    }
-    kept = {name: value for name, value in values.items() if name not in dropped}
-    if dropped:
-        said = ", ".join(f"{name} {value}" for name, value in dropped.items())
-        print(f"non_private: without {said} of the recipe", file=sys.stderr)
-    if (logical := dropped.get("expected_batch_size")) is not None:
-        size = math.gcd(int(logical), int(kept.get("per_device_train_batch_size", 8)))
-        kept["per_device_train_batch_size"] = size
-        kept["gradient_accumulation_steps"] = int(logical) // size
-    return kept
+    if given.get("privacy_mode") == NON_PRIVATE:
+        values = without_privacy(values, asked_for(words))
+    return {**values, **given}
 
 
 def place(values: dict[str, Any], repetitions: int) -> Path:

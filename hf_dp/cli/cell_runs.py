@@ -13,7 +13,11 @@ import yaml
 
 from hf_dp.cli.cells import METRICS, Cell
 from hf_dp.cli.config import read_yaml
+from hf_dp.cli.non_private import NON_PRIVATE
 from hf_dp.errors import ConfigError
+
+# With it, `hf-dp train` leaves out what only a private run reads of the cell's file.
+AS_BASELINE = ["--privacy_mode", NON_PRIVATE]
 
 
 def with_settings(recipe: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -41,7 +45,7 @@ def run_cell(recipe: dict[str, Any], cell: Cell, which: str, launched: Sequence[
 
     Args:
         which: the run in words, for a line on stderr.
-        launched: the words that ask for several processes.
+        launched: the words that ask for several processes, and what else a run's command line says.
 
     Returns: whether the result is there.
 
@@ -80,6 +84,8 @@ def run_cell(recipe: dict[str, Any], cell: Cell, which: str, launched: Sequence[
             str(output),
             *launched,
         ]
+        if cell.settings.get("privacy_mode") == NON_PRIVATE:
+            command += AS_BASELINE
         done = subprocess.run(command, stdout=log, stderr=subprocess.STDOUT)
     return done.returncode == 0 and cell.done is not None
 

@@ -6,9 +6,11 @@ import argparse
 import json
 from collections.abc import Sequence
 
+from hf_dp._validate import one_of
 from hf_dp.cli.config import read_yaml
 from hf_dp.cli.help_text import command_parser, list_tasks
 from hf_dp.cli.launch import refuse_several
+from hf_dp.cli.non_private import NON_PRIVATE, folder_of
 from hf_dp.cli.options import common_parser
 from hf_dp.cli.tasks import DEFAULT_TASK, evaluated_tasks, evaluation_module
 
@@ -30,6 +32,12 @@ def build_parser() -> argparse.ArgumentParser:
         action="store_true",
         help="evaluate the untrained base, before anything is spent; a classifier needs "
         "`infilling`: how well its template and label words fit (Li et al., figure 8)",
+    )
+    add(
+        "--privacy-mode",
+        "--privacy_mode",
+        metavar="NAME",
+        help="as in `hf-dp train`: non_private evaluates what the recipe wrote with it",
     )
     add("--json", action="store_true", help='print one JSON object: {"eval_accuracy": ...}')
     return parser
@@ -58,6 +66,12 @@ def main(argv: Sequence[str]) -> int:
         print(help_text(task))
         return 0 if argv else 2
     refuse_several("hf-dp eval", "Start it without a launcher.")
+    if args.privacy_mode is not None:
+        from hf_dp.trainer.privacy_modes import MODES
+
+        one_of("privacy_mode", args.privacy_mode, (NON_PRIVATE, *MODES))
+    if args.privacy_mode == NON_PRIVATE:
+        values = {**values, "privacy_mode": NON_PRIVATE, "output_dir": folder_of(values)}
     metrics, lines = evaluation_module(task).evaluate(
         values, words, task=task, zero_shot=args.zero_shot
     )

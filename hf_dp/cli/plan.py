@@ -8,12 +8,14 @@ import json
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from hf_dp.cli import plan_forward
 from hf_dp.cli.account import ACCOUNTANTS
 from hf_dp.cli.answers import json_row, table
 from hf_dp.cli.config import read_yaml
 from hf_dp.cli.options import hyphenated
 from hf_dp.cli.plan_settings import plan_of, refuse_other_modes, settings_of, with_rows
 from hf_dp.errors import ConfigError, HfDpError
+from hf_dp.plans.dp_fp import DP_FP, VARIANTS
 from hf_dp.plans.sampling import POISSON, SAMPLINGS
 
 if TYPE_CHECKING:
@@ -29,6 +31,7 @@ EXAMPLES = """examples (SST-2):
   hf-dp plan --config recipes/sst2/minilm_dp_adam_eps3.yaml --num-examples 67349 --plot plan.png
   hf-dp plan --num-examples 67349 --batch-size 1024 --epochs 3 --target-epsilon 3 \\
       --transfer-to 392702
+  hf-dp plan --config recipes/dp_fp/sst2/roberta_base.yaml --num-examples 67349
 """
 
 _SWEPT = {
@@ -100,6 +103,17 @@ def _add_run(add: Callable[..., Any]) -> None:
         help="largest L2 norm of one example's gradient (default: 0.1)",
     )
     add(
+        "--dp-fp-variant",
+        choices=VARIANTS,
+        help="for a recipe of DP-FP: plan this variant instead of the recipe's",
+    )
+    add(
+        "--num-classes",
+        type=int,
+        metavar="K",
+        help="for a recipe of DP-FP that protects labels (default: the recipe's class_names)",
+    )
+    add(
         "--noised-loss-budget-ratio",
         type=float,
         metavar="R",
@@ -159,7 +173,10 @@ def main(argv: Sequence[str]) -> int:
     """Print the plan; return 2 (with a line on stderr) for what cannot be planned."""
     args = build_parser().parse_args(hyphenated(argv))
     recipe = {} if args.config is None else read_yaml(args.config)
-    refuse_other_modes(recipe.get("privacy_mode", "dp_sgd"), "hf-dp plan")
+    mode = recipe.get("privacy_mode", "dp_sgd")
+    refuse_other_modes(mode, "hf-dp plan", ("dp_sgd", DP_FP))
+    if mode == DP_FP:
+        _refuse_for_sums(args)
     if args.plot is not None:
         from hf_dp._plotting import require_matplotlib
 
@@ -177,7 +194,7 @@ def main(argv: Sequence[str]) -> int:
         transferred = None if to is None else dataclasses.asdict(to)
         print(json.dumps({**_json(found), "transfer": transferred}, allow_nan=False))
         return 0
-    print(_text(found))
+    print(plan_forward.text(found) if mode == DP_FP else _text(found))
     if "table" in settings:
         print(_rows_of_users(settings["table"], settings["users"]))
         print(_both_ways(settings, found.plan))
@@ -187,6 +204,16 @@ def main(argv: Sequence[str]) -> int:
             f"{to.expected_batch_size}, epochs {to.num_train_epochs:.10g} ({to.steps} steps)"
         )
     return 0
+
+
+def _refuse_for_sums(args: argparse.Namespace) -> None:
+    """Raise ConfigError for what is only defined where each step releases one noisy sum."""
+    for option in ("plot", "transfer_to", "gradient_norm", "parameters"):
+        if getattr(args, option) is not None:
+            raise ConfigError(
+                f"`--{option.replace('_', '-')}` is for privacy_mode dp_sgd, where a step releases "
+                "one noisy sum. Leave it out for DP-FP."
+            )
 
 
 def _transfer(plan: PrivacyPlan, num_examples: int) -> Transfer:
@@ -229,7 +256,8 @@ def _sweep(args: argparse.Namespace, settings: dict[str, Any]) -> int:
     if args.json:
         print(json.dumps({"sweep": key, "rows": [_json(row) for row in rows]}, allow_nan=False))
         return 0
-    print(_sweep_table(key, values, rows))
+    of = plan_forward.sweep_table if settings["forward"] is not None else _sweep_table
+    print(of(key, values, rows))
     return 0
 
 
@@ -271,7 +299,9 @@ def _json(found: Forecast) -> dict[str, Any]:
     return {
         "plan": found.plan.to_dict(),
         "epochs": found.epochs,
-        "effective_noise_multiplier": found.effective_noise_multiplier,
+        "effective_noise_multiplier": None
+        if found.plan.mechanism.privacy_mode == DP_FP
+        else found.effective_noise_multiplier,
         "signal_to_noise": found.signal_to_noise,
         "examples": found.examples,
         "seconds": found.seconds,

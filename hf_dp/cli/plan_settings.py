@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from hf_dp._validate import integer
 from hf_dp.cli.config import peft_config
 from hf_dp.errors import ConfigError
+from hf_dp.plans.dp_fp import DP_FP
 from hf_dp.plans.sampling import POISSON
 
 if TYPE_CHECKING:
@@ -35,15 +37,16 @@ KEYS = {
 }
 
 
-def refuse_other_modes(mode: str, command: str) -> None:
-    """Raise ConfigError for a privacy mode other than dp_sgd.
+def refuse_other_modes(mode: str, command: str, planned: Sequence[str] = ("dp_sgd",)) -> None:
+    """Raise ConfigError for a privacy mode that a command does not plan.
 
-    Args: command: that plans, for the message.
+    Args: command: that plans, for the message. planned: the modes that it plans.
     """
-    if mode != "dp_sgd":
+    if mode not in planned:
         why = "it releases noised rows, not sums" if mode == "dp_fp" else "it spends no privacy"
         raise ConfigError(
-            f"The recipe's privacy_mode is {mode!r}: {why}. {command} plans dp_sgd only."
+            f"The recipe's privacy_mode is {mode!r}: {why}. {command} plans "
+            f"{' and '.join(planned)} only."
         )
 
 
@@ -59,6 +62,16 @@ def settings_of(args: argparse.Namespace, recipe: dict[str, Any]) -> dict[str, A
     if recipe.get("max_steps") == -1 and given["steps"] is None:
         settings["steps"] = None
     settings["peft"] = recipe.get("peft")
+    settings["forward"] = recipe if recipe.get("privacy_mode") == DP_FP else None
+    settings["variant"] = getattr(args, "dp_fp_variant", None)
+    settings["num_classes"] = (
+        getattr(args, "num_classes", None) or len(recipe.get("class_names") or []) or None
+    )
+    if settings["variant"] is not None and settings["forward"] is None:
+        raise ConfigError(
+            "--dp-fp-variant is for recipes with privacy_mode: dp_fp. Leave it out, or give such a "
+            "recipe."
+        )
     settings["num_examples"], settings["users"] = args.num_examples, _users(recipe)
     if args.num_examples is None and recipe:
         if settings["users"] is None:
@@ -151,6 +164,8 @@ def plan_of(settings: dict[str, Any]) -> PrivacyPlan:
             "Expected --num-examples N, the rows of the training set (or --config with data), got "
             "neither."
         )
+    if settings["forward"] is not None:
+        return _forward_plan(settings)
     epochs, steps = settings["epochs"], settings["steps"]
     clipping_norm = 0.1 if settings["clipping_norm"] is None else settings["clipping_norm"]
     adapter, users = peft_config(settings["peft"]), settings["users"]
@@ -176,6 +191,31 @@ def plan_of(settings: dict[str, Any]) -> PrivacyPlan:
         users=users,
         privacy_unit="example" if users is None else "user",
     )
+
+
+def _forward_plan(settings: dict[str, Any]) -> PrivacyPlan:
+    """Return the plan of a recipe of DP-FP. Raises: ConfigError, InvalidArgumentError."""
+    from hf_dp.cli.plan_forward import forward_arguments, mechanism_of
+    from hf_dp.plans.privacy import PrivacyRequest
+
+    args = forward_arguments(settings["forward"], settings)
+    adapter, users = peft_config(settings["peft"]), settings["users"]
+    epochs, steps = settings["epochs"], settings["steps"]
+    return PrivacyRequest(
+        num_examples=settings["num_examples"],
+        expected_batch_size=args.expected_batch_size,
+        mechanism=mechanism_of(args, settings["num_classes"]),
+        num_train_epochs=3.0 if epochs is None else epochs,
+        max_steps=-1 if steps is None else integer("steps", steps, 1),
+        target_epsilon=settings["target_epsilon"],
+        target_delta=settings["delta"],
+        accountant=args.accountant,
+        selection=adapter.selection_plan(args.per_example_max_grad_norm)
+        if hasattr(adapter, "selection_plan")
+        else None,
+        users=users,
+        privacy_unit="example" if users is None else "user",
+    ).plan()
 
 
 def with_rows(users: Users, table: UnitTable) -> Users:

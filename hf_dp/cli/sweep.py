@@ -16,10 +16,11 @@ from typing import Any
 
 import yaml
 
-from hf_dp.cli.cell_runs import result, run_cell, with_settings, zero_shot
+from hf_dp.cli.cell_runs import AS_BASELINE, result, run_cell, with_settings, zero_shot
 from hf_dp.cli.cells import Cell, in_words
 from hf_dp.cli.config import read_yaml
 from hf_dp.cli.launch import add_launch_options, launch_words, refuse_several
+from hf_dp.cli.non_private import BATCH, NON_PRIVATE, private_keys
 from hf_dp.cli.sweep_report import plot_over_zero_shot, plot_sweep, spent_together, table
 from hf_dp.errors import ConfigError
 
@@ -28,8 +29,13 @@ EXAMPLES = """examples:
       --grid target_epsilon=3,8 learning_rate=5e-4,1e-3 --output-dir outputs/sweep
   hf-dp sweep --config recipe.yaml --grid infilling=null,sst2 target_epsilon=3,8 \\
       --output-dir outputs/words --plot words.png
+  hf-dp sweep --config recipe.yaml --grid privacy_mode=dp_sgd,non_private target_epsilon=3,8 \
+      --output-dir outputs/beside
   hf-dp sweep --config recipe.yaml --grid learning_rate=5e-4,1e-3,2e-3 --private-selection 5 \\
       --score accuracy --output-dir outputs/search
+
+With privacy_mode=dp_sgd,non_private in the grid, one run without privacy stands beside the private
+ones; the privacy arguments of grid and recipe are not its own.
 
 Runs that are done are not repeated: start the same command again after an interruption. Every
 private run on the same rows adds its epsilon; the last line says what all runs in the table cost
@@ -114,7 +120,8 @@ def main(argv: Sequence[str]) -> int:
         from hf_dp._plotting import require_matplotlib
 
         require_matplotlib(args.plot)
-    recipe = with_settings(read_yaml(args.config), dict(_setting(word) for word in args.set))
+    fixed = dict(_setting(word) for word in args.set)
+    recipe = with_settings(read_yaml(args.config), fixed)
     if Path(args.output_dir).is_file():
         raise ConfigError(
             f"Expected `--output-dir` to be a folder, but {args.output_dir!r} is a file. Choose "
@@ -123,6 +130,9 @@ def main(argv: Sequence[str]) -> int:
     if args.score and args.private_selection is None:
         raise ConfigError("`--score` decides in a search. Add --private-selection K.")
     cells = list(grid(args.grid, args.seeds, Path(args.output_dir)))
+    _refuse_privacy_arguments(fixed, cells)
+    if fixed.get("privacy_mode") == NON_PRIVATE:
+        launched = [*launched, *AS_BASELINE]
     if args.dry_run:
         print("\n".join(f"{cell.label} seed={cell.seed}: {cell.folder}" for cell in cells))
         return 0
@@ -192,11 +202,43 @@ def grid(words: Sequence[str], seeds: Sequence[int], folder: Path) -> Iterator[C
                 f"Expected the values of {what} to be different from each other, got {given}. "
                 "Leave the repeated ones out."
             )
-    for values in itertools.product(*axes.values()):
-        settings = dict(zip(axes, values, strict=True))
+    for settings in _combinations(axes):
         name = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:8]
         for seed in seeds:
             yield Cell(settings, seed, folder / f"{_name(settings)}-{name}-seed{seed}")
+
+
+def _combinations(axes: dict[str, list[Any]]) -> Iterator[dict[str, Any]]:
+    """Yield all combinations, each once.
+
+    Where runs with and without privacy stand side by side, the privacy arguments of the grid are
+    those of the former: a run without privacy is one, whatever their values.
+    """
+    modes = axes.get("privacy_mode", [])
+    beside = NON_PRIVATE in modes and len(modes) > 1
+    seen = set()
+    for values in itertools.product(*axes.values()):
+        settings = dict(zip(axes, values, strict=True))
+        if beside and settings["privacy_mode"] == NON_PRIVATE:
+            unread = private_keys() - {BATCH}
+            settings = {key: value for key, value in settings.items() if key not in unread}
+        text = json.dumps(settings, sort_keys=True)
+        if text not in seen:
+            seen.add(text)
+            yield settings
+
+
+def _refuse_privacy_arguments(fixed: dict[str, Any], cells: Sequence[Cell]) -> None:
+    """Raise ConfigError for privacy arguments of a sweep in which no run is private."""
+    modes = {cell.settings.get("privacy_mode", fixed.get("privacy_mode")) for cell in cells}
+    if modes != {NON_PRIVATE}:
+        return
+    given = [key for key in {**fixed, **cells[0].settings} if key in private_keys()]
+    if given:
+        raise ConfigError(
+            f"Expected no privacy arguments beside privacy_mode={NON_PRIVATE}, got {given}. Remove "
+            "them; those of the recipe are left out by themselves."
+        )
 
 
 def _name(settings: dict[str, Any]) -> str:

@@ -103,10 +103,13 @@ def plot_sweep(results: dict[Cell, dict[str, Any]], path: str) -> None:
     Curves and bars show the spread of the seeds.
     """
     metric = sorted(next(iter(results.values()))["metrics"])[0]
-    axes = list(zip(*(cell.settings.values() for cell in results), strict=True))
     names = list(next(iter(results)).settings)
-    if len(axes) <= 2 and all(
-        isinstance(value, (int, float)) for values in axes for value in values
+    alike = all(list(cell.settings) == names for cell in results)
+    axes = list(zip(*(cell.settings.values() for cell in results), strict=True)) if alike else []
+    if (
+        alike
+        and len(axes) <= 2
+        and all(isinstance(value, (int, float)) for values in axes for value in values)
     ):
         numbers: dict[tuple[float, ...], list[float]] = {}
         for cell, found in results.items():

@@ -16,6 +16,7 @@ from hf_dp.cli.launch import (
     refuse_several,
     show_progress_once,
 )
+from hf_dp.cli.non_private import as_asked
 from hf_dp.cli.options import common_parser
 from hf_dp.cli.tasks import DEFAULT_TASK, TASKS, training_module
 from hf_dp.errors import ConfigError
@@ -24,6 +25,11 @@ DESCRIPTION = """\
 Fine-tune a model, with differential privacy unless privacy_mode is non_private. Every argument can
 stand in the YAML file or on the command line (--learning_rate or --learning-rate). The command line
 wins. An unknown key is an error.
+
+With --privacy_mode non_private on the command line, a private recipe trains as its own baseline:
+keys of the file that only a private run reads are left out (each is named), the batch stays as
+large, and the output folder gets the ending _non_private. The learning rate stays the recipe's,
+and without privacy a smaller one is often better.
 
 A private run that gets SIGTERM or SIGINT (Ctrl-C) finishes its step, saves a checkpoint and ends
 with the exit code 128 + signal number (143, 130); go on with --resume_from_checkpoint True.
@@ -81,6 +87,8 @@ def main(argv: Sequence[str]) -> int:
         refuse_several(f"hf-dp train --task {task}", "Start it without a launcher.")
     if not launch_words(args):
         show_progress_once()
+        if TASKS[task].private:
+            values = as_asked(values, words)
         return module.train(_with_recipe(values, args.config), words)
     if TASKS[task].one_process:
         raise ConfigError(

@@ -11,6 +11,7 @@ from scipy.special import bdtr
 
 from hf_dp import _validate
 from hf_dp.accounting.comparison import Answer, compare
+from hf_dp.plans.dp_fp import SEPARATE, FrozenPlan, PrivateEncoderPlan
 from hf_dp.plans.privacy import PrivacyPlan
 
 # Weights, gradient sums, and Adam's two moments, float32.
@@ -65,6 +66,16 @@ def _used(plan: PrivacyPlan) -> float:
     return float((1 - bdtr(below, plan.num_examples, plan.sample_rate)).sum())
 
 
+def _forwarded(plan: PrivacyPlan) -> float:
+    """Return the expected number of examples that go through the model in the steps."""
+    of_steps = plan.steps * _used(plan)
+    if isinstance(plan.mechanism, FrozenPlan):  # each row passes the frozen part once
+        return float(plan.num_examples)
+    if isinstance(plan.mechanism, PrivateEncoderPlan) and plan.mechanism.draws == SEPARATE:
+        return 2 * of_steps  # a draw for the gradients, and one for the vectors
+    return of_steps
+
+
 def forecast(
     plan: PrivacyPlan,
     accountants: Sequence[str] | None = None,
@@ -86,7 +97,7 @@ def forecast(
     if parameters is not None:
         parameters = _validate.integer("parameters", parameters, 1)
     ratio = None if gradient_norm is None else _signal_to_noise(plan, gradient_norm, parameters)
-    examples = plan.steps * _used(plan)
+    examples = _forwarded(plan)
     if plan.selection is not None:
         examples += plan.selection.iterations * plan.selection.sample_rate * plan.num_examples
     return Forecast(

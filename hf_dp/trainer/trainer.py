@@ -6,16 +6,17 @@ they are. What a private step does is on one screen: :meth:`DPTrainer.training_s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, ClassVar
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from transformers import EarlyStoppingCallback, PreTrainedModel, Trainer
-from transformers.trainer_utils import SaveStrategy, TrainOutput
+from transformers.trainer_utils import SaveStrategy, TrainOutput, get_last_checkpoint
 from transformers.utils import logging
 
 from hf_dp._validate import invalid
@@ -24,9 +25,9 @@ from hf_dp.batches.units import UnitTable, rows_to_draw, split_off_units
 from hf_dp.cards.evidence import write_card
 from hf_dp.clipping import refuse_coupling
 from hf_dp.clipping.sharding import is_sharded
-from hf_dp.distributed.processes import others_present
+from hf_dp.distributed.processes import Processes, others_present
 from hf_dp.errors import UnsupportedArgumentError
-from hf_dp.losses import columns_read, per_example_loss
+from hf_dp.losses import columns_read, means_over_rows, per_example_loss
 from hf_dp.mechanisms import Mechanism, mechanism_for
 from hf_dp.overlap.compare import TrainingRows, refuse_training_rows
 from hf_dp.overlap.users import TrainingUsers
@@ -96,6 +97,7 @@ from hf_dp.trainer.weight_average import (
 from hf_dp.tuners.apply import apply_peft, load_model
 from hf_dp.tuners.base import Tuner
 from hf_dp.tuners.find import tuner_for
+from hf_dp.tuners.without_privacy import PlainRun, sampled_batches
 
 logger = logging.get_logger(__name__)
 
@@ -148,12 +150,12 @@ class DPTrainer(Publishing):
     args: DPTrainingArguments
     arguments_class: ClassVar[type[DPTrainingArguments]] = DPTrainingArguments
     model: Any
-    loss_is_scaled_for_ga = True
     privacy_plan: PrivacyPlan | None
     card: dict[str, Any]
     tuner: Tuner
     mechanism: Mechanism
     _run: PrivateRun | None
+    _plain: PlainRun | None = None  # what a tuner sees of a run without privacy
     _signals: StopOnSignal
     _watched: Any  # the optimizer whose steps are hooked
     _noise_aware: NoiseAware | None
@@ -239,6 +241,13 @@ class DPTrainer(Publishing):
         self._noised_losses = _NONE
         if self.privacy_plan is not None:
             self._make_run(self.privacy_plan, rows, compared)
+        elif not args.is_private:
+            self._refuse_optimizers()
+            self.tuner.check_arguments(args)
+            if means_over_rows(self.model):
+                # Trainer would take the model, whose forward takes any keyword, to divide by the
+                # rows of all accumulated batches, and would add up the means of the batches.
+                self.model_accepts_loss_kwargs = False
 
     def _make_run(self, plan: PrivacyPlan, rows: TrainingRows | None, compared: bool) -> None:
         """Make the private run of this trainer. Nothing is written yet."""
@@ -369,6 +378,8 @@ class DPTrainer(Publishing):
         """Make one optimizer step's gradient. In private modes ``inputs`` is a whole logical batch,
         a Poisson sample cut into physical batches."""
         if not self.args.is_private:
+            if self._plain is not None:
+                self.tuner.before_plain_step(self._plain, self.state.global_step)
             return super().training_step(model, inputs, num_items_in_batch)
         run, mechanism = self.run, self.mechanism
         model.train()
@@ -422,6 +433,8 @@ class DPTrainer(Publishing):
         """
         self._refuse_changed_arguments()
         if not self.args.is_private:
+            if self.tuner.undecided:
+                self._choose_plainly(resume_from_checkpoint)
             return super().train(resume_from_checkpoint, *args, **kwargs)
         run = self.run
         checkpoint = self._checkpoint_of(resume_from_checkpoint)
@@ -472,6 +485,35 @@ class DPTrainer(Publishing):
         if "training_loss" not in run.book.released:
             output = output._replace(training_loss=float("nan"))
         return output
+
+    def _choose_plainly(self, resume_from_checkpoint: str | bool | None) -> None:
+        """Let the tuner choose what trains, in a run without privacy.
+
+        Raises: UnsupportedArgumentError for a sharded model.
+        """
+        if self.is_fsdp_enabled or is_sharded(self.model):
+            raise UnsupportedArgumentError(
+                f"{type(self.tuner).__name__} chooses by whole weights, and the model is sharded "
+                "(FSDP). Train it in one process, or without sharding."
+            )
+        random = np.random.default_rng(self.args.seed)
+        dataset, collator = self.columns_for_training()
+
+        def sample(rate: float) -> Iterator[Any]:
+            size = self.args.per_device_train_batch_size
+            for batch in sampled_batches(dataset, collator, rate, size, random):
+                yield self._prepare_inputs(batch)
+
+        def losses(model: nn.Module, batch: Any) -> Tensor:
+            with self.compute_loss_context_manager():
+                return self.compute_per_example_loss(model, batch)
+
+        self._plain = PlainRun(self.model, self.args.device, Processes.here(), sample, losses)
+        checkpoint: Any = resume_from_checkpoint or None
+        if checkpoint is True:
+            checkpoint = get_last_checkpoint(self.folder)
+        self.tuner.start_plain(self._plain, checkpoint)
+        self._train_model(self._plain.model)
 
     def _prepare_for_training(self, max_steps: int, *args: Any, **kwargs: Any) -> Any:
         private = self.args.is_private
@@ -695,6 +737,8 @@ class DPTrainer(Publishing):
         super()._save(output_dir, state_dict)
         if self._run is not None and self.args.should_save:
             self._write_beside_weights(output_dir or self.folder)
+        elif self._plain is not None and self.args.should_save:
+            self.tuner.save(output_dir or self.folder)
 
     def _write_beside_weights(self, folder: str) -> None:
         self.tuner.save(folder)

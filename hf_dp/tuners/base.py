@@ -11,12 +11,13 @@ from transformers import TrainingArguments
 
 from hf_dp._validate import invalid
 from hf_dp.clipping import ClippingEngine
-from hf_dp.errors import ConfigError, InvalidArgumentError
+from hf_dp.errors import ConfigError, InvalidArgumentError, UnsupportedArgumentError
 from hf_dp.plans.selection import SelectionPlan
 from hf_dp.run.checks import refuse_frozen_heads
 from hf_dp.run.private_run import PrivateRun
 from hf_dp.tuners.apply import describe_training, set_task_type
 from hf_dp.tuners.selection import SelectionConfig, always_trained, candidates
+from hf_dp.tuners.without_privacy import PlainRun
 
 
 class Tuner:
@@ -49,6 +50,16 @@ class Tuner:
 
         It is called before the optimizer exists, and may replace ``run.model``.
         """
+
+    def start_plain(self, run: PlainRun, checkpoint: str | None = None) -> None:
+        """Choose what trains in a run without privacy, as :meth:`start` does in a private one, or
+        read what the run of a checkpoint chose.
+
+        What is chosen by noisy numbers there is chosen by the same numbers without noise here.
+        """
+
+    def before_plain_step(self, run: PlainRun, step: int) -> None:
+        """Do what is due before a batch of step number ``step`` of a run without privacy."""
 
     def before_step(self, run: PrivateRun, step: int) -> None:
         """Do what is due before private step number ``step``, counted from 0."""
@@ -102,7 +113,7 @@ def freeze_others(model: nn.Module, config: SelectionConfig) -> None:
         parameter.requires_grad_(parameter.requires_grad and parameter in kept)
 
 
-def refuse_made_before(run: PrivateRun, config: SelectionConfig) -> None:
+def refuse_made_before(run: PrivateRun | PlainRun, config: SelectionConfig) -> None:
     """Raise for a model that cannot work with a selection in the run, before it costs privacy."""
     if hasattr(run.model, "peft_config"):
         raise InvalidArgumentError(
@@ -111,6 +122,18 @@ def refuse_made_before(run: PrivateRun, config: SelectionConfig) -> None:
         )
     set_task_type(run.model, config)
     refuse_frozen_heads(run.model, always_trained(run.model, config))
+
+
+def refuse_several_processes(run: PlainRun, config: SelectionConfig) -> None:
+    """Raise for a choice by a sample of rows in several processes of a run without privacy."""
+    if not run.processes.alone:
+        raise invalid(
+            "peft_config",
+            type(config).__name__,
+            "to choose in one process with privacy_mode='non_private'",
+            f"There are {run.processes.count}, and each would sample rows of its own. Start one.",
+            UnsupportedArgumentError,
+        )
 
 
 def refuse_other_options(earlier: Any, now: Any) -> None:

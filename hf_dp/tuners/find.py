@@ -26,7 +26,7 @@ def tuner_for(peft_config: Any, is_private: bool) -> Tuner | None:
     """Return the tuner that a configuration needs, or None where PEFT applies it unchanged.
 
     Raises:
-        UnsupportedArgumentError: a tuner is needed in ``non_private`` mode.
+        UnsupportedArgumentError: repeated selections in ``non_private`` mode.
         ConfigError: the configuration holds a selection that another run made.
     """
     if not isinstance(peft_config, (FrostConfig, MaskConfig, RgpConfig)):
@@ -40,13 +40,12 @@ def tuner_for(peft_config: Any, is_private: bool) -> Tuner | None:
             "This FrostConfig holds a selection that another run made from private rows. The "
             "ledger of this run would not count it. Pass a new FrostConfig, or resume that run."
         )
-    if not is_private:
+    if not is_private and isinstance(config, FrostConfig) and config.num_selections > 1:
         raise invalid(
-            "peft_config",
-            type(config).__name__,
-            "to be used in private modes",
-            "Without privacy, use RandomConfig, TopBlocksConfig or a selection that a private run "
-            "made.",
+            "num_selections",
+            config.num_selections,
+            "to be 1 with privacy_mode='non_private'",
+            "There the partitions are chosen once. Set it to 1.",
             UnsupportedArgumentError,
         )
     if isinstance(config, MaskConfig):

@@ -8,7 +8,7 @@ import importlib.util
 import pytest
 import torch
 
-from hf_dp.benchmarks import modes
+from hf_dp.benchmarks import explicit_modes, modes
 from hf_dp.benchmarks.mode import Refused
 from hf_dp.benchmarks.modes import (
     FORWARD,
@@ -47,14 +47,17 @@ def clipped_sum(workload, batches):
     return total
 
 
-@pytest.mark.parametrize("name", [*STRATEGIES, *OPACUS])
+EXPLICIT = ("loop", "lee_kifer", "vmap")
+
+
+@pytest.mark.parametrize("name", [*STRATEGIES, *EXPLICIT, *OPACUS])
 @pytest.mark.parametrize("model", ["tiny", "tiny-bert"])
 def test_private_modes_form_the_clipped_sum_of_a_logical_batch(model, name):
     if name in OPACUS and not HAS_OPACUS:
         pytest.skip("opacus is not installed")
     workload = Workload(model, dropout=0.0, threads=1)
     mode = build_mode(name, workload)
-    if mode.note:
+    if "untied" in mode.note:
         pytest.skip(mode.note)  # another model: the head has a weight of its own
     batches = [make_batch(workload, mode.model), make_batch(workload, mode.model, 3)]
     for _ in range(2):  # a step starts from nothing
@@ -79,6 +82,42 @@ def test_non_private_mode_forms_the_mean_gradient():
         torch.testing.assert_close(value, once[name])
     mode.reset()
     assert mode.gradients() == {}
+
+
+def test_lee_kifer_takes_norms_of_whole_gradients_one_parameter_at_a_time(monkeypatch):
+    seen = []
+    whole = explicit_modes._whole
+
+    def watched(uses, parameter):
+        found = whole(uses, parameter)
+        seen.append(parameter)
+        assert all(use.gradients.shape == (4, *parameter.shape) for use in found)
+        return found
+
+    monkeypatch.setattr(explicit_modes, "_whole", watched)
+    mode = build_mode("lee_kifer", Workload("tiny", threads=1))
+    mode.step([make_batch(mode.workload, mode.model)])
+    assert len(seen) == len(set(seen)) == len(list(mode.model.parameters()))
+
+
+def test_dropout_differs_between_the_examples_of_vmap():
+    workload = Workload("tiny", dropout=0.5, threads=1, batch_size=2)
+    mode = build_mode("vmap", workload)
+    batch = {
+        name: value[:1].expand(2, -1).contiguous()
+        for name, value in make_batch(workload, mode.model).items()
+    }
+    two = build_mode("vmap", workload, shared=mode.model)
+    mode.step([{name: value[:1] for name, value in batch.items()}])
+    two.step([batch])
+    doubled = {name: 2 * value for name, value in mode.gradients().items()}
+    assert not all(torch.allclose(doubled[n], v) for n, v in two.gradients().items())
+
+
+@pytest.mark.parametrize("option", ["gradient_checkpointing", "chunked_loss"])
+def test_what_vmap_cannot_do_is_refused(option):
+    with pytest.raises(Refused, match="torch.func takes no"):
+        build_mode("vmap", Workload("tiny", threads=1, **{option: True}))
 
 
 def test_ghost_unties_a_tied_head_and_says_so():
@@ -138,7 +177,7 @@ def test_only_known_inabilities_of_our_own_modes_are_refusals():
 
 def test_modes_are_checked():
     assert check_modes(["book_keeping", "book_keeping"]) == (NON_PRIVATE, "book_keeping")
-    assert mode_names() == (NON_PRIVATE, *STRATEGIES, SELECTION, FORWARD, *OPACUS)
+    assert mode_names() == (NON_PRIVATE, *STRATEGIES, *EXPLICIT, SELECTION, FORWARD, *OPACUS)
     with pytest.raises(
         InvalidArgumentError, match=r"`modes`.*'book_keeping'.*Did you mean 'book_keeping'"
     ):
@@ -149,7 +188,7 @@ def test_opacus_is_named_with_its_extra_where_it_is_missing(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(HfDpError, match=r"`modes`.*'opacus_ghost'.*pip install hf-dp\[bench\]"):
         check_modes(["opacus_ghost"])
-    assert modes.installed_modes() == (NON_PRIVATE, *STRATEGIES, SELECTION, FORWARD)
+    assert modes.installed_modes() == (NON_PRIVATE, *STRATEGIES, *EXPLICIT, SELECTION, FORWARD)
 
 
 PARAMETERS = {  # published, in millions; a classifier's head included

@@ -105,8 +105,8 @@ def test_a_private_recipe_keeps_its_batch_without_privacy(capsys):
         "task": "causal_lm",
         "learning_rate": 1e-3,
         "privacy_mode": "non_private",
-        "per_device_train_batch_size": 16,
-        "gradient_accumulation_steps": 64,
+        "per_device_train_batch_size": 32,
+        "gradient_accumulation_steps": 32,
     }
     assert "expected_batch_size 1024, target_epsilon 3" in capsys.readouterr().err
     assert recipe_of(recipe, {}) == recipe

@@ -21,7 +21,6 @@ from hf_dp.errors import (
     ConfigError,
     HfDpError,
     InvalidArgumentError,
-    UnsupportedArgumentError,
 )
 from hf_dp.plans.privacy import PrivacyPlan
 from hf_dp.plans.sampling import PoissonSampler
@@ -399,7 +398,6 @@ def test_refusals(tmp_path):
     model = tiny.model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     refused("optimizers", given={"model": model, "optimizers": (optimizer, None)})
-    refused("private modes", UnsupportedArgumentError, privacy_mode="non_private")
     refused(
         "another run made",
         ConfigError,

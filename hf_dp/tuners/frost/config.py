@@ -132,17 +132,24 @@ class FrostConfig(SelectionConfig):
         return found
 
 
-def made_from(selection: Any, plan: SelectionPlan, parts: Sequence[Partition]) -> dict[str, Any]:
-    """Return a selection as ``selection.json`` keeps it.
-
-    It holds names, noisy magnitudes and sensitivities, and nothing that was not noised.
-    """
+def chosen_from(selection: Any, parts: Sequence[Partition]) -> dict[str, Any]:
+    """Return which partitions and parameters were chosen, and of how many."""
     by_name: Mapping[str, Partition] = {part.name: part for part in parts}
     chosen = [by_name[name] for name in selection.names]
     return {
         "partitions": [part.name for part in chosen],
         "parameters": [name for part in chosen for name in part.parameters],
         "candidates": len(parts),
+    }
+
+
+def made_from(selection: Any, plan: SelectionPlan, parts: Sequence[Partition]) -> dict[str, Any]:
+    """Return a selection as ``selection.json`` keeps it.
+
+    It holds names, noisy magnitudes and sensitivities, and nothing that was not noised.
+    """
+    return {
+        **chosen_from(selection, parts),
         "noisy_magnitudes": [dict(row) for row in selection.observed],
         "sensitivities": list(selection.sensitivities),
         "plan": asdict(plan),

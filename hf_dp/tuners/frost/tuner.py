@@ -19,15 +19,20 @@ from hf_dp.tuners.base import (
     freeze_others,
     refuse_made_before,
     refuse_other_options,
+    refuse_several_processes,
 )
-from hf_dp.tuners.frost.config import FrostConfig, made_from
+from hf_dp.tuners.frost.config import FrostConfig, chosen_from, made_from
 from hf_dp.tuners.frost.magnitude import MagnitudeEngine
 from hf_dp.tuners.frost.partition import Partition
 from hf_dp.tuners.frost.select import select
 from hf_dp.tuners.only_trains import only_trains
 from hf_dp.tuners.selection import candidates
+from hf_dp.tuners.without_privacy import PlainRun
 
 logger = logging.get_logger(__name__)
+
+# Without privacy no gradient is clipped (definition 6): far above any norm, and a float64.
+_NO_CLIPPING = 1e300
 
 
 class _Frost(Tuner):
@@ -95,9 +100,20 @@ class _Frost(Tuner):
 class SelectOnce(_Frost):
     """K = 1: an adapter of the selected weights takes the place of the model."""
 
-    def _apply(self, run: PrivateRun) -> None:
+    def _apply(self, run: PrivateRun | PlainRun) -> None:
         self.config.parameters = list(self.config.made[0]["parameters"])
         run.model = apply_peft(run.model, self.config, run.device)
+
+    def start_plain(self, run: PlainRun, checkpoint: str | None = None) -> None:
+        if self._applied:
+            return
+        refuse_made_before(run, self.config)
+        if checkpoint is not None:
+            self._read(checkpoint)
+        else:
+            self.config.made.append(select_without_noise(run, self.config))
+        self._apply(run)
+        self._applied = True
 
 
 class Reselect(_Frost):
@@ -190,3 +206,41 @@ def select_partitions(run: PrivateRun, config: FrostConfig) -> dict[str, Any]:
             noise_multiplier=plan.noise_multiplier,
         )
     return made_from(selection, plan, parts)
+
+
+def select_without_noise(run: PlainRun, config: FrostConfig) -> dict[str, Any]:
+    """Run PSEL on un-clipped magnitudes without noise, for a run without privacy.
+
+    The magnitudes are those of definition 6, in the variant that the configuration names.
+
+    Raises: UnsupportedArgumentError with several processes, which would sample different rows.
+    """
+    refuse_several_processes(run, config)
+    parts = config.candidate_partitions(run.model)
+    with only_trains(run.model, {name for part in parts for name in part.parameters}) as restrict:
+        run.model.train()  # as in the steps to come
+
+        def observe(remaining: Sequence[Partition]) -> tuple[list[float], float]:
+            restrict({name for part in remaining for name in part.parameters})
+            engine = MagnitudeEngine(
+                run.model, remaining, _NO_CLIPPING, config.magnitude, config.norm_order
+            )
+            with engine:
+                for batch in run.sample(config.selection_sample_rate):
+                    engine.backward(run.losses(run.model, batch))
+                # Without noise all iterations weigh the same in the estimate.
+                return engine.magnitudes().tolist(), 1.0
+
+        selection = select(
+            parts,
+            observe,
+            unfreeze_ratio=config.unfreeze_ratio,
+            iterations=config.selection_iterations,
+            sample_rate=config.selection_sample_rate,
+            gap_coefficient=config.gap_coefficient,
+            noise_multiplier=0.0,
+        )
+    return {
+        **chosen_from(selection, parts),
+        "magnitudes_without_noise": [dict(row) for row in selection.observed],
+    }

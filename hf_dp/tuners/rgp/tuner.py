@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
 
 from hf_dp.clipping.low_rank import Carriers, LowRankEngine
+from hf_dp.distributed.processes import Processes
 from hf_dp.run.private_run import PrivateRun
 from hf_dp.tuners.apply import describe_training
 from hf_dp.tuners.base import (
@@ -17,6 +19,7 @@ from hf_dp.tuners.base import (
 )
 from hf_dp.tuners.rgp.config import RgpConfig, carriers, weight_gradients
 from hf_dp.tuners.selection import always_trained
+from hf_dp.tuners.without_privacy import PlainRun
 
 
 class Rgp(Tuner):
@@ -34,6 +37,7 @@ class Rgp(Tuner):
         self._start: dict[str, Tensor] = {}
         self._weights: dict[str, nn.Parameter] = {}
         self._carriers: dict[str, Carriers] = {}
+        self._made_for: int | None = None  # the step, in a run without privacy
 
     @property
     def undecided(self) -> bool:
@@ -50,21 +54,53 @@ class Rgp(Tuner):
         self.prepare(run)
         if checkpoint is not None:
             refuse_other_options(RgpConfig.from_pretrained(checkpoint), self.config)
-        self._weights = self.config.weights(run.model)
+        self._take(run.model)
+
+    def start_plain(self, run: PlainRun, checkpoint: str | None = None) -> None:
+        if self._weights:
+            return
+        refuse_made_before(run, self.config)
+        if checkpoint is not None:
+            refuse_other_options(RgpConfig.from_pretrained(checkpoint), self.config)
+        self._take(run.model)
+        for name, weight in self._weights.items():
+            weight.register_hook(partial(self._projected, name))
+
+    def _take(self, model: nn.Module) -> None:
+        """Note the weight matrices and their values, and freeze what does not train."""
+        self._weights = self.config.weights(model)
         self._start = {
             name: parameter.detach().clone() for name, parameter in self._weights.items()
         }
-        kept = {*self._weights.values(), *always_trained(run.model, self.config)}
-        for parameter in run.model.parameters():
+        kept = {*self._weights.values(), *always_trained(model, self.config)}
+        for parameter in model.parameters():
             parameter.requires_grad_(parameter.requires_grad and parameter in kept)
 
+    def _projected(self, name: str, gradient: Tensor) -> Tensor:
+        """Return the weight's gradient as its carriers see it.
+
+        The projection is linear and the same for all batches of a step, so it may come before
+        they are added up.
+        """
+        each = self._carriers[name]
+        left, right = each.left.to(gradient.dtype), each.right.to(gradient.dtype)
+        return Carriers(left, right).gradient(gradient @ right.mT, left.mT @ gradient)
+
+    def before_plain_step(self, run: PlainRun, step: int) -> None:
+        if step != self._made_for:  # and not a later batch of the same step
+            self._renew(run.processes)
+            self._made_for = step
+
     def before_step(self, run: PrivateRun, step: int) -> None:
+        self._renew(run.processes)
+
+    def _renew(self, processes: Processes) -> None:
         for name, weight in self._weights.items():
             made = carriers(
                 weight, self._start[name], self.config.rank, self.config.power_iterations
             )
             # Their start is random, and every process must project onto the same ones.
-            shared = map(run.processes.from_main, (made.left, made.right))
+            shared = map(processes.from_main, (made.left, made.right))
             self._carriers[name] = Carriers(*shared)
 
     def engine(self, run: PrivateRun) -> LowRankEngine:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 
 import safetensors.torch
+import torch
 from torch import Tensor, nn
 from transformers import TrainingArguments
 
@@ -22,6 +24,7 @@ from hf_dp.tuners.base import (
     refuse_made_before,
     refuse_options,
     refuse_other_options,
+    refuse_several_processes,
 )
 from hf_dp.tuners.only_trains import only_trains
 from hf_dp.tuners.single_entries.config import (
@@ -32,6 +35,7 @@ from hf_dp.tuners.single_entries.config import (
     packed,
     unpacked,
 )
+from hf_dp.tuners.without_privacy import PlainRun
 
 # Optimizers that move each entry by its own gradients alone, and leave it where it gets none.
 _ELEMENTWISE = ("adamw_torch", "adamw_torch_fused", "sgd", "adagrad", "rmsprop", "adafactor")
@@ -60,8 +64,11 @@ class Masks(Tuner):
         )
 
     def prepare(self, run: PrivateRun) -> None:
-        refuse_made_before(run, self.config)
         refuse_options(run, self.config)
+        self._refuse(run)
+
+    def _refuse(self, run: PrivateRun | PlainRun) -> None:
+        refuse_made_before(run, self.config)
         if not self.config.candidate_names(run.model):
             raise invalid(
                 "peft_config",
@@ -93,13 +100,31 @@ class Masks(Tuner):
         self.prepare(run)
         freeze_others(run.model, self.config)
         if checkpoint is not None:
-            refuse_other_options(type(self.config).from_pretrained(checkpoint), self.config)
-            bits = safetensors.torch.load_file(Path(checkpoint, _MASKS))
-            self.masks = unpacked(bits, run.model)
+            self.masks = self._read(checkpoint, run.model)
         elif isinstance(self.config, PvalConfig):
             self.masks = self.config.masks(run.model)
         elif isinstance(self.config, ParamConfig):
             self.masks = select_entries(run, self.config)
+
+    def _read(self, checkpoint: str, model: nn.Module) -> dict[str, Tensor]:
+        """Return the masks of the run of a checkpoint."""
+        refuse_other_options(type(self.config).from_pretrained(checkpoint), self.config)
+        return unpacked(safetensors.torch.load_file(Path(checkpoint, _MASKS)), model)
+
+    def start_plain(self, run: PlainRun, checkpoint: str | None = None) -> None:
+        if self.masks is not None:
+            return
+        self._refuse(run)
+        freeze_others(run.model, self.config)
+        if checkpoint is not None:
+            self.masks = self._read(checkpoint, run.model)
+        elif isinstance(self.config, PvalConfig):
+            self.masks = self.config.masks(run.model)
+        elif isinstance(self.config, ParamConfig):
+            self.masks = largest(gradients_of_sample(run, self.config), self.config.unfreeze_ratio)
+        parameters = dict(run.model.named_parameters())
+        for name, mask in (self.masks or {}).items():
+            parameters[name].register_hook(partial(_masked, mask))
 
     def engine(self, run: PrivateRun) -> MaskedEngine:
         plan = run.plan
@@ -150,3 +175,27 @@ def select_entries(run: PrivateRun, config: ParamConfig) -> dict[str, Tensor]:
     margin = rounding_margin(plan.sample_rate * rows, rows)
     with run.release(plan.release(plan.clipping_norm * (1 + margin))) as release:
         return largest(release.sum(sums), config.unfreeze_ratio)
+
+
+def gradients_of_sample(run: PlainRun, config: ParamConfig) -> dict[str, Tensor]:
+    """Return the gradients of one sample's summed losses, by parameter name; nothing is clipped or
+    noised.
+
+    Raises: UnsupportedArgumentError with several processes, which would sample different rows.
+    """
+    refuse_several_processes(run, config)
+    names = set(config.candidate_names(run.model))
+    with only_trains(run.model, names):
+        chosen = {name: p for name, p in run.model.named_parameters() if name in names}
+        sums = {name: torch.zeros_like(p) for name, p in chosen.items()}
+        run.model.train()  # as in the steps to come
+        for batch in run.sample(config.selection_sample_rate):
+            loss = run.losses(run.model, batch).sum()
+            found = torch.autograd.grad(loss, list(chosen.values()), materialize_grads=True)
+            for total, gradient in zip(sums.values(), found, strict=True):
+                total += gradient
+    return sums
+
+
+def _masked(mask: Tensor, gradient: Tensor) -> Tensor:
+    return gradient.masked_fill(~mask, 0)

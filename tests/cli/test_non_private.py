@@ -1,0 +1,215 @@
+"""``--privacy_mode non_private``: every recipe as its own baseline without privacy."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+import yaml
+
+from hf_dp.cli import cell_runs
+from hf_dp.cli.config import parse, peft_config, read_yaml
+from hf_dp.cli.main import main
+from hf_dp.cli.non_private import Asked, as_asked, private_keys, without_privacy
+from hf_dp.cli.tasks import TASKS, training_module
+from hf_dp.trainer.arguments import DPTrainingArguments
+from hf_dp.tuners.find import tuner_for
+from hf_dp.tuners.frost.tuner import SelectOnce
+from hf_dp.tuners.rgp.tuner import Rgp
+from hf_dp.tuners.single_entries.tuner import Masks
+
+ROOT = Path(__file__).parents[2]
+RECIPES = {str(path.relative_to(ROOT)): path for path in sorted((ROOT / "recipes").rglob("*.yaml"))}
+PRIVATE_TASKS = {
+    name: read_yaml(str(path))
+    for name, path in RECIPES.items()
+    if "accelerate" not in name and TASKS[read_yaml(str(path))["task"]].private
+}
+WORDS = ["--privacy_mode", "non_private"]
+TUNERS = {"frost": SelectOnce, "pval": Masks, "param": Masks, "rgp": Rgp}
+
+
+@pytest.mark.parametrize("name", PRIVATE_TASKS)
+def test_every_recipe_runs_without_privacy_by_one_flag(name, capsys):
+    values = PRIVATE_TASKS[name]
+    kept = as_asked(values, WORDS)
+    module = training_module(values["task"])
+    *_, args = parse(
+        [*module.ARGUMENTS, DPTrainingArguments],
+        {**kept, "use_cpu": True},
+        WORDS,
+        prog="",
+        extra=("task", "peft", "card"),
+    )
+    assert not args.is_private
+    dropped = {key for key in values if key not in kept}
+    assert dropped == private_keys() & set(values)
+    said = capsys.readouterr().err
+    assert all(f"{key} {values[key]}" in said for key in dropped)
+    batch = args.per_device_train_batch_size * args.gradient_accumulation_steps
+    if "expected_batch_size" in values:
+        assert batch == pytest.approx(values["expected_batch_size"], rel=0.01)
+        assert args.per_device_train_batch_size * 2 > values["per_device_train_batch_size"]
+        assert f"= {batch} rows" in said
+    private = values.get("privacy_mode") != "non_private"
+    assert args.output_dir == values["output_dir"] + ("_non_private" if private else "")
+    assert (f"output_dir {args.output_dir}" in said) == private
+    kind = (values.get("peft") or {}).get("peft_type")
+    tuner = tuner_for(peft_config(kept.get("peft")), is_private=False)
+    assert isinstance(tuner, TUNERS[kind]) if kind in TUNERS else tuner is None
+
+
+def test_there_are_recipes_of_every_kind():
+    kinds = {(values.get("peft") or {}).get("peft_type") for values in PRIVATE_TASKS.values()}
+    assert {"frost", "pval", "rgp", "lora", "adapter", "random", None} <= kinds
+    modes = {values["privacy_mode"] for values in PRIVATE_TASKS.values()}
+    assert modes == {"dp_sgd", "dp_fp", "non_private"}
+
+
+@pytest.mark.parametrize(
+    ("logical", "physical", "found"),
+    [
+        (1024, 32, (32, 32)),
+        (1024, 48, (32, 32)),
+        (5971, 16, (16, 373)),  # 7 x 853: no divisor between 8 and 16
+        (7, 32, (7, 1)),
+        (13, 8, (6, 2)),
+        (1, 8, (1, 1)),
+    ],
+)
+def test_the_batch_stays_as_large(logical, physical, found):
+    values = {"expected_batch_size": logical, "per_device_train_batch_size": physical}
+    kept = without_privacy(values)
+    assert (kept["per_device_train_batch_size"], kept["gradient_accumulation_steps"]) == found
+
+
+def test_batches_are_divided_among_processes(monkeypatch, capsys):
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    values = {"expected_batch_size": 1024, "per_device_train_batch_size": 64}
+    kept = without_privacy(values)
+    assert (kept["per_device_train_batch_size"], kept["gradient_accumulation_steps"]) == (64, 4)
+    assert "64 x 4 x 4 processes = 1024 rows" in capsys.readouterr().err
+    monkeypatch.setenv("RANK", "1")
+    without_privacy(values)
+    assert not capsys.readouterr().err
+
+
+def test_what_the_command_line_says_of_batches_wins():
+    values = {"expected_batch_size": 1024, "per_device_train_batch_size": 64, "output_dir": "a"}
+    kept = as_asked(values, [*WORDS, "--per_device_train_batch_size", "16"])
+    assert kept["gradient_accumulation_steps"] == 64
+    kept = as_asked(values, [*WORDS, "--gradient-accumulation-steps=3", "--output-dir", "b"])
+    assert "gradient_accumulation_steps" not in kept and kept["output_dir"] == "a"
+    assert as_asked(values, ["--learning_rate", "1"]) is values
+
+
+def test_dp_fp_trains_what_it_trained(capsys):
+    frozen = {"privacy_mode": "dp_fp", "dp_fp_variant": "frozen", "target_epsilon": 3}
+    assert without_privacy(frozen) == {
+        "privacy_mode": "non_private",
+        "peft": {"peft_type": "head"},
+    }
+    published = {"privacy_mode": "dp_fp", "dp_fp_variant": "published", "target_epsilon": 3}
+    kept = without_privacy(published, Asked())
+    assert kept["learning_rate"] == 5e-6
+    assert kept["per_device_train_batch_size"] * kept["gradient_accumulation_steps"] == 32
+
+
+def test_one_tiny_training_beside_the_private_one(task, capsys):
+    """(And each is evaluated where it lies.)"""
+    values = {**yaml.safe_load(task.read_text()), "per_example_max_grad_norm": 0.2}
+    values |= {"noised_loss_budget_ratio": 0.01, "noised_loss_bound": 2.0, "sampling": "poisson"}
+    task.write_text(yaml.safe_dump(values))
+    assert main(["train", "--config", str(task)]) == 0
+    capsys.readouterr()
+    assert main(["train", "--config", str(task), *WORDS]) == 0
+    said = capsys.readouterr()
+    folder = task.parent / "out_non_private"
+    assert said.out.splitlines()[-1] == str(folder) and "epsilon" not in said.out
+    assert "noised_loss_bound 2.0" in said.err and "batches of 8 x 1 = 8 rows" in said.err
+    assert (task.parent / "out" / "privacy.json").exists()
+    assert (folder / "model.safetensors").exists() and not (folder / "privacy.json").exists()
+    (trained,) = re.findall(r"accuracy .*", said.out)
+    assert main(["eval", "--config", str(task), *WORDS]) == 0
+    assert trained in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([*WORDS, "--target_epsilon", "3"], "`target_epsilon` to be left at None"),
+        ([*WORDS, "--expected_batch_size", "8"], "`gradient_accumulation_steps`"),
+    ],
+)
+def test_a_privacy_argument_of_the_command_line_is_still_an_error(task, capsys, words, message):
+    assert main(["train", "--config", str(task), *words]) == 2
+    assert message in capsys.readouterr().err
+    assert not (task.parent / "out_non_private").exists()
+
+
+def test_a_file_that_contradicts_itself_is_still_an_error(task, capsys):
+    values = {**yaml.safe_load(task.read_text()), "privacy_mode": "non_private"}
+    task.write_text(yaml.safe_dump(values))
+    assert main(["train", "--config", str(task)]) == 2
+    assert "`target_epsilon` to be left at None" in capsys.readouterr().err
+
+
+def test_eval_names_a_mode_that_does_not_exist(task, capsys):
+    assert main(["eval", "--config", str(task), "--privacy_mode", "nonprivate"]) == 2
+    assert "Did you mean 'non_private'" in capsys.readouterr().err
+
+
+# -- sweeps ---
+
+
+def sweep(task, *words):
+    return main(["sweep", "--config", str(task), "--output-dir", str(task.parent / "s"), *words])
+
+
+def test_a_sweep_has_one_run_without_privacy_beside_the_private_ones(task, capsys):
+    grid = ["--grid", "privacy_mode=dp_sgd,non_private", "target_epsilon=3,8", "learning_rate=1,2"]
+    assert sweep(task, *grid, "--dry-run") == 0
+    labels = [line.rpartition(" seed=")[0] for line in capsys.readouterr().out.splitlines()]
+    private = [
+        f"privacy_mode=dp_sgd target_epsilon={e} learning_rate={r}" for e in (3, 8) for r in (1, 2)
+    ]
+    plain = [f"privacy_mode=non_private learning_rate={rate}" for rate in (1, 2)]
+    assert labels == [*private, *plain]
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--set", "privacy_mode=non_private", "--grid", "target_epsilon=3,8"],
+        ["--set", "privacy_mode=non_private", "target_epsilon=3"],
+        ["--grid", "privacy_mode=non_private", "expected_batch_size=8,16"],
+    ],
+)
+def test_a_sweep_without_privacy_takes_no_privacy_arguments(task, capsys, words):
+    assert sweep(task, *words, "--dry-run") == 2
+    assert "beside privacy_mode=non_private" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("how", ["--grid", "--set"])
+def test_runs_of_a_sweep_are_told_on_their_command_line(task, how, monkeypatch):
+    """A file that says non_private beside private keys would be refused."""
+    commands = []
+
+    def run(command, **options):
+        commands.append(command)
+        folder = Path(command[command.index("--output_dir") + 1])
+        (folder / cell_runs.METRICS).write_text(json.dumps({"eval_accuracy": 0.5}))
+        return subprocess.CompletedProcess(command, 0)
+
+    monkeypatch.setattr(cell_runs.subprocess, "run", run)
+    assert sweep(task, how, "privacy_mode=non_private") == 0
+    (command,) = commands
+    config = read_yaml(command[command.index("--config") + 1])
+    assert config["privacy_mode"] == "non_private" and config["target_epsilon"] == 8
+    assert command.count("--privacy_mode") == 1
+    assert command[command.index("--privacy_mode") + 1] == "non_private"
+    kept = as_asked(config, command)
+    assert "target_epsilon" not in kept
