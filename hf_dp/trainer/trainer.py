@@ -616,10 +616,10 @@ class DPTrainer(Publishing):
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Log, without what a private run withholds, with the epsilon spent so far.
 
-        Beside the norm of a noised gradient stands ``signal_to_noise``, an estimate of Li et al.'s
-        |g|^2 / |z|^2 (section 3.1.1) made from that norm; where there is hardly any signal, it may
-        be below 0. ``noised_loss``, where it is released, is the mean over the steps since the last
-        log of steps.
+        Beside the norm of a noised gradient stands ``signal_to_noise``. It estimates |g|^2 / |z|^2,
+        the square of Li et al.'s ratio (section 3.1.1), from that norm; where there is hardly any
+        signal, it may be below 0. ``noised_loss``, where it is released, is the mean over the steps
+        since the last log of steps.
         """
         if self.args.is_private:
             of_steps = "loss" in logs or "train_loss" in logs  # and not of an evaluation

@@ -186,7 +186,11 @@ REFUSALS = [
         r"`auto_physical_batch_length` to be a whole number >= 1, got 0",
     ),
     (
-        {"auto_physical_batch_size": True, "privacy_mode": "dp_fp"},
+        {
+            "auto_physical_batch_size": True,
+            "privacy_mode": "dp_fp",
+            "dp_fp_variant": "published",
+        },
         r"`auto_physical_batch_size` to be False with dp_fp_variant='published'",
     ),
     ({"max_logical_batch_size": 0}, "`max_logical_batch_size` to be a whole number >= 1, got 0"),
