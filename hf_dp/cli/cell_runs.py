@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import copy
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import yaml
 
-from hf_dp.cli.cells import METRICS, Cell
+from hf_dp.cli.cells import METRICS, TIMES, Cell
 from hf_dp.cli.config import read_yaml
 from hf_dp.cli.non_private import NON_PRIVATE
 from hf_dp.errors import ConfigError
+from hf_dp.run.clock import VARIABLE
 
 # With it, `hf-dp train` leaves out what only a private run reads of the cell's file.
 AS_BASELINE = ["--privacy_mode", NON_PRIVATE]
@@ -40,12 +43,15 @@ def with_settings(recipe: Mapping[str, Any], settings: Mapping[str, Any]) -> dic
     return values
 
 
-def run_cell(recipe: dict[str, Any], cell: Cell, which: str, launched: Sequence[str]) -> bool:
+def run_cell(
+    recipe: dict[str, Any], cell: Cell, which: str, launched: Sequence[str], timed: bool = True
+) -> bool:
     """Train one cell in a process of its own, unless its result is there already.
 
     Args:
         which: the run in words, for a line on stderr.
         launched: the words that ask for several processes, and what else a run's command line says.
+        timed: whether the run writes how long it took, beside its output folder.
 
     Returns: whether the result is there.
 
@@ -86,7 +92,10 @@ def run_cell(recipe: dict[str, Any], cell: Cell, which: str, launched: Sequence[
         ]
         if cell.settings.get("privacy_mode") == NON_PRIVATE:
             command += AS_BASELINE
-        done = subprocess.run(command, stdout=log, stderr=subprocess.STDOUT)
+        times = {VARIABLE: str((cell.folder / TIMES).absolute())} if timed else {}
+        done = subprocess.run(
+            command, stdout=log, stderr=subprocess.STDOUT, env={**os.environ, **times}
+        )
     return done.returncode == 0 and cell.done is not None
 
 
@@ -116,7 +125,17 @@ def result(cell: Cell) -> dict[str, Any]:
         "metrics": metrics,
         "epsilon": None if statement is None else statement["epsilon"],
         "status": None if statement is None else statement["status"],
+        "times": _times(cell.folder / TIMES),
     }
+
+
+def _times(path: Path) -> dict[str, dict[str, float]]:
+    """Return the times of a run; none for one that was made without a clock, or resumed."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 def zero_shot(cell: Cell) -> dict[str, float]:

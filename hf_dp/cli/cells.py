@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+TIMES = "times.json"  # in the folder of a cell, beside its attempts
 METRICS = "eval_results.json"  # Trainer.save_metrics' name; the last thing that a run writes
 
 

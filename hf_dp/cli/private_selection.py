@@ -150,7 +150,7 @@ def select(search: Search, launched: Sequence[str] = ()) -> Found:
     if "released" not in drawn:
         trials = [_trial(search, run) for run in drawn["runs"]]
         for number, cell in enumerate(trials):
-            if not run_cell(search.settings, cell, f"run {number + 1}", launched):
+            if not run_cell(search.settings, cell, f"run {number + 1}", launched, timed=False):
                 raise ConfigError(
                     f"{cell.label!r} failed; see {cell.folder / 'log.txt'}. Nothing is released. "
                     "Mend the cause and start the same command again: it goes on with this run."

@@ -26,11 +26,26 @@ def table(results: dict[Cell, dict[str, Any]]) -> str:
             f"zero-shot {metric} {value:.4f}"
             for metric, value in sorted(rows[0].get("zero_shot", {}).items())
         ]
+        cells += _times(rows)
         epsilon = rows[0]["epsilon"]
         without = rows[0].get("status") or "not private"
         cells.append(without if epsilon is None else f"epsilon {epsilon:.3f} a run")
         lines.append(f"{label or 'recipe'}: {'; '.join(cells)}")
     return "\n".join(lines)
+
+
+def _times(rows: Sequence[dict[str, Any]]) -> list[str]:
+    """Return how long the runs of a combination took: the mean over its seeds, in words."""
+    known = [row["times"] for row in rows if row.get("times")]
+    said = []
+    for part in ("training", "selection"):
+        found = [times[part] for times in known if part in times]
+        if found:
+            wall, processor = (
+                statistics.mean(each[kind] for each in found) for kind in ("wall", "processor")
+            )
+            said.append(f"{part} {wall:.1f} s (processor {processor:.1f} s)")
+    return said
 
 
 def _by_label(results: dict[Cell, dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:

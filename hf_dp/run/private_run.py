@@ -52,6 +52,7 @@ from hf_dp.run.checks import (
     refuse_adapters_from_data,
     refuse_rows_in_collator,
 )
+from hf_dp.run.clock import Clock
 from hf_dp.run.earlier import earlier_claims, earlier_entries
 from hf_dp.run.facts import run_facts
 from hf_dp.run.gate import Gate, NothingReleased, Release
@@ -122,6 +123,7 @@ class PrivateRun:
         self._check_units(plan, units)
         self.units, self._rows_of_units = units, train_dataset
         self.model, self.plan, self.options = model, plan, options or RunOptions()
+        self.clock = Clock()
         self.train_dataset, self.data_collator = train_dataset, data_collator
         self.processing_class, self.accelerator = processing_class, accelerator
         self.has_own_loss = compute_per_example_loss is not None

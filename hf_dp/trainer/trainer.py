@@ -41,6 +41,8 @@ from hf_dp.run.checks import (
     refuse_adapters_from_data,
     warn_of_users,
 )
+from hf_dp.run.clock import TRAINING as TRAINING_TIME
+from hf_dp.run.clock import Clock
 from hf_dp.run.folder import refuse_foreign_ledger
 from hf_dp.run.memory_errors import named_memory_errors
 from hf_dp.run.outlook import doubts
@@ -433,9 +435,7 @@ class DPTrainer(Publishing):
         """
         self._refuse_changed_arguments()
         if not self.args.is_private:
-            if self.tuner.undecided:
-                self._choose_plainly(resume_from_checkpoint)
-            return super().train(resume_from_checkpoint, *args, **kwargs)
+            return self._train_plainly(resume_from_checkpoint, *args, **kwargs)
         run = self.run
         checkpoint = self._checkpoint_of(resume_from_checkpoint)
         refuse_second_audit(run, checkpoint)
@@ -467,12 +467,14 @@ class DPTrainer(Publishing):
         try:
             run.open()
             self._refuse_optimizers()
-            self.tuner.start(run, checkpoint)
-            note_losses(run)
-            self._train_model(run.model)
-            self.mechanism.start(checkpoint)
-            with others_present():  # Trainer gathers, too
-                output = super().train(checkpoint, *args, **kwargs)
+            with run.clock.part(TRAINING_TIME):
+                self.tuner.start(run, checkpoint)
+                note_losses(run)
+                self._train_model(run.model)
+                self.mechanism.start(checkpoint)
+                with others_present():  # Trainer gathers, too
+                    output = super().train(checkpoint, *args, **kwargs)
+            self._write_times(run.clock, checkpoint)
             if self.args.weight_average_decay is not None:
                 put_averages(self.optimizer)
             conclude_audit(run)
@@ -486,7 +488,24 @@ class DPTrainer(Publishing):
             output = output._replace(training_loss=float("nan"))
         return output
 
-    def _choose_plainly(self, resume_from_checkpoint: str | bool | None) -> None:
+    def _train_plainly(
+        self, resume_from_checkpoint: str | bool | None, *args: Any, **kwargs: Any
+    ) -> TrainOutput:
+        """Train as Trainer does, on what the tuner chooses."""
+        clock = Clock()
+        with clock.part(TRAINING_TIME):
+            if self.tuner.undecided:
+                self._choose_plainly(resume_from_checkpoint, clock)
+            output = super().train(resume_from_checkpoint, *args, **kwargs)
+        self._write_times(clock, resume_from_checkpoint)
+        return output
+
+    def _write_times(self, clock: Clock, resumed_from: str | bool | None) -> None:
+        """Write how long a whole run took, where that was asked for; a resumed one is a part."""
+        if self.is_world_process_zero() and not resumed_from:
+            clock.write()
+
+    def _choose_plainly(self, resume_from_checkpoint: str | bool | None, clock: Clock) -> None:
         """Let the tuner choose what trains, in a run without privacy.
 
         Raises: UnsupportedArgumentError for a sharded model.
@@ -508,7 +527,8 @@ class DPTrainer(Publishing):
             with self.compute_loss_context_manager():
                 return self.compute_per_example_loss(model, batch)
 
-        self._plain = PlainRun(self.model, self.args.device, Processes.here(), sample, losses)
+        here = Processes.here()
+        self._plain = PlainRun(self.model, self.args.device, here, sample, losses, clock)
         checkpoint: Any = resume_from_checkpoint or None
         if checkpoint is True:
             checkpoint = get_last_checkpoint(self.folder)

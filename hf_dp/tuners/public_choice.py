@@ -20,7 +20,7 @@ from hf_dp.tuners.frost.partition import partitions
 from hf_dp.tuners.frost.select import refuse_too_small
 from hf_dp.tuners.selection import SelectionConfig, candidates, register
 
-_BLOCK = re.compile(r"^(.*?\.(?:layers?|h|blocks?))\.(\d+)\.")
+BLOCK = re.compile(r"^(.*?\.(?:layers?|h|blocks?))\.(\d+)\.")
 
 
 @register
@@ -78,7 +78,7 @@ class TopBlocksConfig(SelectionConfig):
         allowed = set(candidates(model, self))
         found: dict[str, set[int]] = {}
         for name, parameter in model.named_parameters():
-            match = _BLOCK.match(name)
+            match = BLOCK.match(name)
             if match and parameter in allowed:
                 found.setdefault(match[1], set()).add(int(match[2]))
         if not found:

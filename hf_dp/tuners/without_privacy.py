@@ -7,7 +7,7 @@ numbers is chosen by the same numbers without noise, and nothing is claimed of i
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Subset
 
 from hf_dp.distributed.processes import Processes
+from hf_dp.run.clock import Clock
 
 
 @dataclass
@@ -28,6 +29,7 @@ class PlainRun:
         processes: that train it together.
         sample: ``sample(rate)`` gives the collated batches of a sample of the training rows that
             holds each with that probability.
+        clock: of the run.
         losses: ``losses(model, batch)`` gives per-example losses, (b,).
     """
 
@@ -36,6 +38,7 @@ class PlainRun:
     processes: Processes
     sample: Callable[[float], Iterator[Any]]
     losses: Callable[[nn.Module, Any], Tensor]
+    clock: Clock = field(default_factory=Clock)
 
 
 def sampled_batches(

@@ -12,6 +12,7 @@ from transformers.utils import logging
 from hf_dp._validate import invalid
 from hf_dp.accounting import SUM
 from hf_dp.plans.selection import SelectionPlan
+from hf_dp.run.clock import SELECTION
 from hf_dp.run.private_run import PrivateRun
 from hf_dp.tuners.apply import apply_peft, describe_training
 from hf_dp.tuners.base import (
@@ -70,7 +71,8 @@ class _Frost(Tuner):
         self._applied = True
 
     def _select(self, run: PrivateRun) -> None:
-        made = select_partitions(run, self.config)
+        with run.clock.part(SELECTION):
+            made = select_partitions(run, self.config)
         self.config.made.append(made)
         logger.info(
             "DP-FROST selected %d of %d partitions.", len(made["partitions"]), made["candidates"]
@@ -111,7 +113,8 @@ class SelectOnce(_Frost):
         if checkpoint is not None:
             self._read(checkpoint)
         else:
-            self.config.made.append(select_without_noise(run, self.config))
+            with run.clock.part(SELECTION):
+                self.config.made.append(select_without_noise(run, self.config))
         self._apply(run)
         self._applied = True
 

@@ -16,6 +16,7 @@ from hf_dp.clipping import ClippingEngine
 from hf_dp.clipping.masked import MaskedEngine
 from hf_dp.plans.rounding import rounding_margin
 from hf_dp.plans.selection import SelectionPlan
+from hf_dp.run.clock import SELECTION
 from hf_dp.run.private_run import PrivateRun
 from hf_dp.tuners.apply import describe_training
 from hf_dp.tuners.base import (
@@ -104,7 +105,8 @@ class Masks(Tuner):
         elif isinstance(self.config, PvalConfig):
             self.masks = self.config.masks(run.model)
         elif isinstance(self.config, ParamConfig):
-            self.masks = select_entries(run, self.config)
+            with run.clock.part(SELECTION):
+                self.masks = select_entries(run, self.config)
 
     def _read(self, checkpoint: str, model: nn.Module) -> dict[str, Tensor]:
         """Return the masks of the run of a checkpoint."""
@@ -121,7 +123,9 @@ class Masks(Tuner):
         elif isinstance(self.config, PvalConfig):
             self.masks = self.config.masks(run.model)
         elif isinstance(self.config, ParamConfig):
-            self.masks = largest(gradients_of_sample(run, self.config), self.config.unfreeze_ratio)
+            with run.clock.part(SELECTION):
+                gradients = gradients_of_sample(run, self.config)
+            self.masks = largest(gradients, self.config.unfreeze_ratio)
         parameters = dict(run.model.named_parameters())
         for name, mask in (self.masks or {}).items():
             parameters[name].register_hook(partial(_masked, mask))

@@ -1,0 +1,141 @@
+"""What DP-FROST chose, by transformer block and kind of matrix, from ``selection.json``.
+
+Everything here is computed from noisy magnitudes that the run released, so it costs no privacy.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from hf_dp.errors import ConfigError
+from hf_dp.tuners.frost.estimate import estimate
+from hf_dp.tuners.public_choice import BLOCK
+from hf_dp.tuners.selection import FILE_NAME, read_details
+
+# What a matrix does, by the end of its name, in the order in which a block computes; the names of
+# BERT, RoBERTa, MPNet, DistilBERT, ViT, DINOv2, GPT-2, OPT, Llama and ModernBERT.
+KINDS = {
+    "query": r"(query|q_proj|q_lin|attn\.q|SelfAttention\.q)",
+    "key": r"(key|k_proj|k_lin|attn\.k|SelfAttention\.k)",
+    "value": r"(value|v_proj|v_lin|attn\.v|SelfAttention\.v)",
+    "query, key, value": r"(c_attn|Wqkv|qkv)",
+    "attention output": r"(attention\.output\.dense|o_proj|out_lin|out_proj|attn\.c_proj|attn\.o|"
+    r"attn\.Wo|SelfAttention\.o)",
+    "intermediate": r"(intermediate\.dense|fc1|c_fc|lin1|up_proj|mlp\.Wi|wi)",
+    "gate": r"gate_proj",
+    "output": r"(output\.dense|fc2|mlp\.c_proj|lin2|down_proj|mlp\.Wo|wo)",
+    "layer norm": r"(\w*norm\w*|\w*LayerNorm\w*|ln_\w+)",
+}
+_ENDS = {kind: re.compile(rf"(^|.*\.){pattern}$") for kind, pattern in KINDS.items()}
+
+
+@dataclass(frozen=True)
+class Part:
+    """One partition.
+
+    Attributes:
+        name: as the selection has it.
+        block: which transformer block it is in, "" outside the blocks.
+        kind: what it does there, such as "query"; outside the blocks the end of its name.
+        magnitude: the estimate of its gradient's magnitude over all rows (PGM-EST).
+        order: when it was chosen, from 1; None if it was not.
+    """
+
+    name: str
+    block: str
+    kind: str
+    magnitude: float
+    order: int | None
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """One selection of a run.
+
+    Attributes:
+        parts: all that could be chosen, in the model's order.
+        magnitude: ``mg``, ``mgn`` or ``mgna``.
+        norm_order: alpha, 1 or 2.
+        noised: whether the magnitudes are noised, as they are in every private run.
+    """
+
+    parts: tuple[Part, ...]
+    magnitude: str
+    norm_order: int
+    noised: bool
+
+
+def read_chosen(folder: str) -> list[Chosen]:
+    """Return the selections of a finished run, in their order.
+
+    Raises: ConfigError for a folder without one, or with that of another method.
+    """
+    details = read_details(folder)
+    if details.get("method") != "frost" or not details.get("made"):
+        raise ConfigError(
+            f"Expected {FILE_NAME} in {folder!r} to hold a selection of DP-FROST, got one of "
+            f"{details.get('method')!r}. Name the output folder of a run with peft_type: frost."
+        )
+    try:
+        return [_chosen(made, details) for made in details["made"]]
+    except (KeyError, TypeError) as problem:
+        raise ConfigError(
+            f"{FILE_NAME} in {folder!r} lacks {problem}: another version of hf_dp wrote it. Use "
+            "that version."
+        ) from problem
+
+
+def _chosen(made: Mapping[str, Any], details: Mapping[str, Any]) -> Chosen:
+    noised = "noisy_magnitudes" in made
+    observed = made["noisy_magnitudes" if noised else "magnitudes_without_noise"]
+    names = list(observed[0])
+    table = np.array([[row.get(name, np.nan) for name in names] for row in observed])
+    scales = made["sensitivities"] if noised else [1.0] * len(observed)
+    magnitudes = estimate(table, scales, details["selection_sample_rate"])
+    orders = {name: place + 1 for place, name in enumerate(made["partitions"])}
+    parts = [
+        Part(name, block, kind, float(magnitude), orders.get(name))
+        for (name, block, kind), magnitude in zip(_placed(names), magnitudes, strict=True)
+    ]
+    return Chosen(tuple(parts), details["magnitude"], details["norm_order"], noised)
+
+
+def _placed(names: Sequence[str]) -> list[tuple[str, str, str]]:
+    """Return each name with its block and its kind; kinds that a block has twice are numbered."""
+    matches = [BLOCK.match(f"{name}.") for name in names]
+    stems = {match[1] for match in matches if match}
+    found: list[tuple[str, str, str]] = []
+    for name, match in zip(names, matches, strict=True):
+        if match is None:
+            found.append((name, "", ".".join(name.split(".")[-2:])))
+            continue
+        block = match[2] if len(stems) == 1 else f"{match[1]} {match[2]}"
+        local = name[match.end() :]
+        kind = next((kind for kind, end in _ENDS.items() if end.match(local)), local)
+        found.append((name, block, kind))
+    inside = [(block, kind) for _, block, kind in found if block]
+    twice = {kind for block, kind in inside if inside.count((block, kind)) > 1}
+    seen: dict[tuple[str, str], int] = {}
+    numbered = []
+    for name, block, kind in found:
+        if block and kind in twice:
+            seen[block, kind] = seen.get((block, kind), 0) + 1
+            kind = f"{kind} {seen[block, kind]}"
+        numbered.append((name, block, kind))
+    return numbered
+
+
+def in_order(kinds: Sequence[str]) -> list[str]:
+    """Return different kinds in the order of a block; those that are not known come last."""
+    places = {kind: place for place, kind in enumerate(KINDS)}
+
+    def place(kind: str) -> tuple[int, str]:
+        stem = kind.rstrip("0123456789 ")
+        return (places[stem], kind) if stem in places else (len(places), "")
+
+    return sorted(dict.fromkeys(kinds), key=place)
