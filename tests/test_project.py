@@ -196,6 +196,7 @@ def test_the_commands_of_a_page_parse(page, monkeypatch, capsys):
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr(argparse.ArgumentParser, "parse_args", parse_and_stop)
     monkeypatch.setattr("hf_dp.cli.tasks.text_classification.build_trainer", stop)
+    monkeypatch.setattr("hf_dp.cli.tasks.image_classification.build_trainer", stop)
     monkeypatch.setattr("hf_dp.cli.tasks.masked_lm.build_trainer", stop)
     monkeypatch.setattr("hf_dp.cli.tasks.generation.build_trainer", stop)
     monkeypatch.setattr("hf_dp.cli.tasks.generation_evaluation.load_evaluation", stop)

@@ -21,7 +21,10 @@ from hf_dp.cli.tasks import generation
 from hf_dp.cli.tasks.masked_lm import PretrainingArguments
 from hf_dp.errors import ConfigError
 from hf_dp.plans.privacy import PrivacyPlan, PrivacyRequest
+from hf_dp.statement.provenance import seen_in_pretraining
 from hf_dp.tasks.classification_data import DataArguments
+from hf_dp.tasks.image_classifier import ImageModelArguments
+from hf_dp.tasks.image_data import ImageArguments
 from hf_dp.tasks.templates import Infilling
 from hf_dp.tasks.text_classifier import ModelArguments
 from hf_dp.trainer.arguments import DPTrainingArguments
@@ -33,6 +36,7 @@ RECIPES = {name: path for name, path in RECIPES.items() if "accelerate" not in n
 GIVEN_BY_THE_USER = {"text_files": ["a.parquet"]}
 ARGUMENTS: dict[str, list[type]] = {
     "text_classification": [ModelArguments, DataArguments, DPTrainingArguments],
+    "image_classification": [ImageModelArguments, ImageArguments, DPTrainingArguments],
     "causal_lm": [*generation.ARGUMENTS, DPTrainingArguments],
     "seq2seq": [*generation.ARGUMENTS, DPTrainingArguments],
     "masked_lm": [PretrainingArguments, TrainingArguments],
@@ -157,18 +161,22 @@ FROST_METHODS = ("full", "random", "pval", "lora", "adapter", "frost")
 
 @cache
 def spent_with_selection(
-    num_examples: int, batch: float, epochs: float, peft: str
+    num_examples: int,
+    batch: float,
+    epochs: float,
+    peft: str,
+    target: float = 0.5,
+    accountant: str = "rdp",
 ) -> tuple[float, float, float]:
-    """As :func:`spent` for epsilon 0.5, with the selection of the recipe's ``peft`` block (as
-    JSON)."""
+    """As :func:`spent`, with the selection of the recipe's ``peft`` block (as JSON)."""
     config = peft_config(json.loads(peft))
     plan = PrivacyPlan.create(
         num_examples=num_examples,
         expected_batch_size=batch,
         clipping_norm=0.1,
         num_train_epochs=epochs,
-        target_epsilon=0.5,
-        accountant="rdp",
+        target_epsilon=target,
+        accountant=accountant,
         selection=config.selection_plan(0.1) if hasattr(config, "selection_plan") else None,
     )
     return plan.delta, *(
@@ -193,7 +201,71 @@ def test_a_frost_recipe_spends_what_its_header_says(name):
     assert re.search(r"# expected: accuracy [\d.]+ / [\d.]+ / [\d.]+ at epsilon 0.5 / 2 / 8", text)
 
 
-@pytest.mark.parametrize("name", [*FROST_RECIPES, "recipes/frost/README.md"])
+# -- the images of DP-FROST's Table 2, and a small ViT ---
+
+TABLES = [name for name in RECIPES if name.startswith("recipes/images/cifar")]
+IMAGE_RECIPES = [name for name in RECIPES if name.startswith("recipes/images/")]
+PUBLIC = "recipes/images/small_vit/public.yaml"
+# Table 2: accuracy at epsilon 0.5, 2 and 8.
+TABLE_2 = {
+    "full": (75.15, 84.36, 86.57),
+    "random": (78.22, 84.02, 86.42),
+    "pval": (82.52, 87.19, 88.65),
+    "lora": (80.61, 87.02, 88.55),
+    "adapter": (75.17, 84.40, 86.67),
+    "frost": (83.51, 87.31, 88.72),
+}
+
+
+def test_the_image_recipes_are_there():
+    small = {f"recipes/images/small_vit/{m}.yaml" for m in ("full", "lora", "frost", "random")}
+    table = {f"recipes/images/cifar{k}/vit_base_{m}.yaml" for k in (10, 100) for m in TABLE_2}
+    assert set(IMAGE_RECIPES) == small | table | {PUBLIC}
+
+
+@pytest.mark.parametrize("name", [name for name in IMAGE_RECIPES if name != PUBLIC])
+def test_an_image_recipe_spends_what_its_header_says(name):
+    text, values = RECIPES[name].read_text(), read_yaml(str(RECIPES[name]))
+    model, data, args = parsed(values)
+    by_rdp, by_pld, delta, rows = HEADER.search(text).groups()
+    peft = json.dumps(values.get("peft"))
+    plan = (args.expected_batch_size, args.num_train_epochs, peft)
+    found = spent_with_selection(int(rows), *plan, args.target_epsilon, args.accountant)
+    assert found == (pytest.approx(float(delta), rel=1e-5), float(by_rdp), float(by_pld))
+    assert data.image_column == "img" and not data.augmentation
+    if "small_vit" in name:
+        assert (int(rows), data.train_split, model.new_head) == (5000, "train[5000:]", True)
+        return
+    # Section 5: 50,000 training images, batch 1,000, 3 epochs, Adam.
+    assert (int(rows), args.expected_batch_size, args.num_train_epochs) == (50_000, 1000, 3)
+    assert (args.accountant, args.weight_decay, args.target_epsilon) == ("rdp", 0, 0.5)
+    assert " learning_rate=3e-3,1e-3,3e-4" in text
+    method = name.removesuffix(".yaml").rpartition("_")[2]
+    values = " / ".join(f"{value:.2f}" for value in TABLE_2[method])
+    assert (f"# expected: accuracy {values} at epsilon 0.5 / 2 / 8" in text) == ("cifar100" in name)
+
+
+def test_the_page_on_images_has_the_values_of_table_2():
+    text = (ROOT / "recipes/images/README.md").read_text()
+    for method, values in TABLE_2.items():
+        row = f"(cifar100/vit_base_{method}.yaml) | " + " | ".join(f"{v:.2f}" for v in values)
+        assert row in text
+
+
+def test_the_public_half_and_the_private_half_share_no_row():
+    """And the card of a private run does not take one for the other."""
+    _, public, args = parsed(read_yaml(str(RECIPES[PUBLIC])))
+    assert (public.train_split, args.privacy_mode) == ("train[:5000]", "non_private")
+    for name in IMAGE_RECIPES:
+        if "small_vit" in name and name != PUBLIC:
+            model, private, _ = parsed(read_yaml(str(RECIPES[name])))
+            assert model.model_name_or_path == args.output_dir
+            assert private.train_split == "train[5000:]"
+            assert not seen_in_pretraining(private.public_name, [public.public_name])
+            assert seen_in_pretraining("cifar10", [public.public_name])
+
+
+@pytest.mark.parametrize("name", [*FROST_RECIPES, "recipes/frost/README.md", *TABLES])
 def test_the_commands_of_the_frost_tables_name_their_runs(name, capsys, monkeypatch):
     monkeypatch.chdir(ROOT)
     lines = re.findall(
