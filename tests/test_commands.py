@@ -37,10 +37,12 @@ SOURCES: dict[str, list[list[str]]] = {
 # Where the work of a command begins that its own parser does not lead to.
 WORK = (
     "hf_dp.cli.tasks.text_classification.build_trainer",
+    "hf_dp.cli.tasks.image_classification.build_trainer",
     "hf_dp.cli.tasks.masked_lm.build_trainer",
     "hf_dp.cli.tasks.generation.build_trainer",
     "hf_dp.cli.tasks.generation_evaluation.load_evaluation",
     "hf_dp.cli.tasks.text_classification_evaluation.load_evaluation",
+    "hf_dp.cli.tasks.image_classification_evaluation.load_evaluation",
     "hf_dp.cli.generate._written",
     "hf_dp.cli.train.launch",
     "hf_dp.cli.plan.plan_of",

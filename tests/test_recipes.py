@@ -37,6 +37,8 @@ from hf_dp.cli.tasks.masked_lm import PretrainingArguments
 from hf_dp.errors import ConfigError
 from hf_dp.plans.privacy import PrivacyPlan, PrivacyRequest
 from hf_dp.tasks.classification_data import DataArguments
+from hf_dp.tasks.image_classifier import ImageModelArguments
+from hf_dp.tasks.image_data import ImageArguments
 from hf_dp.tasks.templates import Infilling
 from hf_dp.tasks.text_classifier import ModelArguments
 from hf_dp.trainer.arguments import DPTrainingArguments
@@ -51,6 +53,7 @@ ARGUMENTS: dict[str, list[type]] = {
     "text_classification": [ModelArguments, DataArguments, DPTrainingArguments],
     "causal_lm": [*generation.ARGUMENTS, DPTrainingArguments],
     "seq2seq": [*generation.ARGUMENTS, DPTrainingArguments],
+    "image_classification": [ImageModelArguments, ImageArguments, DPTrainingArguments],
     "masked_lm": [PretrainingArguments, TrainingArguments],
 }
 
@@ -91,6 +94,7 @@ NO_SETTINGS = {
     "data_format",
     "cut_prompts",
     "text_columns",
+    "image_column",
     "label_column",
     "validation_split",
     "metrics",
