@@ -213,7 +213,7 @@ def test_the_command_of_a_recipe_is_of_this_recipe(name):
         "hf-dp plan --config recipes/demo/minilm_dp_adam.yaml --num-exampels 10",
         "hf-dp bench throughput --model gpt2 --modes non_private,goast",
         "hf-dp bench throughput --model gpt3 --modes non_private",
-        "hf-dp partitions",
+        "hf-dp partitions roberta-base --chosne x",
         "hf-dp plam --num-examples 10",
     ],
 )
