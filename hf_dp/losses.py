@@ -145,6 +145,7 @@ def per_example_loss(model: nn.Module, inputs: Mapping[str, Any], chunked: bool 
             f"The batches have no `labels` (they have {sorted(inputs)}). Name the label column "
             "`label` or `labels`, or use a collator that makes labels."
         )
+    _require_images(model, inputs)
     _require_attention_mask(model, inputs)
     if task == "seq2seq_lm" and "decoder_input_ids" not in inputs:
         inputs["decoder_input_ids"] = _shifted_labels(base_model(model), labels)
@@ -257,6 +258,17 @@ def columns_read(model: Any) -> frozenset[str] | None:
 def takes_attention_mask(model: nn.Module) -> bool:
     """Return whether the forward of a model has an ``attention_mask``."""
     return "attention_mask" in _forward_parameters(base_model(model))
+
+
+def _require_images(model: nn.Module, inputs: Mapping[str, Any]) -> None:
+    needed = "pixel_values"
+    if getattr(base_model(model), "main_input_name", None) == needed and needed not in inputs:
+        raise DataError(
+            f"The batches have no `{needed}` (they have {sorted(inputs)}), which "
+            f"{type(base_model(model)).__name__} takes. Let the data set's transform or the "
+            "collator return them, and set remove_unused_columns=False: otherwise the column of "
+            "images is removed."
+        )
 
 
 def _require_attention_mask(model: nn.Module, inputs: Mapping[str, Any]) -> None:

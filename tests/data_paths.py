@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
+from hf_dp.tasks.images import AUGMENTATIONS, ToPixels, image_rows
 from hf_dp.trainer.trainer import DPTrainer
 
 VOCABULARY = 19
@@ -359,6 +360,15 @@ def pixels_by_a_transform(rows: Rows) -> Any:
     )
 
 
+def augmented_pictures(rows: Rows) -> Any:
+    """As the task for images reads them, with all of its augmentations."""
+    processor = hf.ViTImageProcessorPil(size={"height": 8, "width": 8})
+    plain = datasets.Dataset.from_list(rows).cast_column("image", datasets.Image())
+    return image_rows(
+        plain, "image", "label", ["a", "b", "c"], ToPixels(processor, [*AUGMENTATIONS])
+    )
+
+
 def augmented_by_a_transform(rows: Rows) -> Any:
     """A transform with a generator of its own, which hands out one list for all rows."""
     generator, shared = np.random.default_rng(0), []
@@ -481,6 +491,9 @@ PATHS: dict[str, DataPath] = {
     "images": DataPath(vit, pictures, lambda: hf.default_data_collator),
     "photographs by a transform": DataPath(
         vit, photographs, lambda: hf.default_data_collator, pixels_by_a_transform, options=_KEEP
+    ),
+    "photographs of the task, augmented": DataPath(
+        vit, photographs, lambda: hf.default_data_collator, augmented_pictures, options=_KEEP
     ),
     # forms of rows
     "texts that the collator tokenizes": DataPath(bert, sentences, lambda: tokenizing, options=_KEEP),

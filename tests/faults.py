@@ -6,7 +6,6 @@ Other tests plant them one by one. Here they are for audits of whole runs.
 from __future__ import annotations
 
 import contextlib
-import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
@@ -14,7 +13,7 @@ from unittest import mock
 import torch
 
 from hf_dp.batches.padding import Padding
-from hf_dp.clipping import clipped_sum, gradients, weights
+from hf_dp.clipping import clipped_sum, weights
 from hf_dp.clipping.engine import ClippingEngine
 from hf_dp.mechanisms.dp_sgd import DpSgd
 from hf_dp.noise import SecretRandomness
@@ -22,16 +21,14 @@ from hf_dp.plans.sampling import PoissonSampler
 from hf_dp.run.ledger import RunLedger
 from hf_dp.run.training_data import TrainingData
 
+CLASSES = 2  # of the tests' task; the head alone has as many outputs
 Plant = Callable[[Any], None]  # it gets something with `setattr(where, name, value)`
 
 _noise, _draw = SecretRandomness.gaussian_like, PoissonSampler.draw
 _weights, _mean = clipped_sum.clipping_weights, DpSgd.gradients
 _group = ClippingEngine._group
-_factors, _outer, _append = (
-    gradients.OuterProducts.weighted_factors,
-    gradients.OuterProducts,
-    RunLedger.append,
-)
+_kept = clipped_sum.ClippedSum._kept
+_append = RunLedger.append
 
 
 def noise_times(factor: float) -> Plant:
@@ -99,12 +96,13 @@ def shuffled(patch: Any) -> None:
     patch.setattr(PoissonSampler, "__iter__", epochs)
 
 
-def one_layer_unclipped(patch: Any) -> None:
-    def unclipped(self, of):
-        ones = (self.left.shape[2], self.right.shape[2]) == (32, 16)
-        return _factors(self, gradients.Weights(torch.ones_like(of.values)) if ones else of)
+def head_unclipped(patch: Any) -> None:
+    def kept(self, parameter, use, decision):
+        found = _kept(self, parameter, use, decision)
+        of_head = len(parameter) == CLASSES
+        return clipped_sum.Weights(torch.ones_like(found.values)) if of_head else found
 
-    patch.setattr(gradients.OuterProducts, "weighted_factors", unclipped)
+    patch.setattr(clipped_sum.ClippedSum, "_kept", kept)
 
 
 def each_layer_clipped_to_c(patch: Any) -> None:
@@ -207,12 +205,7 @@ FAULTS: dict[str, Plant] = {
     "clipped to twice C": _put(
         clipped_sum, "clipping_weights", lambda kind, norms, c: _weights(kind, norms, 2 * c)
     ),
-    "one layer is not clipped": one_layer_unclipped,
-    "norms of linear layers halved": _put(
-        sys.modules["hf_dp.clipping.rules.linear"],
-        "OuterProducts",
-        lambda left, right: _outer(left / 2, right),
-    ),
+    "the head is not clipped": head_unclipped,
     "each layer is clipped to C": each_layer_clipped_to_c,
     "divided by what was drawn": divided_by_what_was_drawn,
     "collated together": collate_together,

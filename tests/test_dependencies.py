@@ -28,9 +28,8 @@ EXTRAS = {
     "bert_score": "generation",
     "trl": "trl",
     "triton": "kernels",
+    "PIL": "images",
 }
-# Imported inside a function that only gets an object of this package.
-OPTIONAL = {"PIL"}
 
 
 def imported() -> dict[str, set[str]]:
@@ -67,7 +66,7 @@ def test_every_import_is_declared():
     required = declared(PROJECT["dependencies"])
     problems = []
     for module, files in imported().items():
-        if module == "hf_dp" or module in OPTIONAL or module in EXTRAS:
+        if module == "hf_dp" or module in EXTRAS:
             continue
         if not distributions(module) & required.keys():
             problems.append(f"{module}, imported by {sorted(files)}")

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import argparse
 import ast
 import inspect
 import os
 import re
-import shlex
 import subprocess
 import sys
 import tomllib
 from pathlib import Path
 
 import pytest
+from pages import PAGES, README, ROOT, blocks, commands
 from warm import run_program
 
-ROOT = Path(__file__).parent.parent
 OFFLINE = {
     **os.environ,
     "HF_HUB_OFFLINE": "1",
@@ -67,28 +65,6 @@ def test_importing_the_package_is_light():
 
 
 # -- pages: README.md, those beside what they describe, and CONTRIBUTING.md ---
-
-README, CONTRIBUTING = ROOT / "README.md", ROOT / ".github" / "CONTRIBUTING.md"
-GENERATION = ROOT / "hf_dp" / "trainer" / "generation.md"
-PAGES = {
-    str(path.relative_to(ROOT)): path
-    for path in [
-        README,
-        CONTRIBUTING,
-        GENERATION,
-        *(
-            page
-            for top in ("hf_dp", "recipes", "model_cards")
-            for page in ROOT.glob(f"{top}/**/README.md")
-            if not (page.parent / "privacy.json").exists()  # a card, whose program needs the Hub
-        ),
-    ]
-}
-
-
-def blocks(page: str, language: str) -> list[str]:
-    """The fenced blocks of this language, in order."""
-    return re.findall(rf"^```{language}\n(.*?)^```", PAGES[page].read_text(), flags=re.S | re.M)
 
 
 def run_programs(page: str, folder: Path, *changes: tuple[str, str]) -> str:
@@ -167,62 +143,6 @@ def test_contributing_walks_a_rule_an_accountant_and_a_task():
         programs, ("register_rule(", "accountants.ACCOUNTANTS +=", "TASKS["), strict=True
     ):
         assert adds in program
-
-
-def commands(page: str) -> list[list[str]]:
-    """The words of each shell command of a page; lines that end in a backslash are joined."""
-    lines = [
-        line for block in blocks(page, "bash") for line in block.replace("\\\n", " ").splitlines()
-    ]
-    return [words for line in lines if (words := shlex.split(line, comments=True))]
-
-
-class Parsed(Exception):
-    """The words were understood; the command would run now."""
-
-
-@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "bash")])
-def test_the_commands_of_a_page_parse(page, monkeypatch, capsys):
-    from hf_dp.cli.main import main
-
-    def stop(*args: object, **kwargs: object) -> None:
-        raise Parsed
-
-    def parse_and_stop(self: argparse.ArgumentParser, args: list[str]) -> None:
-        parse_args(self, args)
-        raise Parsed
-
-    parse_args = argparse.ArgumentParser.parse_args
-    monkeypatch.chdir(ROOT)
-    monkeypatch.setattr(argparse.ArgumentParser, "parse_args", parse_and_stop)
-    monkeypatch.setattr("hf_dp.cli.tasks.text_classification.build_trainer", stop)
-    monkeypatch.setattr("hf_dp.cli.tasks.masked_lm.build_trainer", stop)
-    monkeypatch.setattr("hf_dp.cli.tasks.generation.build_trainer", stop)
-    monkeypatch.setattr("hf_dp.cli.tasks.generation_evaluation.load_evaluation", stop)
-    monkeypatch.setattr("hf_dp.cli.generate._written", stop)
-    monkeypatch.setattr("hf_dp.cli.train.launch", stop)
-    monkeypatch.setattr("hf_dp.cli.audit.train", stop)
-    monkeypatch.setattr("hf_dp.cli.audit.measure", stop)
-    monkeypatch.setattr("hf_dp.cli.tasks.text_classification_evaluation.load_evaluation", stop)
-    for words in commands(page):
-        for script in (word for word in words if word.startswith("recipes/")):
-            assert (ROOT / script).exists(), script
-        if words[:2] == ["accelerate", "launch"] or words[0] == "torchrun":
-            words = ["hf-dp", "train", *words[words.index("recipes/text_classification.py") + 1 :]]
-        if words[0] != "hf-dp":
-            continue
-        if words[1] == "sweep":  # which can say what it would run
-            if "--plot" in words:  # needs matplotlib, which tests do without
-                del words[words.index("--plot") : words.index("--plot") + 2]
-            with monkeypatch.context() as patched:
-                patched.setattr(argparse.ArgumentParser, "parse_args", parse_args)
-                assert main([*words[1:], "--dry-run"]) == 0, words
-            continue
-        if "--help" in words:
-            assert main(words[1:]) == 0
-            continue
-        with pytest.raises(Parsed):
-            assert main(words[1:]) is Parsed, (words, capsys.readouterr().err)
 
 
 def test_the_account_commands_of_the_sst2_page_run(capsys):

@@ -20,6 +20,7 @@ from hf_dp.batches.isolation import Isolated
 from hf_dp.batches.structure import Example, leaves, own
 from hf_dp.errors import DataError
 from hf_dp.noise import SecretRandomness
+from hf_dp.overlap.encoding import is_picture
 
 Collator = Callable[[list[Any]], Any]
 
@@ -90,6 +91,15 @@ class Examples(Dataset[Example]):
                 "transform needs a column that the model's forward does not take, set "
                 "remove_unused_columns=False."
             ) from problem
+        except Exception as problem:  # a damaged file, a transform that fails
+            if isinstance(problem, DataError):
+                said = f"Row {index} of the training set cannot be read: {problem}"
+            else:
+                said = (
+                    f"Row {index} of the training set cannot be read "
+                    f"({type(problem).__name__}: {problem}). Repair it, or leave it out."
+                )
+            raise DataError(said) from problem
         # A collator may pop columns or write into lists, which rows of the data set may share.
         row = row if self._rows_are_fresh else _copied(row, index)
         return self._collated(row, f"Row {index} of the training set")
@@ -104,6 +114,13 @@ class Examples(Dataset[Example]):
                     f"{which} has the text {value!r} as `{name}`, and models take class ids. Use "
                     f"dataset.cast_column({name!r}, datasets.ClassLabel(names=[...])); with hf-dp, "
                     "set class_names."
+                ) from problem
+            if picture := _picture_in(row):
+                raise DataError(
+                    f"{which} has an image as `{picture}`, and the data collator cannot take it "
+                    f"({type(problem).__name__}: {problem}). Let a transform make `pixel_values` "
+                    "of it with the model's image processor (dataset.with_transform), and set "
+                    "remove_unused_columns=False."
                 ) from problem
             raise DataError(
                 f"{which}, collated alone, failed ({type(problem).__name__}: {problem}). The data "
@@ -128,6 +145,12 @@ def _labels_in_words(row: Any) -> tuple[str, str] | None:
     values = row if isinstance(row, dict) else {}
     found = ((name, values[name]) for name in ("label", "labels", "label_ids") if name in values)
     return next(((name, value) for name, value in found if isinstance(value, str)), None)
+
+
+def _picture_in(row: Any) -> str | None:
+    """Return the name of a column that holds a PIL image, if there is one."""
+    values = row if isinstance(row, dict) else {}
+    return next((name for name, value in values.items() if is_picture(value)), None)
 
 
 def _is_one_example(leaf: Any) -> bool:

@@ -178,6 +178,12 @@ def _cannot_pad(name: str, leaf: Leaf, dimension: int) -> str:
         for place, (low, high) in enumerate(zip(leaf.least, leaf.most))
         if low != high
     )
+    if column(name) == "pixel_values":
+        return (
+            f"The images differ in size ({lengths or 'in this sample'} of `{name}`), and they are "
+            "not padded. Resize them: in the image processor (do_resize: true and a size of height "
+            "and width in preprocessor_config.json), or in the data set's transform."
+        )
     return (
         f"The column `{name}` ({leaf.dtype}) differs in length between rows "
         f"({lengths or 'in this sample'}), and hf_dp knows no value that would change nothing as "

@@ -14,6 +14,7 @@ from hf_dp import _validate
 from hf_dp.benchmarks.memory_probe import CudaMeter, ResidentMeter
 from hf_dp.clipping.engine import ClippingEngine
 from hf_dp.losses import per_example_loss, task_of
+from hf_dp.run.synthetic import synthetic_examples, takes_tokens
 
 _FIRST_TOKEN = 4  # lower ids are padding and the like, which would shift RoBERTa's position ids
 
@@ -41,7 +42,7 @@ def measure_step(
     Args:
         model: on the device where it trains; its trainable parameters count.
         batch_size: b, examples of a physical batch.
-        length: T, tokens of each example.
+        length: T, tokens of each example; images have the size of the configuration.
         bf16: whether the forward runs under bfloat16 autocast.
         repeats: steps that are timed, after one that is not; the median counts.
 
@@ -69,7 +70,10 @@ def measure_step(
 
 
 def _made_up(model: nn.Module, examples: int, length: int, device: Any) -> dict[str, Any]:
-    """Return a batch of random tokens, (b, T), and labels."""
+    """Return a batch of random tokens, (b, T), or images, and labels."""
+    if not takes_tokens(model):
+        alone = synthetic_examples(model, [length] * examples, [length] * examples)
+        return {name: torch.cat([each[name] for each in alone]).to(device) for name in alone[0]}
     config: Any = model.config
     text = config.get_text_config()
     tokens = torch.randint(_FIRST_TOKEN, text.vocab_size, (examples, length))

@@ -121,24 +121,33 @@ def _partitions(name: str, granularity: str, num_labels: int) -> tuple[list[Part
     Those do not depend on what is selected.
     """
     import torch
-    from transformers import AutoConfig, AutoModelForSequenceClassification
+    from transformers import (
+        AutoConfig,
+        AutoModelForImageClassification,
+        AutoModelForSequenceClassification,
+    )
+    from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING
 
     from hf_dp.tasks.files import resolve_model
+    from hf_dp.tuners.apply import complete
     from hf_dp.tuners.frost.config import FrostConfig
     from hf_dp.tuners.frost.partition import partitions
     from hf_dp.tuners.selection import always_trained, candidates
 
     try:
         config = AutoConfig.from_pretrained(resolve_model(name), num_labels=num_labels)
+        of_images = type(config) in MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING
+        auto = AutoModelForImageClassification if of_images else AutoModelForSequenceClassification
         with torch.device("meta"):  # names and sizes; no weights are needed
-            model = AutoModelForSequenceClassification.from_config(config)
+            model = auto.from_config(config)
     except (OSError, ValueError) as problem:
         raise DataError(
             f"The model {name!r} could not be loaded: {str(problem).splitlines()[0]} Give a Hub "
             "name, a folder, or package:NAME."
         ) from problem
     model.tie_weights()
-    frost = FrostConfig(task_type="SEQ_CLS")
+    frost = FrostConfig()
+    complete(model, frost)  # which modules are its head
     found = partitions(model, granularity, among=set(candidates(model, frost)))
     always = sum(parameter.numel() for parameter in always_trained(model, frost))
     return (

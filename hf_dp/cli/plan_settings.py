@@ -116,7 +116,7 @@ def _whose(recipe: dict[str, Any], users: Users) -> UnitTable:
             "The recipe's training rows are not available here, so the number of their users is "
             "not known. Give --num-examples USERS."
         )
-    rows = load_file(recipe["train_file"])
+    rows = load_file(recipe["train_file"], recipe.get("train_split", "train"))
     most = recipe.get("max_train_rows")
     return split_off_units(rows if most is None else rows.select(range(most)), users.column)[0]
 
@@ -148,7 +148,7 @@ def _rows(recipe: dict[str, Any]) -> int:
     if recipe.get("train_file"):
         from hf_dp.tasks.files import load_file
 
-        return len(load_file(recipe["train_file"]))
+        return len(load_file(recipe["train_file"], recipe.get("train_split", "train")))
     raise ConfigError(
         "The recipe's training rows are not available here, so their number is not known. Give "
         "--num-examples N."

@@ -40,6 +40,7 @@ MAY_VARY = frozenset(
         "lr_scheduler_type",
         "max_length",
         "model_name_or_path",
+        "noise_aware_floor",
         "optim",
         "optim_args",
         "peft",

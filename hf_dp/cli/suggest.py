@@ -156,6 +156,7 @@ def _model(recipe: dict[str, Any], peft: dict[str, Any] | None, device: str) -> 
     from transformers import (
         AutoConfig,
         AutoModelForCausalLM,
+        AutoModelForImageClassification,
         AutoModelForMaskedLM,
         AutoModelForSeq2SeqLM,
         AutoModelForSequenceClassification,
@@ -169,6 +170,7 @@ def _model(recipe: dict[str, Any], peft: dict[str, Any] | None, device: str) -> 
     task = recipe.get("task", DEFAULT_TASK)
     classes = {
         "text_classification": AutoModelForSequenceClassification,
+        "image_classification": AutoModelForImageClassification,
         "causal_lm": AutoModelForCausalLM,
         "seq2seq": AutoModelForSeq2SeqLM,
     }

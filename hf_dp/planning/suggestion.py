@@ -26,6 +26,8 @@ SMALLEST_BATCH, LARGEST_RATE = 512, 1 / 8
 # rates beyond which nothing was tried.
 WALK, LEARNING_RATES = 0.02, (3e-4, 5e-3)
 ADAPTER_FACTOR = 3  # LoRA beside all weights (ibid., "What trains")
+# What trains the model's own matrices ran at the rate of all weights (ibid.).
+OWN_MATRICES = ("frost", "random", "pval", "param", "rgp", "top_blocks")
 # Full fine-tuning learned at this ratio (the quickstart). Below it, fewer numbers should train.
 ENOUGH_SIGNAL = 0.4
 LORA = {"peft_type": "lora", "r": 8}
@@ -111,7 +113,7 @@ def suggest(
         (
             Choice("expected_batch_size", batch, why_batch),
             Choice("max_steps", steps, why_steps),
-            Choice("learning_rate", *_learning_rate(steps, adapter=trains is not None)),
+            Choice("learning_rate", *_learning_rate(steps, adapter=_is_adapter(trains))),
             Choice(
                 "lr_scheduler_type",
                 "linear",
@@ -179,6 +181,10 @@ def _learning_rate(steps: int, *, adapter: bool) -> tuple[float, str]:
             f". An adapter takes {ADAPTER_FACTOR} times the rate of all weights (recipes/sst2)"
         )
     return float(f"{exact:.0e}"), reason
+
+
+def _is_adapter(peft: dict[str, Any] | None) -> bool:
+    return peft is not None and str(peft.get("peft_type")).lower() not in OWN_MATRICES
 
 
 def _what_trains(

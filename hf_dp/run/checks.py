@@ -194,17 +194,24 @@ def check_head_is_trainable(model: nn.Module) -> None:
     )
 
 
+def head_of(model: Any) -> dict[str, nn.Module]:
+    """Return the parts of a transformers model beside its backbone that have parameters."""
+    backbone = getattr(model, "base_model_prefix", "")
+    return {
+        name: child
+        for name, child in model.named_children()
+        if name != backbone and any(True for _ in child.parameters())
+    }
+
+
 def refuse_frozen_heads(model: Any, trained: Collection[nn.Parameter]) -> None:
     """Raise UnsupportedModelError when nothing in the head of a classifier is ``trained``."""
     if not type(model).__name__.endswith(("Classification", "QuestionAnswering")):
         return
-    backbone = getattr(model, "base_model_prefix", "")
     frozen = sorted(
         name
-        for name, child in model.named_children()
-        if name != backbone
-        and any(True for _ in child.parameters())
-        and not any(parameter in trained for parameter in child.parameters())
+        for name, part in head_of(model).items()
+        if not any(parameter in trained for parameter in part.parameters())
     )
     if frozen:
         raise UnsupportedModelError(

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from transformers.utils import logging
 
-from hf_dp.accounting import Epsilon, Ledger
+from hf_dp.accounting import EARLIER, Epsilon, Ledger
 from hf_dp.batches.limits import Limits
 from hf_dp.batches.padding import Padding
 from hf_dp.batches.units import UnitBatch, UnitTable, rows_to_draw, split_off_units
@@ -62,6 +62,7 @@ from hf_dp.run.one_run_audit import OneRunAudit
 from hf_dp.run.options import RunOptions
 from hf_dp.run.precision import Precision
 from hf_dp.run.training_data import TrainingData, padded_together
+from hf_dp.run.user_grouping import same_users
 from hf_dp.statement.audited import AuditResult
 from hf_dp.statement.facts import RunFacts
 from hf_dp.statement.statement import PrivacyStatement
@@ -265,6 +266,9 @@ class PrivateRun:
         self.share(self.plan.sampler())  # refuses what several processes cannot draw
         self._meet()
         self.book.open()
+        if (units := self.units) is not None:
+            book, begun = self.book, self.ledger.steps() > self.ledger.steps(EARLIER)
+            self.processes.on_main(lambda: same_users(book.folder, book.run_id, units, begun))
         self.book.record_earlier(self.earlier)
 
     def _meet(self) -> None:

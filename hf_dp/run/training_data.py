@@ -168,7 +168,10 @@ class TrainingData:
 
         Raises: UnsupportedModelError for a model whose inputs are not known.
         """
-        made = synthetic_examples(model)
+        made = [
+            _of_the_size_of_rows(example, self.looked_over.layout)
+            for example in synthetic_examples(model)
+        ]
         try:
             with self.examples.randomness.streams():
                 templates = [
@@ -205,6 +208,18 @@ def _has_target(example: Example) -> bool:
 def _attends_to_nothing(example: Example) -> bool:
     mask = example.get("attention_mask") if isinstance(example, dict) else None
     return isinstance(mask, Tensor) and not bool(mask.any())
+
+
+def _of_the_size_of_rows(example: dict[str, Tensor], layout: Layout) -> dict[str, Tensor]:
+    """Return a made-up example whose image is as large as those of the rows.
+
+    A model may take other sizes than the one in its configuration, on another path: it then
+    interpolates its position embeddings.
+    """
+    pixels, leaf = example.get("pixel_values"), layout.leaves.get("pixel_values")
+    if pixels is None or leaf is None or len(leaf.most) != pixels.dim():
+        return example
+    return {**example, "pixel_values": torch.randn(leaf.most, dtype=pixels.dtype)}
 
 
 def as_long_as_the_longest(example: Example, layout: Layout, model: nn.Module) -> Any:

@@ -1,4 +1,4 @@
-"""Text classification data: columns to token ids, labels by public names, metrics."""
+"""Data of classification: labels by public names, texts to token ids, metrics."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ def label_names(dataset: Any, label_column: str, given: Sequence[str] | None) ->
     """Return the class names: ``given``, else those that the schema of the file declares.
 
     Rows are never scanned for them. A label set read off private rows would itself be a release: a
-    class with one member reveals that member.
+    class with one member reveals that member. So the subfolders of a folder of images declare
+    nothing.
 
     Raises: DataError when neither is there; InvalidArgumentError for fewer than two names, or a
         name twice.
@@ -31,13 +32,22 @@ def label_names(dataset: Any, label_column: str, given: Sequence[str] | None) ->
             )
         return list(given)
     declared = getattr(dataset.features[label_column], "names", None)
-    if declared is None:
+    if declared is None or _subfolders(dataset, label_column):
         raise DataError(
             f"The label column {label_column!r} declares no class names "
             f"({dataset.features[label_column]}). Name them in the configuration, in the order of "
             "their ids: class_names: [negative, positive]"
         )
     return list(declared)
+
+
+def _subfolders(dataset: Any, label_column: str) -> list[str]:
+    """Return the names of the subfolders that datasets numbered as labels, in a folder of images.
+
+    The numbers are not class ids: another folder, which lacks a subfolder, has other numbers.
+    """
+    names = getattr(dataset.features[label_column], "names", None)
+    return names if names and dataset.info.builder_name == "imagefolder" else []
 
 
 def require_columns(dataset: Any, columns: Sequence[str], argument: str) -> None:
@@ -48,6 +58,18 @@ def require_columns(dataset: Any, columns: Sequence[str], argument: str) -> None
             f"`{argument}` names {missing}, but the data has the columns {dataset.column_names}. "
             f"Set `{argument}` to columns that are there."
         )
+
+
+def label_ids(dataset: Any, label_column: str, names: Sequence[str]) -> list[int]:
+    """Return the class id of each row, for ids or names; no other column is read.
+
+    Raises: DataError for a missing column, or a value outside the classes.
+    """
+    require_columns(dataset, [label_column], "label_column")
+    values = list(dataset.with_format(None)[label_column])
+    if folders := _subfolders(dataset, label_column):
+        values = [folders[value] for value in values]
+    return _labels(values, label_column, names)
 
 
 def encode(

@@ -1,4 +1,5 @@
-"""The data of a classification task: its arguments, and its evaluation sets encoded."""
+"""The data of a classification task: the arguments of any, and texts with their evaluation sets
+encoded."""
 
 from __future__ import annotations
 
@@ -10,14 +11,9 @@ from hf_dp.tasks.sources import SourceArguments
 
 
 @dataclass
-class DataArguments(SourceArguments):
-    """Which rows, and which of their columns."""
+class ClassificationArguments(SourceArguments):
+    """Which rows, and what their classes are called."""
 
-    demo_name = "hf_dp demo sentences (synthetic)"
-
-    text_columns: list[str] = field(
-        default_factory=lambda: ["sentence"], metadata={"help": "One or two columns of text."}
-    )
     label_column: str = field(
         default="label", metadata={"help": "Column of class ids or class names."}
     )
@@ -25,12 +21,23 @@ class DataArguments(SourceArguments):
         default_factory=list,
         metadata={"help": "Class names by id; needed when the file declares none."},
     )
-    max_length: int = field(
-        default=128, metadata={"help": "Longest text, in tokens; longer ones are cut."}
-    )
     metrics: list[str] = field(
         default_factory=lambda: ["accuracy"],
         metadata={"help": "accuracy, f1 (of class 1, for two classes)."},
+    )
+
+
+@dataclass
+class DataArguments(ClassificationArguments):
+    """Which rows, and which of their columns."""
+
+    demo_name = "hf_dp demo sentences (synthetic)"
+
+    text_columns: list[str] = field(
+        default_factory=lambda: ["sentence"], metadata={"help": "One or two columns of text."}
+    )
+    max_length: int = field(
+        default=128, metadata={"help": "Longest text, in tokens; longer ones are cut."}
     )
 
     def demo(self) -> Any:
@@ -47,8 +54,12 @@ class DataArguments(SourceArguments):
 
 
 def encode_all(sets: dict[str, Any], columns: Sequence[Any]) -> Any:
-    """Return the evaluation sets encoded, as the Trainer takes them: one, or several by name."""
+    """Return the evaluation sets encoded, as the Trainer takes them."""
     from hf_dp.tasks.classification import encode
 
-    encoded = {name: encode(rows, *columns) for name, rows in sets.items()}
-    return next(iter(encoded.values())) if len(encoded) == 1 else encoded
+    return one_or_all({name: encode(rows, *columns) for name, rows in sets.items()})
+
+
+def one_or_all(sets: dict[str, Any]) -> Any:
+    """Return evaluation sets as the Trainer takes them: one, or several by name."""
+    return next(iter(sets.values())) if len(sets) == 1 else sets

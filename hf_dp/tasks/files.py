@@ -1,4 +1,7 @@
-"""Load local files, data of the Hub and models inside packages; errors name what was wrong."""
+"""Load local files and folders, data of the Hub and models inside packages.
+
+Errors name what was wrong.
+"""
 
 from __future__ import annotations
 
@@ -10,31 +13,43 @@ from typing import Any
 from hf_dp.errors import DataError
 
 _LOADERS = {".parquet": "parquet", ".csv": "csv", ".json": "json", ".jsonl": "json"}
+_WHOLE = "train"  # what datasets calls the rows of a file
 
 
-def load_file(path: str) -> Any:
-    """Return a ``datasets.Dataset`` from a Parquet, CSV or JSON(-lines) file.
+def load_file(path: str, split: str = _WHOLE) -> Any:
+    """Return a ``datasets.Dataset`` from a Parquet, CSV or JSON(-lines) file, or from a folder with
+    images.
 
-    Raises: DataError for a missing or unreadable file, an unknown ending, or no rows.
+    Args:
+        split: which of the rows, in datasets' syntax: ``train`` for all, ``train[5000:]``.
+
+    Raises: DataError for a missing or unreadable file, an unknown ending, a split that there is
+        not, or no rows.
     """
     import datasets
 
     file = Path(path)
-    if file.suffix not in _LOADERS:
-        raise DataError(f"Expected a data file ending in {sorted(_LOADERS)}, got {file.name!r}.")
-    if not file.is_file():
+    folder = file.is_dir()
+    if not folder and file.suffix not in _LOADERS:
+        raise DataError(
+            f"Expected a data file ending in {sorted(_LOADERS)}, or a folder with images, got "
+            f"{file.name!r}."
+        )
+    if not folder and not file.is_file():
         raise DataError(
             f"The data file {path!r} does not exist (working directory: {Path.cwd().name!r})."
         )
+    kind = "imagefolder" if folder else _LOADERS[file.suffix]
+    named = repr(file.name) if split == _WHOLE else f"{file.name!r} (its split {split!r})"
+    # Named one by one: otherwise a class called "test" would count as a split.
+    files = {_WHOLE: str(file / "**" if folder else file)}
     try:
-        dataset = datasets.load_dataset(_LOADERS[file.suffix], data_files=str(file), split="train")
+        dataset = datasets.load_dataset(kind, data_files=files, split=split)
     except Exception as problem:  # each reader has its own errors: pyarrow, pandas, json, datasets
         cause = problem.__cause__ or problem
-        raise DataError(
-            f"The data file {file.name!r} could not be read as {_LOADERS[file.suffix]}: {cause}"
-        ) from problem
+        raise DataError(f"The data file {named} could not be read as {kind}: {cause}") from problem
     if len(dataset) == 0:
-        raise DataError(f"The data file {file.name!r} has no rows.")
+        raise DataError(f"The data file {named} has no rows.")
     return dataset
 
 

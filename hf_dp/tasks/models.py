@@ -1,15 +1,63 @@
-"""Preparing any pretrained model for private training: what a task checks and freezes."""
+"""Preparing any pretrained model for private training: what a task checks and freezes.
+
+Also the arguments and the head that all classifiers have.
+"""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from hf_dp._validate import invalid
 from hf_dp.errors import ConfigError
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass
+class ClassifierArguments:
+    """Which model starts."""
+
+    model_name_or_path: str = field(
+        metadata={
+            "help": "Hub name, local folder, or package:NAME for a model inside an installed "
+            "Python package."
+        }
+    )
+    from_scratch: bool = field(
+        default=False,
+        metadata={
+            "help": "Start from random weights of this architecture, to see what pretraining gives."
+        },
+    )
+    freeze: list[str] = field(
+        default_factory=list,
+        metadata={
+            "help": "Prefixes of parameter names to freeze, for example bert.embeddings or "
+            "vit.embeddings."
+        },
+    )
+
+
+def labels_of(names: Sequence[str]) -> dict[str, Any]:
+    """Return what a configuration says of the classes."""
+    return {
+        "num_labels": len(names),
+        "id2label": dict(enumerate(names)),
+        "label2id": {name: index for index, name in enumerate(names)},
+    }
+
+
+def without_weights(auto: Any, config: Any) -> Any:
+    """Return a model of this architecture with random weights.
+
+    Args: auto: the class of transformers that makes it, AutoModelForSequenceClassification.
+    """
+    model = auto.from_config(config)
+    model.config._name_or_path = ""  # the card must not name the path as the base of this model
+    return model
 
 
 def freeze(model: Any, prefixes: Sequence[str]) -> None:

@@ -23,7 +23,13 @@ class SourceArguments(ABC):
     dataset_config: str | None = field(
         default=None, metadata={"help": "Its configuration, for example sst2."}
     )
-    train_split: str = field(default="train", metadata={"help": "Split to train on."})
+    train_split: str = field(
+        default="train",
+        metadata={
+            "help": "Split to train on, or a part of it: train[5000:] leaves out the first 5,000 "
+            "rows, also those of train_file."
+        },
+    )
     validation_split: list[str] = field(
         default_factory=lambda: ["validation"], metadata={"help": "Splits to evaluate on."}
     )
@@ -84,7 +90,7 @@ def _load_train(data: SourceArguments) -> Any:
         return load_hub(data.dataset_name, data.dataset_config, data.train_split)
     if data.train_file is None:
         raise ConfigError("Expected `train_file` (or `dataset_name`) to be given, got neither.")
-    return load_file(data.train_file)
+    return load_file(data.train_file, data.train_split)
 
 
 def load_evaluation(data: SourceArguments) -> dict[str, Any]:

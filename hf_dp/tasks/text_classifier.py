@@ -7,18 +7,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hf_dp.errors import ConfigError, DataError, HfDpError
+from hf_dp.tasks.models import ClassifierArguments, labels_of, without_weights
 
 
 @dataclass
-class ModelArguments:
+class ModelArguments(ClassifierArguments):
     """Which model starts, and how it classifies."""
 
-    model_name_or_path: str = field(
-        metadata={
-            "help": "Hub name, local folder, or package:NAME for a model inside an installed "
-            "Python package."
-        }
-    )
     infilling: dict | str | None = field(
         default=None,
         metadata={
@@ -26,16 +21,6 @@ class ModelArguments:
             "templates; in YAML also {template: '<S1> It was [MASK] .', label_words: {negative: "
             "terrible, positive: great}}. Default: a new head.",
         },
-    )
-    from_scratch: bool = field(
-        default=False,
-        metadata={
-            "help": "Start from random weights of this architecture, to see what pretraining gives."
-        },
-    )
-    freeze: list[str] = field(
-        default_factory=list,
-        metadata={"help": "Prefixes of parameter names to freeze, for example bert.embeddings."},
     )
 
 
@@ -97,18 +82,9 @@ def _infilling(arguments: ModelArguments, text_columns: Sequence[str]) -> Any:
 def _with_head(path: str, names: Sequence[str], from_scratch: bool) -> Any:
     from transformers import AutoConfig, AutoModelForSequenceClassification
 
-    labels = {
-        "id2label": dict(enumerate(names)),
-        "label2id": {name: index for index, name in enumerate(names)},
-    }
+    auto, labels = AutoModelForSequenceClassification, labels_of(names)
     if from_scratch:
-        config = AutoConfig.from_pretrained(path, num_labels=len(names), **labels)
-        model = AutoModelForSequenceClassification.from_config(config)
-        # The card must not name the path as the base of this model.
-        model.config._name_or_path = ""
-        return model
-    model, info = AutoModelForSequenceClassification.from_pretrained(
-        path, num_labels=len(names), output_loading_info=True, **labels
-    )
+        return without_weights(auto, AutoConfig.from_pretrained(path, **labels))
+    model, info = auto.from_pretrained(path, output_loading_info=True, **labels)
     model.newly_initialized = sorted(info["missing_keys"])
     return model

@@ -194,7 +194,7 @@ def _check_physical_batch(args: Any, problems: Problems) -> None:
                 f"Set {name}=True, or remove it.",
             )
     variant = args.dp_fp_variant if args.privacy_mode == DP_FP else PRIVATE_ENCODER
-    if args.auto_physical_batch_size and variant != PRIVATE_ENCODER:
+    if args.auto_physical_batch_size and variant not in (None, PRIVATE_ENCODER):
         problems[name] = invalid(
             name,
             args.auto_physical_batch_size,

@@ -146,7 +146,12 @@ def _public_settings(args: DPTrainingArguments) -> dict[str, Any]:
         "per_device_train_batch_size",
         "seed",
     ]
-    optional = ("max_tokens_per_physical_batch", "adam_bc_floor", "weight_average_decay")
+    optional = (
+        "max_tokens_per_physical_batch",
+        "adam_bc_floor",
+        "noise_aware_floor",
+        "weight_average_decay",
+    )
     names += [name for name in optional if getattr(args, name) is not None]
     values = {name: getattr(args, name) for name in names}
     return {name: getattr(value, "value", value) for name, value in values.items()}

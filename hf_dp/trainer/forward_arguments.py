@@ -34,12 +34,21 @@ PUBLISHED_BATCH_SIZE, PUBLISHED_MICRO_BATCHES, PUBLISHED_LEARNING_RATE = 32, 32,
 Check = Callable[..., object]
 
 
+# What each variant trains, and what is proven; for a user who has not chosen one.
+_CHOICES = (
+    "'frozen' trains the last layer alone, on noised representations: (epsilon, delta) of each "
+    "row's text is proven. 'private_encoder' trains everything, what lies below the noise by "
+    "DP-SGD: (epsilon, delta) is proven, too. 'published' trains everything by an ordinary "
+    "optimizer, as Du and Mi do: nothing is proven, and no epsilon is printed."
+)
+
 # Arguments that no variant has, not even the one that also releases a sum.
 _FOR_SUMS_ALONE = (
     "max_logical_batch_size",
     "sampling",
     "private_selection_mean_runs",
     "adam_bc_floor",
+    "noise_aware_floor",
 )
 
 
@@ -51,11 +60,12 @@ class ForwardArguments:
 
     > Parameters of DP-FP
 
-        dp_fp_variant (`str`, *optional*, defaults to `"published"`):
-            What trains below the noise. `"published"`: everything, by an ordinary optimizer, as in
-            the paper; *no epsilon is established for it*, and card, logs and CLI say so.
-            `"frozen"`: nothing, so that what trains is a function of released vectors.
-            `"private_encoder"`: everything, by DP-SGD; the last layer trains on released vectors.
+        dp_fp_variant (`str`, *optional*):
+            What trains below the noise. Required in that mode. `"frozen"`: nothing, so that what
+            trains is a function of released vectors. `"private_encoder"`: everything, by DP-SGD;
+            the last layer trains on released vectors. `"published"`: everything, by an
+            ordinary optimizer, as in the paper; *no epsilon is established for it*, and card, logs
+            and CLI say so.
         representation_clipping_norm (`float`, *optional*, defaults to `1.0`):
             Largest L2 norm C of a representation, above 0 (equation 8).
         num_micro_batches (`int`, *optional*):
@@ -89,11 +99,11 @@ class ForwardArguments:
             not train.
     """
 
-    dp_fp_variant: str = field(
-        default=PUBLISHED,
+    dp_fp_variant: str | None = field(
+        default=None,
         metadata={
-            "help": f"Only for dp_fp: one of {', '.join(VARIANTS)}. No epsilon is established for "
-            "published; the others are sound."
+            "help": f"Only for dp_fp, and required there: one of {', '.join(VARIANTS)}. Epsilon is "
+            "proven for the first two; for published no epsilon is established."
         },
     )
     representation_clipping_norm: float = field(
@@ -236,6 +246,10 @@ def forward_problems(
                     "Only DP-FP reads it. Remove it, or set privacy_mode='dp_fp'.",
                 )
         return
+    if args.dp_fp_variant is None:
+        expected = f"to be one of {', '.join(map(repr, VARIANTS))} with privacy_mode={DP_FP!r}"
+        problems["dp_fp_variant"] = invalid("dp_fp_variant", None, expected, _CHOICES)
+        return
     check(problems, "dp_fp_variant", one_of, VARIANTS)
     check(problems, "representation_clipping_norm", positive, "The paper's is 1.0.")
     check(problems, "num_micro_batches", integer, 1)
@@ -261,6 +275,7 @@ def forward_problems(
         ("clipping", "flat", "No gradients are clipped"),
         ("max_logical_batch_size", None, "Draws are not truncated"),
         ("adam_bc_floor", None, "Its gradients have noise of several kinds"),
+        ("noise_aware_floor", None, "Its gradients have noise of several kinds"),
         ("sampling", POISSON, "No bound is implemented for both"),
         ("private_selection_mean_runs", None, "No bound is implemented for both"),
     ):

@@ -85,6 +85,7 @@ from hf_dp.trainer.from_arguments import (
     shared_arguments,
 )
 from hf_dp.trainer.launch import without_ddp, without_tied_copies
+from hf_dp.trainer.noise_aware import NoiseAware, refuse_unknown_noise
 from hf_dp.trainer.publishing import Publishing
 from hf_dp.trainer.signals import StopOnSignal
 from hf_dp.trainer.subclasses import check_subclass
@@ -158,7 +159,8 @@ class DPTrainer(Publishing):
     _run: PrivateRun | None
     _plain: PlainRun | None = None  # what a tuner sees of a run without privacy
     _signals: StopOnSignal
-    _averaging: Any  # the optimizer that keeps an average of the weights
+    _watched: Any  # the optimizer whose steps are hooked
+    _noise_aware: NoiseAware | None
     _found_size: bool  # whether the size of physical batches was found for this machine
     _evaluation: dict[str, float]
     _noised_losses: tuple[Tensor, int]  # their sum over the steps since the last log, and these
@@ -235,7 +237,7 @@ class DPTrainer(Publishing):
         self._at_creation = {name: getattr(args, name) for name in FIXED_ARGUMENTS}
         self._run = None
         self._found_size = False
-        self._averaging = None
+        self._watched = self._noise_aware = None
         self._evaluation = {}
         self.card = {}
         self._noised_losses = _NONE
@@ -581,18 +583,25 @@ class DPTrainer(Publishing):
             optimizer = self.optimizer = corrected(optimizer, plan.noise_std, batch, floor)
         if new:
             self.tuner.tune(optimizer)
-        self._average_weights(getattr(optimizer, "optimizer", optimizer))  # accelerate wraps it
+        self._watch_steps(getattr(optimizer, "optimizer", optimizer))  # accelerate wraps it
         return optimizer
 
-    def _average_weights(self, optimizer: Any) -> None:
-        """Let the optimizer keep the average that was asked for, if it does not yet."""
-        decay = self.args.weight_average_decay
-        if decay is None or optimizer is self._averaging:
+    def _watch_steps(self, optimizer: Any) -> None:
+        """Hook what was asked for into the steps of the optimizer, if it is not there yet."""
+        if optimizer is self._watched:
             return
-        in_shards = self.is_fsdp_enabled or is_sharded(self.model)
-        refuse_unaveraged(self.args, self.tuner.gradients_are_noised_sums, in_shards)
-        average_weights(optimizer, decay)
-        self._averaging = optimizer
+        decay, floor = self.args.weight_average_decay, self.args.noise_aware_floor
+        state = (
+            self.tuner.gradients_are_noised_sums,
+            self.is_fsdp_enabled or is_sharded(self.model),
+        )
+        if decay is not None:
+            refuse_unaveraged(self.args, *state)
+            average_weights(optimizer, decay)
+        if floor is not None:
+            refuse_unknown_noise(self.args, *state)
+            self._noise_aware = NoiseAware(optimizer, lambda: self.mechanism.noise_norm, floor)
+        self._watched = optimizer
 
     def _train_model(self, model: nn.Module) -> None:
         """Train the model that the tuner made, from before the optimizer exists."""
@@ -627,11 +636,12 @@ class DPTrainer(Publishing):
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Log, without what a private run withholds, with the epsilon spent so far.
 
-        Beside the norm of a noised gradient stands ``signal_to_noise``, an estimate of Li et al.'s
-        |g|^2 / |z|^2 (section 3.1.1) made from that norm; where there is hardly any signal, it may
-        be below 0. With ``release=["clipped_gradient_norm"]`` the norm of the clipped mean before
-        noise stands there, too, and the ratio measured with it. ``noised_loss``, where it is
-        released, is the mean over the steps since the last log of steps.
+        Beside the norm of a noised gradient stands ``signal_to_noise``. It estimates |g|^2 / |z|^2,
+        the square of Li et al.'s ratio (section 3.1.1), from that norm; where there is hardly any
+        signal, it may be below 0. With ``release=["clipped_gradient_norm"]`` the norm of the
+        clipped mean before noise stands there, too, and that square as measured with it.
+        ``noised_loss``, where it is released, is the mean over the steps since the last log of
+        steps.
         """
         if self.args.is_private:
             of_steps = "loss" in logs or "train_loss" in logs  # and not of an evaluation
@@ -648,6 +658,8 @@ class DPTrainer(Publishing):
                 if (signal := self.mechanism.signal_norm) is not None:  # released on purpose
                     logs[CLIPPED_GRADIENT_NORM] = signal
                     logs["measured_signal_to_noise"] = (signal / noise) ** 2
+            if self._noise_aware is not None and "learning_rate" in logs:
+                logs["learning_rate_factor"] = self._noise_aware.factor
             if self.is_in_train and self._run is not None:
                 name = NO_EPSILON if self.args.is_published_dp_fp else "epsilon"
                 logs[name] = self.epsilon(

@@ -12,6 +12,8 @@ from hf_dp.losses import base_model
 from hf_dp.tasks.infilling_config import InfillingConfig
 from hf_dp.tuners.adapter import AdapterConfig
 
+_IMAGES = "image-classification"
+
 
 def usage(model: nn.Module, task_tag: str | None) -> str | None:
     """Return Python lines that load a model from where the card is, or None where there is no
@@ -20,7 +22,8 @@ def usage(model: nn.Module, task_tag: str | None) -> str | None:
     :data:`~hf_dp.cards.details.REPOSITORY` and BASE_MODEL stand for the names.
 
     An infilling classifier is one of hf_dp's own classes, which transformers knows after
-    ``import hf_dp``. To load its adapter, the base is first made a classifier again.
+    ``import hf_dp``. To load its adapter, the base is first made a classifier again. So is the base
+    of an adapter for images: a pipeline would give it the classes that it had before.
     """
     config: Any = getattr(base_model(model), "config", None)
     adapters = getattr(model, "peft_config", {})
@@ -29,9 +32,10 @@ def usage(model: nn.Module, task_tag: str | None) -> str | None:
         return _adapter(config, REPOSITORY, BASE_MODEL, merges=not ours)
     if task_tag is None:
         return None
-    if ours:  # transformers by itself loads only the adapters that PEFT knows
+    # transformers by itself loads only the adapters that PEFT knows
+    if ours or (adapters and task_tag == _IMAGES):
         class_name = type(base_model(model)).__name__
-        return _bottleneck(config, class_name, REPOSITORY, BASE_MODEL, task_tag)
+        return _on_its_base(config, class_name, task_tag, ours)
     lines = ["import hf_dp  # makes the class known"] if isinstance(config, InfillingConfig) else []
     return "\n".join(
         [
@@ -43,18 +47,22 @@ def usage(model: nn.Module, task_tag: str | None) -> str | None:
     )
 
 
-def _bottleneck(config: Any, class_name: str, name: str, base_name: str, task_tag: str) -> str:
-    labels = f", num_labels={config.num_labels}" if class_name.endswith("Classification") else ""
+def _on_its_base(config: Any, class_name: str, task_tag: str, ours: bool) -> str:
+    reader, reads = "tokenizer", "AutoTokenizer"
+    options = f", num_labels={config.num_labels}" if class_name.endswith("Classification") else ""
+    if task_tag == _IMAGES:
+        reader, reads = "image_processor", "AutoImageProcessor"
+        options = f", id2label={config.id2label!r}, ignore_mismatched_sizes=True"
     return "\n".join(
         [
-            "import hf_dp  # makes the adapter known",
+            *["import hf_dp  # makes the adapter known"] * ours,
             "from peft import PeftModel",
-            f"from transformers import AutoTokenizer, {class_name}, pipeline",
+            f"from transformers import {reads}, {class_name}, pipeline",
             "",
-            f"base = {class_name}.from_pretrained({base_name!r}{labels})",
-            f"model = PeftModel.from_pretrained(base, {name!r})",
+            f"base = {class_name}.from_pretrained({BASE_MODEL!r}{options})",
+            f"model = PeftModel.from_pretrained(base, {REPOSITORY!r})",
             f"model = pipeline({task_tag!r}, model=model, "
-            f"tokenizer=AutoTokenizer.from_pretrained({name!r}))",
+            f"{reader}={reads}.from_pretrained({REPOSITORY!r}))",
         ]
     )
 

@@ -31,7 +31,7 @@ OUTPUTS: dict[str, tuple[list[str], list[str]]] = {
     **dict.fromkeys(
         ("bert", "roberta", "electra", "camembert", "xlm-roberta", "deberta", "deberta-v2"), _BERT
     ),
-    "vit": (["attention.o_proj"], ["mlp.fc2"]),
+    **dict.fromkeys(("vit", "deit", "dinov2"), (["attention.o_proj"], ["mlp.fc2"])),
     "distilbert": (["attention.out_lin"], ["ffn.lin2"]),
     "albert": (["attention.dense"], ["ffn_output"]),
     "mpnet": (["attention.attn.o"], ["output.dense"]),

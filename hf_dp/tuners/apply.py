@@ -12,6 +12,7 @@ from transformers import AutoConfig
 
 from hf_dp.errors import InvalidArgumentError, UnsupportedLossError
 from hf_dp.losses import task_of
+from hf_dp.run.checks import head_of
 from hf_dp.tuners.selection import SelectionModel
 
 logger = logging.getLogger(__name__)
@@ -40,7 +41,7 @@ def apply_peft(model: Any, peft_config: Any, device: torch.device) -> nn.Module:
     """Move the model to its device, then wrap it for the adapter.
 
     If the model moved after wrapping, the optimizer would update copies: the run would look right
-    and learn nothing. A missing ``task_type`` is set by :func:`set_task_type`.
+    and learn nothing. What PEFT must know of the head is set by :func:`complete`.
     """
     from peft import PeftModel, get_peft_model
 
@@ -49,7 +50,7 @@ def apply_peft(model: Any, peft_config: Any, device: torch.device) -> nn.Module:
             "Expected `peft_config` to be None for a model that is a PeftModel already. Pass the "
             "base model, or leave `peft_config` unset."
         )
-    set_task_type(model, peft_config)
+    complete(model, peft_config)
     try:
         return get_peft_model(model.to(device), peft_config)
     except (ValueError, TypeError, KeyError) as problem:
@@ -58,17 +59,25 @@ def apply_peft(model: Any, peft_config: Any, device: torch.device) -> nn.Module:
         ) from problem
 
 
-def set_task_type(model: nn.Module, peft_config: Any) -> None:
+def complete(model: nn.Module, peft_config: Any) -> None:
     """Set a missing ``task_type`` from the model's class, and log it.
 
-    Without it PEFT would neither train nor save the head.
+    Without it PEFT would neither train nor save the head. It knows none for images: the head of an
+    image classifier is named in ``modules_to_save`` instead, beside what is named there.
     """
     if peft_config.task_type is not None:
         return
     try:
-        peft_config.task_type = _PEFT_TASKS.get(task_of(model))
+        task = task_of(model)
     except UnsupportedLossError:
-        pass
+        task = ""
+    if task == "image_classification" and hasattr(peft_config, "modules_to_save"):
+        given = peft_config.modules_to_save or []
+        given = [given] if isinstance(given, str) else list(given)
+        peft_config.modules_to_save = [*given, *(n for n in head_of(model) if n not in given)]
+        logger.info("peft_config.modules_to_save: %s.", peft_config.modules_to_save)
+        return
+    peft_config.task_type = _PEFT_TASKS.get(task)
     if peft_config.task_type is None:
         logger.info(
             "peft_config.task_type is not set, and %s does not imply one.", type(model).__name__

@@ -15,7 +15,7 @@ from hf_dp.errors import ConfigError, InvalidArgumentError, UnsupportedArgumentE
 from hf_dp.plans.selection import SelectionPlan
 from hf_dp.run.checks import refuse_frozen_heads
 from hf_dp.run.private_run import PrivateRun
-from hf_dp.tuners.apply import describe_training, set_task_type
+from hf_dp.tuners.apply import complete, describe_training
 from hf_dp.tuners.selection import SelectionConfig, always_trained, candidates
 from hf_dp.tuners.without_privacy import PlainRun
 
@@ -120,7 +120,7 @@ def refuse_made_before(run: PrivateRun | PlainRun, config: SelectionConfig) -> N
             "Expected `peft_config` to be None for a model that is a PeftModel already. Pass the "
             "base model, or leave `peft_config` unset."
         )
-    set_task_type(run.model, config)
+    complete(run.model, config)
     refuse_frozen_heads(run.model, always_trained(run.model, config))
 
 

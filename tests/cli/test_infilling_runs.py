@@ -539,7 +539,8 @@ def test_a_sweep_with_published_dp_fp_claims_nothing_for_all_together(tmp_path):
     from hf_dp.cli.sweep_report import spent_together, table
 
     cells = []
-    for name, options in (("a", {}), ("b", {"privacy_mode": "dp_fp"})):
+    published = {"privacy_mode": "dp_fp", "dp_fp_variant": "published"}
+    for name, options in (("a", {}), ("b", published)):
         trainer = tiny.trainer(tmp_path / name / "run1", **options)
         trainer.train()
         cells.append(Cell({"mode": name}, 0, tmp_path / name))

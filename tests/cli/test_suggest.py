@@ -6,6 +6,7 @@ import json
 
 import pytest
 import tiny
+import tiny_images
 import yaml
 
 from hf_dp.cli.main import main
@@ -84,6 +85,13 @@ def test_speed_and_memory_are_measured_on_made_up_examples(recipe, capsys):
     assert measured["throughput"] > 0 and measured["bytes"] >= 0
     examples = found["plan"]["steps"] * found["plan"]["expected_batch_size"]
     assert found["seconds"] == pytest.approx(examples / measured["throughput"])
+
+
+def test_a_recipe_for_images_is_measured_on_made_up_images(recipe, capsys):
+    tiny_images.vit(num_labels=3).config.save_pretrained(recipe.parent / "model")
+    recipe.write_text(recipe.read_text() + "task: image_classification\n")
+    found = json.loads(printed(capsys, "suggest", "--config", str(recipe), "--measure", "--json"))
+    assert found["measured"]["throughput"] > 0
 
 
 @pytest.mark.parametrize(

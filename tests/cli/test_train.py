@@ -190,7 +190,8 @@ def test_every_task_of_the_registry_has_what_the_commands_read():
         assert callable(training_module(name).train)
         if row.evaluation is not None:
             assert callable(evaluation_module(name).evaluate)
-    assert evaluated_tasks() == ["text_classification", "causal_lm", "seq2seq"]
+    classifying = ["text_classification", "image_classification"]
+    assert evaluated_tasks() == [*classifying, "causal_lm", "seq2seq"]
 
 
 def test_a_task_without_evaluation_is_refused(task, capsys):

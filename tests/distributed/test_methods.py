@@ -19,7 +19,7 @@ from hf_dp.tuners.rgp.config import RgpConfig
 from hf_dp.tuners.single_entries.config import ParamConfig, PvalConfig
 
 FROST = {"unfreeze_ratio": 0.5, "selection_iterations": 2, "selection_sample_rate": 1.0}
-DP_FP = {"privacy_mode": "dp_fp"}
+DP_FP = {"privacy_mode": "dp_fp", "dp_fp_variant": "published"}
 METHODS: dict[str, tuple[Any, dict[str, Any]]] = {
     "frost": (lambda: FrostConfig(**FROST, task_type="SEQ_CLS"), {}),
     "frost by 2-norms": (

@@ -197,7 +197,7 @@ def test_the_noise_of_shards_is_that_of_one_process(tmp_path):
 
 REFUSED = {
     "rgp": ({"given": {"peft_config": RgpConfig(rank=2, task_type="SEQ_CLS")}}, "RGP makes"),
-    "published": ({"privacy_mode": "dp_fp"}, "DP-FP as published"),
+    "published": ({"privacy_mode": "dp_fp", "dp_fp_variant": "published"}, "DP-FP as published"),
     "frost twice": (
         {
             "given": {

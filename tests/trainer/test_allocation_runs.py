@@ -215,7 +215,7 @@ def test_a_plan_of_other_batches_than_are_drawn_is_refused():
         ({"expected_batch_size": 30}, "`expected_batch_size` to be at most 20"),
         ({"sampling": "shuffle"}, "`sampling` to be one of"),
         ({"given": {"peft_config": FrostConfig()}}, "`peft_config` to be left out"),
-        ({"privacy_mode": "dp_fp"}, "sampling"),
+        ({"privacy_mode": "dp_fp", "dp_fp_variant": "published"}, "sampling"),
     ],
 )
 def test_what_has_no_bound_is_refused(tmp_path, given, message):

@@ -186,7 +186,11 @@ REFUSALS = [
         r"`auto_physical_batch_length` to be a whole number >= 1, got 0",
     ),
     (
-        {"auto_physical_batch_size": True, "privacy_mode": "dp_fp"},
+        {
+            "auto_physical_batch_size": True,
+            "privacy_mode": "dp_fp",
+            "dp_fp_variant": "published",
+        },
         r"`auto_physical_batch_size` to be False with dp_fp_variant='published'",
     ),
     ({"max_logical_batch_size": 0}, "`max_logical_batch_size` to be a whole number >= 1, got 0"),
@@ -327,6 +331,12 @@ REFUSALS = [
             "save_steps": 1,
         },
         r"`weight_average_decay` to be unset with load_best_model_at_end",
+    ),
+    (PUBLIC | {"noise_aware_floor": 0.1}, r"`noise_aware_floor` to be left.*Remove it"),
+    ({"noise_aware_floor": 1.5}, r"`noise_aware_floor` to be from 0 to 1, got 1.5"),
+    (
+        {"noise_aware_floor": 0.1, "max_grad_norm": 1.0, "clip_noised_gradient": True},
+        r"`noise_aware_floor` to be unset with clip_noised_gradient",
     ),
     (PUBLIC | {"adam_bc_floor": 0.1}, r"`adam_bc_floor` to be left.*Remove it"),
     ({"adam_bc_floor": 0}, r"`adam_bc_floor` to be a number above 0, got 0"),

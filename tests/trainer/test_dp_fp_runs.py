@@ -63,7 +63,11 @@ def test_one_padded_batch_gives_what_m_passes_give(tmp_path, monkeypatch):
         lambda self, tensor, std: torch.zeros_like(tensor),
     )
     trainer = tiny.trainer(
-        tmp_path, privacy_mode="dp_fp", num_micro_batches=3, given={"model": tiny.model().double()}
+        tmp_path,
+        privacy_mode="dp_fp",
+        dp_fp_variant="published",
+        num_micro_batches=3,
+        given={"model": tiny.model().double()},
     )
     trainer.run.open()
     trainer.mechanism.start()
@@ -95,6 +99,7 @@ def test_the_status_reaches_everything_that_anyone_reads(tmp_path, capsys, caplo
     trainer = tiny.trainer(
         tmp_path,
         privacy_mode="dp_fp",
+        dp_fp_variant="published",
         given={"callbacks": [Logs()]},
         save_strategy="steps",
         save_steps=2,
@@ -158,7 +163,11 @@ def test_first_use_warns_in_two_lines(tmp_path, monkeypatch):
 
 def test_defaults_are_the_papers(tmp_path):
     args = tiny.arguments(
-        tmp_path, privacy_mode="dp_fp", expected_batch_size=None, learning_rate=None
+        tmp_path,
+        privacy_mode="dp_fp",
+        dp_fp_variant="published",
+        expected_batch_size=None,
+        learning_rate=None,
     )
     assert (args.expected_batch_size, args.num_micro_batches, args.learning_rate) == (32, 32, 5e-6)
     assert (args.representation_clipping_norm, args.accountant, args.num_train_epochs) == (
@@ -170,7 +179,8 @@ def test_defaults_are_the_papers(tmp_path):
 
 
 def test_noise_is_calibrated_to_the_papers_figure(tmp_path):
-    trainer = tiny.trainer(tmp_path, privacy_mode="dp_fp", target_epsilon=1.5, max_steps=20)
+    options = {"privacy_mode": "dp_fp", "dp_fp_variant": "published"}
+    trainer = tiny.trainer(tmp_path, **options, target_epsilon=1.5, max_steps=20)
     (event,) = trainer.privacy_plan.events()
     assert epsilon(event, trainer.privacy_plan.delta, "gdp_clt").value == pytest.approx(
         1.5, rel=1e-6
@@ -495,6 +505,12 @@ def tied() -> torch.nn.Module:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
+        (
+            {"dp_fp_variant": None},
+            "^Expected `dp_fp_variant` to be one of 'frozen', 'private_encoder', 'published' with "
+            "privacy_mode='dp_fp', got None. 'frozen' .* is proven. 'private_encoder' .* is proven, "
+            "too. 'published' .* nothing is proven, and no epsilon is printed.$",
+        ),
         ({"dp_fp_variant": "best"}, "`dp_fp_variant` to be one of"),
         ({"accountant": "pld"}, "`accountant` to be unset for DP-FP as published"),
         ({"num_micro_batches": 0}, "`num_micro_batches` to be a whole number >= 1"),
@@ -533,7 +549,7 @@ def tied() -> torch.nn.Module:
             "There `noise_multiplier` is the noise",
         ),
         (
-            {"privacy_mode": "dp_sgd", "label_epsilon": 1.0},
+            {"privacy_mode": "dp_sgd", "dp_fp_variant": None, "label_epsilon": 1.0},
             "`label_epsilon` to be left at None when privacy_mode='dp_sgd'",
         ),
         (
@@ -544,8 +560,9 @@ def tied() -> torch.nn.Module:
     ],
 )
 def test_bad_arguments_are_named(tmp_path, options, message):
+    given = {"privacy_mode": "dp_fp", "dp_fp_variant": "published", **options}
     with pytest.raises(InvalidArgumentError, match=message):
-        tiny.trainer(tmp_path / "run", **{"privacy_mode": "dp_fp", **options})
+        tiny.trainer(tmp_path / "run", **given)
     assert not (tmp_path / "run").exists()
 
 

@@ -218,7 +218,11 @@ def test_generation_with_dp_fp_is_refused(tmp_path):
         UnsupportedArgumentError, match="`predict_with_generate` to be False with.*'dp_fp'"
     ):
         DPSeq2SeqTrainingArguments(
-            str(tmp_path), privacy_mode="dp_fp", noise_multiplier=1.0, predict_with_generate=True
+            str(tmp_path),
+            privacy_mode="dp_fp",
+            dp_fp_variant="published",
+            noise_multiplier=1.0,
+            predict_with_generate=True,
         )
 
 

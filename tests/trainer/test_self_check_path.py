@@ -31,7 +31,7 @@ def of_path(folder, name) -> DPTrainer:
 THROUGH_THE_COLLATOR = [
     "padding", "token classification", "masked LM", "causal LM, padded on the left", "seq2seq", "decoder "
     "inputs given",
-    "images", "photographs by a transform", "texts that the collator tokenizes", "multi-label", "regression",
+    "images", "photographs by a transform", "photographs of the task, augmented", "texts that the collator tokenizes", "multi-label", "regression",
     "torch tensors", "columns of one's own",
 ]  # fmt: skip
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -246,6 +247,34 @@ def test_a_resume_with_other_users_is_refused(done):
         again = trainer(folder, **values)
         with pytest.raises(LedgerError, match="Cannot resume: `users`"):
             again.train(resume_from_checkpoint=str(folder / "checkpoint-3"))
+
+
+def resumed_with(rows, folder: Path):
+    values = {"max_rows_per_unit": 2, "max_steps": 6, "privacy_unit_name": "patient"}
+    again = trainer(folder, given={"train_dataset": rows}, **values)
+    again.train(resume_from_checkpoint=str(folder / "checkpoint-3"))
+    return again
+
+
+def test_a_resume_with_rows_grouped_in_another_way_is_refused(done, tmp_path):
+    folder = Path(shutil.copytree(done.folder, tmp_path / "run"))
+    who = list(by_user()["who"])
+    other = next(row for row, name in enumerate(who) if name != who[0])
+    who[0], who[other] = who[other], who[0]  # as many users, with as many rows each
+    regrouped = by_user().remove_columns("who").add_column("who", who)
+    with pytest.raises(LedgerError, match="column 'who' groups the rows in another way"):
+        resumed_with(regrouped, folder)
+    kept = folder / "_users.json"
+    assert not any(str(name) in kept.read_text() for name in who)
+    kept.unlink()
+    with pytest.raises(LedgerError, match="_users.json in output_dir 'run' is missing"):
+        resumed_with(by_user(), folder)
+
+
+def test_a_resume_with_other_names_of_the_same_users_goes_on(done, tmp_path):
+    folder = Path(shutil.copytree(done.folder, tmp_path / "run"))
+    renamed = by_user().map(lambda row: {"who": f"{row['who']} again"})
+    assert resumed_with(renamed, folder).ledger.steps() == 6 + 3
 
 
 def test_earlier_runs_by_another_column_are_refused(done, tmp_path):

@@ -103,8 +103,8 @@ def test_variance_is_lemma_6():
 
 
 def psel_by_the_text(sizes, observe, gamma, iterations, rate, gap, sigma):
-    """Algorithm 4 with the two readings that hf_dp/tuners/frost/select.py states; partitions by
-    number, 0 to M - 1."""
+    """Algorithm 4, where hf_dp/tuners/frost/select.py says that it departs from it, too; partitions
+    by number, 0 to M - 1."""
     total, m = sum(sizes), len(sizes)
     remaining, chosen = list(range(m)), []
     rows, deltas = [], []
@@ -157,6 +157,32 @@ def test_psel_is_algorithm_4(seed, sigma):
     )  # fmt: skip
     assert [int(name[1:]) for name in found.names] == psel_by_the_text(sizes, plain, **settings)
     assert sum(sizes[int(name[1:])] for name in found.names) <= 0.4 * sum(sizes)
+
+
+def line_20_as_printed(order, sizes, limit):
+    """Lines 20 to 23 of Algorithm 4 in the last iteration: ``order`` by falling magnitude."""
+    chosen, j = [], 0
+    while j < len(order) and sizes[order[j]] + sum(sizes[i] for i in chosen) <= limit:
+        chosen.append(order[j])
+        j += 1
+    return chosen
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_single_shot_begins_with_what_the_papers_loop_selects(seed):
+    """The paper's stops at the first that does not fit, and ours goes on to those that do."""
+    source = np.random.default_rng(seed)
+    sizes = source.integers(5, 60, 9).tolist()
+    noisy = source.normal(3, 1, 9)
+    found = select(
+        [partition(f"p{i}", size) for i, size in enumerate(sizes)], lambda rest: (noisy.tolist(), 1.0),
+        unfreeze_ratio=0.4, iterations=1, sample_rate=1.0, gap_coefficient=5, noise_multiplier=1.0,
+    )  # fmt: skip
+    ours = [int(name[1:]) for name in found.names]
+    papers = line_20_as_printed(np.argsort(-noisy).tolist(), sizes, 0.4 * sum(sizes))
+    assert ours[: len(papers)] == papers
+    smallest_left = min(size for i, size in enumerate(sizes) if i not in ours)
+    assert sum(sizes[i] for i in ours) + smallest_left > 0.4 * sum(sizes)
 
 
 def test_without_noise_the_largest_that_fit_are_chosen():

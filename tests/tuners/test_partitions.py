@@ -108,5 +108,12 @@ def test_the_command(tmp_path, capsys):
     assert (
         found["parameters"] + found["always_train"] + found["stay_frozen"] == model.num_parameters()
     )
+    vision = ARCHITECTURES["vit"].build()
+    vision.save_pretrained(tmp_path)
+    labels = str(vision.config.num_labels)
+    assert main(["partitions", str(tmp_path), "--num-labels", labels, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["always_train"] == sum(p.numel() for p in vision.classifier.parameters())
+    assert not any(row["name"].startswith("classifier") for row in found["partitions"])
     assert main(["partitions", "no/such"]) == 2
     assert "'no/such' could not be loaded" in capsys.readouterr().err

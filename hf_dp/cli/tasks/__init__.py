@@ -86,6 +86,11 @@ TASKS: dict[str, Task] = {
         "hf_dp.cli.tasks.text_classification",
         evaluation="hf_dp.cli.tasks.text_classification_evaluation",
     ),
+    "image_classification": Task(
+        "fine-tune a vision transformer to classify images",
+        "hf_dp.cli.tasks.image_classification",
+        evaluation="hf_dp.cli.tasks.image_classification_evaluation",
+    ),
     "causal_lm": Task(
         "fine-tune a decoder to write: tables to text, dialog, chat, free text",
         "hf_dp.cli.tasks.causal_lm",

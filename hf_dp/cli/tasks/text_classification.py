@@ -9,9 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from hf_dp.cli.config import card_block, parse, peft_config
-from hf_dp.cli.summary import metric_lines, print_summary, signal_to_noise
-from hf_dp.errors import ConfigError
+from hf_dp.cli.tasks.classification import configured, describe_sources, run
 from hf_dp.tasks.classification_data import DataArguments, encode_all
 from hf_dp.tasks.models import check_positions, freeze, warn_of_new_weights
 from hf_dp.tasks.sources import load_evaluation, load_train
@@ -26,35 +24,12 @@ EXAMPLE = (
 
 def train(values: dict[str, Any], words: Sequence[str]) -> int:
     """Run the task; print a summary whose last line is the output folder."""
-    trainer = trainer_of(values, words)
-    trainer.train(resume_from_checkpoint=trainer.args.resume_from_checkpoint)
-    metrics = trainer.evaluate()
-    trainer.save_model()  # and with push_to_hub also publish it
-    found = {**trainer.evaluation_metrics(), **signal_to_noise(trainer.state.log_history)}
-    trainer.save_metrics("eval", found, combined=False)
-    trainer.save_state()  # the log; it is never published
-    print_summary(trainer, metric_lines(metrics, trainer.eval_dataset))
-    # Otherwise a process of several may abort at its exit; Trainer.end() does no more.
-    trainer.accelerator.end_training()
-    return 0
+    return run(trainer_of(values, words))
 
 
 def trainer_of(values: dict[str, Any], words: Sequence[str]) -> Any:
     """Return the trainer of a configuration. Raises: as :func:`build_trainer`."""
-    from hf_dp.trainer.arguments import DPTrainingArguments
-
-    model_args, data_args, args = parse(
-        [*ARGUMENTS, DPTrainingArguments],
-        values,
-        words,
-        prog="hf-dp train",
-        extra=("task", "peft", "card"),
-    )
-    card = card_block(values.get("card"))
-    trainer = build_trainer(model_args, data_args, args, peft_config(values.get("peft")))
-    if args.is_private:
-        trainer.describe(**card)
-    return trainer
+    return configured(ARGUMENTS, build_trainer, values, words)
 
 
 def build_trainer(
@@ -69,11 +44,6 @@ def build_trainer(
     from hf_dp.tasks.classification import encode, label_names, metrics
     from hf_dp.trainer.trainer import DPTrainer
 
-    if model_args.from_scratch and adapter is not None:
-        raise ConfigError(
-            "`from_scratch` does not go with `peft`: the random base of the adapter would not be "
-            "saved. Leave one of them out."
-        )
     with args.main_process_first(desc="loading the rows"):  # into a cache that all share
         train_rows, evaluation_rows = load_train(data_args), load_evaluation(data_args)
     names = label_names(train_rows, data_args.label_column, data_args.class_names)
@@ -103,6 +73,5 @@ def build_trainer(
         compute_metrics=metrics(data_args.metrics, len(names)),
         peft_config=adapter,
     )
-    base = None if model_args.from_scratch else model_args.model_name_or_path
-    trainer.card.update(dataset=data_args.public_name, base_model=base)
+    describe_sources(trainer, model_args, data_args)
     return trainer

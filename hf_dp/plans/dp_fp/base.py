@@ -19,7 +19,7 @@ from hf_dp.plans.units import EXAMPLE, FEATURES, RECORD_ZERO_OUT, USER, Users
 
 DP_FP = "dp_fp"
 PUBLISHED, FROZEN, PRIVATE_ENCODER = "published", "frozen", "private_encoder"
-VARIANTS = (PUBLISHED, FROZEN, PRIVATE_ENCODER)
+VARIANTS = (FROZEN, PRIVATE_ENCODER, PUBLISHED)
 
 PROOF = (
     "what trains above the noise is a function of clipped and noised representations; below it "

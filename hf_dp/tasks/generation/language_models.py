@@ -9,6 +9,7 @@ from typing import Any
 from hf_dp.errors import DataError, UnsupportedModelError
 from hf_dp.tasks.files import resolve_model
 from hf_dp.tasks.generation.arguments import LanguageModelArguments
+from hf_dp.tasks.models import without_weights
 
 logger = logging.getLogger(__name__)
 
@@ -28,9 +29,7 @@ def load_language_model(arguments: LanguageModelArguments, kind: str) -> tuple[A
     try:
         tokenizer = AutoTokenizer.from_pretrained(path)
         if arguments.from_scratch:
-            model = auto.from_config(AutoConfig.from_pretrained(path))
-            # The card must not name the path as the base of this model.
-            model.config._name_or_path = ""
+            model = without_weights(auto, AutoConfig.from_pretrained(path))
         else:
             model = auto.from_pretrained(path)
     except (OSError, ValueError) as problem:

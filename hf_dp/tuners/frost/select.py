@@ -4,10 +4,10 @@ Each iteration takes a few partitions. Those that are clearly large are taken ea
 magnitudes are then clipped over fewer partitions, and their noise weighs less. Everything here is
 computed from noisy magnitudes, so it costs no privacy beyond theirs.
 
-The algorithm is ambiguous in two places. First, we skip a partition that exceeds what is left of
-the ratio, and try the next one: RoBERTa's word embedding is 31 % of the model, and stopping at it
-would select nothing. Second, we end an iteration at the first partition below the threshold: as
-written, the loop of Algorithm 4 would not end.
+Where Algorithm 4 (line 20) ends an iteration at the first partition that exceeds what is left of
+the ratio, we skip it and try the next one. RoBERTa's word embedding is 31 % of the model: an
+iteration in which noise ranks it first would select nothing. We end an iteration at the first
+partition below the threshold. They are in order, so no later one passes.
 """
 
 from __future__ import annotations

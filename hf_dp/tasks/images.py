@@ -1,0 +1,165 @@
+"""Rows with an image as a model reads them: decoded when they are read, in RGB, as pixels.
+
+An image stays encoded, in the file or folder that it came in, until its row is read. Each is
+treated by itself; what is random in it comes from PyTorch's global generator, which is secret and
+each row's own in a private run (:mod:`hf_dp.batches.examples`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from tqdm.auto import tqdm
+
+from hf_dp._validate import one_of
+from hf_dp.errors import DataError
+from hf_dp.tasks.classification import label_ids, require_columns
+
+IMAGE, LABEL, PIXELS = "image", "label", "pixel_values"
+# Those of PIL's modes whose channels have 8 bits, or one. Converted to RGB, an image of 16 bits
+# would be cut at 255, and so nearly all white.
+_MODES = ("1", "L", "LA", "P", "PA", "RGB", "RGBA", "RGBa", "RGBX", "CMYK", "YCbCr", "HSV")
+
+
+def flip(pixels: Tensor) -> Tensor:
+    """Return an image (3, H, W), mirrored left to right with probability 1/2."""
+    return pixels.flip(-1) if torch.rand(()) < 0.5 else pixels
+
+
+def crop(pixels: Tensor) -> Tensor:
+    """Return a random window of the image's own size (3, H, W), after a border of an eighth of the
+    size was added on each side by reflection (4 pixels of 32)."""
+    high, wide = pixels.shape[-2] // 8, pixels.shape[-1] // 8
+    bordered = F.pad(pixels[None], (wide, wide, high, high), mode="reflect")[0]
+    top, left = (int(torch.randint(2 * border + 1, ())) for border in (high, wide))
+    return bordered[:, top : top + pixels.shape[-2], left : left + pixels.shape[-1]]
+
+
+AUGMENTATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {"crop": crop, "flip": flip}
+
+
+class ToPixels:
+    """A transform of a ``datasets.Dataset``: images to ``pixel_values`` (3, H, W), and ``labels``.
+
+    Args:
+        processor: the model's, which says the size, the mean and the standard deviation.
+        augmentations: names of random changes, made in this order.
+
+    Raises: InvalidArgumentError for an unknown augmentation; when called, DataError for what is no
+        image, or one with more than 8 bits a channel.
+    """
+
+    def __init__(self, processor: Any, augmentations: Sequence[str] = ()):
+        self.processor = processor
+        self.augmentations = [
+            AUGMENTATIONS[one_of("augmentation", name, AUGMENTATIONS)] for name in augmentations
+        ]
+
+    def __call__(self, batch: Mapping[str, list[Any]]) -> dict[str, Any]:
+        return {PIXELS: [self.pixels(each) for each in batch[IMAGE]], "labels": batch[LABEL]}
+
+    def pixels(self, image: Any) -> Tensor:
+        """Return the pixels of a PIL image."""
+        pixels = self.processor(in_rgb(image), return_tensors="pt")[PIXELS][0]
+        for change in self.augmentations:
+            pixels = change(pixels)
+        return pixels
+
+
+def in_rgb(image: Any) -> Any:
+    """Return a PIL image in RGB, as transformers' pipelines make it: grey is repeated in all three
+    channels, and transparency is dropped, whatever color lies below it.
+
+    Raises: DataError for a missing image, or one with more than 8 bits a channel.
+    """
+    if image is None:
+        raise DataError("it has no image. Leave the row out.")
+    if image.mode not in _MODES:
+        raise DataError(
+            f"its image has the mode {image.mode!r}, with more than 8 bits a channel. Scale it to "
+            "8 bits first, by public bounds: what part of its range matters is not known here."
+        )
+    return image.convert("RGB")
+
+
+def image_rows(
+    rows: Any,
+    image_column: str,
+    label_column: str,
+    names: Sequence[str],
+    to_pixels: ToPixels,
+    keep: str | None = None,
+) -> Any:
+    """Return the rows with ``to_pixels`` as their transform: nothing is decoded yet.
+
+    Args:
+        image_column: images, or the paths of their files.
+        label_column: class ids or names; all are read and checked now.
+        names: the classes, in the order of their ids.
+        keep: a further column that stays, where there is one.
+
+    Raises: DataError for missing columns, a column that holds no images, or a label outside the
+        classes.
+    """
+    require_columns(rows, [image_column], "image_column")
+    labels = label_ids(rows, label_column, names)
+    kept = [image_column] + [keep] * (keep in rows.column_names and keep != image_column)
+    rows = _with_images(rows.select_columns(kept), image_column)
+    if image_column != IMAGE:
+        rows = rows.rename_column(image_column, IMAGE)
+    return rows.add_column(LABEL, labels).with_transform(to_pixels)
+
+
+def _with_images(rows: Any, column: str) -> Any:
+    """Return the rows with a column of images, or of paths, that is decoded when it is read."""
+    import datasets
+
+    feature = rows.features[column]
+    stored = isinstance(feature, Mapping) and set(feature) == {"bytes", "path"}
+    kind = str(getattr(feature, "dtype", ""))
+    if not (isinstance(feature, datasets.Image) or stored or "string" in kind or "binary" in kind):
+        raise DataError(
+            f"Expected `image_column` to hold images, or paths of image files, but {column!r} "
+            f"holds {feature}. Name a column of images; the data has {rows.column_names}."
+        )
+    return rows.cast_column(column, datasets.Image())
+
+
+def check_images(rows: Any, which: str, column: str, quiet: bool = False) -> tuple[int, ...]:
+    """Read every image once, and return the shape of their pixels.
+
+    Args:
+        rows: as :func:`image_rows` returns them, without augmentation.
+        which: what the rows are called in messages.
+        column: the name of the column of images, for messages.
+
+    Raises: DataError naming the first row that cannot be read, or whose pixels differ in shape.
+    """
+    shape: tuple[int, ...] = ()
+    for index in tqdm(range(len(rows)), f"Reading the {which}", disable=quiet, leave=False):
+        try:
+            found = tuple(rows[index][PIXELS].shape)
+        except Exception as problem:  # whatever PIL, a codec or the file system raises
+            raise DataError(
+                f"Row {index} of the {which}, image_column {column!r}, cannot be read "
+                f"({type(problem).__name__}: {problem}). Repair it or leave it out, or name "
+                "another image_column."
+            ) from problem
+        if shape and found != shape:
+            raise DataError(f"Row {index} of the {which} cannot be used. {unequal(shape, found)}")
+        shape = found
+    return shape
+
+
+def unequal(one: Sequence[int], other: Sequence[int]) -> str:
+    """Return the message for two images whose pixels, (..., H, W), differ in size."""
+    sizes = " and ".join(f"{shape[-2]} x {shape[-1]}" for shape in (one, other))
+    return (
+        f"Images differ in size ({sizes} pixels, after the image processor), and a model takes one "
+        "size. Let the processor resize them: in preprocessor_config.json, do_resize: true and a "
+        "size of height and width."
+    )

@@ -1,0 +1,468 @@
+"""Image classification from the command line: train, evaluate, the sources of images, adapters,
+and what is refused."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pytest
+import tiny_images
+import torch
+import yaml
+from safetensors.torch import load_file
+from tiny_images import NAMES, picture, png
+
+from hf_dp.cli.main import main
+from hf_dp.cli.tasks.image_classification import trainer_of
+
+TRAIN, DEV = range(40), range(100, 112)
+
+
+@pytest.fixture
+def task(tmp_path) -> Path:
+    """A configuration file, with a model folder and two Parquet files beside it."""
+    tiny_images.save(tmp_path / "model", tiny_images.vit())
+    tiny_images.rows(TRAIN).to_parquet(tmp_path / "train.parquet")
+    tiny_images.rows(DEV).to_parquet(tmp_path / "dev.parquet")
+    values = {
+        "task": "image_classification", "model_name_or_path": str(tmp_path / "model"),
+        "train_file": str(tmp_path / "train.parquet"), "validation_file": str(tmp_path / "dev.parquet"),
+        "image_column": "img", "data_name": "tiny pictures", "output_dir": str(tmp_path / "out"), "target_epsilon": 8,
+        "expected_batch_size": 8, "max_steps": 2, "learning_rate": "1e-2", "save_strategy": "no", "use_cpu": True,
+        "disable_tqdm": True, "dataloader_pin_memory": False, "report_to": "none",
+    }  # fmt: skip
+    config = tmp_path / "run.yaml"
+    config.write_text(yaml.safe_dump(values))
+    return config
+
+
+def changed(task: Path, **values: Any) -> str:
+    """Change the configuration file, and return its name; None removes a key."""
+    merged = yaml.safe_load(task.read_text()) | values
+    task.write_text(yaml.safe_dump({k: v for k, v in merged.items() if v is not None}))
+    return str(task)
+
+
+def trainer(task: Path, **values: Any) -> Any:
+    return trainer_of(yaml.safe_load(Path(changed(task, **values)).read_text()), [])
+
+
+def accuracy(printed: str) -> str:
+    return re.search(r"accuracy on the \d+ evaluation rows: [\d.]+", printed)[0]
+
+
+def test_train_then_evaluate(task, capsys):
+    assert main(["train", "--config", str(task)]) == 0
+    printed = capsys.readouterr().out
+    out = task.parent / "out"
+    assert printed.strip().splitlines()[-1] == str(out)
+    assert {"README.md", "privacy.json", "model.safetensors", "preprocessor_config.json"} <= {
+        path.name for path in out.iterdir()
+    }
+    card = (out / "README.md").read_text()
+    assert "| Training data | tiny pictures |" in card and "| Task | image-classification |" in card
+    assert str(task.parent) not in card
+    config = json.loads((out / "config.json").read_text())
+    assert list(config["id2label"].values()) == NAMES
+    assert main(["eval", "--config", str(task), "--use_cpu", "True"]) == 0
+    assert accuracy(capsys.readouterr().out) == accuracy(printed)
+    assert main(["verify", str(out)]) == 0
+
+
+def test_it_learns(task, capsys):
+    """Enough steps and little noise: the classes differ in brightness."""
+    assert (
+        main(
+            [
+                "train",
+                "--config",
+                changed(
+                    task,
+                    target_epsilon=None,
+                    noise_multiplier=0.3,
+                    max_steps=40,
+                    expected_batch_size=40,
+                ),
+            ]
+        )
+        == 0
+    )
+    assert float(accuracy(capsys.readouterr().out).split()[-1]) > 0.6
+
+
+@pytest.mark.parametrize("model", ["deit", "dinov2"])
+def test_other_transformers(task, model, capsys):
+    tiny_images.save(task.parent / "other", getattr(tiny_images, model)())
+    assert (
+        main(["train", "--config", changed(task, model_name_or_path=str(task.parent / "other"))])
+        == 0
+    )
+
+
+ADAPTERS = {
+    "lora": {"peft_type": "lora", "r": 2, "target_modules": ["q_proj", "fc1"]},
+    "frost": {"peft_type": "frost", "selection_sample_rate": 0.2},
+    "random": {"peft_type": "random"},
+    "adapter": {"peft_type": "adapter", "bottleneck_size": 2},
+}
+
+
+@pytest.mark.parametrize("name", ADAPTERS)
+def test_under_an_adapter_the_new_head_trains_and_is_saved_and_loads(task, name, capsys):
+    config = changed(task, peft=ADAPTERS[name], accountant="rdp")
+    fresh = trainer(task).model.state_dict()
+    start = next(v for k, v in fresh.items() if "classifier" in k and k.endswith(".weight"))
+    assert start.shape[0] == 3  # the base has two classes
+    assert main(["train", "--config", config]) == 0
+    trained = accuracy(capsys.readouterr().out)
+    saved = load_file(task.parent / "out" / "adapter_model.safetensors")
+    (head,) = (v for k, v in saved.items() if "classifier" in k and k.endswith(".weight"))
+    assert (head - start).abs().max() > 1e-3
+    assert main(["eval", "--config", config, "--use_cpu", "True"]) == 0
+    assert accuracy(capsys.readouterr().out) == trained
+    # As the card says.
+    (program,) = re.findall(
+        r"```python\n(.*?)```", (task.parent / "out/README.md").read_text(), flags=re.S
+    )
+    program = program.replace("path/to/this/folder", str(task.parent / "out"))
+    base = rf"\1'{task.parent / 'model'}'"  # which has only a name on the card
+    program = re.sub(r"(ViTForImageClassification.from_pretrained\()'[^']*'", base, program)
+    space: dict[str, Any] = {}
+    exec(program, space)
+    answers = [space["model"](picture(i))[0] for i in DEV]
+    assert {answer["label"] for answer in answers} <= set(NAMES)
+    right = sum(answer["label"] == NAMES[i % 3] for i, answer in zip(DEV, answers))
+    assert f"{right / len(DEV):.4f}" == trained.split()[-1]
+
+
+def test_the_head_of_an_image_classifier_is_no_candidate_of_a_selection(task):
+    made = trainer(task, peft={"peft_type": "random", "unfreeze_ratio": 1.0})
+    config = made.model.peft_config["default"]
+    assert config.modules_to_save == ["classifier"]
+    assert config.parameters and not any("classifier" in name for name in config.parameters)
+
+
+def head_of(model: Any) -> torch.Tensor:
+    return model.classifier.weight.detach().clone()
+
+
+def test_a_head_is_kept_only_where_the_classes_are_the_same(task):
+    classes = dict(enumerate(NAMES))
+    base = tiny_images.vit(id2label=classes, label2id={name: i for i, name in classes.items()})
+    tiny_images.save(task.parent / "base", base)
+    known = {"model_name_or_path": str(task.parent / "base")}
+    assert torch.equal(head_of(trainer(task, **known).model), head_of(base))
+    for other in ({"new_head": True}, {"new_head": None, "class_names": ["dog", "cat", "owl"]}):
+        model = trainer(task, **known, **other).model
+        assert not torch.equal(head_of(model), head_of(base))
+        name = "vit.layers.0.mlp.fc1.weight"
+        assert torch.equal(model.get_parameter(name), base.get_parameter(name))
+    again = trainer(task, **known, new_head=True, class_names=None).model
+    assert torch.equal(head_of(again), head_of(trainer(task).model))  # `seed` makes it
+
+
+def test_from_scratch(task, capsys):
+    assert main(["train", "--config", changed(task, from_scratch=True)]) == 0
+    assert str(task.parent) not in (task.parent / "out" / "README.md").read_text()
+    assert main(["train", "--config", changed(task, peft=ADAPTERS["lora"])]) == 2
+    assert "`from_scratch` does not go with `peft`" in capsys.readouterr().err
+
+
+# -- where images come from ---
+
+
+def write_folder(folder: Path, numbers: range, names: list[str] = NAMES) -> str:
+    for i in numbers:
+        path = folder / names[i % 3] / f"{i}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(png(picture(i)))
+    return str(folder)
+
+
+def write_paths(task: Path, name: str, numbers: range) -> str:
+    folder = Path(write_folder(task.parent / f"{name} files", numbers))
+    lines = [
+        {"img": str(folder / NAMES[i % 3] / f"{i}.png"), "label": NAMES[i % 3]} for i in numbers
+    ]
+    file = task.parent / f"{name}.jsonl"
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return str(file)
+
+
+def pixels_and_labels(rows: Any) -> list[tuple[torch.Tensor, int]]:
+    return [(row["pixel_values"], int(row["labels"])) for row in rows]
+
+
+def test_images_from_folders_and_paths_are_those_of_a_parquet_file(task):
+    expected = sorted(
+        pixels_and_labels(trainer(task).train_dataset), key=lambda row: row[0].tolist()
+    )
+    paths = {name: write_paths(task, name, numbers) for name, numbers in (("t", TRAIN), ("d", DEV))}
+    of_paths = trainer(task, train_file=paths["t"], validation_file=paths["d"], class_names=NAMES)
+    folders = [
+        write_folder(task.parent / name, numbers) for name, numbers in (("a", TRAIN), ("b", DEV))
+    ]
+    of_folders = trainer(
+        task, train_file=folders[0], validation_file=folders[1], image_column="image"
+    )
+    for made in (of_paths, of_folders):
+        found = sorted(pixels_and_labels(made.train_dataset), key=lambda row: row[0].tolist())
+        for (pixels, label), (same, equal) in zip(found, expected, strict=True):
+            assert torch.equal(pixels, same) and label == equal
+
+
+def test_the_classes_of_a_folder_are_named_and_not_read_off_it(task, capsys):
+    """Another order of names, and an evaluation folder that lacks a class, which shifts the
+    numbers that datasets gives."""
+    train = write_folder(task.parent / "a", TRAIN)
+    lacks = write_folder(task.parent / "b", range(100, 102))  # a dog and an owl
+    named = {"train_file": train, "validation_file": lacks, "image_column": "image"}
+    assert main(["train", "--config", changed(task, **named)]) == 2
+    assert "declares no class names" in capsys.readouterr().err
+    made = trainer(task, class_names=["owl", "dog", "cat"])
+    assert sorted(row["labels"] for row in made.eval_dataset) == [0, 1]
+    by_label = {row["labels"]: row["pixel_values"].mean() for row in made.train_dataset}
+    assert by_label[2] < by_label[1] < by_label[0]  # cats are dark, owls are bright
+    assert main(["train", "--config", changed(task, class_names=["cat", "dog"])]) == 2
+    assert "`class_names`" in capsys.readouterr().err
+
+
+def test_a_class_called_as_a_split_is_one(task):
+    names = ["test", "train", "validation"]
+    train = write_folder(task.parent / "a", TRAIN, names)
+    dev = write_folder(task.parent / "b", DEV, names)
+    made = trainer(
+        task, train_file=train, validation_file=dev, image_column="image", class_names=names
+    )
+    assert (len(made.train_dataset), len(made.eval_dataset)) == (len(TRAIN), len(DEV))
+
+
+def test_a_part_of_a_file(task, capsys):
+    config = changed(task, train_split="train[30:]")
+    assert main(["train", "--config", config]) == 0
+    record = json.loads((task.parent / "out" / "privacy.json").read_text())
+    assert (record["plan"]["num_examples"], record["plan"]["delta"]) == (10, 1 / 20)
+    made = trainer(task, output_dir=str(task.parent / "other"))
+    whole = trainer(task, train_split=None)
+    for one, other in zip(made.train_dataset, list(whole.train_dataset)[30:], strict=True):
+        assert torch.equal(one["pixel_values"], other["pixel_values"])
+    capsys.readouterr()
+    assert main(["plan", "--config", changed(task, train_split="train[30:]")]) == 0
+    assert "10 " in capsys.readouterr().out
+
+
+def test_several_evaluation_sets_and_users(task, capsys):
+    rows = tiny_images.rows(TRAIN).add_column("patient", [i % 20 for i in TRAIN])
+    rows.to_parquet(task.parent / "train.parquet")
+    tiny_images.rows(range(200, 206)).to_parquet(task.parent / "validation_night.parquet")
+    files = [str(task.parent / name) for name in ("dev.parquet", "validation_night.parquet")]
+    users = {"privacy_unit": "user", "privacy_unit_column": "patient", "max_rows_per_unit": 2}
+    assert main(["train", "--config", changed(task, validation_file=files, **users)]) == 0
+    printed = capsys.readouterr().out
+    assert "accuracy on the 6 night evaluation rows" in printed
+    plan = json.loads((task.parent / "out" / "privacy.json").read_text())["plan"]
+    assert plan["num_examples"] == 20
+
+
+def test_what_is_trained_without_privacy_names_its_data(task, capsys):
+    public = {"privacy_mode": "non_private", "target_epsilon": None, "expected_batch_size": None}
+    out = str(task.parent / "public")
+    assert main(["train", "--config", changed(task, **public, output_dir=out)]) == 0
+    assert json.loads(Path(out, "config.json").read_text())["pretraining_sources"] == [
+        "tiny pictures"
+    ]
+    private = {
+        "privacy_mode": None,
+        "target_epsilon": 8,
+        "expected_batch_size": 8,
+        "model_name_or_path": out,
+    }
+    assert (
+        main(["train", "--config", changed(task, **private, output_dir=str(task.parent / "out"))])
+        == 0
+    )
+    assert "pretrained on tiny pictures" in (task.parent / "out" / "README.md").read_text()
+
+
+# -- evaluation images that are training images ---
+
+
+@pytest.mark.parametrize("source", ["the same file", "files in a folder"])
+def test_evaluation_images_that_are_training_images_are_refused(task, source, capsys):
+    train = {
+        "train_file": write_folder(task.parent / "a", TRAIN),
+        "image_column": "image",
+        "class_names": NAMES,
+    }
+    dev = str(task.parent / "train.parquet")
+    if source == "the same file":
+        train = {"train_split": "train[:20]"}
+    else:  # other columns of both are called the same
+        rows = datasets.load_dataset("parquet", data_files=dev, split="train")
+        rows.rename_column("img", "image").to_parquet(dev)
+    assert main(["train", "--config", changed(task, **train, validation_file=dev)]) == 2
+    assert "holds rows equal to training rows" in capsys.readouterr().err
+
+
+def test_another_label_does_not_hide_an_image(task, capsys):
+    """Labels are left out of the comparison, whatever their column is called."""
+    other = tiny_images.rows(TRAIN).rename_column("label", "fine")
+    relabeled = [(i + 1) % 3 for i in TRAIN]
+    other.to_parquet(task.parent / "train.parquet")
+    other.remove_columns("fine").add_column("fine", relabeled).to_parquet(
+        task.parent / "dev.parquet"
+    )
+    assert main(["train", "--config", changed(task, label_column="fine", class_names=NAMES)]) == 2
+    assert "holds rows equal to training rows" in capsys.readouterr().err
+
+
+# -- bad input ---
+
+
+def stored(numbers: range, contents: dict[int, bytes], **columns: Any) -> datasets.Dataset:
+    """Rows as a Parquet file holds them, some with other bytes in the place of their image."""
+    images = [{"bytes": contents.get(i, png(picture(i))), "path": None} for i in numbers]
+    rows = datasets.Dataset.from_dict(
+        {"img": images, "label": [i % 3 for i in numbers], **columns}
+    ).cast_column("label", datasets.ClassLabel(names=NAMES))
+    return rows.cast_column("img", datasets.Image(decode=False))
+
+
+CHANGED_KEYS = {
+    "a column that is not there": ({"image_column": "photo"}, r"`image_column` names \['photo'\], but the data has the columns \['img', 'label'\]"),
+    "a column that holds no images": ({"image_column": "label"}, r"Expected `image_column` to hold images.*'label' holds ClassLabel"),
+    "a label column that is not there": ({"label_column": "fine_label"}, r"`label_column` names \['fine_label'\]"),
+    "fewer classes than ids": ({"class_names": ["cat", "dog"]}, "value outside the classes"),
+    "an unknown augmentation": ({"augmentation": ["rotate"]}, "`augmentation` to be one of .'crop', 'flip'., got 'rotate'"),
+    "the demonstration rows": ({"dataset_name": "demo", "train_file": None, "validation_file": None, "data_name": None}, "hf_dp has no images"),
+    "a split that is not there": ({"train_split": "training[5:]"}, r"'train.parquet' \(its split 'training\[5:\]'\) could not be read.*Unknown split"),
+    "a split that cannot be read": ({"train_split": "train[5"}, "Unrecognized instruction format"),
+    "no rows left": ({"train_split": "train[40:]"}, "no data"),
+    "a wrong freeze": ({"freeze": ["bert."]}, "`freeze` names 'bert.'"),
+    "an unknown model": ({"model_name_or_path": "no/such"}, "'no/such' could not be loaded as an image classifier"),
+    "an unknown key": ({"image_colum": "img"}, "`image_colum` .did you mean `image_column`"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CHANGED_KEYS)
+def test_bad_keys_are_one_line_and_nothing_is_written(task, case, capsys):
+    change, message = CHANGED_KEYS[case]
+    assert main(["train", "--config", changed(task, **change)]) == 2
+    error = capsys.readouterr().err
+    assert re.search(message, error), error
+    assert "Traceback" not in error and not (task.parent / "out").exists()
+
+
+BAD_ROWS = {
+    "no image": (None, "both are None"),
+    "damaged": (png(picture(7))[:60], "OSError|SyntaxError|UnidentifiedImageError"),
+    "no image file": (b"a text", "UnidentifiedImageError"),
+    "16 bits": (
+        png(tiny_images.Image.new("I;16", (8, 8))),
+        "the mode 'I;16', with more than 8 bits",
+    ),
+}
+
+
+@pytest.mark.parametrize("public", [False, True], ids=["private", "not private"])
+@pytest.mark.parametrize("case", BAD_ROWS)
+def test_an_image_that_cannot_be_read_is_named_before_anything_is_spent(task, case, public, capsys):
+    content, message = BAD_ROWS[case]
+    stored(TRAIN, {7: content}).to_parquet(task.parent / "train.parquet")
+    modes = {"privacy_mode": "non_private", "target_epsilon": None, "expected_batch_size": None}
+    assert main(["train", "--config", changed(task, **modes if public else {})]) == 2
+    error = capsys.readouterr().err
+    assert re.search(f"Row 7 of the training set.* cannot be read.*({message})", error), error
+    assert not (task.parent / "out" / "privacy.json").exists()
+
+
+@pytest.mark.parametrize("command", ["train", "eval"])
+def test_an_evaluation_image_that_cannot_be_read_is_named_before_training(task, command, capsys):
+    if command == "eval":
+        assert main(["train", "--config", str(task)]) == 0
+    stored(DEV, {105: b"a text"}).to_parquet(task.parent / "dev.parquet")
+    before = sorted(task.parent.glob("out/*"))
+    assert main([command, "--config", str(task)]) == 2
+    assert re.search(
+        "Row 5 of the evaluation set 'dev', image_column 'img', cannot be read .Unid",
+        capsys.readouterr().err,
+    )
+    assert sorted(task.parent.glob("out/*")) == before
+
+
+def test_labels_in_words_need_names_and_then_are_ids(task, capsys):
+    for name, numbers in (("train", TRAIN), ("dev", DEV)):
+        rows = tiny_images.rows(numbers).remove_columns("label")
+        rows.add_column("label", [NAMES[i % 3] for i in numbers]).to_parquet(
+            task.parent / f"{name}.parquet"
+        )
+    assert main(["train", "--config", str(task)]) == 2
+    assert re.search(
+        "label column 'label' declares no class names.*class_names", capsys.readouterr().err
+    )
+    assert [row["labels"] for row in trainer(task, class_names=NAMES).train_dataset] == [
+        i % 3 for i in TRAIN
+    ]
+
+
+@pytest.mark.parametrize("where", ["train", "dev"])
+def test_images_of_unequal_size_are_resized_or_refused(task, where, capsys):
+    numbers = {"train": TRAIN, "dev": DEV}[where]
+    odd = {numbers[3]: png(picture(numbers[3], size=(SIZES := 12, 10)))}
+    stored(numbers, odd).to_parquet(task.parent / f"{where}.parquet")
+    assert trainer(task).train_dataset[3]["pixel_values"].shape == (3, 8, 8) and SIZES
+    tiny_images.processor(do_resize=False).save_pretrained(task.parent / "model")
+    assert main(["train", "--config", str(task)]) == 2
+    error = capsys.readouterr().err
+    assert "mages differ in size" in error and "do_resize: true" in error
+    assert not (task.parent / "out" / "privacy.json").exists()
+
+
+def test_grey_and_transparent_images_become_rgb(task):
+    modes = {0: "L", 1: "RGBA", 2: "1", 3: "P", 4: "LA"}
+    contents = {i: png(picture(i).convert(mode)) for i, mode in modes.items()}
+    stored(TRAIN, contents).to_parquet(task.parent / "train.parquet")
+    found = trainer(task).train_dataset
+    assert all(row["pixel_values"].shape == (3, 8, 8) for row in found)
+    grey = found[0]["pixel_values"]
+    assert torch.equal(grey[0], grey[1]) and torch.equal(grey[0], grey[2])
+
+
+def test_a_processor_that_does_not_fit_the_model(task, capsys):
+    tiny_images.processor(size={"height": 12, "width": 12}).save_pretrained(task.parent / "model")
+    assert main(["train", "--config", str(task)]) == 2
+    assert re.search(
+        "makes images of 3 x 12 x 12, on which the model fails.*`size`", capsys.readouterr().err
+    )
+    (task.parent / "model" / "preprocessor_config.json").unlink()
+    assert main(["train", "--config", str(task)]) == 2
+    assert "preprocessor_config.json" in capsys.readouterr().err
+
+
+def test_a_model_of_grey_images_is_refused(task, capsys):
+    tiny_images.save(task.parent / "grey", tiny_images.vit(num_channels=1))
+    assert (
+        main(["train", "--config", changed(task, model_name_or_path=str(task.parent / "grey"))])
+        == 2
+    )
+    assert "num_channels 1" in capsys.readouterr().err
+
+
+def test_without_pillow(task, capsys, monkeypatch):
+    monkeypatch.setattr("hf_dp.tasks.image_classifier.importlib.util.find_spec", lambda name: None)
+    assert main(["train", "--config", str(task)]) == 2
+    assert "pip install 'hf-dp[images]'" in capsys.readouterr().err
+
+
+def test_zero_shot_is_refused_and_other_classes_too(task, capsys):
+    assert main(["eval", "--config", str(task), "--zero-shot"]) == 2
+    assert "--zero-shot" in capsys.readouterr().err
+    assert main(["eval", "--config", str(task)]) == 2
+    assert "Train it first" in capsys.readouterr().err
+    assert main(["train", "--config", str(task)]) == 0
+    assert main(["eval", "--config", changed(task, class_names=["dog", "cat", "owl"])]) == 2
+    assert "has the classes ['cat', 'dog', 'owl']" in capsys.readouterr().err

@@ -1,0 +1,163 @@
+"""Images as a model reads them: read when asked for, in RGB, and changed at random by themselves."""
+
+from __future__ import annotations
+
+import random
+import zlib
+from collections.abc import Sequence
+
+import datasets
+import numpy as np
+import pytest
+import tiny_images
+import torch
+from tiny_images import NAMES, picture
+from transformers import default_data_collator
+
+from hf_dp.batches.examples import Examples
+from hf_dp.errors import DataError, InvalidArgumentError
+from hf_dp.noise import SecretRandomness
+from hf_dp.tasks.images import ToPixels, check_images, crop, flip, image_rows, in_rgb
+
+COUNT = 12
+
+
+class OfItsOwn(SecretRandomness):
+    """For each row the same randomness in every object, whichever rows were read before it."""
+
+    def example_seed(self, index: int | None) -> int:
+        return zlib.crc32(b"%d" % (-1 if index is None else index))
+
+
+def examples(
+    numbers: Sequence[int], augmentation: Sequence[str], randomness: SecretRandomness
+) -> Examples:
+    """The pictures of these numbers, as a private run reads them."""
+    rows = datasets.concatenate_datasets([tiny_images.rows(range(i, i + 1)) for i in numbers])
+    to_pixels = ToPixels(tiny_images.processor(), augmentation)
+    return Examples(
+        image_rows(rows, "img", "label", NAMES, to_pixels), default_data_collator, randomness
+    )
+
+
+def pixels(found: Examples, indices: Sequence[int]) -> list[torch.Tensor]:
+    return [example["pixel_values"] for example in found.__getitems__(list(indices))]
+
+
+BOTH = ["crop", "flip"]
+
+
+def test_one_image_moves_nothing_of_another_rows_input():
+    """Another image in the place of the first one, or none: all else stays, bit by bit."""
+    others = range(1, COUNT)
+    before = pixels(examples(range(COUNT), BOTH, OfItsOwn(1)), range(COUNT))
+    after = pixels(examples([77, *others], BOTH, OfItsOwn(1)), range(COUNT))
+    without = pixels(examples(range(COUNT), BOTH, OfItsOwn(1)), others)
+    assert not torch.equal(before[0], after[0])
+    assert all(map(torch.equal, before[1:], after[1:])) and all(
+        map(torch.equal, before[1:], without)
+    )
+
+
+def test_augmentation_is_fresh_secret_and_each_rows_own():
+    """It does not follow the seeds that a user sets, and equal images are changed differently."""
+    found = examples([3] * 40, BOTH, SecretRandomness())
+    drawn = []
+    for _ in range(2):
+        random.seed(0), np.random.seed(0), torch.manual_seed(0)
+        drawn.append(torch.cat(pixels(found, range(40))))
+    assert not torch.equal(*drawn)
+    assert len({image.numpy().tobytes() for image in drawn[0]}) > 10
+
+
+def test_without_augmentation_nothing_is_random():
+    found = examples(range(COUNT), [], SecretRandomness())
+    assert all(map(torch.equal, pixels(found, range(COUNT)), pixels(found, range(COUNT))))
+
+
+def test_the_augmentations_move_pixels_and_make_none_up():
+    image = torch.arange(3 * 16 * 16.0).reshape(3, 16, 16)
+    flipped = {flip(image).numpy().tobytes() for _ in range(40)}
+    assert flipped == {image.numpy().tobytes(), image.flip(-1).numpy().tobytes()}
+    windows = [crop(image) for _ in range(300)]
+    assert all(window.shape == image.shape for window in windows)
+    assert all(
+        set(window.flatten().tolist()) <= set(image.flatten().tolist()) for window in windows
+    )
+    # A border of 2 on each side: 5 x 5 windows, of which one is the image itself.
+    assert len({window.numpy().tobytes() for window in windows}) == 25
+    assert any(torch.equal(window, image) for window in windows)
+    inner = {tuple((window[0] == image[0, 8, 8]).nonzero()[0].tolist()) for window in windows}
+    assert inner == {(8 + down, 8 + right) for down in range(-2, 3) for right in range(-2, 3)}
+
+
+def test_nothing_is_decoded_before_a_row_is_read(monkeypatch):
+    decoded = []
+    decode = datasets.Image.decode_example
+    monkeypatch.setattr(
+        datasets.Image,
+        "decode_example",
+        lambda *args, **kw: decoded.append(1) or decode(*args, **kw),
+    )
+    rows = tiny_images.rows(range(COUNT))
+    rows = image_rows(rows, "img", "label", NAMES, ToPixels(tiny_images.processor()), keep="img")
+    assert not decoded
+    assert set(rows[4]) == {"pixel_values", "labels"} and len(decoded) == 1
+    assert check_images(rows, "rows", "img", quiet=True) == (3, 8, 8) and len(decoded) == 1 + COUNT
+
+
+def test_the_processor_says_size_mean_and_deviation():
+    image = picture(5, size=(20, 10))
+    made = tiny_images.processor(
+        do_resize=False, image_mean=[0.1, 0.2, 0.3], image_std=[0.5, 0.25, 2.0]
+    )
+    expected = (np.asarray(image) / 255 - [0.1, 0.2, 0.3]) / [0.5, 0.25, 2.0]
+    np.testing.assert_allclose(ToPixels(made).pixels(image).permute(1, 2, 0), expected, atol=1e-6)
+    assert ToPixels(tiny_images.processor()).pixels(image).shape == (3, 8, 8)
+
+
+@pytest.mark.parametrize("mode", ["RGB", "L", "1", "P", "RGBA", "LA", "CMYK", "YCbCr"])
+def test_every_image_of_8_bits_becomes_rgb(mode):
+    image = picture(4).convert(mode)
+    assert in_rgb(image).mode == "RGB" and in_rgb(image).size == image.size
+
+
+def test_grey_is_repeated_and_transparency_dropped():
+    grey = in_rgb(picture(4, "L"))
+    assert all(np.array_equal(grey.getchannel(0), grey.getchannel(i)) for i in (1, 2))
+    clear = picture(4).convert("RGBA")
+    clear.putalpha(0)
+    assert in_rgb(clear).tobytes() == picture(4).tobytes()
+
+
+@pytest.mark.parametrize("mode", ["I;16", "I", "F"])
+def test_more_than_8_bits_are_refused(mode):
+    with pytest.raises(
+        DataError, match=f"the mode '{mode}', with more than 8 bits a channel. Scale"
+    ):
+        in_rgb(tiny_images.Image.new(mode, (4, 4)))
+
+
+def test_a_missing_image_and_an_unknown_augmentation_are_refused():
+    with pytest.raises(DataError, match="no image. Leave the row out"):
+        in_rgb(None)
+    with pytest.raises(InvalidArgumentError, match="`augmentation` to be one of"):
+        ToPixels(tiny_images.processor(), ["crops"])
+
+
+@pytest.mark.parametrize(
+    ("values", "holds"), [([[1, 2], [3, 4]], "List"), ([0.5, 1.0], "float64"), ([1, 2], "int64")]
+)
+def test_columns_that_hold_no_images(values, holds):
+    rows = datasets.Dataset.from_dict({"img": values, "label": [0, 1]})
+    with pytest.raises(DataError, match=rf"`image_column` to hold images.*'img' holds .*{holds}"):
+        image_rows(rows, "img", "label", NAMES, ToPixels(tiny_images.processor()))
+
+
+def test_a_column_of_texts_that_are_no_paths():
+    rows = datasets.Dataset.from_dict({"img": ["a film", "no film"], "label": [0, 1]})
+    rows = image_rows(rows, "img", "label", NAMES, ToPixels(tiny_images.processor()))
+    with pytest.raises(
+        DataError, match="Row 0 of the rows, image_column 'img', .*FileNotFound.*'a film'"
+    ):
+        check_images(rows, "rows", "img", quiet=True)

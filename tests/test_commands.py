@@ -1,0 +1,222 @@
+"""A dry run of every command of the pages, and of those that recipes name in their first lines.
+
+Each goes as far as it can without the Hub, rows, or training: its words are read by its own parser,
+its recipe is found, every key is known, and what it would train on is named. A sweep goes through
+its runs.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from pages import PAGES, ROOT, command_of, commands
+
+from hf_dp._validate import one_of
+from hf_dp.benchmarks import modes
+from hf_dp.benchmarks.shapes import SHAPES
+from hf_dp.cli import bench, sweep
+from hf_dp.cli.cells import Cell
+from hf_dp.cli.main import main
+from hf_dp.cli.options import hyphenated
+
+RECIPES = {
+    str(path.relative_to(ROOT)): path
+    for path in sorted((ROOT / "recipes").rglob("*.yaml"))
+    if "accelerate" not in path.parts
+}
+SOURCES: dict[str, list[list[str]]] = {
+    **{page: commands(page) for page in PAGES if commands(page)},
+    **{name: [command_of(path)] for name, path in RECIPES.items() if command_of(path)},
+}
+# Where the work of a command begins that its own parser does not lead to.
+WORK = (
+    "hf_dp.cli.tasks.text_classification.build_trainer",
+    "hf_dp.cli.tasks.image_classification.build_trainer",
+    "hf_dp.cli.tasks.masked_lm.build_trainer",
+    "hf_dp.cli.tasks.generation.build_trainer",
+    "hf_dp.cli.tasks.generation_evaluation.load_evaluation",
+    "hf_dp.cli.tasks.text_classification_evaluation.load_evaluation",
+    "hf_dp.cli.tasks.image_classification_evaluation.load_evaluation",
+    "hf_dp.cli.generate._written",
+    "hf_dp.cli.train.launch",
+    "hf_dp.cli.plan.plan_of",
+    "hf_dp.cli.audit.train",
+    "hf_dp.cli.audit.measure",
+)
+# What says which rows a command reads.
+TRAINED_ON = ("train_file", "dataset_name", "text_files")
+EVALUATED_ON = ("validation_file", "dataset_name")
+
+
+class Reached(Exception):
+    """The words were understood; the command would begin its work now."""
+
+
+def stop(*args: Any, **kwargs: Any) -> None:
+    raise Reached
+
+
+def stop_with_rows(names: Sequence[str], *args: Any, **kwargs: Any) -> None:
+    """Stop, but only where the rows to read are named."""
+    for each in args:
+        known = [name for name in names if hasattr(each, name)]
+        assert not known or any(getattr(each, name) for name in known), "no rows are named"
+    raise Reached
+
+
+@pytest.fixture
+def dry_run(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> Callable[[list[str]], None]:
+    """A function that takes the words of a command up to its work, and asserts that it came so
+    far."""
+    monkeypatch.chdir(ROOT)
+    for place in WORK:
+        names = {"build_trainer": TRAINED_ON, "load_evaluation": EVALUATED_ON}
+        rows = names.get(place.rsplit(".", 1)[1])
+        monkeypatch.setattr(place, stop if rows is None else partial(stop_with_rows, rows))
+    parse_args = argparse.ArgumentParser.parse_args
+
+    def parse_and_stop(self: argparse.ArgumentParser, args: Sequence[str]) -> None:
+        parse_args(self, args)
+        raise Reached
+
+    def reaches(words: list[str]) -> None:
+        with pytest.raises(Reached):
+            assert main(words) is Reached, (words, capsys.readouterr().err)
+
+    def run(words: list[str]) -> None:
+        command = words[0]
+        if "--help" in words:
+            assert main(words) == 0
+        elif command == "sweep":
+            goes_through_its_runs(without(words, "--plot"), reaches, monkeypatch, tmp_path)
+        elif command == "plan":  # which only calculates: until it would, or to its end
+            try:
+                assert main(without(words, "--plot")) == 0, (words, capsys.readouterr().err)
+            except Reached:
+                pass
+        elif command == "bench":
+            names_what_is_measured(words[1:])
+        elif command in ("train", "eval", "generate", "audit"):  # whose parsers are several
+            reaches(words)
+        else:
+            with monkeypatch.context() as patched:
+                patched.setattr(argparse.ArgumentParser, "parse_args", parse_and_stop)
+                reaches(words)
+
+    return run
+
+
+def without(words: list[str], *options: str) -> list[str]:
+    """The words without these options and their values. Figures need matplotlib, and tests do
+    without."""
+    for option in options:
+        if option in words:
+            place = words.index(option)
+            words = words[:place] + words[place + 2 :]
+    return words
+
+
+def goes_through_its_runs(
+    words: list[str],
+    reaches: Callable[[list[str]], None],
+    monkeypatch: pytest.MonkeyPatch,
+    folder: Path,
+) -> None:
+    """Run a sweep whose runs are taken up to their work, in this process.
+
+    Of its combinations, those that differ from the first in one setting are run.
+    """
+    assert main([*words, "--dry-run"]) == 0, words
+    # A search draws how many runs it makes. Each of them is one of the grid all the same.
+    words = without(words, "--private-selection", "--score")
+    place = words.index("--output-dir") + 1
+    words = [*words[:place], str(folder / Path(words[place]).name), *words[place + 1 :]]
+    reached = []
+
+    def child(command: list[str], **kwargs: Any) -> SimpleNamespace:
+        reaches(command[command.index("train") :])
+        reached.append(command)
+        return SimpleNamespace(returncode=1)  # nothing was trained
+
+    every = sweep.grid
+    with monkeypatch.context() as patched:
+        patched.setattr("hf_dp.cli.cell_runs.subprocess.run", child)
+        patched.setattr(sweep, "grid", lambda *args: one_at_a_time(list(every(*args))))
+        assert main(words) == 1 and reached
+
+
+def one_at_a_time(cells: list[Cell]) -> Iterator[Cell]:
+    first = cells[0]
+    for cell in cells:
+        other = [key for key, value in cell.settings.items() if value != first.settings.get(key)]
+        if len(other) <= 1 and cell.seed == first.seed:
+            yield cell
+
+
+def names_what_is_measured(words: list[str]) -> None:
+    """Parse a benchmark; its model and modes exist, whether or not Opacus is installed."""
+    args = bench.build_parser().parse_args(hyphenated(words))
+    if args.benchmark == "training":
+        return
+    one_of("model", args.model, SHAPES)
+    if args.benchmark in ("throughput", "memory") and getattr(args, "processes", 1) == 1:
+        for name in bench._modes(args):
+            one_of("modes", name, modes.mode_names())
+
+
+def program(words: list[str]) -> list[str]:
+    """The words from ``hf-dp`` on, also where another program starts the training."""
+    if words[:2] == ["accelerate", "launch"] or words[0] == "torchrun":
+        return ["hf-dp", "train", *words[words.index("recipes/text_classification.py") + 1 :]]
+    return words[1:] if words[0] == "time" else words
+
+
+@pytest.mark.parametrize(
+    ("source", "words"),
+    [
+        pytest.param(source, words, id=f"{source}: {' '.join(words)[:100]}")
+        for source, all_words in SOURCES.items()
+        for words in all_words
+    ],
+)
+def test_every_command_runs_up_to_its_work(source, words, dry_run):
+    for path in (word for word in words if word.startswith("recipes/")):
+        assert (ROOT / path).exists(), path
+    words = program(words)
+    if words[0] == "hf-dp":
+        dry_run(words[1:])
+
+
+@pytest.mark.parametrize("name", [name for name in RECIPES if name in SOURCES])
+def test_the_command_of_a_recipe_is_of_this_recipe(name):
+    words = SOURCES[name][0]
+    assert words[words.index("--config") + 1] == name
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "hf-dp train --config recipes/demo/minilm_dp_adam.yaml --leaning_rate 1",
+        "hf-dp train --config recipes/demo/missing.yaml",
+        "hf-dp train --config recipes/e2e/gpt2_full_eps8.yaml",
+        "hf-dp sweep --config recipes/demo/minilm_dp_adam.yaml --grid leaning_rate=1,2 --output-dir x",
+        "hf-dp sweep --config recipes/demo/minilm_dp_adam.yaml --grid peft.r=1,2 --output-dir x",
+        "hf-dp sweep --config recipes/demo/minilm_dp_adam.yaml --set privacy_mod=dp_sgd --output-dir x",
+        "hf-dp plan --config recipes/demo/minilm_dp_adam.yaml --num-exampels 10",
+        "hf-dp bench throughput --model gpt2 --modes non_private,goast",
+        "hf-dp bench throughput --model gpt3 --modes non_private",
+        "hf-dp partitions",
+        "hf-dp plam --num-examples 10",
+    ],
+)
+def test_a_wrong_command_is_found(command, dry_run):
+    with pytest.raises((AssertionError, SystemExit, ValueError, pytest.fail.Exception)):
+        dry_run(command.split()[1:])

@@ -1,0 +1,75 @@
+"""An image task small enough for a test: pictures of 8 x 8 pixels, and vision transformers of two
+layers that read them."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+from typing import Any
+
+import datasets
+import numpy as np
+import torch
+import transformers as hf
+from PIL import Image
+
+NAMES = ["cat", "dog", "owl"]
+SIZE = 8
+_SMALL = {
+    "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24,
+    "image_size": SIZE, "patch_size": 4, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0,
+}  # fmt: skip
+
+
+def picture(number: int, mode: str = "RGB", size: tuple[int, int] = (SIZE, SIZE)) -> Image.Image:
+    """A picture of noise around a brightness of its class, ``number % 3``; its own for each
+    number."""
+    width, height = size
+    noise = np.random.default_rng(number).integers(0, 60, (height, width, 3))
+    return Image.fromarray((noise + 90 * (number % 3)).astype(np.uint8)).convert(mode)
+
+
+def png(image: Image.Image) -> bytes:
+    file = io.BytesIO()
+    image.save(file, "png")
+    return file.getvalue()
+
+
+def rows(numbers: range) -> datasets.Dataset:
+    """Rows whose classes are declared, with the columns of CIFAR-10 on the Hub."""
+    features = datasets.Features(
+        {"img": datasets.Image(), "label": datasets.ClassLabel(names=NAMES)}
+    )
+    return datasets.Dataset.from_dict(
+        {"img": [picture(i) for i in numbers], "label": [i % 3 for i in numbers]},
+        features=features,
+    )
+
+
+def processor(**options: Any) -> Any:
+    return hf.ViTImageProcessorPil(**{"size": {"height": SIZE, "width": SIZE}, **options})
+
+
+def vit(**options: Any) -> hf.ViTForImageClassification:
+    torch.manual_seed(0)
+    return hf.ViTForImageClassification(hf.ViTConfig(**{**_SMALL, **options}))
+
+
+def deit(**options: Any) -> hf.DeiTForImageClassification:
+    torch.manual_seed(0)
+    return hf.DeiTForImageClassification(hf.DeiTConfig(**{**_SMALL, **options}))
+
+
+def dinov2(**options: Any) -> hf.Dinov2ForImageClassification:
+    """One whose position embeddings are interpolated: it was made for larger images."""
+    torch.manual_seed(0)
+    small = {name: value for name, value in _SMALL.items() if name != "intermediate_size"}
+    config = hf.Dinov2Config(**{**small, "image_size": 12, "mlp_ratio": 2, **options})
+    return hf.Dinov2ForImageClassification(config)
+
+
+def save(folder: Path, model: Any, **options: Any) -> str:
+    """Save a model and its image processor; return the folder."""
+    model.save_pretrained(folder)
+    processor(**options).save_pretrained(folder)
+    return str(folder)

@@ -1,0 +1,149 @@
+"""Images in ``DPTrainer``: a transform makes pixels of them, and what it must not leave out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import datasets
+import pytest
+import tiny
+import tiny_images
+import torch
+from peft import LoraConfig
+from tiny_images import NAMES, picture
+from transformers import default_data_collator
+
+from hf_dp.errors import DataError, UnsupportedModelError
+from hf_dp.tasks.images import ToPixels, image_rows
+from hf_dp.trainer.trainer import DPTrainer
+from hf_dp.tuners.frost.config import FrostConfig
+from hf_dp.tuners.public_choice import HeadConfig
+
+Batch = dict[str, list[Any]]
+
+
+def pixels(batch: Batch) -> list[torch.Tensor]:
+    return [ToPixels(tiny_images.processor(do_resize=False)).pixels(each) for each in batch["img"]]
+
+
+def trainer(
+    folder: Any, train: Any = None, model: Any = None, peft: Any = None, **options: Any
+) -> DPTrainer:
+    if train is None:
+        train = image_rows(
+            tiny_images.rows(range(12)), "img", "label", NAMES, ToPixels(tiny_images.processor())
+        )
+    given = {
+        "model": model or tiny_images.vit(num_labels=3), "train_dataset": train, "eval_dataset": None,
+        "data_collator": default_data_collator, "peft_config": peft,
+    }  # fmt: skip
+    return tiny.trainer(
+        folder, given=given, **{"remove_unused_columns": False, "max_steps": 1, **options}
+    )
+
+
+def rows(transform: Callable[[Batch], Any] | None) -> datasets.Dataset:
+    plain = tiny_images.rows(range(12))
+    return plain if transform is None else plain.with_transform(transform)
+
+
+def odd(batch: Batch) -> Any:
+    """One image of another size."""
+    images = [
+        picture(1, size=(8, 9)) if label == 2 else image
+        for image, label in zip(batch["img"], batch["label"])
+    ]
+    return {"pixel_values": pixels({"img": images}), "labels": batch["label"]}
+
+
+REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
+    "other keys": (
+        lambda batch: {"pixels": pixels(batch), "labels": batch["label"]}, {},
+        r"no `pixel_values` .they have \['pixels'\]., which ViTForImageClassification takes",
+    ),
+    "other keys in some rows": (
+        lambda batch: {"pixels" if batch["label"] == [2] else "pixel_values": pixels(batch), "labels": batch["label"]}, {},
+        r"Row 2 .* other columns than the first row: it lacks \['pixel_values'\] and it adds \['pixels'\]",
+    ),
+    "no labels": (lambda batch: {"pixel_values": pixels(batch)}, {}, "no `labels`"),
+    "columns removed before the transform": (
+        lambda batch: {"pixel_values": pixels(batch), "labels": batch["label"]}, {"remove_unused_columns": True},
+        "'img' is missing.*set remove_unused_columns=False",
+    ),
+    "no transform": (None, {}, "has an image as `img`.*dataset.with_transform.*remove_unused_columns=False"),
+    "no transform, and columns removed": (None, {"remove_unused_columns": True}, "no `pixel_values`.*remove_unused_columns=False"),
+    "unequal sizes": (odd, {}, r"images differ in size \(8 to 9 in dimension 2.*do_resize: true"),
+    "a transform that fails": (lambda batch: 1 / 0, {}, "Row 0 of the training set cannot be read .ZeroDivisionError"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_is_no_image_for_the_model_is_refused_before_the_first_draw(case, tmp_path):
+    transform, options, message = REFUSED[case]
+    made = trainer(tmp_path / "run", rows(transform), **options)
+    with pytest.raises(DataError, match=message):
+        made.train()
+    assert made.ledger.steps() == 0 and not (tmp_path / "run" / "privacy.json").exists()
+
+
+def test_the_self_check_sees_images_of_the_size_of_the_rows(tmp_path):
+    """DINOv2 interpolates its position embeddings for images of another size than it was made for;
+    this path is the one that is compared."""
+    made = trainer(tmp_path, model=tiny_images.dinov2(num_labels=3))
+    assert made.model.config.image_size == 12
+    sizes = {tuple(example["pixel_values"].shape) for example in made.synthetic_batches()}
+    assert sizes == {(1, 3, 8, 8)}
+    made.train()
+
+
+@pytest.mark.parametrize("given", [None, ["layernorm"]])
+def test_lora_trains_the_head_beside_what_else_is_named(given, tmp_path):
+    peft = LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=given)
+    made = trainer(tmp_path, peft=peft)
+    assert sorted(peft.modules_to_save) == sorted(["classifier", *(given or [])])
+    trained = {name for name, p in made.model.named_parameters() if p.requires_grad}
+    assert "base_model.model.classifier.modules_to_save.default.weight" in trained
+    before = {name: p.detach().clone() for name, p in made.model.named_parameters()}
+    made.train()
+    moved = {name for name, p in made.model.named_parameters() if not torch.equal(p, before[name])}
+    assert (
+        moved <= trained and "base_model.model.classifier.modules_to_save.default.weight" in moved
+    )
+
+
+def test_a_task_type_that_freezes_the_head_is_refused(tmp_path):
+    peft = LoraConfig(r=2, target_modules=["q_proj"], task_type="FEATURE_EXTRACTION")
+    with pytest.raises(UnsupportedModelError, match=r"modules_to_save=\['classifier'\]"):
+        trainer(tmp_path, peft=peft)
+
+
+def test_frost_takes_a_share_of_what_is_no_head(tmp_path):
+    """The head trains beside the share, and no matrix of it is a candidate."""
+    made = trainer(
+        tmp_path,
+        peft=FrostConfig(
+            unfreeze_ratio=0.25, selection_sample_rate=0.5, selection_noise_multiplier=1.0
+        ),
+    )
+    made.train()
+    looked_at = made.tuner.config.made[0]["noisy_magnitudes"][0]
+    assert looked_at and not any("classifier" in name for name in looked_at)
+    base = tiny_images.vit(num_labels=3)
+    candidates = sum(
+        p.numel()
+        for name, p in base.named_parameters()
+        if name.rpartition(".")[0] in {n.removesuffix(".weight") for n in looked_at}
+    )
+    trained = {name: p.numel() for name, p in made.model.named_parameters() if p.requires_grad}
+    head = {name: size for name, size in trained.items() if "classifier" in name}
+    assert sum(head.values()) == 3 * 16 + 3
+    assert sum(trained.values()) - sum(head.values()) <= 0.25 * candidates
+
+
+def test_the_head_alone(tmp_path):
+    made = trainer(tmp_path, peft=HeadConfig())
+    assert {name.split(".")[2] for name, p in made.model.named_parameters() if p.requires_grad} == {
+        "classifier"
+    }
+    made.train()
