@@ -55,7 +55,10 @@ PRIVACY = {
         "share of the privacy budget for a noised training loss (default: none is released)",
     ),
     "noised_loss_bound": ("B", "with it: each loss is clipped to [0, B], a public number"),
-    "release": ("NAME", "un-noised quantities to publish: training_loss (default: none)"),
+    "release": (
+        "NAME",
+        "un-noised quantities to publish: training_loss, clipped_gradient_norm (default: none)",
+    ),
 }
 _METAVARS = {int: "N", float: "X", bool: "True|False"}
 

@@ -26,12 +26,15 @@ NO_GUARANTEE = (
 )
 
 
-def forward_arguments(recipe: dict[str, Any], settings: dict[str, Any]) -> argparse.Namespace:
+def forward_arguments(
+    recipe: dict[str, Any], given: dict[str, Any], variant: str | None
+) -> argparse.Namespace:
     """Return the arguments of a run as ``hf-dp train`` would check them.
 
     Args:
         recipe: the keys of a file whose privacy_mode is dp_fp.
-        settings: what the command line and the recipe say, by option name.
+        given: keys that replace them; None where a key is not given.
+        variant: that replaces the recipe's, or None.
 
     Raises: ConfigError, InvalidArgumentError, UnsupportedArgumentError.
     """
@@ -39,18 +42,15 @@ def forward_arguments(recipe: dict[str, Any], settings: dict[str, Any]) -> argpa
     from functools import partial
 
     from hf_dp._dataclasses import default_of
-    from hf_dp.cli.plan_settings import KEYS
     from hf_dp.trainer.argument_checks import Problems, attempt, check_noised_loss, raise_all
     from hf_dp.trainer.arguments import DPTrainingArguments
     from hf_dp.trainer.forward_arguments import forward_problems, resolve_forward
 
     values = {each.name: default_of(each) for each in dataclasses.fields(DPTrainingArguments)}
     values |= {name: value for name, value in recipe.items() if name in values}
-    values |= {
-        key: settings[option] for option, key in KEYS.items() if settings[option] is not None
-    }
-    if settings["variant"] is not None:
-        values["dp_fp_variant"] = settings["variant"]
+    values |= {key: value for key, value in given.items() if value is not None}
+    if variant is not None:
+        values["dp_fp_variant"] = variant
     if values["dp_fp_variant"] is None:
         raise ConfigError(
             f"The recipe names no `dp_fp_variant`. Add --dp-fp-variant, one of {list(VARIANTS)}."

@@ -198,7 +198,9 @@ def _forward_plan(settings: dict[str, Any]) -> PrivacyPlan:
     from hf_dp.cli.plan_forward import forward_arguments, mechanism_of
     from hf_dp.plans.privacy import PrivacyRequest
 
-    args = forward_arguments(settings["forward"], settings)
+    recipe = {key: _number(value) for key, value in settings["forward"].items()}
+    given = {key: settings[option] for option, key in KEYS.items()}
+    args = forward_arguments(recipe, given, settings["variant"])
     adapter, users = peft_config(settings["peft"]), settings["users"]
     epochs, steps = settings["epochs"], settings["steps"]
     return PrivacyRequest(

@@ -53,8 +53,12 @@ SIGNAL_STEPS = 30
 def signal_to_noise(logs: Sequence[Mapping[str, float]]) -> dict[str, float]:
     """Return the mean ``signal_to_noise`` of the logs of the first 30 steps; nothing without one.
 
-    It tells most with a log of every step (``logging_steps: 1``).
+    The measured one, where it is released, has a mean of its own. It tells most with a log of every
+    step (``logging_steps: 1``).
     """
-    name = "signal_to_noise"
-    found = [log[name] for log in logs if name in log and log.get("step", 0) <= SIGNAL_STEPS]
-    return {name: sum(found) / len(found)} if found else {}
+    means = {}
+    for name in ("signal_to_noise", "measured_signal_to_noise"):
+        found = [log[name] for log in logs if name in log and log.get("step", 0) <= SIGNAL_STEPS]
+        if found:
+            means[name] = sum(found) / len(found)
+    return means

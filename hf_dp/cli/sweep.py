@@ -11,6 +11,7 @@ import itertools
 import json
 import sys
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +22,15 @@ from hf_dp.cli.cells import Cell, in_words
 from hf_dp.cli.config import read_yaml
 from hf_dp.cli.launch import add_launch_options, launch_words, refuse_several
 from hf_dp.cli.non_private import BATCH, NON_PRIVATE, private_keys
-from hf_dp.cli.sweep_report import plot_over_zero_shot, plot_sweep, spent_together, table
-from hf_dp.errors import ConfigError
+from hf_dp.cli.sweep_figures import MODEL, metric_of, plot_against, plot_log
+from hf_dp.cli.sweep_report import (
+    TIMES_NOTE,
+    plot_over_zero_shot,
+    plot_sweep,
+    spent_together,
+    table,
+)
+from hf_dp.errors import ConfigError, DataError
 
 EXAMPLES = """examples:
   hf-dp sweep --config recipes/sst2/minilm_dp_adam_eps3.yaml --seeds 0 1 2 \\
@@ -31,6 +39,10 @@ EXAMPLES = """examples:
       --output-dir outputs/words --plot words.png
   hf-dp sweep --config recipe.yaml --grid privacy_mode=dp_sgd,non_private target_epsilon=3,8 \
       --output-dir outputs/beside
+  hf-dp sweep --config recipe.yaml --grid model_name_or_path=distilgpt2,gpt2 target_epsilon=3,8 \\
+      --output-dir outputs/sizes --plot sizes.png --plot-against parameters
+  hf-dp sweep --config recipe.yaml --grid expected_batch_size=64,256,1024 \\
+      --set logging_steps=1 --output-dir outputs/ratio --plot ratio.png --plot-log signal_to_noise
   hf-dp sweep --config recipe.yaml --grid learning_rate=5e-4,1e-3,2e-3 --private-selection 5 \\
       --score accuracy --output-dir outputs/search
 
@@ -95,6 +107,18 @@ def build_parser() -> argparse.ArgumentParser:
         "untrained accuracy",
     )
     add(
+        "--plot-against",
+        metavar="NAME",
+        help="with --plot: what is on the horizontal axis instead of a setting: parameters (of the "
+        "models of the grid, without embeddings) or a metric, such as signal_to_noise",
+    )
+    add("--plot-metric", metavar="NAME", help="with it: the metric on the vertical axis")
+    add(
+        "--plot-log",
+        metavar="NAME",
+        help="with --plot: a log of the runs over their steps, such as signal_to_noise",
+    )
+    add(
         "--private-selection",
         type=float,
         metavar="K",
@@ -120,6 +144,7 @@ def main(argv: Sequence[str]) -> int:
         from hf_dp._plotting import require_matplotlib
 
         require_matplotlib(args.plot)
+    _check_figure(args)
     fixed = dict(_setting(word) for word in args.set)
     recipe = with_settings(read_yaml(args.config), fixed)
     if Path(args.output_dir).is_file():
@@ -147,16 +172,57 @@ def main(argv: Sequence[str]) -> int:
     if args.zero_shot:
         for cell, found in results.items():
             found["zero_shot"] = zero_shot(cell)
+    _add_sizes(results)
     print(table(results))
     if spent := spent_together(cells):
         print(spent)
+    if any(found["times"] for found in results.values()):
+        print(TIMES_NOTE)
     if args.plot is not None and results:
-        (plot_over_zero_shot if args.zero_shot else plot_sweep)(results, args.plot)
+        _plot(args, results)
     for cell in failed:
         print(
             f"failed: {cell.label} seed={cell.seed}; see {cell.folder / 'log.txt'}", file=sys.stderr
         )
     return 1 if failed else 0
+
+
+def _add_sizes(results: dict[Cell, dict[str, Any]]) -> None:
+    """Note how large the models of a grid over models are, where that is known."""
+    models = [cell for cell in results if MODEL in cell.settings]
+    if not models:
+        return
+    from hf_dp.cli.model_size import model_size
+
+    for cell in models:
+        with suppress(DataError):
+            results[cell]["size"] = model_size(cell.settings[MODEL])
+
+
+def _check_figure(args: argparse.Namespace) -> None:
+    """Raise ConfigError for a figure that is not drawn, or for two figures in one file."""
+    kinds = {
+        "--plot-against": args.plot_against is not None,
+        "--plot-log": args.plot_log is not None,
+        "--zero-shot": args.zero_shot,
+    }
+    asked = [name for name, is_asked in kinds.items() if is_asked]
+    if len(asked) > 1:
+        raise ConfigError(f"`{asked[0]}` and `{asked[1]}` draw different figures. Leave one out.")
+    if args.plot_metric is not None and args.plot_against is None:
+        raise ConfigError("`--plot-metric` goes with `--plot-against`. Add it, or leave it out.")
+    if args.plot is None and asked and asked != ["--zero-shot"]:
+        raise ConfigError(f"`{asked[0]}` says what to draw. Add --plot PATH.")
+
+
+def _plot(args: argparse.Namespace, results: dict[Cell, dict[str, Any]]) -> None:
+    if args.plot_log is not None:
+        plot_log(results, args.plot_log, args.plot)
+    elif args.plot_against is not None:
+        metric = metric_of(results, args.plot_metric)
+        plot_against(results, metric, args.plot_against, args.plot)
+    else:
+        (plot_over_zero_shot if args.zero_shot else plot_sweep)(results, args.plot)
 
 
 def _select(

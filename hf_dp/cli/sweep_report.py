@@ -8,6 +8,10 @@ from typing import Any
 
 from hf_dp.cli.cells import Cell, in_words
 
+TIMES_NOTE = (
+    "times: of training in the main process, a selection included; epsilon does not cover them"
+)
+
 
 def table(results: dict[Cell, dict[str, Any]]) -> str:
     """Return each combination's metrics: mean over its seeds, and the smallest and largest."""
@@ -26,6 +30,8 @@ def table(results: dict[Cell, dict[str, Any]]) -> str:
             f"zero-shot {metric} {value:.4f}"
             for metric, value in sorted(rows[0].get("zero_shot", {}).items())
         ]
+        if (size := rows[0].get("size")) is not None:
+            cells.append(f"{size.without_embeddings:,} parameters without embeddings")
         cells += _times(rows)
         epsilon = rows[0]["epsilon"]
         without = rows[0].get("status") or "not private"

@@ -43,12 +43,15 @@ class Mechanism(ABC):
             clipped losses / the expected batch size. It may be below 0.
         noise_norm: the root of the expected squared norm of the noise in the last step's gradients,
             where these are the noised sum itself; else None.
+        signal_norm: the norm of the last step's clipped mean before noise, where the user lets it
+            out (``release=["clipped_gradient_norm"]``); else None.
     """
 
     plan_type: ClassVar[type[Any]]
     needs_whole_weights: ClassVar[str] = ""  # why, where a sharded model cannot be trained
     noised_loss: Tensor | None = None
     noise_norm: float | None = None
+    signal_norm: float | None = None
 
     def __init__(self, run: PrivateRun, tuner: Tuner | None = None):
         self.run, self.tuner = run, tuner or Tuner()

@@ -14,6 +14,8 @@ UNNOISED = {
     "train_loss": "training_loss",
     "training_loss": "training_loss",
     "grad_norm": "grad_norm",
+    "clipped_gradient_norm": "clipped_gradient_norm",
+    "measured_signal_to_noise": "clipped_gradient_norm",
     "total_flos": "total_flos",
     "num_input_tokens_seen": "num_input_tokens_seen",
     "train_runtime": "train_runtime",
@@ -22,7 +24,8 @@ UNNOISED = {
     "train_tokens_per_second": "train_tokens_per_second",
 }
 # What may be released at all.
-RELEASABLE = ("training_loss",)
+CLIPPED_GRADIENT_NORM = "clipped_gradient_norm"
+RELEASABLE = ("training_loss", CLIPPED_GRADIENT_NORM)
 
 
 def withhold(

@@ -106,7 +106,8 @@ def released_in_words(facts: RunFacts) -> list[str]:
     """List what was released without noise, in this run and in the earlier runs that it names."""
     names = {
         EVALUATION_ON_TRAINING_ROWS: f"{EVALUATION_ON_TRAINING_ROWS} (metrics computed on training "
-        "rows)"
+        "rows)",
+        "clipped_gradient_norm": "clipped_gradient_norm (norms of clipped gradients before noise)",
     }
     earlier = [
         f"{names.get(name, name)} (by {run.name})" for run in facts.earlier for name in run.released

@@ -19,7 +19,7 @@ from hf_dp.plans.dp_sgd import CLIPPINGS
 from hf_dp.plans.noised_loss import BOUND, RATIO, budget_ratio, half_given, loss_bound
 from hf_dp.plans.sampling import SAMPLINGS
 from hf_dp.plans.units import NEIGHBORING_RELATIONS, PRIVACY_UNITS
-from hf_dp.statement.unnoised import RELEASABLE
+from hf_dp.statement.unnoised import CLIPPED_GRADIENT_NORM, RELEASABLE
 
 Problems = dict[str, InvalidArgumentError]
 
@@ -207,6 +207,14 @@ def _check_physical_batch(args: Any, problems: Problems) -> None:
 def check_release(args: Any, problems: Problems) -> None:
     """Check what is released without noise, and whether the noise is secret."""
     attempt(args, problems, "release", _list_of_names, RELEASABLE)
+    if CLIPPED_GRADIENT_NORM in (args.release or ()) and args.privacy_mode != "dp_sgd":
+        problems["release"] = invalid(
+            "release",
+            args.release,
+            f"to be without {CLIPPED_GRADIENT_NORM!r} when privacy_mode={args.privacy_mode!r}",
+            "Only a step of DP-SGD adds up clipped gradients and nothing else. Remove it.",
+            UnsupportedArgumentError,
+        )
     if args.insecure_seed is not None:
         attempt(args, problems, "insecure_seed", integer, 0, "Leave it unset outside tests.")
 
@@ -286,6 +294,15 @@ def _launch_problems(args: Any) -> Problems:
             UnsupportedArgumentError,
         )
         return {"num_processes": found}
+    if args.world_size > 1 and CLIPPED_GRADIENT_NORM in args.release:
+        found = invalid(
+            "release",
+            args.release,
+            f"to be without {CLIPPED_GRADIENT_NORM!r} with {args.world_size} processes",
+            "None of them has the whole sum before its noise. Launch one process, or remove it.",
+            UnsupportedArgumentError,
+        )
+        return {"release": found}
     shards = args.fsdp or os.environ.get("ACCELERATE_USE_FSDP", "").lower() in ("true", "1")
     kind = args.distributed_state.distributed_type if args.distributed_state else None
     if shards and kind in (DistributedType.NO, DistributedType.MULTI_CPU):

@@ -203,8 +203,10 @@ class DPTrainingArguments(AuditArguments, UnitArguments, ForwardArguments, Train
             losses are added up and noised. Above 0, and public: choose it without looking at the
             rows, for example twice the loss of a guess (log of the number of classes).
         release (`list[str]`, *optional*, defaults to `[]`):
-            Names of un-noised quantities to log and publish anyway: `"training_loss"`. Epsilon does
-            not cover them and the card says so.
+            Names of un-noised quantities to log and publish anyway: `"training_loss"`, or, for
+            `"dp_sgd"`, `"clipped_gradient_norm"` (the norm of each logged step's clipped mean
+            before noise). Epsilon does not cover them and the card says so. For experiments on
+            public rows.
         learning_rate (`float`, *optional*):
             Of the optimizer. Unset means 5e-5, transformers' default, and 5e-6 for DP-FP as
             published, the paper's.

@@ -51,7 +51,7 @@ from hf_dp.run.start_over import runs_before
 from hf_dp.run.training_data import TrainingData
 from hf_dp.statement.provenance import seen_in_pretraining
 from hf_dp.statement.statement import PrivacyStatement
-from hf_dp.statement.unnoised import withhold
+from hf_dp.statement.unnoised import CLIPPED_GRADIENT_NORM, withhold
 from hf_dp.statement.wording import EVALUATION_ON_TRAINING_ROWS
 from hf_dp.trainer.adam_bc import corrected, refuse_other_noise
 from hf_dp.trainer.arguments import DPTrainingArguments
@@ -638,8 +638,10 @@ class DPTrainer(Publishing):
 
         Beside the norm of a noised gradient stands ``signal_to_noise``. It estimates |g|^2 / |z|^2,
         the square of Li et al.'s ratio (section 3.1.1), from that norm; where there is hardly any
-        signal, it may be below 0. ``noised_loss``, where it is released, is the mean over the steps
-        since the last log of steps.
+        signal, it may be below 0. With ``release=["clipped_gradient_norm"]`` the norm of the
+        clipped mean before noise stands there, too, and that square as measured with it.
+        ``noised_loss``, where it is released, is the mean over the steps since the last log of
+        steps.
         """
         if self.args.is_private:
             of_steps = "loss" in logs or "train_loss" in logs  # and not of an evaluation
@@ -653,6 +655,9 @@ class DPTrainer(Publishing):
             if noise is not None and "grad_norm" in logs:
                 # E|g + z|^2 = |g|^2 + E|z|^2: an estimate from what is released anyway.
                 logs["signal_to_noise"] = (float(logs["grad_norm"]) / noise) ** 2 - 1
+                if (signal := self.mechanism.signal_norm) is not None:  # released on purpose
+                    logs[CLIPPED_GRADIENT_NORM] = signal
+                    logs["measured_signal_to_noise"] = (signal / noise) ** 2
             if self._noise_aware is not None and "learning_rate" in logs:
                 logs["learning_rate_factor"] = self._noise_aware.factor
             if self.is_in_train and self._run is not None:

@@ -205,7 +205,10 @@ REFUSALS = [
     ),
     ({"clip_noised_gradient": "no"}, r"`clip_noised_gradient` to be True or False.*quotes"),
     # what leaves, tests
-    ({"release": ["grad_norm"]}, r"`release` to be one of \['training_loss'\].*Leave it empty"),
+    (
+        {"release": ["grad_norm"]},
+        r"`release` to be one of \['training_loss', 'clipped_gradient_norm'\].*Leave it empty",
+    ),
     ({"release": "training_loss"}, r"`release` to be a list of names.*Leave it empty"),
     ({"insecure_seed": -1}, r"`insecure_seed` to be a whole number >= 0.*outside tests"),
     ({"insecure_seed": True}, r"`insecure_seed`.*got True"),

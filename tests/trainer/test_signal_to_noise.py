@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import math
 
+import pytest
 import tiny
 
 from hf_dp.cli.summary import signal_to_noise
+from hf_dp.errors import UnsupportedArgumentError
 from hf_dp.tuners.methods import RgpConfig
 
 
-def logged(folder, multiplier, **given):
-    """What six steps log, and |g|^2 / E|z|^2 from their sums before noise."""
+def run_of(folder, multiplier, **given):
+    """A run of six steps, and |g|^2 / E|z|^2 of each from its sums before noise."""
     trainer = tiny.trainer(
         folder,
         target_epsilon=None,
@@ -33,6 +35,12 @@ def logged(folder, multiplier, **given):
 
     trainer.mechanism.clip = seen
     trainer.train()
+    return trainer, true
+
+
+def logged(folder, multiplier, **given):
+    """What six steps log, and |g|^2 / E|z|^2 from their sums before noise."""
+    trainer, true = run_of(folder, multiplier, **given)
     return [log["signal_to_noise"] for log in trainer.state.log_history if "grad_norm" in log], true
 
 
@@ -70,3 +78,40 @@ def test_the_mean_is_of_the_first_30_steps():
     assert signal_to_noise([*logs, {"signal_to_noise": 9.0, "step": 31}, {"loss": 3.0}]) == {
         "signal_to_noise": 1.5
     }
+
+
+# -- measured, where the user lets the norms out ---
+
+
+def test_the_measured_ratio_is_that_of_the_sums_before_noise(tmp_path):
+    # (The noise has a margin for rounding, which the true ratio here leaves out.)
+    trainer, true = run_of(tmp_path, 2.0, release=["clipped_gradient_norm"])
+    logs = [log for log in trainer.state.log_history if "grad_norm" in log]
+    assert [log["measured_signal_to_noise"] for log in logs] == pytest.approx(true, rel=2e-3)
+    noise = trainer.mechanism.noise_norm
+    norms = [log["clipped_gradient_norm"] for log in logs]
+    assert [norm**2 / noise**2 for norm in norms] == pytest.approx(true, rel=2e-3)
+    mean = signal_to_noise(trainer.state.log_history)["measured_signal_to_noise"]
+    assert mean == pytest.approx(sum(true) / len(true), rel=2e-3)
+    statement = str(trainer.privacy_statement())
+    assert "clipped_gradient_norm (norms of clipped gradients before noise)" in statement
+    assert "covers the weights only" in statement or "released weights alone" in statement
+
+
+def test_without_a_word_of_the_user_no_norm_before_noise_leaves(tmp_path):
+    trainer, _ = run_of(tmp_path, 2.0)
+    names = {name for log in trainer.state.log_history for name in log}
+    assert not {"clipped_gradient_norm", "measured_signal_to_noise"} & names
+    assert trainer.mechanism.signal_norm is None
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"privacy_mode": "dp_fp", "dp_fp_variant": "frozen"},
+        {"privacy_mode": "dp_fp", "dp_fp_variant": "published"},
+    ],
+)
+def test_only_a_step_of_dp_sgd_has_such_a_norm(tmp_path, options):
+    with pytest.raises(UnsupportedArgumentError, match="clipped_gradient_norm"):
+        tiny.arguments(tmp_path, release=["clipped_gradient_norm"], **options)

@@ -17,6 +17,7 @@ def run(trainer: Any) -> int:
     trainer.save_model()  # and with push_to_hub also publish it
     found = {**trainer.evaluation_metrics(), **signal_to_noise(trainer.state.log_history)}
     trainer.save_metrics("eval", found, combined=False)
+    trainer.save_state()  # the log; it is never published
     print_summary(trainer, metric_lines(metrics, trainer.eval_dataset))
     # Otherwise a process of several may abort at its exit; Trainer.end() does no more.
     trainer.accelerator.end_training()

@@ -32,6 +32,7 @@ def train(kind: str, values: dict[str, Any], words: Sequence[str]) -> int:
         trainer.save_model()  # and with push_to_hub also publish it
     found = {**trainer.evaluation_metrics(), **signal_to_noise(trainer.state.log_history)}
     trainer.save_metrics("eval", found, combined=False)
+    trainer.save_state()  # the log; it is never published
     print_summary(trainer, lines)
     # Otherwise a process of several may abort at its exit; Trainer.end() does no more.
     trainer.accelerator.end_training()

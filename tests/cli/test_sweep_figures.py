@@ -1,0 +1,188 @@
+"""Figures and columns of a sweep beside its settings: model size, another metric, logs, times."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+import tiny
+from transformers import BertConfig, DistilBertConfig, GPT2Config
+
+from hf_dp.cli import cell_runs, sweep_figures
+from hf_dp.cli.cells import Cell
+from hf_dp.cli.main import main
+from hf_dp.cli.model_size import ModelSize, model_size
+from hf_dp.cli.sweep_report import table
+from hf_dp.errors import ConfigError, DataError
+from hf_dp.run.clock import VARIABLE
+
+
+def drawn(monkeypatch):
+    """What matplotlib is told to draw: (x, y, label) of each curve or point."""
+    pytest.importorskip("matplotlib")
+    from matplotlib.axes import Axes
+
+    found = []
+    for name in ("errorbar", "plot"):
+        original = getattr(Axes, name)
+
+        def noted(self, x, y, *args, original=original, name=name, **options):
+            if "label" in options:
+                found.append((list(x), list(y), options["label"]))
+            return original(self, x, y, *args, **options)
+
+        monkeypatch.setattr(Axes, name, noted)
+    return found
+
+
+# -- model sizes ---
+
+
+@pytest.mark.parametrize(
+    ("config", "parameters", "without", "family"),
+    [  # the published numbers: 124.4 M, 109.5 M and 66.4 M in all
+        (GPT2Config(), 124_439_808, 124_439_808 - (50_257 + 1_024) * 768, "gpt2"),
+        (BertConfig(), 109_482_240, 109_482_240 - (30_522 + 512 + 2) * 768, "bert"),
+        (DistilBertConfig(), 66_362_880, 66_362_880 - (30_522 + 512) * 768, "bert"),
+    ],
+)
+def test_the_size_of_a_model(tmp_path, config, parameters, without, family):
+    config.save_pretrained(tmp_path)
+    assert model_size(str(tmp_path)) == ModelSize(parameters, without, family)
+
+
+def test_a_model_that_is_not_there_is_named(tmp_path):
+    with pytest.raises(DataError, match="'no/such-model' is not known"):
+        model_size("no/such-model")
+
+
+def test_a_line_for_each_family_and_setting_over_the_size(tmp_path, monkeypatch):
+    found = drawn(monkeypatch)
+    sizes = {"a": ("bert", 40), "b": ("bert", 85), "c": ("roberta", 85)}
+    results = {
+        Cell({"model_name_or_path": name, "target_epsilon": target}, seed, tmp_path): {
+            "metrics": {"accuracy": size / 100 + target / 1000 + seed / 100},
+            "epsilon": target,
+            "size": ModelSize(0, size * 10**6, family),
+        }
+        for name, (family, size) in sizes.items()
+        for target in (3, 8)
+        for seed in (0, 2)
+    }
+    sweep_figures.plot_against(results, "accuracy", "parameters", str(tmp_path / "a.png"))
+    lines = {label: (x, pytest.approx(y)) for x, y, label in found}
+    assert lines["bert target_epsilon=3"] == ([40, 85], [0.413, 0.863])
+    assert lines["roberta target_epsilon=8"] == ([85], [0.868])
+    assert len(lines) == 4 and (tmp_path / "a.png").exists()
+    assert "85,000,000 parameters without embeddings" in table(results)
+
+
+def test_a_point_for_each_combination_over_another_metric(tmp_path, monkeypatch):
+    found = drawn(monkeypatch)
+    results = {
+        Cell({"expected_batch_size": batch}, seed, tmp_path): {
+            "metrics": {"perplexity": 10 - batch, "signal_to_noise": batch * (1 + seed)}
+        }
+        for batch in (1, 2)
+        for seed in (0, 1)
+    }
+    metric = sweep_figures.metric_of(results, None)
+    assert metric == "perplexity"
+    sweep_figures.plot_against(results, metric, "signal_to_noise", str(tmp_path / "a.png"))
+    assert found == [([1.5], [9], "expected_batch_size=1"), ([3], [8], "expected_batch_size=2")]
+    with pytest.raises(ConfigError, match=r"one of \['perplexity', 'signal_to_noise'\], got 'x'"):
+        sweep_figures.plot_against(results, metric, "x", str(tmp_path / "b.png"))
+    with pytest.raises(ConfigError, match="--plot-metric"):
+        sweep_figures.metric_of(results, "bleu")
+    with pytest.raises(ConfigError, match="--grid model_name_or_path"):
+        sweep_figures.plot_against(results, metric, "parameters", str(tmp_path / "b.png"))
+
+
+# -- logs ---
+
+
+def cell_with_logs(folder: Path, logs, **settings) -> Cell:
+    cell = Cell(settings, len(list(folder.iterdir())), folder / f"c{len(list(folder.iterdir()))}")
+    run = cell.folder / "run1"
+    run.mkdir(parents=True)
+    (run / "eval_results.json").write_text("{}")
+    (run / "trainer_state.json").write_text(json.dumps({"log_history": logs}))
+    return cell
+
+
+def test_a_log_over_the_steps(tmp_path, monkeypatch):
+    found = drawn(monkeypatch)
+    (tmp_path / "runs").mkdir()
+    results = {}
+    for batch, seed in ((8, 0), (8, 1), (16, 0)):
+        logs = [{"step": step, "signal_to_noise": batch * step + seed} for step in (1, 2)]
+        cell = cell_with_logs(
+            tmp_path / "runs", [*logs, {"step": 2, "eval_loss": 1}], expected_batch_size=batch
+        )
+        results[cell] = {"metrics": {}}
+    sweep_figures.plot_log(results, "signal_to_noise", str(tmp_path / "a.png"))
+    assert found == [
+        ([1, 2], [8.5, 16.5], "expected_batch_size=8"),
+        ([1, 2], [16, 32], "expected_batch_size=16"),
+    ]
+    with pytest.raises(ConfigError, match=r"one of \['eval_loss', 'signal_to_noise'\], got 'loss'"):
+        sweep_figures.plot_log(results, "loss", str(tmp_path / "b.png"))
+    (next(iter(results)).folder / "run1" / "trainer_state.json").unlink()
+    with pytest.raises(ConfigError, match="trainer_state.json"):
+        sweep_figures.plot_log(results, "signal_to_noise", str(tmp_path / "b.png"))
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--plot-against", "parameters"], "Add --plot PATH"),
+        (["--plot-log", "a", "--plot", "a.png", "--zero-shot"], "draw different figures"),
+        (["--plot-metric", "a", "--plot", "a.png"], "goes with `--plot-against`"),
+    ],
+)
+def test_options_of_figures_that_are_not_drawn(task, capsys, words, message):
+    folder = str(task.parent / "s")
+    assert main(["sweep", "--config", str(task), "--output-dir", folder, *words]) == 2
+    assert message in capsys.readouterr().err
+
+
+# -- one real sweep: models, logs and times ---
+
+
+def test_a_sweep_over_models_without_and_with_privacy(task, capsys, monkeypatch):
+    """In this process, where hf_dp is imported already."""
+
+    def run(command, stdout, env, **options):
+        words = command[command.index("hf_dp.cli.main") + 1 :]
+        monkeypatch.setenv(VARIABLE, env[VARIABLE])
+        code = main(words)
+        monkeypatch.delenv(VARIABLE)
+        return subprocess.CompletedProcess(command, code)
+
+    monkeypatch.setattr(cell_runs.subprocess, "run", run)
+    found = drawn(monkeypatch)
+    other = task.parent / "larger"
+    tiny.model(num_labels=2).save_pretrained(other)
+    tiny.tokenizer().save_pretrained(other)
+    words = ["sweep", "--config", str(task), "--output-dir", str(task.parent / "s")]
+    words += ["--grid", "privacy_mode=dp_sgd,non_private", "target_epsilon=3,8"]
+    words += [f"model_name_or_path={task.parent / 'model'},{other}", "--set", "logging_steps=1"]
+    picture = str(task.parent / "a.png")
+    assert main([*words, "--plot", picture, "--plot-against", "parameters"]) == 0
+    said = capsys.readouterr().out
+    assert len(found) == 3  # epsilon 3, epsilon 8, without privacy
+    assert all(len(x) == 1 for x, _, _ in found)  # both models are equally large
+    rows = re.findall(r"; training [\d.]+ s \(processor [\d.]+ s\)", said)
+    assert len(rows) == 6 and "epsilon does not cover them" in said
+    assert "all 4 private runs together" in said
+    run_folders = [path.parent for path in (task.parent / "s").glob("*/run1/config.json")]
+    assert len(run_folders) == 6
+    for folder in run_folders:
+        times = json.loads((folder.parent / "times.json").read_text())
+        assert times["training"]["wall"] > 0 and times["training"]["processor"] > 0
+        assert not any("times" in path.name for path in folder.iterdir())
+    assert VARIABLE not in os.environ
