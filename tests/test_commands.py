@@ -96,7 +96,8 @@ def dry_run(
         if "--help" in words:
             assert main(words) == 0
         elif command == "sweep":
-            goes_through_its_runs(without(words, "--plot"), reaches, monkeypatch, tmp_path)
+            plain = without(words, *(word for word in words if word.startswith("--plot")))
+            goes_through_its_runs(plain, reaches, monkeypatch, tmp_path)
         elif command == "plan":  # which only calculates: until it would, or to its end
             try:
                 assert main(without(words, "--plot")) == 0, (words, capsys.readouterr().err)

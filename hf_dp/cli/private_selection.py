@@ -20,6 +20,7 @@ from typing import Any
 
 from hf_dp.cli.cell_runs import result, run_cell
 from hf_dp.cli.cells import Cell
+from hf_dp.cli.sweep_report import signed
 from hf_dp.errors import ConfigError, HfDpError
 from hf_dp.plans.best_of_runs import ARGUMENT, check_mean_runs
 
@@ -210,8 +211,7 @@ def _choose(search: Search, trials: Sequence[Cell], drawn: dict[str, Any]) -> di
     """
     _refuse_unequal(trials)
     scores = [_score(search, cell) for cell in trials]
-    sign = -1 if search.score.endswith("perplexity") else 1
-    ranks = [-math.inf if math.isnan(score) else sign * score for score in scores]
+    ranks = [signed(search.score, score) for score in scores]
     best = ranks.index(max(ranks))
     drawn = {**drawn, "released": best, "score": scores[best]}
     _write(search.folder / DRAWN, drawn)

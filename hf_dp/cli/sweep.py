@@ -25,6 +25,7 @@ from hf_dp.cli.non_private import BATCH, NON_PRIVATE, private_keys
 from hf_dp.cli.sweep_figures import MODEL, metric_of, plot_against, plot_log
 from hf_dp.cli.sweep_report import (
     TIMES_NOTE,
+    best,
     plot_over_zero_shot,
     plot_sweep,
     spent_together,
@@ -96,6 +97,12 @@ def build_parser() -> argparse.ArgumentParser:
     )
     add("--output-dir", required=True, metavar="FOLDER", help="a folder for each run below it")
     add(
+        "--best",
+        metavar="NAME",
+        help="also name the combination with the best mean of this metric (larger is better, "
+        "except for perplexity)",
+    )
+    add(
         "--zero-shot",
         action="store_true",
         help="also evaluate each untrained base, with its template and words",
@@ -153,7 +160,10 @@ def main(argv: Sequence[str]) -> int:
             "another name."
         )
     if args.score and args.private_selection is None:
-        raise ConfigError("`--score` decides in a search. Add --private-selection K.")
+        raise ConfigError(
+            "`--score` decides in a private search. Add --private-selection K; or, to see which "
+            "combination of all is the best, --best NAME."
+        )
     cells = list(grid(args.grid, args.seeds, Path(args.output_dir)))
     _refuse_privacy_arguments(fixed, cells)
     if fixed.get("privacy_mode") == NON_PRIVATE:
@@ -174,6 +184,8 @@ def main(argv: Sequence[str]) -> int:
             found["zero_shot"] = zero_shot(cell)
     _add_sizes(results)
     print(table(results))
+    if args.best and results:
+        print(best(results, args.best))
     if spent := spent_together(cells):
         print(spent)
     if any(found["times"] for found in results.values()):
@@ -231,7 +243,7 @@ def _select(
     """Search privately and print the best run. Raises: ConfigError."""
     from hf_dp.cli.private_selection import Search, select
 
-    for option in ("zero_shot", "plot"):
+    for option in ("zero_shot", "plot", "best"):
         if getattr(args, option):
             raise ConfigError(
                 f"`--{option.replace('_', '-')}` shows all runs, and a private selection releases "

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Sequence
 from typing import Any
 
 from hf_dp.cli.cells import Cell, in_words
+from hf_dp.errors import ConfigError
 
 TIMES_NOTE = (
     "times: of training in the main process, a selection included; epsilon does not cover them"
@@ -38,6 +40,30 @@ def table(results: dict[Cell, dict[str, Any]]) -> str:
         cells.append(without if epsilon is None else f"epsilon {epsilon:.3f} a run")
         lines.append(f"{label or 'recipe'}: {'; '.join(cells)}")
     return "\n".join(lines)
+
+
+def best(results: dict[Cell, dict[str, Any]], score: str) -> str:
+    """Return which combination has the best mean over its seeds, in words.
+
+    Raises: ConfigError for a metric that a run lacks.
+    """
+    means = {}
+    for label, rows in _by_label(results).items():
+        lacking = [row for row in rows if score not in row["metrics"]]
+        if lacking:
+            raise ConfigError(
+                f"Expected `--best` to be one of {sorted(lacking[0]['metrics'])}, got {score!r}."
+            )
+        means[label] = statistics.mean(row["metrics"][score] for row in rows)
+    chosen = max(means, key=lambda label: signed(score, means[label]))
+    return f"best by {score}: {chosen or 'recipe'}: {means[chosen]:.4f}"
+
+
+def signed(score: str, value: float) -> float:
+    """Return a score of which the larger is the better, and one that is not a number is worst."""
+    if math.isnan(value):
+        return -math.inf
+    return -value if score.endswith("perplexity") else value
 
 
 def _times(rows: Sequence[dict[str, Any]]) -> list[str]:

@@ -28,7 +28,8 @@ class Runs:
     def __init__(self):
         self.made, self.scores, self.options, self.failing = [], [], {}, set()
 
-    def __call__(self, recipe, cell, which, launched):
+    def __call__(self, recipe, cell, which, launched, timed):
+        assert not timed  # the times of a search would tell how many runs there were
         number = int(which.removeprefix("run ")) - 1
         if number in self.failing:
             return False
@@ -216,6 +217,7 @@ def test_settings_are_drawn_from_the_whole_grid(tmp_path, monkeypatch):
         (["--private-selection", "3"], "--score accuracy"),
         (["--score", "accuracy"], "Add --private-selection K"),
         (["--private-selection", "3", "--score", "accuracy", "--zero-shot"], "`--zero-shot`"),
+        (["--private-selection", "3", "--score", "accuracy", "--best", "a"], "`--best`"),
     ],
 )
 def test_bad_words(tmp_path, words, said, capsys):

@@ -16,7 +16,8 @@ from hf_dp.cli import cell_runs, sweep_figures
 from hf_dp.cli.cells import Cell
 from hf_dp.cli.main import main
 from hf_dp.cli.model_size import ModelSize, model_size
-from hf_dp.cli.sweep_report import table
+from hf_dp.cli.sweep import grid
+from hf_dp.cli.sweep_report import best, table
 from hf_dp.errors import ConfigError, DataError
 from hf_dp.run.clock import VARIABLE
 
@@ -148,6 +149,39 @@ def test_options_of_figures_that_are_not_drawn(task, capsys, words, message):
     folder = str(task.parent / "s")
     assert main(["sweep", "--config", str(task), "--output-dir", folder, *words]) == 2
     assert message in capsys.readouterr().err
+
+
+# -- which combination is the best ---
+
+
+def test_the_best_combination_by_the_mean_over_its_seeds(tmp_path):
+    given = {1: (0.2, 0.9), 2: (0.6, 0.6), 3: (0.1, float("nan"))}
+    results = {
+        Cell({"learning_rate": rate}, seed, tmp_path): {
+            "metrics": {"bleu": value, "perplexity": value}
+        }
+        for rate, values in given.items()
+        for seed, value in enumerate(values)
+    }
+    assert best(results, "bleu") == "best by bleu: learning_rate=2: 0.6000"
+    assert best(results, "perplexity") == "best by perplexity: learning_rate=1: 0.5500"
+    with pytest.raises(ConfigError, match=r"`--best` to be one of \['bleu', 'perplexity'\]"):
+        best(results, "accuracy")
+
+
+def test_the_searches_of_tables_5_and_6_are_grids(tmp_path):
+    """By the ranges of Li et al., appendix I, with a rank and its scale together."""
+    common = ["expected_batch_size=512,1024", "lr_scheduler_type=linear,constant"]
+    full = [*common, "learning_rate=2e-3,1e-3,3e-4,1e-4,3e-5", "num_train_epochs=10,30,50"]
+    lora = [*common, "learning_rate=3e-3,1e-3,3e-4,1e-4,3e-5", "num_train_epochs=5,10,30,50"]
+    ranks = ",".join(f"{{peft_type: lora, r: {r}, lora_alpha: {r}}}" for r in (1, 2, 4, 8))
+    rgp = [*lora, "per_example_max_grad_norm=0.1,1,10", "peft.rank=1,2,4,8"]
+    sizes = [
+        len(list(grid(words, [0], tmp_path))) for words in (full, [*lora, f"peft={ranks}"], rgp)
+    ]
+    assert sizes == [60, 320, 960]
+    cell = next(grid([f"peft={ranks}"], [0], tmp_path))
+    assert cell.settings["peft"] == {"peft_type": "lora", "r": 1, "lora_alpha": 1}
 
 
 # -- one real sweep: models, logs and times ---
