@@ -103,17 +103,3 @@ def noise_aware_problems(args: Any) -> Problems:
             )
         }
     return {}
-
-
-def refuse_unknown_noise(args: Any, is_as_noised: bool, in_shards: bool) -> None:
-    """Raise UnsupportedArgumentError where the noise in the gradients is not that of the sum, or
-    where no process holds all of them."""
-    if args.noise_aware_floor is None or (is_as_noised and not in_shards):
-        return
-    raise invalid(
-        FLOOR,
-        args.noise_aware_floor,
-        "to be unset with shards (FSDP)" if in_shards else "to be unset with this peft_config",
-        "The norm of a gradient does not tell its signal there. Remove it.",
-        UnsupportedArgumentError,
-    )

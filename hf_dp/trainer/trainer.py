@@ -54,6 +54,7 @@ from hf_dp.statement.statement import PrivacyStatement
 from hf_dp.statement.unnoised import CLIPPED_GRADIENT_NORM, withhold
 from hf_dp.statement.wording import EVALUATION_ON_TRAINING_ROWS
 from hf_dp.trainer.adam_bc import corrected, refuse_other_noise
+from hf_dp.trainer.argument_checks import refuse_unless_whole
 from hf_dp.trainer.arguments import DPTrainingArguments
 from hf_dp.trainer.audits import (
     audit_for,
@@ -85,7 +86,7 @@ from hf_dp.trainer.from_arguments import (
     shared_arguments,
 )
 from hf_dp.trainer.launch import without_ddp, without_tied_copies
-from hf_dp.trainer.noise_aware import NoiseAware, refuse_unknown_noise
+from hf_dp.trainer.noise_aware import NoiseAware
 from hf_dp.trainer.publishing import Publishing
 from hf_dp.trainer.signals import StopOnSignal
 from hf_dp.trainer.subclasses import check_subclass
@@ -94,7 +95,6 @@ from hf_dp.trainer.weight_average import (
     average_weights,
     averaged,
     put_averages,
-    refuse_unaveraged,
 )
 from hf_dp.tuners.apply import apply_peft, load_model
 from hf_dp.tuners.base import Tuner
@@ -591,15 +591,17 @@ class DPTrainer(Publishing):
         if optimizer is self._watched:
             return
         decay, floor = self.args.weight_average_decay, self.args.noise_aware_floor
-        state = (
-            self.tuner.gradients_are_noised_sums,
-            self.is_fsdp_enabled or is_sharded(self.model),
-        )
+        state = {
+            "is_as_noised": self.tuner.gradients_are_noised_sums,
+            "in_shards": self.is_fsdp_enabled or is_sharded(self.model),
+        }
         if decay is not None:
-            refuse_unaveraged(self.args, *state)
+            why = "What the optimizer trains there is not the weights as they are saved."
+            refuse_unless_whole("weight_average_decay", decay, why, **state)
             average_weights(optimizer, decay)
         if floor is not None:
-            refuse_unknown_noise(self.args, *state)
+            why = "The norm of a gradient does not tell its signal there."
+            refuse_unless_whole("noise_aware_floor", floor, why, **state)
             self._noise_aware = NoiseAware(optimizer, lambda: self.mechanism.noise_norm, floor)
         self._watched = optimizer
 

@@ -102,19 +102,6 @@ def weight_average_problems(args: Any) -> Problems:
     return {}
 
 
-def refuse_unaveraged(args: Any, is_as_noised: bool, in_shards: bool) -> None:
-    """Raise UnsupportedArgumentError where the optimizer does not hold what trains, whole."""
-    if args.weight_average_decay is None or (is_as_noised and not in_shards):
-        return
-    raise invalid(
-        DECAY,
-        args.weight_average_decay,
-        "to be unset with shards (FSDP)" if in_shards else "to be unset with this peft_config",
-        "What the optimizer trains there is not the weights as they are saved. Remove it.",
-        UnsupportedArgumentError,
-    )
-
-
 def _trained(optimizer: Any) -> Iterator[Tensor]:
     inner = getattr(optimizer, "optimizer", optimizer)  # accelerate wraps it
     for group in inner.param_groups:
