@@ -183,7 +183,9 @@ def build_mode(name: str, workload: Workload, shared: nn.Module | None = None) -
         model = build_model(workload) if shared is None else shared
         if name in STRATEGIES:
             return Clipped(model, workload, name)
-        return {NON_PRIVATE: NonPrivate, **_OTHERS}[name](model, workload)
+        return (
+            NonPrivate(model, workload) if name == NON_PRIVATE else _OTHERS[name](model, workload)
+        )
 
 
 @contextmanager
