@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from torch import Tensor, nn
@@ -183,8 +183,9 @@ def build_mode(name: str, workload: Workload, shared: nn.Module | None = None) -
         model = build_model(workload) if shared is None else shared
         if name in STRATEGIES:
             return Clipped(model, workload, name)
-        others: dict[str, Callable[..., BenchmarkMode]] = {NON_PRIVATE: NonPrivate, **_OTHERS}
-        return others[name](model, workload)
+        return (
+            NonPrivate(model, workload) if name == NON_PRIVATE else _OTHERS[name](model, workload)
+        )
 
 
 @contextmanager
