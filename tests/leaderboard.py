@@ -10,6 +10,7 @@ from pathlib import Path
 
 from hf_dp.cards.details import CardDetails
 from hf_dp.cards.metadata import of_metric
+from hf_dp.cli.config import read_yaml
 from hf_dp.statement.record import read
 from hf_dp.statement.results import epsilon_text
 from hf_dp.statement.statement import PrivacyStatement
@@ -48,15 +49,20 @@ def table() -> str:
                 f"| [{statement.mechanism_name}: {folder.name}]({folder.name}/README.md) "
                 f"| {details.task_tag}, {details.dataset} | {details.base_model} "
                 f"| {re.split(r': |, (?=[a-z])', statement.facts.trained)[0]} "
-                f"| {' | '.join(claimed)} | {metric} {100 * score:.1f} % | {_link(details.recipe)} |",
+                f"| {' | '.join(claimed)} | {metric} {100 * score:.1f} % | {_link(details)} |",
             )
         )
     return "\n".join([_HEAD, *(row for _, row in sorted(rows, reverse=True))])
 
 
-def _link(recipe: str | None) -> str:
-    (path,) = (CARDS.parent / "recipes").rglob(str(recipe))
-    return f"[{recipe}](../{path.relative_to(CARDS.parent).as_posix()})"
+def _link(details: CardDetails) -> str:
+    """Link the recipe of this name for the card's data; other folders have recipes of this name."""
+    (path,) = (
+        path
+        for path in (CARDS.parent / "recipes").rglob(str(details.recipe))
+        if read_yaml(str(path)).get("data_name") == details.dataset
+    )
+    return f"[{details.recipe}](../{path.relative_to(CARDS.parent).as_posix()})"
 
 
 def page(text: str) -> str:
