@@ -476,15 +476,21 @@ def test_every_process_trains_the_same_weights_from_the_start(tmp_path):
     assert_all_equal(results(2, train))
 
 
-def test_a_limit_of_the_whole_draw_is_refused(tmp_path):
+@pytest.mark.parametrize(
+    ("option", "said"),
+    [
+        ({"max_logical_batch_size": 12}, "`max_logical_batch_size` to be None with 2 processes"),
+        ({"release": ["clipped_gradient_norm"]}, "without 'clipped_gradient_norm' with 2 proc"),
+    ],
+    ids=["a limit of the whole draw", "the norm of the whole sum"],
+)
+def test_what_only_one_process_knows_is_refused(tmp_path, option, said):
     def train():
-        tiny.trainer(tmp_path, max_logical_batch_size=12)
+        tiny.trainer(tmp_path, **option)
 
     ended = outcomes(2, train)  # the first to refuse may end before the other has met it
     assert all(each.exit for each in ended)
-    assert any(
-        "`max_logical_batch_size` to be None with 2 processes" in each.message for each in ended
-    )
+    assert any(said in each.message for each in ended)
 
 
 # -- what goes wrong later --
