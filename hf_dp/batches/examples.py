@@ -91,6 +91,8 @@ class Examples(Dataset[Example]):
                 "transform needs a column that the model's forward does not take, set "
                 "remove_unused_columns=False."
             ) from problem
+        except MemoryError:
+            raise
         except Exception as problem:  # a damaged file, a transform that fails
             if isinstance(problem, DataError):
                 said = f"Row {index} of the training set cannot be read: {problem}"

@@ -125,7 +125,7 @@ def test_under_an_adapter_the_new_head_trains_and_is_saved_and_loads(task, name,
     assert main(["eval", "--config", config, "--use_cpu", "True"]) == 0
     assert accuracy(capsys.readouterr().out) == trained
     # As the card says.
-    (program,) = re.findall(
+    *_, program = re.findall(
         r"```python\n(.*?)```", (task.parent / "out/README.md").read_text(), flags=re.S
     )
     program = program.replace("path/to/this/folder", str(task.parent / "out"))
