@@ -37,6 +37,7 @@ def test_an_example_adds_more_than_c_with_a_fault_in_clipping(name, tmp_path):
         assert sum_of_one(tmp_path) > 1.01
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in FAULTS if name not in CLIPPING])
 def test_other_faults_leave_a_run_that_ends(name, tmp_path):
     with planted(name):
