@@ -1,4 +1,4 @@
-"""How large a base model is, as Li et al. count it: parameters without the embeddings."""
+"""Count the parameters of a base model as Li et al. do: without the embeddings."""
 
 from __future__ import annotations
 

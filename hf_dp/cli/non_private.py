@@ -35,7 +35,7 @@ _SELECTIONS = {
 
 @dataclass(frozen=True)
 class Asked:
-    """What the command line itself says: None for what it leaves to the file."""
+    """Hold what the command line itself says: None for what it leaves to the file."""
 
     privacy_mode: str | None = None
     output_dir: str | None = None
@@ -44,7 +44,7 @@ class Asked:
 
     @property
     def non_private(self) -> bool:
-        """Whether it asks for a run without privacy."""
+        """Return whether it asks for a run without privacy."""
         return self.privacy_mode == NON_PRIVATE
 
 

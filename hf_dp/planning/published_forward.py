@@ -1,4 +1,4 @@
-"""What the noise of DP-FP as published would cost, if more and more of what runs is granted.
+"""State what the noise of DP-FP as published would cost under weaker and weaker assumptions.
 
 The paper's figure rests on assumptions that do not hold for what runs: everything below the noise
 would have to be out of reach, and who took part in which step a secret. Each row here takes

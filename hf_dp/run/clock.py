@@ -1,4 +1,4 @@
-"""How long the parts of a run take, for whoever asks on this machine.
+"""Measure how long the parts of a run take, for whoever asks on this machine.
 
 Times reveal the sizes of draws, so a run withholds them from logs, cards and its folder. The sweep
 that starts a run may name a file of its own in the environment; nothing is written otherwise.

@@ -1,4 +1,4 @@
-"""What the tasks that classify have in common: how a run is read from a configuration, and runs."""
+"""Read a run that classifies from a configuration, and carry it out; for texts and images alike."""
 
 from __future__ import annotations
 

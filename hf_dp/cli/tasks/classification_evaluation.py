@@ -1,4 +1,4 @@
-"""What the tasks that classify have in common when what they trained is evaluated."""
+"""Evaluate what a task that classifies has trained; for texts and images alike."""
 
 from __future__ import annotations
 

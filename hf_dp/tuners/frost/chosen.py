@@ -1,4 +1,4 @@
-"""What DP-FROST chose, by transformer block and kind of matrix, from ``selection.json``.
+"""Show what DP-FROST chose, by transformer block and kind of matrix, from ``selection.json``.
 
 Everything here is computed from noisy magnitudes that the run released, so it costs no privacy.
 """
