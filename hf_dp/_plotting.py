@@ -4,6 +4,8 @@ not."""
 from __future__ import annotations
 
 import importlib.util
+import statistics
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,3 +38,22 @@ def panels(count: int, width: float = 4.5, height: float = 3.6) -> tuple[Any, li
     for each in axes:
         each.spines[["top", "right"]].set_visible(False)
     return figure, axes
+
+
+def line_over_seeds(axes: Any, points: Mapping[float, Sequence[float]], label: str) -> None:
+    """Draw the means of the seeds at each place, with the spread of the seeds as error bars."""
+    places = sorted(points)
+    values = [points[place] for place in places]
+    axes.errorbar(
+        places, [statistics.mean(each) for each in values], yerr=spread(values),
+        marker="o", capsize=3, label=label,
+    )  # fmt: skip
+
+
+def spread(values: Sequence[Sequence[float]]) -> list[list[float]]:
+    """Return how far the smallest and the largest of each are from their mean, for error bars."""
+    means = [statistics.mean(each) for each in values]
+    return [
+        [mean - min(each) for mean, each in zip(means, values, strict=True)],
+        [max(each) - mean for mean, each in zip(means, values, strict=True)],
+    ]

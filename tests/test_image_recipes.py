@@ -12,7 +12,7 @@ from hf_dp.statement.provenance import seen_in_pretraining
 
 METHODS = ("full", "random", "pval", "lora", "adapter", "frost")
 PUBLIC = "recipes/images/small_vit/public.yaml"
-SMALL = [f"recipes/images/small_vit/{m}.yaml" for m in ("full", "lora", "frost", "random")]
+SMALL = [f"recipes/images/small_vit/{m}.yaml" for m in ("full", "lora", "rgp", "frost", "random")]
 CIFAR_10 = [f"recipes/images/cifar10/vit_base_{method}.yaml" for method in METHODS]
 
 

@@ -6,9 +6,10 @@ import re
 
 import pytest
 from pages import PAGES
-from test_recipes import PAPERS, REPRODUCTIONS, plan_of
+from test_recipes import PAPERS, REPRODUCTIONS, ROOT, plan_of
 
 from hf_dp.accounting import epsilon
+from hf_dp.cli.points import read_points
 
 OF_PAPERS = [paper for paper in PAPERS if "pages" in PAPERS[paper]]
 HEADER = "| In the paper | Command | The paper's | Ours | How we read it |"
@@ -104,3 +105,25 @@ def test_the_printed_epsilons_of_the_generation_page():
         assert row in page, (recipe.name, row)
         checked.add(row)
     assert len(checked) == 7
+
+
+@pytest.mark.parametrize(
+    ("points", "recipes"),
+    [
+        ("recipes/images/table2.csv", "recipes/images/cifar100/"),
+        ("recipes/frost/table1_sst2.csv", "recipes/frost/sst2/"),
+    ],
+)
+def test_the_points_beside_our_figures_are_the_papers(points, recipes):
+    wanted = {
+        recipe.parts["method"]: [
+            (epsilon, pytest.approx(score / 100))
+            for epsilon, score in zip(
+                (0.5, 2, 8), recipe.of(recipe.experiment["scores"]), strict=True
+            )
+        ]
+        for name, recipe in REPRODUCTIONS.items()
+        if name.startswith(recipes)
+    }
+    assert len(wanted) == 6
+    assert read_points(str(ROOT / points), "target_epsilon", "accuracy").values == wanted

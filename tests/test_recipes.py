@@ -293,7 +293,7 @@ def test_the_command_of_a_recipe_sweeps_what_the_paper_does(name):
             values.append(plain(value))
     wanted = {key: plain(recipe.of(entry)) for key, entry in recipe.experiment["grid"].items()}
     assert found == {key: value for key, value in wanted.items() if value is not None}
-    assert words.config == name and words.seeds == [0, 1, 2]
+    assert words.config == [name] and words.seeds == [0, 1, 2]
 
 
 def trained(model: nn.Module, name: str) -> dict[str, nn.Parameter]:

@@ -13,7 +13,7 @@ from typing import Any
 
 import yaml
 
-from hf_dp.cli.cells import METRICS, TIMES, Cell
+from hf_dp.cli.cells import METRICS, RECIPE, TIMES, Cell
 from hf_dp.cli.config import read_yaml
 from hf_dp.cli.non_private import NON_PRIVATE
 from hf_dp.errors import ConfigError
@@ -31,6 +31,8 @@ def with_settings(recipe: Mapping[str, Any], settings: Mapping[str, Any]) -> dic
     values = copy.deepcopy(dict(recipe))
     for key, value in settings.items():
         block, *inside = key.split(".")
+        if key == RECIPE:
+            continue  # it says which recipe this is
         if not inside:
             values[block] = value
         elif len(inside) == 1 and isinstance(values.get(block), dict):

@@ -8,6 +8,7 @@ from typing import Any
 
 TIMES = "times.json"  # in the folder of a cell, beside its attempts
 METRICS = "eval_results.json"  # Trainer.save_metrics' name; the last thing that a run writes
+RECIPE = "recipe"  # the setting of a cell that names its recipe, in a sweep over several
 
 
 @dataclass(frozen=True, eq=False)

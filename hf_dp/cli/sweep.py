@@ -6,31 +6,26 @@ An interrupted sweep is resumed by the same command.
 from __future__ import annotations
 
 import argparse
-import hashlib
-import itertools
-import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from hf_dp.cli.cell_runs import AS_BASELINE, result, run_cell, with_settings, zero_shot
-from hf_dp.cli.cells import Cell, in_words
-from hf_dp.cli.config import read_yaml
+from hf_dp.cli.cells import RECIPE, Cell
+from hf_dp.cli.grid import grid, read_recipes, setting
 from hf_dp.cli.launch import add_launch_options, launch_words, refuse_several
-from hf_dp.cli.non_private import BATCH, NON_PRIVATE, private_keys
-from hf_dp.cli.sweep_figures import MODEL, metric_of, plot_against, plot_log
-from hf_dp.cli.sweep_report import (
-    TIMES_NOTE,
-    best,
+from hf_dp.cli.non_private import NON_PRIVATE, private_keys
+from hf_dp.cli.settings_figure import plot_sweep
+from hf_dp.cli.sweep_figures import (
+    MODEL,
+    metric_of,
+    plot_against,
+    plot_log,
     plot_over_zero_shot,
-    plot_sweep,
-    spent_together,
-    table,
 )
+from hf_dp.cli.sweep_report import TIMES_NOTE, best, spent_together, table
 from hf_dp.errors import ConfigError, DataError
 
 EXAMPLES = """examples:
@@ -40,12 +35,16 @@ EXAMPLES = """examples:
       --output-dir outputs/words --plot words.png
   hf-dp sweep --config recipe.yaml --grid privacy_mode=dp_sgd,non_private target_epsilon=3,8 \
       --output-dir outputs/beside
+  hf-dp sweep --config full.yaml lora.yaml frost.yaml --grid target_epsilon=0.5,2,8 \\
+      --seeds 0 1 2 --output-dir outputs/methods --plot methods.png
   hf-dp sweep --config recipe.yaml --grid model_name_or_path=distilgpt2,gpt2 target_epsilon=3,8 \\
       --output-dir outputs/sizes --plot sizes.png --plot-against parameters
   hf-dp sweep --config recipe.yaml --grid expected_batch_size=64,256,1024 \\
       --set logging_steps=1 --output-dir outputs/ratio --plot ratio.png --plot-log signal_to_noise
   hf-dp sweep --config recipe.yaml --grid learning_rate=5e-4,1e-3,2e-3 --private-selection 5 \\
       --score accuracy --output-dir outputs/search
+
+Several recipes are run over the same grid. Their names are a setting like any other.
 
 With privacy_mode=dp_sgd,non_private in the grid, one run without privacy stands beside the private
 ones; the privacy arguments of grid and recipe are not its own.
@@ -72,7 +71,13 @@ def build_parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     add = parser.add_argument
-    add("--config", required=True, metavar="FILE", help="the recipe whose settings are varied")
+    add(
+        "--config",
+        nargs="+",
+        required=True,
+        metavar="FILE",
+        help="the recipe whose settings are varied; of several, each is run",
+    )
     add(
         "--grid",
         nargs="+",
@@ -110,8 +115,14 @@ def build_parser() -> argparse.ArgumentParser:
     add(
         "--plot",
         metavar="PATH",
-        help="write a PNG, PDF or SVG: a curve, heat map or bars; with --zero-shot, trained over "
+        help="write a PNG, PDF or SVG: curves, a heat map or bars; with --zero-shot, trained over "
         "untrained accuracy",
+    )
+    add(
+        "--plot-beside",
+        metavar="CSV",
+        help="with --plot: points to show beside those of the runs, such as a paper's; the columns "
+        "are label, the setting on the horizontal axis (none for bars), and the metric",
     )
     add(
         "--plot-against",
@@ -119,7 +130,11 @@ def build_parser() -> argparse.ArgumentParser:
         help="with --plot: what is on the horizontal axis instead of a setting: parameters (of the "
         "models of the grid, without embeddings) or a metric, such as signal_to_noise",
     )
-    add("--plot-metric", metavar="NAME", help="with it: the metric on the vertical axis")
+    add(
+        "--plot-metric",
+        metavar="NAME",
+        help="with --plot: the metric that is shown (default: the first by its name)",
+    )
     add(
         "--plot-log",
         metavar="NAME",
@@ -152,8 +167,8 @@ def main(argv: Sequence[str]) -> int:
 
         require_matplotlib(args.plot)
     _check_figure(args)
-    fixed = dict(_setting(word) for word in args.set)
-    recipe = with_settings(read_yaml(args.config), fixed)
+    fixed = dict(setting(word) for word in args.set)
+    recipes = read_recipes(args.config, fixed)
     if Path(args.output_dir).is_file():
         raise ConfigError(
             f"Expected `--output-dir` to be a folder, but {args.output_dir!r} is a file. Choose "
@@ -164,7 +179,10 @@ def main(argv: Sequence[str]) -> int:
             "`--score` decides in a private search. Add --private-selection K; or, to see which "
             "combination of all is the best, --best NAME."
         )
-    cells = list(grid(args.grid, args.seeds, Path(args.output_dir)))
+    cells = list(grid(args.grid, args.seeds, Path(args.output_dir), list(recipes)))
+    of = {cell: recipes[cell.settings.get(RECIPE, next(iter(recipes)))] for cell in cells}
+    for cell in cells:
+        with_settings(of[cell], cell.settings)  # raises before the first run
     _refuse_privacy_arguments(fixed, cells)
     if fixed.get("privacy_mode") == NON_PRIVATE:
         launched = [*launched, *AS_BASELINE]
@@ -172,11 +190,11 @@ def main(argv: Sequence[str]) -> int:
         print("\n".join(f"{cell.label} seed={cell.seed}: {cell.folder}" for cell in cells))
         return 0
     if args.private_selection is not None:
-        return _select(args, recipe, cells, launched)
+        return _select(args, recipes, cells, launched)
     failed = [
         cell
         for number, cell in enumerate(cells)
-        if not run_cell(recipe, cell, f"{number + 1} of {len(cells)}", launched)
+        if not run_cell(of[cell], cell, f"{number + 1} of {len(cells)}", launched)
     ]
     results = {cell: result(cell) for cell in cells if cell not in failed}
     if args.zero_shot:
@@ -221,8 +239,17 @@ def _check_figure(args: argparse.Namespace) -> None:
     asked = [name for name, is_asked in kinds.items() if is_asked]
     if len(asked) > 1:
         raise ConfigError(f"`{asked[0]}` and `{asked[1]}` draw different figures. Leave one out.")
-    if args.plot_metric is not None and args.plot_against is None:
-        raise ConfigError("`--plot-metric` goes with `--plot-against`. Add it, or leave it out.")
+    drawn_without = [name for name in asked if name != "--plot-against"]
+    if args.plot_metric is not None and (args.plot is None or drawn_without):
+        what = f"`{drawn_without[0]}` draws without it" if drawn_without else "Add --plot PATH"
+        raise ConfigError(f"`--plot-metric` names what a figure shows. {what}, or leave it out.")
+    if args.plot_beside is not None and (asked or args.plot is None):
+        raise ConfigError(
+            "`--plot-beside` adds points to the figure over the settings, which is --plot PATH "
+            f"alone{f'; leave {asked[0]} out' if asked else ''}."
+        )
+    if args.plot_beside is not None and not Path(args.plot_beside).is_file():
+        raise ConfigError(f"Expected `--plot-beside` to be a CSV file, got {args.plot_beside!r}.")
     if args.plot is None and asked and asked != ["--zero-shot"]:
         raise ConfigError(f"`{asked[0]}` says what to draw. Add --plot PATH.")
 
@@ -230,15 +257,20 @@ def _check_figure(args: argparse.Namespace) -> None:
 def _plot(args: argparse.Namespace, results: dict[Cell, dict[str, Any]]) -> None:
     if args.plot_log is not None:
         plot_log(results, args.plot_log, args.plot)
+    elif args.zero_shot:
+        plot_over_zero_shot(results, args.plot)
     elif args.plot_against is not None:
         metric = metric_of(results, args.plot_metric)
         plot_against(results, metric, args.plot_against, args.plot)
     else:
-        (plot_over_zero_shot if args.zero_shot else plot_sweep)(results, args.plot)
+        plot_sweep(results, metric_of(results, args.plot_metric), args.plot, args.plot_beside)
 
 
 def _select(
-    args: argparse.Namespace, recipe: dict[str, Any], cells: Sequence[Cell], launched: Sequence[str]
+    args: argparse.Namespace,
+    recipes: dict[str, dict[str, Any]],
+    cells: Sequence[Cell],
+    launched: Sequence[str],
 ) -> int:
     """Search privately and print the best run. Raises: ConfigError."""
     from hf_dp.cli.private_selection import Search, select
@@ -254,56 +286,15 @@ def _select(
             "`--private-selection` needs the metric that decides. Add --score accuracy, for "
             "example."
         )
+    if len(recipes) > 1:
+        raise ConfigError(
+            "Expected one recipe in `--config` with `--private-selection`, got "
+            f"{sorted(recipes)}: what several cost differs. Search in one."
+        )
+    (recipe,) = recipes.values()
     found = select(Search(recipe, cells, args.private_selection, args.score), launched)
     print(found.in_words())
     return 0
-
-
-def grid(words: Sequence[str], seeds: Sequence[int], folder: Path) -> Iterator[Cell]:
-    """Yield all combinations.
-
-    Raises: ConfigError for a word that is not KEY=VALUES, or a key that comes twice.
-    """
-    axes: dict[str, list[Any]] = {}
-    for word in words:
-        key, _, text = word.partition("=")
-        if not key or not text or key in axes:
-            raise ConfigError(
-                f"Expected each word of `--grid` to be KEY=A,B with a new key, got {word!r}. "
-                "For example --grid learning_rate=1e-4,1e-3."
-            )
-        _refuse_own(key)
-        axes[key] = _yaml(f"[{text}]", word)
-    for what, given in {**axes, "--seeds": list(seeds)}.items():
-        if len({json.dumps(value, sort_keys=True) for value in given}) < len(given):
-            raise ConfigError(
-                f"Expected the values of {what} to be different from each other, got {given}. "
-                "Leave the repeated ones out."
-            )
-    for settings in _combinations(axes):
-        name = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:8]
-        for seed in seeds:
-            yield Cell(settings, seed, folder / f"{_name(settings)}-{name}-seed{seed}")
-
-
-def _combinations(axes: dict[str, list[Any]]) -> Iterator[dict[str, Any]]:
-    """Yield all combinations, each once.
-
-    Where runs with and without privacy stand side by side, the privacy arguments of the grid are
-    those of the former: a run without privacy is one, whatever their values.
-    """
-    modes = axes.get("privacy_mode", [])
-    beside = NON_PRIVATE in modes and len(modes) > 1
-    seen = set()
-    for values in itertools.product(*axes.values()):
-        settings = dict(zip(axes, values, strict=True))
-        if beside and settings["privacy_mode"] == NON_PRIVATE:
-            unread = private_keys() - {BATCH}
-            settings = {key: value for key, value in settings.items() if key not in unread}
-        text = json.dumps(settings, sort_keys=True)
-        if text not in seen:
-            seen.add(text)
-            yield settings
 
 
 def _refuse_privacy_arguments(fixed: dict[str, Any], cells: Sequence[Cell]) -> None:
@@ -317,39 +308,3 @@ def _refuse_privacy_arguments(fixed: dict[str, Any], cells: Sequence[Cell]) -> N
             f"Expected no privacy arguments beside privacy_mode={NON_PRIVATE}, got {given}. Remove "
             "them; those of the recipe are left out by themselves."
         )
-
-
-def _name(settings: dict[str, Any]) -> str:
-    text = "-".join(f"{key}={in_words(value)}" for key, value in settings.items()) or "run"
-    return "".join(letter if letter.isalnum() or letter in "=-._" else "_" for letter in text)[:80]
-
-
-def _setting(word: str) -> tuple[str, Any]:
-    key, equals, text = word.partition("=")
-    if not equals:
-        raise ConfigError(
-            f"Expected each word of `--set` to be KEY=VALUE, got {word!r}. "
-            "For example --set max_steps=100."
-        )
-    _refuse_own(key)
-    return key, _yaml(text, word)
-
-
-def _refuse_own(key: str) -> None:
-    """Raise ConfigError for a key that the sweep itself sets."""
-    if key in ("seed", "output_dir"):
-        raise ConfigError(
-            f"`{key}` is the sweep's own: use {'--seeds' if key == 'seed' else '--output-dir'}."
-        )
-
-
-def _yaml(text: str, word: str) -> Any:
-    try:
-        value = yaml.safe_load(text)
-        json.dumps(value)
-    except (yaml.YAMLError, TypeError) as problem:
-        raise ConfigError(
-            f"{word!r} is no plain YAML value: {str(problem).splitlines()[0]} Quote it, or write "
-            "text, a number, a list or a mapping."
-        ) from problem
-    return value

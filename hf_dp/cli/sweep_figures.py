@@ -1,13 +1,14 @@
-"""Figures of a sweep over something that is no setting: the size of the model, another metric, or
-the steps of the runs."""
+"""Figures of a sweep over something that is no setting: the size of the model, another metric, the
+base before training, or the steps of the runs."""
 
 from __future__ import annotations
 
 import json
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
+from hf_dp._plotting import line_over_seeds, spread
 from hf_dp.cli.cells import Cell, in_words
 from hf_dp.errors import ConfigError
 
@@ -73,7 +74,7 @@ def _over_parameters(axes: Any, results: Results, metric: str) -> None:
         points = lines.setdefault(f"{size.family} {others}".rstrip(), {})
         points.setdefault(size.without_embeddings / 1e6, []).append(found["metrics"][metric])
     for label, points in lines.items():
-        _line(axes, points, label)
+        line_over_seeds(axes, points, label)
 
 
 def _over_metric(axes: Any, results: Results, metric: str, against: str) -> None:
@@ -86,9 +87,35 @@ def _over_metric(axes: Any, results: Results, metric: str, against: str) -> None
             )
         x, y = ([row["metrics"][name] for row in rows] for name in (against, metric))
         axes.errorbar(
-            [statistics.mean(x)], [statistics.mean(y)], xerr=_spread([x]), yerr=_spread([y]),
+            [statistics.mean(x)], [statistics.mean(y)], xerr=spread([x]), yerr=spread([y]),
             marker="o", capsize=3, linestyle="none", label=label or "recipe",
         )  # fmt: skip
+
+
+def plot_over_zero_shot(results: dict[Cell, dict[str, Any]], path: str) -> None:
+    """Plot trained over untrained accuracy (Li et al., figure 8).
+
+    There is a line for each combination of the settings other than ``infilling``.
+    """
+    from hf_dp._plotting import panels
+
+    lines: dict[str, list[tuple[float, float]]] = {}
+    for cell, found in results.items():
+        metric = sorted(found["metrics"])[0]
+        others = " ".join(
+            f"{key}={in_words(value)}" for key, value in cell.settings.items() if key != "infilling"
+        )
+        if found["zero_shot"]:
+            lines.setdefault(others or "infilling", []).append(
+                (found["zero_shot"][metric], found["metrics"][metric])
+            )
+    figure, (axes,) = panels(1)
+    for label, points in lines.items():
+        axes.plot(*zip(*sorted(points), strict=True), marker="o", label=label)
+    axes.set_xlabel(f"zero-shot {metric}")
+    axes.set_ylabel(f"{metric} after training")
+    axes.legend(frameon=False)
+    figure.savefig(path)
 
 
 def plot_log(results: Results, name: str, path: str) -> None:
@@ -145,21 +172,3 @@ def _by_label(results: Results) -> dict[str, list[dict[str, Any]]]:
     for cell, result in results.items():
         rows.setdefault(cell.label, []).append(result)
     return rows
-
-
-def _line(axes: Any, points: Mapping[float, Sequence[float]], label: str) -> None:
-    places = sorted(points)
-    values = [points[place] for place in places]
-    axes.errorbar(
-        places, [statistics.mean(each) for each in values], yerr=_spread(values),
-        marker="o", capsize=3, label=label,
-    )  # fmt: skip
-
-
-def _spread(values: Sequence[Sequence[float]]) -> list[list[float]]:
-    """Return how far the smallest and the largest of each are from their mean, for error bars."""
-    means = [statistics.mean(each) for each in values]
-    return [
-        [mean - min(each) for mean, each in zip(means, values, strict=True)],
-        [max(each) - mean for mean, each in zip(means, values, strict=True)],
-    ]

@@ -1,4 +1,4 @@
-"""Report a sweep: a table, a figure, and what all its private runs cost together."""
+"""Report a sweep: a table, and what all its private runs cost together."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Sequence
 from typing import Any
 
-from hf_dp.cli.cells import Cell, in_words
+from hf_dp.cli.cells import Cell
 from hf_dp.errors import ConfigError
 
 TIMES_NOTE = (
@@ -116,122 +116,3 @@ def spent_together(cells: Sequence[Cell]) -> str:
         f"all {len(records)} private runs together: epsilon {total.rounded_up(3)} at delta "
         f"{delta:g} (rdp, a bound); that is what holds for anyone who sees more than one of them"
     )
-
-
-def plot_over_zero_shot(results: dict[Cell, dict[str, Any]], path: str) -> None:
-    """Plot trained over untrained accuracy (Li et al., figure 8).
-
-    There is a line for each combination of the settings other than ``infilling``.
-    """
-    from hf_dp._plotting import panels
-
-    lines: dict[str, list[tuple[float, float]]] = {}
-    for cell, found in results.items():
-        metric = sorted(found["metrics"])[0]
-        others = " ".join(
-            f"{key}={in_words(value)}" for key, value in cell.settings.items() if key != "infilling"
-        )
-        if found["zero_shot"]:
-            lines.setdefault(others or "infilling", []).append(
-                (found["zero_shot"][metric], found["metrics"][metric])
-            )
-    figure, (axes,) = panels(1)
-    for label, points in lines.items():
-        axes.plot(*zip(*sorted(points), strict=True), marker="o", label=label)
-    axes.set_xlabel(f"zero-shot {metric}")
-    axes.set_ylabel(f"{metric} after training")
-    axes.legend(frameon=False)
-    figure.savefig(path)
-
-
-def plot_sweep(results: dict[Cell, dict[str, Any]], path: str) -> None:
-    """Plot a curve over one number, a heat map over two, else a bar for each combination.
-
-    Curves and bars show the spread of the seeds.
-    """
-    metric = sorted(next(iter(results.values()))["metrics"])[0]
-    names = list(next(iter(results)).settings)
-    alike = all(list(cell.settings) == names for cell in results)
-    axes = list(zip(*(cell.settings.values() for cell in results), strict=True)) if alike else []
-    if (
-        alike
-        and len(axes) <= 2
-        and all(isinstance(value, (int, float)) for values in axes for value in values)
-    ):
-        numbers: dict[tuple[float, ...], list[float]] = {}
-        for cell, found in results.items():
-            numbers.setdefault(tuple(cell.settings.values()), []).append(found["metrics"][metric])
-        if len(axes) == 1:
-            return _plot_curve(
-                names[0], metric, {key[0]: values for key, values in numbers.items()}, path
-            )
-        if len(axes) == 2:
-            return _plot_heat_map((names[0], names[1]), metric, numbers, path)
-    _plot_bars(results, metric, path)
-
-
-def _plot_curve(name: str, metric: str, numbers: dict[float, list[float]], path: str) -> None:
-    from hf_dp._plotting import panels
-
-    figure, (axes,) = panels(1)
-    places = sorted(numbers)
-    means = [statistics.mean(numbers[place]) for place in places]
-    spread = [[mean - min(numbers[p]) for mean, p in zip(means, places, strict=True)],
-              [max(numbers[p]) - mean for mean, p in zip(means, places, strict=True)]]  # fmt: skip
-    axes.errorbar(places, means, yerr=spread, marker="o", capsize=3)
-    if min(places) > 0 and max(places) >= 8 * min(places):
-        axes.set_xscale("log", base=2)
-    axes.set_xlabel(name)
-    axes.set_ylabel(metric)
-    figure.savefig(path)
-
-
-def _plot_heat_map(
-    names: tuple[str, str], metric: str, numbers: dict[tuple[float, ...], list[float]], path: str
-) -> None:
-    from hf_dp._plotting import panels
-
-    rows, columns = (sorted({key[axis] for key in numbers}) for axis in (0, 1))
-    means = [
-        [
-            statistics.mean(numbers[row, column]) if (row, column) in numbers else float("nan")
-            for column in columns
-        ]
-        for row in rows
-    ]
-    figure, (axes,) = panels(1, width=1.0 * len(columns) + 2.5, height=0.5 * len(rows) + 1.5)
-    image = axes.imshow(means, aspect="auto", cmap="viridis")
-    for i, row in enumerate(means):
-        for j, mean in enumerate(row):
-            axes.text(j, i, f"{mean:.3f}", ha="center", va="center", color="white", fontsize=8)
-    axes.set_yticks(range(len(rows)), [f"{row:g}" for row in rows])
-    axes.set_xticks(range(len(columns)), [f"{column:g}" for column in columns])
-    axes.set_ylabel(names[0])
-    axes.set_xlabel(names[1])
-    figure.colorbar(image, label=metric)
-    figure.savefig(path)
-
-
-def _plot_bars(results: dict[Cell, dict[str, Any]], metric: str, path: str) -> None:
-    from hf_dp._plotting import panels
-
-    groups = {
-        label: [row["metrics"][metric] for row in rows]
-        for label, rows in _by_label(results).items()
-    }
-    figure, (axes,) = panels(1, width=6.5, height=0.5 * len(groups) + 1.5)
-    means = [statistics.mean(values) for values in groups.values()]
-    spread = [[m - min(v), max(v) - m] for m, v in zip(means, groups.values(), strict=True)]
-    axes.barh(
-        range(len(groups)),
-        means,
-        xerr=list(zip(*spread, strict=True)),
-        color="tab:blue",
-        height=0.6,
-        capsize=3,
-    )
-    axes.set_yticks(range(len(groups)), [label or "recipe" for label in groups])
-    axes.invert_yaxis()
-    axes.set_xlabel(metric)
-    axes.set_xlim(left=max(0.0, min(min(v) for v in groups.values()) - 0.1))
-    figure.savefig(path)

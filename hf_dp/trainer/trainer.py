@@ -214,7 +214,7 @@ class DPTrainer(Publishing):
         _refuse_model_init(model_init, args, peft_config)
         model = load_model(model) if isinstance(model, str) else model
         if peft_config is not None and tuner is None:
-            model = apply_peft(model, peft_config, args.device)
+            model = apply_peft(model, peft_config, args.device, args.seed)
         if args.is_private and model is not None:
             refuse_coupling(model)
             check_head_is_trainable(model)

@@ -37,11 +37,16 @@ def load_model(name_or_path: str) -> nn.Module:
     return cls.from_pretrained(name_or_path)
 
 
-def apply_peft(model: Any, peft_config: Any, device: torch.device) -> nn.Module:
+def apply_peft(
+    model: Any, peft_config: Any, device: torch.device, seed: int | None = None
+) -> nn.Module:
     """Move the model to its device, then wrap it for the adapter.
 
     If the model moved after wrapping, the optimizer would update copies: the run would look right
     and learn nothing. What PEFT must know of the head is set by :func:`complete`.
+
+    Args:
+        seed: that of the run, for a public draw of what trains that has no seed of its own.
     """
     from peft import PeftModel, get_peft_model
 
@@ -51,6 +56,8 @@ def apply_peft(model: Any, peft_config: Any, device: torch.device) -> nn.Module:
             "base model, or leave `peft_config` unset."
         )
     complete(model, peft_config)
+    if getattr(peft_config, "selection_seed", 0) is None:
+        peft_config.selection_seed = seed
     try:
         return get_peft_model(model.to(device), peft_config)
     except (ValueError, TypeError, KeyError) as problem:

@@ -30,12 +30,13 @@ class RandomConfig(SelectionConfig):
 
     Args:
         unfreeze_ratio: in (0, 1].
-        selection_seed: seed of the draw, which is public.
+        selection_seed: seed of the draw, which is public; by default ``DPTrainer`` sets it to that
+            of its run, so that runs with other seeds draw other matrices. Elsewhere it is 0.
         granularity: as in :func:`hf_dp.tuners.frost.partition.partitions`.
     """
 
     unfreeze_ratio: float = field(default=0.25)
-    selection_seed: int = field(default=0)
+    selection_seed: int | None = field(default=None)
     granularity: str = field(default="weight")
 
     method: ClassVar[str] = "random"
@@ -43,14 +44,15 @@ class RandomConfig(SelectionConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         in_unit_interval("unfreeze_ratio", self.unfreeze_ratio, one=True)
-        integer("selection_seed", self.selection_seed, 0)
+        if self.selection_seed is not None:
+            integer("selection_seed", self.selection_seed, 0)
 
     def choose(self, model: nn.Module) -> list[str]:
         parts = partitions(model, self.granularity, among=set(candidates(model, self)))
         refuse_too_small(parts, self.unfreeze_ratio)
         left = self.unfreeze_ratio * sum(part.size for part in parts)
         chosen: list[str] = []
-        for part in random.Random(self.selection_seed).sample(parts, len(parts)):
+        for part in random.Random(self.selection_seed or 0).sample(parts, len(parts)):
             if part.size <= left:
                 chosen += part.parameters
                 left -= part.size

@@ -481,7 +481,8 @@ def test_a_sweep_over_label_words_beside_their_zero_shot_accuracy(recipe, capsys
 def test_the_figures_of_a_sweep(tmp_path):
     pytest.importorskip("matplotlib")
     from hf_dp.cli.cells import Cell
-    from hf_dp.cli.sweep_report import plot_over_zero_shot, plot_sweep
+    from hf_dp.cli.settings_figure import plot_sweep
+    from hf_dp.cli.sweep_figures import plot_over_zero_shot
 
     words = {"template": "<S1> [MASK]", "label_words": {"a": "bad", "b": "good"}}
     results = {
@@ -491,7 +492,7 @@ def test_the_figures_of_a_sweep(tmp_path):
         for target in (3, 8)
         for seed in (0, 1)
     }  # fmt: skip
-    for figure in (plot_sweep, plot_over_zero_shot):
+    for figure in (lambda *args: plot_sweep(args[0], "accuracy", args[1]), plot_over_zero_shot):
         figure(results, str(tmp_path / "figure.png"))
         assert (tmp_path / "figure.png").read_bytes().startswith(b"\x89PNG")
 
@@ -509,7 +510,7 @@ def test_numbers_are_plotted_as_a_curve_or_a_heat_map(tmp_path, monkeypatch, axe
     from matplotlib.axes import Axes
 
     from hf_dp.cli.cells import Cell
-    from hf_dp.cli.sweep_report import plot_sweep
+    from hf_dp.cli.settings_figure import plot_sweep
 
     called: list[str] = []
     for method, name in (("errorbar", "a curve"), ("imshow", "a heat map"), ("barh", "bars")):
@@ -528,7 +529,7 @@ def test_numbers_are_plotted_as_a_curve_or_a_heat_map(tmp_path, monkeypatch, axe
         for seed in (0, 1)
     }
     results.pop(next(iter(results)))  # one is not done yet
-    plot_sweep(results, str(tmp_path / "figure.png"))
+    plot_sweep(results, "accuracy", str(tmp_path / "figure.png"))
     assert kind in called and (tmp_path / "figure.png").read_bytes().startswith(b"\x89PNG")
 
 

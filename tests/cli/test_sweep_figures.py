@@ -16,19 +16,21 @@ from hf_dp.cli import cell_runs, sweep_figures
 from hf_dp.cli.cells import Cell
 from hf_dp.cli.main import main
 from hf_dp.cli.model_size import ModelSize, model_size
+from hf_dp.cli.points import read_points
+from hf_dp.cli.settings_figure import plot_sweep
 from hf_dp.cli.sweep import grid
 from hf_dp.cli.sweep_report import best, table
 from hf_dp.errors import ConfigError, DataError
 from hf_dp.run.clock import VARIABLE
 
 
-def drawn(monkeypatch):
+def drawn(monkeypatch, names=("errorbar", "plot")):
     """What matplotlib is told to draw: (x, y, label) of each curve or point."""
     pytest.importorskip("matplotlib")
     from matplotlib.axes import Axes
 
     found = []
-    for name in ("errorbar", "plot"):
+    for name in names:
         original = getattr(Axes, name)
 
         def noted(self, x, y, *args, original=original, name=name, **options):
@@ -142,13 +144,102 @@ def test_a_log_over_the_steps(tmp_path, monkeypatch):
     [
         (["--plot-against", "parameters"], "Add --plot PATH"),
         (["--plot-log", "a", "--plot", "a.png", "--zero-shot"], "draw different figures"),
-        (["--plot-metric", "a", "--plot", "a.png"], "goes with `--plot-against`"),
+        (["--plot-metric", "a"], "Add --plot PATH"),
+        (
+            ["--plot-metric", "a", "--plot", "a.png", "--zero-shot"],
+            "`--zero-shot` draws without it",
+        ),
+        (["--plot-beside", "a.csv"], "which is --plot PATH alone"),
+        (["--plot-beside", "a.csv", "--plot", "a.png", "--plot-log", "b"], "leave --plot-log out"),
+        (["--plot-beside", "a.csv", "--plot", "a.png"], "to be a CSV file, got 'a.csv'"),
     ],
 )
 def test_options_of_figures_that_are_not_drawn(task, capsys, words, message):
     folder = str(task.parent / "s")
     assert main(["sweep", "--config", str(task), "--output-dir", folder, *words]) == 2
     assert message in capsys.readouterr().err
+
+
+# -- curves and bars over the settings, and points beside them ---
+
+
+def over_epsilon(folder: Path, **settings) -> dict[Cell, dict]:
+    """Two recipes at two epsilons, two seeds."""
+    return {
+        Cell({"recipe": recipe, "target_epsilon": target, **settings}, seed, folder): {
+            "metrics": {"accuracy": 0.5 + target / 100 + seed / 10 + (recipe == "lora") / 5}
+        }
+        for recipe in ("full", "lora")
+        for target in (2, 8)
+        for seed in (0, 1)
+    }
+
+
+def test_a_curve_for_each_recipe_and_the_points_of_a_paper_beside_them(tmp_path, monkeypatch):
+    found = drawn(monkeypatch)
+    file = tmp_path / "table2.csv"
+    file.write_text("label,target_epsilon,accuracy\nfull,8,0.9\nfull,2,0.8\npval,2,0.7\n")
+    results = over_epsilon(tmp_path)
+    plot_sweep(results, "accuracy", str(tmp_path / "a.png"), str(file))
+    assert found == [
+        ([2, 8], pytest.approx([0.57, 0.63]), "full"),
+        ([2, 8], pytest.approx([0.77, 0.83]), "lora"),
+        ([2, 8], [0.8, 0.9], "table2: full"),
+        ([2], [0.7], "table2: pval"),
+    ]
+    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
+    found.clear()
+    plot_sweep(over_epsilon(tmp_path, peft="x"), "accuracy", str(tmp_path / "a.png"))
+    assert [label for *_, label in found] == ["recipe=full peft=x", "recipe=lora peft=x"]
+
+
+def test_points_beside_bars(tmp_path, monkeypatch):
+    found = drawn(monkeypatch)
+    file = tmp_path / "paper.csv"
+    file.write_text("label,accuracy\nlora,0.8\nfull,0.6\n")
+    results = {
+        Cell({"recipe": recipe}, seed, tmp_path): {"metrics": {"accuracy": 0.5 + seed / 10}}
+        for recipe in ("full", "lora")
+        for seed in (0, 1)
+    }
+    plot_sweep(results, "accuracy", str(tmp_path / "a.png"), str(file))
+    assert found == [([0.8, 0.6], [1, 0], "paper")]
+    for rows in ("pval,0.7", "full,0.7\nfull,0.7"):
+        file.write_text(f"label,accuracy\n{rows}\n")
+        with pytest.raises(ConfigError, match=r"one of the bars \['full', 'lora'\], once, got"):
+            plot_sweep(results, "accuracy", str(tmp_path / "a.png"), str(file))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (b"", r"columns \['label', 'target_epsilon', 'accuracy'\].*it has \[\] and lacks"),
+        (b"label,epsilon,accuracy\nfull,2,0.8\n", r"lacks \['target_epsilon'\]"),
+        (b"label,target_epsilon,accuracy\n", "has no points"),
+        (b"label,target_epsilon,accuracy\nfull,2,86 %\n", "'accuracy' in line 2 .* got '86 %'"),
+        (b"label,target_epsilon,accuracy\nfull,2\n", "'accuracy' in line 2 .* got None"),
+        (b"label,target_epsilon,accuracy\nfull,nan,1\n", "'target_epsilon' in line 2 .* 'nan'"),
+        (b"label,target_epsilon,accuracy\nfull\xff,2,1\n", "cannot read"),
+    ],
+)
+def test_files_of_points_that_cannot_be_shown(tmp_path, text, message):
+    file = tmp_path / "points.csv"
+    file.write_bytes(text)
+    with pytest.raises(ConfigError, match=message):
+        read_points(str(file), "target_epsilon", "accuracy")
+    with pytest.raises(ConfigError, match="cannot read"):
+        read_points(str(tmp_path / "none.csv"), None, "accuracy")
+
+
+def test_a_heat_map_has_no_place_for_points(tmp_path):
+    results = {
+        Cell({"learning_rate": 1e-3, "expected_batch_size": size}, 0, tmp_path): {
+            "metrics": {"accuracy": 0.5}
+        }
+        for size in (1, 2)
+    }
+    with pytest.raises(ConfigError, match="makes a heat map"):
+        plot_sweep(results, "accuracy", str(tmp_path / "a.png"), "points.csv")
 
 
 # -- which combination is the best ---

@@ -3,9 +3,11 @@ those."""
 
 from __future__ import annotations
 
+import json
 import warnings
 
 import pytest
+import tiny
 import torch
 from architectures import ARCHITECTURES, INFILLING, assert_exact, collate
 from peft import LNTuningModel, PeftModel, get_peft_model
@@ -162,6 +164,20 @@ def test_random_is_a_function_of_its_seed_within_its_ratio():
     assert pick(0) == pick(0) != pick(1)
     with pytest.raises(InvalidArgumentError, match="leave room for a partition"):
         pick(0, 1e-6)
+
+
+def test_random_draws_by_the_seed_of_its_run_unless_it_has_its_own(tmp_path):
+    def drawn(seed, own=None):
+        folder = tmp_path / f"{seed}-{own}"
+        config = RandomConfig(unfreeze_ratio=0.4, selection_seed=own)
+        tiny.trainer(folder, seed=seed, given={"peft_config": config})
+        config.write_details(tmp_path)
+        noted = json.loads((tmp_path / "selection.json").read_text())
+        return noted["selection_seed"], config.parameters
+
+    (first, by_run), (second, other), (own, given) = drawn(3), drawn(4), drawn(4, own=3)
+    assert (first, second, own) == (3, 4, 3)
+    assert by_run == given != other
 
 
 def test_a_name_that_is_no_parameter_is_refused():
