@@ -9,6 +9,8 @@ from typing import Any, ClassVar
 
 from hf_dp.errors import ConfigError
 
+VALIDATION = ["validation"]
+
 
 @dataclass
 class SourceArguments(ABC):
@@ -31,7 +33,8 @@ class SourceArguments(ABC):
         },
     )
     validation_split: list[str] = field(
-        default_factory=lambda: ["validation"], metadata={"help": "Splits to evaluate on."}
+        default_factory=lambda: list(VALIDATION),
+        metadata={"help": "Splits of dataset_name to evaluate on."},
     )
     train_file: str | None = field(
         default=None, metadata={"help": "Training rows: .parquet, .csv, .json or .jsonl."}
@@ -135,6 +138,21 @@ def _check_source(data: SourceArguments) -> None:
             f"Expected `dataset_name` or files, got dataset_name {data.dataset_name!r} and "
             f"{given}. Leave one of them out."
         )
+    if data.dataset_name is None:
+        _refuse_splits_of_files(data)
+
+
+def _refuse_splits_of_files(data: SourceArguments) -> None:
+    """Raise ConfigError for what names parts of a data set on the Hub, beside files."""
+    unread: dict[str, Any] = {"dataset_config": data.dataset_config}
+    if list(data.validation_split) != VALIDATION:
+        unread["validation_split"] = data.validation_split
+    for name, value in unread.items():
+        if value:
+            raise ConfigError(
+                f"Expected `{name}` to be unset without `dataset_name`, got {value!r}: a file of "
+                "evaluation rows is read whole. Remove it, and name a file with just these rows."
+            )
 
 
 def _short(name: str) -> str:
