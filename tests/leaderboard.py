@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from pathlib import Path
 
@@ -24,11 +25,11 @@ _HEAD = """\
 
 def folders() -> list[Path]:
     """List the folders with a card."""
-    return sorted(path.parent for path in CARDS.glob("*/privacy.json"))
+    return sorted(path.parent for path in CARDS.rglob("privacy.json"))
 
 
 def table() -> str:
-    """Return the table, a row for each card, by score."""
+    """Return the table, a row for each card: by data set, then epsilon, then score."""
     rows = []
     for folder in folders():
         record = read(folder)
@@ -37,22 +38,31 @@ def table() -> str:
         details = CardDetails.from_dict(record.card)
         epsilons = {row.accountant: epsilon_text(row.epsilon) for row in statement.epsilons}
         claimed = [epsilons[name] if statement.proven else "none" for name in ("pld", "rdp", "prv")]
-        scores = {
-            of_metric(name, None)[1]: value
-            for name, value in details.metrics.items()
-            if of_metric(name, None)[1] == "accuracy"
-        }
-        ((metric, score),) = scores.items()
+        name = folder.relative_to(CARDS).as_posix()
+        score = _accuracy(details)
         rows.append(
             (
-                score,
-                f"| [{statement.mechanism_name}: {folder.name}]({folder.name}/README.md) "
+                details.dataset or "",
+                round(statement.epsilon or math.inf, 1),  # 7.999 and 8.000 are of one target
+                -score,
+                f"| [{statement.mechanism_name}: {name}]({name}/README.md) "
                 f"| {details.task_tag}, {details.dataset} | {details.base_model} "
                 f"| {re.split(r': |, (?=[a-z])', statement.facts.trained)[0]} "
-                f"| {' | '.join(claimed)} | {metric} {100 * score:.1f} % | {_link(details)} |",
+                f"| {' | '.join(claimed)} | accuracy {100 * score:.1f} % | {_link(details)} |",
             )
         )
-    return "\n".join([_HEAD, *(row for _, row in sorted(rows, reverse=True))])
+    return "\n".join([_HEAD, *(row for *_, row in sorted(rows))])
+
+
+def _accuracy(details: CardDetails) -> float:
+    """Return the accuracy on the evaluation set that the card's data set has, or the only one."""
+    found = {
+        split: value
+        for name, value in details.metrics.items()
+        for split, metric in [of_metric(name, None)]
+        if metric == "accuracy"
+    }
+    return found[None] if None in found else found["validation"]
 
 
 def _link(details: CardDetails) -> str:

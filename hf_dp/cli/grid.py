@@ -16,6 +16,7 @@ from hf_dp.cli.cell_runs import with_settings
 from hf_dp.cli.cells import RECIPE, Cell, in_words
 from hf_dp.cli.config import read_yaml
 from hf_dp.cli.non_private import BATCH, NON_PRIVATE, private_keys
+from hf_dp.cli.train import with_recipe
 from hf_dp.errors import ConfigError
 
 
@@ -37,11 +38,7 @@ def read_recipes(paths: Sequence[str], fixed: dict[str, Any]) -> dict[str, dict[
                 f"Expected the recipes of `--config` to have different names, got {path!r} twice. "
                 "Leave one out, or rename it."
             )
-        values = with_settings(read_yaml(path), fixed)
-        card = values.get("card") or {}
-        if isinstance(card, dict):
-            values["card"] = {"recipe": file.name, **card}
-        found[name] = values
+        found[name] = with_recipe(with_settings(read_yaml(path), fixed), path)
     return found
 
 

@@ -89,7 +89,7 @@ def main(argv: Sequence[str]) -> int:
         show_progress_once()
         if TASKS[task].private:
             values = as_asked(values, words)
-        return module.train(_with_recipe(values, args.config), words)
+        return module.train(with_recipe({**values, "task": task}, args.config), words)
     if TASKS[task].one_process:
         raise ConfigError(
             f"The task {task!r} runs in one process. Leave `--num_processes` and "
@@ -100,9 +100,10 @@ def main(argv: Sequence[str]) -> int:
     return launch("train", [*chosen, *words], args)
 
 
-def _with_recipe(values: dict[str, Any], config: str | None) -> dict[str, Any]:
-    """Return the values of a configuration file whose block ``card``, if any, names the file."""
-    card = values.get("card")
-    if config is None or not isinstance(card, dict):
+def with_recipe(values: dict[str, Any], path: str | None) -> dict[str, Any]:
+    """Return the values of a recipe whose card names its file, unless the card says another."""
+    card = values.get("card") or {}
+    task = TASKS.get(values.get("task", DEFAULT_TASK))
+    if path is None or task is None or not task.private or not isinstance(card, dict):
         return values
-    return {**values, "card": {"recipe": Path(config).name, **card}}
+    return {**values, "card": {"recipe": Path(path).name, **card}}

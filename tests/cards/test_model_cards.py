@@ -11,20 +11,30 @@ from hf_dp.cards.evidence import CARD, card_files
 from hf_dp.cards.verify import NOT_CHECKED, verify
 from hf_dp.statement.record import FILE_NAME
 
+DATA = {"sst2": ("0.5", "2", "8"), "cifar10": ("0.5", "2", "8")}
+
 
 def test_there_are_cards_of_what_the_papers_do() -> None:
-    names = {folder.name for folder in folders()}
-    assert names >= {"full", "lora", "frost", "rgp", "dp_fp_published", "dp_fp_private_encoder"}
+    names = {folder.relative_to(CARDS).as_posix() for folder in folders()}
+    methods = ("full", "lora", "frost", "random", "rgp")
+    assert names >= {
+        f"{data}/{name}_eps{e}" for data in DATA for name in methods for e in DATA[data]
+    }
+    assert names >= {"sst2/dp_fp_published", "sst2/dp_fp_private_encoder_eps8"}
 
 
-@pytest.mark.parametrize("folder", folders(), ids=lambda folder: folder.name)
+@pytest.mark.parametrize(
+    "folder", folders(), ids=lambda folder: folder.relative_to(CARDS).as_posix()
+)
 def test_a_card_verifies_but_for_its_absent_weights(folder: Path) -> None:
     report = verify(folder)
     assert report.outcome == NOT_CHECKED, report
     assert {check.about for check in report.checks if check.outcome == NOT_CHECKED} == {"weights"}
 
 
-@pytest.mark.parametrize("folder", folders(), ids=lambda folder: folder.name)
+@pytest.mark.parametrize(
+    "folder", folders(), ids=lambda folder: folder.relative_to(CARDS).as_posix()
+)
 def test_a_card_made_again_is_the_same(folder: Path) -> None:
     files, _ = card_files(folder)
     for name in (CARD, FILE_NAME):
