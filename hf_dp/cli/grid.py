@@ -14,7 +14,7 @@ import yaml
 
 from hf_dp.cli.cell_runs import with_settings
 from hf_dp.cli.cells import RECIPE, Cell, in_words
-from hf_dp.cli.config import read_yaml
+from hf_dp.cli.config import load_yaml, read_yaml
 from hf_dp.cli.non_private import BATCH, NON_PRIVATE, private_keys
 from hf_dp.cli.train import with_recipe
 from hf_dp.errors import ConfigError
@@ -60,7 +60,7 @@ def grid(
             )
         axes[key] = _yaml(f"[{text}]", word)
     for what, given in {**axes, "--seeds": list(seeds)}.items():
-        if len({json.dumps(value, sort_keys=True) for value in given}) < len(given):
+        if any(_same(one, other) for one, other in itertools.combinations(given, 2)):
             raise ConfigError(
                 f"Expected the values of {what} to be different from each other, got {given}. "
                 "Leave the repeated ones out."
@@ -69,6 +69,11 @@ def grid(
         name = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:8]
         for seed in seeds:
             yield Cell(settings, seed, folder / f"{_name(settings)}-{name}-seed{seed}")
+
+
+def _same(one: Any, other: Any) -> bool:
+    """Return whether two values are equal: 1 and 1.0 are, 1 and true are not."""
+    return bool(one == other) and isinstance(one, bool) == isinstance(other, bool)
 
 
 def _combinations(axes: dict[str, list[Any]]) -> Iterator[dict[str, Any]]:
@@ -117,7 +122,7 @@ def _refuse_own(key: str) -> None:
 
 def _yaml(text: str, word: str) -> Any:
     try:
-        value = yaml.safe_load(text)
+        value = load_yaml(text)
         json.dumps(value)
     except (yaml.YAMLError, TypeError) as problem:
         raise ConfigError(

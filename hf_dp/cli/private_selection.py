@@ -84,6 +84,12 @@ class Search:
                 f"A private selection needs privacy_mode dp_sgd, got "
                 f"{self.recipe['privacy_mode']!r}. Leave --private-selection out."
             )
+        if self.recipe.get("release"):
+            raise ConfigError(
+                f"Expected `release` to be unset in a private selection, got "
+                f"{self.recipe['release']!r}: what is released without noise could decide which "
+                "run is the best. Remove it."
+            )
         if self.recipe.get("push_to_hub") or self.recipe.get("report_to", "none") != "none":
             raise ConfigError(
                 "The recipe sends each run elsewhere (push_to_hub, report_to), and a private "

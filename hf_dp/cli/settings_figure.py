@@ -60,7 +60,7 @@ def _varied(results: Results) -> tuple[list[str], list[str]] | None:
     numbers = [
         key
         for key in first.settings
-        if all(isinstance(cell.settings[key], (int, float)) for cell in results)
+        if all(type(cell.settings[key]) in (int, float) for cell in results)  # no bool
     ]
     return numbers, [key for key in first.settings if key not in numbers]
 

@@ -9,6 +9,8 @@ from typing import Any
 
 from hf_dp.cli.cells import Cell
 from hf_dp.errors import ConfigError
+from hf_dp.plans.privacy import PrivacyPlan
+from hf_dp.statement.statement import PROVEN_WEIGHTS_ONLY
 
 TIMES_NOTE = (
     "times: of training in the main process, a selection included; epsilon does not cover them"
@@ -37,7 +39,8 @@ def table(results: dict[Cell, dict[str, Any]]) -> str:
         cells += _times(rows)
         epsilon = rows[0]["epsilon"]
         without = rows[0].get("status") or "not private"
-        cells.append(without if epsilon is None else f"epsilon {epsilon:.3f} a run")
+        only = " (of the weights only)" if without == PROVEN_WEIGHTS_ONLY else ""
+        cells.append(without if epsilon is None else f"epsilon {epsilon:.3f} a run{only}")
         lines.append(f"{label or 'recipe'}: {'; '.join(cells)}")
     return "\n".join(lines)
 
@@ -109,10 +112,31 @@ def spent_together(cells: Sequence[Cell]) -> str:
             "DP-FP as published is among these runs: no differential privacy guarantee is "
             "established for any of them, nor for all together"
         )
+    claims = {(record.plan.unit, _whose(record.plan)) for record in records}
+    if len(claims) > 1:
+        return (
+            f"these {len(records)} private runs protect different units "
+            f"({', '.join(sorted(whose for _, whose in claims))}): no epsilon is stated for all "
+            "together"
+        )
     # A guarantee at the smallest delta holds at every larger one.
     delta = min(record.plan.delta for record in records)
     total = epsilon([event for record in records for event in record.ledger.events], delta, "rdp")
+    ((_, whose),) = claims
+    besides = (
+        "; some also released values without noise, which no epsilon covers"
+        if any(record.status == PROVEN_WEIGHTS_ONLY for record in records)
+        else ""
+    )
     return (
         f"all {len(records)} private runs together: epsilon {total.rounded_up(3)} at delta "
-        f"{delta:g} (rdp, a bound); that is what holds for anyone who sees more than one of them"
+        f"{delta:g} (rdp, a bound) for {whose}; that is what holds for anyone who sees more than "
+        f"one of them{besides}"
     )
+
+
+def _whose(plan: PrivacyPlan) -> str:
+    """Return what a run protects, in words that tell two units apart."""
+    if plan.users is None:
+        return "one row"
+    return f"one {plan.users.name} by {plan.users.column!r}"

@@ -121,6 +121,14 @@ def check_mechanism(args: Any, problems: Problems) -> None:
                 "The score that selects a run must not read the training rows.",
                 UnsupportedArgumentError,
             )
+        if args.release:
+            problems["release"] = invalid(
+                "release",
+                args.release,
+                f"to be empty with {ARGUMENT}",
+                "The score that selects a run must not be released without noise.",
+                UnsupportedArgumentError,
+            )
     if args.max_logical_batch_size is not None:
         attempt(
             args, problems, "max_logical_batch_size", integer, 1, "Leave it unset for no limit."

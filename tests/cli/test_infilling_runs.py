@@ -400,6 +400,36 @@ def test_what_a_sweep_spends_together(tmp_path, monkeypatch):
     assert "no epsilon holds" in spent_together([cell])
 
 
+def test_runs_with_different_units_have_no_epsilon_together(tmp_path):
+    from hf_dp.accounting import Ledger
+    from hf_dp.cli.cells import Cell
+    from hf_dp.cli.sweep_report import spent_together
+    from hf_dp.plans.privacy import PrivacyPlan
+    from hf_dp.plans.units import Users
+    from hf_dp.statement import record as document
+
+    def ran(number, users):
+        plan = PrivacyPlan.create(
+            num_examples=100, expected_batch_size=10, clipping_norm=0.1, noise_multiplier=1.0,
+            max_steps=2, users=users, privacy_unit="example" if users is None else "user",
+        )  # fmt: skip
+        ledger = Ledger()
+        ledger.append(plan.event(), "training")
+        run = tmp_path / f"{number}" / "run1"
+        document.write(run, document.to_record(plan, ledger, run_id=str(number)))
+        return Cell({"a": number}, 0, run.parent)
+
+    row, first, other = (
+        ran(number, users) for number, users in enumerate((None, Users("owner"), Users("firm")))
+    )
+    for cells in ([row, first], [first, other]):
+        found = spent_together(cells)
+        assert "these 2 private runs protect different units" in found and "epsilon 1" not in found
+        assert "one user by 'owner'" in found and "no epsilon is stated" in found
+    assert "(rdp, a bound) for one user by 'owner'; that is" in spent_together([first])
+    assert "(rdp, a bound) for one row; that is" in spent_together([row])
+
+
 def test_pretraining_gives_a_base_its_head(base, tmp_path, capsys):
     """From an encoder without a masked-LM head to a base that infilling accepts; sources are
     listed."""

@@ -179,6 +179,7 @@ def test_an_unknown_score(tmp_path, runs, monkeypatch):
         ({"privacy_mode": "dp_fp"}, "needs privacy_mode dp_sgd"),
         ({"push_to_hub": True}, "push_to_hub"),
         ({"report_to": "wandb"}, "report_to"),
+        ({"release": ["clipped_gradient_norm"]}, "`release` to be unset in a private selection"),
     ],
 )
 def test_what_cannot_be_searched(tmp_path, change, match):

@@ -34,7 +34,7 @@ def drawn(monkeypatch, names=("errorbar", "plot")):
         original = getattr(Axes, name)
 
         def noted(self, x, y, *args, original=original, name=name, **options):
-            if "label" in options:
+            if not options.get("label", "_").startswith("_"):  # matplotlib's own have no name
                 found.append((list(x), list(y), options["label"]))
             return original(self, x, y, *args, **options)
 

@@ -9,7 +9,9 @@ import pytest
 import yaml
 
 from hf_dp.cli import cell_runs
+from hf_dp.cli.grid import grid
 from hf_dp.cli.main import main
+from hf_dp.errors import ConfigError
 
 
 @pytest.fixture
@@ -52,7 +54,7 @@ def test_each_recipe_runs_with_its_own_settings_over_the_same_grid(recipes, chil
     ]
     assert found == [
         (rate, epsilon, seed, lora)
-        for rate, lora in (("1e-3", False), (6e-3, True))
+        for rate, lora in ((1e-3, False), (6e-3, True))
         for epsilon in (2, 8)
         for seed in (0, 1)
     ]
@@ -80,6 +82,16 @@ def test_recipes_of_one_name_are_told_apart_by_their_folders(recipes, children, 
         "recipe=full",
         "recipe=other_full",
     ]
+
+
+def test_numbers_with_an_exponent_are_numbers(tmp_path):
+    """PyYAML takes 1e-3 for text: such rates would be no axis, and 0.001 another value."""
+    (first, _) = grid(["learning_rate=1e-3,2E+1", "peft={r: 1e0}"], [0], tmp_path)
+    assert first.settings == {"learning_rate": 1e-3, "peft": {"r": 1.0}}
+    for words in ("learning_rate=1e-3,0.001", "target_epsilon=1,1.0"):
+        with pytest.raises(ConfigError, match="to be different from each other"):
+            list(grid([words], [0], tmp_path))
+    assert len(list(grid(["a=1,true,1x3,e-3"], [0], tmp_path))) == 4
 
 
 @pytest.mark.parametrize(

@@ -357,6 +357,10 @@ REFUSALS = [
         {"private_selection_mean_runs": 3, "evaluate_on_training_rows": True},
         r"`evaluate_on_training_rows` to be False with private_selection_mean_runs",
     ),
+    (
+        {"private_selection_mean_runs": 3, "release": ["clipped_gradient_norm"]},
+        r"`release` to be empty with private_selection_mean_runs",
+    ),
     (PUBLIC | {"max_logical_batch_size": 64}, r"`max_logical_batch_size` to be left.*Remove it"),
     (PUBLIC | {"accountant": "rdp"}, r"`accountant` to be left at None.*Remove it"),
     (PUBLIC | {"privacy_unit": "user"}, r"`privacy_unit` to be left.*Remove it"),
