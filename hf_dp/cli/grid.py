@@ -126,8 +126,8 @@ def _yaml(text: str, word: str) -> Any:
         json.dumps(value)
     except (yaml.YAMLError, TypeError) as problem:
         raise ConfigError(
-            f"{word!r} is no plain YAML value: {str(problem).splitlines()[0]} Write text, a number, "
-            "a list or a mapping. Text with brackets or commas needs quotes inside those of the "
-            """shell: "train_split='train[:20]','train[20:]'"."""
+            f"{word!r} is no plain YAML value: {str(problem).splitlines()[0]}. Write text, a "
+            "number, a list or a mapping. Text with brackets or commas needs quotes inside those "
+            """of the shell: "train_split='train[:20]','train[20:]'"."""
         ) from problem
     return value
