@@ -9,9 +9,11 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from hf_dp._validate import invalid
 from hf_dp.accounting import EARLIER, LedgerEntry
-from hf_dp.plans.units import Users
+from hf_dp.batches.units import UnitTable
 from hf_dp.run.marks import read_run
-from hf_dp.statement.record import FILE_NAME, PrivacyRecord, earlier_runs
+from hf_dp.run.user_grouping import APART, grouping_of
+from hf_dp.run.user_grouping import FILE_NAME as USERS_FILE
+from hf_dp.statement.record import FILE_NAME, PrivacyRecord, earlier_runs, file_of
 from hf_dp.statement.weaknesses import EarlierRun, each_once
 
 
@@ -20,13 +22,15 @@ def earlier_entries(
     num_examples: int,
     privacy_unit: str,
     neighboring_relation: str,
-    users: Users | None = None,
+    units: UnitTable | None = None,
 ) -> list[LedgerEntry]:
     """Return what the runs in these folders released of the same rows.
 
+    Args: units: whose the rows are, where users are protected.
+
     Raises: LedgerError for a file that cannot be read, or that went back; InvalidArgumentError for
-        a run on another number of rows, or with another unit or relation: its claim and this one's
-        have nothing in common.
+        a run on another number of rows, with another unit or relation, or with other users: its
+        claim and this one's have nothing in common.
     """
     entries = []
     for path in paths:
@@ -47,21 +51,51 @@ def earlier_entries(
             raise invalid(
                 "earlier_runs",
                 path,
-                f"to be a run on the same {num_examples} {'rows' if users is None else 'users'}, "
+                f"to be a run on the same {num_examples} {'rows' if units is None else 'users'}, "
                 f"not on {plan.num_examples}",
                 "A run on other rows costs these nothing: leave it out. If it is in output_dir, "
                 "choose another output_dir.",
             )
-        if plan.users is not None and users is not None and plan.users.column != users.column:
-            raise invalid(
-                "earlier_runs",
-                path,
-                f"to be a run with privacy_unit_column={users.column!r}, not {plan.users.column!r}",
-                "Rows that are one user's by one column may be several users' by another, so no "
-                "bound is known for both together.",
-            )
-        entries += [LedgerEntry(entry.event, EARLIER) for entry in record.ledger.entries]
+        if plan.users is not None:
+            _refuse_other_users(path, plan.users.column, record.run_id, units)
+        entries += released_by(record)
     return entries
+
+
+def released_by(record: PrivacyRecord) -> list[LedgerEntry]:
+    """Return what a run released, as a later run on the same rows counts it."""
+    return [LedgerEntry(entry.event, EARLIER) for entry in record.ledger.entries]
+
+
+def _refuse_other_users(path: str, column: str, run_id: str, units: UnitTable | None) -> None:
+    """Raise InvalidArgumentError for a run by another column, or one in which other rows were one
+    user's: whoever is one user here may have been two users there."""
+    if units is not None and column != units.column:
+        raise invalid(
+            "earlier_runs",
+            path,
+            f"to be a run with privacy_unit_column={units.column!r}, not {column!r}",
+            "Rows that are one user's by one column may be several users' by another, so no "
+            "bound is known for both together.",
+        )
+    known = grouping_of(_home(path), run_id)
+    if known is None:
+        raise invalid(
+            "earlier_runs",
+            path,
+            f"to be a run whose {USERS_FILE} says which rows were one user's (its own output_dir "
+            "holds that file, and no copy of its weights does)",
+            f"Name that output_dir, bring the file back from a backup, or {APART}",
+        )
+    if units is None or known != units.digest():
+        raise invalid(
+            "earlier_runs",
+            path,
+            f"to be a run in which {column!r} grouped the rows as it does now (the order of the "
+            "rows counts, too)",
+            "One user here may be several users of that run. Group and order the rows as then, or "
+            f"{APART}",
+        )
 
 
 def earlier_claims(paths: Iterable[str]) -> tuple[EarlierRun, ...]:
@@ -74,10 +108,19 @@ def earlier_claims(paths: Iterable[str]) -> tuple[EarlierRun, ...]:
 
 def whole_run(path: str) -> PrivacyRecord:
     """Return what a run released; for one of its checkpoints, also what it released after that."""
-    record, parent = read_run(path), Path(path).resolve().parent
-    is_checkpoint = Path(path).resolve().name.startswith(PREFIX_CHECKPOINT_DIR)
-    if is_checkpoint and (parent / FILE_NAME).exists():
-        run = read_run(parent)
+    record, home = read_run(path), _home(path)
+    if home != _folder_of(path) and (home / FILE_NAME).exists():
+        run = read_run(home)
         if run.run_id == record.run_id:
             return run
     return record
+
+
+def _home(path: str) -> Path:
+    """Return the folder of the run at a path, which may be that of one of its checkpoints."""
+    folder = _folder_of(path)
+    return folder.parent if folder.name.startswith(PREFIX_CHECKPOINT_DIR) else folder
+
+
+def _folder_of(path: str) -> Path:
+    return file_of(path).parent.resolve()

@@ -56,6 +56,11 @@ def refuse_foreign_ledger(folder: str | os.PathLike[str], run_id: str | None) ->
             )
 
 
+def aside_of(folder: Path, run_id: str) -> Path:
+    """Return where a start over in ``folder`` moves the run of that id."""
+    return folder / f"{ASIDE}{run_id[:8]}"
+
+
 def moved_aside(folder: Path) -> dict[str, Path]:
     """Return the runs that a start over moved aside in a folder, by id."""
     aside = sorted(path for path in folder.glob(f"{ASIDE}*") if (path / FILE_NAME).exists())

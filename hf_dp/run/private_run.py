@@ -160,7 +160,7 @@ class PrivateRun:
             plan.num_examples,
             plan.privacy_unit,
             plan.neighboring_relation,
-            plan.users,
+            units,
         )
         self.book = RunLedger(
             output_dir,

@@ -14,8 +14,8 @@ from transformers.utils import logging
 
 from hf_dp.accounting import LedgerEntry
 from hf_dp.errors import LedgerError
-from hf_dp.run.earlier import earlier_entries, whole_run
-from hf_dp.run.folder import ASIDE, moved_aside
+from hf_dp.run.earlier import released_by, whole_run
+from hf_dp.run.folder import ASIDE, aside_of, moved_aside
 from hf_dp.run.ledger import RunLedger
 from hf_dp.run.lock import LOCK
 from hf_dp.run.mark import RUN_MARK
@@ -52,20 +52,13 @@ def move_earlier_run(book: RunLedger, counted: Sequence[LedgerEntry]) -> None:
     if not (folder / FILE_NAME).exists() or read(folder).run_id == book.run_id:
         return
     record = whole_run(str(folder))
-    plan = record.plan
-    entries = earlier_entries(
-        [str(folder)],
-        plan.num_examples,
-        plan.privacy_unit,
-        plan.neighboring_relation,
-        plan.users,
-    )
+    entries = released_by(record)
     if list(counted)[len(counted) - len(entries) :] != entries:
         raise LedgerError(
             f"The run in output_dir {folder.name!r} has gone on since this trainer was created, "
             "and its new steps would not be counted. Create the trainer again."
         )
-    aside = folder / f"{ASIDE}{record.run_id[:8]}"
+    aside = aside_of(folder, record.run_id)
     aside.mkdir(exist_ok=True)
     last = (RUN_MARK, FILE_NAME)
     stays = (*last, aside.name, LOCK)
@@ -92,7 +85,7 @@ def refuse_half_moved(folder: Path) -> None:
     """Raise LedgerError for a folder whose run was being moved aside when a kill came."""
     if not (folder / FILE_NAME).exists():
         return
-    aside = folder / f"{ASIDE}{read(folder).run_id[:8]}"
+    aside = aside_of(folder, read(folder).run_id)
     if aside.is_dir():
         raise LedgerError(
             f"A start over of the run in output_dir {folder.name!r} was broken off: a part of its "

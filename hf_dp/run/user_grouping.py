@@ -1,8 +1,8 @@
-"""Remember whose each row was, so that a resumed run protects the same users.
+"""Remember whose each row was, so that all steps that one statement counts protect the same users.
 
-Each step protects what was one user's rows in that step. If a resume groups the rows in another
-way, the rows of a user of the first steps may be those of several users later, and no statement
-about one of them holds for the whole run.
+Each step protects what was one user's rows in that step. If a resume, or a later run that counts
+this one, groups the rows in another way, the rows of a user of the first steps may be those of
+several users later, and no statement about one of them holds for all steps.
 """
 
 from __future__ import annotations
@@ -12,10 +12,17 @@ from pathlib import Path
 
 from hf_dp.batches.units import UnitTable
 from hf_dp.errors import LedgerError
+from hf_dp.run.folder import aside_of
 from hf_dp.statement.durable import replace_file
 
 # A digest of private data: names that begin with "_" are never published.
 FILE_NAME = "_users.json"
+
+# What is left to do where two groupings cannot be counted together.
+APART = (
+    "begin a run in a new output_dir, without start_over and earlier_runs: the card of each run "
+    "then speaks of that run and its own users, and no epsilon is known for both together."
+)
 
 
 def same_users(folder: Path, run_id: str, units: UnitTable, begun: bool) -> None:
@@ -34,19 +41,32 @@ def same_users(folder: Path, run_id: str, units: UnitTable, begun: bool) -> None
         replace_file(path, [written.encode()])
         path.chmod(0o600)
         return
-    try:
-        then = json.loads(path.read_text())
-        known = (then["run_id"], then["rows_of_users"])
-    except (OSError, ValueError, KeyError, TypeError) as problem:
+    known = grouping_of(folder, run_id)
+    if known is None:
         raise LedgerError(
-            f"Cannot resume: {FILE_NAME} in output_dir {folder.name!r} is missing or damaged "
-            f"({type(problem).__name__}). It says which rows were one user's in the steps before. "
-            "Bring it back, or begin anew with start_over=True."
-        ) from problem
-    if known != (run_id, units.digest()):
+            f"Cannot resume: {FILE_NAME} in output_dir {folder.name!r} is missing, damaged or of "
+            "another run. It says which rows were one user's in the steps before. Bring it back "
+            f"from a backup, or {APART}"
+        )
+    if known != units.digest():
         raise LedgerError(
             f"Cannot resume: the column {units.column!r} groups the rows in another way than when "
             "the run began (the order of the rows counts, too), so a user of the first steps would "
-            "not be one of the later steps. Resume with the same rows, or begin anew with "
-            "start_over=True."
+            f"not be one of the later steps. Resume with the same rows, or {APART}"
         )
+
+
+def grouping_of(folder: Path, run_id: str) -> str | None:
+    """Return the digest of which rows were one user's in a run; None where that is not known.
+
+    Args: folder: of the run. A start over that was broken off may have moved the file aside there,
+        before ``privacy.json``.
+    """
+    for place in (folder, aside_of(folder, run_id)):
+        try:
+            then = json.loads((place / FILE_NAME).read_text())
+            if then["run_id"] == run_id and isinstance(then["rows_of_users"], str):
+                return then["rows_of_users"]
+        except (OSError, ValueError, KeyError, TypeError):
+            continue
+    return None

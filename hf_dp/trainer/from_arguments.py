@@ -59,7 +59,7 @@ def plan_of(
     """
     users = users_of(args, units)
     earlier = earlier_entries(
-        args.earlier_runs, num_examples, args.privacy_unit, args.neighboring_relation, users
+        args.earlier_runs, num_examples, args.privacy_unit, args.neighboring_relation, units
     )
     spent = tuple(entry.event for entry in earlier)
     request = PrivacyRequest(

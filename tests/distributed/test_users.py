@@ -9,6 +9,7 @@ import users
 from processes import results
 from silence import Silent, distance, weights
 
+from hf_dp.errors import InvalidArgumentError
 from hf_dp.run.private_run import PrivateRun
 from hf_dp.statement.record import read
 from hf_dp.statement.verify import disagreements
@@ -50,6 +51,27 @@ def test_the_update_does_not_depend_on_the_processes(tmp_path, count, size, redu
     record = read(tmp_path / "t")
     assert record.plan.num_examples == COUNT and record.ledger.steps() == 3
     assert not disagreements(record)
+
+
+def test_no_process_counts_a_run_of_other_users(tmp_path):
+    """A start over moves nothing, and every process refuses before it could wait for the others."""
+    users.trainer(tmp_path / "t", max_steps=1).train()
+    who = users.owners()
+    regrouped = [*who[1:], who[0]]  # as many users
+
+    def start(values):
+        try:
+            made = users.trainer(tmp_path / "t", values, start_over=True, max_steps=1)
+            made.train()
+            return made.ledger.steps()
+        except InvalidArgumentError as error:
+            return str(error)
+
+    assert all(
+        "grouped the rows as it does now" in each for each in results(2, lambda: start(regrouped))
+    )
+    assert not list((tmp_path / "t").glob("_earlier*"))
+    assert results(2, lambda: start(who)) == [2, 2]
 
 
 def test_planted_user_that_two_processes_draw_is_seen(tmp_path, monkeypatch):

@@ -174,5 +174,6 @@ def test_without_a_trainer(tmp_path):
 def test_a_checkpoint_stands_for_its_whole_run(tmp_path):
     """Steps after the checkpoint saw the rows, too."""
     run(tmp_path / "first", save_strategy="steps", save_steps=2)
-    later = run(tmp_path / "second", tmp_path / "first" / "checkpoint-2")
-    assert later.ledger.steps(EARLIER) == 4 and later.ledger.steps() == 8
+    for number, name in enumerate(("checkpoint-2", f"checkpoint-2/{FILE_NAME}")):
+        later = run(tmp_path / f"later {number}", tmp_path / "first" / name)
+        assert later.ledger.steps(EARLIER) == 4 and later.ledger.steps() == 8

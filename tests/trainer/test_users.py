@@ -258,14 +258,11 @@ def resumed_with(rows, folder: Path):
 
 def test_a_resume_with_rows_grouped_in_another_way_is_refused(done, tmp_path):
     folder = Path(shutil.copytree(done.folder, tmp_path / "run"))
-    who = list(by_user()["who"])
-    other = next(row for row, name in enumerate(who) if name != who[0])
-    who[0], who[other] = who[other], who[0]  # as many users, with as many rows each
-    regrouped = by_user().remove_columns("who").add_column("who", who)
-    with pytest.raises(LedgerError, match="column 'who' groups the rows in another way"):
-        resumed_with(regrouped, folder)
+    with pytest.raises(LedgerError, match="groups the rows in another way.*without start_over"):
+        resumed_with(regrouped(), folder)
     kept = folder / "_users.json"
-    assert not any(str(name) in kept.read_text() for name in who)
+    assert not any(str(name) in kept.read_text() for name in owners())
+    assert kept.stat().st_mode & 0o777 == 0o600
     kept.unlink()
     with pytest.raises(LedgerError, match="_users.json in output_dir 'run' is missing"):
         resumed_with(by_user(), folder)
@@ -291,6 +288,91 @@ def test_earlier_runs_by_another_column_are_refused(done, tmp_path):
     both.train()
     assert both.epsilon().value > done.epsilon
     assert both.privacy_statement().unit_code == USER
+
+
+def regrouped():
+    """As many users as in ``by_user()``, with as many rows each; two rows changed places."""
+    who = list(by_user()["who"])
+    other = next(row for row, name in enumerate(who) if name != who[0])
+    who[0], who[other] = who[other], who[0]
+    return by_user().remove_columns("who").add_column("who", who)
+
+
+def files_in(folder: Path) -> set[str]:
+    return {str(path.relative_to(folder)) for path in folder.rglob("*")} - {"_privacy.lock"}
+
+
+@pytest.mark.parametrize("start_over", [True, False])
+@pytest.mark.parametrize("sampling", ["users", "examples"])
+def test_a_run_with_rows_grouped_in_another_way_is_not_counted(tmp_path, start_over, sampling):
+    """The hole that was found: one user of the new run was two users of the one it counted, and
+    its card said that epsilon for one user covers both."""
+    options = {"unit_sampling": sampling, "max_rows_per_unit": 2, "max_steps": 1}
+    first, rows = tmp_path / "first", tiny.dataset(40)
+    trainer(first, [i % 20 for i in range(40)], **options).train()
+    before = files_in(first)
+    options |= {"start_over": True} if start_over else {"earlier_runs": [str(first)]}
+    folder = first if start_over else tmp_path / "second"
+    other = rows.add_column("who", [i // 2 for i in range(40)])
+    with pytest.raises(InvalidArgumentError, match="grouped the rows as it does now.*without st"):
+        trainer(folder, given={"train_dataset": other}, **options)
+    assert files_in(first) == before and not (tmp_path / "second").exists()
+    both = trainer(folder, [f"renamed {i % 20}" for i in range(40)], **options)
+    both.train()
+    assert both.ledger.steps() == 2
+
+
+def test_planted_a_look_at_the_name_of_the_column_alone_is_seen(done, tmp_path, monkeypatch):
+    monkeypatch.setattr(
+        "hf_dp.run.earlier.grouping_of", lambda *a: UnitTable(regrouped()["who"], "who").digest()
+    )
+    options = {"earlier_runs": [str(done.folder)]}
+    assert trainer(tmp_path, given={"train_dataset": regrouped()}, **options).run.earlier
+
+
+@pytest.mark.parametrize("place", ["", "privacy.json", "checkpoint-3", "checkpoint-3/privacy.json"])
+def test_the_users_of_an_earlier_run_are_found_from_each_of_its_names(done, tmp_path, place):
+    path = str(done.folder / place)
+    made = trainer(tmp_path, earlier_runs=[path])
+    assert sum(entry.event.steps for entry in made.run.earlier) == 6
+    with pytest.raises(InvalidArgumentError, match="grouped the rows as it does now"):
+        trainer(tmp_path, given={"train_dataset": regrouped()}, earlier_runs=[path])
+
+
+@pytest.mark.parametrize("damage", [None, "", "[]", '{"run_id": "other", "rows_of_users": "a"}'])
+def test_an_earlier_run_of_unknown_users_is_not_counted(done, tmp_path, damage):
+    folder = Path(shutil.copytree(done.folder, tmp_path / "run"))
+    (folder / "_users.json").unlink()
+    if damage is not None:
+        (folder / "_users.json").write_text(damage)
+    for options in ({"earlier_runs": [str(folder)]}, {"output_dir": folder, "start_over": True}):
+        where = options.pop("output_dir", tmp_path / "second")
+        with pytest.raises(InvalidArgumentError, match="_users.json says which rows.*back from a"):
+            trainer(where, **options)
+    assert not list(folder.glob("_earlier*"))
+
+
+@pytest.mark.parametrize("moves", range(8))  # of seven files and folders
+def test_a_start_over_that_is_broken_off_still_knows_the_users(done, tmp_path, monkeypatch, moves):
+    folder = Path(shutil.copytree(done.folder, tmp_path / "run"))
+    rename, left = os.rename, [moves]
+
+    def broken(old, new):
+        left[0] -= 1
+        if left[0] < 0:
+            raise KeyboardInterrupt
+        rename(old, new)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "rename", broken)
+        with pytest.raises(KeyboardInterrupt):
+            trainer(folder, start_over=True).train()
+    in_place = (folder / "privacy.json").exists()
+    with pytest.raises(InvalidArgumentError, match="grouped the rows as it does now"):
+        trainer(folder, given={"train_dataset": regrouped()}, start_over=in_place)
+    again = trainer(folder, start_over=in_place, max_steps=1)
+    again.train()
+    assert again.ledger.steps() == 7
 
 
 def test_rows_and_users_do_not_add_up(done, tmp_path):
