@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 from typing import Any
 
@@ -45,6 +46,9 @@ def apply_peft(
     If the model moved after wrapping, the optimizer would update copies: the run would look right
     and learn nothing. What PEFT must know of the head is set by :func:`complete`.
 
+    What is set and chosen is noted in a copy, ``peft_config`` of the result: the caller's own
+    configuration may serve another run.
+
     Args:
         seed: that of the run, for a public draw of what trains that has no seed of its own.
     """
@@ -55,6 +59,7 @@ def apply_peft(
             "Expected `peft_config` to be None for a model that is a PeftModel already. Pass the "
             "base model, or leave `peft_config` unset."
         )
+    peft_config = copy.deepcopy(peft_config)
     complete(model, peft_config)
     if getattr(peft_config, "selection_seed", 0) is None:
         peft_config.selection_seed = seed

@@ -3,6 +3,7 @@ those."""
 
 from __future__ import annotations
 
+import copy
 import json
 import warnings
 
@@ -10,7 +11,7 @@ import pytest
 import tiny
 import torch
 from architectures import ARCHITECTURES, INFILLING, assert_exact, collate
-from peft import LNTuningModel, PeftModel, get_peft_model
+from peft import LNTuningModel, LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
 from torch import nn
 
@@ -170,14 +171,34 @@ def test_random_draws_by_the_seed_of_its_run_unless_it_has_its_own(tmp_path):
     def drawn(seed, own=None):
         folder = tmp_path / f"{seed}-{own}"
         config = RandomConfig(unfreeze_ratio=0.4, selection_seed=own)
-        tiny.trainer(folder, seed=seed, given={"peft_config": config})
-        config.write_details(tmp_path)
+        model = tiny.trainer(folder, seed=seed, given={"peft_config": config}).model
+        model.peft_config["default"].write_details(tmp_path)
         noted = json.loads((tmp_path / "selection.json").read_text())
-        return noted["selection_seed"], config.parameters
+        return noted["selection_seed"], noted["parameters"]
 
     (first, by_run), (second, other), (own, given) = drawn(3), drawn(4), drawn(4, own=3)
     assert (first, second, own) == (3, 4, 3)
     assert by_run == given != other
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        RandomConfig(unfreeze_ratio=0.4),
+        BitFitConfig(modules_to_save=["classifier"]),
+        LoraConfig(target_modules=["query"], modules_to_save=["pooler"]),
+    ],
+    ids=lambda config: type(config).__name__,
+)
+def test_one_configuration_serves_many_runs(config, tmp_path):
+    """What was drawn, and what was completed, for one run is not taken over by the next one."""
+    before = copy.deepcopy(config)
+    made = [tiny.trainer(tmp_path, seed=seed, given={"peft_config": config}) for seed in (0, 1)]
+    assert config == before and config.task_type is None
+    first, second = (trainer.model.peft_config["default"] for trainer in made)
+    assert first.task_type == second.task_type == "SEQ_CLS"
+    if isinstance(config, RandomConfig):
+        assert first.parameters != second.parameters
 
 
 def test_a_name_that_is_no_parameter_is_refused():
