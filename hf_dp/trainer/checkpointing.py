@@ -11,6 +11,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.utils import logging
 
 from hf_dp._validate import invalid
+from hf_dp.clipping.sharding import is_sharded
 from hf_dp.run.checkpoint import SAVING, publish, rotate, stage, tidy
 from hf_dp.run.choice import checkpoint_of
 from hf_dp.run.disk import named_disk_errors
@@ -18,6 +19,7 @@ from hf_dp.run.lost import lost_in_words, outlook
 from hf_dp.run.manifest import manifest_digest
 from hf_dp.run.private_run import PrivateRun
 from hf_dp.run.start_over import move_earlier_run, refuse_half_moved
+from hf_dp.trainer.resumed import refuse_other_adapter, refuse_other_state
 
 logger = logging.get_logger(__name__)
 
@@ -149,6 +151,25 @@ class Checkpointing(Trainer):
             return checkpoint_of(resume_from_checkpoint, str(self.args.output_dir))
         finally:
             book.stop()
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        """Load weights, as Trainer does, into the parameters that the checkpoint trained.
+
+        Raises: ConfigError, before anything is loaded, when other parameters train now.
+        """
+        trained: Any = self.model
+        in_shards = self.is_fsdp_enabled or is_sharded(trained)
+        refuse_other_adapter(trained, resume_from_checkpoint, in_shards)
+        super()._load_from_checkpoint(resume_from_checkpoint, model)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        """Load the states of optimizer and schedule, as Trainer does.
+
+        Raises: ConfigError, before a step, for a state of parameters of other shapes.
+        """
+        super()._load_optimizer_and_scheduler(checkpoint)
+        if checkpoint is not None:
+            refuse_other_state(self.optimizer, checkpoint)
 
     def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
         """Run an epoch, unless all steps were made: Trainer would make one more in a run that is

@@ -31,7 +31,8 @@ class RandomConfig(SelectionConfig):
     Args:
         unfreeze_ratio: in (0, 1].
         selection_seed: seed of the draw, which is public; by default ``DPTrainer`` sets it to that
-            of its run, so that runs with other seeds draw other matrices. Elsewhere it is 0.
+            of its run, so that runs with other seeds draw other matrices. Elsewhere it is 0. A
+            resume by another seed is refused, unless it is set to that of the run.
         granularity: as in :func:`hf_dp.tuners.frost.partition.partitions`.
     """
 

@@ -1,0 +1,124 @@
+"""Refuse a resume that trains other parameters than its checkpoint did.
+
+What a checkpoint holds is loaded by name and by place: weights that are missing are passed over,
+and the optimizer's state goes to whatever has its place now. A step with the state of another
+parameter reads memory that is not its own, or moves weights by the moments of others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from safetensors import safe_open
+from torch import Tensor, nn
+
+from hf_dp.errors import ConfigError
+from hf_dp.tuners.selection import SelectionConfig
+
+_WEIGHTS = "adapter_model.safetensors"
+_ANEW = "or start a new run in a new output_dir."
+
+# What optimizers keep of each number of a parameter, by their names for it.
+_OF_EACH_NUMBER = frozenset(
+    "exp_avg exp_avg_sq max_exp_avg_sq exp_inf momentum_buffer sum square_avg grad_avg acc_delta "
+    "prev step_size mu_product_avg variance weight_average z state1 state2".split()
+)
+
+Shape = tuple[int, ...]
+
+
+def refuse_other_adapter(model: nn.Module, checkpoint: str | Path, in_shards: bool) -> None:
+    """Raise ConfigError where a checkpoint's adapter is not what ``model`` trains.
+
+    Args: in_shards: whether the model is sharded. Its adapter is not whole then, and only what was
+        selected is compared.
+    """
+    for name, config in (getattr(model, "peft_config", None) or {}).items():
+        folder = Path(checkpoint, name)
+        folder = folder if folder.is_dir() else Path(checkpoint)
+        if isinstance(config, SelectionConfig):
+            _refuse_other_selection(config, folder)
+        if not in_shards and (folder / _WEIGHTS).exists():
+            _refuse_other_weights(model, name, folder)
+
+
+def _refuse_other_selection(now: SelectionConfig, folder: Path) -> None:
+    """Raise ConfigError where ``selection.json`` lists other parameters than were chosen now."""
+    then = type(now).from_pretrained(str(folder))
+    if set(then.parameters or ()) == set(now.parameters or ()):
+        return
+    old, new = then.options(), now.options()
+    changed = [name for name in new if old.get(name) != new[name]]
+    if changed:
+        name = changed[0]
+        raise ConfigError(
+            f"Cannot resume: `{name}` of peft_config is {new[name]!r}, but {old.get(name)!r} in "
+            f"{folder.name!r}, and other parameters were chosen by it. Set {name}="
+            f"{old.get(name)!r} in peft_config, {_ANEW}"
+        )
+    raise ConfigError(
+        f"Cannot resume: `parameters` of peft_config are {len(now.parameters or ())} others than "
+        f"the {len(then.parameters or ())} that selection.json in {folder.name!r} lists. Use the "
+        f"model that the run was started with, {_ANEW}"
+    )
+
+
+def _refuse_other_weights(model: Any, name: str, folder: Path) -> None:
+    """Raise ConfigError for an adapter of other names or shapes than the one in a folder."""
+    from peft import get_peft_model_state_dict
+
+    # As it would be saved, so that the names are those of the file.
+    kept = get_peft_model_state_dict(model, adapter_name=name)
+    now = {key: tuple(value.shape) for key, value in kept.items()}
+    then = dict(_shapes_in(folder / _WEIGHTS))
+    for key in sorted(now.keys() | then.keys()):
+        if now.get(key) != then.get(key):
+            raise ConfigError(
+                f"Cannot resume: `peft_config` makes {_shown(now.get(key))} of {key!r}, but the "
+                f"checkpoint {folder.name!r} holds {_shown(then.get(key))}. Set peft_config as "
+                f"adapter_config.json there says, {_ANEW}"
+            )
+
+
+def _shapes_in(path: Path) -> Iterator[tuple[str, Shape]]:
+    with safe_open(path, framework="pt") as stored:
+        for key in stored.keys():  # noqa: SIM118 (it is no mapping)
+            yield key, tuple(stored.get_slice(key).get_shape())
+
+
+def _shown(shape: Shape | None) -> str:
+    return "nothing" if shape is None else f"a weight of shape {shape}"
+
+
+def refuse_other_state(optimizer: Any, checkpoint: str | Path) -> None:
+    """Raise ConfigError where the state that an optimizer loaded is of parameters of other shapes.
+
+    Optimizers that keep a projection of the gradient (GaLore, APOLLO; a group has its ``rank``)
+    are passed over there: their state has a shape of its own.
+    """
+    inner = getattr(optimizer, "optimizer", optimizer)  # accelerate wraps it
+    for group in inner.param_groups:
+        if "rank" in group:
+            continue
+        for parameter in group["params"]:
+            for name, value in inner.state.get(parameter, {}).items():
+                if isinstance(value, Tensor) and not _fits(name, value, parameter):
+                    raise ConfigError(
+                        f"Cannot resume: the optimizer's {name!r} in {Path(checkpoint).name!r} has "
+                        f"the shape {tuple(value.shape)}, but the parameter in its place now has "
+                        f"{tuple(parameter.shape)}. Train the same parameters as the run did "
+                        f"(peft_config, or what is frozen), {_ANEW}"
+                    )
+
+
+def _fits(name: str, value: Tensor, parameter: Tensor) -> bool:
+    """Return whether a state could be one of this parameter; unknown ones do."""
+    shape, own = tuple(value.shape), tuple(parameter.shape)
+    if name == "exp_avg_sq_row":  # of Adafactor
+        return shape == own[:-1]
+    if name == "exp_avg_sq_col":
+        return shape == (*own[:-2], *own[-1:])
+    # AdEMAMix keeps two averages in one.
+    return name not in _OF_EACH_NUMBER or shape in (own, (2, *own))

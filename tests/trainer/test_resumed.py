@@ -1,0 +1,138 @@
+"""A resumed run trains what its checkpoint trained, or nothing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import tiny
+import torch
+from peft import LoraConfig
+from torch import nn
+
+from hf_dp.errors import ConfigError
+from hf_dp.statement.record import read
+from hf_dp.trainer.resumed import refuse_other_state
+from hf_dp.tuners.public_choice import BitFitConfig, RandomConfig, TopBlocksConfig
+
+MODES = ("dp_sgd", "non_private")
+
+
+def trainer(folder: Path, config=None, model=None, **options):
+    options = {"save_strategy": "steps", "save_steps": 2, "max_steps": 2, **options}
+    given = {"peft_config": config, "model": tiny.model() if model is None else model}
+    return tiny.trainer(folder, given=given, **options)
+
+
+def resume(folder: Path, config=None, model=None, **options):
+    """Go on to step 3; a refusal comes before it, and before anything is spent."""
+    made = trainer(folder, config, model, max_steps=3, **options)
+    made.train(resume_from_checkpoint=str(folder / "checkpoint-2"))
+    return made
+
+
+def lora(**options):
+    return LoraConfig(**{"r": 2, "target_modules": ["query"], **options})
+
+
+CHANGES = {
+    "another seed": (RandomConfig(unfreeze_ratio=0.4), RandomConfig(unfreeze_ratio=0.4), 4),
+    "a seed of its own": (RandomConfig(), RandomConfig(selection_seed=5), 3),
+    "another ratio": (RandomConfig(), RandomConfig(unfreeze_ratio=0.5), 3),
+    "other blocks": (TopBlocksConfig(blocks=1), TopBlocksConfig(blocks=2), 3),
+    "another rank": (lora(), lora(r=4), 3),
+    "layers of the same shape": (lora(), lora(target_modules=["value"]), 3),
+    "more layers": (lora(), lora(target_modules=["query", "value"]), 3),
+    "another module in full": (lora(), lora(modules_to_save=["pooler"]), 3),
+}
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_resume_that_trains_other_parameters_is_refused(tmp_path, change, mode):
+    """The first of these crashed inside the optimizer, or went on with the moments of others."""
+    then, now, seed = CHANGES[change]
+    trainer(tmp_path, then, seed=3, privacy_mode=mode).train()
+    before = mode == "dp_sgd" and read(tmp_path).ledger.to_list()
+    with pytest.raises(ConfigError, match="Cannot resume: .*peft_config.*new run in a new output_"):
+        resume(tmp_path, now, seed=seed, privacy_mode=mode)
+    assert before == (mode == "dp_sgd" and read(tmp_path).ledger.to_list())
+    assert resume(tmp_path, then, seed=3, privacy_mode=mode).state.global_step == 3
+
+
+def test_what_was_chosen_by_another_seed_is_named_with_the_way_back(tmp_path):
+    trainer(tmp_path, RandomConfig(unfreeze_ratio=0.4), seed=3).train()
+    with pytest.raises(ConfigError, match="`selection_seed` of peft_config is 4, but 3 in 'check"):
+        resume(tmp_path, RandomConfig(unfreeze_ratio=0.4), seed=4)
+    again = resume(tmp_path, RandomConfig(unfreeze_ratio=0.4, selection_seed=3), seed=4)
+    assert again.state.global_step == 3
+
+
+def test_a_resume_with_another_seed_that_chooses_the_same_goes_on(tmp_path):
+    trainer(tmp_path, BitFitConfig(), seed=3).train()
+    assert resume(tmp_path, BitFitConfig(), seed=4).state.global_step == 3
+
+
+def test_another_model_is_told_from_the_one_that_was_chosen_from(tmp_path):
+    trainer(tmp_path, BitFitConfig()).train()
+    with pytest.raises(ConfigError, match=r"are \d+ others than the \d+ that selection.json"):
+        resume(tmp_path, BitFitConfig(), model=larger())
+
+
+def larger():
+    return type(tiny.model())(type(tiny.model().config)(**{**SMALL, "num_hidden_layers": 3}))
+
+
+SMALL = {
+    name: getattr(tiny.model().config, name)
+    for name in ("vocab_size", "hidden_size", "num_attention_heads", "intermediate_size")
+}
+
+
+def frozen_but(end: str) -> nn.Module:
+    """The tiny model, of which one weight and the head train."""
+    model = tiny.model()
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name.endswith(end) or name.startswith("classifier"))
+    return model
+
+
+@pytest.mark.parametrize("optim", ["adamw_torch", "adamw_torch_fused", "adafactor", "adagrad"])
+def test_the_optimizers_state_must_fit_what_trains(tmp_path, optim):
+    """Without an adapter nothing names what trained, but its shapes tell it."""
+    first, other = "layer.0.output.dense.weight", "layer.0.intermediate.dense.weight"
+    trainer(tmp_path, model=frozen_but(first), optim=optim).train()
+    ledger = read(tmp_path).ledger.to_list()
+    with pytest.raises(ConfigError, match=r"has the shape \(.*\), but the parameter in its place"):
+        resume(tmp_path, model=frozen_but(other), optim=optim)
+    assert read(tmp_path).ledger.to_list() == ledger
+    assert resume(tmp_path, model=frozen_but(first), optim=optim).state.global_step == 3
+
+
+def test_planted_weights_that_are_not_compared_leave_it_to_the_state(tmp_path, monkeypatch):
+    """The second look is independent of the first one."""
+    monkeypatch.setattr("hf_dp.trainer.checkpointing.refuse_other_adapter", lambda *a: None)
+    trainer(tmp_path, model=None, config=RandomConfig(selection_seed=0, unfreeze_ratio=0.3)).train()
+    ledger = read(tmp_path).ledger.to_list()
+    with pytest.raises((ConfigError, ValueError)):
+        resume(tmp_path, RandomConfig(selection_seed=3, unfreeze_ratio=0.3))
+    assert read(tmp_path).ledger.to_list() == ledger
+
+
+def test_states_with_shapes_of_their_own_are_passed_over():
+    weight = nn.Parameter(torch.ones(3, 2))
+    optimizer = torch.optim.SGD([weight], lr=1.0)
+    optimizer.state[weight] = {
+        "step": torch.zeros(()),
+        "qmap1": torch.zeros(256),
+        "exp_avg_sq_row": torch.zeros(3),
+        "exp_avg_sq_col": torch.zeros(2),
+        "state1": torch.zeros(2, 3, 2),
+        "name": "text",
+    }
+    refuse_other_state(optimizer, "checkpoint-1")
+    optimizer.state[weight]["exp_avg"] = torch.zeros(4, 2)
+    with pytest.raises(ConfigError, match="'exp_avg' in 'checkpoint-1'"):
+        refuse_other_state(optimizer, "checkpoint-1")
+    optimizer.param_groups[0]["rank"] = 4
+    refuse_other_state(optimizer, "checkpoint-1")
