@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from hf_dp._validate import invalid
+from hf_dp.batches.padding import LABELS
 from hf_dp.batches.units import UnitTable
 from hf_dp.errors import InvalidArgumentError
 from hf_dp.plans.units import EXAMPLE, MAX_ROWS, REDUCTIONS, SAMPLINGS, USER, Users
@@ -119,6 +120,17 @@ def unit_problems(args: Any) -> dict[str, InvalidArgumentError]:
                 None,
                 f"to be given with privacy_unit={USER!r}",
                 "Name the column of the training set that says whose each row is.",
+            )
+        }
+    if args.privacy_unit_column in LABELS:
+        return {
+            name: invalid(
+                name,
+                args.privacy_unit_column,
+                "to be another column than the label, which the model trains on: the column of "
+                "users is taken off",
+                "Name the column that says whose each row is; if that is the label, copy it under "
+                "another name (dataset.add_column) and name the copy.",
             )
         }
     try:

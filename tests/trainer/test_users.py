@@ -477,6 +477,13 @@ def test_a_missing_column_is_refused(tmp_path):
         trainer(tmp_path, given={"train_dataset": tiny.dataset()})
 
 
+@pytest.mark.parametrize("column", ["label", "labels", "label_ids"])
+def test_the_label_is_not_the_column_of_users(column, tmp_path):
+    """It would be taken off, and a task that keeps both columns would name one twice."""
+    with pytest.raises(InvalidArgumentError, match="`privacy_unit_column` to be another column th"):
+        trainer(tmp_path, privacy_unit_column=column)
+
+
 def test_other_rows_after_the_start_are_refused(tmp_path):
     made = trainer(tmp_path)
     made.train_dataset = made.train_dataset.select(range(39, -1, -1))
