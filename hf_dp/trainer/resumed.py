@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from peft import PeftModel, get_peft_model_state_dict
 from safetensors import safe_open
 from torch import Tensor, nn
 
@@ -18,6 +19,7 @@ from hf_dp.errors import ConfigError
 from hf_dp.tuners.selection import SelectionConfig
 
 _WEIGHTS = "adapter_model.safetensors"
+_DEFAULT = "default"  # the adapter that PEFT saves beside all others' folders
 _ANEW = "or start a new run in a new output_dir."
 
 # What optimizers keep of each number of a parameter, by their names for it.
@@ -35,12 +37,22 @@ def refuse_other_adapter(model: nn.Module, checkpoint: str | Path, in_shards: bo
     Args: in_shards: whether the model is sharded. Its adapter is not whole then, and only what was
         selected is compared.
     """
-    for name, config in (getattr(model, "peft_config", None) or {}).items():
-        folder = Path(checkpoint, name)
-        folder = folder if folder.is_dir() else Path(checkpoint)
+    adapters = model.peft_config if isinstance(model, PeftModel) else {}
+    if not adapters and Path(checkpoint, _WEIGHTS).exists():
+        raise ConfigError(
+            f"Cannot resume: the checkpoint {Path(checkpoint).name!r} holds an adapter, and "
+            f"`peft_config` is None. Set peft_config as adapter_config.json there says, {_ANEW}"
+        )
+    for name, config in adapters.items():
+        folder = Path(checkpoint) if name == _DEFAULT else Path(checkpoint, name)
+        if not in_shards and not (folder / _WEIGHTS).exists():
+            raise ConfigError(
+                f"Cannot resume: the checkpoint {Path(checkpoint).name!r} holds no adapter "
+                f"{name!r}, which `peft_config` makes. Leave peft_config unset, {_ANEW}"
+            )
         if isinstance(config, SelectionConfig):
             _refuse_other_selection(config, folder)
-        if not in_shards and (folder / _WEIGHTS).exists():
+        if not in_shards:
             _refuse_other_weights(model, name, folder)
 
 
@@ -67,8 +79,6 @@ def _refuse_other_selection(now: SelectionConfig, folder: Path) -> None:
 
 def _refuse_other_weights(model: Any, name: str, folder: Path) -> None:
     """Raise ConfigError for an adapter of other names or shapes than the one in a folder."""
-    from peft import get_peft_model_state_dict
-
     # As it would be saved, so that the names are those of the file.
     kept = get_peft_model_state_dict(model, adapter_name=name)
     now = {key: tuple(value.shape) for key, value in kept.items()}

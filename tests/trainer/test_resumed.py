@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import tiny
 import torch
-from peft import LoraConfig
+from peft import LoraConfig, get_peft_model
 from torch import nn
 
 from hf_dp.errors import ConfigError
@@ -58,6 +58,29 @@ def test_a_resume_that_trains_other_parameters_is_refused(tmp_path, change, mode
         resume(tmp_path, now, seed=seed, privacy_mode=mode)
     assert before == (mode == "dp_sgd" and read(tmp_path).ledger.to_list())
     assert resume(tmp_path, then, seed=3, privacy_mode=mode).state.global_step == 3
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_an_adapter_and_a_whole_model_do_not_continue_each_other(tmp_path, mode):
+    options = {"privacy_mode": mode}
+    trainer(tmp_path / "whole", **options).train()
+    with pytest.raises(ConfigError, match="holds no adapter 'default'"):
+        resume(tmp_path / "whole", lora(), **options)
+    trainer(tmp_path / "adapter", lora(), **options).train()
+    with pytest.raises(ConfigError, match="holds an adapter, and `peft_config` is None"):
+        resume(tmp_path / "adapter", **options)
+
+
+def test_adapters_beside_the_first_are_compared_in_their_own_folders(tmp_path):
+    def two(rank):
+        model = get_peft_model(tiny.model(), lora(task_type="SEQ_CLS"))
+        model.add_adapter("other", lora(r=rank, task_type="SEQ_CLS"))
+        return model
+
+    trainer(tmp_path, model=two(3)).train()
+    with pytest.raises(ConfigError, match="checkpoint 'other' holds a weight of shape"):
+        resume(tmp_path, model=two(4))
+    assert resume(tmp_path, model=two(3)).state.global_step == 3
 
 
 def test_what_was_chosen_by_another_seed_is_named_with_the_way_back(tmp_path):
