@@ -102,8 +102,8 @@ def image_rows(
         names: the classes, in the order of their ids.
         keep: a further column that stays, where there is one.
 
-    Raises: DataError for missing columns, a column that holds no images, or a label outside the
-        classes.
+    Raises: DataError for missing columns, a column that holds no images, an image that would be
+        fetched from an address, or a label outside the classes.
     """
     require_columns(rows, [image_column], "image_column")
     labels = label_ids(rows, label_column, names)
@@ -126,7 +126,28 @@ def _with_images(rows: Any, column: str) -> Any:
             f"Expected `image_column` to hold images, or paths of image files, but {column!r} "
             f"holds {feature}. Name a column of images; the data has {rows.column_names}."
         )
-    return rows.cast_column(column, datasets.Image())
+    rows = rows.cast_column(column, datasets.Image())
+    _refuse_addresses(rows, column)
+    return rows
+
+
+def _refuse_addresses(rows: Any, column: str) -> None:
+    """Raise DataError for an image that would be fetched when its row is drawn.
+
+    Who serves it would see which rows each secret draw holds, and epsilon does not cover that.
+    """
+    row = 0
+    for batch in rows.select_columns([column]).with_format("arrow").iter(1000):
+        images = batch[column].combine_chunks()
+        inside = images.field("bytes").is_valid().to_pylist()
+        for held, path in zip(inside, images.field("path").to_pylist(), strict=True):
+            if not held and path is not None and ("://" in path or "::" in path):
+                raise DataError(
+                    f"Row {row}, image_column {column!r}, names an address, {path!r}: fetched in "
+                    "training, it would tell its server which rows are drawn. Download the files "
+                    "first, and name their paths."
+                )
+            row += 1
 
 
 def check_images(rows: Any, which: str, column: str, quiet: bool = False) -> tuple[int, ...]:

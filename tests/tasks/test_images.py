@@ -162,3 +162,27 @@ def test_a_column_of_texts_that_are_no_paths():
         DataError, match="Row 0 of the rows, image_column 'img', .*FileNotFound.*'a film'"
     ):
         check_images(rows, "rows", "img", quiet=True)
+
+
+@pytest.mark.parametrize(
+    "address",
+    ["http://host/3.png", "hf://datasets/a/b/3.png", "s3://c/3.png", "zip://3.png::a.zip"],
+)
+@pytest.mark.parametrize("stored", [False, True], ids=["a path", "stored without bytes"])
+def test_an_image_that_would_be_fetched_is_refused_unread(address, stored, monkeypatch):
+    """In the last of many rows, behind an index, and without a connection."""
+    monkeypatch.setattr("socket.socket.connect", lambda *_: pytest.fail("connected"))
+    paths = ["1.png", address, *(f"{i}.png" for i in range(2, 1200))]
+    images = [{"bytes": None, "path": path} if stored else path for path in paths]
+    rows = datasets.Dataset.from_dict({"img": images, "label": [0] * len(paths)})
+    rows = rows.select([*range(2, 1200), 0, 1])
+    with pytest.raises(DataError, match=f"Row 1199, image_column 'img'.*{address}.*Download the"):
+        image_rows(rows, "img", "label", NAMES, ToPixels(tiny_images.processor()))
+
+
+def test_where_the_bytes_of_an_image_once_came_from_does_not_matter():
+    """It is never fetched: the bytes are there."""
+    image = {"bytes": tiny_images.png(picture(1)), "path": "http://host/1.png"}
+    rows = datasets.Dataset.from_dict({"img": [image, None], "label": [0, 1]})
+    rows = image_rows(rows, "img", "label", NAMES, ToPixels(tiny_images.processor()))
+    assert rows[0]["pixel_values"].shape == (3, 8, 8)
