@@ -5,12 +5,13 @@ Errors name what was wrong.
 
 from __future__ import annotations
 
+import glob
 import importlib
 import os
 from pathlib import Path
 from typing import Any
 
-from hf_dp.errors import DataError
+from hf_dp.errors import ConfigError, DataError
 
 _LOADERS = {".parquet": "parquet", ".csv": "csv", ".json": "json", ".jsonl": "json"}
 _WHOLE = "train"  # what datasets calls the rows of a file
@@ -23,11 +24,12 @@ def load_file(path: str, split: str = _WHOLE) -> Any:
     Args:
         split: which of the rows, in datasets' syntax: ``train`` for all, ``train[5000:]``.
 
-    Raises: DataError for a missing or unreadable file, an unknown ending, a split that there is
-        not, or no rows.
+    Raises: ConfigError for a split that may hold a row twice; DataError for a missing or unreadable
+        file, an unknown ending, a split that there is not, or no rows.
     """
     import datasets
 
+    refuse_joined(split)
     file = Path(path)
     folder = file.is_dir()
     if not folder and file.suffix not in _LOADERS:
@@ -39,10 +41,17 @@ def load_file(path: str, split: str = _WHOLE) -> Any:
         raise DataError(
             f"The data file {path!r} does not exist (working directory: {Path.cwd().name!r})."
         )
+    if "::" in path or "://" in path:  # for datasets, an address or a file inside another one
+        raise DataError(
+            f"Expected the name of a data file without '::' and '://', got {path!r}. Rename it, or "
+            "download it first."
+        )
     kind = "imagefolder" if folder else _LOADERS[file.suffix]
     named = repr(file.name) if split == _WHOLE else f"{file.name!r} (its split {split!r})"
+    # datasets reads names as patterns, the working directory's included: p[1] would mean p1.
+    exact = Path(glob.escape(str(file.absolute())))
     # Named one by one: otherwise a class called "test" would count as a split.
-    files = {_WHOLE: str(file / "**" if folder else file)}
+    files = {_WHOLE: str(exact / "**" if folder else exact)}
     try:
         dataset = datasets.load_dataset(kind, data_files=files, split=split)
     except Exception as problem:  # each reader has its own errors: pyarrow, pandas, json, datasets
@@ -53,6 +62,16 @@ def load_file(path: str, split: str = _WHOLE) -> Any:
     return dataset
 
 
+def refuse_joined(split: str) -> None:
+    """Raise ConfigError for a training split of several parts, which may hold a row twice."""
+    if "+" in split:
+        raise ConfigError(
+            f"Expected `train_split` to be one split or one part of it, got {split!r}: joined "
+            "parts may hold a row twice, and such a row would be protected half as well as "
+            "epsilon says. Name one part, or write the rows to a file, each once."
+        )
+
+
 def load_hub(name: str, config: str | None, split: str) -> Any:
     """Return one split of a data set on the Hub, or in a local folder laid out like one.
 
@@ -60,6 +79,12 @@ def load_hub(name: str, config: str | None, split: str) -> Any:
     """
     import datasets
 
+    # datasets reads the folder's path as a pattern, and takes no escaped one: p[1] would mean p1.
+    if Path(name).is_dir() and glob.has_magic(str(Path(name).resolve())):
+        raise DataError(
+            f"Expected `dataset_name` to be a folder without *, ? and [ in its path, got "
+            f"{str(Path(name).resolve())!r}. Rename it: another folder could be read in its place."
+        )
     # datasets 5.2 does not notice that a file of a local folder has changed: its cache would give
     # the old rows. The other processes of a machine come later, and read what the first prepared.
     first = os.environ.get("LOCAL_RANK", "0") == "0"

@@ -28,7 +28,7 @@ class SourceArguments(ABC):
     train_split: str = field(
         default="train",
         metadata={
-            "help": "Split to train on, or a part of it: train[5000:] leaves out the first 5,000 "
+            "help": "Split to train on, or one part of it: train[5000:] leaves out the first 5,000 "
             "rows, also those of train_file."
         },
     )
@@ -84,9 +84,10 @@ def load_train(data: SourceArguments) -> Any:
 
 
 def _load_train(data: SourceArguments) -> Any:
-    from hf_dp.tasks.files import load_file, load_hub
+    from hf_dp.tasks.files import load_file, load_hub, refuse_joined
 
     _check_source(data)
+    refuse_joined(data.train_split)
     if data.dataset_name == "demo":
         return data.demo()["train"]
     if data.dataset_name is not None:

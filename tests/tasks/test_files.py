@@ -1,0 +1,75 @@
+"""Files, folders and splits mean what they are called."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+
+import pytest
+import tiny_images
+
+from hf_dp.errors import ConfigError, DataError
+from hf_dp.tasks.classification_data import DataArguments
+from hf_dp.tasks.files import load_file, load_hub
+from hf_dp.tasks.sources import load_train
+
+
+def write_csv(path: Path, number: int) -> str:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(f"number\n{number}\n")
+    return str(path)
+
+
+def write_images(folder: Path, numbers: range, names: list[str] = tiny_images.NAMES) -> str:
+    for i in numbers:
+        path = folder / names[i % 3] / f"{i}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(tiny_images.png(tiny_images.picture(i)))
+    return str(folder)
+
+
+@pytest.mark.parametrize(
+    ("name", "other"), [("p[1].csv", "p1.csv"), ("p*.csv", "p2.csv"), ("p?.csv", "p3.csv")]
+)
+def test_a_file_is_read_by_its_name_and_not_by_a_pattern(tmp_path, name, other):
+    write_csv(tmp_path / other, 1)
+    assert load_file(write_csv(tmp_path / name, 2))["number"][:] == [2]
+
+
+@pytest.mark.parametrize("other", ["p1", "p"])
+def test_a_folder_is_read_by_its_name_and_not_by_a_pattern(tmp_path, other):
+    write_images(tmp_path / other, range(3))
+    rows = load_file(write_images(tmp_path / "p[1]", range(3, 9)))
+    assert len(rows) == 6
+
+
+def test_the_working_directory_is_no_pattern(tmp_path, monkeypatch):
+    write_csv(tmp_path / "w1" / "rows.csv", 1)
+    write_csv(tmp_path / "w[1]" / "rows.csv", 2)
+    monkeypatch.chdir(tmp_path / "w[1]")
+    assert load_file("rows.csv")["number"][:] == [2]
+
+
+def test_a_name_that_datasets_would_take_apart_is_refused(tmp_path):
+    with pytest.raises(DataError, match="without '::' and '://', got .*a.csv::b.csv"):
+        load_file(write_csv(tmp_path / "a.csv::b.csv", 1))
+
+
+def test_a_local_data_set_is_read_by_its_name_and_not_by_a_pattern(tmp_path):
+    write_csv(tmp_path / "p1" / "train.csv", 1)
+    write_csv(tmp_path / "p[1]" / "train.csv", 2)
+    assert load_hub(str(tmp_path / "p1"), None, "train")["number"][:] == [1]
+    with pytest.raises(DataError, match=r"`dataset_name`.*p\[1\]'. Rename it"):
+        load_hub(str(tmp_path / "p[1]"), None, "train")
+
+
+@pytest.mark.parametrize("split", ["train+train", "train[:50%]+train[25%:75%]"])
+@pytest.mark.parametrize("source", ["a file", "the Hub", "of hf-dp plan"])
+def test_a_split_that_may_hold_a_row_twice_is_refused(tmp_path, split, source):
+    file = write_csv(tmp_path / "train.csv", 1)
+    of = {"train_file": file} if source == "a file" else {"dataset_name": str(tmp_path)}
+    load = partial(load_train, DataArguments(**of, train_split=split))
+    if source == "of hf-dp plan":
+        load = partial(load_file, file, split)
+    with pytest.raises(ConfigError, match="`train_split` to be one split .*half as well"):
+        load()
