@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,13 +41,10 @@ def label_names(dataset: Any, label_column: str, given: Sequence[str] | None) ->
     return list(declared)
 
 
-def _subfolders(dataset: Any, label_column: str) -> list[str]:
-    """Return the names of the subfolders that datasets numbered as labels, in a folder of images.
-
-    The numbers are not class ids: another folder, which lacks a subfolder, has other numbers.
-    """
+def _subfolders(dataset: Any, label_column: str) -> bool:
+    """Return whether the labels are the names of a folder's subfolders, which datasets numbered."""
     names = getattr(dataset.features[label_column], "names", None)
-    return names if names and dataset.info.builder_name == "imagefolder" else []
+    return names is not None and dataset.info.builder_name == "imagefolder"
 
 
 def require_columns(dataset: Any, columns: Sequence[str], argument: str) -> None:
@@ -63,13 +60,35 @@ def require_columns(dataset: Any, columns: Sequence[str], argument: str) -> None
 def label_ids(dataset: Any, label_column: str, names: Sequence[str]) -> list[int]:
     """Return the class id of each row, for ids or names; no other column is read.
 
-    Raises: DataError for a missing column, or a value outside the classes.
+    Ids of a column that declares class names stand for these names, in whatever order they are.
+
+    Raises: DataError for a missing column, or naming the first row outside the classes.
     """
     require_columns(dataset, [label_column], "label_column")
-    values = list(dataset.with_format(None)[label_column])
-    if folders := _subfolders(dataset, label_column):
-        values = [folders[value] for value in values]
-    return _labels(values, label_column, names)
+    declared = getattr(dataset.features[label_column], "names", None)
+    values = dataset.with_format(None)[label_column]
+    ids = {name: index for index, name in enumerate(names)}
+    return [_label_id(row, value, label_column, ids, declared) for row, value in enumerate(values)]
+
+
+def _label_id(
+    row: int, value: Any, column: str, ids: Mapping[str, int], declared: Sequence[str] | None
+) -> int:
+    """Return the class id of one row. Raises: DataError."""
+    meant = value
+    if declared is not None and isinstance(value, int) and 0 <= value < len(declared):
+        meant = declared[value]
+    if isinstance(meant, str) and meant in ids:
+        return ids[meant]
+    if declared is None and isinstance(meant, int) and 0 <= meant < len(ids):
+        return meant
+    called = "" if meant is value else f", which the data calls {meant!r}"
+    expected = f"one of {list(ids)}" + ("" if declared else f" or an id from 0 to {len(ids) - 1}")
+    raise DataError(
+        f"The label column {column!r} has a value outside the classes: row {row} holds {value!r}"
+        f"{called}. Expected {expected}. Correct the row or leave it out, or set `class_names`"
+        f"{f' to names out of {list(declared)}' if declared else ''}."
+    )
 
 
 def encode(
@@ -89,9 +108,9 @@ def encode(
     (:func:`~hf_dp.tasks.template_tokenizer.with_template`). It is cut at ``max_length`` tokens. Of
     a template only the texts are cut, the longer one first.
 
-    Raises: DataError for missing columns, text that is no string, or a label outside ``0 ..
-        len(names) - 1``; InvalidArgumentError for other than one or two text columns, or where no
-        token of text would fit.
+    Raises: DataError for missing columns, text that is no string, or a label outside the classes;
+        InvalidArgumentError for other than one or two text columns, or where no token of text
+        would fit.
     """
     if len(text_columns) not in (1, 2):
         raise invalid(
@@ -102,22 +121,21 @@ def encode(
         )
     room_for_text(tokenizer, len(text_columns), max_length)
     require_columns(dataset, text_columns, "text_columns")
-    require_columns(dataset, [label_column], "label_column")
+    labels = label_ids(dataset, label_column, names)
+    # Without the column of labels: one that is written under its own name keeps its type, so ids
+    # would become text again, or those of the names that the file declares.
+    kept = [keep] * (keep in dataset.column_names)
+    dataset = dataset.select_columns(list(dict.fromkeys([*text_columns, *kept])))
 
-    # A column that is written under its own name keeps its type, and ids would become text again.
-    source = label_column
-    if "string" in str(getattr(dataset.features[label_column], "dtype", "")):
-        source = f"{label_column} as text"
-        dataset = dataset.rename_column(label_column, source)
-
-    def encode_rows(batch: dict[str, list[Any]]) -> dict[str, Any]:
+    def encode_rows(batch: dict[str, list[Any]], rows: list[int]) -> dict[str, Any]:
         texts = [_texts(batch, column) for column in text_columns]
-        labels = _labels(batch[source], label_column, names)
         encoded = tokenizer(*texts, truncation=True, max_length=max_length)
-        return {**encoded, "label": labels}
+        return {**encoded, "label": [labels[row] for row in rows]}
 
     others = [name for name in dataset.column_names if name != keep]
-    return dataset.map(encode_rows, batched=True, remove_columns=others, desc="Tokenizing")
+    return dataset.map(
+        encode_rows, batched=True, with_indices=True, remove_columns=others, desc="Tokenizing"
+    )
 
 
 def _texts(batch: dict[str, list[Any]], column: str) -> list[Any]:
@@ -127,18 +145,6 @@ def _texts(batch: dict[str, list[Any]], column: str) -> list[Any]:
             f"The text column {column!r} has a value that is not text. Drop or fill such rows."
         )
     return batch[column]
-
-
-def _labels(values: Sequence[Any], column: str, names: Sequence[str]) -> list[Any]:
-    """Return class ids for ids or names. Raises: DataError for a value outside the classes."""
-    ids = {name: index for index, name in enumerate(names)}
-    labels = [ids.get(value, -1) if isinstance(value, str) else value for value in values]
-    if not all(isinstance(label, int) and 0 <= label < len(names) for label in labels):
-        raise DataError(
-            f"The label column {column!r} has a value outside the classes {list(names)} "
-            f"(ids 0 to {len(names) - 1}). Correct the rows, or set `class_names`."
-        )
-    return labels
 
 
 METRICS = ("accuracy", "f1")

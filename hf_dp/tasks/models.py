@@ -5,9 +5,11 @@ Also the arguments and the head that all classifiers have.
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from hf_dp._validate import invalid
@@ -48,6 +50,32 @@ def labels_of(names: Sequence[str]) -> dict[str, Any]:
         "id2label": dict(enumerate(names)),
         "label2id": {name: index for index, name in enumerate(names)},
     }
+
+
+# Where an adapter's folder says so: PEFT writes no config.json, and a tokenizer or an image
+# processor keeps a key that it does not know.
+_NAMES_FILES, _NAMES_KEY = ("tokenizer_config.json", "preprocessor_config.json"), "class_names"
+
+
+def keep_class_names(processor: Any, names: Sequence[str]) -> None:
+    """Let a tokenizer or an image processor, which is saved with an adapter, say the classes."""
+    if hasattr(processor, "init_kwargs"):
+        processor.init_kwargs[_NAMES_KEY] = list(names)
+    else:
+        setattr(processor, _NAMES_KEY, list(names))
+
+
+def kept_class_names(folder: str) -> list[str] | None:
+    """Return the classes that an adapter was trained with, in the order of their ids.
+
+    None where its folder does not say them.
+    """
+    for name in _NAMES_FILES:
+        file = Path(folder, name)
+        kept = json.loads(file.read_text("utf-8")).get(_NAMES_KEY) if file.exists() else None
+        if kept is not None:
+            return list(kept)
+    return None
 
 
 def without_weights(auto: Any, config: Any) -> Any:

@@ -172,6 +172,48 @@ def test_from_scratch(task, capsys):
     assert "`from_scratch` does not go with `peft`" in capsys.readouterr().err
 
 
+# -- classes that a file declares in another order ---
+
+
+def reorder(file: Path, names: list[str]) -> None:
+    """Write a file's rows again, with the same classes numbered in another order."""
+    rows = datasets.load_dataset("parquet", data_files=str(file), split="train")
+    labels = [names.index(NAMES[label]) for label in rows["label"]]
+    rows = rows.remove_columns("label").add_column("label", labels)
+    rows.cast_column("label", datasets.ClassLabel(names=names)).to_parquet(file)
+
+
+def test_validation_and_given_names_are_matched_by_name(task):
+    expected = [row["labels"] for row in trainer(task).eval_dataset]
+    reorder(task.parent / "dev.parquet", ["owl", "dog", "cat"])
+    assert [row["labels"] for row in trainer(task).eval_dataset] == expected
+    train = trainer(task, class_names=["dog", "owl", "cat"]).train_dataset
+    assert [row["labels"] for row in train] == [[2, 0, 1][i % 3] for i in TRAIN]
+
+
+@pytest.mark.parametrize("peft", [None, ADAPTERS["lora"]], ids=["whole", "adapter"])
+def test_a_classifier_is_evaluated_by_the_classes_of_its_training(task, peft, capsys):
+    config = changed(task, peft=peft)
+    assert main(["train", "--config", config]) == 0
+    trained = accuracy(capsys.readouterr().out)
+    reorder(task.parent / "dev.parquet", ["owl", "dog", "cat"])
+    assert main(["eval", "--config", config]) == 2
+    assert "has the classes ['cat', 'dog', 'owl'], and the data ['owl'" in capsys.readouterr().err
+    assert main(["eval", "--config", changed(task, class_names=NAMES)]) == 0
+    assert accuracy(capsys.readouterr().out) == trained
+
+
+def test_an_adapter_that_does_not_say_its_classes(task, capsys):
+    config = changed(task, peft=ADAPTERS["lora"])
+    assert main(["train", "--config", config]) == 0
+    trained = accuracy(capsys.readouterr().out)
+    tiny_images.processor().save_pretrained(task.parent / "out")  # as an earlier hf_dp did
+    assert main(["eval", "--config", config]) == 2
+    assert "'out' does not say which classes it was trained with" in capsys.readouterr().err
+    assert main(["eval", "--config", changed(task, class_names=NAMES)]) == 0
+    assert accuracy(capsys.readouterr().out) == trained
+
+
 # -- where images come from ---
 
 

@@ -237,6 +237,15 @@ def test_what_was_chosen_to_train_is_evaluated(recipe, capsys, peft, infilling):
     assert printed_metrics(capsys.readouterr().out) == trained
 
 
+@pytest.mark.parametrize("infilling", ["sst2", None])
+def test_an_adapter_is_evaluated_by_the_classes_of_its_training(recipe, capsys, infilling):
+    peft = {"peft_type": "lora", "r": 2, "target_modules": ["query"]}
+    config = changed(recipe, infilling=infilling, peft=peft)
+    assert main(["train", "--config", config]) == 0
+    assert main(["eval", "--config", config, "--class_names", "positive", "negative"]) == 2
+    assert "has the classes ['negative', 'positive'], and" in capsys.readouterr().err
+
+
 def test_random_weights_that_an_adapter_would_not_hold_are_named(recipe, caplog):
     peft = {"peft_type": "lora", "r": 2, "target_modules": ["query"]}
     assert main(["train", "--config", changed(recipe, infilling=None, peft=peft)]) == 0

@@ -8,7 +8,8 @@ from typing import Any
 
 from hf_dp.cli.summary import metric_lines
 from hf_dp.cli.tasks.evaluation import EvalArguments
-from hf_dp.errors import ConfigError
+from hf_dp.errors import ConfigError, HfDpError
+from hf_dp.tasks.models import kept_class_names
 
 _TIMINGS = ("_runtime", "_per_second", "_preparation_time", "_loss")
 
@@ -47,6 +48,7 @@ def scores(
 def load_trained(
     path: str,
     names: Sequence[str],
+    given: bool,
     seed: int,
     base: Callable[[], tuple[Any, Any]],
     read: Callable[[str], tuple[Any, Any]],
@@ -56,6 +58,7 @@ def load_trained(
     Args:
         path: where it is; an adapter is put onto ``base()``.
         names: the classes of the data, in the order of their ids.
+        given: whether the configuration names them, and not only the data.
         seed: that of the training.
         base: loads the model that the configuration names, with what reads its rows.
         read: loads a whole checkpoint from a folder, with what reads its rows.
@@ -71,19 +74,46 @@ def load_trained(
         if Path(folder, "adapter_config.json").exists():
             from peft import PeftModel
 
+            _check_classes(path, _classes_of_adapter(folder, names, given), names)
             set_seed(seed)  # initializes what the base's checkpoint lacks, as in training
             model, processor = base()
             return PeftModel.from_pretrained(model, folder), processor
         model, processor = read(folder)
+    except HfDpError:
+        raise  # its message is complete; some are also a ValueError
     except (OSError, ValueError, RuntimeError) as problem:
         raise ConfigError(
             f"The classifier {path!r} could not be loaded: {str(problem).splitlines()[0]} Train it "
             "first (hf-dp train), or give its folder or Hub name: --trained NAME."
         ) from problem
     known = [model.config.id2label[index] for index in range(model.config.num_labels)]
-    if known != list(names):
-        raise ConfigError(
-            f"The classifier {path!r} has the classes {known}, and the data {list(names)}. "
-            "Evaluate on data with the same classes in the same order, or set `class_names`."
-        )
+    _check_classes(path, known, names)
     return model, processor
+
+
+def _classes_of_adapter(folder: str, names: Sequence[str], given: bool) -> Sequence[str]:
+    """Return the classes that an adapter was trained with.
+
+    Where its folder does not say them, they are those of the configuration that it was trained by:
+    an evaluation file may declare others, or these in another order.
+
+    Raises: ConfigError where neither does.
+    """
+    kept = kept_class_names(folder)
+    if kept is None and not given:
+        raise ConfigError(
+            f"The adapter {Path(folder).name!r} does not say which classes it was trained with, "
+            f"and the data declares {list(names)}. Set `class_names` to those of its training, in "
+            "the order of their ids then."
+        )
+    return names if kept is None else kept
+
+
+def _check_classes(path: str, known: Sequence[str], names: Sequence[str]) -> None:
+    """Raise ConfigError unless a classifier has these classes, in this order."""
+    if list(known) != list(names):
+        raise ConfigError(
+            f"The classifier {path!r} has the classes {list(known)}, and the data {list(names)}. "
+            f"Evaluate on data with the same classes; set `class_names` to {list(known)} where it "
+            "declares the same in another order."
+        )

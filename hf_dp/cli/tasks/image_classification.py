@@ -17,7 +17,7 @@ from hf_dp.tasks.image_classifier import (
     load_image_classifier,
 )
 from hf_dp.tasks.image_data import ImageArguments
-from hf_dp.tasks.models import freeze, warn_of_new_weights
+from hf_dp.tasks.models import freeze, keep_class_names, warn_of_new_weights
 from hf_dp.tasks.sources import load_evaluation, load_train
 
 ARGUMENTS = (ImageModelArguments, ImageArguments)
@@ -62,6 +62,7 @@ def build_trainer(
     freeze(model, model_args.freeze)
     if adapter is not None:
         warn_of_new_weights(model)
+        keep_class_names(processor, names)
     plain, columns = ToPixels(processor), (data_args.image_column, data_args.label_column, names)
     keep = args.privacy_unit_column
     augmented = ToPixels(processor, data_args.augmentation)

@@ -55,6 +55,7 @@ def evaluate(
     model, processor = load_trained(
         path,
         names,
+        bool(data_args.class_names),
         values.get("seed", 42),
         lambda: load_image_classifier(model_args, names),
         read,

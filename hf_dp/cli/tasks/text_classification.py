@@ -11,7 +11,7 @@ from typing import Any
 
 from hf_dp.cli.tasks.classification import configured, describe_sources, run
 from hf_dp.tasks.classification_data import DataArguments, encode_all
-from hf_dp.tasks.models import check_positions, freeze, warn_of_new_weights
+from hf_dp.tasks.models import check_positions, freeze, keep_class_names, warn_of_new_weights
 from hf_dp.tasks.sources import load_evaluation, load_train
 from hf_dp.tasks.text_classifier import ModelArguments, load_classifier
 
@@ -53,6 +53,7 @@ def build_trainer(
     freeze(model, model_args.freeze)
     if adapter is not None:
         warn_of_new_weights(model)
+        keep_class_names(tokenizer, names)
     if args.auto_physical_batch_size and args.auto_physical_batch_length is None:
         args.auto_physical_batch_length = data_args.max_length
     columns = data_args.columns(tokenizer, names, args.privacy_unit_column)

@@ -47,7 +47,8 @@ def evaluate(
         model, tokenizer = base()
     else:
         path = args.trained or values.get("output_dir") or model_args.model_name_or_path
-        model, tokenizer = load_trained(path, names, values.get("seed", 42), base, read)
+        given, seed = bool(data_args.class_names), values.get("seed", 42)
+        model, tokenizer = load_trained(path, names, given, seed, base, read)
     return scores(
         model,
         args,
