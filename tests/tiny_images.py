@@ -68,6 +68,26 @@ def dinov2(**options: Any) -> hf.Dinov2ForImageClassification:
     return hf.Dinov2ForImageClassification(config)
 
 
+def _of_text_and_images(kind: str, **options: Any) -> Any:
+    """A classifier by the half of CLIP or SigLIP that reads images."""
+    torch.manual_seed(0)
+    small = {name: value for name, value in _SMALL.items() if not name.endswith("dropout_prob")}
+    texts = {"vocab_size": 20, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 24,
+             "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}  # fmt: skip
+    config = getattr(hf, f"{kind}Config")(
+        vision_config={**small, **options}, text_config=texts, projection_dim=16
+    )
+    return getattr(hf, f"{kind}ForImageClassification")(config)
+
+
+def clip(**options: Any) -> hf.CLIPForImageClassification:
+    return _of_text_and_images("CLIP", **options)
+
+
+def siglip(**options: Any) -> hf.SiglipForImageClassification:
+    return _of_text_and_images("Siglip", **options)
+
+
 def save(folder: Path, model: Any, **options: Any) -> str:
     """Save a model and its image processor; return the folder."""
     model.save_pretrained(folder)

@@ -195,13 +195,26 @@ def check_head_is_trainable(model: nn.Module) -> None:
 
 
 def head_of(model: Any) -> dict[str, nn.Module]:
-    """Return the parts of a transformers model beside its backbone that have parameters."""
+    """Return the parts of a transformers model beside its backbone that have parameters.
+
+    Raises: UnsupportedModelError where nothing says which part is the backbone.
+    """
     backbone = getattr(model, "base_model_prefix", "")
-    return {
+    parts = {
         name: child
         for name, child in model.named_children()
         if name != backbone and any(True for _ in child.parameters())
     }
+    if backbone in dict(model.named_children()):
+        return parts
+    # CLIP and SigLIP classify by one part of themselves, so none is called by their prefix.
+    if "classifier" in parts:
+        return {"classifier": parts["classifier"]}
+    raise UnsupportedModelError(
+        f"It is not known which part of {type(model).__name__} is the head: of {sorted(parts)}, "
+        f"none is called {backbone!r} (its base_model_prefix) or 'classifier'. Choose another "
+        "model."
+    )
 
 
 def refuse_frozen_heads(model: Any, trained: Collection[nn.Parameter]) -> None:

@@ -29,7 +29,8 @@ def synthetic_examples(
 
     Args: target_lengths: of the labels, for a sequence-to-sequence model.
 
-    Raises: UnsupportedModelError for a model whose inputs are neither token ids nor images.
+    Raises: UnsupportedModelError for a model whose inputs are neither token ids nor images, or
+        that does not say how large its images are.
     """
     base: Any = base_model(model)
     if takes_tokens(model):
@@ -92,10 +93,23 @@ def made_up_tokens(model: nn.Module, shape: tuple[int, ...]) -> Tensor:
     return tokens if valid is None else valid(tokens)
 
 
+def image_config(model: Any) -> Any:
+    """Return the part of a model's configuration that says what images it takes."""
+    return getattr(model.config, "vision_config", model.config)
+
+
 def _image(model: nn.Module, base: Any) -> Batch:
-    size = base.config.image_size
+    config = image_config(base)
+    size, channels = (getattr(config, name, None) for name in ("image_size", "num_channels"))
+    if size is None or channels is None:
+        raise UnsupportedModelError(
+            f"The configuration of {type(base).__name__} says image_size {size} and num_channels "
+            f"{channels}, so hf_dp cannot make synthetic images to check the clipping engine with. "
+            "Set them in config.json, or override DPTrainer.synthetic_batches(self) to return a "
+            "list of images, each a batch of one."
+        )
     height, width = (size, size) if isinstance(size, int) else size
-    shape = (1, base.config.num_channels, height, width)
+    shape = (1, channels, height, width)
     return {
         "pixel_values": torch.randn(shape, dtype=base.dtype),
         "labels": _labels(base, _task(model), None),

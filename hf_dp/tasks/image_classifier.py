@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from hf_dp.errors import ConfigError, DataError, HfDpError, UnsupportedModelError
+from hf_dp.run.checks import head_of
+from hf_dp.run.synthetic import image_config
 from hf_dp.tasks.models import ClassifierArguments, labels_of, without_weights
 
 COLORS = 3
@@ -35,7 +37,8 @@ def load_image_classifier(arguments: ImageModelArguments, names: Sequence[str]) 
     Raises:
         ConfigError: Pillow is not installed.
         DataError: model or image processor cannot be loaded.
-        UnsupportedModelError: the model does not take images in RGB.
+        UnsupportedModelError: the model does not take images in RGB, or it is not known which part
+            of it is the head.
     """
     from hf_dp.tasks.files import resolve_model
 
@@ -52,7 +55,7 @@ def load_image_classifier(arguments: ImageModelArguments, names: Sequence[str]) 
             f"classifier: {str(problem).splitlines()[0]} Give a Hub name, or a folder with "
             "config.json, weights and preprocessor_config.json."
         ) from problem
-    channels = getattr(model.config, "num_channels", COLORS)
+    channels = getattr(image_config(model), "num_channels", COLORS)
     if channels != COLORS:
         raise UnsupportedModelError(
             f"Expected a model that takes images in RGB, but {arguments.model_name_or_path!r} has "
@@ -89,31 +92,47 @@ def _load_model(path: str, names: Sequence[str], from_scratch: bool, new_head: b
     model, info = auto.from_pretrained(
         path, config=config, output_loading_info=True, ignore_mismatched_sizes=True
     )
-    base = f"{model.base_model_prefix}."
-    other = sorted(name for name, *_ in info["mismatched_keys"] if name.startswith(base))
+    head = _head_parameters(model)
+    other = sorted({name for name, *_ in info["mismatched_keys"]} - head)
     if other:
         raise DataError(
             f"The weights in {path!r} do not fit its config.json: {', '.join(other)} have other "
             "shapes. Use the configuration with which they were saved."
         )
     known = [own.id2label[index] for index in range(own.num_labels)]
-    head: set[str] = set()
+    renewed: set[str] = set()
     if new_head or known != list(names):
-        head = _renew_head(model, auto.from_config(config))
-    model.newly_initialized = sorted(head | set(info["missing_keys"]))
+        renewed = head
+        _copy(auto.from_config(config), model, head)
+    model.newly_initialized = sorted(renewed | set(info["missing_keys"]))
     return model
 
 
-def _renew_head(model: Any, fresh: Any) -> set[str]:
-    """Give a model the random head of another one; return the names of its parameters."""
+def _head_parameters(model: Any) -> set[str]:
+    """Return the names of the parameters of a classifier's head.
+
+    Raises: UnsupportedModelError where it is not known, or there is none beside the backbone.
+    """
+    names = {
+        f"{part}.{name}"
+        for part, module in head_of(model).items()
+        for name, _ in module.named_parameters()
+    }
+    if not names:
+        raise UnsupportedModelError(
+            f"Expected a model with a head beside its backbone, but {type(model).__name__} has "
+            f"nothing beside {model.base_model_prefix!r}. Choose another model."
+        )
+    return names
+
+
+def _copy(source: Any, target: Any, names: Collection[str]) -> None:
+    """Give one model the named parameters of another."""
     import torch
 
-    base = f"{model.base_model_prefix}."
-    head = {name: p for name, p in fresh.named_parameters() if not name.startswith(base)}
     with torch.no_grad():
-        for name, parameter in head.items():
-            model.get_parameter(name).copy_(parameter)
-    return set(head)
+        for name in names:
+            target.get_parameter(name).copy_(source.get_parameter(name))
 
 
 def check_pixels(model: Any, shape: Sequence[int]) -> None:

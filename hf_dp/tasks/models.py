@@ -14,6 +14,7 @@ from typing import Any
 
 from hf_dp._validate import invalid
 from hf_dp.errors import ConfigError
+from hf_dp.run.checks import head_of
 
 logger = logging.getLogger(__name__)
 
@@ -141,8 +142,9 @@ def warn_of_new_weights(model: Any) -> None:
 
     Only weights of the base count. PEFT saves a new head with the adapter.
     """
-    base = f"{model.base_model_prefix}."
-    new = [name for name in getattr(model, "newly_initialized", []) if name.startswith(base)]
+    missing = getattr(model, "newly_initialized", [])
+    head = tuple(f"{part}." for part in head_of(model)) if missing else ()
+    new = [name for name in missing if not name.startswith(head)]
     if new:
         logger.warning(
             "The checkpoint of the base has no %s: they are random, and an adapter holds them only "

@@ -12,6 +12,7 @@ import datasets
 import pytest
 import tiny_images
 import torch
+import transformers as hf
 import yaml
 from safetensors.torch import load_file
 from tiny_images import NAMES, picture, png
@@ -94,13 +95,52 @@ def test_it_learns(task, capsys):
     assert float(accuracy(capsys.readouterr().out).split()[-1]) > 0.6
 
 
-@pytest.mark.parametrize("model", ["deit", "dinov2"])
+@pytest.mark.parametrize("model", ["deit", "dinov2", "clip", "siglip"])
 def test_other_transformers(task, model, capsys):
     tiny_images.save(task.parent / "other", getattr(tiny_images, model)())
     assert (
         main(["train", "--config", changed(task, model_name_or_path=str(task.parent / "other"))])
         == 0
     )
+
+
+@pytest.mark.parametrize("model", ["vit", "clip", "siglip"])
+def test_all_but_the_head_keeps_its_pretrained_weights(task, model):
+    base = getattr(tiny_images, model)()
+    tiny_images.save(task.parent / "other", base)
+    made = trainer(task, model_name_or_path=str(task.parent / "other")).model
+    changed_ones = {
+        name.split(".")[0]
+        for name, parameter in base.named_parameters()
+        if parameter.shape != (found := made.get_parameter(name)).shape
+        or not torch.equal(parameter, found)
+    }
+    assert changed_ones == {"classifier"}
+
+
+@pytest.mark.parametrize("model", ["clip", "siglip"])
+def test_of_clip_and_siglip_an_adapter_trains_the_head_alone(task, model):
+    tiny_images.save(task.parent / "other", getattr(tiny_images, model)())
+    made = trainer(task, model_name_or_path=str(task.parent / "other"), peft=ADAPTERS["lora"]).model
+    assert made.peft_config["default"].modules_to_save == ["classifier"]
+    whole = [n for n, p in made.named_parameters() if p.requires_grad and "lora" not in n]
+    assert whole and all("classifier" in name for name in whole)
+
+
+def test_a_model_whose_head_is_not_known_is_refused(task, capsys):
+    """One of transformers' whose parts are all called otherwise."""
+    config = hf.PPLCNetConfig(scale=0.1, class_expand=8)
+    tiny_images.save(task.parent / "other", hf.PPLCNetForImageClassification(config))
+    other = changed(task, model_name_or_path=str(task.parent / "other"))
+    assert main(["train", "--config", other]) == 2
+    assert "not known which part of PPLCNetForImageClassification" in capsys.readouterr().err
+
+
+def test_grey_images_are_refused_by_the_part_that_reads_them(task, capsys):
+    tiny_images.save(task.parent / "grey", tiny_images.clip(num_channels=1))
+    grey = changed(task, model_name_or_path=str(task.parent / "grey"))
+    assert main(["train", "--config", grey]) == 2
+    assert "num_channels 1" in capsys.readouterr().err
 
 
 ADAPTERS = {

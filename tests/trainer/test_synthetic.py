@@ -4,6 +4,7 @@ self-check on them."""
 from __future__ import annotations
 
 import pytest
+import tiny_images
 import torch
 from architectures import ARCHITECTURES, collate, without_downcasts
 from torch.nn import functional as F
@@ -12,6 +13,8 @@ from transformers import (
     BertForTokenClassification,
     FunnelConfig,
     FunnelForSequenceClassification,
+    RegNetConfig,
+    RegNetForImageClassification,
 )
 
 from hf_dp.batches.padding import Padding
@@ -115,3 +118,15 @@ def test_a_coupled_loss_is_seen_on_images_too():
 
     with pytest.raises(SelfCheckError, match="alone but"):
         self_check(model, coupled, padded, alone)
+
+
+@pytest.mark.parametrize("model", [tiny_images.clip, tiny_images.siglip])
+def test_the_size_of_images_is_that_of_the_part_that_reads_them(model):
+    assert {each["pixel_values"].shape for each in synthetic_examples(model())} == {(1, 3, 8, 8)}
+
+
+def test_a_model_that_does_not_say_the_size_of_its_images_is_refused():
+    small = {"embedding_size": 4, "hidden_sizes": [4] * 4, "depths": [1] * 4, "groups_width": 4}
+    model = RegNetForImageClassification(RegNetConfig(**small))
+    with pytest.raises(UnsupportedModelError, match="says image_size None .*config.json, or over"):
+        synthetic_examples(model)
