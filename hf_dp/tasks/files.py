@@ -8,6 +8,7 @@ from __future__ import annotations
 import glob
 import importlib
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -48,18 +49,54 @@ def load_file(path: str, split: str = _WHOLE) -> Any:
         )
     kind = "imagefolder" if folder else _LOADERS[file.suffix]
     named = repr(file.name) if split == _WHOLE else f"{file.name!r} (its split {split!r})"
+    options = {}
+    if folder:
+        _check_images_of_classes(file)
+        # The subfolder is the label, also where there is only one, as in a set for evaluation.
+        options = {"drop_labels": False}
     # datasets reads names as patterns, the working directory's included: p[1] would mean p1.
     exact = Path(glob.escape(str(file.absolute())))
     # Named one by one: otherwise a class called "test" would count as a split.
     files = {_WHOLE: str(exact / "**" if folder else exact)}
     try:
-        dataset = datasets.load_dataset(kind, data_files=files, split=split)
+        dataset = datasets.load_dataset(kind, data_files=files, split=split, **options)
     except Exception as problem:  # each reader has its own errors: pyarrow, pandas, json, datasets
         cause = problem.__cause__ or problem
         raise DataError(f"The data file {named} could not be read as {kind}: {cause}") from problem
     if len(dataset) == 0:
         raise DataError(f"The data file {named} has no rows.")
     return dataset
+
+
+def _check_images_of_classes(folder: Path) -> None:
+    """Raise DataError unless every image of a folder lies in a subfolder of it, and none deeper.
+
+    datasets would leave out labels, or take others, without saying so.
+    """
+    from datasets.packaged_modules.imagefolder.imagefolder import ImageFolder
+
+    for file in _seen_by_datasets(folder):
+        ending, depth = file.suffix.lower(), len(file.parts) - 1
+        if file.name in ImageFolder.METADATA_FILENAMES or ending == ".zip":
+            raise DataError(
+                f"The folder {folder.name!r} holds {str(file)!r}, whose rows or images datasets "
+                "would read instead of those of the subfolders, or beside them. Take it out "
+                "(unpack a ZIP file), or name a CSV or JSON file with paths and labels."
+            )
+        if ending in ImageFolder.EXTENSIONS and depth != 1:
+            raise DataError(
+                f"Expected the images of the folder {folder.name!r} in one subfolder for each "
+                f"class, but {str(file)!r} lies {'deeper' if depth else 'at its top'}. Move it, or "
+                "name a CSV or JSON file with paths and labels."
+            )
+
+
+def _seen_by_datasets(folder: Path) -> Iterator[Path]:
+    """Yield the files below a folder, relative to it, without those that datasets skips."""
+    for parent, subfolders, names in os.walk(folder, followlinks=True):
+        subfolders[:] = sorted(name for name in subfolders if not name.startswith((".", "__")))
+        inside = Path(parent).relative_to(folder)
+        yield from (inside / name for name in sorted(names) if not name.startswith("."))
 
 
 def refuse_joined(split: str) -> None:

@@ -7,7 +7,9 @@ each row's own in a private run (:mod:`hf_dp.batches.examples`).
 
 from __future__ import annotations
 
+import io
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,14 +17,18 @@ from torch import Tensor
 from torch.nn import functional as F
 from tqdm.auto import tqdm
 
-from hf_dp._validate import one_of
+from hf_dp._validate import invalid, one_of
 from hf_dp.errors import DataError
 from hf_dp.tasks.classification import label_ids, require_columns
 
 IMAGE, LABEL, PIXELS = "image", "label", "pixel_values"
-# Those of PIL's modes whose channels have 8 bits, or one. Converted to RGB, an image of 16 bits
-# would be cut at 255, and so nearly all white.
+# Those of PIL's modes whose channels have 8 bits, or one, and that mean colors as RGB does.
 _MODES = ("1", "L", "LA", "P", "PA", "RGB", "RGBA", "RGBa", "RGBX", "CMYK", "YCbCr", "HSV")
+# Modes of more than 8 bits. Converted to RGB they would be cut at 255, and so nearly all white.
+_DEEP_MODES = ("I", "F", "I;16", "I;16L", "I;16B", "I;16N")
+# Formats that have 8 bits a channel, or of which PIL says how many before it keeps the high 8.
+_FORMATS = ("BMP", "GIF", "JPEG", "MPO", "PCX", "PNG", "PPM", "TGA", "TIFF", "WEBP")
+_BITS_PER_SAMPLE = 258  # a tag of TIFF
 
 
 def flip(pixels: Tensor) -> Tensor:
@@ -50,7 +56,7 @@ class ToPixels:
         augmentations: names of random changes, made in this order.
 
     Raises: InvalidArgumentError for an unknown augmentation; when called, DataError for what is no
-        image, or one with more than 8 bits a channel.
+        image that can be used.
     """
 
     def __init__(self, processor: Any, augmentations: Sequence[str] = ()):
@@ -60,7 +66,8 @@ class ToPixels:
         ]
 
     def __call__(self, batch: Mapping[str, list[Any]]) -> dict[str, Any]:
-        return {PIXELS: [self.pixels(each) for each in batch[IMAGE]], "labels": batch[LABEL]}
+        images = map(decoded, batch[IMAGE])
+        return {PIXELS: [self.pixels(each) for each in images], "labels": batch[LABEL]}
 
     def pixels(self, image: Any) -> Tensor:
         """Return the pixels of a PIL image."""
@@ -70,18 +77,67 @@ class ToPixels:
         return pixels
 
 
+def decoded(stored: Mapping[str, Any] | None) -> Any:
+    """Return the PIL image of a row, upright, as ``datasets`` reads it.
+
+    Unlike there, only files of this machine are read, and what has more than 8 bits a channel is
+    known: PIL forgets it when it decodes.
+
+    Raises: DataError for a missing image, one with more than 8 bits a channel, or one of a format
+        of which that is not known; and whatever PIL, a codec or the file system raises.
+    """
+    from PIL import ExifTags, Image, ImageOps
+
+    if stored is None or (stored["bytes"] is None and stored["path"] is None):
+        raise DataError("it has no image. Leave the row out.")
+    content = stored["bytes"]
+    image = Image.open(
+        io.BytesIO(Path(stored["path"]).read_bytes() if content is None else content)
+    )
+    if image.format not in _FORMATS:
+        raise DataError(
+            f"its image is of the format {image.format}, of which it is not known here whether a "
+            "channel has more than 8 bits. Save it as PNG, with 8 bits a channel."
+        )
+    if _is_deep(image):
+        raise _too_deep(f"{image.format}, mode {image.mode!r}")
+    image.load()
+    upright = image.getexif().get(ExifTags.Base.Orientation) is None
+    return image if upright else ImageOps.exif_transpose(image)
+
+
+def _is_deep(image: Any) -> bool:
+    """Return whether a PIL image that is not decoded yet has more than 8 bits a channel."""
+    bits = getattr(image, "tag_v2", {}).get(_BITS_PER_SAMPLE, 8)
+    layout = [tile.args if isinstance(tile.args, tuple) else (tile.args,) for tile in image.tile]
+    largest = [args[1] for args in layout if image.format == "PPM" and len(args) == 2]
+    return (
+        image.mode in _DEEP_MODES
+        or max(bits if isinstance(bits, tuple) else (bits,)) > 8
+        or any(";16" in str(args[0]) for args in layout if args)
+        or any(value > 255 for value in largest)
+    )
+
+
+def _too_deep(what: str) -> DataError:
+    return DataError(
+        f"its image ({what}) has more than 8 bits a channel. Scale it to 8 bits first, by public "
+        "bounds: what part of its range matters is not known here."
+    )
+
+
 def in_rgb(image: Any) -> Any:
     """Return a PIL image in RGB, as transformers' pipelines make it: grey is repeated in all three
     channels, and transparency is dropped, whatever color lies below it.
 
-    Raises: DataError for a missing image, or one with more than 8 bits a channel.
+    Raises: DataError for more than 8 bits a channel, or a mode that is not read as colors here.
     """
-    if image is None:
-        raise DataError("it has no image. Leave the row out.")
+    if image.mode in _DEEP_MODES:
+        raise _too_deep(f"mode {image.mode!r}")
     if image.mode not in _MODES:
         raise DataError(
-            f"its image has the mode {image.mode!r}, with more than 8 bits a channel. Scale it to "
-            "8 bits first, by public bounds: what part of its range matters is not known here."
+            f"its image has the mode {image.mode!r}, which is not converted to RGB here. Save it "
+            "in RGB."
         )
     return image.convert("RGB")
 
@@ -103,19 +159,28 @@ def image_rows(
         keep: a further column that stays, where there is one.
 
     Raises: DataError for missing columns, a column that holds no images, an image that would be
-        fetched from an address, or a label outside the classes.
+        fetched from an address, or a label outside the classes; InvalidArgumentError for a column
+        ``keep`` whose name the images or labels need.
     """
     require_columns(rows, [image_column], "image_column")
     labels = label_ids(rows, label_column, names)
+    if keep == LABEL or (keep == IMAGE != image_column):
+        raise invalid(
+            "privacy_unit_column",
+            keep,
+            f"to be another name than {IMAGE!r} and {LABEL!r}",
+            "The rows of a run have their images and labels there. Rename the column of users.",
+        )
+    rows = _with_images(rows, image_column)
     kept = [image_column] + [keep] * (keep in rows.column_names and keep != image_column)
-    rows = _with_images(rows.select_columns(kept), image_column)
+    rows = rows.select_columns(kept)
     if image_column != IMAGE:
         rows = rows.rename_column(image_column, IMAGE)
     return rows.add_column(LABEL, labels).with_transform(to_pixels)
 
 
 def _with_images(rows: Any, column: str) -> Any:
-    """Return the rows with a column of images, or of paths, that is decoded when it is read."""
+    """Return the rows with a column of images, or of paths, as :func:`decoded` reads them."""
     import datasets
 
     feature = rows.features[column]
@@ -126,7 +191,7 @@ def _with_images(rows: Any, column: str) -> Any:
             f"Expected `image_column` to hold images, or paths of image files, but {column!r} "
             f"holds {feature}. Name a column of images; the data has {rows.column_names}."
         )
-    rows = rows.cast_column(column, datasets.Image())
+    rows = rows.cast_column(column, datasets.Image(decode=False))
     _refuse_addresses(rows, column)
     return rows
 

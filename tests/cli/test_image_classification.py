@@ -416,7 +416,7 @@ def stored(numbers: range, contents: dict[int, bytes], **columns: Any) -> datase
 
 CHANGED_KEYS = {
     "a column that is not there": ({"image_column": "photo"}, r"`image_column` names \['photo'\], but the data has the columns \['img', 'label'\]"),
-    "a column that holds no images": ({"image_column": "label"}, r"Expected `image_column` to hold images.*'label' holds ClassLabel"),
+    "a column that holds no images": ({"image_column": "label"}, r"Expected `image_column` to hold images.*'label' holds ClassLabel.*the data has .'img', 'label'"),
     "a label column that is not there": ({"label_column": "fine_label"}, r"`label_column` names \['fine_label'\]"),
     "fewer classes than ids": ({"class_names": ["cat", "dog"]}, "value outside the classes"),
     "an unknown augmentation": ({"augmentation": ["rotate"]}, "`augmentation` to be one of .'crop', 'flip'., got 'rotate'"),
@@ -442,12 +442,12 @@ def test_bad_keys_are_one_line_and_nothing_is_written(task, case, capsys):
 
 
 BAD_ROWS = {
-    "no image": (None, "both are None"),
+    "no image": (None, "no image. Leave the row out"),
     "damaged": (png(picture(7))[:60], "OSError|SyntaxError|UnidentifiedImageError"),
     "no image file": (b"a text", "UnidentifiedImageError"),
     "16 bits": (
         png(tiny_images.Image.new("I;16", (8, 8))),
-        "the mode 'I;16', with more than 8 bits",
+        "PNG, mode 'I;16'. has more than 8 bits",
     ),
 }
 
@@ -491,6 +491,22 @@ def test_labels_in_words_need_names_and_then_are_ids(task, capsys):
     assert [row["labels"] for row in trainer(task, class_names=NAMES).train_dataset] == [
         i % 3 for i in TRAIN
     ]
+
+
+@pytest.mark.parametrize(("names", "column"), [(["image"], "image"), (["label"], "label")])
+def test_users_in_a_column_that_the_rows_need_are_refused(task, names, column, capsys):
+    rows = tiny_images.rows(TRAIN).rename_column("label", "fine")
+    rows.add_column(column, [i % 20 for i in TRAIN]).to_parquet(task.parent / "train.parquet")
+    users = {"privacy_unit": "user", "privacy_unit_column": column, "max_rows_per_unit": 2}
+    assert main(["train", "--config", changed(task, label_column="fine", **users)]) == 2
+    assert "`privacy_unit_column` to be another name than 'image'" in capsys.readouterr().err
+
+
+def test_another_column_called_image_does_not_matter(task):
+    for name, numbers in (("train", TRAIN), ("dev", DEV)):
+        rows = tiny_images.rows(numbers).add_column("image", [f"{i}" for i in numbers])
+        rows.to_parquet(task.parent / f"{name}.parquet")
+    assert set(trainer(task).train_dataset[0]) == {"pixel_values", "labels"}
 
 
 @pytest.mark.parametrize("where", ["train", "dev"])

@@ -73,3 +73,34 @@ def test_a_split_that_may_hold_a_row_twice_is_refused(tmp_path, split, source):
         load = partial(load_file, file, split)
     with pytest.raises(ConfigError, match="`train_split` to be one split .*half as well"):
         load()
+
+
+def test_a_folder_of_one_class_has_labels(tmp_path):
+    rows = load_file(write_images(tmp_path / "a", range(0, 6, 3)))
+    assert rows.features["label"].names == ["cat"] and rows["label"][:] == [0, 0]
+
+
+@pytest.mark.parametrize(
+    ("extra", "message"),
+    [
+        ("8.png", "one subfolder for each class, but '8.png' lies at its top. Move it"),
+        ("cat/old/8.PNG", "one subfolder for each class, but 'cat/old/8.PNG' lies deeper. Move it"),
+        ("metadata.csv", "'a' holds 'metadata.csv', whose rows .* Take it out"),
+        ("cat/metadata.jsonl", "holds 'cat/metadata.jsonl', whose rows"),
+        ("more.zip", "holds 'more.zip', .*unpack"),
+    ],
+)
+def test_a_folder_that_is_more_than_images_by_class_is_refused(tmp_path, extra, message):
+    folder = Path(write_images(tmp_path / "a", range(9)))
+    (folder / extra).parent.mkdir(exist_ok=True)
+    (folder / extra).write_bytes(tiny_images.png(tiny_images.picture(8)))
+    with pytest.raises(DataError, match=message):
+        load_file(str(folder))
+
+
+def test_what_is_no_image_or_hidden_in_a_folder_is_left_out(tmp_path):
+    folder = Path(write_images(tmp_path / "a", range(9)))
+    for name in ("notes.txt", ".DS_Store", ".cache/deep/8.png", "__MACOSX/8.png"):
+        (folder / name).parent.mkdir(exist_ok=True, parents=True)
+        (folder / name).write_bytes(tiny_images.png(tiny_images.picture(8)))
+    assert len(load_file(str(folder))) == 9
