@@ -74,23 +74,24 @@ def _plot_curves(name: str, metric: str, curves: Curves, path: str, beside: str 
     from hf_dp._plotting import panels
 
     points = None if beside is None else read_points(beside, name, metric)
+    others = {} if points is None else points.values
     several = len(curves) > 1 or points is not None
     figure, (axes,) = panels(1, **({"width": 6.5, "height": 4.2} if several else {}))
     for label, numbers in curves.items():
         line_over_seeds(axes, numbers, label)
-    colors = {label: f"C{number}" for number, label in enumerate(curves)}  # matplotlib's own order
-    for label, row in ({} if points is None else points.values).items():
+    # matplotlib's own order: a label has the same color in both.
+    colors = {label: f"C{number}" for number, label in enumerate({**curves, **others})}
+    for label, row in others.items():
         assert points is not None
         axes.plot(
             *zip(*row, strict=True), linestyle="--", marker="o", markerfacecolor="white",
-            color=colors.get(label, "0.5"), label=f"{points.name}: {label}",
+            color=colors[label], label=f"{points.name}: {label}",
         )  # fmt: skip
-    everywhere = [place for numbers in curves.values() for place in numbers]
-    if min(everywhere) > 0 and max(everywhere) >= 8 * min(everywhere):
+    ticks = sorted({place for numbers in curves.values() for place in numbers}
+                   | {place for row in others.values() for place, _ in row})  # fmt: skip
+    if min(ticks) > 0 and max(ticks) >= 8 * min(ticks):
         axes.set_xscale("log", base=2)
-        axes.set_xticks(
-            sorted(set(everywhere)), [f"{place:g}" for place in sorted(set(everywhere))]
-        )
+        axes.set_xticks(ticks, [f"{place:g}" for place in ticks])
         axes.minorticks_off()
     axes.set_xlabel(name)
     axes.set_ylabel(metric)
