@@ -83,10 +83,10 @@ def _label_id(
     if declared is None and isinstance(meant, int) and 0 <= meant < len(ids):
         return meant
     called = "" if meant is value else f", which the data calls {meant!r}"
-    expected = f"one of {list(ids)}" + ("" if declared else f" or an id from 0 to {len(ids) - 1}")
+    numbered = "" if declared else f" (ids 0 to {len(ids) - 1})"
     raise DataError(
-        f"The label column {column!r} has a value outside the classes: row {row} holds {value!r}"
-        f"{called}. Expected {expected}. Correct the row or leave it out, or set `class_names`"
+        f"The label column {column!r} has a value outside the classes {list(ids)}{numbered}: row "
+        f"{row} holds {value!r}{called}. Correct the row or leave it out, or set `class_names`"
         f"{f' to names out of {list(declared)}' if declared else ''}."
     )
 

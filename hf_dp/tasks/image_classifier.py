@@ -8,8 +8,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hf_dp.errors import ConfigError, DataError, HfDpError, UnsupportedModelError
-from hf_dp.run.checks import head_of
-from hf_dp.run.synthetic import image_config
 from hf_dp.tasks.models import ClassifierArguments, labels_of, without_weights
 
 COLORS = 3
@@ -40,6 +38,7 @@ def load_image_classifier(arguments: ImageModelArguments, names: Sequence[str]) 
         UnsupportedModelError: the model does not take images in RGB, or it is not known which part
             of it is the head.
     """
+    from hf_dp.run.synthetic import image_config
     from hf_dp.tasks.files import resolve_model
 
     require_pillow()
@@ -113,6 +112,8 @@ def _head_parameters(model: Any) -> set[str]:
 
     Raises: UnsupportedModelError where it is not known, or there is none beside the backbone.
     """
+    from hf_dp.run.checks import head_of
+
     names = {
         f"{part}.{name}"
         for part, module in head_of(model).items()

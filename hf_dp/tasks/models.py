@@ -14,7 +14,6 @@ from typing import Any
 
 from hf_dp._validate import invalid
 from hf_dp.errors import ConfigError
-from hf_dp.run.checks import head_of
 
 logger = logging.getLogger(__name__)
 
@@ -142,6 +141,8 @@ def warn_of_new_weights(model: Any) -> None:
 
     Only weights of the base count. PEFT saves a new head with the adapter.
     """
+    from hf_dp.run.checks import head_of
+
     missing = getattr(model, "newly_initialized", [])
     head = tuple(f"{part}." for part in head_of(model)) if missing else ()
     new = [name for name in missing if not name.startswith(head)]
