@@ -493,13 +493,19 @@ def test_labels_in_words_need_names_and_then_are_ids(task, capsys):
     ]
 
 
-@pytest.mark.parametrize(("names", "column"), [(["image"], "image"), (["label"], "label")])
-def test_users_in_a_column_that_the_rows_need_are_refused(task, names, column, capsys):
+@pytest.mark.parametrize(
+    ("column", "message"),
+    [
+        ("image", "`privacy_unit_column` to be another name than 'image'"),
+        ("label", "`privacy_unit_column` to be another column than the label"),
+    ],
+)
+def test_users_in_a_column_that_the_rows_need_are_refused(task, column, message, capsys):
     rows = tiny_images.rows(TRAIN).rename_column("label", "fine")
     rows.add_column(column, [i % 20 for i in TRAIN]).to_parquet(task.parent / "train.parquet")
     users = {"privacy_unit": "user", "privacy_unit_column": column, "max_rows_per_unit": 2}
     assert main(["train", "--config", changed(task, label_column="fine", **users)]) == 2
-    assert "`privacy_unit_column` to be another name than 'image'" in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
 def test_another_column_called_image_does_not_matter(task):

@@ -101,7 +101,9 @@ def test_the_self_check_sees_images_of_the_size_of_the_rows(tmp_path):
 def test_lora_trains_the_head_beside_what_else_is_named(given, tmp_path):
     peft = LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=given)
     made = trainer(tmp_path, peft=peft)
-    assert sorted(peft.modules_to_save) == sorted(["classifier", *(given or [])])
+    used = made.model.peft_config["default"].modules_to_save
+    assert sorted(used) == sorted(["classifier", *(given or [])])
+    assert peft.modules_to_save == given  # the caller's own is left alone
     trained = {name for name, p in made.model.named_parameters() if p.requires_grad}
     assert "base_model.model.classifier.modules_to_save.default.weight" in trained
     before = {name: p.detach().clone() for name, p in made.model.named_parameters()}
