@@ -16,7 +16,7 @@ METHODS = {
         "2": ("full", "lora", "rgp", "frost", "random"),
         "8": ("full", "lora", "rgp", "frost"),
     },
-    "cifar10": dict.fromkeys(("2", "8"), ("full", "lora", "rgp", "frost", "random")),
+    "cifar10": dict.fromkeys(("0.5", "2", "8"), ("full", "lora", "rgp", "frost", "random")),
 }
 
 
