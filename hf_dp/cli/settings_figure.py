@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from hf_dp._plotting import line_over_seeds, spread
+from hf_dp._plotting import line_over_seeds, panels, spread
 from hf_dp.cli.cells import Cell, in_words
 from hf_dp.cli.points import Points, read_points
 from hf_dp.errors import ConfigError
@@ -71,8 +71,6 @@ def _word(key: str, value: Any, settings: int) -> str:
 
 
 def _plot_curves(name: str, metric: str, curves: Curves, path: str, beside: str | None) -> None:
-    from hf_dp._plotting import panels
-
     points = None if beside is None else read_points(beside, name, metric)
     others = {} if points is None else points.values
     several = len(curves) > 1 or points is not None
@@ -103,8 +101,6 @@ def _plot_curves(name: str, metric: str, curves: Curves, path: str, beside: str 
 def _plot_heat_map(
     names: tuple[str, str], metric: str, numbers: dict[tuple[float, ...], list[float]], path: str
 ) -> None:
-    from hf_dp._plotting import panels
-
     rows, columns = (sorted({key[axis] for key in numbers}) for axis in (0, 1))
     means = [
         [
@@ -127,8 +123,6 @@ def _plot_heat_map(
 
 
 def _plot_bars(results: Results, metric: str, path: str, beside: str | None) -> None:
-    from hf_dp._plotting import panels
-
     groups: dict[str, list[float]] = {}
     for cell, found in results.items():
         groups.setdefault(_bar(cell), []).append(found["metrics"][metric])

@@ -8,7 +8,7 @@ import statistics
 from collections.abc import Mapping
 from typing import Any
 
-from hf_dp._plotting import line_over_seeds, spread
+from hf_dp._plotting import line_over_seeds, panels, spread
 from hf_dp.cli.cells import Cell, in_words
 from hf_dp.errors import ConfigError
 
@@ -40,8 +40,6 @@ def plot_against(results: Results, metric: str, against: str, path: str) -> None
 
     Raises: ConfigError where a run has no such metric, or the sweep is not over models.
     """
-    from hf_dp._plotting import panels
-
     figure, (axes,) = panels(1, width=6.5, height=4.2)
     if against == PARAMETERS:
         _over_parameters(axes, results, metric)
@@ -97,8 +95,6 @@ def plot_over_zero_shot(results: dict[Cell, dict[str, Any]], path: str) -> None:
 
     There is a line for each combination of the settings other than ``infilling``.
     """
-    from hf_dp._plotting import panels
-
     lines: dict[str, list[tuple[float, float]]] = {}
     for cell, found in results.items():
         metric = sorted(found["metrics"])[0]
@@ -124,8 +120,6 @@ def plot_log(results: Results, name: str, path: str) -> None:
 
     Raises: ConfigError where a run has no log with that name.
     """
-    from hf_dp._plotting import panels
-
     logs: dict[str, list[dict[int, float]]] = {}
     for cell in results:
         logs.setdefault(cell.label, []).append(_logged(cell, name))

@@ -10,6 +10,7 @@ from typing import Any
 from hf_dp.cli.cells import Cell
 from hf_dp.errors import ConfigError
 from hf_dp.plans.privacy import PrivacyPlan
+from hf_dp.plans.units import FEATURES, NONE, weakest_unit
 from hf_dp.statement.statement import PROVEN_WEIGHTS_ONLY
 
 TIMES_NOTE = (
@@ -107,22 +108,27 @@ def spent_together(cells: Sequence[Cell]) -> str:
             "some of these runs drew their noise from a fixed seed (insecure_seed): no epsilon "
             "holds for all together"
         )
-    if any(not event.established for record in records for event in record.ledger.events):
+    if any(
+        record.plan.unit == NONE or any(not event.established for event in record.ledger.events)
+        for record in records
+    ):
         return (
             "DP-FP as published is among these runs: no differential privacy guarantee is "
             "established for any of them, nor for all together"
         )
-    claims = {(record.plan.unit, _whose(record.plan)) for record in records}
-    if len(claims) > 1:
+    owners = {_owner(record.plan) for record in records}
+    if len(owners) > 1:
         return (
             f"these {len(records)} private runs protect different units "
-            f"({', '.join(sorted(whose for _, whose in claims))}): no epsilon is stated for all "
-            "together"
+            f"({', '.join(sorted(owners))}): no epsilon is stated for all together"
         )
+    (owner,) = owners
+    whose = owner
+    if weakest_unit(record.plan.unit for record in records) == FEATURES:
+        whose = f"{owner} without its label, which is public"
     # A guarantee at the smallest delta holds at every larger one.
     delta = min(record.plan.delta for record in records)
     total = epsilon([event for record in records for event in record.ledger.events], delta, "rdp")
-    ((_, whose),) = claims
     besides = (
         "; some also released values without noise, which no epsilon covers"
         if any(record.status == PROVEN_WEIGHTS_ONLY for record in records)
@@ -135,8 +141,8 @@ def spent_together(cells: Sequence[Cell]) -> str:
     )
 
 
-def _whose(plan: PrivacyPlan) -> str:
-    """Return what a run protects, in words that tell two units apart."""
+def _owner(plan: PrivacyPlan) -> str:
+    """Return whose data a run protects, in words that tell two columns of users apart."""
     if plan.users is None:
         return "one row"
     return f"one {plan.users.name} by {plan.users.column!r}"

@@ -439,6 +439,23 @@ def test_runs_with_different_units_have_no_epsilon_together(tmp_path):
     assert "(rdp, a bound) for one row; that is" in spent_together([row])
 
 
+def test_where_labels_are_public_a_sweep_claims_nothing_for_them(tmp_path):
+    import tiny
+
+    from hf_dp.cli.cells import Cell
+    from hf_dp.cli.sweep_report import spent_together
+
+    cells = []
+    frozen = {"privacy_mode": "dp_fp", "dp_fp_variant": "frozen"}
+    for name, options in (("a", frozen), ("b", {})):
+        trainer = tiny.trainer(tmp_path / name / "run1", **options)
+        trainer.train()
+        cells.append(Cell({"mode": name}, 0, tmp_path / name))
+    for some in (cells[:1], cells):  # the weaker of the two holds for both
+        assert "for one row without its label, which is public; that" in spent_together(some)
+    assert "for one row; that" in spent_together(cells[1:])
+
+
 def test_pretraining_gives_a_base_its_head(base, tmp_path, capsys):
     """From an encoder without a masked-LM head to a base that infilling accepts; sources are
     listed."""

@@ -98,7 +98,7 @@ def test_numbers_with_an_exponent_are_numbers(tmp_path):
     ("names", "words", "message"),
     [
         (("full", "full"), [], "to have different names, got"),
-        (("full", "lora"), ["--grid", "peft.r=1,2"], "no block `peft`"),
+        (("lora", "full"), ["--grid", "peft.r=1,2"], "no block `peft`"),  # the second has none
         (("full", "lora"), ["--grid", "recipe=a,b"], "use --config A.yaml B.yaml"),
         (("full", "lora"), ["--set", "recipe=a"], "use --config A.yaml B.yaml"),
         (

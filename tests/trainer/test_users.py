@@ -291,7 +291,7 @@ def test_earlier_runs_by_another_column_are_refused(done, tmp_path):
 
 
 def regrouped():
-    """As many users as in ``by_user()``, with as many rows each; two rows changed places."""
+    """Return the rows of ``by_user()`` after two of them changed their users."""
     who = list(by_user()["who"])
     other = next(row for row, name in enumerate(who) if name != who[0])
     who[0], who[other] = who[other], who[0]

@@ -191,7 +191,7 @@ def test_random_draws_by_the_seed_of_its_run_unless_it_has_its_own(tmp_path):
     ids=lambda config: type(config).__name__,
 )
 def test_one_configuration_serves_many_runs(config, tmp_path):
-    """What was drawn, and what was completed, for one run is not taken over by the next one."""
+    """The next run draws and completes anew, and takes nothing over from the run before."""
     before = copy.deepcopy(config)
     made = [tiny.trainer(tmp_path, seed=seed, given={"peft_config": config}) for seed in (0, 1)]
     assert config == before and config.task_type is None
