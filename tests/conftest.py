@@ -1,11 +1,25 @@
-"""What holds for every test: what lives on is not searched for garbage again and again."""
+"""What holds for every test: workers share no cache of data sets, and what lives on is not searched
+for garbage again and again."""
 
 from __future__ import annotations
 
 import gc
+import os
+import tempfile
 from collections.abc import Iterator
 
 import pytest
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Give each worker a cache of data sets of its own.
+
+    ``datasets`` names the cache of a local folder by its name and content. Loading such a folder
+    anew deletes what another worker may be reading.
+    """
+    cache = tempfile.TemporaryDirectory(prefix="hf_dp-datasets-")
+    config.add_cleanup(cache.cleanup)
+    os.environ["HF_DATASETS_CACHE"] = cache.name
 
 
 def pytest_collection_finish() -> None:

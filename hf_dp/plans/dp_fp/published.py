@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import ClassVar, Self
 
 from hf_dp import _validate
-from hf_dp.accounting import Event, PublishedForwardNoise, gdp_clt
+from hf_dp.accounting import Event, PublishedForwardNoise
 from hf_dp.plans.dp_fp.base import PUBLISHED, MicroBatchPlan
 from hf_dp.plans.mechanism import Schedule, Words, register_plan
 from hf_dp.plans.selection import SelectionPlan
@@ -55,6 +55,8 @@ class PublishedPlan(MicroBatchPlan):
         prior_events: Sequence[Event],
         selection: SelectionPlan | None,
     ) -> tuple[Self, None]:
+        from hf_dp.accounting import gdp_clt  # it takes scipy, and so half of the time of --help
+
         draws = schedule.steps * self.num_micro_batches
         rate = self.sample_rate(schedule)
         sigma = gdp_clt.noise_multiplier(target_epsilon, schedule.delta, rate, draws)
