@@ -5,6 +5,7 @@ The command line wins, and an unknown key is an error.
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import difflib
 import re
@@ -98,6 +99,8 @@ def parse(
     for action in parser._actions:
         if action.dest in defaults:
             action.required = False
+        if {dict, str} <= set(typing.get_args(hints.get(action.dest))):
+            action.type = _block_or_text
     try:
         return parser.parse_args_into_dataclasses(args=list(words), args_file_flag=None)
     except HfDpError:
@@ -106,6 +109,17 @@ def parse(
         raise ConfigError(
             f"{str(problem).splitlines()[0]} See `hf-dp train --help-all` for all keys."
         ) from problem
+
+
+def _block_or_text(word: str) -> Any:
+    """Return the block that a word like ``{template: ...}`` writes in YAML, or the word."""
+    if not word.startswith("{"):
+        return word
+    try:
+        return load_yaml(word)
+    except yaml.YAMLError as problem:
+        message = f"{word!r} is not valid YAML: {problem}"
+        raise argparse.ArgumentTypeError(message) from problem
 
 
 def _hints(cls: type) -> dict[str, Any]:

@@ -15,11 +15,12 @@ import pytest
 import yaml
 from quick import run_quickly
 
-from hf_dp.cli.config import check_keys, checked, peft_config, read_yaml
+from hf_dp.cli.config import check_keys, checked, parse, peft_config, read_yaml
 from hf_dp.cli.help_text import PRIVACY
 from hf_dp.cli.main import main
 from hf_dp.cli.tasks import TASKS, evaluated_tasks, evaluation_module, training_module
 from hf_dp.errors import ConfigError
+from hf_dp.tasks.text_classifier import ModelArguments
 from hf_dp.trainer.arguments import DPTrainingArguments
 from hf_dp.trainer.trainer import DPTrainer
 
@@ -241,6 +242,20 @@ def test_kinds_of_values_in_yaml(hint, value, found):
     else:
         assert checked("x", value, hint) == found
         assert type(checked("x", value, hint)) is type(found)
+
+
+def test_a_block_on_the_command_line_is_yaml(capsys):
+    def infilling(word):
+        values = {"model_name_or_path": "base"}
+        return parse([ModelArguments], values, ["--infilling", word], prog="hf-dp")[0].infilling
+
+    words = {"no": "bad", "yes": "good"}
+    block = "{template: '<S1> It was [MASK] .', label_words: {'no': bad, 'yes': good}}"
+    assert infilling(block) == {"template": "<S1> It was [MASK] .", "label_words": words}
+    assert infilling("sst2") == "sst2"
+    with pytest.raises(SystemExit):
+        infilling("{template: 'x")
+    assert "is not valid YAML" in capsys.readouterr().err
 
 
 @pytest.mark.slow
