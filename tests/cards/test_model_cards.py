@@ -13,7 +13,7 @@ from hf_dp.statement.record import FILE_NAME
 
 METHODS = {
     "sst2": {
-        "0.5": ("full", "lora", "rgp", "frost"),
+        "0.5": ("full", "lora", "rgp", "frost", "random"),
         "2": ("full", "lora", "rgp", "frost", "random"),
         "8": ("full", "lora", "rgp", "frost"),
     },
