@@ -251,7 +251,7 @@ def test_what_is_no_search(words, match, capsys):
     assert match in captured.err
 
 
-@pytest.mark.parametrize(("accountant", "limit"), [("pld", 6.0), ("gdp_clt", 2.0)])
+@pytest.mark.parametrize(("accountant", "limit"), [("pld", 3.0), ("gdp_clt", 1.0)])
 def test_cpu_time(accountant, limit):
     """Each accountant's package is imported only when asked for. (CPU time: the machine may be
     busy.)"""
