@@ -11,8 +11,8 @@ far too small: (sigma 0.4, q 1e-4, T 1000, delta 1e-6) gives 0.279 where the tru
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
-from scipy.optimize import brentq
 from scipy.special import log_ndtr
 
 from hf_dp._validate import in_unit_interval, integer, positive
@@ -63,7 +63,25 @@ def gaussian_epsilon(mu: float, delta: float) -> float:
         return 0.0
     # Gaussian tail: the loss has mean mu^2/2 and standard deviation mu, so delta is reached before.
     high = mu**2 / 2 + mu * math.sqrt(2 * math.log(1 / delta)) + 1e-9
-    return float(brentq(excess, 0.0, high, xtol=1e-12, rtol=1e-12))
+    return _root(excess, 0.0, high)
+
+
+def _root(function: Callable[[float], float], low: float, high: float) -> float:
+    """Return where a monotone function changes its sign, by bisection down to adjacent floats.
+
+    Importing scipy.optimize for one root takes half of the time of `hf-dp account`.
+
+    Raises: ArithmeticError if the function has the same sign at both ends.
+    """
+    above = function(low) > 0
+    if (function(high) > 0) == above:
+        raise ArithmeticError(f"No change of sign between {low!r} and {high!r}.")
+    while low < (middle := low + (high - low) / 2) < high:
+        if (function(middle) > 0) == above:
+            low = middle
+        else:
+            high = middle
+    return high
 
 
 def noise_multiplier(target_epsilon: float, delta: float, sample_rate: float, steps: int) -> float:
@@ -81,7 +99,7 @@ def noise_multiplier(target_epsilon: float, delta: float, sample_rate: float, st
     high = 1.0
     while gaussian_epsilon(high, delta) < target:
         high *= 2
-    mu = float(brentq(lambda mu: gaussian_epsilon(mu, delta) - target, 1e-12, high, xtol=1e-14))
+    mu = _root(lambda mu: gaussian_epsilon(mu, delta) - target, 1e-12, high)
     return 1 / math.sqrt(math.log1p(mu**2 / (rate**2 * steps)))
 
 
