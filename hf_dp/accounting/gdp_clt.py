@@ -67,21 +67,26 @@ def gaussian_epsilon(mu: float, delta: float) -> float:
 
 
 def _root(function: Callable[[float], float], low: float, high: float) -> float:
-    """Return where a monotone function changes its sign, by bisection down to adjacent floats.
+    """Return the lower end of a bracket of relative width 1e-12 around a sign change.
 
+    The lower end, so that noise that was calibrated to a target does not read back above it.
     Importing scipy.optimize for one root takes half of the time of `hf-dp account`.
+
+    Args:
+        function: monotone on [low, high], where 0 <= low < high.
 
     Raises: ArithmeticError if the function has the same sign at both ends.
     """
     above = function(low) > 0
     if (function(high) > 0) == above:
         raise ArithmeticError(f"No change of sign between {low!r} and {high!r}.")
-    while low < (middle := low + (high - low) / 2) < high:
+    while high - low > 1e-12 * high:
+        middle = (low + high) / 2
         if (function(middle) > 0) == above:
             low = middle
         else:
             high = middle
-    return high
+    return low
 
 
 def noise_multiplier(target_epsilon: float, delta: float, sample_rate: float, steps: int) -> float:

@@ -319,3 +319,13 @@ def test_an_answer_is_kept_no_more_often_than_its_epsilon_allows(target):
     event = RandomizedResponse(target, 3)
     keep = round(event.keep_probability * 2**64) / 2**64  # as it is drawn
     assert math.log(keep / ((1 - keep) / 2)) <= target * (1 + 1e-9) + 1e-7
+
+
+@pytest.mark.parametrize("target", [0.5, 1.73, 3.0, 8.0])
+@pytest.mark.parametrize("delta", [1e-6, 7.424e-6, 1e-4])
+@pytest.mark.parametrize("steps", [66, 200, 1000])
+def test_noise_by_the_limit_theorem_reads_back_at_its_target_and_not_above(target, delta, steps):
+    sigma = gdp_clt.noise_multiplier(target, delta, 0.01, steps)
+    mu = 0.01 * math.sqrt(steps * math.expm1(1 / sigma**2))
+    found = gdp_clt.gaussian_epsilon(mu, delta)
+    assert target * (1 - 1e-11) <= found <= target
