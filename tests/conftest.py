@@ -1,5 +1,4 @@
-"""What holds for every test: workers share no cache of data sets, and what lives on is not searched
-for garbage again and again."""
+"""Give each worker its own cache of data sets, and search what lives on for garbage only once."""
 
 from __future__ import annotations
 
