@@ -13,6 +13,7 @@ from hf_dp.tasks.infilling_config import InfillingConfig
 from hf_dp.tuners.adapter import AdapterConfig
 
 _IMAGES = "image-classification"
+_CLASSIFIER = "Classification"  # the end of its class's name
 
 
 def usage(model: nn.Module, task_tag: str | None) -> str | None:
@@ -23,7 +24,7 @@ def usage(model: nn.Module, task_tag: str | None) -> str | None:
 
     An infilling classifier is one of hf_dp's own classes, which transformers knows after
     ``import hf_dp``. To load its adapter, the base is first made a classifier again. So is the base
-    of an adapter for images: a pipeline would give it the classes that it had before.
+    of every adapter of a classifier: a pipeline would give it the classes that it had before.
     """
     config: Any = getattr(base_model(model), "config", None)
     adapters = getattr(model, "peft_config", {})
@@ -32,9 +33,9 @@ def usage(model: nn.Module, task_tag: str | None) -> str | None:
         return _adapter(config, REPOSITORY, BASE_MODEL, merges=not ours)
     if task_tag is None:
         return None
+    class_name = type(base_model(model)).__name__
     # transformers by itself loads only the adapters that PEFT knows
-    if ours or (adapters and task_tag == _IMAGES):
-        class_name = type(base_model(model)).__name__
+    if ours or (adapters and class_name.endswith(_CLASSIFIER)):
         return _on_its_base(config, class_name, task_tag, ours)
     lines = ["import hf_dp  # makes the class known"] if isinstance(config, InfillingConfig) else []
     return "\n".join(
@@ -49,10 +50,11 @@ def usage(model: nn.Module, task_tag: str | None) -> str | None:
 
 def _on_its_base(config: Any, class_name: str, task_tag: str, ours: bool) -> str:
     reader, reads = "tokenizer", "AutoTokenizer"
-    options = f", num_labels={config.num_labels}" if class_name.endswith("Classification") else ""
+    options = ""
+    if class_name.endswith(_CLASSIFIER):
+        options = f", id2label={config.id2label!r}, ignore_mismatched_sizes=True"
     if task_tag == _IMAGES:
         reader, reads = "image_processor", "AutoImageProcessor"
-        options = f", id2label={config.id2label!r}, ignore_mismatched_sizes=True"
     return "\n".join(
         [
             *["import hf_dp  # makes the adapter known"] * ours,
