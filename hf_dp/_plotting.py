@@ -57,3 +57,8 @@ def spread(values: Sequence[Sequence[float]]) -> list[list[float]]:
         [mean - min(each) for mean, each in zip(means, values, strict=True)],
         [max(each) - mean for mean, each in zip(means, values, strict=True)],
     ]
+
+
+def legend_beside(axes: Any) -> None:
+    """Put the legend to the right of the axes, where it hides no point."""
+    axes.legend(frameon=False, fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5))

@@ -21,9 +21,12 @@ from hf_dp._validate import one_of
 from hf_dp.benchmarks import modes
 from hf_dp.benchmarks.shapes import SHAPES
 from hf_dp.cli import bench, sweep
-from hf_dp.cli.cells import Cell
+from hf_dp.cli.cells import METRICS, Cell
 from hf_dp.cli.main import main
+from hf_dp.cli.model_size import ModelSize
 from hf_dp.cli.options import hyphenated
+from hf_dp.cli.summary import SIGNALS
+from hf_dp.cli.sweep_figures import LOG
 
 RECIPES = {
     str(path.relative_to(ROOT)): path
@@ -52,6 +55,25 @@ WORK = (
 # What says which rows a command reads.
 TRAINED_ON = ("train_file", "dataset_name", "text_files")
 EVALUATED_ON = ("validation_file", "dataset_name")
+
+# What a run of any task may have; the first is the first by its name.
+SCORES = ("accuracy", "bleu", "perplexity", "validation_matched_accuracy")
+# The axes of the figures of the papers: horizontal, vertical.
+PARAMETERS = "non-embedding parameters (millions)"
+FIGURES = {
+    "outputs/glue/figure6_mnli.png": (PARAMETERS, "validation_matched_accuracy"),
+    **{f"outputs/glue/figure6_{x}.png": (PARAMETERS, "accuracy") for x in ("sst2", "qqp", "qnli")},
+    "outputs/glue/figure8.png": ("zero-shot accuracy", "accuracy after training"),
+    "outputs/glue/figure8_non_private.png": ("zero-shot accuracy", "accuracy after training"),
+    "outputs/e2e/figure1.png": (PARAMETERS, "bleu"),
+    "outputs/dart/figure6.png": (PARAMETERS, "bleu"),
+    "outputs/e2e/figure2.png": ("expected_batch_size", "learning_rate"),
+    "outputs/e2e/figure3.png": ("measured_signal_to_noise", "perplexity"),
+    "outputs/e2e/figure4.png": ("per_example_max_grad_norm", "learning_rate"),
+    "outputs/dp_fp/figure1.png": ("learning_rate", "expected_batch_size"),
+    "outputs/dp_fp/figure2.png": ("learning_rate", "representation_clipping_norm"),
+    "outputs/dp_fp/figure3.png": ("num_micro_batches", "accuracy"),
+}
 
 
 class Reached(Exception):
@@ -98,6 +120,8 @@ def dry_run(
         elif command == "sweep":
             plain = without(words, *(word for word in words if word.startswith("--plot")))
             goes_through_its_runs(plain, reaches, monkeypatch, tmp_path)
+            if "--plot" in words:
+                draws(words, monkeypatch, tmp_path)
         elif command == "plan":  # which only calculates: until it would, or to its end
             try:
                 assert main(without(words, "--plot")) == 0, (words, capsys.readouterr().err)
@@ -116,8 +140,7 @@ def dry_run(
 
 
 def without(words: list[str], *options: str) -> list[str]:
-    """The words without these options and their values. Figures need matplotlib, and tests do
-    without."""
+    """The words without these options and their values."""
     for option in options:
         if option in words:
             place = words.index(option)
@@ -152,6 +175,39 @@ def goes_through_its_runs(
         patched.setattr("hf_dp.cli.cell_runs.subprocess.run", child)
         patched.setattr(sweep, "grid", lambda *args: one_at_a_time(list(every(*args))))
         assert main(words) == 1 and reached
+
+
+def draws(words: list[str], monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+    """Let a sweep draw its figure, of made-up results of all its runs, and check the axes."""
+    pytest.importorskip("matplotlib")
+    from matplotlib.figure import Figure
+
+    found: list[tuple[str, str]] = []
+
+    def result(cell: Cell) -> dict[str, Any]:
+        metrics = dict.fromkeys((*SCORES, *SIGNALS), 0.5 + cell.seed / 10)
+        run = cell.folder / "run1"
+        run.mkdir(parents=True, exist_ok=True)
+        (run / METRICS).write_text("{}")
+        (run / LOG).write_text('{"log_history": [{"step": 1, "signal_to_noise": 0.1}]}')
+        return {"metrics": metrics, "epsilon": None, "status": None, "times": {}}
+
+    def save(self: Any, *args: Any, **kwargs: Any) -> None:
+        axes = self.axes[0]
+        found.append((axes.get_xlabel(), axes.get_ylabel()))
+
+    place = words.index("--output-dir") + 1
+    words = [*words[:place], str(folder / "drawn" / words[place]), *words[place + 1 :]]
+    with monkeypatch.context() as patched:
+        patched.setattr(sweep, "run_cell", lambda *args: True)
+        patched.setattr(sweep, "result", result)
+        patched.setattr(sweep, "zero_shot", lambda cell: {SCORES[0]: 0.5})
+        patched.setattr(sweep, "spent_together", lambda cells: "")
+        patched.setattr("hf_dp.cli.model_size.model_size", lambda name: ModelSize(2, 1, "bert"))
+        patched.setattr(Figure, "savefig", save)
+        assert main(words) == 0, words
+    picture = words[words.index("--plot") + 1]
+    assert found == [FIGURES.get(picture, found[0])], words
 
 
 def one_at_a_time(cells: list[Cell]) -> Iterator[Cell]:
@@ -196,6 +252,11 @@ def test_every_command_runs_up_to_its_work(source, words, dry_run):
         dry_run(words[1:])
 
 
+def test_every_figure_of_the_papers_is_drawn_by_a_command():
+    every = [words for found in SOURCES.values() for words in found if "--plot" in words]
+    assert {words[words.index("--plot") + 1] for words in every} >= set(FIGURES)
+
+
 @pytest.mark.parametrize("name", [name for name in RECIPES if name in SOURCES])
 def test_the_command_of_a_recipe_is_of_this_recipe(name):
     words = SOURCES[name][0]
@@ -211,6 +272,14 @@ def test_the_command_of_a_recipe_is_of_this_recipe(name):
         "hf-dp sweep --config recipes/demo/minilm_dp_adam.yaml --grid leaning_rate=1,2 --output-dir x",
         "hf-dp sweep --config recipes/demo/minilm_dp_adam.yaml --grid peft.r=1,2 --output-dir x",
         "hf-dp sweep --config recipes/demo/minilm_dp_adam.yaml --set privacy_mod=dp_sgd --output-dir x",
+        # without --plot-against: over epsilon
+        "hf-dp sweep --config recipes/e2e/gpt2_full_eps8.yaml --set train_file=A validation_file=B "
+        "--grid target_epsilon=3,8 model_name_or_path=c,d --output-dir x --plot "
+        "outputs/e2e/figure1.png",
+        # the columns of another figure
+        "hf-dp sweep --config recipes/e2e/gpt2_full_eps8.yaml --set train_file=A validation_file=B "
+        "--grid learning_rate=1,2 expected_batch_size=8,16 --output-dir x --plot a.png "
+        "--plot-metric bleu --plot-beside recipes/e2e/figure4.csv",
         "hf-dp plan --config recipes/demo/minilm_dp_adam.yaml --num-exampels 10",
         "hf-dp bench throughput --model gpt2 --modes non_private,goast",
         "hf-dp bench throughput --model gpt3 --modes non_private",

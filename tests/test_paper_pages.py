@@ -9,10 +9,11 @@ from pages import PAGES
 from test_recipes import PAPERS, REPRODUCTIONS, ROOT, plan_of
 
 from hf_dp.accounting import epsilon
-from hf_dp.cli.points import read_points
+from hf_dp.cli.points import read_cells, read_points
 
 OF_PAPERS = [paper for paper in PAPERS if "pages" in PAPERS[paper]]
 HEADER = "| In the paper | Command | The paper's | Ours | How we read it |"
+INFILLING = "infilling"
 RUNS = re.compile(r"^(?:time )?(?:hf-dp|accelerate launch) ", flags=re.M)
 
 
@@ -127,3 +128,56 @@ def test_the_points_beside_our_figures_are_the_papers(points, recipes):
     }
     assert len(wanted) == 6
     assert read_points(str(ROOT / points), "target_epsilon", "accuracy").values == wanted
+
+
+MILLIONS = {"base": 85.1, "large": 302.3}  # parameters without embeddings
+
+
+@pytest.mark.parametrize("task", ["mnli", "qqp", "qnli", "sst2"])
+def test_the_points_beside_our_figure_6_are_those_of_table_1(task):
+    found = {
+        (recipe.parts["epsilon"], recipe.parts["size"]): recipe.of(recipe.experiment["scores"])
+        for recipe in REPRODUCTIONS.values()
+        if recipe.name.startswith(f"recipes/glue/{task}/") and recipe.parts.get("how") == INFILLING
+    }
+    names = ["accuracy"]
+    if task == "mnli":
+        names = ["validation_matched_accuracy", "validation_mismatched_accuracy"]
+    for place, name in enumerate(names):
+        points = read_points(str(ROOT / f"recipes/glue/{task}/figure6.csv"), "parameters", name)
+        assert points.values == {
+            f"roberta target_epsilon={target}": [
+                (MILLIONS[size], pytest.approx(float(str(score).split("/")[place]) / 100))
+                for size in MILLIONS
+                for score in [found[target, size]]
+            ]
+            for target in ("3", "8")
+        }
+
+
+@pytest.mark.parametrize(("folder", "figure"), [("e2e", "figure1"), ("dart", "figure6")])
+def test_the_points_beside_our_figures_of_generation_are_gpt2s(folder, figure):
+    recipe = REPRODUCTIONS[f"recipes/{folder}/gpt2_full_eps8.yaml"]
+    scores = recipe.of(recipe.experiment["scores"])["BLEU"]
+    points = read_points(str(ROOT / f"recipes/{folder}/{figure}.csv"), "parameters", "bleu").values
+    assert points == {
+        f"gpt2 target_epsilon={target}": [(MILLIONS["base"], score)]
+        for target, score in zip((3, 8), scores, strict=False)
+    }
+
+
+@pytest.mark.parametrize(
+    ("file", "heading", "column", "places"),
+    [
+        ("figure2", "Figures 2 and 9", "expected_batch_size", (16, 32, 64, 512, 1024, 2048)),
+        ("figure4", "Figure 4", "per_example_max_grad_norm", (0.1, 0.4, 1.6, 6.4, 25.6)),
+    ],
+)
+def test_the_values_beside_our_heat_maps_are_the_papers(file, heading, column, places):
+    wanted = {}
+    for row in PAPERS["printed"]["recipes/e2e/README.md"][heading]:
+        rate, *values = row.split(" | ")
+        rate = eval(rate.replace("^", "**")) * (1e-3 if file == "figure2" else 1)
+        wanted |= {(rate, at): float(value) for at, value in zip(places, values, strict=True)}
+    path = str(ROOT / f"recipes/e2e/{file}.csv")
+    assert read_cells(path, ("learning_rate", column), "bleu") == wanted

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import csv
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from hf_dp.errors import ConfigError
 
@@ -32,7 +34,47 @@ def read_points(path: str, over: str | None, metric: str) -> Points:
     Raises: ConfigError for a file that cannot be read, lacks a column, or has no finite number
         where one is needed.
     """
-    columns = [LABEL, *([] if over is None else [over]), metric]
+    numbers = [*([] if over is None else [over]), metric]
+    values: dict[str, list[tuple[float, float]]] = {}
+    for label, found in _rows(path, [LABEL], numbers):
+        *place, value = found
+        values.setdefault(label[0], []).append((place[0] if place else 0.0, value))
+    return Points(Path(path).stem, {label: sorted(points) for label, points in values.items()})
+
+
+def read_cells(path: str, names: tuple[str, str], metric: str) -> dict[tuple[float, float], float]:
+    """Read the values of a heat map: a CSV file with the columns of both settings and ``metric``.
+
+    Raises: ConfigError as :func:`read_points` does, and for a cell that comes twice.
+    """
+    values: dict[tuple[float, float], float] = {}
+    for _, (row, column, value) in _rows(path, [], [*names, metric]):
+        if (row, column) in values:
+            raise ConfigError(
+                f"Expected each pair of {list(names)} once in {path!r}, got {(row, column)} twice."
+            )
+        values[row, column] = value
+    return values
+
+
+def draw_points(axes: Any, points: Points, labels: Sequence[str]) -> None:
+    """Draw points beside curves that were drawn with ``labels``, in this order.
+
+    A label has the same color in both.
+    """
+    order = list(dict.fromkeys([*labels, *points.values]))  # matplotlib's own
+    for label, row in points.values.items():
+        axes.plot(
+            *zip(*row, strict=True), linestyle="--", marker="o", markerfacecolor="white",
+            color=f"C{order.index(label)}", label=f"{points.name}: {label}",
+        )  # fmt: skip
+
+
+def _rows(
+    path: str, words: list[str], numbers: list[str]
+) -> list[tuple[list[str], tuple[float, ...]]]:
+    """Return the columns of words and of numbers of each row. Raises: ConfigError."""
+    columns = [*words, *numbers]
     try:
         with open(path, encoding="utf-8", newline="") as file:
             reader = csv.DictReader(file)
@@ -45,14 +87,15 @@ def read_points(path: str, over: str | None, metric: str) -> Points:
             f"Expected {path!r} to have the columns {columns}, which this figure shows; it has "
             f"{found} and lacks {missing}. Rename them, or leave `--plot-beside` out."
         )
-    values: dict[str, list[tuple[float, float]]] = {}
-    for number, row in enumerate(rows, start=2):
-        place = 0.0 if over is None else _number(path, number, over, row[over])
-        value = _number(path, number, metric, row[metric])
-        values.setdefault(row[LABEL], []).append((place, value))
-    if not values:
+    if not rows:
         raise ConfigError(f"{path!r} has no points. Leave `--plot-beside` out.")
-    return Points(Path(path).stem, {label: sorted(points) for label, points in values.items()})
+    return [
+        (
+            [row[word] for word in words],
+            tuple(_number(path, line, column, row[column]) for column in numbers),
+        )
+        for line, row in enumerate(rows, start=2)
+    ]
 
 
 def _number(path: str, line: int, column: str, text: str | None) -> float:

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
-from hf_dp._plotting import line_over_seeds, panels, spread
+from hf_dp._plotting import legend_beside, line_over_seeds, panels, spread
 from hf_dp.cli.cells import Cell, in_words
-from hf_dp.cli.points import Points, read_points
+from hf_dp.cli.points import Points, draw_points, read_cells, read_points
 from hf_dp.errors import ConfigError
 
 Results = Mapping[Cell, dict[str, Any]]
 # label -> place on the horizontal axis -> the values of the seeds
 Curves = dict[str, dict[float, list[float]]]
+# (row, column) -> the values of the seeds
+Cells = dict[tuple[float, float], list[float]]
 
 
 def plot_sweep(results: Results, metric: str, path: str, beside: str | None = None) -> None:
@@ -23,7 +27,9 @@ def plot_sweep(results: Results, metric: str, path: str, beside: str | None = No
     the spread of the seeds, from the smallest to the largest.
 
     Args:
-        beside: a CSV file with points to show beside them (:func:`hf_dp.cli.points.read_points`).
+        beside: a CSV file with points to show beside them (:func:`hf_dp.cli.points.read_points`);
+            in the cells of a heat map, with the columns of both settings
+            (:func:`hf_dp.cli.points.read_cells`).
 
     Raises: ConfigError for points that this figure cannot show.
     """
@@ -33,22 +39,17 @@ def plot_sweep(results: Results, metric: str, path: str, beside: str | None = No
     numbers, words = varied
     if len(numbers) == 1:
         curves: Curves = {}
-        for cell, found in results.items():
+        for cell, result in results.items():
             label = " ".join(_word(key, cell.settings[key], len(words)) for key in words)
             places = curves.setdefault(label, {})
-            places.setdefault(cell.settings[numbers[0]], []).append(found["metrics"][metric])
+            places.setdefault(cell.settings[numbers[0]], []).append(result["metrics"][metric])
         return _plot_curves(numbers[0], metric, curves, path, beside)
     if len(numbers) == 2 and not words:
-        if beside is not None:
-            raise ConfigError(
-                "`--plot-beside` adds points to curves and bars, and this grid makes a heat map. "
-                "Leave one of its two settings out, or --plot-beside."
-            )
-        means: dict[tuple[float, ...], list[float]] = {}
-        for cell, found in results.items():
-            key = tuple(cell.settings[name] for name in numbers)
-            means.setdefault(key, []).append(found["metrics"][metric])
-        return _plot_heat_map((numbers[0], numbers[1]), metric, means, path)
+        found: Cells = {}
+        for cell, result in results.items():
+            row, column = (cell.settings[name] for name in numbers)
+            found.setdefault((row, column), []).append(result["metrics"][metric])
+        return _plot_heat_map((numbers[0], numbers[1]), metric, found, path, beside)
     _plot_bars(results, metric, path, beside)
 
 
@@ -77,14 +78,8 @@ def _plot_curves(name: str, metric: str, curves: Curves, path: str, beside: str 
     figure, (axes,) = panels(1, **({"width": 6.5, "height": 4.2} if several else {}))
     for label, numbers in curves.items():
         line_over_seeds(axes, numbers, label)
-    # matplotlib's own order: a label has the same color in both.
-    colors = {label: f"C{number}" for number, label in enumerate({**curves, **others})}
-    for label, row in others.items():
-        assert points is not None
-        axes.plot(
-            *zip(*row, strict=True), linestyle="--", marker="o", markerfacecolor="white",
-            color=colors[label], label=f"{points.name}: {label}",
-        )  # fmt: skip
+    if points is not None:
+        draw_points(axes, points, list(curves))
     ticks = sorted({place for numbers in curves.values() for place in numbers}
                    | {place for row in others.values() for place, _ in row})  # fmt: skip
     if min(ticks) > 0 and max(ticks) >= 8 * min(ticks):
@@ -94,32 +89,39 @@ def _plot_curves(name: str, metric: str, curves: Curves, path: str, beside: str 
     axes.set_xlabel(name)
     axes.set_ylabel(metric)
     if several:
-        axes.legend(frameon=False, fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5))
+        legend_beside(axes)
     figure.savefig(path, dpi=150)
 
 
 def _plot_heat_map(
-    names: tuple[str, str], metric: str, numbers: dict[tuple[float, ...], list[float]], path: str
+    names: tuple[str, str], metric: str, numbers: Cells, path: str, beside: str | None
 ) -> None:
-    rows, columns = (sorted({key[axis] for key in numbers}) for axis in (0, 1))
+    others = {} if beside is None else read_cells(beside, names, metric)
+    rows, columns = (sorted({key[axis] for key in {*numbers, *others}}) for axis in (0, 1))
     means = [
-        [
-            statistics.mean(numbers[row, column]) if (row, column) in numbers else float("nan")
-            for column in columns
-        ]
+        [statistics.mean(numbers.get((row, column), [math.nan])) for column in columns]
         for row in rows
     ]
-    figure, (axes,) = panels(1, width=1.0 * len(columns) + 2.5, height=0.5 * len(rows) + 1.5)
+    figure, (axes,) = panels(1, width=1.0 * len(columns) + 2.5, height=0.6 * len(rows) + 1.5)
     image = axes.imshow(means, aspect="auto", cmap="viridis")
-    for i, row in enumerate(means):
-        for j, mean in enumerate(row):
-            axes.text(j, i, f"{mean:.3f}", ha="center", va="center", color="white", fontsize=8)
+    for i, row in enumerate(rows):
+        for j, column in enumerate(columns):
+            lines = [f"{means[i][j]:.4g}"] if (row, column) in numbers else []
+            lines += [f"({others[row, column]:.4g})"] if (row, column) in others else []
+            # viridis is dark below its middle; a cell without a value of ours is white
+            dark = (row, column) in numbers and image.norm(means[i][j]) < 0.5
+            axes.text(
+                j, i, "\n".join(lines), ha="center", va="center", fontsize=8,
+                color="white" if dark else "black",
+            )  # fmt: skip
     axes.set_yticks(range(len(rows)), [f"{row:g}" for row in rows])
     axes.set_xticks(range(len(columns)), [f"{column:g}" for column in columns])
     axes.set_ylabel(names[0])
     axes.set_xlabel(names[1])
+    if beside is not None:
+        axes.set_title(f"in parentheses: {Path(beside).stem}", fontsize=9)
     figure.colorbar(image, label=metric)
-    figure.savefig(path)
+    figure.savefig(path, dpi=150)
 
 
 def _plot_bars(results: Results, metric: str, path: str, beside: str | None) -> None:
@@ -145,7 +147,7 @@ def _plot_bars(results: Results, metric: str, path: str, beside: str | None) -> 
             *zip(*rows, strict=True), linestyle="none", marker="D", markerfacecolor="white",
             color="black", label=points.name,
         )  # fmt: skip
-        axes.legend(frameon=False, fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5))
+        legend_beside(axes)
     axes.set_yticks(range(len(groups)), list(groups))
     axes.invert_yaxis()
     axes.set_xlabel(metric)

@@ -48,6 +48,8 @@ def print_summary(trainer: Any, lines: Sequence[str]) -> None:
 
 # As many first steps as Li et al. average over (figure 3, right).
 SIGNAL_STEPS = 30
+# What stands beside the metrics of the evaluation rows, and is no score.
+SIGNALS = ("signal_to_noise", "measured_signal_to_noise")
 
 
 def signal_to_noise(logs: Sequence[Mapping[str, float]]) -> dict[str, float]:
@@ -57,7 +59,7 @@ def signal_to_noise(logs: Sequence[Mapping[str, float]]) -> dict[str, float]:
     step (``logging_steps: 1``).
     """
     means = {}
-    for name in ("signal_to_noise", "measured_signal_to_noise"):
+    for name in SIGNALS:
         found = [log[name] for log in logs if name in log and log.get("step", 0) <= SIGNAL_STEPS]
         if found:
             means[name] = sum(found) / len(found)

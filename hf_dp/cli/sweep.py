@@ -122,7 +122,8 @@ def build_parser() -> argparse.ArgumentParser:
         "--plot-beside",
         metavar="CSV",
         help="with --plot: points to show beside those of the runs, such as a paper's; the columns "
-        "are label, the setting on the horizontal axis (none for bars), and the metric",
+        "are label, what is on the horizontal axis (nothing for bars; parameters in millions), and "
+        "the metric; for a heat map, its two settings and the metric",
     )
     add(
         "--plot-against",
@@ -133,7 +134,7 @@ def build_parser() -> argparse.ArgumentParser:
     add(
         "--plot-metric",
         metavar="NAME",
-        help="with --plot: the metric that is shown (default: the first by its name)",
+        help="with --plot: the metric that is shown (default: the first score by its name)",
     )
     add(
         "--plot-log",
@@ -243,10 +244,12 @@ def _check_figure(args: argparse.Namespace) -> None:
     if args.plot_metric is not None and (args.plot is None or drawn_without):
         what = f"`{drawn_without[0]}` draws without it" if drawn_without else "Add --plot PATH"
         raise ConfigError(f"`--plot-metric` names what a figure shows. {what}, or leave it out.")
-    if args.plot_beside is not None and (asked or args.plot is None):
+    if args.plot_beside is not None and args.plot is None:
+        raise ConfigError("`--plot-beside` adds points to a figure. Add --plot PATH.")
+    if args.plot_beside is not None and drawn_without:
         raise ConfigError(
-            "`--plot-beside` adds points to the figure over the settings, which is --plot PATH "
-            f"alone{f'; leave {asked[0]} out' if asked else ''}."
+            "`--plot-beside` adds points over settings, or with --plot-against. Leave "
+            f"`{drawn_without[0]}` out."
         )
     if args.plot_beside is not None and not Path(args.plot_beside).is_file():
         raise ConfigError(f"Expected `--plot-beside` to be a CSV file, got {args.plot_beside!r}.")
@@ -261,7 +264,7 @@ def _plot(args: argparse.Namespace, results: dict[Cell, dict[str, Any]]) -> None
         plot_over_zero_shot(results, args.plot)
     elif args.plot_against is not None:
         metric = metric_of(results, args.plot_metric)
-        plot_against(results, metric, args.plot_against, args.plot)
+        plot_against(results, metric, args.plot_against, args.plot, args.plot_beside)
     else:
         plot_sweep(results, metric_of(results, args.plot_metric), args.plot, args.plot_beside)
 

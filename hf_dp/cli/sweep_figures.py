@@ -8,8 +8,10 @@ import statistics
 from collections.abc import Mapping
 from typing import Any
 
-from hf_dp._plotting import line_over_seeds, panels, spread
+from hf_dp._plotting import legend_beside, line_over_seeds, panels, spread
 from hf_dp.cli.cells import Cell, in_words
+from hf_dp.cli.points import draw_points, read_points
+from hf_dp.cli.summary import SIGNALS
 from hf_dp.errors import ConfigError
 
 MODEL, PARAMETERS = "model_name_or_path", "parameters"
@@ -19,11 +21,12 @@ Results = Mapping[Cell, dict[str, Any]]
 
 
 def metric_of(results: Results, asked: str | None) -> str:
-    """Return the metric to plot: the one asked for, else the first by its name.
+    """Return the metric to plot: the one asked for, else the first score by its name.
 
     Raises: ConfigError for a metric that a run lacks.
     """
-    known = sorted(set.intersection(*(set(found["metrics"]) for found in results.values())))
+    names = set.intersection(*(set(found["metrics"]) for found in results.values()))
+    known = sorted(names, key=lambda name: (name in SIGNALS, name))
     if asked is None:
         return known[0]
     if asked not in known:
@@ -31,28 +34,37 @@ def metric_of(results: Results, asked: str | None) -> str:
     return asked
 
 
-def plot_against(results: Results, metric: str, against: str, path: str) -> None:
+def plot_against(
+    results: Results, metric: str, against: str, path: str, beside: str | None = None
+) -> None:
     """Plot a metric over the number of parameters, or over another metric.
 
     Over parameters there is a line for each family of models and each combination of the other
     settings (Li et al., figures 1 and 6); over a metric a point for each combination (figure 3,
     right). Bars show the spread of the seeds.
 
+    Args:
+        beside: a CSV file with points to show beside them (:func:`hf_dp.cli.points.read_points`),
+            over the same quantity; parameters are in millions.
+
     Raises: ConfigError where a run has no such metric, or the sweep is not over models.
     """
     figure, (axes,) = panels(1, width=6.5, height=4.2)
     if against == PARAMETERS:
-        _over_parameters(axes, results, metric)
+        labels = _over_parameters(axes, results, metric)
         axes.set_xlabel("non-embedding parameters (millions)")
     else:
-        _over_metric(axes, results, metric, against)
+        labels = _over_metric(axes, results, metric, against)
         axes.set_xlabel(against)
+    if beside is not None:
+        draw_points(axes, read_points(beside, against, metric), labels)
     axes.set_ylabel(metric)
-    axes.legend(frameon=False, fontsize=8)
+    legend_beside(axes)
     figure.savefig(path, dpi=150)
 
 
-def _over_parameters(axes: Any, results: Results, metric: str) -> None:
+def _over_parameters(axes: Any, results: Results, metric: str) -> list[str]:
+    """Draw the lines, and return their labels in order."""
     from hf_dp.cli.model_size import model_size
 
     if not all(MODEL in cell.settings for cell in results):
@@ -73,10 +85,13 @@ def _over_parameters(axes: Any, results: Results, metric: str) -> None:
         points.setdefault(size.without_embeddings / 1e6, []).append(found["metrics"][metric])
     for label, points in lines.items():
         line_over_seeds(axes, points, label)
+    return list(lines)
 
 
-def _over_metric(axes: Any, results: Results, metric: str, against: str) -> None:
-    for label, rows in _by_label(results).items():
+def _over_metric(axes: Any, results: Results, metric: str, against: str) -> list[str]:
+    """Draw the points, and return their labels in order."""
+    groups = _by_label(results)
+    for label, rows in groups.items():
         lacking = [row for row in rows if against not in row["metrics"]]
         if lacking:
             raise ConfigError(
@@ -88,6 +103,7 @@ def _over_metric(axes: Any, results: Results, metric: str, against: str) -> None
             [statistics.mean(x)], [statistics.mean(y)], xerr=spread([x]), yerr=spread([y]),
             marker="o", capsize=3, linestyle="none", label=label or "recipe",
         )  # fmt: skip
+    return list(groups)
 
 
 def plot_over_zero_shot(results: dict[Cell, dict[str, Any]], path: str) -> None:

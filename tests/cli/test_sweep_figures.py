@@ -149,8 +149,11 @@ def test_a_log_over_the_steps(tmp_path, monkeypatch):
             ["--plot-metric", "a", "--plot", "a.png", "--zero-shot"],
             "`--zero-shot` draws without it",
         ),
-        (["--plot-beside", "a.csv"], "which is --plot PATH alone"),
-        (["--plot-beside", "a.csv", "--plot", "a.png", "--plot-log", "b"], "leave --plot-log out"),
+        (["--plot-beside", "a.csv"], "adds points to a figure. Add --plot PATH"),
+        (
+            ["--plot-beside", "a.csv", "--plot", "a.png", "--plot-log", "b"],
+            "Leave `--plot-log` out",
+        ),
         (["--plot-beside", "a.csv", "--plot", "a.png"], "to be a CSV file, got 'a.csv'"),
     ],
 )
@@ -231,15 +234,80 @@ def test_files_of_points_that_cannot_be_shown(tmp_path, text, message):
         read_points(str(tmp_path / "none.csv"), None, "accuracy")
 
 
-def test_a_heat_map_has_no_place_for_points(tmp_path):
+def heat_map(folder: Path, values: dict[tuple[float, int], float], beside=None, monkeypatch=None):
+    """Draw a heat map; return {(row, column): (text, color)} of its cells, and the axes' labels."""
+    from matplotlib.axes import Axes
+
+    cells, original = {}, Axes.text
+
+    def noted(self, x, y, text, **options):
+        cells[y, x] = (text, options["color"])
+        return original(self, x, y, text, **options)
+
+    monkeypatch.setattr(Axes, "text", noted)
     results = {
-        Cell({"learning_rate": 1e-3, "expected_batch_size": size}, 0, tmp_path): {
-            "metrics": {"accuracy": 0.5}
+        Cell({"learning_rate": rate, "expected_batch_size": batch}, seed, folder): {
+            "metrics": {"bleu": value + seed}
         }
-        for size in (1, 2)
+        for (rate, batch), value in values.items()
+        for seed in (-1, 1)
     }
-    with pytest.raises(ConfigError, match="makes a heat map"):
-        plot_sweep(results, "accuracy", str(tmp_path / "a.png"), "points.csv")
+    plot_sweep(results, "bleu", str(folder / "a.png"), beside)
+    assert (folder / "a.png").read_bytes().startswith(b"\x89PNG")
+    return cells
+
+
+def test_a_heat_map_can_be_read_in_its_bright_cells_too(tmp_path, monkeypatch):
+    pytest.importorskip("matplotlib")
+    values = {(1e-3, 8): 62.94, (1e-3, 16): 40, (5e-4, 8): 10}
+    assert heat_map(tmp_path, values, monkeypatch=monkeypatch) == {
+        (0, 0): ("10", "white"),
+        (0, 1): ("", "black"),  # not run
+        (1, 0): ("62.94", "black"),
+        (1, 1): ("40", "black"),
+    }
+
+
+def test_the_values_of_a_paper_below_those_of_a_heat_map(tmp_path, monkeypatch):
+    pytest.importorskip("matplotlib")
+    file = tmp_path / "figure2.csv"
+    file.write_text("expected_batch_size,learning_rate,bleu\n8,1e-3,61.5\n8,5e-4,20\n32,1e-3,70\n")
+    values = {(1e-3, 8): 62.94, (5e-4, 8): 10}
+    assert heat_map(tmp_path, values, str(file), monkeypatch) == {
+        (0, 0): ("10\n(20)", "white"),
+        (0, 1): ("", "black"),
+        (1, 0): ("62.94\n(61.5)", "black"),
+        (1, 1): ("(70)", "black"),  # the paper's alone
+    }
+    file.write_text(f"{file.read_text()}8,1e-3,1\n")
+    with pytest.raises(ConfigError, match=r"once in .*figure2.csv', got \(0.001, 8.0\) twice"):
+        heat_map(tmp_path, values, str(file), monkeypatch)
+    file.write_text("learning_rate,bleu\n1e-3,1\n")
+    with pytest.raises(ConfigError, match=r"lacks \['expected_batch_size'\]"):
+        heat_map(tmp_path, values, str(file), monkeypatch)
+
+
+def test_the_points_of_a_paper_over_the_size_of_models(tmp_path, monkeypatch):
+    found = drawn(monkeypatch)
+    file = tmp_path / "figure6.csv"
+    file.write_text("label,parameters,accuracy\nbert,40,0.4\nbert,85,0.5\n")
+    results = {
+        Cell({"model_name_or_path": "a"}, 0, tmp_path): {
+            "metrics": {"accuracy": 0.3},
+            "size": ModelSize(0, 40 * 10**6, "bert"),
+        }
+    }
+    sweep_figures.plot_against(
+        results, "accuracy", "parameters", str(tmp_path / "a.png"), str(file)
+    )
+    assert found == [([40], [0.3], "bert"), ([40, 85], [0.4, 0.5], "figure6: bert")]
+
+
+def test_signal_to_noise_is_shown_only_where_it_is_asked_for(tmp_path):
+    names = {"signal_to_noise": 1e-3, "validation_matched_accuracy": 0.8}
+    results = {Cell({}, 0, tmp_path): {"metrics": names}}
+    assert sweep_figures.metric_of(results, None) == "validation_matched_accuracy"
+    assert sweep_figures.metric_of(results, "signal_to_noise") == "signal_to_noise"
 
 
 # -- which combination is the best ---
