@@ -90,12 +90,8 @@ class TrainingData:
             UnsupportedLossError: the loss does not give one number per example.
         """
         layout = self.looked_over.layout
-        if needs_labels and "labels" not in layout.leaves:
-            raise DataError(
-                f"The training batches have no `labels` (they have {sorted(layout.leaves)}). "
-                "Rename the label column to `label` or `labels` (dataset.rename_column), or use a "
-                "collator that makes labels."
-            )
+        if needs_labels:
+            self._check_labels(layout)
         training = model.training
         longest = as_long_as_the_longest(self.examples[self.looked_over.longest], layout, model)
         try:
@@ -123,6 +119,19 @@ class TrainingData:
             ) from problem
         finally:
             model.train(training)
+
+    def _check_labels(self, layout: Layout) -> None:
+        labels = layout.leaves.get("labels")
+        if labels is not None and labels.is_tensor:
+            return
+        # transformers' default collator drops text, and a user's own may pass it on.
+        self.examples.refuse_labels_in_words(0)
+        if labels is None:
+            raise DataError(
+                f"The training batches have no `labels` (they have {sorted(layout.leaves)}). "
+                "Rename the label column to `label` or `labels` (dataset.rename_column), or use a "
+                "collator that makes labels."
+            )
 
     def warn_of_chunks(self) -> None:
         """Warn on the local console when the rows look like chunks of longer documents."""

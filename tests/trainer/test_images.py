@@ -57,6 +57,10 @@ def odd(batch: Batch) -> Any:
     return {"pixel_values": pixels({"img": images}), "labels": batch["label"]}
 
 
+def in_words(batch: Batch) -> Any:
+    return {"pixel_values": pixels(batch), "labels": [NAMES[each] for each in batch["label"]]}
+
+
 REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
     "other keys": (
         lambda batch: {"pixels": pixels(batch), "labels": batch["label"]}, {},
@@ -74,6 +78,9 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
     "no transform": (None, {}, "has an image as `img`.*dataset.with_transform.*remove_unused_columns=False"),
     "no transform, and columns removed": (None, {"remove_unused_columns": True}, "no `pixel_values`.*remove_unused_columns=False"),
     "unequal sizes": (odd, {}, r"images differ in size \(8 to 9 in dimension 2.*do_resize: true"),
+    "labels in words": (
+        in_words, {}, "Row 0 of the training set has the text 'cat' as `labels`.*no column 'labels'.*let it return class ids",
+    ),
     "a transform that fails": (lambda batch: 1 / 0, {}, "Row 0 of the training set cannot be read .ZeroDivisionError"),
 }  # fmt: skip
 
