@@ -122,12 +122,7 @@ class Examples(Dataset[Example]):
             if words := _labels_in_words(row):
                 raise DataError(self._words_as_label(which, *words)) from problem
             if picture := _picture_in(row):
-                raise DataError(
-                    f"{which} has an image as `{picture}`, and the data collator cannot take it "
-                    f"({type(problem).__name__}: {problem}). Let a transform make `pixel_values` "
-                    "of it with the model's image processor (dataset.with_transform), and set "
-                    "remove_unused_columns=False."
-                ) from problem
+                raise DataError(_picture_as_column(which, row, picture, problem)) from problem
             raise DataError(
                 f"{which}, collated alone, failed ({type(problem).__name__}: {problem}). The data "
                 "collator is called with a list of one row, so that no row sees another; the "
@@ -171,6 +166,21 @@ def _picture_in(row: Any) -> str | None:
     """Return the name of a column that holds a PIL image, if there is one."""
     values = row if isinstance(row, dict) else {}
     return next((name for name, value in values.items() if is_picture(value)), None)
+
+
+def _picture_as_column(which: str, row: Any, name: str, problem: Exception) -> str:
+    """Return what to do about a PIL image that made the collator fail."""
+    failed = f"the data collator cannot take it ({type(problem).__name__}: {problem})"
+    if "pixel_values" in row and name != "pixel_values":
+        return (
+            f"{which} has `pixel_values`, and still an image as `{name}`: {failed}. Leave `{name}` "
+            "out of what the transform returns: only `pixel_values` and `labels` are needed."
+        )
+    return (
+        f"{which} has an image as `{name}`, and {failed}. Let a transform make `pixel_values` of "
+        "it with the model's image processor (dataset.with_transform), and set "
+        "remove_unused_columns=False."
+    )
 
 
 def _is_one_example(leaf: Any) -> bool:

@@ -61,6 +61,11 @@ def in_words(batch: Batch) -> Any:
     return {"pixel_values": pixels(batch), "labels": [NAMES[each] for each in batch["label"]]}
 
 
+def with_its_image(batch: Batch) -> Any:
+    """The batch with pixels added, as many tutorials write a transform."""
+    return {**batch, "pixel_values": pixels(batch)}
+
+
 REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
     "other keys": (
         lambda batch: {"pixels": pixels(batch), "labels": batch["label"]}, {},
@@ -80,6 +85,9 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
     "unequal sizes": (odd, {}, r"images differ in size \(8 to 9 in dimension 2.*do_resize: true"),
     "labels in words": (
         in_words, {}, "Row 0 of the training set has the text 'cat' as `labels`.*no column 'labels'.*let it return class ids",
+    ),
+    "an image that stays beside its pixels": (
+        with_its_image, {}, "Row 0 of the training set has `pixel_values`, and still an image as `img`.*Leave `img` out of what the transform",
     ),
     "a transform that fails": (lambda batch: 1 / 0, {}, "Row 0 of the training set cannot be read .ZeroDivisionError"),
 }  # fmt: skip
