@@ -29,6 +29,7 @@ from hf_dp.losses import IGNORED_LABEL
 from hf_dp.noise import SecretRandomness
 from hf_dp.plans.sampling import LogicalSampler
 from hf_dp.plans.units import Users
+from hf_dp.run.failing_row import why_a_row_fails
 from hf_dp.run.precision import Watched
 from hf_dp.run.synthetic import made_up_tokens, synthetic_examples
 
@@ -109,14 +110,7 @@ class TrainingData:
         except HfDpError:
             raise
         except Exception as problem:
-            lengths = {name: leaf.most[-1] for name, leaf in layout.leaves.items() if leaf.varying}
-            raise DataError(
-                "Model and loss fail on a made-up row as long as the longest "
-                f"({type(problem).__name__}: {problem}). It has the columns "
-                f"{sorted(layout.leaves)}{f', of lengths up to {lengths}' if lengths else ''}. If "
-                "a column is missing, set remove_unused_columns=False. If rows are too long, "
-                f"truncate them; row {self.looked_over.longest} has the most tokens."
-            ) from problem
+            raise DataError(why_a_row_fails(model, self.looked_over, problem)) from problem
         finally:
             model.train(training)
 
