@@ -79,7 +79,17 @@ class Examples(Dataset[Example]):
                 yield
                 self.randomness.reseed()  # do not continue where the last example stopped
 
+    def refuse_labels_in_words(self, index: int) -> None:
+        """Raise DataError if the label of a row is text, which some collators drop."""
+        with self._private():
+            row = self._row(index)
+        if words := _labels_in_words(row):
+            raise DataError(self._words_as_label(f"Row {index} of the training set", *words))
+
     def _example(self, index: int) -> Example:
+        return self._collated(self._row(index), f"Row {index} of the training set")
+
+    def _row(self, index: int) -> Any:
         # If rows shared a generator, one row could shift what later rows get, and a collator that
         # seeds the global generators would determine what its neighbors get.
         self.randomness.reseed(index)
@@ -103,27 +113,16 @@ class Examples(Dataset[Example]):
                 )
             raise DataError(said) from problem
         # A collator may pop columns or write into lists, which rows of the data set may share.
-        row = row if self._rows_are_fresh else _copied(row, index)
-        return self._collated(row, f"Row {index} of the training set")
+        return row if self._rows_are_fresh else _copied(row, index)
 
     def _collated(self, row: Any, which: str) -> Example:
         try:
             example = own(self.collator([row]))
         except Exception as problem:
             if words := _labels_in_words(row):
-                name, value = words
-                raise DataError(
-                    f"{which} has the text {value!r} as `{name}`, and models take class ids. Use "
-                    f"dataset.cast_column({name!r}, datasets.ClassLabel(names=[...])); with hf-dp, "
-                    "set class_names."
-                ) from problem
+                raise DataError(self._words_as_label(which, *words)) from problem
             if picture := _picture_in(row):
-                raise DataError(
-                    f"{which} has an image as `{picture}`, and the data collator cannot take it "
-                    f"({type(problem).__name__}: {problem}). Let a transform make `pixel_values` "
-                    "of it with the model's image processor (dataset.with_transform), and set "
-                    "remove_unused_columns=False."
-                ) from problem
+                raise DataError(_picture_as_column(which, row, picture, problem)) from problem
             raise DataError(
                 f"{which}, collated alone, failed ({type(problem).__name__}: {problem}). The data "
                 "collator is called with a list of one row, so that no row sees another; the "
@@ -141,6 +140,20 @@ class Examples(Dataset[Example]):
                 )
         return example
 
+    def _words_as_label(self, which: str, name: str, value: str) -> str:
+        """Return what to do about a label that is text."""
+        if name in getattr(self.dataset, "column_names", [name]):
+            move = (
+                f"Use dataset.cast_column({name!r}, datasets.ClassLabel(names=[...])); with hf-dp, "
+                "set class_names."
+            )
+        else:
+            move = (
+                f"The data set has no column {name!r}, so its transform makes it: let it return "
+                f"class ids, such as names.index({value!r})."
+            )
+        return f"{which} has the text {value!r} as `{name}`, and models take class ids. {move}"
+
 
 def _labels_in_words(row: Any) -> tuple[str, str] | None:
     """Return name and value of a label that is text, if there is one."""
@@ -153,6 +166,21 @@ def _picture_in(row: Any) -> str | None:
     """Return the name of a column that holds a PIL image, if there is one."""
     values = row if isinstance(row, dict) else {}
     return next((name for name, value in values.items() if is_picture(value)), None)
+
+
+def _picture_as_column(which: str, row: Any, name: str, problem: Exception) -> str:
+    """Return what to do about a PIL image that made the collator fail."""
+    failed = f"the data collator cannot take it ({type(problem).__name__}: {problem})"
+    if "pixel_values" in row and name != "pixel_values":
+        return (
+            f"{which} has `pixel_values`, and still an image as `{name}`: {failed}. Leave `{name}` "
+            "out of what the transform returns: only `pixel_values` and `labels` are needed."
+        )
+    return (
+        f"{which} has an image as `{name}`, and {failed}. Let a transform make `pixel_values` of "
+        "it with the model's image processor (dataset.with_transform), and set "
+        "remove_unused_columns=False."
+    )
 
 
 def _is_one_example(leaf: Any) -> bool:

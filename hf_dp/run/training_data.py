@@ -29,6 +29,7 @@ from hf_dp.losses import IGNORED_LABEL
 from hf_dp.noise import SecretRandomness
 from hf_dp.plans.sampling import LogicalSampler
 from hf_dp.plans.units import Users
+from hf_dp.run.failing_row import why_a_row_fails
 from hf_dp.run.precision import Watched
 from hf_dp.run.synthetic import made_up_tokens, synthetic_examples
 
@@ -90,12 +91,8 @@ class TrainingData:
             UnsupportedLossError: the loss does not give one number per example.
         """
         layout = self.looked_over.layout
-        if needs_labels and "labels" not in layout.leaves:
-            raise DataError(
-                f"The training batches have no `labels` (they have {sorted(layout.leaves)}). "
-                "Rename the label column to `label` or `labels` (dataset.rename_column), or use a "
-                "collator that makes labels."
-            )
+        if needs_labels:
+            self._check_labels(layout)
         training = model.training
         longest = as_long_as_the_longest(self.examples[self.looked_over.longest], layout, model)
         try:
@@ -113,16 +110,22 @@ class TrainingData:
         except HfDpError:
             raise
         except Exception as problem:
-            lengths = {name: leaf.most[-1] for name, leaf in layout.leaves.items() if leaf.varying}
-            raise DataError(
-                "Model and loss fail on a made-up row as long as the longest "
-                f"({type(problem).__name__}: {problem}). It has the columns "
-                f"{sorted(layout.leaves)}{f', of lengths up to {lengths}' if lengths else ''}. If "
-                "a column is missing, set remove_unused_columns=False. If rows are too long, "
-                f"truncate them; row {self.looked_over.longest} has the most tokens."
-            ) from problem
+            raise DataError(why_a_row_fails(model, self.looked_over, problem)) from problem
         finally:
             model.train(training)
+
+    def _check_labels(self, layout: Layout) -> None:
+        labels = layout.leaves.get("labels")
+        if labels is not None and labels.is_tensor:
+            return
+        # transformers' default collator drops text, and a user's own may pass it on.
+        self.examples.refuse_labels_in_words(0)
+        if labels is None:
+            raise DataError(
+                f"The training batches have no `labels` (they have {sorted(layout.leaves)}). "
+                "Rename the label column to `label` or `labels` (dataset.rename_column), or use a "
+                "collator that makes labels."
+            )
 
     def warn_of_chunks(self) -> None:
         """Warn on the local console when the rows look like chunks of longer documents."""

@@ -176,6 +176,40 @@ def test_rows_whose_columns_differ(change, message, tmp_path):
         tiny.trainer(tmp_path, given=given).train()
 
 
+def words_left_out(rows):
+    """A collator that drops text, as transformers' default one does."""
+    return ids_as_they_are([{k: v for k, v in row.items() if k != "labels"} for row in rows])
+
+
+def words_passed_on(rows):
+    return {**words_left_out(rows), "labels": [row["labels"] for row in rows]}
+
+
+WORDS = ["good" if i % 2 else "bad" for i in range(40)]
+
+
+@pytest.mark.parametrize("collator", [words_left_out, words_passed_on])
+def test_labels_in_words_are_named_though_the_collator_takes_them(collator, tmp_path):
+    data = rows(labels=WORDS).remove_columns("label")
+    given = {"train_dataset": data, "eval_dataset": None, "data_collator": collator}
+    message = r"Row 0 .*the text 'bad' as `labels`.*dataset.cast_column\('labels'"
+    with pytest.raises(DataError, match=message):
+        tiny.trainer(tmp_path, given=given).train()
+    assert not (tmp_path / "privacy.json").exists()
+
+
+def test_a_loss_of_the_users_own_may_leave_labels_in_words_alone(tmp_path):
+    class Own(DPTrainer):
+        def compute_per_example_loss(self, model, inputs):
+            return model(**inputs).logits.square().mean(1)
+
+    data = rows(labels=WORDS).remove_columns("label")
+    given = {"train_dataset": data, "eval_dataset": None, "data_collator": words_left_out}
+    trainer = tiny.trainer(tmp_path, cls=Own, given=given)
+    trainer.train()
+    assert trainer.ledger.steps() == 4
+
+
 def test_a_column_that_cannot_be_padded_is_named_before_the_first_draw(tmp_path):
     data = rows(weights=[[1.0] * (1 + i % 3) for i in range(40)])
 

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import datasets
+import numpy as np
 import pytest
 import tiny
 import tiny_images
@@ -57,6 +58,15 @@ def odd(batch: Batch) -> Any:
     return {"pixel_values": pixels({"img": images}), "labels": batch["label"]}
 
 
+def in_words(batch: Batch) -> Any:
+    return {"pixel_values": pixels(batch), "labels": [NAMES[each] for each in batch["label"]]}
+
+
+def with_its_image(batch: Batch) -> Any:
+    """The batch with pixels added, as many tutorials write a transform."""
+    return {**batch, "pixel_values": pixels(batch)}
+
+
 REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
     "other keys": (
         lambda batch: {"pixels": pixels(batch), "labels": batch["label"]}, {},
@@ -74,6 +84,12 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
     "no transform": (None, {}, "has an image as `img`.*dataset.with_transform.*remove_unused_columns=False"),
     "no transform, and columns removed": (None, {"remove_unused_columns": True}, "no `pixel_values`.*remove_unused_columns=False"),
     "unequal sizes": (odd, {}, r"images differ in size \(8 to 9 in dimension 2.*do_resize: true"),
+    "labels in words": (
+        in_words, {}, "Row 0 of the training set has the text 'cat' as `labels`.*no column 'labels'.*let it return class ids",
+    ),
+    "an image that stays beside its pixels": (
+        with_its_image, {}, "Row 0 of the training set has `pixel_values`, and still an image as `img`.*Leave `img` out of what the transform",
+    ),
     "a transform that fails": (lambda batch: 1 / 0, {}, "Row 0 of the training set cannot be read .ZeroDivisionError"),
 }  # fmt: skip
 
@@ -85,6 +101,54 @@ def test_what_is_no_image_for_the_model_is_refused_before_the_first_draw(case, t
     with pytest.raises(DataError, match=message):
         made.train()
     assert made.ledger.steps() == 0 and not (tmp_path / "run" / "privacy.json").exists()
+
+
+def shaped(mode: str, place: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Batch], Any]:
+    """A transform of its own, without the model's image processor."""
+
+    def transform(batch: Batch) -> Any:
+        arrays = [np.asarray(image.convert(mode), np.float32) / 255 for image in batch["img"]]
+        made = [place(torch.from_numpy(each)) for each in arrays]
+        return {"pixel_values": made, "labels": batch["label"]}
+
+    return transform
+
+
+IN_RGB = r'image.convert\("RGB"\)'
+MISSHAPEN: dict[str, tuple[Any, int, str]] = {
+    "grey, without channels": (shaped("L", lambda x: x), 3, rf"shape \(8, 8\).*num_channels 3.*{IN_RGB}"),
+    "grey": (shaped("L", lambda x: x[None]), 3, rf"shape \(1, 8, 8\).*num_channels 3.*Expected the shape \(3, height.*{IN_RGB}"),
+    "with transparency": (shaped("RGBA", lambda x: x.permute(2, 0, 1)), 3, rf"shape \(4, 8, 8\).*num_channels 3.*{IN_RGB}"),
+    "channels last": (shaped("RGB", lambda x: x), 3, r"shape \(8, 8, 3\).*num_channels 3.*pixels.permute\(2, 0, 1\)"),
+    "colors for a model of grey": (
+        shaped("RGB", lambda x: x.permute(2, 0, 1)), 1, r'shape \(3, 8, 8\).*num_channels 1.*image.convert\("L"\)',
+    ),
+    "grey for a model of grey, without channels": (shaped("L", lambda x: x), 1, r"shape \(8, 8\).*num_channels 1.*pixels\[None\]"),
+    "another size": (
+        shaped("RGB", lambda x: x.permute(2, 0, 1)[:, :, :4]), 3,
+        r"shape \(3, 8, 4\).*num_channels 3 and image_size 8.*model's own image processor",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", MISSHAPEN)
+def test_a_shape_that_the_model_does_not_take_is_named_with_its_own(case, tmp_path):
+    transform, channels, message = MISSHAPEN[case]
+    made = trainer(tmp_path, rows(transform), tiny_images.vit(num_labels=3, num_channels=channels))
+    with pytest.raises(DataError, match=message) as refused:
+        made.train()
+    assert "tokens" not in str(refused.value)
+    assert made.ledger.steps() == 0 and not (tmp_path / "privacy.json").exists()
+
+
+def test_a_model_may_take_other_channels_than_its_configuration_says(tmp_path):
+    """It then trains: only its forward decides."""
+    model = tiny_images.vit(num_labels=3)
+    first = model.vit.embeddings.patch_embeddings
+    first.projection, first.num_channels = torch.nn.Conv2d(1, 16, 4, 4), 1
+    made = trainer(tmp_path, rows(shaped("L", lambda x: x[None])), model)
+    made.train()
+    assert made.model.config.num_channels == 3 and made.ledger.steps() == 1
 
 
 def test_the_self_check_sees_images_of_the_size_of_the_rows(tmp_path):
