@@ -91,7 +91,7 @@ class PrivateRun:
         earlier_runs: folders of earlier private runs on the same rows.
         released: names of un-noised quantities that the user lets out.
         insecure_seed: for tests only; the run is then not private.
-        prepare_inputs, forward_context, synthetic_batches, training_rows: a Trainer's own ways.
+        forward_context, synthetic_batches, training_rows: a Trainer's own ways.
 
     Raises: LedgerError, InvalidArgumentError for ``earlier_runs`` that do not fit.
     """
@@ -111,7 +111,6 @@ class PrivateRun:
         earlier_runs: Sequence[str] = (),
         released: Iterable[str] = (),
         insecure_seed: int | None = None,
-        prepare_inputs: Callable[[Any], Any] | None = None,
         forward_context: Callable[[], AbstractContextManager[Any]] = nullcontext,
         synthetic_batches: Callable[[], list[Any]] | None = None,
         training_rows: TrainingRows | None = None,
@@ -128,7 +127,6 @@ class PrivateRun:
         self.processing_class, self.accelerator = processing_class, accelerator
         self.has_own_loss = compute_per_example_loss is not None
         self._loss: PerExampleLoss = compute_per_example_loss or per_example_loss
-        self._prepare = prepare_inputs or (lambda batch: send_to_device(batch, self.device))
         self._forward_context, self._synthetic = forward_context, synthetic_batches
         self.has_own_examples = synthetic_batches is not None
         self._columns: Callable[[], tuple[Any, Any]] = lambda: (
@@ -436,7 +434,12 @@ class PrivateRun:
     def losses(self, batch: Any) -> Tensor:
         """Return the per-example losses, (b,), of a collated physical batch."""
         with self._forward_context():
-            return self._loss(self.model, self._prepare(batch))
+            return self._loss(self.model, self._placed(batch))
+
+    def _placed(self, batch: Any) -> Any:
+        """Return a physical batch on the model's device. Nothing else may happen to it here: a hook
+        that mixed its examples would be called outside what the self-check compares."""
+        return send_to_device(batch, self.device)
 
     def engine(self) -> ClippingEngine:
         """Return the engine that clips per-example gradients as the plan says."""
@@ -540,7 +543,7 @@ class PrivateRun:
         else:
             examples = make()
         padded, alone = padded_together(examples, self.padding(), layout)
-        return self._prepare(padded), [self._prepare(example) for example in alone]
+        return self._placed(padded), [self._placed(example) for example in alone]
 
     def own_examples(self) -> list[Any]:
         """Return the user's made-up examples, each a batch of one; none if they are not given."""

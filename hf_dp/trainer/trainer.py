@@ -268,7 +268,6 @@ class DPTrainer(Publishing):
             earlier_runs=args.earlier_runs,
             released=(*args.release, *on_training_rows),
             insecure_seed=args.insecure_seed,
-            prepare_inputs=lambda inputs: self._prepare_inputs(inputs),
             forward_context=lambda: self.compute_loss_context_manager(),
             synthetic_batches=lambda: self.synthetic_batches(),
             training_rows=rows,

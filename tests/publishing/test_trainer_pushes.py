@@ -120,15 +120,15 @@ def test_a_checkpoint_that_is_rotated_away_is_still_uploaded_whole(hub, tmp_path
     monkeypatch.setattr(Hub, "push", slow)
     folder, seen = tmp_path / "run", []
 
-    class Rotated(tiny.DPTrainer):
-        def _finish_current_push(self):
-            seen.append(sorted(path.name for path in folder.glob("checkpoint-*")))
-            gate.set()
-            super()._finish_current_push()
+    finish = tiny.DPTrainer._finish_current_push
 
-    trainer = tiny.trainer(
-        folder, cls=Rotated, **{**EVERY_SAVE, "save_steps": 1}, save_total_limit=1
-    )
+    def rotated(self):
+        seen.append(sorted(path.name for path in folder.glob("checkpoint-*")))
+        gate.set()
+        finish(self)
+
+    monkeypatch.setattr(tiny.DPTrainer, "_finish_current_push", rotated)
+    trainer = tiny.trainer(folder, **{**EVERY_SAVE, "save_steps": 1}, save_total_limit=1)
     trainer.train()
     assert seen == [["checkpoint-4"]]
     assert [evidence(hub, n)["statement"]["steps"] for n in range(4)] == [1, 2, 3, 4]
@@ -150,13 +150,12 @@ def test_a_save_during_a_push_is_skipped_unless_always_push(hub, tmp_path, monke
         Hub, "push", lambda self, *args, **options: (gate.wait(60), push(self, *args, **options))[1]
     )
 
-    class Waits(tiny.DPTrainer):
-        def _finish_current_push(self):
-            gate.set()
-            super()._finish_current_push()
-
+    finish = tiny.DPTrainer._finish_current_push
+    monkeypatch.setattr(
+        tiny.DPTrainer, "_finish_current_push", lambda self: (gate.set(), finish(self))
+    )
     options = {**EVERY_SAVE, "hub_always_push": False, "save_steps": 1}
-    tiny.trainer(tmp_path / "run", cls=Waits, **options).train()
+    tiny.trainer(tmp_path / "run", **options).train()
     assert [evidence(hub, n)["statement"]["steps"] for n in range(len(hub.pushes(NAME)))] == [1]
 
 
@@ -175,13 +174,17 @@ def test_a_push_that_fails_warns_and_training_goes_on(hub, tmp_path, warnings, f
         trainer.push_to_hub()
 
 
-def test_a_leak_in_a_checkpoint_warns_and_nothing_of_it_is_pushed(hub, tmp_path, warnings):
-    class Leaks(tiny.DPTrainer):
-        def _write_beside_weights(self, folder):
-            super()._write_beside_weights(folder)
-            (tmp_path / folder / "generation_config.json").write_text(f'{{"from": "{tmp_path}"}}')
+def test_a_leak_in_a_checkpoint_warns_and_nothing_of_it_is_pushed(
+    hub, tmp_path, warnings, monkeypatch
+):
+    write = tiny.DPTrainer._write_beside_weights
 
-    trainer = tiny.trainer(tmp_path / "run", cls=Leaks, **EVERY_SAVE)
+    def leaks(self, folder):
+        write(self, folder)
+        (tmp_path / folder / "generation_config.json").write_text(f'{{"from": "{tmp_path}"}}')
+
+    monkeypatch.setattr(tiny.DPTrainer, "_write_beside_weights", leaks)
+    trainer = tiny.trainer(tmp_path / "run", **EVERY_SAVE)
     trainer.train()
     assert len(warnings) == 2 and "generation_config.json: from" in warnings[0]
     assert not hub.pushes(NAME)

@@ -7,7 +7,7 @@ import pytest
 import tiny
 import torch
 from peft import LoraConfig
-from transformers import DataCollatorWithFlattening, TrainingArguments
+from transformers import DataCollatorWithFlattening, Trainer, TrainingArguments
 
 from hf_dp.errors import (
     CalibrationError,
@@ -21,6 +21,7 @@ from hf_dp.errors import (
     UnsupportedLossError,
     UnsupportedModelError,
 )
+from hf_dp.trainer.subclasses import MAY_OVERRIDE, check_subclass
 from hf_dp.trainer.trainer import DPTrainer
 
 
@@ -299,6 +300,51 @@ def test_an_example_of_a_torch_dataset(tmp_path):
     trainer.train()
     assert trainer.ledger.steps() == 4
     assert isinstance(tiny.dataset(), datasets.Dataset)
+
+
+def overriding(name: str) -> type[DPTrainer]:
+    return type("Overriding", (DPTrainer,), {name: getattr(DPTrainer, name)})
+
+
+@pytest.mark.parametrize(
+    "name",
+    sorted(
+        name
+        for name in dir(DPTrainer)
+        if name not in MAY_OVERRIDE and name != "compute_loss" and not name.startswith("__")
+    ),
+)
+def test_what_is_not_known_to_be_harmless_cannot_be_overridden(name):
+    with pytest.raises(UnsupportedArgumentError, match=rf"Overriding overrides {name}, which"):
+        check_subclass(overriding(name), DPTrainer, Trainer)
+
+
+def test_what_may_be_overridden_is_there_and_sees_no_training_batch():
+    """Of what Trainer calls with a batch of the training set, only the loss is among them."""
+    for name in MAY_OVERRIDE:
+        check_subclass(overriding(name), DPTrainer, Trainer)
+    assert not MAY_OVERRIDE & {"_prepare_inputs", "_prepare_input", "training_step", "train"}
+
+
+class Mixing:
+    """A mixin before or after the trainer: Trainer's hook for batches, as recipes for mixup do."""
+
+    def _prepare_inputs(self, inputs):
+        return inputs
+
+
+@pytest.mark.parametrize(
+    "bases",
+    [(Mixing, DPTrainer), (DPTrainer, Mixing), (DPTrainer, type("M", (Mixing, Trainer), {}))],
+)
+def test_a_mixin_that_overrides_is_named(tmp_path, bases):
+    with pytest.raises(UnsupportedArgumentError, match=r"(Mixing|M) overrides _prepare_inputs"):
+        tiny.trainer(tmp_path, cls=type("Mixed", bases, {}))
+    assert not list(tmp_path.iterdir())
+
+
+def test_attributes_of_its_own_are_free(tmp_path):
+    tiny.trainer(tmp_path, cls=type("Own", (DPTrainer,), {"teacher": 1, "distill": Mixing}))
 
 
 def test_a_parameter_outside_the_model_is_refused(tmp_path):
