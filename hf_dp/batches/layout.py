@@ -42,6 +42,11 @@ class Layout:
 
     leaves: dict[str, Leaf] = field(default_factory=dict)
 
+    @property
+    def varies(self) -> bool:
+        """Whether examples differ in any size."""
+        return any(leaf.varying for leaf in self.leaves.values())
+
     def add(self, example: Example) -> None:
         """Take an example into account.
 

@@ -50,6 +50,11 @@ def leaves(example: Example, name: str = "") -> Iterator[tuple[str, Any]]:
         yield name, example
 
 
+def numbers(example: Example) -> int:
+    """Return how many numbers the tensors of an example have together."""
+    return sum(leaf.numel() for _, leaf in leaves(example) if isinstance(leaf, Tensor))
+
+
 def combined(
     examples: list[Example], combine: Callable[[str, list[Any]], Any], name: str = ""
 ) -> Any:

@@ -2,7 +2,7 @@
 
 Synthetic examples of different lengths run through the model together, padded, inside the engine;
 then each runs alone, unpadded, through plain autograd. Losses, norms and clipped sums must agree.
-Dropout is off.
+Dropout is off there; what it draws must belong to one example each.
 """
 
 from __future__ import annotations
@@ -18,9 +18,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.nn import functional as F
 
+from hf_dp.clipping.draws import refuse_shared_draws
 from hf_dp.clipping.engine import ClippingEngine
+from hf_dp.clipping.no_dropout import no_dropout
 from hf_dp.clipping.per_example import per_example_gradients
 from hf_dp.clipping.rounding import squared_norms
 from hf_dp.clipping.sharded_check import (
@@ -41,45 +42,6 @@ PerExampleLoss = Callable[[nn.Module, Batch], Tensor]
 # For 16-bit forwards, whose products have three digits.
 AUTOCAST_TOLERANCE = 5e-2
 _MOVE = 0.01  # about as much as an initial weight
-_DROPOUTS = (
-    "dropout",
-    "dropout1d",
-    "dropout2d",
-    "dropout3d",
-    "alpha_dropout",
-    "feature_alpha_dropout",
-)
-
-
-@contextmanager
-def _no_dropout() -> Iterator[None]:
-    """Turn every dropout into an identity inside, wherever a training-mode forward calls it.
-
-    The functions are replaced and not intercepted: an interceptor (TorchFunctionMode) is off during
-    backward, where gradient checkpointing runs forwards again.
-    """
-    originals = {name: getattr(F, name) for name in (*_DROPOUTS, "scaled_dot_product_attention")}
-
-    def identity(input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        return input
-
-    def attention(*args: Any, **kwargs: Any) -> Tensor:
-        kwargs["dropout_p"] = 0.0
-        return originals["scaled_dot_product_attention"](*args[:4], **_positional(args), **kwargs)
-
-    try:
-        for name in _DROPOUTS:
-            setattr(F, name, identity)
-        F.scaled_dot_product_attention = attention
-        yield
-    finally:
-        for name, function in originals.items():
-            setattr(F, name, function)
-
-
-def _positional(args: tuple[Any, ...]) -> dict[str, Any]:
-    """Return the arguments after query, key, value and mask by name, without dropout_p."""
-    return dict(zip(("is_causal",), args[5:6], strict=False))
 
 
 def self_check(
@@ -106,7 +68,7 @@ def self_check(
 
     Raises:
         SelfCheckError: says what differed: a loss (it depends on neighbors or padding), a norm, a
-            clipped sum, or a buffer that the forward changed.
+            clipped sum, or a buffer that the forward changed; or what the examples draw together.
     """
     sharded = is_sharded(model)
     if sharded:
@@ -120,7 +82,8 @@ def self_check(
     with _training(model), _moved(model, trainable):
         buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
         versions = {name: parameter._version for name, parameter in model.named_parameters()}
-        with _no_dropout():
+        refuse_shared_draws(model, per_example_loss, padded, len(alone))
+        with no_dropout():
             expected = [_alone(model, per_example_loss, example, trainable) for example in alone]
             rtol = _tolerance(model, trainable) if rtol is None else rtol
             # Below every norm, so that every example is clipped.
@@ -143,6 +106,47 @@ def self_check(
         with engine(clipping_norm) as running:  # and once with dropout on, as in training
             running.backward(per_example_loss(model, padded))
         _refuse_changes(model, buffers, versions)
+
+
+def refuse_notice_of_length(
+    model: nn.Module,
+    per_example_loss: PerExampleLoss,
+    alone: Batch,
+    beside: Batch,
+    *,
+    rtol: float | None = None,
+) -> None:
+    """Compare loss and gradient of a short example alone with those beside a long one.
+
+    The examples of :func:`self_check` are short, and some models do something else from a length
+    on: Llama 4 scales attention by places in the padded row, from 8,192 on.
+
+    Args:
+        alone: a batch of one.
+        beside: this example and a longer one, padded.
+        rtol: relative tolerance, as in :func:`self_check`.
+
+    Raises: SelfCheckError when they differ.
+    """
+    trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    loss = partial(_on_a_copy, per_example_loss)
+    with _training(model), _moved(model, trainable), no_dropout():
+        one, other = (_alone(model, loss, each, trainable) for each in (alone, beside))
+        rtol = _tolerance(model, trainable) if rtol is None else rtol
+    squares = [
+        _squared_norm(other.gradients[name] - gradient) for name, gradient in one.gradients.items()
+    ]
+    apart = float(torch.stack(squares).sum().sqrt())
+    if not (
+        abs(other.loss - one.loss) <= rtol * max(abs(one.loss), 1.0) and apart <= rtol * one.norm
+    ):
+        raise SelfCheckError(
+            f"A short made-up example has the loss {one.loss:.6g} and the gradient norm "
+            f"{one.norm:.6g} alone; beside one as long as the longest row the loss is "
+            f"{other.loss:.6g}, and the gradient is {apart:.3g} away. So its gradient depends on "
+            "its neighbors: the model does something else from a length on. Truncate the rows to "
+            "less than that, pad on the right, or set per_device_train_batch_size=1."
+        )
 
 
 def _on_a_copy(per_example_loss: PerExampleLoss, model: nn.Module, batch: Batch) -> Tensor:

@@ -32,9 +32,10 @@ from transformers.utils import logging
 from hf_dp.accounting import EARLIER, Epsilon, Ledger
 from hf_dp.batches.limits import Limits
 from hf_dp.batches.padding import Padding
+from hf_dp.batches.structure import numbers
 from hf_dp.batches.units import UnitBatch, UnitTable, rows_to_draw, split_off_units
 from hf_dp.clipping import ClippingEngine, refuse_coupling, self_check
-from hf_dp.clipping.self_check import AUTOCAST_TOLERANCE
+from hf_dp.clipping.self_check import AUTOCAST_TOLERANCE, refuse_notice_of_length
 from hf_dp.clipping.sharding import is_sharded
 from hf_dp.distributed.processes import Processes, others_present
 from hf_dp.errors import ConfigError, DataError, LedgerError
@@ -519,7 +520,8 @@ class PrivateRun:
             self._made_up = padded
             strategy = self.strategy()
             logger.info("Clipping strategy: %s.", strategy)
-            precision = self.precision()
+            # accelerate's autocast is inside the model's forward, where self_check does not see it
+            rtol = AUTOCAST_TOLERANCE if self.precision().is_rounded else None
             self_check(
                 self.model,
                 self._loss,
@@ -527,10 +529,19 @@ class PrivateRun:
                 alone,
                 clipping=self.plan.clipping,
                 strategy=strategy,
-                # accelerate's autocast is inside the model's forward, where self_check does not
-                # see it
-                rtol=AUTOCAST_TOLERANCE if precision.is_rounded else None,
+                rtol=rtol,
             )
+            if self.options.batches.physical_batch_size > 1:  # or no example has a neighbor
+                self._check_beside_the_longest(min(alone, key=numbers), rtol)
+
+    def _check_beside_the_longest(self, short: Any, rtol: float | None) -> None:
+        data = self.training_data()
+        if not data.looked_over.layout.varies:  # no example is padded
+            return
+        longest = self._placed(data.longest_beside(short, self.model))
+        if numbers(longest) > numbers(short):
+            beside, _ = padded_together([short, longest], self.padding())
+            refuse_notice_of_length(self.model, self._loss, short, beside, rtol=rtol)
 
     def check_batches(self) -> tuple[Any, list[Any]]:
         """Return the synthetic examples as one padded batch and one by one, on the model's

@@ -191,6 +191,29 @@ class TrainingData:
             )
             return list(made)
 
+    def longest_beside(self, made_up: Example, model: nn.Module) -> Example:
+        """Return a made-up batch of one, as long as the longest row in each of its columns.
+
+        Where the tokens of a physical batch are limited, it is as long as a row with a neighbor.
+
+        Args: made_up: of :meth:`synthetic_examples`; the columns are its own.
+        """
+        layout, limit = self.looked_over.layout, self.options.max_tokens
+        as_rows = as_long_as_the_longest(
+            self.examples[self.looked_over.longest],
+            layout,
+            model,
+            at_most=None if limit is None else max(1, limit // 2),
+        )
+        if _tensors(as_rows) == _tensors(made_up) or "input_ids" not in layout.leaves:
+            return as_rows
+        # Made-up rows could not go through the collator, and inputs of the model stand for them.
+        tokens, labels = (
+            layout.leaves[name].most[-1] if name in layout.leaves else 1
+            for name in ("input_ids", "labels")
+        )
+        return synthetic_examples(model, (tokens,), (labels,))[0]
+
     def _collated(self, row: Any) -> Example:
         for _ in range(_TRIES):
             example = self.examples.collate(row)
@@ -201,6 +224,10 @@ class TrainingData:
         if _attends_to_nothing(example):
             raise DataError("its attention mask is 0 everywhere")
         return example
+
+
+def _tensors(example: Example) -> set[str]:
+    return {name for name, leaf in leaves(example) if isinstance(leaf, Tensor)}
 
 
 def _has_target(example: Example) -> bool:
@@ -225,14 +252,22 @@ def _of_the_size_of_rows(example: dict[str, Tensor], layout: Layout) -> dict[str
     return {**example, "pixel_values": torch.randn(leaf.most, dtype=pixels.dtype)}
 
 
-def as_long_as_the_longest(example: Example, layout: Layout, model: nn.Module) -> Any:
-    """Return a made-up batch of one, in which each column has its greatest length in any row."""
+def as_long_as_the_longest(
+    example: Example, layout: Layout, model: nn.Module, at_most: int | None = None
+) -> Any:
+    """Return a made-up batch of one, in which each column has its greatest length in any row.
+
+    Args: at_most: the greatest length of a column whose length varies.
+    """
 
     def made(name: str, values: list[Any]) -> Any:
         (value,) = values
         if not isinstance(value, Tensor):
             return value
-        shape = layout.leaves[name].most
+        leaf = layout.leaves[name]
+        shape = leaf.most
+        if at_most is not None and leaf.varying:
+            shape = (*shape[:-1], min(shape[-1], at_most))
         if column(name) == "position_ids":
             return torch.arange(shape[-1]).expand(shape)
         if column(name).endswith("input_ids"):

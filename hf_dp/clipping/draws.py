@@ -1,0 +1,184 @@
+"""Find random numbers that the examples of a batch share: a dropout mask for all, a skipped layer.
+
+Such a draw couples examples. Which of them stand together in a physical batch depends on all of a
+draw's lengths, so one more example changes whose gradients move together. Comparing gradients
+cannot show this, since dropout is off there.
+
+What every example draws for itself is twice as much for a batch that is repeated once. That is what
+is asked of every draw, so no list of models or layers is needed.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import (
+    register_module_forward_hook,
+    register_module_forward_pre_hook,
+)
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from hf_dp.clipping.no_dropout import no_dropout
+from hf_dp.errors import SelfCheckError
+
+# What these operators return are the drawn numbers and nothing else.
+_NUMBERS = (
+    "bernoulli",
+    "exponential",
+    "geometric",
+    "log_normal",
+    "normal",
+    "rand",
+    "rand_like",
+    "randn",
+    "randn_like",
+    "uniform",
+)
+
+
+@dataclass(frozen=True)
+class Draw:
+    """Random numbers that one operator drew.
+
+    Attributes:
+        module: the name of the innermost module that ran.
+        operator: its name.
+        numbers: how many numbers it returned.
+    """
+
+    module: str
+    operator: str
+    numbers: int
+
+
+def refuse_shared_draws(
+    model: nn.Module, per_example_loss: Callable[[nn.Module, Any], Tensor], batch: Any, count: int
+) -> None:
+    """Raise SelfCheckError where a training forward draws anything that its examples share.
+
+    Args:
+        model: in training mode.
+        per_example_loss: ``(model, batch) -> (b,)``.
+        batch: ``count`` made-up examples; its tensors have them in their first dimension.
+    """
+    outside = _state_outside_torch()
+    once = _draws_of(model, per_example_loss, batch, count)
+    twice = _draws_of(model, per_example_loss, _repeated(batch, count), 2 * count)
+    if _state_outside_torch() != outside:
+        raise SelfCheckError(
+            "A training forward draws random numbers by Python's `random` or by NumPy, so it "
+            "cannot be seen whether the examples of a batch share them. Turn this off in the "
+            "model's configuration (it may be called layerdrop), or draw by torch."
+        )
+    for one, two in zip(once, twice, strict=False):
+        if one.operator == "randperm" or two.numbers != 2 * one.numbers:
+            raise SelfCheckError(
+                f"`{one.module}` draws random numbers that the examples of a batch share "
+                f"({one.operator}: {one.numbers:,} numbers for {count} examples, {two.numbers:,} "
+                f"for {2 * count}), so one example changes the gradients of those beside it. Turn "
+                "this off: set the module's dropout probability `p`, or the layerdrop of the "
+                "configuration, to 0."
+            )
+    if len(once) != len(twice):
+        raise SelfCheckError(
+            f"A training forward draws random numbers {len(once)} times for {count} examples, and "
+            f"{len(twice)} times for {2 * count}: how often depends on the batch. Turn off what "
+            "draws them in the model's configuration."
+        )
+
+
+def _draws_of(
+    model: nn.Module, per_example_loss: Callable[[nn.Module, Any], Tensor], batch: Any, count: int
+) -> list[Draw]:
+    draws: list[Draw] = []
+    with _innermost(model) as name:
+
+        def note(operator: str, drawn: Tensor) -> None:
+            draws.append(Draw(name(), operator, drawn.numel()))
+
+        with torch.no_grad(), no_dropout(note), _Noted(note):
+            losses = per_example_loss(model, batch)
+    if losses.shape != (count,):
+        raise SelfCheckError(
+            f"Expected one loss for each of {count} made-up examples, shape ({count},), got "
+            f"{tuple(losses.shape)}. Each tensor of a batch must have the examples in its first "
+            "dimension."
+        )
+    return draws
+
+
+class _Noted(TorchDispatchMode):
+    """A context that notes what every random operator draws, and puts 1 for each number.
+
+    With fixed numbers both batches take the same path, through the experts of a mixture, say. A
+    probability of 1 keeps a layer, and a factor of 1 changes nothing.
+    """
+
+    def __init__(self, note: Callable[[str, Tensor], None]):
+        super().__init__()
+        self.note = note
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            first = result[0] if isinstance(result, (tuple, list)) else result
+            operator = func.overloadpacket.__name__.rstrip("_")
+            self.note(operator, first)
+            if operator in _NUMBERS and first.is_floating_point():
+                first.fill_(1.0)
+        return result
+
+
+@contextmanager
+def _innermost(model: nn.Module) -> Iterator[Callable[[], str]]:
+    """Provide a function that returns the name of the innermost module that is running."""
+    names = {module: name for name, module in model.named_modules()}
+    running = [type(model).__name__]
+
+    def enter(module: nn.Module, args: Any) -> None:
+        running.append(names.get(module) or type(module).__name__)
+
+    def leave(module: nn.Module, args: Any, output: Any) -> None:
+        running.pop()
+
+    hooks = [
+        register_module_forward_pre_hook(enter),
+        register_module_forward_hook(leave, always_call=True),
+    ]
+    try:
+        yield lambda: running[-1]
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _state_outside_torch() -> tuple[Any, ...]:
+    kind, keys, *rest = np.random.get_state(legacy=True)
+    return random.getstate(), kind, np.asarray(keys).tobytes(), *rest
+
+
+def _repeated(value: Any, count: int) -> Any:
+    """Return a batch of ``count`` examples, followed by the same examples."""
+    if isinstance(value, Tensor):
+        return torch.cat([value, value]) if value.dim() else value
+    if isinstance(value, Mapping):
+        return {name: _repeated(each, count) for name, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        if any(isinstance(each, (Tensor, Mapping)) for each in value):
+            items = [_repeated(each, count) for each in value]
+            return value._make(items) if hasattr(value, "_make") else type(value)(items)
+        return type(value)([*value, *value]) if len(value) == count else value
+    return value
