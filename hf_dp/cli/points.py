@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import csv
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from hf_dp.errors import ConfigError
 
@@ -24,6 +26,20 @@ class Points:
 
     name: str
     values: dict[str, list[tuple[float, float]]]
+
+    @property
+    def places(self) -> set[float]:
+        """Return where on the horizontal axis there are points."""
+        return {place for row in self.values.values() for place, _ in row}
+
+
+def draw_points(axes: Any, points: Points, colors: Mapping[str, str]) -> None:
+    """Draw a dashed line for each label, in its color."""
+    for label, row in points.values.items():
+        axes.plot(
+            *zip(*row, strict=True), linestyle="--", marker="o", markerfacecolor="white",
+            color=colors[label], label=f"{points.name}: {label}",
+        )  # fmt: skip
 
 
 def read_points(path: str, over: str | None, metric: str) -> Points:

@@ -6,9 +6,9 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from hf_dp._plotting import line_over_seeds, panels, spread
+from hf_dp._plotting import line_over_seeds, number_axis, panels, spread
 from hf_dp.cli.cells import Cell, in_words
-from hf_dp.cli.points import Points, read_points
+from hf_dp.cli.points import Points, draw_points, read_points
 from hf_dp.errors import ConfigError
 
 Results = Mapping[Cell, dict[str, Any]]
@@ -72,25 +72,17 @@ def _word(key: str, value: Any, settings: int) -> str:
 
 def _plot_curves(name: str, metric: str, curves: Curves, path: str, beside: str | None) -> None:
     points = None if beside is None else read_points(beside, name, metric)
-    others = {} if points is None else points.values
     several = len(curves) > 1 or points is not None
     figure, (axes,) = panels(1, **({"width": 6.5, "height": 4.2} if several else {}))
     for label, numbers in curves.items():
         line_over_seeds(axes, numbers, label)
-    # matplotlib's own order: a label has the same color in both.
-    colors = {label: f"C{number}" for number, label in enumerate({**curves, **others})}
-    for label, row in others.items():
-        assert points is not None
-        axes.plot(
-            *zip(*row, strict=True), linestyle="--", marker="o", markerfacecolor="white",
-            color=colors[label], label=f"{points.name}: {label}",
-        )  # fmt: skip
-    ticks = sorted({place for numbers in curves.values() for place in numbers}
-                   | {place for row in others.values() for place, _ in row})  # fmt: skip
-    if min(ticks) > 0 and max(ticks) >= 8 * min(ticks):
-        axes.set_xscale("log", base=2)
-        axes.set_xticks(ticks, [f"{place:g}" for place in ticks])
-        axes.minorticks_off()
+    ticks = {place for numbers in curves.values() for place in numbers}
+    if points is not None:
+        # matplotlib's own order: a label has the same color in both.
+        labels = enumerate({**curves, **points.values})
+        draw_points(axes, points, {label: f"C{number}" for number, label in labels})
+        ticks |= points.places
+    number_axis(axes, sorted(ticks))
     axes.set_xlabel(name)
     axes.set_ylabel(metric)
     if several:
