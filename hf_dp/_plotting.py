@@ -4,8 +4,9 @@ not."""
 from __future__ import annotations
 
 import importlib.util
+import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +49,23 @@ def line_over_seeds(axes: Any, points: Mapping[float, Sequence[float]], label: s
         places, [statistics.mean(each) for each in values], yerr=spread(values),
         marker="o", capsize=3, label=label,
     )  # fmt: skip
+
+
+def far_apart(numbers: Collection[float]) -> bool:
+    """Return whether positive numbers span a factor of 8, which a logarithmic axis shows better."""
+    return min(numbers) > 0 and max(numbers) >= 8 * min(numbers)
+
+
+def number_axis(axes: Any, places: Sequence[float]) -> None:
+    """Mark these places, which rise, on a logarithmic horizontal axis if they are far apart.
+
+    Of more than ten, only every second, third, ... is marked: the numbers would overlap.
+    """
+    if far_apart(places):
+        marked = places[:: math.ceil(len(places) / 10)]
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(marked, [f"{place:g}" for place in marked])
+        axes.set_xticks([], minor=True)
 
 
 def spread(values: Sequence[Sequence[float]]) -> list[list[float]]:

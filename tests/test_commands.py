@@ -115,16 +115,16 @@ def dry_run(
 
     def run(words: list[str]) -> None:
         command = words[0]
+        plain = without(words, *(word for word in words if word.startswith("--plot")))
         if "--help" in words:
             assert main(words) == 0
         elif command == "sweep":
-            plain = without(words, *(word for word in words if word.startswith("--plot")))
             goes_through_its_runs(plain, reaches, monkeypatch, tmp_path)
             if "--plot" in words:
                 draws(words, monkeypatch, tmp_path)
         elif command == "plan":  # which only calculates: until it would, or to its end
             try:
-                assert main(without(words, "--plot")) == 0, (words, capsys.readouterr().err)
+                assert main(plain) == 0, (words, capsys.readouterr().err)
             except Reached:
                 pass
         elif command == "bench":

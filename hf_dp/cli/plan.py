@@ -6,6 +6,7 @@ import argparse
 import dataclasses
 import json
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hf_dp.cli import plan_forward
@@ -14,6 +15,7 @@ from hf_dp.cli.answers import json_row, table
 from hf_dp.cli.config import read_yaml
 from hf_dp.cli.options import hyphenated
 from hf_dp.cli.plan_settings import plan_of, refuse_other_modes, settings_of, with_rows
+from hf_dp.cli.points import read_points
 from hf_dp.errors import ConfigError, HfDpError
 from hf_dp.plans.dp_fp import DP_FP, VARIANTS
 from hf_dp.plans.sampling import POISSON, SAMPLINGS
@@ -164,7 +166,14 @@ def _add_output(add: Callable[..., Any]) -> None:
     add(
         "--plot",
         metavar="PATH",
-        help="effective noise, noise and epsilon as a PNG, PDF or SVG (takes a minute)",
+        help="effective noise, noise and epsilon as a PNG, PDF or SVG (takes a minute); with "
+        "--sweep, over the swept option",
+    )
+    add(
+        "--plot-beside",
+        metavar="CSV",
+        help="with --sweep and --plot: noise to show beside the plans', such as a paper's; the "
+        "columns are label, the swept option, and noise_multiplier",
     )
     add("--json", action="store_true", help="one JSON object on stdout")
 
@@ -177,10 +186,16 @@ def main(argv: Sequence[str]) -> int:
     refuse_other_modes(mode, "hf-dp plan", ("dp_sgd", DP_FP))
     if mode == DP_FP:
         _refuse_for_sums(args)
+    if args.plot_beside is not None and (args.plot is None or args.sweep is None):
+        raise ConfigError(
+            "`--plot-beside` adds points to the figure of a sweep. Give --sweep KEY=VALUES and "
+            f"--plot PATH with it, or leave {args.plot_beside!r} out."
+        )
     if args.plot is not None:
         from hf_dp._plotting import require_matplotlib
 
         require_matplotlib(args.plot)
+        Path(args.plot).parent.mkdir(parents=True, exist_ok=True)
     settings = settings_of(args, recipe)
     if args.sweep is not None:
         return _sweep(args, settings)
@@ -245,6 +260,7 @@ def _sweep(args: argparse.Namespace, settings: dict[str, Any]) -> int:
     from hf_dp.planning import parse_sweep
 
     key, values = parse_sweep(args.sweep, _SWEPT)
+    beside = args.plot_beside and read_points(args.plot_beside, key, "noise_multiplier")
     rows = []
     for value in values:
         changed = {**settings, key: value}
@@ -253,6 +269,10 @@ def _sweep(args: argparse.Namespace, settings: dict[str, Any]) -> int:
         if key in ("target_epsilon", "noise_multiplier"):
             changed["noise_multiplier" if key == "target_epsilon" else "target_epsilon"] = None
         rows.append(_forecast(args, changed))
+    if args.plot is not None:
+        from hf_dp.cli.plan_figure import plot_forecasts
+
+        plot_forecasts(key, values, rows, args.plot, beside)
     if args.json:
         print(json.dumps({"sweep": key, "rows": [_json(row) for row in rows]}, allow_nan=False))
         return 0

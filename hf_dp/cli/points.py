@@ -27,6 +27,11 @@ class Points:
     name: str
     values: dict[str, list[tuple[float, float]]]
 
+    @property
+    def places(self) -> set[float]:
+        """Return where on the horizontal axis there are points."""
+        return {place for row in self.values.values() for place, _ in row}
+
 
 def read_points(path: str, over: str | None, metric: str) -> Points:
     """Read a CSV file with the columns ``label``, ``over`` (unless None) and ``metric``.

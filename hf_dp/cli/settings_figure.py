@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from hf_dp._plotting import legend_beside, line_over_seeds, panels, spread
+from hf_dp._plotting import legend_beside, line_over_seeds, number_axis, panels, spread
 from hf_dp.cli.cells import Cell, in_words
 from hf_dp.cli.points import Points, draw_points, read_cells, read_points
 from hf_dp.errors import ConfigError
@@ -73,19 +73,15 @@ def _word(key: str, value: Any, settings: int) -> str:
 
 def _plot_curves(name: str, metric: str, curves: Curves, path: str, beside: str | None) -> None:
     points = None if beside is None else read_points(beside, name, metric)
-    others = {} if points is None else points.values
     several = len(curves) > 1 or points is not None
     figure, (axes,) = panels(1, **({"width": 6.5, "height": 4.2} if several else {}))
     for label, numbers in curves.items():
         line_over_seeds(axes, numbers, label)
+    ticks = {place for numbers in curves.values() for place in numbers}
     if points is not None:
         draw_points(axes, points, list(curves))
-    ticks = sorted({place for numbers in curves.values() for place in numbers}
-                   | {place for row in others.values() for place, _ in row})  # fmt: skip
-    if min(ticks) > 0 and max(ticks) >= 8 * min(ticks):
-        axes.set_xscale("log", base=2)
-        axes.set_xticks(ticks, [f"{place:g}" for place in ticks])
-        axes.minorticks_off()
+        ticks |= points.places
+    number_axis(axes, sorted(ticks))
     axes.set_xlabel(name)
     axes.set_ylabel(metric)
     if several:

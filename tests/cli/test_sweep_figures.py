@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import tiny
+from drawing import drawn
 from transformers import BertConfig, DistilBertConfig, GPT2Config
 
 from hf_dp.cli import cell_runs, sweep_figures
@@ -22,25 +23,6 @@ from hf_dp.cli.sweep import grid
 from hf_dp.cli.sweep_report import best, table
 from hf_dp.errors import ConfigError, DataError
 from hf_dp.run.clock import VARIABLE
-
-
-def drawn(monkeypatch, names=("errorbar", "plot")):
-    """What matplotlib is told to draw: (x, y, label) of each curve or point."""
-    pytest.importorskip("matplotlib")
-    from matplotlib.axes import Axes
-
-    found = []
-    for name in names:
-        original = getattr(Axes, name)
-
-        def noted(self, x, y, *args, original=original, name=name, **options):
-            if not options.get("label", "_").startswith("_"):  # matplotlib's own have no name
-                found.append((list(x), list(y), options["label"]))
-            return original(self, x, y, *args, **options)
-
-        monkeypatch.setattr(Axes, name, noted)
-    return found
-
 
 # -- model sizes ---
 
