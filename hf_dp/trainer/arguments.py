@@ -107,7 +107,8 @@ class DPTrainingArguments(AuditArguments, UnitArguments, ForwardArguments, Train
             the best is released. `target_epsilon` and the stated epsilon are then those of the
             whole search. That holds only under the conditions of
             [`~hf_dp.accounting.BestOfRandomRuns`], which `hf-dp sweep --private-selection` meets.
-            Only `accountant="rdp"` knows it.
+            A single evaluation row that equals a training row is refused, and an evaluation set
+            that cannot be compared. Only `accountant="rdp"` knows it.
         max_logical_batch_size (`int`, *optional*):
             Most examples of a draw that a step uses; of a larger draw a random part is left out
             (truncated Poisson sampling). Bounds the time and memory of a step; costs little epsilon
