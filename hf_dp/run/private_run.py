@@ -53,6 +53,7 @@ from hf_dp.run.checks import (
     check_launch,
     refuse_adapters_from_data,
     refuse_rows_in_collator,
+    refuse_selections_from_data,
 )
 from hf_dp.run.clock import Clock
 from hf_dp.run.earlier import earlier_claims, earlier_entries
@@ -143,6 +144,7 @@ class PrivateRun:
         )
         self.audit: OneRunAudit | None = None
         self.audit_result: AuditResult | None = None
+        self.selections: Sequence[Any] = ()  # which this run made, and its ledger counts
         self._step_is_open = False
         self._data: TrainingData | None = None
         self._data_of: tuple[Any, Any] = (None, None)
@@ -264,6 +266,7 @@ class PrivateRun:
         refuse_coupling(self.model)
         if not self.options.adapter_init_data_is_public:
             refuse_adapters_from_data(self.model)
+            refuse_selections_from_data(self.model, self.selections)
         check_launch(self.processes, self.accelerator)
         self.share(self.plan.sampler())  # refuses what several processes cannot draw
         self._meet()

@@ -40,6 +40,7 @@ from hf_dp.run.checks import (
     check_train_dataset,
     hint_at_users,
     refuse_adapters_from_data,
+    refuse_selections_from_data,
     warn_of_users,
 )
 from hf_dp.run.clock import TRAINING as TRAINING_TIME
@@ -224,6 +225,8 @@ class DPTrainer(Publishing):
             check_head_is_trainable(model)
             if not args.adapter_init_data_is_public:
                 refuse_adapters_from_data(model)
+                if self.privacy_plan is not None:  # without one it can only evaluate
+                    refuse_selections_from_data(model)
         super().__init__(
             model,
             args,

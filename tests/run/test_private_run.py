@@ -7,6 +7,7 @@ import pytest
 import tiny
 import torch
 from accelerate import Accelerator
+from peft import get_peft_model
 from transformers import DataCollatorWithPadding
 
 from hf_dp import (
@@ -24,6 +25,7 @@ from hf_dp.errors import (
     LedgerError,
     SelfCheckError,
     UnsupportedArgumentError,
+    UnsupportedModelError,
 )
 from hf_dp.noise import SecretRandomness
 from hf_dp.plans.best_of_runs import BestOfRunsPlan
@@ -32,6 +34,7 @@ from hf_dp.run.options import RunOptions
 from hf_dp.statement.record import read
 from hf_dp.statement.verify import disagreements
 from hf_dp.tuners.base import Tuner
+from hf_dp.tuners.frost.config import FrostConfig
 
 OPTIONS = RunOptions(batches=BatchOptions(physical_batch_size=4, quiet=True))
 
@@ -167,6 +170,18 @@ def test_bad_input_is_refused_before_the_first_step(tmp_path):
     with pytest.raises(UnsupportedArgumentError, match="evaluation set"):
         private.check_evaluation(private.train_dataset.select(range(5)))
     assert not (tmp_path / "a" / "privacy.json").exists()
+
+
+def test_a_loop_refuses_a_selection_that_another_run_made(tmp_path):
+    named = FrostConfig(
+        task_type="SEQ_CLS",
+        parameters=["bert.pooler.dense.weight"],
+        made=[{"parameters": ["bert.pooler.dense.weight"], "magnitudes_without_noise": []}],
+    )
+    private = run(tmp_path, get_peft_model(tiny.model(), named))
+    with pytest.raises(UnsupportedModelError, match="adapter 'default' .* this run did not make"):
+        loop(private, None)
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_loop_in_a_private_search_evaluates_on_no_training_row(tmp_path):
