@@ -134,19 +134,25 @@ def refuse_training_rows(evaluation: Any, training: TrainingRows) -> bool:
     Raises:
         UnsupportedArgumentError: names the set that holds training rows, if it has a name.
     """
-    named = evaluation if isinstance(evaluation, Mapping) else {None: evaluation}
-    verdicts = [
-        _judge(name, candidate, training)
-        for name, candidate in named.items()
-        if candidate is not None
-    ]
+    verdicts = [_judge(name, each, training) for name, each in each_named(evaluation)]
     return all(verdicts)
+
+
+def each_named(evaluation: Any) -> list[tuple[Any, Any]]:
+    """Return the evaluation sets with their names; None names the only one."""
+    named = evaluation if isinstance(evaluation, Mapping) else {None: evaluation}
+    return [(name, each) for name, each in named.items() if each is not None]
+
+
+def in_words(name: Any) -> str:
+    """Return how errors call an evaluation set."""
+    return "evaluation set" if name is None else f"evaluation set {name!r}"
 
 
 def _judge(name: Any, evaluation: Any, training: TrainingRows) -> bool:
     seen = training.has_compared(evaluation)
     overlap = training.compare(evaluation)
-    which = "evaluation set" if name is None else f"evaluation set {name!r}"
+    which = in_words(name)
     if overlap.refused:
         found = (
             "is made from rows of the training set"

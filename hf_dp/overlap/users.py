@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from transformers.utils import logging
 
 from hf_dp.batches.units import UnitTable, unit_values
 from hf_dp.errors import UnsupportedArgumentError
-from hf_dp.overlap.compare import LARGEST_SHARE
+from hf_dp.overlap.compare import LARGEST_SHARE, each_named, in_words
 
 logger = logging.get_logger(__name__)
 
@@ -35,9 +34,14 @@ class TrainingUsers:
 
         Raises: UnsupportedArgumentError.
         """
-        named = evaluation if isinstance(evaluation, Mapping) else {None: evaluation}
-        found = [self._judge(name, each) for name, each in named.items() if each is not None]
+        found = [self._judge(name, each) for name, each in each_named(evaluation)]
         return all(found)
+
+    def shared(self, evaluation: Any) -> int | None:
+        """Count the rows of one evaluation set that are training users'; None if it does not say
+        whose they are."""
+        values = unit_values(evaluation, self.table.column)
+        return None if values is None else self.table.shared(values)
 
     def _judge(self, which: Any, evaluation: Any) -> bool:
         if id(evaluation) not in self._seen:
@@ -49,7 +53,7 @@ class TrainingUsers:
         if values is None:
             return False
         shared = self.table.shared(values)
-        where = "evaluation set" if which is None else f"evaluation set {which!r}"
+        where = in_words(which)
         if shared > LARGEST_SHARE * len(values):
             raise UnsupportedArgumentError(
                 f"Expected an evaluation set of others than the training set's, but the {where} "

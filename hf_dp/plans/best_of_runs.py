@@ -26,7 +26,8 @@ class BestOfRunsPlan(DpSgdPlan):
     """DP-SGD in each of K runs, K geometric with the mean ``mean_runs``.
 
     The conditions are those of :class:`hf_dp.accounting.BestOfRandomRuns`; ``hf-dp sweep
-    --private-selection`` meets them.
+    --private-selection`` meets them. A run refuses evaluation sets with a training row, and those
+    that cannot be compared, so that the score reads none.
 
     Args: as in :class:`DpSgdPlan`, whose ``max_batch_size`` must be None; and mean_runs: the
         expectation of K, above 1.

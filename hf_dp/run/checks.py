@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import datasets
@@ -148,7 +148,7 @@ def refuse_adapters_from_data(model: nn.Module) -> None:
 
     Examples are EVA, CorDA and LoRA-GA.
     """
-    for name, config in (getattr(model, "peft_config", None) or {}).items():
+    for name, config in _adapters(model):
         for option in ("init_lora_weights", "init_weights"):
             init = getattr(config, option, None)
             if isinstance(init, str) and not init.startswith(_DATA_FREE):
@@ -158,6 +158,38 @@ def refuse_adapters_from_data(model: nn.Module) -> None:
                     "facts about it. Use another initialization, or, if the data was public, set "
                     "adapter_init_data_is_public=True."
                 )
+
+
+def refuse_selections_from_data(model: nn.Module, own: Collection[Any] = ()) -> None:
+    """Raise UnsupportedModelError for an adapter that trains what another run selected from rows.
+
+    Its names say something of these rows, and the ledger of this run would not count it.
+
+    Args: own: the selections that this run made.
+    """
+    for name, config in _adapters(model):
+        made = getattr(config, "made", None)  # only what selects from rows has this attribute
+        if made is None or (made and all(each in own for each in made)):
+            continue
+        raise UnsupportedModelError(
+            f"The adapter {name!r} of the model is a {type(config).__name__} that holds a "
+            "selection which this run did not make. If it was made from the training rows, the "
+            "ledger of this run would not count it. Pass the base model and a new "
+            f"{type(config).__name__} as peft_config, or resume the run that made it. To train "
+            "that run's weights further, load them by PeftModel.from_pretrained(base, folder, "
+            "is_trainable=True) and name the run in earlier_runs if the rows are the same. If the "
+            "rows that the selection was made from are public, set "
+            "adapter_init_data_is_public=True."
+        )
+
+
+def _adapters(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Yield the configurations of all adapters with their names, in whatever the model is
+    wrapped."""
+    for module in model.modules():
+        configs = getattr(module, "peft_config", None)
+        if isinstance(configs, Mapping):
+            yield from configs.items()
 
 
 def check_optimizer(optimizer: Any, model: nn.Module) -> None:

@@ -21,7 +21,8 @@ class RunOptions:
         representation_module: DP-FP's last layer, where it is not found by itself.
         padding_values: fill values, by column, of columns that transformers does not know.
         rows_are_chunks: whether each row is a piece of a longer text.
-        adapter_init_data_is_public: whether data that an adapter was initialized from is public.
+        adapter_init_data_is_public: whether data that an adapter was initialized from, or that
+            decided what it trains, is public.
     """
 
     batches: BatchOptions = BatchOptions()

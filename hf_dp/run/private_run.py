@@ -42,7 +42,9 @@ from hf_dp.errors import ConfigError, DataError, LedgerError
 from hf_dp.losses import columns_read, per_example_loss
 from hf_dp.noise import SecretRandomness
 from hf_dp.overlap.compare import TrainingRows, refuse_training_rows
+from hf_dp.overlap.search import refuse_any_training_row, refuse_any_training_user
 from hf_dp.overlap.users import TrainingUsers
+from hf_dp.plans.best_of_runs import BestOfRunsPlan
 from hf_dp.plans.mechanism import Sampler
 from hf_dp.plans.privacy import PrivacyPlan
 from hf_dp.plans.release import PlannedRelease
@@ -52,6 +54,7 @@ from hf_dp.run.checks import (
     check_launch,
     refuse_adapters_from_data,
     refuse_rows_in_collator,
+    refuse_selections_from_data,
 )
 from hf_dp.run.clock import Clock
 from hf_dp.run.earlier import earlier_claims, earlier_entries
@@ -140,6 +143,7 @@ class PrivateRun:
         )
         self.audit: OneRunAudit | None = None
         self.audit_result: AuditResult | None = None
+        self.selections: Sequence[Any] = ()  # which this run made, and its ledger counts
         self._step_is_open = False
         self._data: TrainingData | None = None
         self._data_of: tuple[Any, Any] = (None, None)
@@ -261,6 +265,7 @@ class PrivateRun:
         refuse_coupling(self.model)
         if not self.options.adapter_init_data_is_public:
             refuse_adapters_from_data(self.model)
+            refuse_selections_from_data(self.model, self.selections)
         check_launch(self.processes, self.accelerator)
         self.share(self.plan.sampler())  # refuses what several processes cannot draw
         self._meet()
@@ -321,14 +326,25 @@ class PrivateRun:
         """Note that rows are evaluated on, whose metrics are not noised.
 
         Raises: UnsupportedArgumentError for a set with rows of the training set, unless their
-            metrics are released on purpose.
+            metrics are released on purpose. In a private search already for one equal row, and for
+            a set that cannot be compared.
         """
+        if isinstance(self.plan.mechanism, BestOfRunsPlan):
+            self._check_score_of_search(evaluation)
+            return
         if EVALUATION_ON_TRAINING_ROWS in self.book.released or self.train_dataset is None:
             return
         if not refuse_training_rows(evaluation, self.training_rows()):
             self.book.evaluation_compared = False
         if self._training_users is not None and not self._training_users.refuse(evaluation):
             self.book.evaluation_compared = False
+
+    def _check_score_of_search(self, evaluation: Any) -> None:
+        if self.train_dataset is None:
+            return
+        refuse_any_training_row(evaluation, self.training_rows())
+        if self._training_users is not None:
+            refuse_any_training_user(evaluation, self._training_users)
 
     def training_rows(self) -> TrainingRows:
         """Return the training set as evaluation sets are compared with it."""

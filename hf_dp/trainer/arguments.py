@@ -107,7 +107,8 @@ class DPTrainingArguments(AuditArguments, UnitArguments, ForwardArguments, Train
             the best is released. `target_epsilon` and the stated epsilon are then those of the
             whole search. That holds only under the conditions of
             [`~hf_dp.accounting.BestOfRandomRuns`], which `hf-dp sweep --private-selection` meets.
-            Only `accountant="rdp"` knows it.
+            A single evaluation row that equals a training row is refused, and an evaluation set
+            that cannot be compared. Only `accountant="rdp"` knows it.
         max_logical_batch_size (`int`, *optional*):
             Most examples of a draw that a step uses; of a larger draw a random part is left out
             (truncated Poisson sampling). Bounds the time and memory of a step; costs little epsilon
@@ -186,7 +187,8 @@ class DPTrainingArguments(AuditArguments, UnitArguments, ForwardArguments, Train
             card says so.
         adapter_init_data_is_public (`bool`, *optional*, defaults to `False`):
             Whether the data from which an adapter's initial weights were computed (EVA, CorDA,
-            LoRA-GA) is public. Such an adapter is refused otherwise.
+            LoRA-GA), or by which another run selected what it trains (`FrostConfig`), is public.
+            Such an adapter is refused otherwise.
         evaluate_on_training_rows (`bool`, *optional*, defaults to `False`):
             Whether evaluation sets may hold rows of the training set. Their metrics are then
             released without noise, and the card says so.
@@ -440,8 +442,8 @@ class DPTrainingArguments(AuditArguments, UnitArguments, ForwardArguments, Train
     adapter_init_data_is_public: bool = field(
         default=False,
         metadata={
-            "help": "Whether the data that an adapter was initialized from (EVA, CorDA, LoRA-GA) "
-            "is public."
+            "help": "Whether the data that an adapter was initialized from (EVA, CorDA, LoRA-GA), "
+            "or that selected what it trains (FROST), is public."
         },
     )
     evaluate_on_training_rows: bool = field(

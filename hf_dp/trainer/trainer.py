@@ -30,6 +30,7 @@ from hf_dp.errors import UnsupportedArgumentError
 from hf_dp.losses import columns_read, means_over_rows, per_example_loss
 from hf_dp.mechanisms import Mechanism, mechanism_for
 from hf_dp.overlap.compare import TrainingRows, refuse_training_rows
+from hf_dp.overlap.search import refuse_any_training_row, refuse_any_training_user
 from hf_dp.overlap.users import TrainingUsers
 from hf_dp.plans.dp_fp import DP_FP
 from hf_dp.plans.privacy import PrivacyPlan
@@ -39,6 +40,7 @@ from hf_dp.run.checks import (
     check_train_dataset,
     hint_at_users,
     refuse_adapters_from_data,
+    refuse_selections_from_data,
     warn_of_users,
 )
 from hf_dp.run.clock import TRAINING as TRAINING_TIME
@@ -202,9 +204,12 @@ class DPTrainer(Publishing):
                 if args.audit_canaries is not None:
                     train_dataset = with_canaries_for(args, train_dataset, model, rows)
                     num_examples = len(train_dataset)
-                compared = args.evaluate_on_training_rows or (
-                    refuse_training_rows(eval_dataset, rows) and self._users_compared
-                )
+                if args.private_selection_mean_runs is not None:
+                    refuse_any_training_row(eval_dataset, rows)
+                else:
+                    compared = args.evaluate_on_training_rows or (
+                        refuse_training_rows(eval_dataset, rows) and self._users_compared
+                    )
                 args.earlier_runs = runs_before(
                     Path(str(args.output_dir)), args.earlier_runs, args.start_over
                 )
@@ -220,6 +225,8 @@ class DPTrainer(Publishing):
             check_head_is_trainable(model)
             if not args.adapter_init_data_is_public:
                 refuse_adapters_from_data(model)
+                if self.privacy_plan is not None:  # without one it can only evaluate
+                    refuse_selections_from_data(model)
         super().__init__(
             model,
             args,
@@ -309,8 +316,11 @@ class DPTrainer(Publishing):
         self._units, train_dataset = split_off_units(train_dataset, users.column)
         train_dataset = rows_to_draw(train_dataset, self._units, users)
         warn_of_users(self._units, users)
-        if not args.evaluate_on_training_rows:
-            self._users_compared = TrainingUsers(self._units, users.name).refuse(eval_dataset)
+        training = TrainingUsers(self._units, users.name)
+        if args.private_selection_mean_runs is not None:
+            refuse_any_training_user(eval_dataset, training)
+        elif not args.evaluate_on_training_rows:
+            self._users_compared = training.refuse(eval_dataset)
         return train_dataset
 
     @property

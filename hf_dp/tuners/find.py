@@ -38,7 +38,9 @@ def tuner_for(peft_config: Any, is_private: bool) -> Tuner | None:
             return None  # an adapter like any other
         raise ConfigError(
             "This FrostConfig holds a selection that another run made from private rows. The "
-            "ledger of this run would not count it. Pass a new FrostConfig, or resume that run."
+            "ledger of this run would not count it. Pass a new FrostConfig, or resume that run. If "
+            "the rows were public, pass model=get_peft_model(model, config) without peft_config, "
+            "and set adapter_init_data_is_public=True."
         )
     if not is_private and isinstance(config, FrostConfig) and config.num_selections > 1:
         raise invalid(

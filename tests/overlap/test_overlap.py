@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import pickle
+from functools import partial
 from pathlib import Path
 
 import datasets
@@ -19,6 +20,7 @@ from hf_dp.errors import UnsupportedArgumentError
 from hf_dp.overlap import compare, encoding, hashes, origin
 from hf_dp.overlap.compare import Overlap, TrainingRows, refuse_training_rows
 from hf_dp.overlap.encoding import encode
+from hf_dp.overlap.search import refuse_any_training_row
 
 FORWARD = ("input_ids", "attention_mask", "labels")
 ROWS = 40
@@ -355,6 +357,25 @@ def test_words_tell_neither_counts_nor_content(warnings):
         assert "held-out" in message and "evaluate_on_training_rows=True" in message
     assert "equal=" not in repr(rows.compare(mixed(2)))
     assert "row" not in repr(rows).replace("TrainingRows", "").replace("hf_dp.overlap.compare", "")
+
+
+def test_a_private_search_refuses_a_single_equal_row_and_sets_that_it_cannot_compare(warnings):
+    rows, only_labels = TrainingRows(table(0), FORWARD), [{"label": 0}]
+    for evaluation in (None, mixed(0), {"first": mixed(0), "second": None}):
+        refuse_any_training_row(evaluation, rows)
+    for evaluation, found in (
+        (mixed(1), "holds rows equal to training rows. Remove"),
+        (rows.parts[0].base.select([3]), "is made from rows of the training set"),
+        (only_labels, "cannot be compared with the training rows"),
+    ):
+        refuse = partial(refuse_any_training_row, training=rows)
+        with pytest.raises(UnsupportedArgumentError, match=f"the evaluation set {found}") as error:
+            refuse(evaluation)
+        with pytest.raises(UnsupportedArgumentError, match=f"the evaluation set 'bad' {found}"):
+            refuse({"good": mixed(0), "bad": evaluation})
+        assert "With private_selection_mean_runs" in str(error.value)
+        assert not any(character.isdigit() for character in str(error.value))
+    assert not warnings
 
 
 def test_each_named_set_is_judged_by_itself():

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import datasets
 import pytest
 import tiny
 import torch
 from accelerate import Accelerator
+from peft import get_peft_model
 from transformers import DataCollatorWithPadding
 
 from hf_dp import (
@@ -23,13 +25,16 @@ from hf_dp.errors import (
     LedgerError,
     SelfCheckError,
     UnsupportedArgumentError,
+    UnsupportedModelError,
 )
 from hf_dp.noise import SecretRandomness
+from hf_dp.plans.best_of_runs import BestOfRunsPlan
 from hf_dp.run.ledger import RunLedger
 from hf_dp.run.options import RunOptions
 from hf_dp.statement.record import read
 from hf_dp.statement.verify import disagreements
 from hf_dp.tuners.base import Tuner
+from hf_dp.tuners.frost.config import FrostConfig
 
 OPTIONS = RunOptions(batches=BatchOptions(physical_batch_size=4, quiet=True))
 
@@ -165,6 +170,40 @@ def test_bad_input_is_refused_before_the_first_step(tmp_path):
     with pytest.raises(UnsupportedArgumentError, match="evaluation set"):
         private.check_evaluation(private.train_dataset.select(range(5)))
     assert not (tmp_path / "a" / "privacy.json").exists()
+
+
+def test_a_loop_refuses_a_selection_that_another_run_made(tmp_path):
+    named = FrostConfig(
+        task_type="SEQ_CLS",
+        parameters=["bert.pooler.dense.weight"],
+        made=[{"parameters": ["bert.pooler.dense.weight"], "magnitudes_without_noise": []}],
+    )
+    private = run(tmp_path, get_peft_model(tiny.model(), named))
+    with pytest.raises(UnsupportedModelError, match="adapter 'default' .* this run did not make"):
+        loop(private, None)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_loop_in_a_private_search_evaluates_on_no_training_row(tmp_path):
+    mechanism = DpSgdPlan(clipping_norm=0.1, noise_multiplier=1.0)
+    of_a_search = BestOfRunsPlan(clipping_norm=0.1, noise_multiplier=1.0, mean_runs=5)
+    own = tiny.evaluation_set().rename_column("label", "labels")
+    one_equal = datasets.Dataset.from_list([*own.to_list(), rows()[3]])
+    only_labels = own.select_columns(["labels"])
+    released = ["evaluation_on_training_rows"]
+    for number, given in enumerate(({}, {"released": released})):
+        plan = request(mechanism=of_a_search, accountant="rdp").plan()
+        search = run(tmp_path / f"search{number}", plan=plan, **given)
+        search.check_evaluation(own)
+        with pytest.raises(UnsupportedArgumentError, match="holds rows equal to training rows"):
+            search.check_evaluation({"far": one_equal})
+        with pytest.raises(UnsupportedArgumentError, match="cannot be compared"):
+            search.check_evaluation(only_labels)
+    alone = run(tmp_path / "alone", plan=request(mechanism=mechanism).plan())
+    alone.check_evaluation(one_equal)
+    assert alone.book.evaluation_compared
+    alone.check_evaluation(only_labels)
+    assert not alone.book.evaluation_compared
 
 
 def test_two_loops_cannot_share_a_folder(tmp_path):

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 
+import datasets
 import pytest
 import tiny
 
 from hf_dp.accounting import BestOfRandomRuns, PoissonSampledGaussian, epsilon
 from hf_dp.cards.verify import verify
-from hf_dp.errors import InvalidArgumentError
+from hf_dp.errors import InvalidArgumentError, UnsupportedArgumentError
 from hf_dp.plans.privacy import PrivacyPlan
 from hf_dp.tuners.frost.config import FrostConfig
 
@@ -106,6 +107,62 @@ def test_a_selection_of_what_trains_is_refused(tmp_path):
     frost = FrostConfig(unfreeze_ratio=0.5, selection_noise_multiplier=1.0)
     with pytest.raises(InvalidArgumentError, match="`peft_config` to be left out with private"):
         tiny.trainer(tmp_path, **OF_A_SEARCH, given={"peft_config": frost})
+
+
+def evaluation_with_one_training_row() -> datasets.Dataset:
+    return datasets.Dataset.from_list([*tiny.evaluation_set(), tiny.dataset()[3]])
+
+
+def test_the_score_reads_no_training_row_by_construction(tmp_path):
+    """Outside of a search a few equal rows are warned of, and a set without a common column noted:
+    here either would make a sentence of the card false."""
+    one_equal = evaluation_with_one_training_row()
+    only_labels = one_equal.select_columns(["label"])
+    for given, found in (
+        (one_equal, "holds rows equal to training rows"),
+        ({"own": tiny.evaluation_set(), "far": one_equal}, "'far' holds rows equal"),
+        (only_labels, "cannot be compared"),
+    ):
+        options = {"given": {"eval_dataset": given}}
+        with pytest.raises(UnsupportedArgumentError, match=found):
+            tiny.trainer(tmp_path, **OF_A_SEARCH, **options)
+        assert not list(tmp_path.iterdir())
+        tiny.trainer(tmp_path, **options)
+    trainer = tiny.trainer(tmp_path, **OF_A_SEARCH)
+    for evaluation, found in ((one_equal, "holds rows equal"), (only_labels, "cannot be compared")):
+        for evaluate in (
+            trainer.evaluate,
+            trainer.predict,
+            lambda rows: trainer.record_evaluation({"eval_score": 1.0}, rows),
+        ):
+            with pytest.raises(UnsupportedArgumentError, match=found):
+                evaluate(evaluation)
+    assert "eval_loss" in trainer.evaluate()
+
+
+def test_the_score_reads_no_row_of_a_training_user(tmp_path):
+    of_users = OF_A_SEARCH | {
+        "privacy_unit": "user",
+        "privacy_unit_column": "who",
+        "max_rows_per_unit": 2,
+    }
+    train = tiny.dataset().add_column("who", [f"user{row // 2}" for row in range(40)])
+    own = tiny.evaluation_set()
+    others = [f"new{row}" for row in range(len(own))]
+
+    def made(evaluation):
+        given = {"train_dataset": train, "eval_dataset": evaluation}
+        return tiny.trainer(tmp_path, given=given, **of_users)
+
+    one_shared = own.add_column("who", ["user3", *others[1:]])
+    with pytest.raises(UnsupportedArgumentError, match="user, but .* of the same values in 'who'"):
+        made(one_shared)
+    with pytest.raises(UnsupportedArgumentError, match="does not say whose its rows are"):
+        made(own)
+    trainer = made(own.add_column("who", others))
+    with pytest.raises(UnsupportedArgumentError, match="of the same values in 'who'"):
+        trainer.evaluate(one_shared)
+    assert "eval_loss" in trainer.evaluate()
 
 
 def test_the_plan_can_be_made_without_a_trainer():

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import json
 
 import numpy as np
 import pytest
 import torch
-from peft import get_peft_model
+from peft import PeftModel, get_peft_model
 from torch import nn
 from transformers import (
     BertForMaskedLM,
@@ -126,6 +127,69 @@ def test_a_selection_of_another_run_is_refused_however_it_is_held(tmp_path):
     for config in (made, FrostConfig(**FROST, made=[{"parameters": []}])):
         with pytest.raises(ConfigError, match="another run made"):
             run(tmp_path, config)
+
+
+def selected_before(folder, **options) -> FrostConfig:
+    """What a run chose by itself, as the folder holds it."""
+    trainer = run(folder, FrostConfig(**FROST), max_steps=1, **options)
+    trainer.train()
+    trainer.save_model()
+    return FrostConfig.from_pretrained(str(folder))
+
+
+def test_a_selection_of_another_run_is_refused_inside_the_model(tmp_path):
+    """It came in uncounted by `get_peft_model`, also from a run without noise."""
+    config = selected_before(tmp_path / "first")
+    assert config.made and config.parameters
+    without_noise = selected_before(tmp_path / "plain", privacy_mode="non_private")
+    only_names = FrostConfig(**FROST, task_type="SEQ_CLS", parameters=config.parameters)
+    inner = get_peft_model(tiny.model(), copy.deepcopy(config), "renamed").base_model.model
+    wrapped = torch.nn.Sequential(get_peft_model(tiny.model(), copy.deepcopy(config), "renamed"))
+    for name, model in (
+        ("default", get_peft_model(tiny.model(), copy.deepcopy(config))),
+        ("default", get_peft_model(tiny.model(), without_noise)),
+        ("default", get_peft_model(tiny.model(), only_names)),
+        ("renamed", inner),
+        ("renamed", wrapped),
+    ):
+        said = f"The adapter '{name}' of the model is a FrostConfig .* this run did not make"
+        with pytest.raises(UnsupportedModelError, match=f"{said}.*adapter_init_data_is_public"):
+            run(tmp_path / "second", None, {"model": model})
+        assert not (tmp_path / "second").exists()
+    model = get_peft_model(tiny.model(), copy.deepcopy(config))
+    public = run(
+        tmp_path / "public", None, {"model": model}, max_steps=1, adapter_init_data_is_public=True
+    )
+    public.train()
+    assert public.ledger.steps("selection") == 0
+    # What only evaluates may hold it, and its training may go on where the first run is counted.
+    model = get_peft_model(tiny.model(), copy.deepcopy(config))
+    assert run(tmp_path / "look", None, {"model": model, "train_dataset": None}).evaluate()
+    saved = PeftModel.from_pretrained(tiny.model(), tmp_path / "first", is_trainable=True)
+    again = run(tmp_path / "again", None, {"model": saved}, earlier_runs=[str(tmp_path / "first")])
+    again.train()
+    assert {entry.purpose for entry in again.ledger.entries} == {"earlier run", "training"}
+    assert again.ledger.steps("earlier run") == 4  # three looks and a step
+
+
+def test_a_selection_that_is_put_into_the_model_later_is_refused(tmp_path):
+    config = selected_before(tmp_path / "first")
+    trainer = run(tmp_path / "second", None)
+    trainer.model = trainer.model_wrapped = get_peft_model(trainer.model, config)
+    with pytest.raises(UnsupportedModelError, match="this run did not make"):
+        trainer.train()
+    assert not (tmp_path / "second" / "privacy.json").exists()
+
+
+def test_the_own_selection_is_no_obstacle_to_training_on(tmp_path):
+    saving = {"save_strategy": "steps", "save_steps": 2}
+    first = run(tmp_path, FrostConfig(**FROST), **saving)
+    first.train()
+    first.train()
+    again = run(tmp_path, FrostConfig(**FROST), **saving)
+    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    again.train()
+    assert again.ledger.steps("selection") == first.ledger.steps("selection")
 
 
 def test_more_selections_than_steps_are_refused(tmp_path):

@@ -90,8 +90,8 @@ class FrostConfig(SelectionConfig):
         raise ConfigError(
             "FrostConfig holds no selection yet. The selection is made from the private rows and "
             "costs privacy: pass the configuration to DPTrainer(model, args, train_dataset=..., "
-            "peft_config=FrostConfig(...)) and call train(). To use a selection that was made "
-            "before, call FrostConfig.from_pretrained(folder)."
+            "peft_config=FrostConfig(...)) and call train(). To load what such a run trained, call "
+            "PeftModel.from_pretrained(model, folder)."
         )
 
     def selection_plan(self, clipping_norm: float) -> SelectionPlan:

@@ -67,6 +67,7 @@ class _Frost(Tuner):
             self._read(checkpoint)
         elif not self.config.made:
             self._select(run)
+        run.selections = self.config.made
         self._apply(run)
         self._applied = True
 
