@@ -877,11 +877,12 @@ class DPTrainer(Publishing):
             )
 
     def _note_model_selection(self) -> None:
-        """Note whether a checkpoint is chosen by evaluation, once and for all."""
+        """Note whether evaluation chooses a checkpoint or learning rates, once and for all."""
         selects = self.args.load_best_model_at_end or self.args.save_strategy == SaveStrategy.BEST
         early = any(isinstance(c, EarlyStoppingCallback) for c in self.callback_handler.callbacks)
+        steered = self.args.lr_scheduler_type in ("reduce_lr_on_plateau", "greedy")
         book = self.run.book
-        book.model_selection = book.model_selection or bool(selects or early)
+        book.model_selection = book.model_selection or bool(selects or early or steered)
 
     def columns_for_training(self) -> tuple[Any, Callable[..., Any]]:
         """Return dataset and collator, without the columns that the model's forward does not take,

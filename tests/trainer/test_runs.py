@@ -357,6 +357,13 @@ def test_best_model_and_early_stopping_are_stated(tmp_path):
     assert "not used by this run" not in line
 
 
+def test_learning_rates_that_follow_evaluation_are_stated(tmp_path):
+    steered = {"lr_scheduler_type": "reduce_lr_on_plateau", "eval_strategy": "steps"}
+    trainer = tiny.trainer(tmp_path, eval_steps=2, **steered)
+    trainer.train()
+    assert trainer.privacy_statement().facts.model_selection
+
+
 def test_model_selection_is_remembered_after_a_resume(tmp_path):
     options = {"save_strategy": "steps", "save_steps": 2, "eval_strategy": "steps", "eval_steps": 2}
     tiny.trainer(tmp_path, load_best_model_at_end=True, **options).train()
