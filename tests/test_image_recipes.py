@@ -5,9 +5,7 @@ from __future__ import annotations
 import pytest
 from test_recipes import PRIVACY, RECIPES, REPRODUCTIONS, ROOT, parsed
 
-from hf_dp.accounting import epsilon
-from hf_dp.cli.config import peft_config, read_yaml
-from hf_dp.plans.privacy import PrivacyPlan
+from hf_dp.cli.config import read_yaml
 from hf_dp.statement.provenance import seen_in_pretraining
 
 METHODS = ("full", "random", "pval", "lora", "adapter", "frost")
@@ -23,23 +21,9 @@ def test_the_image_recipes_are_there():
 
 
 @pytest.mark.parametrize("name", SMALL)
-def test_an_image_recipe_spends_what_its_header_says(name):
-    text, values = RECIPES[name].read_text(), read_yaml(str(RECIPES[name]))
-    model, data, args = parsed(values)
-    by_rdp, by_pld, delta, rows = PRIVACY.search(text).groups()
-    config = peft_config(values.get("peft"))
-    plan = PrivacyPlan.create(
-        num_examples=int(rows),
-        expected_batch_size=args.expected_batch_size,
-        clipping_norm=0.1,
-        num_train_epochs=args.num_train_epochs,
-        target_epsilon=args.target_epsilon,
-        accountant=args.accountant,
-        selection=config.selection_plan(0.1) if hasattr(config, "selection_plan") else None,
-    )
-    assert plan.delta == pytest.approx(float(delta), rel=1e-5)
-    found = [epsilon(plan.events(), plan.delta, name).rounded_up() for name in ("rdp", "pld")]
-    assert found == [float(by_rdp), float(by_pld)]
+def test_an_image_recipe_takes_the_private_half(name):
+    model, data, _ = parsed(read_yaml(str(RECIPES[name])))
+    _, _, _, rows = PRIVACY.search(RECIPES[name].read_text()).groups()
     assert data.image_column == "img" and not data.augmentation
     assert (int(rows), data.train_split, model.new_head) == (5000, "train[5000:]", True)
 
