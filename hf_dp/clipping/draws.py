@@ -83,8 +83,9 @@ def refuse_shared_draws(
                 f"`{one.module}` draws random numbers that the examples of a batch share "
                 f"({one.operator}: {one.numbers:,} numbers for {count} examples, {two.numbers:,} "
                 f"for {2 * count}), so one example changes the gradients of those beside it. Turn "
-                "this off: set the module's dropout probability `p`, or the layerdrop of the "
-                "configuration, to 0."
+                "this off: set the module's dropout probability `p`, or its layerdrop, to 0. In a "
+                "recipe: `without_dropout: ["
+                f"{one.module.rpartition('.')[2] if 'dropout' in one.operator else 'layerdrop'}]`."
             )
     if len(once) != len(twice):
         raise SelfCheckError(

@@ -18,6 +18,12 @@ from hf_dp.errors import ConfigError
 logger = logging.getLogger(__name__)
 
 
+WITHOUT_DROPOUT = (
+    "Dropouts to turn off, for example pos_dropout (DeBERTa) or layerdrop: ends of names of "
+    "modules, or attributes of modules that hold a probability."
+)
+
+
 @dataclass
 class ClassifierArguments:
     """Which model starts."""
@@ -40,6 +46,10 @@ class ClassifierArguments:
             "help": "Prefixes of parameter names to freeze, for example bert.embeddings or "
             "vit.embeddings."
         },
+    )
+    without_dropout: list[str] = field(
+        default_factory=list,
+        metadata={"help": WITHOUT_DROPOUT},
     )
 
 
@@ -102,6 +112,29 @@ def freeze(model: Any, prefixes: Sequence[str]) -> None:
             )
         for parameter in matched:
             parameter.requires_grad_(False)
+
+
+def turn_off_dropout(model: Any, names: Sequence[str]) -> None:
+    """Set probabilities to 0: of dropouts whose name ends with one of ``names``, and of modules
+    with an attribute of this name.
+
+    Raises: ConfigError for a name that no module has.
+    """
+    for name in names:
+        found = []
+        for path, module in model.named_modules():
+            attribute = "p" if f".{path}".endswith(f".{name}") else name
+            if isinstance(getattr(module, attribute, None), float):
+                found.append((module, attribute))
+        if not found:
+            known = [path for path, module in model.named_modules() if hasattr(module, "p")]
+            raise ConfigError(
+                f"`without_dropout` names {name!r}, but no dropout of the model ends with it, and "
+                f"no module has such a probability. Its dropouts are {known[:5]}"
+                f"{' and others' if len(known) > 5 else ''}."
+            )
+        for module, attribute in found:
+            setattr(module, attribute, 0.0)
 
 
 def check_positions(model: Any, max_length: int, max_target_length: int | None = None) -> None:

@@ -109,6 +109,7 @@ def test_a_lora_block(task, capsys):
         ({"model_name_or_path": "package:no_such_package"}, "pip install"),
         ({"model_name_or_path": "no/such-model"}, "'no/such-model' could not be loaded"),
         ({"freeze": ["encoder.wrong"]}, "`freeze` names 'encoder.wrong'"),
+        ({"without_dropout": ["wrong"]}, "`without_dropout` names 'wrong', .* are .'bert.embedd"),
         ({"task": "translation"}, "`task` to be one of"),
     ],
 )

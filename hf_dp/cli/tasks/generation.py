@@ -13,7 +13,12 @@ from hf_dp.tasks.generation.arguments import (
     LanguageModelArguments,
     TextArguments,
 )
-from hf_dp.tasks.models import check_positions, freeze, warn_of_new_weights
+from hf_dp.tasks.models import (
+    check_positions,
+    freeze,
+    turn_off_dropout,
+    warn_of_new_weights,
+)
 from hf_dp.tasks.sources import load_evaluation, load_train
 
 ARGUMENTS = (LanguageModelArguments, TextArguments, DecodingArguments)
@@ -114,6 +119,7 @@ def build_trainer(
     model, tokenizer = load_language_model(model_args, kind)
     check_positions(model, data.max_length, data.max_target_length)
     freeze(model, model_args.freeze)
+    turn_off_dropout(model, model_args.without_dropout)
     if adapter is not None:
         warn_of_new_weights(model)
     if args.auto_physical_batch_size and args.auto_physical_batch_length is None:

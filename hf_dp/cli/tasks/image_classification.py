@@ -17,7 +17,12 @@ from hf_dp.tasks.image_classifier import (
     load_image_classifier,
 )
 from hf_dp.tasks.image_data import ImageArguments
-from hf_dp.tasks.models import freeze, keep_class_names, warn_of_new_weights
+from hf_dp.tasks.models import (
+    freeze,
+    keep_class_names,
+    turn_off_dropout,
+    warn_of_new_weights,
+)
 from hf_dp.tasks.sources import load_evaluation, load_train
 
 ARGUMENTS = (ImageModelArguments, ImageArguments)
@@ -60,6 +65,7 @@ def build_trainer(
     set_seed(args.seed)  # the head's initial weights
     model, processor = load_image_classifier(model_args, names)
     freeze(model, model_args.freeze)
+    turn_off_dropout(model, model_args.without_dropout)
     if adapter is not None:
         warn_of_new_weights(model)
         keep_class_names(processor, names)

@@ -11,7 +11,13 @@ from typing import Any
 
 from hf_dp.cli.tasks.classification import configured, describe_sources, run
 from hf_dp.tasks.classification_data import DataArguments, encode_all
-from hf_dp.tasks.models import check_positions, freeze, keep_class_names, warn_of_new_weights
+from hf_dp.tasks.models import (
+    check_positions,
+    freeze,
+    keep_class_names,
+    turn_off_dropout,
+    warn_of_new_weights,
+)
 from hf_dp.tasks.sources import load_evaluation, load_train
 from hf_dp.tasks.text_classifier import ModelArguments, load_classifier
 
@@ -51,6 +57,7 @@ def build_trainer(
     model, tokenizer = load_classifier(model_args, data_args.text_columns, names)
     check_positions(model, data_args.max_length)
     freeze(model, model_args.freeze)
+    turn_off_dropout(model, model_args.without_dropout)
     if adapter is not None:
         warn_of_new_weights(model)
         keep_class_names(tokenizer, names)

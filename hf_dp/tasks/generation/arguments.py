@@ -7,6 +7,7 @@ from typing import Any
 
 from hf_dp._validate import in_unit_interval, integer, one_of, positive
 from hf_dp.tasks.generation.formats import NAMES
+from hf_dp.tasks.models import WITHOUT_DROPOUT
 from hf_dp.tasks.sources import SourceArguments
 
 
@@ -26,6 +27,7 @@ class LanguageModelArguments:
         default_factory=list,
         metadata={"help": "Prefixes of parameter names to freeze, for example transformer.wte."},
     )
+    without_dropout: list[str] = field(default_factory=list, metadata={"help": WITHOUT_DROPOUT})
 
 
 @dataclass
