@@ -225,6 +225,7 @@ class _Patch(contextlib.ExitStack):
 def planted(name: str) -> Iterator[None]:
     """Plant a fault; without the check of the first batch, which would see some."""
     with _Patch() as patch:
-        patch.setattr("hf_dp.run.private_run.self_check", lambda *args, **kwargs: None)
+        for check in ("self_check", "refuse_notice_of_length"):
+            patch.setattr(f"hf_dp.run.private_run.{check}", lambda *args, **kwargs: None)
         FAULTS[name](patch)
         yield

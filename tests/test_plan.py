@@ -13,7 +13,12 @@ import pytest
 from hf_dp.accounting import PoissonSampledGaussian, epsilon
 from hf_dp.errors import ConfigError, InvalidArgumentError
 from hf_dp.plans import DpSgdPlan, PrivacyPlan
-from hf_dp.plans.rounding import ROUNDING_MARGIN, rounding_margin
+from hf_dp.plans.rounding import (
+    ROUNDING_MARGIN,
+    SUM_ROUNDINGS,
+    clipping_share,
+    rounding_margin,
+)
 
 GIVEN = {
     "num_examples": 1000,
@@ -188,6 +193,24 @@ def test_the_margin_covers_how_far_float32_rounds_one_example_beside_a_whole_dra
     assert np.abs(steps).max() <= clipping_norm * (1 + rounding_margin(draw))
     assert margin <= rounding_margin(draw) * 2  # it grows with the draw, and not beyond need
     assert rounding_margin(draw) <= margin * 2
+
+
+@pytest.mark.parametrize("draw", [1, 8, 512, 513, 1_024, 6_144, 100_000, 2_000_000])
+def test_what_is_clipped_to_leaves_room_for_the_roundings_of_the_sum(draw):
+    share, margin = clipping_share(draw, draw), rounding_margin(draw, draw)
+    roundings = SUM_ROUNDINGS * draw * 2.0**-23
+    assert 0 < share <= 1 and share + roundings * share <= 1 + margin + 1e-12
+    assert (share == 1) == (draw <= 512)
+
+
+def test_every_engine_of_a_run_clips_to_what_its_plan_says():
+    plan = PrivacyPlan.create(
+        num_examples=60_000, expected_batch_size=6_000, clipping_norm=0.1, noise_multiplier=1.0
+    )
+    assert plan.clips_to == 0.1 * clipping_share(6_000, 60_000) < 0.1
+    capped = replace(plan, mechanism=replace(plan.mechanism, max_batch_size=6_200))
+    assert plan.clips_to < capped.clips_to == 0.1 * clipping_share(6_000, 6_200)
+    assert replace(plan, expected_batch_size=100).clips_to == 0.1
 
 
 def test_the_plan_takes_the_margin_of_its_own_draws():

@@ -15,7 +15,7 @@ from hf_dp.plans.mechanism import (
     register_plan,
     rows_not_known,
 )
-from hf_dp.plans.rounding import rounding_margin
+from hf_dp.plans.rounding import clipping_share, rounding_margin
 from hf_dp.plans.sampling import AllocationSampler, PoissonSampler
 from hf_dp.plans.selection import SelectionPlan, calibrated_together
 from hf_dp.plans.units import Users
@@ -59,10 +59,16 @@ class DpSgdPlan(MechanismPlan):
 
     def margin(self, schedule: Schedule) -> float:
         """Return what the rounding of float32 sums can add to C, in units of it."""
+        return rounding_margin(schedule.expected_batch_size, self._most(schedule))
+
+    def clips_to(self, schedule: Schedule) -> float:
+        share = clipping_share(schedule.expected_batch_size, self._most(schedule))
+        return self.clipping_norm * share
+
+    def _most(self, schedule: Schedule) -> int:
+        """Return how many examples a step uses at the most."""
         most = schedule.drawn_from
-        if self.max_batch_size is not None:
-            most = min(self.max_batch_size, most)
-        return rounding_margin(schedule.expected_batch_size, most)
+        return most if self.max_batch_size is None else min(self.max_batch_size, most)
 
     def sampler(self, schedule: Schedule, steps: int) -> PoissonSampler | AllocationSampler:
         users = schedule.users

@@ -213,6 +213,10 @@ class MechanismPlan(ABC):
     def sensitivities(self, schedule: Schedule) -> Mapping[str, float]:
         """Return how far one example can move each part of a step's event."""
 
+    def clips_to(self, schedule: Schedule) -> float:
+        """Return the L2 norm that the engine clips to, at most ``clipping_norm``."""
+        return self.clipping_norm
+
     def step_release(self, schedule: Schedule) -> PlannedRelease:
         """Return what one step releases."""
         event = self.step_event(schedule, self.sigma, 1)

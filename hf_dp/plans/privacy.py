@@ -168,6 +168,12 @@ class PrivacyPlan:
         return self.mechanism.max_batch_size
 
     @property
+    def clips_to(self) -> float:
+        """The L2 norm that the engine clips to: ``clipping_norm``, less the room that rounding of
+        sums over large draws needs (:func:`hf_dp.plans.rounding.clipping_share`)."""
+        return self.mechanism.clips_to(self.schedule)
+
+    @property
     def noise_std(self) -> float:
         """Standard deviation of the noise on the sum, or on a vector where there is no sum."""
         sensitivities = self.mechanism.sensitivities(self.schedule)

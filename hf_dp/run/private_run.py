@@ -40,7 +40,7 @@ from hf_dp.clipping.sharding import is_sharded
 from hf_dp.distributed.processes import Processes, others_present
 from hf_dp.errors import ConfigError, DataError, LedgerError
 from hf_dp.losses import columns_read, per_example_loss
-from hf_dp.noise import SecretRandomness
+from hf_dp.noise import SecretRandomness, untouched_generators
 from hf_dp.overlap.compare import TrainingRows, refuse_training_rows
 from hf_dp.overlap.search import refuse_any_training_row, refuse_any_training_user
 from hf_dp.overlap.users import TrainingUsers
@@ -463,7 +463,7 @@ class PrivateRun:
         plan = self.plan
         return ClippingEngine(
             self.model,
-            plan.clipping_norm,
+            plan.clips_to,
             plan.clipping,
             self.strategy(),
             self.options.clipping_memory_ratio,
@@ -547,16 +547,19 @@ class PrivateRun:
                 strategy=strategy,
                 rtol=rtol,
             )
-            if self.options.batches.physical_batch_size > 1:  # or no example has a neighbor
-                self._check_beside_the_longest(min(alone, key=numbers), rtol)
+            self._check_beside_the_longest(min(alone, key=numbers), rtol)
 
     def _check_beside_the_longest(self, short: Any, rtol: float | None) -> None:
         data = self.training_data()
-        if not data.looked_over.layout.varies:  # no example is padded
-            return
         longest = self._placed(data.longest_beside(short, self.model))
-        if numbers(longest) > numbers(short):
-            beside, _ = padded_together([short, longest], self.padding())
+        if (
+            self.options.batches.physical_batch_size == 1  # no example has a neighbor
+            or not data.looked_over.layout.varies  # none is padded
+            or numbers(longest) <= numbers(short)
+        ):
+            return
+        beside, _ = padded_together([short, longest], self.padding())
+        with untouched_generators():  # what is drawn later must not depend on the size
             refuse_notice_of_length(self.model, self._loss, short, beside, rtol=rtol)
 
     def check_batches(self) -> tuple[Any, list[Any]]:

@@ -17,7 +17,7 @@ from hf_dp.batches.physical import physical_batches
 from hf_dp.clipping import ClippingEngine
 from hf_dp.clipping.engine import STRATEGIES
 from hf_dp.losses import per_example_loss
-from hf_dp.plans.rounding import ROUNDING_MARGIN
+from hf_dp.plans.rounding import ROUNDING_MARGIN, clipping_share
 
 ALIGNED = 1024
 PHYSICAL = 64
@@ -38,7 +38,8 @@ def sum_of_groups(
     bf16: bool,
     strategy: str,
 ) -> Tensor:
-    with ClippingEngine(model, C, strategy=strategy) as engine:
+    clips_to = C * clipping_share(ALIGNED + 1, ALIGNED + 1)  # as a run does
+    with ClippingEngine(model, clips_to, strategy=strategy) as engine:
         for group in groups:
             part = rows(batch, group)
             with torch.autocast(model.device.type, dtype=torch.bfloat16, enabled=bf16):

@@ -159,7 +159,8 @@ def collate_together_and_predict(patch):
 
 
 def no_self_check(patch):
-    patch.setattr("hf_dp.run.private_run.self_check", lambda *args, **kwargs: None)
+    for check in ("self_check", "refuse_notice_of_length"):
+        patch.setattr(f"hf_dp.run.private_run.{check}", lambda *args, **kwargs: None)
 
 
 PLANTED = {

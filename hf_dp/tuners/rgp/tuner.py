@@ -105,7 +105,7 @@ class Rgp(Tuner):
 
     def engine(self, run: PrivateRun) -> LowRankEngine:
         plan = run.plan
-        return LowRankEngine(run.model, self._carriers, plan.clipping_norm, plan.clipping)
+        return LowRankEngine(run.model, self._carriers, plan.clips_to, plan.clipping)
 
     def finish(self, noised: dict[str, Tensor]) -> dict[str, Tensor]:
         return weight_gradients(noised, self._carriers)

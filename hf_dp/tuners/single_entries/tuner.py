@@ -14,7 +14,7 @@ from transformers import TrainingArguments
 from hf_dp._validate import invalid
 from hf_dp.clipping import ClippingEngine
 from hf_dp.clipping.masked import MaskedEngine
-from hf_dp.plans.rounding import rounding_margin
+from hf_dp.plans.rounding import clipping_share, rounding_margin
 from hf_dp.plans.selection import SelectionPlan
 from hf_dp.run.clock import SELECTION
 from hf_dp.run.private_run import PrivateRun
@@ -132,7 +132,7 @@ class Masks(Tuner):
 
     def engine(self, run: PrivateRun) -> MaskedEngine:
         plan = run.plan
-        return MaskedEngine(run.model, self.masks or {}, plan.clipping_norm, plan.clipping)
+        return MaskedEngine(run.model, self.masks or {}, plan.clips_to, plan.clipping)
 
     def finish(self, noised: dict[str, Tensor]) -> dict[str, Tensor]:
         """Remove the noise on entries that do not train."""
@@ -173,7 +173,8 @@ def select_entries(run: PrivateRun, config: ParamConfig) -> dict[str, Tensor]:
         run.check_engine()
         run.model.train()  # as in the steps to come
         (batches,) = run.draws(plan.sampler(rows))
-        with ClippingEngine(run.model, plan.clipping_norm) as engine:
+        share = clipping_share(plan.sample_rate * rows, rows)
+        with ClippingEngine(run.model, plan.clipping_norm * share) as engine:
             run.feed(engine, batches)
             sums = engine.collect()
     margin = rounding_margin(plan.sample_rate * rows, rows)
