@@ -15,7 +15,7 @@ METHODS = {
     "sst2": {
         "0.5": ("full", "lora", "rgp", "frost", "random"),
         "2": ("full", "lora", "rgp", "frost", "random"),
-        "8": ("full", "lora", "rgp", "frost"),
+        "8": ("full", "lora", "rgp", "frost", "random"),
     },
     "cifar10": dict.fromkeys(("0.5", "2", "8"), ("full", "lora", "rgp", "frost", "random")),
 }
