@@ -35,7 +35,6 @@ _NUMBERS = (
     "geometric",
     "log_normal",
     "normal",
-    "rand",
     "rand_like",
     "randn",
     "randn_like",
@@ -101,8 +100,8 @@ def _draws_of(
     draws: list[Draw] = []
     with _innermost(model) as name:
 
-        def note(operator: str, drawn: Tensor) -> None:
-            draws.append(Draw(name(), operator, drawn.numel()))
+        def note(operator: str, numbers: int) -> None:
+            draws.append(Draw(name(), operator, numbers))
 
         with torch.no_grad(), no_dropout(note), _Noted(note):
             losses = per_example_loss(model, batch)
@@ -122,7 +121,7 @@ class _Noted(TorchDispatchMode):
     probability of 1 keeps a layer, and a factor of 1 changes nothing.
     """
 
-    def __init__(self, note: Callable[[str, Tensor], None]):
+    def __init__(self, note: Callable[[str, int], None]):
         super().__init__()
         self.note = note
 
@@ -137,7 +136,7 @@ class _Noted(TorchDispatchMode):
         if torch.Tag.nondeterministic_seeded in func.tags:
             first = result[0] if isinstance(result, (tuple, list)) else result
             operator = func.overloadpacket.__name__.rstrip("_")
-            self.note(operator, first)
+            self.note(operator, first.numel())
             if operator in _NUMBERS and first.is_floating_point():
                 first.fill_(1.0)
         return result

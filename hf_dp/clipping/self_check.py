@@ -53,6 +53,7 @@ def self_check(
     clipping: str = "flat",
     strategy: str = "book_keeping",
     rtol: float | None = None,
+    have_neighbors: bool = True,
 ) -> None:
     """Compare the engine with one-by-one gradients on synthetic examples.
 
@@ -65,6 +66,7 @@ def self_check(
         alone: each of them as a batch of one, unpadded.
         rtol: relative tolerance of losses, norms and clipped sums; the default depends on the
             dtype that the parameters have in the forward (1e-3 in float32).
+        have_neighbors: False where each forward has one example, which draws for itself alone.
 
     Raises:
         SelfCheckError: says what differed: a loss (it depends on neighbors or padding), a norm, a
@@ -82,7 +84,8 @@ def self_check(
     with _training(model), _moved(model, trainable):
         buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
         versions = {name: parameter._version for name, parameter in model.named_parameters()}
-        refuse_shared_draws(model, per_example_loss, padded, len(alone))
+        if have_neighbors:
+            refuse_shared_draws(model, per_example_loss, padded, len(alone))
         with no_dropout():
             expected = [_alone(model, per_example_loss, example, trainable) for example in alone]
             rtol = _tolerance(model, trainable) if rtol is None else rtol
@@ -199,8 +202,12 @@ def _compare_one(engine: ClippingEngine, losses: Callable[[], Tensor], examples:
 
 @contextmanager
 def _moved(model: nn.Module, trainable: Mapping[str, nn.Parameter]) -> Iterator[None]:
-    """Move trainable parameters a little: zeros (LoRA's B, gates) hide what is behind them."""
+    """Move trainable parameters a little: zeros (LoRA's B, gates) hide what is behind them.
+
+    Autocast around the check keeps 16-bit copies of them, which would not have moved.
+    """
     values = {name: parameter.detach().clone() for name, parameter in trainable.items()}
+    torch.clear_autocast_cache()
     try:
         with torch.no_grad():
             for parameter in trainable.values():
@@ -214,6 +221,7 @@ def _moved(model: nn.Module, trainable: Mapping[str, nn.Parameter]) -> Iterator[
         with torch.no_grad():
             for name, parameter in trainable.items():
                 parameter.copy_(values[name])
+        torch.clear_autocast_cache()
 
 
 @dataclass

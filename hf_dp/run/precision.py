@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_dp._validate import invalid
-from hf_dp.clipping.rounding import product_precision
+from hf_dp.clipping.rounding import full_precision, product_precision
 from hf_dp.errors import UnsupportedArgumentError
 
 _FULL = ("float32", "float64")
@@ -130,6 +131,29 @@ class Watched(TorchDispatchMode):
             ):
                 self.short.add(_name(each.dtype))
         return output
+
+
+@contextmanager
+def in_full_precision(model: nn.Module) -> Iterator[None]:
+    """Take accelerate's autocast off a model's forward inside, and keep float32 products whole."""
+    wrapped, original = model.forward, getattr(model, "_original_forward", None)
+    try:
+        if original is not None:
+            model.forward = original
+        with full_precision():
+            yield
+    finally:
+        if original is not None:
+            model.forward = wrapped
+
+
+def computes_in_full(model: nn.Module, losses: Callable[[], Tensor]) -> bool:
+    """Return whether weights and losses have nothing shorter than float32 now."""
+    if any(parameter.dtype.itemsize < 4 for parameter in model.parameters()):
+        return False
+    with torch.no_grad(), Watched() as watched:
+        losses()
+    return not watched.short
 
 
 def _name(dtype: torch.dtype) -> str:

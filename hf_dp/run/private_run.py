@@ -64,7 +64,7 @@ from hf_dp.run.ledger import RunLedger
 from hf_dp.run.meeting import facts_in_common, share_weights
 from hf_dp.run.one_run_audit import OneRunAudit
 from hf_dp.run.options import RunOptions
-from hf_dp.run.precision import Precision
+from hf_dp.run.precision import Precision, computes_in_full, in_full_precision
 from hf_dp.run.training_data import TrainingData, padded_together
 from hf_dp.run.user_grouping import same_users
 from hf_dp.statement.audited import AuditResult
@@ -530,37 +530,60 @@ class PrivateRun:
 
     def check_engine(self) -> None:
         """Raise SelfCheckError when the engine disagrees, on synthetic examples, with one-by-one
-        gradients."""
+        gradients.
+
+        In 16 bits the tolerance is wide. So where the model can compute in float32, it is compared
+        in float32 first, as if it did.
+        """
         with self.randomness.streams(), self._forward_context():
             padded, alone = self.check_batches()
             self._made_up = padded
-            strategy = self.strategy()
-            logger.info("Clipping strategy: %s.", strategy)
+            logger.info("Clipping strategy: %s.", self.strategy())
+            longest = self._longest_beside(alone[0])
+            precision = self.precision()
+            if precision.is_rounded:
+                with in_full_precision(self.model), untouched_generators():
+                    if computes_in_full(self.model, lambda: self._loss(self.model, padded)):
+                        self._compare(padded, alone, None)
             # accelerate's autocast is inside the model's forward, where self_check does not see it
-            rtol = AUTOCAST_TOLERANCE if self.precision().is_rounded else None
-            self_check(
-                self.model,
-                self._loss,
-                padded,
-                alone,
-                clipping=self.plan.clipping,
-                strategy=strategy,
-                rtol=rtol,
-            )
-            self._check_beside_the_longest(min(alone, key=numbers), rtol)
+            self._compare(padded, alone, AUTOCAST_TOLERANCE if precision.is_rounded else None)
+            # In 16 bits only examples of one length are neighbors.
+            if self._has_neighbors and not precision.is_short:
+                self._compare_beside(longest, min(alone, key=numbers))
 
-    def _check_beside_the_longest(self, short: Any, rtol: float | None) -> None:
+    @property
+    def _has_neighbors(self) -> bool:
+        return self.options.batches.physical_batch_size > 1
+
+    def _compare(self, padded: Any, alone: list[Any], rtol: float | None) -> None:
+        self_check(
+            self.model,
+            self._loss,
+            padded,
+            alone,
+            clipping=self.plan.clipping,
+            strategy=self.strategy(),
+            rtol=rtol,
+            have_neighbors=self._has_neighbors,
+        )
+
+    def _longest_beside(self, made_up: Any) -> Any:
+        """Return a made-up example as long as the longest row, the same in all processes of a
+        sharded model."""
         data = self.training_data()
-        longest = self._placed(data.longest_beside(short, self.model))
-        if (
-            self.options.batches.physical_batch_size == 1  # no example has a neighbor
-            or not data.looked_over.layout.varies  # none is padded
-            or numbers(longest) <= numbers(short)
-        ):
+
+        def make() -> Any:
+            return data.longest_beside(made_up, self.model)
+
+        return self.processes.on_main(make) if is_sharded(self.model) else make()
+
+    def _compare_beside(self, longest: Any, short: Any) -> None:
+        if not self.training_data().looked_over.layout.varies:  # none is padded
             return
-        beside, _ = padded_together([short, longest], self.padding())
-        with untouched_generators():  # what is drawn later must not depend on the size
-            refuse_notice_of_length(self.model, self._loss, short, beside, rtol=rtol)
+        if numbers(longest) > numbers(short):
+            beside, _ = padded_together([short, self._placed(longest)], self.padding())
+            with untouched_generators():  # what is drawn later must not depend on the options
+                refuse_notice_of_length(self.model, self._loss, short, beside)
 
     def check_batches(self) -> tuple[Any, list[Any]]:
         """Return the synthetic examples as one padded batch and one by one, on the model's

@@ -12,6 +12,7 @@ import transformers as hf
 from architectures import ARCHITECTURES, collate, together
 from torch import nn
 
+from hf_dp.clipping import self_check
 from hf_dp.clipping.draws import refuse_shared_draws
 from hf_dp.errors import SelfCheckError
 from hf_dp.losses import per_example_loss
@@ -136,6 +137,10 @@ SHARED = {
     "one mask": (lambda x: nn.functional.dropout(torch.ones(4), 0.5), "dropout: 4 numbers"),
     "one mask, from a tensor's method": (lambda x: torch.empty(4).bernoulli_(0.5), "bernoulli: 4"),
     "its own generator": (lambda x: torch.rand(1, generator=torch.Generator()), "rand: 1 numbers"),
+    "one mask for a channel, whose places are the examples": (
+        lambda x: nn.functional.dropout2d(x.T[None, :, None], 0.5)[0, :, 0].T,
+        "dropout2d: 4 numbers",
+    ),
     "a permutation": (lambda x: x[torch.randperm(len(x))].detach() * 0 + 1, "randperm: 3"),
     "attention": (
         lambda x: nn.functional.scaled_dot_product_attention(
@@ -201,6 +206,25 @@ class SharedTable(tiny.BertForSequenceClassification):
         table = self.table_dropout(self.table)
         hidden = self.bert(input_ids, attention_mask).last_hidden_state[:, 0] * table
         return hf.modeling_outputs.SequenceClassifierOutput(logits=self.classifier(hidden))
+
+
+def test_without_neighbors_nothing_is_shared(tmp_path):
+    given = {"model": SharedTable(tiny.model().config)}
+    tiny.trainer(tmp_path, given=given, per_device_train_batch_size=1, max_steps=1).train()
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_stochastic_depth_is_no_matter_of_chance(seed):
+    """Each example skips layers for itself, which must not make its loss differ in the check."""
+    torch.manual_seed(seed)
+    config = hf.Dinov2Config(
+        image_size=8, patch_size=4, hidden_size=16, num_hidden_layers=2, num_attention_heads=2,
+        num_labels=2, drop_path_rate=0.5,
+    )  # fmt: skip
+    model = hf.Dinov2ForImageClassification(config)
+    images = {"pixel_values": torch.randn(3, 3, 8, 8), "labels": torch.tensor([0, 1, 1])}
+    alone = [{name: value[i : i + 1] for name, value in images.items()} for i in range(3)]
+    self_check(model, per_example_loss, images, alone)
 
 
 def test_no_run_begins_with_a_shared_mask(tmp_path):

@@ -8,7 +8,7 @@ import torch
 from accelerate.state import AcceleratorState
 from tensor_cores import precision_restored
 
-from hf_dp.errors import UnsupportedArgumentError
+from hf_dp.errors import SelfCheckError, UnsupportedArgumentError
 from hf_dp.run.precision import Precision
 from hf_dp.trainer.arguments import DPTrainingArguments
 from hf_dp.trainer.trainer import DPTrainer
@@ -142,3 +142,28 @@ def test_the_environment_is_refused_by_its_own_row(tmp_path, monkeypatch):
         DPTrainingArguments(
             str(tmp_path), noise_multiplier=1.0, expected_batch_size=8, use_cpu=True
         )
+
+
+class ComparesWithTheMean(DPTrainer):
+    """A coupling of 3 %, which no gradient shows: below the tolerance in 16 bits."""
+
+    def compute_per_example_loss(self, model, inputs):
+        losses = super().compute_per_example_loss(model, inputs)
+        return losses * (0.97 + 0.03 * (losses > losses.mean()).detach())
+
+
+@pytest.mark.parametrize("bf16", [False, True])
+def test_a_small_coupling_is_seen_in_16_bits_too(tmp_path, bf16):
+    trainer = tiny.trainer(tmp_path, cls=ComparesWithTheMean, bf16=bf16)
+    with pytest.raises(SelfCheckError, match="depends on its neighbors"):
+        trainer.train()
+    assert len(trainer.ledger) == 0
+
+
+def test_the_comparison_in_float32_leaves_autocast_as_it_was(tmp_path):
+    trainer = tiny.trainer(tmp_path, bf16=True, max_steps=1)
+    trainer.train()
+    forward, products = trainer.model.forward, torch.get_float32_matmul_precision()
+    trainer.check_engine()
+    assert trainer.model.forward == forward and trainer.run.precision().autocast == "bfloat16"
+    assert torch.get_float32_matmul_precision() == products
