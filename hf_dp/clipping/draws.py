@@ -133,8 +133,8 @@ class _Noted(TorchDispatchMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         result = func(*args, **(kwargs or {}))
-        if torch.Tag.nondeterministic_seeded in func.tags:
-            first = result[0] if isinstance(result, (tuple, list)) else result
+        first = result[0] if isinstance(result, (tuple, list)) and result else result
+        if torch.Tag.nondeterministic_seeded in func.tags and isinstance(first, Tensor):
             operator = func.overloadpacket.__name__.rstrip("_")
             self.note(operator, first.numel())
             if operator in _NUMBERS and first.is_floating_point():
