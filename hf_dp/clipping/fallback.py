@@ -144,7 +144,7 @@ def fallback_forward(
             f"{tape.describe(module)} has no clipping rule and draws random numbers other than by "
             "dropout, so it cannot be run again example by example. Freeze its parameters "
             f"{sorted(own)} (requires_grad_(False)), or switch the random part off (attention "
-            "dropout: attn_implementation='eager')."
+            "dropout: attn_implementation='eager'; skipped layers: drop_path_rate=0)."
         )
     function = _Method(module, original)
     return _captured(tape, module, function, own, (args, kwargs), masks.drawn, output)

@@ -34,7 +34,7 @@ from hf_dp.clipping.sharded_check import (
 )
 from hf_dp.clipping.sharding import is_sharded, prepare_shards, reshard
 from hf_dp.clipping.weights import clipping_weights
-from hf_dp.errors import SelfCheckError
+from hf_dp.errors import HfDpError, SelfCheckError
 
 Batch = Any  # a mapping of inputs
 PerExampleLoss = Callable[[nn.Module, Batch], Tensor]
@@ -81,7 +81,7 @@ def self_check(
     def engine(clipping_norm: float) -> ClippingEngine:
         return ClippingEngine(model, clipping_norm, clipping=clipping, strategy=strategy)
 
-    with _training(model), _moved(model, trainable):
+    with _named_failures(), _training(model), _moved(model, trainable):
         buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
         versions = {name: parameter._version for name, parameter in model.named_parameters()}
         if have_neighbors:
@@ -150,6 +150,25 @@ def refuse_notice_of_length(
             "its neighbors: the model does something else from a length on. Truncate the rows to "
             "less than that, pad on the right, or set per_device_train_batch_size=1."
         )
+
+
+@contextmanager
+def _named_failures() -> Iterator[None]:
+    """Say what fails: a rule may meet a use of its layer that it cannot compute."""
+    try:
+        yield
+    except (HfDpError, torch.OutOfMemoryError):
+        raise
+    except RuntimeError as problem:
+        if "memory" in str(problem).lower() or "alloc" in str(problem).lower():  # a lack of it
+            raise
+        raise SelfCheckError(
+            f"Model, loss or clipping engine fail on made-up examples ({type(problem).__name__}: "
+            f"{str(problem).splitlines()[0]}). If the model runs in eval mode, a layer is used in "
+            "a way that its clipping rule does not cover: the first dimension of its input is "
+            "not the examples, say, but windows of images. Freeze parts of the model to find it, "
+            "set gradient_checkpointing=False, or choose another model."
+        ) from problem
 
 
 def _on_a_copy(per_example_loss: PerExampleLoss, model: nn.Module, batch: Batch) -> Tensor:

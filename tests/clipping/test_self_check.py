@@ -8,6 +8,7 @@ import sys
 import numpy as np
 import pytest
 import torch
+import transformers
 from models import BUILDERS, alone, batch_for, bert, gpt2, llama
 from torch import Tensor, nn
 
@@ -164,3 +165,27 @@ def test_weight_norm_is_refused():
     model.classifier = torch.nn.utils.parametrizations.weight_norm(model.classifier)
     with pytest.raises((SelfCheckError, UnsupportedModelError, UnaccountedGradientError)):
         check(model)
+
+
+def test_an_engine_that_fails_is_named():
+    """Windows of images stand where the examples should, and no rule can tell them apart."""
+    config = transformers.SwinConfig(
+        image_size=32, patch_size=4, embed_dim=8, depths=[1, 1], num_heads=[1, 2], window_size=4
+    )
+    model = transformers.SwinForImageClassification(config)
+    images = {"pixel_values": torch.randn(3, 3, 32, 32), "labels": torch.tensor([0, 1, 1])}
+    each = [{name: value[i : i + 1] for name, value in images.items()} for i in range(3)]
+    with pytest.raises(
+        SelfCheckError, match=r"engine fail on made-up examples \(RuntimeError: The"
+    ):
+        self_check(model, per_example_loss, images, each)
+
+
+def test_a_lack_of_memory_stays_one():
+    def lacking(model, batch):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    model = bert()
+    batch = batch_for(model, (5, 3))
+    with pytest.raises(torch.OutOfMemoryError):
+        self_check(model, lacking, batch, [alone(batch, 0), alone(batch, 1)])
