@@ -30,6 +30,7 @@ def test_there_are_cards_of_what_the_papers_do() -> None:
         for method in methods
     }
     assert names >= {"sst2/dp_fp_published", "sst2/dp_fp_private_encoder_eps8"}
+    assert names >= {"sst2/head_eps8", "sst2/infilling_eps8"}
     assert names >= {f"sst2/frost_{x}_eps2" for x in ("mg", "mgn", "4_selections", "larger_budget")}
 
 
