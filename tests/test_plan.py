@@ -203,7 +203,7 @@ def test_what_is_clipped_to_leaves_room_for_the_roundings_of_the_sum(draw):
     assert (share == 1) == (draw <= 512)
 
 
-def test_every_engine_of_a_run_clips_to_what_its_plan_says():
+def test_the_plan_clips_large_draws_to_less():
     plan = PrivacyPlan.create(
         num_examples=60_000, expected_batch_size=6_000, clipping_norm=0.1, noise_multiplier=1.0
     )

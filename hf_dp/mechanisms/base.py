@@ -161,6 +161,8 @@ class Mechanism(ABC):
                 most_tokens=most_tokens,
             )
         run.options = replace(run.options, batches=found.of(run.options.batches))
+        if run.checked_alone and found.examples > 1:  # now they have neighbors
+            run.check_engine()
         return found
 
     # -- what may be claimed --

@@ -38,7 +38,7 @@ from hf_dp.clipping import ClippingEngine, refuse_coupling, self_check
 from hf_dp.clipping.self_check import AUTOCAST_TOLERANCE, refuse_notice_of_length
 from hf_dp.clipping.sharding import is_sharded
 from hf_dp.distributed.processes import Processes, others_present
-from hf_dp.errors import ConfigError, DataError, LedgerError
+from hf_dp.errors import ConfigError, DataError, LedgerError, UnsupportedArgumentError
 from hf_dp.losses import columns_read, per_example_loss
 from hf_dp.noise import SecretRandomness, untouched_generators
 from hf_dp.overlap.compare import TrainingRows, refuse_training_rows
@@ -141,6 +141,7 @@ class PrivateRun:
         self._made_up: Any = (
             None  # a batch for the forwards that only other processes have rows for
         )
+        self.checked_alone = False  # whether the self-check ran as if no example had a neighbor
         self.audit: OneRunAudit | None = None
         self.audit_result: AuditResult | None = None
         self.selections: Sequence[Any] = ()  # which this run made, and its ledger counts
@@ -493,6 +494,13 @@ class PrivateRun:
         many; the forwards that are missing run on made-up examples, which count nothing.
         """
         loss_sum = torch.zeros((), device=self.device)
+        if self.checked_alone and self._has_neighbors:
+            raise UnsupportedArgumentError(
+                "Expected `per_device_train_batch_size` (in a loop of your own, "
+                "BatchOptions.physical_batch_size) to be 1 as when the self-check ran, got "
+                f"{self.options.batches.physical_batch_size}: that examples share nothing was not "
+                "checked. Call check_engine(), or set the size before training starts."
+            )
         # Processes of a sharded model meet inside each forward, where nobody could listen.
         heard = others_present() if is_sharded(self.model) else self.processes.telling()
         with heard, self.randomness.streams():
@@ -538,6 +546,7 @@ class PrivateRun:
         with self.randomness.streams(), self._forward_context():
             padded, alone = self.check_batches()
             self._made_up = padded
+            self.checked_alone = not self._has_neighbors
             logger.info("Clipping strategy: %s.", self.strategy())
             longest = self._longest_beside(alone[0])
             precision = self.precision()

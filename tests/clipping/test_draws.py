@@ -14,8 +14,9 @@ from torch import nn
 
 from hf_dp.clipping import self_check
 from hf_dp.clipping.draws import refuse_shared_draws
-from hf_dp.errors import SelfCheckError
+from hf_dp.errors import SelfCheckError, UnsupportedArgumentError
 from hf_dp.losses import per_example_loss
+from hf_dp.run.physical_size import PhysicalSize
 from hf_dp.tasks.models import turn_off_dropout
 
 SIZE = {
@@ -211,6 +212,33 @@ class SharedTable(tiny.BertForSequenceClassification):
 def test_without_neighbors_nothing_is_shared(tmp_path):
     given = {"model": SharedTable(tiny.model().config)}
     tiny.trainer(tmp_path, given=given, per_device_train_batch_size=1, max_steps=1).train()
+
+
+def test_a_size_that_grew_after_the_check_is_refused(tmp_path):
+    given = {"model": SharedTable(tiny.model().config)}
+    trainer = tiny.trainer(tmp_path, given=given, per_device_train_batch_size=1)
+    trainer.check_engine()
+    trainer.args.per_device_train_batch_size = 4
+    run = trainer.run
+    with run.engine() as engine, pytest.raises(UnsupportedArgumentError, match="got 4: that"):
+        run.feed(engine, [])
+    with pytest.raises(SelfCheckError, match="`table_dropout` draws"):
+        trainer.check_engine()
+
+
+def test_a_size_that_is_found_is_checked(tmp_path, monkeypatch):
+    given = {"model": SharedTable(tiny.model().config)}
+    trainer = tiny.trainer(tmp_path, given=given, per_device_train_batch_size=1)
+    trainer.check_engine()
+    found = PhysicalSize(examples=4, tokens=None, length=None, limit=0, tried=())
+
+    def find(*args, **options):
+        trainer.args.per_device_train_batch_size = found.examples  # which the run's options follow
+        return found
+
+    monkeypatch.setattr("hf_dp.mechanisms.base.largest_physical_batch", find)
+    with pytest.raises(SelfCheckError, match="`table_dropout` draws"):
+        trainer.mechanism.find_physical_batch(None)
 
 
 @pytest.mark.parametrize("seed", range(4))

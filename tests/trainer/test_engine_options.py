@@ -17,6 +17,9 @@ from hf_dp.clipping.engine import STRATEGIES
 from hf_dp.errors import DataError, UnaccountedGradientError, UnsupportedLossError
 from hf_dp.noise import SecretRandomness
 from hf_dp.plans.dp_sgd import CLIPPINGS
+from hf_dp.run.private_run import PrivateRun
+from hf_dp.tuners.rgp.config import RgpConfig
+from hf_dp.tuners.single_entries.config import ParamConfig, PvalConfig
 
 
 @pytest.fixture
@@ -169,3 +172,33 @@ def test_a_forward_without_logits_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(type(trainer.model), "forward", without_logits)
     with pytest.raises(UnsupportedLossError, match="returned no logits"):
         trainer.train()
+
+
+@pytest.mark.parametrize(
+    "peft_config",
+    [
+        None,
+        RgpConfig(rank=2),
+        PvalConfig(unfreeze_ratio=0.1),
+        ParamConfig(unfreeze_ratio=0.1, selection_sample_rate=0.5, selection_noise_multiplier=1.0),
+    ],
+    ids=["all", "rgp", "pval", "param"],
+)
+def test_every_engine_leaves_room_for_the_rounding_of_its_sums(tmp_path, monkeypatch, peft_config):
+    """What a sum is clipped to comes from the plan, and not from clipping_norm."""
+    for place in ("hf_dp.plans.dp_sgd", "hf_dp.tuners.single_entries.tuner"):
+        monkeypatch.setattr(f"{place}.clipping_share", lambda *draw: 0.5)
+    clipped_to, feed = [], PrivateRun.feed
+
+    def noted(self, engine, *args, **options):
+        clipped_to.append(engine.clipping_norm)
+        return feed(self, engine, *args, **options)
+
+    monkeypatch.setattr(PrivateRun, "feed", noted)
+    given = {"peft_config": peft_config}
+    trainer = tiny.trainer(
+        tmp_path, given=given, accountant="rdp", per_example_max_grad_norm=0.3, max_steps=2
+    )
+    trainer.train()
+    looks = isinstance(peft_config, ParamConfig)  # one draw to choose by
+    assert clipped_to == [0.15] * (2 + looks)
