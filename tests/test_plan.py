@@ -15,9 +15,9 @@ from hf_dp.errors import ConfigError, InvalidArgumentError
 from hf_dp.plans import DpSgdPlan, PrivacyPlan
 from hf_dp.plans.rounding import (
     ROUNDING_MARGIN,
-    SUM_ROUNDINGS,
     clipping_share,
     rounding_margin,
+    slack_cap,
 )
 
 GIVEN = {
@@ -196,21 +196,25 @@ def test_the_margin_covers_how_far_float32_rounds_one_example_beside_a_whole_dra
 
 
 @pytest.mark.parametrize("draw", [1, 8, 512, 513, 1_024, 6_144, 100_000, 2_000_000])
-def test_what_is_clipped_to_leaves_room_for_the_roundings_of_the_sum(draw):
+@pytest.mark.parametrize("size", [1, 2, 16, 64, 300])
+def test_what_is_clipped_to_leaves_room_for_all_that_rounds(draw, size):
+    """One example's part; its norm; all that regroup, rounded with it and without it; and the
+    additions of one product an example, in both sums."""
     share, margin = clipping_share(draw, draw), rounding_margin(draw, draw)
-    roundings = SUM_ROUNDINGS * draw * 2.0**-23
-    assert 0 < share <= 1 and share + roundings * share <= 1 + margin + 1e-12
-    assert (share == 1) == (draw <= 512)
+    parts = [1.0, 5e-5, 2 * size * slack_cap(size), 2 * draw * draw * 2.0**-53]
+    assert 0 < share <= 1 and share * sum(parts) <= 1 + margin + 1e-12
+    assert share > 0.99  # and little more than that
 
 
-def test_the_plan_clips_large_draws_to_less():
+def test_the_plan_clips_to_that_share():
     plan = PrivacyPlan.create(
         num_examples=60_000, expected_batch_size=6_000, clipping_norm=0.1, noise_multiplier=1.0
     )
     assert plan.clips_to == 0.1 * clipping_share(6_000, 60_000) < 0.1
-    capped = replace(plan, mechanism=replace(plan.mechanism, max_batch_size=6_200))
-    assert plan.clips_to < capped.clips_to == 0.1 * clipping_share(6_000, 6_200)
-    assert replace(plan, expected_batch_size=100).clips_to == 0.1
+
+
+def test_what_is_clipped_does_not_depend_on_small_groups():
+    assert slack_cap(1) == slack_cap(16) == 2.0**-12 == 4 * slack_cap(64)
 
 
 def test_the_plan_takes_the_margin_of_its_own_draws():

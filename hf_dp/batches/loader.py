@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from torch import Tensor
-from torch.utils.data import DataLoader, Sampler
+from torch.utils.data import DataLoader, Dataset, Sampler
 
 from hf_dp.batches.examples import Examples
 from hf_dp.batches.layout import Layout
@@ -21,9 +21,11 @@ from hf_dp.batches.padding import Padding
 from hf_dp.batches.physical import physical_batches
 from hf_dp.batches.structure import Example, leaves
 from hf_dp.errors import DataError
+from hf_dp.noise import SecretRandomness
 from hf_dp.plans.sampling import LogicalSampler
 
 Watch = Callable[[LogicalSampler], Sampler[list[int]]]
+T = TypeVar("T")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,8 +38,7 @@ class PhysicalBatches:
         max_tokens: the maximum number of tokens, padding included; None: no limit.
         one_shape: whether only examples of one shape share a physical batch. Formats shorter than
             float32 round an example's gradient to about 2^-8 of it, and differently for another
-            padded length. If padding went to the longest neighbor's length, one more example could
-            change it for all others, and 1,024 such changes moved a sum by 1.69 C.
+            padded length. So the length to which it is padded must not depend on its neighbors.
     """
 
     padding: Padding
@@ -46,24 +47,25 @@ class PhysicalBatches:
     max_tokens: int | None = None
     one_shape: bool = False
 
-    def __call__(self, examples: Sequence[Example]) -> list[Any]:
+    def __call__(self, drawn: Sequence[Drawn[Example]]) -> list[Any]:
         """Return the physical batches, each with the examples in its first dimension.
 
         Raises:
             DataError: an example is unlike those seen before training, or has no tokens although
                 ``max_tokens`` counts them.
         """
+        examples, keys = [one.unit for one in drawn], [one.key for one in drawn]
         for example in examples:
             self.layout.check(example)
         return [
             self.padding.together([examples[i] for i in group], self.layout)
-            for group in self.cut(examples)
+            for group in self.cut(examples, keys)
         ]
 
-    def cut(self, examples: Sequence[Example]) -> list[list[int]]:
+    def cut(self, examples: Sequence[Example], keys: Sequence[int]) -> list[list[int]]:
         """Return the indices of the examples in each physical batch."""
         shapes = [shape_of(example) for example in examples] if self.one_shape else None
-        return physical_batches(self.lengths(examples), self.size, self.max_tokens, shapes)
+        return physical_batches(self.lengths(examples), keys, self.size, self.max_tokens, shapes)
 
     def lengths(self, examples: Sequence[Example]) -> list[int]:
         """Return the tokens of each example. Raises: DataError, as above."""
@@ -88,13 +90,41 @@ def private_dataloader(
     Args: watched: makes of the draws what goes through the model; None: all of it.
     """
     sampler = dataclasses.replace(sampler, random_bytes=examples.randomness.random_bytes)
-    return loader_of(examples, sampler if watched is None else watched(sampler), batches, options)
+    drawn = DrawnUnits(examples, examples.randomness)
+    return loader_of(drawn, sampler if watched is None else watched(sampler), batches, options)
 
 
-def loader_of(dataset: Any, sampler: Any, batches: Any, options: BatchOptions) -> DataLoader:
+class Drawn(NamedTuple, Generic[T]):
+    """A drawn unit, with secret bits of its own that decide beside whom it stands."""
+
+    unit: T
+    key: int
+
+
+class DrawnUnits(Dataset[Drawn[Any]]):
+    """Units (examples, or users' lists of them), each with a key that is fresh in every draw."""
+
+    def __init__(self, units: Any, randomness: SecretRandomness):
+        self.units, self.randomness = units, randomness
+
+    def __len__(self) -> int:
+        return len(self.units)
+
+    def __getitems__(self, indices: Sequence[Any]) -> list[Drawn[Any]]:
+        found = self.units.__getitems__(indices)
+        # The index (of a user the first row's) matters only in tests.
+        rows = [index if isinstance(index, int) else index[0] for index in indices]
+        keys = [self.randomness.example_seed(row) for row in rows]
+        return [Drawn(unit, key) for unit, key in zip(found, keys, strict=True)]
+
+    def __getitem__(self, index: Any) -> Drawn[Any]:
+        return self.__getitems__([index])[0]
+
+
+def loader_of(drawn: DrawnUnits, sampler: Any, batches: Any, options: BatchOptions) -> DataLoader:
     """Return a loader of physical batches, without a shuffle or a sampler of its own."""
     return DataLoader(
-        dataset,
+        drawn,
         batch_sampler=sampler,
         collate_fn=batches,
         num_workers=options.num_workers,

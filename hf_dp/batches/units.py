@@ -16,7 +16,14 @@ import numpy as np
 from torch.utils.data import DataLoader, Dataset, Sampler, Subset
 
 from hf_dp.batches.examples import Examples
-from hf_dp.batches.loader import PhysicalBatches, length_of, loader_of, shape_of
+from hf_dp.batches.loader import (
+    Drawn,
+    DrawnUnits,
+    PhysicalBatches,
+    length_of,
+    loader_of,
+    shape_of,
+)
 from hf_dp.batches.options import BatchOptions
 from hf_dp.batches.physical import physical_batches
 from hf_dp.batches.structure import Example
@@ -268,37 +275,42 @@ class UnitBatches:
     batches: PhysicalBatches
     users: Users
 
-    def __call__(self, units: Sequence[Sequence[Example]]) -> list[Any]:
+    def __call__(self, drawn: Sequence[Drawn[Sequence[Example]]]) -> list[Any]:
         """Return the physical batches: plain ones of units of one row, and :class:`UnitBatch`."""
-        for unit in units:
+        for unit, _ in drawn:
             for example in unit:
                 self.batches.layout.check(example)
             self.batches.lengths(unit)  # or raise
-        alone = [unit for unit in units if not self._fits(unit)]
+        alone = [unit for unit, _ in drawn if not self._fits(unit)]
         return [
             *(batch for unit in alone for batch in self._parts(unit)),
-            *self._together([unit for unit in units if self._fits(unit)]),
+            *self._together([one for one in drawn if self._fits(one.unit)]),
         ]
 
     def _fits(self, unit: Sequence[Example]) -> bool:
-        return len(unit) == 1 or len(self.batches.cut(unit)) == 1
+        return len(unit) == 1 or len(self._cut(unit)) == 1
+
+    def _cut(self, unit: Sequence[Example]) -> list[list[int]]:
+        """Cut the rows of one unit, by their place in it: no other unit stands beside them."""
+        return self.batches.cut(unit, range(len(unit)))
 
     def _parts(self, unit: Sequence[Example]) -> Iterator[UnitBatch]:
         scale, left = self.users.scale(len(unit)), len(unit)
-        for group in self.batches.cut(unit):
+        for group in self._cut(unit):
             left -= len(group)
             yield UnitBatch(
                 self._padded([unit[place] for place in group]), len(group), scale, left > 0
             )
 
-    def _together(self, units: Sequence[Sequence[Example]]) -> Iterator[Any]:
-        by_rows: dict[int, list[Sequence[Example]]] = {}
-        for unit in units:
-            by_rows.setdefault(len(unit), []).append(unit)
+    def _together(self, drawn: Sequence[Drawn[Sequence[Example]]]) -> Iterator[Any]:
+        by_rows: dict[int, list[Drawn[Sequence[Example]]]] = {}
+        for one in drawn:
+            by_rows.setdefault(len(one.unit), []).append(one)
         for rows in sorted(by_rows, reverse=True):
-            alike = by_rows[rows]
+            alike = [one.unit for one in by_rows[rows]]
             for group in physical_batches(
                 [rows * max(map(length_of, unit)) for unit in alike],
+                [one.key for one in by_rows[rows]],
                 self.batches.size // rows,
                 self.batches.max_tokens,
                 [shape_of(unit[0]) for unit in alike] if self.batches.one_shape else None,
@@ -321,4 +333,5 @@ def unit_dataloader(
     """Return a loader over the units that a sampler draws, from the run's secret source."""
     secret = examples.randomness.random_bytes
     draws = UnitDraws(replace(sampler, random_bytes=secret), table, users, secret)
-    return loader_of(UnitExamples(examples, table), draws, UnitBatches(batches, users), options)
+    drawn = DrawnUnits(UnitExamples(examples, table), examples.randomness)
+    return loader_of(drawn, draws, UnitBatches(batches, users), options)

@@ -307,6 +307,7 @@ class Counter(TrainerCallback):
 
 def in_drawn_order(
     lengths: Sequence[int],
+    keys: Sequence[int],
     size: int,
     max_tokens: int | None = None,
     shapes: Sequence[Hashable] | None = None,

@@ -31,11 +31,26 @@ class Bundle:
     gradient: Dense
 
 
+def zero_sum(shape: Sequence[int], device: torch.device) -> Tensor:
+    """Return zeros of the type of sums over physical batches: float64.
+
+    A sum must not depend on its history. A row that is left out changes which batches follow which;
+    in float32 the rounding of 2,596 additions differed by 1.39 C.
+    """
+    return torch.zeros(tuple(shape), dtype=torch.float64, device=device)
+
+
 class RunningSums(dict[nn.Parameter, Tensor]):
-    """The sums of parameters over physical batches.
+    """The sums of parameters over physical batches, in float64.
 
     Those of a bundle stay side by side until the end, so that a batch is added by one operation.
     """
+
+    def of(self, parameter: nn.Parameter, device: torch.device) -> Tensor:
+        """Return the running sum of a parameter, to be added to in place; at first zeros."""
+        if parameter not in self:
+            self[parameter] = zero_sum(parameter.shape, device)
+        return self[parameter]
 
     def __init__(self) -> None:
         super().__init__()
@@ -43,11 +58,11 @@ class RunningSums(dict[nn.Parameter, Tensor]):
 
     def add_bundle(self, bundle: Bundle, weights: Weights) -> None:
         """Add the weighted gradients of a bundle."""
-        key, size = tuple(bundle.parameters), bundle.gradient.gradients.shape[1:]
+        key, gradients = tuple(bundle.parameters), bundle.gradient.gradients
         if key not in self._side_by_side:
             self._part_with(set(key))
-        total = self._side_by_side.get(key)
-        self._side_by_side[key] = bundle.gradient.add_weighted_sum(total, size, weights)
+            self._side_by_side[key] = zero_sum(gradients.shape[1:], gradients.device)
+        bundle.gradient.add_weighted_sum(self._side_by_side[key], weights)
 
     def by_parameter(self) -> dict[nn.Parameter, Tensor]:
         """Return every sum under its own parameter; those of bundles are views of one tensor."""

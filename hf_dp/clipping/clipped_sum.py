@@ -12,9 +12,15 @@ from torch import Tensor, nn
 
 from hf_dp.clipping.bundles import Bundle, RunningSums
 from hf_dp.clipping.fallback import fallback_gradients
-from hf_dp.clipping.gradients import Lookups, OuterProducts, PerExampleGradient, Weights
+from hf_dp.clipping.gradients import (
+    Lookups,
+    OuterProducts,
+    PerExampleGradient,
+    Weights,
+    add_product,
+)
 from hf_dp.clipping.norms import ExampleNorms, gathered
-from hf_dp.clipping.rounding import full_precision
+from hf_dp.clipping.rounding import accumulation_dtype, full_precision
 from hf_dp.clipping.sharded_sums import ShardedSums
 from hf_dp.clipping.side_by_side import products_for_one_thread, side_by_side
 from hf_dp.clipping.tape import Sink, Tape
@@ -50,6 +56,7 @@ class ClippedSum:
         memory_ratio: as given to the engine.
         model_bytes: what weights and gradients take in any training.
         rows_per_unit: how many examples that follow each other are clipped as one.
+        slack_cap: the most of C that rounding may make of one example's part.
 
     Attributes:
         given: gradients that were captured already; None to capture them.
@@ -71,6 +78,7 @@ class ClippedSum:
         memory_ratio: float = 1.0,
         model_bytes: int = 0,
         rows_per_unit: int = 1,
+        slack_cap: float = 1.0,
     ):
         self.tape, self.groups = tape, groups
         self.given: dict[nn.Parameter, list[PerExampleGradient]] | None = None
@@ -78,6 +86,7 @@ class ClippedSum:
         self.adding = False
         self.forms: dict[nn.Parameter, str] = {}
         self._clipping, self._clipping_norm = clipping, clipping_norm
+        self._slack_cap = slack_cap
         self._sums, self._check = sums, check
         self._counted, self.shards = counted, ShardedSums(()) if shards is None else shards
         self._memory_ratio, self._model_bytes = memory_ratio, model_bytes
@@ -148,7 +157,9 @@ class ClippedSum:
     def _weights(self, table: ExampleNorms) -> tuple[Tensor, Tensor, Tensor]:
         """Return weights and norms, each (K, b), and which examples are used, (b,)."""
         norms, slack = table.result()
-        weights = clipping_weights(self._clipping, norms + slack, self._clipping_norm)
+        weights = clipping_weights(
+            self._clipping, norms + slack, self._clipping_norm, slack / self._slack_cap
+        )
         keep = torch.isfinite(norms + slack).all(0)
         if not self._counted:
             weights, keep = torch.zeros_like(weights), torch.zeros_like(keep)
@@ -201,14 +212,19 @@ class ClippedSum:
         self, parameter: nn.Parameter, uses: Sequence[PerExampleGradient], decision: Decision
     ) -> Tensor | None:
         """Return the weighted sum of this batch for one parameter, None if it was not used."""
-        total: Tensor | None = None
+        if not uses:
+            return None
+        device = decision.keep.device
+        total = torch.zeros(
+            parameter.shape, dtype=accumulation_dtype(parameter.dtype), device=device
+        )
         for use in uses:
-            total = self._weighted(total, parameter, parameter.shape, use, decision)
+            use.add_weighted_sum(total, self._kept(parameter, use, decision))
         return total
 
     def _products(
         self, uses: dict[nn.Parameter, list[PerExampleGradient]], decision: Decision
-    ) -> Iterator[Callable[[], Tensor]]:
+    ) -> Iterator[Callable[[], None]]:
         """Yield one job per parameter that adds its outer product to the running sum.
 
         Each parameter has one use, of outer products. Consumes ``uses``.
@@ -218,23 +234,15 @@ class ClippedSum:
             assert isinstance(use, OuterProducts)
             left, right = use.weighted_factors(self._kept(parameter, use, decision))
             del use  # freed as soon as its product is done
-            known = self._sums.get(parameter)
-            total = left.new_empty(parameter.shape) if known is None else known
-            self._sums[parameter] = total
-            # With beta = 0 the former contents of the memory do not count, not even NaN.
-            yield partial(
-                total.view(len(left), -1).addmm_, left, right, beta=0 if known is None else 1
-            )
+            yield partial(add_product, self._sums.of(parameter, left.device), left, right)
 
     def _add_each(
         self, uses: dict[nn.Parameter, list[PerExampleGradient]], decision: Decision
     ) -> None:
         for parameter in list(uses):
             for use in uses.pop(parameter):
-                total = self._sums.get(parameter)
-                self._sums[parameter] = self._weighted(
-                    total, parameter, parameter.shape, use, decision
-                )
+                total = self._sums.of(parameter, decision.keep.device)
+                use.add_weighted_sum(total, self._kept(parameter, use, decision))
 
     @torch.no_grad()
     @full_precision()
@@ -242,17 +250,6 @@ class ClippedSum:
         """Add the weighted gradients of a bundle to the sums of its parameters."""
         kept = self._kept(bundle.parameters[0], bundle.gradient, decision)
         self._sums.add_bundle(bundle, kept)
-
-    def _weighted(
-        self,
-        total: Tensor | None,
-        parameter: nn.Parameter,
-        shape: torch.Size,
-        use: PerExampleGradient,
-        decision: Decision,
-    ) -> Tensor:
-        """Return ``total`` plus each example's gradient times its weight in the group."""
-        return use.add_weighted_sum(total, shape, self._kept(parameter, use, decision))
 
     def _kept(
         self, parameter: nn.Parameter, use: PerExampleGradient, decision: Decision

@@ -21,13 +21,13 @@ from torch import Tensor, nn
 
 from hf_dp import _validate
 from hf_dp.clipping.book_keeping import book_keeping
-from hf_dp.clipping.bundles import RunningSums
+from hf_dp.clipping.bundles import RunningSums, zero_sum
 from hf_dp.clipping.clipped_sum import ClippedSum
 from hf_dp.clipping.coupling import refuse_coupling
 from hf_dp.clipping.fallback import fallback_forward, own_parameters, shared_method
 from hf_dp.clipping.forms import MEMORY_RATIO, check_memory_ratio
 from hf_dp.clipping.large_unit import LargeUnit
-from hf_dp.clipping.rounding import SMALLEST_CLIPPING_NORM, accumulation_dtype
+from hf_dp.clipping.rounding import SMALLEST_CLIPPING_NORM
 from hf_dp.clipping.rules import find_rule
 from hf_dp.clipping.sharded_sums import ShardedSums
 from hf_dp.clipping.sharding import (
@@ -43,6 +43,7 @@ from hf_dp.clipping.tape import Tape
 from hf_dp.clipping.two_pass import two_pass
 from hf_dp.errors import UnaccountedGradientError, UnsupportedLossError, UnsupportedModelError
 from hf_dp.plans.dp_sgd import CLIPPINGS
+from hf_dp.plans.rounding import slack_cap
 
 # ``per_example`` is book-keeping of explicit gradients: no module has a rule, and each is
 # differentiated example by example.
@@ -77,9 +78,15 @@ class ClippingEngine:
     ``counted=False``, and all must call :meth:`collect`.
 
     The sums' sensitivity to one example is C if losses are per-example, which
-    :func:`hf_dp.clipping.self_check` tests; call it once for a new model. Sums and norms are
-    float32, or float64 for a float64 model.
+    :func:`hf_dp.clipping.self_check` tests; call it once for a new model. Norms and the products of
+    a physical batch are float32, or float64 for a float64 model; sums over batches are float64.
+
+    Attributes:
+        regrouped: how many other examples one example more or less can move to other physical
+            batches, whose rounding then changes (:func:`hf_dp.plans.rounding.slack_cap`).
     """
+
+    regrouped = 0
 
     def __init__(
         self,
@@ -237,6 +244,7 @@ class ClippingEngine:
             memory_ratio=self.memory_ratio,
             model_bytes=self._model_bytes,
             rows_per_unit=rows_per_unit,
+            slack_cap=slack_cap(self.regrouped),
         )
         try:
             # The sums are float32 even if this call runs under autocast.
@@ -307,7 +315,7 @@ class ClippingEngine:
         return strategy(clipped, losses)
 
     def collect(self) -> dict[str, Tensor]:
-        """Return the clipped sums since the last call, and reset them.
+        """Return the clipped sums since the last call, in float64, and reset them.
 
         They are keyed as in ``model.named_parameters()``, with zeros for unused parameters. The sum
         of a sharded parameter is a DTensor placed as the parameter is, and is that of the examples
@@ -322,7 +330,10 @@ class ClippingEngine:
         with torch.no_grad():
             sums, self._sums = self._sums.by_parameter(), RunningSums()
             sums |= self._shards.collect(sums)
-        return {name: sums[p] if p in sums else _zeros(p) for name, p in self._parameters.items()}
+        return {
+            name: sums[p] if p in sums else zero_sum(p.shape, p.device)
+            for name, p in self._parameters.items()
+        }
 
     # -- capturing forwards ---
 
@@ -428,12 +439,6 @@ class ClippingEngine:
 def _named(parameters: Sequence[str]) -> str:
     """Return the first name and how many there are, for messages."""
     return f"{parameters[0]!r} ({len(parameters)} parameter{'s' * (len(parameters) > 1)} affected)"
-
-
-def _zeros(parameter: nn.Parameter) -> Tensor:
-    return torch.zeros(
-        parameter.shape, dtype=accumulation_dtype(parameter.dtype), device=parameter.device
-    )
 
 
 class _CapturingForward:

@@ -32,6 +32,8 @@ from hf_dp.clipping.grams import Grams, LastOf
 from hf_dp.clipping.rounding import Norms, accumulation_dtype, squared_norms, unit
 from hf_dp.errors import UnsupportedModelError
 
+_BLOCK = 2**22  # numbers of a product that are added to a wider total at once
+
 
 class Weights:
     """One weight for each of b examples.
@@ -73,12 +75,16 @@ class PerExampleGradient(ABC):
         """
 
     @abstractmethod
-    def add_weighted_sum(self, total: Tensor | None, shape: torch.Size, weights: Weights) -> Tensor:
-        """Return ``total + sum_i weights[i] * G_i``, of this shape; changes a given total."""
+    def add_weighted_sum(self, total: Tensor, weights: Weights) -> None:
+        """Add ``sum_i weights[i] * G_i`` to a total of the parameter's shape, in place.
+
+        The sum over the b examples is formed in float32 or better, and off by ``sum_i weights[i]
+        slack[i]`` at most, in norm. What adding it to the total rounds depends on the total's type.
+        """
 
     @abstractmethod
     def slack(self) -> Tensor:
-        """Return the bound on the rounding of the weighted sum (:class:`Norms`) by itself, (b,)."""
+        """Return what rounds each example's part of the weighted sum (:class:`Norms`), (b,)."""
 
     @abstractmethod
     def block(self, examples: slice, rows: slice, dtype: torch.dtype) -> Tensor:
@@ -132,6 +138,21 @@ def of_units(values: Tensor, rows: int) -> Tensor:
     return values.reshape(len(values) // rows, -1, *values.shape[2:])
 
 
+def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """Add ``left @ right``, (m, n), to a total of m n numbers, in place."""
+    rows = total if total.dim() == 2 else total.view(len(left), -1)
+    if rows.dtype == left.dtype:
+        rows.addmm_(left, right)
+        return
+    if rows.numel() <= _BLOCK:
+        rows.add_(torch.mm(left, right))
+        return
+    # By blocks, so that no second tensor of the size of a large parameter is held.
+    height = max(1, _BLOCK // rows.shape[1])
+    for start in range(0, len(rows), height):
+        rows[start : start + height] += left[start : start + height] @ right
+
+
 def _where(keep: Tensor, value: Tensor) -> Tensor:
     return torch.where(
         keep.view(-1, *[1] * (value.dim() - 1)),
@@ -175,19 +196,13 @@ class OuterProducts(PerExampleGradient):
             left, right = self.left.to(dtype), weights.scaled(self.right, dtype)
         return left.flatten(0, 1).mT, right.flatten(0, 1)
 
-    def add_weighted_sum(self, total: Tensor | None, shape: torch.Size, weights: Weights) -> Tensor:
+    def add_weighted_sum(self, total: Tensor, weights: Weights) -> None:
         if tensor_cores.take(self.left, self.right):
-            return self._on_tensor_cores(total, shape, weights)
-        left, right = self.weighted_factors(weights)
-        if total is None:
-            return torch.mm(left, right).view(shape)
-        (total if total.dim() == 2 else total.view(len(left), -1)).addmm_(left, right)
-        return total
-
-    def _on_tensor_cores(self, total: Tensor | None, shape: torch.Size, weights: Weights) -> Tensor:
-        known = None if total is None else total.view(1, shape[0], -1)
-        values = weights.values.to(torch.float32)[None]
-        return tensor_cores.product(self.left[None], self.right[None], values, known).view(shape)
+            values = weights.values.to(torch.float32)[None]
+            product = tensor_cores.product(self.left[None], self.right[None], values)
+            total.add_(product.view(total.shape))
+        else:
+            add_product(total, *self.weighted_factors(weights))
 
     def slack(self) -> Tensor:
         dtype = accumulation_dtype(self.left.dtype)
@@ -275,13 +290,9 @@ class Lookups(PerExampleGradient):
         squares = self.grads.to(dtype).square().sum((1, 2))
         return unit(dtype) * squares.mul(self.tokens.shape[1]).sqrt()
 
-    def add_weighted_sum(self, total: Tensor | None, shape: torch.Size, weights: Weights) -> Tensor:
-        dtype = accumulation_dtype(self.grads.dtype)
-        if total is None:
-            total = torch.zeros(shape, dtype=dtype, device=self.grads.device)
-        weighted = weights.scaled(self.grads, dtype)
+    def add_weighted_sum(self, total: Tensor, weights: Weights) -> None:
+        weighted = weights.scaled(self.grads, total.dtype)
         total.view(len(total), -1).index_add_(0, self.tokens.flatten(), weighted.flatten(0, 1))
-        return total
 
     def block(self, examples: slice, rows: slice, dtype: torch.dtype) -> Tensor:
         tokens, grads = self.tokens[examples], self.grads[examples].to(dtype)
@@ -328,23 +339,26 @@ class Dense(PerExampleGradient):
 
     def norms(self, grams: Grams | None = None) -> Norms:
         squared = squared_norms(self.gradients.flatten(1))
-        return Norms(squared, torch.zeros_like(squared), self.slack())
+        known = self.of_factors
+        return Norms(
+            squared, torch.zeros_like(squared), self._slack(squared) if known is None else known
+        )
 
-    def add_weighted_sum(self, total: Tensor | None, shape: torch.Size, weights: Weights) -> Tensor:
+    def add_weighted_sum(self, total: Tensor, weights: Weights) -> None:
         dtype = accumulation_dtype(self.gradients.dtype)
         flat, values = self.gradients.flatten(1).to(dtype), weights.values.to(dtype)
-        if total is None and self.owned and len(flat) == 1:
-            return flat[0].mul_(values).view(shape)
-        if total is None:
-            return torch.mv(flat.mT, values).view(shape)
-        total.view(-1).addmv_(flat.mT, values)
-        return total
+        if self.owned and len(flat) == 1:
+            total.add_(flat[0].mul_(values).view(total.shape))
+        else:
+            total.add_(torch.mv(flat.mT, values).view(total.shape))
 
     def slack(self) -> Tensor:
         if self.of_factors is not None:
             return self.of_factors
-        dtype = accumulation_dtype(self.gradients.dtype)
-        return torch.zeros(len(self.gradients), dtype=dtype, device=self.gradients.device)
+        return self._slack(squared_norms(self.gradients.flatten(1)))
+
+    def _slack(self, squared: Tensor) -> Tensor:
+        return unit(accumulation_dtype(self.gradients.dtype)) * squared.sqrt()
 
     def block(self, examples: slice, rows: slice, dtype: torch.dtype) -> Tensor:
         gradients = self.gradients[examples]

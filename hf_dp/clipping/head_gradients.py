@@ -144,13 +144,9 @@ class HeadGradients(PerExampleGradient):
         of_right = dots(hidden, hidden, accumulation_dtype(hidden.dtype))
         return norms_from_grams(self.gram.clone(), of_right, max(self.logits.weight.shape))
 
-    def add_weighted_sum(self, total: Tensor | None, shape: torch.Size, weights: Weights) -> Tensor:
-        if total is None:
-            dtype = accumulation_dtype(self.logits.hidden.dtype)
-            total = torch.zeros(shape, dtype=dtype, device=self.gram.device)
+    def add_weighted_sum(self, total: Tensor, weights: Weights) -> None:
         for rows, part in self.factors():
-            part.add_weighted_sum(total[rows], total[rows].shape, weights)
-        return total
+            part.add_weighted_sum(total[rows], weights)
 
     def slack(self) -> Tensor:
         right = torch.linalg.vector_norm(self.logits.hidden, dim=2, dtype=self.gram.dtype)

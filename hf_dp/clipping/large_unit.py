@@ -26,9 +26,10 @@ class LargeUnit:
         """Add one use of a parameter, whose gradients are of this unit alone."""
         slack = use.slack()
         once = Weights(torch.ones_like(slack))
-        total = use.add_weighted_sum(self._totals.get(parameter), parameter.shape, once)
         known = self._slacks.get(parameter)
-        self._totals[parameter] = total
+        if known is None:
+            self._totals[parameter] = slack.new_zeros(parameter.shape)
+        use.add_weighted_sum(self._totals[parameter], once)
         self._slacks[parameter] = slack if known is None else known + slack
 
     def uses(self) -> dict[nn.Parameter, list[PerExampleGradient]]:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from hf_dp._validate import invalid, one_of
 from hf_dp.clipping.book_keeping import clip_and_add
+from hf_dp.clipping.bundles import zero_sum
 from hf_dp.clipping.clipped_sum import ClippedSum
 from hf_dp.clipping.engine import ClippingEngine
 from hf_dp.clipping.gradients import Dense, OuterProducts, PerExampleGradient
@@ -105,7 +106,7 @@ class LowRankEngine(ClippingEngine):
                 (LEFT, RIGHT), self._pairs[self._parameters[name]], strict=True
             ):
                 found[name + ending] = (
-                    sums[part] if part in sums else torch.zeros_like(part).detach()
+                    sums[part] if part in sums else zero_sum(part.shape, part.device)
                 )
         return found
 

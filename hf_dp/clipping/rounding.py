@@ -16,14 +16,13 @@ of terms ``d tiny sum_{s,t} |r_s . r_t| <= d tiny T sum_t |r_t|^2``, with r the 
 
 The clipped sum adds the same ``left_t right_t^T``. Where they cancel, its rounding can exceed their
 sum. ``slack = u sum_t |left_t||right_t|`` bounds it and is added to the norm before the weight is
-computed. A dense gradient needs neither: the same tensor is squared for the norm and added to the
-sum, so what is released is bounded by what was measured. One that was formed from outer products
-keeps their slack all the same: which form a gradient gets depends on the batch, and the weight of
-an example must not.
+computed. That of a dense gradient is ``u`` times its norm, for its addition to those of others. One
+that was formed from outer products keeps their slack: which form a gradient gets depends on the
+batch, and the weight of an example must not.
 
-A limit remains. Where an example's terms cancel entirely, to 1e-7 of their size, what is left of it
-is rounding, and this differs between forms and kernels. It enters the sum with a norm of about
-0.004 C, so a change of the batch that changes the form can move it by that for each such example.
+Where an example's terms cancel entirely, to 1e-7 of their size, what is left of it is rounding, and
+this differs between forms, kernels and neighbors. So the slack bounds the weight by itself, too
+(:func:`hf_dp.plans.rounding.slack_cap`).
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ from hf_dp.distributed.sums import bucket_numbers, reduce_scatter
 
 
 def scattered(parameters: Sequence[DTensor], totals: Sequence[Tensor]) -> list[DTensor]:
-    """Return the sums of all processes' totals, each placed as its parameter.
+    """Return the sums of all processes' totals in float64, each placed as its parameter.
 
     Args:
         parameters: sharded by FSDP2 over one mesh, whose last dimension shards.
@@ -27,7 +27,7 @@ def scattered(parameters: Sequence[DTensor], totals: Sequence[Tensor]) -> list[D
     count = mesh.size(mesh.ndim - 1)
     rows = [_by_owner(total, _dimension(p), count) for p, total in zip(parameters, totals)]
     lengths = [row.shape[1] for row in rows]
-    own = totals[0].new_empty(sum(lengths))
+    own = totals[0].new_empty(sum(lengths), dtype=torch.float64)
     step = max(1, bucket_numbers(own) // count)
     for start in range(0, len(own), step):
         part = own[start : start + step]

@@ -1,7 +1,8 @@
 """Running sums over all processes of parameters that FSDP2 shards, each process keeping its shard.
 
-A weighted sum is formed from this process's examples at full size. Two kinds of parameters differ
-in when it is reduced over the processes:
+A weighted sum is formed from this process's examples at full size. It is added to those of other
+processes, and to the running sum, in float64 (:func:`hf_dp.clipping.bundles.zero_sum`). Two kinds
+of parameters differ in when it is reduced over the processes:
 
 * *scattered*: after every physical batch, few at a time, so that a process holds about a bucket of
   sums of full size, or one of them;
@@ -22,6 +23,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DeviceMesh, DTensor, Replicate
 
+from hf_dp.clipping.bundles import zero_sum
 from hf_dp.clipping.rounding import accumulation_dtype
 from hf_dp.clipping.scattering import scattered
 from hf_dp.distributed.sums import bucket_numbers
@@ -123,19 +125,18 @@ class ShardedSums:
         sums, self._sums = self._sums, {}
         if self._device is not None:  # else no process has run anything
             whole = [p for p in self._sharded if p not in self._scattered]
-            for dtype in sorted({accumulation_dtype(p.dtype) for p in whole}, key=str):
-                sums |= self._reduced(
-                    [p for p in whole if accumulation_dtype(p.dtype) == dtype], local
-                )
+            sums |= self._reduced(whole, local)
         self._device = None
         return {p: sums[p].to(p.device) if p in sums else _zeros(p) for p in self._sharded}
 
     def _reduced(
         self, parameters: Sequence[nn.Parameter], local: Mapping[nn.Parameter, Tensor]
     ) -> dict[nn.Parameter, Tensor]:
-        """Return sums over all processes of parameters of one dtype, by one reduction."""
-        dtype = accumulation_dtype(parameters[0].dtype)
-        flat = torch.zeros(sum(p.numel() for p in parameters), dtype=dtype, device=self._device)
+        """Return sums of parameters over all processes, by one reduction."""
+        if not parameters:
+            return {}
+        assert self._device is not None
+        flat = zero_sum([sum(p.numel() for p in parameters)], self._device)
         parts = flat.split([p.numel() for p in parameters])
         for parameter, part in zip(parameters, parts, strict=True):
             if parameter in local:
@@ -182,4 +183,4 @@ def _shard_of(whole: Tensor, parameter: nn.Parameter) -> Tensor:
 
 
 def _zeros(parameter: DTensor) -> Tensor:
-    return torch.zeros_like(parameter.detach(), dtype=accumulation_dtype(parameter.dtype))
+    return torch.zeros_like(parameter.detach(), dtype=torch.float64)

@@ -12,6 +12,9 @@ weight, the example's contribution is the concatenation of the ``w_k G_k``, of n
   interchangeable with flat clipping's.
 * ``per_layer``, K groups: ``w_k = min(1, (C / sqrt(K)) / n_k)``, so the norm is at most
   ``sqrt(K (C / sqrt(K))^2) = C`` (McMahan et al. 2018, section 2.3, all layers alike).
+
+A second norm may bound the weights further: the example's ``w_k`` is as if its norm were at least
+that one. :func:`hf_dp.plans.rounding.slack_cap` says why.
 """
 
 from __future__ import annotations
@@ -25,11 +28,13 @@ from torch import Tensor
 AUTOMATIC_GAMMA = 0.01
 
 
-def clipping_weights(clipping: str, norms: Tensor, clipping_norm: float) -> Tensor:
+def clipping_weights(
+    clipping: str, norms: Tensor, clipping_norm: float, at_least: Tensor | None = None
+) -> Tensor:
     """Return the weight of each group of each example, (K, b) as ``norms``.
 
     Guarantee: for finite norms, ``sqrt(sum_k (weights[k] norms[k])^2) <= clipping_norm``, up to
-    one rounding.
+    one rounding; and the same of ``at_least``.
 
     | norm (flat) | weight |
     |-------------|--------|
@@ -42,7 +47,10 @@ def clipping_weights(clipping: str, norms: Tensor, clipping_norm: float) -> Tens
         clipping: one of :data:`hf_dp.plans.dp_sgd.CLIPPINGS`.
         norms: (K, b), float.
         clipping_norm: C > 0, in the units of the norms.
+        at_least: norms below which none counts, (K, b); None for 0.
     """
+    if at_least is not None:
+        norms = torch.maximum(norms, at_least)
     if clipping == "automatic":
         weights = clipping_norm / (norms + AUTOMATIC_GAMMA)
     else:

@@ -23,8 +23,7 @@ from hf_dp.distributed.processes import Processes, others_present
 # the time.
 BUCKET = 2**23
 
-# Newer versions of torch warn of the old names.
-_reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+# Newer versions of torch warn of the old name.
 _all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 
 Noise = Callable[[Tensor], Tensor]  # of the shape, type and device of its argument
@@ -53,14 +52,14 @@ def add_up_with_noise(sums: Sequence[Tensor], noise: Noise, processes: Processes
 def reduce_scatter(owned: Tensor, flat: Tensor, group: Any = None) -> None:
     """Overwrite ``owned`` with this process's part of the sum of all processes' ``flat``.
 
+    What travels is of flat's type and is added in that of ``owned``: a reduction of float32 numbers
+    would round each sum as its partners make it. (With gloo this also takes half the time.)
+
     Args: flat: one-dimensional, as many parts as processes. group: of processes; None for all.
     """
-    if flat.device.type == "cpu":  # gloo's own function computes for twice as long
-        received = torch.empty_like(flat)
-        dist.all_to_all_single(received, flat, group=group)
-        torch.sum(received.view(-1, len(owned)), 0, out=owned)
-    else:
-        _reduce_scatter(owned, flat, group=group)
+    received = torch.empty_like(flat)
+    dist.all_to_all_single(received, flat, group=group)
+    torch.sum(received.view(-1, len(owned)), 0, dtype=owned.dtype, out=owned)
 
 
 def _buckets(sums: Sequence[Tensor]) -> Iterator[list[Tensor]]:

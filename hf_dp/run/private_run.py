@@ -502,6 +502,7 @@ class PrivateRun:
                 "checked. Call check_engine(), or set the size before training starts."
             )
         # Processes of a sharded model meet inside each forward, where nobody could listen.
+        engine.regrouped = self.regrouped
         heard = others_present() if is_sharded(self.model) else self.processes.telling()
         with heard, self.randomness.streams():
             own, made_up = list(batches), 0
@@ -514,6 +515,13 @@ class PrivateRun:
             for _ in range(made_up):
                 engine.backward(self.losses(self._made_up), counted=False)
         return loss_sum
+
+    @property
+    def regrouped(self) -> int:
+        """How many other examples one example more or less moves to another physical batch; twice
+        as many where draws are truncated, since another one joins or leaves with it."""
+        size = self.options.batches.physical_batch_size
+        return size if self.plan.max_batch_size is None else 2 * size
 
     def _clipped(self, engine: ClippingEngine, batches: Iterable[Any]) -> Iterator[Tensor]:
         """Feed each physical batch to the engine, and yield the losses of its units, (units,)."""

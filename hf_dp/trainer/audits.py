@@ -112,7 +112,7 @@ def _losses(run: PrivateRun, audit: OneRunAudit) -> np.ndarray:
     batches = data.batches()
     run.model.eval()
     try:
-        for group in batches.cut(examples):
+        for group in batches.cut(examples, range(len(examples))):
             batch = data.padding.together([examples[each] for each in group], batches.layout)
             found[group] = run.losses(batch).double().cpu().numpy()
     finally:

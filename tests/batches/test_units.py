@@ -12,7 +12,7 @@ import torch
 from scipy import stats
 
 from hf_dp.batches.layout import Layout
-from hf_dp.batches.loader import PhysicalBatches
+from hf_dp.batches.loader import Drawn, PhysicalBatches
 from hf_dp.batches.padding import Padding
 from hf_dp.batches.units import UnitBatch, UnitBatches, UnitDraws, UnitTable, split_off_units
 from hf_dp.errors import DataError
@@ -116,6 +116,12 @@ def made(sizes: list[int], lengths: list[int]) -> list[list[dict]]:
     return [[example(next(numbers), next(cycle)) for _ in range(size)] for size in sizes]
 
 
+def drawn(units: list) -> list[Drawn]:
+    """Each with a key of its own, as the loader draws it."""
+    keys = np.random.default_rng(0).integers(0, 2**63, len(units)).tolist()
+    return [Drawn(unit, key) for unit, key in zip(units, keys, strict=True)]
+
+
 def read(found: list) -> list[tuple[list[int], int, bool]]:
     """(which rows, rows of each unit, whether it continues) of each physical batch."""
     return [
@@ -136,7 +142,7 @@ def test_every_unit_is_whole_in_one_batch_or_alone_in_several(seed, options):
     units = made(sizes, generator.integers(1, 12, 50).tolist())
     cut = UnitBatches(batches(**options), Users("who"))
     unit_of = {int(row["place"]): n for n, unit in enumerate(units) for row in unit}
-    found, open_rows, ended = read(cut(units)), [], []
+    found, open_rows, ended = read(cut(drawn(units))), [], []
     for rows, per_unit, continues in found:
         assert len(rows) <= options.get("size", 4) and len(rows) % per_unit == 0
         if continues or open_rows:
@@ -155,8 +161,8 @@ def test_every_unit_is_whole_in_one_batch_or_alone_in_several(seed, options):
 
 def test_rows_of_one_user_each_come_as_without_users():
     units = made([1] * 9, [3, 5, 2])
-    plain = batches()([unit[0] for unit in units])
-    of_users = UnitBatches(batches(), Users("who"))(units)
+    plain = batches()(drawn([unit[0] for unit in units]))
+    of_users = UnitBatches(batches(), Users("who"))(drawn(units))
     assert not any(isinstance(batch, UnitBatch) for batch in of_users)
     for one, other in zip(plain, of_users, strict=True):
         assert all(torch.equal(one[name], other[name]) for name in one)
@@ -164,7 +170,7 @@ def test_rows_of_one_user_each_come_as_without_users():
 
 @pytest.mark.parametrize(("reduction", "scale"), [("mean", 1 / 6), ("sum", 1.0)])
 def test_the_mean_is_over_all_rows_of_a_user_also_in_parts(reduction, scale):
-    found = UnitBatches(batches(), Users("who", reduction=reduction))(made([6], [3]))
+    found = UnitBatches(batches(), Users("who", reduction=reduction))(drawn(made([6], [3])))
     assert [batch.scale for batch in found] == [scale, scale]
     assert [batch.continues for batch in found] == [True, False]
     assert sum(batch.rows for batch in found) == 6
@@ -175,4 +181,4 @@ def test_limits_on_tokens_need_tokens():
     for (row,) in rows:
         layout.add(row)
     with pytest.raises(DataError, match="no `input_ids` to count"):
-        UnitBatches(PhysicalBatches(Padding(), layout, 4, 9), Users("who"))(rows)
+        UnitBatches(PhysicalBatches(Padding(), layout, 4, 9), Users("who"))(drawn(rows))

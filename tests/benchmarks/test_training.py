@@ -116,10 +116,10 @@ def test_one_pass_of_stock_sees_every_row_equally_often(task, measured):
 def test_the_drawn_order_is_local_to_the_benchmark():
     lengths = [3, 9, 1, 7, 5]
     with unsorted_batches():
-        assert loader.physical_batches(lengths, 2) == [[0, 1], [2, 3], [4]]
+        assert loader.physical_batches(lengths, range(5), 2) == [[0, 1], [2, 3], [4]]
     assert loader.physical_batches is physical_batches
-    assert physical_batches(lengths, 2) == [[1], [3, 4], [0, 2]]
-    assert in_drawn_order([], 2) == []
+    assert physical_batches(lengths, range(5), 2) == [[1], [3, 4], [0, 2]]
+    assert in_drawn_order([], [], 2) == []
     with pytest.raises(RuntimeError), unsorted_batches():
         raise RuntimeError
     assert loader.physical_batches is physical_batches
@@ -128,9 +128,9 @@ def test_the_drawn_order_is_local_to_the_benchmark():
 def test_sizing_by_tokens_uses_the_ninetieth_percentile(task, monkeypatch):
     limits = []
 
-    def record(lengths, size, max_tokens=None, shapes=None):
+    def record(lengths, keys, size, max_tokens=None, shapes=None):
         limits.append((size, max_tokens))
-        return physical_batches(lengths, size, max_tokens, shapes)
+        return physical_batches(lengths, keys, size, max_tokens, shapes)
 
     monkeypatch.setattr(loader, "physical_batches", record)
     train_once(WORK.warm_up(), task, "ours_by_tokens")

@@ -145,7 +145,9 @@ def counted(model: nn.Module, private: bool) -> Counted:
 def test_a_physical_batch_takes_few_more_operations_and_reads(name):
     model = MODELS[name](12).train()
     plain, private = counted(model, False), counted(model, True)
-    assert private.operations.total() <= 1.3 * plain.operations.total()
+    # Autograd adds to each gradient, too, after the first physical batch; that is not dispatched.
+    additions = sum(parameter.requires_grad for parameter in model.parameters())
+    assert private.operations.total() <= 1.23 * (plain.operations.total() + additions)
     # One for doubtful norms and examples to leave out; one for the side of the padding, where
     # transformers has just waited for the same mask.
     assert private.reads() <= plain.reads() + 2
@@ -173,7 +175,7 @@ def test_engine_and_step_stay_on_the_device(name, strategy, autocast_knows_meta)
                 engine.backward(per_example_loss(model, inputs))
             sums = engine.collect()
         for name, parameter in trained.items():
-            parameter.grad = sums[name] / 4
+            parameter.grad = (sums[name] / 4).to(parameter.dtype)
         optimizer.step()
     assert not device.elsewhere
     assert all(total.device.type == "meta" for total in sums.values())

@@ -427,7 +427,7 @@ def test_weight_norm_is_exact_or_refused(kind, examples):
 def test_contributions_under_bf16_autocast(name):
     """One example moves the sum by at most C.
 
-    Norms are those of the numbers that are summed, and sums are float32.
+    Norms are those of the numbers that are summed, and sums are float64.
     """
     model = BUILDERS[name](dtype=torch.float32)
     batch = batch_for(model, (30, 7, 30, 2))
@@ -443,7 +443,7 @@ def test_contributions_under_bf16_autocast(name):
             return engine.collect()
 
     everyone = sums(torch.ones(4))
-    assert {value.dtype for value in everyone.values()} == {torch.float32}
+    assert {value.dtype for value in everyone.values()} == {torch.float64}
     for removed in range(4):
         factors = torch.ones(4)
         factors[removed] = torch.nan  # removes the example and changes no other number
@@ -460,7 +460,7 @@ def test_contributions_of_a_bf16_model():
     batch = batch_for(model, (12,))
     (norm,), sums = engine_result(model, batch, 0.05)
     assert float(norm) > 0.05
-    assert {value.dtype for value in sums.values()} == {torch.float32}
+    assert {value.dtype for value in sums.values()} == {torch.float64}
     moved = float(
         torch.stack([value.double().square().sum() for value in sums.values()]).sum().sqrt()
     )

@@ -7,6 +7,8 @@ in bfloat16 moved by 1.87 C here.
 
 from __future__ import annotations
 
+import math
+
 import models
 import pytest
 import torch
@@ -14,7 +16,7 @@ from models import DEVICES, batch_for, on, rows
 from torch import Tensor
 
 from hf_dp.batches.physical import physical_batches
-from hf_dp.clipping import ClippingEngine
+from hf_dp.clipping import ClippingEngine, bundles
 from hf_dp.clipping.engine import STRATEGIES
 from hf_dp.losses import per_example_loss
 from hf_dp.plans.rounding import ROUNDING_MARGIN, clipping_share
@@ -116,7 +118,8 @@ def moved_by_a_longer_one(bf16: bool, by_shape: bool, device: str = "cpu") -> fl
     for first in (0, 1):
         here = list(range(first, len(lengths)))
         if by_shape:
-            cut = physical_batches(lengths[first:], size, shapes=lengths[first:])
+            keys = range(len(lengths) - first)
+            cut = physical_batches(lengths[first:], keys, size, shapes=lengths[first:])
             groups = [[here[i] for i in group] for group in cut]
         else:  # every so many of the sorted examples
             groups = [here[start : start + size] for start in range(0, len(here), size)]
@@ -139,3 +142,35 @@ def test_another_padding_of_all_others_moves_the_sum_by_no_more_than_the_noise_i
 
 def test_planted_padding_to_the_longest_neighbor_in_bf16_is_seen():
     assert moved_by_a_longer_one(bf16=True, by_shape=False) > 1.2
+
+
+def moved_by_small_products(batches: int = 150) -> float:
+    """Return the same as :func:`moved` for products that are added to a sum 100,000 times as large.
+
+    With the first row each product is just above half a unit in the last place of a float32 sum
+    beyond what that holds; without it, all rows move by one place and it is just below.
+    """
+    many, size, unit = 100_000, 0.9 * C, 2.0 ** (math.floor(math.log2(90_000 * C)) - 23)
+    size = (round(4 * size / unit) + 0.52) * unit / 4
+    drift = torch.tensor([(-0.04, 0.04, 0, 0)[i % 4] * (i // 4) for i in range(4 * batches)])
+    small = size + unit * drift.double()
+    sums = []
+    for first in (0, 1):
+        model = torch.nn.Linear(1, 1, bias=False)
+        rows = small[first:].float()
+        with ClippingEngine(model, C) as engine:
+            for group in [torch.full((many,), size), *rows.split(4)]:
+                engine.backward(model(torch.ones(len(group), 1))[:, 0] * group)
+            sums.append(engine.collect()["weight"].double())
+    return float((sums[0] - sums[1]).norm()) / C
+
+
+def test_which_batches_follow_which_does_not_matter():
+    assert moved_by_small_products() == pytest.approx(0.9, abs=2e-3)
+
+
+def test_planted_float32_sums_over_batches_are_seen(monkeypatch):
+    monkeypatch.setattr(
+        bundles, "zero_sum", lambda shape, device: torch.zeros(tuple(shape), device=device)
+    )
+    assert moved_by_small_products() > 1.3

@@ -18,7 +18,6 @@ from hf_dp.clipping import ClippingEngine, gradients, head_gradients
 from hf_dp.clipping.engine import STRATEGIES
 from hf_dp.clipping.low_rank import Carriers, LowRankEngine
 from hf_dp.clipping.masked import MaskedEngine
-from hf_dp.clipping.rounding import accumulation_dtype
 from hf_dp.errors import (
     InvalidArgumentError,
     UnaccountedGradientError,
@@ -287,12 +286,12 @@ def test_a_user_with_a_row_that_is_not_finite_is_left_out():
         torch.testing.assert_close(left_out[name], total)
 
 
-def test_bf16_units_are_summed_in_float32():
+def test_bf16_units_are_summed_in_float64():
     torch.manual_seed(0)
     model = nn.Linear(8, 4).to(torch.bfloat16)
     with ClippingEngine(model, 1.0) as engine:
         engine.backward(model(torch.randn(6, 8).bfloat16()).float().sum(1), rows_per_unit=3)
-        assert {s.dtype for s in engine.collect().values()} == {accumulation_dtype(torch.bfloat16)}
+        assert {s.dtype for s in engine.collect().values()} == {torch.float64}
 
 
 @pytest.fixture

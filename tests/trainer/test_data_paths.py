@@ -11,7 +11,6 @@ from __future__ import annotations
 import copy
 import dataclasses
 import math
-import zlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ from typing import Any
 import pytest
 import tiny
 import torch
+from coupled import Coupled
 from data_paths import PATHS, DataPath, tokenizer
 from faults import attend_to_padding, collate_together
 from scipy import stats
@@ -33,17 +33,6 @@ from hf_dp.run.precision import Precision
 
 CLIPPING_NORM = 0.2
 MARGIN = 2.0**-12  # the plan's, for the rounding of sums
-
-
-class Coupled(SecretRandomness):
-    """The same noise in every run, and for each row the same randomness of its own, whichever rows
-    stand before it."""
-
-    rows: Sequence[int] = ()
-
-    def example_seed(self, index: int | None) -> int:
-        row = -1 if index is None else self.rows[index]
-        return zlib.crc32(b"%d" % row)
 
 
 def released(

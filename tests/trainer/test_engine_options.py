@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from hf_dp.batches.layout import Layout
-from hf_dp.batches.loader import PhysicalBatches
+from hf_dp.batches.loader import Drawn, PhysicalBatches
 from hf_dp.batches.padding import Padding
 from hf_dp.clipping import engine as engine_module
 from hf_dp.clipping.engine import STRATEGIES
@@ -130,7 +130,7 @@ def test_tokens_cannot_be_counted_without_input_ids():
     layout = Layout()
     layout.add({"x": torch.zeros(1, 3)})
     with pytest.raises(DataError, match="max_tokens_per_physical_batch.*input_ids"):
-        PhysicalBatches(Padding(), layout, 4, max_tokens=9)([{"x": torch.zeros(1, 3)}])
+        PhysicalBatches(Padding(), layout, 4, max_tokens=9)([Drawn({"x": torch.zeros(1, 3)}, 0)])
 
 
 class Deaf(torch.optim.SGD):

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 
+from hf_dp.batches.loader import Drawn
 from hf_dp.clipping.rounding import full_precision
 from hf_dp.errors import DataError, SelfCheckError, UnsupportedModelError
 from hf_dp.mechanisms.dp_fp.representation import one_vector_per_example
@@ -126,8 +127,9 @@ def all_vectors(run: PrivateRun, layer: nn.Module) -> tuple[Tensor, Tensor]:
         range(0, count, _CHUNK), desc="Representations", unit_scale=_CHUNK, disable=quiet
     ):
         examples = data.examples.__getitems__(range(first, min(first + _CHUNK, count)))
-        groups = cut.cut(examples)
-        found, said = vectors_of(run, layer, cut(examples))
+        drawn = [Drawn(example, place) for place, example in enumerate(examples)]
+        groups = cut.cut(examples, range(len(examples)))
+        found, said = vectors_of(run, layer, cut(drawn))
         if vectors is None or labels is None:
             vectors = found.new_empty(count, found.shape[1])
             labels = said.new_empty(count, *said.shape[1:])

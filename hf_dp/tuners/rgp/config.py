@@ -104,10 +104,10 @@ def weight_gradients(
     """
     found = dict(noised)
     for name, each in by_name.items():
-        of_left, of_right = (_by_rows(found.pop(name + side)) for side in (LEFT, RIGHT))
-        found[name] = Carriers(each.left.to(of_left.dtype), each.right.to(of_left.dtype)).gradient(
-            of_left, of_right
+        of_left, of_right = (
+            _by_rows(found.pop(name + side)).to(each.left.dtype) for side in (LEFT, RIGHT)
         )
+        found[name] = each.gradient(of_left, of_right)
     return found
 
 
