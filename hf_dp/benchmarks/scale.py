@@ -26,6 +26,7 @@ from hf_dp.clipping.sharded_sums import reduced_each_batch
 from hf_dp.distributed.sums import BUCKET
 
 BYTES = 4  # of a float32
+WIDE = 8  # of a float64: sums over physical batches
 _OPTIMIZER = 2  # numbers that AdamW keeps for each trained one
 _STOCK_BUCKET = 25 * 2**20  # bytes of DDP's buckets
 _BACKWARD = 2 / 3  # share of the arithmetic of a physical batch that is backward
@@ -138,7 +139,7 @@ def stock_ddp_traffic(sizes: Sizes) -> Traffic:
 
 def private_ddp_traffic(sizes: Sizes) -> Traffic:
     """Return that of ours under DDP: sums to their owners, and noisy ones to all, once a step."""
-    numbers = BYTES * sizes.trained
+    numbers = WIDE * sizes.trained
     return Traffic(numbers, numbers, calls=2 * math.ceil(sizes.trained / BUCKET))
 
 
@@ -170,7 +171,7 @@ def private_fsdp2_traffic(sizes: Sizes, physical_batches: int) -> Traffic:
     """Return that of ours under FSDP2: the smaller sums are all-reduced, once a step."""
     each = gathers(sizes) + scatters(sizes)
     smaller = sizes.trained - sizes.scattered
-    return each * physical_batches + Traffic(reduced=BYTES * smaller, reductions=min(1, smaller))
+    return each * physical_batches + Traffic(reduced=WIDE * smaller, reductions=min(1, smaller))
 
 
 # -- memory --
@@ -186,8 +187,7 @@ class Held:
         optimizer: its state.
         gathered: whole layers while they compute.
         whole: gradients or sums of full size under FSDP2.
-        bucket: buffers of what is exchanged; between CPUs, ours has one more bucket than is said
-            here, of a quarter of its size.
+        bucket: buffers of what is exchanged.
     """
 
     parameters: float
@@ -209,9 +209,10 @@ def stock_ddp_memory(sizes: Sizes) -> Held:
 
 
 def private_ddp_memory(sizes: Sizes, processes: int) -> Held:
-    """Return that of ours under DDP: one bucket, what this process owns of it, and the noise."""
+    """Return that of ours under DDP: one bucket, what is received of others, what this process
+    owns of it, and the noise."""
     bucket = min(sizes.trained, BUCKET)
-    return _own(sizes, 1, bucket=BYTES * bucket * (1 + 2 / processes))
+    return _own(sizes, 1, WIDE, bucket=WIDE * bucket * (2 + 2 / processes))
 
 
 def stock_fsdp2_memory(sizes: Sizes, processes: int, physical_batches: int) -> Held:
@@ -225,21 +226,21 @@ def private_fsdp2_memory(sizes: Sizes, processes: int) -> Held:
     bucket of the larger ones, or one of them, with what is sent and received of them."""
     smaller = sizes.trained - sizes.scattered
     full = min(sizes.scattered, BUCKET + sizes.largest)
-    exchanged = full + min(full, BUCKET) + full / processes
+    exchanged = BYTES * (full + 2 * min(full, BUCKET)) + WIDE * full / processes
     return _own(
         sizes,
         processes,
+        WIDE,
         gathered=_gathered(sizes),
-        whole=BYTES * smaller,
-        bucket=BYTES * max(smaller, exchanged),
+        whole=WIDE * smaller,
+        bucket=max(WIDE * smaller, exchanged),
     )
 
 
-def _own(sizes: Sizes, shards: int, **more: float) -> Held:
+def _own(sizes: Sizes, shards: int, of_gradient: int = BYTES, **more: float) -> Held:
     share = BYTES / shards
-    return Held(
-        sizes.all * share, sizes.trained * share, _OPTIMIZER * sizes.trained * share, **more
-    )
+    gradients = sizes.trained * of_gradient / shards
+    return Held(sizes.all * share, gradients, _OPTIMIZER * sizes.trained * share, **more)
 
 
 def _gathered(sizes: Sizes) -> float:

@@ -34,6 +34,11 @@ from hf_dp.errors import UnsupportedModelError
 
 _BLOCK = 2**22  # numbers of a product that are added to a wider total at once
 
+# Terms that a float32 product adds up. Over constant ones (the worst that was found) 8,192 terms
+# are off by 0.6 of their slack in a CPU's blocked kernels; kernels for thin products add one by one,
+# and lose 22 times the slack. Dense gradients are added one by one, too.
+_TERMS, _THIN, _ADDED = 2**13, 16, 64
+
 
 class Weights:
     """One weight for each of b examples.
@@ -141,8 +146,15 @@ def of_units(values: Tensor, rows: int) -> Tensor:
 def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
     """Add ``left @ right``, (m, n), to a total of m n numbers, in place."""
     rows = total if total.dim() == 2 else total.view(len(left), -1)
+    if min(rows.shape) < _THIN:
+        left, right = left.to(rows.dtype), right.to(rows.dtype)
     if rows.dtype == left.dtype:
         rows.addmm_(left, right)
+        return
+    if len(right) > _TERMS:
+        for first in range(0, len(right), _TERMS):
+            terms = slice(first, first + _TERMS)
+            add_product(rows, left[:, terms], right[terms])
         return
     if rows.numel() <= _BLOCK:
         rows.add_(torch.mm(left, right))
@@ -349,8 +361,9 @@ class Dense(PerExampleGradient):
         flat, values = self.gradients.flatten(1).to(dtype), weights.values.to(dtype)
         if self.owned and len(flat) == 1:
             total.add_(flat[0].mul_(values).view(total.shape))
-        else:
-            total.add_(torch.mv(flat.mT, values).view(total.shape))
+            return
+        for some, weights_of in zip(flat.split(_ADDED), values.split(_ADDED), strict=True):
+            total.add_(torch.mv(some.mT, weights_of).view(total.shape))
 
     def slack(self) -> Tensor:
         if self.of_factors is not None:
