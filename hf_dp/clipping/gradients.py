@@ -35,8 +35,8 @@ from hf_dp.errors import UnsupportedModelError
 _BLOCK = 2**22  # numbers of a product that are added to a wider total at once
 
 # Terms that a float32 product adds up. Over constant ones (the worst that was found) 8,192 terms
-# are off by 0.6 of their slack in a CPU's blocked kernels; kernels for thin products add one by one,
-# and lose 22 times the slack. Dense gradients are added one by one, too.
+# are off by 0.6 of their slack in a CPU's blocked kernels. Kernels for thin products add one by one
+# and lose 22 times the slack; dense gradients are added one by one, too.
 _TERMS, _THIN, _ADDED = 2**13, 16, 64
 
 
