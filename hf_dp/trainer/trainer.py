@@ -105,29 +105,6 @@ from hf_dp.tuners.without_privacy import PlainRun, sampled_batches
 
 logger = logging.get_logger(__name__)
 
-# Of these the plan, the look at the rows or the statement was made; others may change between two
-# calls of train().
-FIXED_ARGUMENTS = (
-    "privacy_mode",
-    "start_over",
-    "padding_values",
-    "rows_are_chunks",
-    "adapter_init_data_is_public",
-    "sampling",
-    "private_selection_mean_runs",
-    "noised_loss_budget_ratio",
-    "noised_loss_bound",
-    "evaluate_on_training_rows",
-    "privacy_unit",
-    "privacy_unit_column",
-    "privacy_unit_name",
-    "max_rows_per_unit",
-    "unit_reduction",
-    "unit_sampling",
-    "audit_canaries",
-    "audit_scores",
-)
-
 _NONE = (torch.zeros((), dtype=torch.float64), 0)  # no noised loss yet
 
 
@@ -241,7 +218,7 @@ class DPTrainer(Publishing):
             optimizers,
             preprocess_logits_for_metrics=preprocess_logits_for_metrics,
         )
-        self._at_creation = {name: getattr(args, name) for name in FIXED_ARGUMENTS}
+        self._fixed = self.args.fix()
         self._run = None
         self._found_size = False
         self._watched = self._noise_aware = None
@@ -340,6 +317,7 @@ class DPTrainer(Publishing):
                 "There is no privacy plan: privacy_mode is 'non_private' or the trainer has no "
                 "train_dataset."
             )
+        run.book.go_to(self.folder)
         run.model, run.options = self.model, options_of(self.args)
         run.train_dataset, run.data_collator = self.train_dataset, self.data_collator
         run.processing_class, run.accelerator = self.processing_class, self.accelerator
@@ -829,16 +807,7 @@ class DPTrainer(Publishing):
     # -- helpers ---
 
     def _refuse_changed_arguments(self) -> None:
-        for name, value in self._at_creation.items():
-            if getattr(self.args, name) != value:
-                raise invalid(
-                    name,
-                    getattr(self.args, name),
-                    f"to stay as it was when the trainer was created, {value!r}",
-                    "The statement of this trainer was made for that. Create a new DPTrainer with "
-                    "a new output_dir.",
-                    UnsupportedArgumentError,
-                )
+        self.args.refuse_changes(self._fixed)
         self.args.check()
 
     def _refuse_batch_losses(self, compute_loss_func: object, args: DPTrainingArguments) -> None:
