@@ -14,9 +14,7 @@ from hf_dp.distributed.processes import Processes
 from hf_dp.errors import LedgerError, UnaccountedGradientError
 from hf_dp.plans.privacy import PrivacyPlan
 from hf_dp.run.ledger import RunLedger
-
-# The name in logs for the figure that the paper gives for DP-FP as published.
-NO_EPSILON = "papers_figure_not_established"
+from hf_dp.statement.unnoised import NO_EPSILON
 
 
 class StopBeforeTarget(TrainerCallback):
