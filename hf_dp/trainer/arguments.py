@@ -54,6 +54,9 @@ from hf_dp.trainer.unit_arguments import UnitArguments, unit_problems
 from hf_dp.trainer.weight_average import weight_average_problems
 
 NON_PRIVATE = "non_private"
+# Of the steps of a run. Private runs have few steps, and 500, transformers' default, saves none of
+# them.
+_SHARE = 0.1
 # Memory and speed only, and read when they are used. All other arguments that transformers does not
 # have are fixed once a trainer was made of them.
 _FREE = frozenset(
@@ -233,6 +236,13 @@ class DPTrainingArguments(AuditArguments, UnitArguments, ForwardArguments, Train
         learning_rate (`float`, *optional*):
             Of the optimizer. Unset means 5e-5, transformers' default, and 5e-6 for DP-FP as
             published, the paper's.
+        save_steps (`float`, *optional*, defaults to `0.1`):
+            How often to save a checkpoint: a number of steps, or below 1 a share of them all.
+            Unset, and with `load_best_model_at_end`, it is as often as `eval_steps` says.
+        save_total_limit (`int`, *optional*, defaults to `2`):
+            How many checkpoints to keep; `None` for all.
+        logging_steps (`float`, *optional*, defaults to `0.1`):
+            How often to log: a number of steps, or below 1 a share of them all.
         hub_strategy (`str`, *optional*, defaults to `"end"`):
             When to push to the Hub: when the model is saved, or with every checkpoint, too. Each
             push is the noised weights with their card. `"checkpoint"` and `"all_checkpoints"` are
@@ -250,6 +260,9 @@ class DPTrainingArguments(AuditArguments, UnitArguments, ForwardArguments, Train
     >   `"non_private"`.
     > - `hub_strategy`: `"end"` instead of `"every_save"`.
     > - `learning_rate`: `None` instead of `5e-5`; it becomes that, and 5e-6 for DP-FP as published.
+    > - `save_steps` and `logging_steps`: `0.1`, a tenth of the steps, instead of `500`, which is
+    >   more than many private runs have.
+    > - `save_total_limit`: `2` instead of `None`.
     > - `average_tokens_across_devices`: always `False` in private modes instead of `True`.
 
     Raises:
@@ -501,6 +514,19 @@ class DPTrainingArguments(AuditArguments, UnitArguments, ForwardArguments, Train
         default=None,
         metadata={"help": "Of the optimizer. Unset means 5e-5, and 5e-6 for DP-FP as published."},
     )
+    save_steps: float = field(
+        default=_SHARE,
+        metadata={
+            "help": "How often to save a checkpoint: a number of steps, or below 1 a share of them."
+        },
+    )
+    save_total_limit: int | None = field(
+        default=2, metadata={"help": "How many checkpoints to keep; None for all."}
+    )
+    logging_steps: float = field(
+        default=_SHARE,
+        metadata={"help": "How often to log: a number of steps, or below 1 a share of them."},
+    )
     hub_strategy: str = field(
         default="end",
         metadata={
@@ -537,6 +563,9 @@ class DPTrainingArguments(AuditArguments, UnitArguments, ForwardArguments, Train
         # Settings first: `super().__post_init__` takes devices, starts process groups, writes
         # environment variables.
         raise_all({**self._setting_problems(), **problems})
+        every = self.eval_steps or 0.0
+        if self.load_best_model_at_end and self.save_steps == _SHARE and every >= 1:
+            self.save_steps = every  # Trainer wants a multiple of it
         super().__post_init__()
         raise_all(surrounding_problems(self))
 

@@ -100,9 +100,14 @@ class ReleasedLogs(Trainer):
             if self._noise_aware is not None and "learning_rate" in logs:
                 logs["learning_rate_factor"] = self._noise_aware.factor
             if self.is_in_train and self._run is not None:
-                name = NO_EPSILON if args.is_published_dp_fp else "epsilon"
-                logs[name] = self._run.epsilon(self._run.plan.accountant).rounded_up()
+                logs |= self.spent()
         super().log(logs, start_time)
+
+    def spent(self) -> dict[str, float]:
+        """Return the epsilon so far, under the name that logs have for it."""
+        assert self._run is not None
+        name = "epsilon" if self._run.plan.mechanism.established else NO_EPSILON
+        return {name: self._run.epsilon().rounded_up()}
 
     def save_state(self) -> None:
         """Save the Trainer's state, as Trainer does."""

@@ -256,7 +256,7 @@ class DPTrainer(Publishing):
         run.audit = audit_for(args, run, self.tuner.gradients_are_noised_sums)
         self.mechanism = mechanism_for(run, self.tuner)
         self.callback_handler.callbacks = [
-            with_epsilon(callback) for callback in self.callback_handler.callbacks
+            with_epsilon(callback, self.spent) for callback in self.callback_handler.callbacks
         ]
         if plan.releases_each_step:
             self.add_callback(StopBeforeTarget(run.book))
