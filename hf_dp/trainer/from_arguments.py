@@ -93,7 +93,7 @@ def options_of(args: DPTrainingArguments) -> RunOptions:
             max_tokens=args.max_tokens_per_physical_batch,
             quiet=bool(args.disable_tqdm),
             num_workers=args.dataloader_num_workers,
-            pin_memory=args.dataloader_pin_memory and args.device.type != "cpu",
+            pin_memory=args.dataloader_pin_memory,
             persistent_workers=args.dataloader_persistent_workers,
             prefetch_factor=args.dataloader_prefetch_factor,
             multiprocessing_context=args.dataloader_multiprocessing_context,

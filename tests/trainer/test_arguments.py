@@ -527,7 +527,7 @@ def test_only_the_defaults_in_the_note_differ_from_training_arguments(output_dir
     ).to_dict()
     theirs = TrainingArguments(output_dir=str(output_dir), use_cpu=True).to_dict()
     fewer_steps = {"save_steps", "logging_steps", "save_total_limit"}
-    of_both = {"hub_strategy"} | fewer_steps
+    of_both = {"hub_strategy", "dataloader_pin_memory"} | fewer_steps
     assert {name for name in theirs if ours[name] != theirs[name]} == of_both
     assert ours["max_grad_norm"] == 1.0
     ours = make(output_dir).to_dict()
