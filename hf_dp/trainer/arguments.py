@@ -263,7 +263,6 @@ class DPTrainingArguments(AuditArguments, UnitArguments, ForwardArguments, Train
     > - `save_steps` and `logging_steps`: `0.1`, a tenth of the steps, instead of `500`, which is
     >   more than many private runs have.
     > - `save_total_limit`: `2` instead of `None`.
-    > - `dataloader_pin_memory`: `False` on a CPU, where torch warns of `True`.
     > - `average_tokens_across_devices`: always `False` in private modes instead of `True`.
 
     Raises:
@@ -569,7 +568,7 @@ class DPTrainingArguments(AuditArguments, UnitArguments, ForwardArguments, Train
             self.save_steps = every  # Trainer wants a multiple of it
         super().__post_init__()
         if self.device.type == "cpu":
-            self.dataloader_pin_memory = False  # torch would warn at every loader
+            self.dataloader_pin_memory = False  # as with use_cpu; torch would warn at every loader
         raise_all(surrounding_problems(self))
 
     @property

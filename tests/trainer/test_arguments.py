@@ -5,8 +5,11 @@ from __future__ import annotations
 import dataclasses
 import os
 import re
+import warnings
 
 import pytest
+import torch
+from torch.utils.data import DataLoader
 from transformers import HfArgumentParser, TrainingArguments
 
 from hf_dp.errors import InvalidArgumentError, UnsupportedArgumentError
@@ -527,7 +530,7 @@ def test_only_the_defaults_in_the_note_differ_from_training_arguments(output_dir
     ).to_dict()
     theirs = TrainingArguments(output_dir=str(output_dir), use_cpu=True).to_dict()
     fewer_steps = {"save_steps", "logging_steps", "save_total_limit"}
-    of_both = {"hub_strategy", "dataloader_pin_memory"} | fewer_steps
+    of_both = {"hub_strategy"} | fewer_steps
     assert {name for name in theirs if ours[name] != theirs[name]} == of_both
     assert ours["max_grad_norm"] == 1.0
     ours = make(output_dir).to_dict()
@@ -544,6 +547,16 @@ def test_the_best_model_is_saved_as_often_as_it_is_looked_for(output_dir):
     assert make(output_dir, **best, eval_steps=50).save_steps == 50
     assert make(output_dir, **best).save_steps == make(output_dir, **best).eval_steps == 0.1
     assert make(output_dir, **best, eval_steps=50, save_steps=100).save_steps == 100
+
+
+def test_memory_is_not_pinned_on_a_cpu_where_torch_warns(output_dir):
+    args = make(output_dir, dataloader_pin_memory=True, use_cpu=False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        list(DataLoader([1], pin_memory=args.dataloader_pin_memory))
+    if not torch.accelerator.is_available():
+        with pytest.warns(UserWarning, match="pin_memory"):
+            list(DataLoader([1], pin_memory=True))
 
 
 def test_numbers_given_as_text_are_converted(output_dir):
