@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from hf_dp.accounting.accountants import ACCOUNTANTS, epsilon
 from hf_dp.accounting.events import Event
@@ -14,6 +15,8 @@ PAPERS_FIGURE = (
     "{:.3f} is the paper's own figure, under assumptions that do not hold for what ran; it is no "
     "epsilon of this run."
 )
+
+ABOVE_A_BOUND = "its estimate is above a bound, which says more"
 
 
 @dataclass(frozen=True)
@@ -41,7 +44,8 @@ def compare(
 
     Arguments and errors are those of :func:`hf_dp.accounting.epsilon`, with one exception: an
     accountant that is out of its range, or cannot describe an event, gives an answer without
-    epsilon. So does DP-FP as published; the note then has the paper's figure.
+    epsilon. So does DP-FP as published; the note then has the paper's figure. An estimate above one
+    of the bounds is left out: a bound says more.
     """
     events = (events,) if isinstance(events, Event) else tuple(events)
     answers = []
@@ -54,4 +58,17 @@ def compare(
                 answers.append(Answer(name, value))
         except (AccountingRangeError, UnsupportedEventError) as error:
             answers.append(Answer(name, None, str(error)))
-    return tuple(answers)
+    values = [answer.epsilon for answer in answers if answer.epsilon is not None]
+    least = min((value.value for value in values if value.kind == "bound"), default=math.inf)
+    return tuple(_without_estimate_above(least, answer) for answer in answers)
+
+
+def _without_estimate_above(bound: float, answer: Answer) -> Answer:
+    value = answer.epsilon
+    if value is None:
+        return answer
+    if value.kind == "estimate" and value.value > bound:
+        return Answer(answer.accountant, None, ABOVE_A_BOUND)
+    if value.estimate is not None and value.estimate > bound:
+        return replace(answer, epsilon=replace(value, estimate=None))
+    return answer

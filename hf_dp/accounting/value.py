@@ -11,6 +11,7 @@ from hf_dp._validate import one_of
 from hf_dp.errors import InvalidArgumentError
 
 Kind = Literal["bound", "estimate", "not established"]
+LARGEST_DELTA = 1e-3
 KINDS: tuple[Kind, ...] = get_args(Kind)
 
 
@@ -27,6 +28,17 @@ def round_up(value: float, digits: int = 3) -> float:
         return value
     return float(
         Decimal(repr(float(value))).quantize(Decimal(1).scaleb(-digits), rounding=ROUND_CEILING)
+    )
+
+
+def doubt_of_delta(delta: float) -> str:
+    """Return why a delta is too large to protect anybody, with a next move; empty if it is not."""
+    if delta <= LARGEST_DELTA:
+        return ""
+    return (
+        f"delta is {delta:.3g}, above {LARGEST_DELTA:g}: with about that probability the guarantee "
+        "fails altogether. Set a delta (target_delta) far below 1 / the number of rows, such as "
+        "1e-5."
     )
 
 

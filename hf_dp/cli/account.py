@@ -13,7 +13,7 @@ from typing import Any
 from hf_dp.accounting import ACCOUNTANTS, RELATIONS
 from hf_dp.accounting.events import RUN_DISTRIBUTIONS
 from hf_dp.cli.answers import json_row, table
-from hf_dp.cli.options import hyphenated
+from hf_dp.cli.options import Parser, hyphenated
 from hf_dp.errors import LedgerError
 
 NOTE = (
@@ -70,7 +70,7 @@ Otherwise all runs compose: use `hf-dp sweep`, whose last line says what they co
 
 def build_parser() -> argparse.ArgumentParser:
     """Return the parser of all questions."""
-    parser = argparse.ArgumentParser("hf-dp account", description=NOTE, allow_abbrev=False)
+    parser = Parser("hf-dp account", description=NOTE, allow_abbrev=False)
     commands = parser.add_subparsers(
         dest="question", required=True, metavar="{" + ",".join(QUESTIONS) + "}"
     )

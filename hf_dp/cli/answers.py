@@ -6,6 +6,8 @@ import math
 from collections.abc import Iterable
 from typing import Any
 
+from hf_dp.accounting.value import doubt_of_delta
+
 
 def json_row(answer: Any) -> dict[str, Any]:
     """Return a :class:`hf_dp.accounting.comparison.Answer` for JSON.
@@ -29,7 +31,7 @@ def json_row(answer: Any) -> dict[str, Any]:
 
 
 def table(answers: Iterable[Any], delta: float) -> str:
-    """Return a line for each accountant under a heading."""
+    """Return a line for each accountant under a heading, and a warning of a large delta."""
     lines = [f"{'accountant':<11}{'kind':<10}epsilon at delta {delta:g}"]
     for row in map(json_row, answers):
         if row["epsilon"] is None:
@@ -38,4 +40,6 @@ def table(answers: Iterable[Any], delta: float) -> str:
         text = row["epsilon"] if isinstance(row["epsilon"], str) else f"{row['epsilon']:.3f}"
         point = f"  (point estimate {row['estimate']:.3f})" if "estimate" in row else ""
         lines.append(f"{row['accountant']:<11}{row['kind']:<10}{text}{point}")
+    if doubt := doubt_of_delta(delta):
+        lines.append(f"Warning: {doubt}")
     return "\n".join(lines)

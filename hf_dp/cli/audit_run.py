@@ -10,6 +10,7 @@ from typing import Any
 
 from hf_dp.cli.config import read_yaml
 from hf_dp.cli.launch import refuse_several
+from hf_dp.cli.options import Parser
 from hf_dp.cli.tasks import DEFAULT_TASK, private_module
 from hf_dp.errors import ConfigError
 
@@ -53,7 +54,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 def parser_of(name: str, description: str, examples: str) -> argparse.ArgumentParser:
     """Return a parser of what all audits that train a recipe are asked for."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         f"hf-dp audit {name}",
         usage=f"hf-dp audit {name} --config FILE [--NAME VALUE ...]",
         description=description,

@@ -12,7 +12,7 @@ from typing import Any
 
 from hf_dp import _validate
 from hf_dp.benchmarks.shapes import SHAPES
-from hf_dp.cli.options import hyphenated
+from hf_dp.cli.options import Parser, hyphenated
 
 MODELS = ", ".join(
     f"{name} (T={shape.length}, batch {shape.batch_size})" for name, shape in SHAPES.items()
@@ -56,7 +56,7 @@ TRAINING_EXAMPLE = """example (MiniLM, one pass over 10,000 rows in each of 12 r
 
 def build_parser() -> argparse.ArgumentParser:
     """Return the parser of all sub-commands."""
-    parser = argparse.ArgumentParser("hf-dp bench", description=NOTE, allow_abbrev=False)
+    parser = Parser("hf-dp bench", description=NOTE, allow_abbrev=False)
     commands = parser.add_subparsers(
         dest="benchmark", required=True, metavar="{throughput,memory,training,scale}"
     )

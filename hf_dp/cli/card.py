@@ -7,7 +7,7 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from hf_dp.cli.options import hyphenated
+from hf_dp.cli.options import Parser, hyphenated
 
 DESCRIPTION = """\
 Make README.md and privacy.json of a saved run again, from privacy.json. What people changed in the
@@ -33,7 +33,7 @@ _OPTIONS = {
 
 def build_parser() -> argparse.ArgumentParser:
     """Return the parser."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         "hf-dp card",
         description=DESCRIPTION,
         epilog=EPILOG,

@@ -6,12 +6,15 @@ The command line wins, and an unknown key is an error.
 from __future__ import annotations
 
 import argparse
+import ast
 import dataclasses
 import difflib
+import functools
+import importlib.util
 import re
 import types
 import typing
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypedDict, cast
@@ -84,6 +87,7 @@ def parse(
 
     hints = {name: hint for cls in dataclass_types for name, hint in _hints(cls).items()}
     check_keys(values, {*hints, *extra})
+    check_words(words, set(hints))
     defaults = {name: value for name, value in values.items() if name in hints}
     for name, value in defaults.items():
         if isinstance(value, str) and str(hints[name]).startswith("list"):
@@ -150,18 +154,69 @@ def checked(name: str, value: Any, hint: Any) -> Any:
     return value
 
 
-def check_keys(values: dict[str, Any], known: set[str]) -> None:
+def check_keys(
+    values: Iterable[str], known: set[str], what: str = "configuration key", prefix: str = ""
+) -> None:
     """Raise ConfigError for every key of ``values`` that is not in ``known``."""
     problems = []
     for key in values:
         if key not in known:
             near = difflib.get_close_matches(key, known, n=1)
-            problems.append(f"`{key}`" + (f" (did you mean `{near[0]}`?)" if near else ""))
+            hint = f" (did you mean `{prefix}{near[0]}`?)" if near else ""
+            problems.append(f"`{prefix}{key}`{hint}")
     if problems:
         raise ConfigError(
-            f"Unknown configuration key {', '.join(problems)}. See `hf-dp train --help-all` for "
-            "all keys."
+            f"Unknown {what} {', '.join(problems)}. See `hf-dp train --help-all` for all keys."
         )
+
+
+def check_words(words: Sequence[str], known: set[str]) -> None:
+    """Raise ConfigError for every option among the words that sets none of the ``known`` keys."""
+    given = [word[2:].partition("=")[0] for word in words if word.startswith("--")]
+    switches = {"help", *(f"no_{name}" for name in known)}
+    unknown = [name for name in given if name.replace("-", "_") not in known | switches]
+    check_keys(unknown, known, "option", "--")
+
+
+@functools.cache
+def training_arguments() -> frozenset[str]:
+    """Return the names of the training arguments from their source: to import transformers takes
+    seconds, in which a misspelled key would wait."""
+    found = importlib.util.find_spec("transformers")
+    assert found is not None and found.origin is not None
+    ours = Path(__file__).parents[1] / "trainer"
+    files = [Path(found.origin).with_name("training_args.py"), *ours.glob("*arguments.py")]
+    return frozenset(
+        each.target.id
+        for path in files
+        for cls in ast.parse(path.read_text(encoding="utf-8")).body
+        if isinstance(cls, ast.ClassDef) and cls.name.endswith("Arguments")
+        for each in cls.body
+        if isinstance(each, ast.AnnAssign)
+        and isinstance(each.target, ast.Name)
+        and not each.target.id.startswith("_")
+    )
+
+
+def check_early(
+    values: dict[str, Any], words: Sequence[str], arguments: Sequence[type], training: bool = True
+) -> None:
+    """Raise ConfigError for keys and options that no argument of a task has, before transformers is
+    imported.
+
+    Args: arguments: the dataclasses of the task. training: whether the words may train.
+    """
+    own = {field.name for cls in arguments for field in dataclasses.fields(cls)}
+    known = own | training_arguments()
+    check_keys(values, {*known, "task", "peft", "card"})
+    check_words(words, known if training else own)
+
+
+def check_recipe(values: dict[str, Any]) -> None:
+    """Raise ConfigError for keys of a recipe that its task does not have."""
+    from hf_dp.cli.tasks import DEFAULT_TASK, training_module
+
+    check_early(values, (), training_module(values.get("task", DEFAULT_TASK)).ARGUMENTS)
 
 
 def peft_config(values: dict[str, Any] | None) -> Any:

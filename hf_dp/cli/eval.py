@@ -7,7 +7,7 @@ import json
 from collections.abc import Sequence
 
 from hf_dp._validate import one_of
-from hf_dp.cli.config import read_yaml
+from hf_dp.cli.config import check_early, read_yaml
 from hf_dp.cli.help_text import command_parser, list_tasks
 from hf_dp.cli.launch import refuse_several
 from hf_dp.cli.non_private import NON_PRIVATE, folder_of
@@ -65,6 +65,8 @@ def main(argv: Sequence[str]) -> int:
     if args.help or not argv:
         print(help_text(task))
         return 0 if argv else 2
+    module = evaluation_module(task)
+    check_early(values, words, module.ARGUMENTS, training=False)
     refuse_several("hf-dp eval", "Start it without a launcher.")
     if args.privacy_mode is not None:
         from hf_dp.trainer.privacy_modes import MODES
@@ -72,8 +74,6 @@ def main(argv: Sequence[str]) -> int:
         one_of("privacy_mode", args.privacy_mode, (NON_PRIVATE, *MODES))
     if args.privacy_mode == NON_PRIVATE:
         values = {**values, "privacy_mode": NON_PRIVATE, "output_dir": folder_of(values)}
-    metrics, lines = evaluation_module(task).evaluate(
-        values, words, task=task, zero_shot=args.zero_shot
-    )
+    metrics, lines = module.evaluate(values, words, task=task, zero_shot=args.zero_shot)
     print(json.dumps(metrics) if args.json else "\n".join(lines))
     return 0

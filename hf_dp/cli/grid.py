@@ -14,7 +14,7 @@ import yaml
 
 from hf_dp.cli.cell_runs import with_settings
 from hf_dp.cli.cells import RECIPE, Cell, in_words
-from hf_dp.cli.config import load_yaml, read_yaml
+from hf_dp.cli.config import check_recipe, load_yaml, read_yaml
 from hf_dp.cli.non_private import BATCH, NON_PRIVATE, private_keys
 from hf_dp.cli.train import with_recipe
 from hf_dp.errors import ConfigError
@@ -26,7 +26,7 @@ def read_recipes(paths: Sequence[str], fixed: dict[str, Any]) -> dict[str, dict[
     Returns: the recipes by name, which is the path below the folder that they share, without its
         ending. The cards of their runs name the file.
 
-    Raises: ConfigError for a recipe that is named twice.
+    Raises: ConfigError for a recipe that is named twice, and for keys that its task does not have.
     """
     files = [Path(path).resolve() for path in paths]
     shared = os.path.commonpath([file.parent for file in files])
@@ -39,6 +39,7 @@ def read_recipes(paths: Sequence[str], fixed: dict[str, Any]) -> dict[str, dict[
                 "Leave one out, or rename it."
             )
         found[name] = with_recipe(with_settings(read_yaml(path), fixed), path)
+        check_recipe(found[name])
     return found
 
 

@@ -8,7 +8,7 @@ import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from hf_dp.cli.options import hyphenated
+from hf_dp.cli.options import Parser, hyphenated
 
 if TYPE_CHECKING:
     from hf_dp.publishing.publication import Publication
@@ -26,7 +26,7 @@ EXAMPLES = """examples:
 
 def build_parser() -> argparse.ArgumentParser:
     """Return the parser."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         "hf-dp inspect",
         description=textwrap.fill(DESCRIPTION, 100),
         epilog=EXAMPLES,

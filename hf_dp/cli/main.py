@@ -14,11 +14,13 @@ one line on stderr and exit code 2.
 
 from __future__ import annotations
 
+import difflib
 import importlib
 import os
 import sys
 from collections.abc import Sequence
 
+from hf_dp._version import __version__
 from hf_dp.errors import HfDpError
 
 # command -> (module, one-line help)
@@ -93,7 +95,10 @@ def usage() -> str:
         "",
         "commands:",
     ]
-    return "\n".join([*lines, *rows, "", "`hf-dp COMMAND --help` describes one command."])
+    end = (
+        "`hf-dp COMMAND --help` describes one command, `hf-dp --version` says which hf_dp this is."
+    )
+    return "\n".join([*lines, *rows, "", end])
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -102,8 +107,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not words or words[0] in ("-h", "--help"):
         print(usage(), file=sys.stdout if words else sys.stderr)
         return 0 if words else 2
+    if words[0] == "--version":
+        print(f"hf-dp {__version__}")
+        return 0
     if words[0] not in COMMANDS:
-        print(f"hf-dp: unknown command {words[0]!r}; known: {', '.join(COMMANDS)}", file=sys.stderr)
+        near = difflib.get_close_matches(words[0], COMMANDS, n=1)
+        hint = f"Did you mean {near[0]!r}? " if near else ""
+        print(
+            f"hf-dp: unknown command {words[0]!r}. {hint}Known: {', '.join(COMMANDS)}",
+            file=sys.stderr,
+        )
         return 2
     try:
         return int(importlib.import_module(COMMANDS[words[0]][0]).main(words[1:]))

@@ -8,6 +8,7 @@ import json
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from hf_dp.cli.options import Parser
 from hf_dp.errors import DataError
 
 if TYPE_CHECKING:
@@ -22,7 +23,7 @@ EXAMPLES = """examples:
 
 def build_parser() -> argparse.ArgumentParser:
     """Return the parser."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         "hf-dp partitions",
         description="List the partitions of a model and their sizes. A partition is a weight "
         "matrix with its bias; tied weights are one partition. With --chosen: what a finished run "

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 from hf_dp.cli import plan_forward
 from hf_dp.cli.account import ACCOUNTANTS
 from hf_dp.cli.answers import json_row, table
-from hf_dp.cli.config import read_yaml
-from hf_dp.cli.options import hyphenated
+from hf_dp.cli.config import check_recipe, read_yaml
+from hf_dp.cli.options import Parser, hyphenated
 from hf_dp.cli.plan_settings import plan_of, refuse_other_modes, settings_of, with_rows
 from hf_dp.cli.points import read_points
 from hf_dp.errors import ConfigError, HfDpError
@@ -50,7 +50,7 @@ _SWEPT = {
 
 def build_parser() -> argparse.ArgumentParser:
     """Return the parser."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         "hf-dp plan",
         description="Estimate what a private run will cost: noise, epsilon, signal beside noise, "
         "time. Nothing is run.",
@@ -182,6 +182,7 @@ def main(argv: Sequence[str]) -> int:
     """Print the plan; return 2 (with a line on stderr) for what cannot be planned."""
     args = build_parser().parse_args(hyphenated(argv))
     recipe = {} if args.config is None else read_yaml(args.config)
+    check_recipe(recipe)
     mode = recipe.get("privacy_mode", "dp_sgd")
     refuse_other_modes(mode, "hf-dp plan", ("dp_sgd", DP_FP))
     if mode == DP_FP:

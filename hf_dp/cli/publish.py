@@ -7,7 +7,7 @@ import textwrap
 from collections.abc import Sequence
 
 from hf_dp.cli.inspect import add_common
-from hf_dp.cli.options import hyphenated
+from hf_dp.cli.options import Parser, hyphenated
 
 DESCRIPTION = (
     "Put a run on the Hub by one commit: weights or adapter, configuration, tokenizer, card and "
@@ -24,7 +24,7 @@ EXAMPLES = """examples:
 
 def build_parser() -> argparse.ArgumentParser:
     """Return the parser."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         "hf-dp publish",
         description="\n\n".join(textwrap.fill(part, 100) for part in DESCRIPTION),
         epilog=EXAMPLES,

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from hf_dp.cli.account import ACCOUNTANTS
-from hf_dp.cli.config import peft_config, read_yaml
-from hf_dp.cli.options import hyphenated
+from hf_dp.cli.config import check_recipe, peft_config, read_yaml
+from hf_dp.cli.options import Parser, hyphenated
 from hf_dp.cli.plan_settings import refuse_other_modes, settings_of
 from hf_dp.errors import ConfigError, DataError
 from hf_dp.plans.sampling import POISSON
@@ -44,7 +44,7 @@ class _Measured:
 
 def build_parser() -> argparse.ArgumentParser:
     """Return the parser."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         "hf-dp suggest",
         description="Suggest batch size, steps, clipping norm, learning rate and what to train "
         "for DP-Adam, each with its reason. Prints YAML. Nothing is run on your rows.",
@@ -81,6 +81,7 @@ def main(argv: Sequence[str]) -> int:
     """Print the suggestion; return 2 (with a line on stderr) for what cannot be suggested."""
     args = build_parser().parse_args(hyphenated(argv))
     recipe = {} if args.config is None else read_yaml(args.config)
+    check_recipe(recipe)
     refuse_other_modes(recipe.get("privacy_mode", "dp_sgd"), "hf-dp suggest")
     _check(args)
     settings = settings_of(args, recipe)

@@ -17,6 +17,7 @@ from hf_dp.cli.cells import RECIPE, Cell
 from hf_dp.cli.grid import grid, read_recipes, setting
 from hf_dp.cli.launch import add_launch_options, launch_words, refuse_several
 from hf_dp.cli.non_private import NON_PRIVATE, private_keys
+from hf_dp.cli.options import Parser
 from hf_dp.cli.settings_figure import plot_sweep
 from hf_dp.cli.sweep_figures import (
     MODEL,
@@ -63,7 +64,7 @@ the conditions.
 
 def build_parser() -> argparse.ArgumentParser:
     """Return the parser."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         "hf-dp sweep",
         description="Train a recipe once for every combination of the given values and seeds.",
         epilog=EXAMPLES,

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from hf_dp.cli.config import read_yaml
+from hf_dp.cli.config import check_early, read_yaml
 from hf_dp.cli.help_text import add_privacy, command_parser, list_tasks
 from hf_dp.cli.launch import (
     add_launch_options,
@@ -83,6 +83,7 @@ def main(argv: Sequence[str]) -> int:
     module = training_module(task)
     if args.help_all:
         return module.train(values, ["--help"])
+    check_early(values, words, module.ARGUMENTS)
     if TASKS[task].one_process:
         refuse_several(f"hf-dp train --task {task}", "Start it without a launcher.")
     if not launch_words(args):

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from hf_dp.cli.options import hyphenated
+from hf_dp.cli.options import Parser, hyphenated
 from hf_dp.errors import ConfigError
 
 DESCRIPTION = """\
@@ -32,7 +32,7 @@ _WEIGHTS = ("*.safetensors",)
 
 def build_parser() -> argparse.ArgumentParser:
     """Return the parser."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         "hf-dp verify",
         description=DESCRIPTION,
         epilog=EPILOG,

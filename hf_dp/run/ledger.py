@@ -81,6 +81,11 @@ class RunLedger:
         self._is_open = False
         self._lock: FileLock | None = None
 
+    def go_to(self, folder: str | os.PathLike[str]) -> None:
+        """Keep the ledger in another folder, as long as nothing is recorded and none is taken."""
+        if not (self._is_open or len(self.ledger)):
+            self.folder = Path(folder)
+
     def start(self, planned_steps: int, planned_releases: int = 0) -> None:
         """Begin, or continue, ``planned_steps`` training steps.
 

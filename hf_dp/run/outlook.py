@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from hf_dp.accounting.value import doubt_of_delta
 from hf_dp.planning import most_signal
 from hf_dp.plans.dp_sgd import DpSgdPlan
 from hf_dp.plans.privacy import PrivacyPlan
@@ -23,6 +24,13 @@ def doubts(
         parameters: how many numbers train.
         learning_rate, optimizer: as Trainer's arguments have them.
     """
+    if doubt := doubt_of_delta(plan.delta):
+        yield doubt
+    elif plan.delta > (1 + 1e-9) / (2 * plan.num_examples):
+        yield (
+            f"target_delta is {plan.delta:.3g}, above 1/(2N) = {1 / (2 * plan.num_examples):.3g}. "
+            "It is roughly the chance that the guarantee fails. Leave it unset for 1/(2N)."
+        )
     if not isinstance(plan.mechanism, DpSgdPlan):
         return
     if "adam" in optimizer and learning_rate <= SLOW:
@@ -38,9 +46,4 @@ def doubts(
             f"{plan.noise_multiplier:.3g}, {plan.expected_batch_size:g} a step, {plan.steps:,} "
             f"steps, {parameters:,} numbers train). Use more rows or a larger "
             "expected_batch_size, train fewer numbers (LoRA, a head), or raise target_epsilon."
-        )
-    if plan.delta > (1 + 1e-9) / (2 * plan.num_examples):
-        yield (
-            f"target_delta is {plan.delta:.3g}, above 1/(2N) = {1 / (2 * plan.num_examples):.3g}. "
-            "It is roughly the chance that the guarantee fails. Leave it unset for 1/(2N)."
         )

@@ -90,12 +90,15 @@ class AuditResult:
             raise LedgerError(f"The audit cannot be read: {error}") from error
 
     def in_words(self) -> str:
-        """Say what was found, and what it is worth."""
+        """Say what was found, what this design could have found, and what it is worth."""
+        all_right = _bounds(self.canaries, self.guesses, self.guesses, self.delta)
         return (
             f"epsilon >= {_down(self.epsilon_at_least)} at {CONFIDENCE:.0%} confidence (>= "
             f"{_down(self.epsilon_at_least_if_gaussian)} if the run is Gaussian, mu-GDP): "
             f"{self.correct} of {self.guesses} guesses about {self.canaries} canaries were right, "
-            f"by {_SEEN[self.scores]}. Canaries are made up and count as rows. An audit can refute "
+            f"by {_SEEN[self.scores]}. All of them right would have shown {_down(all_right[0])} "
+            f"(>= {_down(all_right[2])} if Gaussian), the most that this audit can. Canaries are "
+            "made up and count as rows. An audit can refute "
             "a claim; it never proves one"
         )
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from decimal import ROUND_CEILING, Decimal
 from typing import Any
 
 from hf_dp._dataclasses import checked_fields
 from hf_dp.accounting import BOUNDS, Ledger, round_up
-from hf_dp.accounting.comparison import compare
+from hf_dp.accounting.comparison import Answer, compare
 from hf_dp.errors import AccountingRangeError, LedgerError
 
 EPSILON_DIGITS = 3  # decimals of a printed epsilon
@@ -63,10 +63,15 @@ def delta_text(delta: float) -> str:
     return f"{float(exact.quantize(last_digit, ROUND_CEILING)):g}"
 
 
-def result_of(ledger: Ledger, delta: float, accountant: str) -> AccountantResult:
-    """Return what an accountant says about a ledger, or why it says nothing."""
-    (answer,) = compare(ledger.events, delta, (accountant,))
-    value = answer.epsilon
+def results_of(
+    ledger: Ledger, delta: float, accountants: Sequence[str]
+) -> tuple[AccountantResult, ...]:
+    """Return what each accountant says about a ledger, or why it says nothing."""
+    return tuple(map(_result, compare(ledger.events, delta, accountants)))
+
+
+def _result(answer: Answer) -> AccountantResult:
+    accountant, value = answer.accountant, answer.epsilon
     if value is None:
         # The figure for DP-FP stands in the note as well, so that no number here can be mistaken
         # for an epsilon.

@@ -44,7 +44,7 @@ from hf_dp.statement.results import (
     epsilon_text,
     headline,
     line,
-    result_of,
+    results_of,
 )
 from hf_dp.statement.weaknesses import plain, refuse_unnamed
 from hf_dp.statement.wording import (
@@ -325,18 +325,17 @@ def _claim(plan: PrivacyPlan, ledger: Ledger, facts: RunFacts) -> _Claim:
         return _not_private(plan, reason, "not computed: the run is not private")
     if unestablished := _not_established(plan, ledger):
         note = "no bound is known for what ran"
-        epsilons = tuple(
-            AccountantResult(name, None, None, note=note)
-            if name in BOUNDS
-            else result_of(ledger, plan.delta, name)
-            for name in ACCOUNTANTS
+        others = [name for name in ACCOUNTANTS if name not in BOUNDS]
+        epsilons = (
+            *(AccountantResult(name, None, None, note=note) for name in BOUNDS),
+            *results_of(ledger, plan.delta, others),
         )
         reasons = unestablished[0].reasons or ("its plan says that no bound is known",)
         reason = "; ".join(reasons)
         if unestablished[0].reasons:
             reason += " (Du and Mi 2021 claim otherwise)"
         return _Claim(NOT_ESTABLISHED, reason, None, plan.accountant, note, epsilons, reasons)
-    epsilons = tuple(result_of(ledger, plan.delta, name) for name in ACCOUNTANTS)
+    epsilons = results_of(ledger, plan.delta, ACCOUNTANTS)
     chosen, note = headline(epsilons, plan.accountant)
     if facts.audit is not None and (
         reason := facts.audit.refutation(chosen.epsilon or 0.0, ledger.events, chosen.accountant)

@@ -5,7 +5,7 @@ It is kept out of logs and cards unless the user releases it.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 
 # Name in logs, trackers, trainer_state.json and metrics -> name under which a user may release it.
 # Runtimes and counts reveal the sizes of draws.
@@ -23,6 +23,22 @@ UNNOISED = {
     "train_steps_per_second": "train_steps_per_second",
     "train_tokens_per_second": "train_tokens_per_second",
 }
+# The name in logs for the figure that the paper gives for DP-FP as published.
+NO_EPSILON = "papers_figure_not_established"
+# What else a private run logs: functions of what was released and of public numbers.
+_RELEASED_ANYWAY = frozenset(
+    {
+        "learning_rate",
+        "learning_rate_factor",
+        "signal_to_noise",
+        "noised_loss",
+        "epsilon",
+        NO_EPSILON,
+        "epoch",
+        "step",
+    }
+)
+_OF_OTHER_ROWS = ("eval_", "test_")
 # What may be released at all.
 CLIPPED_GRADIENT_NORM = "clipped_gradient_norm"
 RELEASABLE = ("training_loss", CLIPPED_GRADIENT_NORM)
@@ -42,3 +58,9 @@ def withhold(
             continue
         if quantity not in released:
             logs.pop(name, None)
+
+
+def unknown_names(logs: Iterable[str]) -> list[str]:
+    """Return the names of what may be anything, an un-noised loss, too."""
+    known = UNNOISED.keys() | _RELEASED_ANYWAY
+    return [name for name in logs if name not in known and not name.startswith(_OF_OTHER_ROWS)]

@@ -3,6 +3,7 @@
 The table has one row for each field, without exception. Guarantee: in private modes, a setting that
 would break the privacy statement is refused by name, before anything in the process is touched. A
 field that the table does not know (of a newer transformers) is refused unless it has its default.
+What may still change once a trainer was made of the arguments is marked ``free``.
 
 The predicates read raw values (as given, before transformers parses them) as well as parsed ones.
 Rows cover transformers >= 5.20, < 6. ``VERSION_DEPENDENT`` names the fields that only some of these
@@ -41,6 +42,8 @@ class ArgumentRow:
     """One row of the table: the verdict and its reason.
 
     A ``REFUSED`` row also says which values are refused, what is expected, and the next move.
+    ``free`` arguments are read when they are used, and by neither plan, checks nor statement: they
+    may change once the trainer exists.
     """
 
     verdict: Verdict
@@ -48,6 +51,7 @@ class ArgumentRow:
     refuses: Callable[[Any], bool] | None = None
     expected: str = ""
     next_move: str = ""
+    free: bool = False
 
     def problem(
         self, name: str, value: object, where: str = "in private modes"
@@ -61,6 +65,10 @@ class ArgumentRow:
 
 def _works(reason: str) -> ArgumentRow:
     return ArgumentRow(Verdict.WORKS, reason)
+
+
+def _free(reason: str) -> ArgumentRow:
+    return ArgumentRow(Verdict.WORKS, reason, free=True)
 
 
 def _neutral(reason: str) -> ArgumentRow:
@@ -165,26 +173,23 @@ STEPPING_IN_BACKWARD = frozenset(
 
 # --- rows that several fields share ---
 
-_SCRIPT_FLAG = _works("Read by scripts, not by the Trainer.")
-_EVALUATION = _works("Concerns evaluation only; epsilon does not cover evaluation data.")
-_SELECTION = _works(
-    "Looks at evaluation metrics only; epsilon does not cover model selection on evaluation data."
-)
-_LOGGING = _works(
+_SCRIPT_FLAG = _free("Read by scripts, not by the Trainer.")
+_EVALUATION = _free("Concerns evaluation only; epsilon does not cover evaluation data.")
+_LOGGING = _free(
     "Only what may leave is logged: un-noised quantities are left out unless named in `release`."
 )
-_TRACKER = _works(
+_TRACKER = _free(
     "Names where the tracker stores what is logged; the log is filtered before it gets there."
 )
-_SAVING = _works("A checkpoint holds released (noised) weights and a copy of the ledger.")
-_HUB = _works("A push is one commit of weights, configuration, card and ledger, by an allow-list.")
+_SAVING = _free("A checkpoint holds released (noised) weights and a copy of the ledger.")
+_HUB = _free("A push is one commit of weights, configuration, card and ledger, by an allow-list.")
 _AFTER_NOISE = _works("Acts on the noised gradient: post-processing.")
-_LOADER = _works("Concerns how examples are fetched, not which ones are drawn.")
+_LOADER = _free("Concerns how examples are fetched, not which ones are drawn.")
 _NO_DDP = _neutral(
     "hf_dp adds up the clipped sums of the processes itself, once per step, without "
     "DistributedDataParallel."
 )
-_PROCESSES = _works("Says how processes find each other or what they log, not what they draw.")
+_PROCESSES = _free("Says how processes find each other or what they log, not what they draw.")
 _PRECISION_16 = "fp16 scales the loss and skips steps on overflow, which depends on the data."
 _COMPILE = _refused(
     _is_set,
@@ -206,8 +211,8 @@ _CHECKPOINTING = _works(
 
 ARGUMENT_TABLE: Mapping[str, ArgumentRow] = {
     # duration and batch size
-    "output_dir": _works("Also holds the ledger of the run."),
-    "per_device_train_batch_size": _works(
+    "output_dir": _free("Also holds the ledger of the run."),
+    "per_device_train_batch_size": _free(
         "The physical batch: memory only, never part of the privacy statement."
     ),
     "num_train_epochs": _works("Becomes a number of steps in PrivacyPlan."),
@@ -320,9 +325,9 @@ ARGUMENT_TABLE: Mapping[str, ArgumentRow] = {
         "The number of tokens seen reveals the size of each secret draw.",
         "Remove it.",
     ),
-    "log_level": _works("How much is printed, not what is measured."),
+    "log_level": _free("How much is printed, not what is measured."),
     "log_level_replica": _PROCESSES,
-    "disable_tqdm": _works(
+    "disable_tqdm": _free(
         "The bar shows steps and time on the local screen; epsilon does not cover timing."
     ),
     "report_to": _LOGGING,
@@ -355,14 +360,16 @@ ARGUMENT_TABLE: Mapping[str, ArgumentRow] = {
     "eval_accumulation_steps": _EVALUATION,
     "include_for_metrics": _EVALUATION,
     "batch_eval_metrics": _EVALUATION,
-    "load_best_model_at_end": _SELECTION,
-    "metric_for_best_model": _SELECTION,
-    "greater_is_better": _SELECTION,
+    "load_best_model_at_end": _works(
+        "Looks at evaluation metrics only; the statement says that epsilon does not cover it."
+    ),
+    "metric_for_best_model": _EVALUATION,
+    "greater_is_better": _EVALUATION,
     # saving and resuming
-    "save_only_model": _works(
+    "save_only_model": _free(
         "Such a checkpoint cannot be resumed; the ledger of the run is kept nevertheless."
     ),
-    "save_strategy": _SAVING,
+    "save_strategy": _works(_SAVING.reason),  # "best" selects, and the statement says so
     "save_steps": _SAVING,
     "save_on_each_node": _refused(
         _is_on,
@@ -370,7 +377,7 @@ ARGUMENT_TABLE: Mapping[str, ArgumentRow] = {
         "One process keeps the ledger that goes with the weights.",
         "Use a folder that all machines share, or copy what rank 0 saved.",
     ),
-    "save_total_limit": _works("Deletes checkpoints, never the ledger in `output_dir`."),
+    "save_total_limit": _free("Deletes checkpoints, never the ledger in `output_dir`."),
     "enable_jit_checkpoint": _refused(
         _is_on,
         "to be False",
@@ -381,10 +388,10 @@ ARGUMENT_TABLE: Mapping[str, ArgumentRow] = {
     "ignore_data_skip": _neutral(
         "Every logical batch is a fresh draw, so there is nothing to skip."
     ),
-    "restore_callback_states_from_checkpoint": _works(
+    "restore_callback_states_from_checkpoint": _free(
         "Callbacks hold no privacy state; the ledger does."
     ),
-    "resume_from_checkpoint": _works("Read by scripts; resuming needs the ledger of the run."),
+    "resume_from_checkpoint": _free("Read by scripts; resuming needs the ledger of the run."),
     # hub
     "push_to_hub": _HUB,
     "hub_token": _HUB,
@@ -437,7 +444,7 @@ ARGUMENT_TABLE: Mapping[str, ArgumentRow] = {
         "the accountant counts on.",
         "Remove it.",
     ),
-    "dataloader_num_workers": _works(
+    "dataloader_num_workers": _free(
         "Draws happen in the main process; worker seeds come from the operating system."
     ),
     "dataloader_pin_memory": _LOADER,
@@ -450,7 +457,7 @@ ARGUMENT_TABLE: Mapping[str, ArgumentRow] = {
         "Small draws would overtake large ones, so the batch of a step would depend on the data.",
         "Remove it.",
     ),
-    "remove_unused_columns": _LOADER,
+    "remove_unused_columns": _works("Says which columns of a row are looked over and trained on."),
     "label_names": _works("Names the label columns of evaluation and of the per-example loss."),
     "train_sampling_strategy": _refused(
         _other_than("random", None),

@@ -3,6 +3,7 @@ run starts."""
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import typing
 from collections.abc import Mapping
@@ -17,6 +18,7 @@ from hf_dp._validate import invalid, one_of
 from hf_dp.accounting import ACCOUNTANTS
 from hf_dp.clipping.engine import STRATEGIES
 from hf_dp.clipping.forms import MEMORY_RATIO
+from hf_dp.errors import UnsupportedArgumentError
 from hf_dp.plans.dp_fp import DP_FP, PUBLISHED
 from hf_dp.plans.noised_loss import BOUND, RATIO
 from hf_dp.plans.sampling import POISSON, SAMPLINGS
@@ -32,7 +34,12 @@ from hf_dp.trainer.argument_checks import (
     raise_all,
     surrounding_problems,
 )
-from hf_dp.trainer.argument_table import ArgumentRow, environment_problems, table_problems
+from hf_dp.trainer.argument_table import (
+    ARGUMENT_TABLE,
+    ArgumentRow,
+    environment_problems,
+    table_problems,
+)
 from hf_dp.trainer.audit_arguments import AuditArguments, audit_problems
 from hf_dp.trainer.forward_arguments import (
     ForwardArguments,
@@ -47,6 +54,20 @@ from hf_dp.trainer.unit_arguments import UnitArguments, unit_problems
 from hf_dp.trainer.weight_average import weight_average_problems
 
 NON_PRIVATE = "non_private"
+# Of the steps of a run. Private runs have few steps, and 500, transformers' default, saves none of
+# them.
+_SHARE = 0.1
+# Memory and speed only, and read when they are used. All other arguments that transformers does not
+# have are fixed once a trainer was made of them.
+_FREE = frozenset(
+    {
+        "clipping_strategy",
+        "clipping_memory_ratio",
+        "max_tokens_per_physical_batch",
+        "auto_physical_batch_size",
+        "auto_physical_batch_length",
+    }
+)
 
 
 @dataclass
@@ -60,6 +81,9 @@ class DPTrainingArguments(AuditArguments, UnitArguments, ForwardArguments, Train
     variables are reported at once, before anything is written, a device taken or a process group
     started; the numbers of processes and GPUs are checked next. Numbers given as text (YAML leaves
     `5e-4` a string) are converted.
+
+    A trainer works with a copy. In that copy, `trainer.args`, what plan, checks or statement read
+    cannot change; physical batches, paths, logs, evaluation and how often to save can.
 
     > Parameters that control the privacy budget
 
@@ -212,6 +236,13 @@ class DPTrainingArguments(AuditArguments, UnitArguments, ForwardArguments, Train
         learning_rate (`float`, *optional*):
             Of the optimizer. Unset means 5e-5, transformers' default, and 5e-6 for DP-FP as
             published, the paper's.
+        save_steps (`float`, *optional*, defaults to `0.1`):
+            How often to save a checkpoint: a number of steps, or below 1 a share of them all.
+            Unset, and with `load_best_model_at_end`, it is as often as `eval_steps` says.
+        save_total_limit (`int`, *optional*, defaults to `2`):
+            How many checkpoints to keep; `None` for all.
+        logging_steps (`float`, *optional*, defaults to `0.1`):
+            How often to log: a number of steps, or below 1 a share of them all.
         hub_strategy (`str`, *optional*, defaults to `"end"`):
             When to push to the Hub: when the model is saved, or with every checkpoint, too. Each
             push is the noised weights with their card. `"checkpoint"` and `"all_checkpoints"` are
@@ -229,6 +260,9 @@ class DPTrainingArguments(AuditArguments, UnitArguments, ForwardArguments, Train
     >   `"non_private"`.
     > - `hub_strategy`: `"end"` instead of `"every_save"`.
     > - `learning_rate`: `None` instead of `5e-5`; it becomes that, and 5e-6 for DP-FP as published.
+    > - `save_steps` and `logging_steps`: `0.1`, a tenth of the steps, instead of `500`, which is
+    >   more than many private runs have.
+    > - `save_total_limit`: `2` instead of `None`.
     > - `average_tokens_across_devices`: always `False` in private modes instead of `True`.
 
     Raises:
@@ -480,6 +514,19 @@ class DPTrainingArguments(AuditArguments, UnitArguments, ForwardArguments, Train
         default=None,
         metadata={"help": "Of the optimizer. Unset means 5e-5, and 5e-6 for DP-FP as published."},
     )
+    save_steps: float = field(
+        default=_SHARE,
+        metadata={
+            "help": "How often to save a checkpoint: a number of steps, or below 1 a share of them."
+        },
+    )
+    save_total_limit: int | None = field(
+        default=2, metadata={"help": "How many checkpoints to keep; None for all."}
+    )
+    logging_steps: float = field(
+        default=_SHARE,
+        metadata={"help": "How often to log: a number of steps, or below 1 a share of them."},
+    )
     hub_strategy: str = field(
         default="end",
         metadata={
@@ -516,7 +563,12 @@ class DPTrainingArguments(AuditArguments, UnitArguments, ForwardArguments, Train
         # Settings first: `super().__post_init__` takes devices, starts process groups, writes
         # environment variables.
         raise_all({**self._setting_problems(), **problems})
+        every = self.eval_steps or 0.0
+        if self.load_best_model_at_end and self.save_steps == _SHARE and every >= 1:
+            self.save_steps = every  # Trainer wants a multiple of it
         super().__post_init__()
+        if self.device.type == "cpu":
+            self.dataloader_pin_memory = False  # as with use_cpu; torch would warn at every loader
         raise_all(surrounding_problems(self))
 
     @property
@@ -530,8 +582,32 @@ class DPTrainingArguments(AuditArguments, UnitArguments, ForwardArguments, Train
         return self.privacy_mode == DP_FP and self.dp_fp_variant == PUBLISHED
 
     def __getstate__(self) -> dict[str, typing.Any]:
-        """Leave the token out: `training_args.bin`, in every checkpoint, is a pickle of this."""
-        return {**vars(self), "hub_token": None}
+        """Leave the token out: `training_args.bin`, in every checkpoint, is a pickle of this.
+
+        A copy belongs to no trainer, so it may be changed.
+        """
+        return {**vars(self), "hub_token": None, "_fixed": {}}
+
+    def __setattr__(self, name: str, value: typing.Any) -> None:
+        """Set an argument. Raises: UnsupportedArgumentError for one that is fixed."""
+        fixed = vars(self).get("_fixed", {})
+        if name in fixed:
+            _refuse_change(name, value, fixed[name])
+        super().__setattr__(name, value)
+
+    def fix(self) -> dict[str, typing.Any]:
+        """Fix what plan, checks and statement of a trainer read, and return it, by name."""
+        ours = next(one for one in type(self).__mro__ if one.__module__.startswith("hf_dp."))
+        rows = {**ARGUMENT_TABLE, **self._ROWS}.items()
+        free = _FREE | {name for name, row in rows if row.free or not self.is_private}
+        names = [field.name for field in dataclasses.fields(ours) if field.name not in free]
+        self._fixed = {name: copy.deepcopy(getattr(self, name)) for name in names}
+        return self._fixed
+
+    def refuse_changes(self, fixed: dict[str, typing.Any]) -> None:
+        """Raise UnsupportedArgumentError where these, or what they hold, are not what was fixed."""
+        for name, value in fixed.items():
+            _refuse_change(name, getattr(self, name), value)
 
     def check(self) -> None:
         """Repeat all checks, since arguments can be assigned after construction.
@@ -580,6 +656,18 @@ class DPTrainingArguments(AuditArguments, UnitArguments, ForwardArguments, Train
                     f"{moves.get(own.name, 'Remove it')}, or set privacy_mode={mode!r}.",
                 )
         return problems
+
+
+def _refuse_change(name: str, value: object, fixed: object) -> None:
+    if value != fixed:
+        raise invalid(
+            name,
+            value,
+            f"to stay as it was when the trainer was created, {fixed!r}",
+            "Plan, checks and statement of this trainer were made for that. Set it in arguments of "
+            "your own, and create a new DPTrainer of them with a new output_dir.",
+            UnsupportedArgumentError,
+        )
 
 
 def _own_fields() -> list[dataclasses.Field[typing.Any]]:

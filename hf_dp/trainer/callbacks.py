@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,9 +15,9 @@ from hf_dp.distributed.processes import Processes
 from hf_dp.errors import LedgerError, UnaccountedGradientError
 from hf_dp.plans.privacy import PrivacyPlan
 from hf_dp.run.ledger import RunLedger
+from hf_dp.statement.unnoised import NO_EPSILON
 
-# The name in logs for the figure that the paper gives for DP-FP as published.
-NO_EPSILON = "papers_figure_not_established"
+Spent = Callable[[], dict[str, float]]
 
 
 class StopBeforeTarget(TrainerCallback):
@@ -124,26 +125,48 @@ def _own(tensor: Tensor) -> Tensor:
 
 
 class EpsilonProgress(ProgressCallback):
-    """The terminal's progress bar, with the epsilon spent, and the noised loss where one is
-    released, at the last log."""
+    """The terminal's progress bar, with the epsilon spent at the first step and at each log, and
+    the noised loss where one is released.
+
+    Args: spent: returns the epsilon so far, as logs have it.
+    """
+
+    def __init__(self, spent: Spent):
+        super().__init__()
+        self._spent, self._shows = spent, False
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._shows = False
+        super().on_train_begin(args, state, control, **kwargs)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self.training_bar is not None and not self._shows:
+            self._show(self._spent(), refresh=True)
+        super().on_step_end(args, state, control, **kwargs)
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
-        if self.training_bar is not None and "epsilon" in (logs or {}):
+        if self.training_bar is not None:
+            self._show(logs or {})
+        super().on_log(args, state, control, logs=logs, **kwargs)
+
+    def _show(self, logs: dict[str, float], refresh: bool = False) -> None:
+        shown = "privacy not established" if NO_EPSILON in logs else ""
+        if "epsilon" in logs:
             shown = f"epsilon {logs['epsilon']:g}"
             if "noised_loss" in logs:
                 shown += f", noised loss {logs['noised_loss']:.4g}"
-            self.training_bar.set_postfix_str(shown, refresh=False)
-        if self.training_bar is not None and NO_EPSILON in (logs or {}):
-            self.training_bar.set_postfix_str("privacy not established", refresh=False)
-        super().on_log(args, state, control, logs=logs, **kwargs)
+        if shown:
+            self._shows = True
+            bar: Any = self.training_bar
+            bar.set_postfix_str(shown, refresh=refresh)
 
 
-def with_epsilon(callback: Any) -> Any:
+def with_epsilon(callback: Any, spent: Spent) -> Any:
     """Replace a stock progress callback by one that also shows epsilon; return others unchanged."""
     if type(callback) is ProgressCallback:
-        return EpsilonProgress()
+        return EpsilonProgress(spent)
     if type(callback).__name__ == "NotebookProgressCallback":
         from hf_dp.trainer.notebook import NotebookEpsilonProgress
 
-        return NotebookEpsilonProgress()
+        return NotebookEpsilonProgress(spent)
     return callback

@@ -6,7 +6,6 @@ import os
 from pathlib import Path
 from typing import Any
 
-from transformers import Trainer
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.utils import logging
 
@@ -17,8 +16,8 @@ from hf_dp.run.choice import checkpoint_of
 from hf_dp.run.disk import named_disk_errors
 from hf_dp.run.lost import lost_in_words, outlook
 from hf_dp.run.manifest import manifest_digest
-from hf_dp.run.private_run import PrivateRun
 from hf_dp.run.start_over import move_earlier_run, refuse_half_moved
+from hf_dp.trainer.logs import ReleasedLogs
 from hf_dp.trainer.resumed import refuse_other_adapter, refuse_other_state
 
 logger = logging.get_logger(__name__)
@@ -26,10 +25,9 @@ logger = logging.get_logger(__name__)
 _STATE = "trainer_state.json"
 
 
-class Checkpointing(Trainer):
+class Checkpointing(ReleasedLogs):
     """A Trainer whose checkpoints appear complete or not at all, in private modes."""
 
-    _run: PrivateRun | None
     _saving: Path | None = None  # the folder below which a checkpoint is being written
 
     @property
@@ -68,6 +66,7 @@ class Checkpointing(Trainer):
         rotate(folder, self.args.save_total_limit, self.state.best_model_checkpoint)
 
     def _write_aside(self, folder: Path, name: str, model: Any, trial: Any) -> None:
+        self.keep_released()
         self._saving = folder / SAVING
         aside = self._saving / name
         try:

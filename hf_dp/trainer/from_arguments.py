@@ -23,8 +23,8 @@ from hf_dp.tuners.base import Tuner
 def own_copy(
     args: object, arguments_class: type[DPTrainingArguments] = DPTrainingArguments
 ) -> DPTrainingArguments:
-    """Return a checked copy of the arguments: steps are written into it, and the caller's may serve
-    another run.
+    """Return a checked copy of the arguments: steps are written into it, and the caller's stay free
+    and may serve another run.
 
     Raises: InvalidArgumentError for arguments of another class than this trainer's.
     """
@@ -38,6 +38,9 @@ def own_copy(
             f"Replace {theirs}(...) by {name}(..., target_epsilon=3, expected_batch_size=1024).",
         )
     copied = copy.copy(args)
+    for name, value in vars(args).items():
+        if isinstance(value, (list, dict)):  # which the caller may change in place
+            setattr(copied, name, copy.deepcopy(value))
     copied.hub_token = args.hub_token  # a copy, like a pickle, goes without it
     copied.check()
     return copied
@@ -90,7 +93,7 @@ def options_of(args: DPTrainingArguments) -> RunOptions:
             max_tokens=args.max_tokens_per_physical_batch,
             quiet=bool(args.disable_tqdm),
             num_workers=args.dataloader_num_workers,
-            pin_memory=args.dataloader_pin_memory and args.device.type != "cpu",
+            pin_memory=args.dataloader_pin_memory,
             persistent_workers=args.dataloader_persistent_workers,
             prefetch_factor=args.dataloader_prefetch_factor,
             multiprocessing_context=args.dataloader_multiprocessing_context,

@@ -2,19 +2,36 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from transformers.utils.notebook import NotebookProgressCallback
 
 
 class NotebookEpsilonProgress(NotebookProgressCallback):
-    """The notebook's progress table, with a column for epsilon.
+    """The notebook's progress table, with a column for epsilon and a row for the first step.
 
     The training loss reads "withheld" unless it is released.
+
+    Args: spent: returns the epsilon so far, as logs have it.
     """
+
+    def __init__(self, spent: Callable[[], dict[str, float]]):
+        super().__init__()
+        self._spent, self._shows = spent, False
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._shows = False
+        super().on_train_begin(args, state, control, **kwargs)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if not self._shows:
+            self.on_log(args, state, control, logs=self._spent())
+        super().on_step_end(args, state, control, **kwargs)
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
         logs = logs or {}
+        self._shows = True
         super().on_log(args, state, control, logs=logs, **kwargs)
         if (
             self.training_tracker is None

@@ -23,7 +23,9 @@ from hf_dp.trainer.prompts import Prompts, split_rows
 from hf_dp.trainer.trainer import DPTrainer
 
 _GENERATION = ArgumentRow(
-    Verdict.WORKS, "Concerns evaluation only; epsilon does not cover evaluation data."
+    Verdict.WORKS,
+    "Concerns evaluation only; epsilon does not cover evaluation data.",
+    free=True,
 )
 SEQ2SEQ_ROWS: Mapping[str, ArgumentRow] = MappingProxyType(
     {

@@ -107,7 +107,7 @@ class DPSFTConfig(DPTrainingArguments, SFTConfig):  # type: ignore[misc]  # lear
 
     Whatever [`~transformers.TrainingArguments`] has, too, has the defaults of
     [`DPTrainingArguments`] and not TRL's: full precision, no gradient checkpointing, a learning
-    rate of 5e-5, a log every 500 steps. What joins rows or divides by a batch's tokens is refused,
+    rate of 5e-5, ten logs a run. What joins rows or divides by a batch's tokens is refused,
     without privacy, too: packing, padding-free batches, other losses than `"nll"`.
 
     Raises:

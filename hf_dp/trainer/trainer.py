@@ -28,7 +28,7 @@ from hf_dp.clipping.sharding import is_sharded
 from hf_dp.distributed.processes import Processes, others_present
 from hf_dp.errors import UnsupportedArgumentError
 from hf_dp.losses import columns_read, means_over_rows, per_example_loss
-from hf_dp.mechanisms import Mechanism, mechanism_for
+from hf_dp.mechanisms import mechanism_for
 from hf_dp.overlap.compare import TrainingRows, refuse_training_rows
 from hf_dp.overlap.search import refuse_any_training_row, refuse_any_training_user
 from hf_dp.overlap.users import TrainingUsers
@@ -53,7 +53,6 @@ from hf_dp.run.start_over import runs_before
 from hf_dp.run.training_data import TrainingData
 from hf_dp.statement.provenance import seen_in_pretraining
 from hf_dp.statement.statement import PrivacyStatement
-from hf_dp.statement.unnoised import CLIPPED_GRADIENT_NORM, withhold
 from hf_dp.statement.wording import EVALUATION_ON_TRAINING_ROWS
 from hf_dp.trainer.adam_bc import corrected, refuse_other_noise
 from hf_dp.trainer.argument_checks import refuse_unless_whole
@@ -67,7 +66,6 @@ from hf_dp.trainer.audits import (
     with_canaries_for,
 )
 from hf_dp.trainer.callbacks import (
-    NO_EPSILON,
     ExpectedEpochs,
     StopBeforeTarget,
     WeightsMove,
@@ -88,6 +86,7 @@ from hf_dp.trainer.from_arguments import (
     shared_arguments,
 )
 from hf_dp.trainer.launch import without_ddp, without_tied_copies
+from hf_dp.trainer.logs import NO_LOSS
 from hf_dp.trainer.noise_aware import NoiseAware
 from hf_dp.trainer.publishing import Publishing
 from hf_dp.trainer.signals import StopOnSignal
@@ -104,31 +103,6 @@ from hf_dp.tuners.find import tuner_for
 from hf_dp.tuners.without_privacy import PlainRun, sampled_batches
 
 logger = logging.get_logger(__name__)
-
-# Of these the plan, the look at the rows or the statement was made; others may change between two
-# calls of train().
-FIXED_ARGUMENTS = (
-    "privacy_mode",
-    "start_over",
-    "padding_values",
-    "rows_are_chunks",
-    "adapter_init_data_is_public",
-    "sampling",
-    "private_selection_mean_runs",
-    "noised_loss_budget_ratio",
-    "noised_loss_bound",
-    "evaluate_on_training_rows",
-    "privacy_unit",
-    "privacy_unit_column",
-    "privacy_unit_name",
-    "max_rows_per_unit",
-    "unit_reduction",
-    "unit_sampling",
-    "audit_canaries",
-    "audit_scores",
-)
-
-_NONE = (torch.zeros((), dtype=torch.float64), 0)  # no noised loss yet
 
 
 class DPTrainer(Publishing):
@@ -157,15 +131,11 @@ class DPTrainer(Publishing):
     privacy_plan: PrivacyPlan | None
     card: dict[str, Any]
     tuner: Tuner
-    mechanism: Mechanism
-    _run: PrivateRun | None
     _plain: PlainRun | None = None  # what a tuner sees of a run without privacy
     _signals: StopOnSignal
     _watched: Any  # the optimizer whose steps are hooked
-    _noise_aware: NoiseAware | None
     _found_size: bool  # whether the size of physical batches was found for this machine
     _evaluation: dict[str, float]
-    _noised_losses: tuple[Tensor, int]  # their sum over the steps since the last log, and these
     _units: UnitTable | None = None  # whose the training rows are, where users are protected
     _users_compared: bool = True  # whether every evaluation set says whose its rows are
 
@@ -241,13 +211,13 @@ class DPTrainer(Publishing):
             optimizers,
             preprocess_logits_for_metrics=preprocess_logits_for_metrics,
         )
-        self._at_creation = {name: getattr(args, name) for name in FIXED_ARGUMENTS}
+        self._fixed = self.args.fix()
         self._run = None
         self._found_size = False
         self._watched = self._noise_aware = None
         self._evaluation = {}
         self.card = {}
-        self._noised_losses = _NONE
+        self._noised_losses = NO_LOSS
         if self.privacy_plan is not None:
             self._make_run(self.privacy_plan, rows, compared)
         elif not args.is_private:
@@ -268,9 +238,7 @@ class DPTrainer(Publishing):
             self.folder,
             train_dataset=self.train_dataset,
             data_collator=self.data_collator,
-            compute_per_example_loss=lambda model, inputs: self.compute_per_example_loss(
-                model, inputs
-            ),
+            compute_per_example_loss=lambda model, inputs: self.silent_loss(model, inputs),
             accelerator=self.accelerator,
             earlier_runs=args.earlier_runs,
             released=(*args.release, *on_training_rows),
@@ -288,7 +256,7 @@ class DPTrainer(Publishing):
         run.audit = audit_for(args, run, self.tuner.gradients_are_noised_sums)
         self.mechanism = mechanism_for(run, self.tuner)
         self.callback_handler.callbacks = [
-            with_epsilon(callback) for callback in self.callback_handler.callbacks
+            with_epsilon(callback, self.spent) for callback in self.callback_handler.callbacks
         ]
         if plan.releases_each_step:
             self.add_callback(StopBeforeTarget(run.book))
@@ -340,6 +308,7 @@ class DPTrainer(Publishing):
                 "There is no privacy plan: privacy_mode is 'non_private' or the trainer has no "
                 "train_dataset."
             )
+        run.book.go_to(self.folder)
         run.model, run.options = self.model, options_of(self.args)
         run.train_dataset, run.data_collator = self.train_dataset, self.data_collator
         run.processing_class, run.accelerator = self.processing_class, self.accelerator
@@ -396,13 +365,14 @@ class DPTrainer(Publishing):
         model.train()
         if callable(getattr(self.optimizer, "train", None)):  # schedule-free optimizers
             self.optimizer.train()  # type: ignore[union-attr]
-        self.tuner.before_step(run, self.state.global_step)
-        run.begin_step()  # each call is given one Poisson sample
+        with self.silent():
+            self.tuner.before_step(run, self.state.global_step)
+            run.begin_step()  # each call is given one Poisson sample
 
-        with named_memory_errors():
-            clipped = mechanism.clip(inputs)  # per-example losses, norms, weights, the clipped sum
-        with run.release_step() as release:  # the step is in the durable ledger from here on
-            mechanism.set_gradients(clipped, release)  # + noise, / expected_batch_size, to p.grad
+            with named_memory_errors():
+                clipped = mechanism.clip(inputs)  # per-example losses, norms, weights, clipped sum
+            with run.release_step() as release:  # the step is in the durable ledger from here on
+                mechanism.set_gradients(clipped, release)  # + noise, / expected_batch_size: p.grad
 
         if mechanism.noised_loss is not None:
             total, steps = self._noised_losses
@@ -418,7 +388,8 @@ class DPTrainer(Publishing):
         if not self.args.is_private:
             return super().get_train_dataloader()
         _ = self.run  # about the present model and data
-        return self.mechanism.loader()
+        with self.silent():  # rows are looked over
+            return self.mechanism.loader()
 
     def training_data(self) -> TrainingData:
         """Return the training set, looked over.
@@ -471,22 +442,25 @@ class DPTrainer(Publishing):
                 earlier,
             )
         run.arguments = shared_arguments(self.args)
-        self._noised_losses = _NONE
+        self._noised_losses = NO_LOSS
         self.mechanism.refuse_shards(self.is_fsdp_enabled or is_sharded(self.model))
         try:
             run.open()
             self._refuse_optimizers()
             with run.clock.part(TRAINING_TIME):
-                self.tuner.start(run, checkpoint)
-                note_losses(run)
-                self._train_model(run.model)
-                self.mechanism.start(checkpoint)
+                with self.silent():
+                    self.tuner.start(run, checkpoint)
+                    note_losses(run)
+                    self._train_model(run.model)
+                    self.mechanism.start(checkpoint)
                 with others_present():  # Trainer gathers, too
                     output = super().train(checkpoint, *args, **kwargs)
             self._write_times(run.clock, checkpoint)
             if self.args.weight_average_decay is not None:
                 put_averages(self.optimizer)
-            conclude_audit(run)
+            with self.silent():
+                conclude_audit(run)
+            self.keep_released()
             self._write_privacy_files(self.folder)
         finally:
             self._signals.restore()
@@ -551,7 +525,8 @@ class DPTrainer(Publishing):
         if self.args.is_private:
             run = self.run
             check_optimizer(self.optimizer, self.model)
-            self.mechanism.prepare()
+            with self.silent():
+                self.mechanism.prepare()
             if self.args.auto_physical_batch_size and not self._found_size:
                 self._found_size = True
                 find_physical_batch(self.args, self.mechanism, self.optimizer)
@@ -643,40 +618,6 @@ class DPTrainer(Publishing):
         if self.privacy_plan is None:
             return super().get_total_train_batch_size(args)
         return round(self.privacy_plan.expected_batch_size)
-
-    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Log, without what a private run withholds, with the epsilon spent so far.
-
-        Beside the norm of a noised gradient stands ``signal_to_noise``. It estimates |g|^2 / |z|^2,
-        the square of Li et al.'s ratio (section 3.1.1), from that norm; where there is hardly any
-        signal, it may be below 0. With ``release=["clipped_gradient_norm"]`` the norm of the
-        clipped mean before noise stands there, too, and that square as measured with it.
-        ``noised_loss``, where it is released, is the mean over the steps since the last log of
-        steps.
-        """
-        if self.args.is_private:
-            of_steps = "loss" in logs or "train_loss" in logs  # and not of an evaluation
-            total, steps = self._noised_losses
-            if steps and of_steps:
-                logs["noised_loss"] = float(total) / steps
-                self._noised_losses = _NONE
-            released = () if self._run is None else self._run.book.released
-            withhold(logs, released, gradients_are_noised=not self.args.is_published_dp_fp)
-            noise = None if self._run is None else self.mechanism.noise_norm
-            if noise is not None and "grad_norm" in logs:
-                # E|g + z|^2 = |g|^2 + E|z|^2: an estimate from what is released anyway.
-                logs["signal_to_noise"] = (float(logs["grad_norm"]) / noise) ** 2 - 1
-                if (signal := self.mechanism.signal_norm) is not None:  # released on purpose
-                    logs[CLIPPED_GRADIENT_NORM] = signal
-                    logs["measured_signal_to_noise"] = (signal / noise) ** 2
-            if self._noise_aware is not None and "learning_rate" in logs:
-                logs["learning_rate_factor"] = self._noise_aware.factor
-            if self.is_in_train and self._run is not None:
-                name = NO_EPSILON if self.args.is_published_dp_fp else "epsilon"
-                logs[name] = self.epsilon(
-                    self.privacy_plan.accountant if self.privacy_plan else None
-                ).rounded_up()
-        super().log(logs, start_time)
 
     def evaluate(self, eval_dataset: Any = None, *args: Any, **kwargs: Any) -> dict[str, float]:
         """Evaluate, as Trainer does.
@@ -829,16 +770,7 @@ class DPTrainer(Publishing):
     # -- helpers ---
 
     def _refuse_changed_arguments(self) -> None:
-        for name, value in self._at_creation.items():
-            if getattr(self.args, name) != value:
-                raise invalid(
-                    name,
-                    getattr(self.args, name),
-                    f"to stay as it was when the trainer was created, {value!r}",
-                    "The statement of this trainer was made for that. Create a new DPTrainer with "
-                    "a new output_dir.",
-                    UnsupportedArgumentError,
-                )
+        self.args.refuse_changes(self._fixed)
         self.args.check()
 
     def _refuse_batch_losses(self, compute_loss_func: object, args: DPTrainingArguments) -> None:

@@ -121,7 +121,7 @@ def test_one_accountant_out_of_range_does_not_hide_the_others(capsys):
         (["account", "noise", "--target-epsilon", "3", *RUN, "--accountant", "gdp_clt"], "Calibration "
         "needs a bound"),
         (["account", "noise", "--target-epsilon", "-3", *RUN], "`target_epsilon` to be > 0"),
-        (["acount"], "unknown command 'acount'; known: train, eval, generate, sweep, suggest, plan"),
+        (["acount"], "unknown command 'acount'. Did you mean 'account'? Known: train, eval, generate, sweep, suggest, plan"),
     ],
 )  # fmt: skip
 def test_bad_input_is_one_line_on_stderr(words, match, capsys):

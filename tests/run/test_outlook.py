@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import logging
+from types import SimpleNamespace
 
 import pytest
 import tiny
 
+from hf_dp.cli.answers import table
 from hf_dp.planning import most_signal
 from hf_dp.plans.privacy import PrivacyPlan
 from hf_dp.run.outlook import doubts
@@ -53,7 +55,7 @@ def test_transformers_default_rate_under_adam(optimizer, rate, warned):
 
 
 def test_noise_that_drowns_the_gradients():
-    few = plan(num_examples=300, expected_batch_size=32)
+    few = plan(num_examples=300, expected_batch_size=32, target_delta=1e-3)
     (found,) = said(few)
     assert "drown" in found and "22,000,000 numbers train" in found
     assert said(few, parameters=400) == []  # a head alone
@@ -66,6 +68,18 @@ def test_a_large_delta():
     assert said(plan(target_delta=1 / (2 * 67_349))) == []
     (found,) = said(plan(target_delta=1.2e-5))
     assert "above 1/(2N) = 7.42e-06" in found
+
+
+@pytest.mark.parametrize(("delta", "warned"), [(1e-3, False), (1.01e-3, True), (2e-3, True)])
+def test_a_delta_that_protects_nobody(delta, warned):
+    """Where it is the default of few rows, too, and for DP-FP."""
+    made = plan(num_examples=400, expected_batch_size=40, target_delta=delta)
+    assert any("above 0.001" in each for each in said(made, parameters=100)) == warned
+    assert ("above 0.001" in table([], delta)) == warned  # `hf-dp account` and `hf-dp plan`
+    default = plan(num_examples=400, expected_batch_size=40)
+    assert any("delta is 0.00125, above 0.001" in each for each in said(default, parameters=100))
+    forward = SimpleNamespace(delta=delta, num_examples=400, mechanism=None)
+    assert any("above 0.001" in each for each in said(forward)) == warned
 
 
 def test_the_trainer_says_so_once(tmp_path, caplog):

@@ -5,8 +5,11 @@ from __future__ import annotations
 import dataclasses
 import os
 import re
+import warnings
 
 import pytest
+import torch
+from torch.utils.data import DataLoader
 from transformers import HfArgumentParser, TrainingArguments
 
 from hf_dp.errors import InvalidArgumentError, UnsupportedArgumentError
@@ -526,14 +529,34 @@ def test_only_the_defaults_in_the_note_differ_from_training_arguments(output_dir
         output_dir=str(output_dir), use_cpu=True, privacy_mode="non_private"
     ).to_dict()
     theirs = TrainingArguments(output_dir=str(output_dir), use_cpu=True).to_dict()
-    assert {name for name in theirs if ours[name] != theirs[name]} == {"hub_strategy"}
+    fewer_steps = {"save_steps", "logging_steps", "save_total_limit"}
+    of_both = {"hub_strategy"} | fewer_steps
+    assert {name for name in theirs if ours[name] != theirs[name]} == of_both
     assert ours["max_grad_norm"] == 1.0
     ours = make(output_dir).to_dict()
     differing = {name for name in theirs if ours[name] != theirs[name]}
-    assert differing == {"hub_strategy", "max_grad_norm", "average_tokens_across_devices"}
+    assert differing == of_both | {"max_grad_norm", "average_tokens_across_devices"}
     differing.add("learning_rate")  # differs for DP-FP as published alone
     note = DPTrainingArguments.__doc__.split("[!NOTE]")[1]
-    assert set(re.findall(r"> - `(\w+)`", note)) == differing
+    named = re.findall(r"> - `(\w+)`(?: and `(\w+)`)?", note)
+    assert {name for names in named for name in names if name} == differing
+
+
+def test_the_best_model_is_saved_as_often_as_it_is_looked_for(output_dir):
+    best = {"load_best_model_at_end": True, "eval_strategy": "steps"}
+    assert make(output_dir, **best, eval_steps=50).save_steps == 50
+    assert make(output_dir, **best).save_steps == make(output_dir, **best).eval_steps == 0.1
+    assert make(output_dir, **best, eval_steps=50, save_steps=100).save_steps == 100
+
+
+def test_memory_is_not_pinned_on_a_cpu_where_torch_warns(output_dir):
+    args = make(output_dir, dataloader_pin_memory=True, use_cpu=False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        list(DataLoader([1], pin_memory=args.dataloader_pin_memory))
+    if not torch.accelerator.is_available():
+        with pytest.warns(UserWarning, match="pin_memory"):
+            list(DataLoader([1], pin_memory=True))
 
 
 def test_numbers_given_as_text_are_converted(output_dir):
@@ -683,6 +706,7 @@ def test_docstring_and_help_name_every_field_with_its_type_and_default():
     text = "".join(cls.__doc__ for cls in (DPTrainingArguments, *mixins))
     documented = dict(re.findall(r"^        (\w+) \((.*)\):$", text, flags=re.MULTILINE))
     redefined = {"max_grad_norm", "hub_strategy", "learning_rate"}
+    redefined |= {"save_steps", "save_total_limit", "logging_steps"}
     fields = {field.name: field for field in dataclasses.fields(DPTrainingArguments)}
     assert documented.keys() == {field.name for field in OWN} | redefined
     for name, text in documented.items():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections import Counter
 
 import datasets
@@ -25,6 +26,7 @@ from hf_dp.noise import SecretRandomness
 from hf_dp.plans.sampling import PoissonSampler
 from hf_dp.run import canary_rows
 from hf_dp.run.one_run_audit import OneRunAudit
+from hf_dp.statement import audited
 from hf_dp.statement.audited import AuditResult
 from hf_dp.statement.record import read
 from hf_dp.statement.verify import disagreements
@@ -341,3 +343,14 @@ def test_a_data_set_keeps_its_format(tmp_path):
     assert isinstance(made.train_dataset, datasets.Dataset)
     assert made.train_dataset.format["type"] == "torch"
     made.train()
+
+
+@pytest.mark.parametrize("guesses", [50, 400])
+def test_the_strongest_result_of_a_design_is_named(guesses, monkeypatch):
+    """All right of r fair guesses: at 95 % the chance of a right one is at least 0.05^(1/r)."""
+    few_right = AuditResult.of("gradients", guesses, guesses, guesses // 2, 1e-13)
+    least = 0.05 ** (1 / guesses)
+    most = math.floor(100 * math.log(least / (1 - least))) / 100
+    assert f"All of them right would have shown {most:.2f} " in few_right.in_words()
+    monkeypatch.setattr(audited, "_bounds", lambda *counts: (few_right.epsilon_at_least,) * 3)
+    assert f"would have shown {most:.2f} " not in few_right.in_words()  # as planted

@@ -3,6 +3,7 @@ lost."""
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import shutil
@@ -17,6 +18,7 @@ from hf_dp.errors import LedgerError
 from hf_dp.run.checkpoint import SAVING, numbered, rotate, stage, tidy
 from hf_dp.run.manifest import MANIFEST, damage
 from hf_dp.statement.record import read
+from hf_dp.trainer.arguments import DPTrainingArguments
 
 
 @pytest.fixture
@@ -245,3 +247,26 @@ def test_a_replaced_checkpoint_that_has_its_successor_is_removed(tmp_path):
     (stage(tmp_path) / "replaced-checkpoint-2").mkdir()
     tidy(tmp_path)
     assert not (tmp_path / SAVING).exists()
+
+
+def killed_run(folder, at=29, **options):
+    """A run with the defaults of arguments that is killed; return its checkpoints."""
+    defaults = {field.name: field.default for field in dataclasses.fields(DPTrainingArguments)}
+    names = ("save_strategy", "save_steps", "save_total_limit", "logging_steps")
+    given = {name: defaults[name] for name in names} | options
+    trainer = tiny.trainer(
+        folder, max_steps=92, accountant="rdp", **given, given={"callbacks": [CrashAt(at)]}
+    )
+    with pytest.raises(KeyboardInterrupt):
+        trainer.train()
+    return {path.name for path in folder.glob("checkpoint-*")}
+
+
+def test_a_run_with_default_arguments_that_is_killed_leaves_checkpoints_and_epsilon(tmp_path):
+    assert killed_run(tmp_path) == {"checkpoint-10", "checkpoint-20"}  # a tenth of 92, rounded up
+    assert read(tmp_path / "checkpoint-20").ledger.steps() == 20
+    assert read(tmp_path).ledger.steps() == 29
+
+
+def test_planted_default_of_500_steps_is_seen(tmp_path):
+    assert killed_run(tmp_path, at=12, save_steps=500) == set()

@@ -160,7 +160,8 @@ def test_tensorboard_and_the_bar_get_it(tmp_path, capsys):
 def test_a_notebook_shows_it(tmp_path):
     from hf_dp.trainer.notebook import NotebookEpsilonProgress
 
-    trainer, notebook = made(tmp_path), NotebookEpsilonProgress()
+    trainer = made(tmp_path)
+    notebook = NotebookEpsilonProgress(trainer.spent)
     trainer.add_callback(notebook)
     tables = []
     honest = notebook.on_log

@@ -5,6 +5,7 @@ from __future__ import annotations
 import tiny
 from transformers.trainer_callback import ProgressCallback
 
+from hf_dp.accounting import PoissonSampledGaussian, epsilon
 from hf_dp.trainer.callbacks import EpsilonProgress, with_epsilon
 from hf_dp.trainer.notebook import NotebookEpsilonProgress
 
@@ -19,9 +20,27 @@ def test_the_terminal_bar_shows_epsilon(tmp_path, capsys):
     assert f"epsilon {trainer.epsilon().rounded_up():g}" in capsys.readouterr().err
 
 
+def test_the_bar_shows_epsilon_from_the_first_step(tmp_path, capsys):
+    """Whatever is logged: by another way than the run's, from noise, rate and steps."""
+    options = {"logging_strategy": "no", "accountant": "rdp", "disable_tqdm": False}
+    trainer = tiny.trainer(tmp_path, **options, max_steps=3)
+    trainer.train()
+    delta = trainer.privacy_plan.delta
+    first = epsilon(PoissonSampledGaussian(1.0, 8 / 40, 1), delta, "rdp").rounded_up()
+    bar = capsys.readouterr().err
+    assert "1/3 [" in bar and f"epsilon {first:g}" in bar
+
+
+def test_planted_bar_that_waits_for_a_log_is_seen(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(EpsilonProgress, "on_step_end", ProgressCallback.on_step_end)
+    trainer = tiny.trainer(tmp_path, logging_strategy="no", disable_tqdm=False, max_steps=1)
+    trainer.train()
+    assert "epsilon" not in capsys.readouterr().err.split("1/1")[0]
+
+
 def test_the_notebook_table_has_an_epsilon_column(tmp_path, capsys):
-    trainer = tiny.trainer(tmp_path, eval_strategy="steps", eval_steps=2)
-    notebook = NotebookEpsilonProgress()
+    trainer = tiny.trainer(tmp_path, eval_strategy="steps", eval_steps=2, logging_steps=3)
+    notebook = NotebookEpsilonProgress(trainer.spent)
     tables = []
     trainer.add_callback(notebook)
     original = notebook.on_step_end
@@ -33,11 +52,12 @@ def test_the_notebook_table_has_an_epsilon_column(tmp_path, capsys):
     notebook.on_step_end = watched
     trainer.train()
     assert "Epsilon" in tables[-1][0]
+    assert tables[0][1][0] == 1 and tables[0][1][tables[0][0].index("Epsilon")] > 0
 
 
 def test_a_stock_notebook_callback_is_replaced_and_others_kept():
     from transformers.utils.notebook import NotebookProgressCallback
 
-    assert type(with_epsilon(NotebookProgressCallback())) is NotebookEpsilonProgress
+    assert type(with_epsilon(NotebookProgressCallback(), dict)) is NotebookEpsilonProgress
     own = object()
-    assert with_epsilon(own) is own
+    assert with_epsilon(own, dict) is own

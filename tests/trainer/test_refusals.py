@@ -369,29 +369,6 @@ def test_a_folder_with_other_weights_is_refused(tmp_path):
     assert not (tmp_path / "privacy.json").exists()
 
 
-def test_the_mode_cannot_change_after_creation(tmp_path):
-    trainer = tiny.trainer(tmp_path)
-    trainer.train()
-    trainer.args.privacy_mode = "non_private"
-    with pytest.raises(UnsupportedArgumentError, match="`privacy_mode` to stay"):
-        trainer.train()
-
-
-def test_what_the_statement_names_cannot_change_after_creation(tmp_path):
-    trainer = tiny.trainer(tmp_path)
-    trainer.args.evaluate_on_training_rows = True
-    with pytest.raises(UnsupportedArgumentError, match="held-out"):
-        trainer.evaluate(trainer.train_dataset)
-    with pytest.raises(
-        UnsupportedArgumentError,
-        match="`evaluate_on_training_rows` to stay as it was .* False, got True",
-    ):
-        trainer.train()
-    trainer.args.evaluate_on_training_rows, trainer.args.rows_are_chunks = False, True
-    with pytest.raises(UnsupportedArgumentError, match="`rows_are_chunks` to stay"):
-        trainer.save_model()
-
-
 def test_the_effective_evaluation_set_counts(tmp_path):
     trainer = tiny.trainer(tmp_path)
     trainer.eval_dataset = trainer.train_dataset

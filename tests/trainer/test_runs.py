@@ -92,7 +92,7 @@ def test_each_checkpoint_has_its_card_and_ledger_and_no_unnoised_number(device, 
 
 
 def test_planted_unnoised_loss_in_the_state_is_seen(tmp_path, monkeypatch):
-    monkeypatch.setattr("hf_dp.statement.unnoised.UNNOISED", {})
+    monkeypatch.setattr("hf_dp.trainer.logs.withhold", lambda *args, **options: None)
     trainer = tiny.trainer(tmp_path, save_strategy="steps", save_steps=2)
     step = trainer.training_step
     monkeypatch.setattr(trainer, "training_step", lambda *args: step(*args) + 0.7)

@@ -423,7 +423,7 @@ def test_arguments_are_read_from_yaml(config, tmp_path):
     (line,) = HfArgumentParser(config).parse_args_into_dataclasses(
         ["--output_dir", str(tmp_path), "--noise_multiplier", "1", "--expected_batch_size", "8", "--use_cpu"]
     )  # fmt: skip
-    assert line.noise_multiplier == 1.0 and line.logging_steps == 500
+    assert line.noise_multiplier == 1.0 and line.logging_steps == 0.1
 
 
 @pytest.mark.parametrize("made", FORMATS.values(), ids=FORMATS)

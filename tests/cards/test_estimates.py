@@ -1,0 +1,65 @@
+"""An estimate above a bound is shown nowhere: the bound says more."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import tiny
+
+from hf_dp.accounting import ACCOUNTANTS, PoissonSampledGaussian, comparison
+from hf_dp.accounting.comparison import ABOVE_A_BOUND, compare
+from hf_dp.cards.verify import verify
+from hf_dp.cli.answers import table
+from hf_dp.statement.record import read
+from hf_dp.statement.verify import disagreements
+
+DELTA = 1e-5
+# Little noise and a large sample rate: GDP-CLT is above PLD. The other is a usual run.
+EVENTS = {
+    PoissonSampledGaussian(0.5, 0.9, 1): True,
+    PoissonSampledGaussian(1.0, 0.02, 100): False,
+}
+
+
+def above(answers):
+    """The estimates above the least of the bounds, point estimates beside a bound, too."""
+    found = [answer.epsilon for answer in answers if answer.epsilon is not None]
+    bound = min(value.value for value in found if value.kind == "bound")
+    shown = [value.value for value in found if value.kind == "estimate"]
+    shown += [value.estimate for value in found if value.estimate is not None]
+    return [value for value in shown if value > bound]
+
+
+@pytest.mark.parametrize(("event", "is_above"), EVENTS.items())
+def test_no_estimate_stands_above_a_bound(event, is_above, monkeypatch):
+    answers = compare(event, DELTA)
+    assert above(answers) == []
+    assert ("gdp_clt    -         not computed" in table(answers, DELTA)) == is_above
+    monkeypatch.setattr(comparison, "_without_estimate_above", lambda bound, answer: answer)
+    assert bool(above(compare(event, DELTA))) == is_above  # as planted
+
+
+def test_a_run_its_card_and_its_evidence(tmp_path):
+    trainer = tiny.trainer(tmp_path, noise_multiplier=0.5, expected_batch_size=36, max_steps=1)
+    trainer.train()
+    trainer.save_model()
+    (row,) = [row for row in read(tmp_path).statement["epsilons"] if row["kind"] is None]
+    assert (row["accountant"], row["note"]) == ("gdp_clt", ABOVE_A_BOUND)
+    assert "estimate, not a guarantee" not in (tmp_path / "README.md").read_text()
+    assert verify(tmp_path).outcome != "FAILED"
+
+    # Earlier versions stated it; that is no false claim, and a smaller one would be.
+    record = read(tmp_path)
+    for value, fine in ((40.0, True), (0.1, False)):
+        older = [
+            {**each, "epsilon": value, "kind": "estimate", "note": ""} if each == row else each
+            for each in record.statement["epsilons"]
+        ]
+        stated = dataclasses.replace(record, statement={**record.statement, "epsilons": older})
+        assert (disagreements(stated) == []) == fine
+
+
+def test_an_estimate_that_is_asked_for_alone_is_given():
+    (answer,) = compare(next(iter(EVENTS)), DELTA, [ACCOUNTANTS[-1]])
+    assert answer.epsilon is not None and answer.epsilon.kind == "estimate"
