@@ -45,10 +45,22 @@ _TASKS = {
     "token_classification": _class_names(
         modeling_auto.MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES
     ),
-    "causal_lm": _class_names(modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES),
+    # XLM stands in this table and in that of masked language models; its own loss is of the latter.
+    "causal_lm": _class_names(modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+    - {"XLMWithLMHeadModel"},
     "seq2seq_lm": _class_names(modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES),
     "masked_lm": _class_names(modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES),
 }
+# Decoders whose labels the user shifts: the logits at a position are for the label there.
+_NOT_SHIFTED = frozenset(
+    f"{name}ForCausalLM"
+    for name in (
+        "Bart BigBirdPegasus Blenderbot BlenderbotSmall CpmAnt MBart Marian Mvp PLBart Pegasus "
+        "TrOCR Whisper"
+    ).split()
+) | {"XLNetLMHeadModel"}
+# Without a problem_type, these take a distribution over the classes where others take several.
+_SOFT_LABELS = frozenset({"DebertaForSequenceClassification", "DebertaV2ForSequenceClassification"})
 _REGISTERED: dict[type[nn.Module], str] = {}
 _DECODER_ONLY = frozenset(modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES) - frozenset(
     modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES
@@ -99,11 +111,10 @@ def task_of(model: nn.Module) -> str:
 
     Raises: UnsupportedLossError naming the class, when hf_dp knows no per-example loss for it.
     """
-    classes = type(base_model(model)).__mro__
-    for known in classes:
+    for known in type(base_model(model)).__mro__:
         if known in _REGISTERED:
             return _REGISTERED[known]
-    names = {cls.__name__ for cls in classes}
+    names = _names(model)
     for task, of_task in _TASKS.items():
         if names & of_task:
             return task
@@ -113,6 +124,11 @@ def task_of(model: nn.Module) -> str:
         "sequence-to-sequence language models. Override DPTrainer.compute_per_example_loss(self, "
         "model, inputs) to return one loss per example, shape (b,), each from that example alone."
     )
+
+
+def _names(model: nn.Module) -> set[str]:
+    """Return the names of a model's class and of its bases."""
+    return {cls.__name__ for cls in type(base_model(model)).__mro__}
 
 
 def means_over_rows(model: nn.Module | None) -> bool:
@@ -158,9 +174,7 @@ def per_example_loss(model: nn.Module, inputs: Mapping[str, Any], chunked: bool 
             f"{type(base_model(model)).__name__} returned no logits, so no loss can be formed. "
             "Override DPTrainer.compute_per_example_loss to return one loss per example."
         )
-    mask = inputs.get("attention_mask")
-    if loss is _causal_lm and mask is not None and mask.shape == labels.shape:
-        labels = attended_targets(labels, mask)
+    labels = counted_labels(model, {**inputs, "labels": labels})
     if (
         loss is _causal_lm
         and base_model(model) is not model
@@ -176,7 +190,7 @@ def per_example_loss(model: nn.Module, inputs: Mapping[str, Any], chunked: bool 
                 f"Expected one label per token, shape {tuple(hidden.shape[:2])}, got "
                 f"{tuple(labels.shape)}."
             )
-        return chunked_loss(head, hidden[:, :-1], labels[:, 1:], IGNORED_LABEL)
+        return chunked_loss(head, *_at_targets(model, hidden, labels), IGNORED_LABEL)
     return loss(base_model(model), logits, labels)
 
 
@@ -203,6 +217,31 @@ def attended_targets(labels: Tensor, mask: Tensor) -> Tensor:
     attended = mask != 0
     before = torch.cat([torch.ones_like(attended[:, :1]), attended[:, :-1]], 1)
     return labels.masked_fill(~(attended & before), IGNORED_LABEL)
+
+
+def counted_labels(model: nn.Module, inputs: Mapping[str, Any]) -> Tensor:
+    """Return a batch's labels without those, of a decoder, that padding predicts or holds."""
+    labels, mask = inputs["labels"], inputs.get("attention_mask")
+    if task_of(model) != "causal_lm" or mask is None or mask.shape != labels.shape:
+        return labels
+    if _labels_are_shifted(model):  # each stands at the position that predicts it
+        return labels.masked_fill(mask == 0, IGNORED_LABEL)
+    return attended_targets(labels, mask)
+
+
+def number_of_targets(model: nn.Module, inputs: Mapping[str, Any]) -> Tensor:
+    """Return how many labels each example's loss is the mean over, (b,)."""
+    labels = counted_labels(model, inputs)
+    if task_of(model) == "causal_lm":
+        _, labels = _at_targets(model, labels, labels)
+    return (labels != IGNORED_LABEL).sum(1)
+
+
+def labels_at_their_tokens(model: nn.Module, labels: Tensor) -> Tensor:
+    """Return the labels (b, T) that a decoder's loss takes for tokens to be predicted."""
+    if _labels_are_shifted(model):
+        return F.pad(labels[:, 1:], (0, 1), value=IGNORED_LABEL)
+    return labels
 
 
 def with_position_ids(model: nn.Module, inputs: dict[str, Any]) -> dict[str, Any]:
@@ -324,6 +363,10 @@ def classification_loss(model: nn.Module, logits: Tensor, labels: Tensor) -> Ten
             f"{tuple(labels.shape)}. Check config.num_labels and config.problem_type."
         )
     labels = labels.to(logits.dtype).reshape(logits.shape)
+    config: Any = model.config
+    if config.problem_type is None and kind == "multi_label_classification":
+        if not _SOFT_LABELS.isdisjoint(_names(model)):
+            return F.cross_entropy(logits, labels, reduction="none")
     if kind == "regression":
         return F.mse_loss(logits, labels, reduction="none").flatten(1).mean(1)
     if kind == "multi_label_classification":
@@ -358,8 +401,17 @@ def _tokens(model: nn.Module, logits: Tensor, labels: Tensor) -> Tensor:
     return tokens.sum(1) / (labels != IGNORED_LABEL).sum(1).clamp_min(1)
 
 
+def _labels_are_shifted(model: nn.Module) -> bool:
+    return not _NOT_SHIFTED.isdisjoint(_names(model))
+
+
+def _at_targets(model: nn.Module, values: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    """Return what a decoder gives at each position, (b, T, ...), and the label for it."""
+    return (values, labels) if _labels_are_shifted(model) else (values[:, :-1], labels[:, 1:])
+
+
 def _causal_lm(model: nn.Module, logits: Tensor, labels: Tensor) -> Tensor:
-    return _tokens(model, logits[:, :-1], labels[:, 1:])
+    return _tokens(model, *_at_targets(model, logits, labels))
 
 
 _LOSSES: dict[str, Callable[[nn.Module, Tensor, Tensor], Tensor]] = {

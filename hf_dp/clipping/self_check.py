@@ -81,7 +81,7 @@ def self_check(
     def engine(clipping_norm: float) -> ClippingEngine:
         return ClippingEngine(model, clipping_norm, clipping=clipping, strategy=strategy)
 
-    with _named_failures(), _training(model), _moved(model, trainable):
+    with _named_failures(), in_training(model), _moved(model, trainable):
         buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
         versions = {name: parameter._version for name, parameter in model.named_parameters()}
         if have_neighbors:
@@ -133,7 +133,7 @@ def refuse_notice_of_length(
     """
     trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
     loss = partial(_on_a_copy, per_example_loss)
-    with _training(model), _moved(model, trainable), no_dropout():
+    with in_training(model), _moved(model, trainable), no_dropout():
         one, other = (_alone(model, loss, each, trainable) for each in (alone, beside))
         rtol = _tolerance(model, trainable) if rtol is None else rtol
     squares = [
@@ -361,7 +361,7 @@ def _tolerance(model: nn.Module, trainable: Mapping[str, nn.Parameter]) -> float
 
 
 @contextmanager
-def _training(model: nn.Module) -> Iterator[None]:
+def in_training(model: nn.Module) -> Iterator[None]:
     modes = {module: module.training for module in model.modules()}
     model.train()
     try:

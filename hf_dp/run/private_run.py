@@ -64,6 +64,7 @@ from hf_dp.run.ledger import RunLedger
 from hf_dp.run.meeting import facts_in_common, share_weights
 from hf_dp.run.one_run_audit import OneRunAudit
 from hf_dp.run.options import RunOptions
+from hf_dp.run.own_loss import refuse_another_loss
 from hf_dp.run.precision import Precision, computes_in_full, in_full_precision
 from hf_dp.run.training_data import TrainingData, padded_together
 from hf_dp.run.user_grouping import same_users
@@ -575,6 +576,8 @@ class PrivateRun:
             rtol=rtol,
             have_neighbors=self._has_neighbors,
         )
+        if not self.has_own_loss:
+            refuse_another_loss(self.model, self._loss, alone[0], rounded=rtol is not None)
 
     def _longest_beside(self, made_up: Any) -> Any:
         """Return a made-up example as long as the longest row, the same in all processes of a
