@@ -7,8 +7,8 @@ example's gradient depend on its neighbors (and on their number of tokens).
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -61,6 +61,11 @@ _NOT_SHIFTED = frozenset(
 ) | {"XLNetLMHeadModel"}
 # Without a problem_type, these take a distribution over the classes where others take several.
 _SOFT_LABELS = frozenset({"DebertaForSequenceClassification", "DebertaV2ForSequenceClassification"})
+# Classifiers that read at the last end token, and raise where rows have other numbers of them.
+_READ_AT_THE_END = frozenset(
+    f"{name}ForSequenceClassification"
+    for name in "Bart BigBirdPegasus MBart MT5 Mvp PLBart T5 UMT5".split()
+)
 _REGISTERED: dict[type[nn.Module], str] = {}
 _DECODER_ONLY = frozenset(modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES) - frozenset(
     modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES
@@ -131,6 +136,72 @@ def _names(model: nn.Module) -> set[str]:
     return {cls.__name__ for cls in type(base_model(model)).__mro__}
 
 
+def token_check(model: nn.Module) -> Callable[[Tensor], None] | None:
+    """Return what raises DataError for the attended token ids, (T,), of a row that the model's
+    forward would refuse; None where it takes any."""
+    base: Any = base_model(model)
+    if _READ_AT_THE_END.isdisjoint(_names(model)):
+        return getattr(base, "check_tokens", None)
+    end = base.config.eos_token_id
+
+    def check(tokens: Tensor) -> None:
+        if not bool((tokens == end).any()):
+            raise DataError(
+                f"`input_ids` has no end token ({end}), where {type(base).__name__} reads its "
+                "class. Let the tokenizer add it (add_special_tokens=True) and truncate, so that "
+                "the end token stays."
+            )
+
+    return check
+
+
+@contextmanager
+def any_number_of_end_tokens(model: nn.Module) -> Iterator[None]:
+    """Let BART's, T5's and their relatives' classifiers take rows with unequal numbers of end
+    tokens.
+
+    They read the state at the last one, and raise where the numbers differ. Inside, a classifier
+    is shown the last one of each row alone, and its backbone is shown all.
+    """
+    if _READ_AT_THE_END.isdisjoint(_names(model)):
+        yield
+        return
+    base: Any = base_model(model)
+    end = base.config.eos_token_id
+    all_tokens: list[Tensor] = []
+
+    def hide(module: nn.Module, args: Any, inputs: dict[str, Any]) -> tuple[Any, Any] | None:
+        ids, mask = inputs.get("input_ids"), inputs.get("attention_mask")
+        if ids is None:
+            return None
+        at_end = ids == end if mask is None else (ids == end) & (mask != 0)
+        places = torch.arange(ids.shape[1], device=ids.device)
+        last = torch.where(at_end, places, -1).amax(1, keepdim=True)
+        all_tokens[:] = [ids]
+        shown = {"input_ids": ids.masked_fill((ids == end) & (places != last), int(end == 0))}
+        if hasattr(base, "_shift_right") and inputs.get("decoder_input_ids") is None:
+            shown["decoder_input_ids"] = base._shift_right(ids)
+        return args, {**inputs, **shown}
+
+    def show(module: nn.Module, args: Any, inputs: dict[str, Any]) -> tuple[Any, Any] | None:
+        if not all_tokens:  # not called by the classifier
+            return None
+        ids = all_tokens.pop()
+        return ((ids, *args[1:]), inputs) if args else (args, {**inputs, "input_ids": ids})
+
+    backbone = getattr(base, base.base_model_prefix)
+    hooks = [
+        model.register_forward_pre_hook(hide, with_kwargs=True),
+        # The first shows last, if another one is inside.
+        backbone.register_forward_pre_hook(show, with_kwargs=True, prepend=True),
+    ]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
 def means_over_rows(model: nn.Module | None) -> bool:
     """Return whether a transformers model's own loss is the mean over the rows of its batch."""
     try:
@@ -166,7 +237,8 @@ def per_example_loss(model: nn.Module, inputs: Mapping[str, Any], chunked: bool 
     if task == "seq2seq_lm" and "decoder_input_ids" not in inputs:
         inputs["decoder_input_ids"] = _shifted_labels(base_model(model), labels)
     head = _head_by_blocks(model, task, labels) if chunked else None
-    with nullcontext() if head is None else without_logits(head) as found:
+    blocks = nullcontext() if head is None else without_logits(head)
+    with any_number_of_end_tokens(model), blocks as found:
         output = model(**with_position_ids(model, inputs))
     logits = getattr(output, "logits", None)
     if logits is None:
