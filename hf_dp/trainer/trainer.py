@@ -404,7 +404,7 @@ class DPTrainer(Publishing):
         self.tuner.before_step(run, self.state.global_step)
         run.begin_step()  # each call is given one Poisson sample
 
-        with named_memory_errors():
+        with self.saves_what_ran(), named_memory_errors():
             clipped = mechanism.clip(inputs)  # per-example losses, norms, weights, the clipped sum
         with run.release_step() as release:  # the step is in the durable ledger from here on
             mechanism.set_gradients(clipped, release)  # + noise, / expected_batch_size, to p.grad
