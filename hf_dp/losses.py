@@ -426,13 +426,20 @@ def classification_loss(model: nn.Module, logits: Tensor, labels: Tensor) -> Ten
         if labels.shape != logits.shape[:1]:
             raise DataError(
                 f"Expected one label per example, shape {(len(logits),)}, got "
-                f"{tuple(labels.shape)}."
+                f"{tuple(labels.shape)}. For several classes of an example, give floats and set "
+                "config.problem_type='multi_label_classification'."
             )
         return F.cross_entropy(logits, labels.long(), reduction="none")
     if labels.numel() != logits.numel() or len(labels) != len(logits):
         raise DataError(
             f"Expected labels for {kind} of the shape of the logits, {tuple(logits.shape)}, got "
             f"{tuple(labels.shape)}. Check config.num_labels and config.problem_type."
+        )
+    if kind == "multi_label_classification" and not labels.is_floating_point():
+        raise DataError(
+            f"Expected labels for {kind} as floats, 0.0 or 1.0 for each class, got {labels.dtype}, "
+            "which the model's own loss does not take. Cast the column: dataset.cast_column("
+            "'labels', datasets.List(datasets.Value('float32')))."
         )
     labels = labels.to(logits.dtype).reshape(logits.shape)
     config: Any = model.config

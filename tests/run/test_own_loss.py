@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from hf_dp import losses
-from hf_dp.errors import UnsupportedLossError
+from hf_dp.errors import DataError, UnsupportedLossError
 from hf_dp.losses import number_of_targets, per_example_loss
 from hf_dp.run.own_loss import refuse_another_loss
 from hf_dp.run.synthetic import synthetic_examples
@@ -182,10 +182,21 @@ def test_others_are_refused_too():
 
 
 def test_a_loss_that_fails_where_ours_does_not_is_refused():
+    class Raising(Weighted):
+        def of(self, logits, labels):
+            if labels[0] == 1:
+                raise ValueError("odd label")
+            return F.cross_entropy(logits, labels)
+
+    with pytest.raises(UnsupportedLossError, match=r"fails on .*\[1\] .*odd label.*would fail"):
+        compare(bert(Raising))
+
+
+def test_integers_for_several_classes_are_refused():
     model = bert(problem_type="multi_label_classification", num_labels=3)
     (example, *_) = synthetic_examples(model)
-    with pytest.raises(UnsupportedLossError, match="own loss fails on .*evaluate.. would fail"):
-        compare(model, {**example, "labels": torch.tensor([[0, 1, 1]])})
+    with pytest.raises(DataError, match="as floats, 0.0 or 1.0 .*got torch.int64.*cast_column"):
+        per_example_loss(model, {**example, "labels": torch.tensor([[0, 1, 1]])})
 
 
 @pytest.mark.parametrize(("dtype", "scale"), [(torch.float32, 1.001), (torch.bfloat16, 1.1)])
