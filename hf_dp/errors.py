@@ -67,6 +67,11 @@ class MemoryShortError(HfDpError, MemoryError):
     """Memory ran out while a logical batch was computed; nothing of it was released."""
 
 
+class StepError(HfDpError, RuntimeError):
+    """A step failed before its release. The message says what the steps before it cost, and where
+    their weights are."""
+
+
 class BudgetExceededError(HfDpError, RuntimeError):
     """The next release would pass the target epsilon."""
 

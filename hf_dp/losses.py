@@ -7,8 +7,8 @@ example's gradient depend on its neighbors (and on their number of tokens).
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -45,10 +45,27 @@ _TASKS = {
     "token_classification": _class_names(
         modeling_auto.MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES
     ),
-    "causal_lm": _class_names(modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES),
+    # XLM stands in this table and in that of masked language models; its own loss is of the latter.
+    "causal_lm": _class_names(modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+    - {"XLMWithLMHeadModel"},
     "seq2seq_lm": _class_names(modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES),
     "masked_lm": _class_names(modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES),
 }
+# Decoders whose labels the user shifts: the logits at a position are for the label there.
+_NOT_SHIFTED = frozenset(
+    f"{name}ForCausalLM"
+    for name in (
+        "Bart BigBirdPegasus Blenderbot BlenderbotSmall CpmAnt MBart Marian Mvp PLBart Pegasus "
+        "TrOCR Whisper"
+    ).split()
+) | {"XLNetLMHeadModel"}
+# Without a problem_type, these take a distribution over the classes where others take several.
+_SOFT_LABELS = frozenset({"DebertaForSequenceClassification", "DebertaV2ForSequenceClassification"})
+# Classifiers that read at the last end token, and raise where rows have other numbers of them.
+_READ_AT_THE_END = frozenset(
+    f"{name}ForSequenceClassification"
+    for name in "Bart BigBirdPegasus MBart MT5 Mvp PLBart T5 UMT5".split()
+)
 _REGISTERED: dict[type[nn.Module], str] = {}
 _DECODER_ONLY = frozenset(modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES) - frozenset(
     modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES
@@ -99,11 +116,10 @@ def task_of(model: nn.Module) -> str:
 
     Raises: UnsupportedLossError naming the class, when hf_dp knows no per-example loss for it.
     """
-    classes = type(base_model(model)).__mro__
-    for known in classes:
+    for known in type(base_model(model)).__mro__:
         if known in _REGISTERED:
             return _REGISTERED[known]
-    names = {cls.__name__ for cls in classes}
+    names = _names(model)
     for task, of_task in _TASKS.items():
         if names & of_task:
             return task
@@ -113,6 +129,77 @@ def task_of(model: nn.Module) -> str:
         "sequence-to-sequence language models. Override DPTrainer.compute_per_example_loss(self, "
         "model, inputs) to return one loss per example, shape (b,), each from that example alone."
     )
+
+
+def _names(model: nn.Module) -> set[str]:
+    """Return the names of a model's class and of its bases."""
+    return {cls.__name__ for cls in type(base_model(model)).__mro__}
+
+
+def token_check(model: nn.Module) -> Callable[[Tensor], None] | None:
+    """Return what raises DataError for the attended token ids, (T,), of a row that the model's
+    forward would refuse; None where it takes any."""
+    base: Any = base_model(model)
+    if _READ_AT_THE_END.isdisjoint(_names(model)):
+        return getattr(base, "check_tokens", None)
+    end = base.config.eos_token_id
+
+    def check(tokens: Tensor) -> None:
+        if not bool((tokens == end).any()):
+            raise DataError(
+                f"`input_ids` has no end token ({end}), where {type(base).__name__} reads its "
+                "class. Let the tokenizer add it (add_special_tokens=True) and truncate, so that "
+                "the end token stays."
+            )
+
+    return check
+
+
+@contextmanager
+def any_number_of_end_tokens(model: nn.Module) -> Iterator[None]:
+    """Let BART's, T5's and their relatives' classifiers take rows with unequal numbers of end
+    tokens.
+
+    They read the state at the last one, and raise where the numbers differ. Inside, a classifier
+    is shown the last one of each row alone, and its backbone is shown all.
+    """
+    if _READ_AT_THE_END.isdisjoint(_names(model)):
+        yield
+        return
+    base: Any = base_model(model)
+    end = base.config.eos_token_id
+    all_tokens: list[Tensor] = []
+
+    def hide(module: nn.Module, args: Any, inputs: dict[str, Any]) -> tuple[Any, Any] | None:
+        ids, mask = inputs.get("input_ids"), inputs.get("attention_mask")
+        if ids is None:
+            return None
+        at_end = ids == end if mask is None else (ids == end) & (mask != 0)
+        places = torch.arange(ids.shape[1], device=ids.device)
+        last = torch.where(at_end, places, -1).amax(1, keepdim=True)
+        all_tokens[:] = [ids]
+        shown = {"input_ids": ids.masked_fill((ids == end) & (places != last), int(end == 0))}
+        if hasattr(base, "_shift_right") and inputs.get("decoder_input_ids") is None:
+            shown["decoder_input_ids"] = base._shift_right(ids)
+        return args, {**inputs, **shown}
+
+    def show(module: nn.Module, args: Any, inputs: dict[str, Any]) -> tuple[Any, Any] | None:
+        if not all_tokens:  # not called by the classifier
+            return None
+        ids = all_tokens.pop()
+        return ((ids, *args[1:]), inputs) if args else (args, {**inputs, "input_ids": ids})
+
+    backbone = getattr(base, base.base_model_prefix)
+    hooks = [
+        model.register_forward_pre_hook(hide, with_kwargs=True),
+        # The first shows last, if another one is inside.
+        backbone.register_forward_pre_hook(show, with_kwargs=True, prepend=True),
+    ]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 def means_over_rows(model: nn.Module | None) -> bool:
@@ -150,7 +237,8 @@ def per_example_loss(model: nn.Module, inputs: Mapping[str, Any], chunked: bool 
     if task == "seq2seq_lm" and "decoder_input_ids" not in inputs:
         inputs["decoder_input_ids"] = _shifted_labels(base_model(model), labels)
     head = _head_by_blocks(model, task, labels) if chunked else None
-    with nullcontext() if head is None else without_logits(head) as found:
+    blocks = nullcontext() if head is None else without_logits(head)
+    with any_number_of_end_tokens(model), blocks as found:
         output = model(**with_position_ids(model, inputs))
     logits = getattr(output, "logits", None)
     if logits is None:
@@ -158,9 +246,7 @@ def per_example_loss(model: nn.Module, inputs: Mapping[str, Any], chunked: bool 
             f"{type(base_model(model)).__name__} returned no logits, so no loss can be formed. "
             "Override DPTrainer.compute_per_example_loss to return one loss per example."
         )
-    mask = inputs.get("attention_mask")
-    if loss is _causal_lm and mask is not None and mask.shape == labels.shape:
-        labels = attended_targets(labels, mask)
+    labels = counted_labels(model, {**inputs, "labels": labels})
     if (
         loss is _causal_lm
         and base_model(model) is not model
@@ -176,7 +262,7 @@ def per_example_loss(model: nn.Module, inputs: Mapping[str, Any], chunked: bool 
                 f"Expected one label per token, shape {tuple(hidden.shape[:2])}, got "
                 f"{tuple(labels.shape)}."
             )
-        return chunked_loss(head, hidden[:, :-1], labels[:, 1:], IGNORED_LABEL)
+        return chunked_loss(head, *_at_targets(model, hidden, labels), IGNORED_LABEL)
     return loss(base_model(model), logits, labels)
 
 
@@ -203,6 +289,31 @@ def attended_targets(labels: Tensor, mask: Tensor) -> Tensor:
     attended = mask != 0
     before = torch.cat([torch.ones_like(attended[:, :1]), attended[:, :-1]], 1)
     return labels.masked_fill(~(attended & before), IGNORED_LABEL)
+
+
+def counted_labels(model: nn.Module, inputs: Mapping[str, Any]) -> Tensor:
+    """Return a batch's labels without those, of a decoder, that padding predicts or holds."""
+    labels, mask = inputs["labels"], inputs.get("attention_mask")
+    if task_of(model) != "causal_lm" or mask is None or mask.shape != labels.shape:
+        return labels
+    if _labels_are_shifted(model):  # each stands at the position that predicts it
+        return labels.masked_fill(mask == 0, IGNORED_LABEL)
+    return attended_targets(labels, mask)
+
+
+def number_of_targets(model: nn.Module, inputs: Mapping[str, Any]) -> Tensor:
+    """Return how many labels each example's loss is the mean over, (b,)."""
+    labels = counted_labels(model, inputs)
+    if task_of(model) == "causal_lm":
+        _, labels = _at_targets(model, labels, labels)
+    return (labels != IGNORED_LABEL).sum(1)
+
+
+def labels_at_their_tokens(model: nn.Module, labels: Tensor) -> Tensor:
+    """Return the labels (b, T) that a decoder's loss takes for tokens to be predicted."""
+    if _labels_are_shifted(model):
+        return F.pad(labels[:, 1:], (0, 1), value=IGNORED_LABEL)
+    return labels
 
 
 def with_position_ids(model: nn.Module, inputs: dict[str, Any]) -> dict[str, Any]:
@@ -315,7 +426,8 @@ def classification_loss(model: nn.Module, logits: Tensor, labels: Tensor) -> Ten
         if labels.shape != logits.shape[:1]:
             raise DataError(
                 f"Expected one label per example, shape {(len(logits),)}, got "
-                f"{tuple(labels.shape)}."
+                f"{tuple(labels.shape)}. For several classes of an example, give floats and set "
+                "config.problem_type='multi_label_classification'."
             )
         return F.cross_entropy(logits, labels.long(), reduction="none")
     if labels.numel() != logits.numel() or len(labels) != len(logits):
@@ -323,7 +435,17 @@ def classification_loss(model: nn.Module, logits: Tensor, labels: Tensor) -> Ten
             f"Expected labels for {kind} of the shape of the logits, {tuple(logits.shape)}, got "
             f"{tuple(labels.shape)}. Check config.num_labels and config.problem_type."
         )
+    if kind == "multi_label_classification" and not labels.is_floating_point():
+        raise DataError(
+            f"Expected labels for {kind} as floats, 0.0 or 1.0 for each class, got {labels.dtype}, "
+            "which the model's own loss does not take. Cast the column: dataset.cast_column("
+            "'labels', datasets.List(datasets.Value('float32')))."
+        )
     labels = labels.to(logits.dtype).reshape(logits.shape)
+    config: Any = model.config
+    if config.problem_type is None and kind == "multi_label_classification":
+        if not _SOFT_LABELS.isdisjoint(_names(model)):
+            return F.cross_entropy(logits, labels, reduction="none")
     if kind == "regression":
         return F.mse_loss(logits, labels, reduction="none").flatten(1).mean(1)
     if kind == "multi_label_classification":
@@ -358,8 +480,17 @@ def _tokens(model: nn.Module, logits: Tensor, labels: Tensor) -> Tensor:
     return tokens.sum(1) / (labels != IGNORED_LABEL).sum(1).clamp_min(1)
 
 
+def _labels_are_shifted(model: nn.Module) -> bool:
+    return not _NOT_SHIFTED.isdisjoint(_names(model))
+
+
+def _at_targets(model: nn.Module, values: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    """Return what a decoder gives at each position, (b, T, ...), and the label for it."""
+    return (values, labels) if _labels_are_shifted(model) else (values[:, :-1], labels[:, 1:])
+
+
 def _causal_lm(model: nn.Module, logits: Tensor, labels: Tensor) -> Tensor:
-    return _tokens(model, logits[:, :-1], labels[:, 1:])
+    return _tokens(model, *_at_targets(model, logits, labels))
 
 
 _LOSSES: dict[str, Callable[[nn.Module, Tensor, Tensor], Tensor]] = {

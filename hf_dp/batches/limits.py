@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,7 +12,13 @@ from torch import Tensor, nn
 from hf_dp.batches.padding import LABELS
 from hf_dp.batches.structure import Example, column, leaves
 from hf_dp.errors import DataError, UnsupportedLossError
-from hf_dp.losses import IGNORED_LABEL, base_model, takes_attention_mask, task_of
+from hf_dp.losses import (
+    IGNORED_LABEL,
+    base_model,
+    takes_attention_mask,
+    task_of,
+    token_check,
+)
 
 _BESIDE_TOKENS = ("attention_mask", "token_type_ids", "special_tokens_mask", "position_ids")
 _TOKEN_LABELS = ("token_classification", "causal_lm", "masked_lm", "seq2seq_lm")
@@ -27,6 +33,7 @@ class Limits:
         as_long_as_tokens: columns with a value for each of the ``input_ids``.
         any_mask: whether an attention mask may have holes, begin with 0 or be 0 everywhere.
         padded_on_the_left: whether the tokenizer pads on the left.
+        check_tokens: raises DataError for attended tokens, (T,), that the model refuses.
     """
 
     below: Mapping[str, int] = field(default_factory=dict)
@@ -34,6 +41,7 @@ class Limits:
     as_long_as_tokens: frozenset[str] = frozenset()
     any_mask: bool = True
     padded_on_the_left: bool = False
+    check_tokens: Callable[[Tensor], None] | None = None
 
     @classmethod
     def of(cls, model: nn.Module, own_loss: bool = False, side: str = "right") -> Limits:
@@ -63,6 +71,7 @@ class Limits:
             frozenset(_BESIDE_TOKENS + (LABELS if of_tokens else ())),
             any_mask=own_loss or not takes_attention_mask(model),
             padded_on_the_left=side == "left",
+            check_tokens=token_check(model),
         )
 
     def check(self, example: Example) -> None:
@@ -96,6 +105,9 @@ class Limits:
                     f"{tuple(tokens.shape)}. Give each token a value."
                 )
         mask = example.get("attention_mask")
+        if self.check_tokens is not None:
+            attended = isinstance(mask, Tensor) and mask.shape == tokens.shape
+            self.check_tokens(tokens[mask != 0] if attended else tokens.flatten())
         if (
             not self.any_mask
             and isinstance(mask, Tensor)

@@ -86,7 +86,8 @@ def _like(
         made = torch.randn(shape) if _is_float(value) else torch.zeros(shape, dtype=torch.long)
         return _cast(made, value)
     if isinstance(value, (list, tuple)):
-        if value and all(isinstance(item, (bool, int, float, str)) for item in value):
+        plain = all(isinstance(item, (bool, int, float, str)) for item in value)
+        if value and (plain or length is not None):  # such as a box for each token
             count = len(value) if length is None else length
             return type(value)(_like(value[0], None, example, aligned) for _ in range(count))
         items = [_like(item, None, example, aligned) for item in value]

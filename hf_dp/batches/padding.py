@@ -20,6 +20,8 @@ from hf_dp.errors import DataError, UnsupportedLossError
 from hf_dp.losses import IGNORED_LABEL, base_model, takes_attention_mask, task_of
 
 LABELS = ("labels", "label", "label_ids")
+# Columns with several numbers for each token, and what transformers' tokenizers pad them with.
+_NESTED = {"bbox": 0}
 _OF_THE_DECODER = ("decoder_input_ids", "decoder_attention_mask")
 
 
@@ -101,8 +103,8 @@ class Padding:
     def fill(self, name: str, leaf: Leaf) -> float | None:
         """Return the value that a column is padded with; None if none is known to be right."""
         name, is_float = column(name), leaf.dtype.startswith(("float", "bfloat", "complex"))
-        if name in self.values:
-            return self.values[name]
+        if name in self.values or name in _NESTED:
+            return self.values.get(name, _NESTED.get(name))
         if is_float:  # 0 is not padding for an additive mask, nor for a target
             return None
         if name in LABELS:
@@ -154,9 +156,10 @@ class Padding:
     def _dimension(self, name: str, dimensions: int) -> int:
         """Return the dimension of a column's length.
 
-        It is the last one, or the first one of an example for a column with a declared value.
+        It is the last one, or the first one of an example for boxes and for a column with a
+        declared value.
         """
-        return 1 if column(name) in self.values else dimensions - 1
+        return 1 if column(name) in {*self.values, *_NESTED} else dimensions - 1
 
     def _side(self, name: str) -> str:
         name = column(name)

@@ -76,12 +76,12 @@ def self_check(
     if sharded:
         prepare_shards(model)
     trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    per_example_loss = partial(_on_a_copy, per_example_loss)
+    per_example_loss = loss = _OnCopies(per_example_loss)
 
     def engine(clipping_norm: float) -> ClippingEngine:
         return ClippingEngine(model, clipping_norm, clipping=clipping, strategy=strategy)
 
-    with _named_failures(), _training(model), _moved(model, trainable):
+    with _named_failures(loss), in_training(model), _moved(model, trainable):
         buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
         versions = {name: parameter._version for name, parameter in model.named_parameters()}
         if have_neighbors:
@@ -132,8 +132,8 @@ def refuse_notice_of_length(
     Raises: SelfCheckError when they differ.
     """
     trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    loss = partial(_on_a_copy, per_example_loss)
-    with _training(model), _moved(model, trainable), no_dropout():
+    loss = _OnCopies(per_example_loss)
+    with _named_failures(loss), in_training(model), _moved(model, trainable), no_dropout():
         one, other = (_alone(model, loss, each, trainable) for each in (alone, beside))
         rtol = _tolerance(model, trainable) if rtol is None else rtol
     squares = [
@@ -152,28 +152,44 @@ def refuse_notice_of_length(
         )
 
 
+class _OnCopies:
+    """The loss of a copy of each batch, which it may change. Attributes: tried: the last batch."""
+
+    def __init__(self, per_example_loss: PerExampleLoss):
+        self._loss, self.tried = per_example_loss, None
+
+    def __call__(self, model: nn.Module, batch: Batch) -> Tensor:
+        self.tried = batch
+        return self._loss(model, copy.deepcopy(batch))
+
+
 @contextmanager
-def _named_failures() -> Iterator[None]:
-    """Say what fails: a rule may meet a use of its layer that it cannot compute."""
+def _named_failures(loss: _OnCopies) -> Iterator[None]:
+    """Say what fails on which made-up rows: a rule may meet a use of its layer that it cannot
+    compute."""
     try:
         yield
-    except (HfDpError, torch.OutOfMemoryError):
+    except (HfDpError, MemoryError, torch.OutOfMemoryError):
         raise
-    except RuntimeError as problem:
-        if "memory" in str(problem).lower() or "alloc" in str(problem).lower():  # a lack of it
+    except Exception as problem:
+        said = next(iter(str(problem).splitlines()), "")
+        if "memory" in said.lower() or "alloc" in said.lower():  # a lack of it
             raise
         raise SelfCheckError(
-            f"Model, loss or clipping engine fail on made-up examples ({type(problem).__name__}: "
-            f"{str(problem).splitlines()[0]}). If the model runs in eval mode, a layer is used in "
-            "a way that its clipping rule does not cover: the first dimension of its input is "
-            "not the examples, say, but windows of images. Freeze parts of the model to find it, "
-            "set gradient_checkpointing=False, or choose another model."
+            f"Model, loss or clipping engine fail on made-up examples of {_shapes(loss.tried)} "
+            f"({type(problem).__name__}: {said}). If the model runs with them in eval mode, a "
+            "layer is used in a way that its clipping rule does not cover: the first dimension of "
+            "its input is not the examples, say, but windows of images. Freeze parts of the model "
+            "to find it, set gradient_checkpointing=False, or choose another model. If it runs "
+            "with one of them alone only, it takes rows that have something in common: make the "
+            "rows alike, or choose another model."
         ) from problem
 
 
-def _on_a_copy(per_example_loss: PerExampleLoss, model: nn.Module, batch: Batch) -> Tensor:
-    """Call the loss with a copy of the batch, which it may change."""
-    return per_example_loss(model, copy.deepcopy(batch))
+def _shapes(batch: Batch) -> str:
+    parts = batch.items() if isinstance(batch, Mapping) else enumerate(batch or ())
+    shapes = [f"{n} {tuple(each.shape)}" for n, each in parts if isinstance(each, Tensor)]
+    return ", ".join(shapes) or "unknown shape"
 
 
 def _arrangements(padded: Batch, count: int) -> Iterator[tuple[Batch, list[int]]]:
@@ -361,7 +377,7 @@ def _tolerance(model: nn.Module, trainable: Mapping[str, nn.Parameter]) -> float
 
 
 @contextmanager
-def _training(model: nn.Module) -> Iterator[None]:
+def in_training(model: nn.Module) -> Iterator[None]:
     modes = {module: module.training for module in model.modules()}
     model.train()
     try:

@@ -39,7 +39,7 @@ from hf_dp.clipping.self_check import AUTOCAST_TOLERANCE, refuse_notice_of_lengt
 from hf_dp.clipping.sharding import is_sharded
 from hf_dp.distributed.processes import Processes, others_present
 from hf_dp.errors import ConfigError, DataError, LedgerError, UnsupportedArgumentError
-from hf_dp.losses import columns_read, per_example_loss
+from hf_dp.losses import any_number_of_end_tokens, columns_read, per_example_loss
 from hf_dp.noise import SecretRandomness, untouched_generators
 from hf_dp.overlap.compare import TrainingRows, refuse_training_rows
 from hf_dp.overlap.search import refuse_any_training_row, refuse_any_training_user
@@ -64,6 +64,7 @@ from hf_dp.run.ledger import RunLedger
 from hf_dp.run.meeting import facts_in_common, share_weights
 from hf_dp.run.one_run_audit import OneRunAudit
 from hf_dp.run.options import RunOptions
+from hf_dp.run.own_loss import refuse_another_loss
 from hf_dp.run.precision import Precision, computes_in_full, in_full_precision
 from hf_dp.run.training_data import TrainingData, padded_together
 from hf_dp.run.user_grouping import same_users
@@ -130,7 +131,7 @@ class PrivateRun:
         self.train_dataset, self.data_collator = train_dataset, data_collator
         self.processing_class, self.accelerator = processing_class, accelerator
         self.has_own_loss = compute_per_example_loss is not None
-        self._loss: PerExampleLoss = compute_per_example_loss or per_example_loss
+        self._of_model: PerExampleLoss = compute_per_example_loss or per_example_loss
         self._forward_context, self._synthetic = forward_context, synthetic_batches
         self.has_own_examples = synthetic_batches is not None
         self._columns: Callable[[], tuple[Any, Any]] = lambda: (
@@ -454,6 +455,10 @@ class PrivateRun:
         with self._forward_context():
             return self._loss(self.model, self._placed(batch))
 
+    def _loss(self, model: nn.Module, batch: Any) -> Tensor:
+        with any_number_of_end_tokens(model):
+            return self._of_model(model, batch)
+
     def _placed(self, batch: Any) -> Any:
         """Return a physical batch on the model's device. Nothing else may happen to it here: a hook
         that mixed its examples would be called outside what the self-check compares."""
@@ -583,6 +588,8 @@ class PrivateRun:
             rtol=rtol,
             have_neighbors=self._has_neighbors,
         )
+        if not self.has_own_loss:
+            refuse_another_loss(self.model, self._loss, alone[0], rounded=rtol is not None)
 
     def _longest_beside(self, made_up: Any) -> Any:
         """Return a made-up example as long as the longest row, the same in all processes of a

@@ -70,6 +70,8 @@ def _texts(
         if isinstance(eos, int) and 0 <= eos < vocabulary:
             ids[:, :-1][ids[:, :-1] == eos] = ids[0, 0] if ids[0, 0] != eos else tokens[0]
             ids[:, -1] = eos  # some heads read its position
+            if eos != pad and length == max(lengths):
+                ids[:, length // 2] = eos  # and some take rows with equal numbers of them only
         if task == "seq2seq_lm":
             labels = tokens[torch.randint(len(tokens), (1, target_length))]
         else:

@@ -32,6 +32,7 @@ from hf_dp.plans.units import Users
 from hf_dp.run.failing_row import why_a_row_fails
 from hf_dp.run.precision import Watched
 from hf_dp.run.synthetic import made_up_tokens, synthetic_examples
+from hf_dp.run.tables import refuse_ids_beyond_tables
 
 logger = logging.get_logger(__name__)
 
@@ -113,6 +114,7 @@ class TrainingData:
             raise DataError(why_a_row_fails(model, self.looked_over, problem)) from problem
         finally:
             model.train(training)
+        refuse_ids_beyond_tables(model, losses, self.examples, layout, self.limits.below)
 
     def _check_labels(self, layout: Layout) -> None:
         labels = layout.leaves.get("labels")
@@ -173,7 +175,7 @@ class TrainingData:
         """
         made = [
             _of_the_size_of_rows(example, self.looked_over.layout)
-            for example in synthetic_examples(model)
+            for example in synthetic_examples(model, *self._lengths())
         ]
         try:
             with self.examples.randomness.streams():
@@ -190,6 +192,21 @@ class TrainingData:
                 str(problem).rstrip("."),
             )
             return list(made)
+
+    def _lengths(self) -> tuple[tuple[int, ...], ...]:
+        """Return the lengths of made-up examples: those of the rows, where none is padded and a
+        column beside the tokens could not be; otherwise none, for different ones."""
+        leaves = self.looked_over.layout.leaves
+        tokens = leaves.get("input_ids")
+        if tokens is None or tokens.varying or len(tokens.most) != 2:
+            return ()
+        beside = (
+            each.is_tensor
+            and each.most[1:2] == tokens.most[1:]
+            and self.padding.fill(n, each) is None
+            for n, each in leaves.items()
+        )
+        return ((tokens.most[1],) * 3,) if any(beside) else ()
 
     def longest_beside(self, made_up: Example, model: nn.Module) -> Example:
         """Return a made-up batch of one, as long as the longest row in each of its columns.

@@ -80,14 +80,8 @@ class InfillingForSequenceClassification(PreTrainedModel):
                 "Infilling needs `input_ids`, in which it finds the mask; prompt tuning replaces "
                 "them."
             )
-        at_mask = input_ids == self.config.mask_token_id
-        if not bool((at_mask.sum(1) == 1).all()):
-            raise DataError(
-                "Each example must hold the mask token exactly once. Encode texts with the "
-                "tokenizer saved beside this model, which puts them into its template "
-                f"{self.config.template!r}, as one text or as a pair."
-            )
-        where = at_mask.int().argmax(1)
+        self.check_tokens(input_ids)
+        where = (input_ids == self.config.mask_token_id).int().argmax(1)
 
         def only_mask(module: nn.Module, args: Any, output: Any) -> Any:
             hidden = output.last_hidden_state
@@ -106,6 +100,17 @@ class InfillingForSequenceClassification(PreTrainedModel):
             hidden_states=output.hidden_states,
             attentions=output.attentions,
         )
+
+    def check_tokens(self, input_ids: Tensor) -> None:
+        """Raise DataError for token ids (..., T) with other than one mask token."""
+        counts = (input_ids == self.config.mask_token_id).sum(-1)
+        if not bool((counts == 1).all()):
+            raise DataError(
+                f"Expected the mask token exactly once in each example, got {counts.tolist()} of "
+                "them. Encode texts with the tokenizer saved beside this model, which puts them "
+                f"into its template {self.config.template!r}, as one text or as a pair, and leave "
+                "out texts that hold the mask token themselves."
+            )
 
     def valid_input_ids(self, input_ids: Tensor) -> Tensor:
         """Make random token ids (b, T) acceptable.

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ from transformers.utils import logging
 
 from hf_dp._validate import invalid
 from hf_dp.clipping.sharding import is_sharded
+from hf_dp.errors import HfDpError, StepError
 from hf_dp.run.checkpoint import SAVING, publish, rotate, stage, tidy
 from hf_dp.run.choice import checkpoint_of
 from hf_dp.run.disk import named_disk_errors
@@ -60,6 +63,53 @@ class Checkpointing(ReleasedLogs):
             processes.on_main(lambda: self._publish(folder, name))
         if self.args.push_to_hub:
             self._push_from_checkpoint(os.path.join(str(self.args.output_dir), name))
+
+    def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
+        """Fetch what a step takes, as Trainer does; raises as :meth:`saves_what_ran`."""
+        with self.saves_what_ran():
+            return super().get_batch_samples(*args, **kwargs)
+
+    @contextmanager
+    def saves_what_ran(self) -> Iterator[None]:
+        """Save a checkpoint of the steps so far if a step fails inside, before its release.
+
+        Raises: StepError, or the error itself if it is one of ours; both say what is spent.
+        """
+        try:
+            yield
+        except Exception as problem:
+            if self._run is None:
+                raise
+            said = f"{self._what_ran(self._run)} {self._saved_where(self._run)}"
+            if isinstance(problem, HfDpError):
+                raise type(problem)(f"{problem} {said}") from problem
+            raise StepError(
+                f"Step {self.state.global_step + 1} failed before anything of it was released "
+                f"({type(problem).__name__}: {problem}). {said}"
+            ) from problem
+
+    def _what_ran(self, run: PrivateRun) -> str:
+        if not len(run.ledger):
+            return "No step ran before it: nothing is spent."
+        spent = "no epsilon is established for them"
+        if run.plan.mechanism.established:
+            epsilon = run.epsilon().rounded_up()
+            spent = f"epsilon {epsilon} is spent at delta {run.plan.delta:g}"
+        return f"{self.state.global_step} steps ran before it: {spent}."
+
+    def _saved_where(self, run: PrivateRun) -> str:
+        name = f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
+        go_on = "Correct what failed, and go on with resume_from_checkpoint=True."
+        if not self.state.global_step:
+            return "Correct what failed, and start again."
+        if not run.processes.alone:  # the others do not wait to save
+            return f"Nothing was saved since the last complete checkpoint. {go_on}"
+        try:
+            if not (run.folder / name).exists():
+                self._save_checkpoint(self.model, None)
+        except (HfDpError, OSError) as also:
+            return f"Their weights could not be saved ({also})."
+        return f"Their weights are in {run.folder / name}. {go_on}"
 
     def _publish(self, folder: Path, name: str) -> None:
         publish(folder, name)

@@ -26,7 +26,12 @@ from trl.trainer.utils import disable_dropout_in_model
 
 from hf_dp._validate import invalid, positive
 from hf_dp.errors import DataError, UnsupportedArgumentError
-from hf_dp.losses import IGNORED_LABEL, attended_targets, per_example_loss
+from hf_dp.losses import (
+    IGNORED_LABEL,
+    labels_at_their_tokens,
+    number_of_targets,
+    per_example_loss,
+)
 from hf_dp.overlap.compare import TrainingRows, refuse_training_rows
 from hf_dp.run.checks import check_train_dataset
 from hf_dp.run.synthetic import synthetic_examples
@@ -361,8 +366,8 @@ def answer_log_probs(model: nn.Module, inputs: Mapping[str, Tensor]) -> Tensor:
     Args: inputs: ``input_ids``, ``attention_mask`` and ``labels``, (b, T), -100 on the prompt.
     """
     batch = {name: inputs[name] for name in ("input_ids", "attention_mask", "labels")}
-    predicted = attended_targets(batch["labels"], batch["attention_mask"])[:, 1:] != IGNORED_LABEL
-    return -per_example_loss(model, batch) * predicted.sum(1)
+    batch["labels"] = labels_at_their_tokens(model, batch["labels"])
+    return -per_example_loss(model, batch) * number_of_targets(model, batch)
 
 
 def add_references(dataset: Any, model: Any, collator: PairCollator, args: Any) -> Any:

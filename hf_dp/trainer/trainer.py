@@ -27,7 +27,12 @@ from hf_dp.clipping import refuse_coupling
 from hf_dp.clipping.sharding import is_sharded
 from hf_dp.distributed.processes import Processes, others_present
 from hf_dp.errors import UnsupportedArgumentError
-from hf_dp.losses import columns_read, means_over_rows, per_example_loss
+from hf_dp.losses import (
+    any_number_of_end_tokens,
+    columns_read,
+    means_over_rows,
+    per_example_loss,
+)
 from hf_dp.mechanisms import mechanism_for
 from hf_dp.overlap.compare import TrainingRows, refuse_training_rows
 from hf_dp.overlap.search import refuse_any_training_row, refuse_any_training_user
@@ -369,7 +374,7 @@ class DPTrainer(Publishing):
             self.tuner.before_step(run, self.state.global_step)
             run.begin_step()  # each call is given one Poisson sample
 
-            with named_memory_errors():
+            with self.saves_what_ran(), named_memory_errors():
                 clipped = mechanism.clip(inputs)  # per-example losses, norms, weights, clipped sum
             with run.release_step() as release:  # the step is in the durable ledger from here on
                 mechanism.set_gradients(clipped, release)  # + noise, / expected_batch_size: p.grad
@@ -629,7 +634,7 @@ class DPTrainer(Publishing):
         self._compare_with_training_rows(
             known[effective] if isinstance(effective, str) else effective
         )
-        with self._as_it_will_end():
+        with self._as_it_will_end(), any_number_of_end_tokens(self.model):
             metrics = super().evaluate(eval_dataset, *args, **kwargs)
         self._evaluation.update(metrics)
         return metrics
@@ -657,7 +662,7 @@ class DPTrainer(Publishing):
         Raises: UnsupportedArgumentError for rows of the training set in private modes.
         """
         self._compare_with_training_rows(test_dataset)
-        with self._as_it_will_end():
+        with self._as_it_will_end(), any_number_of_end_tokens(self.model):
             return super().predict(test_dataset, *args, **kwargs)
 
     def _as_it_will_end(self) -> AbstractContextManager[None]:

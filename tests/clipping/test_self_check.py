@@ -176,7 +176,8 @@ def test_an_engine_that_fails_is_named():
     images = {"pixel_values": torch.randn(3, 3, 32, 32), "labels": torch.tensor([0, 1, 1])}
     each = [{name: value[i : i + 1] for name, value in images.items()} for i in range(3)]
     with pytest.raises(
-        SelfCheckError, match=r"engine fail on made-up examples \(RuntimeError: The"
+        SelfCheckError,
+        match=r"engine fail on made-up examples of pixel_values.*\(RuntimeError: The",
     ):
         self_check(model, per_example_loss, images, each)
 

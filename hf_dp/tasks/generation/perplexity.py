@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from hf_dp.losses import IGNORED_LABEL, attended_targets, per_example_loss, task_of
+from hf_dp.losses import number_of_targets, per_example_loss
 
 
 def negative_log_likelihood(
@@ -29,21 +29,13 @@ def negative_log_likelihood(
             for at in range(0, len(order), batch_size):
                 batch = collate([examples[i] for i in order[at : at + batch_size]])
                 inputs = {name: value.to(device) for name, value in batch.items()}
-                tokens = _counted(model, inputs)
+                tokens = number_of_targets(model, inputs)
                 losses = per_example_loss(model, inputs).double().cpu()  # means over these tokens
                 total += float(losses @ tokens.double().cpu())
                 count += int(tokens.sum())
     finally:
         model.train(training)
     return total, count
-
-
-def _counted(model: Any, inputs: dict[str, Any]) -> torch.Tensor:
-    """Return the number of tokens of each example that its loss is the mean over."""
-    labels = inputs["labels"]
-    if task_of(model) == "causal_lm":
-        labels = attended_targets(labels, inputs["attention_mask"])[:, 1:]
-    return (labels != IGNORED_LABEL).sum(1)
 
 
 def perplexity(total: float, count: int) -> float:

@@ -1,0 +1,278 @@
+"""The loss that trains is the model's own, or the run is refused before its first draw."""
+
+from __future__ import annotations
+
+import pytest
+import tiny
+import torch
+import transformers as hf
+from torch import nn
+from torch.nn import functional as F
+
+from hf_dp import losses
+from hf_dp.errors import DataError, UnsupportedLossError
+from hf_dp.losses import number_of_targets, per_example_loss
+from hf_dp.run.own_loss import refuse_another_loss
+from hf_dp.run.synthetic import synthetic_examples
+from hf_dp.trainer.trainer import DPTrainer
+
+SMALL = {
+    "vocab_size": 61, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 24,
+    "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0,
+}  # fmt: skip
+ENCODER_DECODER = {
+    "vocab_size": 61, "d_model": 16, "encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 2,
+    "decoder_attention_heads": 2, "encoder_ffn_dim": 24, "decoder_ffn_dim": 24, "pad_token_id": 0,
+}  # fmt: skip
+
+
+def made(model_class, config) -> nn.Module:
+    torch.manual_seed(0)
+    return model_class(config).double().eval()
+
+
+def bert(model_class=hf.BertForSequenceClassification, **options):
+    return made(model_class, hf.BertConfig(**SMALL, **options))
+
+
+def deberta(version: str, **options):
+    config = getattr(hf, f"{version}Config")(**SMALL, num_labels=3, **options)
+    return made(getattr(hf, f"{version}ForSequenceClassification"), config)
+
+
+def decoder(name: str):
+    return made(getattr(hf, f"{name}ForCausalLM"), getattr(hf, f"{name}Config")(**ENCODER_DECODER))
+
+
+def compare(model, example=None, loss=per_example_loss, rounded=False) -> None:
+    refuse_another_loss(model, loss, example or synthetic_examples(model)[0], rounded=rounded)
+
+
+def agrees(model, example) -> None:
+    """With the model's own loss on that example alone."""
+    with torch.no_grad():
+        found, own = per_example_loss(model, dict(example)), model(**example).loss
+    torch.testing.assert_close(found, own[None].to(found.dtype), rtol=1e-6, atol=1e-6)
+
+
+# -- where transformers' own rule is another one than most classes' ---
+
+SHIFTED_BY_THE_USER = (
+    "Bart", "BigBirdPegasus", "Blenderbot", "BlenderbotSmall", "MBart", "Marian", "Mvp", "PLBart", "Pegasus",
+    "TrOCR", "Whisper",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SHIFTED_BY_THE_USER)
+def test_decoders_whose_labels_the_user_shifts(name):
+    model = decoder(name)
+    (example, *_) = synthetic_examples(model)
+    example["labels"][0, :2] = -100
+    agrees(model, example)
+    assert number_of_targets(model, example).tolist() == [5]
+    padded = {key: F.pad(value, (0, 2), value=5) for key, value in example.items()}
+    padded["attention_mask"] = (torch.arange(9) < 7).long()[None]
+    torch.testing.assert_close(per_example_loss(model, padded), per_example_loss(model, {
+        **example, "attention_mask": torch.ones(1, 7).long()}))  # fmt: skip
+
+
+def test_xlm_and_xlnet():
+    xlm = hf.XLMConfig(vocab_size=61, emb_dim=16, n_layers=1, n_heads=2, dropout=0.0)
+    xlnet = hf.XLNetConfig(vocab_size=61, d_model=16, n_layer=1, n_head=2, d_inner=24, dropout=0.0)
+    for model in (made(hf.XLMWithLMHeadModel, xlm), made(hf.XLNetLMHeadModel, xlnet)):
+        compare(model)
+    assert losses.task_of(made(hf.XLMWithLMHeadModel, xlm)) == "masked_lm"
+
+
+@pytest.mark.parametrize("kind", [None, "multi_label_classification", "regression"])
+@pytest.mark.parametrize("version", ["Deberta", "DebertaV2"])
+def test_soft_labels(version, kind):
+    model = deberta(version, problem_type=kind)
+    (example, *_) = synthetic_examples(model)
+    agrees(model, {**example, "labels": torch.tensor([[0.2, 0.3, 0.5]]).double()})
+    agrees(bert(num_labels=3, problem_type=kind), {**example, "labels": torch.rand(1, 3).double()})
+
+
+# -- losses of the user's own ---
+
+
+class Weighted(hf.BertForSequenceClassification):
+    """The usual way to weight classes: the weights cancel in the mean over one row."""
+
+    weights = torch.tensor([1.0, 5.0]).double()
+
+    def forward(self, input_ids, attention_mask, labels=None):
+        output = super().forward(input_ids, attention_mask)
+        if labels is not None:
+            output.loss = self.of(output.logits, labels)
+        return output
+
+    def of(self, logits, labels):
+        return F.cross_entropy(logits, labels, weight=self.weights.to(logits.dtype))
+
+
+class WeightedEach(Weighted):
+    def of(self, logits, labels):
+        return (
+            self.weights[labels].to(logits.dtype)
+            * F.cross_entropy(logits, labels, reduction="none")
+        ).mean()
+
+
+class Smoothed(Weighted):
+    def of(self, logits, labels):
+        return F.cross_entropy(logits, labels, label_smoothing=0.1)
+
+
+class InTraining(Weighted):
+    def of(self, logits, labels):
+        return F.cross_entropy(logits, labels) + self.training * logits.square().mean()
+
+
+class Summed(Weighted):
+    def of(self, logits, labels):
+        return F.cross_entropy(logits, labels, reduction="sum")
+
+
+class WeightedTags(hf.BertForTokenClassification):
+    def forward(self, labels=None, **inputs):
+        output = super().forward(**inputs)
+        labels = output.logits.argmax(-1) if labels is None else labels
+        weights = torch.tensor([1.0, 5.0]).double()
+        output.loss = F.cross_entropy(output.logits.flatten(0, 1), labels.flatten(), weight=weights)
+        return output
+
+
+def with_a_loss_function(scale: float):
+    model = bert(hf.BertLMHeadModel, is_decoder=True)
+    stock = model.loss_function
+    model.loss_function = lambda **given: scale * stock(**given)
+    return model
+
+
+def with_entities():
+    config = hf.LukeConfig(**SMALL, entity_vocab_size=20, entity_emb_size=16)
+    model = made(hf.LukeForMaskedLM, config)
+    (example, *_) = synthetic_examples(model)
+    one = torch.ones(1, 1, dtype=torch.long)
+    places = torch.tensor([[[1, 2, -1, -1]]])
+    entities = {"entity_ids": one, "entity_attention_mask": one, "entity_position_ids": places}
+    return model, {**example, **entities}, {**example, **entities, "entity_labels": one}
+
+
+@pytest.mark.parametrize("of_users_own", [Weighted, WeightedEach, Smoothed, InTraining])
+def test_a_loss_of_the_users_own_in_the_forward_is_refused(of_users_own):
+    with pytest.raises(
+        UnsupportedLossError, match=rf"(labels|\[0, 1\]).*by {of_users_own.__name__}"
+    ):
+        compare(bert(of_users_own))
+
+
+def test_others_are_refused_too():
+    with pytest.raises(UnsupportedLossError, match="override DPTrainer.compute_per_example_loss"):
+        compare(bert(WeightedTags))
+    with pytest.raises(UnsupportedLossError, match="its loss_function"):
+        compare(with_a_loss_function(1.01))
+    compare(with_a_loss_function(1.0))
+    compare(bert(Summed))  # the loss of each row is the stock one
+    model, plain, labeled = with_entities()
+    compare(model, plain)
+    with pytest.raises(UnsupportedLossError, match="by LukeForMaskedLM itself"):
+        compare(model, labeled)
+
+
+def test_a_loss_that_fails_where_ours_does_not_is_refused():
+    class Raising(Weighted):
+        def of(self, logits, labels):
+            if labels[0] == 1:
+                raise ValueError("odd label")
+            return F.cross_entropy(logits, labels)
+
+    with pytest.raises(UnsupportedLossError, match=r"fails on .*\[1\] .*odd label.*would fail"):
+        compare(bert(Raising))
+
+
+def test_integers_for_several_classes_are_refused():
+    model = bert(problem_type="multi_label_classification", num_labels=3)
+    (example, *_) = synthetic_examples(model)
+    with pytest.raises(DataError, match="as floats, 0.0 or 1.0 .*got torch.int64.*cast_column"):
+        per_example_loss(model, {**example, "labels": torch.tensor([[0, 1, 1]])})
+
+
+@pytest.mark.parametrize(("dtype", "scale"), [(torch.float32, 1.001), (torch.bfloat16, 1.1)])
+def test_the_tolerance_is_that_of_the_precision(dtype, scale):
+    compare(bert().to(dtype))
+    with pytest.raises(UnsupportedLossError):
+        compare(with_a_loss_function(scale).to(dtype))
+    compare(with_a_loss_function(1.005).to(dtype), rounded=True)
+
+
+# -- in a run ---
+
+
+def mine(model_class) -> nn.Module:
+    return model_class(tiny.model().config)
+
+
+def test_a_run_is_refused_before_its_first_draw(tmp_path):
+    with pytest.raises(UnsupportedLossError, match="by WeightedEach itself"):
+        tiny.trainer(tmp_path, given={"model": mine(WeightedEach)}).train()
+    assert not list(tmp_path.glob("*.jsonl")) and not list(tmp_path.glob("checkpoint*"))
+
+
+def test_a_loss_that_is_named_trains(tmp_path):
+    class Named(DPTrainer):
+        def compute_per_example_loss(self, model, inputs):
+            labels = inputs.pop("labels")
+            return 5 * F.cross_entropy(model(**inputs).logits, labels, reduction="none")
+
+    trainer = tiny.trainer(tmp_path, cls=Named, given={"model": mine(Smoothed)})
+    trainer.train()
+    assert trainer.ledger.steps() == 4
+
+
+def test_what_the_forward_writes_into_the_config_is_put_back():
+    model = bert()
+    compare(model)
+    assert model.config.problem_type is None
+    model(**synthetic_examples(model)[0])
+    assert model.config.problem_type is not None  # which transformers writes
+
+
+@pytest.mark.parametrize("takes_labels", [True, False])
+def test_a_model_without_a_loss_is_said(takes_labels, monkeypatch):
+    class Without(hf.BertForSequenceClassification):
+        if takes_labels:
+
+            def forward(self, labels=None, **inputs):
+                return super().forward(**inputs)
+        else:
+
+            def forward(self, input_ids, attention_mask):
+                return super().forward(input_ids=input_ids, attention_mask=attention_mask)
+
+    said = []
+    monkeypatch.setattr(
+        "hf_dp.run.own_loss.logger.warning", lambda text, *args: said.append(text % args)
+    )
+    compare(bert(Without))
+    assert len(said) == 1 and "Without computes no loss of its own" in said[0]
+
+
+# -- planted: each rule of ours broken on purpose ---
+
+
+def test_planted_rules_are_seen(tmp_path, monkeypatch):
+    monkeypatch.setattr(losses, "_NOT_SHIFTED", frozenset())
+    monkeypatch.setattr(losses, "_SOFT_LABELS", frozenset())
+    for model in (decoder("Bart"), decoder("Pegasus")):
+        with pytest.raises(UnsupportedLossError, match="ForCausalLM itself"):
+            compare(model)
+    model = deberta("DebertaV2")
+    example = synthetic_examples(model)[0] | {"labels": torch.randn(1, 3).double()}
+    with pytest.raises(UnsupportedLossError, match="by DebertaV2ForSequenceClassification itself"):
+        compare(model, example)
+    stock = losses._LOSSES["sequence_classification"]
+    monkeypatch.setitem(losses._LOSSES, "sequence_classification", lambda *given: 2 * stock(*given))
+    with pytest.raises(UnsupportedLossError, match="by BertForSequenceClassification itself"):
+        tiny.trainer(tmp_path).train()
