@@ -145,6 +145,7 @@ def per_example_loss(model: nn.Module, inputs: Mapping[str, Any], chunked: bool 
             f"The batches have no `labels` (they have {sorted(inputs)}). Name the label column "
             "`label` or `labels`, or use a collator that makes labels."
         )
+    labels = labels_read(model, labels)
     _require_images(model, inputs)
     _require_attention_mask(model, inputs)
     if task == "seq2seq_lm" and "decoder_input_ids" not in inputs:
@@ -299,6 +300,40 @@ def problem_type(model: nn.Module, labels: Tensor) -> str:
         if labels.is_floating_point()
         else "single_label_classification"
     )
+
+
+def labels_read(model: nn.Module, labels: Tensor) -> Tensor:
+    """Return labels in the type in which training and evaluation both read them.
+
+    Transformers knows classes only by 32 or 64 bits: true and false, or a byte, it reads as several
+    classes each.
+
+    Raises: UnsupportedLossError; DataError for floats where an example, or token, has one class.
+    """
+    base: Any = base_model(model)
+    of_tokens = task_of(model) not in _OF_WHOLE_EXAMPLES
+    kind = None if of_tokens else problem_type(base, labels)
+    if not labels.is_floating_point():
+        return labels.long() if kind in (None, "single_label_classification") else labels.float()
+    several = kind == "multi_label_classification" == base.config.problem_type
+    if labels.numel() and (
+        of_tokens or (labels.dim() == 1 and kind != "regression" and not several)
+    ):
+        raise DataError(
+            f"`labels` holds {float(labels.flatten()[0])}, a float, and the model takes class ids. "
+            "Make the labels whole numbers: dataset.cast_column('label', datasets.Value('int64'))."
+        )
+    return labels
+
+
+def with_labels_read(model: nn.Module, inputs: Any) -> Any:
+    """Return a batch with its labels as :func:`labels_read` returns them, where the model's loss is
+    known."""
+    labels = inputs.get("labels") if isinstance(inputs, Mapping) else None
+    try:
+        return inputs if labels is None else {**inputs, "labels": labels_read(model, labels)}
+    except UnsupportedLossError:
+        return inputs
 
 
 def classification_loss(model: nn.Module, logits: Tensor, labels: Tensor) -> Tensor:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 from hf_dp.batches.padding import LABELS
 from hf_dp.batches.structure import Example, column, leaves
 from hf_dp.errors import DataError, UnsupportedLossError
-from hf_dp.losses import IGNORED_LABEL, base_model, takes_attention_mask, task_of
+from hf_dp.losses import IGNORED_LABEL, base_model, labels_read, takes_attention_mask, task_of
 
 _BESIDE_TOKENS = ("attention_mask", "token_type_ids", "special_tokens_mask", "position_ids")
 _TOKEN_LABELS = ("token_classification", "causal_lm", "masked_lm", "seq2seq_lm")
@@ -25,6 +26,7 @@ class Limits:
     Args:
         ignorable: columns that may also hold -100, the label of positions that are not predicted.
         as_long_as_tokens: columns with a value for each of the ``input_ids``.
+        read_labels: labels in the type in which they are trained on.
         any_mask: whether an attention mask may have holes, begin with 0 or be 0 everywhere.
         padded_on_the_left: whether the tokenizer pads on the left.
     """
@@ -32,6 +34,7 @@ class Limits:
     below: Mapping[str, int] = field(default_factory=dict)
     ignorable: frozenset[str] = frozenset()
     as_long_as_tokens: frozenset[str] = frozenset()
+    read_labels: Callable[[Tensor], Tensor] | None = None
     any_mask: bool = True
     padded_on_the_left: bool = False
 
@@ -61,6 +64,7 @@ class Limits:
             known,
             frozenset(LABELS) if task in _TOKEN_LABELS else frozenset(),
             frozenset(_BESIDE_TOKENS + (LABELS if of_tokens else ())),
+            read_labels=None if task is None else partial(labels_read, model),
             any_mask=own_loss or not takes_attention_mask(model),
             padded_on_the_left=side == "left",
         )
@@ -73,6 +77,8 @@ class Limits:
         for name, leaf in leaves(example):
             if not isinstance(leaf, Tensor) or not leaf.numel():
                 continue
+            if name == "labels" and self.read_labels is not None:
+                leaf = self.read_labels(leaf)
             if leaf.is_floating_point():
                 if bool(leaf.isnan().any()):
                     raise DataError(f"`{name}` holds NaN. Leave the row out, or give it a value.")

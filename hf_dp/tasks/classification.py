@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -61,28 +62,69 @@ def label_ids(dataset: Any, label_column: str, names: Sequence[str]) -> list[int
     """Return the class id of each row, for ids or names; no other column is read.
 
     Ids of a column that declares class names stand for these names, in whatever order they are.
+    True and false stand for the classes of these names, in upper or lower case, else for the second
+    and the first of two.
 
-    Raises: DataError for a missing column, or naming the first row outside the classes.
+    Raises: DataError for a missing column, or naming the first row outside the classes;
+        InvalidArgumentError for names that are other numbers than the ids of the column.
     """
     require_columns(dataset, [label_column], "label_column")
     declared = getattr(dataset.features[label_column], "names", None)
+    if declared is None and "int" in str(getattr(dataset.features[label_column], "dtype", "")):
+        _refuse_other_numbers(names, label_column)
     values = dataset.with_format(None)[label_column]
     ids = {name: index for index, name in enumerate(names)}
-    return [_label_id(row, value, label_column, ids, declared) for row, value in enumerate(values)]
+    truth = _truth_values(names)
+    return [
+        _label_id(row, value, label_column, ids, declared, truth)
+        for row, value in enumerate(values)
+    ]
+
+
+def _refuse_other_numbers(names: Sequence[str], column: str) -> None:
+    """Raise InvalidArgumentError for a class that is called by another number than its id."""
+    for index, name in enumerate(names):
+        if re.fullmatch(r"[-+]?\d+(\.\d*)?", name.strip()) and float(name) != index:
+            raise invalid(
+                "class_names",
+                list(names),
+                f"to agree with the whole numbers of the column {column!r}, which count from 0",
+                f"Rows that hold {index} would be called {name!r}. Put the names in the order of "
+                "the numbers; where these do not begin at 0, write words into the column instead.",
+            )
+
+
+def _truth_values(names: Sequence[str]) -> dict[bool, int]:
+    """Return the class ids of false and true, as far as there are such classes."""
+    words = [name.lower() for name in names]
+    if {"false", "true"} & set(words):
+        return {
+            value: words.index(str(value).lower())
+            for value in (False, True)
+            if str(value).lower() in words
+        }
+    return {False: 0, True: 1} if len(names) == 2 else {}
 
 
 def _label_id(
-    row: int, value: Any, column: str, ids: Mapping[str, int], declared: Sequence[str] | None
+    row: int,
+    value: Any,
+    column: str,
+    ids: Mapping[str, int],
+    declared: Sequence[str] | None,
+    truth: Mapping[bool, int],
 ) -> int:
     """Return the class id of one row. Raises: DataError."""
     meant = value
-    if declared is not None and isinstance(value, int) and 0 <= value < len(declared):
+    if isinstance(value, bool):
+        meant = truth.get(value)
+    elif declared is not None and isinstance(value, int) and 0 <= value < len(declared):
         meant = declared[value]
     if isinstance(meant, str) and meant in ids:
         return ids[meant]
     if declared is None and isinstance(meant, int) and 0 <= meant < len(ids):
         return meant
-    called = "" if meant is value else f", which the data calls {meant!r}"
+    called = "" if meant is value or meant is None else f", which the data calls {meant!r}"
     numbered = "" if declared else f" (ids 0 to {len(ids) - 1})"
     raise DataError(
         f"The label column {column!r} has a value outside the classes {list(ids)}{numbered}: row "

@@ -27,7 +27,7 @@ from hf_dp.clipping import refuse_coupling
 from hf_dp.clipping.sharding import is_sharded
 from hf_dp.distributed.processes import Processes, others_present
 from hf_dp.errors import UnsupportedArgumentError
-from hf_dp.losses import columns_read, means_over_rows, per_example_loss
+from hf_dp.losses import columns_read, means_over_rows, per_example_loss, with_labels_read
 from hf_dp.mechanisms import Mechanism, mechanism_for
 from hf_dp.overlap.compare import TrainingRows, refuse_training_rows
 from hf_dp.overlap.search import refuse_any_training_row, refuse_any_training_user
@@ -419,6 +419,11 @@ class DPTrainer(Publishing):
             return super().get_train_dataloader()
         _ = self.run  # about the present model and data
         return self.mechanism.loader()
+
+    def _prepare_inputs(self, inputs: Any) -> Any:
+        """Return a batch on the device, with its labels as :func:`per_example_loss` reads them."""
+        inputs = super()._prepare_inputs(inputs)
+        return inputs if self._has_own_loss() else with_labels_read(self.model, inputs)
 
     def training_data(self) -> TrainingData:
         """Return the training set, looked over.
