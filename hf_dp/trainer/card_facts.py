@@ -25,6 +25,7 @@ _PIPELINES = {
     "image_classification": "image-classification",
     "causal_lm": "text-generation",
     "masked_lm": "fill-mask",
+    "question_answering": "question-answering",
 }
 # What `create_model_card` of transformers and TRL calls a field of CardDetails.
 _OTHER_NAMES = {
