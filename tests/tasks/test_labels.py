@@ -56,7 +56,9 @@ def test_a_declared_name_that_is_no_class_is_named(ids):
 )
 def test_a_label_outside_the_classes_is_named_with_its_row(ids, bad, good):
     if good == 0.0 and isinstance(good, float):
-        with pytest.raises(DataError, match="ids 0 to 2.: row 0 holds 0.0. Correct the row"):
+        with pytest.raises(
+            DataError, match="ids 0 to 2.: row 0 holds 0.0, row 1 holds 1.5. Correct"
+        ):
             ids(rows([good, bad]))
         return
     with pytest.raises(
@@ -97,7 +99,7 @@ def test_true_and_false_of_a_file_are_their_classes(case, tmp_path):
 
 @pytest.mark.parametrize("names", [["a", "b", "c"], ["true", "wrong"]])
 def test_true_and_false_that_are_no_class_are_named(names):
-    with pytest.raises(DataError, match="row 0 holds False. Correct"):
+    with pytest.raises(DataError, match="row 0 holds False, row 1 holds False. Corr"):
         label_ids(rows([False, False]), "label", names)
 
 
