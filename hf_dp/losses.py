@@ -50,6 +50,7 @@ _TASKS = {
     - {"XLMWithLMHeadModel"},
     "seq2seq_lm": _class_names(modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES),
     "masked_lm": _class_names(modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES),
+    "question_answering": _class_names(modeling_auto.MODEL_FOR_QUESTION_ANSWERING_MAPPING_NAMES),
 }
 # Decoders whose labels the user shifts: the logits at a position are for the label there.
 _NOT_SHIFTED = frozenset(
@@ -73,6 +74,8 @@ _DECODER_ONLY = frozenset(modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES) - fro
 
 IGNORED_LABEL = -100
 _OF_WHOLE_EXAMPLES = ("sequence_classification", "image_classification")
+_SPANS = "question_answering"
+SPAN = ("start_positions", "end_positions")  # the first and last token of an answer in its text
 
 
 def base_model(model: nn.Module) -> nn.Module:
@@ -125,9 +128,10 @@ def task_of(model: nn.Module) -> str:
             return task
     raise UnsupportedLossError(
         f"No per-example loss is known for {type(base_model(model)).__name__}: known are "
-        "transformers' classes for sequence, image and token classification, causal, masked and "
-        "sequence-to-sequence language models. Override DPTrainer.compute_per_example_loss(self, "
-        "model, inputs) to return one loss per example, shape (b,), each from that example alone."
+        "transformers' classes for sequence, image and token classification, answers that are "
+        "spans, causal, masked and sequence-to-sequence language models. Override "
+        "DPTrainer.compute_per_example_loss(self, model, inputs) to return one loss per example, "
+        "shape (b,), each from that example alone."
     )
 
 
@@ -205,9 +209,17 @@ def any_number_of_end_tokens(model: nn.Module) -> Iterator[None]:
 def means_over_rows(model: nn.Module | None) -> bool:
     """Return whether a transformers model's own loss is the mean over the rows of its batch."""
     try:
-        return model is not None and task_of(model) in _OF_WHOLE_EXAMPLES
+        return model is not None and task_of(model) in (*_OF_WHOLE_EXAMPLES, _SPANS)
     except UnsupportedLossError:
         return False
+
+
+def targets_of(model: nn.Module) -> tuple[str, ...]:
+    """Return the names of what a batch holds to be predicted."""
+    try:
+        return SPAN if task_of(model) == _SPANS else ("labels",)
+    except UnsupportedLossError:
+        return ("labels",)
 
 
 def per_example_loss(model: nn.Module, inputs: Mapping[str, Any], chunked: bool = False) -> Tensor:
@@ -217,13 +229,15 @@ def per_example_loss(model: nn.Module, inputs: Mapping[str, Any], chunked: bool 
         inputs: a collated batch with ``labels``: (b,) integers (single label) or floats
             (regression, one output), (b, K) floats (multi-label), or (b, T) class or token ids with
             -100 where nothing is predicted. An example's loss is then the mean over its own labeled
-            tokens, 0 when it has none.
+            tokens, 0 when it has none. Or with ``start_positions`` and ``end_positions``, (b,).
         chunked: form a causal language model's loss by blocks of the vocabulary
             (:mod:`hf_dp.clipping.chunked_loss`).
 
     Raises: UnsupportedLossError; DataError when the labels are missing or do not fit.
     """
     task = task_of(model)
+    if task == _SPANS:
+        return _span_loss(model, dict(inputs))
     loss: Callable[[nn.Module, Tensor, Tensor], Tensor] = _LOSSES[task]
     inputs = dict(inputs)
     labels = inputs.pop("labels", None)
@@ -232,6 +246,7 @@ def per_example_loss(model: nn.Module, inputs: Mapping[str, Any], chunked: bool 
             f"The batches have no `labels` (they have {sorted(inputs)}). Name the label column "
             "`label` or `labels`, or use a collator that makes labels."
         )
+    labels = labels_read(model, labels)
     _require_images(model, inputs)
     _require_attention_mask(model, inputs)
     if task == "seq2seq_lm" and "decoder_input_ids" not in inputs:
@@ -264,6 +279,35 @@ def per_example_loss(model: nn.Module, inputs: Mapping[str, Any], chunked: bool 
             )
         return chunked_loss(head, *_at_targets(model, hidden, labels), IGNORED_LABEL)
     return loss(base_model(model), logits, labels)
+
+
+def _span_loss(model: nn.Module, inputs: dict[str, Any]) -> Tensor:
+    """Return the mean of the cross-entropies of an answer's first and last token, (b,).
+
+    Padding takes no part: an example has more of it the longer its neighbors are, and transformers'
+    own loss counts it among the places where an answer could be.
+    """
+    if missing := [name for name in SPAN if name not in inputs]:
+        raise DataError(
+            f"The batches have no `{missing[0]}` (they have {sorted(inputs)}). Give each row the "
+            "places of its answer's first and last token, as start_positions and end_positions."
+        )
+    _require_attention_mask(model, inputs)
+    mask = inputs.get("attention_mask")
+    if mask is not None and not bool(mask[:, 0].all()):
+        raise DataError(
+            "Examples are padded on the left, which moves the tokens that start_positions and "
+            "end_positions count. Set tokenizer.padding_side = 'right'."
+        )
+    places = [inputs.pop(name).reshape(-1).long() for name in SPAN]
+    output = model(**inputs)
+    losses = []
+    for logits, place in zip((output.start_logits, output.end_logits), places, strict=True):
+        logits = logits.float() if logits.dtype in (torch.float16, torch.bfloat16) else logits
+        if mask is not None:  # virtual tokens of an adapter stand before the example's own
+            logits = logits[:, -mask.shape[1] :].masked_fill(mask == 0, -torch.inf)
+        losses.append(F.cross_entropy(logits, place, reduction="none"))
+    return (losses[0] + losses[1]) / 2
 
 
 def _head_by_blocks(model: nn.Module, task: str, labels: Tensor) -> nn.Linear:
@@ -410,6 +454,40 @@ def problem_type(model: nn.Module, labels: Tensor) -> str:
         if labels.is_floating_point()
         else "single_label_classification"
     )
+
+
+def labels_read(model: nn.Module, labels: Tensor) -> Tensor:
+    """Return labels in the type in which training and evaluation both read them.
+
+    Transformers knows classes only by 32 or 64 bits: true and false, or a byte, it reads as several
+    classes each.
+
+    Raises: UnsupportedLossError; DataError for floats where an example, or token, has one class.
+    """
+    base: Any = base_model(model)
+    of_tokens = task_of(model) not in _OF_WHOLE_EXAMPLES
+    kind = None if of_tokens else problem_type(base, labels)
+    if not labels.is_floating_point():
+        return labels.long() if kind in (None, "single_label_classification") else labels.float()
+    several = kind == "multi_label_classification" == base.config.problem_type
+    if labels.numel() and (
+        of_tokens or (labels.dim() == 1 and kind != "regression" and not several)
+    ):
+        raise DataError(
+            f"`labels` holds {float(labels.flatten()[0])}, a float, and the model takes class ids. "
+            "Make the labels whole numbers: dataset.cast_column('label', datasets.Value('int64'))."
+        )
+    return labels
+
+
+def with_labels_read(model: nn.Module, inputs: Any) -> Any:
+    """Return a batch with its labels as :func:`labels_read` returns them, where the model's loss is
+    known."""
+    labels = inputs.get("labels") if isinstance(inputs, Mapping) else None
+    try:
+        return inputs if labels is None else {**inputs, "labels": labels_read(model, labels)}
+    except UnsupportedLossError:
+        return inputs
 
 
 def classification_loss(model: nn.Module, logits: Tensor, labels: Tensor) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import inspect
 import os
 import re
@@ -12,7 +13,8 @@ import tomllib
 from pathlib import Path
 
 import pytest
-from pages import PAGES, README, ROOT, blocks, commands
+from pages import PAGES, README, ROOT, blocks, calls_in_prose, commands, languages
+from tiny_text import gpt2, saved
 from warm import run_program
 
 OFFLINE = {
@@ -122,6 +124,100 @@ def test_the_diff_in_the_readme_ends_in_arguments_that_exist():
         assert {keyword.arg for keyword in call.keywords} <= set(names) and not call.args
 
 
+# What a name in prose stands for; functions of the reader's own, and formulas.
+STANDS_FOR = {
+    "trainer": "hf_dp.trainer.trainer.DPTrainer",
+    "mechanism": "hf_dp.mechanisms.base.Mechanism",
+    "run": "hf_dp.run.private_run.PrivateRun",
+    "release": "hf_dp.run.gate.Release",
+    "model": "transformers.PreTrainedModel",
+    "dist": "torch.distributed",
+}
+SEARCHED = (
+    "hf_dp",
+    "hf_dp.clipping",
+    "hf_dp.run.options",
+    "hf_dp.batches.options",
+    "datasets",
+    "transformers",
+    "builtins",
+    STANDS_FOR["trainer"],
+    STANDS_FOR["mechanism"],
+)
+THE_READERS = {
+    "f",
+    "keep",
+    "gradients",
+    "epsilon",
+    "check_metrics",
+    "sqrt",
+    "F",
+    "sum_j",
+    "cast_column",
+}
+
+
+def named(path: str) -> object:
+    """The object of a dotted path, module by module and then by attributes."""
+    head, *rest = path.split(".")
+    found: object = importlib.import_module(head)
+    for part in rest:
+        head = f"{head}.{part}"
+        if not hasattr(found, part) and inspect.ismodule(found):
+            importlib.import_module(head)
+        found = getattr(found, part)
+    return found
+
+
+def refused_call(call: ast.Call) -> str | None:
+    """Why a call cannot be as it is printed, or None."""
+    head, _, rest = (name := ast.unparse(call.func)).partition(".")
+    if not rest:
+        if name in THE_READERS:
+            return None
+        owner = next((path for path in SEARCHED if hasattr(named(path), name)), None)
+        if owner is None:
+            return f"{name} is nowhere in {SEARCHED}"
+        path = f"{owner}.{name}"
+    else:
+        path = f"{STANDS_FOR.get(head, head)}.{rest}"
+    try:
+        called = named(path)
+    except (AttributeError, ImportError) as problem:
+        return str(problem)
+    of_an_object = [None] * (path.split(".")[-2][0].isupper() and not isinstance(called, type))
+    try:
+        inspect.signature(called).bind_partial(
+            *of_an_object,
+            *call.args,
+            **{word.arg: None for word in call.keywords if word.arg},
+        )
+    except TypeError as problem:
+        return f"{name}: {problem}"
+    except ValueError:  # a builtin that has no signature
+        return None
+    return None
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_code_in_prose_can_be_called_and_code_is_in_blocks_with_a_language(page):
+    text = PAGES[page].read_text()
+    refused = {ast.unparse(call): refused_call(call) for call in calls_in_prose(text)}
+    assert {call: why for call, why in refused.items() if why} == {}
+    assert set(languages(text)) <= {"python", "bash", "yaml", "diff", "text", "csv", "json"}
+
+
+def test_planted_calls_in_prose_that_cannot_be_made_are_seen():
+    for planted in (
+        'write the card with `hf_dp.cards.card.render_card(statement, model_name="mine")`.',
+        "call `trainer.save_everything()`",
+        "with `options=RunOptions(batches=BatchOptions(size=3))`",
+        "`mechanism.find_physical_batch(optimizer, 3)`",
+    ):
+        assert any(map(refused_call, calls_in_prose(planted))), planted
+    assert languages("So\n\n    run.train()\n\nand\n```\nrun.train()\n```\n") == ["", ""]
+
+
 METRICS = "hf_dp/tasks/metrics/README.md"  # Java starts for each metric; other tests need it, too
 
 
@@ -134,7 +230,29 @@ METRICS = "hf_dp/tasks/metrics/README.md"  # Java starts for each metric; other 
     ],
 )
 def test_the_programs_of_a_page_run(page, tmp_path):
+    BEFORE.get(page, lambda folder: None)(tmp_path)
     run_programs(page, tmp_path)
+    AFTER.get(page, lambda folder: None)(tmp_path)
+
+
+def trained_gpt2(folder: Path) -> None:
+    model = gpt2()
+    model.generation_config.max_new_tokens = 4
+    saved(folder / "outputs" / "e2e" / "gpt2_full_eps8", model)
+
+
+def the_saved_run_is_verified(folder: Path) -> None:
+    """With all that DPTrainer saves."""
+    from hf_dp.cards.verify import verify
+
+    run = folder / "outputs" / "loop"
+    assert verify(run).outcome == "ok", verify(run)
+    assert {path.name for path in run.iterdir()} >= {"model.safetensors", "README.md"}
+
+
+# What a program needs that a recipe would have made, and what it must have done.
+BEFORE = {"recipes/e2e/README.md": trained_gpt2}
+AFTER = {"hf_dp/run/README.md": the_saved_run_is_verified}
 
 
 def test_contributing_walks_a_rule_an_accountant_and_a_task():

@@ -7,7 +7,7 @@ import math
 import pytest
 
 from hf_dp.errors import InvalidArgumentError
-from hf_dp.planning import most_signal, suggest
+from hf_dp.planning import LEAST_SIGNAL, most_signal, suggest
 from hf_dp.plans.units import Users
 
 MINILM = 22_713_986
@@ -69,7 +69,7 @@ def test_what_trains_follows_from_the_noise():
     assert found.settings["peft"] == peft and found.parameters is None
     assert found.settings["learning_rate"] > suggest(**few).settings["learning_rate"]
     # The choice is made at a ratio that the plan and the size of the model fix.
-    enough = math.floor(most_signal(found.plan, 1) ** 2 / 0.4**2)
+    enough = math.floor(most_signal(found.plan, 1) ** 2 / LEAST_SIGNAL**2)
     assert suggest(**few, parameters=enough).settings["peft"] is None
     assert suggest(**few, parameters=enough + 1).settings["peft"] == peft
     # A choice of the user's stays.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,8 +15,11 @@ from hf_dp.batches.structure import Example, column, leaves
 from hf_dp.errors import DataError, UnsupportedLossError
 from hf_dp.losses import (
     IGNORED_LABEL,
+    SPAN,
     base_model,
+    labels_read,
     takes_attention_mask,
+    targets_of,
     task_of,
     token_check,
 )
@@ -31,6 +35,8 @@ class Limits:
     Args:
         ignorable: columns that may also hold -100, the label of positions that are not predicted.
         as_long_as_tokens: columns with a value for each of the ``input_ids``.
+        places: columns that name one of the row's own tokens.
+        read_labels: labels in the type in which they are trained on.
         any_mask: whether an attention mask may have holes, begin with 0 or be 0 everywhere.
         padded_on_the_left: whether the tokenizer pads on the left.
         check_tokens: raises DataError for attended tokens, (T,), that the model refuses.
@@ -39,6 +45,8 @@ class Limits:
     below: Mapping[str, int] = field(default_factory=dict)
     ignorable: frozenset[str] = frozenset()
     as_long_as_tokens: frozenset[str] = frozenset()
+    places: tuple[str, ...] = ()
+    read_labels: Callable[[Tensor], Tensor] | None = None
     any_mask: bool = True
     padded_on_the_left: bool = False
     check_tokens: Callable[[Tensor], None] | None = None
@@ -69,6 +77,8 @@ class Limits:
             known,
             frozenset(LABELS) if task in _TOKEN_LABELS else frozenset(),
             frozenset(_BESIDE_TOKENS + (LABELS if of_tokens else ())),
+            places=() if own_loss else tuple(n for n in targets_of(model) if n in SPAN),
+            read_labels=None if task is None else partial(labels_read, model),
             any_mask=own_loss or not takes_attention_mask(model),
             padded_on_the_left=side == "left",
             check_tokens=token_check(model),
@@ -82,6 +92,8 @@ class Limits:
         for name, leaf in leaves(example):
             if not isinstance(leaf, Tensor) or not leaf.numel():
                 continue
+            if name == "labels" and self.read_labels is not None:
+                leaf = self.read_labels(leaf)
             if leaf.is_floating_point():
                 if bool(leaf.isnan().any()):
                     raise DataError(f"`{name}` holds NaN. Leave the row out, or give it a value.")
@@ -108,6 +120,12 @@ class Limits:
         if self.check_tokens is not None:
             attended = isinstance(mask, Tensor) and mask.shape == tokens.shape
             self.check_tokens(tokens[mask != 0] if attended else tokens.flatten())
+        for name in self.places:
+            _check_place(
+                name,
+                example.get(name),
+                mask if isinstance(mask, Tensor) else torch.ones_like(tokens),
+            )
         if (
             not self.any_mask
             and isinstance(mask, Tensor)
@@ -152,6 +170,20 @@ class Limits:
                 f"`{name}` holds {low if low < 0 else high}. Expected whole numbers from 0 to "
                 f"{limit - 1}{also}: check tokenizer, label names and config.num_labels."
             )
+
+
+def _check_place(name: str, place: Any, attended: Tensor) -> None:
+    """Raise DataError unless a column names a token that is attended to."""
+    if not isinstance(place, Tensor):
+        return  # a missing column has an error of its own
+    known = place.numel() == 1 and not place.is_floating_point()
+    at = int(place) if known else -1
+    if not known or not 0 <= at < attended.shape[-1] or not bool(attended.reshape(-1)[at]):
+        raise DataError(
+            f"`{name}` holds {place.flatten().tolist()}. Expected the place of one of the row's "
+            f"{int((attended != 0).sum())} tokens, from 0. Where a text is cut before its answer, "
+            "or has none, name token 0."
+        )
 
 
 def _task(model: nn.Module) -> str | None:

@@ -22,6 +22,8 @@ _WORDS = (
     "country"
 ).split()
 
+_NUMBERS = (bool, int, float, np.generic)
+
 
 def made_up_rows(templates: Sequence[Any], examples: Sequence[Mapping[str, Tensor]]) -> list[Any]:
     """Return rows in the templates' format with the contents of the synthetic examples.
@@ -68,14 +70,14 @@ def _like(
     value: Any, name: str | None, example: Mapping[str, Tensor], aligned: Mapping[str, str]
 ) -> Any:
     known = None if name is None else example.get("labels" if name in LABELS else name)
-    if known is not None and (known[0].dim() == 0) == isinstance(value, (bool, int, float)):
+    if known is not None and (known[0].dim() == 0) == isinstance(value, _NUMBERS):
         return _in_the_form_of(value, known[0])
     if isinstance(value, Mapping):
         return {key: _like(each, str(key), example, aligned) for key, each in value.items()}
-    if value is None or isinstance(value, (bool, int)):
-        return value if value is None else type(value)(0)
-    if isinstance(value, float):
-        return random.gauss(0, 1)
+    if value is None:
+        return None
+    if isinstance(value, _NUMBERS):
+        return type(value)(random.gauss(0, 1) if isinstance(value, (float, np.floating)) else 0)
     tokens = example["input_ids"].shape[1] if "input_ids" in example else 5
     beside = example.get(aligned.get(name or "", ""))  # the tensor whose length the column has
     length = None if beside is None or beside.dim() < 2 else beside.shape[1]
@@ -86,7 +88,7 @@ def _like(
         made = torch.randn(shape) if _is_float(value) else torch.zeros(shape, dtype=torch.long)
         return _cast(made, value)
     if isinstance(value, (list, tuple)):
-        plain = all(isinstance(item, (bool, int, float, str)) for item in value)
+        plain = all(isinstance(item, (*_NUMBERS, str)) for item in value)
         if value and (plain or length is not None):  # such as a box for each token
             count = len(value) if length is None else length
             return type(value)(_like(value[0], None, example, aligned) for _ in range(count))
@@ -106,8 +108,11 @@ def _in_the_form_of(value: Any, known: Tensor) -> Any:
     """Return a tensor as the template has it: as list, array, tensor or number."""
     if isinstance(value, (Tensor, np.ndarray)):
         return _cast(known, value)
-    if isinstance(value, (bool, int, float)):
+    if isinstance(value, _NUMBERS):
         return type(value)(known.item())
+    first = next(iter(value), None)
+    if isinstance(first, (bool, int)):
+        known = known.to(torch.bool if isinstance(first, bool) else torch.long)
     return type(value)(known.tolist()) if isinstance(value, (list, tuple)) else known.tolist()
 
 

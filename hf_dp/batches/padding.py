@@ -142,6 +142,8 @@ class Padding:
             or len({(*shape[:dimension], *shape[dimension + 1 :]) for shape in shapes}) > 1
         ):
             raise DataError(_cannot_pad(name, leaf, dimension))
+        if torch.tensor(fill).to(values[0].dtype) != fill:  # -100 would be true, or byte 156
+            values = [value.long() for value in values]
         longest = max(shape[dimension] for shape in shapes)
         left = self._side(name) == "left"
         after = 2 * (values[0].dim() - 1 - dimension)  # F.pad counts from the last dimension

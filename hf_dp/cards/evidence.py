@@ -182,8 +182,8 @@ def _refuse_unfit(record: PrivacyRecord, folder: Path) -> None:
             raise LedgerError(
                 f"Nothing shows that {path} is of the run of {FILE_NAME} beside it: it carries no "
                 "mark of a run and has no digest there. Take it out of the folder, or save the "
-                "model again with trainer.save_model(); in a loop of your own, save the weights "
-                "and then call mechanism.save()."
+                "model again: trainer.save_model(), or hf_dp.save_run(mechanism) in a loop of "
+                "your own."
             )
     if record.digests is None:
         return

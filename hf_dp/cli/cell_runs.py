@@ -101,6 +101,14 @@ def run_cell(
     return done.returncode == 0 and cell.done is not None
 
 
+def why_it_failed(cell: Cell) -> str:
+    """Return the last line that a run wrote, which says why it ended, and where the others are."""
+    log = cell.folder / "log.txt"
+    written = log.read_text(encoding="utf-8", errors="replace") if log.exists() else ""
+    last = [line.strip() for line in written.splitlines() if line.strip()][-1:]
+    return " ".join([f"see {log}.", *last])
+
+
 def result(cell: Cell) -> dict[str, Any]:
     """Return ``{"metrics": {"accuracy": 0.9}, "epsilon": 2.4}`` of a run that is done.
 

@@ -140,7 +140,8 @@ def _add_facts(add: Callable[..., Any]) -> None:
         "--parameters",
         type=int,
         metavar="P",
-        help="trainable parameters, for memory and the signal beside noise",
+        help="trainable parameters, for memory and the signal beside noise (default: the recipe's, "
+        "where its model is here)",
     )
     add(
         "--throughput",
@@ -200,6 +201,8 @@ def main(argv: Sequence[str]) -> int:
     settings = settings_of(args, recipe)
     if args.sweep is not None:
         return _sweep(args, settings)
+    if args.parameters is None and mode != DP_FP:
+        args.parameters = _trained_numbers(recipe)
     found = _forecast(args, settings)
     if args.plot is not None:
         from hf_dp.planning.figures import plot_plan
@@ -211,6 +214,10 @@ def main(argv: Sequence[str]) -> int:
         print(json.dumps({**_json(found), "transfer": transferred}, allow_nan=False))
         return 0
     print(plan_forward.text(found) if mode == DP_FP else _text(found))
+    from hf_dp.run.outlook import drowned
+
+    for doubt in () if found.most_signal is None else drowned(found.plan, args.parameters):
+        print(f"\n{doubt}")
     if "table" in settings:
         print(_rows_of_users(settings["table"], settings["users"]))
         print(_both_ways(settings, found.plan))
@@ -220,6 +227,18 @@ def main(argv: Sequence[str]) -> int:
             f"{to.expected_batch_size}, epochs {to.num_train_epochs:.10g} ({to.steps} steps)"
         )
     return 0
+
+
+def _trained_numbers(recipe: dict[str, Any]) -> int | None:
+    """Return how many numbers a recipe trains, where its model's configuration is here."""
+    if "model_name_or_path" not in recipe:
+        return None
+    from hf_dp.cli.suggest import trained_numbers
+
+    try:
+        return trained_numbers(recipe, recipe.get("peft"))
+    except HfDpError:  # `--parameters` says it then
+        return None
 
 
 def _refuse_for_sums(args: argparse.Namespace) -> None:
@@ -324,6 +343,7 @@ def _json(found: Forecast) -> dict[str, Any]:
         if found.plan.mechanism.privacy_mode == DP_FP
         else found.effective_noise_multiplier,
         "signal_to_noise": found.signal_to_noise,
+        "most_signal": found.most_signal,
         "examples": found.examples,
         "seconds": found.seconds,
         "state_bytes": found.state_bytes,
@@ -410,6 +430,11 @@ def _text(found: Forecast) -> str:
             f"sample rate {plan.selection.sample_rate:g}, noise multiplier "
             f"{plan.selection.noise_multiplier:.6g}",
         )
+    lines.append(
+        "signal beside noise: not known; give --parameters, the numbers that train"
+        if found.most_signal is None
+        else f"the gradients of all steps add up to at most {found.most_signal:.3g} of their noise"
+    )
     if found.signal_to_noise is not None:
         lines.append(f"signal / noise of a step {found.signal_to_noise:.4g}")
     if found.seconds is not None:

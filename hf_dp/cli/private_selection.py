@@ -13,12 +13,14 @@ import math
 import os
 import secrets
 import shutil
+import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
-from hf_dp.cli.cell_runs import result, run_cell
+from hf_dp.cli.cell_runs import result, run_cell, why_it_failed, with_settings
 from hf_dp.cli.cells import Cell
 from hf_dp.cli.sweep_report import signed
 from hf_dp.errors import ConfigError, HfDpError
@@ -153,18 +155,79 @@ def select(search: Search, launched: Sequence[str] = ()) -> Found:
     Raises: ConfigError when a run fails, when the folder holds another search or a part of one, or
         when the runs did not all cost the same. Nothing is released then.
     """
+    if not (search.folder / DRAWN).exists() or _unspent(search):
+        check_runs(search)
     drawn = _drawn(search)
     if "released" not in drawn:
         trials = [_trial(search, run) for run in drawn["runs"]]
         for number, cell in enumerate(trials):
             if not run_cell(search.settings, cell, f"run {number + 1}", launched, timed=False):
+                mended = (
+                    "No run has made a step, so the recipe may change, too"
+                    if _unspent(search)
+                    else "The recipe must stay as it is"
+                )
                 raise ConfigError(
-                    f"{cell.label!r} failed; see {cell.folder / 'log.txt'}. Nothing is released. "
-                    "Mend the cause and start the same command again: it goes on with this run."
+                    f"{cell.label!r} failed; {why_it_failed(cell)}\nNothing is released. Mend the "
+                    f"cause and start the command again: it goes on with this run. {mended}."
                 )
             _score(search, cell)  # a name that no run has is found after the first one
         drawn = _choose(search, trials, drawn)
     return _release(search, drawn)
+
+
+def check_runs(search: Search) -> None:
+    """Make the trainer of each cell once, before a number of runs is drawn.
+
+    Raises: ConfigError for a cell that cannot run, or a score that it will not have.
+    """
+    from hf_dp.cli.tasks import DEFAULT_TASK, private_module
+
+    first: dict[str, Cell] = {}
+    for cell in search.cells:
+        first.setdefault(cell.label, cell)  # another seed changes nothing
+    for label, cell in first.items():
+        with tempfile.TemporaryDirectory() as folder:
+            values = with_settings(search.settings, cell.settings)
+            given = {key: value for key, value in values.items() if value is not None}
+            given |= {"seed": cell.seed, "output_dir": folder}
+            try:
+                module = private_module(given.get("task", DEFAULT_TASK))
+                scores = _scores_to_come(module.trainer_of(given, []))
+            except HfDpError as problem:
+                raise ConfigError(
+                    f"{label or 'The recipe'!r} cannot run, and nothing was started: {problem}"
+                ) from problem
+        if scores and search.score not in scores:
+            raise ConfigError(
+                f"Expected `--score` to be one of {scores}, got {search.score!r}. Nothing was "
+                "started."
+            )
+
+
+def _scores_to_come(trainer: Any) -> list[str]:
+    """Return the names that a classifier's scores will have; none where they are not known."""
+    import numpy as np
+
+    if trainer.compute_metrics is None:
+        return []
+    made_up = SimpleNamespace(
+        predictions=np.eye(2, trainer.model.config.num_labels), label_ids=np.array([0, 1])
+    )
+    sets = trainer.eval_dataset if isinstance(trainer.eval_dataset, dict) else {"": None}
+    prefixes = [f"{name}_" if name else "" for name in sets]
+    return [prefix + name for prefix in prefixes for name in trainer.compute_metrics(made_up)]
+
+
+def _unspent(search: Search) -> bool:
+    """Return whether no run of the search has released anything."""
+    from hf_dp.statement.record import FILE_NAME, read
+
+    noted = search.folder / DRAWN
+    if noted.exists() and "released" in json.loads(noted.read_text(encoding="utf-8")):
+        return False
+    records = search.folder.glob(f"trial-*/run*/{FILE_NAME}")
+    return not any(read(record.parent).ledger.steps() for record in records)
 
 
 def _trial(search: Search, run: dict[str, Any]) -> Cell:
@@ -179,12 +242,18 @@ def _drawn(search: Search) -> dict[str, Any]:
     path = search.folder / DRAWN
     if path.exists():
         drawn = json.loads(path.read_text(encoding="utf-8"))
-        if drawn.get("search") != json.loads(json.dumps(search.identity)):
+        if drawn.get("search") == json.loads(json.dumps(search.identity)):
+            return drawn
+        if not _unspent(search):
             raise ConfigError(
                 f"{path} is of another search: recipe, grid, --private-selection, --score or "
                 "--seeds differ. Choose another folder; what was spent in this one counts, too."
             )
-        return drawn
+        for trial in search.folder.glob("trial-*"):
+            shutil.rmtree(trial)
+        if drawn["search"]["settings"][ARGUMENT] == search.mean_runs:
+            return _draw(search, len(drawn["runs"]))  # nobody can draw until it suits
+        return _draw(search, _geometric(search.mean_runs))
     if search.folder.exists() and any(search.folder.iterdir()):
         raise ConfigError(
             f"Expected `--output-dir` to be a new folder, but {str(search.folder)!r} is not empty "
@@ -192,13 +261,17 @@ def _drawn(search: Search) -> dict[str, Any]:
             "folder."
         )
     search.folder.mkdir(parents=True, exist_ok=True)
-    count = _geometric(search.mean_runs)
+    return _draw(search, _geometric(search.mean_runs))
+
+
+def _draw(search: Search, count: int) -> dict[str, Any]:
+    """Draw the settings of so many runs, and note them."""
     runs = [
         {"cell": secrets.randbelow(len(search.cells)), "folder": f"trial-{secrets.token_hex(8)}"}
         for _ in range(count)
     ]
     drawn = {"search": search.identity, "runs": runs}
-    _write(path, drawn)
+    _write(search.folder / DRAWN, drawn)
     return drawn
 
 

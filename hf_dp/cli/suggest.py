@@ -127,7 +127,7 @@ def _suggestion(
         settings["num_examples"],
         settings["target_epsilon"],
         epochs=args.epochs,
-        parameters=_trained(recipe, peft) if counted else args.parameters,
+        parameters=trained_numbers(recipe, peft) if counted else args.parameters,
         peft=peft,
         target_delta=settings["delta"],
         accountant=settings["accountant"] or "pld",
@@ -138,11 +138,13 @@ def _suggestion(
         privacy_unit="example" if users is None else "user",
     )
     if counted and found.parameters is None:
-        found = dataclasses.replace(found, parameters=_trained(recipe, found.settings["peft"]))
+        found = dataclasses.replace(
+            found, parameters=trained_numbers(recipe, found.settings["peft"])
+        )
     return found
 
 
-def _trained(recipe: dict[str, Any], peft: dict[str, Any] | None) -> int:
+def trained_numbers(recipe: dict[str, Any], peft: dict[str, Any] | None) -> int:
     """Return how many numbers of the recipe's model train. No weights are made."""
     model = _model(recipe, peft, "meta")
     return sum(p.numel() for p in model.parameters() if p.requires_grad)

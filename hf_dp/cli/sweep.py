@@ -12,7 +12,14 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from hf_dp.cli.cell_runs import AS_BASELINE, result, run_cell, with_settings, zero_shot
+from hf_dp.cli.cell_runs import (
+    AS_BASELINE,
+    result,
+    run_cell,
+    why_it_failed,
+    with_settings,
+    zero_shot,
+)
 from hf_dp.cli.cells import RECIPE, Cell
 from hf_dp.cli.grid import grid, read_recipes, setting
 from hf_dp.cli.launch import add_launch_options, launch_words, refuse_several
@@ -213,9 +220,7 @@ def main(argv: Sequence[str]) -> int:
     if args.plot is not None and results:
         _plot(args, results)
     for cell in failed:
-        print(
-            f"failed: {cell.label} seed={cell.seed}; see {cell.folder / 'log.txt'}", file=sys.stderr
-        )
+        print(f"failed: {cell.label} seed={cell.seed}; {why_it_failed(cell)}", file=sys.stderr)
     return 1 if failed else 0
 
 

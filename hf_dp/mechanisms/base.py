@@ -171,18 +171,6 @@ class Mechanism(ABC):
         """Return what may be said about the run so far."""
         return self.run.statement(self.tuner.describe(self.run.model))
 
-    def save(self) -> PrivacyStatement:
-        """Write ``privacy.json`` with the statement into the run's folder, and return the
-        statement.
-
-        Weights that lie there get the run's mark, without which they cannot be published: save them
-        first.
-        """
-        statement = self.statement()
-        self.run.book.mark_weights(self.run.folder)
-        self.run.book.save(self.run.folder, statement)
-        return statement
-
     # -- a loop of one's own --
 
     def logical_batches(self) -> Iterator[Any]:

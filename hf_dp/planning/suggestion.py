@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hf_dp import _validate
-from hf_dp.planning.forecast import most_signal
+from hf_dp.planning.forecast import LEAST_SIGNAL, most_signal
 from hf_dp.plans.privacy import PrivacyPlan
 
 LI = "Li et al. 2022"
@@ -28,8 +28,6 @@ WALK, LEARNING_RATES = 0.02, (3e-4, 5e-3)
 ADAPTER_FACTOR = 3  # LoRA beside all weights (ibid., "What trains")
 # What trains the model's own matrices ran at the rate of all weights (ibid.).
 OWN_MATRICES = ("frost", "random", "pval", "param", "rgp", "top_blocks")
-# Full fine-tuning learned at this ratio (the quickstart). Below it, fewer numbers should train.
-ENOUGH_SIGNAL = 0.4
 LORA = {"peft_type": "lora", "r": 8}
 
 
@@ -201,10 +199,9 @@ def _what_trains(
     if parameters is None:
         return None, full + ". Whether the noise allows it depends on `parameters`, not given"
     ratio = most_signal(plan, parameters)
-    if ratio >= ENOUGH_SIGNAL:
+    if ratio >= LEAST_SIGNAL:
         return None, f"{full}. At best the gradients add up to {ratio:.2g} of the noise"
     return LORA, (
         f"noise grows with the numbers that train: for all {parameters:,} the gradients add up to "
-        f"{ratio:.2g} of the noise at best, and the least that learned in our runs is "
-        f"{ENOUGH_SIGNAL:g}"
+        f"{ratio:.2g} of the noise at best, and below {LEAST_SIGNAL:g} none of our runs learned"
     )

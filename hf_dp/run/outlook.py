@@ -5,14 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from hf_dp.accounting.value import doubt_of_delta
-from hf_dp.planning import most_signal
+from hf_dp.planning import LEAST_SIGNAL, most_signal
 from hf_dp.plans.dp_sgd import DpSgdPlan
 from hf_dp.plans.privacy import PrivacyPlan
 
 SLOW = 5e-5  # transformers' default learning rate
-# This is a ratio of the largest possible signal to noise. A pretrained model learned at 0.4 (the
-# quickstart). What a task needs is not known, so the limit lies far below.
-DROWNED = 0.1
 
 
 def doubts(
@@ -39,10 +36,16 @@ def doubts(
             "usually needs 10 to 50 times that (Li et al. 2022, section 3 and figure 2). Try 1e-3, "
             "or what `hf-dp suggest` names."
         )
-    if (ratio := most_signal(plan, parameters)) < DROWNED:
+    yield from drowned(plan, parameters)
+
+
+def drowned(plan: PrivacyPlan, parameters: int) -> Iterator[str]:
+    """Yield, where no run of ours has learned, that the noise will drown the gradients."""
+    if (ratio := most_signal(plan, parameters)) < LEAST_SIGNAL:
         yield (
             "The noise will drown the gradients: if those of all steps had full length and the "
-            f"same direction, they would add up to {ratio:.2g} of the noise (noise multiplier "
+            f"same direction, they would add up to {ratio:.2g} of the noise, and below "
+            f"{LEAST_SIGNAL:g} none of our runs learned (noise multiplier "
             f"{plan.noise_multiplier:.3g}, {plan.expected_batch_size:g} a step, {plan.steps:,} "
             f"steps, {parameters:,} numbers train). Use more rows or a larger "
             "expected_batch_size, train fewer numbers (LoRA, a head), or raise target_epsilon."

@@ -10,7 +10,7 @@ In a loop of one's own (:class:`hf_dp.trainer.trainer.DPTrainer` runs the same l
             mechanism.set_gradients(clipped, release)
         optimizer.step()
         optimizer.zero_grad()
-    print(mechanism.save())
+    print(save_run(mechanism))
 """
 
 from __future__ import annotations

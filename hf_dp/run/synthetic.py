@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_dp.errors import UnsupportedLossError, UnsupportedModelError
-from hf_dp.losses import base_model, task_of
+from hf_dp.losses import base_model, targets_of, task_of
 
 # Neither ascending nor descending, so that a model that sorts its examples is found out.
 _LENGTHS = (7, 12, 4)
@@ -77,6 +77,9 @@ def _texts(
         else:
             labels = _labels(base, task, ids)
         example = {"input_ids": ids, "labels": labels}
+        if (targets := targets_of(model)) != ("labels",):
+            places = {name: torch.randint(length, (1,)) for name in targets}
+            example = {"input_ids": ids, **places}
         if has_mask:
             example["attention_mask"] = torch.ones_like(ids)
         alone.append(example)

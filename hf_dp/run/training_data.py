@@ -5,7 +5,7 @@ It is looked over once. Each row is collated alone, and examples are padded toge
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -25,7 +25,7 @@ from hf_dp.batches.padding import LABELS, Padding
 from hf_dp.batches.structure import Example, column, combined, leaves, own
 from hf_dp.batches.units import UnitTable, unit_dataloader
 from hf_dp.errors import DataError, HfDpError, UnsupportedLossError
-from hf_dp.losses import IGNORED_LABEL
+from hf_dp.losses import IGNORED_LABEL, targets_of
 from hf_dp.noise import SecretRandomness
 from hf_dp.plans.sampling import LogicalSampler
 from hf_dp.plans.units import Users
@@ -93,7 +93,7 @@ class TrainingData:
         """
         layout = self.looked_over.layout
         if needs_labels:
-            self._check_labels(layout)
+            self._check_labels(layout, targets_of(model))
         training = model.training
         longest = as_long_as_the_longest(self.examples[self.looked_over.longest], layout, model)
         try:
@@ -116,10 +116,11 @@ class TrainingData:
             model.train(training)
         refuse_ids_beyond_tables(model, losses, self.examples, layout, self.limits.below)
 
-    def _check_labels(self, layout: Layout) -> None:
+    def _check_labels(self, layout: Layout, targets: Sequence[str]) -> None:
         labels = layout.leaves.get("labels")
-        if labels is not None and labels.is_tensor:
-            return
+        given = [layout.leaves.get(name) for name in targets]
+        if "labels" not in targets or all(each is not None and each.is_tensor for each in given):
+            return  # what a loss of other targets misses, it names
         # transformers' default collator drops text, and a user's own may pass it on.
         self.examples.refuse_labels_in_words(0)
         if labels is None:

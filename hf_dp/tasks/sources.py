@@ -34,7 +34,10 @@ class SourceArguments(ABC):
     )
     validation_split: list[str] = field(
         default_factory=lambda: list(VALIDATION),
-        metadata={"help": "Splits of dataset_name to evaluate on."},
+        metadata={
+            "help": "Splits of dataset_name to evaluate on, or without validation_file a part of "
+            "train_file: train[:10%], beside train_split: train[10%:]."
+        },
     )
     train_file: str | None = field(
         default=None, metadata={"help": "Training rows: .parquet, .csv, .json or .jsonl."}
@@ -114,9 +117,12 @@ def load_evaluation(data: SourceArguments) -> dict[str, Any]:
             _short(split): load_hub(data.dataset_name, data.dataset_config, split)
             for split in data.validation_split
         }
+    if not data.validation_file and data.train_file and data.validation_split != VALIDATION:
+        return _parts_of_the_train_file(data, data.train_file)
     if not data.validation_file:
         raise ConfigError(
-            "Expected `validation_file` (or `dataset_name`) to be given, got neither."
+            "Expected `validation_file` (or `dataset_name`) to be given, got neither. To hold out "
+            "a part of train_file: validation_split: train[:10%] and train_split: train[10%:]."
         )
     files = {_short(Path(file).stem): load_file(file) for file in data.validation_file}
     if len(files) < len(data.validation_file):
@@ -125,6 +131,29 @@ def load_evaluation(data: SourceArguments) -> dict[str, Any]:
             f"{data.validation_file}. Rename one: the metrics are named after the files."
         )
     return files
+
+
+def _parts_of_the_train_file(data: SourceArguments, file: str) -> dict[str, Any]:
+    """Return parts of the file of training rows that are held out.
+
+    Raises: ConfigError for a part that training reads, too; DataError.
+    """
+    from datasets import ReadInstruction
+
+    from hf_dp.tasks.files import load_file
+
+    held_out = {split: load_file(file, split) for split in data.validation_split}
+    splits = {"train": len(load_file(file))}
+    (trained,) = ReadInstruction.from_spec(data.train_split).to_absolute(splits)
+    for split in held_out:
+        for part in ReadInstruction.from_spec(split).to_absolute(splits):
+            if max(part.from_, trained.from_) < min(part.to, trained.to):
+                raise ConfigError(
+                    f"Expected `validation_split` to name rows that `train_split` leaves out, got "
+                    f"{split!r} and {data.train_split!r}. For a tenth, set validation_split: "
+                    "train[:10%] and train_split: train[10%:]."
+                )
+    return {_short(split): rows for split, rows in held_out.items()}
 
 
 def _check_source(data: SourceArguments) -> None:
@@ -146,13 +175,14 @@ def _check_source(data: SourceArguments) -> None:
 def _refuse_splits_of_files(data: SourceArguments) -> None:
     """Raise ConfigError for what names parts of a data set on the Hub, beside files."""
     unread: dict[str, Any] = {"dataset_config": data.dataset_config}
-    if list(data.validation_split) != VALIDATION:
+    if list(data.validation_split) != VALIDATION and data.validation_file:
         unread["validation_split"] = data.validation_split
     for name, value in unread.items():
         if value:
             raise ConfigError(
                 f"Expected `{name}` to be unset without `dataset_name`, got {value!r}: a file of "
-                "evaluation rows is read whole. Remove it, and name a file with just these rows."
+                "evaluation rows is read whole. Remove it, and name a file with just these rows; "
+                "validation_split without validation_file holds out a part of train_file."
             )
 
 

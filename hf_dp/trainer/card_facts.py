@@ -25,6 +25,7 @@ _PIPELINES = {
     "image_classification": "image-classification",
     "causal_lm": "text-generation",
     "masked_lm": "fill-mask",
+    "question_answering": "question-answering",
 }
 # What `create_model_card` of transformers and TRL calls a field of CardDetails.
 _OTHER_NAMES = {
@@ -42,20 +43,29 @@ def details_of(trainer: Any, given: Mapping[str, Any]) -> CardDetails:
 
     Raises: InvalidArgumentError for what the Hub would refuse.
     """
-    args, model = trainer.args, base_model(trainer.model)
-    name = args.hub_model_id or str(args.output_dir)
-    tag = _PIPELINES.get(_task(model))
-    known = CardDetails(
-        model_name=name.rstrip("/\\").replace("\\", "/").split("/")[-1],
-        base_model=getattr(getattr(model, "config", None), "_name_or_path", None) or None,
-        task_tag=tag,
+    args = trainer.args
+    known = details_of_model(
+        trainer.model,
+        args.hub_model_id or str(args.output_dir),
         metrics=trainer.evaluation_metrics(),
         training=_public_settings(args),
-        library_name="peft" if hasattr(trainer.model, "peft_config") else "transformers",
-        pretraining_sources=tuple(pretraining_sources(model)),
-        usage=usage(trainer.model, tag),
     )
     return known.with_given(**given)
+
+
+def details_of_model(model: nn.Module, name: str, **known: Any) -> CardDetails:
+    """Return what a card says of a model. Args: name: its folder or repository. known: the rest."""
+    base = base_model(model)
+    tag = _PIPELINES.get(_task(base))
+    return CardDetails(
+        model_name=name.rstrip("/\\").replace("\\", "/").split("/")[-1],
+        base_model=getattr(getattr(base, "config", None), "_name_or_path", None) or None,
+        task_tag=tag,
+        library_name="peft" if hasattr(model, "peft_config") else "transformers",
+        pretraining_sources=tuple(pretraining_sources(base)),
+        usage=usage(model, tag),
+        **known,
+    )
 
 
 def given_before(checkpoint: str) -> dict[str, Any]:

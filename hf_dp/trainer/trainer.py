@@ -32,6 +32,7 @@ from hf_dp.losses import (
     columns_read,
     means_over_rows,
     per_example_loss,
+    with_labels_read,
 )
 from hf_dp.mechanisms import mechanism_for
 from hf_dp.overlap.compare import TrainingRows, refuse_training_rows
@@ -395,6 +396,11 @@ class DPTrainer(Publishing):
         _ = self.run  # about the present model and data
         with self.silent():  # rows are looked over
             return self.mechanism.loader()
+
+    def _prepare_inputs(self, inputs: Any) -> Any:
+        """Return a batch on the device, with its labels as :func:`per_example_loss` reads them."""
+        inputs = super()._prepare_inputs(inputs)
+        return inputs if self._has_own_loss() else with_labels_read(self.model, inputs)
 
     def training_data(self) -> TrainingData:
         """Return the training set, looked over.

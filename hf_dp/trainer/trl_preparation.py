@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -11,7 +13,9 @@ from trl import DPOTrainer, SFTTrainer
 from trl.data_utils import is_conversational, is_conversational_from_value
 
 from hf_dp.errors import DataError
+from hf_dp.tasks.generation.chat import ChatEncoding
 
+_MASKED = ("input_ids", "assistant_masks")  # as TRL calls them
 _PICTURES = ("image", "images")
 # By which columns TRL tells conversations from texts.
 _TEXTS = ("prompt", "completion", "messages", "chosen", "rejected", "conversations")
@@ -38,17 +42,43 @@ class SFTPreparation(SFTTrainer, _InPlaceOfTrainer):
     So tokenizer, chat template, padding token, labels and truncation are TRL's own, and nothing of
     what follows happens: no fused head, no metrics of batches.
 
+    With `assistant_only_loss`, and a chat template that neither marks what the assistant writes nor
+    is known to TRL, its tokens are found by comparing each turn with the turns before it
+    (:class:`~hf_dp.tasks.generation.chat.ChatEncoding`).
+
     Args: those of SFTTrainer.
 
     Attributes:
         given: model, data_collator, train_dataset, eval_dataset and processing_class, prepared.
+
+    Raises: DataError for a template that rewrites earlier turns.
     """
 
+    _by_turns = False
+
     def __init__(self, **given: Any):
+        args, rows = given["args"], given["train_dataset"]
         try:
             super().__init__(**given)
         except _HandedOver as handed:
             self.given = handed.given
+        except ValueError as problem:
+            unknown = "template" in str(problem) and "messages" in rows.column_names
+            if self._by_turns or not (args.assistant_only_loss and unknown):
+                raise
+            self._by_turns, by_turns = True, copy.copy(args)
+            by_turns.assistant_only_loss = False
+            self.__init__(**{**given, "args": by_turns})  # type: ignore[misc]
+
+    def _prepare_dataset(self, dataset: Any, processing_class: Any, *others: Any) -> Any:
+        if self._by_turns and "input_ids" not in dataset.column_names:
+            encoding = ChatEncoding(processing_class, sys.maxsize)
+
+            def encode(row: Any, index: int) -> dict[str, Any]:
+                return dict(zip(_MASKED, encoding.whole(row["messages"], index), strict=True))
+
+            dataset = dataset.map(encode, with_indices=True, remove_columns="messages")
+        return super()._prepare_dataset(dataset, processing_class, *others)
 
     def of_evaluation(self, dataset: Any) -> Any:
         """Return an evaluation set, or a mapping of them, prepared as the training set was.

@@ -13,6 +13,7 @@ from hf_dp.tasks.infilling_config import InfillingConfig
 from hf_dp.tuners.adapter import AdapterConfig
 
 _IMAGES = "image-classification"
+_SPANS = "question-answering"  # for which transformers has no pipeline
 _CLASSIFIER = "Classification"  # the end of its class's name
 
 
@@ -34,6 +35,16 @@ def usage(model: nn.Module, task_tag: str | None) -> str | None:
     if task_tag is None:
         return None
     class_name = type(base_model(model)).__name__
+    if task_tag == _SPANS:
+        return "\n".join(
+            [
+                *["import hf_dp  # makes the adapter known"] * ours,
+                "from transformers import AutoModelForQuestionAnswering, AutoTokenizer",
+                "",
+                f"model = AutoModelForQuestionAnswering.from_pretrained({REPOSITORY!r})",
+                f"tokenizer = AutoTokenizer.from_pretrained({REPOSITORY!r})",
+            ]
+        )
     # transformers by itself loads only the adapters that PEFT knows
     if ours or (adapters and class_name.endswith(_CLASSIFIER)):
         return _on_its_base(config, class_name, task_tag, ours)

@@ -18,7 +18,11 @@ from hf_dp.tuners.selection import SelectionModel
 
 logger = logging.getLogger(__name__)
 
-_PEFT_TASKS = {"sequence_classification": "SEQ_CLS", "causal_lm": "CAUSAL_LM"}
+_PEFT_TASKS = {
+    "sequence_classification": "SEQ_CLS",
+    "causal_lm": "CAUSAL_LM",
+    "question_answering": "QUESTION_ANS",
+}
 
 
 def load_model(name_or_path: str) -> nn.Module:

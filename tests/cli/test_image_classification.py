@@ -425,6 +425,7 @@ CHANGED_KEYS = {
     "a split that cannot be read": ({"train_split": "train[5"}, "Unrecognized instruction format"),
     "no rows left": ({"train_split": "train[40:]"}, "no data"),
     "a split of an evaluation file": ({"validation_split": ["test[5:]"]}, r"`validation_split` to be unset without `dataset_name`, got .*Remove it"),
+    "an evaluation part that trains": ({"validation_split": ["train[:10%]"], "validation_file": []}, "rows that `train_split` leaves out, got 'train"),
     "a configuration of a file": ({"dataset_config": "plain"}, "`dataset_config` to be unset without `dataset_name`, got 'plain'"),
     "a wrong freeze": ({"freeze": ["bert."]}, "`freeze` names 'bert.'"),
     "an unknown model": ({"model_name_or_path": "no/such"}, "'no/such' could not be loaded as an image classifier"),

@@ -25,6 +25,14 @@ def printed(capsys, *words) -> str:
     return capsys.readouterr().out
 
 
+def test_noise_that_drowns_is_said(capsys):
+    words = ["plan", "--num-examples", "300", "--batch-size", "32", "--target-epsilon", "3", *RDP]
+    out = printed(capsys, *words, "--parameters", "22700000")
+    assert "The noise will drown the gradients" in out
+    assert "drown" not in printed(capsys, *words, "--parameters", "400")
+    assert "not known; give --parameters" in printed(capsys, *words)
+
+
 def test_text(capsys):
     out = printed(
         capsys, *SST2, "--target-epsilon", "3", *RDP, "--gradient-norm", "0.05", "--parameters", "22700000",
@@ -35,7 +43,10 @@ def test_text(capsys):
     assert lines[1] == "198 steps, 3.01 epochs, 202,752 examples in all"
     assert lines[2].startswith("noise multiplier 0.8254")
     # 0.05 x 1024 / (0.8254 x 0.1 x sqrt(22.7e6))
-    assert lines[3] == "signal / noise of a step 0.1302"
+    # sqrt(198) x 1024 / (0.8254 x sqrt(22.7e6)): all 198 steps in one direction
+    assert lines[3] == "the gradients of all steps add up to at most 3.66 of their noise"
+    assert "drown" not in out
+    assert lines.pop(3) and lines[3] == "signal / noise of a step 0.1302"
     assert lines[4].startswith("0.56 hours")
     assert lines[5].startswith("0.34 GiB")
     assert lines[-1].split() == ["rdp", "bound", "3.000"]

@@ -6,6 +6,7 @@ import json
 import shutil
 from collections import Counter
 
+import datasets
 import pytest
 import tiny
 
@@ -32,6 +33,8 @@ class Runs:
         assert not timed  # the times of a search would tell how many runs there were
         number = int(which.removeprefix("run ")) - 1
         if number in self.failing:
+            cell.folder.mkdir(parents=True, exist_ok=True)
+            (cell.folder / "log.txt").write_text("1/2\rMaking rows\nhf-dp: no such column\n\n")
             return False
         if cell.done is not None:
             return True
@@ -54,6 +57,7 @@ class Runs:
 def runs(monkeypatch):
     made = Runs()
     monkeypatch.setattr(private_selection, "run_cell", made)
+    monkeypatch.setattr(private_selection, "check_runs", lambda search: None)
     return made
 
 
@@ -95,8 +99,11 @@ def test_an_interrupted_search_goes_on_with_what_was_drawn(tmp_path, runs, monke
     fixed(monkeypatch, 3)
     runs.scores, runs.failing = [0.5, 0.9, 0.7], {1}
     folder = tmp_path / "search"
-    with pytest.raises(ConfigError, match=r"failed; see .*trial-.*Nothing is released"):
+    why = r"failed; see .*trial-.*log.txt. hf-dp: no such column\nNothing is .* must stay as it is"
+    with pytest.raises(ConfigError, match=why):
         select(search(folder))
+    with pytest.raises(ConfigError, match="is of another search"):  # run 1 has been paid for
+        select(search(folder, weight_decay=0.1))
     assert not (folder / "best").exists()
     drawn = json.loads((folder / "search.json").read_text())["runs"]
     fixed(monkeypatch, 99)  # not drawn again
@@ -160,6 +167,73 @@ def test_another_search_in_the_same_folder_is_refused(tmp_path, runs, monkeypatc
     (folder / "search.json").unlink()
     with pytest.raises(ConfigError, match=r"not empty and has no search\.json"):
         select(search(folder))
+
+
+def fails_at_once(folder, runs):
+    runs.scores, runs.failing = [0.5, 0.9, 0.7], {0}
+    with pytest.raises(ConfigError, match="no such column\n.* the recipe may change, too"):
+        select(search(folder))
+
+
+def test_a_search_that_has_spent_nothing_goes_on_with_a_mended_recipe(tmp_path, runs, monkeypatch):
+    """And with the number of runs that was drawn."""
+    fixed(monkeypatch, 3)
+    folder = tmp_path / "search"
+    fails_at_once(folder, runs)
+    fixed(monkeypatch, 99)
+    runs.failing = set()
+    found = select(search(folder, weight_decay=0.1, words=("learning_rate=5e-3",)))
+    assert found.score == 0.9 and runs.made == [0, 1, 2] and "learning_rate=0.005" in found.label
+    assert sorted(path.name for path in folder.iterdir()) == ["best", "search.json"]
+
+
+def test_planted_search_that_forgets_what_it_spent_is_seen(tmp_path, runs, monkeypatch):
+    fixed(monkeypatch, 2)
+    runs.scores, runs.failing = [0.5, 0.9], {1}
+    folder = tmp_path / "search"
+    monkeypatch.setattr(private_selection, "_unspent", lambda search: True)
+    with pytest.raises(ConfigError, match="failed"):
+        select(search(folder))
+    runs.failing = set()
+    assert select(search(folder, weight_decay=0.1)).score == 0.9
+    assert runs.made == [0, 0, 1]  # run 1 was paid for twice, and counted once
+
+
+def recipe_of(folder, **changes):
+    """A recipe whose evaluation rows are held out, before the changes."""
+    folder.mkdir(exist_ok=True)
+    tiny.model().save_pretrained(folder / "model")
+    tiny.tokenizer().save_pretrained(folder / "model")
+    files = {"train": tiny.rows(40), "held_out": tiny.held_out_rows()}
+    for name, rows in files.items():
+        datasets.Dataset.from_list(rows).to_csv(folder / f"{name}.csv")
+    return {
+        "model_name_or_path": str(folder / "model"),
+        "train_file": str(folder / "train.csv"),
+        "validation_file": str(folder / "held_out.csv"),
+        "class_names": ["bad", "good"],
+        "max_length": 16,
+        "max_steps": 2,
+        "expected_batch_size": 8,
+        "target_epsilon": 8,
+        "use_cpu": True,
+        **changes,
+    }
+
+
+def test_what_no_run_could_do_is_refused_before_anything_is_drawn(tmp_path):
+    good, folder = recipe_of(tmp_path / "data"), tmp_path / "search"
+    for change, match in (
+        ({"validation_file": good["train_file"]}, "training row"),
+        ({"accountant": "pld"}, "Expected `accountant` to be 'rdp'"),
+        ({"learning_rat": 1e-3}, "Unknown configuration key `learning_rat`"),
+        ({"text_columns": ["text"]}, r"`text_columns` names \['text'\]"),
+    ):
+        with pytest.raises(ConfigError, match=f"cannot run, and nothing was started: .*{match}"):
+            select(search(folder, words=("learning_rate=1e-3",), **{**good, **change}))
+    with pytest.raises(ConfigError, match=r"`--score` to be one of \['accuracy'\], got 'f1'"):
+        select(search(folder, words=(), score="f1", **good))
+    assert not folder.exists()
 
 
 def test_an_unknown_score(tmp_path, runs, monkeypatch):

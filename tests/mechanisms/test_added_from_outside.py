@@ -13,6 +13,7 @@ import tiny
 import torch
 from transformers import DataCollatorWithPadding
 
+from hf_dp import save_run
 from hf_dp.accounting import SUM, Gaussian, Ledger, epsilon
 from hf_dp.cards.card import render_card
 from hf_dp.cards.details import CardDetails
@@ -102,7 +103,7 @@ def test_it_runs_and_everything_knows_it(tmp_path):
         with run.release_step() as release:
             mechanism.set_gradients(mechanism.clip(batches), release)
         optimizer.step()
-    statement = mechanism.save()
+    statement = save_run(mechanism)
 
     record = read(tmp_path)
     assert record.plan == plan and record.ledger.steps("training") == 3

@@ -14,6 +14,7 @@ from loopback_hub import BASE
 from rewriting import rewrite
 from safetensors.torch import load_file, save_file
 
+from hf_dp import save_run
 from hf_dp.cards.signature import sign
 from hf_dp.cards.verify import verify
 from hf_dp.cli.main import main
@@ -270,9 +271,9 @@ def test_a_loop_of_ones_own_is_published_once_its_weights_are_saved(tmp_path):
     trainer.train()
     folder = tmp_path / "run"
     trainer.model.save_pretrained(folder)  # as a plain loop does
-    with pytest.raises(PublishError, match=r"Nothing shows that(.|\n)*mechanism.save\(\)"):
+    with pytest.raises(PublishError, match=r"Nothing shows that(.|\n)*save_run\(mechanism\)"):
         Publication.of(folder).refuse()
-    trainer.mechanism.save()
+    save_run(trainer.mechanism)
     Publication.of(folder).refuse()
 
 

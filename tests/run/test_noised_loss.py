@@ -14,7 +14,7 @@ import torch
 from scipy import stats
 from transformers import DataCollatorWithPadding
 
-from hf_dp import NoisedLossPlan, PrivacyRequest, PrivateRun, mechanism_for
+from hf_dp import NoisedLossPlan, PrivacyRequest, PrivateRun, mechanism_for, save_run
 from hf_dp.errors import LedgerError, SelfCheckError
 from hf_dp.losses import per_example_loss
 from hf_dp.mechanisms.noised_loss import BoundedLosses
@@ -225,7 +225,7 @@ def test_it_is_the_clipped_mean_and_noise(tmp_path, monkeypatch):
     assert len(found) == 4 and any(expected > 0 for _, expected in found)
     for got, expected in found:
         assert got == pytest.approx(expected, abs=1e-5)
-    statement = mechanism.save()
+    statement = save_run(mechanism)
     assert "the noised losses in its logs" in statement.covered
     assert disagreements(read(tmp_path)) == []
     assert [row["type"] for row in statement.mechanisms] == ["SumAndLoss"]

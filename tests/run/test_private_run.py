@@ -17,6 +17,7 @@ from hf_dp import (
     PrivacyRequest,
     PrivateRun,
     mechanism_for,
+    save_run,
 )
 from hf_dp.batches.options import BatchOptions
 from hf_dp.errors import (
@@ -74,7 +75,7 @@ def loop(private: PrivateRun, optimizer: torch.optim.Optimizer) -> int:
         optimizer.step()
         optimizer.zero_grad()
         steps += 1
-    mechanism.save()
+    save_run(mechanism)
     return steps
 
 

@@ -63,8 +63,7 @@ class ChatEncoding:
         Raises: DataError for turns that the template refuses or rewrites, or where no token of the
             assistant's is left.
         """
-        _check(messages, row)
-        ids, mask = (self._marked if self.template else self._by_prefixes)(messages, row)
+        ids, mask = self.whole(messages, row)
         ids, mask = ids[: self.max_length], mask[: self.max_length]
         if not any(mask):
             raise DataError(
@@ -73,6 +72,14 @@ class ChatEncoding:
             )
         labels = [token if own else IGNORED_LABEL for token, own in zip(ids, mask)]
         return {"input_ids": ids, "attention_mask": [1] * len(ids), "labels": labels}
+
+    def whole(self, messages: Sequence[Mapping[str, Any]], row: int) -> tuple[list[int], list[int]]:
+        """Return the token ids of a conversation, uncut, and 1 for each of the assistant's.
+
+        Raises: DataError for turns that the template refuses or rewrites.
+        """
+        _check(messages, row)
+        return (self._marked if self.template else self._by_prefixes)(messages, row)
 
     def prompt(self, messages: Sequence[Mapping[str, Any]], row: int, room: int) -> list[int]:
         """Return the token ids after which the assistant's last turn is to be written.

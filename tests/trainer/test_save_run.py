@@ -1,0 +1,88 @@
+"""A loop of one's own saves by one call what DPTrainer saves: weights, tokenizer, card, evidence."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import tiny
+import torch
+from peft import LoraConfig, get_peft_model
+from transformers import DataCollatorWithPadding
+
+from hf_dp import DpSgdPlan, PrivacyRequest, PrivateRun, mechanism_for, save_run
+from hf_dp.batches.options import BatchOptions
+from hf_dp.cards.verify import verify
+from hf_dp.errors import InvalidArgumentError
+from hf_dp.publishing.publication import Publication
+from hf_dp.run.options import RunOptions
+from hf_dp.trainer import save_run as module
+
+
+def trained(folder: Path, model: torch.nn.Module, **given):
+    plan = PrivacyRequest(
+        num_examples=40,
+        expected_batch_size=8,
+        mechanism=DpSgdPlan(clipping_norm=0.1, noise_multiplier=1.0),
+        max_steps=1,
+    ).plan()
+    run = PrivateRun(
+        model,
+        plan,
+        folder,
+        train_dataset=tiny.dataset().rename_column("label", "labels"),
+        data_collator=DataCollatorWithPadding(tiny.tokenizer()),
+        options=RunOptions(batches=BatchOptions(physical_batch_size=4, quiet=True)),
+        **given,
+    )
+    mechanism, optimizer = mechanism_for(run), torch.optim.SGD(model.parameters(), lr=0.1)
+    for batches in mechanism.logical_batches():
+        clipped = mechanism.clip(batches)
+        with run.release_step() as release:
+            mechanism.set_gradients(clipped, release)
+        optimizer.step()
+    return mechanism
+
+
+def test_a_model_is_saved_as_it_can_be_verified_loaded_and_published(tmp_path):
+    mechanism = trained(tmp_path, tiny.model(), processing_class=tiny.tokenizer())
+    metrics = {"eval_accuracy": 0.75}
+    statement = save_run(mechanism, metrics=metrics, license="mit", dataset="org/reviews")
+    assert verify(tmp_path).outcome == "ok"
+    card = (tmp_path / "README.md").read_text()
+    assert statement.sentence() in card and "org/reviews" in card and "0.75" in card
+    assert "license: mit" in card and "text-classification" in card
+    again = type(mechanism.run.model).from_pretrained(tmp_path)
+    for name, value in mechanism.run.model.state_dict().items():
+        assert torch.equal(again.state_dict()[name], value)
+    assert "tokenizer_config.json" in Publication.of(tmp_path).files
+    Publication.of(tmp_path).refuse()
+
+
+def test_an_adapter_is_saved_without_its_base(tmp_path):
+    lora = LoraConfig(task_type="SEQ_CLS", target_modules=["query"], r=2)
+    save_run(trained(tmp_path, get_peft_model(tiny.model(), lora)), tiny.tokenizer())
+    assert verify(tmp_path).outcome == "ok"
+    assert (tmp_path / "adapter_model.safetensors").exists()
+    assert (tmp_path / "tokenizer_config.json").exists()
+    assert not (tmp_path / "model.safetensors").exists()
+
+
+def test_what_a_card_cannot_say_is_refused_before_anything_is_written(tmp_path):
+    mechanism = trained(tmp_path, tiny.model())
+    with pytest.raises(InvalidArgumentError, match="A card has no 'licence'"):
+        save_run(mechanism, licence="mit")
+    assert not (tmp_path / "model.safetensors").exists()
+
+
+def test_planted_weights_that_are_saved_after_the_evidence_are_seen(tmp_path, monkeypatch):
+    mechanism = trained(tmp_path, tiny.model())
+    write = module.write_card
+
+    def then_the_weights(folder, *others):
+        write(folder, *others)
+        mechanism.run.model.save_pretrained(folder)
+
+    monkeypatch.setattr(module, "write_card", then_the_weights)
+    save_run(mechanism)
+    assert verify(tmp_path).outcome != "ok"
