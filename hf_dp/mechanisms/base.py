@@ -175,9 +175,12 @@ class Mechanism(ABC):
         """Write ``privacy.json`` with the statement into the run's folder, and return the
         statement.
 
+        Raises: UnsupportedModelError for weights that anything but the run's steps has changed.
+
         Weights that lie there get the run's mark, without which they cannot be published: save them
         first.
         """
+        self.run.refuse_other_training(before_save=True)
         statement = self.statement()
         self.run.book.mark_weights(self.run.folder)
         self.run.book.save(self.run.folder, statement)
@@ -203,12 +206,13 @@ class Mechanism(ABC):
             endless = self._endless()
             for step in range(run.plan.steps):
                 if run.plan.releases_each_step and run.book.exhausted:
-                    return
+                    break
                 batches = next(endless)
                 run.model.train()
                 self.tuner.before_step(run, step)
                 run.begin_step()
                 yield batches
+            run.resting.note(run.model)
         finally:
             run.stop()
 

@@ -14,6 +14,7 @@ from hf_dp.distributed.processes import Processes
 from hf_dp.errors import LedgerError, UnaccountedGradientError
 from hf_dp.plans.privacy import PrivacyPlan
 from hf_dp.run.ledger import RunLedger
+from hf_dp.run.other_training import note_steps_before_own
 
 # The name in logs for the figure that the paper gives for DP-FP as published.
 NO_EPSILON = "papers_figure_not_established"
@@ -75,6 +76,7 @@ class WeightsMove(TrainerCallback):
     def on_pre_optimizer_step(
         self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any
     ) -> None:
+        note_steps_before_own(model)
         if not self._moved:  # an empty draw of DP-FP has no gradient, and may leave all unchanged
             told = any(
                 p.grad is not None and bool(_own(p.grad).any())
