@@ -475,6 +475,7 @@ class DPTrainer(Publishing):
             self._write_times(run.clock, checkpoint)
             if self.args.weight_average_decay is not None:
                 put_averages(self.optimizer)
+            self.put_average()
             run.resting.note(self.model)
             conclude_audit(run)
             self._write_privacy_files(self.folder)
@@ -596,7 +597,7 @@ class DPTrainer(Publishing):
         decay, floor = self.args.weight_average_decay, self.args.noise_aware_floor
         state = {
             "is_as_noised": self.tuner.gradients_are_noised_sums,
-            "in_shards": self.is_fsdp_enabled or is_sharded(self.model),
+            "in_shards": self._in_shards,
         }
         if decay is not None:
             why = "What the optimizer trains there is not the weights as they are saved."
