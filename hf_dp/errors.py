@@ -22,8 +22,8 @@ class UnsupportedArgumentError(InvalidArgumentError):
 
 
 class UnsupportedModelError(HfDpError, ValueError):
-    """The model couples examples, or has a trainable parameter whose per-example gradient is not
-    known."""
+    """The model couples examples, has a trainable parameter whose per-example gradient is not
+    known, or was trained by what the statement would not count."""
 
 
 class UnsupportedLossError(HfDpError, ValueError):

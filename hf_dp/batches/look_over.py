@@ -21,6 +21,7 @@ from hf_dp.batches.padding import Padding
 from hf_dp.batches.structure import Example, leaves
 from hf_dp.distributed.processes import Processes
 from hf_dp.errors import DataError
+from hf_dp.losses import IGNORED_LABEL
 
 logger = logging.get_logger(__name__)
 
@@ -37,11 +38,13 @@ class LookedOver:
         layout: that of all examples.
         longest: the index of the row with the most tokens.
         at_full_length: how many rows have that many tokens.
+        without_target: how many rows have labels that are all -100, which train nothing.
     """
 
     layout: Layout
     longest: int = 0
     at_full_length: int = 0
+    without_target: int = 0
 
     def look_like_chunks(self, rows: int) -> bool:
         """Return whether nearly all rows are as long as the longest, as chunks of documents are."""
@@ -79,6 +82,7 @@ def look_over(
             raise DataError(
                 f"Row {index} of the training set cannot be trained on: {problem}"
             ) from problem
+        found.without_target += _has_no_target(example)
         length = tokens_of(example)
         if length > most:
             found.longest, most, found.at_full_length = index, length, 0
@@ -93,6 +97,11 @@ def _all(examples: Examples, workers: int) -> Iterator[Example]:
     return iter(
         DataLoader(examples, batch_size=None, sampler=range(len(examples)), num_workers=workers)
     )
+
+
+def _has_no_target(example: Example) -> bool:
+    labels = example.get("labels") if isinstance(example, dict) else None
+    return isinstance(labels, Tensor) and bool((labels == IGNORED_LABEL).all())
 
 
 def tokens_of(example: Example) -> int:

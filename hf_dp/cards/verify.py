@@ -39,7 +39,7 @@ _WEIGHTS = re.compile(
 # What hf_dp and Trainer keep in the folder of a run, which no program loads as a model.
 _STATE = re.compile(
     r"training_args\.bin|(optimizer|scheduler|scaler)(_\d+)?\.(pt|bin)|rng_state(_\d+)?\.pth"
-    r"|_released_rows\.safetensors"
+    r"|_(released_rows|prompt_weights)\.safetensors"
 )
 _OF_A_RUN = re.compile(r"checkpoint-\d+|_earlier-run-.*|_saving|_publishing|\.git|\.cache|runs")
 OK, FAILED, NOT_CHECKED, NOTICE = "ok", "FAILED", "not checked", "notice"

@@ -191,12 +191,13 @@ class Mechanism(ABC):
             endless = self._endless()
             for step in range(run.plan.steps):
                 if run.plan.releases_each_step and run.book.exhausted:
-                    return
+                    break
                 batches = next(endless)
                 run.model.train()
                 self.tuner.before_step(run, step)
                 run.begin_step()
                 yield batches
+            run.resting.note(run.model)
         finally:
             run.stop()
 

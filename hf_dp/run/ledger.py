@@ -32,15 +32,15 @@ from hf_dp.run.weights_file import weights_files
 from hf_dp.statement.digests import Beside
 from hf_dp.statement.record import FILE_NAME, PrivacyRecord, read, to_record, write
 from hf_dp.statement.statement import PrivacyStatement
-from hf_dp.statement.weaknesses import NAMES, EarlierRun, Weaknesses
+from hf_dp.statement.weaknesses import NAMES, EarlierRun, Flags, Weaknesses
 
 
 class RunLedger:
     """The append-only ledger of one run, kept in ``output_dir``; checkpoints hold copies.
 
     The arguments ``insecure_seed``, ``released`` and ``earlier`` and the attributes
-    ``model_selection``, ``rows_are_chunks`` and ``evaluation_compared`` weaken the claim. What
-    weakens it once weakens it for good.
+    ``model_selection``, ``rows_are_chunks``, ``evaluation_compared`` and ``other_training`` weaken
+    the claim. What weakens it once weakens it for good.
 
     Args:
         folder: the run's output folder.
@@ -72,6 +72,7 @@ class RunLedger:
         self._earlier_entries = tuple(earlier_entries)
         self.model_selection = self.rows_are_chunks = False
         self.evaluation_compared = True
+        self.other_training: str | None = None
         self.ledger = Ledger()
         self.lost: dict[str, int] = {}  # releases by purpose since the checkpoint resumed from
         self.paid = 0  # steps in the ledger, recorded with those before them, that are yet to come
@@ -113,7 +114,7 @@ class RunLedger:
             lacks.
         """
         self.run_id, known = self.processes.on_main(self._open_folder)
-        self._weaken(known)
+        self.weaken(known)
         self._is_open = True
 
     def _open_folder(self) -> tuple[str, Weaknesses]:
@@ -152,7 +153,8 @@ class RunLedger:
         """How far this run has come."""
         return Mark(self.run_id, self.ledger, self.weaknesses)
 
-    def _weaken(self, known: Weaknesses) -> None:
+    def weaken(self, known: Flags) -> None:
+        """Note what weakens the claim, beside what is known to."""
         for name, value in vars(self.weaknesses.merged(known)).items():
             setattr(self, name, value)
 
@@ -294,8 +296,8 @@ class RunLedger:
         self.ledger, self.run_id = run.ledger, run.run_id
         self.budget = Budget(self.plan, self.ledger)
         self.lost = recorded_since(at_checkpoint.ledger, run.ledger)
-        self._weaken(run.weaknesses)
-        self._weaken(at_checkpoint.weaknesses)
+        self.weaken(run.weaknesses)
+        self.weaken(at_checkpoint.weaknesses)
 
     def stop(self) -> None:
         """Release the lock, so that another process may continue this run."""

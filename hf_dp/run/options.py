@@ -23,6 +23,8 @@ class RunOptions:
         rows_are_chunks: whether each row is a piece of a longer text.
         adapter_init_data_is_public: whether data that an adapter was initialized from, or that
             decided what it trains, is public.
+        other_training: what rows other training of these weights was on; None where there was none
+            beside the runs that count.
     """
 
     batches: BatchOptions = BatchOptions()
@@ -32,3 +34,4 @@ class RunOptions:
     padding_values: Mapping[str, float] = field(default_factory=dict)
     rows_are_chunks: bool = False
     adapter_init_data_is_public: bool = False
+    other_training: str | None = None

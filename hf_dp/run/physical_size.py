@@ -28,6 +28,7 @@ from hf_dp.errors import DataError, DoesNotFitError, UnsupportedArgumentError
 from hf_dp.losses import base_model
 from hf_dp.noise import untouched_generators
 from hf_dp.run.memory import Tried, left_by_others, taken, try_on
+from hf_dp.run.other_training import pay_for_step
 from hf_dp.run.private_run import PrivateRun
 from hf_dp.run.synthetic import synthetic_examples, takes_tokens
 
@@ -306,6 +307,7 @@ def _unchanged(model: nn.Module, optimizer: Any) -> Iterator[None]:
     modes = [(module, module.training) for module in model.modules()]
     groups = [dict(group) for group in optimizer.param_groups]
     had_state = bool(optimizer.state)
+    pay_for_step(model)
     try:
         yield
     finally:

@@ -19,6 +19,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +39,13 @@ from hf_dp.clipping import ClippingEngine, refuse_coupling, self_check
 from hf_dp.clipping.self_check import AUTOCAST_TOLERANCE, refuse_notice_of_length
 from hf_dp.clipping.sharding import is_sharded
 from hf_dp.distributed.processes import Processes, others_present
-from hf_dp.errors import ConfigError, DataError, LedgerError, UnsupportedArgumentError
+from hf_dp.errors import (
+    ConfigError,
+    DataError,
+    LedgerError,
+    UnsupportedArgumentError,
+    UnsupportedModelError,
+)
 from hf_dp.losses import any_number_of_end_tokens, columns_read, per_example_loss
 from hf_dp.noise import SecretRandomness, untouched_generators
 from hf_dp.overlap.compare import TrainingRows, refuse_training_rows
@@ -64,6 +71,14 @@ from hf_dp.run.ledger import RunLedger
 from hf_dp.run.meeting import facts_in_common, share_weights
 from hf_dp.run.one_run_audit import OneRunAudit
 from hf_dp.run.options import RunOptions
+from hf_dp.run.other_training import (
+    RestingWeights,
+    left_by_trainers,
+    note_training,
+    pay_for_step,
+    trained_in_files,
+    trained_in_memory,
+)
 from hf_dp.run.own_loss import refuse_another_loss
 from hf_dp.run.precision import Precision, computes_in_full, in_full_precision
 from hf_dp.run.training_data import TrainingData, padded_together
@@ -71,6 +86,7 @@ from hf_dp.run.user_grouping import same_users
 from hf_dp.statement.audited import AuditResult
 from hf_dp.statement.facts import RunFacts
 from hf_dp.statement.statement import PrivacyStatement
+from hf_dp.statement.weaknesses import Flags
 from hf_dp.statement.wording import EVALUATION_ON_TRAINING_ROWS
 
 logger = logging.get_logger(__name__)
@@ -127,7 +143,7 @@ class PrivateRun:
         self._check_units(plan, units)
         self.units, self._rows_of_units = units, train_dataset
         self.model, self.plan, self.options = model, plan, options or RunOptions()
-        self.clock = Clock()
+        self.clock, self.resting = Clock(), RestingWeights()
         self.train_dataset, self.data_collator = train_dataset, data_collator
         self.processing_class, self.accelerator = processing_class, accelerator
         self.has_own_loss = compute_per_example_loss is not None
@@ -246,6 +262,9 @@ class PrivateRun:
                 "released. Take one with `for batches in mechanism.logical_batches():`."
             )
         self._step_is_open = False
+        self.resting.forget()
+        pay_for_step(self.model)
+        note_training(self.model, self.book.run_id, self.folder)
         if not self.plan.releases_each_step:
             return nullcontext(NothingReleased())
         return self._gate.release(self.plan.step_release())
@@ -255,7 +274,11 @@ class PrivateRun:
         self._gate.pay_ahead(self.plan.step_release())
 
     def begin_step(self) -> None:
-        """Note that a logical batch was sampled: one step may be released for it."""
+        """Note that a logical batch was sampled: one step may be released for it.
+
+        Raises: UnsupportedModelError when anything but the steps so far trained the model.
+        """
+        self._refuse_training_by(trained_in_memory(self.model, self._counted))
         self._step_is_open = True
 
     def open(self) -> None:
@@ -268,6 +291,7 @@ class PrivateRun:
         if not self.options.adapter_init_data_is_public:
             refuse_adapters_from_data(self.model)
             refuse_selections_from_data(self.model, self.selections)
+        self.refuse_other_training()
         check_launch(self.processes, self.accelerator)
         self.share(self.plan.sampler())  # refuses what several processes cannot draw
         self._meet()
@@ -276,6 +300,53 @@ class PrivateRun:
             book, begun = self.book, self.ledger.steps() > self.ledger.steps(EARLIER)
             self.processes.on_main(lambda: same_users(book.folder, book.run_id, units, begun))
         self.book.record_earlier(self.earlier)
+
+    def refuse_other_training(self, *, before_save: bool = False) -> None:
+        """Refuse weights that are not the result of what the statement counts, unless the user
+        says what rows that training was on; the statement then repeats it.
+
+        Raises: UnsupportedModelError.
+        """
+        # Without a step the ledger holds nothing of earlier runs, either.
+        counted = () if before_save and not len(self.ledger) else self._counted
+        self._refuse_training_by(
+            chain(
+                trained_in_memory(self.model, counted),
+                trained_in_files(self.model, counted),
+                self._changes_at_rest(),
+            )
+        )
+        folder = None if before_save else left_by_trainers(self.model)
+        if folder is not None and self.options.other_training is None and self.processes.is_main:
+            logger.warning(
+                "The base model comes from %s, where a Trainer left its files. If it was trained "
+                "on the training rows, this run's statement does not hold. If on others, set "
+                "other_training='public_rows' or 'other_rows', which the card repeats.",
+                folder,
+            )
+
+    @property
+    def _counted(self) -> set[str]:
+        """The ids of the runs that the statement counts."""
+        return {self.book.run_id, *(claim.run_id for claim in self.book.earlier)}
+
+    def _changes_at_rest(self) -> Iterator[str]:
+        if (name := self.resting.changed(self.model)) is not None:
+            yield f"something else since the last step ({name!r} has other values)"
+
+    def _refuse_training_by(self, found: Iterator[str]) -> None:
+        answer = self.options.other_training
+        self.book.weaken(Flags(other_training=answer))
+        if answer is None and (trained_by := next(found, None)) is not None:
+            raise UnsupportedModelError(
+                f"Expected a model that only counted steps have trained, got one that was trained "
+                f"by {trained_by}. The privacy statement of this run does not count that. If it "
+                "was on the same rows, name its folder in `earlier_runs`; without privacy, or "
+                "without a folder, no statement covers both: load the model anew. If it was on "
+                "public rows, set other_training='public_rows'; on rows that this statement is not "
+                "about, other_training='other_rows'. The card repeats it. Weights that you made "
+                "from released ones can be saved by model.save_pretrained, in another folder."
+            )
 
     def _meet(self) -> None:
         """Compare this process with the others, and take over the main one's weights.
@@ -410,6 +481,7 @@ class PrivateRun:
         )
         refuse_rows_in_collator(data.examples.collator.data, self.training_rows())
         data.check(self.model, self.losses, needs_labels=not self.has_own_loss)
+        data.warn_of_no_targets()
         if not self.options.rows_are_chunks and limits.ignorable and users is None:
             data.warn_of_chunks()
         return data

@@ -130,6 +130,18 @@ class TrainingData:
                 "collator that makes labels."
             )
 
+    def warn_of_no_targets(self) -> None:
+        """Warn on the local console when most rows have nothing to learn, so that noise trains."""
+        without, rows = self.looked_over.without_target, len(self.examples)
+        if 2 * without > rows:
+            logger.warning(
+                "In %s of %s rows every label is -100. These train nothing, and most of what the "
+                "steps add is noise. Look at the rows: prompts may fill all of max_length, or the "
+                "template may mark nothing as the answer.",
+                f"{without:,}",
+                f"{rows:,}",
+            )
+
     def warn_of_chunks(self) -> None:
         """Warn on the local console when the rows look like chunks of longer documents."""
         if self.looked_over.look_like_chunks(len(self.examples)):

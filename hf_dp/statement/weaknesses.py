@@ -21,6 +21,9 @@ from hf_dp.plans.units import (
     weakest_unit,
 )
 
+PUBLIC_ROWS, OTHER_ROWS = "public_rows", "other_rows"
+OTHER_TRAINING = (PUBLIC_ROWS, OTHER_ROWS)  # the latter weakens a claim more
+
 
 @dataclass(frozen=True, kw_only=True)
 class Flags:
@@ -35,6 +38,8 @@ class Flags:
         rows_are_chunks: whether each row is a chunk of a longer text, as the user declared.
         evaluation_compared: whether every evaluation set was compared with the training rows. A set
             that has no column in common with them is not.
+        other_training: what rows other training of these weights was on, as the user declared: one
+            of :data:`OTHER_TRAINING`; None where there was none beside the runs that count.
 
     Raises: InvalidArgumentError for a value of another type.
     """
@@ -44,11 +49,14 @@ class Flags:
     model_selection: bool = False
     rows_are_chunks: bool = False
     evaluation_compared: bool = True
+    other_training: str | None = None
 
     def __post_init__(self) -> None:
         for name in ("insecure_seed", "model_selection", "rows_are_chunks", "evaluation_compared"):
             if not isinstance(getattr(self, name), bool):
                 raise _validate.invalid(name, getattr(self, name), "to be True or False")
+        if self.other_training is not None:
+            _validate.one_of("other_training", self.other_training, OTHER_TRAINING)
         names = self.released
         if isinstance(names, str):
             raise _validate.invalid("released", names, "to be a list of names", f"Use [{names!r}].")
@@ -65,6 +73,9 @@ class Flags:
             model_selection=self.model_selection or other.model_selection,
             rows_are_chunks=self.rows_are_chunks or other.rows_are_chunks,
             evaluation_compared=self.evaluation_compared and other.evaluation_compared,
+            other_training=max(
+                self.other_training, other.other_training, key=(None, *OTHER_TRAINING).index
+            ),
         )
 
     def includes(self, other: Flags) -> bool:
@@ -73,7 +84,11 @@ class Flags:
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain data, JSON-ready; :meth:`from_dict` reads it back."""
-        return plain(asdict(self))
+        values = plain(asdict(self))
+        for each in (values, *values.get("earlier", ())):
+            if each["other_training"] is None:
+                del each["other_training"]
+        return values
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
@@ -82,7 +97,7 @@ class Flags:
         Raises: LedgerError for unknown, missing or bad fields.
         """
         try:
-            return cls(**checked_fields(cls, values, LedgerError))
+            return cls(**checked_fields(cls, _with_all(values), LedgerError))
         except (InvalidArgumentError, TypeError, ValueError) as error:
             raise LedgerError(f"{cls.__name__} cannot be read: {error}") from error
 
@@ -150,7 +165,7 @@ class Weaknesses(Flags):
 
         Raises: LedgerError for unknown, missing or bad fields.
         """
-        given = checked_fields(cls, values, LedgerError)
+        given = checked_fields(cls, _with_all(values), LedgerError)
         if not isinstance(given["earlier"], list):
             raise LedgerError(f"{cls.__name__} cannot be read: expected `earlier` to be a list.")
         given["earlier"] = tuple(EarlierRun.from_dict(run) for run in given["earlier"])
@@ -163,6 +178,10 @@ class Weaknesses(Flags):
 
 
 NAMES = tuple(item.name for item in fields(Weaknesses))
+
+
+def _with_all(values: Any) -> Any:
+    return {"other_training": None, **values} if isinstance(values, Mapping) else values
 
 
 def each_once(runs: Iterable[EarlierRun]) -> tuple[EarlierRun, ...]:

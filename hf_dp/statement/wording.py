@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from hf_dp.plans.mechanism import Words
 from hf_dp.plans.privacy import PrivacyPlan
 from hf_dp.plans.units import (
@@ -15,6 +17,7 @@ from hf_dp.plans.units import (
     Users,
 )
 from hf_dp.statement.facts import RunFacts
+from hf_dp.statement.weaknesses import OTHER_ROWS, PUBLIC_ROWS
 
 _UNITS = {
     EXAMPLE: "one row of the training set",
@@ -124,6 +127,7 @@ def not_covered(facts: RunFacts, plan: PrivacyPlan) -> tuple[str, ...]:
             for name in released_in_words(facts)
         ),
         *_public_labels(facts, plan),
+        *_other_training(facts),
         _evaluation(facts),
         "model selection on evaluation data (best checkpoint, early stopping): "
         f"{_selected(facts)}, and not accounted for",
@@ -152,6 +156,18 @@ def _of_users(users: Users | None) -> tuple[str, ...]:
         f"whether the column {users.column!r} is right: a {users.name} under two values counts as "
         "two, and each is protected alone",
     )
+
+
+def _other_training(facts: RunFacts) -> Iterator[str]:
+    said = {run.other_training for run in facts.everywhere}
+    text = "rows of other training: steps that are not counted here trained these weights, too"
+    if PUBLIC_ROWS in said:
+        yield f"{text}, on rows that the user states to be public, or on none"
+    if OTHER_ROWS in said:
+        yield (
+            f"{text}, on rows that the user states to be others than the training set's. This "
+            "statement is not about those rows, and they may need one of their own"
+        )
 
 
 def _evaluation(facts: RunFacts) -> str:

@@ -20,6 +20,7 @@ from hf_dp.plans.noised_loss import BOUND, RATIO, budget_ratio, half_given, loss
 from hf_dp.plans.sampling import SAMPLINGS
 from hf_dp.plans.units import NEIGHBORING_RELATIONS, PRIVACY_UNITS
 from hf_dp.statement.unnoised import CLIPPED_GRADIENT_NORM, RELEASABLE
+from hf_dp.statement.weaknesses import OTHER_TRAINING
 
 Problems = dict[str, InvalidArgumentError]
 
@@ -158,6 +159,8 @@ def check_mechanism(args: Any, problems: Problems) -> None:
         )
     _check_physical_batch(args, problems)
     attempt(args, problems, "earlier_runs", _list_of_paths)
+    if args.other_training is not None:
+        attempt(args, problems, "other_training", one_of, OTHER_TRAINING)
     attempt(args, problems, "max_grad_norm", non_negative, "Use 0 to switch it off.")
     for name in (
         "clip_noised_gradient",

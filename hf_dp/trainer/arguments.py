@@ -23,6 +23,7 @@ from hf_dp.plans.dp_fp import DP_FP, PUBLISHED
 from hf_dp.plans.noised_loss import BOUND, RATIO
 from hf_dp.plans.sampling import POISSON, SAMPLINGS
 from hf_dp.statement.unnoised import RELEASABLE
+from hf_dp.statement.weaknesses import OTHER_TRAINING
 from hf_dp.trainer.adam_bc import adam_bc_problems
 from hf_dp.trainer.argument_checks import (
     Problems,
@@ -194,8 +195,12 @@ class DPTrainingArguments(AuditArguments, UnitArguments, ForwardArguments, Train
 
         earlier_runs (`list[str]`, *optional*, defaults to `[]`):
             Folders (or `privacy.json` files) of earlier private runs on the same rows, for example
-            the one that made the
-            base: what they released is put into this run's ledger and paid from the same target.
+            the one that made the base: what they released is put into this run's ledger and paid
+            from the same target.
+        other_training (`str`, *optional*):
+            What rows any other training of the model was on: `"public_rows"`, or `"other_rows"`,
+            which the statement is not about. The card repeats it. A model that anything but counted
+            steps has trained is refused otherwise.
         start_over (`bool`, *optional*, defaults to `False`):
             Whether to leave the run in `output_dir` behind and begin a new one on the same rows.
             All that is in `output_dir` moves into its sub folder `_earlier-run-ID`, nothing is
@@ -450,6 +455,13 @@ class DPTrainingArguments(AuditArguments, UnitArguments, ForwardArguments, Train
         metadata={
             "help": "Folders of earlier private runs on the same rows: their releases count in "
             "this run's ledger and target."
+        },
+    )
+    other_training: str | None = field(
+        default=None,
+        metadata={
+            "help": "What rows other training of the model was on, which no ledger counts: "
+            f"{' or '.join(OTHER_TRAINING)}. The card repeats it."
         },
     )
     start_over: bool = field(

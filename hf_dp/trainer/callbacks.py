@@ -15,6 +15,7 @@ from hf_dp.distributed.processes import Processes
 from hf_dp.errors import LedgerError, UnaccountedGradientError
 from hf_dp.plans.privacy import PrivacyPlan
 from hf_dp.run.ledger import RunLedger
+from hf_dp.run.other_training import note_steps_before_own
 from hf_dp.statement.unnoised import NO_EPSILON
 
 Spent = Callable[[], dict[str, float]]
@@ -76,6 +77,7 @@ class WeightsMove(TrainerCallback):
     def on_pre_optimizer_step(
         self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any
     ) -> None:
+        note_steps_before_own(model)
         if not self._moved:  # an empty draw of DP-FP has no gradient, and may leave all unchanged
             told = any(
                 p.grad is not None and bool(_own(p.grad).any())

@@ -6,15 +6,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import try_to_load_from_cache
 from torch import nn
 
 from hf_dp.cards.details import CardDetails
-from hf_dp.cards.hub_rules import is_repository
 from hf_dp.errors import InvalidArgumentError
 from hf_dp.losses import base_model, task_of
-from hf_dp.run.mark import in_words, read_stamp
-from hf_dp.run.weights_file import weights_files
 from hf_dp.statement.record import FILE_NAME, read
 from hf_dp.trainer.arguments import DPTrainingArguments
 from hf_dp.trainer.usage import usage
@@ -108,34 +104,6 @@ def pretraining_sources(model: nn.Module) -> list[str]:
     return list(
         getattr(getattr(base_model(model), "config", None), "pretraining_sources", None) or []
     )
-
-
-def earlier_run(model: nn.Module) -> str | None:
-    """Describe the private run that made the base: by the ``privacy.json`` in its folder, or by the
-    mark in its weights, also where the Hub's cache has them.
-
-    Return None for other bases.
-    """
-    name = getattr(getattr(base_model(model), "config", None), "_name_or_path", None)
-    folder = _folder_of(name) if name else None
-    if folder is None:
-        return None
-    if (folder / FILE_NAME).exists():
-        record = read(folder)
-        spent = None if record.statement is None else record.statement["epsilon"]
-        return f"status {record.status!r}, epsilon {spent}, {record.ledger.steps():,} releases"
-    marks = [mark for path in weights_files(folder) if (mark := read_stamp(path)) is not None]
-    return f"run {marks[0].run_id}, {in_words(marks[0].ledger)}" if marks else None
-
-
-def _folder_of(name: str) -> Path | None:
-    """Return the folder from which a model was loaded, if it is here."""
-    if Path(name).is_dir():
-        return Path(name)
-    if not is_repository(name):
-        return None
-    cached = try_to_load_from_cache(name, "config.json")
-    return Path(cached).parent if isinstance(cached, str) else None
 
 
 def _task(model: nn.Module) -> str:

@@ -21,7 +21,12 @@ from hf_dp.run.lost import lost_in_words, outlook
 from hf_dp.run.manifest import manifest_digest
 from hf_dp.run.start_over import move_earlier_run, refuse_half_moved
 from hf_dp.trainer.logs import ReleasedLogs
-from hf_dp.trainer.resumed import refuse_other_adapter, refuse_other_state
+from hf_dp.trainer.resumed import (
+    load_prompts,
+    refuse_other_adapter,
+    refuse_other_state,
+    save_prompts,
+)
 
 logger = logging.get_logger(__name__)
 
@@ -47,9 +52,10 @@ class Checkpointing(ReleasedLogs):
 
         Raises: OutputError when the disk refuses. The checkpoints that were there are there still.
         """
-        if self._run is None:
-            return super()._save_checkpoint(model, trial)
         name = f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
+        if self._run is None:
+            super()._save_checkpoint(model, trial)
+            return self._save_prompts(os.path.join(self._get_output_dir(trial), name))
         folder, processes = self._run.folder, self._run.processes
         with named_disk_errors(
             name,
@@ -121,6 +127,7 @@ class Checkpointing(ReleasedLogs):
         aside = self._saving / name
         try:
             super()._save_checkpoint(model, trial)
+            self._save_prompts(aside)
         finally:
             self._saving = None
             is_best = self.state.best_model_checkpoint == str(aside)
@@ -129,8 +136,23 @@ class Checkpointing(ReleasedLogs):
         if is_best and self.args.should_save:
             self.state.save_to_json(str(aside / _STATE))
 
+    def _save_prompts(self, checkpoint: str | Path) -> None:
+        if self.args.should_save and not self._in_shards:
+            save_prompts(self.model, checkpoint)
+
+    @property
+    def _in_shards(self) -> bool:
+        return bool(self.is_fsdp_enabled) or is_sharded(self.model)  # type: ignore[arg-type]
+
+    def put_average(self) -> None:
+        """Let a schedule-free optimizer put the average, which is what it evaluates, in the place
+        of the point at which it takes gradients. Its next step puts that back."""
+        if callable(put := getattr(self.optimizer, "eval", None)):
+            put()
+
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Save the model, as Trainer does, and whole also where checkpoints hold shards."""
+        self.put_average()
         plugin = getattr(self.accelerator.state, "fsdp_plugin", None)
         in_shards = plugin is not None and "FULL_STATE_DICT" not in str(plugin.state_dict_type)
         of_checkpoint = _internal_call and self.is_saving  # and not what is pushed
@@ -207,9 +229,16 @@ class Checkpointing(ReleasedLogs):
         Raises: ConfigError, before anything is loaded, when other parameters train now.
         """
         trained: Any = self.model
-        in_shards = self.is_fsdp_enabled or is_sharded(trained)
-        refuse_other_adapter(trained, resume_from_checkpoint, in_shards)
-        super()._load_from_checkpoint(resume_from_checkpoint, model)
+        refuse_other_adapter(trained, resume_from_checkpoint, self._in_shards)
+        if self._in_shards or not load_prompts(trained, resume_from_checkpoint):
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+
+    def _load_best_model(self) -> None:
+        """Load the weights of the best checkpoint, as Trainer does."""
+        self.put_average()  # first: it would take what is loaded for the point of the last step
+        best = str(self.state.best_model_checkpoint)
+        if self._in_shards or not load_prompts(self.model, best):
+            super()._load_best_model()
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         """Load the states of optimizer and schedule, as Trainer does.

@@ -104,6 +104,7 @@ def options_of(args: DPTrainingArguments) -> RunOptions:
         padding_values=args.padding_values,
         rows_are_chunks=args.rows_are_chunks,
         adapter_init_data_is_public=args.adapter_init_data_is_public,
+        other_training=args.other_training,
     )
 
 

@@ -1,8 +1,11 @@
-"""Refuse a resume that trains other parameters than its checkpoint did.
+"""Go on with what a checkpoint trained, or refuse a resume that trains other parameters.
 
 What a checkpoint holds is loaded by name and by place: weights that are missing are passed over,
 and the optimizer's state goes to whatever has its place now. A step with the state of another
 parameter reads memory that is not its own, or moves weights by the moments of others.
+
+PEFT saves the prompts of an adapter alone, and not the network that makes them (P-tuning, prefix
+projection). So checkpoints hold the trained weights of such adapters beside them.
 """
 
 from __future__ import annotations
@@ -11,14 +14,17 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import torch
 from peft import PeftModel, get_peft_model_state_dict
 from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from hf_dp.errors import ConfigError
 from hf_dp.tuners.selection import SelectionConfig
 
 _WEIGHTS = "adapter_model.safetensors"
+_PROMPTS = "_prompt_weights.safetensors"  # "_": nothing that is published, nor a model's weights
 _DEFAULT = "default"  # the adapter that PEFT saves beside all others' folders
 _ANEW = "or start a new run in a new output_dir."
 
@@ -81,8 +87,10 @@ def _refuse_other_weights(model: Any, name: str, folder: Path) -> None:
     """Raise ConfigError for an adapter of other names or shapes than the one in a folder."""
     # As it would be saved, so that the names are those of the file.
     kept = get_peft_model_state_dict(model, adapter_name=name)
-    now = {key: tuple(value.shape) for key, value in kept.items()}
-    then = dict(_shapes_in(folder / _WEIGHTS))
+    _refuse_other_shapes(_shapes(kept), dict(_shapes_in(folder / _WEIGHTS)), folder)
+
+
+def _refuse_other_shapes(now: dict[str, Shape], then: dict[str, Shape], folder: Path) -> None:
     for key in sorted(now.keys() | then.keys()):
         if now.get(key) != then.get(key):
             raise ConfigError(
@@ -90,6 +98,10 @@ def _refuse_other_weights(model: Any, name: str, folder: Path) -> None:
                 f"checkpoint {folder.name!r} holds {_shown(then.get(key))}. Set peft_config as "
                 f"adapter_config.json there says, {_ANEW}"
             )
+
+
+def _shapes(weights: dict[str, Tensor]) -> dict[str, Shape]:
+    return {name: tuple(value.shape) for name, value in weights.items()}
 
 
 def _shapes_in(path: Path) -> Iterator[tuple[str, Shape]]:
@@ -100,6 +112,45 @@ def _shapes_in(path: Path) -> Iterator[tuple[str, Shape]]:
 
 def _shown(shape: Shape | None) -> str:
     return "nothing" if shape is None else f"a weight of shape {shape}"
+
+
+def save_prompts(model: Any, checkpoint: str | Path) -> None:
+    """Write into a checkpoint all that trains of an adapter that consists of prompts."""
+    if _is_of_prompts(model):
+        save_file(
+            {name: p.detach().cpu().contiguous() for name, p in _trained(model).items()},
+            Path(checkpoint, _PROMPTS),
+        )
+
+
+@torch.no_grad()
+def load_prompts(model: Any, checkpoint: str | Path) -> bool:
+    """Load what :func:`save_prompts` wrote. Return whether the model's adapter is one of prompts.
+
+    Raises: ConfigError for a checkpoint without it.
+    """
+    if not _is_of_prompts(model):
+        return False
+    path = Path(checkpoint, _PROMPTS)
+    if not path.exists():
+        raise ConfigError(
+            f"Cannot resume: the checkpoint {path.parent.name!r} has no {path.name}, so it holds "
+            "prompts and not what makes them. An earlier version of hf_dp wrote it. Finish the run "
+            f"with that version, {_ANEW}"
+        )
+    kept, trained = load_file(path), _trained(model)
+    _refuse_other_shapes(_shapes(trained), _shapes(kept), path.parent)
+    for name, parameter in trained.items():
+        parameter.copy_(kept[name])
+    return True
+
+
+def _is_of_prompts(model: Any) -> bool:
+    return isinstance(model, PeftModel) and model.active_peft_config.is_prompt_learning
+
+
+def _trained(model: nn.Module) -> dict[str, Tensor]:
+    return {name: p for name, p in model.named_parameters() if p.requires_grad}
 
 
 def refuse_other_state(optimizer: Any, checkpoint: str | Path) -> None:

@@ -35,9 +35,10 @@ def save_run(
         card: fields of :class:`~hf_dp.cards.details.CardDetails`: license, dataset, ...
 
     Raises: InvalidArgumentError for what a card cannot say; LedgerError for a folder of another
-        run.
+        run; UnsupportedModelError for weights that anything but the run's steps has changed.
     """
     run = mechanism.run
+    run.refuse_other_training(before_save=True)
     model, weights = run.model, None
     if run.accelerator is not None:
         weights = run.accelerator.get_state_dict(model) if is_sharded(model) else None

@@ -53,6 +53,7 @@ from hf_dp.run.clock import TRAINING as TRAINING_TIME
 from hf_dp.run.clock import Clock
 from hf_dp.run.folder import refuse_foreign_ledger
 from hf_dp.run.memory_errors import named_memory_errors
+from hf_dp.run.other_training import WITHOUT_PRIVACY, note_training, stamp_without_privacy
 from hf_dp.run.outlook import doubts
 from hf_dp.run.private_run import PrivateRun
 from hf_dp.run.start_over import runs_before
@@ -79,7 +80,6 @@ from hf_dp.trainer.callbacks import (
 )
 from hf_dp.trainer.card_facts import (
     details_of,
-    earlier_run,
     given_before,
     in_our_names,
     pretraining_sources,
@@ -441,17 +441,6 @@ class DPTrainer(Publishing):
                 ", ".join(seen),
                 dataset,
             )
-        if (
-            checkpoint is None
-            and not self.args.earlier_runs
-            and (earlier := earlier_run(self.model))
-        ):
-            logger.warning(
-                "The base model is the result of a private run (%s). If that was on the same rows, "
-                "both runs count together, and this run's statement covers this run alone: name it "
-                "in `earlier_runs`.",
-                earlier,
-            )
         run.arguments = shared_arguments(self.args)
         self._noised_losses = NO_LOSS
         self.mechanism.refuse_shards(self.is_fsdp_enabled or is_sharded(self.model))
@@ -469,6 +458,8 @@ class DPTrainer(Publishing):
             self._write_times(run.clock, checkpoint)
             if self.args.weight_average_decay is not None:
                 put_averages(self.optimizer)
+            self.put_average()
+            run.resting.note(self.model)
             with self.silent():
                 conclude_audit(run)
             self.keep_released()
@@ -490,7 +481,11 @@ class DPTrainer(Publishing):
         with clock.part(TRAINING_TIME):
             if self.tuner.undecided:
                 self._choose_plainly(resume_from_checkpoint, clock)
-            output = super().train(resume_from_checkpoint, *args, **kwargs)
+            try:
+                output = super().train(resume_from_checkpoint, *args, **kwargs)
+            finally:
+                if self.state.global_step:
+                    note_training(self.model, WITHOUT_PRIVACY, Path(self.folder))
         self._write_times(clock, resume_from_checkpoint)
         return output
 
@@ -588,7 +583,7 @@ class DPTrainer(Publishing):
         decay, floor = self.args.weight_average_decay, self.args.noise_aware_floor
         state = {
             "is_as_noised": self.tuner.gradients_are_noised_sums,
-            "in_shards": self.is_fsdp_enabled or is_sharded(self.model),
+            "in_shards": self._in_shards,
         }
         if decay is not None:
             why = "What the optimizer trains there is not the weights as they are saved."
@@ -709,24 +704,18 @@ class DPTrainer(Publishing):
         refuse_foreign_ledger(
             output_dir or self.folder, None if self._run is None else self._run.book.run_id
         )
-        if (
-            self._run is not None
-            and not len(self._run.ledger)
-            and (earlier := earlier_run(self.model))
-        ):
-            raise UnsupportedArgumentError(
-                "This trainer has made no private step, and its model is the result of a private "
-                f"run ({earlier}), which a statement of this trainer would not count. Save it with "
-                "model.save_pretrained, beside that run's README.md and privacy.json; or name that "
-                "run in `earlier_runs` and train."
-            )
+        if self._run is not None:
+            self.run.refuse_other_training(before_save=True)
         if state_dict is not None:
             state_dict = without_tied_copies(self.model, state_dict)
         super()._save(output_dir, state_dict)
         if self._run is not None and self.args.should_save:
             self._write_beside_weights(output_dir or self.folder)
-        elif self._plain is not None and self.args.should_save:
-            self.tuner.save(output_dir or self.folder)
+        elif self._run is None and self.args.should_save:
+            if self._plain is not None:
+                self.tuner.save(output_dir or self.folder)
+            if not self.args.is_private and self.state.global_step:
+                stamp_without_privacy(output_dir or self.folder)
 
     def _write_beside_weights(self, folder: str) -> None:
         self.tuner.save(folder)

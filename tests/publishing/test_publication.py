@@ -18,7 +18,7 @@ from hf_dp import save_run
 from hf_dp.cards.signature import sign
 from hf_dp.cards.verify import verify
 from hf_dp.cli.main import main
-from hf_dp.errors import ConfigError, PublishError, UnsupportedArgumentError
+from hf_dp.errors import ConfigError, PublishError, UnsupportedModelError
 from hf_dp.publishing.publication import Publication
 from hf_dp.statement.record import read
 
@@ -293,7 +293,7 @@ def test_weights_of_a_private_run_without_its_record_are_not_saved_as_untrained(
         shutil.copy(trained("full") / name, source / name)
     model = tiny.BertForSequenceClassification.from_pretrained(source)
     trainer = tiny.trainer(tmp_path / "run", given={"model": model})
-    with pytest.raises(UnsupportedArgumentError, match="is the result of a private run"):
+    with pytest.raises(UnsupportedModelError, match="was trained by the private run"):
         trainer.save_model()
 
 

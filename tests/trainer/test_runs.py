@@ -467,27 +467,6 @@ def test_an_insecure_seed_reproduces_the_run_and_marks_it_not_private(tmp_path):
     assert read(tmp_path / "b").status == "not private"
 
 
-def test_a_base_that_was_trained_privately_is_named(tmp_path, monkeypatch):
-    """(An encoder tuned on the same rows costs, too; the runs' ledgers count together.)"""
-    first = tiny.trainer(tmp_path / "first")
-    first.train()
-    first.save_model()
-    said: list[str] = []
-    monkeypatch.setattr(
-        "hf_dp.trainer.trainer.logger.warning", lambda text, *values: said.append(text % values)
-    )
-    base = AutoModelForSequenceClassification.from_pretrained(tmp_path / "first")
-    tiny.trainer(tmp_path / "second", given={"model": base}).train()
-    (warning,) = [text for text in said if "result of a private run" in text]
-    assert (
-        f"epsilon {first.privacy_statement().epsilon}, 4 releases" in warning
-        and "both runs count together" in warning
-    )
-    said.clear()
-    tiny.trainer(tmp_path / "third").train()
-    assert not [text for text in said if "result of a private run" in text]
-
-
 @pytest.mark.parametrize("variant", [None, "frozen", "private_encoder"])
 def test_an_earlier_run_on_the_same_rows_is_paid_from_the_same_target(tmp_path, variant):
     first = tiny.trainer(tmp_path / "first")
@@ -562,17 +541,3 @@ def test_planted_earlier_run_that_is_not_recorded_is_seen(tmp_path, monkeypatch)
     monkeypatch.setattr(second.run.book, "_earlier_entries", ())  # which refuses such a ledger
     second.train()
     assert second.epsilon().value < 7.9  # what test_an_earlier_run_... would refuse
-
-
-def test_a_trainer_without_a_step_states_nothing_of_privately_trained_weights(tmp_path):
-    """A statement of 0 for them would be untrue."""
-    first = tiny.trainer(tmp_path / "a")
-    first.train()
-    first.save_model()
-    model = type(first.model).from_pretrained(tmp_path / "a")
-    with pytest.raises(
-        UnsupportedArgumentError,
-        match="made no private step, and its model is the result of a private run",
-    ):
-        tiny.trainer(tmp_path / "b", given={"model": model}).save_model()
-    assert not (tmp_path / "b" / "privacy.json").exists()

@@ -1,0 +1,242 @@
+"""What else trained the weights of a private run: before it, between its steps, or after them.
+
+A statement counts what its run, and the earlier runs that it names, released. Weights that anything
+else trained tell of rows that it does not count. Three things remember that:
+
+- modules: a run of hf_dp leaves its id on those that it trains, and a deep copy keeps it;
+- parameters: each that any optimizer steps is noted, unless a release has paid for that step;
+- digests of the weights' values when a run ends, which are compared before they are saved or
+  trained further.
+
+Files remember, too: weights of a private run carry its mark, those of one without privacy a stamp.
+
+Out of reach: an adapter that was merged into its base before a run, copies of a model that another
+trainer trained, and values that are written by hand (``parameter.data``) before a run or between
+its steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import try_to_load_from_cache
+from huggingface_hub.errors import HFValidationError
+from safetensors import safe_open
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from hf_dp.losses import base_model
+from hf_dp.run.mark import read_stamp
+from hf_dp.run.weights_file import add_metadata, read_metadata, weights_files
+from hf_dp.statement.record import FILE_NAME, read
+
+_NOTE = "_trained_by_hf_dp"  # on modules: the runs that trained them, as (id, folder)
+WITHOUT_PRIVACY = ""  # instead of an id
+_STAMP = "trained_without_privacy_by"  # in the metadata of weights
+_LEFT_BY_TRAINERS = ("training_args.bin", "trainer_state.json")
+
+# Parameters that an optimizer stepped although no release had paid for it, and those whose next
+# step is paid for.
+_unpaid = WeakTensorKeyDictionary()
+_paid = WeakTensorKeyDictionary()
+
+_CHUNK = 1 << 20  # numbers
+_CASTS = (torch.bfloat16, torch.float16)
+
+
+def _note_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if not _paid.pop(parameter, False) and parameter.grad is not None:
+                _unpaid[parameter] = True
+
+
+# For every optimizer of this process: fused and foreach steps leave no other trace.
+register_optimizer_step_post_hook(_note_step)
+
+
+def pay_for_step(model: nn.Module) -> None:
+    """Let each weight that trains be stepped once, by what was released or by made-up examples."""
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            _paid[parameter] = True
+
+
+def note_steps_before_own(model: nn.Module) -> None:
+    """Note each weight whose step was paid for and made, just before the run's own optimizer makes
+    its step."""
+    for parameter in model.parameters():
+        if parameter.requires_grad and parameter not in _paid:
+            _unpaid[parameter] = True
+
+
+def note_training(model: nn.Module, run_id: str, folder: Path) -> None:
+    """Leave on a model, and on each module whose weights train, which run trains it."""
+    run = (run_id, str(folder))
+    for module in model.modules():
+        trains = any(p.requires_grad for p in module.parameters(recurse=False))
+        known = vars(module).get(_NOTE, ())
+        if (trains or module is model) and run not in known:
+            setattr(module, _NOTE, (*known, run))
+
+
+class RestingWeights:
+    """The values of weights that nothing should change: those that a run ended with.
+
+    They may be cast, moved and resized. Of a weight that grew, the first numbers are compared.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[str, tuple[int, set[int]]] = {}
+
+    def note(self, model: nn.Module) -> None:
+        """Take digests of all weights that this process holds."""
+        self._known = {
+            name: (part.numel(), set(_digests(part, (part.dtype, *_CASTS))))
+            for name, part in _parts(model)
+        }
+
+    def forget(self) -> None:
+        """Let them change from here on."""
+        self._known = {}
+
+    def changed(self, model: nn.Module) -> str | None:
+        """Return the name of a weight that is not what it was; None if all are."""
+        for name, part in _parts(model) if self._known else ():
+            numbers, digests = self._known.get(name, (0, set()))
+            if 0 < numbers <= part.numel():
+                (now,) = _digests(part[:numbers], (part.dtype,))
+                if now not in digests:
+                    return name
+        return None
+
+
+def trained_in_memory(model: nn.Module, counted: Collection[str]) -> Iterator[str]:
+    """Yield, in words, what else trained a model since it was loaded.
+
+    Args: counted: ids of the runs that the statement counts.
+    """
+    runs = dict.fromkeys(run for m in model.modules() for run in vars(m).get(_NOTE, ()))
+    for run_id, folder in runs:
+        if run_id not in counted:
+            yield _run_in_words(run_id, folder)
+    for name, parameter in model.named_parameters():
+        if parameter in _unpaid:
+            yield f"an optimizer that no private step was recorded for (it stepped {name!r})"
+            return
+
+
+def trained_in_files(model: nn.Module, counted: Collection[str]) -> Iterator[str]:
+    """Yield, in words, what trained the weights in the folder that a model was loaded from."""
+    folder = _loaded_from(model)
+    for path in () if folder is None else weights_files(folder):
+        mark = read_stamp(path)
+        if mark is not None and mark.run_id in counted:
+            continue
+        trained = mark is not None or _STAMP in read_metadata(path)
+        if trained and _holds_weights_of(path, model):
+            yield _run_in_words(WITHOUT_PRIVACY if mark is None else mark.run_id, str(folder))
+            return
+
+
+def left_by_trainers(model: nn.Module) -> Path | None:
+    """Return the folder that a model was loaded from, where a Trainer left its files beside
+    unmarked weights."""
+    folder = _loaded_from(model)
+    if folder is None or not any((folder / name).exists() for name in _LEFT_BY_TRAINERS):
+        return None
+    return None if any(read_stamp(path) for path in weights_files(folder)) else folder
+
+
+def stamp_without_privacy(folder: str | Path) -> None:
+    """Put into the metadata of the weights in a folder that a run without privacy trained them."""
+    for path in weights_files(Path(folder)):
+        add_metadata(path, {_STAMP: "hf_dp"})
+
+
+def _run_in_words(run_id: str, folder: str) -> str:
+    if run_id == WITHOUT_PRIVACY:
+        return f"a run without privacy, in {folder!r}"
+    spent = ""
+    if Path(folder, FILE_NAME).exists():
+        record = read(folder)
+        claim = "" if record.statement is None else f", epsilon {record.statement['epsilon']}"
+        spent = f": status {record.status!r}{claim}, {record.ledger.steps():,} releases"
+    return f"the private run {run_id[:8]}, in {folder!r}{spent}"
+
+
+def _loaded_from(model: nn.Module) -> Path | None:
+    """Return the folder that a model was loaded from, also where the Hub's cache has it."""
+    name = getattr(getattr(base_model(model), "config", None), "_name_or_path", None)
+    if not name or Path(name).is_dir():
+        return Path(name) if name else None
+    try:
+        cached = try_to_load_from_cache(name, "config.json")
+    except HFValidationError:  # no name of a repository
+        return None
+    return Path(cached).parent if isinstance(cached, str) else None
+
+
+def _holds_weights_of(path: Path, model: nn.Module) -> bool:
+    """Return whether any weight of a model is that of the file: a new model may have been made
+    from the configuration beside it alone."""
+    own = {_plain_name(name): part for name, part in _parts(model)}
+    with safe_open(path, framework="pt") as stored:
+        for name in stored.keys():  # noqa: SIM118 (it is no mapping)
+            part = own.get(_plain_name(name))
+            value = stored.get_tensor(name).flatten() if part is not None else None
+            if value is None or part is None or not value.dtype.is_floating_point:
+                continue
+            known = set(_digests(value[: part.numel()], (value.dtype, *_CASTS)))
+            is_told = value.numel() > 1 and bool((value != value[0]).any())  # as zeros are not
+            if is_told and known & set(_digests(part[: value.numel()], (part.dtype,))):
+                return True
+    return False
+
+
+def _plain_name(name: str) -> str:
+    """Return the name that a weight has before an adapter is put around its module."""
+    for inserted in ("base_model.model.", "base_layer.", "modules_to_save.default."):
+        name = name.replace(inserted, "")
+    return name
+
+
+def _parts(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield the numbers of each weight that this process holds, (n,), by the weight's name."""
+    for name, parameter in model.named_parameters():
+        if isinstance(parameter, DTensor):  # its name tells it from the same weight when gathered
+            yield f"{name} (a shard)", parameter.to_local().detach().flatten()
+        elif not parameter.is_meta:
+            yield name, parameter.detach().flatten()
+
+
+def _digests(numbers: Tensor, dtypes: Sequence[torch.dtype]) -> list[int]:
+    """Return a digest of the values (n,) after a cast to each of the types, in one pass.
+
+    It is a sum of whole numbers, so it is the same on every device, and it does not tell a value
+    from the same value in a wider type.
+    """
+    found = [torch.zeros((), dtype=torch.int64, device=numbers.device) for _ in dtypes]
+    for chunk in numbers.split(_CHUNK):
+        factors = _factors(chunk.device)[: len(chunk)]
+        for index, dtype in enumerate(dtypes):
+            if chunk.is_floating_point():
+                bits = chunk.to(dtype).float().view(torch.int32)
+            else:  # of quantized weights
+                bits = chunk.to(torch.int32)
+            found[index] = found[index] * 1_000_003 + (bits * factors).sum()
+    return torch.stack(found).tolist()
+
+
+@cache
+def _factors(device: torch.device) -> Tensor:
+    """Return an odd number for each place in a chunk."""
+    generator = torch.Generator().manual_seed(0)
+    drawn = torch.randint(-(2**30), 2**30, (_CHUNK,), generator=generator, dtype=torch.int32)
+    return (2 * drawn + 1).to(device)

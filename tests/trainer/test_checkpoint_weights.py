@@ -1,0 +1,265 @@
+"""Resumed, best and saved weights are those of the checkpoint, or those that were evaluated."""
+
+from __future__ import annotations
+
+import pytest
+import tiny
+import torch
+from peft import (
+    LoraConfig,
+    PeftModel,
+    PrefixTuningConfig,
+    PromptEncoderConfig,
+    PromptTuningConfig,
+    get_peft_model,
+)
+from safetensors.torch import load_file
+from transformers import (
+    BertForTokenClassification,
+    DataCollatorForTokenClassification,
+    TrainerCallback,
+)
+
+from hf_dp.batches.look_over import LookedOver
+from hf_dp.errors import ConfigError
+from hf_dp.run.manifest import MANIFEST
+from hf_dp.run.private_run import PrivateRun
+from hf_dp.statement.record import read
+
+KINDS = {
+    "LoRA": LoraConfig(r=2, target_modules=["query"], task_type="SEQ_CLS"),
+    "prompts": PromptTuningConfig(num_virtual_tokens=3, task_type="SEQ_CLS"),
+    "P-tuning": PromptEncoderConfig(
+        num_virtual_tokens=3, encoder_hidden_size=8, task_type="SEQ_CLS"
+    ),
+    "prefixes": PrefixTuningConfig(
+        num_virtual_tokens=3, prefix_projection=True, encoder_hidden_size=8, task_type="SEQ_CLS"
+    ),
+}
+SAVING = {"save_strategy": "steps", "save_steps": 1, "max_steps": 2, "logging_steps": 100}
+
+
+@pytest.fixture(autouse=True)
+def unchecked(monkeypatch):
+    """The self-check of the engine is most of so short a run, and concerns nothing here."""
+    monkeypatch.setattr(PrivateRun, "check_engine", lambda self: None)
+
+
+class Logits(TrainerCallback):
+    """What the model says of the same rows when a step ends, or training begins or ends."""
+
+    def __init__(self):
+        self.at = {}
+
+    def look(self, model):
+        """Logits of two rows, by the model's own forward."""
+        batch = tiny.DataCollatorWithPadding(tiny.tokenizer())(list(tiny.dataset().select([0, 1])))
+        batch.pop("labels")
+        training = model.training
+        with torch.no_grad():
+            found = model.eval()(**batch).logits.clone()
+        model.train(training)
+        return found
+
+    def on_train_begin(self, args, state, control, model=None, **kwargs):
+        self.at["begin"] = self.look(model)
+
+    def on_step_end(self, args, state, control, model=None, **kwargs):
+        self.at[state.global_step] = self.look(model)
+
+
+def adapted(folder, kind, seed=0, **options):
+    torch.manual_seed(seed)
+    logits = Logits()
+    given = {"model": get_peft_model(tiny.model(), KINDS[kind]), "callbacks": [logits]}
+    return tiny.trainer(folder, given=given, learning_rate=0.1, **{**SAVING, **options}), logits
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_resumed_adapter_says_what_its_checkpoint_said(tmp_path, kind):
+    """P-tuning was 0.2 off: its file holds prompts, which went through the network once more."""
+    made, first = adapted(tmp_path, kind)
+    made.train()
+    loaded = PeftModel.from_pretrained(tiny.model(), str(tmp_path / "checkpoint-2"))
+    torch.testing.assert_close(Logits().look(loaded), first.at[2], rtol=0, atol=1e-6)
+    again, resumed = adapted(tmp_path, kind, seed=5)
+    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
+    assert not torch.equal(first.at[1], first.at[2])
+    torch.testing.assert_close(resumed.at["begin"], first.at[1], rtol=0, atol=0)
+
+
+def test_the_best_weights_are_those_of_its_checkpoint(tmp_path):
+    """With a prefix projection it failed after the last step."""
+    scores = iter([0.9, 0.1])
+    options = {
+        "load_best_model_at_end": True,
+        "eval_strategy": "steps",
+        "eval_steps": 1,
+        "metric_for_best_model": "score",
+        "greater_is_better": True,
+    }
+    made, logits = adapted(tmp_path, "prefixes", **options)
+    made.compute_metrics = lambda predicted: {"score": next(scores)}
+    made.train()
+    assert str(made.state.best_model_checkpoint).endswith("checkpoint-1")
+    torch.testing.assert_close(logits.look(made.model), logits.at[1], rtol=0, atol=0)
+
+
+def test_a_checkpoint_without_what_makes_the_prompts_is_refused(tmp_path):
+    made, _ = adapted(tmp_path, "P-tuning")
+    made.train()
+    (tmp_path / "checkpoint-2" / "_prompt_weights.safetensors").unlink()
+    (tmp_path / "checkpoint-2" / MANIFEST).unlink()
+    again, _ = adapted(tmp_path, "P-tuning", max_steps=3)
+    with pytest.raises(ConfigError, match="Cannot resume: .*holds prompts and not what makes them"):
+        again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert read(tmp_path).ledger.steps() == 2
+
+
+def test_planted_loading_by_peft_alone_is_seen(tmp_path, monkeypatch):
+    monkeypatch.setattr("hf_dp.trainer.checkpointing.load_prompts", lambda *given: False)
+    with pytest.raises(AssertionError, match="Tensor-likes are not equal"):
+        test_a_resumed_adapter_says_what_its_checkpoint_said(tmp_path, "P-tuning")
+
+
+# -- schedule-free optimizers --
+
+
+class ScheduleFree(torch.optim.SGD):
+    """Schedule-free SGD (Defazio et al. 2024, arXiv 2405.15682): gradients are taken at y, and x,
+    the average of the points z, is what is evaluated."""
+
+    BETA = 0.9
+
+    def _each(self):
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p in self.state:
+                    yield p, self.state[p]["z"]
+
+    @torch.no_grad()
+    def _switch(self, to_training):
+        for group in self.param_groups:
+            if group.setdefault("training", False) == to_training:
+                continue
+            for p in group["params"]:
+                if "z" in self.state[p]:
+                    weight = 1 - self.BETA if to_training else 1 - 1 / self.BETA
+                    p.lerp_(self.state[p]["z"], weight)
+            group["training"] = to_training
+
+    def train(self):
+        self._switch(True)
+
+    def eval(self):
+        self._switch(False)
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            assert group["training"]
+            count = group["count"] = group.get("count", 0) + 1
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                z = self.state[p].setdefault("z", p.clone())
+                x = p.lerp(z, 1 - 1 / self.BETA)
+                z.sub_(p.grad, alpha=group["lr"])
+                x.lerp_(z, 1 / count)
+                p.copy_(x.lerp(z, 1 - self.BETA))
+
+    def average(self):
+        """Of the classifier's weight, also in the middle of training."""
+        p = self.param_groups[0]["params"][-2]
+        training = self.param_groups[0]["training"]
+        return p.lerp(self.state[p]["z"], 1 - 1 / self.BETA) if training else p.detach().clone()
+
+
+class Averages(TrainerCallback):
+    def __init__(self):
+        self.after = []
+
+    def on_step_end(self, args, state, control, optimizer=None, **kwargs):
+        self.after.append(getattr(optimizer, "optimizer", optimizer).average())
+
+
+def schedule_free(folder, **options):
+    model, averages = tiny.model(), Averages()
+    optimizer = ScheduleFree(model.parameters(), lr=0.5)
+    given = {"model": model, "optimizers": (optimizer, None), "callbacks": [averages]}
+    given["eval_dataset"] = tiny.evaluation_set()
+    return tiny.trainer(folder, given=given, **{**SAVING, **options}), averages.after
+
+
+WEIGHT = "classifier.weight"
+
+
+@pytest.mark.parametrize("mode", ["dp_sgd", "non_private"])
+def test_what_is_saved_is_the_average_that_was_evaluated(tmp_path, mode):
+    made, after = schedule_free(tmp_path, privacy_mode=mode)
+    made.train()
+    made.save_model()
+    for step in (1, 2):
+        saved = load_file(tmp_path / f"checkpoint-{step}" / "model.safetensors")
+        torch.testing.assert_close(saved[WEIGHT], after[step - 1])
+    assert not torch.equal(after[0], after[1])
+    torch.testing.assert_close(load_file(tmp_path / "model.safetensors")[WEIGHT], after[1])
+    again, resumed = schedule_free(tmp_path, privacy_mode=mode, max_steps=3)
+    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    moved = (resumed[0] - after[1]).norm()
+    assert 0 < moved < 1 and again.state.global_step == 3
+
+
+def test_the_best_average_is_that_of_its_checkpoint(tmp_path):
+    scores = iter([0.9, 0.1])
+    options = {
+        "load_best_model_at_end": True,
+        "eval_strategy": "steps",
+        "eval_steps": 1,
+        "metric_for_best_model": "score",
+        "greater_is_better": True,
+    }
+    made, after = schedule_free(tmp_path, **options)
+    made.compute_metrics = lambda predicted: {"score": next(scores)}
+    made.train()
+    made.save_model()
+    saved = load_file(tmp_path / "model.safetensors")
+    torch.testing.assert_close(saved[WEIGHT], after[0])
+
+
+def test_planted_save_of_the_training_point_is_seen(tmp_path, monkeypatch):
+    monkeypatch.setattr("hf_dp.trainer.trainer.DPTrainer.put_average", lambda self: None)
+    with pytest.raises(AssertionError, match="Tensor-likes are not close"):
+        test_what_is_saved_is_the_average_that_was_evaluated(tmp_path, "dp_sgd")
+
+
+# -- rows without a target --
+
+
+@pytest.mark.parametrize(("without", "warns"), [(21, True), (20, False)])
+def test_rows_whose_labels_are_all_left_out_are_warned_of(tmp_path, monkeypatch, without, warns):
+    said: list[str] = []
+    monkeypatch.setattr(
+        "hf_dp.run.training_data.logger.warning", lambda text, *values: said.append(text % values)
+    )
+    rows = tiny.dataset().remove_columns("label")
+    rows = rows.map(
+        lambda row, index: {"labels": [-100 if index < without else 1] * len(row["input_ids"])},
+        with_indices=True,
+    )
+    given = {
+        "model": BertForTokenClassification(tiny.model().config),
+        "train_dataset": rows,
+        "eval_dataset": None,
+        "data_collator": DataCollatorForTokenClassification(tiny.tokenizer()),
+    }
+    tiny.trainer(tmp_path, given=given).training_data()
+    found = [text for text in said if "every label is -100" in text]
+    assert bool(found) == warns
+    assert not warns or f"In {without} of 40 rows" in found[0]
+
+
+def test_planted_count_that_is_not_made_is_seen(tmp_path, monkeypatch):
+    monkeypatch.setattr(LookedOver, "without_target", property(lambda s: 0, lambda s, v: None))
+    with pytest.raises(AssertionError):
+        test_rows_whose_labels_are_all_left_out_are_warned_of(tmp_path, monkeypatch, 40, True)

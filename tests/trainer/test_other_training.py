@@ -1,0 +1,420 @@
+"""A model remembers what trained it, and a statement counts all of that, names it, or is refused."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import tiny
+import torch
+from peft import LoraConfig, get_peft_model
+from transformers import (
+    AutoConfig,
+    BertForSequenceClassification,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+)
+
+from hf_dp import DpSgdPlan, PrivacyRequest, PrivateRun, mechanism_for
+from hf_dp.errors import UnsupportedModelError
+from hf_dp.run import other_training
+from hf_dp.run.options import RunOptions
+from hf_dp.run.other_training import RestingWeights
+from hf_dp.statement.record import earlier_runs, read
+from hf_dp.statement.verify import disagreements
+
+REFUSED = "only counted steps have trained, got one that was trained by "
+TWO = {"max_steps": 2, "logging_steps": 100}
+
+
+@pytest.fixture(autouse=True)
+def unchecked(monkeypatch):
+    """The self-check of the engine is most of so short a run, and concerns nothing here."""
+    monkeypatch.setattr(PrivateRun, "check_engine", lambda self: None)
+
+
+def trainer(folder, model, callback=None, **options):
+    given = {"model": model, "callbacks": callback and [callback]}
+    return tiny.trainer(folder, given=given, **{**TWO, **options})
+
+
+def train(folder, model, **options):
+    made = trainer(folder, model, **options)
+    made.train()
+    made.save_model()
+    return made
+
+
+def refused(folder, model, words="", **options):
+    """No step is made of a model, and nothing is claimed of it."""
+    with pytest.raises(UnsupportedModelError, match=REFUSED + f"(.|\n)*{words}"):
+        train(folder, model, **options)
+    assert not list(folder.glob("*.safetensors"))
+    assert not (folder / "privacy.json").exists() or not read(folder).ledger.steps()
+
+
+def by_trainer(model, folder, **options):
+    args = {"max_steps": 1, "use_cpu": True, "report_to": [], "disable_tqdm": True, **options}
+    args = TrainingArguments(str(folder / "plain"), save_strategy="no", learning_rate=0.1, **args)
+    rows, collator = tiny.dataset(), tiny.DataCollatorWithPadding(tiny.tokenizer())
+    Trainer(model, args, train_dataset=rows, data_collator=collator).train()
+    return model
+
+
+def by_loop(model, folder, kind=torch.optim.AdamW, **options):
+    """A loop that no callback sees."""
+    optimizer = kind([p for p in model.parameters() if p.requires_grad], lr=0.1, **options)
+    batch = tiny.DataCollatorWithPadding(tiny.tokenizer())(list(tiny.dataset().select(range(4))))
+    model(**batch).loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return model
+
+
+def by_us(model, folder, **options):
+    return train(folder / "plain", model, privacy_mode="non_private", **options).model
+
+
+OTHERS = {
+    "a plain Trainer": by_trainer,
+    "a loop": by_loop,
+    "fused steps": lambda *given: by_loop(*given, fused=True),
+    "foreach steps": lambda *given: by_loop(*given, foreach=True),
+    "plain steps": lambda *given: by_loop(*given, kind=torch.optim.SGD, foreach=False),
+    "one layer": lambda m, folder: by_loop(
+        m.requires_grad_(False) and m.classifier.requires_grad_() and m, folder
+    ),
+    "our own baseline": by_us,
+    "a copy of our baseline": lambda *given: copy.deepcopy(by_us(*given)),
+    "our baseline from its folder": lambda m, folder: BertForSequenceClassification.from_pretrained(
+        by_us(m, folder) and folder / "plain"
+    ),
+    "a checkpoint of it, resized": lambda m, folder: _resized(
+        BertForSequenceClassification.from_pretrained(
+            by_us(m, folder, save_strategy="steps", save_steps=1)
+            and folder / "plain" / "checkpoint-1"
+        )
+    ),
+    "a part of it in a new model": lambda m, folder: _with_encoder_of(by_loop(m, folder)),
+}
+
+
+def _resized(model):
+    model.resize_token_embeddings(24)
+    return model
+
+
+def _with_encoder_of(trained):
+    model = tiny.model(seed=5)
+    model.bert = trained.bert
+    return model
+
+
+@pytest.mark.parametrize("other", OTHERS)
+def test_training_that_no_ledger_counts_is_refused_or_answered(tmp_path, other):
+    """Right before: status "proven", as if the weights had been loaded a moment ago."""
+    model = OTHERS[other](tiny.model(), tmp_path)
+    refused(tmp_path / "run", model)
+    trainer(tmp_path / "run", model, other_training="public_rows").run.refuse_other_training()
+
+
+def test_runs_on_the_same_rows_are_counted_or_refused(tmp_path):
+    """A loop over budgets with one model object. The ledgers together are what RDP composes."""
+    model = tiny.model()
+    train(tmp_path / "first", model)
+    refused(tmp_path / "second", model, "in '.*first': status 'proven', epsilon .*, 2 releases")
+    refused(tmp_path / "copy", copy.deepcopy(model))
+    second = train(tmp_path / "second", model, earlier_runs=[str(tmp_path / "first")])
+    assert second.ledger.steps() == 4
+    again = {"earlier_runs": [str(tmp_path / "second")]}
+    assert train(tmp_path / "third", model, **again).ledger.steps() == 6  # the whole chain
+
+
+def test_the_card_repeats_what_other_rows_there_were(tmp_path):
+    """So does a later run that counts this one."""
+    answer, words = "other_rows", "others than the training set"
+    train(tmp_path / "run", by_loop(tiny.model(), tmp_path), other_training=answer)
+    assert words in (tmp_path / "run" / "README.md").read_text()
+    record = read(tmp_path / "run")
+    assert record.weaknesses.other_training == answer and disagreements(record) == []
+    assert earlier_runs(record)[0].other_training == answer
+    later = train(tmp_path / "later", tiny.model(), earlier_runs=[str(tmp_path / "run")])
+    assert any(words in line for line in later.privacy_statement().not_covered)
+    assert later.privacy_statement().facts.other_training is None
+    public = trainer(tmp_path / "public", tiny.model(), other_training="public_rows")
+    public.run.refuse_other_training()
+    assert any("to be public" in line for line in public.privacy_statement().not_covered)
+
+
+def test_a_run_without_other_training_says_nothing_of_it(tmp_path):
+    """As the cards that were written before there was the argument."""
+    made = train(tmp_path, tiny.model())
+    assert not any("other training" in line for line in made.privacy_statement().not_covered)
+    assert "other_training" not in (tmp_path / "privacy.json").read_text()
+
+
+def test_a_base_that_was_trained_privately_counts_or_is_refused(tmp_path):
+    train(tmp_path / "first", tiny.model())
+    base = BertForSequenceClassification.from_pretrained(tmp_path / "first")
+    refused(tmp_path / "second", base, "in '.*first': status 'proven'")
+    train(tmp_path / "counted", base, earlier_runs=[str(tmp_path / "first")])
+
+
+def test_a_trainer_without_a_step_states_nothing_of_trained_weights(tmp_path):
+    """A statement of 0 for them would be untrue, whatever is named."""
+    train(tmp_path / "first", tiny.model())
+    base = BertForSequenceClassification.from_pretrained(tmp_path / "first")
+    for model in (base, by_loop(tiny.model(), tmp_path)):
+        made = trainer(tmp_path / "second", model, earlier_runs=[str(tmp_path / "first")])
+        with pytest.raises(UnsupportedModelError, match=REFUSED):
+            made.save_model()
+    assert not (tmp_path / "second" / "privacy.json").exists()
+
+
+# -- what is not refused --
+
+
+def _from_config(model, folder):
+    """Random weights, from the configuration beside weights that were trained without privacy."""
+    by_us(model, folder)
+    return BertForSequenceClassification(AutoConfig.from_pretrained(folder / "plain"))
+
+
+def _after_unload(model, folder):
+    """The base as it was, without the adapter that was trained."""
+    adapter = LoraConfig(r=2, target_modules=["query"])
+    wrapped = by_us(get_peft_model(model, adapter), folder)
+    return wrapped.unload().requires_grad_(True)
+
+
+def _unwrapped(change):
+    def changed(model, folder):
+        change(model)
+        return model
+
+    return changed
+
+
+HARMLESS = {
+    "resize": lambda m, folder: _resized(m),
+    "cast": lambda m, folder: m.double().float(),
+    "wrap": lambda m, folder: get_peft_model(
+        m, LoraConfig(r=2, target_modules=["query"], modules_to_save=["classifier"])
+    ),
+    "freeze": _unwrapped(lambda m: m.bert.requires_grad_(False)),
+    "initialize": _unwrapped(lambda m: m.init_weights()),
+    "load weights": _unwrapped(lambda m: m.load_state_dict(tiny.model(seed=3).state_dict())),
+    "from_config": _from_config,
+    "checkpointing": _unwrapped(lambda m: m.gradient_checkpointing_enable()),
+    "copy": lambda m, folder: copy.deepcopy(m),
+    "another model trained": lambda m, folder: by_loop(tiny.model(), folder) and m,
+    "an adapter trained and taken off": _after_unload,
+    "a step without gradients": _unwrapped(lambda m: torch.optim.AdamW(m.parameters()).step()),
+}
+
+
+@pytest.mark.parametrize("change", HARMLESS)
+def test_what_is_no_training_is_not_refused(tmp_path, change):
+    model = HARMLESS[change](tiny.model(), tmp_path)
+    trainer(tmp_path / "run", model).run.refuse_other_training()
+
+
+def test_going_on_is_not_refused(tmp_path):
+    """A second train() of one trainer, and a trainer made again after a kill, with its model."""
+    model = tiny.model()
+    options = {"save_strategy": "steps", "save_steps": 1}
+    train(tmp_path, model, **options).train()
+    again = trainer(tmp_path, model, **options, max_steps=3)
+    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert again.ledger.steps() == 5
+    over = train(tmp_path, model, start_over=True, **options)  # counts what it left behind
+    assert over.ledger.steps() == 7
+
+
+def test_model_init_makes_a_new_model_for_each_train(tmp_path):
+    given = {"model": None, "model_init": lambda: tiny.model()}
+    made = tiny.trainer(tmp_path, given=given, **TWO)
+    made.train()
+    made.train()
+    made.save_model()
+
+
+def test_a_folder_with_a_trainers_files_is_warned_of(tmp_path, monkeypatch):
+    folder = tmp_path / "plain"
+    by_trainer(tiny.model(), tmp_path).save_pretrained(folder)
+    torch.save({}, folder / "training_args.bin")
+    said: list[str] = []
+    monkeypatch.setattr(
+        "hf_dp.run.private_run.logger.warning", lambda text, *values: said.append(text % values)
+    )
+    base = BertForSequenceClassification.from_pretrained(folder)
+    train(tmp_path / "run", base)
+    assert sum("where a Trainer left its files" in text for text in said) == 1
+
+
+# -- between the steps, and after them --
+
+
+class Between(TrainerCallback):
+    """Does something to the model at a point of the loop."""
+
+    def __init__(self, act, when="on_step_end"):
+        self._act, self._left = act, 1
+        setattr(self, when, self._once)
+
+    def _once(self, args, state, control, model=None, **kwargs):
+        if self._left:
+            self._left = 0
+            self._act(model, kwargs["optimizer"])
+
+
+def _again(model, optimizer):
+    """A step of the run's own optimizer, by a gradient that nobody clipped or noised."""
+    batch = tiny.DataCollatorWithPadding(tiny.tokenizer())(list(tiny.dataset().select(range(4))))
+    model(**batch).loss.backward()
+    optimizer.step()
+
+
+BETWEEN = {
+    "another optimizer": Between(lambda m, optimizer: by_loop(m, None)),
+    "its own once more": Between(_again),
+    "before its step": Between(lambda m, o: by_loop(m, None), "on_pre_optimizer_step"),
+    "after its step": Between(lambda m, o: by_loop(m, None), "on_optimizer_step"),
+    "after the last": Between(lambda m, o: by_loop(m, None), "on_train_end"),
+}
+
+
+@pytest.mark.parametrize("when", BETWEEN)
+def test_steps_of_others_between_private_steps_are_not_saved_as_proven(tmp_path, when):
+    with pytest.raises(UnsupportedModelError, match=REFUSED):
+        train(tmp_path, tiny.model(), callback=copy.deepcopy(BETWEEN[when]))
+    assert not list(tmp_path.glob("*.safetensors"))
+
+
+CHANGES = {
+    "one number": lambda m: m.classifier.bias[0].add_(1e-6),
+    "two numbers swapped": lambda m: m.classifier.weight.copy_(m.classifier.weight.flip(1)),
+    "other weights": lambda m: m.load_state_dict(tiny.model(seed=3).state_dict()),
+    "a frozen weight": lambda m: m.bert.embeddings.word_embeddings.weight.mul_(1.001),
+}
+
+
+@torch.no_grad()
+def test_weights_that_changed_after_the_run_are_not_saved_as_proven(tmp_path):
+    model = tiny.model()
+    model.bert.embeddings.requires_grad_(False)
+    made = trainer(tmp_path, model)
+    with torch.enable_grad():
+        made.train()
+    ended = copy.deepcopy(model.state_dict())
+    for change in CHANGES.values():
+        change(model)
+        for act in (made.save_model, made.train):
+            with pytest.raises(UnsupportedModelError, match="something else since the last step"):
+                act()
+        model.load_state_dict(ended)
+    made.model = tiny.model(seed=4)
+    with pytest.raises(UnsupportedModelError, match="something else since the last step"):
+        made.save_model()
+    assert not list(tmp_path.glob("*.safetensors")) and made.ledger.steps() == 2
+
+    # What changes no value, or adds some, is no training.
+    made.model = model
+    for cast in (lambda m: m.bfloat16(), lambda m: m.half(), lambda m: m.bfloat16().float()):
+        cast(model)
+        made.save_model()
+        model.float().load_state_dict(ended)
+    _resized(model)
+    made.save_model()
+
+
+def test_digests_tell_any_change_of_one_number():
+    """Against a comparison number by number, over several chunks."""
+    layer = torch.nn.Linear(3, other_training._CHUNK)
+    known = RestingWeights()
+    known.note(layer)
+    assert known.changed(layer) is None
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for _ in range(5):
+            place = int(torch.randint(layer.weight.numel(), (), generator=generator))
+            number = layer.weight.view(-1)[place]
+            before = number.clone()
+            number.copy_(torch.nextafter(before, torch.tensor(9.0)))
+            assert known.changed(layer) == "weight"
+            number.copy_(before)
+            assert known.changed(layer) is None
+    layer.weight.data[[0, other_training._CHUNK - 1]] = layer.weight.data[
+        [other_training._CHUNK - 1, 0]
+    ].clone()
+    assert known.changed(layer) == "weight"
+
+
+def test_a_loop_of_ones_own_is_watched_too(tmp_path):
+    plan = PrivacyRequest(
+        num_examples=40,
+        expected_batch_size=8,
+        max_steps=2,
+        mechanism=DpSgdPlan(clipping_norm=0.1, noise_multiplier=1.0),
+    ).plan()
+    collator = tiny.DataCollatorWithPadding(tiny.tokenizer())
+
+    def run(name, model, **options):
+        made = PrivateRun(
+            model,
+            plan,
+            tmp_path / name,
+            train_dataset=tiny.dataset(),
+            data_collator=collator,
+            options=RunOptions(**options),
+        )
+        mechanism = mechanism_for(made)
+        halves = [[*model.bert.parameters()], [*model.classifier.parameters()]]
+        optimizers = [torch.optim.SGD(half, lr=0.1) for half in halves]
+        for batches in mechanism.logical_batches():
+            clipped = mechanism.clip(batches)
+            with made.release_step() as release:
+                mechanism.set_gradients(clipped, release)
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+        return mechanism
+
+    model = tiny.model()
+    first = run("first", model)
+    assert first.save().status == "proven"
+    with pytest.raises(UnsupportedModelError, match=f"{REFUSED}the private run"):
+        run("second", model)
+    third = run("third", model, other_training="other_rows").save()
+    assert any("states to be others" in line for line in third.not_covered)
+    with pytest.raises(UnsupportedModelError, match=REFUSED):
+        first.save()
+
+
+# -- planted --
+
+
+def test_planted_optimizers_that_are_not_watched_are_seen(tmp_path, monkeypatch):
+    model = by_loop(tiny.model(), tmp_path)
+    monkeypatch.setattr(other_training, "_unpaid", {})
+    with pytest.raises(pytest.fail.Exception, match="DID NOT RAISE"):
+        refused(tmp_path / "run", model)
+
+
+def test_planted_notes_that_a_copy_loses_are_seen(tmp_path, monkeypatch):
+    model = train(tmp_path / "first", tiny.model()).model
+    for module in model.modules():
+        vars(module).pop(other_training._NOTE, None)
+    with pytest.raises(pytest.fail.Exception, match="DID NOT RAISE"):
+        refused(tmp_path / "second", copy.deepcopy(model))
+
+
+def test_planted_digests_of_sums_alone_are_seen(monkeypatch):
+    """Which two numbers that changed places would not change."""
+    ones = torch.ones(other_training._CHUNK, dtype=torch.int32)
+    monkeypatch.setattr(other_training, "_factors", lambda device: ones)
+    layer, known = torch.nn.Linear(4, 2), RestingWeights()
+    known.note(layer)
+    layer.weight.data = layer.weight.data.flip(1)
+    assert known.changed(layer) is None
