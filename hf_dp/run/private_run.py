@@ -62,6 +62,7 @@ from hf_dp.run.ledger import RunLedger
 from hf_dp.run.meeting import facts_in_common, share_weights
 from hf_dp.run.one_run_audit import OneRunAudit
 from hf_dp.run.options import RunOptions
+from hf_dp.run.outlook import of_repeated_rows
 from hf_dp.run.precision import Precision, computes_in_full, in_full_precision
 from hf_dp.run.training_data import TrainingData, padded_together
 from hf_dp.run.user_grouping import same_users
@@ -398,6 +399,10 @@ class PrivateRun:
         data.check(self.model, self.losses, needs_labels=not self.has_own_loss)
         if not self.options.rows_are_chunks and limits.ignorable and users is None:
             data.warn_of_chunks()
+        if users is None and self.audit is None and self.processes.is_main:
+            most, compared = self.training_rows().repeats()
+            if most > 1:
+                logger.warning(of_repeated_rows(self.plan, most, compared))
         return data
 
     def padding(self) -> Padding:
