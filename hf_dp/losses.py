@@ -403,13 +403,6 @@ def _forward_parameters(model: nn.Module) -> Mapping[str, inspect.Parameter]:
     return inspect.signature(type(model).forward).parameters
 
 
-def columns_read(model: Any) -> frozenset[str] | None:
-    """Return the names of the arguments of a model's forward; None where they are not known."""
-    return (
-        frozenset(_forward_parameters(base_model(model))) if isinstance(model, nn.Module) else None
-    )
-
-
 def takes_attention_mask(model: nn.Module) -> bool:
     """Return whether the forward of a model has an ``attention_mask``."""
     return "attention_mask" in _forward_parameters(base_model(model))

@@ -17,10 +17,9 @@ from torch import Tensor
 from torch.utils.data import Dataset, get_worker_info
 
 from hf_dp.batches.isolation import Isolated
-from hf_dp.batches.structure import Example, leaves, own
+from hf_dp.batches.structure import Example, is_picture, leaves, own
 from hf_dp.errors import DataError
 from hf_dp.noise import SecretRandomness
-from hf_dp.overlap.encoding import is_picture
 
 Collator = Callable[[list[Any]], Any]
 

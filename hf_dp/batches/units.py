@@ -86,12 +86,12 @@ class UnitTable:
         """Return a digest of which rows belong together; it holds no value of the column."""
         return self._digest
 
-    def shared(self, values: Sequence[Any]) -> int:
-        """Return how many of these rows belong to one of the units. Not private.
+    def shared(self, values: Sequence[Any]) -> np.ndarray:
+        """Return which of these rows, by index, belong to one of the units. Not private.
 
         Values are compared as text: another data set may hold numbers as text.
         """
-        return sum(str(value) in self._names for value in values)
+        return np.flatnonzero([str(value) in self._names for value in values])
 
     def chosen(self, unit: int, most: int, random_bytes: RandomBytes) -> Rows:
         """Return a unit's rows, or a uniformly random part of ``most`` of them.

@@ -17,7 +17,7 @@ from hf_dp.batches.made_up import made_up_rows
 from hf_dp.batches.padding import LABELS
 from hf_dp.errors import DataError
 from hf_dp.noise import untouched_generators
-from hf_dp.overlap.compare import TrainingRows
+from hf_dp.overlap import TrainingRows
 from hf_dp.run.synthetic import synthetic_examples
 
 _TOKENS = 12  # in a canary
@@ -92,7 +92,7 @@ def _refuse_shapes_of_rows(template: Any, made: Mapping[str, Tensor]) -> None:
 
 
 def _refuse_known(canaries: Any, rows: TrainingRows) -> None:
-    known = rows.compare(canaries).equal
+    known = len(rows.compare(canaries).equal)
     if known:
         raise DataError(
             f"{known} of {len(canaries)} canaries stand among the training rows already, so a coin "

@@ -21,7 +21,7 @@ from hf_dp.errors import (
     UnsupportedModelError,
 )
 from hf_dp.losses import base_model
-from hf_dp.overlap.compare import TrainingRows
+from hf_dp.overlap import TrainingRows
 from hf_dp.plans.units import Users
 
 logger = logging.get_logger(__name__)
@@ -120,7 +120,7 @@ def refuse_rows_in_collator(reached: Collection[Any], training: TrainingRows) ->
         for part in (each.values() if isinstance(each, Mapping) else [each])
     ]
     if any(
-        training.compare(each).derived
+        training.compare(each).equal.size
         for each in sets
         if isinstance(each, (datasets.Dataset, Dataset))
     ):

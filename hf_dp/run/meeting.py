@@ -16,7 +16,8 @@ from torch.distributed.tensor import DTensor
 
 from hf_dp.batches.units import UnitTable
 from hf_dp.distributed.processes import Processes
-from hf_dp.overlap.hashes import digest_of_rows
+from hf_dp.errors import DataError
+from hf_dp.overlap import UNSTEADY, columns_of, digests, parts_of
 from hf_dp.plans.privacy import PrivacyPlan
 from hf_dp.run.facts import PACKAGES
 from hf_dp.run.options import RunOptions
@@ -55,6 +56,26 @@ def facts_in_common(
         "the data collator": type(data_collator).__qualname__,
         "the parameters of the model": _digest(_layout(model)),
     }
+
+
+def digest_of_rows(dataset: Any) -> str:
+    """Return a digest of all rows in their order, before any transform of the user's.
+
+    Raises: DataError for rows that differ on each reading, which cannot be compared.
+    """
+    found = blake2b(digest_size=16)
+    for part in parts_of(dataset):
+        columns = columns_of(part)
+        if UNSTEADY in columns.values():
+            raise DataError(
+                "Rows of train_dataset differ each time they are read, so it cannot be seen "
+                "whether all processes have the same rows in the same order. Move what is random "
+                "(augmentation) into the data collator or, for a datasets.Dataset, into "
+                "set_transform; or launch one process."
+            )
+        for name, each in sorted(digests(part, columns, b"").items()):
+            found.update(f"{name} {len(each)}".encode() + each.tobytes())
+    return found.hexdigest()
 
 
 def _each(of: str, values: Mapping[str, Any]) -> dict[str, str]:

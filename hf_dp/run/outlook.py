@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
+from functools import cache
 
+from hf_dp.accounting import Event, epsilon
 from hf_dp.accounting.value import doubt_of_delta
+from hf_dp.errors import AccountingRangeError, HfDpError
 from hf_dp.planning import LEAST_SIGNAL, most_signal
 from hf_dp.plans.dp_sgd import DpSgdPlan
 from hf_dp.plans.privacy import PrivacyPlan
+from hf_dp.plans.units import BY_ROW, MAX_ROWS, USER, Users
 
 SLOW = 5e-5  # transformers' default learning rate
+# Copies per unit of noise, from which nothing is left to protect, and the bound takes minutes.
+_LARGE = 7
 
 
 def doubts(
@@ -50,3 +57,33 @@ def drowned(plan: PrivacyPlan, parameters: int) -> Iterator[str]:
             f"steps, {parameters:,} numbers train). Use more rows or a larger "
             "expected_batch_size, train fewer numbers (LoRA, a head), or raise target_epsilon."
         )
+
+
+def of_repeated_rows(plan: PrivacyPlan, most: int, compared: str) -> str:
+    """Return what equal rows mean for whoever is in them, for the local console only.
+
+    Args:
+        most: how many rows are equal, at least 2. compared: by what, in words.
+    """
+    try:
+        if most > min(MAX_ROWS, _LARGE * plan.noise_multiplier):
+            raise AccountingRangeError(f"{most} rows of one record")
+        # A record in so many rows is a user of that many, of whom each row is drawn by itself.
+        rows = Users("record", max_rows=most, sampling=BY_ROW, num_rows=plan.num_examples)
+        users = plan.num_examples - most + 1
+        records = replace(plan, num_examples=max(2, users), privacy_unit=USER, users=rows)
+        of_record, of_row = (_epsilon(each.events(), plan.delta) for each in (records, plan))
+        weaker = f"has epsilon {of_record:.4g} where a single row has {of_row:.4g}"
+    except HfDpError:  # no bound is known for several rows of this plan
+        weaker = f"is protected {most}-fold weaker"
+    return (
+        f"Up to {most:,} rows of the training set are equal, by {compared}: a record that is in "
+        f"{most:,} of them {weaker} (this run; delta {plan.delta:.2g}). To count a row several "
+        "times, leave its copies out and weight its loss (compute_per_example_loss). Where the "
+        "copies are one person's, protect persons: privacy_unit='user'."
+    )
+
+
+@cache
+def _epsilon(events: tuple[Event, ...], delta: float) -> float:
+    return epsilon(events, delta).rounded_up()

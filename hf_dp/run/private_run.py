@@ -46,11 +46,9 @@ from hf_dp.errors import (
     UnsupportedArgumentError,
     UnsupportedModelError,
 )
-from hf_dp.losses import any_number_of_end_tokens, columns_read, per_example_loss
+from hf_dp.losses import any_number_of_end_tokens, per_example_loss
 from hf_dp.noise import SecretRandomness, untouched_generators
-from hf_dp.overlap.compare import TrainingRows, refuse_training_rows
-from hf_dp.overlap.search import refuse_any_training_row, refuse_any_training_user
-from hf_dp.overlap.users import TrainingUsers
+from hf_dp.overlap import TrainingRows, TrainingUsers
 from hf_dp.plans.best_of_runs import BestOfRunsPlan
 from hf_dp.plans.mechanism import Sampler
 from hf_dp.plans.privacy import PrivacyPlan
@@ -79,6 +77,7 @@ from hf_dp.run.other_training import (
     trained_in_files,
     trained_in_memory,
 )
+from hf_dp.run.outlook import of_repeated_rows
 from hf_dp.run.own_loss import refuse_another_loss
 from hf_dp.run.precision import Precision, computes_in_full, in_full_precision
 from hf_dp.run.training_data import TrainingData, padded_together
@@ -166,9 +165,7 @@ class PrivateRun:
         self._data: TrainingData | None = None
         self._data_of: tuple[Any, Any] = (None, None)
         self._training_rows = training_rows
-        self._training_users = (
-            None if units is None or plan.users is None else TrainingUsers(units, plan.users.name)
-        )
+        self._training_users = None if units is None else TrainingUsers(units)
         if not plan.releases_each_step and not plan.releases_before():
             raise ConfigError(
                 f"Expected a plan that releases something, got {type(plan.mechanism).__name__}, "
@@ -402,28 +399,19 @@ class PrivateRun:
             metrics are released on purpose. In a private search already for one equal row, and for
             a set that cannot be compared.
         """
-        if isinstance(self.plan.mechanism, BestOfRunsPlan):
-            self._check_score_of_search(evaluation)
+        search = isinstance(self.plan.mechanism, BestOfRunsPlan)
+        asked_for = EVALUATION_ON_TRAINING_ROWS in self.book.released and not search
+        if asked_for or self.train_dataset is None:
             return
-        if EVALUATION_ON_TRAINING_ROWS in self.book.released or self.train_dataset is None:
-            return
-        if not refuse_training_rows(evaluation, self.training_rows()):
-            self.book.evaluation_compared = False
-        if self._training_users is not None and not self._training_users.refuse(evaluation):
-            self.book.evaluation_compared = False
-
-    def _check_score_of_search(self, evaluation: Any) -> None:
-        if self.train_dataset is None:
-            return
-        refuse_any_training_row(evaluation, self.training_rows())
-        if self._training_users is not None:
-            refuse_any_training_user(evaluation, self._training_users)
+        for training in filter(None, (self.training_rows(), self._training_users)):
+            if not training.refuse(evaluation, search=search):
+                self.book.evaluation_compared = False
 
     def training_rows(self) -> TrainingRows:
         """Return the training set as evaluation sets are compared with it."""
         rows = self._training_rows
         if rows is None or rows.dataset is not self.train_dataset:
-            rows = TrainingRows(self.train_dataset, columns_read(self.model))
+            rows = TrainingRows(self.train_dataset)
         self._training_rows = rows
         return rows
 
@@ -484,6 +472,10 @@ class PrivateRun:
         data.warn_of_no_targets()
         if not self.options.rows_are_chunks and limits.ignorable and users is None:
             data.warn_of_chunks()
+        if users is None and self.audit is None and self.processes.is_main:
+            most, compared = self.training_rows().repeats()
+            if most > 1:
+                logger.warning(of_repeated_rows(self.plan, most, compared))
         return data
 
     def padding(self) -> Padding:

@@ -15,17 +15,35 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from enum import Enum
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 from transformers import TrainingArguments
+from transformers.integrations import get_available_reporting_integrations
 
 from hf_dp._dataclasses import default_of
 from hf_dp._validate import invalid
 from hf_dp.errors import InvalidArgumentError, UnsupportedArgumentError
+
+# The trackers that send what is logged, and the variables by which each may send more. These are
+# checked only when `report_to` names the tracker.
+TRACKERS: Mapping[str, tuple[str, ...]] = {
+    "tensorboard": (),
+    "trackio": (),
+    "azure_ml": (),
+    "kubeflow": (),
+    "neptune": (),
+    "wandb": ("WANDB_WATCH", "WANDB_LOG_MODEL"),
+    "mlflow": ("HF_MLFLOW_LOG_ARTIFACTS",),
+    "dagshub": ("HF_MLFLOW_LOG_ARTIFACTS", "HF_DAGSHUB_LOG_ARTIFACTS"),
+    "comet_ml": ("COMET_LOG_ASSETS",),
+    "clearml": ("CLEARML_LOG_MODEL",),
+    "dvclive": ("HF_DVCLIVE_LOG_MODEL",),
+    "swanlab": ("SWANLAB_LOG_MODEL",),
+}
 
 
 class Verdict(Enum):
@@ -330,7 +348,13 @@ ARGUMENT_TABLE: Mapping[str, ArgumentRow] = {
     "disable_tqdm": _free(
         "The bar shows steps and time on the local screen; epsilon does not cover timing."
     ),
-    "report_to": _LOGGING,
+    "report_to": _refused(
+        lambda value: not _trackers(value) <= {*TRACKERS, "none"},
+        f"to be among {', '.join(TRACKERS)}, none",
+        "Only these are known to send what is logged and, by their switches, nothing else: another "
+        "may upload checkpoints or the output folder, or measure what tells the sizes of draws.",
+        "Choose one of them.",
+    ),
     "run_name": _TRACKER,
     "project": _TRACKER,
     "trackio_space_id": _TRACKER,
@@ -556,17 +580,25 @@ ENVIRONMENT_TABLE: Mapping[str, ArgumentRow] = {
         "not list.",
         'Use "end".',
     ),
-    "HF_MLFLOW_LOG_ARTIFACTS": _flag_row(
-        "It uploads whole checkpoints: optimizer, random and trainer state, which the card does "
-        "not list."
-    ),
+    **{
+        name: _refused(
+            lambda value: value.lower() not in ("", "false", "0", "no", "off"),
+            'to be "false"',
+            "It uploads checkpoints or the output folder: optimizer, random and trainer state and "
+            "digests of private rows, which the card does not list.",
+            'Set it to "false".',
+        )
+        for name in (
+            "HF_MLFLOW_LOG_ARTIFACTS",
+            "HF_DAGSHUB_LOG_ARTIFACTS",
+            "COMET_LOG_ASSETS",
+            "CLEARML_LOG_MODEL",
+            "HF_DVCLIVE_LOG_MODEL",
+            "SWANLAB_LOG_MODEL",
+        )
+    },
 }
-# Variables that a single tracker reads. They are checked only when `report_to` names that tracker.
-TRACKER_OF_VARIABLE = {
-    "WANDB_WATCH": "wandb",
-    "WANDB_LOG_MODEL": "wandb",
-    "HF_MLFLOW_LOG_ARTIFACTS": "mlflow",
-}
+_UPLOADS_IF_UNSET = {"CLEARML_LOG_MODEL": "TRUE"}  # the callback's own default
 
 # --- checks ---
 
@@ -612,15 +644,10 @@ def table_problems(
     return problems
 
 
-def _trackers(report_to: object) -> Collection[str]:
-    """List the names in ``report_to``, in any form that transformers takes."""
-    return (
-        [report_to]
-        if isinstance(report_to, str)
-        else list(report_to)
-        if isinstance(report_to, list)
-        else []
-    )
+def _trackers(report_to: Any) -> set[str]:
+    """Return the names in ``report_to``, in any form that transformers takes."""
+    names = {report_to} if isinstance(report_to, str) else set(report_to or ())
+    return set(get_available_reporting_integrations()) if names == {"all"} else names
 
 
 def environment_problems(report_to: object) -> dict[str, InvalidArgumentError]:
@@ -628,13 +655,14 @@ def environment_problems(report_to: object) -> dict[str, InvalidArgumentError]:
 
     ``report_to`` names the trackers that the run reports to.
     """
-    trackers = _trackers(report_to)
+    read = {name for tracker in _trackers(report_to) for name in TRACKERS.get(tracker, ())}
+    of_trackers = {name for names in TRACKERS.values() for name in names}
     problems: dict[str, InvalidArgumentError] = {}
     for name, row in ENVIRONMENT_TABLE.items():
-        tracker = TRACKER_OF_VARIABLE.get(name)
-        if name not in os.environ or (tracker is not None and not {tracker, "all"} & set(trackers)):
+        value = os.environ.get(name, _UPLOADS_IF_UNSET.get(name))
+        if value is None or (name in of_trackers and name not in read):
             continue
-        problem = row.problem(f"${name}", os.environ[name])
+        problem = row.problem(f"${name}", value)
         if problem is not None:
             problems[name] = problem
     return problems

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from hf_dp._validate import invalid
 from hf_dp.errors import AuditError, UnsupportedArgumentError
-from hf_dp.overlap.compare import TrainingRows
+from hf_dp.overlap import TrainingRows
 from hf_dp.run.canary_rows import with_canaries
 from hf_dp.run.one_run_audit import OneRunAudit
 from hf_dp.run.private_run import PrivateRun

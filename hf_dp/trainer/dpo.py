@@ -32,7 +32,7 @@ from hf_dp.losses import (
     number_of_targets,
     per_example_loss,
 )
-from hf_dp.overlap.compare import TrainingRows, refuse_training_rows
+from hf_dp.overlap import TrainingRows
 from hf_dp.run.checks import check_train_dataset
 from hf_dp.run.synthetic import synthetic_examples
 from hf_dp.trainer.argument_checks import Problems, attempt
@@ -50,7 +50,7 @@ from hf_dp.trainer.trl_preparation import (
 _REFERENCES = ("ref_chosen_logps", "ref_rejected_logps")
 _PAIR = ("prompt_ids", "chosen_ids", "rejected_ids", *_REFERENCES)
 # By these rows are compared with each other, whatever other columns they have.
-_RAW_PAIR, _ENCODED_PAIR = frozenset(["prompt", "chosen", "rejected"]), frozenset(_PAIR[:3])
+_ENCODED_PAIR = frozenset(_PAIR[:3])
 
 _WORKS = ArgumentRow(Verdict.WORKS, "Concerns the model, or each pair by itself.")
 _UNREAD = ArgumentRow(
@@ -238,9 +238,9 @@ class DPDPOTrainer(DPTrainer):
             )
         self._raw_rows = None
         if not checked.evaluate_on_training_rows:
-            # TRL writes new tables, which no longer tell of which rows they were made.
-            self._raw_rows = TrainingRows(train_dataset, _RAW_PAIR)
-            refuse_training_rows(eval_dataset, self._raw_rows)
+            # TRL leaves out the columns that it has tokenized.
+            self._raw_rows = TrainingRows(train_dataset)
+            self._raw_rows.refuse(eval_dataset)
         self._preparation = DPOPreparation(
             model=model,
             args=copy.copy(checked),
@@ -338,7 +338,7 @@ class DPDPOTrainer(DPTrainer):
 
     def _prepared(self, dataset: Any) -> Any:
         if self._raw_rows is not None and not isinstance(dataset, str):
-            refuse_training_rows(dataset, self._raw_rows)
+            self._raw_rows.refuse(dataset)
         return each_set(dataset, self._with_references)
 
     def _with_references(self, dataset: Any, name: str) -> Any:
@@ -352,9 +352,6 @@ class DPDPOTrainer(DPTrainer):
         if not known >= _ENCODED_PAIR:
             dataset = self._preparation.of_evaluation(dataset)
         return add_references(dataset, self._ref_model, self.data_collator, self.args)
-
-    def _columns_compared(self, model: Any) -> frozenset[str]:
-        return _ENCODED_PAIR
 
     def _set_signature_columns_if_needed(self) -> None:
         self._signature_columns: Any = self._signature_columns or list(_PAIR)

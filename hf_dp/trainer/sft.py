@@ -20,7 +20,7 @@ except ImportError as missing:
 
 from hf_dp._validate import invalid
 from hf_dp.errors import UnsupportedArgumentError
-from hf_dp.overlap.compare import TrainingRows, refuse_training_rows
+from hf_dp.overlap import TrainingRows
 from hf_dp.run.checks import check_train_dataset
 from hf_dp.trainer.argument_checks import Problems
 from hf_dp.trainer.argument_table import ArgumentRow, Verdict
@@ -185,9 +185,9 @@ class DPSFTTrainer(DPTrainer):
         _refuse_ignored_formatting(formatting_func, train_dataset)
         self._raw_rows = None
         if checked.is_private and not checked.evaluate_on_training_rows:
-            # TRL writes new tables, which no longer tell of which rows they were made.
-            self._raw_rows = TrainingRows(train_dataset, None)
-            refuse_training_rows(eval_dataset, self._raw_rows)
+            # TRL leaves out the columns that it has tokenized.
+            self._raw_rows = TrainingRows(train_dataset)
+            self._raw_rows.refuse(eval_dataset)
         given = copy.copy(checked)
         if checked.is_private:  # whose a row is, is known by its place; draws are random anyway
             given.shuffle_dataset = False
@@ -225,7 +225,7 @@ class DPSFTTrainer(DPTrainer):
 
     def _prepared(self, dataset: Any) -> Any:
         if self._raw_rows is not None and not isinstance(dataset, str):
-            refuse_training_rows(dataset, self._raw_rows)
+            self._raw_rows.refuse(dataset)
         return self._preparation.of_evaluation(dataset)
 
 

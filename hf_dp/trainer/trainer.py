@@ -29,15 +29,12 @@ from hf_dp.distributed.processes import Processes, others_present
 from hf_dp.errors import UnsupportedArgumentError
 from hf_dp.losses import (
     any_number_of_end_tokens,
-    columns_read,
     means_over_rows,
     per_example_loss,
     with_labels_read,
 )
 from hf_dp.mechanisms import mechanism_for
-from hf_dp.overlap.compare import TrainingRows, refuse_training_rows
-from hf_dp.overlap.search import refuse_any_training_row, refuse_any_training_user
-from hf_dp.overlap.users import TrainingUsers
+from hf_dp.overlap import TrainingRows, TrainingUsers
 from hf_dp.plans.dp_fp import DP_FP
 from hf_dp.plans.privacy import PrivacyPlan
 from hf_dp.run.checks import (
@@ -176,16 +173,14 @@ class DPTrainer(Publishing):
                 if self._units is not None:
                     num_examples = len(self._units)
                 model = load_model(model) if isinstance(model, str) else model
-                rows = TrainingRows(train_dataset, self._columns_compared(model))
+                rows = TrainingRows(train_dataset)
                 if args.audit_canaries is not None:
                     train_dataset = with_canaries_for(args, train_dataset, model, rows)
                     num_examples = len(train_dataset)
-                if args.private_selection_mean_runs is not None:
-                    refuse_any_training_row(eval_dataset, rows)
-                else:
-                    compared = args.evaluate_on_training_rows or (
-                        refuse_training_rows(eval_dataset, rows) and self._users_compared
-                    )
+                compared = args.evaluate_on_training_rows or (
+                    rows.refuse(eval_dataset, search=args.private_selection_mean_runs is not None)
+                    and self._users_compared
+                )
                 args.earlier_runs = runs_before(
                     Path(str(args.output_dir)), args.earlier_runs, args.start_over
                 )
@@ -290,11 +285,10 @@ class DPTrainer(Publishing):
         self._units, train_dataset = split_off_units(train_dataset, users.column)
         train_dataset = rows_to_draw(train_dataset, self._units, users)
         warn_of_users(self._units, users)
-        training = TrainingUsers(self._units, users.name)
-        if args.private_selection_mean_runs is not None:
-            refuse_any_training_user(eval_dataset, training)
-        elif not args.evaluate_on_training_rows:
-            self._users_compared = training.refuse(eval_dataset)
+        if not args.evaluate_on_training_rows:
+            self._users_compared = TrainingUsers(self._units).refuse(
+                eval_dataset, search=args.private_selection_mean_runs is not None
+            )
         return train_dataset
 
     @property
@@ -670,11 +664,6 @@ class DPTrainer(Publishing):
         """Return a context in which the model is what training would end with now."""
         kept = self.args.weight_average_decay is not None and self.is_in_train
         return averaged(self.optimizer) if kept else nullcontext()
-
-    def _columns_compared(self, model: Any) -> frozenset[str] | None:
-        """Return by which columns evaluation rows are compared with training rows, where both have
-        one of them."""
-        return columns_read(model)
 
     def _compare_with_training_rows(self, evaluation: Any) -> None:
         """Raise UnsupportedArgumentError for an evaluation set with rows of the training set, whose

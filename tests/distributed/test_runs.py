@@ -441,7 +441,7 @@ def test_rows_that_cannot_be_compared_are_refused(tmp_path):
 def test_the_order_inside_joined_parts_is_compared():
     from torch.utils.data import ConcatDataset, Subset
 
-    from hf_dp.overlap.hashes import digest_of_rows
+    from hf_dp.run.meeting import digest_of_rows
 
     rows = [{"text": str(number)} for number in range(40)]
     halves = ConcatDataset([rows[:20], rows[20:]])

@@ -7,16 +7,23 @@ import re
 from pathlib import Path
 from types import SimpleNamespace
 
+import datasets
 import pytest
 import tiny
+from dp_accounting.pld import privacy_loss_distribution as google_pld
 from pages import ROOT
+from scipy.stats import binom
+from torch.utils.data import ConcatDataset, Subset
 
 from hf_dp.cli.answers import table
+from hf_dp.overlap import TrainingRows
 from hf_dp.planning import LEAST_SIGNAL, most_signal
 from hf_dp.plans.privacy import PrivacyPlan
-from hf_dp.run import outlook
-from hf_dp.run.outlook import doubts
+from hf_dp.run import outlook, private_run
+from hf_dp.run.outlook import doubts, of_repeated_rows
 from hf_dp.statement.record import read
+
+EXACT = outlook._epsilon
 
 
 def plan(**options):
@@ -141,3 +148,93 @@ def test_planted_limit_of_before_lets_runs_at_chance_pass(monkeypatch):
     monkeypatch.setattr(outlook, "LEAST_SIGNAL", 0.1)
     made = plan(num_examples=300, expected_batch_size=32)
     assert said(made, parameters=round((most_signal(made, 1) / 0.29) ** 2)) == []
+# Equal rows
+
+
+def test_the_epsilon_of_a_record_in_ten_rows_is_that_of_dp_accountings_mixture(monkeypatch):
+    monkeypatch.setattr(outlook, "_epsilon", EXACT)
+    made = PrivacyPlan.create(
+        num_examples=1000, expected_batch_size=50, max_steps=20, noise_multiplier=1.5,
+        target_delta=1e-5, clipping_norm=0.1,
+    )  # fmt: skip
+    said = of_repeated_rows(made, 10, "`sentence`")
+    of_record, of_row = map(float, re.findall(r"(?:epsilon|row has) (\d+\.\d+)", said))
+    step = google_pld.from_mixture_gaussian_mechanism(
+        1.5,
+        list(range(11)),
+        binom.pmf(range(11), 10, 0.05).tolist(),
+        value_discretization_interval=1e-2,
+    )
+    expected = step.self_compose(20).get_epsilon_for_delta(1e-5)
+    assert 0.999 * expected <= of_record <= 1.02 * expected
+    assert of_row < of_record / 3
+    assert "10 rows" in said and "`sentence`" in said
+    assert "weight its loss" in said and "privacy_unit='user'" in said
+
+
+@pytest.mark.parametrize(
+    ("options", "most"), [({"sampling": "random_allocation"}, 3), ({}, 500), ({}, 1000)]
+)
+def test_without_a_bound_it_says_how_many_times_weaker(options, most):
+    made = PrivacyPlan.create(
+        num_examples=1000, expected_batch_size=50, max_steps=20, noise_multiplier=1.5,
+        clipping_norm=0.1, **options,
+    )  # fmt: skip
+    assert f"protected {most}-fold weaker" in of_repeated_rows(made, most, "`x`")
+
+
+def rare() -> datasets.Dataset:
+    texts = [f"row {i}" for i in range(30)]
+    return datasets.Dataset.from_dict({"text": texts, "idx": range(30), "label": [0, 1] * 15})
+
+
+COPIED = {
+    "select": lambda rows: rows.select([*range(30), *[7] * 9]),
+    "concatenate_datasets": lambda rows: datasets.concatenate_datasets(
+        [rows, *[rows.select([7])] * 9]
+    ),
+    "Subset": lambda rows: Subset(rows, [*range(30), *[7] * 9]),
+    "ConcatDataset": lambda rows: ConcatDataset([rows, *[Subset(rows, [7])] * 9]),
+    "other labels and ids": lambda rows: datasets.concatenate_datasets(
+        [
+            rows,
+            datasets.Dataset.from_dict({"text": ["row 7"] * 9, "idx": range(9), "label": [5] * 9}),
+        ]
+    ),
+    "a list": lambda rows: [*rows, *[rows[7]] * 9],
+    "indices into rows that differ at each reading": lambda rows: Subset(
+        Noisy(), [*range(30), *[7] * 9]
+    ),
+}
+
+
+class Noisy:
+    def __len__(self):
+        return 30
+
+    def __getitem__(self, index):
+        import torch
+
+        return {"pixel_values": torch.rand(3), "labels": index % 2}
+
+
+@pytest.mark.parametrize("name", COPIED)
+def test_copies_of_a_row_are_counted_by_content_or_index(name):
+    assert TrainingRows(COPIED[name](rare())).repeats()[0] == 10
+    assert TrainingRows(rare()).repeats() == (1, "`text`")
+
+
+@pytest.mark.parametrize("planted", [False, True])
+def test_training_says_it_once_on_the_console_and_nowhere_else(tmp_path, monkeypatch, planted):
+    said: list[str] = []
+    monkeypatch.setattr(private_run.logger, "warning", lambda text, *given: said.append(text))
+    if planted:
+        monkeypatch.setattr(TrainingRows, "repeats", lambda rows: (1, "nothing"))
+    rows = tiny.dataset().select([*range(25), *[7] * 4])
+    trainer = tiny.trainer(tmp_path, given={"train_dataset": rows}, max_steps=1)
+    trainer.train()
+    trainer.save_model()
+    found = [text for text in said if "Up to 5 rows of the training set are equal" in text]
+    assert len(found) == (0 if planted else 1)
+    files = [file for file in tmp_path.rglob("*") if file.suffix in (".json", ".md", ".jsonl")]
+    assert files and not any("are equal" in file.read_text() for file in files)

@@ -4,12 +4,16 @@ stale unnoticed."""
 from __future__ import annotations
 
 import dataclasses
+import inspect
+import re
 
 import pytest
 from transformers import TrainingArguments
+from transformers.integrations import integration_utils
 from transformers.training_args import OptimizerNames
 
 from hf_dp.errors import UnsupportedArgumentError
+from hf_dp.trainer import argument_table
 from hf_dp.trainer.argument_table import (
     ARGUMENT_TABLE,
     ENVIRONMENT_TABLE,
@@ -123,14 +127,15 @@ def test_accelerator_config_file_is_read(tmp_path):
         ("WANDB_WATCH", "gradients", "parameters"),
         ("WANDB_LOG_MODEL", "checkpoint", "end"),
         ("HF_MLFLOW_LOG_ARTIFACTS", "TRUE", "0"),
+        ("HF_DAGSHUB_LOG_ARTIFACTS", "1", "FALSE"),
+        ("COMET_LOG_ASSETS", "TRUE", "FALSE"),
+        ("HF_DVCLIVE_LOG_MODEL", "all", "false"),
+        ("SWANLAB_LOG_MODEL", "true", "false"),
     ],
 )
 def test_environment(variable, bad, good, monkeypatch):
-    tracker = {
-        "WANDB_WATCH": "wandb",
-        "WANDB_LOG_MODEL": "wandb",
-        "HF_MLFLOW_LOG_ARTIFACTS": "mlflow",
-    }.get(variable)
+    readers = [name for name, read in argument_table.TRACKERS.items() if variable in read]
+    tracker = readers[0] if readers else None
     report_to = ["tensorboard", tracker] if tracker else "none"
     monkeypatch.setenv(variable, bad)
     problem = environment_problems(report_to)[variable]
@@ -138,9 +143,53 @@ def test_environment(variable, bad, good, monkeypatch):
     assert f"Expected `${variable}`" in str(problem)
     assert repr(bad) in str(problem)
     if tracker:
+        monkeypatch.setattr(
+            argument_table, "get_available_reporting_integrations", lambda: [tracker]
+        )
         assert environment_problems("all").keys() == {variable}
         assert environment_problems(["tensorboard"]) == {}
     monkeypatch.setenv(variable, good)
     assert environment_problems(report_to) == {}
     monkeypatch.delenv(variable)
     assert environment_problems(report_to) == {}
+
+
+def test_clearml_uploads_unless_it_is_told_not_to(monkeypatch):
+    monkeypatch.delenv("CLEARML_LOG_MODEL", raising=False)
+    (problem,) = environment_problems(["clearml"]).values()
+    assert "Expected `$CLEARML_LOG_MODEL`" in str(problem) and "output folder" in str(problem)
+    assert environment_problems(["tensorboard"]) == {}
+    monkeypatch.setenv("CLEARML_LOG_MODEL", "FALSE")
+    assert environment_problems(["clearml"]) == {}
+
+
+@pytest.mark.parametrize(
+    ("report_to", "refused"),
+    [
+        ("none", False), ([], False), (["tensorboard", "wandb"], False), ("swanlab", False),
+        ("flyte", True), (["tensorboard", "codecarbon"], True), ("a_new_tracker", True),
+    ],
+)  # fmt: skip
+def test_only_known_trackers_are_accepted(report_to, refused):
+    problem = ARGUMENT_TABLE["report_to"].problem("report_to", report_to)
+    assert (problem is not None) is refused
+    assert not refused or "to be among tensorboard" in str(problem)
+
+
+def unread_switches() -> set[str]:
+    """Switches of uploads that transformers' callbacks of accepted trackers read and we do not."""
+    found = set()
+    for tracker, switches in argument_table.TRACKERS.items():
+        for kind in integration_utils.INTEGRATION_TO_CALLBACK[tracker].__mro__[:-1]:
+            source = inspect.getsource(kind)
+            read = set(re.findall(r"[A-Z_]+_LOG_(?:MODEL|ARTIFACTS|ASSETS)\b|WANDB_WATCH", source))
+            found |= read - set(switches)
+    return found
+
+
+def test_every_switch_of_an_accepted_tracker_is_checked(monkeypatch):
+    assert unread_switches() == set()
+    known = {name for switches in argument_table.TRACKERS.values() for name in switches}
+    assert known <= ENVIRONMENT_TABLE.keys()
+    monkeypatch.setitem(argument_table.TRACKERS, "dvclive", ())  # planted
+    assert unread_switches() == {"HF_DVCLIVE_LOG_MODEL"}

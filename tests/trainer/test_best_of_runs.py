@@ -160,7 +160,9 @@ def test_the_score_reads_no_row_of_a_training_user(tmp_path):
         return tiny.trainer(tmp_path, given=given, **of_users)
 
     one_shared = own.add_column("who", ["user3", *others[1:]])
-    with pytest.raises(UnsupportedArgumentError, match="user, but .* of the same values in 'who'"):
+    with pytest.raises(
+        UnsupportedArgumentError, match="training row, but .* of the same values in 'who'"
+    ):
         made(one_shared)
     with pytest.raises(UnsupportedArgumentError, match="does not say whose its rows are"):
         made(own)

@@ -1,1 +1,0 @@
-"""A check of whether evaluation rows are training rows."""
