@@ -38,7 +38,8 @@ _CONSTANT = (
     torch.dtype, torch.device, types.BuiltinFunctionType, types.GenericAlias, logging.Logger,
     random.SystemRandom,
 )  # fmt: skip
-_MODEL = (torch.nn.Module, Tokenizer, hf.utils.PushToHubMixin)  # tokenizers and configs, too
+# Also tokenizers, processors and configurations.
+_MODEL = (torch.nn.Module, Tokenizer, hf.utils.PushToHubMixin, hf.TrainingArguments)
 _SHARED = (*_MODEL, Table)  # large; what is assigned to their attributes is put back
 _CONTAINER = (list, tuple, dict, set, frozenset, deque)
 _HARMLESS = (*_CONSTANT, *_SHARED, *GENERATORS, Dataset, tuple, frozenset, functools.partial)
@@ -141,8 +142,9 @@ class Isolated:
                 "The data collator reaches a Trainer, which would carry state from one example to "
                 "the next. Make the collator a function, and pass it what it needs."
             )
-        if isinstance(value, (Dataset, Table)) and how.noted:
-            self.data.append(value)
+        if isinstance(value, (Dataset, Table)):
+            self.data += [value] if how.noted else []
+            how = how._replace(long=False)
         if isinstance(value, Table) and value.format["type"] == "custom":
             yield value.format["format_kwargs"]["transform"], _How()
         if isinstance(value, GENERATORS):
@@ -188,7 +190,8 @@ class Isolated:
             for name in names & space.keys():
                 value = space[name]
                 if isinstance(value, types.ModuleType):
-                    if not _is_of_library(value.__name__) and vars(value) not in spaces:
+                    known = any(vars(value) is each for each in spaces)
+                    if not known and not _is_of_library(value.__name__):
                         spaces.append(vars(value))
                 elif isinstance(value, (type, types.FunctionType)):
                     near = value.__module__ in {each.__module__ for each in code}

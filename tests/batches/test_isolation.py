@@ -442,7 +442,8 @@ def test_what_cannot_be_copied_is_refused(make):
         Isolated(collate)
 
 
-def test_rows_and_files_of_a_data_set_are_not_copied():
+@pytest.mark.parametrize("held", [lambda data: data, lambda data: functools.partial(max, data)])
+def test_rows_and_files_of_a_data_set_are_not_copied(held):
     class Filed(torch.utils.data.Dataset):
         def __init__(self, file):
             self.file, self.rows, self.count = file, [[i] for i in range(100)], []
@@ -452,10 +453,13 @@ def test_rows_and_files_of_a_data_set_are_not_copied():
             return self.file, self.rows, len(self.count)
 
     with open(__file__) as file:
-        isolated = Isolated(Filed(file), has_rows=True)
+        data = Filed(file)
+        all_rows = data.rows
+        isolated = Isolated(held(data), has_rows=held(data) is data)
         for _ in range(2):
             with isolated.fresh():
-                assert isolated.root[0] == (file, isolated.root.rows, 1)
+                opened, rows, count = data[0]
+                assert opened is file and rows is all_rows and count == 1
 
 
 RAW = tiny.dataset()
