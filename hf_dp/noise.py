@@ -163,6 +163,31 @@ def randomized_response(
     )
 
 
+GENERATORS = (
+    random.Random,
+    np.random.Generator,
+    np.random.RandomState,
+    np.random.BitGenerator,
+    torch.Generator,
+)
+
+
+def seed_in_place(generator: Any, seed: int) -> Callable[[], Any]:
+    """Seed one of ``GENERATORS`` anew, and return what puts it back where it was."""
+    if isinstance(generator, torch.Generator):
+        state = generator.get_state()
+        generator.manual_seed(seed)
+        return lambda: generator.set_state(state)
+    if isinstance(generator, random.Random):
+        before = generator.getstate()
+        generator.seed(seed)
+        return lambda: generator.setstate(before)
+    bits = getattr(generator, "bit_generator", getattr(generator, "_bit_generator", generator))
+    stream = bits.__reduce__()[2]  # with the sequence of seeds from which others are spawned
+    bits.__setstate__(type(bits)(seed).__reduce__()[2])
+    return lambda: bits.__setstate__(stream)
+
+
 def _seed_global_generators(seed: int) -> None:
     random.seed(seed)
     np.random.seed(seed % 2**32)

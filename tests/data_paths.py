@@ -284,15 +284,7 @@ class Remembering:
         return batch
 
 
-HISTORY: list[int] = []
 PUBLIC_GENERATOR = np.random.default_rng(0)
-
-
-def remembering_globally(rows: Rows) -> Any:
-    batch = hf.DataCollatorWithPadding(tokenizer())(rows)
-    batch["input_ids"] = (batch["input_ids"] + sum(HISTORY)) % VOCABULARY
-    HISTORY.append(int(batch["input_ids"].sum()))
-    return batch
 
 
 def masking_by_a_public_generator(rows: Rows) -> Any:
@@ -393,6 +385,78 @@ class Popped(torch.utils.data.Dataset):
         return self.rows[index]
 
 
+def masked(row: dict[str, Any], chances: Any) -> dict[str, Any]:
+    ids = [MASK if chance < 0.4 else token for chance, token in zip(chances, row["input_ids"])]
+    return {**row, "input_ids": ids}
+
+
+class Masking:
+    """A transform of one row, as of torchvision's kind, with a generator of its own."""
+
+    def __init__(self) -> None:
+        self.random = np.random.RandomState(0)
+
+    def __call__(self, row: dict[str, Any]) -> dict[str, Any]:
+        return masked(row, self.random.rand(20))
+
+
+class MaskedRows(Popped):
+    """Rows masked by place in a stream that goes on from one reading to the next."""
+
+    def __init__(self, rows: Rows):
+        super().__init__(without_number(rows))
+        self.random, self.seed = torch.Generator().manual_seed(0), 0
+        self.made_when_needed: Any = None
+        self.steps = [Masking()]
+
+    def chances(self) -> Any:
+        return torch.rand(20, generator=self.random)
+
+    def __getitem__(self, index: int) -> Any:
+        return masked(self.rows[index], self.chances())
+
+
+class MaskedByASeed(MaskedRows):
+    def chances(self) -> Any:
+        if self.made_when_needed is None:
+            self.made_when_needed = np.random.default_rng(self.seed)
+        return self.made_when_needed.random(20)
+
+
+class MaskedBySteps(MaskedRows):
+    def __getitem__(self, index: int) -> Any:
+        row = self.rows[index]
+        for step in self.steps:
+            row = step(row)
+        return row
+
+
+class MaskedByAGlobal(MaskedRows):
+    def chances(self) -> Any:
+        return _chances()
+
+
+class MaskedByItsClass(MaskedRows):
+    shared = np.random.default_rng(0)
+
+    def chances(self) -> Any:
+        return self.shared.spawn(1)[0].random(20)
+
+
+class MaskedByCount(MaskedRows):
+    """Masks by how often rows were read."""
+
+    count = 0
+
+    def chances(self) -> Any:
+        self.count += 1
+        return [(self.count + place) % 3 / 3 for place in range(20)]
+
+
+def _chances() -> Any:
+    return PUBLIC_GENERATOR.random(20)
+
+
 def popping(rows: Rows) -> Any:
     labels = torch.tensor([row.pop("labels") for row in rows])
     batch = tokenizer().pad(
@@ -441,11 +505,19 @@ PATHS: dict[str, DataPath] = {
     ),
     # collators that keep state
     "a collator that remembers": _classifier(collator=Remembering),
-    "a collator that remembers in a global": _classifier(collator=lambda: remembering_globally),
     "a collator that remembers in a closure": _classifier(collator=remembering_in_a_closure),
     "a collator with a public generator": _classifier(collator=lambda: masking_by_a_public_generator),
     "a collator that seeds the generators": _classifier(collator=lambda: reseeding),
     "a transform with a public generator": _classifier(dataset=augmented_by_a_transform),
+    "a data set with a public generator": _classifier(dataset=MaskedRows),
+    "a data set that makes a generator of its seed": _classifier(dataset=MaskedByASeed),
+    "a data set with a step that has a generator": _classifier(dataset=MaskedBySteps),
+    "a data set with a generator in a global": _classifier(dataset=MaskedByAGlobal),
+    "a data set with a generator in its class": _classifier(dataset=MaskedByItsClass),
+    "a data set that counts": _classifier(dataset=MaskedByCount),
+    "a part of a data set with a generator": _classifier(
+        dataset=lambda rows: torch.utils.data.Subset(MaskedRows(rows), range(len(rows)))
+    ),
     "a collator that pops labels of shared rows": _classifier(collator=lambda: popping, dataset=Popped),
     # stock collators
     "padding": _classifier(),

@@ -162,7 +162,7 @@ def collate_together(patch):
                 with self.examples.randomness.streams():
                     self.examples.randomness.reseed()
                     rows = [self.examples.dataset[index] for index in indices]
-                    yield [dict(self.examples.collator._original(rows))] if rows else []
+                    yield [dict(self.examples.collator(rows))] if rows else []
 
     def loader(self, sampler, one_shape, watched=None):
         return Together(self.examples, sampler if watched is None else watched(sampler))

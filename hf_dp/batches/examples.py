@@ -42,9 +42,8 @@ class Examples(Dataset[Example]):
 
     def __init__(self, dataset: Any, collator: Collator, randomness: SecretRandomness):
         self.randomness = randomness
-        with randomness.streams():
-            self.collator = Isolated(collator)
-            self.dataset = _with_isolated_transform(dataset)
+        self.collator, self.dataset = collator, dataset
+        self.reads, self.collates = Isolated(dataset, has_rows=True), Isolated(collator)
         self._rows_are_fresh = isinstance(dataset, datasets.Dataset) and dataset.format["type"] != (
             "custom"
         )
@@ -52,12 +51,22 @@ class Examples(Dataset[Example]):
     def __len__(self) -> int:
         return len(self.dataset)
 
+    @property
+    def reached(self) -> list[Any]:
+        """The data sets that collator and transform reach."""
+        return [*self.collates.data, *self.reads.data]
+
     def __getitem__(self, index: int) -> Example:
         return self.__getitems__([index])[0]
 
     def __getitems__(self, indices: Sequence[int]) -> list[Example]:
         with self._private():
             return [self._example(index) for index in indices]
+
+    def row(self, index: int) -> Any:
+        """Return a row of the data set, as the collator gets it."""
+        with self._private():
+            return self._row(index)
 
     def collate(self, row: Any) -> Example:
         """Return what the collator makes of a row that does not come from the data set."""
@@ -80,9 +89,7 @@ class Examples(Dataset[Example]):
 
     def refuse_labels_in_words(self, index: int) -> None:
         """Raise DataError if the label of a row is text, which some collators drop."""
-        with self._private():
-            row = self._row(index)
-        if words := _labels_in_words(row):
+        if words := _labels_in_words(self.row(index)):
             raise DataError(self._words_as_label(f"Row {index} of the training set", *words))
 
     def _example(self, index: int) -> Example:
@@ -93,7 +100,8 @@ class Examples(Dataset[Example]):
         # seeds the global generators would determine what its neighbors get.
         self.randomness.reseed(index)
         try:
-            row = self.dataset[index]
+            with self.reads.fresh():
+                row = self.dataset[index]
         except KeyError as problem:
             raise DataError(
                 f"Row {index} of the training set cannot be read: {problem} is missing. If a "
@@ -116,7 +124,8 @@ class Examples(Dataset[Example]):
 
     def _collated(self, row: Any, which: str) -> Example:
         try:
-            example = own(self.collator([row]))
+            with self.collates.fresh():
+                example = own(self.collator([row]))
         except Exception as problem:
             if words := _labels_in_words(row):
                 raise DataError(self._words_as_label(which, *words)) from problem
@@ -187,17 +196,6 @@ def _is_one_example(leaf: Any) -> bool:
     if isinstance(leaf, Tensor):
         return leaf.dim() > 0 and leaf.shape[0] == 1
     return not isinstance(leaf, list) or len(leaf) == 1
-
-
-def _with_isolated_transform(dataset: Any) -> Any:
-    """Return the data set with its ``set_transform`` in a fresh state for each row."""
-    if not isinstance(dataset, datasets.Dataset) or dataset.format["type"] != "custom":
-        return dataset
-    return dataset.with_transform(
-        Isolated(dataset.format["format_kwargs"]["transform"]),
-        columns=dataset.format["columns"],
-        output_all_columns=dataset.format["output_all_columns"],
-    )
 
 
 def _copied(row: Any, index: int) -> Any:

@@ -112,8 +112,11 @@ def check_collator(collator: Any) -> None:
         )
 
 
-def refuse_rows_in_collator(reached: Collection[Any], training: TrainingRows) -> None:
-    """Raise DataError when a collator holds training rows, which could enter other examples."""
+def refuse_rows_in_code(reached: Collection[Any], training: TrainingRows) -> None:
+    """Raise DataError when a collator or transform reaches training rows.
+
+    They could enter other examples.
+    """
     sets = [
         part
         for each in reached
@@ -125,8 +128,9 @@ def refuse_rows_in_collator(reached: Collection[Any], training: TrainingRows) ->
         if isinstance(each, (datasets.Dataset, Dataset))
     ):
         raise DataError(
-            "The data collator holds rows of the training set, so it could put them into other "
-            "examples. Build what it needs beforehand from public data, or put it into each row."
+            "The data collator, or a transform of the training set, holds rows of the training "
+            "set, so it could put them into other examples. Build what it needs beforehand from "
+            "public data, or put it into each row."
         )
 
 

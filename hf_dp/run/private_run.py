@@ -58,7 +58,7 @@ from hf_dp.run.checks import (
     check_collator,
     check_launch,
     refuse_adapters_from_data,
-    refuse_rows_in_collator,
+    refuse_rows_in_code,
     refuse_selections_from_data,
 )
 from hf_dp.run.clock import Clock
@@ -467,7 +467,7 @@ class PrivateRun:
         data = TrainingData(
             dataset, collator, padding, limits, self.randomness, self.options.batches, units
         )
-        refuse_rows_in_collator(data.examples.collator.data, self.training_rows())
+        refuse_rows_in_code(data.examples.reached, self.training_rows())
         data.check(self.model, self.losses, needs_labels=not self.has_own_loss)
         data.warn_of_no_targets()
         if not self.options.rows_are_chunks and limits.ignorable and users is None:

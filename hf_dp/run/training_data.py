@@ -191,10 +191,8 @@ class TrainingData:
             for example in synthetic_examples(model, *self._lengths())
         ]
         try:
+            templates = [self.examples.row(index) for index in (0, self.looked_over.longest)]
             with self.examples.randomness.streams():
-                templates = [
-                    self.examples.dataset[index] for index in (0, self.looked_over.longest)
-                ]
                 rows = made_up_rows(templates, made)
             return [self._collated(row) for row in rows]
         except DataError as problem:

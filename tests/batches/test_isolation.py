@@ -1,19 +1,30 @@
-"""No call of an isolated function finds what an earlier one left, wherever it was left."""
+"""Each row finds a collator as if it had never been called, and what cannot be so is said."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
+import os
 import random
+import subprocess
 import sys
 import types
+import venv
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import numpy as np
 import pytest
 import tiny
 import torch
-from transformers import DataCollatorForLanguageModeling, DataCollatorWithPadding
+from torch.utils.data import Subset
+from transformers import (
+    DataCollatorForLanguageModeling,
+    DataCollatorForSeq2Seq,
+    DataCollatorWithPadding,
+    default_data_collator,
+)
 
 from hf_dp.batches import isolation
 from hf_dp.batches.isolation import Isolated
@@ -24,6 +35,7 @@ SEEN: list[int] = []
 TABLE = {"calls": 0}
 COUNTER = itertools.count()
 NUMPY, TORCH, PYTHON = np.random.default_rng(0), torch.Generator().manual_seed(0), random.Random(0)
+BITS = np.random.PCG64(0)
 
 
 def in_a_global(rows):
@@ -84,11 +96,6 @@ def on_the_function(rows):
 on_the_function.calls = []  # type: ignore[attr-defined]
 
 
-def on_the_function_anew(rows):
-    on_the_function_anew.calls = getattr(on_the_function_anew, "calls", 0) + 1
-    return on_the_function_anew.calls
-
-
 def in_a_closure():
     calls = 0
 
@@ -110,32 +117,6 @@ class OnTheInstance:
 
     def method(self, rows):
         return self(rows)
-
-
-class OnTheClass:
-    kept: list[int] = []
-    calls = 0
-
-    def __call__(self, rows):
-        self.kept.append(1)
-        type(self).calls += 1
-        return len(self.kept), type(self).calls
-
-
-class OnTheClassAnew:
-    def __call__(self, rows):
-        cls = type(self)
-        cls.calls = getattr(cls, "calls", 0) + 1
-        return cls.calls
-
-
-class Registry:
-    kept: list[int] = []
-
-
-def in_a_registry(rows):
-    Registry.kept.append(1)
-    return len(Registry.kept)
 
 
 ELSEWHERE = types.ModuleType("elsewhere")
@@ -165,42 +146,6 @@ def in_a_module_imported_in_the_call(rows):
     return len(elsewhere_inside.kept)
 
 
-class AsAModule(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.kept: list[int] = []
-
-    def forward(self, rows):
-        self.kept.append(1)
-        return len(self.kept)
-
-
-@functools.lru_cache
-def kept() -> list[int]:
-    return []
-
-
-def in_a_cached_function(rows):
-    kept().append(1)
-    return len(kept())
-
-
-class InACachedMethod:
-    @functools.lru_cache  # noqa: B019
-    def kept(self) -> list[int]:
-        return []
-
-    def __call__(self, rows):
-        self.kept().append(1)
-        return len(self.kept())
-
-    def __hash__(self):
-        return 0
-
-    def __eq__(self, other):
-        return True
-
-
 SHARED_TOKENIZER = tiny.tokenizer()
 
 
@@ -209,29 +154,19 @@ def on_a_tokenizer(rows):
     return SHARED_TOKENIZER.calls
 
 
-class StaticMethod:
-    calls = 0
-
-    @staticmethod
-    def collate(rows):
-        StaticMethod.calls += 1
-        return StaticMethod.calls
-
-
-class ClassMethod:
-    calls = 0
-
-    @classmethod
-    def collate(cls, rows):
-        cls.calls += 1
-        return cls.calls
-
-
 class OwnData(torch.utils.data.Dataset):
     def __init__(self):
         self.kept: list[int] = []
 
     def collate(self, rows):
+        self.kept.append(1)
+        return len(self.kept)
+
+
+class OnTheClass:
+    kept: list[int] = []
+
+    def __call__(self, rows):
         self.kept.append(1)
         return len(self.kept)
 
@@ -261,50 +196,105 @@ class Nested:
         return len(self.inner["deep"][0]), self.inner["deep"][1](rows)
 
 
+def by_a_helper(rows):
+    return in_a_global(rows)
+
+
 STATEFUL = {
-    "global": lambda: in_a_global,
-    "global dictionary": lambda: in_a_global_dictionary,
-    "iterator": lambda: by_an_iterator,
-    "cached function": lambda: in_a_cached_function,
-    "cached method": InACachedMethod,
     "attribute of a tokenizer": lambda: on_a_tokenizer,
-    "static method": lambda: StaticMethod.collate,
-    "class method": lambda: ClassMethod.collate,
     "data set of one's own": lambda: OwnData().collate,
-    "class used by name": lambda: in_a_registry,
-    "another module": lambda: in_another_module,
-    "module of a package": lambda: in_a_module_of_a_package,
-    "module imported in the call": lambda: in_a_module_imported_in_the_call,
-    "module of torch": AsAModule,
-    "module of torch inside": lambda: torch.nn.Sequential(torch.nn.Identity(), AsAModule()),
-    "number": lambda: in_a_number,
-    "new global": lambda: in_a_new_global,
-    "new attribute of a class": OnTheClassAnew,
-    "new attribute of a function": lambda: on_the_function_anew,
-    "nested function": lambda: in_a_nested_function,
     "default": lambda: in_a_default,
     "keyword default": lambda: in_a_keyword_default,
     "attribute of a function": lambda: on_the_function,
     "closure": in_a_closure,
     "instance": OnTheInstance,
-    "class": OnTheClass,
     "slots": InSlots,
-    "global of a method": InAMethodsGlobal,
     "nested": Nested,
     "bound method": lambda: OnTheInstance().method,
     "partial": lambda: functools.partial(lambda kept, rows: kept.append(1) or len(kept), []),
+    "partial of an object": lambda: functools.partial(OnTheInstance()),
     "wrapped": lambda: functools.wraps(in_a_global)(in_a_closure()),
+    "default of a helper": lambda: lambda rows: in_a_default(rows),
+    "iterator": lambda: functools.partial(lambda numbers, rows: next(numbers), itertools.count()),
 }
+SHARED = {
+    "SEEN": in_a_global,
+    "TABLE": in_a_global_dictionary,
+    "COUNTER": by_an_iterator,
+    "NUMBER": in_a_number,
+    "UNKNOWN": in_a_new_global,
+    "kept": OnTheClass(),
+    "SEEN, by a method": InAMethodsGlobal(),
+    "SEEN, by a helper": by_a_helper,
+    "SEEN, by a nested function": in_a_nested_function,
+    "kept, of a module": in_another_module,
+    "kept, of a module in a package": in_a_module_of_a_package,
+    "kept, of a module imported in the call": in_a_module_imported_in_the_call,
+}
+
+
+def called(isolated, rows):
+    with isolated.fresh():
+        return isolated.root(rows)
 
 
 def finds_what_was_left(make) -> bool:
     isolated = Isolated(make())
-    return len({repr(isolated([1])) for _ in range(3)}) > 1
+    return len({repr(called(isolated, [1])) for _ in range(3)}) > 1
+
+
+@pytest.fixture
+def said(monkeypatch):
+    found: list[str] = []
+    monkeypatch.setattr(isolation.logger, "warning", found.append)
+    return found
 
 
 @pytest.mark.parametrize("name", STATEFUL)
-def test_every_call_is_the_first(name):
+def test_every_call_is_the_first(name, said):
     assert not finds_what_was_left(STATEFUL[name])
+
+
+@pytest.mark.parametrize("name", STATEFUL)
+def test_the_function_itself_would_find_it(name):
+    function = STATEFUL[name]()
+    assert len({repr(function([1])) for _ in range(3)}) > 1
+
+
+@pytest.mark.parametrize("name", SHARED)
+def test_a_global_that_all_rows_share_is_named(name, said):
+    Isolated(SHARED[name])
+    assert len(said) == 1 and f"all rows share: {name.partition(',')[0]}. If" in said[0]
+
+
+LABELS, NAMES, WORDS = ("a", "b"), frozenset("ab"), tiny.tokenizer()
+
+
+def reading_constants(rows):
+    return LABELS, NAMES, WORDS, NUMPY.random(), torch.long, np.add(1, 2), tiny.WORDS, os.environ
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: DataCollatorWithPadding(WORDS),
+        lambda: DataCollatorForLanguageModeling(WORDS, mlm=False, seed=1),
+        lambda: DataCollatorForSeq2Seq(WORDS, model=tiny.model()),
+        lambda: default_data_collator,
+        lambda: torch.utils.data.default_collate,
+    ],
+)
+def test_stock_collators_are_silent_and_little_is_looked_at(make, said, monkeypatch):
+    looked_at = []
+    original = Isolated._parts
+    monkeypatch.setattr(Isolated, "_parts", lambda *args: looked_at.append(1) or original(*args))
+    Isolated(make())
+    assert not said and len(looked_at) < 30
+
+
+def test_constants_generators_and_libraries_are_not_warned_of(said):
+    Isolated(reading_constants)
+    assert len(said) == 1 and "all rows share: WORDS. If" in said[0]  # that of tiny, a list
 
 
 def test_a_module_in_a_closure_or_attribute():
@@ -317,25 +307,7 @@ def test_a_module_in_a_closure_or_attribute():
         def __call__(self, rows):
             return self.held.sqrt(4) + held.sqrt(4)
 
-    assert Isolated(Holding())([1]) == 4
-
-
-def test_a_growing_vocabulary_is_refused():
-    words = tiny.tokenizer()
-
-    def collate(rows):
-        words.add_tokens([f"word {len(words)}"])
-
-    with pytest.raises(DataError, match="adds tokens to the tokenizer"):
-        Isolated(collate)([1])
-
-
-def test_a_slow_copy_is_said(monkeypatch):
-    said = []
-    monkeypatch.setattr(isolation.logger, "warning", lambda *args: said.append(args[0]))
-    monkeypatch.setattr(isolation, "_SLOW", 0.0)
-    Isolated(OnTheInstance())
-    assert "each example gets a copy" in said[0]
+    assert called(Isolated(Holding()), [1]) == 4
 
 
 def test_a_method_of_a_trainer_is_refused(tmp_path):
@@ -347,61 +319,71 @@ def test_a_method_of_a_trainer_is_refused(tmp_path):
         Isolated(tiny.trainer(tmp_path, cls=Collating).collate)
 
 
-@pytest.mark.parametrize("name", STATEFUL)
-def test_the_function_itself_would_find_it(name):
-    function = STATEFUL[name]()
-    assert len({repr(function([1])) for _ in range(3)}) > 1
+def test_the_original_is_left_as_it_was_also_after_an_error():
+    class Failing(OnTheInstance):
+        def __call__(self, rows):
+            NUMPY.random()
+            super().__call__(rows)
+            raise ValueError("no")
 
-
-def test_the_original_is_left_as_it_was():
-    before = len(SEEN), dict(TABLE), OnTheClass.calls
-    for function in (in_a_global, in_a_global_dictionary, OnTheClass()):
-        Isolated(function)([1])
-    assert (len(SEEN), TABLE, OnTheClass.calls) == before
-
-
-def test_it_is_left_so_after_an_error_too():
-    def fails(rows):
-        SEEN.append(1)
-        raise ValueError("no")
-
-    before = len(SEEN)
+    failing, state = Failing(), NUMPY.bit_generator.state
     with pytest.raises(ValueError, match="no"):
-        Isolated(fails)([1])
-    assert len(SEEN) == before
+        called(Isolated(failing), [1])
+    assert failing.kept == [] and NUMPY.bit_generator.state == state
 
 
 def by_global_generators(rows):
-    return float(NUMPY.random()), float(torch.rand(1, generator=TORCH)), PYTHON.random()
+    return _helped(), float(torch.rand(1, generator=TORCH)), PYTHON.random()
+
+
+def _helped():
+    return float(NUMPY.random()), float(NUMPY.spawn(1)[0].random()), float(BITS.random_raw())
 
 
 class OwnGenerators:
     def __init__(self):
-        self.numpy, self.old = np.random.default_rng(0), np.random.RandomState(0)
+        self.numpy, self.old = np.random.default_rng(0), {"one": [np.random.RandomState(0)]}
         self.torch = torch.Generator().manual_seed(0)
 
     def __call__(self, rows):
         return (
             float(self.numpy.random()),
-            float(self.old.random()),
+            float(self.old["one"][0].random()),
             float(torch.rand(1, generator=self.torch)),
         )
 
 
-@pytest.mark.parametrize("make", [lambda: by_global_generators, OwnGenerators])
-def test_generators_are_seeded_from_the_private_stream(make):
-    """Each call depends on the secret stream alone.
+class OfTheClass(OwnGenerators):
+    numpy, old = np.random.default_rng(0), {"one": [np.random.RandomState(0)]}
+    torch = torch.Generator().manual_seed(0)
 
-    Equal states of the stream give equal results, which are not those of the public seed.
-    """
+    def __init__(self):
+        pass
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: by_global_generators,
+        OwnGenerators,
+        OfTheClass,
+        lambda: functools.partial(lambda one, rows: (one.random(),), random.Random(0)),
+        lambda: lambda rows, one=OwnGenerators(): one(rows),  # noqa: B008
+        lambda: lambda rows: HELD(rows),
+    ],
+)
+def test_generators_are_seeded_from_the_private_stream(make, said):
+    """Each call depends on the secret stream alone: equal states of it give equal results."""
     isolated = Isolated(make())
     found = []
     for seed in (1, 1, 2):
         random.seed(seed)
-        found.append(isolated([1]))
+        found.append(called(isolated, [1]))
     assert found[0] == found[1] != found[2]
-    public = make()([1])
-    assert all(one != other for one, other in zip(found[0], public, strict=True))
+    assert all(one != other for one, other in zip(found[0], make()([1]), strict=True))
+
+
+HELD = OwnGenerators()
 
 
 def test_a_seed_is_replaced():
@@ -410,7 +392,7 @@ def test_a_seed_is_replaced():
             return self.seed
 
     isolated = Isolated(Telling(tiny.tokenizer(), mlm=False, seed=42))
-    assert len({*(isolated([{}]) for _ in range(3)), 42}) == 4
+    assert len({*(called(isolated, [{}]) for _ in range(3)), 42}) == 4
 
 
 def test_tokenizers_models_and_data_are_shared():
@@ -424,27 +406,29 @@ def test_tokenizers_models_and_data_are_shared():
             return self.words is words and self.model is model and self.data is data
 
     isolated = Isolated(Collator())
-    assert isolated([1]) and isolated.data == (data,)
+    assert called(isolated, [1]) and all(each is data for each in isolated.data) and isolated.data
 
 
-def test_a_tokenizer_of_ones_own_is_copied():
-    class Counting(type(tiny.tokenizer())):  # type: ignore[misc]
-        calls: list[int] = []
+def test_what_is_loaded_when_first_needed_stays():
+    loaded = []
 
-        def pad(self, *args, **kwargs):
-            self.calls.append(1)
-            assert len(self.calls) == 1
-            return super().pad(*args, **kwargs)
+    class Late(torch.utils.data.Dataset):
+        words = None
 
-    words = Counting(
-        tokenizer_object=tiny.tokenizer()._tokenizer, pad_token="[PAD]", unk_token="[UNK]"
-    )
-    isolated = Isolated(DataCollatorWithPadding(words))
-    for _ in range(2):
-        assert isolated([{"input_ids": [1, 2], "attention_mask": [1, 1]}])["input_ids"].shape == (
-            1,
-            2,
-        )
+        def __init__(self):
+            self.mine = None
+
+        def __getitem__(self, index):
+            if self.mine is None:
+                loaded.append(1)
+                self.mine = tiny.tokenizer()
+            return self.mine("good")["input_ids"]
+
+    isolated = Isolated(Late(), has_rows=True)
+    for _ in range(3):
+        with isolated.fresh():
+            assert isolated.root[0]
+    assert isolated.root.mine is not None
 
 
 @pytest.mark.parametrize("make", [lambda: (number for number in range(3)), lambda: open(__file__)])
@@ -454,24 +438,161 @@ def test_what_cannot_be_copied_is_refused(make):
     def collate(rows):
         return next(held)
 
-    with pytest.raises(
-        DataError, match="collate to be copyable, since each example gets a fresh copy"
-    ):
+    with pytest.raises(DataError, match="collate to be copyable, since each example gets a fresh"):
         Isolated(collate)
 
 
-def plant_no_slots(patch):
-    patch.setattr(
-        isolation._Reach, "_slot", lambda self, slot, assigned=False: self.visit(slot.get())
+@pytest.mark.parametrize("held", [lambda data: data, lambda data: functools.partial(max, data)])
+def test_rows_and_files_of_a_data_set_are_not_copied(held):
+    class Filed(torch.utils.data.Dataset):
+        def __init__(self, file):
+            self.file, self.rows, self.count = file, [[i] for i in range(100)], []
+
+        def __getitem__(self, index):
+            self.count.append(1)
+            return self.file, self.rows, len(self.count)
+
+    with open(__file__) as file:
+        data = Filed(file)
+        all_rows = data.rows
+        isolated = Isolated(held(data), has_rows=held(data) is data)
+        for _ in range(2):
+            with isolated.fresh():
+                opened, rows, count = data[0]
+                assert opened is file and rows is all_rows and count == 1
+
+
+RAW = tiny.dataset()
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: RAW.with_transform(lambda batch: RAW[:1] and batch),
+        lambda: RAW.with_transform(functools.partial(lambda data, batch: batch, RAW.select([1]))),
+        lambda: Subset(RAW.with_transform(lambda batch, data=RAW: batch), [0, 1]),
+    ],
+)
+def test_a_transform_that_reads_other_training_rows_is_refused(make, tmp_path):
+    with pytest.raises(DataError, match="or a transform of the training set, holds rows of the"):
+        tiny.trainer(
+            tmp_path, given={"train_dataset": make()}, expected_batch_size=2, eval_strategy="no"
+        ).train()
+
+
+def test_what_a_data_set_reads_itself_is_not():
+    class Wrapped(torch.utils.data.Dataset):
+        def __init__(self):
+            self.raw, self.get = RAW, lambda index: self.raw[index]
+
+        def __getitem__(self, index):
+            return self.get(index)
+
+    assert Isolated(Wrapped(), has_rows=True).data == []
+
+
+TRAIN = """
+import sys; sys.path[:0] = {paths}
+import tiny, torch, numpy as np
+from pathlib import Path
+rng = np.random.default_rng(0)
+pad = tiny.DataCollatorWithPadding(tiny.tokenizer())
+def collate(rows):
+    rng.random()
+    return pad(rows)
+before = rng.bit_generator.state
+trainer = tiny.trainer(Path({folder!r}), max_steps=1, given={{"data_collator": collate}})
+trainer.train()
+assert rng.bit_generator.state == before
+print("trained", sys.prefix)
+"""
+
+
+def train_in(python, folder, **environment):
+    site = next(Path(each) for each in sys.path if (Path(each) / "torch").is_dir())
+    tests = Path(__file__).parent.parent
+    home = next(folder.glob("**/site-packages"))
+    (home / "elsewhere.pth").write_text(f"{site}\n")
+    code = TRAIN.format(paths=[str(tests), str(tests.parent)], folder=str(folder / "out"))
+    done = subprocess.run(
+        [python, "-c", code], env={**os.environ, **environment}, capture_output=True, text=True
     )
+    assert "trained" in done.stdout, done.stderr[-2000:]
+
+
+@pytest.mark.slow
+def test_it_trains_in_a_virtual_environment_that_sees_the_system(tmp_path):
+    venv.create(tmp_path / "env", system_site_packages=True, symlinks=True)
+    train_in(tmp_path / "env" / "bin" / "python", tmp_path)
+
+
+@pytest.mark.slow
+def test_it_trains_with_packages_installed_for_a_user(tmp_path):
+    version = f"python{sys.version_info.major}.{sys.version_info.minor}"
+    (tmp_path / "lib" / version / "site-packages").mkdir(parents=True)
+    python = Path(sys.base_prefix) / "bin" / version
+    train_in(python, tmp_path, PYTHONUSERBASE=str(tmp_path), PYTHONNOUSERSITE="")
+
+
+PACKAGE = {
+    "__init__": "",
+    "state": "import numpy as np\nrng, SEEN = np.random.default_rng(0), []\n",
+    "steps": "from theirs.state import rng\ndef step(rows): return rng.random()\n",
+    "collate": "from theirs import state\nfrom theirs.steps import step\n"
+    "def collate(rows):\n    return step(rows), state.rng.random()\n"
+    "def counting(rows):\n    state.SEEN.append(1)\n    return len(state.SEEN)\n",
+}
+
+
+def test_where_packages_lie_does_not_matter(tmp_path, monkeypatch, said):
+    """A package installed editable, and site-packages that sysconfig does not know."""
+    (tmp_path / "theirs").mkdir()
+    for name, text in PACKAGE.items():
+        (tmp_path / "theirs" / f"{name}.py").write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr("sysconfig.get_path", lambda *args, **kwargs: str(tmp_path / "nowhere"))
+    import theirs.collate
+
+    with monkeypatch.context() as patch:
+        patch.setattr("importlib.import_module", None)
+        isolated = Isolated(theirs.collate.collate)
+    random.seed(1)
+    found = [called(isolated, [1])]
+    for seed in (1, 2):
+        random.seed(seed)
+        found.append(called(isolated, [1]))
+    assert found[0] == found[1] != found[2] and not said
+    Isolated(theirs.collate.counting)
+    assert "all rows share: SEEN. If" in said[0]
+    tiny.trainer(tmp_path / "out", max_steps=1).train()
+
+
+# -- each guard broken on purpose ---
+
+
+def plant_no_slots(patch):
+    patch.setattr(isolation, "_places", lambda value: [])
 
 
 def plant_no_copies(patch):
-    patch.setattr(Isolated, "__call__", lambda self, *args: self._state[0](*args))
+    patch.setattr(Isolated, "fresh", lambda self: contextlib.nullcontext())
 
 
-@pytest.mark.parametrize(("plant", "name"), [(plant_no_slots, "global"), (plant_no_slots, "closure"),
-                                             (plant_no_copies, "instance"), (plant_no_copies, "nested")])  # fmt: skip
+def plant_no_code(patch):
+    patch.setattr(Isolated, "_named", lambda *args: ())
+
+
+@pytest.mark.parametrize(
+    ("plant", "name"),
+    [(plant_no_slots, "closure"), (plant_no_copies, "instance"), (plant_no_copies, "nested"),
+     (plant_no_code, "default of a helper")],
+)  # fmt: skip
 def test_planted(plant, name, monkeypatch):
     plant(monkeypatch)
     assert finds_what_was_left(STATEFUL[name])
+
+
+def test_planted_code_not_looked_at(monkeypatch, said):
+    plant_no_code(monkeypatch)
+    Isolated(in_a_global)
+    assert not said
