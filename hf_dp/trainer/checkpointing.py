@@ -19,6 +19,7 @@ from hf_dp.run.choice import checkpoint_of
 from hf_dp.run.disk import named_disk_errors
 from hf_dp.run.lost import lost_in_words, outlook
 from hf_dp.run.manifest import manifest_digest
+from hf_dp.run.private_run import PrivateRun
 from hf_dp.run.start_over import move_earlier_run, refuse_half_moved
 from hf_dp.trainer.logs import ReleasedLogs
 from hf_dp.trainer.resumed import (

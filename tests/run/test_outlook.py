@@ -148,6 +148,8 @@ def test_planted_limit_of_before_lets_runs_at_chance_pass(monkeypatch):
     monkeypatch.setattr(outlook, "LEAST_SIGNAL", 0.1)
     made = plan(num_examples=300, expected_batch_size=32)
     assert said(made, parameters=round((most_signal(made, 1) / 0.29) ** 2)) == []
+
+
 # Equal rows
 
 
