@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 from models import example_norms
 
-from hf_dp.clipping import gram_norms, norms
-from hf_dp.clipping.gradients import Lookups, OuterProducts, PerExampleGradient, Weights
+from hf_dp.clipping import ClippingEngine, gradients, gram_norms, norms
+from hf_dp.clipping.gradients import Dense, Lookups, OuterProducts, PerExampleGradient, Weights
 from hf_dp.clipping.gram_norms import outer_norms
 from hf_dp.clipping.grams import LastOf, gram_blocks
 from hf_dp.clipping.inner_products import inner_product
+from hf_dp.plans.rounding import slack_cap
 
 
 def exact_norm(parameter: torch.Tensor, uses: list[PerExampleGradient]) -> torch.Tensor:
@@ -172,3 +175,58 @@ def test_remembered_products_with_weights_are_those_of_the_same_numbers():
         weights.scaled(factor.roll(1, 0), torch.float32)[1],
         4 * weights.scaled(factor, torch.float32)[0],
     )
+
+
+# -- what a product over a physical batch rounds ---
+
+
+def rounded_by_product(gradient, exact: torch.Tensor) -> float:
+    """Return how far a sum over examples is from the exact one, in units of their slack."""
+    total = torch.zeros(exact.shape, dtype=torch.float64)
+    gradient.add_weighted_sum(total, Weights(torch.ones(len(gradient.slack()))))
+    return float((total - exact).norm() / gradient.slack().sum())
+
+
+@functools.cache
+def worst_rounding() -> float:
+    """Return the most of :func:`rounded_by_product` over terms of one size, whose rounding adds up,
+    in products of several shapes, and terms that then cancel."""
+    found = [0.0]
+    for height, width in ((1, 1), (1, 64), (8, 16), (16, 16), (48, 64)):
+        for examples, positions in ((16, 64), (4, 512), (16, 1024)):
+            for value, signs in ((0.1, 1), (1 / 3, 1), (0.7, 1), (0.1, -1)):
+                left = torch.ones(examples, positions, height)
+                right = torch.full((examples, positions, width), value)
+                right[:, positions // 2 :] *= signs
+                exact = torch.einsum("btm,btn->mn", left.double(), right.double())
+                found.append(rounded_by_product(OuterProducts(left, right), exact))
+    for examples in (16, 256):
+        rows = torch.full((examples, 300), 0.1)
+        found.append(rounded_by_product(Dense(rows), rows.double().sum(0)))
+    return max(found)
+
+
+def test_a_product_over_a_batch_rounds_by_no_more_than_the_slack_of_its_examples():
+    assert worst_rounding() <= 1
+
+
+def test_planted_slack_of_a_sixteenth_is_seen():
+    assert worst_rounding() * 16 > 1
+
+
+def test_planted_sums_of_any_length_are_seen(monkeypatch):
+    """Planted: thin products term by term in float32."""
+    monkeypatch.setattr(gradients, "_THIN", 0)
+    monkeypatch.setattr(gradients, "_TERMS", 2**30)
+    assert worst_rounding.__wrapped__() > 1
+
+
+def test_a_row_whose_positions_cancel_enters_with_little_weight():
+    """What is left of it is rounding, which its neighbors help to decide."""
+    torch.manual_seed(0)
+    x, g = torch.randn(2, 1, 64, 32)
+    x, g = torch.cat([x, x], 1), torch.cat([g, -g], 1)
+    model = torch.nn.Linear(32, 32, bias=False)
+    with ClippingEngine(model, 1e-3) as engine:
+        engine.backward((model(x) * g).sum((1, 2)))
+        assert float(engine.collect()["weight"].norm()) < 1e-3 * slack_cap(0)
