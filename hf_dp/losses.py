@@ -506,12 +506,6 @@ def classification_loss(model: nn.Module, logits: Tensor, labels: Tensor) -> Ten
             f"Expected labels for {kind} of the shape of the logits, {tuple(logits.shape)}, got "
             f"{tuple(labels.shape)}. Check config.num_labels and config.problem_type."
         )
-    if kind == "multi_label_classification" and not labels.is_floating_point():
-        raise DataError(
-            f"Expected labels for {kind} as floats, 0.0 or 1.0 for each class, got {labels.dtype}, "
-            "which the model's own loss does not take. Cast the column: dataset.cast_column("
-            "'labels', datasets.List(datasets.Value('float32')))."
-        )
     labels = labels.to(logits.dtype).reshape(logits.shape)
     config: Any = model.config
     if config.problem_type is None and kind == "multi_label_classification":

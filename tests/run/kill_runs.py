@@ -106,9 +106,9 @@ def warm() -> None:
     compare = results.compare
 
     def by_rdp_alone(events: Any, delta: float, names: Any) -> Any:
-        if tuple(names) == ("rdp",):
-            return compare(events, delta, names)
-        return tuple(Answer(name, None, "left out, to be quick") for name in names)
+        quick = [compare(events, delta, (name,))[0] if name == "rdp" else None for name in names]
+        skipped = [Answer(name, None, "left out, to be quick") for name in names]
+        return tuple(one or other for one, other in zip(quick, skipped, strict=True))
 
     results.compare = by_rdp_alone  # type: ignore[assignment]
 

@@ -137,7 +137,7 @@ def test_an_adapter_of_a_decoder_and_the_quickstart_learned_and_are_not_warned()
 @pytest.mark.parametrize("ratio", [0.06, 0.19, 0.29, 0.5])
 def test_runs_that_stayed_at_chance_are_warned_and_one_that_learned_is_not(ratio):
     """At these ratios; the one at 0.5 reached 82 %."""
-    made = plan(num_examples=300, expected_batch_size=32)
+    made = plan(num_examples=600, expected_batch_size=32)
     numbers = round((most_signal(made, 1) / ratio) ** 2)
     assert [f"{ratio:.2g} of the noise" in each for each in said(made, parameters=numbers)] == (
         [True] if ratio < 0.5 else []
@@ -146,7 +146,7 @@ def test_runs_that_stayed_at_chance_are_warned_and_one_that_learned_is_not(ratio
 
 def test_planted_limit_of_before_lets_runs_at_chance_pass(monkeypatch):
     monkeypatch.setattr(outlook, "LEAST_SIGNAL", 0.1)
-    made = plan(num_examples=300, expected_batch_size=32)
+    made = plan(num_examples=600, expected_batch_size=32)
     assert said(made, parameters=round((most_signal(made, 1) / 0.29) ** 2)) == []
 
 

@@ -508,7 +508,7 @@ def test_a_trainer_uses_what_it_finds(tmp_path, no_statement, changes):
         auto_physical_batch_size=True,
         auto_physical_batch_length=10,
         per_device_train_batch_size=8,
-        max_tokens_per_physical_batch=60,
+        max_tokens_per_physical_batch=200,
         expected_batch_size=40,  # all rows in each draw
         max_steps=2,
         **changes,
@@ -516,10 +516,10 @@ def test_a_trainer_uses_what_it_finds(tmp_path, no_statement, changes):
     recorded = Recorded(trainer)
     trainer.train()
     args = trainer.args
-    assert (args.per_device_train_batch_size, args.max_tokens_per_physical_batch) == (40, 60)
+    assert (args.per_device_train_batch_size, args.max_tokens_per_physical_batch) == (40, 200)
     assert trainer.state.train_batch_size == 40
     assert max(examples for examples, _ in recorded.sizes) > 8  # the default, which was not used
-    assert all(examples * tokens <= 60 for examples, tokens in recorded.sizes)
+    assert all(examples * tokens <= 200 for examples, tokens in recorded.sizes)
 
 
 def test_a_size_that_is_given_to_a_trainer_is_the_most(tmp_path, no_statement):
