@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from hf_dp import losses
-from hf_dp.errors import DataError, UnsupportedLossError
+from hf_dp.errors import UnsupportedLossError
 from hf_dp.losses import number_of_targets, per_example_loss
 from hf_dp.run.own_loss import refuse_another_loss
 from hf_dp.run.synthetic import synthetic_examples
