@@ -24,7 +24,9 @@ from hf_dp.losses import (
     IGNORED_LABEL,
     base_model,
     counted_labels,
+    labels_read,
     means_over_rows,
+    targets_of,
     task_of,
     with_position_ids,
 )
@@ -57,28 +59,30 @@ def refuse_another_loss(
     short = any(parameter.dtype.itemsize < 4 for parameter in model.parameters())
     tolerance = _ROUNDED if rounded or short else _FULL
     with in_training(model), no_dropout(), torch.no_grad(), _same_config(model):
-        labeled = [{**example, "labels": labels} for labels in _labels(model, example)]
+        labeled = list(_labeled(model, example))
         ours = [float(per_example_loss(model, dict(each))[0]) for each in labeled]
         for each, loss in zip(labeled, ours, strict=True):
             own = _own(model, each)
             if own is None:
                 return _say_none(model)
             if not _close(own, loss, tolerance):
-                raise _other(model, f"with the labels {each['labels'].tolist()}", own, loss)
+                raise _other(model, f"with {_said(model, each)}", own, loss)
         if means_over_rows(model) and len(labeled) > 1:
             # Weights of classes cancel in a mean over one row.
             own, mean = _own(model, _together(labeled)), sum(ours) / len(ours)
             if own is not None and not any(
                 _close(own, each, tolerance) for each in (mean, sum(ours))
             ):
-                labels = [each["labels"][0].tolist() for each in labeled]
-                raise _other(model, f"repeated with the labels {labels}", own, mean)
+                said = ", ".join(_said(model, each) for each in labeled)
+                raise _other(model, f"repeated with {said}", own, mean)
     reshard(model)
 
 
 def _takes_labels(model: nn.Module) -> bool:
     takes = inspect.signature(type(base_model(model)).forward).parameters
-    return "labels" in takes or any(each.kind is each.VAR_KEYWORD for each in takes.values())
+    return set(targets_of(model)) <= takes.keys() or any(
+        each.kind is each.VAR_KEYWORD for each in takes.values()
+    )
 
 
 def _say_none(model: nn.Module) -> None:
@@ -87,6 +91,21 @@ def _say_none(model: nn.Module) -> None:
         "evaluate() reports no loss.",
         type(base_model(model)).__name__,
     )
+
+
+def _labeled(model: Any, example: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """Yield the example with labels as training and evaluation read them, one after the other."""
+    if targets_of(model) != ("labels",):
+        yield dict(example)
+        return
+    read = {**example, "labels": labels_read(model, example["labels"])}
+    for labels in _labels(model, read):
+        yield {**read, "labels": labels}
+
+
+def _said(model: Any, example: Mapping[str, Any]) -> str:
+    values = (f"{name} {example[name].tolist()}" for name in targets_of(model))
+    return f"the {' and '.join(values)}"
 
 
 def _labels(model: Any, example: Mapping[str, Any]) -> Iterator[Tensor]:
@@ -112,8 +131,8 @@ def _own(model: nn.Module, example: Mapping[str, Any]) -> float | None:
         output = model(**with_position_ids(model, dict(example)))
     except Exception as problem:
         raise UnsupportedLossError(
-            f"{type(base_model(model)).__name__}'s own loss fails on a made-up example with the "
-            f"labels {example['labels'].tolist()} ({type(problem).__name__}: {problem}), so "
+            f"{type(base_model(model)).__name__}'s own loss fails on a made-up example with "
+            f"{_said(model, example)} ({type(problem).__name__}: {problem}), so "
             "evaluate() would fail, too. Give labels that the model takes, or override "
             "DPTrainer.compute_per_example_loss(self, model, inputs) to train a loss of your own."
         ) from problem

@@ -264,6 +264,7 @@ REFUSALS = [
         {"hub_strategy": "checkpoint"},
         r"`hub_strategy` to be \"end\" or \"every_save\".*hub_strategy=\"end\"",
     ),
+    ({"report_to": "codecarbon"}, "`report_to` to be among .*got 'codecarbon'"),
     ({"hub_strategy": "all_checkpoints"}, r"`hub_strategy`.*hub_strategy=\"end\""),
     (
         {"accelerator_config": {"split_batches": True}},

@@ -209,7 +209,11 @@ def test_a_run_that_ended_before_its_first_checkpoint_is_told_what_to_do(tmp_pat
 
 def test_the_statement_counts_no_releases_that_the_ledger_does_not(tmp_path):
     trainer = run(
-        tmp_path, FrostConfig(**FROST, num_selections=2), save_strategy="steps", save_steps=1
+        tmp_path,
+        FrostConfig(**FROST, num_selections=2),
+        save_strategy="steps",
+        save_steps=1,
+        save_total_limit=None,
     )
     trainer.train()
     again = run(tmp_path, FrostConfig(**FROST, num_selections=2))

@@ -106,7 +106,7 @@ def test_both_answers_of_a_pair_are_clipped_as_one(strategy, tmp_path):
     weights = [min(1.0, clip / each) for each in expected]
     for name, total in sums.items():
         exact = sum(weight * each[name] for weight, each in zip(weights, alone, strict=True))
-        torch.testing.assert_close(total, exact, rtol=1e-3, atol=1e-4 * clip)
+        torch.testing.assert_close(total, exact.double(), rtol=1e-3, atol=1e-4 * clip)
 
 
 class OneAnswerEach(DPDPOTrainer):

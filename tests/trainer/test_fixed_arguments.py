@@ -29,7 +29,7 @@ FREE = set(
     dataloader_multiprocessing_context
     output_dir run_name project trackio_space_id trackio_bucket_id trackio_static_space_id
     logging_strategy logging_steps logging_first_step log_on_each_node log_level log_level_replica
-    disable_tqdm report_to
+    disable_tqdm
     eval_strategy eval_steps eval_delay per_device_eval_batch_size prediction_loss_only
     eval_on_start eval_do_concat_batches eval_use_gather_object eval_accumulation_steps
     include_for_metrics batch_eval_metrics bf16_full_eval fp16_full_eval metric_for_best_model

@@ -349,7 +349,8 @@ def test_selections_beyond_the_plan_are_paid_from_what_is_left(tmp_path):
 def test_selected_again_in_the_middle(tmp_path):
     config = FrostConfig(**GIVEN, num_selections=2)
     before = tiny.model().state_dict()
-    trainer = frost(tmp_path, config=config, save_strategy="steps", save_steps=1)
+    saving = {"save_strategy": "steps", "save_steps": 1, "save_total_limit": None}
+    trainer = frost(tmp_path, config=config, **saving)
     trainer.train()
     assert [(row.purpose, row.event.steps) for row in trainer.ledger.entries] == [
         ("selection", 3), ("training", 2), ("selection", 3), ("training", 2),

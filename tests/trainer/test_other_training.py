@@ -23,6 +23,7 @@ from hf_dp.run.options import RunOptions
 from hf_dp.run.other_training import RestingWeights
 from hf_dp.statement.record import earlier_runs, read
 from hf_dp.statement.verify import disagreements
+from hf_dp.trainer.save_run import save_run
 
 REFUSED = "only counted steps have trained, got one that was trained by "
 TWO = {"max_steps": 2, "logging_steps": 100}
@@ -383,13 +384,13 @@ def test_a_loop_of_ones_own_is_watched_too(tmp_path):
 
     model = tiny.model()
     first = run("first", model)
-    assert first.save().status == "proven"
+    assert save_run(first).status == "proven"
     with pytest.raises(UnsupportedModelError, match=f"{REFUSED}the private run"):
         run("second", model)
-    third = run("third", model, other_training="other_rows").save()
+    third = save_run(run("third", model, other_training="other_rows"))
     assert any("states to be others" in line for line in third.not_covered)
     with pytest.raises(UnsupportedModelError, match=REFUSED):
-        first.save()
+        save_run(first)
 
 
 # -- planted --

@@ -77,7 +77,7 @@ def test_planted_double_noise_is_seen(trainer, monkeypatch):
     assert noise_pvalue(trainer) < 1e-4
 
 
-def clipped_mean(trainer, indices, clipping_norm=0.1) -> dict[str, torch.Tensor]:
+def clipped_mean(trainer, indices) -> dict[str, torch.Tensor]:
     """Sum of clipped gradients / expected batch size, by a loop over single unpadded examples."""
     parameters = dict(trainer.model.named_parameters())
     total = {name: torch.zeros_like(p) for name, p in parameters.items()}
@@ -88,7 +88,7 @@ def clipped_mean(trainer, indices, clipping_norm=0.1) -> dict[str, torch.Tensor]
         gradient = next(per_example_gradients(loss, parameters))
         norm = torch.stack([g.square().sum() for g in gradient.values()]).sum().sqrt()
         for name, g in gradient.items():
-            total[name] += g * min(1.0, clipping_norm / float(norm))
+            total[name] += g * min(1.0, trainer.run.plan.clips_to / float(norm))
     return {name: t / trainer.args.expected_batch_size for name, t in total.items()}
 
 
@@ -263,6 +263,7 @@ def test_planted_dropout_from_the_seed_is_seen(tmp_path, without_noise, monkeypa
 
     monkeypatch.setattr(SecretRandomness, "streams", lambda self: contextlib.nullcontext())
     monkeypatch.setattr(SecretRandomness, "reseed", lambda self, index=None: None)
+    monkeypatch.setattr(SecretRandomness, "example_seed", lambda self, index: index)  # one grouping
     assert dropout_follows_the_seed(tmp_path)
 
 

@@ -73,8 +73,6 @@ def leaked(folder, values=tuple(LEAKS), cls=Leaking, callbacks=(), **given):
     trainer = tiny.trainer(folder, cls=cls, max_steps=2, given=given, **saving)
     for callback in callbacks:
         callback.trainer = trainer
-    if isinstance(trainer.train_dataset, Logging):
-        trainer.train_dataset.trainer = trainer
     trainer.train()
     trainer.save_state()
     files = [*folder.rglob("trainer_state.json")]
@@ -110,29 +108,15 @@ class Hooked(TrainerCallback):
         state.log_history.append({"kept_too": SECRET})
 
 
-class Logging(torch.utils.data.Dataset):
-    """Rows that log when they are read."""
-
-    trainer = None
-
-    def __len__(self):
-        return 40
-
-    def __getitem__(self, index):
-        if self.trainer is not None and self.trainer.is_in_train:
-            self.trainer.log({"eval_row": SECRET})
-        return tiny.dataset()[index]
-
-
-def test_hooks_rows_and_what_a_step_kept_log_nothing(tmp_path, monkeypatch):
+def test_hooks_and_what_a_step_kept_log_nothing(tmp_path, monkeypatch):
     said = []
     monkeypatch.setattr(logs_module.logger, "warning", lambda text, *args: said.append(text % args))
     hooked = Hooked()
-    found = leaked(tmp_path, (SECRET,), DPTrainer, [hooked], train_dataset=Logging())
+    found = leaked(tmp_path, (SECRET,), DPTrainer, [hooked])
     assert found == []
     history = hooked.trainer.state.log_history
     assert [row["eval_loss"] for row in history if "eval_loss" in row] == [PUBLIC] * 2
-    for name in ("eval_in", "eval_out", "eval_row", "kept", "kept_too"):
+    for name in ("eval_in", "eval_out", "kept", "kept_too"):
         assert sum(f"`{name}`" in text for text in said) == 1, name  # and not one a step
     assert all("noised_loss_bound" in text for text in said)
 

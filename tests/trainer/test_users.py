@@ -16,6 +16,7 @@ from transformers import DataCollatorWithPadding, TrainerCallback
 from users import SECRET, C, by_user, flat, owners, trainer
 
 from hf_dp.accounting import PoissonSampledGaussian
+from hf_dp.batches.loader import Drawn
 from hf_dp.batches.units import UnitBatches, UnitDraws, UnitTable
 from hf_dp.cli.main import main
 from hf_dp.clipping import per_example_gradients
@@ -94,7 +95,9 @@ def test_planted_rows_drawn_instead_of_users_are_seen(tmp_path, monkeypatch):
     monkeypatch.setattr(
         UnitBatches,
         "__call__",
-        lambda self, units: honest(self, [[row] for unit in units for row in unit]),
+        lambda self, drawn: honest(
+            self, [Drawn([row], one.key) for one in drawn for row in one.unit]
+        ),
     )
     assert moved(tmp_path, 50) > 5
 
@@ -127,7 +130,7 @@ def test_a_step_equals_the_loop_over_users(reduction, tmp_path):
             )
             for name, gradient in next(per_example_gradients(loss, parameters)).items():
                 total[name] += gradient / (len(rows) if reduction == "mean" else 1)
-        weight = min(1.0, C / float(flat(total).norm()))
+        weight = min(1.0, made.run.plan.clips_to / float(flat(total).norm()))
         for name, gradient in total.items():
             expected[name] += weight * gradient
     for name, total in expected.items():
