@@ -52,8 +52,9 @@ _CASTS = (torch.bfloat16, torch.float16)
 
 def _note_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     for group in optimizer.param_groups:
+        changes = group.get("lr") != 0  # torch loads a sharded state after such a step
         for parameter in group["params"]:
-            if not _paid.pop(parameter, False) and parameter.grad is not None:
+            if not _paid.pop(parameter, False) and parameter.grad is not None and changes:
                 _unpaid[parameter] = True
 
 

@@ -19,6 +19,7 @@ from transformers import TrainerCallback
 
 from hf_dp.distributed.processes import Processes
 from hf_dp.noise import SecretRandomness
+from hf_dp.run import other_training
 from hf_dp.run.ledger import RunLedger
 from hf_dp.run.private_run import PrivateRun
 from hf_dp.statement.record import read
@@ -321,6 +322,8 @@ def test_processes_whose_ledgers_differ_stop(tmp_path):
             honest(clipped, release)
             if made.run.processes.rank == 1:
                 made.run.book.run_id = "another run"
+                for module in made.model.modules():  # which remembers the run
+                    vars(module).pop(other_training._NOTE, None)
 
         made.mechanism.set_gradients = meddle
         made.train()
