@@ -83,19 +83,19 @@ def main(argv: Sequence[str]) -> int:
     module = training_module(task)
     if args.help_all:
         return module.train(values, ["--help"])
-    check_early(values, words, module.ARGUMENTS)
     if TASKS[task].one_process:
         refuse_several(f"hf-dp train --task {task}", "Start it without a launcher.")
+        if launch_words(args):
+            raise ConfigError(
+                f"The task {task!r} runs in one process. Leave `--num_processes` and "
+                "`--accelerate_config` out."
+            )
+    check_early(values, words, module.ARGUMENTS)
     if not launch_words(args):
         show_progress_once()
         if TASKS[task].private:
             values = as_asked(values, words)
         return module.train(with_recipe({**values, "task": task}, args.config), words)
-    if TASKS[task].one_process:
-        raise ConfigError(
-            f"The task {task!r} runs in one process. Leave `--num_processes` and "
-            "`--accelerate_config` out."
-        )
     named = {"--config": args.config, "--task": args.task}
     chosen = [word for name, value in named.items() if value is not None for word in (name, value)]
     return launch("train", [*chosen, *words], args)

@@ -362,6 +362,7 @@ def test_what_is_trained_without_privacy_names_its_data(task, capsys):
         "target_epsilon": 8,
         "expected_batch_size": 8,
         "model_name_or_path": out,
+        "other_training": "public_rows",
     }
     assert (
         main(["train", "--config", changed(task, **private, output_dir=str(task.parent / "out"))])

@@ -280,7 +280,7 @@ def launched(monkeypatch) -> list[Namespace]:
 )
 def test_other_words_are_passed_on(accelerator, words, file, count, launched, recipe, monkeypatch):
     monkeypatch.setattr("hf_dp.trainer.launch.has_accelerator", lambda: accelerator)
-    rest = ["--max_steps", "2", "--peft.r=3"]
+    rest = ["--max_steps", "2", "--learning_rate=3"]
     assert main(["train", *words, "--config", str(recipe), *rest]) == 0
     (args,) = launched
     assert (args.module, args.training_script) == (True, "hf_dp.cli.main")
@@ -291,7 +291,8 @@ def test_other_words_are_passed_on(accelerator, words, file, count, launched, re
 
 def test_one_process_is_this_one(launched, recipe, monkeypatch):
     ran = []
-    module = Namespace(train=lambda values, words: ran.append(words) or 0)
+    known = train.training_module("text_classification").ARGUMENTS
+    module = Namespace(train=lambda values, words: ran.append(words) or 0, ARGUMENTS=known)
     monkeypatch.setattr(train, "training_module", lambda name: module)
     assert main(["train", "--num_processes", "1", "--config", str(recipe)]) == 0
     assert ran == [[]] and not launched

@@ -100,7 +100,7 @@ def test_a_lora_block(task, capsys):
         ({"max_train_rows": 41}, "`max_train_rows` to be from 1 to 40, got 41"),
         ({"metrics": ["bleu"]}, "`metrics` to be one of"),
         ({"max_length": 2}, "`max_length` to be above 2"),
-        ({"text_columns": ["a", "b", "c"]}, "`text_columns` to name one or two columns"),
+        ({"text_columns": ["sentence"] * 3}, "`text_columns` to name one or two columns"),
         ({"target_epsilon": None}, "target_epsilon"),
         ({"target_epsilon": -1}, "target_epsilon"),
         ({"expected_batch_size": 100}, r"at most num_examples \(40\)"),
