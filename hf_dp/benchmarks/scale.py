@@ -183,11 +183,11 @@ class Held:
 
     Attributes:
         parameters: its own.
-        gradients: or clipped sums, which become gradients.
+        gradients: clipped sums take twice as much, until they become gradients, one by one.
         optimizer: its state.
         gathered: whole layers while they compute.
         whole: gradients or sums of full size under FSDP2.
-        bucket: buffers of what is exchanged.
+        bucket: buffers of what is exchanged; ours has one more bucket than is said here.
     """
 
     parameters: float
@@ -209,10 +209,9 @@ def stock_ddp_memory(sizes: Sizes) -> Held:
 
 
 def private_ddp_memory(sizes: Sizes, processes: int) -> Held:
-    """Return that of ours under DDP: one bucket, what is received of others, what this process
-    owns of it, and the noise."""
+    """Return that of ours under DDP: one bucket, what this process owns of it, and the noise."""
     bucket = min(sizes.trained, BUCKET)
-    return _own(sizes, 1, WIDE, bucket=WIDE * bucket * (2 + 2 / processes))
+    return _own(sizes, 1, bucket=WIDE * bucket * (1 + 2 / processes))
 
 
 def stock_fsdp2_memory(sizes: Sizes, processes: int, physical_batches: int) -> Held:
@@ -226,21 +225,21 @@ def private_fsdp2_memory(sizes: Sizes, processes: int) -> Held:
     bucket of the larger ones, or one of them, with what is sent and received of them."""
     smaller = sizes.trained - sizes.scattered
     full = min(sizes.scattered, BUCKET + sizes.largest)
-    exchanged = BYTES * (full + 2 * min(full, BUCKET)) + WIDE * full / processes
+    exchanged = BYTES * (full + min(full, BUCKET) + full / processes)
     return _own(
         sizes,
         processes,
-        WIDE,
         gathered=_gathered(sizes),
         whole=WIDE * smaller,
         bucket=max(WIDE * smaller, exchanged),
     )
 
 
-def _own(sizes: Sizes, shards: int, of_gradient: int = BYTES, **more: float) -> Held:
+def _own(sizes: Sizes, shards: int, **more: float) -> Held:
     share = BYTES / shards
-    gradients = sizes.trained * of_gradient / shards
-    return Held(sizes.all * share, gradients, _OPTIMIZER * sizes.trained * share, **more)
+    return Held(
+        sizes.all * share, sizes.trained * share, _OPTIMIZER * sizes.trained * share, **more
+    )
 
 
 def _gathered(sizes: Sizes) -> float:

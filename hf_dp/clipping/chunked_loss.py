@@ -214,10 +214,12 @@ class _ChunkedLoss(torch.autograd.Function):
             )
         if grams is not None:
             ctx.tape.capture(ctx.module, "weight", HeadGradients(logits, grams.total()), True)
+        of_positions = squares.sqrt_()
         if of_weight is not None:
             inputs = torch.linalg.vector_norm(hidden, dim=2, dtype=dtype)
-            slack = unit(dtype) * squares.sqrt_().mul_(inputs).sum(1)  # as that of outer products
+            slack = unit(dtype) * (of_positions * inputs).sum(1)  # as that of outer products
             ctx.tape.capture(ctx.module, "weight", Dense(of_weight, True, slack), True)
         if of_bias is not None:
-            ctx.tape.capture(ctx.module, "bias", Dense(of_bias, True), True)
+            slack = unit(dtype) * of_positions.sum(1)
+            ctx.tape.capture(ctx.module, "bias", Dense(of_bias, True, slack), True)
         return back, None, None, None, None

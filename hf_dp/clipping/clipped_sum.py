@@ -10,7 +10,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from hf_dp.clipping.bundles import Bundle, RunningSums
+from hf_dp.clipping.bundles import Bundle, RunningSums, zero_sum
 from hf_dp.clipping.fallback import fallback_gradients
 from hf_dp.clipping.gradients import (
     Lookups,
@@ -214,13 +214,10 @@ class ClippedSum:
         """Return the weighted sum of this batch for one parameter, None if it was not used."""
         if not uses:
             return None
-        device = decision.keep.device
-        total = torch.zeros(
-            parameter.shape, dtype=accumulation_dtype(parameter.dtype), device=device
-        )
+        total = zero_sum(parameter.shape, decision.keep.device)
         for use in uses:
             use.add_weighted_sum(total, self._kept(parameter, use, decision))
-        return total
+        return total.to(accumulation_dtype(parameter.dtype))
 
     def _products(
         self, uses: dict[nn.Parameter, list[PerExampleGradient]], decision: Decision

@@ -83,10 +83,11 @@ class ClippingEngine:
 
     Attributes:
         regrouped: how many other examples one example more or less can move to other physical
-            batches, whose rounding then changes (:func:`hf_dp.plans.rounding.slack_cap`).
+            batches, whose rounding then changes (:func:`hf_dp.plans.rounding.slack_cap`); None:
+            as many as stand in the batch at hand.
     """
 
-    regrouped = 0
+    regrouped: int | None = None
 
     def __init__(
         self,
@@ -244,7 +245,7 @@ class ClippingEngine:
             memory_ratio=self.memory_ratio,
             model_bytes=self._model_bytes,
             rows_per_unit=rows_per_unit,
-            slack_cap=slack_cap(self.regrouped),
+            slack_cap=slack_cap(len(losses) if self.regrouped is None else self.regrouped),
         )
         try:
             # The sums are float32 even if this call runs under autocast.

@@ -19,6 +19,7 @@ pair (:mod:`hf_dp.clipping.inner_products`). Uses that are cheap to join are joi
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import ClassVar
@@ -143,6 +144,19 @@ def of_units(values: Tensor, rows: int) -> Tensor:
     return values.reshape(len(values) // rows, -1, *values.shape[2:])
 
 
+def summed(terms: Tensor, dtype: torch.dtype, dim: int = 1) -> Dense:
+    """Return per-example gradients that are sums of ``terms`` (b, ...) over one dimension.
+
+    Their slack is that of the terms, which may cancel: the order in which they are added depends on
+    padding. By Cauchy and Schwarz, ``sum_t |term_t| <= sqrt(T sum_t |term_t|^2)``.
+    """
+    total = terms.sum(dim, dtype=dtype)
+    if terms.shape[dim] == 1:
+        return Dense(total)
+    size = torch.linalg.vector_norm(terms.flatten(1), dim=1, dtype=dtype)
+    return Dense(total, of_factors=size.mul_(unit(dtype) * math.sqrt(terms.shape[dim])))
+
+
 def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
     """Add ``left @ right``, (m, n), to a total of m n numbers, in place."""
     rows = total if total.dim() == 2 else total.view(len(left), -1)
@@ -159,10 +173,10 @@ def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
     if rows.numel() <= _BLOCK:
         rows.add_(torch.mm(left, right))
         return
-    # By blocks, so that no second tensor of the size of a large parameter is held.
-    height = max(1, _BLOCK // rows.shape[1])
-    for start in range(0, len(rows), height):
-        rows[start : start + height] += left[start : start + height] @ right
+    # By blocks of one size, so that no second tensor of the size of a large parameter is held.
+    blocks = min(-(-rows.numel() // _BLOCK), len(rows) // _THIN)
+    for some, of_left in zip(rows.tensor_split(blocks), left.tensor_split(blocks), strict=True):
+        some.add_(torch.mm(of_left, right))
 
 
 def _where(keep: Tensor, value: Tensor) -> Tensor:
@@ -345,9 +359,9 @@ class Dense(PerExampleGradient):
 
     def joined(self, other: Dense) -> Dense:
         """Return the sum of the gradients of both uses."""
-        slacks = [each.of_factors for each in (self, other) if each.of_factors is not None]
-        slack = torch.stack(slacks).sum(0) if slacks else None
-        return Dense(self.gradients + other.gradients, owned=True, of_factors=slack)
+        return Dense(
+            self.gradients + other.gradients, owned=True, of_factors=self.slack() + other.slack()
+        )
 
     def norms(self, grams: Grams | None = None) -> Norms:
         squared = squared_norms(self.gradients.flatten(1))

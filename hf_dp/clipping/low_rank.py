@@ -132,4 +132,7 @@ def _project(
             dtype = accumulation_dtype(gradients.dtype)
             lefts.append(gradients.to(dtype) @ carriers.right.mT.to(dtype))
             rights.append(carriers.left.mT.to(dtype) @ gradients.to(dtype))
-    return Dense(torch.stack(lefts).sum(0)), Dense(torch.stack(rights).sum(0))
+    # The carriers' rows and columns are orthonormal, so what rounds is no larger than in a weight.
+    slack = torch.stack([use.slack() for use in uses]).sum(0)
+    left, right = torch.stack(lefts).sum(0), torch.stack(rights).sum(0)
+    return Dense(left, of_factors=slack), Dense(right, of_factors=slack)

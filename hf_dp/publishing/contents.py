@@ -16,6 +16,7 @@ from hf_dp.cards.hub_rules import is_repository
 from hf_dp.errors import LedgerError
 from hf_dp.publishing.private_words import PrivateWords, is_local_path
 from hf_dp.run.mark import STAMP_PREFIX
+from hf_dp.run.other_training import STAMP
 from hf_dp.run.weights_file import read_metadata
 
 BASE_KEY = "base_model_name_or_path"
@@ -34,7 +35,7 @@ _NAME_IT = "Name the base on the Hub: --base-model ID, or trainer.describe(base_
 _TEMPLATE_KEY = "chat_template"
 # Of metadata in weights. Others are refused: the digest of a file covers them, so that they cannot
 # be taken out here.
-_METADATA = {"format": ("pt", "tf", "flax", "np", "mlx")}
+_METADATA = {"format": ("pt", "tf", "flax", "np", "mlx"), STAMP: ("hf_dp",)}
 
 
 class Contents:

@@ -38,7 +38,7 @@ from hf_dp.statement.record import FILE_NAME, read
 
 _NOTE = "_trained_by_hf_dp"  # on modules: the runs that trained them, as (id, folder)
 WITHOUT_PRIVACY = ""  # instead of an id
-_STAMP = "trained_without_privacy_by"  # in the metadata of weights
+STAMP = "trained_without_privacy_by"  # in the metadata of weights
 _LEFT_BY_TRAINERS = ("training_args.bin", "trainer_state.json")
 
 # Parameters that an optimizer stepped although no release had paid for it, and those whose next
@@ -140,7 +140,7 @@ def trained_in_files(model: nn.Module, counted: Collection[str]) -> Iterator[str
         mark = read_stamp(path)
         if mark is not None and mark.run_id in counted:
             continue
-        trained = mark is not None or _STAMP in read_metadata(path)
+        trained = mark is not None or STAMP in read_metadata(path)
         if trained and _holds_weights_of(path, model):
             yield _run_in_words(WITHOUT_PRIVACY if mark is None else mark.run_id, str(folder))
             return
@@ -158,7 +158,7 @@ def left_by_trainers(model: nn.Module) -> Path | None:
 def stamp_without_privacy(folder: str | Path) -> None:
     """Put into the metadata of the weights in a folder that a run without privacy trained them."""
     for path in weights_files(Path(folder)):
-        add_metadata(path, {_STAMP: "hf_dp"})
+        add_metadata(path, {STAMP: "hf_dp"})
 
 
 def _run_in_words(run_id: str, folder: str) -> str:

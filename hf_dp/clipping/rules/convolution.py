@@ -9,7 +9,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from hf_dp.clipping.gradients import OuterProducts, PerExampleGradient
+from hf_dp.clipping.gradients import OuterProducts, PerExampleGradient, summed
 from hf_dp.clipping.rounding import accumulation_dtype
 from hf_dp.clipping.rules.pair import PairRule
 
@@ -29,7 +29,7 @@ def _conv2d_gradients(
     output_grads = grad.flatten(2).mT  # (b, T, out)
     return {
         "weight": OuterProducts(output_grads, patches),
-        "bias": output_grads.sum(1, dtype=accumulation_dtype(grad.dtype)),
+        "bias": summed(output_grads, accumulation_dtype(grad.dtype)),
     }
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hf_dp.clipping.gradients import Dense, summed
 from hf_dp.clipping.rounding import accumulation_dtype
 from hf_dp.clipping.rules._positions import positions
 from hf_dp.clipping.tape import Tape
@@ -59,7 +60,9 @@ class _LayerNorm(torch.autograd.Function):
         return grad_x, None, None, None, None
 
 
-def _summed(values: Tensor, dims: int, dtype: torch.dtype) -> Tensor:
+def _summed(values: Tensor, dims: int, dtype: torch.dtype) -> Dense:
     """Return sums over positions, (b, *features), with features in the last ``dims`` dimensions."""
-    summed = positions(values, dims).sum(1, dtype=dtype)
-    return summed if dims == 1 else summed.view(-1, *values.shape[-dims:])
+    found = summed(positions(values, dims), dtype)
+    if dims > 1:
+        found.gradients = found.gradients.view(-1, *values.shape[-dims:])
+    return found

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers.pytorch_utils import Conv1D
 
-from hf_dp.clipping.gradients import OuterProducts
+from hf_dp.clipping.gradients import OuterProducts, summed
 from hf_dp.clipping.rounding import accumulation_dtype
 from hf_dp.clipping.rules._autocast import matmul_dtype
 from hf_dp.clipping.rules._positions import positions
@@ -83,8 +83,7 @@ class _Affine(torch.autograd.Function):
             pair = (activations, output_grads) if transposed else (output_grads, activations)
             tape.capture(module, "weight", OuterProducts(*pair))
         if ctx.needs_input_grad[2]:
-            summed = output_grads.sum(1, dtype=accumulation_dtype(grad.dtype))
-            tape.capture(module, "bias", summed)
+            tape.capture(module, "bias", summed(output_grads, accumulation_dtype(grad.dtype)))
         grad_x = None
         if ctx.needs_input_grad[0]:
             matrix = weight.to(grad.dtype)

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from hf_dp.clipping.gradients import PerExampleGradient, summed
 from hf_dp.clipping.rounding import accumulation_dtype
 from hf_dp.clipping.rules._positions import positions
 from hf_dp.clipping.rules.pair import PairRule
@@ -29,7 +30,7 @@ def _keep_input(module: nn.Module, input: Tensor) -> tuple[Tensor]:
 
 def _rms_norm_gradients(
     module: nn.Module, kept: tuple[Tensor, ...], grad: Tensor
-) -> dict[str, Tensor]:
+) -> dict[str, Tensor | PerExampleGradient]:
     """Return the weight's gradients, which are the same for Gemma's ``(1 + w) x_hat``."""
     (x,) = kept
     eps = getattr(module, "variance_epsilon", None)
@@ -44,17 +45,17 @@ def _rms_norm_gradients(
         scale = torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + eps)
         x_hat = x * scale if _keeps_dtype(type(module)) else (x.float() * scale).to(x.dtype)
     products = x_hat.to(dtype).mul_(positions(grad))
-    return {"weight": products.sum(1)}
+    return {"weight": summed(products, products.dtype)}
 
 
 def _group_norm_gradients(
     module: nn.GroupNorm, kept: tuple[Tensor, ...], grad: Tensor
-) -> dict[str, Tensor]:
+) -> dict[str, Tensor | PerExampleGradient]:
     dtype = accumulation_dtype(grad.dtype)
     x_hat = F.group_norm(kept[0].to(dtype), module.num_groups, eps=module.eps)
     g = grad.to(dtype).reshape(len(grad), module.num_channels, -1)  # (b, channels, T)
     x_hat = x_hat.reshape(g.shape)
-    return {"weight": (g * x_hat).sum(2), "bias": g.sum(2)}
+    return {"weight": summed(g * x_hat, dtype, 2), "bias": summed(g, dtype, 2)}
 
 
 group_norm = PairRule(_keep_input, _group_norm_gradients, flattens=False)
