@@ -82,8 +82,11 @@ class UnitTable:
         """
         return np.sort(np.concatenate([_scattered(rows, most) for rows in self._rows]))
 
-    def digest(self, key: str) -> str:
-        """Return a keyed digest of which rows belong together, whatever their users' names."""
+    def digest(self, key: str = "") -> str:
+        """Return a digest of which rows belong together, whatever their users' names.
+
+        Args: key: a secret, for a digest that is kept.
+        """
         return hmac.digest(key.encode(), self._unit_of, "sha256").hex()
 
     def shared(self, values: Sequence[Any]) -> np.ndarray:
