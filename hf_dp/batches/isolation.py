@@ -103,6 +103,7 @@ class Isolated:
         Seeds come from Python's global generator, which is private here.
         """
         states = copy.deepcopy(self._states, dict(self._kept))
+        words = [(each, _words(each)) for each in self._kept.values() if isinstance(each, _MODEL)]
         with ExitStack() as stack:
             for generator in self._generators:
                 stack.callback(seed_in_place(generator, random.getrandbits(63)))
@@ -115,6 +116,8 @@ class Isolated:
                 stack.callback(_set, holder, name, before)
                 _set(holder, name, state)
             yield
+        if any(_words(each) != before for each, before in words):
+            raise DataError("It adds tokens to a tokenizer, which later rows see. Add them before.")
 
     def _keep_models(self, before: Any, after: Any, first: Any) -> None:
         """Keep a model or tokenizer that was loaded when first needed."""
@@ -222,6 +225,11 @@ def _functions(value: Any) -> list[types.FunctionType]:
 
 def _is_of_library(module: str | None) -> bool:
     return (module or "").partition(".")[0] in _LIBRARIES
+
+
+def _words(value: Any) -> int:
+    value = getattr(value, "tokenizer", value)  # of a processor
+    return len(value) if isinstance(value, hf.PreTrainedTokenizerBase) else 0
 
 
 def _seeds(attributes: dict[str, Any]) -> list[str]:

@@ -6,7 +6,7 @@ until they are clipped as one.
 
 from __future__ import annotations
 
-import hashlib
+import hmac
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -58,7 +58,7 @@ class UnitTable:
                 "two or more: with one, nothing but noise could be released. Check "
                 "privacy_unit_column."
             )
-        self._digest = hashlib.sha256(unit_of.tobytes()).hexdigest()
+        self._unit_of = unit_of.tobytes()
         order = np.argsort(unit_of, kind="stable")
         self._rows = np.split(order, np.flatnonzero(np.diff(unit_of[order])) + 1)
         self._names = frozenset(map(str, numbers))
@@ -82,9 +82,12 @@ class UnitTable:
         """
         return np.sort(np.concatenate([_scattered(rows, most) for rows in self._rows]))
 
-    def digest(self) -> str:
-        """Return a digest of which rows belong together; it holds no value of the column."""
-        return self._digest
+    def digest(self, key: str = "") -> str:
+        """Return a digest of which rows belong together, whatever their users' names.
+
+        Args: key: a secret, for a digest that is kept.
+        """
+        return hmac.digest(key.encode(), self._unit_of, "sha256").hex()
 
     def shared(self, values: Sequence[Any]) -> np.ndarray:
         """Return which of these rows, by index, belong to one of the units. Not private.

@@ -134,6 +134,8 @@ def fallback_forward(
     if not torch.is_grad_enabled():
         return original(module, *args, **kwargs)
     own = own_parameters(module)
+    if not own:  # a module around it has a container of parameters in common with it (Uni-LoRA)
+        return original(module, *args, **kwargs)
     tape.note_forward(module, *own)
     with _detached(module, own), DrawnMasks(next(iter(own.values())).device) as masks:
         output = original(module, *args, **kwargs)

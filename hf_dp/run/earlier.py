@@ -11,7 +11,7 @@ from hf_dp._validate import invalid
 from hf_dp.accounting import EARLIER, LedgerEntry
 from hf_dp.batches.units import UnitTable
 from hf_dp.run.marks import read_run
-from hf_dp.run.user_grouping import APART, grouping_of
+from hf_dp.run.user_grouping import APART, SECRET_FILE, is_grouping_of
 from hf_dp.run.user_grouping import FILE_NAME as USERS_FILE
 from hf_dp.statement.record import FILE_NAME, PrivacyRecord, earlier_runs, file_of
 from hf_dp.statement.weaknesses import EarlierRun, each_once
@@ -78,16 +78,16 @@ def _refuse_other_users(path: str, column: str, run_id: str, units: UnitTable | 
             "Rows that are one user's by one column may be several users' by another, so no "
             "bound is known for both together.",
         )
-    known = grouping_of(_home(path), run_id)
+    known = is_grouping_of(_home(path), run_id, units)
     if known is None:
         raise invalid(
             "earlier_runs",
             path,
-            f"to be a run whose {USERS_FILE} says which rows were one user's (its own output_dir "
-            "holds that file, and no copy of its weights does)",
-            f"Name that output_dir, bring the file back from a backup, or {APART}",
+            f"to be a run whose {USERS_FILE} and {SECRET_FILE} say which rows were one user's (its "
+            "own output_dir holds these files, and no copy of its weights does)",
+            f"Name that output_dir, bring the files back from a backup, or {APART}",
         )
-    if units is None or known != units.digest():
+    if not known:
         raise invalid(
             "earlier_runs",
             path,

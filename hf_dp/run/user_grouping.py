@@ -8,6 +8,7 @@ several users later, and no statement about one of them holds for all steps.
 from __future__ import annotations
 
 import json
+import secrets
 from pathlib import Path
 
 from hf_dp.batches.units import UnitTable
@@ -15,8 +16,9 @@ from hf_dp.errors import LedgerError
 from hf_dp.run.folder import aside_of
 from hf_dp.statement.durable import replace_file
 
-# A digest of private data: names that begin with "_" are never published.
-FILE_NAME = "_users.json"
+# A digest of private data, and the secret that it is keyed with, without which nobody can try
+# groupings. Names that begin with "_" are never published.
+FILE_NAME, SECRET_FILE = "_users.json", "_users_secret.json"
 
 # What is left to do where two groupings cannot be counted together.
 APART = (
@@ -35,20 +37,20 @@ def same_users(folder: Path, run_id: str, units: UnitTable, begun: bool) -> None
 
     Raises: LedgerError when the run has drawn from other groups of rows, or from unknown ones.
     """
-    path = folder / FILE_NAME
     if not begun:
-        written = json.dumps({"run_id": run_id, "rows_of_users": units.digest()})
-        replace_file(path, [written.encode()])
-        path.chmod(0o600)
+        secret = secrets.token_hex(32)
+        for name, value in ((SECRET_FILE, secret), (FILE_NAME, units.digest(secret))):
+            replace_file(folder / name, [json.dumps({"run_id": run_id, "value": value}).encode()])
+            (folder / name).chmod(0o600)
         return
-    known = grouping_of(folder, run_id)
+    known = is_grouping_of(folder, run_id, units)
     if known is None:
         raise LedgerError(
-            f"Cannot resume: {FILE_NAME} in output_dir {folder.name!r} is missing, damaged or of "
-            "another run. It says which rows were one user's in the steps before. Bring it back "
-            f"from a backup, or {APART}"
+            f"Cannot resume: {FILE_NAME} or {SECRET_FILE} in output_dir {folder.name!r} is "
+            "missing, damaged or of another run. Together they say which rows were one user's in "
+            f"the steps before. Bring both back from a backup, or {APART}"
         )
-    if known != units.digest():
+    if not known:
         raise LedgerError(
             f"Cannot resume: the column {units.column!r} groups the rows in another way than when "
             "the run began (the order of the rows counts, too), so a user of the first steps would "
@@ -56,17 +58,24 @@ def same_users(folder: Path, run_id: str, units: UnitTable, begun: bool) -> None
         )
 
 
-def grouping_of(folder: Path, run_id: str) -> str | None:
-    """Return the digest of which rows were one user's in a run; None where that is not known.
+def is_grouping_of(folder: Path, run_id: str, units: UnitTable | None) -> bool | None:
+    """Return whether these rows were one user's in a run; None where that is not known.
 
-    Args: folder: of the run. A start over that was broken off may have moved the file aside there,
+    Args: folder: of the run. A start over that was broken off may have moved files aside there,
         before ``privacy.json``.
     """
+    secret, known = (_kept(folder, run_id, name) for name in (SECRET_FILE, FILE_NAME))
+    if secret is None or known is None:
+        return None
+    return units is not None and units.digest(secret) == known
+
+
+def _kept(folder: Path, run_id: str, name: str) -> str | None:
     for place in (folder, aside_of(folder, run_id)):
         try:
-            then = json.loads((place / FILE_NAME).read_text())
-            if then["run_id"] == run_id and isinstance(then["rows_of_users"], str):
-                return then["rows_of_users"]
+            then = json.loads((place / name).read_text())
+            if then["run_id"] == run_id and isinstance(then["value"], str):
+                return then["value"]
         except (OSError, ValueError, KeyError, TypeError):
             continue
     return None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import reprlib
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -12,7 +13,7 @@ from transformers import Trainer
 from trl import DPOTrainer, SFTTrainer
 from trl.data_utils import is_conversational, is_conversational_from_value
 
-from hf_dp.errors import DataError
+from hf_dp.errors import DataError, HfDpError
 from hf_dp.tasks.generation.chat import ChatEncoding
 
 _MASKED = ("input_ids", "assistant_masks")  # as TRL calls them
@@ -51,7 +52,7 @@ class SFTPreparation(SFTTrainer, _InPlaceOfTrainer):
     Attributes:
         given: model, data_collator, train_dataset, eval_dataset and processing_class, prepared.
 
-    Raises: DataError for a template that rewrites earlier turns.
+    Raises: DataError for a template that rewrites earlier turns, and as :func:`by_row`.
     """
 
     _by_turns = False
@@ -62,6 +63,8 @@ class SFTPreparation(SFTTrainer, _InPlaceOfTrainer):
             super().__init__(**given)
         except _HandedOver as handed:
             self.given = handed.given
+        except DataError:  # a ValueError, too
+            raise
         except ValueError as problem:
             unknown = "template" in str(problem) and "messages" in rows.column_names
             if self._by_turns or not (args.assistant_only_loss and unknown):
@@ -78,7 +81,8 @@ class SFTPreparation(SFTTrainer, _InPlaceOfTrainer):
                 return dict(zip(_MASKED, encoding.whole(row["messages"], index), strict=True))
 
             dataset = dataset.map(encode, with_indices=True, remove_columns="messages")
-        return super()._prepare_dataset(dataset, processing_class, *others)
+        prepare = super()._prepare_dataset
+        return by_row(dataset, lambda rows: prepare(rows, processing_class, *others), others[-1])
 
     def of_evaluation(self, dataset: Any) -> Any:
         """Return an evaluation set, or a mapping of them, prepared as the training set was.
@@ -103,6 +107,10 @@ class DPOPreparation(DPOTrainer, _InPlaceOfTrainer):
         except _HandedOver as handed:
             self.given = handed.given
 
+    def _prepare_dataset(self, dataset: Any, *others: Any) -> Any:
+        prepare = super()._prepare_dataset
+        return by_row(dataset, lambda rows: prepare(rows, *others), others[-1])
+
     def of_evaluation(self, dataset: Any) -> Any:
         """Return an evaluation set as :meth:`SFTPreparation.of_evaluation`."""
         return each_set(dataset, self._prepared)
@@ -110,6 +118,33 @@ class DPOPreparation(DPOTrainer, _InPlaceOfTrainer):
     def _prepared(self, dataset: Any, name: str) -> Any:
         args, tokenizer = self.given["args"], self.given["processing_class"]
         return self._prepare_dataset(dataset, tokenizer, args, name)
+
+
+def by_row(dataset: Any, prepare: Callable[[Any], Any], name: str) -> Any:
+    """Return ``prepare(dataset)``, and where TRL fails, find the first row that it fails on.
+
+    Raises: DataError names that row.
+    """
+    try:
+        return prepare(dataset)
+    except (HfDpError, OSError, MemoryError):
+        raise
+    except Exception as failure:
+        problem, first, end = failure, 0, len(dataset)
+    while end - first > 1:
+        middle = (first + end) // 2
+        try:
+            prepare(dataset.select(range(first, middle)))
+            first = middle
+        except Exception as failure:
+            problem, end = failure, middle
+    raise DataError(
+        f"TRL cannot prepare row {first} of the {name} set, {reprlib.repr(dataset[first])} "
+        f"({type(problem).__name__}: {problem}). Expected a text in the column that "
+        "dataset_text_field names, a prompt with a completion, messages with a role and a content "
+        "each (one of the assistant's, with assistant_only_loss), or, for DPO, chosen and rejected "
+        "answers; none of them None. Correct or leave out such rows, or rename the columns."
+    ) from problem
 
 
 def each_set(dataset: Any, prepare: Callable[[Any, str], Any]) -> Any:
@@ -147,6 +182,11 @@ def check_rows(dataset: Any) -> None:
         return
     first = None
     for index, row in enumerate(dataset.select_columns(kinds)):
+        if all(value is None for value in row.values()):
+            raise DataError(
+                f"Row {index} of the train_dataset has None as {kinds}. Fill it in, or leave it "
+                "out."
+            )
         try:
             kind = (is_conversational(row), is_conversational_from_value(row))
         except IndexError:

@@ -23,6 +23,7 @@ from transformers import (
     DataCollatorForLanguageModeling,
     DataCollatorForSeq2Seq,
     DataCollatorWithPadding,
+    ProcessorMixin,
     default_data_collator,
 )
 
@@ -407,6 +408,30 @@ def test_tokenizers_models_and_data_are_shared():
 
     isolated = Isolated(Collator())
     assert called(isolated, [1]) and all(each is data for each in isolated.data) and isolated.data
+
+
+def collates(collate):
+    with Isolated(collate).fresh():
+        collate([1])
+
+
+@pytest.mark.parametrize("held", ["tokenizer", "processor"])
+def test_a_growing_vocabulary_is_refused(held, monkeypatch):
+    """A vocabulary is not put back: a word that one row adds, later rows would be read with."""
+    words = tiny.tokenizer()
+    processor = ProcessorMixin() if held == "processor" else None
+    if processor is not None:
+        processor.tokenizer = words
+
+    def collate(rows, through=processor or words):
+        getattr(through, "tokenizer", through).add_tokens([f"word {len(words)}"])
+
+    with pytest.raises(DataError, match="adds tokens to a tokenizer.*Add them before"):
+        collates(collate)
+    assert "word 19" in words.get_vocab()  # so a row after it would see the word
+    collates(lambda rows: words("good film"))
+    monkeypatch.setattr(isolation, "_words", lambda value: 0)  # planted
+    collates(collate)
 
 
 def test_what_is_loaded_when_first_needed_stays():

@@ -103,6 +103,9 @@ EXACT = {
     "prefix tuning, projected": Case(
         "gpt2_tied", peft.PrefixTuningConfig, task_type="CAUSAL_LM", **PREFIX, prefix_projection=True, encoder_hidden_size=6
     ),
+    "Uni-LoRA": Case(
+        "bert", peft.UniLoraConfig, task_type="SEQ_CLS", target_modules=["query", "value"], r=2, theta_d_length=16
+    ),
     "prefix tuning, classifier": Case("gpt2_classifier", peft.PrefixTuningConfig, task_type="SEQ_CLS", **PREFIX),
 }  # fmt: skip
 

@@ -312,6 +312,14 @@ def test_rows_that_trl_would_drop_are_refused(tmp_path):
         trainer(tmp_path, given={"train_dataset": Dataset.from_list(long)}, max_length=40)
 
 
+@pytest.mark.parametrize("column", ["prompt", "chosen", "rejected"])
+def test_a_row_without_an_answer_is_named(column, tmp_path):
+    rows = pairs().to_list()
+    rows[5][column] = None
+    with pytest.raises(DataError, match=f"row 5 of the train set.*'{column}': None"):
+        trainer(tmp_path, given={"train_dataset": Dataset.from_list(rows)})
+
+
 def test_the_collator_copies(tmp_path):
     """hf_dp gives each row a fresh copy of the collator's state."""
     assert isinstance(copy.deepcopy(trainer(tmp_path).data_collator), PairCollator)

@@ -21,6 +21,7 @@ from hf_dp.errors import DataError, InvalidArgumentError, UnsupportedArgumentErr
 from hf_dp.losses import per_example_loss
 from hf_dp.statement.record import read
 from hf_dp.tasks.generation.chat import ChatEncoding
+from hf_dp.trainer import trl_preparation
 from hf_dp.trainer.argument_table import fields_without_a_row
 from hf_dp.trainer.dpo import DPDPOConfig
 from hf_dp.trainer.sft import SFT_ROWS, DPSFTConfig, DPSFTTrainer
@@ -330,8 +331,62 @@ def test_rows_of_different_kinds_are_refused(tmp_path):
     with pytest.raises(DataError, match="Row 24 of the train_dataset has no messages"):
         trainer(tmp_path, given={"train_dataset": empty})
     missing = Dataset.from_list([*talks().to_list(), {"messages": None}])
-    with pytest.raises(DataError, match="Row 24 of the train_dataset is of another kind"):
+    with pytest.raises(
+        DataError, match=r"Row 24 of the train_dataset has None as .'messages'.*out"
+    ):
         trainer(tmp_path, given={"train_dataset": missing})
+    mixed = Dataset.from_list(
+        [{"prompt": "a", "completion": "b"}, {"prompt": None, "completion": "b"}]
+    )
+    with pytest.raises(DataError, match="row 1 of the train set, .*'prompt': None.*Correct or"):
+        trainer(tmp_path, given={"train_dataset": mixed})
+
+
+ONLY_USER = [{"role": "user", "content": "film"}]
+UNUSABLE = {  # rows, what replaces a column's value in one of them, options
+    "no text": (texts, {"text": None}, {}),
+    "no completion": (prompts, {"completion": None}, {}),
+    "no prompt": (prompts, {"prompt": None}, {}),
+    "no content": (talks, {"messages": [{"role": "user", "content": None}]}, {}),
+    "no assistant": (talks, {"messages": ONLY_USER}, {"assistant_only_loss": True}),
+}
+
+
+@pytest.mark.parametrize("place", [0, ROWS - 1])
+@pytest.mark.parametrize("name", UNUSABLE)
+def test_the_row_that_trl_cannot_prepare_is_named(name, place, tmp_path):
+    made, wrong, options = UNUSABLE[name]
+    rows = made().to_list()
+    rows[place] |= wrong
+    with pytest.raises(DataError, match=rf"row {place} of the train set.*|Row {place} .* None as"):
+        trainer(tmp_path, lambda: Dataset.from_list(rows), **options)
+
+
+def test_a_row_to_evaluate_on_is_named_too(tmp_path):
+    rows = Dataset.from_list([*texts(4, 90).to_list(), {"text": None}])
+    with pytest.raises(DataError, match="row 4 of the eval set, {'text': None}"):
+        trainer(tmp_path, texts, given={"eval_dataset": rows})
+
+
+def test_a_turn_of_the_assistants_is_missing_under_a_template_without_markers(tmp_path):
+    rows = Dataset.from_list([*talks().to_list(), {"messages": ONLY_USER}])
+    given = {"processing_class": tokenizer(PLAIN), "train_dataset": rows}
+    with pytest.raises(DataError, match="Row 24 has no turn with the role 'assistant'"):
+        trainer(tmp_path, given=given, assistant_only_loss=True)
+
+
+@pytest.mark.parametrize("column", ["prompt", "completion", "text"])
+def test_a_missing_column_is_named(column, tmp_path):
+    made = texts() if column == "text" else prompts()
+    rows = made.rename_column(column, "other")
+    with pytest.raises(DataError, match="row 0 .*'other': .*Error: .*rename the columns"):
+        trainer(tmp_path, given={"train_dataset": rows})
+
+
+def test_planted_rows_that_are_not_searched(tmp_path, monkeypatch):
+    monkeypatch.setattr(trl_preparation, "by_row", lambda rows, prepare, name: prepare(rows))
+    with pytest.raises(AttributeError):
+        trainer(tmp_path, lambda: Dataset.from_list([*texts().to_list(), {"text": None}]))
 
 
 def test_other_data_is_refused(tmp_path):

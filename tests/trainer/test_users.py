@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import hmac
 import json
 import os
 import shutil
@@ -9,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import tiny
 import torch
@@ -32,6 +35,7 @@ from hf_dp.plans.dp_sgd import DpSgdPlan
 from hf_dp.plans.privacy import PrivacyPlan
 from hf_dp.plans.rounding import ROUNDING_MARGIN
 from hf_dp.plans.units import USER, Users
+from hf_dp.run import user_grouping
 from hf_dp.run.private_run import PrivateRun
 from hf_dp.statement.record import read
 from hf_dp.statement.statement import PrivacyStatement
@@ -265,10 +269,31 @@ def test_a_resume_with_rows_grouped_in_another_way_is_refused(done, tmp_path):
         resumed_with(regrouped(), folder)
     kept = folder / "_users.json"
     assert not any(str(name) in kept.read_text() for name in owners())
-    assert kept.stat().st_mode & 0o777 == 0o600
-    kept.unlink()
-    with pytest.raises(LedgerError, match="_users.json in output_dir 'run' is missing"):
-        resumed_with(by_user(), folder)
+    secret = folder / "_users_secret.json"
+    for file in (kept, secret):
+        assert file.stat().st_mode & 0o777 == 0o600
+        content = file.read_text()
+        file.unlink()
+        with pytest.raises(LedgerError, match="_users.json or _users_secret.json.*is missing"):
+            resumed_with(by_user(), folder)
+        file.write_text(content)
+
+
+def test_which_rows_are_one_users_is_kept_with_a_secret_of_the_folder(tmp_path, monkeypatch):
+    names = ["b", "a", "b", "c"]
+    held = np.array([0, 1, 0, 2], np.int64).tobytes()  # as anybody can number them
+
+    def kept(name):
+        (tmp_path / name).mkdir()
+        user_grouping.same_users(tmp_path / name, "id", UnitTable(names, "who"), begun=False)
+        files = ("_users.json", "_users_secret.json")
+        return [json.loads((tmp_path / name / file).read_text())["value"] for file in files]
+
+    (digest, key), other = kept("one"), kept("two")
+    assert digest == hmac.new(key.encode(), held, hashlib.sha256).hexdigest()
+    assert len(key) == 64 and key != other[1] and digest != other[0]
+    monkeypatch.setattr(user_grouping.secrets, "token_hex", lambda size: "0" * 2 * size)  # planted
+    assert kept("three") == kept("four")
 
 
 def test_a_resume_with_other_names_of_the_same_users_goes_on(done, tmp_path):
@@ -326,9 +351,7 @@ def test_a_run_with_rows_grouped_in_another_way_is_not_counted(tmp_path, start_o
 
 
 def test_planted_a_look_at_the_name_of_the_column_alone_is_seen(done, tmp_path, monkeypatch):
-    monkeypatch.setattr(
-        "hf_dp.run.earlier.grouping_of", lambda *a: UnitTable(regrouped()["who"], "who").digest()
-    )
+    monkeypatch.setattr("hf_dp.run.earlier.is_grouping_of", lambda *a: True)
     options = {"earlier_runs": [str(done.folder)]}
     assert trainer(tmp_path, given={"train_dataset": regrouped()}, **options).run.earlier
 
@@ -342,20 +365,23 @@ def test_the_users_of_an_earlier_run_are_found_from_each_of_its_names(done, tmp_
         trainer(tmp_path, given={"train_dataset": regrouped()}, earlier_runs=[path])
 
 
-@pytest.mark.parametrize("damage", [None, "", "[]", '{"run_id": "other", "rows_of_users": "a"}'])
-def test_an_earlier_run_of_unknown_users_is_not_counted(done, tmp_path, damage):
+@pytest.mark.parametrize("damage", [None, "", "[]", '{"run_id": "other", "value": "a"}'])
+@pytest.mark.parametrize("file", ["_users.json", "_users_secret.json"])
+def test_an_earlier_run_of_unknown_users_is_not_counted(done, tmp_path, damage, file):
     folder = Path(shutil.copytree(done.folder, tmp_path / "run"))
-    (folder / "_users.json").unlink()
+    (folder / file).unlink()
     if damage is not None:
-        (folder / "_users.json").write_text(damage)
+        (folder / file).write_text(damage)
     for options in ({"earlier_runs": [str(folder)]}, {"output_dir": folder, "start_over": True}):
         where = options.pop("output_dir", tmp_path / "second")
-        with pytest.raises(InvalidArgumentError, match="_users.json says which rows.*back from a"):
+        with pytest.raises(
+            InvalidArgumentError, match="_users.json and _users_secret.json say .*back from a"
+        ):
             trainer(where, **options)
     assert not list(folder.glob("_earlier*"))
 
 
-@pytest.mark.parametrize("moves", range(8))  # of seven files and folders
+@pytest.mark.parametrize("moves", range(9))  # of eight files and folders
 def test_a_start_over_that_is_broken_off_still_knows_the_users(done, tmp_path, monkeypatch, moves):
     folder = Path(shutil.copytree(done.folder, tmp_path / "run"))
     rename, left = os.rename, [moves]
@@ -586,7 +612,7 @@ def test_few_users_and_one_with_most_rows_get_a_warning(tmp_path, monkeypatch):
 
 def test_the_table_of_another_process_is_told_apart():
     first, second = UnitTable(["a", "b", "a"], "who"), UnitTable(["a", "b", "b"], "who")
-    assert first.digest() == UnitTable(["x", "y", "x"], "who").digest() != second.digest()
+    assert first.digest("k") == UnitTable(["x", "y", "x"], "who").digest("k") != second.digest("k")
 
 
 def test_a_fixed_seed_makes_it_not_private(tmp_path):
