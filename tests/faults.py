@@ -203,7 +203,9 @@ FAULTS: dict[str, Plant] = {
         clipped_sum, "clipping_weights", lambda *a: torch.ones_like(_weights(*a))
     ),
     "clipped to twice C": _put(
-        clipped_sum, "clipping_weights", lambda kind, norms, c, *more: _weights(kind, norms, 2 * c, *more)
+        clipped_sum,
+        "clipping_weights",
+        lambda kind, norms, c, *more: _weights(kind, norms, 2 * c, *more),
     ),
     "the head is not clipped": head_unclipped,
     "each layer is clipped to C": each_layer_clipped_to_c,

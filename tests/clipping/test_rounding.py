@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 
 import pytest
 import torch
@@ -230,3 +231,51 @@ def test_a_row_whose_positions_cancel_enters_with_little_weight():
     with ClippingEngine(model, 1e-3) as engine:
         engine.backward((model(x) * g).sum((1, 2)))
         assert float(engine.collect()["weight"].norm()) < 1e-3 * slack_cap(0)
+
+
+class Norm(torch.nn.Module):
+    def __init__(self, kind: str):
+        super().__init__()
+        layers = {
+            "linear": lambda: torch.nn.Linear(64, 64),
+            "layer norm": lambda: torch.nn.LayerNorm(64),
+            "rms norm": lambda: torch.nn.RMSNorm(64),
+        }
+        self.layer = layers[kind]()
+        for name, parameter in self.layer.named_parameters():
+            parameter.requires_grad_(kind != "linear" or name == "bias")
+
+    def forward(self, x):
+        return self.layer(x)
+
+
+def moved_by_padding(kind: str) -> float:
+    """Return how far, in units of C, the sum over 15 rows whose positions cancel moves when a longer
+    one joins them, so that they are padded on the left. Its own gradient is next to nothing."""
+    generator = torch.Generator().manual_seed(0)
+    half = torch.randn(1, 32, 64, generator=generator) * 3e5
+    g = torch.cat([half, -half[:, torch.randperm(32, generator=generator)]], 1)
+    x = torch.ones(1, 64, 64) * torch.linspace(1, 2, 64)
+    sums = []
+    for longer in (0, 7):
+        model, pad = Norm(kind), (0, 0, longer, 0)
+        rows = [(torch.nn.functional.pad(x, pad, value=1.0), torch.nn.functional.pad(g, pad))] * 15
+        if longer:
+            rows.append((torch.randn(1, 71, 64), torch.full((1, 71, 64), 1e-9)))
+        with ClippingEngine(model, 0.1) as engine:
+            engine.regrouped = 16
+            features, factors = (torch.cat(part) for part in zip(*rows, strict=True))
+            engine.backward((model(features) * factors).sum((1, 2)))
+            sums.append(torch.cat([total.flatten() for total in engine.collect().values()]))
+    return float((sums[0] - sums[1]).norm()) / 0.1
+
+
+@pytest.mark.parametrize("kind", ["linear", "layer norm", "rms norm"])
+def test_padding_does_not_move_gradients_that_are_sums_over_positions(kind):
+    assert moved_by_padding(kind) < 0.01
+
+
+def test_planted_sums_over_positions_without_slack_are_seen(monkeypatch):
+    rule = sys.modules["hf_dp.clipping.rules.linear"]  # the package has a function of this name
+    monkeypatch.setattr(rule, "summed", lambda terms, dtype: Dense(terms.sum(1, dtype=dtype)))
+    assert moved_by_padding("linear") > 1.01
