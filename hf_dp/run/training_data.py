@@ -269,13 +269,13 @@ def _attends_to_nothing(example: Example) -> bool:
 
 
 def _of_the_size_of_rows(example: dict[str, Tensor], layout: Layout) -> dict[str, Tensor]:
-    """Return a made-up example whose image is as large as those of the rows.
+    """Return a made-up example whose image or video is as large as those of the rows.
 
     A model may take other sizes than the one in its configuration, on another path: it then
-    interpolates its position embeddings.
+    interpolates its position embeddings. How many frames a video has, only the rows say.
     """
     pixels, leaf = example.get("pixel_values"), layout.leaves.get("pixel_values")
-    if pixels is None or leaf is None or len(leaf.most) != pixels.dim():
+    if pixels is None or leaf is None or not leaf.is_tensor:
         return example
     return {**example, "pixel_values": torch.randn(leaf.most, dtype=pixels.dtype)}
 

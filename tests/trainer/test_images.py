@@ -13,9 +13,14 @@ import tiny_images
 import torch
 from peft import LoraConfig
 from tiny_images import NAMES, picture
-from transformers import default_data_collator
+from transformers import (
+    VideoMAEConfig,
+    VideoMAEForVideoClassification,
+    default_data_collator,
+)
 
-from hf_dp.errors import DataError, UnsupportedModelError
+from hf_dp.errors import DataError, SelfCheckError, UnsupportedLossError, UnsupportedModelError
+from hf_dp.run import training_data
 from hf_dp.tasks.images import ToPixels, image_rows
 from hf_dp.trainer.trainer import DPTrainer
 from hf_dp.tuners.frost.config import FrostConfig
@@ -149,6 +154,44 @@ def test_a_model_may_take_other_channels_than_its_configuration_says(tmp_path):
     made = trainer(tmp_path, rows(shaped("L", lambda x: x[None])), model)
     made.train()
     assert made.model.config.num_channels == 3 and made.ledger.steps() == 1
+
+
+def test_videos_train_on_a_loss_of_ones_own(tmp_path, monkeypatch):
+    """No table of transformers' losses has them, and rows alone say how many frames there are."""
+    sizes = {"image_size": 8, "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = VideoMAEConfig(
+        **sizes, patch_size=4, num_frames=4, tubelet_size=2, intermediate_size=8, num_labels=2
+    )
+    videos = torch.randn(16, 4, 3, 8, 8).tolist()
+    rows = datasets.Dataset.from_dict({"pixel_values": videos, "labels": [0, 1] * 8})
+
+    def made(cls):
+        return tiny.trainer(
+            tmp_path / cls.__name__,
+            cls=cls,
+            given={
+                "model": VideoMAEForVideoClassification(config),
+                "train_dataset": rows.with_format("torch"),
+                "eval_dataset": None,
+                "data_collator": default_data_collator,
+            },
+            max_steps=1,
+        )
+
+    class Own(DPTrainer):
+        def compute_per_example_loss(self, model, inputs):
+            logits = model(pixel_values=inputs["pixel_values"]).logits
+            return torch.nn.functional.cross_entropy(logits, inputs["labels"], reduction="none")
+
+    with pytest.raises(UnsupportedLossError, match="Override DPTrainer.compute_per_example_loss"):
+        made(DPTrainer).train()
+    trained = made(Own)
+    trained.train()
+    assert trained.ledger.steps() == 1
+    monkeypatch.setattr(training_data, "_of_the_size_of_rows", lambda example, layout: example)
+    again = made(type("Again", (Own,), {}))
+    with pytest.raises(SelfCheckError, match="expected 5, got 4"):  # planted
+        again.train()
 
 
 def test_the_self_check_sees_images_of_the_size_of_the_rows(tmp_path):
