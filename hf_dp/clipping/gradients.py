@@ -153,7 +153,7 @@ def summed(terms: Tensor, dtype: torch.dtype, dim: int = 1) -> Dense:
     total = terms.sum(dim, dtype=dtype)
     if terms.shape[dim] == 1:
         return Dense(total)
-    size = torch.linalg.vector_norm(terms.flatten(1), dim=1, dtype=dtype)
+    size = torch.linalg.vector_norm(terms, dim=tuple(range(1, terms.dim())), dtype=dtype)
     return Dense(total, of_factors=size.mul_(unit(dtype) * math.sqrt(terms.shape[dim])))
 
 

@@ -147,7 +147,7 @@ def test_a_physical_batch_takes_few_more_operations_and_reads(name):
     plain, private = counted(model, False), counted(model, True)
     # Autograd adds to each gradient, too, after the first physical batch; that is not dispatched.
     additions = sum(parameter.requires_grad for parameter in model.parameters())
-    assert private.operations.total() <= 1.3 * (plain.operations.total() + additions)
+    assert private.operations.total() <= 1.32 * (plain.operations.total() + additions)
     # One for doubtful norms and examples to leave out; one for the side of the padding, where
     # transformers has just waited for the same mask.
     assert private.reads() <= plain.reads() + 2
