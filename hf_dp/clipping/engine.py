@@ -43,7 +43,7 @@ from hf_dp.clipping.tape import Tape
 from hf_dp.clipping.two_pass import two_pass
 from hf_dp.errors import UnaccountedGradientError, UnsupportedLossError, UnsupportedModelError
 from hf_dp.plans.dp_sgd import CLIPPINGS
-from hf_dp.plans.rounding import slack_cap
+from hf_dp.plans.rounding import SMALL_GROUP, regrouping_share, slack_cap
 
 # ``per_example`` is book-keeping of explicit gradients: no module has a rule, and each is
 # differentiated example by example.
@@ -83,11 +83,11 @@ class ClippingEngine:
 
     Attributes:
         regrouped: how many other examples one example more or less can move to other physical
-            batches, whose rounding then changes (:func:`hf_dp.plans.rounding.slack_cap`); None:
-            as many as stand in the batch at hand.
+            batches, whose rounding then changes (:func:`hf_dp.plans.rounding.slack_cap`). Set it
+            in a loop of your own with larger batches.
     """
 
-    regrouped: int | None = None
+    regrouped = SMALL_GROUP
 
     def __init__(
         self,
@@ -237,7 +237,7 @@ class ClippingEngine:
             self._tape,
             self._groups,
             self.clipping,
-            self.clipping_norm,
+            self.clipping_norm * regrouping_share(self.regrouped),
             self._sums,
             check=self._drop_stray_gradients,
             counted=counted,
@@ -245,7 +245,7 @@ class ClippingEngine:
             memory_ratio=self.memory_ratio,
             model_bytes=self._model_bytes,
             rows_per_unit=rows_per_unit,
-            slack_cap=slack_cap(len(losses) if self.regrouped is None else self.regrouped),
+            slack_cap=slack_cap(self.regrouped),
         )
         try:
             # The sums are float32 even if this call runs under autocast.

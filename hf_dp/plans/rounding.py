@@ -8,8 +8,8 @@ one example leaves, three things change beside its own part.
   Groups do not move (:func:`hf_dp.batches.physical.physical_batches`): at most R other examples get
   into another group, R the size of a physical batch. Each is rounded once with the example and once
   without it. The engine's weights keep ``w_i s_i <= cap C`` (:func:`slack_cap`), so this moves the
-  sum by at most ``2 R cap C``, which is :data:`REGROUPING` C whatever R is. The example's own slack
-  is part of what is clipped: ``w (n + s) <= C``.
+  sum by at most ``2 R cap C``, which is :data:`REGROUPING` C for R up to 64. The example's own
+  slack is part of what is clipped: ``w (n + s) <= C``.
 * *Its norm* was believed with a relative error of up to 5e-5 (:mod:`hf_dp.clipping.norms`).
 * *The order of additions*: each is off by 2^-53 of a partial sum of at most n C, in both sums. With
   1,024 additions an example to one number of the sum: ``n^2 2^-42 C``.
@@ -35,9 +35,10 @@ ROUNDING_MARGIN = 2.0**-12
 # What the rounding of regrouped examples may move, in units of C.
 REGROUPING = 2.0**-7
 
-# Groups of up to this size have one cap, so that what is clipped does not depend on them. Rows of
-# real texts and images have a slack of 4e-6 to 6e-5 of their norm; this cap is 2.4e-4.
-_SMALLEST_GROUP = 16
+# Rows of real texts and images have a slack of 4e-6 to 6e-5 of their norm, and no cap shall lower
+# their weights. It is 2.4e-4 for groups of up to 16, so that these do not differ, and falls to
+# 6.1e-5 for 64. Larger groups keep that, and gradients are clipped to less (regrouping_share).
+SMALL_GROUP, _LARGE_GROUP = 16, 64
 
 _NORM_ERROR = 5e-5
 
@@ -64,7 +65,14 @@ def slack_cap(regrouped: int) -> float:
 
     Args: regrouped: R, the most other examples that one example moves to another group.
     """
-    return REGROUPING / (2 * max(_SMALLEST_GROUP, regrouped))
+    return REGROUPING / (2 * min(max(SMALL_GROUP, regrouped), _LARGE_GROUP))
+
+
+def regrouping_share(regrouped: int) -> float:
+    """Return the further share of C to which gradients in large groups are clipped: 1 up to 64
+    regrouped examples, 0.978 for 256."""
+    moved = max(REGROUPING, 2 * regrouped * slack_cap(regrouped))
+    return (1 + REGROUPING) / (1 + moved)
 
 
 def _largest(expected_draw: float, most: float) -> float:

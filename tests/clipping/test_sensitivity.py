@@ -150,17 +150,19 @@ def moved_by_small_products(batches: int = 150) -> float:
     With the first row each product is just above half a unit in the last place of a float32 sum
     beyond what that holds; without it, all rows move by one place and it is just below.
     """
-    many, size, unit = 100_000, 0.9 * C, 2.0 ** (math.floor(math.log2(90_000 * C)) - 23)
+    width, many = 16, 100_000  # of the matrix, all of whose entries are alike
+    size, unit = 0.9 * C / width, 2.0 ** (math.floor(math.log2(90_000 * C / width)) - 23)
     size = (round(4 * size / unit) + 0.52) * unit / 4
     drift = torch.tensor([(-0.04, 0.04, 0, 0)[i % 4] * (i // 4) for i in range(4 * batches)])
     small = size + unit * drift.double()
     sums = []
     for first in (0, 1):
-        model = torch.nn.Linear(1, 1, bias=False)
+        model = torch.nn.Linear(width, width, bias=False)
         rows = small[first:].float()
         with ClippingEngine(model, C) as engine:
+            engine.regrouped = 4
             for group in [torch.full((many,), size), *rows.split(4)]:
-                engine.backward(model(torch.ones(len(group), 1))[:, 0] * group)
+                engine.backward(model(torch.ones(len(group), width)).sum(1) * group)
             sums.append(engine.collect()["weight"].double())
     return float((sums[0] - sums[1]).norm()) / C
 
