@@ -1,4 +1,4 @@
-"""Cut a logical batch into physical ones; this affects memory and padding, never the result.
+"""Cut a logical batch into physical ones, which affects memory and padding.
 
 Which examples share a batch may hardly depend on any one of them: each product over a batch is
 rounded, and if all others regrouped when one example leaves, the rounding of all of them would
@@ -36,8 +36,8 @@ def physical_batches(
     first, so that a group too large for the memory fails at once.
 
     Args:
-        keys: below 2^64, drawn for each example alone. Examples of equal length and key, which one
-            pair in 2^64 has, share a group.
+        keys: below 2^64, drawn for each example alone. Examples of equal length and key share a
+            group; of keys with 63 random bits, one pair in 2^63 is equal.
         max_tokens: the largest number of tokens in a group, including padding to its longest
             example. An example that is longer gets a group of its own.
         shapes: the shape of each example; only examples of equal shape share a group.

@@ -248,7 +248,7 @@ class ClippingEngine:
             slack_cap=slack_cap(self.regrouped),
         )
         try:
-            # The sums are float32 even if this call runs under autocast.
+            # Products are float32 or better even if this call runs under autocast.
             with torch.autocast(losses.device.type, enabled=False):
                 if unit_continues or self._large is not None:
                     self._large = self._large or LargeUnit()

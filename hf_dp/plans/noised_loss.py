@@ -60,7 +60,8 @@ class NoisedLossPlan(DpSgdPlan):
 
         The losses of all N examples are together less than 2^53 such units, so their sum is exact
         in float64, in whatever order and in however many parts it is formed: one example moves it
-        by at most B, and rounding adds nothing.
+        by at most B, and adding rounds nothing. What the forward rounds is not covered: the losses
+        of examples that regroup may change by that (made-up logits of 1e7 moved the sum by 4 B).
         """
         above = math.frexp(self.noised_loss_bound)[1] + schedule.num_examples.bit_length()
         return math.ldexp(1.0, above - 53)  # N < 2^bits and B < 2^exponent: N B < 2^above

@@ -52,10 +52,19 @@ _CASTS = (torch.bfloat16, torch.float16)
 
 def _note_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     for group in optimizer.param_groups:
-        changes = group.get("lr") != 0  # torch loads a sharded state after such a step
         for parameter in group["params"]:
-            if not _paid.pop(parameter, False) and parameter.grad is not None and changes:
+            if not _paid.pop(parameter, False) and _tells(parameter, group.get("lr")):
                 _unpaid[parameter] = True
+
+
+def _tells(parameter: Tensor, rate: Any) -> bool:
+    """Return whether a step tells of rows: all do but those without a gradient, and those at rate 0
+    on zeros, with which torch makes the state of an optimizer whose shards it loads."""
+    gradient = parameter.grad
+    if gradient is None or rate != 0:
+        return gradient is not None
+    local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
+    return bool(local.any())
 
 
 # For every optimizer of this process: fused and foreach steps leave no other trace.

@@ -587,8 +587,11 @@ class PrivateRun:
 
     @property
     def regrouped(self) -> int:
-        """How many other examples one example more or less moves to another physical batch; twice
-        as many where draws are truncated, since another one joins or leaves with it."""
+        """The most other examples that one example more or less moves to another physical batch.
+
+        It is the size of a batch. Where draws are truncated, another example joins or leaves with
+        the first, so it is twice the size.
+        """
         size = self.options.batches.physical_batch_size
         return size if self.plan.max_batch_size is None else 2 * size
 

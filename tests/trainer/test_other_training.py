@@ -293,6 +293,16 @@ def test_steps_of_others_between_private_steps_are_not_saved_as_proven(tmp_path,
     assert not list(tmp_path.glob("*.safetensors"))
 
 
+@pytest.mark.parametrize("gradient", [0.0, 1.0])
+def test_a_step_at_rate_0_counts_unless_its_gradients_are_zeros(gradient):
+    """The state of an optimizer keeps gradients; torch makes it by such a step on zeros."""
+    model = torch.nn.Linear(2, 2)
+    for parameter in model.parameters():
+        parameter.grad = torch.full_like(parameter, gradient)
+    torch.optim.AdamW(model.parameters(), lr=0.0).step()
+    assert len(list(other_training.trained_in_memory(model, ()))) == bool(gradient)
+
+
 CHANGES = {
     "one number": lambda m: m.classifier.bias[0].add_(1e-6),
     "two numbers swapped": lambda m: m.classifier.weight.copy_(m.classifier.weight.flip(1)),
