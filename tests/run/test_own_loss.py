@@ -93,6 +93,16 @@ def test_soft_labels(version, kind):
     agrees(bert(num_labels=3, problem_type=kind), {**example, "labels": torch.rand(1, 3).double()})
 
 
+@pytest.mark.parametrize("place", range(7))
+def test_a_row_with_one_label_keeps_it(place):
+    """A masked language model's loss is NaN where no token is asked for, ours is 0."""
+    model = bert(hf.BertForMaskedLM)
+    (example, *_) = synthetic_examples(model)
+    one = torch.full_like(example["labels"], -100)
+    one[0, place] = 5
+    compare(model, {**example, "labels": one})
+
+
 # -- losses of the user's own ---
 
 

@@ -27,8 +27,8 @@ def test_the_bar_shows_epsilon_from_the_first_step(tmp_path, capsys):
     trainer.train()
     delta = trainer.privacy_plan.delta
     first = epsilon(PoissonSampledGaussian(1.0, 8 / 40, 1), delta, "rdp").rounded_up()
-    bar = capsys.readouterr().err
-    assert "1/3 [" in bar and f"epsilon {first:g}" in bar
+    # Not the count beside it: tqdm draws that again after a tenth of a second at the earliest.
+    assert f"epsilon {first:g}" in capsys.readouterr().err
 
 
 def test_planted_bar_that_waits_for_a_log_is_seen(tmp_path, capsys, monkeypatch):
