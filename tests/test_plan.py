@@ -199,13 +199,13 @@ def test_the_margin_covers_how_far_float32_rounds_one_example_beside_a_whole_dra
 @pytest.mark.parametrize("draw", [1, 8, 512, 513, 1_024, 6_144, 100_000, 2_000_000])
 @pytest.mark.parametrize("size", [1, 2, 16, 64, 300])
 def test_what_is_clipped_to_leaves_room_for_all_that_rounds(draw, size):
-    """One example's part; its norm; all that regroup, rounded with it and without it; and the
-    additions of one product an example, in both sums."""
+    """One example's part; its norm, and those of all that regroup, with it and without it; what
+    rounds in their products; and the additions of one product an example, in both sums."""
     share = clipping_share(draw, draw) * regrouping_share(size)
     margin = rounding_margin(draw, draw)
-    parts = [1.0, 5e-5, 2 * size * slack_cap(size), draw * draw * 2.0**-42]
+    parts = [1.0, (1 + 2 * size) * 5e-5, 2 * size * slack_cap(size), draw * draw * 2.0**-42]
     assert 0 < share <= 1 and share * sum(parts) <= 1 + margin + 1e-12
-    assert share > (0.96 if draw <= 100_000 else 0.6)  # and little more than that
+    assert share > (0.93 if draw <= 100_000 else 0.6)  # and little more than that
 
 
 def test_the_plan_clips_to_that_share():
@@ -217,7 +217,7 @@ def test_the_plan_clips_to_that_share():
 
 def test_what_is_clipped_does_not_depend_on_small_groups():
     assert slack_cap(1) == slack_cap(16) == 2.0**-12 == 4 * slack_cap(64)
-    assert regrouping_share(64) == 1 > regrouping_share(65) > regrouping_share(256) > 0.97
+    assert regrouping_share(64) == 1 > regrouping_share(65) > regrouping_share(256) > 0.95
     assert slack_cap(1000) == slack_cap(64)  # real rows keep their weights
 
 

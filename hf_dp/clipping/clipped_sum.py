@@ -59,6 +59,7 @@ class ClippedSum:
         slack_cap: the most of C that rounding may make of one example's part.
 
     Attributes:
+        clipping_norm, slack_cap: as given.
         given: gradients that were captured already; None to capture them.
         shards: as given.
         forms: the form that each parameter's gradients got, in words; only from book-keeping.
@@ -85,8 +86,7 @@ class ClippedSum:
         self._rows_per_unit = rows_per_unit
         self.adding = False
         self.forms: dict[nn.Parameter, str] = {}
-        self._clipping, self._clipping_norm = clipping, clipping_norm
-        self._slack_cap = slack_cap
+        self._clipping, self.clipping_norm, self.slack_cap = clipping, clipping_norm, slack_cap
         self._sums, self._check = sums, check
         self._counted, self.shards = counted, ShardedSums(()) if shards is None else shards
         self._memory_ratio, self._model_bytes = memory_ratio, model_bytes
@@ -158,7 +158,7 @@ class ClippedSum:
         """Return weights and norms, each (K, b), and which examples are used, (b,)."""
         norms, slack = table.result()
         weights = clipping_weights(
-            self._clipping, norms + slack, self._clipping_norm, slack / self._slack_cap
+            self._clipping, norms + slack, self.clipping_norm, slack / self.slack_cap
         )
         keep = torch.isfinite(norms + slack).all(0)
         if not self._counted:

@@ -19,7 +19,6 @@ pair (:mod:`hf_dp.clipping.inner_products`). Uses that are cheap to join are joi
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import ClassVar
@@ -147,14 +146,15 @@ def of_units(values: Tensor, rows: int) -> Tensor:
 def summed(terms: Tensor, dtype: torch.dtype, dim: int = 1) -> Dense:
     """Return per-example gradients that are sums of ``terms`` (b, ...) over one dimension.
 
-    Their slack is that of the terms, which may cancel: the order in which they are added depends on
-    padding. By Cauchy and Schwarz, ``sum_t |term_t| <= sqrt(T sum_t |term_t|^2)``.
+    Their slack is that of the terms, ``u sum_t |term_t|``: they may cancel, and the order in which
+    they are added depends on padding. Padding itself adds nothing to it.
     """
     total = terms.sum(dim, dtype=dtype)
     if terms.shape[dim] == 1:
         return Dense(total)
-    size = torch.linalg.vector_norm(terms, dim=tuple(range(1, terms.dim())), dtype=dtype)
-    return Dense(total, of_factors=size.mul_(unit(dtype) * math.sqrt(terms.shape[dim])))
+    others = tuple(each for each in range(1, terms.dim()) if each != dim)
+    sizes = torch.linalg.vector_norm(terms, dim=others, dtype=dtype) if others else terms.abs()
+    return Dense(total, of_factors=sizes.sum(1, dtype=dtype).mul_(unit(dtype)))
 
 
 def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
@@ -310,11 +310,9 @@ class Lookups(PerExampleGradient):
         return found // stride, found % stride, values
 
     def slack(self) -> Tensor:
-        # The norm is exact up to its last rounding; the sum over positions in float32 is not:
-        # sum_t |grad_t| <= sqrt(T sum_t |grad_t|^2)
+        # The norm is exact up to its last rounding; the sum over positions in float32 is not.
         dtype = accumulation_dtype(self.grads.dtype)
-        squares = self.grads.to(dtype).square().sum((1, 2))
-        return unit(dtype) * squares.mul(self.tokens.shape[1]).sqrt()
+        return unit(dtype) * torch.linalg.vector_norm(self.grads, dim=2, dtype=dtype).sum(1)
 
     def add_weighted_sum(self, total: Tensor, weights: Weights) -> None:
         weighted = weights.scaled(self.grads, total.dtype)

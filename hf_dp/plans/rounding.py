@@ -8,9 +8,10 @@ one example leaves, three things change beside its own part.
   Groups do not move (:func:`hf_dp.batches.physical.physical_batches`): at most R other examples get
   into another group, R the size of a physical batch. Each is rounded once with the example and once
   without it. The engine's weights keep ``w_i s_i <= cap C`` (:func:`slack_cap`), so this moves the
-  sum by at most ``2 R cap C``, which is :data:`REGROUPING` C for R up to 64. The example's own
-  slack is part of what is clipped: ``w (n + s) <= C``.
-* *Its norm* was believed with a relative error of up to 5e-5 (:mod:`hf_dp.clipping.norms`).
+  sum by at most ``2 R cap C``. The example's own slack is part of what is clipped:
+  ``w (n + s) <= C``.
+* *Norms* are believed with a relative error of up to e = 5e-5 (:mod:`hf_dp.clipping.norms`): the
+  example's own once, those of the R others with it and without it, so ``(1 + 2 R) e C``.
 * *The order of additions*: each is off by 2^-53 of a partial sum of at most n C, in both sums. With
   1,024 additions an example to one number of the sum: ``n^2 2^-42 C``.
 
@@ -32,12 +33,10 @@ import math
 # The least margin, in units of C, by which noise is scaled up.
 ROUNDING_MARGIN = 2.0**-12
 
-# What the rounding of regrouped examples may move, in units of C.
-REGROUPING = 2.0**-7
-
 # Rows of real texts and images have a slack of 4e-6 to 6e-5 of their norm, and no cap shall lower
-# their weights. It is 2.4e-4 for groups of up to 16, so that these do not differ, and falls to
-# 6.1e-5 for 64. Larger groups keep that, and gradients are clipped to less (regrouping_share).
+# their weights. It is 2.4e-4 for groups of up to 16, and falls to 6.1e-5 for 64. What that moves,
+# 2^-7 C, is the same for all from 16 on; larger groups than 64 keep the cap, and move more.
+_SLACK = 2.0**-7
 SMALL_GROUP, _LARGE_GROUP = 16, 64
 
 _NORM_ERROR = 5e-5
@@ -52,12 +51,17 @@ def rounding_margin(expected_draw: float, most: float = math.inf) -> float:
     return max(ROUNDING_MARGIN, _largest(expected_draw, most) * 2.0**-23)
 
 
-def clipping_share(expected_draw: float, most: float = math.inf) -> float:
+def clipping_share(
+    expected_draw: float, most: float = math.inf, margin: float | None = None
+) -> float:
     """Return the share of C that gradients are clipped to, so that sums over such draws move by no
-    more than C (1 + margin)."""
+    more than C (1 + margin), with physical batches of up to 64.
+
+    Args: margin: :func:`rounding_margin` of the draw by default.
+    """
     history = _largest(expected_draw, most) ** 2 * 2.0**-42
-    moved = 1 + _NORM_ERROR + REGROUPING + history
-    return min(1.0, (1 + rounding_margin(expected_draw, most)) / moved)
+    margin = rounding_margin(expected_draw, most) if margin is None else margin
+    return min(1.0, (1 + margin) / (1 + _moved(_LARGE_GROUP) + history))
 
 
 def slack_cap(regrouped: int) -> float:
@@ -65,14 +69,17 @@ def slack_cap(regrouped: int) -> float:
 
     Args: regrouped: R, the most other examples that one example moves to another group.
     """
-    return REGROUPING / (2 * min(max(SMALL_GROUP, regrouped), _LARGE_GROUP))
+    return _SLACK / (2 * min(max(SMALL_GROUP, regrouped), _LARGE_GROUP))
 
 
 def regrouping_share(regrouped: int) -> float:
     """Return the further share of C to which gradients in large groups are clipped: 1 up to 64
-    regrouped examples, 0.978 for 256."""
-    moved = max(REGROUPING, 2 * regrouped * slack_cap(regrouped))
-    return (1 + REGROUPING) / (1 + moved)
+    regrouped examples, 0.960 for 256."""
+    return (1 + _moved(_LARGE_GROUP)) / (1 + _moved(max(regrouped, _LARGE_GROUP)))
+
+
+def _moved(regrouped: int) -> float:
+    return 2 * regrouped * slack_cap(regrouped) + (1 + 2 * regrouped) * _NORM_ERROR
 
 
 def _largest(expected_draw: float, most: float) -> float:

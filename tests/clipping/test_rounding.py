@@ -8,9 +8,17 @@ import sys
 import pytest
 import torch
 from models import example_norms
+from torch.nn import functional as F
 
 from hf_dp.clipping import ClippingEngine, gradients, gram_norms, norms
-from hf_dp.clipping.gradients import Dense, Lookups, OuterProducts, PerExampleGradient, Weights
+from hf_dp.clipping.gradients import (
+    Dense,
+    Lookups,
+    OuterProducts,
+    PerExampleGradient,
+    Weights,
+    summed,
+)
 from hf_dp.clipping.gram_norms import outer_norms
 from hf_dp.clipping.grams import LastOf, gram_blocks
 from hf_dp.clipping.inner_products import inner_product
@@ -231,6 +239,26 @@ def test_a_row_whose_positions_cancel_enters_with_little_weight():
     with ClippingEngine(model, 1e-3) as engine:
         engine.backward((model(x) * g).sum((1, 2)))
         assert float(engine.collect()["weight"].norm()) < 1e-3 * slack_cap(0)
+
+
+@pytest.mark.parametrize("form", ["factors", "lookups", "summed", "summed last"])
+def test_padding_does_not_change_a_slack(form):
+    """A weight that it bounds would depend on the longest neighbor."""
+    torch.manual_seed(0)
+    g = torch.randn(2, 7, 8)
+
+    def slack(padding):
+        padded = F.pad(g, (0, 0, 0, padding))
+        tokens = torch.arange(7 + padding).expand(2, -1)
+        made = {
+            "factors": lambda: OuterProducts(padded, torch.ones(2, 7 + padding, 3)),
+            "lookups": lambda: Lookups(tokens, padded),
+            "summed": lambda: summed(padded, torch.float32),
+            "summed last": lambda: summed(padded.mT, torch.float32, 2),
+        }
+        return made[form]().slack()
+
+    torch.testing.assert_close(slack(0), slack(500), rtol=1e-6, atol=0)
 
 
 class Norm(torch.nn.Module):

@@ -24,9 +24,10 @@ A 1-norm has no Gram form, so each layer's gradient is formed example by example
 The very numbers that were measured are added. Norm and sum therefore cannot differ by the rounding
 of different summation orders.
 
-A limit remains. Unlike weights of sums (:func:`hf_dp.plans.rounding.slack_cap`), weights here have
-no bound by what rounds. Where the terms of many examples cancel to 1e-7 of their size, an example
-that regroups them moved the magnitudes by 1.63 sensitivities (made-up rows, T = 64).
+Norms and sums round, and differently beside other examples (:mod:`hf_dp.plans.rounding`). An
+example's slack bounds this in the 2-norm of each parameter, and the a-norm of k numbers is at most
+``k^(1/a - 1/2)`` times as large. As for sums of gradients, the weight is computed from norm plus
+slack, and the weighted slack is at most :func:`hf_dp.plans.rounding.slack_cap` of the threshold.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ from hf_dp._validate import invalid, one_of
 from hf_dp.clipping import ClippingEngine
 from hf_dp.clipping.clipped_sum import ClippedSum
 from hf_dp.clipping.explicit import accumulate, explicit, representable
-from hf_dp.clipping.gradients import PerExampleGradient
+from hf_dp.clipping.gradients import Lookups, PerExampleGradient
 from hf_dp.clipping.rounding import full_precision
 from hf_dp.distributed.processes import Processes
 from hf_dp.plans.rounding import ROUNDING_MARGIN
@@ -55,7 +56,9 @@ def sensitivity(
 ) -> float:
     """Return how far one example can move the vector of magnitudes, in the L2 norm.
 
-    The rounding of float32 sums is included.
+    Args:
+        clipping_norm: c, of which an engine for very many rows is given its share
+            (:func:`hf_dp.plans.rounding.clipping_share`).
     """
     sizes = [partition.size for partition in partitions]
     smallest = min(sizes) if magnitude == "mg" else sum(sizes) / len(sizes)
@@ -100,11 +103,6 @@ class MagnitudeEngine(ClippingEngine):
         }
         self._totals: dict[nn.Parameter, Tensor] = {}
         self._direct: Tensor | None = None  # mgna with order 1
-
-    @property
-    def sensitivity(self) -> float:
-        """See :func:`sensitivity`."""
-        return sensitivity(self.partitions, self.magnitude, self.norm_order, self.clipping_norm)
 
     def __enter__(self) -> MagnitudeEngine:
         super().__enter__()
@@ -155,6 +153,21 @@ class MagnitudeEngine(ClippingEngine):
             dtype=torch.float64,
         )
 
+    def _slack(self, parameter: nn.Parameter, uses: Sequence[PerExampleGradient]) -> Tensor:
+        """Return a bound on the rounding of each example's gradient in the a-norm, (b,)."""
+        slack = torch.stack([use.slack() for use in uses]).sum(0).double()
+        if self.norm_order == 2:
+            return slack
+        numbers = torch.full_like(slack, parameter.numel())
+        if all(isinstance(use, Lookups) for use in uses):  # few rows, and not those of padding
+            looked_up = sum(
+                use.grads.any(2).sum(1) * use.grads.shape[2]
+                for use in uses
+                if isinstance(use, Lookups)
+            )
+            numbers = numbers.minimum(torch.as_tensor(looked_up, device=slack.device))
+        return slack * numbers.sqrt()
+
     def _power(self, values: Tensor) -> Tensor:
         """Return ``|values|_a^a`` in float64."""
         return (values.abs() if self.norm_order == 1 else values.square()).sum(dtype=torch.float64)
@@ -162,28 +175,36 @@ class MagnitudeEngine(ClippingEngine):
     def _take(self, step: ClippedSum, losses: Tensor) -> Tensor:
         uses = step.capture(losses)
         with torch.no_grad(), full_precision():
-            return self._add(uses, step.units(losses))
+            return self._add(step, uses, step.units(losses))
 
-    def _add(self, uses: dict[nn.Parameter, list[PerExampleGradient]], examples: int) -> Tensor:
+    def _add(
+        self,
+        step: ClippedSum,
+        uses: dict[nn.Parameter, list[PerExampleGradient]],
+        examples: int,
+    ) -> Tensor:
         device = next(iter(self._parameters.values())).device
         names = {parameter: name for name, parameter in self._parameters.items()}
         powers = torch.zeros(examples, len(self.partitions), dtype=torch.float64, device=device)
+        slacks = torch.zeros_like(powers)
         for parameter, of_parameter in uses.items():
+            place = self._index[names[parameter]]
+            slacks[:, place] += self._slack(parameter, of_parameter) ** self.norm_order
             for index in range(examples):
                 _, values = explicit(of_parameter, parameter, index)
-                powers[index, self._index[names[parameter]]] += self._power(values)
-        sizes = self._sizes(device)
+                powers[index, place] += self._power(values)
+        sizes, threshold = self._sizes(device), step.clipping_norm
         if self.magnitude == "mg":
-            totals, threshold = powers.sum(1), self.clipping_norm
+            each = torch.ones_like(sizes)
         else:
-            totals = (powers / sizes).sum(1)
-            threshold = self.clipping_norm / float(sizes.mean()) ** (1 / self.norm_order)
-        norms = totals ** (1 / self.norm_order)
+            each, threshold = 1 / sizes, threshold / float(sizes.mean()) ** (1 / self.norm_order)
+        norms, slack = ((found @ each) ** (1 / self.norm_order) for found in (powers, slacks))
+        bounds = torch.maximum(norms + slack, slack / step.slack_cap)
         weights = torch.where(
-            torch.isfinite(norms), threshold / norms.clamp_min(threshold), torch.zeros_like(norms)
+            torch.isfinite(bounds), threshold / bounds.clamp_min(threshold), torch.zeros_like(norms)
         )
         if self.magnitude == "mgna" and self.norm_order == 1:
-            finite = torch.isfinite(norms)[:, None]
+            finite = torch.isfinite(bounds)[:, None]
             shares = torch.where(
                 finite, weights[:, None] * powers / sizes, torch.zeros_like(powers)
             ).sum(0)

@@ -11,6 +11,7 @@ from transformers.utils import logging
 
 from hf_dp._validate import invalid
 from hf_dp.accounting import SUM
+from hf_dp.plans.rounding import ROUNDING_MARGIN, clipping_share
 from hf_dp.plans.selection import SelectionPlan
 from hf_dp.run.clock import SELECTION
 from hf_dp.run.private_run import PrivateRun
@@ -23,7 +24,7 @@ from hf_dp.tuners.base import (
     refuse_several_processes,
 )
 from hf_dp.tuners.frost.config import FrostConfig, chosen_from, made_from
-from hf_dp.tuners.frost.magnitude import MagnitudeEngine
+from hf_dp.tuners.frost.magnitude import MagnitudeEngine, sensitivity
 from hf_dp.tuners.frost.partition import Partition
 from hf_dp.tuners.frost.select import select
 from hf_dp.tuners.only_trains import only_trains
@@ -181,24 +182,26 @@ def select_partitions(run: PrivateRun, config: FrostConfig) -> dict[str, Any]:
     assert plan is not None and plan.noise_multiplier is not None
     parts = config.candidate_partitions(run.model)
     candidates = {name for part in parts for name in part.parameters}
+    rows = run.plan.num_examples
+    share = clipping_share(plan.sample_rate * rows, rows, ROUNDING_MARGIN)
     with only_trains(run.model, candidates) as restrict:
         run.check_engine()
         run.model.train()  # as in the steps to come
-        sampler = plan.sampler(run.plan.num_examples, config.selection_iterations)
+        sampler = plan.sampler(rows, config.selection_iterations)
         draws = iter(run.draws(sampler))
 
         def observe(remaining: Sequence[Partition]) -> tuple[list[float], float]:
             restrict({name for part in remaining for name in part.parameters})
-            engine = MagnitudeEngine(
-                run.model, remaining, plan.clipping_norm, plan.quantity, plan.norm_order
-            )
+            kind = plan.quantity, plan.norm_order
+            bound = sensitivity(remaining, *kind, plan.clipping_norm)
+            engine = MagnitudeEngine(run.model, remaining, plan.clipping_norm * share, *kind)
             with engine:
                 run.feed(engine, next(draws))
                 magnitudes = engine.magnitudes(run.processes)
             logger.info("DP-FROST: %d partitions remain.", len(remaining))
-            with run.release(plan.release(engine.sensitivity)) as release:
+            with run.release(plan.release(bound)) as release:
                 noised = release.sum({SUM: magnitudes})[SUM]
-            return noised.tolist(), engine.sensitivity
+            return noised.tolist(), bound
 
         selection = select(
             parts,
