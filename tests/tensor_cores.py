@@ -117,7 +117,7 @@ def partial_sum(one: Tensor, other: Tensor) -> Tensor:
     return accumulator
 
 
-def product(one: Tensor, other: Tensor, weights: Tensor, total: Tensor | None = None) -> Tensor:
+def piece(one: Tensor, other: Tensor, weights: Tensor, total: Tensor | None = None) -> Tensor:
     """Compute what the kernel computes of the same arguments."""
     assert one.dtype == other.dtype == torch.bfloat16 and weights.dtype == torch.float32
     found = torch.zeros(len(one), one.shape[3], other.shape[3])
@@ -135,11 +135,11 @@ def emulate(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
     def counted(*arguments: Any) -> Tensor:
         calls.append(1)
-        return product(*arguments)
+        return piece(*arguments)
 
     def take(*factors: Tensor) -> bool:
         return all(each.dtype == torch.bfloat16 for each in factors)
 
     monkeypatch.setattr(tensor_cores, "take", take)
-    monkeypatch.setattr(tensor_cores, "product", counted)
+    monkeypatch.setattr(tensor_cores, "piece", counted)
     return calls

@@ -12,7 +12,7 @@ import pytest
 import torch
 from forms import FORMS, force
 from models import batch_for, gpt2, rows
-from tensor_cores import emulate, product
+from tensor_cores import emulate, piece
 from torch import Tensor
 
 from hf_dp.clipping import ClippingEngine, tensor_cores
@@ -40,22 +40,51 @@ def factors(kind: str, terms: int) -> tuple[Tensor, Tensor]:
 
 def error(kind: str, terms: int) -> float:
     """Return the largest error in eps of the sum of the terms' magnitudes."""
-    one, other = factors(kind, terms)
-    exact = torch.einsum("zgki,zgkj->zij", one.double(), other.double())
-    size = torch.einsum("zgki,zgkj->zij", one.double().abs(), other.double().abs())
-    found = product(one, other, torch.ones(1, 1))
+    return error_of(*factors(kind, terms))
+
+
+def error_of(one: Tensor, other: Tensor, weight: float = 1.0) -> float:
+    weights = torch.full(one.shape[:2], weight)
+    exact = torch.einsum("zgki,zgkj->zij", one.double(), other.double()) * weights[0, 0].double()
+    size = torch.einsum("zgki,zgkj->zij", one.double().abs(), other.double().abs()) * weight
+    found = tensor_cores.product(one, other, weights)
     return float(((found - exact).abs() / size).max()) / EPS
+
+
+@pytest.fixture
+def by_pieces(monkeypatch):
+    monkeypatch.setattr(tensor_cores, "piece", piece)
 
 
 @pytest.mark.parametrize("terms", [1, 7, 64, 768, 14_336])
 @pytest.mark.parametrize("kind", TERMS_OF)
+@pytest.mark.usefixtures("by_pieces")
 def test_sums_are_off_by_less_than_norms_allow_for(kind, terms):
     assert error(kind, terms) <= 15 <= unit(torch.float32) / EPS / 2
 
 
+@pytest.mark.usefixtures("by_pieces")
 def test_planted_sums_that_never_leave_the_tensor_cores_are_seen(monkeypatch):
     monkeypatch.setattr(tensor_cores, "TERMS", 14_336)
     assert error("of one sign", 14_336) > unit(torch.float32) / EPS
+
+
+def of_terms_alike(groups: int, terms: int) -> float:
+    """Return the largest error for terms of one size, whose rounding adds up."""
+    ones = torch.ones(1, groups, terms, 1).bfloat16()
+    return max(error_of(ones, ones, weight) for weight in (0.1, 1 / 3, 0.7))
+
+
+@pytest.mark.parametrize(("groups", "terms"), [(1, 2**15), (512, 64), (48, 100)])
+@pytest.mark.usefixtures("by_pieces")
+def test_many_partial_sums_are_off_by_no_more(groups, terms):
+    assert of_terms_alike(groups, terms) <= unit(torch.float32) / EPS
+
+
+@pytest.mark.usefixtures("by_pieces")
+def test_planted_sums_of_any_length_in_float32_are_seen(monkeypatch):
+    monkeypatch.setattr(tensor_cores, "PARTS", 2**20)
+    assert of_terms_alike(2**13, 8) > unit(torch.float32) / EPS
 
 
 # -- in the engine ---
