@@ -147,9 +147,9 @@ def _whole(uses: Sequence[PerExampleGradient], parameter: nn.Parameter) -> list[
     whole: list[PerExampleGradient] = []
     for use in uses:
         if not isinstance(use, Dense):
-            slack = use.slack()
-            each = [use.example_gradient(i, parameter.shape, dtype) for i in range(len(slack))]
-            use = Dense(torch.stack(each), owned=True, of_factors=slack)
+            size = use.size()
+            each = [use.example_gradient(i, parameter.shape, dtype) for i in range(len(size))]
+            use = Dense(torch.stack(each), owned=True, of_terms=size)
         whole.append(use)
     return whole
 

@@ -109,8 +109,8 @@ def bundled(
     for parameters in members.values():
         dense = [use for p in parameters for use in uses.pop(p) if isinstance(use, Dense)]
         gradients = torch.cat([use.gradients.flatten(1) for use in dense], 1)
-        known = any(use.of_factors is not None for use in dense)
-        slacks = [use.slack() for use in dense] if known else []
-        slack = torch.stack(slacks).square().sum(0).sqrt() if known else None
-        bundles.append(Bundle(parameters, Dense(gradients, owned=True, of_factors=slack)))
+        known = any(use.of_terms is not None for use in dense)
+        sizes = [use.size() for use in dense] if known else []
+        size = torch.linalg.vector_norm(torch.stack(sizes), dim=0) if known else None
+        bundles.append(Bundle(parameters, Dense(gradients, owned=True, of_terms=size)))
     return bundles

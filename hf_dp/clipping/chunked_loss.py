@@ -35,7 +35,7 @@ from hf_dp.clipping.head_gradients import (
     logits_by_blocks,
 )
 from hf_dp.clipping.products import outer_sums
-from hf_dp.clipping.rounding import accumulation_dtype, full_precision, unit
+from hf_dp.clipping.rounding import accumulation_dtype, full_precision
 from hf_dp.clipping.rules._autocast import matmul_dtype
 from hf_dp.clipping.tape import Tape, has_own_forward, tape_of
 from hf_dp.errors import UnsupportedLossError
@@ -217,9 +217,8 @@ class _ChunkedLoss(torch.autograd.Function):
         of_positions = squares.sqrt_()
         if of_weight is not None:
             inputs = torch.linalg.vector_norm(hidden, dim=2, dtype=dtype)
-            slack = unit(dtype) * (of_positions * inputs).sum(1)  # as that of outer products
-            ctx.tape.capture(ctx.module, "weight", Dense(of_weight, True, slack), True)
+            size = torch.linalg.vecdot(of_positions, inputs)  # as that of outer products
+            ctx.tape.capture(ctx.module, "weight", Dense(of_weight, True, size), True)
         if of_bias is not None:
-            slack = unit(dtype) * of_positions.sum(1)
-            ctx.tape.capture(ctx.module, "bias", Dense(of_bias, True, slack), True)
+            ctx.tape.capture(ctx.module, "bias", Dense(of_bias, True, of_positions.sum(1)), True)
         return back, None, None, None, None

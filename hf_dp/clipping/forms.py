@@ -179,7 +179,6 @@ def made_explicit(
         for use in outer:
             total = outer_sums(use.left, use.right, total)
     assert total is not None
-    first, *others = (use.slack() for use in outer)
-    slack = sum(others, first)
-    explicit = Dense(total.view(-1, *shape), owned=True, of_factors=slack)
+    first, *others = (use.size() for use in outer)
+    explicit = Dense(total.view(-1, *shape), owned=True, of_terms=sum(others, first))
     return [explicit, *(use for use in uses if not isinstance(use, OuterProducts))]

@@ -88,8 +88,16 @@ class PerExampleGradient(ABC):
         """
 
     @abstractmethod
+    def size(self) -> Tensor:
+        """Return the sum of the norms of the terms that each gradient is a sum of, (b,).
+
+        Padding adds nothing to it, and the form does not change it.
+        """
+
     def slack(self) -> Tensor:
         """Return what rounds each example's part of the weighted sum (:class:`Norms`), (b,)."""
+        size = self.size()
+        return unit(size.dtype) * size
 
     @abstractmethod
     def block(self, examples: slice, rows: slice, dtype: torch.dtype) -> Tensor:
@@ -146,15 +154,14 @@ def of_units(values: Tensor, rows: int) -> Tensor:
 def summed(terms: Tensor, dtype: torch.dtype, dim: int = 1) -> Dense:
     """Return per-example gradients that are sums of ``terms`` (b, ...) over one dimension.
 
-    Their slack is that of the terms, ``u sum_t |term_t|``: they may cancel, and the order in which
-    they are added depends on padding. Padding itself adds nothing to it.
+    The terms may cancel, and the order in which they are added depends on padding.
     """
     total = terms.sum(dim, dtype=dtype)
     if terms.shape[dim] == 1:
         return Dense(total)
     others = tuple(each for each in range(1, terms.dim()) if each != dim)
     sizes = torch.linalg.vector_norm(terms, dim=others, dtype=dtype) if others else terms.abs()
-    return Dense(total, of_factors=sizes.sum(1, dtype=dtype).mul_(unit(dtype)))
+    return Dense(total, of_terms=sizes.sum(1, dtype=dtype))
 
 
 def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
@@ -230,11 +237,11 @@ class OuterProducts(PerExampleGradient):
         else:
             add_product(total, *self.weighted_factors(weights))
 
-    def slack(self) -> Tensor:
+    def size(self) -> Tensor:
         dtype = accumulation_dtype(self.left.dtype)
         left = torch.linalg.vector_norm(self.left, dim=2, dtype=dtype)
         right = torch.linalg.vector_norm(self.right, dim=2, dtype=dtype)
-        return unit(dtype) * torch.linalg.vecdot(left, right)
+        return torch.linalg.vecdot(left, right)
 
     def block(self, examples: slice, rows: slice, dtype: torch.dtype) -> Tensor:
         left, right = self.left[examples, :, rows].to(dtype).mT, self.right[examples].to(dtype)
@@ -309,10 +316,9 @@ class Lookups(PerExampleGradient):
         values.index_add_(0, row_of, self.grads.flatten(0, 1).to(dtype))
         return found // stride, found % stride, values
 
-    def slack(self) -> Tensor:
-        # The norm is exact up to its last rounding; the sum over positions in float32 is not.
+    def size(self) -> Tensor:
         dtype = accumulation_dtype(self.grads.dtype)
-        return unit(dtype) * torch.linalg.vector_norm(self.grads, dim=2, dtype=dtype).sum(1)
+        return torch.linalg.vector_norm(self.grads, dim=2, dtype=dtype).sum(1)
 
     def add_weighted_sum(self, total: Tensor, weights: Weights) -> None:
         weighted = weights.scaled(self.grads, total.dtype)
@@ -343,14 +349,14 @@ class Dense(PerExampleGradient):
 
     Args:
         owned: whether nothing else holds the tensor, so that a sum may be formed in its place.
-        of_factors: the slack, (b,), of the outer products that it was formed from, if it was. The
-            weight of an example must not depend on the form, which its neighbors help to decide.
+        of_terms: the size, (b,), of what it was summed from, if it was. The weight of an example
+            must not depend on the form, which its neighbors help to decide.
     """
 
     form = "explicit"
     gradients: Tensor
     owned: bool = False
-    of_factors: Tensor | None = None
+    of_terms: Tensor | None = None
 
     def fits(self, shape: torch.Size, examples: int) -> bool:
         return self.gradients.shape == (examples, *shape)
@@ -358,15 +364,13 @@ class Dense(PerExampleGradient):
     def joined(self, other: Dense) -> Dense:
         """Return the sum of the gradients of both uses."""
         return Dense(
-            self.gradients + other.gradients, owned=True, of_factors=self.slack() + other.slack()
+            self.gradients + other.gradients, owned=True, of_terms=self.size() + other.size()
         )
 
     def norms(self, grams: Grams | None = None) -> Norms:
         squared = squared_norms(self.gradients.flatten(1))
-        known = self.of_factors
-        return Norms(
-            squared, torch.zeros_like(squared), self._slack(squared) if known is None else known
-        )
+        size = squared.sqrt() if self.of_terms is None else self.of_terms
+        return Norms(squared, torch.zeros_like(squared), unit(size.dtype) * size)
 
     def add_weighted_sum(self, total: Tensor, weights: Weights) -> None:
         dtype = accumulation_dtype(self.gradients.dtype)
@@ -377,13 +381,10 @@ class Dense(PerExampleGradient):
         for some, weights_of in zip(flat.split(_ADDED), values.split(_ADDED), strict=True):
             total.add_(torch.mv(some.mT, weights_of).view(total.shape))
 
-    def slack(self) -> Tensor:
-        if self.of_factors is not None:
-            return self.of_factors
-        return self._slack(squared_norms(self.gradients.flatten(1)))
-
-    def _slack(self, squared: Tensor) -> Tensor:
-        return unit(accumulation_dtype(self.gradients.dtype)) * squared.sqrt()
+    def size(self) -> Tensor:
+        if self.of_terms is not None:
+            return self.of_terms
+        return squared_norms(self.gradients.flatten(1)).sqrt()
 
     def block(self, examples: slice, rows: slice, dtype: torch.dtype) -> Tensor:
         gradients = self.gradients[examples]
@@ -398,9 +399,9 @@ class Dense(PerExampleGradient):
         self.owned = False
 
     def of_units(self, rows: int) -> Dense:
-        factors = self.of_factors
+        sizes = self.of_terms
         return Dense(
             self.gradients.unflatten(0, (-1, rows)).sum(1),
             owned=True,
-            of_factors=None if factors is None else factors.view(-1, rows).sum(1),
+            of_terms=None if sizes is None else sizes.view(-1, rows).sum(1),
         )

@@ -19,7 +19,7 @@ from hf_dp.clipping.gradients import OuterProducts, PerExampleGradient, Weights
 from hf_dp.clipping.gram_norms import norms_from_grams
 from hf_dp.clipping.grams import Grams
 from hf_dp.clipping.products import dots
-from hf_dp.clipping.rounding import Norms, accumulation_dtype, full_precision, unit
+from hf_dp.clipping.rounding import Norms, accumulation_dtype, full_precision
 
 # Tokens in a block. It must not depend on the batch: in bfloat16 each block's product is rounded,
 # so an example's gradient would depend on how many others are beside it.
@@ -148,9 +148,9 @@ class HeadGradients(PerExampleGradient):
         for rows, part in self.factors():
             part.add_weighted_sum(total[rows], weights)
 
-    def slack(self) -> Tensor:
+    def size(self) -> Tensor:
         right = torch.linalg.vector_norm(self.logits.hidden, dim=2, dtype=self.gram.dtype)
-        return unit(self.gram.dtype) * torch.linalg.vecdot(self._left_norms(), right)
+        return torch.linalg.vecdot(self._left_norms(), right)
 
     def _left_norms(self) -> Tensor:
         return self.gram.diagonal(dim1=1, dim2=2).clamp_min(0).sqrt()

@@ -18,24 +18,24 @@ class LargeUnit:
 
     def __init__(self) -> None:
         self._totals: dict[nn.Parameter, Tensor] = {}
-        self._slacks: dict[nn.Parameter, Tensor] = {}
+        self._sizes: dict[nn.Parameter, Tensor] = {}
 
     @torch.no_grad()
     @full_precision()
     def add(self, parameter: nn.Parameter, use: PerExampleGradient) -> None:
         """Add one use of a parameter, whose gradients are of this unit alone."""
-        slack = use.slack()
-        once = Weights(torch.ones_like(slack))
-        known = self._slacks.get(parameter)
+        size = use.size()
+        once = Weights(torch.ones_like(size))
+        known = self._sizes.get(parameter)
         if known is None:
-            self._totals[parameter] = slack.new_zeros(parameter.shape)
+            self._totals[parameter] = size.new_zeros(parameter.shape)
         use.add_weighted_sum(self._totals[parameter], once)
-        self._slacks[parameter] = slack if known is None else known + slack
+        self._sizes[parameter] = size if known is None else known + size
 
     def uses(self) -> dict[nn.Parameter, list[PerExampleGradient]]:
         """Return the sums as the gradients of one example. The norm is then taken of the very
         numbers that are added, so their rounding adds nothing."""
         return {
-            parameter: [Dense(total[None], owned=True, of_factors=self._slacks[parameter])]
+            parameter: [Dense(total[None], owned=True, of_terms=self._sizes[parameter])]
             for parameter, total in self._totals.items()
         }

@@ -133,6 +133,6 @@ def _project(
             lefts.append(gradients.to(dtype) @ carriers.right.mT.to(dtype))
             rights.append(carriers.left.mT.to(dtype) @ gradients.to(dtype))
     # The carriers' rows and columns are orthonormal, so what rounds is no larger than in a weight.
-    slack = torch.stack([use.slack() for use in uses]).sum(0)
+    size = torch.stack([use.size() for use in uses]).sum(0)
     left, right = torch.stack(lefts).sum(0), torch.stack(rights).sum(0)
-    return Dense(left, of_factors=slack), Dense(right, of_factors=slack)
+    return Dense(left, of_terms=size), Dense(right, of_terms=size)

@@ -210,7 +210,7 @@ class Tape:
             use = Dense(use)
         if isinstance(use, Dense):
             gradients = use.gradients.to(accumulation_dtype(use.gradients.dtype))
-            use = Dense(gradients, use.owned, use.of_factors)
+            use = Dense(gradients, use.owned, use.of_terms)
         examples, rows = self.expected_examples(), self.rows_per_unit
         if not use.fits(parameter.shape, examples // rows if by_unit else examples):
             shapes = {

@@ -163,7 +163,7 @@ def test_the_weight_of_an_example_does_not_depend_on_the_form(scale, width, monk
 
 def test_planted_explicit_gradients_without_the_slack_of_their_factors_are_seen(monkeypatch):
     monkeypatch.setattr(
-        Dense, "of_factors", property(lambda self: None, lambda self, value: None), raising=False
+        Dense, "of_terms", property(lambda self: None, lambda self, value: None), raising=False
     )
     with pytest.raises(AssertionError):
         test_the_weight_of_an_example_does_not_depend_on_the_form(100.0, 192, monkeypatch)
