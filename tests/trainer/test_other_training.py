@@ -11,6 +11,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import (
     AutoConfig,
     BertForSequenceClassification,
+    BitsAndBytesConfig,
     Trainer,
     TrainerCallback,
     TrainingArguments,
@@ -219,6 +220,27 @@ HARMLESS = {
 def test_what_is_no_training_is_not_refused(tmp_path, change):
     model = HARMLESS[change](tiny.model(), tmp_path)
     trainer(tmp_path / "run", model).run.refuse_other_training()
+
+
+@pytest.mark.slow
+def test_four_bits_are_not_refused(tmp_path):
+    """Nor is their digest lost; under FSDP2 tests/distributed/test_sharded_runs.py saves its runs."""
+    pytest.importorskip("bitsandbytes")
+    tiny.model().save_pretrained(tmp_path / "base")
+    four = BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_compute_dtype=torch.float32,
+        llm_int8_skip_modules=["classifier"],
+    )
+    model = BertForSequenceClassification.from_pretrained(
+        tmp_path / "base", quantization_config=four, device_map="cpu", dtype=torch.float32
+    )
+    lora = LoraConfig(r=2, target_modules=["query"], modules_to_save=["classifier"])
+    made = train(tmp_path / "run", get_peft_model(model, lora))
+    assert made.ledger.steps() == 2 and disagreements(read(tmp_path / "run")) == []
+    by_loop(made.model, tmp_path)
+    with pytest.raises(UnsupportedModelError, match=REFUSED):
+        made.save_model()
 
 
 def test_going_on_is_not_refused(tmp_path):
