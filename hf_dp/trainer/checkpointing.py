@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -73,12 +73,15 @@ class Checkpointing(ReleasedLogs):
 
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
         """Fetch what a step takes, as Trainer does; raises as :meth:`saves_what_ran`."""
-        with self.saves_what_ran():
+        told = self._run.processes.telling() if self._run and not self._in_shards else nullcontext()
+        with self.saves_what_ran(), told:
             return super().get_batch_samples(*args, **kwargs)
 
     @contextmanager
     def saves_what_ran(self) -> Iterator[None]:
         """Save a checkpoint of the steps so far if a step fails inside, before its release.
+
+        All processes must hear of it inside.
 
         Raises: StepError, or the error itself if it is one of ours; both say what is spent.
         """
@@ -109,10 +112,10 @@ class Checkpointing(ReleasedLogs):
         go_on = "Correct what failed, and go on with resume_from_checkpoint=True."
         if not self.state.global_step:
             return "Correct what failed, and start again."
-        if not run.processes.alone:  # the others do not wait to save
+        if self._in_shards and not run.processes.alone:  # the others may wait in a forward
             return f"Nothing was saved since the last complete checkpoint. {go_on}"
         try:
-            if not (run.folder / name).exists():
+            if not run.processes.on_main((run.folder / name).exists):
                 self._save_checkpoint(self.model, None)
         except (HfDpError, OSError) as also:
             return f"Their weights could not be saved ({also})."

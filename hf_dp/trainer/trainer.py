@@ -371,6 +371,7 @@ class DPTrainer(Publishing):
 
             with self.saves_what_ran(), named_memory_errors():
                 clipped = mechanism.clip(inputs)  # per-example losses, norms, weights, clipped sum
+                run.processes.agree("a step is clipped")
             with run.release_step() as release:  # the step is in the durable ledger from here on
                 mechanism.set_gradients(clipped, release)  # + noise, / expected_batch_size: p.grad
 

@@ -15,7 +15,7 @@ import tiny
 import torch
 from processes import Outcome, outcomes, results
 from silence import MODELS, distance, trained, weights
-from transformers import TrainerCallback
+from transformers import Trainer, TrainerCallback
 
 from hf_dp.distributed.processes import Processes
 from hf_dp.noise import SecretRandomness
@@ -499,7 +499,7 @@ def test_what_only_one_process_knows_is_refused(tmp_path, option, said):
 # -- what goes wrong later --
 
 
-def failing_in_step(folder: Path, step: int, fail) -> None:
+def failing_in_step(folder: Path, step: int, fail, **options) -> None:
     """Train; ``fail()`` is called in rank 1's loss of this step."""
 
     class Failing(tiny.DPTrainer):
@@ -513,11 +513,37 @@ def failing_in_step(folder: Path, step: int, fail) -> None:
         cls=Failing,
         expected_batch_size=20,
         max_steps=4,
-        save_strategy="steps",
-        save_steps=1,
-        accountant="rdp",
+        **{"save_strategy": "steps", "save_steps": 1, "accountant": "rdp", **options},
     )
     made.train()
+
+
+@pytest.mark.parametrize("where", ["in its loss", "when it fetches rows"])
+def test_what_ran_is_saved_by_all_if_one_fails(where, tmp_path, monkeypatch):
+    def fail(*args):
+        raise ValueError("odd row")
+
+    def run():
+        with pytest.MonkeyPatch.context() as patch:
+            if where == "when it fetches rows":
+                patch.setattr(
+                    Trainer,
+                    "get_batch_samples",
+                    lambda made, *args: (
+                        fail()
+                        if made.state.global_step == 2 and made.args.process_index == 1
+                        else stock(made, *args)
+                    ),
+                )
+            failing_in_step(tmp_path, 2 if where == "in its loss" else 9, fail, save_strategy="no")
+
+    stock = Trainer.get_batch_samples
+    main, other = outcomes(2, run)
+    assert (main.error, other.error) == ("DistributedError", "StepError")
+    for message in (main.message, other.message):
+        assert "odd row" in message and "2 steps ran before it" in message
+        assert f"Their weights are in {tmp_path / 'checkpoint-2'}" in message
+    assert_can_go_on(tmp_path, recorded=2)
 
 
 def test_a_process_out_of_memory_stops_all_before_the_step_is_released(tmp_path):
