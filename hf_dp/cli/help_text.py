@@ -45,7 +45,7 @@ PRIVACY = {
     ),
     "auto_physical_batch_size": (
         "True|False",
-        "find the largest physical batch that fits into memory (default: False)",
+        "find the largest physical batch that fits into the GPU (default: False)",
     ),
     "per_example_max_grad_norm": ("C", "clipping norm, L2 (default: 0.1)"),
     "accountant": ("NAME", "pld, rdp or prv; gdp_clt is an estimate (default: pld)"),

@@ -20,7 +20,7 @@ def named_memory_errors() -> Iterator[None]:
             raise
         raise MemoryShortError(
             "Memory ran out while a logical batch was computed. Its step is neither recorded nor "
-            "released, and costs nothing. Set `auto_physical_batch_size=True`, or lower "
+            "released, and costs nothing. Set `auto_physical_batch_size=True` (on a GPU), or lower "
             "`per_device_train_batch_size` or set `max_tokens_per_physical_batch`: all change "
             "memory and speed, never the result. Then go on with resume_from_checkpoint=True."
         ) from error

@@ -1,23 +1,23 @@
-"""The largest physical batch that fits into the memory, found on made-up examples.
+"""The largest physical batch that fits into a GPU, found on made-up examples.
 
 The size of a physical batch is memory only and never changes the clipped sum. It is written where
 everyone can read it, though: a size that was found from private rows would be a function of them.
-So lengths come from the caller or from the model, contents are made up, and what this process holds
-(its rows may be among it) counts as free; see :func:`hf_dp.run.memory.left_by_others`.
+So lengths come from the caller or from the model, and contents are made up. What else lies on the
+GPU is weights and optimizer; rows are there only while a step runs. In the memory of a CPU the rows
+may lie themselves, and what is left of it tells of them: there the size is set by hand.
 """
 
 from __future__ import annotations
 
-import gc
 import math
-import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from accelerate.utils import find_executable_batch_size
 from torch import Tensor, nn
 from transformers.utils import logging
 
@@ -27,7 +27,7 @@ from hf_dp.batches.structure import Example, column, combined, leaves, own
 from hf_dp.errors import DataError, DoesNotFitError, UnsupportedArgumentError
 from hf_dp.losses import base_model
 from hf_dp.noise import untouched_generators
-from hf_dp.run.memory import Tried, left_by_others, taken, try_on
+from hf_dp.run.memory import is_out_of_memory
 from hf_dp.run.other_training import pay_for_step
 from hf_dp.run.private_run import PrivateRun
 from hf_dp.run.synthetic import synthetic_examples, takes_tokens
@@ -37,12 +37,6 @@ logger = logging.get_logger(__name__)
 # The share of the memory that stays free: for allocators that cannot use every gap between batches
 # of many shapes, for evaluation, and for other programs that grow.
 MARGIN = 0.1
-# By how much the answer may be below the largest size: as much as it matters, and fewer tries.
-TOLERANCE = 0.05
-# What Python and the libraries take on the CPU (0.4 GiB measured). It is assumed, not measured,
-# since what was measured would hold the rows, too.
-LIBRARIES = 2**29
-_MIB = 2**20
 _ANY_LENGTH = 10**9  # tokenizers without a limit name a larger number
 _TOKENS = ("input_ids", "decoder_input_ids")
 
@@ -58,16 +52,10 @@ class PhysicalSize:
     Attributes:
         examples: the most examples of a physical batch.
         tokens: the most tokens, padding included; None for inputs that are not tokens.
-        length: tokens of the longest example that was thought of; None likewise.
-        limit: the bytes that this process may take in all.
-        tried: (examples, tokens of each or None, what came of it), in order.
     """
 
     examples: int
     tokens: int | None
-    length: int | None
-    limit: int
-    tried: tuple[tuple[int, int | None, Tried], ...] = ()
 
     def of(self, options: BatchOptions) -> BatchOptions:
         """Return options with this size."""
@@ -86,8 +74,9 @@ def largest_physical_batch(
     """Return the largest physical batch whose private step fits, in all processes of the run.
 
     For token ids, the largest number of tokens is found on examples of full length, then the most
-    examples among which these tokens may be divided. Neither is searched beyond what a draw of the
-    plan may need. The rows are looked at only to refuse one that is longer than ``length``.
+    examples among which these tokens may be divided. Both start at what a draw of the plan may
+    need, and become smaller by a tenth (``accelerate.utils.find_executable_batch_size``). The rows
+    are looked at only to refuse one that is longer than ``length``.
 
     Args:
         rehearse: makes the step, without drawing or releasing.
@@ -101,80 +90,103 @@ def largest_physical_batch(
             the step fails on made-up examples.
         DoesNotFitError: not even one example fits.
         DataError: a row is longer than ``length``.
-        UnsupportedArgumentError: a device other than CUDA and the CPU.
+        UnsupportedArgumentError: the device is no GPU.
     """
-    if run.device.type not in ("cuda", "cpu") or not hasattr(os, "fork"):
+    if not _on_gpu(run):
         raise UnsupportedArgumentError(
-            "Expected a CUDA device, or the CPU of a system with processes that fork, to find the "
-            f"physical batch that fits, got {run.device.type!r}. Set the size yourself."
+            "Expected `auto_physical_batch_size` to be False without a CUDA device, got True on "
+            f"{run.device.type!r}: what is left of this memory depends on the rows in it. Set "
+            "`per_device_train_batch_size` or `max_tokens_per_physical_batch` yourself."
         )
     length = longest_thought_of(run, length)
-    most = _largest_draw(run)
-    if most_examples is not None:
-        most = min(most, most_examples)
-    full = most
-    if length is not None and most_tokens is not None:
-        full = min(most, max(1, most_tokens // length))
-    search = _Search(run, rehearse, optimizer, length)
+    if length is not None:
+        _refuse_longer_rows(run, length)
+    most = min(_largest_draw(run), most_examples or sys.maxsize)
+    limit = most_tokens or sys.maxsize
 
     def find() -> tuple[int, int]:
-        if not search.is_mine:
-            return full, most
-        examples = largest_that_fits(search.fits, full, tolerance=TOLERANCE)
-        if examples == 0:
-            raise search.nothing_fits()
+        search = _Search(run, rehearse, optimizer, length)
         if length is None:
+            examples = search.largest(most)
             return examples, examples
+        full = search.largest(min(most, max(1, limit // length)))
         # With n examples of T tokens, n T being given, the step takes about a n T + b n T^2 + c n
         # (activations, attention, gradients of one example each): the most at one end, the longest
         # or the shortest T. So what fits at both ends fits between them.
-        divided = min(examples * length, most_tokens or sys.maxsize)
-        return examples, largest_that_fits(
-            lambda number: search.fits(number, divided // number),
-            min(most, divided),
-            known=examples,
-            tolerance=TOLERANCE,
-        )
+        divided = min(full * length, limit)
+        return full, search.largest(min(most, divided), divided)
 
-    if length is not None:
-        _refuse_longer_rows(run, length)
-    examples, short = (-run.processes.largest(-each) for each in run.processes.together(find))
-    found = PhysicalSize(
-        examples=short,
-        tokens=None if length is None else min(examples * length, most_tokens or sys.maxsize),
-        length=length,
-        limit=search.limit,
-        tried=tuple(search.tried),
-    )
-    search.log(found)
+    # Of several processes, all use the smallest numbers.
+    full, examples = (-run.processes.largest(-each) for each in run.processes.together(find))
+    found = PhysicalSize(examples, None if length is None else min(full * length, limit))
+    tokens = "" if found.tokens is None else f" and {found.tokens:,} tokens"
+    logger.info("Physical batch: up to %d examples%s fit.", found.examples, tokens)
     return found
 
 
-def largest_that_fits(
-    fits: Callable[[int], bool], limit: int = 1 << 16, *, known: int = 0, tolerance: float = 0.0
-) -> int:
-    """Return the largest size that fits: ``known`` if none above it does, ``limit`` if that does.
+def _on_gpu(run: PrivateRun) -> bool:
+    return run.device.type == "cuda"
 
-    The size is doubled until one does not fit, then the interval is halved. Every size between
-    ``known`` and one that fits is assumed to fit.
 
-    Args:
-        known: a size that fits; 0 fits always.
-        tolerance: by how much the answer may be too small, as a share of it.
-    """
-    low, high = known, max(1, 2 * known)
-    while low < limit and fits(min(high, limit)):
-        low, high = min(high, limit), 2 * high
-    if low >= limit:
-        return low
-    high = min(high, limit)
-    while high - low > max(1, tolerance * low):
-        middle = (low + high) // 2
-        if fits(middle):
-            low = middle
-        else:
-            high = middle
-    return low
+class _Search:
+    """Tries whole steps on made-up examples of one length."""
+
+    def __init__(self, run: PrivateRun, rehearse: Rehearse, optimizer: Any, length: int | None):
+        self.run, self.rehearse, self.length = run, rehearse, length
+        self.optimizer = getattr(optimizer, "optimizer", optimizer)  # accelerate wraps it
+
+    def largest(self, most: int, tokens: int | None = None) -> int:
+        """Return the most examples of which a step fits: of full length, or that have so many
+        ``tokens`` together."""
+
+        def step(examples: int) -> int:
+            # Outside the handler of the error, whose frames hold the tensors of the step.
+            if not self._fits(examples, self.length if tokens is None else tokens // examples):
+                raise RuntimeError("CUDA out of memory.")  # as find_executable_batch_size reads it
+            return examples
+
+        try:
+            found: int = find_executable_batch_size(step, starting_batch_size=most)()
+        except RuntimeError as problem:
+            if "No executable batch size found" not in str(problem):
+                raise
+            raise DoesNotFitError(
+                f"A private step of 1 example of {self.length or 'one'} token(s) does not fit into "
+                f"the memory of {self.run.device}, of which {MARGIN:.0%} stays free. Truncate rows "
+                "and set auto_physical_batch_length accordingly, set gradient_checkpointing=True, "
+                "or train fewer parameters with peft_config."
+            ) from problem
+        return found
+
+    def _fits(self, examples: int, length: int | None) -> bool:
+        """Return whether a step fits that holds the sums of one example and meets a physical batch
+        of ``examples``."""
+        optimizer = None if self.optimizer.state else self.optimizer
+        try:
+            with untouched_generators(), _unchanged(self.run.model, self.optimizer):
+                example = _made_up(self.run, length)
+                batches = [_repeated(example, number) for number in (1, examples)]
+                _spare = _kept_free(self.run.device)
+                self.run.model.train()
+                self.rehearse(batches, optimizer)
+            return True
+        except Exception as problem:
+            if is_out_of_memory(problem):
+                return False
+            raise _validate.invalid(
+                "auto_physical_batch_length",
+                self.length,
+                f"to be a length that the model takes: a step on {examples} made-up examples "
+                f"failed ({type(problem).__name__}: {problem})",
+                "Set it to the number of tokens at which rows are truncated. If model or loss need "
+                "columns of your own, override DPTrainer.synthetic_batches(self).",
+            ) from problem
+
+
+def _kept_free(device: torch.device) -> Tensor:
+    """Return a tensor as large as what shall stay free."""
+    left = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
+    return torch.empty(int(MARGIN * left), dtype=torch.uint8, device=device)
 
 
 def longest_thought_of(run: PrivateRun, length: int | None) -> int | None:
@@ -209,94 +221,6 @@ def longest_thought_of(run: PrivateRun, length: int | None) -> int | None:
             "rows: the size would then tell of them.",
         )
     return min(known)
-
-
-class _Search:
-    """Tries sizes, one after the other.
-
-    Attributes: limit: in bytes. is_mine: whether this process searches; on a CPU that several
-        share, one does.
-    """
-
-    def __init__(self, run: PrivateRun, rehearse: Rehearse, optimizer: Any, length: int | None):
-        self.run, self.rehearse, self.length = run, rehearse, length
-        self.optimizer = getattr(optimizer, "optimizer", optimizer)  # accelerate wraps it
-        on_cpu = run.device.type == "cpu"
-        here = 1 if run.processes.alone else int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-        self.is_mine = not on_cpu or here == 1 or os.environ.get("LOCAL_RANK", "0") == "0"
-        gc.collect()  # what nobody refers to is not this run's
-        self.limit = int((1 - MARGIN) * left_by_others(run.device, here if on_cpu else 1))
-        self.needed = _held(run.model, self.optimizer) + (LIBRARIES if on_cpu else 0)
-        self.tried: list[tuple[int, int | None, Tried]] = []
-
-    def fits(self, examples: int, length: int | None = None) -> bool:
-        """Return whether a step fits that holds the sums of one example and meets a physical batch
-        of ``examples``."""
-        length = length or self.length
-        most = self.limit - self.needed
-        with untouched_generators(), ExitStack() as after:
-            if self.run.device.type != "cpu":  # elsewhere a child process makes the step
-                after.enter_context(_unchanged(self.run.model, self.optimizer))
-            example = _made_up(self.run, length)
-            batches = [_repeated(example, number) for number in (1, examples)]
-            optimizer = None if self.optimizer.state else self.optimizer
-            tried = try_on(self.run.device, lambda: self._step(batches, optimizer), most)
-        if tried.error:
-            raise _validate.invalid(
-                "auto_physical_batch_length",
-                self.length,
-                f"to be a length that the model takes: a step on {examples} made-up examples "
-                f"failed ({tried.error})",
-                "Set it to the number of tokens at which rows are truncated. If model or loss need "
-                "columns of your own, override DPTrainer.synthetic_batches(self).",
-            )
-        fits = tried.bytes is not None and tried.bytes <= most
-        self.tried.append((examples, length, tried))
-        logger.info("Physical batch: %s %s.", self._words(-1), "fits" if fits else "is too large")
-        return fits
-
-    def _step(self, batches: Sequence[Any], optimizer: Any) -> None:
-        self.run.model.train()
-        self.rehearse(batches, optimizer)
-
-    def nothing_fits(self) -> DoesNotFitError:
-        """Return the error for a search in which not even one example fits."""
-        return DoesNotFitError(
-            f"A private step does not fit into memory: {self._words(-1)}, beside "
-            f"{self.needed / _MIB:,.0f} MiB of weights, optimizer state and libraries, and this "
-            f"process may take {self.limit / _MIB:,.0f} MiB on {self.run.device} ({MARGIN:.0%} of "
-            "what other programs leave stays free). Truncate rows and set "
-            "auto_physical_batch_length accordingly, set gradient_checkpointing=True, or train "
-            "fewer parameters with peft_config."
-        )
-
-    def log(self, found: PhysicalSize) -> None:
-        """Log what was chosen, and warn when this process holds much that was not counted."""
-        tokens = "" if found.tokens is None else f" and {found.tokens:,} tokens"
-        logger.info(
-            "Physical batch: up to %d examples%s, found in %d tries for %s; %.0f MiB may be taken.",
-            found.examples,
-            tokens,
-            len(found.tried),
-            "examples of one size" if found.length is None else f"{found.length} tokens an example",
-            found.limit / _MIB,
-        )
-        held = taken() if self.run.device.type == "cpu" else 0
-        if held > self.needed + MARGIN * self.limit:
-            logger.warning(
-                "This process holds %.0f MiB, of which %.0f MiB were expected (weights, optimizer, "
-                "libraries). The rest, rows held in memory perhaps, is not counted in the physical "
-                "batch, which must not depend on rows. If memory runs out, keep rows in a "
-                "datasets.Dataset, or set per_device_train_batch_size.",
-                held / _MIB,
-                self.needed / _MIB,
-            )
-
-    def _words(self, which: int) -> str:
-        examples, length, tried = self.tried[which]
-        of = "" if length is None else f" of {length} token{'s' * (length != 1)}"
-        took = tried.ended if tried.bytes is None else f"took {tried.bytes / _MIB:,.0f} MiB"
-        return f"{examples} example{'s' * (examples != 1)}{of} ({took})"
 
 
 @contextmanager
@@ -389,21 +313,6 @@ def _largest_draw(run: PrivateRun) -> int:
     plan = run.plan
     expected = plan.expected_batch_size / run.processes.count
     return min(plan.drawn_from, math.ceil(expected + 6 * math.sqrt(expected)))
-
-
-def _held(model: nn.Module, optimizer: Any) -> int:
-    """Return the bytes of weights, buffers and the optimizer's state."""
-    state = [
-        value
-        for of_parameter in optimizer.state.values()
-        for value in of_parameter.values()
-        if isinstance(value, Tensor)
-    ]
-    storages = {
-        tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
-        for tensor in (*model.parameters(), *model.buffers(), *state)
-    }
-    return sum(storages.values())
 
 
 def _positions(base: Any) -> int | None:

@@ -164,7 +164,7 @@ class DPTrainingArguments(AuditArguments, UnitArguments, ForwardArguments, Train
             `per_device_train_batch_size`: short examples then come in larger batches than long
             ones. Memory and speed only.
         auto_physical_batch_size (`bool`, *optional*, defaults to `False`):
-            Whether to find, before training, the largest physical batch that fits into the memory,
+            Whether to find, before training, the largest physical batch that fits into the GPU,
             and to write it into `per_device_train_batch_size` and, for text,
             `max_tokens_per_physical_batch`. It is found on made-up examples and does not depend on
             the rows. Where one of the two is given (for the former: anything but its default, 8),
@@ -404,7 +404,7 @@ class DPTrainingArguments(AuditArguments, UnitArguments, ForwardArguments, Train
     auto_physical_batch_size: bool = field(
         default=False,
         metadata={
-            "help": "Whether to find the largest physical batch that fits into the memory, on "
+            "help": "Whether to find the largest physical batch that fits into the GPU, on "
             "made-up examples. Sizes that are given are upper limits."
         },
     )

@@ -230,7 +230,7 @@ def test_a_size_that_is_found_is_checked(tmp_path, monkeypatch):
     given = {"model": SharedTable(tiny.model().config)}
     trainer = tiny.trainer(tmp_path, given=given, per_device_train_batch_size=1)
     trainer.check_engine()
-    found = PhysicalSize(examples=4, tokens=None, length=None, limit=0, tried=())
+    found = PhysicalSize(examples=4, tokens=None)
 
     def find(*args, **options):
         trainer.args.per_device_train_batch_size = found.examples  # which the run's options follow
