@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from hf_dp._validate import invalid, one_of
@@ -267,13 +266,11 @@ METRICS = ("accuracy", "f1")
 
 
 def metrics(names: Sequence[str], classes: int) -> Callable[[Any], dict[str, float]]:
-    """Return ``compute_metrics`` for Trainer, from the ``evaluate`` modules in this package.
-
-    The modules are loaded by local path, so that nothing is downloaded.
+    """Return ``compute_metrics`` for Trainer, by metrics of ``evaluate`` in this package.
 
     Raises: InvalidArgumentError for an unknown metric, or for F1 where there are not two classes.
     """
-    import evaluate
+    from hf_dp.tasks.metrics.classes import ClassMetric
 
     for name in names:
         one_of("metrics", name, METRICS)
@@ -284,9 +281,7 @@ def metrics(names: Sequence[str], classes: int) -> Callable[[Any], dict[str, flo
             f"to be without f1 for {classes} classes",
             "F1 here is that of class 1 of two.",
         )
-    modules = [
-        evaluate.load(str(Path(__file__).parent / "metrics" / f"{name}.py")) for name in names
-    ]
+    found_by = [ClassMetric(config_name=name, keep_in_memory=True) for name in names]
 
     def compute(prediction: Any) -> dict[str, float]:
         logits = (
@@ -295,10 +290,9 @@ def metrics(names: Sequence[str], classes: int) -> Callable[[Any], dict[str, flo
             else prediction.predictions
         )
         found: dict[str, float] = {}
-        for module in modules:
-            found |= (
-                module.compute(predictions=logits.argmax(-1), references=prediction.label_ids) or {}
-            )
+        for metric in found_by:
+            given = {"predictions": logits.argmax(-1), "references": prediction.label_ids}
+            found |= metric.compute(**given) or {}
         return found
 
     return compute

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import tomllib
-from importlib import resources
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -37,8 +36,6 @@ def test_f1_is_of_two_classes():
 
 def test_the_modules_are_shipped():
     """A Python file inside a package that setuptools finds is in the wheel."""
-    for name in METRICS:
-        assert resources.files("hf_dp.tasks.metrics").joinpath(f"{name}.py").is_file()
     found = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
     setuptools = pytest.importorskip("setuptools")
     packages = setuptools.find_namespace_packages(str(ROOT), include=found["find"]["include"])

@@ -27,9 +27,9 @@ METRICS = {
     "dialog_f1": "F1 of words as ParlAI scores dialog, 0 to 1: the best reference of a row",
 }
 
-# The file in hf_dp/tasks/metrics of each metric, where it is named otherwise.
-_MODULES = {"rouge1": "rouge", "rouge2": "rouge", "rougeL": "rouge", "bertscore_f1": "bertscore"}
-# What each file imports of the extra `generation`.
+# The function in hf_dp/tasks/metrics/texts.py of each metric, where it is named otherwise.
+_FUNCTIONS = {"rouge1": "rouge", "rouge2": "rouge", "rougeL": "rouge", "bertscore_f1": "bertscore"}
+# What each function imports of the extra `generation`.
 _PACKAGES = {
     "bleu": ("sacrebleu",),
     "nist": ("sacrebleu", "nltk"),
@@ -93,11 +93,11 @@ def score(
     values: dict[str, float] = {}
     how: dict[str, str] = {}
     not_available: dict[str, str] = {}
-    for module in dict.fromkeys(map(_module, names)):
-        asked = [name for name in dict.fromkeys(names) if _module(name) == module]
-        options = {"model": bertscore_model} if module == "bertscore" else {}
+    for function in dict.fromkeys(map(_function, names)):
+        asked = [name for name in dict.fromkeys(names) if _function(name) == function]
+        options = {"model": bertscore_model} if function == "bertscore" else {}
         try:
-            found = _compute(module, predictions, references, options)
+            found = _compute(function, predictions, references, options)
         except MetricUnavailableError as problem:
             not_available |= dict.fromkeys(asked, str(problem))
             continue
@@ -117,7 +117,7 @@ def check_metrics(names: Sequence[str], *, bertscore_model: str | Path | None = 
     """
     for name in names:
         _validate.one_of("metrics", name, METRICS)
-        for package in _PACKAGES.get(_module(name), ()):
+        for package in _PACKAGES.get(_function(name), ()):
             if importlib.util.find_spec(package) is None:
                 raise _validate.invalid(
                     "metrics",
@@ -134,24 +134,23 @@ def check_metrics(names: Sequence[str], *, bertscore_model: str | Path | None = 
         )
 
 
-def _module(name: str) -> str:
-    """Return the name of the file that computes a metric."""
-    return _MODULES.get(name, name)
+def _function(name: str) -> str:
+    """Return the name of the function that computes a metric."""
+    return _FUNCTIONS.get(name, name)
 
 
 def _compute(
-    module: str, predictions: Sequence[str], references: Sequence[Sequence[str]], options: Any
+    function: str, predictions: Sequence[str], references: Sequence[Sequence[str]], options: Any
 ) -> dict[str, Any]:
-    """Return what one ``evaluate`` module finds; it is loaded by path, and writes no file of texts.
+    """Return what one metric finds, which writes no file of texts.
 
     Raises: MetricUnavailableError where it cannot be computed here.
     """
-    if module == "bleurt":
+    if function == "bleurt":
         raise MetricUnavailableError(_NO_BLEURT)
-    import evaluate
+    from hf_dp.tasks.metrics.texts import TextMetric
 
-    path = Path(__file__).parents[1] / "metrics" / f"{module}.py"
-    metric = evaluate.load(str(path), keep_in_memory=True)
+    metric = TextMetric(config_name=function, keep_in_memory=True)
     rows = {"predictions": list(predictions), "references": [list(row) for row in references]}
     return metric.compute(**rows, **options) or {}
 

@@ -1,0 +1,283 @@
+"""Scores of generated texts, as metrics of ``evaluate``.
+
+Each function takes predictions, one text a row, and references, a list of texts for each, and
+returns numbers with ``how`` they were computed. Those that need Java raise MetricUnavailableError
+where it is missing or fails.
+"""
+
+from __future__ import annotations
+
+import re
+import string
+from collections import Counter
+from collections.abc import Callable, Sequence
+from importlib.metadata import version
+from itertools import zip_longest
+from math import log2
+from pathlib import Path
+from typing import Any
+
+import datasets
+import evaluate
+import numpy as np
+
+from hf_dp.errors import MetricUnavailableError
+from hf_dp.tasks.generation.java import conversation
+from hf_dp.tasks.generation.ptb import ptb_rows
+
+Texts = Sequence[str]
+Rows = Sequence[Sequence[str]]
+Found = dict[str, Any]
+
+_ORDERS = range(1, 6)
+_SPACES = str.maketrans(dict.fromkeys(string.punctuation, " "))
+_ARTICLES = re.compile(r"\b(a|an|the)\b")
+
+
+class TextMetric(evaluate.Metric):
+    """One of the functions below. Args: config_name: which one."""
+
+    def _info(self) -> evaluate.MetricInfo:
+        texts = datasets.Value("string")
+        return evaluate.MetricInfo(
+            description=FUNCTIONS[self.config_name].__doc__,
+            citation="",
+            inputs_description="predictions: texts; references: for each one or more texts",
+            features=datasets.Features({"predictions": texts, "references": datasets.List(texts)}),
+        )
+
+    def _compute(self, predictions: Texts, references: Rows, **options: Any) -> Found:
+        rows = [list(row) for row in references]
+        return FUNCTIONS[self.config_name](list(predictions), rows, **options)
+
+
+def bleu(predictions: Texts, references: Rows) -> Found:
+    """Return BLEU of the corpus, with all references of a row.
+
+    It is the number of the E2E challenge's script (mteval-v13a), but for a corpus without a single
+    n-gram of some order up to 4: 0 here.
+    """
+    from sacrebleu.metrics.bleu import BLEU
+
+    # force: no warning about texts that end in " .", which data sets of this kind do.
+    scorer = BLEU(lowercase=True, tokenize="13a", force=True)
+    found = scorer.corpus_score(predictions, list(zip_longest(*references)))
+    return {"bleu": found.score, "how": f"sacrebleu {scorer.get_signature()}"}
+
+
+def nist(predictions: Texts, references: Rows) -> Found:
+    """Return NIST-5 of the corpus.
+
+    nltk matches each order of n-grams with the one best reference, and takes its length. mteval,
+    and so :func:`e2e_nist`, matches all references together and takes their average length: with
+    several references its number is higher. With one they are equal.
+    """
+    from nltk.translate.nist_score import corpus_nist
+
+    predicted, expected = _mteval_rows(predictions, references)
+    # nltk divides by the number of n-grams of each order, which must not be 0.
+    order = min(5, max(map(len, predicted)))
+    some = order > 0 and any(words for row in expected for words in row)
+    return {
+        "nist": float(corpus_nist(expected, predicted, n=order)) if some else 0.0,
+        "how": f"nltk {version('nltk')}, NIST-5, lower case, 13a, best reference of an order",
+    }
+
+
+def e2e_nist(predictions: Texts, references: Rows) -> Found:
+    """Return NIST-5 of the corpus, with all references of a row together, as pymteval does.
+
+    An n-gram counts as often as the reference that has it most often. Its information is
+    ``log2(times its first n - 1 words occur / times it occurs)`` in all references, those of other
+    rows, too. Words of a row's references count once, on average, for the brevity penalty; the
+    Perl script pads rows with empty references there, which differs where rows have different
+    numbers of them.
+    """
+    from nltk.translate.nist_score import nist_length_penalty
+
+    predicted, expected = _mteval_rows(predictions, references)
+    counts = [[_ngrams(words) for words in row] for row in expected]
+    everywhere: Counter[tuple[str, ...]] = Counter()
+    for row in counts:
+        for each in row:
+            everywhere.update(each)
+    everywhere[()] = sum(len(words) for row in expected for words in row)
+
+    gains, totals = dict.fromkeys(_ORDERS, 0.0), dict.fromkeys(_ORDERS, 0)
+    for words, row in zip(predicted, counts, strict=True):
+        own, there = _ngrams(words), _ngrams([])
+        for each in row:
+            there |= each
+        for ngram, count in own.items():
+            totals[len(ngram)] += count
+        for ngram, count in (own & there).items():
+            gains[len(ngram)] += count * log2(everywhere[ngram[:-1]] / everywhere[ngram])
+    length = sum(sum(map(len, row)) / len(row) for row in expected)
+    penalty = nist_length_penalty(length, totals[1]) if length else 0.0
+    gain = sum(gains[order] / totals[order] for order in _ORDERS if totals[order])
+    return {"e2e_nist": gain * penalty, "how": "NIST-5 after pymteval, lower case, 13a"}
+
+
+def rouge(predictions: Texts, references: Rows) -> Found:
+    """Return ROUGE-1, ROUGE-2 and ROUGE-L, means over rows of the reference with the best F1.
+
+    Words are runs of a-z and 0-9; any other letter separates words, so texts of other alphabets
+    score 0.
+    """
+    from rouge_score.rouge_scorer import RougeScorer
+
+    names = ["rouge1", "rouge2", "rougeL"]
+    scorer = RougeScorer(names, use_stemmer=True)
+    rows = [scorer.score_multi(row, text) for text, row in _pairs(predictions, references)]
+    found = {name: float(np.mean([row[name].fmeasure for row in rows])) for name in names}
+    how = f"rouge-score {version('rouge-score')}, F1, stemmed, best reference of a row"
+    return {**found, "how": how}
+
+
+def e2e_rouge_l(predictions: Texts, references: Rows) -> Found:
+    """Return ROUGE-L of the E2E challenge's script, a mean over rows.
+
+    A row's number weighs recall by 1.2 squared, and joins the best precision and the best recall,
+    though they may come from different references.
+    """
+    from pycocoevalcap.rouge.rouge import Rouge
+
+    scorer = Rouge()
+    # To pycocoevalcap a text without a word has one, the empty one.
+    rows = [
+        scorer.calc_score([words], row) if words else 0.0
+        for words, row in _pairs(*ptb_rows(predictions, references))
+    ]
+    return {"e2e_rouge_l": float(np.mean(rows)), "how": _coco()}
+
+
+def cider(predictions: Texts, references: Rows) -> Found:
+    """Return CIDEr of the E2E challenge's script, a mean over rows.
+
+    N-grams that all rows have weigh nothing, so a corpus of one row scores 0.
+    """
+    from pycocoevalcap.cider.cider_scorer import CiderScorer
+
+    scorer = CiderScorer()
+    predicted, expected = ptb_rows(predictions, references)
+    for words, row in _pairs(predicted, expected):
+        scorer += (words, row)
+    some = any(words for row in expected for words in row)  # else it has no most frequent one
+    return {"cider": float(scorer.compute_score()[0]) if some else 0.0, "how": _coco()}
+
+
+def meteor(predictions: Texts, references: Rows) -> Found:
+    """Return METEOR 1.5 of the E2E challenge's script, by its authors' program.
+
+    The program gets texts that PTBTokenizer has tokenized, and for each row finds the best
+    reference. Its data is English.
+    """
+    from pycocoevalcap.meteor import meteor
+
+    jar = str(Path(meteor.__file__).with_name(meteor.METEOR_JAR))
+    rows = _pairs(*ptb_rows(predictions, references))
+    with conversation(["-jar", jar, "-", "-", "-stdio", "-l", "en", "-norm"]) as ask:
+        # PTBTokenizer has put spaces between the marks of a "|||" in a text.
+        statistics = [ask(" ||| ".join(["SCORE", *row, words]), 1)[0] for words, row in rows]
+        *_, total = ask(" ||| ".join(["EVAL", *statistics]), len(statistics) + 1)
+    return {"meteor": float(total), "how": "METEOR 1.5 -l en -norm, PTBTokenizer"}
+
+
+def bertscore(predictions: Texts, references: Rows, model: str | Path | None = None) -> Found:
+    """Return BERTScore F1, a mean over rows of the best reference, not rescaled.
+
+    ``how`` names the model's folder and the layer: the one that bert-score's authors chose for a
+    model of that name, else the last. An empty prediction scores 0.
+
+    Raises: MetricUnavailableError without a model.
+    """
+    if model is None:
+        raise MetricUnavailableError("no `bertscore_model` was given: name a local folder")
+    from bert_score import BERTScorer
+    from bert_score.utils import model2layers
+    from transformers import AutoConfig
+
+    folder = Path(model).resolve()  # a name that is no path would be looked for on the Hub
+    config = AutoConfig.from_pretrained(folder)
+    if "t5" in str(folder) and "t5" not in config.model_type:
+        raise MetricUnavailableError("bert-score reads any model below a path with 't5' as T5")
+    layer = model2layers.get(folder.name, config.num_hidden_layers)
+    scorer = BERTScorer(model_type=str(folder), num_layers=layer)
+    tokenizer = scorer._tokenizer
+    if tokenizer.pad_token_id is None:
+        raise MetricUnavailableError(f"the tokenizer in {folder.name} has no pad token")
+    # Where its files name no limit this is 1e30, which tokenizers cannot cut at. RoBERTa keeps
+    # two positions for itself.
+    positions = getattr(config, "max_position_embeddings", 512) - 2
+    tokenizer.model_max_length = min(tokenizer.model_max_length, positions)
+
+    # bert-score 0.3.13 asks for a method of empty texts that transformers 5 has not.
+    some = [index for index, text in enumerate(predictions) if text.strip()]
+    rows = np.zeros(len(predictions))
+    if some:
+        texts = [predictions[index] for index in some]
+        rows[some] = scorer.score(texts, [list(references[index]) for index in some])[2].numpy()
+    used = f"{folder.name}, layer {layer} of {config.num_hidden_layers}"
+    how = f"bert-score {version('bert-score')}, {used}, not rescaled"
+    return {"bertscore_f1": float(rows.mean()), "how": how}
+
+
+def dialog_f1(predictions: Texts, references: Rows) -> Found:
+    """Return F1 of words as ParlAI scores dialog, a mean over rows of the best reference.
+
+    A word counts as often as both texts have it. A row scores 0 where no word is in common, also
+    between two texts without words.
+    """
+    rows = [
+        max(_f1(_dialog_words(text), _dialog_words(reference)) for reference in row)
+        for text, row in _pairs(predictions, references)
+    ]
+    how = "after ParlAI: words without case, punctuation and articles, best reference of a row"
+    return {"dialog_f1": float(np.mean(rows)), "how": how}
+
+
+FUNCTIONS: dict[str, Callable[..., Found]] = {
+    each.__name__: each
+    for each in (bleu, nist, e2e_nist, rouge, e2e_rouge_l, cider, meteor, bertscore, dialog_f1)
+}
+
+
+def _pairs(predictions: Sequence[Any], references: Sequence[Any]) -> Any:
+    return zip(predictions, references, strict=True)
+
+
+def _coco() -> str:
+    return f"pycocoevalcap {version('pycocoevalcap')}, PTBTokenizer"
+
+
+def _mteval_rows(
+    predictions: Texts, references: Rows
+) -> tuple[list[list[str]], list[list[list[str]]]]:
+    """Return the lower-case words of ``mteval-v13a``, by sacrebleu's tokenizer of that name."""
+    from sacrebleu.tokenizers.tokenizer_13a import Tokenizer13a
+
+    words = Tokenizer13a()
+    return (
+        [words(text.lower()).split() for text in predictions],
+        [[words(text.lower()).split() for text in row] for row in references],
+    )
+
+
+def _ngrams(words: list[str]) -> Counter[tuple[str, ...]]:
+    """Return how often each n-gram of up to five words occurs."""
+    return Counter(
+        tuple(words[start : start + order])
+        for order in _ORDERS
+        for start in range(len(words) - order + 1)
+    )
+
+
+def _dialog_words(text: str) -> Counter[str]:
+    """Return how often each word occurs. A mark of punctuation separates words."""
+    return Counter(_ARTICLES.sub(" ", text.lower().translate(_SPACES)).split())
+
+
+def _f1(predicted: Counter[str], expected: Counter[str]) -> float:
+    """Return the harmonic mean of precision and recall."""
+    total = predicted.total() + expected.total()
+    return 2 * (predicted & expected).total() / total if total else 0.0
