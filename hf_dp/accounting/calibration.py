@@ -185,6 +185,10 @@ def calibrate_sample_rate(
     steps = integer("steps", steps, 1)
 
     smallest = load(name).RANGE.min_sample_rate
+    try:
+        epsilon((*prior, PoissonSampledGaussian(sigma, smallest, steps)), delta, name)
+    except AccountingRangeError:
+        smallest = 1e-5  # the least that pld covers beside events of other kinds
 
     def gap(inverse: float) -> float:  # in 1 / rate, which like noise makes epsilon fall
         rate = max(1 / inverse, smallest)

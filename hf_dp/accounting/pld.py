@@ -7,7 +7,8 @@ The result is min(PLD + SLACK, RDP). Both are upper bounds; RDP is tighter in a 
 steps of very weak mechanisms, where the grid is coarser than the loss). RDP does not know
 replace-one, truncated samples and allocations, so there the result is PLD + SLACK. Where no sample
 is secret, the loss is a mixture of normals and needs no grid
-(:mod:`hf_dp.accounting.gaussian_mixture`).
+(:mod:`hf_dp.accounting.gaussian_mixture`). Rates below SMALL_RATE have a grid of their own and no
+slack (:mod:`hf_dp.accounting.small_rates`).
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import numpy as np
 from dp_accounting.pld import privacy_loss_distribution as google_pld
 from dp_accounting.privacy_accountant import NeighboringRelation
 
-from hf_dp.accounting import gaussian_mixture, rdp, tilted
+from hf_dp.accounting import gaussian_mixture, rdp, small_rates, tilted
 from hf_dp.accounting.allocation import allocated
 from hf_dp.accounting.composition import (
     UNESTABLISHED,
@@ -39,17 +40,21 @@ from hf_dp.accounting.user_rows import sampled_rows
 from hf_dp.accounting.value import Epsilon
 
 # Each limit is the edge of what was compared with independent computations (an FFT with exponential
-# tilting up to 1e5 steps, prv-accountant up to 1e6): noise multipliers from 0.3, rates from
-# 1.48e-5. Large noise multipliers only loosen the result, and RDP then caps it.
+# tilting up to 1e5 steps, prv-accountant up to 1e6): noise multipliers from 0.3, rates from 1.48e-5
+# on the fixed grid and from 1e-8 on one that follows epsilon. Large noise multipliers only loosen
+# the result, and RDP then caps it.
 RANGE = Range(
     "pld",
     min_noise_multiplier=0.3,
     max_noise_multiplier=100.0,
-    min_sample_rate=1e-5,
+    min_sample_rate=1e-8,
     max_steps=10**6,
     min_delta=1e-11,
     next_move='Use accountant="rdp".',
 )
+
+# Below this rate a fixed grid is too coarse, and SLACK may be larger than epsilon.
+SMALL_RATE = 1e-5
 
 # Below this delta the plain composition is not an upper bound: FFT rounding makes it too small by
 # 2e-3 at 1e-9 and by 0.014 at 1e-10. There, tilted distributions are composed, three times as slow.
@@ -61,6 +66,7 @@ TILTED_BELOW = 1e-8
 # cannot replace it for truncated samples and replace-one.
 HEAVY_TAILS = dataclasses.replace(
     RANGE,
+    min_sample_rate=SMALL_RATE,
     max_steps=10**5,
     min_delta=1e-7,
     next_move='For visible samples, use accountant="rdp". No other accountant describes truncated '
@@ -263,7 +269,8 @@ def epsilon(composition: Composition, delta: float, relation: str = "zero_out") 
     """Return an upper bound on epsilon at ``delta``.
 
     It takes 0.05 to 0.5 s for a new mechanism and half of that for more steps of a known one; ten
-    times as long where the fine grid is worth it (epsilon < 3 and tens of thousands of steps).
+    times as long where the fine grid is worth it (epsilon < 3 and tens of thousands of steps). At
+    rates below SMALL_RATE it takes 0.05 to 5 s.
 
     Raises:
         AccountingRangeError: outside RANGE or above MAX_EPSILON.
@@ -278,13 +285,14 @@ def epsilon(composition: Composition, delta: float, relation: str = "zero_out") 
             gaussian_mixture.epsilon(composition, delta, 2.0 if relation == "replace_one" else 1.0),
             "bound",
         )
+    small_rate = min(composition.sample_rates, default=1.0) < SMALL_RATE
     heavy = (
         composition.truncated
         or composition.user_rows
         or composition.allocated
         or composition.visible
         or relation == "replace_one"
-        or (composition.responses and delta < TILTED_BELOW)
+        or (composition.responses and (delta < TILTED_BELOW or small_rate))
     )
     (ALLOCATED if composition.allocated else HEAVY_TAILS if heavy else RANGE).check(
         composition, delta
@@ -296,6 +304,11 @@ def epsilon(composition: Composition, delta: float, relation: str = "zero_out") 
     about, order = rdp.epsilon_and_order(composition if bounded else _at_worst(composition), delta)
     if about > MAX_EPSILON and not composition.user_rows and not composition.allocated:
         raise RANGE.error(f"epsilon up to {MAX_EPSILON}, got about {about:.6g}")
+    if small_rate:
+        terms = composition.sampled
+        if composition.gaussian_mu > 0:
+            terms += (SampledTerm(1 / composition.gaussian_mu, 1.0, 1),)
+        return Epsilon(small_rates.epsilon(terms, delta, about), "bound")
     value = _grid_epsilon(composition, delta, COARSE, relation)
     if value < FINE_BELOW and _fine_grid_gain(composition, order) > WORTHWHILE_GAIN:
         value = min(value, _grid_epsilon(composition, delta, FINE, relation))

@@ -33,7 +33,7 @@ RANGE = Range(
     min_sample_rate=1e-5,
     max_steps=10**6,
     min_delta=1e-11,
-    next_move='Use accountant="rdp".',
+    next_move='Use accountant="rdp", or accountant="pld" for sample rates from 1e-8.',
 )
 
 # Half-width of the certified interval, as the package advises; smaller values take longer.

@@ -19,15 +19,15 @@ from dp_accounting.pld import privacy_loss_distribution as google_pld
 from scipy import fft
 from scipy.optimize import minimize_scalar
 
-_TAIL = 1e-16  # of the tilted composition, beyond each end of the grid
+TAIL = 1e-16  # of the tilted composition, beyond each end of the grid
 _ORDERS = np.geomspace(1e-3, 1e3, 120)
 _UNIT = 2.0**-52
 
 Parts = Sequence[tuple[google_pld.PrivacyLossDistribution, int]]
-_Pmfs = list[tuple["_Loss", int]]
+_Pmfs = list[tuple["Loss", int]]
 
 
-class _Loss:
+class Loss:
     """One step's finite losses, their log-probabilities, and the probability of an infinite one."""
 
     def __init__(self, pmf: pld_pmf.PLDPmf):
@@ -50,12 +50,12 @@ class _Loss:
 
     def end(self, tilt: float, times: int, sign: int) -> int:
         """Return a point of the grid beyond which the sum of so many tilted losses lies with a
-        probability of _TAIL at most, by the best of several Chernoff bounds."""
+        probability of TAIL at most, by the best of several Chernoff bounds."""
         start, found = self.log_moment(tilt), math.inf
         spread = math.sqrt(times * self._variance(tilt)) + self.interval
         for further in np.geomspace(0.3, 300, 40) / spread:
             log_moment = self.log_moment(tilt + sign * further) - start
-            found = min(found, (times * log_moment - math.log(_TAIL)) / further)
+            found = min(found, (times * log_moment - math.log(TAIL)) / further)
         return sign * math.ceil(found / self.interval)
 
     def _variance(self, tilt: float) -> float:
@@ -72,9 +72,9 @@ def epsilon_at(parts: Parts, delta: float) -> float:
         parts: distributions on one grid, pessimistic, each with the number of its steps.
         delta: > 0.
     """
-    ways = [[(_Loss(loss._pmf_remove), times) for loss, times in parts]]
+    ways = [[(Loss(loss._pmf_remove), times) for loss, times in parts]]
     if not all(loss._symmetric for loss, _ in parts):
-        ways.append([(_Loss(loss._pmf_add), times) for loss, times in parts])
+        ways.append([(Loss(loss._pmf_add), times) for loss, times in parts])
     return max(_one_way(way, delta) for way in ways)
 
 
@@ -125,7 +125,7 @@ def _at_tilt(parts: _Pmfs, finite: float, tilt: float) -> float:
     found = _solved(losses, composed, scale - tilt * losses, finite)
     # Each point above epsilon is wrong by `error` at most, and its weight falls by exp(-tilt
     # interval) from point to point. A larger epsilon has a smaller sum of these.
-    wrong = weight(found) * (error / -math.expm1(-tilt * interval) + 3 * _TAIL)
+    wrong = weight(found) * (error / -math.expm1(-tilt * interval) + 3 * TAIL)
     if wrong >= finite:
         return math.inf
     return _solved(losses, composed, scale - tilt * losses, finite - wrong)

@@ -201,7 +201,7 @@ def test_default_is_never_above_rdp():
         (Gaussian(0.01), 1e-5, "pld", "`noise_multiplier` in .0.05, 10000.0., got 0.01"),
         (Gaussian(200.0), 1e-5, "prv", "`noise_multiplier`"),
         (Gaussian(0.001), 1e-5, "rdp", "`noise_multiplier`"),
-        (PoissonSampledGaussian(1.0, 1e-6, 10), 1e-5, "pld", "`sample_rate` >= 1e-05"),
+        (PoissonSampledGaussian(1.0, 1e-9, 10), 1e-5, "pld", "`sample_rate` >= 1e-08"),
         (PoissonSampledGaussian(1.0, 1e-3, 10**7), 1e-5, "pld", "at most 1000000 `steps`"),
         (
             PoissonSampledGaussian(0.5, 0.9, 1000),
