@@ -18,8 +18,7 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from hf_dp.trainer.arguments import DPTrainingArguments
-from hf_dp.trainer.trainer import DPTrainer
+from hf_dp import DPTrainer, DPTrainingArguments
 
 WORDS = [
     "good",
