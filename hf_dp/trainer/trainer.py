@@ -7,7 +7,7 @@ they are. What a private step does is on one screen: :meth:`DPTrainer.training_s
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -59,7 +59,6 @@ from hf_dp.statement.provenance import seen_in_pretraining
 from hf_dp.statement.statement import PrivacyStatement
 from hf_dp.statement.wording import EVALUATION_ON_TRAINING_ROWS
 from hf_dp.trainer.adam_bc import corrected, refuse_other_noise
-from hf_dp.trainer.argument_checks import refuse_unless_whole
 from hf_dp.trainer.arguments import DPTrainingArguments
 from hf_dp.trainer.audits import (
     audit_for,
@@ -90,16 +89,10 @@ from hf_dp.trainer.from_arguments import (
 )
 from hf_dp.trainer.launch import without_ddp, without_tied_copies
 from hf_dp.trainer.logs import NO_LOSS
-from hf_dp.trainer.noise_aware import NoiseAware
 from hf_dp.trainer.publishing import Publishing
 from hf_dp.trainer.signals import StopOnSignal
 from hf_dp.trainer.subclasses import check_subclass
 from hf_dp.trainer.unit_arguments import users_of
-from hf_dp.trainer.weight_average import (
-    average_weights,
-    averaged,
-    put_averages,
-)
 from hf_dp.tuners.apply import apply_peft, load_model
 from hf_dp.tuners.base import Tuner
 from hf_dp.tuners.find import tuner_for
@@ -136,7 +129,6 @@ class DPTrainer(Publishing):
     tuner: Tuner
     _plain: PlainRun | None = None  # what a tuner sees of a run without privacy
     _signals: StopOnSignal
-    _watched: Any  # the optimizer whose steps are hooked
     _found_size: bool  # whether the size of physical batches was found for this machine
     _evaluation: dict[str, float]
     _units: UnitTable | None = None  # whose the training rows are, where users are protected
@@ -215,7 +207,6 @@ class DPTrainer(Publishing):
         self._fixed = self.args.fix()
         self._run = None
         self._found_size = False
-        self._watched = self._noise_aware = None
         self._evaluation = {}
         self.card = {}
         self._noised_losses = NO_LOSS
@@ -450,8 +441,6 @@ class DPTrainer(Publishing):
                 with others_present():  # Trainer gathers, too
                     output = super().train(checkpoint, *args, **kwargs)
             self._write_times(run.clock, checkpoint)
-            if self.args.weight_average_decay is not None:
-                put_averages(self.optimizer)
             self.put_average()
             run.resting.note(self.model)
             with self.silent():
@@ -567,27 +556,7 @@ class DPTrainer(Publishing):
             optimizer = self.optimizer = corrected(optimizer, plan.noise_std, batch, floor)
         if new:
             self.tuner.tune(optimizer)
-        self._watch_steps(getattr(optimizer, "optimizer", optimizer))  # accelerate wraps it
         return optimizer
-
-    def _watch_steps(self, optimizer: Any) -> None:
-        """Hook what was asked for into the steps of the optimizer, if it is not there yet."""
-        if optimizer is self._watched:
-            return
-        decay, floor = self.args.weight_average_decay, self.args.noise_aware_floor
-        state = {
-            "is_as_noised": self.tuner.gradients_are_noised_sums,
-            "in_shards": self._in_shards,
-        }
-        if decay is not None:
-            why = "What the optimizer trains there is not the weights as they are saved."
-            refuse_unless_whole("weight_average_decay", decay, why, **state)
-            average_weights(optimizer, decay)
-        if floor is not None:
-            why = "The norm of a gradient does not tell its signal there."
-            refuse_unless_whole("noise_aware_floor", floor, why, **state)
-            self._noise_aware = NoiseAware(optimizer, lambda: self.mechanism.noise_norm, floor)
-        self._watched = optimizer
 
     def _train_model(self, model: nn.Module) -> None:
         """Train the model that the tuner made, from before the optimizer exists."""
@@ -629,7 +598,7 @@ class DPTrainer(Publishing):
         self._compare_with_training_rows(
             known[effective] if isinstance(effective, str) else effective
         )
-        with self._as_it_will_end(), any_number_of_end_tokens(self.model):
+        with any_number_of_end_tokens(self.model):
             metrics = super().evaluate(eval_dataset, *args, **kwargs)
         self._evaluation.update(metrics)
         return metrics
@@ -657,13 +626,8 @@ class DPTrainer(Publishing):
         Raises: UnsupportedArgumentError for rows of the training set in private modes.
         """
         self._compare_with_training_rows(test_dataset)
-        with self._as_it_will_end(), any_number_of_end_tokens(self.model):
+        with any_number_of_end_tokens(self.model):
             return super().predict(test_dataset, *args, **kwargs)
-
-    def _as_it_will_end(self) -> AbstractContextManager[None]:
-        """Return a context in which the model is what training would end with now."""
-        kept = self.args.weight_average_decay is not None and self.is_in_train
-        return averaged(self.optimizer) if kept else nullcontext()
 
     def _compare_with_training_rows(self, evaluation: Any) -> None:
         """Raise UnsupportedArgumentError for an evaluation set with rows of the training set, whose
