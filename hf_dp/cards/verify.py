@@ -2,7 +2,7 @@
 
 What is recomputed here is whatever can be without the training rows: epsilon from the ledger, the
 statement from epsilon, the card from the statement, and digests of the weights. Whether the ledger
-tells what ran is for whoever signed it to say.
+tells what ran is for whoever published it to say.
 """
 
 from __future__ import annotations
@@ -21,12 +21,11 @@ from hf_dp.cards.details import CardDetails
 from hf_dp.cards.edits import front_matter
 from hf_dp.cards.evidence import CARD, CONFIGS, SELECTION_FILES, file_digests
 from hf_dp.cards.metadata import KEY, metadata
-from hf_dp.cards.signature import SIGNATURE, check
-from hf_dp.errors import ConfigError, HfDpError, LedgerError
+from hf_dp.errors import HfDpError, LedgerError
 from hf_dp.run.mark import read_stamp
 from hf_dp.run.weights_file import weights_files
 from hf_dp.statement.digests import digest_of, digest_of_text
-from hf_dp.statement.record import FILE_NAME, PrivacyRecord, file_of, read
+from hf_dp.statement.record import FILE_NAME, PrivacyRecord, read
 from hf_dp.statement.schema import SCHEMA_VERSION
 from hf_dp.statement.statement import PrivacyStatement
 from hf_dp.statement.verify import disagreements
@@ -74,18 +73,10 @@ class Report:
         return next((each for each in (FAILED, NOT_CHECKED) if each in found), OK)
 
 
-def verify(
-    folder: str | os.PathLike[str],
-    *,
-    allowed_signers: str | os.PathLike[str] | None = None,
-    identity: str | None = None,
-) -> Report:
+def verify(folder: str | os.PathLike[str]) -> Report:
     """Check a folder with a model, its card and its ``privacy.json``.
 
-    Arguments are those of :func:`hf_dp.cards.signature.check`. Nothing raises for what is wrong
-    with the files: the report has it.
-
-    Raises: ConfigError for a signature where ssh-keygen is missing.
+    Nothing raises for what is wrong with the files: the report has it.
     """
     folder = Path(folder)
     try:
@@ -99,7 +90,7 @@ def verify(
         ("schedule", lambda: _of_the_schedule(record, statement)),
         ("weights", lambda: _of_the_files(record, folder)),
         ("card", lambda: _of_the_card(record, statement, folder)),
-        ("signature", lambda: _of_the_signature(folder, allowed_signers, identity)),
+        ("author", _of_the_author),
     )
     checks = [each for about, look in looks for each in _looked(about, look)]
     return Report(tuple(checks), claim)
@@ -109,8 +100,6 @@ def _looked(about: str, look: Callable[[], Iterable[Check]]) -> list[Check]:
     """Return what was found. What cannot be looked at, whatever is wrong with it, has failed."""
     try:
         return list(look())
-    except ConfigError:
-        raise
     except Exception as error:  # files of strangers may hold anything
         return [Check(about, FAILED, f"it cannot be read: {type(error).__name__}: {error}")]
 
@@ -271,26 +260,9 @@ def _repository(section: str) -> str | None:
     return None if found is None or found[1] == "THIS_FOLDER" else found[1]
 
 
-def _of_the_signature(
-    folder: Path, allowed_signers: str | os.PathLike[str] | None, identity: str | None
-) -> Iterator[Check]:
-    about, path = "signature", folder / SIGNATURE
-    asked = allowed_signers is not None
-    if not path.is_file():
-        words = (
-            "there is none: everything above agrees, and anyone who can write these files could "
-            "have written them together"
-        )
-        yield Check(about, FAILED if asked else NOTICE, words)
-        return
-    found = check(file_of(folder).read_bytes(), path, allowed_signers, identity)
-    if not found.good:
-        yield Check(about, FAILED, f"it is not one of this {FILE_NAME}: {found.words}")
-    elif not found.trusted:
-        unknown = "whose key this is, is not known here; give --allowed-signers and --identity"
-        yield Check(about, NOTICE, f"{found.words}; {unknown}")
-    else:
-        yield Check(about, OK, found.words)
+def _of_the_author() -> Iterator[Check]:
+    words = "not checked here: anyone who can write these files could have written them together"
+    yield Check("author", NOTICE, words)
 
 
 def summary(report: Report) -> dict[str, Any]:

@@ -198,7 +198,6 @@ def publish(
     base_model: str | None = None,
     revision: str | None = None,
     not_private: bool = False,
-    sign_with: str | Path | None = None,
     token: str | None = None,
     message: str = "Publish with hf_dp",
 ) -> CommitInfo:
@@ -211,11 +210,9 @@ def publish(
         base_model: the id on the Hub of an adapter's base, where it was loaded from a folder.
         revision: a branch; made unless it is there.
         not_private: whether to publish what no epsilon covers, as what it is.
-        sign_with: the file of an SSH private key, to sign the ``privacy.json`` that goes.
         token: None for that of ``hf auth login`` or HF_TOKEN.
 
-    Raises: PublishError; ConfigError for a key that cannot be used. Refusals come before anything
-        is sent.
+    Raises: PublishError. Refusals come before anything is sent.
     """
     hub = Hub(token)
 
@@ -225,7 +222,6 @@ def publish(
             name,
             base_model,
             not_private=not_private,
-            sign_with=sign_with,
             tokens=(token,),
         )
 

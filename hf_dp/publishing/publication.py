@@ -14,7 +14,6 @@ from huggingface_hub import CommitOperationAdd
 
 from hf_dp.cards.evidence import CARD, CONFIGS, card_files
 from hf_dp.cards.hub_rules import is_repository
-from hf_dp.cards.signature import SIGNATURE, sign
 from hf_dp.errors import LedgerError, PublishError
 from hf_dp.publishing.allowed import refuse_others, sort_files, why_goes
 from hf_dp.publishing.contents import Contents
@@ -61,7 +60,6 @@ class Publication:
         base_model: str | None = None,
         *,
         not_private: bool = False,
-        sign_with: str | os.PathLike[str] | None = None,
         tokens: Iterable[str | None] = (),
     ) -> Publication:
         """Look through a folder. Nothing is written, and no network is used.
@@ -71,11 +69,10 @@ class Publication:
             base_model: the id on the Hub of the base, for the card and for an adapter.
             not_private: whether to publish what no epsilon covers: a run with ``insecure_seed``, or
                 a model that was not trained privately.
-            sign_with: the file of an SSH private key, to sign the ``privacy.json`` that goes.
             tokens: secrets to look for, besides those that this process knows.
 
         Raises: PublishError for a path that is no folder, a file in it that cannot be read, or a
-            ``base_model`` that is no id; ConfigError for a key that ssh-keygen cannot use.
+            ``base_model`` that is no id.
         """
         folder = Path(folder)
         if not folder.is_dir():
@@ -108,7 +105,6 @@ class Publication:
                 made, remarks = card_files(
                     folder, repository=repository, given=given, replaced=configs
                 )
-                contents.refusals += _sign(files, made[FILE_NAME], folder, sign_with)
                 for name, content in made.items():
                     files[name] = contents.published(name, content)
                 contents.refusals += _incomplete(record, files, folder)
@@ -241,27 +237,6 @@ def _files(folder: Path, names: Iterable[str]) -> dict[str, bytes | Path]:
         }
     except OSError as error:
         raise PublishError(f"A file of {folder} cannot be read ({error}).") from error
-
-
-def _sign(
-    files: dict[str, bytes | Path],
-    evidence: bytes,
-    folder: Path,
-    key: str | os.PathLike[str] | None,
-) -> list[str]:
-    """Put the signature of the evidence among the files; list why one that is there does not fit.
-
-    Raises: ConfigError for a key that ssh-keygen cannot use.
-    """
-    if key is not None:
-        files[SIGNATURE] = sign(evidence, key)
-    elif SIGNATURE in files and (folder / FILE_NAME).read_bytes() != evidence:
-        return [
-            f"{SIGNATURE} signs {FILE_NAME} as it is in {folder}, and what goes to the Hub names "
-            "the repository. Sign what goes, by --sign-with KEY; run `hf-dp card DIR --repository "
-            f"REPO`, sign its {FILE_NAME}, and publish to REPO; or delete the signature."
-        ]
-    return []
 
 
 def _record(folder: Path) -> PrivacyRecord | None:
