@@ -16,11 +16,10 @@ from typing import Any
 
 from hf_dp._version import __version__
 from hf_dp.accounting import SELECTION, TRAINING
-from hf_dp.cards.card import privacy_head, render_card, render_head
+from hf_dp.cards.card import privacy_head, render_head, repository_of
 from hf_dp.cards.details import CardDetails
-from hf_dp.cards.edits import front_matter
-from hf_dp.cards.evidence import CARD, CONFIGS, SELECTION_FILES, file_digests
-from hf_dp.cards.metadata import KEY, metadata
+from hf_dp.cards.evidence import CARD, CONFIGS, SELECTION_FILES, file_digests, is_as_made
+from hf_dp.cards.metadata import KEY, front_matter, metadata
 from hf_dp.errors import HfDpError, LedgerError
 from hf_dp.run.mark import read_stamp
 from hf_dp.run.weights_file import weights_files
@@ -40,7 +39,7 @@ _STATE = re.compile(
     r"training_args\.bin|(optimizer|scheduler|scaler)(_\d+)?\.(pt|bin)|rng_state(_\d+)?\.pth"
     r"|_(released_rows|prompt_weights)\.safetensors"
 )
-_OF_A_RUN = re.compile(r"checkpoint-\d+|_earlier-run-.*|_saving|_publishing|\.git|\.cache|runs")
+_OF_A_RUN = re.compile(r"checkpoint-\d+|_earlier-run-.*|_saving|\.git|\.cache|runs")
 OK, FAILED, NOT_CHECKED, NOTICE = "ok", "FAILED", "not checked", "notice"
 
 
@@ -235,11 +234,10 @@ def _as_made_now(
     differs = block != plain(metadata(statement))
     yield _compared(f"its {KEY} block", differs, "the statement")
     head = privacy_head(text) or ""
-    details, repository = CardDetails.from_dict(record.card), _repository(head)
+    details, repository = CardDetails.from_dict(record.card), repository_of(head)
     differs = digest_of_text(head) != digest_of_text(render_head(statement, details, repository))
     yield _compared("its section Privacy", differs, "the statement")
-    whole = render_card(statement, details, repository=repository)
-    if digest_of_text(whole) != digest_of_text(text):
+    if not is_as_made(record, text):
         yield Check("card", NOTICE, "it was edited outside what is about privacy")
 
 
@@ -252,12 +250,6 @@ def _compared(what: str, differs: bool, with_what: str) -> Check:
 def _is_current(record: PrivacyRecord) -> bool:
     """Return whether this version wrote it, and so words it in the same way."""
     return record.written_by == __version__ and record.schema_version == SCHEMA_VERSION
-
-
-def _repository(section: str) -> str | None:
-    """Return the repository for which a card was made, as its own command names it."""
-    found = re.search(r"`hf-dp verify ([^`\s]+)`", section)
-    return None if found is None or found[1] == "THIS_FOLDER" else found[1]
 
 
 def _of_the_author() -> Iterator[Check]:
