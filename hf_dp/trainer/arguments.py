@@ -275,7 +275,10 @@ class DPTrainingArguments(AuditArguments, UnitArguments, ForwardArguments, Train
     # --- privacy budget ---
     privacy_mode: str = field(
         default="dp_sgd",
-        metadata={"help": f"How privacy is obtained: one of {', '.join((NON_PRIVATE, *MODES))}."},
+        metadata={
+            "help": f"How privacy is obtained: one of {', '.join((NON_PRIVATE, *MODES))}, or a "
+            "mode that register_mode added."
+        },
     )
     target_epsilon: float | None = field(
         default=None,
