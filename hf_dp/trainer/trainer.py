@@ -240,7 +240,7 @@ class DPTrainer(Publishing):
             training_rows=rows,
             units=self._units,
         )
-        run = self.run
+        run = self._sync_run()
         run.has_own_loss = self._has_own_loss()
         run.has_own_examples = type(self).synthetic_batches is not DPTrainer.synthetic_batches
         run.read_columns_with(self.columns_for_training)
@@ -289,16 +289,20 @@ class DPTrainer(Publishing):
 
     @property
     def run(self) -> PrivateRun:
-        """The private run, about this trainer's present model, data and arguments.
+        """The private run. Reading it changes nothing.
 
         Raises: UnsupportedArgumentError when there is none.
         """
-        run = self._run
-        if run is None:
+        if self._run is None:
             raise UnsupportedArgumentError(
                 "There is no privacy plan: privacy_mode is 'non_private' or the trainer has no "
                 "train_dataset."
             )
+        return self._run
+
+    def _sync_run(self) -> PrivateRun:
+        """Return the private run, told of this trainer's present model, data and arguments."""
+        run = self.run
         run.book.go_to(self.folder)
         run.model, run.options = self.model, options_of(self.args)
         run.train_dataset, run.data_collator = self.train_dataset, self.data_collator
@@ -329,7 +333,7 @@ class DPTrainer(Publishing):
     def privacy_statement(self) -> PrivacyStatement:
         """Return what may be said about this run so far; the card and ``privacy.json`` say the
         same."""
-        run = self.run
+        run = self._sync_run()
         self._note_model_selection()
         return run.statement(self.tuner.describe(self.model))
 
@@ -352,7 +356,7 @@ class DPTrainer(Publishing):
             if self._plain is not None:
                 self.tuner.before_plain_step(self._plain, self.state.global_step)
             return super().training_step(model, inputs, num_items_in_batch)
-        run, mechanism = self.run, self.mechanism
+        run, mechanism = self._sync_run(), self.mechanism
         model.train()
         if callable(getattr(self.optimizer, "train", None)):  # schedule-free optimizers
             self.optimizer.train()  # type: ignore[union-attr]
@@ -378,7 +382,7 @@ class DPTrainer(Publishing):
         """Return the loader of logical batches, in private modes."""
         if not self.args.is_private:
             return super().get_train_dataloader()
-        _ = self.run  # about the present model and data
+        self._sync_run()
         with self.silent():  # rows are looked over
             return self.mechanism.loader()
 
@@ -392,7 +396,7 @@ class DPTrainer(Publishing):
 
         Raises: DataError for other data than planned, or rows that cannot be trained on.
         """
-        return self.run.training_data()
+        return self._sync_run().training_data()
 
     def _has_own_loss(self) -> bool:
         return type(self).compute_per_example_loss is not DPTrainer.compute_per_example_loss
@@ -412,7 +416,7 @@ class DPTrainer(Publishing):
         self._refuse_changed_arguments()
         if not self.args.is_private:
             return self._train_plainly(resume_from_checkpoint, *args, **kwargs)
-        run = self.run
+        run = self._sync_run()
         checkpoint = self._checkpoint_of(resume_from_checkpoint)
         refuse_second_audit(run, checkpoint)
         self._evaluation.clear()  # of other weights
@@ -512,7 +516,7 @@ class DPTrainer(Publishing):
         with without_ddp(self.accelerator) if private else nullcontext():
             prepared = super()._prepare_for_training(max_steps, *args, **kwargs)
         if self.args.is_private:
-            run = self.run
+            run = self._sync_run()
             check_optimizer(self.optimizer, self.model)
             with self.silent():
                 self.mechanism.prepare()
@@ -532,7 +536,7 @@ class DPTrainer(Publishing):
 
     def _tell_doubts(self) -> None:
         """Warn, before the first step of a new run, of settings with which it will learn little."""
-        run = self.run
+        run = self._sync_run()
         if run.book.ledger.steps(TRAINING) or not run.processes.is_main:
             return
         trained = sum(p.numel() for p in run.model.parameters() if p.requires_grad)
@@ -567,7 +571,7 @@ class DPTrainer(Publishing):
     def check_engine(self) -> None:
         """Raise SelfCheckError when the engine disagrees, on synthetic examples, with one-by-one
         gradients."""
-        self.run.check_engine()
+        self._sync_run().check_engine()
 
     def synthetic_batches(self) -> list[Any]:
         """Return made-up examples for the self-check, each a batch of one, of different lengths and
@@ -576,7 +580,7 @@ class DPTrainer(Publishing):
         They are rows in the training set's format that went through the data collator. Override it
         for a model whose inputs are not token ids or images. Must not look at the training data.
         """
-        return self.run.synthetic_batches()
+        return self._sync_run().synthetic_batches()
 
     def floating_point_ops(self, inputs: Any) -> int:
         """Return 0 in private modes: the sum over steps would tell the sizes of the samples."""
@@ -633,7 +637,7 @@ class DPTrainer(Publishing):
         """Raise UnsupportedArgumentError for an evaluation set with rows of the training set, whose
         metrics are not noised."""
         if self._run is not None:
-            self.run.check_evaluation(evaluation)
+            self._sync_run().check_evaluation(evaluation)
 
     def hyperparameter_search(self, *args: Any, **kwargs: Any) -> Any:
         """Refuse in private modes: each trial is a release on the same rows."""
@@ -658,7 +662,7 @@ class DPTrainer(Publishing):
             output_dir or self.folder, None if self._run is None else self._run.book.run_id
         )
         if self._run is not None:
-            self.run.refuse_other_training(before_save=True)
+            self._sync_run().refuse_other_training(before_save=True)
         if state_dict is not None:
             state_dict = without_tied_copies(self.model, state_dict)
         super()._save(output_dir, state_dict)
