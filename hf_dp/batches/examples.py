@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.utils.data import Dataset, get_worker_info
 
 from hf_dp.batches.isolation import Isolated
+from hf_dp.batches.padding import LABELS
 from hf_dp.batches.structure import Example, is_picture, leaves, own
 from hf_dp.errors import DataError
 from hf_dp.noise import SecretRandomness
@@ -166,7 +167,7 @@ class Examples(Dataset[Example]):
 def _labels_in_words(row: Any) -> tuple[str, str] | None:
     """Return name and value of a label that is text, if there is one."""
     values = row if isinstance(row, dict) else {}
-    found = ((name, values[name]) for name in ("label", "labels", "label_ids") if name in values)
+    found = ((name, values[name]) for name in LABELS if name in values)
     return next(((name, value) for name, value in found if isinstance(value, str)), None)
 
 

@@ -37,14 +37,20 @@ _BESIDE_SUMS = {
 
 
 def render_card(
-    statement: PrivacyStatement, details: CardDetails, *, repository: str | None = None
+    statement: PrivacyStatement,
+    details: CardDetails,
+    *,
+    repository: str | None = None,
+    head: str | None = None,
 ) -> str:
     """Return the complete README.md: YAML metadata, then Markdown.
 
     Unknown values read "unknown".
 
-    Args: repository: id on the Hub, for the lines that check and load the model; None before it has
-        one.
+    Args:
+        repository: id on the Hub, for the lines that check and load the model; None before it has
+            one.
+        head: title and section "Privacy", where they are there already.
 
     Raises: InvalidArgumentError when metrics or settings hold an un-noised quantity of the training
         rows that the run did not declare as released.
@@ -52,7 +58,7 @@ def render_card(
     _refuse_unnoised(list(details.metrics), list(details.training), statement.facts.released)
     dataset = details.dataset
     body = _template().render(
-        head=render_head(statement, details, repository),
+        head=head or render_head(statement, details, repository),
         usage=_usage(details, repository),
         about_rows=_rows(
             {
@@ -110,6 +116,12 @@ def privacy_head(card: str) -> str | None:
         return None
     head = re.match(r".*?^## Privacy\n.*?(?=^## |\Z)", body, re.MULTILINE | re.DOTALL)
     return None if head is None else head[0].strip()
+
+
+def repository_of(head: str) -> str | None:
+    """Return the repository for which a card was made, as its own command names it."""
+    found = re.search(r"`hf-dp verify ([^`\s]+)`", head)
+    return None if found is None or found[1] == "THIS_FOLDER" else found[1]
 
 
 def _usage(details: CardDetails, repository: str | None) -> str | None:

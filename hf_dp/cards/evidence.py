@@ -1,7 +1,8 @@
 """The card and the evidence beside it, made together: README.md, and ``privacy.json`` with digests.
 
 ``privacy.json`` is written last, so that its digests are of what lies beside it. After a kill in
-between, it belongs to no card yet, which ``hf-dp verify`` says and ``hf-dp card`` mends.
+between, it belongs to no card yet, which ``hf-dp verify`` says; delete README.md, and ``hf-dp
+card`` makes one.
 """
 
 from __future__ import annotations
@@ -13,10 +14,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from hf_dp.cards.card import privacy_head, render_card
+from hf_dp.cards.card import privacy_head, render_card, repository_of
 from hf_dp.cards.details import CardDetails
-from hf_dp.cards.edits import with_edits
-from hf_dp.cards.metadata import card_data, metadata
+from hf_dp.cards.metadata import metadata
 from hf_dp.errors import LedgerError
 from hf_dp.run.mark import read_stamp
 from hf_dp.run.weights_file import weights_files
@@ -108,9 +108,6 @@ def card_files(
     """Return README.md and ``privacy.json`` of a saved run, made again and belonging together; and
     remarks on what the Hub will not show.
 
-    What people changed in the metadata of the README.md there (license, language, tags, ...) is
-    kept.
-
     Args:
         repository: the model's id on the Hub, for the lines that load it; None for none.
         given: fields of :class:`~hf_dp.cards.details.CardDetails` to set.
@@ -118,12 +115,14 @@ def card_files(
 
     Raises:
         LedgerError: there is no ``privacy.json``; its run has not ended, or it does not belong to
-            the weights beside it, or its statement does not follow from its ledger.
+            the weights beside it, or its statement does not follow from its ledger; or somebody
+            edited the README.md there, which would be lost.
         InvalidArgumentError: ``given`` holds what the Hub would refuse.
     """
     folder = Path(folder)
     record = read(folder)
     _refuse_unfit(record, folder)
+    _refuse_edited(record, folder / CARD)
     assert record.statement is not None
     # Stated again: an older version may have worded it differently, or bounded it more loosely.
     facts = RunFacts.from_dict(record.statement["facts"])
@@ -131,7 +130,6 @@ def card_files(
     details = CardDetails(model_name=folder.resolve().name)
     if record.card is not None:
         details = CardDetails.from_dict(record.card)
-    details = with_edits(details, card_data(statement, details).to_dict(), folder / CARD)
     details = details.with_given(**dict(given or {}))
     text = render_card(statement, details, repository=repository)
     document = to_record(
@@ -144,6 +142,28 @@ def card_files(
     )
     written = json.dumps(document, indent=2, allow_nan=False) + "\n"
     return {CARD: text.encode(), FILE_NAME: written.encode()}, details.remarks()
+
+
+def is_as_made(record: PrivacyRecord, card: str) -> bool:
+    """Return whether a card is what this version of hf_dp made with a record: nobody edited it."""
+    head = privacy_head(card)
+    if head is None or record.statement is None or record.card is None or record.digests is None:
+        return False
+    if digest_of_text(head) != record.digests.privacy_section:
+        return False
+    statement = PrivacyStatement.from_dict(record.statement)
+    details = CardDetails.from_dict(record.card)
+    whole = render_card(statement, details, repository=repository_of(head), head=head)
+    return digest_of_text(whole) == digest_of_text(card)
+
+
+def _refuse_edited(record: PrivacyRecord, path: Path) -> None:
+    if path.is_file() and not is_as_made(record, path.read_text("utf-8", errors="replace")):
+        raise LedgerError(
+            f"{path} was edited, or another version of hf_dp made it, and making it again would "
+            "lose what it says. Say it by trainer.describe(...) or the options of `hf-dp card` "
+            "(license, language, tags, ...), then delete the file: it is made anew."
+        )
 
 
 def _with_absent(found: Beside, record: PrivacyRecord) -> Beside:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+import yaml
 from huggingface_hub import EvalResult, ModelCardData
 
 from hf_dp._version import __version__
@@ -170,3 +171,24 @@ def _drawn(users: Users) -> dict[str, Any]:
 
 def _one_or_list(values: tuple[float, ...]) -> float | list[float]:
     return values[0] if len(values) == 1 else list(values)
+
+
+def front_matter(card: str) -> dict[str, Any]:
+    """Return the YAML block at the beginning of a card; empty without one.
+
+    Raises: ValueError for a block that cannot be read, or in which a key stands twice.
+    """
+    parts = card.split("---\n", 2)
+    if len(parts) < 3 or parts[0].strip():
+        return {}
+    try:
+        node = yaml.compose(parts[1], Loader=yaml.SafeLoader)
+        values = yaml.safe_load(parts[1])
+    except yaml.YAMLError as error:
+        raise ValueError(f"its YAML block is not valid: {error}") from error
+    if not isinstance(values, dict) or not isinstance(node, yaml.MappingNode):
+        raise ValueError("its YAML block is not a mapping of names to values")
+    keys = [getattr(key, "value", None) for key, _ in node.value]
+    if len(set(keys)) < len(keys):
+        raise ValueError("a key stands twice in its YAML block")
+    return values

@@ -2,7 +2,7 @@
 
 What is recomputed here is whatever can be without the training rows: epsilon from the ledger, the
 statement from epsilon, the card from the statement, and digests of the weights. Whether the ledger
-tells what ran is for whoever signed it to say.
+tells what ran is for whoever published it to say.
 """
 
 from __future__ import annotations
@@ -16,17 +16,15 @@ from typing import Any
 
 from hf_dp._version import __version__
 from hf_dp.accounting import SELECTION, TRAINING
-from hf_dp.cards.card import privacy_head, render_card, render_head
+from hf_dp.cards.card import privacy_head, render_head, repository_of
 from hf_dp.cards.details import CardDetails
-from hf_dp.cards.edits import front_matter
-from hf_dp.cards.evidence import CARD, CONFIGS, SELECTION_FILES, file_digests
-from hf_dp.cards.metadata import KEY, metadata
-from hf_dp.cards.signature import SIGNATURE, check
-from hf_dp.errors import ConfigError, HfDpError, LedgerError
+from hf_dp.cards.evidence import CARD, CONFIGS, SELECTION_FILES, file_digests, is_as_made
+from hf_dp.cards.metadata import KEY, front_matter, metadata
+from hf_dp.errors import HfDpError, LedgerError
 from hf_dp.run.mark import read_stamp
 from hf_dp.run.weights_file import weights_files
 from hf_dp.statement.digests import digest_of, digest_of_text
-from hf_dp.statement.record import FILE_NAME, PrivacyRecord, file_of, read
+from hf_dp.statement.record import FILE_NAME, PrivacyRecord, read
 from hf_dp.statement.schema import SCHEMA_VERSION
 from hf_dp.statement.statement import PrivacyStatement
 from hf_dp.statement.verify import disagreements
@@ -41,7 +39,7 @@ _STATE = re.compile(
     r"training_args\.bin|(optimizer|scheduler|scaler)(_\d+)?\.(pt|bin)|rng_state(_\d+)?\.pth"
     r"|_(released_rows|prompt_weights)\.safetensors"
 )
-_OF_A_RUN = re.compile(r"checkpoint-\d+|_earlier-run-.*|_saving|_publishing|\.git|\.cache|runs")
+_OF_A_RUN = re.compile(r"checkpoint-\d+|_earlier-run-.*|_saving|\.git|\.cache|runs")
 OK, FAILED, NOT_CHECKED, NOTICE = "ok", "FAILED", "not checked", "notice"
 
 
@@ -74,18 +72,10 @@ class Report:
         return next((each for each in (FAILED, NOT_CHECKED) if each in found), OK)
 
 
-def verify(
-    folder: str | os.PathLike[str],
-    *,
-    allowed_signers: str | os.PathLike[str] | None = None,
-    identity: str | None = None,
-) -> Report:
+def verify(folder: str | os.PathLike[str]) -> Report:
     """Check a folder with a model, its card and its ``privacy.json``.
 
-    Arguments are those of :func:`hf_dp.cards.signature.check`. Nothing raises for what is wrong
-    with the files: the report has it.
-
-    Raises: ConfigError for a signature where ssh-keygen is missing.
+    Nothing raises for what is wrong with the files: the report has it.
     """
     folder = Path(folder)
     try:
@@ -99,7 +89,7 @@ def verify(
         ("schedule", lambda: _of_the_schedule(record, statement)),
         ("weights", lambda: _of_the_files(record, folder)),
         ("card", lambda: _of_the_card(record, statement, folder)),
-        ("signature", lambda: _of_the_signature(folder, allowed_signers, identity)),
+        ("author", _of_the_author),
     )
     checks = [each for about, look in looks for each in _looked(about, look)]
     return Report(tuple(checks), claim)
@@ -109,8 +99,6 @@ def _looked(about: str, look: Callable[[], Iterable[Check]]) -> list[Check]:
     """Return what was found. What cannot be looked at, whatever is wrong with it, has failed."""
     try:
         return list(look())
-    except ConfigError:
-        raise
     except Exception as error:  # files of strangers may hold anything
         return [Check(about, FAILED, f"it cannot be read: {type(error).__name__}: {error}")]
 
@@ -246,11 +234,10 @@ def _as_made_now(
     differs = block != plain(metadata(statement))
     yield _compared(f"its {KEY} block", differs, "the statement")
     head = privacy_head(text) or ""
-    details, repository = CardDetails.from_dict(record.card), _repository(head)
+    details, repository = CardDetails.from_dict(record.card), repository_of(head)
     differs = digest_of_text(head) != digest_of_text(render_head(statement, details, repository))
     yield _compared("its section Privacy", differs, "the statement")
-    whole = render_card(statement, details, repository=repository)
-    if digest_of_text(whole) != digest_of_text(text):
+    if not is_as_made(record, text):
         yield Check("card", NOTICE, "it was edited outside what is about privacy")
 
 
@@ -265,32 +252,9 @@ def _is_current(record: PrivacyRecord) -> bool:
     return record.written_by == __version__ and record.schema_version == SCHEMA_VERSION
 
 
-def _repository(section: str) -> str | None:
-    """Return the repository for which a card was made, as its own command names it."""
-    found = re.search(r"`hf-dp verify ([^`\s]+)`", section)
-    return None if found is None or found[1] == "THIS_FOLDER" else found[1]
-
-
-def _of_the_signature(
-    folder: Path, allowed_signers: str | os.PathLike[str] | None, identity: str | None
-) -> Iterator[Check]:
-    about, path = "signature", folder / SIGNATURE
-    asked = allowed_signers is not None
-    if not path.is_file():
-        words = (
-            "there is none: everything above agrees, and anyone who can write these files could "
-            "have written them together"
-        )
-        yield Check(about, FAILED if asked else NOTICE, words)
-        return
-    found = check(file_of(folder).read_bytes(), path, allowed_signers, identity)
-    if not found.good:
-        yield Check(about, FAILED, f"it is not one of this {FILE_NAME}: {found.words}")
-    elif not found.trusted:
-        unknown = "whose key this is, is not known here; give --allowed-signers and --identity"
-        yield Check(about, NOTICE, f"{found.words}; {unknown}")
-    else:
-        yield Check(about, OK, found.words)
+def _of_the_author() -> Iterator[Check]:
+    words = "not checked here: anyone who can write these files could have written them together"
+    yield Check("author", NOTICE, words)
 
 
 def summary(report: Report) -> dict[str, Any]:

@@ -335,7 +335,7 @@ def _verdict(record: Any) -> str:
             f"{'; '.join(problems)}. It was edited, or computed by another version of hf_dp. Do "
             "not rely on it."
         )
-    return "consistent: it follows from the plan and the ledger in this file, which is not signed"
+    return "consistent: it follows from the plan and the ledger in this file, whoever wrote it"
 
 
 def _event_line(row: dict[str, Any]) -> str:

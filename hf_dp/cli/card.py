@@ -10,8 +10,8 @@ from pathlib import Path
 from hf_dp.cli.options import Parser, hyphenated
 
 DESCRIPTION = """\
-Make README.md and privacy.json of a saved run again, from privacy.json. What people changed in the
-metadata of README.md (license, language, tags, ...) is kept; the options below change it here.
+Make README.md and privacy.json of a saved run again, from privacy.json. The options say what it
+should hold. A README.md that was edited by hand is not overwritten: delete it first.
 """
 EPILOG = """\
 examples:

@@ -43,13 +43,11 @@ MAY_VARY = frozenset(
         "lr_scheduler_type",
         "max_length",
         "model_name_or_path",
-        "noise_aware_floor",
         "optim",
         "optim_args",
         "peft",
         "per_example_max_grad_norm",
         "warmup_steps",
-        "weight_average_decay",
         "weight_decay",
     }
 )

@@ -40,12 +40,6 @@ def build_parser() -> argparse.ArgumentParser:
         help="who may see a repository that is made (default: what your account's settings say)",
     )
     add("--revision", metavar="BRANCH", help="made unless it is there (default: main)")
-    add(
-        "--sign-with",
-        metavar="KEY",
-        help="the file of an SSH private key: ssh-keygen signs the privacy.json that goes, and "
-        "`hf-dp verify` says by whom",
-    )
     add("--message", metavar="TEXT", default="Publish with hf_dp", help="of the commit")
     return parser
 
@@ -62,7 +56,6 @@ def main(argv: Sequence[str]) -> int:
         base_model=args.base_model,
         revision=args.revision,
         not_private=args.not_private,
-        sign_with=args.sign_with,
         message=args.message,
     )
     print(done.commit_url)

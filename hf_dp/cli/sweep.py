@@ -41,7 +41,7 @@ EXAMPLES = """examples:
       --grid target_epsilon=3,8 learning_rate=5e-4,1e-3 --output-dir outputs/sweep
   hf-dp sweep --config recipe.yaml --grid infilling=null,sst2 target_epsilon=3,8 \\
       --output-dir outputs/words --plot words.png
-  hf-dp sweep --config recipe.yaml --grid privacy_mode=dp_sgd,non_private target_epsilon=3,8 \
+  hf-dp sweep --config recipe.yaml --grid privacy_mode=dp_sgd,non_private target_epsilon=3,8 \\
       --output-dir outputs/beside
   hf-dp sweep --config full.yaml lora.yaml frost.yaml --grid target_epsilon=0.5,2,8 \\
       --seeds 0 1 2 --output-dir outputs/methods --plot methods.png

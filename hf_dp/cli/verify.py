@@ -23,7 +23,6 @@ not checked.
 examples:
   hf-dp verify outputs/demo
   hf-dp verify ORGANIZATION/MODEL
-  hf-dp verify ORGANIZATION/MODEL --allowed-signers signers.txt --identity alice@example.org
 """
 EXIT_FAILED, EXIT_NOT_CHECKED = 1, 3
 # Of a repository everything is fetched: weights that nothing vouches for are found, too.
@@ -43,12 +42,6 @@ def build_parser() -> argparse.ArgumentParser:
     add("model", metavar="MODEL", help="a folder, or a repository on the Hub")
     add("--revision", metavar="NAME", help="of the repository: a branch, tag or commit")
     add("--skip-weights", action="store_true", help="do not fetch the weights from the Hub")
-    add(
-        "--allowed-signers",
-        metavar="FILE",
-        help='who may sign: lines "identity key-type key", as ssh-keygen reads them',
-    )
-    add("--identity", metavar="WHO", help="who is expected to have signed privacy.json")
     add("--json", action="store_true", help="one JSON object on stdout")
     return parser
 
@@ -56,20 +49,10 @@ def build_parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str]) -> int:
     """Print the report; return 0, 1 or 3, as the help has it."""
     args = build_parser().parse_args(hyphenated(argv))
-    if (args.allowed_signers is None) != (args.identity is None):
-        raise ConfigError(
-            "Expected --allowed-signers and --identity together, got one of them. The file says "
-            "whose keys are whose, the identity whose signature is expected."
-        )
-    if args.allowed_signers is not None and not Path(args.allowed_signers).is_file():
-        raise ConfigError(
-            f"Expected --allowed-signers to be a file, got {args.allowed_signers!r}. Write a line "
-            'like "alice@example.org ssh-ed25519 AAAA..." into it.'
-        )
     from hf_dp.cards.verify import FAILED, NOT_CHECKED, OK, summary, verify
 
     folder = fetched(args.model, args.revision, _WEIGHTS if args.skip_weights else ())
-    report = verify(folder, allowed_signers=args.allowed_signers, identity=args.identity)
+    report = verify(folder)
     if args.json:
         print(json.dumps(summary(report), indent=1))
     else:

@@ -6,7 +6,7 @@ whole search costs (Papernot and Steinke 2021, arXiv 2110.03620).
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 from hf_dp import _validate
@@ -35,7 +35,7 @@ class BestOfRunsPlan(DpSgdPlan):
     Raises: InvalidArgumentError.
     """
 
-    mean_runs: float | None = None
+    mean_runs: float = field(kw_only=True)
 
     name: ClassVar[str] = "dp_sgd_best_of_runs"
 
@@ -47,7 +47,6 @@ class BestOfRunsPlan(DpSgdPlan):
 
     def step_event(self, schedule: Schedule, noise_multiplier: float, steps: int) -> Event:
         of_one: Any = super().step_event(schedule, noise_multiplier, steps)
-        assert self.mean_runs is not None
         return BestOfRandomRuns((of_one,), self.mean_runs)
 
     def check_users(self, users: Users) -> None:

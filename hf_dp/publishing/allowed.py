@@ -44,7 +44,6 @@ _GOES = {
     r"selection_masks\.safetensors": _SELECTION,
     r"README\.md": "the card",
     r"privacy\.json": "the evidence: plan, ledger and statement",
-    r"privacy\.json\.sig": "the signature of the evidence",
     r"(LICENSE|NOTICE)(\.txt|\.md)?": _LICENSE,
 }
 _STAYS = {

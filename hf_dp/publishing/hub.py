@@ -6,45 +6,80 @@ several commits, the card in the last.
 
 from __future__ import annotations
 
+import functools
 import tempfile
 from collections.abc import Callable
-from concurrent.futures import Future
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, cast
 
-from huggingface_hub import CommitInfo, CommitOperationDelete, HfApi, get_token
-from huggingface_hub.errors import RevisionNotFoundError
+from huggingface_hub import (
+    CommitInfo,
+    CommitOperationDelete,
+    HfApi,
+    ModelInfo,
+    constants,
+    get_token,
+)
+from huggingface_hub.errors import (
+    HfHubHTTPError,
+    HFValidationError,
+    OfflineModeIsEnabled,
+    RevisionNotFoundError,
+)
 
 from hf_dp._version import __version__
-from hf_dp.errors import LedgerError, PublishError
-from hf_dp.publishing.hub_errors import LOG_IN, Result, asked
-from hf_dp.publishing.publication import CARD, Publication
+from hf_dp.cards.evidence import CARD, is_as_made
+from hf_dp.errors import HfDpError, LedgerError, PublishError
+from hf_dp.publishing.publication import Publication
+from hf_dp.publishing.scan import scrubbed
 from hf_dp.run.mark import Mark
-from hf_dp.statement.record import FILE_NAME, read
+from hf_dp.statement.record import FILE_NAME, PrivacyRecord, read
 
-# What the Hub and its web page put into a new repository.
-_OF_THE_PAGE = (".gitattributes", CARD, "LICENSE")
-# What stays when a commit replaces all other files.
+# What stays when a commit replaces all other files; with a card, what a new repository may hold.
 _KEPT = (".gitattributes", "LICENSE")
+_LOG_IN = (
+    "Run `hf auth login`, or set HF_TOKEN, with a token that may write "
+    "(https://huggingface.co/settings/tokens)."
+)
+_MOVED = "Something else changed the repository meanwhile. Publish again."
+_MOVES = {
+    400: "The Hub refuses what was sent. Nothing was committed.",
+    401: f"The Hub does not accept the token. {_LOG_IN}",
+    403: f"The token may not write there. Use a name of your own, or another token. {_LOG_IN}",
+    404: "It does not exist, or the token may not see it. Check the name and the token.",
+    409: _MOVED,
+    412: _MOVED,
+}
 _OTHER_NAME = "Choose another name, or delete that repository on its page if nobody needs it."
 
+Method = TypeVar("Method", bound=Callable[..., Any])
 
-@dataclass(frozen=True)
-class Remote:
-    """A branch of a repository, as the Hub shows it.
 
-    Attributes:
-        head: its last commit.
-        files: all paths.
-        private: whether the repository is.
-        mark: of the private run whose ``privacy.json`` is there, or None.
+def _asking(what: str) -> Callable[[Method], Method]:
+    """Return a decorator of methods that talk to the Hub about a repository, their first argument.
+
+    Whatever fails is raised as PublishError, by ``what`` was being done. The original error is not
+    attached, since its request holds the token.
     """
 
-    head: str | None
-    files: tuple[str, ...]
-    private: bool
-    mark: Mark | None
+    def around(method: Method) -> Method:
+        @functools.wraps(method)
+        def asked(hub: Hub, repository: str, *args: Any, **options: Any) -> Any:
+            try:
+                return method(hub, repository, *args, **options)
+            except HfDpError:
+                raise
+            except Exception as error:  # the client's HTTP library, and so its errors, vary
+                said = " ".join(scrubbed(f"{type(error).__name__}: {error}", (hub.token,)).split())
+                problem = PublishError(
+                    f"{what} {repository!r} did not succeed. {_next_move(error, repository)} "
+                    f"({said[:500]})"
+                )
+            raise problem
+
+        return cast(Method, asked)
+
+    return around
 
 
 class Hub:
@@ -52,87 +87,29 @@ class Hub:
 
     Args: token: None for that of ``hf auth login`` or HF_TOKEN.
 
-    Raises: PublishError when there is none.
+    Raises: PublishError when there is none, and for whatever the Hub or the network refuses.
     """
 
     def __init__(self, token: str | None = None):
         self.token = token or get_token()
         if not self.token:
-            raise PublishError(f"There is no token of the Hub. {LOG_IN}")
+            raise PublishError(f"There is no token of the Hub. {_LOG_IN}")
         self.api = HfApi(token=self.token, library_name="hf_dp", library_version=__version__)
         self._own: dict[tuple[str, str | None], str | None] = {}  # commits that this object made
 
+    @_asking("Creating the repository")
     def create(self, repository: str, private: bool | None = None) -> str:
         """Make a repository, unless it is there, and return its full name.
 
         Args: private: None for what the account's settings say.
         """
-        return self._ask(
-            "Creating the repository",
-            repository,
-            lambda: self.api.create_repo(repository, private=private, exist_ok=True).repo_id,
-        )
+        return self.api.create_repo(repository, private=private, exist_ok=True).repo_id
 
-    def look(self, repository: str, revision: str | None = None) -> Remote:
-        """Return what a branch holds. A branch that is not there yet is made, without files.
-
-        Raises: PublishError, also for a ``privacy.json`` that cannot be read.
-        """
-        return self._ask(
-            "Reading the repository", repository, lambda: self._look(repository, revision)
-        )
-
-    def _look(self, repository: str, revision: str | None) -> Remote:
-        try:
-            info = self.api.model_info(repository, revision=revision)
-        except RevisionNotFoundError:
-            self._make_branch(repository, revision)
-            info = self.api.model_info(repository, revision=revision)
-        files = tuple(sorted(each.rfilename for each in info.siblings or ()))
-        mark = self._mark(repository, info.sha) if FILE_NAME in files else None
-        return Remote(info.sha, files, bool(info.private), mark)
-
-    def refuse_others(
-        self,
-        remote: Remote,
-        repository: str,
-        revision: str | None,
-        mark: Mark | None,
-        private: bool | None = None,
-    ) -> None:
-        """Raise PublishError unless a branch is empty, or holds an earlier state of the same run.
-
-        Args: mark: of the run to be pushed; None for a model that was not trained privately.
-        """
-        if private and not remote.private:
-            raise PublishError(
-                f"{repository!r} exists and is public, and it was to be private. Make it private "
-                "in its settings on the Hub, or choose another name."
-            )
-        others = [name for name in remote.files if name not in _OF_THE_PAGE]
-        if remote.mark is None:
-            pushed_here = self._own.get((repository, revision), "") == remote.head
-            if others and not (pushed_here and mark is None):
-                raise PublishError(
-                    f"{repository!r} exists and holds {others[0]!r} and no {FILE_NAME}, so it is "
-                    "not an earlier push of this run. Its files would stand beside a statement "
-                    f"that does not cover them. {_OTHER_NAME}"
-                )
-        elif mark is None or mark.run_id != remote.mark.run_id:
-            raise PublishError(
-                f"{repository!r} exists and holds the private run {remote.mark.run_id}, and this "
-                f"is {'no private run' if mark is None else f'run {mark.run_id}'}. {_OTHER_NAME}"
-            )
-        elif lost := mark.lacks(remote.mark):
-            raise PublishError(
-                f"{repository!r} holds a newer state of this run: it knows {lost}. Publish the "
-                "run's newest state, or choose another name for an older checkpoint."
-            )
-
+    @_asking("Publishing to")
     def push(
         self,
-        publication: Publication,
         repository: str,
+        publication: Publication,
         *,
         revision: str | None = None,
         private: bool | None = None,
@@ -143,51 +120,127 @@ class Hub:
         Files that are there and not in it are deleted by the same commit; the history keeps them.
 
         Raises: PublishError when the publication or the repository is refused, before anything is
-            uploaded, and when the Hub or the network fails.
+            uploaded.
         """
         operations: list[Any] = [*publication.additions()]
-        remote = self.look(repository, revision)
-        self.refuse_others(remote, repository, revision, publication.mark, private)
-        gone = [name for name in remote.files if name not in (*publication.files, *_KEPT)]
+        there = self.check(repository, revision, publication.mark, private)
+        gone = [name for name in _files(there) if name not in (*publication.files, *_KEPT)]
         operations += [CommitOperationDelete(name, is_folder=False) for name in gone]
-        done = self._ask(
-            "Publishing to",
+        done = self.api.create_commit(
             repository,
-            lambda: self.api.create_commit(
-                repository,
-                operations,
-                commit_message=message,
-                revision=revision,
-                parent_commit=remote.head,
-            ),
+            operations,
+            commit_message=message,
+            revision=revision,
+            parent_commit=there.sha,
         )
         self._own[repository, revision] = done.oid
         return done
 
-    def in_background(self, act: Callable[[], Result]) -> Future[Result]:
-        """Run ``act`` in the thread of this object's uploads, one after another."""
-        return self.api.run_as_future(act)
+    @_asking("Reading the repository")
+    def check(
+        self,
+        repository: str,
+        revision: str | None,
+        mark: Mark | None,
+        private: bool | None = None,
+        *,
+        older: bool = False,
+    ) -> ModelInfo:
+        """Return what a branch holds; make one that is not there yet, without files.
 
-    def _ask(self, what: str, repository: str, act: Callable[[], Result]) -> Result:
-        return asked(what, repository, self.token, act)
+        Args:
+            mark: of the run to be pushed; None for a model that was not trained privately.
+            older: whether the run may be at an older state than the branch.
 
-    def _make_branch(self, repository: str, branch: str | None) -> None:
-        """Make a branch that begins where the repository began, before any model was in it."""
-        assert branch is not None
-        *_, first = self.api.list_repo_commits(repository)
-        self.api.create_branch(repository, branch=branch, revision=first.commit_id, exist_ok=True)
+        Raises: PublishError unless it is empty, or holds an earlier state of the same run with the
+            card as it was pushed.
+        """
+        there = self._info(repository, revision)
+        if private and not there.private:
+            raise PublishError(
+                f"{repository!r} exists and is public, and it was to be private. Make it private "
+                "in its settings on the Hub, or choose another name."
+            )
+        if FILE_NAME not in _files(there):
+            others = [name for name in _files(there) if name not in (*_KEPT, CARD)]
+            pushed_here = self._own.get((repository, revision), "") == there.sha
+            if others and not (pushed_here and mark is None):
+                raise PublishError(
+                    f"{repository!r} exists and holds {others[0]!r} and no {FILE_NAME}, so it is "
+                    "not an earlier push of this run. Its files would stand beside a statement "
+                    f"that does not cover them. {_OTHER_NAME}"
+                )
+            return there
+        record, card = self._pushed(repository, there)
+        if mark is None or mark.run_id != record.run_id:
+            raise PublishError(
+                f"{repository!r} exists and holds the private run {record.run_id}, and this is "
+                f"{'no private run' if mark is None else f'run {mark.run_id}'}. {_OTHER_NAME}"
+            )
+        if not older and (lost := mark.lacks(Mark.of(record))):
+            raise PublishError(
+                f"{repository!r} holds a newer state of this run: it knows {lost}. Publish the "
+                "run's newest state, or choose another name for an older checkpoint."
+            )
+        if card is not None and not is_as_made(record, card):
+            raise PublishError(
+                f"{CARD} in {repository!r} was edited there, or another version of hf_dp made it, "
+                "and a push would replace it. Say here what was added (trainer.describe(...) or "
+                "`hf-dp card DIR --license ...`), delete it on the repository's page, and publish "
+                "again."
+            )
+        return there
 
-    def _mark(self, repository: str, head: str | None) -> Mark:
+    def _info(self, repository: str, branch: str | None) -> ModelInfo:
+        try:
+            return self.api.model_info(repository, revision=branch)
+        except RevisionNotFoundError:  # the branch begins before any model was in the repository
+            *_, first = self.api.list_repo_commits(repository)
+            self.api.create_branch(
+                repository, branch=str(branch), revision=first.commit_id, exist_ok=True
+            )
+            return self.api.model_info(repository, revision=branch)
+
+    def _pushed(self, repository: str, there: ModelInfo) -> tuple[PrivacyRecord, str | None]:
+        """Return the record and the card that a branch holds."""
         with tempfile.TemporaryDirectory() as folder:
-            path = self.api.hf_hub_download(repository, FILE_NAME, revision=head, local_dir=folder)
+            for name in {FILE_NAME, CARD}.intersection(_files(there)):
+                self.api.hf_hub_download(repository, name, revision=there.sha, local_dir=folder)
             try:
-                return Mark.of(read(Path(path)))
+                record = read(folder)
             except LedgerError as problem:
                 why = str(problem).replace(folder, repository)
                 raise PublishError(
                     f"{repository!r} holds a {FILE_NAME} that cannot be read, so nothing shows "
                     f"which run it is of: {why} {_OTHER_NAME}"
                 ) from None
+            card = Path(folder, CARD)
+            return record, card.read_text("utf-8", errors="replace") if card.exists() else None
+
+
+def _files(there: ModelInfo) -> list[str]:
+    return sorted(each.rfilename for each in there.siblings or ())
+
+
+def _next_move(error: BaseException, repository: str) -> str:
+    while not isinstance(error, HfHubHTTPError) and error.__cause__ is not None:
+        error = error.__cause__  # the client wraps what fails in an upload
+    status = error.response.status_code if isinstance(error, HfHubHTTPError) else 0
+    if isinstance(error, HFValidationError):
+        return (
+            "Expected the name of a repository, such as 'you/model': letters, digits, '-', '_' and "
+            f"'.', at most 96 characters, got {repository!r}."
+        )
+    if isinstance(error, OfflineModeIsEnabled):
+        return "HF_HUB_OFFLINE is set: unset it to publish."
+    if status >= 500:
+        return "The Hub has a problem. Publish again later; what was sent is not committed."
+    if isinstance(error, ValueError) or status in _MOVES:
+        return _MOVES.get(status, _MOVES[400])
+    return (
+        f"{constants.ENDPOINT} could not be reached, or the connection broke. A commit is there as "
+        "a whole or not at all. Publish again when the network is back."
+    )
 
 
 def publish(
@@ -198,7 +251,6 @@ def publish(
     base_model: str | None = None,
     revision: str | None = None,
     not_private: bool = False,
-    sign_with: str | Path | None = None,
     token: str | None = None,
     message: str = "Publish with hf_dp",
 ) -> CommitInfo:
@@ -211,27 +263,17 @@ def publish(
         base_model: the id on the Hub of an adapter's base, where it was loaded from a folder.
         revision: a branch; made unless it is there.
         not_private: whether to publish what no epsilon covers, as what it is.
-        sign_with: the file of an SSH private key, to sign the ``privacy.json`` that goes.
         token: None for that of ``hf auth login`` or HF_TOKEN.
 
-    Raises: PublishError; ConfigError for a key that cannot be used. Refusals come before anything
-        is sent.
+    Raises: PublishError. Refusals come before anything is sent.
     """
     hub = Hub(token)
-
-    def look_through(name: str) -> Publication:
-        return Publication.of(
-            folder,
-            name,
-            base_model,
-            not_private=not_private,
-            sign_with=sign_with,
-            tokens=(token,),
-        )
-
-    publication = look_through(repository)
+    look_through = functools.partial(
+        Publication.of, folder, base_model=base_model, not_private=not_private, tokens=(token,)
+    )
+    publication = look_through(repository=repository)
     publication.refuse()
     full_name = hub.create(repository, private)
     if full_name != repository:  # which the card is to name
-        publication = look_through(full_name)
-    return hub.push(publication, full_name, revision=revision, private=private, message=message)
+        publication = look_through(repository=full_name)
+    return hub.push(full_name, publication, revision=revision, private=private, message=message)

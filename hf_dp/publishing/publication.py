@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -14,11 +14,9 @@ from huggingface_hub import CommitOperationAdd
 
 from hf_dp.cards.evidence import CARD, CONFIGS, card_files
 from hf_dp.cards.hub_rules import is_repository
-from hf_dp.cards.signature import SIGNATURE, sign
 from hf_dp.errors import LedgerError, PublishError
 from hf_dp.publishing.allowed import refuse_others, sort_files, why_goes
-from hf_dp.publishing.contents import Contents
-from hf_dp.publishing.private_words import PrivateWords
+from hf_dp.publishing.scan import PrivateWords, Scan
 from hf_dp.run.mark import Mark
 from hf_dp.run.marks import marks_in, read_run
 from hf_dp.statement.record import FILE_NAME, PrivacyRecord, read
@@ -26,8 +24,9 @@ from hf_dp.statement.results import delta_text
 from hf_dp.statement.statement import NOT_PRIVATE
 
 _MASKS = "selection_masks.safetensors"
-_METADATA = re.compile(r"---\n(.*?)^---", re.S | re.M)
+_METADATA = re.compile(r"---\r?\n(.*?)^---", re.S | re.M)
 _CLAIM = re.compile(r"differential[-_]privacy")  # a key, and tags, of a private run's card
+_EXPLICIT = "To publish it as what it is, pass --not-private (in Python, not_private=True)."
 
 
 @dataclass(frozen=True)
@@ -37,7 +36,7 @@ class Publication:
     Attributes:
         folder: of the run, or of a checkpoint.
         files: by their paths in the repository: their bytes, or where they are (weights).
-        goes, stays: by path, why.
+        stays: by path, why.
         changes: what was taken out of a file or replaced, in words.
         refusals: why the folder cannot be published, each with its next move.
         remarks: what others will miss.
@@ -46,7 +45,6 @@ class Publication:
 
     folder: Path
     files: Mapping[str, bytes | Path]
-    goes: Mapping[str, str]
     stays: Mapping[str, str]
     changes: tuple[str, ...]
     refusals: tuple[str, ...]
@@ -61,7 +59,6 @@ class Publication:
         base_model: str | None = None,
         *,
         not_private: bool = False,
-        sign_with: str | os.PathLike[str] | None = None,
         tokens: Iterable[str | None] = (),
     ) -> Publication:
         """Look through a folder. Nothing is written, and no network is used.
@@ -71,11 +68,10 @@ class Publication:
             base_model: the id on the Hub of the base, for the card and for an adapter.
             not_private: whether to publish what no epsilon covers: a run with ``insecure_seed``, or
                 a model that was not trained privately.
-            sign_with: the file of an SSH private key, to sign the ``privacy.json`` that goes.
             tokens: secrets to look for, besides those that this process knows.
 
         Raises: PublishError for a path that is no folder, a file in it that cannot be read, or a
-            ``base_model`` that is no id; ConfigError for a key that ssh-keygen cannot use.
+            ``base_model`` that is no id.
         """
         folder = Path(folder)
         if not folder.is_dir():
@@ -85,19 +81,23 @@ class Publication:
                 f"Expected `base_model` to be an id on the Hub, for example "
                 f"'FacebookAI/roberta-base', got {base_model!r}."
             )
-        contents = Contents(PrivateWords.of(folder, tokens), base_model or _base_of_card(folder))
+        scan = Scan(PrivateWords.of(folder, tokens), base_model or _base_of_card(folder))
         found = sort_files(folder)
         files = _files(folder, found.goes)
         if not any(isinstance(each, Path) and name != _MASKS for name, each in files.items()):
-            contents.refusals.append(
+            scan.refusals.append(
                 f"{folder} holds no model.safetensors and no adapter_model.safetensors. Name the "
                 "folder into which the model was saved."
             )
-        _look_at(files, contents)
+        for name, content in files.items():
+            if isinstance(content, Path):
+                scan.look_at_weights(name, content)
+            elif name not in (CARD, FILE_NAME):  # which are made anew where a run made them
+                files[name] = scan.published(name, content)
         record: PrivacyRecord | None = None
-        remarks: list[str] = []
         try:
             record = _record(folder)
+            made = {CARD: card} if isinstance(card := files.get(CARD), bytes) else {}
             if record is not None:
                 given = {} if base_model is None else {"base_model": base_model}
                 configs = {
@@ -108,26 +108,25 @@ class Publication:
                 made, remarks = card_files(
                     folder, repository=repository, given=given, replaced=configs
                 )
-                contents.refusals += _sign(files, made[FILE_NAME], folder, sign_with)
-                for name, content in made.items():
-                    files[name] = contents.published(name, content)
-                contents.refusals += _incomplete(record, files, folder)
-            elif isinstance(card := files.get(CARD), bytes):
-                files[CARD] = contents.published(CARD, card)
-            contents.refusals += _unfit_claim(record, files, not_private)
+                scan.remarks += remarks
+            files |= {name: scan.published(name, content) for name, content in made.items()}
+            scan.refusals += _unfit(folder, record, files, not_private)
         except LedgerError as problem:
-            contents.refusals.append(str(problem))
-        files = dict(sorted(files.items()))
+            scan.refusals.append(str(problem))
         return cls(
             folder,
-            MappingProxyType(files),
-            MappingProxyType({name: why_goes(name) or "" for name in files}),
+            MappingProxyType(dict(sorted(files.items()))),
             MappingProxyType(found.stays),
-            tuple(contents.changes),
-            tuple(contents.refusals),
-            (*contents.remarks, *remarks),
+            tuple(scan.changes),
+            tuple(scan.refusals),
+            tuple(scan.remarks),
             record,
         )
+
+    @property
+    def goes(self) -> dict[str, str]:
+        """Of each file that goes, why."""
+        return {name: why_goes(name) or "" for name in self.files}
 
     @property
     def mark(self) -> Mark | None:
@@ -172,7 +171,8 @@ class Publication:
             CommitOperationAdd(name, each if isinstance(each, bytes) else str(each))
             for name, each in self.files.items()
         ]
-        digests = self._digests()
+        evidence = self.files.get(FILE_NAME) if self.record else None
+        digests = json.loads(evidence)["digests"]["files"] if isinstance(evidence, bytes) else {}
         for each in operations:
             name, found = each.path_in_repo, each.upload_info.sha256.hex()
             if digests.get(name, found) != found:
@@ -181,13 +181,6 @@ class Publication:
                     "when nobody writes into the folder."
                 )
         return operations
-
-    def _digests(self) -> Mapping[str, str]:
-        """Return the digests of files in the ``privacy.json`` that goes."""
-        evidence = self.files.get(FILE_NAME)
-        if self.record is None or not isinstance(evidence, bytes):
-            return {}
-        return dict(json.loads(evidence)["digests"]["files"])
 
 
 def _base_of_card(folder: Path) -> str | None:
@@ -198,35 +191,6 @@ def _base_of_card(folder: Path) -> str | None:
         return None
     base = kept.get("base_model") if "base_model" in kept.get("given", ()) else None
     return base if isinstance(base, str) and is_repository(base) else None
-
-
-def _look_at(files: dict[str, bytes | Path], contents: Contents) -> None:
-    """Look at what stands in the files that go, and replace what must not."""
-    for name, content in files.items():
-        if isinstance(content, Path):
-            contents.look_at_weights(name, content)
-        elif name not in (CARD, FILE_NAME):  # which are made anew where a run made them
-            files[name] = contents.published(name, content)
-
-
-def _incomplete(
-    record: PrivacyRecord, files: Mapping[str, bytes | Path], folder: Path
-) -> list[str]:
-    """List why a record and what lies beside it are not all of a run."""
-    problems = []
-    if not len(record.ledger):
-        problems.append(
-            f"The run of {folder} has made no private step, so its epsilon of 0 is about weights "
-            "that it did not train. Publish the folder of the run that trained them."
-        )
-    listed = {} if record.digests is None else record.digests.files
-    problems += [
-        f"{name} was saved with {FILE_NAME} and is not in {folder}. Save the model again with "
-        "trainer.save_model(), or restore the file."
-        for name in listed
-        if name not in files
-    ]
-    return problems
 
 
 def _files(folder: Path, names: Iterable[str]) -> dict[str, bytes | Path]:
@@ -241,27 +205,6 @@ def _files(folder: Path, names: Iterable[str]) -> dict[str, bytes | Path]:
         }
     except OSError as error:
         raise PublishError(f"A file of {folder} cannot be read ({error}).") from error
-
-
-def _sign(
-    files: dict[str, bytes | Path],
-    evidence: bytes,
-    folder: Path,
-    key: str | os.PathLike[str] | None,
-) -> list[str]:
-    """Put the signature of the evidence among the files; list why one that is there does not fit.
-
-    Raises: ConfigError for a key that ssh-keygen cannot use.
-    """
-    if key is not None:
-        files[SIGNATURE] = sign(evidence, key)
-    elif SIGNATURE in files and (folder / FILE_NAME).read_bytes() != evidence:
-        return [
-            f"{SIGNATURE} signs {FILE_NAME} as it is in {folder}, and what goes to the Hub names "
-            "the repository. Sign what goes, by --sign-with KEY; run `hf-dp card DIR --repository "
-            f"REPO`, sign its {FILE_NAME}, and publish to REPO; or delete the signature."
-        ]
-    return []
 
 
 def _record(folder: Path) -> PrivacyRecord | None:
@@ -287,27 +230,38 @@ def _record(folder: Path) -> PrivacyRecord | None:
     return None
 
 
-def _unfit_claim(
-    record: PrivacyRecord | None, files: Mapping[str, bytes | Path], not_private: bool
-) -> list[str]:
-    """List why what the files claim does not fit what is to be published."""
-    explicit = "To publish it as what it is, pass --not-private (in Python, not_private=True)."
-    if record is not None:
-        if record.status == NOT_PRIVATE and not not_private:
-            reason = (record.statement or {}).get("status_reason", "")
-            return [f"This run is NOT private: {reason}. {explicit}"]
-        return []
-    if not not_private:
-        return [
-            f"There is no {FILE_NAME}, so nothing says that this model was trained privately. If "
-            f"it was, publish the folder that holds the file. {explicit}"
-        ]
-    card = files.get(CARD, b"")
-    text = card.decode("utf-8", errors="replace") if isinstance(card, bytes) else ""
-    text = text.replace("\r\n", "\n")
-    if (metadata := _METADATA.match(text)) and _CLAIM.search(metadata[1]):
-        return [
-            f"The metadata of {CARD} claim differential privacy, and there is no {FILE_NAME}. Take "
-            "the claim out of the card, or publish the folder that holds the evidence."
-        ]
-    return []
+def _unfit(
+    folder: Path,
+    record: PrivacyRecord | None,
+    files: Mapping[str, bytes | Path],
+    not_private: bool,
+) -> Iterator[str]:
+    """Yield why what the files claim does not fit what is to be published."""
+    if record is None:
+        card = files.get(CARD, b"")
+        text = card.decode("utf-8", errors="replace") if isinstance(card, bytes) else ""
+        if not not_private:
+            yield (
+                f"There is no {FILE_NAME}, so nothing says that this model was trained privately. "
+                f"If it was, publish the folder that holds the file. {_EXPLICIT}"
+            )
+        elif (metadata := _METADATA.match(text)) and _CLAIM.search(metadata[1]):
+            yield (
+                f"The metadata of {CARD} claim differential privacy, and there is no {FILE_NAME}. "
+                "Take the claim out of the card, or publish the folder that holds the evidence."
+            )
+        return
+    if not len(record.ledger):
+        yield (
+            f"The run of {folder} has made no private step, so its epsilon of 0 is about weights "
+            "that it did not train. Publish the folder of the run that trained them."
+        )
+    for name in {} if record.digests is None else record.digests.files:
+        if name not in files:
+            yield (
+                f"{name} was saved with {FILE_NAME} and is not in {folder}. Save the model again "
+                "with trainer.save_model(), or restore the file."
+            )
+    if record.status == NOT_PRIVATE and not not_private:
+        reason = (record.statement or {}).get("status_reason", "")
+        yield f"This run is NOT private: {reason}. {_EXPLICIT}"

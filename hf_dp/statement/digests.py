@@ -1,7 +1,7 @@
 """Digests in ``privacy.json``: which plan, ledger, weights and card belong together.
 
 A digest shows that something was changed, not who changed it: whoever rewrites a file can write new
-digests as well. Only a signature (:mod:`hf_dp.cards.signature`) says who vouches for them.
+digests as well. Who that is, hf_dp does not check.
 """
 
 from __future__ import annotations

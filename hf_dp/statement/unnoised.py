@@ -29,7 +29,6 @@ NO_EPSILON = "papers_figure_not_established"
 _RELEASED_ANYWAY = frozenset(
     {
         "learning_rate",
-        "learning_rate_factor",
         "signal_to_noise",
         "noised_loss",
         "epsilon",

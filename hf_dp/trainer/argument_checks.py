@@ -397,25 +397,3 @@ def _list_of_paths(name: str, value: object) -> list[str]:
             name, value, "to be a list of folders", "Leave it empty if the rows were never used."
         )
     return list(value)
-
-
-def refuse_unless_whole(
-    name: str, value: Any, why: str, *, is_as_noised: bool, in_shards: bool
-) -> None:
-    """Raise UnsupportedArgumentError for an argument that reads what the optimizer steps, where
-    that is not whole, or not as it was noised.
-
-    Args:
-        why: what fails there, a sentence.
-        is_as_noised: whether gradients are the noised sums, and not made of several.
-        in_shards: whether each process holds a part of each.
-    """
-    if is_as_noised and not in_shards:
-        return
-    raise invalid(
-        name,
-        value,
-        "to be unset with shards (FSDP)" if in_shards else "to be unset with this peft_config",
-        f"{why} Remove it.",
-        UnsupportedArgumentError,
-    )

@@ -428,7 +428,7 @@ ARGUMENT_TABLE: Mapping[str, ArgumentRow] = {
         "does not list.",
         'Use hub_strategy="end", and keep checkpoints local.',
     ),
-    "hub_always_push": _HUB,
+    "hub_always_push": _free("Pushes end before training goes on, so none is under way at a save."),
     "hub_revision": _HUB,
     # randomness
     "seed": _works(

@@ -48,11 +48,9 @@ from hf_dp.trainer.forward_arguments import (
     resolve_forward,
 )
 from hf_dp.trainer.launch import processes_without_device, use_cpu_without_accelerator
-from hf_dp.trainer.noise_aware import noise_aware_problems
 from hf_dp.trainer.privacy_modes import MODES
 from hf_dp.trainer.text_numbers import numbers_from_text
 from hf_dp.trainer.unit_arguments import UnitArguments, unit_problems
-from hf_dp.trainer.weight_average import weight_average_problems
 
 NON_PRIVATE = "non_private"
 # Of the steps of a run. Private runs have few steps, and 500, transformers' default, saves none of
@@ -181,14 +179,6 @@ class DPTrainingArguments(AuditArguments, UnitArguments, ForwardArguments, Train
             2312.14334), which costs no privacy. The number is the least that is left of it, as a
             share of the noise's variance, above 0, in place of `adam_epsilon`; a smaller one allows
             larger steps, so lower the learning rate with it. Unset means plain Adam.
-        noise_aware_floor (`float`, *optional*):
-            Scale each step's learning rate by the share of signal in the noised gradients, relative
-            to the largest share so far, which costs no privacy. The number is the least factor,
-            from 0 to 1. Unset means that the schedule alone decides.
-        weight_average_decay (`float`, *optional*):
-            Keep an exponential moving average of the weights with this decay, between 0 and 1 (De
-            et al. 2022, arXiv 2204.13650), which costs no privacy. Evaluation reads the average,
-            and the model ends with it; checkpoints hold both. Unset means no average.
         clip_noised_gradient (`bool`, *optional*, defaults to `False`):
             Whether `max_grad_norm` above 0 is meant: it clips the noised gradient, which costs no
             privacy, but is easily taken for the per-example clip.
@@ -285,7 +275,10 @@ class DPTrainingArguments(AuditArguments, UnitArguments, ForwardArguments, Train
     # --- privacy budget ---
     privacy_mode: str = field(
         default="dp_sgd",
-        metadata={"help": f"How privacy is obtained: one of {', '.join((NON_PRIVATE, *MODES))}."},
+        metadata={
+            "help": f"How privacy is obtained: one of {', '.join((NON_PRIVATE, *MODES))}, or a "
+            "mode that register_mode added."
+        },
     )
     target_epsilon: float | None = field(
         default=None,
@@ -427,20 +420,6 @@ class DPTrainingArguments(AuditArguments, UnitArguments, ForwardArguments, Train
         metadata={
             "help": "Take the known noise off Adam's second moment (DP-AdamBC); the least that is "
             "left, as a share of the noise's variance. Unset: plain Adam."
-        },
-    )
-    noise_aware_floor: float | None = field(
-        default=None,
-        metadata={
-            "help": "Scale each step's learning rate by the share of signal in the noised "
-            "gradients, relative to the largest so far; the least factor. Unset: not scaled."
-        },
-    )
-    weight_average_decay: float | None = field(
-        default=None,
-        metadata={
-            "help": "Decay of a moving average of the weights, which is evaluated and saved in "
-            "their place at the end. Unset: none."
         },
     )
     clip_noised_gradient: bool = field(
@@ -643,7 +622,6 @@ class DPTrainingArguments(AuditArguments, UnitArguments, ForwardArguments, Train
         check_noised_loss(self, problems)
         forward_problems(self, partial(attempt, self), problems)
         problems |= {**unit_problems(self), **audit_problems(self), **adam_bc_problems(self)}
-        problems |= weight_average_problems(self) | noise_aware_problems(self)
         inherited = table_problems(self, self._INHERITED, self._ROWS)
         return {**inherited, **environment_problems(self.report_to), **problems}
 

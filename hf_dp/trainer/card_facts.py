@@ -127,8 +127,6 @@ def _public_settings(args: DPTrainingArguments) -> dict[str, Any]:
     optional = (
         "max_tokens_per_physical_batch",
         "adam_bc_floor",
-        "noise_aware_floor",
-        "weight_average_decay",
     )
     names += [name for name in optional if getattr(args, name) is not None]
     values = {name: getattr(args, name) for name in names}

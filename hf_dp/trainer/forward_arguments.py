@@ -48,7 +48,6 @@ _FOR_SUMS_ALONE = (
     "sampling",
     "private_selection_mean_runs",
     "adam_bc_floor",
-    "noise_aware_floor",
 )
 
 
@@ -275,7 +274,6 @@ def forward_problems(
         ("clipping", "flat", "No gradients are clipped"),
         ("max_logical_batch_size", None, "Draws are not truncated"),
         ("adam_bc_floor", None, "Its gradients have noise of several kinds"),
-        ("noise_aware_floor", None, "Its gradients have noise of several kinds"),
         ("sampling", POISSON, "No bound is implemented for both"),
         ("private_selection_mean_runs", None, "No bound is implemented for both"),
     ):

@@ -19,7 +19,6 @@ from hf_dp.statement.unnoised import (
     unknown_names,
     withhold,
 )
-from hf_dp.trainer.noise_aware import NoiseAware
 
 logger = logging.get_logger(__name__)
 
@@ -31,7 +30,6 @@ class ReleasedLogs(Trainer):
 
     _run: PrivateRun | None
     mechanism: Mechanism
-    _noise_aware: NoiseAware | None
     _noised_losses: tuple[Tensor, int]  # their sum over the steps since the last log, and these
     _is_silent: bool = False  # whether rows of a draw are in sight
     _told: frozenset[str] = frozenset()  # dropped names that were warned of
@@ -97,8 +95,6 @@ class ReleasedLogs(Trainer):
                 if (signal := self.mechanism.signal_norm) is not None:  # released on purpose
                     logs[CLIPPED_GRADIENT_NORM] = signal
                     logs["measured_signal_to_noise"] = (signal / noise) ** 2
-            if self._noise_aware is not None and "learning_rate" in logs:
-                logs["learning_rate_factor"] = self._noise_aware.factor
             if self.is_in_train and self._run is not None:
                 logs |= self.spent()
         super().log(logs, start_time)

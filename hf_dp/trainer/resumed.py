@@ -31,7 +31,7 @@ _ANEW = "or start a new run in a new output_dir."
 # What optimizers keep of each number of a parameter, by their names for it.
 _OF_EACH_NUMBER = frozenset(
     "exp_avg exp_avg_sq max_exp_avg_sq exp_inf momentum_buffer sum square_avg grad_avg acc_delta "
-    "prev step_size mu_product_avg variance weight_average z state1 state2".split()
+    "prev step_size mu_product_avg variance z state1 state2".split()
 )
 
 Shape = tuple[int, ...]

@@ -7,7 +7,7 @@ they are. What a private step does is on one screen: :meth:`DPTrainer.training_s
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -59,7 +59,6 @@ from hf_dp.statement.provenance import seen_in_pretraining
 from hf_dp.statement.statement import PrivacyStatement
 from hf_dp.statement.wording import EVALUATION_ON_TRAINING_ROWS
 from hf_dp.trainer.adam_bc import corrected, refuse_other_noise
-from hf_dp.trainer.argument_checks import refuse_unless_whole
 from hf_dp.trainer.arguments import DPTrainingArguments
 from hf_dp.trainer.audits import (
     audit_for,
@@ -90,16 +89,10 @@ from hf_dp.trainer.from_arguments import (
 )
 from hf_dp.trainer.launch import without_ddp, without_tied_copies
 from hf_dp.trainer.logs import NO_LOSS
-from hf_dp.trainer.noise_aware import NoiseAware
 from hf_dp.trainer.publishing import Publishing
 from hf_dp.trainer.signals import StopOnSignal
 from hf_dp.trainer.subclasses import check_subclass
 from hf_dp.trainer.unit_arguments import users_of
-from hf_dp.trainer.weight_average import (
-    average_weights,
-    averaged,
-    put_averages,
-)
 from hf_dp.tuners.apply import apply_peft, load_model
 from hf_dp.tuners.base import Tuner
 from hf_dp.tuners.find import tuner_for
@@ -136,7 +129,6 @@ class DPTrainer(Publishing):
     tuner: Tuner
     _plain: PlainRun | None = None  # what a tuner sees of a run without privacy
     _signals: StopOnSignal
-    _watched: Any  # the optimizer whose steps are hooked
     _found_size: bool  # whether the size of physical batches was found for this machine
     _evaluation: dict[str, float]
     _units: UnitTable | None = None  # whose the training rows are, where users are protected
@@ -215,7 +207,6 @@ class DPTrainer(Publishing):
         self._fixed = self.args.fix()
         self._run = None
         self._found_size = False
-        self._watched = self._noise_aware = None
         self._evaluation = {}
         self.card = {}
         self._noised_losses = NO_LOSS
@@ -249,7 +240,7 @@ class DPTrainer(Publishing):
             training_rows=rows,
             units=self._units,
         )
-        run = self.run
+        run = self._sync_run()
         run.has_own_loss = self._has_own_loss()
         run.has_own_examples = type(self).synthetic_batches is not DPTrainer.synthetic_batches
         run.read_columns_with(self.columns_for_training)
@@ -298,16 +289,20 @@ class DPTrainer(Publishing):
 
     @property
     def run(self) -> PrivateRun:
-        """The private run, about this trainer's present model, data and arguments.
+        """The private run. Reading it changes nothing.
 
         Raises: UnsupportedArgumentError when there is none.
         """
-        run = self._run
-        if run is None:
+        if self._run is None:
             raise UnsupportedArgumentError(
                 "There is no privacy plan: privacy_mode is 'non_private' or the trainer has no "
                 "train_dataset."
             )
+        return self._run
+
+    def _sync_run(self) -> PrivateRun:
+        """Return the private run, told of this trainer's present model, data and arguments."""
+        run = self.run
         run.book.go_to(self.folder)
         run.model, run.options = self.model, options_of(self.args)
         run.train_dataset, run.data_collator = self.train_dataset, self.data_collator
@@ -338,7 +333,7 @@ class DPTrainer(Publishing):
     def privacy_statement(self) -> PrivacyStatement:
         """Return what may be said about this run so far; the card and ``privacy.json`` say the
         same."""
-        run = self.run
+        run = self._sync_run()
         self._note_model_selection()
         return run.statement(self.tuner.describe(self.model))
 
@@ -361,7 +356,7 @@ class DPTrainer(Publishing):
             if self._plain is not None:
                 self.tuner.before_plain_step(self._plain, self.state.global_step)
             return super().training_step(model, inputs, num_items_in_batch)
-        run, mechanism = self.run, self.mechanism
+        run, mechanism = self._sync_run(), self.mechanism
         model.train()
         if callable(getattr(self.optimizer, "train", None)):  # schedule-free optimizers
             self.optimizer.train()  # type: ignore[union-attr]
@@ -388,7 +383,7 @@ class DPTrainer(Publishing):
         """Return the loader of logical batches, in private modes."""
         if not self.args.is_private:
             return super().get_train_dataloader()
-        _ = self.run  # about the present model and data
+        self._sync_run()
         with self.silent():  # rows are looked over
             return self.mechanism.loader()
 
@@ -402,7 +397,7 @@ class DPTrainer(Publishing):
 
         Raises: DataError for other data than planned, or rows that cannot be trained on.
         """
-        return self.run.training_data()
+        return self._sync_run().training_data()
 
     def _has_own_loss(self) -> bool:
         return type(self).compute_per_example_loss is not DPTrainer.compute_per_example_loss
@@ -422,7 +417,7 @@ class DPTrainer(Publishing):
         self._refuse_changed_arguments()
         if not self.args.is_private:
             return self._train_plainly(resume_from_checkpoint, *args, **kwargs)
-        run = self.run
+        run = self._sync_run()
         checkpoint = self._checkpoint_of(resume_from_checkpoint)
         refuse_second_audit(run, checkpoint)
         self._evaluation.clear()  # of other weights
@@ -451,8 +446,6 @@ class DPTrainer(Publishing):
                 with others_present():  # Trainer gathers, too
                     output = super().train(checkpoint, *args, **kwargs)
             self._write_times(run.clock, checkpoint)
-            if self.args.weight_average_decay is not None:
-                put_averages(self.optimizer)
             self.put_average()
             run.resting.note(self.model)
             with self.silent():
@@ -524,7 +517,7 @@ class DPTrainer(Publishing):
         with without_ddp(self.accelerator) if private else nullcontext():
             prepared = super()._prepare_for_training(max_steps, *args, **kwargs)
         if self.args.is_private:
-            run = self.run
+            run = self._sync_run()
             check_optimizer(self.optimizer, self.model)
             with self.silent():
                 self.mechanism.prepare()
@@ -544,7 +537,7 @@ class DPTrainer(Publishing):
 
     def _tell_doubts(self) -> None:
         """Warn, before the first step of a new run, of settings with which it will learn little."""
-        run = self.run
+        run = self._sync_run()
         if run.book.ledger.steps(TRAINING) or not run.processes.is_main:
             return
         trained = sum(p.numel() for p in run.model.parameters() if p.requires_grad)
@@ -568,27 +561,7 @@ class DPTrainer(Publishing):
             optimizer = self.optimizer = corrected(optimizer, plan.noise_std, batch, floor)
         if new:
             self.tuner.tune(optimizer)
-        self._watch_steps(getattr(optimizer, "optimizer", optimizer))  # accelerate wraps it
         return optimizer
-
-    def _watch_steps(self, optimizer: Any) -> None:
-        """Hook what was asked for into the steps of the optimizer, if it is not there yet."""
-        if optimizer is self._watched:
-            return
-        decay, floor = self.args.weight_average_decay, self.args.noise_aware_floor
-        state = {
-            "is_as_noised": self.tuner.gradients_are_noised_sums,
-            "in_shards": self._in_shards,
-        }
-        if decay is not None:
-            why = "What the optimizer trains there is not the weights as they are saved."
-            refuse_unless_whole("weight_average_decay", decay, why, **state)
-            average_weights(optimizer, decay)
-        if floor is not None:
-            why = "The norm of a gradient does not tell its signal there."
-            refuse_unless_whole("noise_aware_floor", floor, why, **state)
-            self._noise_aware = NoiseAware(optimizer, lambda: self.mechanism.noise_norm, floor)
-        self._watched = optimizer
 
     def _train_model(self, model: nn.Module) -> None:
         """Train the model that the tuner made, from before the optimizer exists."""
@@ -599,7 +572,7 @@ class DPTrainer(Publishing):
     def check_engine(self) -> None:
         """Raise SelfCheckError when the engine disagrees, on synthetic examples, with one-by-one
         gradients."""
-        self.run.check_engine()
+        self._sync_run().check_engine()
 
     def synthetic_batches(self) -> list[Any]:
         """Return made-up examples for the self-check, each a batch of one, of different lengths and
@@ -608,7 +581,7 @@ class DPTrainer(Publishing):
         They are rows in the training set's format that went through the data collator. Override it
         for a model whose inputs are not token ids or images. Must not look at the training data.
         """
-        return self.run.synthetic_batches()
+        return self._sync_run().synthetic_batches()
 
     def floating_point_ops(self, inputs: Any) -> int:
         """Return 0 in private modes: the sum over steps would tell the sizes of the samples."""
@@ -630,7 +603,7 @@ class DPTrainer(Publishing):
         self._compare_with_training_rows(
             known[effective] if isinstance(effective, str) else effective
         )
-        with self._as_it_will_end(), any_number_of_end_tokens(self.model):
+        with any_number_of_end_tokens(self.model):
             metrics = super().evaluate(eval_dataset, *args, **kwargs)
         self._evaluation.update(metrics)
         return metrics
@@ -658,19 +631,14 @@ class DPTrainer(Publishing):
         Raises: UnsupportedArgumentError for rows of the training set in private modes.
         """
         self._compare_with_training_rows(test_dataset)
-        with self._as_it_will_end(), any_number_of_end_tokens(self.model):
+        with any_number_of_end_tokens(self.model):
             return super().predict(test_dataset, *args, **kwargs)
-
-    def _as_it_will_end(self) -> AbstractContextManager[None]:
-        """Return a context in which the model is what training would end with now."""
-        kept = self.args.weight_average_decay is not None and self.is_in_train
-        return averaged(self.optimizer) if kept else nullcontext()
 
     def _compare_with_training_rows(self, evaluation: Any) -> None:
         """Raise UnsupportedArgumentError for an evaluation set with rows of the training set, whose
         metrics are not noised."""
         if self._run is not None:
-            self.run.check_evaluation(evaluation)
+            self._sync_run().check_evaluation(evaluation)
 
     def hyperparameter_search(self, *args: Any, **kwargs: Any) -> Any:
         """Refuse in private modes: each trial is a release on the same rows."""
@@ -695,7 +663,7 @@ class DPTrainer(Publishing):
             output_dir or self.folder, None if self._run is None else self._run.book.run_id
         )
         if self._run is not None:
-            self.run.refuse_other_training(before_save=True)
+            self._sync_run().refuse_other_training(before_save=True)
         if state_dict is not None:
             state_dict = without_tied_copies(self.model, state_dict)
         super()._save(output_dir, state_dict)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import shutil
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,6 @@ from huggingface_hub import ModelCard
 from rewriting import rewrite
 
 from hf_dp.cards.evidence import card_files
-from hf_dp.cards.signature import SIGNATURE, sign
 from hf_dp.cards.verify import FAILED, NOT_CHECKED, NOTICE, OK, Report, verify
 from hf_dp.cli.main import main
 from hf_dp.errors import LedgerError
@@ -56,7 +54,7 @@ def test_a_saved_run_is_verified(copy: Path, capsys: pytest.CaptureFixture[str])
     report = verify(copy)
     assert report.outcome == OK, report
     assert {check.outcome for check in report.checks} == {OK, NOTICE}
-    assert [c.about for c in report.checks if c.outcome == NOTICE] == ["signature"]
+    assert [c.about for c in report.checks if c.outcome == NOTICE] == ["author"]
     assert main(["verify", str(copy)]) == 0
     assert "verified: The released weights are (" in capsys.readouterr().out
     assert main(["verify", str(copy), "--json"]) == 0
@@ -365,40 +363,8 @@ def test_an_edit_elsewhere_on_the_card_is_a_notice(copy: Path) -> None:
     assert "edited outside" in notice.words
 
 
-# -- signatures --
-
-
-@pytest.fixture(scope="module")
-def keys(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("keys")
-    for name in ("alice", "mallory"):
-        words = ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-C", name, "-f", folder / name]
-        subprocess.run(words, check=True)
-    public = (folder / "alice.pub").read_text()
-    (folder / "signers").write_text(f"alice@example.org {public}")
-    return folder
-
-
-def signed(folder: Path, key: Path) -> None:
-    (folder / SIGNATURE).write_bytes(sign((folder / FILE_NAME).read_bytes(), key))
-
-
-def test_a_signature_says_who_vouches(copy: Path, keys: Path) -> None:
-    trust: dict[str, Any] = {"allowed_signers": keys / "signers", "identity": "alice@example.org"}
-    assert "there is none" in failures(verify(copy, **trust))
-    signed(copy, keys / "alice")
-    report = verify(copy, **trust)
-    assert report.outcome == OK
-    assert report.checks[-1].outcome == OK and "alice@example.org" in report.checks[-1].words
-    assert verify(copy).checks[-1].outcome == NOTICE  # nobody said whom to trust
-    signed(copy, keys / "mallory")
-    assert "signature: " in failures(verify(copy, **trust))
-
-
-def test_only_a_signature_catches_what_agrees_with_itself(copy: Path, keys: Path) -> None:
+def test_what_agrees_with_itself_is_said_to_prove_no_author(copy: Path) -> None:
     """Everything is made anew by somebody who says that the noise was larger."""
-    signed(copy, keys / "alice")
-    trust: dict[str, Any] = {"allowed_signers": keys / "signers", "identity": "alice@example.org"}
     lie = 50.0
 
     def change(data: Any) -> None:
@@ -408,12 +374,9 @@ def test_only_a_signature_catches_what_agrees_with_itself(copy: Path, keys: Path
         data["plan"]["target_epsilon"] = None
 
     forge(copy, change)
-    assert "it is not one of this privacy.json" in failures(verify(copy))
-    (copy / SIGNATURE).unlink()
     report = verify(copy)
     assert report.outcome == OK, failures(report)
     assert "anyone who can write these files" in report.checks[-1].words
-    assert "there is none" in failures(verify(copy, **trust))
 
 
 def forge(folder: Path, change: Callable[[Any], Any]) -> None:
@@ -467,8 +430,6 @@ def test_planted_verify_without_digests_is_seen(
     [
         (["verify", "no such folder"], "folder or a repository like 'organization/name'"),
         (["verify", "org/model"], "cannot be fetched from the Hub"),
-        (["verify", ".", "--identity", "me"], "--allowed-signers and --identity together"),
-        (["verify", ".", "--identity", "me", "--allowed-signers", "no"], "to be a file, got 'no'"),
         (["card", "no such folder"], "privacy.json is missing"),
         (["card", ".", "--repository", "a b"], "to be the id of a repository"),
         (["card", ".", "--license", "mine"], "privacy.json is missing"),

@@ -114,3 +114,11 @@ def test_what_is_refused_before_the_first_run(
     assert sweep([recipes[name] for name in names], tmp_path / "s", *words) == 2
     assert message in capsys.readouterr().err
     assert not children
+
+
+def test_each_example_of_the_help_stands_on_lines_of_its_own(capsys):
+    with pytest.raises(SystemExit):
+        main(["sweep", "--help"])
+    said = capsys.readouterr().out
+    assert "privacy_mode=dp_sgd,non_private target_epsilon=3,8 \\\n" in said
+    assert max(map(len, said.splitlines())) <= 100

@@ -87,13 +87,3 @@ def test_planted_user_that_two_processes_draw_is_seen(tmp_path, monkeypatch):
     monkeypatch.setattr(PrivateRun, "share", overlapping)
     found = results(2, lambda: trained(tmp_path / "two"))
     assert distance(found[0], alone, "bert") > 1e-3
-
-
-def test_a_moving_average_is_the_same_in_all_processes(tmp_path):
-    def averaged():
-        made = tiny.trainer(tmp_path, weight_average_decay=0.5, max_steps=3)
-        made.train()
-        return weights(made)
-
-    first, second = results(2, averaged)
-    assert all(torch.equal(first[name], second[name]) for name in first)

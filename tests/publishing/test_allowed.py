@@ -16,7 +16,7 @@ tokenizer.json tokenizer_config.json tokenizer.model vocab.txt vocab.json merges
 sentencepiece.bpe.model source.spm special_tokens_map.json added_tokens.json chat_template.jinja
 additional_chat_templates/tool_use.jinja preprocessor_config.json processor_config.json
 video_preprocessor_config.json selection.json selection_masks.safetensors README.md privacy.json
-privacy.json.sig LICENSE LICENSE.txt NOTICE
+LICENSE LICENSE.txt NOTICE
 """.split()
 STAY = """
 optimizer.pt optimizer.bin scheduler.pt scaler.pt rng_state.pth rng_state_0.pth training_args.bin
@@ -28,7 +28,7 @@ training.log logs/out.txt
 """.split()
 UNKNOWNS = """
 predictions.jsonl train.csv model.safetensors.bak MODEL.safetensors other.safetensors
-readme.md privacy.json.old privacy.json.sig2 config.json~ my_config.json adapter/adapter_config.json
+readme.md privacy.json.old privacy.json.sig config.json~ my_config.json adapter/adapter_config.json
 additional_chat_templates/x.py additional_chat_templates/a/b.jinja data/config.json .gitattributes
 model.safetensors\n tokenizer.json/x confidential
 """.split(" ")

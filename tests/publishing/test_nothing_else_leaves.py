@@ -146,9 +146,7 @@ def test_of_what_is_private_nothing_is_received(hub, tmp_path, monkeypatch, stra
 def test_a_planted_leak_is_seen(hub, tmp_path, monkeypatch, strategy):
     """The same, with an allow-list that lets everything go."""
     monkeypatch.setattr(allowed, "_GOES", {r"(?!_|checkpoint).*": "planted"})
-    monkeypatch.setattr(
-        "hf_dp.publishing.contents.Contents.published", lambda self, name, text: text
-    )
+    monkeypatch.setattr("hf_dp.publishing.scan.Scan.published", lambda self, name, text: text)
     words = published(hub, tmp_path, monkeypatch, strategy, False)
     seen = found(words, hub.received())
     # The log in words is in checkpoints.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -15,10 +14,9 @@ from rewriting import rewrite
 from safetensors.torch import load_file, save_file
 
 from hf_dp import save_run
-from hf_dp.cards.signature import sign
 from hf_dp.cards.verify import verify
 from hf_dp.cli.main import main
-from hf_dp.errors import ConfigError, PublishError, UnsupportedModelError
+from hf_dp.errors import PublishError, UnsupportedModelError
 from hf_dp.publishing.publication import Publication
 from hf_dp.statement.record import read
 
@@ -215,46 +213,11 @@ def test_weights_are_not_read_into_memory(full):
     assert torch.is_tensor(next(iter(load_file(found.files["model.safetensors"]).values())))
 
 
-# -- signatures --
-
-
-@pytest.fixture(scope="session")
-def key(tmp_path_factory) -> Path:
-    path = tmp_path_factory.mktemp("keys") / "key"
-    if shutil.which("ssh-keygen") is None:
-        pytest.skip("no ssh-keygen")
-    words = ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(path)]
-    subprocess.run(words, check=True)
-    return path
-
-
 def written(found: Publication, folder: Path) -> Path:
     folder.mkdir()
     for name, content in found.files.items():
         (folder / name).write_bytes(as_bytes(content))
     return folder
-
-
-def test_what_goes_is_signed_as_it_goes(full, key, tmp_path):
-    found = Publication.of(full, "you/model", sign_with=key)
-    report = verify(written(found, tmp_path / "there"))
-    assert report.outcome == "ok", report
-    assert any("signature" in check.about and check.outcome != "FAILED" for check in report.checks)
-    with pytest.raises(ConfigError, match="--sign-with"):
-        Publication.of(full, sign_with=full / "no-key")
-
-
-def test_a_signature_that_fits_goes_and_one_that_does_not_is_refused(full, key, tmp_path):
-    signature = full / "privacy.json.sig"
-    signature.write_bytes(sign((full / "privacy.json").read_bytes(), key))
-    with pytest.raises(PublishError, match=r"privacy.json.sig signs.*--sign-with KEY"):
-        Publication.of(full, "you/model", "you/another-base").refuse()
-    assert main(["card", str(full), "--repository", "you/model"]) == 0
-    signature.write_bytes(sign((full / "privacy.json").read_bytes(), key))
-    found = Publication.of(full, "you/model")
-    found.refuse()
-    assert as_bytes(found.files["privacy.json.sig"]) == signature.read_bytes()
-    assert verify(written(found, tmp_path / "there")).outcome == "ok"
 
 
 # -- weights that nothing ties to the ledger --

@@ -104,9 +104,48 @@ def test_the_same_run_is_updated_and_never_goes_back(hub, full):
 def test_one_object_does_not_push_back_either(hub, full):
     pusher = Hub()
     pusher.create(NAME)
-    pusher.push(Publication.of(full, NAME), NAME)
+    pusher.push(NAME, Publication.of(full, NAME))
     with pytest.raises(PublishError, match=r"newer state"):
-        pusher.push(Publication.of(full / "checkpoint-2", NAME), NAME)
+        pusher.push(NAME, Publication.of(full / "checkpoint-2", NAME))
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("license: unknown", "license: mit"),
+        ("## ", "Written on the page.\n\n## "),
+        ("tags:\n", "thumbnail: a.png\ntags:\n"),
+        ("zero-out", "add-or-remove"),
+    ],
+)
+def test_a_card_that_was_edited_on_the_page_is_not_overwritten(hub, full, old, new):
+    publish(full, NAME)
+    card = hub.files(NAME)["README.md"].decode()
+    assert old in card
+    hub.add(NAME, {"README.md": card.replace(old, new).encode()})
+    with pytest.raises(PublishError, match=r"README.md in '.*/model' was edited there.*describe"):
+        publish(full, NAME)
+    assert new.encode() in hub.files(NAME)["README.md"] and len(hub.pushes(NAME)) == 2
+    del hub.repositories[NAME].commits[-1].files["README.md"]  # on its page, as the error says
+    publish(full, NAME)
+    assert hub.files(NAME) == expected(full)
+
+
+def test_planted_a_push_that_does_not_compare_the_card_overwrites_it(hub, full, monkeypatch):
+    publish(full, NAME)
+    hub.add(NAME, {"README.md": b"# mine"})
+    monkeypatch.setattr("hf_dp.publishing.hub.is_as_made", lambda record, card: True)
+    publish(full, NAME)
+    assert hub.files(NAME)["README.md"] != b"# mine"
+
+
+def test_a_card_that_was_edited_here_is_not_overwritten(hub, full):
+    (full / "README.md").open("a").write("\nWritten by hand.\n")
+    with pytest.raises(PublishError, match=r"README.md was edited.*delete the file"):
+        publish(full, NAME)
+    assert "by hand" in (full / "README.md").read_text() and not hub.requests
+    (full / "README.md").unlink()
+    publish(full, NAME)
 
 
 def test_what_an_earlier_push_left_is_deleted_by_the_same_commit(hub, full):
@@ -171,15 +210,15 @@ def test_a_commit_whose_answer_is_lost_can_be_repeated(hub, full, monkeypatch):
 
 def test_a_repository_that_changes_during_a_push_is_not_overwritten(hub, full):
     class Meanwhile(Hub):
-        def look(self, repository, revision=None):
-            found = super().look(repository, revision)
+        def check(self, repository, *args, **options):
+            found = super().check(repository, *args, **options)
             hub.add(repository, {"theirs.txt": b""})
             return found
 
     pusher = Meanwhile()
     pusher.create(NAME)
     with pytest.raises(PublishError, match=r"changed the repository meanwhile"):
-        pusher.push(Publication.of(full, NAME), NAME)
+        pusher.push(NAME, Publication.of(full, NAME))
     assert hub.files(NAME) == {"theirs.txt": b""}
 
 
@@ -239,7 +278,7 @@ def test_a_planted_file_is_stopped_by_the_last_look(hub, full, monkeypatch):
     pusher = Hub()
     pusher.create(NAME)
     with pytest.raises(PublishError, match=r"'trainer_state.json' was about to be uploaded"):
-        pusher.push(found, NAME)
+        pusher.push(NAME, found)
     assert not hub.files(NAME)
 
 
@@ -255,7 +294,7 @@ def test_a_model_that_was_not_trained_privately_goes_to_an_empty_repository_alon
     pusher = Hub()
     for _ in range(2):  # its own pushes it knows
         pusher.create(f"{USER}/other")
-        pusher.push(Publication.of(folder, f"{USER}/other", not_private=True), f"{USER}/other")
+        pusher.push(f"{USER}/other", Publication.of(folder, f"{USER}/other", not_private=True))
 
 
 def test_a_public_model_is_not_pushed_over_a_private_run(hub, full, tmp_path):

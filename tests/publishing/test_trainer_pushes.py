@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import pickle
-import threading
-from concurrent.futures import Future
 
 import pytest
 import tiny
@@ -16,9 +14,7 @@ from transformers import Trainer
 from transformers.utils import logging
 
 from hf_dp.accounting import epsilon
-from hf_dp.errors import PublishError
-from hf_dp.publishing.hub import Hub
-from hf_dp.publishing.staging import STAGED
+from hf_dp.errors import PublishError, UnsupportedArgumentError
 from hf_dp.statement.record import read
 from hf_dp.trainer.from_arguments import own_copy
 
@@ -104,59 +100,8 @@ def test_every_save_carries_the_epsilon_spent_so_far(hub, tmp_path, warnings, ad
         weights = "adapter_model.safetensors" if adapter else "model.safetensors"
         saved = tmp_path / "run" / f"checkpoint-{steps}" / weights
         assert commit.files[weights] == saved.read_bytes()
-    assert not list((tmp_path / "run").glob(f"{STAGED}*"))
     trainer.push_to_hub()
     assert evidence(hub, 2)["statement"]["steps"] == 4
-
-
-def test_a_checkpoint_that_is_rotated_away_is_still_uploaded_whole(hub, tmp_path, monkeypatch):
-    """Training ends, and deletes the checkpoint, while its upload has not begun."""
-    gate, push = threading.Event(), Hub.push
-
-    def slow(self, *args, **options):
-        assert gate.wait(60)
-        return push(self, *args, **options)
-
-    monkeypatch.setattr(Hub, "push", slow)
-    folder, seen = tmp_path / "run", []
-
-    finish = tiny.DPTrainer._finish_current_push
-
-    def rotated(self):
-        seen.append(sorted(path.name for path in folder.glob("checkpoint-*")))
-        gate.set()
-        finish(self)
-
-    monkeypatch.setattr(tiny.DPTrainer, "_finish_current_push", rotated)
-    trainer = tiny.trainer(folder, **{**EVERY_SAVE, "save_steps": 1}, save_total_limit=1)
-    trainer.train()
-    assert seen == [["checkpoint-4"]]
-    assert [evidence(hub, n)["statement"]["steps"] for n in range(4)] == [1, 2, 3, 4]
-    assert len({commit.files["model.safetensors"] for commit in hub.pushes(NAME)}) == 4
-    assert not list(folder.glob(f"{STAGED}*"))
-
-
-def test_what_a_kill_left_staged_is_removed(hub, tmp_path):
-    left = tmp_path / "run" / f"{STAGED}left"
-    left.mkdir(parents=True)
-    (left / "model.safetensors").write_bytes(b"of a killed push")
-    tiny.trainer(tmp_path / "run", **EVERY_SAVE).train()
-    assert not left.exists() and len(hub.pushes(NAME)) == 2
-
-
-def test_a_save_during_a_push_is_skipped_unless_always_push(hub, tmp_path, monkeypatch):
-    gate, push = threading.Event(), Hub.push
-    monkeypatch.setattr(
-        Hub, "push", lambda self, *args, **options: (gate.wait(60), push(self, *args, **options))[1]
-    )
-
-    finish = tiny.DPTrainer._finish_current_push
-    monkeypatch.setattr(
-        tiny.DPTrainer, "_finish_current_push", lambda self: (gate.set(), finish(self))
-    )
-    options = {**EVERY_SAVE, "hub_always_push": False, "save_steps": 1}
-    tiny.trainer(tmp_path / "run", **options).train()
-    assert [evidence(hub, n)["statement"]["steps"] for n in range(len(hub.pushes(NAME)))] == [1]
 
 
 @pytest.mark.parametrize("fault", ["commit", "look"])
@@ -244,21 +189,19 @@ def test_a_public_run_is_pushed_with_trainers_card_and_no_epsilon(hub, tmp_path,
         assert "epsilon" not in commit.message
 
 
-def test_a_push_in_the_background_is_of_the_model_as_it_was(hub, tmp_path, monkeypatch):
-    gate, push = threading.Event(), Hub.push
-    trainer = tiny.trainer(tmp_path / "run", **PUSHES, max_steps=1)
-    trainer.train()
-    monkeypatch.setattr(
-        Hub, "push", lambda self, *args, **options: (gate.wait(60), push(self, *args, **options))[1]
-    )
-    job = trainer.push_to_hub(blocking=False)
-    weights = tmp_path / "run" / "model.safetensors"
-    before = weights.read_bytes()
-    weights.write_bytes(b"of the next save, in the same place")
-    gate.set()
-    assert isinstance(job, Future) and job.result(60).oid == hub.pushes(NAME)[0].oid
-    assert hub.files(NAME)["model.safetensors"] == before
-    assert not list((tmp_path / "run").glob(f"{STAGED}*"))
+def test_a_push_in_the_background_is_refused(hub, tmp_path):
+    trainer = tiny.trainer(tmp_path / "run", max_steps=1, hub_model_id=NAME)
+    with pytest.raises(UnsupportedArgumentError, match="`blocking` to be True"):
+        trainer.push_to_hub(blocking=False)
+    assert not hub.requests
+
+
+def test_a_checkpoint_is_pushed_before_it_is_rotated_away(hub, tmp_path):
+    options = {**EVERY_SAVE, "save_steps": 1, "save_total_limit": 1}
+    tiny.trainer(tmp_path / "run", **options).train()
+    assert [path.name for path in (tmp_path / "run").glob("checkpoint-*")] == ["checkpoint-4"]
+    assert [evidence(hub, n)["statement"]["steps"] for n in range(4)] == [1, 2, 3, 4]
+    assert len({commit.files["model.safetensors"] for commit in hub.pushes(NAME)}) == 4
 
 
 def test_a_branch(hub, tmp_path):

@@ -163,6 +163,17 @@ def test_free_arguments_take_effect(tmp_path):
     assert not (tmp_path / "before" / "privacy.json").exists()
 
 
+def test_reading_the_run_changes_nothing(tmp_path):
+    trainer = tiny.trainer(tmp_path)
+    before = {name: id(value) for name, value in vars(trainer.run).items()}
+    trainer.args.per_device_train_batch_size = 1
+    trainer.model, trainer.data_collator = tiny.model(), list
+    assert {name: id(value) for name, value in vars(trainer.run).items()} == before
+    trainer._sync_run()
+    assert trainer.run.options.batches.physical_batch_size == 1
+    assert (trainer.run.model, trainer.run.data_collator) == (trainer.model, list)
+
+
 def test_without_privacy_only_the_privacy_arguments_are_fixed(tmp_path):
     trainer = tiny.trainer(tmp_path, privacy_mode="non_private")
     trainer.args.learning_rate, trainer.args.max_steps = 1e-3, 1

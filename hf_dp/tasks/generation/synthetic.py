@@ -157,17 +157,6 @@ def save(rows: Any, path: Path, facts: Mapping[str, Any]) -> None:
     pq.write_table(table.replace_schema_metadata(metadata), path)
 
 
-def facts_of(path: Path) -> dict[str, Any]:
-    """Return the facts that :func:`save` wrote. Raises: DataError for a file without them."""
-    import pyarrow.parquet as pq
-
-    metadata = pq.read_schema(path).metadata or {}
-    if METADATA_KEY not in metadata:
-        raise DataError(f"The file {path.name!r} was not written by `hf-dp generate`.")
-    found: dict[str, Any] = json.loads(metadata[METADATA_KEY])
-    return found
-
-
 def nearest(
     texts: Sequence[str], real: Sequence[str], size: int = 4
 ) -> list[tuple[float, int, int]]:

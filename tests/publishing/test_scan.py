@@ -10,16 +10,15 @@ import torch
 from loopback_hub import TOKEN
 from safetensors.torch import save_file
 
-from hf_dp.publishing.contents import Contents
-from hf_dp.publishing.private_words import PrivateWords, scrubbed
+from hf_dp.publishing.scan import PrivateWords, Scan, scrubbed
 
 WORDS = PrivateWords(
     (TOKEN,), ("/srv/people/alicia", "/srv/people/alicia/runs/one"), "alicia", "wonderland7"
 )
 
 
-def looked_at(name: str, values, base_model: str | None = None) -> tuple[bytes, Contents]:
-    contents = Contents(WORDS, base_model)
+def looked_at(name: str, values, base_model: str | None = None) -> tuple[bytes, Scan]:
+    contents = Scan(WORDS, base_model)
     text = values if isinstance(values, bytes) else json.dumps(values).encode()
     return contents.published(name, text), contents
 
@@ -156,7 +155,7 @@ def test_metadata_of_weights_other_than_their_format_is_refused(tmp_path):
     def refusals(**metadata: str) -> list[str]:
         path = tmp_path / "model.safetensors"
         save_file({"w": torch.zeros(2)}, path, metadata=metadata)
-        contents = Contents(WORDS)
+        contents = Scan(WORDS)
         contents.look_at_weights("model.safetensors", path)
         return contents.refusals
 
@@ -164,7 +163,7 @@ def test_metadata_of_weights_other_than_their_format_is_refused(tmp_path):
     (refusal,) = refusals(format="pt", trained_on="rows.csv")
     assert "model.safetensors holds 'trained_on'" in refusal
     (tmp_path / "model.safetensors").write_bytes(b"no weights")
-    contents = Contents(WORDS)
+    contents = Scan(WORDS)
     contents.look_at_weights("model.safetensors", tmp_path / "model.safetensors")
     assert "safetensors file" in contents.refusals[0]
 
