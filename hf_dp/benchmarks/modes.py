@@ -8,34 +8,79 @@ update cost the same in all modes and are left out of all.
 
 from __future__ import annotations
 
+import gc
 import importlib.util
-from collections import Counter
+import time
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
+import torch
 from torch import Tensor, nn
 
 from hf_dp import _validate
-from hf_dp.benchmarks.explicit_modes import LeeKifer, Loop, Vmap
-from hf_dp.benchmarks.mode import CLIPPING_NORM, BenchmarkMode, Refused
 from hf_dp.benchmarks.workload import Batch, Workload, build_model
 from hf_dp.clipping.engine import STRATEGIES, ClippingEngine
 from hf_dp.errors import (
+    HfDpError,
     UnaccountedGradientError,
     UnsupportedLossError,
     UnsupportedModelError,
 )
+from hf_dp.losses import per_example_loss
 from hf_dp.mechanisms.dp_fp.representation import PrivateRepresentation, find_last_layer
 from hf_dp.noise import SecretRandomness
 from hf_dp.run.memory import is_out_of_memory
-from hf_dp.tuners.frost.magnitude import MagnitudeEngine
-from hf_dp.tuners.frost.partition import partitions
 
-NON_PRIVATE = "non_private"
-LOOP, LEE_KIFER, VMAP = "loop", "lee_kifer", "vmap"
-SELECTION = "frost_selection"
-FORWARD = "dp_fp"
+CLIPPING_NORM = 0.1  # the library's default; its value changes no operation
+NON_PRIVATE, FORWARD = "non_private", "dp_fp"
 OPACUS = ("opacus_hooks", "opacus_ghost")
+MODES = (NON_PRIVATE, *STRATEGIES, FORWARD, *OPACUS)
+
+
+class Refused(HfDpError):
+    """A mode cannot run this workload; the message is the reason, for its row."""
+
+
+class BenchmarkMode(ABC):
+    """One way to form a gradient.
+
+    Attributes:
+        note: what the reader must know beside the numbers, or "".
+        sums: the clipped sums of the last step, by the name of the parameter.
+    """
+
+    note = ""
+
+    def __init__(self, model: nn.Module, workload: Workload):
+        self.model = model
+        self.workload = workload
+        self.sums: dict[str, Tensor] = {}
+
+    @abstractmethod
+    def step(self, batches: Sequence[Batch]) -> None:
+        """Run forward and backward of one logical batch.
+
+        The result stays until the next step or :meth:`reset`.
+        """
+
+    def reset(self) -> None:
+        """Drop the result, so that another mode can use the model; this is not timed."""
+        self.sums = {}
+
+    def gradients(self) -> dict[str, Tensor]:
+        """Return the result of the last step by name: mean gradients, or clipped sums."""
+        return self.sums
+
+    def trained(self) -> dict[str, nn.Parameter]:
+        """Return what trains, by name."""
+        return {name: p for name, p in self.model.named_parameters() if p.requires_grad}
+
+    def losses(self, batch: Batch, chunked: bool = False) -> Tensor:
+        """Return one loss per example, (b,)."""
+        bf16 = self.workload.bf16
+        with torch.autocast(self.workload.device, torch.bfloat16, enabled=bf16):
+            return per_example_loss(self.model, batch, chunked)
 
 
 class NonPrivate(BenchmarkMode):
@@ -50,7 +95,7 @@ class NonPrivate(BenchmarkMode):
         self.model.zero_grad(set_to_none=True)
 
     def gradients(self) -> dict[str, Tensor]:
-        return {name: p.grad for name, p in self.model.named_parameters() if p.grad is not None}
+        return {name: p.grad for name, p in self.trained().items() if p.grad is not None}
 
 
 class Clipped(BenchmarkMode):
@@ -58,50 +103,14 @@ class Clipped(BenchmarkMode):
 
     def __init__(self, model: nn.Module, workload: Workload, strategy: str):
         super().__init__(model, workload)
-        self.strategy = strategy
-        self._sums: dict[str, Tensor] = {}
-        self._forms: dict[str, str] = {}
+        self._options = {"strategy": strategy, "memory_ratio": workload.clipping_memory_ratio}
 
     def step(self, batches: Sequence[Batch]) -> None:
         self.reset()
-        ratio = self.workload.memory_ratio
-        assert ratio is not None
-        with ClippingEngine(
-            self.model, CLIPPING_NORM, strategy=self.strategy, memory_ratio=ratio
-        ) as engine:
+        with ClippingEngine(self.model, CLIPPING_NORM, **self._options) as engine:
             for batch in batches:
                 engine.backward(self.losses(batch, self.workload.chunked_loss))
-            self._sums, self._forms = engine.collect(), engine.forms
-
-    def reset(self) -> None:
-        self._sums = {}
-
-    def gradients(self) -> dict[str, Tensor]:
-        return self._sums
-
-    def forms(self) -> Counter[tuple[tuple[int, ...], str]]:
-        shapes = {name: tuple(p.shape) for name, p in self.model.named_parameters()}
-        return Counter((shapes[name], form) for name, form in self._forms.items())
-
-
-class Selecting(BenchmarkMode):
-    """The selection of DP-FROST on one sample: magnitudes (mgna, order 1) of all partitions."""
-
-    def __init__(self, model: nn.Module, workload: Workload):
-        super().__init__(model, workload)
-        self._partitions = partitions(model)
-
-    def step(self, batches: Sequence[Batch]) -> None:
-        with MagnitudeEngine(self.model, self._partitions, CLIPPING_NORM) as engine:
-            for batch in batches:
-                engine.backward(self.losses(batch))
-            engine.magnitudes()
-
-    def reset(self) -> None:
-        pass
-
-    def gradients(self) -> dict[str, Tensor]:
-        return {}
+            self.sums = engine.collect()
 
 
 class ForwardNoised(NonPrivate):
@@ -127,53 +136,29 @@ class ForwardNoised(NonPrivate):
                 (self.losses(batch).mean() / len(batches)).backward()
 
 
-# Beside the engine's strategies.
-_OTHERS: dict[str, type[BenchmarkMode]] = {
-    LOOP: Loop,
-    LEE_KIFER: LeeKifer,
-    VMAP: Vmap,
-    SELECTION: Selecting,
-    FORWARD: ForwardNoised,
-}
-
-
-def mode_names() -> tuple[str, ...]:
-    """Return every mode, also those whose package is not installed."""
-    return (NON_PRIVATE, *STRATEGIES, *_OTHERS, *OPACUS)
-
-
 def installed_modes() -> tuple[str, ...]:
     """Return the modes that can be tried here."""
     has_opacus = importlib.util.find_spec("opacus") is not None
-    return tuple(name for name in mode_names() if has_opacus or name not in OPACUS)
+    return tuple(name for name in MODES if has_opacus or name not in OPACUS)
 
 
 def check_modes(names: Sequence[str]) -> tuple[str, ...]:
     """Return the modes to run, without repeats, with non_private first, which every ratio needs.
 
-    Raises: InvalidArgumentError for an unknown name, or for an Opacus mode where Opacus is not
-        installed.
+    Raises: InvalidArgumentError for a mode that is unknown or not installed.
     """
     for name in names:
-        _validate.one_of("modes", name, mode_names())
+        _validate.one_of("modes", name, MODES)
         if name not in installed_modes():
-            raise _validate.invalid(
-                "modes",
-                name,
-                "to be installed",
-                "Run `pip install hf-dp[bench]`, or leave this mode out.",
-            )
+            advice = "Run `pip install hf-dp[bench]`, or leave this mode out."
+            raise _validate.invalid("modes", name, "to be installed", advice)
     return tuple(dict.fromkeys([NON_PRIVATE, *names]))
 
 
 def build_mode(name: str, workload: Workload, shared: nn.Module | None = None) -> BenchmarkMode:
-    """Return one mode, ready to step.
+    """Return one mode, ready to step. Raises: Refused.
 
-    Args:
-        shared: a model to use where the mode leaves it as it was. Opacus changes its model and gets
-            one of its own.
-
-    Raises: Refused.
+    Args: shared: the model of all modes; only Opacus, which changes its model, gets its own.
     """
     with refusals(name):
         if name in OPACUS:
@@ -183,9 +168,7 @@ def build_mode(name: str, workload: Workload, shared: nn.Module | None = None) -
         model = build_model(workload) if shared is None else shared
         if name in STRATEGIES:
             return Clipped(model, workload, name)
-        return (
-            NonPrivate(model, workload) if name == NON_PRIVATE else _OTHERS[name](model, workload)
-        )
+        return (ForwardNoised if name == FORWARD else NonPrivate)(model, workload)
 
 
 @contextmanager
@@ -207,3 +190,26 @@ def refusals(name: str) -> Iterator[None]:
             lines = str(error).strip().splitlines() or [""]
             raise Refused(f"{type(error).__name__}: {lines[0]}") from error
         raise
+
+
+def without_yardstick(workload: Workload, reason: str) -> HfDpError:
+    """Return the error for work that non-private training cannot do."""
+    size = workload.per_device_train_batch_size
+    return HfDpError(
+        f"Non-private training of `model` {workload.model!r} at `per_device_train_batch_size` "
+        f"{size} cannot run: {reason}. Choose smaller ones, or a smaller `max_length`."
+    )
+
+
+def seconds_of_step(mode: BenchmarkMode, batches: Sequence[Batch]) -> float:
+    """Return the wall-clock seconds of one step; leave the model without gradients."""
+    gc.collect()  # what another mode left is not collected in this one's time
+    # CUDA kernels run after the call that started them has returned.
+    wait = torch.cuda.synchronize if mode.workload.device == "cuda" else torch.cpu.synchronize
+    wait()
+    start = time.perf_counter()
+    mode.step(batches)
+    wait()
+    seconds = time.perf_counter() - start
+    mode.reset()
+    return seconds

@@ -17,16 +17,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from hf_dp.benchmarks.mode import CLIPPING_NORM, BenchmarkMode, Refused
+from hf_dp.benchmarks.modes import CLIPPING_NORM, BenchmarkMode
 from hf_dp.benchmarks.workload import Batch, Workload, build_model
 from hf_dp.losses import base_model
 
 
 class OpacusMode(BenchmarkMode):
-    """``opacus_hooks`` (per-example gradients) or ``opacus_ghost`` (fast gradient clipping).
-
-    Raises: Refused for an Opacus without ``wrap_model``; every error that Opacus raises.
-    """
+    """``opacus_hooks`` (per-example gradients) or ``opacus_ghost`` (fast gradient clipping)."""
 
     def __init__(self, workload: Workload, name: str):
         self.ghost = name == "opacus_ghost"
@@ -51,8 +48,7 @@ class OpacusMode(BenchmarkMode):
             p.grad = p.grad_sample = p.summed_grad = None
 
     def gradients(self) -> dict[str, Tensor]:
-        trainable = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
-        return {name: getattr(p, "summed_grad") for name, p in trainable.items()}  # noqa: B009
+        return {name: getattr(p, "summed_grad") for name, p in self.trained().items()}  # noqa: B009
 
     def _backward(self, losses: Tensor) -> None:
         if self.ghost:
@@ -64,12 +60,8 @@ class OpacusMode(BenchmarkMode):
 
 
 def _make_private(model: nn.Module, mode: str) -> tuple[Any, Any]:
-    from opacus import PrivacyEngine, __version__
+    from opacus import PrivacyEngine
 
-    if tuple(map(int, __version__.split(".")[:2])) < (1, 6):
-        raise Refused(
-            f"Opacus {__version__} is too old for wrap_model=False; run `pip install 'opacus>=1.6'`"
-        )
     # Opacus takes its sample rate from a loader; nothing here reads either.
     loader = DataLoader(TensorDataset(torch.zeros(2, 1)), batch_size=1)
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.0)
