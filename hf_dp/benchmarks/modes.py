@@ -10,13 +10,17 @@ from __future__ import annotations
 
 import gc
 import importlib.util
+import inspect
 import time
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
 
 from hf_dp import _validate
 from hf_dp.benchmarks.workload import Batch, Workload, build_model
@@ -27,7 +31,7 @@ from hf_dp.errors import (
     UnsupportedLossError,
     UnsupportedModelError,
 )
-from hf_dp.losses import per_example_loss
+from hf_dp.losses import base_model, per_example_loss
 from hf_dp.mechanisms.dp_fp.representation import PrivateRepresentation, find_last_layer
 from hf_dp.noise import SecretRandomness
 from hf_dp.run.memory import is_out_of_memory
@@ -103,11 +107,14 @@ class Clipped(BenchmarkMode):
 
     def __init__(self, model: nn.Module, workload: Workload, strategy: str):
         super().__init__(model, workload)
-        self._options = {"strategy": strategy, "memory_ratio": workload.clipping_memory_ratio}
+        self.strategy = strategy
 
     def step(self, batches: Sequence[Batch]) -> None:
         self.reset()
-        with ClippingEngine(self.model, CLIPPING_NORM, **self._options) as engine:
+        ratio = self.workload.clipping_memory_ratio
+        with ClippingEngine(
+            self.model, CLIPPING_NORM, strategy=self.strategy, memory_ratio=ratio
+        ) as engine:
             for batch in batches:
                 engine.backward(self.losses(batch, self.workload.chunked_loss))
             self.sums = engine.collect()
@@ -136,6 +143,88 @@ class ForwardNoised(NonPrivate):
                 (self.losses(batch).mean() / len(batches)).backward()
 
 
+class OpacusMode(BenchmarkMode):
+    """Opacus (>= 1.6), by per-example gradients or by fast gradient clipping (``opacus_ghost``).
+
+    It runs as its maintainers advise: with ``wrap_model=False`` and with position ids given in
+    full. Opacus refuses a trainable tied weight in ghost mode, so there the head gets a weight of
+    its own, and the row says so. The optimizer is told to skip the update (``signal_skip_step``,
+    which ``BatchMemoryManager`` uses): noise and update do not run, as in the other modes.
+    """
+
+    def __init__(self, workload: Workload, name: str):
+        self.ghost = name == "opacus_ghost"
+        untie = self.ghost and workload.shape.tied
+        self.note = "untied head (Opacus ghost refuses tied weights)" if untie else ""
+        super().__init__(build_model(workload, tied=not untie), workload)
+        self.hooks, self.optimizer = _make_private(self.model, "ghost" if self.ghost else "hooks")
+
+    def step(self, batches: Sequence[Batch]) -> None:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            for p in self.optimizer.params:
+                p.summed_grad = None
+            for batch in batches:
+                self.optimizer.zero_grad(set_to_none=True)
+                self._backward(self.losses(_explicit(self.model, batch)))
+                self.optimizer.signal_skip_step(True)
+                self.optimizer.step()
+
+    def reset(self) -> None:
+        for p in self.optimizer.params:
+            p.grad = p.grad_sample = p.summed_grad = None
+
+    def gradients(self) -> dict[str, Tensor]:
+        return {name: getattr(p, "summed_grad") for name, p in self.trained().items()}  # noqa: B009
+
+    def _backward(self, losses: Tensor) -> None:
+        if self.ghost:
+            from opacus.utils.fast_gradient_clipping_utils import DPTensorFastGradientClipping
+
+            DPTensorFastGradientClipping(self.hooks, self.optimizer, losses).backward()
+        else:
+            losses.mean().backward()
+
+
+def _make_private(model: nn.Module, mode: str) -> tuple[Any, Any]:
+    from opacus import PrivacyEngine
+
+    # Opacus takes its sample rate from a loader; nothing here reads either.
+    loader = DataLoader(TensorDataset(torch.zeros(2, 1)), batch_size=1)
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        hooks, optimizer, *_ = PrivacyEngine(accountant="rdp").make_private(
+            module=model,
+            optimizer=optimizer,
+            data_loader=loader,
+            criterion=nn.CrossEntropyLoss(),
+            noise_multiplier=0.0,
+            max_grad_norm=CLIPPING_NORM,
+            grad_sample_mode=mode,
+            poisson_sampling=False,
+            wrap_model=False,
+        )
+    return hooks, optimizer
+
+
+def _explicit(model: nn.Module, batch: Batch) -> Batch:
+    """Return the batch with contiguous (b, T) position and type ids.
+
+    Opacus cannot split a lookup that examples share. RoBERTa makes its position ids from the
+    tokens, one row of ids per example, so it needs none.
+    """
+    base: Any = base_model(model)
+    accepted = inspect.signature(type(base).forward).parameters
+    b, length = batch["input_ids"].shape
+    extra = {}
+    if "position_ids" in accepted and base.config.model_type != "roberta":
+        extra["position_ids"] = torch.arange(length, device=batch["input_ids"].device).repeat(b, 1)
+    if "token_type_ids" in accepted and hasattr(base.config, "type_vocab_size"):
+        extra["token_type_ids"] = torch.zeros_like(batch["input_ids"])
+    return {**batch, **extra}
+
+
 def installed_modes() -> tuple[str, ...]:
     """Return the modes that can be tried here."""
     has_opacus = importlib.util.find_spec("opacus") is not None
@@ -162,8 +251,6 @@ def build_mode(name: str, workload: Workload, shared: nn.Module | None = None) -
     """
     with refusals(name):
         if name in OPACUS:
-            from hf_dp.benchmarks.opacus_modes import OpacusMode
-
             return OpacusMode(workload, name)
         model = build_model(workload) if shared is None else shared
         if name in STRATEGIES:

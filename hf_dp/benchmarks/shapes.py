@@ -53,9 +53,8 @@ class Shape:
             from hf_dp.tasks.infilling_config import InfillingConfig
 
             words: dict[str, Any] = {"label_word_ids": [10, 11], "mask_token_id": 4}
-            return Infilling(
-                InfillingConfig(base_config=config, attn_implementation="sdpa", **words)
-            )
+            words |= {"attn_implementation": "sdpa"}
+            return Infilling(InfillingConfig(base_config=config, **words))
         model: nn.Module = cls(config)
         if self.lora:
             from peft import LoraConfig, get_peft_model
