@@ -221,12 +221,9 @@ def one_at_a_time(cells: list[Cell]) -> Iterator[Cell]:
 def names_what_is_measured(words: list[str]) -> None:
     """Parse a benchmark; its model and modes exist, whether or not Opacus is installed."""
     args = bench.build_parser().parse_args(hyphenated(words))
-    if args.benchmark == "training":
-        return
     one_of("model", args.model, SHAPES)
-    if args.benchmark in ("throughput", "memory") and getattr(args, "processes", 1) == 1:
-        for name in bench._modes(args):
-            one_of("modes", name, modes.mode_names())
+    for name in bench.chosen_modes(args.modes):
+        one_of("modes", name, modes.MODES)
 
 
 def program(words: list[str]) -> list[str]:

@@ -8,34 +8,83 @@ update cost the same in all modes and are left out of all.
 
 from __future__ import annotations
 
+import gc
 import importlib.util
-from collections import Counter
+import inspect
+import time
+import warnings
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
+import torch
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
 
 from hf_dp import _validate
-from hf_dp.benchmarks.explicit_modes import LeeKifer, Loop, Vmap
-from hf_dp.benchmarks.mode import CLIPPING_NORM, BenchmarkMode, Refused
 from hf_dp.benchmarks.workload import Batch, Workload, build_model
 from hf_dp.clipping.engine import STRATEGIES, ClippingEngine
 from hf_dp.errors import (
+    HfDpError,
     UnaccountedGradientError,
     UnsupportedLossError,
     UnsupportedModelError,
 )
+from hf_dp.losses import base_model, per_example_loss
 from hf_dp.mechanisms.dp_fp.representation import PrivateRepresentation, find_last_layer
 from hf_dp.noise import SecretRandomness
 from hf_dp.run.memory import is_out_of_memory
-from hf_dp.tuners.frost.magnitude import MagnitudeEngine
-from hf_dp.tuners.frost.partition import partitions
 
-NON_PRIVATE = "non_private"
-LOOP, LEE_KIFER, VMAP = "loop", "lee_kifer", "vmap"
-SELECTION = "frost_selection"
-FORWARD = "dp_fp"
+CLIPPING_NORM = 0.1  # the library's default; its value changes no operation
+NON_PRIVATE, FORWARD = "non_private", "dp_fp"
 OPACUS = ("opacus_hooks", "opacus_ghost")
+MODES = (NON_PRIVATE, *STRATEGIES, FORWARD, *OPACUS)
+
+
+class Refused(HfDpError):
+    """A mode cannot run this workload; the message is the reason, for its row."""
+
+
+class BenchmarkMode(ABC):
+    """One way to form a gradient.
+
+    Attributes:
+        note: what the reader must know beside the numbers, or "".
+        sums: the clipped sums of the last step, by the name of the parameter.
+    """
+
+    note = ""
+
+    def __init__(self, model: nn.Module, workload: Workload):
+        self.model = model
+        self.workload = workload
+        self.sums: dict[str, Tensor] = {}
+
+    @abstractmethod
+    def step(self, batches: Sequence[Batch]) -> None:
+        """Run forward and backward of one logical batch.
+
+        The result stays until the next step or :meth:`reset`.
+        """
+
+    def reset(self) -> None:
+        """Drop the result, so that another mode can use the model; this is not timed."""
+        self.sums = {}
+
+    def gradients(self) -> dict[str, Tensor]:
+        """Return the result of the last step by name: mean gradients, or clipped sums."""
+        return self.sums
+
+    def trained(self) -> dict[str, nn.Parameter]:
+        """Return what trains, by name."""
+        return {name: p for name, p in self.model.named_parameters() if p.requires_grad}
+
+    def losses(self, batch: Batch, chunked: bool = False) -> Tensor:
+        """Return one loss per example, (b,)."""
+        bf16 = self.workload.bf16
+        with torch.autocast(self.workload.device, torch.bfloat16, enabled=bf16):
+            return per_example_loss(self.model, batch, chunked)
 
 
 class NonPrivate(BenchmarkMode):
@@ -50,7 +99,7 @@ class NonPrivate(BenchmarkMode):
         self.model.zero_grad(set_to_none=True)
 
     def gradients(self) -> dict[str, Tensor]:
-        return {name: p.grad for name, p in self.model.named_parameters() if p.grad is not None}
+        return {name: p.grad for name, p in self.trained().items() if p.grad is not None}
 
 
 class Clipped(BenchmarkMode):
@@ -59,49 +108,16 @@ class Clipped(BenchmarkMode):
     def __init__(self, model: nn.Module, workload: Workload, strategy: str):
         super().__init__(model, workload)
         self.strategy = strategy
-        self._sums: dict[str, Tensor] = {}
-        self._forms: dict[str, str] = {}
 
     def step(self, batches: Sequence[Batch]) -> None:
         self.reset()
-        ratio = self.workload.memory_ratio
-        assert ratio is not None
+        ratio = self.workload.clipping_memory_ratio
         with ClippingEngine(
             self.model, CLIPPING_NORM, strategy=self.strategy, memory_ratio=ratio
         ) as engine:
             for batch in batches:
                 engine.backward(self.losses(batch, self.workload.chunked_loss))
-            self._sums, self._forms = engine.collect(), engine.forms
-
-    def reset(self) -> None:
-        self._sums = {}
-
-    def gradients(self) -> dict[str, Tensor]:
-        return self._sums
-
-    def forms(self) -> Counter[tuple[tuple[int, ...], str]]:
-        shapes = {name: tuple(p.shape) for name, p in self.model.named_parameters()}
-        return Counter((shapes[name], form) for name, form in self._forms.items())
-
-
-class Selecting(BenchmarkMode):
-    """The selection of DP-FROST on one sample: magnitudes (mgna, order 1) of all partitions."""
-
-    def __init__(self, model: nn.Module, workload: Workload):
-        super().__init__(model, workload)
-        self._partitions = partitions(model)
-
-    def step(self, batches: Sequence[Batch]) -> None:
-        with MagnitudeEngine(self.model, self._partitions, CLIPPING_NORM) as engine:
-            for batch in batches:
-                engine.backward(self.losses(batch))
-            engine.magnitudes()
-
-    def reset(self) -> None:
-        pass
-
-    def gradients(self) -> dict[str, Tensor]:
-        return {}
+            self.sums = engine.collect()
 
 
 class ForwardNoised(NonPrivate):
@@ -127,65 +143,119 @@ class ForwardNoised(NonPrivate):
                 (self.losses(batch).mean() / len(batches)).backward()
 
 
-# Beside the engine's strategies.
-_OTHERS: dict[str, type[BenchmarkMode]] = {
-    LOOP: Loop,
-    LEE_KIFER: LeeKifer,
-    VMAP: Vmap,
-    SELECTION: Selecting,
-    FORWARD: ForwardNoised,
-}
+class OpacusMode(BenchmarkMode):
+    """Opacus (>= 1.6), by per-example gradients or by fast gradient clipping (``opacus_ghost``).
+
+    It runs as its maintainers advise: with ``wrap_model=False`` and with position ids given in
+    full. Opacus refuses a trainable tied weight in ghost mode, so there the head gets a weight of
+    its own, and the row says so. The optimizer is told to skip the update (``signal_skip_step``,
+    which ``BatchMemoryManager`` uses): noise and update do not run, as in the other modes.
+    """
+
+    def __init__(self, workload: Workload, name: str):
+        self.ghost = name == "opacus_ghost"
+        untie = self.ghost and workload.shape.tied
+        self.note = "untied head (Opacus ghost refuses tied weights)" if untie else ""
+        super().__init__(build_model(workload, tied=not untie), workload)
+        self.hooks, self.optimizer = _make_private(self.model, "ghost" if self.ghost else "hooks")
+
+    def step(self, batches: Sequence[Batch]) -> None:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            for p in self.optimizer.params:
+                p.summed_grad = None
+            for batch in batches:
+                self.optimizer.zero_grad(set_to_none=True)
+                self._backward(self.losses(_explicit(self.model, batch)))
+                self.optimizer.signal_skip_step(True)
+                self.optimizer.step()
+
+    def reset(self) -> None:
+        for p in self.optimizer.params:
+            p.grad = p.grad_sample = p.summed_grad = None
+
+    def gradients(self) -> dict[str, Tensor]:
+        return {name: getattr(p, "summed_grad") for name, p in self.trained().items()}  # noqa: B009
+
+    def _backward(self, losses: Tensor) -> None:
+        if self.ghost:
+            from opacus.utils.fast_gradient_clipping_utils import DPTensorFastGradientClipping
+
+            DPTensorFastGradientClipping(self.hooks, self.optimizer, losses).backward()
+        else:
+            losses.mean().backward()
 
 
-def mode_names() -> tuple[str, ...]:
-    """Return every mode, also those whose package is not installed."""
-    return (NON_PRIVATE, *STRATEGIES, *_OTHERS, *OPACUS)
+def _make_private(model: nn.Module, mode: str) -> tuple[Any, Any]:
+    from opacus import PrivacyEngine
+
+    # Opacus takes its sample rate from a loader; nothing here reads either.
+    loader = DataLoader(TensorDataset(torch.zeros(2, 1)), batch_size=1)
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        hooks, optimizer, *_ = PrivacyEngine(accountant="rdp").make_private(
+            module=model,
+            optimizer=optimizer,
+            data_loader=loader,
+            criterion=nn.CrossEntropyLoss(),
+            noise_multiplier=0.0,
+            max_grad_norm=CLIPPING_NORM,
+            grad_sample_mode=mode,
+            poisson_sampling=False,
+            wrap_model=False,
+        )
+    return hooks, optimizer
+
+
+def _explicit(model: nn.Module, batch: Batch) -> Batch:
+    """Return the batch with contiguous (b, T) position and type ids.
+
+    Opacus cannot split a lookup that examples share. RoBERTa makes its position ids from the
+    tokens, one row of ids per example, so it needs none.
+    """
+    base: Any = base_model(model)
+    accepted = inspect.signature(type(base).forward).parameters
+    b, length = batch["input_ids"].shape
+    extra = {}
+    if "position_ids" in accepted and base.config.model_type != "roberta":
+        extra["position_ids"] = torch.arange(length, device=batch["input_ids"].device).repeat(b, 1)
+    if "token_type_ids" in accepted and hasattr(base.config, "type_vocab_size"):
+        extra["token_type_ids"] = torch.zeros_like(batch["input_ids"])
+    return {**batch, **extra}
 
 
 def installed_modes() -> tuple[str, ...]:
     """Return the modes that can be tried here."""
     has_opacus = importlib.util.find_spec("opacus") is not None
-    return tuple(name for name in mode_names() if has_opacus or name not in OPACUS)
+    return tuple(name for name in MODES if has_opacus or name not in OPACUS)
 
 
 def check_modes(names: Sequence[str]) -> tuple[str, ...]:
     """Return the modes to run, without repeats, with non_private first, which every ratio needs.
 
-    Raises: InvalidArgumentError for an unknown name, or for an Opacus mode where Opacus is not
-        installed.
+    Raises: InvalidArgumentError for a mode that is unknown or not installed.
     """
     for name in names:
-        _validate.one_of("modes", name, mode_names())
+        _validate.one_of("modes", name, MODES)
         if name not in installed_modes():
-            raise _validate.invalid(
-                "modes",
-                name,
-                "to be installed",
-                "Run `pip install hf-dp[bench]`, or leave this mode out.",
-            )
+            advice = "Run `pip install hf-dp[bench]`, or leave this mode out."
+            raise _validate.invalid("modes", name, "to be installed", advice)
     return tuple(dict.fromkeys([NON_PRIVATE, *names]))
 
 
 def build_mode(name: str, workload: Workload, shared: nn.Module | None = None) -> BenchmarkMode:
-    """Return one mode, ready to step.
+    """Return one mode, ready to step. Raises: Refused.
 
-    Args:
-        shared: a model to use where the mode leaves it as it was. Opacus changes its model and gets
-            one of its own.
-
-    Raises: Refused.
+    Args: shared: the model of all modes; only Opacus, which changes its model, gets its own.
     """
     with refusals(name):
         if name in OPACUS:
-            from hf_dp.benchmarks.opacus_modes import OpacusMode
-
             return OpacusMode(workload, name)
         model = build_model(workload) if shared is None else shared
         if name in STRATEGIES:
             return Clipped(model, workload, name)
-        return (
-            NonPrivate(model, workload) if name == NON_PRIVATE else _OTHERS[name](model, workload)
-        )
+        return (ForwardNoised if name == FORWARD else NonPrivate)(model, workload)
 
 
 @contextmanager
@@ -207,3 +277,26 @@ def refusals(name: str) -> Iterator[None]:
             lines = str(error).strip().splitlines() or [""]
             raise Refused(f"{type(error).__name__}: {lines[0]}") from error
         raise
+
+
+def without_yardstick(workload: Workload, reason: str) -> HfDpError:
+    """Return the error for work that non-private training cannot do."""
+    size = workload.per_device_train_batch_size
+    return HfDpError(
+        f"Non-private training of `model` {workload.model!r} at `per_device_train_batch_size` "
+        f"{size} cannot run: {reason}. Choose smaller ones, or a smaller `max_length`."
+    )
+
+
+def seconds_of_step(mode: BenchmarkMode, batches: Sequence[Batch]) -> float:
+    """Return the wall-clock seconds of one step; leave the model without gradients."""
+    gc.collect()  # what another mode left is not collected in this one's time
+    # CUDA kernels run after the call that started them has returned.
+    wait = torch.cuda.synchronize if mode.workload.device == "cuda" else torch.cpu.synchronize
+    wait()
+    start = time.perf_counter()
+    mode.step(batches)
+    wait()
+    seconds = time.perf_counter() - start
+    mode.reset()
+    return seconds

@@ -5,18 +5,15 @@ from __future__ import annotations
 import statistics
 import time
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import nn
 
 from hf_dp import _validate
-from hf_dp.benchmarks.memory_probe import CudaMeter, ResidentMeter
+from hf_dp.benchmarks.memory import meter_of
+from hf_dp.benchmarks.workload import made_up
 from hf_dp.clipping.engine import ClippingEngine
-from hf_dp.losses import per_example_loss, task_of
-from hf_dp.run.synthetic import synthetic_examples, takes_tokens
-
-_FIRST_TOKEN = 4  # lower ids are padding and the like, which would shift RoBERTa's position ids
+from hf_dp.losses import per_example_loss
 
 
 @dataclass(frozen=True)
@@ -49,41 +46,21 @@ def measure_step(
     Raises: InvalidArgumentError naming the argument.
     """
     size = (_validate.integer("batch_size", batch_size, 1), _validate.integer("length", length, 2))
-    device = next(model.parameters()).device
-    batch = _made_up(model, *size, device)
-    meter = CudaMeter() if device.type == "cuda" else ResidentMeter()
+    device = next(model.parameters()).device.type
+    batch = made_up(model, *size)
+    meter = meter_of(device)
     seconds = []
     model.train()
     for repeat in range(_validate.integer("repeats", repeats, 1) + 1):
         if repeat == 1:
             meter.start()
-        _wait(device)
         before = time.perf_counter()
         with ClippingEngine(model, 0.1) as engine:
-            with torch.autocast(device.type, torch.bfloat16, enabled=bf16):
+            with torch.autocast(device, torch.bfloat16, enabled=bf16):
                 losses = per_example_loss(model, batch)
             engine.backward(losses)
             engine.collect()
-        _wait(device)
+        if device == "cuda":
+            torch.cuda.synchronize()  # so that the clock measures its work
         seconds.append(time.perf_counter() - before)
     return StepCost(size[0] / statistics.median(seconds[1:]), meter.peak())
-
-
-def _made_up(model: nn.Module, examples: int, length: int, device: Any) -> dict[str, Any]:
-    """Return a batch of random tokens, (b, T), or images, and labels."""
-    if not takes_tokens(model):
-        alone = synthetic_examples(model, [length] * examples, [length] * examples)
-        return {name: torch.cat([each[name] for each in alone]).to(device) for name in alone[0]}
-    config: Any = model.config
-    text = config.get_text_config()
-    tokens = torch.randint(_FIRST_TOKEN, text.vocab_size, (examples, length))
-    is_classifier = task_of(model) == "sequence_classification"
-    labels = torch.randint(0, config.num_labels, (examples,)) if is_classifier else tokens.clone()
-    batch = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens), "labels": labels}
-    return {name: value.to(device) for name, value in batch.items()}
-
-
-def _wait(device: Any) -> None:
-    """Wait for a CUDA device, so that clocks measure its work."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)

@@ -1,76 +1,48 @@
-"""Measure the speed of every mode at one batch size, beside the bound that arithmetic sets."""
+"""Measure the speed of every mode at one batch size, in interleaved rounds.
+
+A shared machine speeds up and slows down over seconds, by more than the differences that matter.
+Modes therefore take turns step by step. A round takes the median of several turns of each mode: a
+step that lost its processor to another process does not count, but what a mode does in every step
+does. Only times of the same round are divided by each other, and the order rotates, so that no mode
+always runs first.
+"""
 
 from __future__ import annotations
 
+import ctypes
+import math
+import statistics
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from torch import nn
-
-from hf_dp import _validate
-from hf_dp.benchmarks.allocator import keep_freed_memory
-from hf_dp.benchmarks.bound import Flops, count_flops, trace_model
-from hf_dp.benchmarks.capacity import measure_capacity
-from hf_dp.benchmarks.environment import environment
-from hf_dp.benchmarks.mode import BenchmarkMode, Refused
-from hf_dp.benchmarks.modes import NON_PRIVATE, build_mode, check_modes, refusals
-from hf_dp.benchmarks.operators import left_over, operator_seconds
-from hf_dp.benchmarks.rounds import (
-    Round,
-    enough_repeats,
-    interleave,
+from hf_dp.benchmarks.modes import (
+    NON_PRIVATE,
+    Refused,
+    build_mode,
+    check_modes,
+    refusals,
     seconds_of_step,
-    speed,
+    without_yardstick,
 )
-from hf_dp.benchmarks.workload import Batch, Workload, build_model, make_batch, threads_of
-from hf_dp.errors import HfDpError
+from hf_dp.benchmarks.workload import (
+    Protocol,
+    Workload,
+    build_model,
+    environment,
+    make_batch,
+    threads_of,
+)
 
 Log = Callable[[str], None]
+Round = dict[str, float]  # mode -> seconds for the same work
 
-
-@dataclass(frozen=True)
-class Protocol:
-    """How a measurement is timed.
-
-    Attributes:
-        rounds: timings of each mode in a run.
-        warmups: steps of each mode before a run, not timed.
-        repeats: steps of each mode in a round; None for the number that lasts 8 seconds.
-        runs: repetitions of the whole.
-        profile: also measure time by operator.
-        max_batch: also measure the largest batch of each mode and the speed there (CUDA).
-        lcm_limit: the largest logical batch then.
-    """
-
-    rounds: int = 7
-    warmups: int = 2
-    repeats: int | None = None
-    runs: int = 1
-    profile: bool = False
-    max_batch: bool = False
-    lcm_limit: int = 16384
-
-    def __post_init__(self) -> None:
-        # Three rounds are the fewest that have a spread.
-        for name, least in {"rounds": 3, "warmups": 1, "runs": 1, "lcm_limit": 1}.items():
-            object.__setattr__(self, name, _validate.integer(name, getattr(self, name), least))
-        if self.repeats is not None:
-            object.__setattr__(self, "repeats", _validate.integer("repeats", self.repeats, 1))
-
-
-@dataclass
-class Bench:
-    """The modes that can run the workload, warmed up, and why the others cannot."""
-
-    modes: dict[str, BenchmarkMode] = field(default_factory=dict)
-    batches: dict[str, Sequence[Batch]] = field(default_factory=dict)
-    refused: dict[str, str] = field(default_factory=dict)
-
-    def time(self, name: str) -> float:
-        """Return the seconds of one step of one mode."""
-        return seconds_of_step(self.modes[name], self.batches[name])
+LARGEST_IQR = 0.04  # a run with a wider spread of its ratios does not count
+AGREEMENT = 0.03  # runs agree when their median ratios lie within this of each other
+_SECONDS_OF_ROUND = 8.0  # of one mode, so that a machine's speed averages out
+# <malloc.h>: which numbers mallopt takes
+_M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4
 
 
 def measure_throughput(
@@ -79,86 +51,55 @@ def measure_throughput(
     protocol: Protocol | None = None,
     log: Log = lambda line: None,
 ) -> dict[str, Any]:
-    """Time every mode; see :mod:`hf_dp.benchmarks.rounds` for how.
+    """Time modes of :data:`hf_dp.benchmarks.modes.MODES`, and non_private in any case.
 
-    Args:
-        modes: names of :func:`hf_dp.benchmarks.modes.mode_names`; non_private is always timed.
-        log: called with progress.
-
-    Returns: what ``--json`` writes: environment, workload, flops, one row a mode, and all raw
-        rounds.
+    Returns: what ``--json`` prints: environment, workload, one row a mode, and all raw rounds.
     Raises: InvalidArgumentError; HfDpError when non-private training itself cannot run.
     """
-    protocol = protocol or Protocol()
-    names = check_modes(modes)
-    if protocol.max_batch and not workload.on_cuda:
-        raise _validate.invalid(
-            "max_batch",
-            True,
-            "only with `device` 'cuda'",
-            "Use `hf-dp bench memory` for memory on the CPU.",
-        )
+    protocol, names = protocol or Protocol(), check_modes(modes)
+    machine = environment(workload)
+    machine["keeps_freed_memory"] = workload.device == "cpu" and keep_freed_memory()
     with threads_of(workload):
-        return _measure(workload, names, protocol, log)
-
-
-def _measure(
-    workload: Workload, names: Sequence[str], protocol: Protocol, log: Log
-) -> dict[str, Any]:
-    machine = environment(workload) | {
-        "keeps_freed_memory": not workload.on_cuda and keep_freed_memory()
-    }
-    shared = build_model(workload)
-    flops = count_flops(trace_model(shared, workload))
-    bench = _prepare(workload, names, shared, log)
-    timers = {name: partial(bench.time, name) for name in bench.modes}
-    repeats = protocol.repeats or enough_repeats(timers[NON_PRIVATE]())
-    runs = time_runs(timers, protocol, repeats, log)
-    report = {
+        timers, rows = _prepare(workload, names, log)
+        repeats = protocol.repeats or math.ceil(_SECONDS_OF_ROUND / timers[NON_PRIVATE]())
+        runs = time_runs(timers, protocol, repeats, log)
+    for name in timers:
+        rows[name] |= speed(runs, name, workload.per_device_train_batch_size)
+    return {
         "benchmark": "throughput",
         "environment": machine,
-        "workload": workload.to_dict(),
+        "workload": {**vars(workload)},
         "protocol": {**vars(protocol), "repeats": repeats},
-        "flops_per_example": vars(flops),
-        "modes": {name: _row(name, bench, runs, flops, workload.examples) for name in names},
+        "modes": rows,
         "runs": runs,
     }
-    if protocol.profile:
-        log("profiling")
-        report["operators"] = _profile(bench)
-        report["forms"] = {name: _forms(mode) for name, mode in bench.modes.items() if mode.forms()}
-    if protocol.max_batch:
-        log("searching the largest batches")
-        del shared, bench  # the search needs the whole device
-        report["max_batch"] = measure_capacity(workload, names, protocol.rounds, protocol.lcm_limit)
-    return report
 
 
-def _prepare(workload: Workload, names: Sequence[str], shared: nn.Module, log: Log) -> Bench:
-    """Build each mode and run it once.
+def _prepare(
+    workload: Workload, names: Sequence[str], log: Log
+) -> tuple[dict[str, Callable[[], float]], dict[str, dict[str, Any]]]:
+    """Build each mode and run it once; return a timer of each that can run, and all rows.
 
     Modes that leave the model as it was share one, so that no difference is due to memory layout.
     """
-    bench = Bench()
-    batch = make_batch(workload, shared)
+    shared = build_model(workload)
+    batches = [make_batch(workload, shared)]
+    timers: dict[str, Callable[[], float]] = {}
+    rows: dict[str, dict[str, Any]] = {}
     for name in names:
         log(f"warming up {name}")
         try:
             mode = build_mode(name, workload, shared)
             with refusals(name):
-                mode.step([batch])
+                mode.step(batches)
             mode.reset()
-            bench.modes[name], bench.batches[name] = mode, [batch]
+            timers[name], rows[name] = partial(seconds_of_step, mode, batches), {"note": mode.note}
         except Refused as refused:
             shared.zero_grad(set_to_none=True)
-            bench.refused[name] = str(refused)
-    if NON_PRIVATE in bench.refused:
-        raise HfDpError(
-            f"Non-private training of `model` {workload.model!r} at `batch_size` "
-            f"{workload.examples} cannot run: {bench.refused[NON_PRIVATE]}. Choose a smaller "
-            "batch_size, length or model."
-        )
-    return bench
+            rows[name] = {"refused": str(refused)}
+    if NON_PRIVATE not in timers:
+        raise without_yardstick(workload, rows[NON_PRIVATE]["refused"])
+    return timers, rows
 
 
 def time_runs(
@@ -166,56 +107,107 @@ def time_runs(
 ) -> list[list[Round]]:
     """Return the rounds of every run, each run warmed up first.
 
-    Args:
-        timers: by mode, what runs one step and returns its seconds.
-        repeats: steps of each mode in a round.
-        log: called with progress.
+    Args: timers: by mode, what makes a step and returns its seconds. repeats: steps in a round.
     """
     runs = []
     for number in range(protocol.runs):
-        title = f"run {number + 1} of {protocol.runs}"
         for timer in timers.values():
             for _ in range(protocol.warmups):
                 timer()
-        log(f"{title}: {protocol.rounds} rounds of {repeats} steps in {len(timers)} modes")
-        tell = partial(_titled, log, title)
-        runs.append(interleave(timers, protocol.rounds, tell, repeats))
+        log(
+            f"run {number + 1} of {protocol.runs}: rounds of {repeats} steps in {len(timers)} modes"
+        )
+        runs.append(interleave(timers, protocol.rounds, log, repeats))
     return runs
 
 
-def _titled(log: Log, title: str, line: str) -> None:
-    log(f"{title}: {line}")
+def speed(runs: Sequence[Sequence[Round]], mode: str, examples: int) -> dict[str, Any]:
+    """Return what a report says of a mode: speed, ratios of runs to non-private, verdict.
 
-
-def _row(
-    name: str, bench: Bench, runs: Sequence[Sequence[Round]], flops: Flops, examples: int
-) -> dict[str, Any]:
-    if name in bench.refused:
-        return {"refused": bench.refused[name]}
+    Args: examples: of one step.
+    """
+    ratios = [ratio(rounds, mode, NON_PRIVATE) for rounds in runs]
+    seconds = statistics.median(each[mode] for rounds in runs for each in rounds)
     return {
-        **speed(runs, name, NON_PRIVATE, examples),
-        "bound": flops.bound(name),
-        "bound_symmetric": flops.bound(name, symmetric=True),
-        "note": bench.modes[name].note,
+        "examples_per_second": examples / seconds,
+        "ratio": statistics.median(each.median for each in ratios),
+        "ratios": [{**vars(each), "counts": each.counts} for each in ratios],
+        "verdict": verdict(ratios),
     }
 
 
-def _forms(mode: BenchmarkMode) -> list[dict[str, Any]]:
-    return [
-        {"shape": list(shape), "form": form, "parameters": count}
-        for (shape, form), count in sorted(mode.forms().items())
-    ]
+@dataclass(frozen=True)
+class Ratio:
+    """Speed of a mode relative to non-private training over the rounds of one run."""
+
+    median: float
+    interquartile_range: float
+
+    @property
+    def counts(self) -> bool:
+        """Return whether the machine was steady enough; otherwise the run must be repeated."""
+        return self.interquartile_range < LARGEST_IQR
 
 
-def _profile(bench: Bench) -> dict[str, list[dict[str, Any]]]:
-    seconds = {
-        name: operator_seconds(mode, bench.batches[name]) for name, mode in bench.modes.items()
-    }
-    return {
-        name: [
-            {"operator": operator, "seconds_more": more, "seconds": total}
-            for operator, more, total in left_over(seconds[name], seconds[NON_PRIVATE])
-        ]
-        for name in seconds
-        if name != NON_PRIVATE
-    }
+def interleave(
+    timers: Mapping[str, Callable[[], float]],
+    rounds: int,
+    log: Log = lambda line: None,
+    repeats: int = 1,
+) -> list[Round]:
+    """Return, for each round, the median seconds of every timer over ``repeats`` turns.
+
+    Each turn starts with the next timer. ``log`` is called after every round.
+    """
+    names = list(timers)
+    results = []
+    for r in range(rounds):
+        seconds: dict[str, list[float]] = {name: [] for name in names}
+        for turn in range(r * repeats, (r + 1) * repeats):
+            first = turn % len(names)
+            for name in names[first:] + names[:first]:
+                seconds[name].append(timers[name]())
+        results.append({name: statistics.median(each) for name, each in seconds.items()})
+        log(f"round {r + 1} of {rounds}")
+    return results
+
+
+def ratio(rounds: Sequence[Mapping[str, float]], mode: str, baseline: str) -> Ratio:
+    """Return median and interquartile range of ``time of baseline / time of mode``.
+
+    Each ratio is of one round, of which there are at least 2. The inclusive method computes the
+    quartiles.
+    """
+    values = [each[baseline] / each[mode] for each in rounds]
+    low, middle, high = statistics.quantiles(values, n=4, method="inclusive")
+    return Ratio(middle, high - low)
+
+
+def verdict(runs: Sequence[Ratio]) -> str:
+    """Return whether runs count: ``repeat`` if one does not.
+
+    For one run that counts, return ``counts``; for several, ``agree`` or ``differ``.
+    """
+    if not all(run.counts for run in runs):
+        return "repeat"
+    if len(runs) == 1:
+        return "counts"
+    medians = [run.median for run in runs]
+    return "agree" if max(medians) - min(medians) <= AGREEMENT else "differ"
+
+
+def keep_freed_memory() -> bool:
+    """Tell the C library's allocator to keep what is freed; False where it is not glibc.
+
+    By default glibc gives freed memory back to the operating system and takes it again a moment
+    later, page by page. On virtual machines such page faults cost more than the arithmetic that
+    they interrupt, and they fall on one mode or the other by chance. Whether a large block is
+    mapped again depends on the order of the modes, so nothing is mapped. For a training of your
+    own, ``MALLOC_TRIM_THRESHOLD_=2000000000 MALLOC_MMAP_MAX_=0`` in the environment do the same.
+    """
+    try:
+        mallopt = ctypes.CDLL(None).mallopt
+    except (AttributeError, OSError, TypeError):
+        return False
+    # mallopt returns 1 for success
+    return bool(mallopt(_M_TRIM_THRESHOLD, 2**31 - 1)) and bool(mallopt(_M_MMAP_MAX, 0))

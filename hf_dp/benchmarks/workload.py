@@ -1,87 +1,72 @@
-"""The fixed choices of one measurement: model, batch, precision, device.
+"""The fixed choices of one measurement, the model and batch that follow from them, and the machine.
 
-They are the same for every mode, so that all modes do equal work.
+They are the same for every mode, so that all modes do equal work. Options that ``hf-dp train`` has
+have its names and defaults. Importing this module loads neither torch nor transformers.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import importlib.metadata
+import os
+import platform
 from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any
-
-import torch
-from torch import Tensor, nn
+from contextlib import contextmanager, suppress
+from typing import TYPE_CHECKING, Any
 
 from hf_dp import _validate
+from hf_dp._version import __version__
 from hf_dp.benchmarks.shapes import SHAPES, Shape
-from hf_dp.clipping.forms import MEMORY_RATIO, check_memory_ratio
-from hf_dp.losses import task_of
 
-Batch = dict[str, Tensor]
-PRECISIONS = ("fp32", "bf16")
-DEVICES = ("cpu", "cuda")
-_FIRST_TOKEN = 4  # lower ids are padding and the like, which would shift RoBERTa's position ids
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+Batch = dict[str, "Tensor"]
+
+
+def option(default: Any, text: str) -> Any:
+    """Return a field of a dataclass that is an option of the command line, too."""
+    return dataclasses.field(default=default, metadata={"help": text})
 
 
 @dataclasses.dataclass(frozen=True)
 class Workload:
-    """The fixed choices of one measurement.
-
-    A field left at None takes the default of the model's shape, or of the machine.
-
-    Attributes:
-        model: a key of SHAPES.
-        batch_size: examples in a physical batch.
-        length: positions of each example.
-        precision: ``fp32``, or ``bf16`` (autocast of the forward, float32 weights).
-        device: ``cpu`` or ``cuda``.
-        gradient_checkpointing: non-reentrant.
-        threads: torch's intra-op threads.
-        dropout: its probability everywhere.
-        memory_ratio: as of :class:`~hf_dp.clipping.ClippingEngine`.
-        chunked_loss: whether clipping modes form the loss by blocks of the vocabulary.
+    """The fixed choices of one measurement; ``dropout`` is a probability, the same everywhere.
 
     Raises: InvalidArgumentError naming the field.
     """
 
     model: str
-    batch_size: int | None = None
-    length: int | None = None
-    precision: str = "fp32"
-    device: str | None = None
-    gradient_checkpointing: bool = False
-    threads: int | None = None
+    per_device_train_batch_size: int = option(8, "examples of a step, one physical batch")
+    max_length: int = option(128, "tokens of each example")
+    bf16: bool = option(False, "bfloat16 autocast of the forward, float32 weights")
+    gradient_checkpointing: bool = option(False, "non-reentrant, in every mode")
+    clipping_memory_ratio: float = option(
+        1.05, "memory that book_keeping may take for speed, over non_private"
+    )
+    chunked_loss: bool = option(
+        False, "clipping modes form a language model's loss by blocks of the vocabulary"
+    )
+    use_cpu: bool = option(False, "the CPU, also where there is a CUDA device")
+    threads: int | None = option(None, "torch's intra-op threads (default: torch's own choice)")
     dropout: float = 0.1
-    memory_ratio: float | None = None
-    chunked_loss: bool = False
 
     def __post_init__(self) -> None:
+        import torch
+
+        from hf_dp.clipping.forms import check_memory_ratio
+
         _validate.one_of("model", self.model, SHAPES)
-        _validate.one_of("precision", self.precision, PRECISIONS)
-        ratio = MEMORY_RATIO if self.memory_ratio is None else self.memory_ratio
-        object.__setattr__(self, "memory_ratio", check_memory_ratio("memory_ratio", ratio))
-        fill = {
-            "batch_size": self.shape.batch_size if self.batch_size is None else self.batch_size,
-            "length": self.shape.length if self.length is None else self.length,
-            "threads": torch.get_num_threads() if self.threads is None else self.threads,
-        }
-        for name, value in fill.items():
-            object.__setattr__(
-                self, name, _validate.integer(name, value, 2 if name == "length" else 1)
-            )
-        if self.positions > self.shape.positions:
+        if self.threads is None:
+            object.__setattr__(self, "threads", torch.get_num_threads())
+        _refuse_below(self, per_device_train_batch_size=1, max_length=2, threads=1)
+        check_memory_ratio("clipping_memory_ratio", self.clipping_memory_ratio)
+        if self.max_length > self.shape.positions:
             raise _validate.invalid(
-                "length",
-                self.length,
+                "max_length",
+                self.max_length,
                 f"to be at most {self.shape.positions}, the positions of {self.model}",
-            )
-        has_cuda = torch.cuda.is_available()
-        device = self.device or ("cuda" if has_cuda else "cpu")
-        object.__setattr__(self, "device", _validate.one_of("device", device, DEVICES))
-        if device == "cuda" and not has_cuda:
-            raise _validate.invalid(
-                "device", device, "to be there, but torch finds no CUDA device", "Use 'cpu'."
+                "Choose fewer.",
             )
 
     @property
@@ -90,89 +75,102 @@ class Workload:
         return SHAPES[self.model]
 
     @property
-    def examples(self) -> int:
-        """Return ``batch_size``, filled in."""
-        assert self.batch_size is not None
-        return self.batch_size
+    def device(self) -> str:
+        """Return where the work is done: ``cuda`` where there is a device, or ``cpu``."""
+        import torch
 
-    @property
-    def positions(self) -> int:
-        """Return ``length``, filled in."""
-        assert self.length is not None
-        return self.length
+        return "cuda" if torch.cuda.is_available() and not self.use_cpu else "cpu"
 
-    @property
-    def on_cuda(self) -> bool:
-        """Return whether the work runs on a CUDA device."""
-        return self.device == "cuda"
 
-    def replace(self, **changes: Any) -> Workload:
-        """Return a copy with other values."""
-        return dataclasses.replace(self, **changes)
+@dataclasses.dataclass(frozen=True)
+class Protocol:
+    """How speed is timed.
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return all fields, filled in; ``Workload(**...)`` reads them back."""
-        return dataclasses.asdict(self)
+    Raises: InvalidArgumentError naming the field.
+    """
+
+    rounds: int = option(7, "timings of every mode in a run, interleaved, at least 3")
+    warmups: int = option(2, "untimed steps of every mode before a run")
+    repeats: int | None = option(
+        None, "steps of every mode in a round, in turns (default: what takes 8 seconds)"
+    )
+    runs: int = option(1, "repeat the whole and state whether the runs agree")
+
+    def __post_init__(self) -> None:
+        # Three rounds are the fewest that have a spread.
+        _refuse_below(self, rounds=3, warmups=1, repeats=1, runs=1)
+
+
+def _refuse_below(work: Any, **least: int) -> None:
+    for name, minimum in least.items():
+        if getattr(work, name) is not None:
+            _validate.integer(name, getattr(work, name), minimum)
 
 
 def build_model(workload: Workload, tied: bool = True) -> nn.Module:
-    """Return the model with random weights, built on the device, in training mode.
+    """Return the model with random weights, in training mode; untied, a tied head gets its own."""
+    import torch
 
-    Args:
-        tied: False gives the head a weight of its own.
-    """
     torch.manual_seed(0)
-    assert workload.device is not None
     with torch.device(workload.device):
-        model = workload.shape.build(workload.dropout, tied)
+        model: Any = workload.shape.build(workload.dropout, tied)
     if workload.gradient_checkpointing:
         # The newer name where transformers has it; both are non-reentrant unless told otherwise.
-        enable: Any = (
-            getattr(model, "activation_checkpointing_enable", None)
-            or model.gradient_checkpointing_enable
-        )
-        enable()
-    return model.to(workload.device).train()
+        enable = getattr(model, "activation_checkpointing_enable", None)
+        (enable or model.gradient_checkpointing_enable)()
+    trained: nn.Module = model.to(workload.device).train()
+    return trained
 
 
-def make_batch(workload: Workload, model: nn.Module, examples: int | None = None) -> Batch:
-    """Return random tokens and labels, every example of full length.
+def made_up(model: nn.Module, examples: int, length: int) -> Batch:
+    """Return random tokens, (b, T), or images, and labels, the same in each call."""
+    import torch
 
-    The keys are ``input_ids`` and ``attention_mask``, (b, T), and ``labels``.
-    """
-    generator = torch.Generator().manual_seed(1)
-    size = (examples or workload.examples, workload.positions)
-    tokens = torch.randint(_FIRST_TOKEN, workload.shape.vocabulary, size, generator=generator)
-    if valid := getattr(model, "valid_input_ids", None):
-        tokens = valid(tokens)
-    labels = (
-        tokens
-        if task_of(model) == "causal_lm"
-        else torch.randint(0, 2, size[:1], generator=generator)
-    )
-    batch = {
-        "input_ids": tokens,
-        "attention_mask": torch.ones_like(tokens),
-        "labels": labels.clone(),
-    }
-    return {name: value.to(workload.device) for name, value in batch.items()}
+    from hf_dp.run.synthetic import synthetic_examples
+
+    with torch.random.fork_rng():
+        torch.manual_seed(1)
+        alone = synthetic_examples(model, [length] * examples, [length] * examples)
+    device = next(model.parameters()).device
+    return {name: torch.cat([each[name] for each in alone]).to(device) for name in alone[0]}
 
 
-@contextmanager
-def forward_precision(workload: Workload) -> Iterator[None]:
-    """Run a forward and its loss as the Trainer does: under bfloat16 autocast, or plain."""
-    assert workload.device is not None
-    with torch.autocast(workload.device, torch.bfloat16, enabled=workload.precision == "bf16"):
-        yield
+def make_batch(workload: Workload, model: nn.Module) -> Batch:
+    """Return a physical batch, every example of full length."""
+    return made_up(model, workload.per_device_train_batch_size, workload.max_length)
 
 
 @contextmanager
 def threads_of(workload: Workload) -> Iterator[None]:
     """Set torch's number of threads to the workload's, inside the context."""
+    import torch
+
     before = torch.get_num_threads()
-    assert workload.threads is not None
-    torch.set_num_threads(workload.threads)
+    torch.set_num_threads(workload.threads or before)
     try:
         yield
     finally:
         torch.set_num_threads(before)
+
+
+def environment(workload: Workload) -> dict[str, Any]:
+    """Return versions of what is installed, device, and load; no path, user or host name."""
+    import torch
+
+    versions = {"hf_dp": __version__, "python": platform.python_version()}
+    for name in ("torch", "transformers", "peft", "opacus"):
+        with suppress(importlib.metadata.PackageNotFoundError):
+            versions[name] = importlib.metadata.version(name)
+    device = platform.processor() or platform.machine()
+    if workload.device == "cuda":
+        device = torch.cuda.get_device_name()
+    else:
+        with suppress(OSError), open("/proc/cpuinfo", encoding="utf-8") as lines:
+            names = [line.partition(":")[2] for line in lines if line.startswith("model name")]
+            device = names[0].strip() if names else device
+    return {
+        **versions,
+        "device": device,
+        "processors": os.cpu_count(),
+        "load_average": os.getloadavg()[0] if hasattr(os, "getloadavg") else None,
+    }

@@ -26,17 +26,13 @@ from hf_dp.errors import UnsupportedModelError
 _REPEATABLE = 1e-4
 
 
-def two_pass(
-    clipped: ClippedSum, losses: Tensor, first_pass: type[FirstPass] | None = None
-) -> Tensor:
+def two_pass(clipped: ClippedSum, losses: Tensor) -> Tensor:
     """Add the clipped gradients to the sums; return the examples' norms (b,).
 
     Only parameters that the forward used more than once (tied, reused) are held until all their
     uses are known.
-
-    Args: first_pass: how norms are taken; None for :class:`FirstPass`.
     """
-    first = (first_pass or FirstPass)(clipped, clipped.units(losses))
+    first = _FirstPass(clipped, clipped.units(losses))
     device = losses.device
     before = random_state(device)
     clipped.backward(losses, first.measure, retain_graph=True)
@@ -67,7 +63,7 @@ class _Waiting:
         self.waiting[parameter] = gathered([*known, use], parameter.shape)
 
 
-class FirstPass(_Waiting):
+class _FirstPass(_Waiting):
     """Norms and fingerprints of what the first backward pass meets."""
 
     def __init__(self, clipped: ClippedSum, examples: int):

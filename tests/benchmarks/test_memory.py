@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import subprocess
+from dataclasses import replace
 
 import pytest
 
 from hf_dp.benchmarks.memory import MIB, measure_memory, probe
 from hf_dp.benchmarks.modes import NON_PRIVATE
-from hf_dp.benchmarks.tables import memory_table
+from hf_dp.benchmarks.tables import table
 from hf_dp.benchmarks.workload import Workload
 from hf_dp.errors import HfDpError, InvalidArgumentError
 
-TINY = Workload("tiny-bert", threads=1, device="cpu")
+TINY = Workload("tiny-bert", 4, 12, threads=1, use_cpu=True)
 
 
 def invented(**peaks):
@@ -39,7 +40,7 @@ def test_medians_and_the_ratio_to_non_private():
         "note": "",
     }
     assert report["modes"]["book_keeping"]["ratio"] == pytest.approx(12 / 11)
-    text = memory_table(report)
+    text = table(report)
     assert "book_keeping  12.0  1.091" in text
     assert "invented" in text
 
@@ -49,11 +50,11 @@ def test_a_refused_mode_is_a_row():
         TINY, ["book_keeping"], run=invented(non_private=[10], book_keeping=["killed"])
     )
     assert report["modes"]["book_keeping"] == {"refused": "killed"}
-    assert "refused: killed" in memory_table(report)
+    assert "refused: killed" in table(report)
 
 
 def test_without_the_yardstick_there_is_no_measurement():
-    with pytest.raises(HfDpError, match="`batch_size` 4 cannot run: killed"):
+    with pytest.raises(HfDpError, match="`per_device_train_batch_size` 4 cannot run: killed"):
         measure_memory(
             TINY, ["book_keeping"], run=invented(non_private=["killed"], book_keeping=[1])
         )
@@ -68,7 +69,8 @@ def test_wrong_numbers_are_refused(field, value):
 @pytest.mark.slow
 def test_a_larger_batch_takes_more_memory():
     small, large = (
-        probe(TINY.replace(batch_size=size, length=32), "book_keeping", 2) for size in (8, 256)
+        probe(replace(TINY, per_device_train_batch_size=size, max_length=32), "book_keeping", 2)
+        for size in (8, 256)
     )  # at 256 one hidden state is 512 KiB, some dozens are kept for the backward
     assert large["bytes"] > small["bytes"] + 10 * MIB
     assert large["bytes"] < 500 * MIB

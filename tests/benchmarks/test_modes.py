@@ -3,28 +3,30 @@ with its reason."""
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 
 import pytest
 import torch
 
-from hf_dp.benchmarks import explicit_modes, modes
-from hf_dp.benchmarks.mode import Refused
+from hf_dp.benchmarks import modes
 from hf_dp.benchmarks.modes import (
     FORWARD,
+    MODES,
     NON_PRIVATE,
     OPACUS,
-    SELECTION,
+    Refused,
     build_mode,
     check_modes,
-    mode_names,
     refusals,
 )
 from hf_dp.benchmarks.shapes import SHAPES
-from hf_dp.benchmarks.workload import Workload, build_model, forward_precision, make_batch
+from hf_dp.benchmarks.workload import Workload, build_model, made_up, make_batch
 from hf_dp.clipping.engine import STRATEGIES
 from hf_dp.errors import HfDpError, InvalidArgumentError, UnsupportedModelError
 from hf_dp.losses import per_example_loss
+from hf_dp.tasks.classification_data import DataArguments
+from hf_dp.trainer.arguments import DPTrainingArguments
 
 HAS_OPACUS = importlib.util.find_spec("opacus") is not None
 
@@ -36,30 +38,24 @@ def clipped_sum(workload, batches):
     for batch in batches:
         for i in range(len(batch["labels"])):
             model.zero_grad()
-            with forward_precision(workload):
-                loss = per_example_loss(
-                    model, {name: value[i : i + 1] for name, value in batch.items()}
-                ).sum()
-            loss.backward()
+            one = {name: value[i : i + 1] for name, value in batch.items()}
+            per_example_loss(model, one).sum().backward()
             norm = torch.stack([p.grad.norm() for p in model.parameters()]).norm()
             for name, p in model.named_parameters():
                 total[name] += p.grad * min(1.0, modes.CLIPPING_NORM / float(norm))
     return total
 
 
-EXPLICIT = ("loop", "lee_kifer", "vmap")
-
-
-@pytest.mark.parametrize("name", [*STRATEGIES, *EXPLICIT, *OPACUS])
+@pytest.mark.parametrize("name", [*STRATEGIES, *OPACUS])
 @pytest.mark.parametrize("model", ["tiny", "tiny-bert"])
 def test_private_modes_form_the_clipped_sum_of_a_logical_batch(model, name):
     if name in OPACUS and not HAS_OPACUS:
         pytest.skip("opacus is not installed")
-    workload = Workload(model, dropout=0.0, threads=1)
+    workload = Workload(model, 4, 12, dropout=0.0, threads=1)
     mode = build_mode(name, workload)
     if "untied" in mode.note:
         pytest.skip(mode.note)  # another model: the head has a weight of its own
-    batches = [make_batch(workload, mode.model), make_batch(workload, mode.model, 3)]
+    batches = [make_batch(workload, mode.model), made_up(mode.model, 3, 12)]
     for _ in range(2):  # a step starts from nothing
         mode.step(batches)
     found, expected = mode.gradients(), clipped_sum(workload, batches)
@@ -73,7 +69,7 @@ def test_private_modes_form_the_clipped_sum_of_a_logical_batch(model, name):
 
 
 def test_non_private_mode_forms_the_mean_gradient():
-    workload = Workload("tiny", dropout=0.0, threads=1)
+    workload = Workload("tiny", 4, 12, dropout=0.0, threads=1)
     mode = build_mode(NON_PRIVATE, workload)
     batch = make_batch(workload, mode.model)
     mode.step([batch])
@@ -86,52 +82,16 @@ def test_non_private_mode_forms_the_mean_gradient():
     assert mode.gradients() == {}
 
 
-def test_lee_kifer_takes_norms_of_whole_gradients_one_parameter_at_a_time(monkeypatch):
-    seen = []
-    whole = explicit_modes._whole
-
-    def watched(uses, parameter):
-        found = whole(uses, parameter)
-        seen.append(parameter)
-        assert all(use.gradients.shape == (4, *parameter.shape) for use in found)
-        return found
-
-    monkeypatch.setattr(explicit_modes, "_whole", watched)
-    mode = build_mode("lee_kifer", Workload("tiny", threads=1))
-    mode.step([make_batch(mode.workload, mode.model)])
-    assert len(seen) == len(set(seen)) == len(list(mode.model.parameters()))
-
-
-def test_dropout_differs_between_the_examples_of_vmap():
-    workload = Workload("tiny", dropout=0.5, threads=1, batch_size=2)
-    mode = build_mode("vmap", workload)
-    batch = {
-        name: value[:1].expand(2, -1).contiguous()
-        for name, value in make_batch(workload, mode.model).items()
-    }
-    two = build_mode("vmap", workload, shared=mode.model)
-    mode.step([{name: value[:1] for name, value in batch.items()}])
-    two.step([batch])
-    doubled = {name: 2 * value for name, value in mode.gradients().items()}
-    assert not all(torch.allclose(doubled[n], v) for n, v in two.gradients().items())
-
-
-@pytest.mark.parametrize("option", ["gradient_checkpointing", "chunked_loss"])
-def test_what_vmap_cannot_do_is_refused(option):
-    with pytest.raises(Refused, match="torch.func takes no"):
-        build_mode("vmap", Workload("tiny", threads=1, **{option: True}))
-
-
 def test_ghost_unties_a_tied_head_and_says_so():
     pytest.importorskip("opacus")
-    mode = build_mode("opacus_ghost", Workload("tiny", threads=1))
+    mode = build_mode("opacus_ghost", Workload("tiny", 4, 12, threads=1))
     assert "untied" in mode.note
     assert mode.model.lm_head.weight is not mode.model.transformer.wte.weight
-    assert build_mode("opacus_ghost", Workload("tiny-bert", threads=1)).note == ""
+    assert build_mode("opacus_ghost", Workload("tiny-bert", 4, 12, threads=1)).note == ""
 
 
 def test_dp_fp_noises_the_forward_and_gives_every_parameter_its_gradient():
-    workload = Workload("tiny-bert", dropout=0.0, threads=1)
+    workload = Workload("tiny-bert", 4, 12, dropout=0.0, threads=1)
     noised = build_mode(FORWARD, workload)
     plain = build_mode(NON_PRIVATE, workload, shared=noised.model)
     batch = make_batch(workload, noised.model)
@@ -148,7 +108,7 @@ def test_dp_fp_noises_the_forward_and_gives_every_parameter_its_gradient():
 
 
 def test_dp_fp_is_refused_for_a_language_model():
-    workload = Workload("tiny", threads=1)
+    workload = Workload("tiny", 4, 12, threads=1)
     mode = build_mode(FORWARD, workload)
     with (
         pytest.raises(Refused, match="UnsupportedModelError: .*predicts for each token"),
@@ -160,7 +120,7 @@ def test_dp_fp_is_refused_for_a_language_model():
 @pytest.mark.parametrize("name", OPACUS)
 def test_what_opacus_cannot_do_is_refused_with_its_own_words(name):
     pytest.importorskip("opacus")
-    workload = Workload("tiny-bert", threads=1, gradient_checkpointing=True)
+    workload = Workload("tiny-bert", 4, 12, threads=1, gradient_checkpointing=True)
     mode = build_mode(name, workload)
     with pytest.raises(Refused, match="Error: .+"), refusals(name):
         mode.step([make_batch(workload, mode.model)])
@@ -179,7 +139,7 @@ def test_only_known_inabilities_of_our_own_modes_are_refusals():
 
 def test_modes_are_checked():
     assert check_modes(["book_keeping", "book_keeping"]) == (NON_PRIVATE, "book_keeping")
-    assert mode_names() == (NON_PRIVATE, *STRATEGIES, *EXPLICIT, SELECTION, FORWARD, *OPACUS)
+    assert MODES == (NON_PRIVATE, *STRATEGIES, FORWARD, *OPACUS)
     with pytest.raises(
         InvalidArgumentError, match=r"`modes`.*'book_keeping'.*Did you mean 'book_keeping'"
     ):
@@ -190,7 +150,7 @@ def test_opacus_is_named_with_its_extra_where_it_is_missing(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(HfDpError, match=r"`modes`.*'opacus_ghost'.*pip install hf-dp\[bench\]"):
         check_modes(["opacus_ghost"])
-    assert modes.installed_modes() == (NON_PRIVATE, *STRATEGIES, *EXPLICIT, SELECTION, FORWARD)
+    assert modes.installed_modes() == (NON_PRIVATE, *STRATEGIES, FORWARD)
 
 
 PARAMETERS = {  # published, in millions; a classifier's head included
@@ -220,20 +180,38 @@ def test_lora_trains_its_own_weights_only():
     ("fields", "message"),
     [
         ({"model": "gpt-2"}, "`model`.*Did you mean 'gpt2'"),
-        ({"precision": "fp16"}, r"`precision`.*\['fp32', 'bf16'\]"),
-        ({"batch_size": 0}, "`batch_size`.*>= 1"),
-        ({"length": 33}, "`length`.*at most 32.*33"),
-        ({"length": 1}, "`length`.*>= 2"),
+        ({"per_device_train_batch_size": 0}, "`per_device_train_batch_size`.*>= 1"),
+        ({"max_length": 33}, "`max_length`.*at most 32.*33"),
+        ({"max_length": 1}, "`max_length`.*>= 2"),
         ({"threads": 0.5}, "`threads`.*whole"),
-        ({"device": "tpu"}, "`device`"),
+        ({"clipping_memory_ratio": 0.5}, "`clipping_memory_ratio`.*at least 1"),
     ],
 )
 def test_a_wrong_workload_is_refused(fields, message):
     with pytest.raises(InvalidArgumentError, match=message):
-        Workload(**{"model": "tiny", **fields})
+        Workload(**{"model": "tiny", "max_length": 12, **fields})
 
 
-def test_a_workload_survives_the_way_to_another_process():
-    workload = Workload("tiny", precision="bf16", gradient_checkpointing=True)
-    assert Workload(**workload.to_dict()) == workload
-    assert (workload.batch_size, workload.length) == (4, 12)
+def test_options_of_training_have_its_names_and_defaults():
+    """All but three are options of ``hf-dp train``; the model is a shape, not a name of the Hub."""
+    trained = {
+        field.name: field.default
+        for cls in (DPTrainingArguments, DataArguments)
+        for field in dataclasses.fields(cls)
+    }
+    trained["gradient_checkpointing"] = bool(trained["gradient_checkpointing"])  # None is off
+    own = {field.name: field.default for field in dataclasses.fields(Workload)}
+    assert own.keys() - trained.keys() == {"model", "threads", "dropout"}
+    assert {name: own[name] for name in own.keys() & trained.keys()} == {
+        name: trained[name] for name in own.keys() & trained.keys()
+    }
+
+
+def test_every_example_of_a_batch_is_its_own():
+    workload = Workload("tiny-bert", 4, 12, threads=1)
+    model = build_model(workload)
+    state = torch.get_rng_state()
+    batch, again = make_batch(workload, model), make_batch(workload, model)
+    assert torch.equal(state, torch.get_rng_state())
+    assert len(batch["input_ids"].unique(dim=0)) == 4 and batch["attention_mask"].all()
+    assert all(torch.equal(value, again[name]) for name, value in batch.items())

@@ -1,0 +1,253 @@
+"""What processes send and hold in a private step is what the page says: counted around real steps.
+
+The expected numbers are those of the tables of ``hf_dp/distributed/README.md``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from processes import on_processes
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import BertConfig, BertForSequenceClassification, default_data_collator
+
+import hf_dp
+from hf_dp import PrivacyPlan, PrivateRun
+from hf_dp.clipping import sharded_sums
+from hf_dp.clipping.sharded_sums import ShardedSums, reduced_each_batch
+from hf_dp.distributed.sums import BUCKET
+from hf_dp.mechanisms.base import mechanism_for
+from hf_dp.plans.dp_sgd import DpSgdPlan
+from hf_dp.run.options import RunOptions
+
+PAGE = Path(hf_dp.__file__).parent / "distributed" / "README.md"
+BATCHES = 3  # physical ones of each process
+MESSAGES = 100  # bytes: what processes tell each other is no more in one call
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Bytes of whole tensors, and how many calls: scatters and gathers, or all-reduces."""
+
+    scattered: int = 0
+    gathered: int = 0
+    reduced: int = 0
+    calls: int = 0
+    reductions: int = 0
+
+    def __add__(self, other: Traffic) -> Traffic:
+        both = zip(vars(self).values(), vars(other).values(), strict=True)
+        return Traffic(*(one + another for one, another in both))
+
+
+def model() -> nn.Module:
+    """A model of whose tensors each can be cut into four equal parts."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2}
+    tables = {"vocab_size": 64, "max_position_embeddings": 32, "type_vocab_size": 4}
+    return BertForSequenceClassification(
+        BertConfig(num_hidden_layers=3, num_labels=4, **sizes, **tables)
+    )
+
+
+def batch() -> dict[str, Tensor]:
+    tokens = torch.arange(8).view(2, 4) + 5
+    return {
+        "input_ids": tokens,
+        "attention_mask": torch.ones_like(tokens),
+        "labels": torch.tensor([0, 1]),
+    }
+
+
+class Collectives(TorchDispatchMode):
+    """Counts what goes through collectives, in bytes of whole tensors, messages apart."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found = Traffic()
+        self.scattered: list[tuple[int, int]] = []  # bytes in, bytes out
+        self.watch: Any = lambda: None
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        space, name = func.name().split("::")
+        if space == "c10d":
+            self._count(name, args)
+        self.watch()
+        return func(*args, **(kwargs or {}))
+
+    def _count(self, name: str, args: Any) -> None:
+        if name == "_allgather_base_":
+            self.found += Traffic(gathered=args[0].nbytes, calls=1)
+        elif name in ("_reduce_scatter_base_", "alltoall_base_"):  # FSDP2's, ours between CPUs
+            self.found += Traffic(args[1].nbytes, calls=1)
+            self.scattered.append((args[1].nbytes, args[1].nbytes // dist.get_world_size()))
+        elif name == "allreduce_":
+            reduced = sum(each.nbytes for each in args[0])
+            if reduced != 8:  # the number of physical batches
+                self.found += Traffic(reduced=reduced, reductions=1)
+        else:
+            assert name == "allgather_" and args[1][0].nbytes < MESSAGES, name
+
+
+def storage(tensors: Any) -> int:
+    """Bytes of the storages behind tensors, each once."""
+    local = [t.to_local() if isinstance(t, DTensor) else t for t in tensors]
+    found = {s.data_ptr(): s.nbytes() for s in (t.untyped_storage() for t in local)}
+    return sum(found.values())
+
+
+@contextmanager
+def whole_sums(found: list[int]) -> Iterator[None]:
+    """Note what the sums of full size take when they are collected."""
+    collect = ShardedSums.collect
+
+    def noted(self, local):
+        found.append(storage(local.values()))
+        return collect(self, local)
+
+    ShardedSums.collect = noted
+    try:
+        yield
+    finally:
+        ShardedSums.collect = collect
+
+
+def prepared(plain: nn.Module, folder: Any) -> tuple[Any, torch.optim.Optimizer]:
+    """A private run that is open, and its optimizer."""
+    rows = [{"row": index} for index in range(600)]
+    run = PrivateRun(
+        plain,
+        PrivacyPlan(len(rows), 6.0, 10, 1e-6, DpSgdPlan(0.1, 1.0)),
+        folder,
+        train_dataset=rows,
+        data_collator=default_data_collator,
+        options=RunOptions(other_training="public_rows"),
+    )
+    run.open()
+    run.book.start(10)
+    return run, torch.optim.AdamW(plain.parameters(), lr=1e-5)
+
+
+def step(run: Any, optimizer: torch.optim.Optimizer) -> None:
+    """The lines of ``DPTrainer.training_step``, up to the update."""
+    mechanism = mechanism_for(run)
+    run.begin_step()
+    clipped = mechanism.clip([batch()] * BATCHES)
+    with run.release_step() as release:
+        mechanism.set_gradients(clipped, release)
+
+
+def counted(way: str, folder: Any) -> tuple[Traffic, dict[str, int], dict[str, int]]:
+    """Traffic and bytes held of the second step in this process, and numbers of the model."""
+    plain = model()
+    layers = list(plain.bert.encoder.layer)
+    inside = sum(p.numel() for layer in layers for p in layer.parameters())
+    every = [p.numel() for p in plain.parameters()]
+    scattered = [p.numel() for p in reduced_each_batch(list(plain.parameters()))]
+    sizes = {
+        "trained": sum(every),
+        "outer": sum(every) - inside,
+        "layers": len(layers),
+        "largest": max(every),
+        "scattered": sum(scattered),
+        "parameters": len(scattered),
+    }
+    if way == "fsdp2":
+        for part in (*layers, plain):
+            fully_shard(part)
+    run, optimizer = prepared(plain, str(folder))
+    step(run, optimizer)
+    optimizer.step()  # makes its state
+    optimizer.zero_grad()
+    whole: list[int] = []
+    counter = Collectives()
+    with counter, whole_sums(whole):
+        step(run, optimizer)
+    parameters = list(plain.parameters())
+    state = [s[name] for s in optimizer.state.values() for name in ("exp_avg", "exp_avg_sq")]
+    held = {
+        "parameters": storage(parameters),
+        "gradients": storage(p.grad for p in parameters),
+        "optimizer": storage(state),
+    }
+    if way == "fsdp2":
+        exchanged = max((2 * size + own for size, own in counter.scattered), default=0)
+        held |= {"whole": whole[0], "bucket": max(exchanged, whole[0])}
+    else:
+        held["bucket"] = max((size + 2 * own for size, own in counter.scattered), default=0)
+    return counter.found, held, sizes
+
+
+def expected(way: str, sizes: dict[str, int], processes: int) -> tuple[Traffic, dict[str, float]]:
+    """What the page's tables say of ours, in bytes."""
+    p, s = sizes["trained"], sizes["scattered"]
+    if way == "ddp":
+        traffic = Traffic(8 * p, 8 * p, calls=2 * math.ceil(p / BUCKET))
+        own = {"parameters": 4 * p, "gradients": 4 * p, "optimizer": 8 * p}
+        return traffic, {**own, "bucket": 8 * min(p, BUCKET) * (1 + 2 / processes)}
+    gathers = 4 * (sizes["outer"] + 2 * (p - sizes["outer"]))
+    calls = 1 + 2 * sizes["layers"] + math.ceil(s / BUCKET)
+    # Before it is scattered, all learn which of the larger sums somebody used: two integers each.
+    told = 8 * sizes["parameters"] * BATCHES
+    traffic = Traffic(
+        scattered=4 * s * BATCHES,
+        gathered=gathers * BATCHES,
+        reduced=8 * (p - s) + told,
+        calls=calls * BATCHES,
+        reductions=min(1, p - s) + min(1, s) * BATCHES,
+    )
+    full = min(s, BUCKET + sizes["largest"])
+    exchanged = 4 * (full + min(full, BUCKET) + full / processes)
+    share = p / processes
+    own = {"parameters": 4 * share, "gradients": 4 * share, "optimizer": 8 * share}
+    return traffic, {**own, "whole": 8 * (p - s), "bucket": max(8 * (p - s), exchanged)}
+
+
+@pytest.mark.parametrize(
+    ("way", "at_the_end", "processes"),
+    [
+        pytest.param(way, at_the_end, processes, marks=[pytest.mark.slow] * slow)
+        for way, at_the_end in [("ddp", 2**25), ("fsdp2", 2**25), ("fsdp2", 2000), ("fsdp2", 0)]
+        for processes in (2, 4)
+        for slow in [processes != 2 and at_the_end != 2000]
+    ],
+)
+def test_ours_sends_and_holds_what_the_page_says(way, at_the_end, processes, tmp_path, monkeypatch):
+    monkeypatch.setattr(sharded_sums, "_WHOLE", at_the_end)
+    for traffic, held, sizes in on_processes(processes, lambda: counted(way, tmp_path)):
+        assert (traffic, held) == expected(way, sizes, processes)
+
+
+def test_a_sum_that_travels_twice_is_seen(tmp_path, monkeypatch):
+    """A planted fault: each bucket is scattered twice."""
+    scatter = dist.all_to_all_single
+
+    def twice(*args, **kwargs):
+        scatter(*args, **kwargs)
+        return scatter(*args, **kwargs)
+
+    monkeypatch.setattr(dist, "all_to_all_single", twice)
+    for traffic, _, sizes in on_processes(2, lambda: counted("ddp", tmp_path)):
+        assert traffic.scattered == 2 * expected("ddp", sizes, 2)[0].scattered
+
+
+@pytest.mark.parametrize("mean", [16, 64, 256, 1024])
+def test_the_page_shows_the_largest_draws_of_a_simulation(mean):
+    (line,) = [line for line in PAGE.read_text().splitlines() if line.startswith(f"| {mean:,} |")]
+    generator = np.random.default_rng(0)
+    cells = [float(cell) for cell in line.strip("| ").split("|")[1:]]
+    for shown, processes in zip(cells, (2, 8, 64, 1024), strict=True):
+        most = generator.poisson(mean, (1000, processes)).max(1) / mean
+        assert abs(shown - most.mean()) < 5 * most.std() / math.sqrt(len(most)) + 5e-4
