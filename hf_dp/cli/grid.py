@@ -12,8 +12,7 @@ from typing import Any
 
 import yaml
 
-from hf_dp.cli.cell_runs import with_settings
-from hf_dp.cli.cells import RECIPE, Cell, in_words
+from hf_dp.cli.cell_runs import RECIPE, Cell, in_words, with_settings
 from hf_dp.cli.config import check_recipe, load_yaml, read_yaml
 from hf_dp.cli.non_private import BATCH, NON_PRIVATE, private_keys
 from hf_dp.cli.train import with_recipe

@@ -13,7 +13,7 @@ import tiny
 from hf_dp.accounting import BestOfRandomRuns
 from hf_dp.cards.verify import verify
 from hf_dp.cli import private_selection
-from hf_dp.cli.cells import METRICS
+from hf_dp.cli.cell_runs import METRICS
 from hf_dp.cli.main import main
 from hf_dp.cli.private_selection import Search, select
 from hf_dp.cli.sweep import grid
