@@ -30,10 +30,8 @@ EXAMPLES = """examples:
   hf-dp figure s.json --y accuracy -o bars.png
   hf-dp figure s.json --x parameters --y accuracy --by family target_epsilon -o sizes.png
   hf-dp figure s.json --x step --y logs.signal_to_noise -o log.png
-  hf-dp plan --num-examples 67349 --target-epsilon 3 --sweep batch_size=64..4096 --json > plan.json
   hf-dp figure plan.json --x batch_size --y noise_multiplier -o noise.png
-  hf-dp partitions --chosen outputs/frost --json > chosen.json
-  hf-dp figure chosen.json --x kind --y block --color magnitude -o chosen.png
+  hf-dp figure chosen.json --x kind --y block --color parts.magnitude -o chosen.png
 
 A point is the mean over the seeds, with bars (or a band) from the smallest to the largest value.
 """

@@ -198,10 +198,7 @@ def _row(cell: Cell, args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _select(
-    args: argparse.Namespace,
-    recipes: dict[str, dict[str, Any]],
-    cells: Sequence[Cell],
-    launched: Sequence[str],
+    args: argparse.Namespace, recipes: dict[str, Any], cells: list[Cell], launched: list[str]
 ) -> int:
     """Search privately and print the best run. Raises: ConfigError."""
     from hf_dp.cli.private_selection import Search, select
@@ -212,15 +209,11 @@ def _select(
                 f"`--{option.replace('_', '-')}` shows all runs, and a private selection releases "
                 "one. Leave it out."
             )
-    if not args.score:
+    if not args.score or len(recipes) > 1:
         raise ConfigError(
-            "`--private-selection` needs the metric that decides. Add --score accuracy, for "
-            "example."
-        )
-    if len(recipes) > 1:
-        raise ConfigError(
-            "Expected one recipe in `--config` with `--private-selection`, got "
-            f"{sorted(recipes)}: what several cost differs. Search in one."
+            "`--private-selection` needs the metric that decides (--score accuracy, for example) "
+            f"and one recipe in `--config`, since several differ in cost; got {args.score} and "
+            f"{sorted(recipes)}."
         )
     (recipe,) = recipes.values()
     found = select(Search(recipe, cells, args.private_selection, args.score), launched)

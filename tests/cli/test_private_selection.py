@@ -293,6 +293,7 @@ def test_settings_are_drawn_from_the_whole_grid(tmp_path, monkeypatch):
         (["--score", "accuracy"], "Add --private-selection K"),
         (["--private-selection", "3", "--score", "accuracy", "--zero-shot"], "`--zero-shot`"),
         (["--private-selection", "3", "--score", "accuracy", "--best", "a"], "`--best`"),
+        (["--private-selection", "3", "--score", "accuracy", "--json"], "`--json`"),
     ],
 )
 def test_bad_words(tmp_path, words, said, capsys):
