@@ -20,13 +20,12 @@ from pages import PAGES, ROOT, command_of, commands
 from hf_dp._validate import one_of
 from hf_dp.benchmarks import modes
 from hf_dp.benchmarks.shapes import SHAPES
-from hf_dp.cli import bench, sweep
-from hf_dp.cli.cells import METRICS, Cell
+from hf_dp.cli import bench, plan, sweep
+from hf_dp.cli.cell_runs import Cell
 from hf_dp.cli.main import main
-from hf_dp.cli.model_size import ModelSize
 from hf_dp.cli.options import hyphenated
 from hf_dp.cli.summary import SIGNALS
-from hf_dp.cli.sweep_figures import LOG
+from hf_dp.tuners.frost.chosen import Chosen, Part
 
 RECIPES = {
     str(path.relative_to(ROOT)): path
@@ -36,6 +35,13 @@ RECIPES = {
 SOURCES: dict[str, list[list[str]]] = {
     **{page: commands(page) for page in PAGES if commands(page)},
     **{name: [command_of(path)] for name, path in RECIPES.items() if command_of(path)},
+}
+# The commands of a page by the file that they print to.
+PRINTED = {
+    (source, words[words.index(">") + 1]): words[1 : words.index(">")]
+    for source, found in SOURCES.items()
+    for words in found
+    if ">" in words
 }
 # Where the work of a command begins that its own parser does not lead to.
 WORK = (
@@ -56,23 +62,27 @@ WORK = (
 TRAINED_ON = ("train_file", "dataset_name", "text_files")
 EVALUATED_ON = ("validation_file", "dataset_name")
 
-# What a run of any task may have; the first is the first by its name.
-SCORES = ("accuracy", "bleu", "perplexity", "validation_matched_accuracy")
+# What a run of any task may have.
+SCORES = ("accuracy", "bleu", "perplexity", "validation_matched_accuracy", "DEV_accuracy")
 # The axes of the figures of the papers: horizontal, vertical.
-PARAMETERS = "non-embedding parameters (millions)"
 FIGURES = {
-    "outputs/glue/figure6_mnli.png": (PARAMETERS, "validation_matched_accuracy"),
-    **{f"outputs/glue/figure6_{x}.png": (PARAMETERS, "accuracy") for x in ("sst2", "qqp", "qnli")},
-    "outputs/glue/figure8.png": ("zero-shot accuracy", "accuracy after training"),
-    "outputs/glue/figure8_non_private.png": ("zero-shot accuracy", "accuracy after training"),
-    "outputs/e2e/figure1.png": (PARAMETERS, "bleu"),
-    "outputs/dart/figure6.png": (PARAMETERS, "bleu"),
+    "outputs/glue/figure6_mnli.png": ("parameters", "validation_matched_accuracy"),
+    **{
+        f"outputs/glue/figure6_{x}.png": ("parameters", "accuracy") for x in ("sst2", "qqp", "qnli")
+    },
+    "outputs/glue/figure7.png": ("batch_size", "noise_multiplier"),
+    "outputs/glue/figure8.png": ("accuracy", "accuracy"),
+    "outputs/glue/figure8_non_private.png": ("accuracy", "accuracy"),
+    "outputs/e2e/figure1.png": ("parameters", "bleu"),
+    "outputs/dart/figure6.png": ("parameters", "bleu"),
     "outputs/e2e/figure2.png": ("expected_batch_size", "learning_rate"),
+    "outputs/e2e/figure3_left.png": ("sample_rate", "effective_noise_multiplier"),
     "outputs/e2e/figure3.png": ("measured_signal_to_noise", "perplexity"),
     "outputs/e2e/figure4.png": ("per_example_max_grad_norm", "learning_rate"),
     "outputs/dp_fp/figure1.png": ("learning_rate", "expected_batch_size"),
     "outputs/dp_fp/figure2.png": ("learning_rate", "representation_clipping_norm"),
     "outputs/dp_fp/figure3.png": ("num_micro_batches", "accuracy"),
+    "chosen.png": ("kind", "block"),
 }
 
 
@@ -95,7 +105,7 @@ def stop_with_rows(names: Sequence[str], *args: Any, **kwargs: Any) -> None:
 @pytest.fixture
 def dry_run(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> Callable[[list[str]], None]:
+) -> Callable[..., None]:
     """A function that takes the words of a command up to its work, and asserts that it came so
     far."""
     monkeypatch.chdir(ROOT)
@@ -113,18 +123,22 @@ def dry_run(
         with pytest.raises(Reached):
             assert main(words) is Reached, (words, capsys.readouterr().err)
 
-    def run(words: list[str]) -> None:
+    def run(words: list[str], page: str = "recipes/e2e/README.md") -> None:
+        words = words[: words.index(">")] if ">" in words else words
         command = words[0]
-        plain = without(words, *(word for word in words if word.startswith("--plot")))
         if "--help" in words:
             assert main(words) == 0
         elif command == "sweep":
-            goes_through_its_runs(plain, reaches, monkeypatch, tmp_path)
-            if "--plot" in words:
-                draws(words, monkeypatch, tmp_path)
+            goes_through_its_runs(words, reaches, monkeypatch, tmp_path)
+        elif command == "figure":
+            capsys.readouterr()
+            assert (page, words[1]) in PRINTED, "no command prints this file"
+            prints_made_up_results(PRINTED[page, words[1]], monkeypatch, tmp_path)
+            (tmp_path / "a.json").write_text(capsys.readouterr().out)
+            draws(words, tmp_path, monkeypatch)
         elif command == "plan":  # which only calculates: until it would, or to its end
             try:
-                assert main(plain) == 0, (words, capsys.readouterr().err)
+                assert main(words) == 0, (words, capsys.readouterr().err)
             except Reached:
                 pass
         elif command == "bench":
@@ -177,37 +191,50 @@ def goes_through_its_runs(
         assert main(words) == 1 and reached
 
 
-def draws(words: list[str], monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
-    """Let a sweep draw its figure, of made-up results of all its runs, and check the axes."""
+def prints_made_up_results(words: list[str], monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+    """Let a command print JSON of made-up results: of all runs of a sweep, of plans, of FROST."""
+
+    def result(cell: Cell) -> dict[str, Any]:
+        metrics = dict.fromkeys((*SCORES, *SIGNALS), 0.5 + cell.seed / 10)
+        return {"settings": cell.settings, "seed": cell.seed, "metrics": metrics}
+
+    def planned(settings: dict[str, Any]) -> dict[str, Any]:
+        rate = settings["batch_size"] / settings["num_examples"]
+        numbers = {"sample_rate": rate, "noise_multiplier": 1.0}
+        return {"plan": numbers, "effective_noise_multiplier": 1 / rate}
+
+    chosen = Chosen((Part("a", "0", "query", 1.0, 1),), "mgna", 1, True)
+    if "--output-dir" in words:
+        place = words.index("--output-dir") + 1
+        words = [*words[:place], str(folder / "drawn" / words[place]), *words[place + 1 :]]
+    with monkeypatch.context() as patched:
+        patched.setattr(sweep, "run_cell", lambda *args: True)
+        patched.setattr(sweep, "result", result)
+        patched.setattr(sweep, "zero_shot", lambda cell: {SCORES[0]: 0.5})
+        patched.setattr(sweep, "logs", lambda cell: [{"step": 1, "signal_to_noise": 0.1}])
+        patched.setattr(sweep, "model_size", lambda name: {"family": "bert", "parameters": 85.1})
+        patched.setattr(plan, "_forecast", lambda args, settings: settings)
+        patched.setattr(plan, "_json", planned)
+        patched.setattr("hf_dp.tuners.frost.chosen.read_chosen", lambda folder: [chosen])
+        assert main(words) == 0, words
+
+
+def draws(words: list[str], folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Draw what was printed, and check the axes."""
     pytest.importorskip("matplotlib")
     from matplotlib.figure import Figure
 
     found: list[tuple[str, str]] = []
 
-    def result(cell: Cell) -> dict[str, Any]:
-        metrics = dict.fromkeys((*SCORES, *SIGNALS), 0.5 + cell.seed / 10)
-        run = cell.folder / "run1"
-        run.mkdir(parents=True, exist_ok=True)
-        (run / METRICS).write_text("{}")
-        (run / LOG).write_text('{"log_history": [{"step": 1, "signal_to_noise": 0.1}]}')
-        return {"metrics": metrics, "epsilon": None, "status": None, "times": {}}
-
     def save(self: Any, *args: Any, **kwargs: Any) -> None:
         axes = self.axes[0]
         found.append((axes.get_xlabel(), axes.get_ylabel()))
 
-    place = words.index("--output-dir") + 1
-    words = [*words[:place], str(folder / "drawn" / words[place]), *words[place + 1 :]]
+    place = words.index("-o") + 1
     with monkeypatch.context() as patched:
-        patched.setattr(sweep, "run_cell", lambda *args: True)
-        patched.setattr(sweep, "result", result)
-        patched.setattr(sweep, "zero_shot", lambda cell: {SCORES[0]: 0.5})
-        patched.setattr(sweep, "spent_together", lambda cells: "")
-        patched.setattr("hf_dp.cli.model_size.model_size", lambda name: ModelSize(2, 1, "bert"))
         patched.setattr(Figure, "savefig", save)
-        assert main(words) == 0, words
-    picture = words[words.index("--plot") + 1]
-    assert found == [FIGURES.get(picture, found[0])], words
+        assert main(["figure", str(folder / "a.json"), *words[2:place], str(folder / "a.png")]) == 0
+    assert found == [FIGURES.get(words[place], found[0])], words
 
 
 def one_at_a_time(cells: list[Cell]) -> Iterator[Cell]:
@@ -246,12 +273,12 @@ def test_every_command_runs_up_to_its_work(source, words, dry_run):
         assert (ROOT / path).exists(), path
     words = program(words)
     if words[0] == "hf-dp":
-        dry_run(words[1:])
+        dry_run(words[1:], source)
 
 
 def test_every_figure_of_the_papers_is_drawn_by_a_command():
-    every = [words for found in SOURCES.values() for words in found if "--plot" in words]
-    assert {words[words.index("--plot") + 1] for words in every} >= set(FIGURES)
+    every = [words for found in SOURCES.values() for words in found if words[1:2] == ["figure"]]
+    assert {words[words.index("-o") + 1] for words in every} >= set(FIGURES)
 
 
 @pytest.mark.parametrize("name", [name for name in RECIPES if name in SOURCES])
@@ -269,14 +296,12 @@ def test_the_command_of_a_recipe_is_of_this_recipe(name):
         "hf-dp sweep --config recipes/demo/minilm_dp_adam.yaml --grid leaning_rate=1,2 --output-dir x",
         "hf-dp sweep --config recipes/demo/minilm_dp_adam.yaml --grid peft.r=1,2 --output-dir x",
         "hf-dp sweep --config recipes/demo/minilm_dp_adam.yaml --set privacy_mod=dp_sgd --output-dir x",
-        # without --plot-against: over epsilon
-        "hf-dp sweep --config recipes/e2e/gpt2_full_eps8.yaml --set train_file=A validation_file=B "
-        "--grid target_epsilon=3,8 model_name_or_path=c,d --output-dir x --plot "
-        "outputs/e2e/figure1.png",
+        # over epsilon
+        "hf-dp figure figure1.json --x target_epsilon --y bleu -o outputs/e2e/figure1.png",
         # the columns of another figure
-        "hf-dp sweep --config recipes/e2e/gpt2_full_eps8.yaml --set train_file=A validation_file=B "
-        "--grid learning_rate=1,2 expected_batch_size=8,16 --output-dir x --plot a.png "
-        "--plot-metric bleu --plot-beside recipes/e2e/figure4.csv",
+        "hf-dp figure figure2.json --x expected_batch_size --y learning_rate --color bleu "
+        "--beside recipes/e2e/figure4.csv -o a.png",
+        "hf-dp figure figure5.json --y bleu -o a.png",
         "hf-dp plan --config recipes/demo/minilm_dp_adam.yaml --num-exampels 10",
         "hf-dp bench throughput --model gpt2 --modes non_private,goast",
         "hf-dp bench throughput --model gpt3 --modes non_private",

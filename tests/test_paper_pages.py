@@ -9,7 +9,16 @@ from pages import PAGES
 from test_recipes import PAPERS, REPRODUCTIONS, ROOT, plan_of
 
 from hf_dp.accounting import epsilon
-from hf_dp.cli.points import read_cells, read_points
+from hf_dp.cli.figure import read_beside
+
+
+def read_points(path, over, metric):
+    """{label: [(place, value)]} of the points that a figure shows beside ours."""
+    found = {}
+    for row in read_beside(path, True, [over, metric]):
+        found.setdefault(row["label"], []).append((row[over], row[metric]))
+    return found
+
 
 OF_PAPERS = [paper for paper in PAPERS if "pages" in PAPERS[paper]]
 HEADER = "| In the paper | Command | The paper's | Ours | How we read it |"
@@ -127,7 +136,7 @@ def test_the_points_beside_our_figures_are_the_papers(points, recipes):
         if name.startswith(recipes)
     }
     assert len(wanted) == 6
-    assert read_points(str(ROOT / points), "target_epsilon", "accuracy").values == wanted
+    assert read_points(str(ROOT / points), "target_epsilon", "accuracy") == wanted
 
 
 MILLIONS = {"base": 85.1, "large": 302.3}  # parameters without embeddings
@@ -145,7 +154,7 @@ def test_the_points_beside_our_figure_6_are_those_of_table_1(task):
         names = ["validation_matched_accuracy", "validation_mismatched_accuracy"]
     for place, name in enumerate(names):
         points = read_points(str(ROOT / f"recipes/glue/{task}/figure6.csv"), "parameters", name)
-        assert points.values == {
+        assert points == {
             f"roberta target_epsilon={target}": [
                 (MILLIONS[size], pytest.approx(float(str(score).split("/")[place]) / 100))
                 for size in MILLIONS
@@ -159,7 +168,7 @@ def test_the_points_beside_our_figure_6_are_those_of_table_1(task):
 def test_the_points_beside_our_figures_of_generation_are_gpt2s(folder, figure):
     recipe = REPRODUCTIONS[f"recipes/{folder}/gpt2_full_eps8.yaml"]
     scores = recipe.of(recipe.experiment["scores"])["BLEU"]
-    points = read_points(str(ROOT / f"recipes/{folder}/{figure}.csv"), "parameters", "bleu").values
+    points = read_points(str(ROOT / f"recipes/{folder}/{figure}.csv"), "parameters", "bleu")
     assert points == {
         f"gpt2 target_epsilon={target}": [(MILLIONS["base"], score)]
         for target, score in zip((3, 8), scores, strict=False)
@@ -180,4 +189,7 @@ def test_the_values_beside_our_heat_maps_are_the_papers(file, heading, column, p
         rate = eval(rate.replace("^", "**")) * (1e-3 if file == "figure2" else 1)
         wanted |= {(rate, at): float(value) for at, value in zip(places, values, strict=True)}
     path = str(ROOT / f"recipes/e2e/{file}.csv")
-    assert read_cells(path, ("learning_rate", column), "bleu") == wanted
+    rows = read_beside(path, False, ["learning_rate", column, "bleu"])
+    assert [((row["learning_rate"], row[column]), row["bleu"]) for row in rows] == list(
+        wanted.items()
+    )

@@ -12,8 +12,7 @@ from typing import Any
 
 import yaml
 
-from hf_dp.cli.cell_runs import with_settings
-from hf_dp.cli.cells import RECIPE, Cell, in_words
+from hf_dp.cli.cell_runs import RECIPE, Cell, in_words, with_settings
 from hf_dp.cli.config import check_recipe, load_yaml, read_yaml
 from hf_dp.cli.non_private import BATCH, NON_PRIVATE, private_keys
 from hf_dp.cli.train import with_recipe
@@ -61,7 +60,9 @@ def grid(
             )
         axes[key] = _yaml(f"[{text}]", word)
     for what, given in {**axes, "--seeds": list(seeds)}.items():
-        if any(_same(one, other) for one, other in itertools.combinations(given, 2)):
+        # 1 and 1.0 are the same, 1 and true are not
+        typed = [(isinstance(value, bool), value) for value in given]
+        if any(value in typed[:place] for place, value in enumerate(typed)):
             raise ConfigError(
                 f"Expected the values of {what} to be different from each other, got {given}. "
                 "Leave the repeated ones out."
@@ -72,29 +73,21 @@ def grid(
             yield Cell(settings, seed, folder / f"{_name(settings)}-{name}-seed{seed}")
 
 
-def _same(one: Any, other: Any) -> bool:
-    """Return whether two values are equal: 1 and 1.0 are, 1 and true are not."""
-    return bool(one == other) and isinstance(one, bool) == isinstance(other, bool)
-
-
 def _combinations(axes: dict[str, list[Any]]) -> Iterator[dict[str, Any]]:
     """Yield all combinations, each once.
 
     Where runs with and without privacy stand side by side, the privacy arguments of the grid are
     those of the former: a run without privacy is one, whatever their values.
     """
-    modes = axes.get("privacy_mode", [])
-    beside = NON_PRIVATE in modes and len(modes) > 1
-    seen = set()
+    several = len(axes.get("privacy_mode", [])) > 1
+    found: dict[str, dict[str, Any]] = {}
     for values in itertools.product(*axes.values()):
         settings = dict(zip(axes, values, strict=True))
-        if beside and settings["privacy_mode"] == NON_PRIVATE:
+        if several and settings["privacy_mode"] == NON_PRIVATE:
             unread = private_keys() - {BATCH}
             settings = {key: value for key, value in settings.items() if key not in unread}
-        text = json.dumps(settings, sort_keys=True)
-        if text not in seen:
-            seen.add(text)
-            yield settings
+        found.setdefault(json.dumps(settings, sort_keys=True), settings)
+    yield from found.values()
 
 
 def _name(settings: dict[str, Any]) -> str:

@@ -73,6 +73,10 @@ COMMANDS: dict[str, tuple[str, str]] = {
         "hf_dp.cli.publish",
         "put a run on the Hub: weights, tokenizer, configuration, card and ledger",
     ),
+    "figure": (
+        "hf_dp.cli.figure",
+        "draw what sweep, plan and partitions print with --json: curves, bars, heat maps",
+    ),
     "partitions": (
         "hf_dp.cli.partitions",
         "list the weight matrices of a model, from which DP-FROST selects",

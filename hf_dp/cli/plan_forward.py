@@ -173,8 +173,8 @@ def _published(plan: PrivacyPlan) -> list[str]:
     ]
 
 
-def sweep_table(key: str, values: Sequence[float], rows: Sequence[Forecast]) -> str:
-    """Return a line for each value of one option."""
+def sweep_table(swept: Sequence[dict[str, float]], rows: Sequence[Forecast]) -> str:
+    """Return a line for each combination of the swept options."""
     from hf_dp.accounting import epsilon
     from hf_dp.benchmarks.tables import aligned
 
@@ -182,13 +182,13 @@ def sweep_table(key: str, values: Sequence[float], rows: Sequence[Forecast]) -> 
     published = isinstance(mechanism, PublishedPlan)
     both = isinstance(mechanism, PrivateEncoderPlan)
     names = [answer.accountant for answer in rows[0].answers]
-    header = [key, "steps", *(["gradient noise"] if both else []), "vector noise"]
+    header = [*swept[0], "steps", *(["gradient noise"] if both else []), "vector noise"]
     header += ["paper's figure"] if published else names
     lines = []
-    for value, row in zip(values, rows, strict=True):
+    for values, row in zip(swept, rows, strict=True):
         plan = row.plan
         assert isinstance(plan.mechanism, ForwardPlan)
-        cells = [f"{value:g}", str(plan.steps)]
+        cells = [*(f"{value:g}" for value in values.values()), str(plan.steps)]
         cells += [f"{plan.noise_multiplier:.6g}"] if both else []
         cells.append(f"{plan.mechanism.vector_noise_multiplier:.6g}")
         if published:

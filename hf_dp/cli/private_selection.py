@@ -20,8 +20,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from hf_dp.cli.cell_runs import result, run_cell, why_it_failed, with_settings
-from hf_dp.cli.cells import Cell
+from hf_dp.cli.cell_runs import Cell, result, run_cell, why_it_failed, with_settings
 from hf_dp.cli.sweep_report import signed
 from hf_dp.errors import ConfigError, HfDpError
 from hf_dp.plans.best_of_runs import ARGUMENT, check_mean_runs

@@ -4,61 +4,61 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from hf_dp.cli.cells import Cell
+from hf_dp.cli.cell_runs import Cell
 from hf_dp.errors import ConfigError
 from hf_dp.plans.privacy import PrivacyPlan
 from hf_dp.plans.units import FEATURES, NONE, weakest_unit
 from hf_dp.statement.statement import PROVEN_WEIGHTS_ONLY
 
-TIMES_NOTE = (
-    "times: of training in the main process, a selection included; epsilon does not cover them"
-)
+# A cell and its row: hf_dp.cli.cell_runs.result's, and what the sweep has added to it.
+Results = Mapping[Cell, Mapping[str, Any]]
 
 
-def table(results: dict[Cell, dict[str, Any]]) -> str:
+def table(results: Results) -> str:
     """Return each combination's metrics: mean over its seeds, and the smallest and largest."""
     lines = []
     for label, rows in _by_label(results).items():
-        cells = []
+        said = []
         for metric in sorted({metric for row in rows for metric in row["metrics"]}):
             values = [row["metrics"][metric] for row in rows if metric in row["metrics"]]
-            spread = (
-                f" ({min(values):.4f} to {max(values):.4f}, {len(values)} seeds)"
-                if len(values) > 1
-                else ""
-            )
-            cells.append(f"{metric} {statistics.mean(values):.4f}{spread}")
-        cells += [
-            f"zero-shot {metric} {value:.4f}"
-            for metric, value in sorted(rows[0].get("zero_shot", {}).items())
-        ]
-        if (size := rows[0].get("size")) is not None:
-            cells.append(f"{size.without_embeddings:,} parameters without embeddings")
-        cells += _times(rows)
-        epsilon = rows[0]["epsilon"]
-        without = rows[0].get("status") or "not private"
+            spread = f" ({min(values):.4f} to {max(values):.4f}, {len(values)} seeds)"
+            said.append(f"{metric} {statistics.mean(values):.4f}{spread * (len(values) > 1)}")
+        row = rows[0]
+        zero_shot = sorted(row.get("zero_shot", {}).items())
+        said += [f"zero-shot {metric} {value:.4f}" for metric, value in zero_shot]
+        if "size" in row:
+            said.append(f"{row['size']['parameters']:.1f} M parameters without embeddings")
+        said += _times([each["times"] for each in rows if "times" in each])
+        without = row.get("status") or "not private"
         only = " (of the weights only)" if without == PROVEN_WEIGHTS_ONLY else ""
-        cells.append(without if epsilon is None else f"epsilon {epsilon:.3f} a run{only}")
-        lines.append(f"{label or 'recipe'}: {'; '.join(cells)}")
+        epsilon = row["epsilon"]
+        said.append(without if epsilon is None else f"epsilon {epsilon:.3f} a run{only}")
+        lines.append(f"{label or 'recipe'}: {'; '.join(said)}")
+    if any(row.get("times") for row in results.values()):
+        lines.append(
+            "times: of training in the main process, a selection included; epsilon does not cover "
+            "them"
+        )
     return "\n".join(lines)
 
 
-def best(results: dict[Cell, dict[str, Any]], score: str) -> str:
+def best(results: Results, score: str) -> str:
     """Return which combination has the best mean over its seeds, in words.
 
     Raises: ConfigError for a metric that a run lacks.
     """
-    means = {}
-    for label, rows in _by_label(results).items():
-        lacking = [row for row in rows if score not in row["metrics"]]
-        if lacking:
+    for row in results.values():
+        if score not in row["metrics"]:
             raise ConfigError(
-                f"Expected `--best` to be one of {sorted(lacking[0]['metrics'])}, got {score!r}."
+                f"Expected `--best` to be one of {sorted(row['metrics'])}, got {score!r}."
             )
-        means[label] = statistics.mean(row["metrics"][score] for row in rows)
+    means = {
+        label: statistics.mean(row["metrics"][score] for row in rows)
+        for label, rows in _by_label(results).items()
+    }
     chosen = max(means, key=lambda label: signed(score, means[label]))
     return f"best by {score}: {chosen or 'recipe'}: {means[chosen]:.4f}"
 
@@ -70,24 +70,21 @@ def signed(score: str, value: float) -> float:
     return -value if score.endswith("perplexity") else value
 
 
-def _times(rows: Sequence[dict[str, Any]]) -> list[str]:
-    """Return how long the runs of a combination took: the mean over its seeds, in words."""
-    known = [row["times"] for row in rows if row.get("times")]
-    said = []
+def _times(rows: Sequence[Mapping[str, Mapping[str, float]]]) -> Iterable[str]:
+    """Yield how long the runs of a combination took: the mean over its seeds, in words."""
     for part in ("training", "selection"):
-        found = [times[part] for times in known if part in times]
+        found = [row[part] for row in rows if part in row]
         if found:
             wall, processor = (
                 statistics.mean(each[kind] for each in found) for kind in ("wall", "processor")
             )
-            said.append(f"{part} {wall:.1f} s (processor {processor:.1f} s)")
-    return said
+            yield f"{part} {wall:.1f} s (processor {processor:.1f} s)"
 
 
-def _by_label(results: dict[Cell, dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
-    rows: dict[str, list[dict[str, Any]]] = {}
-    for cell, result in results.items():
-        rows.setdefault(cell.label, []).append(result)
+def _by_label(results: Results) -> dict[str, list[Mapping[str, Any]]]:
+    rows: dict[str, list[Mapping[str, Any]]] = {}
+    for cell, row in results.items():
+        rows.setdefault(cell.label, []).append(row)
     return rows
 
 

@@ -3,7 +3,6 @@ from a local hub folder."""
 
 from __future__ import annotations
 
-import itertools
 import json
 import re
 import subprocess
@@ -380,7 +379,7 @@ def test_a_sweep_says_which_runs_failed(recipe, capsys):
 def test_what_a_sweep_spends_together(tmp_path, monkeypatch):
     """At the smallest delta; no claim beside a run with a fixed seed."""
     from hf_dp.accounting import Ledger, epsilon
-    from hf_dp.cli.cells import Cell
+    from hf_dp.cli.cell_runs import Cell
     from hf_dp.cli.sweep_report import spent_together
     from hf_dp.plans.privacy import PrivacyPlan
     from hf_dp.statement import record as document
@@ -411,7 +410,7 @@ def test_what_a_sweep_spends_together(tmp_path, monkeypatch):
 
 def test_runs_with_different_units_have_no_epsilon_together(tmp_path):
     from hf_dp.accounting import Ledger
-    from hf_dp.cli.cells import Cell
+    from hf_dp.cli.cell_runs import Cell
     from hf_dp.cli.sweep_report import spent_together
     from hf_dp.plans.privacy import PrivacyPlan
     from hf_dp.plans.units import Users
@@ -442,7 +441,7 @@ def test_runs_with_different_units_have_no_epsilon_together(tmp_path):
 def test_where_labels_are_public_a_sweep_claims_nothing_for_them(tmp_path):
     import tiny
 
-    from hf_dp.cli.cells import Cell
+    from hf_dp.cli.cell_runs import Cell
     from hf_dp.cli.sweep_report import spent_together
 
     cells = []
@@ -534,65 +533,10 @@ def test_a_sweep_over_label_words_beside_their_zero_shot_accuracy(recipe, capsys
     assert found == pytest.approx(zero_shot["eval_matched_accuracy"], abs=1e-4)
 
 
-def test_the_figures_of_a_sweep(tmp_path):
-    pytest.importorskip("matplotlib")
-    from hf_dp.cli.cells import Cell
-    from hf_dp.cli.settings_figure import plot_sweep
-    from hf_dp.cli.sweep_figures import plot_over_zero_shot
-
-    words = {"template": "<S1> [MASK]", "label_words": {"a": "bad", "b": "good"}}
-    results = {
-        Cell({"target_epsilon": target, "infilling": words}, seed, tmp_path): {
-            "metrics": {"accuracy": 0.6 + 0.1 * seed}, "epsilon": target, "zero_shot": {"accuracy": 0.5},
-        }
-        for target in (3, 8)
-        for seed in (0, 1)
-    }  # fmt: skip
-    for figure in (lambda *args: plot_sweep(args[0], "accuracy", args[1]), plot_over_zero_shot):
-        figure(results, str(tmp_path / "figure.png"))
-        assert (tmp_path / "figure.png").read_bytes().startswith(b"\x89PNG")
-
-
-@pytest.mark.parametrize(
-    ("axes", "kind"),
-    [
-        ({"num_micro_batches": (1, 8, 32)}, "a curve"),
-        ({"expected_batch_size": (8, 32, 128), "learning_rate": (1e-6, 5e-6)}, "a heat map"),
-        ({"peft": ("null", "lora")}, "bars"),
-    ],
-)
-def test_numbers_are_plotted_as_a_curve_or_a_heat_map(tmp_path, monkeypatch, axes, kind):
-    pytest.importorskip("matplotlib")
-    from matplotlib.axes import Axes
-
-    from hf_dp.cli.cells import Cell
-    from hf_dp.cli.settings_figure import plot_sweep
-
-    called: list[str] = []
-    for method, name in (("errorbar", "a curve"), ("imshow", "a heat map"), ("barh", "bars")):
-        original = getattr(Axes, method)
-
-        def noted(self, *args, original=original, name=name, **kwargs):
-            called.append(name)
-            return original(self, *args, **kwargs)
-
-        monkeypatch.setattr(Axes, method, noted)
-    results = {
-        Cell(dict(zip(axes, values, strict=True)), seed, tmp_path): {
-            "metrics": {"accuracy": 0.5 + 0.1 * seed}
-        }
-        for values in itertools.product(*axes.values())
-        for seed in (0, 1)
-    }
-    results.pop(next(iter(results)))  # one is not done yet
-    plot_sweep(results, "accuracy", str(tmp_path / "figure.png"))
-    assert kind in called and (tmp_path / "figure.png").read_bytes().startswith(b"\x89PNG")
-
-
 def test_a_sweep_with_published_dp_fp_claims_nothing_for_all_together(tmp_path):
     import tiny
 
-    from hf_dp.cli.cells import Cell
+    from hf_dp.cli.cell_runs import Cell
     from hf_dp.cli.sweep_report import spent_together, table
 
     cells = []

@@ -14,7 +14,6 @@ from hf_dp.accounting import (
     epsilon,
 )
 from hf_dp.cli.main import main
-from hf_dp.planning import figures
 
 SST2 = ["plan", "--num-examples", "67349", "--batch-size", "1024", "--epochs", "3"]
 RDP = ["--accountant", "rdp"]
@@ -185,13 +184,19 @@ def test_a_capped_draw(capsys):
     assert "at least expected_batch_size" in capsys.readouterr().err
 
 
-def test_plot(tmp_path, capsys, monkeypatch):
-    pytest.importorskip("matplotlib")
-    monkeypatch.setattr(figures, "STEPS", (16, 64))
-    monkeypatch.setattr(figures, "sample_rates", lambda: [0.25, 1.0])
-    path = tmp_path / "plan.png"
-    printed(capsys, *SST2, "--noise-multiplier", "1", *RDP, "--plot", str(path))
-    assert path.read_bytes()[:4] == b"\x89PNG"
+def test_a_sweep_over_two_options_is_their_grid(capsys):
+    words = [*SST2, "--noise-multiplier", "1", *RDP, "--sweep", "steps=10,20", "delta=1e-5,1e-6"]
+    out = printed(capsys, *words).splitlines()
+    assert out[0].split()[:2] == ["steps", "delta"]
+    assert [line.split()[:2] for line in out[1:-1]] == [
+        [steps, delta] for steps in ("10", "20") for delta in ("1e-05", "1e-06")
+    ]
+    rows = json.loads(printed(capsys, *words, "--json"))["rows"]
+    assert rows[1]["settings"] == {"steps": 10, "delta": 1e-6}
+    assert [(row["plan"]["steps"], row["plan"]["delta"]) for row in rows[:2]] == [
+        (10, 1e-5),
+        (10, 1e-6),
+    ]
 
 
 @pytest.mark.parametrize(
@@ -235,7 +240,8 @@ def test_a_recipe_without_privacy_is_refused(capsys, recipe):
         (["--steps", "0"], "`steps` to be a whole number >= 1"),
         (["--steps", "-5"], "`steps` to be a whole number >= 1"),
         (["--epochs", "1e308"], "`num_train_epochs` to give at most"),
-        (["--plot", "plan.foo"], "`plot` to end in one of"),
+        (["--sweep", "steps=1,2", "epochs=1,2"], "vary another option"),
+        (["--sweep", "steps=1,2", "steps=3"], "vary another option"),
         (["--max-batch-size", "1200", "--transfer-to", "1000"], "does not carry over"),
     ],
 )

@@ -144,7 +144,6 @@ def test_rows_that_pass_the_model(recipe, capsys):
 @pytest.mark.parametrize(
     ("change", "words", "message"),
     [
-        ({}, ["--plot", "a.png"], "`--plot` is for privacy_mode dp_sgd"),
         ({}, ["--transfer-to", "9"], "`--transfer-to` is for privacy_mode dp_sgd"),
         ({"sampling": "random_allocation"}, [], "`sampling` to be left at 'poisson'"),
         ({"noised_loss_bound": 2}, [], "`noised_loss_bound` to be unset"),

@@ -13,7 +13,7 @@ import tiny
 from hf_dp.accounting import BestOfRandomRuns
 from hf_dp.cards.verify import verify
 from hf_dp.cli import private_selection
-from hf_dp.cli.cells import METRICS
+from hf_dp.cli.cell_runs import METRICS
 from hf_dp.cli.main import main
 from hf_dp.cli.private_selection import Search, select
 from hf_dp.cli.sweep import grid
@@ -293,6 +293,7 @@ def test_settings_are_drawn_from_the_whole_grid(tmp_path, monkeypatch):
         (["--score", "accuracy"], "Add --private-selection K"),
         (["--private-selection", "3", "--score", "accuracy", "--zero-shot"], "`--zero-shot`"),
         (["--private-selection", "3", "--score", "accuracy", "--best", "a"], "`--best`"),
+        (["--private-selection", "3", "--score", "accuracy", "--json"], "`--json`"),
     ],
 )
 def test_bad_words(tmp_path, words, said, capsys):

@@ -104,7 +104,7 @@ def test_numbers_with_an_exponent_are_numbers(tmp_path):
         (
             ("full", "lora"),
             ["--private-selection", "3", "--score", "accuracy"],
-            "Expected one recipe in `--config`",
+            "one recipe in `--config`",
         ),
     ],
 )

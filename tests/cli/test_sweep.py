@@ -1,0 +1,135 @@
+"""A sweep: sizes of models, the best combination, grids of papers, times, and its JSON."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+
+import pytest
+import tiny
+from transformers import BertConfig, DistilBertConfig, GPT2Config
+
+from hf_dp.cli import cell_runs
+from hf_dp.cli.cell_runs import Cell, logs, model_size
+from hf_dp.cli.main import main
+from hf_dp.cli.sweep import grid
+from hf_dp.cli.sweep_report import best
+from hf_dp.errors import ConfigError, DataError
+from hf_dp.run.clock import VARIABLE
+
+# -- model sizes ---
+
+
+@pytest.mark.parametrize(
+    ("config", "without", "family"),
+    [  # the published numbers: 124.4 M, 109.5 M and 66.4 M in all
+        (GPT2Config(), 124_439_808 - (50_257 + 1_024) * 768, "gpt2"),
+        (BertConfig(), 109_482_240 - (30_522 + 512 + 2) * 768, "bert"),
+        (DistilBertConfig(), 66_362_880 - (30_522 + 512) * 768, "bert"),
+    ],
+)
+def test_the_size_of_a_model(tmp_path, config, without, family):
+    config.save_pretrained(tmp_path)
+    assert model_size(str(tmp_path)) == {"family": family, "parameters": without / 1e6}
+
+
+def test_a_model_that_is_not_there_is_named(tmp_path):
+    with pytest.raises(DataError, match="'no/such-model' is not known"):
+        model_size("no/such-model")
+
+
+# -- which combination is the best ---
+
+
+def test_the_best_combination_by_the_mean_over_its_seeds(tmp_path):
+    given = {1: (0.2, 0.9), 2: (0.6, 0.6), 3: (0.1, float("nan"))}
+    results = {
+        Cell({"learning_rate": rate}, seed, tmp_path): {
+            "metrics": {"bleu": value, "perplexity": value}
+        }
+        for rate, values in given.items()
+        for seed, value in enumerate(values)
+    }
+    assert best(results, "bleu") == "best by bleu: learning_rate=2: 0.6000"
+    assert best(results, "perplexity") == "best by perplexity: learning_rate=1: 0.5500"
+    with pytest.raises(ConfigError, match=r"`--best` to be one of \['bleu', 'perplexity'\]"):
+        best(results, "accuracy")
+
+
+def test_the_searches_of_tables_5_and_6_are_grids(tmp_path):
+    """By the ranges of Li et al., appendix I, with a rank and its scale together."""
+    common = ["expected_batch_size=512,1024", "lr_scheduler_type=linear,constant"]
+    full = [*common, "learning_rate=2e-3,1e-3,3e-4,1e-4,3e-5", "num_train_epochs=10,30,50"]
+    lora = [*common, "learning_rate=3e-3,1e-3,3e-4,1e-4,3e-5", "num_train_epochs=5,10,30,50"]
+    ranks = ",".join(f"{{peft_type: lora, r: {r}, lora_alpha: {r}}}" for r in (1, 2, 4, 8))
+    rgp = [*lora, "per_example_max_grad_norm=0.1,1,10", "peft.rank=1,2,4,8"]
+    sizes = [
+        len(list(grid(words, [0], tmp_path))) for words in (full, [*lora, f"peft={ranks}"], rgp)
+    ]
+    assert sizes == [60, 320, 960]
+    cell = next(grid([f"peft={ranks}"], [0], tmp_path))
+    assert cell.settings["peft"] == {"peft_type": "lora", "r": 1, "lora_alpha": 1}
+
+
+# -- one real sweep: models, logs and times ---
+
+
+def test_a_sweep_over_models_without_and_with_privacy(task, capsys, monkeypatch):
+    """In this process, where hf_dp is imported already."""
+
+    def run(command, stdout, env, **options):
+        words = command[command.index("hf_dp.cli.main") + 1 :]
+        monkeypatch.setenv(VARIABLE, env[VARIABLE])
+        code = main(words)
+        monkeypatch.delenv(VARIABLE)
+        return subprocess.CompletedProcess(command, code)
+
+    monkeypatch.setattr(cell_runs.subprocess, "run", run)
+    other = task.parent / "larger"
+    tiny.model(num_labels=2).save_pretrained(other)
+    tiny.tokenizer().save_pretrained(other)
+    words = ["sweep", "--config", str(task), "--output-dir", str(task.parent / "s")]
+    words += ["--grid", "privacy_mode=dp_sgd,non_private", "target_epsilon=3,8"]
+    words += [f"model_name_or_path={task.parent / 'model'},{other}", "--set", "logging_steps=1"]
+    assert main(words) == 0
+    said = capsys.readouterr().out
+    assert said.count("M parameters without embeddings") == 6
+    rows = re.findall(r"; training [\d.]+ s \(processor [\d.]+ s\)", said)
+    assert len(rows) == 6 and "epsilon does not cover them" in said
+    assert "all 4 private runs together" in said
+    run_folders = [path.parent for path in (task.parent / "s").glob("*/run1/config.json")]
+    assert len(run_folders) == 6
+    for folder in run_folders:
+        times = json.loads((folder.parent / "times.json").read_text())
+        assert times["training"]["wall"] > 0 and times["training"]["processor"] > 0
+        assert not any("times" in path.name for path in folder.iterdir())
+    assert VARIABLE not in os.environ
+    # Again as JSON: nothing runs, and a row has what the table says, and the logs.
+    monkeypatch.setattr(cell_runs.subprocess, "run", None)
+    assert main([*words, "--json", "--logs"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["together"] in said and "all 4 private runs" in found["together"]
+    rows = found["rows"]
+    assert [row["settings"].get("target_epsilon") for row in rows] == [3, 3, 8, 8, None, None]
+    assert len({row["size"]["parameters"] for row in rows}) == 1  # both are equally large
+    for row in rows:
+        assert f"accuracy {row['metrics']['accuracy']:.4f}" in said
+        private = row["settings"]["privacy_mode"] == "dp_sgd"
+        assert (row["epsilon"] is not None) == (row["status"] is not None) == private
+        assert {1, 2, 3} <= {log["step"] for log in row["logs"]} and row["seed"] == 0
+        assert row["times"]["training"]["wall"] > 0
+
+
+def test_logs_belong_to_the_json(task, capsys):
+    words = ["sweep", "--config", str(task), "--output-dir", str(task.parent / "s"), "--logs"]
+    assert main(words) == 2
+    assert "Add --json" in capsys.readouterr().err
+
+
+def test_a_run_without_logs_is_named(tmp_path):
+    (tmp_path / "run1").mkdir()
+    (tmp_path / "run1" / "eval_results.json").write_text("{}")
+    with pytest.raises(ConfigError, match=r"trainer_state.json cannot be read.*Leave --logs out"):
+        logs(Cell({}, 0, tmp_path))
