@@ -520,6 +520,37 @@ def test_what_is_loaded_when_first_needed_stays(tmp_path):
     assert len(list(tmp_path.iterdir())) == 1
 
 
+LATE = None
+
+
+def test_so_does_what_a_global_gets(tmp_path):
+    def collate(rows):
+        global LATE
+        if LATE is None:
+            (tmp_path / str(len(list(tmp_path.iterdir())))).touch()
+            LATE = tiny.tokenizer()
+        return len(LATE)
+
+    isolated = Isolated(collate)
+    assert [called(isolated, [1]) for _ in range(3)] == [19] * 3
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+def test_a_data_set_of_its_function_counts_anew_and_may_read_its_rows():
+    raw, seen = tiny.dataset(), []
+
+    class Local(torch.utils.data.Dataset):
+        def __getitem__(self, index):
+            seen.append(index)
+            return len(seen), raw[index]["label"]
+
+    isolated = Isolated(Local(), has_rows=True)
+    for _ in range(2):
+        with isolated.fresh() as data:
+            assert data[1] == (1, 1)
+    assert isolated.data == [] and seen == []
+
+
 @pytest.mark.parametrize("make", [lambda: (number for number in range(3)), lambda: open(__file__)])
 def test_what_cannot_be_copied_is_refused(make):
     held = make()
