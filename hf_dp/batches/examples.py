@@ -101,8 +101,8 @@ class Examples(Dataset[Example]):
         # seeds the global generators would determine what its neighbors get.
         self.randomness.reseed(index)
         try:
-            with self.reads.fresh():
-                row = self.dataset[index]
+            with self.reads.fresh() as dataset:
+                row = dataset[index]
         except KeyError as problem:
             raise DataError(
                 f"Row {index} of the training set cannot be read: {problem} is missing. If a "
@@ -125,8 +125,8 @@ class Examples(Dataset[Example]):
 
     def _collated(self, row: Any, which: str) -> Example:
         try:
-            with self.collates.fresh():
-                example = own(self.collator([row]))
+            with self.collates.fresh() as collator:
+                example = own(collator([row]))
         except Exception as problem:
             if words := _labels_in_words(row):
                 raise DataError(self._words_as_label(which, *words)) from problem

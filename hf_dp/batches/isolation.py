@@ -1,25 +1,23 @@
 """Read and collate each row as if no other row had been there before.
 
 A data collator, a transform and ``__getitem__`` are the user's code. What one row leaves behind for
-the next (a counter, the state of a generator) would reach other examples unclipped. So attributes,
-closures and defaults are put back after each row, and generators are seeded anew. Of globals, those
-are looked at that the code names. Nothing is imported, and nothing is run.
+the next (a counter, the state of a generator) would reach other examples unclipped. So each row
+gets a copy of what the code holds, from one snapshot, and what it binds elsewhere is put back.
 """
 
 from __future__ import annotations
 
-import copy
-import dis
 import functools
-import logging
+import io
+import operator
+import pickle
 import random
 import sys
 import types
-from collections import deque
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from enum import Enum
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -33,232 +31,293 @@ from hf_dp.noise import GENERATORS, seed_in_place
 
 logger = hf.utils.logging.get_logger(__name__)
 
+# Also processors and configurations.
+_MODEL = (torch.nn.Module, Tokenizer, hf.utils.PushToHubMixin, hf.TrainingArguments, Table)
+_ATOMS = (type(None), bool, int, float, complex, str, bytes, range)
 _CONSTANT = (
-    type(None), int, float, complex, str, bytes, range, type, Enum, np.dtype, np.generic,
-    torch.dtype, torch.device, types.BuiltinFunctionType, types.GenericAlias, logging.Logger,
-    random.SystemRandom,
+    *_ATOMS, type, Enum, np.dtype, np.generic, torch.dtype, torch.device, types.GenericAlias,
+    types.ModuleType, types.CodeType, type(logger),
 )  # fmt: skip
-# Also tokenizers, processors and configurations.
-_MODEL = (torch.nn.Module, Tokenizer, hf.utils.PushToHubMixin, hf.TrainingArguments)
-_SHARED = (*_MODEL, Table)  # large; what is assigned to their attributes is put back
-_CONTAINER = (list, tuple, dict, set, frozenset, deque)
-_HARMLESS = (*_CONSTANT, *_SHARED, *GENERATORS, Dataset, tuple, frozenset, functools.partial)
-_COPIED_BY = {"__deepcopy__", "__reduce__", "__reduce_ex__", "__getstate__"}
+_CACHED = type(functools.cache(len))
+_PARTS = {  # of what stands for functions
+    staticmethod: ("__func__",), classmethod: ("__func__",), property: ("fget", "fset", "fdel"),
+    types.MethodType: ("__func__", "__self__"), types.BuiltinFunctionType: ("__self__",),
+}  # fmt: skip
+_REBUILT = (tuple, frozenset, staticmethod, classmethod, property, types.MethodType)
+_FUNCTIONS = (types.FunctionType, functools.partial, staticmethod, classmethod, property)
 # Packages that keep nothing of rows in globals.
 _LIBRARIES = (sys.stdlib_module_names - {"__main__"}) | {
     "accelerate", "datasets", "hf_dp", "numpy", "peft", "PIL", "tokenizers", "torch",
-    "transformers", "trl",
+    "torchvision", "transformers", "trl",
 }  # fmt: skip
 _LONG = 64  # a longer container in a data set holds its rows
+_NONE = object()  # no value; in a snapshot, a seed that is drawn when it is loaded
 
 
-class _How(NamedTuple):
-    fresh: bool = True  # for each row; a global is not
-    long: bool = True  # so are arrays, files and long containers
-    noted: bool = True  # data sets reached so are
+class Isolated(pickle.Pickler):
+    """A data collator, or a data set (``has_rows``), in which no row leaves a trace.
 
-
-class Isolated:
-    """A data collator, or a data set with its transform, in which no row leaves a trace.
-
-    Args:
-        root: the collator or data set, in the state that each row finds.
-        has_rows: whether it is the data set, whose rows are not copied.
-
-    Attributes:
-        data: the data sets that the collator or a transform reaches.
-
-    Raises:
-        DataError: it reaches a Trainer, or holds what cannot be copied (an open file).
+    ``data`` has the data sets that a collator or transform reaches. Raises DataError for a Trainer,
+    and for what cannot be copied (an open file).
     """
 
-    def __init__(self, root: Any, has_rows: bool = False):
-        self.root, self._has_rows, self._kept = root, has_rows, dict[int, Any]()
-        self.data, self._generators, self._slots = list[Any](), list[Any](), list[Any]()
-        self._globals, name = set[str](), getattr(root, "__qualname__", type(root).__qualname__)
-        self._walk(_How(long=not has_rows, noted=not has_rows))
-        try:
-            states = [_get(*place) if deep else None for *place, deep in self._slots]
-            self._states = copy.deepcopy(states, dict(self._kept))
-        except Exception as problem:
-            raise DataError(
-                f"Expected {name} to be copyable, since each example gets a fresh copy, but "
-                f"copying failed: {problem}. Let it hold only values, tokenizers and models; open "
-                "files inside the call."
-            ) from problem
-        if self._globals:
+    def __init__(self, root: Any, has_rows: bool = False, _steps: bool = True):
+        super().__init__(file := io.BytesIO())
+        self.data, self._root, self._rows, self._steps = list[Any](), root, has_rows, _steps
+        self._shared, self._spaces, self._objects = dict[int, Any](), dict[int, Any](), list[Any]()
+        self._generators, self._tokenizers, self._seeds = list[Any](), list[Any](), list[Any]()
+        self._todo, self._named, self._made_of = list[Any](), set[str](), (root, has_rows)
+        name = getattr(root, "__qualname__", type(root).__qualname__)
+        self._add({name: root}, name, copied=True)
+        for space, key, rows, copied in self._todo:  # grows
+            self._rows, self._copied, self._top = rows, copied, _vars(space)[key]
+            end, memo = file.tell(), self.memo.copy()
+            try:
+                self.dump(self._top)
+            except DataError:
+                raise
+            except Exception as problem:
+                if copied:
+                    raise DataError(
+                        f"Expected {name} to be copyable, since each example gets a fresh copy, "
+                        f"but copying failed: {problem}. Let it hold only values, tokenizers and "
+                        "models; open files inside the call."
+                    ) from problem
+            if not copied:  # only looked at
+                file.truncate(file.seek(end))
+                self.memo = memo
+        self._rows, self._copied = False, True
+        self.dump(self._objects)
+        self._fresh = [(space, key) for space, key, _, copied in self._todo if copied]
+        self._snapshot, self._late = file.getvalue(), [dict[str, Any]() for _ in self._objects]
+        self._set = [{n for n, v in vars(each).items() if v is not None} for each in self._objects]
+        if has_rows and _steps:  # what a data set holds beside its steps are its own rows
+            own = Isolated(root, has_rows, _steps=False).data
+            self.data = [each for each in self.data if all(each is not row for row in own)]
+        if self._named and _steps:
             logger.warning(
-                f"{name} names globals that all rows share: {', '.join(sorted(self._globals))}. If "
+                f"{name} names globals that all rows share: {', '.join(sorted(self._named))}. If "
                 "it changes them, one row reaches others, and epsilon does not cover that: make "
                 "them attributes or defaults, which are fresh for each row. If not, ignore this."
             )
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Isolated, (self.root, self._has_rows)
+        return Isolated, self._made_of
 
     @contextmanager
-    def fresh(self) -> Iterator[None]:
-        """Let one row through as if it were the first, and put back afterwards what changed.
+    def fresh(self) -> Iterator[Any]:
+        """Yield the copy for one row, and put back afterwards what it bound elsewhere.
 
         Seeds come from Python's global generator, which is private here.
         """
-        states = copy.deepcopy(self._states, dict(self._kept))
-        words = [(each, _words(each)) for each in self._kept.values() if isinstance(each, _MODEL)]
-        with ExitStack() as stack:
-            for generator in self._generators:
-                stack.callback(seed_in_place(generator, random.getrandbits(63)))
-            for (holder, name, _), state, first in zip(self._slots, states, self._states):
-                before = _get(holder, name)
-                state = dict(before) if state is None else state
-                if name == "__dict__":
-                    state.update((seed, random.getrandbits(31)) for seed in _seeds(state))
-                    stack.callback(self._keep_models, before, state, first)
-                stack.callback(_set, holder, name, before)
-                _set(holder, name, state)
-            yield
-        if any(_words(each) != before for each, before in words):
+        before = [(space, dict(_vars(space))) for space in self._spaces.values()]
+        sizes = [*map(len, self._tokenizers)]
+        undo = [seed_in_place(each, random.getrandbits(63)) for each in self._generators]
+        load = pickle.Unpickler(io.BytesIO(self._snapshot))
+        load.persistent_load = self._get  # type: ignore[method-assign]
+        try:
+            for space, name in self._fresh:
+                _put(space, name, load.load())
+            for space, name in self._seeds:
+                _put(space, name, random.getrandbits(31))
+            for each, late in zip(objects := load.load(), self._late):
+                vars(each).update(late)
+            root, name = self._fresh[0]
+            yield root[name]
+        finally:
+            for space, old in before:
+                new = _vars(space)
+                if len(new) == len(old) and all(map(operator.is_, new.values(), old.values())):
+                    continue
+                for name in {*new, *old}:
+                    value, was = new.get(name, _NONE), old.get(name, _NONE)
+                    if old.get(name) is None and isinstance(value, _MODEL):
+                        self.persistent_id(value)  # loaded when first needed
+                    elif value is not was and name[:2] != "__":
+                        _put(space, name, was)
+            for back in undo:
+                back()
+        if any(len(each) != size for each, size in zip(self._tokenizers, sizes)):
             raise DataError("It adds tokens to a tokenizer, which later rows see. Add them before.")
+        for each, late, known in zip(objects, self._late, self._set):
+            for name, value in vars(each).items():
+                if isinstance(value, _MODEL) and name not in known:  # loaded when first needed
+                    self.persistent_id(late.setdefault(name, value))
 
-    def _keep_models(self, before: Any, after: Any, first: Any) -> None:
-        """Keep a model or tokenizer that was loaded when first needed."""
-        for key, value in after.items():
-            if before.get(key) is None and isinstance(value, _MODEL):
-                before[key] = self._kept[id(value)] = value
-                if first is not None:
-                    first[key] = value
+    def _get(self, key: int) -> Any:
+        return self._shared[key] if key else random.getrandbits(31)
 
-    def _walk(self, how: _How) -> None:
-        seen, todo = dict[Any, Any](), deque([(self.root, how)])
-        while todo:
-            value, how = todo.popleft()
-            if isinstance(value, _CONSTANT) or (id(value), how.fresh) in seen:
-                continue
-            seen[id(value), how.fresh] = value
-            for part in self._parts(value, how):
-                # First what a data set holds itself, then what its code holds beside that.
-                (todo.append if part[1].noted else todo.appendleft)(part)
-
-    def _parts(self, value: Any, how: _How) -> Iterator[tuple[Any, _How]]:
-        """Note a value, and yield what it holds, and what its code names."""
+    def persistent_id(self, value: Any) -> int | None:
+        """Return the key of what all rows share, None for what is copied."""
+        if type(value) in _ATOMS or value is _NONE or id(value) in self._shared:
+            return None if type(value) in _ATOMS else 0 if value is _NONE else id(value)
+        step = callable(value) and not isinstance(value, type) and value is not self._top
+        if step and not self._steps:
+            return 0
         if isinstance(value, hf.Trainer):
             raise DataError(
                 "The data collator reaches a Trainer, which would carry state from one example to "
                 "the next. Make the collator a function, and pass it what it needs."
             )
-        if isinstance(value, (Dataset, Table)):
-            self.data += [value] if how.noted else []
-            how = how._replace(long=False)
-        if isinstance(value, Table) and value.format["type"] == "custom":
-            yield value.format["format_kwargs"]["transform"], _How()
         if isinstance(value, GENERATORS):
             self._generators.append(value)
-        seeds = _seeds(getattr(value, "__dict__", {}))
-        if isinstance(value, _SHARED) or seeds and not how.fresh:
-            self._slots.append((value, "__dict__", False))
-        if isinstance(value, (*_SHARED, *GENERATORS, types.ModuleType)):
-            self._kept[id(value)] = value
-        elif isinstance(value, types.MethodType):
-            yield from ((value.__self__, how), (value.__func__, how))
-        elif not isinstance(value, _CONTAINER):
-            yield from self._object(value, how)
-        elif how.long or len(value) <= _LONG:
-            for item in [*value, *value.values()] if isinstance(value, dict) else value:
-                yield item, how._replace(noted=how.noted or callable(item))
-        elif how.fresh:
-            self._kept[id(value)] = value
+        if isinstance(value, (Dataset, Table)) and all(each is not value for each in self.data):
+            self.data.append(value)
+        if isinstance(value, Table) and value.format["type"] == "custom" and self._steps:
+            self._add(value.format["format_kwargs"], "transform", copied=True)
+        if isinstance(value, _MODEL) and hasattr(value, "__dict__"):
+            self._spaces[id(vars(value))] = vars(value)
+            words = getattr(value, "tokenizer", value)  # of a processor
+            self._tokenizers += [words] * isinstance(words, hf.PreTrainedTokenizerBase)
+        rows = [*vars(value).values()] if isinstance(value, Dataset) else []
+        for each in filter(self._is_row, rows + [value] * (self._rows or not self._copied)):
+            self._shared[id(each)] = each
+            self._add({"": getattr(each, "__dict__", None)}, "")
+        if isinstance(value, _CACHED) and _is_own(value, value):
+            self._named.add(value.__name__)
+            self._add({"": value.__wrapped__}, "")
+        if not isinstance(value, _REBUILT) and _is_shared(value):
+            self._shared[id(value)] = value
+        if isinstance(value, (type, types.FunctionType)):
+            self._look_up(value)
+        return id(value) if id(value) in self._shared else None
 
-    def _object(self, value: Any, how: _How) -> Iterator[tuple[Any, _How]]:
-        classes = type(value).__mro__[:-1]
-        places = _places(value)
-        # What has a way of its own to be copied (a tensor, an image) is copied as a whole.
-        whole = how.long and any(_COPIED_BY & vars(each).keys() for each in classes)
-        if how.fresh and (value is self.root or not whole) and (places or not how.long):
-            self._kept[id(value)] = value
-            self._slots += [(*place, True) for place in places]
-        yield from ((_get(*place), how) for place in places)
+    def _is_row(self, value: Any) -> bool:
+        """Return whether rows of a data set share a value: arrays, files and long containers."""
+        if isinstance(value, (list, tuple, dict, set, frozenset)):
+            return value is self._root or len(value) > _LONG
+        taken_apart = (Dataset, types.CellType, types.FunctionType, functools.partial, *_PARTS)
+        kept = isinstance(value, taken_apart) or value is self._root or _is_shared(value)
+        return not kept and _is_whole(value)
+
+    def reducer_override(self, value: Any) -> Any:
+        """Take functions apart, and let seeds be drawn when objects are loaded."""
+        if isinstance(value, types.CellType):
+            state = {} if value == types.CellType() else {"cell_contents": value.cell_contents}
+            return types.CellType, (), state, None, None, _fill
         if isinstance(value, types.FunctionType):
-            yield from self._named([value], [value.__globals__], how)
-        else:
-            own = [each for each in classes if not _is_of_library(each.__module__)]
-            methods = [function for each in own for function in _functions(each)]
-            yield from ((method, how) for method in methods)
-            yield from self._named(methods, list(map(vars, own)), how)
+            self._shared[id(value.__globals__)] = value.__globals__
+            parts = (value.__code__, value.__globals__, value.__name__, None, value.__closure__)
+            state = {n: getattr(value, n) for n in ("__defaults__", "__kwdefaults__", "__dict__")}
+            return types.FunctionType, parts, state, None, None, _fill
+        if type(value) in _PARTS and not isinstance(value, types.BuiltinFunctionType):
+            return type(value), tuple(getattr(value, name) for name in _PARTS[type(value)])
+        if isinstance(value, functools.partial) or not hasattr(value, "__dict__"):
+            return NotImplemented
+        own = value is self._root or isinstance(value, Dataset)
+        made: Any = (object.__new__, (type(value),), vars(value))
+        made = made if own and _is_whole(value) else value.__reduce_ex__(4)
+        if len(made) > 2 and isinstance(made[2], dict):
+            seeds = [k for k, each in made[2].items() if k.endswith("seed") and type(each) is int]
+            made = (*made[:2], made[2] | dict.fromkeys(seeds, _NONE), *made[3:])
+            if self._copied:
+                self._objects.append(value)
+            elif seeds:
+                self._spaces[id(vars(value))] = vars(value)
+                self._seeds += [(vars(value), key) for key in seeds]
+        return made
 
-    def _named(self, code: list[Any], spaces: list[Any], how: _How) -> Iterator[tuple[Any, _How]]:
-        """Look up the names in code: globals, class attributes, and what modules so named hold."""
-        code = [each for each in code if not _is_of_library(each.__module__)]
-        names = set[str]().union(*(_names(each.__code__) for each in code))
-        spaces += [{name: sys.modules[name] for name in names & sys.modules.keys()}]
-        for space in spaces:
-            for name in names & space.keys():
-                value = space[name]
-                if isinstance(value, types.ModuleType):
-                    known = any(vars(value) is each for each in spaces)
-                    if not known and not _is_of_library(value.__name__):
-                        spaces.append(vars(value))
-                elif isinstance(value, (type, types.FunctionType)):
-                    near = value.__module__ in {each.__module__ for each in code}
-                    if near or how.fresh:
-                        beyond = how._replace(fresh=how.fresh and near)
-                        yield from ((each, beyond) for each in _functions(value))
-                elif not hasattr(type(value), "__get__"):
-                    yield value, how._replace(fresh=False, long=False)
-                    rows = isinstance(value, _CONTAINER) and len(value) > _LONG and not how.long
-                    if how.fresh and not rows and not isinstance(value, _HARMLESS):
-                        self._globals.add(name)
-        for each in dis.get_instructions(code[0]) if code and how.fresh else ():
-            if each.opname == "STORE_GLOBAL":
-                self._globals.add(each.argval)
+    def _look_up(self, code: Any) -> None:
+        """Look up what the code of a function or class of the user's own names."""
+        own = [each for each in getattr(code, "__mro__", [code]) if _is_own(each, each)]
+        names = set[str]().union(*map(_names, own))
+        imported = {name: sys.modules[name] for name in names & sys.modules.keys()}
+        spaces: list[Any] = [*(getattr(each, "__globals__", each) for each in own), imported]
+        for space in spaces:  # grows
+            if space is not imported:
+                self._spaces[id(space)] = space
+            for name in names & _vars(space).keys():
+                each = _vars(space)[name]
+                known = isinstance(each, (types.ModuleType, type, _CACHED, *_FUNCTIONS))
+                if known and not _is_own(each, code):
+                    continue
+                if isinstance(each, (types.ModuleType, type)):
+                    beyond = each if isinstance(each, type) else vars(each)
+                    spaces += [beyond] * all(beyond is not other for other in spaces)
+                self._add(space, name)
 
-
-def _names(code: types.CodeType) -> set[str]:
-    inner = [each for each in code.co_consts if isinstance(each, types.CodeType)]
-    return set(code.co_names).union(*map(_names, inner))
-
-
-def _functions(value: Any) -> list[types.FunctionType]:
-    """Return a function, or those of a class, also of its properties, static and class methods."""
-    members = vars(value).values() if isinstance(value, type) else [value]
-    found = (getattr(each, "__func__", getattr(each, "fget", each)) for each in members)
-    return [each for each in found if isinstance(each, types.FunctionType)]
-
-
-def _is_of_library(module: str | None) -> bool:
-    return (module or "").partition(".")[0] in _LIBRARIES
-
-
-def _words(value: Any) -> int:
-    value = getattr(value, "tokenizer", value)  # of a processor
-    return len(value) if isinstance(value, hf.PreTrainedTokenizerBase) else 0
-
-
-def _seeds(attributes: dict[str, Any]) -> list[str]:
-    return [key for key, each in attributes.items() if key.endswith("seed") and type(each) is int]
+    def _add(self, space: Any, name: str, copied: bool = False) -> None:
+        """Let a value be looked at, or be a copy for each row."""
+        if any(space is other and name == key for other, key, *_ in self._todo):
+            return
+        value, rows = _vars(space)[name], self._rows and name != "transform"
+        shared = _is_shared(value) or isinstance(value, Dataset)
+        copied = copied or not shared and isinstance(value, _FUNCTIONS)
+        self._todo.append((space, name, rows, copied))
+        if copied:
+            self._spaces[id(space)] = space
+        descriptor = isinstance(space, type) and hasattr(type(value), "__get__")
+        if name and not (copied or shared or descriptor or rows and self._is_row(value)):
+            self._named.add(name)
 
 
-def _places(value: Any) -> list[tuple[Any, str]]:
-    """Return where the state of an object is: holders with the name of an attribute each."""
-    if isinstance(value, functools.partial):
-        return [(value, "")]
+def _is_shared(value: Any) -> bool:
+    """Return whether nothing in a value could change that would have to be fresh."""
     if isinstance(value, types.FunctionType):
-        cells = [each for each in value.__closure__ or () if each != types.CellType()]
-        held = [n for n in ("__defaults__", "__kwdefaults__", "__dict__") if getattr(value, n)]
-        return [(cell, "cell_contents") for cell in cells] + [(value, name) for name in held]
-    slots = [name for each in type(value).__mro__ for name in vars(each).get("__slots__", ())]
-    return [(value, name) for name in ("__dict__", *slots) if _is_writable(value, name)]
+        held = (*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values())
+        kept = value.__dict__ or {*value.__code__.co_freevars} - {"__class__"}
+        return not kept and all(isinstance(each, _CONSTANT) for each in held)
+    if type(value) in _PARTS:
+        return all(_is_shared(getattr(value, name)) for name in _PARTS[type(value)])
+    if isinstance(value, (tuple, frozenset)):
+        return all(map(_is_shared, value))
+    if isinstance(value, torch.nn.Module):  # one without weights is a transform
+        return any(True for _ in value.parameters())
+    return type(value) is object or isinstance(value, (*_CONSTANT, *_MODEL, *GENERATORS, _CACHED))
 
 
-def _is_writable(holder: Any, name: str) -> bool:
+def _is_whole(value: Any) -> bool:
+    """Return whether an object has a way of its own to be copied, or none."""
+    ways = ("__reduce__", "__reduce_ex__", "__getstate__")
     try:
-        _set(holder, name, _get(holder, name))
-    except (AttributeError, TypeError):  # not so for files
-        return False
-    return True
+        plain = all(getattr(type(value), way) is getattr(object, way) for way in ways)
+        return not (plain and value.__reduce_ex__(4))
+    except TypeError:
+        return True
 
 
-def _get(holder: Any, name: str) -> Any:
-    return getattr(holder, name) if name else holder.__reduce__()[2]  # of functools.partial
+def _names(value: Any) -> set[str]:
+    """Return the names in the code of a function or class, and those of a class's functions."""
+    members = vars(value) if isinstance(value, type) else {value.__name__: value}
+    names = {name for name, each in members.items() if isinstance(each, (*_FUNCTIONS, _CACHED))}
+    code = [getattr(each, "__func__", getattr(each, "fget", each)) for each in members.values()]
+    for each in code:  # grows
+        each = getattr(each, "__code__", each)
+        names.update(getattr(each, "co_names", ()))
+        code += getattr(each, "co_consts", ())
+    return names - {*dir(type)} | names & {"__call__"}
 
 
-def _set(holder: Any, name: str, value: Any) -> None:
-    object.__setattr__(holder, name, value) if name else holder.__setstate__(value)
+def _module(value: Any) -> str:
+    value = getattr(value, "func", value)  # of a partial
+    if isinstance(value, types.FunctionType):
+        return str(value.__globals__.get("__name__"))
+    return str(
+        getattr(value, "__name__" if isinstance(value, types.ModuleType) else "__module__", "")
+    )
+
+
+def _is_own(value: Any, beside: Any) -> bool:
+    """Return whether code or a module is the user's: not installed, or beside what names it."""
+    module, home = _module(value), _module(beside)
+    file, top = getattr(sys.modules.get(module), "__file__", None), module.partition(".")[0]
+    near = top == home.partition(".")[0] or "-packages" not in str(file)
+    return near and top not in _LIBRARIES
+
+
+def _vars(space: Any) -> Any:
+    return vars(space) if isinstance(space, type) else space
+
+
+def _put(space: Any, name: str, value: Any) -> None:
+    if isinstance(space, type):
+        delattr(space, name) if value is _NONE else setattr(space, name, value)
+    elif value is _NONE:
+        del space[name]
+    else:
+        space[name] = value
+
+
+def _fill(value: Any, state: dict[str, Any]) -> None:
+    for name, each in state.items():
+        object.__setattr__(value, name, each)

@@ -201,6 +201,59 @@ def by_a_helper(rows):
     return in_a_global(rows)
 
 
+class OnItsClass:
+    number = 0
+
+    def __call__(self, rows):
+        type(self).number += 1
+        return self.number
+
+
+class OnItsClassFirst:
+    def __call__(self, rows):
+        type(self).late = getattr(type(self), "late", 0) + 1
+        return self.late
+
+
+class InAStaticMethod:
+    @staticmethod
+    def count(kept=[]):  # noqa: B006
+        kept.append(1)
+        return len(kept)
+
+    def __call__(self, rows):
+        return self.count()
+
+
+class InAModule(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.kept: list[int] = []
+
+    def forward(self, rows):
+        self.kept.append(1)
+        return len(self.kept)
+
+
+@functools.lru_cache
+def cached(text):
+    return []
+
+
+def in_a_cache(rows):
+    cached("a").append(1)
+    return len(cached("a"))
+
+
+class InACacheOfItsOwn:
+    @functools.cache  # noqa: B019
+    def held(self):
+        return []
+
+    def __call__(self, rows):
+        return self.held()
+
+
 STATEFUL = {
     "attribute of a tokenizer": lambda: on_a_tokenizer,
     "data set of one's own": lambda: OwnData().collate,
@@ -216,18 +269,27 @@ STATEFUL = {
     "partial of an object": lambda: functools.partial(OnTheInstance()),
     "wrapped": lambda: functools.wraps(in_a_global)(in_a_closure()),
     "default of a helper": lambda: lambda rows: in_a_default(rows),
+    "number in a global": lambda: in_a_number,
+    "new global": lambda: in_a_new_global,
+    "number of the class": OnItsClass,
+    "new attribute of the class": OnItsClassFirst,
+    "default of a static method": InAStaticMethod,
+    "bound method of a list": lambda: functools.partial(
+        lambda add, rows: add(1) or add.__self__, [].append
+    ),
+    "module without weights": InAModule,
     "iterator": lambda: functools.partial(lambda numbers, rows: next(numbers), itertools.count()),
 }
 SHARED = {
     "SEEN": in_a_global,
     "TABLE": in_a_global_dictionary,
     "COUNTER": by_an_iterator,
-    "NUMBER": in_a_number,
-    "UNKNOWN": in_a_new_global,
     "kept": OnTheClass(),
     "SEEN, by a method": InAMethodsGlobal(),
     "SEEN, by a helper": by_a_helper,
     "SEEN, by a nested function": in_a_nested_function,
+    "cached": in_a_cache,
+    "held": InACacheOfItsOwn(),
     "kept, of a module": in_another_module,
     "kept, of a module in a package": in_a_module_of_a_package,
     "kept, of a module imported in the call": in_a_module_imported_in_the_call,
@@ -235,8 +297,8 @@ SHARED = {
 
 
 def called(isolated, rows):
-    with isolated.fresh():
-        return isolated.root(rows)
+    with isolated.fresh() as collate:
+        return collate(rows)
 
 
 def finds_what_was_left(make) -> bool:
@@ -287,10 +349,12 @@ def reading_constants(rows):
 )
 def test_stock_collators_are_silent_and_little_is_looked_at(make, said, monkeypatch):
     looked_at = []
-    original = Isolated._parts
-    monkeypatch.setattr(Isolated, "_parts", lambda *args: looked_at.append(1) or original(*args))
+    original = Isolated._add
+    monkeypatch.setattr(
+        Isolated, "_add", lambda *args, **how: looked_at.append(1) or original(*args, **how)
+    )
     Isolated(make())
-    assert not said and len(looked_at) < 30
+    assert not said and len(looked_at) < 5
 
 
 def test_constants_generators_and_libraries_are_not_warned_of(said):
@@ -411,8 +475,8 @@ def test_tokenizers_models_and_data_are_shared():
 
 
 def collates(collate):
-    with Isolated(collate).fresh():
-        collate([1])
+    with Isolated(collate).fresh() as fresh:
+        fresh([1])
 
 
 @pytest.mark.parametrize("held", ["tokenizer", "processor"])
@@ -430,13 +494,13 @@ def test_a_growing_vocabulary_is_refused(held, monkeypatch):
         collates(collate)
     assert "word 19" in words.get_vocab()  # so a row after it would see the word
     collates(lambda rows: words("good film"))
-    monkeypatch.setattr(isolation, "_words", lambda value: 0)  # planted
+    monkeypatch.setattr(
+        isolation.Isolated, "_tokenizers", property(lambda self: [], lambda *_: None), raising=False
+    )  # planted
     collates(collate)
 
 
-def test_what_is_loaded_when_first_needed_stays():
-    loaded = []
-
+def test_what_is_loaded_when_first_needed_stays(tmp_path):
     class Late(torch.utils.data.Dataset):
         words = None
 
@@ -445,15 +509,46 @@ def test_what_is_loaded_when_first_needed_stays():
 
         def __getitem__(self, index):
             if self.mine is None:
-                loaded.append(1)
+                (tmp_path / str(len(list(tmp_path.iterdir())))).touch()
                 self.mine = tiny.tokenizer()
             return self.mine("good")["input_ids"]
 
     isolated = Isolated(Late(), has_rows=True)
     for _ in range(3):
-        with isolated.fresh():
-            assert isolated.root[0]
-    assert isolated.root.mine is not None
+        with isolated.fresh() as data:
+            assert data[0]
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+LATE = None
+
+
+def test_so_does_what_a_global_gets(tmp_path):
+    def collate(rows):
+        global LATE
+        if LATE is None:
+            (tmp_path / str(len(list(tmp_path.iterdir())))).touch()
+            LATE = tiny.tokenizer()
+        return len(LATE)
+
+    isolated = Isolated(collate)
+    assert [called(isolated, [1]) for _ in range(3)] == [19] * 3
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+def test_a_data_set_of_its_function_counts_anew_and_may_read_its_rows():
+    raw, seen = tiny.dataset(), []
+
+    class Local(torch.utils.data.Dataset):
+        def __getitem__(self, index):
+            seen.append(index)
+            return len(seen), raw[index]["label"]
+
+    isolated = Isolated(Local(), has_rows=True)
+    for _ in range(2):
+        with isolated.fresh() as data:
+            assert data[1] == (1, 1)
+    assert isolated.data == [] and seen == []
 
 
 @pytest.mark.parametrize("make", [lambda: (number for number in range(3)), lambda: open(__file__)])
@@ -482,8 +577,8 @@ def test_rows_and_files_of_a_data_set_are_not_copied(held):
         all_rows = data.rows
         isolated = Isolated(held(data), has_rows=held(data) is data)
         for _ in range(2):
-            with isolated.fresh():
-                opened, rows, count = data[0]
+            with isolated.fresh() as fresh:
+                opened, rows, count = (getattr(fresh, "args", [fresh])[0])[0]
                 assert opened is file and rows is all_rows and count == 1
 
 
@@ -562,9 +657,11 @@ def test_it_trains_with_packages_installed_for_a_user(tmp_path):
 PACKAGE = {
     "__init__": "",
     "state": "import numpy as np\nrng, SEEN = np.random.default_rng(0), []\n",
-    "steps": "from theirs.state import rng\ndef step(rows): return rng.random()\n",
+    "steps": "from theirs.state import rng\nKEPT = []\ndef step(rows): return rng.random()\n"
+    "def keep(rows):\n    KEPT.append(1)\n    return len(KEPT)\n",
     "collate": "from theirs import state\nfrom theirs.steps import step\n"
     "def collate(rows):\n    return step(rows), state.rng.random()\n"
+    "from theirs import steps\ndef keeping(rows): return steps.keep(rows)\n"
     "def counting(rows):\n    state.SEEN.append(1)\n    return len(state.SEEN)\n",
 }
 
@@ -588,29 +685,36 @@ def test_where_packages_lie_does_not_matter(tmp_path, monkeypatch, said):
         found.append(called(isolated, [1]))
     assert found[0] == found[1] != found[2] and not said
     Isolated(theirs.collate.counting)
-    assert "all rows share: SEEN. If" in said[0]
+    Isolated(theirs.collate.keeping)
+    assert "all rows share: SEEN. If" in said[0] and "all rows share: KEPT. If" in said[1]
     tiny.trainer(tmp_path / "out", max_steps=1).train()
 
 
 # -- each guard broken on purpose ---
 
 
-def plant_no_slots(patch):
-    patch.setattr(isolation, "_places", lambda value: [])
+def plant_shared_functions(patch):
+    patch.setattr(isolation, "_is_shared", callable)
 
 
 def plant_no_copies(patch):
-    patch.setattr(Isolated, "fresh", lambda self: contextlib.nullcontext())
+    patch.setattr(Isolated, "fresh", lambda self: contextlib.nullcontext(self._root))
 
 
 def plant_no_code(patch):
-    patch.setattr(Isolated, "_named", lambda *args: ())
+    patch.setattr(Isolated, "_look_up", lambda *args: None)
+
+
+def plant_nothing_put_back(patch):
+    put = isolation._put
+    patch.setattr(isolation, "_put", lambda space, *of: isinstance(space, dict) and put(space, *of))
+    patch.setattr(OnItsClass, "number", 0)
 
 
 @pytest.mark.parametrize(
     ("plant", "name"),
-    [(plant_no_slots, "closure"), (plant_no_copies, "instance"), (plant_no_copies, "nested"),
-     (plant_no_code, "default of a helper")],
+    [(plant_shared_functions, "closure"), (plant_no_copies, "instance"), (plant_no_copies, "nested"),
+     (plant_no_code, "default of a helper"), (plant_nothing_put_back, "number of the class")],
 )  # fmt: skip
 def test_planted(plant, name, monkeypatch):
     plant(monkeypatch)
@@ -620,4 +724,8 @@ def test_planted(plant, name, monkeypatch):
 def test_planted_code_not_looked_at(monkeypatch, said):
     plant_no_code(monkeypatch)
     Isolated(in_a_global)
+    monkeypatch.undo()
+    monkeypatch.setattr(isolation.logger, "warning", said.append)
+    monkeypatch.setattr(isolation, "_is_own", lambda *args: False)  # so that caches are shared
+    Isolated(InACacheOfItsOwn())
     assert not said

@@ -118,7 +118,7 @@ def test_what_cannot_be_padded_is_refused_before_the_first_draw(name, tmp_path):
 
 
 def share_the_collator(patch):
-    patch.setattr(Isolated, "fresh", lambda self: contextlib.nullcontext())
+    patch.setattr(Isolated, "fresh", lambda self: contextlib.nullcontext(self._root))
 
 
 def go_on_with_one_stream(patch):
