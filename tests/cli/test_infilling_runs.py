@@ -287,7 +287,7 @@ class Forked:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
-    def run(self, command: list[str], stdout, stderr) -> subprocess.CompletedProcess[str]:
+    def run(self, command: list[str], stdout, stderr, env) -> subprocess.CompletedProcess[str]:
         assert command[:2] == [sys.executable, "-m"] and stderr == self.STDOUT
         code = (
             f"import runpy; runpy.run_module({command[2]!r}, run_name='__main__', alter_sys=True)"
