@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import csv
+import importlib.util
 import itertools
 import json
 import math
@@ -18,7 +19,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from hf_dp._plotting import panels, require_matplotlib
+from hf_dp import _validate
 from hf_dp.cli.cell_runs import in_words
 from hf_dp.cli.options import Parser
 from hf_dp.errors import ConfigError
@@ -80,7 +81,7 @@ def build_parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str]) -> int:
     """Write the picture and print its path; return 2 for records that it cannot show."""
     args = build_parser().parse_args(list(argv))
-    require_matplotlib(args.output)
+    _check_output(args.output)
     if args.color is not None and args.x is None:
         raise ConfigError(
             "`--color` is the value of a heat map over `--x` and `--y`. Add --x NAME."
@@ -268,7 +269,7 @@ def curves(records: Records, axes: Names, by: Names, beside: Records, title: str
     )
     others = _groups(beside, [LABEL], lambda one: one[_short(x)])
     order = list(dict.fromkeys([*found, *others]))
-    figure, (place,) = panels(1, width=6.5, height=4.2)
+    figure, (place,) = _panels(1, width=6.5, height=4.2)
     places: tuple[set[float], set[float]] = set(), set()
     for label, groups in found.items():
         xs, ys = _curve(groups, x, y)
@@ -340,7 +341,7 @@ def bars(records: Records, axes: Names, by: Names, beside: Records, title: str) 
     }
     others = [(one[_short(key)], one[LABEL]) for one in beside]
     order = list(dict.fromkeys([*groups, *(label for _, label in others)]))
-    figure, (place,) = panels(1, width=6.5, height=0.5 * len(order) + 1.5)
+    figure, (place,) = _panels(1, width=6.5, height=0.5 * len(order) + 1.5)
     place.barh(
         [order.index(label) for label in groups], list(map(statistics.mean, groups.values())),
         xerr=_spread(list(groups.values())), color="tab:blue", height=0.6, capsize=3,
@@ -371,7 +372,7 @@ def heat_maps(records: Records, axes: Names, by: Names, beside: Records, title: 
     values = [value for found in maps.values() for value in found.values() if value is not None]
     is_log = not axes[-1].startswith(_LINEAR) and _far_apart(values)
     norm = (LogNorm if is_log else Normalize)(min(values), max(values))
-    figure, places = panels(len(maps), len(columns) + 2.5, 0.6 * len(rows) + 1.5)
+    figure, places = _panels(len(maps), len(columns) + 2.5, 0.6 * len(rows) + 1.5)
     for place, (label, found) in zip(places, maps.items(), strict=True):
         shown = [[found.get((column, row)) for column in columns] for row in rows]
         filled = [[math.nan if value is None else value for value in line] for line in shown]
@@ -420,3 +421,26 @@ def _in_order(values: Sequence[Any]) -> list[Any]:
 
 def _tick(value: Any) -> str:
     return f"{value:g}" if _is_number(value) else value or "-"
+
+
+def _check_output(path: str) -> None:
+    """Raise InvalidArgumentError for another kind of file, or where matplotlib is not installed."""
+    kinds = [".png", ".pdf", ".svg"]
+    if Path(path).suffix.lower() not in kinds:
+        said = f"to end in one of {kinds}"
+        raise _validate.invalid("output", path, said, "That decides what is written.")
+    if importlib.util.find_spec("matplotlib") is None:
+        raise _validate.invalid(
+            "output", path, "with matplotlib installed", "Run `pip install hf-dp[plot]`."
+        )
+
+
+def _panels(count: int, width: float, height: float) -> tuple[Any, list[Any]]:
+    """Return a figure and its ``count`` axes side by side, without upper and right edges."""
+    from matplotlib.figure import Figure  # not pyplot: no display is touched
+
+    figure = Figure(figsize=(width * count, height), layout="constrained")
+    axes = list(figure.subplots(1, count, squeeze=False)[0])
+    for each in axes:
+        each.spines[["top", "right"]].set_visible(False)
+    return figure, axes
