@@ -115,7 +115,7 @@ def test_bad_values_and_ranges():
     with pytest.raises(AccountingRangeError, match="delta"):
         calibrate_noise_multiplier(3, 1e-12, Q, STEPS)
     with pytest.raises(AccountingRangeError, match="sample_rate"):
-        calibrate_noise_multiplier(3, 1e-6, 1e-7, STEPS)
+        calibrate_noise_multiplier(3, 1e-6, 1e-9, STEPS)
 
 
 @pytest.mark.parametrize(

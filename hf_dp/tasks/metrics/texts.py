@@ -25,8 +25,8 @@ from hf_dp.errors import MetricUnavailableError
 from hf_dp.tasks.generation.java import conversation
 from hf_dp.tasks.generation.ptb import ptb_rows
 
-Texts = Sequence[str]
-Rows = Sequence[Sequence[str]]
+Texts = list[str]
+Rows = list[list[str]]
 Found = dict[str, Any]
 
 _ORDERS = range(1, 6)
