@@ -72,7 +72,9 @@ def summary(outcome: dict[str, Any]) -> dict[str, Any]:
         "files": [name for name in outcome["files"] if "checkpoint" not in name],
     }
     if outcome["statement"] is not None:
-        found["statement"] = {n: outcome["statement"]["statement"][n] for n in STATED}
+        stated = {n: outcome["statement"]["statement"][n] for n in STATED}
+        epsilons = {each["accountant"]: each["epsilon"] for each in stated["epsilons"]}
+        found["statement"] = {**stated, "epsilons": epsilons}
     weights = {
         name: [float(f"{x:.5g}") for x in value.flatten()[:: -(-value.numel() // 8)]]
         for name, value in outcome.get("weights", {}).items()
