@@ -199,6 +199,7 @@ def killed(make: Make, folder: Path) -> Outcome:
     """Killed in step 3, and resumed from the checkpoint of step 2."""
     child = os.fork()
     if not child:
+        torch.set_num_threads(1)  # the threads of this process are not in its child
         try:
             make(folder, callbacks=[_Die()]).train()
         finally:
