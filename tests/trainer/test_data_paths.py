@@ -30,6 +30,7 @@ from hf_dp.batches.isolation import Isolated
 from hf_dp.batches.padding import Padding
 from hf_dp.errors import DataError
 from hf_dp.noise import SecretRandomness
+from hf_dp.plans.rounding import clipping_share
 from hf_dp.run.precision import Precision
 
 CLIPPING_NORM = 0.2
@@ -78,8 +79,8 @@ def released(
 
 
 def moved(folder: Path, path: DataPath, without: int) -> float:
-    """How far, in clipping norms, one row moves the release, beyond what rounding of the weights
-    explains."""
+    """How far, in units of what gradients are clipped to, one row moves the release, beyond what
+    rounding of the weights explains."""
     everything = range(len(path.rows()))
     kept = [i for i in everything if i != without]
     one, rounding = released(folder / "all", path, everything)
@@ -87,7 +88,8 @@ def moved(folder: Path, path: DataPath, without: int) -> float:
     distance = float(
         torch.stack([(one[name] - other[name]).square().sum() for name in one]).sum().sqrt()
     )
-    return max(0.0, distance - rounding - other_rounding) / CLIPPING_NORM
+    clips_to = CLIPPING_NORM * clipping_share(len(kept), len(kept))
+    return max(0.0, distance - rounding - other_rounding) / clips_to
 
 
 @pytest.mark.parametrize("name", [name for name, path in PATHS.items() if path.refused is None])
