@@ -84,7 +84,7 @@ class Workload:
 
 @dataclasses.dataclass(frozen=True)
 class Protocol:
-    """How speed is timed.
+    """Says how speed is timed.
 
     Raises: InvalidArgumentError naming the field.
     """

@@ -125,7 +125,7 @@ class Publication:
 
     @property
     def goes(self) -> dict[str, str]:
-        """Of each file that goes, why."""
+        """Map each file that goes to the reason why it goes."""
         return {name: why_goes(name) or "" for name in self.files}
 
     @property

@@ -41,14 +41,14 @@ _ORIGIN = frozenset(
 # Vocabularies hold any word there is, "/usr" and the names of machines among them.
 _VOCABULARY = "tokenizer.json vocab.json added_tokens.json entity_vocab.json emoji.json".split()
 _NAME_IT = "Name the base on the Hub: --base-model ID, or trainer.describe(base_model=ID)."
-# Of metadata in weights. Others are refused: the digest of a file covers them, so that they cannot
-# be taken out here.
+# What the metadata of weights may hold. Other entries are refused: the digest of a file covers
+# them, so they cannot be taken out here.
 _METADATA = {"format": ("pt", "tf", "flax", "np", "mlx"), STAMP: ("hf_dp",)}
 
 
 @dataclass(frozen=True)
 class PrivateWords:
-    """What to look for in published text.
+    """Looks for private words in published text.
 
     Args:
         tokens: of the Hub.

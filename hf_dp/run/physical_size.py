@@ -116,7 +116,7 @@ def largest_physical_batch(
         divided = min(full * length, limit)
         return full, search.largest(min(most, divided), divided)
 
-    # Of several processes, all use the smallest numbers.
+    # All processes use the smallest numbers that one of them found.
     full, examples = (-run.processes.largest(-each) for each in run.processes.together(find))
     found = PhysicalSize(examples, None if length is None else min(full * length, limit))
     tokens = "" if found.tokens is None else f" and {found.tokens:,} tokens"

@@ -1,4 +1,4 @@
-"""What processes send and hold in a private step is what the page says: counted around real steps.
+"""Count what processes send and hold in real private steps, and compare it with the page.
 
 The expected numbers are those of the tables of ``hf_dp/distributed/README.md``.
 """
