@@ -1,12 +1,15 @@
-"""The table of ``model_cards/README.md``, made from the ``privacy.json`` files beside it.
+"""Tables of pages: of ``model_cards/README.md``, made from the ``privacy.json`` files beside it, and
+of ``recipes/sst2/README.md``, made from the figures in ``half_epoch/results.csv``.
 
-``python tests/leaderboard.py`` writes it into the page.
+``python tests/leaderboard.py`` writes them into the pages.
 """
 
 from __future__ import annotations
 
+import csv
 import math
 import re
+from decimal import ROUND_HALF_UP, Decimal
 from pathlib import Path
 
 from hf_dp.cards.details import CardDetails
@@ -16,7 +19,8 @@ from hf_dp.statement.record import read
 from hf_dp.statement.results import epsilon_text
 from hf_dp.statement.statement import PrivacyStatement
 
-CARDS = Path(__file__).parent.parent / "model_cards"
+ROOT = Path(__file__).parent.parent
+CARDS, SST2 = ROOT / "model_cards", ROOT / "recipes" / "sst2"
 BEGIN, END = "<!-- table: begin -->", "<!-- table: end -->"
 _HEAD = """\
 | Card | Task | Base | What was trained | Epsilon (PLD) | RDP | PRV | Score | Recipe |
@@ -75,12 +79,48 @@ def _link(details: CardDetails) -> str:
     return f"[{details.recipe}](../{path.relative_to(CARDS.parent).as_posix()})"
 
 
-def page(text: str) -> str:
-    """Return the page with the table in its place."""
-    between = f"{BEGIN}\n{table()}\n{END}"
-    return re.sub(f"{BEGIN}.*{END}", lambda _: between, text, flags=re.DOTALL)
+_METHODS = {
+    "rgp": "RGP, rank 8",
+    "lora": "LoRA (r = 8; query and value)",
+    "full": "full",
+    "random": "random matrices, a quarter",
+    "frost": "DP-FROST, a quarter",
+}
+
+
+def grid() -> str:
+    """Return the table of methods by epsilon; each cell is held-out rows / development rows."""
+    with (SST2 / "half_epoch" / "results.csv").open() as file:
+        runs = {row["run"]: row for row in csv.DictReader(file)}
+    rows = [
+        "| Method | Learning rate | Epsilon 0.5 | Epsilon 2 | Epsilon 8 "
+        "| Processor time at epsilon 2 |\n|---|---|---|---|---|---|"
+    ]
+    for name, words in _METHODS.items():
+        cells = [runs[f"{name}_eps{epsilon}"] for epsilon in ("0.5", "2", "8")]
+        rate = read_yaml(str(SST2 / "half_epoch" / f"{name}.yaml"))["learning_rate"]
+        rows.append(
+            f"| {words} | {rate:.0e} | {' | '.join(map(_cell, cells))} "
+            f"| {cells[1]['processor_seconds']} s |".replace("e-0", "e-")
+        )
+    return "\n".join(rows)
+
+
+def _cell(run: dict[str, str]) -> str:
+    both = [run[name] for name in ("held_out_accuracy", "accuracy") if run[name]]
+    tenth = Decimal("0.1")
+    return " / ".join(str((100 * Decimal(x)).quantize(tenth, ROUND_HALF_UP)) for x in both) + " %"
+
+
+PAGES = {CARDS / "README.md": table, SST2 / "README.md": grid}
+
+
+def page(path: Path) -> str:
+    """Return the text of a page with its table in its place."""
+    between = f"{BEGIN}\n{PAGES[path]()}\n{END}"
+    return re.sub(f"{BEGIN}.*{END}", lambda _: between, path.read_text(), flags=re.DOTALL)
 
 
 if __name__ == "__main__":
-    path = CARDS / "README.md"
-    path.write_text(page(path.read_text()))
+    for path in PAGES:
+        path.write_text(page(path))
