@@ -7,6 +7,8 @@ nor transformers.
 from __future__ import annotations
 
 import importlib
+import re
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hf_dp._version import __version__ as __version__
@@ -41,45 +43,13 @@ if TYPE_CHECKING:
     from hf_dp.tuners.methods import RgpConfig as RgpConfig
     from hf_dp.tuners.methods import TopBlocksConfig as TopBlocksConfig
 
-_HOMES = {
-    "ClippingEngine": "hf_dp.clipping",
-    "DPSeq2SeqTrainer": "hf_dp.trainer.seq2seq",
-    "DPSeq2SeqTrainingArguments": "hf_dp.trainer.seq2seq",
-    "DPTrainer": "hf_dp.trainer.trainer",
-    "DPTrainingArguments": "hf_dp.trainer.arguments",
-    "Ledger": "hf_dp.accounting",
-    "PrivateRun": "hf_dp.run.private_run",
-    "mechanism_for": "hf_dp.mechanisms",
-    "publish": "hf_dp.publishing.hub",
-    "save_run": "hf_dp.trainer.save_run",
-    **dict.fromkeys(
-        (
-            "DpSgdPlan",
-            "FrozenPlan",
-            "NoisedLossPlan",
-            "PrivacyPlan",
-            "PrivacyRequest",
-            "PrivateEncoderPlan",
-            "PublishedPlan",
-        ),
-        "hf_dp.plans",
-    ),
-    "PrivacyStatement": "hf_dp.statement.statement",
-    **dict.fromkeys(
-        (
-            "AdapterConfig",
-            "BitFitConfig",
-            "FrostConfig",
-            "HeadConfig",
-            "ParamConfig",
-            "PvalConfig",
-            "RandomConfig",
-            "RgpConfig",
-            "TopBlocksConfig",
-        ),
-        "hf_dp.tuners.methods",
-    ),
-}
+# The lines above are the only list of public names.
+_LINES = re.findall(
+    r"^    from (\S+) import \w+ as (\w+)$",
+    Path(__file__).read_text(encoding="utf-8"),
+    re.MULTILINE,
+)
+_HOMES = {name: module for module, name in _LINES}
 
 when_imported("peft", "hf_dp.tuners.registration:register")
 when_imported(
