@@ -36,11 +36,9 @@ from hf_dp.cli.tasks import generation
 from hf_dp.cli.tasks.masked_lm import PretrainingArguments
 from hf_dp.errors import ConfigError
 from hf_dp.plans.privacy import PrivacyPlan, PrivacyRequest
-from hf_dp.tasks.classification_data import DataArguments
-from hf_dp.tasks.image_classifier import ImageModelArguments
-from hf_dp.tasks.image_data import ImageArguments
+from hf_dp.tasks.classification import DataArguments, ImageArguments
+from hf_dp.tasks.classifiers import ImageModelArguments, ModelArguments
 from hf_dp.tasks.templates import Infilling
-from hf_dp.tasks.text_classifier import ModelArguments
 from hf_dp.trainer.arguments import DPTrainingArguments
 from hf_dp.trainer.forward_arguments import forward_plan
 from hf_dp.tuners.apply import apply_peft

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import runpy
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,9 @@ import torch
 from transformers import GPT2LMHeadModel, T5Config, T5ForConditionalGeneration
 
 from hf_dp.tasks.generation.demo_tables import demo_tables
-from hf_dp.tasks.generation.fresh_gpt2 import fresh_gpt2
+
+RECIPE = Path(__file__).parents[1] / "recipes/pretraining/fresh_gpt2.py"
+fresh_gpt2 = runpy.run_path(str(RECIPE))["fresh_gpt2"]
 
 
 @cache

@@ -176,7 +176,7 @@ def insert(rows: Any, data: TextArguments, canaries: Canaries) -> Any:
     """
     import datasets
 
-    from hf_dp.tasks.classification import require_columns
+    from hf_dp.tasks.labels import require_columns
 
     prompt, target = _columns(data)
     require_columns(rows, [prompt, target], "data_format")

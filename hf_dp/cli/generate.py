@@ -16,12 +16,8 @@ from hf_dp.cli.launch import refuse_several
 from hf_dp.cli.options import Parser
 from hf_dp.cli.tasks.evaluation import parse_evaluation
 from hf_dp.errors import ConfigError
-from hf_dp.tasks.generation.arguments import (
-    NUCLEUS,
-    DecodingArguments,
-    LanguageModelArguments,
-    TextArguments,
-)
+from hf_dp.tasks.generation.arguments import NUCLEUS, DecodingArguments, TextArguments
+from hf_dp.tasks.models import StartArguments
 
 DESCRIPTION = """\
 Let a trained model write rows in the columns of its training rows. What a private model writes is
@@ -81,7 +77,7 @@ class GenerateArguments:
         integer("nearest", self.nearest, 0)
 
 
-ARGUMENTS = (GenerateArguments, LanguageModelArguments, TextArguments, DecodingArguments)
+ARGUMENTS = (GenerateArguments, StartArguments, TextArguments, DecodingArguments)
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -141,7 +137,7 @@ def _written(
     name: str,
     kind: str,
     asked: GenerateArguments,
-    model_args: LanguageModelArguments,
+    model_args: StartArguments,
     data: TextArguments,
     decoding: DecodingArguments,
 ) -> tuple[Any, dict[str, Any]]:

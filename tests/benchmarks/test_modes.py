@@ -25,7 +25,7 @@ from hf_dp.benchmarks.workload import Workload, build_model, made_up, make_batch
 from hf_dp.clipping.engine import STRATEGIES
 from hf_dp.errors import HfDpError, InvalidArgumentError, UnsupportedModelError
 from hf_dp.losses import per_example_loss
-from hf_dp.tasks.classification_data import DataArguments
+from hf_dp.tasks.classification import DataArguments
 from hf_dp.trainer.arguments import DPTrainingArguments
 
 HAS_OPACUS = importlib.util.find_spec("opacus") is not None

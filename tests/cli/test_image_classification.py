@@ -429,7 +429,7 @@ CHANGED_KEYS = {
     "an evaluation part that trains": ({"validation_split": ["train[:10%]"], "validation_file": []}, "rows that `train_split` leaves out, got 'train"),
     "a configuration of a file": ({"dataset_config": "plain"}, "`dataset_config` to be unset without `dataset_name`, got 'plain'"),
     "a wrong freeze": ({"freeze": ["bert."]}, "`freeze` names 'bert.'"),
-    "an unknown model": ({"model_name_or_path": "no/such"}, "'no/such' could not be loaded as an image classifier"),
+    "an unknown model": ({"model_name_or_path": "no/such"}, "image classifier 'no/such' could not be loaded"),
     "an unknown key": ({"image_colum": "img"}, "`image_colum` .did you mean `image_column`"),
 }  # fmt: skip
 
@@ -561,7 +561,7 @@ def test_a_model_of_grey_images_is_refused(task, capsys):
 
 
 def test_without_pillow(task, capsys, monkeypatch):
-    monkeypatch.setattr("hf_dp.tasks.image_classifier.importlib.util.find_spec", lambda name: None)
+    monkeypatch.setattr("hf_dp.tasks.classifiers.importlib.util.find_spec", lambda name: None)
     assert main(["train", "--config", str(task)]) == 2
     assert "pip install 'hf-dp[images]'" in capsys.readouterr().err
 

@@ -20,7 +20,7 @@ from hf_dp.cli.help_text import PRIVACY
 from hf_dp.cli.main import main
 from hf_dp.cli.tasks import TASKS, evaluated_tasks, evaluation_module, training_module
 from hf_dp.errors import ConfigError
-from hf_dp.tasks.text_classifier import ModelArguments
+from hf_dp.tasks.classifiers import ModelArguments
 from hf_dp.trainer.arguments import DPTrainingArguments
 from hf_dp.trainer.trainer import DPTrainer
 

@@ -11,9 +11,9 @@ import yaml
 
 from hf_dp.errors import ConfigError, DataError
 from hf_dp.tasks import sources
-from hf_dp.tasks.classification import checked_names, encode, label_names
-from hf_dp.tasks.classification_data import DataArguments
+from hf_dp.tasks.classification import DataArguments, encode
 from hf_dp.tasks.files import load_file
+from hf_dp.tasks.labels import checked_names, label_names
 from hf_dp.tasks.sources import load_evaluation, load_train
 
 

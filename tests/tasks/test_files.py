@@ -9,7 +9,7 @@ import pytest
 import tiny_images
 
 from hf_dp.errors import ConfigError, DataError
-from hf_dp.tasks.classification_data import DataArguments
+from hf_dp.tasks.classification import DataArguments
 from hf_dp.tasks.files import load_file, load_hub
 from hf_dp.tasks.sources import load_train
 

@@ -11,9 +11,10 @@ import tiny
 from tiny_images import NAMES
 
 from hf_dp.errors import DataError, InvalidArgumentError
-from hf_dp.tasks import classification
-from hf_dp.tasks.classification import encode, label_ids
+from hf_dp.tasks import labels
+from hf_dp.tasks.classification import encode
 from hf_dp.tasks.files import load_file
+from hf_dp.tasks.labels import label_ids
 
 
 def rows(labels: list[Any], declared: list[str] | None = None) -> datasets.Dataset:
@@ -119,5 +120,5 @@ def test_names_that_are_the_ids_are_free(tmp_path):
 
 
 def test_planted_reading_of_true_as_1_is_seen(monkeypatch):
-    monkeypatch.setattr(classification, "_truth_values", lambda names: {False: 0, True: 1})
+    monkeypatch.setattr(labels, "_truth_values", lambda names: {False: 0, True: 1})
     assert label_ids(rows([True]), "label", ["true", "false"]) != [0]

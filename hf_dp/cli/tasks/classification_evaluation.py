@@ -8,7 +8,7 @@ from typing import Any
 
 from hf_dp.cli.summary import metric_lines
 from hf_dp.cli.tasks.evaluation import EvalArguments
-from hf_dp.errors import ConfigError, HfDpError
+from hf_dp.errors import ConfigError
 from hf_dp.tasks.models import kept_class_names
 
 _TIMINGS = ("_runtime", "_per_second", "_preparation_time", "_loss")
@@ -63,14 +63,15 @@ def load_trained(
         base: loads the model that the configuration names, with what reads its rows.
         read: loads a whole checkpoint from a folder, with what reads its rows.
 
-    Raises: ConfigError when the classifier cannot be loaded, or has other classes.
+    Raises: DataError for what cannot be loaded; ConfigError for a classifier with other classes.
     """
     from transformers import set_seed
 
-    from hf_dp.tasks.files import resolve_model
+    from hf_dp.tasks.files import loading, resolve_model
 
     folder = resolve_model(path)
-    try:
+    advice = "Train it first (hf-dp train), or give its folder or Hub name: --trained NAME."
+    with loading(f"The classifier {path!r}", advice):
         if Path(folder, "adapter_config.json").exists():
             from peft import PeftModel
 
@@ -79,13 +80,6 @@ def load_trained(
             model, processor = base()
             return PeftModel.from_pretrained(model, folder), processor
         model, processor = read(folder)
-    except HfDpError:
-        raise  # its message is complete; some are also a ValueError
-    except (OSError, ValueError, RuntimeError) as problem:
-        raise ConfigError(
-            f"The classifier {path!r} could not be loaded: {str(problem).splitlines()[0]} Train it "
-            "first (hf-dp train), or give its folder or Hub name: --trained NAME."
-        ) from problem
     known = [model.config.id2label[index] for index in range(model.config.num_labels)]
     _check_classes(path, known, names)
     return model, processor

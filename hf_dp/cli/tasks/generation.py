@@ -8,12 +8,9 @@ from typing import Any
 from hf_dp.cli.config import card_block, parse, peft_config
 from hf_dp.cli.summary import metric_lines, print_summary, signal_to_noise
 from hf_dp.errors import ConfigError, DataError
-from hf_dp.tasks.generation.arguments import (
-    DecodingArguments,
-    LanguageModelArguments,
-    TextArguments,
-)
+from hf_dp.tasks.generation.arguments import DecodingArguments, TextArguments
 from hf_dp.tasks.models import (
+    StartArguments,
     check_positions,
     freeze,
     turn_off_dropout,
@@ -21,7 +18,7 @@ from hf_dp.tasks.models import (
 )
 from hf_dp.tasks.sources import load_evaluation, load_train
 
-ARGUMENTS = (LanguageModelArguments, TextArguments, DecodingArguments)
+ARGUMENTS = (StartArguments, TextArguments, DecodingArguments)
 
 
 def train(kind: str, values: dict[str, Any], words: Sequence[str]) -> int:
@@ -90,7 +87,7 @@ def _evaluate(
 
 def build_trainer(
     kind: str,
-    model_args: LanguageModelArguments,
+    model_args: StartArguments,
     data: TextArguments,
     decoding: DecodingArguments,
     args: Any,
@@ -158,7 +155,7 @@ def build_trainer(
     return trainer, sets
 
 
-def refuse(model_args: LanguageModelArguments, args: Any, adapter: Any) -> None:
+def refuse(model_args: StartArguments, args: Any, adapter: Any) -> None:
     """Refuse what a task that writes cannot do. Raises: ConfigError."""
     if args.privacy_mode == "dp_fp":
         raise ConfigError(

@@ -8,14 +8,11 @@ from typing import Any
 
 from hf_dp.cli.tasks.evaluation import EvalArguments, parse_evaluation
 from hf_dp.errors import ConfigError
-from hf_dp.tasks.generation.arguments import (
-    DecodingArguments,
-    LanguageModelArguments,
-    TextArguments,
-)
+from hf_dp.tasks.generation.arguments import DecodingArguments, TextArguments
+from hf_dp.tasks.models import StartArguments
 from hf_dp.tasks.sources import load_evaluation
 
-ARGUMENTS = (EvalArguments, LanguageModelArguments, TextArguments, DecodingArguments)
+ARGUMENTS = (EvalArguments, StartArguments, TextArguments, DecodingArguments)
 EXAMPLE = (
     "hf-dp eval --config recipes/e2e/gpt2_full_eps8.yaml --validation_file test.parquet\n"
     "      --decoding nucleus"

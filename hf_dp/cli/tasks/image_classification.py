@@ -10,14 +10,13 @@ from collections.abc import Sequence
 from typing import Any
 
 from hf_dp.cli.tasks.classification import configured, describe_sources, run
-from hf_dp.tasks.classification_data import one_or_all
-from hf_dp.tasks.image_classifier import (
+from hf_dp.tasks.classification import ImageArguments, one_or_all
+from hf_dp.tasks.classifiers import (
     ImageModelArguments,
-    check_pixels,
     load_image_classifier,
 )
-from hf_dp.tasks.image_data import ImageArguments
 from hf_dp.tasks.models import (
+    check_pixels,
     freeze,
     keep_class_names,
     turn_off_dropout,
@@ -55,8 +54,9 @@ def build_trainer(
     """
     from transformers import default_data_collator, set_seed
 
-    from hf_dp.tasks.classification import label_names, metrics
+    from hf_dp.tasks.classification import metrics
     from hf_dp.tasks.images import ToPixels, check_images, image_rows
+    from hf_dp.tasks.labels import label_names
     from hf_dp.trainer.trainer import DPTrainer
 
     with args.main_process_first(desc="loading the rows"):  # into a cache that all share

@@ -8,15 +8,14 @@ from typing import Any
 from hf_dp.cli.tasks.classification_evaluation import load_trained, scores
 from hf_dp.cli.tasks.evaluation import EvalArguments, parse_evaluation
 from hf_dp.errors import ConfigError
-from hf_dp.tasks.classification_data import one_or_all
-from hf_dp.tasks.image_classifier import (
+from hf_dp.tasks.classification import ImageArguments, one_or_all
+from hf_dp.tasks.classifiers import (
     ImageModelArguments,
-    check_pixels,
     load_image_classifier,
     load_processor,
     require_pillow,
 )
-from hf_dp.tasks.image_data import ImageArguments
+from hf_dp.tasks.models import check_pixels
 from hf_dp.tasks.sources import load_evaluation
 
 ARGUMENTS = (EvalArguments, ImageModelArguments, ImageArguments)
@@ -38,8 +37,9 @@ def evaluate(
     """
     from transformers import default_data_collator
 
-    from hf_dp.tasks.classification import label_names, metrics
+    from hf_dp.tasks.classification import metrics
     from hf_dp.tasks.images import ToPixels, check_images, image_rows
+    from hf_dp.tasks.labels import label_names
 
     args, model_args, data_args = parse_evaluation(ARGUMENTS, values, words)
     if zero_shot:

@@ -100,19 +100,14 @@ def build_trainer(task: PretrainingArguments, args: Any) -> Any:
     import datasets
     from transformers import AutoModelForMaskedLM, AutoTokenizer, DataCollatorForLanguageModeling
 
-    from hf_dp.tasks.files import resolve_model
+    from hf_dp.tasks.files import loading, read_texts, resolve_model
     from hf_dp.tasks.masked_lm_trainer import MaskedLMTrainer, Stop
-    from hf_dp.tasks.public_text import read_texts
 
     path = resolve_model(task.model_name_or_path)
-    try:
+    advice = "Give a Hub name, a folder, or package:NAME."
+    with loading(f"The model {task.model_name_or_path!r}", advice):
         tokenizer = AutoTokenizer.from_pretrained(path)
         model = AutoModelForMaskedLM.from_pretrained(path)
-    except (OSError, ValueError) as problem:
-        raise DataError(
-            f"The model {task.model_name_or_path!r} could not be loaded: "
-            f"{str(problem).splitlines()[0]} Give a Hub name, a folder, or package:NAME."
-        ) from problem
     seen = getattr(model.config, "pretraining_sources", None) or []
     model.config.pretraining_sources = list(dict.fromkeys([*seen, *task.pretraining_sources]))
     lines = list(dict.fromkeys(read_texts(task.text_files, task.text_columns)))

@@ -10,7 +10,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from hf_dp.cli.tasks.classification import configured, describe_sources, run
-from hf_dp.tasks.classification_data import DataArguments, encode_all
+from hf_dp.tasks.classification import DataArguments, encode_all
+from hf_dp.tasks.classifiers import ModelArguments, load_classifier
 from hf_dp.tasks.models import (
     check_positions,
     freeze,
@@ -19,7 +20,6 @@ from hf_dp.tasks.models import (
     warn_of_new_weights,
 )
 from hf_dp.tasks.sources import load_evaluation, load_train
-from hf_dp.tasks.text_classifier import ModelArguments, load_classifier
 
 ARGUMENTS = (ModelArguments, DataArguments)
 EXAMPLE = (
@@ -47,7 +47,8 @@ def build_trainer(
     """
     from transformers import DataCollatorWithPadding, set_seed
 
-    from hf_dp.tasks.classification import checked_names, encode, metrics
+    from hf_dp.tasks.classification import encode, metrics
+    from hf_dp.tasks.labels import checked_names
     from hf_dp.trainer.trainer import DPTrainer
 
     with args.main_process_first(desc="loading the rows"):  # into a cache that all share

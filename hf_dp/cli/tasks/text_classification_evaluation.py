@@ -8,9 +8,9 @@ from typing import Any
 from hf_dp.cli.tasks.classification_evaluation import load_trained, scores
 from hf_dp.cli.tasks.evaluation import EvalArguments, parse_evaluation
 from hf_dp.errors import ConfigError
-from hf_dp.tasks.classification_data import DataArguments, encode_all
+from hf_dp.tasks.classification import DataArguments, encode_all
+from hf_dp.tasks.classifiers import ModelArguments, load_classifier
 from hf_dp.tasks.sources import load_evaluation
-from hf_dp.tasks.text_classifier import ModelArguments, load_classifier
 
 ARGUMENTS = (EvalArguments, ModelArguments, DataArguments)
 EXAMPLE = "hf-dp eval --config recipes/glue/sst2/roberta_base_infilling_eps3.yaml --zero-shot"
@@ -29,7 +29,8 @@ def evaluate(
 
     Raises: ConfigError, DataError, InvalidArgumentError.
     """
-    from hf_dp.tasks.classification import label_names, metrics
+    from hf_dp.tasks.classification import metrics
+    from hf_dp.tasks.labels import label_names
 
     args, model_args, data_args = parse_evaluation(ARGUMENTS, values, words)
     if zero_shot and model_args.infilling is None:

@@ -7,27 +7,7 @@ from typing import Any
 
 from hf_dp._validate import in_unit_interval, integer, one_of, positive
 from hf_dp.tasks.generation.formats import NAMES
-from hf_dp.tasks.models import WITHOUT_DROPOUT
 from hf_dp.tasks.sources import SourceArguments
-
-
-@dataclass
-class LanguageModelArguments:
-    """Which model starts."""
-
-    model_name_or_path: str = field(metadata={"help": "Hub name, local folder, or package:NAME."})
-    from_scratch: bool = field(
-        default=False,
-        metadata={
-            "help": "Start from random weights of this architecture, to see what pretraining gives "
-            "(Li et al.: retrain)."
-        },
-    )
-    freeze: list[str] = field(
-        default_factory=list,
-        metadata={"help": "Prefixes of parameter names to freeze, for example transformer.wte."},
-    )
-    without_dropout: list[str] = field(default_factory=list, metadata={"help": WITHOUT_DROPOUT})
 
 
 @dataclass

@@ -7,12 +7,12 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from hf_dp.errors import ConfigError
-from hf_dp.tasks.classification import require_columns
 from hf_dp.tasks.generation.arguments import TextArguments
 from hf_dp.tasks.generation.chat import ChatEncoding
 from hf_dp.tasks.generation.encoding import CausalEncoding, Seq2SeqEncoding, default_separator
 from hf_dp.tasks.generation.formats import MESSAGES, columns_of, read_row
 from hf_dp.tasks.generation.language_models import SEQ2SEQ
+from hf_dp.tasks.labels import require_columns
 from hf_dp.tasks.sources import load_train
 
 Encoding = CausalEncoding | Seq2SeqEncoding | ChatEncoding

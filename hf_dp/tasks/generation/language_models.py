@@ -6,61 +6,53 @@ import logging
 from pathlib import Path
 from typing import Any
 
-from hf_dp.errors import DataError, UnsupportedModelError
-from hf_dp.tasks.files import resolve_model
-from hf_dp.tasks.generation.arguments import LanguageModelArguments
-from hf_dp.tasks.models import without_weights
+from hf_dp.errors import UnsupportedModelError
+from hf_dp.tasks.files import loading, resolve_model
+from hf_dp.tasks.models import StartArguments, without_weights
 
 logger = logging.getLogger(__name__)
 
 CAUSAL, SEQ2SEQ = "causal_lm", "seq2seq"
 
 
-def load_language_model(arguments: LanguageModelArguments, kind: str) -> tuple[Any, Any]:
+def load_language_model(arguments: StartArguments, kind: str) -> tuple[Any, Any]:
     """Return model and tokenizer of a decoder (``causal_lm``) or encoder-decoder (``seq2seq``).
 
     Raises: DataError for what cannot be loaded; UnsupportedModelError for a tokenizer that does not
         fit the model.
     """
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer
+    from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer
 
     auto = {CAUSAL: AutoModelForCausalLM, SEQ2SEQ: AutoModelForSeq2SeqLM}[kind]
     path = resolve_model(arguments.model_name_or_path)
-    try:
+    advice = (
+        f"Give a Hub name, a folder with config.json, weights and tokenizer (task {kind}), or "
+        "package:NAME. To start from random weights of its architecture, set from_scratch: true."
+    )
+    with loading(f"The model {arguments.model_name_or_path!r}", advice):
         tokenizer = AutoTokenizer.from_pretrained(path)
         if arguments.from_scratch:
-            model = without_weights(auto, AutoConfig.from_pretrained(path))
+            model = without_weights(auto, path)
         else:
             model = auto.from_pretrained(path)
-    except (OSError, ValueError) as problem:
-        raise DataError(
-            f"The model {arguments.model_name_or_path!r} could not be loaded for the task {kind}: "
-            f"{str(problem).splitlines()[0]} Give a Hub name, a folder with config.json, weights "
-            "and tokenizer, or package:NAME. To start from random weights of its architecture, set "
-            "from_scratch: true."
-        ) from problem
     fit_tokens(model, tokenizer)
     return model, tokenizer
 
 
-def load_trained(path: str, arguments: LanguageModelArguments, kind: str) -> tuple[Any, Any]:
+def load_trained(path: str, arguments: StartArguments, kind: str) -> tuple[Any, Any]:
     """Return model and tokenizer that ``hf-dp train`` wrote; an adapter on its base.
 
     Raises: DataError for what cannot be loaded.
     """
     folder = resolve_model(path)
     if not Path(folder, "adapter_config.json").exists():
-        return load_language_model(LanguageModelArguments(path), kind)
+        return load_language_model(StartArguments(path), kind)
     from peft import PeftModel
 
     base, tokenizer = load_language_model(arguments, kind)
-    try:
+    what = f"The adapter {path!r} on {arguments.model_name_or_path!r}"
+    with loading(what, "Give the configuration that it was trained with."):
         return PeftModel.from_pretrained(base, folder), tokenizer
-    except (OSError, ValueError, RuntimeError) as problem:
-        raise DataError(
-            f"The adapter {path!r} could not be put onto {arguments.model_name_or_path!r}: "
-            f"{str(problem).splitlines()[0]} Give the configuration that it was trained with."
-        ) from problem
 
 
 def fit_tokens(model: Any, tokenizer: Any) -> None:

@@ -71,7 +71,7 @@ def _names(data: TextArguments) -> list[str]:
 
 def _given(data: TextArguments, prompts: Any) -> list[dict[str, Any]]:
     """Return the columns of the prompts; one empty row where the model writes freely."""
-    from hf_dp.tasks.classification import require_columns
+    from hf_dp.tasks.labels import require_columns
 
     names = _names(data)
     needed = names if data.data_format == MESSAGES else names[:-1]
@@ -118,7 +118,7 @@ def texts_of(rows: Any, data: TextArguments) -> list[str]:
 
     Raises: DataError for missing columns.
     """
-    from hf_dp.tasks.classification import require_columns
+    from hf_dp.tasks.labels import require_columns
 
     names = _names(data)
     require_columns(rows, names, "data_format")
