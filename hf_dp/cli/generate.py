@@ -233,8 +233,7 @@ def claim_of(folder: Path) -> dict[str, Any]:
 def _compared(rows: Any, asked: GenerateArguments, data: TextArguments) -> list[str]:
     """Return how like the real rows the written ones are, to read."""
     from hf_dp.tasks.files import load_file
-    from hf_dp.tasks.generation.fidelity import compare
-    from hf_dp.tasks.generation.synthetic import nearest, texts_of
+    from hf_dp.tasks.generation.synthetic import compare, nearest, texts_of
 
     written, real = texts_of(rows, data), texts_of(load_file(str(asked.real)), data)
     lines = ["compared with the real rows, without noise; no epsilon covers these lines:"]

@@ -24,8 +24,8 @@ from hf_dp.audit.exposure import AT_RANDOM, approximate, exact
 from hf_dp.errors import ConfigError, DataError, InvalidArgumentError, UnsupportedModelError
 from hf_dp.tasks.generation.arguments import TextArguments
 from hf_dp.tasks.generation.data import encode, encoding_of
+from hf_dp.tasks.generation.evaluation import negative_log_likelihood
 from hf_dp.tasks.generation.language_models import CAUSAL
-from hf_dp.tasks.generation.perplexity import negative_log_likelihood
 
 E2E = TextArguments(data_format="e2e", max_length=150)
 PAIRS = TextArguments(

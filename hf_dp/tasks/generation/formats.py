@@ -1,13 +1,17 @@
-"""The layouts of data that the generation tasks read: columns to a prompt and its targets."""
+"""The layouts of data that the generation tasks read: columns to a prompt and its targets.
+
+Besides pairs and free texts these are the data sets of Li et al. (2021): E2E (Novikova et al.,
+2017), DART (Nan et al., 2021) and Persona-Chat (Zhang et al., 2018).
+"""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from hf_dp.errors import DataError
-from hf_dp.tasks.generation import dart, e2e, persona_chat
 
 
 @dataclass(frozen=True)
@@ -41,8 +45,73 @@ class Format:
     write: Callable[[str], Any] = str
 
 
-def _texts(value: Any) -> tuple[str, ...]:
-    return (value,) if isinstance(value, str) else tuple(value)
+_CELL = re.compile(r"\s*([^\[\],]+?)\s*\[([^\]]*)\]\s*(?:,|$)")
+# The words for a key of E2E, as the tables of Li et al., appendix O, table 11, show them.
+_WORDS = {"eatType": "Type", "priceRange": "price", "familyFriendly": "family friendly"}
+# Of Persona-Chat: 2 * max_history + 1 with max_history 2, as in the code that Li et al. build on.
+LATEST_UTTERANCES = 5
+
+
+def e2e_table(meaning: str) -> str:
+    """Return a table as text: ``name[Aromi], eatType[pub]`` -> ``name : Aromi | Type : pub``.
+
+    Source: Li et al. (2021), appendices M and O; a table of theirs has the columns of the Hub's
+    ``e2e_nlg`` in their order.
+
+    Raises: DataError for a text that is not of the form ``key[value], key[value]``.
+    """
+    cells, at = [], 0
+    while at < len(meaning):
+        found = _CELL.match(meaning, at)
+        if found is None:
+            raise DataError(
+                f"Expected a meaning representation like 'name[Aromi], eatType[pub]', got "
+                f"{meaning!r}, which ends to be one at {meaning[at : at + 20]!r}. Correct the row, "
+                "or use data_format: pairs."
+            )
+        key, value = found.groups()
+        cells.append(f"{_WORDS.get(key, key)} : {value.strip()}")
+        at = found.end()
+    return " | ".join(cells)
+
+
+def dart_triples(triples: Sequence[Sequence[str]]) -> str:
+    """Return triples of DART as text: ``[[A, IS_PART_OF, B]]`` -> ``A : is part of : B``.
+
+    Source: Li et al. (2021), appendix O, table 12.
+
+    Raises: DataError for what is not a list of triples.
+    """
+    if any(len(triple) != 3 for triple in triples):
+        raise DataError(
+            f"Expected triples of subject, predicate and object, got {triples!r}. Correct the row, "
+            "or use data_format: pairs."
+        )
+    return " | ".join(
+        f"{subject} : {predicate.lower().replace('_', ' ')} : {value}"
+        for subject, predicate, value in triples
+    )
+
+
+def persona_dialog(personality: Sequence[str], history: Sequence[str]) -> str:
+    """Return a persona and the latest utterances as text; the reply follows.
+
+    Li et al. mark the speakers by new tokens, as the code that they build on does. Here they are
+    words, so that no model needs new embeddings.
+
+    Args: history: utterances in turn, of which the partner's is the last.
+    """
+    latest = list(history)[-LATEST_UTTERANCES:]
+    speakers = ["partner" if (len(latest) - i) % 2 else "self" for i in range(len(latest))]
+    turns = [f"{who} : {words}" for who, words in zip(speakers, latest)]
+    return "\n".join(["persona : " + " ".join(personality), *turns, "self :"])
+
+
+def _texts(value: Any, before: str = "") -> tuple[str, ...]:
+    return tuple(
+        f"{before}{one}" if before else one
+        for one in ([value] if isinstance(value, str) else value)
+    )
 
 
 # A text inside a sentence begins with a space in the vocabularies of GPT-2 and its like.
@@ -60,23 +129,19 @@ FORMATS: Mapping[str, Format] = {
     "e2e": Format(
         "E2E: restaurants (meaning_representation, human_reference)",
         ("meaning_representation", "human_reference"),
-        lambda table, text: Written(
-            f" {e2e.linearized(table)}", tuple(f" {one}" for one in _texts(text))
-        ),
+        lambda table, text: Written(f" {e2e_table(table)}", _texts(text, " ")),
     ),
     "dart": Format(
         "DART: triples (tripleset, annotations)",
         ("tripleset", "annotations"),
-        lambda triples, notes: Written(
-            f" {dart.linearized(triples)}", tuple(f" {one}" for one in notes["text"])
-        ),
+        lambda triples, notes: Written(f" {dart_triples(triples)}", _texts(notes["text"], " ")),
         lambda text: {"text": [text]},
     ),
     "persona_chat": Format(
         "Persona-Chat: dialogs (personality, history, candidates)",
         ("personality", "history", "candidates"),
         lambda personality, history, candidates: Written(
-            persona_chat.linearized(personality, history), (f" {candidates[-1]}",)
+            persona_dialog(personality, history), (f" {candidates[-1]}",)
         ),
         lambda text: [text],
     ),
@@ -94,13 +159,15 @@ def columns_of(name: str, named: Mapping[str, str | None]) -> list[str]:
 
     Raises: DataError for a column that has to be named and is not.
     """
-    columns = []
-    for column in FORMATS[name].columns:
-        if column.endswith("_column") and not named.get(column):
+    columns = [
+        named.get(column) if column.endswith("_column") else column
+        for column in FORMATS[name].columns
+    ]
+    for argument, column in zip(FORMATS[name].columns, columns, strict=True):
+        if not column:
             raise DataError(
-                f"data_format {name!r} needs `{column}`: {FORMATS[name].help}. Name the column."
+                f"data_format {name!r} needs `{argument}`: {FORMATS[name].help}. Name the column."
             )
-        columns.append(named[column] if column.endswith("_column") else column)
     return [str(column) for column in columns]
 
 

@@ -14,7 +14,6 @@ from hf_dp.errors import DataError, MetricUnavailableError
 
 METRICS = {
     "bleu": "BLEU of the corpus, 0 to 100 (sacrebleu, lower case, 13a): that of the E2E script",
-    "nist": "NIST-5 of the corpus, from 0 (nltk, lower case, 13a): the best reference of an order",
     "e2e_nist": "NIST-5 of the corpus, from 0, as the E2E script has it: all references together",
     "rouge1": "ROUGE-1, F1 from 0 to 1 (rouge-score, stemmed): the best reference of a row",
     "rouge2": "ROUGE-2, F1 from 0 to 1 (rouge-score, stemmed): the best reference of a row",
@@ -23,7 +22,6 @@ METRICS = {
     "cider": "CIDEr of the E2E script, 0 to 10 (pycocoevalcap); needs Java",
     "meteor": "METEOR 1.5 of the E2E script, 0 to 1 (its authors' program); needs Java",
     "bertscore_f1": "BERTScore F1, not rescaled (bert-score); needs a local model",
-    "bleurt": "BLEURT: not available, no maintained package computes it",
     "dialog_f1": "F1 of words as ParlAI scores dialog, 0 to 1: the best reference of a row",
 }
 
@@ -32,7 +30,6 @@ _FUNCTIONS = {"rouge1": "rouge", "rouge2": "rouge", "rougeL": "rouge", "bertscor
 # What each function imports of the extra `generation`.
 _PACKAGES = {
     "bleu": ("sacrebleu",),
-    "nist": ("sacrebleu", "nltk"),
     "e2e_nist": ("sacrebleu", "nltk"),
     "rouge": ("rouge_score",),
     "e2e_rouge_l": ("pycocoevalcap",),
@@ -40,10 +37,6 @@ _PACKAGES = {
     "meteor": ("pycocoevalcap",),
     "bertscore": ("bert_score",),
 }
-_NO_BLEURT = (
-    "no maintained package computes it: its authors' needs TensorFlow and is not on PyPI, and the "
-    "port to PyTorch there is a single release of 2024"
-)
 
 
 @dataclass(frozen=True)
@@ -146,8 +139,6 @@ def _compute(
 
     Raises: MetricUnavailableError where it cannot be computed here.
     """
-    if function == "bleurt":
-        raise MetricUnavailableError(_NO_BLEURT)
     from hf_dp.tasks.metrics.texts import TextMetric
 
     metric = TextMetric(config_name=function, keep_in_memory=True)

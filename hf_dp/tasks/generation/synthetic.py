@@ -7,16 +7,23 @@ are written. It does not hold for the prompts, which stand in the rows as they w
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+import math
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from hf_dp._validate import invalid
 from hf_dp.errors import ConfigError, DataError
 from hf_dp.tasks.generation.arguments import NUCLEUS, DecodingArguments, TextArguments
 from hf_dp.tasks.generation.chat import ASSISTANT, ChatEncoding
 from hf_dp.tasks.generation.data import Encoding
 from hf_dp.tasks.generation.decoding import decode
 from hf_dp.tasks.generation.formats import FORMATS, MESSAGES, columns_of
+from hf_dp.tasks.labels import require_columns
 
 METADATA_KEY = b"hf_dp"  # in the schema of the Parquet file
 
@@ -71,8 +78,6 @@ def _names(data: TextArguments) -> list[str]:
 
 def _given(data: TextArguments, prompts: Any) -> list[dict[str, Any]]:
     """Return the columns of the prompts; one empty row where the model writes freely."""
-    from hf_dp.tasks.labels import require_columns
-
     names = _names(data)
     needed = names if data.data_format == MESSAGES else names[:-1]
     if not needed:
@@ -118,8 +123,6 @@ def texts_of(rows: Any, data: TextArguments) -> list[str]:
 
     Raises: DataError for missing columns.
     """
-    from hf_dp.tasks.labels import require_columns
-
     names = _names(data)
     require_columns(rows, names, "data_format")
     if data.data_format == MESSAGES:
@@ -168,8 +171,6 @@ def nearest(
 
     Returns: (share, index of the text, index of the real one), in the order of the texts.
     """
-    from collections import Counter, defaultdict
-
     places: dict[tuple[str, ...], set[int]] = defaultdict(set)
     for place, text in enumerate(real):
         for gram in grams(text, size):
@@ -187,3 +188,90 @@ def grams(text: str, size: int) -> list[tuple[str, ...]]:
     """Return the word n-grams of a text, in lower case."""
     words = text.lower().split()
     return [tuple(words[at : at + size]) for at in range(len(words) - size + 1)]
+
+
+@dataclass(frozen=True)
+class Fidelity:
+    """A comparison of synthetic and real texts; of each pair the synthetic side is first.
+
+    Attributes:
+        words: median number of words of a text.
+        long: its 95th percentile.
+        distinct: share of different word 2-grams among all, by texts of equal number.
+        divergence: Jensen-Shannon divergence of the frequencies of word n-grams, in bits from 0
+            (alike) to 1 (nothing in common), by n.
+        phrases: share of texts that hold a phrase, by phrase.
+    """
+
+    words: tuple[float, float]
+    long: tuple[float, float]
+    distinct: tuple[float, float]
+    divergence: dict[int, float]
+    phrases: dict[str, tuple[float, float]]
+
+    def lines(self) -> list[str]:
+        """Return the comparison to read."""
+        return [
+            f"words in a text, median: {self.words[0]:g} (real: {self.words[1]:g})",
+            f"words in a text, 95th percentile: {self.long[0]:g} (real: {self.long[1]:g})",
+            f"different 2-grams: {self.distinct[0]:.3f} (real: {self.distinct[1]:.3f})",
+            *(
+                f"divergence of {n}-grams: {value:.3f} of 1 (0: as often as in the real texts)"
+                for n, value in self.divergence.items()
+            ),
+            *(
+                f"texts with {phrase!r}: {own:.3f} (real: {other:.3f})"
+                for phrase, (own, other) in self.phrases.items()
+            ),
+        ]
+
+
+def compare(synthetic: Sequence[str], real: Sequence[str], phrases: Sequence[str] = ()) -> Fidelity:
+    """Compare synthetic texts with real ones.
+
+    Raises: InvalidArgumentError when one of them is empty.
+    """
+    for name, texts in {"synthetic": synthetic, "real": real}.items():
+        if not texts:
+            raise invalid(name, [], "to have at least one text")
+    sides = (synthetic, real)
+    counts = [[len(text.split()) for text in side] for side in sides]
+    equal = min(map(len, sides))
+    return Fidelity(
+        words=_pair(float(np.median(each)) for each in counts),
+        long=_pair(float(np.percentile(each, 95)) for each in counts),
+        distinct=_pair(_distinct(side[:equal]) for side in sides),
+        divergence={n: divergence(*(_frequencies(side, n) for side in sides)) for n in (1, 2)},
+        phrases={
+            phrase: _pair(
+                sum(phrase.lower() in text.lower() for text in side) / len(side) for side in sides
+            )
+            for phrase in phrases
+        },
+    )
+
+
+def _pair(values: Iterable[float]) -> tuple[float, float]:
+    first, second = values
+    return first, second
+
+
+def _frequencies(texts: Sequence[str], size: int) -> Counter[tuple[str, ...]]:
+    return Counter(gram for text in texts for gram in grams(text, size))
+
+
+def _distinct(texts: Sequence[str]) -> float:
+    found = _frequencies(texts, 2)
+    return len(found) / max(found.total(), 1)
+
+
+def divergence(first: Counter[tuple[str, ...]], second: Counter[tuple[str, ...]]) -> float:
+    """Return the Jensen-Shannon divergence of two frequencies, in bits; 1 where one has none."""
+    if not first or not second:
+        return 0.0 if not first and not second else 1.0
+    total = 0.0
+    for gram in first.keys() | second.keys():
+        p, q = first[gram] / first.total(), second[gram] / second.total()
+        middle = (p + q) / 2
+        total += sum(0.5 * share * math.log2(share / middle) for share in (p, q) if share)
+    return total

@@ -22,8 +22,7 @@ import evaluate
 import numpy as np
 
 from hf_dp.errors import MetricUnavailableError
-from hf_dp.tasks.generation.java import conversation
-from hf_dp.tasks.generation.ptb import ptb_rows
+from hf_dp.tasks.metrics.java import meteor_score, ptb_rows
 
 Texts = list[str]
 Rows = list[list[str]]
@@ -65,25 +64,6 @@ def bleu(predictions: Texts, references: Rows) -> Found:
     return {"bleu": found.score, "how": f"sacrebleu {scorer.get_signature()}"}
 
 
-def nist(predictions: Texts, references: Rows) -> Found:
-    """Return NIST-5 of the corpus.
-
-    nltk matches each order of n-grams with the one best reference, and takes its length. mteval,
-    and so :func:`e2e_nist`, matches all references together and takes their average length: with
-    several references its number is higher. With one they are equal.
-    """
-    from nltk.translate.nist_score import corpus_nist
-
-    predicted, expected = _mteval_rows(predictions, references)
-    # nltk divides by the number of n-grams of each order, which must not be 0.
-    order = min(5, max(map(len, predicted)))
-    some = order > 0 and any(words for row in expected for words in row)
-    return {
-        "nist": float(corpus_nist(expected, predicted, n=order)) if some else 0.0,
-        "how": f"nltk {version('nltk')}, NIST-5, lower case, 13a, best reference of an order",
-    }
-
-
 def e2e_nist(predictions: Texts, references: Rows) -> Found:
     """Return NIST-5 of the corpus, with all references of a row together, as pymteval does.
 
@@ -94,8 +74,11 @@ def e2e_nist(predictions: Texts, references: Rows) -> Found:
     numbers of them.
     """
     from nltk.translate.nist_score import nist_length_penalty
+    from sacrebleu.tokenizers.tokenizer_13a import Tokenizer13a
 
-    predicted, expected = _mteval_rows(predictions, references)
+    words_of = Tokenizer13a()  # those of mteval-v13a
+    predicted = [words_of(text.lower()).split() for text in predictions]
+    expected = [[words_of(text.lower()).split() for text in row] for row in references]
     counts = [[_ngrams(words) for words in row] for row in expected]
     everywhere: Counter[tuple[str, ...]] = Counter()
     for row in counts:
@@ -169,18 +152,10 @@ def cider(predictions: Texts, references: Rows) -> Found:
 def meteor(predictions: Texts, references: Rows) -> Found:
     """Return METEOR 1.5 of the E2E challenge's script, by its authors' program.
 
-    The program gets texts that PTBTokenizer has tokenized, and for each row finds the best
-    reference. Its data is English.
+    The program gets texts that PTBTokenizer has tokenized. Its data is English.
     """
-    from pycocoevalcap.meteor import meteor
-
-    jar = str(Path(meteor.__file__).with_name(meteor.METEOR_JAR))
-    rows = _pairs(*ptb_rows(predictions, references))
-    with conversation(["-jar", jar, "-", "-", "-stdio", "-l", "en", "-norm"]) as ask:
-        # PTBTokenizer has put spaces between the marks of a "|||" in a text.
-        statistics = [ask(" ||| ".join(["SCORE", *row, words]), 1)[0] for words, row in rows]
-        *_, total = ask(" ||| ".join(["EVAL", *statistics]), len(statistics) + 1)
-    return {"meteor": float(total), "how": "METEOR 1.5 -l en -norm, PTBTokenizer"}
+    total = meteor_score(*ptb_rows(predictions, references))
+    return {"meteor": total, "how": "METEOR 1.5 -l en -norm, PTBTokenizer"}
 
 
 def bertscore(predictions: Texts, references: Rows, model: str | Path | None = None) -> Found:
@@ -238,7 +213,7 @@ def dialog_f1(predictions: Texts, references: Rows) -> Found:
 
 FUNCTIONS: dict[str, Callable[..., Found]] = {
     each.__name__: each
-    for each in (bleu, nist, e2e_nist, rouge, e2e_rouge_l, cider, meteor, bertscore, dialog_f1)
+    for each in (bleu, e2e_nist, rouge, e2e_rouge_l, cider, meteor, bertscore, dialog_f1)
 }
 
 
@@ -248,19 +223,6 @@ def _pairs(predictions: Sequence[Any], references: Sequence[Any]) -> Any:
 
 def _coco() -> str:
     return f"pycocoevalcap {version('pycocoevalcap')}, PTBTokenizer"
-
-
-def _mteval_rows(
-    predictions: Texts, references: Rows
-) -> tuple[list[list[str]], list[list[list[str]]]]:
-    """Return the lower-case words of ``mteval-v13a``, by sacrebleu's tokenizer of that name."""
-    from sacrebleu.tokenizers.tokenizer_13a import Tokenizer13a
-
-    words = Tokenizer13a()
-    return (
-        [words(text.lower()).split() for text in predictions],
-        [[words(text.lower()).split() for text in row] for row in references],
-    )
 
 
 def _ngrams(words: list[str]) -> Counter[tuple[str, ...]]:

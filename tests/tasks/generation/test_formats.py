@@ -5,8 +5,14 @@ from __future__ import annotations
 import pytest
 
 from hf_dp.errors import DataError
-from hf_dp.tasks.generation import dart, e2e, persona_chat
-from hf_dp.tasks.generation.formats import FORMATS, columns_of, read_row
+from hf_dp.tasks.generation.formats import (
+    FORMATS,
+    columns_of,
+    dart_triples,
+    e2e_table,
+    persona_dialog,
+    read_row,
+)
 
 # Li et al. (2021), appendix O, table 11, first row; its meaning representation is of the E2E test
 # set, its dashes are the table's typesetting of "|".
@@ -22,7 +28,7 @@ PUNTER_IN_THE_PAPER = (
 
 
 def test_a_table_is_written_as_in_the_paper():
-    assert e2e.linearized(PUNTER) == PUNTER_IN_THE_PAPER
+    assert e2e_table(PUNTER) == PUNTER_IN_THE_PAPER
 
 
 @pytest.mark.parametrize(
@@ -35,19 +41,19 @@ def test_a_table_is_written_as_in_the_paper():
     ],
 )
 def test_commas_empty_cells_and_accents_stay(meaning, text):
-    assert e2e.linearized(meaning) == text
+    assert e2e_table(meaning) == text
 
 
 @pytest.mark.parametrize("meaning", ["no table", "name[Aromi", "name[Aromi]] x", "[x]"])
 def test_what_is_no_table_is_refused(meaning):
     with pytest.raises(DataError, match=r"like 'name\[Aromi\]"):
-        e2e.linearized(meaning)
+        e2e_table(meaning)
 
 
 def test_triples_are_written_as_in_the_paper():
     # table 12, second row
     assert (
-        dart.linearized(
+        dart_triples(
             [
                 ["United States", "ETHNIC_GROUP", "Asian Americans"],
                 ["Albany", "IS_PART_OF", "Oregon"],
@@ -56,15 +62,15 @@ def test_triples_are_written_as_in_the_paper():
         == "United States : ethnic group : Asian Americans | Albany : is part of : Oregon"
     )
     with pytest.raises(DataError, match="triples of subject"):
-        dart.linearized([["a", "b"]])
+        dart_triples([["a", "b"]])
 
 
 def test_a_dialog_keeps_its_latest_utterances_and_names_who_spoke():
-    text = persona_chat.linearized(["i ski.", "i cook."], list("abcdefg"))
+    text = persona_dialog(["i ski.", "i cook."], list("abcdefg"))
     assert text == (
         "persona : i ski. i cook.\npartner : c\nself : d\npartner : e\nself : f\npartner : g\nself :"
     )
-    assert persona_chat.linearized(["i ski."], ["hi"]).splitlines()[1:] == [
+    assert persona_dialog(["i ski."], ["hi"]).splitlines()[1:] == [
         "partner : hi",
         "self :",
     ]

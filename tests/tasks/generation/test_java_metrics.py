@@ -9,8 +9,8 @@ from collections import Counter
 import pytest
 from restaurants import PREDICTIONS, PTB_PREDICTIONS, PTB_REFERENCES, REFERENCES
 
-from hf_dp.tasks.generation.ptb import ptb_rows
 from hf_dp.tasks.generation.scores import score
+from hf_dp.tasks.metrics.java import ptb_rows
 
 NAMES = ["e2e_rouge_l", "cider", "meteor"]
 needs_java = pytest.mark.skipif(

@@ -13,9 +13,14 @@ import tiny_text
 from hf_dp.errors import ConfigError, DataError
 from hf_dp.tasks.generation.arguments import DecodingArguments, TextArguments
 from hf_dp.tasks.generation.data import encode, encoding_of
-from hf_dp.tasks.generation.fidelity import compare, divergence
 from hf_dp.tasks.generation.language_models import CAUSAL
-from hf_dp.tasks.generation.synthetic import nearest, texts_of, write_rows
+from hf_dp.tasks.generation.synthetic import (
+    compare,
+    divergence,
+    nearest,
+    texts_of,
+    write_rows,
+)
 
 CHAT = (
     "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}"
