@@ -54,7 +54,7 @@ WORK = (
     "hf_dp.cli.tasks.image_classification_evaluation.load_evaluation",
     "hf_dp.cli.generate._written",
     "hf_dp.cli.train.launch",
-    "hf_dp.cli.plan.plan_of",
+    "hf_dp.cli.plan.Planned.plan",
     "hf_dp.cli.audit.train",
     "hf_dp.cli.audit.measure",
 )
@@ -70,7 +70,7 @@ FIGURES = {
     **{
         f"outputs/glue/figure6_{x}.png": ("parameters", "accuracy") for x in ("sst2", "qqp", "qnli")
     },
-    "outputs/glue/figure7.png": ("batch_size", "noise_multiplier"),
+    "outputs/glue/figure7.png": ("expected_batch_size", "noise_multiplier"),
     "outputs/glue/figure8.png": ("accuracy", "accuracy"),
     "outputs/glue/figure8_non_private.png": ("accuracy", "accuracy"),
     "outputs/e2e/figure1.png": ("parameters", "bleu"),
@@ -199,9 +199,12 @@ def prints_made_up_results(words: list[str], monkeypatch: pytest.MonkeyPatch, fo
         return {"settings": cell.settings, "seed": cell.seed, "metrics": metrics}
 
     def planned(settings: dict[str, Any]) -> dict[str, Any]:
-        rate = settings["batch_size"] / settings["num_examples"]
+        rate = settings["expected_batch_size"] / settings["num_examples"]
         numbers = {"sample_rate": rate, "noise_multiplier": 1.0}
         return {"plan": numbers, "effective_noise_multiplier": 1 / rate}
+
+    def settings_of(self: plan.Planned, changes: dict[str, Any]) -> dict[str, Any]:
+        return {**vars(self.options), **self.recipe, **changes}
 
     chosen = Chosen((Part("a", "0", "query", 1.0, 1),), "mgna", 1, True)
     if "--output-dir" in words:
@@ -213,7 +216,7 @@ def prints_made_up_results(words: list[str], monkeypatch: pytest.MonkeyPatch, fo
         patched.setattr(sweep, "zero_shot", lambda cell: {SCORES[0]: 0.5})
         patched.setattr(sweep, "logs", lambda cell: [{"step": 1, "signal_to_noise": 0.1}])
         patched.setattr(sweep, "model_size", lambda name: {"family": "bert", "parameters": 85.1})
-        patched.setattr(plan, "_forecast", lambda args, settings: settings)
+        patched.setattr(plan.Planned, "forecast", settings_of)
         patched.setattr(plan, "_json", planned)
         patched.setattr("hf_dp.tuners.frost.chosen.read_chosen", lambda folder: [chosen])
         assert main(words) == 0, words

@@ -24,7 +24,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from hf_dp import _validate
 from hf_dp.benchmarks.workload import Batch, Workload, build_model
-from hf_dp.clipping.engine import STRATEGIES, ClippingEngine
+from hf_dp.clipping.engine import ClippingEngine
 from hf_dp.errors import (
     HfDpError,
     UnaccountedGradientError,
@@ -34,6 +34,7 @@ from hf_dp.errors import (
 from hf_dp.losses import base_model, per_example_loss
 from hf_dp.mechanisms.dp_fp.representation import PrivateRepresentation, find_last_layer
 from hf_dp.noise import SecretRandomness
+from hf_dp.plans.strategies import STRATEGIES
 from hf_dp.run.memory import is_out_of_memory
 
 CLIPPING_NORM = 0.1  # the library's default; its value changes no operation

@@ -54,7 +54,7 @@ class Workload:
     def __post_init__(self) -> None:
         import torch
 
-        from hf_dp.clipping.forms import check_memory_ratio
+        from hf_dp.plans.strategies import check_memory_ratio
 
         _validate.one_of("model", self.model, SHAPES)
         if self.threads is None:

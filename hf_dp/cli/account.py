@@ -70,7 +70,10 @@ Otherwise all runs compose: use `hf-dp sweep`, whose last line says what they co
 
 def build_parser() -> argparse.ArgumentParser:
     """Return the parser of all questions."""
-    parser = Parser("hf-dp account", description=NOTE, allow_abbrev=False)
+    parser = Parser(
+        "hf-dp account",
+        description=NOTE,
+    )
     commands = parser.add_subparsers(
         dest="question", required=True, metavar="{" + ",".join(QUESTIONS) + "}"
     )
@@ -81,8 +84,6 @@ def build_parser() -> argparse.ArgumentParser:
             help=text,
             description=SEARCH_NOTE if question == "search" else textwrap.fill(NOTE, 100),
             epilog=before + example,
-            formatter_class=argparse.RawDescriptionHelpFormatter,
-            allow_abbrev=False,
         ).add_argument
         _add_numbers(question, add)
         if question == "search":

@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from hf_dp._validate import integer, one_of
+from hf_dp.cli.argument_groups import PRIVACY
 from hf_dp.cli.config import card_block, parse, peft_config, read_yaml
-from hf_dp.cli.help_text import add_privacy, command_parser
 from hf_dp.cli.launch import refuse_several
 from hf_dp.cli.non_private import NON_PRIVATE, asked_for, without_privacy
-from hf_dp.cli.options import Parser
+from hf_dp.cli.options import Parser, command_parser
 from hf_dp.cli.tasks import DEFAULT_TASK, generation
 from hf_dp.errors import ConfigError
 from hf_dp.tasks.generation.arguments import TextArguments
@@ -88,7 +88,10 @@ ARGUMENTS = (ExposureArguments, *generation.ARGUMENTS)
 
 def build_parser() -> argparse.ArgumentParser:
     """Return the parser of the options that decide what runs and where."""
-    parser = Parser("hf-dp audit", add_help=False, allow_abbrev=False)
+    parser = Parser(
+        "hf-dp audit",
+        add_help=False,
+    )
     add = parser.add_argument
     add("-h", "--help", action="store_true", help="show this text and exit")
     add("--config", metavar="FILE", help="the recipe, as `hf-dp train` reads it")
@@ -111,9 +114,8 @@ def help_text() -> str:
         DESCRIPTION,
         EXAMPLES,
         build_parser(),
-        ARGUMENTS,
+        (*ARGUMENTS, *PRIVACY),
     )
-    add_privacy(parser)
     return parser.format_help()
 
 

@@ -59,8 +59,6 @@ def parser_of(name: str, description: str, examples: str) -> argparse.ArgumentPa
         usage=f"hf-dp audit {name} --config FILE [--NAME VALUE ...]",
         description=description,
         epilog=examples,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     add = parser.add_argument
     add("--config", metavar="FILE", help="the recipe, as `hf-dp train` reads it", required=True)

@@ -42,7 +42,10 @@ _METAVARS = {"int": "N", "float": "X", "int | None": "N"}
 
 def build_parser() -> argparse.ArgumentParser:
     """Return the parser of both commands."""
-    parser = Parser("hf-dp bench", description=NOTE, allow_abbrev=False)
+    parser = Parser(
+        "hf-dp bench",
+        description=NOTE,
+    )
     commands = parser.add_subparsers(
         dest="benchmark", required=True, metavar=f"{{{','.join(COMMANDS)}}}"
     )
@@ -52,8 +55,6 @@ def build_parser() -> argparse.ArgumentParser:
             help=text,
             description=textwrap.fill(f"{text} {NOTE}", 100, break_on_hyphens=False),
             epilog=f"example ({what}):\n  hf-dp bench {name} --model {words}\n",
-            formatter_class=argparse.RawDescriptionHelpFormatter,
-            allow_abbrev=False,
         )
         add = command.add_argument
         add("--model", required=True, help="a model listed above")

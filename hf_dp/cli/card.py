@@ -37,8 +37,6 @@ def build_parser() -> argparse.ArgumentParser:
         "hf-dp card",
         description=DESCRIPTION,
         epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     parser.add_argument("folder", metavar="DIR", help="a saved run, or one of its checkpoints")
     for name, text in _OPTIONS.items():

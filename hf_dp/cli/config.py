@@ -23,6 +23,7 @@ import yaml
 from huggingface_hub.dataclasses import validate_typed_dict
 from huggingface_hub.errors import StrictDataclassFieldValidationError
 
+from hf_dp.cli.argument_groups import PRIVACY
 from hf_dp.errors import ConfigError, HfDpError
 
 
@@ -180,22 +181,21 @@ def check_words(words: Sequence[str], known: set[str]) -> None:
 
 @functools.cache
 def training_arguments() -> frozenset[str]:
-    """Return the names of the training arguments from their source: to import transformers takes
-    seconds, in which a misspelled key would wait."""
+    """Return the names of the training arguments. Those of transformers are read from its source:
+    to import it takes seconds, in which a misspelled key would wait."""
     found = importlib.util.find_spec("transformers")
     assert found is not None and found.origin is not None
-    ours = Path(__file__).parents[1] / "trainer"
-    files = [Path(found.origin).with_name("training_args.py"), *ours.glob("*arguments.py")]
-    return frozenset(
+    source = Path(found.origin).with_name("training_args.py").read_text(encoding="utf-8")
+    theirs = {
         each.target.id
-        for path in files
-        for cls in ast.parse(path.read_text(encoding="utf-8")).body
-        if isinstance(cls, ast.ClassDef) and cls.name.endswith("Arguments")
+        for cls in ast.parse(source).body
+        if isinstance(cls, ast.ClassDef) and cls.name == "TrainingArguments"
         for each in cls.body
         if isinstance(each, ast.AnnAssign)
         and isinstance(each.target, ast.Name)
         and not each.target.id.startswith("_")
-    )
+    }
+    return frozenset(theirs | {own.name for group in PRIVACY for own in dataclasses.fields(group)})
 
 
 def check_early(

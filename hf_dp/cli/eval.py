@@ -8,10 +8,9 @@ from collections.abc import Sequence
 
 from hf_dp._validate import one_of
 from hf_dp.cli.config import check_early, read_yaml
-from hf_dp.cli.help_text import command_parser, list_tasks
 from hf_dp.cli.launch import refuse_several
 from hf_dp.cli.non_private import NON_PRIVATE, folder_of
-from hf_dp.cli.options import common_parser
+from hf_dp.cli.options import command_parser, common_parser, list_tasks
 from hf_dp.cli.tasks import DEFAULT_TASK, evaluated_tasks, evaluation_module
 
 DESCRIPTION = """\

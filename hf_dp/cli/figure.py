@@ -31,7 +31,7 @@ EXAMPLES = """examples:
   hf-dp figure s.json --y accuracy -o bars.png
   hf-dp figure s.json --x parameters --y accuracy --by family target_epsilon -o sizes.png
   hf-dp figure s.json --x step --y logs.signal_to_noise -o log.png
-  hf-dp figure plan.json --x batch_size --y noise_multiplier -o noise.png
+  hf-dp figure plan.json --x expected_batch_size --y noise_multiplier -o noise.png
   hf-dp figure chosen.json --x kind --y block --color parts.magnitude -o chosen.png
 
 A point is the mean over the seeds, with bars (or a band) from the smallest to the largest value.
@@ -53,8 +53,6 @@ def build_parser() -> argparse.ArgumentParser:
         description="Draw records that sweep, plan or partitions printed with --json: curves with "
         "--x and --y, bars with --y alone, a heat map with --x, --y and --color.",
         epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     add = parser.add_argument
     add("file", metavar="FILE", help="the JSON")

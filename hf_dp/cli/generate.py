@@ -11,9 +11,8 @@ from typing import Any
 
 from hf_dp._validate import integer
 from hf_dp.cli.config import read_yaml
-from hf_dp.cli.help_text import command_parser
 from hf_dp.cli.launch import refuse_several
-from hf_dp.cli.options import Parser
+from hf_dp.cli.options import Parser, command_parser
 from hf_dp.cli.tasks.evaluation import parse_evaluation
 from hf_dp.errors import ConfigError
 from hf_dp.tasks.generation.arguments import NUCLEUS, DecodingArguments, TextArguments
@@ -82,7 +81,10 @@ ARGUMENTS = (GenerateArguments, StartArguments, TextArguments, DecodingArguments
 
 def build_parser() -> argparse.ArgumentParser:
     """Return the parser of the options that are not arguments of the rows."""
-    parser = Parser("hf-dp generate", add_help=False, allow_abbrev=False)
+    parser = Parser(
+        "hf-dp generate",
+        add_help=False,
+    )
     add = parser.add_argument
     add("-h", "--help", action="store_true", help="show this text and exit")
     add("--config", metavar="FILE", help="the configuration that the model was trained with")

@@ -30,8 +30,6 @@ def build_parser() -> argparse.ArgumentParser:
         "hf-dp inspect",
         description=textwrap.fill(DESCRIPTION, 100),
         epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     add_common(parser.add_argument)
     parser.add_argument("--json", action="store_true", help="one JSON object on stdout")

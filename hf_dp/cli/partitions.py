@@ -31,8 +31,6 @@ def build_parser() -> argparse.ArgumentParser:
         "matrix with its bias; tied weights are one partition. With --chosen: what a finished run "
         "of DP-FROST chose of them.",
         epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     parser.add_argument(
         "model", nargs="?", metavar="MODEL", help="Hub name, folder, or package:NAME"

@@ -6,199 +6,180 @@ import argparse
 import dataclasses
 import itertools
 import json
-from collections.abc import Callable, Sequence
+import typing
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from hf_dp.cli import plan_forward
-from hf_dp.cli.account import ACCOUNTANTS
-from hf_dp.cli.answers import json_row, table
-from hf_dp.cli.config import check_recipe, read_yaml
-from hf_dp.cli.options import Parser, hyphenated
-from hf_dp.cli.plan_settings import plan_of, refuse_other_modes, settings_of, with_rows
+from hf_dp._arguments import argument, own_fields
+from hf_dp.accounting import ACCOUNTANTS
+from hf_dp.cli import plan_text
+from hf_dp.cli.answers import json_row
+from hf_dp.cli.argument_groups import PLANNED
+from hf_dp.cli.config import check_recipe, peft_config, read_yaml
+from hf_dp.cli.options import Parser, add_fields, taken
+from hf_dp.cli.recipes import refuse_other_modes, rows_of, trained_numbers
 from hf_dp.errors import ConfigError, HfDpError
-from hf_dp.plans.dp_fp import DP_FP, VARIANTS
-from hf_dp.plans.sampling import POISSON, SAMPLINGS
+from hf_dp.plans.dp_fp import DP_FP
 
 if TYPE_CHECKING:
     from hf_dp.batches.units import UnitTable
-    from hf_dp.planning import Forecast, Transfer
-    from hf_dp.plans import NoisedLossPlan
+    from hf_dp.planning import Forecast
     from hf_dp.plans.privacy import PrivacyPlan
-    from hf_dp.plans.units import Users
 
 EXAMPLES = """examples (SST-2):
-  hf-dp plan --num-examples 67349 --batch-size 1024 --epochs 3 --target-epsilon 3 --cross-check
-  hf-dp plan --num-examples 67349 --epochs 3 --target-epsilon 3 --sweep batch_size=64..4096
-  hf-dp plan --num-examples 67349 --target-epsilon 3 --sweep steps=16,256 batch_size=64..4096 \\
-      --json > plan.json
-  hf-dp figure plan.json --x sample_rate --y effective_noise_multiplier --by steps -o plan.png
-  hf-dp plan --num-examples 67349 --batch-size 1024 --epochs 3 --target-epsilon 3 \\
-      --transfer-to 392702
-  hf-dp plan --config recipes/dp_fp/sst2/roberta_base.yaml --num-examples 67349
+  hf-dp plan --num_examples 67349 --expected_batch_size 1024 --target_epsilon 3 --cross_check
+  hf-dp plan --num_examples 67349 --target_epsilon 3 --sweep expected_batch_size=64..4096
+  hf-dp plan --num_examples 67349 --target_epsilon 3 --json \\
+      --sweep max_steps=16,256 expected_batch_size=64..4096 > plan.json
+  hf-dp figure plan.json --x sample_rate --y effective_noise_multiplier --by max_steps -o plan.png
+  hf-dp plan --num_examples 67349 --expected_batch_size 1024 --target_epsilon 3 \\
+      --transfer_to 392702
+  hf-dp plan --config recipes/dp_fp/sst2/roberta_base.yaml --num_examples 67349
 """
+# One of a pair replaces the other, wherever that was said.
+_PAIRS = (("num_train_epochs", "max_steps"), ("target_epsilon", "noise_multiplier"))
 
-_SWEPT = {
-    "num_examples": int,
-    "batch_size": int,
-    "epochs": float,
-    "steps": int,
-    "target_epsilon": float,
-    "noise_multiplier": float,
-    "delta": float,
-    "clipping_norm": float,
-}
-_PAIRS = (("epochs", "steps"), ("target_epsilon", "noise_multiplier"))  # one replaces the other
+
+@dataclass
+class PlanOptions:
+    """What is planned, and known facts for more estimates."""
+
+    num_examples: int | None = argument(
+        None,
+        "Rows of the training set, or its users with privacy_unit user. Unset means those of the "
+        "recipe's data.",
+    )
+    num_classes: int | None = argument(
+        None,
+        "For DP-FP that protects labels: among how many classes. Unset means the recipe's "
+        "class_names.",
+    )
+    gradient_norm: float | None = argument(
+        None, "Norm of the mean clipped gradient, for the signal beside noise."
+    )
+    parameters: int | None = argument(
+        None,
+        "Trainable parameters, for memory and the signal beside noise. Unset means the recipe's, "
+        "where its model is here.",
+    )
+    throughput: float | None = argument(
+        None, "Examples per second (hf-dp bench throughput), for the time."
+    )
+    cross_check: bool = argument(False, "Show epsilon by every accountant, with its kind.")
+    sweep: list[str] = argument(
+        [],
+        "KEY=VALUES: a table over one option, or all combinations of several: "
+        "expected_batch_size=64..4096 (doubling), num_train_epochs=1,3,10.",
+    )
+    transfer_to: int | None = argument(
+        None, "Also settings with the same sample rate and steps for this number of examples."
+    )
+    json: bool = argument(False, "One JSON object on stdout, which hf-dp figure draws.")
 
 
 def build_parser() -> argparse.ArgumentParser:
     """Return the parser."""
     parser = Parser(
         "hf-dp plan",
+        usage="hf-dp plan [--config FILE] [--NAME VALUE ...]",
         description="Estimate what a private run will cost: noise, epsilon, signal beside noise, "
         "time. Nothing is run.",
         epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
-    _add_run(parser.add_argument_group("the run").add_argument)
-    _add_facts(parser.add_argument_group("known facts, for more estimates").add_argument)
-    _add_output(parser.add_argument_group("output").add_argument)
+    parser.add_argument(
+        "--config", metavar="FILE", help="a recipe; options given here replace its values"
+    )
+    for group in (PlanOptions, *PLANNED):
+        add_fields(parser, group)
     return parser
 
 
-def _add_run(add: Callable[..., Any]) -> None:
-    add("--config", metavar="FILE", help="a recipe; options given here replace its values")
-    add(
-        "--num-examples",
-        type=int,
-        metavar="N",
-        help="rows of the training set, or its users with privacy_unit: user (default: those of "
-        "the recipe's data)",
-    )
-    add("--batch-size", type=int, metavar="B", help="expected logical batch; sample rate = B / N")
-    add(
-        "--max-batch-size",
-        type=int,
-        metavar="B",
-        help="largest number of sampled examples that a step uses (default: no limit)",
-    )
-    add("--epochs", type=float, metavar="E", help="steps = E N / B, rounded up (default: 3)")
-    add("--steps", type=int, metavar="T", help="number of optimizer steps, instead of epochs")
-    add("--target-epsilon", type=float, metavar="EPSILON", help="calibrate the noise to it")
-    add(
-        "--noise-multiplier",
-        type=float,
-        metavar="SIGMA",
-        help="noise standard deviation / clipping norm, instead",
-    )
-    add("--delta", type=float, help="default: 1 / (2 N)")
-    add(
-        "--mean-runs",
-        type=float,
-        metavar="K",
-        help="expected runs of a private selection (hf-dp sweep), whose epsilon is that of all",
-    )
-    add("--sampling", choices=SAMPLINGS, help="which examples join a step (default: poisson)")
-    add("--accountant", choices=ACCOUNTANTS, help="whose epsilon counts (default: pld)")
-    add(
-        "--clipping-norm",
-        type=float,
-        metavar="C",
-        help="largest L2 norm of one example's gradient (default: 0.1)",
-    )
-    add(
-        "--dp-fp-variant",
-        choices=VARIANTS,
-        help="for a recipe of DP-FP: plan this variant instead of the recipe's",
-    )
-    add(
-        "--num-classes",
-        type=int,
-        metavar="K",
-        help="for a recipe of DP-FP that protects labels (default: the recipe's class_names)",
-    )
-    add(
-        "--noised-loss-budget-ratio",
-        type=float,
-        metavar="R",
-        help="share of the privacy budget for a noised training loss (default: none is released)",
-    )
-    add(
-        "--noised-loss-bound",
-        type=float,
-        metavar="B",
-        help="with it: largest loss of one example",
-    )
+@dataclass(frozen=True)
+class Planned:
+    """A recipe with the options that replace its values, and what is known beside them."""
+
+    recipe: dict[str, Any]
+    options: PlanOptions
+
+    def forecast(self, changes: Mapping[str, Any]) -> Forecast:
+        """Forecast the run with some arguments changed.
+
+        Raises: ConfigError, DataError, InvalidArgumentError.
+        """
+        from hf_dp.planning import forecast
+
+        options = self.options
+        return forecast(
+            self.plan(changes)[0],
+            ACCOUNTANTS if options.cross_check else None,
+            gradient_norm=options.gradient_norm,
+            parameters=options.parameters,
+            throughput=options.throughput,
+        )
+
+    def plan(self, changes: Mapping[str, Any]) -> tuple[PrivacyPlan, UnitTable | None]:
+        """Return the plan that a trainer would make of these arguments, and whose its rows are."""
+        from hf_dp.trainer.arguments import PlannedArguments
+        from hf_dp.trainer.from_arguments import plan_of
+        from hf_dp.trainer.unit_arguments import users_of
+        from hf_dp.tuners.base import Tuner
+        from hf_dp.tuners.find import tuner_for
+
+        changes = dict(changes)
+        num_examples = changes.pop("num_examples", self.options.num_examples)
+        values = replaced(self.recipe, changes)
+        fields = PlannedArguments.__dataclass_fields__
+        args = PlannedArguments(**{key: value for key, value in values.items() if key in fields})
+        num_examples, units = rows_of(values, num_examples, users_of(args))
+        classes = self.options.num_classes or len(values.get("class_names") or []) or None
+        if classes is None and (args.labels_in_vector or args.label_epsilon is not None):
+            raise ConfigError(
+                "Labels are protected, and the recipe does not say among how many classes. Add "
+                "--num_classes K."
+            )
+        tuner = tuner_for(peft_config(values.get("peft")), is_private=True) or Tuner()
+        return plan_of(args, num_examples, tuner, classes, units), units
 
 
-def _add_facts(add: Callable[..., Any]) -> None:
-    add(
-        "--gradient-norm",
-        type=float,
-        metavar="G",
-        help="norm of the mean clipped gradient, for the signal beside noise",
-    )
-    add(
-        "--parameters",
-        type=int,
-        metavar="P",
-        help="trainable parameters, for memory and the signal beside noise (default: the recipe's, "
-        "where its model is here)",
-    )
-    add(
-        "--throughput",
-        type=float,
-        metavar="X",
-        help="examples per second (hf-dp bench throughput), for the time",
-    )
-
-
-def _add_output(add: Callable[..., Any]) -> None:
-    add("--cross-check", action="store_true", help="epsilon by every accountant, with its kind")
-    add(
-        "--sweep",
-        nargs="+",
-        metavar="KEY=VALUES",
-        help="a table over one option, or all combinations of several: batch_size=64..4096 "
-        "(doubling), epochs=1,3,10",
-    )
-    add(
-        "--transfer-to",
-        type=int,
-        metavar="N",
-        help="settings with the same sample rate and steps for N examples",
-    )
-    add("--json", action="store_true", help="one JSON object on stdout, which hf-dp figure draws")
+def replaced(values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """Return values with some changed; one of a pair of which either decides takes the other's
+    place."""
+    kept = dict(values)
+    for one, other in _PAIRS:
+        if one in changes or other in changes:
+            kept.pop(one, None), kept.pop(other, None)
+    return {**kept, **changes}
 
 
 def main(argv: Sequence[str]) -> int:
     """Print the plan; return 2 (with a line on stderr) for what cannot be planned."""
-    args = build_parser().parse_args(hyphenated(argv))
-    recipe = {} if args.config is None else read_yaml(args.config)
+    given = build_parser().parse_args(list(argv))
+    options = taken(PlanOptions, given)
+    recipe = {} if given.config is None else read_yaml(given.config)
     check_recipe(recipe)
+    own = {field.name for group in PLANNED for field in own_fields(group)}
+    recipe = replaced(recipe, {key: value for key, value in vars(given).items() if key in own})
     mode = recipe.get("privacy_mode", "dp_sgd")
     refuse_other_modes(mode, "hf-dp plan", ("dp_sgd", DP_FP))
     if mode == DP_FP:
-        _refuse_for_sums(args)
-    settings = settings_of(args, recipe)
-    if args.sweep is not None:
-        return _sweep(args, settings)
-    if args.parameters is None and mode != DP_FP:
-        args.parameters = _trained_numbers(recipe)
-    found = _forecast(args, settings)
-    to = None if args.transfer_to is None else _transfer(found.plan, args.transfer_to)
-    if args.json:
+        _refuse_for_sums(options)
+    planned = Planned(recipe, options)
+    if options.sweep:
+        return _sweep(planned)
+    if options.parameters is None and mode != DP_FP and "model_name_or_path" in recipe:
+        try:
+            options.parameters = trained_numbers(recipe, recipe.get("peft"))
+        except HfDpError:  # `--parameters` says it then
+            pass
+    found = planned.forecast({})
+    to = None if options.transfer_to is None else _transfer(found.plan, options.transfer_to)
+    if options.json:
         transferred = None if to is None else dataclasses.asdict(to)
         print(json.dumps({**_json(found), "transfer": transferred}, allow_nan=False))
         return 0
-    print(plan_forward.text(found) if mode == DP_FP else _text(found))
-    from hf_dp.run.outlook import drowned
-
-    for doubt in () if found.most_signal is None else drowned(found.plan, args.parameters):
-        print(f"\n{doubt}")
-    if "table" in settings:
-        print(_rows_of_users(settings["table"], settings["users"]))
-        print(_both_ways(settings, found.plan))
+    print(plan_text.forward(found) if mode == DP_FP else plan_text.sums(found))
+    print("\n".join(_remarks(planned, found)), end="")
     if to is not None:
         print(
             f"\nfor {to.num_examples:,} examples, same sample rate and steps: expected batch size "
@@ -207,117 +188,79 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def _trained_numbers(recipe: dict[str, Any]) -> int | None:
-    """Return how many numbers a recipe trains, where its model's configuration is here."""
-    if "model_name_or_path" not in recipe:
-        return None
-    from hf_dp.cli.suggest import trained_numbers
+def _remarks(planned: Planned, found: Forecast) -> Iterator[str]:
+    """Yield what is doubtful, and how drawing users compares with drawing their rows."""
+    from hf_dp.run.outlook import drowned
 
-    try:
-        return trained_numbers(recipe, recipe.get("peft"))
-    except HfDpError:  # `--parameters` says it then
-        return None
+    if found.most_signal is not None and planned.options.parameters is not None:
+        for doubt in drowned(found.plan, planned.options.parameters):
+            yield f"\n{doubt}\n"
+    plan, units = planned.plan({})
+    if units is not None and plan.users is not None:
+        yield plan_text.rows_of_users(units, plan.users)
+        yield plan_text.both_ways(units, plan, lambda changes: planned.plan(changes)[0])
 
 
-def _refuse_for_sums(args: argparse.Namespace) -> None:
+def _refuse_for_sums(options: PlanOptions) -> None:
     """Raise ConfigError for what is only defined where each step releases one noisy sum."""
     for option in ("transfer_to", "gradient_norm", "parameters"):
-        if getattr(args, option) is not None:
+        if getattr(options, option) is not None:
             raise ConfigError(
-                f"`--{option.replace('_', '-')}` is for privacy_mode dp_sgd, where a step releases "
-                "one noisy sum. Leave it out for DP-FP."
+                f"`--{option}` is for privacy_mode dp_sgd, where a step releases one noisy sum. "
+                "Leave it out for DP-FP."
             )
 
 
-def _transfer(plan: PrivacyPlan, num_examples: int) -> Transfer:
+def _transfer(plan: PrivacyPlan, num_examples: int) -> Any:
     """Return the settings for another number of examples. Raises: ConfigError for a cut sample."""
     from hf_dp.planning import transfer
 
     if plan.max_batch_size is not None:
         raise ConfigError(
-            "A limit on the sample (--max-batch-size) does not carry over to other data. Transfer "
-            "without it."
+            "A limit on the sample (--max_logical_batch_size) does not carry over to other data. "
+            "Transfer without it."
         )
     return transfer(sample_rate=plan.sample_rate, steps=plan.steps, num_examples=num_examples)
 
 
-def _forecast(args: argparse.Namespace, settings: dict[str, Any]) -> Forecast:
-    from hf_dp.planning import forecast
+def _swept() -> dict[str, type]:
+    """Return the arguments that a table can vary: all numbers, by name."""
+    found: dict[str, type] = {"num_examples": int}
+    for group in PLANNED:
+        hints = typing.get_type_hints(group)
+        for field in own_fields(group):
+            for kind in typing.get_args(hints[field.name]) or (hints[field.name],):
+                if kind in (int, float):
+                    found[field.name] = kind
+    return found
 
-    plan = plan_of(settings)
-    return forecast(
-        plan,
-        ACCOUNTANTS if args.cross_check else None,
-        gradient_norm=args.gradient_norm,
-        parameters=args.parameters,
-        throughput=args.throughput,
-    )
 
-
-def _sweep(args: argparse.Namespace, settings: dict[str, Any]) -> int:
+def _sweep(planned: Planned) -> int:
     from hf_dp.planning import parse_sweep
 
-    axes = dict(parse_sweep(word, _SWEPT) for word in args.sweep)
-    if len(axes) < len(args.sweep) or any(axes.keys() >= set(pair) for pair in _PAIRS):
+    words = planned.options.sweep
+    axes = dict(parse_sweep(word, _swept()) for word in words)
+    if len(axes) < len(words) or any(axes.keys() >= set(pair) for pair in _PAIRS):
         raise ConfigError(
-            f"Expected each word of `--sweep` to vary another option, got {args.sweep}. Of epochs "
-            "and steps, and of target_epsilon and noise_multiplier, vary one."
+            f"Expected each word of `--sweep` to vary another option, got {words}. Of "
+            "num_train_epochs and max_steps, and of target_epsilon and noise_multiplier, vary one."
         )
     swept = [dict(zip(axes, values, strict=True)) for values in itertools.product(*axes.values())]
-    rows = []
-    for values in swept:
-        changed = {**settings, **values}
-        for one, other in _PAIRS:
-            if one in values or other in values:
-                changed[other if one in values else one] = None
-        rows.append(_forecast(args, changed))
-    if args.json:
+    rows = [planned.forecast(values) for values in swept]
+    if planned.options.json:
         found = [{"settings": one, **_json(row)} for one, row in zip(swept, rows, strict=True)]
         print(json.dumps({"rows": found}, allow_nan=False))
         return 0
-    of = plan_forward.sweep_table if settings["forward"] is not None else _sweep_table
-    print(of(swept, rows))
+    print(plan_text.table_of(swept, rows))
     return 0
 
 
-def _sweep_table(swept: Sequence[dict[str, float]], rows: Sequence[Forecast]) -> str:
-    from hf_dp.benchmarks.tables import aligned
-
-    names = [answer.accountant for answer in rows[0].answers]
-    header = [*swept[0], "sample rate", "steps", "noise", "effective", *names]
-    with_signal = rows[0].signal_to_noise is not None
-    lines = []
-    for values, row in zip(swept, rows, strict=True):
-        plan = row.plan
-        cells = [
-            *(f"{value:g}" for value in values.values()),
-            f"{plan.sample_rate:.6g}",
-            str(plan.steps),
-            f"{plan.noise_multiplier:.6g}",
-            f"{row.effective_noise_multiplier:.5g}",
-            *(_cell(answer) for answer in row.answers),
-        ]
-        lines.append(
-            [*cells, f"{row.signal_to_noise:.3g}"] if row.signal_to_noise is not None else cells
-        )
-    legend = (
-        "noise: noise multiplier; effective: noise multiplier / sample rate; epsilon by "
-        f"{', '.join(names)}"
-    )
-    return f"{aligned([*header, 'signal/noise'] if with_signal else header, lines)}\n{legend}"
-
-
-def _cell(answer: Any) -> str:
-    return "-" if answer.epsilon is None else f"{answer.epsilon.rounded_up(3):.3f}"
-
-
 def _json(found: Forecast) -> dict[str, Any]:
+    forward = found.plan.mechanism.privacy_mode == DP_FP
     return {
         "plan": found.plan.to_dict(),
         "epochs": found.epochs,
-        "effective_noise_multiplier": None
-        if found.plan.mechanism.privacy_mode == DP_FP
-        else found.effective_noise_multiplier,
+        "effective_noise_multiplier": None if forward else found.effective_noise_multiplier,
         "signal_to_noise": found.signal_to_noise,
         "most_signal": found.most_signal,
         "examples": found.examples,
@@ -325,102 +268,3 @@ def _json(found: Forecast) -> dict[str, Any]:
         "state_bytes": found.state_bytes,
         "results": [json_row(answer) for answer in found.answers],
     }
-
-
-def _noised_loss(plan: PrivacyPlan, mechanism: NoisedLossPlan) -> str:
-    together = mechanism.step_event(plan.schedule, mechanism.sigma, 1).joint_noise_multiplier
-    return (
-        f"noised loss of each step: losses clipped to [0, {mechanism.noised_loss_bound:g}], noise "
-        f"multiplier {mechanism.loss_noise_multiplier:.6g}, standard deviation of the mean "
-        f"{mechanism.noised_loss_std(plan.schedule):.4g}; with the gradients, as one sum with "
-        f"noise multiplier {together:.6g}"
-    )
-
-
-def _rows_of_users(table: UnitTable, users: Users) -> str:
-    """Say how many rows users have; a function of the rows, for this console alone."""
-    sizes = sorted(table.sizes().tolist())
-    used = sum(min(size, users.max_rows) for size in sizes)
-    more = sum(size > users.max_rows for size in sizes)
-    return (
-        f"\n{table.num_rows:,} rows of {len(sizes):,} users: {sizes[0]} to {sizes[-1]} each, "
-        f"median {sizes[len(sizes) // 2]}; {more:,} users have more than max_rows_per_unit "
-        f"({users.max_rows}), and {used / table.num_rows:.0%} of the rows take part in an epoch. "
-        "These numbers are not private: do not publish them."
-    )
-
-
-def _both_ways(settings: dict[str, Any], plan: PrivacyPlan) -> str:
-    """Compare drawing users with drawing their rows, at the same epsilon, steps and rows a step."""
-    from hf_dp.plans.units import SAMPLINGS as OF_USERS
-
-    users, epsilon = plan.users, plan.target_epsilon
-    if users is None or epsilon is None:
-        return "Give a target_epsilon to compare drawing users with drawing their rows."
-    whose = settings["table"]
-    rows_of_one = len(whose.capped(users.max_rows)) / len(whose)
-    rows = plan.expected_batch_size * (1 if users.by_row else rows_of_one)
-    lines = [
-        f"\nNoise on the mean gradient of a step of about {rows:,.0f} rows, in clipping norms, at "
-        f"epsilon {epsilon:g}:"
-    ]
-    for sampling in OF_USERS:
-        other = with_rows(dataclasses.replace(users, sampling=sampling), whose)
-        drawn = rows if other.by_row else rows / rows_of_one
-        try:
-            found = plan_of({**settings, "users": other, "batch_size": drawn, "steps": plan.steps})
-            said = f"{found.noise_multiplier / drawn:.4g}"
-        except HfDpError as problem:
-            said = f"not possible ({problem})"
-        chosen = " (as configured)" if sampling == users.sampling else ""
-        lines.append(f"  unit_sampling={sampling}{chosen}: {said}")
-    lines.append(
-        "The smaller is the better one if a user's mean gradient is about as long as a row's. It "
-        "is shorter where the rows of a user differ much."
-    )
-    return "\n".join(lines)
-
-
-def _text(found: Forecast) -> str:
-    from hf_dp.plans import NoisedLossPlan
-
-    plan = found.plan
-    drawn = "" if plan.words.sampling_code == POISSON else f", {plan.words.drawn}"
-    what = "examples" if plan.users is None else "rows" if plan.users.by_row else "users"
-    capped = (
-        "" if plan.max_batch_size is None else f", of which at most {plan.max_batch_size} are used"
-    )
-    lines = [
-        f"{plan.drawn_from:,} {what}, {plan.expected_batch_size:g} expected in a step{capped}: "
-        f"sample rate {plan.sample_rate:.6g}{drawn}",
-        f"{plan.steps:,} steps, {found.epochs:.4g} epochs, {found.examples:,.0f} {what} in all",
-        f"noise multiplier {plan.noise_multiplier:.6g}, effective "
-        f"{found.effective_noise_multiplier:.5g} (/ sample rate)",
-    ]
-    if isinstance(plan.mechanism, NoisedLossPlan):
-        lines.append(_noised_loss(plan, plan.mechanism))
-    if plan.selection is not None:
-        lines.insert(
-            2,
-            f"before them at most {plan.selection.iterations} releases to select what trains, "
-            f"sample rate {plan.selection.sample_rate:g}, noise multiplier "
-            f"{plan.selection.noise_multiplier:.6g}",
-        )
-    lines.append(
-        "signal beside noise: not known; give --parameters, the numbers that train"
-        if found.most_signal is None
-        else f"the gradients of all steps add up to at most {found.most_signal:.3g} of their noise"
-    )
-    if found.signal_to_noise is not None:
-        lines.append(f"signal / noise of a step {found.signal_to_noise:.4g}")
-    if found.seconds is not None:
-        lines.append(
-            f"{found.seconds / 3600:.2f} hours at that throughput, without start, evaluation and "
-            "saving"
-        )
-    if found.state_bytes is not None:
-        size = f"{found.state_bytes / 2**30:.2f} GiB"
-        lines.append(
-            f"{size} for weights, gradient sums and Adam's moments in float32; activations on top"
-        )
-    return "\n".join([*lines, "", table(found.answers, plan.delta)])

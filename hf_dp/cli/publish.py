@@ -28,8 +28,6 @@ def build_parser() -> argparse.ArgumentParser:
         "hf-dp publish",
         description="\n\n".join(textwrap.fill(part, 100) for part in DESCRIPTION),
         epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     add = parser.add_argument
     add_common(add)

@@ -13,25 +13,47 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from hf_dp.cli.account import ACCOUNTANTS
+from hf_dp._arguments import argument
+from hf_dp.cli.argument_groups import LengthArguments
 from hf_dp.cli.config import check_recipe, peft_config, read_yaml
-from hf_dp.cli.options import Parser, hyphenated
-from hf_dp.cli.plan_settings import refuse_other_modes, settings_of
-from hf_dp.errors import ConfigError, DataError
-from hf_dp.plans.sampling import POISSON
+from hf_dp.cli.options import Parser, add_fields, taken
+from hf_dp.cli.recipes import model_of, refuse_other_modes, rows_of, trained_numbers
+from hf_dp.errors import ConfigError
+from hf_dp.trainer.privacy_arguments import BudgetArguments
 
 if TYPE_CHECKING:
     from hf_dp.planning import Forecast, Suggestion
 
 EXAMPLES = """examples:
-  hf-dp suggest --num-examples 67349 --target-epsilon 3
-  hf-dp suggest --config recipes/sst2/minilm_dp_adam_eps3.yaml --num-examples 67349 --measure
-  hf-dp suggest --config recipe.yaml --epochs 1 --output suggested.yaml
+  hf-dp suggest --num_examples 67349 --target_epsilon 3
+  hf-dp suggest --config recipes/sst2/minilm_dp_adam_eps3.yaml --num_examples 67349 --measure
+  hf-dp suggest --config recipe.yaml --num_train_epochs 1 --output suggested.yaml
 
 The suggestions read public numbers only: how many examples there are, epsilon, delta and the model.
 They are a starting point. A search on private rows costs epsilon for each run (hf-dp sweep).
+A recipe's num_train_epochs is not read: without the option, it is as many as the rules ask for.
 """
 _LENGTH, _PHYSICAL = 128, 8  # where the recipe says nothing; 8 is Trainer's own
+_BUDGET = ("target_epsilon", "target_delta", "accountant")
+
+
+@dataclass
+class SuggestOptions:
+    """What is known, and what is printed."""
+
+    num_examples: int | None = argument(None, "Rows of the training set, or users.")
+    parameters: int | None = argument(
+        None, "Numbers that train. Unset means those of the recipe's model."
+    )
+    throughput: float | None = argument(None, "Examples per second, for the time.")
+    measure: bool = argument(
+        False,
+        "With --config: measure speed and memory on made-up examples of max_length here.",
+    )
+    output: str | None = argument(
+        None, "With --config: a new file for the recipe with these settings."
+    )
+    json: bool = argument(False, "One JSON object on stdout.")
 
 
 @dataclass(frozen=True)
@@ -46,154 +68,95 @@ def build_parser() -> argparse.ArgumentParser:
     """Return the parser."""
     parser = Parser(
         "hf-dp suggest",
+        usage="hf-dp suggest [--config FILE] [--NAME VALUE ...]",
         description="Suggest batch size, steps, clipping norm, learning rate and what to train "
         "for DP-Adam, each with its reason. Prints YAML. Nothing is run on your rows.",
         epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
-    add = parser.add_argument
-    add("--config", metavar="FILE", help="a recipe: its data, model, epsilon and delta are read")
-    add("--num-examples", type=int, metavar="N", help="rows of the training set, or users")
-    add("--target-epsilon", type=float, metavar="EPSILON", help="epsilon to stay within")
-    add("--delta", type=float, help="default: 1 / (2 N)")
-    add("--accountant", choices=ACCOUNTANTS, help="whose epsilon counts (default: pld)")
-    add(
-        "--epochs",
-        type=float,
-        metavar="E",
-        help="passes that there is time for (default: as many as the rules ask for; a recipe's "
-        "num_train_epochs is not read)",
+    parser.add_argument(
+        "--config", metavar="FILE", help="a recipe: its data, model, epsilon and delta are read"
     )
-    add("--parameters", type=int, metavar="P", help="numbers that train (default: the recipe's)")
-    add("--throughput", type=float, metavar="X", help="examples per second, for the time")
-    add(
-        "--measure",
-        action="store_true",
-        help="with --config: measure speed and memory on made-up examples of max_length here",
-    )
-    add("--output", metavar="FILE", help="with --config: write the recipe with these settings")
-    add("--json", action="store_true", help="one JSON object on stdout")
+    add_fields(parser, SuggestOptions)
+    add_fields(parser, BudgetArguments, _BUDGET)
+    add_fields(parser, LengthArguments, ("num_train_epochs",))
     return parser
 
 
 def main(argv: Sequence[str]) -> int:
     """Print the suggestion; return 2 (with a line on stderr) for what cannot be suggested."""
-    args = build_parser().parse_args(hyphenated(argv))
-    recipe = {} if args.config is None else read_yaml(args.config)
+    given = build_parser().parse_args(list(argv))
+    options = taken(SuggestOptions, given)
+    recipe = {} if given.config is None else read_yaml(given.config)
     check_recipe(recipe)
     refuse_other_modes(recipe.get("privacy_mode", "dp_sgd"), "hf-dp suggest")
-    _check(args)
-    settings = settings_of(args, recipe)
-    found = _suggestion(args, settings, recipe)
-    measured = _measure(recipe, found) if args.measure else _Measured(args.throughput)
-    if args.output is not None:
-        _write(recipe, found, Path(args.output))
-    print(_json(found, measured) if args.json else _text(found, measured, recipe))
+    _check(options, given.config)
+    recipe |= {name: getattr(given, name) for name in _BUDGET if hasattr(given, name)}
+    found = _suggestion(options, recipe, getattr(given, "num_train_epochs", None))
+    measured = _measure(recipe, found) if options.measure else _Measured(options.throughput)
+    if options.output is not None:
+        _write(recipe, found, Path(options.output))
+    print(_json(found, measured) if options.json else _text(found, measured, recipe))
     return 0
 
 
-def _check(args: argparse.Namespace) -> None:
+def _check(options: SuggestOptions, config: str | None) -> None:
     """Raise ConfigError for options that need a recipe, or exclude each other."""
     for option in ("measure", "output"):
-        if getattr(args, option) and args.config is None:
+        if getattr(options, option) and config is None:
             raise ConfigError(f"`--{option}` needs a recipe. Give --config FILE.")
-    if args.measure and args.throughput is not None:
+    if options.measure and options.throughput is not None:
         raise ConfigError("`--measure` finds the throughput. Leave `--throughput` out.")
-    if args.output is not None and Path(args.output).exists():
+    if options.output is not None and Path(options.output).exists():
         raise ConfigError(
-            f"Expected `--output` to be a new file, but {args.output!r} exists. Choose another "
+            f"Expected `--output` to be a new file, but {options.output!r} exists. Choose another "
             "name."
         )
 
 
 def _suggestion(
-    args: argparse.Namespace, settings: dict[str, Any], recipe: dict[str, Any]
+    options: SuggestOptions, recipe: dict[str, Any], epochs: float | None
 ) -> Suggestion:
     from hf_dp.planning.suggestion import CLIPPING_NORM, suggest
+    from hf_dp.trainer.arguments import PlannedArguments
+    from hf_dp.trainer.unit_arguments import users_of
+    from hf_dp.tuners.base import Tuner
+    from hf_dp.tuners.find import tuner_for
 
-    for name in ("num_examples", "target_epsilon"):
-        if settings[name] is None:
-            option = f"--{name.replace('_', '-')}"
-            raise ConfigError(
-                f"Expected {option}, or a recipe (--config) that says it, got neither. Add "
-                f"{option}."
-            )
-    users, peft = settings["users"], settings["peft"]
-    adapter = peft_config(peft)
-    selects = hasattr(adapter, "selection_plan")
-    counted = args.parameters is None and "model_name_or_path" in recipe
+    if recipe.get("target_epsilon") is None:
+        raise ConfigError(
+            "Expected --target_epsilon, or a recipe (--config) that says it, got neither. Add "
+            "--target_epsilon."
+        )
+    fields = PlannedArguments.__dataclass_fields__
+    values = {key: value for key, value in recipe.items() if key in fields}
+    # Batch and noise are what is chosen here; any valid ones let the other arguments be checked.
+    args = PlannedArguments(**{**values, "expected_batch_size": 1, "noise_multiplier": None})
+    assert args.target_epsilon is not None
+    users, peft = users_of(args), recipe.get("peft")
+    num_examples, units = rows_of(recipe, options.num_examples, users)
+    if units is not None:
+        users = users_of(args, units)
+    counted = options.parameters is None and "model_name_or_path" in recipe
+    tuner = tuner_for(peft_config(peft), is_private=True) or Tuner()
     found = suggest(
-        settings["num_examples"],
-        settings["target_epsilon"],
-        epochs=args.epochs,
-        parameters=trained_numbers(recipe, peft) if counted else args.parameters,
+        num_examples,
+        args.target_epsilon,
+        epochs=epochs,
+        parameters=trained_numbers(recipe, peft) if counted else options.parameters,
         peft=peft,
-        target_delta=settings["delta"],
-        accountant=settings["accountant"] or "pld",
-        sampling=settings["sampling"] or POISSON,
-        mean_runs=settings["mean_runs"],
-        selection=adapter.selection_plan(CLIPPING_NORM) if selects else None,
+        target_delta=args.target_delta,
+        accountant=args.accountant,
+        sampling=args.sampling,
+        mean_runs=args.private_selection_mean_runs,
+        selection=tuner.plan(CLIPPING_NORM),
         users=users,
-        privacy_unit="example" if users is None else "user",
+        privacy_unit=args.privacy_unit,
     )
     if counted and found.parameters is None:
         found = dataclasses.replace(
             found, parameters=trained_numbers(recipe, found.settings["peft"])
         )
     return found
-
-
-def trained_numbers(recipe: dict[str, Any], peft: dict[str, Any] | None) -> int:
-    """Return how many numbers of the recipe's model train. No weights are made."""
-    model = _model(recipe, peft, "meta")
-    return sum(p.numel() for p in model.parameters() if p.requires_grad)
-
-
-def _model(recipe: dict[str, Any], peft: dict[str, Any] | None, device: str) -> Any:
-    """Return the recipe's model as it would train, with random weights.
-
-    Raises: DataError for a model that cannot be found; ConfigError for a task without privacy.
-    """
-    import torch
-    from transformers import (
-        AutoConfig,
-        AutoModelForCausalLM,
-        AutoModelForImageClassification,
-        AutoModelForMaskedLM,
-        AutoModelForSeq2SeqLM,
-        AutoModelForSequenceClassification,
-    )
-
-    from hf_dp.cli.tasks import DEFAULT_TASK
-    from hf_dp.tasks.files import resolve_model
-    from hf_dp.tasks.models import freeze
-    from hf_dp.tuners.apply import apply_peft
-
-    task = recipe.get("task", DEFAULT_TASK)
-    classes = {
-        "text_classification": AutoModelForSequenceClassification,
-        "image_classification": AutoModelForImageClassification,
-        "causal_lm": AutoModelForCausalLM,
-        "seq2seq": AutoModelForSeq2SeqLM,
-    }
-    if task not in classes:
-        raise ConfigError(f"The task {task!r} trains without privacy: nothing to suggest.")
-    auto = AutoModelForMaskedLM if recipe.get("infilling") else classes[task]
-    name = recipe["model_name_or_path"]
-    try:
-        config = AutoConfig.from_pretrained(resolve_model(name))
-        with torch.device(device):
-            model = auto.from_config(config)
-        model.tie_weights()
-    except (OSError, ValueError) as problem:
-        raise DataError(
-            f"The model {name!r} could not be loaded: {str(problem).splitlines()[0]} Give "
-            "--num-examples, --target-epsilon and --parameters instead of --config."
-        ) from problem
-    freeze(model, recipe.get("freeze", ()))
-    adapter = peft_config(peft)
-    return model if adapter is None else apply_peft(model, adapter, torch.device(device))
 
 
 def _measure(recipe: dict[str, Any], found: Suggestion) -> _Measured:
@@ -204,7 +167,7 @@ def _measure(recipe: dict[str, Any], found: Suggestion) -> _Measured:
 
     device = "cuda" if torch.cuda.is_available() and not recipe.get("use_cpu") else "cpu"
     cost = measure_step(
-        _model(recipe, found.settings["peft"], device),
+        model_of(recipe, found.settings["peft"], device),
         int(recipe.get("per_device_train_batch_size", _PHYSICAL)),
         int(recipe.get("max_length", _LENGTH)),
         bf16=bool(recipe.get("bf16")),

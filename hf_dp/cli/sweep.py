@@ -67,8 +67,6 @@ def build_parser() -> argparse.ArgumentParser:
         "hf-dp sweep",
         description="Train a recipe once for every combination of the given values and seeds.",
         epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     add = parser.add_argument
     add(

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from hf_dp.cli.argument_groups import PRIVACY
 from hf_dp.cli.config import check_early, read_yaml
-from hf_dp.cli.help_text import add_privacy, command_parser, list_tasks
 from hf_dp.cli.launch import (
     add_launch_options,
     launch,
@@ -17,7 +17,7 @@ from hf_dp.cli.launch import (
     show_progress_once,
 )
 from hf_dp.cli.non_private import as_asked
-from hf_dp.cli.options import common_parser
+from hf_dp.cli.options import command_parser, common_parser, list_tasks
 from hf_dp.cli.tasks import DEFAULT_TASK, TASKS, training_module
 from hf_dp.errors import ConfigError
 
@@ -60,12 +60,10 @@ def help_text(task: str) -> str:
         DESCRIPTION + list_tasks(TASKS),
         f"example:\n  {module.EXAMPLE}",
         build_parser(),
-        module.ARGUMENTS,
+        (*module.ARGUMENTS, *(PRIVACY if TASKS[task].private else ())),
     )
     training = parser.add_argument_group("training").add_argument
     training("--output_dir", metavar="FOLDER", help="where the checkpoint is written")
-    if TASKS[task].private:
-        add_privacy(parser)
     return parser.format_help()
 
 

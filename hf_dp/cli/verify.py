@@ -35,8 +35,6 @@ def build_parser() -> argparse.ArgumentParser:
         "hf-dp verify",
         description=DESCRIPTION,
         epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     add = parser.add_argument
     add("model", metavar="MODEL", help="a folder, or a repository on the Hub")

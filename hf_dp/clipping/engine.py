@@ -25,7 +25,6 @@ from hf_dp.clipping.bundles import RunningSums, zero_sum
 from hf_dp.clipping.clipped_sum import ClippedSum
 from hf_dp.clipping.coupling import refuse_coupling
 from hf_dp.clipping.fallback import fallback_forward, own_parameters, shared_method
-from hf_dp.clipping.forms import MEMORY_RATIO, check_memory_ratio
 from hf_dp.clipping.large_unit import LargeUnit
 from hf_dp.clipping.rounding import SMALLEST_CLIPPING_NORM
 from hf_dp.clipping.rules import find_rule
@@ -44,11 +43,11 @@ from hf_dp.clipping.two_pass import two_pass
 from hf_dp.errors import UnaccountedGradientError, UnsupportedLossError, UnsupportedModelError
 from hf_dp.plans.dp_sgd import CLIPPINGS
 from hf_dp.plans.rounding import SMALL_GROUP, regrouping_share, slack_cap
+from hf_dp.plans.strategies import MEMORY_RATIO, STRATEGIES, check_memory_ratio
 
 # ``per_example`` is book-keeping of explicit gradients: no module has a rule, and each is
 # differentiated example by example.
-_STRATEGIES = {"book_keeping": book_keeping, "two_pass": two_pass, "per_example": book_keeping}
-STRATEGIES = tuple(_STRATEGIES)
+_STRATEGIES = dict(zip(STRATEGIES, (book_keeping, two_pass, book_keeping), strict=True))
 
 
 class ClippingEngine:

@@ -26,7 +26,6 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from hf_dp import _validate
 from hf_dp.clipping.gradients import Dense, OuterProducts, PerExampleGradient
 from hf_dp.clipping.products import outer_sums
 from hf_dp.clipping.rounding import accumulation_dtype, full_precision
@@ -36,24 +35,6 @@ from hf_dp.clipping.rounding import accumulation_dtype, full_precision
 # explicit gradient takes _NUMBER: it is written once and read twice. Fitted to times of 16 layers,
 # T from 32 to 1,024, on two cores: the cheaper form comes out right for 15.
 _GRAM, _POSITION, _NUMBER = 0.9, 180.0, 80.0
-
-MEMORY_RATIO = 1.05
-
-
-def check_memory_ratio(name: str, value: object) -> float:
-    """Return the memory that clipping may take relative to training without, at least 1.
-
-    Raises: InvalidArgumentError, naming the argument.
-    """
-    ratio = _validate.positive(name, value)
-    if ratio < 1:
-        raise _validate.invalid(
-            name,
-            value,
-            "to be at least 1, the memory of training without privacy",
-            "1.05 allows 5 % more, for speed.",
-        )
-    return ratio
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ def parse_sweep(text: str, keys: Mapping[str, type]) -> tuple[str, list[float]]:
     key = name.strip().replace("-", "_")
     if key not in keys or not equals:
         near = difflib.get_close_matches(key, keys, n=1)
-        hint = f"Did you mean {near[0]!r}?" if near else "For example batch_size=64..4096."
+        hint = f"Did you mean {near[0]!r}?" if near else "For example expected_batch_size=64..4096."
         raise invalid("sweep", text, f"to be KEY=VALUES with KEY one of {sorted(keys)}", hint)
     kind = keys[key]
     try:

@@ -63,19 +63,8 @@ class Users:
     num_rows: int | None = None
 
     def __post_init__(self) -> None:
-        for argument, value in (
-            ("privacy_unit_column", self.column),
-            ("privacy_unit_name", self.name),
-        ):
-            if not isinstance(value, str) or not value.strip() or "\n" in value:
-                raise _validate.invalid(argument, value, "to be a word or a name, on one line")
-        if self.name.strip().lower() in ("row", "example"):
-            raise _validate.invalid(
-                "privacy_unit_name",
-                self.name,
-                "to say whose the rows are",
-                'A card would take it for one row. Use "user", "patient" or the like.',
-            )
+        check_name("privacy_unit_column", self.column)
+        check_name("privacy_unit_name", self.name)
         _validate.integer("max_rows_per_unit", self.max_rows, 1)
         _validate.one_of("unit_reduction", self.reduction, REDUCTIONS)
         _validate.one_of("unit_sampling", self.sampling, SAMPLINGS)
@@ -90,6 +79,20 @@ class Users:
     def scale(self, rows: int) -> float:
         """Return by what the losses of a user's ``rows`` rows are multiplied before they add up."""
         return 1 / rows if self.reduction == MEAN else 1.0
+
+
+def check_name(argument: str, value: object) -> str:
+    """Return a column's name, or what a user is called, which no reader takes for one row."""
+    if not isinstance(value, str) or not value.strip() or "\n" in value:
+        raise _validate.invalid(argument, value, "to be a word or a name, on one line")
+    if argument == "privacy_unit_name" and value.strip().lower() in ("row", "example"):
+        raise _validate.invalid(
+            argument,
+            value,
+            "to say whose the rows are",
+            'A card would take it for one row. Use "user", "patient" or the like.',
+        )
+    return value
 
 
 def weakest_unit(units: Iterable[str]) -> str:

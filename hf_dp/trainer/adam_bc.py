@@ -8,16 +8,15 @@ the variance off. It is a function of what was released, so it costs no privacy.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
+from hf_dp._arguments import Problems
 from hf_dp._validate import invalid, non_negative, positive
 from hf_dp.errors import UnsupportedArgumentError
-from hf_dp.trainer.argument_checks import Problems
 
 FLOOR = "adam_bc_floor"
 _ADAMS = ("adamw_torch", "adamw_torch_fused")
@@ -91,37 +90,23 @@ def corrected(optimizer: Optimizer, noise_std: float, batch_size: float, floor: 
     return DPAdamBC(groups, (noise_std / batch_size) ** 2, floor)
 
 
-def adam_bc_problems(args: Any) -> Problems:
-    """Return what does not go with ``adam_bc_floor``."""
+def adam_bc_problems(args: Any, found: Problems) -> None:
+    """Note what does not go with ``adam_bc_floor``."""
     if args.adam_bc_floor is None:
-        return {}
-    floor = args.adam_bc_floor
-    if not isinstance(floor, (int, float)) or isinstance(floor, bool) or not 0 < floor < math.inf:
-        return {
-            FLOOR: invalid(FLOOR, floor, "to be a number above 0", "0.1 is a first value to try.")
-        }
+        return
     optim = getattr(args.optim, "value", args.optim)
     if optim not in _ADAMS:
-        return {
-            FLOOR: invalid(
-                FLOOR,
-                floor,
-                f"to be unset with optim={optim!r}",
-                'It corrects Adam. Remove it, or use optim="adamw_torch".',
-                UnsupportedArgumentError,
-            )
-        }
+        found.unsupported(
+            FLOOR,
+            f"to be unset with optim={optim!r}",
+            'It corrects Adam. Remove it, or use optim="adamw_torch".',
+        )
     if args.clip_noised_gradient:
-        return {
-            FLOOR: invalid(
-                FLOOR,
-                floor,
-                "to be unset with clip_noised_gradient",
-                "A clipped gradient has noise of no known variance. Remove one of the two.",
-                UnsupportedArgumentError,
-            )
-        }
-    return {}
+        found.unsupported(
+            FLOOR,
+            "to be unset with clip_noised_gradient",
+            "A clipped gradient has noise of no known variance. Remove one of the two.",
+        )
 
 
 def refuse_other_noise(args: Any, optimizer: Optimizer | None, is_as_noised: bool) -> None:

@@ -24,8 +24,9 @@ except ImportError as missing:
     raise ImportError("hf_dp.trainer.dpo needs TRL. Run `pip install hf-dp[trl]`.") from missing
 from trl.trainer.utils import disable_dropout_in_model
 
+from hf_dp._arguments import Problems
 from hf_dp._validate import invalid, positive
-from hf_dp.errors import DataError, UnsupportedArgumentError
+from hf_dp.errors import DataError
 from hf_dp.losses import (
     IGNORED_LABEL,
     labels_at_their_tokens,
@@ -35,10 +36,9 @@ from hf_dp.losses import (
 from hf_dp.overlap import TrainingRows
 from hf_dp.run.checks import check_train_dataset
 from hf_dp.run.synthetic import synthetic_examples
-from hf_dp.trainer.argument_checks import Problems, attempt
-from hf_dp.trainer.argument_table import ArgumentRow, Verdict
 from hf_dp.trainer.arguments import DPTrainingArguments
 from hf_dp.trainer.from_arguments import own_copy
+from hf_dp.trainer.inherited import Refusal
 from hf_dp.trainer.trainer import DPTrainer
 from hf_dp.trainer.trl_preparation import (
     DPOPreparation,
@@ -52,34 +52,26 @@ _PAIR = ("prompt_ids", "chosen_ids", "rejected_ids", *_REFERENCES)
 # By these rows are compared with each other, whatever other columns they have.
 _ENCODED_PAIR = frozenset(_PAIR[:3])
 
-_WORKS = ArgumentRow(Verdict.WORKS, "Concerns the model, or each pair by itself.")
-_UNREAD = ArgumentRow(
-    Verdict.NEUTRAL,
-    "Reference log-probabilities are always computed before training, one row at a time.",
+# They concern the model, or each pair by itself; or they are read only with an argument that is
+# refused. Reference log-probabilities are always computed before training, one row at a time.
+DPO_WORKS = frozenset(
+    """
+    model_init_kwargs trust_remote_code disable_dropout dataset_num_proc max_length
+    truncation_mode pad_to_multiple_of pad_token beta precompute_ref_log_probs
+    precompute_ref_batch_size f_alpha_divergence_coef discopop_tau ref_model_mixup_alpha
+    ref_model_sync_steps
+    """.split()
 )
 
 
-def _only(*allowed: Any, expected: str, reason: str) -> ArgumentRow:
-    return ArgumentRow(
-        Verdict.REFUSED, reason, lambda value: value not in allowed, expected, "Remove it."
-    )
+def _only(*allowed: Any, expected: str, reason: str) -> Refusal:
+    return Refusal(lambda value: value not in allowed, expected, reason)
 
 
 _ANOTHER_LOSS = "The loss of a pair is -log sigmoid(beta * margin), and none of its variants."
 _NOT_RUN = "TRL's own training step does not run, so it would be silently ignored."
-DPO_ROWS: Mapping[str, ArgumentRow] = MappingProxyType(
+DPO_REFUSED: Mapping[str, Refusal] = MappingProxyType(
     {
-        "model_init_kwargs": _WORKS,
-        "trust_remote_code": _WORKS,
-        "disable_dropout": _WORKS,
-        "dataset_num_proc": _WORKS,
-        "max_length": _WORKS,
-        "truncation_mode": _WORKS,
-        "pad_to_multiple_of": _WORKS,
-        "pad_token": _WORKS,
-        "beta": _WORKS,
-        "precompute_ref_log_probs": _UNREAD,
-        "precompute_ref_batch_size": _UNREAD,
         "loss_type": _only(
             ["sigmoid"], "sigmoid", expected='to be ["sigmoid"]', reason=_ANOTHER_LOSS
         ),
@@ -88,14 +80,8 @@ DPO_ROWS: Mapping[str, ArgumentRow] = MappingProxyType(
         "f_divergence_type": _only(
             "reverse_kl", expected='to be "reverse_kl"', reason=_ANOTHER_LOSS
         ),
-        "f_alpha_divergence_coef": ArgumentRow(
-            Verdict.NEUTRAL, "Read only with another `f_divergence_type`, which is refused."
-        ),
         "label_smoothing": _only(0, expected="to be 0", reason=_ANOTHER_LOSS),
         "use_weighting": _only(False, expected="to be False", reason=_ANOTHER_LOSS),
-        "discopop_tau": ArgumentRow(
-            Verdict.NEUTRAL, "Read only with another `loss_type`, which is refused."
-        ),
         "router_aux_loss_coef": _only(
             None,
             0,
@@ -112,8 +98,6 @@ DPO_ROWS: Mapping[str, ArgumentRow] = MappingProxyType(
             reason="The reference log-probabilities of a pair are computed once, by a frozen "
             "model.",
         ),
-        "ref_model_mixup_alpha": ArgumentRow(Verdict.NEUTRAL, "Read only with `sync_ref_model`."),
-        "ref_model_sync_steps": ArgumentRow(Verdict.NEUTRAL, "Read only with `sync_ref_model`."),
     }
 )
 
@@ -135,21 +119,21 @@ class DPDPOConfig(DPTrainingArguments, DPOConfig):  # type: ignore[misc]  # lear
         dict.fromkeys([*DPTrainingArguments._VALID_DICT_FIELDS, *DPOConfig._VALID_DICT_FIELDS])
     )
     _INHERITED: ClassVar[type[TrainingArguments]] = DPOConfig
-    _ROWS: ClassVar[Mapping[str, ArgumentRow]] = DPO_ROWS
+    _WORK: ClassVar[frozenset[str]] = DPO_WORKS
+    _REFUSED: ClassVar[Mapping[str, Refusal]] = DPO_REFUSED
 
     def _setting_problems(self) -> Problems:
-        problems = super()._setting_problems()
+        found = super()._setting_problems()
         if self.privacy_mode != "dp_sgd":
-            problems["privacy_mode"] = invalid(
+            found.pop("privacy_mode", None)
+            found.unsupported(
                 "privacy_mode",
-                self.privacy_mode,
                 "to be 'dp_sgd' with DPDPOTrainer",
                 "DP-FP trains a last layer on released representations, which have no pairs; and "
                 "without privacy, use trl.DPOTrainer.",
-                UnsupportedArgumentError,
             )
-        attempt(self, problems, "beta", positive, "TRL's default is 0.1.")
-        return problems
+        found.attempt("beta", positive, "TRL's default is 0.1.")
+        return found
 
 
 @dataclass

@@ -12,41 +12,38 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments, TrainingArguments
 
-from hf_dp._validate import invalid
-from hf_dp.errors import DataError, InvalidArgumentError, UnsupportedArgumentError
+from hf_dp._arguments import Problems
+from hf_dp.errors import DataError, InvalidArgumentError
 from hf_dp.losses import base_model, padding_moves_prompts, positions_of
 from hf_dp.plans.dp_fp import DP_FP
-from hf_dp.trainer.argument_checks import Problems
-from hf_dp.trainer.argument_table import ArgumentRow, Verdict
 from hf_dp.trainer.arguments import DPTrainingArguments
+from hf_dp.trainer.inherited import Refusal
 from hf_dp.trainer.prompts import Prompts, split_rows
 from hf_dp.trainer.trainer import DPTrainer
 
-_GENERATION = ArgumentRow(
-    Verdict.WORKS,
-    "Concerns evaluation only; epsilon does not cover evaluation data.",
-    free=True,
+# Concern evaluation alone, and may change once the trainer exists.
+SEQ2SEQ_FREE = frozenset(
+    """
+    predict_with_generate generation_max_length generation_num_beams generation_config
+    """.split()
 )
-SEQ2SEQ_ROWS: Mapping[str, ArgumentRow] = MappingProxyType(
+SEQ2SEQ_REFUSED: Mapping[str, Refusal] = MappingProxyType(
     {
-        "sortish_sampler": ArgumentRow(
-            Verdict.REFUSED,
-            "Every logical batch is a Poisson draw; transformers ignores this argument.",
+        "sortish_sampler": Refusal(
             bool,
             "to be False",
+            "Every logical batch is a Poisson draw; transformers ignores this argument.",
             "Remove it; physical batches are sorted by length anyway.",
-        ),
-        "predict_with_generate": _GENERATION,
-        "generation_max_length": _GENERATION,
-        "generation_num_beams": _GENERATION,
-        "generation_config": _GENERATION,
+        )
     }
 )
 _DEFAULT_LENGTH = 20  # transformers' own
 
 
 @dataclass
-class DPSeq2SeqTrainingArguments(DPTrainingArguments, Seq2SeqTrainingArguments):
+class DPSeq2SeqTrainingArguments(  # type: ignore[misc]  # learning_rate: float
+    DPTrainingArguments, Seq2SeqTrainingArguments
+):
     r"""
     Configuration of [`DPSeq2SeqTrainer`]: the arguments of [`DPTrainingArguments`] and of
     [`~transformers.Seq2SeqTrainingArguments`].
@@ -60,20 +57,19 @@ class DPSeq2SeqTrainingArguments(DPTrainingArguments, Seq2SeqTrainingArguments):
     """
 
     _INHERITED: ClassVar[type[TrainingArguments]] = Seq2SeqTrainingArguments
-    _ROWS: ClassVar[Mapping[str, ArgumentRow]] = SEQ2SEQ_ROWS
+    _FREE: ClassVar[frozenset[str]] = SEQ2SEQ_FREE
+    _REFUSED: ClassVar[Mapping[str, Refusal]] = SEQ2SEQ_REFUSED
 
     def _setting_problems(self) -> Problems:
-        problems = super()._setting_problems()
+        found = super()._setting_problems()
         if self.predict_with_generate and self.privacy_mode == DP_FP:
-            problems["predict_with_generate"] = invalid(
+            found.unsupported(
                 "predict_with_generate",
-                True,
                 "to be False with privacy_mode='dp_fp'",
                 "DP-FP clips and noises one representation of each text, and a model that "
                 "generates has one for each token. Use privacy_mode='dp_sgd'.",
-                UnsupportedArgumentError,
             )
-        return problems
+        return found
 
 
 class DPSeq2SeqTrainer(DPTrainer, Seq2SeqTrainer):

@@ -18,77 +18,58 @@ try:
 except ImportError as missing:
     raise ImportError("hf_dp.trainer.sft needs TRL. Run `pip install hf-dp[trl]`.") from missing
 
+from hf_dp._arguments import Problems
 from hf_dp._validate import invalid
 from hf_dp.errors import UnsupportedArgumentError
 from hf_dp.overlap import TrainingRows
 from hf_dp.run.checks import check_train_dataset
-from hf_dp.trainer.argument_checks import Problems
-from hf_dp.trainer.argument_table import ArgumentRow, Verdict
 from hf_dp.trainer.arguments import DPTrainingArguments
 from hf_dp.trainer.from_arguments import own_copy
+from hf_dp.trainer.inherited import Refusal
 from hf_dp.trainer.trainer import DPTrainer
 from hf_dp.trainer.trl_preparation import SFTPreparation, check_rows, refuse_dropped_rows
 
-_BY_ROW = ArgumentRow(Verdict.WORKS, "Says how TRL prepares each row, by itself.")
-_MODEL = ArgumentRow(Verdict.WORKS, "Says how model and tokenizer are loaded.")
-_ONLY_PACKED = ArgumentRow(Verdict.NEUTRAL, "Read only with `packing`, which is refused.")
-
-
-def _refused(
-    refuses: Callable[[Any], bool], expected: str, reason: str, move: str = "Remove it."
-) -> ArgumentRow:
-    return ArgumentRow(Verdict.REFUSED, reason, refuses, expected, move)
-
-
-_PACKING = _refused(
+# They concern the model, or each row by itself; the order of rows changes no draw, and
+# `packing_strategy` is read only with `packing`.
+SFT_WORKS = frozenset(
+    """
+    model_init_kwargs trust_remote_code chat_template_path eos_token pad_token
+    dataset_text_field dataset_kwargs dataset_num_proc max_length truncation_mode
+    pad_to_multiple_of completion_only_loss assistant_only_loss packing_strategy shuffle_dataset
+    """.split()
+)
+_PACKING = Refusal(
     bool,
     "to be False",
     "It joins several rows in one sequence, so no single row could be clipped.",
     "Remove it. If you pack texts beforehand, a packed row is what is protected "
     "(rows_are_chunks=True).",
 )
-SFT_ROWS: Mapping[str, ArgumentRow] = MappingProxyType(
+SFT_REFUSED: Mapping[str, Refusal] = MappingProxyType(
     {
-        "model_init_kwargs": _MODEL,
-        "trust_remote_code": _MODEL,
-        "chat_template_path": _MODEL,
-        "eos_token": _MODEL,
-        "pad_token": _MODEL,
-        "dataset_text_field": _BY_ROW,
-        "dataset_kwargs": _BY_ROW,
-        "dataset_num_proc": _BY_ROW,
-        "max_length": _BY_ROW,
-        "truncation_mode": _BY_ROW,
-        "pad_to_multiple_of": _BY_ROW,
-        "completion_only_loss": _BY_ROW,
-        "assistant_only_loss": _BY_ROW,
-        "shuffle_dataset": ArgumentRow(
-            Verdict.NEUTRAL, "Every logical batch is a Poisson draw, whatever the order of rows."
-        ),
         "packing": _PACKING,
         "eval_packing": _PACKING,
-        "packing_strategy": _ONLY_PACKED,
-        "padding_free": _refused(
+        "padding_free": Refusal(
             bool,
             "to be False",
             "It flattens a batch into one sequence, in which no layer's input has examples to "
             "split by.",
             "Remove it; max_tokens_per_physical_batch keeps padding small.",
         ),
-        "loss_type": _refused(
+        "loss_type": Refusal(
             lambda value: value not in ("nll", "chunked_nll"),
             'to be "nll"',
             "Each example's loss is the mean negative log-likelihood of its own labeled tokens; "
             "TRL's other losses divide by the tokens of the whole batch.",
             "Remove it, or override compute_per_example_loss.",
         ),
-        "router_aux_loss_coef": _refused(
+        "router_aux_loss_coef": Refusal(
             bool,
             "to be None or 0",
             "The load-balancing loss is a mean over all tokens of a batch, so an example's "
             "gradient would depend on its neighbors.",
         ),
-        "activation_offloading": _refused(
+        "activation_offloading": Refusal(
             bool,
             "to be False",
             "It wraps TRL's own training step, which does not run, so it would be silently "
@@ -118,24 +99,23 @@ class DPSFTConfig(DPTrainingArguments, SFTConfig):  # type: ignore[misc]  # lear
         dict.fromkeys([*DPTrainingArguments._VALID_DICT_FIELDS, *SFTConfig._VALID_DICT_FIELDS])
     )
     _INHERITED: ClassVar[type[TrainingArguments]] = SFTConfig
-    _ROWS: ClassVar[Mapping[str, ArgumentRow]] = SFT_ROWS
+    _WORK: ClassVar[frozenset[str]] = SFT_WORKS
+    _REFUSED: ClassVar[Mapping[str, Refusal]] = SFT_REFUSED
 
     def _setting_problems(self) -> Problems:
-        problems = super()._setting_problems()
-        for name, row in SFT_ROWS.items():
-            if name in problems or not self.is_private:
-                problem = row.problem(name, getattr(self, name), "with DPSFTTrainer")
-                problems |= {name: problem} if problem is not None else {}
+        found = super()._setting_problems()
+        for name, refusal in SFT_REFUSED.items():
+            problem = refusal.problem(name, getattr(self, name), "with DPSFTTrainer")
+            if problem is not None:
+                found[name] = problem
         options = self.gradient_checkpointing_kwargs
         if isinstance(options, dict) and options.get("selective"):
-            problems["gradient_checkpointing_kwargs"] = invalid(
+            found.unsupported(
                 "gradient_checkpointing_kwargs",
-                options,
                 "to have no 'selective'",
                 "TRL would choose what is recomputed, outside the clipping engine. Remove it.",
-                UnsupportedArgumentError,
             )
-        return problems
+        return found
 
 
 class DPSFTTrainer(DPTrainer):

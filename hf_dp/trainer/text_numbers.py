@@ -7,13 +7,12 @@ import types
 import typing
 from typing import Any
 
-from hf_dp._validate import invalid
-from hf_dp.trainer.argument_checks import Problems
+from hf_dp._arguments import Problems
 
 
 def numbers_from_text(args: Any) -> Problems:
     """Convert numbers given as text, in place, and return what cannot be read, by name."""
-    problems: Problems = {}
+    problems = Problems(args)
     for name, kind in _number_fields(type(args)).items():  # type: ignore[arg-type]
         value = getattr(args, name)
         if isinstance(value, str):
@@ -21,8 +20,8 @@ def numbers_from_text(args: Any) -> Problems:
                 setattr(args, name, _number(value, kind))
             except ValueError:
                 wanted = "a whole number" if kind is int else "a number"
-                problems[name] = invalid(
-                    name, value, f"to be {wanted}", "Correct it, or remove it for the default."
+                problems.refuse(
+                    name, f"to be {wanted}", "Correct it, or remove it for the default."
                 )
     return problems
 

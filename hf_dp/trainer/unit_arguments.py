@@ -1,15 +1,26 @@
-"""The arguments of ``privacy_unit="user"``, and their checks."""
+"""The arguments of what is protected, and their checks."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
-from typing import Any
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from hf_dp._validate import invalid
-from hf_dp.batches.padding import LABELS
-from hf_dp.batches.units import UnitTable
-from hf_dp.errors import InvalidArgumentError
-from hf_dp.plans.units import EXAMPLE, MAX_ROWS, REDUCTIONS, SAMPLINGS, USER, Users
+from hf_dp._arguments import ArgumentGroup, Check, Problems, argument
+from hf_dp._validate import integer, one_of
+from hf_dp.plans.units import (
+    EXAMPLE,
+    MAX_ROWS,
+    PRIVACY_UNITS,
+    REDUCTIONS,
+    SAMPLINGS,
+    USER,
+    Users,
+    check_name,
+)
+
+if TYPE_CHECKING:
+    from hf_dp.batches.units import UnitTable
 
 ARGUMENTS = {
     "privacy_unit_column": "column",
@@ -21,64 +32,102 @@ ARGUMENTS = {
 
 
 @dataclass
-class UnitArguments:
-    r"""
-    Arguments of [`DPTrainingArguments`] that only `privacy_unit="user"` reads. A step then draws
-    users, and all that a drawn user contributes is clipped once; or it draws their rows (Charles et
-    al. 2024, arXiv 2407.07737, section 3).
+class UnitArguments(ArgumentGroup):
+    """Parameters of what is protected.
 
-    > Parameters of users
-
-        privacy_unit_column (`str`, *optional*):
-            The column of `train_dataset` that says whose a row is: text or whole numbers, equal for
-            rows of one user. It is read once and reaches no collator, model, log or card; only its
-            name does.
-        privacy_unit_name (`str`, *optional*):
-            What the card calls one of them, for example `"patient"`. Unset means `"user"`.
-        max_rows_per_unit (`int`, *optional*):
-            The most rows of a drawn user that take part in a step, chosen at random each time;
-            unset means 10. Memory, time and how well a user is represented; never epsilon. It is
-            public: do not read it off the data.
-        unit_reduction (`str`, *optional*):
-            Whether a user's gradient is the `"mean"` (unset means this) or the `"sum"` over these
-            rows, before it is clipped.
-        unit_sampling (`str`, *optional*):
-            What a step draws: `"users"` (unset means this), or `"examples"`: rows, at most
-            `max_rows_per_unit` of each user, chosen once. Each row is then clipped by itself,
-            `expected_batch_size` counts rows, and more rows of a user cost epsilon. `hf-dp plan`
-            compares the two.
+    With users, a step draws users, and all that a drawn user contributes is clipped once; or it
+    draws their rows (Charles et al. 2024, arXiv 2407.07737, section 3).
     """
 
-    privacy_unit_column: str | None = field(
-        default=None,
-        metadata={"help": "With privacy_unit=user: the column that says whose each row is."},
+    privacy_unit: str = argument(
+        EXAMPLE,
+        "What is protected: example, one row of the training data (a person in k rows is protected "
+        "k-fold weaker), or user, all rows of one user (needs privacy_unit_column); "
+        "expected_batch_size, delta and all else that counts examples then counts users.",
     )
-    privacy_unit_name: str | None = field(
-        default=None,
-        metadata={"help": "What the card calls a user, for example patient. Unset means user."},
+    privacy_unit_column: str | None = argument(
+        None,
+        "With privacy_unit=user: the column of the training set that says whose a row is: text or "
+        "whole numbers, equal for rows of one user. It is read once and reaches no collator, "
+        "model, log or card; only its name does.",
     )
-    max_rows_per_unit: int | None = field(
-        default=None,
-        metadata={
-            "help": "Most rows of a drawn user that take part in a step, chosen at random each "
-            f"time. Unset means {MAX_ROWS}."
-        },
+    privacy_unit_name: str | None = argument(
+        None, "What the card calls one of them, for example patient. Unset means user."
     )
-    unit_reduction: str | None = field(
-        default=None,
-        metadata={
-            "help": f"How a user's rows become one gradient: {' or '.join(REDUCTIONS)}. Unset "
-            f"means {REDUCTIONS[0]}."
-        },
+    max_rows_per_unit: int | None = argument(
+        None,
+        "Most rows of a drawn user that take part in a step, chosen at random each time. Unset "
+        f"means {MAX_ROWS}. Memory, time and how well a user is represented; never epsilon. It is "
+        "public: do not read it off the data.",
     )
-    unit_sampling: str | None = field(
-        default=None,
-        metadata={
-            "help": f"What a step draws: {' or '.join(SAMPLINGS)}. With examples, rows are drawn "
-            "and clipped one by one, and max_rows_per_unit costs epsilon. Unset means "
-            f"{SAMPLINGS[0]}."
-        },
+    unit_reduction: str | None = argument(
+        None,
+        f"How a drawn user's rows become one gradient before it is clipped: "
+        f"{' or '.join(REDUCTIONS)} over them. Unset means {REDUCTIONS[0]}.",
     )
+    unit_sampling: str | None = argument(
+        None,
+        f"What a step draws: {' or '.join(SAMPLINGS)}. With examples, rows are drawn, at most "
+        "max_rows_per_unit of each user, chosen once; each is clipped by itself, "
+        "expected_batch_size counts rows, and more rows of a user cost epsilon. hf-dp plan "
+        f"compares the two. Unset means {SAMPLINGS[0]}.",
+    )
+
+    CHECKS: ClassVar[Mapping[str, Check]] = {
+        "privacy_unit": (one_of, PRIVACY_UNITS),
+        "privacy_unit_column": (check_name,),
+        "privacy_unit_name": (check_name,),
+        "max_rows_per_unit": (integer, 1),
+        "unit_reduction": (one_of, REDUCTIONS),
+        "unit_sampling": (one_of, SAMPLINGS),
+    }
+
+    @staticmethod
+    def problems(args: Any, found: Problems) -> None:
+        """Note users without a column, and arguments of users where rows are protected."""
+        if args.privacy_unit == EXAMPLE:
+            for name in ARGUMENTS:
+                if getattr(args, name) is not None:
+                    found.refuse(
+                        name,
+                        f"to be unset with privacy_unit={EXAMPLE!r}",
+                        f"Set privacy_unit={USER!r}, or remove it.",
+                    )
+        elif args.privacy_unit == USER:
+            _user_problems(args, found)
+
+
+def _user_problems(args: Any, found: Problems) -> None:
+    from hf_dp.batches.padding import LABELS
+
+    if args.privacy_unit_column is None:
+        found.refuse(
+            "privacy_unit_column",
+            f"to be given with privacy_unit={USER!r}",
+            "Name the column of the training set that says whose each row is.",
+        )
+    if args.privacy_unit_column in LABELS:
+        found.refuse(
+            "privacy_unit_column",
+            "to be another column than the label, which the model trains on: the column of users "
+            "is taken off",
+            "Name the column that says whose each row is; if that is the label, copy it under "
+            "another name (dataset.add_column) and name the copy.",
+        )
+    by_row = args.unit_sampling == SAMPLINGS[1]
+    if by_row and args.unit_reduction is not None:
+        found.refuse(
+            "unit_reduction",
+            f"to be unset with unit_sampling={args.unit_sampling!r}",
+            "Each row is then clipped by itself. Remove it.",
+        )
+    if args.max_rows_per_unit != 1 and not by_row and args.auto_physical_batch_size:
+        found.refuse(
+            "auto_physical_batch_size",
+            f"to be False with privacy_unit={USER!r}",
+            "What the rows of a user take together is not measured. Set "
+            "`per_device_train_batch_size` yourself.",
+        )
 
 
 def users_of(args: Any, units: UnitTable | None = None) -> Users | None:
@@ -95,69 +144,3 @@ def users_of(args: Any, units: UnitTable | None = None) -> Users | None:
     if units is None or not users.by_row:
         return users
     return replace(users, num_rows=len(units.capped(users.max_rows)))
-
-
-def unit_problems(args: Any) -> dict[str, InvalidArgumentError]:
-    """Return what is wrong with the arguments of users, by name."""
-    if args.privacy_unit == EXAMPLE:
-        return {
-            name: invalid(
-                name,
-                getattr(args, name),
-                f"to be unset with privacy_unit={EXAMPLE!r}",
-                f"Set privacy_unit={USER!r}, or remove it.",
-            )
-            for name in ARGUMENTS
-            if getattr(args, name) is not None
-        }
-    if args.privacy_unit != USER:
-        return {}
-    name = "privacy_unit_column"
-    if args.privacy_unit_column is None:
-        return {
-            name: invalid(
-                name,
-                None,
-                f"to be given with privacy_unit={USER!r}",
-                "Name the column of the training set that says whose each row is.",
-            )
-        }
-    if args.privacy_unit_column in LABELS:
-        return {
-            name: invalid(
-                name,
-                args.privacy_unit_column,
-                "to be another column than the label, which the model trains on: the column of "
-                "users is taken off",
-                "Name the column that says whose each row is; if that is the label, copy it under "
-                "another name (dataset.add_column) and name the copy.",
-            )
-        }
-    try:
-        users = users_of(args)
-    except InvalidArgumentError as error:
-        return {str(error).split("`")[1]: error}
-    if users is None:
-        return {}
-    if users.by_row and args.unit_reduction is not None:
-        name = "unit_reduction"
-        return {
-            name: invalid(
-                name,
-                args.unit_reduction,
-                f"to be unset with unit_sampling={users.sampling!r}",
-                "Each row is then clipped by itself. Remove it.",
-            )
-        }
-    if users.max_rows > 1 and not users.by_row and args.auto_physical_batch_size:
-        name = "auto_physical_batch_size"
-        return {
-            name: invalid(
-                name,
-                True,
-                f"to be False with privacy_unit={USER!r}",
-                "What the rows of a user take together is not measured. Set "
-                "`per_device_train_batch_size` yourself.",
-            )
-        }
-    return {}

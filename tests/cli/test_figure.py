@@ -190,7 +190,7 @@ def test_the_spread_of_many_points_is_a_band(draw):
 
 
 def planned(capsys, *words):
-    given = ["plan", "--num-examples", "50000", "--delta", "1e-5", "--accountant", "rdp"]
+    given = ["plan", "--num-examples", "50000", "--target_delta", "1e-5", "--accountant", "rdp"]
     assert main([*given, *words, "--json"]) == 0
     return json.loads(capsys.readouterr().out)["rows"]
 
@@ -199,9 +199,15 @@ def test_the_rule_of_the_paper_beside_our_noise(draw, capsys):
     """Li et al., figure 7: for small batches the rule gives too little noise."""
     sizes = [195, 12500]
     rows = planned(
-        capsys, "--epochs", "50", "--target-epsilon", "3", "--sweep", "batch_size=195,12500"
+        capsys,
+        "--num_train_epochs",
+        "50",
+        "--target_epsilon",
+        "3",
+        "--sweep",
+        "expected_batch_size=195,12500",
     )
-    axes = ["--x", "batch_size", "--y", "noise_multiplier"]
+    axes = ["--x", "expected_batch_size", "--y", "noise_multiplier"]
     found, figure = draw(rows, *axes, "--beside", str(PAPER))
     (x, ours, _), (places, rule, label) = found
     assert x == sizes and ours == [each["plan"]["noise_multiplier"] for each in rows]
@@ -214,14 +220,20 @@ def test_the_rule_of_the_paper_beside_our_noise(draw, capsys):
 
 def test_a_line_of_effective_noise_for_each_number_of_steps(draw, capsys):
     """Li et al., figure 3, left."""
-    sweep = ["--target-epsilon", "3", "--sweep", "steps=1,16", "batch_size=12500,50000"]
+    sweep = [
+        "--target-epsilon",
+        "3",
+        "--sweep",
+        "max_steps=1,16",
+        "expected_batch_size=12500,50000",
+    ]
     rows = planned(capsys, *sweep)
-    axes = ["--x", "sample_rate", "--y", "effective_noise_multiplier", "--by", "steps"]
+    axes = ["--x", "sample_rate", "--y", "effective_noise_multiplier", "--by", "max_steps"]
     found, _ = draw(rows, *axes)
     noise = [each["plan"]["noise_multiplier"] for each in rows]
     assert found == [
-        ([0.25, 1], pytest.approx([noise[0] * 4, noise[1]]), "steps=1"),
-        ([0.25, 1], pytest.approx([noise[2] * 4, noise[3]]), "steps=16"),
+        ([0.25, 1], pytest.approx([noise[0] * 4, noise[1]]), "max_steps=1"),
+        ([0.25, 1], pytest.approx([noise[2] * 4, noise[3]]), "max_steps=16"),
     ]
 
 

@@ -15,7 +15,15 @@ from hf_dp.accounting import (
 )
 from hf_dp.cli.main import main
 
-SST2 = ["plan", "--num-examples", "67349", "--batch-size", "1024", "--epochs", "3"]
+SST2 = [
+    "plan",
+    "--num-examples",
+    "67349",
+    "--expected_batch_size",
+    "1024",
+    "--num_train_epochs",
+    "3",
+]
 RDP = ["--accountant", "rdp"]
 
 
@@ -25,7 +33,16 @@ def printed(capsys, *words) -> str:
 
 
 def test_noise_that_drowns_is_said(capsys):
-    words = ["plan", "--num-examples", "300", "--batch-size", "32", "--target-epsilon", "3", *RDP]
+    words = [
+        "plan",
+        "--num-examples",
+        "300",
+        "--expected_batch_size",
+        "32",
+        "--target-epsilon",
+        "3",
+        *RDP,
+    ]
     out = printed(capsys, *words, "--parameters", "22700000")
     assert "The noise will drown the gradients" in out
     assert "drown" not in printed(capsys, *words, "--parameters", "400")
@@ -65,8 +82,8 @@ def test_json_and_cross_check(capsys):
 
 def test_sweep(capsys):
     out = printed(
-        capsys, "plan", "--num-examples", "67349", "--epochs", "3", "--target-epsilon", "3", *RDP, "--sweep",
-        "batch_size=64..4096",
+        capsys, "plan", "--num-examples", "67349", "--num_train_epochs", "3", "--target-epsilon", "3", *RDP, "--sweep",
+        "expected_batch_size=64..4096",
     )  # fmt: skip
     rows = [line.split() for line in out.splitlines()[1:-1]]
     assert [row[0] for row in rows] == ["64", "128", "256", "512", "1024", "2048", "4096"]
@@ -96,9 +113,9 @@ def test_transfer(capsys):
         "plan",
         "--num-examples",
         "392702",
-        "--batch-size",
+        "--expected_batch_size",
         "5971",
-        "--epochs",
+        "--num_train_epochs",
         str(to["num_train_epochs"]),
     ]
     again = json.loads(printed(capsys, *words, "--noise-multiplier", "1", *RDP, "--json"))
@@ -124,7 +141,7 @@ def test_a_recipe_and_what_replaces_its_values(capsys, recipe):
     assert (found["plan"]["steps"], found["plan"]["accountant"]) == (198, "rdp")
     assert found["results"][0]["epsilon"] <= 3
     assert found["plan"]["delta"] == 7e-6
-    found = json.loads(printed(capsys, *words, "--noise-multiplier", "2", "--steps", "10"))
+    found = json.loads(printed(capsys, *words, "--noise-multiplier", "2", "--max_steps", "10"))
     assert (
         found["plan"]["steps"],
         found["plan"]["noise_multiplier"],
@@ -176,23 +193,37 @@ def test_the_demo_recipe_counts_its_rows(capsys):
 def test_a_capped_draw(capsys):
     found = json.loads(
         printed(
-            capsys, *SST2, "--noise-multiplier", "0.82543", "--max-batch-size", "1152", "--json"
+            capsys,
+            *SST2,
+            "--noise-multiplier",
+            "0.82543",
+            "--max_logical_batch_size",
+            "1152",
+            "--json",
         )
     )
     assert found["results"][0]["epsilon"] == pytest.approx(2.6141 + 1e-3, abs=2e-3)
-    assert main([*SST2, "--noise-multiplier", "1", "--max-batch-size", "1000"]) == 2
+    assert main([*SST2, "--noise-multiplier", "1", "--max_logical_batch_size", "1000"]) == 2
     assert "at least expected_batch_size" in capsys.readouterr().err
 
 
 def test_a_sweep_over_two_options_is_their_grid(capsys):
-    words = [*SST2, "--noise-multiplier", "1", *RDP, "--sweep", "steps=10,20", "delta=1e-5,1e-6"]
+    words = [
+        *SST2,
+        "--noise-multiplier",
+        "1",
+        *RDP,
+        "--sweep",
+        "max_steps=10,20",
+        "target_delta=1e-5,1e-6",
+    ]
     out = printed(capsys, *words).splitlines()
-    assert out[0].split()[:2] == ["steps", "delta"]
+    assert out[0].split()[:2] == ["max_steps", "target_delta"]
     assert [line.split()[:2] for line in out[1:-1]] == [
         [steps, delta] for steps in ("10", "20") for delta in ("1e-05", "1e-06")
     ]
     rows = json.loads(printed(capsys, *words, "--json"))["rows"]
-    assert rows[1]["settings"] == {"steps": 10, "delta": 1e-6}
+    assert rows[1]["settings"] == {"max_steps": 10, "target_delta": 1e-6}
     assert [(row["plan"]["steps"], row["plan"]["delta"]) for row in rows[:2]] == [
         (10, 1e-5),
         (10, 1e-6),
@@ -202,17 +233,17 @@ def test_a_sweep_over_two_options_is_their_grid(capsys):
 @pytest.mark.parametrize(
     ("words", "match"),
     [
-        (["plan", "--batch-size", "10", "--target-epsilon", "1"], "--num-examples N"),
-        (["plan", "--num-examples", "100", "--batch-size", "170", "--target-epsilon", "1"],
+        (["plan", "--expected_batch_size", "10", "--target-epsilon", "1"], "--num-examples N"),
+        (["plan", "--num-examples", "100", "--expected_batch_size", "170", "--target-epsilon", "1"],
          "`expected_batch_size` to be at most num_examples (100)"),
-        ([*SST2], "`target_epsilon` or `noise_multiplier`"),
+        ([*SST2], "`target_epsilon` to be given"),
         ([*SST2, "--noise-multiplier", "1", "--gradient-norm", "1", "--parameters", "5"], "at most "
         "the clipping norm 0.1"),
         ([*SST2, "--noise-multiplier", "1", "--gradient-norm", "0.1"], "`parameters` to be given"),
-        ([*SST2, "--noise-multiplier", "1", "--sweep", "batchsize=1..2"], "Did you mean "
-        "'batch_size'?"),
-        ([*SST2, "--noise-multiplier", "1", "--sweep", "batch_size=9..2"], "not smaller"),
-        ([*SST2, "--noise-multiplier", "1", "--sweep", "batch_size=1,x"], "to have values like"),
+        ([*SST2, "--noise-multiplier", "1", "--sweep", "expectedbatchsize=1..2"], "Did you mean "
+        "'expected_batch_size'?"),
+        ([*SST2, "--noise-multiplier", "1", "--sweep", "expected_batch_size=9..2"], "not smaller"),
+        ([*SST2, "--noise-multiplier", "1", "--sweep", "expected_batch_size=1,x"], "to have values like"),
         ([*SST2, "--noise-multiplier", "1", "--transfer-to", "20"], "`num_examples` to be large "
         "enough"),
         (["plan", "--config", "nowhere.yaml"], "cannot be read"),
@@ -237,16 +268,24 @@ def test_a_recipe_without_privacy_is_refused(capsys, recipe):
     [
         (["--noised-loss-bound", "2"], "`noised_loss_budget_ratio` to be given with"),
         (["--noised-loss-budget-ratio", "2"], "`noised_loss_bound` to be given with"),
-        (["--steps", "0"], "`steps` to be a whole number >= 1"),
-        (["--steps", "-5"], "`steps` to be a whole number >= 1"),
-        (["--epochs", "1e308"], "`num_train_epochs` to give at most"),
-        (["--sweep", "steps=1,2", "epochs=1,2"], "vary another option"),
-        (["--sweep", "steps=1,2", "steps=3"], "vary another option"),
-        (["--max-batch-size", "1200", "--transfer-to", "1000"], "does not carry over"),
+        (["--max_steps", "0"], "`max_steps` to be a whole number >= 1"),
+        (["--max_steps", "-5"], "`max_steps` to be a whole number >= 1"),
+        (["--num_train_epochs", "1e308"], "`num_train_epochs` to give at most"),
+        (["--sweep", "max_steps=1,2", "num_train_epochs=1,2"], "vary another option"),
+        (["--sweep", "max_steps=1,2", "max_steps=3"], "vary another option"),
+        (["--max_logical_batch_size", "1200", "--transfer-to", "1000"], "does not carry over"),
     ],
 )
 def test_what_cannot_be_planned(capsys, words, match):
-    given = ["plan", "--num-examples", "67349", "--batch-size", "1024", "--noise-multiplier", "1"]
+    given = [
+        "plan",
+        "--num-examples",
+        "67349",
+        "--expected_batch_size",
+        "1024",
+        "--noise-multiplier",
+        "1",
+    ]
     assert main([*given, *words]) == 2
     assert match in capsys.readouterr().err
 
@@ -260,11 +299,11 @@ def test_a_capped_draw_uses_fewer_examples(capsys):
         "plan",
         "--num-examples",
         "100",
-        "--batch-size",
+        "--expected_batch_size",
         "4",
-        "--max-batch-size",
+        "--max_logical_batch_size",
         "4",
-        "--epochs",
+        "--num_train_epochs",
         "4",
     ]
     found = json.loads(printed(capsys, *words, "--noise-multiplier", "2", "--json"))

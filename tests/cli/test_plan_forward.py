@@ -144,12 +144,12 @@ def test_rows_that_pass_the_model(recipe, capsys):
 @pytest.mark.parametrize(
     ("change", "words", "message"),
     [
-        ({}, ["--transfer-to", "9"], "`--transfer-to` is for privacy_mode dp_sgd"),
+        ({}, ["--transfer-to", "9"], "`--transfer_to` is for privacy_mode dp_sgd"),
         ({"sampling": "random_allocation"}, [], "`sampling` to be left at 'poisson'"),
         ({"noised_loss_bound": 2}, [], "`noised_loss_bound` to be unset"),
-        ({"label_epsilon": 1}, [], "--num-classes K"),
+        ({"label_epsilon": 1}, [], "--num_classes K"),
         ({}, ["--accountant", "gdp_clt"], "`accountant` to be a bound"),
-        ({"privacy_mode": "dp_sgd"}, ["--dp-fp-variant", "frozen"], "is for recipes with"),
+        ({"privacy_mode": "dp_sgd"}, ["--dp-fp-variant", "frozen"], "`dp_fp_variant` to be left"),
         ({"privacy_unit": "user", "privacy_unit_column": "a"}, [], "a user of k rows"),
     ],
 )

@@ -63,7 +63,7 @@ def test_json(capsys):
 
 def test_a_recipe_gives_its_data_and_model(recipe, capsys, tmp_path):
     new = tmp_path / "new.yaml"
-    words = ["suggest", "--config", str(recipe), "--epochs", "2", "--output", str(new)]
+    words = ["suggest", "--config", str(recipe), "--num_train_epochs", "2", "--output", str(new)]
     out = printed(capsys, *words)
     assert "5,000 examples, epsilon 8" in out and "The recipe has 32." in out
     assert "numbers that train" in out
@@ -99,10 +99,10 @@ def test_a_recipe_for_images_is_measured_on_made_up_images(recipe, capsys):
     ("words", "said"),
     [
         (["--target-epsilon", "3"], "--num-examples"),
-        (["--num-examples", "100"], "--target-epsilon"),
+        (["--num-examples", "100"], "--target_epsilon"),
         (SST2[1:] + ["--measure"], "--config"),
         (SST2[1:] + ["--output", "x.yaml"], "--config"),
-        (SST2[1:] + ["--epochs", "-1"], "epochs"),
+        (SST2[1:] + ["--num_train_epochs", "-1"], "epochs"),
     ],
 )
 def test_bad_input(words, said, capsys):

@@ -15,13 +15,14 @@ import pytest
 import yaml
 from quick import run_quickly
 
+from hf_dp._arguments import own_fields
+from hf_dp.cli.argument_groups import PRIVACY, LengthArguments
 from hf_dp.cli.config import check_keys, checked, parse, peft_config, read_yaml
-from hf_dp.cli.help_text import PRIVACY
 from hf_dp.cli.main import main
 from hf_dp.cli.tasks import TASKS, evaluated_tasks, evaluation_module, training_module
 from hf_dp.errors import ConfigError
 from hf_dp.tasks.classifiers import ModelArguments
-from hf_dp.trainer.arguments import DPTrainingArguments
+from hf_dp.trainer.arguments import GROUPS, DPTrainingArguments
 from hf_dp.trainer.trainer import DPTrainer
 
 ROOT = Path(__file__).parent.parent.parent
@@ -204,16 +205,17 @@ def test_a_task_without_evaluation_is_refused(task, capsys):
     assert "`task` to be one of" in capsys.readouterr().err
 
 
-def test_the_privacy_arguments_of_the_help_are_those_of_the_class():
-    fields = {field.name: field for field in dataclasses.fields(DPTrainingArguments)}
-    for name, (_, text) in PRIVACY.items():
-        assert name in fields
-        default = re.search(r"\(default: (.*)\)$", text)
-        with_default = ("per_example_max_grad_norm", "privacy_mode", "sampling")
-        if name in ("per_device_train_batch_size", *with_default):
-            assert default is not None and default[1] == str(fields[name].default)
-        else:  # unset: resolved by the plan, or none
-            assert not fields[name].default or fields[name].default is dataclasses.MISSING
+def test_the_help_of_a_private_task_has_every_privacy_argument():
+    text = check_quick_help("train", "--help")
+    own = {field.name for group in (*GROUPS, LengthArguments) for field in own_fields(group)}
+    assert own == {field.name for group in PRIVACY for field in own_fields(group)}
+    assert all(f"  --{name} " in text or f"  --{name}," in text for name in own)
+
+
+def test_shared_arguments_have_the_defaults_of_transformers():
+    fields = DPTrainingArguments.__dataclass_fields__
+    for field in own_fields(LengthArguments):
+        assert field.default == fields[field.name].default
 
 
 @pytest.mark.parametrize(

@@ -12,12 +12,10 @@ import torch
 from torch.utils.data import DataLoader
 from transformers import HfArgumentParser, TrainingArguments
 
+from hf_dp._arguments import own_fields
 from hf_dp.errors import InvalidArgumentError, UnsupportedArgumentError
-from hf_dp.trainer.argument_table import ARGUMENT_TABLE
-from hf_dp.trainer.arguments import RELEASABLE, DPTrainingArguments
-from hf_dp.trainer.audit_arguments import AuditArguments
-from hf_dp.trainer.forward_arguments import ForwardArguments
-from hf_dp.trainer.unit_arguments import UnitArguments
+from hf_dp.trainer.arguments import GROUPS, DPTrainingArguments, OtherDefaults
+from hf_dp.trainer.inherited import REFUSED
 
 OWN = [
     field
@@ -324,7 +322,7 @@ REFUSALS = [
         r"`auto_physical_batch_length` to be left at None.*Remove it",
     ),
     (PUBLIC | {"adam_bc_floor": 0.1}, r"`adam_bc_floor` to be left.*Remove it"),
-    ({"adam_bc_floor": 0}, r"`adam_bc_floor` to be a number above 0, got 0"),
+    ({"adam_bc_floor": 0}, r"`adam_bc_floor` to be > 0, got 0"),
     ({"adam_bc_floor": 0.1, "optim": "sgd"}, r"`adam_bc_floor` to be unset with optim='sgd'"),
     (
         {"adam_bc_floor": 0.1, "max_grad_norm": 1.0, "clip_noised_gradient": True},
@@ -439,7 +437,7 @@ def test_refused(changes, message, output_dir, monkeypatch):
     with pytest.raises(InvalidArgumentError, match=re.compile(message)) as error:
         make(output_dir, **changes)
     assert "\n" not in str(error.value), "one problem: just its message"
-    in_table = set(changes) & {name for name, row in ARGUMENT_TABLE.items() if row.refuses}
+    in_table = set(changes) & REFUSED.keys()
     if in_table:
         assert type(error.value) is UnsupportedArgumentError
     assert not output_dir.exists()
@@ -448,7 +446,7 @@ def test_refused(changes, message, output_dir, monkeypatch):
 
 def test_every_refusing_row_of_the_table_is_tested_above():
     tested = {name for changes, _ in REFUSALS for name in changes}
-    assert {name for name, row in ARGUMENT_TABLE.items() if row.refuses} <= tested
+    assert REFUSED.keys() <= tested
 
 
 def test_every_own_argument_is_refused_without_privacy():
@@ -520,10 +518,10 @@ def test_only_the_defaults_in_the_note_differ_from_training_arguments(output_dir
     ours = make(output_dir).to_dict()
     differing = {name for name in theirs if ours[name] != theirs[name]}
     assert differing == of_both | {"max_grad_norm", "average_tokens_across_devices"}
-    differing.add("learning_rate")  # differs for DP-FP as published alone
-    note = DPTrainingArguments.__doc__.split("[!NOTE]")[1]
-    named = re.findall(r"> - `(\w+)`(?: and `(\w+)`)?", note)
-    assert {name for names in named for name in names if name} == differing
+    others = {field.name for field in own_fields(OtherDefaults)}  # learning_rate for DP-FP alone
+    assert differing - {"max_grad_norm", "average_tokens_across_devices"} == others - {
+        "learning_rate"
+    }
 
 
 def test_the_best_model_is_saved_as_often_as_it_is_looked_for(output_dir):
@@ -685,37 +683,34 @@ def test_help_of_the_command_line(capsys):
         assert f"--{field.name}" in shown
 
 
-def test_docstring_and_help_name_every_field_with_its_type_and_default():
-    mixins = (AuditArguments, UnitArguments, ForwardArguments)
-    text = "".join(cls.__doc__ for cls in (DPTrainingArguments, *mixins))
-    documented = dict(re.findall(r"^        (\w+) \((.*)\):$", text, flags=re.MULTILINE))
-    redefined = {"max_grad_norm", "hub_strategy", "learning_rate"}
-    redefined |= {"save_steps", "save_total_limit", "logging_steps"}
-    fields = {field.name: field for field in dataclasses.fields(DPTrainingArguments)}
-    assert documented.keys() == {field.name for field in OWN} | redefined
-    for name, text in documented.items():
-        field = fields[name]
-        assert field.metadata["help"].endswith("."), name
-        assert not re.search(r"(?<!%)%(?!%)", field.metadata["help"]), name
-        default = (
-            field.default
-            if field.default_factory is dataclasses.MISSING
-            else field.default_factory()
-        )
-        shown = f'"{default}"' if isinstance(default, str) else str(default)
-        expected = "*optional*" if default is None else f"*optional*, defaults to `{shown}`"
-        annotations = {
-            **AuditArguments.__annotations__,
-            **UnitArguments.__annotations__,
-            **ForwardArguments.__annotations__,
-            **DPTrainingArguments.__annotations__,
-        }
-        annotation = annotations[name]  # as written; HfArgumentParser resolves `field.type`
-        assert text == f"`{annotation.removesuffix(' | None')}`, {expected}", name
+def test_every_field_stands_in_the_docstring_once_with_its_help():
+    text = DPTrainingArguments.__doc__
+    documented = re.findall(r"^        (\w+) \(`.*\):$", text, flags=re.MULTILINE)
+    assert len(documented) == len(set(documented))
+    declared = {field.name for group in (*GROUPS, OtherDefaults) for field in own_fields(group)}
+    assert set(documented) == declared >= {field.name for field in OWN}
+    assert "target_epsilon (`float`, *optional*):\n            Epsilon to spend" in text
+    for field in dataclasses.fields(DPTrainingArguments):
+        if field.name in declared:
+            assert field.metadata["help"].endswith("."), field.name
+            assert not re.search(r"(?<!%)%(?!%)", field.metadata["help"]), field.name
 
 
-def test_releasable_names_are_in_docstring_and_help():
-    help_text = next(field for field in OWN if field.name == "release").metadata["help"]
-    for name in RELEASABLE:
-        assert name in DPTrainingArguments.__doc__
-        assert name in help_text
+def test_every_check_is_of_a_field_of_its_group():
+    for group in GROUPS:
+        assert group.CHECKS.keys() <= {field.name for field in own_fields(group)}
+    unchecked = {
+        field.name
+        for group in GROUPS
+        for field in own_fields(group)
+        if field.name not in group.CHECKS and field.type not in ("bool", bool)
+    }
+    assert unchecked == {"privacy_mode", "representation_module"}  # checked first; by the model
+
+
+def test_several_bad_arguments_of_one_group_are_reported_at_once(output_dir):
+    with pytest.raises(InvalidArgumentError, match="3 arguments") as error:
+        make(output_dir, **USERS, max_rows_per_unit=0, unit_reduction="x", unit_sampling="y")
+    assert all(name in str(error.value) for name in ("max_rows_per_unit", "unit_reduction"))
+    with pytest.raises(InvalidArgumentError, match="2 arguments.*\n.*canaries.*\n.*scores"):
+        make(output_dir, audit_canaries=0, audit_scores="x")

@@ -15,9 +15,9 @@ from hf_dp.errors import UnsupportedArgumentError
 from hf_dp.statement.record import read
 from hf_dp.trainer import arguments as arguments_module
 from hf_dp.trainer import trainer as trainer_module
-from hf_dp.trainer.argument_table import ARGUMENT_TABLE
 from hf_dp.trainer.arguments import DPTrainingArguments
 from hf_dp.trainer.from_arguments import plan_of
+from hf_dp.trainer.inherited import REFUSED
 
 # By hand, from what users change between two calls: memory and loading, paths, logs, evaluation,
 # saving, the Hub, and flags of scripts.
@@ -92,8 +92,7 @@ def read_though_free(tmp_path, monkeypatch):
         plan_of(trainer.args, 40, trainer.tuner)
         trainer.privacy_statement()
     assert noted >= {"noise_multiplier", "max_steps", "load_best_model_at_end"}
-    checked = {name for name, row in ARGUMENT_TABLE.items() if row.refuses is not None}
-    return (noted | checked) & changeable(trainer.args)
+    return (noted | REFUSED.keys()) & changeable(trainer.args)
 
 
 def test_what_plan_checks_and_statement_read_is_fixed(tmp_path, monkeypatch):
@@ -102,7 +101,7 @@ def test_what_plan_checks_and_statement_read_is_fixed(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("name", ["target_epsilon", "max_steps", "lr_scheduler_type", "fp16"])
 def test_planted_free_argument_is_seen(tmp_path, monkeypatch, name):
-    monkeypatch.setattr(arguments_module, "_FREE", arguments_module._FREE | {name})
+    monkeypatch.setattr(arguments_module, "OWN_FREE", arguments_module.OWN_FREE | {name})
     assert read_though_free(tmp_path, monkeypatch) - {"output_dir"} == {name}
 
 

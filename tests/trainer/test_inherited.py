@@ -13,17 +13,18 @@ from transformers.integrations import integration_utils
 from transformers.training_args import OptimizerNames
 
 from hf_dp.errors import UnsupportedArgumentError
-from hf_dp.trainer import argument_table
-from hf_dp.trainer.argument_table import (
-    ARGUMENT_TABLE,
+from hf_dp.trainer import inherited
+from hf_dp.trainer.inherited import (
     ENVIRONMENT_TABLE,
+    FREE,
+    REFUSED,
     STEPPING_IN_BACKWARD,
     STEPPING_OPTIMIZERS,
     VERSION_DEPENDENT,
-    Verdict,
+    WORKS,
     environment_problems,
-    fields_without_a_row,
-    table_problems,
+    inherited_problems,
+    unknown_fields,
 )
 
 INSTALLED = {field.name for field in dataclasses.fields(TrainingArguments)}
@@ -36,24 +37,25 @@ class NewerTrainingArguments(TrainingArguments):
     share_everything: bool = dataclasses.field(default=False, metadata={"help": "New."})
 
 
-def test_every_installed_field_has_a_row():
-    assert fields_without_a_row() == []
+def test_every_installed_field_works_or_is_refused():
+    assert unknown_fields() == []
 
 
-def test_rows_without_an_installed_field_are_those_known_to_depend_on_the_version():
-    assert set(ARGUMENT_TABLE) - INSTALLED <= VERSION_DEPENDENT
-    assert set(ARGUMENT_TABLE) >= VERSION_DEPENDENT
+def test_each_name_stands_once_and_is_installed_unless_the_version_lacks_it():
+    names = [*WORKS, *FREE, *REFUSED]
+    assert len(names) == len(set(names))
+    assert set(names) - INSTALLED <= VERSION_DEPENDENT <= set(names)
 
 
 def test_a_planted_new_field_is_found():
-    assert fields_without_a_row(NewerTrainingArguments) == ["share_everything"]
+    assert [field.name for field in unknown_fields(NewerTrainingArguments)] == ["share_everything"]
 
 
 def test_a_planted_new_field_is_refused_unless_it_has_its_default(tmp_path):
     unset = NewerTrainingArguments(str(tmp_path), use_cpu=True)
     used = NewerTrainingArguments(str(tmp_path), use_cpu=True, share_everything=True)
-    assert table_problems(unset, NewerTrainingArguments) == {}
-    problems = table_problems(used, NewerTrainingArguments)
+    assert inherited_problems(unset, NewerTrainingArguments) == {}
+    problems = inherited_problems(used, NewerTrainingArguments)
     assert list(problems) == ["share_everything"]
     with pytest.raises(
         UnsupportedArgumentError, match="`share_everything` to be False.*got True.*Remove it"
@@ -61,30 +63,21 @@ def test_a_planted_new_field_is_refused_unless_it_has_its_default(tmp_path):
         raise problems["share_everything"]
 
 
-def test_rows_are_complete():
-    for name, row in {**ARGUMENT_TABLE, **ENVIRONMENT_TABLE}.items():
-        assert row.reason.endswith("."), name
-        refused = row.verdict is Verdict.REFUSED or name.endswith("checkpointing_kwargs")
-        assert refused == (row.refuses is not None) == bool(row.expected) == bool(row.next_move), (
-            name
-        )
-
-
 def test_defaults_and_parsed_defaults_are_accepted(tmp_path):
-    assert table_problems(TrainingArguments(str(tmp_path), use_cpu=True)) == {}
+    assert inherited_problems(TrainingArguments(str(tmp_path), use_cpu=True)) == {}
     raw = {
         field.name: field.default
         for field in dataclasses.fields(TrainingArguments)
-        if ARGUMENT_TABLE[field.name].refuses
+        if field.name in REFUSED
     }
-    assert [name for name, value in raw.items() if ARGUMENT_TABLE[name].problem(name, value)] == []
+    assert [name for name, value in raw.items() if REFUSED[name].problem(name, value)] == []
 
 
 def test_every_optimizer_of_transformers_is_sorted():
     names = {member.value for member in OptimizerNames}
     assert names == STEPPING_OPTIMIZERS | STEPPING_IN_BACKWARD
     assert not STEPPING_OPTIMIZERS & STEPPING_IN_BACKWARD
-    row = ARGUMENT_TABLE["optim"]
+    row = REFUSED["optim"]
     assert {
         member.value for member in OptimizerNames if row.problem("optim", member)
     } == STEPPING_IN_BACKWARD
@@ -102,15 +95,13 @@ def test_every_optimizer_of_transformers_is_sorted():
     ],
 )
 def test_accelerator_config_in_every_form(value, refused):
-    assert (
-        bool(ARGUMENT_TABLE["accelerator_config"].problem("accelerator_config", value)) == refused
-    )
+    assert bool(REFUSED["accelerator_config"].problem("accelerator_config", value)) == refused
 
 
 def test_accelerator_config_file_is_read(tmp_path):
     path = tmp_path / "accelerator.json"
     path.write_text('{"even_batches": false}')
-    assert ARGUMENT_TABLE["accelerator_config"].problem("accelerator_config", str(path))
+    assert REFUSED["accelerator_config"].problem("accelerator_config", str(path))
 
 
 @pytest.mark.parametrize(
@@ -134,7 +125,7 @@ def test_accelerator_config_file_is_read(tmp_path):
     ],
 )
 def test_environment(variable, bad, good, monkeypatch):
-    readers = [name for name, read in argument_table.TRACKERS.items() if variable in read]
+    readers = [name for name, read in inherited.TRACKERS.items() if variable in read]
     tracker = readers[0] if readers else None
     report_to = ["tensorboard", tracker] if tracker else "none"
     monkeypatch.setenv(variable, bad)
@@ -143,9 +134,7 @@ def test_environment(variable, bad, good, monkeypatch):
     assert f"Expected `${variable}`" in str(problem)
     assert repr(bad) in str(problem)
     if tracker:
-        monkeypatch.setattr(
-            argument_table, "get_available_reporting_integrations", lambda: [tracker]
-        )
+        monkeypatch.setattr(inherited, "get_available_reporting_integrations", lambda: [tracker])
         assert environment_problems("all").keys() == {variable}
         assert environment_problems(["tensorboard"]) == {}
     monkeypatch.setenv(variable, good)
@@ -171,7 +160,7 @@ def test_clearml_uploads_unless_it_is_told_not_to(monkeypatch):
     ],
 )  # fmt: skip
 def test_only_known_trackers_are_accepted(report_to, refused):
-    problem = ARGUMENT_TABLE["report_to"].problem("report_to", report_to)
+    problem = REFUSED["report_to"].problem("report_to", report_to)
     assert (problem is not None) is refused
     assert not refused or "to be among tensorboard" in str(problem)
 
@@ -179,7 +168,7 @@ def test_only_known_trackers_are_accepted(report_to, refused):
 def unread_switches() -> set[str]:
     """Switches of uploads that transformers' callbacks of accepted trackers read and we do not."""
     found = set()
-    for tracker, switches in argument_table.TRACKERS.items():
+    for tracker, switches in inherited.TRACKERS.items():
         for kind in integration_utils.INTEGRATION_TO_CALLBACK[tracker].__mro__[:-1]:
             source = inspect.getsource(kind)
             read = set(re.findall(r"[A-Z_]+_LOG_(?:MODEL|ARTIFACTS|ASSETS)\b|WANDB_WATCH", source))
@@ -189,7 +178,7 @@ def unread_switches() -> set[str]:
 
 def test_every_switch_of_an_accepted_tracker_is_checked(monkeypatch):
     assert unread_switches() == set()
-    known = {name for switches in argument_table.TRACKERS.values() for name in switches}
+    known = {name for switches in inherited.TRACKERS.values() for name in switches}
     assert known <= ENVIRONMENT_TABLE.keys()
-    monkeypatch.setitem(argument_table.TRACKERS, "dvclive", ())  # planted
+    monkeypatch.setitem(inherited.TRACKERS, "dvclive", ())  # planted
     assert unread_switches() == {"HF_DVCLIVE_LOG_MODEL"}

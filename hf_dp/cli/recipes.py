@@ -1,0 +1,131 @@
+"""Public facts of a recipe, for planning: its rows, whose they are, and what it trains."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from hf_dp.cli.config import peft_config
+from hf_dp.errors import ConfigError, DataError
+
+if TYPE_CHECKING:
+    from hf_dp.batches.units import UnitTable
+
+
+def refuse_other_modes(mode: str, command: str, planned: Sequence[str] = ("dp_sgd",)) -> None:
+    """Raise ConfigError for a privacy mode that a command does not plan.
+
+    Args: command: that plans, for the message. planned: the modes that it plans.
+    """
+    if mode not in planned:
+        why = "it releases noised rows, not sums" if mode == "dp_fp" else "it spends no privacy"
+        raise ConfigError(
+            f"The recipe's privacy_mode is {mode!r}: {why}. {command} plans "
+            f"{' and '.join(planned)} only."
+        )
+
+
+def rows_of(
+    recipe: dict[str, Any], num_examples: int | None, users: Any
+) -> tuple[int, UnitTable | None]:
+    """Return the number of rows or users, and whose the rows are, where users are protected and the
+    rows are here.
+
+    Args: num_examples: as given; None for that of the recipe's data.
+
+    Raises: ConfigError, DataError.
+    """
+    units = None
+    if num_examples is None:
+        if users is not None:
+            units = _whose(recipe, users.column)
+            num_examples = len(units)
+        else:
+            num_examples = _count(recipe)
+    if users is not None and users.by_row and units is None:
+        raise ConfigError(
+            "With unit_sampling=examples the rows to draw from are counted user by user. Name the "
+            "recipe's train_file, and leave --num-examples unset."
+        )
+    return num_examples, units
+
+
+def _whose(recipe: dict[str, Any], column: str) -> UnitTable:
+    from hf_dp.batches.units import split_off_units
+    from hf_dp.tasks.files import load_file
+
+    if not recipe.get("train_file"):
+        raise ConfigError(
+            "The recipe's training rows are not available here, so the number of their users is "
+            "not known. Give --num-examples USERS."
+        )
+    rows = load_file(recipe["train_file"], recipe.get("train_split", "train"))
+    most = recipe.get("max_train_rows")
+    return split_off_units(rows if most is None else rows.select(range(most)), column)[0]
+
+
+def _count(recipe: dict[str, Any]) -> int:
+    demo = recipe.get("dataset_name") == "demo"
+    if (recipe.get("train_file") or demo) and recipe.get("data_format"):
+        from hf_dp.tasks.generation.data import count_examples
+
+        return count_examples(recipe)
+    if recipe.get("max_train_rows"):
+        return int(recipe["max_train_rows"])
+    if demo:
+        from hf_dp.tasks.demo_sentences import demo_dataset
+
+        return len(demo_dataset()["train"])
+    if recipe.get("train_file"):
+        from hf_dp.tasks.files import load_file
+
+        return len(load_file(recipe["train_file"], recipe.get("train_split", "train")))
+    raise ConfigError(
+        "The number of training rows is not known: no data of a recipe (--config) is here. Give "
+        "--num-examples N."
+    )
+
+
+def trained_numbers(recipe: dict[str, Any], peft: dict[str, Any] | None) -> int:
+    """Return how many numbers of the recipe's model train. No weights are made."""
+    model = model_of(recipe, peft, "meta")
+    return sum(p.numel() for p in model.parameters() if p.requires_grad)
+
+
+def model_of(recipe: dict[str, Any], peft: dict[str, Any] | None, device: str) -> Any:
+    """Return the recipe's model as it would train, with random weights.
+
+    Raises: DataError for a model that cannot be found; ConfigError for a task without privacy.
+    """
+    import torch
+    import transformers
+
+    from hf_dp.cli.tasks import DEFAULT_TASK
+    from hf_dp.tasks.files import resolve_model
+    from hf_dp.tasks.models import freeze
+    from hf_dp.tuners.apply import apply_peft
+
+    task = recipe.get("task", DEFAULT_TASK)
+    classes = {
+        "text_classification": "AutoModelForSequenceClassification",
+        "image_classification": "AutoModelForImageClassification",
+        "causal_lm": "AutoModelForCausalLM",
+        "seq2seq": "AutoModelForSeq2SeqLM",
+    }
+    if task not in classes:
+        raise ConfigError(f"The task {task!r} trains without privacy: nothing to plan.")
+    kind = "AutoModelForMaskedLM" if recipe.get("infilling") else classes[task]
+    name = recipe["model_name_or_path"]
+    try:
+        config = transformers.AutoConfig.from_pretrained(resolve_model(name))
+        with torch.device(device):
+            model = getattr(transformers, kind).from_config(config)
+        model.tie_weights()
+    except (OSError, ValueError) as problem:
+        raise DataError(
+            f"The model {name!r} could not be loaded: {str(problem).splitlines()[0]} Give "
+            "--num-examples, --target-epsilon and --parameters instead of --config."
+        ) from problem
+    freeze(model, recipe.get("freeze", ()))
+    adapter = peft_config(peft)
+    return model if adapter is None else apply_peft(model, adapter, torch.device(device))
