@@ -17,8 +17,6 @@ from functools import partial
 from statistics import NormalDist
 
 import numpy as np
-from scipy.optimize import brentq
-from scipy.stats import binom, norm
 
 from hf_dp._validate import in_unit_interval, integer, invalid, positive
 from hf_dp.accounting.accountants import epsilon
@@ -44,6 +42,8 @@ def p_value(canaries: int, guesses: int, correct: int, epsilon: float, delta: fl
 
     Raises: InvalidArgumentError.
     """
+    from scipy.stats import binom  # a second to import, for which no command's help should wait
+
     _check(canaries, guesses, correct)
     right = 1 / (1 + math.exp(-epsilon))
     certain = float(binom.sf(correct - 1, guesses, right))
@@ -143,6 +143,8 @@ def epsilon_of(mu: float, delta: float) -> float:
 
 def mu_of(target: float, delta: float) -> float:
     """Return the mu of the Gaussian mechanism with this epsilon at ``delta``."""
+    from scipy.optimize import brentq
+
     positive("epsilon", target)
 
     def gap(mu: float) -> float:
@@ -160,6 +162,9 @@ def best_number_of_guesses(canaries: int, epsilon: float, delta: float) -> int:
     It is decided from the claim alone, before anything is seen: as if scores were normal, those of
     canaries that took part larger by the mu that the claim allows.
     """
+    from scipy.optimize import brentq
+    from scipy.stats import norm
+
     mu = mu_of(epsilon, delta)
 
     def learned(guesses: int) -> tuple[float, float]:
