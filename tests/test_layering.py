@@ -18,8 +18,9 @@ LAYERS = {
     "clipping": 3, "distributed": 3, "noise": 3, "losses": 3, "statement": 3,
     "batches": 4, "overlap": 4, "run": 4, "tasks": 4,
     "mechanisms": 5, "tuners": 5,
-    "cards": 6, "publishing": 6, "trainer": 6,
-    "cli": 7, "audit": 7, "benchmarks": 7,
+    "features": 6,
+    "cards": 7, "publishing": 7, "trainer": 7,
+    "cli": 8, "audit": 8, "benchmarks": 8,
 }  # fmt: skip
 
 # `__init__` lists the public names and loads each when first used, so it may name all layers;
@@ -174,12 +175,12 @@ PLANTED = {
     "relative to the package": (
         "noise.py",
         "from . import trainer",
-        "noise (layer 3) imports trainer (layer 6)",
+        "noise (layer 3) imports trainer (layer 7)",
     ),
     "inside a package's init": (
         "clipping/__init__.py",
         "from ..cards import x",
-        "clipping (layer 3) imports cards (layer 6)",
+        "clipping (layer 3) imports cards (layer 7)",
     ),
     "inside a function": (
         "errors.py",
@@ -189,7 +190,7 @@ PLANTED = {
     "for type checking": (
         "errors.py",
         "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import hf_dp.cli.main",
-        "errors (layer 0) imports cli (layer 7)",
+        "errors (layer 0) imports cli (layer 8)",
     ),
     "a new module": ("novelty.py", "", "novelty has no layer"),
     "a new package": ("novelty/inner.py", "", "novelty.inner has no layer"),

@@ -255,12 +255,10 @@ BEFORE = {"recipes/e2e/README.md": trained_gpt2}
 AFTER = {"hf_dp/run/README.md": the_saved_run_is_verified}
 
 
-def test_contributing_walks_a_rule_an_accountant_and_a_task():
+def test_contributing_walks_a_rule_an_accountant_a_task_and_a_feature():
     programs = blocks(".github/CONTRIBUTING.md", "python")
-    for program, adds in zip(
-        programs, ("register_rule(", "accountants.ACCOUNTANTS +=", "TASKS["), strict=True
-    ):
-        assert adds in program
+    adds = ("register_rule(", "accountants.ACCOUNTANTS +=", "TASKS[", "@register\nclass")
+    assert all(each in program for program, each in zip(programs, adds, strict=True))
 
 
 def test_the_account_commands_of_the_sst2_page_run(capsys):

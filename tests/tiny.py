@@ -131,7 +131,9 @@ def model(dropout: float = 0.0, seed: int = 0, **options: Any) -> BertForSequenc
     return BertForSequenceClassification(config)
 
 
-def arguments(folder: Path, **options: Any) -> DPTrainingArguments:
+def arguments(
+    folder: Path, kind: type[DPTrainingArguments] = DPTrainingArguments, **options: Any
+) -> DPTrainingArguments:
     values: dict[str, Any] = {
         "output_dir": str(folder),
         "noise_multiplier": 1.0,
@@ -152,7 +154,7 @@ def arguments(folder: Path, **options: Any) -> DPTrainingArguments:
     if values.get("privacy_mode") == "non_private":
         for name in ("noise_multiplier", "expected_batch_size"):
             values.pop(name)
-    return DPTrainingArguments(**values)
+    return kind(**values)
 
 
 def trainer(

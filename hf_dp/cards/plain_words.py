@@ -6,7 +6,7 @@ import math
 
 from hf_dp.cards.escaping import markdown
 from hf_dp.plans.units import EXAMPLE
-from hf_dp.statement.statement import NOT_ESTABLISHED, PrivacyStatement
+from hf_dp.statement.statement import NOT_ESTABLISHED, PrivacyStatement, observed
 
 FALSE_ALARMS = 0.01  # of 100 rows that were not used, one is taken for used
 # A delta from which a card says something of it: 1 in 10,000.
@@ -80,7 +80,7 @@ def in_short(statement: PrivacyStatement) -> list[str]:
 def _without_a_guarantee(statement: PrivacyStatement) -> list[str]:
     why = (
         "the published analysis of this method does not hold for what ran (the reasons are below)"
-        if statement.status == NOT_ESTABLISHED
+        if statement.status == NOT_ESTABLISHED and not observed(statement.facts)
         else markdown(statement.status_reason)
     )
     return [

@@ -87,7 +87,8 @@ def audit(
     refute it, why."""
     import numpy as np
 
-    from hf_dp.run.one_run_audit import guess
+    from hf_dp.features.canaries import audit_of
+    from hf_dp.features.one_run_audit import guess
 
     module = private_module(values.get("task", DEFAULT_TASK))
     outcomes, claims = [], []
@@ -96,7 +97,7 @@ def audit(
             {**values, "output_dir": str(folder / f"run_{number}")}, list(words)
         )
         trainer.train()
-        outcomes.append(trainer.run.audit.outcome)
+        outcomes.append(audit_of(trainer.run).outcome)
         claims.append((trainer.epsilon().value, trainer.ledger, trainer.privacy_plan))
         print(f"run {number + 1} of {runs}", flush=True)
     # An empty draw or an early end can make one run claim less; what is refuted is the largest.

@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any, ClassVar
 
 import torch
@@ -39,19 +40,16 @@ class Mechanism(ABC):
     Args: run: the private run. tuner: what trains.
 
     Attributes:
-        noised_loss: of the last step, (), where its plan releases one: the noised sum of the
-            clipped losses / the expected batch size. It may be below 0.
+        noised: what the last step released beside the gradients, each (), by its name in logs.
         noise_norm: the root of the expected squared norm of the noise in the last step's gradients,
             where these are the noised sum itself; else None.
-        signal_norm: the norm of the last step's clipped mean before noise, where the user lets it
-            out (``release=["clipped_gradient_norm"]``); else None.
     """
 
     plan_type: ClassVar[type[Any]]
+    gradients_are_noised: ClassVar[bool] = True  # so that the norm of one may be logged
     needs_whole_weights: ClassVar[str] = ""  # why, where a sharded model cannot be trained
-    noised_loss: Tensor | None = None
+    noised: Mapping[str, Tensor] = MappingProxyType({})
     noise_norm: float | None = None
-    signal_norm: float | None = None
 
     def __init__(self, run: PrivateRun, tuner: Tuner | None = None):
         self.run, self.tuner = run, tuner or Tuner()

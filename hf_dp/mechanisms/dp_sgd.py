@@ -16,7 +16,6 @@ from hf_dp.accounting import SUM
 from hf_dp.mechanisms.base import Clipped, Mechanism, register_mechanism
 from hf_dp.plans.dp_sgd import DpSgdPlan
 from hf_dp.run.gate import Release
-from hf_dp.statement.unnoised import CLIPPED_GRADIENT_NORM
 
 
 @register_mechanism
@@ -38,8 +37,6 @@ class DpSgd(Mechanism):
         with self.tuner.engine(self.run) as engine:
             loss_sum = self.run.feed(engine, batches, watch)
             sums = engine.collect()
-        if self.run.audit is not None:
-            self.run.audit.insert(sums)
         return Clipped(sums, loss_sum)
 
     def gradients(self, clipped: Clipped, release: Release) -> Mapping[nn.Parameter, Tensor]:
@@ -48,10 +45,11 @@ class DpSgd(Mechanism):
         The noise is drawn once per logical batch, and the divisor is a public constant, also for an
         empty draw.
         """
-        signal = self._norm_before_noise(clipped.values)
+        for each in self.run.inside:
+            each.clipped(clipped.values)
         noised = release.sum(clipped.values)
-        if self.run.audit is not None:
-            self.run.audit.score(noised)
+        for each in self.run.inside:
+            each.noised(noised)
         divisor = self.run.plan.expected_batch_size
         for total in noised.values():
             total.div_(divisor)
@@ -61,15 +59,7 @@ class DpSgd(Mechanism):
         as_noised = {id(gradient) for gradient in gradients.values()} == own
         std = release.planned.noise_std(SUM) / divisor
         self.noise_norm = math.sqrt(numbers) * std if as_noised else None
-        self.signal_norm = signal / divisor if as_noised and signal is not None else None
         return {p: gradients.pop(name) for name, p in self._trainable().items()}
-
-    def _norm_before_noise(self, sums: Mapping[str, Tensor]) -> float | None:
-        """Return the norm of the clipped sum, None unless the user lets it out without noise."""
-        if CLIPPED_GRADIENT_NORM not in self.run.book.released:
-            return None
-        squares = [total.double().square().sum() for total in sums.values()]
-        return float(torch.stack(squares).sum().sqrt()) if squares else 0.0
 
     def rehearse(self, batches: Any, optimizer: Any) -> None:
         """Clip made-up batches, and give the optimizer zeros: sums without noise must not reach

@@ -17,7 +17,7 @@ from hf_dp.run.gate import Release
 
 @register_mechanism
 class DpSgdNoisedLoss(DpSgd):
-    """As :class:`DpSgd`, and :attr:`noised_loss` after each step."""
+    """As :class:`DpSgd`, and ``noised["noised_loss"]`` after each step, which may be below 0."""
 
     plan_type: ClassVar[type[Any]] = NoisedLossPlan
 
@@ -31,10 +31,10 @@ class DpSgdNoisedLoss(DpSgd):
         return replace(clipped, values=(clipped.values, losses.total))
 
     def gradients(self, clipped: Clipped, release: Release) -> Mapping[nn.Parameter, Tensor]:
-        """Return the gradients as :class:`DpSgd` does, and set :attr:`noised_loss` to ``(sum of
-        clipped losses + N(0, (sigma_l B)^2)) / expected_batch_size``."""
+        """Return the gradients as :class:`DpSgd` does, and note ``(sum of clipped losses + N(0,
+        (sigma_l B)^2)) / expected_batch_size``."""
         sums, losses = clipped.values
-        self.noised_loss = release.loss(losses) / self.run.plan.expected_batch_size
+        self.noised = {"noised_loss": release.loss(losses) / self.run.plan.expected_batch_size}
         return super().gradients(replace(clipped, values=sums), release)
 
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from functools import cache
 from importlib import metadata
+from typing import Any
 
 import torch
 
 from hf_dp._version import __version__
 from hf_dp.run.precision import Precision
-from hf_dp.statement.audited import AuditResult
 from hf_dp.statement.facts import RunFacts
 from hf_dp.statement.weaknesses import Weaknesses
 
@@ -21,11 +21,11 @@ def run_facts(
     precision: Precision,
     weaknesses: Weaknesses,
     trained: str,
-    audit: AuditResult | None = None,
+    **found: Any,
 ) -> RunFacts:
     """Return the facts of a run on ``device``.
 
-    Args: trained: which parameters, in words. audit: what it found.
+    Args: trained: which parameters, in words. found: what observers inside the run found.
     """
     noise = f"PyTorch's {device.type} generator seeded with 63 bits"
     if device.type == "cpu":
@@ -36,7 +36,7 @@ def run_facts(
         noise_generator=f"{noise} by the operating system (not cryptographic)",
         sampling_generator="the operating system's cryptographic generator",
         **vars(weaknesses),
-        audit=audit,
+        **found,
         versions={"hf_dp": __version__, **{name: _version(name) for name in PACKAGES}},
     )
 

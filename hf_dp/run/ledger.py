@@ -39,8 +39,8 @@ class RunLedger:
     """The append-only ledger of one run, kept in ``output_dir``; checkpoints hold copies.
 
     The arguments ``insecure_seed``, ``released`` and ``earlier`` and the attributes
-    ``model_selection``, ``rows_are_chunks``, ``evaluation_compared`` and ``other_training`` weaken
-    the claim. What weakens it once weakens it for good.
+    ``model_selection``, ``rows_are_chunks``, ``evaluation_compared``, ``other_training`` and
+    ``observers`` weaken the claim. What weakens it once weakens it for good.
 
     Args:
         folder: the run's output folder.
@@ -73,6 +73,7 @@ class RunLedger:
         self.model_selection = self.rows_are_chunks = False
         self.evaluation_compared = True
         self.other_training: str | None = None
+        self.observers: tuple[str, ...] = ()
         self.ledger = Ledger()
         self.lost: dict[str, int] = {}  # releases by purpose since the checkpoint resumed from
         self.paid = 0  # steps in the ledger, recorded with those before them, that are yet to come

@@ -65,9 +65,9 @@ from hf_dp.run.clock import Clock
 from hf_dp.run.earlier import earlier_claims, earlier_entries
 from hf_dp.run.facts import run_facts
 from hf_dp.run.gate import Gate, NothingReleased, Release
+from hf_dp.run.inside import Observer
 from hf_dp.run.ledger import RunLedger
 from hf_dp.run.meeting import facts_in_common, share_weights
-from hf_dp.run.one_run_audit import OneRunAudit
 from hf_dp.run.options import RunOptions
 from hf_dp.run.other_training import (
     RestingWeights,
@@ -82,7 +82,6 @@ from hf_dp.run.own_loss import refuse_another_loss
 from hf_dp.run.precision import Precision, computes_in_full, in_full_precision
 from hf_dp.run.training_data import TrainingData, padded_together
 from hf_dp.run.user_grouping import same_users
-from hf_dp.statement.audited import AuditResult
 from hf_dp.statement.facts import RunFacts
 from hf_dp.statement.statement import PrivacyStatement
 from hf_dp.statement.weaknesses import Flags
@@ -158,8 +157,8 @@ class PrivateRun:
             None  # a batch for the forwards that only other processes have rows for
         )
         self.checked_alone = False  # whether the self-check ran as if no example had a neighbor
-        self.audit: OneRunAudit | None = None
-        self.audit_result: AuditResult | None = None
+        self.inside: list[Observer] = []
+        self.found: dict[str, Any] = {}  # facts for the statement that an observer found
         self.selections: Sequence[Any] = ()  # which this run made, and its ledger counts
         self._step_is_open = False
         self._data: TrainingData | None = None
@@ -212,6 +211,19 @@ class PrivateRun:
                 )
 
     # -- what was released --
+
+    def let_inside(self, observer: Observer) -> None:
+        """Let an observer see what is not noised. No epsilon is established for a run with one that
+        is not hf_dp's own."""
+        kind = type(observer)
+        if kind.__module__.partition(".")[0] != "hf_dp":
+            self.book.weaken(Flags(observers=(f"{kind.__module__}.{kind.__qualname__}",)))
+        self.inside.append(observer)
+
+    @property
+    def established(self) -> bool:
+        """Whether a bound on what this run releases is known."""
+        return self.plan.mechanism.established and not self.book.observers
 
     @property
     def folder(self) -> Path:
@@ -388,9 +400,7 @@ class PrivateRun:
 
     def facts(self, trained: str) -> RunFacts:
         """Return what the ledger does not know of the run."""
-        return run_facts(
-            self.device, self.precision(), self.book.weaknesses, trained, self.audit_result
-        )
+        return run_facts(self.device, self.precision(), self.book.weaknesses, trained, **self.found)
 
     def check_evaluation(self, evaluation: Any) -> None:
         """Note that rows are evaluated on, whose metrics are not noised.
@@ -472,7 +482,8 @@ class PrivateRun:
         data.warn_of_no_targets()
         if not self.options.rows_are_chunks and limits.ignorable and users is None:
             data.warn_of_chunks()
-        if users is None and self.audit is None and self.processes.is_main:
+        adds_rows = any(each.adds_rows for each in self.inside)
+        if users is None and not adds_rows and self.processes.is_main:
             most, compared = self.training_rows().repeats()
             if most > 1:
                 logger.warning(of_repeated_rows(self.plan, most, compared))
@@ -489,8 +500,13 @@ class PrivateRun:
         data = self.training_data()  # which also sees in what precision the loss computes
         if isinstance(sampler, AllocationSampler):
             sampler = replace(sampler, begin=self._begin_allocation)
-        watched = None if self.audit is None else self.audit.draws
-        return data.loader(self.share(sampler), self.precision().is_short, watched)
+        return data.loader(self.share(sampler), self.precision().is_short, self._watched)
+
+    def _watched(self, sampler: Sampler) -> Any:
+        """Return a sampler of what goes through the model."""
+        for each in self.inside:
+            sampler = each.drawn(sampler)
+        return sampler
 
     def share(self, sampler: Sampler) -> Sampler:
         """Return a sampler of this process's examples; all processes' draws are one together.

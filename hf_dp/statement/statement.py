@@ -220,9 +220,10 @@ class PrivacyStatement:
     def sentence(self) -> str:
         """Return the claim in one sentence, or a sentence that says there is none."""
         if self.status == NOT_ESTABLISHED:
+            why = "; ".join(observed(self.facts)) or self.what_ran
             return (
                 "NO differential privacy guarantee is established for this run: "
-                f"{self.what_ran}. No epsilon is claimed."
+                f"{why}. No epsilon is claimed."
             )
         if not self.proven:
             return f"This run is NOT private: {self.status_reason}. No epsilon is claimed."
@@ -323,6 +324,11 @@ def _claim(plan: PrivacyPlan, ledger: Ledger, facts: RunFacts) -> _Claim:
     """Return the strongest claim that what ran allows."""
     if reason := _why_not_private(ledger, facts):
         return _not_private(plan, reason, "not computed: the run is not private")
+    if by_others := observed(facts):
+        note = "not computed: not only hf_dp saw what was not noised"
+        epsilons = tuple(AccountantResult(name, None, None, note=note) for name in ACCOUNTANTS)
+        reason = "; ".join(by_others)
+        return _Claim(NOT_ESTABLISHED, reason, None, plan.accountant, note, epsilons, by_others)
     if unestablished := _not_established(plan, ledger):
         note = "no bound is known for what ran"
         others = [name for name in ACCOUNTANTS if name not in BOUNDS]
@@ -343,6 +349,13 @@ def _claim(plan: PrivacyPlan, ledger: Ledger, facts: RunFacts) -> _Claim:
         return _not_private(plan, reason, REFUTED_BY_AUDIT)
     status, reason = _proven(plan, facts)
     return _Claim(status, reason, chosen.epsilon, chosen.accountant, note, epsilons)
+
+
+def observed(facts: RunFacts) -> tuple[str, ...]:
+    """Return why nothing is known of what a run shows, where code that is not hf_dp's was inside
+    its gate, or that of an earlier run."""
+    names = dict.fromkeys(name for run in facts.everywhere for name in run.observers)
+    return tuple(f"{name}, which is not hf_dp's, saw what was not noised" for name in names)
 
 
 def _not_private(plan: PrivacyPlan, reason: str, note: str) -> _Claim:
@@ -387,8 +400,8 @@ def _proven(plan: PrivacyPlan, facts: RunFacts) -> tuple[str, str]:
 
 def what_ran(plan: PrivacyPlan, ledger: Ledger, status: str) -> str:
     """Say what ran: in earlier runs on the same rows, in the selection, and in this run."""
-    if status == NOT_ESTABLISHED:
-        (event, *_) = _not_established(plan, ledger)
+    if status == NOT_ESTABLISHED and (found := _not_established(plan, ledger)):
+        event = found[0]
         earlier = event in ledger.events and event not in plan.events()
         who = "an earlier run on the same rows, which it names," if earlier else "it"
         return f"{who} was trained by {event.unestablished or plan.words.name}"

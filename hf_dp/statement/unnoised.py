@@ -39,8 +39,7 @@ _RELEASED_ANYWAY = frozenset(
 )
 _OF_OTHER_ROWS = ("eval_", "test_")
 # What may be released at all.
-CLIPPED_GRADIENT_NORM = "clipped_gradient_norm"
-RELEASABLE = ("training_loss", CLIPPED_GRADIENT_NORM)
+TRAINING_LOSS, CLIPPED_GRADIENT_NORM = RELEASABLE = ("training_loss", "clipped_gradient_norm")
 
 
 def withhold(
@@ -59,7 +58,7 @@ def withhold(
             logs.pop(name, None)
 
 
-def unknown_names(logs: Iterable[str]) -> list[str]:
+def unknown_names(logs: Iterable[str], also_known: Collection[str] = ()) -> list[str]:
     """Return the names of what may be anything, an un-noised loss, too."""
-    known = UNNOISED.keys() | _RELEASED_ANYWAY
+    known = {*UNNOISED, *_RELEASED_ANYWAY, *also_known}
     return [name for name in logs if name not in known and not name.startswith(_OF_OTHER_ROWS)]

@@ -23,6 +23,7 @@ from hf_dp.plans.units import (
 
 PUBLIC_ROWS, OTHER_ROWS = "public_rows", "other_rows"
 OTHER_TRAINING = (PUBLIC_ROWS, OTHER_ROWS)  # the latter weakens a claim more
+_WHERE_GIVEN: dict[str, Any] = {"other_training": None, "observers": []}  # written if they are set
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,6 +41,8 @@ class Flags:
             that has no column in common with them is not.
         other_training: what rows other training of these weights was on, as the user declared: one
             of :data:`OTHER_TRAINING`; None where there was none beside the runs that count.
+        observers: names of code that is not hf_dp's and saw what was not noised. No epsilon is
+            established for such a run.
 
     Raises: InvalidArgumentError for a value of another type.
     """
@@ -50,6 +53,7 @@ class Flags:
     rows_are_chunks: bool = False
     evaluation_compared: bool = True
     other_training: str | None = None
+    observers: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         for name in ("insecure_seed", "model_selection", "rows_are_chunks", "evaluation_compared"):
@@ -57,12 +61,11 @@ class Flags:
                 raise _validate.invalid(name, getattr(self, name), "to be True or False")
         if self.other_training is not None:
             _validate.one_of("other_training", self.other_training, OTHER_TRAINING)
-        names = self.released
-        if isinstance(names, str):
-            raise _validate.invalid("released", names, "to be a list of names", f"Use [{names!r}].")
-        if not _is_list_of(str, names) or not all(names):
-            raise _validate.invalid("released", names, "to be a list of names")
-        object.__setattr__(self, "released", tuple(dict.fromkeys(names)))
+        for field_name in ("released", "observers"):
+            names = getattr(self, field_name)
+            if isinstance(names, str) or not _is_list_of(str, names) or not all(names):
+                raise _validate.invalid(field_name, names, "to be a list of names")
+            object.__setattr__(self, field_name, tuple(dict.fromkeys(names)))
 
     def merged(self, other: Flags) -> Self:
         """Return these facts, as weak as both make them."""
@@ -76,6 +79,7 @@ class Flags:
             other_training=max(
                 self.other_training, other.other_training, key=(None, *OTHER_TRAINING).index
             ),
+            observers=(*self.observers, *other.observers),
         )
 
     def includes(self, other: Flags) -> bool:
@@ -86,8 +90,9 @@ class Flags:
         """Return plain data, JSON-ready; :meth:`from_dict` reads it back."""
         values = plain(asdict(self))
         for each in (values, *values.get("earlier", ())):
-            if each["other_training"] is None:
-                del each["other_training"]
+            for name in _WHERE_GIVEN:
+                if not each[name]:
+                    del each[name]
         return values
 
     @classmethod
@@ -181,7 +186,7 @@ NAMES = tuple(item.name for item in fields(Weaknesses))
 
 
 def _with_all(values: Any) -> Any:
-    return {"other_training": None, **values} if isinstance(values, Mapping) else values
+    return {**_WHERE_GIVEN, **values} if isinstance(values, Mapping) else values
 
 
 def each_once(runs: Iterable[EarlierRun]) -> tuple[EarlierRun, ...]:

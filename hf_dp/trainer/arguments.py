@@ -16,9 +16,9 @@ from hf_dp._arguments import ArgumentGroup, Problems, argument, check_fields, do
 from hf_dp._dataclasses import default_of
 from hf_dp._validate import invalid, one_of
 from hf_dp.errors import UnsupportedArgumentError
+from hf_dp.features import problems_of
 from hf_dp.plans.dp_fp import DP_FP
 from hf_dp.plans.noised_loss import BOUND, RATIO
-from hf_dp.trainer.adam_bc import adam_bc_problems
 from hf_dp.trainer.audit_arguments import AuditArguments
 from hf_dp.trainer.forward_arguments import ForwardArguments, resolve_forward
 from hf_dp.trainer.inherited import FREE, Refusal, environment_problems, inherited_problems
@@ -217,7 +217,7 @@ class DPTrainingArguments(  # type: ignore[misc]  # learning_rate, max_grad_norm
             check_fields(group, self, found)
         for group in GROUPS:
             group.problems(self, found)
-        adam_bc_problems(self, found)
+        problems_of(self, found)
         for name, problem in {
             **inherited_problems(self, self._INHERITED, self._WORK | self._FREE, self._REFUSED),
             **environment_problems(self.report_to),

@@ -44,9 +44,18 @@ def details_of(trainer: Any, given: Mapping[str, Any]) -> CardDetails:
         trainer.model,
         args.hub_model_id or str(args.output_dir),
         metrics=trainer.evaluation_metrics(),
-        training=_public_settings(args),
+        training={**_public_settings(args), **trainer.training.words()},
     )
     return known.with_given(**given)
+
+
+def describe(trainer: Any, details: Mapping[str, Any]) -> None:
+    """Note what the user says of a trainer's card.
+
+    Raises: InvalidArgumentError for what the Hub would refuse; nothing is taken over then.
+    """
+    details_of(trainer, {**trainer.card, **details})
+    trainer.card.update(details)
 
 
 def details_of_model(model: nn.Module, name: str, **known: Any) -> CardDetails:
@@ -124,10 +133,7 @@ def _public_settings(args: DPTrainingArguments) -> dict[str, Any]:
         "per_device_train_batch_size",
         "seed",
     ]
-    optional = (
-        "max_tokens_per_physical_batch",
-        "adam_bc_floor",
-    )
-    names += [name for name in optional if getattr(args, name) is not None]
+    if args.max_tokens_per_physical_batch is not None:
+        names.append("max_tokens_per_physical_batch")
     values = {name: getattr(args, name) for name in names}
     return {name: getattr(value, "value", value) for name, value in values.items()}

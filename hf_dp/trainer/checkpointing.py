@@ -102,7 +102,7 @@ class Checkpointing(ReleasedLogs):
         if not len(run.ledger):
             return "No step ran before it: nothing is spent."
         spent = "no epsilon is established for them"
-        if run.plan.mechanism.established:
+        if run.established:
             epsilon = run.epsilon().rounded_up()
             spent = f"epsilon {epsilon} is spent at delta {run.plan.delta:g}"
         return f"{self.state.global_step} steps ran before it: {spent}."

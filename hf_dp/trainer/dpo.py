@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any, ClassVar
 
@@ -39,6 +39,7 @@ from hf_dp.run.synthetic import synthetic_examples
 from hf_dp.trainer.arguments import DPTrainingArguments
 from hf_dp.trainer.from_arguments import own_copy
 from hf_dp.trainer.inherited import Refusal
+from hf_dp.trainer.rows import Rows
 from hf_dp.trainer.trainer import DPTrainer
 from hf_dp.trainer.trl_preparation import (
     DPOPreparation,
@@ -212,7 +213,8 @@ class DPDPOTrainer(DPTrainer):
         checked: Any = own_copy(args, self.arguments_class)
         check_train_dataset(train_dataset)
         check_rows(train_dataset)
-        train_dataset = self._by_user(checked, train_dataset, eval_dataset)
+        rows = Rows.of(checked, train_dataset, eval_dataset)
+        train_dataset = rows.data
         if isinstance(model, PeftModel):
             raise invalid(
                 "model",
@@ -256,7 +258,7 @@ class DPDPOTrainer(DPTrainer):
             model=model,
             args=checked,
             data_collator=collator,
-            train_dataset=training,
+            train_dataset=replace(rows, data=training),
             eval_dataset=evaluation,
             processing_class=tokenizer,
             peft_config=peft_config,

@@ -6,31 +6,19 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import torch
 from torch import Tensor
-from transformers import Trainer
 from transformers.utils import logging
 
-from hf_dp.mechanisms import Mechanism
-from hf_dp.run.private_run import PrivateRun
-from hf_dp.statement.unnoised import (
-    CLIPPED_GRADIENT_NORM,
-    NO_EPSILON,
-    unknown_names,
-    withhold,
-)
+from hf_dp.statement.unnoised import NO_EPSILON, unknown_names, withhold
+from hf_dp.trainer.base import RunTrainer
 
 logger = logging.get_logger(__name__)
 
-NO_LOSS = (torch.zeros((), dtype=torch.float64), 0)  # no noised loss yet
 
-
-class ReleasedLogs(Trainer):
+class ReleasedLogs(RunTrainer):
     """A Trainer that logs, in private modes, what is released and nothing else."""
 
-    _run: PrivateRun | None
-    mechanism: Mechanism
-    _noised_losses: tuple[Tensor, int]  # their sum over the steps since the last log, and these
+    known_names: frozenset[str] = frozenset()  # which features log
     _is_silent: bool = False  # whether rows of a draw are in sight
     _told: frozenset[str] = frozenset()  # dropped names that were warned of
 
@@ -54,10 +42,6 @@ class ReleasedLogs(Trainer):
         with self.silent():
             return self.compute_per_example_loss(model, inputs)
 
-    def compute_per_example_loss(self, model: Any, inputs: Any) -> Tensor:
-        """Return one loss per example."""
-        raise NotImplementedError
-
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
         """Return the next draw, as Trainer does."""
         if self._run is None:
@@ -65,44 +49,21 @@ class ReleasedLogs(Trainer):
         with self.silent():
             return super().get_batch_samples(*args, **kwargs)
 
-    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Log, without what a private run withholds, with the epsilon spent so far.
-
-        Beside the norm of a noised gradient stands ``signal_to_noise``. It estimates |g|^2 / |z|^2,
-        the square of Li et al.'s ratio (section 3.1.1), from that norm; where there is hardly any
-        signal, it may be below 0. With ``release=["clipped_gradient_norm"]`` the norm of the
-        clipped mean before noise stands there, too, and that square as measured with it.
-        ``noised_loss``, where it is released, is the mean over the steps since the last log of
-        steps.
-        """
-        args: Any = self.args
-        if args.is_private:
-            dropped = self._dropped(logs)
-            if self._is_silent or (dropped and len(dropped) == len(logs)):
-                return
-            if dropped:  # the caller keeps them
-                logs = {name: value for name, value in logs.items() if name not in dropped}
-            of_steps = "loss" in logs or "train_loss" in logs  # and not of an evaluation
-            total, steps = self._noised_losses
-            if steps and of_steps:
-                logs["noised_loss"] = float(total) / steps
-                self._noised_losses = NO_LOSS
-            self._withhold(logs)
-            noise = None if self._run is None else self.mechanism.noise_norm
-            if noise is not None and "grad_norm" in logs:
-                # E|g + z|^2 = |g|^2 + E|z|^2: an estimate from what is released anyway.
-                logs["signal_to_noise"] = (float(logs["grad_norm"]) / noise) ** 2 - 1
-                if (signal := self.mechanism.signal_norm) is not None:  # released on purpose
-                    logs[CLIPPED_GRADIENT_NORM] = signal
-                    logs["measured_signal_to_noise"] = (signal / noise) ** 2
-            if self.is_in_train and self._run is not None:
-                logs |= self.spent()
-        super().log(logs, start_time)
+    def only_known(self, logs: dict[str, float]) -> dict[str, float] | None:
+        """Return what may be logged, if it is not withheld; None where nothing may."""
+        dropped = self._dropped(logs)
+        if self._is_silent or (dropped and len(dropped) == len(logs)):
+            return None
+        # The caller keeps what is dropped.
+        return {n: v for n, v in logs.items() if n not in dropped} if dropped else logs
 
     def spent(self) -> dict[str, float]:
-        """Return the epsilon so far, under the name that logs have for it."""
+        """Return the epsilon so far, under the name that logs have for it; nothing where code
+        that is not hf_dp's is inside the gate."""
         assert self._run is not None
-        name = "epsilon" if self._run.plan.mechanism.established else NO_EPSILON
+        if self._run.book.observers:
+            return {}
+        name = "epsilon" if self._run.established else NO_EPSILON
         return {name: self._run.epsilon().rounded_up()}
 
     def save_state(self) -> None:
@@ -117,16 +78,17 @@ class ReleasedLogs(Trainer):
         for entry in self.state.log_history:
             for name in self._dropped(entry):
                 del entry[name]
-            self._withhold(entry)
+            self.withhold(entry)
 
-    def _withhold(self, logs: dict[str, float]) -> None:
-        released = () if self._run is None else self._run.book.released
-        published = self.args.is_published_dp_fp  # type: ignore[attr-defined]
-        withhold(logs, released, gradients_are_noised=not published)
+    def withhold(self, logs: dict[str, float]) -> None:
+        """Remove, in place, what the user did not ask to release."""
+        assert self._run is not None
+        noised = self.mechanism.gradients_are_noised
+        withhold(logs, self._run.book.released, gradients_are_noised=noised)
 
     def _dropped(self, logs: dict[str, float]) -> list[str]:
         """Return the names that are not logged, and warn of each once."""
-        dropped = list(logs) if self._is_silent else unknown_names(logs)
+        dropped = list(logs) if self._is_silent else unknown_names(logs, self.known_names)
         if new := [name for name in dropped if name not in self._told]:
             self._told |= {*new}
             logger.warning(

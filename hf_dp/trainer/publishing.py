@@ -34,7 +34,6 @@ class Publishing(Checkpointing):
     The main process alone talks to the Hub; the others learn whether it succeeded.
     """
 
-    card: dict[str, Any]
     hub_model_id: Any
     _hub: Hub | None = None
 

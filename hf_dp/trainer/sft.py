@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any, ClassVar
 
@@ -26,6 +26,7 @@ from hf_dp.run.checks import check_train_dataset
 from hf_dp.trainer.arguments import DPTrainingArguments
 from hf_dp.trainer.from_arguments import own_copy
 from hf_dp.trainer.inherited import Refusal
+from hf_dp.trainer.rows import Rows
 from hf_dp.trainer.trainer import DPTrainer
 from hf_dp.trainer.trl_preparation import SFTPreparation, check_rows, refuse_dropped_rows
 
@@ -160,7 +161,8 @@ class DPSFTTrainer(DPTrainer):
         checked: Any = own_copy(args, self.arguments_class)
         check_train_dataset(train_dataset)
         check_rows(train_dataset)
-        train_dataset = self._by_user(checked, train_dataset, eval_dataset)
+        rows = Rows.of(checked, train_dataset, eval_dataset)
+        train_dataset = rows.data
         _refuse_new_tokens(checked, peft_config)
         _refuse_ignored_formatting(formatting_func, train_dataset)
         self._raw_rows = None
@@ -188,7 +190,7 @@ class DPSFTTrainer(DPTrainer):
             model=prepared["model"],
             args=args,
             data_collator=prepared["data_collator"],
-            train_dataset=prepared["train_dataset"],
+            train_dataset=replace(rows, data=prepared["train_dataset"]),
             eval_dataset=prepared["eval_dataset"],
             processing_class=prepared["processing_class"],
             peft_config=peft_config,

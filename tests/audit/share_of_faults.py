@@ -26,7 +26,8 @@ import tiny
 from faults import FAULTS, planted
 
 from hf_dp.errors import AuditError
-from hf_dp.run.one_run_audit import OneRunAudit, guess
+from hf_dp.features.canaries import audit_of
+from hf_dp.features.one_run_audit import OneRunAudit, guess
 
 COMMON: dict[str, Any] = {
     "target_delta": 1e-6,
@@ -77,7 +78,7 @@ def leaving_one_out(runs: int, batch: int, steps: int, epsilon: float) -> bool:
                     **COMMON,
                 )
                 trainer.train()
-                outcomes.append(trainer.run.audit.outcome)
+                outcomes.append(audit_of(trainer.run).outcome)
                 claims.append((trainer.epsilon().value, trainer.ledger.events))
     claim, events = max(claims, key=lambda each: each[0])
     scores, took_part = (np.array(each) for each in zip(*outcomes, strict=True))

@@ -11,7 +11,7 @@ import torch
 import hf_dp.clipping.clipped_sum as clipped_sum
 from hf_dp.cli import audit_leave_one_out
 from hf_dp.cli.main import main
-from hf_dp.run.one_run_audit import OneRunAudit
+from hf_dp.features.one_run_audit import OneRunAudit
 from hf_dp.statement.record import read
 
 

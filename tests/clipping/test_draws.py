@@ -219,7 +219,7 @@ def test_a_size_that_grew_after_the_check_is_refused(tmp_path):
     trainer = tiny.trainer(tmp_path, given=given, per_device_train_batch_size=1)
     trainer.check_engine()
     trainer.args.per_device_train_batch_size = 4
-    run = trainer._sync_run()  # as each step does
+    run = trainer.training.sync()  # as each step does
     with run.engine() as engine, pytest.raises(UnsupportedArgumentError, match="got 4: that"):
         run.feed(engine, [])
     with pytest.raises(SelfCheckError, match="`table_dropout` draws"):

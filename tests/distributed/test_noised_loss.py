@@ -133,8 +133,8 @@ def looped(folder, shards: bool) -> list[float]:
         clipped = mechanism.clip(batches)
         with private.release_step() as release:
             mechanism.set_gradients(clipped, release)
-        assert mechanism.noised_loss is not None
-        found.append(float(mechanism.noised_loss))
+        assert mechanism.noised
+        found.append(float(mechanism.noised["noised_loss"]))
         optimizer.step()
         optimizer.zero_grad()
     return found

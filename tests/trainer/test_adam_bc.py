@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from hf_dp.errors import InvalidArgumentError, UnsupportedArgumentError
-from hf_dp.trainer.adam_bc import DPAdamBC
+from hf_dp.features.adam_bc import DPAdamBC
 from hf_dp.tuners.rgp.config import RgpConfig
 
 

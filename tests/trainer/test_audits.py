@@ -22,10 +22,11 @@ from hf_dp.errors import (
     LedgerError,
     UnsupportedArgumentError,
 )
+from hf_dp.features import canary_rows
+from hf_dp.features.canaries import audit_of
+from hf_dp.features.one_run_audit import OneRunAudit
 from hf_dp.noise import SecretRandomness
 from hf_dp.plans.sampling import PoissonSampler
-from hf_dp.run import canary_rows
-from hf_dp.run.one_run_audit import OneRunAudit
 from hf_dp.statement import audited
 from hf_dp.statement.audited import AuditResult
 from hf_dp.statement.record import read
@@ -64,19 +65,19 @@ def test_canaries_are_rows_of_the_plan(tmp_path):
     made = trainer(tmp_path)
     assert made.privacy_plan.num_examples == len(made.train_dataset) == ROWS + CANARIES
     assert made.privacy_plan.sample_rate == 25 / (ROWS + CANARIES)
-    assert 0.2 < np.mean(made.run.audit._in) < 0.8
+    assert 0.2 < np.mean(audit_of(made.run)._in) < 0.8
 
 
 def test_a_canary_in_the_sum_is_one_coordinate_of_length_c_and_one_left_out_is_nothing(tmp_path):
     made = trainer(tmp_path)
     made.create_optimizer()
-    loader, audit = made.get_train_dataloader(), made.run.audit
+    loader, audit = made.get_train_dataloader(), audit_of(made.run)
 
     def total(drawn):
         rows = audit.split(drawn)
-        return flat(
-            made.mechanism.clip(loader.collate_fn(loader.dataset.__getitems__(rows))).values
-        )
+        sums = made.mechanism.clip(loader.collate_fn(loader.dataset.__getitems__(rows))).values
+        audit.insert(sums)
+        return flat(sums)
 
     inside, outside = in_and_out(audit)
     nothing = total([0, 1, 2])
@@ -91,14 +92,14 @@ def test_a_canary_in_the_sum_is_one_coordinate_of_length_c_and_one_left_out_is_n
 
 
 def test_with_losses_canaries_that_are_in_go_through_the_model(tmp_path):
-    audit = trainer(tmp_path, audit_scores="losses").run.audit
+    audit = audit_of(trainer(tmp_path, audit_scores="losses").run)
     inside, outside = in_and_out(audit)
     drawn = [3, *(ROWS + inside[:3]), *(ROWS + outside[:3])]
     assert audit.split(drawn) == [3, *(ROWS + inside[:3])]
 
 
 def test_draws_come_from_the_runs_own_sampler(tmp_path):
-    audit = trainer(tmp_path).run.audit
+    audit = audit_of(trainer(tmp_path).run)
     drawn = Counter()
     for rows in audit.draws(PoissonSampler(ROWS + CANARIES, 0.3, 400)):
         drawn.update(rows)
@@ -185,7 +186,7 @@ def test_directions_are_those_of_the_canaries_own_gradients(tmp_path):
     """Without other rows and noise, a canary that is drawn is seen as C, else as nothing."""
     made = trainer(tmp_path, audit_scores="directions", audit_canaries=1)
     made.create_optimizer()
-    loader, audit = made.get_train_dataloader(), made.run.audit
+    loader, audit = made.get_train_dataloader(), audit_of(made.run)
     for took_part in (True, False):
         audit._in[:] = took_part
         rows = audit.split([ROWS])
@@ -201,7 +202,7 @@ def test_losses_are_compared_before_and_after(tmp_path):
     made = trainer(tmp_path, audit_scores="losses", noise_multiplier=5.0)
     made.train()
     found = made.privacy_statement().facts.audit
-    assert found.scores == "losses" and np.ptp(made.run.audit._likelihood) > 0
+    assert found.scores == "losses" and np.ptp(audit_of(made.run)._likelihood) > 0
 
 
 # -- what is caught --

@@ -14,7 +14,7 @@ from hf_dp import DPTrainer
 from hf_dp.errors import UnsupportedArgumentError
 from hf_dp.statement.record import read
 from hf_dp.trainer import arguments as arguments_module
-from hf_dp.trainer import trainer as trainer_module
+from hf_dp.trainer import private as trainer_module
 from hf_dp.trainer.arguments import DPTrainingArguments
 from hf_dp.trainer.from_arguments import plan_of
 from hf_dp.trainer.inherited import REFUSED
@@ -168,7 +168,7 @@ def test_reading_the_run_changes_nothing(tmp_path):
     trainer.args.per_device_train_batch_size = 1
     trainer.model, trainer.data_collator = tiny.model(), list
     assert {name: id(value) for name, value in vars(trainer.run).items()} == before
-    trainer._sync_run()
+    trainer.training.sync()
     assert trainer.run.options.batches.physical_batch_size == 1
     assert (trainer.run.model, trainer.run.data_collator) == (trainer.model, list)
 

@@ -57,7 +57,7 @@ class Watched:
 
         def gradients(mechanism, clipped, release):
             found = honest(mechanism, clipped, release)
-            self.steps.append(float(mechanism.noised_loss))
+            self.steps.append(float(mechanism.noised["noised_loss"]))
             return found
 
         monkeypatch.setattr(DpSgdNoisedLoss, "gradients", gradients)
@@ -158,7 +158,7 @@ def test_tensorboard_and_the_bar_get_it(tmp_path, capsys):
 
 
 def test_a_notebook_shows_it(tmp_path):
-    from hf_dp.trainer.notebook import NotebookEpsilonProgress
+    from hf_dp.features.notebook import NotebookEpsilonProgress
 
     trainer = made(tmp_path)
     notebook = NotebookEpsilonProgress(trainer.spent)
@@ -219,7 +219,7 @@ def test_a_run_without_it_says_nothing_of_it(tmp_path):
     trainer = tiny.trainer(tmp_path, accountant="rdp")
     trainer.train()
     trainer.save_model()
-    assert trainer.mechanism.noised_loss is None and logged(trainer) == []
+    assert not trainer.mechanism.noised and logged(trainer) == []
     for name in ("privacy.json", "README.md"):
         text = (tmp_path / name).read_text()
         assert "noised_loss" not in text and "noised loss" not in text

@@ -9,12 +9,12 @@ from scipy import stats
 
 from hf_dp.clipping import per_example_gradients
 from hf_dp.errors import BudgetExceededError, LedgerError
+from hf_dp.features.guards import StopBeforeTarget
 from hf_dp.losses import per_example_loss
 from hf_dp.mechanisms import DpSgd
 from hf_dp.noise import SecretRandomness
 from hf_dp.plans.sampling import PoissonSampler
 from hf_dp.run.ledger import RunLedger
-from hf_dp.trainer.callbacks import StopBeforeTarget
 
 
 @pytest.fixture

@@ -6,8 +6,8 @@ import tiny
 from transformers.trainer_callback import ProgressCallback
 
 from hf_dp.accounting import PoissonSampledGaussian, epsilon
-from hf_dp.trainer.callbacks import EpsilonProgress, with_epsilon
-from hf_dp.trainer.notebook import NotebookEpsilonProgress
+from hf_dp.features.notebook import NotebookEpsilonProgress
+from hf_dp.features.progress import EpsilonProgress, with_epsilon
 
 
 def test_the_terminal_bar_shows_epsilon(tmp_path, capsys):

@@ -14,10 +14,10 @@ import tiny
 from processes import outcomes
 from transformers import TrainerCallback
 
+from hf_dp.features.signals import TrainingStopped
 from hf_dp.run.checkpoint import numbered
 from hf_dp.run.manifest import damage
 from hf_dp.statement.record import read
-from hf_dp.trainer.signals import TrainingStopped
 
 
 class SignalAt(TrainerCallback):

@@ -30,6 +30,7 @@ class Published(Mechanism):
     """
 
     plan_type = PublishedPlan
+    gradients_are_noised = False
     needs_whole_weights = "DP-FP as published trains on gradients that autograd writes."
     _representation: PrivateRepresentation
 

@@ -12,6 +12,7 @@ from transformers import TrainerCallback
 from transformers.utils import logging
 
 from hf_dp.distributed.processes import Processes
+from hf_dp.features.base import Feature, Seen, register
 
 logger = logging.get_logger(__name__)
 
@@ -30,6 +31,25 @@ class TrainingStopped(SystemExit):
     def __init__(self, signum: int):
         super().__init__(128 + signum)
         self.signum = signum
+
+
+@register
+class Signals(Feature):
+    """Ends training after the step in which a signal arrives."""
+
+    _stop: StopOnSignal
+
+    def begin(self, seen: Seen) -> None:
+        self._stop = StopOnSignal(seen.processes)
+        seen.callbacks.append(self._stop)
+
+    def leave(self, seen: Seen) -> None:
+        self._stop.restore()
+
+    def end(self, seen: Seen) -> None:
+        """Raise TrainingStopped when a signal ended the training."""
+        state = seen.state
+        self._stop.finish(str(self.args.output_dir), state.global_step, state.max_steps)
 
 
 class StopOnSignal(TrainerCallback):

@@ -16,7 +16,8 @@ from torch.optim import Optimizer
 
 from hf_dp._arguments import Problems
 from hf_dp._validate import invalid, non_negative, positive
-from hf_dp.errors import UnsupportedArgumentError
+from hf_dp.errors import InvalidArgumentError, UnsupportedArgumentError
+from hf_dp.features.base import Feature, Seen, register
 
 FLOOR = "adam_bc_floor"
 _ADAMS = ("adamw_torch", "adamw_torch_fused")
@@ -90,44 +91,57 @@ def corrected(optimizer: Optimizer, noise_std: float, batch_size: float, floor: 
     return DPAdamBC(groups, (noise_std / batch_size) ** 2, floor)
 
 
-def adam_bc_problems(args: Any, found: Problems) -> None:
-    """Note what does not go with ``adam_bc_floor``."""
-    if args.adam_bc_floor is None:
-        return
-    optim = getattr(args.optim, "value", args.optim)
-    if optim not in _ADAMS:
-        found.unsupported(
-            FLOOR,
-            f"to be unset with optim={optim!r}",
-            'It corrects Adam. Remove it, or use optim="adamw_torch".',
-        )
-    if args.clip_noised_gradient:
-        found.unsupported(
-            FLOOR,
-            "to be unset with clip_noised_gradient",
-            "A clipped gradient has noise of no known variance. Remove one of the two.",
+@register
+class AdamBC(Feature):
+    """``adam_bc_floor``: Adam that is corrected for the noise."""
+
+    @classmethod
+    def is_asked_for(cls, args: Any) -> bool:
+        return args.adam_bc_floor is not None
+
+    @classmethod
+    def problems(cls, args: Any, found: Problems) -> None:
+        """Note another optimizer, and a clipped gradient, whose noise is not known."""
+        optim = getattr(args.optim, "value", args.optim)
+        if cls.is_asked_for(args) and optim not in _ADAMS:
+            found.unsupported(
+                FLOOR,
+                f"to be unset with optim={optim!r}",
+                'It corrects Adam. Remove it, or use optim="adamw_torch".',
+            )
+        if cls.is_asked_for(args) and args.clip_noised_gradient:
+            found.unsupported(
+                FLOOR,
+                "to be unset with clip_noised_gradient",
+                "A clipped gradient has noise of no known variance. Remove one of the two.",
+            )
+
+    def begin(self, seen: Seen) -> None:
+        """Raise UnsupportedArgumentError where the noise in a gradient is not that of the sum, or
+        where the user made the optimizer."""
+        if seen.optimizer is not None:
+            raise _refused(
+                self.args,
+                "to be unset with an optimizer of your own",
+                "Pass hf_dp.features.adam_bc.DPAdamBC as that optimizer, or let DPTrainer make it.",
+            )
+        if not seen.tuner.gradients_are_noised_sums:
+            raise _refused(
+                self.args,
+                "to be unset with this peft_config",
+                "Its gradients are made of several noised sums, whose noise is not alike in all "
+                "coordinates. Remove it.",
+            )
+
+    def optimizer(self, optimizer: Optimizer, seen: Seen) -> Optimizer:
+        plan = seen.plan
+        return corrected(
+            optimizer, plan.noise_std, plan.expected_batch_size, self.args.adam_bc_floor
         )
 
+    def words(self) -> dict[str, Any]:
+        return {FLOOR: self.args.adam_bc_floor}
 
-def refuse_other_noise(args: Any, optimizer: Optimizer | None, is_as_noised: bool) -> None:
-    """Raise UnsupportedArgumentError where the noise in a gradient is not that of the sum, or where
-    the user made the optimizer."""
-    if args.adam_bc_floor is None:
-        return
-    if optimizer is not None:
-        raise invalid(
-            FLOOR,
-            args.adam_bc_floor,
-            "to be unset with an optimizer of your own",
-            "Pass hf_dp.trainer.adam_bc.DPAdamBC as that optimizer, or let DPTrainer make it.",
-            UnsupportedArgumentError,
-        )
-    if not is_as_noised:
-        raise invalid(
-            FLOOR,
-            args.adam_bc_floor,
-            "to be unset with this peft_config",
-            "Its gradients are made of several noised sums, whose noise is not alike in all "
-            "coordinates. Remove it.",
-            UnsupportedArgumentError,
-        )
+
+def _refused(args: Any, expected: str, move: str) -> InvalidArgumentError:
+    return invalid(FLOOR, args.adam_bc_floor, expected, move, UnsupportedArgumentError)

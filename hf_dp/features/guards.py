@@ -1,24 +1,29 @@
-"""Callbacks of Trainer's loop: stop before the target is passed, and show epsilon with progress."""
+"""Guards of Trainer's loop: it stops before the target is passed, and its steps move weights."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from transformers import TrainerCallback
-from transformers.trainer_callback import ProgressCallback
 
 from hf_dp.distributed.processes import Processes
 from hf_dp.errors import LedgerError, UnaccountedGradientError
-from hf_dp.plans.privacy import PrivacyPlan
+from hf_dp.features.base import Feature, Seen, register
 from hf_dp.run.ledger import RunLedger
 from hf_dp.run.other_training import note_steps_before_own
-from hf_dp.statement.unnoised import NO_EPSILON
 
-Spent = Callable[[], dict[str, float]]
+
+@register
+class Guards(Feature):
+    """Watches that each step is in the ledger, stays within the target and moves the weights."""
+
+    def begin(self, seen: Seen) -> None:
+        if seen.plan.releases_each_step:
+            seen.callbacks.append(StopBeforeTarget(seen.book))
+        seen.callbacks.append(WeightsMove())
 
 
 class StopBeforeTarget(TrainerCallback):
@@ -45,19 +50,6 @@ class StopBeforeTarget(TrainerCallback):
             )
         if self.run.exhausted:
             control.should_training_stop = True
-
-
-class ExpectedEpochs(TrainerCallback):
-    """Counts epochs as expected passes over the rows: steps x expected batch size / rows.
-
-    Trainer counts loaders, whose lengths are whole numbers of steps.
-    """
-
-    def __init__(self, plan: PrivacyPlan):
-        self._a_step = plan.expected_batch_size / plan.drawn_from
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        state.epoch = state.global_step * self._a_step
 
 
 class WeightsMove(TrainerCallback):
@@ -124,51 +116,3 @@ class WeightsMove(TrainerCallback):
 def _own(tensor: Tensor) -> Tensor:
     """Return the part of a tensor that this process holds."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-class EpsilonProgress(ProgressCallback):
-    """The terminal's progress bar, with the epsilon spent at the first step and at each log, and
-    the noised loss where one is released.
-
-    Args: spent: returns the epsilon so far, as logs have it.
-    """
-
-    def __init__(self, spent: Spent):
-        super().__init__()
-        self._spent, self._shows = spent, False
-
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._shows = False
-        super().on_train_begin(args, state, control, **kwargs)
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if self.training_bar is not None and not self._shows:
-            self._show(self._spent(), refresh=True)
-        super().on_step_end(args, state, control, **kwargs)
-
-    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
-        if self.training_bar is not None:
-            self._show(logs or {})
-        super().on_log(args, state, control, logs=logs, **kwargs)
-
-    def _show(self, logs: dict[str, float], refresh: bool = False) -> None:
-        shown = "privacy not established" if NO_EPSILON in logs else ""
-        if "epsilon" in logs:
-            shown = f"epsilon {logs['epsilon']:g}"
-            if "noised_loss" in logs:
-                shown += f", noised loss {logs['noised_loss']:.4g}"
-        if shown:
-            self._shows = True
-            bar: Any = self.training_bar
-            bar.set_postfix_str(shown, refresh=refresh)
-
-
-def with_epsilon(callback: Any, spent: Spent) -> Any:
-    """Replace a stock progress callback by one that also shows epsilon; return others unchanged."""
-    if type(callback) is ProgressCallback:
-        return EpsilonProgress(spent)
-    if type(callback).__name__ == "NotebookProgressCallback":
-        from hf_dp.trainer.notebook import NotebookEpsilonProgress
-
-        return NotebookEpsilonProgress(spent)
-    return callback

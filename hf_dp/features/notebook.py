@@ -46,6 +46,5 @@ class NotebookEpsilonProgress(NotebookProgressCallback):
             state.global_step if self.first_column == "Step" else round(state.epoch, 2)
         )
         row["Epsilon"] = logs["epsilon"]
-        if "noised_loss" in logs:
-            row["Noised Loss"] = logs["noised_loss"]
+        row |= {n.replace("_", " ").title(): logs[n] for n in logs if n.startswith("noised_")}
         self.training_tracker.write_line(row)

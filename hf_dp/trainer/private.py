@@ -1,0 +1,386 @@
+"""Private training: at each of Trainer's seams one call of the run and of its features.
+
+What a private step does is on one screen: :meth:`PrivateTraining.step`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader
+from transformers import EarlyStoppingCallback
+from transformers.trainer_utils import SaveStrategy, TrainOutput
+
+from hf_dp.batches.units import UnitTable
+from hf_dp.cards.evidence import write_card
+from hf_dp.clipping.sharding import is_sharded
+from hf_dp.distributed.processes import others_present
+from hf_dp.features import Inside, Seen, features_of
+from hf_dp.mechanisms import mechanism_for
+from hf_dp.overlap import TrainingRows
+from hf_dp.plans.privacy import PrivacyPlan
+from hf_dp.run.checks import check_optimizer
+from hf_dp.run.clock import TRAINING as TRAINING_TIME
+from hf_dp.run.folder import refuse_foreign_ledger
+from hf_dp.run.memory_errors import named_memory_errors
+from hf_dp.run.private_run import PrivateRun
+from hf_dp.run.start_over import runs_before
+from hf_dp.statement.statement import PrivacyStatement
+from hf_dp.statement.wording import EVALUATION_ON_TRAINING_ROWS
+from hf_dp.trainer.arguments import DPTrainingArguments
+from hf_dp.trainer.card_facts import (
+    describe,
+    details_of,
+    given_before,
+    in_our_names,
+    pretraining_sources,
+)
+from hf_dp.trainer.from_arguments import find_physical_batch, options_of, plan_of, shared_arguments
+from hf_dp.trainer.launch import without_ddp
+from hf_dp.trainer.plain import PlainTraining
+from hf_dp.trainer.publishing import Publishing
+from hf_dp.trainer.refusals import check_private, check_private_model, refuse_search
+from hf_dp.trainer.rows import Rows
+from hf_dp.trainer.training import Given, Training, no_plan
+
+
+class PrivateTraining(Training):
+    """Private steps, and what else happens at a trainer's seams in private modes."""
+
+    is_private = True
+    plan: PrivacyPlan
+    run: PrivateRun
+    _trainer: Publishing
+    _seen: Seen
+    _rows: TrainingRows
+    _units: UnitTable | None
+    _own: tuple[bool, bool]  # whether losses and made-up examples are of the trainer's class
+    _compared: bool  # whether every evaluation set could be compared with the training rows
+    _found_size = False  # whether the size of physical batches was found for this machine
+
+    def __init__(self, args: DPTrainingArguments, peft_config: Any):
+        super().__init__(args, peft_config)
+        self.features = features_of(args)
+        self.inside = [each for each in self.features if isinstance(each, Inside)]
+
+    # -- before the first step --
+
+    def take(self, given: Given) -> None:
+        """Check what the trainer was given, and plan the run."""
+        args = self.args
+        check_private(given, args)
+        self._own = given.has_own_loss, given.has_own_examples
+        rows = Rows.of(args, given.train_dataset, given.eval_dataset)
+        self._units = rows.units
+        given.train_dataset = rows.data
+        given.load_model()
+        self._rows = TrainingRows(rows.data)
+        for each in self.inside:
+            given.train_dataset = each.rows(given.train_dataset, given.model, self._rows)
+        if rows.units is None:
+            num_examples = len(given.train_dataset)
+        else:
+            num_examples = len(rows.units)
+        self._compared = args.evaluate_on_training_rows or (
+            self._rows.refuse(
+                given.eval_dataset, search=args.private_selection_mean_runs is not None
+            )
+            and rows.compared
+        )
+        args.earlier_runs = runs_before(
+            Path(str(args.output_dir)), args.earlier_runs, args.start_over
+        )
+        classes = getattr(getattr(given.model, "config", None), "num_labels", None)
+        self.plan = plan_of(args, num_examples, self.tuner, classes, rows.units)
+        args.max_steps = self.plan.steps
+        self.prepare_model(given)
+        check_private_model(given.model, args, trains=True)
+
+    def attach(self, trainer: Publishing) -> None:
+        self._trainer, args = trainer, self.args
+        on_training_rows = [EVALUATION_ON_TRAINING_ROWS] * args.evaluate_on_training_rows
+        trainer.privacy_plan = self.plan
+        trainer._run = self.run = run = PrivateRun(
+            trainer.model,
+            self.plan,
+            trainer.folder,
+            train_dataset=trainer.train_dataset,
+            data_collator=trainer.data_collator,
+            compute_per_example_loss=lambda model, inputs: trainer.silent_loss(model, inputs),
+            accelerator=trainer.accelerator,
+            earlier_runs=args.earlier_runs,
+            released=(*args.release, *on_training_rows),
+            insecure_seed=args.insecure_seed,
+            forward_context=lambda: trainer.compute_loss_context_manager(),
+            synthetic_batches=lambda: trainer.synthetic_batches(),
+            training_rows=self._rows,
+            units=self._units,
+        )
+        self.sync()
+        run.has_own_loss, run.has_own_examples = self._own
+        run.read_columns_with(trainer.columns_for_training)
+        run.book.evaluation_compared = self._compared
+        run.book.rows_are_chunks = args.rows_are_chunks
+        trainer.known_names = frozenset(n for each in self.features for n in each.names)
+        trainer.mechanism = self.mechanism = mechanism_for(run, self.tuner)
+        for inside in self.inside:
+            inside.enter(run, self.tuner)
+        self.refuse_optimizers(trainer)
+        self._seen = Seen(
+            args=args,
+            plan=self.plan,
+            book=run.book,
+            processes=run.processes,
+            statement=self.statement,
+            spent=trainer.spent,
+            tuner=self.tuner,
+            callbacks=trainer.callback_handler.callbacks,
+            state=trainer.state,
+            card=trainer.card,
+        )
+        for each in self.features:
+            each.begin(self.seen())
+        self.tuner.check_arguments(args)
+        self.tuner.prepare(run)
+
+    def sync(self) -> PrivateRun:
+        """Return the run, told of the trainer's present model, data and arguments."""
+        run, trainer = self.run, self._trainer
+        run.book.go_to(trainer.folder)
+        run.model, run.options = trainer.model, options_of(self.args)
+        run.train_dataset, run.data_collator = trainer.train_dataset, trainer.data_collator
+        run.processing_class, run.accelerator = trainer.processing_class, trainer.accelerator
+        return run
+
+    def seen(self) -> Seen:
+        """Return what a feature outside the gate sees at present."""
+        seen, trainer = self._seen, self._trainer
+        seen.state, seen.card, seen.optimizer = trainer.state, trainer.card, trainer.optimizer
+        seen.noise_norm, seen.noised = self.mechanism.noise_norm, self.mechanism.noised
+        return seen
+
+    def prepare(self, max_steps: int, stock: Callable[[], Any]) -> Any:
+        trainer, run = self._trainer, self.run
+        with without_ddp(trainer.accelerator):
+            prepared = stock()
+        self.sync()
+        check_optimizer(trainer.optimizer, trainer.model)
+        with trainer.silent():
+            self.mechanism.prepare()
+        if self.args.auto_physical_batch_size and not self._found_size:
+            self._found_size = True
+            find_physical_batch(self.args, self.mechanism, trainer.optimizer)
+            trainer._train_batch_size = trainer.state.train_batch_size = self.args.train_batch_size
+            prepared = (prepared[0], trainer.get_train_dataloader())
+        # What weakens the claim is noted before the first step is recorded.
+        self.note_model_selection()
+        run.facts(self.tuner.describe(trainer.model))
+        to_come = self.tuner.releases_to_come()
+        run.book.start(max_steps - trainer.state.global_step, to_come)
+        trainer._tell_outlook(max_steps)
+        parameters = trainer.model.parameters()
+        self._seen.trained = sum(p.numel() for p in parameters if p.requires_grad)
+        self._seen.pretraining_sources = pretraining_sources(trainer.model)
+        with trainer.silent():
+            for each in self.features:
+                each.start(self.seen())
+        return prepared
+
+    def optimizer(self, optimizer: Optimizer) -> Optimizer:
+        for each in self.features:
+            optimizer = each.optimizer(optimizer, self.seen())
+        return optimizer
+
+    # -- the steps --
+
+    def train(
+        self, resume_from_checkpoint: str | bool | None, stock: Callable[..., TrainOutput]
+    ) -> TrainOutput:
+        trainer, run = self._trainer, self.sync()
+        checkpoint = trainer._checkpoint_of(resume_from_checkpoint)
+        for each in self.features:
+            each.call(checkpoint, self.seen())
+        trainer._evaluation.clear()  # of other weights
+        if checkpoint is not None:
+            trainer.card = {**given_before(checkpoint), **trainer.card}
+        run.arguments = shared_arguments(self.args)
+        self.mechanism.refuse_shards(trainer.is_fsdp_enabled or is_sharded(trainer.model))
+        try:
+            run.open()
+            self.refuse_optimizers(trainer)
+            with run.clock.part(TRAINING_TIME):
+                with trainer.silent():
+                    self.tuner.start(run, checkpoint)
+                    trainer.train_model(run.model)
+                    self.mechanism.start(checkpoint)
+                with others_present():  # Trainer gathers, too
+                    output = stock(checkpoint)
+            if trainer.is_world_process_zero() and not checkpoint:
+                run.clock.write()
+            trainer.put_average()
+            run.resting.note(trainer.model)
+            with trainer.silent():
+                for inside in self.inside:
+                    inside.conclude()
+            trainer.keep_released()
+            self.write_files(trainer.folder)
+        finally:
+            for each in self.features:
+                each.leave(self.seen())
+            run.stop()
+        for each in self.features:
+            each.end(self.seen())
+        if self._seen.loss is None:
+            output = output._replace(training_loss=float("nan"))
+        return output
+
+    def step(self, model: nn.Module, inputs: Any, stock: Callable[[], Tensor]) -> Tensor:
+        """Make one step's gradient. ``inputs`` is a whole logical batch, a Poisson sample cut into
+        physical batches."""
+        trainer, run, mechanism = self._trainer, self.sync(), self.mechanism
+        model.train()
+        if callable(getattr(trainer.optimizer, "train", None)):  # schedule-free optimizers
+            trainer.optimizer.train()  # type: ignore[union-attr]
+        with trainer.silent():
+            self.tuner.before_step(run, trainer.state.global_step)
+            run.begin_step()  # each call is given one Poisson sample
+
+            with trainer.saves_what_ran(), named_memory_errors():
+                clipped = mechanism.clip(inputs)  # per-example losses, norms, weights, clipped sum
+                run.processes.agree("a step is clipped")
+            with run.release_step() as release:  # the step is in the durable ledger from here on
+                mechanism.set_gradients(clipped, release)  # + noise, / expected_batch_size: p.grad
+
+        for observer in run.inside:
+            observer.stepped(clipped.loss_sum)
+        for each in self.features:
+            each.released(self.seen())
+        loss = self._seen.loss
+        return torch.zeros((), device=self.args.device) if loss is None else loss
+
+    def loader(self, stock: Callable[[], DataLoader]) -> DataLoader:
+        self.sync()
+        with self._trainer.silent():  # rows are looked over
+            return self.mechanism.loader()
+
+    def operations(self, stock: Callable[[], int]) -> int:
+        """Return 0: the sum over steps would tell the sizes of the samples."""
+        return 0
+
+    def batch_size(self, stock: Callable[[], int]) -> int:
+        """Return the expected logical batch."""
+        return round(self.plan.expected_batch_size)
+
+    # -- what is told and written --
+
+    def evaluates(self, evaluation: Any) -> None:
+        """Raise UnsupportedArgumentError for an evaluation set with rows of the training set, whose
+        metrics are not noised."""
+        self.sync().check_evaluation(evaluation)
+
+    def search(self, stock: Callable[[], Any]) -> Any:
+        refuse_search()
+
+    def log(self, logs: dict[str, float], stock: Callable[[dict[str, float]], None]) -> None:
+        """Log, without what a private run withholds, and with what the features add."""
+        trainer = self._trainer
+        if (known := trainer.only_known(logs)) is None:
+            return
+        for each in self.features:
+            each.log(known, self.seen())
+        trainer.withhold(known)
+        if trainer.is_in_train:
+            known |= trainer.spent()
+        stock(known)
+
+    def save(self, folder: str, stock: Callable[[], None]) -> None:
+        # Before the weights: a folder must never hold one run's weights beside another's statement.
+        refuse_foreign_ledger(folder, self.run.book.run_id)
+        self.sync().refuse_other_training(before_save=True)
+        stock()
+        if self.args.should_save:
+            self.write_beside_weights(folder)
+
+    def write_beside_weights(self, folder: str) -> None:
+        self.tuner.save(folder)
+        self.run.book.mark_weights(folder)
+        self.write_files(folder)
+
+    def write_card(self, options: Mapping[str, Any], stock: Callable[[], None]) -> None:
+        """Write the card with the privacy statement, and ``privacy.json``."""
+        trainer = self._trainer
+        describe(trainer, in_our_names(options))
+        self.write_files(trainer.folder)
+
+    def statement(self) -> PrivacyStatement:
+        run = self.sync()
+        self.note_model_selection()
+        return run.statement(self.tuner.describe(self._trainer.model))
+
+    def write_files(self, folder: str) -> None:
+        """Write the card and ``privacy.json`` into a folder, in the main process."""
+        trainer = self._trainer
+        if not trainer.is_world_process_zero():
+            return
+        statement, book = self.statement(), self.run.book
+        refuse_foreign_ledger(folder, book.run_id)  # whose card it would replace
+        write_card(
+            folder,
+            statement,
+            details_of(trainer, trainer.card),
+            lambda beside: book.save(folder, statement, beside),
+        )
+
+    def words(self) -> dict[str, Any]:
+        """Return what the features add to the card's table of settings."""
+        return {name: value for each in self.features for name, value in each.words().items()}
+
+    def note_model_selection(self) -> None:
+        """Note whether evaluation chooses a checkpoint or learning rates, once and for all."""
+        args, callbacks = self.args, self._trainer.callback_handler.callbacks
+        selects = args.load_best_model_at_end or args.save_strategy == SaveStrategy.BEST
+        early = any(isinstance(each, EarlyStoppingCallback) for each in callbacks)
+        steered = args.lr_scheduler_type in ("reduce_lr_on_plateau", "greedy")
+        book = self.run.book
+        book.model_selection = book.model_selection or bool(selects or early or steered)
+
+
+class OnlyEvaluates(PlainTraining):
+    """A private trainer without training rows: it has no plan, and evaluates."""
+
+    is_private = True
+
+    def take(self, given: Given) -> None:
+        check_private(given, self.args)
+        self.prepare_model(given)
+        check_private_model(given.model, self.args, trains=False)
+
+    def attach(self, trainer: Publishing) -> None:
+        self._trainer = trainer
+
+    def train(
+        self, resume_from_checkpoint: str | bool | None, stock: Callable[..., TrainOutput]
+    ) -> TrainOutput:
+        raise no_plan()
+
+    def step(self, model: nn.Module, inputs: Any, stock: Callable[[], Tensor]) -> Tensor:
+        raise no_plan()
+
+    def loader(self, stock: Callable[[], DataLoader]) -> DataLoader:
+        raise no_plan()
+
+    def search(self, stock: Callable[[], Any]) -> Any:
+        refuse_search()
+
+
+def training_of(args: DPTrainingArguments, train_dataset: Any, peft_config: Any) -> Training:
+    """Return the kind of training that these arguments ask for."""
+    if not args.is_private:
+        return PlainTraining(args, peft_config)
+    kind = OnlyEvaluates if train_dataset is None else PrivateTraining
+    return kind(args, peft_config)
