@@ -20,9 +20,8 @@ if TYPE_CHECKING:
     from hf_dp.mechanisms import mechanism_for as mechanism_for
     from hf_dp.plans import DpSgdPlan as DpSgdPlan
     from hf_dp.plans import FrozenPlan as FrozenPlan
-    from hf_dp.plans import NoisedLossPlan as NoisedLossPlan
+    from hf_dp.plans import NoisedLoss as NoisedLoss
     from hf_dp.plans import PrivacyPlan as PrivacyPlan
-    from hf_dp.plans import PrivacyRequest as PrivacyRequest
     from hf_dp.plans import PrivateEncoderPlan as PrivateEncoderPlan
     from hf_dp.plans import PublishedPlan as PublishedPlan
     from hf_dp.publishing.hub import publish as publish

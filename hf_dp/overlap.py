@@ -25,7 +25,7 @@ from hf_dp.batches.structure import is_picture
 from hf_dp.batches.units import UnitTable, unit_values
 from hf_dp.errors import UnsupportedArgumentError
 from hf_dp.noise import untouched_generators
-from hf_dp.plans.best_of_runs import ARGUMENT
+from hf_dp.plans.search import ARGUMENT
 
 logger = logging.get_logger(__name__)
 

@@ -12,7 +12,8 @@ from scipy import stats
 
 from hf_dp.accounting import RandomAllocationGaussian
 from hf_dp.errors import InvalidArgumentError
-from hf_dp.plans.sampling import AllocationSampler, Share, _below
+from hf_dp.plans.draws import AllocationSampler, Share
+from hf_dp.plans.draws.allocation import _below
 
 REJECT = 1e-6
 N, STEPS, TIMES = 200, 7, 300
@@ -73,7 +74,10 @@ def shuffled() -> list[list[int]]:
     ("planted", "seen"),
     [
         (shuffled, "sizes vary as those of independent examples"),
-        (lambda: list(AllocationSampler(N, STEPS, np.random.default_rng(1).bytes)), "iterations"),
+        (
+            lambda: list(AllocationSampler(N, STEPS, random_bytes=np.random.default_rng(1).bytes)),
+            "iterations",
+        ),
         (lambda: [list(range(step, N, STEPS)) for step in range(STEPS)], "neighbors"),
     ],
 )
@@ -101,7 +105,7 @@ def test_an_allocation_begins_before_it_is_drawn():
         order.append("drawn")
         return os.urandom(count)
 
-    list(AllocationSampler(5, 2, source, begin=lambda: order.append("begun")))
+    list(AllocationSampler(5, 2, random_bytes=source, begin=lambda: order.append("begun")))
     assert order == ["begun", "drawn"]
 
 

@@ -10,12 +10,12 @@ import pytest
 from hf_dp.accounting import (
     Gaussian,
     LedgerEntry,
-    SumAndLoss,
-    TruncatedSumAndLoss,
+    PoissonSampledGaussian,
+    TruncatedPoissonSampledGaussian,
     epsilon,
 )
 from hf_dp.errors import ConfigError, InvalidArgumentError
-from hf_dp.plans import DpSgdPlan, NoisedLossPlan, PrivacyPlan, SelectionPlan
+from hf_dp.plans import NoisedLoss, PrivacyPlan, SelectionPlan
 
 GIVEN = {
     "num_examples": 1000,
@@ -38,11 +38,14 @@ def create(**changes: object) -> PrivacyPlan:
 def test_everything_together_meets_the_target_and_is_divided_by_the_ratio(ratio):
     plan = create(target_epsilon=3.0, noised_loss_budget_ratio=ratio)
     event = plan.event()
-    assert isinstance(event, SumAndLoss) and event.noise_multiplier == plan.noise_multiplier
+    assert (
+        isinstance(event, PoissonSampledGaussian)
+        and event.noise_multiplier == plan.noise_multiplier
+    )
     assert 2.99 < epsilon(plan.events(), plan.delta, "rdp").value <= 3.0
     joint = event.joint_noise_multiplier
     assert event.noise_multiplier**-2 == pytest.approx((1 - ratio) * joint**-2, rel=1e-12)
-    assert event.loss_noise_multiplier**-2 == pytest.approx(ratio * joint**-2, rel=1e-12)
+    assert event.noise_multipliers["loss"] ** -2 == pytest.approx(ratio * joint**-2, rel=1e-12)
     alone = PrivacyPlan.create(**GIVEN, target_epsilon=3.0)
     assert joint == pytest.approx(alone.noise_multiplier, rel=1e-3)
 
@@ -53,7 +56,7 @@ def test_the_target_also_pays_for_a_selection_and_for_earlier_runs():
     plan = create(target_epsilon=3.0, selection=selection, prior_events=prior)
     assert [type(event).__name__ for event in plan.events()] == [
         "PoissonSampledGaussian",
-        "SumAndLoss",
+        "PoissonSampledGaussian",
     ]
     assert 2.99 < epsilon([*prior, *plan.events()], plan.delta, "rdp").value <= 3.0
 
@@ -66,8 +69,10 @@ def test_planted_calibration_of_the_gradients_alone_is_seen():
 
 def test_noise_that_is_given_is_that_of_the_gradients():
     plan = create(noise_multiplier=1.5)
-    assert plan.event(3) == SumAndLoss(1.5, 1.5 * math.sqrt(9), 0.05, 3)
-    assert plan.mechanism.noised_loss_std(plan.schedule) == pytest.approx(4.5 * 3.0 / 50)
+    assert plan.event(3) == PoissonSampledGaussian(
+        1.5, 0.05, 3, beside={"loss": 1.5 * math.sqrt(9)}
+    )
+    assert plan.mechanism.loss.std(plan, plan.noise_multiplier) == pytest.approx(4.5 * 3.0 / 50)
     without = PrivacyPlan.create(**GIVEN, noise_multiplier=1.5)
     assert plan.noise_std == without.noise_std
     assert (
@@ -82,12 +87,14 @@ def test_the_figures_on_the_page():
     plan = create(**sst2, target_epsilon=3.0, noised_loss_bound=1.5, noised_loss_budget_ratio=0.01)
     sigmas = [round(each.noise_multiplier, 4) for each in (alone, plan)]
     assert sigmas == [0.8254, 0.8296]
-    assert round(plan.mechanism.noised_loss_std(plan.schedule), 3) == 0.012
+    assert round(plan.mechanism.loss.std(plan, plan.noise_multiplier), 3) == 0.012
 
 
 def test_a_limit_of_the_draw():
     plan = create(noise_multiplier=1.5, max_batch_size=60, accountant="pld")
-    assert plan.event() == TruncatedSumAndLoss(1.5, 4.5, 0.05, 40, 1000, 60)
+    assert plan.event() == TruncatedPoissonSampledGaussian(
+        1.5, 0.05, 40, 1000, 60, beside={"loss": 4.5}
+    )
 
 
 def test_the_release_of_a_step():
@@ -104,8 +111,7 @@ def test_the_release_of_a_step():
 @pytest.mark.parametrize("rows", [2, 1000, 2**20, 2**20 - 1, 10**9])
 def test_a_sum_of_all_losses_is_exact_in_float64(bound, rows):
     plan = create(noise_multiplier=1.0, num_examples=rows, expected_batch_size=2, max_steps=1)
-    mechanism = NoisedLossPlan(0.1, 1.0, noised_loss_bound=bound, noised_loss_budget_ratio=0.1)
-    unit = mechanism.loss_unit(plan.schedule)
+    unit = NoisedLoss(bound, 0.1).unit(plan)
     assert math.frexp(unit)[0] == 0.5  # a power of two
     each = math.floor(bound / unit)
     assert rows * each <= 2**53  # as whole numbers
@@ -122,22 +128,26 @@ def test_a_plan_without_it_is_as_it_was():
         "clipping_norm": 0.1,
         "noise_multiplier": 1.5,
         "clipping": "flat",
-        "max_batch_size": None,
+        "draw": {"name": "poisson"},
+        "loss": None,
+        "search": None,
     }
 
 
 def test_it_is_read_back_and_nothing_is_guessed():
     plan = create(noise_multiplier=1.5)
     written = json.loads(json.dumps(plan.to_dict()))
-    assert written["mechanism"]["name"] == "dp_sgd_noised_loss"
+    assert written["mechanism"]["loss"] == {"bound": 3.0, "budget_ratio": 0.1}
     assert PrivacyPlan.from_dict(written) == plan
     assert plan.makes(LedgerEntry(plan.event(4), "training"))
-    assert not plan.makes(LedgerEntry(SumAndLoss(1.5, 5.0, 0.05, 4), "training"))
-    del written["mechanism"]["noised_loss_bound"]
-    with pytest.raises(ConfigError, match="noised_loss_bound"):
+    assert not plan.makes(
+        LedgerEntry(PoissonSampledGaussian(1.5, 0.05, 4, beside={"loss": 5.0}), "training")
+    )
+    del written["mechanism"]["loss"]["bound"]
+    with pytest.raises(ConfigError, match="bound"):
         PrivacyPlan.from_dict(written)
-    written["mechanism"] |= {"name": "dp_sgd", "noised_loss_bound": 3.0}
-    with pytest.raises(ConfigError, match="noised_loss_bound"):
+    del written["mechanism"]["loss"]
+    with pytest.raises(ConfigError, match="loss"):
         PrivacyPlan.from_dict(written)
 
 
@@ -173,5 +183,5 @@ def test_bad_values_are_refused_by_name(changes, match):
 
 
 def test_only_the_plan_with_both_releases_a_loss():
-    assert type(PrivacyPlan.create(**GIVEN, noise_multiplier=1.0).mechanism) is DpSgdPlan
-    assert type(create(noise_multiplier=1.0).mechanism) is NoisedLossPlan
+    assert PrivacyPlan.create(**GIVEN, noise_multiplier=1.0).mechanism.loss is None
+    assert create(noise_multiplier=1.0).mechanism.loss == NoisedLoss(3.0, 0.1)

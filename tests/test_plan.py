@@ -225,10 +225,8 @@ def test_the_plan_takes_the_margin_of_its_own_draws():
     plan = PrivacyPlan.create(
         num_examples=60_000, expected_batch_size=6_000, clipping_norm=0.1, noise_multiplier=1.0
     )
-    assert plan.mechanism.margin(plan.schedule) == rounding_margin(6_000, 60_000) > ROUNDING_MARGIN
-    assert plan.noise_std == pytest.approx(
-        0.1 * (1 + plan.mechanism.margin(plan.schedule)), rel=1e-15
-    )
+    assert plan.mechanism.margin(plan) == rounding_margin(6_000, 60_000) > ROUNDING_MARGIN
+    assert plan.noise_std == pytest.approx(0.1 * (1 + plan.mechanism.margin(plan)), rel=1e-15)
     capped = PrivacyPlan.create(
         num_examples=60_000,
         expected_batch_size=6_000,
@@ -236,7 +234,7 @@ def test_the_plan_takes_the_margin_of_its_own_draws():
         noise_multiplier=1.0,
         max_batch_size=6_000,
     )
-    assert capped.mechanism.margin(capped.schedule) < plan.mechanism.margin(plan.schedule)
+    assert capped.mechanism.margin(capped) < plan.mechanism.margin(plan)
 
 
 @pytest.mark.parametrize(
@@ -245,7 +243,6 @@ def test_the_plan_takes_the_margin_of_its_own_draws():
         ({"clipping": "other"}, "clipping"),
         ({"clipping_norm": 0}, "per_example_max_grad_norm"),
         ({"noise_multiplier": 0}, "noise_multiplier"),
-        ({"max_batch_size": 0}, "max_logical_batch_size"),
     ],
 )
 def test_a_mechanism_cannot_be_planned_with_values_that_have_no_meaning(values, name):

@@ -35,7 +35,7 @@ from hf_dp.cli.config import parse, peft_config, read_yaml
 from hf_dp.cli.tasks import generation
 from hf_dp.cli.tasks.masked_lm import PretrainingArguments
 from hf_dp.errors import ConfigError
-from hf_dp.plans.privacy import PrivacyPlan, PrivacyRequest
+from hf_dp.plans.privacy import PrivacyPlan
 from hf_dp.tasks.classification import DataArguments, ImageArguments
 from hf_dp.tasks.classifiers import ImageModelArguments, ModelArguments
 from hf_dp.tasks.templates import Infilling
@@ -438,14 +438,14 @@ def test_a_published_dp_fp_recipe_says_that_nothing_is_established_and_has_the_p
 
 
 def published_plan(args: DPTrainingArguments, rows: int) -> PrivacyPlan:
-    return PrivacyRequest(
+    return PrivacyPlan.solve(
         num_examples=rows,
         expected_batch_size=args.expected_batch_size,
         num_train_epochs=args.num_train_epochs,
         target_epsilon=args.target_epsilon,
         accountant=args.accountant,
         mechanism=forward_plan(args, None),
-    ).plan()
+    )
 
 
 def test_the_page_says_what_the_noise_is_with_the_numbers_of_rows_of_table_3():
@@ -464,13 +464,13 @@ def test_the_page_says_what_the_noise_is_with_the_numbers_of_rows_of_table_3():
 def test_the_frozen_recipe_spends_what_its_header_says():
     name = "recipes/dp_fp/sst2/minilm_frozen.yaml"
     _, _, args = parsed(read_yaml(str(RECIPES[name])))
-    plan = PrivacyRequest(
+    plan = PrivacyPlan.solve(
         num_examples=67_349,
         expected_batch_size=args.expected_batch_size,
         num_train_epochs=args.num_train_epochs,
         target_epsilon=args.target_epsilon,
         mechanism=forward_plan(args, None),
-    ).plan()
+    )
     header = r"# privacy: epsilon (\S+) \(pld, bound\) of each sentence at delta (\S+) ="
     stated = re.search(header, RECIPES[name].read_text())
     assert epsilon(plan.events(), plan.delta).rounded_up() == float(stated[1])

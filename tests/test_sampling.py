@@ -20,7 +20,8 @@ from scipy import stats
 from hf_dp.accounting import PoissonSampledGaussian, TruncatedPoissonSampledGaussian, epsilon
 from hf_dp.batches.physical import physical_batches
 from hf_dp.errors import InvalidArgumentError
-from hf_dp.plans.sampling import MicroBatchSampler, PoissonSampler
+from hf_dp.plans.dp_fp.base import MicroBatchSampler
+from hf_dp.plans.draws import PoissonSampler
 
 REJECT = 1e-6
 Draw = Callable[[], list[int]]
@@ -186,7 +187,7 @@ def bits(*values: int) -> Callable[[int], bytes]:
 )
 def test_an_example_joins_exactly_below_the_threshold(rate, threshold):
     source = bits(threshold - 1, threshold, 0, 2**64 - 1)
-    assert PoissonSampler(4, rate, 1, source).draw() == [0, 2]
+    assert PoissonSampler(4, rate, 1, random_bytes=source).draw() == [0, 2]
 
 
 @pytest.mark.parametrize("rate", [0.1, 1 / 3, 0.015204, 1e-9])
@@ -194,7 +195,7 @@ def test_the_probability_is_exact_to_the_last_bit(rate):
     threshold = round(rate * 2**64)
     assert abs(threshold / 2**64 - rate) <= 2**-65
     source = bits(threshold - 1, threshold)
-    assert PoissonSampler(2, rate, 1, source).draw() == [0]
+    assert PoissonSampler(2, rate, 1, random_bytes=source).draw() == [0]
 
 
 def test_rate_one_takes_everyone_always():
@@ -202,7 +203,7 @@ def test_rate_one_takes_everyone_always():
 
 
 def test_an_empty_draw_is_a_step():
-    assert list(PoissonSampler(3, 2.0**-64, 4, bits(9, 9, 9))) == [[]] * 4
+    assert list(PoissonSampler(3, 2.0**-64, 4, random_bytes=bits(9, 9, 9))) == [[]] * 4
     assert len(PoissonSampler(3, 0.5, 4)) == 4
 
 
@@ -425,7 +426,7 @@ def test_a_small_rate_costs_as_many_random_numbers_as_records_drawn():
         return os.urandom(count)
 
     sizes = [
-        len(MicroBatchSampler(67_349, 32 / (32 * 67_349), 1, 32, counted).draw())
+        len(MicroBatchSampler(67_349, 32 / (32 * 67_349), 1, 32, random_bytes=counted).draw())
         for _ in range(300)
     ]
     assert sum(asked) / 300 < 8 * 200

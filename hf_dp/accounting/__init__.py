@@ -1,26 +1,21 @@
 """Privacy accounting: what ran, what it costs and how much noise a target needs; without torch."""
 
-from hf_dp.accounting.accountants import ACCOUNTANTS, BOUNDS, RELATIONS, epsilon
+from hf_dp.accounting.accountants import RELATIONS, epsilon, register_accountant
 from hf_dp.accounting.calibration import (
     calibrate_noise_multiplier,
     calibrate_sample_rate,
     calibrate_steps,
 )
-from hf_dp.accounting.described import LOSS as LOSS
-from hf_dp.accounting.described import SUM as SUM
-from hf_dp.accounting.described import VECTORS as VECTORS
+from hf_dp.accounting.event import LOSS, SUM, VECTORS, Event, event_from_dict, register_event
 from hf_dp.accounting.events import (
     BestOfRandomRuns,
-    Event,
     Gaussian,
     PoissonSampledGaussian,
     RandomAllocationGaussian,
-    SumAndLoss,
     TruncatedPoissonSampledGaussian,
-    TruncatedSumAndLoss,
     UserRowsGaussian,
-    event_from_dict,
 )
+from hf_dp.accounting.knows import ACCOUNTANTS, BOUNDS
 from hf_dp.accounting.ledger import EARLIER, RELEASE, SELECTION, TRAINING, Ledger, LedgerEntry
 from hf_dp.accounting.record_events import (
     PublishedForwardNoise,
@@ -54,15 +49,15 @@ __all__ = [
     "RandomizedResponse",
     "RecordRelease",
     "SampledRecordRelease",
-    "SumAndLoss",
     "SumAndRows",
     "TruncatedPoissonSampledGaussian",
-    "TruncatedSumAndLoss",
     "UserRowsGaussian",
     "calibrate_noise_multiplier",
     "calibrate_sample_rate",
     "calibrate_steps",
     "epsilon",
     "event_from_dict",
+    "register_accountant",
+    "register_event",
     "round_up",
 ]

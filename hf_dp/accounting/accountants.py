@@ -9,16 +9,10 @@ from typing import Protocol, cast
 
 from hf_dp._validate import in_unit_interval, one_of
 from hf_dp.accounting.composition import Composition, compose
-from hf_dp.accounting.events import Event
+from hf_dp.accounting.event import Event
+from hf_dp.accounting.knows import ACCOUNTANTS, note_accountant
 from hf_dp.accounting.ranges import Range
 from hf_dp.accounting.value import Epsilon
-
-ACCOUNTANTS: tuple[str, ...] = ("pld", "rdp", "prv", "gdp_clt")
-"""Known accountants; each is the module ``hf_dp.accounting.<name>``, imported on first use (scipy
-takes a second)."""
-
-BOUNDS: tuple[str, ...] = ("pld", "rdp", "prv")
-"""The accountants whose result is an upper bound, so that noise may be calibrated to it."""
 
 RELATIONS: tuple[str, ...] = ("zero_out", "add_remove", "replace_one")
 """What a neighboring data set is.
@@ -30,23 +24,42 @@ in the run may depend on the number of examples. "replace_one": one example repl
 
 
 class Accountant(Protocol):
-    """What a module of this package offers as an accountant."""
+    """What a module of this package, or an object from outside, offers as an accountant."""
 
     RANGE: Range
 
     def epsilon(self, composition: Composition, delta: float, relation: str) -> Epsilon:
-        """Return epsilon at ``delta``: 0 for nothing, infinity without noise.
+        """Return epsilon at ``delta``: 0 for nothing, infinity without noise. It is asked only what
+        its row in :mod:`hf_dp.accounting.knows` has.
 
-        Raises:
-            AccountingRangeError: the result may be wrong here.
-            UnsupportedEventError: the accountant does not know this kind of event or relation.
+        Raises: AccountingRangeError: the result may be wrong here.
         """
         ...
+
+
+_REGISTERED: dict[str, Accountant] = {}
+
+
+def register_accountant(
+    name: str, accountant: Accountant, kinds: Iterable[str], *, bound: bool
+) -> None:
+    """Make an accountant known, also to arguments, statements and cards.
+
+    Args:
+        kinds: what it bounds, as :mod:`hf_dp.accounting.knows` names it; all else is refused.
+        bound: whether its result is an upper bound, so that noise may be calibrated to it.
+
+    Raises: ConfigError for a name that is taken, or a kind that is none.
+    """
+    note_accountant(name, kinds, bound)
+    _REGISTERED[name] = accountant
 
 
 def load(accountant: str) -> Accountant:
     """Return the accountant of this name; raise InvalidArgumentError for an unknown one."""
     name = one_of("accountant", accountant, ACCOUNTANTS)
+    if name in _REGISTERED:
+        return _REGISTERED[name]
     return cast(Accountant, importlib.import_module(f"hf_dp.accounting.{name}"))
 
 
@@ -82,4 +95,5 @@ def epsilon(
 # Cached: a log, a card and privacy.json ask the same question of the same ledger.
 @functools.lru_cache(maxsize=4096)
 def _epsilon(accountant: str, composition: Composition, delta: float, relation: str) -> Epsilon:
+    composition.refuse(accountant, relation)
     return load(accountant).epsilon(composition, delta, relation)

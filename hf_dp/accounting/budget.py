@@ -9,7 +9,8 @@ from collections.abc import Sequence
 
 from hf_dp._validate import in_unit_interval, integer
 from hf_dp.accounting.calibration import MakeEvent, calibrate_noise_multiplier
-from hf_dp.accounting.events import Event, PoissonSampledGaussian
+from hf_dp.accounting.event import Event
+from hf_dp.accounting.events import PoissonSampledGaussian
 from hf_dp.errors import CalibrationError
 
 

@@ -12,8 +12,10 @@ from collections.abc import Callable, Iterable
 from decimal import ROUND_CEILING, ROUND_FLOOR, Decimal
 
 from hf_dp._validate import in_unit_interval, integer, non_negative, one_of, positive
-from hf_dp.accounting.accountants import BOUNDS, epsilon, load
-from hf_dp.accounting.events import Event, PoissonSampledGaussian
+from hf_dp.accounting.accountants import epsilon, load
+from hf_dp.accounting.event import Event, as_events
+from hf_dp.accounting.events import PoissonSampledGaussian
+from hf_dp.accounting.knows import BOUNDS
 from hf_dp.errors import AccountingRangeError, CalibrationError, UnsupportedEventError
 
 # The returned noise multiplier exceeds the smallest sufficient one by at most this fraction.
@@ -222,12 +224,11 @@ def _checked(
     target_epsilon: float, target_delta: float, accountant: str, prior_events: Iterable[Event]
 ) -> tuple[float, float, str, tuple[Event, ...]]:
     name = one_of("accountant", accountant, BOUNDS, _CLT_HINT)
-    prior = (prior_events,) if isinstance(prior_events, Event) else tuple(prior_events)
     return (
         positive("target_epsilon", target_epsilon),
         in_unit_interval("target_delta", target_delta),
         name,
-        prior,
+        as_events(prior_events),
     )
 
 

@@ -6,8 +6,9 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from hf_dp.accounting.accountants import ACCOUNTANTS, epsilon
-from hf_dp.accounting.events import Event
+from hf_dp.accounting.accountants import epsilon
+from hf_dp.accounting.event import Event, as_events
+from hf_dp.accounting.knows import ACCOUNTANTS
 from hf_dp.accounting.value import Epsilon
 from hf_dp.errors import AccountingRangeError, UnsupportedEventError
 
@@ -47,7 +48,7 @@ def compare(
     epsilon. So does DP-FP as published; the note then has the paper's figure. An estimate above one
     of the bounds is left out: a bound says more.
     """
-    events = (events,) if isinstance(events, Event) else tuple(events)
+    events = as_events(events)
     answers = []
     for name in accountants:
         try:

@@ -10,17 +10,15 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import NamedTuple, TypeVar, get_args
+from typing import Any, NamedTuple
 
+from hf_dp.accounting import knows
+from hf_dp.accounting.event import EVENT_TYPES, Event, NoisedSum, as_events
 from hf_dp.accounting.events import (
     BestOfRandomRuns,
-    Event,
-    Gaussian,
-    PoissonSampledGaussian,
     RandomAllocationGaussian,
-    SumAndLoss,
     TruncatedPoissonSampledGaussian,
     UserRowsGaussian,
 )
@@ -28,18 +26,12 @@ from hf_dp.accounting.record_events import (
     PublishedForwardNoise,
     RandomizedResponse,
     RecordRelease,
+    SampledRecordRelease,
     SumAndRows,
 )
 from hf_dp.errors import UnsupportedEventError
 
-_EVENTS = get_args(Event)
 _NO_CUT = 1e-300
-USE_PLD = 'Use accountant="pld".'  # for events and relations that only it knows
-UNESTABLISHED = (
-    "No bound on the epsilon of DP-FP as published is known: the encoder's gradient is computed "
-    'from activations without noise. Use accountant="gdp_clt" for the figure that the paper gives, '
-    'or the variant "frozen" for a guarantee.'
-)
 
 
 class SampledTerm(NamedTuple):
@@ -86,6 +78,11 @@ class AllocatedTerm(NamedTuple):
         """Those of all allocations."""
         return self.steps_per_allocation * self.allocations
 
+    @property
+    def sample_rate(self) -> float:
+        """The probability with which an example takes part in a given step."""
+        return 1 / self.steps_per_allocation
+
 
 class VisibleTerm(NamedTuple):
     """A Gaussian in which an example visibly takes part with probability ``sample_rate``.
@@ -114,7 +111,11 @@ class PublishedTerm(NamedTuple):
     steps: int
 
 
-_Term = TypeVar("_Term", SampledTerm, VisibleTerm, PublishedTerm)
+class OutsideTerm(NamedTuple):
+    """An event from outside hf_dp, as dp-accounting's own of one step, and how many times."""
+
+    dp_event: Any
+    steps: int
 
 
 class SearchTerm(NamedTuple):
@@ -127,130 +128,120 @@ class SearchTerm(NamedTuple):
     mean_runs: float
     shape: float | None
 
+    @property
+    def steps(self) -> int:
+        """Those of one run."""
+        return self.run.steps
+
+
+_FIELDS: dict[type, str] = {
+    SampledTerm: "sampled",
+    TruncatedTerm: "truncated",
+    UserRowsTerm: "user_rows",
+    AllocatedTerm: "allocated",
+    VisibleTerm: "visible",
+    ResponseTerm: "responses",
+    PublishedTerm: "published",
+}
+_KINDS = {
+    "sampled": knows.POISSON,
+    "truncated": knows.TRUNCATED,
+    "user_rows": knows.USER_ROWS,
+    "allocated": knows.ALLOCATION,
+    "visible": knows.VISIBLE,
+    "responses": knows.RESPONSE,
+    "published": knows.PUBLISHED,
+    "outside": knows.OUTSIDE,
+    "searches": knows.SEARCH,
+}
+
 
 @dataclass(frozen=True)
 class Composition:
     """The canonical form of a list of events.
 
     Attributes:
-        sampled: the distinct Poisson-sampled mechanisms, sorted, with their total steps.
         gaussian_mu: sensitivity / standard deviation of the one Gaussian that all unsampled ones
             compose to, sqrt(sum steps / noise_multiplier^2) (Dong, Roth, Su 2019, Corollary 3.3); 0
             if there are none.
         noiseless: an example entered some step without noise, so no finite epsilon holds.
         noise_multipliers, sample_rates, steps: what ran, for range checks; unsampled mechanisms are
             included with rate 1, and a search with those of one run.
-        truncated, user_rows, allocated, searches: the other kinds of sampled mechanisms and the
-            searches; not every accountant can describe them.
+        sampled, truncated, user_rows, allocated: the distinct mechanisms on secret samples, sorted,
+            with their total steps.
         visible, responses, published: mechanisms that release something about each example by
             itself.
+        outside, searches: the others; not every accountant can describe them.
         restricted: name, relations and reason for each kind of event restricted to some relations.
     """
 
-    sampled: tuple[SampledTerm, ...]
-    gaussian_mu: float
-    noiseless: bool
-    noise_multipliers: tuple[float, ...]
-    sample_rates: tuple[float, ...]
-    steps: int
+    gaussian_mu: float = 0.0
+    noiseless: bool = False
+    noise_multipliers: tuple[float, ...] = ()
+    sample_rates: tuple[float, ...] = ()
+    steps: int = 0
+    sampled: tuple[SampledTerm, ...] = ()
     truncated: tuple[TruncatedTerm, ...] = ()
     user_rows: tuple[UserRowsTerm, ...] = ()
     allocated: tuple[AllocatedTerm, ...] = ()
-    searches: tuple[SearchTerm, ...] = ()
     visible: tuple[VisibleTerm, ...] = ()
     responses: tuple[ResponseTerm, ...] = ()
     published: tuple[PublishedTerm, ...] = ()
+    outside: tuple[OutsideTerm, ...] = ()
+    searches: tuple[SearchTerm, ...] = ()
     restricted: tuple[tuple[str, tuple[str, ...], str], ...] = ()
+
+    @property
+    def kinds(self) -> frozenset[str]:
+        """What ran with noise, as :mod:`hf_dp.accounting.knows` names it, runs of searches
+        included."""
+        found = {kind for name, kind in _KINDS.items() if getattr(self, name)}
+        if self.gaussian_mu > 0:
+            found.add(knows.POISSON)
+        return frozenset(found).union(*(search.run.kinds for search in self.searches))
 
     @property
     def empty(self) -> bool:
         """Whether nothing that ran depends on an example, so that epsilon is exactly 0."""
-        parts = (
-            self.sampled
-            or self.truncated
-            or self.user_rows
-            or self.allocated
-            or self.searches
-            or self.visible
-            or self.responses
-            or self.published
-        )
-        return not parts and self.gaussian_mu == 0 and not self.noiseless
+        return not self.kinds and not self.noiseless
 
-    def refuse(
-        self,
-        accountant: str,
-        relation: str,
-        *,
-        replace_one: str = "",
-        truncated: str = "",
-        user_rows: str = "",
-        allocated: str = "",
-        searches: str = "",
-        visible: str = "",
-        published: str = "",
-    ) -> None:
-        """Raise UnsupportedEventError for a relation or kind of event that has a next move here.
-
-        Args:
-            replace_one, truncated, user_rows, allocated, searches, visible, published: the next
-                move for the user where the accountant does not know that relation or kind; empty
-                where it does.
-        """
+    def refuse(self, accountant: str, relation: str) -> None:
+        """Raise UnsupportedEventError for a relation or kind of event that this accountant does not
+        know, with the next move."""
         for name, relations, why in self.restricted:
             if relation not in relations:
                 raise UnsupportedEventError(
                     f"Relation {relation!r} does not hold for {name}: {why} Use "
                     f"relation={relations[0]!r}."
                 )
-        if relation == "replace_one" and replace_one:
-            raise UnsupportedEventError(
-                f"Accountant {accountant!r} does not know relation 'replace_one'. {replace_one}"
-            )
-        cut = self.truncated or tuple(
-            term for search in self.searches for term in search.run.truncated
-        )
-        for kind, terms, next_move in (
-            ("TruncatedPoissonSampledGaussian", cut, truncated),
-            ("UserRowsGaussian", self.user_rows, user_rows),
-            ("RandomAllocationGaussian", self.allocated, allocated),
-            ("BestOfRandomRuns", self.searches, searches),
-            ("events that show who took part", self.visible, visible),
-            ("RandomizedResponse", self.responses, visible),
-            ("PublishedForwardNoise", self.published, published),
-        ):
-            if terms and next_move:
-                raise UnsupportedEventError(
-                    f"Accountant {accountant!r} cannot describe {kind}. {next_move}"
-                )
+        replaced = {knows.REPLACE_ONE} if relation == "replace_one" else set()
+        knows.refuse_unknown(accountant, self.kinds | replaced)
 
 
 def compose(events: Event | Iterable[Event]) -> Composition:
     """Merge one event or several into their canonical form.
 
     Raises:
-        UnsupportedEventError: something in the list is not an event of
-            :mod:`hf_dp.accounting.events`; or no neighboring relation holds for all of them.
+        UnsupportedEventError: something in the list is not a registered event; or no neighboring
+            relation holds for all of them.
     """
-    events = (events,) if isinstance(events, Event) else tuple(events)
+    events = as_events(events)
     for event in events:
         # Exact classes: a subclass could mean another mechanism.
-        if type(event) not in _EVENTS:
-            known = [cls.__name__ for cls in _EVENTS]
+        if type(event) not in EVENT_TYPES.values():
             raise UnsupportedEventError(
-                f"Expected events of types {known}, got {event!r} of type {type(event)}."
+                f"Expected events of types {list(EVENT_TYPES)}, got {event!r} of type "
+                f"{type(event)}."
             )
-    ran = [event for event in events if event.steps > 0]
     restricted = _restrictions(events)
     if restricted and not set.intersection(*(set(relations) for _, relations, _ in restricted)):
         shown = "; ".join(f"{name}: {', '.join(relations)}" for name, relations, _ in restricted)
         raise UnsupportedEventError(
             f"These events hold under no common neighboring relation ({shown})."
         )
-    parts = _Parts()
-    for event in ran:
-        parts.add(event)
-    return dataclasses.replace(parts.composition(), restricted=restricted)
+    return dataclasses.replace(
+        _composition([event for event in events if event.steps > 0]), restricted=restricted
+    )
 
 
 def _restrictions(events: Iterable[Event]) -> tuple[tuple[str, tuple[str, ...], str], ...]:
@@ -284,132 +275,95 @@ def _cuts(event: TruncatedPoissonSampledGaussian) -> bool:
     return bool(bdtrc(event.max_batch_size - 1, event.num_examples, event.sample_rate) > _NO_CUT)
 
 
-class _Parts:
-    """Steps of equal mechanisms, added up."""
+# A term without its count, and how many times it ran.
+_Counted = tuple[type, tuple[Any, ...], int]
 
-    def __init__(self) -> None:
-        self.poisson: Counter[tuple[float, float]] = Counter()  # unsampled Gaussians at rate 1
-        self.truncated: Counter[tuple[float, float, int, int]] = Counter()
-        self.user_rows: Counter[tuple[float, float, int]] = Counter()
-        self.allocated: Counter[tuple[float, int]] = Counter()  # allocations, not steps
-        self.visible: Counter[tuple[float, float]] = Counter()
-        self.responses: Counter[tuple[float, int]] = Counter()
-        self.published: Counter[tuple[float, float]] = Counter()
-        self.searches: list[SearchTerm] = []
 
-    def add(self, event: Event) -> None:
-        """Add an event that ran at least once."""
-        if isinstance(event, SumAndLoss):
-            event = event.joint
+def _counted(event: Event) -> Iterator[_Counted]:
+    """Yield the terms of an event that ran, each as its class, its fields but the count, and the
+    count."""
+    match event:
+        case RandomizedResponse():
+            yield ResponseTerm, (event.epsilon, event.num_classes), event.steps
+        case RecordRelease():
+            yield SampledTerm, (event.noise_multiplier, 1.0), event.steps
+        case SumAndRows(one_draw=True):
+            yield VisibleTerm, (event.joint_noise_multiplier, event.sample_rate), event.steps
+        case SumAndRows():
+            yield SampledTerm, (event.noise_multiplier, event.sample_rate), event.steps
+            yield VisibleTerm, (event.record_noise_multiplier, event.sample_rate), event.steps
+        case SampledRecordRelease() | PublishedForwardNoise():
+            kind = VisibleTerm if isinstance(event, SampledRecordRelease) else PublishedTerm
+            draws = event.steps * event.num_micro_batches
+            yield kind, (event.noise_multiplier, event.sample_rate), draws
+        case NoisedSum():
+            yield _of_a_sum(event)
+
+
+def _of_a_sum(event: NoisedSum) -> _Counted:
+    sigma, rate = event.joint_noise_multiplier, getattr(event, "sample_rate", 1.0)
+    match event:
+        case RandomAllocationGaussian():
+            of_one = event.steps_per_allocation
+            return AllocatedTerm, (sigma, of_one), event.steps // of_one
+        case TruncatedPoissonSampledGaussian() if rate > 0 and _cuts(event):
+            return (
+                TruncatedTerm,
+                (sigma, rate, event.num_examples, event.max_batch_size),
+                event.steps,
+            )
+        case UserRowsGaussian() if rate == 1:
+            return SampledTerm, (sigma / event.max_rows, 1.0), event.steps
+        case UserRowsGaussian() if event.max_rows > 1:
+            return UserRowsTerm, (sigma, rate, event.max_rows), event.steps
+        case _:
+            return SampledTerm, (sigma, rate), event.steps
+
+
+def _composition(events: Iterable[Event]) -> Composition:
+    """Return the canonical form of events that ran."""
+    counts: Counter[tuple[type, tuple[Any, ...]]] = Counter()
+    outside, searches = [], []
+    for event in events:
         if isinstance(event, BestOfRandomRuns):
-            run = compose(event.run)
-            if not run.empty:
-                self.searches.append(SearchTerm(run, event.mean_runs, event.shape))
-        elif isinstance(event, RandomizedResponse):
-            self.responses[event.epsilon, event.num_classes] += event.steps
-        elif isinstance(event, Gaussian | RecordRelease):
-            self.poisson[event.noise_multiplier, 1.0] += event.steps
-        elif isinstance(event, RandomAllocationGaussian):
-            kind_of = (event.noise_multiplier, event.steps_per_allocation)
-            self.allocated[kind_of] += event.steps // event.steps_per_allocation
-        elif event.sample_rate == 0:
-            pass
-        elif isinstance(event, TruncatedPoissonSampledGaussian) and _cuts(event):
-            cut = (
-                event.noise_multiplier,
-                event.sample_rate,
-                event.num_examples,
-                event.max_batch_size,
-            )
-            self.truncated[cut] += event.steps
-        elif isinstance(event, UserRowsGaussian) and event.sample_rate == 1:
-            self.poisson[event.noise_multiplier / event.max_rows, 1.0] += event.steps
-        elif isinstance(event, UserRowsGaussian) and event.max_rows > 1:
-            rows = (event.noise_multiplier, event.sample_rate, event.max_rows)
-            self.user_rows[rows] += event.steps
-        elif isinstance(
-            event, PoissonSampledGaussian | TruncatedPoissonSampledGaussian | UserRowsGaussian
-        ):
-            self.poisson[event.noise_multiplier, event.sample_rate] += event.steps
-        elif isinstance(event, SumAndRows) and event.one_draw:
-            self.visible[event.joint_noise_multiplier, event.sample_rate] += event.steps
-        elif isinstance(event, SumAndRows):
-            self.poisson[event.noise_multiplier, event.sample_rate] += event.steps
-            self.visible[event.record_noise_multiplier, event.sample_rate] += event.steps
+            if not (run := compose(event.run)).empty:
+                searches.append(SearchTerm(run, event.mean_runs, event.shape))
+        elif (dp_event := event.dp_event()) is not None:
+            times = event.steps // event.with_steps(1).steps
+            outside.append((OutsideTerm(dp_event, times), event.noise_multipliers))
         else:
-            kind = self.published if isinstance(event, PublishedForwardNoise) else self.visible
-            kind[event.noise_multiplier, event.sample_rate] += event.steps * event.num_micro_batches
-
-    def composition(self) -> Composition:
-        """Return the canonical form of all events added."""
-        drawn = (self.poisson, self.truncated, self.user_rows, self.visible, self.published)
-        noisy = _terms(SampledTerm, self.poisson)
-        truncated = tuple(
-            sorted(
-                TruncatedTerm(key[0], key[1], steps, *key[2:])
-                for key, steps in self.truncated.items()
-                if key[0] > 0
-            )
-        )
-        user_rows = tuple(
-            sorted(
-                UserRowsTerm(key[0], key[1], steps, key[2])
-                for key, steps in self.user_rows.items()
-                if key[0] > 0
-            )
-        )
-        allocated = tuple(
-            sorted(AllocatedTerm(*key, count) for key, count in self.allocated.items() if key[0])
-        )
-        visible, published = (
-            _terms(VisibleTerm, self.visible),
-            _terms(PublishedTerm, self.published),
-        )
-        plain: list[tuple[float, float, int]] = [
-            *noisy,
-            *(term[:3] for term in truncated),
-            *(term[:3] for term in user_rows),
-            *((t.noise_multiplier, 1 / t.steps_per_allocation, t.steps) for t in allocated),
-            *visible,
-            *published,
-        ]
-        runs = [term.run for term in self.searches]
-        return Composition(
-            sampled=tuple(term for term in noisy if term.sample_rate < 1),
-            gaussian_mu=math.sqrt(
-                math.fsum(steps / sigma**2 for sigma, rate, steps in noisy if rate == 1)
-            ),
-            noiseless=any(key[0] == 0 for counts in (*drawn, self.allocated) for key in counts)
-            or any(run.noiseless for run in runs),
-            noise_multipliers=_with_runs(
-                [sigma for sigma, _, _ in plain], [run.noise_multipliers for run in runs]
-            ),
-            sample_rates=_with_runs(
-                [rate for _, rate, _ in plain], [run.sample_rates for run in runs]
-            ),
-            steps=sum(sum(counts.values()) for counts in (*drawn, self.responses))
-            + sum(term.steps for term in allocated)
-            + sum(term.run.steps for term in self.searches),
-            truncated=truncated,
-            user_rows=user_rows,
-            allocated=allocated,
-            searches=tuple(self.searches),
-            visible=visible,
-            responses=tuple(
-                sorted(ResponseTerm(*key, steps) for key, steps in self.responses.items())
-            ),
-            published=published,
-        )
-
-
-def _terms(
-    kind: Callable[[float, float, int], _Term], counts: Mapping[tuple[float, float], int]
-) -> tuple[_Term, ...]:
-    """Return the mechanisms with noise, sorted."""
-    return tuple(
-        sorted(kind(sigma, rate, steps) for (sigma, rate), steps in counts.items() if sigma > 0)
+            for cls, key, count in _counted(event):
+                counts[cls, key] += count if key[1] else 0  # at rate 0 nobody takes part
+    terms: dict[type, list[Any]] = {cls: [] for cls in _FIELDS}
+    for (cls, key), count in sorted(counts.items(), key=lambda item: item[0][1]):
+        if count and key[0] > 0:
+            terms[cls].append(cls(*key[:2], count, *key[2:]))
+    drawn = [term for cls, found in terms.items() if cls is not ResponseTerm for term in found]
+    runs = [search.run for search in searches]
+    sampled = terms.pop(SampledTerm)
+    return Composition(
+        gaussian_mu=math.sqrt(
+            math.fsum(steps / sigma**2 for sigma, rate, steps in sampled if rate == 1)
+        ),
+        noiseless=any(count and key[0] == 0 for (_, key), count in counts.items())
+        or any(0 in sigmas.values() for _, sigmas in outside)
+        or any(run.noiseless for run in runs),
+        noise_multipliers=(
+            *(term.noise_multiplier for term in drawn),
+            *(sigma for _, sigmas in outside for sigma in sigmas.values()),
+            *(sigma for run in runs for sigma in run.noise_multipliers),
+        ),
+        sample_rates=(
+            *(term.sample_rate for term in drawn),
+            *(rate for run in runs for rate in run.sample_rates),
+        ),
+        steps=sum(
+            term.steps
+            for found in (*terms.values(), sampled, [term for term, _ in outside], searches)
+            for term in found
+        ),
+        sampled=tuple(term for term in sampled if term.sample_rate < 1),
+        outside=tuple(term for term, _ in outside),
+        searches=tuple(searches),
+        **{_FIELDS[cls]: tuple(sorted(found)) for cls, found in terms.items()},
     )
-
-
-def _with_runs(own: list[float], of_runs: list[tuple[float, ...]]) -> tuple[float, ...]:
-    return tuple(own) + tuple(value for values in of_runs for value in values)

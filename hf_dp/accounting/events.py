@@ -11,22 +11,16 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Self, get_args
+from typing import Any, ClassVar, Self
 
-from hf_dp._validate import in_unit_interval, integer, invalid, non_negative, one_of, real
-from hf_dp.accounting.described import LOSS, SUM, Described, joint_noise_multiplier
-from hf_dp.accounting.record_events import (
-    PublishedForwardNoise,
-    RandomizedResponse,
-    RecordRelease,
-    SampledRecordRelease,
-    SumAndRows,
-)
-from hf_dp.errors import InvalidArgumentError, UnsupportedEventError
+from hf_dp._validate import invalid, non_negative, one_of, real
+from hf_dp.accounting.event import Event, NoisedSum, event_from_dict, register_event
+from hf_dp.errors import InvalidArgumentError
 
 
+@register_event
 @dataclass(frozen=True)
-class Gaussian(Described):
+class Gaussian(NoisedSum):
     """The Gaussian mechanism on all examples (no sampling), run ``steps`` times, adaptively.
 
     Args:
@@ -42,14 +36,12 @@ class Gaussian(Described):
     steps: int = 1
 
     def __post_init__(self) -> None:
-        object.__setattr__(
-            self, "noise_multiplier", non_negative("noise_multiplier", self.noise_multiplier)
-        )
-        object.__setattr__(self, "steps", integer("steps", self.steps, 0))
+        self._check()
 
 
+@register_event
 @dataclass(frozen=True)
-class PoissonSampledGaussian(Described):
+class PoissonSampledGaussian(NoisedSum):
     """The Gaussian mechanism on a fresh Poisson sample, run ``steps`` times, adaptively.
 
     Args:
@@ -69,20 +61,12 @@ class PoissonSampledGaussian(Described):
     steps: int
 
     def __post_init__(self) -> None:
-        object.__setattr__(
-            self, "noise_multiplier", non_negative("noise_multiplier", self.noise_multiplier)
-        )
-        hint = "It is expected_batch_size / num_examples."
-        object.__setattr__(
-            self,
-            "sample_rate",
-            in_unit_interval("sample_rate", self.sample_rate, hint, zero=True, one=True),
-        )
-        object.__setattr__(self, "steps", integer("steps", self.steps, 0))
+        self._check()
 
 
+@register_event
 @dataclass(frozen=True)
-class TruncatedPoissonSampledGaussian(Described):
+class TruncatedPoissonSampledGaussian(NoisedSum):
     """A :class:`PoissonSampledGaussian` whose samples are truncated to ``max_batch_size``.
 
     A larger Poisson sample is truncated uniformly at random. An example can then push another out
@@ -112,92 +96,12 @@ class TruncatedPoissonSampledGaussian(Described):
     )
 
     def __post_init__(self) -> None:
-        poisson = PoissonSampledGaussian(self.noise_multiplier, self.sample_rate, self.steps)
-        for name, value in dataclasses.asdict(poisson).items():
-            object.__setattr__(self, name, value)
-        for name in ("num_examples", "max_batch_size"):
-            object.__setattr__(self, name, integer(name, getattr(self, name), 1))
+        self._check(whole={"num_examples": 1, "max_batch_size": 1})
 
 
+@register_event
 @dataclass(frozen=True)
-class SumAndLoss(Described):
-    """A :class:`PoissonSampledGaussian` that also releases the noisy sum of its sample's losses.
-
-    Each of the two sums has Gaussian noise of its own, independent of the other's. Divide each by
-    the standard deviation of its noise. All noise is then standard normal, and an example adds one
-    vector: its gradient, of norm at most ``1 / noise_multiplier``, and its loss, at most
-    ``1 / loss_noise_multiplier``, in a coordinate of its own. So the two are :attr:`joint`, the
-    Gaussian mechanism of one sum, with ``1 / sigma^2 = 1 / noise_multiplier^2 + 1 /
-    loss_noise_multiplier^2``, whatever the sampling and the relation.
-
-    Args:
-        noise_multiplier: of the sum of gradients, noise standard deviation / clipping norm, >= 0.
-        loss_noise_multiplier: of the sum of losses, noise standard deviation / bound of one loss,
-            >= 0.
-        sample_rate, steps: as there.
-
-    Raises:
-        InvalidArgumentError: a value is out of range or not a number.
-    """
-
-    noise_multiplier: float
-    loss_noise_multiplier: float
-    sample_rate: float
-    steps: int
-
-    def __post_init__(self) -> None:
-        for name in ("noise_multiplier", "loss_noise_multiplier"):
-            object.__setattr__(self, name, non_negative(name, getattr(self, name)))
-        sampled = dataclasses.asdict(self.joint)
-        del sampled["noise_multiplier"]
-        for name, value in sampled.items():
-            object.__setattr__(self, name, value)
-
-    @property
-    def joint(self) -> PoissonSampledGaussian | TruncatedPoissonSampledGaussian:
-        """The Gaussian mechanism that the two sums are together."""
-        return PoissonSampledGaussian(self.joint_noise_multiplier, self.sample_rate, self.steps)
-
-    @property
-    def joint_noise_multiplier(self) -> float:
-        """The noise multiplier of :attr:`joint`."""
-        return joint_noise_multiplier(self.noise_multiplier, self.loss_noise_multiplier)
-
-    @property
-    def noise_multipliers(self) -> dict[str, float]:
-        return {SUM: self.noise_multiplier, LOSS: self.loss_noise_multiplier}
-
-
-@dataclass(frozen=True)
-class TruncatedSumAndLoss(SumAndLoss):
-    """A :class:`SumAndLoss` whose samples are truncated, as in
-    :class:`TruncatedPoissonSampledGaussian`.
-
-    Args: num_examples, max_batch_size: as there; the others as in :class:`SumAndLoss`.
-
-    Raises: InvalidArgumentError.
-    """
-
-    num_examples: int
-    max_batch_size: int
-
-    relations: ClassVar[tuple[str, ...]] = TruncatedPoissonSampledGaussian.relations
-    restriction: ClassVar[str] = TruncatedPoissonSampledGaussian.restriction
-
-    @property
-    def joint(self) -> TruncatedPoissonSampledGaussian:
-        """The Gaussian mechanism that the two sums are together."""
-        return TruncatedPoissonSampledGaussian(
-            self.joint_noise_multiplier,
-            self.sample_rate,
-            self.steps,
-            self.num_examples,
-            self.max_batch_size,
-        )
-
-
-@dataclass(frozen=True)
-class UserRowsGaussian(Described):
+class UserRowsGaussian(NoisedSum):
     """The Gaussian mechanism on a fresh Poisson sample of rows, each clipped by itself, where what
     is protected is a user with up to ``max_rows`` of the rows.
 
@@ -227,14 +131,12 @@ class UserRowsGaussian(Described):
     restriction: ClassVar[str] = "No bound is implemented for rows that become another user's."
 
     def __post_init__(self) -> None:
-        poisson = PoissonSampledGaussian(self.noise_multiplier, self.sample_rate, self.steps)
-        for name, value in dataclasses.asdict(poisson).items():
-            object.__setattr__(self, name, value)
-        object.__setattr__(self, "max_rows", integer("max_rows", self.max_rows, 1))
+        self._check(whole={"max_rows": 1})
 
 
+@register_event
 @dataclass(frozen=True)
-class RandomAllocationGaussian(Described):
+class RandomAllocationGaussian(NoisedSum):
     """The Gaussian mechanism in which each example takes part once in ``steps_per_allocation``
     steps, in a uniformly random one, independently of all others; then it is allocated anew.
 
@@ -263,19 +165,14 @@ class RandomAllocationGaussian(Described):
     paid_ahead: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        sigma = non_negative("noise_multiplier", self.noise_multiplier)
-        object.__setattr__(self, "noise_multiplier", sigma)
-        of_one = integer("steps_per_allocation", self.steps_per_allocation, 2)
-        object.__setattr__(self, "steps_per_allocation", of_one)
-        steps = integer("steps", self.steps, 0)
-        if steps % of_one:
+        self._check(whole={"steps_per_allocation": 2})
+        if self.steps % self.steps_per_allocation:
             raise invalid(
                 "steps",
                 self.steps,
-                f"to be a multiple of steps_per_allocation ({of_one})",
+                f"to be a multiple of steps_per_allocation ({self.steps_per_allocation})",
                 "An allocation that was begun counts as a whole.",
             )
-        object.__setattr__(self, "steps", steps)
 
     def with_steps(self, steps: int) -> Self:
         of_one = self.steps_per_allocation
@@ -290,8 +187,9 @@ class RandomAllocationGaussian(Described):
 RUN_DISTRIBUTIONS = ("truncated_negative_binomial", "poisson")
 
 
+@register_event
 @dataclass(frozen=True)
-class BestOfRandomRuns(Described):
+class BestOfRandomRuns(Event):
     """A search: K independent runs, K random, of which only the best is released.
 
     The analysis is that of Papernot and Steinke 2021 (arXiv 2110.03620). This event describes a
@@ -352,7 +250,7 @@ class BestOfRandomRuns(Described):
                 )
 
     @property
-    def steps(self) -> int:
+    def steps(self) -> int:  # type: ignore[override]
         """Those of one run."""
         return sum(event.steps for event in self.run)
 
@@ -372,59 +270,8 @@ class BestOfRandomRuns(Described):
         """Return a JSON-ready description that :func:`event_from_dict` reads."""
         return {**super().to_dict(), "run": [event.to_dict() for event in self.run]}
 
-
-Event = (
-    Gaussian
-    | PoissonSampledGaussian
-    | TruncatedPoissonSampledGaussian
-    | SumAndLoss
-    | TruncatedSumAndLoss
-    | UserRowsGaussian
-    | RandomAllocationGaussian
-    | BestOfRandomRuns
-    | RecordRelease
-    | SampledRecordRelease
-    | SumAndRows
-    | PublishedForwardNoise
-    | RandomizedResponse
-)
-
-EVENT_TYPES: dict[str, type[Event]] = {cls.__name__: cls for cls in get_args(Event)}
-
-
-def event_from_dict(data: Mapping[str, Any]) -> Event:
-    """Return the event that ``to_dict`` described.
-
-    Nothing is guessed: an unknown type, an unknown field, a missing field or a bad value is
-    refused, since an event read wrongly would give a wrong epsilon.
-
-    Raises:
-        UnsupportedEventError: the description is not one of an event this version knows.
-    """
-    if not isinstance(data, Mapping):
-        raise UnsupportedEventError(f"Expected an event as a mapping with a `type`, got {data!r}.")
-    name = data.get("type")
-    if not isinstance(name, str) or name not in EVENT_TYPES:
-        raise UnsupportedEventError(
-            f"Unknown event type {name!r}; this version of hf_dp knows {sorted(EVENT_TYPES)}. "
-            "Read it with the version that wrote it."
-        )
-    cls = EVENT_TYPES[name]
-    known = [field.name for field in dataclasses.fields(cls)]
-    values: dict[str, Any] = {key: value for key, value in data.items() if key != "type"}
-    unknown, missing = sorted(set(values) - set(known)), sorted(set(known) - set(values))
-    if unknown or missing:
-        raise UnsupportedEventError(
-            f"Event {name} has fields {known}; unknown here: {unknown}, missing: {missing}. "
-            "Read it with the version of hf_dp that wrote it."
-        )
-    if cls is BestOfRandomRuns:
+    @classmethod
+    def from_fields(cls, values: Mapping[str, Any]) -> Self:
         if not isinstance(values["run"], list):
-            raise UnsupportedEventError(
-                f"Event {name} has no list of events as `run`: {values['run']!r}."
-            )
-        values["run"] = tuple(event_from_dict(each) for each in values["run"])
-    try:
-        return cls(**values)
-    except InvalidArgumentError as error:
-        raise UnsupportedEventError(f"Event {name} cannot be read: {error}") from error
+            raise InvalidArgumentError(f"Expected a list of events as `run`: {values['run']!r}.")
+        return cls(**{**values, "run": tuple(event_from_dict(each) for each in values["run"])})

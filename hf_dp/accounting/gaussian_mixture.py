@@ -36,6 +36,7 @@ def covers(composition: Composition) -> bool:
         or composition.user_rows
         or composition.allocated
         or composition.searches
+        or composition.outside
         or composition.published
     )
     return not others and len(composition.visible) <= 1

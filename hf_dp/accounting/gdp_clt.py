@@ -16,7 +16,7 @@ from collections.abc import Callable
 from scipy.special import log_ndtr
 
 from hf_dp._validate import in_unit_interval, integer, positive
-from hf_dp.accounting.composition import USE_PLD, Composition
+from hf_dp.accounting.composition import Composition
 from hf_dp.accounting.ranges import Range
 from hf_dp.accounting.value import Epsilon, Kind
 
@@ -113,18 +113,7 @@ def epsilon(composition: Composition, delta: float, relation: str = "zero_out") 
 
     Raises:
         AccountingRangeError: outside RANGE.
-        UnsupportedEventError: another kind of event or relation.
     """
-    composition.refuse(
-        "gdp_clt",
-        relation,
-        replace_one=USE_PLD,
-        truncated=USE_PLD,
-        user_rows=USE_PLD,
-        allocated=USE_PLD,
-        searches='Use accountant="rdp".',
-        visible=USE_PLD,
-    )
     if composition.empty or composition.noiseless:
         return Epsilon(math.inf if composition.noiseless else 0.0, "estimate")
     RANGE.check(composition, delta)

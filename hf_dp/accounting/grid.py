@@ -2,16 +2,19 @@
 
 Both are dp-accounting's, whose objects they take and give. Only what it does point by point in
 Python, or once for each of forty orders, is done here for all points at once: that was most of the
-time of an answer.
+time of an answer. Private fields of its objects are read in this module alone
+(``tests/accounting/test_grid.py`` fails by name when they change).
 """
 
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import numpy as np
 from dp_accounting.pld import pld_pmf
 from dp_accounting.pld import privacy_loss_distribution as google_pld
+from dp_accounting.pld.pld_privacy_accountant import PLDAccountant
 from scipy import fft
 
 # What may be cut off the ends of a composed distribution; it is added to the infinite loss.
@@ -20,27 +23,55 @@ _TAIL = 1e-15
 _ORDERS = 20  # of the Chernoff bounds on each end
 
 
+class Grid(NamedTuple):
+    """Losses ``lowest * interval``, ``(lowest + 1) * interval``, ..., their probabilities, and that
+    of an infinite loss."""
+
+    lowest: int
+    interval: float
+    probabilities: np.ndarray
+    infinite: float
+
+    @property
+    def losses(self) -> np.ndarray:
+        """The losses, one for each probability."""
+        return (np.arange(len(self.probabilities)) + self.lowest) * self.interval
+
+
+def on_grid(pmf: pld_pmf.PLDPmf) -> Grid:
+    """Return the losses of one direction."""
+    dense = pmf.to_dense_pmf()
+    return Grid(
+        dense._lower_loss,
+        dense._discretization,
+        np.asarray(dense._probs),
+        float(dense._infinity_mass),
+    )
+
+
+def directions(loss: google_pld.PrivacyLossDistribution) -> list[pld_pmf.PLDPmf]:
+    """Return the losses under removal, and under addition where they differ."""
+    return [loss._pmf_remove] if loss._symmetric else [loss._pmf_remove, loss._pmf_add]
+
+
 def self_composed(
     loss: google_pld.PrivacyLossDistribution, times: int
 ) -> google_pld.PrivacyLossDistribution:
     """Return the distribution of ``times`` independent steps, >= 1."""
-    directions = [_composed(loss._pmf_remove, times)]
-    if not loss._symmetric:
-        directions.append(_composed(loss._pmf_add, times))
-    return google_pld.PrivacyLossDistribution(*directions)
+    return google_pld.PrivacyLossDistribution(*(_composed(pmf, times) for pmf in directions(loss)))
 
 
 def _composed(pmf: pld_pmf.PLDPmf, times: int) -> pld_pmf.PLDPmf:
     if not isinstance(pmf, pld_pmf.DensePLDPmf):  # few points
         return pmf.self_compose(times, _TAIL)
-    probabilities = np.asarray(pmf._probs)
+    lowest, interval, probabilities, infinite = on_grid(pmf)
     low, high = _ends(probabilities, times)
     length = fft.next_fast_len(max(high - low + 1, len(probabilities)))
     composed = np.real(fft.ifft(fft.fft(probabilities, length) ** times))
-    finite = times * math.log1p(-pmf._infinity_mass)
+    finite = times * math.log1p(-infinite)
     return pld_pmf.DensePLDPmf(
-        pmf._discretization,
-        pmf._lower_loss * times + low,
+        interval,
+        lowest * times + low,
         np.roll(composed, -low)[: high - low + 1],
         _TAIL - math.expm1(finite),
         pmf._pessimistic_estimate,
@@ -69,13 +100,17 @@ def _ends(probabilities: np.ndarray, times: int) -> tuple[int, int]:
     return low, high
 
 
+def composed_by(accountant: PLDAccountant) -> google_pld.PrivacyLossDistribution:
+    """Return the distribution of all that an accountant of dp-accounting composed."""
+    return accountant._pld
+
+
 def epsilon_at(loss: google_pld.PrivacyLossDistribution, delta: float) -> float:
     """Return the smallest epsilon >= 0 at which both directions have at most ``delta``.
 
     It is infinity where an infinite loss alone is more likely than that.
     """
-    one = _epsilon_of(loss._pmf_remove, delta)
-    return one if loss._symmetric else max(one, _epsilon_of(loss._pmf_add, delta))
+    return max(_epsilon_of(pmf, delta) for pmf in directions(loss))
 
 
 def _epsilon_of(pmf: pld_pmf.PLDPmf, delta: float) -> float:
@@ -85,13 +120,12 @@ def _epsilon_of(pmf: pld_pmf.PLDPmf, delta: float) -> float:
     ``exp(epsilon) = (U - delta) / V``. From the largest loss down, the sums end at the first loss
     that this epsilon is not below. Losses below 0 only matter to epsilons below 0.
     """
-    dense = pmf.to_dense_pmf()
-    infinite = float(dense._infinity_mass)
+    lowest, interval, all_probabilities, infinite = on_grid(pmf)
     if infinite > delta:
         return math.inf
-    points = np.arange(dense.size - 1, max(-1, -dense._lower_loss), -1)
-    losses = (points + dense._lower_loss) * dense._discretization
-    probabilities = np.asarray(dense._probs)[points]
+    points = np.arange(len(all_probabilities) - 1, max(-1, -lowest), -1)
+    losses = (points + lowest) * interval
+    probabilities = all_probabilities[points]
     upper = np.cumsum(np.concatenate([[infinite], probabilities]))
     lower = np.cumsum(np.concatenate([[0.0], np.exp(-losses) * probabilities]))
     if upper[-1] <= delta:

@@ -12,7 +12,8 @@ from typing import Any
 
 from hf_dp._validate import invalid
 from hf_dp.accounting.accountants import epsilon
-from hf_dp.accounting.events import EVENT_TYPES, BestOfRandomRuns, Event, event_from_dict
+from hf_dp.accounting.event import EVENT_TYPES, Event, event_from_dict
+from hf_dp.accounting.events import BestOfRandomRuns
 from hf_dp.accounting.value import Epsilon
 from hf_dp.errors import LedgerError, UnsupportedEventError
 

@@ -20,7 +20,8 @@ import numpy as np
 
 from hf_dp._validate import in_unit_interval, integer, invalid, positive
 from hf_dp.accounting.accountants import epsilon
-from hf_dp.accounting.events import Event, Gaussian
+from hf_dp.accounting.event import Event, as_events
+from hf_dp.accounting.events import Gaussian
 from hf_dp.errors import AccountingRangeError
 
 _NORMAL = NormalDist()
@@ -120,7 +121,7 @@ def claimed_curve(events: Event | Iterable[Event], accountant: str = "pld") -> I
     Each (epsilon, delta) gives F(x) <= delta + e^epsilon x, and so F^-1(y) >= (y - delta) /
     e^epsilon; the largest of several counts.
     """
-    events = tuple([events] if isinstance(events, Event) else events)
+    events = as_events(events)
     pairs = []
     for delta in _DELTAS:
         try:

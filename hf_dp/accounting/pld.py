@@ -17,14 +17,14 @@ import dataclasses
 import math
 from functools import lru_cache
 
-import numpy as np
+import dp_accounting
 from dp_accounting.pld import privacy_loss_distribution as google_pld
+from dp_accounting.pld.pld_privacy_accountant import PLDAccountant
 from dp_accounting.privacy_accountant import NeighboringRelation
 
 from hf_dp.accounting import gaussian_mixture, rdp, small_rates, tilted
 from hf_dp.accounting.allocation import allocated
 from hf_dp.accounting.composition import (
-    UNESTABLISHED,
     AllocatedTerm,
     Composition,
     ResponseTerm,
@@ -33,11 +33,12 @@ from hf_dp.accounting.composition import (
     UserRowsTerm,
     VisibleTerm,
 )
-from hf_dp.accounting.grid import epsilon_at, self_composed
+from hf_dp.accounting.grid import composed_by, directions, epsilon_at, on_grid, self_composed
 from hf_dp.accounting.one_step import sampled_gaussian
 from hf_dp.accounting.ranges import Range
 from hf_dp.accounting.user_rows import sampled_rows
 from hf_dp.accounting.value import Epsilon
+from hf_dp.errors import UnsupportedEventError
 
 # Each limit is the edge of what was compared with independent computations (an FFT with exponential
 # tilting up to 1e5 steps, prv-accountant up to 1e6): noise multipliers from 0.3, rates from 1.48e-5
@@ -182,9 +183,8 @@ def _self_composed(
 
 def _refuse_too_large(one_step: google_pld.PrivacyLossDistribution, steps: int) -> None:
     """Raise AccountingRangeError where the mean loss alone is above MAX_EPSILON."""
-    pmf = one_step._pmf_remove.to_dense_pmf()
-    losses = (np.arange(pmf.size) + pmf._lower_loss) * pmf._discretization
-    mean = steps * float(losses @ np.asarray(pmf._probs))
+    removal = on_grid(directions(one_step)[0])
+    mean = steps * float(removal.losses @ removal.probabilities)
     if mean > MAX_EPSILON:
         raise RANGE.error(f"epsilon up to {MAX_EPSILON}, got about {mean:.6g}")
 
@@ -213,6 +213,20 @@ def _response(term: ResponseTerm, interval: float) -> google_pld.PrivacyLossDist
     return self_composed(one, term.steps) if term.steps > 1 else one
 
 
+@lru_cache(maxsize=8)
+def _outside(
+    dp_event: dp_accounting.DpEvent, interval: float, relation: str
+) -> google_pld.PrivacyLossDistribution:
+    """Return dp-accounting's own distribution of one step of an event from outside hf_dp.
+
+    Raises: UnsupportedEventError for one that it does not know.
+    """
+    accountant = PLDAccountant(_RELATIONS[relation], value_discretization_interval=interval)
+    if not accountant.supports(dp_event):
+        raise UnsupportedEventError(f"dp-accounting's PLD does not know {dp_event!r}.")
+    return composed_by(accountant.compose(dp_event))
+
+
 def _grid_epsilon(composition: Composition, delta: float, interval: float, relation: str) -> float:
     terms = (
         *composition.sampled,
@@ -229,6 +243,10 @@ def _grid_epsilon(composition: Composition, delta: float, interval: float, relat
         for term in composition.visible
     ]
     parts += [_response(term, interval) for term in composition.responses]
+    parts += [
+        self_composed(_outside(term.dp_event, interval, relation), term.steps)
+        for term in composition.outside
+    ]
     if composition.gaussian_mu > 0:
         parts.append(_one_step(1 / composition.gaussian_mu, 1.0, interval, relation))
     total = parts[0]
@@ -274,9 +292,7 @@ def epsilon(composition: Composition, delta: float, relation: str = "zero_out") 
 
     Raises:
         AccountingRangeError: outside RANGE or above MAX_EPSILON.
-        UnsupportedEventError: a search, whose privacy-loss distribution is not known.
     """
-    composition.refuse("pld", relation, searches='Use accountant="rdp".', published=UNESTABLISHED)
     if composition.empty or composition.noiseless:
         return Epsilon(math.inf if composition.noiseless else 0.0, "bound")
     if gaussian_mixture.covers(composition):
@@ -291,6 +307,7 @@ def epsilon(composition: Composition, delta: float, relation: str = "zero_out") 
         or composition.user_rows
         or composition.allocated
         or composition.visible
+        or composition.outside
         or relation == "replace_one"
         or (composition.responses and (delta < TILTED_BELOW or small_rate))
     )
@@ -299,7 +316,12 @@ def epsilon(composition: Composition, delta: float, relation: str = "zero_out") 
     )
     # RDP bounds the plain mechanisms under zero-out; elsewhere it only estimates how large the grid
     # would become.
-    no_curve = composition.truncated or composition.user_rows or composition.allocated
+    no_curve = (
+        composition.truncated
+        or composition.user_rows
+        or composition.allocated
+        or composition.outside
+    )
     bounded = relation != "replace_one" and not no_curve
     about, order = rdp.epsilon_and_order(composition if bounded else _at_worst(composition), delta)
     if about > MAX_EPSILON and not composition.user_rows and not composition.allocated:
@@ -340,4 +362,5 @@ def _at_worst(composition: Composition) -> Composition:
         truncated=(),
         user_rows=(),
         allocated=(),
+        outside=(),
     )

@@ -18,7 +18,7 @@ from prv_accountant import GaussianMechanism, PoissonSubsampledGaussianMechanism
 from prv_accountant.accountant import compute_safe_domain_size
 
 from hf_dp.accounting import rdp
-from hf_dp.accounting.composition import UNESTABLISHED, USE_PLD, Composition
+from hf_dp.accounting.composition import Composition
 from hf_dp.accounting.ranges import Range
 from hf_dp.accounting.value import Epsilon
 from hf_dp.errors import AccountingRangeError
@@ -56,19 +56,7 @@ def epsilon(composition: Composition, delta: float, relation: str = "zero_out") 
         AccountingRangeError: outside RANGE; the mesh would not fit in memory; the package failed;
             or its discretized mean is off by more than MAX_MEAN_ERROR over all steps (released
             versions integrate it with fixed break points).
-        UnsupportedEventError: a truncated sample, a search, or replace-one.
     """
-    composition.refuse(
-        "prv",
-        relation,
-        replace_one=USE_PLD,
-        truncated=USE_PLD,
-        user_rows=USE_PLD,
-        allocated=USE_PLD,
-        searches='Use accountant="rdp".',
-        visible=USE_PLD,
-        published=UNESTABLISHED,
-    )
     if composition.empty or composition.noiseless:
         return Epsilon(math.inf if composition.noiseless else 0.0, "bound")
     RANGE.check(composition, delta)

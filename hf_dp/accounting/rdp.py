@@ -16,7 +16,7 @@ import numpy as np
 from dp_accounting.rdp import rdp_privacy_accountant as google_rdp
 from scipy.optimize import brentq
 
-from hf_dp.accounting.composition import UNESTABLISHED, USE_PLD, Composition, ResponseTerm
+from hf_dp.accounting.composition import Composition, ResponseTerm
 from hf_dp.accounting.gaussian_mixture import response_losses
 from hf_dp.accounting.ranges import Range
 from hf_dp.accounting.sampled_curve import log_moments
@@ -151,17 +151,7 @@ def epsilon(composition: Composition, delta: float, relation: str = "zero_out") 
 
     Raises:
         AccountingRangeError: outside RANGE.
-        UnsupportedEventError: another kind of event or relation.
     """
-    composition.refuse(
-        "rdp",
-        relation,
-        replace_one=USE_PLD,
-        truncated=USE_PLD,
-        user_rows=USE_PLD,
-        allocated=USE_PLD,
-        published=UNESTABLISHED,
-    )
     if composition.empty or composition.noiseless:
         return Epsilon(math.inf if composition.noiseless else 0.0, "bound")
     RANGE.check(composition, delta)

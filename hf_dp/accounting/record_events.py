@@ -13,15 +13,16 @@ import math
 from dataclasses import dataclass
 from typing import ClassVar
 
-from hf_dp._validate import in_unit_interval, integer, invalid, non_negative, positive
-from hf_dp.accounting.described import SUM, VECTORS, Described, joint_noise_multiplier
+from hf_dp._validate import invalid, positive
+from hf_dp.accounting.event import SUM, VECTORS, Event, joint_noise_multiplier, register_event
 
 ROW_BY_ROW = ("zero_out", "replace_one")
 _SHOWS_HOW_MANY = "The released vectors show how many examples took part."
 
 
+@register_event
 @dataclass(frozen=True)
-class RecordRelease(Described):
+class RecordRelease(Event):
     """Each example's clipped vector is released, with its own Gaussian noise, ``steps`` times.
 
     Only an example's own vector depends on it, so this is the Gaussian mechanism of sensitivity C
@@ -43,18 +44,16 @@ class RecordRelease(Described):
     )
 
     def __post_init__(self) -> None:
-        object.__setattr__(
-            self, "noise_multiplier", non_negative("noise_multiplier", self.noise_multiplier)
-        )
-        object.__setattr__(self, "steps", integer("steps", self.steps, 0))
+        self._check()
 
     @property
     def noise_multipliers(self) -> dict[str, float]:
         return {VECTORS: self.noise_multiplier}
 
 
+@register_event
 @dataclass(frozen=True)
-class SampledRecordRelease(Described):
+class SampledRecordRelease(Event):
     """A :class:`RecordRelease` of the examples in a Poisson sample; membership is visible.
 
     An example that took part in k samples has released k noisy vectors: with T samples in all,
@@ -81,15 +80,16 @@ class SampledRecordRelease(Described):
     restriction: ClassVar[str] = _SHOWS_HOW_MANY
 
     def __post_init__(self) -> None:
-        _check_draws(self)
+        self._check(whole={"num_micro_batches": 1})
 
     @property
     def noise_multipliers(self) -> dict[str, float]:
         return {VECTORS: self.noise_multiplier}
 
 
+@register_event
 @dataclass(frozen=True)
-class SumAndRows(Described):
+class SumAndRows(Event):
     """Each step releases a noisy sum over a Poisson sample, and noisy vectors of single examples.
 
     The vectors show which examples were sampled. With two independent samples the sum's stays
@@ -119,9 +119,7 @@ class SumAndRows(Described):
     restriction: ClassVar[str] = _SHOWS_HOW_MANY
 
     def __post_init__(self) -> None:
-        _check_draws(self)
-        sigma = non_negative("record_noise_multiplier", self.record_noise_multiplier)
-        object.__setattr__(self, "record_noise_multiplier", sigma)
+        self._check()
         if not isinstance(self.one_draw, bool):
             raise invalid("one_draw", self.one_draw, "to be True or False")
 
@@ -135,8 +133,9 @@ class SumAndRows(Described):
         return joint_noise_multiplier(self.noise_multiplier, self.record_noise_multiplier)
 
 
+@register_event
 @dataclass(frozen=True)
-class PublishedForwardNoise(Described):
+class PublishedForwardNoise(Event):
     """DP-FP as published (Du and Mi 2021, Algorithm 1), for which *no epsilon is established*.
 
     The paper treats each micro-batch as ``p G_mu + (1 - p) Id`` (equation 10) and the update as
@@ -176,15 +175,16 @@ class PublishedForwardNoise(Described):
     )
 
     def __post_init__(self) -> None:
-        _check_draws(self)
+        self._check(whole={"num_micro_batches": 1})
 
     @property
     def noise_multipliers(self) -> dict[str, float]:
         return {VECTORS: self.noise_multiplier}
 
 
+@register_event
 @dataclass(frozen=True)
-class RandomizedResponse(Described):
+class RandomizedResponse(Event):
     """Each example's label is replaced by randomized response, ``steps`` times.
 
     The label stays with probability ``exp(epsilon) / (exp(epsilon) + K - 1)``; otherwise it becomes
@@ -220,34 +220,10 @@ class RandomizedResponse(Described):
                 "Above that, labels are effectively public.",
             )
         object.__setattr__(self, "epsilon", value)
-        object.__setattr__(self, "num_classes", integer("num_classes", self.num_classes, 2))
-        object.__setattr__(self, "steps", integer("steps", self.steps, 0))
-
-    @property
-    def noise_multipliers(self) -> dict[str, float]:
-        return {}
+        self._check(whole={"num_classes": 2})
 
     @property
     def keep_probability(self) -> float:
         """The probability with which a label stays as it is; rounded down."""
         others = (self.num_classes - 1) * math.exp(-self.epsilon)
         return math.nextafter(1 - others / (1 + others), 0)
-
-
-def _check_draws(event: SampledRecordRelease | SumAndRows | PublishedForwardNoise) -> None:
-    object.__setattr__(
-        event, "noise_multiplier", non_negative("noise_multiplier", event.noise_multiplier)
-    )
-    rate = in_unit_interval(
-        "sample_rate",
-        event.sample_rate,
-        "It is B / (M D), or B / D with one draw a step.",
-        zero=True,
-        one=True,
-    )
-    object.__setattr__(event, "sample_rate", rate)
-    object.__setattr__(event, "steps", integer("steps", event.steps, 0))
-    if not isinstance(event, SumAndRows):
-        object.__setattr__(
-            event, "num_micro_batches", integer("num_micro_batches", event.num_micro_batches, 1)
-        )

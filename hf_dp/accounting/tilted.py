@@ -19,6 +19,8 @@ from dp_accounting.pld import privacy_loss_distribution as google_pld
 from scipy import fft
 from scipy.optimize import minimize_scalar
 
+from hf_dp.accounting.grid import directions, on_grid
+
 TAIL = 1e-16  # of the tilted composition, beyond each end of the grid
 _ORDERS = np.geomspace(1e-3, 1e3, 120)
 _UNIT = 2.0**-52
@@ -31,12 +33,11 @@ class Loss:
     """One step's finite losses, their log-probabilities, and the probability of an infinite one."""
 
     def __init__(self, pmf: pld_pmf.PLDPmf):
-        dense = pmf.to_dense_pmf()
-        self.lowest, self.interval = dense._lower_loss, dense._discretization
-        self.losses = (np.arange(dense.size) + self.lowest) * self.interval
+        grid = on_grid(pmf)
+        self.lowest, self.interval, self.infinite = grid.lowest, grid.interval, grid.infinite
+        self.losses = grid.losses
         with np.errstate(divide="ignore"):
-            self.log_p = np.log(np.asarray(dense._probs))
-        self.infinite = float(dense._infinity_mass)
+            self.log_p = np.log(grid.probabilities)
 
     def log_moment(self, tilt: float) -> float:
         """Return log of the sum of p exp(tilt loss)."""
@@ -72,10 +73,12 @@ def epsilon_at(parts: Parts, delta: float) -> float:
         parts: distributions on one grid, pessimistic, each with the number of its steps.
         delta: > 0.
     """
-    ways = [[(Loss(loss._pmf_remove), times) for loss, times in parts]]
-    if not all(loss._symmetric for loss, _ in parts):
-        ways.append([(Loss(loss._pmf_add), times) for loss, times in parts])
-    return max(_one_way(way, delta) for way in ways)
+    both = [(directions(loss), times) for loss, times in parts]
+    ways = range(max(len(found) for found, _ in both))
+    return max(
+        _one_way([(Loss(found[min(way, len(found) - 1)]), times) for found, times in both], delta)
+        for way in ways
+    )
 
 
 def _one_way(parts: _Pmfs, delta: float) -> float:

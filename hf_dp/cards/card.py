@@ -15,6 +15,7 @@ from typing import Any
 from jinja2 import Environment, StrictUndefined, Template
 
 from hf_dp._version import __version__
+from hf_dp.accounting import LOSS, SUM, VECTORS, event_from_dict
 from hf_dp.cards.chart import epsilon_over_steps
 from hf_dp.cards.commands import check_commands
 from hf_dp.cards.details import BASE_MODEL, REPOSITORY, CardDetails
@@ -30,10 +31,7 @@ from hf_dp.statement.wording import EVALUATION_ON_TRAINING_ROWS, TECHNICAL
 
 UNKNOWN = "unknown"
 _FRONT_MATTER = re.compile(r"\A---\n.*?^---\n", re.MULTILINE | re.DOTALL)
-_BESIDE_SUMS = {
-    "record_noise_multiplier": "released vectors",
-    "loss_noise_multiplier": "sums of losses",
-}
+_PARTS = {SUM: "sums of gradients", VECTORS: "released vectors", LOSS: "sums of losses"}
 
 
 def render_card(
@@ -224,14 +222,19 @@ def _target(statement: PrivacyStatement) -> str:
 
 def _noise(statement: PrivacyStatement) -> str:
     """Show the noise multipliers; name what each is of where a step releases more than a sum."""
-    for name, what in _BESIDE_SUMS.items():
-        both = [row for row in statement.mechanisms if name in row]
-        if both:
-            pairs = dict.fromkeys((row["noise_multiplier"], row[name]) for row in both)
-            return "; ".join(
-                f"{sums!r} (sums of gradients), {others!r} ({what})" for sums, others in pairs
-            )
-    return _numbers(statement.noise_multipliers)
+    events = (
+        event_from_dict({name: row[name] for name in row if name != "purpose"})
+        for row in statement.mechanisms
+    )
+    several = dict.fromkeys(
+        tuple(event.noise_multipliers.items())
+        for event in events
+        if len(event.noise_multipliers) > 1
+    )
+    return "; ".join(
+        ", ".join(f"{sigma!r} ({_PARTS.get(part, part)})" for part, sigma in parts)
+        for parts in several
+    ) or _numbers(statement.noise_multipliers)
 
 
 @cache

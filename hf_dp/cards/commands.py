@@ -14,7 +14,7 @@ def check_commands(statement: PrivacyStatement) -> str:
     merged: dict[tuple[float, float], int] = {}
     for row in statement.mechanisms:
         event = event_from_dict({key: value for key, value in row.items() if key != "purpose"})
-        if not isinstance(event, Gaussian | PoissonSampledGaussian):
+        if not isinstance(event, Gaussian | PoissonSampledGaussian) or event.beside:
             return "```bash\nhf-dp account ledger privacy.json --cross-check\n```"
         key = (event.noise_multiplier, getattr(event, "sample_rate", 1.0))
         merged[key] = merged.get(key, 0) + event.steps

@@ -23,7 +23,7 @@ from typing import Any
 from hf_dp.cli.cell_runs import Cell, result, run_cell, why_it_failed, with_settings
 from hf_dp.cli.sweep_report import signed
 from hf_dp.errors import ConfigError, HfDpError
-from hf_dp.plans.best_of_runs import ARGUMENT, check_mean_runs
+from hf_dp.plans.search import ARGUMENT, check_mean_runs
 
 DRAWN = "search.json"
 BEST = "best"

@@ -4,14 +4,11 @@ To add one: a plan (:class:`hf_dp.plans.MechanismPlan`) and a step (:class:`Mech
 registered by its decorator.
 """
 
-from hf_dp.mechanisms.allocation import AllocatedDpSgd as AllocatedDpSgd
 from hf_dp.mechanisms.base import Clipped as Clipped
 from hf_dp.mechanisms.base import Mechanism as Mechanism
 from hf_dp.mechanisms.base import mechanism_for as mechanism_for
 from hf_dp.mechanisms.base import register_mechanism as register_mechanism
-from hf_dp.mechanisms.best_of_runs import BestOfRunsDpSgd as BestOfRunsDpSgd
 from hf_dp.mechanisms.dp_fp.frozen import Frozen as Frozen
 from hf_dp.mechanisms.dp_fp.private_encoder import PrivateEncoder as PrivateEncoder
 from hf_dp.mechanisms.dp_fp.published import Published as Published
 from hf_dp.mechanisms.dp_sgd import DpSgd as DpSgd
-from hf_dp.mechanisms.noised_loss import DpSgdNoisedLoss as DpSgdNoisedLoss

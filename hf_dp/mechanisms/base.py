@@ -27,11 +27,13 @@ from hf_dp.tuners.base import Tuner
 class Clipped:
     """What one logical batch contributes, clipped and not yet noised: nothing of it may leave.
 
-    Args: values: the mechanism's own. loss_sum: the sum of the losses, where it is known.
+    Args: values: the mechanism's own. loss_sum: the sum of the losses, where it is known. losses:
+        the sum of the clipped losses, (), where the plan releases it.
     """
 
     values: Any
     loss_sum: Tensor
+    losses: Tensor | None = None
 
 
 class Mechanism(ABC):

@@ -6,7 +6,7 @@ Any optimizer then makes it DP-Adam and so on.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import torch
@@ -28,29 +28,33 @@ class DpSgd(Mechanism):
         self.run.check_engine()
 
     def clip(self, batches: Any) -> Clipped:
-        """Return, by parameter, the sum of clipped gradients: ``sum_i w_i g_i``, norms at most
-        C."""
-        return self._clip(batches)
-
-    def _clip(self, batches: Any, watch: Callable[[Tensor], object] | None = None) -> Clipped:
-        """Clip; ``watch`` gets the losses, (b,), of each physical batch, too."""
-        with self.tuner.engine(self.run) as engine:
-            loss_sum = self.run.feed(engine, batches, watch)
+        """Return, by parameter, the sum of clipped gradients: ``sum_i w_i g_i``, norms at most C;
+        and the sum of clipped losses, where the plan releases one. Not private."""
+        run, part = self.run, self.plan.loss
+        losses = None
+        if part is not None:
+            losses = BoundedLosses(part.bound, part.unit(run.plan), run.device)
+        with self.tuner.engine(run) as engine:
+            loss_sum = run.feed(engine, batches, None if losses is None else losses.add)
             sums = engine.collect()
-        return Clipped(sums, loss_sum)
+        return Clipped(sums, loss_sum, None if losses is None else losses.total)
 
     def gradients(self, clipped: Clipped, release: Release) -> Mapping[nn.Parameter, Tensor]:
-        """Return ``(clipped sum + N(0, (sigma C)^2)) / B`` for every trainable parameter.
+        """Return ``(clipped sum + N(0, (sigma C)^2)) / B`` for every trainable parameter, and note
+        ``noised["noised_loss"]`` likewise, where there is a sum of losses; it may be below 0.
 
         The noise is drawn once per logical batch, and the divisor is a public constant, also for an
         empty draw.
         """
+        sums, losses = clipped.values, clipped.losses
+        divisor = self.run.plan.expected_batch_size
+        if losses is not None:
+            self.noised = {"noised_loss": release.loss(losses) / divisor}
         for each in self.run.inside:
-            each.clipped(clipped.values)
-        noised = release.sum(clipped.values)
+            each.clipped(sums)
+        noised = release.sum(sums)
         for each in self.run.inside:
             each.noised(noised)
-        divisor = self.run.plan.expected_batch_size
         for total in noised.values():
             total.div_(divisor)
         numbers = sum(total.numel() for total in noised.values())
@@ -81,3 +85,27 @@ class DpSgd(Mechanism):
 
     def _trainable(self) -> dict[str, nn.Parameter]:
         return {name: p for name, p in self.run.model.named_parameters() if p.requires_grad}
+
+
+class BoundedLosses:
+    """The sum of losses, each clipped to [0, bound], over this process's examples of one draw.
+
+    Args:
+        bound: the most that one example adds.
+        unit: a power of two; each loss is rounded down to a multiple of it, so that no sum of them
+            is rounded (:meth:`hf_dp.plans.noised_loss.NoisedLoss.unit`).
+
+    Attributes:
+        total: the sum so far, (), float64. Not private.
+    """
+
+    def __init__(self, bound: float, unit: float, device: torch.device):
+        self.bound, self.unit = bound, unit
+        self.total = torch.zeros((), dtype=torch.float64, device=device)
+
+    @torch.no_grad()
+    def add(self, losses: Tensor) -> None:
+        """Add the losses, (b,), of a physical batch. One that is not finite adds 0."""
+        values = losses.double()
+        values = torch.where(torch.isfinite(values), values, 0).clamp(0, self.bound)
+        self.total += (values / self.unit).floor_().mul_(self.unit).sum()

@@ -6,13 +6,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
-from scipy.special import bdtr
-
 from hf_dp import _validate
 from hf_dp.accounting.comparison import Answer, compare
-from hf_dp.plans.dp_fp import SEPARATE, FrozenPlan, PrivateEncoderPlan
-from hf_dp.plans.dp_sgd import DpSgdPlan
 from hf_dp.plans.privacy import PrivacyPlan
 
 # Of `most_signal`. Our runs of pretrained models at 0.06 to 0.29 stayed at chance. Those at 0.4
@@ -61,27 +56,6 @@ class Forecast:
         return self.examples / self.plan.drawn_from
 
 
-def _used(plan: PrivacyPlan) -> float:
-    """Return the expected number of examples that a step uses.
-
-    That is B, or for a sample of K that is cut, E min(K, cap) = sum over k <= cap of P(K >= k).
-    """
-    if plan.max_batch_size is None:
-        return plan.expected_batch_size
-    below = np.arange(min(plan.max_batch_size, plan.num_examples))
-    return float((1 - bdtr(below, plan.num_examples, plan.sample_rate)).sum())
-
-
-def _forwarded(plan: PrivacyPlan) -> float:
-    """Return the expected number of examples that go through the model in the steps."""
-    of_steps = plan.steps * _used(plan)
-    if isinstance(plan.mechanism, FrozenPlan):  # each row passes the frozen part once
-        return float(plan.num_examples)
-    if isinstance(plan.mechanism, PrivateEncoderPlan) and plan.mechanism.draws == SEPARATE:
-        return 2 * of_steps  # a draw for the gradients, and one for the vectors
-    return of_steps
-
-
 def forecast(
     plan: PrivacyPlan,
     accountants: Sequence[str] | None = None,
@@ -103,7 +77,7 @@ def forecast(
     if parameters is not None:
         parameters = _validate.integer("parameters", parameters, 1)
     ratio = None if gradient_norm is None else _signal_to_noise(plan, gradient_norm, parameters)
-    examples = _forwarded(plan)
+    examples = plan.mechanism.forwarded(plan)
     if plan.selection is not None:
         examples += plan.selection.iterations * plan.selection.sample_rate * plan.num_examples
     return Forecast(
@@ -111,7 +85,7 @@ def forecast(
         answers=compare(plan.events(), plan.delta, accountants or (plan.accountant,)),
         signal_to_noise=ratio,
         most_signal=None
-        if parameters is None or not isinstance(plan.mechanism, DpSgdPlan)
+        if parameters is None or not plan.mechanism.noises_gradients_alone
         else most_signal(plan, parameters),
         examples=examples,
         seconds=None
@@ -136,7 +110,7 @@ def _signal_to_noise(plan: PrivacyPlan, gradient_norm: float, parameters: int | 
         )
     # The noise on the mean is N(0, (noise_std / B)^2) in each of p coordinates, so its norm is
     # about that standard deviation times sqrt(p).
-    return signal * _used(plan) / (plan.noise_std * math.sqrt(parameters))
+    return signal * plan.mechanism.used(plan) / (plan.noise_std * math.sqrt(parameters))
 
 
 def most_signal(plan: PrivacyPlan, parameters: int) -> float:

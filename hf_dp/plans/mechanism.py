@@ -8,124 +8,22 @@ them knows a mechanism by name. To add one, subclass :class:`MechanismPlan` and 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, ClassVar, Self, TypeVar
 
 from hf_dp import _validate
 from hf_dp._dataclasses import checked_fields
-from hf_dp.accounting import TRAINING, Event, calibrate_noise_multiplier
-from hf_dp.errors import ConfigError, InvalidArgumentError, UnsupportedArgumentError
+from hf_dp.accounting import TRAINING, Event
+from hf_dp.errors import ConfigError, UnsupportedArgumentError
+from hf_dp.plans.draws.base import Sampler
+from hf_dp.plans.noised_loss import NoisedLoss
 from hf_dp.plans.release import PlannedRelease
-from hf_dp.plans.sampling import LogicalSampler as Sampler
+from hf_dp.plans.schedule import Schedule
+from hf_dp.plans.search import Search
 from hf_dp.plans.selection import SelectionPlan
 from hf_dp.plans.units import BY_ROW, BY_USER, EXAMPLE, ZERO_OUT, Users
-
-
-@dataclass(frozen=True)
-class Schedule:
-    """The numbers that every mechanism reads: how much data, how often, and how it is accounted.
-
-    Args:
-        num_examples: N, stated as public.
-        expected_batch_size: B, the expected logical batch.
-        steps: optimizer steps.
-        delta: of the (epsilon, delta) guarantee.
-        accountant: the one whose epsilon is the headline.
-        target_epsilon: what the noise is calibrated to; None when the noise is given.
-        users: where users are protected and not rows. ``num_examples`` then counts users, and
-            ``expected_batch_size`` what is drawn, users or rows.
-    """
-
-    num_examples: int
-    expected_batch_size: float
-    steps: int
-    delta: float
-    accountant: str
-    target_epsilon: float | None = None
-    users: Users | None = None
-
-    @property
-    def drawn_from(self) -> int:
-        """How many users, or rows, a step draws from: N, or the rows of users that are drawn."""
-        if self.users is None or self.users.num_rows is None:
-            return self.num_examples
-        return self.users.num_rows
-
-    @property
-    def one(self) -> str:
-        """What one thing that is drawn is called: "row", or the name of a user."""
-        return "row" if self.users is None or self.users.by_row else self.users.name
-
-    @property
-    def gradients_in_words(self) -> str:
-        """What is clipped, as a card calls it."""
-        if self.users is None or self.users.by_row:
-            return "per-example gradients"
-        return f"the gradient of each drawn {self.one}, the {self.users.reduction} over its rows,"
-
-    @property
-    def clipping_in_words(self) -> str:
-        """How often something is clipped, in a proof."""
-        if self.users is None or self.users.by_row:
-            return "per-example clipping"
-        return f"one clipping for all rows of a {self.one}"
-
-    def calibrated(
-        self,
-        target_epsilon: float,
-        prior_events: Sequence[Event],
-        sample_rate: float,
-        event: Callable[[float, int], Event],
-    ) -> float:
-        """Return the smallest noise multiplier with which all steps stay inside the target.
-
-        Args: event: ``(noise_multiplier, steps)`` -> what that many steps release.
-
-        Raises: CalibrationError, AccountingRangeError.
-        """
-        return calibrate_noise_multiplier(
-            target_epsilon,
-            self.delta,
-            sample_rate,
-            self.steps,
-            accountant=self.accountant,
-            prior_events=prior_events,
-            event=event,
-        )
-
-
-@dataclass(frozen=True)
-class Words:
-    """How a statement speaks of a mechanism.
-
-    Args:
-        name: short, for example "DP-SGD".
-        mechanism: what is clipped, noised and released, as a card describes it.
-        sampling: who takes part in a step, as a card describes it.
-        drawn: the sampling in two or three words, for "900 steps of DP-SGD with ...".
-        proof: why the epsilon holds, as the reason of the status "proven".
-        tag: on the Hub.
-        sampling_code: "poisson", "random_allocation", or "none" where all examples take part at
-            once.
-        also_covered: what epsilon covers beside the weights; empty if nothing is released beside
-            them.
-        tuning: what epsilon does not cover of other runs.
-        conditions: what else epsilon rests on that a record holds no evidence of.
-    """
-
-    name: str
-    mechanism: str
-    sampling: str
-    drawn: str
-    proof: str
-    tag: str
-    sampling_code: str = "poisson"
-    also_covered: str = ""
-    tuning: str = (
-        "hyperparameter tuning and other runs on the same data: each run adds its own epsilon"
-    )
-    conditions: tuple[str, ...] = ()
+from hf_dp.plans.words import Words
 
 
 @dataclass(frozen=True)
@@ -140,6 +38,7 @@ class MechanismPlan(ABC):
         name: in ``privacy.json``; unique.
         privacy_mode: the ``privacy_mode`` argument that selects it.
         established: whether a bound on its epsilon is known.
+        noises_gradients_alone: whether all its noise is on sums of gradients.
     """
 
     clipping_norm: float
@@ -148,6 +47,7 @@ class MechanismPlan(ABC):
     name: ClassVar[str]
     privacy_mode: ClassVar[str]
     established: ClassVar[bool] = True
+    noises_gradients_alone: ClassVar[bool] = False
 
     # -- what is protected --
 
@@ -169,9 +69,19 @@ class MechanismPlan(ABC):
         return "flat"
 
     @property
-    def max_batch_size(self) -> int | None:
-        """The most examples of a draw that a step uses; None: all."""
+    def loss(self) -> NoisedLoss | None:
+        """The noised loss that a step releases beside its gradients, if it does."""
         return None
+
+    @property
+    def search(self) -> Search | None:
+        """The search of which a run is one, if it is."""
+        return None
+
+    @property
+    def moved(self) -> int:
+        """How many examples join or leave a step with one example more, at the most."""
+        return 1
 
     @property
     def releases_each_step(self) -> bool:
@@ -184,7 +94,7 @@ class MechanismPlan(ABC):
         if self.noise_multiplier is None:
             raise ConfigError(
                 f"This {type(self).__name__} has no noise multiplier yet. Give one, or let "
-                "PrivacyRequest(..., target_epsilon=...).plan() calibrate it."
+                "PrivacyPlan.solve(..., target_epsilon=...) calibrate it."
             )
         return self.noise_multiplier
 
@@ -200,6 +110,18 @@ class MechanismPlan(ABC):
     def steps_released_together(self, schedule: Schedule) -> int:
         """Return how many steps one entry of the ledger pays for, from the first of them on."""
         return 1
+
+    def most(self, schedule: Schedule) -> int:
+        """Return how many examples a step uses at the most."""
+        return schedule.drawn_from
+
+    def used(self, schedule: Schedule) -> float:
+        """Return how many examples a step uses on average."""
+        return schedule.expected_batch_size
+
+    def forwarded(self, schedule: Schedule) -> float:
+        """Return how many examples go through the model in all steps, on average."""
+        return schedule.steps * self.used(schedule)
 
     @abstractmethod
     def sampler(self, schedule: Schedule, steps: int) -> Sampler:
@@ -231,13 +153,19 @@ class MechanismPlan(ABC):
     def check(self, schedule: Schedule, selection: SelectionPlan | None) -> None:
         """Raise InvalidArgumentError for what does not go with this mechanism."""
 
-    def check_users(self, users: Users) -> None:
+    def check_users(self, users: Users | None) -> None:
         """Raise InvalidArgumentError where this mechanism cannot protect users in this way.
 
         By default it knows draws of users, not of their rows.
         """
-        if users.by_row:
-            raise rows_not_known(f"a {type(self).__name__}")
+        if users is not None and users.by_row:
+            raise _validate.invalid(
+                "unit_sampling",
+                BY_ROW,
+                f"to be {BY_USER!r} with a {type(self).__name__}",
+                "No bound is known for several rows of a user there.",
+                UnsupportedArgumentError,
+            )
 
     @abstractmethod
     def calibrated(
@@ -278,16 +206,10 @@ class MechanismPlan(ABC):
         """Return plain data, JSON-ready; :func:`mechanism_from_dict` reads it back."""
         return {"name": self.name, **asdict(self)}
 
-
-def rows_not_known(what: str) -> InvalidArgumentError:
-    """Return the error for something that cannot draw rows of users; the caller raises it."""
-    return _validate.invalid(
-        "unit_sampling",
-        BY_ROW,
-        f"to be {BY_USER!r} with {what}",
-        "No bound is known for several rows of a user there.",
-        UnsupportedArgumentError,
-    )
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Self:
+        """Read back what :meth:`to_dict` wrote, without the name; errors as there."""
+        return cls(**checked_fields(cls, values, ConfigError))
 
 
 MECHANISM_PLANS: dict[str, type[MechanismPlan]] = {}
@@ -321,5 +243,4 @@ def mechanism_from_dict(values: Any) -> MechanismPlan:
             f"Expected the mechanism of a plan to be one of {sorted(MECHANISM_PLANS)}, got "
             f"{name!r}. Read it with the version or extension of hf_dp that wrote it."
         )
-    cls = MECHANISM_PLANS[name]
-    return cls(**checked_fields(cls, given, ConfigError))
+    return MECHANISM_PLANS[name].from_dict(given)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
 from hf_dp import _validate
@@ -20,17 +20,13 @@ from hf_dp.accounting import (
     LedgerEntry,
 )
 from hf_dp.errors import ConfigError
-from hf_dp.plans.gradients import dp_sgd_plan
-from hf_dp.plans.mechanism import (
-    MechanismPlan,
-    Sampler,
-    Schedule,
-    Words,
-    mechanism_from_dict,
-    rows_not_known,
-)
+from hf_dp.plans.dp_sgd import DpSgdPlan
+from hf_dp.plans.draws import POISSON, Sampler, draw_of
+from hf_dp.plans.mechanism import MechanismPlan, mechanism_from_dict
+from hf_dp.plans.noised_loss import NoisedLoss
 from hf_dp.plans.release import PlannedRelease
-from hf_dp.plans.sampling import POISSON
+from hf_dp.plans.schedule import Schedule
+from hf_dp.plans.search import Search
 from hf_dp.plans.selection import SelectionPlan
 from hf_dp.plans.units import (
     BY_ROW,
@@ -42,43 +38,29 @@ from hf_dp.plans.units import (
     USER,
     Users,
 )
+from hf_dp.plans.words import Words
 
 MAX_STEPS = 10**9
 
 
 @dataclass(frozen=True)
-class PrivacyPlan:
+class PrivacyPlan(Schedule):
     """What a private run will do. Sampler, noise and accountant all read it; nothing else computes
     these numbers.
 
-    Made by :class:`PrivacyRequest`.
+    Made by :meth:`solve`.
 
     Args:
-        num_examples: N, the rows of the training set (the users, where they are protected), stated
-            as public.
-        expected_batch_size: B, the expected logical batch; also the divisor of the noisy sum.
-        steps: optimizer steps.
-        delta: of the (epsilon, delta) guarantee.
-        accountant: the one whose epsilon is the headline.
-        target_epsilon: what the noise was calibrated to, or None when the noise was given.
         mechanism: how privacy is obtained, with its clipping norm and noise.
         selection: what is released before training to choose what trains; None: nothing.
         privacy_unit, neighboring_relation: what the user asked to be protected, and against what.
-        users: whose rows are one unit; with ``privacy_unit="user"`` only. Where their rows are
-            drawn one by one, ``expected_batch_size`` counts rows.
+        others: as in :class:`hf_dp.plans.schedule.Schedule`.
     """
 
-    num_examples: int
-    expected_batch_size: float
-    steps: int
-    delta: float
     mechanism: MechanismPlan
-    accountant: str = "pld"
-    target_epsilon: float | None = None
-    selection: SelectionPlan | None = None
-    privacy_unit: str = PRIVACY_UNITS[0]
-    neighboring_relation: str = NEIGHBORING_RELATIONS[0]
-    users: Users | None = None
+    selection: SelectionPlan | None = field(default=None, kw_only=True)
+    privacy_unit: str = field(default=PRIVACY_UNITS[0], kw_only=True)
+    neighboring_relation: str = field(default=NEIGHBORING_RELATIONS[0], kw_only=True)
 
     def __post_init__(self) -> None:
         _validate.integer("num_examples", self.num_examples, 2)
@@ -86,6 +68,8 @@ class PrivacyPlan:
         _validate.integer("steps", self.steps, 1)
         _check_delta(self.delta, self.num_examples)
         _validate.one_of("accountant", self.accountant, ACCOUNTANTS)
+        _validate.one_of("privacy_unit", self.privacy_unit, PRIVACY_UNITS)
+        _validate.one_of("neighboring_relation", self.neighboring_relation, NEIGHBORING_RELATIONS)
         _validate.one_of("unit", self.mechanism.unit, UNITS)
         _validate.one_of("relation", self.mechanism.relation, RELATIONS)
         if self.target_epsilon is not None:
@@ -96,7 +80,7 @@ class PrivacyPlan:
                 "expected_batch_size",
                 self.expected_batch_size,
                 f"to be {self.drawn_from} / {of_epoch}, what a step of an epoch has on average",
-                "Plan with a PrivacyRequest, which sees to it.",
+                "Plan with PrivacyPlan.solve, which sees to it.",
             )
         if (self.users is not None) != (self.privacy_unit == USER):
             raise _validate.invalid(
@@ -105,12 +89,10 @@ class PrivacyPlan:
                 f"to be {USER!r} exactly where `users` is given, which is {self.users!r}",
             )
         if self.users is not None:
-            self._check_users(self.users)
+            self._check_rows(self.users)
+        self.mechanism.check_users(self.users)
 
-    def _check_users(self, users: Users) -> None:
-        self.mechanism.check_users(users)
-        if users.by_row and self.selection is not None:
-            raise rows_not_known("a selection of what trains")
+    def _check_rows(self, users: Users) -> None:
         if users.by_row != (users.num_rows is not None):
             raise _validate.invalid(
                 "num_rows",
@@ -130,22 +112,9 @@ class PrivacyPlan:
         return USER if protects_users else self.mechanism.unit
 
     @property
-    def schedule(self) -> Schedule:
-        """The numbers that every mechanism reads."""
-        return Schedule(
-            self.num_examples,
-            self.expected_batch_size,
-            self.steps,
-            self.delta,
-            self.accountant,
-            self.target_epsilon,
-            self.users,
-        )
-
-    @property
     def sample_rate(self) -> float:
         """q: the probability with which each example (or user) joins each draw."""
-        return self.mechanism.sample_rate(self.schedule)
+        return self.mechanism.sample_rate(self)
 
     @property
     def noise_multiplier(self) -> float:
@@ -163,20 +132,15 @@ class PrivacyPlan:
         return self.mechanism.clipping
 
     @property
-    def max_batch_size(self) -> int | None:
-        """The most examples of a draw that a step uses; None: all."""
-        return self.mechanism.max_batch_size
-
-    @property
     def clips_to(self) -> float:
         """The L2 norm that the engine clips to: ``clipping_norm``, less the room that rounding of
         sums over large draws needs (:func:`hf_dp.plans.rounding.clipping_share`)."""
-        return self.mechanism.clips_to(self.schedule)
+        return self.mechanism.clips_to(self)
 
     @property
     def noise_std(self) -> float:
         """Standard deviation of the noise on the sum, or on a vector where there is no sum."""
-        sensitivities = self.mechanism.sensitivities(self.schedule)
+        sensitivities = self.mechanism.sensitivities(self)
         part = SUM if SUM in sensitivities else next(iter(sensitivities))
         return self.noise_multiplier * sensitivities[part]
 
@@ -188,13 +152,18 @@ class PrivacyPlan:
     @property
     def words(self) -> Words:
         """How a statement speaks of the mechanism."""
-        return self.mechanism.words(self.schedule)
+        return self.mechanism.words(self)
+
+    @property
+    def pays_ahead(self) -> bool:
+        """Whether the ledger holds steps before they are made."""
+        return self.mechanism.steps_released_together(self) > 1
 
     @property
     def steps_recorded(self) -> int:
         """The steps that the ledger will hold: all, and what was released together with the last
         of them."""
-        together = self.mechanism.steps_released_together(self.schedule)
+        together = self.mechanism.steps_released_together(self)
         return -(-self.steps // together) * together
 
     # -- what is drawn and released --
@@ -203,21 +172,16 @@ class PrivacyPlan:
         """Return a sampler of this plan; ``random_bytes=`` replaces the operating system's source
         (tests only)."""
         count = self.steps if steps is None else steps
-        return replace(self.mechanism.sampler(self.schedule, count), **source)
+        return replace(self.mechanism.sampler(self, count), **source)
 
     @property
     def epoch(self) -> int:
         """Steps after which every example was drawn once on average."""
         return max(1, round(self.drawn_from / self.expected_batch_size))
 
-    @property
-    def drawn_from(self) -> int:
-        """How many rows, or users, a step draws from."""
-        return self.schedule.drawn_from
-
     def step_event(self, noise_multiplier: float, steps: int) -> Event:
         """Return what ``steps`` training steps of this plan with this noise would release."""
-        return self.mechanism.step_event(self.schedule, noise_multiplier, steps)
+        return self.mechanism.step_event(self, noise_multiplier, steps)
 
     def event(self, steps: int | None = None) -> Event:
         """Return what the accountant is told about ``steps`` (default: all) training steps."""
@@ -225,11 +189,11 @@ class PrivacyPlan:
 
     def step_release(self) -> PlannedRelease:
         """Return what one training step releases."""
-        return self.mechanism.step_release(self.schedule)
+        return self.mechanism.step_release(self)
 
     def releases_before(self) -> tuple[PlannedRelease, ...]:
         """Return what is released once, before the first step, other than by a selection."""
-        return self.mechanism.releases_before(self.schedule)
+        return self.mechanism.releases_before(self)
 
     def events(self, steps: int | None = None) -> tuple[Event, ...]:
         """Return all that the plan will release with ``steps`` (default: all) training steps."""
@@ -263,24 +227,114 @@ class PrivacyPlan:
         noised_loss_budget_ratio: float | None = None,
         sampling: str = POISSON,
         mean_runs: float | None = None,
-        **request: Any,
+        users: Users | None = None,
+        **others: Any,
     ) -> PrivacyPlan:
-        """Plan DP-SGD: the arguments of :func:`hf_dp.plans.gradients.dp_sgd_plan`, and those of
-        :class:`PrivacyRequest` but its mechanism.
+        """Plan DP-SGD by its arguments, and :meth:`solve`.
 
-        Raises: as :meth:`PrivacyRequest.plan`.
+        Raises: as there.
         """
-        mechanism = dp_sgd_plan(
+        mechanism = DpSgdPlan(
             clipping_norm,
             noise_multiplier,
             clipping,
-            max_batch_size,
-            noised_loss_bound,
-            noised_loss_budget_ratio,
-            sampling,
-            mean_runs,
+            draw_of(sampling, max_batch_size, users is not None and users.by_row),
+            NoisedLoss.of(noised_loss_bound, noised_loss_budget_ratio),
+            None if mean_runs is None else Search(mean_runs),
         )
-        return PrivacyRequest(mechanism=mechanism, **request).plan()
+        return cls.solve(mechanism=mechanism, users=users, **others)
+
+    @classmethod
+    def solve(
+        cls,
+        *,
+        num_examples: int,
+        expected_batch_size: float | None,
+        mechanism: MechanismPlan,
+        num_train_epochs: float = 3.0,
+        max_steps: int = -1,
+        target_epsilon: float | None = None,
+        target_delta: float | None = None,
+        prior_events: Sequence[Event] = (),
+        **others: Any,
+    ) -> PrivacyPlan:
+        """Return the plan that a user asks for, its noise calibrated where a target is given.
+
+        Args:
+            num_examples: N >= 2, rows, or users where they are protected.
+            expected_batch_size: B in (0, N].
+            mechanism: how privacy is obtained. It has its noise, or ``target_epsilon`` decides it.
+            num_train_epochs: expected passes over the rows; the steps are ``ceil(epochs * N / B)``.
+                Where the mechanism has whole epochs, B is made N / their steps.
+            max_steps: the steps, where positive.
+            target_epsilon: what everything together may cost; None with given noise.
+            target_delta: delta; None for 1/(2N), as in Li et al.
+            prior_events: what already ran on the same rows, paid from the same target.
+            others: further fields of the plan.
+
+        Raises: InvalidArgumentError, naming the argument; CalibrationError when no noise meets the
+            target.
+        """
+        n = _validate.integer(
+            "num_examples",
+            num_examples,
+            2,
+            "A private training set has at least two rows, or users.",
+        )
+        if expected_batch_size is None:
+            raise _validate.invalid(
+                "expected_batch_size",
+                None,
+                "to be given",
+                "It is the logical batch size; 1024 suits many tasks.",
+            )
+        b = _validate.positive("expected_batch_size", expected_batch_size)
+        users = others.get("users")
+        rows = None if users is None else users.num_rows
+        drawn_from = n if rows is None else rows
+        if b > drawn_from:
+            raise _validate.invalid(
+                "expected_batch_size",
+                expected_batch_size,
+                f"to be at most {'num_examples' if rows is None else 'num_rows'} ({drawn_from})",
+                "Lower it.",
+            )
+        of_epoch = mechanism.steps_per_epoch(drawn_from, b)
+        if of_epoch is None:
+            steps = _steps(max_steps, num_train_epochs, drawn_from, b)
+        else:
+            b, steps = drawn_from / of_epoch, _steps(max_steps, num_train_epochs, of_epoch, 1)
+        sigma = mechanism.noise_multiplier
+        if (target_epsilon is None) == (sigma is None):
+            raise _validate.invalid(
+                "target_epsilon",
+                target_epsilon,
+                f"or `noise_multiplier` ({sigma!r}) to be given, exactly one of them",
+            )
+        asked = cls(
+            num_examples=n,
+            expected_batch_size=b,
+            steps=steps,
+            delta=1 / (2 * n) if target_delta is None else target_delta,
+            mechanism=mechanism,
+            target_epsilon=target_epsilon,
+            **others,
+        )
+        mechanism.check(asked, asked.selection)
+        if target_epsilon is not None:
+            solved, selection = mechanism.calibrated(
+                asked, target_epsilon, prior_events, asked.selection
+            )
+            return replace(asked, mechanism=solved, selection=selection)
+        if asked.selection is not None and asked.selection.noise_multiplier is None:
+            raise _validate.invalid(
+                "selection_noise_multiplier",
+                None,
+                "to be given beside `noise_multiplier`",
+                "Only a target_epsilon can decide it.",
+            )
+        mechanism.require_noise()
+        return asked
 
     def to_dict(self) -> dict[str, Any]:
         """Return all fields and what is derived from them, for ``privacy.json``."""
@@ -328,126 +382,18 @@ class PrivacyPlan:
         return plan
 
 
-@dataclass(frozen=True, kw_only=True)
-class PrivacyRequest:
-    """What a user asks for; :meth:`plan` decides the rest.
-
-    Args:
-        num_examples: N >= 2, rows, or users where they are protected.
-        expected_batch_size: B in (0, N].
-        mechanism: how privacy is obtained. It has its noise, or ``target_epsilon`` decides it.
-        num_train_epochs: expected passes over the rows; the steps are ``ceil(epochs * N / B)``.
-            Where the mechanism has whole epochs, B is made N / their steps.
-        max_steps: the steps, where positive.
-        target_epsilon: what everything together may cost; None with given noise.
-        target_delta: delta; None for 1/(2N), as in Li et al.
-        accountant: the one that calibrates and whose epsilon is the headline.
-        selection: what chooses privately what trains; it gets its noise from the same target.
-        prior_events: what already ran on the same rows, paid from the same target.
-    """
-
-    num_examples: int
-    expected_batch_size: float | None
-    mechanism: MechanismPlan
-    num_train_epochs: float = 3.0
-    max_steps: int = -1
-    target_epsilon: float | None = None
-    target_delta: float | None = None
-    accountant: str = "pld"
-    selection: SelectionPlan | None = None
-    prior_events: Sequence[Event] = ()
-    privacy_unit: str = PRIVACY_UNITS[0]
-    neighboring_relation: str = NEIGHBORING_RELATIONS[0]
-    users: Users | None = None
-
-    def plan(self) -> PrivacyPlan:
-        """Return the plan, its noise calibrated where a target is given.
-
-        Raises: InvalidArgumentError, naming the argument; CalibrationError when no noise meets the
-            target.
-        """
-        uncalibrated = self._uncalibrated()
-        mechanism, selection = uncalibrated.mechanism, self.selection
-        mechanism.check(uncalibrated.schedule, selection)
-        if uncalibrated.target_epsilon is None:
-            if selection is not None and selection.noise_multiplier is None:
-                raise _validate.invalid(
-                    "selection_noise_multiplier",
-                    None,
-                    "to be given beside `noise_multiplier`",
-                    "Only a target_epsilon can decide it.",
-                )
-            mechanism.require_noise()
-            return uncalibrated
-        mechanism, selection = mechanism.calibrated(
-            uncalibrated.schedule, uncalibrated.target_epsilon, self.prior_events, selection
+def _steps(max_steps: int, num_train_epochs: float, drawn_from: int, batch_size: float) -> int:
+    if max_steps > 0:
+        return _validate.integer("max_steps", max_steps, 1)
+    steps = _validate.positive("num_train_epochs", num_train_epochs) * drawn_from / batch_size
+    if steps > MAX_STEPS:
+        raise _validate.invalid(
+            "num_train_epochs",
+            num_train_epochs,
+            f"to give at most {MAX_STEPS:,} steps",
+            "Lower it.",
         )
-        return replace(uncalibrated, mechanism=mechanism, selection=selection)
-
-    def _uncalibrated(self) -> PrivacyPlan:
-        """Check and couple the numbers."""
-        _validate.one_of("privacy_unit", self.privacy_unit, PRIVACY_UNITS)
-        _validate.one_of("neighboring_relation", self.neighboring_relation, NEIGHBORING_RELATIONS)
-        n = _validate.integer(
-            "num_examples",
-            self.num_examples,
-            2,
-            "A private training set has at least two rows, or users.",
-        )
-        if self.expected_batch_size is None:
-            raise _validate.invalid(
-                "expected_batch_size",
-                None,
-                "to be given",
-                "It is the logical batch size; 1024 suits many tasks.",
-            )
-        b = _validate.positive("expected_batch_size", self.expected_batch_size)
-        rows = None if self.users is None else self.users.num_rows
-        drawn_from = n if rows is None else rows
-        if b > drawn_from:
-            raise _validate.invalid(
-                "expected_batch_size",
-                self.expected_batch_size,
-                f"to be at most {'num_examples' if rows is None else 'num_rows'} ({drawn_from})",
-                "Lower it.",
-            )
-        of_epoch = self.mechanism.steps_per_epoch(drawn_from, b)
-        if of_epoch is not None:
-            b = drawn_from / of_epoch
-        sigma = self.mechanism.noise_multiplier
-        if (self.target_epsilon is None) == (sigma is None):
-            raise _validate.invalid(
-                "target_epsilon",
-                self.target_epsilon,
-                f"or `noise_multiplier` ({sigma!r}) to be given, exactly one of them",
-            )
-        return PrivacyPlan(
-            num_examples=n,
-            expected_batch_size=b,
-            steps=self._steps(drawn_from, b) if of_epoch is None else self._steps(of_epoch, 1),
-            delta=1 / (2 * n) if self.target_delta is None else self.target_delta,
-            mechanism=self.mechanism,
-            accountant=self.accountant,
-            target_epsilon=self.target_epsilon,
-            selection=self.selection,
-            privacy_unit=self.privacy_unit,
-            neighboring_relation=self.neighboring_relation,
-            users=self.users,
-        )
-
-    def _steps(self, drawn_from: int, expected_batch_size: float) -> int:
-        if self.max_steps > 0:
-            return _validate.integer("max_steps", self.max_steps, 1)
-        epochs = _validate.positive("num_train_epochs", self.num_train_epochs)
-        steps = epochs * drawn_from / expected_batch_size
-        if steps > MAX_STEPS:
-            raise _validate.invalid(
-                "num_train_epochs",
-                self.num_train_epochs,
-                f"to give at most {MAX_STEPS:,} steps",
-                "Lower it.",
-            )
-        return math.ceil(steps)
+    return math.ceil(steps)
 
 
 def _check_num_rows(num_rows: int, num_users: int, max_rows: int) -> None:

@@ -13,8 +13,8 @@ from hf_dp.accounting import SELECTION, SUM, Event, PoissonSampledGaussian
 from hf_dp.accounting.budget import compute_sigma
 from hf_dp.accounting.calibration import MakeEvent
 from hf_dp.errors import ConfigError
+from hf_dp.plans.draws import PoissonSampler
 from hf_dp.plans.release import PlannedRelease
-from hf_dp.plans.sampling import PoissonSampler
 
 # What a release holds, and so what bounds one example's part in it: magnitudes of partitions
 # (DP-FROST, definition 9) or the whole summed gradient (PARAM).

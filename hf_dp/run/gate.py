@@ -23,14 +23,31 @@ from hf_dp.plans.release import PlannedRelease
 from hf_dp.run.ledger import RunLedger
 
 
+class IndependentNoise:
+    """The shape of the noise: drawn anew for each value of each release.
+
+    A gate has one such object for the whole run, so noise of another shape, correlated over steps,
+    is another class with :meth:`like`, an event of its own, and what it keeps of earlier steps.
+
+    Args: randomness: where noise comes from.
+    """
+
+    def __init__(self, randomness: SecretRandomness):
+        self.randomness = randomness
+
+    def like(self, values: Tensor, part: str, std: float) -> Tensor:
+        """Return the noise of this standard deviation on a part of a release, of its shape."""
+        return self.randomness.gaussian_like(values, std)
+
+
 class Gate:
     """Records releases in a run's ledger and hands out the right to make them.
 
-    Args: ledger: of the run, durable. randomness: where noise comes from.
+    Args: ledger: of the run, durable. noise: its shape.
     """
 
-    def __init__(self, ledger: RunLedger, randomness: SecretRandomness):
-        self._ledger, self._randomness = ledger, randomness
+    def __init__(self, ledger: RunLedger, noise: IndependentNoise):
+        self._ledger, self._noise = ledger, noise
 
     def pay_ahead(self, planned: PlannedRelease) -> None:
         """Record ``planned``, durably, before the first of the steps that it pays for.
@@ -53,7 +70,7 @@ class Gate:
             self._ledger.use_paid()
         else:
             self._ledger.append(planned.event, planned.purpose)
-        release = Release(planned, self._randomness, self._ledger)
+        release = Release(planned, self._noise, self._ledger)
         try:
             yield release
         finally:
@@ -63,9 +80,9 @@ class Gate:
 class Release:
     """The right to let out what one recorded event covers."""
 
-    def __init__(self, planned: PlannedRelease, randomness: SecretRandomness, ledger: RunLedger):
+    def __init__(self, planned: PlannedRelease, noise: IndependentNoise, ledger: RunLedger):
         self.planned = planned
-        self._randomness: SecretRandomness | None = randomness
+        self._shape: IndependentNoise | None = noise
         self._ledger: RunLedger | None = ledger
         self._out: set[str] = set()
 
@@ -105,7 +122,7 @@ class Release:
 
         Raises: LedgerError when the recorded event is not one, or the second time.
         """
-        source = self._source().random_bytes
+        source = self._source().randomness.random_bytes
         event = self.planned.event
         if not isinstance(event, RandomizedResponse):
             raise LedgerError(
@@ -120,7 +137,7 @@ class Release:
 
     def close(self) -> None:
         """Let nothing more out."""
-        self._randomness = None
+        self._shape = None
 
     @torch.no_grad()
     def _add_up(self, sums: list[Tensor], part: str) -> None:
@@ -133,19 +150,19 @@ class Release:
         self._out.add(part)
 
     def _noise(self, values: Tensor, part: str) -> Tensor:
-        return self._source().gaussian_like(values, self.planned.noise_std(part))
+        return self._source().like(values, part, self.planned.noise_std(part))
 
     def _processes(self) -> Processes:
         return Processes() if self._ledger is None else self._ledger.processes
 
-    def _source(self) -> SecretRandomness:
-        if self._randomness is None:
+    def _source(self) -> IndependentNoise:
+        if self._shape is None:
             raise LedgerError("This release is closed. Record another one to let more out.")
-        return self._randomness
+        return self._shape
 
 
 class NothingReleased(Release):
     """Stands for a step that uses nothing of the private rows but what was released before."""
 
     def __init__(self) -> None:
-        self._randomness, self._ledger, self._out = None, None, set()
+        self._shape, self._ledger, self._out = None, None, set()

@@ -10,7 +10,6 @@ from hf_dp.accounting import Event, epsilon
 from hf_dp.accounting.value import doubt_of_delta
 from hf_dp.errors import AccountingRangeError, HfDpError
 from hf_dp.planning import LEAST_SIGNAL, most_signal
-from hf_dp.plans.dp_sgd import DpSgdPlan
 from hf_dp.plans.privacy import PrivacyPlan
 from hf_dp.plans.units import BY_ROW, MAX_ROWS, USER, Users
 
@@ -35,7 +34,7 @@ def doubts(
             f"target_delta is {plan.delta:.3g}, above 1/(2N) = {1 / (2 * plan.num_examples):.3g}. "
             "It is roughly the chance that the guarantee fails. Leave it unset for 1/(2N)."
         )
-    if not isinstance(plan.mechanism, DpSgdPlan):
+    if not plan.mechanism.noises_gradients_alone:
         return
     if "adam" in optimizer and learning_rate <= SLOW:
         yield (

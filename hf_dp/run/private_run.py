@@ -49,11 +49,9 @@ from hf_dp.errors import (
 from hf_dp.losses import any_number_of_end_tokens, per_example_loss
 from hf_dp.noise import SecretRandomness, untouched_generators
 from hf_dp.overlap import TrainingRows, TrainingUsers
-from hf_dp.plans.best_of_runs import BestOfRunsPlan
-from hf_dp.plans.mechanism import Sampler
+from hf_dp.plans.draws import Sampler, Share
 from hf_dp.plans.privacy import PrivacyPlan
 from hf_dp.plans.release import PlannedRelease
-from hf_dp.plans.sampling import AllocationSampler, Share
 from hf_dp.run.checks import (
     check_collator,
     check_launch,
@@ -64,7 +62,7 @@ from hf_dp.run.checks import (
 from hf_dp.run.clock import Clock
 from hf_dp.run.earlier import earlier_claims, earlier_entries
 from hf_dp.run.facts import run_facts
-from hf_dp.run.gate import Gate, NothingReleased, Release
+from hf_dp.run.gate import Gate, IndependentNoise, NothingReleased, Release
 from hf_dp.run.inside import Observer
 from hf_dp.run.ledger import RunLedger
 from hf_dp.run.meeting import facts_in_common, share_weights
@@ -247,7 +245,7 @@ class PrivateRun:
         A source that can be reproduced makes the run not private, for good.
         """
         self.book.insecure_seed = self.book.insecure_seed or randomness.insecure
-        self._randomness, self._gate = randomness, Gate(self.book, randomness)
+        self._randomness, self._gate = randomness, Gate(self.book, IndependentNoise(randomness))
 
     def release(self, planned: PlannedRelease) -> AbstractContextManager[Release]:
         """Record a release, durably, and give what lets its values out: noise of the planned
@@ -409,7 +407,7 @@ class PrivateRun:
             metrics are released on purpose. In a private search already for one equal row, and for
             a set that cannot be compared.
         """
-        search = isinstance(self.plan.mechanism, BestOfRunsPlan)
+        search = self.plan.mechanism.search is not None
         asked_for = EVALUATION_ON_TRAINING_ROWS in self.book.released and not search
         if asked_for or self.train_dataset is None:
             return
@@ -498,7 +496,7 @@ class PrivateRun:
         """Return the sampler's draws from the training set, each a list of padded physical
         batches."""
         data = self.training_data()  # which also sees in what precision the loss computes
-        if isinstance(sampler, AllocationSampler):
+        if self.plan.pays_ahead:
             sampler = replace(sampler, begin=self._begin_allocation)
         return data.loader(self.share(sampler), self.precision().is_short, self._watched)
 
@@ -605,11 +603,10 @@ class PrivateRun:
     def regrouped(self) -> int:
         """The most other examples that one example more or less moves to another physical batch.
 
-        It is the size of a batch. Where draws are truncated, another example joins or leaves with
-        the first, so it is twice the size.
+        It is the size of a batch for each example that moves with it (:meth:`MechanismPlan.moved`).
         """
         size = self.options.batches.physical_batch_size
-        return size if self.plan.max_batch_size is None else 2 * size
+        return self.plan.mechanism.moved * size
 
     def _clipped(self, engine: ClippingEngine, batches: Iterable[Any]) -> Iterator[Tensor]:
         """Feed each physical batch to the engine, and yield the losses of its units, (units,)."""

@@ -17,10 +17,10 @@ _ARGUMENTS = {
     "expected_batch_size": "",
     "clipping_norm": "`per_example_max_grad_norm`",
     "target_epsilon": "",
-    "noised_loss_bound": "",
-    "noised_loss_budget_ratio": "",
+    "loss": "`noised_loss_bound`, `noised_loss_budget_ratio`",
     "noise_multiplier": "",
     "delta": "`target_delta`",
+    "draw": "`sampling`, `max_logical_batch_size`, `unit_sampling`",
 }
 
 

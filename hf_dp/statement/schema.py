@@ -17,6 +17,7 @@ from hf_dp.accounting import EARLIER, Ledger
 from hf_dp.errors import ConfigError, LedgerError
 from hf_dp.plans import dp_fp
 from hf_dp.plans.dp_sgd import DpSgdPlan
+from hf_dp.plans.draws import draw_of
 from hf_dp.plans.mechanism import MechanismPlan
 from hf_dp.plans.privacy import PrivacyPlan
 from hf_dp.plans.rounding import rounding_margin
@@ -110,7 +111,10 @@ def _plan(values: Mapping[str, Any]) -> PrivacyPlan:
 def _flat(plan: PrivacyPlan) -> dict[str, Any]:
     """Return a plan as it was written when it was flat."""
     mechanism = plan.mechanism
-    most, rows = mechanism.max_batch_size, plan.num_examples
+    most, rows = (
+        getattr(getattr(mechanism, "draw", None), "max_batch_size", None),
+        plan.num_examples,
+    )
     margin = rounding_margin(plan.expected_batch_size, rows if most is None else min(most, rows))
     selection = None
     if plan.selection is not None:
@@ -128,14 +132,19 @@ def _flat(plan: PrivacyPlan) -> dict[str, Any]:
             "accountant",
             "target_epsilon",
             "clipping",
-            "max_batch_size",
             "privacy_unit",
             "neighboring_relation",
             "sample_rate",
         )
     }
     std = plan.noise_multiplier * (plan.clipping_norm * (1 + margin))
-    return {**own, "selection": selection, "forward": _forward(mechanism), "noise_std": std}
+    return {
+        **own,
+        "max_batch_size": most,
+        "selection": selection,
+        "forward": _forward(mechanism),
+        "noise_std": std,
+    }
 
 
 def _forward(mechanism: MechanismPlan) -> dict[str, Any] | None:
@@ -158,7 +167,7 @@ def _forward(mechanism: MechanismPlan) -> dict[str, Any] | None:
 def _mechanism(forward: Any, flat: Mapping[str, Any], most: int | None) -> MechanismPlan:
     sigma, norm = flat["noise_multiplier"], flat["clipping_norm"]
     if forward is None:
-        return DpSgdPlan(norm, sigma, flat["clipping"], most)
+        return DpSgdPlan(norm, sigma, flat["clipping"], draw_of(max_batch_size=most))
     of_labels = {name: forward[name] for name in ("labels_in_vector", "num_classes")}
     if forward["variant"] == dp_fp.PUBLISHED:
         return dp_fp.PublishedPlan(norm, sigma, forward["num_micro_batches"])

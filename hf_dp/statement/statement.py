@@ -164,7 +164,7 @@ class PrivacyStatement:
         rates = [pair for event in ledger.events for pair in _rates(event)]
         ran = rates or [(plan.noise_multiplier, plan.sample_rate)]
         words = plan.words
-        one = plan.schedule.one
+        one = plan.one
         selected = "" if plan.selection is None else f". {plan.selection.in_words(one)}"
         return cls(
             status=claim.status,
@@ -406,7 +406,7 @@ def what_ran(plan: PrivacyPlan, ledger: Ledger, status: str) -> str:
         who = "an earlier run on the same rows, which it names," if earlier else "it"
         return f"{who} was trained by {event.unestablished or plan.words.name}"
     before = [entry.event for entry in ledger.entries if entry.purpose == RELEASE]
-    ran = plan.mechanism.what_ran(plan.schedule, ledger.steps(TRAINING), before)
+    ran = plan.mechanism.what_ran(plan, ledger.steps(TRAINING), before)
     others = [e for e in ledger.entries if e.purpose != EARLIER and not plan.makes(e)]
     if further := sum(entry.event.steps for entry in others):
         ran += f", and {further} further release{'s' * (further > 1)} that the plan does not make"

@@ -11,7 +11,7 @@ from hf_dp.accounting import epsilon
 from hf_dp.batches.options import BatchOptions
 from hf_dp.batches.units import UnitTable
 from hf_dp.mechanisms import Mechanism
-from hf_dp.plans.privacy import PrivacyPlan, PrivacyRequest
+from hf_dp.plans.privacy import PrivacyPlan
 from hf_dp.run.earlier import earlier_entries
 from hf_dp.run.options import RunOptions
 from hf_dp.trainer.arguments import DPTrainingArguments
@@ -65,7 +65,7 @@ def plan_of(
         args.earlier_runs, num_examples, args.privacy_unit, args.neighboring_relation, units
     )
     spent = tuple(entry.event for entry in earlier)
-    request = PrivacyRequest(
+    plan = PrivacyPlan.solve(
         num_examples=num_examples,
         expected_batch_size=args.expected_batch_size,
         mechanism=MODES[args.privacy_mode](args, num_classes),
@@ -80,7 +80,6 @@ def plan_of(
         neighboring_relation=args.neighboring_relation,
         users=users,
     )
-    plan = request.plan()
     epsilon((*spent, *plan.events()), plan.delta, plan.accountant)
     return plan
 

@@ -17,12 +17,12 @@ from hf_dp._validate import (
     positive,
 )
 from hf_dp.accounting import ACCOUNTANTS
-from hf_dp.plans.best_of_runs import ARGUMENT as MEAN_RUNS
-from hf_dp.plans.best_of_runs import check_mean_runs
 from hf_dp.plans.dp_fp import DP_FP, PUBLISHED
 from hf_dp.plans.dp_sgd import CLIPPINGS
+from hf_dp.plans.draws import POISSON, check_sampling
 from hf_dp.plans.noised_loss import BOUND, RATIO, budget_ratio, half_given, loss_bound
-from hf_dp.plans.sampling import POISSON, SAMPLINGS
+from hf_dp.plans.search import ARGUMENT as MEAN_RUNS
+from hf_dp.plans.search import check_mean_runs
 from hf_dp.plans.units import NEIGHBORING_RELATIONS
 from hf_dp.statement.unnoised import CLIPPED_GRADIENT_NORM, RELEASABLE
 from hf_dp.statement.weaknesses import OTHER_TRAINING
@@ -182,7 +182,7 @@ class StepArguments(ArgumentGroup):
             "It is the logical batch of a private step; set it (per_device_train_batch_size is "
             "memory only).",
         ),
-        "sampling": (one_of, SAMPLINGS),
+        "sampling": (check_sampling,),
         MEAN_RUNS: (check_mean_runs,),
         "max_logical_batch_size": (integer, 1, "Leave it unset for no limit."),
         "per_example_max_grad_norm": (positive, "The default is 0.1."),

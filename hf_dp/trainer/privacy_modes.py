@@ -7,12 +7,13 @@ from typing import Any
 
 from hf_dp.errors import ConfigError
 from hf_dp.plans.dp_fp import DP_FP
-from hf_dp.plans.dp_sgd import DpSgdPlan
-from hf_dp.plans.gradients import dp_sgd_plan
+from hf_dp.plans.dp_sgd import DP_SGD, DpSgdPlan
+from hf_dp.plans.draws import draw_of
 from hf_dp.plans.mechanism import MechanismPlan
+from hf_dp.plans.noised_loss import NoisedLoss
+from hf_dp.plans.search import Search
+from hf_dp.plans.units import BY_ROW, USER
 from hf_dp.trainer.forward_arguments import forward_plan
-
-DP_SGD = "dp_sgd"
 
 # (training arguments, number of the model's classes) -> plan
 PlanOfArguments = Callable[[Any, int | None], MechanismPlan]
@@ -20,15 +21,15 @@ PlanOfArguments = Callable[[Any, int | None], MechanismPlan]
 
 def gradient_plan(args: Any, num_classes: int | None) -> DpSgdPlan:
     """Return the plan of ``privacy_mode="dp_sgd"``."""
-    return dp_sgd_plan(
+    runs = args.private_selection_mean_runs
+    by_row = args.privacy_unit == USER and args.unit_sampling == BY_ROW
+    return DpSgdPlan(
         args.per_example_max_grad_norm,
         args.noise_multiplier,
         args.clipping,
-        args.max_logical_batch_size,
-        args.noised_loss_bound,
-        args.noised_loss_budget_ratio,
-        args.sampling,
-        args.private_selection_mean_runs,
+        draw_of(args.sampling, args.max_logical_batch_size, by_row),
+        NoisedLoss.of(args.noised_loss_bound, args.noised_loss_budget_ratio),
+        None if runs is None else Search(runs),
     )
 
 

@@ -15,9 +15,7 @@ from hf_dp.accounting import (
     ACCOUNTANTS,
     Ledger,
     PoissonSampledGaussian,
-    SumAndLoss,
     TruncatedPoissonSampledGaussian,
-    TruncatedSumAndLoss,
     epsilon,
     event_from_dict,
 )
@@ -30,7 +28,9 @@ JOINT = (SIGMA**-2 + OF_LOSS**-2) ** -0.5
 
 @pytest.mark.parametrize("accountant", ACCOUNTANTS)
 def test_it_costs_what_one_sum_with_the_joint_noise_costs(accountant):
-    got = epsilon(SumAndLoss(SIGMA, OF_LOSS, 0.02, 50), 1e-5, accountant)
+    got = epsilon(
+        PoissonSampledGaussian(SIGMA, 0.02, 50, beside={"loss": OF_LOSS}), 1e-5, accountant
+    )
     expected = epsilon(PoissonSampledGaussian(JOINT, 0.02, 50), 1e-5, accountant)
     assert got.value == pytest.approx(expected.value, rel=1e-9) and got.kind == expected.kind
     alone = epsilon(PoissonSampledGaussian(SIGMA, 0.02, 50), 1e-5, accountant)
@@ -58,7 +58,9 @@ def delta_on_a_grid(value: float, order: int) -> float:
     return float(np.maximum(first - math.exp(value) * second, 0).sum() * cell)
 
 
-def costs_no_more_than(event: SumAndLoss | PoissonSampledGaussian, accountant: str) -> bool:
+def costs_no_more_than(
+    event: PoissonSampledGaussian | PoissonSampledGaussian, accountant: str
+) -> bool:
     """Whether the epsilon of one step of ``event`` bounds both directions at delta 1e-5."""
     value = epsilon(event, 1e-5, accountant).value
     return max(delta_on_a_grid(value, order) for order in (1, -1)) <= 1e-5
@@ -66,11 +68,13 @@ def costs_no_more_than(event: SumAndLoss | PoissonSampledGaussian, accountant: s
 
 @pytest.mark.parametrize("accountant", ["pld", "rdp", "prv"])
 def test_its_epsilon_bounds_the_integral_over_both_releases(accountant):
-    assert costs_no_more_than(SumAndLoss(SIGMA, OF_LOSS, RATE, 1), accountant)
+    assert costs_no_more_than(
+        PoissonSampledGaussian(SIGMA, RATE, 1, beside={"loss": OF_LOSS}), accountant
+    )
 
 
 def test_the_bound_is_tight():
-    value = epsilon(SumAndLoss(SIGMA, OF_LOSS, RATE, 1), 1e-5).value
+    value = epsilon(PoissonSampledGaussian(SIGMA, RATE, 1, beside={"loss": OF_LOSS}), 1e-5).value
     assert delta_on_a_grid(value - 0.02, 1) > 1e-5
 
 
@@ -79,7 +83,7 @@ def test_the_bound_is_tight():
     [
         PoissonSampledGaussian(SIGMA, RATE, 1),  # the loss for nothing
         PoissonSampledGaussian(math.hypot(SIGMA, OF_LOSS), RATE, 1),
-        SumAndLoss(SIGMA, OF_LOSS * 1.1, RATE, 1),
+        PoissonSampledGaussian(SIGMA, RATE, 1, beside={"loss": OF_LOSS * 1.1}),
     ],
 )
 def test_planted_events_that_cost_too_little_are_seen(planted):
@@ -87,18 +91,25 @@ def test_planted_events_that_cost_too_little_are_seen(planted):
 
 
 def test_truncated_samples_and_their_relations():
-    event = TruncatedSumAndLoss(SIGMA, OF_LOSS, 0.02, 50, 1000, 30)
+    event = TruncatedPoissonSampledGaussian(SIGMA, 0.02, 50, 1000, 30, beside={"loss": OF_LOSS})
     as_one = TruncatedPoissonSampledGaussian(event.joint_noise_multiplier, 0.02, 50, 1000, 30)
     assert epsilon(event, 1e-5) == epsilon(as_one, 1e-5)
-    assert epsilon(event, 1e-5).value > epsilon(SumAndLoss(SIGMA, OF_LOSS, 0.02, 50), 1e-5).value
-    with pytest.raises(UnsupportedEventError, match="add_remove.* TruncatedSumAndLoss"):
+    assert (
+        epsilon(event, 1e-5).value
+        > epsilon(PoissonSampledGaussian(SIGMA, 0.02, 50, beside={"loss": OF_LOSS}), 1e-5).value
+    )
+    with pytest.raises(UnsupportedEventError, match="add_remove.* TruncatedPoissonSampledGaussian"):
         epsilon(event, 1e-5, relation="add_remove")
     with pytest.raises(UnsupportedEventError, match='Use accountant="pld"'):
         epsilon(event, 1e-5, "rdp")
 
 
 @pytest.mark.parametrize(
-    "event", [SumAndLoss(1, 3, 0.1, 7), TruncatedSumAndLoss(1, 3, 0.1, 7, 40, 9)]
+    "event",
+    [
+        PoissonSampledGaussian(1, 0.1, 7, beside={"loss": 3}),
+        TruncatedPoissonSampledGaussian(1, 0.1, 7, 40, 9, beside={"loss": 3}),
+    ],
 )
 def test_description_parts_and_steps(event):
     assert event_from_dict(json.loads(json.dumps(event.to_dict()))) == event
@@ -113,7 +124,7 @@ def test_description_parts_and_steps(event):
 
 @pytest.mark.parametrize("sigmas", [(0.0, 1.0), (1.0, 0.0)])
 def test_a_part_without_noise_has_no_finite_epsilon(sigmas):
-    event = SumAndLoss(*sigmas, 0.1, 3)
+    event = PoissonSampledGaussian(sigmas[0], 0.1, 3, beside={"loss": sigmas[1]})
     assert compose(event).noiseless and math.isinf(epsilon(event, 1e-5).value)
 
 
@@ -121,17 +132,17 @@ def test_a_part_without_noise_has_no_finite_epsilon(sigmas):
     ("values", "match"),
     [
         ((-1, 1, 0.1, 1), "`noise_multiplier`"),
-        ((1, -1, 0.1, 1), "`loss_noise_multiplier`"),
-        ((1, "1", 0.1, 1), "`loss_noise_multiplier`"),
-        ((1, math.nan, 0.1, 1), "`loss_noise_multiplier`"),
+        ((1, -1, 0.1, 1), "`loss`"),
+        ((1, "1", 0.1, 1), "`loss`"),
+        ((1, math.nan, 0.1, 1), "`loss`"),
         ((1, 1, 1.1, 1), "`sample_rate`"),
         ((1, 1, 0.1, 0.5), "`steps`"),
     ],
 )
 def test_bad_values_are_refused(values, match):
     with pytest.raises(InvalidArgumentError, match=match):
-        SumAndLoss(*values)
+        PoissonSampledGaussian(values[0], *values[2:], beside={"loss": values[1]})
     with pytest.raises(InvalidArgumentError, match=match):
-        TruncatedSumAndLoss(*values, 40, 9)
+        TruncatedPoissonSampledGaussian(values[0], *values[2:], 40, 9, beside={"loss": values[1]})
     with pytest.raises(InvalidArgumentError, match="max_batch_size"):
-        TruncatedSumAndLoss(1, 1, 0.1, 1, 40, 0)
+        TruncatedPoissonSampledGaussian(1, 0.1, 1, 40, 0, beside={"loss": 1})

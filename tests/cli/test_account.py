@@ -355,7 +355,7 @@ class TestLedger:
             "statement and True in the plan"),
             (lambda d: d["plan"].update(released=["training_loss"]), "released is"),
             (lambda d: d["plan"].update(model_selection=True), "model_selection is False"),
-            (lambda d: d["plan"]["mechanism"].update(max_batch_size=1200), "not the plan's"),
+            (lambda d: d["plan"]["mechanism"].update(draw={"name": "truncated_poisson", "max_batch_size": 1200}), "not the plan's"),
             (lambda d: _both(d, delta=0.9999), "plan cannot be read .*target_delta"),
             (lambda d: d.update(status="super private") or d["statement"].update(status="super "
             "private"), "status "
@@ -380,7 +380,7 @@ class TestLedger:
             # what hf_dp cannot have written
             (lambda d: d["plan"].update(steps="a"), "`steps` to be a number"),
             (lambda d: d["plan"].update(released=[5, None]), "`released` to be a list of names"),
-            (lambda d: d["plan"]["mechanism"].update(max_batch_size="a"), "`max_logical_batch_size` to be a number"),
+            (lambda d: d["plan"]["mechanism"].update(draw={"name": "truncated_poisson", "max_batch_size": "a"}), "`max_logical_batch_size` to be a number"),
             (lambda d: d["statement"].update(epsilon="0.1"), "epsilon is stated as '0.1'"),
             (lambda d: d["statement"].update(epsilon=[1]), r"epsilon is stated as \[1\]"),
             (lambda d: d["statement"]["facts"].update(released=[5]), "`released` to be a list of "

@@ -9,7 +9,6 @@ import pytest
 
 from hf_dp.accounting import (
     PoissonSampledGaussian,
-    SumAndLoss,
     calibrate_noise_multiplier,
     epsilon,
 )
@@ -160,7 +159,7 @@ def test_a_noised_loss(capsys, recipe):
     words = ["plan", "--config", str(recipe), "--num-examples", "67349"]
     found = json.loads(printed(capsys, *words, "--json"))
     sigma = found["plan"]["noise_multiplier"]
-    event = SumAndLoss(sigma, 3 * sigma, 1024 / 67349, 198)
+    event = PoissonSampledGaussian(sigma, 1024 / 67349, 198, beside={"loss": 3 * sigma})
     assert found["results"][0]["epsilon"] == epsilon(event, 7e-6, "rdp").rounded_up() == 3
     shown = printed(capsys, *words, "--noised-loss-bound", "2")
     assert (

@@ -15,8 +15,8 @@ from scipy import stats
 from torch.distributed.fsdp import fully_shard
 from transformers import DataCollatorWithPadding
 
-from hf_dp import NoisedLossPlan, PrivacyRequest, PrivateRun, mechanism_for
-from hf_dp.accounting import SumAndLoss
+from hf_dp import DpSgdPlan, NoisedLoss, PrivacyPlan, PrivateRun, mechanism_for
+from hf_dp.accounting import PoissonSampledGaussian
 from hf_dp.batches.options import BatchOptions
 from hf_dp.distributed import sums as module
 from hf_dp.distributed.processes import Processes
@@ -28,7 +28,9 @@ from hf_dp.statement.record import read
 from hf_dp.statement.verify import disagreements
 
 LOSS = {"noised_loss_bound": 0.7, "noised_loss_budget_ratio": 0.2}
-PLANNED = PlannedRelease(SumAndLoss(2.0, 9.0, 0.1, 1), "training", {"sum": 0.5, "loss": 3.0})
+PLANNED = PlannedRelease(
+    PoissonSampledGaussian(2.0, 0.1, 1, beside={"loss": 9.0}), "training", {"sum": 0.5, "loss": 3.0}
+)
 
 
 def results(count: int, function) -> list[Any]:
@@ -98,7 +100,7 @@ def test_two_processes_log_the_same_noised_numbers(tmp_path):
     first, second = results(2, train)
     assert first == second and len(set(first)) == 4
     record = read(tmp_path)
-    assert record.ledger.events == (SumAndLoss(1.0, 2.0, 0.2, 4),)
+    assert record.ledger.events == (PoissonSampledGaussian(1.0, 0.2, 4, beside={"loss": 2.0}),)
     assert disagreements(record) == []
 
 
@@ -110,13 +112,13 @@ def looped(folder, shards: bool) -> list[float]:
         for layer in model.bert.encoder.layer:
             fully_shard(layer)
         fully_shard(model)
-    plan = PrivacyRequest(
+    plan = PrivacyPlan.solve(
         num_examples=40,
         expected_batch_size=40,
-        mechanism=NoisedLossPlan(0.1, 1.0, **LOSS),
+        mechanism=DpSgdPlan(0.1, 1.0, loss=NoisedLoss(*LOSS.values())),
         max_steps=2,
         accountant="rdp",
-    ).plan()
+    )
     private = PrivateRun(
         model,
         plan,

@@ -20,7 +20,7 @@ from silence import Silent, distance, weights
 from torch.distributed.fsdp import fully_shard
 from transformers import DataCollatorWithPadding
 
-from hf_dp import DpSgdPlan, PrivacyRequest, PrivateRun, mechanism_for
+from hf_dp import DpSgdPlan, PrivacyPlan, PrivateRun, mechanism_for
 from hf_dp.batches.options import BatchOptions
 from hf_dp.run.options import RunOptions
 from hf_dp.statement.record import read
@@ -123,13 +123,13 @@ def looped(folder: Path, shards: bool, batch: int = 40) -> dict[str, torch.Tenso
         for layer in model.bert.encoder.layer:
             fully_shard(layer)
         fully_shard(model)
-    plan = PrivacyRequest(
+    plan = PrivacyPlan.solve(
         num_examples=40,
         expected_batch_size=batch,
         mechanism=DpSgdPlan(clipping_norm=0.1, noise_multiplier=1.0),
         max_steps=3,
         accountant="rdp",
-    ).plan()
+    )
     private = PrivateRun(
         model,
         plan,

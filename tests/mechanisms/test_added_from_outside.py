@@ -19,8 +19,8 @@ from hf_dp.cards.card import render_card
 from hf_dp.cards.details import CardDetails
 from hf_dp.mechanisms import Clipped, Mechanism, mechanism_for, register_mechanism
 from hf_dp.mechanisms.dp_fp.representation import clip_vectors
-from hf_dp.plans import MechanismPlan, PrivacyRequest, Words, register_plan
-from hf_dp.plans.sampling import PoissonSampler
+from hf_dp.plans import MechanismPlan, PrivacyPlan, Words, register_plan
+from hf_dp.plans.draws import PoissonSampler
 from hf_dp.run.private_run import PrivateRun
 from hf_dp.statement.facts import RunFacts
 from hf_dp.statement.record import read
@@ -82,13 +82,13 @@ class FeatureMean(Mechanism):
 
 def test_it_runs_and_everything_knows_it(tmp_path):
     rows = tiny.dataset().rename_column("label", "labels")
-    plan = PrivacyRequest(
+    plan = PrivacyPlan.solve(
         num_examples=len(rows),
         expected_batch_size=len(rows),
         mechanism=FeatureMeanPlan(1.0),
         max_steps=3,
         target_epsilon=2.0,
-    ).plan()
+    )
     model = tiny.model()
     run = PrivateRun(
         model,
@@ -127,9 +127,9 @@ class NotEstablished(FeatureMeanPlan):
 
 
 def test_a_plan_that_says_that_nothing_is_established_is_believed():
-    plan = PrivacyRequest(
+    plan = PrivacyPlan.solve(
         num_examples=40, expected_batch_size=40, mechanism=NotEstablished(1.0, 2.0), max_steps=1
-    ).plan()
+    )
     ledger = Ledger()
     ledger.append(plan.event(1), "training")
     statement = PrivacyStatement.from_ledger(plan, ledger, RunFacts("a", "b", "c", "d"))

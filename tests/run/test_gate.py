@@ -19,15 +19,14 @@ from hf_dp.accounting import (
     PoissonSampledGaussian,
     RandomizedResponse,
     RecordRelease,
-    SumAndLoss,
     SumAndRows,
     event_from_dict,
 )
 from hf_dp.errors import BudgetExceededError, ConfigError, InvalidArgumentError, LedgerError
-from hf_dp.mechanisms import DpSgd
+from hf_dp.mechanisms.dp_sgd import DpSgd
 from hf_dp.noise import SecretRandomness
 from hf_dp.plans import DpSgdPlan, PlannedRelease, PrivacyPlan
-from hf_dp.run.gate import Gate, NothingReleased, Release
+from hf_dp.run.gate import Gate, IndependentNoise, NothingReleased, Release
 from hf_dp.run.ledger import RunLedger
 from hf_dp.statement.record import read
 
@@ -77,14 +76,28 @@ PLANNED = [
         ),
         "vectors",
     ),
-    (PlannedRelease(SumAndLoss(2.0, 9.0, 0.1, 1), "training", {"sum": 0.5, "loss": 3.0}), "sum"),
-    (PlannedRelease(SumAndLoss(2.0, 9.0, 0.1, 1), "training", {"sum": 0.5, "loss": 3.0}), "loss"),
+    (
+        PlannedRelease(
+            PoissonSampledGaussian(2.0, 0.1, 1, beside={"loss": 9.0}),
+            "training",
+            {"sum": 0.5, "loss": 3.0},
+        ),
+        "sum",
+    ),
+    (
+        PlannedRelease(
+            PoissonSampledGaussian(2.0, 0.1, 1, beside={"loss": 9.0}),
+            "training",
+            {"sum": 0.5, "loss": 3.0},
+        ),
+        "loss",
+    ),
 ]
 
 
 @pytest.mark.parametrize(("planned", "part"), PLANNED)
 def test_the_noise_is_the_events_multiplier_times_the_sensitivity(book, planned, part):
-    assert has_the_planned_noise(Gate(book, SecretRandomness()), planned, part)
+    assert has_the_planned_noise(Gate(book, IndependentNoise(SecretRandomness())), planned, part)
 
 
 @pytest.mark.parametrize("factor", [2 / 3, 3 / 2])
@@ -93,7 +106,9 @@ def test_planted_wrong_standard_deviation_is_seen(book, monkeypatch, factor):
     monkeypatch.setattr(
         PlannedRelease, "noise_std", lambda self, part: factor * original(self, part)
     )
-    assert not has_the_planned_noise(Gate(book, SecretRandomness()), PLAN.step_release())
+    assert not has_the_planned_noise(
+        Gate(book, IndependentNoise(SecretRandomness())), PLAN.step_release()
+    )
 
 
 def test_the_parts_are_those_of_the_event():
@@ -123,7 +138,7 @@ def is_durable_before_anything_is_out(gate: Gate, book: RunLedger) -> bool:
 class AppendsAfterwards(Gate):
     @contextmanager
     def release(self, planned):
-        release = Release(planned, self._randomness, self._ledger)
+        release = Release(planned, self._noise, self._ledger)
         yield release
         self._ledger.append(planned.event, planned.purpose)
 
@@ -136,16 +151,18 @@ class ForgetsTheSecond(Gate):
         self.count += 1
         if self.count != 2:
             self._ledger.append(planned.event, planned.purpose)
-        yield Release(planned, self._randomness, self._ledger)
+        yield Release(planned, self._noise, self._ledger)
 
 
 def test_the_ledger_is_durable_before_the_value(book):
-    assert is_durable_before_anything_is_out(Gate(book, SecretRandomness()), book)
+    assert is_durable_before_anything_is_out(Gate(book, IndependentNoise(SecretRandomness())), book)
 
 
 @pytest.mark.parametrize("planted", [AppendsAfterwards, ForgetsTheSecond])
 def test_planted_gates_that_record_late_or_not_at_all_are_seen(book, planted):
-    assert not is_durable_before_anything_is_out(planted(book, SecretRandomness()), book)
+    assert not is_durable_before_anything_is_out(
+        planted(book, IndependentNoise(SecretRandomness())), book
+    )
 
 
 def test_nothing_is_recorded_and_nothing_leaves_beyond_the_target(tmp_path):
@@ -158,7 +175,7 @@ def test_nothing_is_recorded_and_nothing_leaves_beyond_the_target(tmp_path):
     )
     book = RunLedger(tmp_path, plan)
     book.start(2)
-    gate = Gate(book, SecretRandomness())
+    gate = Gate(book, IndependentNoise(SecretRandomness()))
     for _ in range(2):
         with gate.release(plan.step_release()) as release:
             release.sum({"w": torch.zeros(3)})
@@ -172,14 +189,14 @@ def test_nothing_is_recorded_and_nothing_leaves_beyond_the_target(tmp_path):
 
 
 def test_a_sum_leaves_once(book):
-    with Gate(book, SecretRandomness()).release(PLAN.step_release()) as release:
+    with Gate(book, IndependentNoise(SecretRandomness())).release(PLAN.step_release()) as release:
         release.sum({"w": torch.zeros(3)})
         with pytest.raises(LedgerError, match="Record another release"):
             release.sum({"w": torch.zeros(3)})
 
 
 def test_a_closed_release_lets_nothing_out(book):
-    with Gate(book, SecretRandomness()).release(PLAN.step_release()) as release:
+    with Gate(book, IndependentNoise(SecretRandomness())).release(PLAN.step_release()) as release:
         pass
     with pytest.raises(LedgerError, match="closed"):
         release.sum({"w": torch.zeros(3)})
@@ -195,7 +212,7 @@ def test_a_closed_release_lets_nothing_out(book):
 
 
 def test_what_the_event_does_not_release_cannot_leave(book):
-    gate = Gate(book, SecretRandomness())
+    gate = Gate(book, IndependentNoise(SecretRandomness()))
     with gate.release(PLAN.step_release()) as release:
         with pytest.raises(ConfigError, match="got 'vectors'"):
             release.vectors(torch.zeros(2, 3))
@@ -206,8 +223,12 @@ def test_what_the_event_does_not_release_cannot_leave(book):
 
 
 def test_losses_vectors_and_labels_leave_once(book):
-    gate = Gate(book, SecretRandomness())
-    planned = PlannedRelease(SumAndLoss(2.0, 9.0, 0.1, 1), "training", {"sum": 0.5, "loss": 3.0})
+    gate = Gate(book, IndependentNoise(SecretRandomness()))
+    planned = PlannedRelease(
+        PoissonSampledGaussian(2.0, 0.1, 1, beside={"loss": 9.0}),
+        "training",
+        {"sum": 0.5, "loss": 3.0},
+    )
     with gate.release(planned) as release:
         release.loss(torch.zeros(()))
         release.sum({"w": torch.zeros(3)})
@@ -283,7 +304,7 @@ def test_releases_that_the_plan_does_not_make_count_against_the_target(tmp_path)
         book = RunLedger(tmp_path / purpose, plan)
         book.start(8)
         other = PlannedRelease(Gaussian(20.0, 1), purpose, {"sum": 1.0})
-        gate, taken = Gate(book, SecretRandomness()), []
+        gate, taken = Gate(book, IndependentNoise(SecretRandomness())), []
 
         def steps(gate=gate, taken=taken):
             for _ in range(8):

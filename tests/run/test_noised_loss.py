@@ -14,10 +14,10 @@ import torch
 from scipy import stats
 from transformers import DataCollatorWithPadding
 
-from hf_dp import NoisedLossPlan, PrivacyRequest, PrivateRun, mechanism_for, save_run
+from hf_dp import DpSgdPlan, NoisedLoss, PrivacyPlan, PrivateRun, mechanism_for, save_run
 from hf_dp.errors import LedgerError, SelfCheckError
 from hf_dp.losses import per_example_loss
-from hf_dp.mechanisms.noised_loss import BoundedLosses
+from hf_dp.mechanisms.dp_sgd import BoundedLosses
 from hf_dp.noise import SecretRandomness
 from hf_dp.plans.release import PlannedRelease
 from hf_dp.run.gate import Release
@@ -36,15 +36,14 @@ def extreme_loss(model, inputs):
     return losses * factors
 
 
-def private_run(folder: Path, steps: int = 4, loss=None, **mechanism) -> PrivateRun:
-    given = {"noised_loss_bound": BOUND, "noised_loss_budget_ratio": RATIO, **mechanism}
-    plan = PrivacyRequest(
+def private_run(folder: Path, steps: int = 4, loss=None, bound: float = BOUND) -> PrivateRun:
+    plan = PrivacyPlan.solve(
         num_examples=ROWS,
         expected_batch_size=BATCH,
-        mechanism=NoisedLossPlan(0.1, 1.0, **given),
+        mechanism=DpSgdPlan(0.1, 1.0, loss=NoisedLoss(bound, RATIO)),
         max_steps=steps,
         accountant="rdp",
-    ).plan()
+    )
     return PrivateRun(
         tiny.model(),
         plan,
@@ -66,7 +65,7 @@ def moves_by_at_most_the_bound(folder: Path) -> bool:
 
     def total(indices: list[int]) -> float:
         batches = loader.collate_fn([loader.dataset[i] for i in indices]) if indices else []
-        return float(mechanism.clip(batches).values[1])
+        return float(mechanism.clip(batches).losses)
 
     others = [1, 5, 6, 12, 14, 15, 17]
     alone, moved = total(others), []
@@ -121,11 +120,14 @@ def totals_of_parts(unit: float, bound: float = 0.3) -> set[float]:
 
 
 def test_the_sum_is_exact_in_whatever_order_and_parts():
-    plan = NoisedLossPlan(0.1, 1.0, noised_loss_bound=0.3, noised_loss_budget_ratio=0.1)
-    request = PrivacyRequest(
-        num_examples=30_000, expected_batch_size=100, mechanism=plan, max_steps=1
+    loss = NoisedLoss(0.3, 0.1)
+    plan = PrivacyPlan.solve(
+        num_examples=30_000,
+        expected_batch_size=100,
+        mechanism=DpSgdPlan(0.1, 1.0, loss=loss),
+        max_steps=1,
     )
-    unit = plan.loss_unit(request.plan().schedule)
+    unit = loss.unit(plan)
     assert len(totals_of_parts(unit)) == 1
 
 
@@ -177,7 +179,7 @@ def pvalue_of_the_noise(folder: Path, steps: int = 300) -> float:
     mechanism, found = mechanism_for(run), []
     for batches in mechanism.logical_batches():
         clipped = mechanism.clip(batches)
-        assert float(clipped.values[1]) == 0
+        assert float(clipped.losses) == 0
         with run.release_step() as release:
             mechanism.set_gradients(clipped, release)
         found.append(float(mechanism.noised["noised_loss"]))
@@ -228,7 +230,7 @@ def test_it_is_the_clipped_mean_and_noise(tmp_path, monkeypatch):
     statement = save_run(mechanism)
     assert "the noised losses in its logs" in statement.covered
     assert disagreements(read(tmp_path)) == []
-    assert [row["type"] for row in statement.mechanisms] == ["SumAndLoss"]
+    assert [row["type"] for row in statement.mechanisms] == ["PoissonSampledGaussian"]
 
 
 # -- the ledger first, and once --
@@ -288,7 +290,10 @@ def test_a_step_releases_its_loss_once(tmp_path):
 
 
 def test_a_release_of_another_bound_is_refused(tmp_path):
-    run, other = private_run(tmp_path / "one"), private_run(tmp_path / "two", noised_loss_bound=9.0)
+    run, other = (
+        private_run(tmp_path / "one"),
+        private_run(tmp_path / "two", bound=9.0),
+    )
     mechanism = mechanism_for(run)
     for batches in mechanism.logical_batches():
         clipped = mechanism.clip(batches)

@@ -19,7 +19,7 @@ import torch
 from processes import outcomes
 from transformers import BertConfig, BertForSequenceClassification, DataCollatorWithPadding
 
-from hf_dp import DpSgdPlan, FrostConfig, PrivacyRequest, PrivateRun, RgpConfig, mechanism_for
+from hf_dp import DpSgdPlan, FrostConfig, PrivacyPlan, PrivateRun, RgpConfig, mechanism_for
 from hf_dp.batches.options import BatchOptions
 from hf_dp.errors import (
     DataError,
@@ -52,12 +52,12 @@ def rows(longest: int = 8, seed: int = 0) -> datasets.Dataset:
 
 
 def mechanism_of(folder, model=None, train_dataset=None, expected: int = 250):
-    plan = PrivacyRequest(
+    plan = PrivacyPlan.solve(
         num_examples=COUNT,
         expected_batch_size=expected,
         mechanism=DpSgdPlan(clipping_norm=0.1, noise_multiplier=1.0),
         max_steps=2,
-    ).plan()
+    )
     run = PrivateRun(
         model or tiny.model(),
         plan,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import datasets
 import pytest
 import tiny
@@ -14,7 +16,6 @@ from hf_dp import (
     DpSgdPlan,
     FrozenPlan,
     PrivacyPlan,
-    PrivacyRequest,
     PrivateRun,
     mechanism_for,
     save_run,
@@ -29,7 +30,7 @@ from hf_dp.errors import (
     UnsupportedModelError,
 )
 from hf_dp.noise import SecretRandomness
-from hf_dp.plans.best_of_runs import BestOfRunsPlan
+from hf_dp.plans import Search
 from hf_dp.run.ledger import RunLedger
 from hf_dp.run.options import RunOptions
 from hf_dp.statement.record import read
@@ -44,20 +45,20 @@ def rows():
     return tiny.dataset().rename_column("label", "labels")
 
 
-def request(**changes) -> PrivacyRequest:
+def request(**changes) -> PrivacyPlan:
     given = {
         "num_examples": 40,
         "expected_batch_size": 8,
         "mechanism": DpSgdPlan(clipping_norm=0.1, noise_multiplier=1.0),
         "max_steps": 4,
     }
-    return PrivacyRequest(**{**given, **changes})
+    return PrivacyPlan.solve(**{**given, **changes})
 
 
 def run(folder, model=None, plan: PrivacyPlan | None = None, **given) -> PrivateRun:
     return PrivateRun(
         model or tiny.model(),
-        plan or request().plan(),
+        plan or request(),
         folder,
         train_dataset=given.pop("train_dataset", rows()),
         data_collator=DataCollatorWithPadding(tiny.tokenizer()),
@@ -129,7 +130,7 @@ def _model(state):
 
 
 def test_it_stops_before_the_target_is_passed(tmp_path):
-    plan = request(mechanism=DpSgdPlan(clipping_norm=0.1), target_epsilon=1.0, max_steps=3).plan()
+    plan = request(mechanism=DpSgdPlan(clipping_norm=0.1), target_epsilon=1.0, max_steps=3)
     private = run(tmp_path, plan=plan)
     assert loop(private, torch.optim.SGD(private.model.parameters(), lr=0.1)) == 3
     assert private.epsilon().value <= 1.0
@@ -187,20 +188,20 @@ def test_a_loop_refuses_a_selection_that_another_run_made(tmp_path):
 
 def test_a_loop_in_a_private_search_evaluates_on_no_training_row(tmp_path):
     mechanism = DpSgdPlan(clipping_norm=0.1, noise_multiplier=1.0)
-    of_a_search = BestOfRunsPlan(clipping_norm=0.1, noise_multiplier=1.0, mean_runs=5)
+    of_a_search = dataclasses.replace(mechanism, search=Search(5))
     own = tiny.evaluation_set().rename_column("label", "labels")
     one_equal = datasets.Dataset.from_list([*own.to_list(), rows()[3]])
     only_labels = own.select_columns(["labels"])
     released = ["evaluation_on_training_rows"]
     for number, given in enumerate(({}, {"released": released})):
-        plan = request(mechanism=of_a_search, accountant="rdp").plan()
+        plan = request(mechanism=of_a_search, accountant="rdp")
         search = run(tmp_path / f"search{number}", plan=plan, **given)
         search.check_evaluation(own)
         with pytest.raises(UnsupportedArgumentError, match="holds rows equal to training rows"):
             search.check_evaluation({"far": one_equal})
         with pytest.raises(UnsupportedArgumentError, match="cannot be compared"):
             search.check_evaluation(only_labels)
-    alone = run(tmp_path / "alone", plan=request(mechanism=mechanism).plan())
+    alone = run(tmp_path / "alone", plan=request(mechanism=mechanism))
     alone.check_evaluation(one_equal)
     assert alone.book.evaluation_compared
     alone.check_evaluation(only_labels)
@@ -237,8 +238,8 @@ def test_one_sample_pays_for_one_step(tmp_path):
 
 def test_a_release_of_another_run_sets_no_gradient(tmp_path):
     """Its noise is scaled to another clipping norm."""
-    loose = run(tmp_path / "loose", plan=request(mechanism=DpSgdPlan(1000.0, 1.0)).plan())
-    tight = run(tmp_path / "tight", plan=request(mechanism=DpSgdPlan(1e-6, 1.0)).plan())
+    loose = run(tmp_path / "loose", plan=request(mechanism=DpSgdPlan(1000.0, 1.0)))
+    tight = run(tmp_path / "tight", plan=request(mechanism=DpSgdPlan(1e-6, 1.0)))
     of_loose, of_tight = mechanism_for(loose), mechanism_for(tight)
     for batches, _ in zip(of_loose.logical_batches(), of_tight.logical_batches(), strict=True):
         clipped = of_loose.clip(batches)
@@ -253,7 +254,7 @@ def test_a_release_of_another_run_sets_no_gradient(tmp_path):
 
 def test_vectors_that_were_not_released_are_not_trained_on(tmp_path, monkeypatch):
     """A release that fails leaves nothing that the next attempt takes for released."""
-    plan = request(mechanism=FrozenPlan(1.0, 100.0, label_epsilon=0.1, num_classes=2)).plan()
+    plan = request(mechanism=FrozenPlan(1.0, 100.0, label_epsilon=0.1, num_classes=2))
     private = run(tmp_path, plan=plan)
     mechanism = mechanism_for(private)
     original = RunLedger.append

@@ -14,9 +14,9 @@ from hf_dp.accounting import RandomAllocationGaussian, epsilon
 from hf_dp.cards.verify import verify
 from hf_dp.errors import AuditError, BudgetExceededError, InvalidArgumentError, LedgerError
 from hf_dp.noise import SecretRandomness
-from hf_dp.plans.allocation import AllocatedPlan
+from hf_dp.plans import DpSgdPlan, RandomAllocation
+from hf_dp.plans.draws import AllocationSampler
 from hf_dp.plans.privacy import PrivacyPlan
-from hf_dp.plans.sampling import AllocationSampler
 from hf_dp.tuners.frost.config import FrostConfig
 
 ALLOCATED = {"sampling": "random_allocation"}  # 40 rows, 8 expected: 5 steps an epoch
@@ -203,7 +203,7 @@ def test_an_audit_refutes_allocations_without_noise(tmp_path, monkeypatch):
 
 def test_a_plan_of_other_batches_than_are_drawn_is_refused():
     with pytest.raises(InvalidArgumentError, match=r"`expected_batch_size` to be 40 / 4"):
-        PrivacyPlan(40, 9.0, 10, 1 / 80, AllocatedPlan(0.1, 1.0))
+        PrivacyPlan(40, 9.0, 10, 1 / 80, DpSgdPlan(0.1, 1.0, draw=RandomAllocation()))
 
 
 @pytest.mark.parametrize(
@@ -211,7 +211,10 @@ def test_a_plan_of_other_batches_than_are_drawn_is_refused():
     [
         ({"max_logical_batch_size": 12}, "`max_logical_batch_size` to be left out"),
         ({"accountant": "rdp"}, "`accountant` to be 'pld'"),
-        ({"noised_loss_bound": 1.0, "noised_loss_budget_ratio": 0.1}, "`sampling` to be 'poisson'"),
+        (
+            {"noised_loss_bound": 1.0, "noised_loss_budget_ratio": 0.1},
+            "`noised_loss_bound` to be left",
+        ),
         ({"expected_batch_size": 30}, "`expected_batch_size` to be at most 20"),
         ({"sampling": "shuffle"}, "`sampling` to be one of"),
         ({"given": {"peft_config": FrostConfig()}}, "`peft_config` to be left out"),

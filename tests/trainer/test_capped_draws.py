@@ -10,7 +10,7 @@ import pytest
 import tiny
 
 from hf_dp.accounting import PoissonSampledGaussian, TruncatedPoissonSampledGaussian, epsilon
-from hf_dp.errors import InvalidArgumentError, LedgerError, UnsupportedEventError
+from hf_dp.errors import InvalidArgumentError, LedgerError, UnsupportedArgumentError
 from hf_dp.plans.privacy import PrivacyPlan
 from hf_dp.run.ledger import RunLedger
 
@@ -26,7 +26,7 @@ def test_what_ran_is_what_is_accounted(tmp_path):
         return drawn[-1]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("hf_dp.plans.sampling.PoissonSampler.draw", watched)
+        patch.setattr("hf_dp.plans.draws.PoissonSampler.draw", watched)
         trainer.train()
     assert len(drawn) >= 6
     assert max(map(len, drawn)) <= 9
@@ -39,13 +39,16 @@ def test_what_ran_is_what_is_accounted(tmp_path):
     assert "with truncated Poisson sampling" in statement.sentence()
     trainer.save_model()
     written = json.loads((tmp_path / "privacy.json").read_text())
-    assert written["plan"]["mechanism"]["max_batch_size"] == 9
+    assert written["plan"]["mechanism"]["draw"] == {
+        "name": "truncated_poisson",
+        "max_batch_size": 9,
+    }
     assert "hf-dp account ledger privacy.json" in (tmp_path / "README.md").read_text()
     assert written["ledger"][0]["type"] == "TruncatedPoissonSampledGaussian"
 
 
 def test_an_accountant_that_does_not_know_it_refuses_before_training(tmp_path):
-    with pytest.raises(UnsupportedEventError, match='Use accountant="pld"'):
+    with pytest.raises(UnsupportedArgumentError, match="`accountant` to be 'pld'"):
         tiny.trainer(tmp_path, max_logical_batch_size=9, accountant="rdp")
     with pytest.raises(InvalidArgumentError, match="max_logical_batch_size"):
         tiny.trainer(tmp_path, max_logical_batch_size=0)

@@ -34,7 +34,7 @@ from hf_dp.mechanisms import Frozen
 from hf_dp.mechanisms.dp_fp.frozen import RELEASED_ROWS
 from hf_dp.mechanisms.dp_fp.last_layer import LastLayer
 from hf_dp.mechanisms.dp_fp.representation import clip_vectors
-from hf_dp.plans import FrozenPlan, PrivacyRequest, PrivateEncoderPlan
+from hf_dp.plans import FrozenPlan, PrivacyPlan, PrivateEncoderPlan
 from hf_dp.statement.record import read
 from hf_dp.statement.verify import disagreements
 from hf_dp.trainer.trainer import DPTrainer
@@ -568,9 +568,7 @@ def test_bad_arguments_are_named(tmp_path, options, message):
 
 def test_a_rate_above_1_is_refused():
     with pytest.raises(InvalidArgumentError, match="`num_micro_batches`|expected_batch_size"):
-        PrivacyRequest(
-            num_examples=10, expected_batch_size=11, mechanism=FrozenPlan(1.0, 1.0)
-        ).plan()
+        PrivacyPlan.solve(num_examples=10, expected_batch_size=11, mechanism=FrozenPlan(1.0, 1.0))
 
 
 @pytest.mark.parametrize(

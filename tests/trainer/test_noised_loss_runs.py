@@ -13,14 +13,12 @@ from transformers import TrainerCallback
 
 from hf_dp.accounting import (
     PoissonSampledGaussian,
-    SumAndLoss,
-    TruncatedSumAndLoss,
+    TruncatedPoissonSampledGaussian,
     epsilon,
     event_from_dict,
 )
 from hf_dp.errors import BudgetExceededError, LedgerError, UnsupportedArgumentError
-from hf_dp.mechanisms import DpSgdNoisedLoss
-from hf_dp.mechanisms.noised_loss import BoundedLosses
+from hf_dp.mechanisms.dp_sgd import BoundedLosses, DpSgd
 from hf_dp.noise import SecretRandomness
 from hf_dp.run.gate import Release
 from hf_dp.statement.record import read
@@ -53,14 +51,14 @@ class Watched:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch):
         self.steps: list[float] = []
-        honest = DpSgdNoisedLoss.gradients
+        honest = DpSgd.gradients
 
         def gradients(mechanism, clipped, release):
             found = honest(mechanism, clipped, release)
             self.steps.append(float(mechanism.noised["noised_loss"]))
             return found
 
-        monkeypatch.setattr(DpSgdNoisedLoss, "gradients", gradients)
+        monkeypatch.setattr(DpSgd, "gradients", gradients)
 
 
 def logged(trainer: DPTrainer) -> list[tuple[int, float]]:
@@ -108,15 +106,15 @@ def unnoised_numbers(folder: Path) -> list[float]:
     """Numbers below a folder, or in the logs, that are a clipped sum of losses without its noise,
     or its mean."""
     totals = []
-    honest = DpSgdNoisedLoss.clip
+    honest = DpSgd.clip
 
     def clip(mechanism, batches):
         clipped = honest(mechanism, batches)
-        totals.append(float(clipped.values[1]))
+        totals.append(float(clipped.losses))
         return clipped
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(DpSgdNoisedLoss, "clip", clip)
+        patch.setattr(DpSgd, "clip", clip)
         trainer = made(folder, save_strategy="steps", save_steps=2)
         trainer.train()
         trainer.save_model()
@@ -192,7 +190,7 @@ def test_the_target_pays_for_it_and_ledger_statement_and_card_name_it(tmp_path):
     trainer.train()
     plan = trainer.privacy_plan
     (event,) = trainer.ledger.events
-    assert isinstance(event, SumAndLoss) and event == plan.event()
+    assert isinstance(event, PoissonSampledGaussian) and event == plan.event()
     assert 2.99 < epsilon(event, plan.delta, "rdp").value <= 3.0
     assert trainer.epsilon().value <= 3.0
     trainer.save_model()
@@ -202,17 +200,17 @@ def test_the_target_pays_for_it_and_ledger_statement_and_card_name_it(tmp_path):
     assert event_from_dict({k: v for k, v in written["ledger"][0].items() if k != "purpose"}) == (
         event
     )
-    assert written["plan"]["mechanism"]["noised_loss_bound"] == 2.0
+    assert written["plan"]["mechanism"]["loss"]["bound"] == 2.0
     statement = trainer.privacy_statement()
     assert "each clipped to [0, 2.0], are summed, too" in statement.mechanism
     assert statement.covered.endswith("the noised losses in its logs, and whatever is computed "
                                       "from them")  # fmt: skip
-    assert statement.noise_multipliers == (event.noise_multiplier, event.loss_noise_multiplier)
+    assert statement.noise_multipliers == (event.noise_multiplier, event.noise_multipliers["loss"])
     assert "4 steps of DP-SGD and a noised loss with Poisson sampling" in statement.sentence()
     assert any("gradient or loss is rounded the same" in line for line in statement.not_covered)
     card = (tmp_path / "README.md").read_text()
     assert "logged as noised\\_loss" in card or "logged as noised_loss" in card
-    assert "hf-dp account ledger privacy.json" in card and "SumAndLoss" in card
+    assert "hf-dp account ledger privacy.json" in card and "PoissonSampledGaussian" in card
 
 
 def test_a_run_without_it_says_nothing_of_it(tmp_path):
@@ -232,7 +230,7 @@ def test_account_ledger_recomputes_it(tmp_path, capsys):
     trainer.train()
     assert main(["account", "ledger", str(tmp_path)]) == 0
     printed = capsys.readouterr().out
-    assert "training: SumAndLoss(noise_multiplier 1.0, loss_noise_multiplier 2.0" in printed
+    assert "training: PoissonSampledGaussian(noise_multiplier 1.0, " in printed
     assert "consistent" in printed and f"{trainer.epsilon().rounded_up(3):.3f}" in printed
 
 
@@ -271,7 +269,7 @@ def test_every_tuner_has_it(tuner, tmp_path):
     assert len(logged(trainer)) == 4
     entries = trainer.ledger.entries
     trained = [entry.event for entry in entries if entry.purpose == "training"]
-    assert all(type(event) is SumAndLoss for event in trained)
+    assert all(type(event) is PoissonSampledGaussian for event in trained)
     assert sum(event.steps for event in trained) == 4
     selects = tuner.startswith("frost") or tuner == "param"
     assert ("selection" in [entry.purpose for entry in entries]) == selects
@@ -319,7 +317,9 @@ def test_a_limit_of_the_draw(tmp_path):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(BoundedLosses, "add", add)
         trainer.train()
-    assert trainer.ledger.events == (TruncatedSumAndLoss(1.0, 2.0, 0.2, 2, 40, 9),)
+    assert trainer.ledger.events == (
+        TruncatedPoissonSampledGaussian(1.0, 0.2, 2, 40, 9, beside={"loss": 2.0}),
+    )
     assert 0 < sum(counted) <= 2 * 9
     assert "of a draw of more than 9 rows" in trainer.privacy_statement().sampling
 
@@ -333,15 +333,15 @@ def test_a_resumed_run_goes_on_with_it(tmp_path):
     trainer = made(tmp_path, **options)
     trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
     assert [step for step, _ in logged(trainer)] == [1, 2, 3, 4]
-    assert trainer.ledger.events == (SumAndLoss(1.0, 2.0, 0.2, 6),)
+    assert trainer.ledger.events == (PoissonSampledGaussian(1.0, 0.2, 6, beside={"loss": 2.0}),)
 
 
 @pytest.mark.parametrize(
     ("changed", "match"),
     [
-        ({"noised_loss_bound": 3.0}, "`noised_loss_bound` is 3.0 but .* 2.0"),
-        ({"noised_loss_budget_ratio": 0.1}, "`noised_loss_budget_ratio` is 0.1 but .* 0.2"),
-        (dict.fromkeys(LOSS, None), "`noised_loss_bound` is None but .* 2.0"),
+        ({"noised_loss_bound": 3.0}, "`noised_loss_bound`.* 3.0.* but .* 2.0"),
+        ({"noised_loss_budget_ratio": 0.1}, "`noised_loss_budget_ratio`.* 0.1.* but .* 0.2"),
+        (dict.fromkeys(LOSS, None), "`noised_loss_bound`.* is None but .* 2.0"),
     ],
     ids=["bound", "ratio", "off"],
 )
@@ -359,7 +359,10 @@ def test_it_counts_in_a_later_run_on_the_same_rows(tmp_path):
         tmp_path / "later", earlier_runs=[str(tmp_path / "first")], accountant="rdp"
     )
     later.train()
-    events = (SumAndLoss(1.0, 2.0, 0.2, 4), PoissonSampledGaussian(1.0, 0.2, 4))
+    events = (
+        PoissonSampledGaussian(1.0, 0.2, 4, beside={"loss": 2.0}),
+        PoissonSampledGaussian(1.0, 0.2, 4),
+    )
     assert later.ledger.events == events
     assert later.epsilon().value == epsilon(events, later.privacy_plan.delta, "rdp").value
     assert disagreements(read(tmp_path / "later")) == []

@@ -17,7 +17,7 @@ from transformers import (
     TrainingArguments,
 )
 
-from hf_dp import DpSgdPlan, PrivacyRequest, PrivateRun, mechanism_for
+from hf_dp import DpSgdPlan, PrivacyPlan, PrivateRun, mechanism_for
 from hf_dp.errors import UnsupportedModelError
 from hf_dp.run import other_training
 from hf_dp.run.options import RunOptions
@@ -385,12 +385,12 @@ def test_digests_tell_any_change_of_one_number():
 
 
 def test_a_loop_of_ones_own_is_watched_too(tmp_path):
-    plan = PrivacyRequest(
+    plan = PrivacyPlan.solve(
         num_examples=40,
         expected_batch_size=8,
         max_steps=2,
         mechanism=DpSgdPlan(clipping_norm=0.1, noise_multiplier=1.0),
-    ).plan()
+    )
     collator = tiny.DataCollatorWithPadding(tiny.tokenizer())
 
     def run(name, model, **options):

@@ -10,7 +10,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers import DataCollatorWithPadding
 
-from hf_dp import DpSgdPlan, PrivacyRequest, PrivateRun, mechanism_for, save_run
+from hf_dp import DpSgdPlan, PrivacyPlan, PrivateRun, mechanism_for, save_run
 from hf_dp.batches.options import BatchOptions
 from hf_dp.cards.verify import verify
 from hf_dp.errors import InvalidArgumentError
@@ -20,12 +20,12 @@ from hf_dp.trainer import save_run as module
 
 
 def trained(folder: Path, model: torch.nn.Module, **given):
-    plan = PrivacyRequest(
+    plan = PrivacyPlan.solve(
         num_examples=40,
         expected_batch_size=8,
         mechanism=DpSgdPlan(clipping_norm=0.1, noise_multiplier=1.0),
         max_steps=1,
-    ).plan()
+    )
     run = PrivateRun(
         model,
         plan,

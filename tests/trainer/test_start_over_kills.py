@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import tiny
 
-from hf_dp import DpSgdPlan, PrivacyRequest, PrivateRun
+from hf_dp import DpSgdPlan, PrivacyPlan, PrivateRun
 from hf_dp.errors import LedgerError
 from hf_dp.run.folder import moved_aside
 from hf_dp.statement import durable
@@ -71,12 +71,12 @@ def test_a_run_moved_aside_cannot_be_forgotten_by_a_loop_of_ones_own(two_runs):
     for path in two_runs.glob("README.md"):
         path.unlink()
     assert moved_aside(two_runs)
-    plan = PrivacyRequest(
+    plan = PrivacyPlan.solve(
         num_examples=40,
         expected_batch_size=8,
         mechanism=DpSgdPlan(clipping_norm=0.1, noise_multiplier=1.0),
         max_steps=1,
-    ).plan()
+    )
     private = PrivateRun(
         tiny.model(), plan, two_runs, train_dataset=tiny.dataset(), data_collator=list
     )

@@ -44,14 +44,15 @@ from hf_dp.statement.weaknesses import EarlierRun
 from hf_dp.tuners.frost.config import FrostConfig
 
 
-def clipped(made, units) -> dict[str, torch.Tensor]:
-    """What a step's clipped sum is when these users are drawn."""
+def clipped(made, units, part: str = "values"):
+    """What a step's clipped sums are, or that of its losses, when these users are drawn."""
     made.create_optimizer()
     loader = made.get_train_dataloader()
     table, secret = made.run.units, os.urandom
     most = made.run.plan.users.max_rows
     drawn = [table.chosen(unit, most, secret) for unit in units]
-    return made.mechanism.clip(loader.collate_fn(loader.dataset.__getitems__(drawn))).values
+    batches = loader.collate_fn(loader.dataset.__getitems__(drawn))
+    return getattr(made.mechanism.clip(batches), part)
 
 
 # -- what one user can move --
@@ -151,8 +152,8 @@ def test_a_noised_loss_counts_a_user_once(tmp_path):
         expected_batch_size=1,
         target_delta=1e-2,
     )
-    _, both = clipped(made, [0, 1])
-    _, one = clipped(made, [1])
+    both = clipped(made, [0, 1], "losses")
+    one = clipped(made, [1], "losses")
     assert 0 < float(both - one) <= 0.5 and float(one) <= 0.5
 
 

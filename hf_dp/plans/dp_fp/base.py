@@ -3,17 +3,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
+
+import numpy as np
 
 from hf_dp import _validate
 from hf_dp.accounting import VECTORS
 from hf_dp.errors import UnsupportedArgumentError
 from hf_dp.plans.dp_sgd import check_noise
-from hf_dp.plans.mechanism import MechanismPlan, Schedule
+from hf_dp.plans.draws import Sampler
+from hf_dp.plans.mechanism import MechanismPlan
 from hf_dp.plans.rounding import ROUNDING_MARGIN
-from hf_dp.plans.sampling import MicroBatchSampler
+from hf_dp.plans.schedule import Schedule
 from hf_dp.plans.selection import SelectionPlan
 from hf_dp.plans.units import EXAMPLE, FEATURES, RECORD_ZERO_OUT, USER, Users
 
@@ -79,7 +82,9 @@ class ForwardPlan(MechanismPlan):
     def sensitivities(self, schedule: Schedule) -> Mapping[str, float]:
         return {VECTORS: self.vector_sensitivity}
 
-    def check_users(self, users: Users) -> None:
+    def check_users(self, users: Users | None) -> None:
+        if users is None:
+            return
         raise _validate.invalid(
             "privacy_unit",
             USER,
@@ -128,6 +133,74 @@ class ForwardPlan(MechanismPlan):
             f"{self.vector_clipping_norm!r}{in_block if self.labels_in_vector else ''}, and "
             f"Gaussian noise with standard deviation {std:.6g} is added to each coordinate"
         )
+
+
+@dataclass(frozen=True)
+class MicroBatchSampler(Sampler):
+    """Joins ``num_micro_batches`` independent Poisson draws per step (Du and Mi 2021, section 3.2).
+
+    An example may occur more than once in a step. The M N Bernoulli trials of a step are made by
+    drawing the gaps between successes, which are geometric. This takes about as many random numbers
+    as examples drawn, not as trials. A gap is ``floor(log(u) / log(1 - p))`` for u uniform on
+    multiples of 2^-64, so the relative error of probabilities is about 2^-53 / p.
+
+    Args:
+        num_examples: N >= 1.
+        sample_rate: p in (0, 1], of each draw.
+        steps: how many joined draws one iteration makes, >= 1.
+        num_micro_batches: M >= 1.
+    """
+
+    num_examples: int
+    sample_rate: float
+    steps: int
+    num_micro_batches: int = 1
+
+    def __post_init__(self) -> None:
+        _validate.integer("num_examples", self.num_examples, 1)
+        _validate.in_unit_interval(
+            "sample_rate",
+            self.sample_rate,
+            "It is B / (M N): lower expected_batch_size or raise M.",
+            one=True,
+        )
+        _validate.integer("steps", self.steps, 1)
+        _validate.integer("num_micro_batches", self.num_micro_batches, 1)
+
+    def micro_batches(self) -> list[list[int]]:
+        """Draw M lists of indices, each in increasing order and possibly empty."""
+        examples = self.share.of(self.num_examples)
+        drawn = self._successes(len(examples) * self.num_micro_batches)
+        which, place = np.divmod(drawn, max(1, len(examples)))
+        return [examples[place[which == micro]].tolist() for micro in range(self.num_micro_batches)]
+
+    def draw(self) -> list[int]:
+        """Draw the indices of one step's micro-batches, one after the other."""
+        return [index for drawn in self.micro_batches() for index in drawn]
+
+    def _successes(self, trials: int) -> np.ndarray:
+        """Draw which of ``trials`` independent trials succeed, in increasing order."""
+        if self.sample_rate == 1:
+            return np.arange(trials)
+        found: list[np.ndarray] = []
+        last = -1
+        while last < trials:
+            count = int(1.2 * (trials - last) * self.sample_rate) + 20
+            uniform = (
+                np.frombuffer(self.random_bytes(8 * count), dtype=np.uint64).astype(np.float64) + 1
+            ) / 2**64
+            gaps = np.floor(np.log(uniform) / np.log1p(-self.sample_rate))
+            positions = last + np.cumsum(gaps + 1)
+            found.append(positions[positions < trials].astype(np.int64))
+            last = positions[-1]
+        return np.concatenate(found)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        for _ in range(self.steps):
+            yield self.draw()
+
+    def __len__(self) -> int:
+        return self.steps
 
 
 @dataclass(frozen=True)

@@ -16,10 +16,12 @@ from hf_dp.accounting import (
     SampledRecordRelease,
 )
 from hf_dp.plans.dp_fp.base import FROZEN, PROOF, SHOWN, MicroBatchPlan, check_labels
-from hf_dp.plans.mechanism import Schedule, Words, register_plan
+from hf_dp.plans.mechanism import register_plan
 from hf_dp.plans.release import PlannedRelease
+from hf_dp.plans.schedule import Schedule
 from hf_dp.plans.selection import SelectionPlan
 from hf_dp.plans.units import RECORD_AND_LABEL_ZERO_OUT, RECORD_ZERO_OUT
+from hf_dp.plans.words import Words
 
 ONCE, FRESH = "once", "fresh"
 REUSES = (ONCE, FRESH)
@@ -76,6 +78,9 @@ class FrozenPlan(MicroBatchPlan):
     @property
     def releases_each_step(self) -> bool:
         return self.reuse == FRESH
+
+    def forwarded(self, schedule: Schedule) -> float:
+        return float(schedule.num_examples)  # each row passes the frozen part once
 
     def step_event(self, schedule: Schedule, noise_multiplier: float, steps: int) -> Event:
         if not self.releases_each_step:

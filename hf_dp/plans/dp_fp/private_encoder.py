@@ -10,8 +10,11 @@ from hf_dp import _validate
 from hf_dp.accounting import SUM, VECTORS, Event, SampledRecordRelease, SumAndRows
 from hf_dp.plans.dp_fp.base import PRIVATE_ENCODER, PROOF, SHOWN, ForwardPlan, check_labels
 from hf_dp.plans.dp_sgd import CLIPPINGS, DpSgdPlan, check_noise
-from hf_dp.plans.mechanism import Sampler, Schedule, Words, register_plan
+from hf_dp.plans.draws import Sampler
+from hf_dp.plans.mechanism import register_plan
+from hf_dp.plans.schedule import Schedule
 from hf_dp.plans.selection import SelectionPlan
+from hf_dp.plans.words import Words
 
 SEPARATE, SHARED = "separate", "shared"
 DRAWS = (SEPARATE, SHARED)
@@ -81,6 +84,10 @@ class PrivateEncoderPlan(ForwardPlan):
 
     def sampler(self, schedule: Schedule, steps: int) -> Sampler:
         return self.gradients.sampler(schedule, steps)
+
+    def forwarded(self, schedule: Schedule) -> float:
+        draws = 2 if self.draws == SEPARATE else 1  # one for the gradients, one for the vectors
+        return draws * super().forwarded(schedule)
 
     def step_event(self, schedule: Schedule, noise_multiplier: float, steps: int) -> Event:
         one_draw = self.draws == SHARED

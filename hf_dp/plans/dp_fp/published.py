@@ -9,9 +9,11 @@ from typing import ClassVar, Self
 from hf_dp import _validate
 from hf_dp.accounting import Event, PublishedForwardNoise
 from hf_dp.plans.dp_fp.base import PUBLISHED, MicroBatchPlan
-from hf_dp.plans.mechanism import Schedule, Words, register_plan
+from hf_dp.plans.mechanism import register_plan
+from hf_dp.plans.schedule import Schedule
 from hf_dp.plans.selection import SelectionPlan
 from hf_dp.plans.units import NONE
+from hf_dp.plans.words import Words
 
 
 @register_plan

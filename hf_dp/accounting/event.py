@@ -1,0 +1,193 @@
+"""What every event has: a description to read back, and the relations that it holds for.
+
+To add one, from here or from outside: a frozen dataclass that subclasses :class:`Event`, decorated
+by :func:`register_event`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Self, TypeVar
+
+from hf_dp._validate import in_unit_interval, integer, invalid, non_negative
+from hf_dp.errors import ConfigError, InvalidArgumentError, UnsupportedEventError
+
+# What an event releases with noise: a sum over examples, vectors of one example each, or the sum of
+# the examples' losses.
+SUM, VECTORS, LOSS = "sum", "vectors", "loss"
+
+
+class Event:
+    """What ran: base of the events, which are frozen dataclasses.
+
+    Attributes:
+        steps: how many times it ran, >= 0.
+
+    Class attributes:
+        relations: those of :data:`hf_dp.accounting.RELATIONS` under which the analysis holds.
+        restriction: why it does not hold under the others; empty if it holds under all.
+        reasons: why no bound on its epsilon is established; empty where there is one.
+        unestablished: how a sentence names it then.
+        several_forwards: whether one step noises vectors in several forward passes.
+        paid_ahead: whether it is recorded before the first of several steps, which it all pays for.
+    """
+
+    steps: int
+
+    relations: ClassVar[tuple[str, ...]] = ("zero_out", "add_remove", "replace_one")
+    restriction: ClassVar[str] = ""
+    reasons: ClassVar[tuple[str, ...]] = ()
+    unestablished: ClassVar[str] = ""
+    several_forwards: ClassVar[bool] = False
+    paid_ahead: ClassVar[bool] = False
+
+    @property
+    def established(self) -> bool:
+        """Whether a bound on its epsilon is known at all."""
+        return not self.reasons
+
+    @property
+    def noise_multipliers(self) -> dict[str, float]:
+        """The noise multiplier of each part that is released with Gaussian noise, such as
+        :data:`SUM`, :data:`VECTORS` and :data:`LOSS`."""
+        return {}
+
+    def dp_event(self) -> Any:
+        """Return one step (what ``with_steps(1)`` is) as a ``dp_accounting.DpEvent``, with tuples,
+        so that it has a hash: for an event from outside hf_dp. None for those of hf_dp, which the
+        accountants know themselves."""
+        return None
+
+    def with_steps(self, steps: int) -> Self:
+        """Return the event of so many steps of the same kind, or of the fewest whole allocations
+        that have them."""
+        return dataclasses.replace(self, steps=steps)  # type: ignore[type-var]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return a JSON-ready description that :func:`event_from_dict` reads."""
+        return {"type": type(self).__name__, **dataclasses.asdict(self)}  # type: ignore[call-overload]
+
+    @classmethod
+    def from_fields(cls, values: Mapping[str, Any]) -> Self:
+        """Return the event with these fields, as :meth:`to_dict` has them."""
+        return cls(**values)
+
+    def _check(self, *, whole: Mapping[str, int] | None = None) -> None:
+        """Check the fields that events have in common, and those of ``whole`` numbers, by name and
+        least value. Raises: InvalidArgumentError."""
+        for item in dataclasses.fields(self):  # type: ignore[arg-type]
+            name, value = item.name, getattr(self, item.name)
+            if name.endswith("noise_multiplier"):
+                value = non_negative(name, value)
+            elif name == "sample_rate":
+                hint = "It is expected_batch_size / num_examples."
+                value = in_unit_interval(name, value, hint, zero=True, one=True)
+            elif (least := {"steps": 0, **(whole or {})}.get(name)) is not None:
+                value = integer(name, value, least)
+            object.__setattr__(self, name, value)
+
+
+@dataclass(frozen=True)
+class NoisedSum(Event):
+    """A sum over a draw with Gaussian noise, and other sums over the same draw.
+
+    Each sum has noise of its own, independent of the others'. Divide each by the standard deviation
+    of its noise. All noise is then standard normal, and an example adds one vector: its gradient,
+    of norm at most ``1 / noise_multiplier``, and its part of each other sum in coordinates of its
+    own. So together they are the Gaussian mechanism of one sum, with the
+    :attr:`joint_noise_multiplier`, whatever the draw and the relation.
+
+    Args:
+        beside: the noise multipliers, >= 0, of other sums by part, such as :data:`LOSS`.
+    """
+
+    beside: Mapping[str, float] | tuple[tuple[str, float], ...] = field(default=(), kw_only=True)
+
+    def _check(self, *, whole: Mapping[str, int] | None = None) -> None:
+        super()._check(whole=whole)
+        own = dict(self.beside)
+        if SUM in own or not all(isinstance(part, str) for part in own):
+            raise invalid("beside", own, f"to name parts other than {SUM!r}")
+        checked = tuple((part, non_negative(part, own[part])) for part in sorted(own))
+        object.__setattr__(self, "beside", checked)
+
+    @property
+    def noise_multipliers(self) -> dict[str, float]:
+        return {SUM: self.noise_multiplier, **dict(self.beside)}  # type: ignore[attr-defined]
+
+    @property
+    def joint_noise_multiplier(self) -> float:
+        """That of all parts together, as one sum."""
+        return joint_noise_multiplier(*self.noise_multipliers.values())
+
+    def to_dict(self) -> dict[str, Any]:
+        described = super().to_dict()
+        del described["beside"]
+        return {**described, "beside": dict(self.beside)} if self.beside else described
+
+
+def joint_noise_multiplier(*noise_multipliers: float) -> float:
+    """Return 1 / mu of several Gaussian mechanisms on one example, which are one together: its mu^2
+    is the sum of theirs."""
+    if len(noise_multipliers) == 1:
+        return noise_multipliers[0]
+    if 0 in noise_multipliers:
+        return 0.0
+    return 1 / math.hypot(*(1 / sigma for sigma in noise_multipliers))
+
+
+EVENT_TYPES: dict[str, type[Event]] = {}
+
+_E = TypeVar("_E", bound=Event)
+
+
+def register_event(cls: type[_E]) -> type[_E]:
+    """Make an event known to ledgers by the name of its class: a class decorator.
+
+    Raises: ConfigError when another event has that name.
+    """
+    if EVENT_TYPES.get(cls.__name__, cls) is not cls:
+        raise ConfigError(f"Expected an event with a name of its own, got {cls.__name__!r}.")
+    EVENT_TYPES[cls.__name__] = cls
+    return cls
+
+
+def as_events(events: Event | Iterable[Event]) -> tuple[Event, ...]:
+    """Return one event, or several, as a tuple."""
+    return (events,) if isinstance(events, Event) else tuple(events)
+
+
+def event_from_dict(data: Mapping[str, Any]) -> Event:
+    """Return the event that ``to_dict`` described.
+
+    Nothing is guessed: an unknown type, an unknown field, a missing field or a bad value is
+    refused, since an event read wrongly would give a wrong epsilon.
+
+    Raises:
+        UnsupportedEventError: the description is not one of an event this version knows.
+    """
+    if not isinstance(data, Mapping):
+        raise UnsupportedEventError(f"Expected an event as a mapping with a `type`, got {data!r}.")
+    name = data.get("type")
+    if not isinstance(name, str) or name not in EVENT_TYPES:
+        raise UnsupportedEventError(
+            f"Unknown event type {name!r}; this version of hf_dp knows {sorted(EVENT_TYPES)}. "
+            "Read it with the version that wrote it, or import the module that registers it."
+        )
+    cls = EVENT_TYPES[name]
+    known = [item.name for item in dataclasses.fields(cls)]  # type: ignore[arg-type]
+    values: dict[str, Any] = {key: value for key, value in data.items() if key != "type"}
+    unknown = sorted(set(values) - set(known))
+    missing = sorted(set(known) - set(values) - {"beside"})  # which most events have none of
+    if unknown or missing:
+        raise UnsupportedEventError(
+            f"Event {name} has fields {known}; unknown here: {unknown}, missing: {missing}. "
+            "Read it with the version of hf_dp that wrote it."
+        )
+    try:
+        return cls.from_fields(values)
+    except InvalidArgumentError as error:
+        raise UnsupportedEventError(f"Event {name} cannot be read: {error}") from error

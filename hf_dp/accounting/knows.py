@@ -1,0 +1,152 @@
+"""What is known: which accountant bounds which draw, which search, and what together.
+
+Every refusal of a combination comes from here. A composition has *kinds* (of sampling, of releases
+of single examples, of searches); an accountant bounds it if its row has all of them. Plans ask the
+same table before anything runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import combinations
+
+from hf_dp._validate import invalid
+from hf_dp.errors import ConfigError, UnsupportedArgumentError, UnsupportedEventError
+
+# Who takes part in a noised sum. A Gaussian on all examples is a Poisson sample at rate 1.
+POISSON, TRUNCATED, USER_ROWS, ALLOCATION = "poisson", "truncated", "user rows", "allocation"
+OUTSIDE = "from outside"  # dp-accounting's own event, of a draw that is not hf_dp's
+# What is released of each example by itself.
+VISIBLE, RESPONSE, PUBLISHED = "visible", "response", "published"
+SEARCH = "search"  # the best of a random number of runs
+REPLACE_ONE = "replace one"  # a neighboring relation; the others are known wherever a kind is
+# What a plan may add to a draw: a noised loss, which is one Gaussian with the sum's; and a private
+# selection of what trains, which is Poisson-sampled.
+LOSS, SELECTION = "noised loss", "selection"
+
+KNOWS: dict[str, frozenset[str]] = {
+    "pld": frozenset(
+        {POISSON, TRUNCATED, USER_ROWS, ALLOCATION, OUTSIDE, VISIBLE, RESPONSE, REPLACE_ONE}
+    ),
+    "rdp": frozenset({POISSON, VISIBLE, RESPONSE, SEARCH}),
+    "prv": frozenset({POISSON}),
+    "gdp_clt": frozenset({POISSON, PUBLISHED}),
+}
+ACCOUNTANTS: list[str] = list(KNOWS)
+"""Known accountants; those of hf_dp are modules of this package, imported on first use (scipy takes
+a second)."""
+
+BOUNDS: list[str] = ["pld", "rdp", "prv"]
+"""The accountants whose result is an upper bound, so that noise may be calibrated to it."""
+
+# What each alone is bounded, but nobody has implemented and tested the two in one run.
+NOT_TOGETHER: frozenset[frozenset[str]] = frozenset(
+    map(
+        frozenset,
+        (
+            (ALLOCATION, SELECTION),
+            (USER_ROWS, SELECTION),
+            (SEARCH, SELECTION),
+            (ALLOCATION, LOSS),
+            (USER_ROWS, LOSS),
+            (OUTSIDE, LOSS),
+            (SEARCH, LOSS),
+        ),
+    )
+)
+_ACCOUNTED_AS = {LOSS: POISSON, SELECTION: POISSON}
+
+UNESTABLISHED = (
+    "No bound on the epsilon of DP-FP as published is known: the encoder's gradient is computed "
+    'from activations without noise. Use accountant="gdp_clt" for the figure that the paper gives, '
+    'or the variant "frozen" for a guarantee.'
+)
+_NAMES = {
+    POISSON: "PoissonSampledGaussian",
+    TRUNCATED: "TruncatedPoissonSampledGaussian",
+    USER_ROWS: "UserRowsGaussian",
+    ALLOCATION: "RandomAllocationGaussian",
+    OUTSIDE: "events from outside hf_dp",
+    VISIBLE: "events that show who took part",
+    RESPONSE: "RandomizedResponse",
+    PUBLISHED: "PublishedForwardNoise",
+    SEARCH: "BestOfRandomRuns",
+    REPLACE_ONE: "relation 'replace_one'",
+}
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A kind that a user asked for, by which argument and with which value."""
+
+    kind: str
+    argument: str
+    value: object
+
+    def __str__(self) -> str:
+        return f"{self.argument}={self.value!r}"
+
+
+def accountants_of(kinds: Iterable[str]) -> tuple[str, ...]:
+    """Return the accountants that know all of these kinds together."""
+    kinds = set(kinds)
+    if any(pair <= kinds for pair in NOT_TOGETHER):
+        return ()
+    accounted = {_ACCOUNTED_AS.get(kind, kind) for kind in kinds}
+    return tuple(name for name, known in KNOWS.items() if accounted <= known)
+
+
+def refuse_together(asked: Sequence[Asked], accountant: str) -> None:
+    """Raise UnsupportedArgumentError for what no accountant, or not this one, bounds together; of
+    two that exclude each other, it names the later one."""
+    for one, other in combinations(asked, 2):
+        if not accountants_of((one.kind, other.kind)):
+            raise invalid(
+                other.argument,
+                other.value,
+                f"to be left out with {one}",
+                f"No bound is implemented for both. Remove it, or leave out `{one.argument}`.",
+                UnsupportedArgumentError,
+            )
+    for each in asked:
+        known = accountants_of({each.kind})
+        if accountant not in known:
+            raise invalid(
+                "accountant",
+                accountant,
+                f"to be {' or '.join(map(repr, known))} with {each}",
+                "No other accountant describes it.",
+                UnsupportedArgumentError,
+            )
+
+
+def refuse_unknown(accountant: str, kinds: Iterable[str]) -> None:
+    """Raise UnsupportedEventError for kinds that this accountant does not know, with one that knows
+    them all as the next move."""
+    kinds = set(kinds)
+    unknown = [kind for kind in _NAMES if kind in kinds - KNOWS[accountant]]
+    if not unknown:
+        return
+    others = accountants_of(kinds)
+    next_move = f'Use accountant="{others[0]}".' if others else "No accountant of hf_dp knows all."
+    if PUBLISHED in unknown:
+        next_move = UNESTABLISHED
+    verb = "does not know" if unknown[0] == REPLACE_ONE else "cannot describe"
+    raise UnsupportedEventError(
+        f"Accountant {accountant!r} {verb} {_NAMES[unknown[0]]}. {next_move}"
+    )
+
+
+def note_accountant(name: str, kinds: Iterable[str], bound: bool) -> None:
+    """Add a row. Raises: ConfigError for a name that is taken, or a kind that is none."""
+    kinds = frozenset(kinds)
+    if name in KNOWS or not kinds <= set(_NAMES):
+        raise ConfigError(
+            f"Expected an accountant with a name of its own, of kinds {sorted(_NAMES)}, got "
+            f"{name!r} of {sorted(kinds)}."
+        )
+    KNOWS[name] = kinds
+    ACCOUNTANTS.append(name)
+    if bound:
+        BOUNDS.append(name)
