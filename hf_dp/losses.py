@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers.models.auto import modeling_auto
 
+from hf_dp._borrowed.models import shift_right
 from hf_dp._validate import one_of
 from hf_dp.clipping.chunked_loss import (
     check_head,
@@ -183,8 +184,9 @@ def any_number_of_end_tokens(model: nn.Module) -> Iterator[None]:
         last = torch.where(at_end, places, -1).amax(1, keepdim=True)
         all_tokens[:] = [ids]
         shown = {"input_ids": ids.masked_fill((ids == end) & (places != last), int(end == 0))}
-        if hasattr(base, "_shift_right") and inputs.get("decoder_input_ids") is None:
-            shown["decoder_input_ids"] = base._shift_right(ids)
+        no_decoder = inputs.get("decoder_input_ids") is None
+        if no_decoder and (shifted := shift_right(base, ids)) is not None:
+            shown["decoder_input_ids"] = shifted
         return args, {**inputs, **shown}
 
     def show(module: nn.Module, args: Any, inputs: dict[str, Any]) -> tuple[Any, Any] | None:

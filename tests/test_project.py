@@ -137,7 +137,7 @@ SEARCHED = (
     "hf_dp",
     "hf_dp.clipping",
     "hf_dp.run.options",
-    "hf_dp.batches.options",
+    "hf_dp.batches.loader",
     "datasets",
     "transformers",
     "builtins",

@@ -10,7 +10,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 import datasets
 from torch import Tensor
@@ -18,11 +17,11 @@ from torch.utils.data import Dataset, get_worker_info
 
 from hf_dp.batches.isolation import Isolated
 from hf_dp.batches.padding import LABELS
-from hf_dp.batches.structure import Example, is_picture, leaves, own
+from hf_dp.batches.structure import Example, Row, Rows, is_picture, leaves, own
 from hf_dp.errors import DataError
 from hf_dp.noise import SecretRandomness
 
-Collator = Callable[[list[Any]], Any]
+Collator = Callable[[list[Row]], object]
 
 # Rows fetched at once: switching the generators to the private streams and back takes longer than
 # collating a row.
@@ -41,7 +40,7 @@ class Examples(Dataset[Example]):
         DataError: names the row for which the collator fails or does not return one example.
     """
 
-    def __init__(self, dataset: Any, collator: Collator, randomness: SecretRandomness):
+    def __init__(self, dataset: Rows, collator: Collator, randomness: SecretRandomness):
         self.randomness = randomness
         self.collator, self.dataset = collator, dataset
         self.reads, self.collates = Isolated(dataset, has_rows=True), Isolated(collator)
@@ -53,7 +52,7 @@ class Examples(Dataset[Example]):
         return len(self.dataset)
 
     @property
-    def reached(self) -> list[Any]:
+    def reached(self) -> list[object]:
         """The data sets that collator and transform reach."""
         return [*self.collates.data, *self.reads.data]
 
@@ -64,12 +63,12 @@ class Examples(Dataset[Example]):
         with self._private():
             return [self._example(index) for index in indices]
 
-    def row(self, index: int) -> Any:
+    def row(self, index: int) -> Row:
         """Return a row of the data set, as the collator gets it."""
         with self._private():
             return self._row(index)
 
-    def collate(self, row: Any) -> Example:
+    def collate(self, row: Row) -> Example:
         """Return what the collator makes of a row that does not come from the data set."""
         with self._private():
             return self._collated(row, "A synthetic row")
@@ -96,7 +95,7 @@ class Examples(Dataset[Example]):
     def _example(self, index: int) -> Example:
         return self._collated(self._row(index), f"Row {index} of the training set")
 
-    def _row(self, index: int) -> Any:
+    def _row(self, index: int) -> Row:
         # If rows shared a generator, one row could shift what later rows get, and a collator that
         # seeds the global generators would determine what its neighbors get.
         self.randomness.reseed(index)
@@ -123,7 +122,7 @@ class Examples(Dataset[Example]):
         # A collator may pop columns or write into lists, which rows of the data set may share.
         return row if self._rows_are_fresh else _copied(row, index)
 
-    def _collated(self, row: Any, which: str) -> Example:
+    def _collated(self, row: Row, which: str) -> Example:
         try:
             with self.collates.fresh() as collator:
                 example = own(collator([row]))
@@ -164,20 +163,20 @@ class Examples(Dataset[Example]):
         return f"{which} has the text {value!r} as `{name}`, and models take class ids. {move}"
 
 
-def _labels_in_words(row: Any) -> tuple[str, str] | None:
+def _labels_in_words(row: Row) -> tuple[str, str] | None:
     """Return name and value of a label that is text, if there is one."""
     values = row if isinstance(row, dict) else {}
     found = ((name, values[name]) for name in LABELS if name in values)
     return next(((name, value) for name, value in found if isinstance(value, str)), None)
 
 
-def _picture_in(row: Any) -> str | None:
+def _picture_in(row: Row) -> str | None:
     """Return the name of a column that holds a PIL image, if there is one."""
     values = row if isinstance(row, dict) else {}
     return next((name for name, value in values.items() if is_picture(value)), None)
 
 
-def _picture_as_column(which: str, row: Any, name: str, problem: Exception) -> str:
+def _picture_as_column(which: str, row: Row, name: str, problem: Exception) -> str:
     """Return what to do about a PIL image that made the collator fail."""
     failed = f"the data collator cannot take it ({type(problem).__name__}: {problem})"
     if "pixel_values" in row and name != "pixel_values":
@@ -192,14 +191,14 @@ def _picture_as_column(which: str, row: Any, name: str, problem: Exception) -> s
     )
 
 
-def _is_one_example(leaf: Any) -> bool:
+def _is_one_example(leaf: object) -> bool:
     """Return whether a tensor or list has a first dimension of 1; a plain value is one example."""
     if isinstance(leaf, Tensor):
         return leaf.dim() > 0 and leaf.shape[0] == 1
     return not isinstance(leaf, list) or len(leaf) == 1
 
 
-def _copied(row: Any, index: int) -> Any:
+def _copied(row: Row, index: int) -> Row:
     try:
         return copy.deepcopy(row)
     except Exception as problem:

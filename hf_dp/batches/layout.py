@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
 
 from torch import Tensor
 
@@ -70,10 +69,8 @@ class Layout:
 
     def _refuse_other(self, found: dict[str, Leaf]) -> None:
         if found.keys() != self.leaves.keys():
-            missing, extra = (
-                sorted(self.leaves.keys() - found.keys()),
-                sorted(found.keys() - self.leaves.keys()),
-            )
+            missing = sorted(self.leaves.keys() - found.keys())
+            extra = sorted(found.keys() - self.leaves.keys())
             differs = [f"it lacks {missing}"] * bool(missing) + [f"it adds {extra}"] * bool(extra)
             raise DataError(
                 f"collated, it has other columns than the first row: {' and '.join(differs)}. Give "
@@ -92,7 +89,7 @@ def _leaves(example: Example) -> dict[str, Leaf]:
     return {name: _leaf(value) for name, value in leaves(example)}
 
 
-def _leaf(value: Any) -> Leaf:
+def _leaf(value: object) -> Leaf:
     if isinstance(value, Tensor):
         shape = tuple(value.shape)
         return Leaf(str(value.dtype).removeprefix("torch."), shape, shape)
@@ -101,6 +98,5 @@ def _leaf(value: Any) -> Leaf:
 
 
 def _describe(leaf: Leaf) -> str:
-    return (
-        f"a {leaf.dtype} tensor with {len(leaf.least)} dimensions" if leaf.is_tensor else leaf.dtype
-    )
+    kind = f"a {leaf.dtype} tensor with {len(leaf.least)} dimensions"
+    return kind if leaf.is_tensor else leaf.dtype

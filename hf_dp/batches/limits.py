@@ -58,7 +58,7 @@ class Limits:
         Args:
             side: the side on which the tokenizer pads.
         """
-        base: Any = base_model(model)
+        base = base_model(model)
         config = getattr(base, "config", None)
         below: dict[str, int | None] = {}
         embeddings = _input_embeddings(base)
@@ -102,16 +102,14 @@ class Limits:
             if limit is not None and leaf.dtype != torch.bool:
                 self._check_range(name, leaf, limit)
 
-    def _check_tokens(self, example: dict[str, Any], tokens: Tensor) -> None:
+    def _check_tokens(self, example: Mapping[str, object], tokens: Tensor) -> None:
         if not tokens.numel():
             raise DataError("it has no tokens. Leave the row out.")
         for name in self.as_long_as_tokens & example.keys():
             leaf = example[name]
-            if (
-                isinstance(leaf, Tensor)
-                and leaf.dim() == tokens.dim()
-                and leaf.shape != tokens.shape
-            ):
+            if not isinstance(leaf, Tensor) or leaf.dim() != tokens.dim():
+                continue
+            if leaf.shape != tokens.shape:
                 raise DataError(
                     f"`{name}` has shape {tuple(leaf.shape)}, and `input_ids` "
                     f"{tuple(tokens.shape)}. Give each token a value."
@@ -121,17 +119,10 @@ class Limits:
             attended = isinstance(mask, Tensor) and mask.shape == tokens.shape
             self.check_tokens(tokens[mask != 0] if attended else tokens.flatten())
         for name in self.places:
-            _check_place(
-                name,
-                example.get(name),
-                mask if isinstance(mask, Tensor) else torch.ones_like(tokens),
-            )
-        if (
-            not self.any_mask
-            and isinstance(mask, Tensor)
-            and mask.dim() == 2
-            and "position_ids" not in example
-        ):
+            shown = mask if isinstance(mask, Tensor) else torch.ones_like(tokens)
+            _check_place(name, example.get(name), shown)
+        counts = not self.any_mask and "position_ids" not in example
+        if counts and isinstance(mask, Tensor) and mask.dim() == 2:
             self._check_mask(mask[0] != 0)
 
     def _check_mask(self, attended: Tensor) -> None:
@@ -156,23 +147,17 @@ class Limits:
         low, high = (int(value) for value in leaf.aminmax())
         if low < 0 and column(name) in self.ignorable:
             leaf = leaf[leaf != IGNORED_LABEL]
-            if leaf.numel():
-                low, high = (int(value) for value in leaf.aminmax())
-            else:
-                low = 0
+            low, high = (int(x) for x in leaf.aminmax()) if leaf.numel() else (0, high)
         if low < 0 or high >= limit:
-            also = (
-                f", or {IGNORED_LABEL} where nothing is predicted"
-                if column(name) in self.ignorable
-                else ""
-            )
+            ignored = f", or {IGNORED_LABEL} where nothing is predicted"
+            also = ignored if column(name) in self.ignorable else ""
             raise DataError(
                 f"`{name}` holds {low if low < 0 else high}. Expected whole numbers from 0 to "
                 f"{limit - 1}{also}: check tokenizer, label names and config.num_labels."
             )
 
 
-def _check_place(name: str, place: Any, attended: Tensor) -> None:
+def _check_place(name: str, place: object, attended: Tensor) -> None:
     """Raise DataError unless a column names a token that is attended to."""
     if not isinstance(place, Tensor):
         return  # a missing column has an error of its own
@@ -207,7 +192,7 @@ def _vocabulary(base: Any) -> int | None:
         return getattr(getattr(base, "config", None), "vocab_size", None)
 
 
-def _is_single_label(config: Any) -> bool:
+def _is_single_label(config: object) -> bool:
     """Return whether labels are classes.
 
     Where problem_type is None, the labels' type decides; floats are not compared with this.

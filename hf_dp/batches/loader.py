@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Hashable, Sequence
+from multiprocessing.context import BaseContext
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from torch import Tensor
@@ -16,16 +17,38 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 
 from hf_dp.batches.examples import Examples
 from hf_dp.batches.layout import Layout
-from hf_dp.batches.options import BatchOptions
 from hf_dp.batches.padding import Padding
 from hf_dp.batches.physical import physical_batches
-from hf_dp.batches.structure import Example, leaves
+from hf_dp.batches.structure import Batch, Example, leaves
 from hf_dp.errors import DataError
 from hf_dp.noise import SecretRandomness
 from hf_dp.plans.draws import Sampler as LogicalSampler
 
 Watch = Callable[[LogicalSampler], Sampler[list[int]]]
 T = TypeVar("T")
+Place = int | tuple[int, ...]  # of a row, or of all rows of a drawn user
+
+
+@dataclasses.dataclass(frozen=True)
+class BatchOptions:
+    """How batches are made: memory and speed, never what a step computes.
+
+    Args:
+        physical_batch_size: most examples of a physical batch.
+        max_tokens: most tokens of one, padding included; None: no limit.
+        quiet: no progress bars.
+        num_workers, pin_memory, persistent_workers, prefetch_factor, multiprocessing_context: as
+            :class:`torch.utils.data.DataLoader` takes them.
+    """
+
+    physical_batch_size: int = 8
+    max_tokens: int | None = None
+    quiet: bool = False
+    num_workers: int = 0
+    pin_memory: bool = False
+    persistent_workers: bool = False
+    prefetch_factor: int | None = None
+    multiprocessing_context: BaseContext | str | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,7 +70,7 @@ class PhysicalBatches:
     max_tokens: int | None = None
     one_shape: bool = False
 
-    def __call__(self, drawn: Sequence[Drawn[Example]]) -> list[Any]:
+    def __call__(self, drawn: Sequence[Drawn[Example]]) -> list[Batch]:
         """Return the physical batches, each with the examples in its first dimension.
 
         Raises:
@@ -110,18 +133,23 @@ class DrawnUnits(Dataset[Drawn[Any]]):
     def __len__(self) -> int:
         return len(self.units)
 
-    def __getitems__(self, indices: Sequence[Any]) -> list[Drawn[Any]]:
+    def __getitems__(self, indices: Sequence[Place]) -> list[Drawn[Any]]:
         found = self.units.__getitems__(indices)
         # The index (of a user the first row's) matters only in tests.
         rows = [index if isinstance(index, int) else index[0] for index in indices]
         keys = [self.randomness.example_seed(row) for row in rows]
         return [Drawn(unit, key) for unit, key in zip(found, keys, strict=True)]
 
-    def __getitem__(self, index: Any) -> Drawn[Any]:
+    def __getitem__(self, index: Place) -> Drawn[Any]:
         return self.__getitems__([index])[0]
 
 
-def loader_of(drawn: DrawnUnits, sampler: Any, batches: Any, options: BatchOptions) -> DataLoader:
+def loader_of(
+    drawn: DrawnUnits,
+    sampler: LogicalSampler | Sampler[Any],
+    batches: Callable[[Sequence[Drawn[Any]]], Sequence[object]],
+    options: BatchOptions,
+) -> DataLoader:
     """Return a loader of physical batches, without a shuffle or a sampler of its own."""
     return DataLoader(
         drawn,

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from hf_dp.batches.padding import LABELS
+from hf_dp.batches.structure import Row, is_picture
 from hf_dp.errors import DataError
 
 _WORDS = (
@@ -25,7 +25,7 @@ _WORDS = (
 _NUMBERS = (bool, int, float, np.generic)
 
 
-def made_up_rows(templates: Sequence[Any], examples: Sequence[Mapping[str, Tensor]]) -> list[Any]:
+def made_up_rows(templates: Sequence[Row], examples: Sequence[Mapping[str, Tensor]]) -> list[Row]:
     """Return rows in the templates' format with the contents of the synthetic examples.
 
     A column that the examples have (labels under any of their names) is taken from them. Others are
@@ -44,31 +44,26 @@ def made_up_rows(templates: Sequence[Any], examples: Sequence[Mapping[str, Tenso
     return [_like(templates[0], None, dict(example), aligned) for example in examples]
 
 
-def _as_long_as(templates: Sequence[Any], names: Sequence[str]) -> set[str]:
+def _as_long_as(templates: Sequence[Row], names: Sequence[str]) -> set[str]:
     """Return the columns that in all templates are as long as the first known of ``names``."""
     found = []
     for template in templates:
         given = template if isinstance(template, Mapping) else {}
         length = next((_length(given[name]) for name in names if name in given), None)
-        found.append(
-            {
-                str(name)
-                for name, value in given.items()
-                if length is not None and _length(value) == length
-            }
-        )
+        alike = (name for name in given if length is not None and _length(given[name]) == length)
+        found.append(set(map(str, alike)))
     return set.intersection(*found)
 
 
-def _length(value: Any) -> int | None:
+def _length(value: object) -> int | None:
     if isinstance(value, (Tensor, np.ndarray)):
         return len(value) if value.ndim else None
     return len(value) if isinstance(value, (list, tuple)) else None
 
 
 def _like(
-    value: Any, name: str | None, example: Mapping[str, Tensor], aligned: Mapping[str, str]
-) -> Any:
+    value: Row, name: str | None, example: Mapping[str, Tensor], aligned: Mapping[str, str]
+) -> Row:
     known = None if name is None else example.get("labels" if name in LABELS else name)
     if known is not None and (known[0].dim() == 0) == isinstance(value, _NUMBERS):
         return _in_the_form_of(value, known[0])
@@ -94,17 +89,16 @@ def _like(
             return type(value)(_like(value[0], None, example, aligned) for _ in range(count))
         items = [_like(item, None, example, aligned) for item in value]
         return value._make(items) if hasattr(value, "_make") else type(value)(items)
-    if hasattr(value, "getbands") and hasattr(value, "size"):  # a PIL image
+    if is_picture(value):
         from PIL import Image
 
         width, height = value.size
-        return Image.fromarray(np.random.randint(0, 256, (height, width, 3), np.uint8)).convert(
-            value.mode
-        )
+        pixels = np.random.randint(0, 256, (height, width, 3), np.uint8)
+        return Image.fromarray(pixels).convert(value.mode)
     raise DataError(f"a {type(value).__name__} cannot be made up")
 
 
-def _in_the_form_of(value: Any, known: Tensor) -> Any:
+def _in_the_form_of(value: Row, known: Tensor) -> Row:
     """Return a tensor as the template has it: as list, array, tensor or number."""
     if isinstance(value, (Tensor, np.ndarray)):
         return _cast(known, value)
@@ -116,13 +110,11 @@ def _in_the_form_of(value: Any, known: Tensor) -> Any:
     return type(value)(known.tolist()) if isinstance(value, (list, tuple)) else known.tolist()
 
 
-def _cast(made: Tensor, value: Any) -> Any:
+def _cast(made: Tensor, value: Tensor | np.ndarray) -> Tensor | np.ndarray:
     return made.to(value.dtype) if isinstance(value, Tensor) else made.numpy().astype(value.dtype)
 
 
-def _is_float(value: Any) -> bool:
-    return (
-        value.is_floating_point()
-        if isinstance(value, Tensor)
-        else np.issubdtype(value.dtype, np.floating)
-    )
+def _is_float(value: Tensor | np.ndarray) -> bool:
+    if isinstance(value, Tensor):
+        return value.is_floating_point()
+    return np.issubdtype(value.dtype, np.floating)

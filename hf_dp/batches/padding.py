@@ -8,14 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from hf_dp.batches.layout import Layout, Leaf
-from hf_dp.batches.structure import Example, column, combined
+from hf_dp.batches.structure import Batch, Example, column, combined
 from hf_dp.errors import DataError, UnsupportedLossError
 from hf_dp.losses import IGNORED_LABEL, base_model, takes_attention_mask, task_of
 
@@ -52,8 +51,8 @@ class Padding:
     @classmethod
     def of(
         cls,
-        model: Any,
-        tokenizer: Any,
+        model: nn.Module,
+        tokenizer: object,
         values: Mapping[str, float] | None = None,
         own_loss: bool = False,
     ) -> Padding:
@@ -115,14 +114,13 @@ class Padding:
             return 0
         if name == "token_type_ids":
             return self.pad_token_type_id
-        return {"input_ids": self.pad_token_id, "decoder_input_ids": self.decoder_pad_token_id}.get(
-            name
-        )
+        known = {"input_ids": self.pad_token_id, "decoder_input_ids": self.decoder_pad_token_id}
+        return known.get(name)
 
-    def together(self, examples: Sequence[Example], layout: Layout) -> Any:
+    def together(self, examples: Sequence[Example], layout: Layout) -> Batch:
         """Return one batch of the examples, in order, each leaf padded to its longest."""
 
-        def combine(name: str, values: list[Any]) -> Any:
+        def combine(name: str, values: list[Example]) -> object:
             if isinstance(values[0], Tensor):
                 return torch.cat(self._padded(name, values, layout.leaves[name]))
             if isinstance(values[0], list):
@@ -137,23 +135,20 @@ class Padding:
             return values
         dimension = self._dimension(name, values[0].dim())
         fill = self.fill(name, leaf)
-        if (
-            fill is None
-            or len({(*shape[:dimension], *shape[dimension + 1 :]) for shape in shapes}) > 1
-        ):
+        others = {(*shape[:dimension], *shape[dimension + 1 :]) for shape in shapes}
+        if fill is None or len(others) > 1:
             raise DataError(_cannot_pad(name, leaf, dimension))
         if torch.tensor(fill).to(values[0].dtype) != fill:  # -100 would be true, or byte 156
             values = [value.long() for value in values]
         longest = max(shape[dimension] for shape in shapes)
         left = self._side(name) == "left"
         after = 2 * (values[0].dim() - 1 - dimension)  # F.pad counts from the last dimension
-        padded = []
-        for value in values:
+
+        def around(value: Tensor) -> tuple[int, ...]:
             more = longest - value.shape[dimension]
-            padded.append(
-                F.pad(value, (*[0] * after, *((more, 0) if left else (0, more))), value=fill)
-            )
-        return padded
+            return (*[0] * after, *((more, 0) if left else (0, more)))
+
+        return [F.pad(value, around(value), value=fill) for value in values]
 
     def _dimension(self, name: str, dimensions: int) -> int:
         """Return the dimension of a column's length.
@@ -170,7 +165,7 @@ class Padding:
         return self.labels_side if name in LABELS else self.side
 
 
-def _labels_tokens(model: Any) -> bool:
+def _labels_tokens(model: nn.Module) -> bool:
     try:
         return not task_of(model).endswith(("sequence_classification", "image_classification"))
     except UnsupportedLossError:

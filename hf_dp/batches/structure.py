@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -15,16 +15,27 @@ from torch import Tensor
 
 from hf_dp.errors import DataError
 
+Row = Any  # of a data set, in whatever form it has
 Example = Any  # a collated batch of one: tensors of shape (1, ...) in mappings, tuples and lists
+Batch = Any  # the same of several examples
+Combine = Callable[[str, list[Any]], object]  # makes one leaf of those of several examples
 
 
-def is_picture(value: Any) -> bool:
+class Rows(Protocol):
+    """A data set, whose rows are known by their place."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int, /) -> Row: ...
+
+
+def is_picture(value: object) -> bool:
     """Return whether a value is a PIL image."""
     library = sys.modules.get("PIL.Image")
     return library is not None and isinstance(value, library.Image)
 
 
-def own(collated: Any, name: str = "") -> Any:
+def own(collated: object, name: str = "") -> Example:
     """Return the collated value with plain containers and arrays as tensors.
 
     A list of plain values (texts, numbers, None) stays a list: one value for each example.
@@ -45,7 +56,7 @@ def own(collated: Any, name: str = "") -> Any:
     return _plain(collated, name)
 
 
-def leaves(example: Example, name: str = "") -> Iterator[tuple[str, Any]]:
+def leaves(example: Example, name: str = "") -> Iterator[tuple[str, Example]]:
     """Yield (dotted name, leaf) of a value from :func:`own`; a list of plain values is a leaf."""
     if not isinstance(example, (dict, tuple)):
         yield name, example
@@ -62,22 +73,17 @@ def numbers(example: Example) -> int:
     return sum(leaf.numel() for _, leaf in leaves(example) if isinstance(leaf, Tensor))
 
 
-def combined(
-    examples: list[Example], combine: Callable[[str, list[Any]], Any], name: str = ""
-) -> Any:
+def combined(examples: list[Example], combine: Combine, name: str = "") -> Batch:
     """Return one structure like all of ``examples``, each leaf combined from theirs."""
     first = examples[0]
+
+    def inside(key: object) -> Batch:
+        return combined([each[key] for each in examples], combine, _join(name, key))
+
     if isinstance(first, dict):
-        return {
-            key: combined([each[key] for each in examples], combine, _join(name, key))
-            for key in first
-        }
+        return {key: inside(key) for key in first}
     if isinstance(first, tuple):
-        places = range(len(first))
-        return tuple(
-            combined([each[place] for each in examples], combine, _join(name, place))
-            for place in places
-        )
+        return tuple(inside(place) for place in range(len(first)))
     return combine(name, examples)
 
 
@@ -90,11 +96,11 @@ def _join(name: str, key: object) -> str:
     return f"{name}.{key}" if name else str(key)
 
 
-def _is_container(value: Any) -> bool:
+def _is_container(value: object) -> bool:
     return isinstance(value, (Tensor, np.ndarray, Mapping, list, tuple))
 
 
-def _plain(value: Any, name: str) -> Any:
+def _plain(value: object, name: str) -> object:
     if value is None or isinstance(value, (str, bytes, bool, int, float)):
         return value
     raise DataError(

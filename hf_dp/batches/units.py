@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler, Subset
 
 from hf_dp.batches.examples import Examples
 from hf_dp.batches.loader import (
+    BatchOptions,
     Drawn,
     DrawnUnits,
     PhysicalBatches,
@@ -24,7 +25,6 @@ from hf_dp.batches.loader import (
     loader_of,
     shape_of,
 )
-from hf_dp.batches.options import BatchOptions
 from hf_dp.batches.physical import physical_batches
 from hf_dp.batches.structure import Example
 from hf_dp.errors import DataError

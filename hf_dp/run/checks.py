@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Collection, Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import datasets
 from torch import nn
@@ -24,6 +24,10 @@ from hf_dp.losses import base_model
 from hf_dp.overlap import TrainingRows
 from hf_dp.plans.units import Users
 
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+    from peft import PeftConfig
+
 logger = logging.get_logger(__name__)
 
 FEW_USERS = 1000
@@ -36,7 +40,7 @@ _WHO = (
 _USER_IDS = re.compile(rf"({_WHO})(_?(hash|id|key|name|no|number|uuid))?", re.IGNORECASE)
 
 
-def check_train_dataset(dataset: Any) -> int:
+def check_train_dataset(dataset: object) -> int:
     """Return the number of examples N of a training set.
 
     Raises: DataError for a data set without a length, or with fewer than two rows.
@@ -46,7 +50,7 @@ def check_train_dataset(dataset: Any) -> int:
             "Private training needs a `train_dataset`, got None. Pass one to DPTrainer."
         )
     try:
-        length = len(dataset)
+        length = len(dataset)  # type: ignore[arg-type]
     except TypeError:
         raise DataError(
             f"The train_dataset ({type(dataset).__name__}) has no length, but Poisson sampling "
@@ -60,7 +64,7 @@ def check_train_dataset(dataset: Any) -> int:
     return length
 
 
-def hint_at_users(dataset: Any) -> None:
+def hint_at_users(dataset: object) -> None:
     """Say on the local console where rows look as if several were one user's."""
     if not isinstance(dataset, datasets.Dataset):
         return
@@ -102,7 +106,7 @@ def warn_of_users(table: UnitTable, users: Users) -> None:
         )
 
 
-def check_collator(collator: Any) -> None:
+def check_collator(collator: object) -> None:
     """Raise DataError for the collator that joins many examples into one."""
     inner = getattr(collator, "data_collator", collator)  # transformers wraps one to remove columns
     if type(inner).__name__ == "DataCollatorWithFlattening":
@@ -112,7 +116,7 @@ def check_collator(collator: Any) -> None:
         )
 
 
-def refuse_rows_in_code(reached: Collection[Any], training: TrainingRows) -> None:
+def refuse_rows_in_code(reached: Collection[object], training: TrainingRows) -> None:
     """Raise DataError when a collator or transform reaches training rows.
 
     They could enter other examples.
@@ -164,7 +168,7 @@ def refuse_adapters_from_data(model: nn.Module) -> None:
                 )
 
 
-def refuse_selections_from_data(model: nn.Module, own: Collection[Any] = ()) -> None:
+def refuse_selections_from_data(model: nn.Module, own: Collection[object] = ()) -> None:
     """Raise UnsupportedModelError for an adapter that trains what another run selected from rows.
 
     Its names say something of these rows, and the ledger of this run would not count it.
@@ -187,7 +191,7 @@ def refuse_selections_from_data(model: nn.Module, own: Collection[Any] = ()) -> 
         )
 
 
-def _adapters(model: nn.Module) -> Iterator[tuple[str, Any]]:
+def _adapters(model: nn.Module) -> Iterator[tuple[str, PeftConfig]]:
     """Yield the configurations of all adapters with their names, in whatever the model is
     wrapped."""
     for module in model.modules():
@@ -222,7 +226,7 @@ def check_head_is_trainable(model: nn.Module) -> None:
             f"{type(model).__name__} has no trainable parameter. Call requires_grad_(True) on what "
             "is to train (in a recipe, remove something from `freeze`)."
         )
-    base: Any = base_model(model)
+    base = base_model(model)
     if base is model:
         return
     refuse_frozen_heads(
@@ -230,7 +234,7 @@ def check_head_is_trainable(model: nn.Module) -> None:
     )
 
 
-def head_of(model: Any) -> dict[str, nn.Module]:
+def head_of(model: nn.Module) -> dict[str, nn.Module]:
     """Return the parts of a transformers model beside its backbone that have parameters.
 
     Raises: UnsupportedModelError where nothing says which part is the backbone.
@@ -253,7 +257,7 @@ def head_of(model: Any) -> dict[str, nn.Module]:
     )
 
 
-def refuse_frozen_heads(model: Any, trained: Collection[nn.Parameter]) -> None:
+def refuse_frozen_heads(model: nn.Module, trained: Collection[nn.Parameter]) -> None:
     """Raise UnsupportedModelError when nothing in the head of a classifier is ``trained``."""
     if not type(model).__name__.endswith(("Classification", "QuestionAnswering")):
         return
@@ -269,7 +273,7 @@ def refuse_frozen_heads(model: Any, trained: Collection[nn.Parameter]) -> None:
         )
 
 
-def check_launch(processes: Processes, accelerator: Any) -> None:
+def check_launch(processes: Processes, accelerator: Accelerator | None) -> None:
     """Raise UnsupportedArgumentError where processes do not know of each other.
 
     Each would take itself for the only one, and release a model of its own from one budget.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from hf_dp.batches.options import BatchOptions
+from hf_dp.batches.loader import BatchOptions
 from hf_dp.plans.strategies import MEMORY_RATIO
 
 

@@ -183,7 +183,7 @@ def _run_in_words(run_id: str, folder: str) -> str:
 
 def _loaded_from(model: nn.Module) -> Path | None:
     """Return the folder that a model was loaded from, also where the Hub's cache has it."""
-    name = getattr(getattr(base_model(model), "config", None), "_name_or_path", None)
+    name = getattr(getattr(base_model(model), "config", None), "name_or_path", None)
     if not name or Path(name).is_dir():
         return Path(name) if name else None
     try:

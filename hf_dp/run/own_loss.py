@@ -9,13 +9,12 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers.utils import logging
 
-from hf_dp.batches.structure import combined
+from hf_dp.batches.structure import Batch, Example, combined
 from hf_dp.clipping.no_dropout import no_dropout
 from hf_dp.clipping.self_check import in_training
 from hf_dp.clipping.sharding import reshard
@@ -40,8 +39,8 @@ _MOST_CLASSES = 8
 
 def refuse_another_loss(
     model: nn.Module,
-    per_example_loss: Callable[[nn.Module, Any], Tensor],
-    example: Any,
+    per_example_loss: Callable[[nn.Module, Batch], Tensor],
+    example: Example,
     *,
     rounded: bool,
 ) -> None:
@@ -70,9 +69,8 @@ def refuse_another_loss(
         if means_over_rows(model) and len(labeled) > 1:
             # Weights of classes cancel in a mean over one row.
             own, mean = _own(model, _together(labeled)), sum(ours) / len(ours)
-            if own is not None and not any(
-                _close(own, each, tolerance) for each in (mean, sum(ours))
-            ):
+            same = own is not None and any(_close(own, x, tolerance) for x in (mean, sum(ours)))
+            if own is not None and not same:
                 said = ", ".join(_said(model, each) for each in labeled)
                 raise _other(model, f"repeated with {said}", own, mean)
     reshard(model)
@@ -93,7 +91,7 @@ def _say_none(model: nn.Module) -> None:
     )
 
 
-def _labeled(model: Any, example: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+def _labeled(model: nn.Module, example: Example) -> Iterator[Example]:
     """Yield the example with labels as training and evaluation read them, one after the other."""
     if targets_of(model) != ("labels",):
         yield dict(example)
@@ -103,12 +101,12 @@ def _labeled(model: Any, example: Mapping[str, Any]) -> Iterator[dict[str, Any]]
         yield {**read, "labels": labels}
 
 
-def _said(model: Any, example: Mapping[str, Any]) -> str:
+def _said(model: nn.Module, example: Example) -> str:
     values = (f"{name} {example[name].tolist()}" for name in targets_of(model))
     return f"the {' and '.join(values)}"
 
 
-def _labels(model: Any, example: Mapping[str, Any]) -> Iterator[Tensor]:
+def _labels(model: nn.Module, example: Example) -> Iterator[Tensor]:
     """Yield each class; or the example's labels and others: a distribution, none in some places."""
     labels = counted_labels(model, example)
     classes = getattr(base_model(model).config, "num_labels", 1)
@@ -128,7 +126,7 @@ def _labels(model: Any, example: Mapping[str, Any]) -> Iterator[Tensor]:
         yield labels.masked_fill(nth % 3 == 0, IGNORED_LABEL)
 
 
-def _own(model: nn.Module, example: Mapping[str, Any]) -> float | None:
+def _own(model: nn.Module, example: Example) -> float | None:
     try:
         output = model(**with_position_ids(model, dict(example)))
     except Exception as problem:
@@ -142,13 +140,12 @@ def _own(model: nn.Module, example: Mapping[str, Any]) -> float | None:
     return float(loss) if isinstance(loss, Tensor) and loss.numel() == 1 else None
 
 
-def _together(labeled: list[dict[str, Any]]) -> Any:
-    def joined(name: str, values: list[Any]) -> Any:
+def _together(labeled: list[Example]) -> Batch:
+    def joined(name: str, values: list[Example]) -> object:
         if isinstance(values[0], Tensor):
             return torch.cat(values)
-        return (
-            [item for each in values for item in each] if isinstance(values[0], list) else values[0]
-        )
+        flat = isinstance(values[0], list)
+        return [item for each in values for item in each] if flat else values[0]
 
     return combined(labeled, joined)
 

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from transformers.utils import logging
 
 from hf_dp import _validate
-from hf_dp.batches.options import BatchOptions
+from hf_dp.batches.loader import BatchOptions
 from hf_dp.batches.structure import Example, column, combined, leaves, own
 from hf_dp.errors import DataError, DoesNotFitError, UnsupportedArgumentError
 from hf_dp.losses import base_model

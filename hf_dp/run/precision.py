@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from hf_dp._borrowed.models import forward_without_autocast
 from hf_dp._validate import invalid
 from hf_dp.clipping.rounding import full_precision, product_precision
 from hf_dp.errors import UnsupportedArgumentError
@@ -98,9 +98,7 @@ class Precision:
     def words(self) -> str:
         """Return the precision in words, for the card."""
         weights = " and ".join(self.parameters)
-        forward = (
-            weights if self.autocast is None else f"{self.autocast} autocast over {weights} weights"
-        )
+        forward = f"{self.autocast} autocast over {weights} weights" if self.autocast else weights
         if self.autocast is None and set(self.computed) - set(self.parameters):
             forward += f" and, within, {' and '.join(self.computed)}"
         if self.products != "float32":
@@ -121,22 +119,24 @@ class Watched(TorchDispatchMode):
         super().__init__()
         self.short: set[str] = set()
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self,
+        func: Callable[..., object],
+        types: object,
+        args: tuple[object, ...] = (),
+        kwargs: dict[str, object] | None = None,
+    ) -> object:
         output = func(*args, **(kwargs or {}))
         for each in output if isinstance(output, (tuple, list)) else (output,):
-            if (
-                isinstance(each, torch.Tensor)
-                and each.is_floating_point()
-                and each.dtype.itemsize < 4
-            ):
-                self.short.add(_name(each.dtype))
+            if isinstance(each, torch.Tensor) and each.is_floating_point():
+                self.short |= {_name(each.dtype)} if each.dtype.itemsize < 4 else set()
         return output
 
 
 @contextmanager
 def in_full_precision(model: nn.Module) -> Iterator[None]:
     """Take accelerate's autocast off a model's forward inside, and keep float32 products whole."""
-    wrapped, original = model.forward, getattr(model, "_original_forward", None)
+    wrapped, original = model.forward, forward_without_autocast(model)
     try:
         if original is not None:
             model.forward = original

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from hf_dp.errors import UnsupportedLossError, UnsupportedModelError
 from hf_dp.losses import base_model, targets_of, task_of
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel
 
 # Neither ascending nor descending, so that a model that sorts its examples is found out.
 _LENGTHS = (7, 12, 4)
@@ -32,7 +35,7 @@ def synthetic_examples(
     Raises: UnsupportedModelError for a model whose inputs are neither token ids nor images, or
         that does not say how large its images are.
     """
-    base: Any = base_model(model)
+    base = base_model(model)
     if takes_tokens(model):
         return _texts(model, base, lengths, target_lengths)
     main_input = getattr(base, "main_input_name", None)
@@ -47,7 +50,7 @@ def synthetic_examples(
 
 def takes_tokens(model: nn.Module) -> bool:
     """Return whether a model's main input is token ids."""
-    base: Any = base_model(model)
+    base = base_model(model)
     main_input = getattr(base, "main_input_name", None)
     return main_input == "input_ids" and hasattr(base, "get_input_embeddings")
 
@@ -88,7 +91,7 @@ def _texts(
 
 def made_up_tokens(model: nn.Module, shape: tuple[int, ...]) -> Tensor:
     """Return valid token ids (..., T) without padding; the last is the end token, if any."""
-    base: Any = base_model(model)
+    base = base_model(model)
     config = getattr(base, "config", None)
     pad, eos = (getattr(config, name, None) for name in ("pad_token_id", "eos_token_id"))
     tokens = torch.full(shape, next(token for token in (1, 2, 3) if token not in (pad, eos)))
@@ -98,7 +101,7 @@ def made_up_tokens(model: nn.Module, shape: tuple[int, ...]) -> Tensor:
     return tokens if valid is None else valid(tokens)
 
 
-def image_config(model: Any) -> Any:
+def image_config(model: PreTrainedModel) -> PreTrainedConfig:
     """Return the part of a model's configuration that says what images it takes."""
     return getattr(model.config, "vision_config", model.config)
 

@@ -7,22 +7,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cached_property
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from transformers.utils import logging
 
-from hf_dp.batches.examples import Examples
+from hf_dp.batches.examples import Collator, Examples
 from hf_dp.batches.layout import Layout
 from hf_dp.batches.limits import Limits
-from hf_dp.batches.loader import PhysicalBatches, Watch, private_dataloader
+from hf_dp.batches.loader import BatchOptions, PhysicalBatches, Watch, private_dataloader
 from hf_dp.batches.look_over import LookedOver, look_over
 from hf_dp.batches.made_up import made_up_rows
-from hf_dp.batches.options import BatchOptions
 from hf_dp.batches.padding import LABELS, Padding
-from hf_dp.batches.structure import Example, column, combined, leaves, own
+from hf_dp.batches.structure import Batch, Example, Row, Rows, column, combined, leaves, own
 from hf_dp.batches.units import UnitTable, unit_dataloader
 from hf_dp.errors import DataError, HfDpError, UnsupportedLossError
 from hf_dp.losses import IGNORED_LABEL, targets_of
@@ -53,8 +51,8 @@ class TrainingData:
 
     def __init__(
         self,
-        dataset: Any,
-        collator: Callable[..., Any],
+        dataset: Rows,
+        collator: Collator,
         padding: Padding,
         limits: Limits,
         randomness: SecretRandomness,
@@ -79,7 +77,7 @@ class TrainingData:
         )
 
     def check(
-        self, model: nn.Module, losses: Callable[[Any], Tensor], *, needs_labels: bool
+        self, model: nn.Module, losses: Callable[[Batch], Tensor], *, needs_labels: bool
     ) -> None:
         """Look over the rows, and check that the model takes one as long as the longest of them.
 
@@ -163,19 +161,15 @@ class TrainingData:
         )
 
     def loader(
-        self,
-        sampler: LogicalSampler,
-        one_shape: bool,
-        watched: Watch | None = None,
+        self, sampler: LogicalSampler, one_shape: bool, watched: Watch | None = None
     ) -> DataLoader:
         """Return a loader over the sampler's draws, each a list of padded physical batches.
 
         Args: watched: makes of the draws what goes through the model; rows alone, not users.
         """
-        if self.units is not None:
-            batches = self.batches(one_shape)
-            return unit_dataloader(self.examples, *self.units, sampler, batches, self.options)
         batches = self.batches(one_shape)
+        if self.units is not None:
+            return unit_dataloader(self.examples, *self.units, sampler, batches, self.options)
         return private_dataloader(self.examples, sampler, batches, self.options, watched)
 
     def synthetic_examples(self, model: nn.Module) -> list[Example]:
@@ -242,7 +236,7 @@ class TrainingData:
         )
         return synthetic_examples(model, (tokens,), (labels,))[0]
 
-    def _collated(self, row: Any) -> Example:
+    def _collated(self, row: Row) -> Example:
         for _ in range(_TRIES):
             example = self.examples.collate(row)
             self.looked_over.layout.check(example)
@@ -282,13 +276,13 @@ def _of_the_size_of_rows(example: dict[str, Tensor], layout: Layout) -> dict[str
 
 def as_long_as_the_longest(
     example: Example, layout: Layout, model: nn.Module, at_most: int | None = None
-) -> Any:
+) -> Example:
     """Return a made-up batch of one, in which each column has its greatest length in any row.
 
     Args: at_most: the greatest length of a column whose length varies.
     """
 
-    def made(name: str, values: list[Any]) -> Any:
+    def made(name: str, values: list[Example]) -> object:
         (value,) = values
         if not isinstance(value, Tensor):
             return value
@@ -307,8 +301,8 @@ def as_long_as_the_longest(
 
 
 def padded_together(
-    examples: list[Any], padding: Padding, of_rows: Layout | None = None
-) -> tuple[Any, list[Example]]:
+    examples: list[Example], padding: Padding, of_rows: Layout | None = None
+) -> tuple[Batch, list[Example]]:
     """Return (one padded batch, the examples one by one), from batches of one.
 
     Args:
@@ -317,11 +311,8 @@ def padded_together(
     Raises: DataError when they are not two or more batches of one example with the same columns.
     """
     if not isinstance(examples, list) or len(examples) < 2:
-        found = (
-            f"{len(examples)} of them"
-            if isinstance(examples, list)
-            else f"a {type(examples).__name__}"
-        )
+        kind = type(examples).__name__
+        found = f"{len(examples)} of them" if isinstance(examples, list) else f"a {kind}"
         raise DataError(
             "Expected synthetic_batches() to return a list of at least two made-up examples, each "
             f"a batch of one, got {found}. hf_dp pads them together itself."

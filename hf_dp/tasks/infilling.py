@@ -17,6 +17,7 @@ from torch.nn import functional as F
 from transformers import AutoModelForMaskedLM, AutoModelForSequenceClassification, PreTrainedModel
 from transformers.modeling_outputs import SequenceClassifierOutput
 
+from hf_dp._borrowed.models import attention_of
 from hf_dp.errors import DataError, UnsupportedModelError
 from hf_dp.losses import register_model_class
 from hf_dp.tasks.infilling_config import InfillingConfig
@@ -156,7 +157,7 @@ def load_infilling(
             "classification head."
         )
     # It may be a path, and would be published with the configuration.
-    masked_lm.config._name_or_path = ""
+    masked_lm.config.name_or_path = ""
     config_class: Any = InfillingConfig
     config = config_class(
         base_config=masked_lm.config,
@@ -169,9 +170,9 @@ def load_infilling(
         label2id={name: index for index, name in enumerate(class_names)},
         pretraining_sources=getattr(masked_lm.config, "pretraining_sources", None),
         # Unset, it would also be reset in the configuration of the base.
-        attn_implementation=masked_lm.config._attn_implementation,
+        attn_implementation=attention_of(masked_lm.config),
     )
-    config._name_or_path = name
+    config.name_or_path = name
     return InfillingForSequenceClassification(config, masked_lm), with_template(
         tokenizer, infilling.template
     )

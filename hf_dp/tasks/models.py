@@ -91,7 +91,7 @@ def without_weights(auto: Any, path: str, **options: Any) -> Any:
     from transformers import AutoConfig
 
     model = auto.from_config(AutoConfig.from_pretrained(path, **options))
-    model.config._name_or_path = ""  # the card must not name the path as the base of this model
+    model.config.name_or_path = ""  # the card must not name the path as the base of this model
     return model
 
 

@@ -64,7 +64,7 @@ def details_of_model(model: nn.Module, name: str, **known: Any) -> CardDetails:
     tag = _PIPELINES.get(_task(base))
     return CardDetails(
         model_name=name.rstrip("/\\").replace("\\", "/").split("/")[-1],
-        base_model=getattr(getattr(base, "config", None), "_name_or_path", None) or None,
+        base_model=getattr(getattr(base, "config", None), "name_or_path", None) or None,
         task_tag=tag,
         library_name="peft" if hasattr(model, "peft_config") else "transformers",
         pretraining_sources=tuple(pretraining_sources(base)),

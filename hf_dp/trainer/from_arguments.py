@@ -8,7 +8,7 @@ import dataclasses
 from hf_dp._dataclasses import default_of
 from hf_dp._validate import invalid
 from hf_dp.accounting import epsilon
-from hf_dp.batches.options import BatchOptions
+from hf_dp.batches.loader import BatchOptions
 from hf_dp.batches.units import UnitTable
 from hf_dp.mechanisms import Mechanism
 from hf_dp.plans.privacy import PrivacyPlan

@@ -10,15 +10,15 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.utils.rnn import pad_sequence
 from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments, TrainingArguments
 
 from hf_dp._arguments import Problems
 from hf_dp.errors import DataError, InvalidArgumentError
-from hf_dp.losses import base_model, padding_moves_prompts, positions_of
+from hf_dp.losses import IGNORED_LABEL, base_model, padding_moves_prompts, positions_of
 from hf_dp.plans.dp_fp import DP_FP
 from hf_dp.trainer.arguments import DPTrainingArguments
 from hf_dp.trainer.inherited import Refusal
-from hf_dp.trainer.prompts import Prompts, split_rows
 from hf_dp.trainer.trainer import DPTrainer
 
 # Concern evaluation alone, and may change once the trainer exists.
@@ -38,6 +38,8 @@ SEQ2SEQ_REFUSED: Mapping[str, Refusal] = MappingProxyType(
     }
 )
 _DEFAULT_LENGTH = 20  # transformers' own
+_BESIDE_TOKENS = ("attention_mask", "token_type_ids")
+_MADE_ANEW = ("labels", "position_ids")
 
 
 @dataclass
@@ -157,20 +159,104 @@ class DPSeq2SeqTrainer(DPTrainer, Seq2SeqTrainer):
             )
 
     def _pad_token_id(self) -> int:
-        known = (
-            getattr(self.processing_class, "pad_token_id", None),
-            getattr(self.model.generation_config, "pad_token_id", None),
-            getattr(base_model(self.model).config, "pad_token_id", None),
-            getattr(self.processing_class, "eos_token_id", None),
-            getattr(self.model.generation_config, "eos_token_id", None),
-        )
-        for each in known:
-            if isinstance(each, (list, tuple)) and each:
-                each = each[0]
-            if isinstance(each, int):
-                return each
+        known = (self.processing_class, self.model.generation_config, base_model(self.model).config)
+        for name in ("pad_token_id", "eos_token_id"):
+            for each in known:
+                token = getattr(each, name, None)
+                token = token[0] if isinstance(token, (list, tuple)) and token else token
+                if isinstance(token, int):
+                    return token
         raise InvalidArgumentError(
             "Expected a padding token to generate in batches, but neither `processing_class` nor "
             "the model's configuration has a pad_token_id or an eos_token_id. Set "
             "tokenizer.pad_token and pass the tokenizer as `processing_class`."
+        )
+
+
+@dataclass(frozen=True)
+class Prompts:
+    """What stands before the targets of b rows.
+
+    Attributes:
+        inputs: of ``generate``: tokens, mask and token types, (b, P), padded on the left to the
+            longest prompt.
+        targets: (b, T) tokens, padded on the right with -100; None where the rows have no labels.
+    """
+
+    inputs: dict[str, Tensor]
+    targets: Tensor | None
+
+    @property
+    def length(self) -> int:
+        """The number of tokens of the longest prompt."""
+        return self.inputs["input_ids"].shape[1]
+
+
+def split_rows(inputs: Mapping[str, Any], pad_token_id: int) -> Prompts:
+    """Cut each row before its first label that is not -100.
+
+    A row without such a label is a prompt as a whole, and its target is empty.
+
+    Args:
+        inputs: a collated batch with ``input_ids``, ``attention_mask`` and perhaps ``labels``, each
+            (b, T), padded on any side.
+        pad_token_id: put on the left of the shorter prompts, where nothing attends.
+
+    Raises: DataError for a row without prompt, for a row with labels in several places, and for
+        inputs that cannot be cut.
+    """
+    tokens, mask = inputs.get("input_ids"), inputs.get("attention_mask")
+    if not isinstance(tokens, Tensor) or not isinstance(mask, Tensor):
+        raise DataError(
+            "Expected batches with `input_ids` and `attention_mask` to cut prompts out of, got "
+            f"{sorted(inputs)}. Let the data collator return both."
+        )
+    other = sorted(set(inputs) - {"input_ids", *_BESIDE_TOKENS, *_MADE_ANEW})
+    if other:
+        raise DataError(
+            f"predict_with_generate cuts prompts out of rows, and does not know how to cut {other}."
+            " Leave these columns out (remove_unused_columns=True), or set "
+            "predict_with_generate=False."
+        )
+    attended, labels = mask != 0, inputs.get("labels")
+    if labels is None:
+        is_target = torch.zeros_like(attended)
+    elif labels.shape == tokens.shape:
+        is_target = attended & (labels != IGNORED_LABEL)
+    else:
+        raise DataError(
+            f"Expected `labels` of the shape of `input_ids`, {tuple(tokens.shape)}, to cut prompts "
+            f"out of rows, got {tuple(labels.shape)}."
+        )
+    is_prompt = attended & (is_target.cumsum(1) == 0)
+    _refuse_rows(is_target, is_prompt)
+
+    def taken(name: str, kept: Tensor, fill: int, side: str) -> Tensor:
+        rows = [row[own] for row, own in zip(inputs[name], kept, strict=True)]
+        return pad_sequence(rows, batch_first=True, padding_value=fill, padding_side=side)
+
+    return Prompts(
+        {
+            name: taken(name, is_prompt, pad_token_id if name == "input_ids" else 0, "left")
+            for name in ("input_ids", *_BESIDE_TOKENS)
+            if name in inputs
+        },
+        None if labels is None else taken("labels", is_target, IGNORED_LABEL, "right"),
+    )
+
+
+def _refuse_rows(is_target: Tensor, is_prompt: Tensor) -> None:
+    begins = is_target & ~F.pad(is_target[:, :-1], (1, 0))
+    if bool((begins.sum(1) > 1).any()):
+        raise DataError(
+            "A row has labels in several places (turns that interleave with prompts), and "
+            "predict_with_generate generates one answer for each row. Evaluate on rows with one "
+            "answer (the earlier turns as prompt, labeled -100), or set "
+            "predict_with_generate=False."
+        )
+    if not bool(is_prompt.any(1).all()):
+        raise DataError(
+            "A row has no prompt: its first token has a label, so there is nothing to generate "
+            "from. Set the labels of prompts to -100 (a collator that copies input_ids to labels "
+            "does not), or set predict_with_generate=False."
         )

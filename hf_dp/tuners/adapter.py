@@ -13,15 +13,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from peft import PeftConfig
-from peft.mapping import (
-    PEFT_TYPE_TO_CONFIG_MAPPING,
-    PEFT_TYPE_TO_PREFIX_MAPPING,
-    PEFT_TYPE_TO_TUNER_MAPPING,
-)
 from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer
 from torch import Tensor, nn
 from transformers.activations import ACT2FN
 
+from hf_dp._borrowed.peft_methods import register_method
 from hf_dp._validate import integer, invalid, one_of
 from hf_dp.errors import UnsupportedModelError
 
@@ -193,11 +189,4 @@ class AdapterModel(BaseTuner):
         )
 
 
-def _register() -> None:
-    name: Any = "ADAPTER"
-    PEFT_TYPE_TO_CONFIG_MAPPING[name] = AdapterConfig
-    PEFT_TYPE_TO_TUNER_MAPPING[name] = AdapterModel
-    PEFT_TYPE_TO_PREFIX_MAPPING[name] = AdapterModel.prefix
-
-
-_register()
+register_method("ADAPTER", AdapterConfig, AdapterModel)

@@ -23,16 +23,12 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from peft import LNTuningConfig, LNTuningModel, PeftConfig
-from peft.mapping import (
-    PEFT_TYPE_TO_CONFIG_MAPPING,
-    PEFT_TYPE_TO_PREFIX_MAPPING,
-    PEFT_TYPE_TO_TUNER_MAPPING,
-)
 from peft.tuners.ln_tuning.layer import LNTuningLayer
 from peft.tuners.tuners_utils import BaseTuner
 from peft.utils.constants import DUMMY_TARGET_MODULES
 from torch import Tensor, nn
 
+from hf_dp._borrowed.peft_methods import register_method
 from hf_dp._validate import invalid
 from hf_dp.errors import ConfigError, UnsupportedModelError
 
@@ -149,10 +145,7 @@ def register(cls: type[SelectionConfig], tuner: Any = None) -> type[SelectionCon
     Args:
         tuner: the class that ``get_peft_model`` builds; by default :class:`SelectionModel`.
     """
-    name: Any = cls.method.upper()
-    PEFT_TYPE_TO_CONFIG_MAPPING[name] = cls
-    PEFT_TYPE_TO_TUNER_MAPPING[name] = tuner or SelectionModel
-    PEFT_TYPE_TO_PREFIX_MAPPING[name] = SelectionModel.prefix
+    register_method(cls.method.upper(), cls, tuner or SelectionModel)
     return cls
 
 

@@ -164,12 +164,9 @@ def listed(change):
     [
         (lambda row: row.pop("label"), r"Row 7 .*it lacks \['labels'\]"),
         (lambda row: row.update(label=0.5), "Row 7 .*`labels` is a float32 tensor"),
-        (
-            lambda row: row.update(label="good"),
-            "Row 7 of the training set has the text 'good' as `label`",
-        ),
+        (lambda row: row.update(label="good"), "Row 7 of the training set has the text 'good' as `label`"),
     ],
-)
+)  # fmt: skip
 def test_rows_whose_columns_differ(change, message, tmp_path):
     given = {"train_dataset": listed(change), "eval_dataset": None}
     with pytest.raises(DataError, match=message):

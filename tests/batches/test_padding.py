@@ -117,16 +117,13 @@ def test_structures_and_plain_values():
 @pytest.mark.parametrize(
     ("other", "message"),
     [
-        (
-            {"labels": torch.tensor([1.0])},
-            r"`labels` is a float32 tensor with 1 dimensions, and a int64 tensor",
-        ),
+        ({"labels": torch.tensor([1.0])}, r"`labels` is a float32 tensor with 1 dimensions, and a int64 tensor"),
         ({"labels": torch.tensor([[1]])}, "a int64 tensor with 2 dimensions"),
         ({}, r"it lacks \['labels'\]"),
         ({"labels": torch.tensor([1]), "more": torch.tensor([1])}, r"adds \['more'\]"),
         ({"labels": 3}, "`labels` is 3, and a int64 tensor"),
     ],
-)
+)  # fmt: skip
 def test_examples_of_another_kind_are_refused(other, message):
     """A row of another type would change the batch's type, and labels to another loss."""
     with pytest.raises(DataError, match=message):

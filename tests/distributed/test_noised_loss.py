@@ -17,7 +17,7 @@ from transformers import DataCollatorWithPadding
 
 from hf_dp import DpSgdPlan, NoisedLoss, PrivacyPlan, PrivateRun, mechanism_for
 from hf_dp.accounting import PoissonSampledGaussian
-from hf_dp.batches.options import BatchOptions
+from hf_dp.batches.loader import BatchOptions
 from hf_dp.distributed import sums as module
 from hf_dp.distributed.processes import Processes
 from hf_dp.noise import SecretRandomness

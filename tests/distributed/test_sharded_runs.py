@@ -21,7 +21,7 @@ from torch.distributed.fsdp import fully_shard
 from transformers import DataCollatorWithPadding
 
 from hf_dp import DpSgdPlan, PrivacyPlan, PrivateRun, mechanism_for
-from hf_dp.batches.options import BatchOptions
+from hf_dp.batches.loader import BatchOptions
 from hf_dp.run.options import RunOptions
 from hf_dp.statement.record import read
 from hf_dp.statement.verify import disagreements

@@ -20,7 +20,7 @@ from processes import outcomes
 from transformers import BertConfig, BertForSequenceClassification, DataCollatorWithPadding
 
 from hf_dp import DpSgdPlan, FrostConfig, PrivacyPlan, PrivateRun, RgpConfig, mechanism_for
-from hf_dp.batches.options import BatchOptions
+from hf_dp.batches.loader import BatchOptions
 from hf_dp.errors import (
     DataError,
     DoesNotFitError,

@@ -20,7 +20,7 @@ from hf_dp import (
     mechanism_for,
     save_run,
 )
-from hf_dp.batches.options import BatchOptions
+from hf_dp.batches.loader import BatchOptions
 from hf_dp.errors import (
     BudgetExceededError,
     DataError,

@@ -158,46 +158,25 @@ def no_self_check(patch):
 PLANTED = {
     "collated together: token labels": (collate_together, "token labels padded with 0"),
     "collated together: masked LM": (collate_together, "masked LM, labels cloned from padding"),
-    "collated together: causal LM": (
-        collate_together_and_predict,
-        "causal LM, labels cloned from padding",
-    ),
-    "collated together: seq2seq": (
-        collate_together,
-        "seq2seq labels padded with the padding token",
-    ),
+    "collated together: causal LM": (collate_together_and_predict, "causal LM, labels cloned from padding",),
+    "collated together: seq2seq": (collate_together, "seq2seq labels padded with the padding token",),
     "collated together: masks": (collate_together, "masks from a public seed"),
     "collated together: MixUp": (collate_together, "MixUp"),
     "shared state of an object": (share_the_collator, "a collator that remembers"),
     "shared state of a closure": (share_the_collator, "a collator that remembers in a closure"),
     "shared state of a generator": (share_the_collator, "a collator with a public generator"),
-    "shared state of a transform's generator": (
-        share_the_collator,
-        "a transform with a public generator",
-    ),
+    "shared state of a transform's generator": (share_the_collator, "a transform with a public generator",),
     "shared generator of a data set": (share_the_collator, "a data set with a public generator"),
-    "shared generator of a seed": (
-        share_the_collator,
-        "a data set that makes a generator of its seed",
-    ),
-    "shared generator of a step": (
-        share_the_collator,
-        "a data set with a step that has a generator",
-    ),
-    "shared generator in a global": (
-        share_the_collator,
-        "a data set with a generator in a global",
-    ),
-    "shared generator in a class": (
-        share_the_collator,
-        "a data set with a generator in its class",
-    ),
+    "shared generator of a seed": (share_the_collator, "a data set that makes a generator of its seed",),
+    "shared generator of a step": (share_the_collator, "a data set with a step that has a generator",),
+    "shared generator in a global": (share_the_collator, "a data set with a generator in a global",),
+    "shared generator in a class": (share_the_collator, "a data set with a generator in its class",),
     "shared state of a data set": (share_the_collator, "a data set that counts"),
     "one stream for all examples": (go_on_with_one_stream, "masked LM"),
     "labels padded with 0": (pad_labels_with(0), "token classification"),
     "labels of padding": (predict_from_padding, "causal LM, labels given, padded on the left"),
     "padding attended to": (attend_to_padding, "padding"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", PLANTED)

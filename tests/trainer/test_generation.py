@@ -24,7 +24,7 @@ from hf_dp.errors import DataError, InvalidArgumentError, UnsupportedArgumentErr
 from hf_dp.trainer import seq2seq
 from hf_dp.trainer.arguments import DPTrainingArguments
 from hf_dp.trainer.inherited import unknown_fields
-from hf_dp.trainer.prompts import Prompts, split_rows
+from hf_dp.trainer.seq2seq import Prompts, split_rows
 from hf_dp.trainer.trainer import DPTrainer
 
 
@@ -167,15 +167,12 @@ def test_split_rows():
     ("changes", "message"),
     [
         ({"labels": torch.tensor([[5, 6, 40, 41], [-100, 42, -100, -100]])}, "has no prompt"),
-        (
-            {"labels": torch.tensor([[-100, 6, -100, 41], [-100, 42, -100, -100]])},
-            "labels in several places",
-        ),
+        ({"labels": torch.tensor([[-100, 6, -100, 41], [-100, 42, -100, -100]])}, "labels in several places"),
         ({"labels": torch.tensor([1, 2])}, r"shape of `input_ids`, \(2, 4\).*got \(2,\)"),
         ({"attention_mask": None}, "`attention_mask` to cut prompts"),
         ({"pixel_values": torch.zeros(2, 3)}, r"how to cut \['pixel_values'\]"),
     ],
-)
+)  # fmt: skip
 def test_rows_that_cannot_be_cut_are_refused(changes, message):
     with pytest.raises(DataError, match=message):
         split_rows(batch(**changes), 0)

@@ -99,21 +99,9 @@ def with_codebook():
 
 
 AT_CREATION = {
-    "training_step overridden": (
-        lambda p: tiny.trainer(p, cls=OwnStep),
-        UnsupportedArgumentError,
-        "training_step",
-    ),
-    "loader overridden": (
-        lambda p: tiny.trainer(p, cls=OwnLoader),
-        UnsupportedArgumentError,
-        "get_train_dataloader",
-    ),
-    "compute_loss overridden": (
-        lambda p: tiny.trainer(p, cls=OwnLoss),
-        UnsupportedArgumentError,
-        "compute_per_example_loss",
-    ),
+    "training_step overridden": (lambda p: tiny.trainer(p, cls=OwnStep), UnsupportedArgumentError, "training_step"),
+    "loader overridden": (lambda p: tiny.trainer(p, cls=OwnLoader), UnsupportedArgumentError, "get_train_dataloader"),
+    "compute_loss overridden": (lambda p: tiny.trainer(p, cls=OwnLoss), UnsupportedArgumentError, "compute_per_example_loss"),
     "compute_loss_func": (
         lambda p: tiny.trainer(p, given={"compute_loss_func": lambda *a, **k: 0}),
         UnsupportedArgumentError,
@@ -128,36 +116,16 @@ AT_CREATION = {
         InvalidArgumentError,
         "DPTrainingArguments",
     ),
-    "no length": (
-        lambda p: tiny.trainer(p, given={"train_dataset": without_length(tiny.dataset())}),
-        DataError,
-        "has no length",
-    ),
-    "one row": (
-        lambda p: tiny.trainer(p, given={"train_dataset": tiny.dataset().select([0])}),
-        DataError,
-        "at least two rows, got 1",
-    ),
-    "no rows": (
-        lambda p: tiny.trainer(p, given={"train_dataset": tiny.dataset().select([])}),
-        DataError,
-        "at least two rows, got 0",
-    ),
+    "no length": (lambda p: tiny.trainer(p, given={"train_dataset": without_length(tiny.dataset())}), DataError, "has no length"),
+    "one row": (lambda p: tiny.trainer(p, given={"train_dataset": tiny.dataset().select([0])}), DataError, "at least two rows, got 1"),
+    "no rows": (lambda p: tiny.trainer(p, given={"train_dataset": tiny.dataset().select([])}), DataError, "at least two rows, got 0"),
     "batch larger than the data": (
         lambda p: tiny.trainer(p, expected_batch_size=41),
         InvalidArgumentError,
         r"`expected_batch_size` to be at most num_examples \(40\)",
     ),
-    "delta of at least 1/N": (
-        lambda p: tiny.trainer(p, target_delta=0.03),
-        InvalidArgumentError,
-        "`target_delta` to be < 1/num_examples",
-    ),
-    "target that cannot be met": (
-        lambda p: tiny.trainer(p, target_epsilon=1e-6, target_delta=1e-9, accountant="rdp"),
-        CalibrationError,
-        "1e-06",
-    ),
+    "delta of at least 1/N": (lambda p: tiny.trainer(p, target_delta=0.03), InvalidArgumentError, "`target_delta` to be < 1/num_examples"),
+    "target that cannot be met": (lambda p: tiny.trainer(p, target_epsilon=1e-6, target_delta=1e-9, accountant="rdp"), CalibrationError, "1e-06"),
     "evaluation on the training set": (
         lambda p: tiny.trainer(
             p, given=dict.fromkeys(("train_dataset", "eval_dataset"), tiny.dataset())
@@ -170,11 +138,7 @@ AT_CREATION = {
         UnsupportedArgumentError,
         "held-out set",
     ),
-    "batch normalization": (
-        lambda p: tiny.trainer(p, given={"model": WithBatchNorm()}),
-        UnsupportedModelError,
-        "`norm` is a BatchNorm1d.*GroupNorm",
-    ),
+    "batch normalization": (lambda p: tiny.trainer(p, given={"model": WithBatchNorm()}), UnsupportedModelError, "`norm` is a BatchNorm1d.*GroupNorm"),
     "a new head frozen under LoRA": (
         lambda p: tiny.trainer(
             p,
@@ -187,7 +151,7 @@ AT_CREATION = {
         UnsupportedModelError,
         r"modules_to_save=\['classifier'\]",
     ),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", AT_CREATION)
@@ -200,26 +164,10 @@ def test_refused_at_creation(case, tmp_path):
 
 
 AT_TRAINING = {
-    "no attention mask": (
-        lambda p: tiny.trainer(p, given={"data_collator": without_mask}),
-        DataError,
-        "no `attention_mask`",
-    ),
-    "a frozen parameter that a forward changes": (
-        lambda p: tiny.trainer(p, given={"model": with_codebook()}),
-        SelfCheckError,
-        "codebook.mean",
-    ),
-    "no labels": (
-        lambda p: tiny.trainer(p, given={"train_dataset": unlabeled()}),
-        DataError,
-        "no `labels`",
-    ),
-    "flattening collator": (
-        lambda p: tiny.trainer(p, given={"data_collator": DataCollatorWithFlattening()}),
-        DataError,
-        "DataCollatorWithPadding",
-    ),
+    "no attention mask": (lambda p: tiny.trainer(p, given={"data_collator": without_mask}), DataError, "no `attention_mask`"),
+    "a frozen parameter that a forward changes": (lambda p: tiny.trainer(p, given={"model": with_codebook()}), SelfCheckError, "codebook.mean"),
+    "no labels": (lambda p: tiny.trainer(p, given={"train_dataset": unlabeled()}), DataError, "no `labels`"),
+    "flattening collator": (lambda p: tiny.trainer(p, given={"data_collator": DataCollatorWithFlattening()}), DataError, "DataCollatorWithPadding"),
     "collator that makes two rows of one": (
         lambda p: tiny.trainer(
             p,
@@ -240,12 +188,8 @@ AT_TRAINING = {
         DataError,
         r"Row 0 of the training set, collated alone, failed \(IndexError.*It must work on one",
     ),
-    "loss that depends on neighbors": (
-        lambda p: tiny.trainer(p, cls=BatchMean),
-        SelfCheckError,
-        "neighbors",
-    ),
-}
+    "loss that depends on neighbors": (lambda p: tiny.trainer(p, cls=BatchMean), SelfCheckError, "neighbors"),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", AT_TRAINING)

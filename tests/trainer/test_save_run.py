@@ -11,7 +11,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import DataCollatorWithPadding
 
 from hf_dp import DpSgdPlan, PrivacyPlan, PrivateRun, mechanism_for, save_run
-from hf_dp.batches.options import BatchOptions
+from hf_dp.batches.loader import BatchOptions
 from hf_dp.cards.verify import verify
 from hf_dp.errors import InvalidArgumentError
 from hf_dp.publishing.publication import Publication

@@ -83,6 +83,13 @@ def test_a_padding_that_the_loss_sees_is_found(tmp_path, monkeypatch):
         tiny.trainer(tmp_path).train()
 
 
+def of_own(folder: Any, cls: type[DPTrainer], data: Any = None, **options: Any) -> DPTrainer:
+    """A trainer of a model of one's own, which takes `x`."""
+    given = {"model": own(), "train_dataset": vectors() if data is None else data, "eval_dataset": None,
+             "data_collator": default_data_collator}  # fmt: skip
+    return tiny.trainer(folder, cls=cls, given=given, **{"remove_unused_columns": False, **options})
+
+
 class Returns(OwnTrainer):
     what: Any = None
 
@@ -101,30 +108,18 @@ x, y = torch.randn(1, 4), torch.randn(1)
         ([{"x": x, "labels": y}], "got 1 of them"),
         ([{"x": torch.randn(3, 4), "labels": y}] * 2, r"`x` of item 0 has shape \(3, 4\)"),
         ([{"x": x, "labels": torch.tensor(1.0)}] * 2, r"`labels` of item 0 has shape \(\)"),
-        (
-            [{"x": x, "labels": y}, {"x": x}],
-            r"Item 1 of what synthetic_batches\(\) returns does not fit: .*lacks",
-        ),
-        (
-            [{"x": x}] * 2,
-            r"Item 0 of what synthetic_batches\(\) returns does not fit: .*lacks \['labels'\]",
-        ),
+        ([{"x": x, "labels": y}, {"x": x}], r"Item 1 of what synthetic_batches\(\) returns does not fit: .*lacks"),
+        ([{"x": x}] * 2, r"Item 0 of what synthetic_batches\(\) returns does not fit: .*lacks \['labels'\]"),
         ([{}, {}], "of item 0"),
     ],
-)
+)  # fmt: skip
 def test_a_wrong_return_value_of_synthetic_batches_is_named(what, message, tmp_path):
     class Wrong(Returns):
         pass
 
     Wrong.what = what
-    given = {
-        "model": own(),
-        "train_dataset": vectors(),
-        "eval_dataset": None,
-        "data_collator": default_data_collator,
-    }
     with pytest.raises(DataError, match=message):
-        tiny.trainer(tmp_path, cls=Wrong, given=given, remove_unused_columns=False).train()
+        of_own(tmp_path, Wrong).train()
     assert not (tmp_path / "privacy.json").exists()
 
 
@@ -134,28 +129,14 @@ class WithoutSynthetic(DPTrainer):
 
 
 def test_a_model_of_ones_own_needs_synthetic_batches(tmp_path):
-    given = {
-        "model": own(),
-        "train_dataset": vectors(),
-        "eval_dataset": None,
-        "data_collator": default_data_collator,
-    }
     with pytest.raises(
         UnsupportedModelError, match=r"Own takes None.*Override DPTrainer.synthetic_batches"
     ):
-        tiny.trainer(
-            tmp_path, cls=WithoutSynthetic, given=given, remove_unused_columns=False
-        ).train()
+        of_own(tmp_path, WithoutSynthetic).train()
 
 
 def test_a_model_of_ones_own_trains_saves_and_has_a_card(tmp_path):
-    given = {
-        "model": own(),
-        "train_dataset": vectors(),
-        "eval_dataset": None,
-        "data_collator": default_data_collator,
-    }
-    trainer = tiny.trainer(tmp_path, cls=OwnTrainer, given=given, remove_unused_columns=False)
+    trainer = of_own(tmp_path, OwnTrainer)
     trainer.train()
     trainer.save_model()
     assert (
@@ -189,13 +170,12 @@ def test_a_padding_value_of_no_column_is_named(tmp_path):
 
 
 def test_columns_that_were_removed_are_named(tmp_path):
-    given = {"model": own(), "train_dataset": datasets.Dataset.from_list(vectors()), "eval_dataset": None,
-             "data_collator": default_data_collator}  # fmt: skip
+    data = datasets.Dataset.from_list(vectors())
     with pytest.raises(
         DataError,
         match=r"fail on a made-up row.*KeyError.*columns \['x'\]. If a column is missing, set remove",
     ):
-        tiny.trainer(tmp_path, cls=OwnTrainer, given=given).train()
+        of_own(tmp_path, OwnTrainer, data, remove_unused_columns=True).train()
 
 
 def test_the_loss_gets_a_batch_of_its_own(tmp_path):
@@ -234,12 +214,16 @@ def test_nothing_of_a_real_row_is_in_a_made_up_one():
 # -- what came before the run ---
 
 
+def adapted(init: Any) -> Any:
+    config = LoraConfig(r=2, target_modules=["query"], task_type="SEQ_CLS")
+    model = get_peft_model(tiny.model(), config)
+    model.peft_config["default"].init_lora_weights = init
+    return model
+
+
 @pytest.mark.parametrize("init", ["eva", "corda", "lora_ga", "something_new"])
 def test_an_adapter_that_may_come_from_data_is_refused_unless_said_to_be_public(init, tmp_path):
-    model = get_peft_model(
-        tiny.model(), LoraConfig(r=2, target_modules=["query"], task_type="SEQ_CLS")
-    )
-    model.peft_config["default"].init_lora_weights = init
+    model = adapted(init)
     with pytest.raises(
         UnsupportedModelError, match=f"init_lora_weights='{init}'.*adapter_init_data_is_public=True"
     ):
@@ -251,10 +235,7 @@ def test_an_adapter_that_may_come_from_data_is_refused_unless_said_to_be_public(
     "init", [True, False, "gaussian", "olora", "pissa", "pissa_niter_4", "orthogonal"]
 )
 def test_an_adapter_from_weights_alone_is_taken(init, tmp_path):
-    model = get_peft_model(
-        tiny.model(), LoraConfig(r=2, target_modules=["query"], task_type="SEQ_CLS")
-    )
-    model.peft_config["default"].init_lora_weights = init
+    model = adapted(init)
     tiny.trainer(tmp_path, given={"model": model})
 
 
