@@ -22,7 +22,7 @@ from hf_dp.distributed import sums as module
 from hf_dp.distributed.processes import Processes
 from hf_dp.noise import SecretRandomness
 from hf_dp.plans.release import PlannedRelease
-from hf_dp.run.gate import Release
+from hf_dp.run.gate import IndependentNoise, Release
 from hf_dp.run.options import RunOptions
 from hf_dp.statement.record import read
 from hf_dp.statement.verify import disagreements
@@ -45,7 +45,9 @@ def results(count: int, function) -> list[Any]:
 
 def released() -> torch.Tensor:
     here = Processes.here()
-    release = Release(PLANNED, SecretRandomness(), SimpleNamespace(processes=here))
+    release = Release(
+        PLANNED, IndependentNoise(SecretRandomness()), SimpleNamespace(processes=here)
+    )
     return release.loss(torch.full((20_001,), 1.0 + here.rank, dtype=torch.float64))
 
 

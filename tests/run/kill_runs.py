@@ -354,7 +354,7 @@ def ledger_after_the_gradient() -> None:
 
     @contextmanager
     def release(self: Any, planned: Any) -> Any:
-        release = Release(planned, self._randomness, self._ledger)
+        release = Release(planned, self._noise, self._ledger)
         yield release
         release.close()
         self._ledger.append(planned.event, planned.purpose)
