@@ -9,7 +9,7 @@ export TOKENIZERS_PARALLELISM = false
 # processes that tests start would compile again.
 export PYTHONDONTWRITEBYTECODE =
 
-.PHONY: demo test lint slow clean
+.PHONY: demo test quick lint slow clean
 
 demo: $(VENV)/installed-demo
 	rm -rf outputs/demo
@@ -20,6 +20,16 @@ test: $(VENV)/installed-test
 	@$(MAKE) --no-print-directory lint > $(VENV)/lint.log 2>&1 & lint=$$!; \
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal; tested=$$?; \
 	wait $$lint; linted=$$?; cat $(VENV)/lint.log; exit $$((tested | linted))
+
+# The loop of a developer, under a minute: layers, exactness of each architecture, gate, ledger, and
+# epsilons against the oracle.
+QUICK = tests/test_layering.py tests/clipping/test_architectures.py tests/clipping/test_exactness.py \
+	tests/clipping/test_sums.py tests/run/test_gate.py tests/trainer/test_run_ledger.py \
+	tests/accounting/test_ledger.py tests/accounting/test_golden.py
+
+quick: $(VENV)/installed-test
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist worksteal $(QUICK) \
+		-k 'not test_architectures or (test_equals_the_loop and padded)'
 
 slow: $(VENV)/installed-slow
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m slow

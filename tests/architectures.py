@@ -282,13 +282,15 @@ def assert_exact(
     architecture: Architecture,
     model: nn.Module,
     examples: Sequence[Batch],
-    strategy: str = "book_keeping",
+    *strategies: str,
 ) -> None:
-    """Engine on the padded batch equals the loop over single, unpadded examples."""
+    """Engine on the padded batch equals the loop over single, unpadded examples, by each strategy
+    (by default book-keeping)."""
     with architecture.precision():
         expected = loop(model, examples)
-        norms, sums = clipped(model, collate(model, examples), expected.clipping_norm, strategy)
-    assert_equal(norms, sums, expected)
+        for strategy in strategies or ("book_keeping",):
+            norms, sums = clipped(model, collate(model, examples), expected.clipping_norm, strategy)
+            assert_equal(norms, sums, expected)
 
 
 @contextmanager

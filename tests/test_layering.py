@@ -29,7 +29,7 @@ FACADE = "__init__"
 
 
 def modules(package: Path) -> Iterator[tuple[str, Path]]:
-    """Dotted names below the package, ``clipping.rules.linear``, and their files."""
+    """Dotted names below the package, ``clipping.rules.affine``, and their files."""
     for path in sorted(package.rglob("*.py")):
         parts = path.relative_to(package).with_suffix("").parts
         yield ".".join(parts[:-1] if parts[-1] == "__init__" and len(parts) > 1 else parts), path
@@ -145,7 +145,7 @@ def test_the_checker_reads_every_module():
         "errors",
         "accounting",
         "accounting.pld",
-        "clipping.rules.linear",
+        "clipping.rules.affine",
         "plans.privacy",
         FACADE,
     } <= set(names)

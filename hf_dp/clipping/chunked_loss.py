@@ -35,8 +35,7 @@ from hf_dp.clipping.head_gradients import (
     logits_by_blocks,
 )
 from hf_dp.clipping.products import outer_sums
-from hf_dp.clipping.rounding import accumulation_dtype, full_precision
-from hf_dp.clipping.rules._autocast import matmul_dtype
+from hf_dp.clipping.rounding import accumulation_dtype, full_precision, matmul_dtype
 from hf_dp.clipping.tape import Tape, has_own_forward, tape_of
 from hf_dp.errors import UnsupportedLossError
 

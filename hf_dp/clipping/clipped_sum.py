@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 import torch
@@ -44,10 +44,11 @@ class Decision:
     all_kept: bool
 
 
+@dataclass
 class ClippedSum:
     """One physical batch on its way into the running sums.
 
-    Args:
+    Attributes:
         groups: which parameters are clipped together, numbered from 0.
         sums: the running sums, added to in place.
         check: raises if autograd itself wrote a gradient.
@@ -57,39 +58,26 @@ class ClippedSum:
         model_bytes: what weights and gradients take in any training.
         rows_per_unit: how many examples that follow each other are clipped as one.
         slack_cap: the most of C that rounding may make of one example's part.
-
-    Attributes:
-        clipping_norm, slack_cap: as given.
         given: gradients that were captured already; None to capture them.
-        shards: as given.
         forms: the form that each parameter's gradients got, in words; only from book-keeping.
         adding: whether adding to the sums has begun, so that a failure leaves them incomplete.
     """
 
-    def __init__(
-        self,
-        tape: Tape,
-        groups: Mapping[nn.Parameter, int],
-        clipping: str,
-        clipping_norm: float,
-        sums: RunningSums,
-        check: Callable[[], None],
-        counted: bool = True,
-        shards: ShardedSums | None = None,
-        memory_ratio: float = 1.0,
-        model_bytes: int = 0,
-        rows_per_unit: int = 1,
-        slack_cap: float = 1.0,
-    ):
-        self.tape, self.groups = tape, groups
-        self.given: dict[nn.Parameter, list[PerExampleGradient]] | None = None
-        self._rows_per_unit = rows_per_unit
-        self.adding = False
-        self.forms: dict[nn.Parameter, str] = {}
-        self._clipping, self.clipping_norm, self.slack_cap = clipping, clipping_norm, slack_cap
-        self._sums, self._check = sums, check
-        self._counted, self.shards = counted, ShardedSums(()) if shards is None else shards
-        self._memory_ratio, self._model_bytes = memory_ratio, model_bytes
+    tape: Tape
+    groups: Mapping[nn.Parameter, int]
+    clipping: str
+    clipping_norm: float
+    sums: RunningSums
+    check: Callable[[], None]
+    counted: bool = True
+    shards: ShardedSums = field(default_factory=lambda: ShardedSums(()))
+    memory_ratio: float = 1.0
+    model_bytes: int = 0
+    rows_per_unit: int = 1
+    slack_cap: float = 1.0
+    given: dict[nn.Parameter, list[PerExampleGradient]] | None = None
+    forms: dict[nn.Parameter, str] = field(default_factory=dict)
+    adding: bool = False
 
     def forward_uses(self) -> Counter[nn.Parameter]:
         """Count the forward's uses of each parameter."""
@@ -97,7 +85,7 @@ class ClippedSum:
 
     def units(self, losses: Tensor) -> int:
         """Return how many units these losses are of, each clipped once."""
-        return len(losses) // self._rows_per_unit
+        return len(losses) // self.rows_per_unit
 
     def spare(self, activations: int) -> float:
         """Return the bytes that explicit gradients may take beyond the factors they replace.
@@ -105,7 +93,7 @@ class ClippedSum:
         Non-private training holds its weights, its gradients and at least these bytes of
         activations.
         """
-        return (self._memory_ratio - 1) * (self._model_bytes + activations)
+        return (self.memory_ratio - 1) * (self.model_bytes + activations)
 
     def backward(self, losses: Tensor, sink: Sink, retain_graph: bool = False) -> None:
         """Run one backward pass from all losses; hand each use of a parameter to ``sink``.
@@ -113,12 +101,12 @@ class ClippedSum:
         The losses are those of different examples, so their unweighted sum keeps the examples'
         gradients apart.
         """
-        with self.tape.capturing(len(losses), sink, self._rows_per_unit):
+        with self.tape.capturing(len(losses), sink, self.rows_per_unit):
             torch.autograd.backward(losses, torch.ones_like(losses), retain_graph=retain_graph)
             with self.tape.originals(), torch.no_grad(), full_precision():
                 for call in self.tape.calls:
                     fallback_gradients(call, self.tape)
-        self._check()
+        self.check()
 
     def capture(self, losses: Tensor) -> dict[nn.Parameter, list[PerExampleGradient]]:
         """Run one backward pass; return all uses of each trainable parameter, held together."""
@@ -146,7 +134,7 @@ class ClippedSum:
         weights, norms, keep = self._weights(table)
         # One number is read, since a device must finish for each: 1 if all are kept, 2 for doubts.
         doubts = ~table.certain(uses).to(keep.device)
-        read = int(keep.all().long() + 2 * doubts.long())
+        read = int(keep.all() + 2 * doubts)
         if read >= 2:
             table.settle(uses)
             weights, norms, keep = self._weights(table)
@@ -157,11 +145,10 @@ class ClippedSum:
     def _weights(self, table: ExampleNorms) -> tuple[Tensor, Tensor, Tensor]:
         """Return weights and norms, each (K, b), and which examples are used, (b,)."""
         norms, slack = table.result()
-        weights = clipping_weights(
-            self._clipping, norms + slack, self.clipping_norm, slack / self.slack_cap
-        )
-        keep = torch.isfinite(norms + slack).all(0)
-        if not self._counted:
+        upper = norms + slack
+        weights = clipping_weights(self.clipping, upper, self.clipping_norm, slack / self.slack_cap)
+        keep = torch.isfinite(upper).all(0)
+        if not self.counted:
             weights, keep = torch.zeros_like(weights), torch.zeros_like(keep)
         return weights, norms, keep
 
@@ -231,14 +218,14 @@ class ClippedSum:
             assert isinstance(use, OuterProducts)
             left, right = use.weighted_factors(self._kept(parameter, use, decision))
             del use  # freed as soon as its product is done
-            yield partial(add_product, self._sums.of(parameter, left.device), left, right)
+            yield partial(add_product, self.sums.of(parameter, left.device), left, right)
 
     def _add_each(
         self, uses: dict[nn.Parameter, list[PerExampleGradient]], decision: Decision
     ) -> None:
         for parameter in list(uses):
             for use in uses.pop(parameter):
-                total = self._sums.of(parameter, decision.keep.device)
+                total = self.sums.of(parameter, decision.keep.device)
                 use.add_weighted_sum(total, self._kept(parameter, use, decision))
 
     @torch.no_grad()
@@ -246,7 +233,7 @@ class ClippedSum:
     def add_bundle(self, bundle: Bundle, decision: Decision) -> None:
         """Add the weighted gradients of a bundle to the sums of its parameters."""
         kept = self._kept(bundle.parameters[0], bundle.gradient, decision)
-        self._sums.add_bundle(bundle, kept)
+        self.sums.add_bundle(bundle, kept)
 
     def _kept(
         self, parameter: nn.Parameter, use: PerExampleGradient, decision: Decision

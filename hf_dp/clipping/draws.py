@@ -25,7 +25,7 @@ from torch.nn.modules.module import (
 )
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hf_dp.clipping.no_dropout import no_dropout
+from hf_dp.clipping.dropout import no_dropout
 from hf_dp.errors import SelfCheckError
 
 # What these operators return are the drawn numbers and nothing else.

@@ -20,12 +20,10 @@ import torch
 from torch import Tensor, nn
 
 from hf_dp import _validate
-from hf_dp.clipping.book_keeping import book_keeping
 from hf_dp.clipping.bundles import RunningSums, zero_sum
 from hf_dp.clipping.clipped_sum import ClippedSum
 from hf_dp.clipping.coupling import refuse_coupling
 from hf_dp.clipping.fallback import fallback_forward, own_parameters, shared_method
-from hf_dp.clipping.large_unit import LargeUnit
 from hf_dp.clipping.rounding import SMALLEST_CLIPPING_NORM
 from hf_dp.clipping.rules import find_rule
 from hf_dp.clipping.sharded_sums import ShardedSums
@@ -38,8 +36,8 @@ from hf_dp.clipping.sharding import (
     reshard,
 )
 from hf_dp.clipping.shared import SharedMethod, find_shared_method
+from hf_dp.clipping.strategies import LargeUnit, book_keeping, two_pass
 from hf_dp.clipping.tape import Tape
-from hf_dp.clipping.two_pass import two_pass
 from hf_dp.errors import UnaccountedGradientError, UnsupportedLossError, UnsupportedModelError
 from hf_dp.plans.dp_sgd import CLIPPINGS
 from hf_dp.plans.rounding import SMALL_GROUP, regrouping_share, slack_cap

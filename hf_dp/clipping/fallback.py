@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
-from hf_dp.clipping.dropout_masks import DrawnMasks, GivenMasks
+from hf_dp.clipping.dropout import DrawnMasks, GivenMasks
 from hf_dp.clipping.sharding import passed_on
 from hf_dp.clipping.tape import Tape
 from hf_dp.errors import UnsupportedModelError

@@ -14,7 +14,7 @@ positions of that example:
 
 Each object holds what one *use* of a parameter contributes. A parameter with several uses (a reused
 layer, a tied embedding) has the sum of theirs, so its norm also needs the inner product of every
-pair (:mod:`hf_dp.clipping.inner_products`). Uses that are cheap to join are joined into one.
+pair (:mod:`hf_dp.clipping.norms`). Uses that are cheap to join are joined into one.
 """
 
 from __future__ import annotations
@@ -27,8 +27,7 @@ import torch
 from torch import Tensor
 
 from hf_dp.clipping import tensor_cores
-from hf_dp.clipping.gram_norms import outer_norms
-from hf_dp.clipping.grams import Grams, LastOf
+from hf_dp.clipping.grams import Grams, LastOf, outer_norms
 from hf_dp.clipping.rounding import Norms, accumulation_dtype, squared_norms, unit
 from hf_dp.errors import UnsupportedModelError
 
@@ -149,6 +148,16 @@ class PerExampleGradient(ABC):
 def of_units(values: Tensor, rows: int) -> Tensor:
     """Return positions (b, T, ...) of examples as positions (b / rows, rows T, ...) of units."""
     return values.reshape(len(values) // rows, -1, *values.shape[2:])
+
+
+def positions(tensor: Tensor, feature_dims: int = 1) -> Tensor:
+    """Return (b, ..., features) as (b, T, d); T = 1 if there is no dimension between."""
+    if tensor.dim() == 3 and feature_dims == 1:
+        return tensor
+    split = tensor.dim() - feature_dims
+    return tensor.reshape(
+        tensor.shape[0], tensor.shape[1:split].numel(), tensor.shape[split:].numel()
+    )
 
 
 def summed(terms: Tensor, dtype: torch.dtype, dim: int = 1) -> Dense:

@@ -16,8 +16,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from hf_dp.clipping.gradients import OuterProducts, PerExampleGradient, Weights
-from hf_dp.clipping.gram_norms import norms_from_grams
-from hf_dp.clipping.grams import Grams
+from hf_dp.clipping.grams import Grams, norms_from_grams
 from hf_dp.clipping.products import dots
 from hf_dp.clipping.rounding import Norms, accumulation_dtype, full_precision
 

@@ -3,7 +3,7 @@
 Every norm comes with a bound on its rounding error and with one on the rounding of the clipped sum
 (:class:`Norms`). Both count in units u = ``unit(dtype)``.
 
-The Gram form (:mod:`hf_dp.clipping.gram_norms`) sums ``T * T`` signed terms, which can cancel to a
+The Gram form (:mod:`hf_dp.clipping.grams`) sums ``T * T`` signed terms, which can cancel to a
 result far smaller than the terms (Li et al., section 4, does not treat this). Its ``error`` is
 ``u (S + D)``. S is the sum of the terms' magnitudes: errors of large entries are proportional to
 them. D is ``sum_t |left_t|^2 |right_t|^2``: errors of small entries are independent, of size
@@ -46,6 +46,17 @@ _BLOCK = 1024  # numbers whose norm is taken at once
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     """Return the dtype of norms and sums: float32, or float64 for a float64 model."""
     return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def matmul_dtype(x: Tensor) -> torch.dtype:
+    """Return the dtype in which a matrix product on ``x`` runs under the current autocast.
+
+    Autocast does not reach the operations in the backward of a custom autograd function.
+    """
+    on = torch.is_autocast_enabled(x.device.type)
+    if on and x.is_floating_point() and x.dtype != torch.float64:
+        return torch.get_autocast_dtype(x.device.type)
+    return x.dtype
 
 
 def unit(dtype: torch.dtype) -> float:

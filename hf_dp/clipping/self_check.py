@@ -20,19 +20,21 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from hf_dp.clipping.draws import refuse_shared_draws
+from hf_dp.clipping.dropout import no_dropout
 from hf_dp.clipping.engine import ClippingEngine
-from hf_dp.clipping.no_dropout import no_dropout
 from hf_dp.clipping.per_example import per_example_gradients
 from hf_dp.clipping.rounding import squared_norms
-from hf_dp.clipping.sharded_check import (
+from hf_dp.clipping.sharding import (
     averaged_gradients,
     computing_dtypes,
+    is_sharded,
     of_all_shards,
     of_one_process,
     placed_as,
+    prepare_shards,
     refuse_different_examples,
+    reshard,
 )
-from hf_dp.clipping.sharding import is_sharded, prepare_shards, reshard
 from hf_dp.clipping.weights import clipping_weights
 from hf_dp.errors import HfDpError, SelfCheckError
 

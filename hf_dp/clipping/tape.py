@@ -58,6 +58,7 @@ class Tape:
         self.sharded = sharded
         self._names = names or {}
         self._slots: dict[tuple[nn.Module, str], nn.Parameter] = {}
+        self._constants: dict[nn.Parameter, Tensor] = {}
         self.rows_per_unit = 1
         self._open_for: int | None = None
         self._sink: Sink | None = None
@@ -87,6 +88,13 @@ class Tape:
         """Note which parameters the names that ``module`` captures stand for."""
         for name, parameter in parameters.items():
             self._slots[module, name] = parameter
+
+    def constant(self, parameter: nn.Parameter) -> Tensor:
+        """Return the parameter's values, detached: the same object as long as they lie there."""
+        known = self._constants.get(parameter)
+        if known is None or known.data_ptr() != parameter.data_ptr():
+            known = self._constants[parameter] = parameter.detach()
+        return known
 
     def note_forward(self, module: nn.Module, *names: str) -> None:
         """Count one use of parameters of ``module`` in a forward.
@@ -165,7 +173,7 @@ class Tape:
         examples = self.expected_examples()
         return count % examples == 0 and (examples, count // examples) in self._batches
 
-    def refuse_parameter(self, module: nn.Module, input: Tensor) -> None:
+    def refuse_parameter(self, module: nn.Module, input: Tensor | None) -> None:
         """Raise for a module applied to a parameter: what it computes belongs to no example.
 
         DeBERTa normalizes its table of relative positions in this way.

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers.utils import logging
 
 from hf_dp.batches.structure import Batch, Example, combined
-from hf_dp.clipping.no_dropout import no_dropout
+from hf_dp.clipping.dropout import no_dropout
 from hf_dp.clipping.self_check import in_training
 from hf_dp.clipping.sharding import reshard
 from hf_dp.errors import UnsupportedLossError

@@ -10,10 +10,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from hf_dp.clipping import register_rule
-from hf_dp.clipping.gradients import Lookups, PerExampleGradient
+from hf_dp.clipping.gradients import Lookups, PerExampleGradient, positions
 from hf_dp.clipping.products import outer_sums
 from hf_dp.clipping.rounding import accumulation_dtype
-from hf_dp.clipping.rules._positions import positions
 
 
 class LabelWordProjection(nn.Module):

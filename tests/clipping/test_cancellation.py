@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from hf_dp.clipping import ClippingEngine, norms
 from hf_dp.clipping.gradients import Dense, Lookups, OuterProducts, PerExampleGradient
-from hf_dp.clipping.inner_products import inner_product
+from hf_dp.clipping.norms import inner_product
 
 NORM_RTOL = 1e-4  # invariant 2
 

@@ -34,7 +34,7 @@ def test_a_loss_coupled_to_neighbors_is_refused():
 
 
 def test_a_wrong_rule_is_refused(monkeypatch):
-    linear = sys.modules["hf_dp.clipping.rules.linear"]
+    linear = sys.modules["hf_dp.clipping.rules.affine"]
     monkeypatch.setattr(
         linear, "OuterProducts", lambda left, right: OuterProducts(left * 0.9, right)
     )

@@ -72,6 +72,10 @@ SELECTIONS = {
         ("classifier", "score", "lm_head", "transformer.wte")
     ),
     "first_layer_only": lambda name: ".0." in name,
+    "positions_only": lambda name: "position_embeddings" in name or "wpe" in name,
+    "one_linear_weight": lambda name: name.endswith(
+        ("1.output.dense.weight", "1.mlp.c_proj.weight")
+    ),
 }
 
 

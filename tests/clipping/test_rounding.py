@@ -10,7 +10,7 @@ import torch
 from models import example_norms
 from torch.nn import functional as F
 
-from hf_dp.clipping import ClippingEngine, gradients, gram_norms, norms
+from hf_dp.clipping import ClippingEngine, gradients, grams, norms
 from hf_dp.clipping.gradients import (
     Dense,
     Lookups,
@@ -19,9 +19,8 @@ from hf_dp.clipping.gradients import (
     Weights,
     summed,
 )
-from hf_dp.clipping.gram_norms import outer_norms
-from hf_dp.clipping.grams import LastOf, gram_blocks
-from hf_dp.clipping.inner_products import inner_product
+from hf_dp.clipping.grams import LastOf, gram_blocks, outer_norms
+from hf_dp.clipping.norms import inner_product
 from hf_dp.plans.rounding import slack_cap
 
 
@@ -151,7 +150,7 @@ def test_uses_reduced_together_have_the_norms_they_have_alone(together, monkeypa
 
     It does not matter how many fit together.
     """
-    monkeypatch.setattr(gram_norms, "_TOGETHER", together)
+    monkeypatch.setattr(grams, "_TOGETHER", together)
     generator = torch.Generator().manual_seed(5)
     lengths = (3, 3, 7, 130, 130, 64, 3, 1)
     every = [
@@ -304,6 +303,6 @@ def test_padding_does_not_move_gradients_that_are_sums_over_positions(kind):
 
 
 def test_planted_sums_over_positions_without_slack_are_seen(monkeypatch):
-    rule = sys.modules["hf_dp.clipping.rules.linear"]  # the package has a function of this name
+    rule = sys.modules["hf_dp.clipping.rules.affine"]
     monkeypatch.setattr(rule, "summed", lambda terms, dtype: Dense(terms.sum(1, dtype=dtype)))
     assert moved_by_padding("linear") > 1.01

@@ -105,9 +105,7 @@ def moved_by_a_longer_one(bf16: bool, by_shape: bool, device: str = "cpu") -> fl
     The longest joins, so all after it move on by one, and the last of each physical batch comes into
     the next one, whose examples are all shorter.
     """
-    model = models.bert(
-        dtype=torch.float32, hidden_size=128, intermediate_size=512, num_attention_heads=2
-    ).to(device)
+    model = models.bert(dtype=torch.float32, hidden_size=64, intermediate_size=256).to(device)
     size = 32
     lengths = [39, *sorted((4 + i // size for i in range(ALIGNED)), reverse=True)]
     batch = batch_for(model, tuple(lengths))
@@ -141,7 +139,7 @@ def test_another_padding_of_all_others_moves_the_sum_by_no_more_than_the_noise_i
 
 
 def test_planted_padding_to_the_longest_neighbor_in_bf16_is_seen():
-    assert moved_by_a_longer_one(bf16=True, by_shape=False) > 1.2
+    assert moved_by_a_longer_one(bf16=True, by_shape=False) > 1.08
 
 
 def moved_by_small_products(batches: int = 150) -> float:

@@ -1,6 +1,6 @@
-"""Norms and clipped sums against a loop over single, unpadded examples in float64.
+"""Sums over physical batches, and bugs of norms and sums that are planted.
 
-Each bug of this kind is planted.
+What equals a loop over single, unpadded examples is in test_architectures.py.
 """
 
 from __future__ import annotations
@@ -11,8 +11,6 @@ import models
 import pytest
 import torch
 from models import (
-    BUILDERS,
-    LONG,
     SHORT,
     assert_same_sums,
     batch_for,
@@ -21,45 +19,11 @@ from models import (
     loop_oracle,
     rows,
 )
-from peft import LoraConfig, get_peft_model
 
 from hf_dp.clipping import ClippingEngine, gradients, norms
 from hf_dp.losses import per_example_loss
 
 EXACT = 1e-9
-
-
-@pytest.mark.parametrize("lengths", [SHORT, LONG, (6,), (1,), (1, 1, 1), (7, 7)], ids=str)
-@pytest.mark.parametrize("name", BUILDERS)
-def test_every_model_equals_the_loop(name, lengths):
-    model = BUILDERS[name]()
-    assert disagreement(model, batch_for(model, lengths)) < EXACT
-
-
-@pytest.mark.parametrize("name", BUILDERS)
-def test_float32_norms_are_never_too_small(name):
-    model = BUILDERS[name](dtype=torch.float32)
-    batch = batch_for(model, LONG)
-    got, _ = engine_result(model, batch, 0.1)
-    expected, _ = loop_oracle(model.double(), batch, 0.1)
-    assert ((got.double() - expected).abs() <= 1e-4 * expected).all()
-
-
-FREEZERS = {
-    "embeddings frozen": lambda name: "embed" not in name,
-    "biases only": lambda name: name.endswith("bias"),
-    "LayerNorm only": lambda name: "LayerNorm" in name,
-    "one linear weight": lambda name: name.endswith("layer.1.output.dense.weight"),
-    "position embeddings only": lambda name: "position_embeddings" in name,
-}
-
-
-@pytest.mark.parametrize("case", FREEZERS)
-def test_frozen_parts(case):
-    model = models.bert()
-    for name, parameter in model.named_parameters():
-        parameter.requires_grad_(FREEZERS[case](name))
-    assert disagreement(model, batch_for(model, LONG)) < EXACT
 
 
 def test_tied_bias_owned_by_a_module_without_a_rule_is_counted_once():
@@ -75,31 +39,6 @@ def test_tied_bias_owned_by_a_module_without_a_rule_is_counted_once():
     expected_norms, expected = loop_oracle(model, batch, 0.5, loss=loss)
     got_norms, got = engine_result(model, batch, 0.5, loss=loss)
     torch.testing.assert_close(got_norms, expected_norms, rtol=EXACT, atol=0)
-    assert_same_sums(got, expected, EXACT)
-
-
-@pytest.mark.parametrize(
-    ("name", "targets"), [("bert", ["query", "dense"]), ("gpt2_tied", ["c_attn", "c_proj"])]
-)
-def test_stock_lora(name, targets):
-    config = LoraConfig(
-        r=2, target_modules=targets, fan_in_fan_out="gpt2" in name, lora_dropout=0.0
-    )
-    model = get_peft_model(BUILDERS[name](), config)
-    for parameter_name, parameter in model.named_parameters():
-        if "lora_B" in parameter_name:  # zero at the start, which would hide lora_A's gradient
-            torch.nn.init.normal_(parameter)
-    assert disagreement(model, batch_for(model, LONG)) < EXACT
-
-
-@pytest.mark.parametrize("name", ["bert", "gpt2_tied", "llama"])
-def test_non_reentrant_checkpointing(name):
-    model = BUILDERS[name]()
-    batch = batch_for(model, SHORT)
-    expected_norms, expected = loop_oracle(model, batch, 0.5)
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    got_norms, got = engine_result(model, batch, 0.5)
-    torch.testing.assert_close(got_norms, expected_norms, rtol=EXACT, atol=EXACT)
     assert_same_sums(got, expected, EXACT)
 
 
@@ -185,7 +124,7 @@ def test_planted_unclipped_layer_is_seen(monkeypatch):
 
 
 def test_planted_half_norm_in_one_rule_is_seen(monkeypatch):
-    linear = sys.modules["hf_dp.clipping.rules.linear"]
+    linear = sys.modules["hf_dp.clipping.rules.affine"]
     monkeypatch.setattr(
         linear, "OuterProducts", lambda left, right: gradients.OuterProducts(left / 2, right)
     )

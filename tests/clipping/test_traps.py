@@ -23,7 +23,7 @@ from hf_dp.clipping import ClippingEngine, per_example_gradients, products, self
 from hf_dp.clipping.clipped_sum import ClippedSum
 from hf_dp.clipping.engine import STRATEGIES
 from hf_dp.clipping.gradients import Dense, OuterProducts
-from hf_dp.clipping.inner_products import inner_product
+from hf_dp.clipping.norms import inner_product
 from hf_dp.clipping.rules import find_rule
 from hf_dp.errors import (
     DataError,

@@ -17,7 +17,6 @@ from transformers import (
     ViTForImageClassification,
 )
 
-from hf_dp.clipping.explicit import representable
 from hf_dp.errors import (
     ConfigError,
     InvalidArgumentError,
@@ -31,7 +30,7 @@ from hf_dp.run.ledger import RunLedger
 from hf_dp.trainer.trainer import DPTrainer
 from hf_dp.tuners.base import freeze_others
 from hf_dp.tuners.frost.config import FrostConfig
-from hf_dp.tuners.frost.magnitude import MagnitudeEngine, sensitivity
+from hf_dp.tuners.frost.magnitude import MagnitudeEngine, representable, sensitivity
 from hf_dp.tuners.frost.partition import partitions
 from hf_dp.tuners.public_choice import RandomConfig
 from hf_dp.tuners.rgp.config import RgpConfig

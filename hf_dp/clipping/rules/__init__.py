@@ -7,23 +7,19 @@ of sqrt(hidden size); subclasses of ``nn.Embedding`` have a rule that runs their
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.utils import parametrize
 from transformers.pytorch_utils import Conv1D
 
 from hf_dp._validate import invalid
-from hf_dp.clipping.rules.convolution import conv2d, is_plain_conv2d
+from hf_dp.clipping.rules.affine import conv1d, conv2d, is_plain_conv2d, linear
 from hf_dp.clipping.rules.embedding import embedding, embedding_subclass
-from hf_dp.clipping.rules.layer_norm import layer_norm
-from hf_dp.clipping.rules.linear import conv1d, linear
-from hf_dp.clipping.rules.other_norms import group_norm, is_rms_norm, rms_norm
-from hf_dp.clipping.rules.pair import Gradients, Keep, PairRule
+from hf_dp.clipping.rules.norms import group_norm, is_rms_norm, layer_norm, rms_norm
+from hf_dp.clipping.rules.rule import Found, Rule, Use
 from hf_dp.clipping.sharding import plain_class
-
-Rule = Callable[..., Any]
 
 _RULES: dict[type[nn.Module], Rule] = {
     nn.Linear: linear,
@@ -34,9 +30,10 @@ _RULES: dict[type[nn.Module], Rule] = {
     nn.GroupNorm: group_norm,
     nn.Conv2d: conv2d,
 }
+_BUILT_IN = frozenset(_RULES)
 
 
-def find_rule(module: nn.Module) -> Rule | None:
+def find_rule(module: nn.Module) -> Callable[..., Any] | None:
     """Return the rule for this module.
 
     Return None if its class is unknown, its forward replaced or a weight parametrized.
@@ -45,7 +42,7 @@ def find_rule(module: nn.Module) -> Rule | None:
         return None
     own_class = plain_class(module)
     rule = _RULES.get(own_class)
-    if isinstance(rule, PairRule) and rule not in _BUILT_IN:
+    if rule is not None and own_class not in _BUILT_IN:
         return rule
     weight = module._parameters.get("weight")
     if not isinstance(weight, nn.Parameter):
@@ -59,7 +56,11 @@ def find_rule(module: nn.Module) -> Rule | None:
     return rule
 
 
-def register_rule(module_class: type[nn.Module], keep: Keep, gradients: Gradients) -> None:
+def register_rule(
+    module_class: type[nn.Module],
+    keep: Callable[..., tuple[Tensor, ...]],
+    gradients: Callable[[Any, tuple[Tensor, ...], Tensor], Found],
+) -> None:
     """Register the per-example gradients of a module class of your own.
 
     The rule serves this class and not its subclasses. The module's forward must return one tensor
@@ -102,7 +103,12 @@ def register_rule(module_class: type[nn.Module], keep: Keep, gradients: Gradient
             "to have no rule yet",
             "Derive a class of your own and register that one.",
         )
-    _RULES[module_class] = PairRule(keep, gradients)
 
+    def run(use: Use, *args: Any, **kwargs: Any) -> tuple[Tensor, tuple[Tensor, ...]]:
+        kept = keep(use.module, *args, **kwargs)
+        return type(use.module).forward(use.module, *args, **kwargs), kept
 
-_BUILT_IN = tuple(rule for rule in _RULES.values() if isinstance(rule, PairRule))
+    def found(use: Use, kept: Sequence[Tensor], output_grad: Tensor) -> Found:
+        return gradients(use.module, tuple(kept), output_grad)
+
+    _RULES[module_class] = Rule(run, found, is_fresh=False)

@@ -16,25 +16,34 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from hf_dp.clipping.gradients import Lookups
+from hf_dp.clipping.gradients import Lookups, PerExampleGradient
+from hf_dp.clipping.rules.rule import Rule, Use
 from hf_dp.clipping.tape import Tape
 from hf_dp.errors import UnsupportedModelError
 
 
-def embedding(tape: Tape, module: nn.Embedding, input: Tensor) -> Tensor:
-    """Run ``nn.Embedding``'s forward; capture, in backward, which rows each example looked up.
+def _run(use: Use, input: Tensor) -> tuple[Tensor, tuple[Tensor]]:
+    # The engine refused ``max_norm``, ``scale_grad_by_freq`` and ``sparse`` when it was entered.
+    examples = use.tape.examples
+    if examples is not None and examples > 1 and input.dim() >= 2 and input.shape[0] == 1:
+        input = input.expand(examples, *input.shape[1:])
+    return F.embedding(input, use.module.weight, use.module.padding_idx), (input,)
 
-    The engine refused ``max_norm``, ``scale_grad_by_freq`` and ``sparse`` when it was entered.
-    """
-    if tape.examples is not None and tape.examples > 1 and input.dim() >= 2 and input.shape[0] == 1:
-        input = input.expand(tape.examples, *input.shape[1:])
-    tape.note_forward(module, "weight")
-    return _Embedding.apply(input, module.weight, module, tape)
+
+def _gradients(use: Use, kept: tuple[Tensor], grad: Tensor) -> dict[str, PerExampleGradient]:
+    tokens = kept[0].reshape(len(kept[0]), -1)
+    grad = grad.reshape(*tokens.shape, -1)
+    padding = use.module.padding_idx
+    if padding is not None:
+        grad = grad.masked_fill((tokens == padding)[..., None], 0)
+    return {"weight": Lookups(tokens, grad)}
+
+
+embedding = Rule(_run, _gradients, flattens=False)
 
 
 def embedding_subclass(tape: Tape, module: nn.Embedding, *args: Any, **kwargs: Any) -> Any:
@@ -85,28 +94,3 @@ class _CapturedLookups(TorchFunctionMode):
                 f"padding_idx={self.module.padding_idx} and no other option. Change the call, or "
                 "freeze the module (requires_grad_(False))."
             )
-
-
-class _Embedding(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, tokens: Tensor, weight: Tensor, module: nn.Embedding, tape: Tape
-    ) -> Tensor:
-        ctx.module, ctx.tape = module, tape
-        ctx.save_for_backward(tokens)
-        return F.embedding(tokens, weight, module.padding_idx)
-
-    @staticmethod
-    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
-        (grad,) = grad_outputs
-        (tokens,) = ctx.saved_tensors
-        module: nn.Embedding = ctx.module
-        if ctx.needs_input_grad[1]:
-            if tokens.shape[:1] != (ctx.tape.expected_examples(),):
-                ctx.tape.by_example(module, tokens[..., None, None])  # refuses, naming the shape
-            tokens = tokens.reshape(tokens.shape[0], -1)
-            grad = grad.reshape(*tokens.shape, -1)
-            if module.padding_idx is not None:
-                grad = grad.masked_fill((tokens == module.padding_idx)[..., None], 0)
-            ctx.tape.capture(module, "weight", Lookups(tokens, grad))
-        return None, None, None, None

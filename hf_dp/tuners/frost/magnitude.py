@@ -39,10 +39,10 @@ from torch import Tensor, nn
 
 from hf_dp._validate import invalid, one_of
 from hf_dp.clipping import ClippingEngine
+from hf_dp.clipping.bundles import zero_sum
 from hf_dp.clipping.clipped_sum import ClippedSum
-from hf_dp.clipping.explicit import accumulate, explicit, representable
 from hf_dp.clipping.gradients import Lookups, PerExampleGradient
-from hf_dp.clipping.rounding import full_precision
+from hf_dp.clipping.rounding import accumulation_dtype, full_precision
 from hf_dp.distributed.processes import Processes
 from hf_dp.plans.rounding import ROUNDING_MARGIN
 from hf_dp.plans.selection import MAGNITUDES
@@ -191,7 +191,7 @@ class MagnitudeEngine(ClippingEngine):
             place = self._index[names[parameter]]
             slacks[:, place] += self._slack(parameter, of_parameter) ** self.norm_order
             for index in range(examples):
-                _, values = explicit(of_parameter, parameter, index)
+                _, values = _explicit(of_parameter, parameter, index)
                 powers[index, place] += self._power(values)
         sizes, threshold = self._sizes(device), step.clipping_norm
         if self.magnitude == "mg":
@@ -215,11 +215,55 @@ class MagnitudeEngine(ClippingEngine):
             of_parameter = uses.pop(parameter)
             for index in range(examples):
                 if weights[index] > 0:
-                    rows, values = explicit(of_parameter, parameter, index)
+                    rows, values = _explicit(of_parameter, parameter, index)
                     values = (values.abs() if self.magnitude == "mgna" else values) * float(
                         weights[index]
                     )
                     # float64: a draw may hold all examples (q_ps = 1), and in their float32 sum the
                     # part of a single example would be rounded away.
-                    accumulate(self._totals, parameter, rows, values, torch.float64)
+                    _accumulate(self._totals, parameter, rows, values)
         return norms
+
+
+def _explicit(
+    uses: Sequence[PerExampleGradient], parameter: nn.Parameter, index: int
+) -> tuple[Tensor | None, Tensor]:
+    """Return one example's gradient as (rows, values).
+
+    For lookups alone these are the rows of the parameter that were looked up and their values;
+    otherwise None and the whole gradient.
+    """
+    dtype = accumulation_dtype(parameter.dtype)
+    first, *others = uses
+    if isinstance(first, Lookups) and not others:
+        here = slice(index, index + 1)
+        _, rows, values = Lookups(first.tokens[here], first.grads[here]).rows(dtype)
+        return rows, values
+    gradient = first.example_gradient(index, parameter.shape, dtype)
+    for use in others:
+        gradient = gradient + use.example_gradient(index, parameter.shape, dtype)
+    return None, gradient
+
+
+def representable(weights: Tensor) -> Tensor:
+    """Return the weights with those below float32's normal range set to zero.
+
+    Float32 holds those with few digits or none, and a rounded weight could exceed its bound. They
+    belong to gradients with norms above about 1e37 C; such an example is left out.
+    """
+    return torch.where(
+        weights < torch.finfo(torch.float32).tiny, torch.zeros_like(weights), weights
+    )
+
+
+def _accumulate(
+    totals: dict[nn.Parameter, Tensor], parameter: nn.Parameter, rows: Tensor | None, values: Tensor
+) -> None:
+    """Add what :func:`_explicit` returned, or a function of it, to a total in float64."""
+    if parameter not in totals:
+        totals[parameter] = zero_sum(parameter.shape, parameter.device)
+    total, values = totals[parameter], values.double()
+    if rows is None:
+        total.add_(values)
+    else:
+        total.view(len(parameter), -1).index_add_(0, rows, values)

@@ -1,4 +1,4 @@
-"""Root-mean-square and group norms.
+"""Layer, root-mean-square and group norms.
 
 With x_hat the normalized input, the weight gradient is ``sum_t g_t * x_hat_t`` and the bias
 gradient ``sum_t g_t``. Both are as small as one position's activation, so they are formed per
@@ -10,6 +10,7 @@ from __future__ import annotations
 import ast
 import functools
 import inspect
+import logging
 import textwrap
 from typing import Any
 
@@ -17,22 +18,42 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from hf_dp.clipping.gradients import PerExampleGradient, summed
+from hf_dp.clipping.gradients import Dense, positions, summed
 from hf_dp.clipping.rounding import accumulation_dtype
-from hf_dp.clipping.rules._positions import positions
-from hf_dp.clipping.rules.pair import PairRule
+from hf_dp.clipping.rules.rule import Kept, Rule, Use, as_it_is
 from hf_dp.clipping.sharding import plain_class
 
-
-def _keep_input(module: nn.Module, input: Tensor) -> tuple[Tensor]:
-    return (input,)
+logger = logging.getLogger(__name__)
 
 
-def _rms_norm_gradients(
-    module: nn.Module, kept: tuple[Tensor, ...], grad: Tensor
-) -> dict[str, Tensor | PerExampleGradient]:
+def _run_layer_norm(use: Use, x: Tensor) -> tuple[Tensor, Kept]:
+    module = use.module
+    use.tape.refuse_parameter(module, x)
+    if torch.is_autocast_enabled(x.device.type) and x.device.type == "cuda":
+        x = x.float()  # as autocast does on this device
+    output, mean, rstd = torch.native_layer_norm(
+        x, module.normalized_shape, module.weight, module.bias, module.eps
+    )
+    return output, (x, mean, rstd) if "weight" in use.own else ()
+
+
+def _layer_norm_gradients(use: Use, kept: Any, grad: Tensor) -> dict[str, Dense]:
+    dims, dtype = len(use.module.normalized_shape), accumulation_dtype(grad.dtype)
+    terms = {}
+    if "weight" in use.own:
+        x, mean, rstd = kept
+        terms["weight"] = (x.to(dtype) - mean).mul_(rstd).mul_(grad)
+    if "bias" in use.own:
+        terms["bias"] = grad
+    found = {name: summed(positions(each, dims), dtype) for name, each in terms.items()}
+    for each in found.values() if dims > 1 else ():
+        each.gradients = each.gradients.view(-1, *grad.shape[-dims:])
+    return found
+
+
+def _rms_norm_gradients(use: Use, kept: tuple[Tensor], grad: Tensor) -> dict[str, Dense]:
     """Return the weight's gradients, which are the same for Gemma's ``(1 + w) x_hat``."""
-    (x,) = kept
+    (x,), module = kept, use.module
     eps = getattr(module, "variance_epsilon", None)
     eps = getattr(module, "eps", None) if eps is None else eps
     eps = torch.finfo(x.dtype).eps if eps is None else eps  # nn.RMSNorm's default
@@ -48,18 +69,17 @@ def _rms_norm_gradients(
     return {"weight": summed(products, products.dtype)}
 
 
-def _group_norm_gradients(
-    module: nn.GroupNorm, kept: tuple[Tensor, ...], grad: Tensor
-) -> dict[str, Tensor | PerExampleGradient]:
-    dtype = accumulation_dtype(grad.dtype)
+def _group_norm_gradients(use: Use, kept: tuple[Tensor], grad: Tensor) -> dict[str, Dense]:
+    module, dtype = use.module, accumulation_dtype(grad.dtype)
     x_hat = F.group_norm(kept[0].to(dtype), module.num_groups, eps=module.eps)
     g = grad.to(dtype).reshape(len(grad), module.num_channels, -1)  # (b, channels, T)
     x_hat = x_hat.reshape(g.shape)
     return {"weight": summed(g * x_hat, dtype, 2), "bias": summed(g, dtype, 2)}
 
 
-group_norm = PairRule(_keep_input, _group_norm_gradients, flattens=False)
-rms_norm = PairRule(lambda module, x: (x,), _rms_norm_gradients)
+layer_norm = Rule(_run_layer_norm, _layer_norm_gradients)
+rms_norm = Rule(as_it_is, _rms_norm_gradients)
+group_norm = Rule(as_it_is, _group_norm_gradients, flattens=False)
 
 
 def _keeps_dtype(module_class: Any) -> bool:
@@ -105,15 +125,22 @@ _RMS_NORM_HELPER = "return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + sel
 
 
 @functools.cache
-def is_rms_norm(module_class: Any) -> bool:
+def is_rms_norm(module_class: type) -> bool:
     """Return whether the class, by its source, computes a root-mean-square norm with a weight."""
     body = _body(getattr(module_class, "forward", None))
-    if body not in {
-        _normal(ast.parse(textwrap.dedent(known)).body) for known in _RMS_NORM_FORWARDS
-    }:
-        return False
-    helper = getattr(module_class, "_norm", None)
-    return "_norm" not in body or _body(helper) == _normal(ast.parse(_RMS_NORM_HELPER).body)
+    known = {_normal(ast.parse(textwrap.dedent(each)).body) for each in _RMS_NORM_FORWARDS}
+    helper = _body(getattr(module_class, "_norm", None))
+    found = body in known and (
+        "_norm" not in body or helper == _normal(ast.parse(_RMS_NORM_HELPER).body)
+    )
+    if not found and module_class.__name__.endswith("RMSNorm"):
+        logger.warning(
+            "%s.%s has no clipping rule: its source is none of the forwards that are known. It is "
+            "differentiated example by example, which is slower.",
+            module_class.__module__,
+            module_class.__name__,
+        )
+    return found
 
 
 @functools.cache

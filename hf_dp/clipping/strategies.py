@@ -1,14 +1,21 @@
-"""Two backward passes over one graph (the ghost clipping of Li et al., section 4).
+"""How the same clipped sums are computed: by one backward pass, or by two.
 
-The first pass takes norms and drops each gradient as soon as its norm is known. The second meets
-the same gradients again and adds them, weighted, to the sums.
+**Book-keeping** (Bu et al. 2023, after the ghost norm of Li et al., section 4): one pass captures
+what each trainable parameter met. The norms follow from that, and then each weight gradient is
+formed once, as a weighted matrix product.
 
-The weights multiply the gradients and not the losses, unlike in the paper: both passes then do the
-same arithmetic, so what is added is what was measured, even in bfloat16 and where an example's
-gradient is not finite. Random numbers drawn in backward (by checkpoints) are the same in both, and
-every gradient is compared with the first pass's by its norm. Uses of one parameter are joined in
-both passes alike: if they were added one by one, uses that cancel would leave the rounding error of
-each in the sum (56 C was measured).
+**Two passes** over one graph (the ghost clipping of Li et al., section 4): the first takes norms
+and drops each gradient as soon as its norm is known. The second meets the same gradients again and
+adds them, weighted, to the sums. The weights multiply the gradients and not the losses, unlike in
+the paper: both passes then do the same arithmetic, so what is added is what was measured, even in
+bfloat16 and where an example's gradient is not finite. Random numbers drawn in backward (by
+checkpoints) are the same in both, and every gradient is compared with the first pass's by its norm.
+Uses of one parameter are joined in both passes alike: if they were added one by one, uses that
+cancel would leave the rounding error of each in the sum (56 C was measured).
+
+A **large unit** has rows that do not fit into one physical batch. Its gradient is summed over
+physical batches before it is clipped, once, as the gradient of one example is. That takes what
+ordinary training takes for its gradients, in float32: one number a parameter.
 """
 
 from __future__ import annotations
@@ -16,11 +23,45 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from hf_dp.clipping.bundles import bundled
 from hf_dp.clipping.clipped_sum import ClippedSum, Decision
-from hf_dp.clipping.dropout_masks import random_state, set_random_state
-from hf_dp.clipping.gradients import PerExampleGradient
+from hf_dp.clipping.dropout import random_state, set_random_state
+from hf_dp.clipping.forms import form_name, held_bytes, make_explicit
+from hf_dp.clipping.gradients import Dense, PerExampleGradient, Weights
 from hf_dp.clipping.norms import ExampleNorms, gathered
+from hf_dp.clipping.rounding import full_precision
 from hf_dp.errors import UnsupportedModelError
+
+
+def book_keeping(clipped: ClippedSum, losses: Tensor) -> Tensor:
+    """Add the clipped gradients to the sums; return the examples' norms (b,).
+
+    Holds everything that the backward pass captured at once.
+    """
+    uses = clipped.capture(losses)
+    make_explicit(uses, clipped.spare(held_bytes(uses)))
+    clipped.forms = {parameter: form_name(of_one) for parameter, of_one in uses.items()}
+    return clip_and_add(clipped, uses, clipped.units(losses))
+
+
+def clip_and_add(
+    clipped: ClippedSum, uses: dict[nn.Parameter, list[PerExampleGradient]], examples: int
+) -> Tensor:
+    """Take norms, turn them into weights and add the weighted sums; return the norms (b,).
+
+    Consumes ``uses``.
+    """
+    bundles = bundled(uses, clipped.groups, clipped.shards)
+    table = ExampleNorms(clipped.groups, examples)
+    for bundle in bundles:  # under one name for all its parameters: a dense norm needs no settling
+        table.add({bundle.parameters[0]: [bundle.gradient]})
+    table.add(uses)
+    decision = clipped.decide(table, uses)
+    clipped.add(uses, decision)
+    for bundle in bundles:
+        clipped.add_bundle(bundle, decision)
+    return decision.norms
+
 
 # Largest relative difference between two runs of the same kernels (atomic additions on a GPU).
 _REPEATABLE = 1e-4
@@ -149,3 +190,31 @@ def _same(first: Tensor, second: Tensor) -> Tensor:
     """Return whether both are equal up to rounding, a boolean of shape ()."""
     unused = ~torch.isfinite(first)  # examples without a norm
     return (((first - second).abs() <= _REPEATABLE * first.abs()) | unused).all()
+
+
+class LargeUnit:
+    """Adds up what physical batches give one unit."""
+
+    def __init__(self) -> None:
+        self._totals: dict[nn.Parameter, Tensor] = {}
+        self._sizes: dict[nn.Parameter, Tensor] = {}
+
+    @torch.no_grad()
+    @full_precision()
+    def add(self, parameter: nn.Parameter, use: PerExampleGradient) -> None:
+        """Add one use of a parameter, whose gradients are of this unit alone."""
+        size = use.size()
+        once = Weights(torch.ones_like(size))
+        known = self._sizes.get(parameter)
+        if known is None:
+            self._totals[parameter] = size.new_zeros(parameter.shape)
+        use.add_weighted_sum(self._totals[parameter], once)
+        self._sizes[parameter] = size if known is None else known + size
+
+    def uses(self) -> dict[nn.Parameter, list[PerExampleGradient]]:
+        """Return the sums as the gradients of one example. The norm is then taken of the very
+        numbers that are added, so their rounding adds nothing."""
+        return {
+            parameter: [Dense(total[None], owned=True, of_terms=self._sizes[parameter])]
+            for parameter, total in self._totals.items()
+        }
