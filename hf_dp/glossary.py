@@ -39,8 +39,8 @@ it lets *un-noised* quantities out, and the card says so.
 
 **vector**: what a mechanism releases of one example by itself, in DP-FP its representation.
 
-**ledger**: the append-only list of events of a run. On disk it is ``privacy.json``; a *mark* says
-how far it has come, so that it cannot go back.
+**ledger**: the append-only list of events of a run. On disk it is ``ledger.jsonl``, a line
+for each release; its *head* says how far it has come, so that it cannot go back.
 
 **statement**: what may be claimed of a run, computed from its ledger. Its *status* is "proven",
 "proven for the weights only", "not private" or "as published, not established".

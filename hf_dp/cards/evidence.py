@@ -18,8 +18,8 @@ from hf_dp.cards.card import privacy_head, render_card, repository_of
 from hf_dp.cards.details import CardDetails
 from hf_dp.cards.metadata import metadata
 from hf_dp.errors import LedgerError
-from hf_dp.run.mark import read_stamp
-from hf_dp.run.weights_file import weights_files
+from hf_dp.run.ledger_file import LEDGER, read_own
+from hf_dp.run.weights_file import head_in, weights_files
 from hf_dp.statement.digests import (
     Beside,
     digest_of,
@@ -139,6 +139,7 @@ def card_files(
         weaknesses=record.weaknesses,
         statement=statement,
         beside=_with_absent(beside(folder, statement, details, text, replaced), record),
+        head=record.head,
     )
     written = json.dumps(document, indent=2, allow_nan=False) + "\n"
     return {CARD: text.encode(), FILE_NAME: written.encode()}, details.remarks()
@@ -174,34 +175,35 @@ def _with_absent(found: Beside, record: PrivacyRecord) -> Beside:
 
 
 def _refuse_unfit(record: PrivacyRecord, folder: Path) -> None:
-    if record.statement is None:
+    own = read_own(folder)
+    if record.statement is None or (own is not None and own.head != record.head):
         raise LedgerError(
-            f"The run in {folder} has not ended, or was killed: its {FILE_NAME} has no statement, "
-            "and the weights beside it may be older than its ledger. Resume it to its end, or name "
-            "one of its checkpoints, each of which has a statement of its own."
+            f"The run in {folder} has not ended, or was killed: {FILE_NAME} does not state all "
+            f"that its {LEDGER} counts, and the weights beside it may be older. Resume it to its "
+            "end, or name one of its checkpoints, each of which has a statement of its own."
         )
     if problems := disagreements(record, wording=False):  # it is stated again
         raise LedgerError(
             f"{folder / FILE_NAME} states what does not follow from it: {problems[0]}. Restore it "
-            "from a backup, or run `hf-dp account rebuild` on the run's output folder."
+            "from a backup, or save the model again with `trainer.save_model()`."
         )
     for path in weights_files(folder):
-        mark = read_stamp(path)
-        if mark is not None and mark.run_id != record.run_id:
+        head = head_in(path)
+        if head is not None and head.run_id != record.run_id:
             raise LedgerError(
-                f"{path} is of run {mark.run_id}, and {FILE_NAME} beside it of run "
+                f"{path} is of run {head.run_id}, and {FILE_NAME} beside it of run "
                 f"{record.run_id}. Put each run's files into a folder of their own."
             )
-        if mark is not None and not record.ledger.extends(mark.ledger):
+        if head is not None and not record.knows(head):
             raise LedgerError(
-                f"{path} knows more steps than {FILE_NAME} beside it, which is an older one. Run "
-                "`hf-dp account rebuild` on the run's output folder."
+                f"{path} was saved later than {FILE_NAME} beside it, which is an older one. Save "
+                "the model again with `trainer.save_model()`."
             )
         listed = {} if record.digests is None else record.digests.files
-        if mark is None and path.relative_to(folder).as_posix() not in listed:
+        if head is None and path.relative_to(folder).as_posix() not in listed:
             raise LedgerError(
-                f"Nothing shows that {path} is of the run of {FILE_NAME} beside it: it carries no "
-                "mark of a run and has no digest there. Take it out of the folder, or save the "
+                f"Nothing shows that {path} is of the run of {FILE_NAME} beside it: it names no "
+                "run and has no digest there. Take it out of the folder, or save the "
                 "model again: trainer.save_model(), or hf_dp.save_run(mechanism) in a loop of "
                 "your own."
             )

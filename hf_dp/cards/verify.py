@@ -21,11 +21,10 @@ from hf_dp.cards.details import CardDetails
 from hf_dp.cards.evidence import CARD, CONFIGS, SELECTION_FILES, file_digests, is_as_made
 from hf_dp.cards.metadata import KEY, front_matter, metadata
 from hf_dp.errors import HfDpError, LedgerError
-from hf_dp.run.mark import read_stamp
-from hf_dp.run.weights_file import weights_files
+from hf_dp.run.ledger_file import LEDGER, read_own
+from hf_dp.run.weights_file import head_in, weights_files
 from hf_dp.statement.digests import digest_of, digest_of_text
 from hf_dp.statement.record import FILE_NAME, PrivacyRecord, read
-from hf_dp.statement.schema import SCHEMA_VERSION
 from hf_dp.statement.statement import PrivacyStatement
 from hf_dp.statement.verify import disagreements
 from hf_dp.statement.weaknesses import plain
@@ -39,7 +38,7 @@ _STATE = re.compile(
     r"training_args\.bin|(optimizer|scheduler|scaler)(_\d+)?\.(pt|bin)|rng_state(_\d+)?\.pth"
     r"|_(released_rows|prompt_weights)\.safetensors"
 )
-_OF_A_RUN = re.compile(r"checkpoint-\d+|_earlier-run-.*|_saving|\.git|\.cache|runs")
+_OF_A_RUN = re.compile(r"checkpoint-\d+|_saving|\.git|\.cache|runs")
 OK, FAILED, NOT_CHECKED, NOTICE = "ok", "FAILED", "not checked", "notice"
 
 
@@ -86,6 +85,7 @@ def verify(folder: str | os.PathLike[str]) -> Report:
         return Report((Check(FILE_NAME, FAILED, f"it cannot be read: {error}"),), None)
     looks: tuple[tuple[str, Callable[[], Iterable[Check]]], ...] = (
         ("statement", lambda: _of_the_record(record)),
+        ("ledger", lambda: _of_the_ledger(record, folder)),
         ("schedule", lambda: _of_the_schedule(record, statement)),
         ("weights", lambda: _of_the_files(record, folder)),
         ("card", lambda: _of_the_card(record, statement, folder)),
@@ -114,15 +114,7 @@ def _statement(record: PrivacyRecord) -> PrivacyStatement:
 
 def _of_the_record(record: PrivacyRecord) -> Iterator[Check]:
     about = "plan, ledger, statement"
-    if record.digests is None:
-        yield Check(
-            about,
-            NOT_CHECKED,
-            f"{FILE_NAME} has no digests: an earlier version of hf_dp wrote it, or they were taken "
-            "out. Who has the run's folder adds them with `hf-dp card`",
-        )
-    else:
-        yield Check(about, OK, f"they are what was written: their digests in {FILE_NAME} agree")
+    yield Check(about, OK, f"they are what was written: their digests in {FILE_NAME} agree")
     problems = disagreements(record)
     for problem in problems:
         yield Check("epsilon and statement", FAILED, problem)
@@ -135,6 +127,13 @@ def _of_the_record(record: PrivacyRecord) -> Iterator[Check]:
         ]
         words = f"recomputed from the ledger: {', '.join(found)}" if found else "none is claimed"
         yield Check("epsilon and statement", OK, words)
+
+
+def _of_the_ledger(record: PrivacyRecord, folder: Path) -> Iterator[Check]:
+    """Compare with the run's own ledger, where it is here, in the run's own folder."""
+    own = read_own(folder)
+    if own is not None and own.head != record.head:
+        yield Check("ledger", FAILED, f"the run's {LEDGER} is not the one that {FILE_NAME} adds up")
 
 
 def _of_the_schedule(record: PrivacyRecord, statement: PrivacyStatement) -> Iterator[Check]:
@@ -165,12 +164,12 @@ def _of_the_files(record: PrivacyRecord, folder: Path) -> Iterator[Check]:
             yield Check(about, OK, f"{name} is what was saved")
     marked = set()
     for path in weights_files(folder):
-        name, mark = path.relative_to(folder).as_posix(), read_stamp(path)
-        if mark is not None and mark.run_id != record.run_id:
-            yield Check(about, FAILED, f"{name} is of another run, {mark.run_id}")
-        elif mark is not None and not record.ledger.extends(mark.ledger):
-            yield Check(about, FAILED, f"{name} knows more steps than {FILE_NAME} beside it")
-        elif mark is not None:
+        name, head = path.relative_to(folder).as_posix(), head_in(path)
+        if head is not None and head.run_id != record.run_id:
+            yield Check(about, FAILED, f"{name} is of another run, {head.run_id}")
+        elif head is not None and not record.knows(head):
+            yield Check(about, FAILED, f"{name} was saved later than {FILE_NAME} beside it")
+        elif head is not None:
             marked.add(name)
     for name in sorted({*present, *other_weights(folder)} - set(listed)):
         if record.digests is None and name in (*marked, *SELECTION_FILES, *CONFIGS):
@@ -249,7 +248,7 @@ def _compared(what: str, differs: bool, with_what: str) -> Check:
 
 def _is_current(record: PrivacyRecord) -> bool:
     """Return whether this version wrote it, and so words it in the same way."""
-    return record.written_by == __version__ and record.schema_version == SCHEMA_VERSION
+    return record.written_by == __version__
 
 
 def _of_the_author() -> Iterator[Check]:

@@ -7,7 +7,6 @@ import json
 import textwrap
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 from hf_dp.accounting import ACCOUNTANTS, RELATIONS
@@ -46,12 +45,7 @@ QUESTIONS = {
         f"search --mean-runs 10 --noise-multiplier 1.2 --sample-rate 0.0152044 {_COMMON}",
     ),
     "ledger": ("recompute what a finished or interrupted run cost", "ledger outputs/demo"),
-    "rebuild": (
-        "complete a privacy.json that an older copy replaced",
-        "rebuild outputs/demo",
-    ),
 }
-_OF_A_RUN = ("ledger", "rebuild")
 SEARCH_NOTE = """\
 Epsilon of a hyperparameter search of which only the best run is released (Papernot and Steinke
 2021, arXiv 2110.03620). The number of runs K is random, with the mean that you give. The noise,
@@ -78,7 +72,7 @@ def build_parser() -> argparse.ArgumentParser:
         dest="question", required=True, metavar="{" + ",".join(QUESTIONS) + "}"
     )
     for question, (text, example) in QUESTIONS.items():
-        before = "example:\n  hf-dp account " if question in _OF_A_RUN else _SST2
+        before = "example:\n  hf-dp account " if question == "ledger" else _SST2
         add = commands.add_parser(
             question,
             help=text,
@@ -105,8 +99,8 @@ def _add_accountant(question: str, add: Callable[..., Any]) -> None:
             action="store_true",
             help="every accountant with its kind, side by side",
         )
-    default = "the run's own" if question in _OF_A_RUN else "pld"
-    bounds = "" if question in ("epsilon", *_OF_A_RUN) else "; a bound: pld, rdp or prv"
+    default = "the run's own" if question == "ledger" else "pld"
+    bounds = "" if question in ("epsilon", "ledger") else "; a bound: pld, rdp or prv"
     add("--accountant", choices=ACCOUNTANTS, help=f"which one (default: {default}{bounds})")
     if question == "epsilon":
         add(
@@ -145,13 +139,6 @@ def _add_numbers(question: str, add: Callable[..., Any]) -> None:
     if question == "ledger":
         add("path", metavar="PATH", help="a privacy.json, or the folder that holds it")
         return
-    if question == "rebuild":
-        add(
-            "folder",
-            metavar="DIR",
-            help="the run's output folder (no process may be training in it)",
-        )
-        return
     options: dict[str, dict[str, Any]] = {
         "--noise-multiplier": {
             "type": float,
@@ -189,7 +176,6 @@ def main(argv: Sequence[str]) -> int:
         "epsilon": _epsilon,
         "search": _search,
         "ledger": _ledger,
-        "rebuild": _rebuild,
     }
     return answers.get(args.question, _calibrated)(args)
 
@@ -264,7 +250,7 @@ def _calibrated(args: argparse.Namespace) -> int:
 
 def _ledger(args: argparse.Namespace) -> int:
     from hf_dp.accounting.comparison import compare
-    from hf_dp.run.marks import read_run
+    from hf_dp.run.witnesses import read_run
 
     record = read_run(args.path)
     verdict = _verdict(record)
@@ -282,43 +268,6 @@ def _ledger(args: argparse.Namespace) -> int:
     }
     lines = [f"run {record.run_id}, status: {record.status}", *map(_event_line, rows)]
     return _print(args, found, answers, "\n".join([*lines, f"stated epsilon: {said}; {verdict}"]))
-
-
-def _rebuild(args: argparse.Namespace) -> int:
-    from hf_dp.accounting.comparison import compare
-    from hf_dp.run.rebuild import rebuild
-
-    done = rebuild(Path(args.folder))
-    record, added = done.record, done.added.to_list()
-    answers = compare(
-        record.ledger.events, record.plan.delta, (args.accountant or record.plan.accountant,)
-    )
-    found = {
-        "run_id": record.run_id,
-        "status": record.status,
-        "changed": done.changed,
-        "added": added,
-        "ledger": record.ledger.to_list(),
-        "had_mark": done.had_mark,
-        "delta": record.plan.delta,
-        "set_aside": None if done.set_aside is None else done.set_aside.name,
-    }
-    what = "rewritten" if done.changed else "nothing was missing, left as it is"
-    lines = [f"run {record.run_id}, status: {record.status}; privacy.json: {what}"]
-    if done.set_aside is not None:
-        lines.append(f"the file that could not be read is now {done.set_aside.name}")
-    if done.changed:
-        lines += (
-            ["added:", *map(_event_line, added)]
-            if added
-            else ["added: no releases, only what weakens the claim"]
-        )
-    if not done.had_mark:
-        lines.append(
-            "the run's own mark was missing: nothing shows whether steps are lost that no file "
-            "here knows of"
-        )
-    return _print(args, found, answers, "\n".join(lines))
 
 
 def _verdict(record: Any) -> str:

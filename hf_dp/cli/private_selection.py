@@ -218,13 +218,13 @@ def _scores_to_come(trainer: Any) -> list[str]:
 
 def _unspent(search: Search) -> bool:
     """Return whether no run of the search has released anything."""
-    from hf_dp.statement.record import FILE_NAME, read
+    from hf_dp.run.ledger_file import LEDGER
 
     noted = search.folder / DRAWN
     if noted.exists() and "released" in json.loads(noted.read_text(encoding="utf-8")):
         return False
-    records = search.folder.glob(f"trial-*/run*/{FILE_NAME}")
-    return not any(read(record.parent).ledger.steps() for record in records)
+    ledgers = search.folder.glob(f"trial-*/run*/{LEDGER}")
+    return not any(path.stat().st_size for path in ledgers)
 
 
 def _trial(search: Search, run: dict[str, Any]) -> Cell:

@@ -94,10 +94,16 @@ def spent_together(cells: Sequence[Cell]) -> str:
     Their ledgers are composed, those of unfinished runs included.
     """
     from hf_dp.accounting import epsilon
-    from hf_dp.statement.record import FILE_NAME, read
+    from hf_dp.run.ledger_file import LEDGER
+    from hf_dp.run.witnesses import read_run
+    from hf_dp.statement.record import FILE_NAME
 
-    folders = [path for cell in cells for path in cell.attempts if (path / FILE_NAME).exists()]
-    records = [read(path) for path in folders]
+    records = [
+        read_run(path)
+        for cell in cells
+        for path in cell.attempts
+        if any((path / name).exists() for name in (LEDGER, FILE_NAME))
+    ]
     if not records:
         return ""
     if any(record.insecure_seed for record in records):

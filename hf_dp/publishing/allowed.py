@@ -49,6 +49,7 @@ _GOES = {
 _STAYS = {
     r"(optimizer|scheduler|scaler)(_\d+)?\.(pt|bin)": "state of the training",
     r"rng_state(_\d+)?\.pth": "states of random generators",
+    r"ledger\.jsonl": "the run's own ledger; privacy.json has what it adds up to",
     r"training_args\.bin": "a pickle of all arguments: paths, seeds, perhaps a token",
     r"trainer_state\.json": "the log of the training",
     r".*_results\.json|all_results\.json": "metrics and timings",

@@ -32,7 +32,6 @@ from hf_dp.cards.evidence import CARD, is_as_made
 from hf_dp.errors import HfDpError, LedgerError, PublishError
 from hf_dp.publishing.publication import Publication
 from hf_dp.publishing.scan import scrubbed
-from hf_dp.run.mark import Mark
 from hf_dp.statement.record import FILE_NAME, PrivacyRecord, read
 
 # What stays when a commit replaces all other files; with a card, what a new repository may hold.
@@ -123,7 +122,7 @@ class Hub:
             uploaded.
         """
         operations: list[Any] = [*publication.additions()]
-        there = self.check(repository, revision, publication.mark, private)
+        there = self.check(repository, revision, publication.record, private)
         gone = [name for name in _files(there) if name not in (*publication.files, *_KEPT)]
         operations += [CommitOperationDelete(name, is_folder=False) for name in gone]
         done = self.api.create_commit(
@@ -141,7 +140,7 @@ class Hub:
         self,
         repository: str,
         revision: str | None,
-        mark: Mark | None,
+        run: PrivacyRecord | None,
         private: bool | None = None,
         *,
         older: bool = False,
@@ -149,7 +148,7 @@ class Hub:
         """Return what a branch holds; make one that is not there yet, without files.
 
         Args:
-            mark: of the run to be pushed; None for a model that was not trained privately.
+            run: which is to be pushed; None for a model that was not trained privately.
             older: whether the run may be at an older state than the branch.
 
         Raises: PublishError unless it is empty, or holds an earlier state of the same run with the
@@ -164,7 +163,7 @@ class Hub:
         if FILE_NAME not in _files(there):
             others = [name for name in _files(there) if name not in (*_KEPT, CARD)]
             pushed_here = self._own.get((repository, revision), "") == there.sha
-            if others and not (pushed_here and mark is None):
+            if others and not (pushed_here and run is None):
                 raise PublishError(
                     f"{repository!r} exists and holds {others[0]!r} and no {FILE_NAME}, so it is "
                     "not an earlier push of this run. Its files would stand beside a statement "
@@ -172,12 +171,12 @@ class Hub:
                 )
             return there
         record, card = self._pushed(repository, there)
-        if mark is None or mark.run_id != record.run_id:
+        if run is None or run.run_id != record.run_id:
             raise PublishError(
                 f"{repository!r} exists and holds the private run {record.run_id}, and this is "
-                f"{'no private run' if mark is None else f'run {mark.run_id}'}. {_OTHER_NAME}"
+                f"{'no private run' if run is None else f'run {run.run_id}'}. {_OTHER_NAME}"
             )
-        if not older and (lost := mark.lacks(Mark.of(record))):
+        if not older and (lost := run.lacks(record)):
             raise PublishError(
                 f"{repository!r} holds a newer state of this run: it knows {lost}. Publish the "
                 "run's newest state, or choose another name for an older checkpoint."

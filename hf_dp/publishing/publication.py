@@ -17,8 +17,7 @@ from hf_dp.cards.hub_rules import is_repository
 from hf_dp.errors import LedgerError, PublishError
 from hf_dp.publishing.allowed import refuse_others, sort_files, why_goes
 from hf_dp.publishing.scan import PrivateWords, Scan
-from hf_dp.run.mark import Mark
-from hf_dp.run.marks import marks_in, read_run
+from hf_dp.run.weights_file import head_in, weights_files
 from hf_dp.statement.record import FILE_NAME, PrivacyRecord, read
 from hf_dp.statement.results import delta_text
 from hf_dp.statement.statement import NOT_PRIVATE
@@ -129,11 +128,6 @@ class Publication:
         return {name: why_goes(name) or "" for name in self.files}
 
     @property
-    def mark(self) -> Mark | None:
-        """How far the run had come, and what weakens its claim; None without a run."""
-        return None if self.record is None else Mark.of(self.record)
-
-    @property
     def size(self) -> int:
         """The number of bytes that go."""
         return sum(
@@ -210,23 +204,17 @@ def _files(folder: Path, names: Iterable[str]) -> dict[str, bytes | Path]:
 def _record(folder: Path) -> PrivacyRecord | None:
     """Return a folder's record; None for a model that no private run made.
 
-    Raises: LedgerError for a damaged record, for one that lacks what a mark beside it knows, and
-        where only marks are left of a private run.
+    Raises: LedgerError for a damaged one, and where weights alone are left of a private run.
     """
     if (folder / FILE_NAME).exists():
-        record, known = read(folder), read_run(folder)
-        if not record.weaknesses.includes(known.weaknesses):
+        return read(folder)
+    for path in weights_files(folder):
+        if (head := head_in(path)) is not None:
             raise LedgerError(
-                f"{FILE_NAME} in {folder} lacks what a mark beside it knows to weaken the claim: "
-                f"{known.weaknesses}. Save the model again with trainer.save_model()."
+                f"{folder} has no {FILE_NAME}, and {path.name} is of the private run "
+                f"{head.run_id}. Publish the run's own output folder, or one of its "
+                f"checkpoints, with its {FILE_NAME}."
             )
-        return record
-    if marks := marks_in(folder):
-        raise LedgerError(
-            f"{folder} has no {FILE_NAME}, and {marks[0].where.name} carries the mark of the "
-            f"private run {marks[0].mark.run_id}. Publish the run's own output folder, or one of "
-            f"its checkpoints, with its {FILE_NAME}."
-        )
     return None
 
 

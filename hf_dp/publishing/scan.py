@@ -20,9 +20,8 @@ from huggingface_hub import get_token
 
 from hf_dp.cards.hub_rules import is_repository
 from hf_dp.errors import LedgerError
-from hf_dp.run.mark import STAMP_PREFIX
 from hf_dp.run.other_training import STAMP
-from hf_dp.run.weights_file import read_metadata
+from hf_dp.run.weights_file import HEAD_KEY, head_in, read_metadata
 
 _TOKEN = re.compile(r"hf_[A-Za-z0-9]{30,}")
 _ABSOLUTE = re.compile(r"/[^/\s]+/|~[\w.-]*/|[A-Za-z]:[\\/]|\\\\[^\\]|file:")
@@ -138,14 +137,15 @@ class Scan:
         return content
 
     def look_at_weights(self, name: str, path: Path) -> None:
-        """Refuse weights whose metadata holds more than their format and hf_dp's own mark."""
+        """Refuse weights whose metadata holds more than their format and what hf_dp says there."""
         try:
             metadata = read_metadata(path)
+            head_in(path)
         except LedgerError as problem:
             self.refusals.append(str(problem))
             return
         for key, value in metadata.items():
-            if value not in _METADATA.get(key, ()) and not key.startswith(STAMP_PREFIX):
+            if value not in _METADATA.get(key, ()) and key != HEAD_KEY:
                 self._refuse(
                     name,
                     f"{key!r} in its metadata, which nobody here has looked at",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 from hf_dp.accounting import (
     BOUNDS,
@@ -98,19 +99,19 @@ class Budget:
         """How many training steps may still be made inside the target, infinity without one."""
         return max(0, self._allowed - self.ledger.steps(TRAINING))
 
-    def check(self, event: Event, purpose: str) -> None:
-        """Raise BudgetExceededError when releasing ``event`` would pass the target; LedgerError for
+    def check(self, *entries: LedgerEntry) -> None:
+        """Raise BudgetExceededError when releasing all these would pass the target; LedgerError for
         a step before :meth:`start`."""
-        is_step = purpose == TRAINING and self.plan.makes(LedgerEntry(event, purpose))
+        is_step = any(each.purpose == TRAINING and self.plan.makes(each) for each in entries)
         if is_step and self._goal is None:
             raise LedgerError(
                 "No step was planned in this process. Start the run first: "
                 "`mechanism.logical_batches()` or `DPTrainer.train()` does."
             )
-        if self.exhausted if is_step else self._would_pass(event):
+        if self.exhausted if is_step else self._would_pass(entries):
             raise BudgetExceededError(
-                f"The next step of {purpose} would pass target_epsilon={self.plan.target_epsilon} "
-                f"after {self.ledger.steps()} steps."
+                f"The next step of {entries[0].purpose} would pass "
+                f"target_epsilon={self.plan.target_epsilon} after {self.ledger.steps()} steps."
             )
 
     def released(self, event: Event, purpose: str) -> None:
@@ -138,8 +139,9 @@ class Budget:
         after = epsilon((*others, plan.event(steps)), plan.delta, plan.accountant)
         return after.value <= plan.target_epsilon
 
-    def _would_pass(self, event: Event) -> bool:
+    def _would_pass(self, entries: Sequence[LedgerEntry]) -> bool:
         if self.plan.target_epsilon is None:
             return False
-        after = epsilon((*self.ledger.events, event), self.plan.delta, self.plan.accountant)
+        events = (*self.ledger.events, *(entry.event for entry in entries))
+        after = epsilon(events, self.plan.delta, self.plan.accountant)
         return after.value > self.plan.target_epsilon

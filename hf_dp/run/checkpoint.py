@@ -11,26 +11,51 @@ import re
 import shutil
 from pathlib import Path
 
-from hf_dp.run.manifest import write_manifest
+from hf_dp.errors import LedgerError
+from hf_dp.run.ledger_file import LEDGER
+from hf_dp.run.witnesses import checkpoints
 from hf_dp.statement.durable import sync_folder, sync_tree
 
 # Names that start with "_" are never pushed to the Hub, and no tool takes them for a checkpoint.
 SAVING = "_saving"
 _REPLACED, _DELETED = "replaced-", "deleted-"
 _OURS = re.compile(rf"({_REPLACED}|{_DELETED})?(checkpoint-\d+)")
-_CHECKPOINT = re.compile(r"checkpoint-(\d+)")
 
 
-def numbered(folder: Path) -> list[Path]:
-    """List the checkpoints in a run's folder by their steps, the newest first."""
-    if not folder.is_dir():
-        return []
-    found = [
-        (int(match[1]), path)
-        for path in folder.iterdir()
-        if (match := _CHECKPOINT.fullmatch(path.name)) and path.is_dir()
-    ]
-    return [path for _, path in sorted(found, reverse=True)]
+def checkpoint_of(resume_from_checkpoint: str | bool, folder: Path) -> Path:
+    """Return the checkpoint that Trainer's argument means: a path, or the last one for True.
+
+    What is in its place was complete when it was put there.
+
+    Raises: LedgerError for True without a checkpoint, for a path that is no folder, and for a
+        checkpoint without an optimizer's state, from which Trainer would go on with a new one.
+    """
+    last = next(iter(checkpoints(folder)), None)
+    if resume_from_checkpoint is True and last is None:
+        anew = "Leave resume_from_checkpoint out to start a run."
+        if (folder / LEDGER).exists():
+            anew = (
+                "So the run cannot be continued. Start a new run in a new output_dir. What "
+                f"{LEDGER} here records was spent on the same rows, and both count together: name "
+                "this folder in `earlier_runs`."
+            )
+        raise LedgerError(
+            f"resume_from_checkpoint=True, but output_dir {folder.name!r} has no checkpoint. {anew}"
+        )
+    chosen = last if resume_from_checkpoint is True else Path(resume_from_checkpoint)
+    assert chosen is not None
+    if not chosen.is_dir():
+        instead = "" if last is None else f" The last one in output_dir is {str(last)!r}."
+        raise LedgerError(f"resume_from_checkpoint={str(chosen)!r} is not a folder.{instead}")
+    names = {path.name.partition("_")[0].partition(".")[0] for path in chosen.iterdir()}
+    if not {"optimizer", "scheduler"} <= names:
+        raise LedgerError(
+            f"The checkpoint {chosen.name!r} has no state of optimizer and schedule (it was "
+            "saved with save_only_model=True), so the run would go on as another one. Start "
+            "a new run in a new output_dir, and name this one in `earlier_runs`: what its "
+            f"{LEDGER} records counts."
+        )
+    return chosen
 
 
 def stage(folder: Path) -> Path:
@@ -45,7 +70,7 @@ def stage(folder: Path) -> Path:
 
 
 def publish(folder: Path, name: str) -> Path:
-    """Let ``_saving/checkpoint-N`` appear as ``checkpoint-N``, with its manifest, durably.
+    """Let ``_saving/checkpoint-N`` appear as ``checkpoint-N``, durably.
 
     One of that name is replaced: after a kill, :func:`tidy` puts it back if the new one is not
     there.
@@ -53,7 +78,6 @@ def publish(folder: Path, name: str) -> Path:
     Raises: OSError when the disk refuses. A checkpoint that was there is there still.
     """
     saving, final = folder / SAVING, folder / name
-    write_manifest(saving / name)
     sync_tree(saving / name)
     if final.exists():
         os.rename(final, saving / f"{_REPLACED}{name}")
@@ -78,7 +102,7 @@ def rotate(folder: Path, keep: int | None, best: str | None) -> None:
     if not keep or keep < 0:
         return
     # Not by step: a branch that went on from an earlier checkpoint has the lower number.
-    oldest_first = numbered(folder)[::-1]
+    oldest_first = checkpoints(folder)[::-1]
     ordered = sorted(oldest_first, key=lambda path: path.stat().st_mtime_ns)
     protected = [*ordered[-1:], *(path for path in ordered if best and path == Path(best))]
     surplus = len(ordered) - max(keep, len(set(protected)))

@@ -10,10 +10,11 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from hf_dp._validate import invalid
 from hf_dp.accounting import EARLIER, LedgerEntry
 from hf_dp.batches.units import UnitTable
-from hf_dp.run.marks import read_run
+from hf_dp.run.ledger_file import LEDGER
 from hf_dp.run.user_grouping import APART, SECRET_FILE, is_grouping_of
 from hf_dp.run.user_grouping import FILE_NAME as USERS_FILE
-from hf_dp.statement.record import FILE_NAME, PrivacyRecord, earlier_runs, file_of
+from hf_dp.run.witnesses import read_run
+from hf_dp.statement.record import PrivacyRecord, earlier_runs, file_of
 from hf_dp.statement.weaknesses import EarlierRun, each_once
 
 
@@ -109,7 +110,7 @@ def earlier_claims(paths: Iterable[str]) -> tuple[EarlierRun, ...]:
 def whole_run(path: str) -> PrivacyRecord:
     """Return what a run released; for one of its checkpoints, also what it released after that."""
     record, home = read_run(path), _home(path)
-    if home != _folder_of(path) and (home / FILE_NAME).exists():
+    if home != _folder_of(path) and (home / LEDGER).exists():
         run = read_run(home)
         if run.run_id == record.run_id:
             return run

@@ -1,8 +1,7 @@
-"""The ledger of one run on disk.
+"""The ledger of one run, as the run goes on.
 
-An entry is durable before the release that it records becomes visible to anyone. The ledger cannot
-go back unnoticed: a mark of how far it has come (:mod:`hf_dp.run.mark`) is made durable after each
-entry, and travels with checkpoints and weights. A ledger that lacks what a mark knows is refused.
+A line is durable before the release that it records becomes visible to anyone, and so is the head
+beside it (:mod:`hf_dp.run.ledger_file`).
 """
 
 from __future__ import annotations
@@ -10,8 +9,7 @@ from __future__ import annotations
 import os
 import uuid
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
-from functools import reduce
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 from filelock import FileLock
@@ -22,15 +20,15 @@ from hf_dp.errors import LedgerError
 from hf_dp.plans.privacy import PrivacyPlan
 from hf_dp.run.budget import Budget
 from hf_dp.run.disk import named_disk_errors
-from hf_dp.run.folder import refuse_foreign_ledger, refuse_leftovers, refuse_uncounted
+from hf_dp.run.ledger_file import COPY, LEDGER, Lines, line_of, write_head, write_line
 from hf_dp.run.lock import lock_run
 from hf_dp.run.lost import recorded_since
-from hf_dp.run.mark import COPIED_MARK, RUN_MARK, Mark, stamp, write_mark
-from hf_dp.run.marks import marks_of_run, refuse_unknown_to, refuse_without_own_mark
-from hf_dp.run.resume import other_earlier_runs, records_to_resume
-from hf_dp.run.weights_file import weights_files
-from hf_dp.statement.digests import Beside
-from hf_dp.statement.record import FILE_NAME, PrivacyRecord, read, to_record, write
+from hf_dp.run.resume import ledgers_to_resume, other_earlier_runs
+from hf_dp.run.weights_file import put_head, weights_files
+from hf_dp.run.witnesses import refuse_foreign, refuse_leftovers, whole_ledger
+from hf_dp.statement.digests import Beside, Head
+from hf_dp.statement.durable import replace_file
+from hf_dp.statement.record import to_record, write
 from hf_dp.statement.statement import PrivacyStatement
 from hf_dp.statement.weaknesses import NAMES, EarlierRun, Flags, Weaknesses
 
@@ -77,11 +75,18 @@ class RunLedger:
         self.ledger = Ledger()
         self.lost: dict[str, int] = {}  # releases by purpose since the checkpoint resumed from
         self.paid = 0  # steps in the ledger, recorded with those before them, that are yet to come
-        self.run_id = uuid.uuid4().hex
+        self.head = Head(uuid.uuid4().hex)
+        self._size = 0  # bytes of the lines on the disk
+        self._noted = Weaknesses()  # by these lines
         self.budget = Budget(plan, self.ledger)
         self.processes = processes or Processes()
         self._is_open = False
         self._lock: FileLock | None = None
+
+    @property
+    def run_id(self) -> str:
+        """Which run it is."""
+        return self.head.run_id
 
     def go_to(self, folder: str | os.PathLike[str]) -> None:
         """Keep the ledger in another folder, as long as nothing is recorded and none is taken."""
@@ -111,48 +116,44 @@ class RunLedger:
         """Take the folder for this run. Nothing may be recorded before.
 
         Raises: LedgerError when the folder holds another run's ledger, which would be lost, when
-            another process is at work on this run, or when a mark knows steps that the ledger
-            lacks.
+            another process is at work on this run, or when anything knows what the ledger lacks.
         """
-        self.run_id, known = self.processes.on_main(self._open_folder)
-        self.weaken(known)
+        self.head = self.processes.on_main(self._open_folder)
         self._is_open = True
 
-    def _open_folder(self) -> tuple[str, Weaknesses]:
-        """Take the folder; return the run's id and what weakens it."""
-        refuse_foreign_ledger(self.folder, self.run_id)
+    def _open_folder(self) -> Head:
+        refuse_foreign(self.folder, self.run_id)
         if not len(self.ledger):
             refuse_leftovers(self.folder)
-        refuse_uncounted(self.folder, {claim.run_id for claim in self.earlier})
         with named_disk_errors("A new run", self.folder, "Or choose another output_dir."):
             self.folder.mkdir(parents=True, exist_ok=True)
             self._lock = self._lock or lock_run(self.folder)
         try:
-            record = self._refuse_stale()
-            found = marks_of_run(self.folder)
-            refuse_unknown_to(self.mark, self.folder, found)
-            refuse_without_own_mark(self.mark, self.folder, found)
+            own = whole_ledger(self.folder)
+            self._refuse_stale(own)
         except LedgerError:
             self.stop()
             raise
-        known = reduce(Weaknesses.merged, (item.mark.weaknesses for item in found), Weaknesses())
-        if record is not None:
-            # A run of an earlier version has no mark yet; a kill may have left it a step behind.
-            write_mark(
-                self.folder / RUN_MARK,
-                replace(Mark.of(record), weaknesses=record.weaknesses.merged(known)),
+        if own is not None:  # a kill may have left the head a line behind
+            write_head(self.folder, own.head)
+        return self.head
+
+    def _refuse_stale(self, own: Lines | None) -> None:
+        """Raise LedgerError when the ledger changed between our reading it and taking the lock.
+
+        Another process may have gone on with the run in between, and died.
+        """
+        there = 0 if own is None else len(own.digests)
+        if there != self.head.lines or (own is not None and own.head != self.head):
+            raise LedgerError(
+                f"{LEDGER} has {there} lines now, and had {self.head.lines} when it was read: "
+                "another process has gone on with this run. Resume again, so that its steps count."
             )
-        return self.run_id, known
 
     @property
     def weaknesses(self) -> Weaknesses:
         """What weakens the claim of this run, as far as is known now."""
         return Weaknesses(**{name: getattr(self, name) for name in NAMES})
-
-    @property
-    def mark(self) -> Mark:
-        """How far this run has come."""
-        return Mark(self.run_id, self.ledger, self.weaknesses)
 
     def weaken(self, known: Flags) -> None:
         """Note what weakens the claim, beside what is known to."""
@@ -180,13 +181,13 @@ class RunLedger:
         self.paid -= 1
 
     def record_earlier(self, entries: Sequence[LedgerEntry]) -> None:
-        """Begin the ledger with what earlier runs released of the same rows.
+        """Begin the ledger with what earlier runs released of the same rows, in one line: a part of
+        it would look like all of it.
 
         A ledger that has already begun must hold exactly these entries of earlier runs.
 
         Raises:
-            LedgerError: the ledger holds other entries, because other ``earlier_runs`` were named
-                or a first attempt was killed while they were recorded.
+            LedgerError: the ledger holds other entries, because other ``earlier_runs`` were named.
             BudgetExceededError: the earlier runs alone pass the target.
         """
         if not len(self.ledger):
@@ -203,7 +204,7 @@ class RunLedger:
             raise other_earlier_runs()
 
     def append(self, event: Event, purpose: str) -> None:
-        """Record one release and make it durable, in the ledger and then in its mark.
+        """Record one release and make it durable: its line, and then the head.
 
         Outside this class only :class:`hf_dp.run.gate.Gate` calls it, before it lets a value out.
         Every process records it, and goes on only when it is on the main one's disk.
@@ -219,39 +220,81 @@ class RunLedger:
         self.budget.released(event, purpose)
 
     def _append(self, *entries: LedgerEntry) -> None:
-        """Record entries and make them durable together: a part of what earlier runs released would
-        look like all of it."""
         if not self._is_open:
             raise LedgerError(
                 "This run has not been opened, so another process may be at work on it. Open it "
                 "first: `mechanism.logical_batches()`, `run.open()` or `DPTrainer.train()` does."
             )
+        started = entries[0].purpose == EARLIER or self.ledger.steps(EARLIER)
+        if self._earlier_entries and not started:
+            raise LedgerError(
+                "The ledger does not hold yet what `earlier_runs` released. Call `run.open()` "
+                "first."
+            )
+        self.budget.check(*entries)
+        self._write(*entries)
         for entry in entries:
-            started = entry.purpose == EARLIER or self.ledger.steps(EARLIER)
-            if self._earlier_entries and not started:
-                raise LedgerError(
-                    "The ledger does not hold yet what `earlier_runs` released. Call `run.open()` "
-                    "first."
-                )
-            self.budget.check(entry.event, entry.purpose)
             self.ledger.append(entry.event, entry.purpose)
-        self.save(self.folder)
+        self._write_head()
+
+    def note(self) -> None:
+        """Give what weakens the claim a line, if none says it yet; a ledger begins with a
+        release."""
+        if self.head.lines and self.weaknesses != self._noted:
+            self._write()
+            self._write_head()
+
+    def _write(self, *entries: LedgerEntry) -> None:
+        """Make a line durable, in the main process."""
+        if not self.processes.is_main:
+            return
+        weaknesses = self.weaknesses
+        if not weaknesses.includes(self._noted):
+            raise LedgerError(
+                f"{LEDGER} records {self._noted} as what weakens the claim, and now it is "
+                f"{weaknesses}. What was true of a run once is true for good."
+            )
+        line = line_of(
+            self.head.digest,
+            entries,
+            weaknesses if weaknesses != self._noted else None,
+            None if self.head.lines else (self.run_id, self.plan),
+        )
+        with self._named_errors(self.folder):
+            digest = write_line(self.folder / LEDGER, self._size, line)
+        self.head = Head(self.run_id, self.head.lines + 1, digest)
+        self._size += len(line)
+        self._noted = weaknesses
+
+    def _write_head(self) -> None:
+        if self.processes.is_main:
+            with self._named_errors(self.folder):
+                write_head(self.folder, self.head)
+
+    @staticmethod
+    def _named_errors(folder: Path) -> AbstractContextManager[None]:
+        return named_disk_errors(
+            f"The ledger ({LEDGER} and its head)",
+            folder,
+            "Nothing is released before it is recorded. Then resume_from_checkpoint=True goes on.",
+        )
 
     def save(
         self,
         folder: str | os.PathLike[str],
-        statement: PrivacyStatement | None = None,
+        statement: PrivacyStatement,
         beside: Beside | None = None,
     ) -> None:
-        """Write ``privacy.json``, and then the mark, into ``folder``, in the main process.
+        """Write ``privacy.json`` into ``folder``, in the main process.
 
         Args: beside: what lies beside it there: card and weights.
 
-        Raises: LedgerError when this ledger does not continue the one there. Both files are then
-            left as they are.
+        Raises: LedgerError when this ledger does not continue what is stated there. The file is
+            then left as it is.
         """
         if not self.processes.is_main:
             return
+        self.note()
         record = to_record(
             self.plan,
             self.ledger,
@@ -259,46 +302,40 @@ class RunLedger:
             weaknesses=self.weaknesses,
             statement=statement,
             beside=beside or Beside(),
+            head=self.head if self.head.lines else None,
         )
-        with named_disk_errors(
-            f"The ledger ({FILE_NAME} and its mark)",
-            folder,
-            "Nothing is released before it is recorded. Then resume_from_checkpoint=True goes on.",
-        ):
+        with self._named_errors(Path(folder)):
             write(folder, record)
-            self._write_mark(Path(folder))
 
-    def mark_weights(self, folder: str | os.PathLike[str]) -> None:
-        """Put the mark into ``folder`` and into the metadata of the weights there.
+    def go_with(self, folder: str | os.PathLike[str]) -> None:
+        """Put the head into the weights in ``folder``, and a copy of the ledger beside them.
 
         Tensors stay as they are.
 
-        Raises: LedgerError when a file there carries the mark of another run, or one that knows
-            more than this ledger.
+        Raises: LedgerError when a file there is of another run, or was saved later in this one.
         """
         folder = Path(folder)
+        self.note()
         for path in weights_files(folder):
-            stamp(path, self.mark)
-        self._write_mark(folder)
-
-    def _write_mark(self, folder: Path) -> None:
-        own = folder.resolve() == self.folder.resolve()
-        write_mark(folder / (RUN_MARK if own else COPIED_MARK), self.mark)
+            put_head(path, self.head)
+        if self.head.lines and folder.resolve() != self.folder.resolve():
+            with self._named_errors(folder):
+                replace_file(folder / COPY, [(self.folder / LEDGER).read_bytes()[: self._size]])
 
     def resume(self, checkpoint: str | os.PathLike[str]) -> None:
         """Take over the ledger of the *run*, so that repeated steps and branches all count.
 
-        Raises: LedgerError as :func:`hf_dp.run.resume.records_to_resume`.
+        Raises: LedgerError as :func:`hf_dp.run.resume.ledgers_to_resume`.
         """
         claims = {claim.run_id for claim in self.earlier}
-        run, at_checkpoint = self.processes.on_main(
-            lambda: records_to_resume(self.folder, Path(checkpoint), self.plan, claims)
+        own, at_checkpoint = self.processes.on_main(
+            lambda: ledgers_to_resume(self.folder, Path(checkpoint), self.plan, claims)
         )
-        self.ledger, self.run_id = run.ledger, run.run_id
+        self.ledger, self.head, self._size = own.ledger, own.head, own.size
         self.budget = Budget(self.plan, self.ledger)
-        self.lost = recorded_since(at_checkpoint.ledger, run.ledger)
-        self.weaken(run.weaknesses)
-        self.weaken(at_checkpoint.weaknesses)
+        self.lost = recorded_since(at_checkpoint.ledger, own.ledger)
+        self._noted = own.weaknesses
+        self.weaken(own.weaknesses)
 
     def stop(self) -> None:
         """Release the lock, so that another process may continue this run."""
@@ -306,19 +343,3 @@ class RunLedger:
         if self._lock is not None:
             self._lock.release()
             self._lock = None
-
-    def _refuse_stale(self) -> PrivacyRecord | None:
-        """Raise LedgerError when the file changed between our reading it and taking the lock.
-
-        Another process may have gone on with the run in between, and died.
-        """
-        if not Path(self.folder, FILE_NAME).exists():
-            return None
-        on_disk = read(self.folder)
-        if on_disk.ledger.to_list() != self.ledger.to_list():
-            raise LedgerError(
-                f"The run's {FILE_NAME} records {on_disk.ledger.steps()} steps now, and recorded "
-                f"{self.ledger.steps()} when it was read: another process has gone on with this "
-                "run. Resume again, so that its steps count."
-            )
-        return on_disk

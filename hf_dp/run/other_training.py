@@ -8,7 +8,8 @@ else trained tell of rows that it does not count. Three things remember that:
 - digests of the weights' values when a run ends, which are compared before they are saved or
   trained further.
 
-Files remember, too: weights of a private run carry its mark, those of one without privacy a stamp.
+Files remember, too: weights of a private run carry the head of its ledger, those of one without
+privacy say so.
 
 Out of reach: an adapter that was merged into its base before a run, copies of a model that another
 trainer trained, and values that are written by hand (``parameter.data``) before a run or between
@@ -32,9 +33,10 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from hf_dp.losses import base_model
-from hf_dp.run.mark import read_stamp
-from hf_dp.run.weights_file import add_metadata, read_metadata, weights_files
-from hf_dp.statement.record import FILE_NAME, read
+from hf_dp.run.ledger_file import LEDGER
+from hf_dp.run.weights_file import add_metadata, head_in, read_metadata, weights_files
+from hf_dp.run.witnesses import read_run
+from hf_dp.statement.record import FILE_NAME
 
 _NOTE = "_trained_by_hf_dp"  # on modules: the runs that trained them, as (id, folder)
 WITHOUT_PRIVACY = ""  # instead of an id
@@ -146,22 +148,22 @@ def trained_in_files(model: nn.Module, counted: Collection[str]) -> Iterator[str
     """Yield, in words, what trained the weights in the folder that a model was loaded from."""
     folder = _loaded_from(model)
     for path in () if folder is None else weights_files(folder):
-        mark = read_stamp(path)
-        if mark is not None and mark.run_id in counted:
+        head = head_in(path)
+        if head is not None and head.run_id in counted:
             continue
-        trained = mark is not None or STAMP in read_metadata(path)
+        trained = head is not None or STAMP in read_metadata(path)
         if trained and _holds_weights_of(path, model):
-            yield _run_in_words(WITHOUT_PRIVACY if mark is None else mark.run_id, str(folder))
+            yield _run_in_words(WITHOUT_PRIVACY if head is None else head.run_id, str(folder))
             return
 
 
 def left_by_trainers(model: nn.Module) -> Path | None:
     """Return the folder that a model was loaded from, where a Trainer left its files beside
-    unmarked weights."""
+    weights that say nothing."""
     folder = _loaded_from(model)
     if folder is None or not any((folder / name).exists() for name in _LEFT_BY_TRAINERS):
         return None
-    return None if any(read_stamp(path) for path in weights_files(folder)) else folder
+    return None if any(head_in(path) for path in weights_files(folder)) else folder
 
 
 def stamp_without_privacy(folder: str | Path) -> None:
@@ -174,8 +176,8 @@ def _run_in_words(run_id: str, folder: str) -> str:
     if run_id == WITHOUT_PRIVACY:
         return f"a run without privacy, in {folder!r}"
     spent = ""
-    if Path(folder, FILE_NAME).exists():
-        record = read(folder)
+    if any(Path(folder, name).exists() for name in (LEDGER, FILE_NAME)):
+        record = read_run(folder)
         claim = "" if record.statement is None else f", epsilon {record.statement['epsilon']}"
         spent = f": status {record.status!r}{claim}, {record.ledger.steps():,} releases"
     return f"the private run {run_id[:8]}, in {folder!r}{spent}"

@@ -1,4 +1,4 @@
-"""What must agree before a run goes on: the run's ledger, the checkpoint's, the marks, the plan."""
+"""What must agree before a run goes on: its ledger, what anything else knows of it, the plan."""
 
 from __future__ import annotations
 
@@ -7,9 +7,8 @@ from pathlib import Path
 
 from hf_dp.errors import LedgerError
 from hf_dp.plans.privacy import PrivacyPlan
-from hf_dp.run.mark import Mark, in_words
-from hf_dp.run.marks import marks_in, marks_of_run, read_copy, rebuild_advice, refuse_unknown_to
-from hf_dp.statement.record import FILE_NAME, PrivacyRecord, read
+from hf_dp.run.ledger_file import COPY, LEDGER, Lines, damaged, read_copy
+from hf_dp.run.witnesses import whole_ledger
 
 # What the plan calls it -> what DPTrainer's user calls it; most telling first.
 _ARGUMENTS = {
@@ -24,41 +23,26 @@ _ARGUMENTS = {
 }
 
 
-def records_to_resume(
+def ledgers_to_resume(
     folder: Path, checkpoint: Path, plan: PrivacyPlan, earlier_runs: Collection[str]
-) -> tuple[PrivacyRecord, PrivacyRecord]:
-    """Return (the run's record, the checkpoint's).
+) -> tuple[Lines, Lines]:
+    """Return (the run's ledger, the checkpoint's copy).
 
     Args: folder: of the run. earlier_runs: ids of the earlier runs that are named now.
 
     Raises: LedgerError when the checkpoint or the run has no ledger, when they are of different
-        runs, when the run's is shorter than the checkpoint's, or when the plan changed.
+        runs, when the run's does not contain what anything else knows, or when the plan changed.
     """
-    at_checkpoint = read_copy(checkpoint)
-    try:
-        run = read(folder)
-    except LedgerError as problem:
-        raise LedgerError(
-            f"Cannot resume: the run's own {FILE_NAME} in output_dir is missing or damaged "
-            f"({problem}). The checkpoint's copy does not know the steps made after it. Resume "
-            f"with the output_dir of the original run. If this is it: {rebuild_advice(folder)}"
-        ) from problem
-    if run.run_id != at_checkpoint.run_id:
-        raise LedgerError(
-            f"Cannot resume: the checkpoint belongs to run {at_checkpoint.run_id}, output_dir to "
-            f"run {run.run_id}. Use the output_dir that the checkpoint was written under."
-        )
-    if not run.ledger.extends(at_checkpoint.ledger):
-        raise LedgerError(
-            f"Cannot resume: the run's ledger ({in_words(run.ledger)}) does not contain the "
-            f"checkpoint's ({in_words(at_checkpoint.ledger)}). One of the two {FILE_NAME} files "
-            f"was replaced. {rebuild_advice(folder)}"
-        )
-    refuse_unknown_to(Mark.of(run), folder, [*marks_of_run(folder), *marks_in(checkpoint)])
-    _refuse_another_plan(run.plan, plan)
-    if set(earlier_runs) != {claim.run_id for claim in run.weaknesses.earlier}:
+    copy = read_copy(checkpoint)
+    if copy is None:
+        raise damaged(checkpoint / COPY, "it is missing")
+    own = whole_ledger(folder, checkpoint)
+    if own is None:
+        raise damaged(folder / LEDGER, "it is missing")
+    _refuse_another_plan(own.plan, plan)
+    if set(earlier_runs) != {claim.run_id for claim in own.weaknesses.earlier}:
         raise other_earlier_runs()
-    return run, at_checkpoint
+    return own, copy
 
 
 def other_earlier_runs() -> LedgerError:

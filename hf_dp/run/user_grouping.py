@@ -13,7 +13,6 @@ from pathlib import Path
 
 from hf_dp.batches.units import UnitTable
 from hf_dp.errors import LedgerError
-from hf_dp.run.folder import aside_of
 from hf_dp.statement.durable import replace_file
 
 # A digest of private data, and the secret that it is keyed with, without which nobody can try
@@ -22,7 +21,7 @@ FILE_NAME, SECRET_FILE = "_users.json", "_users_secret.json"
 
 # What is left to do where two groupings cannot be counted together.
 APART = (
-    "begin a run in a new output_dir, without start_over and earlier_runs: the card of each run "
+    "begin a run in a new output_dir, without earlier_runs: the card of each run "
     "then speaks of that run and its own users, and no epsilon is known for both together."
 )
 
@@ -59,11 +58,8 @@ def same_users(folder: Path, run_id: str, units: UnitTable, begun: bool) -> None
 
 
 def is_grouping_of(folder: Path, run_id: str, units: UnitTable | None) -> bool | None:
-    """Return whether these rows were one user's in a run; None where that is not known.
-
-    Args: folder: of the run. A start over that was broken off may have moved files aside there,
-        before ``privacy.json``.
-    """
+    """Return whether these rows were one user's in the run in a folder; None where that is not
+    known."""
     secret, known = (_kept(folder, run_id, name) for name in (SECRET_FILE, FILE_NAME))
     if secret is None or known is None:
         return None
@@ -71,11 +67,10 @@ def is_grouping_of(folder: Path, run_id: str, units: UnitTable | None) -> bool |
 
 
 def _kept(folder: Path, run_id: str, name: str) -> str | None:
-    for place in (folder, aside_of(folder, run_id)):
-        try:
-            then = json.loads((place / name).read_text())
-            if then["run_id"] == run_id and isinstance(then["value"], str):
-                return then["value"]
-        except (OSError, ValueError, KeyError, TypeError):
-            continue
+    try:
+        then = json.loads((folder / name).read_text())
+        if then["run_id"] == run_id and isinstance(then["value"], str):
+            return then["value"]
+    except (OSError, ValueError, KeyError, TypeError):
+        pass
     return None

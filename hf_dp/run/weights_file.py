@@ -1,17 +1,18 @@
-"""Read and replace the metadata of a safetensors file without touching a tensor.
+"""The head of a run's ledger in the metadata of saved weights, whose tensors stay as they are.
 
-A file is 8 bytes (the length of the header, little-endian), a JSON header, and the tensors' bytes.
+A safetensors file is 8 bytes (the length of the header, little-endian), a JSON header, and the
+tensors' bytes.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 from hf_dp.errors import LedgerError
+from hf_dp.statement.digests import Head
 from hf_dp.statement.durable import replace_file
 from hf_dp.statement.strict_json import loads
 
@@ -21,6 +22,7 @@ _CHUNK = 1 << 24
 _METADATA = "__metadata__"
 # Files that stand beside weights: masks of what trains (hf_dp.tuners.single_entries.tuner).
 NOT_WEIGHTS = ("selection_masks.safetensors",)
+HEAD_KEY = "hf_dp_ledger_head"  # in the metadata
 
 
 def weights_files(folder: Path) -> list[Path]:
@@ -38,13 +40,39 @@ def weights_files(folder: Path) -> list[Path]:
     )
 
 
+def head_in(path: Path) -> Head | None:
+    """Return the head that a weights file carries, or None.
+
+    Raises: LedgerError for a damaged file or head.
+    """
+    text = read_metadata(path).get(HEAD_KEY)
+    try:
+        return None if text is None else Head.from_dict(loads(text))
+    except (ValueError, RecursionError, LedgerError) as error:
+        raise _unreadable(path, f"its {HEAD_KEY} is not one: {error}") from error
+
+
+def put_head(path: Path, head: Head) -> None:
+    """Let a weights file carry a head, durably.
+
+    Raises: LedgerError when it carries that of another run, or a later one.
+    """
+    there = head_in(path)
+    if there is not None and (there.run_id != head.run_id or there.lines > head.lines):
+        raise LedgerError(
+            f"{path} was saved by run {there.run_id} after line {there.lines} of its ledger, and "
+            f"this is run {head.run_id} at line {head.lines}. Save into another folder."
+        )
+    add_metadata(path, {HEAD_KEY: json.dumps(head.to_dict())})
+
+
 def read_metadata(path: Path) -> dict[str, str]:
     """Return the metadata of a safetensors file.
 
     Raises: LedgerError when its header cannot be read.
     """
     with _opened(path) as stream:
-        return _Header.of(stream, path).metadata
+        return _header(stream, path).get(_METADATA, {})
 
 
 def add_metadata(path: Path, added: Mapping[str, str]) -> None:
@@ -58,33 +86,27 @@ def add_metadata(path: Path, added: Mapping[str, str]) -> None:
         OSError: the disk refused. The file stays as it was.
     """
     with _opened(path) as stream:
-        header = _Header.of(stream, path)
-        text = {_METADATA: {**header.metadata, **added}, **header.tensors}
-        written = json.dumps(text, separators=(",", ":"), ensure_ascii=False).encode()
+        header = _header(stream, path)
+        header[_METADATA] = {**header.get(_METADATA, {}), **added}
+        written = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
         written += b" " * (-len(written) % _LENGTH)
         replace_file(path, _chunks(written, stream))
 
 
-@dataclass(frozen=True)
-class _Header:
-    metadata: dict[str, str]
-    tensors: dict[str, Any]
-
-    @classmethod
-    def of(cls, stream: BinaryIO, path: Path) -> _Header:
-        """Read the header; the stream then stands at the tensors."""
-        length = int.from_bytes(stream.read(_LENGTH), "little")
-        text = stream.read(length) if length <= _MOST else b""
-        try:
-            tensors = loads(text.decode()) if text and len(text) == length else None
-        except (ValueError, RecursionError):
-            tensors = None
-        metadata = tensors.pop(_METADATA, {}) if isinstance(tensors, dict) else None
-        if not isinstance(tensors, dict) or not isinstance(metadata, dict):
-            raise _unreadable(path, "its header is not complete")
-        if not all(isinstance(value, str) for value in metadata.values()):
-            raise _unreadable(path, "its metadata is not text")
-        return cls(metadata, tensors)
+def _header(stream: BinaryIO, path: Path) -> dict[str, dict[str, str]]:
+    """Read the header; the stream then stands at the tensors."""
+    length = int.from_bytes(stream.read(_LENGTH), "little")
+    text = stream.read(length) if length <= _MOST else b""
+    try:
+        header = loads(text.decode()) if text and len(text) == length else None
+    except (ValueError, RecursionError):
+        header = None
+    metadata = header.get(_METADATA, {}) if isinstance(header, dict) else None
+    if not isinstance(header, dict) or not isinstance(metadata, dict):
+        raise _unreadable(path, "its header is not complete")
+    if not all(isinstance(value, str) for value in metadata.values()):
+        raise _unreadable(path, "its metadata is not text")
+    return header
 
 
 def _chunks(header: bytes, tensors: BinaryIO) -> Iterator[bytes]:

@@ -94,6 +94,44 @@ class Digests:
         return [name for name in PARTS if digest_of(document[name]) != getattr(self, name)]
 
 
+@dataclass(frozen=True)
+class Head:
+    """How far the ledger of a run has come.
+
+    Args:
+        run_id: which run it is.
+        lines: of its ledger.
+        digest: of the last line; empty before the first.
+
+    Raises: LedgerError for what is no head.
+    """
+
+    run_id: str
+    lines: int = 0
+    digest: str = ""
+
+    def __post_init__(self) -> None:
+        fits = isinstance(self.lines, int) and not isinstance(self.lines, bool) and self.lines >= 0
+        if not isinstance(self.run_id, str) or not self.run_id or not fits:
+            raise LedgerError(f"Expected a run_id and a number of lines, got {self!r}.")
+        if not isinstance(self.digest, str) or not re.fullmatch(
+            "[0-9a-f]{64}" if self.lines else "", self.digest
+        ):
+            raise LedgerError(f"Expected the SHA-256 of line {self.lines}, got {self.digest!r}.")
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain data, JSON-ready; :meth:`from_dict` reads it back."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: Any) -> Head:
+        """Read back what :meth:`to_dict` wrote.
+
+        Raises: LedgerError for unknown, missing or bad fields.
+        """
+        return cls(**checked_fields(cls, values, LedgerError))
+
+
 def digest_of(value: Any) -> str:
     """Return the digest of plain data, whatever its order of keys or spacing in a file."""
     text = json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False)

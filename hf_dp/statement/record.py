@@ -1,8 +1,7 @@
 """``privacy.json``: plan, ledger and statement of a run, written durably and never shortened.
 
-The file is the evidence behind an epsilon. It is rewritten before each noised gradient becomes
-visible. A kill at any point therefore leaves a file that counts at least everything that was
-released.
+The file is the evidence behind an epsilon: it is written with a model and published with it. While
+a run goes on, its own ledger (:mod:`hf_dp.run.ledger_file`) counts what it releases.
 """
 
 from __future__ import annotations
@@ -18,9 +17,8 @@ from hf_dp._version import __version__
 from hf_dp.accounting import Ledger
 from hf_dp.errors import ConfigError, LedgerError
 from hf_dp.plans.privacy import PrivacyPlan
-from hf_dp.statement.digests import Beside, Digests
+from hf_dp.statement.digests import Beside, Digests, Head
 from hf_dp.statement.durable import replace_file
-from hf_dp.statement.schema import SCHEMA_VERSION, keys_of, upgraded
 from hf_dp.statement.statement import PrivacyStatement
 from hf_dp.statement.strict_json import loads
 from hf_dp.statement.weaknesses import (
@@ -35,12 +33,17 @@ from hf_dp.statement.weaknesses import (
 
 FILE_NAME = "privacy.json"
 RUNNING = "running"
+SCHEMA_VERSION = 4
+_KEYS = (
+    "schema_version", "hf_dp_version", "status", "plan", "ledger", "ledger_head", "statement",
+    "card", "digests",
+)  # fmt: skip
 
 _NOTHING = Weaknesses()
 _ALONE = Beside()
 RESTORE = (
-    "Run `hf-dp account rebuild OUTPUT_DIR`, or restore a backup of the whole output folder that "
-    "is not older. Without it the privacy of this run is not known."
+    "Save the model again with trainer.save_model(), or restore a backup that is not older. "
+    "`hf-dp account ledger OUTPUT_DIR` shows what the run released, from its own ledger."
 )
 
 
@@ -57,30 +60,44 @@ class PrivacyRecord:
         run_id: which run it is; a run continues only its own ledger.
         weaknesses: what weakens the claim. What did so once does so for good, also after a resume.
         status: that of the statement, or "running".
-        statement: a dict that ``PrivacyStatement.from_dict`` reads, or None while the run has not
-            ended.
-        schema_version, written_by: the versions of the file and of hf_dp with which it was written.
+        statement: a dict that ``PrivacyStatement.from_dict`` reads, or None where nothing is stated
+            of all that the run released.
+        written_by: the version of hf_dp with which it was written.
         card: what the model card says that does not follow from the statement, as plain data; None
             without a card.
-        digests: of the parts of this file and of what lies beside it; None while the run has not
-            ended, and in files of earlier versions.
+        digests: of the parts of this file and of what lies beside it; None without a statement.
+        head: how far the run's own ledger had come; None where it had no line.
     """
 
     plan: PrivacyPlan
     ledger: Ledger
     run_id: str
     weaknesses: Weaknesses
-    status: str
-    statement: dict[str, Any] | None
-    schema_version: int
-    written_by: str
+    status: str = RUNNING
+    statement: dict[str, Any] | None = None
+    written_by: str = __version__
     card: dict[str, Any] | None = None
     digests: Digests | None = None
+    head: Head | None = None
 
     @property
     def insecure_seed(self) -> bool:
         """Whether the randomness of this run, or of one of its earlier runs, can be reproduced."""
         return any(run.insecure_seed for run in self.weaknesses.everywhere)
+
+    def knows(self, head: Head) -> bool:
+        """Return whether what was saved at that point of the run is counted here."""
+        return self.head is None or head.lines < self.head.lines or head == self.head
+
+    def lacks(self, other: PrivacyRecord) -> str:
+        """Say what ``other`` knows of the same run and this one does not; empty if nothing."""
+        if not self.ledger.extends(other.ledger):
+            return (
+                f"{other.ledger.steps()} releases, which {self.ledger.steps()} here do not continue"
+            )
+        if not self.weaknesses.includes(other.weaknesses):
+            return f"{other.weaknesses} as what weakens the run, against {self.weaknesses} here"
+        return ""
 
 
 def earlier_runs(record: PrivacyRecord) -> tuple[EarlierRun, ...]:
@@ -99,6 +116,7 @@ def to_record(
     weaknesses: Weaknesses = _NOTHING,
     statement: PrivacyStatement | None = None,
     beside: Beside = _ALONE,
+    head: Head | None = None,
 ) -> dict[str, Any]:
     """Return the content of ``privacy.json``, JSON-ready.
 
@@ -110,6 +128,7 @@ def to_record(
         "status": RUNNING if statement is None else statement.status,
         "plan": {**plan.to_dict(), "run_id": run_id, **weaknesses.to_dict()},
         "ledger": ledger.to_list(),
+        "ledger_head": None if head is None else head.to_dict(),
         "statement": None if statement is None else statement.to_dict(),
         "card": None if beside.card is None else plain(beside.card),
     }
@@ -184,24 +203,18 @@ def _record(data: Any, path: Path) -> PrivacyRecord:
             f"{path} has schema version {version}; hf_dp {__version__} knows versions up to "
             f"{SCHEMA_VERSION}. Upgrade hf_dp and try again."
         )
-    known = isinstance(version, int) and not isinstance(version, bool) and version >= 1
-    keys = keys_of(version if known else SCHEMA_VERSION)
-    if not known or set(data) != set(keys):
+    if version != SCHEMA_VERSION or set(data) != set(_KEYS):
         raise DamagedRecordError(
-            f"{path} was edited: expected the keys {list(keys)}, got {list(data)}. {RESTORE}"
+            f"{path} was edited: expected schema version {SCHEMA_VERSION} and the keys "
+            f"{list(_KEYS)}, got {version!r} and {list(data)}. {RESTORE}"
         )
     digests = _digests(data, path)
-    try:
-        data = upgraded(data, path)
-    except LedgerError:
-        raise
-    except (ConfigError, TypeError, ValueError, ArithmeticError, KeyError) as error:
-        raise DamagedRecordError(
-            f"{path} was edited: its plan cannot be read ({error}). {RESTORE}"
-        ) from error
     plan, run_id, weaknesses = _plan(data["plan"], path)
     try:
         ledger = Ledger.from_list(data["ledger"])
+        head = None if data["ledger_head"] is None else Head.from_dict(data["ledger_head"])
+        if head is not None and head.run_id != run_id:
+            raise LedgerError(f"Expected the ledger_head of run {run_id}, got {head}.")
         refuse_unnamed(ledger, weaknesses.earlier)
     except LedgerError as error:
         raise DamagedRecordError(f"{path} was edited or damaged: {error} {RESTORE}") from error
@@ -217,10 +230,10 @@ def _record(data: Any, path: Path) -> PrivacyRecord:
         weaknesses,
         status,
         statement,
-        version,
         str(data["hf_dp_version"]),
         card,
         digests,
+        head,
     )
 
 

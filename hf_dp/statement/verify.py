@@ -14,7 +14,6 @@ from hf_dp._version import __version__
 from hf_dp.accounting import EARLIER
 from hf_dp.errors import InvalidArgumentError
 from hf_dp.statement.record import PrivacyRecord
-from hf_dp.statement.schema import SCHEMA_VERSION
 from hf_dp.statement.statement import PrivacyStatement, RunFacts
 from hf_dp.statement.weaknesses import NAMES
 
@@ -59,7 +58,7 @@ def disagreements(record: PrivacyRecord, *, wording: bool = True) -> list[str]:
         if entry.purpose != EARLIER and not record.plan.makes(entry)
     ]
     now = PrivacyStatement.from_ledger(record.plan, record.ledger, facts).to_dict()
-    same_version = record.schema_version == SCHEMA_VERSION and record.written_by == __version__
+    same_version = record.written_by == __version__
     for name, value in now.items():
         if name not in (*_BOUNDS, "facts") and ((wording and same_version) or name not in _WORDING):
             if record.statement[name] != value:

@@ -11,16 +11,13 @@ from typing import Any
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.utils import logging
 
-from hf_dp._validate import invalid
 from hf_dp.clipping.sharding import is_sharded
 from hf_dp.errors import HfDpError, StepError
-from hf_dp.run.checkpoint import SAVING, publish, rotate, stage, tidy
-from hf_dp.run.choice import checkpoint_of
+from hf_dp.run.checkpoint import SAVING, checkpoint_of, publish, rotate, stage, tidy
 from hf_dp.run.disk import named_disk_errors
+from hf_dp.run.ledger_file import read_copy
 from hf_dp.run.lost import lost_in_words, outlook
-from hf_dp.run.manifest import manifest_digest
 from hf_dp.run.private_run import PrivateRun
-from hf_dp.run.start_over import move_earlier_run, refuse_half_moved
 from hf_dp.trainer.logs import ReleasedLogs
 from hf_dp.trainer.resumed import (
     load_prompts,
@@ -175,57 +172,41 @@ class Checkpointing(ReleasedLogs):
             plugin.set_state_dict_type(before)
 
     def _write_beside_weights(self, folder: str) -> None:
-        """Write what belongs beside a run's weights: selection, mark, ledger and card."""
+        """Write what belongs beside a run's weights: selection, ledger, statement and card."""
         raise NotImplementedError
 
     def _checkpoint_of(self, resume_from_checkpoint: str | bool | None) -> str | None:
         """Return the checkpoint to go on from, and take over the run's ledger; None for a new run.
 
-        A new run that starts over moves the earlier one aside.
-
-        Raises: LedgerError for a checkpoint that is not complete, and as ``RunLedger.resume``;
-            InvalidArgumentError for ``start_over`` together with a checkpoint.
+        Raises: LedgerError as :func:`hf_dp.run.checkpoint.checkpoint_of` and ``RunLedger.resume``.
         """
-        start_over = self.args.start_over  # type: ignore[attr-defined]
         if self._run is None:
             return None
-        # No process reads the folder any more as it was when its trainer was made.
-        self._run.processes.agree(f"resume {resume_from_checkpoint}, start over {start_over}")
-        if not (resume_from_checkpoint or start_over):
-            return None
-        if resume_from_checkpoint and start_over:
-            raise invalid(
-                "start_over",
-                True,
-                f"to be False with resume_from_checkpoint={resume_from_checkpoint!r}",
-                "Resume to go on with the run in output_dir, or start over to leave it behind.",
-            )
         run = self._run
-        checkpoint = run.processes.on_main(lambda: self._prepare_folder(resume_from_checkpoint))
-        if checkpoint is not None:
-            run.processes.refuse_differences({f"what {checkpoint} is": manifest_digest(checkpoint)})
-            run.book.resume(checkpoint)
-            if run.book.lost and run.processes.is_main:
-                logger.warning(lost_in_words(Path(checkpoint).name, run.book.lost))
-        return checkpoint
+        # No process reads the folder any more as it was when its trainer was made.
+        run.processes.agree(f"resume {resume_from_checkpoint}")
+        if not resume_from_checkpoint:
+            return None
+        checkpoint = run.processes.on_main(lambda: self._chosen(run, resume_from_checkpoint))
+        copy = read_copy(checkpoint)
+        known = "not there" if copy is None else copy.head.digest
+        run.processes.refuse_differences({f"the ledger in {checkpoint}": known})
+        run.book.resume(checkpoint)
+        if run.book.lost and run.processes.is_main:
+            logger.warning(lost_in_words(checkpoint.name, run.book.lost))
+        return str(checkpoint)
 
-    def _prepare_folder(self, resume_from_checkpoint: str | bool | None) -> str | None:
-        """Clean up after a kill; move an earlier run aside, or choose the checkpoint to go on from.
+    def _chosen(self, run: PrivateRun, resume_from_checkpoint: str | bool) -> Path:
+        """Clean up after a kill, and choose the checkpoint to go on from.
 
         One process of a run does it, with the run's lock.
         """
-        assert self._run is not None
-        book = self._run.book
-        book.take()
+        run.book.take()
         try:
-            tidy(book.folder)
-            if self.args.start_over:  # type: ignore[attr-defined]
-                move_earlier_run(book, self._run.earlier)
-                return None
-            refuse_half_moved(book.folder)
-            return checkpoint_of(resume_from_checkpoint, str(self.args.output_dir))
+            tidy(run.folder)
+            return checkpoint_of(resume_from_checkpoint, Path(str(self.args.output_dir)))
         finally:
-            book.stop()
+            run.book.stop()
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         """Load weights, as Trainer does, into the parameters that the checkpoint trained.

@@ -18,8 +18,8 @@ from hf_dp.errors import UnsupportedArgumentError
 from hf_dp.losses import means_over_rows
 from hf_dp.run.clock import TRAINING as TRAINING_TIME
 from hf_dp.run.clock import Clock
-from hf_dp.run.folder import refuse_foreign_ledger
 from hf_dp.run.other_training import WITHOUT_PRIVACY, note_training, stamp_without_privacy
+from hf_dp.run.witnesses import refuse_foreign
 from hf_dp.trainer.publishing import Publishing
 from hf_dp.trainer.rows import Rows
 from hf_dp.trainer.training import Given, Training
@@ -124,7 +124,7 @@ class PlainTraining(Training):
         stock(logs)
 
     def save(self, folder: str, stock: Callable[[], None]) -> None:
-        refuse_foreign_ledger(folder, None)
+        refuse_foreign(Path(folder), None)
         stock()
         if not self.args.should_save:
             return

@@ -286,12 +286,6 @@ class RowArguments(ArgumentGroup):
         "the statement is not about). The card repeats it. A model that anything but counted steps "
         "has trained is refused otherwise.",
     )
-    start_over: bool = argument(
-        False,
-        "Whether to leave the run in output_dir behind and begin a new one on the same rows. All "
-        "that is in output_dir moves into its sub folder _earlier-run-ID, nothing is deleted, and "
-        "the new run counts the old one as one of its earlier_runs.",
-    )
     padding_values: dict[str, float] = argument(
         {},
         "By column, the value with which a column of your own is padded where rows differ in "

@@ -26,10 +26,9 @@ from hf_dp.overlap import TrainingRows
 from hf_dp.plans.privacy import PrivacyPlan
 from hf_dp.run.checks import check_optimizer
 from hf_dp.run.clock import TRAINING as TRAINING_TIME
-from hf_dp.run.folder import refuse_foreign_ledger
 from hf_dp.run.memory_errors import named_memory_errors
 from hf_dp.run.private_run import PrivateRun
-from hf_dp.run.start_over import runs_before
+from hf_dp.run.witnesses import refuse_foreign
 from hf_dp.statement.statement import PrivacyStatement
 from hf_dp.statement.wording import EVALUATION_ON_TRAINING_ROWS
 from hf_dp.trainer.arguments import DPTrainingArguments
@@ -91,9 +90,6 @@ class PrivateTraining(Training):
                 given.eval_dataset, search=args.private_selection_mean_runs is not None
             )
             and rows.compared
-        )
-        args.earlier_runs = runs_before(
-            Path(str(args.output_dir)), args.earlier_runs, args.start_over
         )
         classes = getattr(getattr(given.model, "config", None), "num_labels", None)
         self.plan = plan_of(args, num_examples, self.tuner, classes, rows.units)
@@ -300,7 +296,7 @@ class PrivateTraining(Training):
 
     def save(self, folder: str, stock: Callable[[], None]) -> None:
         # Before the weights: a folder must never hold one run's weights beside another's statement.
-        refuse_foreign_ledger(folder, self.run.book.run_id)
+        refuse_foreign(Path(folder), self.run.book.run_id)
         self.sync().refuse_other_training(before_save=True)
         stock()
         if self.args.should_save:
@@ -308,7 +304,7 @@ class PrivateTraining(Training):
 
     def write_beside_weights(self, folder: str) -> None:
         self.tuner.save(folder)
-        self.run.book.mark_weights(folder)
+        self.run.book.go_with(folder)
         self.write_files(folder)
 
     def write_card(self, options: Mapping[str, Any], stock: Callable[[], None]) -> None:
@@ -328,7 +324,7 @@ class PrivateTraining(Training):
         if not trainer.is_world_process_zero():
             return
         statement, book = self.statement(), self.run.book
-        refuse_foreign_ledger(folder, book.run_id)  # whose card it would replace
+        refuse_foreign(Path(folder), book.run_id)  # whose card it would replace
         write_card(
             folder,
             statement,

@@ -16,8 +16,8 @@ from hf_dp.errors import HfDpError, PublishError, UnsupportedArgumentError
 from hf_dp.publishing.hub import Hub
 from hf_dp.publishing.publication import Publication
 from hf_dp.publishing.scan import is_local
-from hf_dp.run.mark import Mark
-from hf_dp.statement.record import FILE_NAME, read
+from hf_dp.run.ledger_file import LEDGER
+from hf_dp.run.witnesses import read_run
 from hf_dp.trainer.checkpointing import Checkpointing
 
 logger = logging.get_logger(__name__)
@@ -129,10 +129,9 @@ class Publishing(Checkpointing):
         args, hub = self.args, self._the_hub(token)
         folder = Path(str(args.output_dir))
         full_name = hub.create(args.hub_model_id or folder.absolute().name, private)
-        known = (folder / FILE_NAME).exists() and not self._starts_over
-        mark = Mark.of(read(folder)) if known else None
+        run = read_run(folder) if (folder / LEDGER).exists() else None
         # A resume may begin at an older checkpoint than was pushed.
-        hub.check(full_name, args.hub_revision, mark, private, older=True)
+        hub.check(full_name, args.hub_revision, run, private, older=True)
         return full_name
 
     def _push(
@@ -187,7 +186,3 @@ class Publishing(Checkpointing):
     @property
     def _is_insecure(self) -> bool:
         return self._is_private and self.args.insecure_seed is not None  # type: ignore[attr-defined]
-
-    @property
-    def _starts_over(self) -> bool:
-        return bool(self.args.start_over)  # type: ignore[attr-defined]

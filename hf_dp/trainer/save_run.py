@@ -10,7 +10,7 @@ from safetensors.torch import save_model
 from hf_dp.cards.evidence import write_card
 from hf_dp.clipping.sharding import is_sharded
 from hf_dp.mechanisms.base import Mechanism
-from hf_dp.run.folder import refuse_foreign_ledger
+from hf_dp.run.witnesses import refuse_foreign
 from hf_dp.statement.statement import PrivacyStatement
 from hf_dp.trainer.card_facts import details_of_model
 from hf_dp.trainer.launch import without_tied_copies
@@ -48,7 +48,7 @@ def save_run(
     reader = processing_class or run.processing_class
 
     def write() -> None:
-        refuse_foreign_ledger(run.folder, run.book.run_id)
+        refuse_foreign(run.folder, run.book.run_id)
         if not hasattr(model, "save_pretrained"):
             save_model(model, str(run.folder / "model.safetensors"))
         elif weights is None:
@@ -58,7 +58,7 @@ def save_run(
         if reader is not None:
             reader.save_pretrained(run.folder)
         mechanism.tuner.save(str(run.folder))
-        run.book.mark_weights(run.folder)
+        run.book.go_with(run.folder)
         write_card(
             run.folder,
             statement,

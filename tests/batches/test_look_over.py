@@ -78,7 +78,7 @@ def test_a_bad_row_is_refused_with_its_index(case, tmp_path):
     trainer = tiny.trainer(tmp_path, given={"eval_dataset": None, **given, "train_dataset": make()})
     with pytest.raises(DataError, match=message):
         trainer.train()
-    assert trainer.ledger.steps() == 0 and not (tmp_path / "privacy.json").exists()
+    assert trainer.ledger.steps() == 0 and not (tmp_path / "ledger.jsonl").exists()
 
 
 def ids_as_they_are(rows):
@@ -134,7 +134,7 @@ def test_columns_that_do_not_fit_the_tokens(case, tmp_path):
              "processing_class": words}  # fmt: skip
     with pytest.raises(DataError, match=f"Row 7 .*({message})"):
         tiny.trainer(tmp_path, given=given).train()
-    assert not (tmp_path / "privacy.json").exists()
+    assert not (tmp_path / "ledger.jsonl").exists()
 
 
 def test_labels_that_are_not_of_tokens_are_never_padded(tmp_path):
@@ -192,7 +192,7 @@ def test_labels_in_words_are_named_though_the_collator_takes_them(collator, tmp_
     message = r"Row 0 .*the text 'bad' as `labels`.*dataset.cast_column\('labels'"
     with pytest.raises(DataError, match=message):
         tiny.trainer(tmp_path, given=given).train()
-    assert not (tmp_path / "privacy.json").exists()
+    assert not (tmp_path / "ledger.jsonl").exists()
 
 
 def test_a_loss_of_the_users_own_may_leave_labels_in_words_alone(tmp_path):

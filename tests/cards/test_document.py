@@ -15,11 +15,8 @@ from hf_dp.accounting import Ledger
 from hf_dp.errors import LedgerError
 from hf_dp.plans import DpSgdPlan, PrivacyPlan
 from hf_dp.statement import record as module
-from hf_dp.statement import schema
 from hf_dp.statement.record import FILE_NAME, read, to_record, write
 from hf_dp.statement.statement import PrivacyStatement, RunFacts
-from hf_dp.statement.verify import disagreements
-from hf_dp.statement.weaknesses import Weaknesses
 
 PLAN = PrivacyPlan(1000, 100.0, 10, 1e-4, DpSgdPlan(1.0, 2.0))
 FACTS = RunFacts("all", "float32", "noise", "sampling")
@@ -52,6 +49,7 @@ def test_keys_and_round_trip(tmp_path: Path) -> None:
         "status",
         "plan",
         "ledger",
+        "ledger_head",
         "statement",
         "card",
         "digests",
@@ -169,7 +167,7 @@ def test_order_of_durability(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_missing(tmp_path: Path) -> None:
-    with pytest.raises(LedgerError, match=r"privacy\.json is missing.*hf-dp account rebuild"):
+    with pytest.raises(LedgerError, match=r"privacy\.json is missing.*hf-dp account ledger"):
         read(tmp_path)
 
 
@@ -185,8 +183,8 @@ def test_missing(tmp_path: Path) -> None:
         ('{"schema_version": "1"}', "edited"),
         ('{"schema_version": 0}', "edited"),
         ('{"schema_version": true}', "edited"),
-        ('{"schema_version": 2}', "edited"),
-        ('{"schema_version": 4}', "Upgrade hf_dp"),
+        ('{"schema_version": 3}', "edited"),
+        ('{"schema_version": 5}', "Upgrade hf_dp"),
     ],
 )
 def test_unreadable(tmp_path: Path, text: str, message: str) -> None:
@@ -219,6 +217,9 @@ def test_not_text(tmp_path: Path) -> None:
         lambda data: data["plan"].pop("delta"),
         lambda data: data["plan"].pop("run_id"),
         lambda data: data.update(plan=3),
+        lambda data: data.update(ledger_head=3),
+        lambda data: data.update(ledger_head={"run_id": "run-b", "lines": 0, "digest": ""}),
+        lambda data: data.update(ledger_head={"run_id": "run-a", "lines": 1, "digest": ""}),
     ],
 )
 def test_edited(written: Path, change: Any) -> None:
@@ -246,79 +247,3 @@ def test_a_realised_batch_size_has_no_place(tmp_path: Path) -> None:
     data["ledger"][0]["batch_size"] = 97
     with pytest.raises(LedgerError, match="batch_size"):
         write(tmp_path, data)
-
-
-# -- a file that hf_dp 0.1.0 wrote, with schema version 1 ---
-
-OLD = Path(__file__).parent / "records" / "schema_1.json"
-
-
-def old(folder: Path, change: Any = lambda data: None) -> Path:
-    (folder / FILE_NAME).write_text(OLD.read_text())
-    rewrite(folder / FILE_NAME, change)
-    return folder
-
-
-def test_an_older_record_is_read_for_what_it_leaves_open(tmp_path: Path) -> None:
-    record = read(old(tmp_path))
-    assert record.schema_version == 1
-    assert (record.plan, record.ledger, record.run_id) == (PLAN, ledger_of(3), "run-a")
-    # Its evaluation sets were not compared with the training rows; nobody declared chunks.
-    assert record.weaknesses == Weaknesses(released=("training_loss",), evaluation_compared=False)
-    assert record.statement is not None
-    assert PrivacyStatement.from_dict(record.statement).unit_code == "example"
-    assert disagreements(record) == []
-
-
-def test_an_older_record_is_continued_in_the_new_version(tmp_path: Path) -> None:
-    record = read(old(tmp_path))
-    write(tmp_path, to_record(PLAN, ledger_of(4), run_id="run-a", weaknesses=record.weaknesses))
-    assert json.loads((tmp_path / FILE_NAME).read_text())["schema_version"] == 3
-    assert read(tmp_path).weaknesses == record.weaknesses
-    with pytest.raises(LedgerError, match="true for good"):
-        write(tmp_path, to_record(PLAN, ledger_of(5), run_id="run-a"))
-
-
-def test_an_older_record_that_counts_earlier_runs_is_refused(tmp_path: Path) -> None:
-    folder = old(tmp_path, lambda data: data["ledger"][0].update(purpose="earlier run"))
-    with pytest.raises(
-        LedgerError,
-        match="schema version 1, and counts earlier runs.*Read its claim with hf_dp 0.1.0",
-    ):
-        read(folder)
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (lambda data: data.update(plan=3), "plan"),
-        (
-            lambda data: data["plan"].update(earlier=[]),
-            "was edited: schema version 1 has no .'earlier'",
-        ),
-        (lambda data: data["plan"].update(steps="a"), "plan cannot be read"),
-        (lambda data: data["plan"].pop("released"), "missing .'released'"),
-        (lambda data: data["statement"].update(facts=3), "statement cannot be read"),
-        (lambda data: data.update(statement=3), "statement cannot be read|does not belong"),
-        (lambda data: data.update(ledger=3), "as a list of rows"),
-        (lambda data: data["statement"]["facts"].update(released=[]), None),
-    ],
-)
-def test_an_older_record_that_was_edited_is_found(
-    tmp_path: Path, change: Any, message: str | None
-) -> None:
-    folder = old(tmp_path, change)
-    if message is None:
-        assert any("released is" in problem for problem in disagreements(read(folder)))
-        return
-    with pytest.raises(LedgerError, match=message):
-        read(folder)
-
-
-def test_planted_reading_of_an_older_record_as_if_it_said_all_is_seen(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(schema._SINCE_2, "evaluation_compared", True)
-    assert read(
-        old(tmp_path)
-    ).weaknesses.evaluation_compared  # what the first test of these refuses

@@ -127,7 +127,7 @@ TAMPERINGS: dict[str, tuple[Change, str]] = {
     ),
     "license in the record": (in_record(lambda d: d["card"].update(license="gpl")), "card is not"),
     "digests cut out": (in_record(lambda d: d.update(digests=None)), "digests are missing"),
-    "a key cut out": (in_record(lambda d: d.pop("digests")), "expected the keys"),
+    "a key cut out": (in_record(lambda d: d.pop("digests")), "the keys"),
     "no longer JSON": (cut(FILE_NAME), "is not complete JSON"),
     "no record": (lambda folder: (folder / FILE_NAME).unlink(), "is missing"),
     "a tensor": (flip("model.safetensors", 1.0), "model.safetensors is not what was saved"),
@@ -181,10 +181,6 @@ def loads(name: str, weights: str) -> Change:
         (folder / name).write_text(json.dumps({**config, "transformers_weights": weights}))
 
     return change
-
-
-def old_schema(folder: Path) -> None:
-    in_record(lambda d: (d.pop("digests"), d.pop("card"), d.update(schema_version=2)))(folder)
 
 
 def added(name: str) -> Change:
@@ -271,9 +267,9 @@ def test_an_older_ledger_is_caught(tmp_path: Path) -> None:
     trainer.save_model()
     older = sorted(folder.glob("checkpoint-*"))[0]
     shutil.copy(older / FILE_NAME, folder / FILE_NAME)
-    assert "model.safetensors knows more steps than privacy.json" in failures(verify(folder))
+    assert "model.safetensors was saved later than privacy.json" in failures(verify(folder))
     shutil.copy(older / "README.md", folder / "README.md")
-    assert "knows more steps" in failures(verify(folder))
+    assert "was saved later" in failures(verify(folder))
     assert verify(older).outcome == OK
 
 
@@ -294,13 +290,14 @@ def test_what_contradicts_itself_is_caught_also_with_new_digests(
 
 
 def test_without_digests_nothing_is_verified(copy: Path) -> None:
-    """An older version wrote none; whoever takes them out must not gain by it."""
-    old_schema(copy)
-    assert verify(copy).outcome == NOT_CHECKED
+    in_record(lambda data: data.update(digests=None))(copy)
+    assert "its digests are missing" in failures(verify(copy))
+
+
+def test_weights_that_name_no_run_are_vouched_for_by_their_digest_alone(copy: Path) -> None:
     shutil.copy(copy / "model.safetensors", copy / "model-00001-of-00002.safetensors")
-    assert verify(copy).outcome == NOT_CHECKED  # it carries the mark of the run
-    unmarked(copy / "model.safetensors")
-    assert "nothing vouches for model.safetensors" in failures(verify(copy))
+    assert "nothing vouches for model-00001-of-00002" in failures(verify(copy))
+    unmarked(copy / "model-00001-of-00002.safetensors")
     with pytest.raises(LedgerError, match="Nothing shows that"):
         card_files(copy)
 
@@ -380,10 +377,10 @@ def test_what_agrees_with_itself_is_said_to_prove_no_author(copy: Path) -> None:
 
 
 def forge(folder: Path, change: Callable[[Any], Any]) -> None:
-    """Change plan and ledger, and make statement, card, weights' mark and digests agree."""
+    """Change plan and ledger, and make statement, card, what the weights name, and digests agree."""
     from safetensors.torch import load_file, save_file
 
-    from hf_dp.run.mark import Mark, stamp
+    from hf_dp.run.weights_file import put_head
     from hf_dp.statement.facts import RunFacts
     from hf_dp.statement.record import read, to_record
     from hf_dp.statement.statement import PrivacyStatement
@@ -398,10 +395,12 @@ def forge(folder: Path, change: Callable[[Any], Any]) -> None:
     statement = PrivacyStatement.from_ledger(record.plan, record.ledger, facts)
     weights = folder / "model.safetensors"
     save_file(load_file(weights), weights, metadata={"format": "pt"})
-    stamp(weights, Mark.of(record))
+    put_head(weights, record.head)
+    for name in ("ledger.jsonl", "_ledger_head.json"):  # not published
+        (folder / name).unlink()
     document = to_record(
         record.plan, record.ledger, run_id=record.run_id, weaknesses=record.weaknesses,
-        statement=statement,
+        statement=statement, head=record.head,
     )  # fmt: skip
     (folder / FILE_NAME).write_text(json.dumps(document))
     (folder / "README.md").unlink()

@@ -15,6 +15,7 @@ from hf_dp.accounting import (
     ACCOUNTANTS,
     BestOfRandomRuns,
     Ledger,
+    LedgerEntry,
     PoissonSampledGaussian,
     epsilon,
     round_up,
@@ -23,12 +24,12 @@ from hf_dp.accounting.events import RUN_DISTRIBUTIONS
 from hf_dp.cli import account
 from hf_dp.cli.main import main
 from hf_dp.cli.options import hyphenated
-from hf_dp.plans import DpSgdPlan, PrivacyPlan
-from hf_dp.run.mark import RUN_MARK, Mark, write_mark
+from hf_dp.plans import PrivacyPlan
+from hf_dp.run.ledger_file import LEDGER, line_of, write_head, write_line
 from hf_dp.statement import record as document
+from hf_dp.statement.digests import Head
 from hf_dp.statement.facts import RunFacts
 from hf_dp.statement.statement import PrivacyStatement
-from hf_dp.statement.weaknesses import Weaknesses
 
 RUN = ["--sample-rate", "0.0152043831", "--steps", "198", "--delta", "7.424e-6"]
 EPSILON = ["account", "epsilon", "--noise-multiplier", "0.82539", *RUN]
@@ -419,88 +420,15 @@ class TestLedger:
         assert main(["account", "ledger", str(tmp_path)]) == 2
         assert "privacy.json is missing" in capsys.readouterr().err
 
-    def test_a_record_that_went_back_is_refused(self, folder, capsys):
-        """Consistent in itself, but the mark beside it knows more."""
-        record = document.read(folder)
-        longer = Ledger()
-        longer.append(record.plan.event(199), "training")
-        write_mark(folder / RUN_MARK, Mark("a-run", longer, Weaknesses()))
+    def test_a_run_is_counted_by_its_own_ledger_which_must_not_go_back(self, folder, capsys):
+        plan = document.read(folder).plan
+        line = line_of("", [LedgerEntry(plan.event(199), "training")], start=("a-run", plan))
+        digest = write_line(folder / LEDGER, 0, line)
+        write_head(folder, Head("a-run", 1, digest))
+        assert main(["account", "ledger", str(folder)]) == 0
+        assert "steps 199)" in capsys.readouterr().out
+        write_head(folder, Head("a-run", 2, digest))
         for path in (folder, folder / "privacy.json"):
             assert main(["account", "ledger", str(path)]) == 2
             captured = capsys.readouterr()
-            assert "199 of training, which 198 of training here do not continue" in captured.err
-            assert f"hf-dp account rebuild {folder}" in captured.err
-            assert captured.out == ""
-
-    def test_a_statement_that_forgets_what_a_mark_knows_is_refused(self, folder, capsys):
-        mark = Mark("a-run", document.read(folder).ledger, Weaknesses(released=("training_loss",)))
-        write_mark(folder / RUN_MARK, mark)
-        assert main(["account", "ledger", str(folder)]) == 2
-        assert "released is () in the statement and ('training_loss',)" in capsys.readouterr().err
-
-
-class TestRebuild:
-    """``hf-dp account rebuild``: steps that an older copy of privacy.json lacks."""
-
-    @pytest.fixture
-    def folder(self, tmp_path):
-        plan = PrivacyPlan(67349, 1024.0, 198, 7.424e-6, DpSgdPlan(0.1, 0.82539))
-        for steps in (190, 198):
-            ledger = Ledger()
-            ledger.append(plan.event(steps), "training")
-            if steps == 190:
-                document.write(tmp_path, document.to_record(plan, ledger, run_id="a-run"))
-        write_mark(tmp_path / RUN_MARK, Mark("a-run", ledger, Weaknesses()))
-        return tmp_path
-
-    def test_prints_what_was_added_and_epsilon(self, folder, capsys):
-        assert main(["account", "rebuild", str(folder)]) == 0
-        lines = capsys.readouterr().out.splitlines()
-        assert lines[0] == "run a-run, status: running; privacy.json: rewritten"
-        assert lines[1] == "added:"
-        assert lines[2].startswith("  training: PoissonSampledGaussian(noise_multiplier 0.82539,")
-        assert lines[2].endswith("steps 8)")
-        assert lines[-1].split() == ["pld", "bound", "2.412"]
-        assert document.read(folder).ledger.steps() == 198
-        assert main(["account", "rebuild", str(folder)]) == 0
-        again = capsys.readouterr().out
-        assert "nothing was missing, left as it is" in again and "added" not in again
-
-    def test_json(self, folder, capsys):
-        assert main(["account", "rebuild", str(folder), "--json", "--accountant", "rdp"]) == 0
-        found = json.loads(capsys.readouterr().out)
-        assert [row["steps"] for row in found["added"]] == [8]
-        assert [row["steps"] for row in found["ledger"]] == [198]
-        assert (found["run_id"], found["changed"], found["had_mark"], found["set_aside"]) == (
-            "a-run",
-            True,
-            True,
-            None,
-        )
-        assert found["results"] == [{"accountant": "rdp", "kind": "bound", "epsilon": 3.001}]
-
-    def test_says_when_nothing_shows_whether_steps_are_lost(self, folder, capsys):
-        (folder / RUN_MARK).unlink()
-        assert main(["account", "rebuild", str(folder)]) == 0
-        assert "the run's own mark was missing" in capsys.readouterr().out
-
-    def test_says_that_only_what_weakens_the_claim_was_added(self, folder, capsys):
-        mark = Mark("a-run", document.read(folder).ledger, Weaknesses(released=("loss",)))
-        (folder / RUN_MARK).unlink()
-        write_mark(folder / RUN_MARK, mark)
-        assert main(["account", "rebuild", str(folder)]) == 0
-        assert "added: no releases, only what weakens the claim" in capsys.readouterr().out
-
-    def test_refusals_are_one_line(self, tmp_path, capsys):
-        assert main(["account", "rebuild", str(tmp_path / "nowhere")]) == 2
-        captured = capsys.readouterr()
-        assert "it has neither" in captured.err and len(captured.err.splitlines()) == 1
-        assert captured.out == ""
-
-    def test_needs_no_torch(self, folder):
-        done = run(
-            "account", "rebuild", str(folder),
-            code="import sys; from hf_dp.cli.main import main; code = main(); "
-            "assert not {'torch', 'transformers'} & set(sys.modules); raise SystemExit(code)",
-        )  # fmt: skip
-        assert done.returncode == 0, done.stderr
+            assert "went back" in captured.err and captured.out == ""

@@ -463,7 +463,7 @@ def test_an_image_that_cannot_be_read_is_named_before_anything_is_spent(task, ca
     assert main(["train", "--config", changed(task, **modes if public else {})]) == 2
     error = capsys.readouterr().err
     assert re.search(f"Row 7 of the training set.* cannot be read.*({message})", error), error
-    assert not (task.parent / "out" / "privacy.json").exists()
+    assert not (task.parent / "out" / "ledger.jsonl").exists()
 
 
 @pytest.mark.parametrize("command", ["train", "eval"])
@@ -527,7 +527,7 @@ def test_images_of_unequal_size_are_resized_or_refused(task, where, capsys):
     assert main(["train", "--config", str(task)]) == 2
     error = capsys.readouterr().err
     assert "mages differ in size" in error and "do_resize: true" in error
-    assert not (task.parent / "out" / "privacy.json").exists()
+    assert not (task.parent / "out" / "ledger.jsonl").exists()
 
 
 def test_grey_and_transparent_images_become_rgb(task):

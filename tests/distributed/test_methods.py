@@ -12,6 +12,7 @@ from processes import outcomes
 from silence import Silent, weights
 from transformers import set_seed
 
+from hf_dp.run.witnesses import read_run
 from hf_dp.statement.record import read
 from hf_dp.statement.verify import disagreements
 from hf_dp.tuners.frost.config import FrostConfig
@@ -100,4 +101,4 @@ def test_frozen_dp_fp_is_refused_by_name(tmp_path):
 
     for each in outcomes(2, train):
         assert "Expected one process with dp_fp_variant='frozen', got 2" in each.message
-    assert not (tmp_path / "privacy.json").exists() or not read(tmp_path).ledger.steps()
+    assert not (tmp_path / "ledger.jsonl").exists() or not read_run(tmp_path).ledger.steps()

@@ -22,6 +22,7 @@ from hf_dp.noise import SecretRandomness
 from hf_dp.run import other_training
 from hf_dp.run.ledger import RunLedger
 from hf_dp.run.private_run import PrivateRun
+from hf_dp.run.witnesses import read_run
 from hf_dp.statement.record import read
 from hf_dp.statement.verify import disagreements
 
@@ -135,7 +136,7 @@ def test_a_process_without_examples_of_its_own_takes_part(tmp_path):
         return weights(made)
 
     assert_all_equal(results(3, train))
-    assert read(tmp_path).ledger.steps() == 5
+    assert read_run(tmp_path).ledger.steps() == 5
 
 
 def test_an_allocation_is_recorded_once_by_all_processes(tmp_path, monkeypatch):
@@ -261,7 +262,7 @@ def test_a_run_goes_on_with_another_number_of_processes(before, after, tmp_path)
     found = results(after, go_on)
     assert_all_equal(found)
     assert distance(found[0], whole, "bert") < 1e-9
-    assert read(tmp_path / "run").ledger.steps() == 4
+    assert read_run(tmp_path / "run").ledger.steps() == 4
 
 
 class _StopAfter(TrainerCallback):
@@ -279,7 +280,7 @@ def recorded_when_gradients_are_set(folder: Path) -> list[tuple[int, int]]:
     found, honest = [], made.mechanism.set_gradients
 
     def watched(clipped, release):
-        on_disk = read(folder).ledger.steps() if (folder / "privacy.json").exists() else 0
+        on_disk = read_run(folder).ledger.steps() if (folder / "ledger.jsonl").exists() else 0
         found.append((on_disk, len(found) + 1))
         honest(clipped, release)
 
@@ -331,7 +332,7 @@ def test_processes_whose_ledgers_differ_stop(tmp_path):
     for each in outcomes(2, train):
         assert each.error == "DistributedError", each.trace
         assert "Ranks [1] of 2 disagree with rank 0" in each.message
-    assert read(tmp_path).ledger.steps() == 1
+    assert read_run(tmp_path).ledger.steps() == 1
 
 
 # -- what is refused at the start --
@@ -376,7 +377,7 @@ def test_processes_that_differ_are_refused(what, tmp_path):
     for each in ended:
         assert each.error == "DistributedError", each.trace
         assert re.search(f"differ in .*({named})", each.message), each.message
-    assert not (tmp_path / "privacy.json").exists()
+    assert not (tmp_path / "ledger.jsonl").exists()
 
 
 def test_other_code_is_refused(tmp_path, monkeypatch):
@@ -398,7 +399,7 @@ def test_one_random_source_in_two_processes_is_refused(tmp_path, monkeypatch):
 
     for each in outcomes(2, train):
         assert "Ranks 0 and 1 have the same source of random numbers" in each.message
-    assert not (tmp_path / "privacy.json").exists()
+    assert not (tmp_path / "ledger.jsonl").exists()
 
 
 def test_copies_of_a_secret_source_are_refused(tmp_path, monkeypatch):
@@ -567,9 +568,9 @@ def test_a_killed_process_stops_all_before_the_step_is_released(tmp_path):
 
 
 def assert_can_go_on(folder: Path, recorded: int) -> None:
-    assert read(folder).ledger.steps() == recorded
+    assert read_run(folder).ledger.steps() == recorded
     results(2, lambda: _go_on(folder))
-    assert read(folder).ledger.steps() == 4
+    assert read_run(folder).ledger.steps() == 4
 
 
 def _go_on(folder: Path) -> None:

@@ -23,6 +23,7 @@ from transformers import DataCollatorWithPadding
 from hf_dp import DpSgdPlan, PrivacyPlan, PrivateRun, mechanism_for
 from hf_dp.batches.loader import BatchOptions
 from hf_dp.run.options import RunOptions
+from hf_dp.run.witnesses import read_run
 from hf_dp.statement.record import read
 from hf_dp.statement.verify import disagreements
 from hf_dp.tuners.frost.config import FrostConfig
@@ -77,7 +78,7 @@ def test_a_sharded_run_is_that_of_one_process(kind, dtype, count, tmp_path):
     for whole, _ in found:
         assert distance(whole, alone, kind) < (1e-9 if dtype == torch.float64 else 1e-4)
     one, two = tmp_path / "one", tmp_path / "fsdp"
-    assert read(one).ledger.to_list() == read(two).ledger.to_list()
+    assert read_run(one).ledger.to_list() == read_run(two).ledger.to_list()
     assert disagreements(read(two)) == []
     assert published(two) == published(one)
     (saved,) = two.glob("*.safetensors")
@@ -102,7 +103,7 @@ def test_a_sharded_run_goes_on_from_its_checkpoint(state_dict, tmp_path):
     shutil.rmtree(folder / "checkpoint-4")
     found = sharded(2, kind, lambda: trained(folder, kind, dtype, resume=True), state_dict)
     assert all(distance(each, whole, kind) < 1e-9 for each, _ in found)
-    assert read(folder).ledger.steps() == 6  # two steps were made twice, and both count
+    assert read_run(folder).ledger.steps() == 6  # two steps were made twice, and both count
     assert (folder / "model.safetensors").exists()  # whole, as one process saves it
 
 
@@ -163,7 +164,7 @@ def test_processes_without_examples_make_the_same_forwards(tmp_path):
     found = on_processes(3, looped, tmp_path, True, 2)  # most draws of most processes are empty
     for other in found[1:]:
         assert all(torch.equal(found[0][name], other[name]) for name in other)
-    assert read(tmp_path).ledger.steps() == 3
+    assert read_run(tmp_path).ledger.steps() == 3
 
 
 def test_the_noise_of_shards_is_that_of_one_process(tmp_path):
@@ -225,7 +226,7 @@ def test_what_needs_whole_weights_is_refused_by_name(what, tmp_path):
 
     for message in sharded(2, "bert", train):
         assert "cannot be sharded with FSDP2. Train it with DDP" in message
-    assert not (tmp_path / "privacy.json").exists()
+    assert not (tmp_path / "ledger.jsonl").exists()
 
 
 @pytest.mark.slow

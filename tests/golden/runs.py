@@ -48,7 +48,11 @@ Make = Callable[..., Any]  # a trainer, of a folder, DPTrainer's keywords as `gi
 KEYWORDS = {"model", "train_dataset", "eval_dataset", "data_collator", "peft_config"}
 BASE = {"insecure_seed": 7, "save_strategy": "steps", "save_steps": 2, "logging_steps": 2}
 # What differs between any two runs: times, who wrote it, and digests of files with them.
-LEFT_OUT = {"hf_dp_version", "digests", "versions"}
+LEFT_OUT = {"hf_dp_version", "schema_version", "digests", "ledger_head", "versions"}
+# What the ledger is kept in, which `hf_dp.run.ledger_file` and its tests are about.
+LEDGER_FILES = re.compile(
+    r"ledger\.jsonl|_ledger_\w+\.jsonl?|_privacy_mark\w*\.json|_manifest\.json"
+)
 TIMES = ("_runtime", "_per_second")
 
 
@@ -300,7 +304,11 @@ def trained(make: Callable[[], Any], folder: Path, *, resume: bool = False) -> O
         "statement": json.loads(statement.read_text()) if statement.exists() else None,
         "card": card.read_text().splitlines() if card.exists() else None,
         "warnings": told,
-        "files": sorted(str(path.relative_to(folder)) for path in folder.rglob("*")),
+        "files": sorted(
+            str(path.relative_to(folder))
+            for path in folder.rglob("*")
+            if not LEDGER_FILES.fullmatch(path.name)
+        ),
     }
     weights = {name: value.clone() for name, value in trainer.model.state_dict().items()}
     return {"weights": weights, **plain(said, folder)}

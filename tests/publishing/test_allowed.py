@@ -21,7 +21,7 @@ LICENSE LICENSE.txt NOTICE
 STAY = """
 optimizer.pt optimizer.bin scheduler.pt scaler.pt rng_state.pth rng_state_0.pth training_args.bin
 trainer_state.json all_results.json eval_results.json train_results.json pytorch_model.bin
-adapter_model.bin model.pt model.ckpt modeling_mine.py _privacy_mark.json _manifest.json
+adapter_model.bin model.pt model.ckpt modeling_mine.py _ledger_head.json _ledger_copy.jsonl ledger.jsonl
 _earlier-run-1/privacy.json _publishing-x1/model.safetensors
 checkpoint-2/model.safetensors runs/Nov/events.out.tfevents.1.host.2 events.out.tfevents.1.host.2
 training.log logs/out.txt

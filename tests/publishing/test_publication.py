@@ -10,15 +10,17 @@ import pytest
 import tiny
 import torch
 from loopback_hub import BASE
-from rewriting import rewrite
 from safetensors.torch import load_file, save_file
 
 from hf_dp import save_run
+from hf_dp.accounting import LedgerEntry
 from hf_dp.cards.verify import verify
 from hf_dp.cli.main import main
 from hf_dp.errors import PublishError, UnsupportedModelError
 from hf_dp.publishing.publication import Publication
-from hf_dp.statement.record import read
+from hf_dp.run.ledger_file import line_of, read_own, write_line
+from hf_dp.run.witnesses import read_run
+from hf_dp.statement.weaknesses import Weaknesses
 
 CARD_AND_TOKENIZER = {"README.md", "privacy.json", "tokenizer.json", "tokenizer_config.json"}
 
@@ -77,13 +79,9 @@ def test_the_list_is_frozen_and_what_was_looked_at_is_what_leaves(full):
 
 def test_a_folder_without_its_ledger_is_refused(full):
     (full / "privacy.json").unlink()
-    for not_private in (False, True):  # weights and marks still say whose they are
-        with pytest.raises(PublishError, match=r"no privacy.json.*mark of the private run"):
+    for not_private in (False, True):
+        with pytest.raises(PublishError, match=r"no privacy.json.*of the private run"):
             Publication.of(full, not_private=not_private).refuse()
-    for mark in full.glob("_privacy*"):
-        mark.unlink()
-    with pytest.raises(PublishError, match=r"model.safetensors carries the mark"):
-        Publication.of(full, not_private=True).refuse()
 
 
 def test_weights_of_another_run_are_refused(full, trained, tmp_path):
@@ -91,17 +89,36 @@ def test_weights_of_another_run_are_refused(full, trained, tmp_path):
     other.train()
     other.save_model()
     shutil.copy(tmp_path / "other" / "model.safetensors", full / "model.safetensors")
-    with pytest.raises(PublishError, match=rf"of run {read(tmp_path / 'other').run_id}"):
+    with pytest.raises(PublishError, match=rf"of run {read_run(tmp_path / 'other').run_id}"):
         Publication.of(full).refuse()
 
 
 def test_an_older_ledger_beside_newer_weights_is_refused(full):
     shutil.copy(full / "checkpoint-2" / "privacy.json", full / "privacy.json")
-    with pytest.raises(PublishError, match=r"went back"):
+    with pytest.raises(PublishError, match=r"has not ended, or was killed"):
         Publication.of(full).refuse()
 
 
-def test_weights_that_carry_no_mark_are_refused(full):
+def test_an_older_statement_beside_newer_weights_is_refused_without_the_ledger_too(full):
+    test_an_older_ledger_beside_newer_weights_is_refused(full)
+    for name in ("ledger.jsonl", "_ledger_head.json"):
+        (full / name).unlink()
+    with pytest.raises(PublishError, match=r"model.safetensors was saved later"):
+        Publication.of(full).refuse()
+
+
+@pytest.mark.parametrize("purpose", ["release", None])
+def test_a_run_that_went_on_is_refused(full, purpose):
+    """By a release, or by what weakens the claim."""
+    own = read_own(full)
+    more = [LedgerEntry(own.plan.event(1), purpose)] if purpose else []
+    line = line_of(own.head.digest, more, Weaknesses(released=("training_loss",)))
+    write_line(full / "ledger.jsonl", own.size, line)
+    with pytest.raises(PublishError, match=r"has not ended, or was killed"):
+        Publication.of(full).refuse()
+
+
+def test_weights_that_name_no_run_are_refused(full):
     weights = load_file(full / "model.safetensors")
     save_file(weights, full / "model.safetensors", metadata={"format": "pt"})
     assert Publication.of(full).refusals
@@ -110,22 +127,6 @@ def test_weights_that_carry_no_mark_are_refused(full):
 def test_a_damaged_ledger_is_refused(full):
     (full / "privacy.json").write_text("{")
     with pytest.raises(PublishError, match=r"privacy.json is not complete JSON"):
-        Publication.of(full).refuse()
-
-
-def test_a_weakness_that_only_a_mark_knows_is_not_hidden(full):
-    path = full / "_privacy_mark.json"
-    mark = json.loads(path.read_text())
-    mark["weaknesses"]["released"] = ["training_loss"]
-    path.write_text(json.dumps(mark))
-    with pytest.raises(PublishError, match=r"lacks what a mark beside it knows.*training_loss"):
-        Publication.of(full).refuse()
-
-
-def test_a_run_under_way_is_refused(full):
-    under_way = {"status": "running", "statement": None}
-    rewrite(full / "privacy.json", lambda record: record.update(under_way))
-    with pytest.raises(PublishError, match=r"has not ended, or was killed"):
         Publication.of(full).refuse()
 
 

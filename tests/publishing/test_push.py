@@ -95,7 +95,7 @@ def test_the_same_run_is_updated_and_never_goes_back(hub, full):
     publish(full / "checkpoint-2", NAME)
     publish(full, NAME)
     assert hub.files(NAME) == expected(full)
-    with pytest.raises(PublishError, match=r"newer state of this run: it knows 4 of training"):
+    with pytest.raises(PublishError, match=r"newer state of this run: it knows 4 releases"):
         publish(full / "checkpoint-2", NAME)
     publish(full, NAME)  # again the same
     assert hub.files(NAME) == expected(full)
@@ -299,7 +299,9 @@ def test_a_model_that_was_not_trained_privately_goes_to_an_empty_repository_alon
 
 def test_a_public_model_is_not_pushed_over_a_private_run(hub, full, tmp_path):
     publish(full, NAME)
-    copy = shutil.copytree(full, tmp_path / "copy", ignore=lambda *_: ["_privacy_mark.json"])
+    copy = shutil.copytree(
+        full, tmp_path / "copy", ignore=lambda *_: ["ledger.jsonl", "_ledger_head.json"]
+    )
     (copy / "privacy.json").unlink()
     tiny.model().save_pretrained(copy)
     (copy / "README.md").write_text("# plain\n")

@@ -159,7 +159,9 @@ def test_metadata_of_weights_other_than_their_format_is_refused(tmp_path):
         contents.look_at_weights("model.safetensors", path)
         return contents.refusals
 
-    assert refusals(format="pt", hf_dp_run_id="x") == refusals() == []
+    head = json.dumps({"run_id": "a", "lines": 0, "digest": ""})
+    assert refusals(format="pt", hf_dp_ledger_head=head) == refusals() == []
+    assert refusals(hf_dp_ledger_head="rows.csv")
     (refusal,) = refusals(format="pt", trained_on="rows.csv")
     assert "model.safetensors holds 'trained_on'" in refusal
     (tmp_path / "model.safetensors").write_bytes(b"no weights")

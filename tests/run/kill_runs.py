@@ -10,8 +10,8 @@ After each kill:
 
 - the ledger on the disk holds at least what was let out, and at most one release more, which was
   begun and not let out;
-- each checkpoint agrees with its manifest and loads, and its weights hold no more updates than its
-  ledger and the run's record;
+- each checkpoint has all its files and loads, its copy of the ledger is a part of the run's, and
+  its weights hold no more updates than both count;
 - the run goes on from there, or has no checkpoint yet.
 
 ``--plant`` breaks the library on purpose; the script must then fail.
@@ -44,11 +44,11 @@ from transformers import BertForSequenceClassification, TrainerCallback
 from hf_dp.accounting import PoissonSampledGaussian, epsilon
 from hf_dp.accounting.comparison import Answer
 from hf_dp.errors import DistributedError, LedgerError
-from hf_dp.run.checkpoint import SAVING, numbered
+from hf_dp.run.checkpoint import SAVING
 from hf_dp.run.gate import Gate, Release
 from hf_dp.run.ledger import RunLedger
-from hf_dp.run.manifest import damage
-from hf_dp.run.marks import read_run
+from hf_dp.run.ledger_file import COPY, LEDGER, read_copy, read_own
+from hf_dp.run.witnesses import checkpoints, read_run
 from hf_dp.statement import results
 from hf_dp.statement.record import FILE_NAME, read
 from hf_dp.trainer.checkpointing import Checkpointing
@@ -57,6 +57,10 @@ from hf_dp.tuners.frost.config import FrostConfig
 NOTHING_TO_RESUME, FAILED, LEFT_ALONE = 3, 4, 5  # exit codes of an attempt
 STEPS = 6
 PATIENCE = 5.0  # seconds
+IN_EACH = (
+    "trainer_state.json", "optimizer.pt", "scheduler.pt", "config.json", "README.md", FILE_NAME,
+    COPY,
+)  # fmt: skip
 CONFIGS: dict[str, Any] = {
     "dp_sgd": lambda: None,
     "frost": lambda: FrostConfig(
@@ -218,8 +222,8 @@ def attempt(
 
     Args: victim: the rank that is killed.
     """
-    resume: bool | str = (folder / FILE_NAME).exists()
-    if branch and resume and (found := numbered(folder)):
+    resume: bool | str = _has_begun(folder)
+    if branch and resume and (found := checkpoints(folder)):
         resume = str(found[-1])
     own = [Shared() for _ in range(processes)]
     launched = [environment(rank, processes) for rank in range(processes)]
@@ -262,9 +266,14 @@ def _ended(children: list[int], victim: int) -> list[int]:
     return [found[rank] for rank in range(len(children))]
 
 
+def _has_begun(folder: Path) -> bool:
+    """Return whether a line of the run's ledger is whole."""
+    return (folder / LEDGER).exists() and read_own(folder) is not None
+
+
 def recorded(folder: Path) -> int:
     """Return how many releases the run's files record. Raises: LedgerError when they disagree."""
-    return read_run(folder).ledger.steps() if (folder / FILE_NAME).exists() else 0
+    return read_run(folder).ledger.steps() if _has_begun(folder) else 0
 
 
 def check(folder: Path, before: dict[str, int], shared: Shared) -> None:
@@ -277,12 +286,15 @@ def check(folder: Path, before: dict[str, int], shared: Shared) -> None:
     assert new <= begun, f"{begun} releases were begun, and {new} were recorded"
     assert new <= let_out + 1, f"{new} releases were recorded for {let_out} values"
     for path in folder.glob("checkpoint-*"):
-        problem = damage(path)
-        assert not problem, f"{path.name} is not complete: {problem}"
+        lacking = {*IN_EACH} - {each.name for each in path.iterdir()}
+        assert not lacking, f"{path.name} is not complete: it has no {sorted(lacking)}"
+        own, copy = read_own(folder), read_copy(path)
+        assert own is not None and copy is not None and own.contains(copy.head)
         with safetensors.safe_open(path / "model.safetensors", "pt") as weights:
             updates = int(weights.get_tensor("updates"))
         state = json.loads((path / "trainer_state.json").read_text())
         ledger = read(path).ledger
+        assert ledger.extends(copy.ledger) and now >= ledger.steps()
         assert updates == state["global_step"] == int(path.name.rpartition("-")[2])
         assert updates <= STEPS, f"{path.name} has more steps than were planned"
         assert updates <= ledger.steps("training") <= now
@@ -364,11 +376,10 @@ def ledger_after_the_gradient() -> None:
 
 def save_in_place() -> None:
     """A checkpoint is written under its own name."""
-    from hf_dp.run.manifest import write_manifest
     from hf_dp.trainer import checkpointing
 
     del Checkpointing._get_output_dir
-    checkpointing.publish = lambda folder, name: write_manifest(folder / name)  # type: ignore[assignment]
+    checkpointing.publish = lambda folder, name: folder / name  # type: ignore[assignment]
 
 
 PLANTS = {each.__name__: each for each in (ledger_after_the_gradient, save_in_place)}

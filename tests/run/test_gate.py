@@ -28,7 +28,7 @@ from hf_dp.noise import SecretRandomness
 from hf_dp.plans import DpSgdPlan, PlannedRelease, PrivacyPlan
 from hf_dp.run.gate import Gate, IndependentNoise, NothingReleased, Release
 from hf_dp.run.ledger import RunLedger
-from hf_dp.statement.record import read
+from hf_dp.run.witnesses import read_run
 
 PACKAGE = Path(__file__).parents[2] / "hf_dp"
 PLAN = PrivacyPlan(1000, 100.0, 10, 1e-4, DpSgdPlan(0.5, 2.0))
@@ -128,7 +128,9 @@ def is_durable_before_anything_is_out(gate: Gate, book: RunLedger) -> bool:
     for _ in range(3):
         with gate.release(PLAN.step_release()) as release:
             before = (
-                read(book.folder).ledger.steps() if (book.folder / "privacy.json").exists() else 0
+                read_run(book.folder).ledger.steps()
+                if (book.folder / "ledger.jsonl").exists()
+                else 0
             )
             release.sum({"w": torch.zeros(3)})
             known.append(before)
@@ -181,7 +183,7 @@ def test_nothing_is_recorded_and_nothing_leaves_beyond_the_target(tmp_path):
             release.sum({"w": torch.zeros(3)})
     with pytest.raises(BudgetExceededError), gate.release(plan.step_release()):
         pytest.fail("a release beyond the target")
-    assert read(tmp_path).ledger.steps() == 2
+    assert read_run(tmp_path).ledger.steps() == 2
     book.stop()
 
 
@@ -282,7 +284,7 @@ def test_nothing_is_recorded_before_the_folder_is_taken(tmp_path):
     with pytest.raises(LedgerError, match="No step was planned"):
         closed.append(PLAN.event(1), "training")
     closed.stop()
-    assert not (tmp_path / "privacy.json").exists()
+    assert not (tmp_path / "ledger.jsonl").exists()
 
 
 def test_secret_randomness_cannot_be_copied():
@@ -390,7 +392,7 @@ MAY_RECORD = {
     "accounting/ledger.py",  # the pure list of events
     "run/ledger.py",
     "run/gate.py",
-    "run/rebuild.py",  # a list of what marks knew and the file had lost
+    "run/ledger_file.py",  # what its lines say
 }
 
 

@@ -22,6 +22,7 @@ from hf_dp.noise import SecretRandomness
 from hf_dp.plans.release import PlannedRelease
 from hf_dp.run.gate import Release
 from hf_dp.run.ledger import RunLedger
+from hf_dp.run.witnesses import read_run
 from hf_dp.statement.record import read
 from hf_dp.statement.verify import disagreements
 
@@ -158,7 +159,7 @@ def test_a_loss_that_depends_on_its_neighbors_is_refused(through, tmp_path):
     run = private_run(tmp_path, loss=coupled)
     with pytest.raises(SelfCheckError, match="loss of a synthetic example"):
         next(iter(mechanism_for(run).logical_batches()))
-    assert not (tmp_path / "privacy.json").exists()
+    assert not (tmp_path / "ledger.jsonl").exists()
 
 
 # -- what is released --
@@ -243,7 +244,7 @@ def is_recorded_before_the_loss_leaves(folder: Path) -> bool:
     honest = Release.loss
 
     def watched(self, total):
-        on_disk = read(folder).ledger.steps() if (folder / "privacy.json").exists() else 0
+        on_disk = read_run(folder).ledger.steps() if (folder / "ledger.jsonl").exists() else 0
         found.append(on_disk)
         return honest(self, total)
 

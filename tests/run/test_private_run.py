@@ -171,7 +171,7 @@ def test_bad_input_is_refused_before_the_first_step(tmp_path):
     private = run(tmp_path / "c")
     with pytest.raises(UnsupportedArgumentError, match="evaluation set"):
         private.check_evaluation(private.train_dataset.select(range(5)))
-    assert not (tmp_path / "a" / "privacy.json").exists()
+    assert not (tmp_path / "a" / "ledger.jsonl").exists()
 
 
 def test_a_loop_refuses_a_selection_that_another_run_made(tmp_path):

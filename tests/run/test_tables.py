@@ -11,7 +11,7 @@ from transformers import default_data_collator
 
 from hf_dp.errors import DataError, StepError
 from hf_dp.run import training_data
-from hf_dp.run.checkpoint import numbered
+from hf_dp.run.witnesses import checkpoints
 
 SMALL = {
     "vocab_size": 19, "hidden_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 24,
@@ -123,7 +123,7 @@ def test_what_ran_is_saved_and_what_it_cost_is_said(error, save, tmp_path):
     spent = trainer.epsilon().rounded_up()
     assert f"epsilon {spent} is spent" in str(raised.value) and trainer.ledger.steps() == 3
     weights = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
-    assert [path.name for path in numbered(tmp_path)] == ["checkpoint-3"]
+    assert [path.name for path in checkpoints(tmp_path)] == ["checkpoint-3"]
     saved = hf.BertForSequenceClassification.from_pretrained(tmp_path / "checkpoint-3")
     for name, value in saved.named_parameters():
         torch.testing.assert_close(value, weights[name], rtol=0, atol=0)
@@ -137,7 +137,7 @@ def test_in_the_first_step_nothing_is_spent_nor_saved(tmp_path):
     trainer.run._of_model = FailsAt(trainer, 0, ValueError("odd row"))
     with pytest.raises(StepError, match="Step 1 failed .*nothing is spent"):
         trainer.train()
-    assert not numbered(tmp_path)
+    assert not checkpoints(tmp_path)
 
 
 def test_a_row_that_cannot_be_fetched_any_more_costs_no_step_either(tmp_path, monkeypatch):

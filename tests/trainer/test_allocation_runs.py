@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 import tiny
 import torch
@@ -17,6 +15,7 @@ from hf_dp.noise import SecretRandomness
 from hf_dp.plans import DpSgdPlan, RandomAllocation
 from hf_dp.plans.draws import AllocationSampler
 from hf_dp.plans.privacy import PrivacyPlan
+from hf_dp.run.witnesses import read_run
 from hf_dp.tuners.frost.config import FrostConfig
 
 ALLOCATED = {"sampling": "random_allocation"}  # 40 rows, 8 expected: 5 steps an epoch
@@ -29,8 +28,7 @@ class Recorded(TrainerCallback):
         self.folder, self.steps = folder, []
 
     def on_step_begin(self, args, state, control, **kwargs):
-        written = json.loads((self.folder / "privacy.json").read_text())["ledger"]
-        self.steps.append(sum(entry["steps"] for entry in written))
+        self.steps.append(read_run(self.folder).ledger.steps())
 
 
 def watch(monkeypatch) -> list[list[list[int]]]:

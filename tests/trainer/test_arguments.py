@@ -363,7 +363,6 @@ REFUSALS = [
     ({"other_training": "mine"}, r"`other_training` to be one of .*public_rows.*, got 'mine'"),
     (PUBLIC | {"other_training": "public_rows"}, r"`other_training` to be left at None"),
     ({"enable_jit_checkpoint": True}, r"`enable_jit_checkpoint` to be False.*SIGTERM by itself"),
-    (PUBLIC | {"start_over": True}, r"`start_over` to be left at False.*Remove it"),
     (PUBLIC | {"padding_values": {"a": 0}}, r"`padding_values` to be left at {}.*Remove it"),
     (PUBLIC | {"rows_are_chunks": True}, r"`rows_are_chunks` to be left at False.*Remove it"),
     (

@@ -22,9 +22,8 @@ from transformers import (
 
 from hf_dp.batches.look_over import LookedOver
 from hf_dp.errors import ConfigError
-from hf_dp.run.manifest import MANIFEST
 from hf_dp.run.private_run import PrivateRun
-from hf_dp.statement.record import read
+from hf_dp.run.witnesses import read_run
 
 KINDS = {
     "LoRA": LoraConfig(r=2, target_modules=["query"], task_type="SEQ_CLS"),
@@ -109,11 +108,10 @@ def test_a_checkpoint_without_what_makes_the_prompts_is_refused(tmp_path):
     made, _ = adapted(tmp_path, "P-tuning")
     made.train()
     (tmp_path / "checkpoint-2" / "_prompt_weights.safetensors").unlink()
-    (tmp_path / "checkpoint-2" / MANIFEST).unlink()
     again, _ = adapted(tmp_path, "P-tuning", max_steps=3)
     with pytest.raises(ConfigError, match="Cannot resume: .*holds prompts and not what makes them"):
         again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
-    assert read(tmp_path).ledger.steps() == 2
+    assert read_run(tmp_path).ledger.steps() == 2
 
 
 def test_planted_loading_by_peft_alone_is_seen(tmp_path, monkeypatch):

@@ -1,5 +1,4 @@
-"""Checkpoints appear complete or not at all; a resumed run says what it skipped and what it
-lost."""
+"""Checkpoints appear complete or not at all; a resumed run says what it lost."""
 
 from __future__ import annotations
 
@@ -15,9 +14,10 @@ from transformers import TrainerCallback
 from transformers.utils import logging
 
 from hf_dp.errors import LedgerError
-from hf_dp.run.checkpoint import SAVING, numbered, rotate, stage, tidy
-from hf_dp.run.manifest import MANIFEST, damage
-from hf_dp.statement.record import read
+from hf_dp.run import checkpoint
+from hf_dp.run.checkpoint import SAVING, rotate, stage, tidy
+from hf_dp.run.ledger_file import COPY
+from hf_dp.run.witnesses import checkpoints, read_run
 from hf_dp.trainer.arguments import DPTrainingArguments
 
 
@@ -25,11 +25,10 @@ from hf_dp.trainer.arguments import DPTrainingArguments
 def said(monkeypatch):
     """What hf_dp's loggers warned of."""
     found: list[str] = []
-    for module in ("trainer.checkpointing", "run.choice"):
-        logger = logging.get_logger(f"hf_dp.{module}")
-        monkeypatch.setattr(
-            logger, "warning", lambda text, *args: found.append(text % args if args else text)
-        )
+    logger = logging.get_logger("hf_dp.trainer.checkpointing")
+    monkeypatch.setattr(
+        logger, "warning", lambda text, *args: found.append(text % args if args else text)
+    )
     return found
 
 
@@ -68,21 +67,20 @@ def run(finished, tmp_path) -> Path:
 
 
 def test_a_checkpoint_is_in_its_place_only_when_it_is_complete(tmp_path, monkeypatch):
-    from hf_dp.run import manifest
-
     seen = []
-    write = manifest.write_manifest
+    sync = checkpoint.sync_tree
     monkeypatch.setattr(
-        "hf_dp.run.checkpoint.write_manifest",
-        lambda path: (seen.append([p.name for p in numbered(tmp_path)]), write(path)),
+        checkpoint,
+        "sync_tree",
+        lambda path: (seen.append([p.name for p in checkpoints(tmp_path)]), sync(path)),
     )
     saving(tmp_path).train()
     assert seen == [[], ["checkpoint-2"]]
-    for checkpoint in numbered(tmp_path):
-        assert damage(checkpoint) == ""
-        listed = json.loads((checkpoint / MANIFEST).read_text())["files"]
-        assert {"model.safetensors", "optimizer.pt", "scheduler.pt", "rng_state.pth"} <= set(listed)
-        assert {"privacy.json", "trainer_state.json"} <= set(listed)
+    for path in checkpoints(tmp_path):
+        assert {each.name for each in path.iterdir()} >= {
+            *("model.safetensors", "optimizer.pt", "scheduler.pt", "rng_state.pth"),
+            *("privacy.json", "trainer_state.json", COPY),
+        }
     assert not (tmp_path / SAVING).exists()
 
 
@@ -111,46 +109,15 @@ def test_every_file_and_folder_is_synced_before_the_rename(tmp_path, monkeypatch
     assert ("fsync", str(tmp_path)) in calls[place:]
 
 
-@pytest.mark.parametrize("how", ["missing", "truncated", "changed"])
-@pytest.mark.parametrize(
-    "name", ["model.safetensors", "optimizer.pt", "scheduler.pt", "trainer_state.json", MANIFEST]
-)
-def test_a_damaged_checkpoint_is_named_and_the_one_before_it_is_taken(run, said, name, how):
-    path = run / "checkpoint-4" / name
-    content = path.read_bytes()
-    if how == "missing":
-        path.unlink()
-    else:
-        path.write_bytes(content[:-7] if how == "truncated" else content[:-7] + b"changed")
-    if not (name == MANIFEST and how == "missing"):  # then it might be of an earlier version
-        with pytest.raises(LedgerError, match=f"'checkpoint-4'.*{name}.*checkpoint-2"):
-            saving(run).train(resume_from_checkpoint=str(run / "checkpoint-4"))
-    again = saving(run)
-    again.train(resume_from_checkpoint=True)
-    assert any("'checkpoint-4'" in line and name in line for line in said)
-    assert again.state.global_step == 4
-    assert read(run).ledger.steps() == 6
-    assert damage(run / "checkpoint-4") == ""  # the branch made it anew
-
-
-def test_without_any_complete_checkpoint_all_are_named(run):
-    for checkpoint in numbered(run):
-        (checkpoint / "optimizer.pt").unlink()
-    with pytest.raises(
-        LedgerError, match="'checkpoint-4'.*optimizer.pt.*'checkpoint-2'.*earlier_runs"
-    ):
-        saving(run).train(resume_from_checkpoint=True)
-
-
-def test_a_checkpoint_without_manifest_is_used_only_by_its_path(run, said):
-    for checkpoint in numbered(run):
-        (checkpoint / MANIFEST).unlink()
-    with pytest.raises(LedgerError, match=f"{MANIFEST}.*earlier version"):
-        saving(run).train(resume_from_checkpoint=True)
+@pytest.mark.parametrize("name", ["optimizer.pt", "scheduler.pt"])
+def test_a_checkpoint_without_a_state_is_not_resumed_from(run, name):
+    (run / "checkpoint-4" / name).unlink()
+    for resume in (True, str(run / "checkpoint-4")):
+        with pytest.raises(LedgerError, match="'checkpoint-4'.*optimizer and schedule"):
+            saving(run).train(resume_from_checkpoint=resume)
     again = saving(run)
     again.train(resume_from_checkpoint=str(run / "checkpoint-2"))
-    assert again.state.global_step == 4
-    assert any("cannot be checked" in line for line in said)
+    assert (again.state.global_step, read_run(run).ledger.steps()) == (4, 6)
 
 
 def test_weights_alone_are_not_resumed_from(tmp_path):
@@ -181,7 +148,7 @@ def test_a_run_that_will_end_early_says_so_and_where(tmp_path, said):
 
 def test_a_resume_that_lost_nothing_says_nothing(tmp_path, said):
     crashed(tmp_path, 3, save_steps=3)  # the crash comes before the save of step 3
-    assert numbered(tmp_path) == []
+    assert checkpoints(tmp_path) == []
     folder = tmp_path / "other"
     saving(folder, max_steps=2, lr_scheduler_type="constant").train()
     again = saving(folder, lr_scheduler_type="constant")
@@ -212,11 +179,10 @@ def test_the_best_checkpoint_is_known_by_its_final_path_and_kept(tmp_path):
     trainer.train()
     best = trainer.state.best_model_checkpoint
     assert best == str(tmp_path / f"checkpoint-{trainer.state.best_global_step}")
-    assert Path(best) in numbered(tmp_path) and len(numbered(tmp_path)) == 2
-    for checkpoint in numbered(tmp_path):
-        state = json.loads((checkpoint / "trainer_state.json").read_text())
+    assert Path(best) in checkpoints(tmp_path) and len(checkpoints(tmp_path)) == 2
+    for path in checkpoints(tmp_path):
+        state = json.loads((path / "trainer_state.json").read_text())
         assert SAVING not in state["best_model_checkpoint"]
-        assert damage(checkpoint) == ""
 
 
 def test_rotation_keeps_the_newest_and_not_the_highest(tmp_path):
@@ -225,7 +191,7 @@ def test_rotation_keeps_the_newest_and_not_the_highest(tmp_path):
         path.mkdir()
         os.utime(path, (age, age))
     rotate(tmp_path, 2, str(tmp_path / "checkpoint-6"))
-    assert {path.name for path in numbered(tmp_path)} == {"checkpoint-6", "checkpoint-4"}
+    assert {path.name for path in checkpoints(tmp_path)} == {"checkpoint-6", "checkpoint-4"}
     assert not (tmp_path / SAVING).exists()
 
 
@@ -238,7 +204,7 @@ def test_what_a_killed_save_left_is_removed_and_nothing_else(tmp_path):
     (tmp_path / "checkpoint-3").mkdir()
     tidy(tmp_path)
     assert sorted(path.name for path in aside.iterdir()) == ["mine", "notes.txt"]
-    assert [path.name for path in numbered(tmp_path)] == ["checkpoint-3", "checkpoint-2"]
+    assert [path.name for path in checkpoints(tmp_path)] == ["checkpoint-3", "checkpoint-2"]
     assert (tmp_path / "checkpoint-2" / "file").exists()  # it was being replaced: put back
 
 
@@ -264,8 +230,8 @@ def killed_run(folder, at=29, **options):
 
 def test_a_run_with_default_arguments_that_is_killed_leaves_checkpoints_and_epsilon(tmp_path):
     assert killed_run(tmp_path) == {"checkpoint-10", "checkpoint-20"}  # a tenth of 92, rounded up
-    assert read(tmp_path / "checkpoint-20").ledger.steps() == 20
-    assert read(tmp_path).ledger.steps() == 29
+    assert read_run(tmp_path / "checkpoint-20").ledger.steps() == 20
+    assert read_run(tmp_path).ledger.steps() == 29
 
 
 def test_planted_default_of_500_steps_is_seen(tmp_path):

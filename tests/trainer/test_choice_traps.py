@@ -178,7 +178,7 @@ def test_a_selection_that_is_put_into_the_model_later_is_refused(tmp_path):
     trainer.model = trainer.model_wrapped = get_peft_model(trainer.model, config)
     with pytest.raises(UnsupportedModelError, match="this run did not make"):
         trainer.train()
-    assert not (tmp_path / "second" / "privacy.json").exists()
+    assert not (tmp_path / "second" / "ledger.jsonl").exists()
 
 
 def test_the_own_selection_is_no_obstacle_to_training_on(tmp_path):

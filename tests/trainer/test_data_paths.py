@@ -113,7 +113,7 @@ def test_what_cannot_be_padded_is_refused_before_the_first_draw(name, tmp_path):
     path = PATHS[name]
     with pytest.raises(DataError, match=path.refused):
         released(tmp_path, path, range(len(path.rows())))
-    assert not (tmp_path / "privacy.json").exists()
+    assert not (tmp_path / "ledger.jsonl").exists()
 
 
 # -- each guard broken on purpose ---

@@ -15,10 +15,9 @@ import tiny
 import torch
 
 from hf_dp.errors import MemoryShortError, OutputError
-from hf_dp.run.checkpoint import SAVING, numbered
+from hf_dp.run.checkpoint import SAVING
 from hf_dp.run.gate import Release
-from hf_dp.run.manifest import damage
-from hf_dp.run.marks import read_run
+from hf_dp.run.witnesses import checkpoints, read_run
 
 
 def saving(folder: Path, **options):
@@ -41,8 +40,8 @@ def let_out(monkeypatch):
 
 def check_and_resume(folder: Path, let_out: list[int], last: str | None) -> None:
     assert let_out[0] <= read_run(folder).ledger.steps() <= let_out[0] + 1
-    assert [path.name for path in numbered(folder)][:1] == ([last] if last else [])
-    assert all(damage(path) == "" for path in numbered(folder))
+    assert [path.name for path in checkpoints(folder)][:1] == ([last] if last else [])
+    assert all((path / "optimizer.pt").exists() for path in checkpoints(folder))
     if last:
         before = read_run(folder).ledger.steps()
         again = saving(folder)
@@ -55,12 +54,12 @@ def check_and_resume(folder: Path, let_out: list[int], last: str | None) -> None
 @pytest.mark.parametrize(
     ("name", "call", "last", "said"),
     [
-        ("privacy.json", 3, "checkpoint-2", "The ledger"),  # of the third step
-        ("_privacy_mark.json", 3, "checkpoint-2", "The ledger"),
+        ("ledger.jsonl", 3, "checkpoint-2", "The ledger"),  # of the third step
+        ("_ledger_head.json", 3, "checkpoint-2", "The ledger"),
         ("_saving/checkpoint-4/privacy.json", 0, "checkpoint-2", "checkpoint-4"),
         ("_saving/checkpoint-4/model.safetensors", 0, "checkpoint-2", "checkpoint-4"),
-        ("_saving/checkpoint-4/_manifest.json", 0, "checkpoint-2", "checkpoint-4"),
-        ("_saving/checkpoint-2/_manifest.json", 0, None, "checkpoint-2"),
+        ("_saving/checkpoint-4/_ledger_copy.jsonl", 0, "checkpoint-2", "checkpoint-4"),
+        ("_saving/checkpoint-2/_ledger_copy.jsonl", 0, None, "checkpoint-2"),
     ],
 )
 def test_a_file_that_cannot_be_written(
@@ -141,7 +140,7 @@ def test_a_real_limit_on_file_size_stops_the_run_clearly(tmp_path):
     assert resource.getrlimit(resource.RLIMIT_FSIZE)[0] == resource.RLIM_INFINITY
     assert done.returncode == 1
     assert "OutputError: checkpoint-2 could not be written" in done.stderr, done.stderr[-2000:]
-    assert read_run(tmp_path).ledger.steps() == 2 and numbered(tmp_path) == []
+    assert read_run(tmp_path).ledger.steps() == 2 and checkpoints(tmp_path) == []
 
 
 @pytest.mark.parametrize("folder_is", ["a file", "read-only"])

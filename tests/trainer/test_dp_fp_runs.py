@@ -609,7 +609,7 @@ def test_what_cannot_be_frozen_is_refused_before_anything_is_released(
     keywords = {name: value for name, value in given.items() if name != "cls"}
     with pytest.raises(error, match=message):
         tiny.trainer(tmp_path, cls=given.get("cls", DPTrainer), given=keywords, **options).train()
-    assert not list(tmp_path.glob("*.safetensors")) and not (tmp_path / "privacy.json").exists()
+    assert not list(tmp_path.glob("*.safetensors")) and not (tmp_path / "ledger.jsonl").exists()
 
 
 def test_labels_in_a_vector_need_a_linear_last_layer(tmp_path):
@@ -663,7 +663,7 @@ def test_a_model_that_keeps_rows_is_refused_before_it_sees_one(tmp_path, variant
     options = {"representation_noise_multiplier": 1.0} if variant == "private_encoder" else {}
     with pytest.raises(SelfCheckError, match="forward pass changed .'bert.pooler.last'"):
         run(tmp_path, variant, given={"model": model}, **options)
-    assert not (tmp_path / "privacy.json").exists() and not list(tmp_path.glob("*.safetensors"))
+    assert not (tmp_path / "ledger.jsonl").exists() and not list(tmp_path.glob("*.safetensors"))
 
 
 @pytest.mark.parametrize("variant", ["frozen", "private_encoder"])
@@ -682,7 +682,7 @@ def test_rows_that_neighbors_move_are_refused(tmp_path, variant):
     options = {"representation_noise_multiplier": 1.0} if variant == "private_encoder" else {}
     with pytest.raises(SelfCheckError, match="changes when other examples stand beside it"):
         run(tmp_path, variant, given={"model": model}, **options)
-    assert not (tmp_path / "privacy.json").exists()
+    assert not (tmp_path / "ledger.jsonl").exists()
 
 
 @pytest.mark.parametrize("options", [{"label_epsilon": 0.1}, {"labels_in_vector": True}])
@@ -702,7 +702,7 @@ def test_a_label_that_is_no_class_is_not_released_as_it_is(tmp_path, options, la
             given={"train_dataset": datasets.Dataset.from_dict(columns), "model": model},
             **options,
         )
-    assert not (tmp_path / RELEASED_ROWS).exists() and not (tmp_path / "privacy.json").exists()
+    assert not (tmp_path / RELEASED_ROWS).exists() and not (tmp_path / "ledger.jsonl").exists()
 
 
 def test_weights_of_16_bits_are_refused(tmp_path):

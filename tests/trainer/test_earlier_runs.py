@@ -17,6 +17,8 @@ from hf_dp.plans.privacy import PrivacyPlan
 from hf_dp.plans.units import Users
 from hf_dp.run.earlier import earlier_claims, earlier_entries
 from hf_dp.run.ledger import RunLedger
+from hf_dp.run.ledger_file import COPY, HEAD, LEDGER
+from hf_dp.run.witnesses import read_run
 from hf_dp.statement.record import FILE_NAME, read
 from hf_dp.statement.statement import PrivacyStatement, RunFacts
 from hf_dp.statement.verify import disagreements
@@ -56,7 +58,7 @@ def test_dp_sgd_after_public_labels_claims_no_labels(tmp_path):
 def test_planted_claims_of_earlier_runs_that_are_not_passed_on_are_seen(tmp_path, monkeypatch):
     run(tmp_path / "first", **FROZEN)
     monkeypatch.setattr("hf_dp.run.private_run.earlier_claims", lambda args: ())
-    with pytest.raises(LedgerError, match="expected `earlier` to name these runs"):
+    with pytest.raises(LedgerError, match="it counts earlier runs and names none"):
         run(tmp_path / "second", tmp_path / "first")
 
 
@@ -77,12 +79,12 @@ def test_claims_of_earlier_runs_survive_a_resume(tmp_path):
     run(tmp_path / "first", release=["training_loss"], **FROZEN)
     options = {"save_strategy": "steps", "save_steps": 2}
     run(tmp_path / "second", tmp_path / "first", **options)
-    before = read(tmp_path / "second").weaknesses.earlier
+    before = read_run(tmp_path / "second").weaknesses.earlier
     assert len(before) == 1
     names = [str(tmp_path / "first")]
     again = tiny.trainer(tmp_path / "second", earlier_runs=names, accountant="rdp", **options)
     again.train(resume_from_checkpoint=str(tmp_path / "second" / "checkpoint-2"))
-    assert read(tmp_path / "second").weaknesses.earlier == before
+    assert read_run(tmp_path / "second").weaknesses.earlier == before
     assert again.privacy_statement().unit_code == "features"
 
 
@@ -103,21 +105,22 @@ def test_a_resume_with_other_earlier_runs_is_refused(tmp_path, named):
 def test_an_earlier_run_whose_ledger_went_back_is_refused(tmp_path):
     """Its lost steps would be missing from this run's ledger, too."""
     run(tmp_path / "first", save_strategy="steps", save_steps=2)
-    shutil.copy(tmp_path / "first" / "checkpoint-2" / FILE_NAME, tmp_path / "first" / FILE_NAME)
+    shutil.copy(tmp_path / "first" / "checkpoint-2" / COPY, tmp_path / "first" / LEDGER)
     for name in ("first", f"first/{FILE_NAME}"):
-        with pytest.raises(
-            LedgerError, match="4 of training, which 2 of training here do not continue"
-        ):
+        with pytest.raises(LedgerError, match="went back.*checkpoint-4"):
             tiny.trainer(tmp_path / "second", earlier_runs=[str(tmp_path / name)])
 
 
-def test_what_the_marks_of_an_earlier_run_know_weakens_it(tmp_path):
-    """Its record was put back to a time when nothing had been released; its ledger is as long as
-    ever."""
+@pytest.mark.parametrize("states", [True, False])
+def test_what_the_ledger_of_an_earlier_run_knows_weakens_it(tmp_path, states):
+    """Its `privacy.json` was edited; its ledger is what it was."""
     run(tmp_path / "first", release=["training_loss"])
     path = tmp_path / "first" / FILE_NAME
     rewrite(path, lambda data: data["plan"].update(released=[]))
-    rewrite(path, lambda data: data.update(statement=None, digests=None, status="running"))
+    if states:
+        rewrite(path, lambda data: data["statement"]["facts"].update(released=[]))
+    else:
+        path.unlink()
     args = tiny.arguments(tmp_path / "second", earlier_runs=[str(tmp_path / "first")])
     assert [claim.released for claim in earlier_claims(args.earlier_runs)] == [("training_loss",)]
 
@@ -137,6 +140,8 @@ def test_a_run_with_another_unit_or_relation_is_refused(tmp_path, name, theirs, 
     run(tmp_path / "first")
     path = tmp_path / "first" / FILE_NAME
     rewrite(path, lambda data: data["plan"].update({name: theirs, **also}))
+    for file in (LEDGER, HEAD):  # as it was published
+        (path.parent / file).unlink()
     with pytest.raises(InvalidArgumentError, match=f"with {name}='.*', not '{theirs}'"):
         tiny.trainer(tmp_path / "second", earlier_runs=[str(tmp_path / "first")])
 
@@ -158,7 +163,7 @@ def test_without_a_trainer(tmp_path):
     later.record_earlier(earlier_entries(args.earlier_runs, 40, "example", "zero_out"))
     later.append(plan.event(4), "training")
     later.stop()
-    record = read(tmp_path / "second")
+    record = read_run(tmp_path / "second")
     assert record.ledger.steps(EARLIER) == first.ledger.steps() == 1
     (claim,) = record.weaknesses.earlier
     assert (claim.run_id, claim.unit, claim.released) == (

@@ -12,6 +12,7 @@ from transformers import TrainingArguments
 
 from hf_dp import DPTrainer
 from hf_dp.errors import UnsupportedArgumentError
+from hf_dp.run.witnesses import read_run
 from hf_dp.statement.record import read
 from hf_dp.trainer import arguments as arguments_module
 from hf_dp.trainer import private as trainer_module
@@ -158,8 +159,8 @@ def test_free_arguments_take_effect(tmp_path):
     trainer.save_model()
     assert trainer.run.options.batches.physical_batch_size == 1
     assert len([row for row in trainer.state.log_history if "epsilon" in row]) == 2
-    assert read(tmp_path / "after").ledger.steps() == 4
-    assert not (tmp_path / "before" / "privacy.json").exists()
+    assert read_run(tmp_path / "after").ledger.steps() == 4
+    assert not (tmp_path / "before" / "ledger.jsonl").exists()
 
 
 def test_reading_the_run_changes_nothing(tmp_path):

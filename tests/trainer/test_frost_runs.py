@@ -27,6 +27,7 @@ from hf_dp.plans.privacy import PrivacyPlan
 from hf_dp.plans.selection import SelectionPlan
 from hf_dp.run.gate import Release
 from hf_dp.run.ledger import RunLedger
+from hf_dp.run.witnesses import read_run
 from hf_dp.statement.record import read
 from hf_dp.statement.verify import disagreements
 from hf_dp.tuners.frost.config import FrostConfig
@@ -80,7 +81,7 @@ def test_events_are_durable_before_the_selection_is_used(tmp_path, monkeypatch):
 
     def watched(self, sums):
         if self.planned.purpose == "selection":
-            seen.append((read(tmp_path).ledger.steps("selection"), trainer.optimizer))
+            seen.append((read_run(tmp_path).ledger.steps("selection"), trainer.optimizer))
         return original(self, sums)
 
     monkeypatch.setattr(Release, "sum", watched)

@@ -105,7 +105,7 @@ def test_what_is_no_image_for_the_model_is_refused_before_the_first_draw(case, t
     made = trainer(tmp_path / "run", rows(transform), **options)
     with pytest.raises(DataError, match=message):
         made.train()
-    assert made.ledger.steps() == 0 and not (tmp_path / "run" / "privacy.json").exists()
+    assert made.ledger.steps() == 0 and not (tmp_path / "run" / "ledger.jsonl").exists()
 
 
 def shaped(mode: str, place: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Batch], Any]:
@@ -143,7 +143,7 @@ def test_a_shape_that_the_model_does_not_take_is_named_with_its_own(case, tmp_pa
     with pytest.raises(DataError, match=message) as refused:
         made.train()
     assert "tokens" not in str(refused.value)
-    assert made.ledger.steps() == 0 and not (tmp_path / "privacy.json").exists()
+    assert made.ledger.steps() == 0 and not (tmp_path / "ledger.jsonl").exists()
 
 
 def test_a_model_may_take_other_channels_than_its_configuration_says(tmp_path):

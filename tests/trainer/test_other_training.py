@@ -22,6 +22,7 @@ from hf_dp.errors import UnsupportedModelError
 from hf_dp.run import other_training
 from hf_dp.run.options import RunOptions
 from hf_dp.run.other_training import RestingWeights
+from hf_dp.run.witnesses import read_run
 from hf_dp.statement.record import earlier_runs, read
 from hf_dp.statement.verify import disagreements
 from hf_dp.trainer.save_run import save_run
@@ -53,7 +54,7 @@ def refused(folder, model, words="", **options):
     with pytest.raises(UnsupportedModelError, match=REFUSED + f"(.|\n)*{words}"):
         train(folder, model, **options)
     assert not list(folder.glob("*.safetensors"))
-    assert not (folder / "privacy.json").exists() or not read(folder).ledger.steps()
+    assert not (folder / "ledger.jsonl").exists() or not read_run(folder).ledger.steps()
 
 
 def by_trainer(model, folder, **options):
@@ -171,7 +172,7 @@ def test_a_trainer_without_a_step_states_nothing_of_trained_weights(tmp_path):
         made = trainer(tmp_path / "second", model, earlier_runs=[str(tmp_path / "first")])
         with pytest.raises(UnsupportedModelError, match=REFUSED):
             made.save_model()
-    assert not (tmp_path / "second" / "privacy.json").exists()
+    assert not (tmp_path / "second" / "ledger.jsonl").exists()
 
 
 # -- what is not refused --
@@ -251,7 +252,8 @@ def test_going_on_is_not_refused(tmp_path):
     again = trainer(tmp_path, model, **options, max_steps=3)
     again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
     assert again.ledger.steps() == 5
-    over = train(tmp_path, model, start_over=True, **options)  # counts what it left behind
+    options |= {"earlier_runs": [str(tmp_path)]}
+    over = train(tmp_path / "second", model, **options)  # counts what it left behind
     assert over.ledger.steps() == 7
 
 

@@ -133,7 +133,7 @@ def test_float16_by_the_accelerator_is_refused(tmp_path, monkeypatch):
         UnsupportedArgumentError, match="`mixed_precision` to be .no. or .bf16.*got 'fp16'"
     ):
         trainer.train()
-    assert not (tmp_path / "privacy.json").exists()
+    assert not (tmp_path / "ledger.jsonl").exists()
 
 
 def test_the_environment_is_refused_by_its_own_row(tmp_path, monkeypatch):

@@ -199,7 +199,7 @@ def test_refused_before_the_first_draw(case, tmp_path):
     with pytest.raises(error, match=message):
         trainer.train()
     assert trainer.ledger.steps() == 0
-    assert not (tmp_path / "privacy.json").exists()
+    assert not (tmp_path / "ledger.jsonl").exists()
 
 
 def test_evaluating_and_predicting_the_training_set_are_refused(tmp_path):
@@ -310,7 +310,7 @@ def test_a_folder_with_other_weights_is_refused(tmp_path):
     public.save_model()
     with pytest.raises(LedgerError, match="model.safetensors"):
         tiny.trainer(tmp_path).train()
-    assert not (tmp_path / "privacy.json").exists()
+    assert not (tmp_path / "ledger.jsonl").exists()
 
 
 def test_the_effective_evaluation_set_counts(tmp_path):

@@ -11,7 +11,7 @@ from peft import LoraConfig, get_peft_model
 from torch import nn
 
 from hf_dp.errors import ConfigError
-from hf_dp.statement.record import read
+from hf_dp.run.witnesses import read_run
 from hf_dp.trainer.resumed import refuse_other_state
 from hf_dp.tuners.public_choice import BitFitConfig, RandomConfig, TopBlocksConfig
 
@@ -53,10 +53,10 @@ def test_a_resume_that_trains_other_parameters_is_refused(tmp_path, change, mode
     """The first of these crashed inside the optimizer, or went on with the moments of others."""
     then, now, seed = CHANGES[change]
     trainer(tmp_path, then, seed=3, privacy_mode=mode).train()
-    before = mode == "dp_sgd" and read(tmp_path).ledger.to_list()
+    before = mode == "dp_sgd" and read_run(tmp_path).ledger.to_list()
     with pytest.raises(ConfigError, match="Cannot resume: .*peft_config.*new run in a new output_"):
         resume(tmp_path, now, seed=seed, privacy_mode=mode)
-    assert before == (mode == "dp_sgd" and read(tmp_path).ledger.to_list())
+    assert before == (mode == "dp_sgd" and read_run(tmp_path).ledger.to_list())
     assert resume(tmp_path, then, seed=3, privacy_mode=mode).state.global_step == 3
 
 
@@ -125,10 +125,10 @@ def test_the_optimizers_state_must_fit_what_trains(tmp_path, optim):
     """Without an adapter nothing names what trained, but its shapes tell it."""
     first, other = "layer.0.output.dense.weight", "layer.0.intermediate.dense.weight"
     trainer(tmp_path, model=frozen_but(first), optim=optim).train()
-    ledger = read(tmp_path).ledger.to_list()
+    ledger = read_run(tmp_path).ledger.to_list()
     with pytest.raises(ConfigError, match=r"has the shape \(.*\), but the parameter in its place"):
         resume(tmp_path, model=frozen_but(other), optim=optim)
-    assert read(tmp_path).ledger.to_list() == ledger
+    assert read_run(tmp_path).ledger.to_list() == ledger
     assert resume(tmp_path, model=frozen_but(first), optim=optim).state.global_step == 3
 
 
@@ -136,10 +136,10 @@ def test_planted_weights_that_are_not_compared_leave_it_to_the_state(tmp_path, m
     """The second look is independent of the first one."""
     monkeypatch.setattr("hf_dp.trainer.checkpointing.refuse_other_adapter", lambda *a: None)
     trainer(tmp_path, model=None, config=RandomConfig(selection_seed=0, unfreeze_ratio=0.3)).train()
-    ledger = read(tmp_path).ledger.to_list()
+    ledger = read_run(tmp_path).ledger.to_list()
     with pytest.raises((ConfigError, ValueError)):
         resume(tmp_path, RandomConfig(selection_seed=3, unfreeze_ratio=0.3))
-    assert read(tmp_path).ledger.to_list() == ledger
+    assert read_run(tmp_path).ledger.to_list() == ledger
 
 
 def test_states_with_shapes_of_their_own_are_passed_over():

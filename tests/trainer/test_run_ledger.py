@@ -1,30 +1,39 @@
-"""A ledger cannot go back: what a mark knows is in it, or nobody trains on."""
+"""A ledger cannot go back: what anything else knows of it is in it, or nobody trains on."""
 
 from __future__ import annotations
 
 import json
 import os
+import shlex
 import shutil
+import subprocess
 from pathlib import Path
 
 import pytest
 import safetensors.torch
 import tiny
 import torch
-from rewriting import rewrite
 from transformers import AutoModelForSequenceClassification
 
 from hf_dp.errors import LedgerError
 from hf_dp.plans.privacy import PrivacyPlan
-from hf_dp.run import mark as mark_module
-from hf_dp.run.ledger import RunLedger, refuse_foreign_ledger
-from hf_dp.run.mark import COPIED_MARK, RUN_MARK, read_mark, read_stamp
-from hf_dp.run.rebuild import rebuild
-from hf_dp.statement.record import FILE_NAME, read, to_record, write
+from hf_dp.run import ledger as ledger_module
+from hf_dp.run.ledger import RunLedger
+from hf_dp.run.ledger_file import COPY, HEAD, LEDGER, read_copy, read_head, read_own
+from hf_dp.run.weights_file import HEAD_KEY, add_metadata, head_in
+from hf_dp.run.witnesses import read_run, refuse_foreign
+from hf_dp.statement.facts import RunFacts
+from hf_dp.statement.record import FILE_NAME, read
+from hf_dp.statement.statement import PrivacyStatement
 from hf_dp.statement.weaknesses import Weaknesses
 
 PLAN = PrivacyPlan.create(
-    num_examples=40, expected_batch_size=8, clipping_norm=0.1, noise_multiplier=1.0, max_steps=60
+    num_examples=40,
+    expected_batch_size=8,
+    clipping_norm=0.1,
+    noise_multiplier=1.0,
+    max_steps=60,
+    accountant="rdp",
 )
 
 
@@ -43,27 +52,34 @@ def step(run: RunLedger) -> None:
 
 
 def save_checkpoint(run: RunLedger, weights: bool = True) -> Path:
-    """What the trainer does: weights, then the record, then the mark in the weights."""
+    """What the trainer does: weights, the head in them and the copy, then what is stated."""
     folder = run.folder / f"checkpoint-{run.ledger.steps()}"
     folder.mkdir()
     if weights:
         safetensors.torch.save_file(
             {"a": torch.ones(3)}, folder / "model.safetensors", metadata={"format": "pt"}
         )
-    run.save(folder)
-    run.mark_weights(folder)
+    run.go_with(folder)
+    facts = RunFacts(**vars(run.weaknesses), trained="a", precision="b", noise_generator="c",
+                     sampling_generator="d")  # fmt: skip
+    run.save(folder, PrivacyStatement.from_ledger(PLAN, run.ledger, facts))
     return folder
 
 
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    """A run of 5 steps with a checkpoint at 3."""
-    run = begun(tmp_path / "run")
+@pytest.fixture(scope="module")
+def made(tmp_path_factory) -> Path:
+    run = begun(tmp_path_factory.mktemp("made") / "run")
     save_checkpoint(run)
     step(run)
     step(run)
     run.stop()
     return run.folder
+
+
+@pytest.fixture
+def folder(made: Path, tmp_path: Path) -> Path:
+    """A run of 5 steps with a checkpoint at 3."""
+    return shutil.copytree(made, tmp_path / "run")
 
 
 def resumed(folder: Path, checkpoint: str = "checkpoint-3") -> RunLedger:
@@ -80,32 +96,40 @@ def go_on(folder: Path, checkpoint: str = "checkpoint-3") -> int:
         step(run)
     finally:
         run.stop()
-    return read(folder).ledger.steps()
+    return steps_of(folder)
 
 
-def test_a_run_goes_on_and_its_mark_with_it(folder):
+def steps_of(folder: Path) -> int:
+    return read_run(folder).ledger.steps()
+
+
+def test_a_run_goes_on_and_its_head_with_it(folder):
     assert go_on(folder) == 6
-    assert read_mark(folder / RUN_MARK).ledger.steps() == 6
-    assert read_mark(folder / "checkpoint-3" / COPIED_MARK).ledger.steps() == 3
-    assert read_stamp(folder / "checkpoint-3" / "model.safetensors").ledger.steps() == 3
+    head = read_head(folder)
+    assert head is not None and head.lines == 6 and read_own(folder).head == head
+    copy = read_copy(folder / "checkpoint-3")
+    assert len(copy.digests) == 3 and read_own(folder).contains(copy.head)
+    assert head_in(folder / "checkpoint-3" / "model.safetensors") == copy.head
+    assert read(folder / "checkpoint-3").head == copy.head
 
 
 # -- order ---
 
 
 def durable_order(folder: Path, monkeypatch) -> list[str]:
-    """Which files were on the disk, one after the other, when ``append`` returned, and that it
+    """What was on the disk, one after the other, when ``append`` returned, and that it
     returned."""
     run = begun(folder, 1)
     calls: list[str] = []
     fsync, replace = os.fsync, os.replace
 
     def seen_fsync(descriptor: int) -> None:
-        calls.append("folder" if os.path.isdir(f"/proc/self/fd/{descriptor}") else "file")
+        path = Path(os.readlink(f"/proc/self/fd/{descriptor}"))
+        calls.append("folder" if path.is_dir() else path.name.partition(".json.")[0])
         fsync(descriptor)
 
     def seen_replace(old: str, new: str) -> None:
-        calls.append(Path(new).name)
+        calls.append(f"in place: {Path(new).name}")
         replace(old, new)
 
     with monkeypatch.context() as patch:
@@ -117,220 +141,292 @@ def durable_order(folder: Path, monkeypatch) -> list[str]:
     return calls
 
 
-ORDER = ["file", FILE_NAME, "folder", "file", RUN_MARK, "folder", "returned"]
+ORDER = [LEDGER, "__ledger_head", f"in place: {HEAD}", "folder", "returned"]
 
 
-def test_the_ledger_is_durable_then_the_mark_then_the_value_is_used(tmp_path, monkeypatch):
+def test_the_line_is_durable_then_the_head_then_the_value_is_used(tmp_path, monkeypatch):
     assert durable_order(tmp_path, monkeypatch) == ORDER
 
 
-def test_planted_mark_before_the_ledger_is_seen(tmp_path, monkeypatch):
-    original = RunLedger.save
+def test_planted_head_before_the_line_is_seen(tmp_path, monkeypatch):
+    def head_first(folder, head):
+        pass
 
-    def mark_first(self, folder, statement=None):
-        self._write_mark(Path(folder))
-        original(self, folder, statement)
-
-    monkeypatch.setattr(RunLedger, "save", mark_first)
+    monkeypatch.setattr(ledger_module, "write_head", head_first)
+    write = ledger_module.write_line
+    monkeypatch.setattr(
+        ledger_module,
+        "write_line",
+        lambda path, size, line: (ledger_module.write_head(path.parent, None), write(path, size, line))[1],
+    )  # fmt: skip
     assert durable_order(tmp_path, monkeypatch) != ORDER
 
 
-def test_planted_mark_that_is_not_written_is_seen(tmp_path, monkeypatch):
-    monkeypatch.setattr(RunLedger, "_write_mark", lambda *_: None)
-    assert durable_order(tmp_path, monkeypatch) != ORDER
+def test_planted_line_that_is_not_synced_is_seen(tmp_path, monkeypatch):
+    def unsynced(path, size, line):
+        with open(path, "ab") as stream:
+            stream.write(line)
+        return ledger_module.Head.__name__
+
+    monkeypatch.setattr(ledger_module, "write_line", unsynced)
+    with pytest.raises((AssertionError, LedgerError)):
+        assert durable_order(tmp_path, monkeypatch) == ORDER
 
 
-def test_a_kill_between_ledger_and_mark_leaves_the_ledger_one_ahead(folder, monkeypatch):
+def killed(*_):
+    raise KeyboardInterrupt
+
+
+def test_a_kill_between_line_and_head_leaves_the_ledger_one_ahead(folder, monkeypatch):
     run = resumed(folder)
     run.start(5)
-
-    def killed(*_):
-        raise KeyboardInterrupt
-
     with monkeypatch.context() as patch:
-        patch.setattr(RunLedger, "_write_mark", killed)
+        patch.setattr(ledger_module, "write_head", killed)
         with pytest.raises(KeyboardInterrupt):
             step(run)
     run.stop()
-    assert (read(folder).ledger.steps(), read_mark(folder / RUN_MARK).ledger.steps()) == (6, 5)
+    assert (steps_of(folder), read_head(folder).lines) == (6, 5)
     again = resumed(folder)
     again.open()
-    assert read_mark(folder / RUN_MARK).ledger.steps() == 6  # already before a step
+    assert read_head(folder).lines == 6  # already before a step
     step(again)
     again.stop()
-    assert read(folder).ledger.steps() == 7
+    assert steps_of(folder) == 7
 
 
-def test_a_step_whose_mark_cannot_be_written_is_not_used(folder, monkeypatch):
+def test_a_step_whose_head_cannot_be_written_is_not_used(folder, monkeypatch):
     run = resumed(folder)
     run.start(5)
 
     def full(*_):
         raise OSError("No space left on device")
 
-    monkeypatch.setattr(mark_module, "replace_file", full)
+    monkeypatch.setattr(ledger_module, "write_head", full)
     with pytest.raises(OSError, match="No space"):
         step(run)
     run.stop()
-    assert read(folder).ledger.steps() == 6  # and counts
+    assert steps_of(folder) == run.ledger.steps() == 6  # and counts
+
+
+# -- a last line that is torn ---
+
+
+def tear(folder: Path, keep: int) -> bytes:
+    """Begin a line and stop inside it: what a power cut leaves."""
+    path = folder / LEDGER
+    whole = path.read_bytes()
+    line = whole.splitlines(keepends=True)[-1]
+    path.write_bytes(whole + line[:keep])
+    return whole
+
+
+@pytest.mark.parametrize("keep", [1, 40, -1])
+def test_a_torn_last_line_is_cut(folder, keep):
+    whole = tear(folder, keep)
+    assert steps_of(folder) == 5
+    assert go_on(folder) == 6
+    assert (folder / LEDGER).read_bytes().startswith(whole)
+    assert read_own(folder).ledger.steps() == 6
+
+
+def test_a_last_block_of_zeros_is_cut_where_no_head_knows_it(folder):
+    with (folder / LEDGER).open("ab") as stream:
+        stream.write(bytes(200) + b"\n")
+    assert go_on(folder) == 6
+
+
+def test_a_last_line_that_the_head_knows_is_not_cut(folder):
+    path = folder / LEDGER
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-1])  # no longer whole: cut, and missed
+    with pytest.raises(LedgerError, match=f"{HEAD} knows line 5"):
+        resumed(folder)
+    path.write_bytes(whole[:-9] + b"damaged\n")
+    with pytest.raises(LedgerError, match=f"{LEDGER} was edited or damaged .line 5"):
+        resumed(folder)
+
+
+def test_a_first_line_that_is_torn_is_no_run(folder, tmp_path):
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / LEDGER).write_bytes((folder / LEDGER).read_bytes()[:100])
+    run = begun(other, 2)
+    run.stop()
+    assert steps_of(other) == 2
+
+
+def test_a_kill_before_the_first_head_leaves_a_run_of_one_release(tmp_path, monkeypatch):
+    run = RunLedger(tmp_path, PLAN)
+    run.start(5)
+    with monkeypatch.context() as patch:
+        patch.setattr(ledger_module, "write_head", killed)
+        with pytest.raises(KeyboardInterrupt):
+            step(run)
+    run.stop()
+    assert steps_of(tmp_path) == 1
+    with pytest.raises(LedgerError, match="of another run"):
+        begun(tmp_path)
 
 
 # -- what went back is refused ---
 
 
 def older_copy(folder: Path) -> None:
-    shutil.copy(folder / "checkpoint-3" / FILE_NAME, folder / FILE_NAME)
+    shutil.copy(folder / "checkpoint-3" / COPY, folder / LEDGER)
 
 
-def test_an_older_copy_of_the_record_is_refused(folder):
+def test_an_older_ledger_is_refused_also_after_the_last_checkpoint(folder):
     older_copy(folder)
-    with pytest.raises(LedgerError) as caught:
+    with pytest.raises(LedgerError, match=f"went back: .*{HEAD} knows line 5.*3 lines.*No copy"):
         resumed(folder)
-    text = str(caught.value)
-    assert (
-        f"lacks what {RUN_MARK} knows of the same run, 5 of training, which 3 of training here do "
-        "not continue" in text
-    )
-    assert f"hf-dp account rebuild {folder}" in text
-    assert read(folder).ledger.steps() == 3  # left as it is
+    with pytest.raises(LedgerError, match="went back"):
+        read_run(folder)
+    assert len(read_own(folder).digests) == 3  # left as it is
 
 
-def test_planted_marks_that_are_not_read_are_seen(folder, monkeypatch):
-    older_copy(folder)
-    for module in ("ledger", "resume"):
-        monkeypatch.setattr(f"hf_dp.run.{module}.marks_of_run", lambda folder: [])
-    with pytest.raises(LedgerError, match="the ledger of this run went back"):
-        go_on(folder)  # the mark itself does not go back even then
-    monkeypatch.setattr("hf_dp.run.ledger.write_mark", lambda *_: None)
-    assert go_on(folder) == 4  # what test_an_older_copy_of_the_record_is_refused refuses
-
-
-def test_a_checkpoint_copied_over_the_run_is_refused(folder):
-    """With all its files, the copied mark among them, as whoever restores "from a checkpoint" does
-    it."""
-    shutil.copytree(folder / "checkpoint-3", folder, dirs_exist_ok=True)
-    assert read(folder).ledger.steps() == 3
-    with pytest.raises(LedgerError, match=f"lacks what {RUN_MARK} knows"):
-        resumed(folder)
-
-
-def test_planted_mark_of_one_name_everywhere_would_go_back(folder, monkeypatch):
-    monkeypatch.setattr("hf_dp.run.ledger.COPIED_MARK", RUN_MARK)
+def test_the_command_in_the_message_puts_the_longest_copy_back(folder):
     run = resumed(folder)
     run.start(5)
     step(run)
     save_checkpoint(run)
-    step(run)
     run.stop()
-    shutil.copytree(folder / "checkpoint-6", folder, dirs_exist_ok=True)
-    assert go_on(folder, "checkpoint-6") == 7  # 8, where the copy has another name
-
-
-def test_an_older_copy_that_appears_before_the_lock_is_refused(folder):
-    run = resumed(folder)
     older_copy(folder)
-    with pytest.raises(LedgerError, match="3 steps now, and recorded 5 when it was read"):
+    with pytest.raises(LedgerError, match="longest copy back: `cp ") as caught:
+        resumed(folder)
+    command = str(caught.value).split("`")[1]
+    assert subprocess.run(shlex.split(command), check=False).returncode == 0
+    assert go_on(folder) == 7
+
+
+def test_planted_witnesses_that_are_not_heard_are_seen(folder, monkeypatch):
+    older_copy(folder)
+    monkeypatch.setattr("hf_dp.run.witnesses.heads_in", lambda folder: iter(()))
+    assert go_on(folder) == 4  # what test_an_older_ledger_is_refused refuses
+
+
+def test_a_checkpoint_copied_over_the_run_takes_nothing_back(folder):
+    """With all its files, as whoever restores "from a checkpoint" does it: a copy has another
+    name."""
+    shutil.copytree(folder / "checkpoint-3", folder, dirs_exist_ok=True)
+    assert steps_of(folder) == 5 and go_on(folder) == 6
+
+
+def test_planted_copy_of_the_same_name_would_go_back(folder, monkeypatch):
+    shutil.copytree(folder / "checkpoint-3", folder, dirs_exist_ok=True)
+    shutil.copy(folder / COPY, folder / LEDGER)
+    (folder / HEAD).write_text(json.dumps(read_copy(folder).head.to_dict()))
+    assert steps_of(folder) == 3
+
+
+def test_another_process_that_went_on_before_the_lock_is_noticed(folder):
+    run = resumed(folder)
+    assert go_on(folder) == 6
+    with pytest.raises(LedgerError, match="6 lines now, and had 5 when it was read"):
         run.start(5)
     assert run._lock is None
 
 
-def test_a_deleted_mark_is_missed_when_weights_are_ahead(folder):
-    run = resumed(folder)
-    run.start(5)
-    step(run)
-    later = save_checkpoint(run)
-    run.stop()
-    for path in (folder / RUN_MARK, later / COPIED_MARK, later / FILE_NAME):
-        path.unlink()
-    older_copy(folder)
-    with pytest.raises(
-        LedgerError,
-        match=r"lacks what checkpoint-6/model.safetensors knows of the same run, 6 of training",
-    ):
-        resumed(folder)
-
-
-def test_a_deleted_mark_is_missed_when_copies_of_it_exist(folder):
-    """A folder with the record and marks of copies, but not the run's own, is a copy of a
-    checkpoint."""
-    (folder / RUN_MARK).unlink()
-    run = resumed(folder)
-    with pytest.raises(
-        LedgerError, match=f"but not the run's own {RUN_MARK}: it is a copy of a checkpoint"
-    ):
-        run.open()
-
-
-def test_a_copied_checkpoint_is_no_second_output_folder(folder, tmp_path):
-    """Both would go on from step 3, and neither ledger would count the other's steps."""
-    shutil.copytree(folder / "checkpoint-3", tmp_path / "other")
-    run = RunLedger(tmp_path / "other", PLAN)
-    run.resume(tmp_path / "other")
-    with pytest.raises(LedgerError, match="Continue in the run's own output_dir"):
-        run.start(5)
-
-
-def test_an_edited_mark_is_refused(folder):
-    path = folder / RUN_MARK
-    data = json.loads(path.read_text())
-    data["ledger"][0]["noise_multiplier"] = 2.0
-    path.write_text(json.dumps(data))
-    with pytest.raises(LedgerError, match="lacks what"):
-        resumed(folder)
-    path.write_text("{}")
-    with pytest.raises(LedgerError, match=f"{RUN_MARK} was edited or damaged"):
-        resumed(folder)
-
-
-def test_the_mark_of_another_run_is_refused(folder, tmp_path):
-    other = begun(tmp_path / "other", 1)
-    other.stop()
-    shutil.copy(other.folder / RUN_MARK, folder / "checkpoint-3" / COPIED_MARK)
-    with pytest.raises(
-        LedgerError, match=f"of run {other.run_id}.*one folder is for one run. Move"
-    ):
-        resumed(folder)
-
-
-@pytest.mark.parametrize("which", ["record", "mark", "weights"])
+@pytest.mark.parametrize("which", [FILE_NAME, COPY, "model.safetensors"])
 def test_each_file_of_a_checkpoint_is_a_witness(folder, which):
     run = resumed(folder)
     run.start(5)
     step(run)
     later = save_checkpoint(run)
     run.stop()
-    keep = {"record": FILE_NAME, "mark": COPIED_MARK, "weights": "model.safetensors"}[which]
     for path in later.iterdir():
-        if path.name != keep:
+        if path.name != which:
             path.unlink()
-    (folder / RUN_MARK).unlink()
     older_copy(folder)
-    with pytest.raises(LedgerError, match=f"lacks what checkpoint-6/{keep} knows"):
+    (folder / HEAD).write_text(json.dumps(read_own(folder).head.to_dict()))
+    with pytest.raises(LedgerError, match=f"checkpoint-6/{which} knows line 6"):
         resumed(folder)
 
 
-@pytest.mark.parametrize("name", [RUN_MARK, COPIED_MARK])
-def test_a_new_run_does_not_begin_beside_a_mark(folder, name, tmp_path):
+def test_a_deleted_head_is_missed(folder):
+    (folder / HEAD).unlink()
+    with pytest.raises(LedgerError, match=f"{HEAD} was edited or damaged .it is missing"):
+        resumed(folder)
+
+
+def test_two_copies_that_went_on_apart_are_not_taken_for_one_run(folder, tmp_path):
+    """Both have as many lines, and other digests."""
+    other = shutil.copytree(folder, tmp_path / "other")
+    run = resumed(other)
+    run.released = ("training_loss",)
+    run.start(5)
+    step(run)
+    later = save_checkpoint(run)
+    run.stop()
+    assert go_on(folder) == 6
+    with pytest.raises(LedgerError, match="went back"):
+        resumed(folder, str(later))
+
+
+def test_a_copied_checkpoint_is_no_second_output_folder(folder, tmp_path):
+    """Both would go on from step 3, and neither ledger would count the other's steps."""
+    shutil.copytree(folder / "checkpoint-3", tmp_path / "other")
+    run = RunLedger(tmp_path / "other", PLAN)
+    with pytest.raises(LedgerError, match="Continue in the run's own output_dir"):
+        run.resume(tmp_path / "other")
+
+
+EDITS = {
+    "another multiplier": lambda lines: lines[1]["entries"][0].update(noise_multiplier=2.0),
+    "no entries": lambda lines: lines[1].pop("entries"),
+    "a line less": lambda lines: lines.pop(1),
+    "two lines swapped": lambda lines: lines.insert(1, lines.pop(2)),
+    "another plan": lambda lines: lines[0]["plan"].update(delta=0.5),
+    "no run": lambda lines: lines[0].pop("run_id"),
+    "a key more": lambda lines: lines[4].update(more=1),
+    "another last line": lambda lines: lines[4]["entries"][0].update(noise_multiplier=2.0),
+}
+
+
+@pytest.mark.parametrize("edit", EDITS)
+def test_an_edited_ledger_is_refused(folder, edit):
+    path = folder / LEDGER
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    EDITS[edit](lines)
+    path.write_text("".join(json.dumps(line, separators=(",", ":")) + "\n" for line in lines))
+    with pytest.raises(LedgerError, match="edited or damaged|went back"):
+        resumed(folder)
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"{", b"[]", b"\xff", b'{"lines": NaN}', b"[" * 100_000, b'{"run_id": ""}']
+)
+@pytest.mark.parametrize("name", [HEAD, f"checkpoint-3/{COPY}"])
+def test_a_damaged_head_or_copy_is_named(folder, name, content):
+    (folder / name).write_bytes(content + (b"\n" if name != HEAD else b""))
+    with pytest.raises(LedgerError, match=f"{name} was edited or damaged"):
+        resumed(folder)
+
+
+def test_the_head_of_another_run_is_refused(folder, tmp_path):
+    other = begun(tmp_path / "other", 1)
+    other.stop()
+    shutil.copy(other.folder / LEDGER, folder / "checkpoint-3" / COPY)
+    with pytest.raises(LedgerError, match=f"of run {other.run_id}.*one folder is for one run"):
+        resumed(folder)
+
+
+@pytest.mark.parametrize("name", [LEDGER, HEAD, COPY, FILE_NAME])
+def test_a_new_run_does_not_begin_beside_another_ones_files(folder, name, tmp_path):
     other = tmp_path / "left"
     other.mkdir()
-    shutil.copy(folder / RUN_MARK, other / name)
-    with pytest.raises(
-        LedgerError,
-        match=f"holds {name} of another run .5 of training., but not its privacy.json.*rebuild",
-    ):
+    place = folder if name in (LEDGER, HEAD) else folder / "checkpoint-3"
+    shutil.copy(place / name, other / name)
+    with pytest.raises(LedgerError, match=f"holds {name} of another run"):
         RunLedger(other, PLAN).start(5)
     for run_id in (None, "another"):
         with pytest.raises(LedgerError, match="of another run"):
-            refuse_foreign_ledger(other, run_id)
-    refuse_foreign_ledger(other, read(folder).run_id)
-    assert not (other / FILE_NAME).exists()
+            refuse_foreign(other, run_id)
+    refuse_foreign(other, read_run(folder).run_id)
 
 
-def test_resume_without_the_record_says_how_to_rebuild_it(folder):
-    (folder / FILE_NAME).unlink()
-    with pytest.raises(
-        LedgerError, match=f"output_dir is missing or damaged.*hf-dp account rebuild {folder}"
-    ):
+def test_resume_without_the_ledger_is_refused(folder):
+    (folder / LEDGER).unlink()
+    with pytest.raises(LedgerError, match=f"{HEAD} knows line 5 of it, and it is missing"):
         resumed(folder)
 
 
@@ -344,73 +440,27 @@ def test_weights_that_a_kill_cut_short_are_named(folder):
         resumed(folder)
 
 
-def test_a_damaged_copy_is_named(folder):
-    (folder / "checkpoint-5").mkdir()
-    (folder / "checkpoint-5" / FILE_NAME).write_text("{")
-    with pytest.raises(
-        LedgerError,
-        match="checkpoint 'checkpoint-5' cannot be used.*not complete JSON.*move the checkpoint "
-        "out",
-    ):
-        resumed(folder)
-
-
-# -- runs of an earlier version ---
-
-
-def test_a_run_without_any_mark_goes_on_and_gets_one(folder):
-    for path in (*folder.rglob("_privacy_mark*.json"), *folder.rglob("*.safetensors")):
-        path.unlink()
-    run = resumed(folder)
-    run.open()
-    assert read_mark(folder / RUN_MARK).ledger.steps() == 5  # before any further step
-    step(run)
-    run.stop()
-    assert read_mark(folder / RUN_MARK).ledger.steps() == 6
-
-
-def test_a_run_without_marks_has_its_checkpoints_for_witnesses(folder):
-    run = resumed(folder)
-    run.start(5)
-    step(run)
-    save_checkpoint(run)
-    run.stop()
-    for path in (*folder.rglob("_privacy_mark*.json"), *folder.rglob("*.safetensors")):
-        path.unlink()
-    older_copy(folder)
-    with pytest.raises(LedgerError, match=f"lacks what checkpoint-6/{FILE_NAME} knows"):
-        resumed(folder)
-
-
 # -- what weakens a run is not forgotten either ---
 
 
-def test_what_weakens_a_run_comes_back_from_its_marks(folder):
-    """Noted at the checkpoint, or before an older copy of the record was put in place."""
+def test_what_weakens_a_run_is_a_line(folder):
     run = resumed(folder)
-    run.released, run.model_selection, run.rows_are_chunks, run.evaluation_compared = (
-        ("loss",),
-        True,
-        True,
-        False,
-    )
+    run.released, run.model_selection, run.rows_are_chunks = ("loss",), True, True
     run.start(5)
     step(run)
+    run.evaluation_compared = False
+    save_checkpoint(run)
     run.stop()
-    unweakened = {"released": [], "model_selection": False, "rows_are_chunks": False}
-    rewrite(
-        folder / FILE_NAME,
-        lambda data: data["plan"].update(unweakened, evaluation_compared=True),
-    )
-    again = resumed(folder)
-    again.open()
     expected = Weaknesses(
         released=("loss",), model_selection=True, rows_are_chunks=True, evaluation_compared=False
     )
+    assert len(read_own(folder).digests) == 7  # that of the last weakness has no release
+    again = resumed(folder)
     assert again.weaknesses == expected
+    again.open()
     step(again)
     again.stop()
-    assert read(folder).weaknesses == expected
+    assert read_run(folder).weaknesses == expected
 
 
 def test_planted_weaknesses_that_are_forgotten_are_seen(folder, monkeypatch):
@@ -424,31 +474,27 @@ def test_planted_weaknesses_that_are_forgotten_are_seen(folder, monkeypatch):
     run.stop()
 
 
-def test_a_record_that_forgets_what_weakens_a_run_is_not_written(folder):
-    before = read(folder)
-    write(
-        folder,
-        to_record(
-            PLAN, before.ledger, run_id=before.run_id, weaknesses=Weaknesses(insecure_seed=True)
-        ),
-    )
-    with pytest.raises(LedgerError, match="true for good"):
-        write(folder, to_record(PLAN, before.ledger, run_id=before.run_id))
-
-
 # -- weights ---
 
 
-def test_weights_of_a_run_are_not_marked_by_another(folder, tmp_path):
+def test_weights_of_a_run_are_not_taken_over_by_another(folder, tmp_path):
     other = begun(tmp_path / "other", 1)
     content = (folder / "checkpoint-3" / "model.safetensors").read_bytes()
-    with pytest.raises(LedgerError, match="carries the mark of run"):
-        other.mark_weights(folder / "checkpoint-3")
+    with pytest.raises(LedgerError, match="was saved by run"):
+        other.go_with(folder / "checkpoint-3")
     other.stop()
     assert (folder / "checkpoint-3" / "model.safetensors").read_bytes() == content
 
 
-def test_marks_do_not_change_a_model(tmp_path):
+@pytest.mark.parametrize("text", ["", "{", '{"run_id": "a"}', '{"run_id": "a", "lines": true}'])
+def test_weights_with_half_a_head_are_refused(folder, text):
+    path = folder / "checkpoint-3" / "model.safetensors"
+    add_metadata(path, {HEAD_KEY: text})
+    with pytest.raises(LedgerError, match=HEAD_KEY):
+        resumed(folder)
+
+
+def test_a_head_does_not_change_a_model(tmp_path):
     """Loaded by transformers, in shards, with other files left as they are."""
     model = tiny.model()
     folder = tmp_path / "saved"
@@ -458,13 +504,13 @@ def test_marks_do_not_change_a_model(tmp_path):
         safetensors.torch.save_file({"a": torch.ones(3)}, folder / name)
     run = begun(tmp_path / "run")
     before = {path.name: path.read_bytes() for path in folder.iterdir()}
-    run.mark_weights(folder)
+    run.go_with(folder)
     run.stop()
     shards = sorted(folder.glob("model-*.safetensors"))
     assert len(shards) > 1
-    assert all(read_stamp(path).extends(run.mark) for path in shards)
+    assert all(head_in(path) == run.head for path in shards)
     changed = {path.name for path in folder.iterdir() if before.get(path.name) != path.read_bytes()}
-    assert changed == {*(path.name for path in shards), COPIED_MARK}
+    assert changed == {*(path.name for path in shards), COPY}
     loaded = AutoModelForSequenceClassification.from_pretrained(folder).state_dict()
     assert all(torch.equal(loaded[name], value) for name, value in model.state_dict().items())
 
@@ -473,45 +519,30 @@ def test_marks_do_not_change_a_model(tmp_path):
 
 
 def trained(folder: Path, **options):
-    """4 steps with checkpoints at 2 and 4, whose weights carry marks."""
+    """4 steps with checkpoints at 2 and 4."""
     trainer = tiny.trainer(folder, save_strategy="steps", save_steps=2, **options)
     trainer.train()
     for checkpoint in folder.glob("checkpoint-*"):
-        assert (checkpoint / COPIED_MARK).exists()
+        assert (checkpoint / COPY).exists()
     return trainer
 
 
-def test_a_whole_run_with_an_older_record_is_refused_until_it_is_rebuilt(tmp_path):
+def test_a_whole_run_with_an_older_ledger_is_refused_until_it_is_put_back(tmp_path):
     first = trained(tmp_path)
-    shutil.copy(tmp_path / "checkpoint-2" / FILE_NAME, tmp_path / FILE_NAME)
+    shutil.copy(tmp_path / "checkpoint-2" / COPY, tmp_path / LEDGER)
     again = tiny.trainer(tmp_path, save_strategy="steps", save_steps=2)
-    with pytest.raises(
-        LedgerError,
-        match="4 of training, which 2 of training here do not continue.*account rebuild",
-    ):
+    with pytest.raises(LedgerError, match="went back.*`cp ") as caught:
         again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
     assert len(again.ledger) == 0
-    assert rebuild(tmp_path).added.steps() == 2
-    assert read(tmp_path).ledger == first.ledger
+    subprocess.run(shlex.split(str(caught.value).split("`")[1]), check=True)
+    assert read_run(tmp_path).ledger == first.ledger
     again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
     assert again.ledger.steps() == 6  # the branch's two steps count, too
 
 
-def test_planted_whole_run_with_an_older_record_trains_on(tmp_path, monkeypatch):
-    trained(tmp_path)
-    shutil.copy(tmp_path / "checkpoint-2" / FILE_NAME, tmp_path / FILE_NAME)
-    for module in ("ledger", "resume"):
-        monkeypatch.setattr(f"hf_dp.run.{module}.marks_of_run", lambda folder: [])
-    monkeypatch.setattr("hf_dp.run.ledger.write_mark", lambda *_: None)
-    monkeypatch.setattr(RunLedger, "_write_mark", lambda *_: None)
-    again = tiny.trainer(tmp_path)
-    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
-    assert again.ledger.steps() == 4  # of six that ran: what the run above is refused for
-
-
-def test_saved_weights_carry_the_mark_of_the_run(tmp_path):
+def test_saved_weights_carry_the_head_of_the_run(tmp_path):
     trainer = trained(tmp_path)
     trainer.save_model(str(tmp_path / "final"))
-    trainer.run.book.mark_weights(tmp_path / "final")
-    assert read_stamp(tmp_path / "final" / "model.safetensors").ledger == trainer.ledger
+    assert head_in(tmp_path / "final" / "model.safetensors") == trainer.run.book.head
+    assert read_copy(tmp_path / "final").ledger == trainer.ledger
     assert AutoModelForSequenceClassification.from_pretrained(tmp_path / "final")

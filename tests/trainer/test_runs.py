@@ -22,6 +22,7 @@ from hf_dp.errors import (
     LedgerError,
     UnsupportedArgumentError,
 )
+from hf_dp.run.witnesses import read_run
 from hf_dp.statement.record import read
 from hf_dp.statement.verify import disagreements
 from hf_dp.trainer.trainer import DPTrainer
@@ -69,7 +70,7 @@ def test_each_checkpoint_has_its_card_and_ledger_and_no_unnoised_number(device, 
     output = trainer.train()
     for step in (2, 4):
         folder = tmp_path / f"checkpoint-{step}"
-        assert read(folder).ledger.steps() == step
+        assert read_run(folder).ledger.steps() == step
         document = json.loads((folder / "privacy.json").read_text())
         assert list(document) == [
             "schema_version",
@@ -77,6 +78,7 @@ def test_each_checkpoint_has_its_card_and_ledger_and_no_unnoised_number(device, 
             "status",
             "plan",
             "ledger",
+            "ledger_head",
             "statement",
             "card",
             "digests",
@@ -84,7 +86,7 @@ def test_each_checkpoint_has_its_card_and_ledger_and_no_unnoised_number(device, 
         assert document["statement"]["steps"] == step
         epsilon = document["statement"]["epsilon"]
         assert f"{epsilon:.3f}" in (folder / "README.md").read_text()
-    assert read(tmp_path).ledger.steps() == 4
+    assert read_run(tmp_path).ledger.steps() == 4
     assert read(tmp_path).status == "proven"
     assert leaks(tmp_path) == set()
     assert WITHHELD.isdisjoint(output.metrics)
@@ -194,7 +196,7 @@ def test_resuming_from_an_earlier_checkpoint_counts_the_branch(interrupted_run, 
     trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
     assert trainer.state.global_step == 4
     assert trainer.ledger.steps() == 6
-    assert read(tmp_path).ledger.steps() == 6
+    assert read_run(tmp_path).ledger.steps() == 6
 
 
 def test_a_branch_stops_before_the_target_is_passed(tmp_path):
@@ -204,7 +206,7 @@ def test_a_branch_stops_before_the_target_is_passed(tmp_path):
     trainer = tiny.trainer(tmp_path, save_strategy="steps", save_steps=2, **options)
     with pytest.raises(BudgetExceededError, match="would pass it"):
         trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
-    assert read(tmp_path).ledger.steps() == 4
+    assert read_run(tmp_path).ledger.steps() == 4
 
 
 def test_a_run_stops_early_when_earlier_steps_used_part_of_the_target(tmp_path):
@@ -220,7 +222,7 @@ def test_a_run_stops_early_when_earlier_steps_used_part_of_the_target(tmp_path):
     trainer.add_callback(Crash())
     with pytest.raises(KeyboardInterrupt):
         trainer.train()
-    assert read(tmp_path).ledger.steps() == 3
+    assert read_run(tmp_path).ledger.steps() == 3
     again = tiny.trainer(tmp_path, **options)
     again.train(resume_from_checkpoint=True)
     assert (
@@ -231,21 +233,21 @@ def test_a_run_stops_early_when_earlier_steps_used_part_of_the_target(tmp_path):
 
 
 def test_resume_without_the_runs_ledger_is_refused(interrupted_run, tmp_path):
-    (tmp_path / "privacy.json").unlink()
-    with pytest.raises(LedgerError, match="output_dir is missing or damaged"):
+    (tmp_path / "ledger.jsonl").unlink()
+    with pytest.raises(LedgerError, match="ledger.jsonl .* went back"):
         tiny.trainer(tmp_path).train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
 
 
 def test_resume_without_the_checkpoints_ledger_is_refused(interrupted_run, tmp_path):
-    (tmp_path / "checkpoint-2" / "privacy.json").unlink()
-    with pytest.raises(LedgerError, match="privacy.json"):
+    (tmp_path / "checkpoint-2" / "_ledger_copy.jsonl").unlink()
+    with pytest.raises(LedgerError, match="_ledger_copy.jsonl"):
         tiny.trainer(tmp_path).train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
 
 
 def test_resume_with_another_runs_ledger_is_refused(tmp_path):
     interrupted(tmp_path / "a")
     interrupted(tmp_path / "b")
-    with pytest.raises(LedgerError, match="belongs to run"):
+    with pytest.raises(LedgerError, match="one folder is for one run"):
         tiny.trainer(tmp_path / "a").train(
             resume_from_checkpoint=str(tmp_path / "b" / "checkpoint-2")
         )
@@ -432,7 +434,7 @@ def test_non_private_mode_is_stock_trainer(tmp_path):
     assert "epsilon" not in recorder.logs[0]
     assert trainer.ledger is None
     assert trainer.privacy_plan is None
-    assert not (tmp_path / "privacy.json").exists()
+    assert not (tmp_path / "ledger.jsonl").exists()
     with pytest.raises(UnsupportedArgumentError, match="no privacy plan"):
         trainer.epsilon()
 

@@ -120,7 +120,7 @@ def test_a_wrong_return_value_of_synthetic_batches_is_named(what, message, tmp_p
     Wrong.what = what
     with pytest.raises(DataError, match=message):
         of_own(tmp_path, Wrong).train()
-    assert not (tmp_path / "privacy.json").exists()
+    assert not (tmp_path / "ledger.jsonl").exists()
 
 
 class WithoutSynthetic(DPTrainer):

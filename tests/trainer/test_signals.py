@@ -15,9 +15,7 @@ from processes import outcomes
 from transformers import TrainerCallback
 
 from hf_dp.features.signals import TrainingStopped
-from hf_dp.run.checkpoint import numbered
-from hf_dp.run.manifest import damage
-from hf_dp.statement.record import read
+from hf_dp.run.witnesses import checkpoints, read_run
 
 
 class SignalAt(TrainerCallback):
@@ -58,9 +56,9 @@ def test_a_signal_ends_the_run_after_its_step_with_a_checkpoint(tmp_path, signum
     with pytest.raises(TrainingStopped) as stopped:
         trainer.train()
     assert stopped.value.code == 128 + signum
-    (checkpoint,) = numbered(tmp_path)
-    assert checkpoint.name == "checkpoint-2" and damage(checkpoint) == ""
-    assert read(tmp_path).ledger.steps() == 2
+    (checkpoint,) = checkpoints(tmp_path)
+    assert checkpoint.name == "checkpoint-2"
+    assert read_run(tmp_path).ledger.steps() == 2
     again = tiny.trainer(tmp_path)
     again.train(resume_from_checkpoint=True)
     assert (again.state.global_step, again.ledger.steps()) == (4, 4)
@@ -72,7 +70,7 @@ def test_a_signal_during_evaluation_costs_no_further_step(tmp_path):
     )
     with pytest.raises(TrainingStopped):
         trainer.train()
-    assert [path.name for path in numbered(tmp_path)] == ["checkpoint-1"]
+    assert [path.name for path in checkpoints(tmp_path)] == ["checkpoint-1"]
     assert trainer.ledger.steps() == 1
 
 
@@ -90,9 +88,9 @@ def test_the_checkpoint_of_a_signal_survives_load_best_model_and_a_limit_of_one(
     trainer = stopped_by(tmp_path, SignalAt(2), **options)
     with pytest.raises(TrainingStopped):
         trainer.train()
-    assert numbered(tmp_path)[0].name == "checkpoint-3"
+    assert checkpoints(tmp_path)[0].name == "checkpoint-3"
     tiny.trainer(tmp_path, **options).train(resume_from_checkpoint=True)
-    assert read(tmp_path).ledger.steps() == 4
+    assert read_run(tmp_path).ledger.steps() == 4
 
 
 def test_a_second_signal_stops_at_once(tmp_path):
@@ -101,8 +99,8 @@ def test_a_second_signal_stops_at_once(tmp_path):
     )
     with pytest.raises(KeyboardInterrupt):
         trainer.train()
-    assert numbered(tmp_path) == []
-    assert read(tmp_path).ledger.steps() == 2  # the step that it broke off was recorded
+    assert checkpoints(tmp_path) == []
+    assert read_run(tmp_path).ledger.steps() == 2  # the step that it broke off was recorded
 
 
 def test_before_the_first_step_a_signal_does_what_it_always_does(tmp_path):
@@ -110,7 +108,7 @@ def test_before_the_first_step_a_signal_does_what_it_always_does(tmp_path):
     trainer.mechanism.prepare = lambda: os.kill(os.getpid(), signal.SIGINT)  # type: ignore[method-assign]
     with pytest.raises(KeyboardInterrupt):
         trainer.train()
-    assert not (tmp_path / "privacy.json").exists()
+    assert not (tmp_path / "ledger.jsonl").exists()
 
 
 def test_handlers_are_installed_in_the_main_thread_only(tmp_path):
@@ -139,9 +137,8 @@ def test_a_signal_to_one_process_stops_all_after_the_same_step(tmp_path):
             return stopped.code, trainer.state.global_step
 
     assert [each.result for each in outcomes(2, train)] == [(128 + signal.SIGTERM, 3)] * 2
-    assert read(tmp_path).ledger.steps() == 3
-    assert [path.name for path in numbered(tmp_path)] == ["checkpoint-3"]
-    assert not damage(tmp_path / "checkpoint-3")
+    assert read_run(tmp_path).ledger.steps() == 3
+    assert [path.name for path in checkpoints(tmp_path)] == ["checkpoint-3"]
 
 
 @pytest.mark.slow

@@ -58,7 +58,7 @@ def test_frost_chooses_by_the_magnitudes_of_definition_6(tmp_path, iterations):
     assert len([n for n in trained if "ln_tuning" in n]) == len(made["parameters"])
     trainer.save_model()
     assert json.loads((tmp_path / "selection.json").read_text())["made"] == [made]
-    assert not (tmp_path / "privacy.json").exists()
+    assert not (tmp_path / "ledger.jsonl").exists()
     PeftModel.from_pretrained(tiny.model(), tmp_path)
 
 

@@ -266,7 +266,7 @@ def resumed_with(rows, folder: Path):
 
 def test_a_resume_with_rows_grouped_in_another_way_is_refused(done, tmp_path):
     folder = Path(shutil.copytree(done.folder, tmp_path / "run"))
-    with pytest.raises(LedgerError, match="groups the rows in another way.*without start_over"):
+    with pytest.raises(LedgerError, match="groups the rows in another way.*without earlier_runs"):
         resumed_with(regrouped(), folder)
     kept = folder / "_users.json"
     assert not any(str(name) in kept.read_text() for name in owners())
@@ -331,19 +331,20 @@ def files_in(folder: Path) -> set[str]:
     return {str(path.relative_to(folder)) for path in folder.rglob("*")} - {"_privacy.lock"}
 
 
-@pytest.mark.parametrize("start_over", [True, False])
 @pytest.mark.parametrize("sampling", ["users", "examples"])
-def test_a_run_with_rows_grouped_in_another_way_is_not_counted(tmp_path, start_over, sampling):
+def test_a_run_with_rows_grouped_in_another_way_is_not_counted(tmp_path, sampling):
     """The hole that was found: one user of the new run was two users of the one it counted, and
     its card said that epsilon for one user covers both."""
     options = {"unit_sampling": sampling, "max_rows_per_unit": 2, "max_steps": 1}
     first, rows = tmp_path / "first", tiny.dataset(40)
     trainer(first, [i % 20 for i in range(40)], **options).train()
     before = files_in(first)
-    options |= {"start_over": True} if start_over else {"earlier_runs": [str(first)]}
-    folder = first if start_over else tmp_path / "second"
+    options |= {"earlier_runs": [str(first)]}
+    folder = tmp_path / "second"
     other = rows.add_column("who", [i // 2 for i in range(40)])
-    with pytest.raises(InvalidArgumentError, match="grouped the rows as it does now.*without st"):
+    with pytest.raises(
+        InvalidArgumentError, match="grouped the rows as it does now.*without earlier_runs"
+    ):
         trainer(folder, given={"train_dataset": other}, **options)
     assert files_in(first) == before and not (tmp_path / "second").exists()
     both = trainer(folder, [f"renamed {i % 20}" for i in range(40)], **options)
@@ -373,36 +374,10 @@ def test_an_earlier_run_of_unknown_users_is_not_counted(done, tmp_path, damage, 
     (folder / file).unlink()
     if damage is not None:
         (folder / file).write_text(damage)
-    for options in ({"earlier_runs": [str(folder)]}, {"output_dir": folder, "start_over": True}):
-        where = options.pop("output_dir", tmp_path / "second")
-        with pytest.raises(
-            InvalidArgumentError, match="_users.json and _users_secret.json say .*back from a"
-        ):
-            trainer(where, **options)
-    assert not list(folder.glob("_earlier*"))
-
-
-@pytest.mark.parametrize("moves", range(9))  # of eight files and folders
-def test_a_start_over_that_is_broken_off_still_knows_the_users(done, tmp_path, monkeypatch, moves):
-    folder = Path(shutil.copytree(done.folder, tmp_path / "run"))
-    rename, left = os.rename, [moves]
-
-    def broken(old, new):
-        left[0] -= 1
-        if left[0] < 0:
-            raise KeyboardInterrupt
-        rename(old, new)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "rename", broken)
-        with pytest.raises(KeyboardInterrupt):
-            trainer(folder, start_over=True).train()
-    in_place = (folder / "privacy.json").exists()
-    with pytest.raises(InvalidArgumentError, match="grouped the rows as it does now"):
-        trainer(folder, given={"train_dataset": regrouped()}, start_over=in_place)
-    again = trainer(folder, start_over=in_place, max_steps=1)
-    again.train()
-    assert again.ledger.steps() == 7
+    with pytest.raises(
+        InvalidArgumentError, match="_users.json and _users_secret.json say .*back from a"
+    ):
+        trainer(tmp_path / "second", earlier_runs=[str(folder)])
 
 
 def test_rows_and_users_do_not_add_up(done, tmp_path):

@@ -1,0 +1,211 @@
+"""``ledger.jsonl``: a line for each release of a run, each with the digest of the line before it.
+
+A line is durable before the release that it records becomes visible to anyone. The head, which is
+how many lines there are and the digest of the last, is durable after the line and before the
+release. Heads travel: a ledger that does not contain one that anything else knows went back.
+A last line that is torn was never released, and is cut.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hf_dp.accounting import EARLIER, Ledger, LedgerEntry, event_from_dict
+from hf_dp.errors import HfDpError, LedgerError
+from hf_dp.plans.privacy import PrivacyPlan
+from hf_dp.statement.digests import Head
+from hf_dp.statement.durable import replace_file, sync_folder
+from hf_dp.statement.strict_json import loads
+from hf_dp.statement.weaknesses import Weaknesses
+
+LEDGER = "ledger.jsonl"  # in the run's folder
+# Names that start with "_" are never pushed to the Hub. A copy has another name than the ledger:
+# otherwise copying a checkpoint over the run would set the ledger back.
+HEAD = "_ledger_head.json"  # beside the ledger, and nowhere else
+COPY = "_ledger_copy.jsonl"  # in checkpoints, and wherever else weights are saved
+
+
+@dataclass(frozen=True, eq=False)
+class Lines:
+    """What the whole lines of a ledger say.
+
+    Attributes:
+        run_id: which run it is.
+        plan: what the run does.
+        ledger: what it released, equal steps together.
+        weaknesses: what weakens its claim.
+        digests: of each line, in order.
+        size: how many bytes the lines have; what is behind them is torn.
+    """
+
+    run_id: str
+    plan: PrivacyPlan
+    ledger: Ledger
+    weaknesses: Weaknesses
+    digests: tuple[str, ...]
+    size: int
+
+    @property
+    def head(self) -> Head:
+        """How far the ledger has come."""
+        return Head(self.run_id, len(self.digests), self.digests[-1])
+
+    def contains(self, head: Head) -> bool:
+        """Return whether this is the ledger of that head, at the same point or later."""
+        if head.run_id != self.run_id or head.lines > len(self.digests):
+            return False
+        return head.lines == 0 or self.digests[head.lines - 1] == head.digest
+
+
+def line_of(
+    after: str,
+    entries: Sequence[LedgerEntry] = (),
+    weaknesses: Weaknesses | None = None,
+    start: tuple[str, PrivacyPlan] | None = None,
+) -> bytes:
+    """Return a line.
+
+    Args:
+        after: the digest of the line before; empty for the first.
+        entries: what is released.
+        weaknesses: what weakens the claim from here on; None where nothing new does.
+        start: run id and plan, in the first line.
+    """
+    values: dict[str, Any] = {"after": after}
+    if start is not None:
+        values |= {"run_id": start[0], "plan": start[1].to_dict()}
+    if weaknesses is not None:
+        values["weaknesses"] = weaknesses.to_dict()
+    rows = [{"purpose": entry.purpose, **entry.event.to_dict()} for entry in entries]
+    text = json.dumps({**values, "entries": rows}, separators=(",", ":"), allow_nan=False)
+    return text.encode() + b"\n"
+
+
+def write_line(path: Path, size: int, line: bytes) -> str:
+    """Put a line behind the first ``size`` bytes of a file, durably, and return its digest.
+
+    What was torn there is cut.
+
+    Raises: OSError when the disk refuses. What is behind ``size`` bytes was then not released.
+    """
+    with open(path, "r+b" if path.exists() else "xb") as stream:
+        stream.truncate(size)
+        stream.seek(size)
+        stream.write(line)
+        stream.flush()
+        os.fsync(stream.fileno())
+    if size == 0:
+        sync_folder(path.parent)
+    return _digest(line)
+
+
+def write_head(folder: Path, head: Head) -> None:
+    """Replace the head beside a ledger, durably."""
+    replace_file(folder / HEAD, [json.dumps(head.to_dict()).encode(), b"\n"])
+
+
+def read_head(folder: Path) -> Head | None:
+    """Return the head beside a ledger; None where there is none. Raises: LedgerError."""
+    try:
+        return Head.from_dict(loads((folder / HEAD).read_text(encoding="utf-8")))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, RecursionError, LedgerError) as error:
+        raise damaged(folder / HEAD, str(error)) from error
+
+
+def read_own(folder: Path) -> Lines | None:
+    """Return the ledger of the run in a folder; None where none has begun there.
+
+    A last line that cannot be read is cut where the head does not count it: nothing was released
+    for it.
+
+    Raises: LedgerError for a damaged or edited one.
+    """
+    head = read_head(folder)
+    return _read(folder / LEDGER, 0 if head is None else head.lines, may_be_torn=True)
+
+
+def read_copy(folder: Path) -> Lines | None:
+    """Return the copy in a checkpoint; None where there is none. Raises: LedgerError."""
+    return _read(folder / COPY, 0, may_be_torn=False)
+
+
+def _read(path: Path, counted: int, *, may_be_torn: bool) -> Lines | None:
+    try:
+        content = path.read_bytes()
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise LedgerError(f"{path} cannot be read ({error}). Make it readable.") from error
+    *whole, torn = content.split(b"\n")
+    if torn and not may_be_torn:
+        raise damaged(path, "its last line is not whole")
+    reader = _Reader()
+    for number, text in enumerate(whole, start=1):
+        try:
+            reader.take(text + b"\n")
+        except (HfDpError, KeyError, ValueError, TypeError, ArithmeticError, RecursionError) as why:
+            if may_be_torn and number == len(whole) and number > counted:
+                break
+            raise damaged(path, f"line {number}: {why!r}") from why
+    return reader.lines()
+
+
+class _Reader:
+    """Takes one line after the other."""
+
+    def __init__(self) -> None:
+        self._start: tuple[str, PrivacyPlan] | None = None
+        self._ledger, self._weaknesses = Ledger(), Weaknesses()
+        self._digests: list[str] = []
+        self._size = 0
+
+    def take(self, line: bytes) -> None:
+        """Add a line. Raises: whatever is wrong with it; nothing of it is added then."""
+        values = loads(line.decode())
+        if values.pop("after") != (self._digests[-1] if self._digests else ""):
+            raise ValueError("it does not follow the line before it")
+        start = self._start or (values.pop("run_id"), PrivacyPlan.from_dict(values.pop("plan")))
+        if not isinstance(start[0], str) or not start[0]:
+            raise ValueError(f"expected a run_id, got {start[0]!r}")
+        known = self._weaknesses
+        if "weaknesses" in values:
+            known = known.merged(Weaknesses.from_dict(values.pop("weaknesses")))
+        rows = [(row.pop("purpose"), event_from_dict(row)) for row in values.pop("entries")]
+        entries = [LedgerEntry(event, purpose) for purpose, event in rows]
+        if values:
+            raise ValueError(f"expected no more keys, got {list(values)}")
+        if any(entry.purpose == EARLIER for entry in entries) and not known.earlier:
+            raise ValueError("it counts earlier runs and names none")
+        for entry in entries:
+            self._ledger.append(entry.event, entry.purpose)
+        self._start, self._weaknesses = start, known
+        self._digests.append(_digest(line))
+        self._size += len(line)
+
+    def lines(self) -> Lines | None:
+        """Return what the lines say; None without any."""
+        if self._start is None:
+            return None
+        run_id, plan = self._start
+        digests = tuple(self._digests)
+        return Lines(run_id, plan, self._ledger, self._weaknesses, digests, self._size)
+
+
+def _digest(line: bytes) -> str:
+    return hashlib.sha256(line).hexdigest()
+
+
+def damaged(path: Path, why: str) -> LedgerError:
+    """Return the error for a file of a ledger that is not as it was written."""
+    return LedgerError(
+        f"{path} was edited or damaged ({why}). Restore it from a backup that is not older: "
+        "without it nobody knows what this run has released."
+    )
