@@ -255,9 +255,16 @@ BEFORE = {"recipes/e2e/README.md": trained_gpt2}
 AFTER = {"hf_dp/run/README.md": the_saved_run_is_verified}
 
 
-def test_contributing_walks_a_rule_an_accountant_a_task_and_a_feature():
+def test_contributing_walks_all_that_can_be_added():
     programs = blocks(".github/CONTRIBUTING.md", "python")
-    adds = ("register_rule(", "accountants.ACCOUNTANTS +=", "TASKS[", "@register\nclass")
+    adds = (
+        "register_rule(",
+        "@register_draw",
+        "(SelectionConfig):",
+        "register_accountant(",
+        "TASKS[",
+        "@register\nclass",
+    )
     assert all(each in program for program, each in zip(programs, adds, strict=True))
 
 

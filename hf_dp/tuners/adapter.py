@@ -108,10 +108,8 @@ class AdapterLayer(nn.Module, BaseTunerLayer):
                 "linear layers in `target_modules`."
             )
         where = {"device": weight.device, "dtype": weight.dtype}
-        down, up = (
-            nn.Linear(width, config.bottleneck_size, **where),
-            nn.Linear(config.bottleneck_size, width, **where),
-        )
+        down = nn.Linear(width, config.bottleneck_size, **where)
+        up = nn.Linear(config.bottleneck_size, width, **where)
         nn.init.zeros_(up.weight)
         nn.init.zeros_(up.bias)
         self.adapter_down[adapter_name], self.adapter_up[adapter_name] = down, up
@@ -178,9 +176,8 @@ class AdapterModel(BaseTuner):
         if isinstance(target, AdapterLayer):
             target.update_layer(adapter_name, peft_config)
             return
-        self._replace_module(
-            parent, target_name, AdapterLayer(target, adapter_name, peft_config), target
-        )
+        layer = AdapterLayer(target, adapter_name, peft_config)
+        self._replace_module(parent, target_name, layer, target)
 
     def _check_merge_allowed(self) -> None:
         raise UnsupportedModelError(

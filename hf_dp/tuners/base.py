@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -92,18 +92,28 @@ class Tuner:
         return describe_training(model)
 
 
+# What makes the tuner of a configuration: called with a copy of it, and whether the run is private.
+TUNERS: dict[type, Callable[[Any, bool], Tuner | None]] = {}
+
+
+def serves(*kinds: type) -> Callable[[Any], Any]:
+    """Register what makes the tuner of these configurations, a class or a function; a decorator."""
+
+    def register(make: Any) -> Any:
+        TUNERS.update(dict.fromkeys(kinds, make))
+        return make
+
+    return register
+
+
 def refuse_options(run: PrivateRun, config: Any) -> None:
     """Raise InvalidArgumentError for a way to clip that a method with its own engine lacks."""
     method, strategy = config.method.upper(), run.options.clipping_strategy
     if run.plan.clipping not in ("flat", "automatic"):
         raise invalid("clipping", run.plan.clipping, f"to be 'flat' or 'automatic' with {method}")
     if strategy not in (None, "book_keeping"):
-        raise invalid(
-            "clipping_strategy",
-            strategy,
-            f"to be None with {method}",
-            "The method computes norms in its own way.",
-        )
+        advice = "The method computes norms in its own way."
+        raise invalid("clipping_strategy", strategy, f"to be None with {method}", advice)
 
 
 def freeze_others(model: nn.Module, config: SelectionConfig) -> None:
@@ -127,13 +137,10 @@ def refuse_made_before(run: PrivateRun | PlainRun, config: SelectionConfig) -> N
 def refuse_several_processes(run: PlainRun, config: SelectionConfig) -> None:
     """Raise for a choice by a sample of rows in several processes of a run without privacy."""
     if not run.processes.alone:
-        raise invalid(
-            "peft_config",
-            type(config).__name__,
-            "to choose in one process with privacy_mode='non_private'",
-            f"There are {run.processes.count}, and each would sample rows of its own. Start one.",
-            UnsupportedArgumentError,
-        )
+        expected = "to choose in one process with privacy_mode='non_private'"
+        advice = f"There are {run.processes.count}, and each would sample rows of its own."
+        name = type(config).__name__
+        raise invalid("peft_config", name, expected, advice, UnsupportedArgumentError)
 
 
 def refuse_other_options(earlier: Any, now: Any) -> None:
@@ -147,3 +154,24 @@ def refuse_other_options(earlier: Any, now: Any) -> None:
             f"with {then.get(name)!r}. Set it back to that value, or start a new run in a new "
             "output_dir."
         )
+
+
+@contextmanager
+def only_trains(model: nn.Module, names: set[str]) -> Iterator[Callable[[set[str]], None]]:
+    """Leave only the named parameters trainable inside, of those that were trainable.
+
+    Yields: a function that takes other names and restricts to them instead.
+    """
+    trained = {
+        name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad
+    }
+
+    def restrict(to: set[str]) -> None:
+        for name, parameter in trained.items():
+            parameter.requires_grad_(name in to)
+
+    restrict(names)
+    try:
+        yield restrict
+    finally:
+        restrict(set(trained))

@@ -1,5 +1,8 @@
-"""All of hf_dp's ways to choose what trains; importing this registers their names."""
+"""All of hf_dp's ways to choose what trains; importing this registers them and their tuners."""
 
+import hf_dp.tuners.frost.tuner
+import hf_dp.tuners.rgp.tuner
+import hf_dp.tuners.single_entries.tuner  # noqa: F401
 from hf_dp.tuners.adapter import AdapterConfig as AdapterConfig
 from hf_dp.tuners.frost.config import FrostConfig as FrostConfig
 from hf_dp.tuners.public_choice import BitFitConfig as BitFitConfig

@@ -31,6 +31,7 @@ from torch import Tensor, nn
 from hf_dp._borrowed.peft_methods import register_method
 from hf_dp._validate import invalid
 from hf_dp.errors import ConfigError, UnsupportedModelError
+from hf_dp.plans.selection import SelectionPlan
 
 FILE_NAME = "selection.json"
 # What PEFT itself trains in full, by task type.
@@ -79,12 +80,8 @@ class SelectionConfig(LNTuningConfig):
     def details(self) -> dict[str, Any]:
         """Return what ``selection.json`` holds: the method, its options and what it chose."""
         own = {key: value for key, value in asdict(self).items() if key not in _STOCK}
-        saved = _plain(self.modules_to_save)
-        return {
-            "method": self.method,
-            "task_type": _plain(self.task_type),
-            "modules_to_save": saved,
-        } | own
+        stock = {name: _plain(getattr(self, name)) for name in ("task_type", "modules_to_save")}
+        return {"method": self.method, **stock, **own}
 
     def stock(self) -> LNTuningConfig:
         """Return the configuration with which stock PEFT loads the saved adapter."""
@@ -104,18 +101,12 @@ class SelectionConfig(LNTuningConfig):
 
     def options(self) -> dict[str, Any]:
         """Return the user's options, without what was chosen; a resumed run must have the same."""
-        values = {
-            name: value
-            for name, value in self.details().items()
-            if name not in ("parameters", "made")
-        }
+        made = ("parameters", "made")
+        values = {name: value for name, value in self.details().items() if name not in made}
         saved = values["modules_to_save"] or []
         heads = _HEADS.get(self.task_type or "", ())  # PEFT adds them when it wraps the model
-        return values | {
-            "modules_to_save": sorted(
-                {saved} if isinstance(saved, str) else set(saved) - set(heads)
-            )
-        }
+        saved = {saved} if isinstance(saved, str) else set(saved) - set(heads)
+        return values | {"modules_to_save": sorted(saved)}
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: str, *args: Any, **kwargs: Any) -> Any:
@@ -201,11 +192,9 @@ class SelectionModel(LNTuningModel):
             for path, original in layer.base_layer.named_modules():
                 twin = copy.get_submodule(path)
                 for name, parameter in original.named_parameters(recurse=False):
-                    new = (
-                        copies.setdefault(parameter, getattr(twin, name))
-                        if parameter in chosen
-                        else parameter
-                    )
+                    new = parameter
+                    if parameter in chosen:
+                        new = copies.setdefault(parameter, getattr(twin, name))
                     setattr(twin, name, new)
 
     def _train_only_selected(self) -> None:
@@ -213,14 +202,9 @@ class SelectionModel(LNTuningModel):
 
         Parameters of a copy that were not selected are the base's own.
         """
-        base = {
-            parameter
-            for layer in self.model.modules()
-            if isinstance(layer, LNTuningLayer)
-            for parameter in layer.base_layer.parameters()
-        }
-        for parameter in base:
-            parameter.requires_grad_(False)
+        for layer in self.model.modules():
+            if isinstance(layer, LNTuningLayer):
+                layer.base_layer.requires_grad_(False)
 
     def set_adapter(self, adapter_name: str | list[str], inference_mode: bool = False) -> None:
         super().set_adapter(adapter_name, inference_mode=inference_mode)
@@ -248,14 +232,9 @@ class SelectionModel(LNTuningModel):
         found = super()._get_adapter_state_dict(
             model, config, adapter_name, state_dict, unwanted_adapter_names
         )
-        layers = {
-            id(module): name
-            for name, module in model.named_modules()
-            if isinstance(module, LNTuningLayer)
-        }
         shared = {
-            f"{layers[id(layer)]}.{path}"
-            for layer in model.modules()
+            f"{name}.{path}"
+            for name, layer in model.named_modules()
             if isinstance(layer, LNTuningLayer)
             for path in _same_as_base(layer, adapter_name)
         }
@@ -285,17 +264,12 @@ def target_modules(model: nn.Module, parameters: Sequence[str]) -> list[str] | s
         UnsupportedModelError: a parameter does not belong to a single layer.
     """
     names = dict(model.named_parameters())
-    for name in parameters:
-        if name not in names:
-            raise invalid(
-                "parameters",
-                name,
-                "to be a parameter of the model",
-                "See `hf-dp partitions MODEL`.",
-            )
     modules = dict(model.named_modules(remove_duplicate=False))
     outside = outside_layers(model)
     for name in parameters:
+        if name not in names:
+            advice = "See `hf-dp partitions MODEL`."
+            raise invalid("parameters", name, "to be a parameter of the model", advice)
         if names[name] in outside:
             raise UnsupportedModelError(
                 f"{name!r} belongs to a module made of other modules, not to a single layer, so it "
@@ -322,11 +296,7 @@ def candidates(model: nn.Module, config: SelectionConfig) -> list[nn.Parameter]:
     such a module would lack the attributes that other modules read.
     """
     out = always_trained(model, config) | outside_layers(model)
-    return [
-        parameter
-        for parameter in model.parameters()
-        if parameter.requires_grad and parameter not in out
-    ]
+    return [p for p in model.parameters() if p.requires_grad and p not in out]
 
 
 def outside_layers(model: nn.Module) -> set[nn.Parameter]:
@@ -342,16 +312,30 @@ def outside_layers(model: nn.Module) -> set[nn.Parameter]:
 def always_trained(model: nn.Module, config: SelectionConfig) -> set[nn.Parameter]:
     """Return the parameters of the modules that PEFT trains in full, whatever is selected."""
     saved = config.modules_to_save or []
-    ends = (
-        *([saved] if isinstance(saved, str) else saved),
-        *_HEADS.get(config.task_type or "", ()),
-    )
+    saved = [saved] if isinstance(saved, str) else saved
+    ends = (*saved, *_HEADS.get(config.task_type or "", ()))
     return {
         parameter
         for path, module in model.named_modules(remove_duplicate=False)
         if path.endswith(ends) and ends
         for parameter in module.parameters()
     }
+
+
+def plan_for(
+    config: Any, clipping_norm: float, quantity: str, iterations: int, norm_order: int
+) -> SelectionPlan:
+    """Return what a selection from private rows will release, by its configuration's options."""
+    own, noise = config.selection_clipping_norm, config.selection_noise_multiplier
+    return SelectionPlan(
+        quantity=quantity,
+        sample_rate=config.selection_sample_rate,
+        iterations=iterations,
+        clipping_norm=clipping_norm if own is None else own,
+        norm_order=norm_order,
+        noise_multiplier=noise,
+        budget_ratio=config.selection_budget_ratio if noise is None else None,
+    )
 
 
 def read_details(name_or_path: str, **options: Any) -> dict[str, Any]:

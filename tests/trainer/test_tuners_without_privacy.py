@@ -69,7 +69,7 @@ def test_a_resumed_run_takes_over_what_was_chosen(tmp_path, monkeypatch):
     first.train()
     masked = plain(tmp_path / "param", ParamConfig(selection_sample_rate=0.5), **options)
     masked.train()
-    for name in ("select_without_noise", "gradients_of_sample"):
+    for name in ("select_without_noise", "entries_without_noise"):
         where = "frost" if name == "select_without_noise" else "single_entries"
         monkeypatch.setattr(
             f"hf_dp.tuners.{where}.tuner.{name}", lambda *a: pytest.fail("chosen again")

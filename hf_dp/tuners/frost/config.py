@@ -17,7 +17,7 @@ from hf_dp.errors import ConfigError
 from hf_dp.plans.selection import MAGNITUDES, SelectionPlan
 from hf_dp.tuners.frost.partition import GRANULARITIES, Partition, partitions
 from hf_dp.tuners.frost.select import refuse_too_small
-from hf_dp.tuners.selection import SelectionConfig, candidates, register
+from hf_dp.tuners.selection import SelectionConfig, candidates, plan_for, register
 
 
 @register
@@ -100,18 +100,8 @@ class FrostConfig(SelectionConfig):
         Args:
             clipping_norm: the run's; ``selection_clipping_norm`` takes its place where it is set.
         """
-        noise = self.selection_noise_multiplier
-        return SelectionPlan(
-            quantity=self.magnitude,
-            sample_rate=self.selection_sample_rate,
-            iterations=self.selection_iterations * self.num_selections,
-            clipping_norm=clipping_norm
-            if self.selection_clipping_norm is None
-            else self.selection_clipping_norm,
-            norm_order=self.norm_order,
-            noise_multiplier=noise,
-            budget_ratio=self.selection_budget_ratio if noise is None else None,
-        )
+        iterations = self.selection_iterations * self.num_selections
+        return plan_for(self, clipping_norm, self.magnitude, iterations, self.norm_order)
 
     def candidate_partitions(self, model: nn.Module) -> list[Partition]:
         """Return the partitions that may be selected.

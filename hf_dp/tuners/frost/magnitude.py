@@ -178,10 +178,7 @@ class MagnitudeEngine(ClippingEngine):
             return self._add(step, uses, step.units(losses))
 
     def _add(
-        self,
-        step: ClippedSum,
-        uses: dict[nn.Parameter, list[PerExampleGradient]],
-        examples: int,
+        self, step: ClippedSum, uses: dict[nn.Parameter, list[PerExampleGradient]], examples: int
     ) -> Tensor:
         device = next(iter(self._parameters.values())).device
         names = {parameter: name for name, parameter in self._parameters.items()}

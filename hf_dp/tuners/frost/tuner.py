@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import nn
 from transformers.utils import logging
 
 from hf_dp._validate import invalid
 from hf_dp.accounting import SUM
+from hf_dp.errors import ConfigError, UnsupportedArgumentError
 from hf_dp.plans.rounding import ROUNDING_MARGIN, clipping_share
 from hf_dp.plans.selection import SelectionPlan
 from hf_dp.run.clock import SELECTION
@@ -19,15 +20,16 @@ from hf_dp.tuners.apply import apply_peft, describe_training
 from hf_dp.tuners.base import (
     Tuner,
     freeze_others,
+    only_trains,
     refuse_made_before,
     refuse_other_options,
     refuse_several_processes,
+    serves,
 )
 from hf_dp.tuners.frost.config import FrostConfig, chosen_from, made_from
 from hf_dp.tuners.frost.magnitude import MagnitudeEngine, sensitivity
 from hf_dp.tuners.frost.partition import Partition
-from hf_dp.tuners.frost.select import select
-from hf_dp.tuners.only_trains import only_trains
+from hf_dp.tuners.frost.select import Observe, Selection, select
 from hf_dp.tuners.selection import candidates
 from hf_dp.tuners.without_privacy import PlainRun
 
@@ -35,6 +37,9 @@ logger = logging.get_logger(__name__)
 
 # Without privacy no gradient is clipped (definition 6): far above any norm, and a float64.
 _NO_CLIPPING = 1e300
+
+
+Run = TypeVar("Run", PrivateRun, PlainRun)
 
 
 class _Frost(Tuner):
@@ -67,14 +72,14 @@ class _Frost(Tuner):
         if checkpoint is not None:
             self._read(checkpoint)
         elif not self.config.made:
-            self._select(run)
+            self._select(run, select_partitions)
         run.selections = self.config.made
         self._apply(run)
         self._applied = True
 
-    def _select(self, run: PrivateRun) -> None:
+    def _select(self, run: Run, select_by: Callable[[Run, FrostConfig], dict[str, Any]]) -> None:
         with run.clock.part(SELECTION):
-            made = select_partitions(run, self.config)
+            made = select_by(run, self.config)
         self.config.made.append(made)
         logger.info(
             "DP-FROST selected %d of %d partitions.", len(made["partitions"]), made["candidates"]
@@ -115,8 +120,7 @@ class SelectOnce(_Frost):
         if checkpoint is not None:
             self._read(checkpoint)
         else:
-            with run.clock.part(SELECTION):
-                self.config.made.append(select_without_noise(run, self.config))
+            self._select(run, select_without_noise)
         self._apply(run)
         self._applied = True
 
@@ -149,13 +153,12 @@ class Reselect(_Frost):
         made = len(self.config.made)
         if made < self.config.num_selections and step >= made * every:
             with self.all_that_may_train(run.model):
-                self._select(run)
+                self._select(run, select_partitions)
             self._switch(run.model)
 
     def releases_to_come(self) -> int:
-        return (
-            self.config.num_selections - len(self.config.made)
-        ) * self.config.selection_iterations
+        to_make = self.config.num_selections - len(self.config.made)
+        return to_make * self.config.selection_iterations
 
     @contextmanager
     def all_that_may_train(self, model: nn.Module) -> Iterator[None]:
@@ -172,6 +175,31 @@ class Reselect(_Frost):
         self.config.write_details(folder)
 
 
+@serves(FrostConfig)
+def tuner(config: FrostConfig, is_private: bool) -> Tuner | None:
+    """Return the tuner of DP-FROST, or None for a selection that is an adapter like any other.
+
+    Raises:
+        UnsupportedArgumentError: repeated selections in ``non_private`` mode.
+        ConfigError: the configuration holds a selection that another run made.
+    """
+    if config.parameters is not None or config.made:
+        if not is_private and config.parameters is not None:
+            return None
+        raise ConfigError(
+            "This FrostConfig holds a selection that another run made from private rows. The "
+            "ledger of this run would not count it. Pass a new FrostConfig, or resume that run. If "
+            "the rows were public, pass model=get_peft_model(model, config) without peft_config, "
+            "and set adapter_init_data_is_public=True."
+        )
+    if not is_private and config.num_selections > 1:
+        expected = "to be 1 with privacy_mode='non_private'"
+        advice = "There the partitions are chosen once. Set it to 1."
+        count = config.num_selections
+        raise invalid("num_selections", count, expected, advice, UnsupportedArgumentError)
+    return Reselect(config) if config.num_selections > 1 else SelectOnce(config)
+
+
 def select_partitions(run: PrivateRun, config: FrostConfig) -> dict[str, Any]:
     """Run PSEL (DP-FROST, Algorithm 4) on the run's model and private rows; see :func:`made_from`.
 
@@ -180,18 +208,14 @@ def select_partitions(run: PrivateRun, config: FrostConfig) -> dict[str, Any]:
     """
     plan = run.plan.selection
     assert plan is not None and plan.noise_multiplier is not None
-    parts = config.candidate_partitions(run.model)
-    candidates = {name for part in parts for name in part.parameters}
-    rows = run.plan.num_examples
+    parts, rows = config.candidate_partitions(run.model), run.plan.num_examples
     share = clipping_share(plan.sample_rate * rows, rows, ROUNDING_MARGIN)
-    with only_trains(run.model, candidates) as restrict:
+    with only_trains(run.model, {name for part in parts for name in part.parameters}):
         run.check_engine()
         run.model.train()  # as in the steps to come
-        sampler = plan.sampler(rows, config.selection_iterations)
-        draws = iter(run.draws(sampler))
+        draws = iter(run.draws(plan.sampler(rows, config.selection_iterations)))
 
         def observe(remaining: Sequence[Partition]) -> tuple[list[float], float]:
-            restrict({name for part in remaining for name in part.parameters})
             kind = plan.quantity, plan.norm_order
             bound = sensitivity(remaining, *kind, plan.clipping_norm)
             engine = MagnitudeEngine(run.model, remaining, plan.clipping_norm * share, *kind)
@@ -203,15 +227,7 @@ def select_partitions(run: PrivateRun, config: FrostConfig) -> dict[str, Any]:
                 noised = release.sum({SUM: magnitudes})[SUM]
             return noised.tolist(), bound
 
-        selection = select(
-            parts,
-            observe,
-            unfreeze_ratio=config.unfreeze_ratio,
-            iterations=config.selection_iterations,
-            sample_rate=plan.sample_rate,
-            gap_coefficient=config.gap_coefficient,
-            noise_multiplier=plan.noise_multiplier,
-        )
+        selection = _select(run.model, config, parts, observe, plan.noise_multiplier)
     return made_from(selection, plan, parts)
 
 
@@ -223,31 +239,41 @@ def select_without_noise(run: PlainRun, config: FrostConfig) -> dict[str, Any]:
     Raises: UnsupportedArgumentError with several processes, which would sample different rows.
     """
     refuse_several_processes(run, config)
-    parts = config.candidate_partitions(run.model)
-    with only_trains(run.model, {name for part in parts for name in part.parameters}) as restrict:
-        run.model.train()  # as in the steps to come
+    parts, kind = config.candidate_partitions(run.model), (config.magnitude, config.norm_order)
+    run.model.train()  # as in the steps to come
 
-        def observe(remaining: Sequence[Partition]) -> tuple[list[float], float]:
+    def observe(remaining: Sequence[Partition]) -> tuple[list[float], float]:
+        with MagnitudeEngine(run.model, remaining, _NO_CLIPPING, *kind) as engine:
+            for batch in run.sample(config.selection_sample_rate):
+                engine.backward(run.losses(run.model, batch))
+            # Without noise all iterations weigh the same in the estimate.
+            return engine.magnitudes().tolist(), 1.0
+
+    selection = _select(run.model, config, parts, observe, 0.0)
+    observed = [dict(row) for row in selection.observed]
+    return {**chosen_from(selection, parts), "magnitudes_without_noise": observed}
+
+
+def _select(
+    model: nn.Module,
+    config: FrostConfig,
+    parts: Sequence[Partition],
+    observe: Observe,
+    noise_multiplier: float,
+) -> Selection:
+    """Run PSEL; while ``observe`` looks, only what remains is trainable."""
+    with only_trains(model, {name for part in parts for name in part.parameters}) as restrict:
+
+        def look(remaining: Sequence[Partition]) -> tuple[Sequence[float], float]:
             restrict({name for part in remaining for name in part.parameters})
-            engine = MagnitudeEngine(
-                run.model, remaining, _NO_CLIPPING, config.magnitude, config.norm_order
-            )
-            with engine:
-                for batch in run.sample(config.selection_sample_rate):
-                    engine.backward(run.losses(run.model, batch))
-                # Without noise all iterations weigh the same in the estimate.
-                return engine.magnitudes().tolist(), 1.0
+            return observe(remaining)
 
-        selection = select(
+        return select(
             parts,
-            observe,
+            look,
             unfreeze_ratio=config.unfreeze_ratio,
             iterations=config.selection_iterations,
             sample_rate=config.selection_sample_rate,
             gap_coefficient=config.gap_coefficient,
-            noise_multiplier=0.0,
+            noise_multiplier=noise_multiplier,
         )
-    return {
-        **chosen_from(selection, parts),
-        "magnitudes_without_noise": [dict(row) for row in selection.observed],
-    }

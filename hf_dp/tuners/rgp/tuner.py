@@ -16,12 +16,14 @@ from hf_dp.tuners.base import (
     refuse_made_before,
     refuse_options,
     refuse_other_options,
+    serves,
 )
 from hf_dp.tuners.rgp.config import RgpConfig, carriers, weight_gradients
 from hf_dp.tuners.selection import always_trained
 from hf_dp.tuners.without_privacy import PlainRun
 
 
+@serves(RgpConfig)
 class Rgp(Tuner):
     """Clips and noises the gradients of carriers, and makes those of the weights from them.
 
@@ -32,7 +34,7 @@ class Rgp(Tuner):
     gradients_are_noised_sums = False
     needs_whole_weights = "RGP makes its carriers from whole weight matrices at every step."
 
-    def __init__(self, config: RgpConfig):
+    def __init__(self, config: RgpConfig, is_private: bool = True):
         self.config = config
         self._start: dict[str, Tensor] = {}
         self._weights: dict[str, nn.Parameter] = {}
@@ -49,29 +51,24 @@ class Rgp(Tuner):
         self.config.weights(run.model)
 
     def start(self, run: PrivateRun, checkpoint: str | None = None) -> None:
-        if self._weights:
-            return
-        self.prepare(run)
-        if checkpoint is not None:
-            refuse_other_options(RgpConfig.from_pretrained(checkpoint), self.config)
-        self._take(run.model)
+        if not self._weights:
+            self.prepare(run)
+            self._take(run.model, checkpoint)
 
     def start_plain(self, run: PlainRun, checkpoint: str | None = None) -> None:
         if self._weights:
             return
         refuse_made_before(run, self.config)
-        if checkpoint is not None:
-            refuse_other_options(RgpConfig.from_pretrained(checkpoint), self.config)
-        self._take(run.model)
+        self._take(run.model, checkpoint)
         for name, weight in self._weights.items():
             weight.register_hook(partial(self._projected, name))
 
-    def _take(self, model: nn.Module) -> None:
+    def _take(self, model: nn.Module, checkpoint: str | None) -> None:
         """Note the weight matrices and their values, and freeze what does not train."""
+        if checkpoint is not None:
+            refuse_other_options(RgpConfig.from_pretrained(checkpoint), self.config)
         self._weights = self.config.weights(model)
-        self._start = {
-            name: parameter.detach().clone() for name, parameter in self._weights.items()
-        }
+        self._start = {name: weight.detach().clone() for name, weight in self._weights.items()}
         kept = {*self._weights.values(), *always_trained(model, self.config)}
         for parameter in model.parameters():
             parameter.requires_grad_(parameter.requires_grad and parameter in kept)
@@ -96,9 +93,8 @@ class Rgp(Tuner):
 
     def _renew(self, processes: Processes) -> None:
         for name, weight in self._weights.items():
-            made = carriers(
-                weight, self._start[name], self.config.rank, self.config.power_iterations
-            )
+            how = self.config.rank, self.config.power_iterations
+            made = carriers(weight, self._start[name], *how)
             # Their start is random, and every process must project onto the same ones.
             shared = map(processes.from_main, (made.left, made.right))
             self._carriers[name] = Carriers(*shared)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from hf_dp._validate import in_unit_interval, invalid
 from hf_dp.errors import UnsupportedModelError
 from hf_dp.plans.selection import SelectionPlan
-from hf_dp.tuners.selection import SelectionConfig, candidates, register
+from hf_dp.tuners.selection import SelectionConfig, candidates, plan_for, register
 
 
 @dataclass
@@ -99,18 +99,7 @@ class ParamConfig(MaskConfig):
         Args:
             clipping_norm: the run's; ``selection_clipping_norm`` takes its place where it is set.
         """
-        noise = self.selection_noise_multiplier
-        return SelectionPlan(
-            quantity="gradient",
-            sample_rate=self.selection_sample_rate,
-            iterations=1,
-            clipping_norm=clipping_norm
-            if self.selection_clipping_norm is None
-            else self.selection_clipping_norm,
-            norm_order=2,
-            noise_multiplier=noise,
-            budget_ratio=self.selection_budget_ratio if noise is None else None,
-        )
+        return plan_for(self, clipping_norm, "gradient", iterations=1, norm_order=2)
 
 
 register(PvalConfig, InPlace)

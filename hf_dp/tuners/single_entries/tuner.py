@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 import safetensors.torch
 import torch
@@ -22,12 +23,13 @@ from hf_dp.tuners.apply import describe_training
 from hf_dp.tuners.base import (
     Tuner,
     freeze_others,
+    only_trains,
     refuse_made_before,
     refuse_options,
     refuse_other_options,
     refuse_several_processes,
+    serves,
 )
-from hf_dp.tuners.only_trains import only_trains
 from hf_dp.tuners.single_entries.config import (
     MaskConfig,
     ParamConfig,
@@ -43,13 +45,17 @@ _ELEMENTWISE = ("adamw_torch", "adamw_torch_fused", "sgd", "adagrad", "rmsprop",
 _MASKS = "selection_masks.safetensors"
 
 
+Run = TypeVar("Run", PrivateRun, PlainRun)
+
+
+@serves(PvalConfig, ParamConfig)
 class Masks(Tuner):
     """Gives neither gradient nor noise to entries that the mask does not keep."""
 
     clips_in_its_own_way = True
     needs_whole_weights = "PARAM and PVAL apply masks to whole weight matrices at every step."
 
-    def __init__(self, config: MaskConfig):
+    def __init__(self, config: MaskConfig, is_private: bool = True):
         self.config = config
         self.masks: Mapping[str, Tensor] | None = None
 
@@ -96,27 +102,27 @@ class Masks(Tuner):
             )
 
     def start(self, run: PrivateRun, checkpoint: str | None = None) -> None:
-        if self.masks is not None:
-            return
-        self.prepare(run)
-        freeze_others(run.model, self.config)
-        if checkpoint is not None:
-            self.masks = self._read(checkpoint, run.model)
-        elif isinstance(self.config, PvalConfig):
-            self.masks = self.config.masks(run.model)
-        elif isinstance(self.config, ParamConfig):
-            with run.clock.part(SELECTION):
-                self.masks = select_entries(run, self.config)
-
-    def _read(self, checkpoint: str, model: nn.Module) -> dict[str, Tensor]:
-        """Return the masks of the run of a checkpoint."""
-        refuse_other_options(type(self.config).from_pretrained(checkpoint), self.config)
-        return unpacked(safetensors.torch.load_file(Path(checkpoint, _MASKS)), model)
+        if self.masks is None:
+            self.prepare(run)
+            self._choose(run, checkpoint, select_entries)
 
     def start_plain(self, run: PlainRun, checkpoint: str | None = None) -> None:
         if self.masks is not None:
             return
         self._refuse(run)
+        self._choose(run, checkpoint, entries_without_noise)
+        masks: Mapping[str, Tensor] = self.masks or {}
+        for name, parameter in run.model.named_parameters():
+            if name in masks:
+                parameter.register_hook(partial(_masked, masks[name]))
+
+    def _choose(
+        self,
+        run: Run,
+        checkpoint: str | None,
+        select_by: Callable[[Run, ParamConfig], dict[str, Tensor]],
+    ) -> None:
+        """Make the masks, or read those of the run of a checkpoint."""
         freeze_others(run.model, self.config)
         if checkpoint is not None:
             self.masks = self._read(checkpoint, run.model)
@@ -124,11 +130,12 @@ class Masks(Tuner):
             self.masks = self.config.masks(run.model)
         elif isinstance(self.config, ParamConfig):
             with run.clock.part(SELECTION):
-                gradients = gradients_of_sample(run, self.config)
-            self.masks = largest(gradients, self.config.unfreeze_ratio)
-        parameters = dict(run.model.named_parameters())
-        for name, mask in (self.masks or {}).items():
-            parameters[name].register_hook(partial(_masked, mask))
+                self.masks = select_by(run, self.config)
+
+    def _read(self, checkpoint: str, model: nn.Module) -> dict[str, Tensor]:
+        """Return the masks of the run of a checkpoint."""
+        refuse_other_options(type(self.config).from_pretrained(checkpoint), self.config)
+        return unpacked(safetensors.torch.load_file(Path(checkpoint, _MASKS)), model)
 
     def engine(self, run: PrivateRun) -> MaskedEngine:
         plan = run.plan
@@ -148,16 +155,12 @@ class Masks(Tuner):
     def describe(self, model: nn.Module) -> str:
         if self.masks is None:
             return describe_training(model)
-        whole = [
-            p for name, p in model.named_parameters() if p.requires_grad and name not in self.masks
-        ]
+        named = model.named_parameters()
+        whole = [p for name, p in named if p.requires_grad and name not in self.masks]
         kept = sum(int(mask.sum()) for mask in self.masks.values())
         total = sum(mask.numel() for mask in self.masks.values())
-        how = (
-            "by absolute value"
-            if isinstance(self.config, PvalConfig)
-            else "privately, by noisy gradient"
-        )
+        by_value = isinstance(self.config, PvalConfig)
+        how = "by absolute value" if by_value else "privately, by noisy gradient"
         return (
             f"{kept:,} of {total:,} single parameters, chosen {how} "
             f"({self.config.method.upper()}), and {sum(p.numel() for p in whole):,} of the head "
@@ -182,9 +185,8 @@ def select_entries(run: PrivateRun, config: ParamConfig) -> dict[str, Tensor]:
         return largest(release.sum(sums), config.unfreeze_ratio)
 
 
-def gradients_of_sample(run: PlainRun, config: ParamConfig) -> dict[str, Tensor]:
-    """Return the gradients of one sample's summed losses, by parameter name; nothing is clipped or
-    noised.
+def entries_without_noise(run: PlainRun, config: ParamConfig) -> dict[str, Tensor]:
+    """Return the masks by the gradients of one sample's summed losses, not clipped or noised.
 
     Raises: UnsupportedArgumentError with several processes, which would sample different rows.
     """
@@ -199,7 +201,7 @@ def gradients_of_sample(run: PlainRun, config: ParamConfig) -> dict[str, Tensor]
             found = torch.autograd.grad(loss, list(chosen.values()), materialize_grads=True)
             for total, gradient in zip(sums.values(), found, strict=True):
                 total += gradient
-    return sums
+    return largest(sums, config.unfreeze_ratio)
 
 
 def _masked(mask: Tensor, gradient: Tensor) -> Tensor:
