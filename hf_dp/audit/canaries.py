@@ -21,8 +21,9 @@ import torch
 from hf_dp._validate import integer
 from hf_dp.errors import ConfigError, DataError
 from hf_dp.tasks.generation.arguments import TextArguments
+from hf_dp.tasks.generation.data import columns_read
 from hf_dp.tasks.generation.encoding import CausalEncoding
-from hf_dp.tasks.generation.formats import columns_of, read_row
+from hf_dp.tasks.generation.formats import read_row
 
 FILE_NAME = "canaries.json"
 VOCABULARY, LENGTH = 10, 5
@@ -178,7 +179,7 @@ def insert(rows: Any, data: TextArguments, canaries: Canaries) -> Any:
 
     from hf_dp.tasks.labels import require_columns
 
-    prompt, target = _columns(data)
+    prompt, target = columns_read(data)
     require_columns(rows, [prompt, target], "data_format")
     kept = rows.select_columns([prompt, target])
     plain = isinstance(kept.features[target], datasets.Value)  # else a list of references
@@ -190,11 +191,6 @@ def insert(rows: Any, data: TextArguments, canaries: Canaries) -> Any:
     return datasets.concatenate_datasets(
         [kept, datasets.Dataset.from_list(added, features=kept.features)]
     )
-
-
-def _columns(data: TextArguments) -> list[str]:
-    named = {"prompt_column": data.prompt_column, "target_column": data.target_column}
-    return columns_of(data.data_format, named)
 
 
 # -- tokens --

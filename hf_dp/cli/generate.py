@@ -239,7 +239,7 @@ def _compared(rows: Any, asked: GenerateArguments, data: TextArguments) -> list[
 
     written, real = texts_of(rows, data), texts_of(load_file(str(asked.real)), data)
     lines = ["compared with the real rows, without noise; no epsilon covers these lines:"]
-    lines += compare(written, real, asked.phrases).lines()
+    lines += compare(written, real, asked.phrases)
     found = sorted(nearest(written, real), reverse=True)[: asked.nearest] if asked.nearest else []
     for share, own, other in found:
         lines += [

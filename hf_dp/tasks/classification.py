@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
+from hf_dp._arguments import argument
 from hf_dp._validate import invalid, one_of
 from hf_dp.errors import ConfigError, DataError
 from hf_dp.tasks.labels import label_ids, row_problems
@@ -18,17 +19,9 @@ from hf_dp.tasks.sources import SourceArguments
 class ClassificationArguments(SourceArguments):
     """Which rows, and what their classes are called."""
 
-    label_column: str = field(
-        default="label", metadata={"help": "Column of class ids or class names."}
-    )
-    class_names: list[str] = field(
-        default_factory=list,
-        metadata={"help": "Class names by id; needed when the file declares none."},
-    )
-    metrics: list[str] = field(
-        default_factory=lambda: ["accuracy"],
-        metadata={"help": "accuracy, f1 (of class 1, for two classes)."},
-    )
+    label_column: str = argument("label", "Column of class ids or class names.")
+    class_names: list[str] = argument([], "Class names by id; needed when the file declares none.")
+    metrics: list[str] = argument(["accuracy"], "accuracy, f1 (of class 1, for two classes).")
 
 
 @dataclass
@@ -37,12 +30,8 @@ class DataArguments(ClassificationArguments):
 
     demo_name = "hf_dp demo sentences (synthetic)"
 
-    text_columns: list[str] = field(
-        default_factory=lambda: ["sentence"], metadata={"help": "One or two columns of text."}
-    )
-    max_length: int = field(
-        default=128, metadata={"help": "Longest text, in tokens; longer ones are cut."}
-    )
+    text_columns: list[str] = argument(["sentence"], "One or two columns of text.")
+    max_length: int = argument(128, "Longest text, in tokens; longer ones are cut.")
 
     def demo(self) -> Any:
         """Return the demonstration sentences."""
@@ -63,23 +52,15 @@ class ImageArguments(ClassificationArguments):
 
     demo_name = ""
 
-    dataset_name: str | None = field(default=None, metadata={"help": "Data set on the Hub."})
-    train_file: str | None = field(
-        default=None,
-        metadata={
-            "help": "Training rows: .parquet, .csv, .json or .jsonl, or a folder with a subfolder "
-            "of images for each class."
-        },
+    dataset_name: str | None = argument(None, "Data set on the Hub.")
+    train_file: str | None = argument(
+        None,
+        "Training rows: .parquet, .csv, .json or .jsonl, or a folder with a subfolder "
+        "of images for each class.",
     )
-    image_column: str = field(
-        default="image", metadata={"help": "Column of images, or of paths of image files."}
-    )
-    augmentation: list[str] = field(
-        default_factory=list,
-        metadata={
-            "help": "Random changes of training images, made anew each time: crop, flip. Default: "
-            "none."
-        },
+    image_column: str = argument("image", "Column of images, or of paths of image files.")
+    augmentation: list[str] = argument(
+        [], "Random changes of training images, made anew each time: crop, flip. Default: none."
     )
 
     def demo(self) -> Any:

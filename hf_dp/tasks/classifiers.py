@@ -5,9 +5,10 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
+from hf_dp._arguments import argument
 from hf_dp.errors import ConfigError, DataError, UnsupportedModelError
 from hf_dp.tasks.files import loading, resolve_model
 from hf_dp.tasks.models import StartArguments, labels_of, without_weights
@@ -20,13 +21,11 @@ COLORS = 3
 class ModelArguments(StartArguments):
     """Which model starts, and how it classifies texts."""
 
-    infilling: dict | str | None = field(
-        default=None,
-        metadata={
-            "help": "Classify by filling in a word: sst2, mnli, qnli or qqp for the papers' "
-            "templates; in YAML also {template: '<S1> It was [MASK] .', label_words: {negative: "
-            "terrible, positive: great}}. Default: a new head.",
-        },
+    infilling: dict | str | None = argument(
+        None,
+        "Classify by filling in a word: sst2, mnli, qnli or qqp for the papers' "
+        "templates; in YAML also {template: '<S1> It was [MASK] .', label_words: {negative: "
+        "terrible, positive: great}}. Default: a new head.",
     )
 
 
@@ -34,12 +33,10 @@ class ModelArguments(StartArguments):
 class ImageModelArguments(StartArguments):
     """Which model starts, and whether its head is kept."""
 
-    new_head: bool = field(
-        default=False,
-        metadata={
-            "help": "Replace the head of the base by a random one, also where it has the same "
-            "classes. A head with other classes is always replaced."
-        },
+    new_head: bool = argument(
+        False,
+        "Replace the head of the base by a random one, also where it has the same "
+        "classes. A head with other classes is always replaced.",
     )
 
 

@@ -1,20 +1,13 @@
-"""A public, synthetic sentiment set for demonstrations.
+"""A public, synthetic sentiment set for demonstrations: short reviews, ``negative`` or ``positive``.
 
-Its rows are short customer reviews, ``negative`` (0) or ``positive`` (1).
+Every sentence is made here from word lists of our own and a fixed public seed. It describes nobody
+and says nothing about accuracy on real reviews: a private run can be tried offline.
 
-Every sentence is made here from word lists of our own and a fixed public seed. It describes nobody,
-holds nothing private and says nothing about accuracy on real reviews. It exists so that a private
-run can be tried offline.
-
-How rows are made: a template is filled with a subject, a neutral context and opinion words of each
-class. Rows therefore come in *pairs*: a negative and a positive sentence that differ in their
-opinion words alone. Template, subject, context, number of words and punctuation tell nothing about
-the label. There are three kinds of template:
-
-- ``plain``: the opinion word is meant as it stands ("the parking garage was superb");
-- ``negated``: the template turns it around ("nobody in my family would call the parking garage
-  superb" is negative);
-- ``mixed``: a side remark of the opposite opinion, then the verdict, which gives the label.
+Rows come in *pairs*: a negative and a positive sentence that differ in their opinion words alone.
+Template, subject, context, number of words and punctuation tell nothing about the label. There are
+three kinds of template: ``plain``, where the opinion word is meant as it stands; ``negated``, which
+turns it around ("nobody in my family would call the parking garage superb" is negative); and
+``mixed``, where the verdict, which gives the label, follows a remark of the opposite opinion.
 
 The splits share no template, opinion word, subject or context: validation accuracy measures
 wordings never trained on.
@@ -182,14 +175,9 @@ def demo_rows(split: str, num_rows: int) -> list[dict[str, Any]]:
     """
     words = VOCABULARIES[_validate.one_of("split", split, VOCABULARIES)]
     count = _validate.integer("num_rows", num_rows, 2)
-    if count > MAX_ROWS[split]:
-        raise _validate.invalid(
-            "num_rows", num_rows, f"to be <= {MAX_ROWS[split]} for split {split!r}"
-        )
-    if count % 2:
-        raise _validate.invalid(
-            "num_rows", num_rows, "to be even", f"Balanced classes: use {count - 1}."
-        )
+    if count > MAX_ROWS[split] or count % 2:
+        expected = f"to be even and <= {MAX_ROWS[split]} for split {split!r}"
+        raise _validate.invalid("num_rows", num_rows, expected, "The classes are balanced.")
     rng = random.Random(f"{SEED} {split}")
     rows: list[dict[str, Any]] = []
     seen: set[str] = set()

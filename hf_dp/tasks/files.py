@@ -37,7 +37,7 @@ def loading(what: str, advice: str) -> Iterator[None]:
 
 def load_file(path: str, split: str = _WHOLE) -> Any:
     """Return a ``datasets.Dataset`` from a Parquet, CSV or JSON(-lines) file, or from a folder with
-    images.
+    a subfolder of images for each class.
 
     Args:
         split: which of the rows, in datasets' syntax: ``train`` for all, ``train[5000:]``.
@@ -66,15 +66,14 @@ def load_file(path: str, split: str = _WHOLE) -> Any:
         )
     kind = "imagefolder" if folder else _LOADERS[file.suffix]
     named = repr(file.name) if split == _WHOLE else f"{file.name!r} (its split {split!r})"
-    options = {}
     if folder:
         _check_images_of_classes(file)
-        # The subfolder is the label, also where there is only one, as in a set for evaluation.
-        options = {"drop_labels": False}
     # datasets reads names as patterns, the working directory's included: p[1] would mean p1.
-    exact = Path(glob.escape(str(file.absolute())))
+    exact = glob.escape(str(file.absolute()))
     # Named one by one: otherwise a class called "test" would count as a split.
-    files = {_WHOLE: str(exact / "**" if folder else exact)}
+    files = {_WHOLE: str(Path(exact, "**")) if folder else exact}
+    # The subfolder is the label, also where there is only one, as in a set for evaluation.
+    options = {"drop_labels": False} if folder else {}
     try:
         dataset = datasets.load_dataset(kind, data_files=files, split=split, **options)
     except Exception as problem:  # each reader has its own errors: pyarrow, pandas, json, datasets
@@ -88,30 +87,33 @@ def load_file(path: str, split: str = _WHOLE) -> Any:
 
 
 def _uneven(file: Path) -> str:
-    """Return which lines of a CSV file have another number of fields than its first one."""
+    """Return which lines of a CSV file have more fields than its first one."""
     if file.suffix != ".csv":
         return ""
     with open(file, newline="", encoding="utf-8", errors="replace") as stream:
         reader = csv.reader(stream)
         header = len(next(reader, []))
         uneven = [f"line {reader.line_num} has {len(row)}" for row in reader if len(row) > header]
-    if not uneven:
-        return ""
     more = f" and {len(uneven) - 10} more" if len(uneven) > 10 else ""
-    return (
+    said = (
         f" The first line has {header} fields, but {', '.join(uneven[:10])}{more}. Put quotes "
         "around a field with a comma."
     )
+    return said if uneven else ""
 
 
 def _check_images_of_classes(folder: Path) -> None:
     """Raise DataError unless every image of a folder lies in a subfolder of it, and none deeper.
 
-    datasets would leave out labels, or take others, without saying so.
+    datasets would leave out labels, or take others, without saying so. It skips hidden files.
     """
     from datasets.packaged_modules.imagefolder.imagefolder import ImageFolder
 
-    for file in _seen_by_datasets(folder):
+    # glob follows links to folders, as datasets does; rglob does not.
+    for name in sorted(glob.glob("**/[!.]*", root_dir=folder, recursive=True)):
+        file = Path(name)
+        if any(part.startswith("__") for part in file.parts[:-1]):
+            continue
         ending, depth = file.suffix.lower(), len(file.parts) - 1
         if file.name in ImageFolder.METADATA_FILENAMES or ending == ".zip":
             raise DataError(
@@ -125,14 +127,6 @@ def _check_images_of_classes(folder: Path) -> None:
                 f"class, but {str(file)!r} lies {'deeper' if depth else 'at its top'}. Move it, or "
                 "name a CSV or JSON file with paths and labels."
             )
-
-
-def _seen_by_datasets(folder: Path) -> Iterator[Path]:
-    """Yield the files below a folder, relative to it, without those that datasets skips."""
-    for parent, subfolders, names in os.walk(folder, followlinks=True):
-        subfolders[:] = sorted(name for name in subfolders if not name.startswith((".", "__")))
-        inside = Path(parent).relative_to(folder)
-        yield from (inside / name for name in sorted(names) if not name.startswith("."))
 
 
 def refuse_joined(split: str) -> None:

@@ -165,12 +165,9 @@ def image_rows(
     require_columns(rows, [image_column], "image_column")
     labels = label_ids(rows, label_column, names)
     if keep == LABEL or (keep == IMAGE != image_column):
-        raise invalid(
-            "privacy_unit_column",
-            keep,
-            f"to be another name than {IMAGE!r} and {LABEL!r}",
-            "The rows of a run have their images and labels there. Rename the column of users.",
-        )
+        expected = f"to be another name than {IMAGE!r} and {LABEL!r}"
+        advice = "The rows of a run have their images and labels there. Rename the column of users."
+        raise invalid("privacy_unit_column", keep, expected, advice)
     rows = _with_images(rows, image_column)
     kept = [image_column] + [keep] * (keep in rows.column_names and keep != image_column)
     rows = rows.select_columns(kept)

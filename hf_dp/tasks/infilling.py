@@ -21,8 +21,9 @@ from hf_dp._borrowed.models import attention_of
 from hf_dp.errors import DataError, UnsupportedModelError
 from hf_dp.losses import register_model_class
 from hf_dp.tasks.infilling_config import InfillingConfig
-from hf_dp.tasks.label_word_projection import only_rows
+from hf_dp.tasks.label_word_projection import LabelWordProjection
 from hf_dp.tasks.label_words import label_word_ids
+from hf_dp.tasks.models import labels_of
 from hf_dp.tasks.template_tokenizer import with_template
 from hf_dp.tasks.templates import Infilling
 
@@ -57,7 +58,9 @@ class InfillingForSequenceClassification(PreTrainedModel):
                 f"infilling does not know: its output embeddings are {type(head).__name__}, but "
                 "nn.Linear was expected. Train a classification head instead."
             )
-        _replace(self.masked_lm, head, only_rows(head, config.label_word_ids))
+        weight: Any = head.weight
+        rows = LabelWordProjection(weight, head.bias, config.label_word_ids)
+        _replace(self.masked_lm, head, rows)
         self.supports_gradient_checkpointing = self.masked_lm.supports_gradient_checkpointing
         self.post_init()
 
@@ -166,8 +169,7 @@ def load_infilling(
         mask_token_id=tokenizer.mask_token_id,
         template=infilling.template.text,
         pad_token_id=tokenizer.pad_token_id,
-        id2label=dict(enumerate(class_names)),
-        label2id={name: index for index, name in enumerate(class_names)},
+        **labels_of(class_names),
         pretraining_sources=getattr(masked_lm.config, "pretraining_sources", None),
         # Unset, it would also be reset in the configuration of the base.
         attn_implementation=attention_of(masked_lm.config),

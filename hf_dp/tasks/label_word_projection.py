@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +23,8 @@ class LabelWordProjection(nn.Module):
         weight: (V, d), usually the input embedding's own.
         bias: (V,), or None.
         ids: the K rows.
+
+    Weight and bias stay the parameters of the head that they come from.
     """
 
     weight: nn.Parameter
@@ -40,10 +41,6 @@ class LabelWordProjection(nn.Module):
 
     def extra_repr(self) -> str:
         return f"vocabulary={len(self.weight)}, ids={self.ids}"
-
-
-def _keep(module: LabelWordProjection, input: Tensor) -> tuple[Tensor, ...]:
-    return (input,)
 
 
 def _gradients(
@@ -66,12 +63,4 @@ def _gradients(
     return found
 
 
-register_rule(LabelWordProjection, keep=_keep, gradients=_gradients)
-
-
-def only_rows(head: Any, ids: Sequence[int]) -> LabelWordProjection:
-    """Return the K rows of ``head``, an ``nn.Linear`` over the vocabulary.
-
-    Weight and bias stay the same parameters.
-    """
-    return LabelWordProjection(head.weight, head.bias, ids)
+register_rule(LabelWordProjection, keep=lambda module, input: (input,), gradients=_gradients)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Sequence
+from itertools import islice
 from typing import Any
 
 from hf_dp._validate import invalid
@@ -26,47 +27,37 @@ def label_word_ids(tokenizer: Any, infilling: Infilling, class_names: Sequence[s
     """
     require_mask_token(tokenizer)
     words = infilling.label_words
-    missing, unknown = (
-        [n for n in class_names if n not in words],
-        [n for n in words if n not in class_names],
-    )
-    if missing or unknown:
+    problems = {
+        "no word for": [name for name in class_names if name not in words],
+        "no class": [name for name in words if name not in class_names],
+    }
+    if any(problems.values()):
+        said = "; ".join(f"{what} {names}" for what, names in problems.items() if names)
         raise DataError(
             f"The label words are for the classes {sorted(words)}, and the data has "
-            f"{list(class_names)}: "
-            + "; ".join(
-                f"{what} {names}"
-                for what, names in (("no word for", missing), ("no class", unknown))
-                if names
-            )
-            + ". Write one word for each class under `label_words`, by the names that "
-            "`class_names` or the file declare."
+            f"{list(class_names)}: {said}. Write one word for each class under `label_words`, by "
+            "the names that `class_names` or the file declare."
         )
     ids = [_one_token(tokenizer, infilling.template, words[name]) for name in class_names]
     for index, token in enumerate(ids):
         if token in ids[:index]:
-            raise invalid(
-                "label_words",
-                dict(words),
-                f"to have different words for {class_names[ids.index(token)]!r} and "
-                f"{class_names[index]!r}",
-                "This tokenizer reads them as the same token.",
-            )
+            one, other = class_names[ids.index(token)], class_names[index]
+            expected = f"to have different words for {one!r} and {other!r}"
+            advice = "This tokenizer reads them as the same token."
+            raise invalid("label_words", dict(words), expected, advice)
     return ids
 
 
 def _one_token(tokenizer: Any, template: Template, word: str) -> int:
     found = _read(tokenizer, template, word)
-    if found is not None and len(found) == 1 and found[0] != tokenizer.unk_token_id:
+    if found is not None and _is_one(tokenizer, found):
         return found[0]
     if found is None:
         kind = "grows together with what stands before it"
+    elif tokenizer.unk_token_id in found:
+        kind = "is unknown"
     else:
-        kind = (
-            "is unknown"
-            if tokenizer.unk_token_id in found
-            else f"is {tokenizer.convert_ids_to_tokens(found)}"
-        )
+        kind = f"is {tokenizer.convert_ids_to_tokens(found)}"
     near = _near(tokenizer, template, word)
     raise invalid(
         "label_words",
@@ -74,6 +65,10 @@ def _one_token(tokenizer: Any, template: Template, word: str) -> int:
         f"to be one token where the mask stands, and it {kind}",
         f"Near words that are one token: {', '.join(near)}." if near else "Choose another word.",
     )
+
+
+def _is_one(tokenizer: Any, ids: list[int] | None) -> bool:
+    return ids is not None and len(ids) == 1 and ids[0] != tokenizer.unk_token_id
 
 
 def _read(tokenizer: Any, template: Template, word: str) -> list[int] | None:
@@ -84,9 +79,8 @@ def _read(tokenizer: Any, template: Template, word: str) -> list[int] | None:
     the token "no", and after a letter the end of another word.
     """
     place = template.pieces.index(MASK)
-    before, after = (
-        "".join(_filled(part)) for part in (template.pieces[:place], template.pieces[place + 1 :])
-    )
+    filled = ["a" if piece in TEXTS else piece for piece in template.pieces]
+    before, after = "".join(filled[:place]), "".join(filled[place + 1 :])
     encoded = tokenizer(
         before + word + after, add_special_tokens=False, return_offsets_mapping=True
     )
@@ -100,10 +94,6 @@ def _read(tokenizer: Any, template: Template, word: str) -> list[int] | None:
     return found
 
 
-def _filled(pieces: Sequence[str]) -> list[str]:
-    return ["a" if piece in TEXTS else piece for piece in pieces]
-
-
 def _near(tokenizer: Any, template: Template, word: str) -> list[str]:
     """Return words near this one that are one token in its place.
 
@@ -115,12 +105,6 @@ def _near(tokenizer: Any, template: Template, word: str) -> list[str]:
     similar = difflib.get_close_matches(
         word, sorted(w for w in written if w.isalpha()), n=4 * _SHOWN, cutoff=0.6
     )
-    candidates = dict.fromkeys([word.lower(), word.capitalize(), *similar])
-    return [
-        other
-        for other in candidates
-        if other != word
-        and (ids := _read(tokenizer, template, other)) is not None
-        and len(ids) == 1
-        and ids[0] != tokenizer.unk_token_id
-    ][:_SHOWN]
+    others = dict.fromkeys([word.lower(), word.capitalize(), *similar])
+    fits = (o for o in others if o != word and _is_one(tokenizer, _read(tokenizer, template, o)))
+    return list(islice(fits, _SHOWN))

@@ -27,24 +27,21 @@ class Stop(TrainerCallback):
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
         if time.process_time() - self.began > 60 * self.max_minutes:
-            self.reason = (
-                f"{self.max_minutes:g} minutes of processor time were used, at step "
-                f"{state.global_step}"
-            )
-            control.should_training_stop = True
+            self._stop(f"{self.max_minutes:g} minutes of processor time were used", state, control)
         return control
 
     def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
         self.evaluated_at = state.global_step
         self.accuracies.append(kwargs["metrics"]["eval_accuracy"])
-        gains = [b - a for a, b in zip(self.accuracies, self.accuracies[1:], strict=False)]
-        if len(gains) > 1 and not control.should_training_stop and gains[-1] < self.smallest_gain:
-            self.reason = (
-                f"the accuracy gained {gains[-1]:.4f} since the evaluation before, at step "
-                f"{state.global_step}"
-            )
-            control.should_training_stop = True
+        gain = self.accuracies[-1] - self.accuracies[-2] if len(self.accuracies) > 2 else 1.0
+        if gain < self.smallest_gain and not control.should_training_stop:
+            said = f"the accuracy gained {gain:.4f} since the evaluation before"
+            self._stop(said, state, control)
         return control
+
+    def _stop(self, reason: str, state: Any, control: Any) -> None:
+        self.reason = f"{reason}, at step {state.global_step}"
+        control.should_training_stop = True
 
 
 class MaskedLMTrainer(Trainer):
@@ -88,10 +85,8 @@ class MaskedLMTrainer(Trainer):
                 batch = self._prepare_inputs(batch)
                 _, logits = self.compute_loss(self.model, batch, return_outputs=True)
                 targets = batch["labels"][batch["labels"] != -100]
-                right, count = (
-                    right + int((logits.argmax(-1) == targets).sum()),
-                    count + len(targets),
-                )
+                right += int((logits.argmax(-1) == targets).sum())
+                count += len(targets)
         metrics = {"eval_accuracy": right / max(count, 1)}
         self.log(metrics)
         self.control = self.callback_handler.on_evaluate(

@@ -6,10 +6,11 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import MISSING, dataclass
 from pathlib import Path
 from typing import Any
 
+from hf_dp._arguments import argument
 from hf_dp._validate import invalid
 from hf_dp.errors import ConfigError, DataError
 
@@ -20,31 +21,22 @@ logger = logging.getLogger(__name__)
 class StartArguments:
     """Which model starts."""
 
-    model_name_or_path: str = field(
-        metadata={
-            "help": "Hub name, local folder, or package:NAME for a model inside an installed "
-            "Python package."
-        }
+    model_name_or_path: str = argument(
+        MISSING,
+        "Hub name, local folder, or package:NAME for a model inside an installed Python package.",
     )
-    from_scratch: bool = field(
-        default=False,
-        metadata={
-            "help": "Start from random weights of this architecture, to see what pretraining gives."
-        },
+    from_scratch: bool = argument(
+        False, "Start from random weights of this architecture, to see what pretraining gives."
     )
-    freeze: list[str] = field(
-        default_factory=list,
-        metadata={
-            "help": "Prefixes of parameter names to freeze, for example bert.embeddings, "
-            "vit.embeddings or transformer.wte."
-        },
+    freeze: list[str] = argument(
+        [],
+        "Prefixes of parameter names to freeze, for example bert.embeddings, "
+        "vit.embeddings or transformer.wte.",
     )
-    without_dropout: list[str] = field(
-        default_factory=list,
-        metadata={
-            "help": "Dropouts to turn off, for example pos_dropout (DeBERTa) or layerdrop: ends of "
-            "names of modules, or attributes of modules that hold a probability."
-        },
+    without_dropout: list[str] = argument(
+        [],
+        "Dropouts to turn off, for example pos_dropout (DeBERTa) or layerdrop: ends of "
+        "names of modules, or attributes of modules that hold a probability.",
     )
 
 
@@ -118,11 +110,12 @@ def turn_off_dropout(model: Any, names: Sequence[str]) -> None:
     Raises: ConfigError for a name that no module has.
     """
     for name in names:
-        found = []
+        found = 0
         for path, module in model.named_modules():
             attribute = "p" if f".{path}".endswith(f".{name}") else name
             if isinstance(getattr(module, attribute, None), float):
-                found.append((module, attribute))
+                setattr(module, attribute, 0.0)
+                found += 1
         if not found:
             known = [path for path, module in model.named_modules() if hasattr(module, "p")]
             raise ConfigError(
@@ -130,8 +123,6 @@ def turn_off_dropout(model: Any, names: Sequence[str]) -> None:
                 f"no module has such a probability. Its dropouts are {known[:5]}"
                 f"{' and others' if len(known) > 5 else ''}."
             )
-        for module, attribute in found:
-            setattr(module, attribute, 0.0)
 
 
 def check_positions(model: Any, max_length: int, max_target_length: int | None = None) -> None:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
+from hf_dp._arguments import argument
 from hf_dp.errors import ConfigError
 
 VALIDATION = ["validation"]
@@ -18,45 +19,29 @@ class SourceArguments(ABC):
 
     demo_name: ClassVar[str]
 
-    dataset_name: str | None = field(
-        default=None,
-        metadata={"help": "Data set on the Hub, or `demo` for the built-in synthetic rows."},
+    dataset_name: str | None = argument(
+        None, "Data set on the Hub, or `demo` for the built-in synthetic rows."
     )
-    dataset_config: str | None = field(
-        default=None, metadata={"help": "Its configuration, for example sst2."}
+    dataset_config: str | None = argument(None, "Its configuration, for example sst2.")
+    train_split: str = argument(
+        "train",
+        "Split to train on, or one part of it: train[5000:] leaves out the first 5,000 "
+        "rows, also those of train_file.",
     )
-    train_split: str = field(
-        default="train",
-        metadata={
-            "help": "Split to train on, or one part of it: train[5000:] leaves out the first 5,000 "
-            "rows, also those of train_file."
-        },
+    validation_split: list[str] = argument(
+        VALIDATION,
+        "Splits of dataset_name to evaluate on, or without validation_file a part of "
+        "train_file: train[:10%], beside train_split: train[10%:].",
     )
-    validation_split: list[str] = field(
-        default_factory=lambda: list(VALIDATION),
-        metadata={
-            "help": "Splits of dataset_name to evaluate on, or without validation_file a part of "
-            "train_file: train[:10%], beside train_split: train[10%:]."
-        },
+    train_file: str | None = argument(None, "Training rows: .parquet, .csv, .json or .jsonl.")
+    validation_file: list[str] = argument([], "Evaluation rows, same columns.")
+    data_name: str | None = argument(
+        None,
+        "Public name of the data in train_file, for the card; compared with what the "
+        "base has seen.",
     )
-    train_file: str | None = field(
-        default=None, metadata={"help": "Training rows: .parquet, .csv, .json or .jsonl."}
-    )
-    validation_file: list[str] = field(
-        default_factory=list, metadata={"help": "Evaluation rows, same columns."}
-    )
-    data_name: str | None = field(
-        default=None,
-        metadata={
-            "help": "Public name of the data in train_file, for the card; compared with what the "
-            "base has seen."
-        },
-    )
-    max_train_rows: int | None = field(
-        default=None,
-        metadata={
-            "help": "Train on the first rows only; N, sample rate and delta then refer to these."
-        },
+    max_train_rows: int | None = argument(
+        None, "Train on the first rows only; N, sample rate and delta then refer to these."
     )
 
     @property
@@ -75,7 +60,18 @@ class SourceArguments(ABC):
 
 def load_train(data: SourceArguments) -> Any:
     """Return the training rows. Raises: ConfigError when none are named; DataError."""
-    rows = _load_train(data)
+    from hf_dp.tasks.files import load_file, load_hub, refuse_joined
+
+    _check_source(data)
+    refuse_joined(data.train_split)
+    if data.dataset_name == "demo":
+        rows = data.demo()["train"]
+    elif data.dataset_name is not None:
+        rows = load_hub(data.dataset_name, data.dataset_config, data.train_split)
+    elif data.train_file is not None:
+        rows = load_file(data.train_file, data.train_split)
+    else:
+        raise ConfigError("Expected `train_file` (or `dataset_name`) to be given, got neither.")
     if data.max_train_rows is None:
         return rows
     if not 0 < data.max_train_rows <= len(rows):
@@ -84,20 +80,6 @@ def load_train(data: SourceArguments) -> Any:
             "Leave it out to train on all rows."
         )
     return rows.select(range(data.max_train_rows))
-
-
-def _load_train(data: SourceArguments) -> Any:
-    from hf_dp.tasks.files import load_file, load_hub, refuse_joined
-
-    _check_source(data)
-    refuse_joined(data.train_split)
-    if data.dataset_name == "demo":
-        return data.demo()["train"]
-    if data.dataset_name is not None:
-        return load_hub(data.dataset_name, data.dataset_config, data.train_split)
-    if data.train_file is None:
-        raise ConfigError("Expected `train_file` (or `dataset_name`) to be given, got neither.")
-    return load_file(data.train_file, data.train_split)
 
 
 def load_evaluation(data: SourceArguments) -> dict[str, Any]:
@@ -113,12 +95,10 @@ def load_evaluation(data: SourceArguments) -> dict[str, Any]:
     if data.dataset_name == "demo":
         return {"validation": data.demo()["validation"]}
     if data.dataset_name is not None:
-        return {
-            _short(split): load_hub(data.dataset_name, data.dataset_config, split)
-            for split in data.validation_split
-        }
+        name, config = data.dataset_name, data.dataset_config
+        return {_short(split): load_hub(name, config, split) for split in data.validation_split}
     if not data.validation_file and data.train_file and data.validation_split != VALIDATION:
-        return _parts_of_the_train_file(data, data.train_file)
+        return _held_out(data, data.train_file)
     if not data.validation_file:
         raise ConfigError(
             "Expected `validation_file` (or `dataset_name`) to be given, got neither. To hold out "
@@ -133,7 +113,7 @@ def load_evaluation(data: SourceArguments) -> dict[str, Any]:
     return files
 
 
-def _parts_of_the_train_file(data: SourceArguments, file: str) -> dict[str, Any]:
+def _held_out(data: SourceArguments, file: str) -> dict[str, Any]:
     """Return parts of the file of training rows that are held out.
 
     Raises: ConfigError for a part that training reads, too; DataError.
@@ -157,23 +137,15 @@ def _parts_of_the_train_file(data: SourceArguments, file: str) -> dict[str, Any]
 
 
 def _check_source(data: SourceArguments) -> None:
-    files = {
-        "train_file": data.train_file,
-        "validation_file": data.validation_file,
-        "data_name": data.data_name,
-    }
-    given = [name for name, value in files.items() if value]
-    if data.dataset_name is not None and given:
-        raise ConfigError(
-            f"Expected `dataset_name` or files, got dataset_name {data.dataset_name!r} and "
-            f"{given}. Leave one of them out."
-        )
-    if data.dataset_name is None:
-        _refuse_splits_of_files(data)
-
-
-def _refuse_splits_of_files(data: SourceArguments) -> None:
-    """Raise ConfigError for what names parts of a data set on the Hub, beside files."""
+    """Raise ConfigError for files beside a data set of the Hub, and for its parts beside files."""
+    given = [name for name in ("train_file", "validation_file", "data_name") if getattr(data, name)]
+    if data.dataset_name is not None:
+        if given:
+            raise ConfigError(
+                f"Expected `dataset_name` or files, got dataset_name {data.dataset_name!r} and "
+                f"{given}. Leave one of them out."
+            )
+        return
     unread: dict[str, Any] = {"dataset_config": data.dataset_config}
     if list(data.validation_split) != VALIDATION and data.validation_file:
         unread["validation_split"] = data.validation_split

@@ -18,15 +18,7 @@ from hf_dp.errors import DataError
 from hf_dp.tasks.templates import MASK, TEXTS, Template
 
 _SLOTS = {MASK: "mask", TEXTS[0]: "$A", TEXTS[1]: "$B"}
-_COPIED = (
-    "bos_token",
-    "eos_token",
-    "unk_token",
-    "sep_token",
-    "pad_token",
-    "cls_token",
-    "mask_token",
-)
+_COPIED = [f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")]
 
 
 def with_template(tokenizer: Any, template: Template) -> PreTrainedTokenizerFast:
@@ -41,13 +33,9 @@ def with_template(tokenizer: Any, template: Template) -> PreTrainedTokenizerFast
     """
     require_mask_token(tokenizer)
     if any(tokenizer.mask_token in piece for piece in template.pieces if piece not in _SLOTS):
-        raise invalid(
-            "template",
-            template.text,
-            f"to hold the mask as {MASK} alone, and it holds this tokenizer's "
-            f"{tokenizer.mask_token} as well",
-            "Leave that out.",
-        )
+        own = tokenizer.mask_token
+        expected = f"to hold the mask as {MASK} alone, and it holds this tokenizer's {own} as well"
+        raise invalid("template", template.text, expected, "Leave that out.")
     backend = Tokenizer.from_str(json.dumps(_prepared(tokenizer, template)))
     backend.post_processor = _post_processor(tokenizer, template)
     return PreTrainedTokenizerFast(
@@ -58,11 +46,7 @@ def with_template(tokenizer: Any, template: Template) -> PreTrainedTokenizerFast
         padding_side=tokenizer.padding_side,
         truncation_side=tokenizer.truncation_side,
         model_input_names=list(tokenizer.model_input_names),
-        **{
-            name: getattr(tokenizer, name)
-            for name in _COPIED
-            if getattr(tokenizer, name) is not None
-        },
+        **{name: token for name in _COPIED if (token := getattr(tokenizer, name)) is not None},
     )
 
 
@@ -128,13 +112,14 @@ def _post_processor(tokenizer: Any, template: Template) -> Any:
         elif ids := template_words(tokenizer, piece, template.pieces[place - 1] if place else None):
             filled.append(f"words{place}")
             special[f"words{place}"] = ids
-    unmasked = {1: ["$A"], 2: ["$A", "end", "$B"]}
-    layouts = {
-        texts: ["start", *(filled if texts == template.texts else plain), "end"]
-        for texts, plain in unmasked.items()
-    }
+    plain = ["$A"] if template.texts == 2 else ["$A", "end", "$B"]
+    layouts = {template.texts: filled, 3 - template.texts: plain}
     pieces = {
-        texts: [f"{piece}:0" for piece in layout if piece in special or piece.startswith("$")]
+        texts: [
+            f"{piece}:0"
+            for piece in ("start", *layout, "end")
+            if piece in special or piece.startswith("$")
+        ]
         for texts, layout in layouts.items()
     }
     listed = [

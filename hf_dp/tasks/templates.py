@@ -26,27 +26,20 @@ class Template:
     pieces: tuple[str, ...] = field(init=False)  # markers and the words between them, spaces kept
 
     def __post_init__(self) -> None:
+        advice = (
+            f"Write it like '<S1> It was {MASK} .'; {MASK} becomes the tokenizer's own mask token."
+        )
         if not isinstance(self.text, str):
-            raise invalid(
-                "template", self.text, "to be text", f"Write it like '<S1> It was {MASK} .'."
-            )
+            raise invalid("template", self.text, "to be text", advice)
         markers = _MARKERS.findall(self.text)
-        if markers.count(MASK) != 1:
-            raise invalid(
-                "template",
-                self.text,
-                f"to hold {MASK} exactly once, and it holds it {markers.count(MASK)} times",
-                f"Write it like '<S1> It was {MASK} .'; {MASK} becomes the tokenizer's own mask "
-                "token.",
-            )
-        found = sorted(marker for marker in markers if marker != MASK)
-        if found not in ([TEXTS[0]], list(TEXTS)):
-            raise invalid(
-                "template",
-                self.text,
-                "to hold <S1> once and <S2> at most once",
-                "<S1> is the first text column and <S2> the second.",
-            )
+        masks = markers.count(MASK)
+        if masks != 1:
+            expected = f"to hold {MASK} exactly once, and it holds it {masks} times"
+            raise invalid("template", self.text, expected, advice)
+        if sorted(marker for marker in markers if marker != MASK) not in ([TEXTS[0]], list(TEXTS)):
+            expected = "to hold <S1> once and <S2> at most once"
+            columns = "<S1> is the first text column and <S2> the second."
+            raise invalid("template", self.text, expected, columns)
         pieces = [piece for piece in re.split(f"({_MARKERS.pattern})", self.text) if piece]
         object.__setattr__(self, "pieces", tuple(pieces))
 

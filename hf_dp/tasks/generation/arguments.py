@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
+from hf_dp._arguments import argument
 from hf_dp._validate import in_unit_interval, integer, one_of, positive
 from hf_dp.tasks.generation.formats import NAMES
 from hf_dp.tasks.sources import SourceArguments
@@ -16,49 +17,31 @@ class TextArguments(SourceArguments):
 
     demo_name = "hf_dp demo tables (synthetic)"
 
-    data_format: str = field(
-        default="pairs", metadata={"help": f"Layout of the rows: {', '.join(NAMES)}."}
+    data_format: str = argument("pairs", f"Layout of the rows: {', '.join(NAMES)}.")
+    prompt_column: str | None = argument(None, "With pairs: the column that the model is given.")
+    target_column: str | None = argument(None, "With pairs: the column that it should write.")
+    text_column: str | None = argument(None, "With text: the column that it should write.")
+    messages_column: str = argument(
+        "messages", "With messages: the column of turns, each with role and content."
     )
-    prompt_column: str | None = field(
-        default=None, metadata={"help": "With pairs: the column that the model is given."}
+    separator: str | None = argument(
+        None,
+        "Text between prompt and target, for a decoder. Default: the token that begins "
+        "and ends texts where it is one (GPT-2), else a line break.",
     )
-    target_column: str | None = field(
-        default=None, metadata={"help": "With pairs: the column that it should write."}
+    max_length: int = argument(
+        100,
+        "Longest sequence in tokens: prompt and target of a decoder, the prompt of an "
+        "encoder-decoder. Targets are cut.",
     )
-    text_column: str | None = field(
-        default=None, metadata={"help": "With text: the column that it should write."}
-    )
-    messages_column: str = field(
-        default="messages",
-        metadata={"help": "With messages: the column of turns, each with role and content."},
-    )
-    separator: str | None = field(
-        default=None,
-        metadata={
-            "help": "Text between prompt and target, for a decoder. Default: the token that begins "
-            "and ends texts where it is one (GPT-2), else a line break."
-        },
-    )
-    max_length: int = field(
-        default=100,
-        metadata={
-            "help": "Longest sequence in tokens: prompt and target of a decoder, the prompt of an "
-            "encoder-decoder. Targets are cut."
-        },
-    )
-    max_target_length: int = field(
-        default=100, metadata={"help": "Longest target of an encoder-decoder, in tokens."}
-    )
-    cut_prompts: bool = field(
-        default=False, metadata={"help": "Cut prompts that are too long, rather than refuse them."}
-    )
-    metrics: list[str] = field(
-        default_factory=lambda: ["bleu", "rougeL"],
-        metadata={"help": "Scores of what the model writes; none: decode nothing."},
+    max_target_length: int = argument(100, "Longest target of an encoder-decoder, in tokens.")
+    cut_prompts: bool = argument(False, "Cut prompts that are too long, rather than refuse them.")
+    metrics: list[str] = argument(
+        ["bleu", "rougeL"], "Scores of what the model writes; none: decode nothing."
     )
 
-    bertscore_model: str | None = field(
-        default=None, metadata={"help": "With bertscore_f1: the local folder of an encoder."}
+    bertscore_model: str | None = argument(
+        None, "With bertscore_f1: the local folder of an encoder."
     )
 
     def __post_init__(self) -> None:
@@ -86,24 +69,15 @@ class DecodingArguments:
     Beams, and the share of probability, are those of Li et al. (2021), appendix K.
     """
 
-    decoding: str = field(
-        default=BEAM, metadata={"help": f"{BEAM}, {NUCLEUS} (sampling) or {GREEDY}."}
-    )
-    num_beams: int = field(default=5, metadata={"help": "Beams, with beam."})
-    top_p: float = field(
-        default=0.9, metadata={"help": "Share of probability to sample from, with nucleus."}
-    )
-    temperature: float = field(default=1.0, metadata={"help": "Of sampling, with nucleus."})
-    max_new_tokens: int = field(default=100, metadata={"help": "Longest text, in tokens."})
-    stop: list[str] = field(
-        default_factory=list,
-        metadata={"help": "Texts that end the writing, beside the model's end token."},
-    )
-    decoding_batch_size: int = field(default=16, metadata={"help": "Prompts at a time."})
-    decoding_seed: int = field(default=0, metadata={"help": "Seed of sampling."})
-    max_decoded: int | None = field(
-        default=None, metadata={"help": "Decode and score the first prompts only."}
-    )
+    decoding: str = argument(BEAM, f"{BEAM}, {NUCLEUS} (sampling) or {GREEDY}.")
+    num_beams: int = argument(5, "Beams, with beam.")
+    top_p: float = argument(0.9, "Share of probability to sample from, with nucleus.")
+    temperature: float = argument(1.0, "Of sampling, with nucleus.")
+    max_new_tokens: int = argument(100, "Longest text, in tokens.")
+    stop: list[str] = argument([], "Texts that end the writing, beside the model's end token.")
+    decoding_batch_size: int = argument(16, "Prompts at a time.")
+    decoding_seed: int = argument(0, "Seed of sampling.")
+    max_decoded: int | None = argument(None, "Decode and score the first prompts only.")
 
     def __post_init__(self) -> None:
         one_of("decoding", self.decoding, (BEAM, NUCLEUS, GREEDY))

@@ -11,7 +11,7 @@ from hf_dp.errors import DataError
 from hf_dp.losses import IGNORED_LABEL
 
 ASSISTANT = "assistant"
-_MARKER = "generation"  # the block of a template that says what the assistant writes
+Turns = Sequence[Mapping[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -48,14 +48,12 @@ class ChatEncoding:
             return given
         try:
             from trl.chat_template_utils import get_training_chat_template
-        except ImportError:
-            return None
-        try:
+
             return get_training_chat_template(self.tokenizer)
-        except ValueError:  # a template that TRL does not know
+        except (ImportError, ValueError):  # a ValueError: a template that TRL does not know
             return None
 
-    def example(self, messages: Sequence[Mapping[str, Any]], row: int) -> dict[str, list[int]]:
+    def example(self, messages: Turns, row: int) -> dict[str, list[int]]:
         """Return ``input_ids``, ``attention_mask`` and ``labels`` of a conversation.
 
         Args: messages: turns with ``role`` and ``content``.
@@ -63,8 +61,7 @@ class ChatEncoding:
         Raises: DataError for turns that the template refuses or rewrites, or where no token of the
             assistant's is left.
         """
-        ids, mask = self.whole(messages, row)
-        ids, mask = ids[: self.max_length], mask[: self.max_length]
+        ids, mask = (each[: self.max_length] for each in self.whole(messages, row))
         if not any(mask):
             raise DataError(
                 f"Row {row} has no token of the assistant's in its first {self.max_length}, so "
@@ -73,49 +70,20 @@ class ChatEncoding:
         labels = [token if own else IGNORED_LABEL for token, own in zip(ids, mask)]
         return {"input_ids": ids, "attention_mask": [1] * len(ids), "labels": labels}
 
-    def whole(self, messages: Sequence[Mapping[str, Any]], row: int) -> tuple[list[int], list[int]]:
+    def whole(self, messages: Turns, row: int) -> tuple[list[int], list[int]]:
         """Return the token ids of a conversation, uncut, and 1 for each of the assistant's.
 
         Raises: DataError for turns that the template refuses or rewrites.
         """
         _check(messages, row)
-        return (self._marked if self.template else self._by_prefixes)(messages, row)
-
-    def prompt(self, messages: Sequence[Mapping[str, Any]], row: int, room: int) -> list[int]:
-        """Return the token ids after which the assistant's last turn is to be written.
-
-        Raises: DataError for turns that the template refuses, or that leave no ``room``.
-        """
-        _check(messages, row)
-        ids = self._ids(messages[: _last(messages)], row, add_generation_prompt=True)
-        if len(ids) > self.max_length - room:
-            raise DataError(
-                f"Row {row} has {len(ids)} tokens before the assistant's last turn, and "
-                f"`max_length` {self.max_length} leaves {self.max_length - room}. Raise "
-                "`max_length`, or drop such rows."
-            )
-        return ids
-
-    def reference(self, messages: Sequence[Mapping[str, Any]]) -> str:
-        """Return the assistant's last turn."""
-        return str(messages[_last(messages)]["content"])
-
-    def _marked(
-        self, messages: Sequence[Mapping[str, Any]], row: int
-    ) -> tuple[list[int], list[int]]:
-        found = self._apply(messages, row, return_assistant_tokens_mask=True)
-        return found["input_ids"], found["assistant_masks"]
-
-    def _by_prefixes(
-        self, messages: Sequence[Mapping[str, Any]], row: int
-    ) -> tuple[list[int], list[int]]:
-        whole = self._ids(messages, row)
+        if self.template:
+            found = self._apply(messages, row, return_assistant_tokens_mask=True)
+            return found["input_ids"], found["assistant_masks"]
+        whole = self._apply(messages, row)["input_ids"]
         mask = [0] * len(whole)
-        for turn, message in enumerate(messages):
-            if message["role"] != ASSISTANT:
-                continue
-            before = self._ids(messages[:turn], row, add_generation_prompt=True)
-            after = self._ids(messages[: turn + 1], row)
+        for turn in _turns(messages):
+            before = self._before(messages, turn, row)
+            after = self._apply(messages[: turn + 1], row)["input_ids"]
             if after[: len(before)] != before or whole[: len(after)] != after:
                 raise DataError(
                     f"The chat template rewrites earlier turns (seen in row {row}, turn {turn}), "
@@ -126,26 +94,41 @@ class ChatEncoding:
             mask[len(before) : len(after)] = [1] * (len(after) - len(before))
         return whole, mask
 
-    def _ids(self, messages: Sequence[Mapping[str, Any]], row: int, **options: Any) -> list[int]:
-        return self._apply(messages, row, **options)["input_ids"]
+    def prompt(self, messages: Turns, row: int, room: int) -> list[int]:
+        """Return the token ids after which the assistant's last turn is to be written.
 
-    def _apply(self, messages: Sequence[Mapping[str, Any]], row: int, **options: Any) -> Any:
-        from jinja2 import TemplateError
+        Raises: DataError for turns that the template refuses, or that leave no ``room``.
+        """
+        _check(messages, row)
+        ids = self._before(messages, _turns(messages)[-1], row)
+        if len(ids) > self.max_length - room:
+            raise DataError(
+                f"Row {row} has {len(ids)} tokens before the assistant's last turn, and "
+                f"`max_length` {self.max_length} leaves {self.max_length - room}. Raise "
+                "`max_length`, or drop such rows."
+            )
+        return ids
 
-        if not messages:
+    def reference(self, messages: Turns) -> str:
+        """Return the assistant's last turn."""
+        return str(messages[_turns(messages)[-1]]["content"])
+
+    def _before(self, messages: Turns, turn: int, row: int) -> list[int]:
+        """Return the token ids after which an assistant's turn begins."""
+        if turn == 0:
             raise DataError(
                 f"Row {row} begins with the {ASSISTANT}'s turn, and before it the chat template "
                 "has nothing to write. Put a turn before it (a system's, for example), or drop "
                 "such rows."
             )
+        return self._apply(messages[:turn], row, add_generation_prompt=True)["input_ids"]
+
+    def _apply(self, messages: Turns, row: int, **options: Any) -> Any:
+        from jinja2 import TemplateError
+
+        options |= {"chat_template": self.template, "tokenize": True, "return_dict": True}
         try:
-            return self.tokenizer.apply_chat_template(
-                list(messages),
-                chat_template=self.template,
-                tokenize=True,
-                return_dict=True,
-                **options,
-            )
+            return self.tokenizer.apply_chat_template(list(messages), **options)
         except TemplateError as problem:
             raise DataError(
                 f"The chat template refuses row {row}: {problem}. Correct its turns (roles are "
@@ -155,28 +138,28 @@ class ChatEncoding:
 
 def has_markers(template: str) -> bool:
     """Return whether a chat template marks what the assistant writes."""
-    return any(f"{{%{dash} {_MARKER}" in template for dash in ("", "-"))
+    return any(f"{{%{dash} generation" in template for dash in ("", "-"))
+
+
+def _turns(messages: Turns) -> list[int]:
+    """Return the places of the assistant's turns."""
+    return [i for i, message in enumerate(messages) if message["role"] == ASSISTANT]
 
 
 def _check(messages: Any, row: int) -> None:
-    turns = messages if isinstance(messages, list) else []
-    fit = [
+    fit = isinstance(messages, list) and all(
         isinstance(turn, Mapping)
         and isinstance(turn.get("role"), str)
         and isinstance(turn.get("content"), str)
-        for turn in turns
-    ]
-    if not turns or not all(fit):
+        for turn in messages
+    )
+    if not fit or not messages:
         raise DataError(
             f"Row {row}: expected a list of turns, each with `role` and `content` as text, got "
             f"{type(messages).__name__}. Drop or correct such rows."
         )
-    if ASSISTANT not in {turn["role"] for turn in turns}:
+    if not _turns(messages):
         raise DataError(
             f"Row {row} has no turn with the role {ASSISTANT!r}, so there is nothing to learn. "
             "Drop such rows, or rename the roles."
         )
-
-
-def _last(messages: Sequence[Mapping[str, Any]]) -> int:
-    return max(i for i, message in enumerate(messages) if message["role"] == ASSISTANT)

@@ -55,18 +55,23 @@ def encode(rows: Any, data: TextArguments, encoding: Encoding, keep: str | None 
     """
     columns = _columns(rows, data)
 
+    def examples(values: Sequence[Any], row: int) -> list[dict[str, Any]]:
+        if isinstance(encoding, ChatEncoding):
+            return [encoding.example(values[0], row)]
+        written = read_row(data.data_format, values, row)
+        return [encoding.example(written.prompt, target, row) for target in written.targets]
+
     def encode_rows(batch: Mapping[str, list[Any]], indices: list[int]) -> dict[str, list[Any]]:
-        made = [
-            _examples(values, row, data, encoding)
-            for values, row in zip(zip(*(batch[name] for name in columns)), indices)
-        ]
-        encoded = {
-            name: [example[name] for of_row in made for example in of_row] for name in ENCODED
-        }
-        if keep is not None and keep in batch:
-            encoded[keep] = [
-                value for value, of_row in zip(batch[keep], made, strict=True) for _ in of_row
-            ]
+        encoded: dict[str, list[Any]] = {name: [] for name in ENCODED}
+        kept = batch.get(keep) if keep is not None else None
+        if keep is not None and kept is not None:
+            encoded[keep] = []
+        for place, values in enumerate(zip(*(batch[name] for name in columns))):
+            for example in examples(values, indices[place]):
+                for name in ENCODED:
+                    encoded[name].append(example[name])
+                if keep is not None and kept is not None:
+                    encoded[keep].append(kept[place])
         return encoded
 
     return rows.map(
@@ -83,38 +88,29 @@ def count_examples(recipe: Mapping[str, Any]) -> int:
 
     Raises: ConfigError, DataError as training does.
     """
-    data = TextArguments(
-        **{item.name: recipe[item.name] for item in fields(TextArguments) if item.name in recipe}
-    )
+    known = {item.name for item in fields(TextArguments)}
+    data = TextArguments(**{name: value for name, value in recipe.items() if name in known})
     rows = load_train(data)
     if data.data_format == MESSAGES:
         return len(rows)
     columns = [rows[name] for name in _columns(rows, data)]
-    return sum(
-        len(read_row(data.data_format, values, row).targets)
-        for row, values in enumerate(zip(*columns))
-    )
+    read = (read_row(data.data_format, values, row) for row, values in enumerate(zip(*columns)))
+    return sum(len(written.targets) for written in read)
+
+
+def columns_read(data: TextArguments) -> list[str]:
+    """Return the columns that a row needs, that of the text last. Raises: DataError."""
+    if data.data_format == MESSAGES:
+        return [data.messages_column]
+    named = ("prompt_column", "target_column", "text_column")
+    return columns_of(data.data_format, {name: getattr(data, name) for name in named})
 
 
 def _columns(rows: Any, data: TextArguments) -> list[str]:
-    if data.data_format == MESSAGES:
-        require_columns(rows, [data.messages_column], "messages_column")
-        return [data.messages_column]
-    named = {
-        name: getattr(data, name) for name in ("prompt_column", "target_column", "text_column")
-    }
-    columns = columns_of(data.data_format, named)
-    require_columns(rows, columns, "data_format")
+    columns = columns_read(data)
+    argument = "messages_column" if data.data_format == MESSAGES else "data_format"
+    require_columns(rows, columns, argument)
     return columns
-
-
-def _examples(
-    values: Sequence[Any], row: int, data: TextArguments, encoding: Encoding
-) -> list[dict[str, list[int]]]:
-    if isinstance(encoding, ChatEncoding):
-        return [encoding.example(values[0], row)]
-    written = read_row(data.data_format, values, row)
-    return [encoding.example(written.prompt, target, row) for target in written.targets]
 
 
 @dataclass(frozen=True)

@@ -41,21 +41,24 @@ def decode(
     check_prompts(model, prompts, settings)
     batches = _batches(model, prompts, settings.decoding_batch_size)
     texts = [""] * len(prompts)
-    training = model.training
-    device = next(model.parameters()).device
+    training, device = model.training, next(model.parameters()).device
     devices = [device] if device.type != "cpu" else []
     try:
         model.eval()
         with torch.no_grad(), torch.random.fork_rng(devices):
             torch.manual_seed(settings.decoding_seed)
             for batch in tqdm(batches, desc="Decoding", disable=not progress):
-                inputs = _padded(model, tokenizer, [prompts[i] for i in batch], device)
-                written = model.generate(**inputs, **_options(model, tokenizer, settings))
+                inputs = _padded(model, tokenizer, [prompts[i] for i in batch])
+                written = model.generate(
+                    **inputs.to(device), **_options(model, tokenizer, settings)
+                )
                 if not _is_encoder_decoder(model):
                     written = written[:, inputs["input_ids"].shape[1] :]
                 found = tokenizer.batch_decode(written, skip_special_tokens=True)
                 for i, text in zip(batch, found):
-                    texts[i] = _until(text, settings.stop).strip()
+                    for stop in settings.stop:
+                        text = text.split(stop, 1)[0]
+                    texts[i] = text.strip()
     finally:
         model.train(training)
     return texts
@@ -87,23 +90,11 @@ def _options(model: Any, tokenizer: Any, settings: DecodingArguments) -> dict[st
     return options
 
 
-def _padded(
-    model: Any, tokenizer: Any, prompts: Sequence[Sequence[int]], device: Any
-) -> dict[str, torch.Tensor]:
-    longest = max(map(len, prompts))
-    left = not _is_encoder_decoder(model)
-    ids = torch.full((len(prompts), longest), tokenizer.pad_token_id)
-    mask = torch.zeros_like(ids)
-    for row, prompt in enumerate(prompts):
-        where = slice(longest - len(prompt), longest) if left else slice(0, len(prompt))
-        ids[row, where], mask[row, where] = torch.tensor(list(prompt)), 1
-    return {"input_ids": ids.to(device), "attention_mask": mask.to(device)}
-
-
-def _until(text: str, stops: Sequence[str]) -> str:
-    for stop in stops:
-        text = text.split(stop, 1)[0]
-    return text
+def _padded(model: Any, tokenizer: Any, prompts: Sequence[Sequence[int]]) -> Any:
+    side = "right" if _is_encoder_decoder(model) else "left"
+    masks = [[1] * len(prompt) for prompt in prompts]
+    inputs = {"input_ids": [list(prompt) for prompt in prompts], "attention_mask": masks}
+    return tokenizer.pad(inputs, padding_side=side, return_tensors="pt")
 
 
 def check_prompts(
@@ -120,12 +111,11 @@ def check_prompts(
             "tokenizer's beginning or end token."
         )
     limit = None if _is_encoder_decoder(model) else positions_of(model)
-    limit = None if limit is None else limit - virtual
-    if limit is not None and lengths and max(lengths) + settings.max_new_tokens > limit:
+    if limit and lengths and max(lengths) + settings.max_new_tokens > limit - virtual:
         raise DataError(
             f"Prompt {lengths.index(max(lengths))} has {max(lengths)} tokens, and with "
-            f"`max_new_tokens` {settings.max_new_tokens} it passes the {limit} positions of the "
-            "model. Shorten it, or lower `max_new_tokens`."
+            f"`max_new_tokens` {settings.max_new_tokens} it passes the {limit - virtual} positions "
+            "of the model. Shorten it, or lower `max_new_tokens`."
         )
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,16 +32,13 @@ class CausalEncoding:
         Raises: DataError for a prompt that leaves no room for its target.
         """
         after = [*_plain(self.tokenizer, target), self.tokenizer.eos_token_id]
-        before = self._prompt(prompt, row, room=min(len(after), self.max_length // 2))
+        before = self.prompt(prompt, row, room=min(len(after), self.max_length // 2))
         ids = [*before, *after][: self.max_length]
         labels = [*[IGNORED_LABEL] * len(before), *ids[len(before) :]]
         return {"input_ids": ids, "attention_mask": [1] * len(ids), "labels": labels}
 
     def prompt(self, prompt: str, row: int, room: int) -> list[int]:
         """Return the token ids after which the model writes, at most ``max_length - room``."""
-        return self._prompt(prompt, row, room)
-
-    def _prompt(self, prompt: str, row: int, room: int) -> list[int]:
         start = _beginning(self.tokenizer)
         if not prompt:
             # A token has to stand before the first one that is predicted.
@@ -93,9 +89,7 @@ class Seq2SeqEncoding:
     def prompt(self, prompt: str, row: int, room: int) -> list[int]:
         """Return the token ids for the encoder. ``room`` does not matter: targets have their
         own."""
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of lengths, which are looked at here
-            ids = self.tokenizer(prompt)["input_ids"]
+        ids = self.tokenizer(prompt, verbose=False)["input_ids"]  # its length is looked at here
         if len(ids) <= self.max_length:
             return ids
         if not self.cut_prompts:

@@ -35,11 +35,6 @@ class EvaluationSet:
     encoded: Any
     asked: Questions
 
-    @property
-    def inputs(self) -> Any:
-        """The rows without what only says whose they are."""
-        return self.encoded.select_columns(list(ENCODED))
-
 
 def evaluation_sets(
     sets: Mapping[str, Any],
@@ -52,28 +47,18 @@ def evaluation_sets(
 
     Raises: DataError as :func:`encode` does, and for a blank target where scores compare with it.
     """
-    found = [
-        EvaluationSet(
-            name,
-            encode(rows, data, encoding, keep),
-            questions(rows, data, encoding).first(decoding.max_decoded),
-        )
-        for name, rows in sets.items()
-    ]
-    if data.metrics:
-        for one in found:
-            _refuse_blank(one)
-    return found
-
-
-def _refuse_blank(one: EvaluationSet) -> None:
-    for prompt, texts in enumerate(one.asked.references):
-        if not all(texts):
+    found = []
+    for name, rows in sets.items():
+        asked = questions(rows, data, encoding).first(decoding.max_decoded)
+        blank = [i for i, texts in enumerate(asked.references) if not all(texts)]
+        if data.metrics and blank:
             raise DataError(
-                f"The evaluation set {one.name!r} has a blank target (of its different prompts: "
-                f"number {prompt}), and no text can be compared with it. Fill it in or drop the "
-                "row; or leave the scores out, metrics: []."
+                f"The evaluation set {name!r} has a blank target (of its different prompts: number "
+                f"{blank[0]}), and no text can be compared with it. Fill it in or drop the row; or "
+                "leave the scores out, metrics: []."
             )
+        found.append(EvaluationSet(name, encode(rows, data, encoding, keep), asked))
+    return found
 
 
 @dataclass(frozen=True)
@@ -113,48 +98,48 @@ def evaluate_texts(
     metrics: dict[str, float] = {}
     lines: list[str] = []
     for one in sets:
-        prefix = f"eval_{one.name}_" if len(sets) > 1 else "eval_"
-        where = f"{len(one.encoded)} {one.name + ' ' if len(sets) > 1 else ''}evaluation rows"
-        found = {"perplexity": _perplexity(model, collate, one.inputs, batch_size)}
+        several = len(sets) > 1
+        prefix = f"eval_{one.name}_" if several else "eval_"
+        where = f"{len(one.encoded)} {one.name + ' ' if several else ''}evaluation rows"
+        found = {"perplexity": _perplexity(model, collate, one.encoded, batch_size, processes)}
         lines.append(f"perplexity on the {where}: {found['perplexity']:.4f}")
         if data.metrics:
-            texts = _decode(model, tokenizer, one.asked.prompts, decoding)
+            asked = one.asked
+            texts = _decode(model, tokenizer, asked.prompts, decoding, processes)
+            options = {"bertscore_model": data.bertscore_model}
             scores = processes.on_main(
-                partial(
-                    score,
-                    data.metrics,
-                    texts,
-                    one.asked.references,
-                    bertscore_model=data.bertscore_model,
-                )
+                partial(score, data.metrics, texts, asked.references, **options)
             )
             found |= scores.values
-            asked = f"{len(texts)} different prompts of the {where}"
-            lines += [f"{name} on {asked}: {value:.4f}" for name, value in scores.values.items()]
-            lines += [
-                f"{name}: not available ({why})" for name, why in scores.not_available.items()
-            ]
+            on = f"on {len(texts)} different prompts of the {where}"
+            lines += [f"{name} {on}: {value:.4f}" for name, value in scores.values.items()]
+            missing = scores.not_available.items()
+            lines += [f"{name}: not available ({why})" for name, why in missing]
             if folder is not None and processes.is_main:
-                name = f"generations_{one.name}.jsonl" if len(sets) > 1 else "generations.jsonl"
-                _write(Path(folder, name), tokenizer, one.asked, texts)
+                name = f"generations_{one.name}.jsonl" if several else "generations.jsonl"
+                _write(Path(folder, name), tokenizer, asked, texts)
         metrics |= {prefix + name: value for name, value in found.items()}
     return Evaluated(metrics, lines)
 
 
-def _perplexity(model: Any, collate: Any, encoded: Any, batch_size: int) -> float:
-    processes = Processes.here()
-    own = range(processes.rank, len(encoded), processes.count)
-    examples = [dict(row) for row in encoded.select(own)]
+def _perplexity(
+    model: Any, collate: Any, encoded: Any, batch_size: int, processes: Processes
+) -> float:
+    rows = encoded.select_columns(list(ENCODED))  # without what only says whose they are
+    own = rows.select(range(processes.rank, len(rows), processes.count))
     shares = processes.from_each(
-        lambda: negative_log_likelihood(model, collate, examples, batch_size)
+        lambda: negative_log_likelihood(model, collate, [dict(row) for row in own], batch_size)
     )
     return perplexity(sum(total for total, _ in shares), sum(count for _, count in shares))
 
 
 def _decode(
-    model: Any, tokenizer: Any, prompts: list[list[int]], decoding: DecodingArguments
+    model: Any,
+    tokenizer: Any,
+    prompts: list[list[int]],
+    decoding: DecodingArguments,
+    processes: Processes,
 ) -> list[str]:
-    processes = Processes.here()
     own = prompts[processes.rank :: processes.count]
     shares = processes.from_each(
         lambda: decode(model, tokenizer, own, decoding, progress=processes.is_main)
@@ -164,18 +149,10 @@ def _decode(
 
 def _write(path: Path, tokenizer: Any, asked: Questions, texts: list[str]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    rows = zip(asked.prompts, texts, asked.references)
-    path.write_text(
-        "".join(
-            json.dumps(
-                {"prompt": tokenizer.decode(prompt), "text": text, "references": references},
-                ensure_ascii=False,
-            )
-            + "\n"
-            for prompt, text, references in rows
-        ),
-        encoding="utf-8",
-    )
+    with path.open("w", encoding="utf-8") as file:
+        for prompt, text, references in zip(asked.prompts, texts, asked.references):
+            row = {"prompt": tokenizer.decode(prompt), "text": text, "references": references}
+            file.write(json.dumps(row, ensure_ascii=False) + "\n")
 
 
 def negative_log_likelihood(
@@ -206,7 +183,8 @@ def negative_log_likelihood(
 
 
 def perplexity(total: float, count: int) -> float:
-    """Return exp(total / count); infinity where it is too large for a number.
+    """Return exp(total / count), the number of tokens that a model is in doubt between on average;
+    infinity where it is too large for a number.
 
     Raises: ZeroDivisionError without any token.
     """

@@ -23,7 +23,7 @@ def load_language_model(arguments: StartArguments, kind: str) -> tuple[Any, Any]
     """
     from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer
 
-    auto = {CAUSAL: AutoModelForCausalLM, SEQ2SEQ: AutoModelForSeq2SeqLM}[kind]
+    auto: Any = {CAUSAL: AutoModelForCausalLM, SEQ2SEQ: AutoModelForSeq2SeqLM}[kind]
     path = resolve_model(arguments.model_name_or_path)
     advice = (
         f"Give a Hub name, a folder with config.json, weights and tokenizer (task {kind}), or "
@@ -31,10 +31,8 @@ def load_language_model(arguments: StartArguments, kind: str) -> tuple[Any, Any]
     )
     with loading(f"The model {arguments.model_name_or_path!r}", advice):
         tokenizer = AutoTokenizer.from_pretrained(path)
-        if arguments.from_scratch:
-            model = without_weights(auto, path)
-        else:
-            model = auto.from_pretrained(path)
+        fresh = arguments.from_scratch
+        model = without_weights(auto, path) if fresh else auto.from_pretrained(path)
     fit_tokens(model, tokenizer)
     return model, tokenizer
 
@@ -79,15 +77,11 @@ def fit_tokens(model: Any, tokenizer: Any) -> None:
         )
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
-        logger.warning(
-            "The tokenizer has no padding token: it is set to the end token %r. No embedding "
-            "changes.",
-            tokenizer.eos_token,
-        )
-    if model.config.pad_token_id is None:
-        model.config.pad_token_id = tokenizer.pad_token_id
-    if model.generation_config.pad_token_id is None:
-        model.generation_config.pad_token_id = tokenizer.pad_token_id
+        said = "The tokenizer has no padding token: it is the end token %r. No embedding changes."
+        logger.warning(said, tokenizer.eos_token)
+    for config in (model.config, model.generation_config):
+        if config.pad_token_id is None:
+            config.pad_token_id = tokenizer.pad_token_id
     # Texts are trained to end with the tokenizer's end token, which may not be the model's own.
     ends = model.generation_config.eos_token_id
     ends = ends if isinstance(ends, list) else [] if ends is None else [ends]

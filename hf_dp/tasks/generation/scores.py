@@ -7,9 +7,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from hf_dp import _validate
+from hf_dp._validate import invalid, one_of
 from hf_dp.errors import DataError, MetricUnavailableError
 
 METRICS = {
@@ -83,14 +82,18 @@ def score(
     """
     check_metrics(names, bertscore_model=bertscore_model)
     _check_rows(predictions, references)
+    from hf_dp.tasks.metrics.texts import TextMetric
+
+    texts, rows = list(predictions), [list(row) for row in references]
     values: dict[str, float] = {}
     how: dict[str, str] = {}
     not_available: dict[str, str] = {}
     for function in dict.fromkeys(map(_function, names)):
         asked = [name for name in dict.fromkeys(names) if _function(name) == function]
         options = {"model": bertscore_model} if function == "bertscore" else {}
+        metric = TextMetric(config_name=function, keep_in_memory=True)  # and so writes no texts
         try:
-            found = _compute(function, predictions, references, options)
+            found = metric.compute(predictions=texts, references=rows, **options) or {}
         except MetricUnavailableError as problem:
             not_available |= dict.fromkeys(asked, str(problem))
             continue
@@ -109,41 +112,21 @@ def check_metrics(names: Sequence[str], *, bertscore_model: str | Path | None = 
         ``bertscore_model`` that is no folder of a model.
     """
     for name in names:
-        _validate.one_of("metrics", name, METRICS)
+        one_of("metrics", name, METRICS)
         for package in _PACKAGES.get(_function(name), ()):
             if importlib.util.find_spec(package) is None:
-                raise _validate.invalid(
-                    "metrics",
-                    name,
-                    f"with {package.replace('_', '-')} installed",
-                    "Install it with: pip install 'hf-dp[generation]'",
-                )
+                expected = f"with {package.replace('_', '-')} installed"
+                advice = "Install it with: pip install 'hf-dp[generation]'"
+                raise invalid("metrics", name, expected, advice)
     if bertscore_model is not None and not (Path(bertscore_model) / "config.json").is_file():
-        raise _validate.invalid(
-            "bertscore_model",
-            str(bertscore_model),
-            "to be a local folder with a model's config.json",
-            "Nothing is downloaded: save an encoder and its tokenizer there, or leave it out.",
-        )
+        expected = "to be a local folder with a model's config.json"
+        advice = "Nothing is downloaded: save an encoder and its tokenizer there, or leave it out."
+        raise invalid("bertscore_model", str(bertscore_model), expected, advice)
 
 
 def _function(name: str) -> str:
     """Return the name of the function that computes a metric."""
     return _FUNCTIONS.get(name, name)
-
-
-def _compute(
-    function: str, predictions: Sequence[str], references: Sequence[Sequence[str]], options: Any
-) -> dict[str, Any]:
-    """Return what one metric finds, which writes no file of texts.
-
-    Raises: MetricUnavailableError where it cannot be computed here.
-    """
-    from hf_dp.tasks.metrics.texts import TextMetric
-
-    metric = TextMetric(config_name=function, keep_in_memory=True)
-    rows = {"predictions": list(predictions), "references": [list(row) for row in references]}
-    return metric.compute(**rows, **options) or {}
 
 
 def _check_rows(predictions: Sequence[str], references: Sequence[Sequence[str]]) -> None:
@@ -154,7 +137,7 @@ def _check_rows(predictions: Sequence[str], references: Sequence[Sequence[str]])
             "Give one prediction and one list of references for each row, in the same order."
         )
     if len(predictions) == 0:
-        raise _validate.invalid("predictions", [], "to have a row", "No rows have no score.")
+        raise invalid("predictions", [], "to have a row", "No rows have no score.")
     for index, (text, row) in enumerate(zip(predictions, references, strict=True)):
         if not isinstance(text, str):
             raise DataError(
@@ -167,7 +150,5 @@ def _check_rows(predictions: Sequence[str], references: Sequence[Sequence[str]])
                 "list, too."
             )
         if not row or not all(each.strip() for each in row):
-            raise DataError(
-                f"Row {index} has {'an empty reference' if row else 'no reference'}. Leave out "
-                f"{'that reference' if row else 'the row'}, or fill it in."
-            )
+            what = "an empty reference" if row else "no reference"
+            raise DataError(f"Row {index} has {what}. Leave it out, or fill it in.")

@@ -9,8 +9,7 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +19,9 @@ from hf_dp._validate import invalid
 from hf_dp.errors import ConfigError, DataError
 from hf_dp.tasks.generation.arguments import NUCLEUS, DecodingArguments, TextArguments
 from hf_dp.tasks.generation.chat import ASSISTANT, ChatEncoding
-from hf_dp.tasks.generation.data import Encoding
+from hf_dp.tasks.generation.data import Encoding, columns_read
 from hf_dp.tasks.generation.decoding import decode
-from hf_dp.tasks.generation.formats import FORMATS, MESSAGES, columns_of
+from hf_dp.tasks.generation.formats import FORMATS, MESSAGES
 from hf_dp.tasks.labels import require_columns
 
 METADATA_KEY = b"hf_dp"  # in the schema of the Parquet file
@@ -66,19 +65,9 @@ def write_rows(
     )
 
 
-def _names(data: TextArguments) -> list[str]:
-    """Return the columns of a row, that of the text last."""
-    if data.data_format == MESSAGES:
-        return [data.messages_column]
-    named = {
-        name: getattr(data, name) for name in ("prompt_column", "target_column", "text_column")
-    }
-    return columns_of(data.data_format, named)
-
-
 def _given(data: TextArguments, prompts: Any) -> list[dict[str, Any]]:
     """Return the columns of the prompts; one empty row where the model writes freely."""
-    names = _names(data)
+    names = columns_read(data)
     needed = names if data.data_format == MESSAGES else names[:-1]
     if not needed:
         if prompts is not None:
@@ -115,7 +104,7 @@ def _row(row: Mapping[str, Any], text: str, data: TextArguments) -> dict[str, An
         turns = list(row[data.messages_column])
         turns = turns[:-1] if turns[-1]["role"] == ASSISTANT else turns
         return {data.messages_column: [*turns, {"role": ASSISTANT, "content": text}]}
-    return {**row, _names(data)[-1]: FORMATS[data.data_format].write(text)}
+    return {**row, columns_read(data)[-1]: FORMATS[data.data_format].write(text)}
 
 
 def texts_of(rows: Any, data: TextArguments) -> list[str]:
@@ -123,7 +112,7 @@ def texts_of(rows: Any, data: TextArguments) -> list[str]:
 
     Raises: DataError for missing columns.
     """
-    names = _names(data)
+    names = columns_read(data)
     require_columns(rows, names, "data_format")
     if data.data_format == MESSAGES:
         return [
@@ -141,7 +130,7 @@ def texts_of(rows: Any, data: TextArguments) -> list[str]:
 
 
 def check_out(path: Path) -> None:
-    """Raise DataError for a file that could not hold metadata."""
+    """Raise DataError for a file that could not hold metadata, as :func:`save` does."""
     if path.suffix != ".parquet":
         raise DataError(
             f"Expected `out` to end in .parquet, whose metadata hold epsilon, got {path.name!r}."
@@ -190,79 +179,50 @@ def grams(text: str, size: int) -> list[tuple[str, ...]]:
     return [tuple(words[at : at + size]) for at in range(len(words) - size + 1)]
 
 
-@dataclass(frozen=True)
-class Fidelity:
-    """A comparison of synthetic and real texts; of each pair the synthetic side is first.
+def compare(
+    synthetic: Sequence[str], real: Sequence[str], phrases: Sequence[str] = ()
+) -> list[str]:
+    """Return how like real texts synthetic ones are, as lines to read: lengths, words, phrases.
 
-    Attributes:
-        words: median number of words of a text.
-        long: its 95th percentile.
-        distinct: share of different word 2-grams among all, by texts of equal number.
-        divergence: Jensen-Shannon divergence of the frequencies of word n-grams, in bits from 0
-            (alike) to 1 (nothing in common), by n.
-        phrases: share of texts that hold a phrase, by phrase.
-    """
-
-    words: tuple[float, float]
-    long: tuple[float, float]
-    distinct: tuple[float, float]
-    divergence: dict[int, float]
-    phrases: dict[str, tuple[float, float]]
-
-    def lines(self) -> list[str]:
-        """Return the comparison to read."""
-        return [
-            f"words in a text, median: {self.words[0]:g} (real: {self.words[1]:g})",
-            f"words in a text, 95th percentile: {self.long[0]:g} (real: {self.long[1]:g})",
-            f"different 2-grams: {self.distinct[0]:.3f} (real: {self.distinct[1]:.3f})",
-            *(
-                f"divergence of {n}-grams: {value:.3f} of 1 (0: as often as in the real texts)"
-                for n, value in self.divergence.items()
-            ),
-            *(
-                f"texts with {phrase!r}: {own:.3f} (real: {other:.3f})"
-                for phrase, (own, other) in self.phrases.items()
-            ),
-        ]
-
-
-def compare(synthetic: Sequence[str], real: Sequence[str], phrases: Sequence[str] = ()) -> Fidelity:
-    """Compare synthetic texts with real ones.
+    All of it is computed from the real texts without noise. It is for the eyes of those who may see
+    them; no epsilon covers it. The share of different 2-grams is that of texts of equal number.
 
     Raises: InvalidArgumentError when one of them is empty.
     """
-    for name, texts in {"synthetic": synthetic, "real": real}.items():
+    sides = (synthetic, real)
+    for name, texts in zip(("synthetic", "real"), sides):
         if not texts:
             raise invalid(name, [], "to have at least one text")
-    sides = (synthetic, real)
-    counts = [[len(text.split()) for text in side] for side in sides]
     equal = min(map(len, sides))
-    return Fidelity(
-        words=_pair(float(np.median(each)) for each in counts),
-        long=_pair(float(np.percentile(each, 95)) for each in counts),
-        distinct=_pair(_distinct(side[:equal]) for side in sides),
-        divergence={n: divergence(*(_frequencies(side, n) for side in sides)) for n in (1, 2)},
-        phrases={
-            phrase: _pair(
-                sum(phrase.lower() in text.lower() for text in side) / len(side) for side in sides
-            )
-            for phrase in phrases
-        },
-    )
+
+    def line(what: str, of: Callable[[Sequence[str]], Any], form: str = ".3f") -> str:
+        return f"{what}: {of(synthetic):{form}} (real: {of(real):{form}})"
+
+    def lengths(texts: Sequence[str]) -> list[int]:
+        return [len(text.split()) for text in texts]
+
+    def different(texts: Sequence[str]) -> float:
+        found = _counts(texts[:equal], 2)
+        return len(found) / max(found.total(), 1)
+
+    def share(phrase: str) -> Callable[[Sequence[str]], Any]:
+        return lambda texts: np.mean([phrase.lower() in text.lower() for text in texts])
+
+    return [
+        line("words in a text, median", lambda texts: np.median(lengths(texts)), "g"),
+        line("words in a text, 95th percentile", lambda t: np.percentile(lengths(t), 95), "g"),
+        line("different 2-grams", different),
+        *(
+            f"divergence of {n}-grams: {divergence(*(_counts(texts, n) for texts in sides)):.3f} "
+            "of 1 (0: as often as in the real texts)"
+            for n in (1, 2)
+        ),
+        *(line(f"texts with {phrase!r}", share(phrase)) for phrase in phrases),
+    ]
 
 
-def _pair(values: Iterable[float]) -> tuple[float, float]:
-    first, second = values
-    return first, second
-
-
-def _frequencies(texts: Sequence[str], size: int) -> Counter[tuple[str, ...]]:
+def _counts(texts: Sequence[str], size: int) -> Counter[tuple[str, ...]]:
     return Counter(gram for text in texts for gram in grams(text, size))
-
-
-def _distinct(texts: Sequence[str]) -> float:
-    found = _frequencies(texts, 2)
-    return len(found) / max(found.total(), 1)
 
 
 def divergence(first: Counter[tuple[str, ...]], second: Counter[tuple[str, ...]]) -> float:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 import string
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from importlib.metadata import version
 from itertools import zip_longest
 from math import log2
@@ -111,7 +111,7 @@ def rouge(predictions: Texts, references: Rows) -> Found:
 
     names = ["rouge1", "rouge2", "rougeL"]
     scorer = RougeScorer(names, use_stemmer=True)
-    rows = [scorer.score_multi(row, text) for text, row in _pairs(predictions, references)]
+    rows = [scorer.score_multi(row, text) for text, row in zip(predictions, references)]
     found = {name: float(np.mean([row[name].fmeasure for row in rows])) for name in names}
     how = f"rouge-score {version('rouge-score')}, F1, stemmed, best reference of a row"
     return {**found, "how": how}
@@ -129,7 +129,7 @@ def e2e_rouge_l(predictions: Texts, references: Rows) -> Found:
     # To pycocoevalcap a text without a word has one, the empty one.
     rows = [
         scorer.calc_score([words], row) if words else 0.0
-        for words, row in _pairs(*ptb_rows(predictions, references))
+        for words, row in zip(*ptb_rows(predictions, references))
     ]
     return {"e2e_rouge_l": float(np.mean(rows)), "how": _coco()}
 
@@ -143,7 +143,7 @@ def cider(predictions: Texts, references: Rows) -> Found:
 
     scorer = CiderScorer()
     predicted, expected = ptb_rows(predictions, references)
-    for words, row in _pairs(predicted, expected):
+    for words, row in zip(predicted, expected):
         scorer += (words, row)
     some = any(words for row in expected for words in row)  # else it has no most frequent one
     return {"cider": float(scorer.compute_score()[0]) if some else 0.0, "how": _coco()}
@@ -205,7 +205,7 @@ def dialog_f1(predictions: Texts, references: Rows) -> Found:
     """
     rows = [
         max(_f1(_dialog_words(text), _dialog_words(reference)) for reference in row)
-        for text, row in _pairs(predictions, references)
+        for text, row in zip(predictions, references)
     ]
     how = "after ParlAI: words without case, punctuation and articles, best reference of a row"
     return {"dialog_f1": float(np.mean(rows)), "how": how}
@@ -215,10 +215,6 @@ FUNCTIONS: dict[str, Callable[..., Found]] = {
     each.__name__: each
     for each in (bleu, e2e_nist, rouge, e2e_rouge_l, cider, meteor, bertscore, dialog_f1)
 }
-
-
-def _pairs(predictions: Sequence[Any], references: Sequence[Any]) -> Any:
-    return zip(predictions, references, strict=True)
 
 
 def _coco() -> str:

@@ -70,10 +70,7 @@ def test_a_dialog_keeps_its_latest_utterances_and_names_who_spoke():
     assert text == (
         "persona : i ski. i cook.\npartner : c\nself : d\npartner : e\nself : f\npartner : g\nself :"
     )
-    assert persona_dialog(["i ski."], ["hi"]).splitlines()[1:] == [
-        "partner : hi",
-        "self :",
-    ]
+    assert persona_dialog(["i ski."], ["hi"]).splitlines()[1:] == ["partner : hi", "self :"]
 
 
 def test_every_layout_reads_its_columns():

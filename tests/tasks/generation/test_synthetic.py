@@ -14,13 +14,7 @@ from hf_dp.errors import ConfigError, DataError
 from hf_dp.tasks.generation.arguments import DecodingArguments, TextArguments
 from hf_dp.tasks.generation.data import encode, encoding_of
 from hf_dp.tasks.generation.language_models import CAUSAL
-from hf_dp.tasks.generation.synthetic import (
-    compare,
-    divergence,
-    nearest,
-    texts_of,
-    write_rows,
-)
+from hf_dp.tasks.generation.synthetic import compare, divergence, nearest, texts_of, write_rows
 
 CHAT = (
     "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}"
@@ -88,14 +82,18 @@ def test_the_nearest_text_shares_the_most_phrases():
 
 def test_the_comparison_by_hand():
     found = compare(["a b a b", "a"], ["a b c", "c d e f"], ["B", "zz"])
-    assert found.words == (2.5, 3.5)
-    assert found.distinct == (2 / 3, 1.0)  # ab ba ab; ab bc, cd de ef
-    assert found.phrases == {"B": (0.5, 0.5), "zz": (0.0, 0.0)}
+    assert found[0] == "words in a text, median: 2.5 (real: 3.5)"
+    assert found[2] == "different 2-grams: 0.667 (real: 1.000)"  # ab ba ab; ab bc, cd de ef
+    assert found[-2:] == [
+        "texts with 'B': 0.500 (real: 0.500)",
+        "texts with 'zz': 0.000 (real: 0.000)",
+    ]
     p = {"a": 3 / 5, "b": 2 / 5}
     q = {"a": 1 / 7, "b": 1 / 7, "c": 2 / 7, "d": 1 / 7, "e": 1 / 7, "f": 1 / 7}
     m = {w: (p.get(w, 0) + q.get(w, 0)) / 2 for w in q}
     by_hand = sum(0.5 * side[w] * math.log2(side[w] / m[w]) for side in (p, q) for w in side)
-    assert found.divergence[1] == pytest.approx(by_hand, rel=1e-12)
+    assert f"divergence of 1-grams: {by_hand:.3f} of 1" in found[3]
+    assert divergence(Counter("abababa"[:3] + "ab"), Counter("abccdef")) == pytest.approx(by_hand)
 
 
 def test_the_divergence_ends_at_nothing_and_all():
