@@ -25,11 +25,12 @@ test: $(VENV)/installed-test
 # epsilons against the oracle.
 QUICK = tests/test_layering.py tests/clipping/test_architectures.py tests/clipping/test_exactness.py \
 	tests/clipping/test_sums.py tests/run/test_gate.py tests/trainer/test_run_ledger.py \
-	tests/accounting/test_ledger.py tests/accounting/test_golden.py
+	tests/accounting/test_ledger.py tests/accounting/test_golden.py::test_grid \
+	tests/accounting/test_golden.py::test_the_oracle_agrees_with_the_grid
 
 quick: $(VENV)/installed-test
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist worksteal $(QUICK) \
-		-k 'not test_architectures or (test_equals_the_loop and padded)'
+		-k '(not test_architectures and not whole_run) or (test_equals_the_loop and padded)'
 
 slow: $(VENV)/installed-slow
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m slow
